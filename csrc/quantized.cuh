@@ -9,18 +9,17 @@ __device__ __forceinline__ unsigned char* bytes_of_page(const Operand& x, int pa
     const long long offset = page * x.batch_stride + row * x.row_stride + head * x.head_stride;
     return reinterpret_cast<unsigned char*>(const_cast<unsigned short*>(x.ptr)) + offset;
 }
-// Address of an int8 or int4 token's scale or zero point.
+// Address of a token's scale or zero point.
 __device__ __forceinline__ float* scale_of_page(const CacheScale& x, int page, int row, int head) {
     return x.ptr + page * x.batch_stride + row * x.row_stride + head * x.head_stride;
 }
-// fp8's scale of a sequence and head; 1 without scales.
+// Scale of a sequence and head, for formats without scales of tokens; 1 without scales.
 __device__ __forceinline__ float scale_of_sequence(const CacheScale& x, int batch, int head) {
     return x.ptr ? __ldg(x.ptr + batch * x.batch_stride + head * x.head_stride) : 1.f;
 }
 
 // Converts eight columns of a row to fp16, exactly. The primary template is for 16-bit caches: nothing to do. A format has
 //
-//   kBits           bits of an element
 //   unpack8(words)  eight columns as packed fp16, from the words that hold them; slots may be a permutation of the columns
 //   permute8(x)     puts eight fp16 columns into the same slots
 //   column(p)       the column in slot p
@@ -28,7 +27,6 @@ __device__ __forceinline__ float scale_of_sequence(const CacheScale& x, int batc
 //   kTwoScales      slots 4 to 7 have 16 times that factor
 template <CacheFormat Format>
 struct Element {
-    static constexpr int kBits = 16;
     static constexpr float kScale = 1.f;
     static constexpr bool kTwoScales = false;
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
@@ -40,7 +38,6 @@ struct Element {
 
 // What formats of one byte have in common: columns in order.
 struct ByteElement {
-    static constexpr int kBits = 8;
     static constexpr float kScale = 1.f;
     static constexpr bool kTwoScales = false;
     __device__ __forceinline__ static uint4 permute8(const uint4& x) { return x; }
@@ -103,7 +100,6 @@ struct Element<CacheFormat::E4m3> : ByteElement {
 // So slots 0 to 3 have the codes from bits 0, slots 4 to 7 those from bits 4.
 template <>
 struct Element<CacheFormat::Int4> {
-    static constexpr int kBits = 4;
     static constexpr float kScale = 5.9604644775390625e-8f;  // 2^-24
     static constexpr bool kTwoScales = true;
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {

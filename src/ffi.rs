@@ -42,7 +42,7 @@ pub struct BackwardArgs {
     pub out: *mut c_void,
     /// Result of the forward call.
     pub softmax_lse: *mut c_void,
-    /// Whether to compute dattn_bias; rejected without a bias and for a bool bias.
+    /// True to compute dattn_bias; rejected without a bias and for a bool bias.
     pub attn_bias_requires_grad: bool,
 }
 
@@ -310,13 +310,16 @@ pub unsafe extern "C" fn volta_fa_fwd_kvcache(args: *const KvCacheArgs, outputs:
     })
 }
 
-/// Rejects what [`volta_fa_fwd_kvcache`] rejects, as far as sizes are known.
+/// Rejects what [`volta_fa_fwd_kvcache`] rejects, as far as sizes are known. `columns` receives the columns of an element of the caches.
 ///
 /// # Safety
-/// `args` and its handles are valid.
+/// `args` and its handles are valid. `columns` is valid to write; it is written on success only.
 #[no_mangle]
-pub unsafe extern "C" fn volta_fa_check_fwd_kvcache(args: *const KvCacheArgs) -> Status {
-    status("fwd_kvcache", || unsafe { kvcache::check(&*cached(&*args)?) })
+pub unsafe extern "C" fn volta_fa_check_fwd_kvcache(args: *const KvCacheArgs, columns: *mut i64) -> Status {
+    status("fwd_kvcache", || unsafe {
+        *columns = kvcache::check(&*cached(&*args)?)?.columns();
+        Ok(())
+    })
 }
 
 /// Arguments of `volta_fa::fwd_mla`.

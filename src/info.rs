@@ -7,7 +7,7 @@ use crate::launch::tuning::{self, DeviceTuning, Outcome};
 use crate::launch::{only_family, Launcher};
 use crate::limits::{self, MAX_DECODE_ROWS};
 use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
-use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
+use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, Window};
 use serde_json::{json, Value};
 use std::ffi::c_char;
 
@@ -27,6 +27,7 @@ fn cache_formats() -> Vec<Value> {
             "name": f.name,
             "dtype": f.dtype,
             "bits": f.bits,
+            "columns": f.columns(),
             "scale": match f.scale {
                 ScaleGranularity::None => "none",
                 ScaleGranularity::Token => "token",
@@ -41,23 +42,6 @@ fn cache_formats() -> Vec<Value> {
     FORMATS.iter().map(row).collect()
 }
 
-/// Returns the limits of the operators' arguments.
-fn published_limits() -> Value {
-    json!({
-        "max_headdim": limits::MAX_HEADDIM,
-        "headdim_multiple": limits::HEADDIM_MULTIPLE,
-        "latent_headdims": limits::LATENT_HEADDIMS,
-        "page_size_multiple": limits::PAGE_SIZE_MULTIPLE,
-        "max_decode_rows": limits::MAX_DECODE_ROWS,
-        "max_seqlen": limits::MAX_SEQLEN,
-        "max_sequences": limits::MAX_SEQUENCES,
-        "max_heads": limits::MAX_HEADS,
-        "max_row_stride": limits::MAX_ROW_STRIDE,
-        "max_merged_headdim": limits::MAX_MERGED_HEADDIM,
-        "softcap": [limits::SOFTCAPS.start(), limits::SOFTCAPS.end()],
-    })
-}
-
 fn variant(v: &Variant) -> Value {
     let image = kernels::image(v);
     json!({
@@ -70,7 +54,7 @@ fn variant(v: &Variant) -> Value {
         "needs": old_names(v.features),
         "requires": old_names(v.required_features),
         "source": v.source,
-        "cache": v.cache.name(),
+        "cache": if v.is_bf16 { "bfloat16" } else { v.cache.name() },
         "headdim": v.headdim,
         "headdim_v": v.headdim_v,
         "block_rows": v.block_rows,
@@ -114,7 +98,7 @@ pub fn describe() -> Value {
         "simulator": cfg!(feature = "sim"),
         "cuda_driver": driver::is_available(),
         "cache_formats": cache_formats(),
-        "limits": published_limits(),
+        "limits": limits::published(),
         "passes": passes,
         "families": families,
         "variants": variants,
@@ -131,28 +115,16 @@ pub fn families(capability: (i32, i32)) -> Result<Value> {
     Ok(found.into_iter().map(|(f, code)| json!({"name": f.name, "native": code == Code::Cubin})).collect())
 }
 
-/// Returns requested features and a backward mode that use these features, given as names separated by commas.
-fn parse_features(names: &str) -> Result<(RequestedFeatures, BackwardMode)> {
-    let (mut features, mut mode) = (RequestedFeatures::default(), BackwardMode::default());
-    for name in names.split(',').filter(|name| !name.is_empty()) {
-        let feature = Feature::named(name).ok_or_else(|| {
+/// Returns the features of these names, separated by commas.
+fn parse_features(names: &str) -> Result<FeatureSet> {
+    let feature = |name| {
+        Feature::named(name).ok_or_else(|| {
             let known: Vec<_> = Feature::ALL.into_iter().map(Feature::name).collect();
             Error::value("needs", format!("`{name}`"), format!("some of {}, separated by commas", known.join(", ")))
-        })?;
-        match feature {
-            Feature::Lengths => features.seqused_k = true,
-            Feature::Sinks => features.sinks = true,
-            Feature::Bf16Gradients => mode.bf16_gradients = true,
-            Feature::Softcap => features.softcap = 1.0,
-            Feature::Alibi => features.alibi = true,
-            Feature::Bias => features.attn_bias = true,
-            Feature::Dropout => features.dropout_p = 0.5,
-            // prefill requests it, no attention problem does
-            Feature::Pages => {}
-            Feature::Fp32Bias => (features.attn_bias, features.fp32_bias) = (true, true),
-        }
-    }
-    Ok((features, mode))
+        })
+    };
+    let listed = names.split(',').filter(|name| !name.is_empty()).map(feature).collect::<Result<Vec<_>>>()?;
+    Ok(FeatureSet::of(&listed))
 }
 
 /// Device number of the simulator, which models the GPU that `VOLTA_FA_SIM_GPU` names.
@@ -247,9 +219,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
         return Value::Null;
     }
     let has_long = a.rows_per_kv_head() > MAX_DECODE_ROWS;
-    let decode = |format| {
-        let dtype = if format == CacheFormat::Bf16 { DType::BFloat16 } else { DType::Half };
-        let format = if format == CacheFormat::Bf16 { CacheFormat::Unquantized } else { format };
+    let decode = |dtype, format| {
         let keys = Keys::Cache(Cache { layout: CacheLayout::Entries, entries: a.batch, rows: a.seqlen_k, format });
         plan::decode(&Attention { dtype, keys, ..*a }, has_long, limits).ok().map(|decode| {
             let mut value = described(decode.kernel, 1);
@@ -266,9 +236,9 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     json!({
         "append": append(CacheFormat::Unquantized),
         "append_quantized": of_quantized(&append),
-        "decode": decode(CacheFormat::Unquantized),
-        "bfloat16": decode(CacheFormat::Bf16),
-        "quantized": of_quantized(&decode),
+        "decode": decode(DType::Half, CacheFormat::Unquantized),
+        "bfloat16": decode(DType::BFloat16, CacheFormat::Unquantized),
+        "quantized": of_quantized(&|format| decode(DType::Half, format)),
         "convert": has_long.then(|| plan::dequantize(a.seqlen_k, a.nheads_k, limits).ok()).flatten().map(|kernel| described(kernel, a.batch)),
         "prefill": prefill.map(|kernel| described(kernel, a.batch)),
     })
@@ -291,7 +261,7 @@ pub struct PlanArgs {
     pub headdim: i64,
     /// Columns of v and out.
     pub headdim_v: i64,
-    /// Whether the mask is causal; there are no other windows here.
+    /// True: the mask is causal; false: there is none.
     pub is_causal: bool,
     /// Streaming multiprocessors of the device.
     pub sms: i64,
@@ -301,7 +271,7 @@ pub struct PlanArgs {
     pub capability_minor: i64,
     /// Dynamic shared memory that a block may opt in to, bytes.
     pub shared_bytes_per_block: i64,
-    /// Whether to plan a deterministic backward pass.
+    /// True to plan a deterministic backward pass.
     pub deterministic: bool,
     /// Features of the problem, with the names in `_info()`, separated by commas.
     pub needs: *const c_char,
@@ -315,7 +285,7 @@ pub struct PlanArgs {
 /// # Errors
 /// Sizes out of range, or a device without applicable kernels.
 pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result<Value> {
-    let (features, mode) = parse_features(feature_names)?;
+    let (features, mode) = plan::using(parse_features(feature_names)?);
     let a = Attention {
         batch: positive("batch", args.batch)?,
         seqlen_q: positive("seqlen_q", args.seqlen_q)?,

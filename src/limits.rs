@@ -1,5 +1,6 @@
 //! Every limit of what the operators take, once. Python reads them from `_info()`.
 
+use serde_json::{json, Value};
 use std::ops::RangeInclusive;
 
 /// Largest headdim of q, k and v that the compiled kernels take.
@@ -35,3 +36,20 @@ pub const MAX_DECODE_ROWS: i64 = 64;
 pub const MAX_GRID_YZ: i64 = 65535;
 /// Most stream-K splits of a launch: they travel in the kernel's parameters, at most 4096 bytes (`StreamKParams`).
 pub const MAX_STREAM_K_SPLITS: usize = 440;
+
+/// Returns the limits of the operators' arguments, by the names that `_info()` has for them.
+pub fn published() -> Value {
+    json!({
+        "max_headdim": MAX_HEADDIM,
+        "headdim_multiple": HEADDIM_MULTIPLE,
+        "latent_headdims": LATENT_HEADDIMS,
+        "page_size_multiple": PAGE_SIZE_MULTIPLE,
+        "max_decode_rows": MAX_DECODE_ROWS,
+        "max_seqlen": MAX_SEQLEN,
+        "max_sequences": MAX_SEQUENCES,
+        "max_heads": MAX_HEADS,
+        "max_row_stride": MAX_ROW_STRIDE,
+        "max_merged_headdim": MAX_MERGED_HEADDIM,
+        "softcap": [SOFTCAPS.start(), SOFTCAPS.end()],
+    })
+}

@@ -1,4 +1,4 @@
-//! `VOLTA_FA_LOG=1`: prints each distinct plan once, on standard error.
+//! `VOLTA_FA_LOG=1`: prints each kernel once for each reason it was chosen for, on standard error, with the first problem.
 
 use crate::error::{Error, Result};
 use crate::kernels::Feature;
@@ -8,10 +8,10 @@ use std::collections::HashSet;
 use std::sync::{Mutex, OnceLock};
 
 const VARIABLE: &str = "VOLTA_FA_LOG";
-/// Most lines: a program with ever new shapes must fill neither memory nor its log.
-const MAX_LINES: usize = 1000;
 
-static LINES: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+/// Kernels and reasons that were printed. Shapes are not part of it, so a server with new lengths in each step fills neither
+/// memory nor its log.
+static PRINTED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
 
 /// Returns true if plans are logged. Reads the environment once.
 fn enabled() -> Result<bool> {
@@ -24,13 +24,12 @@ fn enabled() -> Result<bool> {
     ENABLED.get_or_init(read).clone().map_err(|other| Error::value(VARIABLE, format!("`{other}`"), "0 or 1"))
 }
 
-fn once(line: String) {
-    let mut lines = LINES.lock().unwrap_or_else(|e| e.into_inner());
-    let lines = lines.get_or_insert_with(HashSet::new);
-    if lines.len() < MAX_LINES && !lines.contains(&line) {
-        let last = if lines.len() + 1 == MAX_LINES { " (further plans are not logged)" } else { "" };
-        eprintln!("volta_fa: {line}{last}");
-        lines.insert(line);
+/// Prints the line of a pass and its plan, unless one with the same kernels and reasons was printed.
+fn once(pass: &str, kernels: &[PlannedKernel], line: String) {
+    let chosen: Vec<_> = kernels.iter().map(|k| format!("{} ({})", k.variant.name, k.reason)).collect();
+    let mut printed = PRINTED.lock().unwrap_or_else(|e| e.into_inner());
+    if printed.get_or_insert_with(HashSet::new).insert(format!("{pass}: {}", chosen.join(", "))) {
+        eprintln!("volta_fa: {pass}, {line}");
     }
 }
 
@@ -60,7 +59,7 @@ fn problem(a: &Attention, mode: BackwardMode) -> String {
 /// An invalid value of the variable, as for the other functions.
 pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
-        once(format!("forward, {}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
+        once("forward", &[*planned], format!("{}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
     }
     Ok(())
 }
@@ -68,14 +67,17 @@ pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
 /// Logs the kernels of a backward pass in one line.
 pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Result<()> {
     if enabled()? {
-        let atomics = match planned {
-            BackwardPlan { prepare: None, .. } => "backward in one kernel".into(),
-            BackwardPlan { dq_accum_splits: 0, .. } => "backward without atomics".to_string(),
-            BackwardPlan { deterministic: true, main_launches, .. } => format!("deterministic backward, main in launches: {main_launches}"),
-            _ => "backward".into(),
+        let (pass, launches) = match planned {
+            BackwardPlan { prepare: None, .. } => ("backward in one kernel", String::new()),
+            BackwardPlan { dq_accum_splits: 0, .. } => ("backward without atomics", String::new()),
+            BackwardPlan { deterministic: true, main_launches, .. } => {
+                ("deterministic backward", format!("main in launches: {main_launches}, "))
+            }
+            _ => ("backward", String::new()),
         };
-        let kernels = planned.kernels().map(|k| kernel(&k, a.batch)).collect::<Vec<_>>().join(", ");
-        once(format!("{atomics}, {}: {kernels}", problem(a, mode)));
+        let kernels: Vec<_> = planned.kernels().collect();
+        let grids: Vec<_> = kernels.iter().map(|k| kernel(k, a.batch)).collect();
+        once(pass, &kernels, format!("{launches}{}: {}", problem(a, mode), grids.join(", ")));
     }
     Ok(())
 }
@@ -84,7 +86,8 @@ pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Re
 pub fn merge(m: &MergedStates, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
         let MergedStates { batch, seqlen_q, nheads, headdim_v } = m;
-        once(format!("merge, batch {batch}, seqlen {seqlen_q}, {nheads} heads, headdim_v {headdim_v}: {}", kernel(planned, *batch)));
+        let what = format!("batch {batch}, seqlen {seqlen_q}, {nheads} heads, headdim_v {headdim_v}");
+        once("merge", &[*planned], format!("{what}: {}", kernel(planned, *batch)));
     }
     Ok(())
 }
@@ -99,11 +102,12 @@ pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
         });
         let splits = if a.num_splits > 0 { format!(", at most {} splits", a.num_splits) } else { String::new() };
         let (v, blocks) = (planned.kernel.variant, planned.kernel.blocks[0]);
-        once(format!(
-            "decode, batch {batch}, seqlen_q {seqlen_q}, keys {cache}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{splits}: \
+        let line = format!(
+            "batch {batch}, seqlen_q {seqlen_q}, keys {cache}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{splits}: \
              {} on {blocks} blocks ({})",
             v.name, planned.kernel.reason
-        ));
+        );
+        once("decode", &[planned.kernel], line);
     }
     Ok(())
 }
@@ -111,7 +115,7 @@ pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
 /// Logs a forward kernel of a KV cache.
 pub fn prefill(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
-        once(format!("prefill, {}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
+        once("prefill", &[*planned], format!("{}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
     }
     Ok(())
 }
@@ -123,7 +127,7 @@ pub fn append(a: &Attention, rows: i64, planned: &PlannedKernel) -> Result<()> {
         let rotary_dim = a.appended.rotary.dim;
         let rotated = if rotary_dim > 0 { format!(", rotated in {rotary_dim}") } else { String::new() };
         let what = format!("batch {batch}, {rows} tokens, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{rotated}");
-        once(format!("append, {what}: {}", kernel(planned, *batch)));
+        once("append", &[*planned], format!("{what}: {}", kernel(planned, *batch)));
     }
     Ok(())
 }
@@ -133,7 +137,8 @@ pub fn dequantize(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
         let Attention { batch, nheads_k, headdim, headdim_v, .. } = a;
         let format = a.cache_format().name();
-        once(format!("convert {format}, batch {batch}, {nheads_k} heads, headdim {headdim} / {headdim_v}: {}", kernel(planned, *batch)));
+        let what = format!("{format}, batch {batch}, {nheads_k} heads, headdim {headdim} / {headdim_v}");
+        once("convert", &[*planned], format!("{what}: {}", kernel(planned, *batch)));
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ use std::ffi::c_void;
 /// A size or number that is not known yet: symbolic, as in `torch.compile`'s dynamic shapes. Checks leave it out.
 pub const UNKNOWN: i64 = i64::MIN;
 
-/// How an option is typed.
+/// Type of an option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// an optional tensor without a gradient
@@ -69,11 +69,11 @@ pub trait Typed {
     type C: Copy;
     /// in [`Options`], with `T` for a tensor
     type Value<T>;
-    /// From the C ABI; `tensor` makes a tensor of a handle, None of a null one.
+    /// Reads a value of the C ABI; `tensor` makes a tensor of a handle, None of a null one.
     fn read<T>(c: Self::C, tensor: &impl Fn(*mut c_void) -> Option<T>) -> Self::Value<T>;
-    /// With `f` of the tensor in its place; numbers stay as they are.
+    /// Returns the value with `f` of the tensor in its place; numbers stay as they are.
     fn try_map<T, U, E>(value: &Self::Value<T>, f: &impl Fn(&T) -> Result<U, E>) -> Result<Self::Value<U>, E>;
-    /// The tensor, if it is one and is there.
+    /// Returns the tensor, if it is one and is there.
     fn tensor<T>(value: &Self::Value<T>) -> Option<&T>;
 }
 
@@ -317,6 +317,24 @@ impl<T> Options<T> {
     /// Returns what a quantized cache has for each token and head, by name. An append writes it with the token.
     pub fn token_scales(&self) -> [(&'static str, &Option<T>); 4] {
         [("k_scale", &self.k_scale), ("v_scale", &self.v_scale), ("k_zero_point", &self.k_zero_point), ("v_zero_point", &self.v_zero_point)]
+    }
+
+    /// Returns what says how scores become probabilities, without what says where the keys are. `share` returns a handle of a tensor.
+    pub fn of_scores(&self, share: impl Fn(&T) -> T) -> Self {
+        let &Options { dropout_p, softmax_scale, is_causal, window_left, window_right, softcap, .. } = self;
+        let [attn_bias, alibi_slopes, sinks] = [&self.attn_bias, &self.alibi_slopes, &self.sinks].map(|t| t.as_ref().map(&share));
+        Options {
+            attn_bias,
+            alibi_slopes,
+            sinks,
+            dropout_p,
+            softmax_scale,
+            is_causal,
+            window_left,
+            window_right,
+            softcap,
+            ..Options::default()
+        }
     }
 
     /// Makes the scales of a cache of latents those of a cache of keys.

@@ -158,11 +158,9 @@ pub struct Cache {
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheFormat {
-    /// Not quantized, q's type; in decode kernels fp16.
+    /// Not quantized: q's type.
     #[default]
     Unquantized,
-    /// bf16, as q and out; decode kernels only.
-    Bf16,
     /// One byte, with a scale per token and head.
     Int8,
     /// Two elements per byte, with a scale and a zero point per token and head.

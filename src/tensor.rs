@@ -1,7 +1,7 @@
 //! Converts tch tensors to what validation and launches use.
 
 use crate::error::{Error, Result};
-use crate::launch::MemoryRange;
+use crate::launch::{Launcher, MemoryRange};
 use crate::limits::HEADDIM_MULTIPLE;
 use crate::options::UNKNOWN;
 use crate::params::{ElementType, Operand, Output};
@@ -124,9 +124,10 @@ pub fn readable_gradient(t: &Tensor) -> Result<Tensor> {
     Ok(if contiguous { t.shallow_clone() } else { t.f_contiguous()? })
 }
 
-/// Allocates an uninitialized contiguous tensor at a multiple of `alignment` bytes. If ATen's allocator guarantees less, the tensor begins
-/// inside its storage.
-pub fn empty(sizes: &[i64], kind: Kind, device: tch::Device, alignment: usize) -> Result<Tensor> {
+/// Allocates an uninitialized contiguous tensor where a launcher's kernels can access it. If ATen's allocator guarantees less than their
+/// alignment, the tensor begins inside its storage.
+pub fn empty(sizes: &[i64], kind: Kind, launcher: &dyn Launcher) -> Result<Tensor> {
+    let (device, alignment) = (launcher.device(), launcher.output_alignment());
     if alignment <= ALIGNMENT {
         return Ok(Tensor::f_empty(sizes, (kind, device))?);
     }

@@ -46,10 +46,12 @@ pub struct Shape {
     pub seqlen_k: i64,
     /// Queries of all heads and entries, because they decide the number of blocks.
     pub rows: i64,
-    /// Whether the mask is causal (true) or absent (false); None: another window.
+    /// True: the mask is causal; false: there is none; None: another window.
     pub is_causal: Option<bool>,
     /// Format of the KV cache; Unquantized without a cache.
     pub cache: CacheFormat,
+    /// True for kernels whose type is fixed and bf16. See `Variant::is_bf16`.
+    pub is_bf16: bool,
     /// Maximum positions between a row before the first key and that key, among rows that see keys.
     pub rows_before_keys: i64,
 }
@@ -69,6 +71,7 @@ impl Shape {
                 _ => None,
             },
             cache: CacheFormat::Unquantized,
+            is_bf16: false,
             rows_before_keys: {
                 // the host does not know the used keys, so it assumes none
                 let seqlen_k = if a.features.seqused_k || a.cache().is_some() { 0 } else { a.seqlen_k };
@@ -88,6 +91,7 @@ impl Shape {
             rows,
             is_causal: None,
             cache: CacheFormat::Unquantized,
+            is_bf16: false,
             rows_before_keys: 0,
         }
     }
@@ -120,7 +124,7 @@ impl Class {
     }
 }
 
-/// What a choice selects for its class of shapes.
+/// Selection of a choice for its class of shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Take {
     Kernel(&'static Variant),

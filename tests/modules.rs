@@ -1,4 +1,4 @@
-//! Tests that the modules of `src/` import each other without circles.
+//! Tests that the modules of `src/` import each other without circles, and so do its files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -44,6 +44,111 @@ fn imports() -> Imports {
     imports
 }
 
+/// A file of `src/`, as its path of modules, and what it says.
+struct Source {
+    code: String,
+    /// Paths that it exports with `pub use`, by name. These are a folder's face, no imports.
+    exports: BTreeMap<String, String>,
+}
+
+type Sources = BTreeMap<Vec<String>, Source>;
+
+fn sources() -> Sources {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = vec![];
+    rust_files(&src, &mut files);
+    let read = |file: &PathBuf| {
+        let name = file.strip_prefix(&src).unwrap().with_extension("");
+        let mut module: Vec<_> = name.iter().map(|word| word.to_str().unwrap().to_string()).collect();
+        if module.last().is_some_and(|word| word == "mod") {
+            module.pop();
+        }
+        (module, source(&std::fs::read_to_string(file).unwrap()))
+    };
+    files.iter().filter(|file| !file.ends_with("lib.rs")).map(read).collect()
+}
+
+fn source(text: &str) -> Source {
+    let mut code: String = text.lines().map(|line| line.split("//").next().unwrap_or("").to_string() + "\n").collect();
+    let mut exports = BTreeMap::new();
+    for visible in ["pub use ", "pub(crate) use ", "pub(super) use "] {
+        while let Some(at) = code.find(visible) {
+            let end = at + code[at..].find(';').unwrap();
+            for path in expanded(&code[at + visible.len()..end]) {
+                exports.insert(path.rsplit("::").next().unwrap().to_string(), path);
+            }
+            code.replace_range(at..end, "");
+        }
+    }
+    Source { code, exports }
+}
+
+/// Returns the paths of an import, without its braces.
+fn expanded(import: &str) -> Vec<String> {
+    let Some((prefix, list)) = import.split_once('{') else { return vec![import.split(" as ").next().unwrap().trim().to_string()] };
+    let (mut parts, mut depth) = (vec![String::new()], 0);
+    for c in list.trim_end().trim_end_matches('}').chars() {
+        depth += i32::from(c == '{') - i32::from(c == '}');
+        match c {
+            ',' if depth == 0 => parts.push(String::new()),
+            c => parts.last_mut().unwrap().push(c),
+        }
+    }
+    let inner = parts.iter().filter(|part| !part.trim().is_empty()).flat_map(|part| expanded(part.trim()));
+    inner.map(|path| prefix.trim().to_string() + &path).collect()
+}
+
+/// Returns the paths that a file names: of imports, and in its code.
+fn named(code: &str) -> Vec<String> {
+    let is_word = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
+    let starts = ["crate::", "super::", "self::"].into_iter().flat_map(|start| code.match_indices(start));
+    let first = starts.filter(|(at, _)| !code[..*at].ends_with(is_word));
+    let path = |at: usize| {
+        let end = at + code[at..].find(|c| !is_word(c)).unwrap_or(code.len() - at);
+        match code[end..].starts_with('{') {
+            true => expanded(code[at..end + code[end..].find(';').unwrap()].trim_end()),
+            false => vec![code[at..end].to_string()],
+        }
+    };
+    first.flat_map(|(at, _)| path(at)).collect()
+}
+
+/// Returns the file that defines what `path` names in `module`.
+fn defining(files: &Sources, module: &[String], path: &str) -> Option<Vec<String>> {
+    let mut words = path.split("::").map(str::trim).peekable();
+    let mut at = module.to_vec();
+    match words.peek() {
+        Some(&"crate") => at.clear(),
+        Some(&"super") => {}
+        Some(&"self") => {}
+        Some(child) if files.contains_key(&[&at[..], &[child.to_string()]].concat()) => {}
+        _ => return None,
+    }
+    while words.next_if(|word| ["crate", "self"].contains(word)).is_some() {}
+    while words.next_if_eq(&"super").is_some() {
+        at.pop();
+    }
+    while words.next_if(|word| files.contains_key(&[&at[..], &[word.to_string()]].concat())).map(|word| at.push(word.into())).is_some() {}
+    let exported = words.peek().and_then(|word| files.get(&at)?.exports.get(*word));
+    exported.and_then(|path| defining(files, &at, path)).or_else(|| files.contains_key(&at).then_some(at))
+}
+
+/// Returns the imports of each file of `src/`. A `mod.rs` also imports the modules of its folder that its code names.
+fn imports_of_files(files: &Sources) -> Imports {
+    let of_file = |(module, source): (&Vec<String>, &Source)| {
+        let children =
+            files.keys().filter(|file| file.len() == module.len() + 1 && file.starts_with(module)).map(|file| &file[module.len()]);
+        let uses = |child: &&String| {
+            let calls = source.code.match_indices(&format!("{child}::")).map(|(at, _)| at).collect::<Vec<_>>();
+            calls.into_iter().any(|at| !source.code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':'))
+        };
+        let own = children.filter(uses).map(|child| format!("self::{child}"));
+        let found = named(&source.code).into_iter().chain(own).filter_map(|path| defining(files, module, &path));
+        (module.join("/"), found.filter(|other| other != module).map(|other| other.join("/")).collect())
+    };
+    files.iter().map(of_file).collect()
+}
+
 /// Finds a circle that begins and ends at the first module of `path`.
 fn circle(imports: &Imports, path: &mut Vec<String>, seen: &mut BTreeSet<String>) -> bool {
     for next in &imports[path.last().unwrap()] {
@@ -74,6 +179,30 @@ fn circles(imports: &Imports) -> Vec<String> {
 fn modules_import_each_other_without_circles() {
     let found = circles(&imports());
     assert!(found.is_empty(), "circles among modules of src/:\n{}", found.join("\n"));
+}
+
+#[test]
+fn files_import_each_other_without_circles() {
+    let imports = imports_of_files(&sources());
+    assert!(imports["plan/decode"].is_superset(&["plan/choose", "plan/kernel", "problem/attention"].map(String::from).into()));
+    let found = circles(&imports);
+    assert!(found.is_empty(), "circles among files of src/:\n{}", found.join("\n"));
+}
+
+#[test]
+fn finds_a_circle_of_files() {
+    let files: Sources = [
+        ("a", "mod one;\nmod two;\npub use one::{Thing, other::Name};"),
+        ("a/one", "use super::two::{self, Word};\npub struct Thing;"),
+        ("a/two", "use crate::a::Thing; // super::three"),
+        ("b", "mod child;\nfn f() { child::g() }"),
+        ("b/child", "use super::f;"),
+    ]
+    .map(|(module, text)| (module.split('/').map(String::from).collect(), source(text)))
+    .into();
+    let found = circles(&imports_of_files(&files));
+    assert!(found.contains(&"a/one -> a/two -> a/one".into()) && found.contains(&"b -> b/child -> b".into()), "{found:?}");
+    assert!(!found.iter().any(|circle| circle.starts_with("a ->")), "a folder's face imports nothing: {found:?}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Tests of decode plans: row tile, grid independent of lengths, and scratch memory.
 
-use volta_fa::kernels::{self, CacheFormat, Pass};
+use volta_fa::kernels::{self, CacheFormat, Pass, FORMATS};
 use volta_fa::limits::MAX_DECODE_ROWS;
 use volta_fa::plan::{self, DecodePlan, DeviceLimits};
 use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
@@ -33,11 +33,8 @@ fn latents(heads: i64, seqlen_q: i64) -> Attention {
     Attention { nheads: heads, nheads_k: 1, headdim_v: 512, keys: Keys::Latents(CACHE), ..cached(576, 1, seqlen_q) }
 }
 
-/// Returns the problem with a cache of another format; `Bf16` with bf16 queries.
+/// Returns the problem with a cache of another format.
 fn with_format(a: Attention, format: CacheFormat) -> Attention {
-    if format == CacheFormat::Bf16 {
-        return Attention { dtype: DType::BFloat16, ..a };
-    }
     let cache = Cache { format, ..CACHE };
     Attention { keys: if a.has_latents() { Keys::Latents(cache) } else { Keys::Cache(cache) }, ..a }
 }
@@ -56,11 +53,11 @@ fn every_variant_is_chosen_for_some_problem() {
         .collect();
     for d in [DeviceLimits::V100, T4] {
         unused.retain(|name| *name != plan::dequantize(800, 2, &d).unwrap().variant.name);
-        for format in [&[CacheFormat::Unquantized], QUANTIZED.as_slice()].concat() {
+        for format in FORMATS.map(|row| row.format) {
             unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
             for heads in [1, 16, 32, 64, 128] {
                 let planned = plan::decode(&with_format(latents(heads, 1), format), false, &d);
-                assert_eq!(planned.is_err(), format == CacheFormat::Int4, "latents are not kept in int4");
+                assert_eq!(planned.is_ok(), format.info().of_latents, "{}", format.name());
                 unused.retain(|name| planned.as_ref().is_ok_and(|p| *name != p.kernel.variant.name) || planned.is_err());
             }
         }
@@ -68,8 +65,8 @@ fn every_variant_is_chosen_for_some_problem() {
             for group in [1, 8, 9, 16, 32, 64] {
                 let a = cached(headdim, group, 1);
                 unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
-                for format in QUANTIZED.into_iter().chain([CacheFormat::Bf16]) {
-                    unused.retain(|name| *name != plan::decode(&with_format(a, format), false, &d).unwrap().kernel.variant.name);
+                for a in CacheFormat::quantized().map(|format| with_format(a, format)).chain([Attention { dtype: DType::BFloat16, ..a }]) {
+                    unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 }
             }
             for softcap in [0.0, 30.0] {
@@ -98,12 +95,10 @@ fn dequantize_grid_covers_padding_of_key_steps() {
     assert_eq!(planned.blocks, [801_u32.div_ceil(planned.variant.block_rows), 2]);
 }
 
-const QUANTIZED: [CacheFormat; 4] = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];
-
 /// Decode kernels read one cache format. A family without kernels for a format leaves the call to the next family.
 #[test]
 fn plans_kernels_for_each_quantized_format() {
-    for format in QUANTIZED {
+    for format in CacheFormat::quantized() {
         for d in [DeviceLimits::V100, T4] {
             for (group, rows) in [(8, 8), (9, 16), (17, 32), (40, 32)] {
                 let v = plan::decode(&with_format(cached(128, group, 1), format), false, &d).unwrap().kernel.variant;

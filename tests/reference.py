@@ -6,9 +6,10 @@ gradients from their formulas. How far a result may be from it is the rule of `p
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
 import sys
+import types
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-
-def _load(name: str):
-    """A module of `volta_fa.check` by its path: importing the package would load its library, and tests may be of another one."""
-    path = Path(__file__).resolve().parent.parent / "python/volta_fa/check" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"volta_fa_check_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-cases, tolerance = _load("cases"), _load("tolerance")
+# Modules of `volta_fa.check` in a package of another name: importing volta_fa would load its library, and tests may be of another one.
+_package = sys.modules["volta_fa_check"] = types.ModuleType("volta_fa_check")
+_package.__path__ = [str(Path(__file__).resolve().parent.parent / "python/volta_fa/check")]
+cases, tolerance = (importlib.import_module(f"volta_fa_check.{name}") for name in ("cases", "tolerance"))
 Budget, FORWARD_FACTOR, GRADIENT_FACTOR = tolerance.Budget, tolerance.FORWARD_FACTOR, tolerance.GRADIENT_FACTOR
 delta_noise, gradient_sums, lse_tolerance = tolerance.delta_noise, tolerance.gradient_sums, tolerance.lse_tolerance
 dropped_numbers, kept_share = tolerance.dropped_numbers, tolerance.kept_share

@@ -18,7 +18,7 @@ import torch
 
 import reference
 import volta_fa
-from conftest import assert_same_bits, on, run_process, run_python, within
+from conftest import assert_same_bits, need, on, run_process, run_python, within
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "integrations" / "comfyui"
@@ -199,6 +199,17 @@ def test_compiled_models_do_not_recompile_for_each_count(attention, counts):
     assert counts == {"ran": 1}
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_the_question_about_the_device_compiles(attention, device):
+    need(device)
+    override, call = attention.make_override(), [t.to(device) for t in tensors()]
+
+    def run(q, k, v):
+        return override(lambda q, *a, **k: q + 1, q, k, v, 2)
+
+    torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(*call), run(*call))
+
+
 def test_without_volta_fa_one_message_and_no_node():
     code = 'import sys; sys.modules["volta_fa"] = None\n' + "\n".join(line.strip() for line in LOAD.strip().splitlines())
     ran = run_process(code + "\nassert module.NODE_CLASS_MAPPINGS == module.NODE_DISPLAY_NAME_MAPPINGS == {}")
@@ -206,7 +217,7 @@ def test_without_volta_fa_one_message_and_no_node():
     assert message.startswith("ERROR volta_fa: no nodes, because volta_fa is not installed in ") and "install its wheel" in message
 
 
-def test_the_package_registers_its_node_and_enables_sdpa(monkeypatch):
+def test_the_package_registers_its_node_and_enables_pytorchs_attention(monkeypatch):
     code = (
         LOAD
         + """

@@ -753,13 +753,13 @@ CACHE_ERRORS = {
         {"k": 1, "v": 1, "cache_seqlens": 8},
         r"cache_seqlens: got 8, expected a length from 0 to 7: there is room for 8 keys, and k has 1",
     ),
-    "append beyond": ({"k": 3, "v": 3, "cache_seqlens": [5, 6]}, r"cache_seqlens: got 6 \(entry 1\), expected a length from 0 to 5"),
-    "negative": ({"k": 1, "v": 1, "cache_seqlens": [-1, 3]}, r"cache_seqlens: got -1 \(entry 0\)"),
+    "append beyond": ({"k": 3, "v": 3, "cache_seqlens": [5, 6]}, r"cache_seqlens: got 6 \(sequence 1\), expected a length from 0 to 5"),
+    "negative": ({"k": 1, "v": 1, "cache_seqlens": [-1, 3]}, r"cache_seqlens: got -1 \(sequence 0\)"),
     "more than there is": ({"cache_seqlens": 9}, r"cache_seqlens: got 9, expected a length from 0 to 8$"),
     "seqlens dtype": ({"cache_seqlens": torch.tensor([1, 2])}, r"cache_seqlens: got dtype torch.int64, expected torch.int32"),
     "seqlens shape": ({"cache_seqlens": [1, 2, 3]}, r"cache_seqlens: got shape \(3\), expected shape \(batch,\), here \(2\)"),
-    "batch_idx": ({"cache_batch_idx": [0, 2]}, r"cache_batch_idx: got 2 \(entry 1\), expected a number below 2"),
-    "batch_idx negative": ({"cache_batch_idx": [-1, 1]}, r"cache_batch_idx: got -1 \(entry 0\)"),
+    "batch_idx": ({"cache_batch_idx": [0, 2]}, r"cache_batch_idx: got 2 \(sequence 1\), expected a number below 2"),
+    "batch_idx negative": ({"cache_batch_idx": [-1, 1]}, r"cache_batch_idx: got -1 \(sequence 0\)"),
     "batch_idx shape": ({"cache_batch_idx": [0]}, r"cache_batch_idx: got shape \(1,\)"),
     "leftpad shape": ({"cache_leftpad": [0]}, r"cache_leftpad: got shape \(1,\)"),
     "short v": ({"k": 3, "v": 2, "cache_seqlens": 1}, r"v: got shape \(2, 2, 2, 16\), expected shape \(2, 3, 2, 16\), that of k"),
@@ -806,7 +806,7 @@ def test_kvcache_lengths_are_checked_on_request(backend):
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "1")
     q, cache = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16)
     lengths = backend.ints([7, 8])
-    refused(ValueError, r"cache_seqlens: got 8 \(entry 1\)", flash_attn_with_kvcache, q, cache, cache, q, q, cache_seqlens=lengths)
+    refused(ValueError, r"cache_seqlens: got 8 \(sequence 1\)", flash_attn_with_kvcache, q, cache, cache, q, q, cache_seqlens=lengths)
 
 
 @pytest.mark.parametrize("rotary", [False, True])

@@ -51,6 +51,10 @@ USES = """
     for name in volta_fa.rotary.__all__:
         assert getattr(flash_attn.layers.rotary, name) is getattr(volta_fa.rotary, name), name
     assert flash_attn.ops.triton.rotary.apply_rotary is volta_fa.rotary.apply_rotary
+    import flash_attn.losses.cross_entropy, flash_attn.modules.mha, flash_attn.ops.rms_norm
+    import flash_attn.ops.triton.cross_entropy, flash_attn.ops.triton.layer_norm, flash_attn_2_cuda
+    assert flash_attn.losses.cross_entropy.CrossEntropyLoss and flash_attn.ops.triton.cross_entropy.cross_entropy_loss
+    assert flash_attn.ops.triton.layer_norm.rms_norm_fn and flash_attn.ops.rms_norm.rms_norm and flash_attn.modules.mha.MHA
     assert flash_attn.__version__ == "2.8.3"
     assert metadata.version("flash_attn") == metadata.version("flash-attn") == "2.8.3+volta"
     assert metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
@@ -87,6 +91,20 @@ def test_attributes_for_xformers_and_unsloth():
         q = torch.randn(1, 5, 2, 8)
         out, lse, *_ = flash_attn_gpu.fwd(q, q, q, None, None, 0.0, 0.5, True, -1, -1, 0.0, False, None)
         assert torch.equal(out, flash_attn.flash_attn_func(q, q, q, softmax_scale=0.5, causal=True)) and lse.shape == (1, 2, 5)
+        """
+    )
+
+
+def test_what_transformer_engine_imports():
+    succeeds(
+        """
+        import volta_fa
+        volta_fa.install_flash_attn_shim()
+        from flash_attn_2_cuda import varlen_bwd
+        from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+        from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, _flash_attn_varlen_backward
+        from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward, _wrapped_flash_attn_backward
         """
     )
 

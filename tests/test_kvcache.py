@@ -423,8 +423,8 @@ WRONG = {
     "causal window": (lambda a: {"window_right": 2}, ["window_right: got 2 together with is_causal"]),
     "num_splits": (lambda a: {"num_splits": -1}, ["num_splits: got -1"]),
     # values
-    "negative length": (lambda a: {"cache_seqlens": ints(a, 9, -1)}, ["cache_seqlens: got -1 (entry 1)", "from 0 to"]),
-    "long length": (lambda a: {"cache_seqlens": ints(a, 9, 64)}, ["cache_seqlens: got 64 (entry 1)", "2 more fit into 64"]),
+    "negative length": (lambda a: {"cache_seqlens": ints(a, 9, -1)}, ["cache_seqlens: got -1 (sequence 1)", "from 0 to"]),
+    "long length": (lambda a: {"cache_seqlens": ints(a, 9, 64)}, ["cache_seqlens: got 64 (sequence 1)", "2 more fit into 64"]),
     "page": (lambda a: {"block_table": spoiled(a["block_table"], 1, 1, 99)}, ["block_table: got 99 (page 1 of sequence 1)", "of k_cache"]),
     "negative page": (lambda a: {"block_table": spoiled(a["block_table"], 0, 0, -1)}, ["block_table: got -1 (page 0 of sequence 0)"]),
     "rotary length": (lambda a: {n: a[n][:18] for n in ROTARY}, ["rotary_cos: got 18 positions", "at least 19"]),
@@ -433,10 +433,10 @@ DENSE = {
     "batch": (lambda a: {n: a[n][:1] for n in ("k_cache", "v_cache")}, ["k_cache: got batch 1", "cache_batch_idx"]),
     "k_cache rank": (lambda a: {"k_cache": a["k_cache"][0]}, ["k_cache: got a tensor of rank 3", "block_table"]),
     "k seqlen": (lambda a: {n: a[n].repeat(1, 20, 1, 1) for n in ("k", "v")}, ["k: got seqlen 40", "at most 24"]),
-    "batch_idx": (lambda a: {"cache_batch_idx": ints(a, 0, 2)}, ["cache_batch_idx: got 2 (entry 1)", "the entries of k_cache"]),
-    "leftpad": (lambda a: {"leftpad_k": ints(a, 10, 2)}, ["leftpad_k: got 10 (entry 0)", "from 0 to 9"]),
-    "negative leftpad": (lambda a: {"leftpad_k": ints(a, 2, -3)}, ["leftpad_k: got -3 (entry 1)"]),
-    "long length": (lambda a: {"cache_seqlens": ints(a, 9, 23)}, ["cache_seqlens: got 23 (entry 1)", "from 0 to 22"]),
+    "batch_idx": (lambda a: {"cache_batch_idx": ints(a, 0, 2)}, ["cache_batch_idx: got 2 (sequence 1)", "the entries of k_cache"]),
+    "leftpad": (lambda a: {"leftpad_k": ints(a, 10, 2)}, ["leftpad_k: got 10 (sequence 0)", "from 0 to 9"]),
+    "negative leftpad": (lambda a: {"leftpad_k": ints(a, 2, -3)}, ["leftpad_k: got -3 (sequence 1)"]),
+    "long length": (lambda a: {"cache_seqlens": ints(a, 9, 23)}, ["cache_seqlens: got 23 (sequence 1)", "from 0 to 22"]),
 }
 PACKED = {
     "no max_seqlen_q": (lambda a: {"max_seqlen_q": None}, ["max_seqlen_q: got None"]),

@@ -381,8 +381,8 @@ WRONG = {
     "scale": (lambda a: {"softmax_scale": math.inf}, ["softmax_scale: got inf"]),
     "num_splits": (lambda a: {"num_splits": -1}, ["num_splits: got -1"]),
     # values
-    "negative length": (lambda a: {"cache_seqlens": ints(a, 9, -1)}, ["cache_seqlens: got -1 (entry 1)", "from 0 to"]),
-    "long length": (lambda a: {"cache_seqlens": ints(a, 9, 65)}, ["cache_seqlens: got 65 (entry 1)", "from 0 to 64"]),
+    "negative length": (lambda a: {"cache_seqlens": ints(a, 9, -1)}, ["cache_seqlens: got -1 (sequence 1)", "from 0 to"]),
+    "long length": (lambda a: {"cache_seqlens": ints(a, 9, 65)}, ["cache_seqlens: got 65 (sequence 1)", "from 0 to 64"]),
     "page": (lambda a: {"block_table": spoiled(a["block_table"], 1, 1, 99)}, ["block_table: got 99 (page 1", "of latent_cache"]),
 }  # fmt: skip
 
@@ -406,7 +406,7 @@ def test_dense_entries(backend):
     one = {**arguments, "latent_cache": arguments["latent_cache"][:1]}
     refused(call(one), ValueError, "volta_fa::fwd_mla", "latent_cache: got batch 1", "cache_batch_idx")
     wrong = {**arguments, "cache_batch_idx": ints(arguments, 0, 2), "check_lengths": True}
-    refused(call(wrong), ValueError, "volta_fa::fwd_mla", "cache_batch_idx: got 2 (entry 1)", "the entries of latent_cache")
+    refused(call(wrong), ValueError, "volta_fa::fwd_mla", "cache_batch_idx: got 2 (sequence 1)", "the entries of latent_cache")
 
 
 @on("cpu-fp32", "sim", "cuda")

@@ -539,11 +539,11 @@ def test_the_oldest_transformers_is_installed_beside_the_newest_and_once(tmp_pat
 
     monkeypatch.setattr(bootstrap.Environment, "pip_install", pip_install)
     environment = bootstrap.Environment(tmp_path)
-    bootstrap.install_old_transformers(environment)
-    bootstrap.install_old_transformers(environment)
+    bootstrap.install_folder(environment, "transformers-4.57")
+    bootstrap.install_folder(environment, "transformers-4.57")
     assert [call[:2] for call in calls] == [("--target", tmp_path / "transformers-4.57")]
     (tmp_path / "transformers-4.57" / "transformers-4.57.txt").write_text("other pins")
-    bootstrap.install_old_transformers(environment)
+    bootstrap.install_folder(environment, "transformers-4.57")
     assert len(calls) == 2
     assert requirements("transformers-4.57")["transformers"].startswith("4.57.") and requirements("test")["transformers"].startswith("5.")
 

@@ -323,15 +323,17 @@ def test_each_plan_is_logged_once():
 
 
 @needs_simulator
-def test_the_log_ends():
+def test_the_log_is_bounded():
+    """New batches and lengths with kernels and reasons that were printed print nothing."""
     code = """
     import torch, volta_fa
-    for seqlen in range(1, 1010):
-        q = torch.randn(1, seqlen, 1, 8, dtype=torch.float16)
+    for seqlen in range(1, 400):
+        q = torch.randn(1 + seqlen % 3, seqlen, 1, 8, dtype=torch.float16)
         torch.ops.volta_fa.fwd(q, q[:, :1], q[:, :1])
     """
-    lines = run_process(code, VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG="1").stderr.splitlines()
-    assert len(lines) == 1000 and lines[-1].endswith("(further plans are not logged)") and "seqlen 1000 x 1," in lines[-1]
+    lines = run_process(code, VOLTA_FA_SIMULATE="launches", VOLTA_FA_LOG="1").stderr.splitlines()
+    chosen = [line[line.index(": volta_") :].split(" on ")[0] + line[line.rindex("(") :] for line in lines]
+    assert 1 <= len(lines) == len(set(chosen)) < 10, lines
 
 
 @pytest.mark.parametrize("value", ["", "0"])

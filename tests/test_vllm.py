@@ -10,7 +10,7 @@ Environment:
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 import itertools
 import math
@@ -44,9 +44,11 @@ from volta_fa.integrations.vllm import paged
 from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder
 from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
 
-#: vLLM up to 0.19 asks the backend for the cache's shape.
+#: vLLM up to 0.26 asks the backend for the cache's shape, and its cache has no room for the scales of int8.
 OLD = not REAL or hasattr(importlib.import_module("vllm.v1.attention.backend").AttentionBackend, "get_kv_cache_shape")
-LATER = pytest.mark.skipif(REAL and OLD, reason="vLLM up to 0.19 has no int8")
+#: From 0.26 on, vLLM's layer builds another attention for the prompts of models with latents.
+PREFILL = REAL and importlib.util.find_spec("vllm.v1.attention.backends.mla.prefill") is not None
+LATER = pytest.mark.skipif(REAL and OLD, reason="vLLM up to 0.26 has no room for the scales of int8")
 BACKENDS = on("cpu-fp32", "cpu-fp64", "sim", "cuda")
 PAGE = 16
 
@@ -610,6 +612,8 @@ def test_refusals():
     for backend in (VoltaBackend, VoltaMLABackend):
         with pytest.raises(NotImplementedError, match=why):
             backend.get_kv_cache_shape(25, PAGE, 1, 64, INT8)
+        # vLLM asks before it loads a model
+        assert (INT8 in backend.supported_kv_cache_dtypes) == (not OLD) and "fp8" in backend.supported_kv_cache_dtypes
     with pytest.raises(NotImplementedError, match=why):
         paged.split_cache(torch.zeros(3, 2, PAGE, 2, 48, dtype=torch.int8), 32, INT8)
     q = torch.randn(3, 4, 32)
@@ -665,8 +669,9 @@ def test_vllm_takes_the_backend():
     assert reasons() == reasons(has_sink=True) == reasons(head_size=256, block_size=48) == reasons((7, 5), kv_cache_dtype="float16") == []
     assert (
         reasons(dtype=torch.bfloat16) == ["dtype not supported"]
-        and reasons(kv_cache_dtype="fp8") == reasons(kv_cache_dtype="fp8_e5m2") == reasons(kv_cache_dtype=INT8) == []
+        and reasons(kv_cache_dtype="fp8") == reasons(kv_cache_dtype="fp8_e5m2") == []
     )
+    assert reasons(kv_cache_dtype=INT8) == (["kv_cache_dtype not supported"] if OLD else [])
     assert reasons(kv_cache_dtype="fp8_inc") == ["kv_cache_dtype not supported"]
     assert reasons(head_size=512) == ["head_size not supported"] and reasons(use_mla=True) == ["MLA not supported"]
     assert reasons((6, 0)) == ["compute capability not supported"] and reasons(block_size=8) == ["block_size not supported"]
@@ -789,8 +794,10 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.model_executor.layers.linear import ColumnParallelLinear
+    from vllm.platforms import current_platform
 
     monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *args, **kwargs: VoltaMLABackend)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda cls, device_id=0: DeviceCapability(7, 0)))
     heads, rank, rotary, nope, columns = 4, 64, 16, 32, 24
     cached = CacheConfig(cache_dtype=kv_cache_dtype, **{} if OLD else {"block_size": PAGE})
     config = VllmConfig(device_config=DeviceConfig("cpu"))
@@ -806,6 +813,9 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
         layer.process_weights_after_loading(torch.float32)
     try:
         assert isinstance(layer.impl, VoltaMLAImpl)
+        # vLLM finds no attention for prompts beside it that could fail on a card, and does not take it for a sparse one
+        assert type(getattr(layer, "prefill_backend", None)).__name__ == ("NoPrefill" if PREFILL else "NoneType")
+        assert not getattr(layer.impl, "is_sparse", False)
         server = Server(backend, nheads_k=1, headdim=rank + rotary)
         layer.kv_cache = latent_cache(kv_cache_dtype, rank + rotary, of=server.kv_cache)
         layer._k_scale.fill_(LAYER_SCALES[0])

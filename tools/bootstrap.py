@@ -11,10 +11,12 @@
   in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME).
 - The simulator needs an nvdisasm for sm_70, which triton has up to CUDA 13.0. If torch's triton is newer,
   an older triton goes into `.venv/triton`. `.venv/nvdisasm` links to the right program.
-- The oldest supported transformers goes into `.venv/transformers-4.57`. The environment has the newest.
+- The oldest supported transformers goes into `.venv/transformers-4.57`. The environment has the newest. diffusers and xformers go into
+  `.venv/diffusers`.
 
 Neither uv nor pip alone can do this: the torch of the active environment is reused without an installation into it,
-the torch index depends on the GPU, and three packages need folders of their own because their versions conflict.
+the torch index depends on the GPU, and some packages need folders of their own because their versions conflict
+or because other tests must not find them.
 
 Uses the standard library only.
 """
@@ -36,7 +38,8 @@ REQUIREMENTS = Path(__file__).parent / "requirements"
 VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
 #: The last CUDA release with an nvdisasm for sm_70.
 NVDISASM_NEWEST = (13, 0)
-OLD_TRANSFORMERS = "transformers-4.57"
+#: Folders beside the environment's packages, each with requirements of its name. Tests put them first on their path.
+FOLDERS = ("transformers-4.57", "diffusers")
 #: Makefile targets with more requirements, which are installed at their first use.
 EXTRAS = ("lint", "docs", "wheel", "matrix", "hub", "notebook", "coverage")
 _LINK = "volta_fa_torch_of_another_environment.pth"
@@ -169,10 +172,10 @@ def install_nvdisasm(environment: Environment) -> None:
     link.symlink_to(program)
 
 
-def install_old_transformers(environment: Environment) -> None:
-    """Installs the oldest supported transformers into a folder, which tests put first on their path."""
-    requirements = REQUIREMENTS / f"{OLD_TRANSFORMERS}.txt"
-    folder = environment.folder / OLD_TRANSFORMERS
+def install_folder(environment: Environment, name: str) -> None:
+    """Installs requirements into a folder of their own."""
+    requirements = REQUIREMENTS / f"{name}.txt"
+    folder = environment.folder / name
     stamp = folder / requirements.name
     if stamp.exists() and stamp.read_text() == requirements.read_text():
         return
@@ -210,7 +213,8 @@ def main(arguments: list[str]) -> int:
     environment.pip_install(*(part for name in ("build", "cli", "test") for part in ("-r", REQUIREMENTS / f"{name}.txt")))
     install_nvrtc(environment)
     install_nvdisasm(environment)
-    install_old_transformers(environment)
+    for name in FOLDERS:
+        install_folder(environment, name)
     # `python -m volta_fa` and pytest use the checkout's package, so edits need no install step
     checkout = Path(__file__).resolve().parent.parent / "python"
     (environment.site_packages() / "volta_fa_checkout.pth").write_text(f"{checkout}\n")

@@ -2,9 +2,9 @@
 // fp16 or bf16, because fp32 ones go with every q.
 
 #include "ops.h"
+#include "registration.h"
 
 #include <ATen/autocast_mode.h>
-#include <torch/library.h>
 
 namespace volta_fa {
 namespace {
@@ -31,7 +31,7 @@ Tensor cast_to_cache_dtype(const Tensor& cache, const Tensor& t, c10::DeviceType
     return at::autocast::cached_cast(quantized ? at::autocast::get_autocast_dtype(device) : cache.scalar_type(), t, device);
 }
 
-TORCH_LIBRARY_IMPL(volta_fa, AutocastCPU, m) { m.impl("fwd", fwd<c10::DeviceType::CPU>); }
-TORCH_LIBRARY_IMPL(volta_fa, AutocastCUDA, m) { m.impl("fwd", fwd<c10::DeviceType::CUDA>); }
+VOLTA_FA_LIBRARY_IMPL(AutocastCPU, m) { m.impl("fwd", fwd<c10::DeviceType::CPU>); }
+VOLTA_FA_LIBRARY_IMPL(AutocastCUDA, m) { m.impl("fwd", fwd<c10::DeviceType::CUDA>); }
 
 }  // namespace volta_fa

@@ -1,12 +1,12 @@
 // Autograd: the derivative of fwd is bwd. bwd has no derivative.
 
 #include "ops.h"
+#include "registration.h"
 #include "subclass.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <optional>
 
@@ -88,7 +88,7 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(volta_fa, Autograd, m) {
+VOLTA_FA_LIBRARY_IMPL(Autograd, m) {
     m.impl("fwd", fwd);
     // a second derivative raises and names the op
     m.impl("bwd", torch::autograd::autogradNotImplementedFallback());

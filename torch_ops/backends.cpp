@@ -1,12 +1,12 @@
 // CPU and CUDA kernels of fwd and bwd: both call Rust, which chooses a backend by q's device.
 
 #include "ops.h"
+#include "registration.h"
 #include "rust.h"
 
 #include <ATen/DeviceGuard.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/randint.h>
-#include <torch/library.h>
 
 #include <limits>
 
@@ -51,12 +51,12 @@ BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(volta_fa, CPU, m) {
+VOLTA_FA_LIBRARY_IMPL(CPU, m) {
     m.impl("fwd", fwd);
     m.impl("bwd", bwd);
 }
 
-TORCH_LIBRARY_IMPL(volta_fa, CUDA, m) {
+VOLTA_FA_LIBRARY_IMPL(CUDA, m) {
     m.impl("fwd", fwd);
     m.impl("bwd", bwd);
 }

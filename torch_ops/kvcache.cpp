@@ -2,6 +2,7 @@
 // them. Its schema declares the writes, so functionalization and torch.compile keep the order of other reads.
 
 #include "ops.h"
+#include "registration.h"
 #include "rust.h"
 
 #include <ATen/DeviceGuard.h>
@@ -9,7 +10,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 namespace volta_fa {
 namespace {
@@ -37,10 +37,11 @@ Result shapes(const Operands& t, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)
                            handle(t.v_cache), handle(t.k),
                            handle(t.v),       kvcache_option_args<c10::SymInt>(VOLTA_FA_KVCACHE_OPTION_ARGUMENTS),
                            /*stream=*/nullptr};
-    check(volta_fa_check_fwd_kvcache(&args));
+    int64_t columns = 1;  // of an element: int4 has two in a byte
+    check(volta_fa_check_fwd_kvcache(&args, &columns));
     c10::SymDimVector out(t.q.sym_sizes().begin(), t.q.sym_sizes().end());
     out.back() = t.v_cache.sym_sizes().back();
-    if (t.v_cache.scalar_type() == at::kByte) out.back() = out.back() * 2;  // int4: two columns in a byte
+    if (columns > 1) out.back() = out.back() * columns;
     const auto nheads = t.q.sym_size(-2), rows = t.q.sym_size(-3);
     const auto lse = t.q.dim() == 3 ? c10::SymDimVector{nheads, rows} : c10::SymDimVector{t.q.sym_size(0), nheads, rows};
     return {at::empty_symint(out, t.q.options()), at::empty_symint(lse, t.q.options().dtype(at::kFloat))};
@@ -144,7 +145,7 @@ Result append_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
+VOLTA_FA_LIBRARY_FRAGMENT(m) {
     m.def("fwd_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, *, " VOLTA_FA_KVCACHE_OPTION_SCHEMA
           ") -> (Tensor out, Tensor softmax_lse)",
           {at::Tag::pt2_compliant_tag});
@@ -155,7 +156,7 @@ TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
 }
 
 #define VOLTA_FA_KVCACHE_IMPL(key, read, append) \
-    TORCH_LIBRARY_IMPL(volta_fa, key, m) {       \
+    VOLTA_FA_LIBRARY_IMPL(key, m) {              \
         m.impl("fwd_kvcache", read);             \
         m.impl("fwd_kvcache.append", append);    \
     }

@@ -1,11 +1,11 @@
 // Registers volta_fa::merge_attention_states and its in-place form.
 
+#include "registration.h"
 #include "rust.h"
 
 #include <ATen/DeviceGuard.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 namespace volta_fa {
 namespace {
@@ -46,7 +46,7 @@ void meta_(const Tensor& out_a, const Tensor& softmax_lse_a, const Tensor& out_b
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
+VOLTA_FA_LIBRARY_FRAGMENT(m) {
     m.def(
         "merge_attention_states(Tensor out_a, Tensor softmax_lse_a, Tensor out_b, Tensor softmax_lse_b) "
         "-> (Tensor out, Tensor softmax_lse)",
@@ -55,22 +55,22 @@ TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
           {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(volta_fa, CPU, m) {
+VOLTA_FA_LIBRARY_IMPL(CPU, m) {
     m.impl("merge_attention_states", merge);
     m.impl("merge_attention_states_", merge_);
 }
 
-TORCH_LIBRARY_IMPL(volta_fa, CUDA, m) {
+VOLTA_FA_LIBRARY_IMPL(CUDA, m) {
     m.impl("merge_attention_states", merge);
     m.impl("merge_attention_states_", merge_);
 }
 
-TORCH_LIBRARY_IMPL(volta_fa, Meta, m) {
+VOLTA_FA_LIBRARY_IMPL(Meta, m) {
     m.impl("merge_attention_states", meta);
     m.impl("merge_attention_states_", meta_);
 }
 
-TORCH_LIBRARY_IMPL(volta_fa, Autograd, m) {
+VOLTA_FA_LIBRARY_IMPL(Autograd, m) {
     m.impl("merge_attention_states", torch::autograd::autogradNotImplementedFallback());
     m.impl("merge_attention_states_", torch::autograd::autogradNotImplementedFallback());
 }

@@ -2,10 +2,10 @@
 // known ones.
 
 #include "ops.h"
+#include "registration.h"
 #include "rust.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 namespace volta_fa {
 namespace {
@@ -38,7 +38,7 @@ BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(volta_fa, Meta, m) {
+VOLTA_FA_LIBRARY_IMPL(Meta, m) {
     m.impl("fwd", fwd);
     m.impl("bwd", bwd);
 }

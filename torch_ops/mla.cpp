@@ -1,13 +1,13 @@
 // Registers volta_fa::fwd_mla.
 
 #include "ops.h"
+#include "registration.h"
 #include "rust.h"
 
 #include <ATen/DeviceGuard.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 namespace volta_fa {
 namespace {
@@ -44,16 +44,16 @@ Result autocast(const Tensor& q, const Tensor& latent_cache, VOLTA_FA_MLA_OPTION
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
+VOLTA_FA_LIBRARY_FRAGMENT(m) {
     m.def("fwd_mla(Tensor q, Tensor latent_cache, *, " VOLTA_FA_MLA_OPTION_SCHEMA ") -> (Tensor out, Tensor softmax_lse)",
           {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(volta_fa, CPU, m) { m.impl("fwd_mla", run); }
-TORCH_LIBRARY_IMPL(volta_fa, CUDA, m) { m.impl("fwd_mla", run); }
-TORCH_LIBRARY_IMPL(volta_fa, Meta, m) { m.impl("fwd_mla", meta); }
-TORCH_LIBRARY_IMPL(volta_fa, AutocastCPU, m) { m.impl("fwd_mla", autocast<c10::DeviceType::CPU>); }
-TORCH_LIBRARY_IMPL(volta_fa, AutocastCUDA, m) { m.impl("fwd_mla", autocast<c10::DeviceType::CUDA>); }
-TORCH_LIBRARY_IMPL(volta_fa, Autograd, m) { m.impl("fwd_mla", torch::autograd::autogradNotImplementedFallback()); }
+VOLTA_FA_LIBRARY_IMPL(CPU, m) { m.impl("fwd_mla", run); }
+VOLTA_FA_LIBRARY_IMPL(CUDA, m) { m.impl("fwd_mla", run); }
+VOLTA_FA_LIBRARY_IMPL(Meta, m) { m.impl("fwd_mla", meta); }
+VOLTA_FA_LIBRARY_IMPL(AutocastCPU, m) { m.impl("fwd_mla", autocast<c10::DeviceType::CPU>); }
+VOLTA_FA_LIBRARY_IMPL(AutocastCUDA, m) { m.impl("fwd_mla", autocast<c10::DeviceType::CUDA>); }
+VOLTA_FA_LIBRARY_IMPL(Autograd, m) { m.impl("fwd_mla", torch::autograd::autogradNotImplementedFallback()); }
 
 }  // namespace volta_fa

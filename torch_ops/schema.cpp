@@ -1,9 +1,8 @@
 // Schemas of fwd, bwd and the internal operators.
 
 #include "ops.h"
+#include "registration.h"
 #include "rust.h"
-
-#include <torch/library.h>
 
 #include <optional>
 
@@ -49,7 +48,7 @@ at::Tensor dropout_mask(const at::Tensor& rng_state, int64_t batch, int64_t nhea
 }  // namespace
 }  // namespace volta_fa
 
-TORCH_LIBRARY(volta_fa, m) {
+VOLTA_FA_LIBRARY(m) {
     m.def("fwd(Tensor q, Tensor k, Tensor v, *, " VOLTA_FA_OPTION_SCHEMA
           ", Generator? generator=None) -> (Tensor out, Tensor softmax_lse, Tensor rng_state)",
           {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});

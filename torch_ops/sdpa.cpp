@@ -13,6 +13,7 @@
 // Atomics switch volta_fa on and off.
 
 #include "ops.h"
+#include "registration.h"
 #include "rust.h"
 #include "subclass.h"
 
@@ -21,7 +22,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/library.h>
 
 #include <array>
 #include <atomic>
@@ -286,6 +286,7 @@ struct Silence : c10::WarningHandler {
 };
 
 const bool loaded = [] {
+    if (!is_first_copy()) return false;
     {
         Silence silence;  // PyTorch warns about replaced kernels
         const c10::WarningUtils::WarningHandlerGuard guard(&silence);
@@ -302,7 +303,7 @@ const bool loaded = [] {
 }  // namespace
 }  // namespace volta_fa
 
-TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
+VOLTA_FA_LIBRARY_FRAGMENT(m) {
     m.def("_sdpa_configure(bool cpu, int[] cuda_devices, str on_first_use) -> ()", volta_fa::configure);
     m.def("_sdpa_from_environment() -> (bool, str)", volta_fa::from_environment);
     m.def("_sdpa_serves(int sm, bool newer_devices_too) -> bool",

@@ -1,11 +1,11 @@
 // is_subclass: any Python tensor subclass. has_rules: one that volta_fa handles, which is DTensor alone. Its rules are in Python
 // (python/volta_fa/distributed/dtensor.py); the first DTensor loads them. Programs without Python have no DTensor.
 
+#include "registration.h"
 #include "subclass.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/library.h>
 
 namespace volta_fa {
 
@@ -23,4 +23,4 @@ bool has_rules(const Tensor& t) {
 }  // namespace volta_fa
 
 // The Python package implements this op (integrations/dtensor.py).
-TORCH_LIBRARY_FRAGMENT(volta_fa, m) { m.def("_has_rules(Tensor t) -> bool"); }
+VOLTA_FA_LIBRARY_FRAGMENT(m) { m.def("_has_rules(Tensor t) -> bool"); }

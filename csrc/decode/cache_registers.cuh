@@ -24,7 +24,7 @@ struct CacheUnitOf<true> {
 };
 using CacheUnit = CacheUnitOf<kQuantized>::Type;
 // Offset of `column` in a row, in CacheUnits.
-__device__ __forceinline__ constexpr int unit_offset(int column) { return kFormat == CacheFormat::Int4 ? column / 2 : column; }
+__device__ __forceinline__ constexpr int unit_offset(int column) { return column / FormatInfo::kColumns; }
 
 // A lane's operands of Q: Chunks chunks of each row tile. The first SharedChunks lie in shared memory, where only this lane
 // reads them, because registers have no room for all.
@@ -61,7 +61,7 @@ struct Ones {
 // permutation of the tensor's: of() maps a column of the product to one of the tensor.
 template <int Chunks, int Spread>
 struct Columns {
-    static constexpr int kWords = CacheElement::kBits / 4;  // 32-bit words a chunk
+    static constexpr int kWords = FormatInfo::kBits / 4;  // 32-bit words a chunk
     static constexpr int kChunksPerLoad = Chunks < 4 / kWords ? Chunks : 4 / kWords;
     static_assert(Chunks % kChunksPerLoad == 0, "whole loads");
     static constexpr bool kTwoScales = CacheElement::kTwoScales;

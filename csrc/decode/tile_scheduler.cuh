@@ -14,18 +14,19 @@ namespace decode {
 
 // Format of the cache's elements.
 constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
-constexpr bool kBf16 = kFormat == CacheFormat::Bf16;  // then queries and outputs are bf16 too
-constexpr bool kQuantized = kFormat != CacheFormat::Unquantized && !kBf16;
-// int8 and int4 have a scale per token and head. That of K multiplies a column of scores, that of V a column of probabilities.
-constexpr bool kTokenScales = kFormat == CacheFormat::Int8 || kFormat == CacheFormat::Int4;
-constexpr bool kZeroPoints = kFormat == CacheFormat::Int4;
+using FormatInfo = CacheFormatInfo<kFormat>;
+constexpr bool kBf16 = IS_BF16;  // queries, an unquantized cache and outputs are bf16, else fp16
+constexpr bool kQuantized = kFormat != CacheFormat::Unquantized;
+// A scale per token and head: that of K multiplies a column of scores, that of V a column of probabilities.
+constexpr bool kTokenScales = FormatInfo::kTokenScales;
+constexpr bool kZeroPoints = FormatInfo::kZeroPoints;
 
 // Tokens of a tile: the n (scores) or k (output) of one product.
 constexpr int kTileTokens = 8;
 // Tokens of a step of a warp: one or two tiles; divides every page. With a memory latency of 3000 cycles an SM needs about 24
 // KB in flight, 1.5 to 2 KB for each of its 12 to 16 warps. So a step has two tiles where one tile has at most 2 KB; int4
 // at headdim 256 is staged instead (staged_loader.cuh).
-constexpr int kTileBytes = kTileTokens * (HEADDIM + HEADDIM_V) * (kZeroPoints ? 4 : 8) / 8;
+constexpr int kTileBytes = kTileTokens * (HEADDIM + HEADDIM_V) * FormatInfo::kBits / 8;
 constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kZeroPoints);
 // Two tiles also pay where four warps share bf16 steps of few columns: instructions are the limit there, and two tiles share
 // the work that is not done once per score.

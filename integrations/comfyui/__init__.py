@@ -16,8 +16,8 @@ except ImportError as error:
     reason = f"volta_fa is not installed in {sys.executable}: install its wheel there with pip" if missing else str(error)
     logging.error("volta_fa: no nodes, because %s", reason)
 else:
-    from .node import VoltaAttention, enable_sdpa
+    from .node import VoltaAttention, enable_default_attention
 
     NODE_CLASS_MAPPINGS["VoltaAttention"] = VoltaAttention
     NODE_DISPLAY_NAME_MAPPINGS["VoltaAttention"] = "volta_fa Attention"
-    enable_sdpa()
+    enable_default_attention()

@@ -121,11 +121,12 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, every_device: 
     return ""
 
 
-@functools.cache
+# torch.compile does not trace questions about devices.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_volta_or_turing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 7
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

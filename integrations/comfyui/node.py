@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ import volta_fa
 from .attention import counts, describe, make_override
 
 _KEY = "volta_fa"
-_sdpa_before: Counter[str] = Counter()
+#: Counts of what the node does not see, at the last line of the log.
+_last_line: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
 
 class VoltaAttention:
@@ -45,32 +47,37 @@ class VoltaAttention:
         return (model,)
 
 
-def enable_sdpa() -> None:
-    """Enables volta_fa for PyTorch's attention, which text encoders use. They ignore overrides.
+def enable_default_attention() -> None:
+    """Enables volta_fa for PyTorch's attention, and for an xformers that ComfyUI imported, which it prefers.
 
-    VOLTA_FA_ENABLE_SDPA, if set, decides instead; 0 leaves PyTorch's attention.
+    They serve models without the node, and those that ignore overrides. VOLTA_FA_ENABLE_SDPA, if set, decides instead, for both:
+    0 leaves both alone.
     """
-    if "VOLTA_FA_ENABLE_SDPA" in os.environ:
-        return
+    choice = os.environ.get("VOLTA_FA_ENABLE_SDPA")
     try:
-        volta_fa.enable_sdpa()
-    except RuntimeError as error:  # no GPU qualifies
+        if choice is None:
+            volta_fa.enable_sdpa()
+        if "xformers.ops" in sys.modules and choice not in ("", "0"):
+            volta_fa.enable_xformers("cpu" if choice == "cpu" else None, force=choice == "force")
+    except (ImportError, RuntimeError) as error:  # no GPU qualifies, or xformers has another structure
         logging.info("%s", error)
 
 
 def _log_counts(sample: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Samples, then logs the run's counts, and those of PyTorch's attention since the last line, in one line."""
+    """Samples, then logs in one line the run's counts, and those of PyTorch's attention and xformers since the last line."""
     before = counts.copy()
     try:
         return sample(*args, **kwargs)
     finally:
-        logging.info("volta_fa: attention calls of this run: %s%s", describe(counts - before), _sdpa_since_last_line())
+        logging.info("volta_fa: attention calls of this run: %s%s", describe(counts - before), _around())
 
 
-def _sdpa_since_last_line() -> str:
-    stats = volta_fa.sdpa_stats()
-    calls = Counter({"ran": stats["ran"], **stats["fell_back"]})
-    new = calls - _sdpa_before
-    _sdpa_before.clear()
-    _sdpa_before.update(calls)
-    return f"; of scaled_dot_product_attention since the last line: {describe(new)}" if new else ""
+def _around() -> str:
+    stats = {"scaled_dot_product_attention": volta_fa.sdpa_stats(), "xformers": volta_fa.xformers_stats()}
+    text = ""
+    for name, found in stats.items():
+        calls = Counter({"ran": found["ran"], **found["fell_back"]})
+        if new := calls - _last_line[name]:
+            text += f"; of {name} since the last line: {describe(new)}"
+        _last_line[name] = calls
+    return text

@@ -136,7 +136,7 @@ Besides the operators:
     flash_attn_func, ...                 flash-attn 2's functions; install_flash_attn_shim() lets programs import them as flash_attn
     enable_sdpa()                        PyTorch's scaled_dot_product_attention, and so existing models
     enable_xformers()                    xformers' memory_efficient_attention
-    volta_fa.transformers, volta_fa.vllm, volta_fa.flash_mla   other programs: help(volta_fa.integrations) lists them all
+    volta_fa.transformers, volta_fa.vllm, volta_fa.unsloth, volta_fa.flash_mla   other programs: help(volta_fa.integrations) lists them all
     volta_fa.distributed                 sequences that are sharded over several GPUs
     quantize_kv(), dequantize_kv()       quantized KV caches; cascade_attention() reads a shared prefix once
 
@@ -145,7 +145,7 @@ Environment, read at each call unless it says otherwise:
     VOLTA_FA_CHECK_LENGTHS=1    check cu_seqlens and seqused_k on a GPU too, which synchronizes. 0: do not check simulated calls either
     VOLTA_FA_FAMILY=volta       use kernels of this family only, for tests and comparisons
     VOLTA_FA_TUNING=0           read no tuning file (docs/reference/tuning-file.md); a path: read this one. Read once for each device
-    VOLTA_FA_LOG=1              print each distinct plan once to standard error, with the reason for each kernel. Read once
+    VOLTA_FA_LOG=1              print each kernel once for each reason it was chosen for, to standard error. Read once
     VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() when the library is loaded; force: on newer GPUs too; cpu: on the CPU
     VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the machine code in the simulator
                                 (more in docs/reference/environment.md)
@@ -161,6 +161,7 @@ from .integrations.flash_attn import interface as _flash_attn
 from .integrations.flash_attn.install import install_flash_attn_shim
 from .integrations.flash_attn.interface import *
 from .integrations.sdpa import _read_library_state, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
+from .integrations.unsloth import disable_unsloth, enable_unsloth, unsloth_stats
 from .integrations.xformers import disable_xformers, enable_xformers, xformers_stats
 from .kv_cache.cascade import cascade_attention
 from .kv_cache.formats import QuantizedKV, dequantize_kv, quantize_kv
@@ -174,8 +175,10 @@ __all__ = [
     "cascade_attention",
     "dequantize_kv",
     "disable_sdpa",
+    "disable_unsloth",
     "disable_xformers",
     "enable_sdpa",
+    "enable_unsloth",
     "enable_xformers",
     "info",
     "install_flash_attn_shim",
@@ -185,6 +188,7 @@ __all__ = [
     "quantize_kv",
     "sdpa_enabled",
     "sdpa_stats",
+    "unsloth_stats",
     "xformers_stats",
 ]
 __all__ += _flash_attn.__all__

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import diagnostics
-from .library import library_path, load
+from .library import load, loaded_path
 from .version import __version__
 
 
@@ -42,7 +42,7 @@ def info() -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
         },
-        "library": str(library_path()),
+        "library": loaded_path(),
         "simulator": build["simulator"],
         "cuda_driver": build["cuda_driver"],
         "devices": [_device(index) for index in range(torch.cuda.device_count())],
@@ -61,7 +61,8 @@ def limits() -> dict[str, Any]:
 def cache_formats() -> list[dict[str, Any]]:
     """Returns the table of KV-cache formats.
 
-    Each row has name, dtype (empty: that of q), bits, scale ("none", "token" or "head"), zero_point, max_code, is_quantized, of_latents.
+    Each row has name, dtype (empty: that of q), bits, columns (of an element of the cache's tensor), scale ("none", "token" or "head"),
+    zero_point, max_code, is_quantized, of_latents.
     """
     return [dict(row) for row in _build()["cache_formats"]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -33,8 +34,13 @@ def library_path() -> Path:
 
 
 def load() -> None:
-    """Registers `torch.ops.volta_fa`. Raises ImportError with a remedy if there is no library for this torch, or it does not load."""
+    """Registers `torch.ops.volta_fa`, unless another copy of the package has: one of the same version serves both.
+
+    Raises ImportError with a remedy if there is no library for this torch, it does not load, or another version is loaded.
+    """
     path = library_path()
+    if hasattr(torch.ops.volta_fa, "fwd"):
+        return _reuse(path)
     if not path.exists():
         raise ImportError(_missing())
     try:
@@ -44,6 +50,23 @@ def load() -> None:
             f"the native library {path} does not load into torch {torch.__version__} ({error}): "
             "rebuild it with `make build`, or install a wheel built on this kind of machine"
         ) from error
+
+
+def _reuse(path: Path) -> None:
+    """Checks that this package can use the operators of the library that is loaded."""
+    if loaded_path() == str(path):
+        return
+    version = json.loads(torch.ops.volta_fa._info())["version"]
+    if version != __version__:
+        raise ImportError(
+            f"{path} (volta_fa {__version__}) cannot be loaded beside {loaded_path()} (volta_fa {version}), because both define "
+            "torch.ops.volta_fa: use one of them in a process, or install the same version of both"
+        )
+
+
+def loaded_path() -> str:
+    """Returns the path of the library that defined `torch.ops.volta_fa`."""
+    return str(torch.ops.volta_fa._library_path()) if hasattr(torch.ops.volta_fa, "_library_path") else "an older library"
 
 
 def _missing() -> str:

@@ -1,10 +1,11 @@
-//! The table of KV-cache formats. `_info()` publishes it as `cache_formats`; Python takes it from there.
+//! The table of KV-cache formats. `_info()` publishes it as `cache_formats`, where Python reads it. Kernels get it as `CacheFormatInfo`
+//! (tools/build/nvrtc.rs).
 //!
 //! python/volta_fa/kv_cache/formats.py says what the bytes of the quantized formats mean.
 
 use crate::params::CacheFormat;
 
-/// What shares one scale in a quantized cache.
+/// Granularity of the scales of a quantized cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScaleGranularity {
     /// no scale
@@ -28,18 +29,18 @@ pub struct FormatInfo {
     pub dtype: &'static str,
     /// bits of a column
     pub bits: u32,
-    /// what shares a scale
+    /// granularity of its scales
     pub scale: ScaleGranularity,
-    /// whether each scale has a zero point too
+    /// true if each scale has a zero point too
     pub has_zero_point: bool,
     /// the largest number that a code stands for before it is scaled; 0 where there are no codes
     pub max_code: f32,
-    /// whether latents (`volta_fa::fwd_mla`) can have this format
+    /// true if latents (`volta_fa::fwd_mla`) can have this format
     pub of_latents: bool,
 }
 
 /// Every format, in the order of the enum.
-pub const FORMATS: [FormatInfo; 6] = {
+pub const FORMATS: [FormatInfo; 5] = {
     use {CacheFormat::*, ScaleGranularity as Scale};
     const fn plain(format: CacheFormat, name: &'static str, kernel_word: &'static str, dtype: &'static str) -> FormatInfo {
         let (scale, has_zero_point, max_code) = (ScaleGranularity::None, false, 0.0);
@@ -47,7 +48,6 @@ pub const FORMATS: [FormatInfo; 6] = {
     }
     [
         plain(Unquantized, "float", "", ""),
-        FormatInfo { of_latents: false, ..plain(Bf16, "bfloat16", "bf16", "torch.bfloat16") },
         FormatInfo { bits: 8, scale: Scale::Token, max_code: 127.0, ..plain(Int8, "int8", "int8", "torch.int8") },
         FormatInfo {
             bits: 4,
@@ -71,7 +71,7 @@ const _: () = {
 };
 
 impl FormatInfo {
-    /// Columns of one element of a quantized cache's tensor, which has whole bytes.
+    /// Returns the columns of one element of a quantized cache's tensor, which has whole bytes.
     pub const fn columns(&self) -> i64 {
         if self.bits < 8 {
             8 / self.bits as i64
@@ -80,9 +80,15 @@ impl FormatInfo {
         }
     }
 
-    /// Bytes of the elements of one row (token and head).
-    pub const fn row_bytes(&self, headdim: i64) -> i64 {
-        headdim * self.bits as i64 / 8
+    /// Defines the row in C++.
+    pub fn cpp(&self) -> String {
+        let FormatInfo { format, bits, has_zero_point, max_code, .. } = self;
+        let (columns, has_token_scales) = (self.columns(), self.scale == ScaleGranularity::Token);
+        format!(
+            "template <> struct CacheFormatInfo<CacheFormat::{format:?}> {{ static constexpr int kBits = {bits}, kColumns = {columns}; \
+             static constexpr bool kTokenScales = {has_token_scales}, kZeroPoints = {has_zero_point}; \
+             static constexpr float kMaxCode = {max_code:?}f; }};\n"
+        )
     }
 }
 
@@ -92,17 +98,17 @@ impl CacheFormat {
         &FORMATS[self as usize]
     }
 
-    /// Its name, as `kv_dtype` has it in Python.
+    /// Returns its name, as `kv_dtype` has it in Python.
     pub const fn name(self) -> &'static str {
         self.info().name
     }
 
-    /// Whether its elements are codes that a scale belongs to.
+    /// Returns true if its elements are codes that a scale belongs to.
     pub const fn is_quantized(self) -> bool {
         self.info().max_code > 0.0
     }
 
-    /// The formats whose elements are codes.
+    /// Returns the formats whose elements are codes.
     pub fn quantized() -> impl Iterator<Item = CacheFormat> {
         FORMATS.iter().map(|row| row.format).filter(|format| format.is_quantized())
     }

@@ -66,7 +66,7 @@ impl Kernels {
         found
     }
 
-    /// Returns whether a family has kernels of these passes for the largest headdim with every feature.
+    /// Returns true if a family has kernels of these passes for the largest headdim with every feature.
     fn covers_all_of(self, family: &'static Family, passes: &[Pass]) -> bool {
         passes.iter().all(|&pass| {
             self.of(family, pass).any(|v| {
@@ -77,7 +77,7 @@ impl Kernels {
         })
     }
 
-    /// Returns whether kernels in machine code for this architecture run every problem; with `through_ptx_too`, whether any
+    /// Returns true if kernels in machine code for this architecture run every problem; with `through_ptx_too`, if any
     /// kernel runs there at all.
     pub fn serve(self, sm: u32, through_ptx_too: bool) -> bool {
         let families = self.families_for(sm);

@@ -41,6 +41,11 @@ impl Feature {
         Feature::Fp32Bias,
     ];
 
+    /// Features that change scores or probabilities. Each has kernels of its own, which problems of the other features do not run.
+    pub const OF_SCORES: [Feature; 4] = [Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Dropout];
+    /// Pairs of these with kernels of their own.
+    pub const PAIRS_OF_SCORES: [[Feature; 2]; 2] = [[Feature::Softcap, Feature::Alibi], [Feature::Bias, Feature::Dropout]];
+
     /// Returns its name in `_info()`, `_plan()` and tuning files.
     pub const fn name(self) -> &'static str {
         match self {
@@ -78,11 +83,11 @@ pub struct FeatureSet(u32);
 impl FeatureSet {
     /// Of plain kernels: one length for all sequences, no option.
     pub const NONE: FeatureSet = FeatureSet(0);
-    /// What touches a block's bounds and its epilogue; `kVarlen` in csrc/seqlen_info.cuh.
+    /// Features of a block's bounds and its epilogue; `kVarlen` in csrc/seqlen_info.cuh.
     pub const VARLEN: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Sinks, Feature::Bf16Gradients]);
-    /// That, and what happens to scores and probabilities; `kGeneric` in csrc/seqlen_info.cuh.
+    /// Those, and the features of scores and probabilities; `kGeneric` in csrc/seqlen_info.cuh.
     pub const GENERIC: FeatureSet =
-        FeatureSet::VARLEN.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Fp32Bias, Feature::Dropout]));
+        FeatureSet::VARLEN.union(FeatureSet::of(&Feature::OF_SCORES)).union(FeatureSet::of(&[Feature::Fp32Bias]));
 
     /// Features of every prefill kernel.
     pub const PAGED: FeatureSet = FeatureSet::of(&[Feature::Pages, Feature::Lengths, Feature::Sinks]);
@@ -117,7 +122,7 @@ impl FeatureSet {
         FeatureSet(self.0 & !other.0)
     }
 
-    /// Returns whether all features of `other` are in this set.
+    /// Returns true if all features of `other` are in this set.
     pub const fn contains(self, other: FeatureSet) -> bool {
         other.without(self).0 == 0
     }
@@ -146,7 +151,7 @@ impl FeatureSet {
     }
 }
 
-/// What a kernel computes. An op runs one pass, or several one after the other.
+/// The computation of a kernel. An op runs one pass, or several one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     /// out and softmax_lse
@@ -288,7 +293,7 @@ impl Pass {
         PASSES[self as usize]
     }
 
-    /// What kernel names have for it: the pass, and what follows the features.
+    /// Returns its words in kernel names: the pass, and the word after the features.
     const fn words(self) -> (&'static str, &'static str) {
         match self {
             Pass::Forward => ("fwd", ""),
@@ -333,7 +338,7 @@ pub struct Family {
     pub sm: u32,
     /// architectures that run this machine code, its own first; later ones run its PTX
     pub native: &'static [u32],
-    /// shared memory of an SM of its own, all of which a block may take, bytes
+    /// shared memory of an SM of its own, bytes; a block may take all of it
     pub shared_bytes: u32,
     /// threads that an SM of its own holds
     pub threads: u32,
@@ -341,10 +346,10 @@ pub struct Family {
     pub scratch: Option<Scratch>,
     /// the passes whose kernels run on grids whose first axis is heads too (csrc/forward/block.cuh)
     pub either_order: &'static [Pass],
-    /// whether main backward kernels take a part of the blocks of keys (`BwdParams::first_key_block`), so that the deterministic mode
+    /// true if main backward kernels take a part of the blocks of keys (`BwdParams::first_key_block`), so that the deterministic mode
     /// can launch them one part after the other
     pub has_key_block_offset: bool,
-    /// whether its kernels store the gradient of a bias as fp16 where no two scores share an element
+    /// true if its kernels store the gradient of a bias as fp16 where no two scores share an element
     pub stores_dbias: bool,
 }
 
@@ -382,7 +387,7 @@ impl Family {
     }
 }
 
-/// How many rows a block has among kernels of one headdim: smaller ones are for grids that would leave SMs idle.
+/// Rows of a block relative to other kernels of its headdim. Smaller blocks are for grids that would leave SMs idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
     /// the most rows, or all
@@ -400,7 +405,7 @@ pub struct Variant {
     pub name: &'static str,
     /// the instruction set it is written for
     pub family: Family,
-    /// what it computes
+    /// its computation
     pub pass: Pass,
     /// features that it has code for
     pub features: FeatureSet,
@@ -408,6 +413,8 @@ pub struct Variant {
     pub required_features: FeatureSet,
     /// the one cache format that it reads or writes; Unquantized for kernels without a cache too
     pub cache: CacheFormat,
+    /// true if its queries, unquantized cache and output are bf16; other kernels take fp16, or either type by a parameter
+    pub is_bf16: bool,
     /// source below `csrc/`
     pub source: &'static str,
     /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load (merge: any)
@@ -418,7 +425,7 @@ pub struct Variant {
     pub block_rows: u32,
     /// keys or queries, the other of the two, of one step of the main loop
     pub step: u32,
-    /// how many rows it has beside others of its headdim
+    /// its rows relative to other kernels of its headdim
     pub size: Size,
     /// threads of a block
     pub threads: u32,
@@ -438,6 +445,7 @@ impl Variant {
             features: FeatureSet::NONE,
             required_features: FeatureSet::NONE,
             cache: CacheFormat::Unquantized,
+            is_bf16: false,
             source,
             headdim: 256,
             headdim_v: 256,
@@ -455,7 +463,7 @@ impl Variant {
         Variant { features: features.intersection(self.pass.info().features), ..self }
     }
 
-    /// The kernel's name, from the data of its row: `family_pass[_format][_features][_stage][_headdim][_size]`.
+    /// Returns the kernel's name, from the data of its row: `family_pass[_format][_features][_stage][_headdim][_size]`.
     fn derived_name(&self) -> String {
         let (pass, stage) = self.pass.words();
         let features = self.feature_words();
@@ -474,11 +482,12 @@ impl Variant {
             Size::Medium => "medium",
             Size::Small => "small",
         };
-        let words = [self.family.name, pass, self.cache.info().kernel_word, &features, stage, &tile, size];
+        let format = if self.is_bf16 { "bf16" } else { self.cache.info().kernel_word };
+        let words = [self.family.name, pass, format, &features, stage, &tile, size];
         words.into_iter().filter(|word| !word.is_empty()).collect::<Vec<_>>().join("_")
     }
 
-    /// What a name says of features: those that the problem must use, or the set.
+    /// Returns the words for features in its name: those that the problem must use, or the set.
     fn feature_words(&self) -> String {
         let mut required: Vec<_> = self.required_features.iter().map(Feature::name).collect();
         required.sort_unstable();

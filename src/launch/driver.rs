@@ -234,6 +234,10 @@ impl Driver {
 }
 
 impl Launcher for Driver {
+    fn device(&self) -> tch::Device {
+        tch::Device::Cuda(self.device)
+    }
+
     fn limits(&self) -> Result<DeviceLimits> {
         let limits = self.state()?.limits;
         Ok(DeviceLimits { only: only_family()?, tuning: tuning::forced().or(limits.tuning), ..limits })

@@ -20,7 +20,7 @@ pub struct MemoryRange {
     pub ptr: *mut u8,
     /// Size; 0 for a tensor without elements.
     pub bytes: usize,
-    /// Whether kernels write it: outputs, accumulators and scratch.
+    /// True if kernels write it: outputs, accumulators and scratch.
     pub writable: bool,
 }
 
@@ -53,17 +53,20 @@ pub fn only_family() -> Result<Option<&'static Family>> {
 
 /// Runs planned launches: on the CUDA driver, or in the simulator.
 pub trait Launcher {
+    /// Returns the device of outputs and scratch memory.
+    fn device(&self) -> tch::Device;
+
     /// Alignment of outputs and scratch that the launcher needs beyond ATen's, bytes.
     fn output_alignment(&self) -> usize {
         1
     }
 
-    /// Returns whether the launcher uses memory ranges. If false, callers do not compute them.
+    /// Returns true if the launcher uses memory ranges. If false, callers do not compute them.
     fn looks_at_memory(&self) -> bool {
         false
     }
 
-    /// Returns whether every block of a launch runs. If false, no block is the last to arrive at a semaphore.
+    /// Returns true if every block of a launch runs. If false, no block is the last to arrive at a semaphore.
     fn runs_all_blocks(&self) -> bool {
         true
     }

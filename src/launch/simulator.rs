@@ -67,7 +67,7 @@ fn number<T: std::str::FromStr>(name: &str, default: T) -> Result<T> {
 }
 
 impl Simulator {
-    /// What the environment asks for; `None` where it does not ask for the simulator.
+    /// Returns the simulator that the environment requests; None: it requests none.
     ///
     /// # Errors
     /// A variable that cannot be understood.
@@ -118,7 +118,7 @@ pub fn tuning() -> Result<&'static DeviceTuning> {
     stood_for()?.tuning()
 }
 
-/// What plans of simulated calls rely on, likewise.
+/// Returns the limits of that GPU, which plans of simulated calls rely on.
 ///
 /// # Errors
 /// A variable that cannot be understood.
@@ -168,6 +168,10 @@ fn module(launch: &KernelLaunch) -> Result<Arc<Module>> {
 }
 
 impl Launcher for Simulator {
+    fn device(&self) -> tch::Device {
+        tch::Device::Cpu
+    }
+
     /// As CUDA's allocators align: ATen's CPU allocator stops at 64 bytes, and rows would straddle cache lines that
     /// they do not straddle on a GPU. (A functional run does not care, and its outputs may begin their storage.)
     fn output_alignment(&self) -> usize {

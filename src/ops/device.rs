@@ -2,7 +2,7 @@
 
 use super::blocks::{self, at, broadcast_strides, lse_at, Blocks};
 use super::inputs::{Gradients, Inputs, Saved};
-use super::launches::{memory_ranges, run};
+use super::launches::{memory_ranges, Launches};
 use super::stream_k;
 use crate::error::Result;
 use crate::kernels::Scratch;
@@ -22,14 +22,13 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
     let converted = blocks::readable(inputs, a)?;
     let inputs = converted.as_ref().unwrap_or(inputs);
     let q = &inputs.q;
-    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
+    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
     let out = empty(&a.query_shape(a.headdim_v), q.kind())?;
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
-    let stream_k = planned.stream_k.map(|plan| stream_k::Launch::new(&planned, plan, q.device(), launcher)).transpose()?;
+    let stream_k = planned.stream_k.map(|plan| stream_k::Launch::new(&planned, plan, launcher)).transpose()?;
     let scratch = stream_k.as_ref().map(stream_k::Launch::scratch);
     let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("scratch", scratch)];
-    let ranges = memory_ranges(inputs, a, launcher, written);
-    launcher.begin(&ranges);
+    let launches = Launches::begin(inputs, a, launcher, written);
     fill_varlen(a, [&out, &softmax_lse])?;
     for (first, batches) in plan::batch_chunks(a.batch) {
         let Blocks { q, k, v, problem, lengths, score_options, cache, .. } = Blocks::new(inputs, a, (first, batches));
@@ -37,8 +36,8 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
         let out = output(&out, first);
         let forward = FwdParams { q, k, v, out, softmax_lse, problem, lengths, score_options, cache, min_rows: 0 };
         match &stream_k {
-            None => run(launcher, &planned, batches, bytes_of(&forward), &ranges)?,
-            Some(stream_k) => run(launcher, &planned, batches, bytes_of(&stream_k.params(forward, launcher)?), &ranges)?,
+            None => launches.run(&planned, batches, bytes_of(&forward))?,
+            Some(stream_k) => launches.run(&planned, batches, bytes_of(&stream_k.params(forward, launcher)?))?,
         }
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
@@ -55,7 +54,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let Inputs { q, k, v, .. } = inputs;
     let (dout, out) = (readable(&saved.dout)?, readable(&saved.out)?);
     let softmax_lse = saved.softmax_lse.f_contiguous()?;
-    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
+    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
     let like = |t: &Tensor| empty(&t.size(), if mode.bf16_gradients { Kind::BFloat16 } else { t.kind() });
     let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
     // scratch memory, O(seqlen): statistics of each row, and accumulators of dq in fp32
@@ -76,10 +75,10 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let mut ranges = memory_ranges(inputs, a, launcher, gradients);
     ranges.extend([("row_stats", &row_stats), ("dq_accum", &dq_accum)].map(|(name, t)| memory_range(name, t, true)));
     ranges.extend([("dout", &dout), ("out", &out), ("softmax_lse", &softmax_lse)].map(|(name, t)| memory_range(name, t, false)));
-    launcher.begin(&ranges);
+    let mut launches = Launches::begin_with(launcher, ranges);
     fill_varlen(a, [&dq, &dk, &dv])?;
     // after begin, which fills writable memory with NaN: a sum starts from zeros
-    ranges.extend(dbias.as_ref().filter(|_| !stores_dbias).map(|t| memory_range("dattn_bias", t, true)));
+    launches.also_write(&[], dbias.as_ref().filter(|_| !stores_dbias).map(|t| ("dattn_bias", t)));
     if let Some(dbias) = stored_dbias.filter(|_| a.window != Window::FULL) {
         let _ = dbias.shallow_clone().f_zero_()?;
     }
@@ -125,18 +124,18 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
         }
         if let Some(prepare) = &plan.prepare {
-            run(launcher, prepare, batches, bytes_of(&params), &ranges)?;
+            launches.run(prepare, batches, bytes_of(&params))?;
         }
         for launch_number in 0..plan.main_launches {
             params.first_key_block = (launch_number * plan.dq_accum_splits) as i32;
-            run(launcher, &plan.main, batches, bytes_of(&params), &ranges)?;
+            launches.run(&plan.main, batches, bytes_of(&params))?;
         }
         if let Some(tail) = &plan.tail {
             params.first_key_block = tail.first_block as i32;
-            run(launcher, &tail.kernel, batches, bytes_of(&params), &ranges)?;
+            launches.run(&tail.kernel, batches, bytes_of(&params))?;
         }
         if let Some(finish) = &plan.finish {
-            run(launcher, finish, batches, bytes_of(&params), &ranges)?;
+            launches.run(finish, batches, bytes_of(&params))?;
         }
         if let (Some(sums), Some(sinks)) = (&mut dsinks, sinks) {
             add_sink_gradient(sums, sinks, &row_stats, &plan.scratch, params.problem.scale)?;

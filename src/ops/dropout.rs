@@ -37,7 +37,7 @@ const NUMBERS: f64 = 32768.0;
 pub struct Rule {
     /// 0 to 2^14.
     pub threshold: u32,
-    /// Whether numbers below the threshold keep; otherwise the others do.
+    /// True: numbers below the threshold keep; false: the others do.
     pub keeps_below: bool,
 }
 

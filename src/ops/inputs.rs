@@ -117,7 +117,7 @@ impl Target {
     /// Returns true if the call checks the values of its length tensors. On a GPU that synchronizes, so it needs a request by the call
     /// or the environment; kernels skip sequences with invalid lengths (csrc/seqlen_info.cuh). Simulated kernels check unless the
     /// environment says no. The CPU backend relies on the check.
-    pub fn checks_lengths(&self, device: Device, requested: bool) -> Result<bool> {
+    pub fn checks_lengths(&self, requested: bool) -> Result<bool> {
         const VARIABLE: &str = "VOLTA_FA_CHECK_LENGTHS";
         let value = std::env::var_os(VARIABLE).unwrap_or_default();
         let environment = match value.to_str() {
@@ -126,7 +126,10 @@ impl Target {
             Some("1") => Some(true),
             _ => return Err(Error::value(VARIABLE, format!("`{}`", value.to_string_lossy()), "0 or 1")),
         };
-        Ok(requested || matches!(self, Target::Cpu) || environment.unwrap_or(device == Device::Cpu))
+        Ok(match self {
+            Target::Cpu => true,
+            Target::Kernels(launcher) => requested || environment.unwrap_or(launcher.device() == tch::Device::Cpu),
+        })
     }
 }
 

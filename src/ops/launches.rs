@@ -11,7 +11,51 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::OnceLock;
 use tch::Tensor;
 
-/// Returns the memory of a launch: inputs, which kernels read, and `written` tensors by name. Empty if the launcher does not use it.
+/// Where the kernels of an operator run, and the memory that they may access.
+pub struct Launches<'a> {
+    launcher: &'a dyn Launcher,
+    ranges: Vec<MemoryRange>,
+}
+
+impl<'a> Launches<'a> {
+    /// Begins launches that read the inputs and write the `written` tensors, by name.
+    pub fn begin<const N: usize>(
+        inputs: &Inputs,
+        a: &Attention,
+        launcher: &'a dyn Launcher,
+        written: [(&'static str, Option<&Tensor>); N],
+    ) -> Launches<'a> {
+        let ranges = memory_ranges(inputs, a, launcher, written);
+        Launches::begin_with(launcher, ranges)
+    }
+
+    /// Begins launches that access these ranges.
+    pub fn begin_with(launcher: &'a dyn Launcher, ranges: Vec<MemoryRange>) -> Launches<'a> {
+        launcher.begin(&ranges);
+        Launches { launcher, ranges }
+    }
+
+    /// Returns launches that also read what they write, which [`Launcher::begin`] would fill.
+    pub fn in_place(launcher: &'a dyn Launcher, ranges: Vec<MemoryRange>) -> Launches<'a> {
+        Launches { launcher, ranges }
+    }
+
+    /// Lets launches write what [`Launcher::begin`] did not fill: `names` of ranges, and one more tensor.
+    pub fn also_write(&mut self, names: &[&str], tensor: Option<(&'static str, &Tensor)>) {
+        for range in &mut self.ranges {
+            range.writable |= names.contains(&range.name);
+        }
+        self.ranges.extend(tensor.map(|(name, t)| memory_range(name, t, true)));
+    }
+
+    /// Launches a kernel for this many batch entries.
+    pub fn run(&self, planned: &PlannedKernel, batches: i64, params: &[u8]) -> Result<()> {
+        let ranges = &self.ranges;
+        self.launcher.launch(&KernelLaunch { variant: planned.variant, grid: planned.grid(batches), params, ranges })
+    }
+}
+
+/// Returns inputs, which kernels read, and `written` tensors by name. Empty if the launcher does not use it.
 pub fn memory_ranges<const N: usize>(
     inputs: &Inputs,
     a: &Attention,
@@ -27,11 +71,6 @@ pub fn memory_ranges<const N: usize>(
     let read = operands.chain(new).chain(inputs.rng_state.as_ref().map(|t| ("rng_state", t))).chain(inputs.options.tensors());
     let written = written.into_iter().filter_map(|(name, t)| Some(memory_range(name, t?, true)));
     read.map(|(name, t)| memory_range(name, t, false)).chain(written).collect()
-}
-
-/// Launches a kernel for this many batch entries.
-pub fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64, params: &[u8], ranges: &[MemoryRange]) -> Result<()> {
-    launcher.launch(&KernelLaunch { variant: planned.variant, grid: planned.grid(batches), params, ranges })
 }
 
 /// Returns 48 bits that no other call of this process has. Uninitialized memory is unlikely to hold them. They mark semaphores of a call's

@@ -5,9 +5,9 @@
 
 use super::blocks::at;
 use super::inputs::Target;
-use super::launches::run;
+use super::launches::Launches;
 use crate::error::Result;
-use crate::launch::{bytes_of, Launcher, MemoryRange};
+use crate::launch::{bytes_of, Launcher};
 use crate::log;
 use crate::params::MergeParams;
 use crate::plan::{self, PlannedKernel};
@@ -98,9 +98,9 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
     log::merge(m, &planned)?;
     let [a, b] = [readable(&states.outs[0])?, readable(&states.outs[1])?];
     let [lse_a, lse_b] = [states.lses[0].f_contiguous()?, states.lses[1].f_contiguous()?];
-    let empty = |like: &Tensor| tensor::empty(&like.size(), like.kind(), like.device(), launcher.output_alignment());
+    let empty = |like: &Tensor| tensor::empty(&like.size(), like.kind(), launcher);
     let (out, lse) = (empty(&a)?, empty(&lse_a)?);
-    let ranges = [
+    let ranges = vec![
         memory_range("out_a", &a, false),
         memory_range("out_b", &b, false),
         memory_range("softmax_lse_a", &lse_a, false),
@@ -108,8 +108,8 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
         memory_range("out", &out, true),
         memory_range("softmax_lse", &lse, true),
     ];
-    launcher.begin(&ranges);
-    launch([&a, &b, &out], [&lse_a, &lse_b, &lse], m, &planned, &ranges, launcher)?;
+    let launches = Launches::begin_with(launcher, ranges);
+    launch([&a, &b, &out], [&lse_a, &lse_b, &lse], m, &planned, &launches)?;
     Ok((without_padding(out, m.headdim_v)?, lse))
 }
 
@@ -119,14 +119,13 @@ fn add_on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> 
     log::merge(m, &planned)?;
     let ([whole, part], [whole_lse, part_lse]) = (&states.outs, &states.lses);
     let (part, part_lse) = (readable(part)?, part_lse.f_contiguous()?);
-    // without `begin`, which would fill writable memory with NaN: the kernel reads it too
-    let ranges = [
+    let ranges = vec![
         memory_range("out_a", whole, true),
         memory_range("softmax_lse_a", whole_lse, true),
         memory_range("out_b", &part, false),
         memory_range("softmax_lse_b", &part_lse, false),
     ];
-    launch([whole, &part, whole], [whole_lse, &part_lse, whole_lse], m, &planned, &ranges, launcher)
+    launch([whole, &part, whole], [whole_lse, &part_lse, whole_lse], m, &planned, &Launches::in_place(launcher, ranges))
 }
 
 /// Launches the kernel; each array has the first state, the second and the result.
@@ -135,8 +134,7 @@ fn launch(
     [lse_a, lse_b, lse]: [&Tensor; 3],
     m: &MergedStates,
     planned: &PlannedKernel,
-    ranges: &[MemoryRange],
-    launcher: &dyn Launcher,
+    launches: &Launches,
 ) -> Result<()> {
     let heads = lse.dim() - 2;
     let lse_stride = if m.nheads > 1 || m.batch > 1 { lse.stride()[heads] } else { m.seqlen_q };
@@ -156,7 +154,7 @@ fn launch(
             element: tensor::element_type(out),
             part: tensor::element_type(b),
         };
-        run(launcher, planned, batches, bytes_of(&params), ranges)?;
+        launches.run(planned, batches, bytes_of(&params))?;
     }
     Ok(())
 }

@@ -90,7 +90,7 @@ fn prepare(inputs: &Inputs) -> Result<(Target, Attention, Described)> {
     let target = Target::of(&described.q, inputs.stream)?;
     let a = validate(&described, target.backend())?;
     let o = &inputs.options;
-    if a.is_varlen() && target.checks_lengths(described.q.device, o.check_lengths)? {
+    if a.is_varlen() && target.checks_lengths(o.check_lengths)? {
         let [cu_q, cu_k, used] = [&o.cu_seqlens_q, &o.cu_seqlens_k, &o.seqused_k].map(int32_values);
         problem::validate_lengths(&a, cu_q?.as_deref(), cu_k?.as_deref(), used?.as_deref())?;
     }

@@ -10,7 +10,7 @@ use crate::plan::{PlannedKernel, StreamKPlan, StreamKSchedule};
 use crate::tensor;
 use std::cell::RefCell;
 use std::rc::Rc;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 /// Scratch memory and schedule of a stream-K launch.
 pub struct Launch {
@@ -32,13 +32,13 @@ fn schedule(plan: StreamKPlan) -> Rc<StreamKSchedule> {
 }
 
 impl Launch {
-    pub fn new(kernel: &PlannedKernel, plan: StreamKPlan, device: Device, launcher: &dyn Launcher) -> Result<Launch> {
+    pub fn new(kernel: &PlannedKernel, plan: StreamKPlan, launcher: &dyn Launcher) -> Result<Launch> {
         let schedule = schedule(plan);
         // per row: its output in fp32, and row maxima and sums of 8 lanes, or of 16 lanes with half the columns (`put_result` in
         // layout.cuh)
         let floats = i64::from(kernel.variant.block_rows) * (i64::from(kernel.variant.headdim_v) + 8);
         let partials = i64::from(plan.stream_k_tiles) * i64::from(schedule.max_splits) * floats;
-        let scratch = tensor::empty(&[partials + 2 * i64::from(plan.stream_k_tiles)], Kind::Float, device, launcher.output_alignment())?;
+        let scratch = tensor::empty(&[partials + 2 * i64::from(plan.stream_k_tiles)], Kind::Float, launcher)?;
         Ok(Launch { schedule, plan, scratch, partials })
     }
 

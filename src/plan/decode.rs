@@ -1,14 +1,15 @@
 //! Plans attention of few queries per sequence over a KV cache.
 //!
-//! The host does not know sequence lengths, so the grid has as many blocks as the GPU is_applicable. The blocks divide the tokens on the
+//! The host does not know sequence lengths, so the grid has as many blocks as the GPU holds at once. The blocks divide the tokens on the
 //! device (`csrc/decode/tile_scheduler.cuh`). A plan depends on headdims, the cache format and the maximum rows of a sequence.
 
+use super::applicable::is_applicable;
 use super::cached::{cached_plan, PlanCache};
-use super::choose::{choose, is_applicable};
+use super::choose::choose;
 use super::device::DeviceLimits;
 use super::kernel::{PlannedKernel, Reason};
 use crate::error::Result;
-use crate::kernels::{CacheFormat, FeatureSet, Pass, COMPILED};
+use crate::kernels::{FeatureSet, Pass, COMPILED};
 use crate::limits::MAX_DECODE_ROWS;
 use crate::problem::{Attention, DType};
 use crate::tuning::Shape;
@@ -30,18 +31,10 @@ pub struct DecodePlan {
 /// Plans decoding of a problem with padded headdims. `has_long`: prefill computes sequences of more than [`MAX_DECODE_ROWS`] rows.
 pub fn decode(a: &Attention, has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {
     thread_local!(static LAST: PlanCache<(Shape, Pass, i64, bool), DecodePlan> = const { Cell::new(None) });
-    let shape = Shape { cache: kernel_format(a), ..Shape::of(a) };
+    let shape = Shape { cache: a.cache_format(), is_bf16: a.dtype == DType::BFloat16, ..Shape::of(a) };
     let pass = if a.has_latents() { Pass::DecodeMla } else { Pass::Decode };
     let rows = a.rows_per_kv_head();
     cached_plan(&LAST, (shape, pass, rows, has_long), d, || decode_shape(&shape, pass, rows, has_long, d))
-}
-
-/// Returns the format in the kernel table: `Unquantized` is fp16 there, and bf16 has kernels of its own.
-fn kernel_format(a: &Attention) -> CacheFormat {
-    match (a.dtype, a.cache_format()) {
-        (DType::BFloat16, CacheFormat::Unquantized) => CacheFormat::Bf16,
-        (_, format) => format,
-    }
 }
 
 fn decode_shape(shape: &Shape, pass: Pass, rows: i64, has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {

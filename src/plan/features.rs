@@ -1,7 +1,7 @@
 //! Features that a problem requests of kernels.
 
 use crate::kernels::{Feature, FeatureSet};
-use crate::problem::Attention;
+use crate::problem::{Attention, RequestedFeatures};
 
 /// Backward options that are not part of the problem.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,4 +27,19 @@ pub fn features(a: &Attention, mode: BackwardMode) -> FeatureSet {
         Feature::Pages => false,
         Feature::Fp32Bias => f.fp32_bias,
     })
+}
+
+/// Returns a request and a mode that use these features and no others. Those of a KV cache have none: prefill requests them.
+pub fn using(features: FeatureSet) -> (RequestedFeatures, BackwardMode) {
+    let has = |feature| features.contains(FeatureSet::of(&[feature]));
+    let requested = RequestedFeatures {
+        seqused_k: has(Feature::Lengths),
+        sinks: has(Feature::Sinks),
+        softcap: if has(Feature::Softcap) { 1.0 } else { 0.0 },
+        alibi: has(Feature::Alibi),
+        attn_bias: has(Feature::Bias) || has(Feature::Fp32Bias),
+        fp32_bias: has(Feature::Fp32Bias),
+        dropout_p: if has(Feature::Dropout) { 0.5 } else { 0.0 },
+    };
+    (requested, BackwardMode { bf16_gradients: has(Feature::Bf16Gradients), ..BackwardMode::default() })
 }

@@ -2,26 +2,29 @@
 //!
 //! Pure functions of the problem, the kernels, and the device's properties and tuning.
 
+mod applicable;
 mod backward;
 mod block;
 mod cached;
 mod choose;
 mod decode;
 mod device;
+mod families;
 mod features;
 mod forward;
 mod grid;
 mod kernel;
+mod missing;
 mod size;
 mod stream_k;
 mod tokens;
 
 pub use backward::{backward, backward_among, BackwardPlan, Tail};
 pub use block::problem_block;
-pub use choose::families;
 pub use decode::{decode, DecodePlan};
 pub use device::{DeviceLimits, FAMILY_VARIABLE};
-pub use features::{features, BackwardMode};
+pub use families::families;
+pub use features::{features, using, BackwardMode};
 pub use forward::{forward, forward_among, prefill};
 pub use grid::batch_chunks;
 pub use kernel::{PlannedKernel, Reason};

@@ -43,6 +43,7 @@ fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
         rows: rows.saturating_mul(nheads_k),
         is_causal: None,
         cache,
+        is_bf16: false,
         rows_before_keys: 0,
     }
 }

@@ -10,7 +10,7 @@ use super::Options;
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN;
 
-/// What k and v are appended to.
+/// The cache that k and v are appended to.
 pub struct Target<'a> {
     /// The cache.
     pub cache: &'a CacheShape,

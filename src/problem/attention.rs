@@ -1,10 +1,11 @@
 //! The attention problem: one type for `fwd`, `bwd`, `fwd_kvcache` and `fwd_mla`.
 
+use super::features::RequestedFeatures;
 use super::tensor::DType;
 use crate::limits::HEADDIM_MULTIPLE;
 use crate::params::CacheFormat;
 
-/// How queries are stored.
+/// Storage of queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Queries {
     /// (batch, seqlen_q, nheads, headdim)
@@ -16,7 +17,7 @@ pub enum Queries {
     },
 }
 
-/// How keys and values are stored.
+/// Storage of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keys {
     /// (batch, seqlen_k, nheads_k, headdim)
@@ -32,7 +33,7 @@ pub enum Keys {
     Latents(Cache),
 }
 
-/// How tokens lie in a cache.
+/// Layout of the tokens of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CacheLayout {
     /// Each entry holds one sequence.
@@ -72,25 +73,6 @@ impl Window {
     pub const FULL: Window = Window { left: None, right: None };
     /// Keys up to the row's own position.
     pub const CAUSAL: Window = Window { left: None, right: Some(0) };
-}
-
-/// What a problem asks for beyond the window. It decides which kernels are applicable.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct RequestedFeatures {
-    /// Scores x become softcap * tanh(x / softcap); 0: off.
-    pub softcap: f64,
-    /// Probability of dropping a probability, in [0, 1); 0: off.
-    pub dropout_p: f64,
-    /// `alibi_slopes` is given.
-    pub alibi: bool,
-    /// `attn_bias` is given, additive or boolean.
-    pub attn_bias: bool,
-    /// Kernels read the bias as fp32: it is fp32 or bf16.
-    pub fp32_bias: bool,
-    /// `sinks` is given.
-    pub sinks: bool,
-    /// `seqused_k` is given.
-    pub seqused_k: bool,
 }
 
 /// Tokens that a call appends to a cache before it attends.
@@ -133,17 +115,17 @@ pub struct Attention {
     pub headdim_v: i64,
     /// Element type of q and out, and of keys and values that are not quantized.
     pub dtype: DType,
-    /// How q and out are stored.
+    /// Storage of q and out.
     pub queries: Queries,
-    /// How keys and values are stored.
+    /// Storage of keys and values.
     pub keys: Keys,
     /// Factor of the scores: finite in fp32, may be 0 or negative.
     pub softmax_scale: f64,
     /// Which keys a row sees, `is_causal` included.
     pub window: Window,
-    /// What else happens to scores.
+    /// Features beyond scale and window.
     pub features: RequestedFeatures,
-    /// What is appended to the cache first.
+    /// Tokens that the call appends to the cache first.
     pub appended: Appended,
     /// Most splits of a sequence's keys in a decode kernel; 0: the scheduler decides.
     pub num_splits: i64,

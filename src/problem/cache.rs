@@ -20,7 +20,7 @@ pub struct CacheTensors<'a> {
     pub values: Option<&'a TensorDesc>,
 }
 
-/// What the tensors of a cache have in common.
+/// Shape that the tensors of a cache share.
 #[derive(Clone, Copy)]
 pub struct CacheShape {
     entries: i64,
@@ -50,9 +50,10 @@ impl CacheTensors<'_> {
         }
     }
 
-    /// Checks dtypes and shapes against q.
-    pub fn check(&self, q: &TensorDesc, headdim_q: i64, paged: bool, backend: Backend) -> Result<CacheShape> {
-        let format = cache_format(self.name(), self.keys, q, self.values.is_none())?;
+    /// Checks dtypes and shapes against q; `o` says whether there are pages, and which scales.
+    pub fn check(&self, q: &TensorDesc, headdim_q: i64, o: &Options, backend: Backend) -> Result<CacheShape> {
+        let paged = o.block_table.is_some();
+        let format = cache_format(self.name(), self.keys, q, o, self.values.is_none())?;
         let [entries, rows, nheads_k, elements] = check_tensor(self.name(), self.keys, q, paged, backend)?;
         let headdim = format.columns(elements);
         let mut shape = CacheShape { entries, rows, format, nheads_k, headdim, headdim_v: LATENT_HEADDIMS[0] };

@@ -94,12 +94,12 @@ fn lengths(a: &Attention, values: &CacheValues, b: usize) -> Result<CachedSequen
             _ => "",
         };
         let allowed = format!("a length from 0 to {room}{room_for_new}{remedy}");
-        return Err(Error::value("cache_seqlens", format!("{cached} (entry {b})"), allowed));
+        return Err(Error::value("cache_seqlens", format!("{cached} (sequence {b})"), allowed));
     }
     let leftpad = value_at(&values.leftpad_k, b, 0);
     if !(0..=cached).contains(&leftpad) {
         let allowed = format!("a number from 0 to {cached}, the cached tokens of the sequence");
-        return Err(Error::value("leftpad_k", format!("{leftpad} (entry {b})"), allowed));
+        return Err(Error::value("leftpad_k", format!("{leftpad} (sequence {b})"), allowed));
     }
     Ok(CachedSequence { seqlen_q, seqlen_new, cached, leftpad })
 }
@@ -120,7 +120,7 @@ fn check_entry(a: &Attention, cache: &Cache, values: &CacheValues, b: usize) -> 
     let entry = value_at(&values.cache_batch_idx, b, b as i64);
     if cache.layout == CacheLayout::Entries && !(0..cache.entries).contains(&entry) {
         let allowed = format!("a number below {}, the entries of {}", cache.entries, a.key_names()[0]);
-        return Err(Error::value("cache_batch_idx", format!("{entry} (entry {b})"), allowed));
+        return Err(Error::value("cache_batch_idx", format!("{entry} (sequence {b})"), allowed));
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use super::attention::{Attention, Keys};
 use super::cache::{self, CacheTensors};
+use super::features::RequestedFeatures;
 use super::operands::{self, Packing};
 use super::tensor::{Backend, TensorDesc};
 use super::{append, formats, lengths, scores, Options};
@@ -37,10 +38,11 @@ fn validate(
     o: &Options,
     backend: Backend,
 ) -> Result<Attention> {
+    let features = RequestedFeatures::of(o)?;
     scores::check_numbers(o, backend)?;
     let packing = if o.cu_seqlens_q.is_some() { Packing::Since("cu_seqlens_q") } else { Packing::Needs("cu_seqlens_q") };
     let qs = operands::check_operand("q", q, q, packing, backend)?;
-    let shape = caches.check(q, qs.headdim, o.block_table.is_some(), backend)?;
+    let shape = caches.check(q, qs.headdim, o, backend)?;
     operands::check_heads(qs.nheads, shape.nheads_k, "k_cache and v_cache")?;
     let (batch, seqlen_q, queries) = lengths::check_queries(q, o, &qs, backend)?;
     let (layout, seqlen_k) = cache::check_sequences(caches.name(), &shape, o, q, batch)?;
@@ -62,7 +64,7 @@ fn validate(
         keys: if caches.values.is_some() { Keys::Cache(cache) } else { Keys::Latents(cache) },
         softmax_scale: scores::scale(o, shape.headdim),
         window: scores::window(o),
-        features: scores::features(o),
+        features,
         appended,
         num_splits: o.num_splits,
     })

@@ -2,6 +2,7 @@
 
 use super::attention::{Appended, Attention, Keys, Queries};
 use super::checks::*;
+use super::features::RequestedFeatures;
 use super::operands::{self, Packing};
 use super::tensor::{Backend, DType, TensorDesc};
 use super::{lengths, scores, Options};
@@ -12,6 +13,7 @@ use crate::error::{Error, Result};
 /// # Errors
 /// `Value`, naming the argument.
 pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
+    let features = RequestedFeatures::of(o)?;
     scores::check_numbers(o, backend)?;
     let is_packed = o.cu_seqlens_q.is_some() || o.cu_seqlens_k.is_some();
     let cu_seqlens = "cu_seqlens_q and cu_seqlens_k";
@@ -39,7 +41,7 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
         keys: if is_packed { Keys::Packed { total: ks.rows } } else { Keys::Dense },
         softmax_scale: scores::scale(o, qs.headdim),
         window: scores::window(o),
-        features: scores::features(o),
+        features,
         appended: Appended::default(),
         num_splits: o.num_splits,
     })

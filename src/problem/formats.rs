@@ -9,11 +9,13 @@ use crate::kernels::{FormatInfo, ScaleGranularity};
 use crate::options::{scale_of_latents, UNKNOWN};
 use crate::params::CacheFormat;
 
-/// Returns the format that the dtype of a cache means.
-pub fn cache_format(name: &str, cache: &TensorDesc, q: &TensorDesc, has_latents: bool) -> Result<CacheFormat> {
+/// Returns the format that the dtype of a cache means. Formats of one dtype differ by their scales: only a format with
+/// scales of tokens needs some, so they decide.
+pub fn cache_format(name: &str, cache: &TensorDesc, q: &TensorDesc, o: &Options, has_latents: bool) -> Result<CacheFormat> {
     let quantized = || CacheFormat::quantized().map(CacheFormat::info).filter(|row| row.of_latents || !has_latents);
     let dtype = cache.dtype.to_string();
-    match quantized().find(|row| row.dtype == dtype) {
+    let given = if o.k_scale.is_some() { ScaleGranularity::Token } else { ScaleGranularity::Head };
+    match quantized().filter(|row| row.dtype == dtype).min_by_key(|row| row.scale != given) {
         Some(row) => Ok(row.format),
         None if cache.dtype == q.dtype => Ok(CacheFormat::Unquantized),
         None => {

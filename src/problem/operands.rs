@@ -34,7 +34,7 @@ impl Packing<'_> {
         matches!(self, Packing::Since(_))
     }
 
-    /// What an error calls the rows.
+    /// Returns the word of errors for the rows.
     pub fn rows(self) -> &'static str {
         match self {
             Packing::Needs(_) => "seqlen",

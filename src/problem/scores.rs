@@ -1,25 +1,14 @@
-//! Rules of what happens to scores: scale, window, softcap, ALiBi, bias, sinks and dropout.
+//! Rules of what happens to scores: scale, window, and the shapes of tensors. The numbers of modifiers have theirs in features.rs.
 
-use super::attention::{RequestedFeatures, Window};
+use super::attention::Window;
 use super::checks::*;
 use super::tensor::{Backend, DType, TensorDesc};
 use super::Options;
 use crate::error::{Error, Result};
-use crate::limits::SOFTCAPS;
 use crate::options::UNKNOWN;
 
-/// Checks the numbers.
+/// Checks scale, window and splits.
 pub fn check_numbers(o: &Options, backend: Backend) -> Result<()> {
-    if !(0.0..1.0).contains(&o.dropout_p) {
-        return Err(Error::value("dropout_p", o.dropout_p, "a probability in [0, 1)"));
-    }
-    if o.softcap != 0.0 && !SOFTCAPS.contains(&o.softcap) {
-        let allowed = format!("0 (off) or a number from {:e} to {:e}", SOFTCAPS.start(), SOFTCAPS.end());
-        return Err(Error::value("softcap", o.softcap, allowed));
-    }
-    if o.softcap > 0.0 && o.dropout_p > 0.0 {
-        return Err(Error::value("softcap", format!("{} together with dropout_p {}", o.softcap, o.dropout_p), "one of the two to be 0"));
-    }
     if let Some(s) = o.softmax_scale {
         if !s.is_finite() || (s as f32).is_infinite() {
             return Err(Error::value("softmax_scale", s, "a finite float32 number"));
@@ -50,19 +39,6 @@ pub fn scale(o: &Options, headdim: i64) -> f64 {
 pub fn window(o: &Options) -> Window {
     let bound = |w: i64| (w >= 0).then_some(w);
     Window { left: bound(o.window_left), right: if o.is_causal { Some(0) } else { bound(o.window_right) } }
-}
-
-/// Returns what else is requested.
-pub fn features(o: &Options) -> RequestedFeatures {
-    RequestedFeatures {
-        softcap: o.softcap,
-        dropout_p: o.dropout_p,
-        alibi: o.alibi_slopes.is_some(),
-        attn_bias: o.attn_bias.is_some(),
-        fp32_bias: o.attn_bias.as_ref().is_some_and(|d| matches!(d.dtype, DType::Float | DType::BFloat16)),
-        sinks: o.sinks.is_some(),
-        seqused_k: o.seqused_k.is_some(),
-    }
 }
 
 /// Checks the tensors against the full shape of the scores, (batch, nheads, seqlen_q, seqlen_k).

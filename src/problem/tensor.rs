@@ -89,7 +89,7 @@ pub struct TensorDesc {
     pub strides: Dims,
 }
 
-/// What computes a call: it decides which dtypes and layouts are possible.
+/// Backend of a call, which decides the possible dtypes and layouts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// ATen operations on the CPU.

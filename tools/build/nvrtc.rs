@@ -4,6 +4,7 @@
 //! ..., `libnvrtc.so.12` on the loader's search path, so the NVRTC of an installed CUDA toolkit would win over the pinned one.
 
 use crate::python::Environment;
+use crate::tables::formats::{FormatInfo, FORMATS};
 use crate::tables::variants::{Feature, FeatureSet, ParamBlock, Variant};
 use anyhow::{bail, Context, Result};
 use libloading::{Library, Symbol};
@@ -100,6 +101,15 @@ fn feature_bits() -> String {
     format!("enum : unsigned {{ {} }};\n", bits.join(", "))
 }
 
+/// Name of the table of cache formats in C++.
+const FORMAT_INFO: &str = "CacheFormatInfo";
+
+/// Defines `CacheFormatInfo<Format>`, the row of each cache format.
+fn cache_formats() -> String {
+    let rows = FORMATS.iter().map(FormatInfo::cpp).collect::<String>();
+    format!("template <CacheFormat> struct {FORMAT_INFO};\n{rows}")
+}
+
 /// The types of src/params.rs in C++. A kernel gets only those that its sources name, so changes of others do not recompile it.
 struct ParamsHeader {
     /// Name and definition; each type comes after the types of its members.
@@ -121,9 +131,10 @@ impl ParamsHeader {
         Ok(ParamsHeader { types: types.collect() })
     }
 
-    /// Returns the types that `sources` name, and the types of their members.
+    /// Returns the types that `sources` name, the types of their members, and the table of cache formats if they name it.
     fn of(&self, sources: &str) -> String {
         let mut named: HashSet<&str> = identifiers(sources).collect();
+        let has_formats = named.contains(FORMAT_INFO);
         let mut kept = Vec::new();
         for (name, definition) in self.types.iter().rev() {
             if named.contains(name.as_str()) {
@@ -132,7 +143,8 @@ impl ParamsHeader {
             }
         }
         kept.reverse();
-        format!("#pragma once\n{PRELUDE}{}{}", feature_bits(), kept.concat())
+        let formats = if has_formats { cache_formats() } else { String::new() };
+        format!("#pragma once\n{PRELUDE}{}{}{formats}", feature_bits(), kept.concat())
     }
 }
 
@@ -208,6 +220,9 @@ impl Compiler {
         }
         if matches!(variant.pass.info().params, ParamBlock::Decode | ParamBlock::Append) {
             options.push(format!("-DCACHE_FORMAT={:?}", variant.cache));
+        }
+        if variant.pass.info().params == ParamBlock::Decode {
+            options.push(format!("-DIS_BF16={}", variant.is_bf16));
         }
         // the scratch layout is in the family's table, for Rust and kernels
         if let (ParamBlock::Backward, Some(scratch)) = (variant.pass.info().params, variant.family.scratch) {

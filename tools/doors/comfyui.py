@@ -8,6 +8,7 @@ ComfyUI's KSampler: whole SDXL and Flux on a GPU, small ones on the CPU. Each wa
     pytorch     its scaled_dot_product_attention, then that with enable_sdpa(), then the node of integrations/comfyui
     flash       --use-flash-attention, with volta_fa's flash_attn package
     split, quad --use-split-cross-attention, --use-quad-cross-attention
+    xformers    no flag, on a GPU and with xformers installed, which ComfyUI then prefers: that, with enable_xformers(), with the node
 
 Errors are those of the latents from ComfyUI's own fp32 model with equal weights. For each distinct shape of an attention call, `attention`
 has the worst ratio of the node's error to that of ComfyUI's fp16 attention, both against fp64. The rule is 2 for both.
@@ -37,8 +38,11 @@ FLAGS = {
     "flash": ["--use-flash-attention"],
     "split": ["--use-split-cross-attention"],
     "quad": ["--use-quad-cross-attention"],
+    "xformers": [],
 }
 ALLOWED = 2.0
+#: An error of ComfyUI's own fp16 result above this share of the largest latent says that the model is chaotic.
+CHAOS = 0.05
 SDXL = dict(
     use_checkpoint=False, image_size=32, out_channels=4, in_channels=4, use_spatial_transformer=True, legacy=False,
     num_classes="sequential", adm_in_channels=2816, use_linear_in_transformer=True, use_temporal_attention=False,
@@ -90,7 +94,10 @@ def build(name, dtype, device):
 
 
 def randomize(module, device):
-    """Gives all weights random values that fp16 has, and attention scores a spread of a few units."""
+    """Gives all weights random values that fp16 has, and attention scores a spread of a few units.
+
+    Each residual branch of a UNet adds little. Otherwise a deep random UNet is chaotic: any two computations in fp16 differ completely.
+    """
     import torch
 
     generator = torch.Generator(device).manual_seed(0)
@@ -99,7 +106,9 @@ def randomize(module, device):
             value = torch.full_like(weight, float(name.endswith(("weight", "scale"))))
         else:
             fan_in = weight[0].numel()
-            gain = 2.0 if name.endswith(("to_q.weight", "to_k.weight")) else 1.0
+            scores = name.endswith(("to_q.weight", "to_k.weight"))
+            last_of_branch = name.endswith(("to_out.0.weight", "ff.net.2.weight", "out_layers.3.weight", "proj_out.weight"))
+            gain = 2.0 if scores else 0.25 if last_of_branch else 1.0
             value = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float16) * (gain * fan_in**-0.5)
         weight.data.copy_(value)
 
@@ -198,6 +207,15 @@ def paths(worker, device):
 
         return volta_fa.sdpa_enabled(device, force=True), patcher, counts
 
+    def through_xformers(patcher):
+        volta_fa.xformers_stats(reset=True)
+
+        def counts():
+            stats = volta_fa.xformers_stats()
+            return Counter(ran=stats["ran"], **stats["fell_back"])
+
+        return xformers_enabled(), patcher, counts
+
     def through_node(patcher):
         _, attention = node_package()
         attention.counts.clear()
@@ -218,6 +236,8 @@ def paths(worker, device):
     elif worker == "flash":
         calls = FlashCalls()
         yield {"--use-flash-attention": lambda p: (contextlib.nullcontext(), p, calls.take)}
+    elif worker == "xformers":
+        yield {"xformers": own, "enable_xformers": through_xformers, "node instead of xformers": through_node}
     else:
         yield {"split attention" if worker == "split" else "sub-quadratic attention": own}
 
@@ -230,6 +250,17 @@ def environment(**variables):
     finally:
         for name in variables:
             del os.environ[name]
+
+
+@contextlib.contextmanager
+def xformers_enabled():
+    import volta_fa
+
+    volta_fa.enable_xformers(force=True)
+    try:
+        yield
+    finally:
+        volta_fa.disable_xformers()
 
 
 @contextlib.contextmanager
@@ -374,8 +405,13 @@ def around(name, device):
 
 def run_worker(worker, folder, device, models, shared, result):
     """Runs the paths of one process and writes their rows."""
-    sys.path[:0] = [folder]
-    sys.argv = ["main.py", *FLAGS[worker], "--disable-xformers", *(["--cpu"] if device == "cpu" else [])]
+    sys.path[0] = folder  # not the folder of this script, whose files are named like packages
+    sys.argv = [
+        "main.py",
+        *FLAGS[worker],
+        *([] if worker == "xformers" else ["--disable-xformers"]),
+        *(["--cpu"] if device == "cpu" else []),
+    ]
     import comfy.options
 
     comfy.options.enable_args_parsing()
@@ -458,9 +494,11 @@ def judge(rows):
     for row in rows:
         if row.get("problem"):
             continue
-        uses_volta_fa = row["path"].startswith(("enable_sdpa", "node", "--use-flash-attention"))
+        uses_volta_fa = row["path"].startswith(("enable_", "node", "--use-flash-attention"))
         if "error" in row:
             row["ratio"] = row["error"] / own[row["model"]] if own.get(row["model"]) else float("nan")
+            if row["path"] == "SDPA" and not row["error"] <= CHAOS * row["largest"]:
+                row["problem"] = f"error {row['error']:.3g} of latents up to {row['largest']:.3g}: this model compares nothing"
             if uses_volta_fa and not (row["finite"] and row["ratio"] <= ALLOWED):
                 row["problem"] = f"error {row['error']:.3g} is {row['ratio']:.2f} times that of SDPA"
             masked_flash = row["model"] == "flux-mask" and row["path"].startswith("--use")  # ComfyUI passes no mask to flash-attn
@@ -521,6 +559,8 @@ def main():
     rows = []
     with tempfile.TemporaryDirectory() as shared:
         for worker in args.starts.split(","):
+            if worker == "xformers" and (args.device == "cpu" or importlib.util.find_spec("xformers") is None):
+                continue
             result = Path(shared, f"{worker}.json")
             start = time.perf_counter()
             command = [sys.executable, __file__, args.folder, "--device", args.device, "--models", args.models]

@@ -1,5 +1,5 @@
 // Appends new K and V to a KV cache, with optional rotary embedding and quantization, and writes a rotated copy of Q.
-// src/ops/kvcache/append.rs has the rules. For all families.
+// src/ops/kvcache/kernels.rs launches it. For all families.
 //
 // Bound by memory, and in decoding by latency, so each token's work is spread over threads: two columns of a row per thread and
 // iteration. A row of a quantized cache has a scale, so a whole warp takes it.
@@ -12,6 +12,7 @@ namespace append {
 
 // Format of the cache's elements. (One kernel for all formats would not fit the instruction cache.)
 constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
+using FormatInfo = CacheFormatInfo<kFormat>;
 constexpr bool kQuantizes = kFormat != CacheFormat::Unquantized;
 
 // Columns that a thread has at a time.
@@ -115,10 +116,8 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
                                           int head, int page, int row, int columns, const float2 (&x)[kPairs]) {
     const int lane = threadIdx.x & 31;
     unsigned char* data = bytes_of_page(to, page, row, head);
-    constexpr bool kTokenScales = kFormat == CacheFormat::Int8 || kFormat == CacheFormat::Int4;
     RowScale of_row = {};
-    float scale = 1.f;
-    if constexpr (kTokenScales) {
+    if constexpr (FormatInfo::kTokenScales) {
         float low = __int_as_float(0x7f800000), high = __int_as_float(0xff800000);
 #pragma unroll
         for (int i = 0; i < kPairs; i++) {
@@ -136,24 +135,20 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
         if (lane == 0) {
             const float nan = __int_as_float(0x7fc00000);
             *scale_of_page(scales, page, row, head) = of_row.finite ? of_row.scale : nan;
-            if constexpr (kFormat == CacheFormat::Int4)
+            if constexpr (FormatInfo::kZeroPoints)
                 *scale_of_page(zero_points, page, row, head) = of_row.finite ? of_row.zero_point : nan;
         }
     } else {
-        scale = scale_of_sequence(scales, batch, head);
+        of_row.scale = scale_of_sequence(scales, batch, head);
     }
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
         const int column = kColumns * (lane + 32 * i);
         if (column >= columns) continue;
-        if constexpr (kFormat == CacheFormat::Int4) {
-            data[column / 2] = static_cast<unsigned char>(of_row.code<kFormat>(x[i].x) | of_row.code<kFormat>(x[i].y) << 4);
+        const int codes[kColumns] = {of_row.code<kFormat>(x[i].x), of_row.code<kFormat>(x[i].y)};
+        if constexpr (FormatInfo::kColumns == 2) {
+            data[column / 2] = static_cast<unsigned char>(codes[0] | codes[1] << 4);
         } else {
-            unsigned codes[kColumns];
-            if constexpr (kTokenScales)
-                codes[0] = of_row.code<kFormat>(x[i].x), codes[1] = of_row.code<kFormat>(x[i].y);
-            else
-                codes[0] = fp8_code<kFormat>(x[i].x, scale), codes[1] = fp8_code<kFormat>(x[i].y, scale);
             data[column] = static_cast<unsigned char>(codes[0]);
             if (column + 1 < columns) data[column + 1] = static_cast<unsigned char>(codes[1]);
         }

@@ -4,46 +4,15 @@
 
 #include "quantized.cuh"
 
-// Scale and zero point of a row, from its smallest and largest number. `origin`: the number of code 0. `finite`: whether all
-// numbers are finite.
-struct RowScale {
-    float scale, zero_point, origin;
-    bool finite;
-
-    template <CacheFormat Format>
-    __device__ __forceinline__ static RowScale of(float low, float high) {
-        RowScale r;
-        r.finite = fabsf(low) <= 3.402823466e38f && fabsf(high) <= 3.402823466e38f;
-        if constexpr (Format == CacheFormat::Int4) {
-            const float spread = __fdiv_rn(high - low, 15.f);
-            r.scale = spread == 0.f ? fabsf(low) : spread;
-            r.zero_point = r.scale == 0.f ? 0.f : __fdiv_rn(-low, r.scale);
-            r.origin = low;
-        } else {
-            r.scale = __fdiv_rn(fmaxf(-low, high), 127.f);
-            r.zero_point = r.origin = 0.f;
-        }
-        return r;
-    }
-    // Returns the code of a number of the row; 0 if the row is not finite.
-    template <CacheFormat Format>
-    __device__ __forceinline__ int code(float x) const {
-        if (!finite || scale == 0.f) return 0;
-        const float code = rintf(__fdiv_rn(x - origin, scale));
-        return static_cast<int>(Format == CacheFormat::Int4 ? fminf(fmaxf(code, 0.f), 15.f) : fminf(fmaxf(code, -127.f), 127.f));
-    }
-};
-
 // Returns x / scale as an fp8 byte, rounded to nearest even. Saturates; NaN stays NaN.
 template <CacheFormat Format>
 __device__ __forceinline__ unsigned fp8_code(float x, float scale) {
     constexpr bool kE4m3 = Format == CacheFormat::E4m3;
     constexpr int kMantissa = kE4m3 ? 3 : 2, kLeastExponent = kE4m3 ? -6 : -14, kBias = kE4m3 ? 7 : 15;
-    constexpr float kLargest = kE4m3 ? 448.f : 57344.f;
     float y = __fdiv_rn(x, scale);
     const unsigned sign = __float_as_uint(y) >> 24 & 0x80;
     if (y != y) return sign | 0x7f;
-    y = fminf(fabsf(y), kLargest);
+    y = fminf(fabsf(y), CacheFormatInfo<Format>::kMaxCode);
     // Exponent of the last place; below the smallest exponent (subnormals), that of the smallest.
     const int exponent = max(static_cast<int>(__float_as_uint(y) >> 23) - 127, kLeastExponent);
     const float unit = __uint_as_float((exponent - kMantissa + 127) << 23),
@@ -53,3 +22,36 @@ __device__ __forceinline__ unsigned fp8_code(float x, float scale) {
     if (rounded < kLeastExponent) return sign | static_cast<unsigned>(y * inverse);
     return sign | (rounded + kBias) << kMantissa | (__float_as_uint(y) >> (23 - kMantissa) & ((1 << kMantissa) - 1));
 }
+
+// Scale and zero point of a row, from its smallest and largest number, or given. `origin`: the number of code 0. `finite`: whether
+// all numbers are finite.
+struct RowScale {
+    float scale, zero_point, origin;
+    bool finite;
+
+    template <CacheFormat Format>
+    __device__ __forceinline__ static RowScale of(float low, float high) {
+        using Info = CacheFormatInfo<Format>;
+        RowScale r;
+        r.finite = fabsf(low) <= 3.402823466e38f && fabsf(high) <= 3.402823466e38f;
+        if constexpr (Info::kZeroPoints) {
+            const float spread = __fdiv_rn(high - low, Info::kMaxCode);
+            r.scale = spread == 0.f ? fabsf(low) : spread;
+            r.zero_point = r.scale == 0.f ? 0.f : __fdiv_rn(-low, r.scale);
+            r.origin = low;
+        } else {
+            r.scale = __fdiv_rn(fmaxf(-low, high), Info::kMaxCode);
+            r.zero_point = r.origin = 0.f;
+        }
+        return r;
+    }
+    // Returns the code of a number of the row; with a scale of the row 0 if the row is not finite.
+    template <CacheFormat Format>
+    __device__ __forceinline__ int code(float x) const {
+        using Info = CacheFormatInfo<Format>;
+        if constexpr (!Info::kTokenScales) return fp8_code<Format>(x, scale);
+        if (!finite || scale == 0.f) return 0;
+        const float code = rintf(__fdiv_rn(x - origin, scale));
+        return static_cast<int>(fminf(fmaxf(code, Info::kZeroPoints ? 0.f : -Info::kMaxCode), Info::kMaxCode));
+    }
+};

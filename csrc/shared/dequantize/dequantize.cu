@@ -1,5 +1,5 @@
 // Converts the tokens of a quantized KV cache to contiguous fp16 or bf16 rows, for kernels that read no quantized cache
-// (prefill with many query rows). Only tokens that some query sees. src/ops/kvcache/dequantize.rs launches it. For all
+// (prefill with many query rows). Only tokens that some query sees. src/ops/kvcache/kernels.rs launches it. For all
 // families.
 //
 // Bound by memory. A block has BLOCK_ROWS tokens of a KV head; a thread converts eight columns of a row of K or V at a time, 16
@@ -57,11 +57,11 @@ __device__ __forceinline__ void store(unsigned short* p, const uint4& x, int lef
 template <CacheFormat Format, ElementType Element>
 __device__ __forceinline__ uint4 dequantize8(const DequantizeParams& p, bool is_v, int batch, int head, int page, int row,
                                              int column, int columns) {
-    constexpr bool kInt4 = Format == CacheFormat::Int4, kTokenScales = Format == CacheFormat::Int8 || kInt4;
-    constexpr int kBits = kInt4 ? 4 : 8, kBytes = kColumns * kBits / 8;
+    using Info = CacheFormatInfo<Format>;
+    constexpr int kBits = Info::kBits, kBytes = kColumns * kBits / 8;
     const CacheScale& scales = is_v ? p.scales.v : p.scales.k;
-    const float scale = kTokenScales ? *scale_of_page(scales, page, row, head) : scale_of_sequence(scales, batch, head);
-    const float zero = kInt4 ? *scale_of_page(is_v ? p.scales.v_zero_point : p.scales.k_zero_point, page, row, head) : 0.f;
+    const float scale = Info::kTokenScales ? *scale_of_page(scales, page, row, head) : scale_of_sequence(scales, batch, head);
+    const float zero = Info::kZeroPoints ? *scale_of_page(is_v ? p.scales.v_zero_point : p.scales.k_zero_point, page, row, head) : 0.f;
     const unsigned char* bytes = bytes_of_page(is_v ? p.cache.v : p.cache.k, page, row, head);
     const uint2 codes = load<kBytes>(bytes + column * kBits / 8, (columns - column) * kBits / 8);
     float x[kColumns];
@@ -69,7 +69,7 @@ __device__ __forceinline__ uint4 dequantize8(const DequantizeParams& p, bool is_
     for (int i = 0; i < kColumns; i++) {
         const unsigned word = i * kBits < 32 ? codes.x : codes.y;
         x[i] = code_value<Format>(word >> i * kBits % 32 & ((1u << kBits) - 1));
-        if constexpr (kInt4) x[i] = __fsub_rn(x[i], zero);
+        if constexpr (Info::kZeroPoints) x[i] = __fsub_rn(x[i], zero);
         x[i] = __fmul_rn(x[i], scale);
     }
     const auto pair = [&](int i) {

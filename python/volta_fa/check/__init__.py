@@ -2,6 +2,7 @@
 
 machine.py             describes the machine
 kernels.py             lists what is checked, with problems for each kernel
+score_options.py       what happens to scores in these problems
 cases.py               attention problems as values, and their tensors (the tests use them too)
 cache_cases.py         the same with a KV cache
 problems.py            expected results of attention problems

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
 from .cases import Source
+from .score_options import OF_REFERENCE, ScoreOptions
 
 #: Entries of a block table that name no page: padding of any kind.
 NO_PAGE = (-1, 2**31 - 1, -(2**31))
@@ -28,7 +30,7 @@ WIDER = 16
 
 
 @dataclass(frozen=True, repr=False)
-class CacheCase:
+class CacheCase(ScoreOptions):
     """One problem of `volta_fa::fwd_kvcache`, or with `latents` of `volta_fa::fwd_mla`: some sequences, and the layout of their cache."""
 
     lengths: tuple[tuple[int, int, int], ...]  # (queries, cached tokens, appended tokens) of each sequence
@@ -42,12 +44,6 @@ class CacheCase:
     layout: str = "nhd"  # hnd; kv: K and V interleaved in one tensor; wide: strides larger than a page
     seqlen_cache: int | None = None  # dense; room for all unless given
     is_causal: bool = True
-    window_left: int = -1
-    window_right: int = -1
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    alibi: str = ""  # "h": (nheads), "bh": (batch, nheads)
-    sinks: str = ""  # type: "own" or "fp32"
     rotary: str = ""  # half, interleaved
     rotary_dim: int | None = None
     rotary_dtype: str = "own"
@@ -62,7 +58,9 @@ class CacheCase:
     dtype: torch.dtype | None = None  # None: the source that draws the tensors decides
 
     def __str__(self) -> str:
-        given = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        of_scores = {f.name for f in dataclasses.fields(ScoreOptions)}
+        fields = sorted(dataclasses.fields(self), key=lambda f: f.name in of_scores)
+        given = ((f.name, getattr(self, f.name)) for f in fields if getattr(self, f.name) != f.default)
         parts = []
         for name, value in given:
             match name, value:
@@ -105,7 +103,7 @@ class CacheCase:
     @property
     def features(self) -> list[str]:
         """Features that a kernel must have to run it, by their names in `info()`."""
-        asked = {"lengths": True, "pages": True, "sinks": bool(self.sinks), "softcap": self.softcap > 0, "alibi": bool(self.alibi)}
+        asked = {"lengths": True, "pages": True, **self.score_features}
         return [name for name, is_asked in asked.items() if is_asked]
 
     def problem(self, source: Source) -> CacheInputs:
@@ -125,7 +123,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 def has_scales(kv_dtype: str) -> bool:
     """Returns whether the format has a scale for each token and head."""
-    return kv_dtype.startswith("int")
+    return any(row["name"] == kv_dtype and row["scale"] == "token" for row in cache_formats())
 
 
 def _stored_dtype(kv_dtype: str) -> torch.dtype:
@@ -266,7 +264,7 @@ class CacheInputs:
         options |= _score_tensors(c, source)
         options |= {"is_causal": c.is_causal, "softmax_scale": c.softmax_scale, "num_splits": c.num_splits}
         if not c.latents:
-            options |= {"window_left": c.window_left, "window_right": c.window_right, "softcap": c.softcap}
+            options |= c.score_numbers
         k_cache = made.caches["k"]
         v_cache = k_cache[..., : c.columns_v] if c.latents else made.caches["v"]
         return cls(c, q, k_cache, v_cache, new, options, made.places, cu_q, cu_new)
@@ -339,8 +337,7 @@ class CacheInputs:
 
     def score_options(self, b: int) -> dict[str, Any]:
         """Returns the options of sequence b as a dense problem."""
-        names = ("is_causal", "window_left", "window_right", "softmax_scale", "softcap", "sinks")
-        found = {name: self.options[name] for name in names if name in self.options}
+        found = {name: self.options[name] for name in OF_REFERENCE if name in self.options}
         slopes = self.options.get("alibi_slopes")
         if slopes is not None:
             found["alibi_slopes"] = slopes[b : b + 1] if slopes.dim() == 2 else slopes

@@ -18,6 +18,7 @@ from .cache_cases import CacheCase, CacheInputs, has_scales
 from .cases import CpuSource
 from .kernels import Target
 from .problems import Expected, agree, first_that_can, keyless
+from .score_options import EVERY, asking
 
 #: Kernels of these passes get the problems here.
 PASSES = ("Decode", "DecodeMla", "Prefill", "Append", "Dequantize")
@@ -47,7 +48,7 @@ def problems(variant: dict[str, Any]) -> list[CacheCase]:
     """Returns odd problems that use every feature of a kernel, the simplest first."""
     if variant["family"] == "cpu":
         kind = variant["dtype"]
-        rest = {"page": 0, "packed": True, "dtype": kind, "rotary": "half", "softcap": 20.0, "sinks": "own"}
+        rest = {"page": 0, "packed": True, "dtype": kind, "rotary": "half", **EVERY}
         return [
             _case(((3, 40, 0), (3, 17, 0), (3, 0, 0)), 40, 24, 3, dtype=kind),
             _case(((2, 9, 2), (0, 3, 0), (5, 31, 4)), 40, 40, 2, **rest),
@@ -104,13 +105,13 @@ def _decode(variant: dict[str, Any]) -> list[CacheCase]:
     return [
         _case(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group, cache),
         _case(((more, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, cache, **second),
-        _case(((queries, 81, 0), (queries, 200, 0)), d, dv, group, cache, page=64, softcap=20.0, alibi="bh", sinks="own"),
+        _case(((queries, 81, 0), (queries, 200, 0)), d, dv, group, cache, page=64, **EVERY),
     ]
 
 
 def _prefill(variant: dict[str, Any]) -> list[CacheCase]:
     d, dv, features = variant["headdim"], variant["headdim_v"], variant["needs"]
-    asked: dict[str, Any] = {"softcap": 20.0 if "softcap" in features else 0.0, "alibi": "bh" if "alibi" in features else ""}
+    asked = asking(features)
     second: dict[str, Any] = {"page": 0, "packed": True, "window_left": 50}
     return [
         _case(((45, 205, 0), (45, 31, 0)), d, dv, 2, **asked),

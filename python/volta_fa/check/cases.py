@@ -1,6 +1,6 @@
 """Attention problems as values, and the tensors that follow from one: `python -m volta_fa check` and the tests share them.
 
-The tests load this file by its path, so it imports nothing but torch.
+The tests import this file without the package, so it imports nothing but torch and score_options.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from .score_options import ScoreOptions
 
 
 class Source(Protocol):
@@ -49,7 +51,7 @@ class CpuSource:
 
 
 @dataclass(frozen=True, repr=False)
-class Case:
+class Case(ScoreOptions):
     """One problem of `volta_fa::fwd` and `volta_fa::bwd`.
 
     `lengths` makes it packed: (seqlen_q, seqlen_k) of each sequence; `seqlen_q`, `seqlen_k` and `batch` then do not count.
@@ -63,15 +65,9 @@ class Case:
     nheads: int = 2
     nheads_k: int | None = None
     is_causal: bool = False
-    window_left: int = -1
-    window_right: int = -1
-    softmax_scale: float | None = None
     spread: float = 1.0  # standard deviation of q, k and v
-    softcap: float = 0.0
     dropout_p: float = 0.0
-    alibi: str = ""  # "h": (nheads), "bh": (batch, nheads)
     bias: str = ""  # its dimensions that are not 1, as "bhqk", "hqk" or "k", or "-" for none; then its type, as "qk:fp32"
-    sinks: str = ""  # type: "own" or "fp32"
     lengths: tuple[tuple[int, int], ...] = ()
     spare: int = 0  # max_seqlen beyond the longest sequence
     used: tuple[int, ...] = ()  # seqused_k
@@ -97,14 +93,9 @@ class Case:
             parts.append(str(self.dtype).removeprefix("torch."))
         if self.is_causal:
             parts.append("causal")
-        if self.window_left >= 0 or self.window_right >= 0:
-            parts.append(f"window{self.window_left}:{self.window_right}")
-        if self.softmax_scale is not None:
-            parts.append(f"scale{self.softmax_scale:g}")
+        parts += self.score_words
         if self.spread != 1.0:
             parts.append(f"spread{self.spread:g}")
-        if self.softcap:
-            parts.append(f"softcap{self.softcap:g}")
         if self.dropout_p:
             parts.append(f"dropout{self.dropout_p:g}")
         for name in ("alibi", "bias", "sinks"):
@@ -140,10 +131,8 @@ class Case:
         is_bf16 = self.dtype == torch.bfloat16
         asked = {
             "lengths": bool(self.lengths or self.used),
-            "sinks": bool(self.sinks),
             "bf16_gradients": is_bf16,
-            "softcap": self.softcap > 0,
-            "alibi": bool(self.alibi),
+            **self.score_features,
             "bias": bool(bias),
             "dropout": self.dropout_p > 0,
             # kernels get a bf16 bias as fp32
@@ -154,11 +143,9 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """The op's keyword arguments that are no tensors; the reference takes the same."""
-        o: dict[str, Any] = {"is_causal": self.is_causal, "window_left": self.window_left, "window_right": self.window_right}
+        o: dict[str, Any] = {"is_causal": self.is_causal, **self.score_numbers}
         if self.softmax_scale is not None:
             o["softmax_scale"] = self.softmax_scale
-        if self.softcap:
-            o["softcap"] = self.softcap
         if self.dropout_p:
             o["dropout_p"] = self.dropout_p
         return o

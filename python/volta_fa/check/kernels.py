@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .cases import Case
+from .score_options import ASKING, EVERY, asking
 
 #: The passes of `volta_fa::fwd`.
 FORWARD = ("Forward", "ForwardStreamK")
@@ -145,19 +146,10 @@ def of_families(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict
     return [v for family in target.families for v in variants if v["family"] == family["name"]]
 
 
-#: How a problem asks for what a kernel cannot do without.
-_ASKING: dict[str, dict[str, Any]] = {
-    "softcap": {"softcap": 20.0},
-    "alibi": {"alibi": "bh"},
-    "bias": {"bias": "hqk"},
-    "dropout": {"dropout_p": 0.2},
-}
-
-
 def problems(variant: dict[str, Any]) -> list[Case]:
     """Returns odd problems that use every feature of a kernel, the simplest first. No tile divides their sizes."""
     if variant["family"] == "cpu":
-        d, dv, features, dtype = 40, 24, {"softcap"}, variant["dtype"]
+        d, dv, features, dtype = 40, 24, set(ASKING), variant["dtype"]
     else:
         d, dv, features, dtype = variant["headdim"], variant["headdim_v"], set(variant["needs"]), torch.float16
     if variant["pass"] in ("BackwardPreprocess", "BackwardPostprocess"):
@@ -165,7 +157,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
     # a block of these kernels has all keys of its heads
     most_keys = variant["block_rows"] - 3 if variant["pass"] == "BackwardFused" else None
     required = set(variant.get("requires", ()))
-    asked = {name: value for feature in required for name, value in _ASKING[feature].items()}
+    asked = asking(sorted(required))
     asked["deterministic"] = variant["pass"] in ("BackwardDkDv", "BackwardDq")
 
     def case(seqlen_q: int, seqlen_k: int, less: int = 0, packed: bool = False, used: bool = False, batch: int = 1, **options: Any) -> Case:
@@ -193,9 +185,9 @@ def problems(variant: dict[str, Any]) -> list[Case]:
             case(77, 131, less=8, batch=2, used=varlen, window_left=60),
             case(288, 33, is_causal=True),
         ]
-    elif "softcap" in features:
+    elif features & set(ASKING):
         found = [
-            case(141, 155, softcap=20.0, alibi="bh", bias="hqk:fp32", sinks="own", is_causal=True),
+            case(141, 155, **EVERY, bias="hqk:fp32", is_causal=True),
             case(129, 97, less=8, batch=2, dropout_p=0.2, bias="bk:bool", used=True, window_left=50),
             case(65, 113, alibi="bh", dropout_p=0.3, packed=True, sinks="own", is_causal=True),
         ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import tolerance
 from .cases import Case, CpuSource
+from .score_options import OF_REFERENCE
 
 
 @dataclass
@@ -134,8 +135,7 @@ class Part:
     def options(self) -> dict[str, Any]:
         """For `tolerance.attend`."""
         given = self.inputs.options
-        names = ("is_causal", "window_left", "window_right", "softmax_scale", "softcap", "dropout_p", "sinks")
-        options = {name: given[name] for name in names if name in given}
+        options = {name: given[name] for name in OF_REFERENCE if name in given}
         if "attn_bias" in given:
             options["attn_bias"] = self.of_bias(given["attn_bias"])
         if "alibi_slopes" in given:

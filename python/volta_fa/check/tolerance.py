@@ -1,6 +1,6 @@
 """The error that a result may have: at most 2x (gradients: 3x) that of PyTorch's eager attention in the same dtype on the same inputs.
 
-The tests load this file by its path, so it imports nothing but torch. It handles dense problems; callers split packed ones.
+The tests import this file without the package, so it imports nothing but torch. It handles dense problems; callers split packed ones.
 """
 
 from __future__ import annotations

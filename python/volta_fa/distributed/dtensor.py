@@ -224,6 +224,10 @@ def _is_context_parallel(q: Any) -> bool:
     )
 
 
+#: Options that a ring replaces by its own for each launch.
+_OF_RINGS = {"is_causal", "window_left", "window_right", "dropout_p", "deterministic", "check_lengths", "max_seqlen_q", "max_seqlen_k"}
+
+
 def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Problem:
     from torch.distributed.tensor.experimental._attention import _cp_options
 
@@ -255,8 +259,7 @@ def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Prob
             left if left >= 0 else None,
             0 if options.get("is_causal") else right if right >= 0 else None,
         ),
-        softmax_scale=q.shape[-1] ** -0.5 if options.get("softmax_scale") is None else options["softmax_scale"],
-        softcap=options.get("softcap", 0.0),
+        scores={name: value for name, value in options.items() if name not in _OF_RINGS and value is not None},
         dropout_p=0.0,
         seed=(),
         deterministic=bool(options.get("deterministic")),

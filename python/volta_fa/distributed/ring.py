@@ -38,8 +38,8 @@ class Problem:
     q_ranges: Sequence[tuple[Range, ...]]
     k_ranges: Sequence[tuple[Range, ...]]
     mask: Mask
-    softmax_scale: float
-    softcap: float
+    #: what the operators do to scores of every launch, by their options' names
+    scores: dict[str, Any]
     dropout_p: float
     #: the seed of the random numbers of this rank's launches
     seed: tuple[int, ...]
@@ -96,8 +96,7 @@ class _Arguments:
 
 def _arguments(p: Problem, launch: Launch, q: Tensor) -> _Arguments:
     options: dict[str, Any] = {
-        "softmax_scale": p.softmax_scale,
-        "softcap": p.softcap,
+        **p.scores,
         "dropout_p": p.dropout_p,
         "window_left": -1 if launch.left is None else launch.left,
         "window_right": -1 if launch.right is None else launch.right,

@@ -9,6 +9,7 @@ Module | Program | Takes effect by
 `flash_attn` | programs that call or import flash-attn 2 | a call of its functions, `volta_fa.install_flash_attn_shim()`
 `flash_mla` | programs that call FlashMLA | a call of its functions
 `transformers` | Hugging Face transformers | `import volta_fa.transformers`, `attn_implementation="volta_fa"`
+`unsloth` | unsloth | `import volta_fa.unsloth`, `volta_fa.enable_unsloth()`
 `vllm` | vLLM | its plugin entry point, `--attention-backend CUSTOM`
 
 Each module begins with the supported releases, what it registers or replaces, and what falls back.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _library = torch.library.Library("volta_fa", "IMPL")
+_KEY = "CompositeImplicitAutograd"
 
 
 def _has_rules(t: Tensor) -> bool:
@@ -32,5 +33,6 @@ def _has_rules(t: Tensor) -> bool:
 
 
 def register_dtensor_rules() -> None:
-    """Registers the hook. Call it once, when the package is imported."""
-    _library.impl("_has_rules", _has_rules, "CompositeImplicitAutograd")
+    """Registers the hook, when the package is imported. A second copy of the package in a process keeps the first one's hook."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("volta_fa::_has_rules", _KEY):
+        _library.impl("_has_rules", _has_rules, _KEY)

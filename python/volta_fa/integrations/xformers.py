@@ -309,12 +309,15 @@ def _packed(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any])
     cu_seqlens_k, max_seqlen_k = k_lengths.seqstart, k_lengths.max_seqlen
     if hasattr(k_lengths, "seqlen"):
         room = [end - start for start, end in zip(starts, starts[1:])]
-        if any(length > space for length, space in zip(k_lengths.seqlen_py, room)):
-            raise _Unsupported("attn_bias")  # blocks of keys overlap
-        options = options | {"seqused_k": k_lengths.seqlen}
-        max_seqlen_k = max(room)
-        if starts[0]:
-            k, v, cu_seqlens_k = k[:, starts[0] :], v[:, starts[0] :], cu_seqlens_k - starts[0]
+        if all(length <= space for length, space in zip(k_lengths.seqlen_py, room)):
+            options = options | {"seqused_k": k_lengths.seqlen}
+            max_seqlen_k = max(room)
+            if starts[0]:
+                k, v, cu_seqlens_k = k[:, starts[0] :], v[:, starts[0] :], cu_seqlens_k - starts[0]
+        else:  # blocks overlap or lie in another order
+            rows = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, k_lengths.seqlen_py)])
+            k, v = (t.index_select(1, rows.to(t.device, non_blocking=True)) for t in (k, v))
+            cu_seqlens_k = torch.nn.functional.pad(k_lengths.seqlen.cumsum(0, dtype=torch.int32), (1, 0))
     lengths = {
         "cu_seqlens_q": q_lengths.seqstart,
         "cu_seqlens_k": cu_seqlens_k,

@@ -50,6 +50,14 @@ def _format(kv_dtype: str) -> _Format:
     return _FORMATS[kv_dtype]
 
 
+def cache_dtype(kv_dtype: str) -> torch.dtype:
+    """Returns the dtype of a cache's tensor.
+
+    Raises ValueError for another kv_dtype.
+    """
+    return _format(kv_dtype).dtype
+
+
 def _number(x: Tensor, value: float) -> Tensor:
     """Returns a tensor on x's device: CUDA divides by a host number by multiplying with its rounded reciprocal."""
     return x.new_full((), value)

@@ -1,4 +1,4 @@
-//! What the families' decode kernels have in common: tiles and shared memory. docs/design/decode.md has what was tried.
+//! Rows of decode kernels: tiles and shared memory, which families share. docs/design/decode.md lists experiments.
 //!
 //! `block_rows` are queries of all heads of a KV head, `step` those of one warp. Warps beside each other take the same
 //! tokens for other rows: of two the second finds the bytes in L1, four share what each loads
@@ -34,4 +34,11 @@ pub fn decode(family: Family, source: &'static str, cache: CacheFormat, tile: De
         blocks_per_sm,
         ..Variant::new(family, Pass::Decode, source)
     }
+}
+
+/// Returns kernels over unquantized caches, first in fp16, then in bf16.
+pub fn in_both_types(rows: impl Iterator<Item = Variant>) -> Vec<Variant> {
+    let rows: Vec<_> = rows.collect();
+    let bf16 = rows.iter().map(|&row| Variant { is_bf16: true, ..row });
+    rows.iter().copied().chain(bf16).collect()
 }

@@ -7,7 +7,7 @@ mod dequantize;
 mod merge;
 
 pub use append::append;
-pub use decode::{decode, DecodeTile};
+pub use decode::{decode, in_both_types, DecodeTile};
 pub use dequantize::dequantize;
 pub use merge::merge;
 

@@ -1,6 +1,7 @@
 //! The backward kernels. docs/design/turing-backward.md derives the shapes. A thread can have 255 registers.
 
-use super::{Feature, FeatureSet, Pass, Variant, TURING};
+use super::super::variants::{Feature, FeatureSet, Pass, Variant};
+use super::family::TURING;
 
 const SINGLE_ROLE: &str = "turing/backward/single_role.cu";
 
@@ -69,7 +70,7 @@ const fn dq(headdim: u32, step: u32, threads: u32) -> Variant {
 }
 
 /// `turing/backward/dq_warp_specialized`: two roles of four warps with 16 queries each. Shared memory has three tiles of K
-/// and of V, and what one role hands to the other: P, dS and softcap's derivative.
+/// and of V, and what one role hands to the other: P, dS and the derivative of scores.
 const fn dq_warp_specialized(headdim: u32) -> Variant {
     let (block_rows, step) = (64, 16);
     Variant {
@@ -133,14 +134,11 @@ pub fn backward_rows() -> Vec<Variant> {
     let all_of_it = [MAIN[1], MAIN[3]].map(fused);
     let mut rows = vec![PREPROCESS, POSTPROCESS, varlen(PREPROCESS), varlen(POSTPROCESS)];
     rows.extend(MAIN.into_iter().chain(MAIN.map(varlen)));
-    rows.extend([
-        with(Feature::Softcap, MAIN[1]),
-        with(Feature::Softcap, MAIN[3]),
-        with(Feature::Alibi, MAIN[1]),
-        with(Feature::Bias, MAIN[1]),
-        with(Feature::Dropout, MAIN[1]),
-        with(Feature::Dropout, MAIN[3]),
-    ]);
+    for feature in Feature::OF_SCORES {
+        // these two would spill at headdim 128
+        let tiles = if matches!(feature, Feature::Alibi | Feature::Bias) { &MAIN[1..2] } else { &[MAIN[1], MAIN[3]] };
+        rows.extend(tiles.iter().map(|&tile| with(feature, tile)));
+    }
     rows.extend(GENERIC.map(generic));
     rows.extend(MAIN.map(dkdv).into_iter().chain(GENERIC.map(|row| generic(dkdv(row)))));
     rows.extend(DQ.into_iter().chain(DQ[1..].iter().map(|&row| generic(row))));

@@ -4,8 +4,9 @@
 //! have two warps. At headdim 256, warps beside each other take more than eight rows. Four beside each other share what
 //! they load, and with 64 rows store half of their results at a time.
 
-use super::shared::{self, DecodeTile};
-use super::{CacheFormat, Variant, TURING};
+use super::super::shared::{self, DecodeTile};
+use super::super::variants::{CacheFormat, Variant};
+use super::family::TURING;
 
 const TILES: [DecodeTile; 12] = [
     (64, [8, 8], 128, 4),
@@ -23,6 +24,6 @@ const TILES: [DecodeTile; 12] = [
 ];
 
 pub fn decode_rows() -> impl Iterator<Item = Variant> {
-    let of_format = |format| TILES.into_iter().map(move |tile| shared::decode(TURING, "turing/decode/decode.cu", format, tile));
-    [CacheFormat::Unquantized, CacheFormat::Bf16].into_iter().flat_map(of_format)
+    let of_tile = |tile| shared::decode(TURING, "turing/decode/decode.cu", CacheFormat::Unquantized, tile);
+    shared::in_both_types(TILES.into_iter().map(of_tile)).into_iter()
 }

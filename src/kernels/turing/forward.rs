@@ -1,7 +1,8 @@
 //! The forward kernels and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
 //! A thread can have 255 registers.
 
-use super::{Feature, FeatureSet, Pass, Size, Variant, TURING};
+use super::super::variants::{Feature, FeatureSet, Pass, Size, Variant};
+use super::family::TURING;
 
 /// `turing/forward/pipelined`: steps of 16 keys through a ring of 4 or 8 slots. `warp_rows` is 16, 32 or 48: one fragment
 /// of K or V serves all rows of a warp, and shared memory is half as fast as Volta's.
@@ -78,21 +79,18 @@ fn with_all_rows(feature: Feature, plain: Variant) -> Variant {
     with(feature, Variant { shared_bytes: plain.shared_bytes / 2 + 32 * plain.threads, ..plain })
 }
 
-fn required_rows() -> [Variant; 11] {
-    use {Feature::*, Size::*};
-    [
-        with(Softcap, of_rows((4, 32), Large, PLAIN_64)),
-        with(Softcap, of_rows((8, 16), Large, PLAIN_128)),
-        with(Alibi, PLAIN_64),
-        with(Alibi, of_rows((4, 32), Medium, PLAIN_64)),
-        with_all_rows(Alibi, PLAIN_128),
-        with(Alibi, of_rows((8, 16), Medium, PLAIN_128)),
-        with(Bias, of_rows((4, 32), Large, PLAIN_64)),
-        with(Bias, of_rows((8, 16), Large, PLAIN_128)),
-        with(Dropout, of_rows((4, 32), Large, PLAIN_64)),
-        with_all_rows(Dropout, PLAIN_128),
-        with(Dropout, of_rows((8, 16), Medium, PLAIN_128)),
-    ]
+fn required_rows() -> impl Iterator<Item = Variant> {
+    use Size::*;
+    let of_feature = |feature| {
+        let fewer_rows = |size| [of_rows((4, 32), size, PLAIN_64), of_rows((8, 16), size, PLAIN_128)].map(|tile| with(feature, tile));
+        let ([large_64, large_128], [medium_64, medium_128]) = (fewer_rows(Large), fewer_rows(Medium));
+        match feature {
+            Feature::Alibi => vec![with(feature, PLAIN_64), medium_64, with_all_rows(feature, PLAIN_128), medium_128],
+            Feature::Dropout => vec![large_64, with_all_rows(feature, PLAIN_128), medium_128],
+            _ => vec![large_64, large_128],
+        }
+    };
+    Feature::OF_SCORES.into_iter().flat_map(of_feature)
 }
 
 pub fn forward_rows() -> impl Iterator<Item = Variant> {
@@ -105,8 +103,8 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
         .chain(PLAIN.into_iter().filter(is_large).map(generic))
 }
 
-/// Kernels of a KV cache: the same with rows through a block table. They have three headdims, to the next of which others
-/// are padded: chunks of prompts run here, not training. Chunks have few rows, so small blocks matter.
+/// Kernels of a KV cache: the same with rows through a block table. They have three headdims, and
+/// other headdims are padded to the next: chunks of prompts run here, not training. Chunks have few rows, so small blocks matter.
 pub fn prefill_rows() -> impl Iterator<Item = Variant> {
     use Size::*;
     let paged = |row: Variant| Variant { pass: Pass::Prefill, ..row };

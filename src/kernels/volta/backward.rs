@@ -1,6 +1,7 @@
 //! The backward kernels. docs/design/volta-backward.md derives the shapes. A thread can have 255 registers.
 
-use super::{Feature, FeatureSet, Pass, Size, Variant, VOLTA};
+use super::super::variants::{Feature, FeatureSet, Pass, Size, Variant};
+use super::family::VOLTA;
 
 const SINGLE_ROLE: &str = "volta/backward/single_role.cu";
 
@@ -126,13 +127,12 @@ fn fused(main: Variant) -> Variant {
 pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
-    let required = [Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Dropout];
     // none of 128 keys at headdim 64: `volta/backward/single_role` has no registers left
     let all_of_it = [SMALL[0], MAIN[3], SMALL[1]].map(fused);
     let mut rows = vec![PREPROCESS, POSTPROCESS, varlen(PREPROCESS), varlen(POSTPROCESS)];
     rows.extend(MAIN.into_iter().chain([NARROW_V]).chain(SMALL));
     rows.extend(MAIN.into_iter().chain([NARROW_V]).map(varlen));
-    rows.extend(required.into_iter().flat_map(|feature| [MAIN[1], MAIN[3]].map(|tile| with(feature, tile))));
+    rows.extend(Feature::OF_SCORES.into_iter().flat_map(|feature| [MAIN[1], MAIN[3]].map(|tile| with(feature, tile))));
     rows.extend(GENERIC.map(generic));
     // deterministic=True: dk and dv by the main kernels without their dQ product, those of small grids too, so that both
     // modes have the same dk and dv ...

@@ -1,7 +1,9 @@
 //! The decode kernels: few queries a sequence over a KV cache.
 
-use super::shared::{self, DecodeTile};
-use super::{CacheFormat, Pass, Variant, FORMATS, VOLTA};
+use super::super::formats::FORMATS;
+use super::super::shared::{self, DecodeTile};
+use super::super::variants::{CacheFormat, Pass, Variant};
+use super::family::VOLTA;
 
 /// Up to 16 rows are one warp's, if its registers hold them: at headdim 256 they hold 16, with keys, values and half of
 /// the queries in shared memory.
@@ -20,13 +22,12 @@ const TILES: [DecodeTile; 12] = [
     (256, [64, 16], 256, 1),
 ];
 
-/// Whether a format has a kernel of this tile. Quantized caches have none of 64 rows. With bf16, the tile of 32 rows takes
+/// Returns true if the table has a kernel. Quantized caches have none of 64 rows. With bf16, the tile of 32 rows takes
 /// 16 rows of headdim 256 too: its warps share the conversion to fp16.
-fn is_built(format: CacheFormat, (headdim, [rows, _], ..): DecodeTile) -> bool {
-    match format {
-        CacheFormat::Unquantized => true,
-        CacheFormat::Bf16 => (headdim, rows) != (256, 16),
-        _ => rows < 64,
+fn is_built(v: &Variant) -> bool {
+    match v.cache {
+        CacheFormat::Unquantized => !v.is_bf16 || (v.headdim, v.block_rows) != (256, 16),
+        _ => v.block_rows < 64,
     }
 }
 
@@ -53,8 +54,12 @@ fn staged(row: Variant) -> Variant {
 }
 
 pub fn decode_rows() -> impl Iterator<Item = Variant> {
-    let of_format = |format| TILES.into_iter().filter(move |&tile| is_built(format, tile)).map(move |tile| decode(format, tile));
-    FORMATS.iter().flat_map(move |row| of_format(row.format))
+    let of_format = |format| TILES.into_iter().map(move |tile| decode(format, tile));
+    let of_formats = FORMATS.iter().flat_map(move |row| match row.format {
+        CacheFormat::Unquantized => shared::in_both_types(of_format(row.format)),
+        quantized => of_format(quantized).collect(),
+    });
+    of_formats.filter(is_built)
 }
 
 /// Tiles of latents: rows of a block, rows whose output shared memory holds at a time, threads, blocks an SM. With 16 rows
@@ -62,7 +67,7 @@ pub fn decode_rows() -> impl Iterator<Item = Variant> {
 type MlaTile = ([u32; 2], u32, u32);
 const MLA_TILES: [MlaTile; 2] = [([32, 32], 256, 1), ([64, 32], 256, 1)];
 
-/// Returns a kernel over latents of 576 columns, of which the first 512 are the values (csrc/volta/decode/mla.cuh). All
+/// Returns a kernel over latents of 576 columns. The first 512 are the values (csrc/volta/decode/mla.cuh). All
 /// warps of a block have the same tokens: four share the columns, more than four the rows too.
 fn mla(format: CacheFormat, ([block_rows, step], threads, blocks_per_sm): MlaTile) -> Variant {
     let warps = threads / 32;

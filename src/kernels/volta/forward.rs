@@ -1,7 +1,8 @@
 //! The forward kernels and the reasons for their tiles. docs/design/volta-forward.md has figures and what else was tried.
 //! A thread can have 255 registers.
 
-use super::{Feature, FeatureSet, Pass, Size, Variant, VOLTA};
+use super::super::variants::{Feature, FeatureSet, Pass, Size, Variant};
+use super::family::VOLTA;
 
 const REGISTER_Q: &str = "volta/forward/register_q.cu";
 
@@ -71,15 +72,11 @@ const PLAIN_64: Variant = PLAIN[1];
 const PLAIN_128: Variant = PLAIN[5];
 const PLAIN_256: Variant = PLAIN[9];
 
-/// The sets of features with kernels of their own, at headdims 64 and 128.
-const REQUIRED: [&[Feature]; 6] = [
-    &[Feature::Softcap],
-    &[Feature::Alibi],
-    &[Feature::Bias],
-    &[Feature::Dropout],
-    &[Feature::Softcap, Feature::Alibi],
-    &[Feature::Bias, Feature::Dropout],
-];
+/// Returns the sets of features with kernels of their own, at headdims 64 and 128.
+fn required() -> impl Iterator<Item = FeatureSet> {
+    let pairs = Feature::PAIRS_OF_SCORES.iter().map(|pair| FeatureSet::of(pair));
+    Feature::OF_SCORES.into_iter().map(|feature| FeatureSet::of(&[feature])).chain(pairs)
+}
 
 /// Returns a kernel with all features. It has Q in shared memory at headdim 64 too, because scores need the registers. It
 /// computes what changes scores from parameters at every step, so its tiles can be the plain kernels'.
@@ -92,8 +89,7 @@ fn generic(plain: Variant) -> Variant {
 
 /// Returns the plain kernel with one or two features that a problem must use (`volta/forward/features.cuh`). They leave no
 /// registers for lengths from memory or a bias in fp32: problems with these run the generic kernel.
-fn with(required: &[Feature], plain: Variant) -> Variant {
-    let required_features = FeatureSet::of(required);
+fn with(required_features: FeatureSet, plain: Variant) -> Variant {
     let has = |feature| required_features.contains(FeatureSet::of(&[feature]));
     // with Q in registers, 16 bytes of a lane's own for the bias and 32 for dropout, in rows of K
     let chunks = if plain.headdim > 64 { 0 } else { has(Feature::Bias) as u32 + 2 * has(Feature::Dropout) as u32 };
@@ -109,7 +105,7 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
     PLAIN
         .into_iter()
         .chain(large().map(|row| row.with_features(FeatureSet::VARLEN)))
-        .chain(REQUIRED.into_iter().flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
+        .chain(required().flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
         .chain(large().filter(|row| row.headdim > 32).map(generic))
 }
 
@@ -119,17 +115,18 @@ fn stream_k(row: Variant) -> Variant {
     Variant { pass: Pass::ForwardStreamK, source, ..row }
 }
 
-/// Headdim 32 has none: with three blocks an SM, a kernel's parameters have no room for the splits.
+/// Headdim 32 has none: with three blocks an SM, a kernel's parameters have no room for the splits. Nor have sets of
+/// features with a bias or dropout.
 pub fn stream_k_rows() -> impl Iterator<Item = Variant> {
-    let required = [REQUIRED[0], REQUIRED[1], REQUIRED[4]];
+    let has_neither = |set: &FeatureSet| set.intersection(FeatureSet::of(&[Feature::Bias, Feature::Dropout])) == FeatureSet::NONE;
     large()
         .filter(|row| row.headdim > 32)
-        .chain(required.into_iter().flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
+        .chain(required().filter(has_neither).flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
         .map(stream_k)
 }
 
-/// Kernels of a KV cache: the same tiles, with rows through a block table. They have three headdims, to the next of which
-/// others are padded: chunks of prompts run here, not training.
+/// Kernels of a KV cache: the same tiles, with rows through a block table. They have three headdims, and
+/// other headdims are padded to the next: chunks of prompts run here, not training.
 pub fn prefill_rows() -> impl Iterator<Item = Variant> {
     let paged = |row: Variant| Variant { pass: Pass::Prefill, ..row };
     let rows = [PLAIN_64, PLAIN_128, PLAIN_256];

@@ -1,9 +1,9 @@
 //! Computes attention chunk by chunk, for problems that ATen's flash operator does not cover.
 
-use super::chunk::{chunks, heads_per_group, window_offsets};
+use super::chunk::{chunks, heads_per_group, window_offsets, Chunk};
 use super::layout::{compute_kind, from_groups, lse_from_rows, rows_from_lse, to_groups};
-use super::scores::{add_alibi, add_bias, bias_of_group, cap, dropout_factors, group_of, uncap};
-use super::{Chunk, Part, Sums};
+use super::part::{Part, Sums};
+use super::scores::{bias_of_group, dropout_factors, group_of, has_derivative, modify, multiply_derivative};
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 
@@ -57,19 +57,11 @@ impl<'a> Work<'a> {
         Ok(t.f_narrow(0, c.group, c.groups)?.f_narrow(1, c.key, c.keys)?)
     }
 
-    /// Computes the logits of the chunk in `buffer`, -inf for hidden keys. Stores the softcap's tanh in `tanh` for the gradient.
-    fn scores(&self, buffer: &Tensor, tanh: Option<&mut Tensor>, c: &Chunk) -> Result<Tensor> {
+    /// Computes the logits of the chunk in `buffer`, -inf for hidden keys. `kept`: as in [`modify`].
+    fn scores(&self, buffer: &Tensor, kept: Option<&mut Tensor>, c: &Chunk) -> Result<Tensor> {
         let mut scores = self.matrix(buffer, c)?;
         let _ = self.rows(&self.scaled_q, c)?.f_bmm_out(&scores, &self.keys(&self.k, c)?.f_transpose(1, 2)?)?;
-        if self.part.a.features.softcap > 0.0 {
-            cap(&mut scores, self.part.a.features.softcap, tanh)?;
-        }
-        if let Some(slopes) = &self.part.alibi_slopes {
-            add_alibi(&scores, slopes, self.part, c)?;
-        }
-        if let Some(bias) = &self.part.attn_bias {
-            add_bias(&scores, bias, self.part, c)?;
-        }
+        modify(&mut scores, self.part, c, kept)?;
         self.mask(&scores, c)?;
         Ok(scores)
     }
@@ -145,11 +137,11 @@ pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor, sums: &S
     let dv = work.v.f_zeros_like()?;
 
     let (buffer, gradient_buffer) = (work.buffer()?, work.buffer()?);
-    let tanh_buffer = if a.features.softcap > 0.0 { Some(work.buffer()?) } else { None };
+    let kept_buffer = if has_derivative(a) { Some(work.buffer()?) } else { None };
     for c in &work.chunks {
         let (q_rows, dout_rows, delta_rows) = (work.rows(&work.scaled_q, c)?, work.rows(&dout, c)?, work.rows(&delta, c)?);
-        let mut tanh = tanh_buffer.as_ref().map(|t| work.matrix(t, c)).transpose()?;
-        let mut p = work.scores(&buffer, tanh.as_mut(), c)?;
+        let mut kept = kept_buffer.as_ref().map(|t| work.matrix(t, c)).transpose()?;
+        let mut p = work.scores(&buffer, kept.as_mut(), c)?;
         // fully masked rows: exp(x - inf) = 0
         let _ = p.f_sub_(&work.rows(&lse, c)?)?.f_exp_()?;
         let factors = work.dropout_factors(c)?;
@@ -168,8 +160,8 @@ pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor, sums: &S
                 let _ = dbias.f_add_(&group_of(&ds, part, c, group)?.f_sum_to_size(dbias.size())?)?;
             }
         }
-        if let Some(tanh) = &mut tanh {
-            uncap(&mut ds, tanh)?;
+        if let Some(kept) = &mut kept {
+            multiply_derivative(&mut ds, kept)?;
         }
         let _ = ds.f_bmm_out(&work.rows(&dq, c)?, &work.keys(&work.k, c)?)?;
         let _ = work.keys(&dk, c)?.f_baddbmm_(&ds.f_transpose(1, 2)?, &q_rows)?;

@@ -1,7 +1,8 @@
 //! Computes attention of batch entries with equal lengths, with ATen's flash operator if possible, else [`chunked`].
 
 use super::layout::compute_kind;
-use super::{chunked, flash, Part, Sums};
+use super::part::{Part, Sums};
+use super::{chunked, flash};
 use crate::error::Result;
 use tch::{Kind, Tensor};
 

@@ -5,8 +5,8 @@
 
 use super::chunk::{heads_per_group, window_offsets};
 use super::layout::{compute_kind, narrow};
-use super::scores::{alibi_bias, LOWEST_SCORE};
-use super::Part;
+use super::part::Part;
+use super::scores::{alibi_bias, has_derivative, LOWEST_SCORE};
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 
@@ -24,7 +24,7 @@ pub fn covers(part: &Part) -> bool {
     let a = &part.a;
     // the operator multiplies the -inf of hidden keys by the scale
     let positive_scale = (a.softmax_scale as f32) > 0.0;
-    a.headdim == a.headdim_v && positive_scale && a.features.softcap == 0.0 && part.dropout.is_none() && a.seqlen_q > 0 && a.seqlen_k > 0
+    a.headdim == a.headdim_v && positive_scale && !has_derivative(a) && part.dropout.is_none() && a.seqlen_q > 0 && a.seqlen_k > 0
 }
 
 /// Query rows and the keys that any of them sees.

@@ -1,7 +1,7 @@
 //! Modifiers of a chunk's scores between the two matrix products: softcap, ALiBi, bias, dropout.
 
-use super::chunk::heads_per_group;
-use super::{Chunk, Part};
+use super::chunk::{heads_per_group, Chunk};
+use super::part::Part;
 use crate::error::Result;
 use crate::ops::dropout;
 use crate::problem::Attention;
@@ -29,8 +29,24 @@ pub fn group_of(matrix: &Tensor, part: &Part, c: &Chunk, group: i64) -> Result<T
     Ok(matrix.f_select(0, group - c.group)?.f_view([c.rows, heads, c.keys])?.f_transpose(0, 1)?)
 }
 
+/// Returns true if modified scores have another derivative than 1: a softcap, unlike ALiBi and a bias.
+pub fn has_derivative(a: &Attention) -> bool {
+    a.features.softcap > 0.0
+}
+
+/// Applies softcap, ALiBi and bias in place. Stores in `kept` what [`multiply_derivative`] takes, if given.
+pub fn modify(scores: &mut Tensor, part: &Part, c: &Chunk, kept: Option<&mut Tensor>) -> Result<()> {
+    if part.a.features.softcap > 0.0 {
+        cap(scores, part.a.features.softcap, kept)?;
+    }
+    if let Some(slopes) = &part.alibi_slopes {
+        add_alibi(scores, slopes, part, c)?;
+    }
+    part.attn_bias.as_ref().map_or(Ok(()), |bias| add_bias(scores, bias, part, c))
+}
+
 /// Computes `softcap * tanh(x / softcap)` in place. Stores the tanh in `tanh`, if given, for the gradient.
-pub fn cap(scores: &mut Tensor, softcap: f64, tanh: Option<&mut Tensor>) -> Result<()> {
+fn cap(scores: &mut Tensor, softcap: f64, tanh: Option<&mut Tensor>) -> Result<()> {
     let _ = scores.f_div_scalar_(softcap)?.f_tanh_()?;
     if let Some(tanh) = tanh {
         tanh.f_copy_(scores)?;
@@ -39,8 +55,8 @@ pub fn cap(scores: &mut Tensor, softcap: f64, tanh: Option<&mut Tensor>) -> Resu
     Ok(())
 }
 
-/// Multiplies `ds` by the derivative of [`cap`], `1 - tanh^2`. Destroys `tanh`.
-pub fn uncap(ds: &mut Tensor, tanh: &mut Tensor) -> Result<()> {
+/// Multiplies `ds` by the derivative of [`modify`]: that of the softcap, `1 - tanh^2`. Destroys `tanh`.
+pub fn multiply_derivative(ds: &mut Tensor, tanh: &mut Tensor) -> Result<()> {
     let _ = ds.f_mul_(&tanh.f_square_()?.f_neg_()?.f_add_scalar_(1.0)?)?;
     Ok(())
 }
@@ -54,7 +70,7 @@ pub fn alibi_bias(slopes: &Tensor, a: &Attention, rows: [i64; 2], keys: [i64; 2]
 }
 
 /// Adds ALiBi's bias in place.
-pub fn add_alibi(scores: &Tensor, slopes: &Tensor, part: &Part, c: &Chunk) -> Result<()> {
+fn add_alibi(scores: &Tensor, slopes: &Tensor, part: &Part, c: &Chunk) -> Result<()> {
     let (a, heads) = (&part.a, heads_per_group(&part.a));
     let slopes = slopes.f_expand([a.batch, a.nheads], false)?.f_reshape([-1, heads])?.f_narrow(0, c.group, c.groups)?;
     let bias = alibi_bias(&slopes, a, [c.row, c.rows], [c.key, c.keys], scores.kind())?;
@@ -67,7 +83,7 @@ pub fn add_alibi(scores: &Tensor, slopes: &Tensor, part: &Part, c: &Chunk) -> Re
 pub const LOWEST_SCORE: f64 = -16777216.0 * std::f64::consts::LN_2;
 
 /// Adds a bias in place; -inf for False in a bool bias.
-pub fn add_bias(scores: &Tensor, bias: &Tensor, part: &Part, c: &Chunk) -> Result<()> {
+fn add_bias(scores: &Tensor, bias: &Tensor, part: &Part, c: &Chunk) -> Result<()> {
     for group in c.group..c.group + c.groups {
         let (mut scores, bias) = (group_of(scores, part, c, group)?, bias_of_group(bias, part, c, group)?);
         let _ = if bias.kind() == Kind::Bool {

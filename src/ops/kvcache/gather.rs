@@ -10,7 +10,7 @@
 use super::quantized::{bytes, Quantized};
 use crate::error::Result;
 use crate::ops::{self, inputs::Inputs};
-use crate::options::{scale_of_latents, Options};
+use crate::options::scale_of_latents;
 use crate::params::CacheFormat;
 use crate::problem::{Attention, Cache, Keys, RequestedFeatures};
 use tch::{Device, Kind, Tensor};
@@ -406,18 +406,10 @@ pub fn attend_to(
 ) -> Result<(Tensor, Tensor)> {
     let device = q.device();
     let o = &inputs.options;
-    let mut options = Options::<Tensor> {
-        seqused_k: Some(used),
-        alibi_slopes: o.alibi_slopes.as_ref().map(Tensor::shallow_clone),
-        // of q's type, which may differ from the call's, or fp32
-        sinks: o.sinks.as_ref().map(|t| if t.kind() == q.kind() { Ok(t.shallow_clone()) } else { t.f_to_kind(Kind::Float) }).transpose()?,
-        softmax_scale: o.softmax_scale,
-        is_causal: o.is_causal,
-        window_left: o.window_left,
-        window_right: o.window_right,
-        softcap: o.softcap,
-        ..Options::default()
-    };
+    let mut options = o.of_scores(Tensor::shallow_clone);
+    options.seqused_k = Some(used);
+    // of q's type, which may differ from the call's, or fp32
+    options.sinks = options.sinks.map(|t| if t.kind() == q.kind() { Ok(t) } else { t.f_to_kind(Kind::Float) }).transpose()?;
     if let Some(cu) = &o.cu_seqlens_q {
         options.cu_seqlens_q = Some(cu.shallow_clone());
         options.max_seqlen_q = o.max_seqlen_q;

@@ -2,14 +2,14 @@
 
 use super::gather;
 use crate::error::Result;
-use crate::launch::{bytes_of, Launcher, MemoryRange};
+use crate::launch::{bytes_of, Launcher};
 use crate::limits::MAX_DECODE_ROWS;
 use crate::log;
 use crate::ops::blocks::{self, at, lse_at, Blocks};
 use crate::ops::inputs::Inputs;
-use crate::ops::launches::{launch_id, memory_ranges, run};
+use crate::ops::launches::{launch_id, Launches};
 use crate::params::{AppendParams, CacheFormat, DecodeParams, DequantizeParams, ElementType, FwdParams};
-use crate::plan::{self, DecodePlan};
+use crate::plan::{self, DecodePlan, PlannedKernel};
 use crate::problem::{Attention, CachedSequence, DType};
 use crate::tensor::{self, is_readable, operand, output, without_padding};
 use std::ptr::{null, null_mut};
@@ -56,17 +56,11 @@ fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Opt
     }
     let planned = plan::append(rows, a.nheads_k, a.cache_format(), &launcher.limits()?)?;
     log::append(a, rows, &planned)?;
-    let rotated = match rotates {
-        true => tensor::empty(&q.size(), q.kind(), q.device(), launcher.output_alignment())?,
-        false => q.shallow_clone(),
-    };
-    let mut ranges = memory_ranges(inputs, a, launcher, [("q, rotated", rotates.then_some(&rotated))]);
-    launcher.begin(&ranges);
+    let rotated = if rotates { tensor::empty(&q.size(), q.kind(), launcher)? } else { q.shallow_clone() };
+    let mut launches = Launches::begin(inputs, a, launcher, [("q, rotated", rotates.then_some(&rotated))]);
     // the launch writes the caches and the scales of their tokens, and keeps what else they hold
-    let scales = o.token_scales().map(|(name, _)| name);
-    for range in &mut ranges {
-        range.writable |= a.key_names().contains(&range.name) || scales.contains(&range.name);
-    }
+    launches.also_write(&a.key_names(), None);
+    launches.also_write(&o.token_scales().map(|(name, _)| name), None);
     let table = |t: &Option<Tensor>| t.as_ref().map_or((null(), 0), |t| (t.data_ptr() as *const u16, t.stride()[0]));
     let ((rotary_cos, rotary_cos_stride), (rotary_sin, rotary_sin_stride)) = (table(&o.rotary_cos), table(&o.rotary_sin));
     for (first, batches) in plan::batch_chunks(a.batch) {
@@ -91,7 +85,7 @@ fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Opt
             scales,
             rotary_element: o.rotary_cos.as_ref().map_or(ElementType::Float, tensor::element_type),
         };
-        run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
+        launches.run(&planned, batches, bytes_of(&params))?;
     }
     Ok(rotates.then(|| Inputs { q: rotated, ..inputs.share() }))
 }
@@ -114,7 +108,7 @@ pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Re
     let converted = blocks::readable(inputs, a)?;
     let inputs = converted.as_ref().unwrap_or(inputs);
     let q = &inputs.q;
-    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
+    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
     let (out, softmax_lse) = (empty(&a.query_shape(a.headdim_v), q.kind())?, empty(&a.lse_shape(), Kind::Float)?);
     let has_long = a.rows_per_kv_head() > MAX_DECODE_ROWS && !a.has_latents();
     // The host does not know the lengths of packed queries: each of the two kernels skips the other's sequences.
@@ -123,8 +117,7 @@ pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Re
     // one allocation: partials are pairs of floats or more, so the semaphores after them are aligned
     let scratch = decode_plan.map(|plan| empty(&[plan.partials + 2 * plan.semaphores], Kind::Float)).transpose()?;
     let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("scratch", scratch.as_ref())];
-    let ranges = memory_ranges(inputs, a, launcher, written);
-    launcher.begin(&ranges);
+    let launches = Launches::begin(inputs, a, launcher, written);
     if has_long {
         // prefill writes nothing for sequences with invalid lengths or pages
         for t in [&out, &softmax_lse] {
@@ -132,23 +125,16 @@ pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Re
         }
     }
     if let (Some(plan), Some(scratch)) = (&decode_plan, &scratch) {
-        decode(plan, inputs, a, [&out, &softmax_lse, scratch], &ranges, launcher)?;
+        decode(plan, inputs, a, [&out, &softmax_lse, scratch], &launches)?;
     }
     if has_long {
-        prefill(inputs, a, [&out, &softmax_lse], &ranges, launcher)?;
+        prefill(&plan::prefill(a, &launcher.limits()?)?, inputs, a, [&out, &softmax_lse], &launches)?;
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
 
 /// Launches a decode kernel.
-fn decode(
-    plan: &DecodePlan,
-    inputs: &Inputs,
-    a: &Attention,
-    [out, softmax_lse, scratch]: [&Tensor; 3],
-    ranges: &[MemoryRange],
-    launcher: &dyn Launcher,
-) -> Result<()> {
+fn decode(plan: &DecodePlan, inputs: &Inputs, a: &Attention, [out, softmax_lse, scratch]: [&Tensor; 3], launches: &Launches) -> Result<()> {
     log::decode(a, plan)?;
     let Blocks { q, cache, problem, lengths, score_options, scales, .. } = Blocks::new(inputs, a, (0, a.batch));
     let params = DecodeParams {
@@ -167,25 +153,18 @@ fn decode(
         scales,
     };
     // one schedule has the tiles of all sequences, so the grid has no batch axis
-    run(launcher, &plan.kernel, 1, bytes_of(&params), ranges)
+    launches.run(&plan.kernel, 1, bytes_of(&params))
 }
 
 /// Launches forward tiles for sequences with more rows than decode kernels take.
-fn prefill(
-    inputs: &Inputs,
-    a: &Attention,
-    [out, softmax_lse]: [&Tensor; 2],
-    ranges: &[MemoryRange],
-    launcher: &dyn Launcher,
-) -> Result<()> {
-    let planned = plan::prefill(a, &launcher.limits()?)?;
-    log::prefill(a, &planned)?;
+fn prefill(planned: &PlannedKernel, inputs: &Inputs, a: &Attention, [out, softmax_lse]: [&Tensor; 2], launches: &Launches) -> Result<()> {
+    log::prefill(a, planned)?;
     for (first, batches) in plan::batch_chunks(a.batch) {
         let Blocks { q, k, v, problem, lengths, score_options, cache, .. } = Blocks::new(inputs, a, (first, batches));
         let (out, softmax_lse) = (output(out, first), lse_at(softmax_lse, a, first));
         let min_rows = MAX_DECODE_ROWS as i32 + 1;
         let params = FwdParams { q, k, v, out, softmax_lse, problem, lengths, score_options, cache, min_rows };
-        run(launcher, &planned, batches, bytes_of(&params), ranges)?;
+        launches.run(planned, batches, bytes_of(&params))?;
     }
     Ok(())
 }
@@ -200,23 +179,22 @@ fn dequantize(
     known: Option<&[CachedSequence]>,
     launcher: &dyn Launcher,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    let q = &inputs.q;
     let planned = plan::dequantize(a.seqlen_k, a.nheads_k, &launcher.limits()?)?;
     log::dequantize(a, &planned)?;
-    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
-    let values = |headdim| empty(&[a.batch, a.seqlen_k, a.nheads_k, headdim], q.kind());
+    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
+    let kind = if a.dtype == DType::BFloat16 { Kind::BFloat16 } else { Kind::Half };
+    let values = |headdim| empty(&[a.batch, a.seqlen_k, a.nheads_k, headdim], kind);
     let (k, v) = (values(a.headdim)?, values(a.headdim_v)?);
     let counts = match known {
         Some(all) => {
             let lengths: Vec<_> = all.iter().map(|sequence| sequence.seqlen_k() as i32).collect();
-            Tensor::f_from_slice(&lengths)?.f_to_device(q.device())?
+            Tensor::f_from_slice(&lengths)?.f_to_device(launcher.device())?
         }
         None => empty(&[a.batch], Kind::Int)?,
     };
     let counted = Some(&counts).filter(|_| known.is_none());
     let written = [("k_cache, dequantized", Some(&k)), ("v_cache, dequantized", Some(&v)), ("seqlens_k", counted)];
-    let ranges = memory_ranges(inputs, a, launcher, written);
-    launcher.begin(&ranges);
+    let launches = Launches::begin(inputs, a, launcher, written);
     for (first, batches) in plan::batch_chunks(a.batch) {
         let Blocks { cache, problem, lengths, scales, element, .. } = Blocks::new(inputs, a, (first, batches));
         let params = DequantizeParams {
@@ -229,7 +207,7 @@ fn dequantize(
             scales,
             element,
         };
-        run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
+        launches.run(&planned, batches, bytes_of(&params))?;
     }
     Ok((k, v, counts))
 }

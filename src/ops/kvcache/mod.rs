@@ -7,6 +7,7 @@ mod quantized;
 use super::bf16::saturated;
 use super::inputs::{int32_values, Described, Inputs, Target};
 use crate::error::Result;
+use crate::kernels::FormatInfo;
 use crate::launch::Launcher;
 use crate::limits::LATENT_HEADDIMS;
 use crate::options::Options;
@@ -56,9 +57,9 @@ pub(crate) fn forward_mla(mut inputs: Inputs) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data.
-pub(crate) fn check(inputs: &Inputs) -> Result<()> {
-    validate(&inputs.describe()?, Backend::Meta).map(|_| ())
+/// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data. Returns the format of the caches.
+pub(crate) fn check(inputs: &Inputs) -> Result<&'static FormatInfo> {
+    Ok(validate(&inputs.describe()?, Backend::Meta)?.cache_format().info())
 }
 
 /// Rejects what [`forward_mla`] would reject, as far as sizes are known.
@@ -79,7 +80,7 @@ fn validate_mla(d: &Described, backend: Backend) -> Result<Attention> {
 fn prepare(inputs: &Inputs, validate: fn(&Described, Backend) -> Result<Attention>) -> Result<Prepared> {
     let described = inputs.describe()?;
     let target = Target::of(&described.q, inputs.stream)?;
-    let checks_lengths = target.checks_lengths(described.q.device, inputs.options.check_lengths)?;
+    let checks_lengths = target.checks_lengths(inputs.options.check_lengths)?;
     let a = validate(&described, target.backend())?;
     let mut sequences = None;
     if checks_lengths {

@@ -18,7 +18,7 @@ pub struct Quantized {
 fn element(format: CacheFormat) -> Kind {
     match format {
         CacheFormat::Int8 => Kind::Int8,
-        CacheFormat::Int4 | CacheFormat::Unquantized | CacheFormat::Bf16 => Kind::Uint8,
+        CacheFormat::Int4 | CacheFormat::Unquantized => Kind::Uint8,
         CacheFormat::E5m2 => Kind::Float8e5m2,
         CacheFormat::E4m3 => Kind::Float8e4m3fn,
     }

@@ -74,9 +74,7 @@ def attention(
         unsupported = dict(attention_mask=attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q)
         _check_supported(module, query, key, value, None, False, kwargs)
         causal = _is_causal(module, is_causal)
-        return sharded.attention(
-            query, key, value, unsupported, dropout, scaling, sliding_window, softcap or 0.0, causal, s_aux, bool(deterministic)
-        ), None
+        return sharded.attention(query, key, value, unsupported, options, dropout, sliding_window, causal, bool(deterministic)), None
     packed = cu_seq_lens_q is not None
     cache = kwargs.pop("cache", None)
     if cache is not None:

@@ -88,18 +88,17 @@ class Sharded:
         key: Tensor,
         value: Tensor,
         unsupported: Mapping[str, Any],
+        scores: Mapping[str, Any],
         dropout: float,
-        scaling: float | None,
         sliding_window: int | None,
-        softcap: float,
         is_causal: bool,
-        sinks: Tensor | None,
         deterministic: bool,
     ) -> Tensor:
         """Replaces the attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, nheads, headdim) out.
 
         Args:
             unsupported: arguments that must be None, by name.
+            scores: options of the operators that act on scores, sinks included.
         """
         from ...distributed import context_parallel_attention
 
@@ -121,15 +120,13 @@ class Sharded:
             k,
             v,
             self.mesh,
-            softmax_scale=scaling,
             is_causal=is_causal,
             window_left=window,
             window_right=-1 if is_causal else window,
-            softcap=softcap,
-            sinks=sinks,
             dropout_p=dropout,
             cu_seqlens=self.cu_seqlens,
             layout=self.layout,
             deterministic=deterministic,
+            **scores,
         )
         return out if self.cu_seqlens is None else out.unsqueeze(0)

@@ -1,4 +1,4 @@
-"""vLLM on volta_fa: an attention backend for an unpatched vLLM 0.19.1 or 0.33.0, chosen with `--attention-backend CUSTOM`.
+"""vLLM on volta_fa: an attention backend for an unpatched vLLM, chosen with `--attention-backend CUSTOM`.
 
 vLLM calls `register` in each of its processes, by the entry point `volta_fa.vllm:register` in the group `vllm.general_plugins`.
 It registers the backend as CUSTOM, and replaces nothing. Before that call nothing is imported from vLLM.
@@ -8,6 +8,7 @@ commands and limits.
 - `paged`: the paged cache and the calls of the operators, without vLLM.
 - `backend`: vLLM's abstract classes on `paged`.
 - `mla`: the same for models with latent attention (DeepSeek), registered instead with VOLTA_FA_VLLM_MLA=1.
+- `no_prefill`: keeps vLLM from building another attention for the prompts of such models.
 """
 
 from __future__ import annotations

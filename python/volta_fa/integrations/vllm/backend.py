@@ -1,6 +1,6 @@
 """vLLM's abstract classes on `paged`: the backend that `--attention-backend CUSTOM` selects.
 
-Tested with the classes of vLLM 0.19.1 and 0.33.0. (0.19) and (0.33) mark methods that only one of them calls.
+Written for vLLM 0.19.1 to 0.33.0. (0.26) marks what releases up to 0.26 call, (0.33) what later ones call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
 
 from ...errors import bad_argument
 from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
-from .paged import CACHE_DTYPES, Attention, Batch, bytes_of_a_token, check_cache_dtype, split_cache, write
+from .paged import Attention, Batch, bytes_of_a_token, cache_dtypes, check_cache_dtype, split_cache, write
 
 __all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder"]
 
@@ -93,7 +93,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """(0.19, with --no-disable-cascade-attn) Returns whether to read the first common_prefix_len tokens once for all sequences."""
+        """(0.26, with --no-disable-cascade-attn) Returns whether to read the first common_prefix_len tokens once for all sequences."""
         if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
             return False
         spec = self.kv_cache_spec
@@ -104,11 +104,12 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
 class VoltaBackend(AttentionBackend):
     """Tells vLLM what the backend supports, before it builds a model."""
 
-    #: (0.19) the backend writes into the output that vLLM allocates
+    #: (0.26) the backend writes into the output that vLLM allocates
     accept_output_buffer = True
     #: bfloat16 would copy the whole cache in each step
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
+    #: vLLM's cache has room for the scales of int8 if the backend can ask for it
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = cache_dtypes(beside_codes=hasattr(AttentionBackend, "customize_spec"))
     #: vLLM calls `do_kv_cache_update` for it
     forward_includes_kv_cache_update = False
 
@@ -136,7 +137,7 @@ class VoltaBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """(0.19) Returns the shape of a layer's cache, for `paged.split_cache`."""
+        """(0.26) Returns the shape of a layer's cache, for `paged.split_cache`."""
         if block_size % PAGE_SIZE_MULTIPLE:
             raise bad_argument("block_size", block_size, f"a multiple of {PAGE_SIZE_MULTIPLE}")
         check_cache_dtype(cache_dtype_str, beside_codes=False)
@@ -150,7 +151,7 @@ class VoltaBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """(0.19) Returns the order of those dimensions in memory: tokens before heads (NHD) or after (HND), as vLLM or a connector
+        """(0.26) Returns the order of those dimensions in memory: tokens before heads (NHD) or after (HND), as vLLM or a connector
         configures it. The kernels read both. With include_num_layers_dimension the layers are dimension 0 of the shape."""
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
@@ -217,11 +218,9 @@ class VoltaAttentionImpl(AttentionImpl):
         self.sinks = sinks
         self._without_cache = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         self._attention = Attention(
-            softmax_scale=self.scale,
+            {"softmax_scale": self.scale, "softcap": logits_soft_cap or 0.0, "sinks": sinks},
             sliding_window=sliding_window,
-            softcap=logits_soft_cap or 0.0,
             alibi_slopes=None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32),
-            sinks=sinks,
         )
 
     def forward(

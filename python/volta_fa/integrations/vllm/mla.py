@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, MLAAttentionImpl
 
 from ...errors import bad_argument
-from . import paged
+from . import no_prefill, paged
 from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder
 
 __all__ = ["VoltaMLABackend", "VoltaMLAImpl", "VoltaMLAMetadata", "VoltaMLAMetadataBuilder"]
@@ -69,13 +69,13 @@ class VoltaMLABackend(VoltaBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """(0.19) Returns the shape of a layer's cache of latents, which have one head."""
+        """(0.26) Returns the shape of a layer's cache of latents, which have one head."""
         blocks, _, rows, _, columns = VoltaBackend.get_kv_cache_shape(num_blocks, block_size, 1, head_size, cache_dtype_str)
         return (blocks, rows, columns)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """(0.19) Returns the order of those dimensions in memory."""
+        """(0.26) Returns the order of those dimensions in memory."""
         return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
 
     @classmethod
@@ -106,11 +106,6 @@ class VoltaMLABackend(VoltaBackend):
 
 class VoltaMLAImpl(MLAAttentionImpl):
     """A layer's attention. vLLM calls `do_kv_cache_update`, then `forward_mqa` for all tokens."""
-
-    #: (0.33) makes vLLM's layer pass the tokens of prompts to `forward_mqa` too. Otherwise it looks for another attention for them, and
-    #: none runs on these GPUs
-    is_sparse = True
-    supports_dense_mha_prefill = False
 
     def __init__(
         self,
@@ -146,6 +141,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
                 raise bad_argument(name, value, "None in latent attention", error=NotImplementedError)
         paged.check_cache_dtype(kv_cache_dtype)
         paged.check_latents(head_size, kv_lora_rank)
+        no_prefill.select()
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank

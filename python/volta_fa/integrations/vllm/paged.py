@@ -15,32 +15,44 @@ from torch import Tensor
 
 from ...errors import bad_argument
 from ...kv_cache.cascade import cascade_attention
-from ...kv_cache.formats import quantize_kv
+from ...kv_cache.formats import cache_dtype, quantize_kv
 from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
 
-#: The supported values of --kv-cache-dtype, and the dtype of their bytes, which vLLM passes as uint8, as int8 or, to latent attention, as
-#: float8_e4m3fn. None: vLLM passes the dtype itself. `auto` is the model's dtype, which is float16.
-CACHE_DTYPES: dict[str, torch.dtype | None] = {
+#: The supported values of --kv-cache-dtype, and our formats' names. None: the model's dtype, which is float16.
+_FORMATS = {
     "auto": None,
     "float16": None,
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8_per_token_head": torch.int8,
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "int8_per_token_head": "int8",
 }
+
+#: The same with the dtype of their bytes, which vLLM passes as uint8, as int8 or, to latent attention, as float8_e4m3fn. None: vLLM
+#: passes the dtype itself.
+CACHE_DTYPES: dict[str, torch.dtype | None] = {name: None if ours is None else cache_dtype(ours) for name, ours in _FORMATS.items()}
 
 #: Bytes before the codes of a token and head of an int8 cache. They hold the float32 scales of key and value, or the one of a latent. 8
 #: would suffice, but decode kernels need codes on 16-byte boundaries.
 SCALE_BYTES = 16
 
 
-def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True) -> None:
-    """Raises NotImplementedError for an unsupported --kv-cache-dtype.
+def cache_dtypes(beside_codes: bool) -> list[str]:
+    """Returns the supported values of --kv-cache-dtype.
 
     Args:
         beside_codes: whether this vLLM's cache has room for the scales of int8.
     """
-    allowed = [name for name, dtype in CACHE_DTYPES.items() if beside_codes or dtype != torch.int8]
+    return [name for name, dtype in CACHE_DTYPES.items() if beside_codes or dtype != torch.int8]
+
+
+def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True) -> None:
+    """Raises NotImplementedError for an unsupported --kv-cache-dtype.
+
+    Args:
+        beside_codes: as for `cache_dtypes`.
+    """
+    allowed = cache_dtypes(beside_codes)
     if kv_cache_dtype in allowed:
         return
     why = "the operators read no others"
@@ -79,7 +91,7 @@ def split_cache(
     quantized cache as arguments of `volta_fa::fwd_kvcache`.
 
     Args:
-        kv_cache: (blocks, 2, block_size, nheads_k, head_size) in vLLM up to 0.19; or (blocks, nheads_k, block_size,
+        kv_cache: (blocks, 2, block_size, nheads_k, head_size) in vLLM up to 0.26; or (blocks, nheads_k, block_size,
             head_size + head_size_v) in later releases, with `SCALE_BYTES` more columns if int8. Strides are free.
         kv_cache_dtype: a key of `CACHE_DTYPES`.
         layer: vLLM's layer, with one float32 scale of fp8 keys and one of values, on its device.
@@ -177,14 +189,13 @@ class Attention:
     """A layer's options, under the names of `volta_fa::fwd_kvcache`, and its calls of the operators.
 
     Attributes:
+        scores: options of every call.
         sliding_window: number of tokens that a query sees, its own included; None: all.
     """
 
-    softmax_scale: float
+    scores: dict[str, Any]
     sliding_window: int | None = None
-    softcap: float = 0.0
     alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
 
     def to(self, device: torch.device) -> Attention:
         """Moves the tensors to a device, and returns self: vLLM may create the slopes before it knows the device."""
@@ -201,8 +212,7 @@ class Attention:
             output: (tokens, nheads, head_size_v) or (tokens, nheads * head_size_v).
         """
         q = query[: batch.num_actual_tokens]
-        scores: dict[str, Any] = {"softmax_scale": self.softmax_scale, "softcap": self.softcap, "sinks": self.sinks}
-        scores |= scales
+        scores = self.scores | scales
         packed: dict[str, Any] = {"cu_seqlens_q": batch.query_start_loc, "max_seqlen_q": batch.max_query_len}
         if batch.common_prefix_len:
             assert batch.shared_seqlen is not None and batch.own_seqlens is not None
@@ -248,10 +258,8 @@ class Attention:
             max_seqlen_k=longest,
             window_left=window,
             window_right=window,
-            softmax_scale=self.softmax_scale,
-            softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
+            **self.scores,
         )
         output[: batch.num_actual_tokens].view_as(out).copy_(out)
 

@@ -1,1 +1,1 @@
-"""flash_attn.ops: of its ops, the rotary function alone."""
+"""flash_attn.ops: RMS norm, and what is in `triton`."""

@@ -1,1 +1,1 @@
-"""flash_attn.ops.triton: the place of flash-attn's rotary function. volta_fa's is plain PyTorch."""
+"""flash_attn.ops.triton: cross entropy, norms and rotary embeddings. volta_fa's are plain PyTorch."""

@@ -1,0 +1,186 @@
+"""flash-attn 2.8's cross entropy in plain PyTorch: `flash_attn.losses.cross_entropy` and `flash_attn.ops.triton.cross_entropy`.
+
+It computes in fp32, some rows at a time, so it needs no second tensor of the size of the logits. It runs on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import bad_argument
+
+__all__ = ["CrossEntropyLoss", "cross_entropy_loss"]
+
+#: Logits that are converted to fp32 at once: 64 MiB.
+_CHUNK = 2**24
+
+
+def cross_entropy_loss(
+    logits: Tensor,
+    labels: Tensor,
+    precomputed_lse: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+    process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes the cross entropy of each row. Differentiable in logits.
+
+    Args:
+        logits: (batch, vocab_size), of any floating dtype. With a process_group this rank's classes, in the order of ranks.
+        labels: (batch,), integers. ignore_index gives loss 0, other values outside of the classes give NaN.
+        precomputed_lse: float32, (batch,): the logsumexp of each row of logits. Unused with label_smoothing or a logit_scale.
+        label_smoothing: share of the probability that all classes get equally.
+        logit_scale: multiplies the logits.
+        lse_square_scale: adds lse_square_scale * logsumexp ** 2 to the loss, the z-loss.
+        inplace_backward: write the gradient into logits.
+        process_group: ranks that share the classes.
+
+    Returns losses, (batch,), and their z-losses, without a gradient; float32, or float64 for float64 logits.
+
+    Raises ValueError for wrong arguments.
+    """
+    if logits.dim() != 2:
+        raise bad_argument("logits", f"shape {tuple(logits.shape)}", "(batch, vocab_size)")
+    if labels.shape != logits.shape[:1]:
+        raise bad_argument("labels", f"shape {tuple(labels.shape)}", f"shape ({len(logits)},), one label for each row of logits")
+    if not logit_scale > 0.0:
+        raise bad_argument("logit_scale", logit_scale, "a positive number")
+    if label_smoothing != 0.0 or logit_scale != 1.0:
+        precomputed_lse = None
+    if precomputed_lse is not None and precomputed_lse.shape != labels.shape:
+        raise bad_argument("precomputed_lse", f"shape {tuple(precomputed_lse.shape)}", f"shape {tuple(labels.shape)}, that of labels")
+    losses, z_losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, process_group
+    )
+    return losses, z_losses
+
+
+class CrossEntropyLoss(torch.nn.Module):
+    """Computes `cross_entropy_loss` and reduces it.
+
+    Args:
+        reduction: `mean` (over the labels that are not ignore_index), `sum` or `none`.
+        return_z_loss: also return the z-loss.
+
+    The other arguments are `cross_entropy_loss`'s. Raises NotImplementedError for another reduction.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0,
+        inplace_backward: bool = False,
+        process_group: Any = None,
+        return_z_loss: bool = False,
+    ) -> None:
+        super().__init__()
+        if reduction not in ("mean", "sum", "none"):
+            raise bad_argument("reduction", repr(reduction), "'mean', 'sum' or 'none'", error=NotImplementedError)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.logit_scale = logit_scale
+        self.lse_square_scale = lse_square_scale
+        self.inplace_backward = inplace_backward
+        self.process_group = process_group
+        self.return_z_loss = return_z_loss
+
+    def forward(self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the loss, (batch,) or a scalar; with return_z_loss also its part that is the z-loss.
+
+        Args:
+            input: (batch, vocab_size), target: (batch,).
+        """
+        losses = cross_entropy_loss(
+            input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale, self.ignore_index,
+            self.inplace_backward, self.process_group,
+        )  # fmt: skip
+        loss, z_loss = (self._reduced(part, target) for part in losses)
+        return (loss, z_loss) if self.return_z_loss else loss
+
+    def _reduced(self, losses: Tensor, target: Tensor) -> Tensor:
+        if self.reduction == "none":
+            return losses
+        return losses.sum() if self.reduction == "sum" else losses.sum() / (target != self.ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Computes gradients from the logits again, because probabilities would take as much memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        precomputed_lse: Tensor | None,
+        smoothing: float,
+        logit_scale: float,
+        lse_square_scale: float,
+        ignore_index: int,
+        inplace_backward: bool,
+        process_group: Any,
+    ) -> tuple[Tensor, Tensor]:
+        ranks = 1 if process_group is None else dist.get_world_size(process_group)
+        first = 0 if process_group is None else dist.get_rank(process_group) * logits.shape[1]
+        classes = ranks * logits.shape[1]
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        lse = logits.new_empty(len(logits), dtype=wide) if precomputed_lse is None else precomputed_lse.to(wide)
+        losses = torch.empty_like(lse)  # without lse
+        here, column = _columns(labels, first, logits.shape[1])
+        for rows in _chunks(logits):
+            x = logits[rows].to(wide) * logit_scale
+            if precomputed_lse is None:
+                lse[rows] = x.logsumexp(-1)
+            of_label = x.gather(1, column[rows, None]).squeeze(1).masked_fill_(~here[rows], 0.0)
+            losses[rows] = -(1 - smoothing) * of_label - (smoothing / classes * x.sum(-1) if smoothing else 0.0)
+        if ranks > 1:
+            parts = [torch.empty_like(lse) for _ in range(ranks)]
+            dist.all_gather(parts, lse.contiguous(), group=process_group)
+            dist.all_reduce(losses, group=process_group)
+            lse = torch.stack(parts).logsumexp(0)
+        z_losses = lse_square_scale * lse.square()
+        losses += lse + z_losses
+        ignored = labels == ignore_index
+        losses.masked_fill_((labels < 0) | (labels >= classes), torch.nan).masked_fill_(ignored, 0.0)
+        z_losses.masked_fill_(ignored, 0.0)
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.mark_non_differentiable(z_losses)
+        ctx.options = smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, first, classes
+        return losses, z_losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, lse = ctx.saved_tensors
+        smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, first, classes = ctx.options
+        factor = (grads[0].to(lse.dtype) * logit_scale).masked_fill(labels == ignore_index, 0.0)[:, None]
+        dlogits = logits.detach() if inplace_backward else torch.empty_like(logits)
+        here, column = _columns(labels, first, logits.shape[1])
+        for rows in _chunks(logits):
+            x = logits[rows].to(lse.dtype) * logit_scale
+            gradient = x.sub_(lse[rows, None]).exp_().mul_(1 + 2 * lse_square_scale * lse[rows, None]).sub_(smoothing / classes)
+            gradient.scatter_add_(1, column[rows, None], (smoothing - 1.0) * here[rows, None].to(gradient.dtype))
+            dlogits[rows] = gradient.mul_(factor[rows]).to(dlogits.dtype)
+        return dlogits, *(None,) * 8
+
+
+def _columns(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Returns whether each label is among `count` classes from `first` on, and its column, or 0."""
+    column = labels.long() - first
+    here = (column >= 0) & (column < count)
+    return here, column.masked_fill(~here, 0)
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    step = max(1, _CHUNK // max(1, logits.shape[1]))
+    return (slice(row, row + step) for row in range(0, len(logits), step))

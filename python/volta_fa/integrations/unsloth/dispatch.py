@@ -1,0 +1,91 @@
+"""Attention of unsloth's own models (Llama, Mistral, Qwen 3, Gemma 2, Granite, Cohere, Falcon H1) and of its packed rows.
+
+All of them call `unsloth.utils.attention_dispatch.run_attention`, which calls `_run_attention` of the same module. The configuration
+that they pass holds the arguments of flash-attn's functions, whether flash-attn is installed or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import bad_argument
+from ..flash_attn.interface import flash_attn_func, flash_attn_varlen_func
+from . import releases
+from .operands import Devices, kernel_dtype, unsupported
+from .stats import count_fallback, count_run
+
+MODULE = "unsloth.utils.attention_dispatch"
+NAME = "_run_attention"
+_PARAMETERS = ("config", "context", "Q", "K", "V")
+_CONFIG = frozenset({
+    "backend", "n_kv_heads", "n_groups", "flash_dense_kwargs", "flash_varlen_kwargs", "sdpa_kwargs", "xformers_kwargs",
+})  # fmt: skip
+_CONTEXT = frozenset({
+    "bsz", "q_len", "kv_seq_len", "n_heads", "head_dim", "requires_grad", "seq_info", "attention_mask", "causal_mask", "sliding_window",
+    "prefix_seg_info", "is_causal", "training",
+})  # fmt: skip
+#: The arguments of flash-attn's functions that unsloth's models use.
+_ARGUMENTS = {"causal", "window_size", "softmax_scale", "softcap", "dropout_p"}
+#: Masks that xformers wants for plain causal attention, with or without a window: the arguments above say the same.
+_CAUSAL_MASKS = ("NoneType", "bool", "LowerTriangularMask", "BlockDiagonalCausalMask", "BlockDiagonalCausalLocalAttentionMask")
+
+
+def check() -> tuple[ModuleType, Any]:
+    """Returns the module and its function. Raises ImportError, with the versions, if unsloth has changed them."""
+    module = releases.module(MODULE)
+    original = releases.find_function(module, NAME, _PARAMETERS)
+    releases.check_fields(module, "AttentionConfig", _CONFIG)
+    releases.check_fields(module, "AttentionContext", _CONTEXT)
+    releases.find_function(module, "cover_padded_cu_seqlens", ("seq_info", "total_tokens"))
+    releases.find_function(module, "_ring_attention_active", ())
+    return module, original
+
+
+def make(module: ModuleType, original: Callable[..., Tensor], devices: Devices) -> Callable[..., Tensor]:
+    """Returns the function that takes the place of `original`."""
+    cover_padded_cu_seqlens, ring_active = module.cover_padded_cu_seqlens, module._ring_attention_active
+
+    def run_attention(*, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+        packed = context.seq_info is not None
+        given = config.flash_varlen_kwargs if packed else config.flash_dense_kwargs
+        arguments = {name: value for name, value in (given or {}).items() if value is not None}
+        softcap = arguments.get("softcap", 0.0) != 0.0
+        # switch.py sets the flag that sends Gemma 2 here, so its softcap has no other implementation on any device
+        reason = "device" if Q.device not in devices and not softcap else ""
+        if context.prefix_seg_info is not None:
+            reason = "prefix"
+        elif ring_active():
+            reason = "context_parallel"
+        elif context.attention_mask is not None:
+            reason = "attention_mask"
+        elif not reason:
+            reason = unsupported(Q, K, V)
+            if not reason and (given is None or not arguments.keys() <= _ARGUMENTS or (packed and Q.shape[2] != K.shape[2])):
+                reason = "arguments"
+            if not reason and type(context.causal_mask).__name__ not in _CAUSAL_MASKS and not softcap:
+                reason = "causal_mask"
+        if reason:
+            if softcap and reason not in ("prefix", "context_parallel"):
+                raise bad_argument("softcap", f"it with a call that has no kernel ({reason})", "none", error=NotImplementedError)
+            count_fallback(reason)
+            return original(config=config, context=context, Q=Q, K=K, V=V)
+        count_run()
+        if not context.is_causal:
+            arguments["causal"] = False
+        dtype = kernel_dtype(Q, K, V)
+        q, k, v = (t.to(dtype).transpose(1, 2) for t in (Q, K, V))
+        if packed:
+            batch, seqlen = q.shape[:2]
+            cu_seqlens, longest = cover_padded_cu_seqlens(context.seq_info, batch * seqlen)
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            out: Any = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)
+            out = out.view(batch, seqlen, *out.shape[1:])
+        else:
+            out = flash_attn_func(q, k, v, **arguments)
+        return out.to(Q.dtype)
+
+    return run_attention

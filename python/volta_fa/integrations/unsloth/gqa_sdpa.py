@@ -1,0 +1,92 @@
+"""Attention of Gemma 3 and Gemma 4: unsloth_zoo replaces their layers, in float32 on GPUs without bfloat16, with masks in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import releases
+from .masks import causal_window
+from .operands import Devices, kernel_dtype, unsupported
+from .stats import count_fallback, count_run
+
+MODULE = "unsloth_zoo.temporary_patches.sdpa_gqa"
+NAME = "make_gqa_sdpa"
+_PARAMETERS = ("scaled_dot_product_attention",)
+_INNER_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "groups")
+
+
+def check() -> tuple[ModuleType, Any]:
+    """Returns the module and its function. Raises ImportError, with the versions, if unsloth_zoo has changed them."""
+    module = releases.module(MODULE)
+    original = releases.find_function(module, NAME, _PARAMETERS)
+    made = original(torch.nn.functional.scaled_dot_product_attention)
+    releases.check_parameters(f"{MODULE}.{NAME}(...)", made, _INNER_PARAMETERS)
+    return module, original
+
+
+def make(original: Callable[..., Any], devices: Devices, enabled: Callable[[], bool]) -> Callable[..., Any]:
+    """Returns the function that takes the place of `original`.
+
+    unsloth calls it when it loads a model, and the model's layers keep what it returns. So that asks `enabled` at each call.
+    """
+
+    def make_gqa_sdpa(scaled_dot_product_attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        theirs = original(scaled_dot_product_attention)
+
+        def gqa_sdpa(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None,
+            dropout_p: float,
+            is_causal: bool,
+            scale: float | None,
+            groups: int,
+        ) -> Tensor:
+            if not enabled():
+                return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, groups)
+            reason = "device" if query.device not in devices else unsupported(query, key, value)
+            if not reason and ((is_causal and query.shape[2] != key.shape[2]) or query.shape[1] != groups * key.shape[1]):
+                reason = "shape"
+            if not reason and attn_mask is not None and not _is_usable(attn_mask, query, key, is_causal):
+                reason = "attention_mask"
+            if reason:
+                count_fallback(reason)
+                return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, groups)
+            count_run()
+            dtype = kernel_dtype(query, key, value)
+            q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))
+            options = {"is_causal": is_causal} if attn_mask is None else _mask_options(attn_mask)
+            out = torch.ops.volta_fa.fwd(q, k, v, softmax_scale=scale, dropout_p=dropout_p, **options)[0]
+            return out.transpose(1, 2).to(query.dtype)
+
+        # theirs is not compiled either: the look at a mask depends on its values
+        return torch.compiler.disable(gqa_sdpa, recursive=True)
+
+    return make_gqa_sdpa
+
+
+def _is_usable(mask: Tensor, query: Tensor, key: Tensor, is_causal: bool) -> bool:
+    """Whether the mask is one of scaled_dot_product_attention's without a gradient, for each query and key."""
+    return (
+        not is_causal
+        and not mask.requires_grad
+        and (mask.dtype == torch.bool or mask.is_floating_point())
+        and mask.dim() == 4
+        and mask.shape[0] in (1, query.shape[0])
+        and mask.shape[1] in (1, query.shape[1])
+        and mask.shape[2:] == (query.shape[2], key.shape[2])
+    )
+
+
+def _mask_options(mask: Tensor) -> dict[str, Any]:
+    """Returns the arguments of `volta_fa::fwd` for a mask: a window needs no memory, and the kernels skip hidden keys."""
+    window = causal_window(mask)
+    if window is not None:
+        return {"is_causal": True, "window_left": window}
+    return {"attn_bias": mask if mask.dtype in (torch.bool, torch.float32) else mask.float()}

@@ -1,0 +1,78 @@
+"""Attention of gpt-oss in training: unsloth_zoo calls compiled FlexAttention, and scales its result by the sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import releases
+from .operands import Devices, kernel_dtype, unsupported
+from .stats import count_fallback, count_run
+
+MODULE = "unsloth_zoo.flex_attention"
+NAME = "flex_attention_with_sink"
+_PARAMETERS = ("self_attn", "query", "key", "value", "attention_mask", "scale", "sliding_window", "compile", "has_static_cache")
+
+
+def check() -> tuple[ModuleType, Any]:
+    """Returns the module and its function, None where unsloth_zoo has none because this PyTorch or machine has no FlexAttention.
+
+    Raises ImportError, with the versions, if unsloth_zoo has changed them.
+    """
+    module = releases.module(MODULE)
+    if releases.find(module, NAME) is None and not releases.find(module, "HAS_FLEX_ATTENTION"):
+        return module, None
+    return module, releases.find_function(module, NAME, _PARAMETERS)
+
+
+def make(original: Callable[..., Tensor], devices: Devices, enabled: Callable[[], bool]) -> Callable[..., Tensor]:
+    """Returns the function that takes the place of `original`.
+
+    The layers of loaded models keep it, so it asks `enabled` at each call.
+    """
+
+    def flex_attention_with_sink(
+        self_attn: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        compile: bool = True,
+        has_static_cache: bool = True,
+    ) -> Tensor:
+        if not enabled():
+            return original(self_attn, query, key, value, attention_mask, scale, sliding_window, compile, has_static_cache)
+        sinks = getattr(self_attn, "sinks", None)
+        reason = "device" if query.device not in devices else unsupported(query, key, value)
+        if not reason and query.shape[2] != key.shape[2]:
+            reason = "shape"
+        if not reason and attention_mask is not None:
+            reason = "attention_mask"
+        if not reason and sinks is None:
+            reason = "arguments"
+        if reason or sinks is None:
+            count_fallback(reason)
+            return original(self_attn, query, key, value, attention_mask, scale, sliding_window, compile, has_static_cache)
+        count_run()
+        window = sliding_window or getattr(self_attn, "sliding_window", None)
+        dtype = kernel_dtype(query, key, value)
+        q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))
+        out = torch.ops.volta_fa.fwd(
+            q,
+            k,
+            v,
+            softmax_scale=getattr(self_attn, "scaling", None) or getattr(self_attn, "scale", None) or scale,
+            is_causal=True,
+            # transformers counts the query's own key in the window
+            window_left=window - 1 if isinstance(window, int) and window > 0 else -1,
+            sinks=sinks if sinks.dtype in (dtype, torch.float32) else sinks.float(),
+        )[0]
+        return out.to(query.dtype)
+
+    return flex_attention_with_sink

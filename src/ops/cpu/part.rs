@@ -1,0 +1,132 @@
+//! Divides a problem with different lengths into dense ones.
+
+use super::layout::narrow;
+use crate::error::Result;
+use crate::ops::dropout::Dropout;
+use crate::ops::Inputs;
+use crate::problem::{Attention, Keys, Queries};
+use tch::Tensor;
+
+/// A dense problem: one span of the whole problem.
+pub struct Part {
+    pub a: Attention,
+    /// Number of its first entry in the whole problem.
+    pub first: i64,
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub attn_bias: Option<Tensor>,
+    /// (batch or 1, nheads).
+    pub alibi_slopes: Option<Tensor>,
+    pub sinks: Option<Tensor>,
+    pub dropout: Option<Dropout>,
+}
+
+/// Gradients to which all entries add, in the type of the arithmetic.
+pub struct Sums {
+    /// Shape of the bias.
+    pub dattn_bias: Option<Tensor>,
+    /// (nheads).
+    pub dsinks: Option<Tensor>,
+}
+
+/// Batch entries of equal lengths, and the positions of their rows in the problem's tensors.
+#[derive(Clone, Copy)]
+pub struct Span {
+    entry: i64,
+    entries: i64,
+    q_start: i64,
+    seqlen_q: i64,
+    k_start: i64,
+    seqlen_k: i64,
+}
+
+impl Span {
+    /// Returns one span for the whole problem, or one per entry if lengths differ.
+    pub fn all(inputs: &Inputs, a: &Attention) -> Result<Vec<Span>> {
+        let whole = Span { entry: 0, entries: a.batch, q_start: 0, seqlen_q: a.seqlen_q, k_start: 0, seqlen_k: a.seqlen_k };
+        if !a.is_varlen() {
+            return Ok(vec![whole]);
+        }
+        let values = |t: &Option<Tensor>| t.as_ref().map(Vec::<i32>::try_from).transpose();
+        let (cu_q, cu_k, used) =
+            (values(&inputs.options.cu_seqlens_q)?, values(&inputs.options.cu_seqlens_k)?, values(&inputs.options.seqused_k)?);
+        let rows = |cu: &Option<Vec<i32>>, entry: usize, seqlen: i64| {
+            cu.as_ref().map_or((0, seqlen), |cu| (i64::from(cu[entry]), i64::from(cu[entry + 1] - cu[entry])))
+        };
+        Ok((0..a.batch as usize)
+            .map(|entry| {
+                let (q_start, seqlen_q) = rows(&cu_q, entry, a.seqlen_q);
+                let (k_start, stored) = rows(&cu_k, entry, a.seqlen_k);
+                let seqlen_k = used.as_ref().map_or(stored, |used| i64::from(used[entry]));
+                Span { entry: entry as i64, entries: 1, q_start, seqlen_q, k_start, seqlen_k }
+            })
+            .collect())
+    }
+
+    /// Returns rows of a (batch, seqlen, heads, headdim) or packed tensor, with a batch dimension.
+    fn rows(&self, t: &Tensor, start: i64, count: i64) -> Result<Tensor> {
+        Ok(match t.dim() {
+            3 => t.f_narrow(0, start, count)?.f_unsqueeze(0)?,
+            _ => narrow(&narrow(t, 0, self.entry, self.entries)?, 1, start, count)?,
+        })
+    }
+
+    /// Returns the span's rows of q, out or dout.
+    pub fn queries(&self, t: &Tensor) -> Result<Tensor> {
+        self.rows(t, self.q_start, self.seqlen_q)
+    }
+
+    /// Returns the span's rows of k or v.
+    pub fn keys(&self, t: &Tensor) -> Result<Tensor> {
+        self.rows(t, self.k_start, self.seqlen_k)
+    }
+
+    /// Returns the span's part of a softmax_lse: (batch, nheads, seqlen_q).
+    pub fn lse(&self, t: &Tensor) -> Result<Tensor> {
+        Ok(match t.dim() {
+            2 => t.f_narrow(1, self.q_start, self.seqlen_q)?.f_unsqueeze(0)?,
+            _ => narrow(t, 0, self.entry, self.entries)?,
+        })
+    }
+
+    /// Returns the span's part of a bias or its gradient. Dimensions of size 1 stay.
+    pub fn bias(&self, t: &Tensor) -> Result<Tensor> {
+        let mut t = t.shallow_clone();
+        for (dim, start, count) in [(0, self.entry, self.entries), (2, 0, self.seqlen_q), (3, 0, self.seqlen_k)] {
+            if t.size()[dim] > 1 {
+                t = t.f_narrow(dim as i64, start, count)?;
+            }
+        }
+        Ok(t)
+    }
+
+    /// Returns the span as a dense problem.
+    pub fn part(&self, inputs: &Inputs, a: &Attention) -> Result<Part> {
+        let slopes = |t: &Tensor| match t.dim() {
+            2 => t.f_narrow(0, self.entry, self.entries),
+            _ => t.f_unsqueeze(0),
+        };
+        Ok(Part {
+            a: Attention {
+                batch: self.entries,
+                seqlen_q: self.seqlen_q,
+                seqlen_k: self.seqlen_k,
+                queries: Queries::Dense,
+                keys: Keys::Dense,
+                ..*a
+            },
+            first: self.entry,
+            q: self.queries(&inputs.q)?,
+            k: self.keys(&inputs.k)?,
+            v: self.keys(&inputs.v)?,
+            attn_bias: inputs.options.attn_bias.as_ref().map(|t| self.bias(t)).transpose()?,
+            alibi_slopes: inputs.options.alibi_slopes.as_ref().map(slopes).transpose()?,
+            sinks: inputs.options.sinks.as_ref().map(Tensor::shallow_clone),
+            dropout: match &inputs.rng_state {
+                Some(state) if a.features.dropout_p > 0.0 => Some(Dropout::new(state, a.features.dropout_p)?),
+                _ => None,
+            },
+        })
+    }
+}

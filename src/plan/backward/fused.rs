@@ -1,0 +1,48 @@
+//! Plans the backward pass in one kernel.
+
+use super::blocks::resident_blocks;
+use crate::kernels::{self, Kernels, Pass, Variant, COMPILED};
+use crate::plan::choose::choose;
+use crate::plan::device::DeviceLimits;
+use crate::plan::features::{features, BackwardMode};
+use crate::plan::grid::planned;
+use crate::plan::kernel::{PlannedKernel, Reason};
+use crate::plan::size::smaller;
+use crate::problem::Attention;
+use crate::tuning::Shape;
+use std::sync::LazyLock;
+
+/// Plans one fused kernel if one block has all keys of a head, so no other block adds to its dq.
+///
+/// This saves two launches, a few microseconds, and the accumulator's memory traffic. But the one block also computes the statistics of all
+/// rows, at 0.01 us per row. So the plan takes it for few rows, or for enough blocks to fill the GPU with other work meanwhile.
+pub(super) fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<PlannedKernel> {
+    const FEW_ROWS: i64 = 512;
+    const MIN_WAVES: u64 = 2;
+    // maximum keys of any fused kernel: most problems are larger, and need no search
+    static MAX_KEYS: LazyLock<u32> = LazyLock::new(|| {
+        let fused = COMPILED.variants().filter(|v| v.pass == Pass::BackwardFused);
+        fused.map(|v| v.block_rows).max().unwrap_or(0)
+    });
+    if a.seqlen_k > i64::from(*MAX_KEYS) {
+        return None;
+    }
+    let holds_all = |v: &Variant| a.seqlen_k <= i64::from(v.block_rows);
+    let [large] = choose(kernels, kernels::FUSED_BACKWARD, &Shape::of(a), features(a, mode), d).ok()?;
+    let is_tuned = large.1 == Reason::Tuned;
+    // if the cheapest one failed or belongs to a later family, separate kernels are better
+    if !is_tuned && large.1 != Reason::Cheapest {
+        return None;
+    }
+    let kernel = if is_tuned { large } else { smaller(kernels, large.0, a, d).unwrap_or(large) };
+    // separate kernels with less padding
+    let is_narrower =
+        |v: &Variant| v.features == kernel.0.features && v.headdim < kernel.0.headdim && v.headdim as i64 >= a.headdim.max(a.headdim_v);
+    if !is_tuned && kernels.of(&kernel.0.family, Pass::Backward).any(is_narrower) {
+        return None;
+    }
+    let rows = a.nheads / a.nheads_k * a.seqlen_q;
+    let blocks = (a.nheads_k * a.batch) as u64;
+    let pays = rows <= FEW_ROWS || blocks >= MIN_WAVES * resident_blocks(kernel.0, d);
+    (holds_all(kernel.0) && (is_tuned || pays)).then(|| planned(kernel, a))
+}

@@ -1,0 +1,54 @@
+//! Plans the backward pass: how kernels compute dq, the key blocks of each launch, and the scratch memory.
+
+mod blocks;
+mod fused;
+mod parts;
+mod plan;
+
+pub use plan::{BackwardPlan, Tail};
+
+use super::device::DeviceLimits;
+use super::features::BackwardMode;
+use super::grid::scratch;
+use super::kernel::{PlannedKernel, Reason};
+use crate::error::Result;
+use crate::kernels::{Kernels, COMPILED};
+use crate::problem::Attention;
+use fused::fused;
+use parts::in_parts;
+use plan::scratch_rows;
+
+/// Plans the backward pass of a non-empty problem.
+///
+/// By default the main kernel adds to dq by atomics, in any order. A deterministic pass takes the faster of two plans. It launches the main
+/// kernel several times, so that one block at a time adds to an accumulator. Or a separate kernel computes S and dP again for dq.
+///
+/// The separate kernel also runs if the tuning chooses it, or if a kernel with atomics failed and no other replaces it. No tuning makes a
+/// deterministic pass depend on the order of blocks.
+pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
+    backward_among(*COMPILED, a, mode, d)
+}
+
+/// Plans the backward pass with these kernels to choose from.
+pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
+    let Some(main) = fused(kernels, a, mode, d) else { return in_parts(kernels, a, mode, d) };
+    if d.tuning.is_some() && main.reason != Reason::Tuned {
+        let parts = in_parts(kernels, a, mode, d)?;
+        let of_tuning = |k: &PlannedKernel| matches!(k.reason, Reason::Tuned | Reason::TunedMode);
+        if parts.kernels().any(|k| of_tuning(&k)) {
+            return Ok(parts);
+        }
+    }
+    Ok(BackwardPlan {
+        prepare: None,
+        main,
+        finish: None,
+        scratch: scratch(main.variant),
+        scratch_rows: scratch_rows(main.variant, a),
+        deterministic: true,
+        main_launches: 1,
+        tail: None,
+        dq_accum_splits: 0,
+        headdim_rounded: 0,
+    })
+}

@@ -1,0 +1,167 @@
+//! Plans the backward pass in several kernels: preprocess, main, and postprocess or dq.
+
+use super::blocks::{blocks_before_tail, blocks_of_launch};
+use super::plan::{scratch_rows, BackwardPlan, Tail};
+use crate::error::Result;
+use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant};
+use crate::plan::choose::{choose, Chosen};
+use crate::plan::device::DeviceLimits;
+use crate::plan::features::{features, BackwardMode};
+use crate::plan::grid::{of_rows, planned, rows_and_heads, scratch};
+use crate::plan::kernel::{PlannedKernel, Reason};
+use crate::plan::size::smaller;
+use crate::problem::Attention;
+use crate::tuning::Shape;
+
+/// How dq is computed.
+enum Dq {
+    /// All key blocks add to one accumulator.
+    Atomics,
+    /// In launches of this many key blocks per head, each block has its own accumulator.
+    Launches(u32),
+    /// A separate kernel computes dq.
+    Separate,
+}
+
+/// Large blocks of a head, and the variant and number of small blocks after them.
+type KeyBlocks = (u64, Option<(&'static Variant, u64)>);
+
+/// The kernels of a pass, how they compute dq, and the main kernel's blocks.
+struct Parts {
+    dq: Dq,
+    chosen: Chosen<3>,
+    blocks: KeyBlocks,
+}
+
+/// Plans separate kernels.
+pub(super) fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
+    let planner = Planner { kernels, a, d, shape: Shape::of(a), requested: features(a, mode) };
+    let tuned_mode = d.tuning.filter(|t| t.without_atomics(&planner.shape, planner.requested)).and_then(|_| planner.without().ok());
+    let parts = match (tuned_mode, mode.deterministic) {
+        (Some(chosen), _) => planner.separate(because(chosen, Reason::TunedMode)),
+        (None, true) => planner.deterministic()?,
+        (None, false) => planner.fastest()?,
+    };
+    Ok(planner.on_grids(parts))
+}
+
+/// Returns the kernels with another reason, unless the tuning chose them.
+fn because(chosen: Chosen<3>, why: Reason) -> Chosen<3> {
+    chosen.map(|(v, reason)| (v, if reason == Reason::Tuned { reason } else { why }))
+}
+
+struct Planner<'a> {
+    kernels: Kernels,
+    a: &'a Attention,
+    d: &'a DeviceLimits,
+    shape: Shape,
+    requested: FeatureSet,
+}
+
+impl Planner<'_> {
+    fn with_atomics(&self) -> Result<Chosen<3>> {
+        choose(self.kernels, kernels::BACKWARD, &self.shape, self.requested, self.d)
+    }
+
+    fn without(&self) -> Result<Chosen<3>> {
+        choose(self.kernels, kernels::DETERMINISTIC_BACKWARD, &self.shape, self.requested, self.d)
+    }
+
+    /// Returns the kernels with smaller blocks where these are faster.
+    fn sized(&self, chosen: Chosen<3>) -> Chosen<3> {
+        chosen.map(|(large, reason)| {
+            let small = if reason == Reason::Tuned { None } else { smaller(self.kernels, large, self.a, self.d) };
+            // the reason for this set of kernels says more than the reason for small blocks
+            let of_mode = matches!(reason, Reason::TunedMode | Reason::FailedAvoided);
+            small.map_or((large, reason), |(v, why)| (v, if of_mode { reason } else { why }))
+        })
+    }
+
+    /// Divides the main kernel's keys into blocks.
+    fn split(&self, (main, reason): (&'static Variant, Reason), with_tail: bool) -> KeyBlocks {
+        let (rows, _) = rows_and_heads(main, self.a);
+        let found = if with_tail && reason != Reason::Tuned { blocks_before_tail(self.kernels, main, self.a, self.d) } else { None };
+        match found {
+            Some((before, v)) => {
+                let rest = rows as u64 - before * u64::from(main.block_rows);
+                (before, Some((v, rest.div_ceil(v.block_rows.into()))))
+            }
+            None => ((rows as u64).div_ceil(main.block_rows.into()), None),
+        }
+    }
+
+    /// Plans a separate kernel for dq.
+    fn separate(&self, chosen: Chosen<3>) -> Parts {
+        let chosen = self.sized(chosen);
+        Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], false) }
+    }
+
+    /// Plans launches of a main kernel that takes a part of the key blocks. None: there is no such kernel, or `must_pay` and a separate
+    /// kernel is faster.
+    fn by_launches(&self, must_pay: bool) -> Option<Parts> {
+        let chosen = self.with_atomics().ok().filter(|[_, (main, _), _]| main.family.has_key_block_offset)?;
+        let chosen = self.sized(chosen);
+        let main = chosen[1];
+        let ((blocks_at_once, pays), blocks) = [true, false].into_iter().find_map(|with_tail| {
+            let parts @ (blocks, tail) = self.split(main, with_tail);
+            Some((blocks_of_launch(main.0, blocks, tail.map_or(0, |(_, n)| n), self.a, self.d)?, parts))
+        })?;
+        (pays || !must_pay).then_some(Parts { dq: Dq::Launches(blocks_at_once), chosen, blocks })
+    }
+
+    fn deterministic(&self) -> Result<Parts> {
+        let own = self.without();
+        let is_forced = |&(v, reason): &(&Variant, Reason)| v.pass != Pass::BackwardPreprocess && reason == Reason::Tuned;
+        let forced = own.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
+        match if forced { None } else { self.by_launches(own.is_ok()) } {
+            Some(found) => Ok(found),
+            None => Ok(self.separate(own?)),
+        }
+    }
+
+    fn fastest(&self) -> Result<Parts> {
+        match self.with_atomics() {
+            Ok(chosen) => {
+                let chosen = self.sized(chosen);
+                let blocks = self.split(chosen[1], chosen[1].0.family.has_key_block_offset);
+                Ok(Parts { dq: Dq::Atomics, chosen, blocks })
+            }
+            Err(e) if self.d.tuning.is_some_and(|t| !t.failed().is_empty()) => {
+                Ok(self.separate(because(self.without().map_err(|_| e)?, Reason::FailedAvoided)))
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    fn on_grids(&self, Parts { dq, chosen, blocks: (blocks, tail) }: Parts) -> BackwardPlan {
+        let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, self.a));
+        let (of_launch, dq_accum_splits) = match dq {
+            Dq::Atomics => (blocks as u32, 1),
+            Dq::Launches(blocks) => (blocks, blocks),
+            Dq::Separate => (blocks as u32, 0),
+        };
+        let Variant { block_rows, headdim, .. } = *main.variant;
+        let tail = tail.map(|(v, n)| Tail {
+            kernel: self.of_blocks((v, Reason::Tail), n as u32),
+            first_block: (blocks * u64::from(block_rows / v.block_rows)) as u32,
+        });
+        BackwardPlan {
+            prepare: Some(prepare),
+            main: self.of_blocks((main.variant, main.reason), of_launch),
+            finish: Some(finish),
+            scratch: scratch(main.variant),
+            scratch_rows: scratch_rows(main.variant, self.a),
+            deterministic: !matches!(dq, Dq::Atomics),
+            main_launches: (blocks as u32).div_ceil(of_launch),
+            tail,
+            dq_accum_splits,
+            headdim_rounded: if dq_accum_splits == 0 { 0 } else { i64::from(headdim) },
+        }
+    }
+
+    /// Plans a main kernel on a grid of this many key blocks.
+    fn of_blocks(&self, kernel: (&'static Variant, Reason), blocks: u32) -> PlannedKernel {
+        let (_, heads) = rows_and_heads(kernel.0, self.a);
+        of_rows(kernel, i64::from(blocks * kernel.0.block_rows), heads, self.a)
+    }
+}

@@ -1,0 +1,54 @@
+//! Features that a problem requests beyond scale and window, and the rules of their numbers.
+
+use super::tensor::DType;
+use super::Options;
+use crate::error::{Error, Result};
+use crate::limits::SOFTCAPS;
+
+/// Features beyond scale and window. They decide which kernels are applicable.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RequestedFeatures {
+    /// Scores x become softcap * tanh(x / softcap); 0: off.
+    pub softcap: f64,
+    /// Probability of dropping a probability, in [0, 1); 0: off.
+    pub dropout_p: f64,
+    /// `alibi_slopes` is given.
+    pub alibi: bool,
+    /// `attn_bias` is given, additive or boolean.
+    pub attn_bias: bool,
+    /// Kernels read the bias as fp32: it is fp32 or bf16.
+    pub fp32_bias: bool,
+    /// `sinks` is given.
+    pub sinks: bool,
+    /// `seqused_k` is given.
+    pub seqused_k: bool,
+}
+
+impl RequestedFeatures {
+    /// Checks the numbers of a call and returns its features.
+    pub(super) fn of(o: &Options) -> Result<RequestedFeatures> {
+        if !(0.0..1.0).contains(&o.dropout_p) {
+            return Err(Error::value("dropout_p", o.dropout_p, "a probability in [0, 1)"));
+        }
+        if o.softcap != 0.0 && !SOFTCAPS.contains(&o.softcap) {
+            let allowed = format!("0 (off) or a number from {:e} to {:e}", SOFTCAPS.start(), SOFTCAPS.end());
+            return Err(Error::value("softcap", o.softcap, allowed));
+        }
+        if o.softcap > 0.0 && o.dropout_p > 0.0 {
+            return Err(Error::value(
+                "softcap",
+                format!("{} together with dropout_p {}", o.softcap, o.dropout_p),
+                "one of the two to be 0",
+            ));
+        }
+        Ok(RequestedFeatures {
+            softcap: o.softcap,
+            dropout_p: o.dropout_p,
+            alibi: o.alibi_slopes.is_some(),
+            attn_bias: o.attn_bias.is_some(),
+            fp32_bias: o.attn_bias.as_ref().is_some_and(|d| matches!(d.dtype, DType::Float | DType::BFloat16)),
+            sinks: o.sinks.is_some(),
+            seqused_k: o.seqused_k.is_some(),
+        })
+    }
+}

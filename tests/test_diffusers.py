@@ -1,0 +1,81 @@
+"""diffusers' own models and pipelines through volta_fa, and the tests of xformers. They run in processes of their own, because other tests
+must not find these packages.
+
+Environment:
+- VOLTA_FA_TEST_DIFFUSERS: a folder with diffusers, xformers and what they need, instead of the one that tools/bootstrap.py makes
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import REPOSITORY, need
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+
+FOLDER = Path(os.environ.get("VOLTA_FA_TEST_DIFFUSERS", Path(sys.prefix) / "diffusers"))
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    if not (FOLDER / "diffusers").is_dir():
+        pytest.skip(f"no diffusers in {FOLDER}: tools/bootstrap.py puts it there")
+    path = [str(FOLDER), str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
+    return subprocess.run([sys.executable, *command], env=environment, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def rows_of(*arguments: str, **variables: str) -> dict[tuple[str, str], list[str]]:
+    """Returns the cells of the script's rows by model and way. The script fails by itself if an error is too large."""
+    result = run("tools/doors/diffusers.py", *arguments, **variables)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {(line[:26].strip(), line[26:53].strip()): line[53:].split() for line in result.stdout.splitlines()}
+
+
+def test_models_and_a_pipeline():
+    """On the kernels' machine code in the simulator."""
+    need("sim")
+    rows = rows_of("--dtype", "float16", "--no-processes", "--only", "flux/*,vae-512/enable_sdpa,FluxPipeline/*", VOLTA_FA_SIMULATE="1")
+    ways = [*(("flux", way) for way in ("enable_sdpa", "flash", "enable_xformers")), ("FluxPipeline", "enable_sdpa")]
+    for model, way in ways:
+        ran, fell_back = rows[model, way][-2:]
+        assert int(ran) > 0 and fell_back == "0", rows
+    assert rows["vae-512", "enable_sdpa"][-2:] == ["2", "headdim"]
+
+
+def test_context_parallelism():
+    """Two processes on the CPU."""
+    rows = rows_of("--only", "flux/ring*,flux/Ulysses*")
+    for way in (f"{kind}, {backend}" for kind in ("ring", "Ulysses") for backend in ("_native_flash", "flash")):
+        ran, fell_back = rows["flux", way][-2:]
+        assert int(ran) > 0 and fell_back == "0", rows
+
+
+def test_a_wrong_result_fails():
+    """The script notices an error of one part in a thousand in the scale of the scores."""
+    program = """
+import runpy, sys, torch
+import torch.nn.functional as F
+import volta_fa
+attention = F.scaled_dot_product_attention
+def wrong(query, key, value, *arguments, scale=None, **options):
+    ours = volta_fa.integrations.sdpa._active.cpu
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return attention(query, key, value, *arguments, scale=scale * (1.001 if ours else 1), **options)
+F.scaled_dot_product_attention = wrong
+sys.argv = ["tools/doors/diffusers.py", "--only", "sd3/enable_sdpa"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    result = run("-c", program)
+    assert result.returncode == 1, result.stdout + result.stderr
+    wrong = [line for line in result.stdout.splitlines() if line.endswith("WRONG")]
+    assert len(wrong) == 1 and "enable_sdpa" in wrong[0], result.stdout
+
+
+def test_xformers():
+    result = run("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", str(REPOSITORY / "tests" / "test_xformers.py"))
+    assert result.returncode == 0, result.stdout
+    assert " passed" in result.stdout

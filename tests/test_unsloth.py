@@ -1,0 +1,271 @@
+"""volta_fa.enable_unsloth: what it replaces, what it refuses, and what falls back.
+
+The modules of unsloth here are small ones with its names and signatures, so these tests say nothing about unsloth itself.
+tools/doors/unsloth.py trains with the real packages; test_the_installed_release_is_known checks that they still look the same.
+"""
+
+import dataclasses
+import os
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+
+import volta_fa
+from volta_fa.integrations.unsloth import dispatch, gqa_sdpa, masks, releases, sinks
+
+BATCH, SEQLEN, HEADS, KV_HEADS, HEADDIM, WINDOW = 2, 12, 4, 2, 8, 5
+
+
+def dataclass(name, fields):
+    return dataclasses.make_dataclass(name, [(field, object, None) for field in sorted(fields)])
+
+
+def refuse_to_run(*_args, **_kwargs):
+    raise AssertionError("unsloth's own function ran")
+
+
+@pytest.fixture
+def unsloth(monkeypatch):
+    """Modules with the names, signatures and fields that this release of volta_fa knows. Their functions raise AssertionError."""
+
+    def module(name, **attributes):
+        made = types.ModuleType(name)
+        vars(made).update(attributes)
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    def _run_attention(*, config, context, Q, K, V):
+        refuse_to_run()
+
+    def make_gqa_sdpa(scaled_dot_product_attention):
+        def theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, groups):
+            refuse_to_run()
+
+        return theirs
+
+    def flex_attention_with_sink(
+        self_attn, query, key, value, attention_mask=None, scale=None, sliding_window=None, compile=True, has_static_cache=True
+    ):
+        refuse_to_run()
+
+    for name in ("unsloth", "unsloth.utils", "unsloth.models", "unsloth_zoo", "unsloth_zoo.temporary_patches"):
+        module(name)
+    made = types.SimpleNamespace(
+        dispatch=module(
+            dispatch.MODULE, _run_attention=_run_attention, AttentionConfig=dataclass("AttentionConfig", dispatch._CONFIG),
+            AttentionContext=dataclass("AttentionContext", dispatch._CONTEXT),
+            cover_padded_cu_seqlens=lambda seq_info, total_tokens: seq_info[1:], _ring_attention_active=lambda: False,
+        ),
+        gemma2=module("unsloth.models.gemma2", HAS_FLASH_ATTENTION_SOFTCAPPING=False),
+        llama=module("unsloth.models.llama", HAS_FLASH_ATTENTION_SOFTCAPPING=False),
+        gqa_sdpa=module(gqa_sdpa.MODULE, make_gqa_sdpa=make_gqa_sdpa),
+        flex=module(sinks.MODULE, flex_attention_with_sink=flex_attention_with_sink, HAS_FLEX_ATTENTION=True),
+    )  # fmt: skip
+    monkeypatch.setattr(releases, "version", lambda package: "2026.10.9")
+    volta_fa.unsloth_stats(reset=True)
+    yield made
+    volta_fa.disable_unsloth()
+
+
+def operands(dtype=torch.float64, headdim=HEADDIM, batch=BATCH):
+    torch.manual_seed(0)
+    shapes = [(batch, heads, SEQLEN, headdim) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def visible(window=None, segments=None):
+    """Which keys the queries see, (seqlen, seqlen)."""
+    distance = torch.arange(SEQLEN)[:, None] - torch.arange(SEQLEN)
+    seen = (distance >= 0) & (distance < (window or SEQLEN))
+    return seen if segments is None else seen & (segments[:, None] == segments)
+
+
+def expected(q, k, v, seen, scale=None):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+
+
+def call(unsloth, q, k, v, arguments, **context):
+    fields = dict(seq_info=None, attention_mask=None, prefix_seg_info=None, causal_mask=None, is_causal=True) | context
+    name = "flash_varlen_kwargs" if fields["seq_info"] is not None else "flash_dense_kwargs"
+    config = unsloth.dispatch.AttentionConfig(**{name: arguments})
+    return unsloth.dispatch._run_attention(config=config, context=unsloth.dispatch.AttentionContext(**fields), Q=q, K=k, V=v)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_and_gradients_equal_those_of_sdpa(unsloth, packed, window):
+    volta_fa.enable_unsloth(force=True)
+    q, k, v = operands(batch=1 if packed else BATCH)
+    arguments = {"causal": True, "softmax_scale": None, "window_size": (-1, -1) if window is None else (window - 1, window - 1)}
+    context, segments = {}, None
+    if packed:
+        context["seq_info"] = (None, torch.tensor([0, 7, SEQLEN], dtype=torch.int32), 7)
+        segments = torch.tensor([0] * 7 + [1] * (SEQLEN - 7))
+    out = call(unsloth, q, k, v, arguments, **context)
+    truth = expected(q, k, v, visible(window, segments)).transpose(1, 2)
+    torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
+    dout = torch.randn_like(out)
+    for ours, theirs in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(truth, (q, k, v), dout)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert volta_fa.unsloth_stats() == {"ran": 1, "traced": 0, "fell_back": {}}
+
+
+def test_softcap_of_gemma2(unsloth):
+    assert not unsloth.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING
+    volta_fa.enable_unsloth(force=True)
+    assert unsloth.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING
+    q, k, v = operands()
+    out = call(unsloth, q, k, v, {"causal": True, "softcap": 1.5, "softmax_scale": 0.5}, causal_mask=True)
+    scores = 1.5 * torch.tanh(0.5 * q @ k.repeat_interleave(HEADS // KV_HEADS, 1).mT / 1.5)
+    truth = scores.masked_fill(~visible(), float("-inf")).softmax(-1) @ v.repeat_interleave(HEADS // KV_HEADS, 1)
+    torch.testing.assert_close(out, truth.transpose(1, 2), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "bool window", "float window", "padding"])
+def test_attention_of_gemma3(unsloth, kind):
+    volta_fa.enable_unsloth(force=True)
+    attention = unsloth.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
+    q, k, v = operands()
+    seen = {"none": torch.ones(SEQLEN, SEQLEN, dtype=torch.bool), "causal": visible()}.get(kind, visible(WINDOW)).expand(BATCH, 1, -1, -1)
+    mask = None
+    if kind.endswith("window"):
+        mask = seen.clone() if kind == "bool window" else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        assert masks.causal_window(mask) == WINDOW - 1
+    elif kind == "padding":
+        seen = seen.clone()
+        seen[1, :, :, SEQLEN - 3 :] = False
+        mask = seen
+        assert masks.causal_window(mask) is None
+    out = attention(q, k, v, mask, 0.0, kind == "causal", 0.3, HEADS // KV_HEADS)
+    torch.testing.assert_close(out, expected(q, k, v, seen, 0.3), rtol=0, atol=1e-12)
+    assert volta_fa.unsloth_stats()["ran"] == 1
+
+
+def test_a_mask_that_changes_is_looked_at_again():
+    mask = visible(WINDOW)[None, None].clone()
+    assert masks.causal_window(mask) == WINDOW - 1
+    mask[..., SEQLEN // 2, 0] = True
+    assert masks.causal_window(mask) is None
+    assert masks.causal_window(visible()[None, None].clone()) == -1
+    assert masks.causal_window(torch.where(visible(WINDOW), 0.0, -3.0)[None, None]) is None  # a bias, not a mask
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_sinks_of_gpt_oss(unsloth, window):
+    volta_fa.enable_unsloth(force=True)
+    q, k, v = operands()
+    sink = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    layer = types.SimpleNamespace(sinks=sink, scaling=0.4, sliding_window=window, training=True)
+    out = unsloth.flex.flex_attention_with_sink(layer, q, k, v)
+    scores = 0.4 * q @ k.repeat_interleave(HEADS // KV_HEADS, 1).mT
+    scores = scores.masked_fill(~visible(window), float("-inf"))
+    scores = torch.cat((scores, sink[None, :, None, None].expand(BATCH, -1, SEQLEN, 1)), -1)
+    truth = (scores.softmax(-1)[..., :-1] @ v.repeat_interleave(HEADS // KV_HEADS, 1)).transpose(1, 2)
+    torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
+    dout = torch.randn_like(out)
+    for ours, theirs in zip(torch.autograd.grad(out, (q, sink), dout), torch.autograd.grad(truth, (q, sink), dout)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "reason, context, headdim",
+    [
+        ("attention_mask", {"attention_mask": torch.ones(BATCH, SEQLEN)}, HEADDIM),
+        ("prefix", {"prefix_seg_info": object()}, HEADDIM),
+        ("causal_mask", {"causal_mask": object()}, HEADDIM),
+        ("headdim", {}, 264),
+    ],
+)
+def test_other_calls_fall_back_and_are_counted(unsloth, reason, context, headdim):
+    volta_fa.enable_unsloth(force=True)
+    with pytest.raises(AssertionError, match="own function ran"):
+        call(unsloth, *operands(headdim=headdim), {"causal": True}, **context)
+    assert volta_fa.unsloth_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
+
+
+def test_a_softcap_without_a_kernel_raises(unsloth):
+    volta_fa.enable_unsloth(force=True)
+    with pytest.raises(NotImplementedError, match="softcap: got it with a call that has no kernel"):
+        call(unsloth, *operands(), {"causal": True, "softcap": 2.0}, attention_mask=torch.ones(BATCH, SEQLEN))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_without_a_graph_break(unsloth, packed):
+    """unsloth compiles the layers of some models. Counts must not compile them again."""
+    volta_fa.enable_unsloth(force=True)
+    lengths = (None, torch.tensor([0, 7, SEQLEN], dtype=torch.int32), 7) if packed else None
+    q, k, v = operands(batch=1)
+    attend = torch.compile(lambda *qkv: call(unsloth, *qkv, {"causal": True}, seq_info=lengths), backend="eager", fullgraph=True)
+    truth = call(unsloth, q, k, v, {"causal": True}, seq_info=lengths)
+    for _ in range(3):
+        torch.testing.assert_close(attend(q, k, v), truth, rtol=0, atol=1e-12)
+    assert volta_fa.unsloth_stats() == {"ran": 1, "traced": 1, "fell_back": {}}
+
+
+def test_disable_restores_unsloth_and_its_loaded_models(unsloth):
+    before = unsloth.dispatch._run_attention
+    volta_fa.enable_unsloth(force=True)
+    volta_fa.enable_unsloth(force=True)
+    loaded = unsloth.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
+    sink = unsloth.flex.flex_attention_with_sink
+    volta_fa.disable_unsloth()
+    assert unsloth.dispatch._run_attention is before
+    assert not unsloth.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING
+    for attention, rest in ((loaded, (None, 0.0, True, None, 2)), (lambda *qkv: sink(None, *qkv), ())):
+        with pytest.raises(AssertionError, match="own function ran"):
+            attention(*operands(), *rest)
+
+
+CHANGES = {
+    "unsloth.utils.attention_dispatch._run_attention": lambda m: setattr(m.dispatch, "_run_attention", lambda q, k, v: None),
+    "unsloth.utils.attention_dispatch.AttentionContext": lambda m: setattr(
+        m.dispatch, "AttentionContext", dataclass("AttentionContext", dispatch._CONTEXT | {"new"})
+    ),
+    "unsloth.models.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING": lambda m: delattr(m.gemma2, "HAS_FLASH_ATTENTION_SOFTCAPPING"),
+    "unsloth_zoo.temporary_patches.sdpa_gqa.make_gqa_sdpa": lambda m: delattr(m.gqa_sdpa, "make_gqa_sdpa"),
+    "unsloth_zoo.flex_attention.flex_attention_with_sink": lambda m: setattr(m.flex, "flex_attention_with_sink", lambda *a: None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_refuses_a_changed_unsloth_and_replaces_nothing(unsloth, name, monkeypatch):
+    CHANGES[name](unsloth)
+    monkeypatch.setattr(releases, "version", lambda package: "2099.1.1")
+    before = unsloth.dispatch._run_attention
+    with pytest.raises(ImportError) as caught:
+        volta_fa.enable_unsloth(force=True)
+    message = str(caught.value)
+    assert name in message and "2099.1.1" in message and releases.TESTED[0] in message
+    assert unsloth.dispatch._run_attention is before
+
+
+def test_warns_about_an_untested_release(unsloth, monkeypatch):
+    monkeypatch.setattr(releases, "version", lambda package: "2099.1.1")
+    with pytest.warns(UserWarning, match="2099.1.1"):
+        volta_fa.enable_unsloth(force=True)
+
+
+def test_without_unsloth_or_a_gpu(unsloth, monkeypatch):
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="force=True"):
+            volta_fa.enable_unsloth()
+    monkeypatch.delitem(sys.modules, "unsloth")
+    with pytest.raises(ImportError, match="import unsloth"):
+        volta_fa.enable_unsloth(force=True)
+
+
+def test_the_installed_release_is_known(monkeypatch):
+    """The real modules have what the modules of these tests have."""
+    monkeypatch.setenv("UNSLOTH_ALLOW_CPU", "1")
+    pytest.importorskip("unsloth", reason="unsloth is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        volta_fa.enable_unsloth(force=True)
+    volta_fa.disable_unsloth()

@@ -1,0 +1,124 @@
+"""Runs one job in one engine: python engine.py JOB.json RESULT.json MODELS
+
+Writes the tokens of all prompts, twice (the second time vLLM's prefix cache has them), with log-probabilities of the best two tokens
+of each step. For an encoder, writes embeddings and those of transformers in float32.
+"""
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+VOCABULARY = 4096
+#: One below, at and above block sizes, tiles and the limit of a step's tokens.
+LENGTHS = [5, 6, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255, 257, 300, 400, 511, 513, 700, 900, 1023, 1025, 1300]
+LENGTHS += [1600, 2000, 2047, 2049, 2500, 2999, 3000]
+ENCODER_LENGTHS = [4, 5, 17, 63, 64, 100, 200, 300, 500]
+
+
+job: dict = {}
+
+
+def prompts(kind: str) -> tuple[list[list[int]], int]:
+    """Returns prompts, and the number of new tokens of each.
+
+    Args:
+        kind: `mixed` lengths, of which some begin with the same 512 tokens; `repeated`, the same with a text that repeats itself;
+            `long`: short prompts with many new tokens.
+    """
+    rng = random.Random(7)
+
+    def text(length):
+        return [rng.randrange(3, VOCABULARY) for _ in range(length)]
+
+    if kind == "long":
+        return [text(100 + 13 * i) for i in range(24)], 256
+    common, found = text(512), []
+    for i, length in enumerate(LENGTHS):
+        words = text(length)
+        if kind == "repeated":
+            words = (words[: max(5, length // 8)] * 9)[:length]
+        elif i % 4 == 3 and length > 600:
+            words[:512] = common
+        found.append(words)
+    return found, 64
+
+
+def start(models: Path, **options):
+    """Returns the engine of this job."""
+    import vllm.config.model as limits
+    from vllm import LLM
+
+    limits._FLOAT16_NOT_SUPPORTED_MODELS.clear()  # vLLM warns of overflow in real Gemma 2 weights
+    defaults = {"dtype": "float16", "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05}
+    defaults |= {"seed": 0, "disable_log_stats": True, "attention_backend": job["backend"]}
+    return LLM(model=str(models / job["model"]), **defaults | options | job.get("engine", {}))
+
+
+def run_tokens(models: Path) -> dict:
+    """Generates greedily, twice."""
+    from vllm import SamplingParams
+
+    llm = start(models, max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=True)
+    texts, new = prompts(job.get("prompts", "mixed"))
+    inputs = [{"prompt_token_ids": text} for text in texts]
+    logprobs = 2 if job.get("logprobs", True) else None
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=logprobs)
+    options = {}
+    if job.get("lora"):
+        from vllm.lora.request import LoRARequest
+
+        adapter = LoRARequest("adapter", 1, str(models / "lora"))
+        options["lora_request"] = [adapter if i % 2 else None for i in range(len(inputs))]
+    rounds = []
+    for _ in range(2):
+        begin = time.time()
+        outputs = llm.generate(inputs, params, use_tqdm=False, **options)
+        found = {"seconds": time.time() - begin, "cached": sum(o.num_cached_tokens or 0 for o in outputs)}
+        found["tokens"] = [list(o.outputs[0].token_ids) for o in outputs]
+        if logprobs:
+            steps = [[sorted((x.logprob for x in step.values()), reverse=True)[:2] for step in o.outputs[0].logprobs] for o in outputs]
+            found["logprobs"] = steps
+        rounds.append(found)
+    result = {"rounds": rounds}
+    if not job.get("engine", {}).get("disable_log_stats", True):
+        result["preemptions"] = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+    return result
+
+
+def run_encoder(models: Path) -> dict:
+    """Embeds, here and with transformers in float32, and returns the relative errors of the embeddings."""
+    from transformers import BertModel
+
+    llm = start(models, runner="pooling", enforce_eager=True)
+    rng = random.Random(1)
+    texts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in ENCODER_LENGTHS]
+    outputs = llm.embed([{"prompt_token_ids": text} for text in texts], use_tqdm=False)
+    found = torch.tensor([o.outputs.embedding for o in outputs])
+    model = BertModel.from_pretrained(models / job["model"], dtype=torch.float32, attn_implementation="eager").cuda().eval()
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([text], device="cuda")).last_hidden_state[:, 0] for text in texts])
+    expected = torch.nn.functional.normalize(expected, dim=-1).cpu()
+    others = (expected - expected.roll(1, 0)).norm(dim=-1)
+    return {"errors": (found - expected).norm(dim=-1).tolist(), "distance_between_texts": others.min().item()}
+
+
+def main() -> None:
+    """Runs the job, and writes its result or its error."""
+    begin = time.time()
+    job.update(json.loads(Path(sys.argv[1]).read_text()))
+    try:
+        result = {"tokens": run_tokens, "encoder": run_encoder}[job["kind"]](Path(sys.argv[3]))
+    except Exception as error:
+        if job.get("refused", "\0") not in str(error):
+            raise
+        result = {"refused": str(error)}
+    result |= {"name": job["name"], "seconds": time.time() - begin}
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Serves a model under a mixed load: python load.py JOB.json RESULT.json MODELS [--minutes 10] [--url http://127.0.0.1:8000]
+
+Starts `vllm serve` with a KV cache that is too small for the load, so it preempts. Generates greedily for each prompt alone (the quiet
+run), then for minutes with random arrivals, lengths and cancellations, then alone again. Writes wrong tokens, memory over time, and
+blocks in use at the end. With --url, uses a running server instead of starting one.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import psutil
+
+VOCABULARY, PROMPTS, NEW_TOKENS = 4096, 48, 96
+#: 12,288 tokens of llama128, where 64 sequences have about 29,000
+CACHE_BYTES = 96 << 20
+#: One in 20 arrivals is of BURST requests at once.
+ARRIVALS_PER_S, BURST, CANCELLED, SAMPLED = 6.0, 64, 0.3, 0.1
+#: Largest difference of log-probabilities that rounding explains. compare.py measures it between vLLM's own backends.
+TIE = 0.05
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", type=Path)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("models", type=Path)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--url", default="", help="a running server (default: start one)")
+    return parser.parse_args()
+
+
+def texts() -> list[list[int]]:
+    """Returns prompts of 5 to 2,500 tokens. Half of them begin with the same 512."""
+    rng = random.Random(11)
+    common = [rng.randrange(3, VOCABULARY) for _ in range(512)]
+    lengths = [int(5 * 500 ** rng.random()) for _ in range(PROMPTS)]
+    found = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]
+    return [common + text[: max(1, len(text) - 512)] if i % 2 else text for i, text in enumerate(found)]
+
+
+class Client:
+    """Requests to a server, and what came back."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+        self.session, self.url, self.model = session, url, model
+
+    async def complete(self, prompt: list[int], new: int = NEW_TOKENS, stop_after: int | None = None, temperature: float = 0.0):
+        """Returns the tokens of a completion, and its best two tokens of each step with their log-probabilities.
+
+        Args:
+            stop_after: closes the connection after this many tokens, which cancels the request; None: never.
+        """
+        body = {"model": self.model, "prompt": prompt, "max_tokens": new, "temperature": temperature, "ignore_eos": True, "stream": True}
+        body |= {"logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        tokens, best = [], []
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
+            response.raise_for_status()
+            if stop_after == 0:
+                return tokens, best
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                for choice in json.loads(line[6:])["choices"]:
+                    tokens += choice.get("token_ids") or []
+                    for step in (choice.get("logprobs") or {}).get("top_logprobs") or []:
+                        ranked = sorted(step.items(), key=lambda item: -item[1])[:2]
+                        best.append([(int(name.removeprefix("token_id:")), value) for name, value in ranked])
+                if stop_after is not None and len(tokens) >= stop_after:
+                    return tokens, best
+        return tokens, best
+
+    async def metrics(self) -> dict[str, float]:
+        """Returns the server's counters by name, without vLLM's prefix."""
+        async with self.session.get(f"{self.url}/metrics") as response:
+            lines = re.findall(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", await response.text(), re.MULTILINE)
+        return {name: float(value) for name, value in lines}
+
+
+class Checker:
+    """Compares completions with those of the quiet run."""
+
+    def __init__(self, quiet: list) -> None:
+        self.quiet = quiet
+        self.compared = self.requests = self.ties = 0
+        self.largest_gap = self.largest_noise = 0.0
+        self.wrong: list[str] = []
+
+    def check(self, i: int, tokens: list[int], best: list) -> None:
+        """Compares tokens with the first of the quiet run's, up to a tie of its best two."""
+        expected, ranked = self.quiet[i]
+        self.requests += 1
+        for at, (token, want) in enumerate(zip(tokens, expected)):
+            if token != want:
+                gap = ranked[at][0][1] - ranked[at][1][1]
+                if gap > TIE or token != ranked[at][1][0]:
+                    self.wrong.append(f"prompt {i}, token {at}: got {token}, expected {want}, gap {gap:.4f}")
+                else:
+                    self.ties, self.largest_gap = self.ties + 1, max(self.largest_gap, gap)
+                return
+            self.compared += 1
+            if at < len(best):
+                self.largest_noise = max(self.largest_noise, abs(best[at][0][1] - ranked[at][0][1]))
+
+
+def memory(root: int) -> tuple[float, float]:
+    """Returns MB of host memory and of GPU memory (0: unknown) of a process and its children."""
+    tree = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
+    pids, host = {p.pid for p in tree}, sum(p.memory_info().rss for p in tree) / 1e6
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        rows = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        rows = []
+    pairs = [row.split(",") for row in rows if re.fullmatch(r"\d+, \d+", row)]
+    return host, sum(float(used) for pid, used in pairs if int(pid) in pids)
+
+
+async def load(client: Client, checker: Checker, prompts: list, seconds: float, server: int | None) -> dict:
+    """Sends requests at random times for so many seconds, and waits for all. Returns counts and the server's memory over time."""
+    rng, pending, begin = random.Random(13), set(), time.time()
+    counts, samples, errors = {"sent": 0, "cancelled": 0, "sampled": 0}, [], []
+
+    async def one(i, new, stop_after, temperature):
+        try:
+            tokens, best = await client.complete(prompts[i], new, stop_after, temperature)
+            if temperature == 0:
+                checker.check(i, tokens, best)
+                if stop_after is None and len(tokens) != new:
+                    checker.wrong.append(f"prompt {i}: got {len(tokens)} tokens, expected {new}")
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            errors.append(repr(error))
+
+    while time.time() - begin < seconds:
+        for _ in range(BURST if rng.random() < 0.05 else 1):
+            cancelled, sampled = rng.random() < CANCELLED, rng.random() < SAMPLED
+            new = rng.randrange(1, NEW_TOKENS + 1)
+            request = one(rng.randrange(len(prompts)), new, rng.randrange(new) if cancelled else None, 0.8 if sampled else 0.0)
+            task = asyncio.create_task(request)
+            pending.add(task)
+            task.add_done_callback(pending.discard)
+            for name, value in (("sent", 1), ("cancelled", cancelled), ("sampled", sampled)):
+                counts[name] += value
+        if server and (not samples or time.time() - begin - samples[-1][0] > 5):
+            samples.append((time.time() - begin, *await asyncio.to_thread(memory, server)))
+        await asyncio.sleep(rng.expovariate(ARRIVALS_PER_S))
+    await asyncio.gather(*pending)
+    return {**counts, "errors": errors, "memory": samples}
+
+
+def growth(samples: list, column: int) -> float:
+    """Returns the MB by which memory grew in the last third. Before, PyTorch's allocator grows with the largest batches so far."""
+    values = [sample[column] for sample in samples]
+    return values[-1] - values[len(values) * 2 // 3] if values else 0.0
+
+
+async def measure(options, url: str, server: subprocess.Popen | None) -> dict:
+    """Runs quietly, under load and quietly again."""
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        begin = time.time()
+        while True:
+            try:
+                async with session.get(f"{url}/v1/models") as response:
+                    model = (await response.json())["data"][0]["id"]
+                break
+            except aiohttp.ClientError:
+                if time.time() - begin > 240 or (server and server.poll() is not None):
+                    raise
+                await asyncio.sleep(0.5)
+        result = {"start_s": time.time() - begin}
+        client, prompts = Client(session, url, model), texts()
+        checker = Checker([await client.complete(prompt) for prompt in prompts])
+        result["quiet_s"] = time.time() - begin - result["start_s"]
+        before = await client.metrics()
+        result |= await load(client, checker, prompts, 60 * options.minutes, server.pid if server else None)
+        after = await client.metrics()
+        for _ in range(20):  # a cancellation reaches the engine after its connection closes, and the gauges with the next step
+            await client.complete(prompts[0], 2)
+            idle = await client.metrics()
+            if not idle["num_requests_running"] + idle["num_requests_waiting"] + idle["kv_cache_usage_perc"]:
+                break
+            await asyncio.sleep(0.5)
+        result["left"] = {name: idle[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")}
+        result["counters"] = {n: after[n] - before[n] for n in after if n.endswith("_total") and after[n] != before.get(n)}
+        for i in range(0, PROMPTS, 4):
+            checker.check(i, *await client.complete(prompts[i]))
+    result["growth"] = {"host_mb": growth(result["memory"], 1), "gpu_mb": growth(result["memory"], 2)}
+    return result | {key: value for key, value in vars(checker).items() if key != "quiet"}
+
+
+def main() -> None:
+    """Starts a server unless there is one, measures, and writes the result."""
+    options = parse()
+    job, server, url = json.loads(options.job.read_text()), None, options.url
+    if not url:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.models / job["model"]), "--port", port]
+        command += ["--attention-backend", job["backend"], "--dtype", "half", "--max-model-len", "4096", "--max-num-seqs", "64"]
+        command += ["--kv-cache-memory-bytes", str(CACHE_BYTES), "--gpu-memory-utilization", "0.05", "--enable-prompt-tokens-details"]
+        server = subprocess.Popen(command)
+    try:
+        result = asyncio.run(measure(options, url, server))
+    finally:
+        if server:
+            server.terminate()
+            server.wait(30)
+    options.result.write_text(json.dumps({"name": job["name"], **result}))
+
+
+if __name__ == "__main__":
+    main()

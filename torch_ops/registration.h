@@ -1,0 +1,37 @@
+// Macros like torch/library.h's for namespace volta_fa, which register nothing in the second copy of this library in a process.
+//
+// PyTorch aborts the process if an operator is defined twice, as when a wheel and a copy from Hugging Face's hub are loaded: the
+// error leaves a static initializer.
+#pragma once
+
+#include <c10/macros/Macros.h>
+#include <torch/library.h>
+
+#include <optional>
+
+namespace volta_fa {
+
+// Hidden, so that each copy has its own, even if one was loaded with RTLD_GLOBAL.
+
+// Returns whether this copy registers the operators. Another copy that is already there wins; then this one warns, once.
+C10_HIDDEN bool is_first_copy();
+
+struct C10_HIDDEN Registration {
+    Registration(torch::Library::Kind kind, std::optional<c10::DispatchKey> key, const char* file, uint32_t line,
+                 void (*add)(torch::Library&));
+
+private:
+    std::optional<torch::Library> library_;
+};
+
+}  // namespace volta_fa
+
+#define VOLTA_FA_REGISTER(kind, key, m, uid)                                                      \
+    static void C10_CONCATENATE(volta_fa_register_, uid)(torch::Library&);                        \
+    static const ::volta_fa::Registration C10_CONCATENATE(volta_fa_registration_, uid)(           \
+        torch::Library::kind, key, __FILE__, __LINE__, C10_CONCATENATE(volta_fa_register_, uid)); \
+    void C10_CONCATENATE(volta_fa_register_, uid)(torch::Library & m)
+
+#define VOLTA_FA_LIBRARY(m) VOLTA_FA_REGISTER(DEF, std::nullopt, m, C10_UID)
+#define VOLTA_FA_LIBRARY_FRAGMENT(m) VOLTA_FA_REGISTER(FRAGMENT, std::nullopt, m, C10_UID)
+#define VOLTA_FA_LIBRARY_IMPL(key, m) VOLTA_FA_REGISTER(IMPL, c10::DispatchKey::key, m, C10_UID)
