@@ -1,5 +1,5 @@
 // Online softmax over tiles of keys, with a lazy row maximum (FlashAttention-2's update, but rarely taken). Used by the forward
-// and decode kernels; the backward pass uses exp2_approx and pack_probabilities.
+// and decode kernels; the backward pass uses exp2_approx and pack_shifted.
 //
 // A probability is 2^(score * scale_log2 - row_max). Any row_max gives the same result in exact arithmetic. It only has to keep
 // the row's largest probability inside the range of fp16, and the others precise. So row_max moves, and the output is rescaled,
@@ -8,10 +8,10 @@
 //
 // Probabilities are packed to fp16 by integer operations, because the conversion instruction runs on the quarter-rate XU pipe,
 // which exp2 already fills. The fp32 bits of x * 2^-112 are those of the fp16 x, shifted left by 13, because the exponent
-// biases differ by 127 - 15 = 112. So row_max includes 112, and packing is a shift and a rounding addition. Packing loses a
-// NaN, but the row's sum keeps it, which makes the whole output row NaN. Packing flushes fp16 subnormals (below 2^-14) to zero.
-// kPackedOne moves probabilities up to use the other end of fp16's range: 1 becomes 2^8, and the largest is 2^(kPackedOne +
-// kRescaleThreshold) = 2^15.
+// biases differ by 127 - 15 = 112. So packing is a multiplication by 2^-112, a shift and a rounding addition. The factor is not
+// a part of the exponent: there fp32 would round the exponent to 2^-17, and lse would be off by 8e-6. Packing loses a NaN, but
+// the row's sum keeps it, which makes the whole output row NaN. kPackedOne moves probabilities up to use the other end of
+// fp16's range: 1 becomes 2^8, and the largest is 2^(kPackedOne + kRescaleThreshold) = 2^15.
 //
 // Range: row_max is fp32, so the scheme holds while |score * scale_log2| < 2^24, where one unit in the last place is still
 // below 2. row_max is never below that of a score of -2^24. Lower scores come only from a bias that hides keys: their
@@ -20,8 +20,8 @@
 
 // How far a scaled score may exceed the maximum that row_max was set at, log2 units.
 constexpr float kRescaleThreshold = 7.f;
-constexpr float kPackedOne = 8.f;  // log2 of what a probability of 1 is packed as
-constexpr float kMaxOffset = 112.f - kPackedOne;  // row_max = scaled row maximum + kMaxOffset
+constexpr float kPackedOne = 256.f;  // what a probability of 1 is packed as
+constexpr float kPackingShift = 1.92592994e-34f;  // 2^-112
 constexpr float kLargestScore = 16777216.f;  // 2^24: bound of |score * scale_log2|
 constexpr float kLowest = -3e38f;  // below every finite score; with -inf, inf - inf would give NaN
 constexpr float kLn2 = 0.69314718055994531f;
@@ -40,13 +40,21 @@ __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xf
 __device__ __forceinline__ float positive_infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ float quiet_nan() { return __int_as_float(0x7fffffff); }
 
-// Packs two probabilities, scaled by 2^-112, to fp16. "* 8" instead of "<< 3" lets the compiler fuse it with the rounding
-// addition into one multiply-add. The fp16 is then the upper half of each word.
-__device__ __forceinline__ unsigned pack_probabilities(float lo, float hi) {
+// Packs two numbers from 0 to 2^15, scaled by 2^-112, to fp16. "* 8" instead of "<< 3" lets the compiler fuse it with the
+// rounding addition into one multiply-add. The fp16 is then the upper half of each word.
+__device__ __forceinline__ unsigned pack_shifted(float lo, float hi) {
     const unsigned a = __float_as_uint(lo) * 8u + 0x8000u;
     const unsigned b = __float_as_uint(hi) * 8u + 0x8000u;
     return __byte_perm(a, b, 0x7632);
 }
+// Returns a probability as pack_shifted takes it, times kPackedOne. As assembler, because ptxas then needs fewer registers.
+__device__ __forceinline__ float shifted(float probability) {
+    float y;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(probability), "f"(kPackedOne * kPackingShift));
+    return y;
+}
+// Packs two probabilities times kPackedOne.
+__device__ __forceinline__ unsigned pack_probabilities(float lo, float hi) { return pack_shifted(shifted(lo), shifted(hi)); }
 
 // Which rows move their row_max once any score of the warp exceeds its limit. kAll postpones the next time for all rows. But
 // where packed probabilities of the previous tile still wait for P V, a rescale rounds them once more. That is harmless only
@@ -55,11 +63,11 @@ enum class RescaledRows { kAll, kExceeding };
 
 // A lane's softmax state of one row.
 struct SoftmaxRow {
-    float row_max = kMaxOffset - kLargestScore;  // lazy row maximum: subtracted from scaled scores
+    float row_max = -kLargestScore;  // lazy row maximum: subtracted from scaled scores
     float limit = kLowest;  // an unscaled score above it moves row_max
-    float sum = 0.f;  // of this lane's probabilities, times 2^-kMaxOffset
+    float sum = 0.f;  // of this lane's probabilities
 
-    // Returns the probability of a score, times 2^-kMaxOffset, and adds it to the sum.
+    // Returns the probability of a score, and adds it to the sum.
     __device__ __forceinline__ float probability(float score, float scale_log2) {
         const float p = exp2_approx(fmaf(score, scale_log2, -row_max));
         sum += p;
@@ -71,10 +79,10 @@ struct SoftmaxRow {
     template <RescaledRows Rows>
     __device__ __forceinline__ float update_row_max(float row_maximum, float scale_log2, float inverse_scale_log2) {
         const bool stays = Rows == RescaledRows::kExceeding && !(row_maximum > limit);
-        const float moved = stays ? row_max : fmaxf(fmaf(row_maximum, scale_log2, kMaxOffset), row_max);
+        const float moved = stays ? row_max : fmaxf(row_maximum * scale_log2, row_max);
         const float factor = exp2_approx(row_max - moved);
         row_max = moved;
-        limit = (moved - kMaxOffset + kRescaleThreshold) * inverse_scale_log2;
+        limit = (moved + kRescaleThreshold) * inverse_scale_log2;
         sum *= factor;
         return factor;
     }
@@ -99,7 +107,6 @@ struct SoftmaxResult {
     __device__ __forceinline__ SoftmaxResult(float row_max, float row_sum) {
         const bool empty = row_sum == 0.f;
         lse = empty ? positive_infinity() : kLn2 * (log2_approx(row_sum) + row_max);
-        // Output and sum are in units of 2^(112 - row_max) and 2^-row_max.
-        output_scale = empty ? 0.f : __fdividef(1.92592994e-34f /* 2^-112 */, row_sum);
+        output_scale = empty ? 0.f : __fdividef(1.f / kPackedOne, row_sum);
     }
 };

@@ -95,6 +95,20 @@ def test_attributes_for_xformers_and_unsloth():
     )
 
 
+def test_what_transformer_engine_imports():
+    succeeds(
+        """
+        import volta_fa
+        volta_fa.install_flash_attn_shim()
+        from flash_attn_2_cuda import varlen_bwd
+        from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+        from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, _flash_attn_varlen_backward
+        from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward, _wrapped_flash_attn_backward
+        """
+    )
+
+
 def make_distribution(folder: Path, version: str | None) -> Path:
     """Another flash_attn; with a version, one that pip installed."""
     (folder / "flash_attn").mkdir()

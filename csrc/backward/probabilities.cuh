@@ -5,16 +5,16 @@
 
 #include "softmax.cuh"
 
-// P is kept in fp16 as P * 2^12. volta packs by integers (pack_probabilities), which flushes values below 2^-14, so P below
+// P is kept in fp16 as P * 2^12. volta packs by integers (pack_shifted), which flushes values below 2^-14, so P below
 // 2^-26 becomes 0. turing packs by conversions, which keep subnormals. P * 2^12 overflows fp16 only above P = 15.99: rounding
 // of S and lse can make P larger than 1, where |S * scale_log2| is about 2^24.
 constexpr float kProbabilityBits = 12.f;
 constexpr float kProbabilityUnit = 4096.f;  // 2^kProbabilityBits
-constexpr float kExponentShift = kProbabilityBits - 112.f;  // 112: see pack_probabilities (softmax.cuh)
+constexpr float kExponentShift = kProbabilityBits - 112.f;  // 112: see pack_shifted (softmax.cuh)
 constexpr float kExponentUnit = 1.2676506e30f;  // 2^-kExponentShift: restores P from 2^(score - lse + kExponentShift)
 
 // Computes 2^(s * scale_log2 + shift) in place, for M x N tiles of which a lane has E elements each. With shift =
-// kExponentShift, pack_probabilities then packs P * 2^12.
+// kExponentShift, pack_shifted then packs P * 2^12.
 template <int M, int N, int E>
 __device__ __forceinline__ void exponentials(float (&s)[M][N][E], float scale_log2, float shift) {
 #pragma unroll

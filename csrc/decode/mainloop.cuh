@@ -221,7 +221,7 @@ public:
                 for (int tile = 0; tile < kStepTiles; tile++) {
                     unsigned packed[RowTiles];
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++) packed[mt] = pack_probabilities(x[tile][mt].x, x[tile][mt].y);
+                    for (int mt = 0; mt < RowTiles; mt++) packed[mt] = pack(x[tile][mt].x, x[tile][mt].y);
                     if constexpr (kZeroPoints) {
                         const float2 zero =
                             scales.pair(StepScales::kValueZeroPoint, kTileTokens * tile + Layout::score_token(lane));
@@ -342,7 +342,7 @@ private:
                 float m = 0.f;
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++)
-                    m = fmaxf(m, fmaxf(p[tile][mt].x * kTwo112 * scale[tile].x, p[tile][mt].y * kTwo112 * scale[tile].y));
+                    m = fmaxf(m, fmaxf(p[tile][mt].x * kPackedOne * scale[tile].x, p[tile][mt].y * kPackedOne * scale[tile].y));
 #pragma unroll
                 for (int lane_mask : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
                 factor[mt] = probability_scale[mt].update(m);
@@ -371,7 +371,7 @@ private:
             factor[mt] = kTokenScales ? 1.f / probability_scale[mt].inverse
                                       : scale_of_sequence(p.scales.v, s.batch, s.head_k) / CacheElement::kScale;
             if constexpr (kZeroPoints) {
-                offset[mt] = probability_scale[mt].offset * kTwo112;
+                offset[mt] = probability_scale[mt].offset * (1.f / kPackingShift);
 #pragma unroll
                 for (int lane_mask : Layout::kRowLaneMasks) offset[mt] += __shfl_xor_sync(~0u, offset[mt], lane_mask);
             }

@@ -32,17 +32,15 @@ struct StepScales {
     }
 };
 
-constexpr float kTwo112 = 5.1922969e33f;  // 2^112: probabilities are 2^-112 of what is packed (softmax.cuh)
-
 // One row's unit for scaled probabilities.
 //
-// Packed probabilities lie between 2^-14 and 2^15 (softmax.cuh), which leaves no room for a scale. So a row has a unit, a power
+// Packed probabilities reach 2^15 (softmax.cuh), which leaves no room for a scale. So a row has a unit, a power
 // of two: packed is probability * scale / unit, and the output accumulates in units. The unit moves lazily, like row_max: where
 // a product does not fit, and with row_max, so that small scales lose no bits. For a negative or non-finite scale
 // callers make the row's sum NaN.
 struct ProbabilityScale {
     float inverse = 1.f;  // 1 / unit
-    float offset = 0.f;  // int4: what zero points add to every column, in units, times 2^-112 as the probabilities are
+    float offset = 0.f;  // int4: what zero points add to every column, in units, times kPackingShift
 
     // Largest value that may be packed: the bits of 2^(15 - 112). Compared as integers, so that NaN and negative values exceed
     // it.
@@ -50,16 +48,17 @@ struct ProbabilityScale {
     __device__ __forceinline__ static bool exceeds(float2 p) {
         return __float_as_uint(p.x) > kLargest || __float_as_uint(p.y) > kLargest;
     }
-    // Adding 0 turns -0 into 0, whose bits would exceed kLargest.
+    // Returns what pack_shifted packs. Adding 0 turns -0 into 0, whose bits would exceed kLargest.
     __device__ __forceinline__ float2 scaled(float2 p, float2 scale) const {
-        return make_float2(fmaf(p.x, scale.x * inverse, 0.f), fmaf(p.y, scale.y * inverse, 0.f));
+        const float packing = inverse * (kPackedOne * kPackingShift);
+        return make_float2(fmaf(p.x, scale.x * packing, 0.f), fmaf(p.y, scale.y * packing, 0.f));
     }
     // Adds the zero points' part, from packed probabilities: the output has the same rounding, and most of it cancels.
     __device__ __forceinline__ void add_zero_points(unsigned packed, float2 zero) {
         offset = fmaf(-__uint_as_float((packed & 0x7fff) << 13), zero.x, offset);
         offset = fmaf(-__uint_as_float(packed >> 16 << 13), zero.y, offset);
     }
-    // Sets the unit to the power of two at or below `largest`, the row's largest probability * scale (without the 2^-112).
+    // Sets the unit to the power of two at or below `largest`, the row's largest probability * scale, times kPackedOne.
     // Returns the factor for the accumulated output.
     __device__ __forceinline__ float update(float largest) {
         // Between 2^-40 and 2^40: outputs are fp16, so units beyond gain nothing.
@@ -71,5 +70,10 @@ struct ProbabilityScale {
         return factor;
     }
 };
+
+// Packs two probabilities, which ProbabilityScale::scaled has shifted if each token has scales.
+__device__ __forceinline__ unsigned pack(float lo, float hi) {
+    return kTokenScales ? pack_shifted(lo, hi) : pack_probabilities(lo, hi);
+}
 
 }  // namespace decode

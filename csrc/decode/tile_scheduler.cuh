@@ -79,7 +79,6 @@ class TileScheduler {
 
     // Returns the block that computes this step.
     __device__ __forceinline__ int block_of(long long step) const { return static_cast<int>(((step + 1) * blocks_ - 1) / total_); }
-    __device__ __forceinline__ long long first_step(int block) const { return block * total_ / blocks_; }
 
     // Returns the first sequence from `batch` on that has row tiles. All lanes of a warp call it together.
     __device__ __forceinline__ static int next_sequence(const DecodeParams& p, int batch) {

@@ -25,8 +25,7 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 // Adds an attention sink (one extra logit per head in the softmax's denominator) to a finished row's sum. Returns the factor
-// for its output. The sink merges as a row of one probability of 1: its row_max includes kMaxOffset, and its sum is
-// 2^-kMaxOffset (softmax.cuh). It has no output, so other_factor is unused.
+// for its output. The sink merges as a row of one probability of 1. It has no output, so other_factor is unused.
 __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head, float& row_max, float& sum) {
     float factor = 1.f;
     if (options.sinks) {
@@ -34,7 +33,7 @@ __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head,
         row.row_max = row_max;
         row.sum = sum;
         float other_factor;
-        factor = row.merge(fmaf(__ldg(options.sinks + head), kLog2e, kMaxOffset), exp2_approx(-kMaxOffset), other_factor);
+        factor = row.merge(__ldg(options.sinks + head) * kLog2e, 1.f, other_factor);
         row_max = row.row_max;
         sum = row.sum;
     }

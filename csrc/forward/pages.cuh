@@ -151,10 +151,10 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     }
 };
 
-// Tiles of K and V of a block, in turn: each tile of K before that of V. Paged kernels have ChunksV == Chunks: only the
-// specialization below goes through pages.
+// Tiles of K and V of a block, in turn: each tile of K before that of V. The specialization below goes through pages.
 template <bool Paged, int Chunks, int ChunksV, int Rows, int Threads>
 struct KvTiles {
+    static_assert(!Paged, "paged kernels have ChunksV == Chunks");
     TileStream<Chunks, Rows, Threads> k;
     TileStream<ChunksV, Rows, Threads> v;
     unsigned k_stride, v_stride;

@@ -405,7 +405,7 @@ def around(name, device):
 
 def run_worker(worker, folder, device, models, shared, result):
     """Runs the paths of one process and writes their rows."""
-    sys.path[:0] = [folder]
+    sys.path[0] = folder  # not the folder of this script, whose files are named like packages
     sys.argv = [
         "main.py",
         *FLAGS[worker],

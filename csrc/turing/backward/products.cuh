@@ -7,7 +7,7 @@
 
 namespace turing {
 
-// Packs P * kProbabilityUnit by conversions, unlike pack_probabilities: the tensor cores leave the XU pipe time for them here,
+// Packs P * kProbabilityUnit by conversions, unlike pack_shifted: the tensor cores leave the XU pipe time for them here,
 // and dS needs the number itself.
 __device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
 // Returns dS, from P in that unit, dP, and -delta from StepStats::scale. fp32 until the result is packed, because dP - delta

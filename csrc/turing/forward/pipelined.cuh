@@ -82,7 +82,10 @@ struct ForwardPipelined {
     // nothing else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.)
     static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
     static_assert(!kRescaleBeforeExp || !kCapped, "see update_row_max_before_exp");
-    static constexpr bool kLimitsKept = !kStreamsInShared;  // of rows; else they are computed from row_max
+    // Headdim 256, without pages.
+    static constexpr bool kFullRow = kRegistersFull && RowTiles == 1 && !kPaged;
+    // Whether rows keep their limits; else they are computed from row_max.
+    static constexpr bool kLimitsKept = !(kStreamsInShared || kFullRow || (Headdim <= 32 && kVarlen));
     static constexpr bool kKeysKept = kOperandRegisters < 144;  // the Philox keys of all rounds
     static constexpr bool kUnmaskedLoop = !(kRegistersFull && kGeneric);  // else every step is masked
 
@@ -113,10 +116,18 @@ struct ForwardPipelined {
         return mask_of(p.problem, BlockSeqlenInfo(p, remat_block_batch()));
     }
 
+    // Packs as pack_probabilities does, with a clamp and an integer subtraction instead of the multiplication.
+    __device__ __forceinline__ static u32 pack_by_integers(float lo, float hi) {
+        constexpr u32 kExponent = 104;  // that of fp16's subnormals, times kPackedOne
+        const u32 a = max(__float_as_uint(lo), kExponent << 23) * 8 + (0x8000 - (kExponent << 26));
+        const u32 b = max(__float_as_uint(hi), kExponent << 23) * 8 + (0x8000 - (kExponent << 26));
+        return __byte_perm(a, b, 0x7632);
+    }
+
     // Softmax of one tile, whose probabilities may turn out to be too large.
     struct TileSoftmax {
         float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
-        // of these sums: tells whether a probability may exceed 2^(kPackedOne + kRescaleThreshold) when packed
+        // of these sums: tells whether a probability may exceed 2^kRescaleThreshold
         float largest = 0.f;
 
         // Returns packed probabilities of row r of row tile mt. MayMask: scores may be -inf.
@@ -128,6 +139,9 @@ struct ForwardPipelined {
                 float x[2];
 #pragma unroll
                 for (int i = 0; i < 2; i++) x[i] = row.probability(s.tile[mt][0][2 * r + i], scale);
+                // Other ways to pack, for kernels whose masked tiles would spill.
+                if (MayMask && kStreamsInShared) return to_half2(x[0] * kPackedOne, x[1] * kPackedOne);
+                if (MayMask && kFullRow) return pack_by_integers(x[0], x[1]);
                 return pack_probabilities(x[0], x[1]);
             }
             float x[2];
@@ -142,8 +156,8 @@ struct ForwardPipelined {
             return pack_probabilities(x[0], x[1]);
         }
     };
-    static constexpr float kLargestSum = 6.31088724e-30f;  // 2^(kPackedOne + kRescaleThreshold - 112): see softmax.cuh
-    static_assert(kPackedOne + kRescaleThreshold == 15.f, "2^-97");
+    static constexpr float kLargestSum = 128.f;  // 2^kRescaleThreshold
+    static_assert(kRescaleThreshold == 7.f, "2^7");
 
     // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
@@ -172,7 +186,7 @@ struct ForwardPipelined {
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++)
-                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold - kMaxOffset;
+                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold;
         return __any_sync(~0u, exceeds);
     }
     // Moves row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed already, so they
@@ -185,7 +199,7 @@ struct ForwardPipelined {
 #pragma unroll
         for (int i = 0; i < (kLimitsKept ? 0 : RowTiles * ForwardLayout::kRows); i++) {
             SoftmaxRow& r = softmax.row[i / ForwardLayout::kRows][i % ForwardLayout::kRows];
-            r.limit = (r.row_max - kMaxOffset + kRescaleThreshold) * inverse_scale;
+            r.limit = (r.row_max + kRescaleThreshold) * inverse_scale;
         }
         s.template update_row_max<RescaledRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
             rescale(mt, r, factor);

@@ -91,7 +91,7 @@ __device__ __forceinline__ PackedTile packed(const Accumulator& s, Pack pack) {
     const auto word = [&](int i) { return pack(s[packed_element(i)], s[packed_element(i) + 1]); };
     return {{word(0), word(1), word(2), word(3)}};
 }
-__device__ __forceinline__ PackedTile pack_probability_tile(const Accumulator& s) { return packed(s, pack_probabilities); }
+__device__ __forceinline__ PackedTile pack_probability_tile(const Accumulator& s) { return packed(s, pack_shifted); }
 // dS stays fp32 until here, because dP - delta may be far beyond fp16 where P is small. Only dS itself is rounded. Beyond 65504
 // it becomes infinity, which a GradScaler detects.
 __device__ __forceinline__ PackedTile pack_tile(const Accumulator& s) { return packed(s, to_half2); }

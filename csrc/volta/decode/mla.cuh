@@ -370,7 +370,7 @@ public:
                     if (moved) {
                         float m = 0.f;
 #pragma unroll
-                        for (int i = 0; i < kThreadScores; i++) m = fmaxf(m, x[i] * decode::kTwo112 * scale[i]);
+                        for (int i = 0; i < kThreadScores; i++) m = fmaxf(m, x[i] * kPackedOne * scale[i]);
 #pragma unroll
                         for (int n = 1; n < kRowThreads; n *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, n));
                         factor *= probability_scale.update(m);
@@ -386,7 +386,7 @@ public:
                 }
                 PackedScores packed;
 #pragma unroll
-                for (int i = 0; i < kThreadScores; i += 2) packed.x[i / 2] = pack_probabilities(x[i], x[i + 1]);
+                for (int i = 0; i < kThreadScores; i += 2) packed.x[i / 2] = decode::pack(x[i], x[i + 1]);
                 *reinterpret_cast<PackedScores*>(&shared.probabilities[own_row][own_token]) = packed;
                 shared.factors[own_row] = factor;  // other warps need the factors of these rows if any has moved
                 if (__syncthreads_or(moved)) rescale(lane, shared.factors, o);

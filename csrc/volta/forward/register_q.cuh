@@ -38,7 +38,7 @@ struct ForwardRegisterQ {
     static constexpr bool kMaskKept = !(kVarlen && Headdim == 32);
 
     // Fragments that are loaded ahead of the products that use them.
-    static constexpr int kAhead = 2;
+    static constexpr int kAhead = kVarlen && Headdim == 32 ? 1 : 2;
 
     static constexpr int kThreadsK = kStep * kChunks;
     static_assert(kThreadsK == kStep * kChunksV && (kThreadsK == kThreads || 2 * kThreadsK == kThreads),

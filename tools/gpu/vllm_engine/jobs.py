@@ -39,7 +39,6 @@ CONTROLS = [
     ("llama128-flash", "llama128-triton"),
     ("llama64-flash", "llama64-triton"),
     ("mistral-flash", "mistral-triton"),
-    ("gpt-oss-flash", "gpt-oss-triton"),
     ("llama64-graph-triton", "llama64-triton"),
 ]
 
@@ -65,7 +64,7 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
     found += pair("gpt-oss", "gpt-oss", engine=_EAGER)
     if flash_attention:
         found += [job("llama128-flash", "llama128", FLASH)]
-        found += [job(f"{m}-flash", m, FLASH, engine=_EAGER) for m in ("llama64", "mistral", "gpt-oss")]
+        found += [job(f"{m}-flash", m, FLASH, engine=_EAGER) for m in ("llama64", "mistral")]  # its sinks need bf16
     found += [
         job("long-custom", "llama128", OURS, prompts="long", engine=_EAGER),
         job("preempted-custom", "llama128", OURS, prompts="long", engine=_EAGER | _SMALL_CACHE),

@@ -103,7 +103,7 @@ def write_lora(folder: Path) -> None:
         for target, outputs in rows.items():
             key = f"base_model.model.model.layers.{layer}.self_attn.{target}"
             state[f"{key}.lora_A.weight"] = torch.randn(LORA_RANK, 1024, generator=generator).mul(1024**-0.5).half()
-            state[f"{key}.lora_B.weight"] = torch.randn(outputs, LORA_RANK, generator=generator).mul(0.5).half()
+            state[f"{key}.lora_B.weight"] = torch.randn(outputs, LORA_RANK, generator=generator).mul(0.15).half()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": LORA_RANK, "lora_alpha": 16, "lora_dropout": 0.0, "bias": "none"}

@@ -91,4 +91,19 @@ mod tests {
         assert_eq!(f2h(1.5 * 2.0f32.powi(-25)), 1);
         assert_eq!(d2h(1.0 + 2f64.powi(-11) + 2f64.powi(-40)), 0x3c01);
     }
+    #[test]
+    fn toward_zero() {
+        // of all fp16 numbers up to the magnitude of f, the largest
+        for f in (0..=u32::MAX).step_by(9973).map(f32::from_bits).filter(|f| f.is_finite()) {
+            let h = f2h_rz(f);
+            let magnitude = h & 0x7fff;
+            assert_eq!(h >> 15 == 1, f.is_sign_negative(), "{f:e}");
+            assert!(magnitude <= 0x7bff && h2f(magnitude) <= f.abs(), "{f:e}: {h:04x}");
+            assert!(magnitude == 0x7bff || h2f(magnitude + 1) > f.abs(), "{f:e}: {h:04x}");
+        }
+        assert_eq!(f2h_rz(-65535.9), 0xfbff);
+        assert_eq!(f2h_rz(2f32.powi(-24) * 0.99), 0);
+        assert_eq!(f2h_rz(f32::NEG_INFINITY), 0xfc00);
+        assert_eq!(f2h_rz(f32::NAN) & 0x7fff, 0x7fff);
+    }
 }

@@ -1,0 +1,61 @@
+"""Measures the errors of engines' log-probabilities: python reference.py RESULTS MODELS
+
+Computes each result's own tokens with transformers in float32, and compares the log-probability of each generated token. Writes the
+largest error and the root mean square of each job to RESULTS/reference.json. Needs peft for jobs with LoRA.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from engine import prompts
+from transformers import AutoModelForCausalLM
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def errors(model, job: dict, result: dict) -> list[float]:
+    """Returns the error of each generated token's log-probability, of the first round."""
+    found = []
+    texts, _ = prompts(job.get("prompts", "mixed"))
+    first = result["rounds"][0]
+    for i, (text, tokens, steps) in enumerate(zip(texts, first["tokens"], first["logprobs"], strict=True)):
+        if job.get("lora"):
+            model.base_model.enable_adapter_layers() if i % 2 else model.base_model.disable_adapter_layers()
+        ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, -len(tokens) :]
+        exact = logits.double().log_softmax(-1).gather(1, torch.tensor(tokens, device=DEVICE)[:, None])[:, 0]
+        found += [abs(step[0] - x) for step, x in zip(steps, exact.tolist())]
+    return found
+
+
+def main() -> None:
+    """Measures all results of kind tokens that have log-probabilities."""
+    folder, models = map(Path, sys.argv[1:])
+    jobs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.job.json"))]
+    jobs = [j for j in jobs if j["kind"] == "tokens" and j.get("logprobs", True) and (folder / f"{j['name']}.json").exists()]
+    measured, loaded, model = {}, None, None
+    for job in sorted(jobs, key=lambda j: (j["model"], j.get("lora", False))):
+        result = json.loads((folder / f"{job['name']}.json").read_text())
+        if "rounds" not in result:
+            continue
+        try:
+            if loaded != (job["model"], job.get("lora", False)):
+                model = None
+                model = AutoModelForCausalLM.from_pretrained(models / job["model"], dtype=torch.float32, attn_implementation="eager")
+                if job.get("lora"):
+                    from peft import PeftModel
+
+                    model = PeftModel.from_pretrained(model, models / "lora")
+                model, loaded = model.to(DEVICE).eval(), (job["model"], job.get("lora", False))
+            found = errors(model, job, result)
+            measured[job["name"]] = {"max": max(found), "rms": (sum(x * x for x in found) / len(found)) ** 0.5}
+        except Exception as error:  # one model must not keep the others from being measured
+            print(f"{job['name']}: {type(error).__name__}: {error}", file=sys.stderr)
+    (folder / "reference.json").write_text(json.dumps(measured, indent=1))
+
+
+if __name__ == "__main__":
+    main()
