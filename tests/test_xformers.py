@@ -289,6 +289,43 @@ def test_disable_restores_xformers():
     assert fmha._memory_efficient_attention.__module__ == "xformers.ops.fmha"
 
 
+def around(function):
+    return lambda inp, op=None: function(inp, op)
+
+
+def test_another_programs_function_around_ours_stays(monkeypatch):
+    monkeypatch.setattr("volta_fa.integrations.xformers._original", lambda inp, op: "original")
+    other = around(fmha._memory_efficient_attention)
+    monkeypatch.setattr(fmha, "_memory_efficient_attention", other)
+    for _ in range(2):
+        volta_fa.enable_xformers("cpu")
+        assert fmha._memory_efficient_attention is other
+        assert memory_efficient_attention(*FALLS_BACK["headdim"]()) == "original"
+        volta_fa.disable_xformers()
+        assert fmha._memory_efficient_attention is other and memory_efficient_attention(*inputs(3, 3)) == "original"
+
+
+def test_a_function_put_in_place_while_off_comes_back(monkeypatch):
+    volta_fa.disable_xformers()
+    other = around(fmha._memory_efficient_attention)
+    monkeypatch.setattr(fmha, "_memory_efficient_attention", other)
+    volta_fa.enable_xformers("cpu")
+    assert fmha._memory_efficient_attention is not other
+    volta_fa.disable_xformers()
+    assert fmha._memory_efficient_attention is other
+
+
+def test_a_reference_kept_while_enabled_runs_the_original(monkeypatch):
+    kept = fmha._memory_efficient_attention
+    volta_fa.disable_xformers()
+    monkeypatch.setattr("volta_fa.integrations.xformers._original", lambda inp, op: "original")
+    assert kept(fmha.Inputs(*inputs(3, 3)), None) == "original"
+    monkeypatch.setattr(fmha, "_memory_efficient_attention", around(kept))
+    volta_fa.enable_xformers("cpu")
+    assert memory_efficient_attention(*FALLS_BACK["headdim"]()) == "original"
+    volta_fa.disable_xformers()
+
+
 def test_another_device_runs_the_original(monkeypatch):
     monkeypatch.setattr("volta_fa.integrations.xformers._original", lambda inp, op: "original")
     assert memory_efficient_attention(*[torch.zeros(1, 2, 1, 8, device="meta")] * 3) == "original"

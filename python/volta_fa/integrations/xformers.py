@@ -36,7 +36,8 @@ _FIELDS = {"query", "key", "value", "attn_bias", "p", "scale"}
 
 _lock = threading.Lock()
 _devices = NO_DEVICES
-_original: Callable[..., Tensor] | None = None
+_original: Callable[..., Tensor] | None = None  # xformers' own, set once: other programs may hold `_attention` after a disable
+_replaced: Callable[..., Tensor] | None = None  # what `_attention` took the place of; None while it is not in place
 _counts: Counter[str] = Counter()  # of the calls that ran, and of the others by reason
 
 
@@ -53,30 +54,31 @@ def enable_xformers(device: str | torch.device | int | None = None, *, force: bo
     Raises ImportError without xformers, RuntimeError if no device qualifies or this xformers has another structure, ValueError for a
     device that does not exist.
     """
-    global _devices, _original
+    global _devices, _original, _replaced
     fmha = _import_fmha()
     wanted = devices_of("enable_xformers", device, force)
     with _lock:
         current = getattr(fmha, _NAME, None)
-        if current is not _attention:
+        # another function in its place may be another program's around `_attention`
+        if current is not _attention and (_replaced is None or current is _original):
             _check_structure(fmha)
-            _original = current
+            _original, _replaced = _original or current, current
             setattr(fmha, _NAME, _attention)
         _devices = wanted
 
 
 def disable_xformers() -> None:
     """Undoes `enable_xformers`. Does nothing if it is off."""
-    global _devices, _original
+    global _devices, _replaced
     with _lock:
         _devices = NO_DEVICES
-        if _original is None:
+        if _replaced is None:
             return
         fmha = importlib.import_module(_MODULE)
         # another program may have put a function of its own around this one, which then calls the original through it
         if getattr(fmha, _NAME, None) is _attention:
-            setattr(fmha, _NAME, _original)
-            _original = None
+            setattr(fmha, _NAME, _replaced)
+            _replaced = None
 
 
 def xformers_stats(reset: bool = False) -> dict[str, Any]:
