@@ -143,6 +143,7 @@ def tensors(dtype=torch.float16, headdim=8, nheads_k=2):
         ("float32", tensors(torch.float32), {}),
         ("bfloat16", tensors(torch.bfloat16), {}),
         ("headdim 264", tensors(headdim=264), {}),
+        ("headdim 0", (torch.zeros(1, 2, 5, 0).half(),) * 3, dict(skip_reshape=True)),
         ("mask in float64", tensors(), dict(mask=torch.zeros(5, 6, dtype=torch.float64))),
         ("mask", tensors(), dict(mask=torch.zeros(3, 5, 6))),
         ("mask", tensors(), dict(mask=torch.zeros(6))),
@@ -168,6 +169,25 @@ def test_other_calls_run_the_given_function_unchanged(attention, counts, reason,
     assert counts == {reason: 1}
 
 
+@on("cpu-fp16", "cuda")
+@pytest.mark.parametrize("skip_reshape", [False, True])
+def test_strides(backend, attention, counts, skip_reshape):
+    """Views whose last dimension is strided."""
+    call = [backend.randn(2, 4, 5, 16) if skip_reshape else backend.randn(2, 5, 64) for _ in range(3)]
+    override = attention.make_override(every_device=True)
+    expected = override(refuses, *call, 4, skip_reshape=skip_reshape)
+    strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in call]
+    assert_same_bits("out", override(refuses, *strided, 4, skip_reshape=skip_reshape), expected)
+    assert counts == {"ran": 2}
+
+
+def test_a_call_that_raises_is_not_counted(attention, counts, monkeypatch):
+    monkeypatch.setattr(attention, "_reason", lambda *a: "")  # as for a call whose defect it does not know
+    with pytest.raises(ValueError, match="headdim"):
+        attention.make_override(every_device=True)(refuses, *tensors(headdim=264), 2)
+    assert not counts
+
+
 def test_devices_without_kernels_of_their_own_fall_back(attention, counts):
     assert attention.make_override()(lambda *a, **k: "own", *tensors(), 2) == "own"
     assert counts == {"device cpu": 1}
@@ -180,7 +200,7 @@ def test_an_earlier_override_runs_what_falls_back(attention, counts):
     override = attention.make_override(every_device=True, previous=earlier)
     assert override(lambda *a, **k: "own", *tensors(torch.float32), 2) == ("earlier", "own")
     twice = attention.make_override(every_device=True, previous=override)  # the node twice: the second replaces the first
-    assert twice(lambda *a, **k: "own", *tensors(torch.float32), 2) == "own"
+    assert twice(lambda *a, **k: "own", *tensors(torch.float32), 2) == ("earlier", "own")
     assert counts == {"float32": 2}
 
 
@@ -236,6 +256,16 @@ def test_the_package_registers_its_node_and_enables_pytorchs_attention(monkeypat
     if not torch.cuda.is_available():  # no error, a line instead
         monkeypatch.delenv("VOLTA_FA_ENABLE_SDPA", raising=False)
         assert "INFO volta_fa.enable_sdpa: this library has kernels for" in run_process(code).stderr
+
+
+@pytest.mark.parametrize("choice, on", [("off", False), ("0", False), ("", False), ("cpu", True), ("1", True)])
+def test_the_variable_decides_about_xformers(choice, on):
+    code = f"""
+    import sys, types, volta_fa
+    sys.modules["xformers.ops"] = types.ModuleType("xformers.ops")
+    volta_fa.enable_xformers = lambda *args, **options: print("enabled")
+    {LOAD}"""
+    assert run_python(code, VOLTA_FA_ENABLE_SDPA=choice) == ("enabled" if on else "")
 
 
 def test_the_log_line_of_a_run():

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volta_fa.integrations.devices import serves
 from volta_fa.limits import MAX_HEADDIM
 
 #: The key of calls that volta_fa ran, in `counts`. The other keys are reasons for which calls fell back.
@@ -36,7 +37,7 @@ def make_override(every_device: bool = False, previous: Callable[..., Tensor] | 
         previous: the override that was in place, which then runs the other calls.
     """
     if getattr(previous, "of_volta_fa", False):
-        previous = None
+        previous = previous.previous  # type: ignore[union-attr]
 
     def override(
         func: Callable[..., Tensor],
@@ -53,18 +54,24 @@ def make_override(every_device: bool = False, previous: Callable[..., Tensor] | 
         views, reason = _views(q, k, v, heads, skip_reshape, bool(kwargs.get("enable_gqa")))
         bias = None if mask is None else _rank_4(mask)
         reason = reason or _reason(*views, bias, every_device)
-        if not torch.compiler.is_compiling():  # each new count would compile again
-            counts[reason or RAN] += 1
         if reason:
+            _count(reason)
             options = dict(mask=mask, attn_precision=attn_precision, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape)
             run = functools.partial(previous, func) if previous else func
             return run(q, k, v, heads, **options, **kwargs)
         # accumulates scores in fp32, which is what attn_precision may ask for
+        views = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in views)  # type: ignore[assignment]
         out = torch.ops.volta_fa.fwd(*views, attn_bias=bias, softmax_scale=kwargs.get("scale"))[0]
+        _count(RAN)
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
-    override.of_volta_fa = True  # type: ignore[attr-defined]
+    override.of_volta_fa, override.previous = True, previous  # type: ignore[attr-defined]
     return override
+
+
+def _count(outcome: str) -> None:
+    if not torch.compiler.is_compiling():  # each new count would compile again
+        counts[outcome] += 1
 
 
 def describe(calls: Counter[str]) -> str:
@@ -109,8 +116,9 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, every_device: 
         return "several devices"
     if q.dtype != torch.float16 or k.dtype != torch.float16 or v.dtype != torch.float16:
         return str(next(t.dtype for t in (q, k, v) if t.dtype != torch.float16)).removeprefix("torch.")
-    if max(q.shape[-1], v.shape[-1]) > MAX_HEADDIM:
-        return f"headdim {max(q.shape[-1], v.shape[-1])}"
+    for headdim in (q.shape[-1], v.shape[-1]):
+        if not 1 <= headdim <= MAX_HEADDIM:
+            return f"headdim {headdim}"
     if bias is None:
         return ""
     if bias.dtype not in (torch.bool, torch.float16, torch.float32):
@@ -124,7 +132,7 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, every_device: 
 # torch.compile does not trace questions about devices.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_volta_or_turing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 7
+    return device.type == "cuda" and serves(device.index)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -57,7 +57,7 @@ def enable_default_attention() -> None:
     try:
         if choice is None:
             volta_fa.enable_sdpa()
-        if "xformers.ops" in sys.modules and choice not in ("", "0"):
+        if "xformers.ops" in sys.modules and choice in (None, "1", "force", "cpu"):
             volta_fa.enable_xformers("cpu" if choice == "cpu" else None, force=choice == "force")
     except (ImportError, RuntimeError) as error:  # no GPU qualifies, or xformers has another structure
         logging.info("%s", error)

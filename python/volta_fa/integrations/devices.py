@@ -54,16 +54,24 @@ def devices_of(op: str, device: str | torch.device | int | None, force: bool) ->
     return Devices(False, frozenset(_usable(op, range(count) if device.index is None else [device.index], force)))
 
 
+def serves(index: int, force: bool = False) -> bool:
+    """Returns True for a CUDA device with a kernel family of its own, with `force` also for newer ones."""
+    return bool(torch.ops.volta_fa._sdpa_serves(_sm(index), force))
+
+
+def _sm(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
 def _usable(op: str, indices: Iterable[int], force: bool) -> list[int]:
     """Returns the CUDA devices that qualify. Raises RuntimeError if none does."""
     usable, refused = [], []
     for index in indices:
-        major, minor = torch.cuda.get_device_capability(index)
-        sm = 10 * major + minor
-        if torch.ops.volta_fa._sdpa_serves(sm, force):
+        if serves(index, force):
             usable.append(index)
         else:
-            refused.append(f"cuda:{index} is a {torch.cuda.get_device_name(index)}, sm_{sm}")
+            refused.append(f"cuda:{index} is a {torch.cuda.get_device_name(index)}, sm_{_sm(index)}")
     if not usable:
         names = ", ".join(family["name"] for family in info()["families"]) or "no family: it was built without kernels"
         found = "; ".join(refused) or "this machine has no CUDA device"
