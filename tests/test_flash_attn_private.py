@@ -154,13 +154,24 @@ def test_dropout_comes_from_rng_state(backend):
 
 
 @on("cpu-fp32")
-def test_forward_is_differentiable(backend):
-    """Unlike flash-attn's, which raises in the backward pass."""
-    q = backend.randn(1, 9, 2, 16).requires_grad_()
-    out, *_ = _flash_attn_forward(q, q, q, 0.0, 0.25, True, -1, -1, 0.0, None, False)
-    (found,) = torch.autograd.grad(out, q, out)
-    (right,) = torch.autograd.grad(next(dense(q, q, q, causal=True)), q, out.double())
-    close(backend, found, right)
+def test_neither_autograd_nor_autocast(backend):
+    q = backend.randn(1, 16, 2, 16).requires_grad_()
+    options = 0.0, 0.25, True, -1, -1, 0.0, None
+    right, lse, *_ = _flash_attn_forward(q.detach(), q.detach(), q.detach(), *options, False)
+    dq = [torch.empty_like(q) for _ in range(2)]
+    _flash_attn_backward(right, q, q, q, right, lse, dq[0], None, None, *options, False)
+    rows, lengths = q[0], (cu([16]), cu([16]), 16, 16)
+    with torch.autocast(q.device.type, torch.bfloat16):
+        found = [
+            _flash_attn_forward(q, q, q, *options, False)[0],
+            _flash_attn_varlen_forward(rows, rows, rows, *lengths, *options, False)[0][None],
+            _flash_attn_varlen_forward(rows, q, q, *lengths, *options, False, backend.ints([0])[None])[0][None],
+        ]
+        _flash_attn_backward(right, q, q, q, right, lse, dq[1], None, None, *options, False)
+    for out in found:
+        assert not out.requires_grad and out.dtype == q.dtype
+        torch.testing.assert_close(out, right)
+    assert torch.equal(*dq)
 
 
 # ---- lengths and pages -----------------------------------------------------------------------------------------
@@ -231,6 +242,7 @@ def test_errors(backend):
     message = r"dk: got shape \(1, 8, 2, 16\) of dtype torch.float32 on cpu, expected shape \(1, 9, 2, 16\) .*, as k, or None"
     backward(ValueError, message, into[0], into[1][:, 1:], None)
     backward(ValueError, r"dq: got .* of dtype torch.float64", into[0].double(), None, None)
+    backward(ValueError, r"dk: got an expanded tensor", into[0], into[1][:, :1].expand_as(q), None)
 
     rows, lengths = q[0], (backend.ints([0, 9]), backend.ints([0, 9]), 9, 9, 0.0, 0.25, True)
     pages, table = backend.randn(1, 16, 2, 16), backend.ints([0])[None]
@@ -297,3 +309,17 @@ def test_compiled_module(backend):
 
     generator(compiled.fwd, q, k, v, None, None, *options, False, *window, False, torch.Generator())
     refused(ValueError, r"out: got shape \(1,\)", compiled.fwd, q, k, v, q.new_empty(1), None, *options, False, *window, False, None)
+
+
+@on("cpu-fp32")
+def test_compiled_module_checks_out_first(backend):
+    q, cache, new = backend.randn(1, 1, 2, 16), torch.zeros(2, 1, 32, 1, 16), backend.randn(1, 1, 1, 16)
+    seqlens = backend.ints([4])
+    state = torch.get_rng_state()
+    for out in (q.new_empty(1), q.double(), q.to("meta"), q[:, :, :1].expand_as(q)):
+        refused(
+            ValueError, "out: got", compiled.fwd_kvcache, q, *cache, new, new, seqlens, None, None, None, None, None, None, out,
+            0.25, True, -1, -1, 0.0, True, 0,
+        )  # fmt: skip
+        refused(ValueError, "out: got", compiled.fwd, q, q, q, out, None, 0.5, 0.25, True, -1, -1, 0.0, False, None)
+    assert not cache.any() and torch.equal(state, torch.get_rng_state())

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import bad_argument
+from ...errors import require_tensors
 from .interface import _options, flash_attn_with_kvcache
-from .private import _backward, _flash_attn_forward, _flash_attn_varlen_forward, _lengths
+from .private import _backward, _check_target, _flash_attn_forward, _flash_attn_varlen_forward, _lengths
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 
@@ -33,6 +33,7 @@ def fwd(
 ) -> list[Tensor]:
     """Computes `_flash_attn_forward`. Returns out, softmax_lse, S_dmask and rng_state. Raises what that raises."""
     _check_generator(generator)
+    _check_out(out, q, v)
     results = _flash_attn_forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax
     )
@@ -65,6 +66,7 @@ def varlen_fwd(
 ) -> list[Tensor]:
     """Computes `_flash_attn_varlen_forward`. Returns out, softmax_lse, S_dmask and rng_state. Raises what that raises."""
     _check_generator(generator)
+    _check_out(out, q, v)
     results = _flash_attn_varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors, num_splits,
@@ -155,6 +157,7 @@ def fwd_kvcache(
     num_splits: int,
 ) -> list[Tensor]:
     """Computes `flash_attn_with_kvcache`. Returns out and softmax_lse. Raises what that raises."""
+    _check_out(out, q, v_cache)
     result, softmax_lse = flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, softmax_scale,
         causal, (window_size_left, window_size_right), softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse=True,
@@ -162,14 +165,17 @@ def fwd_kvcache(
     return [_into(out, result), softmax_lse]
 
 
+def _check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
+    """Raises ValueError unless `out` can take the result. Before the call, which may write a cache or draw random numbers."""
+    if out is not None:
+        require_tensors(q=q, v=v, out=out)
+        _check_target("out", out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device, "or None")
+
+
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
     """Returns the result, in `out` if there is one."""
     if out is None:
         return result
-    if out.shape != result.shape or out.dtype != result.dtype:
-        raise bad_argument(
-            "out", f"shape {tuple(out.shape)} of dtype {out.dtype}", f"shape {tuple(result.shape)} of dtype {result.dtype}, or None"
-        )
     with torch.no_grad():
         return out.copy_(result)
 

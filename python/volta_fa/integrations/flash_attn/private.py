@@ -6,6 +6,8 @@ those of 2.8.3, and `num_splits` of later releases. docs/guides/flash-attn.md li
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -112,9 +114,10 @@ def _flash_attn_varlen_forward(
             message = "volta_fa: num_splits > 1 is not supported with block_table, as in flash-attn: got {}, expected 0 or 1"
             raise NotImplementedError(message.format(num_splits))
         _check_return_softmax(return_softmax, dropout_p)
-        out, softmax_lse = _paged(
-            q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, options, seqused_k, num_splits
-        )  # fmt: skip
+        with torch.no_grad(), _no_autocast(q):
+            out, softmax_lse = _paged(
+                q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, options, seqused_k, num_splits
+            )  # fmt: skip
         return out, softmax_lse, q.new_empty(0), torch.empty(0, dtype=torch.int64, device=q.device)
     if leftpad_k is not None:
         k, v, seqused_k = _without_padding(k, v, cu_seqlens_k, leftpad_k, seqused_k)
@@ -208,13 +211,15 @@ _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
+@torch.no_grad()
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, return_softmax: bool, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes both forwards, without pages. options: the operator's, without dropout."""
     _check_return_softmax(return_softmax, dropout_p)
     options = options | {"dropout_p": _effective(dropout_p)}
-    out, softmax_lse, rng_state = _fwd(q, k, v, **options)
+    with _no_autocast(q):
+        out, softmax_lse, rng_state = _fwd(q, k, v, **options)
     s_dmask = _s_dmask(q, k, softmax_lse, rng_state, **options) if return_softmax and rng_state.numel() else q.new_empty(0)
     return out, softmax_lse, s_dmask, rng_state
 
@@ -236,25 +241,41 @@ def _backward(
     """Computes both backwards. Returns dq, dk and dv, which are the given ones where there are any, and softmax_d."""
     require_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
     for name, given, like in zip(("dq", "dk", "dv"), gradients, (q, k, v)):
-        if given is not None and (given.shape != like.shape or given.dtype != like.dtype or given.device != like.device):
-            raise bad_argument(name, _describe(given), f"{_describe(like)}, as {name[1:]}, or None")
+        if given is not None:
+            _check_target(name, given, like.shape, like.dtype, like.device, f"as {name[1:]}, or None")
     dropout_p = _effective(dropout_p)
     if dropout_p == 0.0:
         rng_state = None
     elif rng_state is None:
         raise bad_argument("rng_state", "None", "what the forward call returned: dropout_p is not 0")
-    computed = torch.ops.volta_fa.bwd(
-        *map(_operand, (dout, q, k, v, out)),
-        softmax_lse.contiguous(),
-        rng_state=rng_state,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        **options,
-    )
+    with _no_autocast(q):
+        computed = torch.ops.volta_fa.bwd(
+            *map(_operand, (dout, q, k, v, out)),
+            softmax_lse.contiguous(),
+            rng_state=rng_state,
+            dropout_p=dropout_p,
+            deterministic=deterministic,
+            **options,
+        )
     # one float32 copy, multiplied in place: products of float16 overflow
     softmax_d = dout.to(torch.promote_types(dout.dtype, torch.float32), copy=True).mul_(out).sum(-1)
     dq, dk, dv = (new if given is None else given.copy_(new) for given, new in zip(gradients, computed))
     return dq, dk, dv, softmax_d.transpose(-1, -2).float().contiguous()
+
+
+def _no_autocast(q: Tensor) -> AbstractContextManager[Any]:
+    """As in flash-attn, results have the dtypes of the inputs."""
+    if q.is_meta:  # there is no autocast for it
+        return nullcontext()
+    return torch.autocast(q.device.type, enabled=False)
+
+
+def _check_target(name: str, t: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, remark: str) -> None:
+    """Raises ValueError unless a call can write a result of that shape, dtype and device into t."""
+    if t.shape != torch.Size(shape) or t.dtype != dtype or t.device != device:
+        raise bad_argument(name, _describe(t), f"shape {tuple(shape)} of dtype {dtype} on {device}, {remark}")
+    if any(n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride())):
+        raise bad_argument(name, f"an expanded tensor of strides {t.stride()}", "elements of their own")
 
 
 def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
