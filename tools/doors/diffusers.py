@@ -263,6 +263,7 @@ def xformers(module: Any, model: Model, device: str) -> Iterator[Callable[[], di
     """xformers, on `volta_fa.enable_xformers()`: by backend, or by diffusers' older switch where a model has that alone."""
     volta_fa.enable_xformers(device, force=device != "cpu")
     volta_fa.xformers_stats(reset=True)
+    processors = [(layer, layer.processor) for layer in module.modules() if hasattr(layer, "processor")]
     try:
         if model.dispatches:
             module.set_attention_backend("xformers")
@@ -277,6 +278,8 @@ def xformers(module: Any, model: Model, device: str) -> Iterator[Callable[[], di
             module.set_attention_backend("native")
         else:
             module.disable_xformers_memory_efficient_attention()
+            for layer, processor in processors:  # diffusers puts one without joint attention into SD3's layers
+                layer.set_processor(processor)
 
 
 @contextmanager
@@ -453,7 +456,9 @@ def rank_main(rank: int, port: int, ways: list[tuple[str, str]], device: str, dt
     """Runs (model, way) pairs in one of two processes. Rank 0 reports output, gradient and number of calls of each."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.set_num_threads(1)
     if device == "cpu":  # diffusers asks for accelerators
         torch.accelerator.device_count = lambda: 1
@@ -494,7 +499,7 @@ def run_in_parallel(name: str, way: str, device: str, dtype: torch.dtype) -> tup
 
 
 def in_two_processes(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
-    """Yields the rows of diffusers' context parallelism. On one GPU both processes use it."""
+    """Yields the rows of diffusers' context parallelism."""
     import torch.multiprocessing as multiprocessing
 
     models = {model.name: model for model in SMALL if model.parallel}
@@ -641,7 +646,9 @@ def main() -> int:
     right &= show(pipelines(device, dtype, wanted), "Pipelines, two steps")
     if device == "cuda" and not arguments.no_times:
         right &= show((row for model in LARGE for row in timed(model, wanted)), "Models of real width, forward")
-    if not arguments.no_processes:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        print("\nTwo processes: left out, because they need two GPUs; `--device cpu` runs them on gloo")
+    elif not arguments.no_processes:
         right &= show(in_two_processes(device, dtype, wanted), "Two processes")
     return 0 if right else 1
 
