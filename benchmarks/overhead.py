@@ -36,9 +36,9 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def measure() -> dict[str, float]:
-    """Times the stages of a call one by one, from the cheapest op to all of SDPA.
+    """Returns the microseconds of each call by name: ops of PyTorch without attention, ops of volta_fa, then PyTorch's attention.
 
-    q, k and v have one head of 64 tokens and headdim 64; fwd_kvcache has one query and pages of 16 tokens.
+    q, k and v are (1, 64, 1, 64). fwd_kvcache has one query, and a cache of 64 tokens or of four pages of 16 tokens, 40 of them used.
     """
     half = {"device": "cuda", "dtype": torch.float16}
     t = torch.randn(1, 64, 1, 64, **half)  # ours: (batch, seqlen, nheads, headdim)

@@ -25,9 +25,9 @@ from volta_fa.errors import CommandError
 from .measure import aligned, ended, median_ms, simulated
 from .shapes import Shape
 
-#: Of the dense kernel's rate.
+#: Minimum rate of kernels that read pages, as a fraction of the dense kernel's.
 TARGET = 0.85
-#: Query heads whose row tiles fill whole waves: the simulation times one SM only.
+#: Query heads by GPU and headdim. The simulation times one SM only, so its row tiles fill whole waves. "": a real GPU, with any number.
 HEADS = {"v100": {64: 40, 128: 40, 256: 20}, "t4": {64: 40, 128: 20, 256: 20}, "": {64: 32, 128: 32, 256: 32}}
 
 
@@ -50,13 +50,13 @@ class Case:
 
 
 def cases(heads: dict[int, int]) -> Iterator[Case]:
-    """Yields the cases of each headdim, the contiguous cache first."""
+    """Yields the cases of each headdim: dense K and V first, then each page size."""
     for headdim, nheads in heads.items():
         yield from (Case(headdim, nheads, page) for page in (0, 16, 64, 256))
 
 
 def call(case: Case, device: str) -> Callable[[], object]:
-    """No time depends on the values."""
+    """Returns the call to time. All elements are 0.01, because no time depends on them."""
 
     def tensor(*shape: int) -> Tensor:
         return aligned(shape, torch.float16, device).fill_(0.01)
@@ -73,7 +73,7 @@ def call(case: Case, device: str) -> Callable[[], object]:
 
 
 def microseconds(case: Case, gpu: str) -> float:
-    """On this simulated GPU, or on a real one if it has no name."""
+    """Returns the time of a case on this simulated GPU, or on a real one if `gpu` is empty."""
     work = call(case, "cpu" if gpu else "cuda")
     if not gpu:
         return 1e3 * median_ms(work, torch.device("cuda"), budget=0.5)

@@ -73,9 +73,10 @@ class Setup:
         return operations / ((self.backward if backward else self.forward) * 1e12)
 
     def message(self, first_half: bool) -> float:
-        """Returns the bytes of fp16 keys and values that a place reads in a step.
+        """Returns the bytes of fp16 keys and values that each GPU of a place receives for a step.
 
-        It reads the first chunk of an earlier place, and both chunks of a later one.
+        Zigzag gives each place two chunks. Under the causal mask a place needs only the first chunk of an earlier place (`first_half`), but
+        both chunks of a later one.
         """
         heads = max(self.nheads_k / self.shared, 1)
         return (0.5 if first_half else 1.0) * self.rows * heads * self.headdim * 2 * 2
@@ -137,10 +138,11 @@ def efficiency(setup: Setup, backward: bool = False) -> float:
 
 
 def hides_from(setup: Setup, rate: float, backward: bool = False) -> float:
-    """Returns the tokens of a place from which a step's kernels take longer than its messages at `rate` GB/s.
+    """Returns the minimum tokens per place for which a step's kernels take longer than its largest messages at `rate` GB/s.
 
-    A step computes 2 * rows^2 * headdim * nheads operations (backward: 5). It moves 4 * rows * headdim * nheads_k bytes each way (backward:
-    8, K and V and their gradients). Ulysses divides both by the same number.
+    With `rows` tokens per place, a step computes 2 * rows^2 * headdim * nheads operations (backward: 5 instead of 2). A link moves
+    4 * rows * headdim * nheads_k bytes in each direction: K and V in fp16 (backward: 8 instead of 4, with their gradients).
+    With Ulysses, the GPUs of a place divide both by the same number.
     """
     if backward:
         return 8 * setup.nheads_k * setup.backward * 1e12 / (5 * setup.nheads * rate * 1e9)

@@ -68,13 +68,18 @@ def _table() -> list[Shape]:
     return [Shape(*numbers, causal=causal) for numbers in plain for causal in (False, True)]
 
 
-#: The shapes that users of this field know, smallest first.
+#: Squares of one head (seqlen = headdim), then 16 or 32 heads at seqlen 1024 to 8192. Each shape is there with and without a causal mask.
 TABLE = _table()
 
 
 def select(patterns: Sequence[str], listed: Sequence[Shape] = TABLE) -> list[Shape]:
-    """The listed shapes that match a pattern (`*` and `?` as in file names), all without patterns; a pattern without
-    wildcards is a shape itself, listed or not."""
+    """Returns the shapes that the patterns name, each once; all listed shapes without patterns.
+
+    A pattern with wildcards (`*`, `?`, `[`, as in file names) selects listed shapes by their text.
+    Other patterns are shapes, listed or not.
+
+    Raises CommandError for wildcards that match nothing, and for text that is no shape.
+    """
     if not patterns:
         return list(listed)
     chosen: dict[Shape, None] = {}

@@ -101,6 +101,13 @@ def test_says_what_is_wrong_with_arguments(arguments, message, capsys, tmp_path)
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("limit", ["inf", "nan", "-1"])
+def test_a_limit_is_a_number(limit, capsys, tmp_path):
+    with pytest.raises(SystemExit) as caught:
+        main(["check", "--output", str(tmp_path), f"--limit={limit}"])
+    assert caught.value.code == 2 and f"--limit: got {limit}, expected" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("device", ["auto", "cuda:0"])
 def test_a_card_that_torch_cannot_see_is_not_passed_over(device, monkeypatch, capsys, tmp_path):
     """A driver that is too old for torch: no check of the CPU instead, with an exit status that says that all is right."""
@@ -453,6 +460,13 @@ def troubled(target, variant, seed, quick):
     if name == "dies once" and not (trials := variant["folder"] / "trials").exists():
         trials.touch()
         os._exit(3)
+    if name == "busy" and not (trials := variant["folder"] / "busy").exists():
+        trials.touch()
+        os._exit(3)
+    if name == "busy":
+        result.inconclusive.append("out of memory")
+    if name == "sleeps":
+        time.sleep(0.3)
     if name == "hangs":
         time.sleep(60)
     if name == "loses":
@@ -497,6 +511,39 @@ def test_a_kernel_that_another_took_down_is_right(tmp_path):
     [result] = isolation.check_isolated(CPU, kernels_named("dies once", folder=tmp_path), 0, True, math.inf, 1, troubled, unloaded)
     assert result.kernel == "dies once" and result.passed
     assert result.note == "lost its process once, and not when it ran alone: the process died (check)"
+
+
+def test_a_second_trial_in_vain_ends_them_and_nothing_is_forgotten(tmp_path):
+    variants = kernels_named("busy", "dies", folder=tmp_path)
+    found = list(isolation.check_isolated(CPU, variants, 0, True, math.inf, 1, troubled, unloaded))
+    assert [(v.kernel, v.failures, v.inconclusive, v.note) for v in found] == [
+        ("busy", [], ["out of memory", "the process died (check)"], ""),
+        ("dies", [], ["no second trial: the process died (check)"], ""),
+    ]
+
+
+def test_second_trials_share_a_limit(monkeypatch):
+    monkeypatch.setitem(isolation.TIMEOUTS, "check", 0.5)
+    monkeypatch.setattr(isolation, "SECOND_TRIALS", 0.5)
+    found = list(isolation.check_isolated(CPU, kernels_named("hangs", "hangs"), 0, True, math.inf, 2, troubled, unloaded))
+    assert found[0].failures == ["no answer (check) within 1 s"]
+    assert not found[1].failures and found[1].inconclusive == ["no second trial: no answer (check) within 0 s"]
+
+
+class OneProcess(Target):
+    """A GPU with memory for one process; its kind is a folder."""
+
+    def make_current(self):
+        try:
+            (Path(self.kind) / "started").touch(exist_ok=False)
+        except FileExistsError:
+            os._exit(3)
+
+
+def test_processes_that_do_not_start_leave_no_time(tmp_path):
+    target = OneProcess(str(tmp_path), torch.device("cpu"))
+    found = list(isolation.check_isolated(target, kernels_named(*["sleeps"] * 9), 0, True, 0.5, 4, troubled, unloaded))
+    assert len(found) == 2
 
 
 def test_loading_does_not_count(monkeypatch):
@@ -602,13 +649,12 @@ def test_continued_run_keeps_failures(short_of_time, monkeypatch, tmp_path, caps
         ),
         (lambda text: text.replace('"gpu": "cpu"', '"gpu": "Tesla T4 (0)"'), "its gpu was Tesla T4 (0), and is cpu"),
         (lambda text: text.replace('"seed": 0', '"seed": 1'), "its seed was 1, and is 0"),
-        (lambda text: text[:-20], "it is damaged"),
         (lambda text: text.replace('"kernel"', '"kernels"'), "it is damaged"),
         (lambda text: "\0\x80", "it is damaged"),
         (lambda text: "[]\n", "it is damaged"),
         (lambda text: "", "it is damaged"),
     ],
-    ids=["torch", "gpu", "seed", "cut", "other fields", "binary", "no key", "empty"],
+    ids=["torch", "gpu", "seed", "other fields", "binary", "no key", "empty"],
 )
 def test_a_damaged_or_foreign_state_is_ignored_with_a_note(spoil, note, short_of_time, tmp_path, capsys):
     arguments = ["--device", "cpu", "--quick", "--kernels", "cpu_Forward_float*"]
@@ -620,6 +666,39 @@ def test_a_damaged_or_foreign_state_is_ignored_with_a_note(spoil, note, short_of
     assert status == 0 and data["continued"] == 0 and len(data["right"]) == 2
     assert f"{path} is ignored: {note}" in capsys.readouterr().out
     assert not path.exists()
+
+
+def test_a_last_line_that_was_cut_off_costs_one_result(tmp_path):
+    path = tmp_path / state.FILE
+    first = state.State.open(path, {"seed": 0})
+    for name in "abc":
+        first.add(KernelResult(name, "f", "Forward", 1))
+    path.write_text(path.read_text()[:-20])
+    second = state.State.open(path, {"seed": 0})
+    assert [v.kernel for v in second.results] == ["a", "b"] and not second.note
+    second.add(KernelResult("c", "f", "Forward", 1))
+    assert [v.kernel for v in state.State.open(path, {"seed": 0}).results] == ["a", "b", "c"]
+
+
+def test_a_state_that_cannot_be_written_is_an_error(tmp_path, capsys):
+    (tmp_path / state.FILE).mkdir()
+    assert main(["check", "--output", str(tmp_path), "--device", "cpu", "--quick"]) == 2
+    assert f"--output {tmp_path}: {state.FILE}: Is a directory" in capsys.readouterr().err
+
+
+def test_results_survive_an_interruption_of_the_timing(monkeypatch, tmp_path):
+    arguments = ["--device", "cpu", "--quick", "--kernels", "cpu_Forward_float*"]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    measure = performance.measure
+    monkeypatch.setattr(performance, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        volta_fa.check.run_check(volta_fa.check.Settings(CPU, tmp_path, quick=True, kernels="cpu_Forward_float*"))
+    monkeypatch.setattr(performance, "measure", measure)
+    status, data = check(tmp_path, *arguments)
+    assert status == 0 and data["continued"] == 2 and not (tmp_path / state.FILE).exists()
 
 
 def test_results_hold_for_one_build_gpu_and_driver(monkeypatch, tmp_path):

@@ -1,4 +1,7 @@
-"""tools/gpu/flash_attn_tests.py, with a file that has what it looks for in flash-attn's own, which is not in this repository."""
+"""Tests tools/gpu/flash_attn_tests.py, which runs a random sample of flash-attn's own test file on volta_fa.
+
+That file is not in this repository, so FILE stands in for it. FILE has one instance of each thing that the tool replaces.
+"""
 
 import subprocess
 import sys
@@ -6,6 +9,12 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 
+# FILE needs each replacement to pass:
+# - `get_device_capability` and `device = "cuda"`: without them FILE needs a GPU;
+# - `_get_block_size_n`: the shim lacks it, and the import fails;
+# - `normalize_flash_attn_S`: must return its argument, and the original calls None;
+# - the grid of 2 * 999 * 60 cases: must become a sample of those that `--max-seqlen` allows.
+# Cases with causal=True fail on purpose. test_other must not run, because the default `--tests` do not name it.
 FILE = """
 import pytest
 import torch
@@ -46,12 +55,12 @@ def test_flash_attn_tests(tmp_path):
 
     result = run("--sample", "40", "--list", str(failed))
     assert result.returncode == 1, result.stdout + result.stderr
-    # two kinds of numbers, one message
+    # Causal cases fail with messages that differ in their numbers only. The tool reports these failures as one.
     count = len(failed.read_text().splitlines())
     assert 0 < count < 40
     assert f"{40 - count} passed, {count} failed, 0 skipped (seed 0)" in result.stdout
     assert f"{count} x test_flash_attn_kvcache" in result.stdout and "all have: causal=True" in result.stdout
-    # the same cases again, and others
+    # --cases runs the failed cases again; --only draws from the cases that pass
     again = run("--cases", str(failed))
     assert f"0 passed, {count} failed" in again.stdout, again.stdout + again.stderr
     right = run("--sample", "7", "--only", "causal=False")

@@ -45,11 +45,14 @@ def logits(q, k):
     return torch.einsum("bihd,bjd->bhij", q.double(), k[:, :, 0].double()) / math.sqrt(q.shape[-1])
 
 
-def close(lse, scores):
+def close(lse, scores, headdim):
+    """A GPU's tensor cores cut off what a sum's fp32 cannot hold, once for 8 columns: up to 2^-23 of the score each time. An H200 showed
+    3.9e-6 for scores of 3.5 at headdim 256. The simulator's sums of products are exact before they are rounded."""
     expected = scores.logsumexp(-1)
     assert expected.abs().max() < 2
     error = (lse.double() - expected).abs().max().item()
-    assert error <= TOLERANCE, f"softmax_lse: max error {error:.3g} near 0"
+    allowed = TOLERANCE + (headdim / 8 * 2**-23 * scores.abs().max().item() if lse.is_cuda else 0)
+    assert error <= allowed, f"softmax_lse: max error {error:.3g} near 0, allowed {allowed:.3g}"
 
 
 @on("cpu-fp32", "cpu-fp64", "cpu-fp16", "cpu-bf16", "sim", "cuda")
@@ -59,7 +62,7 @@ def close(lse, scores):
 def test_forward(backend, gpu, headdim, keys, late):
     on_gpu(backend, gpu)
     q, k = near_zero(backend, headdim, keys, late)
-    close(backend.forward(q, k, k)[1], logits(q, k))
+    close(backend.forward(q, k, k)[1], logits(q, k), headdim)
 
 
 @on("cpu-fp32", "sim", "cuda")
@@ -80,7 +83,7 @@ def test_features(backend, gpu, headdim, feature):
     else:
         given = backend.randn(1, 2, ROWS, 1, spread=0.1)
         scores = scores + given.double()
-    close(backend.forward(q, k, k, **{feature: given})[1], scores)
+    close(backend.forward(q, k, k, **{feature: given})[1], scores, headdim)
 
 
 @on("cpu-fp32", "sim", "cuda")
@@ -100,4 +103,4 @@ def test_decode(backend, gpu, headdim, keys, late):
             lse = torch.ops.volta_fa.fwd_mla(q, cache, **options)[1]
         else:
             lse = torch.ops.volta_fa.fwd_kvcache(q, cache, cache, **options)[1]
-        close(lse, logits(q, k))
+        close(lse, logits(q, k), headdim)

@@ -38,7 +38,7 @@ def test_plans_are_asked_of_it_too(backend, gpu, kernel):
     plan = json.loads(torch.ops.volta_fa._plan(1, 4096, 4096, 40, 40, 128, 128, False, device=-1))
     assert plan["forward"]["name"] == kernel
     assert plan["backward"]["main"]["family"] == plan["forward"]["family"]
-    # as one of these numbers, which count for no device that is there
+    # device=-1 ignores such numbers. Without a device they describe the same GPU, so the plan is the same.
     shared_bytes = {"v100": 96, "t4": 64}[gpu] * 1024
     capability = {"v100": (7, 0), "t4": (7, 5)}[gpu]
     numbers = {"major": capability[0], "minor": capability[1], "sms": {"v100": 80, "t4": 40}[gpu]}
@@ -73,7 +73,10 @@ def test_ptx_kernels_run_untimed(backend, problem):
 @pytest.mark.parametrize("asked", [{"softcap": 20.0}, {"alibi": "h"}, {"bias": "qk"}, {"dropout_p": 0.2}], ids=lambda a: next(iter(a)))
 @on("sim")
 def test_blocks_of_rows_without_a_key(backend, asked):
-    """Kernels of one feature, one of which walks the keys backwards: 128 rows end 128 keys before the first one."""
+    """Row tiles that see no key, in kernels of one feature. ALiBi's kernel visits the keys backwards.
+
+    Rows 0 to 127 of 288 end 128 positions before the first of 33 keys.
+    """
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
     (q, k, v, _), options = Case(288, 33, 64, nheads=1, is_causal=True, **asked).problem(backend)
     check(backend, q, k, v, **options)

@@ -5,6 +5,7 @@ tools/doors/unsloth.py trains with the real packages; test_the_installed_release
 """
 
 import dataclasses
+import functools
 import os
 import sys
 import types
@@ -18,7 +19,8 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     pytest.skip("the Python package loads its own library", allow_module_level=True)
 
 import volta_fa
-from volta_fa.integrations.unsloth import dispatch, gqa_sdpa, masks, releases, sinks
+from volta_fa.integrations.devices import Devices
+from volta_fa.integrations.unsloth import dispatch, gqa_sdpa, masks, releases, sinks, switch
 
 BATCH, SEQLEN, HEADS, KV_HEADS, HEADDIM, WINDOW = 2, 12, 4, 2, 8, 5
 
@@ -55,7 +57,7 @@ def unsloth(monkeypatch):
     ):
         refuse_to_run()
 
-    for name in ("unsloth", "unsloth.utils", "unsloth.models", "unsloth_zoo", "unsloth_zoo.temporary_patches"):
+    for name in ("unsloth", "unsloth.utils", "unsloth.models", "unsloth_zoo", "unsloth_zoo.temporary_patches", gqa_sdpa._FLOAT32_MODULE):
         module(name)
     made = types.SimpleNamespace(
         dispatch=module(
@@ -91,20 +93,20 @@ def expected(q, k, v, seen, scale=None):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
 
 
-def call(unsloth, q, k, v, arguments, **context):
+def call(unsloth, q, k, v, arguments, sdpa_kwargs=None, **context):
     fields = dict(seq_info=None, attention_mask=None, prefix_seg_info=None, causal_mask=None, is_causal=True) | context
     name = "flash_varlen_kwargs" if fields["seq_info"] is not None else "flash_dense_kwargs"
-    config = unsloth.dispatch.AttentionConfig(**{name: arguments})
+    config = unsloth.dispatch.AttentionConfig(**{name: arguments, "sdpa_kwargs": sdpa_kwargs})
     return unsloth.dispatch._run_attention(config=config, context=unsloth.dispatch.AttentionContext(**fields), Q=q, K=k, V=v)
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_and_gradients_equal_those_of_sdpa(unsloth, packed, window):
-    volta_fa.enable_unsloth(force=True)
+    volta_fa.enable_unsloth("cpu")
     q, k, v = operands(batch=1 if packed else BATCH)
     arguments = {"causal": True, "softmax_scale": None, "window_size": (-1, -1) if window is None else (window - 1, window - 1)}
-    context, segments = {}, None
+    context, segments = {"sliding_window": window}, None
     if packed:
         context["seq_info"] = (None, torch.tensor([0, 7, SEQLEN], dtype=torch.int32), 7)
         segments = torch.tensor([0] * 7 + [1] * (SEQLEN - 7))
@@ -119,7 +121,7 @@ def test_attention_and_gradients_equal_those_of_sdpa(unsloth, packed, window):
 
 def test_softcap_of_gemma2(unsloth):
     assert not unsloth.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING
-    volta_fa.enable_unsloth(force=True)
+    volta_fa.enable_unsloth("cpu")
     assert unsloth.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING
     q, k, v = operands()
     out = call(unsloth, q, k, v, {"causal": True, "softcap": 1.5, "softmax_scale": 0.5}, causal_mask=True)
@@ -130,7 +132,7 @@ def test_softcap_of_gemma2(unsloth):
 
 @pytest.mark.parametrize("kind", ["none", "causal", "bool window", "float window", "padding"])
 def test_attention_of_gemma3(unsloth, kind):
-    volta_fa.enable_unsloth(force=True)
+    volta_fa.enable_unsloth("cpu")
     attention = unsloth.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
     q, k, v = operands()
     seen = {"none": torch.ones(SEQLEN, SEQLEN, dtype=torch.bool), "causal": visible()}.get(kind, visible(WINDOW)).expand(BATCH, 1, -1, -1)
@@ -157,9 +159,30 @@ def test_a_mask_that_changes_is_looked_at_again():
     assert masks.causal_window(torch.where(visible(WINDOW), 0.0, -3.0)[None, None]) is None  # a bias, not a mask
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_that_hides_everything_is_not_causal(unsloth, dtype):
+    volta_fa.enable_unsloth("cpu")
+    hidden = torch.zeros(1, 1, SEQLEN, SEQLEN, dtype=torch.bool)
+    mask = hidden if dtype == torch.bool else torch.full(hidden.shape, float("-inf"))
+    assert masks.causal_window(mask) is None
+    attention = unsloth.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
+    assert not attention(*operands(), mask, 0.0, False, None, HEADS // KV_HEADS).any()
+
+
+def test_qwen3_moe_keeps_float32(unsloth):
+    volta_fa.enable_unsloth("cpu")
+    source = "def patch(make, *a):\n    return make(*a)\n"
+    patch = vars(sys.modules[gqa_sdpa._FLOAT32_MODULE])
+    exec(source, patch)
+    attention = patch["patch"](unsloth.gqa_sdpa.make_gqa_sdpa, F.scaled_dot_product_attention)
+    with pytest.raises(AssertionError, match="own function ran"):
+        attention(*operands(), None, 0.0, True, None, HEADS // KV_HEADS)
+    assert volta_fa.unsloth_stats() == {"ran": 0, "traced": 0, "fell_back": {"float32": 1}}
+
+
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_sinks_of_gpt_oss(unsloth, window):
-    volta_fa.enable_unsloth(force=True)
+    volta_fa.enable_unsloth("cpu")
     q, k, v = operands()
     sink = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
     layer = types.SimpleNamespace(sinks=sink, scaling=0.4, sliding_window=window, training=True)
@@ -184,14 +207,51 @@ def test_sinks_of_gpt_oss(unsloth, window):
     ],
 )
 def test_other_calls_fall_back_and_are_counted(unsloth, reason, context, headdim):
-    volta_fa.enable_unsloth(force=True)
+    volta_fa.enable_unsloth("cpu")
     with pytest.raises(AssertionError, match="own function ran"):
         call(unsloth, *operands(headdim=headdim), {"causal": True}, **context)
     assert volta_fa.unsloth_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
 
 
+LEFT = {"causal": True, "window_size": (WINDOW - 1, WINDOW - 1)}
+
+
+@pytest.mark.parametrize(
+    "reason, arguments, context",
+    [
+        ("arguments", {"causal": True}, {"sliding_window": WINDOW}),
+        ("arguments", LEFT, {}),
+        ("arguments", LEFT, {"sliding_window": WINDOW + 1}),
+        ("arguments", LEFT, {"sliding_window": WINDOW, "is_causal": False}),
+        ("arguments", {"causal": True}, {"sdpa_kwargs": {"scale": 0.9}}),
+        ("arguments", {"causal": True, "softmax_scale": 0.9}, {}),
+        ("arguments", {"causal": True}, {"sdpa_kwargs": {"dropout_p": 0.1}}),
+        ("attention_mask", {"causal": True}, {"sdpa_kwargs": {"attn_mask": visible()}}),
+    ],
+)
+def test_arguments_that_differ_from_the_context_fall_back(unsloth, reason, arguments, context):
+    """unsloth's scaled_dot_product_attention reads the context, and flash-attn the arguments."""
+    volta_fa.enable_unsloth("cpu")
+    with pytest.raises(AssertionError, match="own function ran"):
+        call(unsloth, *operands(), arguments, **context)
+    assert volta_fa.unsloth_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
+
+
+def test_arguments_that_equal_the_context_run(unsloth):
+    volta_fa.enable_unsloth("cpu")
+    scale = {"causal": True, "softmax_scale": 0.9, "window_size": (SEQLEN, SEQLEN)}
+    q, k, v = operands()
+    truth = expected(q, k, v, visible(), 0.9).transpose(1, 2)
+    out = call(unsloth, q, k, v, scale, sdpa_kwargs={"scale": 0.9, "attn_mask": None}, sliding_window=SEQLEN)
+    torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
+    call(unsloth, q[:, :, -1:], k, v, {"causal": True})  # decoding
+    with pytest.raises(AssertionError, match="own function ran"):
+        call(unsloth, q[:, :, -3:], k, v, {"causal": True})
+    assert volta_fa.unsloth_stats() == {"ran": 2, "traced": 0, "fell_back": {"shape": 1}}
+
+
 def test_a_softcap_without_a_kernel_raises(unsloth):
-    volta_fa.enable_unsloth(force=True)
+    volta_fa.enable_unsloth("cpu")
     with pytest.raises(NotImplementedError, match="softcap: got it with a call that has no kernel"):
         call(unsloth, *operands(), {"causal": True, "softcap": 2.0}, attention_mask=torch.ones(BATCH, SEQLEN))
 
@@ -199,7 +259,7 @@ def test_a_softcap_without_a_kernel_raises(unsloth):
 @pytest.mark.parametrize("packed", [False, True])
 def test_compiles_without_a_graph_break(unsloth, packed):
     """unsloth compiles the layers of some models. Counts must not compile them again."""
-    volta_fa.enable_unsloth(force=True)
+    volta_fa.enable_unsloth("cpu")
     lengths = (None, torch.tensor([0, 7, SEQLEN], dtype=torch.int32), 7) if packed else None
     q, k, v = operands(batch=1)
     attend = torch.compile(lambda *qkv: call(unsloth, *qkv, {"causal": True}, seq_info=lengths), backend="eager", fullgraph=True)
@@ -211,8 +271,8 @@ def test_compiles_without_a_graph_break(unsloth, packed):
 
 def test_disable_restores_unsloth_and_its_loaded_models(unsloth):
     before = unsloth.dispatch._run_attention
-    volta_fa.enable_unsloth(force=True)
-    volta_fa.enable_unsloth(force=True)
+    volta_fa.enable_unsloth("cpu")
+    volta_fa.enable_unsloth("cpu")
     loaded = unsloth.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
     sink = unsloth.flex.flex_attention_with_sink
     volta_fa.disable_unsloth()
@@ -221,6 +281,42 @@ def test_disable_restores_unsloth_and_its_loaded_models(unsloth):
     for attention, rest in ((loaded, (None, 0.0, True, None, 2)), (lambda *qkv: sink(None, *qkv), ())):
         with pytest.raises(AssertionError, match="own function ran"):
             attention(*operands(), *rest)
+
+
+def test_a_second_enable_replaces_the_devices_of_loaded_models(unsloth, monkeypatch):
+    monkeypatch.setattr(switch, "devices_of", lambda op, device, force: Devices(device == "cpu", frozenset()))
+    volta_fa.enable_unsloth()
+    loaded = unsloth.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
+    sink = unsloth.flex.flex_attention_with_sink
+    volta_fa.enable_unsloth("cpu")
+    loaded(*operands(), None, 0.0, True, None, HEADS // KV_HEADS)
+    sink(types.SimpleNamespace(sinks=torch.zeros(HEADS, dtype=torch.float64)), *operands())
+    assert volta_fa.unsloth_stats() == {"ran": 2, "traced": 0, "fell_back": {}}
+
+
+def test_another_programs_wrapper_stays(unsloth):
+    before = unsloth.dispatch._run_attention
+    volta_fa.enable_unsloth("cpu")
+    inner = unsloth.dispatch._run_attention
+
+    @functools.wraps(inner)
+    def wrapper(**arguments):
+        return inner(**arguments)
+
+    unsloth.dispatch._run_attention = wrapper
+    volta_fa.disable_unsloth()
+    assert unsloth.dispatch._run_attention is wrapper
+    with pytest.raises(AssertionError, match="own function ran"):
+        call(unsloth, *operands(), {"causal": True})
+    assert volta_fa.unsloth_stats() == {"ran": 0, "traced": 0, "fell_back": {}}
+    volta_fa.enable_unsloth("cpu")
+    call(unsloth, *operands(), {"causal": True})
+    with pytest.raises(AssertionError, match="own function ran"):  # and no recursion
+        call(unsloth, *operands(), {"causal": True}, causal_mask=object())
+    assert volta_fa.unsloth_stats()["ran"] == 1
+    volta_fa.disable_unsloth()
+    assert unsloth.dispatch._run_attention is wrapper
+    unsloth.dispatch._run_attention = before
 
 
 CHANGES = {
@@ -240,7 +336,7 @@ def test_refuses_a_changed_unsloth_and_replaces_nothing(unsloth, name, monkeypat
     monkeypatch.setattr(releases, "version", lambda package: "2099.1.1")
     before = unsloth.dispatch._run_attention
     with pytest.raises(ImportError) as caught:
-        volta_fa.enable_unsloth(force=True)
+        volta_fa.enable_unsloth("cpu")
     message = str(caught.value)
     assert name in message and "2099.1.1" in message and releases.TESTED[0] in message
     assert unsloth.dispatch._run_attention is before
@@ -249,16 +345,16 @@ def test_refuses_a_changed_unsloth_and_replaces_nothing(unsloth, name, monkeypat
 def test_warns_about_an_untested_release(unsloth, monkeypatch):
     monkeypatch.setattr(releases, "version", lambda package: "2099.1.1")
     with pytest.warns(UserWarning, match="2099.1.1"):
-        volta_fa.enable_unsloth(force=True)
+        volta_fa.enable_unsloth("cpu")
 
 
 def test_without_unsloth_or_a_gpu(unsloth, monkeypatch):
     if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="force=True"):
+        with pytest.raises(RuntimeError, match='device="cpu"'):
             volta_fa.enable_unsloth()
     monkeypatch.delitem(sys.modules, "unsloth")
     with pytest.raises(ImportError, match="import unsloth"):
-        volta_fa.enable_unsloth(force=True)
+        volta_fa.enable_unsloth("cpu")
 
 
 def test_the_installed_release_is_known(monkeypatch):
@@ -267,5 +363,5 @@ def test_the_installed_release_is_known(monkeypatch):
     pytest.importorskip("unsloth", reason="unsloth is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        volta_fa.enable_unsloth(force=True)
+        volta_fa.enable_unsloth("cpu")
     volta_fa.disable_unsloth()

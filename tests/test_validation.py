@@ -1,7 +1,8 @@
 """Bad input: the exception's type, and a message that names the argument and says what is allowed.
 
-The rules themselves are tested without tensors in tests/problem.rs; here they arrive in Python, from every backend,
-with nothing launched.
+tests/problem.rs tests the rules without tensors. These tests check that every backend raises them in Python and launches
+nothing. Lengths in GPU memory are an exception: without `check_lengths` only the kernels see them. The kernels then run, touch
+nothing outside the tensors, and write NaN to the affected rows (test_unchecked_*).
 """
 
 import functools
@@ -122,7 +123,7 @@ def test_tensors_without_data(backend, good, name):
 
 @on("cpu-fp32")
 def test_tensors_without_data_beside_others(backend, good):
-    """Not memory that nothing was written to."""
+    """A call that mixes meta tensors with others is refused. Else it would return memory that no kernel wrote."""
     refused(call({**good, "k": good["k"].to("meta")}), ValueError, "k: got device meta, expected device cpu, that of q")
     refused(call({**good, "q": good["q"].to("meta")}), ValueError, "k: got device cpu, expected device meta, that of q")
 
@@ -172,7 +173,8 @@ def test_bounds_that_causal_implies(backend, good, window_right):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_least_softcap(backend):
-    """Not its gradients: the derivative of such a step at a score is a matter of the score's last bits."""
+    """The forward pass takes the least softcap. Gradients are not compared: the capped score is almost a step, whose derivative
+    depends on the last bits of the score."""
     case = Case(40, 50, 64, nheads=2, softcap=1e-4)
     q, k, v, _ = case.inputs(backend)
     check(backend, q, k, v, **case.options)
@@ -180,7 +182,7 @@ def test_least_softcap(backend):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_largest_softcap(backend):
-    """It leaves these scores as they are, but for the error of the kernels' formula (SOFTCAPS in src/problem)."""
+    """The largest softcap leaves these scores unchanged, except for the error of the kernels' formula (SOFTCAPS in src/problem)."""
     q, k, v, _ = Case(40, 50, 64, nheads=2).inputs(backend)
     (out, lse), (plain, plain_lse) = (backend.forward(q, k, v, softcap=softcap) for softcap in (1e4, 0.0))
     torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1.5e-3)
@@ -339,14 +341,14 @@ def test_check_lengths_variable(backend, good):
 
 @pytest.fixture
 def unchecked(backend):
-    """What a GPU does, where nobody looks at lengths."""
+    """Turns the length check off. The simulator then behaves like a GPU, whose lengths the host does not read."""
     backend.monkeypatch.delenv("VOLTA_FA_CHECK_LENGTHS", raising=False)
     if backend.machine == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
 
 
 def leave_ones(*like):
-    """In the memory that outputs get next, so that what nobody writes is not NaN by chance."""
+    """Fills the memory that the next outputs get with ones, so that unwritten rows are not NaN by chance."""
     kinds = [(t, dtype) for t in like for dtype in (t.dtype, t.dtype, torch.float32)]
     held = [torch.ones(t.numel(), dtype=dtype, device=t.device) for t, dtype in kinds]
     del held
@@ -361,14 +363,14 @@ def assert_nan_in(name, t, *bounds):
     assert t[~spoilt].isfinite().all(), f"{name} is not finite outside of rows {bounds}"
     if t.device.type == "cpu" and t.dtype == torch.float16:
         # The simulator fills outputs with bytes 0xff before the kernels run: a GPU does not.
-        assert (t[spoilt].contiguous().view(torch.int16) != -1).all(), f"{name}: nobody wrote what is NaN in rows {bounds}"
+        assert (t[spoilt].contiguous().view(torch.int16) != -1).all(), f"{name}: no kernel wrote the NaN in rows {bounds}"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", LENGTHS)
 @on("sim", "cuda", "sim-bf16", "cuda-bf16")
 def test_unchecked_lengths(backend, good, unchecked, name, deterministic):
-    """Nothing outside the tensors is touched, and what is wrong is NaN."""
+    """The kernels touch nothing outside the tensors, and write NaN to rows outside every valid sequence."""
     spoil, _, queries, keys = LENGTHS[name]
     options = packed(backend, good) | with_tensors(backend, spoil)
     q, k, v = (options.pop(n) for n in "qkv")
@@ -400,7 +402,7 @@ def test_unchecked_lengths_of_a_dense_batch(backend, good, unchecked):
 @pytest.mark.parametrize("bias", [None, "1", "rows"])
 @on("cpu-fp32", "sim", "cuda")
 def test_max_seqlen_is_an_upper_limit(backend, bias):
-    """However far it is from the sequences: 2^30 twice is more than an int32, and such a grid would never end."""
+    """A maximum far above the sequences' lengths changes nothing: 2^30 twice overflows an int32, and such a grid would never end."""
     case = Case(headdim=32, nheads=2, nheads_k=1, lengths=((7, 9), (0, 2), (13, 13)))
     tensors, options = case.problem(backend)
     assert tensors[0].shape[0] == 20

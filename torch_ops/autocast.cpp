@@ -26,6 +26,7 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
 
 }  // namespace
 
+// A quantized cache has elements of one byte, whose type is not that of q.
 Tensor cast_to_cache_dtype(const Tensor& cache, const Tensor& t, c10::DeviceType device) {
     const bool quantized = cache.element_size() == 1;
     return at::autocast::cached_cast(quantized ? at::autocast::get_autocast_dtype(device) : cache.scalar_type(), t, device);

@@ -14,14 +14,16 @@ struct QueryRange {
     // steps that need no mask
     UnmaskedRows<Step> unmasked;
 
-    // all_rows: visit rows that see none of the keys too (fused kernel).
+    // all_rows: moves `end` to the last row, for the fused kernels (DqMode::kStore). They store dq of all rows, so they also visit
+    // rows that see no key: they begin at row 0 instead of first().
     __device__ __forceinline__ QueryRange(const Mask& mask, int first_key, bool all_rows = false)
         : end(keep_in_register(all_rows ? mask.seqlen_q : end_of_seen(mask, first_key))),
           unmasked(mask, first_key, min(Keys, mask.seqlen_k - first_key)) {
         unmasked.first = keep_in_register(unmasked.first);
         unmasked.span = keep_in_register(unmasked.span);
     }
-    // Returns the end of the rows that see one of the keys; 0 for a block past the last key.
+    // Returns the end of the rows that see one of the keys. In varlen kernels a block can begin past the sequence's last key: 0.
+    // Other kernels have no such block.
     static __device__ __forceinline__ int end_of_seen(const Mask& mask, int first_key) {
         return kVarlen && first_key >= mask.seqlen_k ? 0 : mask.row_end(first_key, Keys);
     }

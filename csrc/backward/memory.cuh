@@ -4,8 +4,8 @@
 
 #include "tile.cuh"
 
-// Two shared addresses in one register, opaque to ptxas, which would otherwise recompute each from threadIdx under register
-// pressure. Addresses are even and below 2^17, so that half of each fits 16 bits.
+// Two shared addresses in one register. The volatile PTX hides their computation: otherwise the compiler would recompute each
+// from threadIdx under register pressure. Addresses are even and below 2^17, so that half of each fits 16 bits.
 class AddressPair {
     unsigned packed_;
 

@@ -1,6 +1,8 @@
 // Recomputes probabilities in the backward pass: P = 2^(score - lse) in log2 units, and the power of two by which P is scaled
-// as fp16. Used by the main and dq kernels. S already includes -lse / scale (row_statistics.cuh), or the exponent's
-// multiply-add adds it.
+// as fp16. Used by the main and dq kernels.
+//
+// volta's products S begin with -lse / scale (row_statistics.cuh), so S includes it. Main kernels with softcap cannot, because
+// softcap takes the product alone: they add -lse to the capped score. turing's kernels add -lse in the exponent's multiply-add.
 #pragma once
 
 #include "softmax.cuh"
@@ -14,7 +16,7 @@ constexpr float kExponentShift = kProbabilityBits - 112.f;  // 112: see pack_shi
 constexpr float kExponentUnit = 1.2676506e30f;  // 2^-kExponentShift: restores P from 2^(score - lse + kExponentShift)
 
 // Computes 2^(s * scale_log2 + shift) in place, for M x N tiles of which a lane has E elements each. With shift =
-// kExponentShift, pack_shifted then packs P * 2^12.
+// kExponentShift, pack_shifted then packs P * 2^12. Used by volta's kernels without score modifiers.
 template <int M, int N, int E>
 __device__ __forceinline__ void exponentials(float (&s)[M][N][E], float scale_log2, float shift) {
 #pragma unroll

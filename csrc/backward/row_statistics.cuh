@@ -1,6 +1,6 @@
-// Row statistics of the backward pass: -lse / scale and -delta, where delta = rowsum(dout * out) (FlashAttention-2). Main
-// kernels begin their products with these, so that S - lse and dP - delta cost nothing. Written by preprocess, or by the fused
-// kernel itself. Eight lanes compute one row, 16 bytes each.
+// Row statistics of the backward pass: -lse / scale and -delta, where delta = rowsum(dout * out) (FlashAttention-2). volta's
+// kernels begin their products with these, so that S - lse and dP - delta cost nothing. turing's kernels add them in
+// multiply-adds. Written by preprocess, or by the fused kernel itself. Eight lanes compute one row, 16 bytes each.
 //
 // A family's RowStats is their memory layout: kRowFloats, kRowRounding, kLseAt, kDeltaAt, and offset(row) of the first of
 // kCopies copies, which are kCopyDistance floats apart.
@@ -59,7 +59,8 @@ struct RowStatistics {
         if (row < all_rows && lane < RowStats::kCopies) {
             float* s = stats + RowStats::offset(row) + lane * RowStats::kCopyDistance;
             const float row_lse = row < sequence.seqlen_q() ? lse[row] : positive_infinity();
-            // lse = +inf marks a row that sees no key: its P is 0, and delta does not matter.
+            // lse = +inf makes P 0, so delta does not matter. Forward writes it for rows that see no key, this kernel for
+            // padding rows.
             s[RowStats::kLseAt] = -row_lse * inverse_scale;
             s[RowStats::kDeltaAt] = -delta;
         }

@@ -7,8 +7,9 @@
 #include "seqlen_info.cuh"
 #include "volta_fa_params.h"
 
-// Returns the scratch row of a sequence's first query, in arrays of seqlen_q_rounded rows per head. Packed sequences
-// (cu_seqlens) follow one another within a head, each from a multiple of kRowRounding on.
+// Returns the scratch row of a sequence's first query. The rows of dense batches are (batch, nheads, seqlen_q_rounded). Those of
+// packed sequences (cu_seqlens) are (nheads, scratch_rows): a sequence begins at its q_offset rounded down to kRowRounding, plus
+// kRowRounding for each sequence before it, so that rounded lengths do not overlap.
 template <class RowStats>
 __device__ __forceinline__ long long rounded_row(const BwdParams& p, const BlockSeqlenInfo& sequence, int batch, int head) {
     constexpr int kRowRounding = RowStats::kRowRounding;

@@ -10,7 +10,8 @@
 #include "volta_fa_params.h"
 
 // Loads the block's own rows of both operands, once, padded with zeros in rows and columns. Of `rows` rows those from first_row
-// on are the block's. The sequence begins at row `origin` of the tensors.
+// on are the block's. The sequence begins at row `origin` of the tensors. With a negative softmax_scale the rows of S (K in the
+// main kernels, Q in dq) get the other sign, because kernels compute with |softmax_scale| (Problem::sign_flip).
 template <class S>
 __device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, const Operand& dp, int head, unsigned shared,
                                          int origin, int first_row, int rows) {

@@ -49,7 +49,8 @@ struct Queries {
     }
 };
 
-// A key of ones: its product with a query is the sum of the query's columns.
+// A key of ones: its product with a query is the sum of the query's columns. No slot has another scale (kTwoScales,
+// quantized.cuh).
 struct Ones {
     static constexpr bool kTwoScales = false;
     __device__ __forceinline__ uint4 chunk(int) const { return make_uint4(0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00); }
@@ -64,7 +65,7 @@ struct Columns {
     static constexpr int kWords = FormatInfo::kBits / 4;  // 32-bit words a chunk
     static constexpr int kChunksPerLoad = Chunks < 4 / kWords ? Chunks : 4 / kWords;
     static_assert(Chunks % kChunksPerLoad == 0, "whole loads");
-    static constexpr bool kTwoScales = CacheElement::kTwoScales;
+    static constexpr bool kTwoScales = CacheElement::kTwoScales;  // int4: slots 4 to 7 of a chunk have 16 times the scale
     unsigned words[Chunks * kWords];
 
     __device__ __forceinline__ static constexpr int of(int column) {
@@ -106,11 +107,11 @@ struct Columns {
     }
 };
 
-// A lane's part of one key: one chunk of every 32 columns.
+// A lane's part of one key: one chunk of every 32 columns. Loads: HEADDIM / 32.
 template <int Loads>
 using Keys = Columns<Loads, 32>;
 
-// A lane's part of its two tokens' values: one chunk of every 64 columns.
+// A lane's part of its two tokens' values: one chunk of every 64 columns. Loads: HEADDIM_V / 64.
 template <int Loads>
 struct Values {
     Columns<Loads, 64> token[2];

@@ -25,7 +25,7 @@ struct OperandCoords {
     }
 };
 
-// Loads the steps of a split in token order; a step is kStepTokens tokens. Coords: which token and columns of each tile the
+// Loads a token group's steps in token order; a step is kStepTokens tokens. Coords: which token and columns of each tile the
 // lane has. The constructor ignores its last three arguments, which CooperativeLoader and StagedLoader use.
 template <class Coords>
 class DirectLoader {

@@ -1,26 +1,33 @@
 // Decode main loop of one work tile: split-KV attention of up to BLOCK_ROWS packed query rows over a range of KV tokens.
 //
-// Each warp owns 8 * RowTiles rows and walks over its group's tokens in steps of kStepTokens (kStepTiles tiles of eight
-// tokens). A step is: scores = Q K^T, score modifiers and mask, online softmax (softmax.cuh), output += P V. Q and the output
-// stay in registers. Three loaders bring K and V. Keys of the next step are loaded once the scores are done, values once the
-// output is:
+// Each warp owns 8 * RowTiles rows and walks over its token group's tokens in steps of kStepTokens (kStepTiles tiles of eight
+// tokens). A token group is the RowGroups warps that take the same tokens. A step is: scores = Q K^T, score modifiers and mask,
+// online softmax (softmax.cuh), output += P V. Q and the output stay in registers; where these are too few, kSharedQueryChunks
+// moves part of Q to shared memory. One of three loaders brings K and V:
 //
-//   DirectLoader       global memory straight into operand registers; no shared memory, no barrier
-//   CooperativeLoader  four warps with the same tokens share what each loads, through shared memory
-//   StagedLoader       int4: through the warp's own shared memory, with more bytes in flight
+//   DirectLoader       global memory straight into operand registers; no shared memory, no barrier. Loads the keys of the next
+//                      step once the scores are done, and its values once the output is
+//   CooperativeLoader  four warps with the same tokens share what each loads, through shared memory. Loads the next step's
+//                      keys and values at the start of a step
+//   StagedLoader       int4 where kStaged (tile_scheduler.cuh): through the warp's own shared memory, with more bytes in flight
 //
 // Quantized K and V become fp16 only when a product takes them. Their scales multiply scores and probabilities (scales.cuh).
 //
-// A Layout is the family's assignment of rows, tokens and columns to lanes, for RowTiles tiles of eight rows:
+// Results leave through shared memory (block.cuh): run() stores each row's softmax state, then kRowsAtOnce rows of output at a
+// time. After each part it calls finish(first), which combines the token groups' results of these rows.
+//
+// A Layout is the family's assignment of rows, tokens and columns to lanes, for RowTiles tiles of eight rows. Its functions
+// take the Layout::Lane of the caller, `lane`:
 //
 //   query_row, key_token, value_token, key_column, value_column
 //                         what a lane loads: eight columns from these on. Of each 32 columns of Q and K a lane has eight, of each
 //                         64 columns of V eight, for the two tokens value_token and value_token + kValueTokens
 //   scores(q, k, x)       x: two scores of each row tile, of row score_row and tokens score_token and score_token + 1;
 //                         lanes that differ by a mask of kRowLaneMasks have other scores of the same row
-//   rescale(o, factor)    multiplies output rows; `factor` is that of the lane's score_row
-//   add_values(o, p, v)   output += P V; p: packed probabilities, in the lanes that have the scores
-//   each_pair(o, f)       calls f(row, column, x, y) for outputs x and y of two neighboring columns
+//   rescale(lane, o, factor)      multiplies output rows; `factor` is that of the lane's score_row
+//   each_output(lane, o, own, f)  replaces each output x by f(x, `own` of its row, whether x is in the last four of eight columns)
+//   add_values(lane, o, p, v)     output += P V; p: packed probabilities, in the lanes that have the scores
+//   each_pair(lane, o, f)         calls f(row, column, x, y) for outputs x and y of two neighboring columns
 #pragma once
 
 #include "decode/bf16_value.cuh"
@@ -42,6 +49,7 @@ struct DecodeMainloop {
     // 16 rows of 256 columns take 128 registers for the output and 64 for Q: half of Q goes to shared memory.
     static constexpr int kSharedQueryChunks = kCooperative && RowTiles * kKeyLoads > 8 ? kKeyLoads / 2 : 0;
     using OwnQueries = Queries<RowTiles, kKeyLoads, kSharedQueryChunks>;
+    // Rows whose outputs, of all token groups, are in shared memory at once: all rows if they fit, else half of them.
     static constexpr int kRowsAtOnce =
         kTokenGroups * BLOCK_ROWS * kPartialStride * sizeof(float) <= SHARED_BYTES ? BLOCK_ROWS : BLOCK_ROWS / 2;
     static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
@@ -72,6 +80,8 @@ public:
     // The loader's shared memory, then each warp's part of Q. The partial outputs take the same place afterwards.
     static constexpr int kWorkBytes = OwnLoader::kWorkBytes + Warps * OwnQueries::kBytes;
 
+    // Computes the work tile `s` and stores the token groups' partial results in `partials`. Calls finish(first) when the outputs
+    // of rows [first, first + kRowsAtOnce) are there. `finish` begins with a barrier, and ends with one if there are two parts.
     template <class Finish>
     __device__ __forceinline__ static void run(const DecodeParams& p, const WorkTile& s, const RowInfo* row_info,
                                                const SharedPartials<kTokenGroups, kRowsAtOnce>& partials, Finish finish) {
@@ -92,7 +102,7 @@ public:
         Bf16ValueScaler value_scaler;
         float shared_inverse = 1.f;  // 1 / factor of the values that the warps share (bf16)
 
-        // Each group takes a contiguous range of whole steps.
+        // Each token group takes a contiguous range of whole steps.
         const int steps = (s.end - s.first + kStepTokens - 1) / kStepTokens,
                   group_steps = (steps + kTokenGroups - 1) / kTokenGroups;
         int steps_left = min(group_steps, steps - token_group * group_steps);
@@ -258,6 +268,7 @@ public:
                 partials.state[token_group * BLOCK_ROWS + first_row + 8 * mt + Layout::score_row(lane)] = {softmax[mt].row_max,
                                                                                                            sum};
         }
+        // Only the warps that have rows of this part store outputs. All warps call finish.
 #pragma unroll 1
         for (int first = 0; first < BLOCK_ROWS; first += kRowsAtOnce) {
             if (first_row / kRowsAtOnce == first / kRowsAtOnce) {
@@ -397,7 +408,7 @@ private:
     // Loads the warp's rows of Q; zeros for rows and columns that do not exist.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const WorkTile& s, int first_row, OwnQueries& q) {
         const typename Layout::Lane lane;
-        const int group = p.problem.nheads / p.problem.nheads_k;
+        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads of a KV head
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
             const int row = first_row + 8 * mt + Layout::query_row(lane), packed = s.row + row;

@@ -23,20 +23,22 @@ constexpr bool kZeroPoints = FormatInfo::kZeroPoints;
 
 // Tokens of a tile: the n (scores) or k (output) of one product.
 constexpr int kTileTokens = 8;
-// Tokens of a step of a warp: one or two tiles; divides every page. With a memory latency of 3000 cycles an SM needs about 24
-// KB in flight, 1.5 to 2 KB for each of its 12 to 16 warps. So a step has two tiles where one tile has at most 2 KB; int4
-// at headdim 256 is staged instead (staged_loader.cuh).
+// kStepTokens: tokens of a warp's step, one or two tiles; divides every page size. With a memory latency of 3000 cycles an SM
+// needs about 24 KB in flight, 1.5 to 2 KB for each of its 12 to 16 warps. So a step of a quantized cache has two tiles where K
+// and V of one tile (kTileBytes) have at most 2 KB. int4 at headdim 256 has one, because it is staged (staged_loader.cuh).
 constexpr int kTileBytes = kTileTokens * (HEADDIM + HEADDIM_V) * FormatInfo::kBits / 8;
 constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kZeroPoints);
-// Two tiles also pay where four warps share bf16 steps of few columns: instructions are the limit there, and two tiles share
-// the work that is not done once per score.
+// Two tiles also pay where four warps share bf16 steps of few columns. Instructions are the limit there, and the two tiles share
+// those that a step needs once, whatever its number of scores.
 constexpr bool kFewColumns = HEADDIM <= 64 && BLOCK_ROWS == 64;
 constexpr int kStepTiles = (kQuantized && kFewBytes) || (kBf16 && kFewColumns) ? 2 : 1;
 constexpr int kStepTokens = kTileTokens * kStepTiles;
-// int4 steps have still fewer bytes, so a warp keeps more of them in flight than it computes with (staged_loader.cuh). Not for
-// 16 rows at headdim 64: the loop already fills most of the instruction cache.
+// int4 steps have still fewer bytes, so a warp loads further steps while it computes one (staged_loader.cuh). Kernels with 16
+// rows per warp (STEP, a kernel's row in src/kernels) at headdim 64 do not: their loop already fills most of the instruction
+// cache.
 constexpr bool kStaged = kZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);
-// Steps of a block, on average, that justify it. With fewer, combining the partial results costs more than the block saves.
+// Minimum steps per block, on average: it limits the number of blocks that get work. With fewer steps, combining the partial
+// results costs more than another block saves.
 constexpr int kMinSteps = 16;
 
 // Row tiles of one sequence.

@@ -1,5 +1,5 @@
 // Scaling of the output in the forward kernels, for any Layout (score_layout.cuh): rescale_output in the main loop, and the
-// epilogue, which adds the attention sink and writes a row's lse.
+// epilogue. The epilogue adds the attention sink, applies dropout's scale 1 / (1 - p) and writes a row's lse.
 #pragma once
 
 #include "forward/scores.cuh"

@@ -13,9 +13,9 @@ fn cost(v: &Variant, features: FeatureSet) -> (u32, u32) {
     (v.features.without(features).count(), v.headdim + v.headdim_v)
 }
 
-/// Maximum positions between a row and the first key, for kernels of ALiBi alone. Other kernels compute rows further away.
+/// Maximum of [`Shape::rows_before_keys`] for kernels that require ALiBi. Other kernels compute rows further before the first key.
 ///
-/// Kernels of ALiBi alone start their sums of products with -slope * distance, so a large distance takes bits from the products. Rows near
+/// Kernels that require ALiBi start their sums of products with -slope * distance, so a large distance takes bits from the products. Rows near
 /// a visible key give it almost all weight, and there the distance is small. At this limit and a slope of 1 the start is 739 in log2 units,
 /// with a last bit of 2^-14. About 32 steps each lose a third of it (RMS), in total 1e-4. Rounding a probability to fp16 costs 2e-4.
 ///

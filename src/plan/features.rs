@@ -23,13 +23,14 @@ pub fn features(a: &Attention, mode: BackwardMode) -> FeatureSet {
         Feature::Alibi => f.alibi,
         Feature::Bias => f.attn_bias,
         Feature::Dropout => f.dropout_p > 0.0,
-        // prefill requests them
+        // a problem cannot tell: the plan of a prefill adds it
         Feature::Pages => false,
         Feature::Fp32Bias => f.fp32_bias,
     })
 }
 
-/// Returns a request and a mode that use these features and no others. Those of a KV cache have none: prefill requests them.
+/// Returns a request and a mode for which [`features`] returns these features. `_plan()` takes features by name, and needs the request
+/// that they stand for. An fp32 bias is a bias, so `Fp32Bias` also requests `Bias`. `Pages` is ignored: no request has it.
 pub fn using(features: FeatureSet) -> (RequestedFeatures, BackwardMode) {
     let has = |feature| features.contains(FeatureSet::of(&[feature]));
     let requested = RequestedFeatures {

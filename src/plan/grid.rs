@@ -10,7 +10,7 @@ pub(super) fn rounded(rows: i64, multiple: u32) -> i64 {
     (rows as u64).next_multiple_of(u64::from(multiple)) as i64
 }
 
-/// Returns the number of rows that a kernel's blocks divide, and the number of heads.
+/// Returns (rows, heads) of one batch entry that the grid covers: of queries or keys, as the pass defines. Blocks divide the rows.
 pub(super) fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
     match variant.pass.info().rows {
         RowKind::Queries => (a.seqlen_q, a.nheads),
@@ -29,8 +29,9 @@ pub(super) fn planned(kernel: (&'static Variant, Reason), a: &Attention) -> Plan
 /// Plans a kernel on a grid of this many rows.
 pub(super) fn of_rows((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
     let mut planned = on_grid((variant, reason), rows, heads);
-    // Blocks start in the order of the grid, and a long block that starts late is a tail. Under a causal mask the last rows see the most
-    // keys, and the most rows see the first keys. So the row tiles become the second axis, and the long blocks of all heads start first.
+    // Blocks start in the order of the grid. If a long block starts late, the other SMs idle until it ends. Under a causal mask, blocks of
+    // late queries are long, and so are blocks of early keys (backward). Kernels start with their long row tiles. With row tiles as the
+    // second axis, the long blocks of all heads start first.
     // The GPU then reads K and V of all heads at once, which costs 5% if they exceed an H200's L2.
     let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_YZ);
     if variant.family.either_order.contains(&variant.pass) && a.window.right.is_some() && fits {

@@ -6,10 +6,10 @@ use crate::error::Error;
 use crate::kernels::{CacheFormat, Code, Family, Feature, FeatureSet, Kernels, Pass};
 use crate::tuning::Shape;
 
-/// What was looked for.
+/// The kernels that the planner looked for and did not find.
 pub(super) struct Missing<'a> {
     pub kernels: Kernels,
-    /// Families that the device runs.
+    /// Families that the device runs, limited to [`DeviceLimits::only`]. Empty: the device is too old.
     pub families: Vec<(&'static Family, Code)>,
     pub passes: &'a [Pass],
     pub shape: &'a Shape,
@@ -37,13 +37,13 @@ impl Missing<'_> {
     fn no_kernel(&self) -> String {
         let kind = if self.passes.len() == 1 { "kernel" } else { "set of kernels" };
         let passes = self.passes.iter().map(|pass| format!("{pass:?}")).collect::<Vec<_>>().join(", ");
-        let only = if self.d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
+        let family_note = if self.d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
         let failed = match self.failed.as_slice() {
             [] => String::new(),
             names => format!("; excluded because they failed `python -m volta_fa check` on this GPU: {}", names.join(", ")),
         };
         format!(
-            "there is no {} {kind} ({passes}){}{} in this GPU's {} bytes of shared memory a block{only}{failed}",
+            "there is no {} {kind} ({passes}){}{} in this GPU's {} bytes of shared memory a block{family_note}{failed}",
             names(&self.families),
             self.requested(),
             self.headdims(),

@@ -287,7 +287,7 @@ def child(model: str, attention: str, device: str, steps: int, folder: Path) -> 
         if attention == "volta_fa":
             import volta_fa
 
-            volta_fa.enable_unsloth(force=True)
+            volta_fa.enable_unsloth(device if device == "cpu" else None, force=True)
         net = load(model, device, dtype, folder / model)
     run = Training(net, model, device, dtype)
     losses = run.steps(min(steps, WARM_UP))  # which compile kernels

@@ -1,9 +1,11 @@
-// What compute-sanitizer's racecheck says of sets of warps that wait at barriers of their own, a different number of times each:
+// Shows a false positive of compute-sanitizer's racecheck: sets of warps that wait at barriers of their own, each a different
+// number of times.
 //
 //   nvcc -arch=sm_90 -o /tmp/sets tools/gpu/racecheck_sets.cu && compute-sanitizer --tool racecheck /tmp/sets 5 3
 //
-// There is no race: what the sets share they write and read across __syncthreads(). Decode kernels of 64 rows
-// (csrc/decode/mainloop.cuh) are built so. docs/log/2026-11-21-h200-validation.md has what it said.
+// There is no race: one set's data is read by the other only after __syncthreads(). racecheck nevertheless reports hazards
+// across __syncthreads() with 5 and 3 or 9 and 1 steps, and none with 4 and 4. It reports the same hazards for decode kernels of
+// 64 rows with several such sets (csrc/decode/mainloop.cuh). docs/log/2026-11-21-h200-validation.md records both.
 #include <cstdio>
 #include <cstdlib>
 

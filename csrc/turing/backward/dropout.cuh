@@ -16,7 +16,8 @@ __device__ __forceinline__ u32 draw_kept_pairs(const Philox& philox, const Dropo
     return merge_calls(mine, __shfl_xor_sync(~0u, mine, Layout::kKeyPartnerMask), row >> 2 & 1, odd) >> odd;
 }
 
-// Returns bit kept_bit(row_of(v), key_slot(v)) for element v. Other bits are those of the same Philox call.
+// Returns a word whose bit kept_bit(row_of(v), key_slot(v)) is set if element v is kept (is_kept). Ignore its other bits: with two
+// keys per lane they belong to the partner's keys.
 template <class Layout>
 __device__ __forceinline__ u32 draw_kept_tile(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     if constexpr (Layout::kKeys == 4)

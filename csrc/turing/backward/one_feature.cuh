@@ -1,6 +1,6 @@
 // ALiBi, bias and dropout in main kernels of exactly one feature, as in the forward pass (turing/forward/one_feature.cuh).
-// ALiBi and bias are the initial accumulators of K Q^T, in units of the products, so they cost no instruction per step and
-// score later.
+// ALiBi and an fp16 bias are the initial accumulators of K Q^T, divided by the softmax scale, so no later instruction adds them
+// to each score. An fp32 bias is added after the product.
 #pragma once
 
 #include "backward/modifiers.cuh"

@@ -21,7 +21,7 @@ public:
         const u32 own = merge_calls(drawn, __shfl_xor_sync(~0u, drawn, 2), has_bit_of_4, has_bit_of_4);
         const u32 others = __shfl_xor_sync(~0u, own, 1);
         const u32 even_queries = (odd ? others : own) >> odd, odd_queries = (odd ? own : others) >> odd;
-        // Bit numbers: pair of queries * 2, key of two * 8, query of the pair * 16.
+        // Number of an element's bit: 2 * (pair of queries) + 8 * (key) + 16 * (query of the pair), each 0 or 1.
         kept_ = __byte_perm(even_queries, odd_queries, 0x6420);
     }
     // Returns the sign bits (0x8000, 0x80000000) of dropped elements in word i of a packed tile.

@@ -1,5 +1,5 @@
-// Interface of the score features of volta forward kernels that are compiled for exactly one feature, or two: softcap, ALiBi,
-// bias, dropout (feature_*.cuh).
+// Interface of the score features of volta forward kernels that are compiled for a fixed set of features (feature_*.cuh):
+// softcap, ALiBi, bias or dropout alone, ALiBi with softcap, or bias with dropout.
 //
 // Generic kernels test parameters in every step (Scores::apply_score_mod). Here the features are known: terms that are added to
 // scores become initial accumulators of the first product, and lanes carry along the keys what they would otherwise compute
@@ -28,7 +28,8 @@ struct LaneScratch {
     __device__ __forceinline__ uint4 load(int i) const { return load_shared(first + i * between); }
 };
 
-// The interface, in the order of calls; without a feature it does nothing. Arguments `row` and `key`: first of the warp's tile.
+// The interface, in the order of calls. This primary template, without a feature, does what plain kernels need. Arguments `row`
+// and `key`: first of the warp's tile. Each comment names the features that override the function.
 template <int RowTiles, int KeyTiles, unsigned Feature, class Grid>
 class ScoreFeature {
     static_assert(Feature == 0, "what kernels of these features do is not written");
@@ -37,37 +38,44 @@ public:
     using Tile = Scores<ForwardLayout, RowTiles, KeyTiles>;
     using Unmasked = UnmaskedKeys<16 * KeyTiles>;
     struct Numbers {};
-    static constexpr int kLaneScratchChunks = 0;  // chunks of LaneScratch that it needs
+    static constexpr int kLaneScratchChunks = 0;  // chunks of LaneScratch that it needs (bias, dropout: with one tile of keys)
 
-    // May shorten the range of tiles that need no mask.
+    // May shorten the range of tiles that need no mask. ALiBi: ends it at the diagonal, where its terms change their sign.
     __device__ __forceinline__ ScoreFeature(const FwdParams&, const Grid&, const Mask&, Unmasked&, const LaneScratch&, int, int) {}
-    // Returns the factor of scores in the softmax.
+    // Returns the factor of scores in the softmax. Softcap: -2 * cap, because the softmax takes logistics. ALiBi with softcap: 1,
+    // because scores are already in log2 units.
     __device__ __forceinline__ float scale(const FwdParams& p) const { return kHasScoreMod ? 1.f : p.problem.scale_log2; }
-    // Sets initial row maxima. `q` and `k`: the sequence's first rows.
+    // Sets initial row maxima. ALiBi: to the score of each row's nearest visible key, which it computes from `q` and `k`, the
+    // sequence's first rows. Lazy maxima that began lower would rescale the output in several of the first tiles.
     __device__ __forceinline__ void init_row_max(SoftmaxState<RowTiles>&, const FwdParams&, const Mask&, const unsigned short*,
                                                  const unsigned short*, int) const {}
-    // Loads what a tile needs.
+    // Loads what a tile needs before its product, which hides the latency (bias).
     __device__ __forceinline__ void load(const FwdParams&, int, int) {}
-    // Sets the initial accumulators of a tile's products, and then adds what remains.
+    // init_accumulators sets the initial accumulators of a tile's product; add_to then adds terms to the product. ALiBi and bias
+    // begin with their terms. ALiBi with softcap adds its terms to the capped score, and bias with several tiles of keys has no
+    // registers for them during the product.
     __device__ __forceinline__ void init_accumulators(const FwdParams&, Tile& s, int, int) { s.clear(); }
     __device__ __forceinline__ void add_to(const FwdParams&, Tile&) {}
-    // Corrects a tile that needs a mask, before the mask.
+    // Corrects a tile that needs a mask, before the mask. ALiBi: the sign of terms after the diagonal.
     __device__ __forceinline__ void correct_masked_tile(Tile&, SoftmaxState<RowTiles>&, Unmasked&, const FwdParams&, const Mask&,
                                                         int, int) {}
+    // Raises row maxima and rescales the output. Softcap: converts maxima, because its scores are not those of the softmax.
     template <class Rescale>
     __device__ __forceinline__ void update_row_max(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale, float inverse_scale,
                                                    Rescale rescale) const {
         s.template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale);
     }
-    // After the mask and the row maxima.
+    // Prepares the tile for score(), after the mask and the row maxima; `masked`: the tile was masked. Softcap: makes the
+    // logistics of masked scores infinite, so that their probabilities are 0.
     __device__ __forceinline__ void set_masked(bool, Tile&) {}
-    // Returns what the softmax takes as the score.
+    // Returns what the softmax takes as the score. Softcap: the logistic of x.
     __device__ __forceinline__ float score(float x) const { return x; }
-    // Draws random numbers for 16 keys; then drops elements of packed probabilities: words x and y have elements 4u to 4u + 3
-    // of row tile mt.
+    // Dropout: draw draws random numbers for 16 keys. drop then clears elements of packed probabilities: words x and y have
+    // elements 4u to 4u + 3 of row tile mt.
     __device__ __forceinline__ void draw(Numbers&, const FwdParams&, int, int) const {}
     __device__ __forceinline__ void drop(u32&, u32&, const Numbers&, const FwdParams&, int, int) const {}
-    // Turns row maxima into those of true scores.
+    // Turns row maxima into those of the scores that the lse counts. Softcap: adds the cap, which logistics leave out. ALiBi:
+    // subtracts the term that is constant in a row.
     __device__ __forceinline__ void finish(SoftmaxState<RowTiles>&, float) const {}
 };
 

@@ -122,10 +122,11 @@ def run_check(settings: Settings) -> Findings:
         report.say_trouble(findings.trouble)
     findings.machine = machine.describe(target)
     report.introduce(findings.machine)
+    state = None
     if findings.trouble is None:
         limit = settings.limit if settings.limit is not None else LIMIT if target.kind == "cuda" else float("inf")
         with report.Progress() as progress:
-            _check_kernels(findings, variants, _RIGHT_UNTIL * limit, progress)
+            state = _check_kernels(findings, variants, _RIGHT_UNTIL * limit, progress)
             deadline = time.monotonic() + _FAST_UNTIL * limit - findings.seconds["right"]
             progress.begin("fast", performance.steps(target, settings.quick))
             # kernels that nobody checked are used, as in programs; those that failed may never end
@@ -143,12 +144,14 @@ def run_check(settings: Settings) -> Findings:
     findings.seconds["all"] = time.monotonic() - begin
     report.show(findings)
     report.write(findings)
+    if state is not None:  # not before: the rest may be interrupted, and these results are kept
+        state.close(not findings.unchecked)
     report.conclude(findings)
     return findings
 
 
-def _check_kernels(findings: Findings, variants: list[dict[str, Any]], seconds: float, progress: report.Progress) -> None:
-    """Check those that an unfinished check of the same things left, for this time on average over processes."""
+def _check_kernels(findings: Findings, variants: list[dict[str, Any]], seconds: float, progress: report.Progress) -> State:
+    """Check those that an unfinished check of the same things left, for this time in each process. Returns the file that keeps them."""
     settings, begin = findings.settings, time.monotonic()
     same = {"seed": settings.seed, "quick": settings.quick, "kernels": settings.kernels}
     state = State.open(settings.output / FILE, made_on(settings.target, **same))
@@ -167,10 +170,10 @@ def _check_kernels(findings: Findings, variants: list[dict[str, Any]], seconds: 
         progress.advance(result.kernel)
     findings.results = [results[name] for name in names if name in results]
     findings.unreached = [v for v in variants if v["name"] not in results]
-    state.close(not findings.unchecked)
     correctness.share_blame(findings.results)
     findings.seconds["load"] = loading
     findings.seconds["right"] = time.monotonic() - begin - loading
+    return state
 
 
 def _results(settings: Settings, variants: list[dict[str, Any]], seconds: float, at_a_time: int) -> Iterator[KernelResult]:

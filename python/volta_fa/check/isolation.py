@@ -28,6 +28,8 @@ TIMEOUTS = {"start": 120.0, "load": 300.0, "check": 30.0}
 #: A kernel whose process was lost gets a second trial, alone and with these times as long: another kernel or another program may be
 #: the reason.
 SECOND_TRIAL = 2.0
+#: Seconds for all second trials, without loading.
+SECOND_TRIALS = 90.0
 #: After so many lost processes the cause is not a single kernel.
 MAX_LOST_PROCESSES = 5
 #: Processes at a time. Each has a CUDA context, and some tensors.
@@ -60,21 +62,32 @@ def check_isolated(
 ) -> Iterator[KernelResult]:
     """Yields kernels' results as they come; none for kernels that time or processes did not suffice for.
 
-    `seconds` limits the time that each process spends on checks."""
+    `seconds` limits the time that each process spends on checks. Kernels that lost their process get a second trial after that, in at most
+    SECOND_TRIALS seconds. A kernel without one is inconclusive, and says how it failed."""
     arguments = (target, seed, quick, check, load)
-    suspects = []
+    suspects = deque[tuple[dict[str, Any], KernelResult]]()
     for variant, result, lost in _run(variants, arguments, seconds, at_a_time, 1.0):
         if lost:
             suspects.append((variant, result))
         else:
             yield result
-    for variant, first in suspects:
+    left = SECOND_TRIALS
+    while suspects and left > 0:
+        variant, first = suspects.popleft()
+        began, in_vain = time.monotonic(), False
         for _, result, _ in _run([variant], arguments, float("inf"), 1, SECOND_TRIAL):
-            if not result.failures:
+            if result.passed:
                 result.note = f"lost its process once, and not when it ran alone: {first.failures[0]}"
+            in_vain = bool(result.inconclusive)
+            if in_vain:
+                result.inconclusive += first.failures
+            left -= time.monotonic() - began - result.load_seconds
             yield result
-            if result.inconclusive:  # the others would not fare better
-                return
+        if in_vain:  # the others would not fare better
+            break
+    for _, first in suspects:
+        first.inconclusive, first.failures = [f"no second trial: {failure}" for failure in first.failures], []
+        yield first
 
 
 # CUDA does not survive a fork of this process. The server has no CUDA, and imports torch once for all.
@@ -95,7 +108,7 @@ class _Worker:
         self.process.start()
         theirs.close()
         self.patience, self.variant = patience, dict[str, Any]()
-        self.load_seconds = 0.0
+        self.load_seconds = self.checked_seconds = 0.0
         self._enter("start")
 
     def _enter(self, step: str) -> None:
@@ -159,14 +172,16 @@ def _run(
     """Yields kernels, their results, and whether they lost their process."""
     queue, workers = deque(variants), list[_Worker]()
     threads = max(1, _cores() // at_a_time)
-    spent, lost = 0.0, 0
+    lost = 0
 
-    def goes_on() -> bool:
-        return bool(queue) and spent < seconds * at_a_time and lost < MAX_LOST_PROCESSES
+    def goes_on(checked_seconds: float) -> bool:
+        return bool(queue) and checked_seconds < seconds and lost < MAX_LOST_PROCESSES
 
-    def start() -> None:
-        if goes_on():
+    def start(checked_seconds: float = 0.0) -> None:
+        """Starts a process, which goes on with the time that a lost one left."""
+        if goes_on(checked_seconds):
             workers.append(_Worker(patience, threads, *arguments))
+            workers[-1].checked_seconds = checked_seconds
 
     def end(worker: _Worker) -> None:
         worker.end()
@@ -179,7 +194,7 @@ def _run(
             ready = wait([worker.connection for worker in workers], min(worker.seconds_left for worker in workers))
             for worker in [w for w in workers if w.connection in ready or w.seconds_left == 0]:
                 step, taken, variant = worker.step, worker.seconds, worker.variant
-                spent += taken if step == "check" else 0.0
+                worker.checked_seconds += taken if step == "check" else 0.0
                 try:
                     answer = worker.answer()
                 except _Lost as error:
@@ -187,7 +202,7 @@ def _run(
                     if step != "start":
                         lost += 1
                         yield variant, worker.result(failures=[str(error)]), True
-                        start()
+                        start(worker.checked_seconds)
                     elif not workers and queue:  # which is no kernel's fault
                         worker.variant = queue.popleft()
                         yield worker.variant, worker.result(inconclusive=[str(error)]), False
@@ -203,9 +218,9 @@ def _run(
                     if not alive:
                         lost += 1
                         end(worker)
-                        start()
+                        start(worker.checked_seconds)
                         continue
-                if goes_on():
+                if goes_on(worker.checked_seconds):
                     worker.take(queue.popleft())
                 else:
                     end(worker)

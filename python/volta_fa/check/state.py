@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import diagnostics
+from ..errors import CommandError
 from ..library import library_path
 from .correctness import KernelResult
 from .kernels import Target
@@ -43,22 +44,32 @@ class State:
 
     @classmethod
     def open(cls, path: Path, made_on: dict[str, Any]) -> State:
-        """Read the file. One that is damaged, or of something else, is begun anew, with a note."""
+        """Read the file. One that is damaged, or of something else, is begun anew, with a note.
+
+        Raises CommandError where no file can be written.
+        """
         state = cls(path, made_on, [])
         try:
-            first, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+            text = path.read_text()
+            whole = text[: text.rfind("\n") + 1]  # the rest is a line that was cut off
+            first, *lines = [json.loads(line) for line in whole.splitlines()]
             different = [name for name in made_on if first[name] != made_on[name]]
             if different:
                 name = different[0]
                 state.note = f"{path} is ignored: its {name} was {first[name]}, and is {made_on[name]}"
             else:
                 state.results = [KernelResult.from_data(line) for line in lines]
+                if whole != text:
+                    path.write_text(whole)
                 return state
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             state.note = f"{path} is ignored: it is damaged ({type(error).__name__})"
-        path.write_text(json.dumps(made_on) + "\n")
+        try:
+            path.write_text(json.dumps(made_on) + "\n")
+        except OSError as error:
+            raise CommandError(f"--output {path.parent}: {path.name}: {error.strerror}") from None
         return state
 
     def add(self, result: KernelResult) -> None:

@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if not seconds >= 0:
-        raise ValueError
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected seconds, 0 or more")
     return seconds
 
 

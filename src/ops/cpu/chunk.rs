@@ -1,11 +1,14 @@
-//! Cuts a problem into chunks.
+//! Cuts a problem into chunks, the units of work of the CPU backend.
+//!
+//! A group is one KV head of one batch entry, with the query heads that read it.
 
 use crate::problem::Attention;
 
-/// Score rows of a group in a chunk if memory allows. Matrix products use each loaded element of K and V this often. From 128 rows on, a
-/// product of this shape is as fast as a large one.
+/// Maximum score rows (query positions * query heads of a group) of each group in a chunk. Matrix products use each loaded element of K
+/// and V once per row. From 128 rows on, they are as fast as larger products.
 const CHUNK_ROWS: i64 = 128;
-/// Minimum rows of a chunk: with fewer, products degrade to matrix-vector speed.
+/// Score rows of each group that a chunk has even if its scores then exceed [`CHUNK_SCORES`], unless the problem has fewer. With fewer
+/// rows, products degrade to matrix-vector speed.
 pub const MIN_CHUNK_ROWS: i64 = 16;
 /// Scores of a chunk: 2^20 fp32 scores are 4 MiB and fit a CPU's caches (L2 of all cores, or a part of L3). Four passes read them again
 /// after the product.
@@ -48,7 +51,7 @@ pub(super) fn heads_per_group(a: &Attention) -> i64 {
     }
 }
 
-/// Cuts the problem into chunks. Rows without keys are in no chunk.
+/// Cuts the problem into chunks. Omits chunks whose rows all see no key.
 pub fn chunks(a: &Attention) -> Vec<Chunk> {
     let groups = a.batch * a.nheads_k;
     let heads = heads_per_group(a).max(1);

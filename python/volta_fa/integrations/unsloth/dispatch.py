@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import bad_argument
+from ..devices import Devices
 from ..flash_attn.interface import flash_attn_func, flash_attn_varlen_func
 from . import releases
-from .operands import Devices, kernel_dtype, unsupported
+from .operands import kernel_dtype, unsupported
 from .stats import count_fallback, count_run
 
 MODULE = "unsloth.utils.attention_dispatch"
@@ -45,11 +46,17 @@ def check() -> tuple[ModuleType, Any]:
     return module, original
 
 
-def make(module: ModuleType, original: Callable[..., Tensor], devices: Devices) -> Callable[..., Tensor]:
-    """Returns the function that takes the place of `original`."""
+def make(module: ModuleType, original: Callable[..., Tensor], enabled: Callable[[], Devices | None]) -> Callable[..., Tensor]:
+    """Returns the function that takes the place of `original`.
+
+    Another program may wrap it and keep it, so it asks `enabled` for the devices at each call.
+    """
     cover_padded_cu_seqlens, ring_active = module.cover_padded_cu_seqlens, module._ring_attention_active
 
     def run_attention(*, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+        devices = enabled()
+        if devices is None:
+            return original(config=config, context=context, Q=Q, K=K, V=V)
         packed = context.seq_info is not None
         given = config.flash_varlen_kwargs if packed else config.flash_dense_kwargs
         arguments = {name: value for name, value in (given or {}).items() if value is not None}
@@ -68,6 +75,8 @@ def make(module: ModuleType, original: Callable[..., Tensor], devices: Devices) 
                 reason = "arguments"
             if not reason and type(context.causal_mask).__name__ not in _CAUSAL_MASKS and not softcap:
                 reason = "causal_mask"
+            if not reason and not softcap:  # which only flash-attn's arguments have, so these are all that counts
+                reason = _mismatch(config, context, arguments, Q, K)
         if reason:
             if softcap and reason not in ("prefix", "context_parallel"):
                 raise bad_argument("softcap", f"it with a call that has no kernel ({reason})", "none", error=NotImplementedError)
@@ -89,3 +98,20 @@ def make(module: ModuleType, original: Callable[..., Tensor], devices: Devices) 
         return out.to(Q.dtype)
 
     return run_attention
+
+
+def _mismatch(config: Any, context: Any, arguments: dict[str, Any], q: Tensor, k: Tensor) -> str:
+    """Returns why flash-attn's arguments ask for another result than the rest of the call, which unsloth's other backends read, or ""."""
+    keys = k.shape[2]
+    # without a mask, unsloth's scaled_dot_product_attention is not causal then
+    if context.is_causal and q.shape[2] not in (1, keys):
+        return "shape"
+    window, left = context.sliding_window, arguments.get("window_size", (-1, -1))[0]
+    visible = window if window is not None and 0 < window < keys else keys
+    if visible != (left + 1 if 0 <= left < keys else keys) or (visible < keys and not context.is_causal):
+        return "arguments"
+    for name, ours, default in (("scale", "softmax_scale", q.shape[3] ** -0.5), ("dropout_p", "dropout_p", 0.0)):
+        given = (config.sdpa_kwargs or {}).get(name)
+        if (default if given is None else given) != arguments.get(ours, default):
+            return "arguments"
+    return "attention_mask" if (config.sdpa_kwargs or {}).get("attn_mask") is not None else ""

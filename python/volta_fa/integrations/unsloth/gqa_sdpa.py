@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -9,34 +10,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import Devices
 from . import releases
 from .masks import causal_window
-from .operands import Devices, kernel_dtype, unsupported
+from .operands import kernel_dtype, unsupported
 from .stats import count_fallback, count_run
 
 MODULE = "unsloth_zoo.temporary_patches.sdpa_gqa"
 NAME = "make_gqa_sdpa"
 _PARAMETERS = ("scaled_dot_product_attention",)
+#: Keeps q, k and v of Qwen3-MoE in float32, because its gradients overflow in float16.
+_FLOAT32_MODULE = "unsloth_zoo.temporary_patches.qwen3_moe_float32"
 _INNER_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "groups")
 
 
 def check() -> tuple[ModuleType, Any]:
     """Returns the module and its function. Raises ImportError, with the versions, if unsloth_zoo has changed them."""
     module = releases.module(MODULE)
+    releases.module(_FLOAT32_MODULE)
     original = releases.find_function(module, NAME, _PARAMETERS)
     made = original(torch.nn.functional.scaled_dot_product_attention)
     releases.check_parameters(f"{MODULE}.{NAME}(...)", made, _INNER_PARAMETERS)
     return module, original
 
 
-def make(original: Callable[..., Any], devices: Devices, enabled: Callable[[], bool]) -> Callable[..., Any]:
+def make(original: Callable[..., Any], enabled: Callable[[], Devices | None]) -> Callable[..., Any]:
     """Returns the function that takes the place of `original`.
 
-    unsloth calls it when it loads a model, and the model's layers keep what it returns. So that asks `enabled` at each call.
+    unsloth calls it when it loads a model, and the model's layers keep what it returns. So that asks `enabled` for the
+    devices at each call.
     """
 
     def make_gqa_sdpa(scaled_dot_product_attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         theirs = original(scaled_dot_product_attention)
+        needs_float32 = _is_called_by(_FLOAT32_MODULE)
 
         def gqa_sdpa(
             query: Tensor,
@@ -48,9 +55,10 @@ def make(original: Callable[..., Any], devices: Devices, enabled: Callable[[], b
             scale: float | None,
             groups: int,
         ) -> Tensor:
-            if not enabled():
+            devices = enabled()
+            if devices is None:
                 return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale, groups)
-            reason = "device" if query.device not in devices else unsupported(query, key, value)
+            reason = "device" if query.device not in devices else "float32" if needs_float32 else unsupported(query, key, value)
             if not reason and ((is_causal and query.shape[2] != key.shape[2]) or query.shape[1] != groups * key.shape[1]):
                 reason = "shape"
             if not reason and attn_mask is not None and not _is_usable(attn_mask, query, key, is_causal):
@@ -69,6 +77,16 @@ def make(original: Callable[..., Any], devices: Devices, enabled: Callable[[], b
         return torch.compiler.disable(gqa_sdpa, recursive=True)
 
     return make_gqa_sdpa
+
+
+def _is_called_by(module: str) -> bool:
+    """Whether code of this module is on the stack: unsloth's layers do not say which model they belong to."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == module:
+            return True
+    return False
 
 
 def _is_usable(mask: Tensor, query: Tensor, key: Tensor, is_causal: bool) -> bool:

@@ -45,6 +45,6 @@ def _look(mask: Tensor) -> int | None:
     if mask.dtype != torch.bool:
         right &= (visible | (mask < _HIDDEN)).all()
     is_window, seen = torch.stack((right.long(), width)).tolist()  # one wait for both
-    if not is_window:
+    if not is_window or not seen:  # a mask that hides every key is no window
         return None
     return -1 if seen == keys else seen - 1

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ...limits import MAX_HEADDIM
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The devices whose calls volta_fa runs."""
-
-    cuda: frozenset[int]
-    #: every device, the CPU too
-    all: bool
-
-    def __contains__(self, device: torch.device) -> bool:
-        return self.all or (device.type == "cuda" and device.index in self.cuda)
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import Devices
 from . import releases
-from .operands import Devices, kernel_dtype, unsupported
+from .operands import kernel_dtype, unsupported
 from .stats import count_fallback, count_run
 
 MODULE = "unsloth_zoo.flex_attention"
@@ -29,10 +30,10 @@ def check() -> tuple[ModuleType, Any]:
     return module, releases.find_function(module, NAME, _PARAMETERS)
 
 
-def make(original: Callable[..., Tensor], devices: Devices, enabled: Callable[[], bool]) -> Callable[..., Tensor]:
+def make(original: Callable[..., Tensor], enabled: Callable[[], Devices | None]) -> Callable[..., Tensor]:
     """Returns the function that takes the place of `original`.
 
-    The layers of loaded models keep it, so it asks `enabled` at each call.
+    The layers of loaded models keep it, so it asks `enabled` for the devices at each call.
     """
 
     def flex_attention_with_sink(
@@ -46,7 +47,8 @@ def make(original: Callable[..., Tensor], devices: Devices, enabled: Callable[[]
         compile: bool = True,
         has_static_cache: bool = True,
     ) -> Tensor:
-        if not enabled():
+        devices = enabled()
+        if devices is None:
             return original(self_attn, query, key, value, attention_mask, scale, sliding_window, compile, has_static_cache)
         sinks = getattr(self_attn, "sinks", None)
         reason = "device" if query.device not in devices else unsupported(query, key, value)

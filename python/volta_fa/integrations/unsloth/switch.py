@@ -9,40 +9,43 @@ from typing import Any
 
 import torch
 
-from ...inspection import info
+from ..devices import Devices, devices_of
 
 #: Modules with the flag that lets Gemma 2 call `run_attention`, with its softcap, instead of eager attention over masks in memory.
 _SOFTCAP_MODULES = ("unsloth.models.gemma2", "unsloth.models.llama")
 _SOFTCAP_FLAG = "HAS_FLASH_ATTENTION_SOFTCAPPING"
 
 _lock = threading.Lock()
-_replaced: list[tuple[ModuleType, str, Any]] = []
+#: module, name, the value before, and the value of volta_fa
+_replaced: list[tuple[ModuleType, str, Any, Any]] = []
+#: None where it is off. The functions read it at each call, because loaded models and other programs' wrappers keep them.
+_devices: Devices | None = None
 
 
-def _enabled() -> bool:
-    return bool(_replaced)
+def _enabled() -> Devices | None:
+    return _devices
 
 
-def enable_unsloth(*, force: bool = False) -> None:
+def enable_unsloth(device: str | torch.device | int | None = None, *, force: bool = False) -> None:
     """Runs the attention of unsloth's training through volta_fa: call it after `import unsloth` and before from_pretrained.
 
     Calls without a kernel in volta_fa run unsloth's function; `unsloth_stats()` counts both. A second call replaces the devices of the
-    first.
+    first, also for loaded models.
 
     Args:
-        force: use every device, also CUDA devices with compute capability 8.0 and more, and the CPU: for tests. Default: the CUDA
-            devices with a kernel family of their own.
+        device: one CUDA device, or "cpu" for tests. Default: every CUDA device with a kernel family of its own.
+        force: also use CUDA devices that are newer than every family. The kernels are correct there, but slower than unsloth's.
 
-    Raises RuntimeError if no device qualifies, and ImportError if unsloth is not imported or has changed what this replaces. Nothing is
-    replaced then. Warns if the release is untested.
+    Raises RuntimeError if no device qualifies, ValueError for a device that does not exist, and ImportError if unsloth is not imported or
+    has changed what this replaces. Nothing is replaced then. Warns if the release is untested.
     """
     if "unsloth" not in sys.modules:
         raise ImportError("volta_fa.enable_unsloth: unsloth is not imported: run `import unsloth` first, because it replaces functions too")
     from . import dispatch, gqa_sdpa, releases, sinks  # here, because every `import volta_fa` runs this file
-    from .operands import Devices
     from .stats import prepare_for_tracing
 
-    devices = Devices(frozenset() if force else _qualifying(), force)
+    global _devices
+    devices = devices_of("enable_unsloth", device, force)
     with _lock:
         _restore()
         attention_module, attention = dispatch.check()
@@ -54,39 +57,33 @@ def enable_unsloth(*, force: bool = False) -> None:
         releases.warn_if_untested()
         prepare_for_tracing()
 
-        _replace(attention_module, dispatch.NAME, dispatch.make(attention_module, attention, devices))
+        _replace(attention_module, dispatch.NAME, dispatch.make(attention_module, attention, _enabled))
         for module, name in flags:
             _replace(module, name, True)
-        _replace(gemma_module, gqa_sdpa.NAME, gqa_sdpa.make(make_gqa_sdpa, devices, _enabled))
+        _replace(gemma_module, gqa_sdpa.NAME, gqa_sdpa.make(make_gqa_sdpa, _enabled))
         if flex_attention_with_sink is not None:  # else gpt-oss runs eager attention of transformers
-            _replace(sink_module, sinks.NAME, sinks.make(flex_attention_with_sink, devices, _enabled))
+            _replace(sink_module, sinks.NAME, sinks.make(flex_attention_with_sink, _enabled))
+        _devices = devices
 
 
 def disable_unsloth() -> None:
-    """Undoes `enable_unsloth`, also for loaded models. Load a Gemma 2 that trained in between again."""
+    """Undoes `enable_unsloth`, also for loaded models. Load a Gemma 2 that trained in between again.
+
+    What another program has put in the place of volta_fa's functions stays.
+    """
     with _lock:
         _restore()
 
 
 def _replace(module: ModuleType, name: str, value: Any) -> None:
-    _replaced.append((module, name, getattr(module, name)))
+    _replaced.append((module, name, getattr(module, name), value))
     setattr(module, name, value)
 
 
 def _restore() -> None:
+    global _devices
+    _devices = None
     while _replaced:
-        module, name, value = _replaced.pop()
-        setattr(module, name, value)
-
-
-def _qualifying() -> frozenset[int]:
-    """Returns the CUDA devices with a kernel family of their own. Raises RuntimeError if there is none."""
-    found = {index: torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    devices = frozenset(index for index, (major, minor) in found.items() if torch.ops.volta_fa._sdpa_serves(10 * major + minor, False))
-    if not devices:
-        families = ", ".join(family["name"] for family in info()["families"]) or "no family: it was built without kernels"
-        cards = (
-            "; ".join(f"cuda:{index} is sm_{major}{minor}" for index, (major, minor) in found.items()) or "this machine has no CUDA device"
-        )
-        raise RuntimeError(f"volta_fa.enable_unsloth: this library has kernels for {families}, and {cards} (force=True uses every device)")
-    return devices
+        module, name, before, ours = _replaced.pop()
+        if getattr(module, name) is ours:
+            setattr(module, name, before)
