@@ -61,7 +61,8 @@ __device__ __forceinline__ uint4 dequantize8(const DequantizeParams& p, bool is_
     constexpr int kBits = Info::kBits, kBytes = kColumns * kBits / 8;
     const CacheScale& scales = is_v ? p.scales.v : p.scales.k;
     const float scale = Info::kTokenScales ? *scale_of_page(scales, page, row, head) : scale_of_sequence(scales, batch, head);
-    const float zero = Info::kZeroPoints ? *scale_of_page(is_v ? p.scales.v_zero_point : p.scales.k_zero_point, page, row, head) : 0.f;
+    const float zero =
+        Info::kZeroPoints ? *scale_of_page(is_v ? p.scales.v_zero_point : p.scales.k_zero_point, page, row, head) : 0.f;
     const unsigned char* bytes = bytes_of_page(is_v ? p.cache.v : p.cache.k, page, row, head);
     const uint2 codes = load<kBytes>(bytes + column * kBits / 8, (columns - column) * kBits / 8);
     float x[kColumns];
