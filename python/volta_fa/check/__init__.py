@@ -89,7 +89,7 @@ class Findings:
 
     @property
     def unchecked(self) -> list[str]:
-        """Kernels of which nothing is known: time did not suffice, or something else was in the way. They are used."""
+        """Kernels without a verdict: time did not suffice, or something else was in the way. Plans still use them."""
         doubtful = [v.kernel for v in self.results if v.inconclusive and not v.failures]
         return [*doubtful, *(v["name"] for v in self.unreached)]
 
@@ -129,7 +129,7 @@ def run_check(settings: Settings) -> Findings:
             state = _check_kernels(findings, variants, _RIGHT_UNTIL * limit, progress)
             deadline = time.monotonic() + _FAST_UNTIL * limit - findings.seconds["right"]
             progress.begin("fast", performance.steps(target, settings.quick))
-            # kernels that nobody checked are used, as in programs; those that failed may never end
+            # unchecked kernels are used, as in programs; a failed kernel may never end
             failed = findings.failed if target.has_kernels else []
             started = time.monotonic()
             findings.speeds = performance.measure(target, failed, deadline, settings.quick, progress.advance)

@@ -30,7 +30,7 @@ TIMEOUTS = {"start": 120.0, "load": 300.0, "check": 30.0}
 SECOND_TRIAL = 2.0
 #: Seconds for all second trials, without loading.
 SECOND_TRIALS = 90.0
-#: After so many lost processes the cause is not a single kernel.
+#: After this number of lost processes, the cause is not a single kernel.
 MAX_LOST_PROCESSES = 5
 #: Processes at a time. Each has a CUDA context, and some tensors.
 MAX_PROCESSES, BYTES_PER_PROCESS = 16, 2**30

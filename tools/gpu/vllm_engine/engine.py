@@ -26,7 +26,7 @@ def prompts(kind: str) -> tuple[list[list[int]], int]:
     """Returns prompts, and the number of new tokens of each.
 
     Args:
-        kind: `mixed` lengths, of which some begin with the same 512 tokens; `repeated`, the same with a text that repeats itself;
+        kind: `mixed` lengths, where some begin with the same 512 tokens; `repeated`, the same with a text that repeats itself;
             `long`: short prompts with many new tokens.
     """
     rng = random.Random(7)

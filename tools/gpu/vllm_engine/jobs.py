@@ -13,7 +13,7 @@ OURS, TRITON, FLASH = "CUSTOM", "TRITON_ATTN", "FLASH_ATTN"
 _EAGER = {"enforce_eager": True}
 _MLA = {"VOLTA_FA_VLLM_MLA": "1"}
 _GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-#: 5,120 tokens of llama128, of which the prompts of `long` need 12,000 at their ends
+#: 5,120 tokens of llama128; the prompts of `long` need 12,000 at their ends
 _SMALL_CACHE = {"kv_cache_memory_bytes": 40 << 20, "disable_log_stats": False}
 
 #: Results compared: the job, the job with the expected tokens, and what the pair shows.

@@ -128,7 +128,7 @@ def memory(root: int) -> tuple[float, float]:
 
 
 async def load(client: Client, checker: Checker, prompts: list, seconds: float, server: int | None) -> dict:
-    """Sends requests at random times for so many seconds, and waits for all. Returns counts and the server's memory over time."""
+    """Sends requests at random times for the given seconds, and waits for all. Returns counts and the server's memory over time."""
     rng, pending, begin = random.Random(13), set(), time.time()
     counts, samples, errors = {"sent": 0, "cancelled": 0, "sampled": 0}, [], []
 
