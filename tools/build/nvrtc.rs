@@ -95,10 +95,12 @@ fn is_instance(instruction: &str, row: &str) -> bool {
     (opcode.is_empty() || opcode == found) && (modifiers.is_empty() || words.any(|word| word == modifiers))
 }
 
-/// Defines the bits of `FEATURES` in C++, `kFeatureLengths` and so on. Enumerators leave no addresses in the cubin, variables would.
-fn feature_bits() -> String {
-    let bits = Feature::ALL.map(|feature| format!("kFeature{feature:?} = {}u", FeatureSet::of(&[feature]).bits()));
-    format!("enum : unsigned {{ {} }};\n", bits.join(", "))
+/// Defines the bits of `FEATURES` in C++ that sources name, `kFeatureLengths` and so on. A new feature compiles no other kernel again.
+/// Enumerators leave no addresses in the cubin, variables would.
+fn feature_bits(named: &HashSet<&str>) -> String {
+    let constants = Feature::ALL.map(|feature| (format!("kFeature{feature:?}"), FeatureSet::of(&[feature]).bits()));
+    let kept = constants.iter().filter(|(name, _)| named.contains(name.as_str()));
+    kept.map(|(name, bits)| format!("enum : unsigned {{ {name} = {bits}u }};\n")).collect()
 }
 
 /// Name of the table of cache formats in C++.
@@ -135,6 +137,7 @@ impl ParamsHeader {
     fn of(&self, sources: &str) -> String {
         let mut named: HashSet<&str> = identifiers(sources).collect();
         let has_formats = named.contains(FORMAT_INFO);
+        let features = feature_bits(&named);
         let mut kept = Vec::new();
         for (name, definition) in self.types.iter().rev() {
             if named.contains(name.as_str()) {
@@ -144,7 +147,7 @@ impl ParamsHeader {
         }
         kept.reverse();
         let formats = if has_formats { cache_formats() } else { String::new() };
-        format!("#pragma once\n{PRELUDE}{}{}{formats}", feature_bits(), kept.concat())
+        format!("#pragma once\n{PRELUDE}{features}{}{formats}", kept.concat())
     }
 }
 
