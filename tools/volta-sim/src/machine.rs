@@ -65,6 +65,8 @@ pub struct Machine {
     pub hmma_1688_f32_cycles: u64,
     /// and with f16 accumulators
     pub hmma_1688_f16_cycles: u64,
+    /// IMMA.8816 of sm_75: 2048 operations
+    pub imma_8816_cycles: u64,
     /// scalar instruction of sm_75's uniform datapath
     pub uniform_cycles: u64,
 
@@ -75,6 +77,8 @@ pub struct Machine {
     pub hmma_1688_f32_latency: u64,
     /// and with f16 accumulators
     pub hmma_1688_f16_latency: u64,
+    /// IMMA.8816
+    pub imma_8816_latency: u64,
     /// R2UR
     pub r2ur_latency: u64,
     /// MOVM
@@ -202,13 +206,15 @@ impl Machine {
             xu_cycles: 8,
             hmma_f32_cycles: 2,
             hmma_f16_cycles: 4,
-            // sm_70 has neither HMMA.1688, MOVM nor a uniform datapath
+            // sm_70 has neither HMMA.1688, IMMA, MOVM nor a uniform datapath
             hmma_1688_f32_cycles: 0,
             hmma_1688_f16_cycles: 0,
+            imma_8816_cycles: 0,
             uniform_cycles: 0,
             hmma_latency: 12,
             hmma_1688_f32_latency: 0,
             hmma_1688_f16_latency: 0,
+            imma_8816_latency: 0,
             r2ur_latency: 0,
             movm_latency: 0,
             xu_latency: 20,
@@ -262,9 +268,11 @@ impl Machine {
             fp64_cycles: 64,              // 2 lanes a SM (TWP)
             hmma_1688_f32_cycles: 8,      // 1024 FLOP/clk/SM (TWP: 65 TFLOP/s); (PTXAS) 8
             hmma_1688_f16_cycles: 8,      // (Yan20) 8.06; the same peak (TWP)
+            imma_8816_cycles: 4,          // 2048 operations/clk/SM (TWP: T4 130, RTX 2080 Ti 215 TOPS)
             uniform_cycles: 2,            // (PTXAS): two that do not depend on each other are placed 2 apart
             hmma_1688_f32_latency: 18,    // assumed: 4 more than with f16 accumulators, for twice the registers
             hmma_1688_f16_latency: 14,    // (Yan20): 10 to the first register, 14 to the second
+            imma_8816_latency: 12,        // assumed: as HMMA.884; 8 and 20 change the int8 forward kernel by 2%
             r2ur_latency: 12,             // assumed
             movm_latency: 22,             // assumed: as a shuffle
             lds_latency: 23,              // (SJF)

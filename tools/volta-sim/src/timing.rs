@@ -613,6 +613,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 Op::Tensor(Tensor::Hmma884 { f32: true, .. }) => m.hmma_f32_cycles,
                 Op::Tensor(Tensor::Hmma1688 { f32: true }) => m.hmma_1688_f32_cycles,
                 Op::Tensor(Tensor::Hmma1688 { f32: false }) => m.hmma_1688_f16_cycles,
+                Op::Tensor(Tensor::Imma8816 { .. }) => m.imma_8816_cycles,
                 _ => m.hmma_f16_cycles,
             },
             Unit::Uniform => m.uniform_cycles,
@@ -641,6 +642,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 let latency = match inst.op {
                     Op::Tensor(Tensor::Hmma1688 { f32: true }) => m.hmma_1688_f32_latency,
                     Op::Tensor(Tensor::Hmma1688 { f32: false }) => m.hmma_1688_f16_latency,
+                    Op::Tensor(Tensor::Imma8816 { .. }) => m.imma_8816_latency,
                     _ => m.hmma_latency,
                 };
                 (now + latency, now + cost + 2, Why::TensorSb)

@@ -74,6 +74,27 @@ fn matrix_products() {
 }
 
 #[test]
+fn integer_matrix_products() {
+    // all values of a byte, the extremes often
+    let byte = |seed: usize, i: usize, j: usize| ((number(seed, i, j) * 12) as u8).wrapping_add((i * j) as u8);
+    let c = |m, n| 1000 * number(3, m, n);
+    let register = |seed: usize| -> Vec<u32> {
+        (0..32).map(|l| u32::from_le_bytes(std::array::from_fn(|i| byte(seed, l / 4, 4 * (l % 4) + i)))).collect()
+    };
+    let place = |i: usize| (i % 32 / 4, 2 * (i % 4) + i / 32);
+    let sums: Vec<u32> = (0..64).map(place).map(|(m, n)| c(m, n) as u32).collect();
+    for (kernel, is_unsigned) in [("imma_s8", false), ("imma_u8", true)] {
+        let a = |m, k| if is_unsigned { i32::from(byte(1, m, k)) } else { i32::from(byte(1, m, k) as i8) };
+        let product = |m: usize, n: usize| (0..16).map(|k| a(m, k) * i32::from(byte(2, n, k) as i8)).sum::<i32>();
+        let found = run(kernel, [&register(1), &register(2), &sums], 64);
+        for (i, word) in found.into_iter().enumerate() {
+            let (m, n) = place(i);
+            assert_eq!(word as i32, c(m, n) + product(m, n), "{kernel}, row {m} column {n}");
+        }
+    }
+}
+
+#[test]
 fn matrix_loads() {
     let memory: Vec<u32> = (0..512).map(|i| (2 * i) | (2 * i + 1) << 16).collect();
     // rows of 16 bytes anywhere, some of them the same
@@ -113,7 +134,7 @@ fn all_addresses_of_a_matrix_load_count() {
 #[test]
 fn matrix_instructions_need_whole_warps() {
     let words = vec![0; 512];
-    for (kernel, instruction) in [("ldsm_4", "LDSM"), ("movm", "MOVM"), ("hmma_f32", "HMMA"), ("hmma_f16", "HMMA")] {
+    for (kernel, instruction) in [("ldsm_4", "LDSM"), ("movm", "MOVM"), ("hmma_f32", "HMMA"), ("hmma_f16", "HMMA"), ("imma_s8", "IMMA")] {
         let e = run_block(kernel, 31, [&words, &words, &words], 512).unwrap_err();
         assert!(e.contains(&format!("{instruction} with a partial warp (mask 0x7fffffff)")), "{e}");
     }

@@ -15,10 +15,15 @@ pub enum Tensor {
     Hmma884 { f32: bool, step: u8, a_col: bool, b_col: bool },
     /// HMMA.1688 of sm_75, alike
     Hmma1688 { f32: bool },
+    /// IMMA.8816 of sm_75; which operands are unsigned
+    Imma8816 { unsigned: [bool; 2] },
 }
 
 impl Class for Tensor {
     fn decode(d: &mut Decoder) -> Decoded {
+        if d.base == "IMMA" {
+            return decode_imma(d).map(Some);
+        }
         if d.base != "HMMA" {
             return Ok(None);
         }
@@ -65,14 +70,40 @@ impl Class for Tensor {
             return Ok(());
         }
         if s.m != !0 {
-            return Err(s.refuse(&format!("HMMA with a partial warp (mask {:#x})", s.m)));
+            let name = if matches!(self, Tensor::Imma8816 { .. }) { "IMMA" } else { "HMMA" };
+            return Err(s.refuse(&format!("{name} with a partial warp (mask {:#x})", s.m)));
         }
         match self {
             Tensor::Hmma884 { f32, step, a_col, b_col } => hmma884(s.w, s.inst, f32, step, a_col, b_col),
             Tensor::Hmma1688 { f32 } => hmma1688(s.w, s.inst, f32),
+            Tensor::Imma8816 { unsigned } => imma8816(s.w, s.inst, unsigned),
         }
         Ok(())
     }
+}
+
+/// IMMA.8816.S8.S8 D, A.ROW, B.COL, C
+fn decode_imma(d: &mut Decoder) -> Result<Op, String> {
+    let is_unsigned = |m: &str| match m {
+        "S8" => Some(false),
+        "U8" => Some(true),
+        _ => None,
+    };
+    let types = match d.mods[..] {
+        ["8816", a, b] => is_unsigned(a).zip(is_unsigned(b)),
+        _ => None,
+    };
+    let Some((a, b)) = types else { return Err(d.fail("only IMMA.8816 of S8 and U8 is known")) };
+    d.dst()?;
+    for (i, is_column) in [false, true].into_iter().enumerate() {
+        match d.next() {
+            Some(Operand::Src(s, column)) if column == is_column => d.inst.src[i] = s,
+            _ => return Err(d.fail("IMMA operand")),
+        }
+    }
+    d.src(2)?;
+    d.inst.unit = Unit::Tensor;
+    Ok(Op::Tensor(Tensor::Imma8816 { unsigned: [a, b] }))
 }
 
 /// One HMMA.884 step: four independent 8x8x4 products, one per quad-pair.
@@ -157,6 +188,36 @@ fn hmma1688(w: &mut Warp, inst: &Inst, is32: bool) {
             w.wr(inst.dst + i as Reg, &d, !0);
         }
     }
+}
+
+/// One IMMA.8816: an 8x8x16 product of bytes with 32-bit sums, which wrap. With g = lane / 4 and t = lane % 4, a register holds bytes 4t to
+/// 4t+3
+/// ```text
+///   A   of row g                 B   of column g
+/// ```
+/// and the two of C hold columns 2t and 2t+1 of row g.
+#[inline(always)]
+fn imma8816(w: &mut Warp, inst: &Inst, [a_unsigned, b_unsigned]: [bool; 2]) {
+    let register = |s: &Src| w.reg(s.val as Reg);
+    let (a, b) = (register(&inst.src[0]), register(&inst.src[1]));
+    let (c0, c1) = pair(w, &inst.src[2]);
+    // vectors[row or column][k]
+    let vectors = |v: &V, unsigned: bool| {
+        let mut out = [[0i32; 16]; 8];
+        for (lane, word) in v.iter().enumerate() {
+            for (i, byte) in word.to_le_bytes().into_iter().enumerate() {
+                out[lane / 4][4 * (lane % 4) + i] = if unsigned { i32::from(byte) } else { i32::from(byte as i8) };
+            }
+        }
+        out
+    };
+    let (rows, columns) = (vectors(&a, a_unsigned), vectors(&b, b_unsigned));
+    let sum = |c: u32, l: usize, second: usize| {
+        let products = rows[l / 4].iter().zip(&columns[2 * (l % 4) + second]).map(|(x, y)| x * y);
+        c.wrapping_add(products.sum::<i32>() as u32)
+    };
+    w.wr(inst.dst, &lanes(|l| sum(c0[l], l, 0)), !0);
+    w.wr(inst.dst + 1, &lanes(|l| sum(c1[l], l, 1)), !0);
 }
 
 /// Four numbers of every lane.
