@@ -64,7 +64,7 @@ fn variant(v: &Variant) -> Value {
         "blocks_per_sm": v.blocks_per_sm,
         "registers": image.registers,
         "spill_bytes": image.spill_bytes,
-        "params_bytes": kernels::params_bytes(v.pass.info().params),
+        "params_bytes": kernels::params_bytes(v.params()),
     })
 }
 

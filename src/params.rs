@@ -389,6 +389,57 @@ pub enum ElementType {
     Float,
 }
 
+/// Block mask of one direction: for each block of 128 rows the blocks of 64 columns that have scores. Rows are queries and columns keys,
+/// transposed the other way. A score exists if its column block is full, or partial with the score's bit set, and if lengths and window
+/// of [`Problem`] admit it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BlockLists {
+    /// (batch, heads, row blocks, 4 + max_entries): counts of partial and of full column blocks, number of the row's first tile of bits, the
+    /// row block that the block launched at this place takes, then partial and full column blocks, each ascending. Entry 0 of the mask,
+    /// not of the launch. Kernels clamp counts to max_entries and skip column blocks that do not exist.
+    pub lists: *const i32,
+    /// From one entry of the mask to the next.
+    pub batch_stride: i64,
+    /// From one query head of the mask to the next.
+    pub head_stride: i64,
+    /// From one row block to the next.
+    pub row_stride: i64,
+    /// (tiles, 256): a tile is 128 rows of two words, whose lowest bits are columns 0 and 32 of the block. A row block's partial blocks have
+    /// consecutive tiles. Null: no tiles.
+    pub bits: *const u32,
+    /// Number of tiles; kernels read zeros from tiles outside.
+    pub tiles: i32,
+    /// Entries of the mask: batch entry `b` of the call (`Lengths::first_batch` counts) has the lists of `b` modulo this.
+    pub batch: i32,
+    /// Heads of the mask: query head `h` has the lists of `h` modulo this.
+    pub heads: i32,
+    /// Maximum column blocks of a row block.
+    pub max_entries: i32,
+}
+
+/// Parameter block of the forward kernels with a block mask.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FwdBlockParams {
+    /// As for other forward kernels.
+    pub forward: FwdParams,
+    /// Key blocks of query rows.
+    pub blocks: BlockLists,
+}
+
+/// Parameter block of the backward kernels with a block mask. Preprocess and postprocess kernels see no scores, and take `backward` alone.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdBlockParams {
+    /// As for other backward kernels.
+    pub backward: BwdParams,
+    /// Key blocks of query rows.
+    pub blocks: BlockLists,
+    /// Query blocks of key rows.
+    pub blocks_t: BlockLists,
+}
+
 /// Parameter block of the merge kernel (`volta_fa::merge_attention_states` and its in-place form). out_a and out have type `element`, out_b
 /// has type `part`.
 #[repr(C)]

@@ -25,7 +25,7 @@ fn sections_of(v: &Variant, kind: &str) -> (u32, usize) {
 fn parameter_sizes_match_cubins() {
     for v in kernels::variants() {
         let (_, bytes) = sections_of(v, "nv.constant0");
-        let block = v.pass.info().params;
+        let block = v.params();
         assert_eq!(bytes - PARAMETERS, kernels::params_bytes(block), "{}: {}", v.name, block.name());
     }
 }
@@ -81,7 +81,7 @@ mod simulated {
             let module = Module::load(&kernels::image(v).cubin().unwrap()).unwrap();
             let info = module.kernel_info(v.name).unwrap();
             assert_eq!(info.params.len(), 1, "{}", v.name);
-            assert_eq!(info.params[0].size as usize, kernels::params_bytes(v.pass.info().params), "{}", v.name);
+            assert_eq!(info.params[0].size as usize, kernels::params_bytes(v.params()), "{}", v.name);
             assert_eq!(info.spill_insts, 0, "{}: local-memory instructions", v.name);
             assert_eq!(info.static_smem, 0, "{}: static shared memory, which the table does not count", v.name);
             let occupancy = Machine::default().occupancy(info.registers, v.shared_bytes, v.threads);

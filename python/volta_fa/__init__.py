@@ -54,13 +54,23 @@ Options, in the order of what happens to a score `x = softmax_scale * (q_i . k_j
     dropout_p       in [0, 1): drops probabilities and divides the others by the kept share, 1 - dropout_p within 2^-16
     deterministic   gradients are bitwise identical from run to run; also with torch.use_deterministic_algorithms(True)
 
+A block mask says which blocks of 128 queries x 64 keys have scores, besides the masks above. Not together with attn_bias or cu_seqlens:
+
+    block_lists     int32, (mask batch, mask heads, seqlen_q / 128 rounded up, 4 + entries): for each block of queries the number of
+                    partial key blocks, the number of full ones, its first tile of bits, the block of queries to launch at this place
+                    (a permutation), then its key blocks, partial before full, both ascending. Further entries are not read. Batch entry
+                    b and query head h take the lists of b modulo mask batch and h modulo mask heads
+    block_bits      int32, (tiles, 256): bits of the partial blocks, those of a block of queries in consecutive tiles. Query i of a block
+                    has the words 2 * i and 2 * i + 1; the lowest bits are those of keys 0 and 32
+    block_lists_t, block_bits_t  the same of blocks of 128 keys x 64 queries, for gradients: bwd requires them with block_lists
+
 Lengths:
 
     cu_seqlens_q, cu_seqlens_k  int32, (batch + 1): where each sequence begins, from 0, and at the end total_q and total_k.
                     Both or neither. Sequences may be empty
     max_seqlen_q, max_seqlen_k  int: at least the longest sequence's length. With cu_seqlens only, and then required
     seqused_k       int32, (batch): number of valid keys of each entry, from its first; masks are aligned to that length
-    check_lengths   check the values of these tensors on a GPU too, which synchronizes. VOLTA_FA_CHECK_LENGTHS=1 does so for
+    check_lengths   check the values of these tensors and of block lists on a GPU too, which synchronizes. VOLTA_FA_CHECK_LENGTHS=1 does so for
                     all calls
 
 Of fwd alone:

@@ -11,7 +11,9 @@ pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
 use crate::limits::MAX_HEADDIM;
-use crate::params::{AppendParams, BwdParams, DecodeParams, DequantizeParams, FwdParams, FwdStreamKParams, MergeParams};
+use crate::params::{
+    AppendParams, BwdBlockParams, BwdParams, DecodeParams, DequantizeParams, FwdBlockParams, FwdParams, FwdStreamKParams, MergeParams,
+};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
@@ -66,11 +68,12 @@ impl Kernels {
         found
     }
 
-    /// Returns true if a family has kernels of these passes for the largest headdim with every feature.
+    /// Returns true if a family has kernels of these passes for the largest headdim with every feature but a block mask, which has kernels
+    /// of its own.
     fn covers_all_of(self, family: &'static Family, passes: &[Pass]) -> bool {
         passes.iter().all(|&pass| {
             self.of(family, pass).any(|v| {
-                v.features.contains(pass.info().features)
+                v.features.contains(pass.info().features.without(FeatureSet::of(&[Feature::Blocks])))
                     && v.headdim.min(v.headdim_v) as i64 >= MAX_HEADDIM
                     && v.shared_bytes <= family.shared_bytes
             })
@@ -105,6 +108,8 @@ pub fn params_bytes(block: ParamBlock) -> usize {
         ParamBlock::Forward => size_of::<FwdParams>(),
         ParamBlock::ForwardStreamK => size_of::<FwdStreamKParams>(),
         ParamBlock::Backward => size_of::<BwdParams>(),
+        ParamBlock::ForwardBlocks => size_of::<FwdBlockParams>(),
+        ParamBlock::BackwardBlocks => size_of::<BwdBlockParams>(),
         ParamBlock::Merge => size_of::<MergeParams>(),
         ParamBlock::Decode => size_of::<DecodeParams>(),
         ParamBlock::Append => size_of::<AppendParams>(),

@@ -25,11 +25,13 @@ pub enum Feature {
     Pages,
     /// an additive bias in fp32: never without `Bias`
     Fp32Bias,
+    /// lists of the blocks of scores that exist: never without kernels of their own
+    Blocks,
 }
 
 impl Feature {
     /// In the order of the bits in [`FeatureSet`].
-    pub const ALL: [Feature; 9] = [
+    pub const ALL: [Feature; 10] = [
         Feature::Lengths,
         Feature::Sinks,
         Feature::Bf16Gradients,
@@ -39,6 +41,7 @@ impl Feature {
         Feature::Dropout,
         Feature::Pages,
         Feature::Fp32Bias,
+        Feature::Blocks,
     ];
 
     /// Features that change scores or probabilities. Each has kernels of its own, which problems of the other features do not run.
@@ -58,6 +61,7 @@ impl Feature {
             Feature::Dropout => "dropout",
             Feature::Pages => "paged_kv",
             Feature::Fp32Bias => "fp32_bias",
+            Feature::Blocks => "block_mask",
         }
     }
 
@@ -193,6 +197,10 @@ pub enum ParamBlock {
     ForwardStreamK,
     /// `BwdParams`, of every backward pass
     Backward,
+    /// `FwdBlockParams`, of forward kernels with `Feature::Blocks`
+    ForwardBlocks,
+    /// `BwdBlockParams`, of backward kernels with `Feature::Blocks`
+    BackwardBlocks,
     /// `MergeParams`
     Merge,
     /// `DecodeParams`
@@ -205,9 +213,9 @@ pub enum ParamBlock {
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 7] = {
+    pub const ALL: [ParamBlock; 9] = {
         use ParamBlock::*;
-        [Forward, ForwardStreamK, Backward, Merge, Decode, Append, Dequantize]
+        [Forward, ForwardStreamK, Backward, ForwardBlocks, BackwardBlocks, Merge, Decode, Append, Dequantize]
     };
 
     /// Returns the name of the struct.
@@ -216,6 +224,8 @@ impl ParamBlock {
             ParamBlock::Forward => "FwdParams",
             ParamBlock::ForwardStreamK => "FwdStreamKParams",
             ParamBlock::Backward => "BwdParams",
+            ParamBlock::ForwardBlocks => "FwdBlockParams",
+            ParamBlock::BackwardBlocks => "BwdBlockParams",
             ParamBlock::Merge => "MergeParams",
             ParamBlock::Decode => "DecodeParams",
             ParamBlock::Append => "AppendParams",
@@ -242,7 +252,7 @@ pub enum RowKind {
 pub struct PassInfo {
     /// the pass
     pub pass: Pass,
-    /// argument of its kernels
+    /// argument of its kernels; [`Variant::params`] says whose contains it
     pub params: ParamBlock,
     /// kind of the `block_rows` of its kernels
     pub rows: RowKind,
@@ -256,9 +266,10 @@ pub const PASSES: [PassInfo; 14] = {
     const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
         PassInfo { pass, params, rows, features }
     }
-    let forward = FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Bf16Gradients]));
+    let scores = FeatureSet::GENERIC.union(FeatureSet::of(&[Feature::Blocks]));
+    let forward = scores.without(FeatureSet::of(&[Feature::Bf16Gradients]));
     // backward finds all that sinks did in softmax_lse
-    let gradients = FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Sinks]));
+    let gradients = scores.without(FeatureSet::of(&[Feature::Sinks]));
     // these two see no scores
     let (prepare, finish) = (FeatureSet::of(&[Feature::Lengths]), FeatureSet::of(&[Feature::Lengths, Feature::Bf16Gradients]));
     [
@@ -461,6 +472,15 @@ impl Variant {
     /// Returns the same source and tile with those of the features that its pass can use.
     pub const fn with_features(self, features: FeatureSet) -> Variant {
         Variant { features: features.intersection(self.pass.info().features), ..self }
+    }
+
+    /// Returns the kernel's argument: its pass's, or with `Feature::Blocks` the one that begins with it.
+    pub const fn params(&self) -> ParamBlock {
+        match (self.pass.info().params, self.features.contains(FeatureSet::of(&[Feature::Blocks]))) {
+            (ParamBlock::Forward, true) => ParamBlock::ForwardBlocks,
+            (ParamBlock::Backward, true) => ParamBlock::BackwardBlocks,
+            (usual, _) => usual,
+        }
     }
 
     /// Returns the kernel's name, from the data of its row: `family_pass[_format][_features][_stage][_headdim][_size]`.

@@ -3,6 +3,7 @@
 //! [`readable`] copies tensors that kernels cannot read, and [`Blocks`] points into the others. Callers hold the tensors while launches
 //! are enqueued; the caching allocator keeps the memory for their stream.
 
+use super::block_mask::readable_bits;
 use super::dropout;
 use super::inputs::Inputs;
 use crate::error::Result;
@@ -167,7 +168,7 @@ fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions {
 /// Converts inputs to types and layouts that kernels read. None: all are readable.
 pub fn readable(inputs: &Inputs, a: &Attention) -> Result<Option<Inputs>> {
     let o = &inputs.options;
-    let has_scores = [&o.attn_bias, &o.alibi_slopes, &o.sinks, &inputs.rng_state].into_iter().any(Option::is_some);
+    let has_scores = [&o.attn_bias, &o.alibi_slopes, &o.sinks, &o.block_lists, &inputs.rng_state].into_iter().any(Option::is_some);
     if !has_scores && [&inputs.q, &inputs.k, &inputs.v].into_iter().all(is_readable) {
         return Ok(None);
     }
@@ -180,6 +181,8 @@ pub fn readable(inputs: &Inputs, a: &Attention) -> Result<Option<Inputs>> {
         (&mut o.attn_bias, &(|t: &Tensor| readable_bias(t, a.seqlen_k)) as &dyn Fn(&Tensor) -> Result<Tensor>),
         (&mut o.alibi_slopes, &|t: &Tensor| Ok(t.f_contiguous()?)),
         (&mut o.sinks, &|t: &Tensor| Ok(t.f_to_kind(Kind::Float)?.f_contiguous()?)),
+        (&mut o.block_bits, &readable_bits),
+        (&mut o.block_bits_t, &readable_bits),
     ] {
         *t = t.as_ref().map(change).transpose()?;
     }

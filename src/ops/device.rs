@@ -1,15 +1,16 @@
 //! Forward and backward on kernels, on a GPU or in the simulator: allocate with ATen, fill parameter blocks, launch. Operands are fp16.
 
+use super::block_mask::block_lists;
 use super::blocks::{self, at, broadcast_strides, lse_at, Blocks};
 use super::inputs::{Gradients, Inputs, Saved};
 use super::launches::{memory_ranges, Launches};
 use super::stream_k;
 use crate::error::Result;
-use crate::kernels::Scratch;
+use crate::kernels::{ParamBlock, Scratch};
 use crate::launch::{bytes_of, Launcher};
 use crate::log;
-use crate::params::{BwdParams, FwdParams, Lengths};
-use crate::plan::{self, BackwardMode};
+use crate::params::{BwdBlockParams, BwdParams, FwdBlockParams, FwdParams, Lengths};
+use crate::plan::{self, BackwardMode, PlannedKernel};
 use crate::problem::{Attention, Window};
 use crate::tensor::{self, memory_range, operand, output, readable, without_padding};
 use tch::{Kind, Tensor};
@@ -30,14 +31,17 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
     let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("scratch", scratch)];
     let launches = Launches::begin(inputs, a, launcher, written);
     fill_varlen(a, [&out, &softmax_lse])?;
+    let o = &inputs.options;
+    let blocks = o.block_lists.as_ref().map(|lists| block_lists(lists, o.block_bits.as_ref()));
     for (first, batches) in plan::batch_chunks(a.batch) {
         let Blocks { q, k, v, problem, lengths, score_options, cache, .. } = Blocks::new(inputs, a, (first, batches));
         let softmax_lse = lse_at(&softmax_lse, a, first);
         let out = output(&out, first);
         let forward = FwdParams { q, k, v, out, softmax_lse, problem, lengths, score_options, cache, min_rows: 0 };
-        match &stream_k {
-            None => launches.run(&planned, batches, bytes_of(&forward))?,
-            Some(stream_k) => launches.run(&planned, batches, bytes_of(&stream_k.params(forward, launcher)?))?,
+        match (&stream_k, blocks) {
+            (None, None) => launches.run(&planned, batches, bytes_of(&forward))?,
+            (None, Some(blocks)) => launches.run(&planned, batches, bytes_of(&FwdBlockParams { forward, blocks }))?,
+            (Some(stream_k), _) => launches.run(&planned, batches, bytes_of(&stream_k.params(forward, launcher)?))?,
         }
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
@@ -82,7 +86,10 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     if let Some(dbias) = stored_dbias.filter(|_| a.window != Window::FULL) {
         let _ = dbias.shallow_clone().f_zero_()?;
     }
-    let sinks = inputs.options.sinks.as_ref();
+    let o = &inputs.options;
+    let blocks = o.block_lists.as_ref().map(|lists| block_lists(lists, o.block_bits.as_ref()));
+    let blocks_t = o.block_lists_t.as_ref().map(|lists| block_lists(lists, o.block_bits_t.as_ref()));
+    let sinks = o.sinks.as_ref();
     let mut dsinks = sinks.map(Tensor::f_zeros_like).transpose()?;
     let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
     for (first, batches) in plan::batch_chunks(a.batch) {
@@ -123,19 +130,25 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             // rows that this launch does not write, between packed sequences or of earlier launches, get probability 0
             let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
         }
+        let run = |kernel: &PlannedKernel, backward: BwdParams| match (kernel.variant.params(), blocks, blocks_t) {
+            (ParamBlock::BackwardBlocks, Some(blocks), Some(blocks_t)) => {
+                launches.run(kernel, batches, bytes_of(&BwdBlockParams { backward, blocks, blocks_t }))
+            }
+            _ => launches.run(kernel, batches, bytes_of(&backward)),
+        };
         if let Some(prepare) = &plan.prepare {
-            launches.run(prepare, batches, bytes_of(&params))?;
+            run(prepare, params)?;
         }
         for launch_number in 0..plan.main_launches {
             params.first_key_block = (launch_number * plan.dq_accum_splits) as i32;
-            launches.run(&plan.main, batches, bytes_of(&params))?;
+            run(&plan.main, params)?;
         }
         if let Some(tail) = &plan.tail {
             params.first_key_block = tail.first_block as i32;
-            launches.run(&tail.kernel, batches, bytes_of(&params))?;
+            run(&tail.kernel, params)?;
         }
         if let Some(finish) = &plan.finish {
-            launches.run(finish, batches, bytes_of(&params))?;
+            run(finish, params)?;
         }
         if let (Some(sums), Some(sinks)) = (&mut dsinks, sinks) {
             add_sink_gradient(sums, sinks, &row_stats, &plan.scratch, params.problem.scale)?;

@@ -1,6 +1,7 @@
 //! The operators: validate, choose a backend, run. They allocate nothing before validation has passed.
 
 mod bf16;
+mod block_mask;
 mod blocks;
 pub mod cpu;
 mod device;
@@ -81,6 +82,7 @@ fn validate(d: &Described, backend: Backend) -> Result<Attention> {
 fn validate_backward(inputs: &Inputs, saved: &Saved, d: &Described, a: &Attention, backend: Backend) -> Result<()> {
     let (dout, out, softmax_lse) = (describe(&saved.dout)?, describe(&saved.out)?, describe(&saved.softmax_lse)?);
     problem::validate_backward(&dout, &out, &softmax_lse, d.rng_state.as_ref(), &d.q, a, backend)?;
+    problem::check_lists_of_backward(&d.options)?;
     check_bias_gradient(inputs, saved)
 }
 
@@ -93,6 +95,12 @@ fn prepare(inputs: &Inputs) -> Result<(Target, Attention, Described)> {
     if a.is_varlen() && target.checks_lengths(o.check_lengths)? {
         let [cu_q, cu_k, used] = [&o.cu_seqlens_q, &o.cu_seqlens_k, &o.seqused_k].map(int32_values);
         problem::validate_lengths(&a, cu_q?.as_deref(), cu_k?.as_deref(), used?.as_deref())?;
+    }
+    if a.features.block_mask && target.checks_lengths(o.check_lengths)? {
+        block_mask::check_values(inputs, &a)?;
+    }
+    if a.features.block_mask && matches!(target, Target::Cpu) {
+        return Err(crate::error::Error::unsupported("block_lists: the CPU backend has no block masks yet"));
     }
     Ok((target, a, described))
 }

@@ -26,6 +26,7 @@ pub fn features(a: &Attention, mode: BackwardMode) -> FeatureSet {
         // a problem cannot tell: the plan of a prefill adds it
         Feature::Pages => false,
         Feature::Fp32Bias => f.fp32_bias,
+        Feature::Blocks => f.block_mask,
     })
 }
 
@@ -40,6 +41,7 @@ pub fn using(features: FeatureSet) -> (RequestedFeatures, BackwardMode) {
         alibi: has(Feature::Alibi),
         attn_bias: has(Feature::Bias) || has(Feature::Fp32Bias),
         fp32_bias: has(Feature::Fp32Bias),
+        block_mask: has(Feature::Blocks),
         dropout_p: if has(Feature::Dropout) { 0.5 } else { 0.0 },
     };
     (requested, BackwardMode { bf16_gradients: has(Feature::Bf16Gradients), ..BackwardMode::default() })

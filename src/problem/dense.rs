@@ -5,7 +5,7 @@ use super::checks::*;
 use super::features::RequestedFeatures;
 use super::operands::{self, Packing};
 use super::tensor::{Backend, DType, TensorDesc};
-use super::{lengths, scores, Options};
+use super::{block_mask, lengths, scores, Options};
 use crate::error::{Error, Result};
 
 /// Checks q, k, v and the options of `fwd`.
@@ -28,6 +28,7 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
         lengths::check_cu_seqlens("seqused_k", d, q, Some(lengths.batch), "(batch,)")?;
     }
     scores::check_tensors(o, q, [lengths.batch, qs.nheads, lengths.longest_q, lengths.longest_k])?;
+    block_mask::check(o, q, [lengths.longest_q, lengths.longest_k])?;
     Ok(Attention {
         batch: lengths.batch,
         seqlen_q: lengths.longest_q.min(qs.rows),

@@ -22,6 +22,8 @@ pub struct RequestedFeatures {
     pub sinks: bool,
     /// `seqused_k` is given.
     pub seqused_k: bool,
+    /// `block_lists` is given.
+    pub block_mask: bool,
 }
 
 impl RequestedFeatures {
@@ -49,6 +51,7 @@ impl RequestedFeatures {
             fp32_bias: o.attn_bias.as_ref().is_some_and(|d| matches!(d.dtype, DType::Float | DType::BFloat16)),
             sinks: o.sinks.is_some(),
             seqused_k: o.seqused_k.is_some(),
+            block_mask: o.block_lists.is_some(),
         })
     }
 }

@@ -5,6 +5,7 @@
 
 mod append;
 mod attention;
+mod block_mask;
 mod cache;
 mod cache_values;
 mod cached;
@@ -19,6 +20,9 @@ mod scores;
 mod tensor;
 
 pub use attention::{padded_headdim, Appended, Attention, Cache, CacheLayout, Keys, Queries, Rotary, Window};
+pub use block_mask::{
+    check_backward as check_lists_of_backward, validate_block_lists, ListValues, BLOCK_COLUMNS, BLOCK_ROWS, LIST_HEADER, TILE_WORDS,
+};
 pub use cache_values::{validate_kvcache_values, CacheValues, CachedSequence};
 pub use cached::{validate_kvcache, validate_mla};
 pub use dense::{validate, validate_backward};
