@@ -4,7 +4,8 @@ Links in a page are relative to its file in the repository. On the site, a link 
 other file of the repository becomes plain text, since the site has no sources. A link to a missing file stays, so that
 mkdocs reports it.
 
-Generated pages: `reference/kernels.md` from `volta_fa::_info`, and `log/index.md` from the headings in docs/log.
+Generated pages: `reference/kernels.md` from `volta_fa::_info`, `reference/errors.md` from the sources (messages.py), and
+`log/index.md` from the headings in docs/log.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def on_files(files: Any, config: Any) -> Any:
 
     for path, name in ELSEWHERE.items():
         files.append(File.generated(config, name, content=(REPOSITORY / path).read_text(encoding="utf-8")))
-    for name, content in {"log/index.md": log_index(), "reference/kernels.md": kernels_page(library_info())}.items():
+    sys.path.insert(0, str(Path(__file__).parent))
+    import messages
+
+    pages = {"log/index.md": log_index(), "reference/kernels.md": kernels_page(library_info()), "reference/errors.md": messages.page()}
+    for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
 
