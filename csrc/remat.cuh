@@ -1,8 +1,9 @@
-// Control over ptxas' register allocation: values to keep, and special registers to read again (remat_*: rematerialization, as in
-// CUTLASS). Registers limit most kernels. Used by all attention kernels.
+// Control over what the compiler keeps in registers: values to keep, and special registers to read again (remat_*:
+// rematerialization, as in CUTLASS). Registers limit most kernels. Used by all attention kernels.
 #pragma once
 
-// Keeps x in a register. ptxas would otherwise recompute it from thread indices in every iteration.
+// Hides from the compiler how x is computed. It could otherwise compute x from thread indices again in every iteration, instead
+// of keeping it in a register.
 __device__ __forceinline__ int keep_in_register(int x) {
     asm volatile("mov.b32 %0, %0;" : "+r"(x));
     return x;

@@ -293,7 +293,7 @@ def test_no_key_at_all(backend):
 
 @on("cpu-fp32", *KERNELS)
 def test_packed_is_each_sequence_alone(backend):
-    """Neighbours of a sequence, NaN in all their rows, do not touch it."""
+    """Neighbors of a sequence, NaN in all their rows, do not touch it."""
     case = changed(PACKED, is_causal=True)
     (q, k, v, dout), options = case.problem(backend)
     out, lse = backend.forward(q, k, v, **options)
@@ -581,7 +581,7 @@ def test_drop_rate(p):
 
 
 def test_drop_rate_of_seeds():
-    """Neighbouring seeds, offsets, rows and columns are independent: their masks agree as often as chance has it."""
+    """Neighboring seeds, offsets, rows and columns are independent: their masks agree as often as chance has it."""
     masks = [op._dropout_mask(torch.tensor(s), 1, 2, 150, 200, 0.5) for s in ([5, 9], [6, 9], [5, 10], [5 + 2**32, 9])]
     masks += [masks[0].roll(1, 2), masks[0].roll(1, 3), masks[0].roll(1, 1)]
     for i, a in enumerate(masks):

@@ -367,7 +367,7 @@ def test_more_than_2_31_elements(backend):
     q, k, v, dout = randn(), randn(), randn(), randn()
     out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, **window)
     dq, dk, dv, *_ = torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **window)
-    # The last rows of the last head lie beyond 2^31 elements. A window of 7 keys needs no more than its neighbours.
+    # The last rows of the last head lie beyond 2^31 elements. A window of 7 keys needs no more than its neighbors.
     rows = slice(seqlen - 200, seqlen)
     q, k, v, dout = (t[:, rows, -1:].clone() for t in (q, k, v, dout))
     refs = [reference.forward(q, k, v, **window).out, *reference.backward(dout, q, k, v, **window)]

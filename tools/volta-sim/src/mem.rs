@@ -158,7 +158,7 @@ impl GlobalMem {
         None
     }
 
-    /// Human description of the neighbourhood of a bad address.
+    /// Human description of the neighborhood of a bad address.
     pub fn describe(&self, addr: u64) -> String {
         let distance = |b: &Buffer| if addr < b.base { b.base - addr } else { addr.saturating_sub(b.end()) };
         let Some(b) = self.bufs.iter().min_by_key(|b| distance(b)) else { return "no buffers".into() };
