@@ -5,11 +5,13 @@
     python tools/doors/unsloth.py --device cpu --models llama,gemma2 --steps 30
 
 It needs unsloth, unsloth_zoo and what they import, and no network: weights are random and the tokenizer is built here. Each pair of a
-model and an attention runs in a process of its own, because unsloth replaces functions of the whole process.
+model and an attention runs in a process of its own, because unsloth replaces functions of the whole process. When all have compiled
+and trained, or most of --time-limit is over, they measure their steps one after another. A process that is stopped leaves the losses
+that it has, and its log has the last line of each thread's stack.
 
 The reference of the losses is unsloth with its own attention, all in float32, with the same weights.
 On CUDA, unsloth takes the GPU for one of compute capability 7.5 while it decides what to load, so it trains in float16 as on a T4, and
-VOLTA_FA_FAMILY selects volta_fa's kernels.
+VOLTA_FA_FAMILY selects volta_fa's kernels. PyTorch's and xformers' attention are the memory-efficient ones, their choice on Turing.
 On the CPU, torch.compile is off, and PyTorch code takes the place of unsloth's Triton kernels for rotary embeddings and norms, which
 need a GPU. Its attention code is unchanged. It trains in float32, but Gemma 3, Gemma 4 and gpt-oss partly in float16, as on a T4.
 """
@@ -18,10 +20,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
+import faulthandler
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -41,7 +44,8 @@ VOCABULARY = 512
 MODELS = ("llama", "llama-packed", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "gpt-oss")
 #: unsloth trains these in float16 between layers wherever it cannot use bfloat16, and Gemma's attention in float32.
 FORCED = ("gemma3", "gemma4", "gpt-oss")
-WARM_UP = 3
+#: Seconds at the end of a time limit for measuring, and seconds after which a process that measures is stopped.
+MEASURING, MEASURING_ONE = 60, 20
 
 
 def configuration(model: str, device: str) -> Any:
@@ -262,10 +266,41 @@ class Training:
         return statistics.median(seconds), torch.cuda.max_memory_allocated()
 
 
+class Report:
+    """The result of a child in a JSON file, as far as it is."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.begin = file, time.time()
+        self.result: dict[str, Any] = {"losses": [], "stages": {}}
+
+    def __call__(self, stage: str, **more: Any) -> None:
+        self.result |= more
+        self.result["stages"][stage] = round(time.time() - self.begin, 1)
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(json.dumps(self.result))
+        partial.rename(self.file)
+        print(f"{self.result['stages'][stage]} s: {stage}", flush=True)
+
+
+def as_on_turing() -> None:
+    """Leaves PyTorch and xformers the attention that they have on Turing."""
+    import torch
+
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if sys.modules.get("xformers"):
+        from xformers.ops.fmha import flash, flash3
+
+        for operator in (flash.FwOp, flash.BwOp, flash3.FwOp, flash3.BwOp):
+            operator.OPERATOR = None
+
+
 def child(model: str, attention: str, device: str, steps: int, folder: Path) -> None:
     """Runs one model with one attention, and writes the result as JSON."""
+    report = Report(folder / f"{model}-{attention}.json")
+    report("began")
     dtype = "float32" if device == "cpu" or attention == "reference" else "float16"
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "UNSLOTH_DISABLE_STATISTICS"), "1")
     os.environ["UNSLOTH_COMPILE_LOCATION"] = str(folder / f"compiled-{model}-{attention}")
     if attention == "reference" or (attention != "volta_fa" if model == "gpt-oss" else device == "cpu"):
         # gpt-oss: eager attention with sinks. Others have no FlexAttention on these GPUs, and it has no gradient on the CPU
@@ -284,23 +319,35 @@ def child(model: str, attention: str, device: str, steps: int, folder: Path) -> 
         if device == "cpu":
             torch.set_num_threads(1)
             adapt_to_the_cpu(bfloat16=attention == "reference")
+        else:
+            as_on_turing()
         if attention == "volta_fa":
             import volta_fa
 
             volta_fa.enable_unsloth(device if device == "cpu" else None, force=True)
+        elif attention == "xformers":
+            from unsloth.models import _utils
+
+            if not _utils.xformers_attention:
+                raise ImportError("xformers: got a package that unsloth cannot load, expected one for this torch")
+        report("imported unsloth", version=unsloth.__version__)
         net = load(model, device, dtype, folder / model)
+    report("loaded")
     run = Training(net, model, device, dtype)
-    losses = run.steps(min(steps, WARM_UP))  # which compile kernels
-    with open(folder / "lock", "w") as lock:
-        if device == "cuda":
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time uses the GPU from here on
-        losses += run.steps(steps - len(losses))
-        result: dict[str, Any] = {"losses": losses, "version": unsloth.__version__}
-        if attention == "volta_fa":
-            result["stats"] = volta_fa.unsloth_stats()
-        if device == "cuda":
-            result["seconds"], result["bytes"] = run.timed()
-    (folder / f"{model}-{attention}.json").write_text(json.dumps(result))
+    losses: list[float] = []
+    for step in range(steps):
+        losses += run.steps(1)
+        if step in (0, 4) or step == steps - 1:
+            stats = {"stats": volta_fa.unsloth_stats()} if attention == "volta_fa" else {}
+            report(f"{step + 1} steps", losses=losses, **stats)
+    if device == "cuda":
+        parent = os.getppid()
+        while not (folder / f"{model}-{attention}.go").exists():
+            if os.getppid() != parent:  # it was killed
+                return
+            time.sleep(0.05)
+        seconds, memory = run.timed()
+        report("measured", seconds=seconds, bytes=memory)
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
@@ -312,10 +359,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30, help="steps whose losses are compared (default 30)")
     parser.add_argument("--models", default=",".join(MODELS), help="some of %(default)s")
     parser.add_argument("--jobs", type=int, default=0, help="processes at once (default: 10 on CUDA, 1 on the CPU)")
+    parser.add_argument("--time-limit", type=float, default=3600, help="seconds after which no process runs (default %(default)s)")
     parser.add_argument("--output", type=Path, help="a folder for losses and logs (default: a temporary one)")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         child(*arguments.child, arguments.device, arguments.steps, arguments.output)
         return 0
     with tempfile.TemporaryDirectory() as temporary:
@@ -333,8 +382,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> int:
         attentions.append("xformers")
     for model in models:
         save_checkpoint(model, arguments.device, folder / model)
-    waiting = [(model, attention) for model in models for attention in attentions]
-    run_all(waiting, arguments, folder)
+    run_all([(model, attention) for model in models for attention in attentions], arguments, folder)
 
     from importlib import metadata
 
@@ -344,60 +392,109 @@ def compare(arguments: argparse.Namespace, folder: Path) -> int:
     print(
         f"{'model':13}{'attention':10}{'first':>8}{'last':>8}{'max |dloss|':>12}{'ran':>6}{'traced':>7}{'ms/step':>9}{'MiB':>7}  fell back"
     )
-    failed = False
-    for model in models:
-        results = {}
-        for attention in attentions:
-            path = folder / f"{model}-{attention}.json"
-            results[attention] = json.loads(path.read_text()) if path.exists() else None
-        truth = results["reference"]
-        errors = {}
-        for attention, result in results.items():
-            if result is None:
-                print(f"{model:13}{attention:10}  failed: {last_line(folder / f'{model}-{attention}.log')}")
-                failed |= attention in ("volta_fa", "sdpa", "reference")
-                continue
-            losses = result["losses"]
-            error = max(abs(a - b) for a, b in zip(losses, truth["losses"])) if truth else float("nan")
-            errors[attention] = error
-            stats = result.get("stats")
-            counts = f"{stats['ran']:6}{stats['traced']:7}" if stats else f"{'':13}"
-            speed = f"{1e3 * result['seconds']:9.1f}{result['bytes'] / 2**20:7.0f}" if "seconds" in result else f"{'':16}"
-            row = f"{model:13}{attention:10}{losses[0]:8.4f}{losses[-1]:8.4f}{error:12.1e}{counts}{speed}"
-            print(row, stats["fell_back"] if stats else "")
-            if stats is not None and not stats["ran"] + stats["traced"]:
-                print(f"{model:13}volta_fa    ran nothing")
-                failed = True
-        if "volta_fa" in errors and "sdpa" in errors:
-            # twice unsloth's own, and at least what the last digits of its logits are worth: float32 of about 8, or float16
-            floor = 2e-5 if arguments.device == "cpu" and model not in FORCED else 2e-3
-            limit = max(2 * errors["sdpa"], floor)
-            if not errors["volta_fa"] <= limit:
-                print(f"{model:13}volta_fa    loss is off: {errors['volta_fa']:.1e}, expected at most {limit:.1e}")
-                failed = True
-    return int(failed)
+    right = [compare_model(model, attentions, arguments, folder) for model in models]
+    return int(not all(right))
+
+
+def compare_model(model: str, attentions: list[str], arguments: argparse.Namespace, folder: Path) -> bool:
+    """Prints the rows of a model. Returns whether all of its runs ended, and the losses are right."""
+    right, results = True, {}
+    for attention in attentions:
+        path = folder / f"{model}-{attention}.json"
+        results[attention] = json.loads(path.read_text()) if path.exists() else {"losses": [], "stages": {}}
+    truth = results["reference"]["losses"]
+    errors = {}
+    for attention, result in results.items():
+        losses = result["losses"]
+        if len(losses) < arguments.steps:
+            print(f"{model:13}{attention:10}  ended after {result['stages']}: {last_line(folder / f'{model}-{attention}.log')}")
+            right &= attention == "xformers"  # it may not be for this torch
+        if not losses:
+            continue
+        error = max(abs(a - b) for a, b in zip(losses, truth)) if truth else float("nan")
+        errors[attention] = error
+        stats = result.get("stats")
+        counts = f"{stats['ran']:6}{stats['traced']:7}" if stats else f"{'':13}"
+        speed = f"{1e3 * result['seconds']:9.1f}{result['bytes'] / 2**20:7.0f}" if "seconds" in result else f"{'':16}"
+        row = f"{model:13}{attention:10}{losses[0]:8.4f}{losses[-1]:8.4f}{error:12.1e}{counts}{speed}"
+        print(row, stats["fell_back"] if stats else "")
+        if stats is not None and not stats["ran"] + stats["traced"]:
+            print(f"{model:13}volta_fa    ran nothing")
+            right = False
+    if "volta_fa" in errors and "sdpa" in errors:
+        # twice unsloth's own, and at least what the last digits of its logits are worth: float32 of about 8, or float16
+        floor = 2e-5 if arguments.device == "cpu" and model not in FORCED else 2e-3
+        limit = max(2 * errors["sdpa"], floor)
+        if not errors["volta_fa"] <= limit:
+            print(f"{model:13}volta_fa    loss is off: {errors['volta_fa']:.1e}, expected at most {limit:.1e}")
+            right = False
+    return right
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a child, which first writes its threads' stacks to its log."""
+    process.send_signal(signal.SIGUSR1)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.kill()
+    process.wait()
 
 
 def run_all(waiting: list[tuple[str, str]], arguments: argparse.Namespace, folder: Path) -> None:
-    """Runs each pair in a process of its own."""
+    """Runs each pair in a process of its own: all train side by side, then each that is ready measures alone."""
+    begin, limit = time.time(), arguments.time_limit
     jobs = arguments.jobs or (10 if arguments.device == "cuda" else 1)
-    running: list[subprocess.Popen[bytes]] = []
+    training: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
+    ready: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
+    for name in waiting:
+        for ending in ("json", "go"):
+            (folder / f"{'-'.join(name)}.{ending}").unlink(missing_ok=True)
+
+    def stages(name: tuple[str, str]) -> dict[str, float]:
+        file = folder / f"{'-'.join(name)}.json"
+        return json.loads(file.read_text())["stages"] if file.exists() else {}
+
+    def tell(name: tuple[str, str], what: str) -> None:
+        print(f"[{time.time() - begin:4.0f} s] {' '.join(name)}: {what}, {stages(name)}", flush=True)
+
     waiting = list(waiting)
-    while waiting or running:
-        while waiting and len(running) < jobs:
+    while (waiting or training) and time.time() - begin < limit - (MEASURING if arguments.device == "cuda" else 0):
+        while waiting and len(training) < jobs:
             model, attention = waiting.pop(0)
             with open(folder / f"{model}-{attention}.log", "wb") as log:
                 command = [sys.executable, __file__, "--child", model, attention, "--output", str(folder)]
                 command += ["--device", arguments.device, "--steps", str(arguments.steps)]
-                environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
-                running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+                environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "PYTHONUNBUFFERED": "1"}
+                training[model, attention] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         time.sleep(0.1)
-        running = [process for process in running if process.poll() is None]
+        for name, process in list(training.items()):
+            status = process.poll()
+            if status is not None:
+                tell(name, "ended" if status == 0 else f"ended with status {status}")
+                del training[name]
+            elif arguments.device == "cuda" and f"{arguments.steps} steps" in stages(name):
+                tell(name, "trained")
+                ready[name] = training.pop(name)
+    for name in waiting:
+        tell(name, "not begun")
+    for name, process in training.items():
+        stop(process)
+        tell(name, "stopped")
+    for name, process in ready.items():
+        if time.time() - begin < limit:
+            (folder / f"{'-'.join(name)}.go").touch()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(MEASURING_ONE)
+        if process.poll() is None:
+            stop(process)
+        tell(name, "measured" if "measured" in stages(name) else "not measured")
 
 
 def last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1][:160] if lines else "no output"
+    """Returns the last line of a log, or where the main thread of a stopped child was."""
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    *_, before, stack = ["", "", *text.rsplit("(most recent call first):\n", 1)][-3:]
+    return (stack.splitlines()[0] if before else text.splitlines()[-1]).strip()[:160] if text else "no output"
 
 
 if __name__ == "__main__":

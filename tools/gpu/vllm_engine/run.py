@@ -61,6 +61,7 @@ def environment(job: dict, work: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # it uses NVLink multicast, which a host with other guests may forbid
         "TOKENIZERS_PARALLELISM": "false",
         "TORCHINDUCTOR_COMPILE_THREADS": "4",
         "OMP_NUM_THREADS": "2",
