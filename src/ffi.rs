@@ -42,6 +42,8 @@ pub struct BackwardArgs {
     pub out: *mut c_void,
     /// Result of the forward call.
     pub softmax_lse: *mut c_void,
+    /// Gradient of softmax_lse, with its shape and any strides; null: none
+    pub dlse: *mut c_void,
     /// True to compute dattn_bias; rejected without a bias and for a bool bias.
     pub attn_bias_requires_grad: bool,
 }
@@ -126,6 +128,7 @@ unsafe fn saved(args: &BackwardArgs) -> Result<Saved> {
             dout: required("dout", args.dout)?,
             out: required("out", args.out)?,
             softmax_lse: required("softmax_lse", args.softmax_lse)?,
+            dlse: tensor(args.dlse),
             attn_bias_requires_grad: args.attn_bias_requires_grad,
         })
     }

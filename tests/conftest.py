@@ -310,8 +310,8 @@ def within(backend: Backend, what: str, found: Tensor, expected: Tensor, budget:
         )
 
 
-def check(backend: Backend, q, k, v, dout=None, deterministic=False, **options):
-    """Checks forward, and with `dout` backward, against the fp64 reference.
+def check(backend: Backend, q, k, v, dout=None, deterministic=False, dlse=None, **options):
+    """Checks forward, and with `dout` backward, against the fp64 reference. `dlse` is the gradient of softmax_lse.
 
     Returns out and softmax_lse, and the gradients of the last run. Groups batch entries by length; each group has its own budget."""
     out, lse, rng_state = backend.forward_and_state(q, k, v, **options)
@@ -332,18 +332,19 @@ def check(backend: Backend, q, k, v, dout=None, deterministic=False, **options):
         return out, lse
     if rng_state.numel():
         options["rng_state"] = rng_state
-    runs = backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
+    gradient = {} if dlse is None else {"dlse": dlse}
+    runs = backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **options, **gradient)
     for gradients in runs:
         for name, t, g in zip(reference.gradient_names(**options), (q, k, v), gradients):
             assert g.shape == t.shape and g.dtype == t.dtype, name
         unused = reference.unused_keys(groups, k)
         for name, g in zip(("dk", "dv"), gradients[1:]):
             assert (g.reshape(-1, *g.shape[-2:])[unused] == 0).all(), f"{name} of keys beyond every sequence"
-    check_gradients(backend, groups, refs, runs, dout, q, k, v, options)
+    check_gradients(backend, groups, refs, runs, dout, q, k, v, options, dlse)
     return out, lse, *runs[-1]
 
 
-def check_gradients(backend: Backend, groups, refs, runs, dout, q, k, v, options):
+def check_gradients(backend: Backend, groups, refs, runs, dout, q, k, v, options, dlse=None):
     names = reference.gradient_names(**options)
     # gradients summed over all groups: [fp64 reference, eager, rounding error of sums]
     total = {}
@@ -352,8 +353,9 @@ def check_gradients(backend: Backend, groups, refs, runs, dout, q, k, v, options
         total[name] = [torch.zeros_like(like, dtype=torch.float64), torch.zeros_like(like, dtype=torch.float64), 0.0]
     for group, ref in zip(groups, refs):
         inputs = (group.queries(dout), group.queries(q), group.keys(k), group.keys(v))
-        exact = dict(zip(names, reference.backward(*inputs, **group.options)))
-        eager = dict(zip(names, reference.eager_gradients(*inputs, **group.options)))
+        gradient = {} if dlse is None else {"dlse": group.lse(dlse)}
+        exact = dict(zip(names, reference.backward(*inputs, **gradient, **group.options)))
+        eager = dict(zip(names, reference.eager_gradients(*inputs, **gradient, **group.options)))
         sums = dict(zip(names, reference.gradient_sums(ref, *inputs, **group.options)))
         for name, rows in (("dq", group.queries), ("dk", group.keys), ("dv", group.keys)):
             budget = reference.Budget.of(eager[name], exact[name], reference.GRADIENT_FACTOR, sums[name])

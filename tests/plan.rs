@@ -29,7 +29,7 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
     }
 }
 
-const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradients: false };
+const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradients: false, has_dlse: false };
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
 /// Returns the problem on packed tensors with these rows of queries and keys, if any.
@@ -556,13 +556,57 @@ fn scratch_layouts_are_consistent() {
             for at in [s.neg_lse_offsets, s.neg_delta_offsets] {
                 assert_eq!(at.len(), s.group_rows as usize, "{}", v.family.name);
             }
-            let mut all = [s.neg_lse_offsets, s.neg_delta_offsets].concat();
+            let all = [s.neg_lse_offsets, s.neg_delta_offsets].concat();
+            let copies = s.copy_distances.iter().flat_map(|distance| all.iter().map(move |at| at + distance));
+            let mut all: Vec<_> = copies.collect();
             all.sort();
             all.dedup();
-            assert_eq!(all.len(), 2 * s.group_rows as usize, "{}: each value has a place of its own", v.family.name);
+            assert_eq!(
+                all.len(),
+                s.copy_distances.len() * 2 * s.group_rows as usize,
+                "{}: each value has a place of its own",
+                v.family.name
+            );
             assert!(all.iter().all(|&at| at < s.group_floats), "{}", v.family.name);
             // kernels with key blocks step through queries
             assert!(v.pass.info().rows != RowKind::Keys || s.row_rounding % v.step == 0, "{}", v.name);
+        }
+    }
+}
+
+/// The host adds a gradient of softmax_lse to what the preprocess kernel wrote, and a fused pass has none.
+#[test]
+fn gradient_of_lse_takes_separate_kernels() {
+    let a = attention(64, 40, 64, 64);
+    for device in [DeviceLimits::V100, T4] {
+        assert!(plan::backward(&a, DEFAULT, &device).unwrap().prepare.is_none());
+        assert!(plan::backward(&a, BackwardMode { has_dlse: true, ..DEFAULT }, &device).unwrap().prepare.is_some());
+    }
+}
+
+/// Kernels without block masks never run a problem with one, on no grid.
+#[test]
+fn block_masks_need_kernels_of_their_own() {
+    let blocks = FeatureSet::of(&[Feature::Blocks]);
+    let features = RequestedFeatures { block_mask: true, ..RequestedFeatures::default() };
+    for (seqlen_q, seqlen_k) in [(2000, 2000), (64, 40), (4000, 9000)] {
+        let a = Attention { features, ..attention(seqlen_q, seqlen_k, 128, 128) };
+        for device in [DeviceLimits::V100, T4] {
+            match plan::forward(&a, &device) {
+                Ok(planned) => assert!(planned.variant.features.contains(blocks), "{}", planned.variant.name),
+                Err(e) => assert!(e.message.contains("with block_mask"), "{e}"),
+            }
+            for mode in [DEFAULT, DETERMINISTIC] {
+                match plan::backward(&a, mode, &device) {
+                    // preprocess and postprocess kernels see no scores
+                    Ok(plan) => {
+                        let of_scores = plan.kernels().filter(|k| k.variant.pass.info().features.contains(blocks));
+                        let names: Vec<_> = of_scores.filter(|k| !k.variant.features.contains(blocks)).map(|k| k.variant.name).collect();
+                        assert!(names.is_empty(), "{names:?}");
+                    }
+                    Err(e) => assert!(e.message.contains("with block_mask"), "{e}"),
+                }
+            }
         }
     }
 }
@@ -666,7 +710,14 @@ fn chooses_forward_family_alone() {
 /// The kernels of a backward pass share scratch memory, so a family that lacks one of them computes none.
 #[test]
 fn chooses_backward_kernels_from_one_family() {
-    let scratch = Scratch { row_rounding: 16, group_rows: 2, group_floats: 4, neg_lse_offsets: &[0, 1], neg_delta_offsets: &[2, 3] };
+    let scratch = Scratch {
+        row_rounding: 16,
+        group_rows: 2,
+        group_floats: 4,
+        neg_lse_offsets: &[0, 1],
+        neg_delta_offsets: &[2, 3],
+        copy_distances: &[0],
+    };
     let turing = Family { scratch: Some(scratch), ..TURING };
     let mut rows: Vec<_> = ["volta_bwd_64", "volta_bwd_postprocess"].map(|name| like(name, turing)).to_vec();
     let a = attention(1000, 1000, 64, 64);

@@ -62,6 +62,30 @@ def kept(rng_state: Tensor, entries: Tensor, nheads: int, seqlen_q: int, seqlen_
     return numbers >= dropped if dropout_p <= 0.5 else numbers < 2**15 - dropped
 
 
+#: Sizes of a block mask's blocks, and of what comes before the blocks in a list.
+BLOCK_ROWS, BLOCK_COLUMNS, LIST_HEADER = 128, 64, 4
+
+
+def expand_block_mask(lists: Tensor, bits: Tensor | None, batch: int, nheads: int, rows: int, columns: int) -> Tensor:
+    """(batch, nheads, rows, columns) bool: the scores that lists and bits of a block mask leave. Rows are queries; of transposed
+    lists, keys."""
+    seen = torch.zeros(batch, nheads, rows, columns, dtype=torch.bool)
+    on_host, tiles = lists.tolist(), [] if bits is None else bits.tolist()
+    for b in range(batch):
+        for h in range(nheads):
+            of_head = on_host[b % len(on_host)]
+            for block, (partial, full, tile, _launch, *entries) in enumerate(of_head[h % len(of_head)]):
+                place = seen[b, h, block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
+                for column in entries[partial : partial + full]:
+                    place[:, column * BLOCK_COLUMNS : (column + 1) * BLOCK_COLUMNS] = True
+                for i, column in enumerate(entries[:partial]):
+                    words = torch.tensor(tiles[tile + i]).view(BLOCK_ROWS, 2, 1)
+                    scores = (words >> torch.arange(32) & 1).bool().view(BLOCK_ROWS, BLOCK_COLUMNS)
+                    part = place[:, column * BLOCK_COLUMNS : (column + 1) * BLOCK_COLUMNS]
+                    part |= scores[: part.shape[0], : part.shape[1]]
+    return seen.to(lists.device)
+
+
 @dataclass
 class Group:
     """Batch entries or packed sequences of the same lengths, as one dense problem of its own."""
@@ -114,11 +138,17 @@ def groups(
     seqused_k=None,
     attn_bias=None,
     alibi_slopes=None,
+    block_lists=None,
+    block_bits=None,
+    block_lists_t=None,
+    block_bits_t=None,
     rng_state=None,
     **options,
 ) -> list[Group]:
     """The problem that the op's arguments describe, as dense ones."""
     device, nheads = q.device, q.shape[-2]
+    if block_lists is not None:
+        attn_bias = expand_block_mask(block_lists, block_bits, q.shape[0], nheads, q.shape[1], k.shape[1])
     if cu_seqlens_q is None:
         starts_q = [b * q.shape[1] for b in range(q.shape[0])]
         starts_k = [b * k.shape[1] for b in range(q.shape[0])]
@@ -198,8 +228,8 @@ def forward(
     return Forward(out, lse, probabilities, factors, s.tanh, (s.scores == -math.inf).all(-1), largest_score)
 
 
-def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, **options):
-    """The gradients of `gradient_names`, in fp64, of a dense problem."""
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, dlse: Tensor | None = None, **options):
+    """The gradients of `gradient_names`, in fp64, of a dense problem. `dlse` is the gradient of softmax_lse."""
     f = forward(q, k, v, softmax_scale, **options)
     attn_bias, sinks, softcap = (options.get(name) for name in ("attn_bias", "sinks", "softcap"))
     nheads, nheads_k = q.shape[2], k.shape[2]
@@ -210,6 +240,8 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
     dv = torch.einsum("bhij,bhid->bhjd", p * f.factors, do)
     dp = torch.einsum("bhid,bhjd->bhij", do, vh) * f.factors
     delta = (p * dp).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.double().masked_fill(f.softmax_lse == math.inf, 0.0)[..., None]
     ds = p * (dp - delta)
     extra = []
     if attn_bias is not None and attn_bias.dtype != torch.bool:

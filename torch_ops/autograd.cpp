@@ -5,6 +5,7 @@
 #include "subclass.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -42,16 +43,16 @@ struct Attention : torch::autograd::Function<Attention> {
         ctx->save_for_backward(std::move(tensors));
         save_options(ctx->saved_data, VOLTA_FA_OPTION_ARGUMENTS);
         ctx->saved_data["attn_bias_requires_grad"] = any_needs_gradient(attn_bias);
-        ctx->mark_non_differentiable({softmax_lse, rng_state});
-        // gradients of the non-differentiable outputs stay undefined, to save allocating zeros
+        ctx->mark_non_differentiable({rng_state});
+        // gradients of outputs without a use stay undefined, to save allocating zeros and the work for softmax_lse's
         ctx->set_materialize_grads(false);
         return {out, softmax_lse, rng_state};
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         variable_list result(FwdInput::count);
-        const Tensor& dout = grads[0];
-        if (!dout.defined()) return result;
+        const Tensor& dlse = grads[1];
+        if (!grads[0].defined() && !dlse.defined()) return result;
         const auto t = ctx->get_saved_variables();
         auto options = saved_options(ctx->saved_data, t);
         options.deterministic = options.deterministic || at::globalContext().deterministicAlgorithms();
@@ -59,9 +60,10 @@ struct Attention : torch::autograd::Function<Attention> {
         // Without create_graph, skips bwd's own Autograd kernel, because that boxes every argument.
         std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
         if (!at::GradMode::is_enabled()) guard.emplace();
+        const Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(t[SavedTensor::out]);
         const auto [dq, dk, dv, dattn_bias, dsinks] = bwd_op().call(
             dout, t[SavedTensor::q], t[SavedTensor::k], t[SavedTensor::v], t[SavedTensor::out], t[SavedTensor::softmax_lse],
-            optional(t[SavedTensor::rng_state]), VOLTA_FA_OPTION_MEMBERS(options), attn_bias_requires_grad);
+            optional(t[SavedTensor::rng_state]), VOLTA_FA_OPTION_MEMBERS(options), attn_bias_requires_grad, optional(dlse));
         result[FwdInput::q] = dq;
         result[FwdInput::k] = dk;
         result[FwdInput::v] = dv;

@@ -38,10 +38,11 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
 }
 
 BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
-              const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(int64_t), bool attn_bias_requires_grad) {
+              const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(int64_t), bool attn_bias_requires_grad,
+              const OptionalTensor& dlse) {
     const c10::OptionalDeviceGuard guard(at::device_of(q));
-    auto args =
-        backward_args<int64_t>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS, attn_bias_requires_grad);
+    auto args = backward_args<int64_t>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS,
+                                       attn_bias_requires_grad, dlse);
     args.attention.stream = current_stream(q);
     std::array<void*, 5> outputs{};
     check(volta_fa_bwd(&args, outputs.data()));

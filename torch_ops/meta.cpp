@@ -25,9 +25,10 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
 }
 
 BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
-              const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt), bool attn_bias_requires_grad) {
-    const auto args =
-        backward_args<c10::SymInt>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS, attn_bias_requires_grad);
+              const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt), bool attn_bias_requires_grad,
+              const OptionalTensor& dlse) {
+    const auto args = backward_args<c10::SymInt>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS,
+                                                 attn_bias_requires_grad, dlse);
     check(volta_fa_check_bwd(&args));
     const auto like = [&](bool there, const OptionalTensor& t) {
         return there && t && t->defined() ? contiguous_like(*t) : at::empty_symint({c10::SymInt(0)}, q.options());

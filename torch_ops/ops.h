@@ -19,7 +19,7 @@ using FwdOp = FwdResult(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA
                         std::optional<at::Generator> generator);
 using BwdOp = BwdResult(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                         const Tensor& softmax_lse, const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
-                        bool attn_bias_requires_grad);
+                        bool attn_bias_requires_grad, const OptionalTensor& dlse);
 
 inline const c10::TypedOperatorHandle<FwdOp>& fwd_op() {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd", "").typed<FwdOp>();

@@ -52,8 +52,12 @@ AttentionArgs attention_args(const Tensor& q, const Tensor& k, const Tensor& v, 
 template <class Int>
 BackwardArgs backward_args(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                            const Tensor& softmax_lse, const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(Int),
-                           bool attn_bias_requires_grad) {
-    return {attention_args<Int>(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS), handle(dout), handle(out), handle(softmax_lse),
+                           bool attn_bias_requires_grad, const OptionalTensor& dlse) {
+    return {attention_args<Int>(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS),
+            handle(dout),
+            handle(out),
+            handle(softmax_lse),
+            handle(dlse),
             attn_bias_requires_grad};
 }
 

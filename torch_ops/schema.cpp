@@ -55,7 +55,8 @@ VOLTA_FA_LIBRARY(m) {
     m.def(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, *, "
         "Tensor? rng_state=None, " VOLTA_FA_OPTION_SCHEMA
-        ", bool attn_bias_requires_grad=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dattn_bias, Tensor dsinks)",
+        ", bool attn_bias_requires_grad=False, Tensor? dlse=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dattn_bias, Tensor "
+        "dsinks)",
         {at::Tag::pt2_compliant_tag});
     // internal, for the package's tools and tests: JSON about the build, plans and timed simulations
     m.def("_info() -> str", [] { return volta_fa::take_string(volta_fa_info()); });

@@ -4,7 +4,8 @@ Importing this package loads the native library, which registers
 
     torch.ops.volta_fa.fwd(q, k, v, *, <options>, generator=None)
         -> (out, softmax_lse, rng_state)
-    torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, *, rng_state=None, <options>, attn_bias_requires_grad=False)
+    torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, *, rng_state=None, <options>, attn_bias_requires_grad=False,
+                           dlse=None)
         -> (dq, dk, dv, dattn_bias, dsinks)
     torch.ops.volta_fa.fwd_kvcache(q, k_cache, v_cache, *, <options>)
     torch.ops.volta_fa.fwd_kvcache.append(q, k_cache, v_cache, k, v, *, <options>)
@@ -16,9 +17,10 @@ Importing this package loads the native library, which registers
     torch.ops.volta_fa.merge_attention_states_(out_a, softmax_lse_a, out_b, softmax_lse_b)
         -> ()
 
-fwd is differentiable in q, k, v, attn_bias and sinks: autograd calls bwd, with the options of the forward call. The others have
-no derivative. `help(volta_fa.merge_attention_states)` describes that operator. The one with an underscore writes the result into the
-first two arguments; its out_a may be float32 with an out_b in lower precision, so merging many parts loses no precision.
+fwd is differentiable in q, k, v, attn_bias and sinks, from out and softmax_lse: autograd calls bwd, with the options of the forward
+call. The others have no derivative. `help(volta_fa.merge_attention_states)` describes that operator. The one with an underscore
+writes the result into the first two arguments; its out_a may be float32 with an out_b in lower precision, so merging many parts loses
+no precision.
 
 Tensors. seqlen_q and seqlen_k are any, nheads is a multiple of nheads_k, headdim and headdim_v are 1 to 256 (one that is not a
 multiple of 8 costs a copy on the kernels):
@@ -70,8 +72,8 @@ Lengths:
                     Both or neither. Sequences may be empty
     max_seqlen_q, max_seqlen_k  int: at least the longest sequence's length. With cu_seqlens only, and then required
     seqused_k       int32, (batch): number of valid keys of each entry, from its first; masks are aligned to that length
-    check_lengths   check the values of these tensors and of block lists on a GPU too, which synchronizes. VOLTA_FA_CHECK_LENGTHS=1 does so for
-                    all calls
+    check_lengths   check the values of these tensors and of block lists on a GPU too, which synchronizes. VOLTA_FA_CHECK_LENGTHS=1
+                    does so for all calls
 
 Of fwd alone:
 
@@ -80,6 +82,7 @@ Of fwd alone:
 Of bwd alone:
 
     attn_bias_requires_grad  whether to compute dattn_bias
+    dlse            gradient of softmax_lse, float32 and as it; rows without a visible key take none. None: 0, without its costs
 
 fwd_kvcache: attention of new queries over a KV cache. The overload .append first writes k and v into the cache, in place, after its
 tokens; masks are aligned to the lengths after that:

@@ -377,6 +377,8 @@ pub struct Scratch {
     pub neg_lse_offsets: &'static [u32],
     /// offset of each row's -delta in its group, floats
     pub neg_delta_offsets: &'static [u32],
+    /// distances from these offsets to each copy of a value, floats; 0 for the first
+    pub copy_distances: &'static [u32],
 }
 
 /// Code of a family that a GPU loads, the better first.

@@ -59,6 +59,19 @@ impl Exponents {
         Ok(scaled)
     }
 
+    /// Returns these exponents of dout, lower where the gradient of softmax_lse needs it: fp16 holds its product with both powers.
+    fn with_lse_gradient(self, v: &Exponents, dlse: &Tensor, shared: Shared, a: &Attention) -> Result<Exponents> {
+        /// Largest exponent of the scaled gradient: dS, which adds terms of dout, is below 2^14.
+        const LARGEST_OF_LSE: i64 = 13;
+        /// Smaller gradients change no exponent.
+        const TINY: f64 = 1e-30;
+        let finite = dlse.f_abs()?.f_nan_to_num_(0.0, 0.0, 0.0)?.f_clamp_min(TINY)?;
+        let most = Exponents::new(&finite, &None, shared, a)?.0.f_add_scalar(LARGEST_OF_LSE - LARGEST)?.f_sub(&v.0)?;
+        // the lower of the two
+        let lower = self.0.f_neg()?.f_maximum(&most.f_neg()?)?.f_neg()?;
+        Ok(Exponents(lower.f_clamp(-MAX_EXPONENT, MAX_EXPONENT)?))
+    }
+
     fn inverse(&self) -> Result<Exponents> {
         Ok(Exponents(self.0.f_neg()?))
     }
@@ -74,10 +87,14 @@ fn power(exponents: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(exponents.f_add_scalar(127)?.f_mul_scalar(1 << 23)?.f_view_dtype(Kind::Float)?.f_to_kind(kind)?)
 }
 
-/// Removes both powers from a gradient, in place. Their product may overflow where the result does not; two factors that are both at
-/// least 1 or both at most 1 overflow only with the result.
+/// Removes both powers from a gradient, in place.
 fn unscale(t: &mut Tensor, v: &Exponents, dout: &Exponents) -> Result<()> {
-    let sum = v.0.f_add(&dout.0)?.f_neg()?;
+    multiply(t, &v.0.f_add(&dout.0)?.f_neg()?)
+}
+
+/// Multiplies `t` by 2 to these exponents, in place. The power may overflow where the result does not; two factors that are both at least 1
+/// or both at most 1 overflow only with the result.
+fn multiply(t: &mut Tensor, sum: &Tensor) -> Result<()> {
     let half = sum.f_bitwise_right_shift_tensor_scalar(1)?;
     for part in [&half, &sum.f_sub(&half)?] {
         let _ = t.f_mul_(&power(part, t.kind())?)?;
@@ -120,6 +137,15 @@ fn of_dout(inputs: &Inputs, saved: &Saved, shared: Shared, a: &Attention) -> Res
     Exponents::new(&saved.dout, &unused_rows(&inputs.options.cu_seqlens_q, None, rows)?, shared, a)
 }
 
+/// Copies a gradient of softmax_lse, (batch, nheads, rows) or (nheads, rows), to a column for each head: (batch, rows, nheads, 1) or
+/// (rows, nheads, 1).
+fn per_row(dlse: &Tensor) -> Result<Tensor> {
+    let columns = dlse.f_transpose(-1, -2)?.f_unsqueeze(-1)?;
+    let mut copy = Tensor::f_empty(columns.size(), (Kind::Float, columns.device()))?;
+    copy.f_copy_(&columns)?;
+    Ok(copy)
+}
+
 /// Converts to fp16, saturating.
 pub(super) fn saturated(t: &Tensor) -> Result<Tensor> {
     // in this order, because 65504 is not a bf16 number
@@ -139,18 +165,25 @@ pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Resul
 }
 
 /// Computes the gradients.
-pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bool, launcher: &dyn Launcher) -> Result<Gradients> {
+pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
     let sums_over_heads = (saved.attn_bias_requires_grad && inputs.options.attn_bias.is_some()) || inputs.options.sinks.is_some();
     let shared = if sums_over_heads { Shared::ByAll } else { Shared::ByHead };
-    let (v, dout) = (of_v(inputs, shared, a)?, of_dout(inputs, saved, shared, a)?);
+    let (v, mut dout) = (of_v(inputs, shared, a)?, of_dout(inputs, saved, shared, a)?);
+    let mut dlse = saved.dlse.as_ref().map(|t| per_row(t)).transpose()?;
+    if let Some(dlse) = &mut dlse {
+        dout = dout.with_lse_gradient(&v, dlse, shared, a)?;
+        multiply(&mut by_group(dlse, a)?, &v.0.f_add(&dout.0)?)?;
+    }
     let scaled = Saved {
         // out is linear in v
         out: v.scale(&saved.out, Kind::Half, a)?,
         dout: dout.scale(&saved.dout, Kind::Half, a)?,
         softmax_lse: saved.softmax_lse.shallow_clone(),
+        // it is subtracted from sums of out * dout
+        dlse: dlse.map(|t| t.f_squeeze_dim(-1)?.f_transpose(-1, -2)).transpose()?,
         attn_bias_requires_grad: saved.attn_bias_requires_grad,
     };
-    let mode = BackwardMode { deterministic, bf16_gradients: true };
+    let mode = BackwardMode { bf16_gradients: true, ..mode };
     let mut g = device::backward(&converted(inputs, v.scale(&inputs.v, Kind::Half, a)?)?, &scaled, a, mode, launcher)?;
     // dq and dk are linear in dout and in v, as dS is; dv in dout alone
     unscale(&mut by_group(&g.dq, a)?, &v, &dout)?;

@@ -4,6 +4,7 @@ use super::block_mask::block_lists;
 use super::blocks::{self, at, broadcast_strides, lse_at, Blocks};
 use super::inputs::{Gradients, Inputs, Saved};
 use super::launches::{memory_ranges, Launches};
+use super::lse_gradient::add_to_stats;
 use super::stream_k;
 use crate::error::Result;
 use crate::kernels::{ParamBlock, Scratch};
@@ -138,6 +139,9 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         };
         if let Some(prepare) = &plan.prepare {
             run(prepare, params)?;
+        }
+        if let Some(dlse) = &saved.dlse {
+            add_to_stats(dlse, &row_stats, &plan.scratch, o.cu_seqlens_q.as_ref(), (first, batches))?;
         }
         for launch_number in 0..plan.main_launches {
             params.first_key_block = (launch_number * plan.dq_accum_splits) as i32;

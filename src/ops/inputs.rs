@@ -74,7 +74,22 @@ pub(crate) struct Saved {
     pub dout: Tensor,
     pub out: Tensor,
     pub softmax_lse: Tensor,
+    /// Gradient of softmax_lse.
+    pub dlse: Option<Tensor>,
     pub attn_bias_requires_grad: bool,
+}
+
+impl Saved {
+    /// Returns another handle of the same tensors.
+    pub fn share(&self) -> Saved {
+        Saved {
+            dout: self.dout.shallow_clone(),
+            out: self.out.shallow_clone(),
+            softmax_lse: self.softmax_lse.shallow_clone(),
+            dlse: self.dlse.as_ref().map(Tensor::shallow_clone),
+            ..*self
+        }
+    }
 }
 
 /// Results of `volta_fa::bwd`.

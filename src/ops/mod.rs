@@ -9,6 +9,7 @@ pub(crate) mod dropout;
 mod inputs;
 pub(crate) mod kvcache;
 mod launches;
+mod lse_gradient;
 pub(crate) mod merge;
 mod stream_k;
 
@@ -45,21 +46,18 @@ fn forward_on_cpu(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 /// Computes `volta_fa::bwd`.
 pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
     let (target, a, described) = prepare(inputs)?;
-    let saved = &Saved {
-        dout: readable_gradient(&saved.dout)?,
-        out: saved.out.shallow_clone(),
-        softmax_lse: saved.softmax_lse.shallow_clone(),
-        ..*saved
-    };
+    let saved = &Saved { dout: readable_gradient(&saved.dout)?, ..saved.share() };
     validate_backward(inputs, saved, &described, &a, target.backend())?;
+    let dlse = saved.dlse.as_ref().map(|dlse| lse_gradient::of_visible_rows(dlse, &saved.softmax_lse)).transpose()?;
+    let saved = &Saved { dlse, ..saved.share() };
     if a.is_empty() {
         return empty_backward(inputs, saved, &a);
     }
-    let deterministic = inputs.options.deterministic;
+    let mode = BackwardMode { deterministic: inputs.options.deterministic, bf16_gradients: false, has_dlse: saved.dlse.is_some() };
     match target {
         Target::Cpu => cpu::backward(inputs, saved, &a),
-        Target::Kernels(launcher) if inputs.q.kind() == Kind::BFloat16 => bf16::backward(inputs, saved, &a, deterministic, &*launcher),
-        Target::Kernels(launcher) => device::backward(inputs, saved, &a, BackwardMode { deterministic, bf16_gradients: false }, &*launcher),
+        Target::Kernels(launcher) if inputs.q.kind() == Kind::BFloat16 => bf16::backward(inputs, saved, &a, mode, &*launcher),
+        Target::Kernels(launcher) => device::backward(inputs, saved, &a, mode, &*launcher),
     }
 }
 
@@ -82,6 +80,9 @@ fn validate(d: &Described, backend: Backend) -> Result<Attention> {
 fn validate_backward(inputs: &Inputs, saved: &Saved, d: &Described, a: &Attention, backend: Backend) -> Result<()> {
     let (dout, out, softmax_lse) = (describe(&saved.dout)?, describe(&saved.out)?, describe(&saved.softmax_lse)?);
     problem::validate_backward(&dout, &out, &softmax_lse, d.rng_state.as_ref(), &d.q, a, backend)?;
+    if let Some(dlse) = &saved.dlse {
+        problem::validate_dlse(&describe(dlse)?, &d.q, a)?;
+    }
     problem::check_lists_of_backward(&d.options)?;
     check_bias_gradient(inputs, saved)
 }
@@ -98,9 +99,6 @@ fn prepare(inputs: &Inputs) -> Result<(Target, Attention, Described)> {
     }
     if a.features.block_mask && target.checks_lengths(o.check_lengths)? {
         block_mask::check_values(inputs, &a)?;
-    }
-    if a.features.block_mask && matches!(target, Target::Cpu) {
-        return Err(crate::error::Error::unsupported("block_lists: the CPU backend has no block masks yet"));
     }
     Ok((target, a, described))
 }

@@ -10,6 +10,8 @@ pub struct BackwardMode {
     pub deterministic: bool,
     /// Kernels write dq, dk and dv as bf16 instead of fp16.
     pub bf16_gradients: bool,
+    /// There is a gradient of softmax_lse, which the host adds after the preprocess kernel: a fused kernel has none.
+    pub has_dlse: bool,
 }
 
 /// Returns all features of the problem. The table of passes says which of them a pass can have.

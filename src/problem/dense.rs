@@ -76,12 +76,26 @@ pub fn validate_backward(
             return Err(Error::value(name, shape(d), format!("shape {}, that of the forward's out", listed(&expected))));
         }
     }
-    check_dtype("softmax_lse", softmax_lse, DType::Float)?;
-    check_device("softmax_lse", softmax_lse, q)?;
-    if !same_sizes(&softmax_lse.sizes, &a.lse_shape()) {
-        return Err(Error::value("softmax_lse", shape(softmax_lse), format!("shape {}", listed(&a.lse_shape()))));
-    }
+    check_per_row("softmax_lse", softmax_lse, q, a)?;
     check_rng_state(rng_state, q, a)
+}
+
+/// Checks the gradient of softmax_lse.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn validate_dlse(dlse: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
+    check_per_row("dlse", dlse, q, a)
+}
+
+/// Checks a tensor with a number for each query row and head.
+fn check_per_row(name: &str, d: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
+    check_dtype(name, d, DType::Float)?;
+    check_device(name, d, q)?;
+    if !same_sizes(&d.sizes, &a.lse_shape()) {
+        return Err(Error::value(name, shape(d), format!("shape {}", listed(&a.lse_shape()))));
+    }
+    Ok(())
 }
 
 fn check_rng_state(rng_state: Option<&TensorDesc>, q: &TensorDesc, a: &Attention) -> Result<()> {

@@ -25,7 +25,7 @@ pub use block_mask::{
 };
 pub use cache_values::{validate_kvcache_values, CacheValues, CachedSequence};
 pub use cached::{validate_kvcache, validate_mla};
-pub use dense::{validate, validate_backward};
+pub use dense::{validate, validate_backward, validate_dlse};
 pub use features::RequestedFeatures;
 pub use lengths::validate_lengths;
 pub use merge::{validate_merge, MergedStates};

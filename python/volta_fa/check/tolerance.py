@@ -140,7 +140,7 @@ def attend(
     probabilities = s.logits.masked_fill(none, 0.0).softmax(-1).masked_fill(none, 0.0)[..., : k.shape[1]]
     weights = probabilities if kept is None else probabilities * kept / kept_share(dropout_p)
     out = (weights.to(v.dtype) @ heads_first(v, q.shape[2])).transpose(1, 2)
-    lse = s.logits.detach().logsumexp(-1).masked_fill(none.squeeze(-1), math.inf)
+    lse = s.logits.masked_fill(none, 0.0).logsumexp(-1).masked_fill(none.squeeze(-1), math.inf)
     exact = q.dtype == torch.float64
     largest_score = max(largest(s.products), largest(s.scores[probabilities > 1e-9])) if exact else 0.0
     return Eager(out, lse, probabilities, s.tanh, largest_score)
@@ -159,16 +159,20 @@ def gradient_names(attn_bias: Tensor | None = None, sinks: Tensor | None = None,
     return names if sinks is None else [*names, "dsinks"]
 
 
-def eager_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Tensor]:
-    """The gradients of `gradient_names`, by autograd through `eager`."""
+def eager_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None, **options: Any) -> list[Tensor]:
+    """The gradients of `gradient_names`, by autograd through `attend`; `dlse` is the gradient of its softmax_lse."""
     names = gradient_names(**options)
     leaves = {name: t.detach().clone().requires_grad_() for name, t in (("dq", q), ("dk", k), ("dv", v))}
     options = dict(options)
     for name in names[3:]:
         leaves[name] = options[name[1:]] = options[name[1:]].detach().clone().requires_grad_()
     with torch.enable_grad():
-        out = eager(leaves["dq"], leaves["dk"], leaves["dv"], **options)
-        found = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True)
+        found_by = attend(leaves["dq"], leaves["dk"], leaves["dv"], **options)
+        results, gradients = [found_by.out], [dout]
+        if dlse is not None:
+            results.append(found_by.softmax_lse)
+            gradients.append(dlse.to(found_by.softmax_lse.dtype))
+        found = torch.autograd.grad(results, list(leaves.values()), gradients, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves.values())]
 
 

@@ -72,9 +72,8 @@ def _bwd(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         call = _Sharding(q, (k, v, dout))
         local = call.operands(q, k, v)
         bias, sinks = (kwargs.get(name) for name in ("attn_bias", "sinks"))
-        dq, dk, dv, dbias, dsinks = torch.ops.volta_fa.bwd(
-            call.local(dout, call.operand), *local, call.local(out, call.operand), call.local(lse, call.softmax_lse), **call.options(kwargs)
-        )
+        results = (call.local(out, call.operand), call.local(lse, call.softmax_lse))
+        dq, dk, dv, dbias, dsinks = torch.ops.volta_fa.bwd(call.local(dout, call.operand), *local, *results, **call.options(kwargs))
         wanted = bias if kwargs.get("attn_bias_requires_grad", False) else None
         return (
             call.wrap(dq, q.shape, call.operand),
@@ -95,6 +94,7 @@ class _Sharding:
     def __init__(self, q: Any, others: Sequence[Any]):
         self.mesh: DeviceMesh = next(t.device_mesh for t in (q, *others) if isinstance(t, DTensor))
         self._packed = q.dim() == 3
+        self._full = q.shape[0], q.shape[-2]
         k = others[0] if others else q
         self._one_head = k.shape[-2] == 1
         operand = _DIMENSIONS["operand"][self._packed]
@@ -146,6 +146,13 @@ class _Sharding:
         """Returns the placements of attn_bias. Broadcast dimensions are not sharded."""
         return self._placements(0 if t.shape[0] > 1 else None, 1 if t.shape[1] > 1 else None)
 
+    def lists(self, t: Tensor) -> list[Placement]:
+        """Returns the placements of block lists. Tiles of bits have numbers of the whole mask, and are replicated."""
+        for what, size, full in zip((_BATCH, _HEADS), t.shape, self._full):
+            if what in self._sharded and size not in (1, full):
+                raise bad_argument("block_lists", f"{size} {what} of a sharded dimension", f"1 or {full}", error=NotImplementedError)
+        return self.bias(t)
+
     def slopes(self, t: Tensor) -> list[Placement]:
         return self._placements(0 if t.dim() == 2 and not self._packed else None, t.dim() - 1)
 
@@ -174,6 +181,9 @@ class _Sharding:
         placements: dict[str, Callable[[Tensor], list[Placement]]] = {
             "alibi_slopes": self.slopes,
             "attn_bias": self.bias,
+            "block_lists": self.lists,
+            "block_lists_t": self.lists,
+            "dlse": lambda t: self.softmax_lse,
             "sinks": lambda t: self.sinks,
             "seqused_k": lambda t: self._placements(None if self._packed else 0, None),
         }
@@ -231,7 +241,8 @@ _OF_RINGS = {"is_causal", "window_left", "window_right", "dropout_p", "determini
 def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Problem:
     from torch.distributed.tensor.experimental._attention import _cp_options
 
-    lacking = {"attn_bias", "alibi_slopes", "seqused_k", "cu_seqlens_q", "sinks"} & {name for name, t in options.items() if t is not None}
+    of_rows = {"attn_bias", "alibi_slopes", "block_lists", "seqused_k", "cu_seqlens_q", "sinks", "dlse"}
+    lacking = of_rows & {name for name, t in options.items() if t is not None}
     if lacking or options.get("dropout_p"):
         raise bad_argument("context_parallel", ", ".join(sorted(lacking)) or "dropout_p", "none", error=NotImplementedError)
     group = q.device_mesh.get_group()

@@ -19,5 +19,6 @@ pub const TURING: Family = Family {
         group_floats: 32,
         neg_lse_offsets: &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
         neg_delta_offsets: &[16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31],
+        copy_distances: &[0],
     }),
 };

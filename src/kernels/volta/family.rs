@@ -17,6 +17,7 @@ pub const VOLTA: Family = Family {
         // every value is there twice: these are the first copies
         neg_lse_offsets: &[0, 1, 4, 5],
         neg_delta_offsets: &[8, 9, 12, 13],
+        copy_distances: &[0, 2],
     }),
     either_order: &[Pass::Forward, Pass::Backward, Pass::BackwardDkDv],
     has_key_block_offset: true,

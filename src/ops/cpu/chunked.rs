@@ -28,7 +28,10 @@ impl<'a> Work<'a> {
             part,
             heads,
             kind,
-            chunks: chunks(a),
+            chunks: match &part.blocks {
+                Some(blocks) => chunks(a).into_iter().filter_map(|c| blocks.narrowed(part, c)).collect(),
+                None => chunks(a),
+            },
             scaled_q: to_groups(&part.q, heads, kind)?.f_mul_scalar(a.softmax_scale)?,
             k: to_groups(&part.k, 1, kind)?,
             v: to_groups(&part.v, 1, kind)?,
@@ -66,7 +69,7 @@ impl<'a> Work<'a> {
         Ok(scores)
     }
 
-    /// Fills -inf where the chunk's window hides a key, only in columns that are hidden from some row: a triangle at either end. Adding
+    /// Fills -inf where the chunk's window or a block mask hides a key. A window hides only columns of a triangle at either end. Adding
     /// -inf instead would turn +inf into NaN.
     fn mask(&self, scores: &Tensor, c: &Chunk) -> Result<()> {
         let (first, last) = window_offsets(&self.part.a);
@@ -84,6 +87,10 @@ impl<'a> Work<'a> {
         if left > c.key {
             let hidden = Tensor::f_ones([c.rows, left - c.key], bools)?.f_tril(c.row + first - 1 - c.key)?;
             let _ = by_head.f_narrow(3, 0, left - c.key)?.f_masked_fill_(&hidden.f_unsqueeze(1)?, f64::NEG_INFINITY)?;
+        }
+        if let Some(blocks) = &self.part.blocks {
+            let mut by_head = by_head;
+            let _ = by_head.f_masked_fill_(&blocks.hidden(self.part, c)?, f64::NEG_INFINITY)?;
         }
         Ok(())
     }
@@ -124,14 +131,14 @@ pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
     Ok((from_groups(&out, a.batch, work.heads)?, lse_from_rows(&lse, a.batch, work.heads)?))
 }
 
-/// Computes dq, dk and dv with the shapes of q, k and v, and adds the gradient of a bias to `sums`. `lse` and the results have
+/// Computes dq, dk and dv with the shapes of q, k and v, and adds the gradient of a bias to `sums`. `delta`, `lse` and the results have
 /// the type of the arithmetic.
-pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor, sums: &Sums) -> Result<[Tensor; 3]> {
+pub fn backward(part: &Part, dout: &Tensor, delta: &Tensor, lse: &Tensor, sums: &Sums) -> Result<[Tensor; 3]> {
     let a = &part.a;
     let work = Work::new(part)?;
     let dout = to_groups(dout, work.heads, work.kind)?;
     let lse = rows_from_lse(lse, work.heads, work.kind)?;
-    let delta = to_groups(out, work.heads, work.kind)?.f_mul(&dout)?.f_sum_dim_intlist([-1_i64].as_slice(), true, work.kind)?;
+    let delta = rows_from_lse(delta, work.heads, work.kind)?;
     let mut dq = work.scaled_q.f_zeros_like()?;
     let dk = work.k.f_zeros_like()?;
     let dv = work.v.f_zeros_like()?;

@@ -1,7 +1,7 @@
 //! Computes attention of batch entries with equal lengths, with ATen's flash operator if possible, else [`chunked`].
 
 use super::layout::compute_kind;
-use super::part::{Part, Sums};
+use super::part::{Part, Rows, Sums};
 use super::{chunked, flash};
 use crate::error::Result;
 use tch::{Kind, Tensor};
@@ -53,22 +53,33 @@ fn gradient_lse(part: &Part, softmax_lse: &Tensor) -> Result<Tensor> {
 }
 
 /// Adds the gradient of the sinks to `sum`: the dS of a key with dP = 0.
-fn add_dsinks(sum: &Tensor, sinks: &Tensor, dout: &Tensor, out: &Tensor, lse: &Tensor) -> Result<()> {
+fn add_dsinks(sum: &Tensor, sinks: &Tensor, delta: &Tensor, lse: &Tensor) -> Result<()> {
     let kind = lse.kind();
-    let delta = out.f_to_kind(kind)?.f_mul(&dout.f_to_kind(kind)?)?.f_sum_dim_intlist([-1_i64].as_slice(), false, kind)?;
-    let ds = per_row(sinks, lse)?.f_sub(lse)?.f_exp_()?.f_mul_(&delta.f_transpose(1, 2)?)?.f_neg_()?;
+    let ds = per_row(sinks, lse)?.f_sub(lse)?.f_exp_()?.f_mul_(delta)?.f_neg_()?;
     let _ = sum.shallow_clone().f_add_(&ds.f_sum_dim_intlist([0_i64, 2].as_slice(), false, kind)?)?;
     Ok(())
 }
 
-/// Computes dq, dk and dv, contiguous, with the shapes and types of q, k and v. Adds the other gradients to `sums`.
-pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, softmax_lse: &Tensor, sums: &Sums) -> Result<[Tensor; 3]> {
-    let lse = gradient_lse(part, softmax_lse)?;
-    if let (Some(sum), Some(sinks)) = (&sums.dsinks, &part.sinks) {
-        add_dsinks(sum, sinks, dout, out, &lse)?;
+/// Returns what the gradient of a score subtracts from that of its probability, (batch, nheads, seqlen_q): the row sum of out * dout, less
+/// the gradient of the log-sum-exp.
+fn delta(rows: &Rows, kind: Kind) -> Result<Tensor> {
+    let products = rows.out.f_to_kind(kind)?.f_mul(&rows.dout.f_to_kind(kind)?)?;
+    let delta = products.f_sum_dim_intlist([-1_i64].as_slice(), false, kind)?.f_transpose(1, 2)?;
+    match &rows.dlse {
+        Some(dlse) => Ok(delta.f_sub(&dlse.f_to_kind(kind)?)?),
+        None => Ok(delta),
     }
-    let by_flash = if flash::covers(part) && sums.dattn_bias.is_none() { flash::backward(part, dout, out, &lse)? } else { None };
-    let [dq, dk, dv] = by_flash.map_or_else(|| chunked::backward(part, dout, out, &lse, sums), Ok)?;
+}
+
+/// Computes dq, dk and dv, contiguous, with the shapes and types of q, k and v. Adds the other gradients to `sums`.
+pub fn backward(part: &Part, rows: &Rows, sums: &Sums) -> Result<[Tensor; 3]> {
+    let lse = gradient_lse(part, &rows.softmax_lse)?;
+    if let (Some(sum), Some(sinks)) = (&sums.dsinks, &part.sinks) {
+        add_dsinks(sum, sinks, &delta(rows, lse.kind())?, &lse)?;
+    }
+    let covered = flash::covers(part) && sums.dattn_bias.is_none() && rows.dlse.is_none();
+    let by_flash = if covered { flash::backward(part, &rows.dout, &rows.out, &lse)? } else { None };
+    let [dq, dk, dv] = by_flash.map_or_else(|| chunked::backward(part, &rows.dout, &delta(rows, lse.kind())?, &lse, sums), Ok)?;
     let rounded = |t: Tensor, like: &Tensor| t.f_to_kind(like.kind())?.f_contiguous();
     Ok([rounded(dq, &part.q)?, rounded(dk, &part.k)?, rounded(dv, &part.v)?])
 }

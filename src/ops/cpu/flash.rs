@@ -19,12 +19,14 @@ const ROWS: std::ops::RangeInclusive<i64> = 256..=1024;
 /// Largest |q| and |k| whose products are finite in fp32. A sum of -inf and an infinite score would be NaN.
 const LARGEST_FACTOR: f64 = 1e18;
 
-/// Returns true if the operator can compute the forward pass, and the backward pass without the gradient of a bias.
+/// Returns true if the operator can compute the forward pass, and the backward pass without the gradients of a bias and
+/// of the log-sum-exp.
 pub fn covers(part: &Part) -> bool {
     let a = &part.a;
     // the operator multiplies the -inf of hidden keys by the scale
     let positive_scale = (a.softmax_scale as f32) > 0.0;
-    a.headdim == a.headdim_v && positive_scale && !has_derivative(a) && part.dropout.is_none() && a.seqlen_q > 0 && a.seqlen_k > 0
+    let plain_scores = !has_derivative(a) && part.dropout.is_none() && part.blocks.is_none();
+    a.headdim == a.headdim_v && positive_scale && plain_scores && a.seqlen_q > 0 && a.seqlen_k > 0
 }
 
 /// Query rows and the keys that any of them sees.

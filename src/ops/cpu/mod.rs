@@ -1,7 +1,7 @@
 //! The CPU backend: exact attention with ATen operations, in O(seqlen) memory beyond inputs and outputs.
 //!
 //! ATen's flash operator for the CPU computes most problems ([`flash`]). [`chunked`] computes the others: scores that are not only
-//! shifted, dropout, different headdims of q and v, and the gradient of a bias.
+//! shifted, block masks, dropout, different headdims of q and v, and the gradients of a bias and of softmax_lse.
 //!
 //! A *group* is one KV head of one batch entry with its query heads. Its query rows lie in memory as (seqlen_q * heads per group, headdim).
 //! So grouped-query attention is a taller matrix product, without repeating K or V. [`chunked`] divides the work into [`Chunk`]s: rows of
@@ -12,6 +12,7 @@
 //!
 //! The arithmetic for fp16 and bf16 is fp32, rounded once at the end.
 
+mod block_mask;
 mod chunk;
 mod chunked;
 mod dense;
@@ -25,8 +26,9 @@ pub use chunk::{chunks, Chunk, CHUNK_SCORES, MIN_CHUNK_ROWS};
 use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::problem::Attention;
+use block_mask::BlockMask;
 use layout::compute_kind;
-use part::{Span, Sums};
+use part::{Part, Rows, Span, Sums};
 use tch::{Device, Kind, Tensor};
 
 /// Computes (out, softmax_lse).
@@ -36,14 +38,14 @@ use tch::{Device, Kind, Tensor};
 /// # Errors
 /// ATen fails, for example without memory.
 pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
-    let spans = Span::all(inputs, a)?;
+    let (spans, blocks) = (Span::all(inputs, a)?, BlockMask::of(inputs)?);
     if !a.is_varlen() {
-        return dense::forward(&spans[0].part(inputs, a)?);
+        return dense::forward(&spans[0].part(inputs, a, &blocks)?);
     }
     let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), Device::Cpu))?;
     let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, Device::Cpu))?;
     for span in spans {
-        let (o, lse) = dense::forward(&span.part(inputs, a)?)?;
+        let (o, lse) = dense::forward(&span.part(inputs, a, &blocks)?)?;
         span.queries(&out)?.f_copy_(&o)?;
         span.lse(&softmax_lse)?.f_copy_(&lse)?;
     }
@@ -63,20 +65,21 @@ pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<
         dattn_bias: if saved.attn_bias_requires_grad { sums_of(&inputs.options.attn_bias)? } else { None },
         dsinks: sums_of(&inputs.options.sinks)?,
     };
-    let spans = Span::all(inputs, a)?;
+    let (spans, blocks) = (Span::all(inputs, a)?, BlockMask::of(inputs)?);
+    let of_span = |span: Span| part_backward(&span, &span.part(inputs, a, &blocks)?, saved, &sums);
     let [dq, dk, dv] = if a.is_varlen() {
         // the gradient of unused keys
         let zeros = |t: &Tensor| Tensor::f_zeros(t.size(), (t.kind(), Device::Cpu));
         let (dq, dk, dv) = (zeros(&inputs.q)?, zeros(&inputs.k)?, zeros(&inputs.v)?);
         for span in spans {
-            let [q, k, v] = part_backward(span, inputs, saved, a, &sums)?;
+            let [q, k, v] = of_span(span)?;
             span.queries(&dq)?.f_copy_(&q)?;
             span.keys(&dk)?.f_copy_(&k)?;
             span.keys(&dv)?.f_copy_(&v)?;
         }
         [dq, dk, dv]
     } else {
-        part_backward(spans[0], inputs, saved, a, &sums)?
+        of_span(spans[0])?
     };
     let rounded =
         |sum: Option<Tensor>, like: &Option<Tensor>| sum.zip(like.as_ref()).map(|(sum, like)| sum.f_to_kind(like.kind())).transpose();
@@ -89,11 +92,16 @@ pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<
     })
 }
 
-fn part_backward(span: Span, inputs: &Inputs, saved: &Saved, a: &Attention, sums: &Sums) -> Result<[Tensor; 3]> {
+fn part_backward(span: &Span, part: &Part, saved: &Saved, sums: &Sums) -> Result<[Tensor; 3]> {
     let sums = Sums {
         dattn_bias: sums.dattn_bias.as_ref().map(|t| span.bias(t)).transpose()?,
         dsinks: sums.dsinks.as_ref().map(Tensor::shallow_clone),
     };
-    let (dout, out, lse) = (span.queries(&saved.dout)?, span.queries(&saved.out)?, span.lse(&saved.softmax_lse)?);
-    dense::backward(&span.part(inputs, a)?, &dout, &out, &lse, &sums)
+    let rows = Rows {
+        dout: span.queries(&saved.dout)?,
+        out: span.queries(&saved.out)?,
+        softmax_lse: span.lse(&saved.softmax_lse)?,
+        dlse: saved.dlse.as_ref().map(|t| span.lse(t)).transpose()?,
+    };
+    dense::backward(part, &rows, &sums)
 }

@@ -1,10 +1,12 @@
 //! Divides a problem with different lengths into dense ones.
 
+use super::block_mask::BlockMask;
 use super::layout::narrow;
 use crate::error::Result;
 use crate::ops::dropout::Dropout;
 use crate::ops::Inputs;
 use crate::problem::{Attention, Keys, Queries};
+use std::rc::Rc;
 use tch::Tensor;
 
 /// A dense problem: one span of the whole problem.
@@ -20,6 +22,17 @@ pub struct Part {
     pub alibi_slopes: Option<Tensor>,
     pub sinks: Option<Tensor>,
     pub dropout: Option<Dropout>,
+    pub blocks: Option<Rc<BlockMask>>,
+}
+
+/// Results and gradients of a part's rows.
+pub struct Rows {
+    pub dout: Tensor,
+    pub out: Tensor,
+    /// (batch, nheads, seqlen_q).
+    pub softmax_lse: Tensor,
+    /// Gradient of softmax_lse.
+    pub dlse: Option<Tensor>,
 }
 
 /// Gradients to which all entries add, in the type of the arithmetic.
@@ -102,7 +115,7 @@ impl Span {
     }
 
     /// Returns the span as a dense problem.
-    pub fn part(&self, inputs: &Inputs, a: &Attention) -> Result<Part> {
+    pub fn part(&self, inputs: &Inputs, a: &Attention, blocks: &Option<Rc<BlockMask>>) -> Result<Part> {
         let slopes = |t: &Tensor| match t.dim() {
             2 => t.f_narrow(0, self.entry, self.entries),
             _ => t.f_unsqueeze(0),
@@ -127,6 +140,7 @@ impl Span {
                 Some(state) if a.features.dropout_p > 0.0 => Some(Dropout::new(state, a.features.dropout_p)?),
                 _ => None,
             },
+            blocks: blocks.clone(),
         })
     }
 }

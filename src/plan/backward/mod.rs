@@ -31,7 +31,8 @@ pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<B
 
 /// Plans the backward pass with these kernels to choose from.
 pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    let Some(main) = fused(kernels, a, mode, d) else { return in_parts(kernels, a, mode, d) };
+    let main = if mode.has_dlse { None } else { fused(kernels, a, mode, d) };
+    let Some(main) = main else { return in_parts(kernels, a, mode, d) };
     if d.tuning.is_some() && main.reason != Reason::Tuned {
         let parts = in_parts(kernels, a, mode, d)?;
         let of_tuning = |k: &PlannedKernel| matches!(k.reason, Reason::Tuned | Reason::TunedMode);

@@ -1,0 +1,110 @@
+//! A block mask on the CPU: the keys that it hides from the rows of a chunk.
+
+use super::chunk::{heads_per_group, Chunk};
+use super::part::Part;
+use crate::error::Result;
+use crate::ops::Inputs;
+use crate::problem::{BLOCK_COLUMNS, BLOCK_ROWS, LIST_HEADER, TILE_WORDS};
+use std::rc::Rc;
+use tch::Tensor;
+
+const ROWS: usize = BLOCK_ROWS as usize;
+const COLUMNS: usize = BLOCK_COLUMNS as usize;
+const HEADER: usize = LIST_HEADER as usize;
+const WORDS: usize = TILE_WORDS as usize;
+const WORDS_PER_ROW: usize = WORDS / ROWS;
+
+/// The validated lists and bits of a call: key blocks of query rows.
+pub struct BlockMask {
+    lists: Vec<i32>,
+    bits: Vec<i32>,
+    /// Entries, heads, row blocks, and numbers of a list.
+    sizes: [usize; 4],
+}
+
+/// Key blocks of a block of rows.
+struct List<'a> {
+    partial: &'a [i32],
+    full: &'a [i32],
+    /// Bits of the partial blocks, tile after tile.
+    bits: &'a [i32],
+}
+
+impl BlockMask {
+    /// Reads the mask of a call; None: it has none.
+    pub fn of(inputs: &Inputs) -> Result<Option<Rc<BlockMask>>> {
+        let Some(lists) = &inputs.options.block_lists else { return Ok(None) };
+        let values = |t: &Tensor| Ok::<_, crate::error::Error>(Vec::<i32>::try_from(t.f_reshape([-1_i64].as_slice())?)?);
+        let (batch, heads, rows, numbers) = lists.size4()?;
+        Ok(Some(Rc::new(BlockMask {
+            lists: values(lists)?,
+            bits: inputs.options.block_bits.as_ref().map(values).transpose()?.unwrap_or_default(),
+            sizes: [batch, heads, rows, numbers].map(|n| n as usize),
+        })))
+    }
+
+    /// Returns the list of a batch entry of the call, a query head and a row block.
+    fn list(&self, entry: usize, head: usize, row_block: usize) -> List<'_> {
+        let [batch, heads, rows, numbers] = self.sizes;
+        let at = ((entry % batch * heads + head % heads) * rows + row_block) * numbers;
+        let list = &self.lists[at..at + numbers];
+        let [partial, full, tile] = [list[0], list[1], list[2]].map(|n| n as usize);
+        let (partial, rest) = list[HEADER..].split_at(partial);
+        let bits = if partial.is_empty() { &[][..] } else { &self.bits[tile * WORDS..][..partial.len() * WORDS] };
+        List { partial, full: &rest[..full], bits }
+    }
+
+    /// Returns the chunk with only those keys between the first and the last block of any of its rows; None: there is no block.
+    pub fn narrowed(&self, part: &Part, c: Chunk) -> Option<Chunk> {
+        let heads = heads_per_group(&part.a);
+        let row_blocks = c.row as usize / ROWS..=(c.row + c.rows - 1) as usize / ROWS;
+        let (mut first, mut end) = (i64::MAX, 0);
+        for (entry, head) in (c.group * heads..(c.group + c.groups) * heads).map(|head| of_head(part, head)) {
+            for row_block in row_blocks.clone() {
+                let List { partial, full, .. } = self.list(entry, head, row_block);
+                for &block in partial.iter().chain(full) {
+                    first = first.min(i64::from(block));
+                    end = end.max(i64::from(block) + 1);
+                }
+            }
+        }
+        let key = c.key.max(first.saturating_mul(BLOCK_COLUMNS));
+        let end = (c.key + c.keys).min(end * BLOCK_COLUMNS);
+        (key < end).then_some(Chunk { key, keys: end - key, ..c })
+    }
+
+    /// Returns true for hidden scores of a chunk: (groups or 1, rows, heads or 1, keys), 1 where the mask is broadcast.
+    pub fn hidden(&self, part: &Part, c: &Chunk) -> Result<Tensor> {
+        let [batch, heads, ..] = self.sizes;
+        let per_group = heads_per_group(&part.a);
+        let of_group = if heads == 1 { 1 } else { per_group };
+        let groups = if (batch, heads) == (1, 1) { 1 } else { c.groups };
+        let keys = c.keys as usize;
+        let mut hidden = vec![true; (groups * c.rows * of_group) as usize * keys];
+        for (i, row) in hidden.chunks_mut(keys).enumerate() {
+            let i = i as i64;
+            let (group, position) = (c.group + i / (c.rows * of_group), (c.row + i / of_group % c.rows) as usize);
+            let (entry, head) = of_head(part, group * per_group + i % of_group);
+            self.show(&self.list(entry, head, position / ROWS), position % ROWS, c.key as usize, row);
+        }
+        Ok(Tensor::f_from_slice(&hidden)?.f_view([groups, c.rows, of_group, c.keys])?)
+    }
+
+    /// Sets false where row `row` of a block sees the keys from `key` on.
+    fn show(&self, list: &List<'_>, row: usize, key: usize, hidden: &mut [bool]) {
+        let end = key + hidden.len();
+        let seen = |block: i32| (block as usize * COLUMNS).max(key)..((block as usize + 1) * COLUMNS).min(end);
+        for &block in list.full {
+            seen(block).for_each(|i| hidden[i - key] = false);
+        }
+        for (&block, tile) in list.partial.iter().zip(list.bits.chunks_exact(WORDS)) {
+            let words = &tile[row * WORDS_PER_ROW..][..WORDS_PER_ROW];
+            seen(block).for_each(|i| hidden[i - key] = words[i % COLUMNS / 32] >> (i % 32) & 1 == 0);
+        }
+    }
+}
+
+/// Returns the batch entry of the call, and the query head, of a head counted over the entries of a part.
+fn of_head(part: &Part, head: i64) -> (usize, usize) {
+    ((part.first + head / part.a.nheads) as usize, (head % part.a.nheads) as usize)
+}

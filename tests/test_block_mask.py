@@ -1,0 +1,322 @@
+"""Block masks: lists of the blocks of scores that exist, and bits of partial ones, against the fp64 reference with the same mask as a
+bool bias; their refusals; and PyTorch's routes to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import block_mask
+import reference
+from conftest import CPU, INFO, Case, check, on, run_python
+
+op = torch.ops.volta_fa
+
+#: Architectures whose machine code has kernels for block masks, and what volta-sim calls a GPU of them. Without such kernels calls are
+#: refused, and only the CPU backend runs.
+GPUS = {70: "v100", 75: "t4"}
+BLOCK_KERNELS = sorted({v["sm"] for v in INFO["variants"] if "block_mask" in v["features"]})
+BACKENDS = [*CPU, *(["sim", "sim-bf16", "cuda", "cuda-bf16"] if BLOCK_KERNELS else [])]
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A problem and the sizes of its mask: batch entries and heads, which repeat."""
+
+    case: Case
+    mask_batch: int = 1
+    mask_heads: int = 1
+    density: float = 0.4
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.case}_mask{self.mask_batch}x{self.mask_heads}_{self.density:g}" + "_deterministic" * self.deterministic
+
+    def mask(self, seed: int):
+        sizes = (self.mask_batch, self.mask_heads, self.case.seqlen_q, self.case.seqlen_k)
+        return block_mask.random_mask(*sizes, seed, self.density)
+
+    def problem(self, backend):
+        (q, k, v, dout), options = self.case.problem(backend)
+        return (q, k, v, dout), options | block_mask.options_of(self.mask(backend.seed), backend.device, backend.seed)
+
+
+BASE = Case(300, 280, 64, nheads=4, nheads_k=2)
+
+
+def changed(**fields) -> Case:
+    return dataclasses.replace(BASE, **fields)
+
+
+CASES = [
+    Masked(BASE),
+    Masked(BASE, 2, 4),
+    Masked(BASE, 1, 4, deterministic=True),
+    Masked(BASE, 2, 1, density=0.1),
+    # sizes that do not divide the problem's: FlexAttention repeats them too
+    Masked(changed(batch=3, nheads=5, nheads_k=1), 2, 3),
+    Masked(BASE, 4, 7),
+    Masked(BASE, density=1.0),
+    Masked(BASE, density=0.0),
+    Masked(Case(1, 1, 64, nheads=1), density=1.0),
+    Masked(Case(129, 63, 64, nheads=2)),
+    Masked(Case(64, 513, 128, nheads=2, nheads_k=1), 1, 2),
+    Masked(Case(257, 129, 128, nheads=2, is_causal=True), 1, 2),
+    Masked(Case(200, 190, 64, 32, nheads=2)),
+    Masked(Case(140, 150, 40, nheads=2)),
+    Masked(Case(140, 150, 256, nheads=1)),
+    Masked(changed(is_causal=True), 1, 4, density=0.7),
+    Masked(changed(window_left=90, window_right=20), 2, 1, density=0.7),
+    Masked(changed(softmax_scale=-0.3)),
+    Masked(changed(softcap=1.5), 1, 4),
+    Masked(changed(softcap=2.0, alibi="bh", is_causal=True), density=0.7),
+    Masked(changed(alibi="h"), 1, 4),
+    Masked(changed(sinks="fp32"), 2, 4),
+    Masked(changed(dropout_p=0.25), 1, 4),
+    Masked(changed(dropout_p=0.1, is_causal=True, sinks="own"), 2, 1, density=0.7),
+    Masked(changed(used=(280, 70)), 2, 4),
+    Masked(changed(used=(0, 100), is_causal=True)),
+]
+
+
+@pytest.fixture(params=BLOCK_KERNELS or [70], ids=lambda sm: f"sm{sm}")
+def gpu(request, backend):
+    """Runs simulated kernels of each family that has them, and other backends once."""
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[request.param])
+    elif request.param != (BLOCK_KERNELS or [70])[0]:
+        pytest.skip("the simulator alone has several GPUs")
+
+
+@pytest.mark.parametrize("masked", CASES, ids=str)
+@on(*BACKENDS)
+def test_attention_with_a_block_mask(backend, gpu, masked):
+    inputs, options = masked.problem(backend)
+    check(backend, *inputs, deterministic=masked.deterministic, **options)
+
+
+@on(*BACKENDS)
+def test_gradient_of_softmax_lse(backend, gpu):
+    """FlexAttention's users differentiate it. Rows that see nothing have no gradient, whatever comes in."""
+    inputs, options = Masked(BASE, 1, 4).problem(backend)
+    check(backend, *inputs, dlse=backend.randn(2, 4, 300).float(), **options)
+
+
+@on(*BACKENDS)
+def test_hidden_keys_may_be_anything(backend, gpu):
+    """NaN and inf in keys of absent blocks change nothing."""
+    case = Case(128, 192, 64, batch=1, nheads=1)
+    mask = torch.zeros(1, 1, 128, 192, dtype=torch.bool)
+    mask[..., :64] = True
+    (q, k, v, dout), options = case.problem(backend)
+    options |= block_mask.options_of(mask, backend.device)
+    expected = check(backend, q, k, v, dout, **options)
+    k[:, 64:], v[:, 64:] = float("nan"), float("inf")
+    out, lse = backend.forward(q, k, v, **options)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+@on("cpu-fp32")
+def test_bits_are_optional_without_partial_blocks(backend):
+    mask = torch.zeros(1, 1, 256, 192, dtype=torch.bool)
+    mask[..., :128, :64] = mask[..., 128:, 64:] = True
+    (q, k, v, dout), options = Case(256, 192, 32, nheads=2).problem(backend)
+    lists, _ = block_mask.pack(mask)
+    # transposed, the same mask has partial blocks
+    transposed = block_mask.options_of(mask, backend.device)
+    options |= {"block_lists": lists, "block_lists_t": transposed["block_lists_t"], "block_bits_t": transposed["block_bits_t"]}
+    check(backend, q, k, v, dout, **options)
+
+
+@on("cpu-fp32")
+def test_any_strides_of_lists(backend):
+    (q, k, v, dout), options = Masked(BASE, 2, 4).problem(backend)
+    expected = op.fwd(q, k, v, **options)[:2]
+    lists, bits = options["block_lists"], options["block_bits"]
+    options["block_lists"] = torch.stack([lists, lists], 3).transpose(0, 1).contiguous().transpose(0, 1)[..., 0, :]
+    options["block_bits"] = torch.stack([bits, bits], 1)[:, 0]
+    for found, wanted in zip(op.fwd(q, k, v, **options)[:2], expected):
+        assert torch.equal(found, wanted)
+
+
+def test_reference_expands_what_tests_pack():
+    """Both directions of a packed mask are the mask."""
+    for seed in range(4):
+        mask = block_mask.random_mask(2, 3, 200, 330, seed)
+        assert 0 < mask.sum() < mask.numel()
+        for whole in (mask, mask.transpose(-1, -2)):
+            lists, bits = block_mask.pack(whole, seed)
+            assert torch.equal(reference.expand_block_mask(lists, bits, *whole.shape), whole)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def valid(backend):
+    """Returns q, k, v and options of a valid call: two row blocks and three key blocks, the second partial."""
+    mask = torch.ones(1, 2, 200, 192, dtype=torch.bool)
+    mask[..., 70] = False
+    (q, k, v, _), options = Case(200, 192, 32, nheads=2).problem(backend)
+    return {"q": q, "k": k, "v": v, **options, **block_mask.options_of(mask, backend.device)}
+
+
+WRONG = {
+    "dtype": ("block_lists", lambda a: a["block_lists"].long(), ["got dtype torch.int64", "torch.int32"]),
+    "rank": ("block_lists", lambda a: a["block_lists"][0], ["got shape (2, 2, 9)", "here (>= 1, >= 1, 2, >= 4)"]),
+    "rows": ("block_lists", lambda a: a["block_lists"][:, :, :1], ["got shape (1, 2, 1, 9)", "seqlen_q / 128"]),
+    "no entry": ("block_lists", lambda a: a["block_lists"][:0], ["got shape (0, 2, 2, 9)"]),
+    "header": ("block_lists", lambda a: a["block_lists"][..., :3], ["got shape (1, 2, 2, 3)", ">= 4"]),
+    "stride": ("block_lists", lambda a: a["block_lists"].mT.contiguous().mT, ["contiguous last dimension"]),
+    "rows of keys": ("block_lists_t", lambda a: a["block_lists_t"][:, :, :1], ["got shape (1, 2, 1,", "seqlen_k / 128"]),
+    "bits' dtype": ("block_bits", lambda a: a["block_bits"].long(), ["got dtype torch.int64"]),
+    "bits' shape": ("block_bits", lambda a: a["block_bits"][:, :128], ["got shape (5, 128)", "(tiles, 256)"]),
+    "bits alone": ("block_lists", lambda a: None, ["block_bits: got a tensor, expected None, since block_lists is not given"]),
+    "bias": ("attn_bias", lambda a: torch.zeros(1, 1, 1, 1), ["block_lists: got a tensor together with attn_bias"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@on("cpu-fp32", "sim")
+def test_wrong_arguments_are_refused(backend, name):
+    argument, spoil, words = WRONG[name]
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    arguments = valid(backend)
+    with pytest.raises(ValueError, match="volta_fa::fwd") as refusal:
+        op.fwd(**arguments | {argument: spoil(arguments)})
+    for word in words:
+        assert word in str(refusal.value), refusal.value
+
+
+def test_packed_sequences_are_refused():
+    q = torch.randn(200, 2, 32)
+    cu = torch.tensor([0, 200], dtype=torch.int32)
+    lists, bits = block_mask.pack(torch.ones(1, 1, 200, 200, dtype=torch.bool))
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 200, "max_seqlen_k": 200}
+    with pytest.raises(ValueError, match="block_lists: got a tensor together with cu_seqlens_q, expected one of the two to be None"):
+        op.fwd(q, q, q, block_lists=lists, block_bits=bits, **lengths)
+
+
+@on("cpu-fp32")
+def test_gradients_need_transposed_lists(backend):
+    arguments = valid(backend)
+    lists_t, bits_t = arguments.pop("block_lists_t"), arguments.pop("block_bits_t")
+    q = arguments["q"].requires_grad_()
+    out = op.fwd(**arguments)[0]
+    with pytest.raises(ValueError, match="block_lists_t: got None, expected a tensor, since block_lists is given"):
+        out.sum().backward()
+    with pytest.raises(ValueError, match="block_lists_t: got a tensor, expected None, since block_lists is not given"):
+        op.fwd(q, arguments["k"], arguments["v"], block_lists_t=lists_t, block_bits_t=bits_t)
+
+
+#: What is wrong in a list: its argument and place, the number, and words of the error.
+VALUES = {
+    "negative count": ("block_lists", (0, 1, 1, 1), -1, ["1 partial and -1 full blocks in list (0, 1, 1)"]),
+    "counts beyond the list": ("block_lists", (0, 0, 0, 1), 5, ["1 partial and 5 full blocks in list (0, 0, 0)", "at most 5"]),
+    "tile outside": ("block_lists", (0, 0, 1, 2), 5, ["tiles 5 to 5 in list (0, 0, 1)", "tiles from 0 to 4"]),
+    "negative tile": ("block_lists", (0, 0, 1, 2), -1, ["tiles -1 to -1"]),
+    "block outside": ("block_lists", (0, 1, 0, 6), 3, ["block 3 in list (0, 1, 0)", "blocks from 0 to 2"]),
+    "negative block": ("block_lists", (0, 1, 0, 4), -2, ["block -2 in list (0, 1, 0)"]),
+    "unsorted": ("block_lists", (0, 1, 0, 5), 2, ["block 2 after 2 in list (0, 1, 0)", "ascend"]),
+    "in both parts": ("block_lists", (0, 1, 0, 4), 0, ["block 0 as partial and as full in list (0, 1, 0)"]),
+    "launch outside": ("block_lists", (0, 1, 0, 3), 2, ["row block 2 to launch in list (0, 1, 0)", "from 0 to 1"]),
+    "no permutation": ("block_lists", (0, 1, slice(None), 3), 1, ["row block 1 to launch in list (0, 1, 1)"]),
+    "transposed": ("block_lists_t", (0, 0, 1, 4), 7, ["block 7 in list (0, 0, 1)", "blocks from 0 to 3"]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@on("cpu-fp32", *(["sim"] if BLOCK_KERNELS else []))
+def test_wrong_values_are_refused(backend, name):
+    argument, place, value, words = VALUES[name]
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    arguments = valid(backend)
+    op.fwd(**arguments, check_lengths=True)
+    arguments[argument][place] = value
+    with pytest.raises(ValueError, match=f"volta_fa::fwd: {argument}: got") as refusal:
+        op.fwd(**arguments, check_lengths=True)
+    for word in words:
+        assert word in str(refusal.value), refusal.value
+
+
+@on("sim", "cuda")
+def test_families_without_kernels_refuse(backend):
+    """They never ignore the lists."""
+    arguments = valid(backend)
+    for sm, name in GPUS.items():
+        if sm in BLOCK_KERNELS:
+            continue
+        if backend.machine == "sim":
+            backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+            backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", name)
+        with pytest.raises(NotImplementedError, match="no .* kernel .* with block_mask"):
+            op.fwd(**arguments)
+
+
+# ---- PyTorch --------------------------------------------------------------------------------------------------------
+
+
+@on("cpu-fp32")
+def test_opcheck(backend):
+    (q, k, v, dout), options = Masked(Case(140, 150, 16, batch=1, nheads=2), 1, 2).problem(backend)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    opcheck(op.fwd.default, tuple(leaves), options)
+    out, lse, _ = op.fwd(q, k, v, **options)
+    opcheck(op.bwd.default, (dout, q, k, v, out, lse), options | {"dlse": torch.randn_like(lse)}, test_utils="test_schema")
+    opcheck(op.bwd.default, (dout, q, k, v, out, lse), options | {"dlse": torch.randn_like(lse)}, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@on("cpu-fp32")
+def test_compiled(backend, dynamic):
+    """In one graph, forward and backward, with softmax_lse's gradient."""
+
+    def loss(q, k, v, options):
+        out, lse, _ = op.fwd(q, k, v, **options)
+        return out.square().sum() + lse.nan_to_num(posinf=0.0).sin().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seqlen in (140, 270):
+        (q, k, v, _), options = Masked(Case(seqlen, 150, 16, nheads=2), 1, 2).problem(backend)
+        results = []
+        for f in (loss, compiled):
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            value = f(*leaves, options)
+            results.append([value, *torch.autograd.grad(value, leaves)])
+        for eager, found in zip(*results):
+            torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-5)
+
+
+@on("cpu-fp32")
+def test_exported_and_scripted(backend, tmp_path):
+    (q, k, v, _), options = Masked(BASE, 2, 4).problem(backend)
+    expected = op.fwd(q, k, v, **options)[0]
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, lists, bits):
+            return op.fwd(q, k, v, block_lists=lists, block_bits=bits)[0]
+
+    tensors = (q, k, v, options["block_lists"], options["block_bits"])
+    assert torch.equal(torch.export.export(Layer(), tensors).module()(*tensors), expected)
+
+    code = """
+        import sys, torch, volta_fa
+        layer = torch.jit.load(sys.argv[1])
+        *tensors, expected = torch.load(sys.argv[2])
+        assert torch.equal(layer(*tensors), expected)
+        print("same")
+    """
+    torch.jit.script(ScriptedLayer()).save(tmp_path / "layer.pt")
+    torch.save([*tensors, expected], tmp_path / "tensors.pt")
+    assert run_python(code, tmp_path / "layer.pt", tmp_path / "tensors.pt") == "same"
+
+
+class ScriptedLayer(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+        return torch.ops.volta_fa.fwd(q, k, v, block_lists=lists, block_bits=bits)[0]
