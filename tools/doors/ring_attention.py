@@ -254,7 +254,7 @@ REPORT = re.compile(
 #: Allowed differences from dense attention in bfloat16: about two units in the last place of the largest value, or of 8.
 ALLOWED_DIFFERENCE, ALLOWED_SHARE = 0.06, 2**-7
 #: Seconds for one test.
-TEST_LIMIT = 120
+TEST_LIMIT = 300
 
 
 def differences(report: str) -> tuple[dict[str, float], float]:
