@@ -1,10 +1,10 @@
-// Score modifiers: softcap, ALiBi, bias and dropout switches, for one head of one batch entry. Used by generic kernels of all
-// passes.
+// Score modifiers: a score function, ALiBi, bias and dropout switches, for one head of one batch entry. Used by generic kernels of
+// all passes.
 //
 // Scores go through these steps in this order, each only if the parameters ask for it (uniform branches for the whole grid):
 //
 //   x = softmax_scale * q.k
-//   x = softcap * tanh(x / softcap)      Softcap
+//   x = f(x)                             ScoreFunction (score_function.cuh)
 //   x = x - slope * |i + o - j|          Alibi; query i, key j, o = seqlen_k - seqlen_q
 //   x = x + bias[i, j]                   Bias
 //
@@ -15,59 +15,27 @@
 
 #include "half.cuh"
 #include "philox.cuh"
+#include "score_function.cuh"
 #include "softmax.cuh"
 #include "volta_fa_params.h"
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 // What this kernel is compiled for: FEATURES comes from its row in src/kernels.
-constexpr bool kHasSoftcap = FEATURES & kFeatureSoftcap;
 constexpr bool kHasAlibi = FEATURES & kFeatureAlibi;
 constexpr bool kHasBias = FEATURES & kFeatureBias;
 constexpr bool kHasFp32Bias = FEATURES & kFeatureFp32Bias;  // in addition to kHasBias
 constexpr bool kHasDropout = FEATURES & kFeatureDropout;
 // A kernel with one feature requires it: the planner runs it only where the problem uses the feature, so no test is needed.
-constexpr bool kOneFeature = kHasSoftcap + kHasAlibi + kHasBias + kHasDropout == 1;
+constexpr unsigned kOwnScoreFeatures = FEATURES & kScoreFeatures;
+constexpr bool kOneFeature = kOwnScoreFeatures && !(kOwnScoreFeatures & (kOwnScoreFeatures - 1));
 
 // Whether the problem uses a feature.
-__device__ __forceinline__ bool uses_softcap(const ScoreOptions& o) { return kHasSoftcap && (kOneFeature || o.softcap > 0.f); }
+__device__ __forceinline__ bool uses_score_function(const ScoreOptions& o) {
+    return kHasScoreFunction && (kOneFeature || ScoreFunction::parameter(o) > 0.f);
+}
 __device__ __forceinline__ bool uses_alibi(const ScoreOptions& o) { return kHasAlibi && (kOneFeature || o.alibi_slopes); }
 __device__ __forceinline__ bool uses_bias(const ScoreOptions& o) { return kHasBias && (kOneFeature || o.bias); }
 __device__ __forceinline__ bool uses_fp32_bias(const ScoreOptions& o) { return kHasFp32Bias && o.bias_is_fp32; }
 __device__ __forceinline__ bool uses_dropout(const ScoreOptions& o) { return kHasDropout && (kOneFeature || o.rng_state); }
-
-__device__ __forceinline__ float reciprocal_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// softcap * tanh(x / softcap), by the logistic function.
-struct Softcap {
-    float to_exponent;  // 2 * softmax_scale / softcap, in log2 units
-    float cap;  // softcap, in log2 units
-
-    __device__ __forceinline__ Softcap(const Problem& p, const ScoreOptions& o)
-        : to_exponent(2.f * p.scale_log2 * o.inverse_softcap), cap(o.softcap * kLog2e) {}
-
-    // Returns 1 / (e^2x + 1), where x = softmax_scale * product / softcap: tanh(x) = 1 - 2 * logistic. Its absolute error is
-    // about 2^-23, which is enough for a score. sm_70 has no tanh instruction.
-    __device__ __forceinline__ float logistic(float product) const { return logistic(product, to_exponent); }
-    __device__ __forceinline__ static float logistic(float product, float to_exponent, float one = 1.f) {
-        return reciprocal_approx(exp2_approx(product * to_exponent) + one);
-    }
-    // Returns the capped score, in log2 units, plus (offset - cap).
-    __device__ __forceinline__ float score(float logistic, float offset) const { return fmaf(-2.f * cap, logistic, offset); }
-    // Returns the capped score, in log2 units, of a product q.k.
-    __device__ __forceinline__ float operator()(float product) const { return fmaf(-2.f * cap, logistic(product), cap); }
-    // Returns the product that has this logistic; infinity if none has.
-    __device__ __forceinline__ float product(float logistic) const {
-        if (logistic <= 0.f) return positive_infinity();
-        return __fdividef(log2_approx(fmaxf(__fdividef(1.f, logistic) - 1.f, 0.f)), to_exponent);
-    }
-    // Returns the derivative of the capped score there: 1 - tanh(x)^2.
-    __device__ __forceinline__ static float derivative(float logistic) { return 4.f * fmaf(-logistic, logistic, logistic); }
-};
 
 // Subtracts slope * |i + o - j|.
 struct Alibi {

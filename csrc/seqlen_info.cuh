@@ -86,7 +86,7 @@ public:
 
 // Code that this kernel has: FEATURES comes from its row in src/kernels. Sinks and bf16 gradients have no kernels of their own:
 // varlen kernels have the code of all three.
-constexpr bool kGeneric = FEATURES & (kFeatureSoftcap | kFeatureAlibi | kFeatureBias | kFeatureDropout);
+constexpr bool kGeneric = FEATURES & kScoreFeatures;
 constexpr bool kVarlen = FEATURES & (kFeatureLengths | kFeatureSinks | kFeatureBf16Gradients);
 constexpr bool kHasSinks = kVarlen, kHasBf16Gradients = kVarlen;
 constexpr bool kPaged = FEATURES & kFeaturePages;

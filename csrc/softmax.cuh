@@ -25,6 +25,7 @@ constexpr float kPackingShift = 1.92592994e-34f;  // 2^-112
 constexpr float kLargestScore = 16777216.f;  // 2^24: bound of |score * scale_log2|
 constexpr float kLowest = -3e38f;  // below every finite score; with -inf, inf - inf would give NaN
 constexpr float kLn2 = 0.69314718055994531f;
+constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;

@@ -23,7 +23,7 @@ pub const MAX_HEADS: i64 = MAX_GRID_YZ;
 pub const MAX_ROW_STRIDE: i64 = (1 << 32) - 1;
 /// Largest headdim of the merge kernel, which counts the chunks of a block's rows in int32.
 pub const MAX_MERGED_HEADDIM: i64 = 1 << 20;
-/// Softcaps other than 0. Kernels compute a capped score as cap - 2 * cap / (e^2x + 1) (csrc/score_mod.cuh), with an error of about
+/// Softcaps other than 0. Kernels compute a capped score as cap - 2 * cap / (e^2x + 1) (csrc/score_function.cuh), with an error of about
 /// cap * 2^-23. At 1e4 the simulator shows 4e-4 root mean square; rounding a probability to fp16 costs 5e-4. Below 1e-4 all scores are
 /// equal within that rounding.
 pub const SOFTCAPS: RangeInclusive<f64> = 1e-4..=1e4;

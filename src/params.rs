@@ -116,10 +116,10 @@ pub struct ScoreOptions {
     pub dropout_inverted: u32,
     /// Factor of kept probabilities.
     pub dropout_scale: f32,
-    /// Softcap; 0: off.
-    pub softcap: f32,
-    /// 1 / softcap; 0 if off.
-    pub inverse_softcap: f32,
+    /// Parameter of the score function; 0: no function.
+    pub function_parameter: f32,
+    /// 1 / function_parameter; 0: no function.
+    pub inverse_function_parameter: f32,
 }
 
 /// Positions of a KV cache's tokens (`csrc/cache.cuh`). Null: not given.
@@ -298,7 +298,7 @@ pub struct DecodeParams {
     pub problem: Problem,
     /// Kernels read cu_seqlens_q and total_q.
     pub lengths: Lengths,
-    /// Kernels read softcap, ALiBi and sinks.
+    /// Kernels read the score function, ALiBi and sinks.
     pub score_options: ScoreOptions,
     /// Maximum rows (queries of all heads of a KV head): prefill computes sequences with more.
     pub max_rows: i32,

@@ -5,7 +5,8 @@ use volta_fa::kernels::{self, Code, Family, Feature, FeatureSet, Kernels, ParamB
 use volta_fa::params::StreamKSplit;
 use volta_fa::plan::{self, BackwardMode, DeviceLimits, PlannedKernel, Reason};
 use volta_fa::problem::{
-    self, Appended, Attention, Backend, DType, Device, Keys, MergedStates, Options, Queries, RequestedFeatures, TensorDesc, Window,
+    self, Appended, Attention, Backend, DType, Device, Keys, MergedStates, Options, Queries, RequestedFeatures, ScoreFunction, TensorDesc,
+    Window,
 };
 use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
 
@@ -48,12 +49,16 @@ fn feature_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14]
         (RequestedFeatures { seqused_k: true, ..features }, None, FeatureSet::of(&[Feature::Lengths])),
         (RequestedFeatures { sinks: true, ..features }, None, FeatureSet::of(&[Feature::Sinks])),
         (RequestedFeatures { alibi: true, ..features }, None, FeatureSet::of(&[Feature::Alibi])),
-        (RequestedFeatures { softcap: 3.0, ..features }, None, FeatureSet::of(&[Feature::Softcap])),
+        (RequestedFeatures { score_function: Some(ScoreFunction::Softcap(3.0)), ..features }, None, FeatureSet::of(&[Feature::Softcap])),
         (RequestedFeatures { attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Bias])),
         (RequestedFeatures { attn_bias: true, fp32_bias: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Fp32Bias])),
         (RequestedFeatures { dropout_p: 0.1, ..features }, None, FeatureSet::of(&[Feature::Dropout])),
         (RequestedFeatures { attn_bias: true, dropout_p: 0.1, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Dropout])),
-        (RequestedFeatures { alibi: true, softcap: 3.0, ..features }, None, FeatureSet::of(&[Feature::Alibi, Feature::Softcap])),
+        (
+            RequestedFeatures { alibi: true, score_function: Some(ScoreFunction::Softcap(3.0)), ..features },
+            None,
+            FeatureSet::of(&[Feature::Alibi, Feature::Softcap]),
+        ),
         (RequestedFeatures { attn_bias: true, sinks: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Sinks])),
         (RequestedFeatures { dropout_p: 0.1, ..features }, packed, FeatureSet::of(&[Feature::Dropout, Feature::Lengths])),
         (RequestedFeatures { alibi: true, attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Alibi, Feature::Bias])),
@@ -779,13 +784,13 @@ fn chooses_kernel_with_fewest_features() {
         assert_eq!(name(both), "volta_fwd_generic_64x64");
     }
     let biased = RequestedFeatures { attn_bias: true, ..RequestedFeatures::default() };
-    let capped = RequestedFeatures { softcap: 3.0, ..alibi };
+    let capped = RequestedFeatures { score_function: Some(ScoreFunction::Softcap(3.0)), ..alibi };
     assert_eq!(name(capped), "volta_fwd_alibi_softcap_64x64");
     assert_eq!(name(RequestedFeatures { dropout_p: 0.5, ..biased }), "volta_fwd_bias_dropout_64x64");
     for other in [
         RequestedFeatures { attn_bias: true, ..capped },
         RequestedFeatures { sinks: true, ..capped },
-        RequestedFeatures { softcap: 3.0, ..biased },
+        RequestedFeatures { score_function: Some(ScoreFunction::Softcap(3.0)), ..biased },
     ] {
         assert_eq!(name(other), "volta_fwd_generic_64x64");
     }
@@ -939,7 +944,10 @@ fn takes_tuning_choices_for_their_class() {
     }
     own(&Attention { nheads: 16, ..attention(501, 5, 64, 64) });
     // and a feature that the kernel lacks
-    own(&Attention { features: RequestedFeatures { softcap: 1.0, ..RequestedFeatures::default() }, ..attention(500, 5, 64, 64) });
+    own(&Attention {
+        features: RequestedFeatures { score_function: Some(ScoreFunction::Softcap(1.0)), ..RequestedFeatures::default() },
+        ..attention(500, 5, 64, 64)
+    });
 }
 
 /// `rows` counts actual rows, not max_seqlen times batch.

@@ -3,7 +3,7 @@
 use volta_fa::kernels::{self, CacheFormat, Pass, FORMATS};
 use volta_fa::limits::MAX_DECODE_ROWS;
 use volta_fa::plan::{self, DecodePlan, DeviceLimits};
-use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
+use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, ScoreFunction, Window};
 
 const CACHE: Cache = Cache { layout: CacheLayout::Entries, entries: 3, rows: 800, format: CacheFormat::Unquantized };
 
@@ -69,11 +69,11 @@ fn every_variant_is_chosen_for_some_problem() {
                     unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 }
             }
-            for softcap in [0.0, 30.0] {
+            for score_function in [None, Some(ScoreFunction::Softcap(30.0))] {
                 // more heads get larger blocks
                 for group in [1, 2, 3, 32] {
                     let a = Attention {
-                        features: RequestedFeatures { softcap, ..RequestedFeatures::default() },
+                        features: RequestedFeatures { score_function, ..RequestedFeatures::default() },
                         ..cached(headdim, group, 300)
                     };
                     unused.retain(|name| *name != plan::prefill(&a, &d).unwrap().variant.name);

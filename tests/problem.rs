@@ -256,7 +256,7 @@ fn accepts_valid_features() {
     }
     assert_eq!(accepted(&|o| o.dropout_p = 0.5).dropout_p, 0.5);
     for softcap in [1e-4, 30.0, 1e4] {
-        assert_eq!(accepted(&|o| o.softcap = softcap).softcap, softcap);
+        assert_eq!(accepted(&|o| o.softcap = softcap).score_function, Some(ScoreFunction::Softcap(softcap)));
     }
     let used = accepted(&|o| o.seqused_k = ints(2));
     assert!(used.seqused_k && used == RequestedFeatures { seqused_k: true, ..RequestedFeatures::default() });

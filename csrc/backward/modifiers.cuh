@@ -1,6 +1,6 @@
-// Softcap, ALiBi, bias and dropout in the backward pass, for any Layout (score_coord.cuh). Formulas: score_mod.cuh. Used by the
-// generic kernels of both families between S = Q K^T and the exponent of P, and between dP and dS. The kernels of one feature
-// use parts of it.
+// The score function, ALiBi, bias and dropout in the backward pass, for any Layout (score_coord.cuh). Formulas: score_mod.cuh. Used
+// by the generic kernels of both families between S = Q K^T and the exponent of P, and between dP and dS. The kernels of one
+// feature use parts of it.
 //
 // Kernels call these functions in a rolled loop over a warp's tiles, to fit the instruction cache. Registers cannot be indexed
 // dynamically, so the loop works on the first tile, and next_tile moves the others down by one. Every step reloads the
@@ -22,13 +22,14 @@ __device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// Returns the capped score minus lse, in log2 units, of s = q.k - lse / scale. `statistic` is the -lse / scale that the
-// accumulator started with (row_statistics.cuh). Sets `slope` to softcap's derivative there.
-__device__ __forceinline__ float capped_score(float s, float statistic, const BwdParams& p, const Softcap& softcap, float& slope) {
+// Returns the score function's value minus lse, in log2 units, of s = q.k - lse / scale. `statistic` is the -lse / scale that the
+// accumulator started with (row_statistics.cuh). Sets `slope` to the derivative there.
+__device__ __forceinline__ float function_score(float s, float statistic, const BwdParams& p, const ScoreFunction& function,
+                                                float& slope) {
     // In rows without probabilities the statistic is -inf, and s with it.
-    const float logistic = softcap.logistic(s - fmaxf(statistic, kLowest));
-    slope = Softcap::derivative(logistic);
-    return fmaf(-2.f * softcap.cap, logistic, fmaf(statistic, p.problem.scale_log2, softcap.cap));
+    const float state = function.state(s - fmaxf(statistic, kLowest));
+    slope = ScoreFunction::derivative(state);
+    return function.score(state, fmaf(statistic, p.problem.scale_log2, function.constant()));
 }
 
 // Adds the bias to scores in log2 units. Queries from query_end on do not exist, or see none of the keys.

@@ -1,8 +1,8 @@
 // Recomputes probabilities in the backward pass: P = 2^(score - lse) in log2 units, and the power of two by which P is scaled
 // as fp16. Used by the main and dq kernels.
 //
-// volta's products S begin with -lse / scale (row_statistics.cuh), so S includes it. Main kernels with softcap cannot, because
-// softcap takes the product alone: they add -lse to the capped score. turing's kernels add -lse in the exponent's multiply-add.
+// volta's products S begin with -lse / scale (row_statistics.cuh), so S includes it. Main kernels with a score function cannot,
+// because it takes the product alone: they add -lse to its value. turing's kernels add -lse in the exponent's multiply-add.
 #pragma once
 
 #include "softmax.cuh"

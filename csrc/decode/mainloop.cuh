@@ -112,7 +112,7 @@ public:
             // Tokens that all rows of the warp see: no mask is needed.
             const int full_first = row_info[first_row + 8 * RowTiles - 1].position - p.problem.window_left;
             const int full_end = min(row_info[first_row].position + p.problem.window_right + 1, seqlen_k);
-            const bool has_score_mod = options.softcap > 0.f || options.alibi_slopes;
+            const bool has_score_mod = ScoreFunction::parameter(options) > 0.f || options.alibi_slopes;
             const float scale_log2 = has_score_mod ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
             const int first = s.first + token_group * group_steps * kStepTokens;
@@ -426,11 +426,11 @@ private:
         }
     }
 
-    // Applies softcap and ALiBi to a lane's two scores of one row: turns products q.k into scores in log2 units.
+    // Applies the score function and ALiBi to a lane's two scores of one row: turns products q.k into scores in log2 units.
     __device__ __forceinline__ static void apply_score_mod(const DecodeParams& p, const RowInfo& row, int token, float2& x) {
-        if (p.score_options.softcap > 0.f) {
-            const Softcap softcap(p.problem, p.score_options);
-            x = make_float2(softcap(x.x), softcap(x.y));
+        if (ScoreFunction::parameter(p.score_options) > 0.f) {
+            const ScoreFunction function(p.problem, p.score_options);
+            x = make_float2(function(x.x), function(x.y));
         } else {
             x = make_float2(x.x * p.problem.scale_log2, x.y * p.problem.scale_log2);
         }

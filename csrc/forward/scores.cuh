@@ -1,5 +1,5 @@
-// A warp's scores between the two products of the forward pass: softcap, ALiBi, bias, mask, row maxima and dropout, for any
-// Layout (score_layout.cuh). Used by the forward kernels of both families.
+// A warp's scores between the two products of the forward pass: a score function, ALiBi, bias, mask, row maxima and dropout, for
+// any Layout (score_layout.cuh). Used by the forward kernels of both families.
 //
 // What only some problems or tiles need is read again from parameters and special registers where it is used (remat_*):
 // registers are short, and it holds none in between.
@@ -111,9 +111,9 @@ struct Scores {
         const typename Layout::Lane lane(remat_lane());
         row += Layout::first_query(lane);
         key += Layout::first_key(lane);
-        if (kHasSoftcap && options.softcap > 0.f) {
-            const Softcap softcap(p.problem, options);
-            each([&](float& x, int, int, int) { x = softcap(x); });
+        if (kHasScoreFunction && ScoreFunction::parameter(options) > 0.f) {
+            const ScoreFunction function(p.problem, options);
+            each([&](float& x, int, int, int) { x = function(x); });
         } else {
             each([&](float& x, int, int, int) { x *= p.problem.scale_log2; });
         }

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::options::Options;
 use crate::params::{Cache, CacheScale, CacheScales, ElementType, Lengths, Operand, Problem, ScoreOptions};
 use crate::plan;
-use crate::problem::{Attention, CacheLayout};
+use crate::problem::{Attention, CacheLayout, ScoreFunction};
 use crate::tensor::{self, is_readable, operand};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
@@ -147,6 +147,7 @@ fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions {
     let slopes = &inputs.options.alibi_slopes;
     let alibi_batch_stride = slopes.as_ref().map_or(0, |t| if t.dim() == 2 { a.nheads } else { 0 });
     let dropout = dropout::Rule::new(a.features.dropout_p);
+    let parameter = a.features.score_function.map(ScoreFunction::parameter);
     ScoreOptions {
         bias: element::<u8>(bias, bias.as_ref().map_or(0, |t| first * batch * element_size(t))).cast(),
         bias_batch_stride: batch,
@@ -160,8 +161,8 @@ fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions {
         dropout_threshold: dropout.threshold * 0x10001,
         dropout_inverted: if dropout.keeps_below { u32::MAX } else { 0 },
         dropout_scale: dropout.scale() as f32,
-        softcap: a.features.softcap as f32,
-        inverse_softcap: if a.features.softcap > 0.0 { (1.0 / a.features.softcap) as f32 } else { 0.0 },
+        function_parameter: parameter.unwrap_or(0.0) as f32,
+        inverse_function_parameter: parameter.map_or(0.0, |x| 1.0 / x) as f32,
     }
 }
 

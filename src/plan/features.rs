@@ -1,7 +1,7 @@
 //! Features that a problem requests of kernels.
 
 use crate::kernels::{Feature, FeatureSet};
-use crate::problem::{Attention, RequestedFeatures};
+use crate::problem::{Attention, RequestedFeatures, ScoreFunction};
 
 /// Backward options that are not part of the problem.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub fn features(a: &Attention, mode: BackwardMode) -> FeatureSet {
         Feature::Lengths => a.is_varlen(),
         Feature::Sinks => f.sinks,
         Feature::Bf16Gradients => mode.bf16_gradients,
-        Feature::Softcap => f.softcap > 0.0,
+        Feature::Softcap => matches!(f.score_function, Some(ScoreFunction::Softcap(_))),
         Feature::Alibi => f.alibi,
         Feature::Bias => f.attn_bias,
         Feature::Dropout => f.dropout_p > 0.0,
@@ -39,7 +39,7 @@ pub fn using(features: FeatureSet) -> (RequestedFeatures, BackwardMode) {
     let requested = RequestedFeatures {
         seqused_k: has(Feature::Lengths),
         sinks: has(Feature::Sinks),
-        softcap: if has(Feature::Softcap) { 1.0 } else { 0.0 },
+        score_function: has(Feature::Softcap).then_some(ScoreFunction::Softcap(1.0)),
         alibi: has(Feature::Alibi),
         attn_bias: has(Feature::Bias) || has(Feature::Fp32Bias),
         fp32_bias: has(Feature::Fp32Bias),

@@ -1,15 +1,15 @@
 //! Features that a problem requests beyond scale and window, and the rules of their numbers.
 
+use super::score_function::ScoreFunction;
 use super::tensor::DType;
 use super::Options;
 use crate::error::{Error, Result};
-use crate::limits::SOFTCAPS;
 
 /// Features beyond scale and window. They decide which kernels are applicable.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RequestedFeatures {
-    /// Scores x become softcap * tanh(x / softcap); 0: off.
-    pub softcap: f64,
+    /// Pointwise function of scaled scores.
+    pub score_function: Option<ScoreFunction>,
     /// Probability of dropping a probability, in [0, 1); 0: off.
     pub dropout_p: f64,
     /// `alibi_slopes` is given.
@@ -32,19 +32,8 @@ impl RequestedFeatures {
         if !(0.0..1.0).contains(&o.dropout_p) {
             return Err(Error::value("dropout_p", o.dropout_p, "a probability in [0, 1)"));
         }
-        if o.softcap != 0.0 && !SOFTCAPS.contains(&o.softcap) {
-            let allowed = format!("0 (off) or a number from {:e} to {:e}", SOFTCAPS.start(), SOFTCAPS.end());
-            return Err(Error::value("softcap", o.softcap, allowed));
-        }
-        if o.softcap > 0.0 && o.dropout_p > 0.0 {
-            return Err(Error::value(
-                "softcap",
-                format!("{} together with dropout_p {}", o.softcap, o.dropout_p),
-                "one of the two to be 0",
-            ));
-        }
         Ok(RequestedFeatures {
-            softcap: o.softcap,
+            score_function: ScoreFunction::of(o)?,
             dropout_p: o.dropout_p,
             alibi: o.alibi_slopes.is_some(),
             attn_bias: o.attn_bias.is_some(),

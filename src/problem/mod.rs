@@ -16,6 +16,7 @@ mod formats;
 mod lengths;
 mod merge;
 mod operands;
+mod score_function;
 mod scores;
 mod tensor;
 
@@ -29,6 +30,7 @@ pub use dense::{validate, validate_backward, validate_dlse};
 pub use features::RequestedFeatures;
 pub use lengths::validate_lengths;
 pub use merge::{validate_merge, MergedStates};
+pub use score_function::ScoreFunction;
 pub use tensor::{Backend, DType, Device, Dims, TensorDesc};
 
 /// The options of a call, with its tensors described.

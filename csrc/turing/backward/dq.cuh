@@ -51,14 +51,14 @@ struct BackwardDq {
                 return m ? x[kRowTiles - 1][r] : x[0][r];
             };
             Accumulator &x = s[0][0], &dx = dp[0][0];
-            if (options.softcap > 0.f) {
-                const Softcap softcap(p.problem, options);
+            if (ScoreFunction::parameter(options) > 0.f) {
+                const ScoreFunction function(p.problem, options);
 #pragma unroll
                 for (int v = 0; v < 4; v++) {
-                    const float logistic = softcap.logistic(x[v]);
-                    x[v] = softcap.score(logistic, softcap.cap + of_row(neg_lse, v));
-                    // Applied to dP - delta. No problem has both softcap and dropout.
-                    dx[v] = (dx[v] + of_row(neg_delta, v)) * Softcap::derivative(logistic);
+                    const float state = function.state(x[v]);
+                    x[v] = function.score(state, function.constant() + of_row(neg_lse, v));
+                    // Applied to dP - delta. No problem has both a score function and dropout.
+                    dx[v] = (dx[v] + of_row(neg_delta, v)) * ScoreFunction::derivative(state);
                 }
             } else {
 #pragma unroll

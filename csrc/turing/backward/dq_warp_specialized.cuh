@@ -29,7 +29,7 @@ struct BackwardDqWarpSpecialized {
     using Scores = Accumulator[kColumnTiles][kRowTiles];
     using PackedScores = OperandA[kColumnTiles][kRowTiles];
 
-    // Exchange: 16 bytes of each lane. Three regions in shared memory: P, dS, softcap's derivative.
+    // Exchange: 16 bytes of each lane. Three regions in shared memory: P, dS, the score function's derivative.
     static constexpr int kExchangeBytes = 32 * 16, kPartnerBytes = kPartners * kRowTiles * kExchangeBytes;
     static constexpr int kProbabilities = S::kSharedBytes, kGradients = kProbabilities + kPartnerBytes;
     static constexpr int kSlopes = kGradients + kPartnerBytes, kSharedBytes = kSlopes + kPartnerBytes;
@@ -64,7 +64,7 @@ struct BackwardDqWarpSpecialized {
     }
 
     // Generic kernels: computes P in a rolled loop, as in warp_specialized.cuh. Dropped probabilities get the sign bit.
-    // Softcap's derivative goes to the partner too.
+    // The score function's derivative goes to the partner too.
     static __device__ __forceinline__ void generic_probabilities(PackedScores& x, Scores& s, const LaneRows& neg_lse,
                                                                  const BwdParams& p, int row, int key, bool masked, u32 slopes) {
         const ScoreOptions& options = p.score_options;
@@ -74,14 +74,14 @@ struct BackwardDqWarpSpecialized {
             const int n = tile / kRowTiles, m = tile % kRowTiles;
             const ScoreCoord<Layout> coord(lane, row + 16 * m, key + 8 * n);
             Accumulator& score = s[0][0];
-            if (options.softcap > 0.f) {
-                const Softcap softcap(p.problem, options);
+            if (ScoreFunction::parameter(options) > 0.f) {
+                const ScoreFunction function(p.problem, options);
                 float slope[4];
 #pragma unroll
                 for (int v = 0; v < 4; v++) {
-                    const float logistic = softcap.logistic(score[v]);
-                    slope[v] = Softcap::derivative(logistic);
-                    score[v] = softcap.score(logistic, softcap.cap + of_row(neg_lse, m, v));
+                    const float state = function.state(score[v]);
+                    slope[v] = ScoreFunction::derivative(state);
+                    score[v] = function.score(state, function.constant() + of_row(neg_lse, m, v));
                 }
                 store_shared2(slopes + m * kExchangeBytes + n * 8, to_half2(slope[0], slope[1]), to_half2(slope[2], slope[3]));
             } else {
@@ -110,8 +110,8 @@ struct BackwardDqWarpSpecialized {
                                                            const BwdParams& p, u32 slopes_address) {
         const ScoreOptions& options = p.score_options;
         PackedScores slopes;
-        const bool capped = kGeneric && options.softcap > 0.f;
-        if (capped) receive(slopes_address, slopes);
+        const bool has_slopes = kGeneric && ScoreFunction::parameter(options) > 0.f;
+        if (has_slopes) receive(slopes_address, slopes);
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)
 #pragma unroll
@@ -125,7 +125,7 @@ struct BackwardDqWarpSpecialized {
                         return score_gradient(fabsf(probability), dp, neg_delta[m][h]);
                     };
                     float first = gradient(dp[n][m][2 * h], probability.x), second = gradient(dp[n][m][2 * h + 1], probability.y);
-                    if (capped) {
+                    if (has_slopes) {
                         const float2 slope = to_float2(slopes[n][m][h]);
                         first *= slope.x, second *= slope.y;
                     }

@@ -136,16 +136,16 @@ struct BackwardSingleRole {
                     const u32 to = shared + S::kScores + slot * S::kScoreTile +
                                    score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
                     stats.scale(p.problem.scale_log2);
-                    const Softcap softcap(p.problem, p.score_options);
+                    const ScoreFunction function(p.problem, p.score_options);
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++) {
                         const float2 lse = stats.lse_of(n, layout_lane), delta = stats.delta_of(n, layout_lane);
-                        // Returns P = 2^(score + lse); sets `slope` to softcap's derivative.
+                        // Returns P = 2^(score + lse); sets `slope` to the score function's derivative.
                         const auto probability = [&](float s, float lse, float& slope) {
-                            if (!kHasSoftcap) return exp2_approx(fmaf(s, p.problem.scale_log2, lse));
-                            const float logistic = softcap.logistic(s);
-                            slope = Softcap::derivative(logistic);
-                            const float x = exp2_approx(softcap.score(logistic, softcap.cap + lse));
+                            if (!kHasScoreFunction) return exp2_approx(fmaf(s, p.problem.scale_log2, lse));
+                            const float state = function.state(s);
+                            slope = ScoreFunction::derivative(state);
+                            const float x = exp2_approx(function.score(state, function.constant() + lse));
                             return s == negative_infinity() ? 0.f : x;
                         };
                         TileDropoutMask kept;

@@ -40,9 +40,6 @@ struct BackwardWarpSpecialized {
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];
     // Kernels of one feature do not test for it. With ALiBi or a bias, scores begin with what is added (one_feature.cuh).
     static constexpr bool kInitial = kOneFeature && (kHasAlibi || kHasBias);
-    static __device__ __forceinline__ bool is_capped(const BwdParams& p) {
-        return kHasSoftcap && (kOneFeature || p.score_options.softcap > 0.f);
-    }
     static __device__ __forceinline__ bool has_alibi(const BwdParams& p) {
         return kHasAlibi && !kInitial && p.score_options.alibi_slopes;
     }
@@ -67,7 +64,7 @@ struct BackwardWarpSpecialized {
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
         return Queries<S>(mask_of(p.problem, sequence), remat_block_index() * S::kRows).unmasked.contains(row);
     }
-    // Where softcap's derivative goes, from the address of the exchange: the place of the dS of the same keys.
+    // Where the score function's derivative goes, from the address of the exchange: the place of the dS of the same keys.
     static __device__ __forceinline__ u32 slopes_of(u32 exchanged, u32 slot) {
         return exchanged - (S::kPartner - S::kScores) + slot * S::kScoreTile;
     }
@@ -93,14 +90,14 @@ struct BackwardWarpSpecialized {
     using Tile = typename Layout::Tile;  // of 8 queries
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Turns K Q^T into exponents of P: scores in log2 units, minus lse. Generic kernels send softcap's derivative to the
-    // partner at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end on see no key.
+    // Turns K Q^T into exponents of P: scores in log2 units, minus lse. The score function's derivative goes to the partner
+    // at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end on see no key.
     static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
                                                      int row, int row_end, bool masked, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
-        if (is_capped(p)) {
-            const Softcap softcap(p.problem, options);
+        if (uses_score_function(options)) {
+            const ScoreFunction function(p.problem, options);
             PackedScores derivatives;
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
@@ -110,10 +107,10 @@ struct BackwardWarpSpecialized {
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
                         float &x = s[n][m][2 * h], &y = s[n][m][2 * h + 1];
-                        const float x_logistic = softcap.logistic(x), y_logistic = softcap.logistic(y);
-                        derivatives[n][m][h] = to_half2(Softcap::derivative(x_logistic), Softcap::derivative(y_logistic));
-                        x = softcap.score(x_logistic, softcap.cap + lse.x);
-                        y = softcap.score(y_logistic, softcap.cap + lse.y);
+                        const float x_state = function.state(x), y_state = function.state(y);
+                        derivatives[n][m][h] = to_half2(ScoreFunction::derivative(x_state), ScoreFunction::derivative(y_state));
+                        x = function.score(x_state, function.constant() + lse.x);
+                        y = function.score(y_state, function.constant() + lse.y);
                     }
             }
             send(slopes, derivatives);
@@ -241,7 +238,7 @@ struct BackwardWarpSpecialized {
                 for (int v = 0; v < Layout::kElements; v++) tile_of(dp, kColumnTiles - 1)[v] = first[v];
             }
         }
-        if (is_capped(p)) {
+        if (uses_score_function(options)) {
             receive(slopes, x);
             __syncwarp();  // dS takes the place of the derivatives
 #pragma unroll

@@ -18,7 +18,7 @@ struct ForwardLayout {
     static constexpr bool kEitherOrder = true;
     static constexpr bool kFourKeys = kGeneric;
     // With dropout alone, a lane's two keys in a tile are those whose random numbers share a word (philox.cuh).
-    static constexpr bool kEverySecondKey = kHasDropout && !kHasSoftcap && !kHasAlibi && !kHasBias;
+    static constexpr bool kEverySecondKey = kHasDropout && kOneFeature;
     // Two rows, each with two keys. Rows of Q may be permuted too: with dropout a lane has two rows that share random numbers
     // (philox.cuh).
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) {

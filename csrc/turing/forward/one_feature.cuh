@@ -1,8 +1,8 @@
-// Score features of turing forward kernels that are compiled for exactly one feature: ALiBi, bias, softcap or dropout.
+// Score features of turing forward kernels that are compiled for exactly one feature: ALiBi, bias or dropout. (The fourth, a
+// score function, needs nothing here: pipelined.cuh.)
 //
 // ALiBi and bias are the initial accumulators of Q K^T, in units of the products, so nothing comes between product and softmax.
-// Softcap waits until probabilities are computed, beside the next products: row maxima follow the products, which rise as the
-// capped scores do. Dropout masks packed probabilities.
+// Dropout masks packed probabilities.
 #pragma once
 
 #include "turing/forward/layout.cuh"
@@ -100,19 +100,6 @@ private:
                 f(mt, r, base + static_cast<unsigned long long>(static_cast<unsigned>(i)) * row_bytes + key * bytes);
             }
     }
-};
-
-// Softcap: the softmax takes -2 * cap * logistic as the score, which is too small by cap. The softmax is the same; row maxima
-// are corrected at the end.
-struct CappedSoftmax {
-    float to_exponent, scale_log2;
-
-    __device__ __forceinline__ explicit CappedSoftmax(const FwdParams& p) {
-        const Softcap softcap(p.problem, p.score_options);
-        to_exponent = softcap.to_exponent;
-        scale_log2 = -2.f * softcap.cap;
-    }
-    __device__ __forceinline__ float logistic(float product) const { return Softcap::logistic(product, to_exponent); }
 };
 
 // Dropout mask of a step. One Philox call has the eight probabilities of a lane in one row tile.

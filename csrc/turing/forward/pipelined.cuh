@@ -37,7 +37,9 @@ struct ForwardPipelined {
     static constexpr u32 kRingBytes = Slots * kSlotBytes;
     static constexpr bool kInitialAlibi = kOneFeature && kHasAlibi;
     static constexpr bool kInitialBias = kOneFeature && kHasBias;
-    static constexpr bool kCapped = kOneFeature && kHasSoftcap;
+    // A score function alone waits until probabilities are computed, beside the next products: row maxima follow the products,
+    // which rise as the scores do. The softmax takes states as scores; row maxima are corrected at the end.
+    static constexpr bool kOnlyFunction = kOneFeature && kHasScoreFunction;
     static constexpr bool kCarriedDropout = kOneFeature && kHasDropout;
     // Whether scores are modified after the product, in log2 units.
     static constexpr bool kHasScoreMod = kGeneric && !kOneFeature;
@@ -81,7 +83,7 @@ struct ForwardPipelined {
     // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because
     // nothing else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.)
     static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
-    static_assert(!kRescaleBeforeExp || !kCapped, "see update_row_max_before_exp");
+    static_assert(!kRescaleBeforeExp || !kOnlyFunction, "see update_row_max_before_exp");
     // Headdim 256, without pages.
     static constexpr bool kFullRow = kRegistersFull && RowTiles == 1 && !kPaged;
     // Whether rows keep their limits; else they are computed from row_max.
@@ -116,6 +118,10 @@ struct ForwardPipelined {
         return mask_of(p.problem, BlockSeqlenInfo(p, remat_block_batch()));
     }
 
+    __device__ __forceinline__ static ScoreFunction function_of(const FwdParams& p) {
+        return ScoreFunction(p.problem, p.score_options);
+    }
+
     // Packs as pack_probabilities does, with a clamp and an integer subtraction instead of the multiplication.
     __device__ __forceinline__ static u32 pack_by_integers(float lo, float hi) {
         constexpr u32 kExponent = 104;  // that of fp16's subnormals, times kPackedOne
@@ -148,8 +154,9 @@ struct ForwardPipelined {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float score = s.tile[mt][0][2 * r + i];
-                const float exponent = fmaf(kCapped ? CappedSoftmax(p).logistic(score) : score, scale, -softmax.row[mt][r].row_max);
-                x[i] = kCapped && MayMask && score == negative_infinity() ? 0.f : exp2_approx(exponent);
+                const float x_score = kOnlyFunction ? function_of(p).state(score) : score;
+                const float exponent = fmaf(x_score, scale, -softmax.row[mt][r].row_max);
+                x[i] = kOnlyFunction && MayMask && score == negative_infinity() ? 0.f : exp2_approx(exponent);
             }
             sum[mt][r] = x[0] + x[1];
             largest = fmaxf(largest, sum[mt][r]);
@@ -171,7 +178,7 @@ struct ForwardPipelined {
             for (int r = 0; r < ForwardLayout::kRows; r++) {
                 float m = s.lane_maximum(mt, r);
                 for (int lane_mask : ForwardLayout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
-                if (kCapped) m = CappedSoftmax(p).logistic(m);
+                if (kOnlyFunction) m = function_of(p).state(m);
                 rescale(mt, r, softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(m, scale, 0.f));
                 p_last[mt][r] = tile_softmax.template probabilities<true>(p, s, softmax, scale, mt, r);
                 if (kHasDropout) p_last[mt][r] = dropout.apply(p, p_last[mt][r], mt, r, half);
@@ -324,7 +331,7 @@ struct ForwardPipelined {
             };
 
             // Modified scores are in log2 units already.
-            const float scale = kHasScoreMod ? 1.f : kCapped ? CappedSoftmax(p).scale_log2 : problem.scale_log2;
+            const float scale = kHasScoreMod ? 1.f : kOnlyFunction ? function_of(p).factor() : problem.scale_log2;
             Probabilities probabilities[2] = {};
             TileSoftmax tile_softmax;  // of the last tile
             InitialAlibi<RowTiles> alibi;
@@ -518,11 +525,11 @@ struct ForwardPipelined {
                 }
             }
             end_softmax(scores[1], probabilities[1], 1);
-            if (kCapped)
+            if (kOnlyFunction)
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
-                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].row_max -= .5f * scale;
+                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].row_max += ScoreFunction::constant_of(scale);
             // The last tile's output.
             const u32 v_last = v_fragment + slot_after(slot, -1) + kTileBytesV;
 #pragma unroll

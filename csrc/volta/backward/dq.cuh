@@ -74,12 +74,12 @@ struct BackwardDq {
                 return m ? x[kScoreQueryTiles - 1][r] : x[0][r];
             };
             Accumulator &x = s[0][0], &dx = dp[0][0];
-            if (uses_softcap(options)) {
-                const Softcap softcap(p.problem, options);
+            if (uses_score_function(options)) {
+                const ScoreFunction function(p.problem, options);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     float slope;
-                    x[v] = capped_score(x[v], of_row(lse, v), p, softcap, slope);
+                    x[v] = function_score(x[v], of_row(lse, v), p, function, slope);
                     dx[v] *= slope;
                 }
             } else {

@@ -1,5 +1,5 @@
 // Score modifiers of the single-role main kernel (single_role.cuh): one warp has both S^T and dP^T of its keys. Computes P^T,
-// which goes to shared memory, and dS^T, with softcap, ALiBi, bias or dropout. Only for kernels of one feature.
+// which goes to shared memory, and dS^T, with a score function, ALiBi, bias or dropout. Only for kernels of one feature.
 //
 // As in backward/modifiers.cuh a rolled loop over tiles works on the registers of the first tile. Results take registers that
 // the loop no longer needs: dS those of dP's tiles.
@@ -18,9 +18,9 @@ struct JointScores {
     using Scores = Accumulator[2][2];
     using Coord = ScoreCoord<KeysLayout>;
 
-    // Softcap needs the product alone, dropout needs dP alone: their accumulators begin with 0, and the statistic is added
+    // A score function needs the product alone, dropout needs dP alone: their accumulators begin with 0, and the statistic is added
     // later.
-    static constexpr bool kBeginWithLse = !kHasSoftcap, kBeginWithDelta = !kHasDropout;
+    static constexpr bool kBeginWithLse = !kHasScoreFunction, kBeginWithDelta = !kHasDropout;
     // Loads the initial accumulators. `stats`: the lane's statistics of the step (load_stats).
     static __device__ __forceinline__ void begin(Scores& s, Scores& dp, const float* stats) {
         begin<kBeginWithLse>(s, stats + RowStats::kLseAt);
@@ -45,18 +45,18 @@ struct JointScores {
         for (int tile = 0; tile < 4; tile++) {
             const int m = tile / 2, n = tile % 2;
             Accumulator &x = s[0][0], &dx = dp[0][0];
-            if (uses_softcap(options)) {
+            if (uses_score_function(options)) {
                 float lse[KeysLayout::kRows];
                 load_rows(lse, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
-                const Softcap softcap = remat_softcap(p);
+                const ScoreFunction function = ScoreFunction::rematerialized(p.problem, options);
 #pragma unroll
                 for (int r = 0; r < KeysLayout::kRows; r++)
-                    lse[r] = fmaf(lse[r], p.problem.scale_log2, softcap.cap + kExponentShift);
+                    lse[r] = fmaf(lse[r], p.problem.scale_log2, function.constant() + kExponentShift);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
-                    const float logistic = softcap.logistic(x[v]);
-                    x[v] = softcap.score(logistic, lse[KeysLayout::row_of(v)]);
-                    dx[v] *= Softcap::derivative(logistic);
+                    const float state = function.state(x[v]);
+                    x[v] = function.score(state, lse[KeysLayout::row_of(v)]);
+                    dx[v] *= ScoreFunction::derivative(state);
                 }
             } else {
 #pragma unroll
@@ -120,17 +120,6 @@ private:
                 for (int n = 0; n < 2; n++) clear(c[m][n]);
         }
     }
-    // Reads a parameter again, so that neither it nor what is derived from it holds a register between steps.
-    static __device__ __forceinline__ float remat(float x) {
-        float y;
-        asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
-        return y;
-    }
-    static __device__ __forceinline__ Softcap remat_softcap(const BwdParams& p) {
-        ScoreOptions options = p.score_options;
-        options.softcap = remat(options.softcap), options.inverse_softcap = remat(options.inverse_softcap);
-        return Softcap(p.problem, options);
-    }
     // Minus the ALiBi slope, in log2 units.
     static __device__ __forceinline__ float load_slope(const ScoreOptions& o, int head) {
         return Alibi::load_slope(o, remat_block_batch(), head) * -kLog2e;
@@ -141,7 +130,7 @@ private:
     static __device__ __forceinline__ void add_bias(Accumulator& x, const BwdParams& p, int head, int row_end, const Coord& coord) {
         ScoreOptions options = p.score_options;
         options.bias_is_fp32 = FP32;
-        asm volatile("mov.b64 %0, %0;" : "+l"(options.bias_row_stride));  // as remat()
+        asm volatile("mov.b64 %0, %0;" : "+l"(options.bias_row_stride));  // read again, holds no register between steps
         const Bias bias(p.problem, options, remat_block_batch(), head);
         constexpr int kRows = KeysLayout::kRows, kAtOnce = FP32 ? 1 : kRows;
 #pragma unroll

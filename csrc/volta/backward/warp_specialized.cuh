@@ -59,8 +59,8 @@ struct BackwardWarpSpecialized {
     }
 
     // Generic kernels: what the first role makes of S, and the second of dP. Besides P, the first role may pass on a second
-    // tile: softcap's derivative, or a copy of P whose signs mark dropped probabilities (never both). It lies where the second
-    // role stores dS.
+    // tile: the score function's derivative, or a copy of P whose signs mark dropped probabilities (never both). It lies where the
+    // second role stores dS.
     using WarpScores = Accumulator[kScoreKeyTiles][kScoreQueryTiles];
     static constexpr int kWarpScoreTiles = kScoreKeyTiles * kScoreQueryTiles;
 
@@ -77,12 +77,12 @@ struct BackwardWarpSpecialized {
             const int tile_key = key + 16 * m, tile_row = row + 16 * n;
             const Coord coord(lane, tile_row, tile_key);
             Accumulator& x = s[0][0];
-            if (uses_softcap(options)) {
+            if (uses_score_function(options)) {
                 Accumulator neg_lse[1][1], slopes;
                 load_stats(neg_lse, stats + 16 * n * RowStats::kRowFloats);
-                const Softcap softcap(p.problem, options);
+                const ScoreFunction function(p.problem, options);
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] = capped_score(x[v], neg_lse[0][0][v], p, softcap, slopes[v]);
+                for (int v = 0; v < 8; v++) x[v] = function_score(x[v], neg_lse[0][0][v], p, function, slopes[v]);
                 store_packed(packed + S::kScoreTile, m, n, pack_tile(slopes), keys_left);
             } else {
 #pragma unroll
@@ -141,7 +141,7 @@ struct BackwardWarpSpecialized {
                 else
                     add_bias_gradient(x, p, head, coord);
             }
-            if (uses_softcap(options)) multiply(x, load_packed(packed + S::kScoreTile, m, n));
+            if (uses_score_function(options)) multiply(x, load_packed(packed + S::kScoreTile, m, n));
             // Only keys that exist: for others the first role stored 0, which the next step reads.
             store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);
             next_tile(dp);

@@ -1,4 +1,4 @@
-// ALiBi, alone or with softcap, in volta forward kernels of one or two features (score_feature.cuh).
+// ALiBi, alone or after a score function, in volta forward kernels of one or two features (score_feature.cuh).
 #pragma once
 
 #include "volta/forward/score_feature.cuh"
@@ -10,9 +10,9 @@ namespace volta {
 // absorbs it. So products begin with a number that depends on the key alone, only tiles on the diagonal need a correction, and
 // the sign changes once.
 //
-// With a softcap (Capped), products begin with 0, because only they are capped. The number is added to the capped score, in
-// log2 units.
-template <int RowTiles, int KeyTiles, bool Capped, class Grid>
+// After a score function (AfterFunction), products begin with 0, because the function takes them alone. The number is added to
+// its value, in log2 units.
+template <int RowTiles, int KeyTiles, bool AfterFunction, class Grid>
 class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
     static constexpr int kRows = 16 * RowTiles, kKeys = 16 * KeyTiles;
@@ -24,7 +24,8 @@ class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     __device__ __forceinline__ float slope_of(const FwdParams& p) const {
         const ScoreOptions& o = p.score_options;
         const int head = grid_.remat_head(p.problem), batch = grid_.remat_batch(p.problem);
-        return __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * (Capped ? kLog2e : __fdividef(1.f, p.problem.scale));
+        return __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) *
+               (AfterFunction ? kLog2e : __fdividef(1.f, p.problem.scale));
     }
     __device__ __forceinline__ static int offset(const Mask& mask) { return mask.seqlen_k - mask.seqlen_q; }
 
@@ -41,9 +42,9 @@ class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
         unmasked.span = none ? 0 : end - kKeys - first;
     }
 
-    // The terms of a lane's four keys in key tile nt, plus `more` if Capped.
+    // The terms of a lane's four keys in key tile nt, plus `more` if AfterFunction.
     __device__ __forceinline__ void terms(float (&of)[ForwardLayout::kKeys], int nt, float more) const {
-        of[0] = Capped ? fmaf(slope_, distance_ + 16 * nt, more) : slope_ * (distance_ + 16 * nt);
+        of[0] = AfterFunction ? fmaf(slope_, distance_ + 16 * nt, more) : slope_ * (distance_ + 16 * nt);
 #pragma unroll
         for (int j = 1; j < ForwardLayout::kKeys; j++) of[j] = of[j - 1] + slope_;
     }
@@ -58,7 +59,7 @@ public:
           distance_(static_cast<float>(key + ForwardLayout::first_key(ForwardLane()) - row - offset(mask))) {
         set_interval(unmasked, mask, row, false);
     }
-    __device__ __forceinline__ float scale(const FwdParams& p) const { return Capped ? 1.f : p.problem.scale_log2; }
+    __device__ __forceinline__ float scale(const FwdParams& p) const { return AfterFunction ? 1.f : p.problem.scale_log2; }
 
     // Begins at the score of each row's nearest visible key. With steep slopes a row's maximum is there or close. Otherwise
     // row_max would reach it in several steps above kRescaleThreshold, each of which rescales the output.
@@ -83,7 +84,7 @@ public:
                     dot = fmaf(left.x, right.x, fmaf(left.y, right.y, dot));
                 }
             }
-            if (Capped) dot = Softcap(problem, p.score_options)(dot);
+            if (AfterFunction) dot = ScoreFunction(problem, p.score_options)(dot);
             // A NaN is left to the product.
             x = fmaxf(dot + slope_ * (lane.lane - fabsf(static_cast<float>(i + offset(mask) - key))), negative_infinity());
         }
@@ -98,7 +99,7 @@ public:
     }
 
     __device__ __forceinline__ void init_accumulators(const FwdParams&, Tile& s, int, int) {
-        if (Capped) return s.clear();
+        if (AfterFunction) return s.clear();
 #pragma unroll
         for (int nt = 0; nt < KeyTiles; nt++) {
             float of[ForwardLayout::kKeys];
@@ -111,18 +112,18 @@ public:
         distance_ += kKeys;
     }
     __device__ __forceinline__ void add_to(const FwdParams& p, Tile& s) {
-        if (!Capped) return;
-        const Softcap softcap(p.problem, p.score_options);
+        if (!AfterFunction) return;
+        const ScoreFunction function(p.problem, p.score_options);
 #pragma unroll
         for (int nt = 0; nt < KeyTiles; nt++) {
             float of[ForwardLayout::kKeys];
-            terms(of, nt, softcap.cap);
+            terms(of, nt, function.constant());
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
                 for (int v = 0; v < ForwardLayout::kElements; v++) {
                     float& x = s.tile[mt][nt][v];
-                    x = fmaf(-2.f * softcap.cap, softcap.logistic(x), of[ForwardLayout::key_slot(v)]);
+                    x = function.of_product(x, of[ForwardLayout::key_slot(v)]);
                 }
         }
         distance_ += kKeys;
@@ -171,7 +172,7 @@ public:
     using AlibiFeature<RowTiles, KeyTiles, false, Grid>::AlibiFeature;
 };
 template <int RowTiles, int KeyTiles, class Grid>
-class ScoreFeature<RowTiles, KeyTiles, kFeatureAlibi | kFeatureSoftcap, Grid>
+class ScoreFeature<RowTiles, KeyTiles, kFeatureAlibi | ScoreFunction::kFeature, Grid>
     : public AlibiFeature<RowTiles, KeyTiles, true, Grid> {
 public:
     using AlibiFeature<RowTiles, KeyTiles, true, Grid>::AlibiFeature;

@@ -5,7 +5,7 @@
 #include "volta/forward/feature_alibi.cuh"
 #include "volta/forward/feature_bias.cuh"
 #include "volta/forward/feature_dropout.cuh"
-#include "volta/forward/feature_softcap.cuh"
+#include "volta/forward/feature_function.cuh"
 #include "volta/forward/score_feature.cuh"
 
 namespace volta {

@@ -1,5 +1,5 @@
 // Interface of the score features of volta forward kernels that are compiled for a fixed set of features (feature_*.cuh):
-// softcap, ALiBi, bias or dropout alone, ALiBi with softcap, or bias with dropout.
+// a score function, ALiBi, bias or dropout alone, ALiBi after a score function, or bias with dropout.
 //
 // Generic kernels test parameters in every step (Scores::apply_score_mod). Here the features are known: terms that are added to
 // scores become initial accumulators of the first product, and lanes carry along the keys what they would otherwise compute
@@ -12,8 +12,7 @@ namespace volta {
 
 // The features of such a kernel, which requires all of them and applies them without tests; 0 in other kernels. (fp32 bias is
 // among them although no kernel reads one: a row of src/kernels with it finds no class below, and does not compile.)
-constexpr unsigned kRequiredFeatures =
-    kVarlen ? 0 : FEATURES & (kFeatureSoftcap | kFeatureAlibi | kFeatureBias | kFeatureFp32Bias | kFeatureDropout);
+constexpr unsigned kRequiredFeatures = kVarlen ? 0 : FEATURES & (kScoreFeatures | kFeatureFp32Bias);
 constexpr bool kTwoFeatures = (kRequiredFeatures & (kRequiredFeatures - 1)) != 0;
 // Other kernels apply their score modifiers after the first product, as the parameters say.
 constexpr bool kHasScoreMod = kGeneric && !kRequiredFeatures;
@@ -42,8 +41,8 @@ public:
 
     // May shorten the range of tiles that need no mask. ALiBi: ends it at the diagonal, where its terms change their sign.
     __device__ __forceinline__ ScoreFeature(const FwdParams&, const Grid&, const Mask&, Unmasked&, const LaneScratch&, int, int) {}
-    // Returns the factor of scores in the softmax. Softcap: -2 * cap, because the softmax takes logistics. ALiBi with softcap: 1,
-    // because scores are already in log2 units.
+    // Returns the factor of scores in the softmax. Score function: its factor, because the softmax takes its states. ALiBi after
+    // one: 1, because scores are already in log2 units.
     __device__ __forceinline__ float scale(const FwdParams& p) const { return kHasScoreMod ? 1.f : p.problem.scale_log2; }
     // Sets initial row maxima. ALiBi: to the score of each row's nearest visible key, which it computes from `q` and `k`, the
     // sequence's first rows. Lazy maxima that began lower would rescale the output in several of the first tiles.
@@ -52,30 +51,31 @@ public:
     // Loads what a tile needs before its product, which hides the latency (bias).
     __device__ __forceinline__ void load(const FwdParams&, int, int) {}
     // init_accumulators sets the initial accumulators of a tile's product; add_to then adds terms to the product. ALiBi and bias
-    // begin with their terms. ALiBi with softcap adds its terms to the capped score, and bias with several tiles of keys has no
-    // registers for them during the product.
+    // begin with their terms. ALiBi after a score function adds its terms to the function's value, and bias with several tiles of
+    // keys has no registers for them during the product.
     __device__ __forceinline__ void init_accumulators(const FwdParams&, Tile& s, int, int) { s.clear(); }
     __device__ __forceinline__ void add_to(const FwdParams&, Tile&) {}
     // Corrects a tile that needs a mask, before the mask. ALiBi: the sign of terms after the diagonal.
     __device__ __forceinline__ void correct_masked_tile(Tile&, SoftmaxState<RowTiles>&, Unmasked&, const FwdParams&, const Mask&,
                                                         int, int) {}
-    // Raises row maxima and rescales the output. Softcap: converts maxima, because its scores are not those of the softmax.
+    // Raises row maxima and rescales the output. Score function: converts maxima of products to
+    // those of states.
     template <class Rescale>
     __device__ __forceinline__ void update_row_max(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale, float inverse_scale,
                                                    Rescale rescale) const {
         s.template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale);
     }
-    // Prepares the tile for score(), after the mask and the row maxima; `masked`: the tile was masked. Softcap: makes the
-    // logistics of masked scores infinite, so that their probabilities are 0.
+    // Prepares the tile for score(), after the mask and the row maxima; `masked`: the tile was masked. Score function:
+    // makes the states of masked scores infinite, so that their probabilities are 0.
     __device__ __forceinline__ void set_masked(bool, Tile&) {}
-    // Returns what the softmax takes as the score. Softcap: the logistic of x.
+    // Returns what the softmax takes as the score. Score function: the state of x.
     __device__ __forceinline__ float score(float x) const { return x; }
     // Dropout: draw draws random numbers for 16 keys. drop then clears elements of packed probabilities: words x and y have
     // elements 4u to 4u + 3 of row tile mt.
     __device__ __forceinline__ void draw(Numbers&, const FwdParams&, int, int) const {}
     __device__ __forceinline__ void drop(u32&, u32&, const Numbers&, const FwdParams&, int, int) const {}
-    // Turns row maxima into those of the scores that the lse counts. Softcap: adds the cap, which logistics leave out. ALiBi:
-    // subtracts the term that is constant in a row.
+    // Turns row maxima into those of the scores that the lse counts. Score function: adds the constant, which states
+    // leave out. ALiBi: subtracts the term that is constant in a row.
     __device__ __forceinline__ void finish(SoftmaxState<RowTiles>&, float) const {}
 };
 

@@ -1,10 +1,10 @@
-//! Modifiers of a chunk's scores between the two matrix products: softcap, ALiBi, bias, dropout.
+//! Modifiers of a chunk's scores between the two matrix products: a score function, ALiBi, bias, dropout.
 
 use super::chunk::{heads_per_group, Chunk};
 use super::part::Part;
 use crate::error::Result;
 use crate::ops::dropout;
-use crate::problem::Attention;
+use crate::problem::{Attention, ScoreFunction};
 use tch::{Device, Kind, Tensor};
 
 /// Random numbers per thread.
@@ -29,15 +29,15 @@ pub fn group_of(matrix: &Tensor, part: &Part, c: &Chunk, group: i64) -> Result<T
     Ok(matrix.f_select(0, group - c.group)?.f_view([c.rows, heads, c.keys])?.f_transpose(0, 1)?)
 }
 
-/// Returns true if modified scores have another derivative than 1: a softcap, unlike ALiBi and a bias.
+/// Returns true if modified scores have another derivative than 1: with a score function, unlike ALiBi and a bias.
 pub fn has_derivative(a: &Attention) -> bool {
-    a.features.softcap > 0.0
+    a.features.score_function.is_some()
 }
 
-/// Applies softcap, ALiBi and bias in place. Stores in `kept` what [`multiply_derivative`] takes, if given.
+/// Applies the score function, ALiBi and bias in place. Stores in `kept` what [`multiply_derivative`] takes, if given.
 pub fn modify(scores: &mut Tensor, part: &Part, c: &Chunk, kept: Option<&mut Tensor>) -> Result<()> {
-    if part.a.features.softcap > 0.0 {
-        cap(scores, part.a.features.softcap, kept)?;
+    if let Some(function) = part.a.features.score_function {
+        apply(function, scores, kept)?;
     }
     if let Some(slopes) = &part.alibi_slopes {
         add_alibi(scores, slopes, part, c)?;
@@ -45,17 +45,18 @@ pub fn modify(scores: &mut Tensor, part: &Part, c: &Chunk, kept: Option<&mut Ten
     part.attn_bias.as_ref().map_or(Ok(()), |bias| add_bias(scores, bias, part, c))
 }
 
-/// Computes `softcap * tanh(x / softcap)` in place. Stores the tanh in `tanh`, if given, for the gradient.
-fn cap(scores: &mut Tensor, softcap: f64, tanh: Option<&mut Tensor>) -> Result<()> {
-    let _ = scores.f_div_scalar_(softcap)?.f_tanh_()?;
+/// Applies a score function in place. Stores the tanh in `tanh`, if given, for the gradient.
+fn apply(function: ScoreFunction, scores: &mut Tensor, tanh: Option<&mut Tensor>) -> Result<()> {
+    let ScoreFunction::Softcap(cap) = function;
+    let _ = scores.f_div_scalar_(cap)?.f_tanh_()?;
     if let Some(tanh) = tanh {
         tanh.f_copy_(scores)?;
     }
-    let _ = scores.f_mul_scalar_(softcap)?;
+    let _ = scores.f_mul_scalar_(cap)?;
     Ok(())
 }
 
-/// Multiplies `ds` by the derivative of [`modify`]: that of the softcap, `1 - tanh^2`. Destroys `tanh`.
+/// Multiplies `ds` by the derivative of [`modify`]: that of the score function, `1 - tanh^2`. Destroys `tanh`.
 pub fn multiply_derivative(ds: &mut Tensor, tanh: &mut Tensor) -> Result<()> {
     let _ = ds.f_mul_(&tanh.f_square_()?.f_neg_()?.f_add_scalar_(1.0)?)?;
     Ok(())

@@ -1,0 +1,81 @@
+// A pointwise function of scores, with its derivative. It comes first of all that changes scores (score_mod.cuh).
+//
+// Kernels use ScoreFunction and know no formula. It maps a product q.k to a state, from which scores and derivatives follow:
+//
+//   f(softmax_scale * product) = factor() * state(product) + constant()      in log2 units
+//   f'(softmax_scale * product) = derivative(state(product))
+//
+// f rises, so the largest product of a row has the largest score. A softmax may take states as scores and factor() as their
+// scale: a constant changes the lse alone. A second function would be a struct like Softcap, with a feature of its own.
+#pragma once
+
+#include "softmax.cuh"
+#include "volta_fa_params.h"
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// softcap * tanh(x / softcap). The state is the logistic function 1 / (e^2x + 1) of x / softcap: tanh(x) = 1 - 2 * logistic. Its
+// absolute error is about 2^-23, which is enough for a score. sm_70 has no tanh instruction.
+class Softcap {
+    float to_exponent_;  // 2 * softmax_scale / softcap, in log2 units
+    float cap_;  // softcap, in log2 units
+
+    __device__ __forceinline__ static float remat(float x) {
+        float y;
+        asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
+        return y;
+    }
+
+public:
+    static constexpr unsigned kFeature = kFeatureSoftcap;
+
+    __device__ __forceinline__ Softcap(const Problem& p, const ScoreOptions& o)
+        : to_exponent_(2.f * p.scale_log2 * o.inverse_function_parameter), cap_(o.function_parameter * kLog2e) {}
+    // Reads the parameters again, so that neither they nor what is derived from them hold registers between steps.
+    __device__ __forceinline__ static Softcap rematerialized(const Problem& p, ScoreOptions o) {
+        o.function_parameter = remat(o.function_parameter), o.inverse_function_parameter = remat(o.inverse_function_parameter);
+        return Softcap(p, o);
+    }
+    // Returns the function's parameter: 0 if the problem has no score function, else positive.
+    __device__ __forceinline__ static float parameter(const ScoreOptions& o) { return o.function_parameter; }
+
+    __device__ __forceinline__ float factor() const { return -2.f * cap_; }
+    __device__ __forceinline__ float constant() const { return cap_; }
+    __device__ __forceinline__ static float constant_of(float factor) { return -.5f * factor; }
+
+    __device__ __forceinline__ float state(float product) const { return state(product, kPlain); }
+    // Returns the score minus constant(), plus `offset`.
+    __device__ __forceinline__ float score(float state, float offset) const { return fmaf(factor(), state, offset); }
+    // The same from the product.
+    __device__ __forceinline__ float of_product(float product, float offset) const {
+        return fmaf(factor(), state(product), offset);
+    }
+    // Returns the score of a product.
+    __device__ __forceinline__ float operator()(float product) const { return of_product(product, constant()); }
+    __device__ __forceinline__ static float derivative(float state) { return 4.f * fmaf(-state, state, state); }
+    // Returns the product that has this state; infinity if none has.
+    __device__ __forceinline__ float product(float state) const {
+        if (state <= 0.f) return positive_infinity();
+        return __fdividef(log2_approx(fmaxf(__fdividef(1.f, state) - 1.f, 0.f)), to_exponent_);
+    }
+
+    // How a tile's states are computed. A masked product is -inf. As a score it needs an infinite state, which no product has in
+    // a plain tile. In a maskable tile it has: other products become maskable_product() first.
+    using TileKind = float;
+    static constexpr TileKind kPlain = 1.f, kMaskable = 0.f;  // what the denominator of the state has besides e^2x
+    __device__ __forceinline__ float state(float product, TileKind kind) const {
+        return reciprocal_approx(exp2_approx(product * to_exponent_) + kind);
+    }
+    // `unit`: maskable_unit(), the same for a tile's products.
+    __device__ __forceinline__ float maskable_product(float product, float unit) const {
+        return log2_approx(exp2_approx(product * to_exponent_) + 1.f) * unit;
+    }
+    __device__ __forceinline__ float maskable_unit() const { return __fdividef(1.f, to_exponent_); }
+};
+
+using ScoreFunction = Softcap;
+constexpr bool kHasScoreFunction = FEATURES & ScoreFunction::kFeature;
