@@ -148,6 +148,7 @@ Besides the operators:
 
     flash_attn_func, ...                 flash-attn 2's functions; install_flash_attn_shim() lets programs import them as flash_attn
     enable_sdpa()                        PyTorch's scaled_dot_product_attention, and so existing models
+    BlockMask                            block-sparse masks for fwd and bwd, from torch's, a mask function or blocks
     enable_xformers()                    xformers' memory_efficient_attention
     volta_fa.transformers, volta_fa.vllm, volta_fa.unsloth, volta_fa.flash_mla   other programs: help(volta_fa.integrations) lists them all
     volta_fa.distributed                 sequences that are sharded over several GPUs
@@ -166,6 +167,7 @@ Environment, read at each call unless it says otherwise:
 `python -m volta_fa --help` lists the command line's commands.
 """
 
+from .block_mask import BlockMask
 from .diagnostics import warn_when_cuda_starts
 from .inspection import info, kernel_family
 from .integrations import torch_flash_impl as _torch_flash_impl
@@ -183,6 +185,7 @@ from .merge import merge_attention_states
 from .version import __version__
 
 __all__ = [
+    "BlockMask",
     "QuantizedKV",
     "__version__",
     "cascade_attention",

@@ -1,0 +1,12 @@
+"""Block-sparse masks: which blocks of scores exist, and bits for blocks that exist in part.
+
+- `mask`: `BlockMask`, what users make and the operators take.
+- `torch_mask`: reads `torch.nn.attention.flex_attention.BlockMask` of torch 2.7 and later.
+- `cells`: the states of cells of 64 queries and 64 keys: absent, unknown or full.
+- `elements`: evaluates mask functions on the unknown cells.
+- `packing`: makes the operators' lists and bits from cells.
+"""
+
+from .mask import BlockMask
+
+__all__ = ["BlockMask"]

@@ -1,0 +1,178 @@
+"""`BlockMask`: a block-sparse mask as the operators take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import bad_argument
+from .cells import ABSENT, CELL, FULL, UNKNOWN, grid_shape, states_of_blocks
+from .elements import Elements, MaskMod
+from .packing import Lists, pack
+
+_NAMES = ("block_lists", "block_bits", "block_lists_t", "block_bits_t")
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Which blocks of scores exist, and which elements of blocks that exist in part.
+
+    `volta_fa.flex_attention` takes it as `block_mask`, and the operators take `**mask.options()`. Make one with `from_torch`,
+    `from_mask_mod` or `from_blocks`; packing waits for the device once. Memory: 2 KB for each 128 by 64 block that exists in part.
+
+    Attributes:
+        seq_lengths: number of queries and of keys.
+        block_lists, block_bits: int32, the blocks of each 128 queries; docs/reference/options.md describes them.
+        block_lists_t, block_bits_t: int32, the blocks of each 128 keys, for gradients.
+    """
+
+    seq_lengths: tuple[int, int]
+    block_lists: Tensor
+    block_bits: Tensor | None
+    block_lists_t: Tensor
+    block_bits_t: Tensor | None
+
+    @classmethod
+    def from_torch(cls, block_mask: Any, batch: int = 1, heads: int = 1) -> BlockMask:
+        """Returns a `torch.nn.attention.flex_attention.BlockMask` of torch 2.7 or later in this form.
+
+        The result is kept on torch's object until its tensors, or tensors that its mask_mod captures, change.
+
+        Args:
+            batch, heads: sizes of the problem. They count for masks of fewer entries or heads whose mask_mod depends on these.
+        """
+        from .torch_mask import packed
+
+        return packed(block_mask, batch, heads)
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: MaskMod,
+        B: int | None,
+        H: int | None,
+        Q_LEN: int,
+        KV_LEN: int,
+        device: torch.device | str | None = None,
+    ) -> BlockMask:
+        """Returns the mask of a function. The arguments are those of torch's `create_block_mask`, without its N^2 bytes of memory.
+
+        Args:
+            mask_mod: of scalar tensors, batch entry, query head, query and key: True where the query sees the key.
+            B, H: batch entries and heads that differ; None: 1.
+            device: unless given, the current CUDA device if there is one.
+        """
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        states = torch.full((B or 1, H or 1, *grid_shape(Q_LEN, KV_LEN)), UNKNOWN, dtype=torch.int8, device=device)
+        return cls._of((Q_LEN, KV_LEN), *pack(states, Elements(mask_mod, Q_LEN, KV_LEN), evaluate_all=True))
+
+    @classmethod
+    def from_blocks(cls, blocks: Tensor, block_size: int | tuple[int, int] = 128, seq_lengths: tuple[int, int] | None = None) -> BlockMask:
+        """Returns the mask of blocks that exist entirely or not at all, without a mask function.
+
+        Args:
+            blocks: bool, up to four dimensions that end with blocks of queries and blocks of keys; (batch, heads) before them.
+            block_size: queries and keys of a block, or one number for both: any of at least 1.
+            seq_lengths: numbers of queries and keys, if the last blocks reach past them.
+        """
+        if blocks.dtype != torch.bool or not 2 <= blocks.dim() <= 4:
+            raise bad_argument("blocks", f"{blocks.dtype} of shape {tuple(blocks.shape)}", "bool of 2 to 4 dimensions", op="BlockMask")
+        size = (block_size, block_size) if isinstance(block_size, int) else block_size
+        lengths = (blocks.shape[-2] * size[0], blocks.shape[-1] * size[1])
+        queries, keys = seq_lengths or lengths
+        if not (lengths[0] - size[0] < queries <= lengths[0] and lengths[1] - size[1] < keys <= lengths[1]):
+            raise bad_argument("seq_lengths", (queries, keys), f"lengths that end in the last blocks, at most {lengths}", op="BlockMask")
+        blocks = blocks.view((1,) * (4 - blocks.dim()) + blocks.shape).to(torch.int8) * FULL
+        return cls._from_states(blocks, size, None, queries, keys)
+
+    @classmethod
+    def _from_states(cls, blocks: Tensor, block_size: tuple[int, int], mask_mod: MaskMod | None, seqlen_q: int, seqlen_k: int) -> BlockMask:
+        """Returns the mask of blocks in the states of `cells`, int8 (batch, heads, rows, columns)."""
+        states = states_of_blocks(blocks, block_size, seqlen_q, seqlen_k)
+        aligned = all(size % CELL == 0 for size in block_size)
+        elements = Elements(mask_mod, seqlen_q, seqlen_k, None if aligned else blocks, block_size)
+        if mask_mod is None and aligned:
+            states = torch.where(states == ABSENT, states, FULL)
+        return cls._of((seqlen_q, seqlen_k), *pack(states, elements))
+
+    @classmethod
+    def _of(cls, seq_lengths: tuple[int, int], forward: Lists, transposed: Lists) -> BlockMask:
+        return cls(seq_lengths, *forward, *transposed)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, queries, keys), as of the lists: a problem's entries and heads index the first two modulo their sizes."""
+        batch, heads = self.block_lists.shape[:2]
+        return (batch, heads, *self.seq_lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self.block_lists.device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tensors in bytes."""
+        return sum(t.nbytes for t in self.options().values() if t is not None)
+
+    def options(self) -> dict[str, Tensor | None]:
+        """Returns the keyword arguments of `torch.ops.volta_fa.fwd` and `bwd`."""
+        return {name: getattr(self, name) for name in _NAMES}
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """Returns the mask on a device."""
+        moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in self.options().items()}
+        return replace(self, **moved)
+
+    def sparsity(self) -> float:
+        """Returns the share of blocks of 128 queries and 64 keys that do not exist, in percent, as torch's method does."""
+        row_blocks = self.block_lists.shape[0] * self.block_lists.shape[1] * self.block_lists.shape[2]
+        present = int(self.block_lists[..., :2].sum())
+        return 100 * (1 - present / (row_blocks * -(-self.seq_lengths[1] // CELL)))
+
+    def dense(self) -> Tensor:
+        """Returns the mask in memory, bool (batch, heads, queries, keys), True where visible. For debugging: it takes N^2 bytes."""
+        batch, heads, rows, width = self.block_lists.shape
+        lists, device = self.block_lists.long(), self.device
+        partial, full, first = (lists[..., i, None] for i in range(3))
+        place = torch.arange(width - 4, device=device)
+        column = torch.where(place < partial + full, lists[..., 4:], width)  # past the end: a column more, cut off below
+        tile = torch.where(place < partial, first + place + 2, (place < partial + full).long())
+        bits = torch.zeros(2, 256, dtype=torch.int32, device=device)
+        bits[1] = -1
+        bits = bits if self.block_bits is None else torch.cat((bits, self.block_bits))
+        grid = torch.zeros(batch, heads, rows, width + 1, dtype=torch.int64, device=device).scatter_(-1, column, tile)
+        words = bits[grid].unflatten(-1, (2 * CELL, 2))
+        seen = (words[..., None] >> torch.arange(32, device=device)) & 1
+        seen = seen.flatten(-2).transpose(3, 4).flatten(4).flatten(2, 3)
+        return seen[..., : self.seq_lengths[0], : self.seq_lengths[1]].bool()
+
+    def is_causal(self) -> bool:
+        """Returns whether no query sees a later key. The answer is kept; the first call waits for the device."""
+        known = self.__dict__.get("_is_causal")
+        if known is None:
+            known = self._finds_causality()
+            object.__setattr__(self, "_is_causal", known)
+        return bool(known)
+
+    def _finds_causality(self) -> bool:
+        lists = self.block_lists.long()
+        place = torch.arange(lists.shape[-1] - 4, device=self.device)
+        partial, full, first = (lists[..., i, None] for i in range(3))
+        # the first query minus the first key of each block
+        distance = torch.arange(lists.shape[2], device=self.device)[:, None] * 2 * CELL - lists[..., 4:] * CELL
+        last_key = (lists[..., 4:] * CELL + CELL - 1).clamp(max=self.seq_lengths[1] - 1)
+        later = ((place >= partial) & (place < partial + full) & (distance + lists[..., 4:] * CELL < last_key)).any()
+        if self.block_bits is not None:
+            chosen = place < partial
+            tiles, distances = (first + place).expand_as(chosen)[chosen], distance[chosen]
+            shift = torch.arange(2 * CELL, device=self.device)[:, None] - torch.arange(CELL, device=self.device)
+            for begin in range(0, len(tiles), 1024):
+                words = self.block_bits[tiles[begin : begin + 1024]].view(-1, 2 * CELL, 2, 1)
+                seen = ((words >> torch.arange(32, device=self.device)) & 1).flatten(2).bool()
+                later = later | (seen & (distances[begin : begin + 1024, None, None] + shift < 0)).any()
+        return not bool(later)

@@ -1,0 +1,221 @@
+"""`volta_fa.BlockMask`: packing of torch's block masks, mask functions and blocks, against dense masks."""
+
+import gc
+import os
+import random
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, noop_mask
+
+from volta_fa import BlockMask
+from volta_fa.block_mask import packing
+
+DOCUMENTS = torch.tensor([[0] * 300 + [1] * 50 + [2] * 400, [0] * 10 + [1] * 600 + [2] * 140])
+MASKS = {
+    "causal": lambda b, h, q, kv: q >= kv,
+    "window": lambda b, h, q, kv: (q >= kv) & (q - kv < 100),
+    "documents": lambda b, h, q, kv: DOCUMENTS[b, q] == DOCUMENTS[b, kv],
+    "strided heads": lambda b, h, q, kv: (q * h + kv) % 3 == 0,
+    "prefix": lambda b, h, q, kv: (kv < 130) | (q >= kv),
+    "empty rows": lambda b, h, q, kv: (q > 300) & (q >= kv),
+    "nothing": lambda b, h, q, kv: q < 0,
+    "everything": noop_mask,
+}
+LENGTHS = [(700, 700), (129, 513), (64, 65), (1, 1)]
+BLOCK_SIZES = [128, 64, (128, 256), 16, 48, 384]
+
+
+def dense(mask_mod, seqlen_q, seqlen_k, batch=2, heads=3):
+    return create_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, device="cpu")
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_from_mask_mod(name, lengths):
+    mask = BlockMask.from_mask_mod(MASKS[name], 2, 3, *lengths, device="cpu")
+    assert torch.equal(mask.dense(), dense(MASKS[name], *lengths))
+    assert mask.shape == (2, 3, *lengths)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_from_torch_with_all_block_sizes(name):
+    for number, size in enumerate(BLOCK_SIZES):
+        lengths = LENGTHS[number % len(LENGTHS)]
+        expected = dense(MASKS[name], *lengths)
+        mask = BlockMask.from_torch(create_block_mask(MASKS[name], 2, 3, *lengths, device="cpu", BLOCK_SIZE=size))
+        assert torch.equal(mask.dense(), expected), (size, lengths)
+        assert mask.is_causal() == (not bool(expected.triu(1).any()))
+
+
+def shuffled_lists(blocks, dtype):
+    """Returns counts and indices of a bool tensor of blocks: in random order, and undefined behind the counts."""
+    counts = blocks.sum(-1).to(dtype)
+    indices = torch.randint(-5, 1000, blocks.shape, dtype=dtype)
+    for at in torch.cartesian_prod(*map(torch.arange, blocks.shape[:-1])).view(-1, blocks.dim() - 1).tolist():
+        listed = blocks[tuple(at)].nonzero().flatten()
+        indices[tuple(at)][: len(listed)] = listed[torch.randperm(len(listed))]
+    return counts, indices
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("size", BLOCK_SIZES, ids=str)
+def test_lists_in_any_order_are_honored_under_any_mask_mod(size, dtype):
+    torch.manual_seed(0)
+    rows, columns = size if isinstance(size, tuple) else (size, size)
+    lengths = (3 * rows - 7, 4 * columns - 30)
+    partial, full = torch.rand(2, 1, 3, 4) < 0.4, torch.rand(2, 1, 3, 4) < 0.3
+    partial &= ~full
+    for mask_mod in (None, lambda b, h, q, kv: (q + kv) % 5 != 0):
+
+        def spread(blocks):
+            return blocks.repeat_interleave(rows, 2).repeat_interleave(columns, 3)[..., : lengths[0], : lengths[1]]
+
+        for with_full in (True, False):
+            lists = shuffled_lists(partial, dtype) + (shuffled_lists(full, dtype) if with_full else (None, None))
+            torch_mask = TorchBlockMask.from_kv_blocks(
+                *lists, BLOCK_SIZE=(rows, columns), mask_mod=mask_mod, seq_lengths=lengths, compute_q_blocks=False
+            )
+            expected = spread(partial) & dense(mask_mod or noop_mask, *lengths, heads=1)
+            expected = expected | spread(full) if with_full else expected
+            assert torch.equal(BlockMask.from_torch(torch_mask).dense(), expected)
+
+
+@pytest.mark.parametrize("size", [128, (64, 192), 40], ids=str)
+def test_from_blocks(size):
+    torch.manual_seed(0)
+    rows, columns = size if isinstance(size, tuple) else (size, size)
+    blocks = torch.rand(2, 3, 5, 6) < 0.5
+    lengths = (5 * rows - 3, 6 * columns - 20)
+    expected = blocks.repeat_interleave(rows, 2).repeat_interleave(columns, 3)[..., : lengths[0], : lengths[1]]
+    assert torch.equal(BlockMask.from_blocks(blocks, size, lengths).dense(), expected)
+    assert torch.equal(BlockMask.from_blocks(blocks[0, 0], size).dense()[0, 0, : lengths[0], : lengths[1]], expected[0, 0])
+
+
+def unpacked(lists, bits, rows, columns):
+    """Reads lists and bits as docs/reference/options.md describes them, entry by entry."""
+    found = torch.zeros(*lists.shape[:2], rows, columns, dtype=torch.bool)
+    for b, h, r in torch.cartesian_prod(*map(torch.arange, lists.shape[:3])).view(-1, 3).tolist():
+        partial, full, first, _, *entries = lists[b, h, r].tolist()
+        block = found[b, h, 128 * r : 128 * r + 128]
+        assert entries[:partial] == sorted(entries[:partial])
+        assert entries[partial : partial + full] == sorted(entries[partial : partial + full])
+        for number, entry in enumerate(entries[: partial + full]):
+            tile = torch.ones(128, 64, dtype=torch.bool)
+            if number < partial:
+                words = bits[first + number].view(128, 2)
+                tile = torch.stack([(words[:, key // 32] >> key % 32) & 1 for key in range(64)], 1).bool()
+                assert tile.any() and not tile.all()
+            block[:, 64 * entry : 64 * entry + 64] = tile[: block.shape[0], : block.shape[1] - 64 * entry]
+    return found
+
+
+@pytest.mark.parametrize("name", ["strided heads", "prefix"])
+def test_layout_of_lists_and_bits(name):
+    lengths = (200, 330)
+    for mask in (
+        BlockMask.from_mask_mod(MASKS[name], 1, 2, *lengths, device="cpu"),
+        BlockMask.from_torch(create_block_mask(MASKS[name], 1, 2, *lengths, device="cpu")),
+    ):
+        expected = dense(MASKS[name], *lengths, 1, 2)
+        options = mask.options()
+        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in options.values())
+        assert torch.equal(unpacked(options["block_lists"], options["block_bits"], *lengths), expected)
+        assert torch.equal(unpacked(options["block_lists_t"], options["block_bits_t"], *lengths[::-1]), expected.mT)
+        for lists in (options["block_lists"], options["block_lists_t"]):
+            order, work = lists[..., 3], lists[..., :2].sum(-1)
+            assert torch.equal(order.sort(-1).values, torch.arange(order.shape[-1], dtype=torch.int32).expand_as(order))
+            assert (work.gather(-1, order.long()).diff(dim=-1) <= 0).all()  # longest first
+
+
+def test_a_mask_mod_gets_the_batch_entries_and_heads_of_the_problem():
+    # torch counts lists modulo the mask's sizes, but calls the function with the problem's indices
+    blocks = torch.ones(1, 1, 2, 2, dtype=torch.int32)
+    torch_mask = TorchBlockMask.from_kv_blocks(blocks.sum(-1).int(), torch.arange(2).expand(1, 1, 2, 2), mask_mod=MASKS["strided heads"])
+    assert torch.equal(BlockMask.from_torch(torch_mask, 2, 3).dense(), dense(MASKS["strided heads"], 256, 256, 1))
+    assert BlockMask.from_torch(create_block_mask(MASKS["causal"], None, None, 256, 256, device="cpu"), 2, 3).shape[:2] == (1, 1)
+
+
+def test_masks_of_later_releases_have_more_fields():
+    made = create_block_mask(MASKS["causal"], None, None, 300, 300, device="cpu")
+    later = SimpleNamespace(**vars(made), dq_write_order=None, dq_kv_order=None)
+    later.shape = made.shape
+    assert torch.equal(BlockMask.from_torch(later).dense(), dense(MASKS["causal"], 300, 300, 1, 1))
+
+
+def test_the_packed_mask_is_kept_until_something_changes():
+    documents = torch.zeros(256, dtype=torch.int64)
+    torch_mask = create_block_mask(lambda b, h, q, kv: documents[q] == documents[kv], None, None, 256, 256, device="cpu")
+    torch_mask.kv_num_blocks, torch_mask.full_kv_num_blocks = torch_mask.full_kv_num_blocks, torch_mask.kv_num_blocks
+    torch_mask.kv_indices, torch_mask.full_kv_indices = torch_mask.full_kv_indices, torch_mask.kv_indices
+    mask = BlockMask.from_torch(torch_mask)
+    assert BlockMask.from_torch(torch_mask) is mask and mask.dense().all()
+    documents[100:] = 1
+    changed = BlockMask.from_torch(torch_mask)
+    assert changed is not mask and not changed.dense().all()
+    torch_mask.kv_num_blocks.zero_()
+    assert not BlockMask.from_torch(torch_mask).dense().any()
+    kept = weakref.ref(torch_mask)
+    del torch_mask
+    gc.collect()
+    assert kept() is None
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, and finds the largest tensor and those that wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.largest, self.waits = 0, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        self.count += not any(part in name for part in (".view.", "slice", "transpose", "unsqueeze", "select", "expand", "detach", "alias"))
+        self.waits += any(part in name for part in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"))
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        self.largest = max(self.largest, *(r.untyped_storage().nbytes() for r in results if isinstance(r, torch.Tensor)), 0)
+        return result
+
+
+def test_packing_takes_few_launches_and_waits_once():
+    made = create_block_mask(MASKS["causal"], None, None, 2048, 2048, device="cpu")
+    with Operations() as operations:
+        BlockMask.from_torch(made)
+    # one transfer: CPU tensors do not show it as an operation
+    assert operations.waits == 0
+    assert operations.count < 200
+
+
+def test_a_mask_function_is_evaluated_in_parts(monkeypatch):
+    monkeypatch.setattr(packing, "CHUNK", 32)
+    for compact_above in (10, 10**6):
+        monkeypatch.setattr(packing, "COMPACT_ABOVE", compact_above)
+        with Operations() as operations:
+            mask = BlockMask.from_mask_mod(MASKS["prefix"], 1, 1, 1100, 1100, device="cpu")
+        assert operations.largest < 1100 * 1100
+        assert torch.equal(mask.dense(), dense(MASKS["prefix"], 1100, 1100, 1, 1))
+
+
+def test_memory_and_sparsity():
+    random.seed(0)
+    mask = BlockMask.from_mask_mod(MASKS["causal"], None, None, 1024, 1024, device="cpu")
+    # 16 tiles of 1 KB in each direction, and 8 rows of lists
+    assert mask.nbytes == 2 * (16 * 1024 + 8 * 4 * (4 + 16))
+    assert mask.sparsity() == 100 * (1 - 72 / 128)
+    assert mask.to("cpu").options().keys() == {"block_lists", "block_bits", "block_lists_t", "block_bits_t"}
+
+
+def test_wrong_blocks_are_refused():
+    with pytest.raises(ValueError, match="blocks: got torch.int64"):
+        BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="seq_lengths: got"):
+        BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 128, (100, 256))
