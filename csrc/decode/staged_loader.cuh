@@ -21,8 +21,8 @@ struct StagedScales {
 // `group` is the warp's number among the `Groups` warps that have the same tokens; `set` is the number of these tokens' group.
 template <class Layout, int Groups>
 class StagedLoader {
-    // Steps in flight: 1280, 2304 and 2176 bytes a warp at headdims 64, 128 and 256. With 16, 12 or 8 warps an SM this is 41,
-    // 28 and 35 KB in flight; a DRAM latency of 3000 cycles needs 20 KB.
+    // Steps in flight. A warp's step has 1280, 2304 and 2176 bytes at headdims 64, 128 and 256. With 16, 12 or 8 warps an SM these
+    // are 41, 28 and 35 KB in flight; a DRAM latency of 3000 cycles needs 20 KB.
     static constexpr int kSteps = HEADDIM == 128 ? 1 : 2;
     static constexpr int kRowBytes = unit_offset(HEADDIM), kChunkBytes = sizeof(uint4);
     static constexpr int kLanes = kRowBytes / kChunkBytes, kRows = 32 / kLanes;  // lanes that load one row; rows of one load
