@@ -22,18 +22,22 @@ from .score_options import EVERY, asking
 
 #: Kernels of these passes get the problems here.
 PASSES = ("Decode", "DecodeMla", "Prefill", "Append", "Dequantize")
-#: Columns of 16 bytes, by the format of a cache. Kernels read rows of whole multiples in place, and copies of others in q's dtype.
+#: Number of columns in 16 bytes, by cache format. Kernels read a cache in place if its rows are whole multiples of 16 bytes. Of other
+#: caches they read a copy in q's dtype.
 _COLUMNS = {row["name"] if row["is_quantized"] else "": 128 // row["bits"] for row in cache_formats()}
 #: (queries, cached tokens, appended tokens) of each sequence.
 Lengths = tuple[tuple[int, int, int], ...]
-#: What a kernel's variant says of its cache where the cache is not quantized.
+#: Dtype of a cache that is not quantized, by the name that a kernel's variant has for it.
 _UNQUANTIZED = {"float": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def _case(
     lengths: tuple[tuple[int, int, int], ...], headdim: int, headdim_v: int, group: int, cache: str = "float", **options: Any
 ) -> CacheCase:
-    """`group`: query heads of each of the two KV heads, or of the one head of latents. `cache`: its format as a variant names it."""
+    """Returns a problem with two KV heads, or with one head of latents.
+
+    `group`: query heads of each KV head. `cache`: the cache's format, as a variant names it.
+    """
     if options.get("rotary"):
         options["rotary_dim"] = headdim // 4 // 8 * 16
     nheads_k = 1 if options.get("latents") else 2
@@ -98,7 +102,8 @@ def _decode(variant: dict[str, Any]) -> list[CacheCase]:
     d, dv, rows, cache = variant["headdim"], variant["headdim_v"], variant["block_rows"], variant["cache"]
     # some rows of each tile belong to no query; in the second problem a sequence has several tiles
     group, queries = min(rows - 1, 7), max(rows // 8, 1)
-    # fp16's sequences of more rows are prefill's, beside decode; of other caches, other kernels have the whole call then
+    # With more rows than MAX_DECODE_ROWS, an fp16 cache needs a prefill kernel beside the decode kernel, for these sequences. With
+    # another cache, no decode kernel takes part in the call.
     more = queries + 2 if cache == "float" else min(queries + 2, MAX_DECODE_ROWS // group)
     less = _COLUMNS["" if cache in _UNQUANTIZED else cache]
     second: dict[str, Any] = {"page": 0, "packed": True, "window_left": 50}
@@ -126,8 +131,8 @@ def planned(target: Target, problem: CacheCase, variant: dict[str, Any]) -> list
         return []
     p = problem
     if p.latents:
-        # `_plan` has nothing of their headdims. Every kernel of the pass takes them, so the one that is preferred runs; its blocks
-        # share at most this (src/plan/decode.rs has fewer than 8 levels of a merge)
+        # `_plan` has no entry for latents. Every kernel of the pass can compute them, so the preferred one runs. Its scratch memory is
+        # at most this, because the combination in src/plan/decode.rs has fewer than 8 levels.
         places = 2 * target.sms * variant["blocks_per_sm"]
         return [{"name": variant["name"], "partials": places * variant["block_rows"] * (p.columns_v + 2 * 8), "semaphores": places * 8}]
     queries, news = max(q for q, _, _ in p.lengths), max(new for _, _, new in p.lengths)
@@ -136,14 +141,14 @@ def planned(target: Target, problem: CacheCase, variant: dict[str, Any]) -> list
     with target.running(variant):
         plan = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.features), device=target.number))
     plans = plan["cache"]
-    if p.kv_dtype and news:  # (to few rows)
+    if p.kv_dtype and news:  # problems that append have few query rows: a decode kernel computes them
         return [plans["append_quantized"][p.kv_dtype], plans["quantized"][p.kv_dtype]]
     if p.kv_dtype:
         return [plans["quantized"][p.kv_dtype]] if plans["convert"] is None else [plans["convert"], plan["forward"]]
     passes = ["append"] if news else []
-    if p.dtype == torch.bfloat16:  # (likewise, and of few rows)
+    if p.dtype == torch.bfloat16:  # problems in bf16 have few query rows too
         passes.append("bfloat16")
-    else:  # packed, both kernels run, each for the sequences that are its own
+    else:  # with packed queries both kernels run: decode for sequences of few rows, prefill for the others
         passes += ["decode", "prefill"] if p.packed or plans["prefill"] is None else ["prefill"]
     return [plans[name] for name in passes if plans[name]]
 
@@ -176,13 +181,13 @@ def written(inputs: CacheInputs) -> Tensor:
 
 
 def numbers(inputs: CacheInputs, which: str, cache: Tensor) -> Tensor:
-    """Returns a copy of what `cache` stands for, on the CPU; for a quantized one in fp64."""
+    """Returns a copy of a cache's numbers on the CPU. Those of a quantized cache are dequantized to fp64."""
     everywhere: Any = (slice(None), slice(None))
     return inputs.mapped(lambda t: t.cpu()).numbers(which, cache.cpu(), everywhere, 0).clone()
 
 
 def _as_stored(inputs: CacheInputs, which: str, values: Tensor) -> Tensor:
-    """Returns what a cache stands for to which these values were appended."""
+    """Returns appended values as a cache represents them: rounded to its format if it is quantized."""
     c = inputs.case
     if not c.kv_dtype:
         return values
