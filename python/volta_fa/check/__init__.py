@@ -38,15 +38,15 @@ from .performance import Speeds
 from .state import FILE, State, made_on
 from .tune import Tuned
 
-#: Seconds that all of it may take on a GPU, and the share of each part: what one leaves, the next one has. Loading kernels does not
-#: count, because the driver may have to compile them.
+#: Maximum seconds of a check on a GPU, and the shares of them after which the parts "correctness" and "speed" end. A part gets what
+#: earlier parts leave. Loading kernels does not count, because the driver may have to compile them.
 LIMIT = 170.0
 _RIGHT_UNTIL, _FAST_UNTIL = 0.55, 0.85
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for."""
+    """Settings from the command line."""
 
     target: Target
     output: Path
@@ -58,7 +58,7 @@ class Settings:
 
     @property
     def command(self) -> str:
-        """The same again, without a limit."""
+        """Returns the command that repeats the check without a time limit."""
         device = self.target.kind if self.target.kind != "cuda" else str(self.target.device)
         words = ["python", "-m", "volta_fa", "check", "--device", device, "--output", str(self.output)]
         words += ["--seed", str(self.seed)] * (self.seed != 0)
@@ -69,44 +69,44 @@ class Settings:
 
 @dataclass
 class Findings:
-    """All that came out."""
+    """All results of a check."""
 
     settings: Settings
     machine: dict[str, Any] = field(default_factory=dict)
-    trouble: str | None = None  # this torch cannot run on the card
+    trouble: str | None = None  # why this torch cannot run on the GPU
     results: list[KernelResult] = field(default_factory=list)
-    continued: int = 0  # results of an earlier, unfinished check
+    continued: int = 0  # number of results from an earlier, unfinished check
     unreached: list[dict[str, Any]] = field(default_factory=list)  # kernels that time or processes did not suffice for
-    unfit: list[str] = field(default_factory=list)  # that need more shared memory than the card has
+    unfit: list[str] = field(default_factory=list)  # kernels that need more shared memory than the GPU has
     speeds: Speeds = field(default_factory=Speeds)
     tuned: Tuned | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[str]:
-        """Kernels that are wrong."""
+        """Returns the names of wrong kernels."""
         return [v.kernel for v in self.results if v.failures]
 
     @property
     def unchecked(self) -> list[str]:
-        """Kernels without a verdict: time did not suffice, or something else was in the way. Plans still use them."""
+        """Returns the kernels without a result, for lack of time or another reason. Plans still use them."""
         doubtful = [v.kernel for v in self.results if v.inconclusive and not v.failures]
         return [*doubtful, *(v["name"] for v in self.unreached)]
 
     @property
     def wrong(self) -> list[str]:
-        """All that is wrong: kernels, and parts of the check."""
+        """Returns all that is wrong: names of kernels, and of parts of the check."""
         parts = {"torch": self.trouble, "speed": self.speeds.troubles, "tuning": self.tuned and self.tuned.trouble}
         return [*self.failed, *(name for name, trouble in parts.items() if trouble)]
 
     @property
     def outcome(self) -> str:
-        """RIGHT, WRONG or INCOMPLETE."""
+        """Returns RIGHT, WRONG or INCOMPLETE."""
         return WRONG if self.wrong else INCOMPLETE if self.unchecked or not self.results else RIGHT
 
 
 def run_check(settings: Settings) -> Findings:
-    """Check, print, and write the plot and the JSON into the output folder."""
+    """Runs the check, prints its page, and writes plot and JSON into the output folder."""
     target, begin = settings.target, time.monotonic()
     variants = [v for v in wanted(target, info()["variants"]) if fnmatchcase(v["name"], settings.kernels)]
     if not variants:
@@ -144,14 +144,14 @@ def run_check(settings: Settings) -> Findings:
     findings.seconds["all"] = time.monotonic() - begin
     report.show(findings)
     report.write(findings)
-    if state is not None:  # not before: the rest may be interrupted, and these results are kept
+    if state is not None:  # only now: if the later parts are interrupted, these results stay
         state.close(not findings.unchecked)
     report.conclude(findings)
     return findings
 
 
 def _check_kernels(findings: Findings, variants: list[dict[str, Any]], seconds: float, progress: report.Progress) -> State:
-    """Check those that an unfinished check of the same things left, for this time in each process. Returns the file that keeps them."""
+    """Checks the kernels that an unfinished check left, for `seconds` in each process. Returns the file of results."""
     settings, begin = findings.settings, time.monotonic()
     same = {"seed": settings.seed, "quick": settings.quick, "kernels": settings.kernels}
     state = State.open(settings.output / FILE, made_on(settings.target, **same))

@@ -14,10 +14,10 @@ import torch
 
 _THREADS = 256
 _BLOCKS_PER_SM = 8  # as many threads as an SM of Volta holds
-#: Adds of a thread in one launch, by a loop of which each round has eight.
+#: Additions of a thread in one launch. Each iteration of the loop has eight.
 _ROUNDS = 64
 _ADDS_PER_ROUND = 8
-#: Floats that are added to: 1 MiB, which stays in every card's L2, over all its slices.
+#: Floats in the target buffer: 1 MiB, which fits every GPU's L2 and covers all its slices.
 _FLOATS = 2**18
 
 # Every thread adds 1 to eight places a round. A warp's 32 places lie either one after the other, 128 bytes, or as the backward kernels'
@@ -77,19 +77,19 @@ __ADDS__
 
 
 def rates(device: torch.device, sms: int) -> dict[str, float]:
-    """Adds a second, in units of 10^9, to whole lines of 128 bytes and to rows of 32 bytes as the backward kernels make them.
+    """Returns 10^9 additions per second: to whole lines of 128 bytes, and to rows of 32 bytes as in the backward kernels.
 
-    Raises RuntimeError where the driver refuses, or where the sums are wrong."""
+    Raises RuntimeError if the driver refuses the kernel or the sums are wrong."""
     return {"lines": _rate(device, sms, row=8), "rows": _rate(device, sms, row=128)}
 
 
 def _rate(device: torch.device, sms: int, row: int) -> float:
-    """`row`: floats from one row of eight to the next: 8 makes a line of them."""
+    """Returns 10^9 additions per second. `row`: floats between rows of eight floats; with 8 the rows form lines."""
     with torch.cuda.device(device):
         memory = torch.zeros(_FLOATS, device=device)
         launch = _Kernel(_PTX, "volta_fa_atomic_adds")
         blocks = sms * _BLOCKS_PER_SM
-        # a warp's next place is far from its last, and what the warps beside it add to lies beside it
+        # consecutive additions of a warp are far apart; those of neighboring warps are adjacent
         hop = 4 * _FLOATS // _ADDS_PER_ROUND + 4 * 1024
         arguments = (ctypes.c_uint64(memory.data_ptr()), *(ctypes.c_uint32(n) for n in (row, hop, 4 * _FLOATS - 1, _ROUNDS)))
         adds = blocks * _THREADS * _ROUNDS * _ADDS_PER_ROUND
@@ -108,7 +108,7 @@ def _rate(device: torch.device, sms: int, row: int) -> float:
 
 
 class _Kernel:
-    """A kernel of a PTX text, through the driver. Its module stays loaded as long as the process."""
+    """A kernel from PTX text, launched through the driver. Its module stays loaded until the process ends."""
 
     def __init__(self, ptx: str, name: str):
         self._driver = ctypes.CDLL("libcuda.so.1")

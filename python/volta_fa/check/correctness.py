@@ -18,15 +18,15 @@ from .cases import Case
 from .kernels import FORWARD, Target, lacks_memory, problems
 from .problems import Expected, Inputs, WrongReference, expect_backward, expect_forward
 
-#: Outcomes of a check: every kernel was checked and is right, something is wrong, or neither.
+#: Outcomes of a check: all kernels are correct; something is wrong; some kernels are unchecked and nothing is wrong.
 RIGHT, WRONG, INCOMPLETE = "right", "wrong", "incomplete"
 
 
 @dataclass
 class Worst:
-    """The result that came nearest to what is allowed, or went beyond it the most."""
+    """The largest error of a kernel, relative to the allowed error."""
 
-    share: float = 0.0  # error over what is allowed
+    share: float = 0.0  # error / allowed error
     result: str = ""
     kind: str = ""  # largest or rms
     error: float = 0.0
@@ -37,30 +37,30 @@ class Worst:
 
 @dataclass
 class KernelResult:
-    """What is known of a kernel."""
+    """The result of checking one kernel."""
 
     kernel: str
     family: str
     pass_: str
     problems: int = 0
     runs_with: list[str] = field(default_factory=list)
-    #: what the kernel did wrong
+    #: what the kernel did wrong, one line each
     failures: list[str] = field(default_factory=list)
-    #: why a problem could not be checked, which is not its fault
+    #: why problems could not be checked, for reasons that are no failure of the kernel
     inconclusive: list[str] = field(default_factory=list)
     worst: Worst = field(default_factory=Worst)
-    poisoned: bool = True  # its results' memory was full of NaN each time
+    poisoned: bool = True  # whether memory was filled with NaN before each call
     note: str = ""
-    load_seconds: float = 0.0  # of the kernels of its problems, by the driver
+    load_seconds: float = 0.0  # seconds in which the driver loaded or compiled its kernels
     check_seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether all was checked and nothing was wrong."""
+        """Returns True if all problems were checked and correct."""
         return not self.failures and not self.inconclusive
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it: infinite errors as text."""
+        """Returns data for JSON, with infinite errors as text."""
         data = asdict(self)
         data["pass"] = data.pop("pass_")
         for name in ("share", "error"):
@@ -76,7 +76,7 @@ class KernelResult:
         return cls(**fields, pass_=data["pass"], worst=Worst(**worst))
 
 
-#: Backward's results that each kind of kernel computes; those of the rest of its pass do not speak against it.
+#: Gradients that each kind of backward kernel computes. Errors in other gradients are no failure of it.
 _OF_PASS = {
     "BackwardDkDv": ("dk", "dv", "dattn_bias"),
     "BackwardDq": ("dq",),
@@ -85,7 +85,7 @@ _OF_PASS = {
 
 
 class DeviceLost(Exception):
-    """A kernel took the CUDA context with it: this process can launch no other. Has the result so far."""
+    """A kernel destroyed the CUDA context, so this process can launch no other kernel. Holds the result so far."""
 
     def __init__(self, result: KernelResult):
         super().__init__(result.kernel)
@@ -93,8 +93,8 @@ class DeviceLost(Exception):
 
 
 def load_kernel(target: Target, variant: dict[str, Any], quick: bool) -> None:
-    """Load the kernel and those that its problems run with: the driver may have to compile them. What goes wrong here goes wrong in the
-    check too, which says so."""
+    """Loads the kernel and the kernels that run with it, which the driver may have to compile. Ignores errors: the check meets them
+    again, and reports them."""
     if target.kind != "cuda":
         return
     with contextlib.suppress(Exception):
@@ -118,8 +118,10 @@ def _planned(target: Target, problem: Case | CacheCase, variant: dict[str, Any])
 
 
 def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool = False) -> KernelResult:
-    """Run the kernel's problems. What fails is put down, whatever it is, and the next problem follows; but where the device is lost,
-    nothing more can follow in this process, which DeviceLost says."""
+    """Runs the kernel's problems, and records each failure in the result.
+
+    Raises DeviceLost if the CUDA context is destroyed.
+    """
     result = KernelResult(variant["name"], variant["family"], variant["pass"])
     if variant["pass"] == "Merge":
         _guarded(result, target, "merging two states", seed, lambda: _check_merge(result, target, seed))
@@ -193,7 +195,7 @@ def _check_problem(result: KernelResult, target: Target, variant: dict[str, Any]
     rng_state = torch.tensor([seed, 7], device=target.device)
     forward = expect_forward(inputs, rng_state)
     expected = expect_backward(inputs, forward, rng_state)
-    # exact results of the forward pass, rounded: its kernels' errors are not these kernels'
+    # exact results of the forward pass, rounded, so that errors of forward kernels do not count
     out, lse = forward.values["out"].to(inputs.q.dtype).to(target.device), forward.values["softmax_lse"].to(target.device)
     runs = _twice(result, target, variant, inputs, lambda: inputs.gradients(out, lse, rng_state))
     unordered = () if problem.deterministic else ("dq", "dattn_bias")  # summed by atomics
@@ -223,13 +225,15 @@ def _twice(result: KernelResult, target: Target, variant: dict[str, Any], inputs
 
 
 def poison(target: Target, inputs: AnyInputs) -> bool:
-    """Leave NaN in the memory that the caching allocator hands out next: results, row statistics, dq's accumulator in fp32. An element
-    that no kernel writes is one then. (The simulator does so by itself, and the CPU backend's memory is ATen's.) Returns whether such
-    memory is what comes next."""
+    """Fills the memory that the caching allocator hands out next with NaN, so that elements that no kernel writes are NaN.
+
+    This covers results, row statistics and dq's accumulator. The simulator fills memory by itself. On the CPU, ATen writes all results.
+    Returns True if the next allocation has such memory.
+    """
     if target.kind != "cuda":
         return True
     rows = inputs.q.numel() // max(inputs.q.shape[-1], 1)
-    # of every result, twice; of row statistics, in fp32; of the accumulator, rounded up to tiles; of what a decode kernel's blocks share
+    # bytes: every result twice, row statistics in fp32, the accumulator rounded up to tiles, partial results of decode blocks
     sizes = [t.nbytes for t in inputs.given for _ in range(2)] + [4 * rows, 16 * rows, 4 * inputs.q.numel(), 8 * inputs.q.numel()]
     sizes.append(inputs.scratch_bytes)
     # all bits set are NaN in every floating-point type
@@ -272,7 +276,7 @@ def _put_down(result: KernelResult, inputs: AnyInputs, seed: int, name: str, kin
 
 
 def _check_merge(result: KernelResult, target: Target, seed: int) -> None:
-    """Merged states have no eager counterpart that rounds: a result may be two units in the last place off."""
+    """Checks the merge kernel. Results may differ from the exact ones by two units in the last place, as no eager result exists."""
     generator = torch.Generator().manual_seed(seed)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         states: list[Tensor] = []
@@ -302,9 +306,11 @@ def _check_merge(result: KernelResult, target: Target, seed: int) -> None:
 
 
 def share_blame(results: Sequence[KernelResult]) -> None:
-    """Kernels that prepare and finish a backward pass take part in many, so a wrong result may be theirs or the main kernel's. What one
-    of those passes with is right: then the failures about it are struck out. What none passes with is wrong: then those about the
-    others are, as far as they are about what it computes."""
+    """Decides whether a helper (preprocess or postprocess) or a main kernel caused the wrong gradients of a backward pass.
+
+    A helper that passes with one main kernel is correct, so its failures with others are removed. If several main kernels fail
+    with a helper and none passes, the helper is wrong. Then the main kernels' failures about the gradients that it computes are removed.
+    """
     for helper in results:
         if helper.pass_ not in _HELPERS or not helper.failures:
             continue
@@ -319,7 +325,7 @@ def share_blame(results: Sequence[KernelResult]) -> None:
                     _absolve(result, f"not judged: {helper.kernel} failed")
 
 
-#: What of a failure says that it may be a helper's: the result's name.
+#: Prefixes of failures that a helper may have caused: the gradients that depend on it.
 _HELPERS = {"BackwardPreprocess": ("dq: ", "dk: ", "dv: ", "dattn_bias: ", "dsinks: "), "BackwardPostprocess": ("dq: ",)}
 
 

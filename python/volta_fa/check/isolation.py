@@ -23,16 +23,16 @@ import torch
 from .correctness import DeviceLost, KernelResult, check_kernel, load_kernel
 from .kernels import Target
 
-#: Seconds that a process may take for a step: import torch and start CUDA, load a kernel, check it. A check takes less than one.
+#: Maximum seconds for a step of a process: import torch and start CUDA, load a kernel, check it. A check takes less than one second.
 TIMEOUTS = {"start": 120.0, "load": 300.0, "check": 30.0}
-#: A kernel whose process was lost gets a second trial, alone and with these times as long: another kernel or another program may be
+#: Factor on these limits in a second trial. A kernel whose process was lost gets one, alone, because another kernel or program may be
 #: the reason.
 SECOND_TRIAL = 2.0
 #: Seconds for all second trials, without loading.
 SECOND_TRIALS = 90.0
 #: After this number of lost processes, the cause is not a single kernel.
 MAX_LOST_PROCESSES = 5
-#: Processes at a time. Each has a CUDA context, and some tensors.
+#: Maximum number of concurrent processes. Each has a CUDA context and tensors.
 MAX_PROCESSES, BYTES_PER_PROCESS = 16, 2**30
 
 Load = Callable[[Target, dict[str, Any], bool], None]
@@ -60,10 +60,10 @@ def check_isolated(
     check: Check = check_kernel,
     load: Load = load_kernel,
 ) -> Iterator[KernelResult]:
-    """Yields kernels' results as they come; none for kernels that time or processes did not suffice for.
+    """Yields kernels' results in the order in which they finish; none for kernels that time or processes did not suffice for.
 
-    `seconds` limits the time that each process spends on checks. Kernels that lost their process get a second trial after that, in at most
-    SECOND_TRIALS seconds. A kernel without one is inconclusive, and says how it failed."""
+    `seconds` limits the time that each process spends on checks. Then kernels that lost their process get a second trial, all in at most
+    SECOND_TRIALS seconds. The result of a kernel without a second trial is inconclusive and has the first failure."""
     arguments = (target, seed, quick, check, load)
     suspects = deque[tuple[dict[str, Any], KernelResult]]()
     for variant, result, lost in _run(variants, arguments, seconds, at_a_time, 1.0):
@@ -83,20 +83,20 @@ def check_isolated(
                 result.inconclusive += first.failures
             left -= time.monotonic() - began - result.load_seconds
             yield result
-        if in_vain:  # the others would not fare better
+        if in_vain:  # another trial would fail in the same way
             break
     for _, first in suspects:
         first.inconclusive, first.failures = [f"no second trial: {failure}" for failure in first.failures], []
         yield first
 
 
-# CUDA does not survive a fork of this process. The server has no CUDA, and imports torch once for all.
+# A fork of this process cannot use CUDA. The fork server has no CUDA context, and imports torch once for all processes.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__])
 
 
 class _Lost(Exception):
-    """A subprocess died, or does not answer."""
+    """A subprocess ended or does not answer."""
 
 
 class _Worker:
@@ -129,14 +129,14 @@ class _Worker:
         return max(0.0, self._limit - self.seconds)
 
     def take(self, variant: dict[str, Any]) -> None:
-        """Begins with another kernel."""
+        """Sends the next kernel to the process, which loads it."""
         self.variant = variant
         self._enter("load")
-        with contextlib.suppress(OSError):  # the answer will say that it died
+        with contextlib.suppress(OSError):  # answer() reports the end of the process
             self.connection.send(variant)
 
     def check(self) -> None:
-        """Goes on from loading to checking, as the process does by itself."""
+        """Notes that the process has loaded the kernel and now checks it."""
         self.load_seconds = self.seconds
         self._enter("check")
 
@@ -155,7 +155,7 @@ class _Worker:
         raise _Lost(f"{what} within {self._limit:.0f} s")
 
     def result(self, failures: Sequence[str] = (), inconclusive: Sequence[str] = ()) -> KernelResult:
-        """Returns the result of a kernel that the process has none of."""
+        """Returns a result for a kernel whose process gave none."""
         name, family, pass_ = (self.variant[key] for key in ("name", "family", "pass"))
         return KernelResult(name, family, pass_, problems=1, failures=list(failures), inconclusive=list(inconclusive))
 
@@ -178,7 +178,7 @@ def _run(
         return bool(queue) and checked_seconds < seconds and lost < MAX_LOST_PROCESSES
 
     def start(checked_seconds: float = 0.0) -> None:
-        """Starts a process, which goes on with the time that a lost one left."""
+        """Starts a process. It gets the rest of a lost process's time."""
         if goes_on(checked_seconds):
             workers.append(_Worker(patience, threads, *arguments))
             workers[-1].checked_seconds = checked_seconds
@@ -203,7 +203,7 @@ def _run(
                         lost += 1
                         yield variant, worker.result(failures=[str(error)]), True
                         start(worker.checked_seconds)
-                    elif not workers and queue:  # which is no kernel's fault
+                    elif not workers and queue:  # no kernel caused this
                         worker.variant = queue.popleft()
                         yield worker.variant, worker.result(inconclusive=[str(error)]), False
                     continue
@@ -230,9 +230,9 @@ def _run(
 
 
 def _work(connection: Connection, threads: int, target: Target, seed: int, quick: bool, check: Check, load: Load) -> None:
-    """The other process."""
+    """Main function of a subprocess: loads and checks the kernels that arrive on the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
-    # autograd's thread has no context before its first GEMM: PyTorch makes it, and says so
+    # autograd's thread has no CUDA context before its first GEMM, for which PyTorch warns
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     torch.set_num_threads(threads)
     target.make_current()

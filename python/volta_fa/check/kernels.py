@@ -24,7 +24,7 @@ SIMULATED_GPU_VARIABLE = "VOLTA_FA_SIM_GPU"
 
 @contextmanager
 def environment(**variables: str | None) -> Iterator[None]:
-    """Set or remove variables for a while: the library reads them at each call."""
+    """Sets or removes environment variables within the block. The library reads them at each call."""
     before = {name: os.environ.get(name) for name in variables}
     _update(variables)
     try:
@@ -41,44 +41,44 @@ def _update(variables: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-#: What libraries say that raise plain RuntimeErrors. Another program may hold the memory.
+#: Texts of RuntimeErrors by which libraries report a lack of memory. Another program may hold the memory.
 _NO_MEMORY = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Returns whether an error is about memory, which is not a kernel's fault."""
+    """Returns True for an error about memory. Such an error is no failure of a kernel."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is checked: a GPU, the simulated V100, or the CPU backend."""
+    """The device to check: a GPU, the simulated V100, or the CPU backend."""
 
     kind: str  # "cuda", "simulator" or "cpu"
     device: torch.device
     capability: tuple[int, int] = (7, 0)
     sms: int = 80
-    shared_bytes: int = 96 * 1024  # that a block may have
+    shared_bytes: int = 96 * 1024  # shared memory of a block, at most
 
     @classmethod
     def of(cls, name: str) -> Target:
-        """From `cuda:N`, `simulator` or `cpu`."""
+        """Returns the target of a name: `cuda:N`, `simulator` or `cpu`."""
         if name in ("cpu", "simulator"):
             return cls(name, torch.device("cpu"))
         device = torch.device(name)
         facts = torch.cuda.get_device_properties(device)
-        # (without a type in PyTorch's own stubs)
+        # PyTorch's stubs have no type for it
         shared_bytes: int = getattr(facts, "shared_memory_per_block_optin", cls.shared_bytes)
         return cls("cuda", device, (facts.major, facts.minor), facts.multi_processor_count, shared_bytes)
 
     @property
     def has_kernels(self) -> bool:
-        """Whether there are kernels at all."""
+        """Returns True if kernels run on this target: False for the CPU backend."""
         return self.kind != "cpu"
 
     @property
     def families(self) -> list[dict[str, Any]]:
-        """Name, and whether as machine code, of the families that it runs, in the order of preference."""
+        """Returns name and form of code (`native`: machine code) of the families that the target runs, preferred first."""
         if not self.has_kernels:
             return []
         found: list[dict[str, Any]] = json.loads(torch.ops.volta_fa._families(*self.capability))
@@ -86,15 +86,20 @@ class Target:
 
     @property
     def number(self) -> int:
-        """As `_plan` and `_tuning` count devices."""
+        """Returns the device number that `_plan` and `_tuning` take; -1 is the simulator."""
         if self.kind != "cuda":
             return -1
         return torch.cuda.current_device() if self.device.index is None else self.device.index
 
     @contextmanager
     def running(self, variant: dict[str, Any] | None = None, failed: Sequence[str] = (), without_atomics: bool = False) -> Iterator[None]:
-        """Calls of the op run here, on this kernel where it holds the problem, and on none that failed; gradients, if asked for, without
-        atomics. Tuning files have no say."""
+        """Runs calls of the operators within the block on this target, without tuning files.
+
+        Args:
+            variant: the preferred kernel, which runs if it is applicable.
+            failed: names of kernels that must not run.
+            without_atomics: computes gradients without atomics.
+        """
         choices = [] if variant is None or variant["family"] == "cpu" else [{"pass": variant["pass"], "variant": variant["name"]}]
         choices += [{"pass": "Backward", "deterministic": True}] * without_atomics
         simulate = "1" if self.kind == "simulator" else None
@@ -106,17 +111,17 @@ class Target:
             torch.ops.volta_fa._set_tuning("")
 
     def make_current(self) -> None:
-        """CUDA events and the driver's launches are of the current device."""
+        """Makes the target torch's current device, which CUDA events and the driver's launches use."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def synchronize(self) -> None:
-        """Wait for the device; an error of a kernel shows up here at the latest."""
+        """Waits for the device. Raises the error of a kernel that failed."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def planned(self, problem: Case, variant: dict[str, Any]) -> list[str]:
-        """Names of the kernels of the problem's pass, this one being preferred; none on the CPU."""
+        """Returns the kernels that run for the problem if `variant` is preferred; none on the CPU."""
         p = problem
         if not self.has_kernels:
             return []
@@ -131,7 +136,7 @@ class Target:
 
 
 def wanted(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that this device can run; on the CPU the backend's dtypes stand for kernels."""
+    """Returns the variants that the target can run. On the CPU, one for each pass and dtype."""
     if not target.has_kernels:
         return [
             {"name": f"cpu_{kind}_{str(dtype).removeprefix('torch.')}", "family": "cpu", "pass": kind, "dtype": dtype}
@@ -142,7 +147,7 @@ def wanted(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str,
 
 
 def of_families(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the families that this device runs, the preferred family's first; some may need more shared memory than it has."""
+    """Returns the variants of the target's families, preferred family first. Some may need more shared memory than it has."""
     return [v for family in target.families for v in variants if v["family"] == family["name"]]
 
 
@@ -153,7 +158,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
     else:
         d, dv, features, dtype = variant["headdim"], variant["headdim_v"], set(variant["needs"]), torch.float16
     if variant["pass"] in ("BackwardPreprocess", "BackwardPostprocess"):
-        d = dv = 64  # they take any headdim
+        d = dv = 64  # these kernels take any headdim
     # a block of these kernels has all keys of its heads
     most_keys = variant["block_rows"] - 3 if variant["pass"] == "BackwardFused" else None
     required = set(variant.get("requires", ()))
@@ -161,7 +166,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
     asked["deterministic"] = variant["pass"] in ("BackwardDkDv", "BackwardDq")
 
     def case(seqlen_q: int, seqlen_k: int, less: int = 0, packed: bool = False, used: bool = False, batch: int = 1, **options: Any) -> Case:
-        """`packed`: beside the sequence of these lengths an empty one and a short one. `used`: fewer keys in each entry."""
+        """Returns a problem. `packed`: adds an empty and a short sequence. `used`: each batch entry uses fewer keys (seqused_k)."""
         keys = seqlen_k if most_keys is None else min(seqlen_k - 3, most_keys)
         return Case(
             seqlen_q,

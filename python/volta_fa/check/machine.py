@@ -14,7 +14,7 @@ from .. import diagnostics
 from ..inspection import info
 from .kernels import Target
 
-#: nvidia-smi's fields, and what they are called here.
+#: Names in the report of nvidia-smi's fields.
 _FIELDS = {
     "driver_version": "driver",
     "vbios_version": "vbios",
@@ -34,7 +34,7 @@ _FIELDS = {
 
 
 def describe(target: Target) -> dict[str, Any]:
-    """Everything about the machine, as plain data."""
+    """Returns the machine's description as data for JSON."""
     build = info()
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -44,7 +44,7 @@ def describe(target: Target) -> dict[str, Any]:
         "torch_architectures": torch.cuda.get_arch_list(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "families": target.families,
-        # (without its path, which has the user's name in it)
+        # without its path, which may contain the user's name
         "tuning": [{name: value for name, value in tuning.items() if name != "path"} for tuning in build["tuning"]],
     }
     if target.kind == "cpu" and torch.cuda.device_count() == 0:
@@ -71,14 +71,14 @@ def _why_no_gpu() -> str:
 
 
 def query(device: torch.device) -> dict[str, Any]:
-    """What nvidia-smi knows of the card right now; {"nvidia_smi": why not} where it says nothing."""
+    """Returns nvidia-smi's current values for the GPU, or {"nvidia_smi": reason} if it gives none."""
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    # CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER number devices in their own ways
+    # by UUID, because CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER change device numbers
     return ask(f"GPU-{uuid}" if uuid and not uuid.startswith("GPU-") else uuid or str(device.index or 0))
 
 
 def ask(which: str) -> dict[str, Any]:
-    """The same of a card as nvidia-smi names it."""
+    """Returns the same for a GPU by UUID or number, as nvidia-smi's -i takes it."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits", "-i", which]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -101,8 +101,10 @@ def _number(text: str) -> float | str | None:
 
 
 def torch_trouble(target: Target) -> str | None:
-    """Why this torch cannot compute on the card, and what to do; None where it can. Tried, since its list of architectures does not
-    tell what the driver makes of PTX."""
+    """Returns why this torch cannot compute on the GPU, with the remedy; None if it can.
+
+    Runs an operation, because torch's list of architectures does not show whether the driver can compile torch's PTX.
+    """
     if target.kind != "cuda":
         return None
     try:
@@ -117,7 +119,7 @@ def torch_trouble(target: Target) -> str | None:
 
 
 def remedy(sm: str) -> str:
-    """Which torch to install for a card that this one leaves out."""
+    """Returns which torch to install for a GPU that the installed torch does not support."""
     if sm not in ("sm_70", "sm_72"):
         return "Install a torch whose torch.cuda.get_arch_list() has it."
     return (

@@ -20,14 +20,14 @@ FILE = "volta_fa-check.unfinished"
 
 
 def made_on(target: Target, **settings: Any) -> dict[str, Any]:
-    """Returns what results hold for: build, GPU, driver, torch, and the settings that change them."""
+    """Returns the conditions of results: build, GPU, driver, torch, and the settings that change results."""
     library = hashlib.sha256()
     for path in (library_path(), library_path().parent.parent / "libvolta_fa_core.so"):
         library.update(path.read_bytes())
     gpu, driver = target.kind, None
     if target.kind == "cuda":
         card = torch.cuda.get_device_properties(target.device)
-        # two cards of one machine have one name
+        # two GPUs of one machine have the same name
         number = hashlib.sha256(str(getattr(card, "uuid", target.number)).encode()).hexdigest()[:8]
         gpu, driver = f"{card.name} ({number})", diagnostics.driver_version()
     return {"library": library.hexdigest()[:16], "gpu": gpu, "driver": driver, "torch": torch.__version__, **settings}
@@ -35,7 +35,7 @@ def made_on(target: Target, **settings: Any) -> dict[str, Any]:
 
 @dataclass
 class State:
-    """A file: a line for what its results hold for, and one for each kernel's result."""
+    """A file of results: one line for their conditions, then one line per kernel."""
 
     path: Path
     made_on: dict[str, Any]
@@ -44,14 +44,14 @@ class State:
 
     @classmethod
     def open(cls, path: Path, made_on: dict[str, Any]) -> State:
-        """Read the file. One that is damaged, or of something else, is begun anew, with a note.
+        """Reads the file. Starts a new one, with a note, if it is damaged or has other conditions.
 
-        Raises CommandError where no file can be written.
+        Raises CommandError if the file cannot be written.
         """
         state = cls(path, made_on, [])
         try:
             text = path.read_text()
-            whole = text[: text.rfind("\n") + 1]  # the rest is a line that was cut off
+            whole = text[: text.rfind("\n") + 1]  # a line without an end was cut off
             first, *lines = [json.loads(line) for line in whole.splitlines()]
             different = [name for name in made_on if first[name] != made_on[name]]
             if different:
@@ -73,12 +73,12 @@ class State:
         return state
 
     def add(self, result: KernelResult) -> None:
-        """Keep what is certain: a kernel that could not be checked is tried again."""
+        """Appends a conclusive result. The next run checks inconclusive kernels again."""
         if not result.inconclusive:
             with self.path.open("a") as file:
                 file.write(json.dumps(result.data(), allow_nan=False) + "\n")
 
     def close(self, is_finished: bool) -> None:
-        """The next check of a finished one begins anew."""
+        """Deletes the file of a finished check, so that the next check starts over."""
         if is_finished:
             self.path.unlink(missing_ok=True)

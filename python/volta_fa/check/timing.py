@@ -12,8 +12,10 @@ Work = Callable[[], object]
 
 
 def median_ms(work: Work, device: torch.device, limit: float, most: int = 20, calls: int = 1) -> float:
-    """Median time of a call, of up to `most` runs of `calls` each that take about `limit` seconds together, after one to warm up; of that
-    one alone, if it takes longer than the limit."""
+    """Returns the median time of a call in ms, over up to `most` runs of `calls` calls each.
+
+    The runs take about `limit` seconds together, after one to warm up. If that one takes longer than the limit, it alone counts.
+    """
     _run(work, device, 1)  # loads code, fills the allocator's cache
     first = _run(work, device, calls)
     runs = min(most, int(limit / max(first / 1e3, 1e-6)))

@@ -23,10 +23,10 @@ from .correctness import KernelResult
 from .kernels import Target
 from .timing import Work, median_ms
 
-#: By so much another choice must be faster, in each of the rounds. Repeated medians of one kernel differ by less.
+#: Share by which another choice must be faster in every round. Repeated medians of one kernel differ by less.
 MARGIN = 0.05
 _ROUNDS = 3
-#: Seconds of a figure, and calls between two events: a launch costs the CPU about 10 us, which must not be what is measured.
+#: Seconds per figure, and calls between two events. A launch costs the CPU about 10 us, and several calls hide this.
 _OF_A_FIGURE, _CALLS = 0.01, 8
 #: As src/tuning.rs has it.
 MOST_CHOICES = 256
@@ -39,19 +39,19 @@ _FORWARD_HEADS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass
 class Tuned:
-    """What was found and written."""
+    """Result of tuning: the choices and failed kernels in the file, or why there is none."""
 
     path: str | None = None
     choices: list[dict[str, Any]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    #: classes that were measured, and those for which time did not suffice
+    #: number of classes measured, and of those left out for lack of time
     measured: int = 0
     left_out: int = 0
     trouble: str = ""
 
     @property
     def summary(self) -> str:
-        """For the page."""
+        """Returns the lines for the printed page."""
         if self.trouble:
             return f"\n[red]Tune: {self.trouble}[/red]"
         parts = [f"\nTune: of {self.measured} classes of shapes, another choice is more than {MARGIN:.0%} faster for {len(self.choices)}"]
@@ -65,7 +65,7 @@ class Tuned:
         return " ".join(parts).replace(" ;", ";") + f"\nwritten to {self.path}"
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Returns data for JSON."""
         return {
             "path": self.path,
             "margin": MARGIN,
@@ -79,7 +79,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Class:
-    """Shapes that are taken to be alike, and the one of them that is measured."""
+    """A class of shapes that get the same choice, and the shape that is measured for it."""
 
     pass_: str
     headdim: int
@@ -94,8 +94,10 @@ class Class:
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """As a tuning's choice has them: half way, in powers of two, to the shapes beside it. More rows than were measured only matter
-        to the forward pass, where they decide which blocks fill the card."""
+        """Returns the bounds of the class in a tuning file: the geometric means with the neighboring shapes.
+
+        Only forward classes bound the rows from above, because the number of rows decides which blocks fill the GPU.
+        """
         half = math.sqrt(2)
         seqlens = [math.ceil(self.seqlen / half), math.floor(self.seqlen * half)]
         rows = self.seqlen * self.nheads
@@ -115,7 +117,7 @@ class Class:
 
 @dataclass(frozen=True)
 class Alternative:
-    """What a class may get: kernels to force, and what a tuning says for it."""
+    """An alternative for a class: the kernels to force, and the entry in a tuning file."""
 
     takes: dict[str, Any]
     variant: dict[str, Any] | None = None
@@ -123,12 +125,12 @@ class Alternative:
 
 
 def steps(target: Target) -> int:
-    """Of `tune`."""
+    """Returns the number of steps of `tune`, for a progress bar."""
     return len(classes(target, info()["variants"], ()))
 
 
 def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence[str]) -> list[tuple[Class, list[Alternative]]]:
-    """All that are measured, each with what it may get; those that take longer at the end."""
+    """Returns all classes to measure with their alternatives, the longest last."""
     families = [family["name"] for family in target.families]
     plain = [v for v in variants if v["family"] in families and not v["needs"] and v["name"] not in failed]
     plain = [v for v in plain if v["shared_bytes"] <= target.shared_bytes]
@@ -141,7 +143,7 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
             if len(blocks) < 2:
                 continue
             kernels = [Alternative({"variant": v["name"]}, v) for v in blocks]
-            # the same tiles on another grid, which a choice of the usual one does without
+            # the same tiles on a stream-K grid: choosing the usual variant excludes that grid
             shares = (
                 v
                 for v in plain
@@ -158,12 +160,12 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
 
 
 def tune(target: Target, results: Sequence[KernelResult], deadline: float, advance: Callable[[str], None]) -> Tuned:
-    """Measure until `deadline`, and write the card's file."""
+    """Measures until `deadline`, and writes the GPU's tuning file."""
     about = json.loads(torch.ops.volta_fa._tuning(target.number))
     if about["outcome"] == "off":
-        # what failed before would be forgotten
+        # a new file would lose the kernels that failed before
         return Tuned(trouble="VOLTA_FA_TUNING=0 says that no tuning is read, so none is written")
-    # what failed once on this card stays out, whatever it did this time
+    # a kernel that failed once on this GPU stays excluded
     tuned = Tuned(about["path"], failed=sorted({*about["failed"], *(v.kernel for v in results if v.failures)}))
     for class_, alternatives in classes(target, info()["variants"], tuned.failed):
         advance(str(class_))
@@ -194,7 +196,7 @@ def tune(target: Target, results: Sequence[KernelResult], deadline: float, advan
 
 
 def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], failed: Sequence[str]) -> dict[str, Any] | None:
-    """A tuning's choice, where something else than the plan's own is clearly faster. Kernels that failed do not run."""
+    """Returns a choice for the tuning file if an alternative is clearly faster than the plan's, else None. Runs no failed kernel."""
     own = _own(target, class_, alternatives, failed)
     if own is None:
         return None
@@ -219,7 +221,7 @@ def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], 
 
 
 def _own(target: Target, class_: Class, alternatives: Sequence[Alternative], failed: Sequence[str]) -> int | None:
-    """Which of them the plan takes by itself; None: another."""
+    """Returns the index of the alternative that the plan takes without a tuning; None if it takes another."""
     shape = (1, class_.seqlen, class_.seqlen, class_.nheads, class_.nheads, class_.headdim, class_.headdim, class_.causal)
     with target.running(failed=failed):
         planned = json.loads(torch.ops.volta_fa._plan(*shape, device=target.number))

@@ -64,7 +64,7 @@ def _seconds(text: str) -> float:
 
 
 def _choose(name: str) -> str:
-    """`cuda:N`, `cpu` or `simulator`. That a torch which has no code for the card stays out is the check's to say."""
+    """Returns `cuda:N`, `cpu` or `simulator`. A GPU for which torch has no code passes: the check reports it."""
     count = torch.cuda.device_count()
     # a GPU that torch cannot see must not count as checked
     hidden = diagnostics.problems() if not count and (name == "auto" or name.startswith("cuda")) else []
