@@ -2,8 +2,8 @@
 // paged forward, append and dequantize.
 //
 // Lengths and page numbers come from GPU memory, unvalidated. A sequence with impossible lengths is not valid(): it has no keys
-// and a NaN output, but keeps its queries, so that kernels write that NaN. (Only if cu_seqlens_q itself is wrong has it no
-// queries.) has_page() tests page numbers. So no kernel touches memory outside the tensors.
+// and a NaN output, but keeps its queries, so that kernels write that NaN. (If cu_seqlens_q itself is wrong, it has no queries
+// either.) has_page() tests page numbers. So no kernel touches memory outside the tensors.
 //
 // Tokens of a sequence are counted from its first, which is row k_offset() of its entry or of its pages (leftpad_k).
 #pragma once
@@ -46,8 +46,9 @@ public:
     __device__ __forceinline__ int seqlen_k() const { return seqlen_k_cache_ + seqlen_knew_; }
     // Tokens before this call appends.
     __device__ __forceinline__ int seqlen_k_cache() const { return seqlen_k_cache_; }
-    // Tokens that this call appends, and where they begin in packed k and v.
+    // Tokens that this call appends.
     __device__ __forceinline__ int seqlen_knew() const { return seqlen_knew_; }
+    // Row of packed k and v where these begin.
     __device__ __forceinline__ int knew_offset() const { return knew_offset_; }
     // First row of q, from the batch entry's first.
     __device__ __forceinline__ int q_offset() const { return q_offset_; }
@@ -68,8 +69,8 @@ public:
     }
 };
 
-// Number in the cache of the sequence's page i, which has tokens from cache.rows * i on. For a dense cache its entry, whatever
-// i.
+// Returns the number, in the cache, of the sequence's page i, which has its rows from cache.rows * i on (row 0 is not token 0 where
+// there is a k_offset()). For a dense cache returns its entry, whatever i.
 __device__ __forceinline__ int page_of(const Cache& cache, int batch, int i) {
     if (!cache.block_table) return CacheSeqlenInfo::entry(cache, batch);
     return load_length(cache.block_table + batch * cache.block_table_stride + i);

@@ -65,15 +65,19 @@ struct Philox {
     }
 };
 
-// Decides from random numbers which probabilities are kept.
+// Decides from random numbers which probabilities are kept. The host sets both words (Rule in src/ops/dropout.rs):
+//
+//   threshold   a 15-bit number in both halves, compared as fp16
+//   inverted    0 if numbers from the threshold on keep their probability (dropout_p up to 0.5); all bits set if numbers below
+//               it do. So the threshold is at most 0x4000, which is no fp16 NaN
 struct DropoutRule {
     unsigned threshold, inverted;
 
     __device__ __forceinline__ explicit DropoutRule(const ScoreOptions& o)
         : threshold(o.dropout_threshold), inverted(o.dropout_inverted) {}
 
-    // Returns 0xffff in each half that is not below the threshold. Halves without their sign are ordered as 15-bit integers
-    // are. Those that would be NaN are not below any threshold.
+    // Returns 0xffff in each half that is not below the threshold. Without their sign, fp16 numbers have the order of their bits
+    // as integers. The comparison is true for NaN too (geu), whose bits are above every threshold.
     __device__ __forceinline__ unsigned not_below(unsigned numbers) const {
         unsigned halves;
         asm("{.reg .b32 x; abs.f16x2 x, %1; set.geu.u32.f16x2 %0, x, %2;}" : "=r"(halves) : "r"(numbers), "r"(threshold));
@@ -89,5 +93,5 @@ struct DropoutRule {
 };
 // Bit of row r (0: the call's `row`, 1: row + 4) and column c of the four.
 __device__ __forceinline__ constexpr int kept_bit(int r, int c) { return 2 * r + c % 2 + 16 * (c / 2); }
-// The four bits of row 0.
+// The four bits of row 0; those of row 1 are two bits higher.
 constexpr unsigned kBitsOfRow = 1u << kept_bit(0, 0) | 1u << kept_bit(0, 1) | 1u << kept_bit(0, 2) | 1u << kept_bit(0, 3);

@@ -20,7 +20,7 @@ pub enum Kind {
     Tensor,
     /// an optional tensor that may need a gradient
     Differentiable,
-    /// an optional tensor that an overload which writes into its arguments may write into
+    /// an optional tensor that overloads which change their arguments in place may write
     Written,
     /// an int or None, perhaps symbolic
     OptionalInt,
@@ -41,7 +41,7 @@ pub struct Row {
     pub name: &'static str,
     /// its type in the schema
     pub kind: Kind,
-    /// as Rust writes it
+    /// as a Rust expression
     pub default: &'static str,
 }
 
@@ -327,7 +327,7 @@ impl<T> Options<T> {
         [("k_scale", &self.k_scale), ("v_scale", &self.v_scale), ("k_zero_point", &self.k_zero_point), ("v_zero_point", &self.v_zero_point)]
     }
 
-    /// Returns what says how scores become probabilities, without what says where the keys are. `share` returns a handle of a tensor.
+    /// Returns the options of scores and probabilities, without lengths and cache. `share` returns another handle of a tensor.
     pub fn of_scores(&self, share: impl Fn(&T) -> T) -> Self {
         let &Options { dropout_p, softmax_scale, is_causal, window_left, window_right, softcap, .. } = self;
         let [attn_bias, alibi_slopes, sinks] = [&self.attn_bias, &self.alibi_slopes, &self.sinks].map(|t| t.as_ref().map(&share));

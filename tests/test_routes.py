@@ -273,8 +273,8 @@ class Checkpointed(torch.nn.Module):
         self.module, self.options = module, options
 
     def forward(self, x):
-        # what else draws numbers meanwhile must not change what the recomputation draws
         out = torch.utils.checkpoint.checkpoint(self.module, x, **self.options)
+        # draws random numbers after the checkpoint, which must not change those of its recomputation
         return out + torch.rand_like(out) * 0
 
 
@@ -347,7 +347,7 @@ def test_checkpoint_compiled(backend, layer_on, keep_attention, dropout_p):
     if not (backend.kernels and dropout_p and not keep_attention):
         assert_same_gradients(found, expected)
 
-    # the last layer is linear in attention's result: that of the recomputation is that of the forward
+    # the gradient of the last layer's weight is linear in attention's output, so it shows whether the recomputed output is the same
     layer.zero_grad()
     out = compiled(x)
     out.double().square().sum().backward()

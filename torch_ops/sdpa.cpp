@@ -45,7 +45,7 @@ std::atomic<uint64_t> cuda_undecided{0};  // decided at the first call: before i
 
 std::mutex configuring;         // protects changes of the above
 bool newer_devices_too{false};  // whether undecided devices may run kernels through PTX
-uint64_t warned_of{0};          // devices after their warning
+uint64_t warned_of{0};          // bits of the devices for which a warning was shown
 
 // Decides about a device at its first call. The library reads the environment variable when it loads, and must not initialize CUDA
 // then.
@@ -77,7 +77,7 @@ bool enabled_on(const at::Device& device) {
     return cuda_enabled & bit;
 }
 
-// Enables the CPU and named CUDA devices. on_first_use: "1" or "force" for all other CUDA devices, or "".
+// Enables the CPU, if `cpu`, and exactly the named CUDA devices. on_first_use: "1" or "force" for all other CUDA devices, or "".
 void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first_use) {
     uint64_t cuda = 0;
     for (const auto device : cuda_devices) {
@@ -286,7 +286,7 @@ struct Silence : c10::WarningHandler {
 };
 
 const bool loaded = [] {
-    if (!is_first_copy()) return false;
+    if (!is_first_copy()) return false;  // another volta_fa library in the process replaces the kernel (registration.cpp)
     {
         Silence silence;  // PyTorch warns about replaced kernels
         const c10::WarningUtils::WarningHandlerGuard guard(&silence);

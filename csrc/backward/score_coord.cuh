@@ -5,7 +5,8 @@
 //   query(first, v), key(first, v) first + query_slot(v), first + key_slot(v); the family chooses the order of the additions,
 //                                  because ptxas's schedule depends on it
 //   kKeyRows                       true: rows of the product are keys (S^T); scores s[m][n] then have tiles of keys in m
-//   kRows, row_of(v), row_slot(r)  element v belongs to the lane's query row_of(v) < kRows: first_query + row_slot(r)
+//   kRows, row_of(v), row_slot(r)  element v belongs to the lane's query number r = row_of(v) < kRows, which is first_query +
+//                                  row_slot(r)
 //   kKeys, kKeyStride              number and stride of each query's keys in an aligned group of four: (0, 1, 2, 3), or (0, 2)
 //                                  or (1, 3). (In a forward Layout kKeys is the size of the aligned group.)
 //   element(r, j)                  the element of query r and key j of the lane

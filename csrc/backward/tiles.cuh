@@ -2,8 +2,8 @@
 // back. Used by the main and dq kernels of volta; turing uses clear_shared.
 //
 // A kernel's Shape S gives the sizes: the block owns kRows rows and visits the other rows in steps of kStep; rows have kChunks
-// chunks (kRowBytes), swizzled (tile.cuh); kThreads threads. Shared offsets: kOwnS and kOwnDp of the own tiles, and two
-// adjacent step tiles of kStepTile bytes. "s" is the operand of S = Q K^T, "dp" that of dP = dO V^T.
+// chunks (kRowBytes), swizzled (tile.cuh); kThreads threads. kOwnS and kOwnDp are the shared offsets of the own tiles. The two
+// step tiles are adjacent, kStepTile bytes each. "s" is the operand of S = Q K^T, "dp" that of dP = dO V^T.
 #pragma once
 
 #include "tile.cuh"
@@ -40,11 +40,11 @@ __device__ __forceinline__ void clear_shared(unsigned address) {
 }
 
 // Moves the step tiles of one head (Q and dO, or K and V): loads them into registers early, and stores them to shared memory
-// when the last tiles are free. A thread takes one chunk of every kRowsAtOnce-th row of both.
+// when the previous tiles are free. A thread takes one chunk of every kRowsAtOnce-th row of both.
 //
 // Unlike TileLoader it pads only rows with zeros. Columns past headdim meet zeros of the block's own rows in S and dP, and
-// produce only gradient columns that are not stored. So a thread there reads the last existing column again. No thread has two
-// chunks of a row, whose existence would take a register.
+// produce only gradient columns that are not stored. So a thread there reads the last existing chunk again. A thread has one
+// chunk of a row: with two, whether the second exists would take a register.
 template <class S>
 class StepTiles {
     // lanes that share a row

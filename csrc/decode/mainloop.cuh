@@ -11,19 +11,26 @@
 //                      keys and values at the start of a step
 //   StagedLoader       int4 where kStaged (tile_scheduler.cuh): through the warp's own shared memory, with more bytes in flight
 //
-// Quantized K and V become fp16 only when a product takes them. Their scales multiply scores and probabilities (scales.cuh).
+// Quantized K and V become fp16 only when a product takes them: as CacheElement::kScale times their codes, and int4's columns 4 to
+// 7 of eight as 16 times that (quantized.cuh). Scales of tokens multiply scores and probabilities (scales.cuh). Scales of a whole
+// sequence multiply scores and the output. bf16 becomes fp16 too. Its values get a factor, a power of two by which they fit fp16's
+// range; the output is divided by it (bf16_value.cuh).
+//
+// The softmax is lazy: a row's maximum moves, and its output is rescaled, only when a score exceeds SoftmaxRow::limit
+// (softmax.cuh).
 //
 // Results leave through shared memory (block.cuh): run() stores each row's softmax state, then kRowsAtOnce rows of output at a
 // time. After each part it calls finish(first), which combines the token groups' results of these rows.
 //
-// A Layout is the family's assignment of rows, tokens and columns to lanes, for RowTiles tiles of eight rows. Its functions
-// take the Layout::Lane of the caller, `lane`:
+// A Layout is the family's assignment of rows, tokens and columns to lanes, for RowTiles tiles of eight rows. Its functions,
+// where `lane` is the caller's Layout::Lane:
 //
 //   query_row, key_token, value_token, key_column, value_column
 //                         what a lane loads: eight columns from these on. Of each 32 columns of Q and K a lane has eight, of each
 //                         64 columns of V eight, for the two tokens value_token and value_token + kValueTokens
-//   scores(q, k, x)       x: two scores of each row tile, of row score_row and tokens score_token and score_token + 1;
-//                         lanes that differ by a mask of kRowLaneMasks have other scores of the same row
+//   scores(q, k, x)       Q K^T of one tile. x: the lane's two scores of each row tile, of row score_row(lane) and tokens
+//                         score_token(lane) and the next; lanes that differ by a mask of kRowLaneMasks have other scores of
+//                         the same row
 //   rescale(lane, o, factor)      multiplies output rows; `factor` is that of the lane's score_row
 //   each_output(lane, o, own, f)  replaces each output x by f(x, `own` of its row, whether x is in the last four of eight columns)
 //   add_values(lane, o, p, v)     output += P V; p: packed probabilities, in the lanes that have the scores
@@ -99,8 +106,8 @@ public:
         typename Layout::template Output<kValueLoads> o = {};
         SoftmaxRow softmax[RowTiles];
         ProbabilityScale probability_scale[RowTiles];
-        Bf16ValueScaler value_scaler;
-        float shared_inverse = 1.f;  // 1 / factor of the values that the warps share (bf16)
+        Bf16ValueScaler value_scaler;  // factor of this warp's bf16 values; CooperativeLoader has one for all its warps
+        float shared_inverse = 1.f;  // 1 / that factor of CooperativeLoader
 
         // Each token group takes a contiguous range of whole steps.
         const int steps = (s.end - s.first + kStepTokens - 1) / kStepTokens,
@@ -135,7 +142,7 @@ public:
             }
             for (int token = first; steps_left > 0 && (kCooperative || kStaged || loader.page_valid()); token += kStepTokens) {
                 steps_left--;
-                float value_rescale = 1.f;  // what the factor of shared bf16 values has changed by
+                float value_rescale = 1.f;  // new over old factor of bf16 values in CooperativeLoader: rescales the output
                 if constexpr (kCooperative) {
                     value_rescale = loader.next_step(p, s, seqlen_k, steps_left > 0);
                 } else if constexpr (kStaged) {
@@ -203,7 +210,7 @@ public:
 
                 if constexpr (kBf16 && !kCooperative) value_scaler.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
 
-                bool exceeds = value_rescale != 1.f;
+                bool exceeds = value_rescale != 1.f;  // whether outputs of this lane's rows have to be rescaled
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++) exceeds |= largest(x, mt) > softmax[mt].limit;
                 const bool moved = __any_sync(~0u, exceeds);
@@ -371,7 +378,8 @@ private:
             for (int mt = 0; mt < RowTiles; mt++) p[tile][mt] = product[tile][mt];
     }
 
-    // Turns the accumulated output into that of dequantized values: divides by the row's unit, adds zero points.
+    // Turns the accumulated output into that of dequantized values: adds zero points, then multiplies by the row's unit (scales of
+    // tokens) or by the sequence's scale.
     __device__ __forceinline__ static void finish_values(const DecodeParams& p, const WorkTile& s,
                                                          const typename Layout::Lane& lane,
                                                          const ProbabilityScale (&probability_scale)[RowTiles],
@@ -391,6 +399,7 @@ private:
         if constexpr (kFormat == CacheFormat::E4m3)
             Layout::each_output(lane, o, factor, [](float x, float, bool) { return fmaf(x, 0.f, x); });
         if constexpr (kZeroPoints)
+            // `later`: columns 4 to 7 of eight, which have 16 times the factor
             Layout::each_output(lane, o, offset, [](float x, float own, bool later) {
                 return fmaf(x, later ? 1.f / (16.f * CacheElement::kScale) : 1.f / CacheElement::kScale, own);
             });

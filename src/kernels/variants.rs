@@ -1,6 +1,6 @@
 //! Types of the kernel tables: passes, features, families and rows.
 //!
-//! This file and the tables are also modules of build.rs, as src/params.rs is, so they depend on nothing but that and `core`.
+//! This file and the tables are also modules of build.rs, as src/params.rs is, so they depend on nothing but that and the standard library.
 
 pub use crate::params::CacheFormat;
 
@@ -44,7 +44,7 @@ impl Feature {
         Feature::Blocks,
     ];
 
-    /// Features that change scores or probabilities. Each has kernels of its own, which problems of the other features do not run.
+    /// Features that change scores or probabilities. Each has kernels of its own, which problems with another of them do not run.
     pub const OF_SCORES: [Feature; 4] = [Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Dropout];
     /// Pairs of these with kernels of their own.
     pub const PAIRS_OF_SCORES: [[Feature; 2]; 2] = [[Feature::Softcap, Feature::Alibi], [Feature::Bias, Feature::Dropout]];
@@ -182,7 +182,7 @@ pub enum Pass {
     Prefill,
     /// the same as decode over a cache of latents, whose first columns are the values
     DecodeMla,
-    /// keys and values into a KV cache, and rotary embeddings of these and of queries
+    /// keys and values into a KV cache, and rotary embeddings of keys and queries
     Append,
     /// a quantized KV cache as fp16 or bf16
     Dequantize,
@@ -252,7 +252,7 @@ pub enum RowKind {
 pub struct PassInfo {
     /// the pass
     pub pass: Pass,
-    /// argument of its kernels; [`Variant::params`] says whose contains it
+    /// argument of its kernels; those of kernels with `Feature::Blocks` contain it ([`Variant::params`])
     pub params: ParamBlock,
     /// kind of the `block_rows` of its kernels
     pub rows: RowKind,
@@ -329,21 +329,22 @@ impl Pass {
 
 /// The set of `volta_fa::fwd`.
 pub const FORWARD: [Pass; 1] = [Pass::Forward];
-/// The same where the grid pays.
+/// The set of `volta_fa::fwd` where a stream-K grid is faster.
 pub const FORWARD_STREAM_K: [Pass; 1] = [Pass::ForwardStreamK];
-/// The set of `volta_fa::bwd`, where dq is summed by atomics, in any order.
+/// The set of `volta_fa::bwd` with an accumulator of dq, to which blocks add by atomics, in any order. In deterministic mode, a family with
+/// `has_key_block_offset` may run it too: several launches of the main kernel then fix the order.
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::Backward, Pass::BackwardPostprocess];
 /// The set of `volta_fa::bwd` where there are few keys.
 pub const FUSED_BACKWARD: [Pass; 1] = [Pass::BackwardFused];
-/// The set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator to finish.
+/// The other set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator.
 pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardDkDv, Pass::BackwardDq];
-/// All of attention, without the merge: `Kernels::serve` asks a family for each of them.
+/// The sets that a device needs to run every problem of `fwd` and `bwd`, for `Kernels::serve`. Stream-K and fused kernels only save time.
 pub const PASS_SETS: [&[Pass]; 3] = [&FORWARD, &BACKWARD, &DETERMINISTIC_BACKWARD];
 
 /// A set of kernels written for one instruction set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Family {
-    /// as `VOLTA_FA_FAMILY` and `_info()` have it; families with one name are one family
+    /// name in `VOLTA_FA_FAMILY` and `_info()`, by which families are compared
     pub name: &'static str,
     /// architecture of the embedded machine code, for NVRTC's `--gpu-architecture=sm_NN`
     pub sm: u32,
@@ -403,7 +404,7 @@ impl Family {
 /// Rows of a block relative to other kernels of its headdim. Smaller blocks are for grids that would leave SMs idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
-    /// the most rows, or all
+    /// the most rows, or the only size
     Large,
     /// fewer rows
     Medium,
@@ -430,7 +431,8 @@ pub struct Variant {
     pub is_bf16: bool,
     /// source below `csrc/`
     pub source: &'static str,
-    /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load (merge: any)
+    /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load. Preprocess,
+    /// postprocess, merge, append and dequantize kernels read the headdim from their parameters, and take any
     pub headdim: u32,
     /// the largest headdim of v and out
     pub headdim_v: u32,

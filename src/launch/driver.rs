@@ -102,7 +102,7 @@ impl Driver {
         })
     }
 
-    /// Loads a kernel ahead of its first launch, which otherwise waits for the driver to compile PTX.
+    /// Loads a kernel ahead of its first launch, which would otherwise load it and perhaps wait for the driver to compile PTX.
     ///
     /// # Errors
     /// There is no such kernel, no driver or no such device, or the driver refuses the kernel's code.

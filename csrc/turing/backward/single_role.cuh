@@ -76,17 +76,17 @@ struct BackwardSingleRole {
                     initial.load_bias(p, rows.head, row, range.end, remat_block_index() * S::kRows + remat_thread() / 32 * 32);
             };
             load_bias(first);
-            __syncthreads();  // the last head's tiles are free
+            __syncthreads();  // the previous head's tiles are free
             tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
             tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
-            // dS of the step before the first: zeros, which add nothing.
+            // dS of the step before the first: zeros. They add nothing, and dq that kStore stores of them is overwritten later.
             if (kWithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
 #pragma unroll 1
             for (int row = first; row < range.end; row += S::kStep) {
                 const u32 slot = S::slot(row);
-                __syncthreads();  // this step's tiles and the last step's dS are stored
-                // Here, not at the end of the last step: ptxas would move the stores up to where the loads are not done.
+                __syncthreads();  // this step's tiles and the previous step's dS are stored
+                // Here, not at the end of the previous step: ptxas would move the stores up to where the loads are not done.
                 tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
                 if (kWithDq) compute_dq(max(row - S::kStep, first), slot ^ 1, 0);
                 const u32 tile = slot * S::kSlotBytes;

@@ -20,8 +20,8 @@ namespace turing {
 template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode>
 struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;
-    // Pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. K is there anyway;
-    // of V only these chunks are.
+    // Number of pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. All of K
+    // lies there; of V only these chunks do.
     static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
     static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
@@ -38,7 +38,8 @@ struct BackwardWarpSpecialized {
     using Layout = KeysLayout<kKeyTiles>;
     using Scores = Accumulator[kColumnTiles][kKeyTiles];
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];
-    // Kernels of one feature do not test for it. With ALiBi or a bias, scores begin with what is added (one_feature.cuh).
+    // Kernels of one feature do not test for it. Where that is ALiBi or a bias (kInitial), the accumulators of the scores start
+    // with ALiBi's term or the bias, instead of 0 (InitialScores, one_feature.cuh).
     static constexpr bool kInitial = kOneFeature && (kHasAlibi || kHasBias);
     static __device__ __forceinline__ bool has_alibi(const BwdParams& p) {
         return kHasAlibi && !kInitial && p.score_options.alibi_slopes;
@@ -90,8 +91,9 @@ struct BackwardWarpSpecialized {
     using Tile = typename Layout::Tile;  // of 8 queries
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Turns K Q^T into exponents of P: scores in log2 units, minus lse. The score function's derivative goes to the partner
-    // at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end on see no key.
+    // Turns K Q^T into exponents of P in its fp16 unit: scores in log2 units plus lse_of(), which is -lse + kProbabilityBits
+    // (StepStats::scale). The score function's derivative goes to the partner at `slopes`, where it then stores dS. `key` and
+    // `row`: first of the warp. Rows from row_end on see no key.
     static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
                                                      int row, int row_end, bool masked, u32 slopes) {
         const ScoreOptions& options = p.score_options;
@@ -280,6 +282,7 @@ struct BackwardWarpSpecialized {
     static __device__ __forceinline__ void run(const BwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
+        // pair: number of the warp in its role; the warps of a pair have the same keys
         const int warp = threadIdx.x / 32, role = warp / kPartners, pair = warp % kPartners;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
@@ -326,19 +329,19 @@ struct BackwardWarpSpecialized {
             stats.load(p, rows, first);
             InitialScores<Layout, kColumnTiles> initial;
             if (kInitial && kHasBias && is_first_role()) initial.load_bias(p, head, first, range.end, remat_warp_key());
-            __syncthreads();  // the last head's tiles are free
+            __syncthreads();  // the previous head's tiles are free
             tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
             if (S::kSlots == 2)
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
-            // dS of the step before the first: zeros, which add nothing.
+            // dS of the step before the first: zeros. They add nothing, and dq that kStore stores of them is overwritten later.
             if (kWithDq && S::kSlots == 2)
                 clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
 #pragma unroll 1
             for (int row = first; row < range.end; row += S::kStep) {
                 const u32 slot = S::slot(row);
-                __syncthreads();  // this step's tiles and the last step's dS are stored
-                // Here, not at the end of the last step: ptxas would move the stores up to where the loads are not done.
+                __syncthreads();  // this step's tiles and the previous step's dS are stored
+                // Here, not at the end of the previous step: ptxas would move the stores up to where the loads are not done.
                 if (S::kSlots == 2) tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
                 if (kWithDq && S::kSlots == 2) {
 #pragma unroll

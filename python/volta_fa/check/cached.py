@@ -49,7 +49,7 @@ def _case(
 
 
 def problems(variant: dict[str, Any]) -> list[CacheCase]:
-    """Returns odd problems that use every feature of a kernel, the simplest first."""
+    """Returns problems that together use every feature of a kernel; `--quick` runs the first."""
     if variant["family"] == "cpu":
         kind = variant["dtype"]
         rest = {"page": 0, "packed": True, "dtype": kind, "rotary": "half", **EVERY}

@@ -152,7 +152,8 @@ def of_families(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict
 
 
 def problems(variant: dict[str, Any]) -> list[Case]:
-    """Returns odd problems that use every feature of a kernel, the simplest first. No tile divides their sizes."""
+    """Returns problems of `fwd` and `bwd` that together use every feature of a kernel; `--quick` runs the first. `cached.problems` has
+    those of kernels with a cache. Most sizes are odd, so that tiles have partial rows and columns."""
     if variant["family"] == "cpu":
         d, dv, features, dtype = 40, 24, set(ASKING), variant["dtype"]
     else:
@@ -166,7 +167,13 @@ def problems(variant: dict[str, Any]) -> list[Case]:
     asked["deterministic"] = variant["pass"] in ("BackwardDkDv", "BackwardDq")
 
     def case(seqlen_q: int, seqlen_k: int, less: int = 0, packed: bool = False, used: bool = False, batch: int = 1, **options: Any) -> Case:
-        """Returns a problem. `packed`: adds an empty and a short sequence. `used`: each batch entry uses fewer keys (seqused_k)."""
+        """Returns a problem.
+
+        Args:
+            less: columns fewer than the kernel's headdim.
+            packed: adds a sequence without queries and a short one.
+            used: each batch entry uses fewer keys than it has (seqused_k).
+        """
         keys = seqlen_k if most_keys is None else min(seqlen_k - 3, most_keys)
         return Case(
             seqlen_q,

@@ -38,13 +38,13 @@ class Inputs:
         return [self.q, self.k, self.v, self.dout, *(t for t in self.options.values() if isinstance(t, Tensor))]
 
     def on_cpu(self) -> Inputs:
-        """The same tensors on the CPU."""
+        """Returns the same tensors on the CPU."""
         options = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in self.options.items()}
         q, k, v, dout = (t.cpu() for t in (self.q, self.k, self.v, self.dout))
         return Inputs(self.problem, q, k, v, dout, options)
 
     def in_fp64(self) -> Inputs:
-        """The same values in fp64."""
+        """Returns the same values in fp64, except ALiBi slopes, which are fp32 in every call."""
         options = {
             name: value.double() if name in ("attn_bias", "sinks") and value.is_floating_point() else value
             for name, value in self.options.items()
@@ -53,11 +53,11 @@ class Inputs:
         return Inputs(self.problem, q, k, v, dout, options)
 
     def forward(self, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """out, softmax_lse and rng_state of the op."""
+        """Returns out, softmax_lse and rng_state of `fwd`."""
         return torch.ops.volta_fa.fwd(self.q, self.k, self.v, **self.options, generator=generator)
 
     def gradients(self, out: Tensor, softmax_lse: Tensor, rng_state: Tensor) -> dict[str, Tensor]:
-        """Those of the op that the problem has."""
+        """Returns the gradients of `bwd` that the problem has, by name."""
         names = tolerance.gradient_names(**self.options)
         found = torch.ops.volta_fa.bwd(
             self.dout,
@@ -79,7 +79,7 @@ class Inputs:
         return given.dtype if isinstance(given, Tensor) else self.q.dtype
 
     def parts(self, rng_state: Tensor) -> Iterator[Part]:
-        """Each batch entry or sequence as a dense problem of its own."""
+        """Yields each batch entry or sequence with queries and keys, as a dense problem of its own."""
         p = self.problem
         kept = None
         if p.dropout_p:
@@ -127,13 +127,13 @@ class Part:
         return t[None, :, self.at_q[0]] if t.dim() == 2 else t[self.number : self.number + 1]
 
     def of_gradient(self, name: str, t: Tensor) -> Tensor:
-        """Where the part adds to a gradient."""
+        """Returns the view of a gradient to which the part adds."""
         places = {"dq": self.queries, "dk": self.keys, "dv": self.keys, "dattn_bias": self.of_bias}
         return places[name](t) if name in places else t
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `tolerance.attend`."""
+        """Returns the options of this part for the references in tolerance.py."""
         given = self.inputs.options
         options = {name: given[name] for name in OF_REFERENCE if name in given}
         if "attn_bias" in given:
@@ -157,8 +157,7 @@ _Result = TypeVar("_Result")
 
 
 def first_that_can(work: Callable[[_Given], _Result], *parts: _Given) -> _Result:
-    """Of a part on the card, else on the CPU: what PyTorch's own operations lack there (bf16 products on old cards) is no kernel's
-    fault."""
+    """Returns `work` of the first part for which PyTorch has the operations: on the GPU, else on the CPU. (Old GPUs lack bf16 products.)"""
     for part in parts[:-1]:
         try:
             return work(part)
@@ -168,12 +167,12 @@ def first_that_can(work: Callable[[_Given], _Result], *parts: _Given) -> _Result
 
 
 class WrongReference(Exception):
-    """The fp64 CPU backend and PyTorch's own operations in fp64 do not agree: nothing can be said about a kernel."""
+    """The fp64 CPU backend and PyTorch's own operations in fp64 differ, so there is no reference for a kernel."""
 
 
 @dataclass
 class Expected:
-    """Results of the fp64 CPU backend, and how far others may be from them."""
+    """Results of the fp64 CPU backend, with the allowed errors."""
 
     values: dict[str, Tensor]
     budgets: dict[str, tolerance.Budget]
@@ -183,14 +182,17 @@ class Expected:
 
 
 def expect_forward(inputs: Inputs, rng_state: Tensor) -> Expected:
-    """out and softmax_lse. With dropout, for which the CPU backend's forward pass would draw other random numbers, out is that of
-    PyTorch's own operations in fp64."""
+    """Returns out and softmax_lse in fp64, with allowed errors.
+
+    With dropout, the CPU backend's forward pass would draw other random numbers, so out comes from PyTorch's own operations.
+    """
     host = inputs.on_cpu()
     exact = host.in_fp64()
     options = {name: value for name, value in exact.options.items() if name != "dropout_p"}
     out, lse, _ = torch.ops.volta_fa.fwd(exact.q, exact.k, exact.v, **options)
     eager, again = torch.zeros(out.shape, dtype=inputs.q.dtype, device=inputs.q.device), torch.zeros_like(out)
     sums = lse_tolerance = 0.0
+    # the same part on the device, on the CPU, and in fp64 on the CPU
     for mine, same, theirs in zip(inputs.parts(rng_state), host.parts(rng_state), exact.parts(rng_state)):
         ref = tolerance.attend(*theirs.tensors, **theirs.options)
         theirs.queries(again).copy_(ref.out)
@@ -206,7 +208,7 @@ def expect_forward(inputs: Inputs, rng_state: Tensor) -> Expected:
 
 
 def expect_backward(inputs: Inputs, forward: Expected, rng_state: Tensor) -> Expected:
-    """The gradients that the problem has."""
+    """Returns the problem's gradients in fp64, with allowed errors."""
     host = inputs.on_cpu()
     exact = host.in_fp64()
     names = tolerance.gradient_names(**inputs.options)
@@ -232,7 +234,7 @@ def expect_backward(inputs: Inputs, forward: Expected, rng_state: Tensor) -> Exp
 
 
 def keyless(softmax_lse: Tensor) -> Tensor:
-    """Of q without its last dimension: queries that see no key."""
+    """Returns which queries see no key, in the shape of q without its last dimension."""
     return softmax_lse.transpose(-1, -2) == torch.inf
 
 
@@ -241,7 +243,7 @@ _AGREE = 1e-5
 
 
 def agree(name: str, found: Tensor, again: Tensor) -> None:
-    """Raise WrongReference unless the two references are the same."""
+    """Raises WrongReference if the two references differ."""
     error = tolerance.max_error(found, again)
     finite = again[again.isfinite()]
     if error > _AGREE * (1 + tolerance.largest(finite)):

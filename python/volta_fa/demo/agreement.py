@@ -21,8 +21,8 @@ figures are distances from PyTorch's attention, "|g|" the relative distance of t
     mask off by one                       0.2 and more    2e-1        8e-2            1.3e-1
 
 CONTROLS: at a high learning rate rounding grows by itself. In 20 steps of a model of two layers (fp16, 3e-3) eight
-controls strayed by 3e-4 to 5e-3, so one alone may stay fourteen times nearer than another, by luck.
-LOSS_MARGIN: the largest loss difference of the trainings above varies by a factor of 2 to 3 from control to control, and a
+controls strayed by 3e-4 to 5e-3, so one alone may stay seventeen times nearer than another, by luck.
+LOSS_MARGIN: the largest loss difference of the trainings above varies by a factor of up to 2 from control to control, and a
 correct implementation may err by more than one unit in the last place: attention sums over the keys. A factor
 of 16 covers both.
 LOSS_ULPS: a loss is itself a rounded fp32 mean over a thousand characters, and in fp32 the control often

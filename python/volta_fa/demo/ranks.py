@@ -16,7 +16,7 @@ from ..errors import CommandError
 from . import report, run_demo
 from .train import Run, Settings
 
-#: Maximum delay of a process: enough on a busy machine, short after a process has died.
+#: Timeout of the group: enough for a late process on a busy machine, and a short wait after a process has ended.
 _TIMEOUT = timedelta(minutes=5)
 
 

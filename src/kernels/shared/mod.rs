@@ -1,5 +1,5 @@
-//! Rows of kernels whose source no family owns (`csrc/shared`), and what the families' decode kernels have in common.
-//! Each is a function of the family that compiles it.
+//! Rows of the kernel tables for sources that no family owns (`csrc/shared`), and what rows of decode kernels have in common.
+//! Each function takes the family that compiles the source, and returns its row or rows.
 
 mod append;
 mod decode;

@@ -5,10 +5,11 @@
 use crate::problem::Attention;
 
 /// Maximum score rows (query positions * query heads of a group) of each group in a chunk. Matrix products use each loaded element of K
-/// and V once per row. From 128 rows on, they are as fast as larger products.
+/// and V once per row. From 128 rows on, they are as fast as larger products. A chunk always has one query position, also where a group
+/// has more heads than this.
 const CHUNK_ROWS: i64 = 128;
-/// Score rows of each group that a chunk has even if its scores then exceed [`CHUNK_SCORES`], unless the problem has fewer. With fewer
-/// rows, products degrade to matrix-vector speed.
+/// Score rows of each group that a chunk has even if its scores then exceed [`CHUNK_SCORES`], rounded down to whole query positions (at
+/// least one), unless the problem has fewer. With fewer rows, products degrade to matrix-vector speed.
 pub const MIN_CHUNK_ROWS: i64 = 16;
 /// Scores of a chunk: 2^20 fp32 scores are 4 MiB and fit a CPU's caches (L2 of all cores, or a part of L3). Four passes read them again
 /// after the product.

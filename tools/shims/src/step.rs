@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
 
-/// A command that makes one file. Only its program and arguments count, not its environment.
+/// A command that makes one file. A change of its program or arguments makes the file stale. Its environment and directory are ignored.
 pub struct Step {
     pub command: Command,
     pub output: PathBuf,

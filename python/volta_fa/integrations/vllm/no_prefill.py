@@ -1,8 +1,8 @@
-"""(0.26, 0.33) The MLA prefill backend that vLLM builds beside `mla.VoltaMLAImpl`, which computes prompts itself.
+"""Defines an MLA prefill backend that computes nothing, for vLLM 0.26 and later (checked with 0.26 and 0.33).
 
-From 0.26 on, vLLM's layer gives prompts to another attention backend, and builds it before the first batch. The choice on
-Volta and Turing is FlashAttention, which does not run there. `VoltaMLAMetadata` declares all tokens to be those of decode steps, so the
-layer calls no method of this one.
+From 0.26 on, vLLM's MLA layer builds a second attention backend for prompts. On Volta and Turing it would choose FlashAttention, which
+does not run there. `mla.VoltaMLAImpl` computes prompts itself: `VoltaMLAMetadata` declares all tokens to be those of decode steps, so the
+layer calls no method of the backend here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PATH = f"{__name__}.NoPrefill"
 def select() -> None:
     """Makes `NoPrefill` the prefill backend of the model that vLLM builds, unless `mla_prefill_backend` names one.
 
-    Does nothing in releases without such backends.
+    Does nothing in releases without such backends, or while vLLM has no current config.
     """
     try:
         from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
