@@ -1,5 +1,5 @@
-//! Machine constants of the simulated GPUs, in one place, each with its source: with its field those of the Tesla V100-SXM2
-//! ([`Machine::v100`]), with its value those of the Turing cards ([`Machine::t4`], [`Machine::rtx2080ti`]).
+//! Machine constants of the simulated GPUs, each with its source. Sources of the Tesla V100-SXM2's constants stand at the fields of
+//! [`Machine`]; those of the Turing cards stand at the values ([`Machine::t4`], [`Machine::rtx2080ti`]).
 //!
 //! Sources: (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture
 //! via Microbenchmarking" (2018); (WP) NVIDIA Tesla V100 GPU Architecture whitepaper; (GPGPU) the
@@ -252,8 +252,8 @@ impl Machine {
         }
     }
 
-    /// Tesla T4. What is not here is as on Volta: the PG's throughputs of both are the same, and so are assumed the latencies
-    /// without a published figure, the queue, the refill of the L0 and its prefetching.
+    /// Tesla T4. Constants that are not here are Volta's. The PG has the same throughputs for both. Assumed are equal latencies where
+    /// none is published, the queue, the refill of the L0 and its prefetching.
     pub fn t4() -> Machine {
         Machine {
             name: "t4".into(),
@@ -300,8 +300,8 @@ impl Machine {
             clock_mhz: 1545.0,         // boost (TWP)
             sms: 68,                   // (TWP)
             hmma_1688_f32_cycles: 16,  // (HHC): 511.7 FLOP/clk/SM with f32, 1022 with f16 accumulators
-            hmma_1688_f32_latency: 26, // assumed: 8 more than where they are issued 8 clk sooner
-            dram_bytes_per_clk: 4.7,   // 616 GB/s (TWP), of which as much is attained as of V100's 900 (Jia18): 0.8
+            hmma_1688_f32_latency: 26, // assumed: 8 more than on a T4, as the issue takes 8 clk more
+            dram_bytes_per_clk: 4.7,   // 616 GB/s (TWP), of which 0.8 is attained: assumed, near V100's 0.83 (Jia18)
             l2_bytes: 11 << 19,        // 5.5 MB (TWP)
             ..Machine::t4()
         }

@@ -17,7 +17,7 @@ impl Shape {
         self.block.iter().product()
     }
 
-    /// Returns an error if the kernel cannot run with these dimensions.
+    /// Returns an error if the kernel cannot run with this grid and block. Does not check shared memory.
     pub fn check(&self, kernel: &KernelInfo) -> Result<()> {
         let product = |v: &[u32; 3]| v.iter().try_fold(1u32, |a, &b| a.checked_mul(b)).filter(|&n| n > 0);
         if product(&self.grid).is_none() {

@@ -68,7 +68,7 @@ fn int_round(d: &Decoder) -> IntRound {
     }
 }
 
-/// The floating-point and the integer type among the modifiers; others than types and `known` are refused.
+/// Returns the floating-point and the integer type among the modifiers. Fails for a modifier that is no type and not in `known`.
 fn float_and_int(d: &Decoder, known: &[&str]) -> Result<(NumTy, NumTy), String> {
     let (mut float, mut int) = (NumTy::F32, NumTy::S32);
     for m in &d.mods {
@@ -170,7 +170,7 @@ impl Class for Conversion {
                     _ => s.flt(0)?.each(|x| fz(x, ftz) as f64),
                 };
                 let v = v.each(|x| to_int(x, rnd));
-                // `as` saturates and maps NaN to 0, as the hardware does for 32-bit results
+                // `as` saturates and maps NaN to 0, as the hardware does for results of 32 bits; 64-bit results of NaN are 2^63
                 match to {
                     NumTy::S64 => s.wr64(&v.each(|x| if x.is_nan() { 1 << 63 } else { x as i64 as u64 })),
                     NumTy::U64 => s.wr64(&v.each(|x| if x.is_nan() { 1 << 63 } else { x as u64 })),
