@@ -148,6 +148,7 @@ Besides the operators:
 
     flash_attn_func, ...                 flash-attn 2's functions; install_flash_attn_shim() lets programs import them as flash_attn
     enable_sdpa()                        PyTorch's scaled_dot_product_attention, and so existing models
+    flex_attention()                     torch's flex_attention; enable_flex() makes torch's own name run it
     BlockMask                            block-sparse masks for fwd and bwd, from torch's, a mask function or blocks
     enable_xformers()                    xformers' memory_efficient_attention
     volta_fa.transformers, volta_fa.vllm, volta_fa.unsloth, volta_fa.flash_mla   other programs: help(volta_fa.integrations) lists them all
@@ -169,6 +170,7 @@ Environment, read at each call unless it says otherwise:
 
 from .block_mask import BlockMask
 from .diagnostics import warn_when_cuda_starts
+from .flex import disable_flex, enable_flex, flex_attention
 from .inspection import info, kernel_family
 from .integrations import torch_flash_impl as _torch_flash_impl
 from .integrations.dtensor import register_dtensor_rules
@@ -190,12 +192,15 @@ __all__ = [
     "__version__",
     "cascade_attention",
     "dequantize_kv",
+    "disable_flex",
     "disable_sdpa",
     "disable_unsloth",
     "disable_xformers",
+    "enable_flex",
     "enable_sdpa",
     "enable_unsloth",
     "enable_xformers",
+    "flex_attention",
     "info",
     "install_flash_attn_shim",
     "kernel_family",

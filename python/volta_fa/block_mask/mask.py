@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument
-from .cells import ABSENT, CELL, FULL, UNKNOWN, grid_shape, states_of_blocks
+from .cells import ABSENT, CELL, FULL, UNKNOWN, grid_shape, outside, states_of_blocks
 from .elements import Elements, MaskMod
 from .packing import Lists, pack
 
@@ -68,6 +68,7 @@ class BlockMask:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         states = torch.full((B or 1, H or 1, *grid_shape(Q_LEN, KV_LEN)), UNKNOWN, dtype=torch.int8, device=device)
+        states = states.masked_fill_(outside(Q_LEN, KV_LEN, states.device), ABSENT)
         return cls._of((Q_LEN, KV_LEN), *pack(states, Elements(mask_mod, Q_LEN, KV_LEN), evaluate_all=True))
 
     @classmethod

@@ -1,0 +1,43 @@
+"""FlexAttention: an image span that sees itself, in a causal sequence of packed documents. Needs no GPU: --device cpu."""
+
+import argparse
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import volta_fa
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+parser.add_argument("--seqlen", type=int, default=1024)
+options = parser.parse_args()
+
+device, seqlen, nheads, headdim = options.device, options.seqlen, 4, 64
+dtype = torch.float16 if device == "cuda" else torch.float32
+query, key, value = (torch.randn(1, nheads, seqlen, headdim, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+document = torch.arange(seqlen, device=device) // 300
+image = (torch.arange(seqlen, device=device) % 300 >= 50) & (torch.arange(seqlen, device=device) % 300 < 130)
+
+
+def mask_mod(b, h, q, kv):
+    return (document[q] == document[kv]) & ((q >= kv) | (image[q] & image[kv]))
+
+
+def score_mod(score, b, h, q, kv):
+    return 30.0 * torch.tanh(score / 30.0)
+
+
+block_mask = create_block_mask(mask_mod, None, None, seqlen, seqlen, device=device)
+out = volta_fa.flex_attention(query, key, value, score_mod, block_mask)
+out.sum().backward()
+
+mask = volta_fa.BlockMask.from_torch(block_mask)
+print(
+    f"{mask.sparsity():.0f}% of the blocks are absent; the mask takes {mask.nbytes / 1024:.0f} KB, a dense one {seqlen * seqlen / 1024:.0f} KB"
+)
+
+scores = 30.0 * torch.tanh((query.double() @ key.double().mT) * headdim**-0.5 / 30.0)
+expected = scores.masked_fill(~mask.dense(), float("-inf")).softmax(-1) @ value.double()
+print(f"largest error: {(out - expected).abs().max().item():.1e}")
+assert (out - expected).abs().max() < (5e-3 if dtype == torch.float16 else 1e-5)

@@ -1,0 +1,261 @@
+"""Recognizes score functions of FlexAttention that the operators compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..block_mask.elements import indexable_scalars
+from .tracing import Trace, trace
+
+#: Of scalar tensors: score, batch entry, query head, query, key. Returns the new score.
+ScoreMod = Callable[..., Tensor]
+
+
+class Unrecognized(Exception):
+    """The operators do not compute this. The message names the operation."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a score function does to a score x: `cap(factor * x) + bias`, and hides elements.
+
+    Attributes:
+        factor: of the score, before the cap.
+        softcap: 0, or the c of c * tanh(factor * x).
+        bias: which of batch entry, head, query and key the added term depends on; None: nothing is added.
+        alibi: the added term is a slope of the head times the distance: "relative", key - query, or "absolute", |key - query|.
+        hides: which of these decide whether an element becomes -inf; None: none becomes it.
+        needs_gradient: a tensor that the function captures requires a gradient.
+    """
+
+    factor: float = 1.0
+    softcap: float = 0.0
+    bias: tuple[bool, bool, bool, bool] | None = None
+    alibi: str | None = None
+    hides: tuple[bool, bool, bool, bool] | None = None
+    needs_gradient: bool = False
+
+    def options(self, scale: float) -> dict[str, float]:
+        """Returns softmax_scale and softcap of the operators for a scale of the products."""
+        if self.softcap == 0.0:
+            return {"softmax_scale": scale * self.factor}
+        return {"softmax_scale": scale * self.factor * self.softcap, "softcap": self.softcap}
+
+
+def recognize(score_mod: ScoreMod | None, captured: tuple[Any, ...] = ()) -> Scores:
+    """Returns what a score function does. Raises Unrecognized for anything but the forms of `Scores`.
+
+    Args:
+        captured: values of arguments after the first five.
+    """
+    if score_mod is None:
+        return Scores()
+    traced = trace(score_mod, 5, captured)
+    if traced is None:
+        raise Unrecognized("a score_mod that cannot be traced")
+    found = _Reader(traced).read()
+    if found.factor <= 0:
+        raise Unrecognized("a negative factor")
+    if found.softcap and not 1e-4 <= found.softcap <= 1e4:
+        raise Unrecognized(f"a softcap of {found.softcap:g}")
+    return found
+
+
+def values(
+    score_mod: ScoreMod, captured: tuple[Any, ...], places: tuple[Tensor | int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Returns the function of a score of 0, (batch, heads, queries, keys): what it adds, and -inf where it hides.
+
+    Args:
+        places: int64 vectors of batch entries, heads, queries and keys, or one number for a dimension of size 1.
+    """
+    function: Callable[..., Any] = score_mod
+    none = (None,) * len(captured)
+    for dimension in (3, 2, 1, 0):
+        if isinstance(places[dimension], Tensor):
+            in_dims = tuple(0 if i == dimension else None for i in range(4))
+            function = torch.vmap(function, in_dims=(None, *in_dims, *none))
+    vectors = [p if isinstance(p, Tensor) else torch.full((), p, dtype=torch.int64, device=device) for p in places]
+    with indexable_scalars():
+        result = function(torch.zeros((), dtype=dtype, device=device), *vectors, *captured)
+    if isinstance(result, (tuple, list)):  # of a graph
+        (result,) = result
+    shaped: Tensor = result.reshape([len(p) if isinstance(p, Tensor) else 1 for p in places])
+    return shaped
+
+
+_MULTIPLY, _DIVIDE, _ADD, _SUBTRACT = {"mul", "multiply"}, {"div", "truediv", "true_divide", "divide"}, {"add"}, {"sub", "subtract"}
+#: Operations that change a value's type at most.
+_CONVERSIONS = {"to", "float", "double", "type", "type_as", "_to_copy", "clone", "contiguous", "alias", "convert_element_type"}
+#: Operations that make a tensor of one value, and the argument that is the value.
+_CONSTANTS = {"full_like": 1, "full": 1, "new_full": 2, "tensor": 0, "new_tensor": 1, "scalar_tensor": 0, "as_tensor": 0}
+
+
+class _Reader:
+    def __init__(self, traced: Trace):
+        self.traced = traced
+        self.score, *self.indices = traced.arguments
+        self._depends: dict[fx.Node, frozenset[int]] = {}
+
+    def read(self) -> Scores:
+        self.biases: list[Any] = []
+        self.conditions: list[Any] = []
+        found = self._chain(self.traced.result)
+        alibi = self._alibi(self.biases[0]) if len(self.biases) == 1 and not self.conditions else None
+        learned = any(t.requires_grad for t in self.traced.captured.values() if isinstance(t, Tensor))
+        bias, hides = self._indices_of(self.biases), self._indices_of(self.conditions)
+        return replace(found, bias=bias, alibi=alibi, hides=hides, needs_gradient=learned)
+
+    def _indices_of(self, terms: list[Any]) -> tuple[bool, bool, bool, bool] | None:
+        if not terms:
+            return None
+        used = frozenset().union(*map(self._needs, terms))
+        return 0 in used, 1 in used, 2 in used, 3 in used
+
+    def _needs(self, value: Any) -> frozenset[int]:
+        """Returns which indices a value depends on, 0 to 3, and -1 for the score."""
+        if not isinstance(value, fx.Node):
+            return frozenset()
+        if value not in self._depends:
+            if value is self.score:
+                self._depends[value] = frozenset((-1,))
+            elif value in self.indices:
+                self._depends[value] = frozenset((self.indices.index(value),))
+            elif _name(value) in _CONSTANTS:
+                self._depends[value] = self._needs(value.args[_CONSTANTS[_name(value)]])
+            else:
+                self._depends[value] = frozenset().union(*(self._needs(node) for node in value.all_input_nodes))
+        return self._depends[value]
+
+    def _constant(self, value: Any) -> float | None:
+        """Returns a value that is known without running anything, or None."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        if isinstance(value, fx.Node) and _name(value) in _CONSTANTS:
+            return self._constant(value.args[_CONSTANTS[_name(value)]])
+        tensor = self.traced.captured.get(value) if isinstance(value, fx.Node) else None
+        if (
+            tensor is not None
+            and type(tensor) is Tensor
+            and tensor.device.type == "cpu"
+            and tensor.numel() == 1
+            and not tensor.requires_grad
+        ):
+            return float(tensor)
+        return None
+
+    def _chain(self, node: Any) -> Scores:
+        """Reads the operations from the score to a node that depends on it."""
+        if node is self.score:
+            return Scores()
+        if not isinstance(node, fx.Node) or -1 not in self._needs(node):
+            raise Unrecognized("a result that is not made of the score")
+        name, args = _name(node), node.args
+        if name in _CONVERSIONS:
+            return self._chain(args[0])
+        if name in ("where", "masked_fill"):
+            return self._hidden(name, args)
+        if name == "tanh":
+            found = self._chain(args[0])
+            if found.softcap or self.biases or self.conditions:
+                raise Unrecognized("tanh of more than a scaled score")
+            return replace(found, softcap=1.0)
+        if name not in _MULTIPLY | _DIVIDE | _ADD | _SUBTRACT or len(args) != 2 or node.kwargs:
+            raise Unrecognized(name)
+        left, right = args
+        if -1 in self._needs(right):
+            if name in _DIVIDE | _SUBTRACT or -1 in self._needs(left):
+                raise Unrecognized(f"{name} of two scores" if -1 in self._needs(left) else f"{name} by the score")
+            left, right = right, left
+        found = self._chain(left)
+        if name in _ADD | _SUBTRACT:
+            self.biases.append(right)
+            return found
+        constant = self._constant(right)
+        if constant is None or constant <= 0 or not math.isfinite(constant):
+            raise Unrecognized(f"{name} by a value that is not a positive constant")
+        factor = constant if name in _MULTIPLY else 1 / constant
+        if found.softcap:
+            return replace(found, softcap=found.softcap * factor)
+        return replace(found, factor=found.factor * factor)
+
+    def _hidden(self, name: str, args: tuple[Any, ...]) -> Scores:
+        chosen, other, condition = (args[1], args[2], args[0]) if name == "where" else (args[0], args[2], args[1])
+        if -1 in self._needs(other):
+            chosen, other = other, chosen
+        if -1 in self._needs(condition) or -1 in self._needs(other) or self._constant(other) != -math.inf:
+            raise Unrecognized(f"{name} with anything but the score and -inf")
+        found = self._chain(chosen)
+        self.conditions.append(condition)  # afterwards: a tanh around it finds it
+        return found
+
+    def _alibi(self, bias: Any) -> str | None:
+        linear = self._linear(bias)
+        if linear is None:
+            return None
+        of_key, of_query, constant, kind = linear
+        if kind == "absolute":
+            return kind
+        return "relative" if of_key == -of_query and of_key != 0 and constant == 0 else None
+
+    def _linear(self, value: Any) -> tuple[float, float, float, str] | None:
+        """Reads a product of a term of batch entry and head, and of a linear function of key and query: its factors of the key and the
+        query, and its constant, as multiples of that term. "number" if there is no such term."""
+        constant = self._constant(value)
+        if constant is not None:
+            return 0.0, 0.0, constant, "number"
+        if value is self.indices[3]:
+            return 1.0, 0.0, 0.0, "number"
+        if value is self.indices[2]:
+            return 0.0, 1.0, 0.0, "number"
+        if not isinstance(value, fx.Node):
+            return None
+        if not self._needs(value) & {2, 3}:
+            return 0.0, 0.0, 1.0, "term"
+        name, args = _name(value), value.args
+        if name in _CONVERSIONS:
+            return self._linear(args[0])
+        parts = [self._linear(a) for a in args if isinstance(a, (fx.Node, int, float))]
+        if None in parts or value.kwargs:
+            return None
+        if name == "neg" and len(parts) == 1:
+            a = parts[0]
+            return (-a[0], -a[1], -a[2], a[3])  # type: ignore[index]
+        if name == "abs" and len(parts) == 1:
+            a = parts[0]
+            return (1.0, -1.0, 0.0, "absolute") if a[3] == "number" and a[0] == -a[1] != 0 and a[2] == 0 else None  # type: ignore[index]
+        if len(parts) != 2:
+            return None
+        a, b = parts
+        assert a is not None and b is not None
+        if name in _ADD | _SUBTRACT:
+            if (a[3], b[3]) != ("number", "number"):
+                return None
+            sign = 1 if name in _ADD else -1
+            return a[0] + sign * b[0], a[1] + sign * b[1], a[2] + sign * b[2], "number"
+        if name in _MULTIPLY | _DIVIDE:
+            if name in _MULTIPLY and not a[0] and not a[1] and a[3] != "absolute":
+                a, b = b, a
+            if b[0] or b[1] or b[3] == "absolute" or (a[3], b[3]) == ("term", "term") or b[2] == 0:
+                return None
+            if b[3] == "term":
+                return a if a[3] == "absolute" else (a[0], a[1], a[2], "term")
+            factor = b[2] if name in _MULTIPLY else 1 / b[2]
+            return a if a[3] == "absolute" else (a[0] * factor, a[1] * factor, a[2] * factor, a[3])
+        return None
+
+
+def _name(node: fx.Node) -> str:
+    """Returns the name of a node's operation: torch's functions, methods, Python's operators and ATen's overloads share them."""
+    if node.op == "call_method":
+        name = str(node.target)
+    else:
+        target: Any = getattr(node.target, "overloadpacket", node.target)
+        name = str(getattr(target, "__name__", target))
+    return name.strip("_") if name.startswith("__") else name.removesuffix("_") if node.op == "call_method" else name

@@ -1,0 +1,294 @@
+"""`volta_fa.flex_attention` against attention in fp64 and torch's own function; `enable_flex`; torch.compile."""
+
+import logging
+import math
+import os
+import warnings
+
+import pytest
+import torch
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+
+import torch.nn.attention.flex_attention as torch_flex
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+import volta_fa
+from volta_fa import flex_attention
+from volta_fa.flex.score_mod import Scores, Unrecognized, recognize
+
+HEADS, LENGTH = 4, 150
+SLOPES = 0.5 ** torch.arange(1, HEADS + 1).float()
+TABLE = torch.linspace(-1, 1, HEADS * 600).view(HEADS, 600)
+BATCH_SLOPES = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.25, 0.125, 0.1]])
+
+
+def alibi_exp2(score, b, h, q, kv):
+    return score + (kv - q) * torch.exp2(-((h + 1) * 8.0 / HEADS))
+
+
+RECOGNIZED = {
+    "identity": (lambda s, b, h, q, kv: s, Scores()),
+    "factor": (lambda s, b, h, q, kv: 2 * s / 4, Scores(factor=0.5)),
+    "softcap": (lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0), Scores(factor=0.2, softcap=5.0)),
+    "alibi": (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q), Scores(bias=(False, True, True, True), alibi="relative")),
+    "alibi exp2": (alibi_exp2, Scores(bias=(False, True, True, True), alibi="relative")),
+    "alibi absolute": (lambda s, b, h, q, kv: s - BATCH_SLOPES[b, h] * (q - kv).abs(), Scores(bias=(True,) * 4, alibi="absolute")),
+    "softcap, alibi": (
+        lambda s, b, h, q, kv: 2 * torch.tanh(s / 2) - SLOPES[h] * torch.abs(q - kv),
+        Scores(factor=0.5, softcap=2.0, bias=(False, True, True, True), alibi="absolute"),
+    ),
+    "relative": (lambda s, b, h, q, kv: s + TABLE[h, q - kv + 300], Scores(bias=(False, True, True, True))),
+    "causal": (lambda s, b, h, q, kv: torch.where(q >= kv, s, -float("inf")), Scores(hides=(False, False, True, True))),
+    "causal, relative": (
+        lambda s, b, h, q, kv: torch.where(q >= kv, s + TABLE[h, q - kv + 300], torch.tensor(-float("inf"))),
+        Scores(bias=(False, True, True, True), hides=(False, False, True, True)),
+    ),
+}
+OTHERS = {
+    "mul of two scores": lambda s, b, h, q, kv: s * s,
+    "mul by a value that is not a positive constant": lambda s, b, h, q, kv: s * SLOPES[h],
+    "relu": lambda s, b, h, q, kv: torch.relu(s),
+    "tanh of more than a scaled score": lambda s, b, h, q, kv: 3 * torch.tanh(s + SLOPES[h]),
+    "where with anything but the score and -inf": lambda s, b, h, q, kv: torch.where(q > kv, s, -1.0),
+}
+MASKS = {
+    "causal": lambda b, h, q, kv: q >= kv,
+    "documents, not for a head": lambda b, h, q, kv: (q // 40 == kv // 40) | ((h == 1) & (q < 100)),
+    "empty rows and columns": lambda b, h, q, kv: (q >= 70) & (kv < 60) & (kv % 7 != 0),
+    "sinks and window": lambda b, h, q, kv: (q >= kv) & ((q - kv < 30) | (kv < 4)),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch asks to compile its function
+        yield
+
+
+@pytest.fixture
+def enabled():
+    volta_fa.enable_flex("cpu")
+    yield
+    volta_fa.disable_flex()
+
+
+def operands(batch=2, heads_k=HEADS, length_q=LENGTH, length_k=LENGTH, headdim=16, headdim_v=24, dtype=torch.float64):
+    torch.manual_seed(0)
+    shapes = [(batch, HEADS, length_q, headdim), (batch, heads_k, length_k, headdim), (batch, heads_k, length_k, headdim_v)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def plain(query, key, value, score_mod=None, mask_mod=None, scale=None):
+    """Returns out and lse with all scores in memory, every step in the dtype of the inputs."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    places = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    if score_mod is not None:
+        scores = score_mod(scores, *places).to(scores.dtype)
+    if mask_mod is not None:
+        scores = scores.masked_fill(~mask_mod(*places), -math.inf)
+    lse = scores.logsumexp(-1)
+    probabilities = torch.where(lse.isinf()[..., None], 0, (scores - torch.where(lse.isinf(), 0, lse)[..., None]).exp())
+    return probabilities @ value, lse
+
+
+def gradients(out, lse, inputs):
+    loss = (out * out).sum() + torch.where(lse.isinf(), 0, lse).sin().sum()
+    return torch.autograd.grad(loss, inputs)
+
+
+def assert_same(found, expected, inputs):
+    for name, a, b in zip(("out", "lse"), found, expected):
+        # lse is fp32
+        torch.testing.assert_close(a.to(b.dtype), b, rtol=1e-6, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+    for name, a, b in zip(("query", "key", "value", "captured"), gradients(*found, inputs), gradients(*expected, inputs)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", RECOGNIZED)
+def test_recognized_score_functions(name):
+    assert recognize(RECOGNIZED[name][0]) == RECOGNIZED[name][1]
+
+
+@pytest.mark.parametrize("reason", OTHERS)
+def test_other_score_functions_name_their_operation(reason):
+    with pytest.raises(Unrecognized, match=reason):
+        recognize(OTHERS[reason])
+
+
+@pytest.mark.parametrize("mask", [None, *MASKS])
+@pytest.mark.parametrize("name", RECOGNIZED)
+def test_scores_and_masks(name, mask):
+    score_mod, mask_mod = RECOGNIZED[name][0], MASKS.get(mask)
+    inputs = operands()
+    block_mask = None if mask is None else create_block_mask(mask_mod, None, HEADS, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=64)
+    found = flex_attention(*inputs, score_mod, block_mask, return_lse=True)
+    assert_same(found, plain(*inputs, score_mod, mask_mod), inputs)
+
+
+@pytest.mark.parametrize("block_size", [128, 48, (128, 256)], ids=str)
+def test_grouped_heads_other_lengths_and_scale(block_size):
+    inputs = operands(heads_k=2, length_q=130, length_k=300)
+    mask_mod = MASKS["documents, not for a head"]
+    block_mask = create_block_mask(mask_mod, None, HEADS, 130, 300, device="cpu", BLOCK_SIZE=block_size)
+    found = flex_attention(*inputs, block_mask=block_mask, scale=0.3, enable_gqa=True, return_lse=True)
+    assert_same(found, plain(*inputs, None, mask_mod, 0.3), inputs)
+
+
+def test_own_masks_and_one_key_for_all_entries():
+    inputs = operands()
+    blocks = torch.tensor([[True, False, True], [False, False, False], [False, True, True]])
+    mask = volta_fa.BlockMask.from_blocks(blocks, 50)
+    key, value = (t[:1] for t in inputs[1:])
+    found = flex_attention(inputs[0], key, value, block_mask=mask, return_lse=True)
+    visible = blocks.repeat_interleave(50, 0).repeat_interleave(50, 1)
+    expected = plain(inputs[0], key.expand_as(inputs[1]), value.expand_as(inputs[2]), None, lambda b, h, q, kv: visible[q, kv])
+    assert_same(found, expected, inputs)
+
+
+def test_gradients_of_an_added_term():
+    table = TABLE.double().requires_grad_()
+    inputs = [*operands(), table]
+
+    def score_mod(score, b, h, q, kv):
+        return score + table[h, q - kv + 300]
+
+    block_mask = create_block_mask(MASKS["causal"], None, None, LENGTH, LENGTH, device="cpu")
+    found = flex_attention(*inputs[:3], score_mod, block_mask, return_lse=True)
+    assert_same(found, plain(*inputs[:3], score_mod, MASKS["causal"]), inputs)
+
+
+def test_results_are_those_of_torch():
+    query, key, value = (t.detach() for t in operands(dtype=torch.float32))
+    mask_mod = MASKS["empty rows and columns"]
+    block_mask = create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu")
+    found = flex_attention(query, key, value, RECOGNIZED["alibi"][0], block_mask, return_lse=True)
+    expected = torch_flex.flex_attention(query, key, value, RECOGNIZED["alibi"][0], block_mask, return_lse=True)
+    for a, b in zip(found, expected):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert (found[1][..., :70] == -math.inf).all()
+    if hasattr(torch_flex, "AuxRequest"):
+        out, aux = flex_attention(query, key, value, RECOGNIZED["alibi"][0], block_mask, return_aux=torch_flex.AuxRequest(lse=True))
+        assert torch.equal(aux.lse, found[1]) and aux.max_scores is None
+
+
+def test_other_score_functions_run_on_torch_with_one_line(caplog):
+    query, key, value = (t.detach() for t in operands(dtype=torch.float32))
+    with caplog.at_level(logging.WARNING, "volta_fa"):
+        for _ in range(2):
+            out = flex_attention(query, key, value, OTHERS["relu"])
+    torch.testing.assert_close(out, plain(query, key, value, OTHERS["relu"])[0], rtol=1e-4, atol=1e-5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "volta_fa.flex_attention: no kernel for relu: torch's own flex_attention runs"
+    ]
+    with pytest.raises(NotImplementedError, match="block_mask: got volta_fa.BlockMask"):
+        flex_attention(query, key, value, OTHERS["relu"], volta_fa.BlockMask.from_mask_mod(MASKS["causal"], 1, 1, LENGTH, LENGTH, "cpu"))
+
+
+def test_wrong_arguments_are_refused():
+    query, key, value = operands(heads_k=2)
+    with pytest.raises(ValueError, match="key: got 2 heads"):
+        flex_attention(query, key, value)
+    block_mask = create_block_mask(MASKS["causal"], None, None, 256, 256, device="cpu")
+    with pytest.raises(ValueError, match="block_mask: got lengths"):
+        flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
+
+
+def compiled(function, backend, *arguments):
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True)(*arguments, return_lse=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["identity", "softcap, alibi", "relative"])
+def test_compiled(name, backend):
+    score_mod, inputs = RECOGNIZED[name][0], operands()
+    documents = torch.arange(LENGTH) // 40
+    block_mask = create_block_mask(lambda b, h, q, kv: documents[q] == documents[kv], None, None, LENGTH, LENGTH, device="cpu")
+    found = compiled(flex_attention, backend, *inputs, score_mod, block_mask)
+    assert_same(found, plain(*inputs, score_mod, lambda b, h, q, kv: q // 40 == kv // 40), inputs)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor():
+    inputs = operands()
+    block_mask = create_block_mask(MASKS["sinks and window"], None, None, LENGTH, LENGTH, device="cpu")
+    found = compiled(flex_attention, "inductor", *inputs, RECOGNIZED["softcap"][0], block_mask)
+    assert_same(found, plain(*inputs, RECOGNIZED["softcap"][0], MASKS["sinks and window"]), inputs)
+
+
+def runs_on_volta_fa(function, *arguments):
+    with torch.profiler.profile() as profiler:
+        result = function(*arguments)
+    return result, any(event.key == "volta_fa::fwd" for event in profiler.key_averages())
+
+
+def test_enable_flex(enabled):
+    imported_before = volta_fa.flex.switch.original()
+    inputs = [t.detach() for t in operands(dtype=torch.float32)]
+    block_mask = create_block_mask(MASKS["causal"], None, None, LENGTH, LENGTH, device="cpu")
+    expected = plain(*inputs, None, MASKS["causal"])[0]
+    functions = {
+        "eager": torch_flex.flex_attention,
+        "imported before": imported_before,
+        "compiled": torch.compile(imported_before, backend="aot_eager", fullgraph=True),
+    }
+    for name, function in functions.items():
+        out, ours = runs_on_volta_fa(lambda function=function: function(*inputs, block_mask=block_mask))
+        assert ours, name
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    volta_fa.disable_flex()
+    assert torch_flex.flex_attention is imported_before
+    for name, function in functions.items():
+        if name != "eager":  # the replacement itself
+            assert not runs_on_volta_fa(lambda function=function: function(*inputs, block_mask=block_mask))[1], name
+
+
+# ---- masks of others, written anew from their descriptions -----------------------------------------------------------
+
+IMAGES = torch.tensor([[0, 70], [20, 70], [70, 150]])  # the queries that see each image, of 50 tokens
+
+
+def neighborhood(b, h, q, kv):
+    """Pixels of a canvas 10 wide within 2 rows and columns."""
+    return ((q // 10 - kv // 10).abs() <= 2) & ((q % 10 - kv % 10).abs() <= 2)
+
+
+GALLERY = {
+    "dilated window": lambda b, h, q, kv: ((q - kv).abs() <= 40) & ((q - kv) % 4 == 0),
+    "global tokens and window": lambda b, h, q, kv: ((q - kv).abs() <= 10) | (q % 50 == 0) | (kv % 50 == 0),
+    "vision cross attention": lambda b, h, q, kv: (q >= IMAGES[kv // 50][0]) & (q < IMAGES[kv // 50][1]),
+    "neighborhood": neighborhood,
+    "prefix": lambda b, h, q, kv: (kv < 33) | (q >= kv),
+    "shared prefix": lambda b, h, q, kv: (kv < 30) | ((q // 60 == kv // 60) & (q >= kv)),
+    "block diffusion": lambda b, h, q, kv: torch.where(
+        (q < 75) & (kv < 75), q // 16 == kv // 16, torch.where(q < 75, (kv - 75) // 16 < q // 16, (kv >= 75) & (q // 16 >= kv // 16))
+    ),
+    "tiles": lambda b, h, q, kv: (q // 48 - kv // 48).abs() <= 1,
+}
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_masks_of_attention_gym(name):
+    inputs = operands(batch=1)
+    block_mask = create_block_mask(GALLERY[name], None, None, LENGTH, LENGTH, device="cpu")
+    visible = create_mask(GALLERY[name], 1, 1, LENGTH, LENGTH, device="cpu")[0, 0]
+    found = flex_attention(*inputs, block_mask=block_mask, return_lse=True)
+    assert_same(found, plain(*inputs, None, lambda b, h, q, kv: visible[q, kv]), inputs)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("lengths", [(113, 203), (203, 113), (256, 384)], ids=str)
+def test_shapes_of_block_sparse_attention(lengths, sparsity):
+    torch.manual_seed(1)
+    inputs = operands(heads_k=1, length_q=lengths[0], length_k=lengths[1])
+    blocks = torch.rand(2, HEADS, -(-lengths[0] // 128), -(-lengths[1] // 128)) >= sparsity
+    visible = blocks.repeat_interleave(128, 2).repeat_interleave(128, 3)
+    mask = volta_fa.BlockMask.from_blocks(blocks, 128, lengths)
+    found = flex_attention(*inputs, block_mask=mask, enable_gqa=True, return_lse=True)
+    assert_same(found, plain(*inputs, None, lambda b, h, q, kv: visible[b, h, q, kv]), inputs)
