@@ -105,6 +105,7 @@ LAST_LINES = {
     "autocast_training.py": "one step skipped",
     "checkpointing.py": "selective: gradients equal to the bit",
     "features.py": "with both: out and gradients agree",
+    "flex.py": "agrees with eager attention in fp64",
     "flash_attn_training.py": "with PyTorch's attention",
 }
 
