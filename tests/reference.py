@@ -20,7 +20,7 @@ from torch import Tensor
 # Modules of `volta_fa.check` in a package of another name: importing volta_fa would load its library, and tests may be of another one.
 _package = sys.modules["volta_fa_check"] = types.ModuleType("volta_fa_check")
 _package.__path__ = [str(Path(__file__).resolve().parent.parent / "python/volta_fa/check")]
-cases, tolerance = (importlib.import_module(f"volta_fa_check.{name}") for name in ("cases", "tolerance"))
+block_masks, cases, tolerance = (importlib.import_module(f"volta_fa_check.{name}") for name in ("block_masks", "cases", "tolerance"))
 Budget, FORWARD_FACTOR, GRADIENT_FACTOR = tolerance.Budget, tolerance.FORWARD_FACTOR, tolerance.GRADIENT_FACTOR
 delta_noise, gradient_sums, lse_tolerance = tolerance.delta_noise, tolerance.gradient_sums, tolerance.lse_tolerance
 dropped_numbers, kept_share = tolerance.dropped_numbers, tolerance.kept_share
@@ -60,30 +60,6 @@ def kept(rng_state: Tensor, entries: Tensor, nheads: int, seqlen_q: int, seqlen_
     dropped = dropped_numbers(dropout_p)
     # the numbers below a threshold have the rarer fate
     return numbers >= dropped if dropout_p <= 0.5 else numbers < 2**15 - dropped
-
-
-#: Sizes of a block mask's blocks, and of what comes before the blocks in a list.
-BLOCK_ROWS, BLOCK_COLUMNS, LIST_HEADER = 128, 64, 4
-
-
-def expand_block_mask(lists: Tensor, bits: Tensor | None, batch: int, nheads: int, rows: int, columns: int) -> Tensor:
-    """(batch, nheads, rows, columns) bool: the scores that lists and bits of a block mask leave. Rows are queries; of transposed
-    lists, keys."""
-    seen = torch.zeros(batch, nheads, rows, columns, dtype=torch.bool)
-    on_host, tiles = lists.tolist(), [] if bits is None else bits.tolist()
-    for b in range(batch):
-        for h in range(nheads):
-            of_head = on_host[b % len(on_host)]
-            for block, (partial, full, tile, _launch, *entries) in enumerate(of_head[h % len(of_head)]):
-                place = seen[b, h, block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
-                for column in entries[partial : partial + full]:
-                    place[:, column * BLOCK_COLUMNS : (column + 1) * BLOCK_COLUMNS] = True
-                for i, column in enumerate(entries[:partial]):
-                    words = torch.tensor(tiles[tile + i]).view(BLOCK_ROWS, 2, 1)
-                    scores = (words >> torch.arange(32) & 1).bool().view(BLOCK_ROWS, BLOCK_COLUMNS)
-                    part = place[:, column * BLOCK_COLUMNS : (column + 1) * BLOCK_COLUMNS]
-                    part |= scores[: part.shape[0], : part.shape[1]]
-    return seen.to(lists.device)
 
 
 @dataclass
@@ -148,7 +124,7 @@ def groups(
     """The problem that the op's arguments describe, as dense ones."""
     device, nheads = q.device, q.shape[-2]
     if block_lists is not None:
-        attn_bias = expand_block_mask(block_lists, block_bits, q.shape[0], nheads, q.shape[1], k.shape[1])
+        attn_bias = block_masks.expand(block_lists, block_bits, q.shape[0], nheads, q.shape[1], k.shape[1])
     if cu_seqlens_q is None:
         starts_q = [b * q.shape[1] for b in range(q.shape[0])]
         starts_k = [b * k.shape[1] for b in range(q.shape[0])]

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
-import block_mask
-import reference
 from conftest import CPU, INFO, Case, check, on, run_python
+from reference import block_masks
 
 op = torch.ops.volta_fa
 
@@ -38,11 +37,11 @@ class Masked:
 
     def mask(self, seed: int):
         sizes = (self.mask_batch, self.mask_heads, self.case.seqlen_q, self.case.seqlen_k)
-        return block_mask.random_mask(*sizes, seed, self.density)
+        return block_masks.random_mask(*sizes, seed, self.density)
 
     def problem(self, backend):
         (q, k, v, dout), options = self.case.problem(backend)
-        return (q, k, v, dout), options | block_mask.options_of(self.mask(backend.seed), backend.device, backend.seed)
+        return (q, k, v, dout), options | block_masks.options_of(self.mask(backend.seed), backend.device, backend.seed)
 
 
 BASE = Case(300, 280, 64, nheads=4, nheads_k=2)
@@ -113,7 +112,7 @@ def test_hidden_keys_may_be_anything(backend, gpu):
     mask = torch.zeros(1, 1, 128, 192, dtype=torch.bool)
     mask[..., :64] = True
     (q, k, v, dout), options = case.problem(backend)
-    options |= block_mask.options_of(mask, backend.device)
+    options |= block_masks.options_of(mask, backend.device)
     expected = check(backend, q, k, v, dout, **options)
     k[:, 64:], v[:, 64:] = float("nan"), float("inf")
     out, lse = backend.forward(q, k, v, **options)
@@ -125,9 +124,9 @@ def test_bits_are_optional_without_partial_blocks(backend):
     mask = torch.zeros(1, 1, 256, 192, dtype=torch.bool)
     mask[..., :128, :64] = mask[..., 128:, 64:] = True
     (q, k, v, dout), options = Case(256, 192, 32, nheads=2).problem(backend)
-    lists, _ = block_mask.pack(mask)
+    lists, _ = block_masks.pack(mask)
     # transposed, the same mask has partial blocks
-    transposed = block_mask.options_of(mask, backend.device)
+    transposed = block_masks.options_of(mask, backend.device)
     options |= {"block_lists": lists, "block_lists_t": transposed["block_lists_t"], "block_bits_t": transposed["block_bits_t"]}
     check(backend, q, k, v, dout, **options)
 
@@ -146,11 +145,11 @@ def test_any_strides_of_lists(backend):
 def test_reference_expands_what_tests_pack():
     """Both directions of a packed mask are the mask."""
     for seed in range(4):
-        mask = block_mask.random_mask(2, 3, 200, 330, seed)
+        mask = block_masks.random_mask(2, 3, 200, 330, seed)
         assert 0 < mask.sum() < mask.numel()
         for whole in (mask, mask.transpose(-1, -2)):
-            lists, bits = block_mask.pack(whole, seed)
-            assert torch.equal(reference.expand_block_mask(lists, bits, *whole.shape), whole)
+            lists, bits = block_masks.pack(whole, seed)
+            assert torch.equal(block_masks.expand(lists, bits, *whole.shape), whole)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -161,7 +160,7 @@ def valid(backend):
     mask = torch.ones(1, 2, 200, 192, dtype=torch.bool)
     mask[..., 70] = False
     (q, k, v, _), options = Case(200, 192, 32, nheads=2).problem(backend)
-    return {"q": q, "k": k, "v": v, **options, **block_mask.options_of(mask, backend.device)}
+    return {"q": q, "k": k, "v": v, **options, **block_masks.options_of(mask, backend.device)}
 
 
 WRONG = {
@@ -195,7 +194,7 @@ def test_wrong_arguments_are_refused(backend, name):
 def test_packed_sequences_are_refused():
     q = torch.randn(200, 2, 32)
     cu = torch.tensor([0, 200], dtype=torch.int32)
-    lists, bits = block_mask.pack(torch.ones(1, 1, 200, 200, dtype=torch.bool))
+    lists, bits = block_masks.pack(torch.ones(1, 1, 200, 200, dtype=torch.bool))
     lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 200, "max_seqlen_k": 200}
     with pytest.raises(ValueError, match="block_lists: got a tensor together with cu_seqlens_q, expected one of the two to be None"):
         op.fwd(q, q, q, block_lists=lists, block_bits=bits, **lengths)

@@ -23,8 +23,9 @@ ASKED = [
         "bias": {"bias": "hqk"},
         "fp32_bias": {"bias": "hqk:fp32"},  # instead of the one before
         "sinks": {"sinks": "own"},
+        "block_mask": {"blocks": "h"},
     },
-    {"dropout": {"dropout_p": 0.2}, "bias": {"bias": "bk:bool"}, "lengths": {"used": 60}},
+    {"dropout": {"dropout_p": 0.2}, "bias": {"bias": "bk:bool"}, "lengths": {"used": 60}, "block_mask": {"blocks": "h"}},
 ]
 NEEDS_OF_PASS = {p["name"]: p["needs"] for p in INFO["passes"]}
 # What merges states or serves a KV cache has no problem of attention: tests/test_merge.py, test_decode_kernels.py and

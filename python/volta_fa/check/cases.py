@@ -1,6 +1,6 @@
 """Attention problems as values, and the tensors that follow from one: `python -m volta_fa check` and the tests share them.
 
-The tests import this file without the package, so it imports nothing but torch and score_options.
+The tests import this file without the package, so it imports nothing but torch and files that do the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from . import block_masks
 from .score_options import ScoreOptions
 
 
@@ -68,6 +69,7 @@ class Case(ScoreOptions):
     spread: float = 1.0  # standard deviation of q, k and v
     dropout_p: float = 0.0
     bias: str = ""  # its dimensions that are not 1, as "bhqk", "hqk" or "k", or "-" for none; then its type, as "qk:fp32"
+    blocks: str = ""  # dimensions of a block mask that are not 1, as "bh" or "h", or "-" for none; empty: no mask
     lengths: tuple[tuple[int, int], ...] = ()
     spare: int = 0  # max_seqlen beyond the longest sequence
     used: tuple[int, ...] = ()  # seqused_k
@@ -98,7 +100,7 @@ class Case(ScoreOptions):
             parts.append(f"spread{self.spread:g}")
         if self.dropout_p:
             parts.append(f"dropout{self.dropout_p:g}")
-        for name in ("alibi", "bias", "sinks"):
+        for name in ("alibi", "bias", "blocks", "sinks"):
             if getattr(self, name):
                 parts.append(name + getattr(self, name).replace(":", ""))
         if self.deterministic:
@@ -135,6 +137,7 @@ class Case(ScoreOptions):
             **self.score_features,
             "bias": bool(bias),
             "dropout": self.dropout_p > 0,
+            "block_mask": bool(self.blocks),
             # kernels get a bf16 bias as fp32
             "fp32_bias": bool(bias) and (bias_type == "fp32" or (not bias_type and is_bf16)),
         }
@@ -181,6 +184,10 @@ class Case(ScoreOptions):
             full = dict(zip("bhqk", (self.entries, self.nheads, *self.longest)))
             bias = source.randn(*(n if name in dims else 1 for name, n in full.items()))
             o["attn_bias"] = bias > -0.8 if dtype == "bool" else bias.float() if dtype == "fp32" else bias
+        if self.blocks:
+            batch, nheads = self.batch if "b" in self.blocks else 1, self.nheads if "h" in self.blocks else 1
+            mask = block_masks.random_mask(batch, nheads, self.seqlen_q, self.seqlen_k, source.seed)
+            o |= block_masks.options_of(mask, source.device, source.seed)
         if self.sinks:
             sinks = source.randn(self.nheads) * 2
             o["sinks"] = sinks.float() if self.sinks == "fp32" else sinks

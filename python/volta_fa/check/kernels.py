@@ -190,7 +190,15 @@ def problems(variant: dict[str, Any]) -> list[Case]:
 
     varlen = "lengths" in features
     sinks = "own" if varlen else ""
-    if required:
+    if "block_mask" in required:
+        found = [
+            case(141, 155),
+            case(290, 200, less=8, batch=2, used=varlen, sinks=sinks, window_left=60),
+            case(288, 33, is_causal=True),
+        ]
+        if "softcap" in features:
+            found += [case(141, 155, **EVERY, is_causal=True), case(129, 97, alibi="h", dropout_p=0.2)]
+    elif required:
         # Some have it of dense tensors alone. (In the last, whole blocks of rows see no key.)
         found = [
             case(141, 155, packed=varlen, sinks=sinks, is_causal=True),
@@ -215,7 +223,12 @@ def problems(variant: dict[str, Any]) -> list[Case]:
             case(65, 201, window_left=70, is_causal=True),
         ]
     if variant["family"] == "cpu":
-        found = [case(141, 155), dataclasses.replace(case(77, 33, is_causal=True), headdim_v=d), *found]
+        found = [
+            case(141, 155),
+            case(141, 155, blocks="h", sinks="own"),
+            dataclasses.replace(case(77, 33, is_causal=True), headdim_v=d),
+            *found,
+        ]
     # kernels get a bf16 bias as fp32, which some do not read
     reads_bf16 = "bias" not in features or "fp32_bias" in features
     if "bf16_gradients" in features or (variant["pass"] in FORWARD and features and reads_bf16 and variant["family"] != "cpu"):

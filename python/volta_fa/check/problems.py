@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import tolerance
+from . import block_masks, tolerance
 from .cases import Case, CpuSource
 from .score_options import OF_REFERENCE
 
@@ -138,6 +138,9 @@ class Part:
         options = {name: given[name] for name in OF_REFERENCE if name in given}
         if "attn_bias" in given:
             options["attn_bias"] = self.of_bias(given["attn_bias"])
+        if "block_lists" in given:
+            sizes = self.inputs.problem.batch, self.inputs.problem.nheads, self.inputs.problem.seqlen_q, self.inputs.problem.seqlen_k
+            options["attn_bias"] = self.of_bias(block_masks.expand(given["block_lists"], given["block_bits"], *sizes))
         if "alibi_slopes" in given:
             slopes = given["alibi_slopes"]
             slopes = slopes[self.number : self.number + 1] if slopes.dim() == 2 else slopes

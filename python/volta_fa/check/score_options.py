@@ -11,6 +11,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": "bh"},
     "bias": {"bias": "hqk"},
     "dropout": {"dropout_p": 0.2},
+    "block_mask": {"blocks": "h"},
 }
 #: What a problem of a cache has that asks for every feature.
 EVERY = {**ASKING["softcap"], **ASKING["alibi"], "sinks": "own"}

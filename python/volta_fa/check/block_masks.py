@@ -1,4 +1,7 @@
-"""Packs a mask of single scores into the block lists of the ops, as plainly as possible."""
+"""Block masks of check and of the tests: random ones, packed into the ops' lists and bits and expanded again, as plainly as possible.
+
+The tests import this file without the package, so it imports nothing but torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import random
 import torch
 from torch import Tensor
 
-from reference import BLOCK_COLUMNS, BLOCK_ROWS, LIST_HEADER
+#: Sizes of a block mask's blocks, and of what comes before the blocks in a list.
+BLOCK_ROWS, BLOCK_COLUMNS, LIST_HEADER = 128, 64, 4
 
 #: Entries behind the counts of a list, and tiles that no list has: no kernel may read them as blocks or bits.
 UNDEFINED = -123456789
@@ -78,3 +82,23 @@ def random_mask(batch: int, heads: int, rows: int, columns: int, seed: int, dens
             if numbers.random() < 0.5:
                 of_head[:, columns - min(numbers.choice((1, 70)), columns // 2) :] = False
     return mask
+
+
+def expand(lists: Tensor, bits: Tensor | None, batch: int, nheads: int, rows: int, columns: int) -> Tensor:
+    """(batch, nheads, rows, columns) bool: the scores that lists and bits of a block mask leave. Rows are queries; of transposed
+    lists, keys."""
+    seen = torch.zeros(batch, nheads, rows, columns, dtype=torch.bool)
+    on_host, tiles = lists.tolist(), [] if bits is None else bits.tolist()
+    for b in range(batch):
+        for h in range(nheads):
+            of_head = on_host[b % len(on_host)]
+            for block, (partial, full, tile, _launch, *entries) in enumerate(of_head[h % len(of_head)]):
+                place = seen[b, h, block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
+                for column in entries[partial : partial + full]:
+                    place[:, column * BLOCK_COLUMNS : (column + 1) * BLOCK_COLUMNS] = True
+                for i, column in enumerate(entries[:partial]):
+                    words = torch.tensor(tiles[tile + i]).view(BLOCK_ROWS, 2, 1)
+                    scores = (words >> torch.arange(32) & 1).bool().view(BLOCK_ROWS, BLOCK_COLUMNS)
+                    part = place[:, column * BLOCK_COLUMNS : (column + 1) * BLOCK_COLUMNS]
+                    part |= scores[: part.shape[0], : part.shape[1]]
+    return seen.to(lists.device)
