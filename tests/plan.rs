@@ -62,6 +62,8 @@ fn feature_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14]
         (RequestedFeatures { attn_bias: true, sinks: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Sinks])),
         (RequestedFeatures { dropout_p: 0.1, ..features }, packed, FeatureSet::of(&[Feature::Dropout, Feature::Lengths])),
         (RequestedFeatures { alibi: true, attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Alibi, Feature::Bias])),
+        (RequestedFeatures { block_mask: true, ..features }, None, FeatureSet::of(&[Feature::Blocks])),
+        (RequestedFeatures { block_mask: true, softcap: 15.0, ..features }, None, FeatureSet::of(&[Feature::Blocks, Feature::Softcap])),
     ]
 }
 

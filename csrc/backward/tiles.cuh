@@ -91,6 +91,11 @@ public:
         s_ += S::kStep * s.row_stride;
         dp_ += S::kStep * dp.row_stride;
     }
+    // Moves the next tile by this many rows.
+    __device__ __forceinline__ void skip(const Operand& s, const Operand& dp, int rows) {
+        s_ += rows * s.row_stride;
+        dp_ += rows * dp.row_stride;
+    }
     // Stores both tiles. `to`: address of the first tile, plus offset().
     __device__ __forceinline__ void store(unsigned to) const {
 #pragma unroll

@@ -152,11 +152,11 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
 };
 
 // Tiles of K and V of a block, in turn: each tile of K before that of V. The specialization below goes through pages.
-template <bool Paged, int Chunks, int ChunksV, int Rows, int Threads>
+template <bool Paged, int Chunks, int ChunksV, int Rows, int Threads, template <int, int, int> class Stream = TileStream>
 struct KvTiles {
     static_assert(!Paged, "paged kernels have ChunksV == Chunks");
-    TileStream<Chunks, Rows, Threads> k;
-    TileStream<ChunksV, Rows, Threads> v;
+    Stream<Chunks, Rows, Threads> k;
+    Stream<ChunksV, Rows, Threads> v;
     unsigned k_stride, v_stride;
 
     // Keys `first` to last - 1 of a sequence whose key 0 is row k_offset of its batch entry.
@@ -178,7 +178,7 @@ struct KvTiles {
 };
 
 template <int Chunks, int Rows, int Threads>
-struct KvTiles<true, Chunks, Chunks, Rows, Threads> {
+struct KvTiles<true, Chunks, Chunks, Rows, Threads, TileStream> {
     using Stream = PagedTileStream<Chunks, Rows, Threads>;
     Stream k, v;
     typename Stream::Pages pages;

@@ -93,6 +93,11 @@ impl FeatureSet {
     pub const GENERIC: FeatureSet =
         FeatureSet::VARLEN.union(FeatureSet::of(&Feature::OF_SCORES)).union(FeatureSet::of(&[Feature::Fp32Bias]));
 
+    /// Features of generic kernels with block masks: a bias has no lists.
+    pub const GENERIC_BLOCKS: FeatureSet = FeatureSet::GENERIC
+        .without(FeatureSet::of(&[Feature::Bias, Feature::Fp32Bias]))
+        .union(FeatureSet::of(&[Feature::Blocks]));
+
     /// Features of every prefill kernel.
     pub const PAGED: FeatureSet = FeatureSet::of(&[Feature::Pages, Feature::Lengths, Feature::Sinks]);
 
@@ -478,6 +483,12 @@ impl Variant {
         Variant { features: features.intersection(self.pass.info().features), ..self }
     }
 
+    /// Returns the kernel with block masks and these features: `source` takes lists, so the problem must have them.
+    pub const fn with_blocks(self, features: FeatureSet, source: &'static str) -> Variant {
+        let required_features = FeatureSet::of(&[Feature::Blocks]);
+        Variant { required_features, source, ..self.with_features(features.union(required_features)) }
+    }
+
     /// Returns the kernel's argument: its pass's, or with `Feature::Blocks` the one that begins with it.
     pub const fn params(&self) -> ParamBlock {
         match (self.pass.info().params, self.features.contains(FeatureSet::of(&[Feature::Blocks]))) {
@@ -511,7 +522,7 @@ impl Variant {
         words.into_iter().filter(|word| !word.is_empty()).collect::<Vec<_>>().join("_")
     }
 
-    /// Returns the words for features in its name: those that the problem must use, or the set.
+    /// Returns the words for features in its name: those that the problem must use, or the set, or for block masks both.
     fn feature_words(&self) -> String {
         let mut required: Vec<_> = self.required_features.iter().map(Feature::name).collect();
         required.sort_unstable();
@@ -519,6 +530,7 @@ impl Variant {
         let usual = if self.pass == Pass::Prefill { FeatureSet::PAGED } else { FeatureSet::NONE };
         let of_scores = FeatureSet::GENERIC.without(FeatureSet::VARLEN);
         match self.features.without(usual) {
+            of if self.params() != self.pass.info().params && of.intersection(of_scores) != FeatureSet::NONE => "block_mask_generic".into(),
             _ if !required.is_empty() => required.join("_"),
             FeatureSet::NONE => String::new(),
             beyond if beyond.intersection(of_scores) == FeatureSet::NONE => "varlen".into(),

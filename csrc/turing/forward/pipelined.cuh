@@ -13,6 +13,7 @@
 #pragma once
 
 #include "forward/block.cuh"
+#include "dense_steps.cuh"
 #include "forward/pages.cuh"
 #include "turing/forward/layout.cuh"
 #include "turing/forward/one_feature.cuh"
@@ -20,8 +21,22 @@
 
 namespace turing {
 
+// The default grid: one block per tile of rows, with all of its keys. BlockMaskGrid (block_mask.cuh) is the other one.
+struct DenseGrid {
+    static constexpr bool kListed = false;  // whether keys come from lists
+    template <int Step>
+    using Steps = DenseSteps<Step>;
+    template <int Rows, int Step>
+    using Bits = NoMaskBits;
+    template <int BlockRows>
+    struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
+        __device__ __forceinline__ Block(const Problem& p, const DenseGrid&)
+            : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>(p) {}
+    };
+};
+
 // The kernel. A warp has 16 * RowTiles query rows. Slots: slots of the ring, of one step each.
-template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Slots>
+template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Slots, class Grid = DenseGrid>
 struct ForwardPipelined {
     static constexpr int kThreads = 32 * Warps;
     static constexpr int kWarpRows = 16 * RowTiles;
@@ -58,7 +73,9 @@ struct ForwardPipelined {
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
     static_assert(kPasses <= 2, "a step has two halves");
     static_assert(!kPaged || (kChunks == kChunksV && StreamV::kAllTakePart && !kBackwards), "K and V alike, forwards");
-    using Block = ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder>;
+    using Block = typename Grid::template Block<kBlockRows>;
+    using Keys = typename Grid::template Steps<kStep>;
+    static_assert(!Grid::kListed || !kBackwards, "lists are ascending");
     using Tile = Scores<ForwardLayout, RowTiles, 1>;
     using Softmax = SoftmaxRows<ForwardLayout, RowTiles>;
     using Probabilities = OperandA[RowTiles];  // of the 8 keys of a tile
@@ -69,17 +86,17 @@ struct ForwardPipelined {
     static constexpr int kOperandRegisters = RowTiles * (2 * kChunks + 4 * kChunksV);
     static constexpr bool kRegistersFull = kOperandRegisters >= 192;
     static constexpr bool kFragmentsAhead =
-        !kRegistersFull || (RowTiles == 1 && !kGeneric);  // else a group is loaded when it is used
+        !kRegistersFull || (RowTiles == 1 && !kGeneric && !Grid::kListed);  // else a group is loaded when it is used
     static constexpr bool kChunkCoordsKept = !(
         // else a thread's chunk coordinates are computed again each time
-        kRegistersFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen)));
+        kRegistersFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen) || Grid::kListed));
     static constexpr bool kStreamsKept = !(kRegistersFull && kPaged);  // else the same for their addresses in row 0 of page 0
     // Whether the streams' state and ALiBi's constants lie in shared memory, after the ring.
     static constexpr bool kStreamsInShared = kRegistersFull && kOneFeature && RowTiles > 1 && !kPaged;
     static constexpr u32 kSharedBytes = kRingBytes + (kStreamsInShared ? 32 * kThreads : 0);
     static constexpr bool kPagesInBranch = kRegistersFull && RowTiles == 1 && !kGeneric;  // see PageIterator
-    static constexpr bool kMaskKept =
-        !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged)));  // else each masked tile computes it again
+    static constexpr bool kMaskKept = !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged) ||
+                                                           Grid::kListed));  // else each masked tile computes it again
     // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because
     // nothing else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.)
     static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
@@ -87,9 +104,10 @@ struct ForwardPipelined {
     // Headdim 256, without pages.
     static constexpr bool kFullRow = kRegistersFull && RowTiles == 1 && !kPaged;
     // Whether rows keep their limits; else they are computed from row_max.
-    static constexpr bool kLimitsKept = !(kStreamsInShared || kFullRow || (Headdim <= 32 && kVarlen));
+    static constexpr bool kLimitsKept =
+        !(kStreamsInShared || kFullRow || (kRegistersFull && Grid::kListed) || (Headdim <= 32 && kVarlen));
     static constexpr bool kKeysKept = kOperandRegisters < 144;  // the Philox keys of all rounds
-    static constexpr bool kUnmaskedLoop = !(kRegistersFull && kGeneric);  // else every step is masked
+    static constexpr bool kUnmaskedLoop = !(kRegistersFull && (kGeneric || Grid::kListed));  // else every step is masked
 
     // Address of group c in the row of a chunk of group 0.
     template <int Chunks>
@@ -214,20 +232,23 @@ struct ForwardPipelined {
         });
     }
 
-    __device__ __forceinline__ static void run(const FwdParams& p) {
+    __device__ __forceinline__ static void run(const FwdParams& p, const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const u32 ring = shared_address(shared);
         const Problem& problem = p.problem;
-        const Block block(problem);
+        const Block block(problem, grid);
         const BlockSeqlenInfo sequence(p, block.batch);
         if (kVarlen && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x, lane = thread & 31;
         const int row = block.row + thread / 32 * kWarpRows;
-        int key_first = mask.key_first(block.row);
+        // The warp's first row. Without lists it is computed again, so that it holds no register in between.
+        const int kept_row = Grid::kListed ? keep_in_register(row) : 0;
+        const auto warp_row = [&] { return Grid::kListed ? kept_row : remat_warp_row(p); };
+        int key_first = Grid::kListed ? 0 : mask.key_first(block.row);
         if (kGeneric) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
         if (kPaged) key_first &= ~(kPageGroup - 1);
-        const int key_end = mask.key_end(block.row, kBlockRows);
+        const int key_end = Grid::kListed ? mask.seqlen_k : mask.key_end(block.row, kBlockRows);
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
@@ -235,6 +256,9 @@ struct ForwardPipelined {
         const int own_key = block.row + kBlockRows - 1 + sequence.seqlen_k() - sequence.seqlen_q();
         const int key_last = key_first + (key_end - 1 - key_first) / kStep * kStep;
         int key = kBackwards ? key_first + max(min(own_key, key_end - 1) - key_first, 0) / kStep * kStep : key_first;
+        Keys keys(grid, block, key, key_end);
+        typename Grid::template Bits<kWarpRows, kStep> bits;
+        if (Grid::kListed) key = keys.first();
 
         Softmax softmax;
         Output o;
@@ -244,7 +268,7 @@ struct ForwardPipelined {
             for (int j = 0; j < kChunksV; j++)
 #pragma unroll
                 for (int w = 0; w < ForwardLayout::kElements; w++) o[mt][j][w] = 0.f;
-        if (key_first < key_end) {
+        if (Grid::kListed ? keys.exists() : key_first < key_end) {
             OperandA q[RowTiles][kChunks];
             load_queries(q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row, sequence.seqlen_q(),
                          problem.headdim, problem.sign_flip);
@@ -282,6 +306,7 @@ struct ForwardPipelined {
             const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : keep_in_register(StreamV::key_of(thread_v));
             // Key of the step that comes `steps` later. (After the last one, backwards, it may be clamped to 0.)
             const auto key_after = [&](int key, int steps) {
+                if (Grid::kListed) return keys.after(steps);
                 if (!kBackwards) return key + steps * kStep;
                 const int after = key - steps * kStep;
                 return max(after < key_first ? after + (key_last - key_first + kStep) : after, 0);
@@ -407,6 +432,11 @@ struct ForwardPipelined {
                     for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += tile_softmax.sum[mt][r];
             };
 
+            // Whether a mask's edge or the last key may lie in this step. The vote tells ptxas that it is uniform in a warp.
+            const auto crosses_edge = [&] {
+                const UnmaskedKeys<kStep> unmasked(remat_mask(p), warp_row(), kWarpRows);
+                return __any_sync(~0u, !unmasked.contains(keys.first()));
+            };
             // Computes one tile: scores s become probabilities p_this, beside the next tile's scores s_next, and O += p_last V
             // for the last tile. K of the next and V of the last tile are at k_address and v_address; those that the next call
             // begins with, at k_ahead and v_ahead. `half`: first or second tile of the step.
@@ -417,27 +447,29 @@ struct ForwardPipelined {
                 end_softmax(s_next, p_last, 1 - half);
                 if (kInitialBias && uses_fp32_bias(p.score_options)) bias.add_fp32(p, s, half, step_key);
                 if (kHasScoreMod) {
-                    s.apply_score_mod(p, mask, remat_warp_row(p), first_key);
+                    s.apply_score_mod(p, mask, warp_row(), first_key);
                     if (kHasBias && p.score_options.bias) {
                         ScoreBias<ForwardLayout, RowTiles, 1> bias;
-                        bias.load(p, remat_warp_row(p), first_key);
+                        bias.load(p, warp_row(), first_key);
                         bias.add_to(s, p.score_options);
                     }
                 }
                 if (kHasDropout && !kCarriedDropout && half == 0) {
                     if (p.score_options.rng_state) {
                         const Philox philox = dropout.numbers_of(p);
-                        dropout.template draw<kRegistersFull>(p, remat_warp_row(p), step_key,
+                        dropout.template draw<kRegistersFull>(p, warp_row(), step_key,
                                                               [&](int row, int key) { return philox.numbers(row, key); });
                     } else {
                         dropout.keep_all(p);
                     }
                 }
-                if (may_mask) s.apply_mask(kMaskKept ? mask : remat_mask(p), remat_warp_row(p), first_key);
+                if (may_mask && keys.has_bits()) bits.apply_to(s, half * kNextTile);
+                if (may_mask && (!Grid::kListed || crosses_edge()))
+                    s.apply_mask(kMaskKept ? mask : remat_mask(p), warp_row(), first_key);
                 if (kRescaleBeforeExp && needs_rescale(s, softmax, scale)) update_row_max_before_exp(s, softmax, scale, o, p_last);
                 begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
                 if (kCarriedDropout && half == 0)
-                    dropout.template draw<kRegistersFull>(p, remat_warp_row(p), step_key, [&](int row, int key) {
+                    dropout.template draw<kRegistersFull>(p, warp_row(), step_key, [&](int row, int key) {
                         return kKeysKept ? philox.numbers(row, key, round_keys) : philox.numbers(row, key);
                     });
                 if (kInitialBias && half == 1) bias.load(p, key_after(step_key, 2));
@@ -482,46 +514,74 @@ struct ForwardPipelined {
                 fragments.load_v(v_fragment + slot_after(0, -1) + kTileBytesV, 0);
             }
             u32 slot = 0;  // of this step
+            const auto step = [&](bool may_mask, const Mask& mask) {
+                if constexpr (Grid::kListed) {  // which hold no registers between steps
+                    key = keys.first();
+                    slot = keys.number() * kSlotBytes % kRingBytes;
+                }
+                if (!kBarrierEverySecondStep || slot % (2 * kSlotBytes) == 0) barrier();
+                const u32 next = slot_after(slot, 1);
+                const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
+                const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
+                tile(may_mask, mask, scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes,
+                     v_last + kTileBytesV, k_next, v_this, key, 0);
+                store(0, slot_after(slot, kAhead));
+                load(kPasses - 1, key_after(key, kAhead + 2 - kPasses));
+                tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this, k_next + kTileBytes,
+                     v_this + kTileBytesV, key, 1);
+                if (kPasses == 2) {
+                    store(1, slot_after(slot, kAhead));
+                    load(0, key_after(key, kAhead + 1));
+                }
+                if (!Grid::kListed) slot = next;
+            };
             // Runs the steps that begin before `until`.
             const auto steps = [&](bool may_mask, int until) {
                 const Mask mask = remat_mask(p);
 #pragma unroll 1
-                for (; kBackwards ? key >= until : key < until; key += kBackwards ? -kStep : kStep) {
-                    if (!kBarrierEverySecondStep || slot % (2 * kSlotBytes) == 0) barrier();
-                    const u32 next = slot_after(slot, 1);
-                    const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
-                    const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
-                    tile(may_mask, mask, scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes,
-                         v_last + kTileBytesV, k_next, v_this, key, 0);
-                    store(0, slot_after(slot, kAhead));
-                    load(kPasses - 1, key_after(key, kAhead + 2 - kPasses));
-                    tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this,
-                         k_next + kTileBytes, v_this + kTileBytesV, key, 1);
-                    if (kPasses == 2) {
-                        store(1, slot_after(slot, kAhead));
-                        load(0, key_after(key, kAhead + 1));
-                    }
-                    slot = next;
-                }
+                for (; kBackwards ? key >= until : key < until; key += kBackwards ? -kStep : kStep) step(may_mask, mask);
             };
-            // Masked steps, unmasked ones, masked ones. Their ranges are computed again in between.
-            const int own_step = key;
-            int first_step = key_first;  // backwards: of this part of the iteration
-            for (;;) {
-                // The shuffle tells ptxas that it is uniform in a warp.
-                const UnmaskedKeys<kStep> unmasked(remat_mask(p), __shfl_sync(~0u, remat_warp_row(p), 0), kWarpRows);
-                const int last = unmasked.first + static_cast<int>(unmasked.span);
-                if (kBackwards) {
-                    const int none = key + 1;
-                    steps(true, key > last ? max(last + 1, first_step) : key < unmasked.first ? first_step : none);
-                    if (key >= first_step && key >= unmasked.first && key <= last) steps(false, max(unmasked.first, first_step));
-                    if (key >= first_step) continue;
-                    if (first_step > key_first || own_step == key_last) break;
-                    key = key_last, first_step = own_step + kStep;
-                } else {
-                    steps(true, !kUnmaskedLoop || key > last ? key_end : min(unmasked.first, key_end));
-                    if (key >= key_end) break;
-                    if (kUnmaskedLoop) steps(false, min(last, key_end - 1) + 1);
+            if constexpr (Grid::kListed) {
+                // Runs steps until a listed block needs a mask and those before did not, or the other way round.
+                const auto listed_steps = [&](bool may_mask) {
+                    const Mask mask = remat_mask(p);
+                    const auto needs_mask = [&] {
+                        const UnmaskedKeys<Keys::kBlockColumns> unmasked(remat_mask(p), warp_row(), kWarpRows);
+                        return !kUnmaskedLoop || keys.has_bits() || __any_sync(~0u, !unmasked.contains(keys.first()));
+                    };
+                    while (keys.exists() && (!keys.begins_block() || needs_mask() == may_mask)) {
+                        step(may_mask, mask);
+                        if (may_mask) bits.load(grid, keys, 1);
+                        keys.advance(grid);
+                    }
+                };
+                bits.load(grid, keys, 0);
+                while (keys.exists()) {
+                    listed_steps(true);
+                    if (kUnmaskedLoop) listed_steps(false);
+                }
+                slot = keys.number() * kSlotBytes % kRingBytes;
+            } else {
+                // Masked steps, unmasked ones, masked ones. Their ranges are computed again in between.
+                const int own_step = key;
+                int first_step = key_first;  // backwards: of this part of the iteration
+                for (;;) {
+                    // The shuffle tells ptxas that it is uniform in a warp.
+                    const UnmaskedKeys<kStep> unmasked(remat_mask(p), __shfl_sync(~0u, warp_row(), 0), kWarpRows);
+                    const int last = unmasked.first + static_cast<int>(unmasked.span);
+                    if (kBackwards) {
+                        const int none = key + 1;
+                        steps(true, key > last ? max(last + 1, first_step) : key < unmasked.first ? first_step : none);
+                        if (key >= first_step && key >= unmasked.first && key <= last)
+                            steps(false, max(unmasked.first, first_step));
+                        if (key >= first_step) continue;
+                        if (first_step > key_first || own_step == key_last) break;
+                        key = key_last, first_step = own_step + kStep;
+                    } else {
+                        steps(true, !kUnmaskedLoop || key > last ? key_end : min(unmasked.first, key_end));
+                        if (key >= key_end) break;
+                        if (kUnmaskedLoop) steps(false, min(last, key_end - 1) + 1);
+                    }
                 }
             }
             end_softmax(scores[1], probabilities[1], 1);
@@ -541,7 +601,7 @@ struct ForwardPipelined {
                     for (int mt = 0; mt < RowTiles; mt++) mma(o[mt][4 * c + i], probabilities[1][mt], fragments.v[i]);
             }
         }
-        write_output(p, remat_block_batch(), remat_head<ForwardLayout::kEitherOrder>(problem), remat_warp_row(p), softmax, o);
+        write_output(p, remat_block_batch(), remat_head<ForwardLayout::kEitherOrder>(problem), warp_row(), softmax, o);
     }
 
 private:

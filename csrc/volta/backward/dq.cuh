@@ -8,6 +8,7 @@
 // stores dS to shared memory, and computes some columns of dQ from all of dS.
 #pragma once
 
+#include "backward/dense_blocks.cuh"
 #include "backward/modifiers.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
@@ -19,7 +20,7 @@
 namespace volta {
 
 // The kernel. BlockRows: queries of a block. Step: keys of a step.
-template <int Headdim, int BlockRows, int Step, int Threads>
+template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDq {
     // dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, dS takes the place of V, which is no longer needed
     // then.
@@ -59,10 +60,11 @@ struct BackwardDq {
     // Generic kernels: computes dS of a step from S and dP, and stores it. `row` and `key`: first of the warp. lse and delta
     // hold -lse/scale and -delta of the lane's rows.
     using WarpScores = Accumulator[kScoreQueryTiles][kScoreKeyTiles];
+    using Bits = typename Blocks::template Bits<Layout, 16 * kScoreQueryTiles>;
     using LaneRows = float[kScoreQueryTiles][Layout::kRows];
     static __device__ __forceinline__ void generic_score_gradients(WarpScores& s, WarpScores& dp, const BwdParams& p, int row,
                                                                    int key, const LaneRows& lse, const LaneRows& delta, bool masked,
-                                                                   u32 packed) {
+                                                                   const Bits& bits, u32 packed) {
         const ScoreOptions& options = p.score_options;
         const Lane lane(remat_thread_index() & 31);
 #pragma unroll 1
@@ -88,6 +90,7 @@ struct BackwardDq {
             }
             add_position_terms(x, p, remat_block_head(), p.problem.seqlen_q, coord);
             if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
+            if (bits.any()) bits.hide(x, m, n);
             if (uses_dropout(options)) {
                 const u32 bits = draw_kept_rows(philox_of(p, remat_block_head()), DropoutRule(options), coord);
 #pragma unroll
@@ -102,14 +105,13 @@ struct BackwardDq {
         }
     }
 
-    static __device__ __forceinline__ void run(const BwdParams& p) {
+    static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
         const Lane lane;
         const int warp = threadIdx.x / 32;
         const int group = warp / kGroupWarps, group_warp = warp % kGroupWarps;
-        // Under a causal mask the last queries see the most keys, so they start first.
-        const int first_row = (gridDim.x - 1 - blockIdx.x) * S::kRows;
+        const int first_row = blocks.template first_row<S::kRows>(p);
         const int score_row = 32 * group + (kScoreQueryTiles == 1 ? 16 * (group_warp / kKeyWarps) : 0);
         const int score_key = 16 * kScoreKeyTiles * (group_warp % kKeyWarps);
         const int gradient_row = 32 * group + (kQueryHalves ? 16 * (group_warp / kColumnWarps) : 0);
@@ -121,8 +123,9 @@ struct BackwardDq {
         const KeyRange<S::kRows, S::kStep> range(mask, first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
 
-        StepTiles<S> tiles(p, p.k, p.v, key_head, sequence.k_offset() + range.first);
-        tiles.load(p.k, p.v, sequence.seqlen_k() - range.first);
+        auto keys = blocks.template steps<S::kStep>(p, blockIdx.y, first_row, range.first, range.end, sequence.seqlen_k());
+        StepTiles<S> tiles(p, p.k, p.v, key_head, sequence.k_offset() + keys.first());
+        tiles.load(p.k, p.v, sequence.seqlen_k() - keys.first());
         load_own<S>(p, p.q, p.dout, blockIdx.y, shared, sequence.q_offset(), first_row, sequence.seqlen_q());
 
         const u32 own_address = own_operand<S>(shared + S::kOwnS, lane, score_row);
@@ -154,7 +157,10 @@ struct BackwardDq {
         __syncthreads();
 
 #pragma unroll 1
-        for (int key = range.first; key < range.end; key += S::kStep) {
+        for (; keys.exists(); keys.advance(blocks)) {
+            const int key = keys.first();
+            Bits bits;
+            bits.load(blocks, keys, first_row + score_row, score_key, sequence.seqlen_k());
             Accumulator s[kScoreQueryTiles][kScoreKeyTiles], dp[kScoreQueryTiles][kScoreKeyTiles];
 #pragma unroll
             for (int m = 0; m < kScoreQueryTiles; m++)
@@ -178,9 +184,14 @@ struct BackwardDq {
             const bool masked = !range.unmasked.contains(key);
             if (kGeneric) {
                 if (kScoresInV) __syncthreads();  // V is no longer needed
-                generic_score_gradients(s, dp, p, first_row + score_row, key + score_key, lse, delta, masked, packed);
+                generic_score_gradients(s, dp, p, first_row + score_row, key + score_key, lse, delta, masked, bits, packed);
             } else {
                 if (masked) apply_mask<Layout>(s, p, lane, first_row + score_row, key + score_key);
+                if (bits.any())
+#pragma unroll
+                    for (int m = 0; m < kScoreQueryTiles; m++)
+#pragma unroll
+                        for (int n = 0; n < kScoreKeyTiles; n++) bits.hide(s[m][n], m, n);
                 exponentials(s, p.problem.scale_log2, 0.f);
                 if (kScoresInV) __syncthreads();  // V is no longer needed
 #pragma unroll
@@ -193,7 +204,12 @@ struct BackwardDq {
                     }
             }
             // Loads of the next tile are in flight from here on. Past the last key nothing is loaded.
-            tiles.load(p.k, p.v, sequence.seqlen_k() - S::kStep - key);
+            if constexpr (Blocks::kListed) {
+                tiles.skip(p.k, p.v, keys.after(1) - S::kStep - key);
+                tiles.load(p.k, p.v, sequence.seqlen_k() - keys.after(1));
+            } else {
+                tiles.load(p.k, p.v, sequence.seqlen_k() - S::kStep - key);
+            }
             sync_group(group);
 #pragma unroll 1
             for (int tile = 0; tile < kScoreTiles; tile++)

@@ -8,6 +8,7 @@
 // 16 queries), of the gradient every second block of 32 columns.
 #pragma once
 
+#include "backward/dense_blocks.cuh"
 #include "backward/modifiers.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
@@ -25,7 +26,7 @@
 namespace volta {
 
 // HeaddimV: columns of V and dO to compute with; at most Headdim, which tiles have.
-template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int HeaddimV = Headdim>
+template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int HeaddimV = Headdim, class Blocks = DenseBlocks>
 struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2>;
     static constexpr int kSharedBytes = S::kSharedBytes;
@@ -34,6 +35,7 @@ struct BackwardWarpSpecialized {
     using Queries = QueryRange<S::kRows, S::kStep>;
     using Dq = DqProduct<S>;
     using Coord = ScoreCoord<KeysLayout>;
+    static_assert(!Blocks::kListed || !kWithDq, "dq has a kernel of its own");
     static_assert(S::kThreads == 256, "two roles of four warps");
     static constexpr int kGroupWarps = 128 / S::kRows;  // warps of a role that share 32 keys
     static_assert(kGroupWarps == 1 || kGroupWarps == 2, "64 or 128 keys");
@@ -62,13 +64,14 @@ struct BackwardWarpSpecialized {
     // tile: the score function's derivative, or a copy of P whose signs mark dropped probabilities (never both). It lies where the
     // second role stores dS.
     using WarpScores = Accumulator[kScoreKeyTiles][kScoreQueryTiles];
+    using Bits = typename Blocks::template Bits<KeysLayout, 16 * kScoreKeyTiles>;
     static constexpr int kWarpScoreTiles = kScoreKeyTiles * kScoreQueryTiles;
 
     // Computes P from S. `key` and `row`: first of the warp. Rows from row_end on see no key. `stats`: the lane's statistics of
     // this step. `packed`: the lane's address of P.
     static __device__ __forceinline__ void generic_probabilities(WarpScores& s, const BwdParams& p, int head, int key, int row,
-                                                                 int row_end, const float* stats, bool masked, u32 packed,
-                                                                 int keys_left) {
+                                                                 int row_end, const float* stats, bool masked, const Bits& bits,
+                                                                 u32 packed, int keys_left) {
         const ScoreOptions& options = p.score_options;
         const Lane lane(remat_thread_index() & 31);
 #pragma unroll 1
@@ -90,6 +93,7 @@ struct BackwardWarpSpecialized {
             }
             add_position_terms(x, p, head, row_end, coord);
             if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
+            if (bits.any()) bits.hide(x, m, n);
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kExponentShift);
             PackedTile probabilities = pack_probability_tile(x);
@@ -148,7 +152,12 @@ struct BackwardWarpSpecialized {
         }
     }
 
-    static __device__ __forceinline__ void run(const BwdParams& p) {
+    // Row of a listed step, or, where the step does not exist, one with statistics: ScoreBits hides its scores.
+    static __device__ __forceinline__ int existing_row(const BwdParams& p, int row) {
+        return min(row, p.seqlen_q_rounded - S::kStep);
+    }
+
+    static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
         const Lane lane;
@@ -188,16 +197,30 @@ struct BackwardWarpSpecialized {
 #pragma unroll 1
         for (int head = KeyBlock::head(p) * group; head < (KeyBlock::head(p) + 1) * group; head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
-            const int first = kFused ? 0 : Queries::first(mask_of(p.problem, sequence), KeyBlock::number(p));
-            if (first >= range.end) break;
+            auto queries = blocks.template steps<S::kStep>(p, head, first_key, 0, range.end, p.problem.seqlen_q);
+            int first;
+            if constexpr (Blocks::kListed) {
+                if (!queries.exists()) continue;
+                first = existing_row(p, queries.first());
+            } else {
+                first = kFused ? 0 : Queries::first(mask_of(p.problem, sequence), KeyBlock::number(p));
+                if (first >= range.end) break;
+            }
+            const auto row_after = [&](int row) {
+                if (!Blocks::kListed) return row + S::kStep;
+                queries.advance(blocks);
+                return existing_row(p, queries.first());
+            };
+            // Rows that loads may touch.
+            const auto rows = [&] { return Blocks::kListed ? p.problem.seqlen_q : range.rows(p); };
             const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
             float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats +
                                             (role ? RowStats::kDeltaAt : RowStats::kLseAt) + stats_lane);
             float* dq = keep_in_register(KeyBlock::dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 
-            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + first);
+            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + (Blocks::kListed ? queries.first() : first));
             Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
-            tiles.load(p.q, p.dout, range.rows(p) - first);
+            tiles.load(p.q, p.dout, rows() - (Blocks::kListed ? queries.first() : first));
             if (kFused) {
                 write_row_statistics<RowStats, S::kHeaddim, S::kThreads>(p, sequence, head);
                 __syncthreads();
@@ -208,7 +231,7 @@ struct BackwardWarpSpecialized {
             __syncthreads();
 
 #pragma unroll 1
-            for (int row = first; row < range.end; row += S::kStep) {
+            for (int row = first; Blocks::kListed ? queries.exists() : row < range.end; row = row_after(row)) {
                 {
                     const u32 a = score_operands.first(), b = score_operands.second();
                     const u32 chunks = kSameHeaddims || !role ? S::kChunks : kChunksV;
@@ -224,11 +247,18 @@ struct BackwardWarpSpecialized {
                 // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
                 if (__any_sync(~0u, role == 0)) {
                     const bool masked = !range.unmasked.contains(row);
+                    Bits bits;
+                    bits.load(blocks, queries, first_key + score_key0, score_query0, p.problem.seqlen_q);
                     if (kGeneric) {
                         generic_probabilities(s, p, head, first_key + score_key0, row + score_query0, range.end,
-                                              stats + row * RowStats::kRowFloats, masked, packed, keys_left);
+                                              stats + row * RowStats::kRowFloats, masked, bits, packed, keys_left);
                     } else {
                         if (masked) apply_mask<KeysLayout>(s, p, Lane(), row + score_query0, first_key + score_key0);
+                        if (bits.any())
+#pragma unroll
+                            for (int m = 0; m < kScoreKeyTiles; m++)
+#pragma unroll
+                                for (int n = 0; n < kScoreQueryTiles; n++) bits.hide(s[m][n], m, n);
                         exponentials(s, p.problem.scale_log2, kExponentShift);
 #pragma unroll
                         for (int m = 0; m < kScoreKeyTiles; m++)
@@ -264,13 +294,18 @@ struct BackwardWarpSpecialized {
                     barrier_wait(kRoleReady + 2 * role + key_group, 64);
 
                 // Loads of the next tile are in flight from here on. Past the last row nothing is loaded.
-                tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
+                if constexpr (Blocks::kListed) {
+                    tiles.skip(p.q, p.dout, queries.after(1) - S::kStep - queries.first());
+                    tiles.load(p.q, p.dout, rows() - queries.after(1));
+                } else {
+                    tiles.load(p.q, p.dout, rows() - S::kStep - row);
+                }
                 accumulate<S, kGroupWarps>(gradient, packed_addresses.first(), query_addresses.first(),
                                            kSameHeaddims || role ? kBlocks : kBlocksV);
                 __syncthreads();  // dS is complete, Q and dO are free
 
                 tiles.store(query_addresses.second());
-                const int next = range.next_step(p, row);
+                const int next = Blocks::kListed ? existing_row(p, queries.after(1)) : range.next_step(p, row);
                 load_stats<kFused>(s, stats + next * RowStats::kRowFloats);
                 if (kWithDq) {
                     Dq product;

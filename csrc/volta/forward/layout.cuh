@@ -12,6 +12,7 @@
 // bank group. Bit 0 of a row of V is u, known at compile time.
 #pragma once
 
+#include "dense_steps.cuh"
 #include "forward/output.cuh"
 #include "half.cuh"
 #include "tile.cuh"
@@ -186,6 +187,12 @@ __device__ __forceinline__ void combine_partial(SoftmaxState<RowTiles>& softmax,
 struct DataParallelGrid {
     static constexpr bool kHasHeadAndBatchAxes =
         true;  // the grid has an axis for heads and one for batch entries, which some code reads directly
+    template <int Step>
+    using Steps = DenseSteps<Step>;
+    template <int Rows, int Step>
+    using Bits = NoMaskBits;
+    template <int Chunks, int Rows, int Threads>
+    using Stream = TileStream<Chunks, Rows, Threads>;
     template <int BlockRows>
     struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
         using Base = ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>;

@@ -53,7 +53,7 @@ struct ForwardRegisterQ {
     };
     // Loads K and V of a step and stores them to the ring.
     struct KeyLoader {
-        using Stream = TileStream<kChunks, kStep, kThreadsK>;
+        using Stream = typename Grid::template Stream<kChunks, kStep, kThreadsK>;
         static_assert(Stream::kPasses == 1 && Stream::kChunksPerRow == 1, "see above");
         Stream k, v;  // v is unused where half of the threads load K and the others V
         unsigned k_stride, v_stride;
@@ -162,6 +162,8 @@ struct ForwardRegisterQ {
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
+        typename Grid::template Steps<kStep> keys(grid, block, key, key_end);
+        typename Grid::template Bits<kWarpRows, kStep> bits;
         typename LoaderOf<kPaged>::Type loader(p, block, sequence.k_offset(), key, key_end, ring);
         const u32 k_lane = ring + lane.k_row() * kPitch;
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
@@ -184,10 +186,10 @@ struct ForwardRegisterQ {
 
         KeyChunks first[2], tile;
 #pragma unroll
-        for (int i = 0; i < 2; i++) loader.load(first[i], key + i * kStep);
+        for (int i = 0; i < 2; i++) loader.load(first[i], keys.after(i));
 #pragma unroll
         for (int i = 0; i < 2; i++) loader.store(first[i], i * kSlotBytes);
-        loader.load(tile, key + 2 * kStep);
+        loader.load(tile, keys.after(2));
         if (!kPaged && problem.sign_flip) {
 #pragma unroll
             for (int mt = 0; mt < kRowTiles; mt++)
@@ -197,9 +199,10 @@ struct ForwardRegisterQ {
         __syncthreads();
 
         Tile s;
-        features.load(p, row, key);
-        features.init_accumulators(p, s, row, key);
-        features.load(p, row, key + kStep);
+        features.load(p, row, keys.first());
+        features.init_accumulators(p, s, row, keys.first());
+        features.load(p, row, keys.after(1));
+        bits.load(grid, keys, 0);
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
             const uint4 k = load_shared(k_lane + c * kChunkBytes);
@@ -221,10 +224,12 @@ struct ForwardRegisterQ {
             return x >= kRingBytes ? x - kRingBytes : x;
         };
 #pragma unroll 1
-        for (; key < key_end; key += kStep) {
+        for (; keys.exists(); keys.advance(grid)) {
+            const int key = keys.first();
             loader.store(tile, slot_after(2));
-            loader.load(tile, key + 3 * kStep);
+            loader.load(tile, keys.after(3));
             const bool masked = !unmasked.contains(key);
+            if (keys.has_bits()) bits.apply_to(s);
             if (masked) {
                 features.correct_masked_tile(s, softmax, unmasked, p, mask, row, key);
                 if constexpr (kMaskKept)
@@ -242,7 +247,7 @@ struct ForwardRegisterQ {
             Tile even, odd;
             Probabilities<kRowTiles> probabilities;
             uint4 k[kChunks];
-            features.init_accumulators(p, even, row, key + kStep);
+            features.init_accumulators(p, even, row, keys.after(1));
             odd.clear();
             typename KernelFeature::Numbers numbers;
             features.draw(numbers, p, row, key);
@@ -275,7 +280,7 @@ struct ForwardRegisterQ {
             }
             if (kRequiredFeatures & kFeatureBias) {  // after the product, before the barrier; ptxas would move it
                 __syncwarp();
-                features.load(p, row, key + 2 * kStep);
+                features.load(p, row, keys.after(2));
                 __syncwarp();
             }
 
@@ -290,6 +295,7 @@ struct ForwardRegisterQ {
             uint4 v[kLoads];
 #pragma unroll
             for (int i = 0; i < kAhead; i++) v[i] = load_v(i);
+            bits.load(grid, keys, 1);
             slot = slot_after(1);
             const u32 k_after_next = k_lane + slot_after(1);
             __syncthreads();

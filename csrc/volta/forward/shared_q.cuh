@@ -183,7 +183,10 @@ struct ForwardSharedQ {
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
-        KvTiles<kPaged, kChunks, kChunksV, kTileKeys, kThreads> tiles(thread, p, block, sequence.k_offset(), key, key_end);
+        typename Grid::template Steps<kTileKeys> keys(grid, block, key, key_end);
+        typename Grid::template Bits<kWarpRows, kTileKeys> bits;
+        KvTiles<kPaged, kChunks, kChunksV, kTileKeys, kThreads, Grid::template Stream> tiles(thread, p, block, sequence.k_offset(),
+                                                                                             key, key_end);
         auto& k = tiles.k;
         auto& v = tiles.v;
         using StreamK = TileStream<kChunks, kTileKeys, kThreads>;
@@ -218,13 +221,15 @@ struct ForwardSharedQ {
 #pragma unroll
             for (int j = 0; j < kOutputTiles; j++) clear(o[mt][j]);
 
-        tiles.load_k(staging, p, key);
+        tiles.load_k(staging, p, keys.first());
         k.store(staging, k_store, kPitch, false);
-        tiles.load_v(staging, p, key);
+        tiles.load_v(staging, p, keys.first());
         __syncthreads();
 #pragma unroll 1
-        for (; key < key_end; key += kTileKeys) {
+        for (; keys.exists(); keys.advance(grid)) {
+            const int key = keys.first();
             Tile s;
+            bits.load(grid, keys, 0);
             ScoreBias<ForwardLayout, RowTiles, kKeyTiles> bias;
             if (kBiasAhead && p.score_options.bias) bias.load(p, row, key + group_key);
             features.init_accumulators(p, s, row, key + group_key);
@@ -240,6 +245,7 @@ struct ForwardSharedQ {
             }
             // A tile that reaches past the last key has masked scores, but perhaps only in the last group.
             const bool masked = !unmasked.contains(key + group_key);
+            if (keys.has_bits()) bits.apply_to(s);
             if (masked) {
                 features.correct_masked_tile(s, softmax, unmasked, p, mask, row, key + group_key);
                 s.apply_mask(mask, row, key + group_key);
@@ -247,7 +253,7 @@ struct ForwardSharedQ {
             }
             if (KeyGroups > 1 && key + kTileKeys > key_end) v.clear_beyond(staging, key);
             v.store(staging, v_store, kPitchV, false);
-            tiles.load_k(staging, p, key + kTileKeys);
+            tiles.load_k(staging, p, keys.after(1));
             __syncthreads();
             if (s.needs_rescale(softmax))
                 features.update_row_max(s, softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
@@ -283,7 +289,7 @@ struct ForwardSharedQ {
                         for (int w = 0; w < 8; w++) s.tile[mt][nt - 1][w] = s.tile[mt][nt][w];
             }
             k.store(staging, k_store, kPitch, true);
-            tiles.load_v(staging, p, key + kTileKeys);
+            tiles.load_v(staging, p, keys.after(1));
             __syncthreads();
         }
         features.finish(softmax, scale);

@@ -55,6 +55,12 @@ class StreamKGrid {
 
 public:
     static constexpr bool kHasHeadAndBatchAxes = false;
+    template <int Step>
+    using Steps = DenseSteps<Step>;
+    template <int Rows, int Step>
+    using Bits = NoMaskBits;
+    template <int Chunks, int Rows, int Threads>
+    using Stream = TileStream<Chunks, Rows, Threads>;
     static_assert(!kVarlen && !kHasScoreMod, "code that takes head and batch from the grid");
     __device__ __forceinline__ explicit StreamKGrid(const StreamKParams& params) : params_(params) {}
 

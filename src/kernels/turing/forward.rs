@@ -93,6 +93,17 @@ fn required_rows() -> impl Iterator<Item = Variant> {
     Feature::OF_SCORES.into_iter().flat_map(of_feature)
 }
 
+/// Kernels of block masks (`csrc/forward/block_mask.cuh`), with the 128 rows of a list. They have three headdims, and other headdims are
+/// padded to the next. At headdim 128, 32 rows a warp leave no registers for lists; at 256 neither do 16 beside a loop without masks, so
+/// that problems of any features run the generic kernel.
+fn block_mask_rows() -> impl Iterator<Item = Variant> {
+    let with_blocks = |row: Variant, features| row.with_blocks(features, "turing/forward/pipelined_block_mask.cu");
+    let plain = [of_rows((4, 32), Size::Large, PLAIN_64), of_rows((8, 16), Size::Large, PLAIN_128)];
+    let plain = plain.into_iter().map(move |row| with_blocks(row, FeatureSet::NONE));
+    let generic = [PLAIN_64, PLAIN_128, PLAIN_256].map(generic);
+    plain.chain(generic.into_iter().map(move |row| with_blocks(row, FeatureSet::GENERIC_BLOCKS)))
+}
+
 pub fn forward_rows() -> impl Iterator<Item = Variant> {
     let is_large = |row: &Variant| row.size == Size::Large;
     let has_varlen = move |row: &Variant| is_large(row) || (row.headdim, row.size) == (64, Size::Medium);
@@ -101,6 +112,7 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
         .chain(PLAIN.into_iter().filter(has_varlen).map(|row| row.with_features(FeatureSet::VARLEN)))
         .chain(required_rows())
         .chain(PLAIN.into_iter().filter(is_large).map(generic))
+        .chain(block_mask_rows())
 }
 
 /// Kernels of a KV cache: the same with rows through a block table. They have three headdims, and

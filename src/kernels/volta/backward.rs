@@ -124,6 +124,16 @@ fn fused(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardFused, source: "volta/backward/warp_specialized_fused.cu", ..main }
 }
 
+/// Kernels of block masks (`csrc/backward/block_mask.cuh`), without atomics. They have three headdims, and other headdims are padded to
+/// the next. At headdim 64 the main kernel with two roles, because the other has no registers left.
+fn block_mask_rows() -> impl Iterator<Item = Variant> {
+    let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]]
+        .map(|row| Variant { pass: Pass::BackwardDkDv, source: "volta/backward/warp_specialized_dkdv_block_mask.cu", ..row });
+    let rows = main.into_iter().chain([DQ[1], DQ[3], DQ[5]].map(|row| Variant { source: "volta/backward/dq_block_mask.cu", ..row }));
+    let features = [FeatureSet::NONE, FeatureSet::GENERIC_BLOCKS];
+    rows.flat_map(move |row| features.map(|of| row.with_blocks(of, row.source)))
+}
+
 pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
@@ -141,6 +151,7 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(GENERIC.map(|row| generic(dkdv(row))));
     // ... then dq
     rows.extend(DQ.into_iter().chain([DQ[1], DQ[3]].map(varlen)).chain(DQ[1..].iter().map(|&row| generic(row))));
+    rows.extend(block_mask_rows());
     rows.extend(all_of_it.into_iter().chain(all_of_it.map(varlen)));
     rows
 }

@@ -101,12 +101,27 @@ fn large() -> impl Iterator<Item = Variant> {
     PLAIN.into_iter().filter(|row| row.size == Size::Large)
 }
 
+/// Returns the kernel with lists of key blocks (`csrc/forward/block_mask.cuh`).
+fn with_blocks(row: Variant, features: FeatureSet) -> Variant {
+    let source =
+        if row.source == REGISTER_Q { "volta/forward/register_q_block_mask.cu" } else { "volta/forward/shared_q_block_mask.cu" };
+    row.with_blocks(features, source)
+}
+
+/// Kernels of block masks. They have three headdims, and other headdims are padded to the next. A block has the 128 rows of a list.
+fn block_mask_rows() -> impl Iterator<Item = Variant> {
+    let rows = [PLAIN_64, PLAIN_128, PLAIN_256];
+    let plain = rows.into_iter().map(|row| with_blocks(row, FeatureSet::NONE));
+    plain.chain(rows.into_iter().map(|row| with_blocks(generic(row), FeatureSet::GENERIC_BLOCKS)))
+}
+
 pub fn forward_rows() -> impl Iterator<Item = Variant> {
     PLAIN
         .into_iter()
         .chain(large().map(|row| row.with_features(FeatureSet::VARLEN)))
         .chain(required().flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
         .chain(large().filter(|row| row.headdim > 32).map(generic))
+        .chain(block_mask_rows())
 }
 
 /// Returns the same tile on a stream-K grid (`volta/forward/stream_k.cuh`).

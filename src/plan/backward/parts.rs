@@ -126,6 +126,8 @@ impl Planner<'_> {
                 let blocks = self.split(chosen[1], chosen[1].0.family.has_key_block_offset);
                 Ok(Parts { dq: Dq::Atomics, chosen, blocks })
             }
+            // no kernel with atomics has block masks
+            Err(e) if self.a.features.block_mask => Ok(self.separate(self.without().map_err(|_| e)?)),
             Err(e) if self.d.tuning.is_some_and(|t| !t.failed().is_empty()) => {
                 Ok(self.separate(because(self.without().map_err(|_| e)?, Reason::FailedAvoided)))
             }

@@ -1,0 +1,32 @@
+// Backward kernels without a block-sparse mask: what ListedBlocks (block_mask.cuh) is with one.
+#pragma once
+
+#include "dense_steps.cuh"
+#include "volta_fa_params.h"
+
+// Stands in for ScoreBits where no mask has bits: calls compile to nothing.
+struct NoScoreBits {
+    template <class Blocks, class Steps>
+    __device__ __forceinline__ void load(const Blocks&, const Steps&, int, int, int) {}
+    __device__ __forceinline__ static constexpr bool any() { return false; }
+    template <class Tile>
+    __device__ __forceinline__ void hide(Tile&, int, int) const {}
+};
+
+// A block visits all steps of a range.
+struct DenseBlocks {
+    static constexpr bool kListed = false;
+    template <class Layout, int Rows>
+    using Bits = NoScoreBits;
+    // The steps from `first` up to `end`.
+    template <int Step>
+    __device__ __forceinline__ DenseSteps<Step> steps(const BwdParams&, int, int, int first, int end, int) const {
+        return DenseSteps<Step>(0, 0, first, end);
+    }
+    // First row of a block of Rows queries in the dq kernels. Under a causal mask the last queries see the most keys, so they start
+    // first.
+    template <int Rows>
+    __device__ __forceinline__ static int first_row(const BwdParams&) {
+        return (gridDim.x - 1 - blockIdx.x) * Rows;
+    }
+};

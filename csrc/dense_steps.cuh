@@ -1,0 +1,34 @@
+// Iteration over a contiguous range of keys or queries. ListedSteps (block_lists.cuh) has the same interface for the listed blocks
+// of a block-sparse mask.
+#pragma once
+
+// The steps of Step columns from `first` up to `end`.
+template <int Step>
+class DenseSteps {
+    int first_, end_;
+
+public:
+    template <class Grid, class Block>
+    __device__ __forceinline__ DenseSteps(const Grid&, const Block&, int first, int end) : first_(first), end_(end) {}
+    // Whether this step exists.
+    __device__ __forceinline__ bool exists() const { return first_ < end_; }
+    // First column of this step.
+    __device__ __forceinline__ int first() const { return first_; }
+    // First column of the step `steps` later; past the last step, one that is not loaded.
+    __device__ __forceinline__ int after(int steps) const { return first_ + steps * Step; }
+    // Advances to the next step.
+    template <class Grid>
+    __device__ __forceinline__ void advance(const Grid&) {
+        first_ += Step;
+    }
+    // Whether a mask has bits for this step.
+    __device__ __forceinline__ static constexpr bool has_bits() { return false; }
+};
+
+// Stands in for MaskBits (block_mask.cuh) where no mask has bits: calls compile to nothing.
+struct NoMaskBits {
+    template <class Grid, class Keys>
+    __device__ __forceinline__ void load(const Grid&, const Keys&, int) {}
+    template <class Scores>
+    __device__ __forceinline__ void apply_to(Scores&, int = 0) const {}
+};

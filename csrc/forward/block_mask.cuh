@@ -1,0 +1,84 @@
+// Block-sparse masks in the forward kernels (block_lists.cuh): the list of a block, bits of partial key blocks, and loads of listed
+// keys.
+#pragma once
+
+#include "block_lists.cuh"
+#include "forward/scores.cuh"
+
+// ForwardBlock (block.cuh) of the list that the grid's block takes.
+template <int BlockRows, bool EitherOrder>
+struct ListedBlock : ForwardBlock<BlockRows, EitherOrder> {
+    static_assert(BlockRows == kListedRows, "a block has a list");
+    const int* list;
+    __device__ __forceinline__ explicit ListedBlock(const FwdBlockParams& p)
+        : ForwardBlock<BlockRows, EitherOrder>(p.forward.problem) {
+        const HeadLists lists(p.blocks, p.forward.lengths.first_batch + this->batch, this->head);
+        const bool second = heads_first<EitherOrder>(p.forward.problem);
+        const int row_block = lists.launched(p.blocks, second ? blockIdx.y : blockIdx.x, second ? gridDim.y : gridDim.x);
+        this->row = row_block * BlockRows;
+        list = lists.of(p.blocks, row_block);
+    }
+};
+
+// Bits of a warp's Rows rows in a step of at most 32 keys. A lane holds those of one row, bit 0 for the first key.
+template <int Rows, int Step>
+class MaskBits {
+    static_assert(Rows <= 32 && Step <= 32 && 32 % Step == 0, "a word a lane");
+    unsigned word_ = 0;
+
+public:
+    // Loads the bits of the step that comes `steps` after this one, if it has some.
+    template <class Grid, class Keys>
+    __device__ __forceinline__ void load(const Grid& grid, const Keys& keys, int steps) {
+        if (!keys.has_bits_after(steps)) return;
+        const BlockLists& lists = grid.lists();
+        const int position = keys.position_after(steps), tile = keys.first_tile() + position / kListedColumns;
+        const int row = remat_thread_index() / 32 * Rows % kListedRows + remat_lane() % Rows;
+        const unsigned* from = lists.bits + static_cast<long long>(tile) * kTileWords + row * 2 + position % kListedColumns / 32;
+        int word = 0;
+        load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word, reinterpret_cast<const int*>(from));
+        word_ = static_cast<unsigned>(word) >> position % 32;
+    }
+    // Hides the scores without a bit. `first_key`: of the tiles, in the step.
+    template <class Layout, int RowTiles, int KeyTiles>
+    __device__ __forceinline__ void apply_to(Scores<Layout, RowTiles, KeyTiles>& s, int first_key = 0) const {
+        const typename Layout::Lane lane(remat_lane());
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < Layout::kRows; r++) {
+                const int row = Layout::kTileQueries * mt + Layout::row_slot(r) + Layout::first_query(lane);
+                const unsigned bits = __shfl_sync(~0u, word_, row) >> (Layout::first_key(lane) + first_key);
+#pragma unroll
+                for (int nt = 0; nt < KeyTiles; nt++)
+#pragma unroll
+                    for (int v = 0; v < Layout::kElements; v++)
+                        if (Layout::row_of(v) == r && !(bits >> (Layout::kTileKeys * nt + Layout::key_slot(v)) & 1))
+                            s.tile[mt][nt][v] = negative_infinity();
+            }
+    }
+};
+
+// TileStream (tile.cuh) at any row: load() takes the tile's first row instead of the next tile.
+template <int Chunks, int Rows, int Threads>
+struct ListedTileStream : TileStream<Chunks, Rows, Threads> {
+    using Stream = TileStream<Chunks, Rows, Threads>;
+    using Stream::has_chunk, Stream::has_row, Stream::next;
+    using Stream::kChunksPerRow, Stream::kPasses, Stream::kRowsPerPass, Stream::kThreadsPerRow;
+
+    // Tiles of the rows before `last`. `next` stays in the tile at row 0.
+    __device__ __forceinline__ ListedTileStream(int thread, const unsigned short* base, long long row_stride, int columns, int,
+                                                int last)
+        : Stream(thread, base, row_stride, columns, 0, last) {}
+
+    template <int Passes, int ChunksPerRow>
+    __device__ __forceinline__ void load(uint4 (&data)[Passes][ChunksPerRow], unsigned row_stride, int row) const {
+        const unsigned short* from = rows_after(next, row, row_stride);
+#pragma unroll
+        for (int i = 0; i < kPasses; i++)
+#pragma unroll
+            for (int c = 0; c < kChunksPerRow; c++)
+                load_global_if(has_row(row, i) && has_chunk(c), data[i][c],
+                               rows_after(from, i * kRowsPerPass, row_stride) + c * kThreadsPerRow * kChunk);
+    }
+};

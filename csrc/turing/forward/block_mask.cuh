@@ -1,0 +1,30 @@
+// Grid of the turing forward kernels under a block-sparse mask (forward/block_mask.cuh).
+#pragma once
+
+#include "forward/block_mask.cuh"
+#include "turing/forward/layout.cuh"
+
+namespace turing {
+
+// One block for each list: its rows, head and batch entry, the longest list of a head first.
+class BlockMaskGrid {
+    const FwdBlockParams& params_;
+
+public:
+    static constexpr bool kListed = true;
+    template <int Step>
+    using Steps = ListedSteps<Step>;
+    template <int Rows, int Step>
+    using Bits = MaskBits<Rows, Step>;
+
+    __device__ __forceinline__ explicit BlockMaskGrid(const FwdBlockParams& params) : params_(params) {}
+    __device__ __forceinline__ const BlockLists& lists() const { return params_.blocks; }
+
+    template <int BlockRows>
+    struct Block : ListedBlock<BlockRows, ForwardLayout::kEitherOrder> {
+        __device__ __forceinline__ Block(const Problem&, const BlockMaskGrid& grid)
+            : ListedBlock<BlockRows, ForwardLayout::kEitherOrder>(grid.params_) {}
+    };
+};
+
+}  // namespace turing

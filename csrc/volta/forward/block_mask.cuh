@@ -1,0 +1,40 @@
+// Grid of the volta forward kernels under a block-sparse mask (forward/block_mask.cuh).
+#pragma once
+
+#include "forward/block_mask.cuh"
+#include "volta/forward/features.cuh"
+
+namespace volta {
+
+// One block for each list: its rows, head and batch entry, the longest list of a head first.
+class BlockMaskGrid : public DataParallelGrid {
+    const FwdBlockParams& params_;
+
+public:
+    template <int Step>
+    using Steps = ListedSteps<Step>;
+    template <int Rows, int Step>
+    using Bits = MaskBits<Rows, Step>;
+    template <int Chunks, int Rows, int Threads>
+    using Stream = ListedTileStream<Chunks, Rows, Threads>;
+
+    __device__ __forceinline__ explicit BlockMaskGrid(const FwdBlockParams& params) : params_(params) {}
+    __device__ __forceinline__ const BlockLists& lists() const { return params_.blocks; }
+
+    template <int BlockRows>
+    struct Block : ListedBlock<BlockRows, ForwardLayout::kEitherOrder> {
+        using Base = ListedBlock<BlockRows, ForwardLayout::kEitherOrder>;
+        __device__ __forceinline__ Block(const Problem&, const BlockMaskGrid& grid) : Base(grid.params_) {}
+        // Keys that may be loaded, whatever the list.
+        template <int>
+        __device__ __forceinline__ int key_first(const Mask&) const {
+            return 0;
+        }
+        template <int>
+        __device__ __forceinline__ int key_end(const Mask& mask) const {
+            return mask.seqlen_k;
+        }
+    };
+};
+
+}  // namespace volta
