@@ -62,8 +62,15 @@ fn feature_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14]
         (RequestedFeatures { attn_bias: true, sinks: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Sinks])),
         (RequestedFeatures { dropout_p: 0.1, ..features }, packed, FeatureSet::of(&[Feature::Dropout, Feature::Lengths])),
         (RequestedFeatures { alibi: true, attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Alibi, Feature::Bias])),
-        (RequestedFeatures { block_mask: true, ..features }, None, FeatureSet::of(&[Feature::Blocks])),
-        (RequestedFeatures { block_mask: true, softcap: 15.0, ..features }, None, FeatureSet::of(&[Feature::Blocks, Feature::Softcap])),
+    ]
+}
+
+/// Returns the same of block masks: plain and generic.
+fn block_mask_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 2] {
+    let blocks = RequestedFeatures { block_mask: true, ..RequestedFeatures::default() };
+    [
+        (blocks, None, FeatureSet::of(&[Feature::Blocks])),
+        (RequestedFeatures { alibi: true, ..blocks }, None, FeatureSet::of(&[Feature::Blocks, Feature::Alibi])),
     ]
 }
 
@@ -113,8 +120,8 @@ fn every_variant_is_chosen_for_some_problem() {
     for headdim in (8..=256).step_by(8) {
         for headdim_v in (8..=256).step_by(8) {
             for (seqlen, nheads) in [(64, 2), (100, 200), (512, 8), (1024, 8), (1024, 16), (4096, 32)] {
-                for ((features, packed, _), family) in feature_requests().into_iter().flat_map(|w| COMPILED.families().map(move |f| (w, f)))
-                {
+                let requests = feature_requests().into_iter().chain(block_mask_requests());
+                for ((features, packed, _), family) in requests.flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
                     let a = stored(
                         packed,
                         Attention { nheads, nheads_k: nheads, batch: 1, features, ..attention(seqlen, seqlen, headdim, headdim_v) },
