@@ -126,7 +126,10 @@ def attend(
     if key.shape[0] != batch:
         key, value = (t.expand(batch, *t.shape[1:]) for t in (key, value))
     operands = ((t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in (query, key, value))
-    out, lse, _rng_state = torch.ops.volta_fa.fwd(*operands, **options)
+    try:
+        out, lse, _rng_state = torch.ops.volta_fa.fwd(*operands, **options)
+    except NotImplementedError as error:
+        raise Unrecognized(str(error)) from error
     return out.transpose(1, 2), torch.where(lse == math.inf, -math.inf, lse)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...block_mask import BlockMask
 from ...errors import bad_argument
 from ...limits import MAX_DECODE_ROWS, MAX_HEADDIM
 from . import releases, sharded_sequences
@@ -95,8 +96,10 @@ def attention(
 
     tensors = (query, key, value) if s_aux is None else (query, key, value, s_aux)
     # with more rows the tiles of the forward kernels are full, and those are faster
+    blocks = rule is not None and rule.blocks is not None
     few = quantized or (
-        seqlen_q < (keys if rule is None else rule.seqlen_k)
+        not blocks
+        and seqlen_q < (keys if rule is None else rule.seqlen_k)
         and seqlen_q * query.shape[1] // max(1, key.shape[1]) < MAX_DECODE_ROWS
         and dropout == 0.0
         and position_bias is None
@@ -104,7 +107,7 @@ def attention(
     )
     if rule is not None and (
         # a bias is for positions in the batch, not in a sequence; and fwd has no padding before cached keys
-        (position_bias is not None and not packed and rule.cu_seqlens_q is not None) or (rule.leftpad_k is not None and not few)
+        (position_bias is not None and not packed and (blocks or rule.cu_seqlens_q is not None)) or (rule.leftpad_k is not None and not few)
     ):
         attention_mask = rule.as_tensor()
     visible = _visible_keys(module, query, key, attention_mask, few, packed, _is_causal(module, is_causal), sliding_window)
@@ -123,7 +126,7 @@ def attention(
 
     q = query.transpose(1, 2)
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
-        if bias is not None or sequences:
+        if bias is not None or sequences or visible.blocks is not None:
             raise bad_argument(
                 "attention_mask",
                 f"one that is more than causality, a window and padding before or after a sequence, in {type(module).__name__} with a "
@@ -149,6 +152,12 @@ def attention(
     if sequences:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     options |= {"dropout_p": dropout, "deterministic": bool(deterministic)}
+    if visible.blocks is not None:
+        try:
+            out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(q, k, v, **visible.blocks.options(), **options)
+            return out.view(batch, seqlen_q, *out.shape[-2:]), None
+        except NotImplementedError:  # no kernel has a block mask together with these options
+            bias = visible.blocks.dense()
     out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(q, k, v, **sequences, attn_bias=bias, **options)
     return out.view(batch, seqlen_q, *out.shape[-2:]), None
 
@@ -165,6 +174,7 @@ class _VisibleKeys(NamedTuple):
     bias: Tensor | None = None
     cache_lengths: Mapping[str, Tensor] = _NONE  # leftpad_k and cache_seqlens of `volta_fa::fwd_kvcache`
     sequences: Mapping[str, Any] = _NONE  # cu_seqlens and max_seqlen of `volta_fa::fwd`
+    blocks: BlockMask | None = None
 
 
 def _visible_keys(
@@ -195,7 +205,7 @@ def _visible_keys(
         sequences = {}
         if mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None:
             sequences = sequence_arguments(mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_seqlen_q, mask.max_seqlen_k)
-        return _VisibleKeys(mask.seqlen_k, mask.window_left, mask.window_right, None, lengths, sequences)
+        return _VisibleKeys(mask.seqlen_k, mask.window_left, mask.window_right, None, lengths, sequences, mask.blocks)
     if mask is None or packed:
         window = -1 if sliding_window is None else sliding_window - 1
         return _VisibleKeys(keys, window, 0 if is_causal else window)
@@ -237,7 +247,9 @@ def _check_supported(
     for argument in _UNSUPPORTED:
         if kwargs.get(argument) is not None:
             raise _unsupported(argument, name)
-    if attention_mask is not None and (not isinstance(attention_mask, MaskRule) or attention_mask.leftpad_k is not None):
+    if attention_mask is not None and (
+        not isinstance(attention_mask, MaskRule) or attention_mask.leftpad_k is not None or attention_mask.blocks is not None
+    ):
         additive = attention_mask.is_floating_point()
         # 4.57's ViT and its relatives pass it as the mask, and eager multiplies by it
         if additive and attention_mask.dim() == 4 and attention_mask.shape[2:] == (1, 1) and key.shape[2] > 1:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from . import sharded_sequences
+from .block_rule import block_rule
 from .mask_rule import MaskRule
 from .patterns import NeedsTensor, Pattern, pattern_of
 
@@ -36,11 +37,13 @@ def mask(
 
     Returns one of:
         None, if every query sees every key.
-        A `MaskRule` for causality, windows, packed sequences, padding at the ends, and a static cache that is not full.
+        A `MaskRule` for causality, windows, packed sequences, padding at the ends, and a static cache that is not full; and, with a
+        block mask, for many tokens in any other pattern.
         The range of keys that one query sees, int32 (2, 1, 1, batch): the first key, and the one after the last. For one query after
         padding, or over a static cache in compiled code.
-        A bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where visible. For padding after cached keys or between
-        tokens, for patterns that are not transformers' own, and while tracing or capturing a CUDA graph, when values are unknown.
+        A bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where visible. For few tokens with padding after cached keys or
+        between tokens, or in patterns that are not transformers' own; and while tracing or capturing a CUDA graph, when values are
+        unknown.
         Eager's additive mask, for models that calculate with it.
     """
     sharded = sharded_sequences.active()
@@ -78,6 +81,9 @@ def mask(
             raise NeedsTensor
         return _rule(pattern, batch_size, kv_length, kv_offset, attention_mask, *_queries(**kwargs))
     except NeedsTensor:
+        rule = None if tracing else _blocks(mask_function, batch_size, kv_length, kv_offset, attention_mask, kwargs)
+        if rule is not None:
+            return rule
         return masking_utils.sdpa_mask(
             batch_size=batch_size,
             kv_length=kv_length,
@@ -87,6 +93,22 @@ def mask(
             allow_is_causal_skip=False,
             **kwargs,
         )
+
+
+def _blocks(
+    mask_function: Callable[..., Any],
+    batch: int,
+    kv_length: int,
+    kv_offset: int | Tensor,
+    padding_mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> MaskRule | None:
+    """Returns a rule with a block mask where that is cheaper than a tensor, else None."""
+    try:
+        queries = _queries(**kwargs)
+    except NeedsTensor:  # their positions have gaps
+        return None
+    return block_rule(mask_function, batch, kv_length, int(kv_offset), padding_mask, *queries)
 
 
 def _is_tracing() -> bool:

@@ -1,4 +1,5 @@
-"""Masks without memory: `MaskRule` describes causality, windows, packed sequences and padding in a few numbers."""
+"""Masks without memory: `MaskRule` describes causality, windows, packed sequences and padding in a few numbers, and any other pattern
+by a block mask."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from ...block_mask import BlockMask
 
 
 class MaskRule(Tensor):
@@ -24,6 +27,7 @@ class MaskRule(Tensor):
             a sequence too, so tokens stay in place.
         max_seqlen_q, max_seqlen_k: length of the longest sequence.
         leftpad_k: int32 (batch), number of keys at the beginning that are padding and hidden; None for none.
+        blocks: the mask of patterns that the attributes above do not describe; None for none.
     """
 
     window_left: int
@@ -34,6 +38,7 @@ class MaskRule(Tensor):
     max_seqlen_q: int
     max_seqlen_k: int
     leftpad_k: Tensor | None
+    blocks: BlockMask | None
 
     @staticmethod
     def __new__(
@@ -46,12 +51,14 @@ class MaskRule(Tensor):
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
         leftpad_k: Tensor | None = None,
+        blocks: BlockMask | None = None,
     ) -> MaskRule:
         """Returns a mask of a shape on a device. The other arguments are the attributes."""
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
         self.window_left, self.window_right = window_left, window_right
         self.seqlen_k = shape[3] if seqlen_k is None else seqlen_k
         self.cu_seqlens_q, self.cu_seqlens_k, self.leftpad_k = cu_seqlens_q, cu_seqlens_k, leftpad_k
+        self.blocks = blocks
         self.max_seqlen_q = self.max_seqlen_k = 0
         if cu_seqlens_q is not None:
             assert cu_seqlens_k is not None
@@ -73,17 +80,22 @@ class MaskRule(Tensor):
 
     def _copy(self, device: torch.device | str) -> MaskRule:
         copy = Tensor._make_wrapper_subclass(type(self), self.shape, dtype=torch.bool, device=torch.device(device))
-        copy.__dict__.update({name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.__dict__.items()})
+        copy.__dict__.update(
+            {name: value.to(device) if isinstance(value, (Tensor, BlockMask)) else value for name, value in self.__dict__.items()}
+        )
         return copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # Tensor's has the default only
         return (
             f"MaskRule(shape={tuple(self.shape)}, window=({self.window_left}, {self.window_right}), "
-            f"seqlen_k={self.seqlen_k}, cu_seqlens_q={self.cu_seqlens_q}, cu_seqlens_k={self.cu_seqlens_k}, leftpad_k={self.leftpad_k})"
+            f"seqlen_k={self.seqlen_k}, cu_seqlens_q={self.cu_seqlens_q}, cu_seqlens_k={self.cu_seqlens_k}, leftpad_k={self.leftpad_k}, "
+            f"blocks={None if self.blocks is None else self.blocks.shape})"
         )
 
     def as_tensor(self) -> Tensor:
         """Returns the mask in memory."""
+        if self.blocks is not None:
+            return self.blocks.dense()
         batch, _, seqlen_q, keys = self.shape
         i = torch.arange(seqlen_q, device=self.device)[:, None] + self.seqlen_k - seqlen_q
         j = torch.arange(keys, device=self.device)
