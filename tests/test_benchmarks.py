@@ -225,6 +225,31 @@ def test_prefill(tmp_path, capsys):
     assert capsys.readouterr().out.count("TFLOP/s") == 4
 
 
+def test_models(tmp_path):
+    need("sim")
+    assert main("models", "--only", "SDXL, 64x64 to text", *outputs(tmp_path, "models")) == 0
+    (found,) = results(tmp_path, "models")
+    assert found["rate"] == pytest.approx(4 * 2 * 10 * 4096 * 77 * 64 / found["us"] / 1e6) and 0 < found["share"] < 1
+    with pytest.raises(CommandError, match="--only: got nothing"):
+        main("models", "--only", "nothing")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "window"), [(7, 7, 0), (7, 7, 3), (3, 9, 0), (3, 9, 4), (9, 5, 2)])
+def test_models_count_the_pairs_of_the_mask(causal, seqlen_q, seqlen_k, window):
+    from benchmarks.model_configs import FORWARD, Attention, Row
+    from benchmarks.models import visible_pairs
+
+    query, key = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
+    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if window:
+        mask &= (key >= query - window) & (key <= query + window)
+    if causal:
+        mask &= key <= query
+    row = Row("model", Attention(1, 1, 64, causal=causal, window=window), FORWARD, 1, seqlen_q, seqlen_k)
+    assert visible_pairs(row) == mask.sum()
+
+
 def test_docs(tmp_path):
     page, folder = tmp_path / "page.md", tmp_path / "results"
     page.write_text("before\n<!-- begin a -->\nold\n<!-- end a -->\n<!-- begin b -->\nkept\n<!-- end b -->\nafter\n")

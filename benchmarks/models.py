@@ -1,0 +1,193 @@
+"""Simulates the attention of well-known models on a V100, T4 or RTX 2080 Ti: one layer in training, prefill and decoding.
+
+Every row calls the operator that programs call, as `benchmarks.volta` does: tools/volta-sim times one SM's share of every launch, with its
+default model and with a perfect instruction cache (icache=false). Nothing here is measured. Launch overhead is not counted.
+
+Training is forward and backward. TFLOP/s count the query-key pairs that the mask keeps: 4 operations a pair, head and column forward,
+10 backward. Decoding counts bytes of keys and values (a cache in pages of 16 tokens). The share is of the tensor pipe's rate,
+or of the DRAM rate of the simulated V100; decoding is simulated for the V100 alone.
+Masks: lengths are those of a usual run; a window is cut as the model cuts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from volta_fa.errors import CommandError
+
+from . import plots, report
+from .decode import DRAM_GB_S
+from .measure import aligned, simulated
+from .model_configs import DECODE, FORWARD, ROWS, TRAIN, Attention, Row
+from .report import Grid
+from .volta import GPUS
+
+_PAGE = 16
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Simulated time of a row, by the default model and with a perfect instruction cache."""
+
+    us: float
+    us_no_icache: float
+    rate: float  # TFLOP/s, or GB/s in decoding, by the default model
+    rate_no_icache: float
+    share: float  # of the tensor pipe's or DRAM's rate, by the default model
+    kernels: str  # the slowest of each pass
+
+
+def visible_pairs(row: Row) -> int:
+    """Returns the query-key pairs that the mask keeps, for one head of one sequence. Causal masks align bottom-right."""
+    a, shift = row.attention, row.seqlen_k - row.seqlen_q
+    total = 0
+    for query in range(shift, shift + row.seqlen_q):
+        right = query if a.causal else query + a.window if a.window else row.seqlen_k - 1
+        left = query - a.window if a.window else 0
+        total += max(min(right, row.seqlen_k - 1) + 1 - max(left, 0), 0)
+    return total
+
+
+def work(row: Row) -> float:
+    """Returns operations, or bytes of the cache in decoding."""
+    a = row.attention
+    if row.use == DECODE:
+        tokens = min(row.seqlen_k, a.window + 1) if a.window else row.seqlen_k
+        columns = a.headdim if a.latents else a.headdim + a.headdim_v
+        return 2.0 * row.batch * tokens * a.nheads_k * columns
+    forward, backward = a.headdim + a.headdim_v, 3 * a.headdim + 2 * a.headdim_v
+    return 2.0 * row.batch * a.nheads * visible_pairs(row) * (forward + (backward if row.use == TRAIN else 0))
+
+
+def _options(a: Attention) -> dict:
+    options: dict = {"is_causal": a.causal}
+    if a.window:
+        options |= {"window_left": a.window} | ({} if a.causal else {"window_right": a.window})
+    if a.softcap:
+        options["softcap"] = a.softcap
+    if a.sinks:
+        options["sinks"] = torch.zeros(a.nheads)
+    return options
+
+
+def _tensor(*shape: int, value: float | None = None) -> Tensor:
+    t = aligned(shape, torch.float16)
+    return t.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))) if value is None else t.fill_(value)
+
+
+def _passes(row: Row, settings: str, gpu: str) -> list[list[dict]]:
+    """Returns the simulator's reports of each pass, one for each kernel."""
+    a = row.attention
+    q = _tensor(row.batch, row.seqlen_q, a.nheads, a.headdim)
+    if row.use == DECODE:
+        return [_decode(row, q, settings, gpu)]
+    k = _tensor(row.batch, row.seqlen_k, a.nheads_k, a.headdim)
+    v = _tensor(row.batch, row.seqlen_k, a.nheads_k, a.headdim_v)
+    options = _options(a)
+    passes = [simulated(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), settings, gpu)]
+    if row.use == TRAIN:
+        # stand-ins for results of a forward pass: no time depends on their values
+        dout, out = (_tensor(row.batch, row.seqlen_q, a.nheads, a.headdim_v, value=value) for value in (0.01, 0.0))
+        lse = aligned((row.batch, a.nheads, row.seqlen_q), torch.float32).fill_(math.log(row.seqlen_k) + 0.5)
+        passes.append(simulated(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options), settings, gpu))
+    return passes
+
+
+def _decode(row: Row, q: Tensor, settings: str, gpu: str) -> list[dict]:
+    a = row.attention
+    pages = -(-row.seqlen_k // _PAGE)
+    k = _tensor(row.batch * pages, _PAGE, a.nheads_k, a.headdim, value=0.01)
+    v = _tensor(row.batch * pages, _PAGE, a.nheads_k, a.headdim_v, value=0.01)
+    table = torch.randperm(row.batch * pages, generator=torch.Generator().manual_seed(0)).int().view(row.batch, pages)
+    options = {"block_table": table, "cache_seqlens": torch.full((row.batch,), row.seqlen_k, dtype=torch.int32)}
+    if a.latents:
+        return simulated(lambda: torch.ops.volta_fa.fwd_mla(q, k, **options, is_causal=True), settings, gpu)
+    return simulated(lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options, **_options(a)), settings, gpu)
+
+
+def simulate(row: Row, gpu: str) -> Figures:
+    """Returns the figures of a row on a simulated GPU."""
+    times, kernels = [], ""
+    for settings in ("", "icache=false"):
+        passes = _passes(row, settings, gpu)
+        times.append(sum(r["timing"]["kernel_us"] for reports in passes for r in reports))
+        kernels = ", ".join(max(reports, key=lambda r: r["timing"]["kernel_us"])["kernel"] for reports in passes)
+    unit = 1e3 if row.use == DECODE else 1e6
+    rates = [work(row) / us / unit for us in times]
+    limit = DRAM_GB_S if row.use == DECODE else GPUS[gpu].peak_tflops
+    return Figures(*times, *rates, rates[0] / limit, kernels)
+
+
+def grid(results: Sequence[tuple[Row, Figures]], gpu: str) -> Grid:
+    """Returns the table of a GPU."""
+    found = Grid(
+        f"Attention of one layer on a simulated {GPUS[gpu].title}",
+        ["model and use", "us", "TFLOP/s or GB/s", "perfect i-cache", "share", "kernels"],
+    )
+    for row, f in results:
+        unit = "GB/s" if row.use == DECODE else "TFLOP/s"
+        rates = (f"{f.rate:.0f}", f"{f.rate_no_icache:.0f}") if row.use == DECODE else (f"{f.rate:.1f}", f"{f.rate_no_icache:.1f}")
+        found.rows.append([str(row), f"{f.us:.0f}", f"{rates[0]} {unit}", rates[1], f"{f.share:.0%}", f.kernels])
+    return found
+
+
+def plot(results: Sequence[tuple[Row, Figures]], gpu: str, header: dict[str, str], path) -> None:
+    """Draws the shares as bars, one panel for each use."""
+    uses = [use for use in (TRAIN, FORWARD, DECODE) if any(row.use == use for row, _ in results)]
+    title = f"volta_fa on a simulated {GPUS[gpu].title}, {header['date']}: share of the tensor pipe (decoding: of DRAM)"
+    longest = max(sum(row.use == use for row, _ in results) for use in uses)
+    figure, axes = plots.panels(1, len(uses), title, (6.5 * len(uses), 1 + 0.3 * longest), sharex=True)
+    for axis, use in zip(axes[0], uses):
+        bars = [(row, f) for row, f in results if row.use == use][::-1]
+        drawn = axis.barh([row.model for row, _ in bars], [100 * f.share for _, f in bars], color=plots.COLORS["volta_fa"], height=0.6)
+        unit = "GB/s" if use == DECODE else "TFLOP/s"
+        axis.bar_label(drawn, [f"{f.rate:.0f} {unit}" for _, f in bars], padding=3, fontsize=8)
+        axis.set(xlim=(0, 115), title=use, xlabel="%")
+        axis.tick_params(axis="y", labelsize=8)
+    plots.save(figure, path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    report.add_output_options(parser)
+    parser.add_argument("--gpu", choices=GPUS, default="v100", help="the simulated GPU (default v100)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains TEXT")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    rows = [row for row in ROWS if options.only in str(row) and (row.use != DECODE or options.gpu == "v100")]
+    if not rows:
+        raise CommandError(f"--only: got {options.only}, expected a part of a row's name, such as `{ROWS[0]}`")
+    results = []
+    with report.progress() as bar:
+        task = bar.add_task("", total=len(rows))
+        for row in rows:
+            bar.update(task, description=str(row))
+            results.append((row, simulate(row, options.gpu)))
+            bar.advance(task)
+    header = report.facts("models", arguments, device=GPUS[options.gpu].device, **{"kind of figures": "simulated with tools/volta-sim"})
+    report.show(header, [grid(results, options.gpu)])
+    if options.json:
+        report.write_json(
+            options.json,
+            [{"row": str(row), "use": row.use, "kernels": f.kernels, "us": f.us, "rate": f.rate, "share": f.share} for row, f in results],
+        )
+    if options.plot:
+        plot(results, options.gpu, header, options.plot)
+    if options.markdown:
+        report.write_markdown(options.markdown, header, [grid(results, options.gpu)], options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    report.command(main)
