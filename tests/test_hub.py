@@ -43,7 +43,7 @@ def test_a_variant_has_one_library_and_its_metadata(folder):
         described = json.loads((variant / "metadata.json").read_text())
         assert described["id"] == "volta_fa" and described["license"] == "BSD-3-Clause"
         assert described["backend"]["type"] == ("cpu" if "-cpu-" in variant.name else "cuda")
-        assert "-cu126-" not in variant.name or described["backend"]["archs"] == ["7.0", "7.5"]
+        assert "-cu126-" not in variant.name or described["backend"]["archs"] == ["7.0", "7.5+PTX"]
     assert (folder / "README.md").read_text().startswith("---\nlibrary_name: kernels\n")
 
 

@@ -29,8 +29,8 @@ from portable_linker import GLIBC
 
 #: The kernel's version on the hub. A new one allows changes that break callers.
 VERSION = 1
-#: Compute capabilities with machine code. CUDA 13 has no Volta.
-_ARCHS = {"cu126": ["7.0", "7.5"], "cu130": ["7.5"], "cu132": ["7.5"]}
+#: Compute capabilities with machine code, and PTX for newer ones. CUDA 13 has no Volta.
+_ARCHS = {"cu126": ["7.0", "7.5+PTX"], "cu130": ["7.5+PTX"], "cu132": ["7.5+PTX"]}
 #: First and last torch release with builds for this CUDA. The libraries do not depend on CUDA, but the hub tells variants apart by it.
 #: A variant also serves later minor versions of its CUDA: cu126 is used with cu128.
 _BUILDS = {"cu126": ("2.7", "2.14"), "cu130": ("2.9", None), "cu132": ("2.12", None)}

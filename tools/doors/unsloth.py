@@ -113,6 +113,10 @@ def as_turing() -> Any:
     """Lets unsloth take the GPU for one of compute capability 7.5, without bfloat16."""
     import torch
 
+    with contextlib.suppress(ImportError):
+        from triton.runtime import driver
+
+        driver.active.get_current_target()  # Triton takes its function now, and compiles for the real GPU
     real = torch.cuda.get_device_capability, torch.cuda.is_bf16_supported
     torch.cuda.get_device_capability = lambda device=None: (7, 5)
     torch.cuda.is_bf16_supported = lambda including_emulation=True: False
