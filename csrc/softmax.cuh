@@ -48,7 +48,8 @@ __device__ __forceinline__ unsigned pack_shifted(float lo, float hi) {
     const unsigned b = __float_as_uint(hi) * 8u + 0x8000u;
     return __byte_perm(a, b, 0x7632);
 }
-// Returns a probability as pack_shifted takes it, times kPackedOne. As assembler, because ptxas then needs fewer registers.
+// Returns a probability as pack_shifted takes it, times kPackedOne. `.rn` is essential: without it ptxas 12.9 takes the product's
+// bits for 0 (docs/log/2026-11-23-lse-product.md).
 __device__ __forceinline__ float shifted(float probability) {
     float y;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(probability), "f"(kPackedOne * kPackingShift));

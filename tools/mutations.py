@@ -3,7 +3,8 @@
     python tools/mutations.py [--python] [--only TEXT] > table.md
 
 A defect is a file, a text that the file contains once, the text that replaces it, and the tests that must fail. The script rebuilds
-after a change outside Python and restores the file in every case. Run it in a checkout without other changes: it edits files in place.
+after a change outside Python and restores the file in every case. A defect in a header of csrc/ compiles every kernel
+that includes it. Run it in a checkout without other changes: it edits files in place.
 Exits with status 1 if a defect survives or does not apply.
 """
 
@@ -49,8 +50,7 @@ MUTATIONS = [
     Mutation(f"{PY}/integrations/transformers/patterns.py", "max(a, b) if min(a, b) < 0 else min(a, b)", "max(a, b)",
              f"{T}/test_transformers.py", "two_patterns"),
     # validation
-    Mutation("src/problem/scores.rs", "o.softcap > 0.0 && o.dropout_p > 0.0", "o.softcap > 1e9 && o.dropout_p > 0.0",
-             f"{T}/test_validation.py", ""),
+    Mutation("src/problem/score_function.rs", "o.dropout_p > 0.0", "o.dropout_p > 1e9", f"{T}/test_validation.py", ""),
     Mutation("src/problem/scores.rs", "if o.is_causal && o.window_right > 0", "if o.is_causal && o.window_right > 1",
              f"{T}/test_validation.py", ""),
     Mutation("src/problem/scores.rs", "right: if o.is_causal { Some(0) }", "right: if o.is_causal { Some(1) }",
@@ -69,6 +69,8 @@ MUTATIONS = [
              f"{T}/test_variants.py", "fwd and small"),
     # kernels
     Mutation("csrc/mask.cuh", "key <= row + high && key < seqlen_k", "key < row + high && key < seqlen_k",
+             f"{T}/test_variants.py", "volta_bwd_64 and causal"),
+    Mutation("csrc/forward/scores.cuh", "(j < first || j > last)", "(j < first || j >= last)",
              f"{T}/test_variants.py", "volta_fwd_64 and causal"),
     Mutation("csrc/score_mod.cuh", "return fmaf(-slope, fabsf(distance), x);", "return fmaf(slope, fabsf(distance), x);",
              f"{T}/test_variants.py", "alibi"),
