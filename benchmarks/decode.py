@@ -3,7 +3,7 @@
     python -m benchmarks.decode [--all]        simulated
     python -m benchmarks.decode --device cuda  measured, beside a copy kernel and PyTorch's attention
 
-Both take --quantized, --bfloat, --only TEXT and --json FILE.
+Both take --quantized, --bfloat, --tree, --only TEXT and --json FILE. --tree has pairs of cases, without and with a tree mask.
 
 The simulation times one SM's share of the launch (tools/volta-sim) at the model's DRAM latency and at 3000 cycles,
 which stands for a loaded memory. Shares are of the model's DRAM rate. Simulated times include what one SM does for every
@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import volta_fa
+from volta_fa.check import draft_trees
 from volta_fa.errors import CommandError
 from volta_fa.kv_formats import KV_DTYPES
 
@@ -48,6 +49,7 @@ class Case:
     page: int = 16
     kv_dtype: str = ""  # of a quantized cache
     bfloat: bool = False  # bf16 instead of fp16
+    tree: bool = False  # the queries are a tree of draft tokens
     target: float = 0.0  # share to reach: simulated at the default DRAM latency, or measured
     slow_target: float = 0.0  # share to reach at a DRAM latency of 3000 cycles
 
@@ -73,7 +75,8 @@ class Case:
         even = all(n == longest for n in self.lengths)
         lengths = f"{batch} x {longest}" if even else f"{longest} + {batch - 1} x {min(self.lengths)}"
         kind = f"{self.kv_dtype}, " if self.kv_dtype else "bf16, " if self.bfloat else ""
-        return f"{kind}headdim {self.headdim}, {lengths}, group {self.group}, queries {self.seqlen_q}, page {self.page}"
+        tree = ", tree" if self.tree else ""
+        return f"{kind}headdim {self.headdim}, {lengths}, group {self.group}, queries {self.seqlen_q}, page {self.page}{tree}"
 
 
 def cases(everything: bool) -> Iterator[Case]:
@@ -119,6 +122,14 @@ def quantized_cases() -> Iterator[Case]:
                     )
 
 
+def tree_cases() -> Iterator[Case]:
+    """Returns pairs of cases, without and with a tree mask, whose times compare."""
+    for headdim in (64, 128, 256):
+        for group, seqlen_q in ((1, 16), (4, 8), (4, 16), (8, 8)):
+            for tree in (False, True):
+                yield Case(headdim, (4096,) * 8, group=group, seqlen_q=seqlen_q, tree=tree)
+
+
 def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     batch, max_seqlen = len(case.lengths), max(case.lengths)
     pages = [-(-n // case.page) for n in case.lengths]
@@ -144,6 +155,9 @@ def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
         row[:n] = of_sequence
     q = aligned((batch, case.seqlen_q, case.nheads_k * case.group, case.headdim), dtype, device).fill_(0.01)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    if case.tree:
+        words = draft_trees.words(draft_trees.random_tree(case.seqlen_q, seed=0))
+        options["tree_mask"] = torch.tensor([words] * batch, dtype=torch.int64, device=device)
     return q, k, v, options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
 
 
@@ -198,13 +212,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="every group and page with every length")
     parser.add_argument("--quantized", action="store_true", help="int8, int4 and fp8 caches")
     parser.add_argument("--bfloat", action="store_true", help="bf16 instead of fp16")
+    parser.add_argument("--tree", action="store_true", help="draft tokens without and with a tree mask")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("benchmarks.decode: needs a CUDA device, and this machine has none")
     measured = options.device == "cuda"
-    every = quantized_cases() if options.quantized else measured_cases() if measured else cases(options.all)
+    usual = measured_cases() if measured else cases(options.all)
+    every = quantized_cases() if options.quantized else tree_cases() if options.tree else usual
     every = (replace(case, bfloat=options.bfloat) for case in every)
     chosen = [case for case in every if options.only in case.name]
     rows, failed = [], 0

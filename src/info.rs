@@ -5,7 +5,7 @@ use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, FormatInfo, S
 use crate::launch::driver::{self, Driver};
 use crate::launch::tuning::{self, DeviceTuning, Outcome};
 use crate::launch::{only_family, Launcher};
-use crate::limits::{self, MAX_DECODE_ROWS};
+use crate::limits;
 use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
 use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, Window};
 use serde_json::{json, Value};
@@ -218,7 +218,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     if mode != BackwardMode::default() || a.features.attn_bias || a.features.dropout_p > 0.0 {
         return Value::Null;
     }
-    let has_long = a.rows_per_kv_head() > MAX_DECODE_ROWS;
+    let has_long = a.has_prefill();
     let decode = |dtype, format| {
         let keys = Keys::Cache(Cache { layout: CacheLayout::Entries, entries: a.batch, rows: a.seqlen_k, format });
         plan::decode(&Attention { dtype, keys, ..*a }, has_long, limits).ok().map(|decode| {

@@ -32,6 +32,10 @@ pub const PAGE_SIZE_MULTIPLE: i64 = 16;
 /// Most rows (queries times query heads per KV head) that decode kernels take. Sequences with more rows run on forward tiles, which load
 /// each key for more rows.
 pub const MAX_DECODE_ROWS: i64 = 64;
+/// Most queries of a sequence beside `tree_mask`: a query has a bit for each of them.
+pub const MAX_DRAFT_TOKENS: i64 = 64;
+/// Tokens of a block that `kv_indices` selects.
+pub const KV_BLOCKS: [i64; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 /// Largest y and z extents of a CUDA grid.
 pub const MAX_GRID_YZ: i64 = 65535;
 /// Most stream-K splits of a launch: they travel in the kernel's parameters, at most 4096 bytes (`StreamKParams`).
@@ -45,6 +49,7 @@ pub fn published() -> Value {
         "latent_headdims": LATENT_HEADDIMS,
         "page_size_multiple": PAGE_SIZE_MULTIPLE,
         "max_decode_rows": MAX_DECODE_ROWS,
+        "max_draft_tokens": MAX_DRAFT_TOKENS,
         "max_seqlen": MAX_SEQLEN,
         "max_sequences": MAX_SEQUENCES,
         "max_heads": MAX_HEADS,

@@ -92,7 +92,8 @@ pub struct Lengths {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ScoreOptions {
-    /// Bias for the scaled scores: fp16 or fp32, rows padded to a multiple of 4 keys and 16-byte aligned; null: none.
+    /// Bias for the scaled scores: fp16 or fp32, rows padded to a multiple of 4 keys and 16-byte aligned; null: none. Decode kernels with
+    /// a tree mask: its int64 words, despite the type, and the stride below counts words.
     pub bias: *const u16,
     /// Elements from one entry to the next; 0 if broadcast, as the next two.
     pub bias_batch_stride: i64,
@@ -298,7 +299,7 @@ pub struct DecodeParams {
     pub problem: Problem,
     /// Kernels read cu_seqlens_q and total_q.
     pub lengths: Lengths,
-    /// Kernels read the score function, ALiBi and sinks.
+    /// Kernels read the score function, ALiBi and sinks, those with a tree also the bias.
     pub score_options: ScoreOptions,
     /// Maximum rows (queries of all heads of a KV head): prefill computes sequences with more.
     pub max_rows: i32,

@@ -148,10 +148,10 @@ def check(backend, case):
 
 
 def gathers(backend, case) -> bool:
-    """Returns whether the call dequantizes tokens to q's dtype: for many query rows, rows not aligned to 16 bytes, and bf16."""
+    """Returns whether the call dequantizes tokens to q's dtype: for many query rows, trees, rows not aligned to 16 bytes, and bf16."""
     rows = max(n for n, _, _ in case.lengths) * case.nheads // case.nheads_k
     bytes_of_rows = [d // (2 if case.kv_dtype == "int4" else 1) for d in (case.headdim, case.headdim_v or case.headdim)]
-    return backend.kernels and (rows > 64 or any(n % 16 for n in bytes_of_rows) or backend.dtype == torch.bfloat16)
+    return backend.kernels and (rows > 64 or case.tree or any(n % 16 for n in bytes_of_rows) or backend.dtype == torch.bfloat16)
 
 
 def check_cache(problem, k_cache, v_cache, options):

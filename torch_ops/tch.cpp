@@ -13,6 +13,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/bucketize.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
@@ -101,6 +102,13 @@ at::OptionalIntArrayRef optional_list(const int64_t* data, int length) {
 c10::List<std::optional<Tensor>> optional_tensors(Tensor* const* data, int length) {
     c10::List<std::optional<Tensor>> tensors;
     for (int i = 0; i < length; ++i) tensors.push_back(data[i] ? std::optional(*data[i]) : std::nullopt);
+    return tensors;
+}
+
+std::vector<Tensor> all_of(Tensor* const* data, int length) {
+    std::vector<Tensor> tensors;
+    tensors.reserve(static_cast<size_t>(length));
+    for (int i = 0; i < length; ++i) tensors.push_back(*data[i]);
     return tensors;
 }
 
@@ -237,6 +245,17 @@ void atg_contiguous(Tensor** out, Tensor* self) {
 void atg_expand(Tensor** out, Tensor* self, const int64_t* size_data, int size_len, int implicit) {
     give(out, [&] { return self->expand(list(size_data, size_len), implicit != 0); });
 }
+void atg_as_strided(Tensor** out, Tensor* self, const int64_t* size_data, int size_len, const int64_t* stride_data, int stride_len,
+                    int64_t storage_offset, int8_t storage_offset_null) {
+    const auto offset = storage_offset_null ? std::nullopt : std::optional(storage_offset);
+    give(out, [&] { return self->as_strided(list(size_data, size_len), list(stride_data, stride_len), offset); });
+}
+void atg_cat(Tensor** out, Tensor* const* tensors_data, int tensors_len, int64_t dim) {
+    give(out, [&] { return at::cat(all_of(tensors_data, tensors_len), dim); });
+}
+void atg_gather(Tensor** out, Tensor* self, int64_t dim, Tensor* index, int sparse_grad) {
+    give(out, [&] { return self->gather(dim, *index, sparse_grad != 0); });
+}
 void atg_index(Tensor** out, Tensor* self, Tensor* const* indices_data, int indices_len) {
     give(out, [&] { return self->index(optional_tensors(indices_data, indices_len)); });
 }
@@ -258,13 +277,11 @@ void atg_select(Tensor** out, Tensor* self, int64_t dim, int64_t index) {
 void atg_squeeze_dim(Tensor** out, Tensor* self, int64_t dim) {
     give(out, [&] { return self->squeeze(dim); });
 }
+void atg_sort(Tensor** out, Tensor* self, int64_t dim, int descending) {
+    give_all(out, [&] { return self->sort(dim, descending != 0); });
+}
 void atg_stack(Tensor** out, Tensor* const* tensors_data, int tensors_len, int64_t dim) {
-    give(out, [&] {
-        std::vector<Tensor> tensors;
-        tensors.reserve(static_cast<size_t>(tensors_len));
-        for (int i = 0; i < tensors_len; ++i) tensors.push_back(*tensors_data[i]);
-        return at::stack(tensors, dim);
-    });
+    give(out, [&] { return at::stack(all_of(tensors_data, tensors_len), dim); });
 }
 void atg_to(Tensor** out, Tensor* self, int device) {
     give(out, [&] { return self->to(device_of(device)); });
@@ -338,6 +355,12 @@ void atg_clamp_min(Tensor** out, Tensor* self, Scalar* min) {
 }
 void atg_div(Tensor** out, Tensor* self, Tensor* other) {
     give(out, [&] { return self->div(*other); });
+}
+void atg_bitwise_and(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->bitwise_and(*other); });
+}
+void atg_bitwise_right_shift(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->bitwise_right_shift(*other); });
 }
 void atg_div_scalar_(Tensor** out, Tensor* self, Scalar* other) {
     give(out, [&] { return self->div_(*other); });
@@ -442,6 +465,9 @@ void atg_any(Tensor** out, Tensor* self) {
 void atg_eq(Tensor** out, Tensor* self, Scalar* other) {
     give(out, [&] { return self->eq(*other); });
 }
+void atg_eq_tensor(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->eq(*other); });
+}
 void atg_ge(Tensor** out, Tensor* self, Scalar* other) {
     give(out, [&] { return self->ge(*other); });
 }
@@ -495,6 +521,9 @@ void atg__softmax_out(Tensor** out, Tensor* result, Tensor* self, int64_t dim, i
 }
 void atg_sum_dim_intlist(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim, int dtype) {
     give(out, [&] { return self->sum(optional_list(dim_data, dim_len), keepdim != 0, optional_kind(dtype)); });
+}
+void atg_cumsum(Tensor** out, Tensor* self, int64_t dim, int dtype) {
+    give(out, [&] { return self->cumsum(dim, optional_kind(dtype)); });
 }
 void atg_sum_to_size(Tensor** out, Tensor* self, const int64_t* size_data, int size_len) {
     give(out, [&] { return self->sum_to_size(list(size_data, size_len)); });

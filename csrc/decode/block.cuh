@@ -8,13 +8,17 @@
 #pragma once
 
 #include "decode/partials.cuh"
+#include "decode/tree.cuh"
 
 namespace decode {
 
 // What masks and ALiBi need of one query row.
-struct RowInfo {
+struct RowInfo : DraftTokens<kTree> {
     float slope;  // ALiBi slope, in log2 units; 0 without ALiBi
-    int position;  // index of the key at the row's own position: query index + seqlen_k - seqlen_q
+    int position;  // index of the key at the row's own position: query index (with a tree: depth) + seqlen_k - seqlen_q
+
+    RowInfo() = default;
+    __device__ __forceinline__ RowInfo(float slope, int position) : slope(slope), position(position) {}
 };
 
 // Runs a decode kernel. All threads of the block call run().
@@ -93,7 +97,9 @@ private:
         float slope = 0.f;
         if (o.alibi_slopes)
             slope = __ldg(o.alibi_slopes + s.batch * o.alibi_batch_stride + s.head_k * group + row % group) * kLog2e;
-        return {slope, row / group + s.seqlen_k - s.seqlen_q};
+        RowInfo info(slope, row / group + s.seqlen_k - s.seqlen_q);
+        if constexpr (kTree) info.position = load_draft_tokens(p, s, row / group, info) + s.seqlen_k - s.seqlen_q;
+        return info;
     }
 };
 

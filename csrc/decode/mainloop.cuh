@@ -117,8 +117,10 @@ public:
         if (steps_left > 0) {
             const int seqlen_k = s.seqlen_k;
             // Tokens that all rows of the warp see: no mask is needed.
-            const int full_first = row_info[first_row + 8 * RowTiles - 1].position - p.problem.window_left;
-            const int full_end = min(row_info[first_row].position + p.problem.window_right + 1, seqlen_k);
+            // With a tree these are between the window of the deepest possible row and the draft tokens.
+            const int full_first = (kTree ? seqlen_k - 1 : row_info[first_row + 8 * RowTiles - 1].position) - p.problem.window_left;
+            const int full_end =
+                kTree ? seqlen_k - s.seqlen_q : min(row_info[first_row].position + p.problem.window_right + 1, seqlen_k);
             const bool has_score_mod = ScoreFunction::parameter(options) > 0.f || options.alibi_slopes;
             const float scale_log2 = has_score_mod ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
@@ -198,6 +200,11 @@ public:
                             const int high = min(position + p.problem.window_right, seqlen_k - 1) - first;
                             if (low > 0 || high < 0) x[tile][mt].x = negative_infinity();
                             if (low > 1 || high < 1) x[tile][mt].y = negative_infinity();
+                            if constexpr (kTree) {
+                                const int draft = first - (seqlen_k - s.seqlen_q);
+                                if (!rows[8 * mt].visible(draft)) x[tile][mt].x = negative_infinity();
+                                if (!rows[8 * mt].visible(draft + 1)) x[tile][mt].y = negative_infinity();
+                            }
                         }
                         if constexpr (kCooperative || kStaged) continue;
                         // Past the last token registers hold values of an earlier step: clear them, because 0 * NaN is NaN.

@@ -119,6 +119,12 @@ softcap, alibi_slopes, is_causal, window_left, window_right, sinks and check_len
                     cache_seqlens on, as it is appended; q likewise where a mask orders the queries, else by the first position
     rotary_interleaved  dimensions 2 i and 2 i + 1 are a pair; else i and i + rotary_dim / 2
     num_splits      maximum number of parts into which a sequence's keys are split; 0: the scheduler decides
+    tree_mask       int64, (batch, seqlen_q), packed (total_q): the last seqlen_q keys of a sequence, at most 64, are draft tokens; query i
+                    sees key seqlen_k - seqlen_q + j if bit j of its number is set, and all keys before the draft tokens. Replaces
+                    is_causal and window_right. window_left counts from the query's depth. Not with alibi_slopes or rotary_cos
+    kv_indices      int32, (batch, seqlen_q, 1 or nheads_k, topk), packed (total_q, 1 or nheads_k, topk): the blocks of tokens to which each
+                    query attends, in any order; -1 ends a list. Not with windows, alibi_slopes, leftpad_k or tree_mask
+    kv_block        tokens of a block of kv_indices: a power of two up to 128
 
 fwd_mla: multi-head latent attention, absorbed (DeepSeek-V2, arXiv 2405.04434): attention of new queries over a cache of latents. All query
 heads share one head of latents, whose first 512 columns are the values:
@@ -129,8 +135,9 @@ heads share one head of latents, whose first 512 columns are the values:
     out             (batch, seqlen_q, nheads, 512)           (total_q, nheads, 512)
     softmax_lse     (batch, nheads, seqlen_q)                (nheads, total_q)
 
-cache_seqlens, cu_seqlens_q, max_seqlen_q, block_table, cache_batch_idx, softmax_scale (576 ** -0.5 unless given), is_causal, num_splits and
-check_lengths are fwd_kvcache's. A latent_cache of another dtype than q is quantized by volta_fa.quantize_kv, not with int4:
+cache_seqlens, cu_seqlens_q, max_seqlen_q, block_table, cache_batch_idx, softmax_scale (576 ** -0.5 unless given), is_causal, kv_indices,
+kv_block, num_splits and check_lengths are fwd_kvcache's. A latent_cache of another dtype than q is quantized by
+volta_fa.quantize_kv, not with int4:
 
     latent_scale    torch.int8: float32 (entries, seqlen, 1) or (pages, page_size, 1), of each token
     latent_descale  torch.float8_e5m2, torch.float8_e4m3fn: float32 (1,) or (batch, 1); 1 unless given

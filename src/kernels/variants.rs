@@ -27,11 +27,13 @@ pub enum Feature {
     Fp32Bias,
     /// lists of the blocks of scores that exist: never without kernels of their own
     Blocks,
+    /// a bit for each query and draft token says whether the query sees the token
+    Tree,
 }
 
 impl Feature {
     /// In the order of the bits in [`FeatureSet`].
-    pub const ALL: [Feature; 10] = [
+    pub const ALL: [Feature; 11] = [
         Feature::Lengths,
         Feature::Sinks,
         Feature::Bf16Gradients,
@@ -42,6 +44,7 @@ impl Feature {
         Feature::Pages,
         Feature::Fp32Bias,
         Feature::Blocks,
+        Feature::Tree,
     ];
 
     /// Features that change scores or probabilities. Each has kernels of its own, which problems with another of them do not run.
@@ -62,6 +65,7 @@ impl Feature {
             Feature::Pages => "paged_kv",
             Feature::Fp32Bias => "fp32_bias",
             Feature::Blocks => "block_mask",
+            Feature::Tree => "tree",
         }
     }
 
@@ -287,7 +291,7 @@ pub const PASSES: [PassInfo; 14] = {
         row(Pass::BackwardPostprocess, P::Backward, Queries, finish),
         row(Pass::BackwardFused, P::Backward, Keys, gradients),
         row(Pass::Merge, P::Merge, Queries, FeatureSet::NONE),
-        row(Pass::Decode, P::Decode, PackedQueries, FeatureSet::NONE),
+        row(Pass::Decode, P::Decode, PackedQueries, FeatureSet::of(&[Feature::Tree])),
         row(Pass::Prefill, P::Forward, Queries, FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]))),
         row(Pass::DecodeMla, P::Decode, PackedQueries, FeatureSet::NONE),
         row(Pass::Append, P::Append, Keys, FeatureSet::NONE),

@@ -142,8 +142,13 @@ fn scales(o: &Options<Tensor>, a: &Attention, first: i64, first_entry: i64) -> C
 }
 
 fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions {
-    let bias = &inputs.options.attn_bias;
-    let [batch, head, row, _] = bias.as_ref().map_or([0; 4], broadcast_strides);
+    let bias = if a.features.tree { &inputs.options.tree_mask } else { &inputs.options.attn_bias };
+    let [batch, head, row, _] = match bias.as_ref() {
+        // packed sequences find their words by their first query
+        Some(words) if a.features.tree => [if words.dim() == 2 { words.stride()[0] } else { 0 }, 0, 0, 0],
+        Some(bias) => broadcast_strides(bias),
+        None => [0; 4],
+    };
     let slopes = &inputs.options.alibi_slopes;
     let alibi_batch_stride = slopes.as_ref().map_or(0, |t| if t.dim() == 2 { a.nheads } else { 0 });
     let dropout = dropout::Rule::new(a.features.dropout_p);

@@ -7,6 +7,7 @@ use super::applicable::is_applicable;
 use super::cached::{cached_plan, PlanCache};
 use super::choose::choose;
 use super::device::DeviceLimits;
+use super::features::{features, BackwardMode};
 use super::kernel::{PlannedKernel, Reason};
 use crate::error::Result;
 use crate::kernels::{FeatureSet, Pass, COMPILED};
@@ -30,23 +31,24 @@ pub struct DecodePlan {
 
 /// Plans decoding of a problem with padded headdims. `has_long`: prefill computes sequences of more than [`MAX_DECODE_ROWS`] rows.
 pub fn decode(a: &Attention, has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    thread_local!(static LAST: PlanCache<(Shape, Pass, i64, bool), DecodePlan> = const { Cell::new(None) });
+    thread_local!(static LAST: PlanCache<(Shape, Pass, FeatureSet, i64, bool), DecodePlan> = const { Cell::new(None) });
     let shape = Shape { cache: a.cache_format(), is_bf16: a.dtype == DType::BFloat16, ..Shape::of(a) };
     let pass = if a.has_latents() { Pass::DecodeMla } else { Pass::Decode };
+    let features = features(a, BackwardMode::default()).intersection(pass.info().features);
     let rows = a.rows_per_kv_head();
-    cached_plan(&LAST, (shape, pass, rows, has_long), d, || decode_shape(&shape, pass, rows, has_long, d))
+    cached_plan(&LAST, (shape, pass, features, rows, has_long), d, || decode_shape(&shape, pass, features, rows, has_long, d))
 }
 
-fn decode_shape(shape: &Shape, pass: Pass, rows: i64, has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {
+fn decode_shape(shape: &Shape, pass: Pass, features: FeatureSet, rows: i64, has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {
     let kernels = *COMPILED;
-    let [(chosen, reason)] = choose(kernels, [pass], shape, FeatureSet::NONE, d)?;
+    let [(chosen, reason)] = choose(kernels, [pass], shape, features, d)?;
     // Takes the smallest row tile of these headdims that fits all rows of a sequence, else the largest.
     /// Rows to fit in a batch with long sequences: prefill computes those, and most others have one query.
     const MIXED_ROWS: i64 = 32;
     let wanted = if has_long { rows.min(MIXED_ROWS) } else { rows };
     let fits = |v: &&'static crate::kernels::Variant| {
         (v.headdim, v.headdim_v) == (chosen.headdim, chosen.headdim_v)
-            && is_applicable(v, shape, FeatureSet::NONE, d)
+            && is_applicable(v, shape, features, d)
             && !d.tuning.is_some_and(|t| t.has_failed(v))
     };
     let rank = |rows: u32| (i64::from(rows) < wanted, if i64::from(rows) < wanted { -i64::from(rows) } else { i64::from(rows) });

@@ -29,6 +29,7 @@ pub fn features(a: &Attention, mode: BackwardMode) -> FeatureSet {
         Feature::Pages => false,
         Feature::Fp32Bias => f.fp32_bias,
         Feature::Blocks => f.block_mask,
+        Feature::Tree => f.tree,
     })
 }
 
@@ -45,6 +46,7 @@ pub fn using(features: FeatureSet) -> (RequestedFeatures, BackwardMode) {
         fp32_bias: has(Feature::Fp32Bias),
         block_mask: has(Feature::Blocks),
         dropout_p: if has(Feature::Dropout) { 0.5 } else { 0.0 },
+        tree: has(Feature::Tree),
     };
     (requested, BackwardMode { bf16_gradients: has(Feature::Bf16Gradients), ..BackwardMode::default() })
 }

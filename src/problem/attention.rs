@@ -2,7 +2,7 @@
 
 use super::features::RequestedFeatures;
 use super::tensor::DType;
-use crate::limits::HEADDIM_MULTIPLE;
+use crate::limits::{HEADDIM_MULTIPLE, MAX_DECODE_ROWS};
 use crate::params::CacheFormat;
 
 /// Storage of queries.
@@ -198,6 +198,12 @@ impl Attention {
     /// Rows of the longest sequence as decode kernels count them: queries times query heads per KV head.
     pub fn rows_per_kv_head(&self) -> i64 {
         self.seqlen_q * (self.nheads / self.nheads_k.max(1))
+    }
+
+    /// Returns true if sequences may have more rows than decode kernels take, so that forward tiles compute them. Calls with latents or a
+    /// tree mask have decode kernels alone.
+    pub fn has_prefill(&self) -> bool {
+        self.rows_per_kv_head() > MAX_DECODE_ROWS && !self.has_latents() && !self.features.tree
     }
 
     /// Returns true if rotary embeddings rotate each query by its own position. Without a mask all use the first position, as in

@@ -5,7 +5,7 @@ use super::cache::{self, CacheTensors};
 use super::features::RequestedFeatures;
 use super::operands::{self, Packing};
 use super::tensor::{Backend, TensorDesc};
-use super::{append, formats, lengths, scores, Options};
+use super::{append, formats, lengths, scores, selection, tree, Options};
 use crate::error::Result;
 
 /// Checks q, the caches, k and v to append and the options of `fwd_kvcache`.
@@ -51,6 +51,9 @@ fn validate(
     let appended = append::check(appended, o, q, &to_cache, packing, backend)?;
     formats::check_scales(o, &cache, shape.nheads_k, batch, q, caches.values.is_none())?;
     scores::check_tensors(o, q, [batch, qs.nheads, seqlen_q, seqlen_k])?;
+    tree::check(o, q, batch, seqlen_q, queries)?;
+    selection::check(o, q, [batch, seqlen_q, shape.nheads_k], queries)?;
+    let window = scores::window(o);
     Ok(Attention {
         batch,
         seqlen_q,
@@ -63,7 +66,7 @@ fn validate(
         queries,
         keys: if caches.values.is_some() { Keys::Cache(cache) } else { Keys::Latents(cache) },
         softmax_scale: scores::scale(o, shape.headdim),
-        window: scores::window(o),
+        window: if features.tree { tree::window(window) } else { window },
         features,
         appended,
         num_splits: o.num_splits,

@@ -24,6 +24,8 @@ pub struct RequestedFeatures {
     pub seqused_k: bool,
     /// `block_lists` is given.
     pub block_mask: bool,
+    /// `tree_mask` is given.
+    pub tree: bool,
 }
 
 impl RequestedFeatures {
@@ -41,6 +43,7 @@ impl RequestedFeatures {
             sinks: o.sinks.is_some(),
             seqused_k: o.seqused_k.is_some(),
             block_mask: o.block_lists.is_some(),
+            tree: o.tree_mask.is_some(),
         })
     }
 }

@@ -18,7 +18,9 @@ mod merge;
 mod operands;
 mod score_function;
 mod scores;
+mod selection;
 mod tensor;
+mod tree;
 
 pub use attention::{padded_headdim, Appended, Attention, Cache, CacheLayout, Keys, Queries, Rotary, Window};
 pub use block_mask::{
@@ -31,6 +33,7 @@ pub use features::RequestedFeatures;
 pub use lengths::validate_lengths;
 pub use merge::{validate_merge, MergedStates};
 pub use score_function::ScoreFunction;
+pub use selection::validate_kv_indices;
 pub use tensor::{Backend, DType, Device, Dims, TensorDesc};
 
 /// The options of a call, with its tensors described.

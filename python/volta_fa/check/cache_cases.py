@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
+from . import draft_trees
 from .cases import Source
 from .score_options import OF_REFERENCE, ScoreOptions
 
@@ -54,6 +55,7 @@ class CacheCase(ScoreOptions):
     spread: float = 1.0
     kv_dtype: str = ""  # of a quantized cache: volta_fa.quantize_kv
     descale: str = ""  # fp8's scales: one; h: (nheads_k); bh: (batch, nheads_k)
+    tree: bool = False  # the queries of each sequence are a tree of draft tokens
     latents: bool = False  # the cache is of one head, whose first headdim_v columns are the values
     dtype: torch.dtype | None = None  # None: the source that draws the tensors decides
 
@@ -103,8 +105,13 @@ class CacheCase(ScoreOptions):
     @property
     def features(self) -> list[str]:
         """Features that a kernel must have to run it, by their names in `info()`."""
-        asked = {"lengths": True, "pages": True, **self.score_features}
+        asked = {"lengths": True, "pages": True, "tree": self.tree, **self.score_features}
         return [name for name, is_asked in asked.items() if is_asked]
+
+    @property
+    def trees(self) -> list[draft_trees.Tree]:
+        """The tree of each sequence."""
+        return [draft_trees.random_tree(n, seed) for seed, (n, _, _) in enumerate(self.lengths)]
 
     def problem(self, source: Source) -> CacheInputs:
         """Draws the tensors."""
@@ -341,6 +348,10 @@ class CacheInputs:
         slopes = self.options.get("alibi_slopes")
         if slopes is not None:
             found["alibi_slopes"] = slopes[b : b + 1] if slopes.dim() == 2 else slopes
+        if self.case.tree:
+            seqlen_k = self.case.ends[b] - (self.case.leftpad[b] if self.case.leftpad else 0)
+            seen = draft_trees.visible(self.case.trees[b], seqlen_k, self.case.window_left)
+            found |= {"is_causal": False, "window_left": -1, "window_right": -1, "attn_bias": seen[None, None].to(self.q.device)}
         return found
 
     def tokens(self, b: int, first: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
@@ -372,6 +383,10 @@ def _score_tensors(c: CacheCase, source: Source) -> dict[str, Any]:
     if c.alibi:
         shape = (c.nheads,) if c.alibi == "h" else (c.batch, c.nheads)
         options["alibi_slopes"] = source.randn(*shape).float().abs() * 0.3
+    if c.tree:
+        words = [draft_trees.words(tree) for tree in c.trees]
+        flat = [word for of_sequence in words for word in of_sequence]
+        options["tree_mask"] = torch.tensor(flat if c.packed else words, dtype=torch.int64, device=source.device)
     if c.sinks:
         options["sinks"] = source.randn(c.nheads).to(source.dtype if c.sinks == "own" else torch.float32)
     return options

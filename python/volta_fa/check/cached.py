@@ -107,6 +107,12 @@ def _decode(variant: dict[str, Any]) -> list[CacheCase]:
     more = queries + 2 if cache == "float" else min(queries + 2, MAX_DECODE_ROWS // group)
     less = _COLUMNS["" if cache in _UNQUANTIZED else cache]
     second: dict[str, Any] = {"page": 0, "packed": True, "window_left": 50}
+    if "tree" in variant["requires"]:
+        return [
+            _case(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group, cache, tree=True),
+            _case(((more, 77, 0), (1, 9, 0), (0, 20, 0), (5, 417, 0)), d - less, dv - less, group, cache, tree=True, **second),
+            _case(((queries, 81, 0), (queries, 200, 0)), d, dv, group, cache, page=64, tree=True, softcap=20.0, sinks="own"),
+        ]
     return [
         _case(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group, cache),
         _case(((more, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, cache, **second),
@@ -218,7 +224,8 @@ def expect(inputs: CacheInputs) -> Expected:
         tensors = (host.queries(b)[None], k_cache[entry, row][None], v_cache[entry, row][None])
         in_dtype = [t.to(dtype) for t in tensors]
         options, on_device = ({name: value for name, value in of.score_options(b).items() if value is not None} for of in (host, inputs))
-        doubled: dict[str, Any] = {name: t.double() if isinstance(t, Tensor) else t for name, t in options.items()}
+        # (not a mask)
+        doubled: dict[str, Any] = {n: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in options.items()}
         ref = tolerance.attend(*(t.double() for t in tensors), **doubled)
         host.sequence(again, host.cu_q, b)[:], host.lse(lse, b)[:] = ref.out[0], ref.softmax_lse
         eager = first_that_can(
@@ -245,5 +252,5 @@ def expect(inputs: CacheInputs) -> Expected:
 
 
 def _is_dequantized(c: CacheCase) -> bool:
-    """Returns whether kernels get a quantized cache as numbers of q's dtype: where a sequence has more rows than decode takes."""
-    return bool(c.kv_dtype) and c.nheads // c.nheads_k * max(n for n, _, _ in c.lengths) > MAX_DECODE_ROWS
+    """Returns whether kernels get a quantized cache as numbers of q's dtype: where a sequence has more rows than decode has, or a tree."""
+    return bool(c.kv_dtype) and (c.tree or c.nheads // c.nheads_k * max(n for n, _, _ in c.lengths) > MAX_DECODE_ROWS)

@@ -5,7 +5,7 @@
 //! (csrc/decode/cooperative_loader.cuh). The bytes that an SM has in flight decide the speed, and registers decide these:
 //! one step of a warp is eight tokens, 32 * headdim bytes.
 
-use super::{CacheFormat, Family, Pass, Variant};
+use super::{CacheFormat, Family, Feature, FeatureSet, Pass, Variant};
 
 /// Shared memory of csrc/decode/block.cuh, bytes: fp32 outputs of warps with other tokens, which the block merges after
 /// its loop, in rows padded by four floats. An SM without room for all of them holds half at a time. Besides these, two
@@ -34,6 +34,14 @@ pub fn decode(family: Family, source: &'static str, cache: CacheFormat, tile: De
         blocks_per_sm,
         ..Variant::new(family, Pass::Decode, source)
     }
+}
+
+/// Returns the kernels with a tree mask (csrc/decode/tree.cuh), of these rows. Draft tokens have a tile of 16 rows or more.
+pub fn with_tree(rows: impl Iterator<Item = Variant>) -> impl Iterator<Item = Variant> {
+    const TREE: FeatureSet = FeatureSet::of(&[Feature::Tree]);
+    // a row has its draft tokens in shared memory, 8 bytes
+    let tree = |row: Variant| Variant { required_features: TREE, shared_bytes: row.shared_bytes + 8 * row.block_rows, ..row };
+    rows.filter(|row| row.block_rows > 8).map(move |row| tree(row).with_features(TREE))
 }
 
 /// Returns kernels over unquantized caches, first in fp16, then in bf16.

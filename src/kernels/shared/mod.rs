@@ -7,8 +7,8 @@ mod dequantize;
 mod merge;
 
 pub use append::append;
-pub use decode::{decode, in_both_types, DecodeTile};
+pub use decode::{decode, in_both_types, with_tree, DecodeTile};
 pub use dequantize::dequantize;
 pub use merge::merge;
 
-use super::variants::{CacheFormat, Family, Pass, Variant};
+use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Variant};

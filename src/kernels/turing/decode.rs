@@ -25,5 +25,6 @@ const TILES: [DecodeTile; 12] = [
 
 pub fn decode_rows() -> impl Iterator<Item = Variant> {
     let of_tile = |tile| shared::decode(TURING, "turing/decode/decode.cu", CacheFormat::Unquantized, tile);
-    shared::in_both_types(TILES.into_iter().map(of_tile)).into_iter()
+    let rows = shared::in_both_types(TILES.into_iter().map(of_tile));
+    rows.clone().into_iter().chain(shared::with_tree(rows.into_iter()))
 }

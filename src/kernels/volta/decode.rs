@@ -59,7 +59,8 @@ pub fn decode_rows() -> impl Iterator<Item = Variant> {
         CacheFormat::Unquantized => shared::in_both_types(of_format(row.format)),
         quantized => of_format(quantized).collect(),
     });
-    of_formats.filter(is_built)
+    let trees = shared::with_tree(shared::in_both_types(of_format(CacheFormat::Unquantized)).into_iter());
+    of_formats.chain(trees).filter(is_built)
 }
 
 /// Tiles of latents: rows of a block, rows whose output shared memory holds at a time, threads, blocks an SM. With 16 rows

@@ -8,6 +8,7 @@
 //! the tensors is read or written.
 
 use super::quantized::{bytes, Quantized};
+use super::tree;
 use crate::error::Result;
 use crate::ops::{self, inputs::Inputs};
 use crate::options::scale_of_latents;
@@ -68,27 +69,27 @@ impl Numbers {
     }
 }
 
-fn all<const N: usize>(conditions: [Tensor; N]) -> Result<Tensor> {
+pub(super) fn all<const N: usize>(conditions: [Tensor; N]) -> Result<Tensor> {
     let mut conditions = conditions.into_iter();
     let first = conditions.next().expect("there is a condition");
     conditions.try_fold(first, |a, b| Ok(a.f_logical_and(&b)?))
 }
 
 /// Lengths of a call's sequences before and after the append, and which are valid. All (batch).
-struct Sequences {
+pub(super) struct Sequences {
     cached: Tensor,
     leftpad: Tensor,
     /// Length after the append.
-    end: Tensor,
-    seqlen_q: Tensor,
+    pub end: Tensor,
+    pub seqlen_q: Tensor,
     /// First rows of a sequence in packed q, and in packed k and v to append.
-    q_start: Tensor,
+    pub q_start: Tensor,
     new_start: Tensor,
-    possible: Tensor,
+    pub possible: Tensor,
 }
 
 impl Sequences {
-    fn of(inputs: &Inputs, a: &Attention) -> Result<Sequences> {
+    pub fn of(inputs: &Inputs, a: &Attention) -> Result<Sequences> {
         let o = &inputs.options;
         let numbers = Numbers { batch: a.batch, device: inputs.q.device() };
         let (q_start, seqlen_q, q_possible) = numbers.ranges(o.cu_seqlens_q.as_ref(), a.total_q().unwrap_or(0), a.seqlen_q)?;
@@ -102,15 +103,15 @@ impl Sequences {
 }
 
 /// Entries and rows of tokens in the cache, and whether they exist; if not, those of the first token.
-struct Places {
-    entry: Tensor,
-    row: Tensor,
-    exist: Tensor,
+pub(super) struct Places {
+    pub entry: Tensor,
+    pub row: Tensor,
+    pub exist: Tensor,
 }
 
 impl Places {
     /// Finds the positions (int64) of sequences with these numbers, of the same shape.
-    fn of(inputs: &Inputs, a: &Attention, sequence: &Tensor, position: &Tensor) -> Result<Places> {
+    pub fn of(inputs: &Inputs, a: &Attention, sequence: &Tensor, position: &Tensor) -> Result<Places> {
         let inside = all([position.f_ge(0)?, position.f_lt(a.seqlen_k)?])?;
         let position = position.f_masked_fill(&inside.f_logical_not()?, 0)?;
         let (entry, row) = match &inputs.options.block_table {
@@ -128,7 +129,7 @@ impl Places {
         Ok(Places { entry: entry.f_masked_fill(&missing, 0)?, row: row.f_masked_fill(&missing, 0)?, exist })
     }
 
-    fn read(&self, cache: &Tensor) -> Result<Tensor> {
+    pub fn read(&self, cache: &Tensor) -> Result<Tensor> {
         Ok(cache.f_index(&[Some(&self.entry), Some(&self.row)])?)
     }
 
@@ -146,7 +147,7 @@ fn tokens(t: &Tensor) -> Result<Tensor> {
 
 /// Returns the sequence of each of `count` tokens, and its number there. A token of no sequence gets some sequence, and a number outside
 /// it.
-fn owners(a: &Attention, starts: &Tensor, packed: bool, count: i64) -> Result<(Tensor, Tensor)> {
+pub(super) fn owners(a: &Attention, starts: &Tensor, packed: bool, count: i64) -> Result<(Tensor, Tensor)> {
     let token = Tensor::f_arange(count, (Kind::Int64, starts.device()))?;
     let sequence = match packed {
         true => token.f_bucketize(starts, false, true)?.f_add_scalar(-1)?.f_clamp(0, (a.batch - 1).max(0))?,
@@ -318,7 +319,9 @@ fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64
         let taken = Quantized { data: part(&cache.data)?, scale, zero_point: of_tokens(&cache.zero_point)? };
         taken.dequantize(a.cache_format(), kind)
     };
-    if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() {
+    // tokens before a window by depth are hidden by a mask alone, so they must be zeros
+    let is_tree_in_window = a.features.tree && a.window.left.is_some();
+    if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() && !is_tree_in_window {
         let first = |cache: &Tensor| -> Result<Tensor> { Ok(cache.f_narrow(1, 0, seqlen_k)?) };
         return Ok(match &quantized {
             None => (first(&inputs.k)?, first(&inputs.v)?, None),
@@ -361,6 +364,13 @@ pub fn collected(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tenso
     let kind = if a.cache_format() == CacheFormat::Unquantized { inputs.q.kind() } else { Kind::Float };
     let (k, _, used) = used_keys(inputs, a, &Sequences::of(inputs, a)?, kind, seqlen_k)?;
     Ok((k, used))
+}
+
+/// Writes k and v into the caches and returns the inputs with q rotated, if requested.
+pub fn appended(inputs: &Inputs, a: &Attention) -> Result<Inputs> {
+    let s = Sequences::of(inputs, a)?;
+    append(inputs, a, &s)?;
+    Ok(Inputs { q: queries(inputs, a, &s)?, ..inputs.share() })
 }
 
 /// Computes the op with ATen: (out, softmax_lse). `seqlen_k`: keys of the longest sequence, as far as it is known.
@@ -407,12 +417,17 @@ pub fn attend_to(
     let device = q.device();
     let o = &inputs.options;
     let mut options = o.of_scores(Tensor::shallow_clone);
+    if a.features.tree && seqlen_k > 0 && !a.has_no_output() {
+        let s = Sequences::of(inputs, a)?;
+        options.attn_bias = Some(tree::visible(inputs, a, [&s.q_start, &s.seqlen_q], &used, seqlen_k)?);
+        (options.is_causal, options.window_left, options.window_right) = (false, -1, -1);
+    }
     options.seqused_k = Some(used);
     // of q's type, which may differ from the call's, or fp32
     options.sinks = options.sinks.map(|t| if t.kind() == q.kind() { Ok(t) } else { t.f_to_kind(Kind::Float) }).transpose()?;
     if let Some(cu) = &o.cu_seqlens_q {
         options.cu_seqlens_q = Some(cu.shallow_clone());
-        options.max_seqlen_q = o.max_seqlen_q;
+        options.max_seqlen_q = if a.features.tree { Some(a.seqlen_q) } else { o.max_seqlen_q };
         options.cu_seqlens_k = Some(Tensor::f_arange(a.batch + 1, (Kind::Int, device))?.f_mul_scalar(seqlen_k)?);
         options.max_seqlen_k = Some(seqlen_k.max(1));
         (k, v) = (tokens(&k)?, tokens(&v)?);

@@ -32,7 +32,9 @@ pub fn append_and_attend(
     if reads_in_place(inputs, a) && !a.has_no_output() {
         return attend(inputs, a, launcher);
     }
-    let dequantized = match a.cache_format() == CacheFormat::Unquantized || seqlen_k == 0 || a.has_no_output() {
+    // The kernel leaves tokens before a window unwritten, and a window by depth reaches further back for some queries than for others.
+    let is_tree_in_window = a.features.tree && a.window.left.is_some();
+    let dequantized = match a.cache_format() == CacheFormat::Unquantized || seqlen_k == 0 || a.has_no_output() || is_tree_in_window {
         true => None,
         false => Some(dequantize(inputs, &Attention { seqlen_k, ..*a }, sequences, launcher)?),
     };
@@ -47,7 +49,7 @@ pub fn append_and_attend(
 ///
 /// Token i after cache_seqlens has position cache_seqlens + i, and k is rotated by it. Row i of q has the same position under a mask, else
 /// the first one, as in flash-attn. Rotations are computed in fp32 and rounded once.
-fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Option<Inputs>> {
+pub fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Option<Inputs>> {
     let (Inputs { q, options: o, .. }, Some([k, v])) = (inputs, &inputs.appended) else { return Ok(None) };
     let rotates = a.appended.rotary.dim > 0 && !a.has_no_output();
     let rows = a.appended.seqlen.max(if rotates { a.seqlen_q } else { 0 });
@@ -91,9 +93,11 @@ fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Opt
 }
 
 /// Returns true if kernels read the caches in place: all rows begin on 16-byte boundaries and have whole groups of 16 bytes. Only decode
-/// kernels read caches that are not fp16, and they read quantized ones beside fp16 queries.
+/// kernels read caches that are not fp16, and they read quantized ones beside fp16 queries. With a tree mask they read unquantized caches,
+/// for any number of rows.
 fn reads_in_place(inputs: &Inputs, a: &Attention) -> bool {
     let has_kernel = match (a.dtype, a.cache_format()) {
+        (_, format) if a.features.tree => format == CacheFormat::Unquantized,
         (DType::Half, CacheFormat::Unquantized) => true,
         (DType::Half, _) | (DType::BFloat16, CacheFormat::Unquantized) => a.rows_per_kv_head() <= MAX_DECODE_ROWS,
         _ => false,
@@ -102,7 +106,7 @@ fn reads_in_place(inputs: &Inputs, a: &Attention) -> bool {
 }
 
 /// Attends to a cache that kernels can read in place: (out, softmax_lse). Sequences of few rows run on decode kernels, others on forward
-/// tiles. Caches of latents have decode kernels alone, for any number of rows.
+/// tiles. Caches of latents and calls with a tree mask have decode kernels alone, for any number of rows.
 pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let a = &given.padded();
     let converted = blocks::readable(inputs, a)?;
@@ -110,7 +114,7 @@ pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Re
     let q = &inputs.q;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
     let (out, softmax_lse) = (empty(&a.query_shape(a.headdim_v), q.kind())?, empty(&a.lse_shape(), Kind::Float)?);
-    let has_long = a.rows_per_kv_head() > MAX_DECODE_ROWS && !a.has_latents();
+    let has_long = a.has_prefill();
     // The host does not know the lengths of packed queries: each of the two kernels skips the other's sequences.
     let has_short = !has_long || a.total_q().is_some();
     let decode_plan = if has_short { Some(plan::decode(a, has_long, &launcher.limits()?)?) } else { None };

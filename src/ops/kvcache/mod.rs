@@ -3,6 +3,8 @@
 mod gather;
 mod kernels;
 mod quantized;
+mod selection;
+mod tree;
 
 use super::bf16::saturated;
 use super::inputs::{int32_values, Described, Inputs, Target};
@@ -30,6 +32,13 @@ struct Prepared {
 /// Wrong arguments; a device that no kernel runs on.
 pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     let Prepared { target, a, sequences } = prepare(inputs, validate)?;
+    if inputs.options.kv_indices.is_some() {
+        let inputs = match target {
+            Target::Kernels(launcher) if has_room(&a) => kernels::append(inputs, &a, &*launcher)?.unwrap_or_else(|| inputs.share()),
+            _ => gather::appended(inputs, &a)?,
+        };
+        return attend_to_selection(&inputs, &a, &|call| forward(&call));
+    }
     let seqlen_k = longest(&a, &sequences);
     match target {
         Target::Kernels(launcher) if has_room(&a) => kernels::append_and_attend(inputs, &a, seqlen_k, sequences.as_deref(), &*launcher),
@@ -43,6 +52,9 @@ pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
 /// Wrong arguments; a device that no kernel runs on.
 pub(crate) fn forward_mla(mut inputs: Inputs) -> Result<(Tensor, Tensor)> {
     let Prepared { target, a, sequences } = prepare(&inputs, validate_mla)?;
+    if inputs.options.kv_indices.is_some() {
+        return attend_to_selection(&inputs, &a, &forward_mla);
+    }
     let o = &mut inputs.options;
     let own = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
     (o.v_scale, o.v_descale) = (own(&o.k_scale), own(&o.k_descale));
@@ -54,6 +66,14 @@ pub(crate) fn forward_mla(mut inputs: Inputs) -> Result<(Tensor, Tensor)> {
             kernels::attend(&inputs, &a, &*launcher)
         }
         Target::Kernels(launcher) => attend_to_copied_latents(&inputs, &a, longest(&a, &sequences), &*launcher),
+    }
+}
+
+/// Attends to the tokens that `kv_indices` selects. `attend` computes calls without it.
+fn attend_to_selection(inputs: &Inputs, a: &Attention, attend: &dyn Fn(Inputs) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
+    match a.has_no_output() {
+        true => gather::no_output(inputs, a),
+        false => selection::forward(inputs, a, attend),
     }
 }
 
@@ -85,6 +105,9 @@ fn prepare(inputs: &Inputs, validate: fn(&Described, Backend) -> Result<Attentio
     let mut sequences = None;
     if checks_lengths {
         sequences = Some(checked_sequences(inputs, &a)?);
+        if let Some(blocks) = int32_values(&inputs.options.kv_indices)? {
+            problem::validate_kv_indices(&a, &blocks, inputs.options.kv_block)?;
+        }
         if a.cache_format() != CacheFormat::Unquantized {
             gather::check_scales(inputs, &a, longest(&a, &sequences))?;
         }

@@ -1,0 +1,66 @@
+//! Rules of a selection: the blocks of tokens that each query attends to.
+
+use super::attention::{Attention, Queries};
+use super::checks::*;
+use super::tensor::{DType, TensorDesc};
+use super::Options;
+use crate::error::{Error, Result};
+use crate::limits::{KV_BLOCKS, MAX_SEQLEN};
+use crate::options::UNKNOWN;
+
+/// Checks `kv_indices`, `kv_block` and what does not go with them.
+pub fn check(o: &Options, q: &TensorDesc, [batch, seqlen_q, nheads_k]: [i64; 3], queries: Queries) -> Result<()> {
+    let Some(d) = &o.kv_indices else {
+        return match o.kv_block {
+            1 | UNKNOWN => Ok(()),
+            block => Err(Error::value("kv_block", block, "1, since kv_indices is not given")),
+        };
+    };
+    if o.kv_block != UNKNOWN && !KV_BLOCKS.contains(&o.kv_block) {
+        let allowed = KV_BLOCKS.map(|n| n.to_string()).join(", ");
+        return Err(Error::value("kv_block", o.kv_block, format!("a number of tokens among {allowed}")));
+    }
+    check_dtype("kv_indices", d, DType::Int32)?;
+    let (rows, what): (&[i64], _) = match queries {
+        Queries::Dense => (&[batch, seqlen_q], "(batch, seqlen_q, heads, topk)"),
+        Queries::Packed { total } => (&[total], "(total_q, heads, topk), since cu_seqlens_q is given"),
+    };
+    let heads = d.sizes.get(rows.len()).copied().unwrap_or(0);
+    let fits = d.sizes.len() == rows.len() + 2 && same_sizes(&d.sizes[..rows.len()], rows);
+    if !fits || !(same_size(heads, 1) || same_size(heads, nheads_k)) {
+        let allowed = format!("shape {what}, here the first are {} and heads is 1 or nheads_k {}", listed(rows), number(nheads_k));
+        return Err(Error::value("kv_indices", shape(d), allowed));
+    }
+    let topk = d.sizes[rows.len() + 1];
+    if topk != UNKNOWN && o.kv_block != UNKNOWN && topk.saturating_mul(o.kv_block) > MAX_SEQLEN {
+        let given = format!("{topk} blocks of {} tokens", o.kv_block);
+        return Err(Error::value("kv_indices", given, format!("at most {MAX_SEQLEN} tokens")));
+    }
+    check_device("kv_indices", d, q)?;
+    for (name, t) in [("alibi_slopes", &o.alibi_slopes), ("tree_mask", &o.tree_mask), ("leftpad_k", &o.leftpad_k)] {
+        if t.is_some() {
+            return Err(Error::value(name, "a tensor", "None beside kv_indices"));
+        }
+    }
+    for (name, bound, most) in [("window_left", o.window_left, -1), ("window_right", o.window_right, 0)] {
+        if bound > most {
+            return Err(Error::value(name, bound, "-1 beside kv_indices: select the blocks of the window"));
+        }
+    }
+    Ok(())
+}
+
+/// Checks the numbers of the selected blocks, in any order of the dimensions.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn validate_kv_indices(a: &Attention, blocks: &[i32], kv_block: i64) -> Result<()> {
+    let count = (a.seqlen_k + kv_block - 1) / kv_block;
+    match blocks.iter().find(|&&block| !(-1..count).contains(&i64::from(block))) {
+        None => Ok(()),
+        Some(block) => {
+            let allowed = format!("numbers of blocks below {count}, for which the cache has room, or -1 after a list's last");
+            Err(Error::value("kv_indices", block, allowed))
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! Rules of a tree mask: the draft tokens that each query of a speculative decoding step sees.
+
+use super::attention::{Queries, Window};
+use super::checks::*;
+use super::tensor::{DType, TensorDesc};
+use super::Options;
+use crate::error::{Error, Result};
+use crate::limits::MAX_DRAFT_TOKENS;
+
+/// Checks `tree_mask` and what does not go with it.
+pub fn check(o: &Options, q: &TensorDesc, batch: i64, seqlen_q: i64, queries: Queries) -> Result<()> {
+    let Some(d) = &o.tree_mask else { return Ok(()) };
+    let (expected, what): (&[i64], _) = match queries {
+        Queries::Dense => (&[batch, seqlen_q], "(batch, seqlen_q)"),
+        Queries::Packed { total } => (&[total], "(total_q,), since cu_seqlens_q is given"),
+    };
+    check_dtype("tree_mask", d, DType::Int64)?;
+    if !same_sizes(&d.sizes, expected) {
+        return Err(Error::value("tree_mask", shape(d), format!("shape {what}, here {}", listed(expected))));
+    }
+    check_contiguous_last("tree_mask", d)?;
+    check_device("tree_mask", d, q)?;
+    let name = if queries == Queries::Dense { "q" } else { "max_seqlen_q" };
+    if seqlen_q > MAX_DRAFT_TOKENS {
+        let given = if name == "q" { format!("seqlen {seqlen_q}") } else { number(seqlen_q) };
+        return Err(Error::value(name, given, format!("at most {MAX_DRAFT_TOKENS} draft tokens, the bits of tree_mask")));
+    }
+    let distances = "None beside tree_mask: draft tokens have depths instead of consecutive positions";
+    for (name, t, remedy) in [("alibi_slopes", &o.alibi_slopes, ""), ("rotary_cos", &o.rotary_cos, ". Rotate q and k before the call")] {
+        if t.is_some() {
+            return Err(Error::value(name, "a tensor", format!("{distances}{remedy}")));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the window of a call with a tree mask. The tree takes the place of the limit on the right: a query sees no draft token but those
+/// that its bits name, and every key before the draft tokens.
+pub fn window(window: Window) -> Window {
+    Window { right: None, ..window }
+}

@@ -1,0 +1,328 @@
+"""kv_indices of volta_fa::fwd_kvcache and volta_fa::fwd_mla: each query attends to blocks of tokens that it selected, against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import reference
+from cached import Cached
+from conftest import BF16_KERNELS, assert_same_bits, on, on_cases, within
+from test_kvcache import check_cache, run
+from test_mla import draw, latents
+from test_validation import refused
+
+fwd_kvcache, fwd_mla = torch.ops.volta_fa.fwd_kvcache, torch.ops.volta_fa.fwd_mla
+
+
+@dataclasses.dataclass(frozen=True)
+class Selected:
+    """A problem, and lists of `topk` blocks for each query."""
+
+    case: Cached
+    block: int
+    topk: int
+    heads: int = 1
+
+    def __str__(self):
+        return f"{self.topk}x{self.block}-{self.heads}lists-{self.case}"
+
+    __repr__ = __str__
+
+
+def capacity(problem) -> int:
+    """Returns the tokens that a sequence has room for."""
+    table = problem.options.get("block_table")
+    return problem.k_cache.shape[1] * (1 if table is None else table.shape[1])
+
+
+def lists(problem, selected: Selected, seed=0) -> list[list[list[list[int]]]]:
+    """Returns the lists of each sequence, query and head: unsorted, with repetitions, blocks past the end, and what follows a -1."""
+    source, case = random.Random(seed), problem.case
+    blocks = -(-capacity(problem) // selected.block)
+
+    def one(seqlen_k):
+        own = max(-(-seqlen_k // selected.block), 1)
+        wanted = source.sample(range(own), min(own, source.randint(1, selected.topk)))
+        wanted += [source.randrange(blocks)] * source.randint(0, 1) + wanted[:1] * source.randint(0, 1)
+        source.shuffle(wanted)
+        wanted = wanted[: selected.topk]
+        after = [-1, *(source.randrange(-1, blocks) for _ in range(selected.topk))]
+        return (wanted + after)[: selected.topk]
+
+    return [[[one(end) for _ in range(selected.heads)] for _ in range(n)] for (n, _, _), end in zip(case.lengths, case.ends)]
+
+
+def with_lists(problem, selected: Selected, of_sequences):
+    rows = [row for of_sequence in of_sequences for row in of_sequence]
+    indices = torch.tensor(rows, dtype=torch.int32, device=problem.q.device).view(-1, selected.heads, selected.topk)
+    shape = problem.q.shape[:-2]
+    problem.options |= {"kv_indices": indices.view(*shape, selected.heads, selected.topk), "kv_block": selected.block}
+    return problem
+
+
+def visible(selected: Selected, of_queries, seqlen_k: int, is_causal: bool) -> torch.Tensor:
+    """(1, nheads, seqlen_q, seqlen_k) bool."""
+    case, seqlen_q = selected.case, len(of_queries)
+    found = torch.zeros(1, case.nheads, seqlen_q, seqlen_k, dtype=torch.bool)
+    for i, of_heads in enumerate(of_queries):
+        for head in range(case.nheads):
+            blocks = of_heads[head * len(of_heads) // case.nheads]
+            blocks = blocks[: blocks.index(-1)] if -1 in blocks else blocks
+            for key in range(seqlen_k):
+                found[0, head, i, key] = key // selected.block in blocks and (not is_causal or key <= i + seqlen_k - seqlen_q)
+    return found
+
+
+def check(backend, selected: Selected):
+    case = selected.case
+    if case.latents:
+        problem, options = draw(backend, case)
+        options.pop("is_causal")
+    else:
+        problem = case.problem(backend)
+    of_sequences = lists(problem, selected)
+    with_lists(problem, selected, of_sequences)
+    k_cache, v_cache = problem.k_cache, problem.v_cache
+    if case.latents:
+        options |= {name: problem.options[name] for name in ("kv_indices", "kv_block", "is_causal")}
+        results = [fwd_mla(problem.q, k_cache, **options) for _ in backend._runs(problem.q, k_cache)]
+        for name, a, b in zip(("out", "softmax_lse"), results[0], results[-1]):
+            assert_same_bits(name, a, b)
+        out, lse = results[0]
+    else:
+        out, lse, k_cache, v_cache = run(backend, problem)
+        if not case.kv_dtype:
+            check_cache(problem, k_cache, v_cache)
+    assert out.is_contiguous() and lse.is_contiguous() and out.shape == (*problem.q.shape[:-1], case.columns_v)
+    for b, of_queries in enumerate(of_sequences):
+        if not of_queries:
+            continue
+        tokens = problem.tokens(b)
+        k, v = (problem.numbers(which, t, tokens, b)[None] for which, t in (("k", k_cache), ("v", v_cache)))
+        v = v[..., : case.columns_v]
+        q, scores = problem.queries(b)[None], problem.score_options(b)
+        seen = visible(selected, of_queries, k.shape[1], case.is_causal).to(q.device)
+        scores |= {"is_causal": False, "window_left": -1, "window_right": -1, "attn_bias": seen}
+        ref = reference.forward(q, k, v, **scores)
+        found = problem.sequence(out, problem.cu_q, b)[None]
+        within(backend, "out", found, ref.out, reference.forward_budget(ref, q, k.to(q.dtype), v.to(q.dtype), **scores))
+        error, tolerance = reference.max_error(problem.lse(lse, b), ref.softmax_lse), reference.lse_tolerance(ref, q.dtype)
+        assert error <= tolerance, f"softmax_lse of sequence {b}: max error {error:.3g}, allowed {tolerance:.3g}"
+        assert (found.transpose(1, 2)[ref.masked] == 0).all(), "fully masked rows must be exactly 0"
+
+
+def cached(n, *tokens, **options) -> Cached:
+    return Cached(tuple((n, t, 0) for t in tokens), **options)
+
+
+#: Read in place: pages and entries whose tokens blocks divide, or the other way round, or both are multiples of 16.
+IN_PLACE = [
+    Selected(cached(1, 300, 70, 0, 1, page=64), 64, 4),
+    Selected(cached(3, 300, 70, 3, page=128, nheads=8, nheads_k=2), 64, 3),
+    Selected(cached(2, 300, 70, page=16, nheads=4), 128, 2),
+    Selected(cached(2, 300, 70, page=48, nheads=4, layout="kv"), 64, 4),
+    Selected(cached(2, 300, 70, page=64, layout="hnd", nheads=4, nheads_k=2), 64, 4),
+    Selected(cached(3, 300, 129, page=0, seqlen_cache=320, nheads=4), 64, 3),
+    Selected(cached(3, 300, 129, page=0, seqlen_cache=320, nheads=4, batch_idx=True, is_causal=False), 64, 5),
+    Selected(cached(2, 300, 129, page=64, nheads=6, nheads_k=3), 64, 3, heads=3),
+    Selected(cached(2, 300, 129, page=64, nheads=4, nheads_k=2, sinks="own", softcap=5.0), 16, 6, heads=2),
+    Selected(cached(2, 300, 129, page=64, nheads=4, nheads_k=2, kv_dtype="int8"), 64, 3),
+    Selected(cached(2, 300, 129, page=64, nheads=4, nheads_k=2, kv_dtype="int4"), 64, 3, heads=2),
+    Selected(cached(2, 300, 129, page=64, nheads=4, nheads_k=2, kv_dtype="fp8_e5m2", descale="bh"), 64, 3, heads=2),
+    Selected(Cached(((3, 100, 3), (1, 200, 1), (0, 9, 0), (4, 0, 4)), packed=True, page=64, nheads=4), 64, 2),
+    Selected(Cached(((3, 100, 3), (3, 0, 3)), page=64, nheads=4, rotary="half"), 64, 2),
+    Selected(cached(1, 100, page=16, headdim=20, nheads=2), 16, 3),
+]
+#: The tokens are copied.
+COPIED = [
+    Selected(cached(1, 300, 70, 0, 1), 1, 40),
+    Selected(cached(3, 300, 70, nheads=8, nheads_k=2, headdim=128), 4, 30),
+    Selected(cached(3, 300, 70, nheads=8, nheads_k=2, page=0), 4, 30, heads=2),
+    Selected(cached(2, 300, 100, page=0, seqlen_cache=301, nheads=4, sinks="fp32"), 64, 3),
+    Selected(cached(2, 60, 29, page=0, layout="wide", nheads=4), 1, 9),
+    Selected(cached(2, 300, 129, nheads=4, nheads_k=2, kv_dtype="int8"), 4, 20, heads=2),
+    Selected(cached(2, 300, 129, nheads=4, nheads_k=2, kv_dtype="fp8_e4m3", descale="h"), 1, 70),
+    Selected(Cached(((3, 100, 3), (1, 200, 1), (0, 9, 0)), packed=True, nheads=4), 4, 11),
+    Selected(cached(2, 60, is_causal=False, softmax_scale=-0.2, num_splits=2), 1, 50),
+]
+
+
+def of_latents(n, *tokens, **options) -> Cached:
+    return latents([(n, t) for t in tokens], latents=True, **options)
+
+
+MLA = [
+    Selected(of_latents(2, 300, 65, nheads=16), 1, 100),
+    Selected(of_latents(2, 300, 65, nheads=5, page=0), 64, 3),
+    Selected(of_latents(1, 200, 65, nheads=16, is_causal=False), 64, 3),
+    Selected(of_latents(2, 200, 65, nheads=8, kv_dtype="int8"), 1, 60),
+    Selected(of_latents(2, 200, 65, nheads=8, kv_dtype="fp8_e4m3", descale="bh"), 64, 2),
+]
+
+
+@on_cases(
+    (["cpu-fp32", "cpu-fp64", "cpu-bf16", "sim", "cuda"], IN_PLACE + COPIED),
+    (["cpu-fp32", "sim", "cuda"], MLA),
+    (BF16_KERNELS, [IN_PLACE[1], IN_PLACE[8], IN_PLACE[12], COPIED[1], MLA[0]]),
+)
+def test_against_fp64(backend, case):
+    check(backend, case)
+
+
+@on_cases((["sim", "cuda"], [Selected(of_latents(1, 3000, nheads=16), 1, 2048)]))
+def test_sparse_attention_of_2048_latents(backend, case):
+    """DeepSeek sparse attention: 2048 tokens of each query."""
+    check(backend, case)
+
+
+@on("cpu-fp32", "sim", "cuda")
+@pytest.mark.parametrize("block, page", [(64, 64), (1, 16), (4, 0)])
+def test_a_selection_of_everything_is_none(backend, block, page):
+    case = cached(2, 200, 65, 3, page=page, nheads=4, nheads_k=2)
+    problem = case.problem(backend)
+    expected = run(backend, problem)[:2]
+    topk = -(-capacity(problem) // block)
+    everything = torch.randperm(topk, generator=torch.Generator().manual_seed(0)).int().to(problem.q.device)
+    problem.options |= {"kv_indices": everything.expand(3, 2, 2, topk), "kv_block": block}
+    for a, b in zip(run(backend, problem), expected):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+@on("cpu-fp32", "sim", "cuda")
+@pytest.mark.parametrize("block", [1, 64])
+def test_order_and_repetitions_do_not_matter(backend, block):
+    problem = cached(1, 300, page=64, nheads=4).problem(backend)
+    results = []
+    for blocks in ([3, 1, 0, -1, 2, 2], [0, 1, 3, -1, -1, -1], [1, 1, 0, 3, 3, 1]):
+        indices = torch.tensor(blocks, dtype=torch.int32, device=problem.q.device)[None, None, None]
+        problem.options |= {"kv_indices": indices, "kv_block": block}
+        results.append(run(backend, problem)[:2])
+    for other in results[1:]:
+        for name, a, b in zip(("out", "softmax_lse"), results[0], other):
+            assert_same_bits(name, a, b)
+
+
+@on("cpu-fp32", "sim", "cuda")
+@pytest.mark.parametrize("block", [1, 64])
+@pytest.mark.parametrize("topk", [0, 3])
+def test_queries_without_a_block(backend, block, topk):
+    problem = cached(2, 100, 5, page=64, nheads=4, sinks="own").problem(backend)
+    problem.options |= {"kv_indices": problem.q.new_full((2, 2, 1, topk), -1, dtype=torch.int32), "kv_block": block}
+    out, lse, *_ = run(backend, problem)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, problem.options["sinks"].float()[None, :, None].expand(2, 4, 2), rtol=1e-3, atol=1e-3)
+
+
+@on("sim", "cuda")
+@pytest.mark.parametrize("block", [1, 64])
+def test_what_is_wrong_becomes_nan_without_a_check(backend, block):
+    """Lengths, and pages that a list names. Other sequences do not notice."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    case = cached(1, 100, 100, 100, page=64, nheads=4)
+    problem = case.problem(backend)
+    last = 99 // block
+    indices = torch.tensor([[0, last], [0, last], [0, 2**31 - 1]], dtype=torch.int32, device=problem.q.device)
+    problem.options |= {"kv_indices": indices[:, None, None], "kv_block": block}
+    right = run(backend, problem)[:2]
+    problem.options["cache_seqlens"] = backend.ints([100, 1000, 100])
+    out, lse, *_ = run(backend, problem)
+    assert out[1].isnan().all() and lse[1].isnan().all()
+    for a, b in zip((out, lse), right):
+        assert_same_bits("result", a[[0, 2]], b[[0, 2]])
+    problem.options["cache_seqlens"] = backend.ints([100, 100, 100])
+    problem.options["block_table"][0, 1] = 12345
+    out, lse, *_ = run(backend, problem)
+    assert out[0].isnan().all() and lse[0].isnan().all()
+    for a, b in zip((out, lse), right):
+        assert_same_bits("result", a[1:], b[1:])
+
+
+@on("sim")
+@pytest.mark.parametrize("block", [1, 64])
+def test_no_value_is_read_on_the_host(backend, block):
+    """As CUDA graphs need it."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    selected = Selected(cached(2, 100, 40, page=64, nheads=4, nheads_k=2), block, 3, heads=2)
+    problem = selected.case.problem(backend)
+    with_lists(problem, selected, lists(problem, selected))
+    with torch.profiler.profile() as profiler:
+        fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **problem.options)
+    called = {event.name for event in profiler.events()}
+    assert "aten::sort" in called
+    assert not called & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+
+
+@on("cpu-fp32", "sim", "cuda")
+@pytest.mark.parametrize("block", [4, 64])
+def test_opcheck(backend, block):
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    selected = Selected(Cached(((2, 60, 2), (2, 0, 2)), page=64, nheads=4, nheads_k=2), block, 2, heads=2)
+    problem = selected.case.problem(backend)
+    with_lists(problem, selected, lists(problem, selected))
+    caches = (problem.k_cache.nan_to_num_(0.0), problem.v_cache.nan_to_num_(0.0))
+    opcheck(fwd_kvcache.append, (problem.q, *caches, *problem.new), problem.options)
+
+
+@on("cpu-fp32")
+def test_compiled(backend):
+    selected = Selected(cached(2, 60, 20), 4, 5)
+    problem = selected.case.problem(backend)
+    with_lists(problem, selected, lists(problem, selected))
+
+    def step(q, k_cache, v_cache, options):
+        return fwd_kvcache(q, k_cache, v_cache, **options)
+
+    tensors = (problem.q, problem.k_cache, problem.v_cache, problem.options)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for a, b in zip(step(*tensors), compiled(*tensors)):
+        assert_same_bits("result", a, b)
+
+
+def tensor(*shape, dtype=torch.int32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+REFUSED = {
+    "dtype": ({"kv_indices": tensor(2, 3, 1, 4, dtype=torch.int64)}, ["kv_indices: got dtype torch.int64", "torch.int32"]),
+    "rank": ({"kv_indices": tensor(2, 3, 4)}, ["kv_indices: got shape (2, 3, 4)", "(batch, seqlen_q, heads, topk)"]),
+    "queries": ({"kv_indices": tensor(2, 4, 1, 4)}, ["kv_indices: got shape (2, 4, 1, 4)", "(2, 3)"]),
+    "heads": ({"kv_indices": tensor(2, 3, 3, 4)}, ["kv_indices: got shape (2, 3, 3, 4)", "heads is 1 or nheads_k 2"]),
+    "block": ({"kv_block": 3}, ["kv_block: got 3", "1, 2, 4, 8, 16, 32, 64, 128"]),
+    "no lists": ({"kv_indices": None, "kv_block": 64}, ["kv_block: got 64", "kv_indices is not given"]),
+    "window": ({"window_left": 5}, ["window_left: got 5", "-1 beside kv_indices"]),
+    "right window": ({"window_right": 1, "is_causal": False}, ["window_right: got 1", "-1 beside kv_indices"]),
+    "alibi": ({"alibi_slopes": torch.ones(4)}, ["alibi_slopes: got a tensor", "None beside kv_indices"]),
+    "tree": ({"tree_mask": tensor(2, 3, dtype=torch.int64)}, ["tree_mask: got a tensor", "None beside kv_indices"]),
+    "negative": ({"kv_indices": tensor(2, 3, 1, 4) - 2}, ["kv_indices: got -2", "or -1 after a list's last"]),
+    "too large": ({"kv_indices": tensor(2, 3, 1, 4) + 64}, ["kv_indices: got 64", "numbers of blocks below 64"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on("cpu-fp32", "sim")
+def test_refusals(backend, name):
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    problem = cached(3, 200, 9, nheads=4, nheads_k=2).problem(backend)
+    problem.options["block_table"] = torch.nn.functional.pad(problem.options["block_table"], (0, 16))[:, :16].contiguous()
+    options, words = REFUSED[name]
+    options = problem.options | {"kv_indices": tensor(2, 3, 1, 4), "kv_block": 4} | options
+    refused(lambda: fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **options), ValueError, *words)
+
+
+@on("cpu-fp32")
+def test_leftpad_and_packed_shapes_are_refused(backend):
+    problem = cached(3, 20, 9, page=0, leftpad=(2, 0)).problem(backend)
+    tensors, options = (problem.q, problem.k_cache, problem.v_cache), problem.options | {"kv_indices": tensor(2, 3, 1, 4)}
+    refused(lambda: fwd_kvcache(*tensors, **options), ValueError, "leftpad_k: got a tensor", "None beside kv_indices")
+    packed = Cached(((3, 20, 0), (1, 9, 0)), packed=True).problem(backend)
+    more, options_of_packed = (packed.q, packed.k_cache, packed.v_cache), packed.options | {"kv_indices": tensor(2, 3, 1, 4)}
+    expected = "kv_indices: got shape (2, 3, 1, 4)", "(total_q, heads, topk), since cu_seqlens_q is given"
+    refused(lambda: fwd_kvcache(*more, **options_of_packed), ValueError, *expected)

@@ -1,0 +1,197 @@
+"""tree_mask of volta_fa::fwd_kvcache: draft tokens that see their ancestors, against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from cached import Cached
+from conftest import BF16_KERNELS, assert_same_bits, on, on_cases
+from test_kvcache import check, run
+from test_kvcache_quantized import check as check_quantized
+from test_validation import refused
+from volta_fa.check.draft_trees import random_tree, words
+
+fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
+
+
+def trees(lengths, **options) -> Cached:
+    return Cached(lengths, tree=True, **options)
+
+
+def even(n, *cached, **options) -> Cached:
+    """Sequences of n draft tokens that are in the cache already."""
+    return trees(tuple((n, tokens, 0) for tokens in cached), **options)
+
+
+LAYOUTS = [
+    even(8, 40, 8, 9, 203),
+    even(8, 40, 8, 9, 203, page=0, nheads=8),
+    even(5, 5, 77, 64, nheads=6, nheads_k=2, is_causal=False),
+    even(64, 64, 65, 130, nheads=4, nheads_k=4),
+    even(64, 90, 300, nheads=2, nheads_k=1, page=48),
+    # more rows than decode kernels take without a tree
+    even(16, 16, 140, nheads=16, nheads_k=2),
+    # fewer keys than draft tokens
+    even(8, 3, 0, 7),
+    even(1, 12, 1),
+    trees(((8, 30, 8), (8, 0, 8)), nheads=4, nheads_k=2, headdim=96),
+    trees(((7, 30, 7), (3, 5, 3), (0, 9, 0), (21, 40, 21)), packed=True, nheads=4),
+    trees(((7, 30, 0), (1, 5, 0), (33, 40, 0)), packed=True, page=0, nheads=3, window_left=4),
+    even(9, 60, 20, sinks="own", softcap=4.0, spread=2.0),
+    even(9, 60, 20, page=0, leftpad=(3, 11)),
+    even(9, 60, 20, page=0, batch_idx=True, layout="hnd", num_splits=2),
+    even(9, 60, 20, softmax_scale=-0.3, layout="wide"),
+]
+WINDOWS = [even(12, 60, 20, 12, window_left=w, page=page) for w, page in ((0, 16), (1, 0), (3, 16), (9, 16), (25, 0))]
+WINDOWS += [even(64, 150, 90, window_left=7, nheads=1), trees(((8, 30, 8), (8, 7, 8)), window_left=2, nheads=4, window_right=0)]
+#: Kernels do not read these in place.
+COPIED = [
+    even(8, 40, 9, headdim=20, nheads=4),
+    even(8, 40, 9, 100, kv_dtype="int8", nheads=4),
+    even(8, 40, 9, 100, kv_dtype="int4", nheads=4, page=0, window_left=3),
+    even(20, 40, 29, kv_dtype="fp8_e5m2", descale="h", nheads=8, nheads_k=2, window_left=30),
+    trees(((7, 30, 7), (3, 5, 3)), packed=True, nheads=4, kv_dtype="fp8_e4m3"),
+]
+#: Every kernel: tiles of 16, 32 and 64 rows in each headdim; several tiles of a sequence; many tokens, which several blocks share.
+TILES = [
+    even(n, 300, 70, nheads=4 * group, nheads_k=4, headdim=d) for d in (64, 128, 256) for n, group in ((4, 4), (8, 4), (8, 8), (15, 6))
+]
+SHARED = [even(8, 2500, 30, nheads=8, headdim=128), even(16, 3000, nheads=4, headdim=64, window_left=2900)]
+
+
+@on_cases(
+    (["cpu-fp32", "cpu-fp64", "cpu-bf16", "sim", "cuda"], LAYOUTS + WINDOWS + COPIED),
+    (["sim", "cuda"], TILES + SHARED),
+    (BF16_KERNELS, TILES + LAYOUTS[5:11:2] + WINDOWS[3:4] + COPIED[:1]),
+)
+def test_against_fp64(backend, case):
+    (check_quantized if case.kv_dtype else check)(backend, case)
+
+
+@on("sim")
+@pytest.mark.parametrize("case", TILES + WINDOWS[2:3], ids=str)
+def test_turings_kernels(backend, case):
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
+    check(backend, case)
+
+
+@on_cases((["cpu-fp32", "sim", "cuda"], [LAYOUTS[0], LAYOUTS[9], even(12, 60, 20, window_left=5, nheads=8)]))
+def test_a_chain_is_a_causal_mask(backend, case):
+    chains = [words(list(range(-1, n - 1))) for n, _, _ in case.lengths]
+
+    def change(problem):
+        mask = torch.tensor([w for chain in chains for w in chain] if case.packed else chains)
+        problem.options["tree_mask"] = mask.to(problem.q.device)
+
+    check(backend, dataclasses.replace(case, tree=False), change)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_the_tree_replaces_the_limit_on_the_right_and_bits_past_the_queries(backend):
+    case = even(8, 40, 21, nheads=4, is_causal=False)
+    problem = case.problem(backend)
+    results = []
+    for options in ({}, {"is_causal": True}, {"is_causal": False, "window_right": 3}, {"tree_mask": problem.options["tree_mask"] | -256}):
+        problem.options |= options
+        results.append(run(backend, problem)[:2])
+    for other in results[1:]:
+        for name, a, b in zip(("out", "softmax_lse"), results[0], other):
+            assert_same_bits(name, a, b)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_one_tree_serves_a_whole_batch(backend):
+    case = even(8, 40, 21, 8, nheads=4)
+    problem = case.problem(backend)
+    problem.options["tree_mask"] = torch.tensor([words(random_tree(8, 3))] * 3, device=problem.q.device)
+    expected = run(backend, problem)[:2]
+    problem.options["tree_mask"] = problem.options["tree_mask"][0].expand(3, 8)
+    for name, a, b in zip(("out", "softmax_lse"), expected, run(backend, problem)):
+        assert_same_bits(name, a, b)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_a_row_without_draft_tokens_sees_the_keys_before_them(backend):
+    problem = even(4, 40, nheads=2).problem(backend)
+    problem.options["tree_mask"] = torch.zeros(1, 4, dtype=torch.int64, device=problem.q.device)
+    found = run(backend, problem)
+    before = problem.options | {"cache_seqlens": problem.options["cache_seqlens"] - 4, "is_causal": False}
+    del before["tree_mask"]
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    expected = fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **before)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+@on("sim")
+def test_no_value_is_read_on_the_host(backend):
+    """As CUDA graphs need it."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    problem = even(8, 40, 21, nheads=4).problem(backend)
+    with torch.profiler.profile() as profiler:
+        fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **problem.options)
+    called = {event.name for event in profiler.events()}
+    assert "volta_fa::fwd_kvcache" in called
+    assert not called & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+
+
+@on("cpu-fp32", "sim", "cuda")
+@pytest.mark.parametrize("case", [even(3, 20, 7), trees(((2, 9, 2), (2, 0, 2)))], ids=str)
+def test_opcheck(backend, case):
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    problem = case.problem(backend)
+    caches = (problem.k_cache.nan_to_num_(0.0), problem.v_cache.nan_to_num_(0.0))
+    overload = fwd_kvcache.append if problem.new else fwd_kvcache.default
+    opcheck(overload, (problem.q, *caches, *problem.new), problem.options)
+
+
+@on("cpu-fp32")
+def test_compiled(backend):
+    problem = even(6, 40, 21, page=0).problem(backend)
+
+    def step(q, k_cache, v_cache, options):
+        return fwd_kvcache(q, k_cache, v_cache, **options)
+
+    tensors = (problem.q, problem.k_cache, problem.v_cache, problem.options)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for a, b in zip(step(*tensors), compiled(*tensors)):
+        assert_same_bits("result", a, b)
+
+
+REFUSED = {
+    "dtype": (lambda p: {"tree_mask": p.options["tree_mask"].int()}, ["tree_mask: got dtype torch.int32", "torch.int64"]),
+    "shape": (lambda p: {"tree_mask": p.options["tree_mask"][:, :3]}, ["tree_mask: got shape (2, 3)", "(batch, seqlen_q)", "(2, 4)"]),
+    "strides": (lambda p: {"tree_mask": p.options["tree_mask"].t().contiguous().t()}, ["tree_mask: got stride 2", "contiguous"]),
+    "alibi": (lambda p: {"alibi_slopes": torch.ones(2)}, ["alibi_slopes: got a tensor", "None beside tree_mask", "depths"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on("cpu-fp32", "sim")
+def test_refusals(backend, name):
+    problem = even(4, 20, 9).problem(backend)
+    change, message = REFUSED[name]
+    options = problem.options | change(problem)
+    refused(lambda: fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **options), ValueError, *message)
+
+
+@on("cpu-fp32")
+def test_refused_beside_many_queries_or_a_rotation(backend):
+    def refuse(case, *words, **options):
+        problem = case.problem(backend)
+        tensors, options = (problem.q, problem.k_cache, problem.v_cache, *problem.new), problem.options | options
+        refused(lambda: fwd_kvcache(*tensors, **options), ValueError, *words)
+
+    many, most = Cached(((65, 80, 0), (65, 70, 0))), "at most 64 draft tokens"
+    refuse(many, "q: got seqlen 65", most, tree_mask=torch.zeros(2, 65, dtype=torch.int64))
+    rotated = trees(((3, 9, 3), (3, 16, 3)), rotary="half")
+    refuse(rotated, "rotary_cos: got a tensor", "Rotate q and k before the call")
+    packed = Cached(((3, 9, 0), (66, 80, 0)), packed=True)
+    refuse(packed, "max_seqlen_q: got 66", most, tree_mask=torch.zeros(69, dtype=torch.int64))
