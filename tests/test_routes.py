@@ -657,8 +657,8 @@ def build(source, target):
 @NEEDS_COMPILER
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_cpp_program(tmp_path, layer):
-    """A program that links libtorch only: the op by name, its gradients, and saved TorchScript modules, also such that know
-    nothing of us, where the environment variable switches PyTorch's function to us."""
+    """A program that links libtorch alone runs the op by name, its gradients, and saved TorchScript modules. One of these calls PyTorch's
+    own function, which VOLTA_FA_ENABLE_SDPA switches to volta_fa."""
     torch.jit.script(layer).save(str(tmp_path / "layer.pt"))
     torch.jit.script(SdpaLayer()).save(str(tmp_path / "sdpa.pt"))
     build(CPP / "attention.cpp", tmp_path / "attention")

@@ -25,7 +25,7 @@ def pip_line(release: str, cuda: str) -> str:
 
 
 def torch_for_volta(version: str) -> str:
-    """Returns the pip command for a torch with code for Volta, of the installed release if that has one."""
+    """Returns the pip command for a torch with code for Volta: of the installed release, or of an older one that has it."""
     release = version.split("+")[0]
     numbers = tuple(map(int, release.split("."))) if re.fullmatch(r"\d+\.\d+\.\d+", release) else None
     has_one = numbers is not None and numbers <= tuple(map(int, _LAST_VOLTA_TORCH.split(".")))

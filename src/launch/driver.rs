@@ -33,7 +33,7 @@ unsafe impl Sync for DeviceState {}
 
 #[derive(Clone, Copy)]
 struct Function(sys::CUfunction);
-// SAFETY: as above.
+// SAFETY: functions are handles of a context (see DeviceState).
 unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
@@ -141,7 +141,7 @@ impl Driver {
     fn query(&self) -> Result<DeviceState> {
         let (device, limits) = self.attributes()?;
         let limits = DeviceLimits { tuning: self.tuning()?.tuning(), ..limits };
-        // SAFETY: as above. The reference is never released: PyTorch too holds the context as long as the process lives.
+        // SAFETY: `device` exists. The reference is never released: PyTorch too holds the context as long as the process lives.
         let context = check("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
         Ok(DeviceState { limits, context })
     }
