@@ -196,7 +196,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
             case(290, 200, less=8, batch=2, used=varlen, sinks=sinks, window_left=60),
             case(288, 33, is_causal=True),
         ]
-        if "softcap" in features:
+        if "alibi" in features:
             found += [case(141, 155, **EVERY, is_causal=True), case(129, 97, alibi="h", dropout_p=0.2)]
     elif required:
         # Some have it of dense tensors alone. (In the last, whole blocks of rows see no key.)

@@ -18,7 +18,7 @@ from ..errors import bad_argument
 from ..limits import MAX_HEADDIM
 from .score_mod import ScoreMod, Scores, Unrecognized, recognize, values
 
-#: Largest tensor of added terms in bytes, for score functions that are neither softcap nor ALiBi.
+#: Largest tensor of added terms in bytes, for score functions whose added terms are not ALiBi's.
 MAX_BIAS_BYTES = 256 << 20
 
 _logger = logging.getLogger("volta_fa")
@@ -46,7 +46,7 @@ def flex_attention(
     Args:
         query: (batch, heads, queries, headdim); key: (batch or 1, heads or fewer with enable_gqa, keys, headdim); value likewise, with
             its own headdim. float16 or bfloat16 on CUDA, also float32 and float64 on the CPU.
-        score_mod: recognized are combinations, in this order, of: a constant factor; softcap, `cap * tanh(score / cap)`; and an added
+        score_mod: recognized are combinations, in this order, of: a constant factor; `cap * tanh(score / cap)`; and an added
             term of batch, head, query and key. ALiBi's terms cost nothing. Others become a bias in memory of up to 256 MiB.
             `torch.where(condition, score, -inf)` hides elements.
         block_mask: torch's BlockMask, or `volta_fa.BlockMask`.

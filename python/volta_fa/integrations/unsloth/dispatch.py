@@ -21,6 +21,9 @@ from .stats import count_fallback, count_run
 
 MODULE = "unsloth.utils.attention_dispatch"
 NAME = "_run_attention"
+#: Modules with the flag that lets Gemma 2 call `run_attention`, with its softcap, instead of eager attention over masks in memory.
+FLAG_MODULES = ("unsloth.models.gemma2", "unsloth.models.llama")
+FLAG = "HAS_FLASH_ATTENTION_SOFTCAPPING"
 _PARAMETERS = ("config", "context", "Q", "K", "V")
 _CONFIG = frozenset({
     "backend", "n_kv_heads", "n_groups", "flash_dense_kwargs", "flash_varlen_kwargs", "sdpa_kwargs", "xformers_kwargs",

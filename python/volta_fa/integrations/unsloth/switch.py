@@ -11,10 +11,6 @@ import torch
 
 from ..devices import Devices, devices_of
 
-#: Modules with the flag that lets Gemma 2 call `run_attention`, with its softcap, instead of eager attention over masks in memory.
-_SOFTCAP_MODULES = ("unsloth.models.gemma2", "unsloth.models.llama")
-_SOFTCAP_FLAG = "HAS_FLASH_ATTENTION_SOFTCAPPING"
-
 _lock = threading.Lock()
 #: module, name, the value before, and the value of volta_fa
 _replaced: list[tuple[ModuleType, str, Any, Any]] = []
@@ -51,7 +47,7 @@ def enable_unsloth(device: str | torch.device | int | None = None, *, force: boo
         attention_module, attention = dispatch.check()
         gemma_module, make_gqa_sdpa = gqa_sdpa.check()
         sink_module, flex_attention_with_sink = sinks.check()
-        flags = [(releases.module(name), _SOFTCAP_FLAG) for name in _SOFTCAP_MODULES]
+        flags = [(releases.module(name), dispatch.FLAG) for name in dispatch.FLAG_MODULES]
         for module, name in flags:
             releases.find(module, name)
         releases.warn_if_untested()
