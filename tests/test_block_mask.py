@@ -19,7 +19,8 @@ op = torch.ops.volta_fa
 #: refused, and only the CPU backend runs.
 GPUS = {70: "v100", 75: "t4"}
 BLOCK_KERNELS = sorted({v["sm"] for v in INFO["variants"] if "block_mask" in v["features"]})
-WITH_BACKWARD = {v["sm"] for v in INFO["variants"] if "block_mask" in v["features"] and v["pass"] == "BackwardDq"}
+#: Those that compute gradients too.
+BLOCK_GRADIENTS = sorted({v["sm"] for v in INFO["variants"] if "block_mask" in v["features"] and v["pass"].startswith("Backward")})
 BACKENDS = [*CPU, *(["sim", "sim-bf16", "cuda", "cuda-bf16"] if BLOCK_KERNELS else [])]
 
 
@@ -83,46 +84,42 @@ CASES = [
 ]
 
 
-@dataclass(frozen=True)
-class Gpu:
-    has_backward: bool
-
-
 @pytest.fixture(params=BLOCK_KERNELS or [70], ids=lambda sm: f"sm{sm}")
-def gpu(request, backend):
-    """Runs simulated kernels of each family that has them, and other backends once."""
+def has_gradients(request, backend):
+    """Runs simulated kernels of each family that has them, and other backends once. Returns whether there are gradients."""
     if backend.machine == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[request.param])
+        return request.param in BLOCK_GRADIENTS
     elif request.param != (BLOCK_KERNELS or [70])[0]:
         pytest.skip("the simulator alone has several GPUs")
-    return Gpu(backend.machine != "sim" or request.param in WITH_BACKWARD)
+    return not backend.kernels or bool(BLOCK_GRADIENTS)
 
 
 @pytest.mark.parametrize("masked", CASES, ids=str)
 @on(*BACKENDS)
-def test_attention_with_a_block_mask(backend, gpu, masked):
+def test_attention_with_a_block_mask(backend, has_gradients, masked):
     (q, k, v, dout), options = masked.problem(backend)
-    check(backend, q, k, v, dout if gpu.has_backward else None, deterministic=masked.deterministic, **options)
+    check(backend, q, k, v, dout if has_gradients else None, deterministic=masked.deterministic, **options)
 
 
 @on(*BACKENDS)
-def test_gradient_of_softmax_lse(backend, gpu):
+def test_gradient_of_softmax_lse(backend, has_gradients):
     """FlexAttention's users differentiate it. Rows that see nothing have no gradient, whatever comes in."""
-    if not gpu.has_backward:
-        pytest.skip("no backward kernels")
+    if not has_gradients:
+        pytest.skip("no kernels for gradients")
     inputs, options = Masked(BASE, 1, 4).problem(backend)
     check(backend, *inputs, dlse=backend.randn(2, 4, 300).float(), **options)
 
 
 @on(*BACKENDS)
-def test_hidden_keys_may_be_anything(backend, gpu):
+def test_hidden_keys_may_be_anything(backend, has_gradients):
     """NaN and inf in keys of absent blocks change nothing."""
     case = Case(128, 192, 64, batch=1, nheads=1)
     mask = torch.zeros(1, 1, 128, 192, dtype=torch.bool)
     mask[..., :64] = True
     (q, k, v, dout), options = case.problem(backend)
     options |= block_masks.options_of(mask, backend.device)
-    expected = check(backend, q, k, v, dout if gpu.has_backward else None, **options)
+    expected = check(backend, q, k, v, dout if has_gradients else None, **options)
     k[:, 64:], v[:, 64:] = float("nan"), float("inf")
     out, lse = backend.forward(q, k, v, **options)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
@@ -252,18 +249,44 @@ def test_wrong_values_are_refused(backend, name):
         assert word in str(refusal.value), refusal.value
 
 
-@on("sim", "cuda")
+#: What kernels do with each of them unchecked: they read nothing outside the tensors, which the simulator would notice.
+UNCHECKED = [*VALUES, "counts far beyond the list", "block far outside", "tile far outside"]
+FAR = {
+    "counts far beyond the list": ("block_lists", (0, 0, slice(None), slice(2)), 2**30),
+    "block far outside": ("block_lists", (0, 1, 0, 5), 2**30),
+    "tile far outside": ("block_lists", (0, 0, 1, 2), 2**30),
+}
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+@on(*(["sim"] if BLOCK_KERNELS else []))
+def test_unchecked_values_read_nothing_outside(backend, has_gradients, name):
+    argument, place, value = FAR[name] if name in FAR else VALUES[name][:3]
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    arguments = valid(backend)
+    for of_pass in (argument, argument.removesuffix("_t") + "_t"):
+        arguments[of_pass][place] = value
+    out, lse, _ = op.fwd(**arguments)
+    if has_gradients:
+        op.bwd(out, out=out, softmax_lse=lse, **arguments)
+
+
+@on("sim")
 def test_families_without_kernels_refuse(backend):
     """They never ignore the lists."""
     arguments = valid(backend)
+    out, lse = torch.zeros_like(arguments["q"]), torch.zeros(2, 2, 200, device=backend.device)
     for sm, name in GPUS.items():
-        if sm in BLOCK_KERNELS:
-            continue
         if backend.machine == "sim":
             backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
             backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", name)
-        with pytest.raises(NotImplementedError, match="no .* kernel .* with block_mask"):
-            op.fwd(**arguments)
+        if sm not in BLOCK_KERNELS:
+            with pytest.raises(NotImplementedError, match="no .* kernel .* with block_mask"):
+                op.fwd(**arguments)
+        if sm not in BLOCK_GRADIENTS:
+            with pytest.raises(NotImplementedError, match="no .* kernels .* with block_mask"):
+                op.bwd(out, out=out, softmax_lse=lse, **arguments)
 
 
 # ---- PyTorch --------------------------------------------------------------------------------------------------------
