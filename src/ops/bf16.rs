@@ -169,7 +169,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     let sums_over_heads = (saved.attn_bias_requires_grad && inputs.options.attn_bias.is_some()) || inputs.options.sinks.is_some();
     let shared = if sums_over_heads { Shared::ByAll } else { Shared::ByHead };
     let (v, mut dout) = (of_v(inputs, shared, a)?, of_dout(inputs, saved, shared, a)?);
-    let mut dlse = saved.dlse.as_ref().map(|t| per_row(t)).transpose()?;
+    let mut dlse = saved.dlse.as_ref().map(per_row).transpose()?;
     if let Some(dlse) = &mut dlse {
         dout = dout.with_lse_gradient(&v, dlse, shared, a)?;
         multiply(&mut by_group(dlse, a)?, &v.0.f_add(&dout.0)?)?;
