@@ -177,8 +177,8 @@ struct KvTiles {
     }
 };
 
-template <int Chunks, int Rows, int Threads>
-struct KvTiles<true, Chunks, Chunks, Rows, Threads, TileStream> {
+template <int Chunks, int Rows, int Threads, template <int, int, int> class Unused>
+struct KvTiles<true, Chunks, Chunks, Rows, Threads, Unused> {
     using Stream = PagedTileStream<Chunks, Rows, Threads>;
     Stream k, v;
     typename Stream::Pages pages;
