@@ -82,7 +82,9 @@ def _replacement(torch_function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(torch_function)
     def replaced(query: Any, *args: Any, **kwargs: Any) -> Any:
-        return (flex_attention if serves(query.device) else torch_function)(query, *args, **kwargs)
+        # where dynamo traces, the kernel of torch's operator decides
+        ours = not torch.compiler.is_dynamo_compiling() and serves(query.device)
+        return (flex_attention if ours else torch_function)(query, *args, **kwargs)
 
     return replaced
 
