@@ -79,7 +79,7 @@ def run(gpu: str, headdim: int, nheads: int, seqlen: int, backward: bool, settin
         return simulated(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), settings, gpu)
     out = aligned(shape, torch.float16).zero_()
     lse = aligned((1, nheads, seqlen), torch.float32).fill_(10.0)
-    return simulated(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, deterministic=True, **options), settings, gpu)
+    return simulated(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options), settings, gpu)
 
 
 def rows(gpu: str, headdim: int, nheads: int, backward: bool, settings: str, cases: Sequence[tuple[float, bool, int]]) -> list[Row]:

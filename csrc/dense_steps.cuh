@@ -27,8 +27,11 @@ public:
 
 // Stands in for MaskBits (block_mask.cuh) where no mask has bits: calls compile to nothing.
 struct NoMaskBits {
+    static constexpr bool kHidesAll = false;  // whether the bits stand for the mask too
     template <class Grid, class Keys>
     __device__ __forceinline__ void load(const Grid&, const Keys&, int) {}
+    template <class Keys, class Mask>
+    __device__ __forceinline__ void combine(const Keys&, const Mask&, int) {}
     template <class Scores>
     __device__ __forceinline__ void apply_to(Scores&, int = 0) const {}
 };

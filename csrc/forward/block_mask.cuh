@@ -27,6 +27,7 @@ class MaskBits {
     unsigned word_ = 0;
 
 public:
+    static constexpr bool kHidesAll = true;
     // Loads the bits of the step that comes `steps` after this one, if it has some.
     template <class Grid, class Keys>
     __device__ __forceinline__ void load(const Grid& grid, const Keys& keys, int steps) {
@@ -38,6 +39,15 @@ public:
         int word = 0;
         load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word, reinterpret_cast<const int*>(from));
         word_ = static_cast<unsigned>(word) >> position % 32;
+    }
+    // Clears the bits of keys that lengths, causal mask or window hide in this step. A step without bits has all of them before. So
+    // masks and bits share the code that hides scores, which has to fit the instruction cache. `row`: the warp's first.
+    template <class Keys>
+    __device__ __forceinline__ void combine(const Keys& keys, const Mask& mask, int row) {
+        const int i = row + remat_lane() % Rows, key = keys.first();
+        const int first = max(i + mask.low - key, 0), last = min(min(i + mask.high, mask.seqlen_k - 1) - key, 31);
+        if (!keys.has_bits()) word_ = ~0u;
+        word_ = first > last ? 0 : word_ >> first << first & ~0u >> (31 - last);
     }
     // Hides the scores without a bit. `first_key`: of the tiles, in the step.
     template <class Layout, int RowTiles, int KeyTiles>

@@ -98,9 +98,8 @@ impl FeatureSet {
         FeatureSet::VARLEN.union(FeatureSet::of(&Feature::OF_SCORES)).union(FeatureSet::of(&[Feature::Fp32Bias]));
 
     /// Features of generic kernels with block masks: a bias has no lists.
-    pub const GENERIC_BLOCKS: FeatureSet = FeatureSet::GENERIC
-        .without(FeatureSet::of(&[Feature::Bias, Feature::Fp32Bias]))
-        .union(FeatureSet::of(&[Feature::Blocks]));
+    pub const GENERIC_BLOCKS: FeatureSet =
+        FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Bias, Feature::Fp32Bias])).union(FeatureSet::of(&[Feature::Blocks]));
 
     /// Features of every prefill kernel.
     pub const PAGED: FeatureSet = FeatureSet::of(&[Feature::Pages, Feature::Lengths, Feature::Sinks]);

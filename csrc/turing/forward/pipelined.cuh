@@ -257,7 +257,8 @@ struct ForwardPipelined {
         const int key_last = key_first + (key_end - 1 - key_first) / kStep * kStep;
         int key = kBackwards ? key_first + max(min(own_key, key_end - 1) - key_first, 0) / kStep * kStep : key_first;
         Keys keys(grid, block, key, key_end);
-        typename Grid::template Bits<kWarpRows, kStep> bits;
+        using Bits = typename Grid::template Bits<kWarpRows, kStep>;
+        Bits bits;
         if (Grid::kListed) key = keys.first();
 
         Softmax softmax;
@@ -432,11 +433,6 @@ struct ForwardPipelined {
                     for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += tile_softmax.sum[mt][r];
             };
 
-            // Whether a mask's edge or the last key may lie in this step. The vote tells ptxas that it is uniform in a warp.
-            const auto crosses_edge = [&] {
-                const UnmaskedKeys<kStep> unmasked(remat_mask(p), warp_row(), kWarpRows);
-                return __any_sync(~0u, !unmasked.contains(keys.first()));
-            };
             // Computes one tile: scores s become probabilities p_this, beside the next tile's scores s_next, and O += p_last V
             // for the last tile. K of the next and V of the last tile are at k_address and v_address; those that the next call
             // begins with, at k_ahead and v_ahead. `half`: first or second tile of the step.
@@ -463,9 +459,12 @@ struct ForwardPipelined {
                         dropout.keep_all(p);
                     }
                 }
-                if (may_mask && keys.has_bits()) bits.apply_to(s, half * kNextTile);
-                if (may_mask && (!Grid::kListed || crosses_edge()))
-                    s.apply_mask(kMaskKept ? mask : remat_mask(p), warp_row(), first_key);
+                if constexpr (Bits::kHidesAll) {
+                    if (may_mask && half == 0) bits.combine(keys, kMaskKept ? mask : remat_mask(p), warp_row());
+                    if (may_mask) bits.apply_to(s, half * kNextTile);
+                } else {
+                    if (may_mask) s.apply_mask(kMaskKept ? mask : remat_mask(p), warp_row(), first_key);
+                }
                 if (kRescaleBeforeExp && needs_rescale(s, softmax, scale)) update_row_max_before_exp(s, softmax, scale, o, p_last);
                 begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
                 if (kCarriedDropout && half == 0)

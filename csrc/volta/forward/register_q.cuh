@@ -163,7 +163,8 @@ struct ForwardRegisterQ {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
         typename Grid::template Steps<kStep> keys(grid, block, key, key_end);
-        typename Grid::template Bits<kWarpRows, kStep> bits;
+        using Bits = typename Grid::template Bits<kWarpRows, kStep>;
+        Bits bits;
         typename LoaderOf<kPaged>::Type loader(p, block, sequence.k_offset(), key, key_end, ring);
         const u32 k_lane = ring + lane.k_row() * kPitch;
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
@@ -228,11 +229,13 @@ struct ForwardRegisterQ {
             const int key = keys.first();
             loader.store(tile, slot_after(2));
             loader.load(tile, keys.after(3));
-            const bool masked = !unmasked.contains(key);
-            if (keys.has_bits()) bits.apply_to(s);
+            const bool masked = !unmasked.contains(key) || keys.has_bits();
             if (masked) {
                 features.correct_masked_tile(s, softmax, unmasked, p, mask, row, key);
-                if constexpr (kMaskKept)
+                if constexpr (Bits::kHidesAll) {
+                    bits.combine(keys, mask, row);
+                    bits.apply_to(s);
+                } else if constexpr (kMaskKept)
                     s.apply_mask(mask, row, key);
                 else
                     s.apply_mask(mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())),

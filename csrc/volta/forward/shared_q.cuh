@@ -184,7 +184,8 @@ struct ForwardSharedQ {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
         typename Grid::template Steps<kTileKeys> keys(grid, block, key, key_end);
-        typename Grid::template Bits<kWarpRows, kTileKeys> bits;
+        using Bits = typename Grid::template Bits<kWarpRows, kTileKeys>;
+        Bits bits;
         KvTiles<kPaged, kChunks, kChunksV, kTileKeys, kThreads, Grid::template Stream> tiles(thread, p, block, sequence.k_offset(),
                                                                                              key, key_end);
         auto& k = tiles.k;
@@ -244,11 +245,15 @@ struct ForwardSharedQ {
                 }
             }
             // A tile that reaches past the last key has masked scores, but perhaps only in the last group.
-            const bool masked = !unmasked.contains(key + group_key);
-            if (keys.has_bits()) bits.apply_to(s);
+            const bool masked = !unmasked.contains(key + group_key) || keys.has_bits();
             if (masked) {
                 features.correct_masked_tile(s, softmax, unmasked, p, mask, row, key + group_key);
-                s.apply_mask(mask, row, key + group_key);
+                if constexpr (Bits::kHidesAll) {
+                    bits.combine(keys, mask, row);
+                    bits.apply_to(s);
+                } else {
+                    s.apply_mask(mask, row, key + group_key);
+                }
                 if (KeyGroups == 1) v.clear_beyond(staging, key);
             }
             if (KeyGroups > 1 && key + kTileKeys > key_end) v.clear_beyond(staging, key);

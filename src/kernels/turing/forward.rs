@@ -94,11 +94,11 @@ fn required_rows() -> impl Iterator<Item = Variant> {
 }
 
 /// Kernels of block masks (`csrc/forward/block_mask.cuh`), with the 128 rows of a list. They have three headdims, and other headdims are
-/// padded to the next. At headdim 128, 32 rows a warp leave no registers for lists; at 256 neither do 16 beside a loop without masks, so
-/// that problems of any features run the generic kernel.
+/// padded to the next. At headdim 128 two blocks of four slots stand in for one of 256 rows. At 256 the plain kernel has no registers for
+/// lists, so that problems of any features run the generic one.
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let with_blocks = |row: Variant, features| row.with_blocks(features, "turing/forward/pipelined_block_mask.cu");
-    let plain = [of_rows((4, 32), Size::Large, PLAIN_64), of_rows((8, 16), Size::Large, PLAIN_128)];
+    let plain = [of_rows((4, 32), Size::Large, PLAIN_64), pipelined((128, 128), Size::Large, (4, 32), 4, 2)];
     let plain = plain.into_iter().map(move |row| with_blocks(row, FeatureSet::NONE));
     let generic = [PLAIN_64, PLAIN_128, PLAIN_256].map(generic);
     plain.chain(generic.into_iter().map(move |row| with_blocks(row, FeatureSet::GENERIC_BLOCKS)))

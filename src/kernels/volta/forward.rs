@@ -103,8 +103,7 @@ fn large() -> impl Iterator<Item = Variant> {
 
 /// Returns the kernel with lists of key blocks (`csrc/forward/block_mask.cuh`).
 fn with_blocks(row: Variant, features: FeatureSet) -> Variant {
-    let source =
-        if row.source == REGISTER_Q { "volta/forward/register_q_block_mask.cu" } else { "volta/forward/shared_q_block_mask.cu" };
+    let source = if row.source == REGISTER_Q { "volta/forward/register_q_block_mask.cu" } else { "volta/forward/shared_q_block_mask.cu" };
     row.with_blocks(features, source)
 }
 
