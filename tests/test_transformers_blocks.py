@@ -56,15 +56,18 @@ def gemma3():
     return config, transformers.Gemma3ForConditionalGeneration
 
 
-def logits(made, implementation, **inputs):
-    config, cls = copy.deepcopy(made[0]), made[1]
+def model(made, implementation):
     torch.manual_seed(0)
-    model = cls._from_config(config, attn_implementation=implementation).eval()
-    for parameter in model.parameters():
+    built = made[1]._from_config(copy.deepcopy(made[0]), attn_implementation=implementation).eval()
+    for parameter in built.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(5)  # the initial weights are so small that any attention would do
+    return built
+
+
+def logits(made, implementation, **inputs):
     with torch.no_grad(), Operations() as operations:
-        found = model(use_cache=False, **inputs).logits
+        found = model(made, implementation)(use_cache=False, **inputs).logits
     return found, operations.largest
 
 
@@ -117,3 +120,21 @@ def test_chunks():
 def test_few_tokens_stay_dense():
     mask_function = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
     assert type(volta_fa.transformers.mask(batch_size=1, q_length=20, kv_length=20, mask_function=mask_function)) is torch.Tensor
+
+
+@pytest.mark.slow
+def test_flex_attention_of_transformers():
+    config = transformers.LlamaConfig(**TEXT)
+    tokens, padding = torch.randint(5, 100, (2, 200)), torch.ones(2, 200, dtype=torch.int64)
+    padding[0, :20] = 0
+    made = config, transformers.LlamaForCausalLM
+    inputs = dict(input_ids=tokens, attention_mask=padding, use_cache=False)
+    volta_fa.enable_flex("cpu")
+    try:
+        with torch.no_grad(), torch.profiler.profile() as profiler:
+            found = model(made, "flex_attention")(**inputs).logits
+            expected = model(made, "eager")(**inputs).logits
+    finally:
+        volta_fa.disable_flex()
+    assert any(event.key == "volta_fa::fwd" for event in profiler.key_averages())
+    torch.testing.assert_close(found[padding.bool()], expected[padding.bool()], rtol=0, atol=2e-5)
