@@ -7,8 +7,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::info::PlanArgs;
 use crate::launch::driver::Driver;
 use crate::limits::LATENT_HEADDIMS;
-use crate::ops::{self, kvcache, merge, Gradients, Inputs, Saved};
-use crate::options::{KvCacheOptionArgs, MlaOptionArgs, OptionArgs};
+use crate::ops::{self, fast, kvcache, merge, Gradients, Inputs, Saved};
+use crate::options::{FastOptionArgs, KvCacheOptionArgs, MlaOptionArgs, OptionArgs};
 use std::ffi::{c_char, c_void, CStr, CString};
 use std::mem::ManuallyDrop;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -194,6 +194,59 @@ pub unsafe extern "C" fn volta_fa_check_fwd(args: *const AttentionArgs) -> Statu
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_bwd(args: *const BackwardArgs) -> Status {
     status("bwd", || unsafe { ops::check_backward(&attention(&(*args).attention)?, &saved(&*args)?) })
+}
+
+/// Arguments of `volta_fa::fwd_fast`.
+#[repr(C)]
+pub struct FastArgs {
+    /// As in [`AttentionArgs`], fp16 or bf16.
+    pub q: *mut c_void,
+    /// As in [`AttentionArgs`].
+    pub k: *mut c_void,
+    /// As in [`AttentionArgs`].
+    pub v: *mut c_void,
+    /// All keyword options, with their defaults if not given.
+    pub options: FastOptionArgs,
+    /// As in [`AttentionArgs`].
+    pub stream: *mut c_void,
+}
+
+/// # Safety
+/// The handles of `args` are valid.
+unsafe fn fast_inputs(args: &FastArgs) -> Result<Inputs> {
+    unsafe {
+        Ok(Inputs {
+            q: required("q", args.q)?,
+            k: required("k", args.k)?,
+            v: required("v", args.v)?,
+            appended: None,
+            rng_state: None,
+            options: args.options.read(|handle| tensor(handle)),
+            stream: args.stream,
+        })
+    }
+}
+
+/// Computes `volta_fa::fwd_fast`; `outputs` receives out, softmax_lse.
+///
+/// # Safety
+/// As [`volta_fa_fwd`].
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_fwd_fast(args: *const FastArgs, outputs: *mut *mut c_void) -> Status {
+    status("fwd_fast", || unsafe {
+        let (out, softmax_lse) = fast::forward(&fast_inputs(&*args)?)?;
+        release_all(outputs, [Some(out), Some(softmax_lse)]);
+        Ok(())
+    })
+}
+
+/// Rejects what [`volta_fa_fwd_fast`] rejects, as far as sizes are known.
+///
+/// # Safety
+/// `args` and its handles are valid.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_check_fwd_fast(args: *const FastArgs) -> Status {
+    status("fwd_fast", || unsafe { fast::check(&fast_inputs(&*args)?) })
 }
 
 /// Arguments of `volta_fa::merge_attention_states`.

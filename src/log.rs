@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::kernels::Feature;
-use crate::plan::{self, BackwardMode, BackwardPlan, DecodePlan, PlannedKernel};
+use crate::plan::{self, BackwardMode, BackwardPlan, DecodePlan, FastPlan, PlannedKernel};
 use crate::problem::{Attention, CacheLayout, MergedStates, Window};
 use std::collections::HashSet;
 use std::sync::{Mutex, OnceLock};
@@ -60,6 +60,16 @@ fn problem(a: &Attention, mode: BackwardMode) -> String {
 pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
         once("forward", &[*planned], format!("{}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
+    }
+    Ok(())
+}
+
+/// Logs the kernels of a fast forward in one line.
+pub fn fast(a: &Attention, planned: &FastPlan) -> Result<()> {
+    if enabled()? {
+        let kernels = [planned.prepare, planned.forward];
+        let grids: Vec<_> = kernels.iter().map(|k| kernel(k, a.batch)).collect();
+        once("fast forward", &kernels, format!("{}: {}", problem(a, BackwardMode::default()), grids.join(", ")));
     }
     Ok(())
 }

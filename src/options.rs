@@ -1,5 +1,5 @@
-//! The keyword options of the operators: one list each for `volta_fa::fwd` and `bwd`, `volta_fa::fwd_kvcache` and `volta_fa::fwd_mla`,
-//! and one struct with the values of all.
+//! The keyword options of the operators: one list each for `volta_fa::fwd` and `bwd`, `volta_fa::fwd_fast`, `volta_fa::fwd_kvcache`
+//! and `volta_fa::fwd_mla`, and one struct with the values of all.
 //!
 //! Each row of a list gives an option's name, kind and default. A list becomes the struct in which the shim passes the values
 //! ([`OptionArgs`]) and, in C++, the schema, the parameters and arguments of every registration, and what autograd saves
@@ -220,6 +220,7 @@ all_options! {
     rotary_sin: Tensor = None,
     rotary_interleaved: Bool = false,
     attn_bias: Tensor = None,
+    attn_mask: Tensor = None,
     alibi_slopes: Tensor = None,
     sinks: Tensor = None,
     block_lists: Tensor = None,
@@ -237,6 +238,8 @@ all_options! {
     softcap: Float = 0.0,
     num_splits: Int = 0,
     deterministic: Bool = false,
+    smooth_k: Bool = true,
+    rotate: Bool = false,
     check_lengths: Bool = false,
 }
 
@@ -262,6 +265,24 @@ options! {
         window_right: Int = -1,
         softcap: Float = 0.0,
         deterministic: Bool = false,
+        check_lengths: Bool = false,
+    }
+}
+
+options! {
+    /// The options of `volta_fa::fwd_fast`.
+    FAST_OPTIONS, FastOptionArgs {
+        cu_seqlens_q: Tensor = None,
+        cu_seqlens_k: Tensor = None,
+        max_seqlen_q: OptionalInt = None,
+        max_seqlen_k: OptionalInt = None,
+        attn_mask: Tensor = None,
+        softmax_scale: OptionalFloat = None,
+        is_causal: Bool = false,
+        window_left: Int = -1,
+        window_right: Int = -1,
+        smooth_k: Bool = true,
+        rotate: Bool = false,
         check_lengths: Bool = false,
     }
 }

@@ -536,3 +536,55 @@ pub struct DequantizeParams {
     /// fp16 or bf16.
     pub element: ElementType,
 }
+
+/// Parameter block of the fast forward kernels (`volta_fa::fwd_fast`): one that prepares K and V, and the forward kernel.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FastParams {
+    /// (batch, seqlen_q, nheads, headdim) of type `element`
+    pub q: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim) of type `element`; the prepare kernel reads it.
+    pub k: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim_v). The prepare kernel reads it as `element`, the forward kernel as fp16.
+    pub v: Operand,
+    /// (batch, seqlen_q, nheads, headdim_v) of type `element`
+    pub out: Output,
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q); fp32, natural logarithm; +inf for fully masked rows
+    pub softmax_lse: *mut f32,
+    /// Sizes, window and scale.
+    pub problem: Problem,
+    /// For varlen kernels.
+    pub lengths: Lengths,
+    /// Batch entries of all launches of the call.
+    pub batch: i32,
+    /// fp16 or bf16.
+    pub element: ElementType,
+    /// Scratch: (nheads_k, k_rows, the kernel's headdim) int8 codes of K, four in a word.
+    pub k_codes: *mut u32,
+    /// Rows of a head in k_codes, a multiple of 64.
+    pub k_rows: i64,
+    /// Scratch: (nheads_k, k_rows / 64, 4) scales of the codes.
+    pub k_scales: *mut f32,
+    /// Scratch: (nheads_k, batch, the kernel's headdim) means of K over keys; 0 without smooth_k.
+    pub k_mean: *mut f32,
+    /// Scratch: (nheads_k, batch, v_max_stride) largest finite magnitude of V in each block of the prepare kernel.
+    pub v_max: *mut f32,
+    /// Blocks of the longest sequence.
+    pub v_max_stride: i64,
+    /// Scratch: V as fp16 below 1, where `element` is bf16. The forward kernel's v.
+    pub v_scaled: Output,
+    /// Bool mask, two keys in a word, rows padded to a multiple of 64 keys; null: none.
+    pub mask: *const u16,
+    /// Keys, not words, from one batch entry to the next; 0 if broadcast, as the next two.
+    pub mask_batch_stride: i64,
+    /// From one query head to the next.
+    pub mask_head_stride: i64,
+    /// From one query to the next.
+    pub mask_row_stride: i64,
+    /// Not 0: K is taken less its mean.
+    pub smooth_k: i32,
+    /// Not 0: Q and K are rotated by a Hadamard transform.
+    pub rotate: i32,
+    /// 0: the prepare kernel quantizes K and takes v_max. 1: it writes v_scaled.
+    pub phase: i32,
+}

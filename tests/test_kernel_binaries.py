@@ -52,8 +52,9 @@ def test_parameters_fit_the_constant_bank(variant):
     assert 0 < variant["params_bytes"] <= 4096
 
 
-#: Grids of equal shares, and backward in one kernel, are for what gains most by them: a plan does without where there is no kernel.
-SPARED = ("ForwardStreamK", "BackwardFused")
+#: Grids of equal shares, backward in one kernel and the fast forward are for what gains most by them: a plan does without where there
+#: is no kernel.
+SPARED = ("ForwardStreamK", "BackwardFused", "FastPrepare", "FastForward")
 
 
 @pytest.mark.parametrize("pass_", [p for p in INFO["passes"] if p["name"] not in SPARED], ids=lambda p: p["name"])

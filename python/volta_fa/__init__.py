@@ -12,6 +12,8 @@ Importing this package loads the native library, which registers
         -> (out, softmax_lse)
     torch.ops.volta_fa.fwd_mla(q, latent_cache, *, <options>)
         -> (out, softmax_lse)
+    torch.ops.volta_fa.fwd_fast(q, k, v, *, <options>)
+        -> (out, softmax_lse)
     torch.ops.volta_fa.merge_attention_states(out_a, softmax_lse_a, out_b, softmax_lse_b)
         -> (out, softmax_lse)
     torch.ops.volta_fa.merge_attention_states_(out_a, softmax_lse_a, out_b, softmax_lse_b)
@@ -143,6 +145,16 @@ volta_fa.quantize_kv, not with int4:
     latent_descale  torch.float8_e5m2, torch.float8_e4m3fn: float32 (1,) or (batch, 1); 1 unless given
 
 Callers write the cache.
+
+fwd_fast: attention for inference with a stated error of about 1% (docs/guides/fast.md): int8 scores and fp16 sums, for Turing. q, k and v are
+float16 or bfloat16; tensors that require grad are refused. cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, is_causal,
+window_left, window_right and check_lengths are fwd's:
+
+    attn_mask       bool, broadcastable as attn_bias: False hides the key
+    smooth_k        quantizes k less its mean over keys, which changes no result but for the error
+    rotate          rotates q and k by a Hadamard transform before they are quantized: less error where few channels are wide
+
+Volta, and sequences of fewer than 1024 keys, take the exact kernels of fwd. The CPU backend is a model of the fast kernels.
 
 A wrong argument raises ValueError, `argument: got X, expected Y`, before anything runs. Unsupported arguments raise
 NotImplementedError, failures of the device or driver RuntimeError. A value of a type outside the schema raises PyTorch's own

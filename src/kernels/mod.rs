@@ -5,14 +5,15 @@ mod tables;
 pub use tables::formats::{FormatInfo, ScaleGranularity, FORMATS};
 pub use tables::variants::{
     CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Size, Variant, BACKWARD,
-    DETERMINISTIC_BACKWARD, FORWARD, FORWARD_STREAM_K, FUSED_BACKWARD, PASSES, PASS_SETS,
+    DETERMINISTIC_BACKWARD, FAST_FORWARD, FORWARD, FORWARD_STREAM_K, FUSED_BACKWARD, PASSES, PASS_SETS,
 };
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
 use crate::limits::MAX_HEADDIM;
 use crate::params::{
-    AppendParams, BwdBlockParams, BwdParams, DecodeParams, DequantizeParams, FwdBlockParams, FwdParams, FwdStreamKParams, MergeParams,
+    AppendParams, BwdBlockParams, BwdParams, DecodeParams, DequantizeParams, FastParams, FwdBlockParams, FwdParams, FwdStreamKParams,
+    MergeParams,
 };
 use std::cmp::Reverse;
 use std::sync::LazyLock;
@@ -114,6 +115,7 @@ pub fn params_bytes(block: ParamBlock) -> usize {
         ParamBlock::Decode => size_of::<DecodeParams>(),
         ParamBlock::Append => size_of::<AppendParams>(),
         ParamBlock::Dequantize => size_of::<DequantizeParams>(),
+        ParamBlock::Fast => size_of::<FastParams>(),
     }
 }
 

@@ -194,6 +194,10 @@ pub enum Pass {
     Append,
     /// a quantized KV cache as fp16 or bf16
     Dequantize,
+    /// int8 codes of K and the range of V, for the fast forward
+    FastPrepare,
+    /// out and softmax_lse from int8 scores and fp16 sums
+    FastForward,
 }
 
 /// The argument of a pass's kernels: a struct of src/params.rs.
@@ -217,13 +221,15 @@ pub enum ParamBlock {
     Append,
     /// `DequantizeParams`
     Dequantize,
+    /// `FastParams`
+    Fast,
 }
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 9] = {
+    pub const ALL: [ParamBlock; 10] = {
         use ParamBlock::*;
-        [Forward, ForwardStreamK, Backward, ForwardBlocks, BackwardBlocks, Merge, Decode, Append, Dequantize]
+        [Forward, ForwardStreamK, Backward, ForwardBlocks, BackwardBlocks, Merge, Decode, Append, Dequantize, Fast]
     };
 
     /// Returns the name of the struct.
@@ -238,6 +244,7 @@ impl ParamBlock {
             ParamBlock::Decode => "DecodeParams",
             ParamBlock::Append => "AppendParams",
             ParamBlock::Dequantize => "DequantizeParams",
+            ParamBlock::Fast => "FastParams",
         }
     }
 }
@@ -269,7 +276,7 @@ pub struct PassInfo {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 14] = {
+pub const PASSES: [PassInfo; 16] = {
     use {ParamBlock as P, RowKind::*};
     const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
         PassInfo { pass, params, rows, features }
@@ -295,6 +302,8 @@ pub const PASSES: [PassInfo; 14] = {
         row(Pass::DecodeMla, P::Decode, PackedQueries, FeatureSet::NONE),
         row(Pass::Append, P::Append, Keys, FeatureSet::NONE),
         row(Pass::Dequantize, P::Dequantize, Keys, FeatureSet::NONE),
+        row(Pass::FastPrepare, P::Fast, Keys, FeatureSet::of(&[Feature::Lengths])),
+        row(Pass::FastForward, P::Fast, Queries, FeatureSet::of(&[Feature::Lengths, Feature::Bias])),
     ]
 };
 
@@ -329,6 +338,8 @@ impl Pass {
             Pass::DecodeMla => ("mla_decode", ""),
             Pass::Append => ("append", ""),
             Pass::Dequantize => ("dequantize", ""),
+            Pass::FastPrepare => ("fast_fwd", "prepare"),
+            Pass::FastForward => ("fast_fwd", ""),
         }
     }
 }
@@ -346,6 +357,8 @@ pub const BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::Backward, Pass:
 pub const FUSED_BACKWARD: [Pass; 1] = [Pass::BackwardFused];
 /// The other set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator.
 pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardDkDv, Pass::BackwardDq];
+/// The set of `volta_fa::fwd_fast` that decides: its prepare kernel has the same headdim.
+pub const FAST_FORWARD: [Pass; 1] = [Pass::FastForward];
 /// The sets that a device needs to run every problem of `fwd` and `bwd`, for `Kernels::serve`. Stream-K and fused kernels only save time.
 pub const PASS_SETS: [&[Pass]; 3] = [&FORWARD, &BACKWARD, &DETERMINISTIC_BACKWARD];
 
@@ -507,7 +520,7 @@ impl Variant {
         let features = self.feature_words();
         let Variant { headdim, headdim_v, block_rows, .. } = self;
         let tile = match self.pass {
-            Pass::Forward | Pass::ForwardStreamK | Pass::Prefill => format!("{headdim}x{headdim_v}"),
+            Pass::Forward | Pass::ForwardStreamK | Pass::Prefill | Pass::FastForward => format!("{headdim}x{headdim_v}"),
             Pass::Decode => format!("{headdim}x{block_rows}"),
             Pass::DecodeMla => block_rows.to_string(),
             // these read the headdim from their parameters

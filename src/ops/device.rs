@@ -168,7 +168,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
 }
 
 /// Fills varlen outputs with NaN, because kernels skip rows outside every valid sequence (csrc/seqlen_info.cuh).
-fn fill_varlen<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<()> {
+pub(super) fn fill_varlen<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<()> {
     if a.is_varlen() {
         for t in outputs {
             let _ = t.shallow_clone().f_fill_(f64::NAN)?;

@@ -6,6 +6,7 @@ mod blocks;
 pub mod cpu;
 mod device;
 pub(crate) mod dropout;
+pub(crate) mod fast;
 mod inputs;
 pub(crate) mod kvcache;
 mod launches;
@@ -28,10 +29,15 @@ pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     if a.is_empty() {
         return empty_forward(inputs, &a);
     }
+    forward_on(&target, inputs, &a)
+}
+
+/// Computes a validated problem that is not empty.
+fn forward_on(target: &Target, inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     match target {
-        Target::Cpu => cpu::forward(inputs, &a),
-        Target::Kernels(launcher) if inputs.q.kind() == Kind::BFloat16 => bf16::forward(inputs, &a, &*launcher),
-        Target::Kernels(launcher) => device::forward(inputs, &a, &*launcher),
+        Target::Cpu => cpu::forward(inputs, a),
+        Target::Kernels(launcher) if inputs.q.kind() == Kind::BFloat16 => bf16::forward(inputs, a, &**launcher),
+        Target::Kernels(launcher) => device::forward(inputs, a, &**launcher),
     }
 }
 

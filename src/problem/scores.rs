@@ -75,9 +75,14 @@ fn check_bias(d: &TensorDesc, q: &TensorDesc, full: [i64; 4]) -> Result<()> {
         let allowed = format!("torch.bool, {} (q's) or torch.float32", q.dtype);
         return Err(Error::value("attn_bias", format!("dtype {}", d.dtype), allowed));
     }
+    check_broadcast("attn_bias", d, q, full)
+}
+
+/// Checks that a tensor of q's device broadcasts to the full shape of the scores.
+pub fn check_broadcast(name: &str, d: &TensorDesc, q: &TensorDesc, full: [i64; 4]) -> Result<()> {
     if d.sizes.len() != 4 || d.sizes.iter().zip(full).any(|(&n, full)| n != 1 && !same_size(n, full)) {
         let allowed = format!("shape (batch, nheads, seqlen_q, seqlen_k), here {}, in which any size may be 1", listed(&full));
-        return Err(Error::value("attn_bias", shape(d), allowed));
+        return Err(Error::value(name, shape(d), allowed));
     }
-    check_device("attn_bias", d, q)
+    check_device(name, d, q)
 }

@@ -1,6 +1,8 @@
 //! Writes `volta_fa_options.h`, the C++ form of the option lists (src/options.rs).
 
-use crate::options::{Kind, KvCacheOptionArgs, MlaOptionArgs, OptionArgs, Row, KVCACHE_OPTIONS, MLA_OPTIONS, OPTIONS};
+use crate::options::{
+    FastOptionArgs, Kind, KvCacheOptionArgs, MlaOptionArgs, OptionArgs, Row, FAST_OPTIONS, KVCACHE_OPTIONS, MLA_OPTIONS, OPTIONS,
+};
 use anyhow::Result;
 use std::path::Path;
 
@@ -193,6 +195,14 @@ pub fn write_header(path: &Path) -> Result<()> {
         members: "Options",
         macros: "VOLTA_FA_OPTION",
     };
+    let fast = List {
+        rows: FAST_OPTIONS,
+        args: "FastOptionArgs",
+        args_size: size_of::<FastOptionArgs>(),
+        fill: "fast_option_args",
+        members: "FastOptions",
+        macros: "VOLTA_FA_FAST_OPTION",
+    };
     let kvcache = List {
         rows: KVCACHE_OPTIONS,
         args: "KvCacheOptionArgs",
@@ -213,6 +223,7 @@ pub fn write_header(path: &Path) -> Result<()> {
         "// generated from src/options.rs by tools/build/options.rs: do not edit\n#pragma once\n\n#include \"arguments.h\"\n",
         &attention.registration(),
         &attention.gradient(),
+        &fast.registration(),
         &kvcache.registration(),
         &mla.registration(),
     ]

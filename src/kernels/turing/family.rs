@@ -9,7 +9,7 @@ pub const TURING: Family = Family {
     native: &[75],
     shared_bytes: 64 * 1024,
     threads: 1024,
-    either_order: &[Pass::Forward, Pass::Prefill],
+    either_order: &[Pass::Forward, Pass::Prefill, Pass::FastForward],
     has_key_block_offset: false,
     stores_dbias: false,
     // csrc/turing/backward/row_stats.cuh

@@ -3,6 +3,7 @@
 mod backward;
 mod decode;
 mod family;
+mod fast;
 mod forward;
 
 pub use family::TURING;
@@ -19,5 +20,6 @@ pub fn tables() -> Vec<&'static [Variant]> {
         table([shared::append(TURING, CacheFormat::Unquantized)]),
         table([shared::dequantize(TURING)]),
         table(decode::decode_rows()),
+        table(fast::rows()),
     ]
 }

@@ -16,6 +16,7 @@ mod block_mask;
 mod chunk;
 mod chunked;
 mod dense;
+mod fast;
 mod flash;
 mod layout;
 mod part;
@@ -48,6 +49,22 @@ pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)
         let (o, lse) = dense::forward(&span.part(inputs, a, &blocks)?)?;
         span.queries(&out)?.f_copy_(&o)?;
         span.lse(&softmax_lse)?.f_copy_(&lse)?;
+    }
+    Ok((out, softmax_lse))
+}
+
+/// Computes (out, softmax_lse) as the fast kernels do, see [`fast`]. A boolean mask is the bias.
+///
+/// The caller has validated the problem and turned autograd off.
+///
+/// # Errors
+/// ATen fails, for example without memory.
+pub(super) fn fast_forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
+    let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), Device::Cpu))?;
+    let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, Device::Cpu))?;
+    for span in Span::all(inputs, a)? {
+        let (to, lse) = (span.queries(&out)?, span.lse(&softmax_lse)?);
+        fast::forward(&span.part(inputs, a, &None)?, inputs.options.smooth_k, inputs.options.rotate, &to, &lse)?;
     }
     Ok((out, softmax_lse))
 }

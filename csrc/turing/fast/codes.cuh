@@ -1,0 +1,85 @@
+// int8 codes of the fast forward: where those of K lie with their scales, and how a row becomes codes.
+//
+// Keys are in blocks of 64. Keys 8i + 2t and 8i + 2t + 1 of a block share scale t of its four: the keys that a lane of quad t
+// has in every tile of 8 (turing/fast/mma.cuh). So a lane needs one scale for a block. A sequence's codes begin on a block.
+#pragma once
+
+#include "half.cuh"
+#include "seqlen_info.cuh"
+
+namespace turing {
+
+constexpr int kScaleKeys = 64, kScales = 4;
+// Keys of which K's mean is taken, evenly spaced.
+constexpr int kMeanKeys = 128;
+// Smallest scale: the product of two is a normal number, so that a score of -inf stays -inf.
+constexpr float kSmallestScale = 1e-18f;
+
+// The codes of one sequence and KV head, made by the prepare kernel.
+template <int Headdim>
+struct KeyCodes {
+    signed char* codes;  // of key 0
+    float* scales;  // of block 0
+    float* mean;  // Headdim columns
+    float* v_max;  // of each block of prepared keys
+
+    __device__ __forceinline__ KeyCodes(const FastParams& p, const BlockSeqlenInfo& sequence, int head_k) {
+        const int batch = p.lengths.first_batch + blockIdx.z;
+        const long long blocks = (static_cast<long long>(p.problem.seqlen_k) + kScaleKeys - 1) / kScaleKeys;
+        const long long first = p.lengths.cu_seqlens_k ? sequence.k_offset() / kScaleKeys + batch : batch * blocks;
+        const long long block = head_k * (p.k_rows / kScaleKeys) + first;
+        const long long entry = static_cast<long long>(head_k) * p.batch + batch;
+        codes = reinterpret_cast<signed char*>(p.k_codes) + block * kScaleKeys * Headdim;
+        scales = p.k_scales + block * kScales;
+        mean = p.k_mean + entry * Headdim;
+        v_max = p.v_max + entry * p.v_max_stride;
+    }
+};
+
+// Four fp16 or bf16 elements as floats.
+__device__ __forceinline__ void to_floats(float (&x)[4], const uint2& packed, bool is_bf16) {
+    const float2 a = is_bf16 ? bf16x2_to_float2(packed.x) : to_float2(packed.x);
+    const float2 b = is_bf16 ? bf16x2_to_float2(packed.y) : to_float2(packed.y);
+    x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
+}
+
+// Four codes in a word: x * factor, at most 127 in magnitude, rounded to nearest even.
+__device__ __forceinline__ u32 to_codes(const float (&x)[4], float factor) {
+    u32 bits[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) bits[i] = __float_as_uint(fmaf(x[i], factor, kSumZero));
+    return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+}
+// The factor and the scale of codes whose largest magnitude is `largest`.
+__device__ __forceinline__ float code_factor(float largest) { return 127.f / fmaxf(largest, 1e-30f); }
+__device__ __forceinline__ float code_scale(float largest) { return fmaxf(largest * (1.f / 127.f), kSmallestScale); }
+
+// One stage of a Hadamard transform: sum and difference.
+__device__ __forceinline__ void butterfly(float& a, float& b) {
+    const float sum = a + b;
+    b = a - b;
+    a = sum;
+}
+// The same with the lane whose number differs in `lane_bit`.
+__device__ __forceinline__ float butterfly_lanes(float x, int lane_bit) {
+    const float other = __shfl_xor_sync(~0u, x, lane_bit);
+    return threadIdx.x & lane_bit ? other - x : x + other;
+}
+
+// Returns the exponent e of |v| < 2^e, from the maxima of a sequence's blocks. All lanes of the warp call it together.
+__device__ __forceinline__ int v_exponent(const float* v_max, int keys, int block_keys, ElementType element) {
+    float largest = 0.f;
+    for (int i = threadIdx.x & 31; i * block_keys < keys; i += 32) largest = fmaxf(largest, v_max[i]);
+#pragma unroll
+    for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
+    // fp16 has no factor above 2^15, and fp32 none above 2^127
+    const int least = element == ElementType::Bf16 ? -126 : -14;
+    return largest == 0.f ? 0 : max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, least);
+}
+// x * 2^exponent, in two steps because 2^128 is no float.
+__device__ __forceinline__ float times_power(float x, int exponent) {
+    const int half = exponent / 2;
+    return x * __int_as_float(half + 127 << 23) * __int_as_float(exponent - half + 127 << 23);
+}
+
+}  // namespace turing

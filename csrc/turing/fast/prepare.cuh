@@ -1,0 +1,188 @@
+// Prepares K and V for the fast forward kernel, a block of BLOCK_ROWS keys of one KV head at a time.
+//
+// Phase 0: K less its mean, as int8 codes; the largest finite |V|. Phase 1, for bf16 only: V as fp16 below 1. Every block takes
+// the mean of the sequence itself, from a sample, so that one launch suffices. Smoothing needs no exact mean: any vector that is
+// subtracted from all keys leaves the softmax as it is.
+#pragma once
+
+#include "turing/fast/mma.cuh"
+
+#include "tile.cuh"
+#include "turing/fast/codes.cuh"
+
+namespace turing {
+
+template <int Headdim, int BlockKeys, int Threads>
+struct FastPrepare {
+    static constexpr int kChunks = Headdim / kChunk;  // of 8 elements, one for each lane of a row
+    static constexpr int kRowsAtOnce = 32 / kChunks;  // of a warp; 16 keys share a scale
+    static constexpr int kLoads = kScaleKeys / kScales / kRowsAtOnce;
+    static constexpr int kSamplesAtOnce = Threads / kChunks;
+    static constexpr int kSharedBytes = kSamplesAtOnce * Headdim * 4;
+
+    using Row = float[kChunk];
+
+    __device__ __forceinline__ static void unpack(Row& x, const uint4& packed, bool is_bf16) {
+        const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 pair = is_bf16 ? bf16x2_to_float2(words[i]) : to_float2(words[i]);
+            x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+        }
+    }
+    __device__ __forceinline__ static bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+
+    // Sets `mean` of the thread's 8 columns. Elements that are not finite count as 0. All threads of the block call it together.
+    __device__ __forceinline__ static void take_mean(Row& mean, float* shared, const FastParams& p, const unsigned short* k,
+                                                     int keys, int chunk, bool has_chunk, bool is_bf16) {
+        const int samples = min(keys, kMeanKeys);
+#pragma unroll
+        for (int i = 0; i < kChunk; i++) mean[i] = 0.f;
+        for (int i = threadIdx.x / kChunks; i < samples; i += kSamplesAtOnce) {
+            const long long key = static_cast<long long>(i) * keys / samples;
+            Row x;
+            unpack(x, has_chunk ? load_global(k + key * p.k.row_stride + chunk * kChunk) : zero_chunk(), is_bf16);
+#pragma unroll
+            for (int j = 0; j < kChunk; j++) mean[j] += is_finite(x[j]) ? x[j] : 0.f;
+        }
+        const int row = threadIdx.x / kChunks;
+#pragma unroll
+        for (int j = 0; j < kChunk; j++) shared[row * Headdim + chunk * kChunk + j] = mean[j];
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < kChunk; j++) {
+            float sum = 0.f;
+            for (int i = 0; i < kSamplesAtOnce; i++) sum += shared[i * Headdim + chunk * kChunk + j];
+            mean[j] = sum / static_cast<float>(samples);
+        }
+    }
+
+    // Transforms a row that kChunks lanes hold. Its length grows by sqrt(Headdim).
+    __device__ __forceinline__ static void rotate(Row& x) {
+#pragma unroll
+        for (int step = 1; step < kChunk; step *= 2)
+#pragma unroll
+            for (int i = 0; i < kChunk; i++)
+                if (!(i & step)) butterfly(x[i], x[i + step]);
+#pragma unroll
+        for (int lane_bit = 1; lane_bit < kChunks; lane_bit *= 2)
+#pragma unroll
+            for (int i = 0; i < kChunk; i++) x[i] = butterfly_lanes(x[i], lane_bit);
+    }
+
+    __device__ __forceinline__ static void quantize(const FastParams& p, const KeyCodes<Headdim>& to, const unsigned short* k,
+                                                    int keys, const Row& mean, int chunk, bool has_chunk, bool is_bf16) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        // a warp takes the keys of one scale at a time
+        for (int group = warp; group < BlockKeys / kScaleKeys * kScales; group += Threads / 32) {
+            const int block = blockIdx.x * (BlockKeys / kScaleKeys) + group / kScales, scale = group % kScales;
+            if (block * kScaleKeys >= keys) continue;
+            uint4 data[kLoads];
+            const auto key_of = [&](int load) {
+                const int i = load * kRowsAtOnce + lane / kChunks;  // of 16
+                return block * kScaleKeys + i / 2 * 8 + 2 * scale + i % 2;
+            };
+#pragma unroll
+            for (int load = 0; load < kLoads; load++) {
+                const int key = key_of(load);
+                data[load] = has_chunk && key < keys ? load_global(k + key * p.k.row_stride + chunk * kChunk) : zero_chunk();
+            }
+            float largest = 0.f, poison = 0.f;
+            const auto row = [&](Row& x, int load) {
+                unpack(x, data[load], is_bf16);
+                const bool exists = key_of(load) < keys;
+#pragma unroll
+                for (int i = 0; i < kChunk; i++) {
+                    poison = fmaf(x[i], 0.f, poison);
+                    x[i] = exists ? x[i] - mean[i] : 0.f;
+                }
+                if (p.rotate) rotate(x);
+            };
+#pragma unroll
+            for (int load = 0; load < kLoads; load++) {
+                Row x;
+                row(x, load);
+#pragma unroll
+                for (int i = 0; i < kChunk; i++) largest = fmaxf(largest, fabsf(x[i]));
+            }
+#pragma unroll
+            for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) {
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
+                poison += __shfl_xor_sync(~0u, poison, lane_mask);
+            }
+            const float factor = code_factor(largest);
+#pragma unroll
+            for (int load = 0; load < kLoads; load++) {
+                Row x;
+                row(x, load);
+                const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
+                *reinterpret_cast<uint2*>(to.codes + static_cast<long long>(key_of(load)) * Headdim + chunk * kChunk) =
+                    make_uint2(to_codes(low, factor), to_codes(high, factor));
+            }
+            if (lane == 0) to.scales[block * kScales + scale] = code_scale(largest) + poison;
+        }
+    }
+
+    // Writes the largest finite |V| of the block's keys.
+    __device__ __forceinline__ static void take_v_max(const FastParams& p, const KeyCodes<Headdim>& to, float* shared,
+                                                      const unsigned short* v, int keys, int chunk, bool is_bf16) {
+        float largest = 0.f;
+        const int end = min(keys, static_cast<int>(blockIdx.x + 1) * BlockKeys);
+        if (chunk * kChunk < p.problem.headdim_v)
+            for (int key = blockIdx.x * BlockKeys + threadIdx.x / kChunks; key < end; key += kSamplesAtOnce) {
+                Row x;
+                unpack(x, load_global(v + key * p.v.row_stride + chunk * kChunk), is_bf16);
+#pragma unroll
+                for (int i = 0; i < kChunk; i++)
+                    if (is_finite(x[i])) largest = fmaxf(largest, fabsf(x[i]));
+            }
+#pragma unroll
+        for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
+        __syncthreads();  // the mean has been read
+        if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            for (int i = 1; i < Threads / 32; i++) largest = fmaxf(largest, shared[i]);
+            to.v_max[blockIdx.x] = largest;
+        }
+    }
+
+    // Phase 1: V * 2^-e as fp16.
+    __device__ __forceinline__ static void scale_v(const FastParams& p, const KeyCodes<Headdim>& from, int k_offset, int keys,
+                                                   int chunk) {
+        const int exponent = -v_exponent(from.v_max, keys, BlockKeys, p.element);
+        if (chunk * kChunk >= p.problem.headdim_v) return;
+        const unsigned short* v = rows_of(p.v, blockIdx.z, blockIdx.y, k_offset) + chunk * kChunk;
+        unsigned short* to = rows_of(p.v_scaled, blockIdx.z, blockIdx.y, k_offset) + chunk * kChunk;
+        const int end = min(keys, static_cast<int>(blockIdx.x + 1) * BlockKeys);
+        for (int key = blockIdx.x * BlockKeys + threadIdx.x / kChunks; key < end; key += kSamplesAtOnce) {
+            Row x;
+            unpack(x, load_global(v + key * p.v.row_stride), true);
+            u32 words[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) words[i] = to_half2(times_power(x[2 * i], exponent), times_power(x[2 * i + 1], exponent));
+            *reinterpret_cast<uint4*>(to + key * p.v_scaled.row_stride) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
+
+    __device__ __forceinline__ static void run(const FastParams& p) {
+        extern __shared__ __align__(16) unsigned char shared_bytes[];
+        float* shared = reinterpret_cast<float*>(shared_bytes);
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        const int keys = sequence.seqlen_k(), head = blockIdx.y, chunk = threadIdx.x % kChunks;
+        if (static_cast<int>(blockIdx.x) * BlockKeys >= keys) return;
+        const KeyCodes<Headdim> to(p, sequence, head);
+        if (p.phase == 1) return scale_v(p, to, sequence.k_offset(), keys, chunk);
+        const bool is_bf16 = p.element == ElementType::Bf16, has_chunk = chunk * kChunk < p.problem.headdim;
+        const unsigned short* k = rows_of(p.k, blockIdx.z, head, sequence.k_offset());
+        Row mean = {};
+        if (p.smooth_k) take_mean(mean, shared, p, k, keys, chunk, has_chunk, is_bf16);
+        if (blockIdx.x == 0 && threadIdx.x < kChunks)
+#pragma unroll
+            for (int i = 0; i < kChunk; i++) to.mean[chunk * kChunk + i] = mean[i];
+        quantize(p, to, k, keys, mean, chunk, has_chunk, is_bf16);
+        take_v_max(p, to, shared, rows_of(p.v, blockIdx.z, head, sequence.k_offset()), keys, chunk, is_bf16);
+    }
+};
+
+}  // namespace turing

@@ -1,0 +1,55 @@
+//! The fast forward kernels: int8 scores, fp16 sums of spans of keys. docs/log/2026-11-23-fast-forward.md has the reasons for their tiles.
+
+use super::super::variants::{Feature, FeatureSet, Pass, Variant};
+use super::family::TURING;
+
+/// Threads of every block: one moves 16 bytes of K's codes and 32 of V in each span.
+const THREADS: u32 = 256;
+/// Slots of the ring, of one span each.
+const SLOTS: u32 = 4;
+/// Keys of a block of the prepare kernel, which csrc/turing/fast/forward.cu names too.
+const PREPARED_KEYS: u32 = 256;
+
+/// (headdim, rows of a warp, keys of a span). Spans are as long as registers allow: 192 bytes of probabilities, and 128 registers of
+/// output at headdim 128 and 256.
+const TILES: [(u32, u32, u32); 3] = [(64, 32, 64), (128, 32, 32), (256, 16, 16)];
+
+fn forward((headdim, warp_rows, step): (u32, u32, u32)) -> Variant {
+    Variant {
+        headdim,
+        headdim_v: headdim,
+        block_rows: THREADS / 32 * warp_rows,
+        step,
+        threads: THREADS,
+        // after the ring, 48 bytes of each thread and 32 of each four
+        shared_bytes: SLOTS * step * 3 * headdim + THREADS * (48 + 32 / 4),
+        ..Variant::new(TURING, Pass::FastForward, "turing/fast/forward.cu")
+    }
+}
+
+/// Returns the prepare kernel: four blocks an SM, because memory bounds it. Shared memory: a partial mean of each row that the block reads
+/// at once.
+fn prepare((headdim, ..): (u32, u32, u32)) -> Variant {
+    Variant {
+        headdim,
+        headdim_v: headdim,
+        block_rows: PREPARED_KEYS,
+        step: 64,
+        threads: THREADS,
+        shared_bytes: THREADS * 8 * 4,
+        blocks_per_sm: 2,
+        ..Variant::new(TURING, Pass::FastPrepare, "turing/fast/prepare.cu")
+    }
+    .with_features(FeatureSet::of(&[Feature::Lengths]))
+}
+
+/// Returns plain kernels, kernels for lengths in memory and masks, and the prepare kernels.
+pub fn rows() -> impl Iterator<Item = Variant> {
+    let features = FeatureSet::of(&[Feature::Lengths, Feature::Bias]);
+    // with lengths and masks 32 rows of headdim 128 spill 8 bytes
+    let generic = move |(headdim, warp_rows, step): (u32, u32, u32)| {
+        let warp_rows = if headdim == 64 { warp_rows } else { 16 };
+        forward((headdim, warp_rows, step)).with_features(features)
+    };
+    TILES.into_iter().map(forward).chain(TILES.into_iter().map(generic)).chain(TILES.into_iter().map(prepare))
+}

@@ -1,0 +1,240 @@
+//! A model of the fast kernels in ATen operations: the oracle of their tests.
+//!
+//! It has their codes, scales, flushed probabilities, and fp16 sums of 8 keys at a time. It takes a row's final maximum for the
+//! reference, where kernels have an earlier one, so probabilities may round differently. Memory is O(seqlen) for each of some rows.
+
+use super::part::Part;
+use crate::error::Result;
+use tch::{Device, Kind, Tensor};
+
+/// Keys that share scales, and scales of so many keys. csrc/turing/fast/codes.cuh has these and the next two.
+const SCALE_KEYS: i64 = 64;
+const SCALES: i64 = 4;
+const MEAN_KEYS: i64 = 128;
+const SMALLEST_SCALE: f64 = 1e-18;
+/// Keys that one product adds to fp16 sums.
+const PRODUCT_KEYS: i64 = 8;
+/// Rows at once.
+const CHUNK_ROWS: i64 = 256;
+/// Log2 of the smallest packed probability that is not 0.
+const LOG2_SMALLEST: f64 = -14.0;
+const LN_2: f64 = std::f64::consts::LN_2;
+
+/// Returns (headdim, keys of a span) of the kernel for these columns.
+fn tile(columns: i64) -> (i64, i64) {
+    match columns {
+        ..=64 => (64, 64),
+        65..=128 => (128, 32),
+        _ => (256, 16),
+    }
+}
+
+/// Computes a dense problem into `out` (batch, seqlen_q, nheads, headdim_v) and `lse` (batch, nheads, seqlen_q).
+pub fn forward(part: &Part, smooth_k: bool, rotate: bool, out: &Tensor, lse: &Tensor) -> Result<()> {
+    let a = &part.a;
+    if a.is_empty() {
+        let _ = (out.shallow_clone().f_zero_()?, lse.shallow_clone().f_fill_(f64::INFINITY)?);
+        return Ok(());
+    }
+    let (headdim, span) = tile(a.headdim.max(a.headdim_v));
+    let rotation = if rotate { Some(hadamard(headdim)?) } else { None };
+    let floats = |t: &Tensor, entry: i64, head: i64, columns: i64| padded(&t.f_select(0, entry)?.f_select(1, head)?, columns);
+    for entry in 0..a.batch {
+        for head_k in 0..a.nheads_k {
+            let keys = Keys::new(&floats(&part.k, entry, head_k, headdim)?, smooth_k, &rotation)?;
+            let values = Values::new(&floats(&part.v, entry, head_k, a.headdim_v)?, span, part.v.kind())?;
+            let group = a.nheads / a.nheads_k;
+            for head in head_k * group..(head_k + 1) * group {
+                let q = floats(&part.q, entry, head, headdim)?.f_mul_scalar(if a.softmax_scale < 0.0 { -1.0 } else { 1.0 })?;
+                let (out, lse) = (out.f_select(0, entry)?.f_select(1, head)?, lse.f_select(0, entry)?.f_select(0, head)?);
+                let mut row = 0;
+                while row < a.seqlen_q {
+                    let rows = CHUNK_ROWS.min(a.seqlen_q - row);
+                    let of_rows = |t: &Tensor| t.f_narrow(0, row, rows);
+                    let hidden = hidden(part, entry, head, row, rows)?;
+                    let (o, l) = attend(&of_rows(&q)?, &keys, &values, &hidden, a.softmax_scale.abs(), &rotation)?;
+                    of_rows(&out)?.f_copy_(&below_overflow(&o, part.v.kind())?)?;
+                    of_rows(&lse)?.f_copy_(&l)?;
+                    row += rows;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns rows as fp32, with zeros up to `columns`.
+fn padded(t: &Tensor, columns: i64) -> Result<Tensor> {
+    resized(&t.f_to_kind(Kind::Float)?, 1, columns)
+}
+
+/// Returns `t` with zeros after it, so that a dimension has this size.
+fn resized(t: &Tensor, dim: i64, size: i64) -> Result<Tensor> {
+    let mut sizes = t.size();
+    let present = std::mem::replace(&mut sizes[dim as usize], size);
+    let copy = Tensor::f_zeros(&sizes, (t.kind(), Device::Cpu))?;
+    copy.f_narrow(dim, 0, present)?.f_copy_(t)?;
+    Ok(copy)
+}
+
+fn round_up(n: i64, multiple: i64) -> i64 {
+    (n + multiple - 1) / multiple * multiple
+}
+
+/// Returns a batched product of two (batch, m, k) and (batch, k, n) tensors.
+fn product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    let result = Tensor::f_empty([x.size()[0], x.size()[1], y.size()[2]], (x.kind(), Device::Cpu))?;
+    let _ = x.f_bmm_out(&result, y)?;
+    Ok(result)
+}
+
+/// Returns a product of two matrices.
+fn matrix_product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    Ok(product(&x.f_unsqueeze(0)?, &y.f_unsqueeze(0)?)?.f_squeeze_dim(0)?)
+}
+
+/// Returns the transform that kernels apply to rows, without its factor of headdim ** -0.5.
+fn hadamard(headdim: i64) -> Result<Tensor> {
+    let sign = |i: i64| if ((i / headdim) & (i % headdim)).count_ones() % 2 == 0 { 1f32 } else { -1.0 };
+    let signs: Vec<f32> = (0..headdim * headdim).map(sign).collect();
+    Ok(Tensor::f_from_slice(&signs)?.f_view([headdim, headdim])?)
+}
+
+/// Returns 0, or NaN where x is not finite.
+fn poison(x: &Tensor, dims: &[i64]) -> Result<Tensor> {
+    Ok(x.f_mul_scalar(0.0)?.f_sum_dim_intlist(dims, true, Kind::Float)?)
+}
+
+/// Returns a copy with 0 for what is not finite.
+fn finite(x: &Tensor) -> Result<Tensor> {
+    Ok(x.f_add_scalar(0.0)?.f_nan_to_num_(0.0, 0.0, 0.0)?)
+}
+
+/// Returns codes and scales of x, one scale over these dimensions.
+fn quantized(x: &Tensor, dims: &[i64]) -> Result<(Tensor, Tensor)> {
+    let largest = x.f_abs()?.f_nan_to_num_(0.0, 0.0, 0.0)?.f_amax(dims, true)?;
+    let factor = Tensor::f_full_like(&largest, 127.0)?.f_div(&largest.f_clamp_min(1e-30)?)?;
+    let codes = finite(x)?.f_mul(&factor)?.f_round()?;
+    let scale = largest.f_mul_scalar(1.0 / 127.0)?.f_clamp_min(SMALLEST_SCALE)?.f_add(&poison(x, dims)?)?;
+    Ok((codes, scale))
+}
+
+/// Codes of K and what makes scores of them.
+struct Keys {
+    /// (headdim, keys rounded up)
+    codes: Tensor,
+    /// (keys rounded up)
+    scales: Tensor,
+    /// (headdim, 1)
+    mean: Tensor,
+}
+
+impl Keys {
+    fn new(k: &Tensor, smooth: bool, rotation: &Option<Tensor>) -> Result<Keys> {
+        let (count, headdim) = k.size2()?;
+        let samples = count.min(MEAN_KEYS);
+        let positions: Vec<i64> = (0..samples).map(|i| i * count / samples).collect();
+        let sample = k.f_index_select(0, &Tensor::f_from_slice(&positions)?)?;
+        let sample = finite(&sample)?;
+        let mean = sample.f_sum_dim_intlist([0_i64].as_slice(), false, Kind::Float)?.f_mul_scalar(1.0 / samples as f64)?;
+        let mean = if smooth { mean } else { mean.f_zeros_like()? };
+        let mut x = k.f_sub(&mean)?;
+        if let Some(h) = rotation {
+            x = matrix_product(&x, h)?;
+        }
+        // block, pair of keys, scale, key of the pair
+        let rows = round_up(count, SCALE_KEYS);
+        let x = resized(&x, 0, rows)?.f_view([rows / SCALE_KEYS, SCALE_KEYS / SCALES / 2, SCALES, 2, headdim])?;
+        let (codes, scales) = quantized(&x, &[1, 3, 4])?;
+        let scales = scales.f_expand([rows / SCALE_KEYS, SCALE_KEYS / SCALES / 2, SCALES, 2, 1], false)?.f_reshape([rows])?;
+        let codes = codes.f_reshape([rows, headdim])?.f_transpose(0, 1)?.f_contiguous()?;
+        Ok(Keys { codes, scales, mean: mean.f_unsqueeze(1)? })
+    }
+}
+
+/// V below 1 in magnitude, as fp16 numbers.
+struct Values {
+    /// (spans, products of a span, keys of a product, headdim_v)
+    v: Tensor,
+    /// What V was divided by.
+    power: f64,
+}
+
+impl Values {
+    fn new(v: &Tensor, span: i64, kind: Kind) -> Result<Values> {
+        let (count, columns) = v.size2()?;
+        let (_, exponent) = finite(v)?.f_abs_()?.f_amax([0_i64, 1].as_slice(), false)?.f_frexp()?;
+        let exponent = exponent.f_int64_value(&[])?.max(if kind == Kind::BFloat16 { -126 } else { -14 }) as i32;
+        let rows = round_up(count, span);
+        let scaled = v.f_mul_scalar(2f64.powi(-exponent))?.f_to_kind(Kind::Half)?.f_to_kind(Kind::Float)?;
+        let v = resized(&scaled, 0, rows)?.f_view([rows / span, span / PRODUCT_KEYS, PRODUCT_KEYS, columns])?;
+        Ok(Values { v, power: 2f64.powi(exponent) })
+    }
+}
+
+/// Returns which keys rows do not see: (rows, keys).
+fn hidden(part: &Part, entry: i64, head: i64, row: i64, rows: i64) -> Result<Tensor> {
+    let a = &part.a;
+    let positions = |start: i64, count: i64| Tensor::f_arange_start(start, start + count, (Kind::Int64, Device::Cpu));
+    let distances = positions(0, a.seqlen_k)?.f_sub(&positions(row + a.seqlen_k - a.seqlen_q, rows)?.f_unsqueeze(1)?)?;
+    let before = distances.f_lt(a.window.left.map_or(-(1_i64 << 40), |left| -left))?;
+    let mut hidden = before.f_logical_or(&distances.f_le(a.window.right.unwrap_or(1 << 40))?.f_logical_not()?)?;
+    if let Some(mask) = &part.attn_bias {
+        let mut mask = mask.shallow_clone();
+        for (dim, start, count) in [(0, entry, 1), (1, head, 1), (2, row, rows)] {
+            if mask.size()[dim] > 1 {
+                mask = mask.f_narrow(dim as i64, start, count)?;
+            }
+        }
+        hidden = hidden.f_logical_or(&mask.f_squeeze_dim(0)?.f_squeeze_dim(0)?.f_logical_not()?)?;
+    }
+    Ok(hidden)
+}
+
+/// Rounds down what is larger than fp16's largest number by rounding alone: a mean of V is no larger than V.
+fn below_overflow(x: &Tensor, kind: Kind) -> Result<Tensor> {
+    let largest = f64::from(half::f16::MAX);
+    if kind != Kind::Half {
+        return Ok(x.shallow_clone());
+    }
+    Ok(x.f_clamp(-largest, largest)?.f_where_self(&x.f_abs()?.f_lt(66000.0)?, x)?)
+}
+
+/// Returns out and log-sum-exp of some rows of one head.
+fn attend(q: &Tensor, keys: &Keys, values: &Values, hidden: &Tensor, scale: f64, rotation: &Option<Tensor>) -> Result<(Tensor, Tensor)> {
+    let (rows, headdim) = q.size2()?;
+    let (count, columns) = (hidden.size()[1], values.v.size()[3]);
+    let [spans, products] = [values.v.size()[0], values.v.size()[1]];
+    let log2_scale = scale.max(1e-30) / LN_2;
+    let (x, unit) = match rotation {
+        Some(h) => (matrix_product(q, h)?, log2_scale / headdim as f64),
+        None => (q.shallow_clone(), log2_scale),
+    };
+    let (codes, q_scale) = quantized(&x, &[1])?;
+    let q_scale = q_scale.f_mul_scalar(unit)?;
+    let q_scale = q_scale.f_maximum(&Tensor::f_full_like(&q_scale, SMALLEST_SCALE)?)?;
+    // (rows, keys) in log2 units
+    let scores = matrix_product(&codes, &keys.codes)?.f_mul(&q_scale.f_mul(&keys.scales)?)?.f_narrow(1, 0, count)?;
+    let scores = scores.f_masked_fill(hidden, f64::NEG_INFINITY)?;
+    let maximum = scores.f_amax([1_i64].as_slice(), true)?;
+    let maximum = maximum.f_masked_fill(&maximum.f_eq(f64::NEG_INFINITY)?, 0.0)?;
+    // what 1 is packed as
+    let one = f64::from(15 - (products * PRODUCT_KEYS).ilog2() as i32 - 4);
+    let exponents = scores.f_sub(&maximum)?.f_add_scalar(one)?;
+    let flushed = exponents.f_lt(LOG2_SMALLEST)?;
+    let p = exponents.f_mul_scalar(LN_2)?.f_exp_()?.f_masked_fill(&flushed, 0.0)?;
+    let sum = p.f_sum_dim_intlist([1_i64].as_slice(), true, Kind::Float)?;
+    let p = resized(&p.f_to_kind(Kind::Half)?.f_to_kind(Kind::Float)?, 1, spans * products * PRODUCT_KEYS)?;
+    let p = p.f_view([rows, spans, products, PRODUCT_KEYS])?.f_permute([1, 2, 0, 3])?;
+    let mut sums = Tensor::f_zeros([spans, rows, columns], (Kind::Float, Device::Cpu))?;
+    for i in 0..products {
+        let of_keys = product(&p.f_select(1, i)?.f_contiguous()?, &values.v.f_select(1, i)?.f_contiguous()?)?;
+        sums = sums.f_add(&of_keys)?.f_to_kind(Kind::Half)?.f_to_kind(Kind::Float)?;
+    }
+    let is_empty = sum.f_eq(0.0)?;
+    let out = sums.f_sum_dim_intlist([0_i64].as_slice(), false, Kind::Float)?.f_div(&sum)?.f_mul_scalar(values.power)?;
+    let mean_score = matrix_product(q, &keys.mean)?.f_mul_scalar(scale)?;
+    let lse = sum.shallow_clone().f_log_()?.f_add(&maximum.f_add_scalar(-one)?.f_mul_scalar(LN_2)?)?.f_add(&mean_score)?;
+    let lse = lse.f_masked_fill(&is_empty, f64::INFINITY)?.f_squeeze_dim(1)?;
+    Ok((out.f_masked_fill(&is_empty, 0.0)?, lse))
+}

@@ -1,0 +1,39 @@
+//! Plans the fast forward: its kernels, or none where the exact forward serves the call.
+
+use super::choose::choose;
+use super::device::DeviceLimits;
+use super::features::{features, BackwardMode};
+use super::grid::planned;
+use super::kernel::{PlannedKernel, Reason};
+use crate::error::Result;
+use crate::kernels::{self, Pass, COMPILED};
+use crate::problem::Attention;
+use crate::tuning::Shape;
+
+/// Fewest keys for which the fast kernels are chosen. Preparing K and V takes time in proportion to the keys, as much as 36% of the products'
+/// at 1024 keys and 9% at 4096 (32 heads of 128 columns, from the bytes that it moves on an RTX 2080 Ti). The products alone take about half
+/// of the exact kernel's time.
+pub const FAST_MIN_KEYS: i64 = 1024;
+
+/// The kernels of a fast forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FastPlan {
+    /// Quantizes K and takes the range of V.
+    pub prepare: PlannedKernel,
+    /// Computes out and softmax_lse.
+    pub forward: PlannedKernel,
+}
+
+/// Plans the fast kernels of a non-empty problem, whose headdims are multiples of 8. None: use the exact forward, because the device has
+/// no fast kernels, or because the sequences are too short for them to pay. A tuning that names a fast kernel overrides the length.
+pub fn fast(a: &Attention, d: &DeviceLimits) -> Result<Option<FastPlan>> {
+    let Ok([forward]) = choose(*COMPILED, kernels::FAST_FORWARD, &Shape::of(a), features(a, BackwardMode::default()), d) else {
+        return Ok(None);
+    };
+    if a.seqlen_k < FAST_MIN_KEYS && forward.1 != Reason::Tuned {
+        return Ok(None);
+    }
+    let mut prepares = COMPILED.of(&forward.0.family, Pass::FastPrepare);
+    let prepare = prepares.find(|v| v.headdim == forward.0.headdim).expect("each fast forward kernel has a prepare kernel");
+    Ok(Some(FastPlan { prepare: planned((prepare, forward.1), a), forward: planned(forward, a) }))
+}
