@@ -170,6 +170,39 @@ def test_the_packed_mask_is_kept_until_something_changes():
     assert kept() is None
 
 
+READ_FROM_A_GLOBAL = torch.ones(128, 128, dtype=torch.bool)
+
+
+class Owner:
+    def __init__(self, shown):
+        self.shown = shown
+
+    def read(self, q, kv):
+        return self.shown[q, kv]
+
+    def mask_mod(self, b, h, q, kv):
+        return self.read(q, kv)
+
+
+@pytest.mark.parametrize("place", ["attribute", "method", "dict", "default", "global"])
+def test_the_packed_mask_follows_tensors_wherever_the_function_reads_them(place):
+    shown = READ_FROM_A_GLOBAL if place == "global" else torch.ones(128, 128, dtype=torch.bool)
+    owner, named = Owner(shown), {"shown": shown}
+    mask_mod = {
+        "attribute": lambda b, h, q, kv: owner.shown[q, kv],
+        "method": owner.mask_mod,
+        "dict": lambda b, h, q, kv: named["shown"][q, kv],
+        "default": lambda b, h, q, kv, shown=shown: shown[q, kv],
+        "global": lambda b, h, q, kv: READ_FROM_A_GLOBAL[q, kv],
+    }[place]
+    one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    torch_mask = TorchBlockMask.from_kv_blocks(one, zero, BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=(128, 128))
+    mask = BlockMask.from_torch(torch_mask)
+    assert BlockMask.from_torch(torch_mask) is mask and mask.dense().all()
+    shown[:, 100:] = False
+    assert torch.equal(BlockMask.from_torch(torch_mask).dense()[0, 0], shown)
+
+
 class Operations(TorchDispatchMode):
     """Counts operations, and finds the largest tensor and those that wait for a device."""
 

@@ -1,9 +1,11 @@
 """`volta_fa.flex_attention` against attention in fp64 and torch's own function; `enable_flex`; torch.compile."""
 
+import gc
 import logging
 import math
 import os
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -40,6 +42,7 @@ RECOGNIZED = {
         Scores(factor=0.5, softcap=2.0, bias=(False, True, True, True), alibi="absolute"),
     ),
     "relative": (lambda s, b, h, q, kv: s + TABLE[h, q - kv + 300], Scores(bias=(False, True, True, True))),
+    "steps": (lambda s, b, h, q, kv: s - SLOPES[h] * ((q - kv).abs() * 0.125).to(torch.int32), Scores(bias=(False, True, True, True))),
     "causal": (lambda s, b, h, q, kv: torch.where(q >= kv, s, -float("inf")), Scores(hides=(False, False, True, True))),
     "causal, relative": (
         lambda s, b, h, q, kv: torch.where(q >= kv, s + TABLE[h, q - kv + 300], torch.tensor(-float("inf"))),
@@ -49,6 +52,7 @@ RECOGNIZED = {
 OTHERS = {
     "mul of two scores": lambda s, b, h, q, kv: s * s,
     "mul by a value that is not a positive constant": lambda s, b, h, q, kv: s * SLOPES[h],
+    "to": lambda s, b, h, q, kv: s.to(torch.int32),
     "relu": lambda s, b, h, q, kv: torch.relu(s),
     "tanh of more than a scaled score": lambda s, b, h, q, kv: 3 * torch.tanh(s + SLOPES[h]),
     "where with anything but the score and -inf": lambda s, b, h, q, kv: torch.where(q > kv, s, -1.0),
@@ -212,6 +216,30 @@ def test_compiled(name, backend):
     block_mask = create_block_mask(lambda b, h, q, kv: documents[q] == documents[kv], None, None, LENGTH, LENGTH, device="cpu")
     found = compiled(flex_attention, backend, *inputs, score_mod, block_mask)
     assert_same(found, plain(*inputs, score_mod, lambda b, h, q, kv: q // 40 == kv // 40), inputs)
+
+
+def test_compiled_programs_stay_in_one_part():
+    """torch.compile allows results of unknown size by itself only with fullgraph=True."""
+    inputs = operands()
+    block_mask = create_block_mask(MASKS["sinks and window"], None, None, LENGTH, LENGTH, device="cpu")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = torch.compile(flex_attention, backend="aot_eager")(*inputs, RECOGNIZED["softcap"][0], block_mask, return_lse=True)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert_same(found, plain(*inputs, RECOGNIZED["softcap"][0], MASKS["sinks and window"]), inputs)
+
+
+def test_masks_of_score_functions_end_with_them():
+    shown = torch.rand(LENGTH, LENGTH) > 0.5
+
+    def score_mod(score, b, h, q, kv):
+        return torch.where(shown[q, kv], score, -math.inf)
+
+    flex_attention(*operands(), score_mod)
+    ended = weakref.ref(score_mod)
+    del score_mod
+    gc.collect()
+    assert ended() is None
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import weakref
@@ -64,9 +65,7 @@ def flex_attention(
         if getattr(return_aux, "max_scores", False):
             raise Unrecognized("max_scores")
         check_operands(query, key, value)
-        scores = recognize(score_mod)
-        mask = block_mask_of(block_mask, query, key)
-        out, lse = attend(query, key, value, score_mod, (), scores, mask, scale)
+        out, lse = _untraced()(query, key, value, score_mod, block_mask, scale)
     except Unrecognized as unrecognized:
         log_fallback(str(unrecognized))
         return _torch_function()(
@@ -82,6 +81,20 @@ def flex_attention(
             **({} if return_aux is None else {"return_aux": return_aux}),
         )
     return results(out, lse, return_lse, return_aux)
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, block_mask: Any, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    scores = recognize(score_mod)
+    return attend(query, key, value, score_mod, (), scores, block_mask_of(block_mask, query, key), scale)
+
+
+@functools.cache
+def _untraced() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Returns `_run`, whose frames dynamo leaves alone where a program that it compiles in parts calls it."""
+    function: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_run)
+    return function
 
 
 def results(out: Tensor, lse: Tensor, return_lse: bool, return_aux: Any) -> Any:
@@ -174,7 +187,7 @@ _masks: weakref.WeakKeyDictionary[ScoreMod, tuple[Source, BlockMask]] = weakref.
 def _hidden(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, ...], hides: tuple[bool, ...]) -> BlockMask:
     """Returns the mask of a score function that hides elements and adds nothing. Keeps it while the function is there."""
     sizes = [n if used else 1 for n, used in zip(query.shape, hides[:2])]
-    source = Source.of(score_mod, *captured, *sizes, query.shape[2], key.shape[2], str(query.device))
+    source = Source.of(score_mod, *captured, *sizes, query.shape[2], key.shape[2], str(query.device), keep_function=False)
     kept = _masks.get(score_mod)
     if kept is None or kept[0] != source:
         zero = torch.zeros((), device=query.device)

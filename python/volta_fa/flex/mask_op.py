@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -44,8 +45,18 @@ def pack_mask(block_mask: tuple[Any, ...], buffers: tuple[Any, ...], query: Tens
     if not large and (int(block_mask[0]), int(block_mask[1])) != lengths:
         raise Unrecognized("a block mask of other lengths")
     batch, heads = expanded(fields[0].shape, query.shape[0], query.shape[1], mask_mod, buffers)
+    _allow_unknown_sizes(query)
     lists = torch.ops.volta_fa_flex.pack_mask(*fields, list(buffers), program, list(block_size), list(lengths), batch, heads)
     return BlockMask(lengths, *lists)
+
+
+def _allow_unknown_sizes(query: Tensor) -> None:
+    """Lets the operator's number of tiles stay unknown in the program that torch.compile traces. With fullgraph=True torch allows that
+    itself; else the program would break in parts here."""
+    mode = torch._guards.detect_fake_mode((query,))
+    shapes = None if mode is None else mode.shape_env
+    if shapes is not None:
+        shapes.settings = replace(shapes.settings, allow_dynamic_output_shape_ops=True)
 
 
 def _program(mask_mod: Any, buffers: tuple[Any, ...]) -> str:

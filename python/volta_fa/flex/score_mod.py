@@ -157,7 +157,7 @@ class _Reader:
         if not isinstance(node, fx.Node) or -1 not in self._needs(node):
             raise Unrecognized("a result that is not made of the score")
         name, args = _name(node), node.args
-        if name in _CONVERSIONS:
+        if name in _CONVERSIONS and _keeps_fractions(node):
             return self._chain(args[0])
         if name in ("where", "masked_fill"):
             return self._hidden(name, args)
@@ -219,7 +219,7 @@ class _Reader:
         if not self._needs(value) & {2, 3}:
             return 0.0, 0.0, 1.0, "term"
         name, args = _name(value), value.args
-        if name in _CONVERSIONS:
+        if name in _CONVERSIONS and _keeps_fractions(value):
             return self._linear(args[0])
         parts = [self._linear(a) for a in args if isinstance(a, (fx.Node, int, float))]
         if None in parts or value.kwargs:
@@ -249,6 +249,12 @@ class _Reader:
             factor = b[2] if name in _MULTIPLY else 1 / b[2]
             return a if a[3] == "absolute" else (a[0] * factor, a[1] * factor, a[2] * factor, a[3])
         return None
+
+
+def _keeps_fractions(node: fx.Node) -> bool:
+    """Returns whether a conversion is to a floating-point type, or only to another device or layout."""
+    types = (*node.args[1:], *node.kwargs.values())
+    return not any(isinstance(t, (fx.Node, str)) or (isinstance(t, torch.dtype) and not t.is_floating_point) for t in types)
 
 
 def _name(node: fx.Node) -> str:
