@@ -49,6 +49,7 @@ def measure(headdim: int, mask: BlockMask, seqlen: int, device: torch.device) ->
     """Returns milliseconds by implementation and pass, and of packing."""
     q, k, v, dout = (torch.randn(1, HEADS, seqlen, headdim, device=device, dtype=torch.float16) for _ in range(4))
     leaves = [t.requires_grad_() for t in (q, k, v)]
+    torch._dynamo.reset()  # one function compiles for at most eight masks and modes
     compiled = torch.compile(flex_attention, fullgraph=True)
     found = {"packing": median_ms(lambda: _pack(mask), device, 0.3)}
     for name, function in (("volta_fa", volta_fa.flex_attention), ("torch", compiled)):
