@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -240,6 +241,15 @@ def test_masks_of_score_functions_end_with_them():
     del score_mod
     gc.collect()
     assert ended() is None
+
+
+def test_score_functions_are_traced_in_one_thread_at_a_time():
+    def recognizes(_):
+        return [recognize(RECOGNIZED["causal, relative"][0]) for _ in range(50)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [scores for of_thread in pool.map(recognizes, range(4)) for scores in of_thread]
+    assert set(found) == {RECOGNIZED["causal, relative"][1]}
 
 
 @pytest.mark.slow

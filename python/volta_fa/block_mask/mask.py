@@ -39,7 +39,7 @@ class BlockMask:
     def from_torch(cls, block_mask: Any, batch: int = 1, heads: int = 1) -> BlockMask:
         """Returns a `torch.nn.attention.flex_attention.BlockMask` of torch 2.7 or later in this form.
 
-        The result is kept on torch's object until its tensors, or tensors that its mask_mod captures, change.
+        The result is kept on torch's object until its tensors, or tensors that its mask_mod reads, change.
 
         Args:
             batch, heads: sizes of the problem. They count for masks of fewer entries or heads whose mask_mod depends on these.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
+
+#: fx patches torch while it traces, for all threads.
+_lock = threading.Lock()
 
 
 class Trace(NamedTuple):
@@ -39,7 +43,7 @@ def trace(function: Callable[..., Any], arguments: int, captured: tuple[Any, ...
             graph = function.graph
             tracer.root = function
         else:
-            with _IndexByProxy():
+            with _lock, _IndexByProxy():
                 graph = tracer.trace(_with_arguments(function, names))
     except Exception:  # what user functions raise when they get a proxy: TraceError, TypeError, ...
         return None
