@@ -48,9 +48,9 @@ public:
     __device__ __forceinline__ int seqlen_k_cache() const { return seqlen_k_cache_; }
     // Tokens that this call appends.
     __device__ __forceinline__ int seqlen_knew() const { return seqlen_knew_; }
-    // Row of packed k and v where these begin.
+    // First row of the appended tokens in packed k and v, else 0.
     __device__ __forceinline__ int knew_offset() const { return knew_offset_; }
-    // First row of q, from the batch entry's first.
+    // First row of the sequence in packed q, else 0.
     __device__ __forceinline__ int q_offset() const { return q_offset_; }
     // Row of token 0, from the first row of the sequence's entry or pages.
     __device__ __forceinline__ int k_offset() const { return k_offset_; }
@@ -69,8 +69,8 @@ public:
     }
 };
 
-// Returns the number, in the cache, of the sequence's page i, which has its rows from cache.rows * i on (row 0 is not token 0 where
-// there is a k_offset()). For a dense cache returns its entry, whatever i.
+// Returns the page number of the sequence's page i, which holds its rows from cache.rows * i on. (Rows count from the first page,
+// tokens from k_offset().) For a dense cache returns its entry, whatever i.
 __device__ __forceinline__ int page_of(const Cache& cache, int batch, int i) {
     if (!cache.block_table) return CacheSeqlenInfo::entry(cache, batch);
     return load_length(cache.block_table + batch * cache.block_table_stride + i);

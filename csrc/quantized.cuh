@@ -84,7 +84,7 @@ struct Element<CacheFormat::E4m3> : ByteElement {
     static constexpr float kScale = 144.f;
     __device__ __forceinline__ static unsigned pair(unsigned high, unsigned magnitude) {
         const unsigned factor = 0x78807880;  // 36864 = 2^8 * 144
-        // Sign and magnitude in the upper byte, minus half the magnitude: puts the magnitude one bit lower, next to the sign.
+        // Sign and magnitude are in the upper byte. Subtracting half the magnitude moves it one bit lower, and the sign stays.
         return half2_mul(high - magnitude * 128u, factor);
     }
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
@@ -97,7 +97,8 @@ struct Element<CacheFormat::E4m3> : ByteElement {
 };
 
 // A 4-bit code at bit 0 of a half is 2^-24 times the code, at bit 4 2^-20 times: fp16 subnormals, which products take exactly.
-// So slots 0 to 3 have the codes from bits 0, slots 4 to 7 those from bits 4.
+// So slots 0 to 3 have the codes at bits 0 to 3 of bytes, slots 4 to 7 those at bits 4 to 7. `y` has the upper byte of each half in
+// the lower.
 template <>
 struct Element<CacheFormat::Int4> {
     static constexpr float kScale = 5.9604644775390625e-8f;  // 2^-24

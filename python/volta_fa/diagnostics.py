@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-#: PyTorch's index of the last CUDA release with code for Volta, and its last torch.
+#: The last of PyTorch's indexes whose builds have code for Volta, and the last torch there. It begins with 2.6; volta_fa needs 2.7.
 _VOLTA_CUDA, _LAST_VOLTA_TORCH = "cu126", "2.14.1"
 #: The index of CUDA 11, which runs with drivers from 450 on, and its last torch.
 _OLD_CUDA, _LAST_OLD_TORCH = "cu118", "2.7.1"

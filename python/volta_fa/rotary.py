@@ -42,7 +42,7 @@ def apply_rotary(
         cos, sin: (seqlen_rotary, rotary_dim / 2), with rotary_dim <= headdim.
         seqlen_offsets: the position of each sequence's first token, int or int (batch). With a tensor, tokens at positions
             beyond the table stay the same.
-        cu_seqlens: (batch + 1), where each sequence begins; max_seqlen: the longest one's length.
+        cu_seqlens: (batch + 1), where each sequence begins, and where the last ends; max_seqlen: the longest one's length.
         conjugate: rotate backwards.
 
     Returns a tensor like x; with `inplace` x itself. Raises ValueError for shapes that do not match.
@@ -231,7 +231,7 @@ class RotaryEmbedding(torch.nn.Module):
             and not (self.training and cached.is_inference())  # autograd cannot save those for backward
         ):
             return
-        # in float32, even if the module was cast: half precision cannot represent all positions above 2048
+        # all in float32: half precision cannot represent all positions above 2048, and a cast of the module rounds inv_freq
         inv_freq = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq()
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
         angles = positions[:, None] * inv_freq.to(device)

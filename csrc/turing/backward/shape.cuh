@@ -4,10 +4,11 @@
 // transposed):
 //
 //   S^T  = K Q^T          P = exp(scale * S - lse)      dV += P^T dO
-//   dP^T = V dO^T         dS = P * (dP - delta)         dK += dS^T Q        dQ += dS K  (by atomics)
+//   dP^T = V dO^T         dS = P * (dP - delta)         dK += dS^T Q        dQ += dS K  (see DqMode)
 //
-// Registers hold dK, dV, the operands P^T and dS^T, and operands of V, or of both K and V. Shared memory holds K (for dQ, and
-// for warps that have no registers for its operands), tiles of Q and dO, and dS^T (for dQ).
+// Registers hold dK, dV, the operands P^T and dS^T, and operands of V or of K. Shared memory holds K (for dQ, and for
+// warps that have no registers for its operands), tiles of Q and dO, and dS^T (for dQ). In warp_specialized.cuh it also holds
+// P^T on its way between warps, and the chunks of V that do not fit registers.
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -20,8 +21,8 @@
 
 namespace turing {
 
-// Slots: tiles of Q and dO, and of dS; with two, a step needs one barrier. PartnerTiles: tiles of P^T, which go from warp to
-// warp.
+// Slots: tiles of Q and dO, and of dS; with two, a step needs one barrier of the block. PartnerTiles: tiles of P^T, which go from
+// warp to warp.
 template <int Headdim, int Rows, int Step, int Threads, int Slots, int PartnerTiles>
 struct Shape {
     static constexpr int kHeaddim = Headdim, kRows = Rows, kStep = Step, kThreads = Threads, kSlots = Slots;
@@ -84,8 +85,8 @@ struct HeadRows {
     }
 };
 
-// Writes the statistics of all rows that the block visits (fused kernels). At the start, because between heads there are no
-// registers.
+// Writes the statistics of all rows that the block visits (fused kernels). At the start, because no registers are free between
+// heads.
 template <class S>
 __device__ __forceinline__ void write_all_statistics(const BwdParams& p, const BlockSeqlenInfo& sequence) {
     const int group = p.problem.nheads / p.problem.nheads_k;

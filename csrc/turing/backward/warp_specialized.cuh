@@ -1,7 +1,8 @@
 // Main kernel of the turing backward pass for headdim above 64, and for generic kernels: 8 warps in two roles of four (warp
 // specialization). Warps 0 to 3 compute S^T, P and dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit one warp's
-// registers. A warp has its operands of K or of V in registers. P goes to the partner warp of the other role, lane by lane,
-// through shared memory. All warps compute dQ. shape.cuh has the products, dq_mode.cuh what becomes of dQ.
+// registers. A warp has its operands of K or of V in registers, except the last chunks where headdim is above 192. P goes to the
+// partner warp of the other role, lane by lane, through shared memory. All warps compute dQ. shape.cuh has the products,
+// dq_mode.cuh what becomes of dQ.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -26,12 +27,14 @@ struct BackwardWarpSpecialized {
     static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
-    static constexpr int kPartners = S::kWarps / 2;  // warps of a role
+    static constexpr int kPartners = S::kWarps / 2;  // warps of a role; each has a partner in the other
     static constexpr int kKeys = S::kRows / kPartners;  // of a warp
     static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
     static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
     static constexpr int kPairs = S::kChunks / 2, kPairsAtOnce = 2;
     static constexpr int kOwnPairs = kPairs - kSharedPairs;  // pairs in registers
+    // The shared chunks of K begin at a multiple of eight chunks. So their offset can be added to a swizzled address, and the same
+    // steps lead from chunk to chunk as in V (shared_fragments).
     static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1),
                   "the swizzle of K's rows is that of V's");
     using Dq = DqProduct<S>;
@@ -39,7 +42,7 @@ struct BackwardWarpSpecialized {
     using Scores = Accumulator[kColumnTiles][kKeyTiles];
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];
     // Kernels of one feature do not test for it. Where that is ALiBi or a bias (kInitial), the accumulators of the scores start
-    // with ALiBi's term or the bias, instead of 0 (InitialScores, one_feature.cuh).
+    // with ALiBi's term or an fp16 bias, instead of 0 (InitialScores, one_feature.cuh).
     static constexpr bool kInitial = kOneFeature && (kHasAlibi || kHasBias);
     static __device__ __forceinline__ bool has_alibi(const BwdParams& p) {
         return kHasAlibi && !kInitial && p.score_options.alibi_slopes;
@@ -65,7 +68,8 @@ struct BackwardWarpSpecialized {
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
         return Queries<S>(mask_of(p.problem, sequence), remat_block_index() * S::kRows).unmasked.contains(row);
     }
-    // Where the score function's derivative goes, from the address of the exchange: the place of the dS of the same keys.
+    // Address of the score function's derivatives: where the dS of the same keys is stored later. `exchanged`: address of the
+    // exchange.
     static __device__ __forceinline__ u32 slopes_of(u32 exchanged, u32 slot) {
         return exchanged - (S::kPartner - S::kScores) + slot * S::kScoreTile;
     }
@@ -91,9 +95,10 @@ struct BackwardWarpSpecialized {
     using Tile = typename Layout::Tile;  // of 8 queries
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Turns K Q^T into exponents of P in its fp16 unit: scores in log2 units plus lse_of(), which is -lse + kProbabilityBits
-    // (StepStats::scale). The score function's derivative goes to the partner at `slopes`, where it then stores dS. `key` and
-    // `row`: first of the warp. Rows from row_end on see no key.
+    // Turns K Q^T into the base-2 exponents of P * 2^kProbabilityBits, the form of P in fp16 (backward/probabilities.cuh). They
+    // are scores in log2 units plus lse_of(), which is -lse + kProbabilityBits (StepStats::scale). The score function's
+    // derivative goes to the partner at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end
+    // on see no key.
     static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
                                                      int row, int row_end, bool masked, u32 slopes) {
         const ScoreOptions& options = p.score_options;
@@ -117,6 +122,8 @@ struct BackwardWarpSpecialized {
             }
             send(slopes, derivatives);
         } else if (kGeneric && !kInitial) {
+            // Scales first, because ALiBi and the bias below are in log2 units. Other kernels scale last: what they add has the
+            // unit of K Q^T.
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
                 const float2 lse = stats.lse_of(n, lane);
@@ -161,7 +168,7 @@ struct BackwardWarpSpecialized {
                                                 int row) {
         const Lane lane = remat_lane();
         const Philox philox = philox_of(p, head);
-        if constexpr (kOneCallPerLane) {
+        if constexpr (kOneCallPerLane) {  // kernels with dropout alone (fragments.cuh)
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
                 TileDropoutMask kept;
@@ -271,7 +278,7 @@ struct BackwardWarpSpecialized {
                          exists ? load_global(base + key * p.v.row_stride + column) : zero_chunk());
         }
     }
-    // Address of a warp's operand A there, of K or V.
+    // Address of a warp's operand A of the chunks in shared memory: of K in the first role, of V in the other.
     static __device__ __forceinline__ u32 shared_fragments(u32 shared) {
         const u32 lane = remat_thread() % 32, row = remat_warp_row() + lane % 8 + lane / 8 % 2 * 8;
         const u32 values = shared + kValues + remat_swizzled<8>(row, lane / 16);
@@ -282,7 +289,8 @@ struct BackwardWarpSpecialized {
     static __device__ __forceinline__ void run(const BwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
-        // pair: number of the warp in its role; the warps of a pair have the same keys
+        // pair: number of the warp in its role, where partners have the same number and the same keys. (Elsewhere a pair is two
+        // chunks, or two column tiles of dQ.)
         const int warp = threadIdx.x / 32, role = warp / kPartners, pair = warp % kPartners;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
@@ -311,7 +319,8 @@ struct BackwardWarpSpecialized {
             const int first = kFused ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto compute_dq = [&](int row, u32 slot, int pair) {  // of the rows from `row` on, from the dS in this slot
+            // Computes dQ of the rows from `row` on, from the dS in this slot. `pair`: a number below Dq::kPairs.
+            const auto compute_dq = [&](int row, u32 slot, int pair) {
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
                 Accumulator c[1][2];
@@ -381,7 +390,8 @@ struct BackwardWarpSpecialized {
                 PackedScores packed;
                 const u32 exchange = shared + S::kPartner + remat_warp_row() * S::kScoreRowBytes + remat_thread() % 32 * 16;
                 // Loads of the tile after the next are in flight from the middle of the step on, between parts that need many
-                // registers. Past the last row nothing is loaded.
+                // registers. In generic kernels the computation of P and dS is such a part, so the loads come after it. Past the
+                // last row nothing is loaded.
                 const auto load_next = [&](bool here) {
                     if (S::kSlots == 2 && here)
                         tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep,
@@ -464,7 +474,7 @@ struct BackwardWarpSpecialized {
             }
         }
 
-        // Keys that no query sees get 0.
+        // Writes dK or dV. Keys that no query sees get 0.
         const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
         const int end_warp = remat_thread() / 32;
         const bool is_dk = end_warp >= kPartners;

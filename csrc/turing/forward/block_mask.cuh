@@ -6,7 +6,8 @@
 
 namespace turing {
 
-// One block for each list: its rows, head and batch entry, the longest list of a head first.
+// A thread block for each list of key blocks, which some rows of a head see. In a head the longest list is launched first. kListed:
+// blocks visit the keys of a list (Steps), not a range of keys.
 class BlockMaskGrid {
     const FwdBlockParams& params_;
 

@@ -18,8 +18,8 @@ struct DqAccumulator {
     }
 
     // Element (row, column) of a sequence lies at row(row) + column(column) from the sequence's first element. The row's bits
-    // are, from the lowest: of t, of v, qn, half (Lane), and qm. In short steps qm is bit 3 of the column instead. Integer is a
-    // template parameter, because offsets inside a tile fit an int.
+    // are, from the lowest: bit 0 of t, bit 1 of v, then qn, half and qm (t and these: Lane, volta/mma.cuh). In short steps qm is
+    // bit 3 of the column instead. Integer is a template parameter, because offsets inside a tile fit an int.
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         const int rows = has_short_steps(headdim) ? 16 : 32, in_step = static_cast<int>(row % rows);
@@ -36,8 +36,8 @@ struct DqAccumulator {
         a = make_float4(x.x, y.x, x.y, y.y), b = make_float4(z.x, w.x, z.y, w.y);
     }
 
-    // Work of postprocess: a warp has 16 rows by 16 columns, so that its loads cover whole lines and its stores whole 32-byte
-    // sectors.
+    // Work of postprocess: a warp has 16 of 32 rows, those with the same bit 1, by 16 columns. So its loads cover whole lines and
+    // its stores whole 32-byte sectors.
     static constexpr int kLanesPerRow = 4;
     static __device__ __forceinline__ int row_of(int thread) {
         const int lane = thread % 32, warp = thread / 32;

@@ -5,8 +5,8 @@
 
 namespace volta {
 
-// A score function (score_function.cuh). The softmax takes states as scores, so the scores themselves are never computed. Row
-// maxima lack the function's constant until finish().
+// The softmax takes states, of which scores are linear functions: score = factor * state + constant (score_function.cuh). So
+// scores themselves are never computed. Row maxima lack the constant until finish().
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, ScoreFunction::kFeature, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
@@ -25,6 +25,8 @@ public:
     template <class Rescale>
     __device__ __forceinline__ void update_row_max(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale, float inverse_scale,
                                                    Rescale rescale) const {
+        // m: a row's largest product. Its scaled state is passed, so the scales are 1. The row's limit is compared with products:
+        // it becomes the product that has this state.
         s.update_row_max(softmax, rescale, [&](SoftmaxRow& row, float m) {
             const float factor = row.template update_row_max<RescaledRows::kAll>(scale * function_.state(m), 1.f, 1.f);
             row.limit = function_.product(row.limit * inverse_scale);

@@ -1,4 +1,4 @@
-// Forward kernel with Q in shared memory, on a stream-K grid.
+// Forward kernel with Q in shared memory, on a stream-K grid. Blocks have one key group.
 #include "volta/forward/shared_q.cuh"
 #include "volta/forward/stream_k.cuh"
 

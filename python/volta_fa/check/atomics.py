@@ -14,15 +14,16 @@ import torch
 
 _THREADS = 256
 _BLOCKS_PER_SM = 8  # as many threads as an SM of Volta holds
-#: Additions of a thread in one launch. Each iteration of the loop has eight.
+#: Iterations of a thread's loop in one launch, and additions of an iteration.
 _ROUNDS = 64
 _ADDS_PER_ROUND = 8
 #: Floats in the target buffer: 1 MiB, which fits every GPU's L2 and covers all its slices.
 _FLOATS = 2**18
 
-# Every thread adds 1 to eight places a round. A warp's 32 places lie either one after the other, 128 bytes, or as the backward kernels'
-# do: eight floats, 32 bytes, in each of four rows, which are `row` floats apart. A round's eight places are `hop` bytes apart, and the
-# next round begins where this one ended; all of it wraps around at the end of the memory, whose size is a power of two.
+# Every thread adds 1 to eight places a round. A warp's 32 places are four rows of eight floats, `row` floats apart. With `row` 8 they
+# are a line of 128 bytes, as in the backward kernels, whose accumulator has an order for this (dq_accumulator.cuh). With a larger `row`
+# they are as in an accumulator with row-major order. A round's eight places are `hop` bytes apart, and the next round begins where this
+# one ended. All of it wraps around at the end of the memory, whose size is a power of two.
 _PTX = """\
 .version 6.0
 .target sm_70
@@ -77,7 +78,9 @@ __ADDS__
 
 
 def rates(device: torch.device, sms: int) -> dict[str, float]:
-    """Returns 10^9 additions per second: to whole lines of 128 bytes, and to rows of 32 bytes as in the backward kernels.
+    """Returns 10^9 additions per second: to whole lines of 128 bytes, as in the backward kernels, and to rows of 32 bytes.
+
+    The second shows what the order of dq's accumulator saves.
 
     Raises RuntimeError if the driver refuses the kernel or the sums are wrong."""
     return {"lines": _rate(device, sms, row=8), "rows": _rate(device, sms, row=128)}
@@ -89,7 +92,7 @@ def _rate(device: torch.device, sms: int, row: int) -> float:
         memory = torch.zeros(_FLOATS, device=device)
         launch = _Kernel(_PTX, "volta_fa_atomic_adds")
         blocks = sms * _BLOCKS_PER_SM
-        # consecutive additions of a warp are far apart; those of neighboring warps are adjacent
+        # consecutive additions of a warp are far apart; neighboring warps begin 128 bytes apart
         hop = 4 * _FLOATS // _ADDS_PER_ROUND + 4 * 1024
         arguments = (ctypes.c_uint64(memory.data_ptr()), *(ctypes.c_uint32(n) for n in (row, hop, 4 * _FLOATS - 1, _ROUNDS)))
         adds = blocks * _THREADS * _ROUNDS * _ADDS_PER_ROUND
@@ -100,7 +103,7 @@ def _rate(device: torch.device, sms: int, row: int) -> float:
             launch(blocks, _THREADS, arguments)
             end.record()
             end.synchronize()
-            if run >= 2:  # the first compiles and fills caches
+            if run >= 2:  # the first two warm up: compile, fill caches
                 times.append(start.elapsed_time(end))
         if memory.double().sum().item() != 12.0 * adds:
             raise RuntimeError("atomic adds were lost")

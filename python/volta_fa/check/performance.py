@@ -22,7 +22,7 @@ from .kernels import Target, lacks_memory
 from .performance_cached import CachePoint
 from .timing import median_ms
 
-#: Seconds that the runs of one figure may take, but for the two that there are at least.
+#: Seconds for the runs of one figure, besides the two runs that always happen.
 _OF_A_FIGURE = 0.12
 #: Heads with which the predictions were made: enough blocks for a V100 at every length.
 HEADS = {"forward": 32, "backward": 40}
@@ -47,12 +47,12 @@ class Point:
 
     @property
     def flops(self) -> float:
-        """Two products forward, five backward; causal ones count half."""
+        """Operations: two products forward, five backward; causal ones count half."""
         products = 2 if self.direction == "forward" else 5
         return 2 * products * self.nheads * self.seqlen**2 * self.headdim / (2 if self.causal else 1)
 
     def tflops(self, name: str) -> float | None:
-        """Of an implementation, if it was timed."""
+        """Returns the speed of an implementation, if it was timed."""
         return self.flops / self.ms[name] / 1e9 if name in self.ms else None
 
     @property
@@ -62,7 +62,7 @@ class Point:
         return found / self.predicted[0] if found and self.predicted else None
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Returns the point for the JSON file."""
         speeds = {name: round(self.flops / ms / 1e9, 3) for name, ms in self.ms.items()}
         return {**asdict(self), "batch": 1, "tflops": speeds, "of_prediction": self.of_prediction}
 
@@ -75,23 +75,23 @@ class Speeds:
     points: list[Point] = field(default_factory=list)
     cached: list[CachePoint] = field(default_factory=list)
     predictions: dict[str, Any] | None = None
-    #: what raised, but for memory and what is PyTorch's
+    #: errors, except lack of memory and errors of PyTorch's own kernels
     troubles: list[str] = field(default_factory=list)
-    #: seconds of our kernels' first calls, for which the driver may compile them
+    #: seconds of setting up and first calling our kernels, which the driver may compile then
     loading: float = 0.0
-    #: of the card's figures, why there are none
+    #: why there are no figures of the card
     missing: str = ""
     note: str = ""
 
 
 def load_predictions() -> dict[str, Any]:
-    """Figures of the simulated V100; `tools/predictions.py` makes the file."""
+    """Returns figures of the simulated V100; `tools/predictions.py` makes the file."""
     found: dict[str, Any] = json.loads(Path(__file__).with_name("predictions.json").read_text())
     return found
 
 
 def shapes(target: Target, quick: bool) -> list[tuple[int, int, bool]]:
-    """(seqlen, headdim, causal), the most telling first, for the case that time is short."""
+    """Returns (seqlen, headdim, causal) of each shape, the most telling first, because time may run out."""
     if target.kind == "cpu":
         return [(n, 64, causal) for n in (128, 256) for causal in (False, True)]
     lengths = (2048, 512) if quick else (2048, 1024, 4096, 512, 8192)
@@ -99,13 +99,15 @@ def shapes(target: Target, quick: bool) -> list[tuple[int, int, bool]]:
 
 
 def steps(target: Target, quick: bool) -> int:
-    """Of `measure`."""
+    """Returns how many steps `measure` has."""
     return 0 if target.kind == "simulator" else 1 + len(performance_cached.points(target, quick)) + len(HEADS) * len(shapes(target, quick))
 
 
 def measure(target: Target, failed: Sequence[str], deadline: float, quick: bool, advance: Callable[[str], None]) -> Speeds:
-    """All figures until `deadline`, a time of time.monotonic() that loading kernels puts off, without kernels that failed: they may
-    never end. `advance` is called before each step."""
+    """Measures all figures until `deadline`, a time of time.monotonic(). Loading kernels does not count.
+
+    Kernels that failed do not run, because they may never end. `advance` is called before each step.
+    """
     speeds = Speeds()
     if target.kind == "simulator":
         speeds.note = "not timed: what the simulator takes says nothing about a card (`python -m benchmarks.volta` predicts one)"
@@ -151,7 +153,7 @@ def _attempt(speeds: Speeds, what: str, work: Callable[[], object]) -> None:
 
 
 def card_figures(target: Target) -> dict[str, Any]:
-    """TFLOP/s of a GEMM, GB/s of a copy, 10^9 atomic adds a second."""
+    """Returns TFLOP/s of a GEMM, GB/s of a copy, and on a GPU 10^9 atomic adds per second, clocks and power under load."""
     device, on_gpu = target.device, target.kind == "cuda"
     size, dtype = (4096, torch.float16) if on_gpu else (512, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -226,7 +228,7 @@ def _measure_one(
     needed: int,
     deadline: float,
 ) -> None:
-    """The time of what `make` makes, unless it takes more memory than there is."""
+    """Times what `make` makes, or records why it has no time."""
     if time.monotonic() - speeds.loading > deadline:
         point.missing[name] = OUT_OF_TIME
         return
@@ -249,7 +251,7 @@ def _measure_one(
 
 
 def _math_bytes(point: Point) -> int:
-    """What the scores take at least: PyTorch's own operations keep them in fp32, several at a time."""
+    """Returns the least bytes that the scores take: PyTorch's own operations keep several matrices of them in fp32."""
     matrices = 2 if point.direction == "forward" else 4
     return matrices * 4 * point.nheads * point.seqlen**2
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .kernels import Target
 
-#: Query heads of a key head; tokens of a page, which lie in random order.
+#: Query heads of a key head. Tokens of a page; the pages of a sequence lie in random order.
 GROUP, PAGE = 8, 16
 _KEY_HEADS = 4
 
@@ -38,7 +38,7 @@ class CachePoint:
         return "TFLOP/s" if self.kind == "prefill" else "GB/s"
 
     def speed(self, name: str) -> float | None:
-        """Bytes of the cache a nanosecond, or 10^12 operations a second, as if no key were masked."""
+        """Returns bytes of the cache per ns, as if in fp16, or 10^12 operations per second, as if no key were masked."""
         if name not in self.ms:
             return None
         elements = self.batch * self.seqlen * _KEY_HEADS * self.headdim
@@ -47,16 +47,16 @@ class CachePoint:
 
     @property
     def math_bytes(self) -> int:
-        """What PyTorch's own operations take at least: scores in fp32, several times."""
+        """Least bytes that PyTorch's own operations take: several matrices of scores in fp32."""
         return 3 * 4 * self.batch * _KEY_HEADS * GROUP * self.seqlen_q * self.seqlen
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Returns the point for the JSON file."""
         return {**asdict(self), "unit": self.unit, "speed": {name: self.speed(name) for name in self.ms}}
 
 
 def points(target: Target, quick: bool) -> list[CachePoint]:
-    """The most telling first."""
+    """Returns the shapes, the most telling first."""
     if target.kind == "cpu":
         return [CachePoint(kind, 64, 2, 128, n) for kind, n in (("decode", 1), ("append", 1), ("prefill", 32))]
     shapes = [("decode", 16, 4096, 1), ("prefill", 1, 8192, 512), ("append", 16, 4096, 1)]
@@ -66,7 +66,7 @@ def points(target: Target, quick: bool) -> list[CachePoint]:
 
 
 def ours(point: CachePoint, target: Target) -> Callable[[], object]:
-    """The op, over pages."""
+    """Returns a call of fwd_kvcache on pages."""
     q, k, v = _tensors(point, target)
     pages = -(-point.seqlen // PAGE)
     # room for the token that is appended
@@ -80,7 +80,7 @@ def ours(point: CachePoint, target: Target) -> Callable[[], object]:
 
 
 def dense(point: CachePoint, target: Target) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as PyTorch's attention has least to do: the queries of a key head's heads are rows of one, and no key is masked."""
+    """Returns q, k and v in the form that is cheapest for PyTorch: query heads of a key head are rows of one head. No key is masked."""
     q, k, v = _tensors(point, target)
     rows = q.view(point.batch, point.seqlen_q, _KEY_HEADS, GROUP, point.headdim).permute(0, 2, 1, 3, 4)
     return rows.reshape(point.batch, _KEY_HEADS, -1, point.headdim), k.transpose(1, 2), v.transpose(1, 2)

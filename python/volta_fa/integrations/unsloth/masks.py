@@ -9,7 +9,7 @@ from torch import Tensor
 
 #: Scores below this are hidden. transformers writes the minimum of the dtype, or -inf.
 _HIDDEN = -1e4
-#: Layers and recomputations of one step share few mask tensors; each look at one waits for the GPU.
+#: Number of masks whose answer is kept. Layers and recomputations of one step share few mask tensors; reading one waits for the GPU.
 _KEPT = 8
 _known: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
 
@@ -20,9 +20,9 @@ def causal_window(mask: Tensor) -> int | None:
     Args:
         mask: (batch or 1, nheads or 1, seqlen, seqlen), bool, or floating-point with 0 where visible.
 
-    Waits for the GPU, once for each mask.
+    Waits for the GPU: once for each of the last eight masks, each time for an inference tensor.
     """
-    if mask.is_inference():  # without a version
+    if mask.is_inference():  # has no version counter, so changes would not be noticed
         return _look(mask)
     known = _known.get(id(mask))
     if known is not None and known[0]() is mask and known[1] == mask._version:
