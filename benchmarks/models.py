@@ -6,7 +6,7 @@ default model and with a perfect instruction cache (icache=false). Nothing here 
 Training is forward and backward. TFLOP/s count the query-key pairs that the mask keeps: 4 operations a pair, head and column forward,
 10 backward. Decoding counts bytes of keys and values (a cache in pages of 16 tokens). The share is of the tensor pipe's rate,
 or of the DRAM rate of the simulated V100; decoding is simulated for the V100 alone.
-Masks: lengths are those of a usual run; a window is cut as the model cuts it.
+Lengths are those of a usual run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Figures:
     rate: float  # TFLOP/s, or GB/s in decoding, by the default model
     rate_no_icache: float
     share: float  # of the tensor pipe's or DRAM's rate, by the default model
-    kernels: str  # the slowest of each pass
+    kernels: str  # the slowest of each pass, with a perfect instruction cache
 
 
 def visible_pairs(row: Row) -> int:

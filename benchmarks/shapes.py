@@ -11,7 +11,7 @@ from volta_fa.errors import CommandError
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention problem; as text `batch,nheads,seqlen_q,seqlen_k,headdim[,causal]`."""
+    """One attention problem; as text `batch,nheads,seqlen_q,seqlen_k,headdim[,causal]`, without nheads_k and headdim_v."""
 
     batch: int
     nheads: int
@@ -68,7 +68,8 @@ def _table() -> list[Shape]:
     return [Shape(*numbers, causal=causal) for numbers in plain for causal in (False, True)]
 
 
-#: Squares of one head (seqlen = headdim), then 16 or 32 heads at seqlen 1024 to 8192. Each shape is there with and without a causal mask.
+#: Squares of one head (seqlen = headdim), then 16 and 32 heads at seqlen 1024, then 32 heads at 2048 to 8192. Each shape is there with and
+#: without a causal mask.
 TABLE = _table()
 
 

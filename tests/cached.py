@@ -13,10 +13,10 @@ Cached = CacheCase
 
 
 def expected(p: CacheInputs, b: int, k_cache: Tensor, v_cache: Tensor):
-    """The inputs of sequence b as a dense problem, with the tokens that these caches have now; and fp64's result."""
+    """Returns sequence b as a dense problem (q, k, v), with the tokens that these caches hold, and its fp64 result."""
     tokens = p.tokens(b, (p.case.leftpad or (0,) * p.case.batch)[b])
     k, v = (p.numbers(which, t, tokens, b) for which, t in (("k", k_cache), ("v", v_cache)))
     q = p.queries(b)[None]
-    # the exact result is that of what the bytes stand for; an eager one has them in q's type
+    # the reference takes the numbers that the bytes stand for; eager attention takes them rounded to q's type
     ref = reference.forward(q, k[None], v[None], **p.score_options(b))
     return (q, k[None].to(q.dtype), v[None].to(q.dtype)), ref

@@ -110,7 +110,7 @@ def test_a_limit_is_a_number(limit, capsys, tmp_path):
 
 @pytest.mark.parametrize("device", ["auto", "cuda:0"])
 def test_a_card_that_torch_cannot_see_is_not_passed_over(device, monkeypatch, capsys, tmp_path):
-    """A driver that is too old for torch: no check of the CPU instead, with an exit status that says that all is right."""
+    """A driver too old for torch is an error: the check must not run on the CPU and report success."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(diagnostics, "driver_cuda", lambda: (11, 4))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -144,7 +144,7 @@ def launched(variant, work) -> list[str]:
 
 
 def test_kernels_of_other_caches_and_of_latents_really_run():
-    """(Of latents `_plan` does not know, and of a quantized cache in rows off 16 bytes kernels would get a copy in fp16.)"""
+    """(`_plan` does not know latents. A quantized cache whose rows are not aligned to 16 bytes would be copied to fp16.)"""
     need("sim")
     listed = [v for v in SIMULATED if v["pass"] == "DecodeMla" or (v["cache"] != "float" and v["headdim"] == 64)]
     assert len(listed) > 12
@@ -155,7 +155,7 @@ def test_kernels_of_other_caches_and_of_latents_really_run():
 
 
 def test_kernels_of_a_bias_really_run():
-    """(The plan is asked by needs, a call says them by its tensors: those of a bias follow from its dtype.)"""
+    """(A plan is asked for by features. A call shows its features by its tensors: those of a bias by its dtype.)"""
     need("sim")
     listed = [v for v in SIMULATED if v["pass"] == "Forward" and "bias" in v["requires"]]
     assert listed
@@ -184,7 +184,7 @@ def test_a_kernel_that_the_plan_does_not_take_fails():
 
 
 def corrupted(monkeypatch, change):
-    """The op's forward pass is wrong, but for the fp64 reference."""
+    """Makes the op's forward pass wrong. The fp64 reference does not use it."""
     forward = problems.Inputs.forward
     calls = []
 
@@ -258,7 +258,7 @@ def write_too_far(found):
 
 
 def append_wrongly(found):
-    """(The token that the first sequence of problem 2 appends; of the first problem it is one that nobody owns.)"""
+    """(In problem 2 the first sequence appends this token; in problem 1 no sequence has it.)"""
     found["v_cache"][0, 9] += 0.01
 
 
@@ -383,7 +383,7 @@ def test_a_wrong_reference_is_noticed(monkeypatch):
 
 
 def test_reference_falls_back_to_the_cpu(monkeypatch):
-    """(The card's and the CPU's tensors are the same ones here: every first call is the card's.)"""
+    """(Here the GPU's tensors are the CPU's, so the first of two calls stands for the GPU's. `calls` counts calls in bf16 only.)"""
     calls = []
 
     def lacking(name):
@@ -427,7 +427,7 @@ def test_blame_is_shared():
         return KernelResult(name, "f", pass_, 1, runs_with, [failure] if failure else [])
 
     def shared(*failures):
-        """Who is wrong in the end, of three kernels that run with one that finishes, which is asked with the first of them."""
+        """Names the kernels that are wrong after sharing blame. Kernels a, b and c run with `finish`, which is checked together with a."""
         mains = [result(name, "Backward", failure, ["finish"]) for name, failure in zip("abc", failures)]
         found = [*mains, result("finish", "BackwardPostprocess", "dq: wrong", ["a"])]
         correctness.share_blame(found)
@@ -940,7 +940,7 @@ def test_classes_are_apart():
 
 
 def timed(monkeypatch, faster):
-    """Kernels and modes take 1 ms, but what `faster` says."""
+    """Makes kernels and modes take the ms that `faster` returns."""
     monkeypatch.setattr(tune, "_work", lambda target, class_, alternative: alternative)
     monkeypatch.setattr(tune, "median_ms", lambda alternative, *_, **__: faster(alternative))
 

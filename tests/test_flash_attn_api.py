@@ -205,7 +205,7 @@ def test_rows_without_a_key(backend):
 
 @on("sim")
 def test_simulated(backend):
-    """On Volta's machine code: padded, with fewer key heads, q, k and v in one tensor."""
+    """On Volta's machine code: padded, with fewer key heads, k and v in one tensor."""
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     q, kv = leaf(backend, 1, 20, 4, 20), leaf(backend, 1, 30, 2, 2, 20)
     out = flash_attn_kvpacked_func(q, kv, causal=True)
@@ -228,7 +228,7 @@ def test_headdims(backend, headdim, headdim_v):
 
 @BACKENDS
 def test_strides(backend):
-    """A last dimension that is not contiguous is copied, as flash-attn does; other strides are taken as they are."""
+    """Any strides give the right result, also those of a last dimension that is not contiguous."""
     q, k, v = backend.randn(2, 16, 5, 2).transpose(1, 3), backend.randn(2, 2, 7, 16).transpose(1, 2), backend.randn(2, 7, 2, 16)
     assert q.shape == (2, 2, 5, 16)
     q = q.transpose(1, 2)
@@ -299,7 +299,7 @@ def test_sinks(backend):
 @pytest.mark.parametrize("headdim", [16, 20])
 @BACKENDS
 def test_dropout(backend, headdim):
-    """S_dmask has softmax's result with the sign of what was dropped: with it the reference drops the same."""
+    """S_dmask is the softmax, negative where dropped, so that the reference can drop the same."""
     q, k, v = leaf(backend, 2, 33, 4, headdim), leaf(backend, 2, 40, 2, headdim), leaf(backend, 2, 40, 2, headdim)
     slopes = slopes_of(backend, 4)
     for options in ({}, {"causal": True, "window_size": (11, -1)}, {"alibi_slopes": slopes}):
@@ -347,7 +347,7 @@ def test_deterministic_reaches_the_op(backend, deterministic):
 
 @on("cpu-fp32")
 def test_torch_compile(backend):
-    """One graph, forward and backward, for every function that trains."""
+    """One graph, forward and backward."""
     q, kv = leaf(backend, 2, 6, 2, 12), leaf(backend, 2, 6, 2, 2, 12)
     compiled = torch.compile(flash_attn_kvpacked_func, backend="aot_eager", fullgraph=True)
     out, expected = (
@@ -491,7 +491,7 @@ def test_errors(backend):
 )
 @on("cpu-fp32", "cuda")
 def test_headdim_errors(backend, headdims, message):
-    """Of the tensors that came, not of the padded ones."""
+    """Messages name the shapes that the caller passed, not the padded ones."""
     q, k, v = (backend.randn(2, 5, 2, n) for n in headdims)
     cu_seqlens = cu([5, 5], backend.device)
     refused(ValueError, message, flash_attn_func, q, k, v)
@@ -585,7 +585,7 @@ def cached(q, k_cache, v_cache, seqlens, leftpad=None, **options):
 @pytest.mark.parametrize("headdim", [16, 12])
 @BACKENDS
 def test_kvcache(backend, headdim, options):
-    """Lengths as an int, as a tensor, and none; out is the same as without a cache."""
+    """Lengths as an int, as a tensor, and none, against fp64."""
     q = leaf(backend, 3, 4, 4, headdim)
     k_cache, v_cache = backend.randn(3, 20, 2, headdim), backend.randn(3, 20, 2, headdim)
     lengths = torch.tensor([20, 5, 11], dtype=torch.int32, device=backend.device)
@@ -618,7 +618,7 @@ def test_kvcache_appends_in_place(backend):
 
 
 def in_pages(backend, cache, page):
-    """The entries of a dense cache in shuffled pages, and their table, padded with numbers that are none."""
+    """Returns the entries of a dense cache in shuffled pages, and their table, padded with invalid page numbers (-1)."""
     batch, seqlen = cache.shape[:2]
     order = torch.randperm(batch * (seqlen // page) + 2, generator=torch.Generator().manual_seed(backend.seed))
     table = order[: batch * (seqlen // page)].view(batch, -1).int().to(backend.device)
@@ -671,7 +671,7 @@ def test_varlen_in_pages(backend, page):
 
 @BACKENDS
 def test_kvcache_leftpad(backend):
-    """Keys before it do not exist; positions, windows and slopes count as if they did."""
+    """Keys before leftpad do not exist; positions, windows and slopes count as if they did."""
     q, k_cache, v_cache = backend.randn(2, 2, 2, 16), backend.randn(2, 12, 2, 16), backend.randn(2, 12, 2, 16)
     leftpad = torch.tensor([4, 0], dtype=torch.int32, device=backend.device)
     slopes = slopes_of(backend, 2)
@@ -684,7 +684,7 @@ def test_kvcache_leftpad(backend):
 @pytest.mark.parametrize("causal", [True, False])
 @BACKENDS
 def test_kvcache_rotary(backend, causal, interleaved):
-    """k is rotated by its positions, q likewise if they matter, and else by one position."""
+    """k is rotated by its positions. So is q if causal; else all queries are rotated by the first position."""
     q, k, v = backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32)
     k_cache, v_cache = backend.randn(2, 12, 2, 32), backend.randn(2, 12, 2, 32)
     angles = backend.randn(12, 8).float() * 3

@@ -2,7 +2,8 @@
 
     python tools/hub.py WHEEL --output dist/hub     # `make hub` builds the wheel first
 
-    build/<variant>/    the wheel's package with one shim and metadata.json; a variant is a torch release and a CUDA build of it
+    build/<variant>/    the wheel's package with one of its libraries torch-X.Y/, and metadata.json; a variant is a torch release
+                        and one of its builds, for a CUDA or the CPU
     README.md           the model card
 
 Users load it with `kernels.get_kernel`, and from a folder with `kernels.get_local_kernel` or `LOCAL_KERNELS=org/volta-fa=FOLDER`.
@@ -120,7 +121,7 @@ def violations(library: Path) -> list[str]:
 
 
 def build(wheel: Path, output: Path) -> list[Path]:
-    """Makes `output`, a new folder, from a wheel. Returns the variants' folders.
+    """Makes the folder `output` anew from a wheel. Returns the variants' folders.
 
     Raises:
         Refusal: the wheel has no library, or one breaks the hub's rules.

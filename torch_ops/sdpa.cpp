@@ -2,8 +2,8 @@
 //
 // aten::scaled_dot_product_attention is a composite op: it chooses an implementation and calls it. This file replaces its
 // composite kernel by one that calls volta_fa::fwd. If volta_fa is off or cannot compute a call, the kernel calls PyTorch's
-// composite. At this level there is no metadata of fused implementations to imitate, grouped heads and any headdim work, and
-// torch.compile sees volta_fa::fwd in its graph.
+// composite. At this level there is no metadata of fused implementations to imitate, grouped heads and all headdims up to 256 work,
+// and torch.compile sees volta_fa::fwd in its graph.
 //
 // The replacement is composite like the original. With a kernel at a backend or autograd key, torch.export would keep the op
 // in graphs that must be decomposed. torch.compile would not notice such a kernel after its first trace, because it remembers
@@ -77,7 +77,8 @@ bool enabled_on(const at::Device& device) {
     return cuda_enabled & bit;
 }
 
-// Enables the CPU, if `cpu`, and exactly the named CUDA devices. on_first_use: "1" or "force" for all other CUDA devices, or "".
+// Enables the CPU, if `cpu`, and the named CUDA devices, and disables all others. But if on_first_use is "1" or "force", each other
+// CUDA device is decided at its first call.
 void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first_use) {
     uint64_t cuda = 0;
     for (const auto device : cuda_devices) {
@@ -92,7 +93,7 @@ void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first
     newer_devices_too = on_first_use == "force";
 }
 
-// Returns the value of VOLTA_FA_ENABLE_SDPA at the first call, when the library loads, as arguments of configure().
+// Reads VOLTA_FA_ENABLE_SDPA once, when the library loads. Returns arguments of configure().
 std::tuple<bool, std::string> from_environment() {
     static const auto found = [] {
         const char* text = std::getenv(variable);

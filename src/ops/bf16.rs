@@ -111,7 +111,7 @@ fn unused_rows(cu_seqlens: &Option<Tensor>, used: Option<&Tensor>, rows: i64) ->
         (Some(cu), used) => {
             let (position, entries) = (position(cu)?, cu.size()[0] - 1);
             let ends = cu.f_narrow(0, 1, entries)?;
-            // as many sequences end before a row as its own number
+            // a row's sequence has the number of sequences that end at or before the row
             let entry = position.f_bucketize(&ends, false, true)?;
             let of_none = entry.f_eq(entries)?;
             match used {
@@ -179,7 +179,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
         out: v.scale(&saved.out, Kind::Half, a)?,
         dout: dout.scale(&saved.dout, Kind::Half, a)?,
         softmax_lse: saved.softmax_lse.shallow_clone(),
-        // it is subtracted from sums of out * dout
+        // delta is sum(out * dout) - dlse, so dlse has the powers of both v and dout
         dlse: dlse.map(|t| t.f_squeeze_dim(-1)?.f_transpose(-1, -2)).transpose()?,
         attn_bias_requires_grad: saved.attn_bias_requires_grad,
     };

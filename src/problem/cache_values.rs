@@ -36,8 +36,8 @@ impl CachedSequence {
         self.cached + self.seqlen_new - self.leftpad
     }
 
-    /// Returns the range of positions from the first that a query sees to the last token, appended ones included. A right window
-    /// does not shorten it. Pages outside it need not exist: servers free pages that a sliding window has passed.
+    /// Returns the range [first, end) of positions, from the first that a query sees to the last token, appended ones included. A
+    /// right window does not shorten it. Pages outside it need not exist: servers free pages that a sliding window has passed.
     pub fn visible(&self, window: Window) -> (i64, i64) {
         let end = self.cached + self.seqlen_new;
         if self.seqlen_q == 0 {

@@ -54,7 +54,7 @@ impl fmt::Display for DType {
 /// Device of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
-    /// The CPU backend's and the simulator's.
+    /// Memory of the CPU backend and of the simulator.
     Cpu,
     /// A GPU, by PyTorch's index.
     Cuda(usize),
@@ -96,6 +96,6 @@ pub enum Backend {
     Cpu,
     /// The compiled kernels, on a GPU or in the simulator: fp16, and bf16 by conversion.
     Kernels,
-    /// Nothing: meta tensors, which may stand for either backend's.
+    /// None: meta tensors, which may stand for tensors of either backend.
     Meta,
 }

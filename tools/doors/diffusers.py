@@ -2,13 +2,14 @@
 
     python tools/doors/diffusers.py                      # small models on the CPU, in float32, and two gloo processes
     python tools/doors/diffusers.py --device cuda        # small models in float16, then times of models of real width
-    python tools/doors/diffusers.py --only 'flux,wan/ring*'    # rows of a model or way that contains the first, or like the second
+    python tools/doors/diffusers.py --only 'flux,wan/ring*'    # rows whose model or way contains a text, or matches a pattern
 
 It needs diffusers, and xformers for its rows (`pip install diffusers; pip install --no-deps xformers`). A row shows the maximum error
 of the output and of the gradient of the input, relative to the largest element of the same model in float64 with PyTorch's attention;
-beside them the errors of PyTorch's attention in the row's dtype; and the calls that volta_fa ran and that fell back. The last column
-says whether the errors are at most 2 and 3 times PyTorch's, and whether volta_fa ran all calls that it should. On a newer GPU the
-kernels are Turing's PTX: times there say nothing about a T4 or V100. The exit status is 1 if a row is wrong.
+beside them the errors of PyTorch's attention in the row's dtype; and the calls that volta_fa ran and that fell back. A row is WRONG if
+it fails, if its error is more than 2 times PyTorch's (gradient: 3 times), if no call reached volta_fa, or if one fell back for an
+unexpected reason. The exit status is 1 if a row is wrong. On a newer GPU the kernels are Turing's PTX: times there say nothing about a
+T4 or V100.
 """
 
 from __future__ import annotations
@@ -297,7 +298,7 @@ def small_trial(device: str) -> Iterator[None]:
 
 @contextmanager
 def counted_op() -> Iterator[Callable[[], dict[str, Any]]]:
-    """Counts the calls of volta_fa's forward operator until the first question, for ways that never fall back."""
+    """Counts the calls of volta_fa's forward operator until `count` is called first, for ways that never fall back."""
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     profiler.start()
 
@@ -376,7 +377,7 @@ PIPELINE = Model("pipeline", torch.nn.Identity, dict, falls_back=("dtype",))
 
 
 def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
-    """Yields rows of whole pipelines: two steps from given embeddings to an image or a video, in PyTorch's attention and volta_fa's.
+    """Yields rows of whole pipelines: two steps from given embeddings to an image, in PyTorch's attention and volta_fa's.
 
     A scheduler has no float64, so the error is that to PyTorch's attention in float32.
     """

@@ -3,7 +3,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// First device address of owned buffers; they are 64 KiB-aligned with unmapped guard gaps.
+/// Address of the first buffer, if it is owned. Owned buffers are 64 KiB-aligned with unmapped guard gaps.
 const BASE: u64 = 0x2_0000_0000;
 const GAP: u64 = 0x1_0000;
 
@@ -115,7 +115,7 @@ impl GlobalMem {
         unsafe { std::slice::from_raw_parts(b.data, b.len as usize) }
     }
 
-    /// Serialise atomics of several host threads.
+    /// Serialize atomics of several host threads.
     pub fn lock_atomics(&self) -> MutexGuard<'_, ()> {
         self.atomics.lock().unwrap_or_else(PoisonError::into_inner)
     }

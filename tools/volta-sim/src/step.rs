@@ -1,5 +1,5 @@
 //! One warp instruction while it executes: the operands it reads, the results it writes, the faults it stops with.
-//! Everything is inlined into the instructions it serves, so that it is compiled with the host's vector instructions as
+//! Everything is inlined into the instructions it serves, so that it is compiled for the same vector instructions of the host as
 //! they are ([`crate::ops`]).
 
 use crate::cta::Arrival;
@@ -15,19 +15,21 @@ pub struct Access {
     pub mask: u32,
     /// addresses of the active lanes, for memory instructions
     pub addr: [u64; 32],
+    /// whether a branch or call moved threads
     pub taken: bool,
 }
-/// The error text names the kernel, pc and instruction.
+/// The error text names the kernel and pc, and mostly the instruction too.
 pub type SimResult<T> = Result<T, String>;
 
 pub struct Step<'a> {
     pub env: &'a Env<'a>,
     pub inst: &'a Inst,
     pub w: &'a mut Warp,
-    /// the group of the warp's threads that is here, and those threads
+    /// index of the group of threads that executes
     pub group: usize,
+    /// threads of the group
     pub together: u32,
-    /// threads of it whose guard holds
+    /// threads of the group whose guard holds
     pub m: u32,
     /// the CTA's memory and index
     pub shared: &'a mut [u8],
@@ -80,7 +82,7 @@ impl Step<'_> {
         let (and, xor) = (if s.abs { 0x7fff_ffff } else { !0u32 }, if s.neg { 0x8000_0000u32 } else { 0 });
         Ok(v.each(|x| f32::from_bits((x & and) ^ xor)))
     }
-    /// 64 bits of a register pair or constant; `imm` is what an immediate means.
+    /// 64 bits of a register pair or constant; `imm` widens an immediate.
     #[inline(always)]
     fn bits64(&self, s: &Src, imm: impl Fn(u32) -> u64) -> SimResult<[u64; 32]> {
         Ok(match s.kind {
@@ -116,7 +118,7 @@ impl Step<'_> {
         let v = self.raw(i)?;
         let s = &self.inst.src[i];
         let (and, xor) = (if s.abs { 0x7fff_7fff } else { !0u32 }, if s.neg { 0x8000_8000u32 } else { 0 });
-        // towards zero: it is what ptxas makes of cvt.rz.f16.f32 (of cvt.rn, F2F), and of constants that it keeps in fp32
+        // rounds towards zero: ptxas emits this for cvt.rz.f16.f32 (for cvt.rn it emits F2F), and for constants kept in fp32
         let pair = |x: u32| if s.sel == Sel::F32 { f2h_rz(f32::from_bits(x)) as u32 * 0x1_0001 } else { x };
         let v = v.each(|x| (pair(x) & and) ^ xor);
         let lo = v.each(|x| h2f(x as u16));
