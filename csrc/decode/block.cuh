@@ -61,6 +61,7 @@ struct Block {
         const RowInfo* row_info = shared.row_info;
         const SharedPartials<kTokenGroups, kRowsAtOnce> partials = {shared.output, shared.state};
 
+        // Finds the block's first work tile. Returns false where cu_seqlens_q is invalid for a sequence.
         const bool has_queries = scheduler.begin(p);
         const bool all_have_queries = __syncthreads_and(has_queries);
         // in shared memory, because the main loop has no register left for it
@@ -85,6 +86,7 @@ struct Block {
             if (tile.blocks > 1) combine_blocks(p, tile, shared.is_last);
             __syncthreads();
         }
+        // Rows of packed q that belong to no sequence become NaN.
         if (p.lengths.cu_seqlens_q) fill_unowned_rows(p, shared.all_have_queries);
     }
 
