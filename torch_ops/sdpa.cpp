@@ -2,8 +2,8 @@
 //
 // aten::scaled_dot_product_attention is a composite op: it chooses an implementation and calls it. This file replaces its
 // composite kernel by one that calls volta_fa::fwd. If volta_fa is off or cannot compute a call, the kernel calls PyTorch's
-// composite. At this level there is no metadata of fused implementations to imitate, grouped heads and all headdims up to 256 work,
-// and torch.compile sees volta_fa::fwd in its graph.
+// composite. At this level there is no metadata of fused implementations to imitate, grouped heads and headdims up to 256 work, and
+// torch.compile sees volta_fa::fwd in its graph.
 //
 // The replacement is composite like the original. With a kernel at a backend or autograd key, torch.export would keep the op
 // in graphs that must be decomposed. torch.compile would not notice such a kernel after its first trace, because it remembers
@@ -43,9 +43,9 @@ std::atomic<bool> cpu_enabled{false};
 std::atomic<uint64_t> cuda_enabled{0};
 std::atomic<uint64_t> cuda_undecided{0};  // decided at the first call: before it, CUDA must not be initialized
 
-std::mutex configuring;         // protects changes of the above
+std::mutex configuring;  // protects changes of the above
 bool newer_devices_too{false};  // whether undecided devices may run kernels through PTX
-uint64_t warned_of{0};          // bits of the devices for which a warning was shown
+uint64_t warned_of{0};  // bits of the devices for which a warning was shown
 
 // Decides about a device at its first call. The library reads the environment variable when it loads, and must not initialize CUDA
 // then.
