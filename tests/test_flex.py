@@ -43,6 +43,7 @@ RECOGNIZED = {
         Scores(factor=0.5, softcap=2.0, bias=(False, True, True, True), alibi="absolute"),
     ),
     "relative": (lambda s, b, h, q, kv: s + TABLE[h, q - kv + 300], Scores(bias=(False, True, True, True))),
+    "alibi and a shift": (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q + 1), Scores(bias=(False, True, True, True))),
     "steps": (lambda s, b, h, q, kv: s - SLOPES[h] * ((q - kv).abs() * 0.125).to(torch.int32), Scores(bias=(False, True, True, True))),
     "causal": (lambda s, b, h, q, kv: torch.where(q >= kv, s, -float("inf")), Scores(hides=(False, False, True, True))),
     "causal, relative": (
