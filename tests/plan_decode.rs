@@ -68,6 +68,10 @@ fn every_variant_is_chosen_for_some_problem() {
                 for a in CacheFormat::quantized().map(|format| with_format(a, format)).chain([Attention { dtype: DType::BFloat16, ..a }]) {
                     unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 }
+                for dtype in [DType::Half, DType::BFloat16] {
+                    let features = RequestedFeatures { tree: true, ..a.features };
+                    unused.retain(|name| *name != plan(&Attention { dtype, features, ..a }, false, &d).kernel.variant.name);
+                }
             }
             for score_function in [None, Some(ScoreFunction::Softcap(30.0))] {
                 // more heads get larger blocks

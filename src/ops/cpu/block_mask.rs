@@ -1,10 +1,9 @@
 //! A block mask on the CPU: the keys that it hides from the rows of a chunk.
 
 use super::chunk::{heads_per_group, Chunk};
-use super::part::Part;
 use crate::error::Result;
 use crate::ops::Inputs;
-use crate::problem::{BLOCK_COLUMNS, BLOCK_ROWS, LIST_HEADER, TILE_WORDS};
+use crate::problem::{Attention, BLOCK_COLUMNS, BLOCK_ROWS, LIST_HEADER, TILE_WORDS};
 use std::rc::Rc;
 use tch::Tensor;
 
@@ -54,29 +53,30 @@ impl BlockMask {
         List { partial, full: &rest[..full], bits }
     }
 
-    /// Returns the chunk with only those keys between the first and the last block of any of its rows; None: there is no block.
-    pub fn narrowed(&self, part: &Part, c: Chunk) -> Option<Chunk> {
-        let heads = heads_per_group(&part.a);
+    /// Returns the chunk of a dense problem, whose first entry is entry `first` of the call, with only those keys between the first and the
+    /// last block of any of its rows; None: there is no block.
+    pub fn narrowed(&self, a: &Attention, first: i64, c: Chunk) -> Option<Chunk> {
+        let heads = heads_per_group(a);
         let row_blocks = c.row as usize / ROWS..=(c.row + c.rows - 1) as usize / ROWS;
-        let (mut first, mut end) = (i64::MAX, 0);
-        for (entry, head) in (c.group * heads..(c.group + c.groups) * heads).map(|head| of_head(part, head)) {
+        let (mut begin, mut end) = (i64::MAX, 0);
+        for (entry, head) in (c.group * heads..(c.group + c.groups) * heads).map(|head| of_head(a, first, head)) {
             for row_block in row_blocks.clone() {
                 let List { partial, full, .. } = self.list(entry, head, row_block);
                 for &block in partial.iter().chain(full) {
-                    first = first.min(i64::from(block));
+                    begin = begin.min(i64::from(block));
                     end = end.max(i64::from(block) + 1);
                 }
             }
         }
-        let key = c.key.max(first.saturating_mul(BLOCK_COLUMNS));
+        let key = c.key.max(begin.saturating_mul(BLOCK_COLUMNS));
         let end = (c.key + c.keys).min(end * BLOCK_COLUMNS);
         (key < end).then_some(Chunk { key, keys: end - key, ..c })
     }
 
     /// Returns true for hidden scores of a chunk: (groups or 1, rows, heads or 1, keys), 1 where the mask is broadcast.
-    pub fn hidden(&self, part: &Part, c: &Chunk) -> Result<Tensor> {
+    pub fn hidden(&self, a: &Attention, first: i64, c: &Chunk) -> Result<Tensor> {
         let [batch, heads, ..] = self.sizes;
-        let per_group = heads_per_group(&part.a);
+        let per_group = heads_per_group(a);
         let of_group = if heads == 1 { 1 } else { per_group };
         let groups = if (batch, heads) == (1, 1) { 1 } else { c.groups };
         let keys = c.keys as usize;
@@ -84,7 +84,7 @@ impl BlockMask {
         for (i, row) in hidden.chunks_mut(keys).enumerate() {
             let i = i as i64;
             let (group, position) = (c.group + i / (c.rows * of_group), (c.row + i / of_group % c.rows) as usize);
-            let (entry, head) = of_head(part, group * per_group + i % of_group);
+            let (entry, head) = of_head(a, first, group * per_group + i % of_group);
             self.show(&self.list(entry, head, position / ROWS), position % ROWS, c.key as usize, row);
         }
         Ok(Tensor::f_from_slice(&hidden)?.f_view([groups, c.rows, of_group, c.keys])?)
@@ -104,7 +104,7 @@ impl BlockMask {
     }
 }
 
-/// Returns the batch entry of the call, and the query head, of a head counted over the entries of a part.
-fn of_head(part: &Part, head: i64) -> (usize, usize) {
-    ((part.first + head / part.a.nheads) as usize, (head % part.a.nheads) as usize)
+/// Returns the batch entry of the call, and the query head, of a head counted over the entries of a dense problem.
+fn of_head(a: &Attention, first: i64, head: i64) -> (usize, usize) {
+    ((first + head / a.nheads) as usize, (head % a.nheads) as usize)
 }

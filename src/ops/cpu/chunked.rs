@@ -29,7 +29,7 @@ impl<'a> Work<'a> {
             heads,
             kind,
             chunks: match &part.blocks {
-                Some(blocks) => chunks(a).into_iter().filter_map(|c| blocks.narrowed(part, c)).collect(),
+                Some(blocks) => chunks(a).into_iter().filter_map(|c| blocks.narrowed(a, part.first, c)).collect(),
                 None => chunks(a),
             },
             scaled_q: to_groups(&part.q, heads, kind)?.f_mul_scalar(a.softmax_scale)?,
@@ -90,7 +90,7 @@ impl<'a> Work<'a> {
         }
         if let Some(blocks) = &self.part.blocks {
             let mut by_head = by_head;
-            let _ = by_head.f_masked_fill_(&blocks.hidden(self.part, c)?, f64::NEG_INFINITY)?;
+            let _ = by_head.f_masked_fill_(&blocks.hidden(&self.part.a, self.part.first, c)?, f64::NEG_INFINITY)?;
         }
         Ok(())
     }
