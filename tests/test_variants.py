@@ -37,7 +37,8 @@ def features_for(variant):
     """Two problems for a kernel, each with all that it covers or that its pass never needs. Where it covers something, a problem
     asks for that, so that no lesser kernel is taken; and always for what a kernel requires."""
     own, required = set(variant["needs"]), set(variant["requires"])
-    free = {need for ways in ASKED for need in ways} - set(NEEDS_OF_PASS[variant["pass"]])
+    # a block mask excludes a bias
+    free = {need for ways in ASKED for need in ways} - set(NEEDS_OF_PASS[variant["pass"]]) - {"block_mask"}
     found = []
     for ways in ASKED:
         if required <= ways.keys() and (not own or own & ways.keys()):
