@@ -146,9 +146,9 @@ volta_fa.quantize_kv, not with int4:
 
 Callers write the cache.
 
-fwd_fast: attention for inference with a stated error of about 1% (docs/guides/fast.md): int8 scores and fp16 sums, for GeForce RTX 20xx. q,
-k and v are float16 or bfloat16; tensors that require grad are refused. cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-is_causal, window_left, window_right and check_lengths are fwd's:
+fwd_fast: attention for inference with a stated error of about 1% (docs/guides/fast.md): int8 scores and fp16 sums, for GeForce RTX 20xx.
+q, k and v are float16 or bfloat16; tensors that require grad are refused. cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+softmax_scale, is_causal, window_left, window_right and check_lengths are fwd's:
 
     attn_mask       bool, broadcastable as attn_bias: False hides the key
     smooth_k        quantizes k less its mean over keys, which changes no result but for the error
