@@ -320,7 +320,7 @@ def ulysses_dropout(world):
 def many_problems(world):
     """The largest and the root-mean-square error at most 2 times (gradients: 3 times) that of eager attention on one device.
 
-    dsinks has four elements, of which eager's may be nearly exact by luck: the rounding of `out` and of dsinks is allowed too, as in
+    dsinks has four elements, and eager's may be nearly exact by luck: the rounding of `out` and of dsinks is allowed too, as in
     `volta_fa.check`.
     """
     for name in PROBLEMS:

@@ -19,7 +19,7 @@ use tch::{Kind, Tensor};
 
 /// Keys that share scales: codes of a sequence begin at a multiple (csrc/turing/fast/codes.cuh).
 const SCALE_KEYS: i64 = 64;
-/// Scales of so many keys.
+/// Number of scales of a block of keys.
 const SCALES: i64 = 4;
 
 /// Computes (out, softmax_lse).

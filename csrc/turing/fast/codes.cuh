@@ -10,7 +10,7 @@
 namespace turing {
 
 constexpr int kScaleKeys = 64, kScales = 4;
-// Keys of which K's mean is taken, evenly spaced.
+// Number of evenly spaced keys in K's mean.
 constexpr int kMeanKeys = 128;
 // Smallest scale: the product of two is a normal number, so that a score of -inf stays -inf.
 constexpr float kSmallestScale = 1e-18f;

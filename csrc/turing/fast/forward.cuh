@@ -251,7 +251,7 @@ struct FastForward {
                                     u32& x = s[r][i / 2][i % 2];
                                     x = __float_as_uint(fmaf(as_float(x), factor[r], addend[r]));
                                 }
-                            // after the scales, of which one may be NaN for keys that the row does not see
+                            // after the scales: one may be NaN for keys that the row does not see
                             if (may_mask) RowMask(p).apply(s, key + 8 * first);
 #pragma unroll
                             for (int r = 0; r < kRows; r++)

@@ -5,7 +5,7 @@
 
 namespace volta {
 
-// The softmax takes states, of which scores are linear functions: score = factor * state + constant (score_function.cuh). So
+// The softmax takes states. Scores are linear functions of them: score = factor * state + constant (score_function.cuh). So
 // scores themselves are never computed. Row maxima lack the constant until finish().
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, ScoreFunction::kFeature, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {

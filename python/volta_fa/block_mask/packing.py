@@ -63,7 +63,7 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
 
 
 def _positions(chosen: Tensor, count: int) -> Tensor:
-    """Returns the places of True in a flat tensor, of which there are at most `count`, without waiting for the device."""
+    """Returns the places of True in a flat tensor, at most `count`, without waiting for the device."""
     place = torch.where(chosen, chosen.cumsum(0) - 1, count)
     positions = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)
     return positions.scatter_(0, place, torch.arange(len(chosen), device=chosen.device))[:count]

@@ -7,7 +7,7 @@ use super::part::Part;
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 
-/// Keys that share scales, and scales of so many keys. csrc/turing/fast/codes.cuh has these and the next two.
+/// Keys that share scales, and their number of scales. csrc/turing/fast/codes.cuh has these and the next two.
 const SCALE_KEYS: i64 = 64;
 const SCALES: i64 = 4;
 const MEAN_KEYS: i64 = 128;

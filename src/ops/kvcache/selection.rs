@@ -73,7 +73,7 @@ fn queries(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     Ok((sequence.shallow_clone(), limit.f_masked_fill(&possible.f_logical_not()?, -1)?))
 }
 
-/// Sorts lists of blocks, (queries, topk), of which the first negative number is the end. Leaves out what is no block before the limit, and
+/// Sorts lists of blocks, (queries, topk). The first negative number ends a list. Leaves out what is no block before the limit, and
 /// repetitions.
 fn sorted(lists: &Tensor, limit: &Tensor, block: i64) -> Result<Tensor> {
     let lists = lists.f_to_kind(Kind::Int64)?;
@@ -90,7 +90,7 @@ fn sorted(lists: &Tensor, limit: &Tensor, block: i64) -> Result<Tensor> {
     Ok(Tensor::f_cat(&[lists.f_narrow(1, 0, 1)?, once], 1)?.f_sort(-1, false)?.0)
 }
 
-/// A cache as pages of fewer tokens, of which several make a page or an entry.
+/// A cache as pages of fewer tokens. Several make a page or an entry.
 struct SmallPages {
     tokens: i64,
     /// Small pages from a page or an entry to the next, in memory.

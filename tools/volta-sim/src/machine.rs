@@ -301,7 +301,7 @@ impl Machine {
             sms: 68,                   // (TWP)
             hmma_1688_f32_cycles: 16,  // (HHC): 511.7 FLOP/clk/SM with f32, 1022 with f16 accumulators
             hmma_1688_f32_latency: 26, // assumed: 8 more than on a T4, as the issue takes 8 clk more
-            dram_bytes_per_clk: 4.7,   // 616 GB/s (TWP), of which 0.8 is attained: assumed, near V100's 0.83 (Jia18)
+            dram_bytes_per_clk: 4.7,   // 616 GB/s (TWP), 0.8 of it attained: assumed, near V100's 0.83 (Jia18)
             l2_bytes: 11 << 19,        // 5.5 MB (TWP)
             ..Machine::t4()
         }
