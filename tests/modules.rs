@@ -1,4 +1,4 @@
-//! Tests that the modules of `src/` import each other without circles, and so do its files.
+//! Tests that the modules of the library and of the simulator import each other without circles, and so do their files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -16,24 +16,35 @@ fn rust_files(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the first words of `crate::` paths in a file, without comments: its imports at the level of `src/`. Panics at a path in braces
+/// The folders of the two crates.
+const CRATES: [&str; 2] = ["src", "tools/volta-sim/src"];
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
+}
+
+/// Returns a file's text without comments, and without its module of tests, which stands last and may import anything.
+fn code(text: &str) -> String {
+    let end = text.find("#[cfg(test)]\nmod tests {").unwrap_or(text.len());
+    text[..end].lines().map(|line| line.split("//").next().unwrap_or("").to_string() + "\n").collect()
+}
+
+/// Returns the first words of `crate::` paths in a file: its imports at the level of its crate. Panics at a path in braces
 /// (`use crate::{a, b}`), which it cannot read.
 fn imported(text: &str) -> BTreeSet<String> {
-    let code: Vec<_> = text.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
-    let code = code.join("\n");
+    let code = code(text);
     let paths = code.match_indices("crate::").map(|(at, word)| &code[at + word.len()..]);
     let word = |path: &str| path.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or("").to_string();
     paths.map(word).inspect(|word| assert!(!word.is_empty(), "write `use crate::module::...`, one module a line")).collect()
 }
 
-/// Returns the imports of each module of `src/`: a file, or a folder with all its files.
-fn imports() -> Imports {
-    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+/// Returns the imports of each module of a crate: a file, or a folder with all its files.
+fn imports(src: &Path) -> Imports {
     let mut files = vec![];
-    rust_files(&src, &mut files);
+    rust_files(src, &mut files);
     let mut imports = Imports::new();
     for file in files.iter().filter(|file| !file.ends_with("lib.rs")) {
-        let first = file.strip_prefix(&src).unwrap().components().next().unwrap();
+        let first = file.strip_prefix(src).unwrap().components().next().unwrap();
         let module = first.as_os_str().to_str().unwrap().trim_end_matches(".rs").to_string();
         imports.entry(module).or_default().extend(imported(&std::fs::read_to_string(file).unwrap()));
     }
@@ -44,7 +55,7 @@ fn imports() -> Imports {
     imports
 }
 
-/// A file of `src/`, as its path of modules, and what it says.
+/// A file of a crate: its code and what it exports.
 struct Source {
     code: String,
     /// Paths that it exports with `pub use`, by name. These are a folder's face, no imports.
@@ -53,12 +64,11 @@ struct Source {
 
 type Sources = BTreeMap<Vec<String>, Source>;
 
-fn sources() -> Sources {
-    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+fn sources(src: &Path) -> Sources {
     let mut files = vec![];
-    rust_files(&src, &mut files);
+    rust_files(src, &mut files);
     let read = |file: &PathBuf| {
-        let name = file.strip_prefix(&src).unwrap().with_extension("");
+        let name = file.strip_prefix(src).unwrap().with_extension("");
         let mut module: Vec<_> = name.iter().map(|word| word.to_str().unwrap().to_string()).collect();
         if module.last().is_some_and(|word| word == "mod") {
             module.pop();
@@ -69,7 +79,7 @@ fn sources() -> Sources {
 }
 
 fn source(text: &str) -> Source {
-    let mut code: String = text.lines().map(|line| line.split("//").next().unwrap_or("").to_string() + "\n").collect();
+    let mut code = code(text);
     let mut exports = BTreeMap::new();
     for visible in ["pub use ", "pub(crate) use ", "pub(super) use "] {
         while let Some(at) = code.find(visible) {
@@ -133,7 +143,7 @@ fn defining(files: &Sources, module: &[String], path: &str) -> Option<Vec<String
     exported.and_then(|path| defining(files, &at, path)).or_else(|| files.contains_key(&at).then_some(at))
 }
 
-/// Returns the imports of each file of `src/`. A `mod.rs` also imports the modules of its folder that its code names.
+/// Returns the imports of each file. A `mod.rs` also imports the modules of its folder that its code names.
 fn imports_of_files(files: &Sources) -> Imports {
     let of_file = |(module, source): (&Vec<String>, &Source)| {
         let children =
@@ -177,16 +187,28 @@ fn circles(imports: &Imports) -> Vec<String> {
 
 #[test]
 fn modules_import_each_other_without_circles() {
-    let found = circles(&imports());
-    assert!(found.is_empty(), "circles among modules of src/:\n{}", found.join("\n"));
+    for name in CRATES {
+        let found = circles(&imports(&folder(name)));
+        assert!(found.is_empty(), "circles among modules of {name}:\n{}", found.join("\n"));
+    }
 }
 
 #[test]
 fn files_import_each_other_without_circles() {
-    let imports = imports_of_files(&sources());
-    assert!(imports["plan/decode"].is_superset(&["plan/choose", "plan/kernel", "problem/attention"].map(String::from).into()));
-    let found = circles(&imports);
-    assert!(found.is_empty(), "circles among files of src/:\n{}", found.join("\n"));
+    for name in CRATES {
+        let found = circles(&imports_of_files(&sources(&folder(name))));
+        assert!(found.is_empty(), "circles among files of {name}:\n{}", found.join("\n"));
+    }
+}
+
+#[test]
+fn reads_the_imports_of_both_crates() {
+    let imports = CRATES.map(|name| imports_of_files(&sources(&folder(name))));
+    let expected =
+        [("plan/decode", ["plan/choose", "plan/kernel", "problem/attention"]), ("ops/atomic", ["decoder", "ops/memory", "step"])];
+    for (imports, (file, others)) in imports.iter().zip(expected) {
+        assert!(imports[file].is_superset(&others.map(String::from).into()), "{file}: {:?}", imports[file]);
+    }
 }
 
 #[test]
@@ -197,12 +219,15 @@ fn finds_a_circle_of_files() {
         ("a/two", "use crate::a::Thing; // super::three"),
         ("b", "mod child;\nfn f() { child::g() }"),
         ("b/child", "use super::f;"),
+        ("c", "use crate::d::f;"),
+        ("d", "pub fn f() {}\n#[cfg(test)]\nmod tests {\n    use crate::c::g;\n}"),
     ]
     .map(|(module, text)| (module.split('/').map(String::from).collect(), source(text)))
     .into();
     let found = circles(&imports_of_files(&files));
     assert!(found.contains(&"a/one -> a/two -> a/one".into()) && found.contains(&"b -> b/child -> b".into()), "{found:?}");
     assert!(!found.iter().any(|circle| circle.starts_with("a ->")), "a folder's face imports nothing: {found:?}");
+    assert!(!found.iter().any(|circle| circle.starts_with("c ->")), "tests may import anything: {found:?}");
 }
 
 #[test]

@@ -1,17 +1,8 @@
 //! The state of one CTA: its warps, shared memory and named barriers.
 
 use crate::env::Env;
+use crate::isa::BarMode;
 use crate::warp::{GState, Warp};
-
-/// What a BAR does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BarMode {
-    Sync,
-    Arv,
-    RedPopc,
-    RedAnd,
-    RedOr,
-}
 
 /// Threads of a warp that execute a BAR.
 pub struct Arrival {

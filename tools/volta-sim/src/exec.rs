@@ -2,6 +2,7 @@
 
 use crate::cta::Cta;
 use crate::env::Env;
+use crate::ops;
 use crate::step::{Access, SimResult, Step};
 use crate::warp::Group;
 
@@ -26,7 +27,7 @@ impl Cta {
         w.groups[group].pc = pc + 16;
 
         let mut s = Step { env, inst, w, group, together, m, shared: &mut self.shared, cta: &self.id, now, acc, arrival: None };
-        inst.op.execute(&mut s)?;
+        ops::execute(inst.op, &mut s)?;
         if let Some(arrival) = s.arrival {
             if !self.arrive(wi, arrival) {
                 return Ok(idx);

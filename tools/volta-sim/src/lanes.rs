@@ -2,7 +2,9 @@
 //! it serves, so that it is compiled with the host's vector instructions as they are ([`crate::ops`]).
 
 use crate::isa::*;
-use crate::warp::V;
+
+/// One 32-bit register of all lanes.
+pub type V = [u32; 32];
 
 /// A value per lane. Unlike `array::from_fn` and `array::map`, whose innards are not always inlined,
 /// this and [`Each::each`] are compiled with their caller's vector instructions.

@@ -29,6 +29,7 @@
 
 mod cta;
 mod decode;
+mod decoder;
 mod disasm;
 mod elf;
 mod env;

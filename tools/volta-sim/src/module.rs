@@ -5,9 +5,8 @@ use crate::disasm::{self, Listing};
 use crate::elf::{Cubin, KernelMeta, Param};
 use crate::env::Program;
 use crate::error::Result;
-use crate::isa::{Inst, Reg, SrcKind, RZ};
+use crate::isa::{Inst, Memory, Op, Reg, Space, SrcKind, RZ};
 use crate::machine::Machine;
-use crate::ops::{Memory, Op, Space};
 use serde::Serialize;
 use std::path::Path;
 

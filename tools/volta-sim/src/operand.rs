@@ -1,6 +1,7 @@
 //! The operands of an instruction as nvdisasm prints them.
 
 use crate::isa::*;
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 /// An operand, before an opcode gives it a meaning.
@@ -52,6 +53,17 @@ pub fn predicate(s: &str) -> Option<u8> {
             None => s.strip_prefix('P')?.parse().ok().filter(|&p| p < PT),
             Some(s) => s.strip_prefix('P')?.parse::<u8>().ok().filter(|&p| p < PT).map(|p| UP0 + p),
         },
+    }
+}
+
+/// The operands as they would be printed if they were separated as elsewhere.
+pub fn separated<'a>(base: &str, text: &'a str) -> Cow<'a, str> {
+    match base {
+        // "BRX R2 -0x940"
+        "BRX" | "JMX" => text.trim().replacen(' ', ", ", 1).into(),
+        // "RET.REL.NODEC R20 `(kernel)"
+        "RET" => text.trim().split(' ').next().unwrap_or("").into(),
+        _ => text.into(),
     }
 }
 

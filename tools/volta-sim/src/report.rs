@@ -1,9 +1,9 @@
 //! The report of a simulated launch, as data and as text.
 
 use crate::env::Env;
+use crate::isa::{Branch, Op};
 use crate::machine::{Machine, Occupancy};
 use crate::module::KernelInfo;
-use crate::ops::{Branch, Op};
 use crate::run::Share;
 use crate::shape::Shape;
 use crate::timing::{Counters, SmSim};

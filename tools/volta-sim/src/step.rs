@@ -7,7 +7,7 @@ use crate::env::Env;
 use crate::half::{f2h_rz, h2f};
 use crate::isa::*;
 use crate::lanes::*;
-use crate::warp::{Warp, V};
+use crate::warp::Warp;
 
 /// What an instruction did, as far as the timing model is concerned.
 #[derive(Default)]

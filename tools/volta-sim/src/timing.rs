@@ -5,7 +5,6 @@ use crate::cta::Cta;
 use crate::env::Env;
 use crate::isa::*;
 use crate::machine::Machine;
-use crate::ops::{Barrier, Integer, Memory, Op, Space, SpecialRegister, Tensor, Uniform, WarpWide};
 use crate::step::{Access, SimResult};
 use serde::Serialize;
 use std::collections::{HashMap, VecDeque};

@@ -1,10 +1,7 @@
 //! The state of one warp: registers, predicates, and the groups its threads are divided into.
 
 use crate::isa::*;
-use crate::lanes::Each;
-
-/// One 32-bit register of all lanes.
-pub type V = [u32; 32];
+use crate::lanes::{Each, V};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GState {

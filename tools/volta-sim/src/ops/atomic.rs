@@ -1,47 +1,12 @@
 //! Atomic operations on global and shared memory.
 
-use super::memory::{addresses, global_fault, Space};
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use super::memory::{addresses, global_fault};
+use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
-
-/// RED, ATOM, ATOMG, ATOMS
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Atomic {
-    pub space: Space,
-    op: AtomOp,
-    ty: AtomTy,
-    /// the old value is a result
-    ret: bool,
-    spin: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum AtomOp {
-    Add,
-    Min,
-    Max,
-    And,
-    Or,
-    Xor,
-    Exch,
-    Cas,
-    Inc,
-    Dec,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum AtomTy {
-    U32,
-    S32,
-    U64,
-    S64,
-    F32,
-    F16x2,
-}
 
 impl Class for Atomic {
     fn decode(d: &mut Decoder) -> Decoded {
@@ -147,11 +112,6 @@ impl Class for Atomic {
 }
 
 impl Atomic {
-    /// Operates on 8 bytes, not 4.
-    pub fn wide(&self) -> bool {
-        matches!(self.ty, AtomTy::U64 | AtomTy::S64)
-    }
-
     /// What memory that held `cur` holds afterwards.
     #[inline(always)]
     fn apply(self, cur: u64, a: u64, b: u64) -> u64 {

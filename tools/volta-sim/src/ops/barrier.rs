@@ -1,25 +1,11 @@
 //! Barriers of a CTA, of memory and of the scoreboards.
 
-use super::{Class, Op};
-use crate::cta::{Arrival, BarMode};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::cta::Arrival;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::operand::Operand;
 use crate::step::{SimResult, Step};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Barrier {
-    Bar(BarMode),
-    /// the result of the last reducing BAR
-    B2r,
-    /// memory is always consistent here: only the timing model knows it
-    Membar,
-    /// wait until at most `n` of a scoreboard's instructions are pending: for the timing model alike
-    Depbar {
-        sb: u8,
-        n: u8,
-    },
-}
 
 impl Class for Barrier {
     fn decode(d: &mut Decoder) -> Decoded {

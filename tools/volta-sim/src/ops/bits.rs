@@ -1,23 +1,10 @@
 //! Logic, shifts, and what moves or counts bits.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
-use crate::warp::V;
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Bits {
-    Lop3 { lut: u8, pand: bool },
-    Shf { left: bool, wrap: bool, hi: bool, signed: bool, wide: bool },
-    Prmt,
-    Popc,
-    Brev,
-    Flo { signed: bool, sh: bool },
-    Bmsk { wrap: bool },
-    Sgxt { signed: bool },
-}
 
 impl Class for Bits {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -1,37 +1,12 @@
 //! Branches, calls and exits: which threads of a warp go on where.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::operand::Operand;
 use crate::step::{SimResult, Step};
 use crate::warp::{GState, Group};
-use std::borrow::Cow;
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Branch {
-    Bra,
-    /// BRA.CONV / BRA.DIV: taken when all live threads of the warp are here / when they are not
-    BraIf {
-        converged: bool,
-    },
-    Brx,
-    Call,
-    Ret,
-    Exit,
-}
-
-/// The operands as they would be printed if they were separated as elsewhere.
-pub fn operand_text<'a>(base: &str, text: &'a str) -> Cow<'a, str> {
-    match base {
-        // "BRX R2 -0x940"
-        "BRX" | "JMX" => text.trim().replacen(' ', ", ", 1).into(),
-        // "RET.REL.NODEC R20 `(kernel)"
-        "RET" => text.trim().split(' ').next().unwrap_or("").into(),
-        _ => text.into(),
-    }
-}
 
 impl Class for Branch {
     fn decode(d: &mut Decoder) -> Decoded {

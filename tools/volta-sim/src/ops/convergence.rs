@@ -1,23 +1,12 @@
 //! Convergence barriers: where the threads of a warp that went different ways meet again.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::operand::Operand;
 use crate::step::{SimResult, Step};
 use crate::warp::{GState, Group};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Convergence {
-    Bssy(u8),
-    Bsync(u8),
-    Break(u8),
-    BmovToReg { b: u8, clear: bool },
-    BmovFromReg(u8),
-    Warpsync,
-    Yield,
-}
 
 impl Class for Convergence {
     fn decode(d: &mut Decoder) -> Decoded {

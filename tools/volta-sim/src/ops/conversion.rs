@@ -1,43 +1,11 @@
 //! Conversions between numeric types.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Conversion {
-    I2f { from: NumTy, to: NumTy, rnd: Round },
-    F2i { from: NumTy, to: NumTy, rnd: IntRound, ftz: bool },
-    F2f { from: NumTy, to: NumTy, rnd: Round, ftz: bool },
-    Frnd { rnd: IntRound },
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NumTy {
-    U8,
-    S8,
-    U16,
-    S16,
-    U32,
-    S32,
-    U64,
-    S64,
-    F16,
-    F32,
-    F64,
-}
-
-/// Rounding to an integer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum IntRound {
-    Near,
-    Trunc,
-    Floor,
-    Ceil,
-}
 
 fn type_of(modifier: &str) -> Option<NumTy> {
     Some(match modifier {

@@ -1,18 +1,10 @@
 //! Double-precision arithmetic and comparison.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Double {
-    Dadd,
-    Dmul,
-    Dfma,
-    Dsetp { cmp: Cmp, bop: BoolOp },
-}
 
 impl Class for Double {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -1,22 +1,10 @@
 //! Single-precision arithmetic and comparison.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
-use crate::warp::V;
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Float {
-    Fadd { ftz: bool, sat: bool, rnd: Round },
-    Fmul { ftz: bool, sat: bool, rnd: Round },
-    Ffma { ftz: bool, sat: bool, rnd: Round },
-    Fmnmx { ftz: bool },
-    Fsetp { cmp: Cmp, bop: BoolOp, ftz: bool },
-    Fset { cmp: Cmp, bop: BoolOp, ftz: bool, bf: bool },
-    Fchk,
-}
 
 impl Class for Float {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -1,24 +1,11 @@
 //! Integer arithmetic and comparison.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
 use std::cmp::Ordering;
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Integer {
-    Iadd3 { x: bool },
-    Imad { x: bool },
-    ImadWide { signed: bool, x: bool },
-    ImadHi { signed: bool, x: bool },
-    Lea { hi: bool, x: bool, sx32: bool, shift: u8 },
-    Isetp { cmp: Cmp, signed: bool, bop: BoolOp, ex: bool },
-    Imnmx { signed: bool },
-    Iabs,
-    Vabsdiff { signed: bool },
-}
 
 impl Class for Integer {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -1,41 +1,11 @@
 //! Loads and stores.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::operand::Operand;
 use crate::step::{SimResult, Step};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Memory {
-    Ld {
-        space: Space,
-        bytes: u8,
-        sext: bool,
-    },
-    St {
-        space: Space,
-        bytes: u8,
-    },
-    /// as many 8x8 matrices of halves from shared memory: lane 8i+r has the address of row r of matrix i
-    Ldsm {
-        matrices: u8,
-        transposed: bool,
-    },
-    /// brings what is at an address to L2: of time only
-    Prefetch,
-    /// is a generic address one of shared or local memory? Never: those are not generic here
-    Qspc,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Space {
-    Global,
-    Shared,
-    Local,
-    Const,
-}
 
 fn bytes(d: &Decoder) -> u8 {
     let known = |m: &&str| match *m {

@@ -1,28 +1,12 @@
 //! Arithmetic and comparison on two halves a register.
 
-use super::{float, Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use super::float;
+use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum PackedHalf {
-    Hadd2 { f32: bool, sat: bool, ftz: bool, mrg: Merge },
-    Hmul2 { sat: bool, ftz: bool, mrg: Merge },
-    Hfma2 { sat: bool, ftz: bool, mrg: Merge },
-    Hsetp2 { cmp: Cmp, bop: BoolOp, hand: bool },
-    Hset2 { cmp: Cmp, bop: BoolOp, bf: bool },
-}
-
-/// Which halves of the destination are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Merge {
-    Both,
-    H0,
-    H1,
-}
 
 impl Class for PackedHalf {
     fn decode(d: &mut Decoder) -> Decoded {

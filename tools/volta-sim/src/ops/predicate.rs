@@ -1,27 +1,11 @@
 //! Logic on predicates, and predicates as bits of a register.
 
 use super::bits::lop3;
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Predicate {
-    Plop3 {
-        lut: u8,
-        lut2: u8,
-    },
-    /// predicates from number `first` on into the byte that begins at bit `shift`
-    P2r {
-        shift: u32,
-        first: u8,
-    },
-    R2p {
-        first: u8,
-    },
-}
 
 impl Class for Predicate {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -1,16 +1,10 @@
 //! Moves, and choices between two registers.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
+use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Select {
-    Mov,
-    Sel,
-    Fsel,
-}
 
 impl Class for Select {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -1,28 +1,11 @@
 //! The special-function unit. Results are correctly rounded instead of approximate.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
-
-/// MUFU
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SpecialFunction {
-    Rcp,
-    Rsq,
-    Ex2,
-    Lg2,
-    Sin,
-    Cos,
-    Sqrt,
-    Tanh,
-    /// of halves: the low one, or with .H1 the high one of the register, into the low half
-    Ex2Half,
-    Rcp64h,
-    Rsq64h,
-}
 
 impl Class for SpecialFunction {
     fn decode(d: &mut Decoder) -> Decoded {

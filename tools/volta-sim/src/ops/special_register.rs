@@ -1,37 +1,11 @@
 //! Reads of the special registers: indices, masks, clocks.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::operand::Operand;
 use crate::step::{SimResult, Step};
-use crate::warp::V;
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum SpecialRegister {
-    S2r(SReg),
-    Cs2r { sreg: SReg, wide: bool },
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SReg {
-    Tid(u8),
-    Ctaid(u8),
-    LaneId,
-    WarpId,
-    Clock,
-    ClockHi,
-    EqMask,
-    LtMask,
-    LeMask,
-    GtMask,
-    GeMask,
-    Zero,
-    NCtaId(u8),
-    SmId,
-    GlobalTimer,
-}
 
 fn by_name(n: &str) -> Option<SReg> {
     Some(match n {

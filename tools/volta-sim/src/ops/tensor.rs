@@ -1,23 +1,13 @@
 //! The tensor cores.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
-use crate::lanes::{lanes, Each};
+use crate::lanes::{lanes, Each, V};
 use crate::operand::Operand;
 use crate::step::{SimResult, Step};
-use crate::warp::{Warp, V};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Tensor {
-    /// HMMA.884; `f32`: the accumulators' type, else half
-    Hmma884 { f32: bool, step: u8, a_col: bool, b_col: bool },
-    /// HMMA.1688 of sm_75, alike
-    Hmma1688 { f32: bool },
-    /// IMMA.8816 of sm_75; which operands are unsigned
-    Imma8816 { unsigned: [bool; 2] },
-}
+use crate::warp::Warp;
 
 impl Class for Tensor {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -2,53 +2,47 @@
 //! lanes are equal ([`UR0`]), so that most of these are the instruction of the same name without the U, for all
 //! lanes whatever path their threads take.
 
-use super::{Class, Op, Select};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::step::{SimResult, Step};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Uniform {
-    /// ULDC.64: a constant into a register pair
-    Ldc64,
-    /// a register that is the same in all threads
-    R2ur,
-}
 
 /// Instructions that differ from those without the U in their registers alone.
 const SCALARS: [&str; 15] =
     ["UIADD3", "UIMAD", "ULEA", "UISETP", "ULOP3", "USHF", "UPRMT", "UPOPC", "UFLO", "UBREV", "UBMSK", "USGXT", "UPLOP3", "UMOV", "USEL"];
 
+/// Gives an instruction of the uniform datapath the name of the vector instruction that does the same. Returns whether the
+/// instruction runs there.
+pub fn as_vector(d: &mut Decoder) -> Result<bool, String> {
+    let (vector, scalar) = match d.base {
+        "ULDC" => {
+            d.allow(&["64"])?;
+            (if d.has("64") { "ULDC" } else { "MOV" }, true)
+        }
+        // not of the uniform datapath: it takes the way of S2R
+        "S2UR" => ("S2R", false),
+        "R2UR" => ("R2UR", true),
+        "VOTEU" => ("VOTE", true),
+        "UP2UR" => ("P2R", true),
+        "UR2UP" => ("R2P", true),
+        base if SCALARS.contains(&base) => (&base[1..], true),
+        _ => return Ok(false),
+    };
+    d.base = vector;
+    d.inst.everywhere = !0;
+    Ok(scalar)
+}
+
 impl Class for Uniform {
     fn decode(d: &mut Decoder) -> Decoded {
-        let vector = match d.base {
-            "R2UR" => {
-                d.dst()?;
-                d.src(0)?;
-                return scalar(d, Some(Op::Uniform(Uniform::R2ur)));
-            }
-            "ULDC" => {
-                d.allow(&["64"])?;
-                d.dst()?;
-                d.src(0)?;
-                return scalar(d, Some(if d.has("64") { Op::Uniform(Uniform::Ldc64) } else { Op::Select(Select::Mov) }));
-            }
-            // not of the uniform datapath: it takes the way of S2R
-            "S2UR" => {
-                d.base = "S2R";
-                d.inst.everywhere = !0;
-                return Op::decode(d);
-            }
-            "VOTEU" => "VOTE",
-            "UP2UR" => "P2R",
-            "UR2UP" => "R2P",
-            base if SCALARS.contains(&base) => &base[1..],
+        let op = match d.base {
+            "ULDC" => Uniform::Ldc64,
+            "R2UR" => Uniform::R2ur,
             _ => return Ok(None),
         };
-        d.base = vector;
-        d.inst.everywhere = !0;
-        let op = Op::decode(d)?;
-        scalar(d, op)
+        d.dst()?;
+        d.src(0)?;
+        Ok(Some(Op::Uniform(op)))
     }
 
     #[inline(always)]
@@ -66,12 +60,6 @@ impl Class for Uniform {
         }
         Ok(())
     }
-}
-
-fn scalar(d: &mut Decoder, op: Option<Op>) -> Decoded {
-    d.inst.everywhere = !0;
-    d.inst.unit = Unit::Uniform;
-    Ok(op)
 }
 
 #[cfg(test)]

@@ -1,32 +1,10 @@
 //! Exchange between the threads of a warp.
 
-use super::{Class, Op};
-use crate::decode::{Decoded, Decoder};
+use super::class::Class;
+use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum WarpWide {
-    Shfl(ShflMode),
-    Vote {
-        all: bool,
-        eq: bool,
-    },
-    Match {
-        all: bool,
-    },
-    /// the 8x8 matrix of halves that a register holds, transposed: lane 4g+t has elements 2t and 2t+1 of row g
-    Movm,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ShflMode {
-    Idx,
-    Up,
-    Down,
-    Bfly,
-}
 
 impl Class for WarpWide {
     fn decode(d: &mut Decoder) -> Decoded {

@@ -1,6 +1,4 @@
-//! A decoded instruction, and what its operands and modifiers can be. What instructions there are: [`crate::ops`].
-
-use crate::ops::Op;
+//! What the operands and modifiers of an instruction can be.
 
 /// A register: R0 to R254, RZ, and from [`UR0`] the uniform registers of sm_75, one value a warp (kept as a register whose
 /// lanes are equal, so that every instruction reads it as it reads any other; URZ is RZ).
@@ -161,24 +159,4 @@ pub struct MemRef {
 
 impl MemRef {
     pub const ZERO: MemRef = MemRef { base: RZ, wide: false, uniform: RZ, uniform_wide: false, off: 0, scale: 0 };
-}
-
-#[derive(Clone, Debug)]
-pub struct Inst {
-    pub pc: u32,
-    pub op: Op,
-    pub guard: PredOp,
-    /// threads it writes for even where they take another path: all, if its result is the warp's (see [`UR0`])
-    pub everywhere: u32,
-    pub dst: Reg,
-    pub pdst: [u8; 2],
-    pub src: [Src; 3],
-    pub psrc: [PredOp; 3],
-    pub mem: MemRef,
-    pub bank: u8,
-    pub target: u32,
-    pub ctrl: Ctrl,
-    pub unit: Unit,
-    pub mnemonic: String,
-    pub text: String,
 }
