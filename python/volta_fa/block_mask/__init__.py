@@ -3,7 +3,8 @@
 - `mask`: `BlockMask`, what users make and the operators take.
 - `torch_mask`: reads `torch.nn.attention.flex_attention.BlockMask` of torch 2.7 and later.
 - `cells`: the states of cells of 64 queries and 64 keys: absent, unknown or full.
-- `elements`: evaluates mask functions on the unknown cells.
+- `elements`: which elements of unknown cells are visible.
+- `evaluation`: calls mask functions for all elements of cells.
 - `packing`: makes the operators' lists and bits from cells.
 """
 

@@ -12,19 +12,12 @@ from torch import Tensor
 #: Queries and keys of a cell.
 CELL = 64
 #: States of a cell: no visible element; elements must be evaluated; all elements that exist are visible.
-ABSENT, UNKNOWN, FULL = 0, 1, 2
+ABSENT, UNKNOWN, FULL = -1, 0, 1
 
 
 def grid_shape(seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    """Returns the number of cells in each direction, which is even: cells past the end fill the last row block."""
-    return 2 * -(-seqlen_q // (2 * CELL)), 2 * -(-seqlen_k // (2 * CELL))
-
-
-def outside(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-    """Returns which cells lie past the end of the queries or keys: (rows, columns) bool."""
-    rows, columns = grid_shape(seqlen_q, seqlen_k)
-    row = torch.arange(rows, device=device)[:, None] * CELL >= seqlen_q
-    return row | (torch.arange(columns, device=device) * CELL >= seqlen_k)
+    """Returns the number of cells in each direction."""
+    return -(-seqlen_q // CELL), -(-seqlen_k // CELL)
 
 
 def states_of_blocks(blocks: Tensor, block_size: tuple[int, int], seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -35,26 +28,22 @@ def states_of_blocks(blocks: Tensor, block_size: tuple[int, int], seqlen_q: int,
     """
     shape = grid_shape(seqlen_q, seqlen_k)
     if block_size[0] % CELL == 0 and block_size[1] % CELL == 0:
-        row, column = (
-            (torch.arange(count, device=blocks.device) * CELL // size).clamp(max=limit - 1)
-            for count, size, limit in zip(shape, block_size, blocks.shape[-2:])
-        )
-        cells = blocks[..., row[:, None], column]
-    else:
-        # a cell overlaps several blocks: it is full if all of them are, absent if none is there
-        corners = []
-        for count, size, limit, length in zip(shape, block_size, blocks.shape[-2:], (seqlen_q, seqlen_k)):
-            first = torch.arange(count, device=blocks.device) * CELL
-            last = (first + CELL - 1).clamp(max=length - 1)
-            corners.append(((first // size).clamp(max=limit), (last // size + 1).clamp(max=limit)))
-        (top, bottom), (left, right) = corners
+        for dimension, (size, count) in enumerate(zip(block_size, shape), -2):
+            blocks = blocks.repeat_interleave(size // CELL, dimension).narrow(dimension, 0, count)
+        return blocks
+    # a cell overlaps several blocks: it is full if all of them are, absent if none is there
+    corners = []
+    for count, size, limit, length in zip(shape, block_size, blocks.shape[-2:], (seqlen_q, seqlen_k)):
+        first = torch.arange(count, device=blocks.device) * CELL
+        last = (first + CELL - 1).clamp(max=length - 1)
+        corners.append(((first // size).clamp(max=limit), (last // size + 1).clamp(max=limit)))
+    (top, bottom), (left, right) = corners
 
-        def overlapped(of: Tensor) -> Tensor:
-            sums = F.pad(of.to(torch.int32).cumsum(-1).cumsum(-2), (1, 0, 1, 0))
-            lower, upper = sums[..., bottom, :], sums[..., top, :]
-            return (lower - upper)[..., right] - (lower - upper)[..., left]
+    def overlapped(of: Tensor) -> Tensor:
+        sums = F.pad(of.to(torch.int32).cumsum(-1).cumsum(-2), (1, 0, 1, 0))
+        lower, upper = sums[..., bottom, :], sums[..., top, :]
+        return (lower - upper)[..., right] - (lower - upper)[..., left]
 
-        area = (bottom - top)[:, None] * (right - left)
-        present, full = overlapped(blocks > ABSENT), overlapped(blocks == FULL)
-        cells = (present > 0).to(torch.int8) + (full == area).to(torch.int8) * (present > 0).to(torch.int8)
-    return cells.masked_fill(outside(seqlen_q, seqlen_k, blocks.device), ABSENT)
+    area = (bottom - top)[:, None] * (right - left)
+    present, full = overlapped(blocks != ABSENT), overlapped(blocks == FULL)
+    return (present > 0).to(torch.int8) + (full == area).to(torch.int8) + ABSENT

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument
-from .cells import ABSENT, CELL, FULL, UNKNOWN, grid_shape, outside, states_of_blocks
-from .elements import Elements, MaskMod
+from .cells import ABSENT, CELL, FULL, UNKNOWN, grid_shape, states_of_blocks
+from .elements import Elements
+from .evaluation import MaskMod
 from .packing import Lists, pack
 
 _NAMES = ("block_lists", "block_bits", "block_lists_t", "block_bits_t")
@@ -68,7 +69,6 @@ class BlockMask:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         states = torch.full((B or 1, H or 1, *grid_shape(Q_LEN, KV_LEN)), UNKNOWN, dtype=torch.int8, device=device)
-        states = states.masked_fill_(outside(Q_LEN, KV_LEN, states.device), ABSENT)
         return cls._of((Q_LEN, KV_LEN), *pack(states, Elements(mask_mod, Q_LEN, KV_LEN), evaluate_all=True))
 
     @classmethod
@@ -87,7 +87,7 @@ class BlockMask:
         queries, keys = seq_lengths or lengths
         if not (lengths[0] - size[0] < queries <= lengths[0] and lengths[1] - size[1] < keys <= lengths[1]):
             raise bad_argument("seq_lengths", (queries, keys), f"lengths that end in the last blocks, at most {lengths}", op="BlockMask")
-        blocks = blocks.view((1,) * (4 - blocks.dim()) + blocks.shape).to(torch.int8) * FULL
+        blocks = blocks.view((1,) * (4 - blocks.dim()) + blocks.shape).to(torch.int8) * (FULL - ABSENT) + ABSENT
         return cls._from_states(blocks, size, None, queries, keys)
 
     @classmethod

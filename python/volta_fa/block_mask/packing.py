@@ -1,4 +1,7 @@
-"""Makes the operators' lists and bits from the states of cells. docs/reference/options.md describes the layout."""
+"""Makes the operators' lists and bits from the states of cells. docs/reference/options.md describes the layout.
+
+Launches cost more than the work of most of them, so both directions of a square mask share theirs.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cells import ABSENT, CELL, FULL, UNKNOWN, outside
+from .cells import CELL, FULL, UNKNOWN
 from .elements import Elements
 
-#: Cells that are evaluated at a time: 4 M elements, 32 MB for each step of a mask function that calculates in int64.
-CHUNK = 1024
+#: Cells that are evaluated at a time: 8 M elements, 64 MB for a step of a mask function that calculates them in int64.
+CHUNK = 2048
 #: With more cells, those that turn out full or absent are dropped after each chunk, which costs a synchronization a chunk.
 COMPACT_ABOVE = 32768
 
@@ -32,8 +35,7 @@ class _Cells(NamedTuple):
 
     states: Tensor  # int8 (batch, heads, rows, columns); UNKNOWN: visible in part
     source: Tensor  # int64, the same shape: the cell's row of bits
-    bits: Tensor  # int32 (2 + cells, 64 queries, 2)
-    bits_t: Tensor  # int32 (2 + cells, 64 keys, 2)
+    bits: Tensor  # int32 (2, 2 + cells, 64, 2): of queries, then transposed, of keys
 
 
 def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tuple[Lists, Lists]:
@@ -42,100 +44,101 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
     It waits for the device once, for the number of cells and tiles.
 
     Args:
-        states: of cells, int8 (batch, heads, rows, columns).
+        states: of cells, int8 (batch, heads, rows, columns). The call overwrites them.
         elements: what is visible in cells that are UNKNOWN.
-        evaluate_all: all cells inside the lengths are UNKNOWN.
+        evaluate_all: all cells are UNKNOWN.
     """
-    past_end = outside(elements.seqlen_q, elements.seqlen_k, states.device)
     if evaluate_all:
-        unknown = (~past_end).expand_as(states).flatten()
-        inside = -(-elements.seqlen_q // CELL) * -(-elements.seqlen_k // CELL)
-        cells = _evaluate(states, _positions(unknown, states.shape[0] * states.shape[1] * inside), elements)
-        tiles = _partial_tiles(cells.states, past_end).tolist()
+        cells = _evaluate(states, states.numel(), elements)
+        tiles = _tiles(cells.states)
+        counts = torch.cat([_partial_count(of) for of in tiles]).tolist()
     else:
-        unknown = (states == UNKNOWN).flatten()
         # evaluation may only lower the numbers of tiles
-        count, *tiles = torch.cat((unknown.sum().view(1), _partial_tiles(states, past_end))).tolist()
-        cells = _evaluate(states, _positions(unknown, count), elements)
-    forward = _lists(cells.states, cells.source, cells.bits, past_end, tiles[0])
-    transposed = _lists(cells.states.mT, cells.source.mT, cells.bits_t, past_end.mT, tiles[1])
+        unknown, *counts = torch.cat([_partial_count(of) for of in (states[None], *_tiles(states))]).tolist()
+        cells = _evaluate(states, unknown, elements)
+        tiles = _tiles(cells.states)
+    directions = ((tile, lists) for of in tiles for tile, lists in zip(of, _lists(of)))
+    forward, transposed = (
+        Lists(lists, _tile_bits(tile, source, bits, count) if count else None)
+        for (tile, lists), source, bits, count in zip(directions, (cells.source, cells.source.mT), cells.bits, counts)
+    )
     return forward, transposed
 
 
-def _positions(chosen: Tensor, count: int) -> Tensor:
-    """Returns the places of True in a flat tensor, at most `count`, without waiting for the device."""
-    place = torch.where(chosen, chosen.cumsum(0) - 1, count)
-    positions = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)
-    return positions.scatter_(0, place, torch.arange(len(chosen), device=chosen.device))[:count]
+def _partial_count(states: Tensor) -> Tensor:
+    """Returns the number of UNKNOWN states in each part of the first dimension."""
+    return (states == UNKNOWN).flatten(1).sum(1)
 
 
-def _evaluate(states: Tensor, places: Tensor, elements: Elements) -> _Cells:
-    """Evaluates the cells at these places of the flat grid."""
-    heads, rows, columns = states.shape[1:]
-    batch, head = places // (heads * rows * columns), places // (rows * columns) % heads
-    row, column = places // columns % rows, places % columns
-    expected = (elements.seqlen_q - row * CELL).clamp(max=CELL) * (elements.seqlen_k - column * CELL).clamp(max=CELL)
-    constant = torch.zeros(2, CELL, 2, dtype=torch.int32, device=states.device)
-    constant[_FULL_BITS] = -1
-    bits, bits_t, found, kept = [constant], [constant], [], []
-    for begin in range(0, len(places), CHUNK):
-        chunk = slice(begin, begin + CHUNK)
-        seen = elements.visible(batch[chunk], head[chunk], row[chunk], column[chunk])
-        count = seen.sum((1, 2))
-        state = (count > 0).to(torch.int8) + (count == expected[chunk]).to(torch.int8)
-        where = places[chunk]
-        found.append(state)
-        if len(places) > COMPACT_ABOVE:
+def _evaluate(states: Tensor, count: int, elements: Elements) -> _Cells:
+    """Evaluates the `count` cells that are UNKNOWN. Their states are overwritten."""
+    source = (states == FULL).long()  # _ABSENT_BITS, _FULL_BITS
+    bits = torch.empty(2, 2 + count, CELL, 2, dtype=torch.int32, device=states.device)
+    bits[:, _ABSENT_BITS].fill_(0)
+    bits[:, _FULL_BITS].fill_(-1)
+    if count == 0:
+        return _Cells(states, source, bits)
+    # with the size given, this does not wait for the device
+    places = torch.nonzero_static(states == UNKNOWN, size=count)
+    end = 2
+    for begin in range(0, count, CHUNK):
+        place = places[begin : begin + CHUNK].unbind(1)
+        seen = elements.visible(*place)
+        # -1: no element; 1: all that exist; 0: others. The numbers of ABSENT, FULL and UNKNOWN.
+        half = 0.5 * elements.existing(*place[2:])
+        state = (seen.sum((1, 2)) - half).div_(half, rounding_mode="trunc").to(torch.int8)
+        states[place] = state
+        if count > COMPACT_ABOVE:
+            source[place] = (state == FULL).long()
             partial = state == UNKNOWN
-            seen, where = seen[partial], where[partial]
-        kept.append(where)
-        bits.append(_bits(seen))
-        bits_t.append(_bits(seen.mT))
-    new_states, source = states.flatten(), (states == FULL).flatten().long()
-    if found:
-        new_states = new_states.scatter(0, places, torch.cat(found))
-        source = (new_states == FULL).long()  # _ABSENT_BITS, _FULL_BITS
-        kept_places = torch.cat(kept)
-        source = source.scatter_(0, kept_places, torch.arange(2, 2 + len(kept_places), device=states.device))
-    return _Cells(new_states.view_as(states), source.view_as(states), torch.cat(bits), torch.cat(bits_t))
+            seen, place = seen[partial], tuple(of[partial] for of in place)
+        source[place] = torch.arange(end, end + len(seen), device=states.device)
+        for to, of in zip(bits[:, end : end + len(seen)], (seen, seen.mT)):
+            _store_bits(to, of)
+        end += len(seen)
+    return _Cells(states, source, bits[:, :end])
 
 
-def _bits(seen: Tensor) -> Tensor:
+def _store_bits(to: Tensor, seen: Tensor) -> None:
     """Packs (..., 64) bool into (..., 2) int32, the first element into bit 0."""
     eight = seen.contiguous().view(torch.int64)  # bytes of 0 and 1
-    return ((eight * _GATHER_BITS) >> 56).to(torch.uint8).view(torch.int32)
+    to.view(torch.uint8).copy_((eight * _GATHER_BITS).view(torch.uint8)[..., 7::8])
 
 
-def _tiles(states: Tensor, past_end: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns which tiles, two cells on top of each other, have a visible element and which are full: bool."""
-    pairs = states.unflatten(-2, (-1, 2))
-    ends = past_end.unflatten(-2, (-1, 2))
-    return (pairs != ABSENT).any(-2), ((pairs == FULL) | ends).all(-2)
+def _pairs(cells: Tensor) -> Tensor:
+    """Returns the cells of each tile: (..., rows, 2, columns). Below a last row without another stands this row again."""
+    if cells.shape[-2] % 2:
+        cells = torch.cat((cells, cells[..., -1:, :]), -2)
+    return cells.unflatten(-2, (-1, 2))
 
 
-def _partial_tiles(states: Tensor, past_end: Tensor) -> Tensor:
-    """Returns the number of partial tiles of both directions, int64 (2)."""
-    counts = []
-    for grid, ends in ((states, past_end), (states.mT, past_end.mT)):
-        some, full = _tiles(grid, ends)
-        counts.append((some & ~full).sum())
-    return torch.stack(counts)
+def _tiles(cells: Tensor) -> list[Tensor]:
+    """Returns the states of tiles, two cells on top of each other: int8 (directions, batch, heads, rows, columns). Both directions are
+    in one tensor if the mask is square."""
+    transposed = cells.mT
+    grids = [torch.stack((cells, transposed))] if cells.shape == transposed.shape else [cells[None], transposed[None]]
+    # two cells are FULL or ABSENT together, else UNKNOWN: half of -2 to 2
+    return [_pairs(grid).sum(-2, dtype=torch.int8).div_(2, rounding_mode="trunc") for grid in grids]
 
 
-def _lists(states: Tensor, source: Tensor, cell_bits: Tensor, past_end: Tensor, max_tiles: int) -> Lists:
-    some, full = _tiles(states, past_end)
-    partial = some & ~full
-    full = some & full
-    # sorts columns: partial, full, absent
-    kind = 2 - 2 * partial.to(torch.uint8) - full.to(torch.uint8)
-    columns = kind.sort(dim=-1, stable=True).indices
-    partial_count, full_count = partial.sum(-1), full.sum(-1)
-    first_tile = partial_count.flatten().cumsum(0).view_as(partial_count) - partial_count
-    longest_first = (partial_count + full_count).argsort(dim=-1, descending=True, stable=True)
-    head = torch.stack((partial_count, full_count, first_tile, longest_first), -1)
-    lists = torch.cat((head, columns), -1).to(torch.int32)
-    if max_tiles == 0:
-        return Lists(lists, None)
-    tiles = _positions(partial.flatten(), max_tiles)
-    halves = source.unflatten(-2, (-1, 2)).transpose(-1, -2).reshape(-1, 2)[tiles]
-    return Lists(lists, cell_bits[halves].view(max_tiles, 4 * CELL))
+def _lists(tiles: Tensor) -> Tensor:
+    """Returns the lists of each direction: int32 (directions, batch, heads, rows, 4 + columns)."""
+    kinds = torch.arange(UNKNOWN, FULL + 1, device=tiles.device)
+    counts = (tiles[..., None, :] == kinds[:, None]).sum(-1)
+    partial = counts[..., 0]
+    # as unsigned numbers: UNKNOWN, FULL, ABSENT
+    columns = tiles.view(torch.uint8).sort(dim=-1, stable=True).indices
+    first_tile = partial.flatten(1).cumsum(1).view_as(partial) - partial
+    longest_first = counts.sum(-1).argsort(dim=-1, descending=True, stable=True)
+    return torch.cat((counts, first_tile[..., None], longest_first[..., None], columns), -1).to(torch.int32)
+
+
+def _tile_bits(tiles: Tensor, source: Tensor, bits: Tensor, count: int) -> Tensor:
+    """Returns the bits of at most `count` partial tiles, int32 (count, 256).
+
+    Args:
+        tiles: states, int8 (batch, heads, rows, columns).
+        source, bits: of cells.
+    """
+    batch, head, row, column = torch.nonzero_static(tiles == UNKNOWN, size=count, fill_value=0).unbind(1)
+    return bits[_pairs(source)[batch, head, row, :, column]].view(count, 4 * CELL)

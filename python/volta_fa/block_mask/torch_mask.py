@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument
-from .cells import CELL, FULL
+from .cells import ABSENT, CELL, FULL, UNKNOWN
 from .mask import BlockMask
 from .source import Source
 
@@ -60,9 +60,11 @@ def packed_fields(
     rows, columns = -(-seqlen_q // size[0]), -(-seqlen_k // size[1])
     if indices.shape[-2] < rows:
         raise bad_argument("block_mask", f"{indices.shape[-2]} rows of blocks", f"at least {rows} for {seqlen_q} queries", op="BlockMask")
-    blocks = _listed(counts, indices, columns).to(torch.int8)
+    blocks = torch.full((*indices.shape[:-1], columns + 2), ABSENT, dtype=torch.int8, device=indices.device)
+    _mark(blocks, counts, indices, UNKNOWN)
     if full_counts is not None and full_indices is not None:
-        blocks = torch.where(_listed(full_counts, full_indices, columns), FULL, blocks)
+        _mark(blocks, full_counts, full_indices, FULL)
+    blocks = blocks[..., 1:-1]
     blocks = blocks.view((1,) * (4 - blocks.dim()) + blocks.shape)[..., :rows, :]
     if blocks.shape[:2] != (batch, heads):
         entry, head = (torch.arange(n, device=blocks.device) % own for n, own in zip((batch, heads), blocks.shape))
@@ -81,12 +83,11 @@ def _fields(block_mask: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | No
     return block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
 
 
-def _listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Returns which of `columns` blocks the lists name: (..., rows, columns) bool."""
-    place = torch.arange(indices.shape[-1], device=indices.device)
-    valid = (place < counts[..., None]) & (indices >= 0) & (indices < columns)
-    named = torch.where(valid, indices, columns).long()
-    return torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device).scatter_(-1, named, valid)[..., :columns]
+def _mark(blocks: Tensor, counts: Tensor, indices: Tensor, state: int) -> None:
+    """Writes a state into the blocks that lists name: int8 (..., rows, 1 + columns + 1). The first and last take what names no block."""
+    number = torch.arange(1, indices.shape[-1] + 1, device=indices.device)
+    named = indices.clamp(-1, blocks.shape[-1] - 2).masked_fill_(number > counts[..., None], -1)
+    blocks.scatter_(-1, named + number[:1], state)  # int64, as scatter_ requires
 
 
 def is_trivial(mask_mod: Callable[..., Tensor] | None) -> bool:
