@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,21 @@ import volta_fa
 import volta_fa.check
 from conftest import INFO, need
 from volta_fa import diagnostics
-from volta_fa.check import atomics, cached, correctness, isolation, kernels, machine, performance, problems, report, state, tolerance, tune
+from volta_fa.check import (
+    atomics,
+    cached,
+    correctness,
+    int8_scores,
+    isolation,
+    kernels,
+    machine,
+    performance,
+    problems,
+    report,
+    state,
+    tolerance,
+    tune,
+)
 from volta_fa.check.correctness import DeviceLost, KernelResult, Worst
 from volta_fa.check.kernels import Target
 from volta_fa.check.performance import OUT_OF_TIME, VOLTA_FA, Point, Speeds
@@ -36,6 +51,10 @@ def check(tmp_path, *arguments):
 
 
 # ---- the whole command -------------------------------------------------------------------------------------------
+
+
+def test_the_report_has_a_line_for_each_pass():
+    assert {v["pass"] for v in INFO["variants"]} <= report._PASSES.keys()
 
 
 def test_on_the_cpu(tmp_path, capsys):
@@ -171,6 +190,29 @@ def test_problems_ask_for_all_that_a_kernel_covers():
             given = (cached if variant["pass"] in cached.PASSES else kernels).problems(variant)
             asked = {need for problem in given for need in problem.features}
             assert set(variant["needs"]) <= asked, variant["name"]
+
+
+class SimulatedT4(Target):
+    """The simulator, which is a V100 for the check, as a GPU with int8 products."""
+
+    @contextmanager
+    def running(self, *args, **kwargs):
+        with super().running(*args, **kwargs), kernels.environment(VOLTA_FA_SIM_GPU="t4"):
+            yield
+
+
+@pytest.mark.parametrize("name", ["turing_fast_fwd_64x64", "turing_fast_fwd_generic_64x64", "turing_fast_fwd_varlen_prepare_64"])
+def test_kernels_with_int8_scores(name, monkeypatch):
+    need("sim")
+    t4 = SimulatedT4("simulator", torch.device("cpu"), (7, 5), 40, 64 * 1024)
+    (variant,) = (v for v in kernels.wanted(t4, INFO["variants"]) if v["name"] == name)
+    result = correctness.check_kernel(t4, variant, 0, quick=True)
+    assert result.passed and result.problems == 1 and 0 < result.worst.share < 1
+    draw = int8_scores.FastInputs.model
+    monkeypatch.setattr(
+        int8_scores.FastInputs, "model", lambda self, *a: tuple(1.03 * t for t in draw(self, *a)) if not a else draw(self, *a)
+    )
+    assert "out: relative L1 error" in correctness.check_kernel(t4, variant, 0, quick=True).failures[0]
 
 
 def test_a_kernel_that_the_plan_does_not_take_fails():

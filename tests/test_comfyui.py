@@ -142,7 +142,7 @@ def tensors(dtype=torch.float16, headdim=8, nheads_k=2):
     [
         ("float32", tensors(torch.float32), {}),
         ("bfloat16", tensors(torch.bfloat16), {}),
-        ("headdim 264", tensors(headdim=264), {}),
+        ("headdim 520", tensors(headdim=520), {}),
         ("headdim 0", (torch.zeros(1, 2, 5, 0).half(),) * 3, dict(skip_reshape=True)),
         ("mask in float64", tensors(), dict(mask=torch.zeros(5, 6, dtype=torch.float64))),
         ("mask", tensors(), dict(mask=torch.zeros(3, 5, 6))),
@@ -184,7 +184,7 @@ def test_strides(backend, attention, counts, skip_reshape):
 def test_a_call_that_raises_is_not_counted(attention, counts, monkeypatch):
     monkeypatch.setattr(attention, "_reason", lambda *a: "")  # as for a call whose defect it does not know
     with pytest.raises(ValueError, match="headdim"):
-        attention.make_override(every_device=True)(refuses, *tensors(headdim=264), 2)
+        attention.make_override(every_device=True)(refuses, *tensors(headdim=520), 2)
     assert not counts
 
 
@@ -204,7 +204,28 @@ def test_an_earlier_override_runs_what_falls_back(attention, counts):
     assert counts == {"float32": 2}
 
 
+@on("cpu-fp16")
+@pytest.mark.parametrize("mask", ["none", "bool, rank 3", "added, rank 3"])
+def test_fast_precision(backend, attention, counts, mask):
+    """Int8 scores, and the exact operator for masks that are added and where a gradient is needed."""
+    q, k, v = backend.randn(2, 20, 4, 64), backend.randn(2, 24, 4, 64), backend.randn(2, 24, 4, 64)
+    kwargs, options = {}, {}
+    if MASKS[mask]:
+        shape, dtype, as_passed = MASKS[mask]
+        bias = backend.randn(*shape) < 0.5 if dtype == torch.bool else backend.randn(*shape).to(dtype)
+        kwargs["mask"], options = as_passed(bias), {"attn_mask" if dtype == torch.bool else "attn_bias": bias}
+    override = attention.make_override(every_device=True, precision="fast")
+    found = override(refuses, flat(q), flat(k), flat(v), 4, **kwargs)
+    operator = torch.ops.volta_fa.fwd if "attn_bias" in options else torch.ops.volta_fa.fwd_fast
+    assert_same_bits("out", found, flat(operator(q, k, v, **options)[0]))
+    assert counts == {"ran": 1} | ({"fast": 1} if "attn_bias" not in options else {})
+    counts.clear()
+    override(refuses, flat(q).requires_grad_(), flat(k), flat(v), 4, **kwargs).sum().backward()
+    assert counts == {"ran": 1}
+
+
 def test_counts_in_words(attention):
+    assert attention.describe(Counter(ran=10, fast=8)) == "10 ran on volta_fa (8 fast), 0 fell back"
     assert attention.describe(Counter()) == "0 ran on volta_fa, 0 fell back"
     found = attention.describe(Counter(ran=10, float32=2, mask=1))
     assert found == "10 ran on volta_fa, 3 fell back (float32: 2, mask: 1)"
@@ -244,7 +265,8 @@ def test_the_package_registers_its_node_and_enables_pytorchs_attention(monkeypat
     import json, volta_fa
     node = module.NODE_CLASS_MAPPINGS["VoltaAttention"]
     assert set(module.NODE_CLASS_MAPPINGS) == set(module.NODE_DISPLAY_NAME_MAPPINGS) == {"VoltaAttention"}
-    assert set(node.INPUT_TYPES()["required"]) == {"model"} and callable(getattr(node, node.FUNCTION))
+    assert set(node.INPUT_TYPES()["required"]) == {"model"} and node.INPUT_TYPES()["optional"]["precision"][1]["default"] == "exact"
+    assert callable(getattr(node, node.FUNCTION))
     import torch
     q = torch.randn(1, 2, 16, 8)
     torch.nn.functional.scaled_dot_product_attention(q, q, q)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+import volta_fa
 from conftest import INFO, on
 
 fwd, fwd_fast = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast
@@ -271,7 +272,7 @@ def test_wrong_arguments(backend):
     refused("k: got dtype torch.bfloat16, expected dtype torch.float16, that of q", k=k.bfloat16())
     refused("attn_mask: got dtype torch.float16, expected torch.bool. Use volta_fa::fwd", attn_mask=q)
     refused(r"attn_mask: got shape \(70, 150\), expected", attn_mask=torch.ones(70, 150, dtype=torch.bool))
-    refused("headdim 264", q=randn(1, 3, 1, 264), k=randn(1, 150, 1, 264))
+    refused("headdim 520", q=randn(1, 3, 1, 520), k=randn(1, 150, 1, 520))
     refused("window_left: got -2", window_left=-2)
     for name in "qkv":
         changed = {name: {"q": q, "k": k, "v": v}[name].clone().requires_grad_()}
@@ -297,6 +298,100 @@ def test_opcheck(backend):
     compiled = torch.compile(fwd_fast.default, fullgraph=True, dynamic=True, backend="aot_eager")
     for found, expected in zip(compiled(*tensors), fwd_fast(*tensors), strict=True):
         assert torch.equal(found, expected)
+
+
+def prepared_cases():
+    q, k, v = inputs(40, 150, 72, batch=2, headdim_v=40)
+    yield (q, k, v), {}, {"is_causal": True}
+    yield (q, k, v), {"rotate": True}, {"rotate": True}
+    yield inputs(33, 70, dtype=torch.bfloat16), {"smooth_k": False}, {"smooth_k": False}
+    lengths = {"cu_seqlens_k": torch.tensor([0, 101, 101, 230], dtype=torch.int32), "max_seqlen_k": 140}
+    queries = {"cu_seqlens_q": torch.tensor([0, 40, 40, 90], dtype=torch.int32), "max_seqlen_q": 50}
+    yield [t[0] for t in inputs(90, 230, 128, dtype=torch.bfloat16)], lengths, {**lengths, **queries}
+
+
+@on("cpu-fp16")
+def test_prepared_keys_and_values(backend):
+    """Bitwise identical to the calls that quantize, for several queries."""
+    for (q, k, v), options, call in prepared_cases():
+        prepared = volta_fa.prepare_fast(k, v, **options)
+        for queries in (q, q.flip(0)):
+            found, expected = fwd_fast(queries, k, v, prepared=prepared, **call), fwd_fast(queries, k, v, **call)
+            assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        other = volta_fa.prepare_fast(2 * k.flip(-1), v, **options)
+        assert not torch.equal(fwd_fast(q, k, v, prepared=other, **call)[0], expected[0])
+
+
+@on("sim")
+def test_prepared_by_kernels(backend, simulate, monkeypatch):
+    """Bitwise identical too; and the model's codes serve the kernels, and theirs the model."""
+    for (q, k, v), options, call in prepared_cases():
+        of_model = volta_fa.prepare_fast(k, v, **options)
+        monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
+        monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+        of_kernel = volta_fa.prepare_fast(k, v, **options)
+        monkeypatch.delenv("VOLTA_FA_SIMULATE")
+        generic = "cu_seqlens_q" in call
+        expected = simulate(q, k, v, generic=generic, **call)
+        found = simulate(q, k, v, generic=generic, prepared=of_kernel, **call)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        model = fwd_fast(q, k, v, **call)
+        limit = 6e-3 if q.dtype == torch.bfloat16 else 2e-3
+        assert_near(simulate(q, k, v, generic=generic, prepared=of_model, **call), model, limit)
+        assert_near(fwd_fast(q, k, v, prepared=of_kernel, **call), model, limit)
+
+
+@on("cpu-fp16")
+def test_wrong_prepared(backend):
+    q, k, v = inputs()
+    prepared = volta_fa.prepare_fast(k, v)
+
+    def refused(words, error=ValueError, **changed):
+        with pytest.raises(error, match=words):
+            fwd_fast(**{"q": q, "k": k, "v": v, "prepared": prepared, **changed})
+
+    refused(r"fwd_fast: prepared: got .* of shape \[\d+\] .*, expected the \d+ bytes on Cpu of volta_fa::prepare_fast with", rotate=True)
+    refused("prepared: got .*, expected the", k=k[:, :70], v=v[:, :70])
+    refused("prepared: got .*, expected the", prepared=prepared.view(torch.int8))
+    misaligned = torch.empty(len(prepared) + 1, dtype=torch.uint8)[1:].copy_(prepared)
+    assert torch.equal(fwd_fast(q, k, v, prepared=misaligned)[0], fwd_fast(q, k, v)[0])
+    with pytest.raises(ValueError, match="volta_fa::prepare_fast: k: got dtype torch.float32, expected torch.float16 or"):
+        volta_fa.prepare_fast(k.float(), v.float())
+    with pytest.raises(ValueError, match="volta_fa::prepare_fast: v: got"):
+        volta_fa.prepare_fast(k, v[:, :70])
+    with pytest.raises(NotImplementedError, match="volta_fa::prepare_fast: k: got a tensor that requires grad"):
+        volta_fa.prepare_fast(k.clone().requires_grad_(), v)
+    assert volta_fa.prepare_fast(k[:, :0], v[:, :0]).numel() >= 0
+
+
+@on("cpu-fp16")
+def test_opcheck_of_prepare(backend):
+    op = torch.ops.volta_fa.prepare_fast
+    for (q, k, v), options, call in prepared_cases():
+        opcheck(op.default, (k, v), options)
+        opcheck(fwd_fast.default, (q, k, v), {**call, "prepared": op(k, v, **options)})
+    q, k, v = inputs(headdim_v=40)
+    run = lambda q, k, v: fwd_fast(q, k, v, prepared=volta_fa.prepare_fast(k, v))  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for found, expected in zip(compiled(q, k, v), fwd_fast(q, k, v), strict=True):
+        assert torch.equal(found, expected)
+
+
+@on("cuda")
+def test_cuda_graphs(backend):
+    """A graph replays the fast kernels with other values, and those with prepared keys."""
+    q, k, v = (t.cuda() for t in inputs(64, 1100))
+    run = lambda: (fwd_fast(q, k, v)[0], fwd_fast(q, k, v, prepared=volta_fa.prepare_fast(k, v))[0])  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for t in (q, k, v):
+        t.copy_(t.flip(1))
+    graph.replay()
+    for found, expected in zip(captured, run(), strict=True):
+        assert torch.equal(found, expected)
+    assert torch.equal(*captured) and relative_l1(captured[0].cpu(), exact(q.cpu(), k.cpu(), v.cpu())[0]) < 0.03
 
 
 @on("cpu-fp16")

@@ -1,9 +1,9 @@
 // Runs PyTorch's own scaled_dot_product_attention with volta_fa.
 //
 // aten::scaled_dot_product_attention is a composite op: it chooses an implementation and calls it. This file replaces its
-// composite kernel by one that calls volta_fa::fwd. If volta_fa is off or cannot compute a call, the kernel calls PyTorch's
-// composite. At this level there is no metadata of fused implementations to imitate, grouped heads and headdims up to 256 work, and
-// torch.compile sees volta_fa::fwd in its graph.
+// composite kernel by one that calls volta_fa::fwd, or volta_fa::fwd_fast if that is asked for. If volta_fa is off or cannot
+// compute a call, the kernel calls PyTorch's composite. At this level there is no metadata of fused implementations to imitate,
+// grouped heads and headdims up to 512 work, and torch.compile sees volta_fa::fwd in its graph.
 //
 // The replacement is composite like the original. With a kernel at a backend or autograd key, torch.export would keep the op
 // in graphs that must be decomposed. torch.compile would not notice such a kernel after its first trace, because it remembers
@@ -44,6 +44,7 @@ std::atomic<uint64_t> cuda_enabled{0};
 std::atomic<uint64_t> cuda_undecided{0};  // decided at the first call: before it, CUDA must not be initialized
 
 std::mutex configuring;  // protects changes of the above
+std::atomic<bool> fast_enabled{false};    // whether calls that need no gradient may run volta_fa::fwd_fast
 bool newer_devices_too{false};  // whether undecided devices may run kernels through PTX
 uint64_t warned_of{0};  // bits of the devices for which a warning was shown
 
@@ -78,8 +79,8 @@ bool enabled_on(const at::Device& device) {
 }
 
 // Enables the CPU, if `cpu`, and the named CUDA devices, and disables all others. But if on_first_use is "1" or "force", each other
-// CUDA device is decided at its first call.
-void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first_use) {
+// CUDA device is decided at its first call. `fast`: calls without a gradient run volta_fa::fwd_fast where it has a form for them.
+void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first_use, bool fast) {
     uint64_t cuda = 0;
     for (const auto device : cuda_devices) {
         TORCH_CHECK_VALUE(device >= 0 && device < max_devices, "volta_fa: sdpa: got CUDA device ", device,
@@ -91,6 +92,7 @@ void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first
     cuda_enabled = cuda;
     cuda_undecided = on_first_use.empty() ? 0 : ~cuda;
     newer_devices_too = on_first_use == "force";
+    fast_enabled = fast;
 }
 
 // Reads VOLTA_FA_ENABLE_SDPA once, when the library loads. Returns arguments of configure().
@@ -132,6 +134,9 @@ constexpr std::array<const char*, static_cast<size_t>(Decision::count)> decision
 
 std::array<std::atomic<int64_t>, decision_names.size()> decisions{};
 
+// calls counted as `ran` or `traced` that volta_fa::fwd_fast runs
+std::atomic<int64_t> fast_calls{0};
+
 void count(Decision decision) { decisions[static_cast<size_t>(decision)].fetch_add(1, std::memory_order_relaxed); }
 
 // ---- the decision ----------------------------------------------------------------------------------------------------
@@ -168,7 +173,19 @@ bool fused_allowed(const Call& c) {
     return context.userEnabledFlashSDP() || (c.q.is_cuda() && context.userEnabledMemEfficientSDP());
 }
 
-constexpr int64_t max_headdim = 256;
+// Largest headdim of each CUDA device; 0: not looked up yet.
+std::array<std::atomic<int64_t>, max_devices> cuda_max_headdim{};
+
+int64_t max_headdim(const at::Device& device) {
+    if (!device.is_cuda()) return volta_fa_max_headdim(/*sm=*/0);
+    auto& found = cuda_max_headdim[device.index()];
+    if (found == 0) {
+        int32_t sm = 0;
+        check(volta_fa_device_sm(device.index(), &sm));
+        found = volta_fa_max_headdim(sm);
+    }
+    return found;
+}
 
 bool dtype_supported(const Call& c) {
     const auto dtype = c.q.scalar_type();
@@ -201,7 +218,7 @@ bool mask_supported(const Call& c) {
     return true;
 }
 
-bool headdim_supported(const Tensor& t) { return t.sym_size(3) >= 1 && t.sym_size(3) <= max_headdim; }
+bool headdim_supported(const Tensor& t) { return t.sym_size(3) >= 1 && t.sym_size(3) <= max_headdim(t.device()); }
 
 // Returns the reason to run PyTorch's implementation; nothing if volta_fa can compute the call. Wrong arguments (a mask of another
 // dtype, tensors on several devices) are a reason too: PyTorch then raises its own error.
@@ -237,6 +254,14 @@ OptionalTensor bias(const Call& c) {
     return mask;
 }
 
+// Returns true for calls that volta_fa::fwd_fast may run: for inference, and without an added mask. DTensor has no rule for it.
+bool runs_fast(const Call& c) {
+    if (!fast_enabled || c.dropout_p > 0.0 || !at::isReducedFloatingType(c.q.scalar_type())) return false;
+    if (c.has_mask() && c.attn_mask->scalar_type() != at::kBool) return false;
+    if (at::GradMode::is_enabled() && c.any([](const Tensor& t) { return t.requires_grad(); })) return false;
+    return !c.any([](const Tensor& t) { return is_subclass(t) && has_rules(t); });
+}
+
 Tensor run(const Call& c) {
     const auto seqlen_q = c.q.sym_size(2);
     Tensor k = c.k, v = c.v;
@@ -256,6 +281,16 @@ Tensor run(const Call& c) {
         options.window_right = seqlen_q - k.sym_size(2);
     }
     const auto operand = [](const Tensor& t) { return readable(t).transpose(1, 2); };
+    if (runs_fast(c)) {
+        fast_calls.fetch_add(1, std::memory_order_relaxed);
+        FastOptions<c10::SymInt> fast;
+        fast.attn_mask = options.attn_bias;
+        fast.softmax_scale = options.softmax_scale;
+        fast.is_causal = options.is_causal;
+        fast.window_right = options.window_right;
+        const auto result = fast_op().call(operand(c.q), operand(k), operand(v), VOLTA_FA_FAST_OPTION_MEMBERS(fast));
+        return std::get<0>(result).transpose(1, 2);
+    }
     const auto result =
         fwd_op().call(operand(c.q), operand(k), operand(v), VOLTA_FA_OPTION_MEMBERS(options), /*generator=*/std::nullopt);
     return std::get<0>(result).transpose(1, 2);
@@ -275,11 +310,13 @@ Tensor scaled_dot_product_attention(const Tensor& q, const Tensor& k, const Tens
 c10::Dict<std::string, int64_t> stats() {
     c10::Dict<std::string, int64_t> result;
     for (size_t i = 0; i < decisions.size(); ++i) result.insert(decision_names[i], decisions[i].load());
+    result.insert("fast", fast_calls.load());
     return result;
 }
 
 void reset_stats() {
     for (auto& n : decisions) n = 0;
+    fast_calls = 0;
 }
 
 struct Silence : c10::WarningHandler {
@@ -297,7 +334,7 @@ const bool loaded = [] {
         library->impl("scaled_dot_product_attention", scaled_dot_product_attention);
     }
     const auto [cpu, on_first_use] = from_environment();
-    configure(cpu, {}, on_first_use);
+    configure(cpu, {}, on_first_use, /*fast=*/false);
     return true;
 }();
 
@@ -305,10 +342,11 @@ const bool loaded = [] {
 }  // namespace volta_fa
 
 VOLTA_FA_LIBRARY_FRAGMENT(m) {
-    m.def("_sdpa_configure(bool cpu, int[] cuda_devices, str on_first_use) -> ()", volta_fa::configure);
+    m.def("_sdpa_configure(bool cpu, int[] cuda_devices, str on_first_use, bool fast=False) -> ()", volta_fa::configure);
     m.def("_sdpa_from_environment() -> (bool, str)", volta_fa::from_environment);
     m.def("_sdpa_serves(int sm, bool newer_devices_too) -> bool",
           [](int64_t sm, bool newer_devices_too) { return volta_fa_serves_sm(static_cast<int32_t>(sm), newer_devices_too); });
+    m.def("_max_headdim(int sm) -> int", [](int64_t sm) { return volta_fa_max_headdim(static_cast<int32_t>(sm)); });
     m.def("_sdpa_stats() -> Dict(str, int)", volta_fa::stats);
     m.def("_sdpa_reset_stats() -> ()", volta_fa::reset_stats);
 }

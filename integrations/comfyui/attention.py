@@ -19,22 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volta_fa.integrations.devices import serves
-from volta_fa.limits import MAX_HEADDIM
+from volta_fa.integrations.devices import max_headdim, serves
 
 #: The key of calls that volta_fa ran, in `counts`. The other keys are reasons for which calls fell back.
 RAN = "ran"
+#: The key of those of them that ran with int8 scores.
+FAST = "fast"
 
 #: Calls since the process began, by outcome. Calls that torch.compile traces are not counted.
 counts: Counter[str] = Counter()
 
 
-def make_override(every_device: bool = False, previous: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+def make_override(
+    every_device: bool = False, previous: Callable[..., Tensor] | None = None, precision: str = "exact"
+) -> Callable[..., Tensor]:
     """Returns an override. Calls that volta_fa does not serve run the function that ComfyUI chose.
 
     Args:
         every_device: serve GPUs newer than Turing, and the CPU, too. Volta and Turing only unless given.
         previous: the override that was in place, which then runs the other calls.
+        precision: "fast" computes scores in int8, with an error of about 1%, where no mask is added and no gradient needed.
     """
     if getattr(previous, "of_volta_fa", False):
         previous = previous.previous  # type: ignore[union-attr]
@@ -61,12 +65,21 @@ def make_override(every_device: bool = False, previous: Callable[..., Tensor] | 
             return run(q, k, v, heads, **options, **kwargs)
         # accumulates scores in fp32, which is what attn_precision may ask for
         views = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in views)  # type: ignore[assignment]
-        out = torch.ops.volta_fa.fwd(*views, attn_bias=bias, softmax_scale=kwargs.get("scale"))[0]
+        if precision == "fast" and _has_fast_form(*views, bias):
+            out = torch.ops.volta_fa.fwd_fast(*views, attn_mask=bias, softmax_scale=kwargs.get("scale"))[0]
+            _count(FAST)
+        else:
+            out = torch.ops.volta_fa.fwd(*views, attn_bias=bias, softmax_scale=kwargs.get("scale"))[0]
         _count(RAN)
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
     override.of_volta_fa, override.previous = True, previous  # type: ignore[attr-defined]
     return override
+
+
+def _has_fast_form(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    return not needs_gradient and (bias is None or bias.dtype == torch.bool)
 
 
 def _count(outcome: str) -> None:
@@ -76,9 +89,10 @@ def _count(outcome: str) -> None:
 
 def describe(calls: Counter[str]) -> str:
     """Returns calls by outcome, as in `10 ran on volta_fa, 2 fell back (float32: 2)`."""
-    fell_back = {reason: n for reason, n in sorted(calls.items()) if n and reason != RAN}
+    fell_back = {reason: n for reason, n in sorted(calls.items()) if n and reason not in (RAN, FAST)}
     reasons = ", ".join(f"{reason}: {n}" for reason, n in fell_back.items())
-    return f"{calls[RAN]} ran on volta_fa, {sum(fell_back.values())} fell back" + (f" ({reasons})" if reasons else "")
+    fast = f" ({calls[FAST]} fast)" if calls[FAST] else ""
+    return f"{calls[RAN]} ran on volta_fa{fast}, {sum(fell_back.values())} fell back" + (f" ({reasons})" if reasons else "")
 
 
 def _views(q: Tensor, k: Tensor, v: Tensor, heads: int, skip_reshape: bool, gqa: bool) -> tuple[tuple[Tensor, Tensor, Tensor], str]:
@@ -117,7 +131,7 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, every_device: 
     if q.dtype != torch.float16 or k.dtype != torch.float16 or v.dtype != torch.float16:
         return str(next(t.dtype for t in (q, k, v) if t.dtype != torch.float16)).removeprefix("torch.")
     for headdim in (q.shape[-1], v.shape[-1]):
-        if not 1 <= headdim <= MAX_HEADDIM:
+        if not 1 <= headdim <= max_headdim(q.device):
             return f"headdim {headdim}"
     if bias is None:
         return ""

@@ -14,6 +14,8 @@ Importing this package loads the native library, which registers
         -> (out, softmax_lse)
     torch.ops.volta_fa.fwd_fast(q, k, v, *, <options>)
         -> (out, softmax_lse)
+    torch.ops.volta_fa.prepare_fast(k, v, *, cu_seqlens_k=None, max_seqlen_k=None, smooth_k=True, rotate=False, check_lengths=False)
+        -> prepared
     torch.ops.volta_fa.merge_attention_states(out_a, softmax_lse_a, out_b, softmax_lse_b)
         -> (out, softmax_lse)
     torch.ops.volta_fa.merge_attention_states_(out_a, softmax_lse_a, out_b, softmax_lse_b)
@@ -24,7 +26,7 @@ call. The others have no derivative. `help(volta_fa.merge_attention_states)` des
 writes the result into the first two arguments; its out_a may be float32 with an out_b in lower precision, so merging many parts loses
 no precision.
 
-Tensors. seqlen_q and seqlen_k are any, nheads is a multiple of nheads_k, headdim and headdim_v are 1 to 256 (one that is not a
+Tensors. seqlen_q and seqlen_k are any, nheads is a multiple of nheads_k, headdim and headdim_v are 1 to 512 (one that is not a
 multiple of 8 costs a copy on the kernels):
 
                     dense                                    packed (with cu_seqlens_q and cu_seqlens_k)
@@ -152,6 +154,7 @@ softmax_scale, is_causal, window_left, window_right and check_lengths are fwd's:
 
     attn_mask       bool, broadcastable as attn_bias: False hides the key
     smooth_k        quantizes k less its mean over keys, which changes no result but for the error
+    prepared        uint8, what prepare_fast made of the same k, v, lengths, smooth_k and rotate: k and v are not quantized again
     rotate          rotates q and k by a Hadamard transform before they are quantized: less error where few channels are wide
 
 Volta, and sequences of fewer than 1024 keys, take the exact kernels of fwd. The CPU backend is a model of the fast kernels.
@@ -166,6 +169,7 @@ not tuned for them. Older ones raise NotImplementedError.
 Besides the operators:
 
     flash_attn_func, ...                 flash-attn 2's functions; install_flash_attn_shim() lets programs import them as flash_attn
+    install_sageattention_shim()         fwd_fast for programs that import sageattention; volta_fa.sageattention has its functions
     enable_sdpa()                        PyTorch's scaled_dot_product_attention, and so existing models
     flex_attention()                     torch's flex_attention; enable_flex() makes torch's own name run it
     BlockMask                            block-sparse masks for fwd and bwd, from torch's, a mask function or blocks
@@ -189,6 +193,7 @@ Environment, read at each call unless it says otherwise:
 
 from .block_mask import BlockMask
 from .diagnostics import warn_when_cuda_starts
+from .fast import prepare_fast
 from .flex import disable_flex, enable_flex, flex_attention
 from .inspection import info, kernel_family
 from .integrations import torch_flash_impl as _torch_flash_impl
@@ -196,6 +201,7 @@ from .integrations.dtensor import register_dtensor_rules
 from .integrations.flash_attn import interface as _flash_attn
 from .integrations.flash_attn.install import install_flash_attn_shim
 from .integrations.flash_attn.interface import *
+from .integrations.sageattention.install import install_sageattention_shim
 from .integrations.sdpa import _read_library_state, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
 from .integrations.unsloth import disable_unsloth, enable_unsloth, unsloth_stats
 from .integrations.xformers import disable_xformers, enable_xformers, xformers_stats
@@ -222,9 +228,11 @@ __all__ = [
     "flex_attention",
     "info",
     "install_flash_attn_shim",
+    "install_sageattention_shim",
     "kernel_family",
     "library_path",
     "merge_attention_states",
+    "prepare_fast",
     "quantize_kv",
     "sdpa_enabled",
     "sdpa_stats",

@@ -3,24 +3,21 @@
 //! On a GPU without fast kernels, or where they do not pay ([`plan::fast`]), the exact forward serves the call.
 
 use super::blocks::{broadcast_strides, lse_at, Blocks};
+use super::codes::{ceil_div, CodeSizes, Codes, SCALE_KEYS};
 use super::device::fill_varlen;
 use super::inputs::{int32_values, Inputs, Target};
 use super::launches::Launches;
 use super::{cpu, empty_forward, forward_on};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
+use crate::limits::MAX_FAST_HEADDIM;
 use crate::log;
-use crate::params::FastParams;
-use crate::plan::{self, FastPlan};
+use crate::params::{FastParams, Output};
+use crate::plan::{self, FastPlan, PlannedKernel};
 use crate::problem::{self, Attention, Backend};
 use crate::tensor::{self, element_type, operand, output, without_padding};
-use std::ptr::null;
+use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
-
-/// Keys that share scales: codes of a sequence begin at a multiple (csrc/turing/fast/codes.cuh).
-const SCALE_KEYS: i64 = 64;
-/// Number of scales of a block of keys.
-const SCALES: i64 = 4;
 
 /// Computes (out, softmax_lse).
 ///
@@ -38,13 +35,80 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     if a.is_empty() {
         return empty_forward(inputs, &a);
     }
+    let prepared = inputs.options.prepared.as_ref().map(|t| code_sizes(inputs, &a).within(t, o.rotate, inputs.q.device())).transpose()?;
     match &target {
-        Target::Cpu => cpu::fast_forward(&with_bias(inputs), &a),
+        Target::Cpu if a.headdim.max(a.headdim_v) > MAX_FAST_HEADDIM => forward_on(&target, &with_bias(inputs), &a),
+        Target::Cpu => {
+            let codes = prepared.map_or_else(|| prepare_on_cpu(inputs, &a), Ok)?;
+            cpu::fast_forward(&with_bias(inputs), &a, &codes)
+        }
         Target::Kernels(launcher) => match plan::fast(&a.padded(), &launcher.limits()?)? {
-            Some(plan) => on_device(inputs, &a, &plan, &**launcher),
+            Some(plan) => on_device(inputs, &a, &plan, prepared, &**launcher),
             None => forward_on(&target, &with_bias(inputs), &a),
         },
     }
+}
+
+/// Computes `volta_fa::prepare_fast`: codes of K and the range of V for any number of calls of [`forward`]. The queries are the keys.
+///
+/// # Errors
+/// Wrong arguments; a device that no kernel runs on.
+pub fn prepare(inputs: &Inputs) -> Result<Tensor> {
+    let mut inputs = inputs.share();
+    inputs.options.cu_seqlens_q = inputs.options.cu_seqlens_k.as_ref().map(Tensor::shallow_clone);
+    inputs.options.max_seqlen_q = inputs.options.max_seqlen_k;
+    let inputs = &inputs;
+    let d = inputs.describe()?;
+    let target = Target::of(&d.k, inputs.stream)?;
+    let a = problem::validate_prepare(&d.k, &d.v, &d.options, target.backend())?;
+    let o = &inputs.options;
+    if a.is_varlen() && target.checks_lengths(o.check_lengths)? {
+        let cu = int32_values(&o.cu_seqlens_k)?;
+        problem::validate_lengths(&a, cu.as_deref(), cu.as_deref(), None)?;
+    }
+    let sizes = code_sizes(inputs, &a);
+    // a launcher's alignment is at least 16 bytes
+    let prepared = match &target {
+        Target::Cpu => Tensor::f_empty([sizes.bytes(o.rotate)], (Kind::Uint8, inputs.k.device()))?,
+        Target::Kernels(launcher) => tensor::empty(&[sizes.bytes(o.rotate)], Kind::Uint8, &**launcher)?,
+    };
+    // bytes between codes
+    let _ = prepared.shallow_clone().f_zero_()?;
+    if a.is_empty() {
+        return Ok(prepared);
+    }
+    let codes = sizes.within(&prepared, o.rotate, inputs.k.device())?;
+    match &target {
+        Target::Cpu => cpu::fast_prepare(inputs, &a, &codes)?,
+        Target::Kernels(launcher) => {
+            // without it, the exact forward serves all calls
+            if let Some(kernel) = plan::fast_prepare(&a.padded(), &launcher.limits()?)? {
+                let inputs = &readable_inputs(inputs)?;
+                let a = &a.padded();
+                let launches = Launches::begin(inputs, a, &**launcher, written(&codes, []));
+                for (first, batches) in plan::batch_chunks(a.batch) {
+                    run_prepare(&kernel, &codes, &launches, &mut params(inputs, a, &codes, (first, batches)), batches)?;
+                }
+            }
+        }
+    }
+    Ok(prepared)
+}
+
+/// Rejects what [`prepare`] would reject, as far as sizes are known. Tensors may have no data.
+pub fn check_prepare(inputs: &Inputs) -> Result<()> {
+    let d = inputs.describe()?;
+    problem::validate_prepare(&d.k, &d.v, &d.options, Backend::Meta).map(|_| ())
+}
+
+fn code_sizes(inputs: &Inputs, a: &Attention) -> CodeSizes {
+    CodeSizes::prepared(&a.padded(), inputs.k.kind() == Kind::BFloat16)
+}
+
+fn prepare_on_cpu(inputs: &Inputs, a: &Attention) -> Result<Codes> {
+    let codes = code_sizes(inputs, a).make(|sizes, kind| Ok(Tensor::f_zeros(sizes, (kind, inputs.k.device()))?))?;
+    cpu::fast_prepare(inputs, a, &codes)?;
+    Ok(codes)
 }
 
 /// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data.
@@ -60,13 +124,16 @@ fn with_bias(inputs: &Inputs) -> Inputs {
     inputs
 }
 
-fn on_device(inputs: &Inputs, given: &Attention, plan: &FastPlan, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+fn on_device(
+    inputs: &Inputs,
+    given: &Attention,
+    plan: &FastPlan,
+    prepared: Option<Codes>,
+    launcher: &dyn Launcher,
+) -> Result<(Tensor, Tensor)> {
     let a = &given.padded();
     log::fast(a, plan)?;
-    let mut inputs = inputs.share();
-    for t in [&mut inputs.q, &mut inputs.k, &mut inputs.v] {
-        *t = tensor::readable(t)?;
-    }
+    let mut inputs = readable_inputs(inputs)?;
     let mask = inputs.options.attn_mask.take().map(|t| readable_mask(&t, a.seqlen_k)).transpose()?;
     inputs.options.attn_mask = mask;
     let inputs = &inputs;
@@ -74,72 +141,107 @@ fn on_device(inputs: &Inputs, given: &Attention, plan: &FastPlan, launcher: &dyn
     let is_bf16 = inputs.q.kind() == Kind::BFloat16;
     let out = empty(&a.query_shape(a.headdim_v), inputs.q.kind())?;
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
-    // scratch memory, O(seqlen)
     let headdim = i64::from(plan.forward.variant.headdim);
-    let blocks = a.total_k().map_or(a.batch * ceil_div(a.seqlen_k, SCALE_KEYS), |total| total / SCALE_KEYS + a.batch + 1);
-    let v_max_stride = ceil_div(a.seqlen_k, i64::from(plan.prepare.variant.block_rows));
-    let k_codes = empty(&[a.nheads_k, blocks * SCALE_KEYS, headdim], Kind::Int8)?;
-    let k_scales = empty(&[a.nheads_k, blocks, SCALES], Kind::Float)?;
-    let k_mean = empty(&[a.nheads_k, a.batch, headdim], Kind::Float)?;
-    let v_max = empty(&[a.nheads_k, a.batch, v_max_stride], Kind::Float)?;
-    let v_scaled = if is_bf16 { empty(&inputs.v.size(), Kind::Half)? } else { inputs.v.shallow_clone() };
-    let written = [
-        ("out", Some(&out)),
-        ("softmax_lse", Some(&softmax_lse)),
-        ("k_codes", Some(&k_codes)),
-        ("k_scales", Some(&k_scales)),
-        ("k_mean", Some(&k_mean)),
-        ("v_max", Some(&v_max)),
-        ("v_scaled", Some(&v_scaled).filter(|_| is_bf16)),
-    ];
-    let launches = Launches::begin(inputs, a, launcher, written);
+    // a tuning may have chosen the kernel of a larger headdim
+    let prepared = prepared.filter(|codes| codes.k_mean.size()[2] == headdim);
+    let is_prepared = prepared.is_some();
+    // scratch memory, O(seqlen)
+    let v_blocks = ceil_div(a.seqlen_k, i64::from(plan.prepare.variant.block_rows));
+    let codes = prepared.map_or_else(|| CodeSizes::new(a, headdim, v_blocks, is_bf16).make(empty), Ok)?;
+    let results = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse))];
+    let launches = match is_prepared {
+        true => Launches::begin(inputs, a, launcher, results),
+        false => Launches::begin(inputs, a, launcher, written(&codes, results)),
+    };
     fill_varlen(a, [&out, &softmax_lse])?;
     let [mask_batch_stride, mask_head_stride, mask_row_stride, _] = inputs.options.attn_mask.as_ref().map_or([0; 4], broadcast_strides);
-    let floats = |t: &Tensor| t.data_ptr() as *mut f32;
     for (first, batches) in plan::batch_chunks(a.batch) {
-        let Blocks { q, k, v, problem, lengths, .. } = Blocks::new(inputs, a, (first, batches));
+        let mask = inputs.options.attn_mask.as_ref();
         let mut params = FastParams {
-            q,
-            k,
-            v,
             out: output(&out, first),
             softmax_lse: lse_at(&softmax_lse, a, first),
-            problem,
-            lengths,
-            batch: a.batch as i32,
-            element: element_type(&inputs.q),
-            k_codes: k_codes.data_ptr().cast(),
-            k_rows: blocks * SCALE_KEYS,
-            k_scales: floats(&k_scales),
-            k_mean: floats(&k_mean),
-            v_max: floats(&v_max),
-            v_max_stride,
-            v_scaled: output(&v_scaled, first),
-            mask: inputs
-                .options
-                .attn_mask
-                .as_ref()
-                .map_or(null(), |t| (t.data_ptr() as *const u8).wrapping_offset((first * mask_batch_stride) as isize).cast()),
+            mask: mask.map_or(null(), |t| (t.data_ptr() as *const u8).wrapping_offset((first * mask_batch_stride) as isize).cast()),
             mask_batch_stride,
             mask_head_stride,
             mask_row_stride,
-            smooth_k: inputs.options.smooth_k.into(),
-            rotate: inputs.options.rotate.into(),
-            phase: 0,
+            ..params(inputs, a, &codes, (first, batches))
         };
-        launches.run(&plan.prepare, batches, bytes_of(&params))?;
-        if is_bf16 {
-            params.phase = 1;
-            launches.run(&plan.prepare, batches, bytes_of(&params))?;
-            params.v = operand(&v_scaled, first);
+        if !is_prepared {
+            run_prepare(&plan.prepare, &codes, &launches, &mut params, batches)?;
+        }
+        if let Some(v) = &codes.v_scaled {
+            params.v = operand(v, first);
         }
         launches.run(&plan.forward, batches, bytes_of(&params))?;
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
 
-fn ceil_div(n: i64, by: i64) -> i64 {
-    (n + by - 1) / by
+/// Returns inputs whose q, k and v kernels can read.
+fn readable_inputs(inputs: &Inputs) -> Result<Inputs> {
+    let mut inputs = inputs.share();
+    for t in [&mut inputs.q, &mut inputs.k, &mut inputs.v] {
+        *t = tensor::readable(t)?;
+    }
+    Ok(inputs)
+}
+
+/// Returns what the prepare kernel and others write, by name.
+fn written<'a, const N: usize>(
+    codes: &'a Codes,
+    others: [(&'static str, Option<&'a Tensor>); N],
+) -> Vec<(&'static str, Option<&'a Tensor>)> {
+    let of_codes = [
+        ("k_codes", Some(&codes.k_codes)),
+        ("k_scales", Some(&codes.k_scales)),
+        ("k_mean", Some(&codes.k_mean)),
+        ("v_max", Some(&codes.v_max)),
+        ("v_scaled", codes.v_scaled.as_ref()),
+    ];
+    others.into_iter().chain(of_codes).collect()
+}
+
+/// Returns the parameters of a launch for some batch entries, without results and mask.
+fn params(inputs: &Inputs, a: &Attention, codes: &Codes, (first, batches): (i64, i64)) -> FastParams {
+    let Blocks { q, k, v, problem, lengths, .. } = Blocks::new(inputs, a, (first, batches));
+    let floats = |t: &Tensor| t.data_ptr() as *mut f32;
+    let nowhere = Output { ptr: null_mut(), batch_stride: 0, row_stride: 0, head_stride: 0 };
+    FastParams {
+        q,
+        k,
+        v,
+        out: nowhere,
+        softmax_lse: null_mut(),
+        problem,
+        lengths,
+        batch: a.batch as i32,
+        element: element_type(&inputs.q),
+        k_codes: codes.k_codes.data_ptr().cast(),
+        k_rows: codes.k_codes.size()[1],
+        k_scales: floats(&codes.k_scales),
+        k_mean: floats(&codes.k_mean),
+        v_max: floats(&codes.v_max),
+        v_max_stride: codes.v_max.size()[2],
+        v_scaled: output(codes.v_scaled.as_ref().unwrap_or(&inputs.v), first),
+        mask: null(),
+        mask_batch_stride: 0,
+        mask_head_stride: 0,
+        mask_row_stride: 0,
+        smooth_k: inputs.options.smooth_k.into(),
+        rotate: inputs.options.rotate.into(),
+        phase: 0,
+    }
+}
+
+/// Launches the prepare kernel for some batch entries: once for fp16, twice for bf16.
+fn run_prepare(kernel: &PlannedKernel, codes: &Codes, launches: &Launches, params: &mut FastParams, batches: i64) -> Result<()> {
+    params.phase = 0;
+    launches.run(kernel, batches, bytes_of(params))?;
+    if codes.v_scaled.is_some() {
+        params.phase = 1;
+        launches.run(kernel, batches, bytes_of(params))?;
+    }
+    Ok(())
 }
 
 /// Returns the mask with contiguous rows of whole blocks of keys at even addresses: the kernel reads two keys at once and tests no

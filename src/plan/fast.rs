@@ -2,6 +2,7 @@
 
 use super::choose::choose;
 use super::device::DeviceLimits;
+use super::families::families;
 use super::features::{features, BackwardMode};
 use super::grid::planned;
 use super::kernel::{PlannedKernel, Reason};
@@ -36,4 +37,12 @@ pub fn fast(a: &Attention, d: &DeviceLimits) -> Result<Option<FastPlan>> {
     let mut prepares = COMPILED.of(&forward.0.family, Pass::FastPrepare);
     let prepare = prepares.find(|v| v.headdim == forward.0.headdim).expect("each fast forward kernel has a prepare kernel");
     Ok(Some(FastPlan { prepare: planned((prepare, forward.1), a), forward: planned(forward, a) }))
+}
+
+/// Plans the kernel that prepares K and V for any later forward. None: the device has no fast kernels.
+pub fn fast_prepare(a: &Attention, d: &DeviceLimits) -> Result<Option<PlannedKernel>> {
+    let needed = a.headdim.max(a.headdim_v);
+    let of_family = |family| COMPILED.of(family, Pass::FastPrepare).filter(|v| i64::from(v.headdim) >= needed).min_by_key(|v| v.headdim);
+    let found = families(*COMPILED, d)?.into_iter().find_map(|(family, _)| of_family(family));
+    Ok(found.map(|v| planned((v, Reason::Cheapest), a)))
 }

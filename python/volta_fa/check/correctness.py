@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import cached, tolerance
+from . import cached, int8_scores, tolerance
 from .cache_cases import CacheCase, CacheInputs
 from .cases import Case
+from .int8_scores import FastCase, FastInputs
 from .kernels import FORWARD, Target, lacks_memory, problems
 from .problems import Expected, Inputs, WrongReference, expect_backward, expect_forward
 
@@ -106,7 +107,7 @@ def load_kernel(target: Target, variant: dict[str, Any], quick: bool) -> None:
 
 
 def _problems(variant: dict[str, Any], quick: bool) -> Sequence[Case | CacheCase]:
-    if variant["pass"] == "Merge":
+    if variant["pass"] in ("Merge", *int8_scores.PASSES):
         return []
     return (cached.problems if variant["pass"] in cached.PASSES else problems)(variant)[: 1 if quick else None]
 
@@ -125,6 +126,11 @@ def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool
     result = KernelResult(variant["name"], variant["family"], variant["pass"])
     if variant["pass"] == "Merge":
         _guarded(result, target, "merging two states", seed, lambda: _check_merge(result, target, seed))
+        return result
+    if variant["pass"] in int8_scores.PASSES:
+        for fast_problem in int8_scores.problems(variant)[: 1 if quick else None]:
+            own_seed = zlib.crc32(f"{variant['name']}:{fast_problem}:{seed}".encode())
+            _guarded(result, target, str(fast_problem), own_seed, lambda: _check_int8(result, target, variant, fast_problem, own_seed))
         return result
     check: Callable[..., None] = _check_cached if variant["pass"] in cached.PASSES else _check_problem
     for problem in _problems(variant, quick):
@@ -181,6 +187,24 @@ def _check_cached(result: KernelResult, target: Target, variant: dict[str, Any],
             _put_down(result, inputs, seed, name, "largest", tolerance.max_error(value[written], exact[written]), allowed)
 
 
+def _check_int8(result: KernelResult, target: Target, variant: dict[str, Any], problem: FastCase, seed: int) -> None:
+    inputs = FastInputs.draw(problem, seed)
+    expected = inputs.model()
+    if result.pass_ == "FastPrepare":
+        first, second = _twice(result, target, variant, inputs, lambda: inputs.prepare(target))
+        _same_bits(result, inputs, seed, {"prepared": first}, {"prepared": second})
+        found = inputs.model(first.cpu())
+    else:
+        found, again = _twice(result, target, variant, inputs, lambda: inputs.forward(target))
+        with target.running():
+            if torch.equal(found[0], inputs.exact(target)):
+                result.inconclusive.append(f"the plan takes exact kernels instead ({problem})")
+                return
+        _same_bits(result, inputs, seed, dict(zip(("out", "softmax_lse"), found)), dict(zip(("out", "softmax_lse"), again)))
+    for name, kind, error, allowed in int8_scores.errors(found, expected, problem.dtype):
+        _put_down(result, inputs, seed, name, kind, error, allowed)
+
+
 def _check_problem(result: KernelResult, target: Target, variant: dict[str, Any], problem: Case, seed: int) -> None:
     if not _is_planned(result, target, target.planned(problem, variant), problem):
         return
@@ -207,7 +231,7 @@ def _check_problem(result: KernelResult, target: Target, variant: dict[str, Any]
 
 
 _Result = TypeVar("_Result")
-AnyInputs = Inputs | CacheInputs
+AnyInputs = Inputs | CacheInputs | FastInputs
 
 
 def _generator(target: Target, seed: int) -> torch.Generator:

@@ -5,11 +5,10 @@
 
 use super::part::Part;
 use crate::error::Result;
+use crate::ops::codes::{kernel_headdim, Codes, SCALES, SCALE_KEYS};
 use tch::{Device, Kind, Tensor};
 
-/// Keys that share scales, and their number of scales. csrc/turing/fast/codes.cuh has these and the next two.
-const SCALE_KEYS: i64 = 64;
-const SCALES: i64 = 4;
+/// csrc/turing/fast/codes.cuh has this and the next.
 const MEAN_KEYS: i64 = 128;
 const SMALLEST_SCALE: f64 = 1e-18;
 /// Keys that one product adds to fp16 sums.
@@ -22,15 +21,43 @@ const LN_2: f64 = std::f64::consts::LN_2;
 
 /// Returns (headdim, keys of a span) of the kernel for these columns.
 fn tile(columns: i64) -> (i64, i64) {
-    match columns {
-        ..=64 => (64, 64),
-        65..=128 => (128, 32),
-        _ => (256, 16),
+    let headdim = kernel_headdim(columns);
+    (headdim, 64 * 64 / headdim)
+}
+
+/// Writes the codes of a dense problem, which have a dimension of entries: [`Codes`] of a span.
+pub fn prepare(part: &Part, smooth_k: bool, rotate: bool, codes: &Codes) -> Result<()> {
+    let a = &part.a;
+    if a.is_empty() {
+        return Ok(());
     }
+    let (headdim, span) = tile(a.headdim.max(a.headdim_v));
+    let rotation = if rotate { Some(hadamard(headdim)?) } else { None };
+    for entry in 0..a.batch {
+        for head in 0..a.nheads_k {
+            let of = |t: &Tensor, columns: i64| padded(&t.f_select(0, entry)?.f_select(1, head)?, columns);
+            let to = |t: &Tensor| t.f_select(0, head)?.f_select(0, entry);
+            let keys = Keys::new(&of(&part.k, headdim)?, smooth_k, &rotation)?;
+            to(&codes.k_codes)?.f_copy_(&keys.codes.f_transpose(0, 1)?)?;
+            to(&codes.k_scales)?
+                .f_copy_(&keys.scales.f_view([-1, SCALE_KEYS])?.f_narrow(1, 0, 2 * SCALES)?.f_view([-1, SCALES, 2])?.f_select(2, 0)?)?;
+            to(&codes.k_mean)?.f_copy_(&keys.mean.f_squeeze_dim(1)?)?;
+            let v = of(&part.v, a.headdim_v)?;
+            let mut v_max = to(&codes.v_max)?;
+            let _ = v_max.f_zero_()?;
+            v_max.f_select(0, 0)?.f_copy_(&largest(&v)?)?;
+            if let Some(scaled) = &codes.v_scaled {
+                let values = Values::new(&v, &largest(&v)?, span, part.v.kind())?;
+                let rows = values.v.f_reshape([-1, a.headdim_v])?.f_narrow(0, 0, a.seqlen_k)?;
+                scaled.f_select(0, entry)?.f_select(1, head)?.f_narrow(1, 0, a.headdim_v)?.f_copy_(&rows)?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Computes a dense problem into `out` (batch, seqlen_q, nheads, headdim_v) and `lse` (batch, nheads, seqlen_q).
-pub fn forward(part: &Part, smooth_k: bool, rotate: bool, out: &Tensor, lse: &Tensor) -> Result<()> {
+pub fn forward(part: &Part, codes: &Codes, rotate: bool, out: &Tensor, lse: &Tensor) -> Result<()> {
     let a = &part.a;
     if a.is_empty() {
         let _ = (out.shallow_clone().f_zero_()?, lse.shallow_clone().f_fill_(f64::INFINITY)?);
@@ -41,8 +68,10 @@ pub fn forward(part: &Part, smooth_k: bool, rotate: bool, out: &Tensor, lse: &Te
     let floats = |t: &Tensor, entry: i64, head: i64, columns: i64| padded(&t.f_select(0, entry)?.f_select(1, head)?, columns);
     for entry in 0..a.batch {
         for head_k in 0..a.nheads_k {
-            let keys = Keys::new(&floats(&part.k, entry, head_k, headdim)?, smooth_k, &rotation)?;
-            let values = Values::new(&floats(&part.v, entry, head_k, a.headdim_v)?, span, part.v.kind())?;
+            let of = |t: &Tensor| t.f_select(0, head_k)?.f_select(0, entry);
+            let keys = Keys::load(&of(&codes.k_codes)?, &of(&codes.k_scales)?, &of(&codes.k_mean)?)?;
+            let v_max = of(&codes.v_max)?.f_amax([0_i64].as_slice(), false)?;
+            let values = Values::new(&floats(&part.v, entry, head_k, a.headdim_v)?, &v_max, span, part.v.kind())?;
             let group = a.nheads / a.nheads_k;
             for head in head_k * group..(head_k + 1) * group {
                 let q = floats(&part.q, entry, head, headdim)?.f_mul_scalar(if a.softmax_scale < 0.0 { -1.0 } else { 1.0 })?;
@@ -152,6 +181,22 @@ impl Keys {
     }
 }
 
+impl Keys {
+    /// Returns the keys of codes (keys rounded up, headdim), scales (blocks, 4) and a mean (headdim).
+    fn load(codes: &Tensor, scales: &Tensor, mean: &Tensor) -> Result<Keys> {
+        let (rows, blocks) = (codes.size()[0], scales.size()[0]);
+        let of_keys = [blocks, SCALE_KEYS / SCALES / 2, SCALES, 2];
+        let scales = scales.f_view([blocks, 1, SCALES, 1])?.f_expand(of_keys, false)?.f_reshape([rows])?;
+        let codes = codes.f_to_kind(Kind::Float)?.f_transpose(0, 1)?.f_contiguous()?;
+        Ok(Keys { codes, scales, mean: mean.f_unsqueeze(1)? })
+    }
+}
+
+/// Returns the largest finite magnitude.
+fn largest(v: &Tensor) -> Result<Tensor> {
+    Ok(finite(v)?.f_abs_()?.f_amax([0_i64, 1].as_slice(), false)?)
+}
+
 /// V below 1 in magnitude, as fp16 numbers.
 struct Values {
     /// (spans, products of a span, keys of a product, headdim_v)
@@ -161,9 +206,10 @@ struct Values {
 }
 
 impl Values {
-    fn new(v: &Tensor, span: i64, kind: Kind) -> Result<Values> {
+    /// `largest`: of the whole sequence.
+    fn new(v: &Tensor, largest: &Tensor, span: i64, kind: Kind) -> Result<Values> {
         let (count, columns) = v.size2()?;
-        let (_, exponent) = finite(v)?.f_abs_()?.f_amax([0_i64, 1].as_slice(), false)?.f_frexp()?;
+        let (_, exponent) = largest.f_frexp()?;
         let exponent = exponent.f_int64_value(&[])?.max(if kind == Kind::BFloat16 { -126 } else { -14 }) as i32;
         let rows = round_up(count, span);
         let scaled = v.f_mul_scalar(2f64.powi(-exponent))?.f_to_kind(Kind::Half)?.f_to_kind(Kind::Float)?;

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import warnings
-from importlib import metadata
 from pathlib import Path
+
+from ..stand_in import install_stand_in
 
 #: The folder with the package and its metadata, as pip would install them from tools/flash_attn_shim.
 _SITE = Path(__file__).with_name("shim")
@@ -20,22 +20,8 @@ def install_flash_attn_shim() -> None:
 
     Raises RuntimeError if another flash_attn is installed or imported.
     """
-    installed = next(iter(metadata.distributions(name="flash-attn")), None)
-    if installed is not None and installed.version.endswith("+volta"):
-        return
-    if installed is not None:
-        raise RuntimeError(
-            f"volta_fa.install_flash_attn_shim: flash-attn {installed.version} is installed in {installed.locate_file('')}: "
-            "use it, or run `pip uninstall flash-attn`"
-        )
-    found = sys.modules.get("flash_attn") or importlib.util.find_spec("flash_attn")
-    if found is not None:
-        raise RuntimeError(f"volta_fa.install_flash_attn_shim: there is another flash_attn, which the shim must not shadow: {found}")
-    if "transformers" in sys.modules:
+    if install_stand_in("install_flash_attn_shim", "flash-attn", _SITE) and "transformers" in sys.modules:
         warnings.warn(
             "volta_fa.install_flash_attn_shim: transformers was imported before; if it looked for flash-attn, it will not find the shim",
             stacklevel=2,
         )
-    # at the end, so that a flash-attn that is installed later is found first
-    sys.path.append(str(_SITE))
-    importlib.invalidate_caches()

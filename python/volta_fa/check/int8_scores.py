@@ -1,0 +1,123 @@
+"""Checks the kernels of `volta_fa::fwd_fast` against their model, which is the CPU backend of that operator.
+
+The operator has a stated error from exact attention, and the model has it too. Kernels differ from the model by the rounding of
+probabilities and by codes at the edge of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels import SIMULATE_VARIABLE, Target, environment
+
+PASSES = ("FastForward", "FastPrepare")
+#: Relative L1 error of out from the model's; bf16 rounds out more.
+OUT_LIMITS = {torch.float16: 2e-3, torch.bfloat16: 6e-3}
+#: Largest difference of softmax_lse.
+LSE_LIMIT = 0.02
+
+
+@dataclass(frozen=True)
+class FastCase:
+    """A problem of `fwd_fast`."""
+
+    seqlen_q: int
+    seqlen_k: int
+    headdim: int
+    dtype: torch.dtype = torch.float16
+    packed: bool = False
+    masked: bool = False
+    is_causal: bool = False
+    rotate: bool = False
+
+    def __str__(self) -> str:
+        flags = [name for name in ("packed", "masked", "is_causal", "rotate") if getattr(self, name)]
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"int8 scores, {self.seqlen_q} x {self.seqlen_k}, headdim {self.headdim}, {' '.join([dtype, *flags])}"
+
+
+def problems(variant: dict[str, Any]) -> list[FastCase]:
+    """Returns problems that together use every feature of a kernel; `--quick` runs the first."""
+    d = variant["headdim"]
+    if "generic" in variant["name"]:
+        return [FastCase(141, 290, d, packed=True, is_causal=True), FastCase(77, 131, d - 8, torch.bfloat16, masked=True)]
+    return [FastCase(141, 290, d), FastCase(77, 131, d - 8, torch.bfloat16, is_causal=True), FastCase(33, 200, d, rotate=True)]
+
+
+@dataclass(frozen=True)
+class FastInputs:
+    """Tensors of a problem, on the CPU, and options."""
+
+    problem: FastCase
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
+    scratch_bytes: int = 0
+
+    @classmethod
+    def draw(cls, p: FastCase, seed: int) -> FastInputs:
+        """Draws random tensors of 4 query heads and 2 KV heads."""
+        generator = torch.Generator().manual_seed(seed)
+        lead = () if p.packed else (2,)
+        shapes = ((*lead, p.seqlen_q, 4, p.headdim), (*lead, p.seqlen_k, 2, p.headdim), (*lead, p.seqlen_k, 2, p.headdim))
+        q, k, v = (torch.randn(shape, generator=generator).to(p.dtype) for shape in shapes)
+        options: dict[str, Any] = {"is_causal": p.is_causal, "rotate": p.rotate}
+        if p.packed:
+            for name, rows in (("q", p.seqlen_q), ("k", p.seqlen_k)):
+                options[f"cu_seqlens_{name}"] = torch.tensor([0, rows // 2, rows // 2, rows], dtype=torch.int32)
+                options[f"max_seqlen_{name}"] = rows - rows // 2
+        if p.masked:
+            options["attn_mask"] = torch.rand(2, 1, p.seqlen_q, p.seqlen_k, generator=generator) > 0.2
+        return cls(p, q, k, v, options)
+
+    @property
+    def given(self) -> list[Tensor]:
+        """Returns the tensors, whose sizes results have too."""
+        return [self.q, self.k, self.v]
+
+    def on(self, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+        """Returns tensors and options on a device."""
+        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.options.items()}
+        return [t.to(device) for t in self.given], options
+
+    def model(self, prepared: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Computes the CPU backend's results."""
+        with environment(**{SIMULATE_VARIABLE: None}):
+            out, lse = torch.ops.volta_fa.fwd_fast(self.q, self.k, self.v, prepared=prepared, **self.options)
+        return out, lse
+
+    def prepare(self, target: Target) -> Tensor:
+        """Runs the prepare kernel."""
+        (_, k, v), options = self.on(target.device)
+        names = {"cu_seqlens_k", "max_seqlen_k", "rotate"} & options.keys()
+        prepared: Tensor = torch.ops.volta_fa.prepare_fast(k, v, **{name: options[name] for name in names})
+        return prepared
+
+    def forward(self, target: Target) -> tuple[Tensor, Tensor]:
+        """Runs the kernels."""
+        tensors, options = self.on(target.device)
+        out, lse = torch.ops.volta_fa.fwd_fast(*tensors, **options)
+        return out, lse
+
+    def exact(self, target: Target) -> Tensor:
+        """Runs the exact kernels, which serve the call where the fast ones do not apply."""
+        tensors, options = self.on(target.device)
+        bias, _ = options.pop("attn_mask", None), options.pop("rotate")
+        out: Tensor = torch.ops.volta_fa.fwd(*tensors, attn_bias=bias, **options)[0]
+        return out
+
+
+def errors(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, str, float, float]]:
+    """Yields result, kind of error, error and what is allowed."""
+    out, lse = (t.cpu().double() for t in found)
+    model, model_lse = (t.double() for t in expected)
+    error = ((out - model).abs().sum() / model.abs().sum()).nan_to_num(nan=torch.inf).item()
+    yield "out", "relative L1", error, OUT_LIMITS[dtype]
+    difference = (lse - model_lse).abs().masked_fill(lse == model_lse, 0).nan_to_num(nan=torch.inf)  # inf where no key is seen
+    yield "softmax_lse", "largest", difference.max().item(), LSE_LIMIT

@@ -1,0 +1,113 @@
+//! What `volta_fa::fwd_fast` makes of K and V before it attends, and where it lies in the tensor of `volta_fa::prepare_fast`.
+
+use crate::error::{Error, Result};
+use crate::problem::Attention;
+use tch::{Device, Kind, Tensor};
+
+/// Keys that share scales: codes of a sequence begin at a multiple (csrc/turing/fast/codes.cuh).
+pub const SCALE_KEYS: i64 = 64;
+/// Number of scales of a block of keys.
+pub const SCALES: i64 = 4;
+/// Bytes after codes that were rotated, so that the size tells them apart.
+const ROTATED: i64 = 16;
+
+/// Returns the headdim of the kernel for these columns.
+pub fn kernel_headdim(columns: i64) -> i64 {
+    match columns {
+        ..=64 => 64,
+        65..=128 => 128,
+        _ => 256,
+    }
+}
+
+/// Codes of K, and the range of V.
+pub struct Codes {
+    /// (nheads_k, rows, the kernel's headdim) int8
+    pub k_codes: Tensor,
+    /// (nheads_k, rows / 64, 4) fp32
+    pub k_scales: Tensor,
+    /// (nheads_k, batch, the kernel's headdim) fp32
+    pub k_mean: Tensor,
+    /// (nheads_k, batch, blocks of the longest sequence) fp32: largest magnitudes
+    pub v_max: Tensor,
+    /// V as fp16 below 1, if it is bf16.
+    pub v_scaled: Option<Tensor>,
+}
+
+/// Sizes of [`Codes`].
+pub struct CodeSizes {
+    parts: Vec<(Vec<i64>, Kind)>,
+}
+
+impl CodeSizes {
+    /// Returns the sizes of a problem with padded headdims. `headdim` is the kernel's, `v_blocks` the number of blocks of the longest
+    /// sequence.
+    pub fn new(a: &Attention, headdim: i64, v_blocks: i64, is_bf16: bool) -> CodeSizes {
+        let blocks = a.total_k().map_or(a.batch * ceil_div(a.seqlen_k, SCALE_KEYS), |total| total / SCALE_KEYS + a.batch + 1);
+        let heads = a.nheads_k;
+        let mut parts = vec![
+            (vec![heads, blocks * SCALE_KEYS, headdim], Kind::Int8),
+            (vec![heads, blocks, SCALES], Kind::Float),
+            (vec![heads, a.batch, headdim], Kind::Float),
+            (vec![heads, a.batch, v_blocks], Kind::Float),
+        ];
+        if is_bf16 {
+            let v = a.total_k().map_or(vec![a.batch, a.seqlen_k, heads, a.headdim_v], |total| vec![total, heads, a.headdim_v]);
+            parts.push((v, Kind::Half));
+        }
+        CodeSizes { parts }
+    }
+
+    /// Returns the sizes in the tensor of `prepare_fast`, for any kernel. torch_ops/fast.cpp has their sum. Parts begin at multiples of 16
+    /// bytes.
+    pub fn prepared(a: &Attention, is_bf16: bool) -> CodeSizes {
+        let v_blocks = ceil_div(a.seqlen_k, 4 * SCALE_KEYS) * 4;
+        CodeSizes::new(a, kernel_headdim(a.headdim.max(a.headdim_v)), v_blocks, is_bf16)
+    }
+
+    fn bytes_of((sizes, kind): &(Vec<i64>, Kind)) -> i64 {
+        sizes.iter().product::<i64>() * kind.elt_size_in_bytes() as i64
+    }
+
+    /// Returns the size of the tensor of `prepare_fast`.
+    pub fn bytes(&self, rotate: bool) -> i64 {
+        self.parts.iter().map(CodeSizes::bytes_of).sum::<i64>() + if rotate { ROTATED } else { 0 }
+    }
+
+    /// Returns codes of tensors that `make` makes.
+    pub fn make(&self, make: impl Fn(&[i64], Kind) -> Result<Tensor>) -> Result<Codes> {
+        let mut made = self.parts.iter().map(|(sizes, kind)| make(sizes, *kind));
+        let mut next = || made.next().expect("four parts and V");
+        Ok(Codes { k_codes: next()?, k_scales: next()?, k_mean: next()?, v_max: next()?, v_scaled: made.next().transpose()? })
+    }
+
+    /// Returns the codes in the tensor of `prepare_fast`.
+    ///
+    /// # Errors
+    /// A tensor that cannot be it.
+    pub fn within(&self, prepared: &Tensor, rotate: bool, device: Device) -> Result<Codes> {
+        let (kind, sizes, bytes) = (prepared.kind(), prepared.size(), self.bytes(rotate));
+        if kind != Kind::Uint8 || sizes != [bytes] || prepared.device() != device {
+            let found = format!("{kind:?} of shape {sizes:?} on {:?}", prepared.device());
+            let expected = format!("the {bytes} bytes on {device:?} of volta_fa::prepare_fast with the same k, v, lengths and rotate");
+            return Err(Error::value("prepared", found, expected));
+        }
+        let whole = if prepared.data_ptr() as usize % 16 == 0 && prepared.stride() == [1] {
+            prepared.shallow_clone()
+        } else {
+            let copy = Tensor::f_empty(&sizes, (kind, device))?;
+            copy.f_narrow(0, 0, bytes)?.f_copy_(prepared)?;
+            copy
+        };
+        let start = std::cell::Cell::new(0);
+        self.make(|sizes, kind| {
+            let bytes = CodeSizes::bytes_of(&(sizes.to_vec(), kind));
+            let part = whole.f_narrow(0, start.replace(start.get() + bytes), bytes)?;
+            Ok(part.f_view_dtype(kind)?.f_view(sizes)?)
+        })
+    }
+}
+
+pub fn ceil_div(n: i64, by: i64) -> i64 {
+    (n + by - 1) / by
+}

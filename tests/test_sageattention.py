@@ -1,0 +1,304 @@
+"""SageAttention's functions on volta_fa::fwd_fast, and the stand-in for its package.
+
+Environment:
+- VOLTA_FA_TEST_SAGEATTENTION: a folder with SageAttention's source, whose signatures are compared, instead of the listed ones
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import volta_fa
+import volta_fa.sageattention as sage
+from conftest import on
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = Path(volta_fa.__file__).parent
+SITE = PACKAGE / "integrations" / "sageattention" / "shim"
+fwd, fwd_fast = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast
+
+_ENDS = "tensor_layout='HND', is_causal=False, qk_quant_gran='per_thread', sm_scale=None, pv_accum_dtype="
+_LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+#: Arguments after q, k, v of SageAttention 2.2 and of its main branch, 2025-12.
+SIGNATURES = {
+    "sageattn": "tensor_layout='HND', is_causal=False, sm_scale=None, return_lse=False, **kwargs",
+    "sageattn_varlen": _LENGTHS + "is_causal=False, sm_scale=None, smooth_k=True, **kwargs",
+    "sageattn_qk_int8_pv_fp16_cuda": _ENDS + "'fp32', smooth_k=True, smooth_v=False, return_lse=False, **kwargs",
+    "sageattn_qk_int8_pv_fp16_triton": "tensor_layout='HND', quantization_backend='triton', is_causal=False, attn_mask=None, "
+    "sm_scale=None, smooth_k=True, return_lse=False, **kwargs",
+    "sageattn_qk_int8_pv_fp8_cuda": _ENDS + "'fp32+fp16', smooth_k=True, smooth_v=False, return_lse=False, **kwargs",
+    "sageattn_qk_int8_pv_fp8_cuda_sm90": _ENDS + "'fp32+fp32', smooth_k=True, return_lse=False, **kwargs",
+}
+
+
+def signature(text: str) -> list[str]:
+    """Returns the arguments with defaults, without annotations."""
+    arguments = ast.parse(f"def f({text}): pass").body[0].args
+    for argument in [*arguments.args, arguments.kwarg]:
+        argument.annotation = None
+    return ast.unparse(arguments).replace(" ", "").split(",")
+
+
+def test_signatures():
+    expected = {name: signature("q, k, v, " + text) for name, text in SIGNATURES.items()}
+    if "VOLTA_FA_TEST_SAGEATTENTION" in os.environ:
+        source = ast.parse((Path(os.environ["VOLTA_FA_TEST_SAGEATTENTION"]) / "sageattention" / "core.py").read_text())
+        functions = [node for node in source.body if isinstance(node, ast.FunctionDef) and node.name.startswith("sageattn")]
+        assert {f.name for f in functions} <= set(SIGNATURES)
+        expected = {f.name: signature(ast.unparse(f.args)) for f in functions}
+    assert set(sage.__all__) == {*SIGNATURES, "install_sageattention_shim"}
+    for name, arguments in expected.items():
+        ours = inspect.signature(getattr(sage, name))
+        assert signature(str(ours.replace(return_annotation=ours.empty))[1:-1]) == arguments, name
+
+
+# ---- the functions ---------------------------------------------------------------------------------------------------
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(seqlen_q=33, seqlen_k=70, headdim=64, nheads=4, nheads_k=2, batch=2, dtype=torch.float16) -> list[Tensor]:
+    """Tensors (batch, seqlen, nheads, headdim)."""
+    shapes = ((seqlen_q, nheads, headdim), (seqlen_k, nheads_k, headdim), (seqlen_k, nheads_k, headdim))
+    return [randn(batch, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """PyTorch's attention in fp64 of tensors in the layout NHD."""
+    q, k, v = (t.transpose(1, 2).double() for t in (q, k, v))
+    if is_causal:
+        triangle = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        mask = triangle if mask is None else mask & triangle if mask.dtype == torch.bool else mask.masked_fill(~triangle, -torch.inf)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.double()
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
+def relative_l1(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).abs().sum() / expected.abs().sum()).item()
+
+
+FUNCTIONS = [sage.sageattn, sage.sageattn_qk_int8_pv_fp16_cuda, sage.sageattn_qk_int8_pv_fp16_triton]
+
+
+@on("cpu-fp16")
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("seqlen_k", [33, 70, 20])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_layouts_and_causal_masks(backend, function, layout, seqlen_k, is_causal):
+    """SageAttention's causal mask begins at the first query, also where there are more keys."""
+    q, k, v = inputs(seqlen_k=seqlen_k)
+    expected = exact(q, k, v, is_causal=is_causal, scale=0.2)
+    q, k, v = (t.transpose(1, 2) if layout == "HND" else t for t in (q, k, v))
+    out, lse = function(q, k, v, tensor_layout=layout, is_causal=is_causal, sm_scale=0.2, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (2, 4, 33) and lse.dtype == torch.float32
+    assert relative_l1(out.transpose(1, 2) if layout == "HND" else out, expected) < 0.03
+    assert torch.equal(function(q, k, v, tensor_layout=layout, is_causal=is_causal, sm_scale=0.2), out)
+
+
+@on("cpu-fp16")
+def test_log_sum_exp(backend):
+    q, k, v = inputs()
+    k += 3 * randn(64, seed=8)  # whose mean the log-sum-exp must not lose
+    _, lse = sage.sageattn(q, k, v, tensor_layout="NHD", return_lse=True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(2, 2)) / 8
+    assert (lse - scores.logsumexp(-1)).abs().max() < 0.1
+
+
+MASKS = {
+    "bool, rank 2": ((33, 70), torch.bool),
+    "bool, rank 3": ((4, 33, 70), torch.bool),
+    "bool, keys": ((2, 1, 1, 70), torch.bool),
+    "bool, rows": ((33, 1), torch.bool),
+    "added": ((2, 4, 33, 70), torch.float16),
+    "added, fp32": ((1, 1, 33, 70), torch.float32),
+}
+
+
+@on("cpu-fp16")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("shape, dtype", MASKS.values(), ids=MASKS)
+def test_masks_are_applied(backend, function, shape, dtype, is_causal):
+    q, k, v = inputs()
+    mask = randn(*shape, seed=5) if dtype != torch.bool else randn(*shape, seed=5) > 0
+    mask = mask.to(dtype)
+    if dtype == torch.bool and shape[-1] > 1:
+        mask[..., 0] = True  # causal rows see a key
+    found = function(q, k, v, tensor_layout="NHD", is_causal=is_causal, attn_mask=mask)
+    expected = exact(q, k, v, mask, is_causal)
+    assert relative_l1(found, expected) < (0.03 if dtype == torch.bool else 2e-3)
+    assert relative_l1(function(q, k, v, tensor_layout="NHD", is_causal=is_causal), expected) > 0.1
+
+
+@on("cpu-fp16")
+def test_smoothing(backend):
+    q, k, v = inputs(seqlen_k=300)
+    k += 12 * randn(64, seed=8)
+    error = lambda **options: relative_l1(sage.sageattn(q, k, v, tensor_layout="NHD", **options), exact(q, k, v))  # noqa: E731
+    assert error(smooth_k=False) > 3 * error(smooth_k=True) and error() == error(smooth_k=True)
+
+
+@on("cpu-fp16")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences(backend, dtype, is_causal):
+    q, k, v = (t[0] for t in inputs(90, 90 if is_causal else 120))
+    cu_q = torch.tensor([0, 40, 90], dtype=dtype)
+    cu_k = cu_q if is_causal else torch.tensor([0, 70, 120], dtype=dtype)
+    lengths = (50, 50) if is_causal else (50, 70)
+    out = sage.sageattn_varlen(q, k, v, cu_q, cu_k, *lengths, is_causal, 0.2)
+    for i in range(2):
+        rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        expected = exact(q[None, rows], k[None, keys], v[None, keys], is_causal=is_causal, scale=0.2)
+        assert relative_l1(out[None, rows], expected) < 0.03
+
+
+@on("cpu-fp16")
+def test_other_arguments(backend):
+    q, k, v = inputs()
+    call = dict(tensor_layout="NHD")
+    expected = sage.sageattn(q, k, v, **call)
+    cuda, triton = FUNCTIONS[1:]
+    for accumulator in ("fp32", "fp16", "fp16+fp32"):
+        for granularity in ("per_warp", "per_thread"):
+            options = dict(pv_accum_dtype=accumulator, qk_quant_gran=granularity, smooth_v=True)
+            assert torch.equal(cuda(q, k, v, **call, **options), expected)
+    assert torch.equal(triton(q, k, v, **call, quantization_backend="cuda"), expected)
+    assert torch.equal(sage.sageattn(q, k, v, **call, attn_mask=None, dropout_p=0), expected)
+
+    def refused(function, words, error=NotImplementedError, *arguments, **options):
+        with pytest.raises(error, match=words):
+            function(*(arguments or (q, k, v)), **options)
+
+    refused(sage.sageattn, r"sageattn: dropout_p: got 0.1, expected None or 0.0", dropout_p=0.1)
+    refused(sage.sageattn, "sageattn: key_mask: got an unknown keyword, expected one of", TypeError, key_mask=q)
+    refused(cuda, "pv_accum_dtype: got 'fp8', expected 'fp32' or 'fp16' or", pv_accum_dtype="fp8")
+    refused(cuda, "qk_quant_gran: got 'per_tensor', expected", qk_quant_gran="per_tensor")
+    refused(triton, "quantization_backend: got 'rocm', expected 'triton' or 'cuda'", quantization_backend="rocm")
+    refused(sage.sageattn, "tensor_layout: got 'BSHD', expected 'HND' or 'NHD'", ValueError, tensor_layout="BSHD")
+    refused(sage.sageattn, r"q: got shape \(33, 4, 64\), expected four dimensions", ValueError, q[0], k, v)
+    refused(sage.sageattn, r"attn_mask: got shape \(3, 70\), expected one that broadcasts", ValueError, **call, attn_mask=torch.ones(3, 70))
+    refused(sage.sageattn, "q: got dtype torch.float32", ValueError, q.float(), k.float(), v.float(), **call)
+    refused(sage.sageattn, "requires grad", NotImplementedError, q.requires_grad_(), k, v, **call)
+    q = q.detach()
+    for function in (sage.sageattn_qk_int8_pv_fp8_cuda, sage.sageattn_qk_int8_pv_fp8_cuda_sm90):
+        refused(function, f"sageattention.{function.__name__}: .* no products in fp8. Use sageattn")
+    q, k, v = (t[0] for t in (q, k, v))
+    packed = (q, k, v, torch.tensor([0, 33]), torch.tensor([0, 70]), 33, 70)
+    refused(sage.sageattn_varlen, "is_causal: got True with 33 queries and 70 keys, expected as many", ValueError, *packed, is_causal=True)
+    refused(sage.sageattn_varlen, "attn_mask: got a mask, expected None", NotImplementedError, *packed, attn_mask=q)
+
+
+@on("cpu-fp16")
+def test_it_compiles(backend):
+    q, k, v = inputs()
+    mask = randn(33, 70, seed=3) > 0
+    run = lambda q, k, v: sage.sageattn(q, k, v, tensor_layout="NHD", attn_mask=mask)  # noqa: E731
+    assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v), run(q, k, v))
+
+
+# ---- the package -----------------------------------------------------------------------------------------------------
+
+
+def run(*code: str, path: Path | str = "") -> subprocess.CompletedProcess:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(path), str(PACKAGE.parent)]))}
+    return subprocess.run([sys.executable, "-c", "".join(map(textwrap.dedent, code))], capture_output=True, text=True, env=environ, cwd="/")
+
+
+def succeeds(*code: str, path: Path | str = "") -> None:
+    ran = run(*code, path=path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+USES = """
+    import importlib.metadata as metadata, volta_fa.sageattention
+    import sageattention, sageattention.core
+    for name in sageattention.__all__:
+        assert getattr(sageattention, name) is getattr(sageattention.core, name) is getattr(volta_fa.sageattention, name), name
+    assert len(sageattention.__all__) == 6
+    assert metadata.version("sageattention") == "2.2.0+volta"
+"""
+
+
+def test_it_puts_sageattention_within_reach():
+    succeeds(
+        """
+        import importlib.util, sys, volta_fa
+        assert importlib.util.find_spec("sageattention") is None, "importing volta_fa is not enough"
+        before = list(sys.path)
+        volta_fa.install_sageattention_shim()
+        volta_fa.install_sageattention_shim(replace=True)
+        assert sys.path[:-1] == before and "sageattention" not in sys.modules
+        """,
+        USES,
+    )
+
+
+def make_distribution(folder: Path, version: str | None) -> Path:
+    """Another sageattention; with a version, one that pip installed."""
+    (folder / "sageattention").mkdir()
+    (folder / "sageattention" / "__init__.py").write_text("origin = 'another'")
+    if version is not None:
+        (folder / f"sageattention-{version}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: sageattention\nVersion: {version}\n"
+        (folder / f"sageattention-{version}.dist-info" / "METADATA").write_text(metadata)
+    return folder
+
+
+@pytest.mark.parametrize("imported", [False, True])
+@pytest.mark.parametrize("version", ["1.0.6", None])
+def test_it_shadows_another_sageattention_only_when_asked(tmp_path, version, imported):
+    site = make_distribution(tmp_path, version)
+    message = "sageattention 1.0.6 is installed in" if version else "there is another sageattention"
+    first = f"""
+        import sys, volta_fa
+        if {imported}:
+            import sageattention
+        before = list(sys.path)
+        try:
+            volta_fa.install_sageattention_shim()
+        except RuntimeError as error:
+            assert {message!r} in str(error), error
+        else:
+            raise AssertionError
+        assert sys.path == before
+        """
+    if imported:
+        asked = """
+        try:
+            volta_fa.install_sageattention_shim(replace=True)
+        except RuntimeError as error:
+            assert "sageattention was imported before" in str(error)
+        import sageattention
+        assert sageattention.origin == "another" and sys.path == before
+        """
+        succeeds(first, asked, path=site)
+    else:
+        succeeds(
+            first, "        volta_fa.install_sageattention_shim(replace=True)\n", textwrap.indent(textwrap.dedent(USES), " " * 8), path=site
+        )
+
+
+def test_the_distribution_is_the_same_package():
+    folder = REPOSITORY / "tools" / "sageattention_shim"
+    assert (folder / "sageattention").resolve() == SITE / "sageattention"
+    (information,) = SITE.glob("*.dist-info")
+    assert (
+        f'version = "{information.name.removeprefix("sageattention-").removesuffix(".dist-info")}"'
+        in (folder / "pyproject.toml").read_text()
+    )

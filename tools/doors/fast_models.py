@@ -1,0 +1,150 @@
+"""Runs models with int8 scores and compares their final output with fp64, beside exact and eager attention.
+
+    python tools/doors/fast_models.py                          # small models of diffusers' classes on the CPU
+    python tools/doors/fast_models.py --device cuda            # models of real width
+    python tools/doors/fast_models.py --minilm FOLDER          # also MiniLM with its weights, from a folder that transformers reads
+
+It needs diffusers. Weights of diffusers' models are random; queries and keys without a norm get scores of deviation 2. Columns are
+relative L1 errors of the output in fp16: eager attention, `enable_sdpa()`, `enable_sdpa(precision="fast")`, and diffusers' backend
+`sage` on volta_fa's sageattention. The script fails if a call does not run where it should, or if the output with int8 scores is wrong
+by more than `LIMIT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import volta_fa
+
+volta_fa.install_sageattention_shim()  # before diffusers looks for it
+
+#: Relative L1 error of a model's output.
+LIMIT = 0.05
+
+
+def diffusers_door():
+    """Returns tools/doors/diffusers.py, which has the models."""
+    spec = importlib.util.spec_from_file_location("diffusers_door", Path(__file__).with_name("diffusers.py"))
+    door = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(door)
+    return door
+
+
+def models(door, device: str):
+    if device == "cuda":
+        return [model for model in door.LARGE if "vae" not in model.name]
+    # heads of the released models' width, one or two of them
+    return [
+        door.Model("flux", **door.flux(2, 128, 1, 256, 32, (16, 56, 56), 64)),
+        door.Model("sd3", **door.sd3(2, 64, 2, 32, 40, 64, (0,))),
+        door.Model("sdxl-unet", **door.sdxl((64, 128), (1, 2), (1, 2), 32, 64)),
+        door.Model("wan", **door.wan(2, 128, 2, 3, 16, 16, 40)),
+    ]
+
+
+def spread_scores(module: torch.nn.Module) -> None:
+    """Gives scores of layers without a norm of queries and keys a deviation of about 2: PyTorch's initialization makes them all equal."""
+    normed = {name.rpartition(".")[0] for name, _ in module.named_modules() if name.endswith("norm_q")}
+    generator = torch.Generator(next(module.parameters()).device).manual_seed(3)
+    for name, weight in module.named_parameters():
+        if name.endswith(("to_q.weight", "to_k.weight")) and name.rsplit(".", 2)[0] not in normed:
+            weight.data.normal_(std=(2 / weight.shape[1]) ** 0.5, generator=generator)
+
+
+def relative_l1(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected).abs().sum() / expected.abs().sum()).item()
+
+
+@contextlib.contextmanager
+def sage(module: torch.nn.Module) -> Iterator[None]:
+    module.set_attention_backend("sage")
+    try:
+        yield
+    finally:
+        module.set_attention_backend("native")
+
+
+def compare(name: str, run, module, device: str, dispatches: bool) -> bool:
+    """Prints a row. `run` returns the output of a module. Returns whether it is right."""
+    force = device == "cuda"
+    with torch.no_grad():
+        expected = run(copy.deepcopy(module).double(), torch.float64).double()
+        module = module.half()
+        errors: dict[str, float] = {}
+        with sdpa_kernel(SDPBackend.MATH):
+            errors["eager"] = relative_l1(run(module, torch.float16), expected)
+        with volta_fa.sdpa_enabled(device, force=force):
+            errors["exact"] = relative_l1(run(module, torch.float16), expected)
+        volta_fa.sdpa_stats(reset=True)
+        with volta_fa.sdpa_enabled(device, force=force, precision="fast"):
+            errors["fast"] = relative_l1(run(module, torch.float16), expected)
+        stats = volta_fa.sdpa_stats()
+        right = stats["ran"] == stats.get("fast", 0) > 0 and errors["fast"] <= LIMIT
+        if dispatches:
+            with sage(module):
+                errors["sage"] = relative_l1(run(module, torch.float16), expected)
+            right &= errors["sage"] <= LIMIT
+    cells = " ".join(f"{errors[column]:9.5f}" if column in errors else f"{'':9}" for column in ("eager", "exact", "fast", "sage"))
+    fell_back = ", ".join(f"{n} {reason}" for reason, n in stats["fell_back"].items())
+    print(f"{name:12} {cells} {stats.get('fast', 0):5} {fell_back:12} {'' if right else 'WRONG'}".rstrip(), flush=True)
+    return right
+
+
+def minilm(folder: str, device: str) -> bool:
+    """Compares sentence embeddings, the mean of the last layer over tokens."""
+    from transformers import AutoModel, AutoTokenizer
+
+    sentences = [
+        "The cat sat on the mat and watched the rain run down the window.",
+        "A GeForce card of the Turing generation multiplies int8 matrices four times as fast as half precision ones.",
+        "Where is the railway station?",
+        "Attention weights are the softmax of scaled products of queries and keys; the output is the mean of the values. " * 6,
+    ]
+    tokens = AutoTokenizer.from_pretrained(folder)(sentences, padding=True, return_tensors="pt").to(device)
+    module = AutoModel.from_pretrained(folder, attn_implementation="sdpa").to(device).eval()
+
+    def run(module, dtype):
+        mask = tokens["attention_mask"][..., None]
+        return (module(**tokens).last_hidden_state * mask).sum(1) / mask.sum(1)
+
+    return compare("MiniLM", run, module, device, dispatches=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", default="", help="models, comma-separated")
+    parser.add_argument("--minilm", help="folder with MiniLM's weights and tokenizer")
+    options = parser.parse_args()
+    door = diffusers_door()
+    print(f"{'model':12} {'eager':>9} {'exact':>9} {'fast':>9} {'sage':>9} {'calls':>5} fell back")
+    right, start = True, time.monotonic()
+    for model in models(door, options.device):
+        if options.only and model.name not in options.only.split(","):
+            continue
+        module, inputs = door.build(model, options.device)
+        spread_scores(module)
+        right &= compare(
+            model.name, lambda m, t, inputs=inputs: door.forward(m, door.cast(inputs, t)), module, options.device, model.dispatches
+        )
+    if options.minilm:
+        right &= minilm(options.minilm, options.device)
+    print(f"{time.monotonic() - start:.0f} s", "" if right else "WRONG")
+    return not right
+
+
+if __name__ == "__main__":
+    sys.exit(main())
