@@ -84,11 +84,10 @@ public:
     __device__ __forceinline__ int seqlen_q() const { return is_prefill_ ? CacheSeqlenInfo::seqlen_q() : 0; }
 };
 
-// Code that this kernel has: FEATURES comes from its row in src/kernels. Sinks and bf16 gradients have no kernels of their own:
-// varlen kernels have the code of all three.
+// Code that this kernel has: FEATURES comes from its row in src/kernels. Varlen kernels also have sinks and bf16 gradients.
 constexpr bool kGeneric = FEATURES & kScoreFeatures;
-constexpr bool kVarlen = FEATURES & (kFeatureLengths | kFeatureSinks | kFeatureBf16Gradients);
-constexpr bool kHasSinks = kVarlen, kHasBf16Gradients = kVarlen;
+constexpr bool kVarlen = FEATURES & (kFeatureLengths | kFeatureBf16Gradients);
+constexpr bool kHasSinks = FEATURES & kFeatureSinks, kHasBf16Gradients = FEATURES & kFeatureBf16Gradients;
 constexpr bool kPaged = FEATURES & kFeaturePages;
 using BlockSeqlenInfo = SeqlenInfo<kVarlen, kPaged>;
 

@@ -149,7 +149,7 @@ struct TileLoader {
     // Stores the tile. `address`: where the thread's first chunk goes. `pitch`: bytes between rows. A thread's rows are
     // multiples of 8 apart, so they have the same swizzle.
     __device__ __forceinline__ void store(unsigned address, int pitch) const {
-        static_assert(kPasses == 1 || kRowsPerPass % 8 == 0, "see above");
+        static_assert(kPasses == 1 || kRowsPerPass % 8 == 0, "all passes have one swizzle");
 #pragma unroll
         for (int i = 0; i < kPasses; i++)
 #pragma unroll

@@ -8,7 +8,7 @@ use crate::info::PlanArgs;
 use crate::launch::driver::Driver;
 use crate::limits::LATENT_HEADDIMS;
 use crate::ops::{self, fast, kvcache, merge, Gradients, Inputs, Saved};
-use crate::options::{FastOptionArgs, KvCacheOptionArgs, MlaOptionArgs, OptionArgs};
+use crate::options::{FastOptionArgs, KvCacheOptionArgs, MlaOptionArgs, OptionArgs, PrepareOptionArgs};
 use std::ffi::{c_char, c_void, CStr, CString};
 use std::mem::ManuallyDrop;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -247,6 +247,56 @@ pub unsafe extern "C" fn volta_fa_fwd_fast(args: *const FastArgs, outputs: *mut 
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_fwd_fast(args: *const FastArgs) -> Status {
     status("fwd_fast", || unsafe { fast::check(&fast_inputs(&*args)?) })
+}
+
+/// Arguments of `volta_fa::prepare_fast`.
+#[repr(C)]
+pub struct PrepareArgs {
+    /// As in [`AttentionArgs`], fp16 or bf16.
+    pub k: *mut c_void,
+    /// As in [`AttentionArgs`].
+    pub v: *mut c_void,
+    /// All keyword options, with their defaults if not given.
+    pub options: PrepareOptionArgs,
+    /// As in [`AttentionArgs`].
+    pub stream: *mut c_void,
+}
+
+/// # Safety
+/// The handles of `args` are valid.
+unsafe fn prepare_inputs(args: &PrepareArgs) -> Result<Inputs> {
+    unsafe {
+        Ok(Inputs {
+            q: required("k", args.k)?,
+            k: required("k", args.k)?,
+            v: required("v", args.v)?,
+            appended: None,
+            rng_state: None,
+            options: args.options.read(|handle| tensor(handle)),
+            stream: args.stream,
+        })
+    }
+}
+
+/// Computes `volta_fa::prepare_fast`; `output` receives the codes.
+///
+/// # Safety
+/// As [`volta_fa_fwd`].
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_prepare_fast(args: *const PrepareArgs, output: *mut *mut c_void) -> Status {
+    status("prepare_fast", || unsafe {
+        release_all(output, [Some(fast::prepare(&prepare_inputs(&*args)?)?)]);
+        Ok(())
+    })
+}
+
+/// Rejects what [`volta_fa_prepare_fast`] rejects, as far as sizes are known.
+///
+/// # Safety
+/// `args` and its handles are valid.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_check_prepare_fast(args: *const PrepareArgs) -> Status {
+    status("prepare_fast", || unsafe { fast::check_prepare(&prepare_inputs(&*args)?) })
 }
 
 /// Arguments of `volta_fa::merge_attention_states`.
@@ -489,6 +539,15 @@ pub unsafe extern "C" fn volta_fa_device_sm(device: i64, sm: *mut i32) -> Status
 #[no_mangle]
 pub extern "C" fn volta_fa_serves_sm(sm: i32, newer_too: bool) -> bool {
     u32::try_from(sm).is_ok_and(|sm| crate::kernels::serves(sm, newer_too))
+}
+
+/// Returns the largest headdim that devices of this architecture run, see [`crate::kernels::max_headdim`]. 0: fp16 tensors of the CPU.
+#[no_mangle]
+pub extern "C" fn volta_fa_max_headdim(sm: i32) -> i64 {
+    match u32::try_from(sm) {
+        Ok(sm) if sm > 0 => crate::kernels::max_headdim(sm),
+        _ => crate::ops::cpu_max_headdim(),
+    }
 }
 
 /// Returns the plans of a shape as JSON, see [`crate::info::plan`].

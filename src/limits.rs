@@ -3,8 +3,12 @@
 use serde_json::{json, Value};
 use std::ops::RangeInclusive;
 
-/// Largest headdim of q, k and v that the compiled kernels take.
-pub const MAX_HEADDIM: i64 = 256;
+/// Largest headdim of q, k and v. A device may have fewer kernels above [`COMMON_HEADDIM`]: see `Kernels::max_headdim`.
+pub const MAX_HEADDIM: i64 = 512;
+/// Largest headdim for which a complete family has every kernel.
+pub const COMMON_HEADDIM: i64 = 256;
+/// Largest headdim of the fast forward's kernels. The exact forward serves others.
+pub const MAX_FAST_HEADDIM: i64 = 256;
 /// Columns that kernels read together: 16 bytes of fp16. Other headdims are padded with zeros.
 pub const HEADDIM_MULTIPLE: i64 = 8;
 /// Columns of a latent of multi-head latent attention (its values), and the columns after it that encode positions. No published model

@@ -1,4 +1,4 @@
-//! The keyword options of the operators: one list each for `volta_fa::fwd` and `bwd`, `volta_fa::fwd_fast`, `volta_fa::fwd_kvcache`
+//! The keyword options of the operators: one list each for `volta_fa::fwd` and `bwd`, `volta_fa::fwd_fast`, `volta_fa::prepare_fast`, `volta_fa::fwd_kvcache`
 //! and `volta_fa::fwd_mla`, and one struct with the values of all.
 //!
 //! Each row of a list gives an option's name, kind and default. A list becomes the struct in which the shim passes the values
@@ -240,6 +240,7 @@ all_options! {
     deterministic: Bool = false,
     smooth_k: Bool = true,
     rotate: Bool = false,
+    prepared: Tensor = None,
     check_lengths: Bool = false,
 }
 
@@ -281,6 +282,18 @@ options! {
         is_causal: Bool = false,
         window_left: Int = -1,
         window_right: Int = -1,
+        smooth_k: Bool = true,
+        rotate: Bool = false,
+        prepared: Tensor = None,
+        check_lengths: Bool = false,
+    }
+}
+
+options! {
+    /// The options of `volta_fa::prepare_fast`.
+    PREPARE_OPTIONS, PrepareOptionArgs {
+        cu_seqlens_k: Tensor = None,
+        max_seqlen_k: OptionalInt = None,
         smooth_k: Bool = true,
         rotate: Bool = false,
         check_lengths: Bool = false,

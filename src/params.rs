@@ -441,6 +441,42 @@ pub struct BwdBlockParams {
     pub blocks_t: BlockLists,
 }
 
+/// P and dS of some KV heads and some keys, between the kernels of a backward pass for large headdims (csrc/backward/stored_scores.cuh).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct StoredScores {
+    /// Scratch: P^T times 2^12, fp16, in tiles of 128 keys by 128 queries: (batch, query heads of the launch, query_tiles, key_tiles).
+    pub p: *mut u16,
+    /// Scratch: dS^T, likewise.
+    pub ds: *mut u16,
+    /// Scratch: fp32 sums of dq between launches for the same heads. Without elements if one launch has all keys.
+    pub dq_sums: *mut f32,
+    /// Query tiles of a head in an entry, or of all sequences if packed.
+    pub query_tiles: i32,
+    /// Key tiles of the launch; the last of a head may not exist.
+    pub key_tiles: i32,
+    /// Number of the launch's first key tile.
+    pub first_key_tile: i32,
+    /// KV heads of the launch; the last may not exist.
+    pub heads: i32,
+    /// Number of the launch's first KV head.
+    pub first_head: i32,
+    /// Not 0: sums of dq begin with 0.
+    pub is_first: i32,
+    /// Not 0: sums of dq are complete.
+    pub is_last: i32,
+}
+
+/// Parameter block of the backward kernels for large headdims, except preprocess.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdStoredParams {
+    /// As for other backward kernels.
+    pub backward: BwdParams,
+    /// P and dS.
+    pub stored: StoredScores,
+}
+
 /// Parameter block of the merge kernel (`volta_fa::merge_attention_states` and its in-place form). out_a and out have type `element`, out_b
 /// has type `part`.
 #[repr(C)]

@@ -61,7 +61,7 @@ fn every_variant_is_chosen_for_some_problem() {
                 unused.retain(|name| planned.as_ref().is_ok_and(|p| *name != p.kernel.variant.name) || planned.is_err());
             }
         }
-        for headdim in (8..=256).step_by(8) {
+        for headdim in (8..=512).step_by(8) {
             for group in [1, 8, 9, 16, 32, 64] {
                 let a = cached(headdim, group, 1);
                 unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);

@@ -55,8 +55,8 @@ fn rejects_invalid_tensors() {
     rejected(Value, &["q", "nheads 7", "multiple of nheads_k 3"], |q, _, _, _| *q = tensor([2, 10, 7, 64]));
     rejected(Value, &["q", "stride 6", "contiguous last dimension"], |q, _, _, _| q.strides[3] = 6);
     rejected(Value, &["k", "stride 4294967296 between rows", "4294967295"], |_, k, _, _| k.strides[1] = 1 << 32);
-    rejected(Value, &["v: got headdim 264, expected a headdim from 1 to 256"], |_, _, v, _| *v = tensor([2, 12, 3, 264]));
-    rejected(Value, &["q: got headdim 0, expected a headdim from 1 to 256"], |q, k, _, _| {
+    rejected(Value, &["v: got headdim 520, expected a headdim from 1 to 512"], |_, _, v, _| *v = tensor([2, 12, 3, 520]));
+    rejected(Value, &["q: got headdim 0, expected a headdim from 1 to 512"], |q, k, _, _| {
         (*q, *k) = (tensor([2, 10, 6, 0]), tensor([2, 12, 3, 0]))
     });
     rejected(Value, &["q", "seqlen 2000000000", "536870911"], |q, _, _, _| *q = tensor([2, 2_000_000_000, 6, 64]));
@@ -91,8 +91,8 @@ fn accepts_symbolic_sizes_and_checks_known_ones() {
     let message = |q: &TensorDesc, k: &TensorDesc, o: &Options| check(q, k, &v, o).expect_err("must be rejected").message;
     assert!(message(&q, &unknown(tensor([2, 12, 4, 64]), &[1]), &options()).contains("v: got nheads 3, expected nheads 4"));
     assert!(message(&q, &TensorDesc { device: Device::Cpu, ..k.clone() }, &options()).contains("k: got device cpu, expected device meta"));
-    let huge = || unknown(tensor([2, 12, 3, 264]), &[1]);
-    assert!(message(&unknown(tensor([2, 10, 6, 264]), &[1]), &huge(), &options()).contains("q: got headdim 264"));
+    let huge = || unknown(tensor([2, 12, 3, 520]), &[1]);
+    assert!(message(&unknown(tensor([2, 10, 6, 520]), &[1]), &huge(), &options()).contains("q: got headdim 520"));
     let sinks = Some(TensorDesc { device: Device::Meta, ..vector(DType::Half, &[5]) });
     assert!(message(&q, &k, &Options { sinks, ..options() }).contains("sinks: got shape (5)"));
     let heads = unknown(q.clone(), &[2]);

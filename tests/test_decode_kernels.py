@@ -24,10 +24,21 @@ def queries(n, lengths=RAGGED):
 
 #: Every tile of rows, full and not, in every width of it; rows of one sequence in several tiles; headdims that are padded.
 TILES = [
-    *(Cached(queries(n), headdim=d, nheads=4 * group, nheads_k=4) for d in (64, 128, 256) for n, group in ((1, 8), (2, 6), (4, 8), (8, 8))),
-    *(Cached(queries(3), headdim=d, headdim_v=dv, nheads=3) for d, dv in ((8, 200), (200, 8), (72, 104), (136, 248))),
+    *(
+        Cached(queries(n), headdim=d, nheads=4 * group, nheads_k=4)
+        for d in (64, 128, 256, 512)
+        for n, group in ((1, 8), (2, 6), (4, 8), (8, 8))
+    ),
+    *(
+        Cached(queries(3), headdim=d, headdim_v=dv, nheads=3)
+        for d, dv in ((8, 200), (200, 8), (72, 104), (136, 248), (264, 504), (504, 8), (8, 296))
+    ),
     # 64 rows, whose warps share what they load
-    *(Cached(queries(8), headdim=d, headdim_v=dv, nheads=8, window_left=70, page=0) for d, dv in ((40, 64), (104, 72), (200, 136))),
+    *(
+        Cached(queries(8), headdim=d, headdim_v=dv, nheads=8, window_left=70, page=0)
+        for d, dv in ((40, 64), (104, 72), (200, 136), (392, 456), (264, 64))
+    ),
+    *(Cached(queries(n), headdim=d, is_causal=False) for d in (128, 512) for n in (3, 6, 13)),
     Cached(queries(11), nheads=5, is_causal=False),
     Cached(((9, 40, 0), (1, 300, 0), (30, 90, 0)), packed=True, nheads=7, headdim=128),
 ]
@@ -46,11 +57,13 @@ def shared(n, group, headdim, **options):
 #: Rows whose warps share what they load: 33 to 64 in all splits into queries and heads, and what else changes a step.
 SHARED_STEPS = [
     *(shared(n, 64 // n, 256) for n in (1, 2, 4, 16, 32, 64)),
+    *(shared(n, group, 512) for n, group in ((1, 17), (1, 32), (4, 16), (11, 3), (9, 7), (5, 8), (3, 8), (2, 8))),
     *(shared(n, group, d) for d, n, group in ((256, 11, 3), (128, 17, 3), (256, 9, 7), (64, 9, 7), (256, 5, 8), (128, 5, 8))),
-    *(shared(8, 8, d, window_left=90, softcap=20.0, alibi="bh", sinks="own") for d in (64, 128, 256)),
-    *(shared(7, 6, d, page=0, is_causal=False, window_right=13, num_splits=3) for d in (64, 256)),
-    *(shared(6, 8, d, packed=True, page=48) for d in (64, 256)),
+    *(shared(8, 8, d, window_left=90, softcap=20.0, alibi="bh", sinks="own") for d in (64, 128, 256, 512)),
+    *(shared(7, 6, d, page=0, is_causal=False, window_right=13, num_splits=3) for d in (64, 256, 512)),
+    *(shared(6, 8, d, packed=True, page=48) for d in (64, 256, 512)),
     shared(12, 5, 200, headdim_v=248, leftpad=(3, 0, 8, 70), page=0),
+    shared(12, 5, 328, headdim_v=264, leftpad=(3, 0, 8, 70), page=0),
 ]
 
 
@@ -78,7 +91,9 @@ def test_bfloat_tiles(backend, case):
 
 
 @on("sim-bf16", "cuda-bf16")
-@pytest.mark.parametrize("queries, headdim", [(1, 64), (1, 128), (1, 256), (8, 64), (8, 128), (3, 256), (8, 256)])
+@pytest.mark.parametrize(
+    "queries, headdim", [(1, 64), (1, 128), (1, 256), (1, 512), (8, 64), (8, 128), (3, 256), (8, 256), (3, 512), (8, 512)]
+)
 @pytest.mark.parametrize("exponent", [-110, -40, 40, 110])
 def test_bfloat_values_of_any_magnitude(backend, queries, headdim, exponent):
     """Values scaled by a power of two give results scaled by it, bitwise."""
@@ -97,7 +112,7 @@ def test_bfloat_values_of_any_magnitude(backend, queries, headdim, exponent):
 
 @on("sim-bf16", "cuda-bf16")
 @pytest.mark.parametrize("growth", [2.0, 0.5])
-@pytest.mark.parametrize("queries, headdim", [(1, 128), (8, 64), (8, 128), (3, 256), (8, 256)])
+@pytest.mark.parametrize("queries, headdim", [(1, 128), (8, 64), (8, 128), (3, 256), (8, 256), (1, 512), (4, 512), (8, 512)])
 def test_bfloat_values_that_grow(backend, queries, headdim, growth):
     """A warp that has begun with small values meets large ones, and the other way round; so do warps that share steps."""
     case = Cached(((queries, 150, 0), (queries, 60, 0), (queries, 9, 0)), nheads=8, headdim=headdim)
@@ -112,7 +127,7 @@ def test_bfloat_values_that_grow(backend, queries, headdim, growth):
 
 
 @on("sim-bf16", "cuda-bf16")
-@pytest.mark.parametrize("queries, headdim", [(2, 64), (8, 64), (8, 256)])
+@pytest.mark.parametrize("queries, headdim", [(2, 64), (8, 64), (8, 256), (1, 512), (8, 512)])
 def test_bfloat_infinities_and_large_keys(backend, queries, headdim):
     problem = Cached(((queries, 50, 0), (queries, 90, 0)), headdim=headdim, nheads=8).problem(backend)
     out, lse, *_ = run(backend, problem)
@@ -146,6 +161,8 @@ SHARED = [
     Cached(((1, 7000, 0), (1, 0, 0), (1, 900, 0)), nheads=2),
     Cached(((8, 5000, 0),), nheads=8, headdim=128, softcap=5.0, sinks="own"),
     Cached(((1, 9000, 0),), nheads=4, page=0, num_splits=2),
+    Cached(((1, 2500, 0), (1, 0, 0), (1, 300, 0)), nheads=8, headdim=512),
+    Cached(((4, 2000, 0),), nheads=16, headdim=512, sinks="own"),
 ]
 
 
@@ -179,7 +196,7 @@ def test_num_splits(backend, num_splits):
 
 
 @on("sim", "cuda")
-@pytest.mark.parametrize("queries, headdim", [(2, 64), (8, 64), (8, 256), (40, 64)])
+@pytest.mark.parametrize("queries, headdim", [(2, 64), (8, 64), (8, 256), (40, 64), (1, 512), (8, 512)])
 def test_wrong_sequences_are_nan_and_alone(backend, queries, headdim):
     lengths = tuple((queries, n, 0) for n in (40, 300, 60, 90, 33))
     case = Cached(lengths, headdim=headdim, nheads=16, nheads_k=2)

@@ -121,6 +121,7 @@ PROBLEMS = {
     "two headdims": (12, 15, 2, 2, 24, 40, {}),
     "two odd headdims": (15, 12, 4, 2, 5, 27, {"is_causal": True, "enable_gqa": True}),
     "headdim 256": (5, 6, 1, 1, 256, 256, {}),
+    "headdim 512": (5, 6, 1, 1, 512, 512, {}),
     "scale": (12, 12, 2, 2, 16, 16, {"scale": 0.31}),
     "negative scale": (12, 12, 2, 2, 16, 16, {"scale": -0.2}),
 }
@@ -817,7 +818,7 @@ FALLBACKS = {
         "broadcast heads": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1]),
         "broadcast batch": lambda q, k, v: F.scaled_dot_product_attention(q, k[:1], v[:1]),
     },
-    "headdim": {"": lambda q, k, v: F.scaled_dot_product_attention(*(t.repeat(1, 1, 1, 17) for t in (q, k, v)))},
+    "headdim": {"": lambda q, k, v: F.scaled_dot_product_attention(*(t.repeat(1, 1, 1, 33) for t in (q, k, v)))},
     "scale": {str(s): lambda q, k, v, s=s: F.scaled_dot_product_attention(q, k, v, scale=s) for s in (float("inf"), float("nan"))},
 }
 
@@ -1066,6 +1067,67 @@ def test_blocks_nest_and_overlap():
     assert not is_on()
 
 
+def fast_and_exact(q, k, v, **options):
+    """Returns what fwd_fast and fwd compute of SDPA's arguments."""
+    operands = [t.transpose(1, 2) for t in (q, k, v)]
+    mask, fwd, fwd_fast = options.pop("attn_mask", None), torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast
+    fast = None if mask is not None and mask.dtype != torch.bool else fwd_fast(*operands, attn_mask=mask, **options)[0].transpose(1, 2)
+    return fast, fwd(*operands, attn_bias=mask, **options)[0].transpose(1, 2)
+
+
+@on("cpu-fp16", "cpu-bf16")
+def test_fast_precision(backend):
+    q, k, v = qkv(backend, 2, 2, 40, 64)
+    mask = backend.randn(1, 1, 40, 40) > 0
+    cases = [({}, {}), ({"is_causal": True}, {"is_causal": True}), ({"attn_mask": mask[0, 0]}, {"attn_mask": mask})]
+    with volta_fa.sdpa_enabled("cpu", precision="fast"):
+        for passed, options in cases:
+            fast, exact = fast_and_exact(q, k, v, **options)
+            assert torch.equal(F.scaled_dot_product_attention(q, k, v, **passed), fast) and not torch.equal(fast, exact)
+        assert volta_fa.sdpa_stats(reset=True) == {"ran": 3, "traced": 0, "fast": 3, "fell_back": {}}
+        # what it has no form for
+        bias = mask.to(q.dtype)
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, attn_mask=bias), fast_and_exact(q, k, v, attn_mask=bias)[1])
+        leaf = q.clone().requires_grad_()
+        out = F.scaled_dot_product_attention(leaf, k, v)
+        assert torch.equal(out, fast_and_exact(q, k, v)[1]) and torch.autograd.grad(out.sum(), leaf)
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        F.scaled_dot_product_attention(q.float(), k.float(), v.float())
+        assert volta_fa.sdpa_stats(reset=True) == {"ran": 4, "traced": 0, "fell_back": {}}
+        with torch.no_grad():
+            assert torch.equal(F.scaled_dot_product_attention(leaf, k, v), fast_and_exact(q, k, v)[0])
+
+
+@on("cpu-fp16")
+def test_compiled_programs_follow_the_precision(backend):
+    torch.compiler.reset()
+    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    q, k, v = qkv(backend, 2, 2, 40, 64)
+    fast, exact = fast_and_exact(q, k, v)
+    for precision, expected in (("fast", fast), ("exact", exact), ("fast", fast)):
+        with volta_fa.sdpa_enabled("cpu", precision=precision):
+            assert torch.equal(compiled(q, k, v), expected)
+    with volta_fa.sdpa_enabled("cpu", precision="fast"):
+        leaf = q.clone().requires_grad_()
+        assert torch.equal(compiled(leaf, k, v), exact)
+    torch.compiler.reset()
+
+
+def test_the_last_block_decides_about_the_precision():
+    q = torch.randn(1, 1, 40, 64).half()
+    attention, (fast, exact) = F.scaled_dot_product_attention, fast_and_exact(q, q, q)
+    with pytest.raises(ValueError, match="enable_sdpa: precision: got 'int8', expected 'exact' or 'fast'"):
+        volta_fa.enable_sdpa("cpu", precision="int8")
+    volta_fa.enable_sdpa("cpu", precision="fast")
+    assert torch.equal(attention(q, q, q), fast)
+    with volta_fa.sdpa_enabled("cpu"):
+        assert torch.equal(attention(q, q, q), exact)
+    assert torch.equal(attention(q, q, q), fast)
+    volta_fa.enable_sdpa("cpu")  # the default stays exact
+    assert torch.equal(attention(q, q, q), exact)
+    volta_fa.disable_sdpa()
+
+
 def test_blocks_end_when_they_raise():
     with pytest.raises(KeyError), volta_fa.sdpa_enabled("cpu"):
         raise KeyError
@@ -1136,7 +1198,7 @@ def test_which_devices(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"device {i}")
     monkeypatch.setattr("volta_fa.integrations.devices.info", lambda: {"families": [{"name": "sm_70", "sm": 70, "variants": 1}]})
-    monkeypatch.setattr("volta_fa.integrations.sdpa._apply", lambda request, blocks: asked.append(sorted(request.cuda)))
+    monkeypatch.setattr("volta_fa.integrations.sdpa._apply", lambda request, *others: asked.append(sorted(request.cuda)))
     if expected is None:
         with pytest.raises(RuntimeError, match=r"kernels for sm_70, and cuda:0 is a device 0, sm_\d+"):
             volta_fa.enable_sdpa(force=force)

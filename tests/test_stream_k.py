@@ -9,12 +9,12 @@ from conftest import INFO, Case, assert_same_bits, check, on
 
 VARIANTS = [v for v in INFO["variants"] if v["pass"] == "ForwardStreamK"]
 #: What a kernel does unasked, asked for.
-ASKING = {"softcap": {"softcap": 20.0}, "alibi": {"alibi": "bh"}}
+ASKING = {"softcap": {"softcap": 20.0}, "alibi": {"alibi": "bh"}, "bias": {"bias": "bhqk"}}
 PROBLEMS = {
     "odd": {"seqlen_q": 141, "seqlen_k": 155},
-    "causal": {"seqlen_q": 170, "seqlen_k": 203, "nheads_k": 1, "is_causal": True},
+    "causal": {"seqlen_q": 170, "seqlen_k": 203, "nheads_k": 1, "is_causal": True, "sinks": "own"},
     "without keys": {"seqlen_q": 300, "seqlen_k": 33, "batch": 1, "is_causal": True},
-    "window": {"seqlen_q": 260, "seqlen_k": 290, "batch": 1, "window_left": 60, "window_right": 9},
+    "window": {"seqlen_q": 260, "seqlen_k": 290, "batch": 1, "window_left": 60, "window_right": 9, "sinks": "own"},
     "negative": {"seqlen_q": 129, "seqlen_k": 321, "batch": 1, "softmax_scale": -0.3, "spread": 2.0},
 }
 
@@ -79,6 +79,7 @@ def test_where_a_plan_takes_them(shape, pays):
     found = plan(*shape)
     assert (found["pass"] == "ForwardStreamK") == pays
     assert plan(*shape, is_causal=True)["pass"] == "Forward"
+    assert (plan(*shape, needs="sinks")["pass"] == "ForwardStreamK") == pays
     assert plan(*shape, needs="dropout")["pass"] == "Forward" and plan(*shape, needs="lengths")["pass"] == "Forward"
     if pays:
         assert found["reason"].startswith("stream-K") and found["grid"][1:] == [1, 1]

@@ -67,13 +67,13 @@ TENSORS = {
     "fewer query heads": (lambda a: {"q": a["q"][:, :, :2]}, ["q: got nheads 2", "multiple of nheads_k 3"]),
     "no key heads": (lambda a: {"k": a["k"][:, :, :0], "v": a["v"][:, :, :0]}, ["q: got nheads 6", "nheads_k 0"]),
     "k headdim": (lambda a: {"k": a["k"][..., :32]}, ["k: got headdim 32", "headdim 64"]),
-    "headdim 0": (lambda a: {"q": a["q"][..., :0], "k": a["k"][..., :0]}, ["q: got headdim 0", "1 to 256"]),
-    "headdim 264": (
-        lambda a: {"q": a["q"].repeat(1, 1, 1, 5)[..., :264], "k": a["k"].repeat(1, 1, 1, 5)[..., :264]},
-        ["q: got headdim 264", "1 to 256"],
+    "headdim 0": (lambda a: {"q": a["q"][..., :0], "k": a["k"][..., :0]}, ["q: got headdim 0", "1 to 512"]),
+    "headdim 520": (
+        lambda a: {"q": a["q"].repeat(1, 1, 1, 9)[..., :520], "k": a["k"].repeat(1, 1, 1, 9)[..., :520]},
+        ["q: got headdim 520", "1 to 512"],
     ),
-    "headdim_v 0": (lambda a: {"v": a["v"][..., :0]}, ["v: got headdim 0", "1 to 256"]),
-    "headdim_v 320": (lambda a: {"v": a["v"].repeat(1, 1, 1, 10)}, ["v: got headdim 320", "1 to 256"]),
+    "headdim_v 0": (lambda a: {"v": a["v"][..., :0]}, ["v: got headdim 0", "1 to 512"]),
+    "headdim_v 544": (lambda a: {"v": a["v"].repeat(1, 1, 1, 17)}, ["v: got headdim 544", "1 to 512"]),
     "q last dimension": (
         lambda a: {"q": a["q"].transpose(2, 3).contiguous().transpose(2, 3)},
         ["q: got stride 6", "contiguous last dimension"],

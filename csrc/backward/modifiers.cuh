@@ -132,7 +132,7 @@ __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, 
 // of four: turing/backward/dropout.cuh, volta/backward/dropout.cuh.)
 template <class Layout>
 __device__ __forceinline__ unsigned draw_kept_rows(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
-    static_assert(Layout::kKeys == 4 && Layout::kRows == 2, "see above");
+    static_assert(Layout::kKeys == 4 && Layout::kRows == 2, "a lane has four keys of two queries");
     const int has_bit_of_4 = coord.query(0) >> 2 & 1;
     const int row = (coord.query(0) & ~4) + has_bit_of_4 * Layout::row_slot(1);
     const unsigned mine = rule.kept_bits(philox.numbers(row, coord.key(0)));

@@ -30,7 +30,7 @@ constexpr int kLanesPerStatistic = 8;
 // Computes and writes the statistics of one head of one sequence.
 template <class RowStats>
 struct RowStatistics {
-    static_assert(RowStats::kCopies <= kLanesPerStatistic, "each copy has a lane");
+    static_assert(RowStats::kCopies <= kLanesPerStatistic, "a lane stores each copy of a statistic");
     const BwdParams& p;
     const BlockSeqlenInfo& sequence;
     const int lane = threadIdx.x % kLanesPerStatistic;

@@ -51,7 +51,7 @@ struct Block {
         bool is_last;
         bool all_have_queries;
     };
-    static_assert(sizeof(Shared) <= SHARED_BYTES, "src/kernels");
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "the kernel's row in src/kernels has enough shared memory");
 
     __device__ __forceinline__ static void run(const DecodeParams& p) {
         extern __shared__ uint4 shared_memory[];

@@ -64,7 +64,7 @@ template <int Chunks, int Spread>
 struct Columns {
     static constexpr int kWords = FormatInfo::kBits / 4;  // 32-bit words a chunk
     static constexpr int kChunksPerLoad = Chunks < 4 / kWords ? Chunks : 4 / kWords;
-    static_assert(Chunks % kChunksPerLoad == 0, "whole loads");
+    static_assert(Chunks % kChunksPerLoad == 0, "a row is a whole number of loads");
     static constexpr bool kTwoScales = CacheElement::kTwoScales;  // int4: slots 4 to 7 of a chunk have 16 times the scale
     unsigned words[Chunks * kWords];
 

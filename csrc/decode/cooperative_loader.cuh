@@ -18,6 +18,7 @@
 
 #include "decode/bf16_value.cuh"
 #include "decode/cache_registers.cuh"
+#include "decode/column_groups.cuh"
 #include "decode/page_iterator.cuh"
 
 namespace decode {
@@ -25,10 +26,10 @@ namespace decode {
 // `group` is the warp's number among the four of its set. It loads keys (0, 1) or values (2, 3) of four tokens of each tile.
 template <class Layout>
 class CooperativeLoader {
-    static constexpr int kLoads = HEADDIM / 64;  // of a tile, 64 columns each
+    static constexpr int kLoads = kGroupHeaddim / 64;  // of a tile, 64 columns each
     static constexpr int kSlotBytes = sizeof(uint4);
     static constexpr int kTileSlots = 2 * 64 * kLoads, kSlots = kStepTiles * kTileSlots;  // of a tile: keys, then values
-    static_assert(HEADDIM == HEADDIM_V && HEADDIM % 64 == 0, "whole loads");
+    static_assert(HEADDIM == HEADDIM_V && kGroupHeaddim % 64 == 0, "a row is a whole number of loads");
 
     PageIterator pages_;
     const unsigned short *base_, *from_;  // of this lane: row 0 of page 0; its next load
@@ -61,7 +62,7 @@ public:
         const typename Layout::Lane layout_lane;
         const Operand &k = p.cache.k, &v = p.cache.v;
         lane_token_ = 4 * (group & 1) + (lane >> 3);
-        columns_ = (has_values ? p.problem.headdim_v : p.problem.headdim) - 8 * chunk;
+        columns_ = (has_values ? p.problem.headdim_v : p.problem.headdim) - first_column() - 8 * chunk;
         store_offset_ =
             (has_values ? 64 * kLoads + Layout::value_slot(lane_token_, chunk) : Layout::key_slot(lane_token_, chunk)) * kSlotBytes;
         keys_offset_ = Layout::key_slot(layout_lane) * kSlotBytes;
@@ -71,8 +72,8 @@ public:
             keep_in_register(values_offset_);
         page_stride_ = select(has_values, k.batch_stride, v.batch_stride);
         row_stride_ = select(has_values, k.row_stride, v.row_stride);
-        base_ = select(has_values, k.ptr, v.ptr) + s.head_k * select(has_values, k.head_stride, v.head_stride) + 8 * chunk +
-                lane_token_ * row_stride_;
+        base_ = select(has_values, k.ptr, v.ptr) + s.head_k * select(has_values, k.head_stride, v.head_stride) + first_column() +
+                8 * chunk + lane_token_ * row_stride_;
         enter_page(p);
         from_ += pages_.row * row_stride_;
         load(s.seqlen_k);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "decode/cache_registers.cuh"
+#include "decode/column_groups.cuh"
 #include "decode/page_iterator.cuh"
 #include "decode/scales.cuh"
 
@@ -18,10 +19,10 @@ struct OperandCoords {
     __device__ __forceinline__ static int key_token() { return Layout::key_token(typename Layout::Lane()); }
     __device__ __forceinline__ static int value_token() { return Layout::value_token(typename Layout::Lane()); }
     __device__ __forceinline__ static int key_column() {
-        return Keys<HEADDIM / 32>::of(Layout::key_column(typename Layout::Lane()));
+        return first_column() + Keys<kGroupHeaddim / 32>::of(Layout::key_column(typename Layout::Lane()));
     }
     __device__ __forceinline__ static int value_column() {
-        return Columns<HEADDIM_V / 64, 64>::of(Layout::value_column(typename Layout::Lane()));
+        return first_column_v() + Columns<kGroupHeaddimV / 64, 64>::of(Layout::value_column(typename Layout::Lane()));
     }
 };
 

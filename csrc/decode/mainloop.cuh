@@ -39,6 +39,7 @@
 
 #include "decode/bf16_value.cuh"
 #include "decode/block.cuh"
+#include "decode/column_groups.cuh"
 #include "decode/direct_loader.cuh"
 #include "decode/cooperative_loader.cuh"
 #include "decode/staged_loader.cuh"
@@ -49,18 +50,23 @@ namespace decode {
 template <template <int> class LayoutOf, int RowTiles, int RowGroups, int Warps>
 struct DecodeMainloop {
     using Layout = LayoutOf<RowTiles>;
-    static constexpr int kTokenGroups = Warps / RowGroups;
+    static constexpr int kTokenGroups = Warps / RowGroups / kColumnGroups;
     // Two warps with the same tokens find each other's bytes in L1. Four warps exchange what they load.
     static constexpr bool kCooperative = Layout::kCooperative && RowGroups == 4 && !kQuantized;
-    static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
-    // 16 rows of 256 columns take 128 registers for the output and 64 for Q: half of Q goes to shared memory.
-    static constexpr int kSharedQueryChunks = kCooperative && RowTiles * kKeyLoads > 8 ? kKeyLoads / 2 : 0;
+    static constexpr int kKeyLoads = kGroupHeaddim / 32, kValueLoads = kGroupHeaddimV / 64;
+    // 16 rows of 256 columns take 128 registers for the output and 64 for Q: half of Q goes to shared memory. Column groups in 64
+    // KB have room for a quarter.
+    static constexpr int kSharedQueryParts = kColumnGroups > 1 && SHARED_BYTES <= 65536 ? 4 : 2;
+    static constexpr int kSharedQueryChunks = kCooperative && RowTiles * kKeyLoads > 8 ? kKeyLoads / kSharedQueryParts : 0;
     using OwnQueries = Queries<RowTiles, kKeyLoads, kSharedQueryChunks>;
     // Rows whose outputs, of all token groups, are in shared memory at once: all rows if they fit, else half of them.
-    static constexpr int kRowsAtOnce =
-        kTokenGroups * BLOCK_ROWS * kPartialStride * sizeof(float) <= SHARED_BYTES ? BLOCK_ROWS : BLOCK_ROWS / 2;
-    static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
-    static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
+    __device__ static constexpr int rows_at_once(int rows) {
+        return kTokenGroups * rows * kPartialStride * sizeof(float) <= SHARED_BYTES ? rows : rows_at_once(rows / 2);
+    }
+    static constexpr int kRowsAtOnce = rows_at_once(BLOCK_ROWS);
+    static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && RowGroups == kRowGroups, "the warps cover BLOCK_ROWS rows");
+    static_assert(Warps * 32 == THREADS && Warps % (RowGroups * kColumnGroups) == 0, "warps of src/kernels");
+    static_assert(kGroupHeaddim % 32 == 0 && kGroupHeaddimV % 64 == 0, "whole loads of a warp");
 
 private:
     enum class Loading { Direct, Cooperative, Staged };
@@ -73,7 +79,7 @@ private:
     template <class Unused>
     struct LoaderOf<Loading::Cooperative, Unused> : LoaderOf<Loading::Direct> {
         using Type = CooperativeLoader<Layout>;
-        static constexpr int kWorkBytes = kTokenGroups * Type::kBytes;
+        static constexpr int kWorkBytes = kTokenGroups * kColumnGroups * Type::kBytes;
     };
     template <class Unused>
     struct LoaderOf<Loading::Staged, Unused> {
@@ -81,11 +87,14 @@ private:
         using Scales = StagedScales;
         static constexpr int kWorkBytes = Warps * Type::kBytes;
     };
+    using Exchange = ScoreExchange<kStepTiles * RowTiles>;
     using OwnLoader = LoaderOf<kCooperative ? Loading::Cooperative : kStaged ? Loading::Staged : Loading::Direct>;
 
 public:
-    // The loader's shared memory, then each warp's part of Q. The partial outputs take the same place afterwards.
-    static constexpr int kWorkBytes = OwnLoader::kWorkBytes + Warps * OwnQueries::kBytes;
+    // The loader's shared memory, then each warp's part of Q and of exchanged scores. The partial outputs take the same place
+    // afterwards.
+    static constexpr int kExchangeAt = OwnLoader::kWorkBytes + Warps * OwnQueries::kBytes;
+    static constexpr int kWorkBytes = kExchangeAt + Warps * Exchange::kBytes;
 
     // Computes the work tile `s` and stores the token groups' partial results in `partials`. Calls finish(first) when the outputs
     // of rows [first, first + kRowsAtOnce) are there. `finish` begins with a barrier, and ends with one if there are two parts.
@@ -93,7 +102,7 @@ public:
     __device__ __forceinline__ static void run(const DecodeParams& p, const WorkTile& s, const RowInfo* row_info,
                                                const SharedPartials<kTokenGroups, kRowsAtOnce>& partials, Finish finish) {
         const typename Layout::Lane lane;
-        const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), token_group = warp / RowGroups,
+        const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), token_group = warp / RowGroups / kColumnGroups,
                   first_row = warp % RowGroups * (8 * RowTiles);
         const ScoreOptions& options = p.score_options;
 
@@ -125,14 +134,23 @@ public:
             const float scale_log2 = has_score_mod ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
             const int first = s.first + token_group * group_steps * kStepTokens;
-            typename OwnLoader::Type loader(p, s, first, partials.output, token_group, warp % RowGroups);
+            typename OwnLoader::Type loader(p, s, first, partials.output, warp / RowGroups, warp % RowGroups);
+            // after the barriers of CooperativeLoader
+            Exchange exchange(reinterpret_cast<char*>(partials.output) + kExchangeAt, 1 + kTokenGroups * kColumnGroups);
             Keys<kKeyLoads> k[kStepTiles] = {};
             Values<kValueLoads> v[kStepTiles] = {};
             [[maybe_unused]] StepScales next_scales;
             const float key_scale =
                 kQuantized && !kTokenScales ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / CacheElement::kScale : 1.f;
             float query_sum[RowTiles] = {};
-            if constexpr (kZeroPoints) sum_queries(q, query_sum);
+            if constexpr (kZeroPoints) {
+                // each row's sum over the columns of Q, which zero points of keys are multiplied by
+                float2 sum[1][RowTiles];
+                Layout::scores(q, Ones(), sum[0]);
+                exchange.add(sum);
+#pragma unroll
+                for (int mt = 0; mt < RowTiles; mt++) query_sum[mt] = sum[0][mt].x * CacheElement::kScale;
+            }
             if constexpr (kStaged) {
                 loader.begin(p, s, seqlen_k, steps_left);
             } else if constexpr (!kCooperative) {
@@ -179,6 +197,7 @@ public:
                         }
                     }
                 }
+                exchange.add(x);
                 if constexpr (kQuantized) scale_scores(lane, scales, key_scale, query_sum, x);
 
                 const RowInfo* rows = row_info + first_row + Layout::score_row(lane);
@@ -264,7 +283,7 @@ public:
             has_invalid_page = !loader.page_valid();
             if constexpr (kBf16 && kCooperative) shared_inverse = loader.inverse();
         }
-        if constexpr (kCooperative || kStaged) __syncthreads();  // partials overwrite the loader's buffers
+        if constexpr (kCooperative || kStaged || kColumnGroups > 1) __syncthreads();  // partials overwrite what the loop used
         if constexpr (kQuantized) finish_values(p, s, lane, probability_scale, o);
         if constexpr (kBf16) rescale_all(lane, o, kCooperative ? shared_inverse : value_scaler.inverse());
 
@@ -278,7 +297,7 @@ public:
                 row_lanes |= lane_mask;
             }
             if (has_invalid_page) sum = quiet_nan();
-            if ((threadIdx.x & row_lanes) == 0)
+            if ((threadIdx.x & row_lanes) == 0 && column_group() == 0)
                 partials.state[token_group * BLOCK_ROWS + first_row + 8 * mt + Layout::score_row(lane)] = {softmax[mt].row_max,
                                                                                                            sum};
         }
@@ -286,7 +305,8 @@ public:
 #pragma unroll 1
         for (int first = 0; first < BLOCK_ROWS; first += kRowsAtOnce) {
             if (first_row / kRowsAtOnce == first / kRowsAtOnce) {
-                float* output = partials.output + (token_group * kRowsAtOnce + first_row - first) * kPartialStride;
+                float* output =
+                    partials.output + (token_group * kRowsAtOnce + first_row - first) * kPartialStride + first_column_v();
                 Layout::each_pair(lane, o, [&](int row, int column, float x, float y) {
                     using ColumnOrder = Columns<kValueLoads, 64>;
                     float* to = output + row * kPartialStride;
@@ -303,15 +323,6 @@ public:
     }
 
 private:
-    // Computes each row's sum over the columns of Q, which zero points of keys are multiplied by: its product with a key of
-    // ones.
-    __device__ __forceinline__ static void sum_queries(const OwnQueries& q, float (&sum)[RowTiles]) {
-        float2 x[RowTiles];
-        Layout::scores(q, Ones(), x);
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) sum[mt] = x[mt].x * CacheElement::kScale;
-    }
-
     __device__ __forceinline__ static float largest(const float2 (&x)[kStepTiles][RowTiles], int mt) {
         float m = fmaxf(x[0][mt].x, x[0][mt].y);
 #pragma unroll
@@ -432,7 +443,7 @@ private:
                                          (s.head_k * group + packed % group) * p.q.head_stride;
 #pragma unroll
             for (int j = 0; j < kKeyLoads; j++) {
-                const int column = Keys<kKeyLoads>::of(32 * j + Layout::key_column(lane));
+                const int column = first_column() + Keys<kKeyLoads>::of(32 * j + Layout::key_column(lane));
                 uint4 x = make_uint4(0, 0, 0, 0);
                 if (row < s.rows && column < p.problem.headdim) x = load_global(from + column);
                 x = CacheElement::permute8(flipped(x, p.problem.sign_flip));

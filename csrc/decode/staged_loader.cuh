@@ -24,20 +24,23 @@ class StagedLoader {
     // Steps in flight. A warp's step has 1280, 2304 and 2176 bytes at headdims 64, 128 and 256. With 16, 12 or 8 warps an SM these
     // are 41, 28 and 35 KB in flight; a DRAM latency of 3000 cycles needs 20 KB.
     static constexpr int kSteps = HEADDIM == 128 ? 1 : 2;
-    static constexpr int kRowBytes = unit_offset(HEADDIM), kChunkBytes = sizeof(uint4);
+    static constexpr int kRowBytes = unit_offset(kGroupHeaddim), kChunkBytes = sizeof(uint4);
     static constexpr int kLanes = kRowBytes / kChunkBytes, kRows = 32 / kLanes;  // lanes that load one row; rows of one load
     static constexpr int kLoads = kStepTokens / kRows;  // of a step's keys, or of its values
     // Bytes between rows. Rows of 128 bytes cover all banks, so they are staged 32 bytes apart.
     static constexpr int kPitch = kRowBytes % 128 == 0 ? kRowBytes + 32 : kRowBytes;
     static constexpr int kValuesAt = kStepTokens * kPitch, kScalesAt = 2 * kValuesAt;
     static constexpr int kStepBytes = kScalesAt + StepScales::kCount * kStepTokens * static_cast<int>(sizeof(float));
-    static_assert(!kZeroPoints || (HEADDIM == HEADDIM_V && kStepTokens % kRows == 0 && StepScales::kLanes == 32), "whole loads");
+    static_assert(!kZeroPoints || (HEADDIM == HEADDIM_V && kStepTokens % kRows == 0 && StepScales::kLanes == 32),
+                  "each lane loads whole rows and scales");
 
     // Which row and columns a lane loads: 16 bytes of a row.
     struct Lines {
         __device__ __forceinline__ static int key_token() { return threadIdx.x % 32 / kLanes; }
         __device__ __forceinline__ static int value_token() { return key_token(); }
-        __device__ __forceinline__ static int key_column() { return threadIdx.x % kLanes * (HEADDIM / kLanes); }
+        __device__ __forceinline__ static int key_column() {
+            return first_column() + threadIdx.x % kLanes * (kGroupHeaddim / kLanes);
+        }
         __device__ __forceinline__ static int value_column() { return key_column(); }
     };
     using Operands = OperandCoords<Layout>;
@@ -73,13 +76,14 @@ public:
     }
     template <int Loads>
     __device__ __forceinline__ void keys(Keys<Loads> (&k)[kStepTiles]) const {
-        const char* from = step_at_ + Operands::key_token() * kPitch + unit_offset(Operands::key_column());
+        const char* from = step_at_ + Operands::key_token() * kPitch + unit_offset(Operands::key_column() - first_column());
 #pragma unroll
         for (int tile = 0; tile < kStepTiles; tile++) k[tile].load_shared_row(from + kTileTokens * tile * kPitch);
     }
     template <int Loads>
     __device__ __forceinline__ void values(Values<Loads> (&v)[kStepTiles]) const {
-        const char* from = step_at_ + kValuesAt + Operands::value_token() * kPitch + unit_offset(Operands::value_column());
+        const char* from =
+            step_at_ + kValuesAt + Operands::value_token() * kPitch + unit_offset(Operands::value_column() - first_column_v());
 #pragma unroll
         for (int tile = 0; tile < kStepTiles; tile++)
 #pragma unroll

@@ -8,7 +8,7 @@
 // ForwardBlock (block.cuh) of the list that the grid's block takes.
 template <int BlockRows, bool EitherOrder>
 struct ListedBlock : ForwardBlock<BlockRows, EitherOrder> {
-    static_assert(BlockRows == kListedRows, "a block has a list");
+    static_assert(BlockRows == kListedRows, "a list belongs to the rows of one block");
     const int* list;
     __device__ __forceinline__ explicit ListedBlock(const FwdBlockParams& p)
         : ForwardBlock<BlockRows, EitherOrder>(p.forward.problem) {

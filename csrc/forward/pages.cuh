@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_page_if(bool has, int& page, const int* fro
 // page numbers in a branch, for kernels without a free register, because ptxas then interleaves less.
 template <int Step, int Groups, bool InBranch = false>
 class PageIterator {
-    static_assert(Step % kPageGroup == 0 && Groups * kPageGroup <= Step, "see above");
+    static_assert(Step % kPageGroup == 0 && Groups * kPageGroup <= Step, "a step is whole groups of one page");
     int index_;  // block-table column of the first group's page
     int row_;  // row of the first group in that page
     // page number of each group

@@ -192,7 +192,7 @@ template <class Layout, int RowTiles>
 struct DropoutBits {
     unsigned bits = ~0u;  // kept_bits of a call (philox.cuh) for each row tile, kBitsOfTile further each
     static constexpr int kBitsOfTile = 4;
-    static_assert(RowTiles * kBitsOfTile <= 16, "one word, whose halves have two of four columns each");
+    static_assert(RowTiles * kBitsOfTile <= 16, "the bits of a lane's scores fit into half a word");
     static_assert(!kHasDropout || (Layout::kRows == 2 && Layout::row_slot(1) == 4), "a lane's rows share a call");
 
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {

@@ -5,15 +5,15 @@ mod tables;
 pub use tables::formats::{FormatInfo, ScaleGranularity, FORMATS};
 pub use tables::variants::{
     CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Size, Variant, BACKWARD,
-    DETERMINISTIC_BACKWARD, FAST_FORWARD, FORWARD, FORWARD_STREAM_K, FUSED_BACKWARD, PASSES, PASS_SETS,
+    DETERMINISTIC_BACKWARD, FAST_FORWARD, FORWARD, FORWARD_STREAM_K, FUSED_BACKWARD, LARGE_PASS_SETS, PASSES, PASS_SETS, STORED_BACKWARD,
 };
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
-use crate::limits::MAX_HEADDIM;
+use crate::limits::{COMMON_HEADDIM, MAX_HEADDIM};
 use crate::params::{
-    AppendParams, BwdBlockParams, BwdParams, DecodeParams, DequantizeParams, FastParams, FwdBlockParams, FwdParams, FwdStreamKParams,
-    MergeParams,
+    AppendParams, BwdBlockParams, BwdParams, BwdStoredParams, DecodeParams, DequantizeParams, FastParams, FwdBlockParams, FwdParams,
+    FwdStreamKParams, MergeParams,
 };
 use std::cmp::Reverse;
 use std::sync::LazyLock;
@@ -69,14 +69,14 @@ impl Kernels {
         found
     }
 
-    /// Returns true if a family has kernels of these passes for the largest headdim with every feature but a block mask, which has kernels
-    /// of its own.
-    fn covers_all_of(self, family: &'static Family, passes: &[Pass]) -> bool {
+    /// Returns true if a family has kernels of these passes for this headdim, in this shared memory, with every feature but a block mask,
+    /// which has kernels of its own.
+    fn covers_all_of(self, family: &'static Family, passes: &[Pass], headdim: i64, shared_bytes: u32) -> bool {
         passes.iter().all(|&pass| {
             self.of(family, pass).any(|v| {
                 v.features.contains(pass.info().features.without(FeatureSet::of(&[Feature::Blocks])))
-                    && v.headdim.min(v.headdim_v) as i64 >= MAX_HEADDIM
-                    && v.shared_bytes <= family.shared_bytes
+                    && v.headdim.min(v.headdim_v) as i64 >= headdim
+                    && v.shared_bytes <= shared_bytes
             })
         })
     }
@@ -88,8 +88,23 @@ impl Kernels {
         if through_ptx_too {
             return !families.is_empty();
         }
-        let native = |passes: &[Pass]| families.iter().any(|(f, code)| *code == Code::Cubin && self.covers_all_of(f, passes));
+        let covers = |f: &'static Family, passes: &[Pass]| self.covers_all_of(f, passes, COMMON_HEADDIM, f.shared_bytes);
+        let native = |passes: &[Pass]| families.iter().any(|(f, code)| *code == Code::Cubin && covers(f, passes));
         PASS_SETS.into_iter().all(native)
+    }
+
+    /// Returns the largest headdim for which kernels run every `fwd` and `bwd` on devices of this architecture, through PTX too.
+    pub fn max_headdim(self, sm: u32) -> i64 {
+        let families = self.families_for(sm);
+        // newer devices have at least the shared memory of an SM of Volta
+        let own = families.iter().find(|(_, code)| *code == Code::Cubin).map(|(f, _)| f.shared_bytes);
+        let covered =
+            |passes: &[Pass]| families.iter().any(|(f, _)| self.covers_all_of(f, passes, MAX_HEADDIM, own.unwrap_or(VOLTA.shared_bytes)));
+        if LARGE_PASS_SETS.into_iter().all(covered) {
+            MAX_HEADDIM
+        } else {
+            COMMON_HEADDIM
+        }
     }
 }
 
@@ -111,6 +126,7 @@ pub fn params_bytes(block: ParamBlock) -> usize {
         ParamBlock::Backward => size_of::<BwdParams>(),
         ParamBlock::ForwardBlocks => size_of::<FwdBlockParams>(),
         ParamBlock::BackwardBlocks => size_of::<BwdBlockParams>(),
+        ParamBlock::BackwardStored => size_of::<BwdStoredParams>(),
         ParamBlock::Merge => size_of::<MergeParams>(),
         ParamBlock::Decode => size_of::<DecodeParams>(),
         ParamBlock::Append => size_of::<AppendParams>(),
@@ -142,4 +158,9 @@ impl Image {
 
 fn decompress(name: &str, data: &[u8]) -> Result<Vec<u8>> {
     zstd::decode_all(data).map_err(|e| Error::runtime(format!("the embedded code of {name} is damaged: {e}")))
+}
+
+/// Returns [`Kernels::max_headdim`] of the compiled kernels.
+pub fn max_headdim(sm: u32) -> i64 {
+    COMPILED.max_headdim(sm)
 }

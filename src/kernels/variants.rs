@@ -182,6 +182,10 @@ pub enum Pass {
     BackwardPostprocess,
     /// all of a backward pass, if one block has all keys of its heads
     BackwardFused,
+    /// P and dS to memory, for large headdims
+    BackwardScores,
+    /// dq, dk and dv from them
+    BackwardGradients,
     /// attention over two sets of keys from that over each
     Merge,
     /// out and softmax_lse of few queries a sequence, over a KV cache
@@ -213,6 +217,8 @@ pub enum ParamBlock {
     ForwardBlocks,
     /// `BwdBlockParams`, of backward kernels with `Feature::Blocks`
     BackwardBlocks,
+    /// `BwdStoredParams`
+    BackwardStored,
     /// `MergeParams`
     Merge,
     /// `DecodeParams`
@@ -227,9 +233,9 @@ pub enum ParamBlock {
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 10] = {
+    pub const ALL: [ParamBlock; 11] = {
         use ParamBlock::*;
-        [Forward, ForwardStreamK, Backward, ForwardBlocks, BackwardBlocks, Merge, Decode, Append, Dequantize, Fast]
+        [Forward, ForwardStreamK, Backward, ForwardBlocks, BackwardBlocks, BackwardStored, Merge, Decode, Append, Dequantize, Fast]
     };
 
     /// Returns the name of the struct.
@@ -240,6 +246,7 @@ impl ParamBlock {
             ParamBlock::Backward => "BwdParams",
             ParamBlock::ForwardBlocks => "FwdBlockParams",
             ParamBlock::BackwardBlocks => "BwdBlockParams",
+            ParamBlock::BackwardStored => "BwdStoredParams",
             ParamBlock::Merge => "MergeParams",
             ParamBlock::Decode => "DecodeParams",
             ParamBlock::Append => "AppendParams",
@@ -260,6 +267,8 @@ pub enum RowKind {
     Keys,
     /// queries of all heads of a KV head; the grid is as large as the GPU
     PackedQueries,
+    /// tiles of stored scores or of gradients; a plan limits their number
+    StoredTiles,
 }
 
 /// A row of the table of passes.
@@ -276,7 +285,7 @@ pub struct PassInfo {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 16] = {
+pub const PASSES: [PassInfo; 18] = {
     use {ParamBlock as P, RowKind::*};
     const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
         PassInfo { pass, params, rows, features }
@@ -296,6 +305,8 @@ pub const PASSES: [PassInfo; 16] = {
         row(Pass::BackwardDq, P::Backward, Queries, gradients),
         row(Pass::BackwardPostprocess, P::Backward, Queries, finish),
         row(Pass::BackwardFused, P::Backward, Keys, gradients),
+        row(Pass::BackwardScores, P::BackwardStored, StoredTiles, gradients),
+        row(Pass::BackwardGradients, P::BackwardStored, StoredTiles, finish),
         row(Pass::Merge, P::Merge, Queries, FeatureSet::NONE),
         row(Pass::Decode, P::Decode, PackedQueries, FeatureSet::of(&[Feature::Tree])),
         row(Pass::Prefill, P::Forward, Queries, FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]))),
@@ -332,6 +343,8 @@ impl Pass {
             Pass::BackwardDq => ("bwd", "dq"),
             Pass::BackwardPostprocess => ("bwd", "postprocess"),
             Pass::BackwardFused => ("bwd", "fused"),
+            Pass::BackwardScores => ("bwd", "scores"),
+            Pass::BackwardGradients => ("bwd", "gradients"),
             Pass::Merge => ("merge", ""),
             Pass::Decode => ("decode", ""),
             Pass::Prefill => ("prefill", ""),
@@ -357,10 +370,15 @@ pub const BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::Backward, Pass:
 pub const FUSED_BACKWARD: [Pass; 1] = [Pass::BackwardFused];
 /// The other set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator.
 pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardDkDv, Pass::BackwardDq];
+/// The set of `volta_fa::bwd` for large headdims: P and dS travel through memory. It is deterministic.
+pub const STORED_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardScores, Pass::BackwardGradients];
 /// The set of `volta_fa::fwd_fast` that decides: its prepare kernel has the same headdim.
 pub const FAST_FORWARD: [Pass; 1] = [Pass::FastForward];
-/// The sets that a device needs to run every problem of `fwd` and `bwd`, for `Kernels::serve`. Stream-K and fused kernels only save time.
+/// The sets that a device needs to run every problem of `fwd` and `bwd` to `COMMON_HEADDIM`, for `Kernels::serve`. Stream-K and fused
+/// kernels only save time.
 pub const PASS_SETS: [&[Pass]; 3] = [&FORWARD, &BACKWARD, &DETERMINISTIC_BACKWARD];
+/// The sets for headdims above.
+pub const LARGE_PASS_SETS: [&[Pass]; 2] = [&FORWARD, &STORED_BACKWARD];
 
 /// A set of kernels written for one instruction set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -542,8 +560,12 @@ impl Variant {
     fn feature_words(&self) -> String {
         let mut required: Vec<_> = self.required_features.iter().map(Feature::name).collect();
         required.sort_unstable();
-        // every prefill kernel has these
-        let usual = if self.pass == Pass::Prefill { FeatureSet::PAGED } else { FeatureSet::NONE };
+        // every kernel of the pass has these
+        let usual = match self.pass {
+            Pass::Prefill => FeatureSet::PAGED,
+            Pass::ForwardStreamK => FeatureSet::of(&[Feature::Sinks]),
+            _ => FeatureSet::NONE,
+        };
         let of_scores = FeatureSet::GENERIC.without(FeatureSet::VARLEN);
         match self.features.without(usual) {
             of if self.params() != self.pass.info().params && of.intersection(of_scores) != FeatureSet::NONE => "block_mask_generic".into(),

@@ -5,12 +5,13 @@ use super::blocks::{self, at, broadcast_strides, lse_at, Blocks};
 use super::inputs::{Gradients, Inputs, Saved};
 use super::launches::{memory_ranges, Launches};
 use super::lse_gradient::add_to_stats;
+use super::stored_scores::StoredMemory;
 use super::stream_k;
 use crate::error::Result;
 use crate::kernels::{ParamBlock, Scratch};
 use crate::launch::{bytes_of, Launcher};
 use crate::log;
-use crate::params::{BwdBlockParams, BwdParams, FwdBlockParams, FwdParams, Lengths};
+use crate::params::{BwdBlockParams, BwdParams, BwdStoredParams, FwdBlockParams, FwdParams, Lengths};
 use crate::plan::{self, BackwardMode, PlannedKernel};
 use crate::problem::{Attention, Window};
 use crate::tensor::{self, memory_range, operand, output, readable, without_padding};
@@ -65,10 +66,11 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     // scratch memory, O(seqlen): statistics of each row, and accumulators of dq in fp32
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
     // launches of a stream run in order, so the chunks of a huge batch share the scratch memory
-    let entries = a.total_q().map_or(plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
+    let entries = a.total_q().map_or(plan.batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
     let (group_rows, group_floats) = (i64::from(plan.scratch.group_rows), i64::from(plan.scratch.group_floats));
     let row_stats = empty(&[entries, a.nheads, rows / group_rows, group_floats], Kind::Float)?;
     let dq_accum = empty(&[i64::from(plan.dq_accum_splits), entries, a.nheads, rows, columns], Kind::Float)?;
+    let stored = plan.stored.map(|of| StoredMemory::new(of, a, entries, launcher)).transpose()?;
     let bias = given_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
     let stores_dbias = plan.main.variant.family.stores_dbias && !mode.bf16_gradients && bias.is_some_and(|b| is_full_bias(b, a));
     let dbias = match bias {
@@ -80,6 +82,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let mut ranges = memory_ranges(inputs, a, launcher, gradients);
     ranges.extend([("row_stats", &row_stats), ("dq_accum", &dq_accum)].map(|(name, t)| memory_range(name, t, true)));
     ranges.extend([("dout", &dout), ("out", &out), ("softmax_lse", &softmax_lse)].map(|(name, t)| memory_range(name, t, false)));
+    ranges.extend(stored.iter().flat_map(StoredMemory::tensors).map(|(name, t)| memory_range(name, t, true)));
     let mut launches = Launches::begin_with(launcher, ranges);
     fill_varlen(a, [&dq, &dk, &dv])?;
     // after begin, which fills writable memory with NaN: a sum starts from zeros
@@ -93,7 +96,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let sinks = o.sinks.as_ref();
     let mut dsinks = sinks.map(Tensor::f_zeros_like).transpose()?;
     let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
-    for (first, batches) in plan::batch_chunks(a.batch) {
+    for (first, batches) in plan.batch_chunks(a.batch) {
         let Blocks { q, k, v, problem, lengths, score_options, .. } = Blocks::new(inputs, a, (first, batches));
         let mut params = BwdParams {
             dout: operand(&dout, first),
@@ -143,16 +146,24 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         if let Some(dlse) = &saved.dlse {
             add_to_stats(dlse, &row_stats, &plan.scratch, o.cu_seqlens_q.as_ref(), (first, batches))?;
         }
-        for launch_number in 0..plan.main_launches {
-            params.first_key_block = (launch_number * plan.dq_accum_splits) as i32;
-            run(&plan.main, params)?;
-        }
-        if let Some(tail) = &plan.tail {
-            params.first_key_block = tail.first_block as i32;
-            run(&tail.kernel, params)?;
-        }
-        if let Some(finish) = &plan.finish {
-            run(finish, params)?;
+        if let Some(stored) = &stored {
+            for of_launch in stored.launches(a.nheads_k) {
+                for kernel in [Some(plan.main), plan.finish].iter().flatten() {
+                    launches.run(kernel, batches, bytes_of(&BwdStoredParams { backward: params, stored: of_launch }))?;
+                }
+            }
+        } else {
+            for launch_number in 0..plan.main_launches {
+                params.first_key_block = (launch_number * plan.dq_accum_splits) as i32;
+                run(&plan.main, params)?;
+            }
+            if let Some(tail) = &plan.tail {
+                params.first_key_block = tail.first_block as i32;
+                run(&tail.kernel, params)?;
+            }
+            if let Some(finish) = &plan.finish {
+                run(finish, params)?;
+            }
         }
         if let (Some(sums), Some(sinks)) = (&mut dsinks, sinks) {
             add_sink_gradient(sums, sinks, &row_stats, &plan.scratch, params.problem.scale)?;

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
 use crate::launch::Launcher;
+use crate::limits::MAX_HEADDIM;
 use crate::options::Options;
 use crate::problem::{self, Backend, DType, Device, TensorDesc};
 use crate::tensor::describe;
@@ -155,6 +156,19 @@ fn simulated() -> Result<Target> {
         Some(simulator) => Target::Kernels(Box::new(simulator)),
         None => Target::Cpu,
     })
+}
+
+/// Returns the largest headdim of fp16 CPU tensors: the simulated GPU's, if the environment requests one.
+#[cfg(feature = "sim")]
+pub(crate) fn cpu_max_headdim() -> i64 {
+    let simulated = crate::launch::simulator::Simulator::from_env().ok().flatten().and_then(|simulator| simulator.limits().ok());
+    simulated.map_or(MAX_HEADDIM, |limits| crate::kernels::max_headdim(limits.sm()))
+}
+
+/// Returns the largest headdim of CPU tensors.
+#[cfg(not(feature = "sim"))]
+pub(crate) fn cpu_max_headdim() -> i64 {
+    MAX_HEADDIM
 }
 
 #[cfg(not(feature = "sim"))]

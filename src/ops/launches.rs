@@ -19,11 +19,11 @@ pub struct Launches<'a> {
 
 impl<'a> Launches<'a> {
     /// Begins launches that read the inputs and write the `written` tensors, by name.
-    pub fn begin<const N: usize>(
+    pub fn begin<'t>(
         inputs: &Inputs,
         a: &Attention,
         launcher: &'a dyn Launcher,
-        written: [(&'static str, Option<&Tensor>); N],
+        written: impl IntoIterator<Item = (&'static str, Option<&'t Tensor>)>,
     ) -> Launches<'a> {
         let ranges = memory_ranges(inputs, a, launcher, written);
         Launches::begin_with(launcher, ranges)
@@ -56,11 +56,11 @@ impl<'a> Launches<'a> {
 }
 
 /// Returns inputs, which kernels read, and `written` tensors by name. Empty if the launcher does not use it.
-pub fn memory_ranges<const N: usize>(
+pub fn memory_ranges<'t>(
     inputs: &Inputs,
     a: &Attention,
     launcher: &dyn Launcher,
-    written: [(&'static str, Option<&Tensor>); N],
+    written: impl IntoIterator<Item = (&'static str, Option<&'t Tensor>)>,
 ) -> Vec<MemoryRange> {
     let [k, v] = a.key_names();
     if !launcher.looks_at_memory() {

@@ -3,6 +3,7 @@
 mod bf16;
 mod block_mask;
 mod blocks;
+mod codes;
 pub mod cpu;
 mod device;
 pub(crate) mod dropout;
@@ -12,9 +13,10 @@ pub(crate) mod kvcache;
 mod launches;
 mod lse_gradient;
 pub(crate) mod merge;
+mod stored_scores;
 mod stream_k;
 
-pub(crate) use inputs::{Gradients, Inputs, Saved};
+pub(crate) use inputs::{cpu_max_headdim, Gradients, Inputs, Saved};
 
 use crate::error::Result;
 use crate::plan::BackwardMode;

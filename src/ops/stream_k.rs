@@ -34,9 +34,9 @@ fn schedule(plan: StreamKPlan) -> Rc<StreamKSchedule> {
 impl Launch {
     pub fn new(kernel: &PlannedKernel, plan: StreamKPlan, launcher: &dyn Launcher) -> Result<Launch> {
         let schedule = schedule(plan);
-        // per row: its output in fp32, and row maxima and sums of 8 lanes, or of 16 lanes with half the columns (`put_result` in
-        // layout.cuh)
-        let floats = i64::from(kernel.variant.block_rows) * (i64::from(kernel.variant.headdim_v) + 8);
+        // per row: its output in fp32, and of each 128 columns row maxima and sums of 8 lanes (`store_partial` in layout.cuh)
+        let columns = i64::from(kernel.variant.headdim_v);
+        let floats = i64::from(kernel.variant.block_rows) * (columns + 8 * (columns as u64).div_ceil(128) as i64);
         let partials = i64::from(plan.stream_k_tiles) * i64::from(schedule.max_splits) * floats;
         let scratch = tensor::empty(&[partials + 2 * i64::from(plan.stream_k_tiles)], Kind::Float, launcher)?;
         Ok(Launch { schedule, plan, scratch, partials })

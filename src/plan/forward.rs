@@ -43,7 +43,7 @@ fn stream_k(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &Devi
         return None;
     }
     let [(variant, reason)] = choose(kernels, kernels::FORWARD_STREAM_K, &shape, features(a, BackwardMode::default()), d).ok()?;
-    let of = |v: &Variant| (v.family.name, v.features, v.headdim, v.headdim_v, v.block_rows);
+    let of = |v: &Variant| (v.family.name, v.required_features, v.headdim, v.headdim_v, v.block_rows);
     let is_tuned = reason == Reason::Tuned;
     if !is_tuned && (shape.is_causal != Some(false) || of(variant) != of(usual.0)) {
         return None;

@@ -16,7 +16,7 @@ pub(super) fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
         RowKind::Queries => (a.seqlen_q, a.nheads),
         RowKind::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
         RowKind::Keys => (a.seqlen_k, a.nheads_k),
-        RowKind::PackedQueries => unreachable!("plan::decode plans decode kernels"),
+        RowKind::PackedQueries | RowKind::StoredTiles => unreachable!("plan::decode and plan::backward plan these grids"),
     }
 }
 
@@ -54,5 +54,10 @@ pub(super) fn scratch(variant: &Variant) -> Scratch {
 
 /// Returns (first batch entry, number of entries) of each launch. The batch is the grid's z axis, which limits the number.
 pub fn batch_chunks(batch: i64) -> impl Iterator<Item = (i64, i64)> {
-    (0..batch).step_by(MAX_GRID_YZ as usize).map(move |first| (first, MAX_GRID_YZ.min(batch - first)))
+    chunks(batch, MAX_GRID_YZ)
+}
+
+/// Returns (first batch entry, number of entries) of launches of at most this many entries.
+pub(super) fn chunks(batch: i64, of: i64) -> impl Iterator<Item = (i64, i64)> {
+    (0..batch).step_by(of as usize).map(move |first| (first, of.min(batch - first)))
 }

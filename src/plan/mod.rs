@@ -20,12 +20,12 @@ mod size;
 mod stream_k;
 mod tokens;
 
-pub use backward::{backward, backward_among, BackwardPlan, Tail};
+pub use backward::{backward, backward_among, BackwardPlan, StoredPlan, Tail, STORED_ROWS};
 pub use block::problem_block;
 pub use decode::{decode, DecodePlan};
 pub use device::{DeviceLimits, FAMILY_VARIABLE};
 pub use families::families;
-pub use fast::{fast, FastPlan, FAST_MIN_KEYS};
+pub use fast::{fast, fast_prepare, FastPlan, FAST_MIN_KEYS};
 pub use features::{features, using, BackwardMode};
 pub use forward::{forward, forward_among, prefill};
 pub use grid::batch_chunks;

@@ -30,7 +30,7 @@ pub use block_mask::{
 pub use cache_values::{validate_kvcache_values, CacheValues, CachedSequence};
 pub use cached::{validate_kvcache, validate_mla};
 pub use dense::{validate, validate_backward, validate_dlse};
-pub use fast::validate_fast;
+pub use fast::{validate_fast, validate_prepare};
 pub use features::RequestedFeatures;
 pub use lengths::validate_lengths;
 pub use merge::{validate_merge, MergedStates};

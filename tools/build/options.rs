@@ -1,7 +1,8 @@
 //! Writes `volta_fa_options.h`, the C++ form of the option lists (src/options.rs).
 
 use crate::options::{
-    FastOptionArgs, Kind, KvCacheOptionArgs, MlaOptionArgs, OptionArgs, Row, FAST_OPTIONS, KVCACHE_OPTIONS, MLA_OPTIONS, OPTIONS,
+    FastOptionArgs, Kind, KvCacheOptionArgs, MlaOptionArgs, OptionArgs, PrepareOptionArgs, Row, FAST_OPTIONS, KVCACHE_OPTIONS, MLA_OPTIONS,
+    OPTIONS, PREPARE_OPTIONS,
 };
 use anyhow::Result;
 use std::path::Path;
@@ -203,6 +204,14 @@ pub fn write_header(path: &Path) -> Result<()> {
         members: "FastOptions",
         macros: "VOLTA_FA_FAST_OPTION",
     };
+    let prepare = List {
+        rows: PREPARE_OPTIONS,
+        args: "PrepareOptionArgs",
+        args_size: size_of::<PrepareOptionArgs>(),
+        fill: "prepare_option_args",
+        members: "PrepareOptions",
+        macros: "VOLTA_FA_PREPARE_OPTION",
+    };
     let kvcache = List {
         rows: KVCACHE_OPTIONS,
         args: "KvCacheOptionArgs",
@@ -224,6 +233,7 @@ pub fn write_header(path: &Path) -> Result<()> {
         &attention.registration(),
         &attention.gradient(),
         &fast.registration(),
+        &prepare.registration(),
         &kvcache.registration(),
         &mla.registration(),
     ]

@@ -110,10 +110,13 @@ __device__ __forceinline__ void bounds_of_warp(float& low, float& high) {
     }
 }
 
-// Writes a row of a quantized cache. Lanes have columns 2 * (lane + 32 * i) and the next. All lanes of a warp call it together.
-constexpr int kPairs = 4;  // pairs of columns of a lane, in a row of up to 256 columns
+// Pairs of columns of a lane: a row of up to 512 columns where it has a scale, else up to 256 columns at a time.
+constexpr int kPairs = FormatInfo::kTokenScales ? 8 : 4;
+// Writes columns of a row of a quantized cache, from `first` on. Lanes have columns 2 * (lane + 32 * i) of these and the next,
+// packed in x, because fp32 would take too many registers. All lanes of a warp call it together.
+template <ElementType Element>
 __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheScale& zero_points, const Operand& to, int batch,
-                                          int head, int page, int row, int columns, const float2 (&x)[kPairs]) {
+                                          int head, int page, int row, int first, int columns, const unsigned (&x)[kPairs]) {
     const int lane = threadIdx.x & 31;
     unsigned char* data = bytes_of_page(to, page, row, head);
     RowScale of_row = {};
@@ -121,8 +124,9 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
         float low = __int_as_float(0x7f800000), high = __int_as_float(0xff800000);
 #pragma unroll
         for (int i = 0; i < kPairs; i++) {
-            const int column = kColumns * (lane + 32 * i);
-            const float pair[kColumns] = {x[i].x, x[i].y};
+            const int column = first + kColumns * (lane + 32 * i);
+            const float2 numbers = to_floats<Element>(x[i]);
+            const float pair[kColumns] = {numbers.x, numbers.y};
 #pragma unroll
             for (int c = 0; c < kColumns; c++)
                 if (column + c < columns) {
@@ -143,9 +147,10 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
     }
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
-        const int column = kColumns * (lane + 32 * i);
+        const int column = first + kColumns * (lane + 32 * i);
         if (column >= columns) continue;
-        const int codes[kColumns] = {of_row.code<kFormat>(x[i].x), of_row.code<kFormat>(x[i].y)};
+        const float2 numbers = to_floats<Element>(x[i]);
+        const int codes[kColumns] = {of_row.code<kFormat>(numbers.x), of_row.code<kFormat>(numbers.y)};
         if constexpr (FormatInfo::kColumns == 2) {
             data[column / 2] = static_cast<unsigned char>(codes[0] | codes[1] << 4);
         } else {
@@ -168,18 +173,21 @@ __device__ __forceinline__ void append_quantized(const AppendParams& p, const Ca
         const Operand &from = is_v ? p.v : p.k, &to = is_v ? p.cache.v : p.cache.k;
         const int columns = is_v ? p.problem.headdim_v : p.problem.headdim;
         const unsigned short* source = row_of(from, batch, head_k, sequence.knew_offset() + row);
-        float2 x[kPairs] = {};
-#pragma unroll
-        for (int pair = 0; pair < kPairs; pair++) {
-            const int column = kColumns * (lane + 32 * pair);
-            if (column >= columns) continue;
-            unsigned word = load(source + column, columns - column);
-            if (!is_v) word = Rotation(p, position).apply<Element>(word, source, column);
-            x[pair] = to_floats<Element>(word);
-        }
         const CacheScale &scale = is_v ? p.scales.v : p.scales.k, &zero = is_v ? p.scales.v_zero_point : p.scales.k_zero_point;
         const int at = position - index * p.cache.rows;
-        write_row(scale, zero, to, batch, head_k, page, at, columns, x);
+#pragma unroll 1
+        for (int first_column = 0; first_column < (FormatInfo::kTokenScales ? 1 : columns); first_column += 64 * kPairs) {
+            unsigned x[kPairs] = {};
+#pragma unroll
+            for (int pair = 0; pair < kPairs; pair++) {
+                const int column = first_column + kColumns * (lane + 32 * pair);
+                if (column >= columns) continue;
+                unsigned word = load(source + column, columns - column);
+                if (!is_v) word = Rotation(p, position).apply<Element>(word, source, column);
+                x[pair] = word;
+            }
+            write_row<Element>(scale, zero, to, batch, head_k, page, at, first_column, columns, x);
+        }
     }
 }
 

@@ -22,7 +22,7 @@ struct BackwardDq {
     using S = Shape<Headdim, 0, Step, Threads, 2, 0>;
     static constexpr int kSharedBytes = S::kSharedBytes;
     static constexpr int kWarpRows = BlockRows / S::kWarps, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
-    static_assert(kWarpRows % 16 == 0, "whole tiles");
+    static_assert(kWarpRows % 16 == 0, "a warp has whole tiles of 16 rows");
     static constexpr int kPairs = S::kChunks / 2;
     // Pairs of chunks between __syncwarp(): ptxas would load operands ahead into all registers, and spill others for them.
     static constexpr int kPairsAtOnce = Headdim > 128 ? 2 : kPairs;

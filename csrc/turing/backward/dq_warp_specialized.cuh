@@ -22,7 +22,7 @@ struct BackwardDqWarpSpecialized {
     static_assert(S::kStep == 16, "a lane exchanges 16 bytes");
     static constexpr int kPartners = S::kWarps / 2;
     static constexpr int kWarpRows = BlockRows / kPartners, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
-    static_assert(kWarpRows % 16 == 0, "whole tiles");
+    static_assert(kWarpRows % 16 == 0, "a warp has whole tiles of 16 rows");
     static constexpr int kPairs = S::kChunks / 2, kOwnPairs = kPairs / 2;
     static_assert(kOwnPairs * 2 == kPairs, "each role has every second pair of column tiles");
     using Layout = QueriesLayout;

@@ -10,7 +10,7 @@ namespace turing {
 // of the same queries, so each draws for one query, and they exchange. All lanes of the warp call it together.
 template <class Layout>
 __device__ __forceinline__ u32 draw_kept_pairs(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
-    static_assert(Layout::kRows == 2 && Layout::kKeys == 2, "see above");
+    static_assert(Layout::kRows == 2 && Layout::kKeys == 2, "a lane has two keys of two queries");
     const int odd = coord.key(0) & 1, row = coord.query(0) + (odd ? Layout::row_slot(1) : 0);
     const u32 mine = rule.kept_bits(philox.numbers(row & ~4, coord.key(0) & ~3));
     return merge_calls(mine, __shfl_xor_sync(~0u, mine, Layout::kKeyPartnerMask), row >> 2 & 1, odd) >> odd;

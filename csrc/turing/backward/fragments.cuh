@@ -41,7 +41,7 @@ constexpr bool kOneCallPerLane = kOneFeature && kHasDropout;
 // says what each member is.
 template <int KeyTiles>
 struct KeysLayout {
-    static_assert(KeyTiles == 1 || KeyTiles == 2, "see the file's head");
+    static_assert(KeyTiles == 1 || KeyTiles == 2, "a warp has one or two tiles of keys");
     using Lane = turing::Lane;
     using Tile = float[4 * KeyTiles];
     static constexpr int kTileQueries = 8, kTileKeys = 16 * KeyTiles, kElements = 4 * KeyTiles;
@@ -102,7 +102,8 @@ struct QueriesLayout {
     // The key, of eight, of column n of operand B.
     __device__ __forceinline__ static constexpr int key_of_column(u32 n) { return n / 4 * 4 + n % 2 * 2 + n / 2 % 2; }
 };
-static_assert(covers_tile<KeysLayout<1>>() && covers_tile<KeysLayout<2>>() && covers_tile<QueriesLayout>(), "score_layout.cuh");
+static_assert(covers_tile<KeysLayout<1>>() && covers_tile<KeysLayout<2>>() && covers_tile<QueriesLayout>(),
+              "each score of a tile has one place (score_layout.cuh)");
 static_assert(has_rows_and_keys<KeysLayout<1>>() && has_rows_and_keys<KeysLayout<2>>() && has_rows_and_keys<QueriesLayout>(),
               "backward/score_coord.cuh");
 

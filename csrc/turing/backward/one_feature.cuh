@@ -13,7 +13,7 @@ template <class Layout, int N>
 struct InitialScores {
     using Scores = Accumulator[N][Layout::kTileKeys / 16];
     using Tile = typename Layout::Tile;
-    static_assert(!kOneFeature || (Layout::kKeys == 4 && Layout::kRows == 2), "a lane has four neighbouring keys of two queries");
+    static_assert(!kOneFeature || (Layout::kKeys == 4 && Layout::kRows == 2), "a lane has four adjacent keys of two queries");
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
     // Sets them to ALiBi's terms. `row` and `key`: first of the warp.
@@ -105,7 +105,7 @@ struct TileDropoutMask {
     // Draws the numbers. `row` and `key`: first of the tile.
     template <class Layout>
     __device__ __forceinline__ void draw(Layout, const BwdParams& p, const Philox& philox, int row, int key) {
-        static_assert(Layout::row_slot(1) == 4 && Layout::kKeys == 4, "a call has all of them");
+        static_assert(Layout::row_slot(1) == 4 && Layout::kKeys == 4, "one call draws for all keys of a lane");
         const DropoutRule rule(p.score_options);
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
         const uint4 of = philox.numbers(coord.query(0), coord.key(0));

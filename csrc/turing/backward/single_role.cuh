@@ -21,11 +21,11 @@ struct BackwardSingleRole {
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
-    static_assert(!kGeneric || kOneFeature, "scores pass through here as they are, but for one thing");
+    static_assert(!kGeneric || kOneFeature, "generic kernels have exactly one feature");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;
     using Layout = KeysLayout<2>;
     using Dq = DqProduct<S>;
-    static_assert(Dq::kPairs == 1, "see compute_dq");
+    static_assert(Dq::kPairs == 1, "compute_dq has one pair of tiles");
 
     static __device__ __forceinline__ void run(const BwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];

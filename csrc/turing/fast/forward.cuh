@@ -38,7 +38,7 @@ struct FastForward {
     static constexpr u32 kRowOffset = kRingBytes + kThreads * kRecordBytes, kSharedBytes = kRowOffset + kThreads / 4 * kRowBytes;
     static constexpr int kRowsV = kThreads / kChunks, kPassesV = kSpan / kRowsV;  // rows of V that the block loads at once
     static_assert(kThreads == kSpan * kCodeChunks, "a thread moves one chunk of K's codes a span");
-    static_assert(kPassesV == 2 && kRowsV % 8 == 0, "and two of V, with one swizzle");
+    static_assert(kPassesV == 2 && kRowsV % 8 == 0, "V takes two passes with one swizzle");
     static_assert(kScaleKeys % kSpan == 0, "a span has one block of scales");
 
     __device__ static constexpr int log2_of(int x) { return x == 1 ? 0 : 1 + log2_of(x / 2); }

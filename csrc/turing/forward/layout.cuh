@@ -54,7 +54,7 @@ __device__ constexpr bool covers_step() {
             }
     return true;
 }
-static_assert(covers_step() && has_rows<ForwardLayout>(), "score_layout.cuh");
+static_assert(covers_step() && has_rows<ForwardLayout>(), "each score of a tile has one place (score_layout.cuh)");
 
 // Operand A of a tile of 16 rows, for columns 8 * chunk to 8 * chunk + 7.
 using OperandA = u32[2];

@@ -64,15 +64,16 @@ struct ForwardPipelined {
     static constexpr int kNextTile = ForwardLayout::kNextTile;
     static constexpr bool kBarrierEverySecondStep = Slots == 8;  // else every step has a barrier
     static constexpr int kAhead = kBarrierEverySecondStep ? 3 : 2;
-    static_assert(Slots == 4 || Slots == 8, "see above");
-    static_assert(kSlotBytes % 128 == 0, "at_group");
+    static_assert(Slots == 4 || Slots == 8, "slots are a power of two that fits the pipeline");
+    static_assert(kSlotBytes % 128 == 0, "at_group needs slots of whole 128-byte rows");
 
     using StreamK = RowStream<ForwardLayout, kChunks, kStep, kThreads>;
     using StreamV = RowStream<ForwardLayout, kChunksV, kStep, kThreads>;
     // A thread moves one chunk of K and one of V in each pass: the first in the middle of a step, the second at its end.
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
     static_assert(kPasses <= 2, "a step has two halves");
-    static_assert(!kPaged || (kChunks == kChunksV && StreamV::kAllTakePart && !kBackwards), "K and V alike, forwards");
+    static_assert(!kPaged || (kChunks == kChunksV && StreamV::kAllTakePart && !kBackwards),
+                  "paged kernels load K and V alike, in ascending order");
     using Block = typename Grid::template Block<kBlockRows>;
     using Keys = typename Grid::template Steps<kStep>;
     static_assert(!Grid::kListed || !kBackwards, "lists are ascending");
@@ -100,7 +101,7 @@ struct ForwardPipelined {
     // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because
     // nothing else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.)
     static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
-    static_assert(!kRescaleBeforeExp || !kOnlyFunction, "see update_row_max_before_exp");
+    static_assert(!kRescaleBeforeExp || !kOnlyFunction, "update_row_max_before_exp needs a maximum per step");
     // Headdim 256, without pages.
     static constexpr bool kFullRow = kRegistersFull && RowTiles == 1 && !kPaged;
     // Whether rows keep their limits; else they are computed from row_max.
@@ -182,7 +183,7 @@ struct ForwardPipelined {
         }
     };
     static constexpr float kLargestSum = 128.f;  // 2^kRescaleThreshold
-    static_assert(kRescaleThreshold == 7.f, "2^7");
+    static_assert(kRescaleThreshold == 7.f, "the constant below is 2^kRescaleThreshold");
 
     // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,

@@ -29,7 +29,7 @@ struct BackwardDq {
     using S = Shape<Headdim, BlockRows, Step, Threads, kScoresInV ? 0 : kScoreTiles>;
     static constexpr int kSharedBytes = S::kSharedBytes;
     using Layout = QueriesLayout;
-    static_assert(!kScoresInV || kScoreTiles * S::kScoreTile <= S::kStepTile, "dS takes the place of V");
+    static_assert(!kScoresInV || kScoreTiles * S::kScoreTile <= S::kStepTile, "dS fits into the shared memory of V");
 
     static constexpr int kGroupWarps = 32 * S::kWarps / S::kRows;  // warps that share 32 queries
 

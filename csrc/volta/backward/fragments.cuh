@@ -74,7 +74,7 @@ struct QueriesLayout {
     __device__ __forceinline__ static constexpr int row_slot(int r) { return 2 * r; }
     __device__ __forceinline__ static constexpr int element(int r, int j) { return 2 * r + j % 2 + 4 * (j / 2); }
 };
-static_assert(covers_tile<KeysLayout>() && covers_tile<QueriesLayout>(), "score_layout.cuh");
+static_assert(covers_tile<KeysLayout>() && covers_tile<QueriesLayout>(), "each score of a tile has one place (score_layout.cuh)");
 static_assert(has_rows_and_keys<KeysLayout>() && has_rows_and_keys<QueriesLayout>(), "backward/score_coord.cuh");
 
 // A lane's part of a 16x16 tile of P^T or dS^T in fp16: queries 0,1 and 2,3 of its first key, then of the key two rows below.
@@ -149,7 +149,7 @@ static_assert(statistics_fill_an_accumulator(), "load_stats loads accumulators a
 // load bypasses L1 and the read-only path.
 template <bool Fresh = false, int M, int N>
 __device__ __forceinline__ void load_stats(Accumulator (&c)[M][N], const float* stats) {
-    static_assert(M <= 2, "there are two instructions");
+    static_assert(M <= 2, "a product is one or two instructions");
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll

@@ -25,14 +25,14 @@ struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1>;
     static constexpr int kSharedBytes = S::kSharedBytes;
     static constexpr bool kWithDq = Mode == DqMode::kAtomicAdd;
-    static_assert(Mode != DqMode::kStore, "that takes registers which there are not");
+    static_assert(Mode != DqMode::kStore, "storing dQ needs more registers than a thread has");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys x 32 queries of the scores");
     static constexpr int kBlocks = S::kHeaddim / 32;  // of 32 columns
     using Queries = QueryRange<S::kRows, S::kStep>;
     using Dq = DqProduct<S>;
     using Joint = JointScores<S>;
-    static_assert(!kGeneric || kOneFeature, "joint_scores.cuh");
+    static_assert(!kGeneric || kOneFeature, "several features need joint_scores.cuh");
 
     static __device__ __forceinline__ void run(const BwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];

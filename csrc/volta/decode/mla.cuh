@@ -29,7 +29,7 @@ class MlaMainloop {
     // row tiles of a warp: of 16 rows for scores, of 8 for the output
     static constexpr int kRowPairs = kWarpRows / 16, kTiles = kWarpRows / 8;
     static constexpr int kLoads = kWarpColumns / 64;  // of values: 64 columns of four tokens
-    static_assert(Warps * 32 == THREADS && kRowPairs * 16 * kRowWarps == BLOCK_ROWS, "rows of src/kernels");
+    static_assert(Warps * 32 == THREADS && kRowPairs * 16 * kRowWarps == BLOCK_ROWS, "the warps cover BLOCK_ROWS rows");
     static_assert(kWarpColumns % 64 == 0 && kRotary == 16 * kColumnWarps, "whole operands of a warp");
 
     // Operands of the scores: 16 columns each; the last one is the rotary part. Registers hold as many operands of Q as they

@@ -10,7 +10,6 @@ namespace volta {
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
-    static_assert(Grid::kHasHeadAndBatchAxes, "batch entry and head are the grid's");
     static constexpr bool kStarts = KeyTiles == 1;
 
     // Where the lane's bias lies.
@@ -37,10 +36,10 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
                         if (ForwardLayout::row_of(v) == r) f(mt, nt, v, x[ForwardLayout::key_slot(v)]);
                 }
     }
-    __device__ __forceinline__ static const unsigned short* base_of(const FwdParams& p, const ForwardLane& lane, int row) {
+    __device__ __forceinline__ static const unsigned short* base_of(const FwdParams& p, const Grid& grid, const ForwardLane& lane,
+                                                                    int row) {
         const ScoreOptions& o = p.score_options;
-        return o.bias + remat_block_batch() * o.bias_batch_stride +
-               remat_head<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride +
+        return o.bias + grid.remat_batch(p.problem) * o.bias_batch_stride + grid.remat_head(p.problem) * o.bias_head_stride +
                min(row + ForwardLayout::first_query(lane), p.problem.seqlen_q - 1) * o.bias_row_stride;
     }
     // From an opaque copy, so that it holds no register in between.
@@ -65,7 +64,7 @@ public:
         : Base(p, grid, mask, unmasked, memory, row, key), memory_(memory) {
         // else the epilogue would reuse this value, and hold a register until then
         const ForwardLane lane(remat_thread_index() & 31);
-        address_.base = base_of(p, lane, row);
+        address_.base = base_of(p, grid, lane, row);
         if (!kStarts) return;
         const unsigned long long base = reinterpret_cast<unsigned long long>(address_.base);
         memory.store(0, make_uint4(static_cast<u32>(base), static_cast<u32>(base >> 32), rows_left(p, lane, row),

@@ -116,7 +116,7 @@ public:
 // Adds dropout to another feature.
 template <int RowTiles, int KeyTiles, class Grid, class Other, DropoutKeeps Keeps, bool Rolled = false>
 class WithDropout : public Other {
-    static_assert(Grid::kHasHeadAndBatchAxes, "batch entry and head are the grid's");
+    static_assert(Grid::kHasHeadAndBatchAxes, "the grid has axes for head and batch");
     using Dropout = DropoutFeature<RowTiles, Keeps, Rolled>;
     Dropout dropout_;
 

@@ -50,7 +50,7 @@ struct ForwardLayout {
     static constexpr int kRowLaneMasks[2] = {2, 8};
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.qn == 0 && (l.t & 2) == 0; }
 };
-static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "score_layout.cuh");
+static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "each score of a tile has one place (score_layout.cuh)");
 
 template <int RowTiles>
 using SoftmaxState = SoftmaxRows<ForwardLayout, RowTiles>;

@@ -54,7 +54,7 @@ struct ForwardRegisterQ {
     // Loads K and V of a step and stores them to the ring.
     struct KeyLoader {
         using Stream = typename Grid::template Stream<kChunks, kStep, kThreadsK>;
-        static_assert(Stream::kPasses == 1 && Stream::kChunksPerRow == 1, "see above");
+        static_assert(Stream::kPasses == 1 && Stream::kChunksPerRow == 1, "a thread loads one chunk of a row");
         Stream k, v;  // v is unused where half of the threads load K and the others V
         unsigned k_stride, v_stride;
         u32 k_store, v_store;
@@ -104,7 +104,7 @@ struct ForwardRegisterQ {
         __device__ __forceinline__ PagedKeyLoader(const FwdParams& params, const Block& block, int first_row, int key, int key_end,
                                                   u32 ring)
             : p(params), tiles(threadIdx.x, params, block, first_row, key, key_end) {
-            static_assert(!kSplitLoads && kChunks % 8 == 0, "KeyLoader has what else there is");
+            static_assert(!kSplitLoads && kChunks % 8 == 0, "KeyLoader covers the other cases");
             const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
             k_store = ring + row * kPitch + chunk * kChunkBytes;
             v_store = ring + row * kPitchV + chunk * kChunkBytes + kOffsetV;

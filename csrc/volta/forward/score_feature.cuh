@@ -31,7 +31,7 @@ struct LaneScratch {
 // and `key`: first of the warp's tile. Each comment names the features that override the function.
 template <int RowTiles, int KeyTiles, unsigned Feature, class Grid>
 class ScoreFeature {
-    static_assert(Feature == 0, "what kernels of these features do is not written");
+    static_assert(Feature == 0, "no code for this combination of features");
 
 public:
     using Tile = Scores<ForwardLayout, RowTiles, KeyTiles>;

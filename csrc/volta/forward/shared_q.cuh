@@ -11,6 +11,7 @@
 #include "forward/block.cuh"
 #include "forward/pages.cuh"
 #include "volta/forward/features.cuh"
+#include "volta/forward/output_product.cuh"
 
 namespace volta {
 
@@ -82,36 +83,10 @@ struct ForwardSharedQ {
         }
     }
 
-    // O += P V for the keys of Columns quad-pair columns, eight each. part(row tile, column, u): P. address(column): the lane's
-    // address of V.
+    // O += P V for the keys of Columns quad-pair columns (output_product.cuh).
     template <int Columns, class Part, class Address>
     __device__ __forceinline__ static void accumulate_columns(Accumulators& o, Part part, Address address) {
-        constexpr int kGroups = kChunksV / 4;  // of four chunks, one for each (qn, half)
-        constexpr int kLoads = Columns * 2 * kGroups;  // for column x u x group
-        constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // a part of the loads of one (column, u)
-        const auto load = [&](int i) {
-            const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
-            // Row u + 2 quad + 8 qn: bit 0 of the row is u, which the swizzle XORs into bit 2 of the chunk.
-            const int group = kChunksV % 8 == 0 ? j ^ u : j;
-            return load_shared(address(w) + u * kPitchV + group * 4 * kChunkBytes);
-        };
-        uint4 v[kLoads];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; i++) v[i] = load(i);
-#pragma unroll
-        for (int i = 0; i < kLoads; i++) {
-            const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
-            if (i % kAtOnce == 0) {
-                __syncwarp();
-#pragma unroll
-                for (int n = i + kAtOnce; n < i + 2 * kAtOnce && n < kLoads; n++) v[n] = load(n);
-            }
-#pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++) mma_row_row(o[mt][2 * j], part(mt, w, u).lo, part(mt, w, u).hi, v[i].x, v[i].y);
-#pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++)
-                mma_row_row(o[mt][2 * j + 1], part(mt, w, u).lo, part(mt, w, u).hi, v[i].z, v[i].w);
-        }
+        volta::accumulate_columns<Columns, kPitchV>(o, part, address);
     }
 
     // O += P V for 16 keys. P holds the lane's own keys so far. v_own and v_other: the lane's addresses for the keys of its own
@@ -205,7 +180,7 @@ struct ForwardSharedQ {
             keep_in_register(base + kOffsetV + swizzled<kChunksV>(StreamV::row_of(thread), StreamV::chunk_of(thread)));
         // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
         UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
-        static_assert(!kRequiredFeatures || KeyGroups == 1, "a feature that is carried along the keys goes by Step");
+        static_assert(!kRequiredFeatures || KeyGroups == 1, "features with state along the keys need steps in order");
         Features<RowTiles, kKeyTiles, Grid> features(p, grid, mask, unmasked, LaneScratch(), row, key);
         if (!(kRequiredFeatures & kFeatureBias)) {  // which leaves no registers for it
             unmasked.first = keep_in_register(unmasked.first);

@@ -61,7 +61,7 @@ public:
     using Bits = NoMaskBits;
     template <int Chunks, int Rows, int Threads>
     using Stream = TileStream<Chunks, Rows, Threads>;
-    static_assert(!kVarlen && !kHasScoreMod, "code that takes head and batch from the grid");
+    static_assert(!kVarlen && !kHasScoreMod, "a stream-K grid has no axes for head and batch");
     __device__ __forceinline__ explicit StreamKGrid(const StreamKParams& params) : params_(params) {}
 
     // Coordinates and keys of a block.
@@ -73,7 +73,7 @@ public:
             : Block(p, TileSplit(grid.params_, blockIdx.x)) {}
         __device__ __forceinline__ Block(const Problem& p, const TileSplit& split_)
             : TileCoord(p, split_.row_block), split(split_), head_k(TileCoord::head / (p.nheads / p.nheads_k)) {
-            static_assert(Rows == BlockRows, "the plan's");
+            static_assert(Rows == BlockRows, "the planner counts tiles of BlockRows rows");
         }
         template <int Step>
         __device__ __forceinline__ int key_first(const Mask& mask) const {

@@ -16,7 +16,7 @@ from ..block_mask import BlockMask
 from ..block_mask.source import Source
 from ..block_mask.torch_mask import NO_BLOCKS, is_empty, packed
 from ..errors import bad_argument
-from ..limits import MAX_HEADDIM
+from ..integrations.devices import max_headdim
 from .score_mod import ScoreMod, Scores, Unrecognized, recognize, values
 
 #: Largest tensor of added terms in bytes, for score functions whose added terms are not ALiBi's.
@@ -154,7 +154,7 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.dtype not in dtypes or not query.dtype == key.dtype == value.dtype:
         names = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in (query, key, value)}))
         raise Unrecognized(f"{names} on {query.device.type}")
-    if max(query.shape[-1], value.shape[-1]) > MAX_HEADDIM:
+    if max(query.shape[-1], value.shape[-1]) > max_headdim(query.device):
         raise Unrecognized(f"headdim {max(query.shape[-1], value.shape[-1])}")
     if 0 in query.shape or 0 in key.shape or value.shape[-1] == 0:
         raise Unrecognized("an empty tensor")

@@ -149,8 +149,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, columns = grid_shape(seq_lengths[0], seq_lengths[1])
     made = []
-    for row_blocks, width in ((rows // 2, columns), (columns // 2, rows)):
-        made.append(counts.new_empty((batch, heads, row_blocks, 4 + width), dtype=torch.int32))
+    for of_rows, width in ((rows, columns), (columns, rows)):
+        made.append(counts.new_empty((batch, heads, -(-of_rows // 2), 4 + width), dtype=torch.int32))
         made.append(counts.new_empty((torch.library.get_ctx().new_dynamic_size(), 256), dtype=torch.int32))
     lists, bits, lists_t, bits_t = made
     return lists, bits, lists_t, bits_t

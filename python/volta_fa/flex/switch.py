@@ -22,6 +22,7 @@ _CACHE_TAG = "volta_fa.flex"
 _lock = threading.RLock()
 _active = NO_DEVICES
 _original: Callable[..., Any] | None = None
+_replaced: Callable[..., Any] | None = None
 
 
 def enable_flex(device: str | torch.device | int | None = None, *, force: bool = False) -> None:
@@ -41,7 +42,7 @@ def enable_flex(device: str | torch.device | int | None = None, *, force: bool =
 
 
 def disable_flex() -> None:
-    """Undoes `enable_flex`."""
+    """Undoes `enable_flex`. A function that another program put around ours since then stays, and reaches torch's own."""
     _apply(NO_DEVICES)
 
 
@@ -60,7 +61,7 @@ def original() -> Callable[..., Any]:
 
 
 def _apply(devices: Devices) -> None:
-    global _active, _original
+    global _active, _original, _replaced
     import torch.nn.attention.flex_attention as module
 
     from . import compiled  # noqa: F401  replaces the kernel of torch's operator
@@ -68,11 +69,13 @@ def _apply(devices: Devices) -> None:
     with _lock:
         if devices == _active:
             return
-        module.flex_attention = original()
-        _original = None
-        if devices != NO_DEVICES:
+        if devices != NO_DEVICES and module.flex_attention is original():
             _original = module.flex_attention
-            module.flex_attention = _replacement(_original)
+            _replaced = _replacement(_original)
+            module.flex_attention = _replaced
+        elif devices == NO_DEVICES and module.flex_attention is _replaced:
+            module.flex_attention = original()
+            _original = _replaced = None
         _active = devices
         _forget_compiled_programs(devices != NO_DEVICES)
 

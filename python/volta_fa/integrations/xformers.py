@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..limits import MAX_HEADDIM
-from .devices import NO_DEVICES, devices_of
+from .devices import NO_DEVICES, devices_of, max_headdim
 
 _RELEASES = "0.0.29 to 0.0.35"
 _MODULE = "xformers.ops.fmha"
@@ -169,7 +168,7 @@ def _run(inp: Any) -> Tensor:
         raise _Unsupported("dtype")
     if getattr(inp, "output_dtype", None) not in (None, q.dtype):
         raise _Unsupported("output_dtype")
-    if not 1 <= q.shape[-1] <= MAX_HEADDIM or not 1 <= v.shape[-1] <= MAX_HEADDIM:
+    if min(q.shape[-1], v.shape[-1]) < 1 or max(q.shape[-1], v.shape[-1]) > max_headdim(q.device):
         raise _Unsupported("headdim")
     if not inp.p < 1.0:
         raise _Unsupported("dropout")

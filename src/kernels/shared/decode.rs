@@ -7,14 +7,36 @@
 
 use super::{CacheFormat, Family, Feature, FeatureSet, Pass, Variant};
 
+/// Warps that share the columns of a row (csrc/decode/column_groups.cuh).
+pub const fn column_groups(headdim: u32) -> u32 {
+    if headdim > 256 {
+        2
+    } else {
+        1
+    }
+}
+
 /// Shared memory of csrc/decode/block.cuh, bytes: fp32 outputs of warps with other tokens, which the block merges after
-/// its loop, in rows padded by four floats. An SM without room for all of them holds half at a time. Besides these, two
-/// floats of state for each part of a row, two for the row, and the block's position.
-fn shared_bytes(family: &Family, headdim: u32, block_rows: u32, step: u32, threads: u32) -> u32 {
-    let parts = threads / 32 * step / block_rows;
-    let outputs = parts * (headdim + 4) * block_rows * 4;
-    let at_once = if outputs > family.shared_bytes { outputs / 2 } else { outputs };
-    at_once + (parts * 2 + 2) * block_rows * 4 + 256
+/// its loop, in rows padded by four floats. An SM without room for all of them holds half at a time, or a quarter. `work`: what
+/// the loop takes in their place. Besides these, two floats of state for each part of a row, two for the row, and the block's
+/// position.
+fn shared_bytes(family: &Family, (headdim, [block_rows, step], threads, blocks_per_sm): DecodeTile, work: u32) -> u32 {
+    let parts = threads / 32 * step / block_rows / column_groups(headdim);
+    let mut outputs = parts * (headdim + 4) * block_rows * 4;
+    while outputs * blocks_per_sm > family.shared_bytes {
+        outputs /= 2;
+    }
+    outputs.max(work) + (parts * 2 + 2) * block_rows * 4 + 256
+}
+
+/// Shared memory of the loop of a kernel with column groups, bytes: two buffers for the scores of each warp, and where four warps
+/// share what they load, two steps of keys and values and half of each warp's eight chunks of queries, or a quarter.
+fn wide_work(family: &Family, (headdim, [block_rows, step], threads, _): DecodeTile) -> u32 {
+    let shared_chunks = if family.shared_bytes > 65536 { 4 } else { 2 };
+    let (warps, loads) = (threads / 32, if block_rows / step == 4 { 2 * 8 * 2 * headdim * 2 + 64 } else { 0 });
+    let queries = if loads > 0 && step > 8 { shared_chunks * step / 8 * 512 } else { 0 };
+    let sets = warps * step / block_rows / column_groups(headdim);
+    sets * loads + warps * (queries + step / 8 * 512)
 }
 
 /// The tile of a decode kernel: headdim, rows of a block and of one warp, threads of a block, blocks that an SM must hold.
@@ -23,6 +45,7 @@ pub type DecodeTile = (u32, [u32; 2], u32, u32);
 /// Returns a decode kernel over caches of one format.
 pub fn decode(family: Family, source: &'static str, cache: CacheFormat, tile: DecodeTile) -> Variant {
     let (headdim, [block_rows, step], threads, blocks_per_sm) = tile;
+    let work = if column_groups(headdim) > 1 { wide_work(&family, tile) } else { 0 };
     Variant {
         cache,
         headdim,
@@ -30,7 +53,7 @@ pub fn decode(family: Family, source: &'static str, cache: CacheFormat, tile: De
         block_rows,
         step,
         threads,
-        shared_bytes: shared_bytes(&family, headdim, block_rows, step, threads),
+        shared_bytes: shared_bytes(&family, tile, work),
         blocks_per_sm,
         ..Variant::new(family, Pass::Decode, source)
     }

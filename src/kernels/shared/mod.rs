@@ -7,7 +7,7 @@ mod dequantize;
 mod merge;
 
 pub use append::append;
-pub use decode::{decode, in_both_types, with_tree, DecodeTile};
+pub use decode::{column_groups, decode, in_both_types, with_tree, DecodeTile};
 pub use dequantize::dequantize;
 pub use merge::merge;
 

@@ -94,8 +94,13 @@ const DQ: [Variant; 6] = [
 
 /// One for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM have 1024 threads with
 /// two or more 16-byte loads each in flight.
-const PREPROCESS: Variant =
-    Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(TURING, Pass::BackwardPreprocess, "turing/backward/preprocess.cu") };
+const PREPROCESS: Variant = Variant {
+    headdim: 512,
+    headdim_v: 512,
+    block_rows: 64,
+    blocks_per_sm: 4,
+    ..Variant::new(TURING, Pass::BackwardPreprocess, "turing/backward/preprocess.cu")
+};
 
 /// As `PREPROCESS`: any headdim.
 const POSTPROCESS: Variant = Variant { pass: Pass::BackwardPostprocess, source: "turing/backward/postprocess.cu", ..PREPROCESS };
@@ -128,6 +133,24 @@ fn with(feature: Feature, plain: Variant) -> Variant {
     Variant { required_features, ..plain }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
 }
 
+/// Kernels for headdims above 256, which pass P and dS through memory: the tiles of volta's. Two blocks have all registers and all of
+/// the 64 KB.
+const fn stored(pass: Pass, source: &'static str) -> Variant {
+    Variant {
+        headdim: 512,
+        headdim_v: 512,
+        block_rows: 128,
+        step: 32,
+        threads: 128,
+        shared_bytes: 2 * 2 * 2 * 128 * 32,
+        blocks_per_sm: 2,
+        ..Variant::new(TURING, pass, source)
+    }
+}
+
+const SCORES: Variant = stored(Pass::BackwardScores, "turing/backward/scores.cu");
+const GRADIENTS: Variant = stored(Pass::BackwardGradients, "turing/backward/gradients.cu");
+
 pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
@@ -143,5 +166,6 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(MAIN.map(dkdv).into_iter().chain(GENERIC.map(|row| generic(dkdv(row)))));
     rows.extend(DQ.into_iter().chain(DQ[1..].iter().map(|&row| generic(row))));
     rows.extend(all_of_it.into_iter().chain(all_of_it.map(varlen)));
+    rows.extend([SCORES, GRADIENTS, varlen(SCORES), varlen(GRADIENTS), generic(SCORES)]);
     rows
 }

@@ -8,7 +8,7 @@ use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, Variant};
 use super::family::TURING;
 
-const TILES: [DecodeTile; 12] = [
+const TILES: [DecodeTile; 16] = [
     (64, [8, 8], 128, 4),
     (64, [16, 16], 128, 3),
     (64, [32, 16], 128, 3),
@@ -21,6 +21,10 @@ const TILES: [DecodeTile; 12] = [
     (256, [16, 8], 64, 3),
     (256, [32, 8], 128, 1),
     (256, [64, 16], 128, 1),
+    (512, [8, 8], 64, 3),
+    (512, [16, 8], 128, 2),
+    (512, [32, 8], 256, 1),
+    (512, [64, 16], 256, 1),
 ];
 
 pub fn decode_rows() -> impl Iterator<Item = Variant> {

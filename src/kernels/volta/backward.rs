@@ -96,8 +96,13 @@ const DQ: [Variant; 6] = [
 
 /// One for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM have 1024 threads with
 /// two or more 16-byte loads each in flight.
-const PREPROCESS: Variant =
-    Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(VOLTA, Pass::BackwardPreprocess, "volta/backward/preprocess.cu") };
+const PREPROCESS: Variant = Variant {
+    headdim: 512,
+    headdim_v: 512,
+    block_rows: 64,
+    blocks_per_sm: 4,
+    ..Variant::new(VOLTA, Pass::BackwardPreprocess, "volta/backward/preprocess.cu")
+};
 
 /// As `PREPROCESS`: any headdim.
 const POSTPROCESS: Variant = Variant { pass: Pass::BackwardPostprocess, source: "volta/backward/postprocess.cu", ..PREPROCESS };
@@ -137,6 +142,24 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
     rows.flat_map(move |row| features.map(|of| row.with_blocks(of, row.source)))
 }
 
+/// Kernels for headdims above 256, which pass P and dS through memory: tiles of 128 by 128, four warps with 64 by 64 each, so that
+/// two blocks an SM have all registers. Two buffers of both operands are 32 KB.
+const fn stored(pass: Pass, source: &'static str) -> Variant {
+    Variant {
+        headdim: 512,
+        headdim_v: 512,
+        block_rows: 128,
+        step: 32,
+        threads: 128,
+        shared_bytes: 2 * 2 * 2 * 128 * 32,
+        blocks_per_sm: 2,
+        ..Variant::new(VOLTA, pass, source)
+    }
+}
+
+const SCORES: Variant = stored(Pass::BackwardScores, "volta/backward/scores.cu");
+const GRADIENTS: Variant = stored(Pass::BackwardGradients, "volta/backward/gradients.cu");
+
 pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
@@ -155,6 +178,7 @@ pub fn backward_rows() -> Vec<Variant> {
     // ... then dq
     rows.extend(DQ.into_iter().chain([DQ[1], DQ[3]].map(varlen)).chain(DQ[1..].iter().map(|&row| generic(row))));
     rows.extend(block_mask_rows());
+    rows.extend([SCORES, GRADIENTS, varlen(SCORES), varlen(GRADIENTS), generic(SCORES)]);
     rows.extend(all_of_it.into_iter().chain(all_of_it.map(varlen)));
     rows
 }

@@ -2,12 +2,12 @@
 
 use super::super::formats::FORMATS;
 use super::super::shared::{self, DecodeTile};
-use super::super::variants::{CacheFormat, Pass, Variant};
+use super::super::variants::{CacheFormat, FeatureSet, Pass, Variant};
 use super::family::VOLTA;
 
 /// Up to 16 rows are one warp's, if its registers hold them: at headdim 256 they hold 16, with keys, values and half of
-/// the queries in shared memory.
-const TILES: [DecodeTile; 12] = [
+/// the queries in shared memory. At headdim 512 two warps share the columns.
+const TILES: [DecodeTile; 16] = [
     (64, [8, 8], 128, 4),
     (64, [16, 16], 128, 3),
     (64, [32, 16], 128, 3),
@@ -20,13 +20,19 @@ const TILES: [DecodeTile; 12] = [
     (256, [16, 8], 128, 2),
     (256, [32, 8], 128, 2),
     (256, [64, 16], 256, 1),
+    (512, [8, 8], 128, 2),
+    (512, [16, 8], 128, 2),
+    (512, [32, 8], 256, 1),
+    (512, [64, 16], 256, 1),
 ];
 
 /// Returns true if the table has a kernel. Quantized caches have none of 64 rows. With bf16, the tile of 32 rows takes
-/// 16 rows of headdim 256 too: its warps share the conversion to fp16.
+/// 16 rows from headdim 256 on too: its warps share the conversion to fp16. With a tree, 64 rows of headdim 512 would spill.
 fn is_built(v: &Variant) -> bool {
+    let is_wide_tree = v.headdim > 256 && !v.is_bf16 && v.required_features != FeatureSet::NONE;
     match v.cache {
-        CacheFormat::Unquantized => !v.is_bf16 || (v.headdim, v.block_rows) != (256, 16),
+        CacheFormat::Unquantized if is_wide_tree => v.block_rows < 64,
+        CacheFormat::Unquantized => !v.is_bf16 || v.headdim < 256 || v.block_rows != 16,
         _ => v.block_rows < 64,
     }
 }
@@ -44,9 +50,9 @@ fn decode(format: CacheFormat, tile: DecodeTile) -> Variant {
 fn staged(row: Variant) -> Variant {
     let Variant { headdim, block_rows, step, threads, shared_bytes, .. } = row;
     let warps = threads / 32;
-    let outputs = warps * step * (headdim + 4) * 4;
+    let outputs = warps / shared::column_groups(headdim) * step * (headdim + 4) * 4;
     // a token has a row of keys, a row of values and four numbers
-    let pitch = if headdim == 256 { 160 } else { headdim / 2 };
+    let pitch = if headdim >= 256 { 160 } else { headdim / 2 };
     let tokens = if headdim == 64 { 32 } else { 16 };
     let stages = warps * tokens * (2 * pitch + 16);
     let blocks_per_sm = if (headdim, block_rows > 8) == (64, true) { 2 } else { row.blocks_per_sm };

@@ -42,13 +42,31 @@ const fn shared_q(
     }
 }
 
+const COLUMN_GROUPS: &str = "volta/forward/column_groups.cu";
+
+/// `volta/forward/column_groups`: 8 warps, a group of them for each 32 rows. The warps of a group divide the columns. In shared memory Q but
+/// for 16 columns a warp, one tile of K or V, probabilities and a factor of each row.
+const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant {
+    let (step, groups) = (32, block_rows / 32);
+    let columns_of_q = headdim - 8 / groups * 16;
+    Variant {
+        headdim,
+        headdim_v: headdim,
+        block_rows,
+        step,
+        size,
+        shared_bytes: block_rows * (2 * columns_of_q + 2 * step + 4) + 2 * step * headdim,
+        ..Variant::new(VOLTA, Pass::Forward, COLUMN_GROUPS)
+    }
+}
+
 /// 128 rows, for grids that fill the GPU: each tile of K and V in shared memory serves many rows.
 const LARGE: (u32, u32, Size) = (128, 32, Size::Large);
 /// 64 rows by two groups of 4 warps. Each group takes 32 of the 64 keys of a step: four times as many warps for the same
 /// rows, for grids that would leave SMs or their schedulers idle.
 const SMALL: (u32, u32, Size) = (64, 64, Size::Small);
 
-const PLAIN: [Variant; 10] = [
+const PLAIN: [Variant; 12] = [
     register_q(32, 3),
     // 64 registers of Q and 64 of output: two blocks.
     register_q(64, 2),
@@ -67,10 +85,15 @@ const PLAIN: [Variant; 10] = [
     shared_q((192, 192), LARGE, 256, 1),
     // 128 registers of output; exactly the 96 KB that a block can have.
     shared_q((256, 256), LARGE, 256, 1),
+    // 128 registers of output as above, for 32 rows and a quarter of the columns.
+    column_groups(512, (64, Size::Large)),
+    // 58 KB: for Turing, and for grids that leave SMs idle.
+    column_groups(512, (32, Size::Small)),
 ];
 const PLAIN_64: Variant = PLAIN[1];
 const PLAIN_128: Variant = PLAIN[5];
 const PLAIN_256: Variant = PLAIN[9];
+const PLAIN_512: [Variant; 2] = [PLAIN[10], PLAIN[11]];
 
 /// Returns the sets of features with kernels of their own, at headdims 64 and 128.
 fn required() -> impl Iterator<Item = FeatureSet> {
@@ -81,6 +104,9 @@ fn required() -> impl Iterator<Item = FeatureSet> {
 /// Returns a kernel with all features. It has Q in shared memory at headdim 64 too, because scores need the registers. It
 /// computes what changes scores from parameters at every step, so its tiles can be the plain kernels'.
 fn generic(plain: Variant) -> Variant {
+    if plain.source == COLUMN_GROUPS {
+        return plain.with_features(FeatureSet::GENERIC);
+    }
     // 256 threads take 64 rows of 12 chunks at once (TileStream)
     let tile = if plain.headdim == 96 { (128, 64, Size::Large) } else { LARGE };
     let blocks_per_sm = if plain.headdim == 64 { 2 } else { 1 };
@@ -97,8 +123,9 @@ fn with(required_features: FeatureSet, plain: Variant) -> Variant {
     Variant { required_features, shared_bytes, ..plain }.with_features(required_features)
 }
 
-fn large() -> impl Iterator<Item = Variant> {
-    PLAIN.into_iter().filter(|row| row.size == Size::Large)
+/// Returns the rows that have kernels with lengths from memory and with all features: the large ones, and of headdim 512 both.
+fn complete() -> impl Iterator<Item = Variant> {
+    PLAIN.into_iter().filter(|row| row.size == Size::Large || row.source == COLUMN_GROUPS)
 }
 
 /// Returns the kernel with lists of key blocks (`csrc/forward/block_mask.cuh`).
@@ -117,33 +144,40 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
 pub fn forward_rows() -> impl Iterator<Item = Variant> {
     PLAIN
         .into_iter()
-        .chain(large().map(|row| row.with_features(FeatureSet::VARLEN)))
+        .chain(complete().map(|row| row.with_features(FeatureSet::VARLEN)))
         .chain(required().flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
-        .chain(large().filter(|row| row.headdim > 32).map(generic))
+        .chain(complete().filter(|row| row.headdim > 32).map(generic))
         .chain(block_mask_rows())
 }
 
-/// Returns the same tile on a stream-K grid (`volta/forward/stream_k.cuh`).
+/// Returns the same tile on a stream-K grid (`volta/forward/stream_k.cuh`). Sinks are code of the epilogue alone.
 fn stream_k(row: Variant) -> Variant {
-    let source = if row.source == REGISTER_Q { "volta/forward/register_q_stream_k.cu" } else { "volta/forward/shared_q_stream_k.cu" };
-    Variant { pass: Pass::ForwardStreamK, source, ..row }
+    let source = match row.source {
+        REGISTER_Q => "volta/forward/register_q_stream_k.cu",
+        COLUMN_GROUPS => "volta/forward/column_groups_stream_k.cu",
+        _ => "volta/forward/shared_q_stream_k.cu",
+    };
+    Variant { pass: Pass::ForwardStreamK, source, ..row }.with_features(row.features.union(FeatureSet::of(&[Feature::Sinks])))
 }
 
 /// Headdim 32 has none: with three blocks an SM, a kernel's parameters have no room for the splits. Nor have sets of
-/// features with a bias or dropout.
+/// features with dropout, whose random numbers need the head in every step.
 pub fn stream_k_rows() -> impl Iterator<Item = Variant> {
-    let has_neither = |set: &FeatureSet| set.intersection(FeatureSet::of(&[Feature::Bias, Feature::Dropout])) == FeatureSet::NONE;
-    large()
-        .filter(|row| row.headdim > 32)
-        .chain(required().filter(has_neither).flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
+    let keeps = |set: &FeatureSet| !set.contains(FeatureSet::of(&[Feature::Dropout]));
+    PLAIN
+        .into_iter()
+        .filter(|row| row.size == Size::Large && row.headdim > 32)
+        .chain(required().filter(keeps).flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
         .map(stream_k)
 }
 
-/// Kernels of a KV cache: the same tiles, with rows through a block table. They have three headdims, and
+/// Kernels of a KV cache: the same tiles, with rows through a block table. They have four headdims, and
 /// other headdims are padded to the next: chunks of prompts run here, not training.
 pub fn prefill_rows() -> impl Iterator<Item = Variant> {
     let paged = |row: Variant| Variant { pass: Pass::Prefill, ..row };
-    let rows = [PLAIN_64, PLAIN_128, PLAIN_256];
-    let plain = rows.into_iter().map(move |row| paged(row).with_features(FeatureSet::PAGED));
-    plain.chain(rows.into_iter().map(move |row| paged(generic(row)).with_features(FeatureSet::GENERIC.union(FeatureSet::PAGED))))
+    let rows = [PLAIN_64, PLAIN_128, PLAIN_256].into_iter().chain(PLAIN_512);
+    let plain = rows.clone().map(move |row| paged(row).with_features(FeatureSet::PAGED));
+    // 64 rows of headdim 512 leave the generic kernel no registers for pages
+    let rows = rows.filter(|row| (row.headdim, row.size) != (512, Size::Large));
+    plain.chain(rows.map(move |row| paged(generic(row)).with_features(FeatureSet::GENERIC.union(FeatureSet::PAGED))))
 }

@@ -26,6 +26,7 @@ pub use chunk::{chunks, Chunk, CHUNK_SCORES, MIN_CHUNK_ROWS};
 
 use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
+use crate::ops::codes::Codes;
 use crate::problem::Attention;
 use block_mask::BlockMask;
 use layout::compute_kind;
@@ -59,14 +60,27 @@ pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)
 ///
 /// # Errors
 /// ATen fails, for example without memory.
-pub(super) fn fast_forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
+pub(super) fn fast_forward(inputs: &Inputs, a: &Attention, codes: &Codes) -> Result<(Tensor, Tensor)> {
     let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), Device::Cpu))?;
     let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, Device::Cpu))?;
     for span in Span::all(inputs, a)? {
         let (to, lse) = (span.queries(&out)?, span.lse(&softmax_lse)?);
-        fast::forward(&span.part(inputs, a, &None)?, inputs.options.smooth_k, inputs.options.rotate, &to, &lse)?;
+        fast::forward(&span.part(inputs, a, &None)?, &span.codes(codes)?, inputs.options.rotate, &to, &lse)?;
     }
     Ok((out, softmax_lse))
+}
+
+/// Writes the codes of K and V as the prepare kernel does.
+///
+/// The caller has validated the problem and turned autograd off.
+///
+/// # Errors
+/// ATen fails, for example without memory.
+pub(super) fn fast_prepare(inputs: &Inputs, a: &Attention, codes: &Codes) -> Result<()> {
+    for span in Span::all(inputs, a)? {
+        fast::prepare(&span.part(inputs, a, &None)?, inputs.options.smooth_k, inputs.options.rotate, &span.codes(codes)?)?;
+    }
+    Ok(())
 }
 
 /// Computes contiguous gradients with the shapes and types of their tensors.

@@ -2,7 +2,8 @@
 
 use super::block_mask::BlockMask;
 use super::layout::narrow;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::ops::codes::{ceil_div, Codes, SCALE_KEYS};
 use crate::ops::dropout::Dropout;
 use crate::ops::Inputs;
 use crate::problem::{Attention, Keys, Queries};
@@ -112,6 +113,26 @@ impl Span {
             }
         }
         Ok(t)
+    }
+
+    /// Returns the codes of the span's keys; k_codes and k_scales have a dimension of entries before that of the rows.
+    pub fn codes(&self, codes: &Codes) -> Result<Codes> {
+        let blocks = ceil_div(self.seqlen_k, SCALE_KEYS);
+        // as csrc/turing/fast/codes.cuh; dense entries are one span
+        let first = self.k_start / SCALE_KEYS + self.entry;
+        let of_keys = |t: &Tensor, unit: i64| {
+            let sizes = t.size();
+            let rows = t.f_narrow(1, first * unit, self.entries * blocks * unit)?;
+            Ok::<_, Error>(rows.f_view([sizes[0], self.entries, blocks * unit, sizes[2]])?)
+        };
+        let of_entries = |t: &Tensor| t.f_narrow(1, self.entry, self.entries);
+        Ok(Codes {
+            k_codes: of_keys(&codes.k_codes, SCALE_KEYS)?,
+            k_scales: of_keys(&codes.k_scales, 1)?,
+            k_mean: of_entries(&codes.k_mean)?,
+            v_max: of_entries(&codes.v_max)?,
+            v_scaled: codes.v_scaled.as_ref().map(|v| self.keys(v)).transpose()?,
+        })
     }
 
     /// Returns the span as a dense problem.

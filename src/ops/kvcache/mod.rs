@@ -4,7 +4,6 @@ mod gather;
 mod kernels;
 mod quantized;
 mod selection;
-mod tree;
 
 use super::bf16::saturated;
 use super::inputs::{int32_values, Described, Inputs, Target};
@@ -31,19 +30,30 @@ struct Prepared {
 /// # Errors
 /// Wrong arguments; a device that no kernel runs on.
 pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
-    let Prepared { target, a, sequences } = prepare(inputs, validate)?;
-    if inputs.options.kv_indices.is_some() {
-        let inputs = match target {
-            Target::Kernels(launcher) if has_room(&a) => kernels::append(inputs, &a, &*launcher)?.unwrap_or_else(|| inputs.share()),
-            _ => gather::appended(inputs, &a)?,
-        };
-        return attend_to_selection(&inputs, &a, &|call| forward(&call));
+    match inputs.options.kv_indices {
+        Some(_) => forward_over_selection(inputs),
+        None => forward_over_all(inputs),
     }
+}
+
+/// Computes calls without `kv_indices`: queries attend to all tokens of their sequences.
+fn forward_over_all(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
+    let Prepared { target, a, sequences } = prepare(inputs, validate)?;
     let seqlen_k = longest(&a, &sequences);
     match target {
         Target::Kernels(launcher) if has_room(&a) => kernels::append_and_attend(inputs, &a, seqlen_k, sequences.as_deref(), &*launcher),
         _ => gather::forward(inputs, &a, seqlen_k),
     }
+}
+
+/// Computes calls with `kv_indices`: an append, then calls without them.
+fn forward_over_selection(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
+    let Prepared { target, a, .. } = prepare(inputs, validate)?;
+    let inputs = match target {
+        Target::Kernels(launcher) if has_room(&a) => kernels::append(inputs, &a, &*launcher)?.unwrap_or_else(|| inputs.share()),
+        _ => gather::appended(inputs, &a)?,
+    };
+    attend_to_selection(&inputs, &a, &|call| forward_over_all(&call))
 }
 
 /// Computes `volta_fa::fwd_mla`: (out, softmax_lse). k is the cache of latents.
@@ -73,7 +83,7 @@ pub(crate) fn forward_mla(mut inputs: Inputs) -> Result<(Tensor, Tensor)> {
 fn attend_to_selection(inputs: &Inputs, a: &Attention, attend: &dyn Fn(Inputs) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
     match a.has_no_output() {
         true => gather::no_output(inputs, a),
-        false => selection::forward(inputs, a, attend),
+        false => selection::attend_to_lists(inputs, a, attend),
     }
 }
 

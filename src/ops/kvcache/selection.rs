@@ -138,7 +138,7 @@ fn gcd(a: i64, b: i64) -> i64 {
 ///
 /// # Errors
 /// Where ATen or `attend` fails.
-pub fn forward(inputs: &Inputs, a: &Attention, attend: &dyn Fn(Inputs) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
+pub fn attend_to_lists(inputs: &Inputs, a: &Attention, attend: &dyn Fn(Inputs) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
     let o = &inputs.options;
     let count = a.total_q().unwrap_or(a.batch * a.seqlen_q);
     let lists = o.kv_indices.as_ref().expect("the call has a selection");

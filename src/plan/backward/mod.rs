@@ -4,8 +4,11 @@ mod blocks;
 mod fused;
 mod parts;
 mod plan;
+mod stored;
+mod tiles;
 
 pub use plan::{BackwardPlan, Tail};
+pub use tiles::{StoredPlan, STORED_ROWS};
 
 use super::device::DeviceLimits;
 use super::features::BackwardMode;
@@ -17,6 +20,7 @@ use crate::problem::Attention;
 use fused::fused;
 use parts::in_parts;
 use plan::scratch_rows;
+use stored::{needs_stored, stored};
 
 /// Plans the backward pass of a non-empty problem.
 ///
@@ -31,6 +35,9 @@ pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<B
 
 /// Plans the backward pass with these kernels to choose from.
 pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
+    if needs_stored(a) {
+        return stored(kernels, a, mode, d);
+    }
     let main = if mode.has_dlse { None } else { fused(kernels, a, mode, d) };
     let Some(main) = main else { return in_parts(kernels, a, mode, d) };
     if d.tuning.is_some() && main.reason != Reason::Tuned {
@@ -51,5 +58,6 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
         tail: None,
         dq_accum_splits: 0,
         headdim_rounded: 0,
+        stored: None,
     })
 }

@@ -158,6 +158,7 @@ impl Planner<'_> {
             tail,
             dq_accum_splits,
             headdim_rounded: if dq_accum_splits == 0 { 0 } else { i64::from(headdim) },
+            stored: None,
         }
     }
 

@@ -1,7 +1,9 @@
 //! The plan of a backward pass.
 
+use super::tiles::StoredPlan;
 use crate::kernels::{Scratch, Variant};
-use crate::plan::grid::{rounded, scratch};
+use crate::limits::MAX_GRID_YZ;
+use crate::plan::grid::{chunks, rounded, scratch};
 use crate::plan::kernel::PlannedKernel;
 use crate::problem::Attention;
 
@@ -28,9 +30,16 @@ pub struct BackwardPlan {
     pub scratch_rows: i64,
     /// Columns of dq's accumulators; 0 without accumulators.
     pub headdim_rounded: i64,
+    /// Memory between `main` and `finish` for large headdims, where each launch of `main` precedes one of `finish`.
+    pub stored: Option<StoredPlan>,
 }
 
 impl BackwardPlan {
+    /// Returns (first batch entry, number of entries) of each part of the batch.
+    pub fn batch_chunks(&self, batch: i64) -> impl Iterator<Item = (i64, i64)> {
+        chunks(batch, self.stored.map_or(MAX_GRID_YZ, |s| s.batches))
+    }
+
     /// Returns all kernels in the order of their launches.
     pub fn kernels(&self) -> impl Iterator<Item = PlannedKernel> {
         [self.prepare, Some(self.main), self.tail.map(|tail| tail.kernel), self.finish].into_iter().flatten()

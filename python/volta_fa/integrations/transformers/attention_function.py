@@ -52,7 +52,7 @@ def attention(
 
     Args:
         query: (batch, nheads, seqlen_q, headdim); key and value: (batch, nheads_k, seqlen_k, headdim), value's headdim may
-            differ. Up to 256; a headdim that is not a multiple of 8 costs a copy. float16 or bfloat16 on CUDA. key and value may be
+            differ. Up to 512; a headdim that is not a multiple of 8 costs a copy. float16 or bfloat16 on CUDA. key and value may be
             the states that a `QuantizedCache` returns.
         attention_mask: what `mask` returned, or a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k): bool, True
             where visible, or floating-point, added to the scores; or int32, the range that `mask` returns for one query. With None,

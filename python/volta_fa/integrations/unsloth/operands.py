@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...limits import MAX_HEADDIM
+from ..devices import max_headdim
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -16,7 +16,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
         return "shape"
     if q.shape[1] % k.shape[1] != 0:
         return "shape"
-    if max(q.shape[3], v.shape[3]) > MAX_HEADDIM:
+    if max(q.shape[3], v.shape[3]) > max_headdim(q.device):
         return "headdim"
     if kernel_dtype(q, k, v) is None:
         return "dtype"

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import bad_argument
 from ...kv_cache.cascade import cascade_attention
 from ...kv_cache.formats import cache_dtype, quantize_kv
-from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
+from ...limits import LATENT_HEADDIMS, PAGE_SIZE_MULTIPLE
 
 #: The supported values of --kv-cache-dtype, and our formats' names. None: the model's dtype, which is float16.
 _FORMATS = {
@@ -336,7 +336,7 @@ def attend_to_latents(
 ) -> Tensor:
     """Returns attention of queries (tokens, nheads, kv_lora_rank + rotary) to the cache's one head, (tokens, nheads, kv_lora_rank).
 
-    Calls `volta_fa::fwd_mla` for the sizes of DeepSeek's models, and `volta_fa::fwd_kvcache` for up to `MAX_HEADDIM` columns.
+    Calls `volta_fa::fwd_mla` for the sizes of DeepSeek's models, and `volta_fa::fwd_kvcache` for others, up to `MAX_HEADDIM` columns.
 
     Args:
         cache, kv_cache_dtype, k_scale: as for `split_latents`.
@@ -350,7 +350,7 @@ def attend_to_latents(
         "is_causal": batch.causal,
         "softmax_scale": softmax_scale,
     }
-    if query.shape[-1] > MAX_HEADDIM:
+    if (kv_lora_rank, query.shape[-1] - kv_lora_rank) == LATENT_HEADDIMS:
         options |= {f"latent_{name}": t for name, t in scales.items()}
         out, _ = torch.ops.volta_fa.fwd_mla(query, latents, **options)
     else:

@@ -1,0 +1,261 @@
+// First main kernel of the backward pass for large headdims: stores P and dS (stored_scores.cuh). stored_gradients.cuh is the
+// second. At headdim 512 neither dK and dV nor their operands fit an SM, as the other main kernels need it. But a score is at least
+// 1,024 multiply-adds there, so that its four bytes may travel through memory.
+//
+// A block computes 128 keys by 128 queries: S^T = K Q^T - lse/scale, then P^T, then dP^T = V dO^T - delta and dS^T. Four warps have
+// 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
+//
+// A Family (volta/backward/stored.cuh, turing/backward/stored.cuh) has
+//   Layout, Scores                 tiles of packed_tile.cuh, and a warp's 4 by 4 of them: float[4][4][8]
+//   RowStats, load_statistics      a family's row statistics; those of a lane's four queries, as an element's initial values
+//   tile_row(row)                  where a row of operands of scores goes in shared memory
+//   own_operand, other_operand     offset of the lane's operands of keys and of queries, from the warp's first
+//   multiply_scores(c, a, b)       adds the products of a step
+//   store_bias_gradient            stores the gradient of a bias as fp16 and returns true; false: it is to be added by atomics
+// and what stored_gradients.cuh lists.
+#pragma once
+
+#include "backward/iteration_range.cuh"
+#include "backward/modifiers.cuh"
+#include "backward/packed_tile.cuh"
+#include "backward/probabilities.cuh"
+#include "backward/scratch.cuh"
+#include "backward/score_coord.cuh"
+#include "backward/staged_tiles.cuh"
+#include "backward/stored_scores.cuh"
+
+template <class Family>
+struct BackwardScores {
+    static constexpr int kSharedBytes = kStagedShared;
+    static constexpr int kTiles = 4;  // of 16 keys, and of 16 queries, that a warp has
+    using Layout = typename Family::Layout;
+    using Lane = typename Layout::Lane;
+    using Tile = typename Layout::Tile;
+    using Scores = Tile[kTiles][kTiles];
+    using Coord = ScoreCoord<Layout>;
+    using RowStats = typename Family::RowStats;
+
+    // A lane's elements of a stored matrix.
+    struct Stored {
+        unsigned short* first;
+        __device__ __forceinline__ uint2* at(int m, int n) const {
+            return reinterpret_cast<uint2*>(first + 16 * m * kStoredRows + 16 * n);
+        }
+        __device__ __forceinline__ void store(int m, int n, const PackedTile& tile) const {
+            uint2* to = at(m, n);
+            to[0] = make_uint2(tile.x[0], tile.x[1]);
+            to[2 * kStoredRows / 4] = make_uint2(tile.x[2], tile.x[3]);  // two keys below
+        }
+        __device__ __forceinline__ PackedTile load(int m, int n) const {
+            const uint2 *from = at(m, n), a = from[0], b = from[2 * kStoredRows / 4];
+            return {{a.x, a.y, b.x, b.y}};
+        }
+    };
+
+    // Where the block and its warp are.
+    struct Place {
+        int head, first_key, first_row;  // query head; first key and query of the warp
+        int row_end;  // after the last query that sees one of the block's keys
+        bool masked;
+    };
+
+    // Returns the statistics of a tile's queries; `value` for queries past the arrays. `rows`: from the warp's first on.
+    static __device__ __forceinline__ void load_statistics(Tile& x, const float* stats, int n, int rows, float value) {
+        if (16 * n < rows) {
+            Family::load_statistics(x, stats + n * Layout::kTileQueries * RowStats::kRowFloats);
+        } else {
+#pragma unroll
+            for (int v = 0; v < 8; v++) x[v] = value;
+        }
+    }
+    static __device__ __forceinline__ void begin(Scores& c, const float* stats, int rows, float value) {
+#pragma unroll
+        for (int n = 0; n < kTiles; n++) {
+            load_statistics(c[0][n], stats, n, rows, value);
+#pragma unroll
+            for (int m = 1; m < kTiles; m++)
+#pragma unroll
+                for (int v = 0; v < 8; v++) c[m][n][v] = c[0][n][v];
+        }
+    }
+
+    // Adds the product of 128 rows of `own` and 128 rows of `other`.
+    static __device__ __forceinline__ void multiply(Scores& c, unsigned shared, const unsigned short* own, long long own_stride,
+                                                    int own_rows, const unsigned short* other, long long other_stride,
+                                                    int other_rows, int columns, unsigned sign_flip) {
+        const Lane lane(threadIdx.x % 32);
+        const int warp = threadIdx.x / 32;
+        const unsigned a_offset = Family::own_operand(lane, 64 * (warp % 2));
+        const unsigned b_offset = kStagedTile + Family::other_operand(lane, 64 * (warp / 2));
+        StagedTile<TermColumns> a, b;
+        const auto load = [&](int step) {
+            const int column = step * kStagedTerms;
+            a.load(own + column, own_stride, own_rows, columns - column);
+            b.load(other + column, other_stride, other_rows, columns - column);
+        };
+        const auto store = [&](unsigned buffer) {
+            a.flip_signs(sign_flip);
+            a.store(buffer, Family::tile_row(a.row()));
+            b.store(buffer + kStagedTile, Family::tile_row(b.row()));
+        };
+        staged_steps(shared, (columns + kStagedTerms - 1) / kStagedTerms, load, store,
+                     [&](unsigned buffer) { Family::multiply_scores(c, buffer + a_offset, buffer + b_offset); });
+    }
+
+    // Computes P from S and stores it. Besides P, dS's memory gets the score function's derivative, or a copy of P whose signs mark
+    // dropped probabilities (never both).
+    static __device__ __forceinline__ void store_probabilities(Scores& s, const BwdParams& p, const Place& place,
+                                                               const Stored& to_p, const Stored& to_ds, const float* stats,
+                                                               int rows) {
+        if (!kGeneric) {
+            if (place.masked) apply_mask<Layout>(s, p, Lane(threadIdx.x % 32), place.first_row, place.first_key);
+            exponentials(s, p.problem.scale_log2, kExponentShift);
+#pragma unroll
+            for (int m = 0; m < kTiles; m++)
+#pragma unroll
+                for (int n = 0; n < kTiles; n++) to_p.store(m, n, pack_probability_tile(s[m][n]));
+            return;
+        }
+        const ScoreOptions& options = p.score_options;
+        const Lane lane(threadIdx.x % 32);
+#pragma unroll 1
+        for (int tile = 0; tile < kTiles * kTiles; tile++) {
+            const int m = tile / kTiles, n = tile % kTiles;
+            const Coord coord(lane, place.first_row + 16 * n, place.first_key + 16 * m);
+            Tile& x = s[0][0];
+            if (uses_score_function(options)) {
+                Tile neg_lse, slopes;
+                load_statistics(neg_lse, stats, n, rows, negative_infinity());
+                const ScoreFunction function(p.problem, options);
+#pragma unroll
+                for (int v = 0; v < 8; v++) x[v] = function_score(x[v], neg_lse[v], p, function, slopes[v]);
+                to_ds.store(m, n, pack_tile(slopes));
+            } else {
+#pragma unroll
+                for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
+            }
+            add_position_terms(x, p, place.head, place.row_end, coord);
+            if (place.masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z)), coord);
+#pragma unroll
+            for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kExponentShift);
+            PackedTile probabilities = pack_probability_tile(x);
+            if (uses_dropout(options)) {
+                const DroppedKeys<Layout> dropped(philox_of(p, place.head), DropoutRule(options), coord);
+                PackedTile signs = probabilities;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    signs.x[i] |= dropped.signs(i);
+                    probabilities.x[i] &= ~sign_masks(dropped.signs(i));
+                }
+                to_ds.store(m, n, signs);
+            }
+            to_p.store(m, n, probabilities);
+            next_tile(s);
+        }
+    }
+
+    // Computes dS from dP and what store_probabilities stored, and stores it.
+    static __device__ __forceinline__ void store_score_gradients(Scores& dp, const BwdParams& p, const Place& place,
+                                                                 const Stored& to_p, const Stored& to_ds, const float* stats,
+                                                                 int rows) {
+        if (!kGeneric) {
+#pragma unroll
+            for (int m = 0; m < kTiles; m++) {
+                PackedTile probabilities[kTiles];
+#pragma unroll
+                for (int n = 0; n < kTiles; n++) probabilities[n] = to_p.load(m, n);
+#pragma unroll
+                for (int n = 0; n < kTiles; n++) {
+#pragma unroll
+                    for (int v = 0; v < 8; v++) dp[m][n][v] *= 1.f / kProbabilityUnit;
+                    ::multiply(dp[m][n], probabilities[n]);
+                    to_ds.store(m, n, pack_tile(dp[m][n]));
+                }
+            }
+            return;
+        }
+        const ScoreOptions& options = p.score_options;
+#pragma unroll 1
+        for (int tile = 0; tile < kTiles * kTiles; tile++) {
+            const int m = tile / kTiles, n = tile % kTiles;
+            Tile& x = dp[0][0];
+            PackedTile probabilities;
+            if (uses_dropout(options)) {
+                probabilities = to_ds.load(m, n);
+                Tile neg_delta;
+                load_statistics(neg_delta, stats, n, rows, 0.f);
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    const bool is_dropped = probabilities.x[packed_word(v)] & (v % 2 ? 0x80000000 : 0x8000);
+                    x[v] = dropped_gradient(x[v], neg_delta[v], is_dropped, options.dropout_scale);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++) probabilities.x[i] &= 0x7fff7fff;
+            } else {
+                probabilities = to_p.load(m, n);
+            }
+#pragma unroll
+            for (int v = 0; v < 8; v++) x[v] *= 1.f / kProbabilityUnit;
+            ::multiply(x, probabilities);
+            if (kHasBias && p.dbias) {
+                const int row = place.first_row + 16 * n, key = place.first_key + 16 * m;
+                if (!Family::store_bias_gradient(x, p, place.head, row, key))
+                    add_bias_gradient(x, p, place.head, Coord(Lane(threadIdx.x % 32), row, key));
+            }
+            if (uses_score_function(options)) ::multiply(x, to_ds.load(m, n));
+            to_ds.store(m, n, pack_tile(x));
+            next_tile(dp);
+        }
+    }
+
+    static __device__ __forceinline__ void run(const BwdParams& p, const StoredScores& stored) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const unsigned shared = shared_address(shared_memory);
+        const Lane lane(threadIdx.x % 32);
+        const int warp = threadIdx.x / 32, batch = blockIdx.z;
+        const int group = p.problem.nheads / p.problem.nheads_k;
+        const int head = stored.first_head * group + blockIdx.y;
+        // Eight query tiles of each key tile first: the blocks that run at once share operands in L2.
+        constexpr int kQueryTiles = 8;
+        const int in_row = blockIdx.x % (kQueryTiles * stored.key_tiles);
+        const int query_tile = blockIdx.x / (kQueryTiles * stored.key_tiles) * kQueryTiles + in_row % kQueryTiles;
+        const int key_tile = in_row / kQueryTiles;
+        const int first_row = query_tile * kStoredRows, first_key = (stored.first_key_tile + key_tile) * kStoredRows;
+
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
+        if (head >= p.problem.nheads || first_row >= sequence.seqlen_q() || first_key >= sequence.seqlen_k()) return;
+        const Mask mask = mask_of(p.problem, sequence);
+        const int row_end = mask.row_end(first_key, kStoredRows);
+        if (first_row >= row_end || first_row + kStoredRows <= mask.row_first(first_key)) return;
+
+        const UnmaskedRows<kStoredRows> unmasked(mask, first_key, min(kStoredRows, sequence.seqlen_k() - first_key));
+        const int warp_key = 64 * (warp % 2), warp_row = 64 * (warp / 2);
+        const Place place = {head, first_key + warp_key, first_row + warp_row, row_end,
+                             first_key + kStoredRows > sequence.seqlen_k() || !unmasked.contains(first_row)};
+        const long long tile =
+            stored_tile(stored, first_stored_tile(p, stored, sequence, batch, blockIdx.y) + query_tile, key_tile);
+        const long long element = tile + (warp_key + Layout::first_key(lane)) * kStoredRows + warp_row + Layout::first_query(lane);
+        const Stored to_p = {stored.p + element}, to_ds = {stored.ds + element};
+
+        const int rows = rounded_rows<RowStats>(p, sequence) - place.first_row;
+        const float* stats = p.row_stats + rounded_row<RowStats>(p, sequence, batch, head) * RowStats::kRowFloats +
+                             place.first_row * RowStats::kRowFloats + Layout::first_query(lane) * Family::kLaneStatistics;
+        const int key_head = head / group;
+        // Adds the product of these operands' rows. Lengths are read again, so that they hold no registers in between.
+        const auto add = [&](Scores& c, const Operand& own, const Operand& other, int columns, unsigned sign_flip) {
+            const int batch = remat_block_batch();
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
+            multiply(c, shared, rows_of(own, batch, key_head, sequence.k_offset() + first_key), own.row_stride,
+                     sequence.seqlen_k() - first_key, rows_of(other, batch, head, sequence.q_offset() + first_row),
+                     other.row_stride, sequence.seqlen_q() - first_row, columns, sign_flip);
+        };
+
+        Scores c;
+        begin(c, stats + RowStats::kLseAt, rows, negative_infinity());
+        add(c, p.k, p.q, p.problem.headdim, p.problem.sign_flip);
+        store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kLseAt, rows);
+        begin(c, stats + RowStats::kDeltaAt, rows, 0.f);
+        add(c, p.v, p.dout, p.problem.headdim_v, 0);
+        store_score_gradients(c, p, place, to_p, to_ds, stats + RowStats::kDeltaAt, rows);
+    }
+};

@@ -1,0 +1,204 @@
+// Second main kernel of the backward pass for large headdims: dK and dV, and dQ, from the P and dS that store_scores.cuh stored. A
+// block computes 128 rows by 128 columns of one gradient:
+//
+//   dV = P^T dO      dK = dS^T Q      over all queries of a KV head, in steps of 32
+//   dQ += dS K       over the keys of the launch, in steps of 32
+//
+// No other block adds to these elements, so the pass is deterministic. Where one launch does not have all keys of a head, dQ waits
+// in fp32 for the next launch.
+//
+// A Family (store_scores.cuh) also has, of a warp's 64 rows and 64 columns
+//   KeySums, QuerySums             128 floats of a lane, for dK and dV, and for dQ
+//   key_a, key_b, query_a, query_b offset of the lane's operands, from the warp's first row or column
+//   multiply_keys, multiply_queries  add the products of a step
+//   for_each_pair(c, f)            calls f(row, column, x, y) for each two neighbors of a row
+#pragma once
+
+#include "backward/gradient_type.cuh"
+#include "backward/iteration_range.cuh"
+#include "backward/probabilities.cuh"
+#include "backward/stored_scores.cuh"
+#include "backward/staged_tiles.cuh"
+
+template <class Family>
+struct BackwardGradients {
+    static constexpr int kSharedBytes = kStagedShared;
+    static_assert(kSharedBytes >= kStagedRows * kStagedRows * 2, "the output is staged in the buffers");
+    using KeySums = typename Family::KeySums;
+    using QuerySums = typename Family::QuerySums;
+    using Lane = typename Family::Layout::Lane;
+    static constexpr int kLaneSums = 128;
+    static_assert(sizeof(KeySums) == 4 * kLaneSums && sizeof(QuerySums) == 4 * kLaneSums, "64 by 64 of a warp");
+
+    // First row and column of the warp.
+    static __device__ __forceinline__ int warp_row() { return 64 * (threadIdx.x / 32 % 2); }
+    static __device__ __forceinline__ int warp_column() { return threadIdx.x / 64 * 64; }
+
+    template <class Sums>
+    static __device__ __forceinline__ void clear(Sums& c) {
+#pragma unroll
+        for (int i = 0; i < kLaneSums; i++) reinterpret_cast<float (&)[kLaneSums]>(c)[i] = 0.f;
+    }
+
+    // Stores a warp's sums to shared memory, from where staged_to_output stores them.
+    template <bool BF16, class Sums>
+    static __device__ __forceinline__ void to_shared_as(const Sums& c, float factor, unsigned shared) {
+        const int first_row = warp_row(), first_column = warp_column();
+        Family::for_each_pair(c, [&](int row, int column, float x, float y) {
+            row += first_row, column += first_column;
+            asm volatile(
+                "st.shared.u32 [%0], %1;" ::"r"(shared + swizzled<TermRows::kChunks>(row, column / kChunk) + column % kChunk * 2),
+                "r"(to_gradient2<BF16>(x * factor, y * factor)));
+        });
+    }
+    template <class Sums>
+    static __device__ __forceinline__ void to_shared(const Sums& c, const BwdParams& p, float factor, unsigned shared) {
+        if (gradients_are_bf16(p))
+            to_shared_as<true>(c, factor, shared);
+        else
+            to_shared_as<false>(c, factor, shared);
+        __syncthreads();
+    }
+
+    // Copies 128 staged rows by 128 columns to the output: those that exist.
+    static __device__ __forceinline__ void staged_to_output(unsigned short* first, long long row_stride, unsigned shared, int rows,
+                                                            int columns) {
+        constexpr int kChunks = TermRows::kChunks;
+        const int chunk = threadIdx.x % kChunks;
+        if (chunk * kChunk >= columns) return;
+        for (int row = threadIdx.x / kChunks; row < min(rows, kStagedRows); row += kStagedThreads / kChunks)
+            *reinterpret_cast<uint4*>(first + row * row_stride + chunk * kChunk) =
+                load_shared(shared + swizzled<kChunks>(row, chunk));
+    }
+
+    // dK or dV of 128 keys. `key_tile`: number in the launch. `column`: first of the block.
+    static __device__ __forceinline__ void keys(const BwdParams& p, const StoredScores& stored, int key_head, int key_tile,
+                                                int column, bool is_dv) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const unsigned shared = shared_address(shared_memory);
+        const Lane lane(threadIdx.x % 32);
+        const int batch = blockIdx.z, group = p.problem.nheads / p.problem.nheads_k;
+        const int first_key = (stored.first_key_tile + key_tile) * kStoredRows;
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
+        if (first_key >= sequence.seqlen_k_allocated()) return;
+        const Mask mask = mask_of(p.problem, sequence);
+        const int first = mask.row_first(first_key) / kStagedTerms * kStagedTerms;
+        const int end = first_key >= sequence.seqlen_k() ? 0 : mask.row_end(first_key, kStoredRows);
+        const int steps_of_head = max((end - first + kStagedTerms - 1) / kStagedTerms, 0);
+
+        const Operand& operand = is_dv ? p.dout : p.q;
+        const unsigned short* scores = is_dv ? stored.p : stored.ds;
+        const int columns = (is_dv ? p.problem.headdim_v : p.problem.headdim) - column;
+        KeySums c;
+        clear(c);
+        if (steps_of_head) {
+            const unsigned a_offset = Family::key_a(lane, warp_row());
+            const unsigned b_offset = kStagedTile + Family::key_b(lane, warp_column());
+            StagedTile<TermColumns> a;
+            StagedTile<TermRows> b;
+            int head = 0, row = first;  // of the next load
+            const auto load = [&](int) {
+                const long long tile =
+                    stored_tile(stored,
+                                first_stored_tile(p, stored, sequence, batch, (key_head - stored.first_head) * group + head) +
+                                    row / kStoredRows,
+                                key_tile);
+                a.load(scores + tile + row % kStoredRows, kStoredRows, kStoredRows, kStagedTerms);
+                b.load(rows_of(operand, batch, key_head * group + head, sequence.q_offset() + row) + column, operand.row_stride,
+                       sequence.seqlen_q() - row, columns);
+                row += kStagedTerms;
+                if (row >= end) row = first, head++;
+            };
+            const auto store = [&](unsigned buffer) {
+                a.store(buffer);
+                b.store(buffer + kStagedTile);
+            };
+            staged_steps(shared, group * steps_of_head, load, store,
+                         [&](unsigned buffer) { Family::multiply_keys(c, buffer + a_offset, buffer + b_offset); });
+        }
+        float factor = p.signed_scale;
+        if (is_dv) factor = (p.score_options.rng_state ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
+        to_shared(c, p, factor, shared);
+        const Output& out = is_dv ? p.dv : p.dk;
+        staged_to_output(rows_of(out, batch, key_head, sequence.k_offset() + first_key) + column, out.row_stride, shared,
+                         sequence.seqlen_k_allocated() - first_key, columns);
+    }
+
+    // Applies f to the float4 of dq's sums that each four elements belong to.
+    template <class F>
+    static __device__ __forceinline__ void for_each_sum(QuerySums& c, float* sums, F f) {
+        float4* first = reinterpret_cast<float4*>(sums) + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < kLaneSums; i += 4) f(&reinterpret_cast<float (&)[kLaneSums]>(c)[i], first[i / 4 * kStagedThreads]);
+    }
+
+    // dQ of 128 queries of a query head, counted from the launch's first.
+    static __device__ __forceinline__ void queries(const BwdParams& p, const StoredScores& stored, int launch_head, int query_tile,
+                                                   int column) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const unsigned shared = shared_address(shared_memory);
+        const Lane lane(threadIdx.x % 32);
+        const int batch = blockIdx.z, group = p.problem.nheads / p.problem.nheads_k;
+        const int head = stored.first_head * group + launch_head, first_row = query_tile * kStoredRows;
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
+        if (first_row >= sequence.seqlen_q()) return;
+        const KeyRange<kStoredRows, kStagedTerms> range(mask_of(p.problem, sequence), first_row);
+        const int launch_key = stored.first_key_tile * kStoredRows;
+        const int first = max(range.first, launch_key), end = min(range.end, launch_key + stored.key_tiles * kStoredRows);
+        const long long tiles = first_stored_tile(p, stored, sequence, batch, launch_head) + query_tile;
+        const int columns = p.problem.headdim - column, column_tiles = (p.problem.headdim + kStagedRows - 1) / kStagedRows;
+        float* sums = stored.dq_sums + (tiles * column_tiles + column / kStagedRows) * kStoredElements;
+
+        QuerySums c;
+        if (stored.is_first) {
+            clear(c);
+        } else {
+            for_each_sum(c, sums, [](float* x, float4& sum) { x[0] = sum.x, x[1] = sum.y, x[2] = sum.z, x[3] = sum.w; });
+        }
+        if (first < end) {
+            const unsigned a_offset = Family::query_a(lane, warp_row());
+            const unsigned b_offset = kStagedTile + Family::query_b(lane, warp_column());
+            StagedTile<TermRows> a, b;
+            const auto load = [&](int step) {
+                const int key = first + step * kStagedTerms;
+                const long long tile = stored_tile(stored, tiles, (key - launch_key) / kStoredRows);
+                a.load(stored.ds + tile + key % kStoredRows * kStoredRows, kStoredRows, kStagedTerms, kStoredRows);
+                b.load(rows_of(p.k, batch, head / group, sequence.k_offset() + key) + column, p.k.row_stride,
+                       sequence.seqlen_k() - key, columns);
+            };
+            const auto store = [&](unsigned buffer) {
+                a.store(buffer);
+                b.store(buffer + kStagedTile);
+            };
+            staged_steps(shared, (end - first + kStagedTerms - 1) / kStagedTerms, load, store,
+                         [&](unsigned buffer) { Family::multiply_queries(c, buffer + a_offset, buffer + b_offset); });
+        }
+        if (!stored.is_last) {
+            for_each_sum(c, sums, [](float* x, float4& sum) { sum = make_float4(x[0], x[1], x[2], x[3]); });
+            return;
+        }
+        to_shared(c, p, p.signed_scale, shared);
+        staged_to_output(rows_of(p.dq, batch, head, sequence.q_offset() + first_row) + column, p.dq.row_stride, shared,
+                         sequence.seqlen_q() - first_row, columns);
+    }
+
+    // The grid has KV heads fastest, then tiles: dK and dV of all keys, which take longest, then dQ of the last queries first.
+    static __device__ __forceinline__ void run(const BwdParams& p, const StoredScores& stored) {
+        const int group = p.problem.nheads / p.problem.nheads_k;
+        const int key_head = stored.first_head + blockIdx.x % stored.heads;
+        if (key_head >= p.problem.nheads_k) return;
+        int tile = blockIdx.x / stored.heads;
+        const int columns_k = (p.problem.headdim + kStagedRows - 1) / kStagedRows;
+        const int columns_v = (p.problem.headdim_v + kStagedRows - 1) / kStagedRows;
+        const int key_blocks = stored.key_tiles * (columns_k + columns_v);
+        if (tile < key_blocks) {
+            const int column = tile % (columns_k + columns_v);
+            const bool is_dv = column >= columns_k;
+            keys(p, stored, key_head, tile / (columns_k + columns_v), (is_dv ? column - columns_k : column) * kStagedRows, is_dv);
+        } else {
+            tile = gridDim.x / stored.heads - 1 - tile;
+            const int row = tile / columns_k;
+            queries(p, stored, (key_head - stored.first_head) * group + row % group, row / group, tile % columns_k * kStagedRows);
+        }
+    }
+};

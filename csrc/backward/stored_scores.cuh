@@ -1,0 +1,28 @@
+// P and dS in scratch memory, between the two main kernels of the backward pass for large headdims. The scores kernel stores
+// them for some KV heads and some keys, the gradients kernel multiplies them. The library launches both for the next heads or
+// keys, so the scratch memory has a limit (src/plan/backward/stored.rs).
+//
+// Both are transposed fp16 matrices in tiles of 128 keys by 128 queries. A tile is contiguous, and its rows are keys. The order of
+// tiles is (batch, query heads of the launch, query tiles, key tiles of the launch). Packed sequences share one batch entry: a
+// sequence begins at its q_offset / 128, plus one tile for each sequence before it.
+#pragma once
+
+#include "seqlen_info.cuh"
+#include "volta_fa_params.h"
+
+constexpr int kStoredRows = 128;  // keys, and queries, of a tile
+constexpr int kStoredElements = kStoredRows * kStoredRows;
+
+// Returns the number of a head's first query tile. `head`: query head, counted from the launch's first.
+__device__ __forceinline__ long long first_stored_tile(const BwdParams& p, const StoredScores& stored,
+                                                       const BlockSeqlenInfo& sequence, int batch, int head) {
+    if (kVarlen && p.lengths.cu_seqlens_q)
+        return static_cast<long long>(head) * stored.query_tiles + sequence.q_offset() / kStoredRows + batch;
+    const int heads = stored.heads * (p.problem.nheads / p.problem.nheads_k);
+    return (static_cast<long long>(batch) * heads + head) * stored.query_tiles;
+}
+// Returns the offset of a tile in p and ds, elements. `query_tile`: counted as first_stored_tile. `key_tile`: counted from the
+// launch's first.
+__device__ __forceinline__ long long stored_tile(const StoredScores& stored, long long query_tile, int key_tile) {
+    return (query_tile * stored.key_tiles + key_tile) * kStoredElements;
+}

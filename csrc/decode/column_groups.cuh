@@ -1,0 +1,77 @@
+// Splits the columns of wide heads between neighboring groups of warps: the registers of one warp hold 256 columns of Q, K, V
+// and output.
+//
+// Column groups take the same rows and tokens. Each has partial scores, of its columns of Q and K. ScoreExchange adds them, so
+// each warp has the whole scores and the same softmax. The output needs no exchange: each group has its own columns of V.
+#pragma once
+
+#include "decode/tile_scheduler.cuh"
+
+namespace decode {
+
+constexpr int kColumnGroups = HEADDIM > 256 ? 2 : 1;
+// Columns of a column group.
+constexpr int kGroupHeaddim = HEADDIM / kColumnGroups, kGroupHeaddimV = HEADDIM_V / kColumnGroups;
+// Neighboring warps that have other rows of the same tokens and columns.
+constexpr int kRowGroups = BLOCK_ROWS / STEP;
+
+__device__ __forceinline__ int column_group() {
+    if constexpr (kColumnGroups == 1) return 0;
+    return threadIdx.x / 32 / kRowGroups % kColumnGroups;
+}
+// The first column of the warp's column group.
+__device__ __forceinline__ int first_column() { return column_group() * kGroupHeaddim; }
+__device__ __forceinline__ int first_column_v() { return column_group() * kGroupHeaddimV; }
+
+// Adds the scores of two warps with the same rows and tokens. There are two buffers, so an exchange needs one barrier: the
+// partner has read a buffer before it arrives at the barrier that precedes the next store to it. Scores: a lane's, in float2.
+template <int Scores, bool = kColumnGroups == 2>
+class ScoreExchange {
+    static constexpr int kWarpBytes = 32 * Scores * static_cast<int>(sizeof(float2));
+    char* own_;  // the lane's place in the current buffer
+    int to_partner_, to_other_buffer_;
+    int barrier_;
+
+public:
+    static constexpr int kBytes = 2 * kWarpBytes;  // of a warp
+    // `first_barrier`: id of the first of THREADS / 64 named barriers.
+    __device__ __forceinline__ ScoreExchange(void* buffers, int first_barrier) {
+        const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+        const int pair = warp / (2 * kRowGroups) * kRowGroups + warp % kRowGroups;
+        own_ = static_cast<char*>(buffers) + warp * kBytes + lane * sizeof(float2);
+        to_partner_ = (column_group() == 0 ? kRowGroups : -kRowGroups) * kBytes;
+        to_other_buffer_ = kWarpBytes;
+        barrier_ = first_barrier + pair;
+    }
+    // Adds the partner's scores to x. Both warps call it together, and get the same sums.
+    template <int Tiles, int RowTiles>
+    __device__ __forceinline__ void add(float2 (&x)[Tiles][RowTiles]) {
+        static_assert(Tiles * RowTiles <= Scores, "scores of a buffer");
+#pragma unroll
+        for (int i = 0; i < Tiles * RowTiles; i++) *at(own_, i) = x[i / RowTiles][i % RowTiles];
+        asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(2 * 32) : "memory");
+#pragma unroll
+        for (int i = 0; i < Tiles * RowTiles; i++) {
+            const float2 y = *at(own_ + to_partner_, i);
+            float2& sum = x[i / RowTiles][i % RowTiles];
+            sum = make_float2(sum.x + y.x, sum.y + y.y);
+        }
+        own_ += to_other_buffer_;
+        to_other_buffer_ = -to_other_buffer_;
+    }
+
+private:
+    __device__ __forceinline__ static float2* at(char* lane, int i) { return reinterpret_cast<float2*>(lane) + 32 * i; }
+};
+
+// Without column groups scores are whole.
+template <int Scores>
+class ScoreExchange<Scores, false> {
+public:
+    static constexpr int kBytes = 0;
+    __device__ __forceinline__ ScoreExchange(void*, int) {}
+    template <int Tiles, int RowTiles>
+    __device__ __forceinline__ void add(float2 (&)[Tiles][RowTiles]) {}
+};
+
+}  // namespace decode

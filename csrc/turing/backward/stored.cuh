@@ -1,0 +1,134 @@
+// What the backward kernels for large headdims need of turing (backward/store_scores.cuh, backward/stored_gradients.cuh).
+#pragma once
+
+#include "backward/staged_tiles.cuh"
+#include "turing/backward/fragments.cuh"
+
+namespace turing {
+
+struct StoredFamily {
+    using RowStats = turing::RowStats;
+
+    // ---- scores -----------------------------------------------------------------------------------
+    // A tile is two accumulators, one after the other: column 2 * t + i of accumulator j is query 4 * t + 2 * j + i. Rows are keys
+    // in the order of KeysLayout<1>. Both are the order of tile_row(), in which shared memory has the operands' rows.
+    struct Layout {
+        using Lane = turing::Lane;
+        using Tile = float[8];
+        static constexpr int kTileQueries = 16, kTileKeys = 16, kElements = 8;
+        __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return 4 * l.quad; }
+        __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return l.group / 2 * 4 + l.group % 2; }
+        __device__ __forceinline__ static constexpr int query_slot(int v) { return (v & 1) + 2 * (v >> 2); }
+        __device__ __forceinline__ static constexpr int key_slot(int v) { return v & 2; }
+        __device__ __forceinline__ static constexpr int query(int first, int v) { return first + query_slot(v); }
+        __device__ __forceinline__ static constexpr int key(int first, int v) { return first + key_slot(v); }
+
+        static constexpr bool kKeyRows = true;
+        static constexpr int kRows = 4, kKeys = 2, kKeyStride = 2, kKeyPartnerMask = 4, kQueryPartnerMask = 1;
+        __device__ __forceinline__ static constexpr int row_of(int v) { return query_slot(v); }
+        __device__ __forceinline__ static constexpr int row_slot(int r) { return r; }
+        __device__ __forceinline__ static constexpr int element(int r, int j) { return r % 2 + 4 * (r / 2) + 2 * j; }
+    };
+    static constexpr int kLaneStatistics = 1;
+    static __device__ __forceinline__ void load_statistics(float (&x)[8], const float* stats) {
+        const float4 of = load_global4(stats);
+        x[0] = x[2] = of.x, x[1] = x[3] = of.y, x[4] = x[6] = of.z, x[5] = x[7] = of.w;
+    }
+    static __device__ __forceinline__ int tile_row(int row) { return KeysLayout<1>::row_of_key(row); }
+    static __device__ __forceinline__ u32 own_operand(const Lane& lane, int row) {
+        return by_rows<TermColumns>(0, lane.lane) + row * TermColumns::kRowBytes;
+    }
+    static __device__ __forceinline__ u32 other_operand(const Lane& lane, int row) {
+        return by_chunks<TermColumns>(0, lane.lane) + row * TermColumns::kRowBytes;
+    }
+    static __device__ __forceinline__ void multiply_scores(float (&c)[4][4][8], u32 a_address, u32 b_address) {
+#pragma unroll
+        for (int pair = 0; pair < TermColumns::kChunks / 2; pair++) {
+            u32 a[4][4], b[4][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                load_matrices(a[i], pair_after<TermColumns>(a_address, pair) + i * 16 * TermColumns::kRowBytes);
+                load_matrices(b[i], pair_after<TermColumns>(b_address, pair) + i * 16 * TermColumns::kRowBytes);
+            }
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+#pragma unroll
+                for (int n = 0; n < 4; n++)
+#pragma unroll
+                    for (int j = 0; j < 2; j++)
+#pragma unroll
+                        for (int m = 0; m < 4; m++) {
+                            const OperandA keys = {a[m][2 * k], a[m][2 * k + 1]};
+                            mma(reinterpret_cast<Accumulator(&)[2]>(c[m][n])[j], keys, b[n][2 * j + k]);
+                        }
+        }
+    }
+    // Blocks add to the gradient of a bias (Family::stores_dbias).
+    static __device__ __forceinline__ bool store_bias_gradient(const float (&)[8], const BwdParams&, int, int, int) {
+        return false;
+    }
+
+    // ---- gradients --------------------------------------------------------------------------------
+    using KeySums = Accumulator[4][8];  // 16 rows, 8 columns
+    using QuerySums = KeySums;
+    static __device__ __forceinline__ void multiply(KeySums& c, const u32 (&a)[4][4], u32 b_address) {
+#pragma unroll
+        for (int pair = 0; pair < 4; pair++) {  // of column tiles
+            u32 b[4];
+            load_matrices_transposed(b, pair_after<TermRows>(b_address, pair));
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int m = 0; m < 4; m++) {
+                        const OperandA rows = {a[m][2 * k], a[m][2 * k + 1]};
+                        mma(c[m][2 * pair + i], rows, b[2 * i + k]);
+                    }
+        }
+    }
+    static __device__ __forceinline__ u32 key_a(const Lane& lane, int row) { return own_operand(lane, row); }
+    static __device__ __forceinline__ u32 key_b(const Lane& lane, int column) {
+        return by_rows<TermRows>(0, lane.lane, column / kChunk);
+    }
+    static __device__ __forceinline__ void multiply_keys(KeySums& c, u32 a_address, u32 b_address) {
+#pragma unroll
+        for (int pair = 0; pair < TermColumns::kChunks / 2; pair++) {
+            u32 a[4][4];
+#pragma unroll
+            for (int m = 0; m < 4; m++)
+                load_matrices(a[m], pair_after<TermColumns>(a_address, pair) + m * 16 * TermColumns::kRowBytes);
+            multiply(c, a, b_address + pair * 16 * TermRows::kRowBytes);
+        }
+    }
+    // Rows are keys, transposed by the load: matrices 0 and 1 are the queries of the first eight keys.
+    static __device__ __forceinline__ u32 query_a(const Lane& lane, int row) {
+        return remat_swizzled<TermRows::kChunks>(lane.lane % 8 + lane.lane / 16 * 8, row / kChunk + lane.lane / 8 % 2);
+    }
+    static __device__ __forceinline__ u32 query_b(const Lane& lane, int column) { return key_b(lane, column); }
+    static __device__ __forceinline__ void multiply_queries(QuerySums& c, u32 a_address, u32 b_address) {
+#pragma unroll
+        for (int key = 0; key < kStagedTerms; key += 16) {
+            u32 a[4][4];
+#pragma unroll
+            for (int m = 0; m < 4; m++)
+                load_matrices_transposed(a[m], pair_after<TermRows>(a_address, m) + key * TermRows::kRowBytes);
+            multiply(c, a, b_address + key * TermRows::kRowBytes);
+        }
+    }
+    template <class F>
+    static __device__ __forceinline__ void for_each_pair(const KeySums& c, F f) {
+        const Lane lane(threadIdx.x % 32);
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int n = 0; n < 8; n++)
+                    f(16 * m + 8 * h + lane.group, 8 * n + 2 * lane.quad, c[m][n][2 * h], c[m][n][2 * h + 1]);
+    }
+};
+static_assert(covers_tile<StoredFamily::Layout>(), "score_layout.cuh");
+static_assert(has_rows_and_keys<StoredFamily::Layout>(), "backward/score_coord.cuh");
+
+}  // namespace turing

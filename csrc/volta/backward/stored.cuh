@@ -1,0 +1,116 @@
+// What the backward kernels for large headdims need of volta (backward/store_scores.cuh, backward/stored_gradients.cuh).
+#pragma once
+
+#include "backward/staged_tiles.cuh"
+#include "volta/backward/bias_gradient.cuh"
+#include "volta/backward/products.cuh"
+
+namespace volta {
+
+struct StoredFamily {
+    using RowStats = volta::RowStats;
+
+    // ---- scores -----------------------------------------------------------------------------------
+    struct Layout : KeysLayout {
+        static constexpr int kKeyPartnerMask = 1, kQueryPartnerMask = 2;
+    };
+    // Distance of neighboring queries in the statistics, from the lane's first query on.
+    static constexpr int kLaneStatistics = RowStats::kRowFloats;
+    static __device__ __forceinline__ void load_statistics(Accumulator& x, const float* stats) {
+        Accumulator loaded[1][1];
+        load_stats(loaded, stats);
+#pragma unroll
+        for (int v = 0; v < 8; v++) x[v] = loaded[0][0][v];
+    }
+    static __device__ __forceinline__ int tile_row(int row) { return row; }
+    static __device__ __forceinline__ u32 own_operand(const Lane& lane, int row) {
+        return volta::own_operand<TermColumns>(0, lane, row);
+    }
+    static __device__ __forceinline__ u32 other_operand(const Lane& lane, int row) {
+        return step_operand<TermColumns>(0, lane, row);
+    }
+    static __device__ __forceinline__ void multiply_scores(Accumulator (&c)[4][4], u32 a, u32 b) {
+#pragma unroll
+        for (int chunk = 0; chunk < TermColumns::kChunks; chunk++) {
+            const Fragments<TermColumns, 4, 4> f(chunk_after<TermColumns::kChunks>(a, chunk),
+                                                 chunk_after<TermColumns::kChunks>(b, chunk));
+            f.multiply_low(c);
+            f.multiply_high(c);
+        }
+    }
+    static __device__ __forceinline__ bool store_bias_gradient(const Accumulator& ds, const BwdParams& p, int head, int row,
+                                                               int key) {
+        if (!p.dbias_is_fp16) return false;
+        volta::store_bias_gradient(volta::pack_tile(ds), p, head, ScoreCoord<KeysLayout>(Lane(), row, key));
+        return true;
+    }
+
+    // ---- dK and dV --------------------------------------------------------------------------------
+    using KeySums = Gradient<4, 2>;
+    static __device__ __forceinline__ u32 key_a(const Lane& lane, int row) { return score_operand(0, lane, row); }
+    static __device__ __forceinline__ u32 key_b(const Lane& lane, int column) {
+        return column_operand<TermRows>(0, lane, column / 32);
+    }
+    static __device__ __forceinline__ void multiply_keys(KeySums& c, u32 a, u32 b) { accumulate<TermRows, 1>(c, a, b); }
+    template <class F>
+    static __device__ __forceinline__ void for_each_pair(const KeySums& c, F f) {
+        const Lane lane;
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int v = 0; v < 8; v += 2)
+                        f(score_own(lane, m, v), 32 * j + column_in_block(lane, i, v), c[m][j][i][v], c[m][j][i][v + 1]);
+    }
+
+    // ---- dQ ---------------------------------------------------------------------------------------
+    // Both operands are rows of keys. Operand A is column-major: half i of a lane's chunk of queries is one operand, as half h of
+    // its chunk of columns is one operand B.
+    using QuerySums = Accumulator[2][2][2][2];  // [block of 32 queries][i][block of 32 columns][h]
+    static __device__ __forceinline__ u32 query_a(const Lane& lane, int row) {
+        return swizzled<TermRows::kChunks>(lane.quad, row / 8 + 2 * lane.qm + lane.half);
+    }
+    static __device__ __forceinline__ u32 query_b(const Lane& lane, int column) { return key_b(lane, column); }
+    static __device__ __forceinline__ void multiply_queries(QuerySums& c, u32 a_address, u32 b_address) {
+        constexpr int kChunks = TermRows::kChunks;
+#pragma unroll
+        for (int key = 0; key < kStagedTerms; key += 4) {
+            const u32 shift = key % 8 ? row_swizzle<kChunks>(4) : 0;
+            const u32 a0 = chunk_after<kChunks>(a_address, shift) + key * TermRows::kRowBytes;
+            const u32 b0 = chunk_after<kChunks>(b_address, shift) + key * TermRows::kRowBytes;
+            const uint4 a[2] = {load_shared(a0), load_shared(chunk_after<kChunks>(a0, 4))};
+            const uint4 b[2] = {load_shared(b0), load_shared(chunk_after<kChunks>(b0, 4))};
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    mma_col_row(c[m][0][j][0], a[m].x, a[m].y, b[j].x, b[j].y);
+                    mma_col_row(c[m][0][j][1], a[m].x, a[m].y, b[j].z, b[j].w);
+                    mma_col_row(c[m][1][j][0], a[m].z, a[m].w, b[j].x, b[j].y);
+                    mma_col_row(c[m][1][j][1], a[m].z, a[m].w, b[j].z, b[j].w);
+                }
+        }
+    }
+    template <class F>
+    static __device__ __forceinline__ void for_each_pair(const QuerySums& c, F f) {
+        const Lane lane;
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+#pragma unroll
+                        for (int v = 0; v < 8; v += 2) {
+                            const int row = 32 * m + 16 * lane.qm + 8 * (lane.t >> 2) + 4 * i + (lane.t & 1) + (v & 2);
+                            f(row, 32 * j + column_in_block(lane, h, v), c[m][i][j][h][v], c[m][i][j][h][v + 1]);
+                        }
+    }
+};
+
+}  // namespace volta

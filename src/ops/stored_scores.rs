@@ -1,0 +1,54 @@
+//! Memory of P and dS between the kernels of a backward pass for large headdims.
+
+use super::blocks::at;
+use crate::error::Result;
+use crate::launch::Launcher;
+use crate::params::StoredScores;
+use crate::plan::{StoredPlan, STORED_ROWS};
+use crate::problem::Attention;
+use crate::tensor;
+use tch::{Kind, Tensor};
+
+/// The tiles of one launch, which the launches share.
+pub struct StoredMemory {
+    plan: StoredPlan,
+    p: Tensor,
+    ds: Tensor,
+    dq_sums: Tensor,
+}
+
+impl StoredMemory {
+    /// Allocates for launches of this many entries (1 if packed).
+    pub fn new(plan: StoredPlan, a: &Attention, entries: i64, launcher: &dyn Launcher) -> Result<StoredMemory> {
+        let heads = plan.heads * (a.nheads / a.nheads_k);
+        let tile = |columns, kind| {
+            let sizes = [entries, heads, plan.query_tiles, columns, STORED_ROWS, STORED_ROWS];
+            tensor::empty(&sizes, kind, launcher)
+        };
+        let sum_columns = if plan.key_launches > 1 { plan.columns } else { 0 };
+        let (p, ds) = (tile(plan.key_tiles, Kind::Half)?, tile(plan.key_tiles, Kind::Half)?);
+        Ok(StoredMemory { plan, p, ds, dq_sums: tile(sum_columns, Kind::Float)? })
+    }
+
+    /// Returns the tensors by name.
+    pub fn tensors(&self) -> [(&'static str, &Tensor); 3] {
+        [("p", &self.p), ("ds", &self.ds), ("dq_sums", &self.dq_sums)]
+    }
+
+    /// Returns the parameters of each launch, in order.
+    pub fn launches(&self, nheads_k: i64) -> impl Iterator<Item = StoredScores> + '_ {
+        let plan = self.plan;
+        plan.launches(nheads_k).map(move |(first_head, first_key_tile)| StoredScores {
+            p: self.p.data_ptr() as *mut u16,
+            ds: self.ds.data_ptr() as *mut u16,
+            dq_sums: at(&self.dq_sums, 0),
+            query_tiles: plan.query_tiles as i32,
+            key_tiles: plan.key_tiles as i32,
+            first_key_tile: first_key_tile as i32,
+            heads: plan.heads as i32,
+            first_head: first_head as i32,
+            is_first: (first_key_tile == 0) as i32,
+            is_last: (first_key_tile == (plan.key_launches - 1) * plan.key_tiles) as i32,
+        })
+    }
+}

@@ -1,0 +1,46 @@
+//! Plans the backward pass for large headdims: P and dS travel through memory.
+
+use super::plan::{scratch_rows, BackwardPlan};
+use super::tiles::{tiles, StoredPlan};
+use crate::error::Result;
+use crate::kernels::{self, Kernels};
+use crate::limits::COMMON_HEADDIM;
+use crate::plan::choose::choose;
+use crate::plan::device::DeviceLimits;
+use crate::plan::features::{features, BackwardMode};
+use crate::plan::grid::scratch;
+use crate::plan::kernel::PlannedKernel;
+use crate::problem::Attention;
+use crate::tuning::Shape;
+
+/// Query tiles that the scores kernel takes together: a multiple of it is on the grid.
+const QUERY_TILES_TOGETHER: i64 = 8;
+
+/// Returns true if no other kernels have room for the headdims.
+pub(super) fn needs_stored(a: &Attention) -> bool {
+    a.headdim.max(a.headdim_v) > COMMON_HEADDIM
+}
+
+/// Plans the kernels of a backward pass that stores P and dS.
+pub(super) fn stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
+    let [prepare, scores, gradients] = choose(kernels, kernels::STORED_BACKWARD, &Shape::of(a), features(a, mode), d)?;
+    let plan = StoredPlan::new(a);
+    let group = a.nheads / a.nheads_k;
+    let query_tiles = tiles(a.seqlen_q);
+    let rounded = (query_tiles as u64).next_multiple_of(QUERY_TILES_TOGETHER as u64) as i64;
+    let tiles_of_head = plan.key_tiles * (plan.columns + tiles(a.headdim_v)) + group * query_tiles * plan.columns;
+    let on = |(variant, reason), [x, y]: [i64; 2]| PlannedKernel { variant, blocks: [x as u32, y as u32], reason, stream_k: None };
+    Ok(BackwardPlan {
+        prepare: Some(crate::plan::grid::planned(prepare, a)),
+        main: on(scores, [rounded * plan.key_tiles, plan.heads * group]),
+        finish: Some(on(gradients, [plan.heads * tiles_of_head, 1])),
+        deterministic: true,
+        main_launches: plan.launches(a.nheads_k).count() as u32,
+        tail: None,
+        dq_accum_splits: 0,
+        scratch: scratch(scores.0),
+        scratch_rows: scratch_rows(scores.0, a),
+        headdim_rounded: 0,
+        stored: Some(plan),
+    })
+}

@@ -1,0 +1,61 @@
+//! Divides P and dS of a backward pass for large headdims into tiles and launches.
+
+use crate::limits::MAX_GRID_YZ;
+use crate::problem::Attention;
+
+/// Keys, and queries, of a tile of stored scores; rows and columns of a tile of gradients (csrc/backward/stored_scores.cuh).
+pub const STORED_ROWS: i64 = 128;
+/// Tiles of P and of dS in 64 MiB. More would save launches alone: these fill a GPU several times.
+const MAX_TILES: i64 = 1024;
+/// Tiles of P and dS of one launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredPlan {
+    /// Batch entries of a launch.
+    pub batches: i64,
+    /// KV heads of a launch.
+    pub heads: i64,
+    /// Key tiles of a launch.
+    pub key_tiles: i64,
+    /// Launches for the keys of a head. Sums of dq wait in memory between them.
+    pub key_launches: i64,
+    /// Query tiles of a head in an entry, or of all sequences if packed.
+    pub query_tiles: i64,
+    /// Column tiles of dq.
+    pub columns: i64,
+}
+
+/// Returns the tiles that these rows, or columns, need.
+pub(super) fn tiles(rows: i64) -> i64 {
+    (rows as u64).div_ceil(STORED_ROWS as u64) as i64
+}
+
+/// Divides `n` into the fewest parts of at most `most`, and returns the size of the largest of equal parts.
+fn even(n: i64, most: i64) -> i64 {
+    let parts = (n as u64).div_ceil(most.max(1) as u64);
+    (n as u64).div_ceil(parts) as i64
+}
+
+impl StoredPlan {
+    pub(super) fn new(a: &Attention) -> StoredPlan {
+        // packed: a sequence begins at its first row / 128 plus its number
+        let query_tiles = a.total_q().map_or(tiles(a.seqlen_q), |total| total / STORED_ROWS + a.batch + 1);
+        let of_entry = a.nheads / a.nheads_k * query_tiles;
+        let all_keys = tiles(a.seqlen_k);
+        // all keys of some heads, because sums of dq cost memory traffic, else some keys of one head
+        let batches = match a.total_q() {
+            Some(_) => MAX_GRID_YZ,
+            None => even(a.batch, MAX_GRID_YZ.min(MAX_TILES / (of_entry * all_keys))),
+        };
+        let of_launch = of_entry * if a.total_q().is_some() { 1 } else { batches };
+        let heads = even(a.nheads_k, MAX_TILES / (of_launch * all_keys));
+        let key_tiles = if of_launch * all_keys <= MAX_TILES { all_keys } else { even(all_keys, MAX_TILES / of_launch) };
+        let key_launches = (all_keys as u64).div_ceil(key_tiles as u64) as i64;
+        StoredPlan { batches, heads, key_tiles, key_launches, query_tiles, columns: tiles(a.headdim) }
+    }
+
+    /// Returns (first KV head, first key tile) of each launch for `nheads_k` heads.
+    pub fn launches(self, nheads_k: i64) -> impl Iterator<Item = (i64, i64)> {
+        let heads = (0..nheads_k).step_by(self.heads as usize);
+        heads.flat_map(move |head| (0..self.key_launches).map(move |launch| (head, launch * self.key_tiles)))
+    }
+}

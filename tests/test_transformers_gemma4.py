@@ -1,0 +1,123 @@
+"""Gemma 4 of transformers, small and random: two local layers of headdim 256 with a window and a global one of 512."""
+
+import copy
+import os
+
+import pytest
+import torch
+
+from conftest import on
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+if not hasattr(transformers, "Gemma4TextConfig"):
+    pytest.skip("this transformers has no Gemma 4", allow_module_level=True)
+
+import test_transformers as plain
+from test_transformers import BATCH, SEQLEN, TOLERANCE, WINDOW, padding, profile, tokens
+
+quiet = plain.quiet
+LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention"]
+
+
+def config(**options):
+    options.setdefault("layer_types", LOCAL_GLOBAL)
+    return transformers.Gemma4TextConfig(
+        **dict(plain.GROUPED, num_hidden_layers=len(options["layer_types"])), vocab_size_per_layer_input=100,
+        hidden_size_per_layer_input=16, sliding_window=WINDOW, **options,
+    )  # fmt: skip
+
+
+CONFIGS = {
+    "own keys": config,
+    # the models of 26B and more: keys are the values, and global layers have fewer heads of them
+    "k is v": lambda: config(attention_k_eq_v=True, num_global_key_value_heads=1),
+    # E2B and E4B: the last layers read the keys of earlier ones
+    "shared": lambda: config(layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2),
+}
+
+
+def make(made, implementation):
+    model = plain.make(made, transformers.Gemma4ForCausalLM, implementation)
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            # scores of order 1: random weights give 20, where training amplifies any rounding
+            parameter.data.mul_(parameter.numel() ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request):
+    eager, ours = (make(CONFIGS[request.param](), implementation) for implementation in ("eager", "volta_fa"))
+    headdims = [layer.self_attn.head_dim for layer in ours.model.layers]
+    assert headdims == [256 if kind == "sliding_attention" else 512 for kind in ours.config.layer_types]
+    return eager, ours
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
+def test_logits(pair, kind):
+    eager, ours = pair
+    mask = None if kind == "none" else padding(kind)
+    keep = slice(None) if mask is None else mask.bool()
+    inputs = {"input_ids": tokens(), "attention_mask": mask, "use_cache": False}
+    found, calls = profile(lambda: plain.run(ours, **inputs))
+    # eager in fp64 makes NaN of padding
+    torch.testing.assert_close(found[keep], plain.run(eager, **inputs)[keep], **TOLERANCE)
+    assert not calls.theirs and calls.count == len(ours.model.layers)
+
+
+def test_training(pair):
+    eager, ours = pair
+    ids = torch.randint(3, 100, (2, BATCH, SEQLEN), generator=torch.Generator().manual_seed(3))
+    batches = [{"input_ids": x, "labels": x} for x in ids]
+
+    def losses(model):
+        return plain.losses(model, batches, steps=50, lr=0.01)
+
+    expected, found = losses(eager), losses(ours)
+    assert expected[-1] < 0.5 * expected[0]
+    plain.assert_right(found, expected, lambda: losses(copy.deepcopy(eager).double()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("how", ["greedy", "beam", "static cache"])
+def test_generate(pair, how):
+    eager, ours = pair
+    options = {"greedy": {}, "beam": {"num_beams": 3}, "static cache": {"cache_implementation": "static"}}[how]
+    for inputs in ({"input_ids": tokens(), "attention_mask": padding("left")}, {"input_ids": tokens(1)}):
+        found, calls = profile(lambda inputs=inputs: plain.generate(ours, **inputs, **options))
+        assert torch.equal(found, plain.generate(eager, **inputs, **options))
+        assert calls.count == 8 * len(ours.model.layers) and not calls.theirs
+        # of a prompt, layers that read the keys of others compute the last row only, and get one row of mask
+        assert calls.biased == ours.config.num_kv_shared_layers
+
+
+@on("sim", "cuda")
+def test_on_kernels(backend):
+    """fp16: no further from eager in fp32 than twice eager in fp16 is."""
+    eager, ours = (make(config(), implementation).to(backend.device) for implementation in ("eager", "volta_fa"))
+    inputs = {"input_ids": tokens().to(backend.device), "attention_mask": padding("left").to(backend.device)}
+    keep = inputs["attention_mask"].bool()
+    exact = plain.run(eager, **inputs)
+    theirs = plain.run(eager.half(), **inputs).float()
+    if backend.name == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    found = plain.run(ours.half(), **inputs).float()
+    assert (found - exact)[keep].abs().max() <= 2 * (theirs - exact)[keep].abs().max()
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["gathered", "pages"])
+def test_continuous_batching(pages, monkeypatch):
+    """Global layers only: the cache of transformers 5.23 has one headdim."""
+    made = config(layer_types=["full_attention"] * 3, head_dim=512, per_layer_config={})
+    pair = [make(made, implementation) for implementation in ("eager", "volta_fa")]
+    plain.check_continuous_batching(*pair, pages, pages, monkeypatch, memory=2**30)
+
+
+def test_continuous_batching_of_two_headdims(monkeypatch):
+    """transformers refuses it under any attention."""
+    machine = (torch.device("cpu"), 2**30, 0, 0)
+    monkeypatch.setattr("transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown", lambda: machine)
+    for implementation in ("eager", "volta_fa"):
+        with pytest.raises(Exception, match="head_dim.* is a per-layer attribute"):
+            make(config(), implementation).generate_batch([[3, 4, 5]], progress_bar=False)
