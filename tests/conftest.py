@@ -128,25 +128,25 @@ def need(backend: str):
 
 def on(*backends: str, slow: tuple[str, ...] = ()):
     """Parametrizes a test over backends. `make test` leaves those in `slow` out."""
-    params = [*map(_param, backends), *(pytest.param(b, id=b, marks=pytest.mark.slow) for b in slow)]
+    params = [*map(_param, backends), *(_param(b, slow=True) for b in slow)]
     return pytest.mark.parametrize("backend", params, indirect=True)
 
 
-def on_cases(*pairs: tuple[list[str], list]):
-    """Parametrize over (backends, cases) pairs; each case has an `id`."""
+def on_cases(*pairs: tuple[list[str], list], slow: tuple[tuple[list[str], list], ...] = ()):
+    """Parametrize over (backends, cases) pairs; each case has an `id`. `make test` leaves out what only `slow` has."""
     seen, params = set(), []
-    for backends, cases in pairs:
+    for number, (backends, cases) in enumerate((*pairs, *slow)):
         for case in cases:
             for b in backends:
                 name = f"{b}-{case}"
                 if name not in seen:
                     seen.add(name)
-                    params.append(_param(b, case, name=name))
+                    params.append(_param(b, case, name=name, slow=number >= len(pairs)))
     return pytest.mark.parametrize("backend,case", params, indirect=["backend"])
 
 
-def _param(backend: str, *rest, name: str | None = None):
-    marks = [pytest.mark.cuda] if backend.startswith("cuda") else []
+def _param(backend: str, *rest, name: str | None = None, slow: bool = False):
+    marks = [pytest.mark.cuda] * backend.startswith("cuda") + [pytest.mark.slow] * slow
     return pytest.param(backend, *rest, id=name or backend, marks=marks)
 
 
@@ -157,6 +157,8 @@ class Backend:
     name: str
     seed: int
     monkeypatch: pytest.MonkeyPatch
+    #: True: the forward pass runs on the CPU, for tests of the backward pass alone.
+    forward_on_cpu: bool = False
     device: str = field(init=False)
     dtype: torch.dtype = field(init=False)
 
@@ -187,6 +189,11 @@ class Backend:
 
     def forward_and_state(self, q, k, v, **options) -> tuple[Tensor, Tensor, Tensor]:
         """Returns fwd's results. Kernels run twice (simulator: in both warp orders); results must be bitwise identical."""
+
+        if self.forward_on_cpu:
+            state = torch.Generator().manual_seed(self.seed)
+            given = {name: t.cpu() if isinstance(t, Tensor) else t for name, t in options.items()}
+            return tuple(t.to(self.device) for t in torch.ops.volta_fa.fwd(q.cpu(), k.cpu(), v.cpu(), generator=state, **given))
 
         def run():
             # runs of one problem draw the same numbers

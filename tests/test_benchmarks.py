@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import os
+import struct
 import subprocess
 import sys
 
@@ -124,6 +125,52 @@ def test_volta_on_a_turing_card(tmp_path):
     [row] = results(tmp_path, "volta")
     assert 0 < row["tflops"] < volta.GPUS["rtx2080ti"].peak_tflops
     assert ("turing", row["registers"]) in {(v["family"], v["registers"]) for v in INFO["variants"]}
+
+
+def test_models_resumes(tmp_path):
+    need("sim")
+    kept = tmp_path / "kept.jsonl"
+    arguments = ("--gpu", "t4", "--only", "SDXL, 64x64 to text", "--resume", kept)
+    run("models", *arguments, "--json", tmp_path / "first.json")
+    [line] = map(json.loads, kept.read_text().splitlines())
+    assert line["gpu"] == "t4" and line["figures"]["us"] > 0
+    kept.write_text(json.dumps(line | {"figures": line["figures"] | {"us": 12.5}}) + "\n")
+    run("models", *arguments, "--json", tmp_path / "second.json")
+    [row] = json.loads((tmp_path / "second.json").read_text())
+    assert row["us"] == 12.5 and len(kept.read_text().splitlines()) == 1
+
+
+def test_long_sequences(tmp_path):
+    need("sim")
+    from benchmarks import long_sequences
+
+    # K and V of a head of 128 take 512 bytes a token: L2 holds 12,288 tokens of them, or 24,576 at headdim 64
+    assert [long_sequences.miss_share(n, 128) for n in (4096, 12288, 16384, 65536)] == [0, 0, 0.25, 0.8125]
+    assert long_sequences.miss_share(32768, 64) == 0.25
+    assert long_sequences.machine(0) == ""
+    assert long_sequences.machine(0.25).endswith("=17.600") and long_sequences.machine(1).endswith("=6.600")
+    target = tmp_path / "long.json"
+    run("long_sequences", "--headdims", "64", "--lengths", "65536", "--shares", "0", "--keys", "128", "--json", target)
+    slow, fast = json.loads(target.read_text())
+    assert slow["share"] == 0.625 and 0 < slow["tflops"] < fast["tflops"] < 125
+
+
+def test_cubins_of_a_fat_binary(tmp_path):
+    from benchmarks import pytorch_kernel
+
+    pytest.importorskip("lz4", reason="lz4 is not installed")
+    entries = b""
+    for sm in (70, 75):
+        content = f"cubin for {sm}".encode().ljust(16, b"\0")
+        entry = bytearray(64)
+        struct.pack_into("<HHIQ", entry, 0, 2, 0x101, 64, len(content))
+        struct.pack_into("<I", entry, 28, sm)
+        entries += entry + content
+    library = tmp_path / "library.so"
+    library.write_bytes(b"text" + struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries + b"rest")
+    assert [c.rstrip(b"\0") for c in pytorch_kernel.cubins(library, 75)] == [b"cubin for 75"]
+    with pytest.raises(CommandError, match="expected that of torch 2.7.1"):
+        main("pytorch_kernel", library, tmp_path / "volta-sim")
 
 
 def test_the_gpus_are_those_of_the_simulator():
@@ -266,7 +313,7 @@ def test_docs(tmp_path):
 
 def test_the_page_has_every_section():
     page = (REPOSITORY / "docs" / "reference" / "figures.md").read_text()
-    for name in ("volta", "t4", "rtx2080ti", "decode_sweep", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
+    for name in ("volta", "models", "t4", "rtx2080ti", "decode_sweep", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
         assert page.count(f"<!-- begin {name} -->") == page.count(f"<!-- end {name} -->") == 1
 
 

@@ -40,10 +40,49 @@ def test_models_and_a_pipeline():
     need("sim")
     rows = rows_of("--dtype", "float16", "--no-processes", "--only", "flux/*,vae-512/enable_sdpa,FluxPipeline/*", VOLTA_FA_SIMULATE="1")
     ways = [*(("flux", way) for way in ("enable_sdpa", "flash", "enable_xformers")), ("FluxPipeline", "enable_sdpa")]
+    ways.append(("vae-512", "enable_sdpa"))
     for model, way in ways:
         ran, fell_back = rows[model, way][-2:]
         assert int(ran) > 0 and fell_back == "0", rows
-    assert rows["vae-512", "enable_sdpa"][-2:] == ["2", "headdim"]
+
+
+def test_memory_of_a_head_of_512():
+    """A VAE's attention at 4096 pixels: no tensor of 4096 x 4096, and PyTorch's error."""
+    program = """
+import copy, torch, volta_fa
+from diffusers import AutoencoderKL
+from torch.nn.attention import SDPBackend, sdpa_kernel
+torch.manual_seed(0)
+blocks = dict(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2, block_out_channels=(32, 512))
+block = AutoencoderKL(**blocks, norm_num_groups=16, layers_per_block=1).decoder.mid_block.attentions[0].eval().requires_grad_(False)
+assert block.heads == 1 and block.to_q.out_features == 512
+for parameter in block.parameters():
+    parameter.data.mul_(3 if parameter.dim() > 1 else 1)
+x = torch.randn(1, 512, 64, 64)
+
+def peak():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        out = block(x)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        most = max(most, total)
+    return out, most, max(event.nbytes() for event in events)
+
+with volta_fa.sdpa_enabled("cpu"):
+    found, most, largest = peak()
+    assert volta_fa.sdpa_stats() == {"ran": 1, "traced": 0, "fell_back": {}}, volta_fa.sdpa_stats()
+with sdpa_kernel(SDPBackend.MATH):
+    theirs, most_of_math, largest_of_math = peak()
+square, one = 4 * 4096**2, x.nbytes
+assert largest == one and most < 7 * one < square <= largest_of_math, (most, largest, most_of_math, largest_of_math)
+exact = copy.deepcopy(block).double()(x.double())
+error, allowed = ((t - exact).abs().max().item() for t in (found, theirs))
+assert error <= 2 * allowed, (error, allowed)
+"""
+    result = run("-c", program)
+    assert result.returncode == 0, result.stderr
 
 
 def test_context_parallelism():

@@ -214,10 +214,10 @@ def test_simulated(backend):
     check_gradients(backend, out, expected, (q, kv))
 
 
-@pytest.mark.parametrize("headdim, headdim_v", [(1, 1), (20, 20), (59, 59), (24, 40), (36, 16), (111, 250)])
+@pytest.mark.parametrize("headdim, headdim_v", [(1, 1), (20, 20), (59, 59), (24, 40), (36, 16), (111, 250), (300, 300), (512, 512)])
 @BACKENDS
 def test_headdims(backend, headdim, headdim_v):
-    """Any headdim up to 256, and another one for v; the scale is that of the headdim before padding."""
+    """Any headdim up to 512, and another one for v; the scale is that of the headdim before padding."""
     q, k, v = leaf(backend, 2, 5, 2, headdim), leaf(backend, 2, 6, 1, headdim), leaf(backend, 2, 6, 1, headdim_v)
     out = flash_attn_func(q, k, v, causal=True)
     expected, *_ = dense(q, k, v, causal=True)
@@ -480,9 +480,9 @@ def test_errors(backend):
 @pytest.mark.parametrize(
     "message, headdims",
     [
-        (r"q: got headdim 257, expected a headdim from 1 to 256", (257, 257, 257)),
-        (r"q: got headdim 260, .* to 256", (260, 260, 16)),
-        (r"v: got headdim 257, .* to 256", (16, 16, 257)),
+        (r"q: got headdim 513, expected a headdim from 1 to 512", (513, 513, 513)),
+        (r"q: got headdim 516, .* to 512", (516, 516, 16)),
+        (r"v: got headdim 513, .* to 512", (16, 16, 513)),
         (r"k: got headdim 14, expected headdim 12, that of q", (12, 14, 12)),  # both are padded to 16
         (r"k: got headdim 9, expected headdim 16", (16, 9, 16)),
         (r"q: got headdim 0, expected a headdim from 1", (0, 0, 16)),

@@ -289,6 +289,24 @@ def test_enable_flex(enabled):
             assert not runs_on_volta_fa(lambda function=function: function(*inputs, block_mask=block_mask))[1], name
 
 
+def test_disable_flex_leaves_a_later_patch(enabled, monkeypatch):
+    ours = torch_flex.flex_attention
+    torch_function = volta_fa.flex.switch.original()
+
+    def patched(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    monkeypatch.setattr(torch_flex, "flex_attention", patched)
+    volta_fa.disable_flex()
+    assert torch_flex.flex_attention is patched and volta_fa.flex.switch.original() is torch_function
+    volta_fa.enable_flex("cpu")
+    assert torch_flex.flex_attention is patched
+    monkeypatch.undo()
+    assert torch_flex.flex_attention is ours
+    volta_fa.disable_flex()
+    assert torch_flex.flex_attention is torch_function
+
+
 # ---- masks of others, written anew from their descriptions -----------------------------------------------------------
 
 IMAGES = torch.tensor([[0, 70], [20, 70], [70, 150]])  # the queries that see each image, of 50 tokens

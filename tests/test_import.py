@@ -28,8 +28,12 @@ TIMES = """
 @pytest.mark.alone
 def test_the_import_is_short_beside_that_of_torch():
     """The least of several, since what else the machine does only adds; a share of torch's own, where the machine is a slow one."""
-    of_torch, ours = map(min, zip(*(map(float, run_python(TIMES).split()) for _ in range(RUNS))))
-    assert ours <= max(LIMIT_MS, 0.05 * of_torch), f"{ours:.0f} ms beyond torch's {of_torch:.0f} ms"
+    of_torch = ours = float("inf")
+    for _ in range(RUNS):
+        of_torch, ours = map(min, (of_torch, ours), map(float, run_python(TIMES).split()))
+        if ours <= max(LIMIT_MS, 0.05 * of_torch):
+            return
+    pytest.fail(f"{ours:.0f} ms beyond torch's {of_torch:.0f} ms")
 
 
 def test_the_import_starts_nothing():
@@ -94,6 +98,7 @@ def test_modules_import_each_other_without_cycles():
         "inspection.info",
         "kv_formats.quantize_kv",
         "rotary.RotaryEmbedding",
+        "sageattention.sageattn",
         "sdpa.enable_sdpa",
         "vllm.register",
     ],

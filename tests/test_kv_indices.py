@@ -166,9 +166,10 @@ MLA = [
 
 
 @on_cases(
-    (["cpu-fp32", "cpu-fp64", "cpu-bf16", "sim", "cuda"], IN_PLACE + COPIED),
-    (["cpu-fp32", "sim", "cuda"], MLA),
+    (["cpu-fp32", "sim", "cuda"], IN_PLACE + COPIED + MLA),
+    (["cpu-fp64", "cpu-bf16"], IN_PLACE[::4] + COPIED[::4]),
     (BF16_KERNELS, [IN_PLACE[1], IN_PLACE[8], IN_PLACE[12], COPIED[1], MLA[0]]),
+    slow=((["cpu-fp64", "cpu-bf16"], IN_PLACE + COPIED),),
 )
 def test_against_fp64(backend, case):
     check(backend, case)

@@ -205,6 +205,7 @@ CASES = [
     Cached(((2, 9, 5), (2, 0, 5), (2, 59, 5)), layout="wide", headdim=40, headdim_v=24),
     Cached(((3, 9, 3), (3, 0, 3), (3, 61, 3)), rotary="half"),
     Cached(((3, 9, 3), (3, 16, 3)), page=0, rotary="interleaved", leftpad=(2, 11), nheads=4, nheads_k=2),
+    Cached(((2, 9, 5), (2, 0, 5), (2, 59, 5)), headdim=512, rotary="half"),
     # what no kernel reads where it is
     Cached(APPEND, headdim=20, headdim_v=12, nheads=4, nheads_k=2),
 ]
@@ -213,7 +214,7 @@ CASES = [
 TILES = [
     *(
         Cached(tuple((n, cached, 0) for cached in (1, 77, 200)), headdim=d, nheads=2 * group, nheads_k=2)
-        for d in (64, 128, 256)
+        for d in (64, 128, 256, 512)
         for n, group in ((1, 8), (2, 6), (4, 8))
     ),
     Cached(((1, 7000, 0), (1, 0, 0), (1, 900, 0)), nheads=2),
@@ -232,7 +233,7 @@ STAGED = [
         window_left=350 if group == 4 else -1,
         kv_dtype="int4",
     )
-    for d in (64, 128, 256)
+    for d in (64, 128, 256, 512)
     for group, page in zip(range(1, 9), (16, 64, 256, 48, 0, 16, 32, 256))
 ]
 
@@ -423,7 +424,7 @@ def test_dequantizes_in_one_launch(backend):
 
 
 @on("sim", "cuda")
-@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("headdim", [64, 128, 256, 512])
 def test_a_page_that_does_not_exist(backend, headdim):
     """Anywhere among the steps that int4's warps load ahead: its sequence is NaN, and no other."""
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")

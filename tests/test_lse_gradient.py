@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from conftest import ALL, BF16_KERNELS, Case, check, on
+from conftest import ALL, BF16_KERNELS, Case, check, on, on_cases
 
 op = torch.ops.volta_fa
 GPUS = ("v100", "t4")
@@ -52,10 +52,14 @@ def gradient_of_lse(backend, q):
     return backend.randn(*rows).float()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@on(*ALL, *BF16_KERNELS)
+#: Other dtypes take the same road.
+OF_EACH_DTYPE = CASES[1::4]
+
+
+@on_cases((["cpu-fp32", "sim", "cuda"], CASES), (ALL + BF16_KERNELS, OF_EACH_DTYPE), slow=((ALL + BF16_KERNELS, CASES),))
 def test_gradients(backend, gpu, case):
     inputs, options = case.problem(backend)
+    backend.forward_on_cpu = backend.machine == "sim"
     check(backend, *inputs, deterministic=case.deterministic, dlse=gradient_of_lse(backend, inputs[0]), **options)
 
 

@@ -53,7 +53,7 @@ def test_the_page_of_argument_errors_names_arguments_values_and_places():
     texts = {(m.path, m.text) for m in tool.messages()}
     # a literal, a constant in a literal, a parameter that callers fill, a loop over names, a name that Python assigns before
     assert ("src/problem/scores.rs", "softmax_scale: got …, expected a finite float32 number") in texts
-    assert ("src/problem/operands.rs", "q or v_cache or v: got headdim …, expected a headdim from 1 to 256") in texts
+    assert ("src/problem/operands.rs", "q or v_cache or v: got headdim …, expected a headdim from 1 to 512") in texts
     assert ("src/problem/scores.rs", "window_left or window_right: got …, expected -1 (no bound) or a number of keys >= 0") in texts
     mesh = "volta_fa.distributed.…: mesh: got … dimensions, expected 1 (a ring) or 2 (ring, Ulysses)"
     assert ("python/volta_fa/distributed/groups.py", mesh) in texts

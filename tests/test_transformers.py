@@ -478,11 +478,16 @@ def test_compiled_decoding_with_a_static_cache(name, kind):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
 def test_continuous_batching(name, pages, monkeypatch):
     """Requests of different lengths share batches and a paged cache; each gets what it gets alone."""
-    # up to 5.20 transformers takes a CPU for one without memory, unless psutil is there
-    machine = (torch.device("cpu"), 2**28, 0, 0)
-    monkeypatch.setattr("transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown", lambda: machine)
     eager, _ = models(name)
-    ours = make(*CAUSAL[name](transformers), "volta_fa")
+    # a cache in parts, one for each kind of layer, is gathered
+    paged = pages and name in ("llama", "qwen3")
+    check_continuous_batching(eager, make(*CAUSAL[name](transformers), "volta_fa"), pages, paged, monkeypatch)
+
+
+def check_continuous_batching(eager, ours, pages, paged, monkeypatch, memory=2**28):
+    # up to 5.20 transformers takes a CPU for one without memory, unless psutil is there
+    machine = (torch.device("cpu"), memory, 0, 0)
+    monkeypatch.setattr("transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown", lambda: machine)
     prompts = [tokens(1, n)[0].tolist() for n in (3, 20, 11, 31)]
     config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
     page_size = "page_size" if "page_size" in transformers.ContinuousBatchingConfig.__dataclass_fields__ else "block_size"  # 5.17
@@ -503,8 +508,7 @@ def test_continuous_batching(name, pages, monkeypatch):
         for registered in names:
             transformers.AttentionInterface.register(registered, volta_fa.transformers.attention)
     assert ours.config._attn_implementation in names
-    # a cache in parts, one for each kind of layer, is gathered
-    assert tables and any(tables) == (pages and name in ("llama", "qwen3"))
+    assert tables and any(tables) == paged
     by_prompt = {tuple(r.prompt_ids): r.generated_tokens for r in results.values()}
     for prompt in prompts:
         alone = generate(eager, input_ids=torch.tensor([prompt]))[0, len(prompt) :]
@@ -564,9 +568,9 @@ def test_decoding_in_blocks_after_padding(name, rows):
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
-def losses(model, batches, steps=20, **inputs):
+def losses(model, batches, steps=20, lr=0.05, **inputs):
     model = copy.deepcopy(model).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     history = []
     for step in range(steps):
         loss = model(**batches[step % len(batches)], **inputs).loss
@@ -883,9 +887,9 @@ def test_other_versions_of_transformers(version, monkeypatch):
 
 
 def test_headdim_above_256_is_refused():
-    config = transformers.LlamaConfig(**GROUPED, head_dim=260)
+    config = transformers.LlamaConfig(**GROUPED, head_dim=520)
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="volta_fa")
-    with pytest.raises(NotImplementedError, match="headdim: got 260 in LlamaAttention, expected at most 256"):
+    with pytest.raises(NotImplementedError, match="headdim: got 520 in LlamaAttention, expected at most 512"):
         run(model, input_ids=tokens())
 
 

@@ -64,9 +64,11 @@ SHARED = [even(8, 2500, 30, nheads=8, headdim=128), even(16, 3000, nheads=4, hea
 
 
 @on_cases(
-    (["cpu-fp32", "cpu-fp64", "cpu-bf16", "sim", "cuda"], LAYOUTS + WINDOWS + COPIED),
+    (["cpu-fp32", "sim", "cuda"], LAYOUTS + WINDOWS + COPIED),
+    (["cpu-fp64", "cpu-bf16"], LAYOUTS[::4] + COPIED[1:2]),
     (["sim", "cuda"], TILES + SHARED),
     (BF16_KERNELS, TILES + LAYOUTS[5:11:2] + WINDOWS[3:4] + COPIED[:1]),
+    slow=((["cpu-fp64", "cpu-bf16"], LAYOUTS + WINDOWS + COPIED),),
 )
 def test_against_fp64(backend, case):
     (check_quantized if case.kv_dtype else check)(backend, case)

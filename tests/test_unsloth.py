@@ -203,7 +203,7 @@ def test_sinks_of_gpt_oss(unsloth, window):
         ("attention_mask", {"attention_mask": torch.ones(BATCH, SEQLEN)}, HEADDIM),
         ("prefix", {"prefix_seg_info": object()}, HEADDIM),
         ("causal_mask", {"causal_mask": object()}, HEADDIM),
-        ("headdim", {}, 264),
+        ("headdim", {}, 520),
     ],
 )
 def test_other_calls_fall_back_and_are_counted(unsloth, reason, context, headdim):

@@ -257,6 +257,11 @@ def test_mixed_batches(backend, name):
     serve(backend, name, STEPS)
 
 
+@BACKENDS
+def test_headdim_512(backend):
+    serve(backend, "plain", STEPS, headdim=512)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on("cpu-fp32", "sim", "cuda")
 def test_layouts(backend, layout):
@@ -572,7 +577,7 @@ def test_answers():
     capabilities = {(7, 0): True, (7, 5): True, (9, 0): True, (6, 1): False}
     assert {pair: VoltaBackend.supports_compute_capability(DeviceCapability(*pair)) for pair in capabilities} == capabilities
     sizes = VoltaBackend.get_supported_head_sizes()
-    assert {64, 80, 96, 128, 256} < set(sizes) and not {100, 264, 512} & set(sizes)
+    assert {64, 80, 96, 128, 256, 512} < set(sizes) and not {100, 520, 576} & set(sizes)
     with pytest.raises(ValueError, match="block_size: got 24, expected a multiple of 16"):
         VoltaBackend.get_kv_cache_shape(3, 24, 2, 64)
     # for later releases: what lies beside int8's codes, of a latent one scale
@@ -666,14 +671,21 @@ def test_vllm_takes_the_backend():
         asked = AttentionSelectorConfig(**dict(head_size=128, dtype=torch.float16, kv_cache_dtype="auto", block_size=16) | options)
         return VoltaBackend.validate_configuration(device_capability=DeviceCapability(*capability), **asked._asdict())
 
-    assert reasons() == reasons(has_sink=True) == reasons(head_size=256, block_size=48) == reasons((7, 5), kv_cache_dtype="float16") == []
+    assert (
+        reasons()
+        == reasons(has_sink=True)
+        == reasons(head_size=512)
+        == reasons(head_size=256, block_size=48)
+        == reasons((7, 5), kv_cache_dtype="float16")
+        == []
+    )
     assert (
         reasons(dtype=torch.bfloat16) == ["dtype not supported"]
         and reasons(kv_cache_dtype="fp8") == reasons(kv_cache_dtype="fp8_e5m2") == []
     )
     assert reasons(kv_cache_dtype=INT8) == (["kv_cache_dtype not supported"] if OLD else [])
     assert reasons(kv_cache_dtype="fp8_inc") == ["kv_cache_dtype not supported"]
-    assert reasons(head_size=512) == ["head_size not supported"] and reasons(use_mla=True) == ["MLA not supported"]
+    assert reasons(head_size=520) == ["head_size not supported"] and reasons(use_mla=True) == ["MLA not supported"]
     assert reasons((6, 0)) == ["compute capability not supported"] and reasons(block_size=8) == ["block_size not supported"]
     if "has_sliding_window" in AttentionSelectorConfig._fields:
         assert reasons(has_sliding_window=True) == reasons(use_non_causal=True) == []
