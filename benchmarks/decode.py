@@ -3,7 +3,8 @@
     python -m benchmarks.decode [--all]        simulated
     python -m benchmarks.decode --device cuda  measured, beside a copy kernel and PyTorch's attention
 
-Both take --quantized, --bfloat, --tree, --only TEXT and --json FILE. --tree has pairs of cases, without and with a tree mask.
+Both take --quantized, --bfloat, --tree, --wide, --only TEXT and --json FILE. --tree has pairs of cases, without and with a tree
+mask. --wide has Gemma 4's global layers, with headdim 512. Simulations take --gpu t4, whose DRAM rate then counts.
 
 The simulation times one SM's share of the launch (tools/volta-sim) at the model's DRAM latency and at 3000 cycles,
 which stands for a loaded memory. Shares are of the model's DRAM rate. Simulated times include what one SM does for every
@@ -34,8 +35,10 @@ from volta_fa.kv_formats import KV_DTYPES
 
 from .measure import aligned, ended, median_ms, simulated
 
-#: DRAM rate of the V100 of volta-sim: bytes per cycle and SM, SMs, GHz.
+#: DRAM rate of volta-sim's V100: bytes per cycle and SM, SMs, GHz.
 DRAM_GB_S = 6.6 * 80 * 1.53
+#: DRAM rate of its GPUs.
+DRAM_RATES = {"v100": DRAM_GB_S, "t4": 3.5 * 40 * 1.59}
 #: Simulator settings for each DRAM latency, in cycles: the model's default, and that of a loaded memory.
 LATENCIES = {"430": "", "3000": "dram_latency=3000"}
 
@@ -50,6 +53,7 @@ class Case:
     kv_dtype: str = ""  # of a quantized cache
     bfloat: bool = False  # bf16 instead of fp16
     tree: bool = False  # the queries are a tree of draft tokens
+    kv_heads: int = 0  # 0: 2 KB of fp16 keys per token, so that an SM's share is the same
     target: float = 0.0  # share to reach: simulated at the default DRAM latency, or measured
     slow_target: float = 0.0  # share to reach at a DRAM latency of 3000 cycles
 
@@ -60,7 +64,7 @@ class Case:
 
     @property
     def nheads_k(self) -> int:
-        return 1024 // self.headdim  # 2 KB of fp16 keys per token, so that an SM's share is the same
+        return self.kv_heads or 1024 // self.headdim
 
     @property
     def bytes(self) -> int:
@@ -76,7 +80,8 @@ class Case:
         lengths = f"{batch} x {longest}" if even else f"{longest} + {batch - 1} x {min(self.lengths)}"
         kind = f"{self.kv_dtype}, " if self.kv_dtype else "bf16, " if self.bfloat else ""
         tree = ", tree" if self.tree else ""
-        return f"{kind}headdim {self.headdim}, {lengths}, group {self.group}, queries {self.seqlen_q}, page {self.page}{tree}"
+        heads = f"{self.kv_heads * self.group}/{self.kv_heads} heads" if self.kv_heads else f"group {self.group}"
+        return f"{kind}headdim {self.headdim}, {lengths}, {heads}, queries {self.seqlen_q}, page {self.page}{tree}"
 
 
 def cases(everything: bool) -> Iterator[Case]:
@@ -130,6 +135,16 @@ def tree_cases() -> Iterator[Case]:
                 yield Case(headdim, (4096,) * 8, group=group, seqlen_q=seqlen_q, tree=tree)
 
 
+def wide_cases(gpu: str) -> Iterator[Case]:
+    """Returns cases of Gemma 4's global layers: the models' query and KV heads, and verification steps."""
+    base = Case(512, (4096,) * 8)
+    target = {"v100": 0.95, "t4": 0.90}[gpu]
+    yield from (replace(base, kv_heads=n, target=target) for n in (1, 2, 4))
+    yield from (replace(base, kv_heads=heads, group=group) for heads, group in ((2, 4), (1, 16)))
+    yield from (replace(base, kv_heads=4, seqlen_q=n) for n in (2, 4, 8))
+    yield from (replace(base, kv_heads=4, kv_dtype=name) for name in KV_DTYPES)
+
+
 def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     batch, max_seqlen = len(case.lengths), max(case.lengths)
     pages = [-(-n // case.page) for n in case.lengths]
@@ -161,13 +176,13 @@ def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     return q, k, v, options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
 
 
-def simulate(case: Case, settings: str) -> dict:
+def simulate(case: Case, settings: str, gpu: str = "v100") -> dict:
     q, k, v, options = problem(case, "cpu")
-    reports = simulated(lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options), settings)
+    reports = simulated(lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options), settings, gpu)
     (report,) = (r for r in reports if "decode" in r["kernel"])
     us = sum(r["timing"]["kernel_us"] for r in reports)
     gb_s = case.bytes / us / 1e3
-    return {"kernel": report["kernel"], "us": us, "gb_s": gb_s, "share": gb_s / DRAM_GB_S, "issue": report["timing"]["util"]["issue"]}
+    return {"kernel": report["kernel"], "us": us, "gb_s": gb_s, "share": gb_s / DRAM_RATES[gpu], "issue": report["timing"]["util"]["issue"]}
 
 
 def measure(case: Case, copy_gb_s: float) -> dict:
@@ -213,6 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantized", action="store_true", help="int8, int4 and fp8 caches")
     parser.add_argument("--bfloat", action="store_true", help="bf16 instead of fp16")
     parser.add_argument("--tree", action="store_true", help="draft tokens without and with a tree mask")
+    parser.add_argument("--wide", action="store_true", help="headdim 512, in Gemma 4's shapes")
+    parser.add_argument("--gpu", choices=DRAM_RATES, default="v100", help="the simulated GPU")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
@@ -221,6 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured = options.device == "cuda"
     usual = measured_cases() if measured else cases(options.all)
     every = quantized_cases() if options.quantized else tree_cases() if options.tree else usual
+    if options.wide:
+        every = wide_cases(options.gpu)
     every = (replace(case, bfloat=options.bfloat) for case in every)
     chosen = [case for case in every if options.only in case.name]
     rows, failed = [], 0
@@ -233,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in chosen:
         cells = []
         for name, setting in settings.items():
-            found = measure(case, copy) if measured else simulate(case, setting)
+            found = measure(case, copy) if measured else simulate(case, setting, options.gpu)
             target = case.slow_target if name == "3000" else case.target
             missed = found["share"] < target
             failed += missed

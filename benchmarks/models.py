@@ -12,9 +12,11 @@ Lengths are those of a usual run.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -124,6 +126,20 @@ def simulate(row: Row, gpu: str) -> Figures:
     return Figures(*times, *rates, rates[0] / limit, kernels)
 
 
+def _kept(file: Path | None) -> dict[tuple[str, str], Figures]:
+    """Returns the figures that `_keep` wrote, by GPU and row."""
+    if file is None or not file.exists():
+        return {}
+    lines = (json.loads(line) for line in file.read_text().splitlines())
+    return {(line["gpu"], line["row"]): Figures(**line["figures"]) for line in lines}
+
+
+def _keep(file: Path | None, gpu: str, row: Row, figures: Figures) -> None:
+    if file is not None:
+        with file.open("a") as lines:
+            lines.write(json.dumps({"gpu": gpu, "row": str(row), "figures": asdict(figures)}) + "\n")
+
+
 def grid(results: Sequence[tuple[Row, Figures]], gpu: str) -> Grid:
     """Returns the table of a GPU."""
     found = Grid(
@@ -160,6 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_output_options(parser)
     parser.add_argument("--gpu", choices=GPUS, default="v100", help="the simulated GPU (default v100)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains TEXT")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep every row in FILE, and take the rows that it has from an interrupted run"
+    )
     return parser
 
 
@@ -169,11 +188,16 @@ def main(arguments: Sequence[str]) -> int:
     if not rows:
         raise CommandError(f"--only: got {options.only}, expected a part of a row's name, such as `{ROWS[0]}`")
     results = []
+    known = _kept(options.resume)
     with report.progress() as bar:
         task = bar.add_task("", total=len(rows))
         for row in rows:
             bar.update(task, description=str(row))
-            results.append((row, simulate(row, options.gpu)))
+            figures = known.get((options.gpu, str(row)))
+            if figures is None:
+                figures = simulate(row, options.gpu)
+                _keep(options.resume, options.gpu, row, figures)
+            results.append((row, figures))
             bar.advance(task)
     header = report.facts("models", arguments, device=GPUS[options.gpu].device, **{"kind of figures": "simulated with tools/volta-sim"})
     report.show(header, [grid(results, options.gpu)])
