@@ -49,7 +49,7 @@ def main():
     F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.1)
     print("a mask, dropout and a headdim to pad:", volta_fa.sdpa_stats(reset=True))
 
-    q = torch.randn(2, 4, 50, 320, device=device, dtype=dtype)
+    q = torch.randn(2, 4, 50, 520, device=device, dtype=dtype)
     F.scaled_dot_product_attention(q, q, q)
     print("what the kernels do not have, PyTorch runs:", volta_fa.sdpa_stats(reset=True))
 

@@ -11,8 +11,9 @@ use std::fmt;
 
 /// Version of the file format, which this library reads and `check` writes.
 pub const FORMAT: u32 = 1;
-/// Maximum choices of a tuning. A call compares its shape with each choice at a few nanoseconds: below a microsecond in total.
-pub const MAX_CHOICES: usize = 256;
+/// Maximum choices of a tuning: `check` measures 272 classes on a V100. A call compares its shape with each choice at a few nanoseconds, so at
+/// most two microseconds in total.
+pub const MAX_CHOICES: usize = 512;
 
 /// A GPU with its software. A tuning applies to the GPU and software of its measurements.
 #[derive(Clone, Debug, PartialEq, Eq)]

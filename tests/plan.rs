@@ -1176,7 +1176,7 @@ fn rejects_invalid_tuning_with_its_location() {
         (r#"{"format": 2}"#.into(), "tuning: format: got 2, expected 1"),
         (r#"{"format": 1, "more": 1}"#.into(), "unknown field `more`"),
         (r#"{"format": 1, "failed": ["nosuch"]}"#.into(), "tuning: failed: got `nosuch`, expected a kernel of this build"),
-        (long, "tuning: choices: got 257 of them, expected 256 at most"),
+        (long, "tuning: choices: got 513 of them, expected 512 at most"),
         (choice(r#""pass": "Sideways", "variant": "volta_fwd_64x64""#), "tuning: choices[0].pass: got `Sideways`, expected Forward, "),
         (choice(r#""pass": "Forward", "variant": "nosuch""#), "tuning: choices[0].variant: got `nosuch`"),
         (choice(r#""pass": "Forward", "variant": "volta_bwd_64""#), "expected a kernel of pass Forward"),

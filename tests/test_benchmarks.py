@@ -228,7 +228,7 @@ def test_plan(capsys):
         ("volta", ["--cases", "sideways"], "sideways"),
         ("volta", ["--jobs", "0"], "--jobs 0"),
         ("plan", ["1,4,8,8,64", "--nheads-k", "3"], "--nheads-k 3"),
-        ("plan", ["1,4,8,8,512"], "512"),
+        ("plan", ["1,4,8,8,520"], "520"),
         ("features", ["--shapes", "1,4,8,8"], "1,4,8,8"),
         ("prefill", ["--tokens", "511"], "--tokens 511"),
         ("plan", ["1,4,8,8,64", "--capability", "7"], "--capability 7"),

@@ -189,7 +189,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         )
 
     varlen = "lengths" in features
-    sinks = "own" if varlen else ""
+    sinks = "own" if "sinks" in features else ""
     if "block_mask" in required:
         found = [
             case(141, 155),
@@ -213,8 +213,8 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         ]
     elif features:
         found = [
-            case(141, 155, packed=True, sinks="own", is_causal=True),
-            case(77, 131, less=8, batch=2, used=True, window_left=60),
+            case(141, 155, packed=varlen, sinks=sinks, is_causal=True),
+            case(77, 131, less=8, batch=2, used=varlen, window_left=60),
         ]
     else:
         found = [

@@ -59,12 +59,15 @@ def serves(index: int, force: bool = False) -> bool:
     return bool(torch.ops.volta_fa._sdpa_serves(_sm(index), force))
 
 
-# torch.compile does not trace questions about devices.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def max_headdim(device: torch.device) -> int:
     """Returns the largest headdim that the kernels of a device take."""
     sm = _sm(device.index) if device.type == "cuda" and device.index is not None else 0
     return int(torch.ops.volta_fa._max_headdim(sm))
+
+
+# torch.compile does not trace questions about devices. This is torch.compiler.assume_constant_result without its import of torch._dynamo,
+# which takes longer than that of torch.
+max_headdim._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _sm(index: int) -> int:
