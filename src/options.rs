@@ -1,5 +1,5 @@
-//! The keyword options of the operators: one list each for `volta_fa::fwd` and `bwd`, `volta_fa::fwd_fast`, `volta_fa::prepare_fast`, `volta_fa::fwd_kvcache`
-//! and `volta_fa::fwd_mla`, and one struct with the values of all.
+//! The keyword options of the operators: one list each for `volta_fa::fwd` and `bwd`, `volta_fa::fwd_fast`, `volta_fa::prepare_fast`,
+//! `volta_fa::fwd_kvcache` and `volta_fa::fwd_mla`, and one struct with the values of all.
 //!
 //! Each row of a list gives an option's name, kind and default. A list becomes the struct in which the shim passes the values
 //! ([`OptionArgs`]) and, in C++, the schema, the parameters and arguments of every registration, and what autograd saves

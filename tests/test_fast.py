@@ -335,6 +335,8 @@ def test_prepared_by_kernels(backend, simulate, monkeypatch):
         expected = simulate(q, k, v, generic=generic, **call)
         found = simulate(q, k, v, generic=generic, prepared=of_kernel, **call)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        misaligned = torch.empty(len(of_kernel) + 1, dtype=torch.uint8)[1:].copy_(of_kernel)
+        assert torch.equal(simulate(q, k, v, generic=generic, prepared=misaligned, **call)[0], expected[0])
         model = fwd_fast(q, k, v, **call)
         limit = 6e-3 if q.dtype == torch.bfloat16 else 2e-3
         assert_near(simulate(q, k, v, generic=generic, prepared=of_model, **call), model, limit)
@@ -350,15 +352,34 @@ def test_wrong_prepared(backend):
         with pytest.raises(error, match=words):
             fwd_fast(**{"q": q, "k": k, "v": v, "prepared": prepared, **changed})
 
-    refused(r"fwd_fast: prepared: got .* of shape \[\d+\] .*, expected the \d+ bytes on Cpu of volta_fa::prepare_fast with", rotate=True)
-    refused("prepared: got .*, expected the", k=k[:, :70], v=v[:, :70])
-    refused("prepared: got .*, expected the", prepared=prepared.view(torch.int8))
+    refused(r"fwd_fast: prepared: got \d+ bytes, expected \d+ bytes: what volta_fa::prepare_fast returns for the same k, v", rotate=True)
+    refused(r"prepared: got \d+ bytes, expected \d+ bytes", k=k[:, :70], v=v[:, :70])
+    refused("prepared: got dtype torch.int8, expected torch.uint8", prepared=prepared.view(torch.int8))
+    refused(r"prepared: got a tensor of rank 2 with shape \(1, \d+\), expected rank 1", prepared=prepared[None])
+    refused("prepared: got device meta, expected device cpu, that of q", prepared=prepared.to("meta"))
+    of_meta = {"q": q.to("meta"), "k": k.to("meta"), "v": v.to("meta")}
+    refused(r"prepared: got \d+ bytes, expected \d+ bytes", **of_meta, prepared=prepared.to("meta"), rotate=True)
+    assert fwd_fast(**of_meta, prepared=prepared.to("meta"))[0].shape == q.shape
     misaligned = torch.empty(len(prepared) + 1, dtype=torch.uint8)[1:].copy_(prepared)
     assert torch.equal(fwd_fast(q, k, v, prepared=misaligned)[0], fwd_fast(q, k, v)[0])
     with pytest.raises(ValueError, match="volta_fa::prepare_fast: k: got dtype torch.float32, expected torch.float16 or"):
         volta_fa.prepare_fast(k.float(), v.float())
     with pytest.raises(ValueError, match="volta_fa::prepare_fast: v: got"):
         volta_fa.prepare_fast(k, v[:, :70])
+    packed, lengths = (k[0], v[0]), torch.tensor([0, len(k[0])], dtype=torch.int32)
+    op = torch.ops.volta_fa.prepare_fast
+    for words, options in (
+        ("k: got a tensor of rank 3 .* needs cu_seqlens_k$", {}),
+        ("max_seqlen_k: got None, expected .* since cu_seqlens_k is given", {"cu_seqlens_k": lengths}),
+        ("max_seqlen_k: got 0, expected", {"cu_seqlens_k": lengths, "max_seqlen_k": 0}),
+        ("cu_seqlens_k: got dtype torch.int64", {"cu_seqlens_k": lengths.long(), "max_seqlen_k": 150}),
+        ("cu_seqlens_k: got 1 as its first value", {"cu_seqlens_k": lengths.clamp(min=1), "max_seqlen_k": 150}),
+        ("max_seqlen_k: got 5, expected at least", {"cu_seqlens_k": lengths, "max_seqlen_k": 5}),
+    ):
+        with pytest.raises(ValueError, match=f"volta_fa::prepare_fast: {words}"):
+            op(*packed, **options)
+    with pytest.raises(ValueError, match="volta_fa::prepare_fast: v: got device meta, expected device cpu, that of k$"):
+        op(k, v.to("meta"))
     with pytest.raises(NotImplementedError, match="volta_fa::prepare_fast: k: got a tensor that requires grad"):
         volta_fa.prepare_fast(k.clone().requires_grad_(), v)
     assert volta_fa.prepare_fast(k[:, :0], v[:, :0]).numel() >= 0

@@ -81,21 +81,31 @@ impl CodeSizes {
         Ok(Codes { k_codes: next()?, k_scales: next()?, k_mean: next()?, v_max: next()?, v_scaled: made.next().transpose()? })
     }
 
-    /// Returns the codes in the tensor of `prepare_fast`.
+    /// Checks the size of a tensor that shall be that of `prepare_fast`.
     ///
     /// # Errors
-    /// A tensor that cannot be it.
-    pub fn within(&self, prepared: &Tensor, rotate: bool, device: Device) -> Result<Codes> {
-        let (kind, sizes, bytes) = (prepared.kind(), prepared.size(), self.bytes(rotate));
-        if kind != Kind::Uint8 || sizes != [bytes] || prepared.device() != device {
-            let found = format!("{kind:?} of shape {sizes:?} on {:?}", prepared.device());
-            let expected = format!("the {bytes} bytes on {device:?} of volta_fa::prepare_fast with the same k, v, lengths and rotate");
-            return Err(Error::value("prepared", found, expected));
+    /// Another size.
+    pub fn check(&self, given: i64, rotate: bool) -> Result<()> {
+        let bytes = self.bytes(rotate);
+        if given == bytes {
+            return Ok(());
         }
+        let expected = format!("{bytes} bytes: what volta_fa::prepare_fast returns for the same k, v, lengths and rotate");
+        Err(Error::value("prepared", format!("{given} bytes"), expected))
+    }
+
+    /// Returns the codes in the tensor of `prepare_fast`, a uint8 vector on this device.
+    ///
+    /// # Errors
+    /// A tensor of another size.
+    pub fn within(&self, prepared: &Tensor, rotate: bool, device: Device) -> Result<Codes> {
+        let sizes = prepared.size();
+        let bytes = sizes[0];
+        self.check(bytes, rotate)?;
         let whole = if prepared.data_ptr() as usize % 16 == 0 && prepared.stride() == [1] {
             prepared.shallow_clone()
         } else {
-            let copy = Tensor::f_empty(&sizes, (kind, device))?;
+            let copy = Tensor::f_empty(&sizes, (Kind::Uint8, device))?;
             copy.f_narrow(0, 0, bytes)?.f_copy_(prepared)?;
             copy
         };

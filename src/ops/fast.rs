@@ -6,16 +6,17 @@ use super::blocks::{broadcast_strides, lse_at, Blocks};
 use super::codes::{ceil_div, CodeSizes, Codes, SCALE_KEYS};
 use super::device::fill_varlen;
 use super::inputs::{int32_values, Inputs, Target};
-use super::launches::Launches;
+use super::launches::{memory_ranges, Launches};
 use super::{cpu, empty_forward, forward_on};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
 use crate::limits::MAX_FAST_HEADDIM;
 use crate::log;
+use crate::options::UNKNOWN;
 use crate::params::{FastParams, Output};
 use crate::plan::{self, FastPlan, PlannedKernel};
 use crate::problem::{self, Attention, Backend};
-use crate::tensor::{self, element_type, operand, output, without_padding};
+use crate::tensor::{self, element_type, memory_range, operand, output, without_padding};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 
@@ -64,7 +65,7 @@ pub fn prepare(inputs: &Inputs) -> Result<Tensor> {
     let o = &inputs.options;
     if a.is_varlen() && target.checks_lengths(o.check_lengths)? {
         let cu = int32_values(&o.cu_seqlens_k)?;
-        problem::validate_lengths(&a, cu.as_deref(), cu.as_deref(), None)?;
+        problem::validate_lengths(&a, None, cu.as_deref(), None)?;
     }
     let sizes = code_sizes(inputs, &a);
     // a launcher's alignment is at least 16 bytes
@@ -114,7 +115,13 @@ fn prepare_on_cpu(inputs: &Inputs, a: &Attention) -> Result<Codes> {
 /// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data.
 pub fn check(inputs: &Inputs) -> Result<()> {
     let d = inputs.describe()?;
-    problem::validate_fast(&d.q, &d.k, &d.v, &d.options, Backend::Meta).map(|_| ())
+    let a = problem::validate_fast(&d.q, &d.k, &d.v, &d.options, Backend::Meta)?;
+    let Some(prepared) = &d.options.prepared else { return Ok(()) };
+    let sizes = [a.batch, a.seqlen_k, a.nheads_k, a.headdim, a.headdim_v, a.total_k().unwrap_or(0), prepared.sizes[0]];
+    if a.is_empty() || sizes.contains(&UNKNOWN) {
+        return Ok(());
+    }
+    code_sizes(inputs, &a).check(prepared.sizes[0], inputs.options.rotate)
 }
 
 /// Returns the inputs of the exact forward: the mask is a boolean bias.
@@ -150,7 +157,12 @@ fn on_device(
     let codes = prepared.map_or_else(|| CodeSizes::new(a, headdim, v_blocks, is_bf16).make(empty), Ok)?;
     let results = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse))];
     let launches = match is_prepared {
-        true => Launches::begin(inputs, a, launcher, results),
+        true => {
+            // codes may be in a copy of `prepared`
+            let mut ranges = memory_ranges(inputs, a, launcher, results);
+            ranges.extend(written(&codes, []).into_iter().filter_map(|(name, t)| Some(memory_range(name, t?, false))));
+            Launches::begin_with(launcher, ranges)
+        }
         false => Launches::begin(inputs, a, launcher, written(&codes, results)),
     };
     fill_varlen(a, [&out, &softmax_lse])?;

@@ -1,6 +1,7 @@
 //! Validation of `fwd_fast`: the rules of `fwd`, with fp16 and bf16 alone and a boolean mask for a bias.
 
 use super::attention::Attention;
+use super::checks::*;
 use super::tensor::{Backend, DType, TensorDesc};
 use super::{dense, scores, Options};
 use crate::error::{Error, Result};
@@ -25,6 +26,13 @@ pub fn validate_fast(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options
         scores::check_broadcast("attn_mask", mask, q, [a.batch, a.nheads, seqlen_q, seqlen_k])?;
         a.features.attn_bias = true;
     }
+    if let Some(prepared) = &o.prepared {
+        check_dtype("prepared", prepared, DType::Uint8)?;
+        if prepared.sizes.len() != 1 {
+            return Err(Error::value("prepared", rank(prepared), "rank 1, what volta_fa::prepare_fast returns"));
+        }
+        check_device("prepared", prepared, q)?;
+    }
     Ok(a)
 }
 
@@ -34,9 +42,7 @@ pub fn validate_fast(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options
 /// `Value`, naming the argument.
 pub fn validate_prepare(k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
     let o = Options { cu_seqlens_q: o.cu_seqlens_k.clone(), max_seqlen_q: o.max_seqlen_k, ..o.clone() };
-    // the first checks are those of q
-    let names = |e: Error| Error { message: e.message.strip_prefix("q: ").map_or(e.message.clone(), |rest| format!("k: {rest}")), ..e };
-    let a = validate_fast(k, k, v, &o, backend).map_err(names)?;
+    let a = validate_fast(k, k, v, &o, backend).map_err(of_keys)?;
     for (name, headdim) in [("k", a.headdim), ("v", a.headdim_v)] {
         if headdim > MAX_FAST_HEADDIM {
             let expected = format!("at most {MAX_FAST_HEADDIM}: above, volta_fa::fwd_fast runs exact kernels. Call it without prepared");
@@ -44,4 +50,17 @@ pub fn validate_prepare(k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Ba
         }
     }
     Ok(a)
+}
+
+/// Returns an error about arguments of queries as one about those of keys, which stand for them.
+fn of_keys(e: Error) -> Error {
+    const NAMES: [(&str, &str); 4] = [
+        ("cu_seqlens_q and cu_seqlens_k", "cu_seqlens_k"),
+        ("seqlens_q", "seqlens_k"),
+        ("seqlen_q", "seqlen_k"),
+        ("that of q", "that of k"),
+    ];
+    let message = NAMES.iter().fold(e.message, |text, (query, key)| text.replace(query, key));
+    let message = message.strip_prefix("q: ").map_or(message.clone(), |rest| format!("k: {rest}"));
+    Error { message, ..e }
 }
