@@ -313,6 +313,7 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
     let described = |kernel: PlannedKernel| on_grid(kernel, a.batch);
     let mode = BackwardMode { deterministic: args.deterministic, ..mode };
     let backward = plan::backward(&a, mode, &limits)?;
+    let of_backward = |kernel: PlannedKernel| on_grid(kernel, backward.launch_entries(a.batch));
     Ok(json!({
         "mode": {
             "is_causal": args.is_causal,
@@ -323,12 +324,12 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
         },
         "forward": described(plan::forward(&a, &limits)?),
         "backward": {
-            "prepare": backward.prepare.map(described),
-            "main": described(backward.main),
-            "finish": backward.finish.map(described),
+            "prepare": backward.prepare.map(of_backward),
+            "main": of_backward(backward.main),
+            "finish": backward.finish.map(of_backward),
             "deterministic": backward.deterministic,
-            "rounds": backward.main_launches,
-            "tail": backward.tail.map(|tail| described(tail.kernel)),
+            "rounds": backward.all_main_launches(a.batch),
+            "tail": backward.tail.map(|tail| of_backward(tail.kernel)),
             "dq_accum_splits": backward.dq_accum_splits,
         },
         "cache": cached(&a, mode, &limits, on_grid),

@@ -65,11 +65,22 @@ pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
 }
 
 /// Logs the kernels of a fast forward in one line.
-pub fn fast(a: &Attention, planned: &FastPlan) -> Result<()> {
+pub fn fast(a: &Attention, planned: &FastPlan, is_prepared: bool) -> Result<()> {
     if enabled()? {
         let kernels = [planned.prepare, planned.forward];
+        let kernels = &kernels[usize::from(is_prepared)..];
         let grids: Vec<_> = kernels.iter().map(|k| kernel(k, a.batch)).collect();
-        once("fast forward", &kernels, format!("{}: {}", problem(a, BackwardMode::default()), grids.join(", ")));
+        once("fast forward", kernels, format!("{}: {}", problem(a, BackwardMode::default()), grids.join(", ")));
+    }
+    Ok(())
+}
+
+/// Logs the kernel of `prepare_fast`. The problem's queries are its keys.
+pub fn fast_prepare(a: &Attention, planned: &PlannedKernel) -> Result<()> {
+    if enabled()? {
+        let Attention { batch, seqlen_k, nheads_k, headdim, headdim_v, .. } = a;
+        let what = format!("batch {batch}, seqlen {seqlen_k}, {nheads_k} heads, headdim {headdim} / {headdim_v}");
+        once("fast prepare", &[*planned], format!("{what}: {}", kernel(planned, *batch)));
     }
     Ok(())
 }
@@ -79,6 +90,9 @@ pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Re
     if enabled()? {
         let (pass, launches) = match planned {
             BackwardPlan { prepare: None, .. } => ("backward in one kernel", String::new()),
+            BackwardPlan { stored: Some(_), .. } => {
+                ("backward without atomics", format!("scores and gradients in launches: {}, ", planned.all_main_launches(a.batch)))
+            }
             BackwardPlan { dq_accum_splits: 0, .. } => ("backward without atomics", String::new()),
             BackwardPlan { deterministic: true, main_launches, .. } => {
                 ("deterministic backward", format!("main in launches: {main_launches}, "))
@@ -86,7 +100,7 @@ pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Re
             _ => ("backward", String::new()),
         };
         let kernels: Vec<_> = planned.kernels().collect();
-        let grids: Vec<_> = kernels.iter().map(|k| kernel(k, a.batch)).collect();
+        let grids: Vec<_> = kernels.iter().map(|k| kernel(k, planned.launch_entries(a.batch))).collect();
         once(pass, &kernels, format!("{launches}{}: {}", problem(a, mode), grids.join(", ")));
     }
     Ok(())

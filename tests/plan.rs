@@ -619,6 +619,8 @@ fn stores_scores_for_large_headdims() {
             assert_eq!(entries.iter().map(|(_, n)| n).sum::<i64>(), batch);
             let launches: Vec<_> = s.launches(nheads_k).collect();
             assert_eq!(launches.len(), p.main_launches as usize);
+            assert_eq!(p.all_main_launches(batch), (launches.len() * entries.len()) as i64);
+            assert_eq!(p.launch_entries(batch), entries.iter().map(|e| e.1).max().unwrap());
             let mut covered: Vec<_> = launches
                 .iter()
                 .flat_map(|&(head, key)| (0..s.heads).flat_map(move |h| (0..s.key_tiles).map(move |k| (head + h, key + k))))

@@ -1,5 +1,7 @@
 """Headdims above 256, forward: on the CPU, and in Volta's kernels of both block sizes."""
 
+import json
+
 import pytest
 import torch
 
@@ -47,3 +49,10 @@ def test_kernels(backend, force, case, block_rows):
 
 def test_limits():
     assert torch.ops.volta_fa._max_headdim(0) == INFO["limits"]["max_headdim"] == 512
+
+
+def test_plan_counts_launches():
+    """A KV head of an entry has 1,600 tiles: a launch takes 20 of its 40 key tiles."""
+    plan = json.loads(torch.ops.volta_fa._plan(3, 5000, 5000, 8, 8, 512, 512, False))["backward"]
+    assert plan["main"]["grid"][1:] == [1, 1] and plan["finish"]["grid"][2] == 1
+    assert plan["rounds"] == 3 * 8 * 2

@@ -325,6 +325,29 @@ def test_each_plan_is_logged_once():
 
 
 @needs_simulator
+def test_log_counts_launches_and_names_what_runs():
+    """Launches for parts of the heads and keys; and no prepare kernel where the caller prepared K and V."""
+    code = """
+    import json, torch, volta_fa
+    op = torch.ops.volta_fa
+    x = torch.zeros(160, 2, 264, dtype=torch.float16)
+    k = torch.zeros(450, 2, 264, dtype=torch.float16)
+    cu = [torch.tensor([0] + [n] * 601 + [len(t)], dtype=torch.int32) for n, t in ((140, x), (300, k))]
+    lengths = dict(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=140, max_seqlen_k=300)
+    op.bwd(x, x, k, k, x, torch.zeros(2, 160), **lengths)
+    op._set_tuning(json.dumps({"format": 1, "choices": [{"pass": "FastForward", "variant": "turing_fast_fwd_64x64"}]}))
+    x = torch.zeros(1, 70, 1, 64, dtype=torch.float16)
+    op.fwd_fast(x, x, x, prepared=op.prepare_fast(x, x))
+    op.fwd_fast(x, x, x)
+    """
+    stored, *fast = run_process(code, VOLTA_FA_SIMULATE="1", VOLTA_FA_SIM_GPU="t4", VOLTA_FA_LOG="1").stderr.splitlines()
+    assert stored.startswith("volta_fa: backward without atomics, scores and gradients in launches: 6, batch 602, "), stored
+    prepare, forward = "turing_fast_fwd_varlen_prepare_64 on ", "turing_fast_fwd_64x64 on "
+    assert fast[0].startswith(f"volta_fa: fast prepare, batch 1, seqlen 70, 1 heads, headdim 64 / 64: {prepare}"), fast
+    assert f": {forward}" in fast[1] and f": {prepare}" in fast[2] and forward in fast[2] and len(fast) == 3, fast
+
+
+@needs_simulator
 def test_the_log_is_bounded():
     """New batches and lengths with kernels and reasons that were printed print nothing."""
     code = """

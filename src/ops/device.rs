@@ -66,7 +66,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     // scratch memory, O(seqlen): statistics of each row, and accumulators of dq in fp32
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
     // launches of a stream run in order, so the chunks of a huge batch share the scratch memory
-    let entries = a.total_q().map_or(plan.batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
+    let entries = a.total_q().map_or(plan.launch_entries(a.batch), |_| 1);
     let (group_rows, group_floats) = (i64::from(plan.scratch.group_rows), i64::from(plan.scratch.group_floats));
     let row_stats = empty(&[entries, a.nheads, rows / group_rows, group_floats], Kind::Float)?;
     let dq_accum = empty(&[i64::from(plan.dq_accum_splits), entries, a.nheads, rows, columns], Kind::Float)?;

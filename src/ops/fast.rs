@@ -86,6 +86,7 @@ pub fn prepare(inputs: &Inputs) -> Result<Tensor> {
             if let Some(kernel) = plan::fast_prepare(&a.padded(), &launcher.limits()?)? {
                 let inputs = &readable_inputs(inputs)?;
                 let a = &a.padded();
+                log::fast_prepare(a, &kernel)?;
                 let launches = Launches::begin(inputs, a, &**launcher, written(&codes, []));
                 for (first, batches) in plan::batch_chunks(a.batch) {
                     run_prepare(&kernel, &codes, &launches, &mut params(inputs, a, &codes, (first, batches)), batches)?;
@@ -139,7 +140,6 @@ fn on_device(
     launcher: &dyn Launcher,
 ) -> Result<(Tensor, Tensor)> {
     let a = &given.padded();
-    log::fast(a, plan)?;
     let mut inputs = readable_inputs(inputs)?;
     let mask = inputs.options.attn_mask.take().map(|t| readable_mask(&t, a.seqlen_k)).transpose()?;
     inputs.options.attn_mask = mask;
@@ -152,6 +152,7 @@ fn on_device(
     // a tuning may have chosen the kernel of a larger headdim
     let prepared = prepared.filter(|codes| codes.k_mean.size()[2] == headdim);
     let is_prepared = prepared.is_some();
+    log::fast(a, plan, is_prepared)?;
     // scratch memory, O(seqlen)
     let v_blocks = ceil_div(a.seqlen_k, i64::from(plan.prepare.variant.block_rows));
     let codes = prepared.map_or_else(|| CodeSizes::new(a, headdim, v_blocks, is_bf16).make(empty), Ok)?;

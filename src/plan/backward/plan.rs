@@ -40,6 +40,16 @@ impl BackwardPlan {
         chunks(batch, self.stored.map_or(MAX_GRID_YZ, |s| s.batches))
     }
 
+    /// Returns the most batch entries of a launch.
+    pub fn launch_entries(&self, batch: i64) -> i64 {
+        self.batch_chunks(batch).map(|(_, n)| n).max().unwrap_or(0)
+    }
+
+    /// Returns the number of launches of `main` for all batch entries.
+    pub fn all_main_launches(&self, batch: i64) -> i64 {
+        self.batch_chunks(batch).count() as i64 * i64::from(self.main_launches)
+    }
+
     /// Returns all kernels in the order of their launches.
     pub fn kernels(&self) -> impl Iterator<Item = PlannedKernel> {
         [self.prepare, Some(self.main), self.tail.map(|tail| tail.kernel), self.finish].into_iter().flatten()

@@ -7,6 +7,7 @@ use crate::problem::Attention;
 pub const STORED_ROWS: i64 = 128;
 /// Tiles of P and of dS in 64 MiB. More would save launches alone: these fill a GPU several times.
 const MAX_TILES: i64 = 1024;
+
 /// Tiles of P and dS of one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredPlan {
