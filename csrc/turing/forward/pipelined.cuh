@@ -64,7 +64,7 @@ struct ForwardPipelined {
     static constexpr int kNextTile = ForwardLayout::kNextTile;
     static constexpr bool kBarrierEverySecondStep = Slots == 8;  // else every step has a barrier
     static constexpr int kAhead = kBarrierEverySecondStep ? 3 : 2;
-    static_assert(Slots == 4 || Slots == 8, "slots are a power of two that fits the pipeline");
+    static_assert(Slots == 4 || Slots == 8, "kAhead knows pipelines of four and of eight slots");
     static_assert(kSlotBytes % 128 == 0, "at_group needs slots of whole 128-byte rows");
 
     using StreamK = RowStream<ForwardLayout, kChunks, kStep, kThreads>;
@@ -183,7 +183,7 @@ struct ForwardPipelined {
         }
     };
     static constexpr float kLargestSum = 128.f;  // 2^kRescaleThreshold
-    static_assert(kRescaleThreshold == 7.f, "the constant below is 2^kRescaleThreshold");
+    static_assert(kRescaleThreshold == 7.f, "kLargestSum is 2^kRescaleThreshold");
 
     // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,

@@ -149,7 +149,7 @@ static_assert(statistics_fill_an_accumulator(), "load_stats loads accumulators a
 // load bypasses L1 and the read-only path.
 template <bool Fresh = false, int M, int N>
 __device__ __forceinline__ void load_stats(Accumulator (&c)[M][N], const float* stats) {
-    static_assert(M <= 2, "a product is one or two instructions");
+    static_assert(M <= 2, "load_stats has two load instructions");
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
