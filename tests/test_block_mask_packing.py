@@ -14,7 +14,7 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     pytest.skip("the Python package loads its own library", allow_module_level=True)
 
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, noop_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, noop_mask, or_masks
 
 from volta_fa import BlockMask
 from volta_fa.block_mask import evaluation, packing
@@ -139,6 +139,16 @@ def test_layout_of_lists_and_bits(name):
 
 SHOWN = torch.arange(2 * 3 * 190 * 300).view(2, 3, 190, 300) % 7 > 2
 OFFSETS, HALF, FEW = torch.tensor([3, 70], dtype=torch.int32), torch.tensor(0.5, dtype=torch.float64), torch.tensor(100, dtype=torch.int8)
+LARGE = torch.tensor([2**33, 3])
+
+
+def caught(b, h, q, kv):
+    try:
+        return torch.stack((q > kv, h > 0)).any()
+    except Exception:
+        return q < kv
+
+
 
 #: Mask functions that tensors which broadcast serve alike, and others.
 FUNCTIONS = {
@@ -149,6 +159,10 @@ FUNCTIONS = {
     "a captured number": (True, lambda b, h, q, kv: (q * HALF > kv) ^ (kv + FEW > 3 * q)),
     "of heads alone": (True, lambda b, h, q, kv: h > 0),
     "int32": (True, lambda b, h, q, kv: OFFSETS[b] + q > kv),
+    "a number of a captured tensor": (True, lambda b, h, q, kv: OFFSETS[b] * LARGE[0] > q * LARGE[0]),
+    "torch's and_masks": (True, and_masks(MASKS["window"], or_masks(MASKS["documents"], MASKS["prefix"]), noop_mask)),
+    "a division of a number": (True, lambda b, h, q, kv: 900 / (q + 1) > kv),
+    "one element": (True, lambda b, h, q, kv: SHOWN[1, 2, 3, 4]),
     "partial indices": (False, lambda b, h, q, kv: SHOWN[b, h][q][kv]),
     "an index of an index": (False, lambda b, h, q, kv: SHOWN[b, h, q][kv]),
     "a slice": (False, lambda b, h, q, kv: SHOWN[b, h, q, 5:][kv % 100]),
@@ -157,6 +171,8 @@ FUNCTIONS = {
     "a captured row": (False, lambda b, h, q, kv: (OFFSETS + q > kv).all()),
     "a shape": (False, lambda b, h, q, kv: (q > kv) if q.dim() == 0 else (q < kv)),
     "a new tensor": (False, lambda b, h, q, kv: torch.ones_like(q, dtype=torch.bool) & (q > kv)),
+    "an exception that it catches": (False, caught),
+    "a captured tensor alone": (False, lambda b, h, q, kv: SHOWN.any()),
     "an argument by name": (False, lambda b, h, q, kv: torch.clamp(q, max=100) > kv),
 }
 
@@ -170,6 +186,25 @@ def test_mask_functions_of_any_kind(monkeypatch, name):
     mask = BlockMask.from_mask_mod(mask_mod, 2, 3, 190, 300, device="cpu")
     assert torch.equal(mask.dense(), dense(mask_mod, 190, 300))
     assert bool(mapped) != broadcasts
+
+
+@pytest.mark.parametrize(
+    "error, words, mask_mod",
+    [
+        (RuntimeError, "random", lambda b, h, q, kv: torch.rand(1) > q / 190),
+        (RuntimeError, "data-dependent", lambda b, h, q, kv: q >= kv if h == 0 else q < kv),
+        (ValueError, r"BlockMask: mask_mod: got a result of shape \(2,\), expected one scalar", lambda b, h, q, kv: q > OFFSETS),
+        (ValueError, "BlockMask: mask_mod: got a tuple, expected one scalar", lambda b, h, q, kv: (q > kv,)),
+        (IndexError, "out of bounds", lambda b, h, q, kv: OFFSETS[q] > kv),
+    ],
+)
+@pytest.mark.parametrize("lengths", [(190, 300), (1, 1)])
+def test_wrong_mask_functions(error, words, mask_mod, lengths):
+    if error is IndexError and lengths == (1, 1):
+        pytest.skip("inside")
+    with pytest.raises(error, match=words) as raised:
+        BlockMask.from_mask_mod(mask_mod, 1, 1, *lengths, device="cpu")
+    assert raised.value.__context__ is None  # not "during handling of another exception"
 
 
 def test_a_mask_mod_gets_the_batch_entries_and_heads_of_the_problem():
@@ -279,6 +314,8 @@ def test_a_mask_function_is_evaluated_in_parts(monkeypatch):
             mask = BlockMask.from_mask_mod(MASKS["prefix"], 1, 1, 1100, 1100, device="cpu")
         assert operations.largest < 1100 * 1100
         assert torch.equal(mask.dense(), dense(MASKS["prefix"], 1100, 1100, 1, 1))
+        blocks = lambda b, h, q, kv: q // 64 >= kv // 64  # noqa: E731  no cell is partial
+        assert torch.equal(BlockMask.from_mask_mod(blocks, 1, 1, 1100, 1100, device="cpu").dense(), dense(blocks, 1100, 1100, 1, 1))
 
 
 def test_memory_and_sparsity():

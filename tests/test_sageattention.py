@@ -181,12 +181,19 @@ def test_other_arguments(backend):
     assert torch.equal(triton(q, k, v, **call, quantization_backend="cuda"), expected)
     assert torch.equal(sage.sageattn(q, k, v, **call, attn_mask=None, dropout_p=0), expected)
 
+    # the arguments of PyTorch's function, which SageAttention's guide replaces with sageattn
+    found = sage.sageattn(q, k, v, **call, attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.2, enable_gqa=True)
+    assert torch.equal(found, sage.sageattn(q, k, v, **call, sm_scale=0.2)) and not torch.equal(found, expected)
+
     def refused(function, words, error=NotImplementedError, *arguments, **options):
         with pytest.raises(error, match=words):
             function(*(arguments or (q, k, v)), **options)
 
     refused(sage.sageattn, r"sageattn: dropout_p: got 0.1, expected None or 0.0", dropout_p=0.1)
     refused(sage.sageattn, "sageattn: key_mask: got an unknown keyword, expected one of", TypeError, key_mask=q)
+    refused(sage.sageattn, "scale: got 0.3, expected sm_scale, 0.2", ValueError, sm_scale=0.2, scale=0.3)
+    words = "sageattn: attn_mask: got dtype torch.int64, expected torch.bool, torch.float16"
+    refused(sage.sageattn, words, ValueError, **call, attn_mask=torch.ones(33, 70, dtype=torch.int64))
     refused(cuda, "pv_accum_dtype: got 'fp8', expected 'fp32' or 'fp16' or", pv_accum_dtype="fp8")
     refused(cuda, "qk_quant_gran: got 'per_tensor', expected", qk_quant_gran="per_tensor")
     refused(triton, "quantization_backend: got 'rocm', expected 'triton' or 'cuda'", quantization_backend="rocm")

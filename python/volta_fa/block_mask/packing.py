@@ -93,8 +93,9 @@ def _evaluate(states: Tensor, count: int, elements: Elements) -> _Cells:
             partial = state == UNKNOWN
             seen, place = seen[partial], tuple(of[partial] for of in place)
         source[place] = torch.arange(end, end + len(seen), device=states.device)
-        for to, of in zip(bits[:, end : end + len(seen)], (seen, seen.mT)):
-            _store_bits(to, of)
+        if len(seen):  # without elements a transposed tensor counts as contiguous and cannot be viewed
+            for to, of in zip(bits[:, end : end + len(seen)], (seen, seen.mT)):
+                _store_bits(to, of)
         end += len(seen)
     return _Cells(states, source, bits[:, :end])
 

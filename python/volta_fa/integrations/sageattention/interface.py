@@ -51,10 +51,14 @@ def sageattn(
         sm_scale: of the scores; headdim ** -0.5 unless given.
         return_lse: also return the log-sum-exp of the scores, (batch, nheads, seqlen_q) in fp32.
         kwargs: `attn_mask`, broadcastable to (batch, nheads, seqlen_q, seqlen_k): bool, where False hides a key, or added to the
-            scores; `smooth_k`; what the other functions take. SageAttention ignores them here.
+            scores; `smooth_k`; what the other functions take. `scale`, which is `sm_scale`, and `enable_gqa`, of PyTorch's function, for
+            programs that put this one in its place. SageAttention ignores them here.
     """
     op = "sageattention.sageattn"
-    mask, smooth_k = kwargs.pop("attn_mask", None), kwargs.pop("smooth_k", True)
+    mask, smooth_k, scale = kwargs.pop("attn_mask", None), kwargs.pop("smooth_k", True), kwargs.pop("scale", None)
+    if sm_scale is not None and scale not in (None, sm_scale):
+        raise bad_argument("scale", scale, f"sm_scale, {sm_scale}: give one of them", op=op)
+    sm_scale = scale if sm_scale is None else sm_scale
     _check_choices(op, kwargs)
     return _attend(op, q, k, v, tensor_layout, is_causal, mask, sm_scale, smooth_k, return_lse)
 
@@ -191,12 +195,14 @@ def _check_choices(op: str, choices: dict[str, Any]) -> None:
         "pv_accum_dtype": _ACCUMULATORS,
         "quantization_backend": _BACKENDS,
         "smooth_v": (False, True),
+        "enable_gqa": (False, True),
         "dropout_p": (None, 0.0),
         "attn_mask": (None,),
     }
     for name, value in choices.items():
         if name not in known:
-            raise bad_argument(name, "an unknown keyword", f"one of {', '.join(known)}", op=op, error=TypeError)
+            names = ", ".join([*known, "smooth_k"])
+            raise bad_argument(name, "an unknown keyword", f"one of {names}. Drop it", op=op, error=TypeError)
         if value not in known[name]:
             raise bad_argument(name, repr(value), " or ".join(map(repr, known[name])), op=op, error=NotImplementedError)
 
@@ -223,7 +229,7 @@ def _attend(
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     options: dict[str, Any] = {"softmax_scale": scale, "is_causal": is_causal}
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    mask = None if mask is None else _rank_4(op, mask, (q.shape[0], q.shape[2], seqlen_q, seqlen_k))
+    mask = None if mask is None else _rank_4(op, mask, q.dtype, (q.shape[0], q.shape[2], seqlen_q, seqlen_k))
     # SageAttention counts keys from the first query, volta_fa from the last
     if is_causal and seqlen_k > seqlen_q:
         k, v = k[:, :seqlen_q], v[:, :seqlen_q]
@@ -238,8 +244,10 @@ def _attend(
     return (out, lse) if return_lse else out
 
 
-def _rank_4(op: str, mask: Tensor, full: tuple[int, ...]) -> Tensor:
+def _rank_4(op: str, mask: Tensor, dtype: torch.dtype, full: tuple[int, ...]) -> Tensor:
     """Returns the mask with four dimensions, aligned at the last."""
+    if mask.dtype not in (torch.bool, torch.float32, dtype):
+        raise bad_argument("attn_mask", f"dtype {mask.dtype}", f"torch.bool, {dtype} (q's) or torch.float32", op=op)
     sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
     if len(sizes) != 4 or any(size not in (1, whole) for size, whole in zip(sizes, full)):
         raise bad_argument("attn_mask", f"shape {tuple(mask.shape)}", f"one that broadcasts to {full}", op=op)
