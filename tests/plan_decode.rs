@@ -74,11 +74,11 @@ fn every_variant_is_chosen_for_some_problem() {
                 }
             }
             for score_function in [None, Some(ScoreFunction::Softcap(30.0))] {
-                // more heads get larger blocks
-                for group in [1, 2, 3, 32] {
+                // more heads and longer prompts get larger blocks
+                for (group, seqlen_q) in [1, 2, 3, 32].map(|group| (group, 300)).into_iter().chain([(1, 100)]) {
                     let a = Attention {
                         features: RequestedFeatures { score_function, ..RequestedFeatures::default() },
-                        ..cached(headdim, group, 300)
+                        ..cached(headdim, group, seqlen_q)
                     };
                     unused.retain(|name| *name != plan::prefill(&a, &d).unwrap().variant.name);
                 }

@@ -1,4 +1,4 @@
-"""Headdims above 256, forward: on the CPU, and in Volta's kernels of both block sizes."""
+"""Headdims above 256, forward: on the CPU, and in both families' kernels of both block sizes."""
 
 import json
 
@@ -7,7 +7,8 @@ import torch
 
 from conftest import INFO, Case, check, on_cases
 
-VARIANTS = {v["block_rows"]: v["name"] for v in INFO["variants"] if v["name"].startswith("volta_fwd_512x512")}
+GPUS = {70: "v100", 75: "t4"}
+VARIANTS = {v["name"]: v["sm"] for v in INFO["variants"] if v["pass"] == "Forward" and v["headdim"] == 512 and not v["needs"]}
 
 CASES = [
     Case(64, 64, 512, batch=1, nheads=1),
@@ -34,12 +35,17 @@ def test_on_the_cpu(backend, case):
     check(backend, q, k, v, dout, **options)
 
 
-@pytest.mark.parametrize("block_rows", VARIANTS)
+def test_both_families_have_two_block_sizes():
+    assert sorted(VARIANTS.values()) == [70, 70, 75, 75]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @on_cases((["sim", "cuda"], CASES))
-def test_kernels(backend, force, case, block_rows):
+def test_kernels(backend, force, case, variant):
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[VARIANTS[variant]])
     force(
         choices=[
-            {"pass": "Forward", "variant": VARIANTS[block_rows].replace("512x512", words + "512x512")}
+            {"pass": "Forward", "variant": variant.replace("512x512", words + "512x512")}
             for words in ("", "varlen_", "generic_")
         ]
     )

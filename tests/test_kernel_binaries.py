@@ -164,11 +164,12 @@ def test_turing_is_taken_where_it_has_kernels(major, minor):
     assert [f["name"] for f in found] == ["turing", "volta"]
     assert found[0]["native"] == ((major, minor) == (7, 5))
     assert not found[1]["native"]
-    for headdim in (8, 72, 256):
+    for headdim in (8, 72, 256, 264, 512):
         chosen = plan(headdim, major=major, minor=minor)
         assert chosen["forward"]["family"] == "turing"
-    whole = plan(256, major=major, minor=minor, needs="lengths,sinks,softcap,alibi,bias,fp32_bias,dropout")
-    assert whole["forward"]["family"] == "turing"
+    for headdim in (256, 512):
+        whole = plan(headdim, major=major, minor=minor, needs="lengths,sinks,softcap,alibi,bias,fp32_bias,dropout")
+        assert whole["forward"]["family"] == "turing"
     for headdim in (64, 72, 256):
         for mode in ({}, {"deterministic": True}, {"needs": "dropout"}):
             chosen = plan(headdim, major=major, minor=minor, **mode)

@@ -27,7 +27,25 @@ const fn pipelined(
     }
 }
 
-const PLAIN: [Variant; 13] = {
+const COLUMN_GROUPS: &str = "turing/forward/column_groups.cu";
+
+/// `turing/forward/column_groups`: 8 warps, a group of them for each 32 rows. The warps of a group divide the columns. In shared memory one
+/// tile of K and one of V, 32 rows of partial scores of each warp, probabilities and a factor of each row, two addresses and two lengths.
+const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant {
+    let (step, warps) = (16, 8);
+    Variant {
+        headdim,
+        headdim_v: headdim,
+        block_rows,
+        step,
+        size,
+        threads: 32 * warps,
+        shared_bytes: step * 2 * (headdim + headdim) + warps * 32 * step * 4 + block_rows * (2 * step + 4) + 32,
+        ..Variant::new(TURING, Pass::Forward, COLUMN_GROUPS)
+    }
+}
+
+const PLAIN: [Variant; 15] = {
     use Size::{Large, Medium, Small};
     [
         pipelined((32, 32), Large, (4, 32), 8, 4),
@@ -48,11 +66,16 @@ const PLAIN: [Variant; 13] = {
         pipelined((192, 128), Large, (8, 16), 4, 1),
         pipelined((192, 192), Large, (8, 16), 4, 1),
         pipelined((256, 256), Large, (8, 16), 4, 1),
+        // 64 registers of Q and 128 of output, for 32 rows and a quarter of the columns.
+        column_groups(512, (64, Large)),
+        // Half of both: for grids that leave SMs idle.
+        column_groups(512, (32, Small)),
     ]
 };
 const PLAIN_64: Variant = PLAIN[1];
 const PLAIN_128: Variant = PLAIN[7];
 const PLAIN_256: Variant = PLAIN[12];
+const PLAIN_512: [Variant; 2] = [PLAIN[13], PLAIN[14]];
 
 /// The same with other rows in its blocks.
 fn of_rows((warps, warp_rows): (u32, u32), size: Size, row: Variant) -> Variant {
@@ -61,6 +84,11 @@ fn of_rows((warps, warp_rows): (u32, u32), size: Size, row: Variant) -> Variant 
 
 /// Returns a kernel with all features. What changes scores takes registers: fewer rows a warp than the plain kernel has.
 fn generic(plain: Variant) -> Variant {
+    if plain.source == COLUMN_GROUPS {
+        // 16 columns of Q of each warp: a lane has 16 bytes of every 8
+        let columns_of_q = if plain.block_rows == 64 { 2 * 16 * plain.threads } else { 0 };
+        return Variant { shared_bytes: plain.shared_bytes + columns_of_q, ..plain }.with_features(FeatureSet::GENERIC);
+    }
     let rows = if plain.headdim <= 64 { (4, 32) } else { (8, 16) };
     let blocks_per_sm = if plain.headdim == 32 { 3 } else { plain.blocks_per_sm };
     Variant { blocks_per_sm, ..of_rows(rows, Size::Large, plain).with_features(FeatureSet::GENERIC) }
@@ -105,17 +133,17 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
 }
 
 pub fn forward_rows() -> impl Iterator<Item = Variant> {
-    let is_large = |row: &Variant| row.size == Size::Large;
-    let has_varlen = move |row: &Variant| is_large(row) || (row.headdim, row.size) == (64, Size::Medium);
+    let is_complete = |row: &Variant| row.size == Size::Large || row.source == COLUMN_GROUPS;
+    let has_varlen = move |row: &Variant| is_complete(row) || (row.headdim, row.size) == (64, Size::Medium);
     PLAIN
         .into_iter()
         .chain(PLAIN.into_iter().filter(has_varlen).map(|row| row.with_features(FeatureSet::VARLEN)))
         .chain(required_rows())
-        .chain(PLAIN.into_iter().filter(is_large).map(generic))
+        .chain(PLAIN.into_iter().filter(is_complete).map(generic))
         .chain(block_mask_rows())
 }
 
-/// Kernels of a KV cache: the same with rows through a block table. They have three headdims, and
+/// Kernels of a KV cache: the same with rows through a block table. They have four headdims, and
 /// other headdims are padded to the next: chunks of prompts run here, not training. Chunks have few rows, so small blocks matter.
 pub fn prefill_rows() -> impl Iterator<Item = Variant> {
     use Size::*;
@@ -129,7 +157,7 @@ pub fn prefill_rows() -> impl Iterator<Item = Variant> {
         of_rows((4, 16), Small, PLAIN_128),
         PLAIN_256,
     ];
-    let plain = plain.into_iter().map(move |row| paged(row).with_features(FeatureSet::PAGED));
-    let generic = [PLAIN_64, PLAIN_128, PLAIN_256].map(generic);
-    plain.chain(generic.into_iter().map(move |row| paged(row).with_features(FeatureSet::GENERIC.union(FeatureSet::PAGED))))
+    let plain = plain.into_iter().chain(PLAIN_512).map(move |row| paged(row).with_features(FeatureSet::PAGED));
+    let generic = [PLAIN_64, PLAIN_128, PLAIN_256].into_iter().chain(PLAIN_512).map(generic);
+    plain.chain(generic.map(move |row| paged(row).with_features(FeatureSet::GENERIC.union(FeatureSet::PAGED))))
 }

@@ -87,7 +87,7 @@ const PLAIN: [Variant; 12] = [
     shared_q((256, 256), LARGE, 256, 1),
     // 128 registers of output as above, for 32 rows and a quarter of the columns.
     column_groups(512, (64, Size::Large)),
-    // 58 KB: for Turing, and for grids that leave SMs idle.
+    // For grids that leave SMs idle.
     column_groups(512, (32, Size::Small)),
 ];
 const PLAIN_64: Variant = PLAIN[1];

@@ -1,0 +1,459 @@
+// Forward kernel of the turing family for headdims whose output does not fit one warp's registers: 512.
+//
+// The eight warps of a block are two groups of four, or one group. A group has 32 rows, and its warps divide the columns: of Q and
+// K in the first product, of V and the output in the second. Step i of 16 keys has two phases, each between two barriers:
+//
+//   S = Q K^T of step i over the warp's columns; stores partial S     stores V of step i - 1, loads K of step i + 1
+//   O += P V of step i - 1, beside sums, mask and softmax of step i   stores K of step i + 1, loads V of step i
+//
+// So products hide the latency of the exchange, and of loads from global memory. Each product has one tile in shared memory, which
+// the other phase replaces.
+//
+// For the sums, the mask and the softmax, four warps of a group have eight whole rows each (ColumnGroupsLayout): one row of each
+// lane's accumulators, so that partial scores and probabilities move between equal lanes of different warps.
+#pragma once
+
+#include "forward/block.cuh"
+#include "forward/pages.cuh"
+#include "turing/forward/layout.cuh"
+
+namespace turing {
+
+// Layout of the summed scores (score_layout.cuh): of 16 rows as ForwardLayout has them, the half that a lane has as its row 0
+// or 1. Keys 4 * quad to 3 further: those of both accumulators of a row, in the order of key_of_row.
+struct ColumnGroupsLayout {
+    using Lane = turing::Lane;
+    using Tile = float[4];
+    static constexpr int kTileQueries = 8, kTileKeys = 16, kElements = 4;
+    static constexpr bool kEitherOrder = ForwardLayout::kEitherOrder;
+    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return ForwardLayout::first_query(l); }
+    __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 4 * l.quad; }
+    __device__ __forceinline__ static constexpr int query_slot(int) { return 0; }
+    __device__ __forceinline__ static constexpr int key_slot(int v) { return v; }
+    // The key, of a step's 16, in row `row` of K and V in shared memory.
+    __device__ __forceinline__ static constexpr int key_of_row(int row) { return row % 8 / 2 * 4 + row % 2 + row / 8 * 2; }
+
+    static constexpr int kRows = 1, kKeys = 4;
+    __device__ __forceinline__ static constexpr int row_of(int) { return 0; }
+    __device__ __forceinline__ static constexpr int row_slot(int) { return 0; }
+    static constexpr int kRowLaneMasks[2] = {1, 2};
+    __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return ForwardLayout::leads_row(l); }
+};
+// With dropout the eight rows are not neighbors.
+static_assert((kHasDropout || covers_tile<ColumnGroupsLayout>()) && has_rows<ColumnGroupsLayout>(), "score_layout.cuh");
+
+// As load_global_if, but not by the read-only path: ptxas moves loads of that path past barriers, next to where they are used.
+__device__ __forceinline__ void load_before_barrier_if(bool inside, uint4& r, const unsigned short* p) {
+    asm volatile(
+        "{.reg .pred inside;\n"
+        "setp.ne.s32 inside, %5, 0;\n"
+        "@inside ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
+        : "l"(p), "r"(static_cast<int>(inside)));
+}
+
+template <int Headdim, int BlockRows>
+struct ForwardColumnGroups {
+    static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+    static constexpr int kRowTiles = 2, kKeyTiles = 2;  // of a warp's products
+    static constexpr int kStep = ForwardLayout::kTileKeys * kKeyTiles;
+    static constexpr int kGroupRows = ForwardLayout::kTileQueries * kRowTiles;
+    static constexpr int kBlockRows = BlockRows;
+    static constexpr int kRowGroups = kBlockRows / kGroupRows, kColumnGroups = kWarps / kRowGroups;
+    // Quarters of a group's scores: rows 0 and 1 of each row tile.
+    static constexpr int kQuarters = ForwardLayout::kRows * kRowTiles;
+    static_assert(kRowGroups * kGroupRows == kBlockRows && kColumnGroups * kRowGroups == kWarps && kColumnGroups >= kQuarters,
+                  "each quarter has a warp");
+    static constexpr int kChunks = Headdim / kChunk;
+    static constexpr int kWarpChunks = kChunks / kColumnGroups, kWarpColumns = kWarpChunks * kChunk;
+    static_assert(kWarpChunks % 8 == 0, "a warp's columns have the swizzle of whole rows");
+    static constexpr int kPitch = kChunks * kChunkBytes;
+
+    // Shared memory: K; V; partial scores by warp and quarter, at the end states of rows; probabilities; factors of rows;
+    // addresses of row 0 of K and of V; the sequence's lengths; a part of Q.
+    static constexpr int kQuarterBytes = 32 * kChunkBytes, kScoreBytes = kQuarters * kQuarterBytes;
+    static constexpr int kOperandBytes = sizeof(OperandA), kTileBytesP = 32 * kOperandBytes;
+    static constexpr int kGroupBytesP = kRowTiles * kKeyTiles * kTileBytesP;
+    static constexpr int kOffsetV = kStep * kPitch;
+    static constexpr int kOffsetScores = kOffsetV + kStep * kPitch;
+    static constexpr int kOffsetP = kOffsetScores + kWarps * kScoreBytes;
+    static constexpr int kOffsetFactors = kOffsetP + kRowGroups * kGroupBytesP;
+    static constexpr int kOffsetMatrices = kOffsetFactors + kBlockRows * 4;
+    static constexpr int kOffsetLengths = kOffsetMatrices + 16;
+    // Chunks of Q that lie in shared memory, one lane's operands of a chunk together: generic kernels have no registers for them.
+    static constexpr int kSharedChunks = kWarpChunks == 16 && kGeneric ? 2 : 0, kRegisterChunks = kWarpChunks - kSharedChunks;
+    static constexpr int kOffsetQ = kOffsetLengths + 16;
+    static constexpr int kSharedBytes = kOffsetQ + kSharedChunks * kThreads * kChunkBytes;
+
+    using Layout = ColumnGroupsLayout;
+    using Block = ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder>;
+    using Tile = Scores<ForwardLayout, kRowTiles, kKeyTiles>;
+    using RowScores = Scores<Layout, 1, 1>;
+    using Output = Accumulator[kRowTiles][kWarpChunks];
+    static constexpr bool kHasScoreMod = kGeneric;
+
+    // A thread's chunks of a step of K or V: all in one row.
+    static constexpr int kThreadsPerRow = kThreads / kStep, kThreadChunks = kChunks / kThreadsPerRow;
+    using Staging = uint4[kThreadChunks];
+    static_assert(kThreadsPerRow % 8 == 0, "a thread's chunks have one swizzle");
+
+    // The thread's coordinates and addresses in shared memory, from `base` on. They are computed again from the thread's number
+    // where they are used: the loop has no registers for them.
+    struct Place {
+        u32 base;
+        Lane lane;
+        u32 thread, warp, column, group;  // column: the warp's number in its group
+
+        __device__ __forceinline__ Place(u32 base_, u32 thread_)
+            : base(base_), lane(thread_ & 31), thread(thread_), warp(thread_ / 32), column(warp % kColumnGroups),
+              group(warp / kColumnGroups) {}
+
+        // Operands K or, kOffsetV further, V.
+        __device__ __forceinline__ u32 fragment() const {
+            return base + swizzled<kChunks>(lane.lane % 8, kWarpChunks * column + lane.lane / 8);
+        }
+        __device__ __forceinline__ u32 tile_store() const {
+            return base + swizzled<kChunks>(thread / kThreadsPerRow, thread % kThreadsPerRow);
+        }
+        __device__ __forceinline__ u32 q(int chunk) const { return base + kOffsetQ + (chunk * kThreads + thread) * kChunkBytes; }
+        // The first of a lane's quarters.
+        __device__ __forceinline__ u32 score_store() const {
+            return base + kOffsetScores + warp * kScoreBytes + lane.lane * kChunkBytes;
+        }
+        // The warp's quarter in the scores of the warp `further` places further in its group.
+        __device__ __forceinline__ u32 score_load(u32 further) const {
+            const u32 from = group * kColumnGroups + (column + further) % kColumnGroups;
+            return base + kOffsetScores + from * kScoreBytes + column * kQuarterBytes + lane.lane * kChunkBytes;
+        }
+        // A lane's operands A, of row tiles and in these of tiles of keys.
+        __device__ __forceinline__ u32 p_load() const { return base + kOffsetP + group * kGroupBytesP + lane.lane * kOperandBytes; }
+        __device__ __forceinline__ u32 p_store() const {
+            return p_load() + column / 2 * kKeyTiles * kTileBytesP + column % 2 * sizeof(u32);
+        }
+        // Floats of rows: those of a lane's two rows of a row tile are neighbors.
+        __device__ __forceinline__ u32 row_floats(int mt) const { return (group * kGroupRows + 16 * mt + 2 * lane.group) * 4; }
+        __device__ __forceinline__ u32 own_row_float() const { return row_floats(column / 2) + column % 2 * 4; }
+
+        // Whether the warp has a quarter of the summed scores; its first row, in the block.
+        __device__ __forceinline__ bool has_rows() const { return kColumnGroups == kQuarters || column < kQuarters; }
+        __device__ __forceinline__ int own_row() const {
+            return group * kGroupRows + ForwardLayout::kTileQueries * (column / 2) + ForwardLayout::row_slot(column % 2);
+        }
+    };
+
+    // Stores a lane's probabilities of the first and the second tile of keys.
+    __device__ __forceinline__ static void store_probabilities(const Place& at, u32 first, u32 second) {
+        store_shared1(at.p_store(), first);
+        store_shared1(at.p_store() + kTileBytesP, second);
+    }
+
+    // Address of group number c of four chunks in the row of a chunk of the warp's first group.
+    __device__ __forceinline__ static u32 at_group(u32 address, int c) {
+        return (address ^ c % 2 * 4 * kChunkBytes) + c / 2 * 8 * kChunkBytes;
+    }
+
+    // Fragments of a warp's columns: four chunks of one tile of keys each.
+    static constexpr int kFragments = kKeyTiles * kWarpChunks / 4, kHalf = kFragments / 2;
+    __device__ __forceinline__ static u32 fragment_at(u32 address, int n) {
+        return at_group(address, n / kKeyTiles) + n % kKeyTiles * ForwardLayout::kTileKeys * kPitch;
+    }
+    // O += P V. `address`: of the warp's fragments of V. between(n) comes before the products of fragment n.
+    template <class Between>
+    __device__ __forceinline__ static void add_output(Output& o, const OperandA (&probabilities)[kRowTiles][kKeyTiles], u32 address,
+                                                      Between between) {
+        u32 v[2][4];
+        load_matrices_transposed(v[0], fragment_at(address, 0));
+#pragma unroll
+        for (int n = 0; n < kFragments; n++) {
+            if (n + 1 < kFragments) load_matrices_transposed(v[(n + 1) % 2], fragment_at(address, n + 1));
+            between(n);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int mt = 0; mt < kRowTiles; mt++)
+                    mma(o[mt][n / kKeyTiles * 4 + i], probabilities[mt][n % kKeyTiles], v[n % 2][i]);
+        }
+    }
+
+    // Loads and stores of K or V: a thread's chunks of its row of a step.
+    struct Stream {
+        // The thread's key of a step.
+        __device__ __forceinline__ static int key_of(u32 thread) { return Layout::key_of_row(thread / kThreadsPerRow); }
+        const unsigned short* row;  // the thread's first chunk
+        int chunks_left;  // of the row, from the thread's first chunk on; 0 if the row does not exist
+
+        __device__ __forceinline__ Stream(const unsigned short* row_, bool exists, int columns) {
+            const int first = static_cast<u32>(remat_thread_index()) % kThreadsPerRow;
+            row = row_ + first * kChunk;
+            chunks_left = exists ? columns / kChunk - first : 0;
+        }
+        // Loads all chunks. What does not exist is 0.
+        __device__ __forceinline__ void load_all(Staging& data) const {
+#pragma unroll
+            for (int c = 0; c < kThreadChunks; c++) {
+                data[c] = zero_chunk();
+                load_before_barrier_if(c * kThreadsPerRow < chunks_left, data[c], row + c * kThreadsPerRow * kChunk);
+            }
+        }
+        __device__ __forceinline__ static void store(const Staging& data, int c, u32 address) {
+            store_shared(address + c * kThreadsPerRow * kChunkBytes, data[c]);
+        }
+        __device__ __forceinline__ static void store_all(const Staging& data, u32 address) {
+#pragma unroll
+            for (int c = 0; c < kThreadChunks; c++) store(data, c, address);
+        }
+    };
+
+    __device__ __forceinline__ static void run(const FwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared[];
+        const u32 base = shared_address(shared);
+        const Problem& problem = p.problem;
+        const Block block(problem);
+        const BlockSeqlenInfo sequence(p, block.batch);
+        if (kVarlen && block.row >= sequence.seqlen_q()) return;
+        const Mask mask = mask_of(problem, sequence);
+        const auto place = [&] { return Place(base, remat_thread_index()); };
+
+        int key = mask.key_first(block.row);
+        if (kGeneric) key &= ~3;  // bias and random numbers come in groups of 4 keys
+        if (kPaged) key &= ~(kPageGroup - 1);
+        const int key_end = keep_in_register(mask.key_end(block.row, kBlockRows));
+        if constexpr (kPaged) {
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+        }
+
+        OperandA q[kRowTiles][kRegisterChunks];
+        {
+            const Place at(base, threadIdx.x);
+            const int column = kWarpColumns * at.column;
+            const unsigned short* rows = rows_of(p.q, block.batch, block.head, sequence.q_offset()) + column;
+            const int first_row = block.row + at.group * kGroupRows, columns = problem.headdim - column;
+            if constexpr (kSharedChunks > 0) {
+                OperandA first[kRowTiles][kSharedChunks];
+                load_queries(first, p.q, rows, first_row, sequence.seqlen_q(), columns, problem.sign_flip);
+#pragma unroll
+                for (int c = 0; c < kSharedChunks; c++)
+                    store_shared(at.q(c), make_uint4(first[0][c][0], first[0][c][1], first[1][c][0], first[1][c][1]));
+            }
+            load_queries(q, p.q, rows + kSharedChunks * kChunk, first_row, sequence.seqlen_q(), columns - kSharedChunks * kChunk,
+                         problem.sign_flip);
+            // The first step multiplies probabilities of 0 by a V of 0.
+            if (at.has_rows()) store_probabilities(at, 0, 0);
+        }
+
+        const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
+        if (threadIdx.x == 0) {
+            const auto matrix = [&](const Operand& x, const Operand& paged) {
+                return reinterpret_cast<unsigned long long>(kPaged ? head_base(paged, 0, block.head_k)
+                                                                   : rows_of(x, block.batch, block.head_k, sequence.k_offset()));
+            };
+            const unsigned long long k = matrix(p.k, p.cache.k), v = matrix(p.v, p.cache.v);
+            store_shared(base + kOffsetMatrices, make_uint4(k, k >> 32, v, v >> 32));
+            if (kVarlen) store_shared2(base + kOffsetLengths, sequence.seqlen_q(), sequence.seqlen_k());
+        }
+        __syncthreads();
+        // The mask, from lengths that hold no registers in between.
+        const auto mask_again = [&] {
+            if (!kVarlen) return Mask(problem);
+            const uint2 lengths = load_shared2(base + kOffsetLengths);
+            return Mask(problem, lengths.x, lengths.y);
+        };
+        // Page of the step of K that is loaded next, and of V: K is two steps ahead.
+        using Pages = typename PageIteratorIf<kPaged, kStep, 1, false>::Type;
+        Pages pages(p.cache, block.batch, sequence.k_offset(), key, key_end), pages_v = pages;
+        const auto stream = [&](u32 offset, const Operand& paged, const Pages& at, unsigned stride, int columns, int key) {
+            const uint2 matrix = load_shared2(base + kOffsetMatrices + offset);
+            const auto* from = reinterpret_cast<const unsigned short*>(matrix.x | static_cast<unsigned long long>(matrix.y) << 32);
+            const int row = Stream::key_of(remat_thread_index());
+            from = kPaged ? at.address(p.cache, paged, from, 0, row) : rows_after(from, key + row, stride);
+            return Stream(from, key + row < key_end, columns);
+        };
+        const auto stream_k = [&](int key) { return stream(0, p.cache.k, pages, k_stride, problem.headdim, key); };
+        const auto load_v = [&](Staging& data, int key) {
+            stream(8, p.cache.v, pages_v, v_stride, problem.headdim_v, key).load_all(data);
+            pages_v = pages;
+            pages.advance(p.cache, key + 2 * kStep, key_end);
+        };
+
+        SoftmaxRows<Layout, 1> softmax;
+        Output o;
+#pragma unroll
+        for (int mt = 0; mt < kRowTiles; mt++)
+#pragma unroll
+            for (int j = 0; j < kWarpChunks; j++)
+#pragma unroll
+                for (int e = 0; e < ForwardLayout::kElements; e++) o[mt][j][e] = 0.f;
+        const float scale = kHasScoreMod ? 1.f : problem.scale_log2;
+
+        // K and V in flight from global to shared memory.
+        Staging staging;
+        stream_k(key).load_all(staging);
+        Stream::store_all(staging, place().tile_store());
+#pragma unroll
+        for (int c = 0; c < kThreadChunks; c++) staging[c] = zero_chunk();
+        pages.advance(p.cache, key + kStep, key_end);
+        __syncthreads();
+
+        // Multiplies rows of the output by the factors of the last step.
+        const auto rescale_rows = [&] {
+            const Place at = place();
+            const auto rescale = rescale_output<ForwardLayout>(o);
+#pragma unroll
+            for (int mt = 0; mt < kRowTiles; mt++) {
+                const uint2 factors = load_shared2(base + kOffsetFactors + at.row_floats(mt));
+                rescale(mt, 0, __uint_as_float(factors.x));
+                rescale(mt, 1, __uint_as_float(factors.y));
+            }
+        };
+        // Probabilities as operand A.
+        OperandA probabilities[kRowTiles][kKeyTiles];
+        const auto load_probabilities = [&] {
+            const u32 from = place().p_load();
+#pragma unroll
+            for (int mt = 0; mt < kRowTiles; mt++)
+#pragma unroll
+                for (int nt = 0; nt < kKeyTiles; nt++) {
+                    const uint2 x = load_shared2(from + (mt * kKeyTiles + nt) * kTileBytesP);
+                    probabilities[mt][nt][0] = x.x, probabilities[mt][nt][1] = x.y;
+                }
+        };
+        bool any_moved = false;
+#pragma unroll 1
+        for (; key < key_end; key += kStep) {
+            float own[4];
+            {
+                Tile s;
+                s.clear();
+                const u32 address = place().fragment();
+                u32 k[2][4];
+                load_matrices(k[0], fragment_at(address, 0));
+                OperandA first[kRowTiles][kSharedChunks + 1];
+#pragma unroll
+                for (int c = 0; c < kSharedChunks; c++) {
+                    const uint4 x = load_shared(place().q(c));
+                    first[0][c][0] = x.x, first[0][c][1] = x.y, first[1][c][0] = x.z, first[1][c][1] = x.w;
+                }
+#pragma unroll
+                for (int n = 0; n < kFragments; n++) {
+                    if (n + 1 < kFragments) load_matrices(k[(n + 1) % 2], fragment_at(address, n + 1));
+                    if (n == kHalf) {
+                        // The branch waits for loads. Those of V are needed next.
+                        if (any_moved) rescale_rows();
+                        Stream::store_all(staging, place().tile_store() + kOffsetV);
+                        stream_k(key + kStep).load_all(staging);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+#pragma unroll
+                        for (int mt = 0; mt < kRowTiles; mt++) {
+                            const int chunk = n / kKeyTiles * 4 + i;
+                            mma(s.tile[mt][n % kKeyTiles], chunk < kSharedChunks ? first[mt][chunk] : q[mt][chunk - kSharedChunks],
+                                k[n % 2][i]);
+                        }
+                }
+                const Place at = place();
+#pragma unroll
+                for (int quarter = 0; quarter < kQuarters; quarter++) {
+                    const int mt = quarter / 2, r = quarter % 2;
+                    const float x[4] = {s.tile[mt][0][2 * r], s.tile[mt][0][2 * r + 1], s.tile[mt][1][2 * r],
+                                        s.tile[mt][1][2 * r + 1]};
+                    if (at.column != quarter)
+                        store_shared(
+                            at.score_store() + quarter * kQuarterBytes,
+                            make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
+#pragma unroll
+                    for (int i = 0; i < 4; i++) own[i] = quarter == 0 || at.column == quarter ? x[i] : own[i];
+                }
+            }
+            load_probabilities();
+            __syncthreads();
+            bool moved = false;
+            const auto compute_probabilities = [&] {
+                const Place at = place();
+                if (!at.has_rows()) return;
+                RowScores s;
+                float (&x)[4] = s.tile[0][0];
+#pragma unroll
+                for (int i = 0; i < 4; i++) x[i] = own[i];
+#pragma unroll
+                for (int further = 1; further < kColumnGroups; further++) {
+                    const uint4 part = load_shared(at.score_load(further));
+                    x[0] += __uint_as_float(part.x), x[1] += __uint_as_float(part.y);
+                    x[2] += __uint_as_float(part.z), x[3] += __uint_as_float(part.w);
+                }
+                const Mask mask_here = mask_again();
+                const int row = Block::remat_row(problem) + at.own_row();
+                if (kHasScoreMod) {
+                    s.apply_score_mod(p, mask_here, row, key);
+                    if (kHasBias && p.score_options.bias) {
+                        ScoreBias<Layout, 1, 1> bias;
+                        bias.load(p, row, key);
+                        bias.add_to(s, p.score_options);
+                    }
+                }
+                s.apply_mask(mask_here, row, key);
+                // Without a branch, and without a register for the limit.
+                SoftmaxRow& state = softmax.row[0][0];
+                float m = s.lane_maximum(0, 0);
+                for (int lane_mask : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
+                moved = fmaf(m, scale, -state.row_max) > kRescaleThreshold;
+                const float factor = state.template update_row_max<RescaledRows::kAll>(moved ? m : negative_infinity(), scale, 0.f);
+#pragma unroll
+                for (int i = 0; i < 4; i++) x[i] = state.probability(x[i], scale);
+                if (kHasDropout && p.score_options.rng_state) {
+                    const int of_row = row + Layout::first_query(at.lane);  // the call's rows differ by 4
+                    const uint4 numbers =
+                        DropoutBits<ForwardLayout, 1>::numbers_of(p).numbers(of_row & ~4, key + Layout::first_key(at.lane));
+                    const unsigned kept = DropoutRule(p.score_options).kept_bits(numbers) >> kept_bit(of_row >> 2 & 1, 0);
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        if (!(kept >> kept_bit(0, i) & 1)) x[i] = 0.f;
+                }
+                store_probabilities(at, pack_probabilities(x[0], x[1]), pack_probabilities(x[2], x[3]));
+                if (Layout::leads_row(at.lane)) store_shared1(base + kOffsetFactors + at.own_row_float(), __float_as_uint(factor));
+            };
+            add_output(o, probabilities, place().fragment() + kOffsetV, [&](int n) {
+                if (n == 1) compute_probabilities();
+                if (n == 2) {
+                    Stream::store_all(staging, place().tile_store());
+                    load_v(staging, key);
+                }
+            });
+            any_moved = __syncthreads_or(moved);
+        }
+        // The last step's output.
+        if (any_moved) rescale_rows();
+        Stream::store_all(staging, place().tile_store() + kOffsetV);
+        load_probabilities();
+
+        // Each warp gets the states of its rows of the output. One lane of a row has its sum.
+        const Place at = place();
+        if (at.has_rows()) {
+            const float sum = row_sum<Layout>(softmax.row[0][0].sum);
+            if (Layout::leads_row(at.lane)) {
+                store_shared1(base + kOffsetScores + at.own_row_float(), __float_as_uint(softmax.row[0][0].row_max));
+                store_shared1(base + kOffsetScores + kBlockRows * 4 + at.own_row_float(), __float_as_uint(sum));
+            }
+        }
+        __syncthreads();
+        add_output(o, probabilities, place().fragment() + kOffsetV, [](int) {});
+        SoftmaxRows<ForwardLayout, kRowTiles> state;
+#pragma unroll
+        for (int mt = 0; mt < kRowTiles; mt++) {
+            const uint2 row_max = load_shared2(base + kOffsetScores + at.row_floats(mt));
+            const uint2 sum = load_shared2(base + kOffsetScores + kBlockRows * 4 + at.row_floats(mt));
+            const bool leads = ForwardLayout::leads_row(at.lane);
+            state.row[mt][0].row_max = __uint_as_float(row_max.x), state.row[mt][1].row_max = __uint_as_float(row_max.y);
+            state.row[mt][0].sum = leads ? __uint_as_float(sum.x) : 0.f,
+            state.row[mt][1].sum = leads ? __uint_as_float(sum.y) : 0.f;
+        }
+        const Place last = place();
+        FwdParams columns = p;  // the warp's
+        columns.out.ptr += kWarpColumns * last.column;
+        columns.problem.headdim_v -= kWarpColumns * last.column;
+        write_output(columns, remat_block_batch(), remat_head<ForwardLayout::kEitherOrder>(problem),
+                     Block::remat_row(problem) + last.group * kGroupRows, state, o);
+    }
+};
+
+}  // namespace turing
