@@ -133,6 +133,22 @@ fn with(feature: Feature, plain: Variant) -> Variant {
     Variant { required_features, ..plain }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
 }
 
+/// Kernels of block masks (`csrc/turing/backward/block_mask.cuh`), without atomics. They have three headdims, and other headdims are
+/// padded to the next.
+fn block_mask_rows() -> impl Iterator<Item = Variant> {
+    let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]].map(|row| Variant {
+        pass: Pass::BackwardDkDv,
+        source: "turing/backward/warp_specialized_dkdv_block_mask.cu",
+        ..row
+    });
+    let dq = [DQ[1], DQ[3], DQ[5]].map(|row| match row.source {
+        "turing/backward/dq.cu" => Variant { source: "turing/backward/dq_block_mask.cu", ..row },
+        _ => Variant { source: "turing/backward/dq_warp_specialized_block_mask.cu", ..row },
+    });
+    let features = [FeatureSet::NONE, FeatureSet::GENERIC_BLOCKS];
+    main.into_iter().chain(dq).flat_map(move |row| features.map(|of| row.with_blocks(of, row.source)))
+}
+
 /// Kernels for headdims above 256, which pass P and dS through memory: the tiles of volta's. Two blocks have all registers and all of
 /// the 64 KB.
 const fn stored(pass: Pass, source: &'static str) -> Variant {
@@ -166,6 +182,7 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(MAIN.map(dkdv).into_iter().chain(GENERIC.map(|row| generic(dkdv(row)))));
     rows.extend(DQ.into_iter().chain(DQ[1..].iter().map(|&row| generic(row))));
     rows.extend(all_of_it.into_iter().chain(all_of_it.map(varlen)));
+    rows.extend(block_mask_rows());
     rows.extend([SCORES, GRADIENTS, varlen(SCORES), varlen(GRADIENTS), generic(SCORES)]);
     rows
 }
