@@ -40,13 +40,13 @@ struct BackwardDq {
         return (Blocks::kListed ? first_row : block_row()) + remat_thread() / 32 * kWarpRows;
     }
 
-    // The slot of a step.
+    // The slot of the step that comes `steps` after the one at `key`.
     template <class Steps>
-    static __device__ __forceinline__ u32 slot_of(const Steps& steps, int key) {
+    static __device__ __forceinline__ u32 slot_after(const Steps& keys, int key, int steps) {
         if constexpr (Blocks::kListed)
-            return steps.number() % 2;
+            return (keys.number() + steps) % 2;
         else
-            return S::slot(key);
+            return S::slot(key + steps * S::kStep);
     }
 
     // Generic kernels: computes dS from S and dP, in a rolled loop over tiles as in warp_specialized.cuh. `row` and `key`:
@@ -155,10 +155,9 @@ struct BackwardDq {
 #pragma unroll 1
         for (int next = range.first; Blocks::kListed ? keys.exists() : next < range.end; next += S::kStep, keys.advance(blocks)) {
             const int key = Blocks::kListed ? keys.first() : next;
-            const u32 slot = slot_of(keys, key);
             __syncthreads();  // this step's tiles are stored, the other slot is free
-            tiles.store(shared + (Blocks::kListed ? slot ^ 1 : S::slot(key + S::kStep)) * S::kSlotBytes);
-            const u32 tile = shared + slot * S::kSlotBytes;
+            tiles.store(shared + slot_after(keys, key, 1) * S::kSlotBytes);
+            const u32 tile = shared + slot_after(keys, key, 0) * S::kSlotBytes;
             Scores s, dp;
             clear(s);
             clear(dp);

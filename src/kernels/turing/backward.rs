@@ -134,19 +134,24 @@ fn with(feature: Feature, plain: Variant) -> Variant {
 }
 
 /// Kernels of block masks (`csrc/turing/backward/block_mask.cuh`), without atomics. They have three headdims, and other headdims are
-/// padded to the next.
+/// padded to the next. At headdim 64 the main kernel with two roles, because the other has no registers left. At 128 the generic one
+/// has half the keys: lists beside all features would spill.
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
-    let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]].map(|row| Variant {
-        pass: Pass::BackwardDkDv,
-        source: "turing/backward/warp_specialized_dkdv_block_mask.cu",
-        ..row
-    });
-    let dq = [DQ[1], DQ[3], DQ[5]].map(|row| match row.source {
-        "turing/backward/dq.cu" => Variant { source: "turing/backward/dq_block_mask.cu", ..row },
-        _ => Variant { source: "turing/backward/dq_warp_specialized_block_mask.cu", ..row },
-    });
-    let features = [FeatureSet::NONE, FeatureSet::GENERIC_BLOCKS];
-    main.into_iter().chain(dq).flat_map(move |row| features.map(|of| row.with_blocks(of, row.source)))
+    let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]];
+    let generic_main = [main[0], warp_specialized(128, 64, 32), main[2]];
+    let listed = |row: Variant| match (row.pass, row.source) {
+        (Pass::Backward, _) => (Pass::BackwardDkDv, "turing/backward/warp_specialized_dkdv_block_mask.cu"),
+        (pass, "turing/backward/dq.cu") => (pass, "turing/backward/dq_block_mask.cu"),
+        (pass, _) => (pass, "turing/backward/dq_warp_specialized_block_mask.cu"),
+    };
+    let with_blocks = move |row: Variant, features| {
+        let (pass, source) = listed(row);
+        Variant { pass, ..row }.with_blocks(features, source)
+    };
+    let dq = [DQ[1], DQ[3], DQ[5]];
+    let plain = main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::NONE));
+    let generic = generic_main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::GENERIC_BLOCKS));
+    plain.chain(generic)
 }
 
 /// Kernels for headdims above 256, which pass P and dS through memory: the tiles of volta's. Two blocks have all registers and all of
