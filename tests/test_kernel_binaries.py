@@ -93,6 +93,15 @@ def test_the_plan_shows_kernels_for_needs_and_modes():
         plan(needs="alibis")
 
 
+@pytest.mark.parametrize("needs", ["block_mask", "block_mask,softcap"])
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128, 256])
+def test_turing_runs_its_own_kernels_of_block_masks(headdim, needs):
+    """Volta's, compiled by the driver, would compute the same, many times slower."""
+    found = plan(headdim, needs=needs, major=7, minor=5)
+    kernels = [found["forward"], *(found["backward"][part] for part in ("prepare", "main", "finish"))]
+    assert {kernel["family"] for kernel in kernels} == {"turing"}
+
+
 @pytest.mark.parametrize(
     "capability, expected",
     [((6, 1), []), ((7, 0), [("volta", True)]), ((7, 2), [("volta", True)]), ((7, 5), [("volta", False)]), ((9, 0), [("volta", False)])],

@@ -7,6 +7,7 @@
 // registers. dS is operand A as the scores lie in registers, so shared memory has only two tiles of K and of V.
 #pragma once
 
+#include "backward/dense_blocks.cuh"
 #include "backward/modifiers.cuh"
 #include "backward/probabilities.cuh"
 #include "turing/backward/dropout.cuh"
@@ -17,7 +18,7 @@
 namespace turing {
 
 // The kernel. BlockRows: queries of a block. Step: keys of a step.
-template <int Headdim, int BlockRows, int Step, int Threads>
+template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDq {
     using S = Shape<Headdim, 0, Step, Threads, 2, 0>;
     static constexpr int kSharedBytes = S::kSharedBytes;
@@ -30,16 +31,33 @@ struct BackwardDq {
     using Scores = Accumulator[kColumnTiles][kRowTiles];
     using PackedScores = OperandA[kColumnTiles][kRowTiles];
     using LaneRows = float[kRowTiles][Layout::kRows];
+    using Bits = typename Blocks::template Bits<Layout, kWarpRows>;
 
     // Under a causal mask the last queries see the most keys, so they start first.
     static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - remat_block_index()) * BlockRows; }
-    static __device__ __forceinline__ int remat_warp_row() { return block_row() + remat_thread() / 32 * kWarpRows; }
+    // First row of the warp. Listed blocks pass their own first row, which takes loads to find.
+    static __device__ __forceinline__ int remat_warp_row(int first_row) {
+        return (Blocks::kListed ? first_row : block_row()) + remat_thread() / 32 * kWarpRows;
+    }
+
+    // Returns x, which all lanes agree on. Lists come from memory, so without a vote the compiler must not use uniform registers for
+    // addresses: at headdim 64 that took 9% longer. Kernels with more products a step, or all features, gain nothing or lose by it.
+    static constexpr bool kVotes = !kGeneric && Headdim <= 64;
+    static __device__ __forceinline__ bool agreed(bool x) { return kVotes ? __any_sync(~0u, x) : x; }
+    // The slot of the step that comes `steps` after the one at `key`.
+    template <class Steps>
+    static __device__ __forceinline__ u32 slot_after(const Steps& keys, int key, int steps) {
+        if constexpr (Blocks::kListed)
+            return (keys.number() + steps) % 2;
+        else
+            return S::slot(key + steps * S::kStep);
+    }
 
     // Generic kernels: computes dS from S and dP, in a rolled loop over tiles as in warp_specialized.cuh. `row` and `key`:
     // first of the warp. neg_lse (log2 units) and neg_delta are those of the lane's rows.
     static __device__ __forceinline__ void generic_score_gradients(PackedScores& ds, Scores& s, Scores& dp, const BwdParams& p,
                                                                    int row, int key, const LaneRows& neg_lse,
-                                                                   const LaneRows& neg_delta, bool masked) {
+                                                                   const LaneRows& neg_delta, bool masked, const Bits& bits) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
 #pragma unroll 1
@@ -72,7 +90,12 @@ struct BackwardDq {
                 for (int v = 0; v < 4; v++) dx[v] += of_row(neg_delta, v);
             }
             add_position_terms(x, p, remat_block_head(), p.problem.seqlen_q, coord);
-            if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
+            if (masked) {
+                if constexpr (Blocks::kListed)
+                    bits.template hide<1>(m, 8 * n, [&](int) -> Accumulator& { return x; });
+                else
+                    mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
+            }
 #pragma unroll
             for (int v = 0; v < 4; v++) dx[v] *= exp2_approx(x[v]);
             const OperandA packed = {to_half2(dx[0], dx[1]), to_half2(dx[2], dx[3])};
@@ -82,20 +105,24 @@ struct BackwardDq {
         }
     }
 
-    static __device__ __forceinline__ void run(const BwdParams& p) {
+    static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
-        const int first_row = block_row();
+        int first_row;
+        if constexpr (Blocks::kListed)
+            first_row = keep_in_register(blocks.template first_row<BlockRows>(p));
+        else
+            first_row = block_row();
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
         if (kVarlen && first_row >= sequence.seqlen_q()) return;
         const KeyRange<BlockRows, S::kStep> range(mask_of(p.problem, sequence), first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
-        const int first_key = kVarlen ? keep_in_register(sequence.k_offset()) : 0, seqlen_k = sequence.seqlen_k();
+        const int first_key = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0, seqlen_k = sequence.seqlen_k();
 
         OperandA q[kRowTiles][S::kChunks], dout[kRowTiles][S::kChunks];
-        load_own_fragments(q, p.q, rows_of(p.q, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(), sequence.seqlen_q(),
+        load_own_fragments(q, p.q, rows_of(p.q, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(first_row), sequence.seqlen_q(),
                            p.problem.headdim, p.problem.sign_flip, query_of_lane);
-        load_own_fragments(dout, p.dout, rows_of(p.dout, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(),
+        load_own_fragments(dout, p.dout, rows_of(p.dout, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(first_row),
                            sequence.seqlen_q(), p.problem.headdim_v, 0, query_of_lane);
 
         // Rows past the arrays are like rows past seqlen_q.
@@ -104,7 +131,7 @@ struct BackwardDq {
         for (int m = 0; m < kRowTiles; m++)
 #pragma unroll
             for (int r = 0; r < Layout::kRows; r++) {
-                const int row = remat_warp_row() + 16 * m + Layout::first_query(remat_lane()) + Layout::row_slot(r);
+                const int row = remat_warp_row(first_row) + 16 * m + Layout::first_query(remat_lane()) + Layout::row_slot(r);
                 const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
                 const float* stats = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
                 const bool exists = row < rounded_rows<RowStats>(p, sequence);
@@ -116,15 +143,25 @@ struct BackwardDq {
         clear(dq);
 
         StepTileLoader<S> tiles;
-        tiles.load(p, p.k, p.v, key_head, first_key + range.first, seqlen_k - range.first);
-        tiles.store(shared + S::slot(range.first) * S::kSlotBytes);
-        tiles.load(p, p.k, p.v, key_head, first_key + range.first + S::kStep, seqlen_k - range.first - S::kStep);
+        auto keys = blocks.template steps<S::kStep>(p, blockIdx.y, first_row, range.first, range.end, seqlen_k);
+        Bits bits;
+        if constexpr (Blocks::kListed) {
+            tiles.load(p, p.k, p.v, key_head, keys.first(), seqlen_k - keys.first());
+            bits.load(blocks, keys, remat_warp_row(first_row), 0);
+            tiles.store(shared);
+            tiles.load(p, p.k, p.v, key_head, keys.after(1), seqlen_k - keys.after(1));
+        } else {
+            tiles.load(p, p.k, p.v, key_head, first_key + range.first, seqlen_k - range.first);
+            tiles.store(shared + S::slot(range.first) * S::kSlotBytes);
+            tiles.load(p, p.k, p.v, key_head, first_key + range.first + S::kStep, seqlen_k - range.first - S::kStep);
+        }
 
 #pragma unroll 1
-        for (int key = range.first; key < range.end; key += S::kStep) {
+        for (int next = range.first; Blocks::kListed ? agreed(keys.exists()) : next < range.end; next += S::kStep, keys.advance(blocks)) {
+            const int key = Blocks::kListed ? keys.first() : next;
             __syncthreads();  // this step's tiles are stored, the other slot is free
-            tiles.store(shared + S::slot(key + S::kStep) * S::kSlotBytes);
-            const u32 tile = shared + S::slot(key) * S::kSlotBytes;
+            tiles.store(shared + slot_after(keys, key, 1) * S::kSlotBytes);
+            const u32 tile = shared + slot_after(keys, key, 0) * S::kSlotBytes;
             Scores s, dp;
             clear(s);
             clear(dp);
@@ -143,12 +180,24 @@ struct BackwardDq {
                     multiply_pair<S>(dp, b, pair_after<S>(step, c) + S::kStepTile);
                 }
             }
-            const bool masked = !range.unmasked.contains(key);
+            bool masked = !range.unmasked.contains(key);
+            if constexpr (Blocks::kListed) {
+                masked = agreed(masked | keys.has_bits());
+                const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
+                if (masked) bits.combine(keys, mask_of(p.problem, sequence), remat_warp_row(first_row));
+            }
             PackedScores ds;
             if (kGeneric) {
-                generic_score_gradients(ds, s, dp, p, remat_warp_row(), key, neg_lse, neg_delta, masked);
+                generic_score_gradients(ds, s, dp, p, remat_warp_row(first_row), key, neg_lse, neg_delta, masked, bits);
             } else {
-                if (masked) mask_scores(s, p, remat_warp_row(), key);
+                if (masked) {
+                    if constexpr (Blocks::kListed)
+#pragma unroll
+                        for (int m = 0; m < kRowTiles; m++)
+                            bits.template hide<kColumnTiles>(m, 0, [&](int n) -> Accumulator& { return s[n][m]; });
+                    else
+                        mask_scores(s, p, remat_warp_row(first_row), key);
+                }
 #pragma unroll
                 for (int m = 0; m < kRowTiles; m++)
 #pragma unroll
@@ -164,7 +213,12 @@ struct BackwardDq {
                         }
             }
             // Loads of the tile after the next are in flight from here on. Past the last key nothing is loaded.
-            tiles.load(p, p.k, p.v, key_head, first_key + key + 2 * S::kStep, seqlen_k - key - 2 * S::kStep);
+            if constexpr (Blocks::kListed) {
+                tiles.load(p, p.k, p.v, key_head, keys.after(2), seqlen_k - keys.after(2));
+                bits.load(blocks, keys, remat_warp_row(first_row), 1);
+            } else {
+                tiles.load(p, p.k, p.v, key_head, first_key + key + 2 * S::kStep, seqlen_k - key - 2 * S::kStep);
+            }
             {
                 const u32 step = keys_by_rows<S>(tile, remat_thread() % 32);
 #pragma unroll
@@ -178,7 +232,7 @@ struct BackwardDq {
         // Queries that see no key get 0.
         const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
         write_gradient(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_head(), end.q_offset()), p.signed_scale,
-                       remat_warp_row(), end.seqlen_q(), p.problem.headdim, query_of_lane);
+                       remat_warp_row(first_row), end.seqlen_q(), p.problem.headdim, query_of_lane);
     }
 };
 

@@ -5,6 +5,7 @@
 // goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later.
 #pragma once
 
+#include "backward/dense_blocks.cuh"
 #include "backward/modifiers.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/tiles.cuh"
@@ -16,7 +17,7 @@
 namespace turing {
 
 // The kernel. BlockRows: queries of a block. Step: keys of a step.
-template <int Headdim, int BlockRows, int Step, int Threads>
+template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDqWarpSpecialized {
     using S = Shape<Headdim, 0, Step, Threads, 3, 0>;
     static_assert(S::kStep == 16, "a lane exchanges 16 bytes");
@@ -28,13 +29,17 @@ struct BackwardDqWarpSpecialized {
     using Layout = QueriesLayout;
     using Scores = Accumulator[kColumnTiles][kRowTiles];
     using PackedScores = OperandA[kColumnTiles][kRowTiles];
+    using Bits = typename Blocks::template Bits<Layout, kWarpRows>;
 
     // Exchange: 16 bytes of each lane. Three regions in shared memory: P, dS, the score function's derivative.
     static constexpr int kExchangeBytes = 32 * 16, kPartnerBytes = kPartners * kRowTiles * kExchangeBytes;
     static constexpr int kProbabilities = S::kSharedBytes, kGradients = kProbabilities + kPartnerBytes;
     static constexpr int kSlopes = kGradients + kPartnerBytes, kSharedBytes = kSlopes + kPartnerBytes;
 
-    static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - remat_block_index()) * BlockRows; }
+    // Listed blocks are parts of a list's rows, and go by rows.
+    static __device__ __forceinline__ int block_row() {
+        return (Blocks::kListed ? remat_block_index() : gridDim.x - 1 - remat_block_index()) * BlockRows;
+    }
     static __device__ __forceinline__ int remat_pair() { return remat_thread() / 32 % kPartners; }
     static __device__ __forceinline__ int remat_warp_row() { return block_row() + remat_pair() * kWarpRows; }
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
@@ -66,7 +71,8 @@ struct BackwardDqWarpSpecialized {
     // Generic kernels: computes P in a rolled loop, as in warp_specialized.cuh. Dropped probabilities get the sign bit.
     // The score function's derivative goes to the partner too.
     static __device__ __forceinline__ void generic_probabilities(PackedScores& x, Scores& s, const LaneRows& neg_lse,
-                                                                 const BwdParams& p, int row, int key, bool masked, u32 slopes) {
+                                                                 const BwdParams& p, int row, int key, bool masked, const Bits& bits,
+                                                                 u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
 #pragma unroll 1
@@ -89,7 +95,12 @@ struct BackwardDqWarpSpecialized {
                 for (int v = 0; v < 4; v++) score[v] = fmaf(score[v], p.problem.scale_log2, of_row(neg_lse, m, v));
             }
             add_position_terms(score, p, remat_block_head(), p.problem.seqlen_q, coord);
-            if (masked) mask_tile(score, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
+            if (masked) {
+                if constexpr (Blocks::kListed)
+                    bits.template hide<1>(m, 8 * n, [&](int) -> Accumulator& { return score; });
+                else
+                    mask_tile(score, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
+            }
             OperandA probabilities;
 #pragma unroll
             for (int h = 0; h < 2; h++) probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
@@ -133,7 +144,7 @@ struct BackwardDqWarpSpecialized {
                 }
     }
 
-    static __device__ __forceinline__ void run(const BwdParams& p) {
+    static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
         const int first_row = block_row();
@@ -141,7 +152,7 @@ struct BackwardDqWarpSpecialized {
         if (kVarlen && first_row >= sequence.seqlen_q()) return;
         const KeyRange<BlockRows, S::kStep> range(mask_of(p.problem, sequence), first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
-        const int first_key = kVarlen ? keep_in_register(sequence.k_offset()) : 0, seqlen_k = sequence.seqlen_k();
+        const int first_key = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0, seqlen_k = sequence.seqlen_k();
 
         OperandA own[kRowTiles][S::kChunks];  // of Q or of dO
         {
@@ -170,7 +181,14 @@ struct BackwardDqWarpSpecialized {
         clear(dq);
 
         StepTileLoader<S> tiles;
-        tiles.load(p, p.k, p.v, key_head, first_key + range.first, seqlen_k - range.first);
+        auto keys = blocks.template steps<S::kStep>(p, blockIdx.y, first_row, range.first, range.end, seqlen_k);
+        Bits bits;
+        if constexpr (Blocks::kListed) {
+            tiles.load(p, p.k, p.v, key_head, keys.first(), seqlen_k - keys.first());
+            if (is_first_role()) bits.load(blocks, keys, remat_warp_row(), 0);
+        } else {
+            tiles.load(p, p.k, p.v, key_head, first_key + range.first, seqlen_k - range.first);
+        }
         tiles.store(shared);
         // dS and K of the step before the first: zeros, which add nothing.
         clear_shared<S::kStepTile, S::kThreads>(shared + 2 * S::kSlotBytes);
@@ -185,7 +203,8 @@ struct BackwardDqWarpSpecialized {
             for (int c = 0; c < kOwnPairs; c++) accumulate_pair<S>(dq, ds, pair_after<S>(step, 2 * c), c);
         };
 #pragma unroll 1
-        for (int key = range.first; key < range.end; key += S::kStep) {
+        for (int next = range.first; Blocks::kListed ? keys.exists() : next < range.end; next += S::kStep, keys.advance(blocks)) {
+            const int key = Blocks::kListed ? keys.first() : next;
             __syncthreads();  // this step's tiles and the last step's dS are stored
             add_dq(last_slot);
             Scores s;  // S or dP
@@ -204,16 +223,32 @@ struct BackwardDqWarpSpecialized {
             }
             // Loads of the next tile are in flight from here on. Past the last key nothing is loaded.
             const auto load_next = [&] {
-                tiles.load(p, p.k, p.v, key_head, first_key + key + S::kStep, seqlen_k - key - S::kStep);
+                if constexpr (Blocks::kListed)
+                    tiles.load(p, p.k, p.v, key_head, keys.after(1), seqlen_k - keys.after(1));
+                else
+                    tiles.load(p, p.k, p.v, key_head, first_key + key + S::kStep, seqlen_k - key - S::kStep);
             };
             PackedScores probabilities;
             // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
             if (__any_sync(~0u, is_first_role())) {
-                const bool masked = !range.unmasked.contains(key);
+                bool masked = !range.unmasked.contains(key);
+                if constexpr (Blocks::kListed) {
+                    masked |= keys.has_bits();
+                    const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
+                    if (masked) bits.combine(keys, mask_of(p.problem, sequence), remat_warp_row());
+                }
                 if (kGeneric) {
-                    generic_probabilities(probabilities, s, stats, p, remat_warp_row(), key, masked, exchange(shared + kSlopes));
+                    generic_probabilities(probabilities, s, stats, p, remat_warp_row(), key, masked, bits,
+                                          exchange(shared + kSlopes));
                 } else {
-                    if (masked) mask_scores(s, p, remat_warp_row(), key);
+                    if (masked) {
+                        if constexpr (Blocks::kListed)
+#pragma unroll
+                            for (int m = 0; m < kRowTiles; m++)
+                                bits.template hide<kColumnTiles>(m, 0, [&](int n) -> Accumulator& { return s[n][m]; });
+                        else
+                            mask_scores(s, p, remat_warp_row(), key);
+                    }
 #pragma unroll
                     for (int m = 0; m < kRowTiles; m++)
 #pragma unroll
@@ -227,6 +262,7 @@ struct BackwardDqWarpSpecialized {
                             }
                 }
                 send(exchange(shared + kProbabilities), probabilities);
+                if constexpr (Blocks::kListed) bits.load(blocks, keys, remat_warp_row(), 1);
                 load_next();
                 wait_partner();
             } else {

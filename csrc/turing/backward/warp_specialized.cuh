@@ -5,6 +5,7 @@
 // dq_mode.cuh what becomes of dQ.
 #pragma once
 
+#include "backward/dense_blocks.cuh"
 #include "backward/modifiers.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
@@ -18,7 +19,7 @@
 namespace turing {
 
 // The kernel. BlockRows: keys of a block. Step: queries of a step. Slots: tiles of Q and dO in shared memory, see Shape.
-template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode>
+template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode, class Blocks = DenseBlocks>
 struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;
     // Number of pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. All of K
@@ -31,6 +32,7 @@ struct BackwardWarpSpecialized {
     static constexpr int kKeys = S::kRows / kPartners;  // of a warp
     static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
     static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
+    static_assert(!Blocks::kListed || !kWithDq, "dq has a kernel of its own");
     static constexpr int kPairs = S::kChunks / 2, kPairsAtOnce = 2;
     static constexpr int kOwnPairs = kPairs - kSharedPairs;  // pairs in registers
     // The shared chunks of K begin at a multiple of eight chunks. So their offset can be added to a swizzled address, and the same
@@ -41,6 +43,7 @@ struct BackwardWarpSpecialized {
     using Layout = KeysLayout<kKeyTiles>;
     using Scores = Accumulator[kColumnTiles][kKeyTiles];
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];
+    using Bits = typename Blocks::template Bits<Layout, kKeys>;
     // Kernels of one feature do not test for it. Where that is ALiBi or a bias (kInitial), the accumulators of the scores start
     // with ALiBi's term or an fp16 bias, instead of 0 (InitialScores, one_feature.cuh).
     static constexpr bool kInitial = kOneFeature && (kHasAlibi || kHasBias);
@@ -67,6 +70,14 @@ struct BackwardWarpSpecialized {
         if (!kGeneric) return range.unmasked.contains(row);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
         return Queries<S>(mask_of(p.problem, sequence), remat_block_index() * S::kRows).unmasked.contains(row);
+    }
+    // The slot of a step.
+    template <class Steps>
+    static __device__ __forceinline__ u32 slot_of(const Steps& steps, int row) {
+        if constexpr (Blocks::kListed)
+            return S::kSlots == 2 ? steps.number() % 2 : 0;
+        else
+            return S::slot(row);
     }
     // Address of the score function's derivatives: where the dS of the same keys is stored later. `exchanged`: address of the
     // exchange.
@@ -100,7 +111,7 @@ struct BackwardWarpSpecialized {
     // derivative goes to the partner at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end
     // on see no key.
     static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
-                                                     int row, int row_end, bool masked, u32 slopes) {
+                                                     int row, int row_end, bool masked, const Bits& bits, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
         if (uses_score_function(options)) {
@@ -151,7 +162,12 @@ struct BackwardWarpSpecialized {
                 add_bias(tile_of(s, n), p, remat_block_batch(), head, row_end, ScoreCoord<Layout>(lane, row + 8 * n, key));
         }
         if (kInitial && uses_fp32_bias(options)) InitialScores<Layout, kColumnTiles>::add_fp32_bias(s, p, head, row, row_end, key);
-        if (masked) apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
+        if (masked) {
+            if constexpr (Blocks::kListed)
+                bits.template hide<kColumnTiles>(0, 0, [&](int n) -> Tile& { return tile_of(s, n); });
+            else
+                apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
+        }
         if (!kGeneric || kInitial) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
@@ -286,7 +302,10 @@ struct BackwardWarpSpecialized {
         return is_first_role() ? keys : values;
     }
 
-    static __device__ __forceinline__ void run(const BwdParams& p) {
+    // Row of a listed step, or, where the step does not exist, one with statistics: its scores are hidden.
+    static __device__ __forceinline__ int existing_row(const BwdParams& p, int row) { return min(row, p.seqlen_q_rounded - S::kStep); }
+
+    static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
         // pair: number of the warp in its role, where partners have the same number and the same keys. (Elsewhere a pair is two
@@ -316,9 +335,18 @@ struct BackwardWarpSpecialized {
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
-            const int first = kFused ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
-            if (first >= range.end) break;
+            auto queries = blocks.template steps<S::kStep>(p, head, first_key, 0, range.end, p.problem.seqlen_q);
+            int first;
+            if constexpr (Blocks::kListed) {
+                if (!queries.exists()) continue;
+                first = queries.first();
+            } else {
+                first = kFused ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
+                if (first >= range.end) break;
+            }
             const HeadRows rows(p, sequence, head);
+            // Rows that loads may touch.
+            const auto rows_end = [&] { return Blocks::kListed ? p.problem.seqlen_q : range.rows(p); };
             // Computes dQ of the rows from `row` on, from the dS in this slot. `pair`: a number below Dq::kPairs.
             const auto compute_dq = [&](int row, u32 slot, int pair) {
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
@@ -333,25 +361,34 @@ struct BackwardWarpSpecialized {
             };
 
             StepTileLoader<S> tiles;
-            tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, range.rows(p) - first);
+            tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, rows_end() - first);
             StepStats<S> stats;
-            stats.load(p, rows, first);
+            stats.load(p, rows, Blocks::kListed ? existing_row(p, first) : first);
+            Bits bits;
+            if constexpr (Blocks::kListed)
+                if (is_first_role()) bits.load(blocks, queries, first_key + remat_warp_row(), 0);
             InitialScores<Layout, kColumnTiles> initial;
             if (kInitial && kHasBias && is_first_role()) initial.load_bias(p, head, first, range.end, remat_warp_key());
             __syncthreads();  // the previous head's tiles are free
-            tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
-            if (S::kSlots == 2)
+            tiles.store(shared + S::kStepTiles + (Blocks::kListed ? 0 : S::slot(first)) * S::kSlotBytes);
+            if constexpr (Blocks::kListed) {
+                if (S::kSlots == 2) tiles.load(p, p.q, p.dout, rows.head, queries.after(1), rows_end() - queries.after(1));
+            } else if (S::kSlots == 2) {
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
+            }
             // dS of the step before the first: zeros. They add nothing, and dq that kStore stores of them is overwritten later.
             if (kWithDq && S::kSlots == 2)
                 clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
 #pragma unroll 1
-            for (int row = first; row < range.end; row += S::kStep) {
-                const u32 slot = S::slot(row);
+            for (int next = first; Blocks::kListed ? queries.exists() : next < range.end;
+                 next += S::kStep, queries.advance(blocks)) {
+                const int row = Blocks::kListed ? queries.first() : next;
+                const u32 slot = slot_of(queries, row);
                 __syncthreads();  // this step's tiles and the previous step's dS are stored
                 // Here, not at the end of the previous step: ptxas would move the stores up to where the loads are not done.
-                if (S::kSlots == 2) tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
+                if (S::kSlots == 2)
+                    tiles.store(shared + S::kStepTiles + (Blocks::kListed ? slot ^ 1 : S::slot(row + S::kStep)) * S::kSlotBytes);
                 if (kWithDq && S::kSlots == 2) {
 #pragma unroll
                     for (int j = 0; j < Dq::kPairs; j++) compute_dq(max(row - S::kStep, first), slot ^ 1, j);
@@ -393,15 +430,24 @@ struct BackwardWarpSpecialized {
                 // registers. In generic kernels the computation of P and dS is such a part, so the loads come after it. Past the
                 // last row nothing is loaded.
                 const auto load_next = [&](bool here) {
-                    if (S::kSlots == 2 && here)
+                    if constexpr (Blocks::kListed) {
+                        if (S::kSlots == 2 && here)
+                            tiles.load(p, p.q, p.dout, rows.head, queries.after(2), rows_end() - queries.after(2));
+                    } else if (S::kSlots == 2 && here) {
                         tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep,
                                    range.rows(p) - 2 * S::kStep - row);
+                    }
                 };
                 // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
-                    const bool masked = !contains(range, p, row);
+                    bool masked = !contains(range, p, row);
+                    if constexpr (Blocks::kListed) {
+                        masked |= queries.has_bits();
+                        const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
+                        if (masked) bits.combine(queries, mask_of(p.problem, sequence), remat_warp_key());
+                    }
                     stats.scale(p.problem.scale_log2);
-                    exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, slopes_of(exchange, slot));
+                    exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, bits, slopes_of(exchange, slot));
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -437,7 +483,12 @@ struct BackwardWarpSpecialized {
                                     store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, packed[n][m][h]);
                     }
                 }
-                stats.load(p, rows, range.next_step(p, row));
+                if constexpr (Blocks::kListed) {
+                    stats.load(p, rows, existing_row(p, queries.after(1)));
+                    if (is_first_role()) bits.load(blocks, queries, remat_warp_key(), 1);
+                } else {
+                    stats.load(p, rows, range.next_step(p, row));
+                }
                 if (kInitial && kHasBias && is_first_role())
                     initial.load_bias(p, head, range.next_step(p, row), range.end, remat_warp_key());
                 load_next(kGeneric);
@@ -459,8 +510,12 @@ struct BackwardWarpSpecialized {
 #pragma unroll 1
                     for (int i = 0; i < 2; i++) {
                         typename StepTileLoader<S>::Part part;
-                        StepTileLoader<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin(p) + row + S::kStep,
-                                                range.rows(p) - S::kStep - row, i ? p.problem.headdim_v : p.problem.headdim);
+                        if constexpr (Blocks::kListed)
+                            StepTileLoader<S>::load(part, i ? p.dout : p.q, rows.head, queries.after(1),
+                                                    rows_end() - queries.after(1), i ? p.problem.headdim_v : p.problem.headdim);
+                        else
+                            StepTileLoader<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin(p) + row + S::kStep,
+                                                    range.rows(p) - S::kStep - row, i ? p.problem.headdim_v : p.problem.headdim);
                         if (kWithDq) compute_dq(row, 0, i);
                         StepTileLoader<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
                     }

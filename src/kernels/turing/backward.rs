@@ -139,6 +139,27 @@ fn with(feature: Feature, plain: Variant) -> Variant {
     Variant { required_features, ..plain }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
 }
 
+/// Kernels of block masks (`csrc/turing/backward/block_mask.cuh`), without atomics. They have three headdims, and other headdims are
+/// padded to the next. At headdim 64 the main kernel with two roles, because the other has no registers left. At 128 the generic one
+/// has half the keys: lists beside all features would spill.
+fn block_mask_rows() -> impl Iterator<Item = Variant> {
+    let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]];
+    let generic_main = [main[0], warp_specialized(128, 64, 32), main[2]];
+    let listed = |row: Variant| match (row.pass, row.source) {
+        (Pass::Backward, _) => (Pass::BackwardDkDv, "turing/backward/warp_specialized_dkdv_block_mask.cu"),
+        (pass, "turing/backward/dq.cu") => (pass, "turing/backward/dq_block_mask.cu"),
+        (pass, _) => (pass, "turing/backward/dq_warp_specialized_block_mask.cu"),
+    };
+    let with_blocks = move |row: Variant, features| {
+        let (pass, source) = listed(row);
+        Variant { pass, ..row }.with_blocks(features, source)
+    };
+    let dq = [DQ[1], DQ[3], DQ[5]];
+    let plain = main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::NONE));
+    let generic = generic_main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::GENERIC_BLOCKS));
+    plain.chain(generic)
+}
+
 /// Kernels for headdims above 256, which pass P and dS through memory: the tiles of volta's. Two blocks have all registers and all of
 /// the 64 KB.
 const fn stored(pass: Pass, source: &'static str) -> Variant {
@@ -172,6 +193,7 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(MAIN.map(dkdv).into_iter().chain(GENERIC.map(|row| generic(dkdv(row)))));
     rows.extend(DQ.into_iter().chain(DQ[1..].iter().map(|&row| generic(row))));
     rows.extend(all_of_it.into_iter().chain(all_of_it.map(varlen)));
+    rows.extend(block_mask_rows());
     rows.extend([SCORES, GRADIENTS, varlen(SCORES), varlen(GRADIENTS), generic(SCORES)]);
     rows
 }

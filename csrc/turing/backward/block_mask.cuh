@@ -1,0 +1,82 @@
+// Block-sparse masks in the turing backward kernels (backward/block_mask.cuh says which lists they walk).
+#pragma once
+
+#include "backward/block_mask.cuh"
+#include "turing/backward/fragments.cuh"
+
+namespace turing {
+
+// Bits of a warp's Rows rows (of the product, and of the list) in a step of at most 32 columns. A lane holds those of one row, bit
+// 0 for the first column. Loads run one step ahead, because nothing else hides their latency.
+template <class Layout, int Rows>
+class StepBits {
+    static_assert(Rows <= 32, "a word a lane");
+    static constexpr bool kKeyRows = Layout::kKeyRows;
+    static constexpr int kTileRows = kKeyRows ? Layout::kTileKeys : Layout::kTileQueries;
+    static constexpr int kTileColumns = kKeyRows ? Layout::kTileQueries : Layout::kTileKeys;
+    using Tile = typename Layout::Tile;
+    unsigned word_ = 0;
+
+    static __device__ __forceinline__ constexpr int row_slot(int v) { return kKeyRows ? Layout::key_slot(v) : Layout::query_slot(v); }
+    static __device__ __forceinline__ constexpr int column_slot(int v) {
+        return kKeyRows ? Layout::query_slot(v) : Layout::key_slot(v);
+    }
+    static __device__ __forceinline__ int first_row(const Lane& l) { return kKeyRows ? Layout::first_key(l) : Layout::first_query(l); }
+    static __device__ __forceinline__ int first_column(const Lane& l) {
+        return kKeyRows ? Layout::first_query(l) : Layout::first_key(l);
+    }
+
+public:
+    // Loads the bits of the step that comes `steps` after this one, if it has some. `row`: the warp's first, counted as the list's
+    // rows are.
+    template <class Blocks, class Steps>
+    __device__ __forceinline__ void load(const Blocks& blocks, const Steps& columns, int row, int steps) {
+        if (!columns.has_bits_after(steps)) return;
+        const BlockLists& lists = blocks.lists();
+        const int position = columns.position_after(steps), tile = columns.first_tile() + position / kListedColumns;
+        const int list_row = row % kListedRows + remat_thread() % Rows;
+        const unsigned* from =
+            lists.bits + static_cast<long long>(tile) * kTileWords + list_row * 2 + position % kListedColumns / 32;
+        int word = 0;
+        load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word, reinterpret_cast<const int*>(from));
+        word_ = static_cast<unsigned>(word) >> position % 32;
+    }
+    // Clears the bits of what lengths, causal mask or window hide in this step. A step without bits has all of them before. So masks
+    // and bits share the code that hides scores. `row`: the warp's first.
+    template <class Steps>
+    __device__ __forceinline__ void combine(const Steps& columns, const Mask& mask, int row) {
+        const int i = row + static_cast<int>(remat_thread() % Rows);
+        int first = i - mask.high, last = min(i - mask.low, mask.seqlen_q - 1);
+        if (!kKeyRows) first = i + mask.low, last = min(i + mask.high, mask.seqlen_k - 1);
+        first = max(first - columns.first(), 0), last = min(last - columns.first(), 31);
+        if (!columns.has_bits()) word_ = ~0u;
+        word_ = first > last || (kKeyRows && i >= mask.seqlen_k) ? 0 : word_ >> first << first & ~0u >> (31 - last);
+    }
+    // Hides the scores without a bit in N neighboring tiles: those of row m, from `column` in the step on. tile(n): the lane's scores
+    // of the n-th. All lanes of the warp call it together.
+    template <int N, class TileOf>
+    __device__ __forceinline__ void hide(int m, int column, TileOf tile) const {
+        const Lane lane = remat_lane();
+        const int row = kTileRows * m + first_row(lane);
+        column += first_column(lane);
+#pragma unroll
+        for (int v = 0; v < Layout::kElements; v += 2) {  // a row's two scores
+            static_assert(row_slot(0) == row_slot(1), "a lane has two scores of a row in a tile");
+            const unsigned bits = __shfl_sync(~0u, word_, row + row_slot(v)) >> column;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int u = v; u < v + 2; u++)
+                    if (!(bits >> (kTileColumns * n + column_slot(u)) & 1)) tile(n)[u] = negative_infinity();
+        }
+    }
+};
+
+// A block visits the steps of its list.
+struct ListedBlocks : ::ListedBlocks {
+    template <class Layout, int Rows>
+    using Bits = StepBits<Layout, Rows>;
+    __device__ __forceinline__ explicit ListedBlocks(const BlockLists& lists) : ::ListedBlocks(lists) {}
+};
+
+}  // namespace turing

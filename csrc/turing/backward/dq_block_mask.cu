@@ -1,0 +1,10 @@
+// dq of the backward pass without atomics, under a block-sparse mask.
+#include "turing/backward/block_mask.cuh"
+#include "turing/backward/dq.cuh"
+
+using Kernel = turing::BackwardDq<HEADDIM, BLOCK_ROWS, STEP, THREADS, turing::ListedBlocks>;
+static_assert(Kernel::kSharedBytes == SHARED_BYTES && HEADDIM_V == HEADDIM, "the variant table and the kernel disagree");
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const BwdBlockParams p) {
+    Kernel::run(p.backward, turing::ListedBlocks(p.blocks));
+}
