@@ -7,10 +7,11 @@
 // 2^15 (1 + 2^-11)^(kSpan / 8). The reference of a row, which is subtracted from scores, is tested after a span's probabilities
 // exist. If their sum was too large, it moves and the span's scores are computed again: K is still in shared memory.
 //
-// K and V move through a ring of four slots of a span: step j stores the span of step j + 2. The second half of the warps runs half a
-// step behind the first: it meets the barrier between its scores and its P V, the first half after its P V. So a scheduler, which has a
-// warp of each half, overlaps P V of one with exponentials of the other. At barrier j the first half has finished step j, the second
-// step j - 1 and the scores of step j. So all parts of the span of step j + 1 are stored, and no warp reads the slot of step j - 1 any more.
+// K and V move through a ring of four slots of a span: step j stores the span of step j + 2. The second half of the warps runs half
+// a step behind the first: it meets the barrier between its scores and its P V, the first half after its P V. So a scheduler, which
+// has a warp of each half, overlaps P V of one with exponentials of the other. At barrier j the first half has finished step j, the
+// second step j - 1 and the scores of step j. So all parts of the span of step j + 1 are stored, and no warp reads the slot of step
+// j - 1 any more.
 #pragma once
 
 #include "forward/block.cuh"
@@ -185,7 +186,8 @@ struct FastForward {
 #pragma unroll
             for (int j = 0; j < kAhead; j++)
 #pragma unroll
-                for (int piece = 0; piece < kPieces; piece++) load_piece(first[j][piece], p, from, piece, min(key_first + j * kSpan, last_key));
+                for (int piece = 0; piece < kPieces; piece++)
+                    load_piece(first[j][piece], p, from, piece, min(key_first + j * kSpan, last_key));
             float next_scale = load_k_scale(from, key_first);
 
             Codes q;
@@ -200,7 +202,8 @@ struct FastForward {
 #pragma unroll
             for (int j = 0; j < kAhead; j++)
 #pragma unroll
-                for (int piece = 0; piece < kPieces; piece++) store_piece(first[j][piece], from, offsets, piece, ring + j * kSlotBytes);
+                for (int piece = 0; piece < kPieces; piece++)
+                    store_piece(first[j][piece], from, offsets, piece, ring + j * kSlotBytes);
             clear(sum, o);
             barrier();
 
@@ -349,15 +352,16 @@ struct FastForward {
         return reinterpret_cast<const T*>(static_cast<unsigned long long>(x.y) << 32 | x.x);
     }
 
-    // Offsets in a slot: of the first chunks that a thread stores, and of the first matrices that a lane loads. With kFewRegisters two of
-    // them share a register.
+    // Offsets in a slot: of the first chunks that a thread stores, and of the first matrices that a lane loads. With kFewRegisters
+    // two of them share a register.
     struct Offsets {
         u32 store[2], fragment[2];
 
         __device__ __forceinline__ explicit Offsets(int thread) {
             set(store, swizzled<kCodeChunks>(thread / kCodeChunks, thread % kCodeChunks),
                 kOffsetV + swizzled<kChunks>(thread / kChunks, thread % kChunks));
-            set(fragment, swizzled<kCodeChunks>(thread & 7, thread >> 3 & 3), kOffsetV + swizzled<kChunks>(thread & 15, thread >> 4 & 1));
+            set(fragment, swizzled<kCodeChunks>(thread & 7, thread >> 3 & 3),
+                kOffsetV + swizzled<kChunks>(thread & 15, thread >> 4 & 1));
         }
         __device__ __forceinline__ u32 k_store() const { return first(store); }
         __device__ __forceinline__ u32 v_store() const { return second(store); }
@@ -407,8 +411,8 @@ struct FastForward {
         __device__ __forceinline__ int v_last() const { return load_shared1(block_address + 24); }
         __device__ __forceinline__ u32 v_factor() const { return load_shared1(block_address + 28); }
     };
-    // What scores are multiplied by and what is subtracted from them, for each of the lane's rows: in registers, or in shared memory,
-    // 32 bytes for the four lanes of a quad, which share rows.
+    // What scores are multiplied by and what is subtracted from them, for each of the lane's rows: in registers, or in shared
+    // memory, 32 bytes for the four lanes of a quad, which share rows.
     struct RegisterRows {
         float scale[kRows], reference[kRows];
 
@@ -520,8 +524,8 @@ struct FastForward {
     __device__ __forceinline__ static void barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
     __device__ __forceinline__ static void scale(u32& x, u32 factor) { asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(factor)); }
 
-    // Loads the warp's queries as codes, one row of a lane at a time: unrolled code costs more time in the instruction cache than the
-    // moves of codes to their registers.
+    // Loads the warp's queries as codes, one row of a lane at a time: unrolled code costs more time in the instruction cache than
+    // the moves of codes to their registers.
     __device__ __forceinline__ static void load_queries(Codes& q, State& state, const FastParams& p, const unsigned short* rows,
                                                         int warp_row, int seqlen_q, const float* mean, float* lse) {
         const Lane lane(threadIdx.x & 31);
@@ -544,8 +548,8 @@ struct FastForward {
         }
     }
 
-    // Computes masked and unmasked spans from `key` on. Returns true if references have to move before the span at `key`. Ranges are
-    // computed again each time: no register keeps them.
+    // Computes masked and unmasked spans from `key` on. Returns true if references have to move before the span at `key`. Ranges
+    // are computed again each time: no register keeps them.
     template <class Steps>
     __device__ __forceinline__ static bool run_spans(const FastParams& p, int& key, int last_key, const Steps& steps) {
         do {

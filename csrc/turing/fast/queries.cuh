@@ -25,7 +25,8 @@ struct QueryRow {
 
     // Makes codes of the loaded row. Returns their scale, in log2 units of the scores. `mean_score`: the score of K's mean, in the
     // same units.
-    __device__ __forceinline__ float quantize(u32 (&codes)[kCount], float& mean_score, const FastParams& p, const float* mean) const {
+    __device__ __forceinline__ float quantize(u32 (&codes)[kCount], float& mean_score, const FastParams& p,
+                                              const float* mean) const {
         const bool is_bf16 = p.element == ElementType::Bf16;
         const float sign = p.problem.sign_flip ? -1.f : 1.f;
         float x[kCount][4], poison = 0.f, product = 0.f;
