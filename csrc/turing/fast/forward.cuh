@@ -3,11 +3,15 @@
 // GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies int8 codes (codes.cuh), and a span of keys sums P V in
 // fp16 before it is added to the fp32 output. A warp has all its scores in registers, two tiles of rows at once.
 //
-// Range: |V| < 1 after its scaling, a packed probability is at most 2^kLargestLog2, and a span has kSpan keys, so sums stay below
+// Range: |V| < 1 after its scaling, and the packed probabilities of a row in a span sum to at most 2^15, so fp16 sums stay below
 // 2^15 (1 + 2^-11)^(kSpan / 8). The reference of a row, which is subtracted from scores, is tested after a span's probabilities
-// exist. If one was too large, it moves and the span's scores are computed again: K is still in shared memory.
+// exist. If their sum was too large, it moves and the span's scores are computed again: K is still in shared memory.
 //
-// K and V move through a ring of four slots of a span. Step j stores the span of step j + 2, so one barrier a step suffices.
+// K and V move through a ring of four slots of a span: step j stores the span of step j + 2. The second half of the warps runs half
+// a step behind the first: it meets the barrier between its scores and its P V, the first half after its P V. So a scheduler, which
+// has a warp of each half, overlaps P V of one with exponentials of the other. At barrier j the first half has finished step j, the
+// second step j - 1 and the scores of step j. So all parts of the span of step j + 1 are stored, and no warp reads the slot of step
+// j - 1 any more.
 #pragma once
 
 #include "forward/block.cuh"
@@ -21,6 +25,15 @@ namespace turing {
 // Whether the kernel has code for a boolean mask.
 constexpr bool kHasMask = FEATURES & kFeatureBias;
 
+template <bool First, class A, class B>
+struct Choice {
+    using Type = A;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+    using Type = B;
+};
+
 // The kernel. A warp has 16 * RowTiles rows. TilesAtOnce: tiles of 8 keys whose scores are in registers together.
 template <int Headdim, int Warps, int RowTiles, int Span, int TilesAtOnce, int PreparedKeys>
 struct FastForward {
@@ -33,23 +46,27 @@ struct FastForward {
     static constexpr u32 kOffsetV = kSpan * kCodePitch, kSlotBytes = kSpan * (kCodePitch + kPitch);
     static constexpr int kSlots = 4, kAhead = 2;
     static constexpr u32 kRingBytes = kSlots * kSlotBytes;
-    // After the ring: what a thread reads once a span, for which there are no registers.
-    static constexpr u32 kRecordBytes = 3 * kChunkBytes, kRowBytes = 2 * kChunkBytes;  // of a thread, and of the rows of a quad
-    static constexpr u32 kRowOffset = kRingBytes + kThreads * kRecordBytes, kSharedBytes = kRowOffset + kThreads / 4 * kRowBytes;
-    static constexpr int kRowsV = kThreads / kChunks, kPassesV = kSpan / kRowsV;  // rows of V that the block loads at once
-    static_assert(kThreads == kSpan * kCodeChunks, "a thread moves one chunk of K's codes a span");
-    static_assert(kPassesV == 2 && kRowsV % 8 == 0, "V takes two passes with one swizzle");
+    // After the ring: the state of rows, for which there are no registers.
+    static constexpr u32 kRowBytes = 2 * kChunkBytes;  // of the rows of a quad
+    static constexpr u32 kSharedBytes = kRingBytes + kThreads / 4 * kRowBytes + 2 * kChunkBytes;
+    // Chunks that a thread moves in each span: of K's codes, and of V. The block loads kRowsV rows of V at once.
+    static constexpr int kCodePieces = kSpan * kCodeChunks / kThreads, kPieces = 3 * kCodePieces, kRowsV = kThreads / kChunks;
+    static_assert(kCodePieces * kThreads == kSpan * kCodeChunks, "all threads move as many chunks");
+    static_assert(kRowsV % 8 == 0 && kThreads / kCodeChunks % 8 == 0, "the rows of a thread have one swizzle");
     static_assert(kScaleKeys % kSpan == 0, "a span has one block of scales");
 
     __device__ static constexpr int log2_of(int x) { return x == 1 ? 0 : 1 + log2_of(x / 2); }
-    // Log2 of the largest packed probability, and of what 1 becomes when a reference is set.
-    static constexpr int kLargestLog2 = 15 - log2_of(kSpan), kSlackLog2 = 4, kOneLog2 = kLargestLog2 - kSlackLog2;
+    // Log2 of what a probability of 1 becomes when a reference is set.
+    static constexpr int kOneLog2 = 15 - log2_of(64 * 64 / Headdim) - 4;
     static constexpr float kPackingLog2 = 112.f;  // softmax.cuh: packed fp16 is 2^112 times the float
     static constexpr float kNoReference = -1e30f;
 
     using Block = ForwardBlock<kBlockRows, true>;
     using Codes = u32[kRows][kCodeChunks];
     using Output = Accumulator[RowTiles][kChunks];
+    // At headdim 64 registers suffice for all that a step needs beside operands and sums. At headdim 128 with 32 rows a part is in
+    // shared memory.
+    static constexpr bool kFewRegisters = Headdim > 64, kSharedState = Headdim == 128 && RowTiles == 2;
 
     __device__ __forceinline__ static int remat_warp_row(const FastParams& p) {
         return Block::remat_row(p.problem) + remat_thread_index() / 32 * kWarpRows;
@@ -75,6 +92,31 @@ struct FastForward {
                         else
                             multiply_add_int8(s[r][t], q[r][4 * c + i], b[i]);
                     }
+            }
+    }
+
+    template <int Tiles>
+    __device__ __forceinline__ static void scale_scores(u32 (&s)[kRows][Tiles][2], const float (&factor)[kRows],
+                                                        const float (&addend)[kRows]) {
+#pragma unroll
+        for (int r = 0; r < kRows; r++)
+#pragma unroll
+            for (int i = 0; i < 2 * Tiles; i++) {
+                u32& x = s[r][i / 2][i % 2];
+                x = __float_as_uint(fmaf(as_float(x), factor[r], addend[r]));
+            }
+    }
+    // Packs probabilities, and adds them to the rows' sums.
+    template <int Tiles>
+    __device__ __forceinline__ static void exponentiate(u32 (&packed)[kRows][Tiles], float (&sum)[kRows],
+                                                        const u32 (&s)[kRows][Tiles][2]) {
+#pragma unroll
+        for (int r = 0; r < kRows; r++)
+#pragma unroll
+            for (int t = 0; t < Tiles; t++) {
+                const float a = exp2_approx(as_float(s[r][t][0])), b = exp2_approx(as_float(s[r][t][1]));
+                sum[r] += a + b;
+                packed[r][t] = pack_shifted(a, b);
             }
     }
 
@@ -129,154 +171,116 @@ struct FastForward {
         const int warp_row = block.row + threadIdx.x / 32 * kWarpRows;
         const Mask mask = mask_of(p.problem, sequence);
         const int key_first = mask.key_first(block.row) / kSpan * kSpan, key_end = mask.key_end(block.row, kBlockRows);
+        const int last_key = (key_end - 1) / kSpan * kSpan;  // of the last span
         float* lse = p.softmax_lse + sequence.lse_row(block.batch, block.head);
 
         float sum[kRows];
-        const u32 quad_rows = ring + kRowOffset + threadIdx.x / 4 * kRowBytes;
-        float references[kRows];
+        State state(ring + kRingBytes);
         Output o;
-#pragma unroll
-        for (int r = 0; r < kRows; r++) references[r] = kNoReference, sum[r] = 0.f;
-        store_rows(quad_rows + kChunkBytes, references);
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int j = 0; j < kChunks; j++)
-#pragma unroll
-                for (int v = 0; v < 4; v++) o[mt][j][v] = 0.f;
-
         if (key_first < key_end) {
             const KeyCodes<Headdim> codes(p, sequence, block.head_k);
-            Codes q;
-            float q_scale[kRows];
-            const unsigned short* rows = rows_of(p.q, block.batch, block.head, sequence.q_offset());
-#pragma unroll
-            for (int r = 0; r < kRows; r++) {
-                const int i = warp_row + 8 * r + lane.group;
-                float mean_score;
-                q_scale[r] =
-                    load_query_codes<Headdim>(q[r], mean_score, p, rows + i * p.q.row_stride, i < sequence.seqlen_q(), codes.mean);
-                // until the row's end, which has no register for it
-                if (lane.quad == 0 && i < sequence.seqlen_q()) lse[i] = mean_score;
-            }
-            // What the thread moves, in words of its record: pointers to its chunks of K's codes and of V; the pointer to scales,
-            // the end of a run of spans, the last span; V's factor, the warp's fragments of V and of K, the places of K and V in a
-            // slot, the last row of V.
-            const int thread = threadIdx.x;
-            const int chunk = min(thread % kChunks, p.problem.headdim_v / kChunk - 1);
-            const u32 record = ring + kRingBytes + thread * kRecordBytes;
-            store_pointers(record, codes.codes + thread * kChunkBytes,
-                           rows_of(p.v, block.batch, block.head_k, sequence.k_offset()) + chunk * kChunk);
-            {
-                const float power = p.element == ElementType::Bf16
-                                        ? 1.f
-                                        : times_power(1.f, -v_exponent(codes.v_max, sequence.seqlen_k(), PreparedKeys, p.element));
-                const unsigned long long k_scales = reinterpret_cast<unsigned long long>(codes.scales + lane.quad);
-                store_shared(record + kChunkBytes, make_uint4(k_scales, k_scales >> 32, 0, (key_end - 1) / kSpan * kSpan));
-                const u32 k_store = swizzled<kCodeChunks>(thread / kCodeChunks, thread % kCodeChunks);
-                const u32 v_store = kOffsetV + swizzled<kChunks>(thread / kChunks, thread % kChunks);
-                const u32 v_fragment = swizzled<kChunks>(lane.lane & 15, lane.lane >> 4);
-                const u32 k_fragment = swizzled<kCodeChunks>(lane.lane & 7, lane.lane >> 3);
-                store_shared(record + 2 * kChunkBytes, make_uint4(to_half2(power, power), v_fragment | k_fragment << 16,
-                                                                  k_store | v_store << 16, sequence.seqlen_k() - 1));
-            }
-            store_rows(quad_rows, q_scale);
-            const unsigned v_stride = p.v.row_stride;
-            uint4 data;
-            // Piece 0 is K's codes, 1 and 2 are V.
-            const auto load = [&](int piece, int key) {
-                const uint4 pointers = load_shared(record);
-                if (piece == 0) {
-                    const signed char* codes = pointer<signed char>(pointers.x, pointers.y);
-                    data = __ldg(reinterpret_cast<const uint4*>(codes + static_cast<unsigned>(key) * Headdim));
-                } else {
-                    const uint4 at = load_shared(record + 2 * kChunkBytes);
-                    const int row = min(key + (piece - 1) * kRowsV + remat_thread_index() / kChunks, static_cast<int>(at.w));
-                    data = load_global(rows_after(pointer<unsigned short>(pointers.z, pointers.w), row, v_stride));
-                }
-            };
-            const auto store = [&](int piece, u32 slot) {
-                const uint4 at = load_shared(record + 2 * kChunkBytes);
-                if (piece == 0) return store_shared(slot + (at.z & 0xffff), data);
-                scale(data.x, at.x), scale(data.y, at.x), scale(data.z, at.x), scale(data.w, at.x);
-                store_shared(slot + (at.z >> 16) + (piece - 1) * kRowsV * kPitch, data);
-            };
-            // The last span's first key, and the end of a run of spans.
-            const auto last_key = [&] { return static_cast<int>(load_shared2(record + kChunkBytes + 8).y); };
-            const auto until = [&] { return static_cast<int>(load_shared2(record + kChunkBytes + 8).x); };
+            RegisterSources from(0);
+            from.of_block = {codes.codes, codes.scales, rows_of(p.v, block.batch, block.head_k, sequence.k_offset()),
+                             sequence.seqlen_k() - 1, 0};
+            uint4 first[kAhead][kPieces];
 #pragma unroll
             for (int j = 0; j < kAhead; j++)
 #pragma unroll
-                for (int piece = 0; piece < 3; piece++) {
-                    load(piece, min(key_first + j * kSpan, last_key()));
-                    store(piece, ring + j * kSlotBytes);
-                }
-            const auto load_k_scale = [&](int key) {
-                const uint2 k_scales = load_shared2(record + kChunkBytes);
-                return __ldg(pointer<float>(k_scales.x, k_scales.y) + key / kScaleKeys * kScales);
-            };
+                for (int piece = 0; piece < kPieces; piece++)
+                    load_piece(first[j][piece], p, from, piece, min(key_first + j * kSpan, last_key));
+            float next_scale = load_k_scale(from, key_first);
+
+            Codes q;
+            load_queries(q, state, p, rows_of(p.q, block.batch, block.head, sequence.q_offset()), warp_row, sequence.seqlen_q(),
+                         codes.mean, lse);
+            const float power = p.element == ElementType::Bf16
+                                    ? 1.f
+                                    : times_power(1.f, -v_exponent(codes.v_max, sequence.seqlen_k(), PreparedKeys, p.element));
+            const Offsets offsets(threadIdx.x);
+            from.of_block.v_factor = to_half2(power, power);
+            state.store_sources(from.of_block);
+#pragma unroll
+            for (int j = 0; j < kAhead; j++)
+#pragma unroll
+                for (int piece = 0; piece < kPieces; piece++)
+                    store_piece(first[j][piece], from, offsets, piece, ring + j * kSlotBytes);
+            clear(sum, o);
+            barrier();
+
             u32 slot = ring, zero = keep_in_register(kSumZeroBits);
             int key = key_first;
+            const bool is_late = threadIdx.x >= kThreads / 2;
 
+            // Computes spans from `key` to before `end`. Returns true if references have to move before the span at `key`.
             const auto steps = [&](bool may_mask, int end) {
-                store_shared2(record + kChunkBytes + 8, end, last_key());
 #pragma unroll 1
-                for (; key < until(); key += kSpan) {
-                    barrier();
-                    const auto ahead = [&] { return min(key + kAhead * kSpan, last_key()); };
-                    const auto to = [&] { return slot_after(slot, ring); };
-                    const float k_scale = load_k_scale(key);
-                    const u32 k_fragment = slot + (load_shared2(record + 2 * kChunkBytes).y >> 16);
+                for (; key < end; key += kSpan) {
                     OperandP probabilities[RowTiles][kTiles];
-                    float span_sum[kRows];
-                    for (;;) {
-                        float q_scale[kRows], reference[kRows];
-                        load_rows(q_scale, quad_rows);
-                        load_rows(reference, quad_rows + kChunkBytes);
-                        float largest = 0.f, factor[kRows], addend[kRows];
+                    float span_sum[kRows], factor[kRows], addend[kRows];
+                    const u32 k_fragment = slot + offsets.k_fragment();
+                    state.load_scales(factor);
+                    state.load_references(addend);
 #pragma unroll
-                        for (int r = 0; r < kRows; r++) {
-                            span_sum[r] = 0.f;
-                            factor[r] = q_scale[r] * k_scale;
-                            addend[r] = fmaf(-kSumZero, factor[r], -reference[r]);
+                    for (int r = 0; r < kRows; r++) {
+                        span_sum[r] = 0.f;
+                        factor[r] *= next_scale;
+                        addend[r] = fmaf(-kSumZero, factor[r], -addend[r]);
+                    }
+                    if (may_mask) {
+                        // rolled: its registers must not exceed those of unmasked spans
+#pragma unroll 1
+                        for (int t = 0; t < kTiles; t++) {
+                            u32 s[kRows][1][2], packed[kRows][1];
+                            compute_scores(s, q, k_fragment, 8 * t, zero);
+                            scale_scores(s, factor, addend);
+                            // after the scales: one may be NaN for keys that the row does not see
+                            RowMask(p).apply(s, key + 8 * t);
+                            exponentiate(packed, span_sum, s);
+#pragma unroll
+                            for (int r = 0; r < kRows; r++) {
+#pragma unroll
+                                for (int i = 0; i + 1 < kTiles; i++)
+                                    probabilities[r / 2][i][r % 2] = probabilities[r / 2][i + 1][r % 2];
+                                probabilities[r / 2][kTiles - 1][r % 2] = packed[r][0];
+                            }
                         }
+                    } else {
 #pragma unroll
                         for (int first = 0; first < kTiles; first += TilesAtOnce) {
-                            u32 s[kRows][TilesAtOnce][2];
+                            u32 s[kRows][TilesAtOnce][2], packed[kRows][TilesAtOnce];
                             compute_scores(s, q, k_fragment, 8 * first, zero);
+                            scale_scores(s, factor, addend);
+                            exponentiate(packed, span_sum, s);
 #pragma unroll
                             for (int r = 0; r < kRows; r++)
 #pragma unroll
-                                for (int i = 0; i < 2 * TilesAtOnce; i++) {
-                                    u32& x = s[r][i / 2][i % 2];
-                                    x = __float_as_uint(fmaf(as_float(x), factor[r], addend[r]));
-                                }
-                            // after the scales: one may be NaN for keys that the row does not see
-                            if (may_mask) RowMask(p).apply(s, key + 8 * first);
-#pragma unroll
-                            for (int r = 0; r < kRows; r++)
-#pragma unroll
-                                for (int t = 0; t < TilesAtOnce; t++) {
-                                    const float a = exp2_approx(as_float(s[r][t][0])), b = exp2_approx(as_float(s[r][t][1]));
-                                    span_sum[r] += a + b;
-                                    largest = fmaxf(largest, a + b);
-                                    probabilities[r / 2][first + t][r % 2] = pack_shifted(a, b);
-                                }
+                                for (int t = 0; t < TilesAtOnce; t++) probabilities[r / 2][first + t][r % 2] = packed[r][t];
                         }
-                        // packed before the branch: else ptxas packs after it, and keeps twice as many registers till then
-#pragma unroll
-                        for (int i = 0; i < RowTiles * kTiles * 2; i++) {
-                            u32& x = probabilities[i / 2 / kTiles][i / 2 % kTiles][i % 2];
-                            x = keep_in_register(x);
-                        }
-                        if (!__any_sync(~0u, largest > kLargestSum)) break;
-                        move_references(p, may_mask, q, k_fragment, key, zero, factor, quad_rows + kChunkBytes, sum, o);
                     }
+                    float largest = span_sum[0];
+#pragma unroll
+                    for (int r = 1; r < kRows; r++) largest = fmaxf(largest, span_sum[r]);
+                    if (__any_sync(~0u, largest > kLargestSum)) return true;
 #pragma unroll
                     for (int r = 0; r < kRows; r++) sum[r] += span_sum[r];
-                    const u32 v_fragment = slot + (load_shared2(record + 2 * kChunkBytes).y & 0xffff);
+                    if (is_late) barrier();
+                    const int ahead = min(key + kAhead * kSpan, last_key);
+                    const u32 to = slot_after(slot, ring);
+                    const u32 v_fragment = slot + offsets.v_fragment();
+                    uint4 data;
+                    next_scale = load_k_scale(state, min(key + kSpan, last_key));
+                    constexpr int kParts = kChunks / 2;
 #pragma unroll
-                    for (int c = 0; c < kChunks / 2; c++) {
+                    for (int c = 0; c < kParts; c++) {
+                        // keeps ptxas from loading more of V early than there are registers for
+                        if (kFewRegisters && c && c % (kParts / 4) == 0) __syncwarp();
+                        // pieces of the span kAhead further, spread over the products
+#pragma unroll
+                        for (int piece = 0; piece < kPieces; piece++)
+                            if (c == piece * kParts / kPieces) {
+                                if (piece) store_piece(data, state, offsets, piece - 1, to);
+                                load_piece(data, p, state, piece, ahead);
+                            }
                         u32 sums[2][RowTiles][2];
 #pragma unroll
                         for (int h = 0; h < 2; h++)
@@ -285,7 +289,7 @@ struct FastForward {
 #pragma unroll
                         for (int t = 0; t < kTiles; t += 2) {
                             u32 b[4];  // two tiles of keys for 8 columns, then for the next 8
-                            load_matrices_transposed(b, chunk_after<kChunks>(v_fragment, 2 * c) + kOffsetV + 8 * t * kPitch);
+                            load_matrices_transposed(b, chunk_after<kChunks>(v_fragment, 2 * c) + 8 * t * kPitch);
 #pragma unroll
                             for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -304,71 +308,212 @@ struct FastForward {
                                     o[mt][2 * c + h][2 * r] += x.x;
                                     o[mt][2 * c + h][2 * r + 1] += x.y;
                                 }
-                        // pieces of the span after the next, spread over the products
-                        constexpr int kParts = kChunks / 2, kFirst = kParts / 8, kGap = (kParts - kFirst) / 3;
-                        if (c == kFirst) load(0, ahead());
-#pragma unroll
-                        for (int piece = 0; piece < 2; piece++)
-                            if (c == kFirst + (piece + 1) * kGap) {
-                                store(piece, to());
-                                load(piece + 1, ahead());
-                            }
                     }
-                    store(2, to());
+                    store_piece(data, state, offsets, kPieces - 1, to);
                     slot = slot + kSlotBytes < ring + kRingBytes ? slot + kSlotBytes : ring;
+                    if (!is_late) barrier();
                 }
+                return false;
             };
-            // Masked spans, unmasked ones, masked ones. Their ranges are computed again each time: no register keeps them.
-            const auto unmasked = [&] {
-                const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
-                // the shuffle tells ptxas that the row is uniform in a warp
-                return UnmaskedKeys<kSpan>(mask_of(p.problem, sequence), __shfl_sync(~0u, remat_warp_row(p), 0), kWarpRows);
-            };
-            const auto last_unmasked = [&](const UnmaskedKeys<kSpan>& keys) {
-                return kHasMask && p.mask ? -1 : keys.first + static_cast<int>(keys.span);
-            };
-            for (;;) {
-                {
-                    const UnmaskedKeys<kSpan> keys = unmasked();
-                    const int end = last_key() + kSpan;
-                    steps(true, key > last_unmasked(keys) ? end : min(keys.first, end));
-                }
-                if (key > last_key()) break;
-                steps(false, min(last_unmasked(unmasked()), last_key()) + 1);
-                if (key > last_key()) break;
-            }
+            // The references move before the first span too.
+            do {
+                move_references(p, q, slot + offsets.k_fragment(), key, zero, next_scale, state, sum, o);
+            } while (run_spans(p, key, last_key, steps));
+        } else {
+            clear(sum, o);
         }
-        write_output(p, quad_rows + kChunkBytes, sum, o);
+        write_output(p, state, sum, o);
     }
 
-private:
     using OperandP = u32[2];
-    // Above this sum of two, a probability may exceed 2^kLargestLog2 when packed.
-    static constexpr float kLargestSum = 1.92592994e-34f * static_cast<float>(1 << kLargestLog2);
+    // A lane's sum of a row in a span, 2^13 when packed: then a row's is at most 2^15, and so is each probability.
+    static constexpr float kLargestSum = 1.92592994e-34f * 8192.f;
 
-    __device__ __forceinline__ static void store_pointers(u32 address, const void* a, const void* b) {
-        const unsigned long long x = reinterpret_cast<unsigned long long>(a), y = reinterpret_cast<unsigned long long>(b);
-        store_shared(address, make_uint4(x, x >> 32, y, y >> 32));
+    // Where the block's keys and values are, the last row of V, and V's factor.
+    struct Sources {
+        const signed char* codes;
+        const float* scales;
+        const unsigned short* v;
+        int v_last;
+        u32 v_factor;
+    };
+    __device__ __forceinline__ static void store_pointer(u32 address, const void* p) {
+        const unsigned long long x = reinterpret_cast<unsigned long long>(p);
+        store_shared2(address, x, x >> 32);
+    }
+    __device__ __forceinline__ static u32 load_shared1(u32 address) {
+        u32 x;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
+        return x;
     }
     template <class T>
-    __device__ __forceinline__ static const T* pointer(u32 low, u32 high) {
-        return reinterpret_cast<const T*>(static_cast<unsigned long long>(high) << 32 | low);
+    __device__ __forceinline__ static const T* load_pointer(u32 address) {
+        const uint2 x = load_shared2(address);
+        return reinterpret_cast<const T*>(static_cast<unsigned long long>(x.y) << 32 | x.x);
     }
+
+    // Offsets in a slot: of the first chunks that a thread stores, and of the first matrices that a lane loads. With kFewRegisters
+    // two of them share a register.
+    struct Offsets {
+        u32 store[2], fragment[2];
+
+        __device__ __forceinline__ explicit Offsets(int thread) {
+            set(store, swizzled<kCodeChunks>(thread / kCodeChunks, thread % kCodeChunks),
+                kOffsetV + swizzled<kChunks>(thread / kChunks, thread % kChunks));
+            set(fragment, swizzled<kCodeChunks>(thread & 7, thread >> 3 & 3),
+                kOffsetV + swizzled<kChunks>(thread & 15, thread >> 4 & 1));
+        }
+        __device__ __forceinline__ u32 k_store() const { return first(store); }
+        __device__ __forceinline__ u32 v_store() const { return second(store); }
+        __device__ __forceinline__ u32 k_fragment() const { return first(fragment); }
+        __device__ __forceinline__ u32 v_fragment() const { return second(fragment); }
+
+    private:
+        __device__ __forceinline__ static void set(u32 (&x)[2], u32 of_k, u32 of_v) {
+            x[0] = kFewRegisters ? of_k | of_v << 16 : of_k;
+            x[1] = of_v;
+        }
+        __device__ __forceinline__ static u32 first(const u32 (&x)[2]) {
+            return kFewRegisters ? keep_in_register(x[0]) & 0xffff : x[0];
+        }
+        __device__ __forceinline__ static u32 second(const u32 (&x)[2]) {
+            return kFewRegisters ? static_cast<u32>(keep_in_register(x[0])) >> 16 : x[1];
+        }
+    };
+    __device__ __forceinline__ static int thread_index() { return kFewRegisters ? remat_thread_index() : threadIdx.x; }
+
+    // Sources in registers, or in shared memory: 32 bytes of the block.
+    struct RegisterSources {
+        Sources of_block;
+
+        __device__ __forceinline__ explicit RegisterSources(u32) {}
+        __device__ __forceinline__ void store_sources(const Sources& x) { of_block = x; }
+        __device__ __forceinline__ const signed char* codes() const { return of_block.codes; }
+        __device__ __forceinline__ const float* scales() const { return of_block.scales; }
+        __device__ __forceinline__ const unsigned short* v() const { return of_block.v; }
+        __device__ __forceinline__ int v_last() const { return of_block.v_last; }
+        __device__ __forceinline__ u32 v_factor() const { return of_block.v_factor; }
+    };
+    struct SharedSources {
+        u32 block_address;
+
+        __device__ __forceinline__ explicit SharedSources(u32 base) : block_address(base + kThreads / 4 * kRowBytes) {}
+        // All threads store the same.
+        __device__ __forceinline__ void store_sources(const Sources& x) {
+            store_pointer(block_address, x.codes);
+            store_pointer(block_address + 8, x.scales);
+            store_pointer(block_address + 16, x.v);
+            store_shared2(block_address + 24, x.v_last, x.v_factor);
+        }
+        __device__ __forceinline__ const signed char* codes() const { return load_pointer<signed char>(block_address); }
+        __device__ __forceinline__ const float* scales() const { return load_pointer<float>(block_address + 8); }
+        __device__ __forceinline__ const unsigned short* v() const { return load_pointer<unsigned short>(block_address + 16); }
+        __device__ __forceinline__ int v_last() const { return load_shared1(block_address + 24); }
+        __device__ __forceinline__ u32 v_factor() const { return load_shared1(block_address + 28); }
+    };
+    // What scores are multiplied by and what is subtracted from them, for each of the lane's rows: in registers, or in shared
+    // memory, 32 bytes for the four lanes of a quad, which share rows.
+    struct RegisterRows {
+        float scale[kRows], reference[kRows];
+
+        __device__ __forceinline__ explicit RegisterRows(u32) {
+#pragma unroll
+            for (int r = 0; r < kRows; r++) reference[r] = kNoReference;
+        }
+        // Appends a scale: after kRows calls the first is that of row 0.
+        __device__ __forceinline__ void push_scale(float x, int) {
+#pragma unroll
+            for (int r = 0; r + 1 < kRows; r++) scale[r] = scale[r + 1];
+            scale[kRows - 1] = x;
+        }
+        __device__ __forceinline__ void load_scales(float (&x)[kRows]) const {
+#pragma unroll
+            for (int r = 0; r < kRows; r++) x[r] = scale[r];
+        }
+        __device__ __forceinline__ void load_references(float (&x)[kRows]) const {
+#pragma unroll
+            for (int r = 0; r < kRows; r++) x[r] = reference[r];
+        }
+        __device__ __forceinline__ void store_references(const float (&x)[kRows]) {
+#pragma unroll
+            for (int r = 0; r < kRows; r++) reference[r] = x[r];
+        }
+    };
+    struct SharedRows {
+        u32 address;
+
+        __device__ __forceinline__ explicit SharedRows(u32 base) : address(base + threadIdx.x / 4 * kRowBytes) {
+            float x[kRows];
+#pragma unroll
+            for (int r = 0; r < kRows; r++) x[r] = kNoReference;
+            store_references(x);
+        }
+        __device__ __forceinline__ void push_scale(float x, int r) { store_shared1(address + 4 * r, __float_as_uint(x)); }
+        __device__ __forceinline__ void load_scales(float (&x)[kRows]) const { load_rows(x, address); }
+        __device__ __forceinline__ void load_references(float (&x)[kRows]) const { load_rows(x, address + kRowBytes / 2); }
+        __device__ __forceinline__ void store_references(const float (&x)[kRows]) { store_rows(address + kRowBytes / 2, x); }
+    };
+    // What a step needs beside operands and sums.
+    struct RegisterState : RegisterSources, RegisterRows {
+        __device__ __forceinline__ explicit RegisterState(u32 base) : RegisterSources(base), RegisterRows(base) {}
+    };
+    struct SharedState : SharedSources, SharedRows {
+        __device__ __forceinline__ explicit SharedState(u32 base) : SharedSources(base), SharedRows(base) {}
+    };
+    using State = typename Choice<kSharedState, SharedState, RegisterState>::Type;
+
+    // Loads and stores one of the chunks that a thread moves in each span: first of K's codes, then of V.
+    template <class From>
+    __device__ __forceinline__ static void load_piece(uint4& data, const FastParams& p, const From& from, int piece, int key) {
+        const int thread = thread_index();
+        if (piece < kCodePieces) {
+            const signed char* codes = from.codes() + static_cast<unsigned>(key) * Headdim;
+            data = __ldg(reinterpret_cast<const uint4*>(codes + (piece * kThreads + thread) * kChunkBytes));
+        } else {
+            const int row = min(key + (piece - kCodePieces) * kRowsV + thread / kChunks, from.v_last());
+            const int chunk = min(thread % kChunks, p.problem.headdim_v / kChunk - 1);
+            data = load_global(rows_after(from.v() + chunk * kChunk, row, p.v.row_stride));
+        }
+    }
+    template <class From>
+    __device__ __forceinline__ static void store_piece(uint4& data, const From& from, const Offsets& offsets, int piece, u32 slot) {
+        if (piece < kCodePieces) return store_shared(slot + offsets.k_store() + piece * (kThreads * kChunkBytes), data);
+        const u32 factor = from.v_factor();
+        scale(data.x, factor), scale(data.y, factor), scale(data.z, factor), scale(data.w, factor);
+        store_shared(slot + offsets.v_store() + (piece - kCodePieces) * (kRowsV * kPitch), data);
+    }
+    template <class From>
+    __device__ __forceinline__ static float load_k_scale(const From& from, int key) {
+        return __ldg(from.scales() + key / kScaleKeys * kScales + (thread_index() & 3));
+    }
+
     // A mean of V is no larger than V, but its rounding may be: fp16's largest number would become infinite.
     __device__ __forceinline__ static float below_overflow(float x) {
         return fabsf(x) < 66000.f ? fminf(fmaxf(x, -65504.f), 65504.f) : x;
     }
-    // One float for each of the lane's rows. Lanes of a quad share them.
+    // One float for each of the lane's rows.
     __device__ __forceinline__ static void store_rows(u32 address, const float (&x)[kRows]) {
 #pragma unroll
         for (int r = 0; r < kRows; r += 2) store_shared2(address + 4 * r, __float_as_uint(x[r]), __float_as_uint(x[r + 1]));
     }
     __device__ __forceinline__ static void load_rows(float (&x)[kRows], u32 address) {
-#pragma unroll
-        for (int r = 0; r < kRows; r += 2) {
-            const uint2 pair = load_shared2(address + 4 * r);
-            x[r] = as_float(pair.x), x[r + 1] = as_float(pair.y);
+        if (kRows == 4) {
+            const uint4 four = load_shared(address);
+            x[0] = as_float(four.x), x[1] = as_float(four.y), x[2] = as_float(four.z), x[3] = as_float(four.w);
+        } else {
+            const uint2 pair = load_shared2(address);
+            x[0] = as_float(pair.x), x[1] = as_float(pair.y);
         }
+    }
+    __device__ __forceinline__ static void clear(float (&sum)[kRows], Output& o) {
+#pragma unroll
+        for (int r = 0; r < kRows; r++) sum[r] = 0.f;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int j = 0; j < kChunks; j++)
+#pragma unroll
+                for (int v = 0; v < 4; v++) o[mt][j][v] = 0.f;
     }
     // The slot that step j fills when it reads `slot`.
     __device__ __forceinline__ static u32 slot_after(u32 slot, u32 ring) {
@@ -379,26 +524,68 @@ private:
     __device__ __forceinline__ static void barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
     __device__ __forceinline__ static void scale(u32& x, u32 factor) { asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(factor)); }
 
+    // Loads the warp's queries as codes, one row of a lane at a time: unrolled code costs more time in the instruction cache than
+    // the moves of codes to their registers.
+    __device__ __forceinline__ static void load_queries(Codes& q, State& state, const FastParams& p, const unsigned short* rows,
+                                                        int warp_row, int seqlen_q, const float* mean, float* lse) {
+        const Lane lane(threadIdx.x & 31);
+        int row = warp_row + lane.group;
+        QueryRow<Headdim> next;
+        next.load(p, rows + row * p.q.row_stride, row < seqlen_q);
+#pragma unroll 1
+        for (int r = 0; r < kRows; r++) {
+            const QueryRow<Headdim> of_row = next;
+            if (r + 1 < kRows) next.load(p, rows + (row + 8) * p.q.row_stride, row + 8 < seqlen_q);
+#pragma unroll
+            for (int i = 0; i + 1 < kRows; i++)
+#pragma unroll
+                for (int c = 0; c < kCodeChunks; c++) q[i][c] = q[i + 1][c];
+            float mean_score;
+            state.push_scale(of_row.quantize(q[kRows - 1], mean_score, p, mean), r);
+            // until the row's end, which has no register for it
+            if (lane.quad == 0 && row < seqlen_q) lse[row] = mean_score;
+            row += 8;
+        }
+    }
+
+    // Computes masked and unmasked spans from `key` on. Returns true if references have to move before the span at `key`. Ranges
+    // are computed again each time: no register keeps them.
+    template <class Steps>
+    __device__ __forceinline__ static bool run_spans(const FastParams& p, int& key, int last_key, const Steps& steps) {
+        do {
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
+            // the shuffle tells ptxas that the row is uniform in a warp
+            const UnmaskedKeys<kSpan> keys(mask_of(p.problem, sequence), __shfl_sync(~0u, remat_warp_row(p), 0), kWarpRows);
+            const int last_unmasked = kHasMask && p.mask ? -1 : keys.first + static_cast<int>(keys.span);
+            if (key >= keys.first && key <= last_unmasked) {
+                if (steps(false, min(last_unmasked, last_key) + 1)) return true;
+            } else {
+                const int end = last_key + kSpan;
+                if (steps(true, key > last_unmasked ? end : min(keys.first, end))) return true;
+            }
+        } while (key <= last_key);
+        return false;
+    }
+
     // Moves the references of all rows to the largest score so far, and rescales what was summed. Rare: one tile at a time.
-    __device__ __forceinline__ static void move_references(const FastParams& p, bool may_mask, const Codes& q, u32 k_fragment,
-                                                           int key, u32 zero, const float (&factor)[kRows], u32 references,
-                                                           float (&sum)[kRows], Output& o) {
-        float largest[kRows];
+    __device__ __forceinline__ static void move_references(const FastParams& p, const Codes& q, u32 k_fragment, int key, u32 zero,
+                                                           float k_scale, State& state, float (&sum)[kRows], Output& o) {
+        float largest[kRows], factor[kRows], reference[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; r++) largest[r] = negative_infinity();
 #pragma unroll 1
         for (int t = 0; t < kTiles; t++) {
             u32 s[kRows][1][2];
             compute_scores(s, q, k_fragment, 8 * t, zero);
-            if (may_mask) RowMask(p).apply(s, key + 8 * t);
+            RowMask(p).apply(s, key + 8 * t);
 #pragma unroll
             for (int r = 0; r < kRows; r++) largest[r] = fmaxf(largest[r], fmaxf(as_float(s[r][0][0]), as_float(s[r][0][1])));
         }
-        float reference[kRows];
-        load_rows(reference, references);
+        state.load_scales(factor);
+        state.load_references(reference);
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            float score = (largest[r] - kSumZero) * factor[r];
+            float score = (largest[r] - kSumZero) * (factor[r] * k_scale);
             score = fmaxf(score, __shfl_xor_sync(~0u, score, 1));
             score = fmaxf(score, __shfl_xor_sync(~0u, score, 2));
             const float moved = fmaxf(reference[r], score + (kPackingLog2 - kOneLog2));
@@ -410,41 +597,60 @@ private:
 #pragma unroll
                 for (int v = 0; v < 2; v++) o[r / 2][j][2 * (r % 2) + v] *= of_old;
         }
-        store_rows(references, reference);
+        state.store_references(reference);
     }
 
-    __device__ __forceinline__ static void write_output(const FastParams& p, u32 references, const float (&sum)[kRows],
-                                                        const Output& o) {
+    // Writes the lane's first row.
+    template <bool IsBf16>
+    __device__ __forceinline__ static void write_row(unsigned short* to, const FastParams& p, const Output& o, float a, float b) {
+#pragma unroll
+        for (int j = 0; j < kChunks; j++)
+            if (j * kChunk < p.problem.headdim_v) {
+                const float low = o[0][j][0] * a * b, high = o[0][j][1] * a * b;
+                *reinterpret_cast<u32*>(to + j * kChunk) =
+                    IsBf16 ? to_bf16x2(low, high) : to_half2(below_overflow(low), below_overflow(high));
+            }
+    }
+
+    // Writes the warp's rows, one row of a lane at a time, as load_queries() reads them.
+    __device__ __forceinline__ static void write_output(const FastParams& p, const State& state, float (&sum)[kRows], Output& o) {
         const int batch = remat_block_batch(), head = remat_head<true>(p.problem);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
         const Lane lane(remat_thread_index() & 31);
         const KeyCodes<Headdim> codes(p, sequence, head / (p.problem.nheads / p.problem.nheads_k));
-        const int exponent = v_exponent(codes.v_max, sequence.seqlen_k(), PreparedKeys, p.element), row = remat_warp_row(p);
-        const bool is_bf16 = p.element == ElementType::Bf16;
-        unsigned short* out = rows_of(p.out, batch, head, sequence.q_offset());
+        const int exponent = v_exponent(codes.v_max, sequence.seqlen_k(), PreparedKeys, p.element), half = exponent / 2;
+        const float first_power = times_power(1.f, half), second_power = times_power(1.f, exponent - half);
+        unsigned short* out = rows_of(p.out, batch, head, sequence.q_offset()) + 2 * lane.quad;
         float* lse = p.softmax_lse + sequence.lse_row(batch, head);
+        int row = remat_warp_row(p) + lane.group;
         float reference[kRows];
-        load_rows(reference, references);
-#pragma unroll
+        state.load_references(reference);
+#pragma unroll 1
         for (int r = 0; r < kRows; r++) {
-            float total = sum[r];
+            float total = sum[0];
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
             const bool is_empty = total == 0.f;
-            const int i = row + 8 * r + lane.group;
-            if (i >= sequence.seqlen_q()) continue;
-            if (lane.quad == 0) lse[i] = is_empty ? positive_infinity() : kLn2 * (log2_approx(total) + reference[r] + lse[i]);
-            // probabilities were packed as 2^112 of what was summed
-            const float scale = is_empty ? 0.f : kPackingShift / total;
-            unsigned short* to = out + i * p.out.row_stride + 2 * lane.quad;
+            if (row < sequence.seqlen_q()) {
+                if (lane.quad == 0)
+                    lse[row] = is_empty ? positive_infinity() : kLn2 * (log2_approx(total) + reference[0] + lse[row]);
+                // probabilities were packed as 2^112 of what was summed; 2^128 is no float
+                const float factor = (is_empty ? 0.f : kPackingShift / total) * first_power;
+                unsigned short* to = out + row * p.out.row_stride;
+                if (p.element == ElementType::Bf16)
+                    write_row<true>(to, p, o, factor, second_power);
+                else
+                    write_row<false>(to, p, o, factor, second_power);
+            }
+            row += 8;
 #pragma unroll
-            for (int j = 0; j < kChunks; j++)
-                if (j * kChunk < p.problem.headdim_v) {
-                    const float low = times_power(o[r / 2][j][2 * (r % 2)] * scale, exponent);
-                    const float high = times_power(o[r / 2][j][2 * (r % 2) + 1] * scale, exponent);
-                    *reinterpret_cast<u32*>(to + j * kChunk) =
-                        is_bf16 ? to_bf16x2(low, high) : to_half2(below_overflow(low), below_overflow(high));
-                }
+            for (int i = 0; i + 1 < kRows; i++) {
+                sum[i] = sum[i + 1], reference[i] = reference[i + 1];
+#pragma unroll
+                for (int j = 0; j < kChunks; j++)
+#pragma unroll
+                    for (int v = 0; v < 2; v++) o[i / 2][j][2 * (i % 2) + v] = o[(i + 1) / 2][j][2 * ((i + 1) % 2) + v];
+            }
         }
     }
 };

@@ -6,65 +6,77 @@
 
 namespace turing {
 
-// Loads one row as codes, operand A of m8n8k16: a lane has bytes 4t to 4t + 3 of each 16 columns. Returns its scale, in log2
-// units of the scores. `mean_score`: the score of K's mean, in the same units. Lanes of a row call it together.
+// One row of queries: operand A of m8n8k16, where a lane has bytes 4t to 4t + 3 of each 16 columns. Lanes of a row call its
+// functions together.
 template <int Headdim>
-__device__ __forceinline__ float load_query_codes(u32 (&codes)[Headdim / 16], float& mean_score, const FastParams& p,
-                                                  const unsigned short* row, bool exists, const float* mean) {
-    constexpr int kColumns = 16;
-    const int column = 4 * (threadIdx.x & 3);
-    const bool is_bf16 = p.element == ElementType::Bf16;
-    const float sign = p.problem.sign_flip ? -1.f : 1.f;
-    float x[Headdim / kColumns][4], poison = 0.f, product = 0.f;
+struct QueryRow {
+    static constexpr int kColumns = 16, kCount = Headdim / kColumns;
+    uint2 data[kCount];
+
+    __device__ __forceinline__ static int column(int c) { return c * kColumns + 4 * (threadIdx.x & 3); }
+
+    __device__ __forceinline__ void load(const FastParams& p, const unsigned short* row, bool exists) {
 #pragma unroll
-    for (int c = 0; c < Headdim / kColumns; c++) {
-        const int first = c * kColumns + column;
-        uint2 packed = make_uint2(0, 0);
-        if (exists && first < p.problem.headdim) packed = __ldg(reinterpret_cast<const uint2*>(row + first));
-        to_floats(x[c], packed, is_bf16);
-        const float4 of_mean = *reinterpret_cast<const float4*>(mean + first);
-        const float means[4] = {of_mean.x, of_mean.y, of_mean.z, of_mean.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            x[c][i] *= sign;
-            poison = fmaf(x[c][i], 0.f, poison);
-            product = fmaf(x[c][i], means[i], product);
+        for (int c = 0; c < kCount; c++) {
+            data[c] = make_uint2(0, 0);
+            if (exists && column(c) < p.problem.headdim) data[c] = __ldg(reinterpret_cast<const uint2*>(row + column(c)));
         }
     }
-    float unit = p.problem.scale_log2;
-    if (p.rotate) {
-        unit *= 1.f / Headdim;
+
+    // Makes codes of the loaded row. Returns their scale, in log2 units of the scores. `mean_score`: the score of K's mean, in the
+    // same units.
+    __device__ __forceinline__ float quantize(u32 (&codes)[kCount], float& mean_score, const FastParams& p,
+                                              const float* mean) const {
+        const bool is_bf16 = p.element == ElementType::Bf16;
+        const float sign = p.problem.sign_flip ? -1.f : 1.f;
+        float x[kCount][4], poison = 0.f, product = 0.f;
 #pragma unroll
-        for (int c = 0; c < Headdim / kColumns; c++) {
-            butterfly(x[c][0], x[c][1]), butterfly(x[c][2], x[c][3]);
-            butterfly(x[c][0], x[c][2]), butterfly(x[c][1], x[c][3]);
+        for (int c = 0; c < kCount; c++) {
+            to_floats(x[c], data[c], is_bf16);
+            const float4 of_keys = *reinterpret_cast<const float4*>(mean + column(c));
+            const float means[4] = {of_keys.x, of_keys.y, of_keys.z, of_keys.w};
 #pragma unroll
-            for (int i = 0; i < 4; i++) x[c][i] = butterfly_lanes(butterfly_lanes(x[c][i], 1), 2);
+            for (int i = 0; i < 4; i++) {
+                x[c][i] *= sign;
+                poison = fmaf(x[c][i], 0.f, poison);
+                product = fmaf(x[c][i], means[i], product);
+            }
         }
+        float unit = p.problem.scale_log2;
+        if (p.rotate) {
+            unit *= 1.f / Headdim;
 #pragma unroll
-        for (int step = 1; step < Headdim / kColumns; step *= 2)
+            for (int c = 0; c < kCount; c++) {
+                butterfly(x[c][0], x[c][1]), butterfly(x[c][2], x[c][3]);
+                butterfly(x[c][0], x[c][2]), butterfly(x[c][1], x[c][3]);
 #pragma unroll
-            for (int c = 0; c < Headdim / kColumns; c++)
-                if (!(c & step))
+                for (int i = 0; i < 4; i++) x[c][i] = butterfly_lanes(butterfly_lanes(x[c][i], 1), 2);
+            }
 #pragma unroll
-                    for (int i = 0; i < 4; i++) butterfly(x[c][i], x[c + step][i]);
+            for (int step = 1; step < kCount; step *= 2)
+#pragma unroll
+                for (int c = 0; c < kCount; c++)
+                    if (!(c & step))
+#pragma unroll
+                        for (int i = 0; i < 4; i++) butterfly(x[c][i], x[c + step][i]);
+        }
+        float largest = 0.f;
+#pragma unroll
+        for (int c = 0; c < kCount; c++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[c][i]));
+#pragma unroll
+        for (int lane_mask = 1; lane_mask <= 2; lane_mask *= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
+            poison += __shfl_xor_sync(~0u, poison, lane_mask);
+            product += __shfl_xor_sync(~0u, product, lane_mask);
+        }
+        const float factor = code_factor(largest);
+#pragma unroll
+        for (int c = 0; c < kCount; c++) codes[c] = to_codes(x[c], factor);
+        mean_score = product * p.problem.scale_log2;
+        return fmaxf(code_scale(largest) * unit, kSmallestScale) + poison;
     }
-    float largest = 0.f;
-#pragma unroll
-    for (int c = 0; c < Headdim / kColumns; c++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[c][i]));
-#pragma unroll
-    for (int lane_mask = 1; lane_mask <= 2; lane_mask *= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
-        poison += __shfl_xor_sync(~0u, poison, lane_mask);
-        product += __shfl_xor_sync(~0u, product, lane_mask);
-    }
-    const float factor = code_factor(largest);
-#pragma unroll
-    for (int c = 0; c < Headdim / kColumns; c++) codes[c] = to_codes(x[c], factor);
-    mean_score = product * p.problem.scale_log2;
-    return fmaxf(code_scale(largest) * unit, kSmallestScale) + poison;
-}
+};
 
 }  // namespace turing

@@ -21,8 +21,8 @@ fn forward((headdim, warp_rows, step): (u32, u32, u32)) -> Variant {
         block_rows: THREADS / 32 * warp_rows,
         step,
         threads: THREADS,
-        // after the ring, 48 bytes of each thread and 32 of each four
-        shared_bytes: SLOTS * step * 3 * headdim + THREADS * (48 + 32 / 4),
+        // after the ring, 32 bytes of each four threads and 32 of the block
+        shared_bytes: SLOTS * step * 3 * headdim + THREADS / 4 * 32 + 32,
         ..Variant::new(TURING, Pass::FastForward, "turing/fast/forward.cu")
     }
 }
@@ -46,10 +46,6 @@ fn prepare((headdim, ..): (u32, u32, u32)) -> Variant {
 /// Returns plain kernels, kernels for lengths in memory and masks, and the prepare kernels.
 pub fn rows() -> impl Iterator<Item = Variant> {
     let features = FeatureSet::of(&[Feature::Lengths, Feature::Bias]);
-    // with lengths and masks 32 rows of headdim 128 spill 8 bytes
-    let generic = move |(headdim, warp_rows, step): (u32, u32, u32)| {
-        let warp_rows = if headdim == 64 { warp_rows } else { 16 };
-        forward((headdim, warp_rows, step)).with_features(features)
-    };
+    let generic = move |tile| forward(tile).with_features(features);
     TILES.into_iter().map(forward).chain(TILES.into_iter().map(generic)).chain(TILES.into_iter().map(prepare))
 }
