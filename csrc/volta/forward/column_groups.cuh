@@ -176,8 +176,8 @@ struct ForwardColumnGroups {
     using Accumulators = Accumulator[kRowTiles][kOutputTiles];
 
     // Named barriers: one of each group, then those between two groups. V is complete, and has been read by the second group; K is
-    // complete, and has been read by the first. All threads take part in these, without branches on the group: after a branch, ptxas
-    // takes warps for divergent, and each __syncwarp() costs instructions.
+    // complete, and has been read by the first. All threads take part in these, without branches on the group: after a branch,
+    // ptxas takes warps for divergent, and each __syncwarp() costs instructions.
     enum Barrier : int { kGroup = 1, kVComplete = kGroup + 2, kVRead, kKComplete, kKRead };
 
     // The thread's coordinates and addresses in shared memory, from `base` on. Each is used once a step, where it is computed again
