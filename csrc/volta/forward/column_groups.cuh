@@ -1,13 +1,18 @@
 // Forward kernel of the volta family for headdims whose output does not fit one warp's registers: 512.
 //
 // The eight warps of a block are two groups of four, or one group. A group has 32 rows, and its warps divide the columns: of Q and
-// K in the first product, of V and the output in the second. Schedule of a step of 32 keys, with a barrier at each bar:
+// K in the first product, of V and the output in the second. A step is 16 keys. K, V and partial scores have buffers of their own,
+// so that a group has two barriers a step:
 //
-//   partial S  |  store partial S in K's place  |  sum, mask, softmax, store P  |  store V  |  O += P V  |  store K  |
+//   S = Q K^T, store partial S  |  sum, mask, softmax, store P  |  O += P V
 //
-// Loads of V from global memory are in flight during the softmax, those of the next K during the second product. For the sums, the
-// mask and the softmax each warp has eight or four of the group's rows with all keys (ColumnGroupsLayout), so that a row's state is
-// one warp's.
+// Two groups are a product apart: while one has its softmax, the tensor cores compute products of the other. Block barriers would
+// keep them together. So warps 0 to 3 load V and warps 4 to 7 K, and a group waits for the other at four barriers, at which the
+// other only arrives: V or K is complete, and it has been read. The second group begins its first product after the first group's:
+// together, both wait for shared memory, and then for K and V from L2.
+//
+// For the sums, the mask and the softmax each warp has eight of the group's rows with all keys (ColumnGroupsLayout), so that a
+// row's state is one warp's.
 #pragma once
 
 #include "forward/block.cuh"
@@ -17,29 +22,25 @@
 
 namespace volta {
 
-// Layout of the summed scores (score_layout.cuh): row lane / 8 and, of two, 4 further; keys 4 * (lane % 8) to 3 further.
-template <int Rows>
+// Layout of the summed scores (score_layout.cuh): of a 16x16 tile of ForwardLayout the lane's first row, with its four keys in
+// their order. These are eight rows; the warp's first row selects them.
 struct ColumnGroupsLayout {
-    struct Lane {
-        int lane;
-        __device__ __forceinline__ constexpr explicit Lane(int lane_) : lane(lane_) {}
-    };
-    using Tile = float[4 * Rows];
-    static constexpr int kTileQueries = 4 * Rows, kTileKeys = 32, kElements = 4 * Rows;
+    using Lane = volta::Lane;
+    using Tile = float[4];
+    static constexpr int kTileQueries = 16, kTileKeys = 16, kElements = 4;
     static constexpr bool kEitherOrder = ForwardLayout::kEitherOrder;
-    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return l.lane >> 3; }
-    __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 4 * (l.lane & 7); }
-    __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
-    __device__ __forceinline__ static constexpr int key_slot(int v) { return v & 3; }
+    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return ForwardLayout::first_query(l); }
+    __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return ForwardLayout::first_key(l); }
+    __device__ __forceinline__ static constexpr int query_slot(int) { return 0; }
+    __device__ __forceinline__ static constexpr int key_slot(int v) { return v; }
 
-    static constexpr int kRows = Rows, kKeys = 4;
-    __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 2; }
-    __device__ __forceinline__ static constexpr int row_slot(int r) { return 4 * r; }
-    static constexpr int kRowLaneMasks[3] = {1, 2, 4};
-    __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return (l.lane & 7) == 0; }
+    static constexpr int kRows = 1, kKeys = 4;
+    __device__ __forceinline__ static constexpr int row_of(int) { return 0; }
+    __device__ __forceinline__ static constexpr int row_slot(int) { return 0; }
+    static constexpr int kRowLaneMasks[2] = {2, 8};
+    __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return ForwardLayout::leads_row(l); }
 };
-static_assert(covers_tile<ColumnGroupsLayout<1>>() && has_rows<ColumnGroupsLayout<1>>(), "score_layout.cuh");
-static_assert(covers_tile<ColumnGroupsLayout<2>>() && has_rows<ColumnGroupsLayout<2>>(), "score_layout.cuh");
+static_assert(has_rows<ColumnGroupsLayout>(), "score_layout.cuh");
 
 // Four bytes of shared memory (tile.cuh has chunks).
 __device__ __forceinline__ u32 load_shared1(u32 address) {
@@ -51,77 +52,184 @@ __device__ __forceinline__ void store_shared1(u32 address, u32 x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x));
 }
 
+// Barriers of some of a block's warps.
+__device__ __forceinline__ void named_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// Returns whether x is true in any of the threads.
+__device__ __forceinline__ bool named_sync_or(int barrier, int threads, bool x) {
+    int any;
+    asm volatile(
+        "{.reg .pred x, any;\n"
+        "setp.ne.s32 x, %3, 0;\n"
+        "bar.red.or.pred any, %1, %2, x;\n"
+        "selp.s32 %0, 1, 0, any;}"
+        : "=r"(any)
+        : "r"(barrier), "r"(threads), "r"(static_cast<int>(x))
+        : "memory");
+    return any;
+}
+
+template <int Passes, int ChunksPerRow>
+__device__ __forceinline__ void clear(uint4 (&staging)[Passes][ChunksPerRow]) {
+#pragma unroll
+    for (int i = 0; i < Passes; i++)
+#pragma unroll
+        for (int c = 0; c < ChunksPerRow; c++) staging[i][c] = zero_chunk();
+}
+
+// Tiles of K or of V of a block, one after the other: the first half of its Threads threads loads V, the second half K.
+template <bool Paged, int Chunks, int Rows, int Threads, template <int, int, int> class Stream>
+struct KOrVTiles {
+    Stream<Chunks, Rows, Threads / 2> tile;
+    unsigned stride;
+
+    __device__ __forceinline__ static bool loads_k(int thread) { return thread >= Threads / 2; }
+
+    // As KvTiles.
+    template <class Block>
+    __device__ __forceinline__ KOrVTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last)
+        : tile(thread % (Threads / 2), rows_of(loads_k(thread) ? p.k : p.v, block.batch, block.head_k, k_offset),
+               loads_k(thread) ? p.k.row_stride : p.v.row_stride, loads_k(thread) ? p.problem.headdim : p.problem.headdim_v, first,
+               last),
+          stride(loads_k(thread) ? p.k.row_stride : p.v.row_stride) {}
+    // Loads the next tile, whose first key is number `key`. What does not exist is 0.
+    template <class Data>
+    __device__ __forceinline__ void load(Data& data, const FwdParams&, int key) {
+        clear(data);
+        tile.load(data, stride, key);
+    }
+};
+template <int Chunks, int Rows, int Threads, template <int, int, int> class Unused>
+struct KOrVTiles<true, Chunks, Rows, Threads, Unused> {
+    using Stream = PagedTileStream<Chunks, Rows, Threads / 2>;
+    static_assert(Rows == kPageGroup, "a step is one group");
+    Stream tile;
+    typename Stream::Pages pages;
+    int last;
+
+    __device__ __forceinline__ static bool loads_k(int thread) { return thread >= Threads / 2; }
+    __device__ __forceinline__ static const Operand& operand(const FwdParams& p, int thread) {
+        return loads_k(thread) ? p.cache.k : p.cache.v;
+    }
+
+    template <class Block>
+    __device__ __forceinline__ KOrVTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last_)
+        : tile(thread % (Threads / 2), operand(p, thread), block.head_k,
+               loads_k(thread) ? p.problem.headdim : p.problem.headdim_v, last_),
+          pages(p.cache, block.batch, k_offset, first, last_), last(last_) {}
+    template <class Data>
+    __device__ __forceinline__ void load(Data& data, const FwdParams& p, int key) {
+        clear(data);
+        tile.load(data, p.cache, operand(p, remat_thread_index()), pages, key);
+        pages.advance(p.cache, key + Rows, last);
+    }
+};
+
 template <int Headdim, int BlockRows, class Grid = DataParallelGrid>
 struct ForwardColumnGroups {
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-    static constexpr int kRowTiles = 2, kKeyTiles = 2;  // of 16, of a warp's products
-    static constexpr int kStep = 16 * kKeyTiles;
+    static constexpr int kRowTiles = 2;  // of 16, of a warp's products
+    static constexpr int kStep = 16;
     static constexpr int kGroupRows = 16 * kRowTiles;
     static constexpr int kBlockRows = BlockRows;
     static constexpr int kRowGroups = kBlockRows / kGroupRows, kColumnGroups = kWarps / kRowGroups;
     static_assert(kRowGroups * kGroupRows == kBlockRows && (kColumnGroups == 4 || kColumnGroups == 8), "add_scores()");
-    static constexpr int kWarpRows = kBlockRows / kWarps, kLaneRows = kWarpRows / 4;  // of the sums and the softmax
-    using Layout = ColumnGroupsLayout<kLaneRows>;
-    static_assert(Layout::kTileQueries == kWarpRows && Layout::kTileKeys == kStep, "warps divide the scores");
+    static constexpr int kGroupThreads = 32 * kColumnGroups;
+    using Layout = ColumnGroupsLayout;
+    // Parts of a group's scores, each eight rows: one of two row tiles, and one of two rows of a lane. A warp sums, masks and
+    // exponentiates one. With eight warps in a group, two do the same, and the first stores the results.
+    static constexpr int kParts = kRowTiles * ForwardLayout::kRows, kPartRows = 12;  // from its first row to its last
     static constexpr int kChunks = Headdim / kChunk;
     static constexpr int kWarpChunks = kChunks / kColumnGroups;
     static constexpr int kOutputTiles = kWarpChunks / 2;
     // Chunk number i of a warp in the first product is i * kColumnGroups plus the warp's number in its group. The last ones of Q
     // are in registers: shared memory has no room for them.
-    static constexpr int kRegisterChunks = 2, kSharedChunks = kWarpChunks - kRegisterChunks;
+    static constexpr int kRegisterChunks = kColumnGroups == 4 ? 4 : 6, kSharedChunks = kWarpChunks - kRegisterChunks;
     static constexpr int kChunksQ = kColumnGroups * kSharedChunks;
     static constexpr int kPitch = kChunks * kChunkBytes, kPitchQ = kChunksQ * kChunkBytes;
-    static_assert(kChunksQ % 8 == 0 && kSharedChunks % 2 == 0 && kRegisterChunks == 2, "swizzled() and add_scores()");
-    // Shared memory: Q; K, then partial scores, then V; P; factors of rows. At the end, states of rows in P's place.
+    static_assert(kWarpChunks % 2 == 0 && kSharedChunks >= 2, "add_scores()");
+    // Shared memory: Q; K; V; partial scores, with P and the factors of rows. At the end, states of rows in P's place.
     static constexpr int kOffsetK = kBlockRows * kPitchQ;
-    static constexpr int kScoreBytes = kBlockRows * kStep * 4;  // of the partial scores of one warp of each group
-    static_assert(kColumnGroups * kScoreBytes <= kStep * kPitch, "partial scores take K's place");
-    static constexpr int kOffsetP = kOffsetK + kStep * kPitch;
+    static constexpr int kOffsetV = kOffsetK + kStep * kPitch;
+    static constexpr int kOffsetScores = kOffsetV + kStep * kPitch;
+    static constexpr int kLaneScores = 32 * kChunkBytes;  // a chunk of each lane: partial scores of a part, by one warp
+    static constexpr int kPartScores = kColumnGroups * kLaneScores, kGroupScores = kParts * kPartScores;
+    // P and the factors of a part take the place of its scores once its warp has them. Another warp may still read these scores
+    // where two compute a part.
+    static constexpr bool kOverScores = kColumnGroups == kParts;
+    static constexpr int kOffsetP = kOverScores ? kOffsetScores : kOffsetScores + kRowGroups * kGroupScores;
     static constexpr int kPitchP = 2 * kStep;
-    static constexpr int kOffsetFactors = kOffsetP + kBlockRows * kPitchP;
-    static constexpr int kSharedBytes = kOffsetFactors + kBlockRows * 4;
+    static constexpr int kPartP = kOverScores ? kPartScores : 512, kGroupP = kParts * kPartP;
+    static constexpr int kFactors = 8 * kPitchP;  // after the part's P
+    static constexpr int kSharedBytes = kOffsetScores + kRowGroups * (kGroupScores + (kOverScores ? 0 : kGroupP));
 
-    using Tile = Scores<ForwardLayout, kRowTiles, kKeyTiles>;
+    // Sums of the first product, which alternate: a product that adds to the one before it waits for it. With features and pages
+    // there are no registers for the second.
+    static constexpr int kSums = (kGeneric || kPaged) && kRowGroups == 2 ? 1 : 2;
+    using Tile = Scores<ForwardLayout, kRowTiles, 1>;
     using RowScores = Scores<Layout, 1, 1>;
     using RowState = SoftmaxRows<Layout, 1>;
     using Accumulators = Accumulator[kRowTiles][kOutputTiles];
+
+    // Named barriers: one of each group, then those between two groups. V is complete, and has been read by the second group; K is
+    // complete, and has been read by the first. All threads take part in these, without branches on the group: after a branch,
+    // ptxas takes warps for divergent, and each __syncwarp() costs instructions.
+    enum Barrier : int { kGroup = 1, kVComplete = kGroup + 2, kVRead, kKComplete, kKRead };
 
     // The thread's coordinates and addresses in shared memory, from `base` on. Each is used once a step, where it is computed again
     // from the thread's number: the loop has no registers for them.
     struct Place {
         u32 base;
         ForwardLane lane;
-        int warp, column, group_row;  // column: the warp's number in its group
-        int own_row, own_chunk;  // of the summed scores: first row, and keys in fours
+        int warp, column, group, group_row;  // column: the warp's number in its group
+        int part, own_row;  // of the summed scores; own_row: the lane's
 
         __device__ __forceinline__ Place(u32 base_, int thread)
-            : base(base_), lane(thread & 31), warp(thread / 32), column(warp % kColumnGroups),
-              group_row(warp / kColumnGroups * kGroupRows), own_row(warp * kWarpRows + (thread >> 3 & 3)), own_chunk(thread & 7) {}
+            : base(base_), lane(thread & 31), warp(thread / 32), column(warp % kColumnGroups), group(warp / kColumnGroups),
+              group_row(group * kGroupRows), part(column % kParts),
+              own_row(group_row + part_row(part) + Layout::first_query(lane)) {}
+
+        __device__ __forceinline__ static int part_row(int part) {
+            return part / ForwardLayout::kRows * 16 + ForwardLayout::row_slot(part % ForwardLayout::kRows);
+        }
+        // The warp's first row of the summed scores.
+        __device__ __forceinline__ int first_row() const { return group_row + part_row(part); }
+        // Whether the warp stores what it made of its part.
+        __device__ __forceinline__ bool stores() const { return kColumnGroups == kParts || column < kParts; }
 
         __device__ __forceinline__ u32 q() const { return base + swizzled<kChunksQ>(group_row + lane.q_row(), column); }
         __device__ __forceinline__ u32 k() const { return base + kOffsetK + swizzled<kChunks>(lane.k_row(), column); }
         __device__ __forceinline__ u32 v() const {
-            return base + kOffsetK + swizzled<kChunks>(lane.v_row(), kWarpChunks * column + lane.v_chunk());
+            return base + kOffsetV + swizzled<kChunks>(lane.v_row(), kWarpChunks * column + lane.v_chunk());
         }
         // From the rows of the lane's own keys to the other eight.
         __device__ __forceinline__ int v_other() const { return (lane.qn ? -8 : 8) * kPitch; }
-        // Partial scores: rows of eight chunks of four keys. Bits 0 and 1 of the row are XORed into bits 1 and 2 of the chunk:
-        // eight lanes that store together have these bits of the row and bit 0 of the chunk different.
-        __device__ __forceinline__ static int score(int row, int chunk) {
-            return row * (4 * kStep) + (chunk ^ (row & 3) * 2) * kChunkBytes;
-        }
+        // Partial scores: of each part, of each warp, a chunk of each lane.
         __device__ __forceinline__ u32 score_store() const {
-            return base + kOffsetK + column * kScoreBytes +
-                   score(group_row + ForwardLayout::first_query(lane), ForwardLayout::first_key(lane) / 4);
+            return base + kOffsetScores + group * kGroupScores + column * kLaneScores + lane.lane * kChunkBytes;
         }
-        __device__ __forceinline__ u32 score_load() const { return base + kOffsetK + score(own_row, own_chunk); }
-        // P: rows of four units of eight keys, the even keys before the odd ones, as the second product takes them. Bits 1 and 2
-        // of the row are XORed into the unit.
+        __device__ __forceinline__ u32 score_load() const {
+            return base + kOffsetScores + group * kGroupScores + part * kPartScores + lane.lane * kChunkBytes;
+        }
+        // P: of each part eight rows of two units of eight keys, the even keys before the odd ones, as the second product takes
+        // them. The part's number is XORed into the unit, and bits 0, 1 and 3 of a row number it in its part.
         __device__ __forceinline__ static int probability(int row, int unit) {
-            return kOffsetP + row * kPitchP + (unit ^ (row >> 1 & 3)) * kChunkBytes;
+            return kOffsetP + row / 16 * 2 * kPartP + (row >> 2 & 1) * kPartP + ((row & 3) + (row >> 1 & 4)) * kPitchP +
+                   (unit ^ (row >> 2 & 1)) * kChunkBytes;
         }
-        __device__ __forceinline__ u32 p_store() const { return base + probability(own_row, own_chunk / 2) + own_chunk % 2 * 4; }
-        __device__ __forceinline__ u32 p_load() const { return base + probability(group_row + lane.q_row(), lane.qn); }
+        __device__ __forceinline__ u32 p_store() const {
+            return base + group * kGroupP + probability(own_row - group_row, lane.qn) + (lane.t & 2) * 2;
+        }
+        __device__ __forceinline__ u32 p_load() const { return base + group * kGroupP + probability(lane.q_row(), lane.qn); }
+        // The factor of row r of row tile mt.
+        __device__ __forceinline__ u32 factor(int part) const {
+            const int row = Layout::first_query(lane);
+            return base + group * kGroupP + kOffsetP + part * kPartP + kFactors + ((row & 3) + (row >> 1 & 4)) * 4;
+        }
         // The float of an output row, in an array of the block's rows.
         __device__ __forceinline__ float row_float(int offset, int mt, int r) const {
             return __uint_as_float(load_shared1(
@@ -129,60 +237,56 @@ struct ForwardColumnGroups {
         }
     };
 
-    template <int Passes, int ChunksPerRow>
-    __device__ __forceinline__ static void clear(uint4 (&staging)[Passes][ChunksPerRow]) {
-#pragma unroll
-        for (int i = 0; i < Passes; i++)
-#pragma unroll
-            for (int c = 0; c < ChunksPerRow; c++) staging[i][c] = zero_chunk();
-    }
-
     // Operands of one chunk.
     struct Operands {
-        uint4 a[kRowTiles], b[kKeyTiles];
+        uint4 a[kRowTiles], b;
         __device__ __forceinline__ void load_q(u32 q) {
 #pragma unroll
             for (int mt = 0; mt < kRowTiles; mt++) a[mt] = load_shared(q + mt * 16 * kPitchQ);
         }
-        __device__ __forceinline__ void load_k(u32 k) {
+        __device__ __forceinline__ void load_k(u32 k) { b = load_shared(k); }
+        __device__ __forceinline__ void multiply(Tile (&s)[kSums], const uint4 (&q)[kRowTiles]) const {
 #pragma unroll
-            for (int nt = 0; nt < kKeyTiles; nt++) b[nt] = load_shared(k + nt * 16 * kPitch);
-        }
-        __device__ __forceinline__ void multiply(Tile& s, const uint4 (&q)[kRowTiles]) const {
+            for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(s[0].tile[mt][0], q[mt].x, q[mt].y, b.x, b.y);
 #pragma unroll
-            for (int nt = 0; nt < kKeyTiles; nt++)
-#pragma unroll
-                for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(s.tile[mt][nt], q[mt].x, q[mt].y, b[nt].x, b[nt].y);
-#pragma unroll
-            for (int nt = 0; nt < kKeyTiles; nt++)
-#pragma unroll
-                for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(s.tile[mt][nt], q[mt].z, q[mt].w, b[nt].z, b[nt].w);
+            for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(s[kSums - 1].tile[mt][0], q[mt].z, q[mt].w, b.z, b.w);
         }
     };
 
-    // From the address of an even chunk of the warp to that of the next. The swizzle XORs the lower three bits of a chunk's number.
+    // From the address of an even chunk of the warp to that of the next, in rows of Chunks chunks. The swizzle XORs the lower three
+    // bits of a chunk's number, or two.
+    template <int Chunks>
     __device__ __forceinline__ static u32 odd_chunk(u32 even) {
-        return kColumnGroups == 4 ? even ^ 4 * kChunkBytes : even + kColumnGroups * kChunkBytes;
+        return kColumnGroups == 4 && Chunks % 8 == 0 ? even ^ 4 * kChunkBytes : even + kColumnGroups * kChunkBytes;
     }
 
-    // Partial S = Q K^T over the warp's columns. q and k: the lane's addresses of its chunk 0.
-    __device__ __forceinline__ static void add_scores(Tile& s, u32 q, u32 k, const uint4 (&last)[kRegisterChunks][kRowTiles]) {
-        constexpr int kPair = 2 * kColumnGroups * kChunkBytes;
+    // Partial S = Q K^T over the warp's columns, in kSums sums. q and k: the lane's addresses of its chunk 0.
+    __device__ __forceinline__ static void add_scores(Tile (&s)[kSums], u32 q, u32 k,
+                                                      const uint4 (&last)[kRegisterChunks][kRowTiles]) {
+        constexpr int kPair = 2 * kColumnGroups * kChunkBytes, kRolled = kSharedChunks / 2 * 2;
         Operands even, odd;
         even.load_q(q), even.load_k(k);
 #pragma unroll 1
-        for (int i = 0; i < kSharedChunks; i += 2, q += kPair, k += kPair) {
-            odd.load_q(odd_chunk(q)), odd.load_k(odd_chunk(k));
+        for (int i = 0; i < kRolled; i += 2, q += kPair, k += kPair) {
+            odd.load_q(odd_chunk<kChunksQ>(q)), odd.load_k(odd_chunk<kChunks>(k));
             __syncwarp();
             even.multiply(s, even.a);
-            even.load_q(q + kPair), even.load_k(k + kPair);  // after the last pair, nothing uses this Q
+            even.load_q(q + kPair), even.load_k(k + kPair);  // after the last pair, nothing may use this Q
             __syncwarp();
             odd.multiply(s, odd.a);
         }
-        odd.load_k(odd_chunk(k));
-        __syncwarp();
-        even.multiply(s, last[0]);
-        odd.multiply(s, last[1]);
+#pragma unroll
+        for (int c = kRolled; c < kWarpChunks; c += 2, k += kPair) {
+            odd.load_k(odd_chunk<kChunks>(k));
+            __syncwarp();
+            if (c < kSharedChunks)
+                even.multiply(s, even.a);
+            else
+                even.multiply(s, last[c - kSharedChunks]);
+            if (c + 2 < kWarpChunks) even.load_k(k + kPair);
+            __syncwarp();
+            odd.multiply(s, last[c + 1 - kSharedChunks]);
+        }
     }
 
     __device__ __forceinline__ static void run(const FwdParams& p, const Grid& grid = Grid()) {
@@ -193,7 +297,7 @@ struct ForwardColumnGroups {
         const BlockSeqlenInfo sequence(p, block.batch);
         if (kVarlen && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
-        const int thread = threadIdx.x, row = keep_in_register(block.row + thread / 32 * kWarpRows);
+        const int thread = threadIdx.x, row = keep_in_register(block.row + Place(base, thread).first_row());
         const auto place = [&] { return Place(base, remat_thread_index()); };
 
         uint4 q_last[kRegisterChunks][kRowTiles];
@@ -226,16 +330,11 @@ struct ForwardColumnGroups {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
         typename Grid::template Steps<kStep> keys(grid, block, key, key_end);
-        KvTiles<kPaged, kChunks, kChunks, kStep, kThreads, Grid::template Stream> tiles(thread, p, block, sequence.k_offset(), key,
-                                                                                        key_end);
-        auto& k = tiles.k;
-        auto& v = tiles.v;
-        using Stream = TileStream<kChunks, kStep, kThreads>;
-        // K and V in flight from global to shared memory. Cleared before each load, so that what does not exist is 0, and no
-        // register is in use during the first product.
-        uint4 staging[Stream::kPasses][Stream::kChunksPerRow];
+        using Tiles = KOrVTiles<kPaged, kChunks, kStep, kThreads, Grid::template Stream>;
+        Tiles tiles(thread, p, block, sequence.k_offset(), key, key_end);
+        using Stream = TileStream<kChunks, kStep, kThreads / 2>;
         // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
-        UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
+        UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kPartRows);
         const float scale = kHasScoreMod ? 1.f : problem.scale_log2;
 
         RowState softmax;
@@ -245,52 +344,58 @@ struct ForwardColumnGroups {
 #pragma unroll
             for (int j = 0; j < kOutputTiles; j++) volta::clear(o[mt][j]);
 
-        clear(staging);
-        tiles.load_k(staging, p, keys.first());
+        const auto loads_k = [] { return Tiles::loads_k(remat_thread_index()); };
         const auto kv_store = [&] {
             const int thread = remat_thread_index();
-            return base + kOffsetK + swizzled<kChunks>(Stream::row_of(thread), Stream::chunk_of(thread));
+            const int loader = thread % (kThreads / 2);
+            return base + (Tiles::loads_k(thread) ? kOffsetK : kOffsetV) +
+                   swizzled<kChunks>(Stream::row_of(loader), Stream::chunk_of(loader));
         };
-        k.store(staging, kv_store(), kPitch, false);
+        if (loads_k()) {
+            uint4 staging[Stream::kPasses][Stream::kChunksPerRow];
+            tiles.load(staging, p, keys.first());
+            tiles.tile.store(staging, kv_store(), kPitch, false);
+        }
         __syncthreads();
+        // Each wait below has one arrival; that for the first K is here.
+        if (kRowGroups == 2 && loads_k()) named_arrive(kKComplete, kThreads);
 #pragma unroll 1
         for (; keys.exists(); keys.advance(grid)) {
             const int key = keys.first();
+            // V, or the next K, in flight from global to shared memory; during the products it takes no registers.
+            uint4 staging[Stream::kPasses][Stream::kChunksPerRow];
             {
-                Tile s;
-                s.clear();
+                Tile s[kSums];
+#pragma unroll
+                for (int i = 0; i < kSums; i++) s[i].clear();
                 const Place at = place();
+                if (kRowGroups == 2) named_sync(at.group ? kKRead : kKComplete, kThreads);
                 add_scores(s, at.q(), at.k(), q_last);
-                clear(staging);
-                tiles.load_v(staging, p, key);
-                __syncthreads();
-                const u32 to = at.score_store();
+                if (kRowGroups == 2) named_arrive(place().group ? kVRead : kKRead, kThreads);
+                tiles.load(staging, p, loads_k() ? keys.after(1) : key);
+                const u32 to = place().score_store();
 #pragma unroll
-                for (int nt = 0; nt < kKeyTiles; nt++)
+                for (int mt = 0; mt < kRowTiles; mt++)
 #pragma unroll
-                    for (int mt = 0; mt < kRowTiles; mt++)
-#pragma unroll
-                        for (int r = 0; r < ForwardLayout::kRows; r++) {
-                            const float* x = s.tile[mt][nt] + 2 * r;  // keys 0, 2 and, four elements further, 1, 3
-                            store_shared((to ^ nt * 64) + (16 * mt + ForwardLayout::row_slot(r)) * (4 * kStep),
-                                         make_uint4(__float_as_uint(x[0]), __float_as_uint(x[4]), __float_as_uint(x[1]),
-                                                    __float_as_uint(x[5])));
-                        }
+                    for (int r = 0; r < ForwardLayout::kRows; r++) {
+                        const float *x = s[0].tile[mt][0] + 2 * r, *y = s[kSums - 1].tile[mt][0] + 2 * r;
+                        const auto sum = [&](int v) { return __float_as_uint(kSums == 2 ? x[v] + y[v] : x[v]); };
+                        // keys 0, 2 and, four elements further, 1, 3
+                        store_shared(to + (mt * ForwardLayout::kRows + r) * kPartScores,
+                                     make_uint4(sum(0), sum(4), sum(1), sum(5)));
+                    }
             }
-            __syncthreads();
             RowScores s;
             const Place at = place();
+            named_sync(kGroup + at.group, kGroupThreads);
+            float* x = s.tile[0][0];
 #pragma unroll
-            for (int r = 0; r < kLaneRows; r++) {
-                float* x = s.tile[0][0] + 4 * r;
+            for (int from = 0; from < kColumnGroups; from++) {
+                const uint4 part = load_shared(at.score_load() + from * kLaneScores);
+                const float y[4] = {__uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z),
+                                    __uint_as_float(part.w)};
 #pragma unroll
-                for (int from = 0; from < kColumnGroups; from++) {
-                    const uint4 part = load_shared(at.score_load() + from * kScoreBytes + 4 * r * (4 * kStep));
-                    const float y[4] = {__uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z),
-                                        __uint_as_float(part.w)};
-#pragma unroll
-                    for (int i = 0; i < 4; i++) x[i] = from == 0 ? y[i] : x[i] + y[i];
-                }
+                for (int i = 0; i < 4; i++) x[i] = from == 0 ? y[i] : x[i] + y[i];
             }
             if (kHasScoreMod) {
                 s.apply_score_mod(p, mask, row, key);
@@ -301,45 +406,42 @@ struct ForwardColumnGroups {
                 }
             }
             if (kGeneric || !unmasked.contains(key)) {  // generic kernels have no registers for the test
-
                 const int batch = grid.remat_batch(problem);
                 s.apply_mask(mask_of(problem, BlockSeqlenInfo(p, batch)), row, key);
             }
             const bool moved = s.needs_rescale(softmax);
-            float factor[2] = {1.f, 1.f};  // of kLaneRows
+            float factor = 1.f;
             if (moved) {
                 const float inverse_scale = 1.f / __int_as_float(keep_in_register(__float_as_int(scale)));
                 s.template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale,
-                                                              [&](int, int r, float f) { factor[r] = f; });
+                                                              [&](int, int, float f) { factor = f; });
             }
             unsigned kept = ~0u;
             if (kHasScoreMod && kHasDropout && p.score_options.rng_state) {
-                const int of_row = row + (at.lane.lane >> 3);  // the call's rows differ by 4
-                const uint4 numbers = DropoutBits<ForwardLayout, 1>::numbers_of(p).numbers(of_row & ~4, key + 4 * at.own_chunk);
+                const int of_row = row + Layout::first_query(at.lane);  // the call's rows differ by 4
+                const uint4 numbers =
+                    DropoutBits<ForwardLayout, 1>::numbers_of(p).numbers(of_row & ~4, key + Layout::first_key(at.lane));
                 kept = DropoutRule(p.score_options).kept_bits(numbers) >> kept_bit(of_row >> 2 & 1, 0);
             }
 #pragma unroll
-            for (int r = 0; r < kLaneRows; r++) {
-                float* x = s.tile[0][0] + 4 * r;
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    x[i] = softmax.row[0][r].probability(x[i], scale);
-                    if (kHasScoreMod && kHasDropout && !(kept >> kept_bit(r, i) & 1)) x[i] = 0.f;
-                }
-                // four rows further, bit 2 of the row is the other one
-                const u32 to = (at.p_store() ^ r * 2 * kChunkBytes) + 4 * r * kPitchP;
-                store_shared1(to, pack_probabilities(x[0], x[2]));
-                store_shared1(to + 8, pack_probabilities(x[1], x[3]));
-                if (at.own_chunk == 0) store_shared1(base + kOffsetFactors + (at.own_row + 4 * r) * 4, __float_as_uint(factor[r]));
+            for (int i = 0; i < 4; i++) {
+                x[i] = softmax.row[0][0].probability(x[i], scale);
+                if (kHasScoreMod && kHasDropout && !(kept >> kept_bit(0, i) & 1)) x[i] = 0.f;
             }
-            const bool any_moved = __syncthreads_or(moved);
-            v.store(staging, kv_store(), kPitch, false);
-            if (any_moved) {
+            if (at.stores()) {
+                store_shared1(at.p_store(), pack_probabilities(x[0], x[2]));
+                store_shared1(at.p_store() + 8, pack_probabilities(x[1], x[3]));
+                if (Layout::leads_row(at.lane)) store_shared1(at.factor(at.part), __float_as_uint(factor));
+            }
+            if (kRowGroups == 2) named_sync(at.group ? kVComplete : kVRead, kThreads);
+            tiles.tile.store(staging, kv_store(), kPitch, false);
+            if (kRowGroups == 2) named_arrive(at.group ? kKComplete : kVComplete, kThreads);
+            if (named_sync_or(kGroup + at.group, kGroupThreads, moved)) {
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++)
 #pragma unroll
                     for (int r = 0; r < ForwardLayout::kRows; r++) {
-                        const float f = at.row_float(kOffsetFactors, mt, r);
+                        const float f = __uint_as_float(load_shared1(at.factor(mt * ForwardLayout::kRows + r)));
 #pragma unroll
                         for (int j = 0; j < kOutputTiles; j++)
 #pragma unroll
@@ -347,42 +449,34 @@ struct ForwardColumnGroups {
                                 if (ForwardLayout::row_of(x) == r) o[mt][j][x] *= f;
                     }
             }
-            __syncthreads();
-            clear(staging);
-            tiles.load_k(staging, p, keys.after(1));
             const Place product = place();
-            u32 v_own = product.v(), v_other = v_own + product.v_other(), p_tile = product.p_load();
+            u32 v = product.v(), p_tile = product.p_load();
+            const int v_other = product.v_other();
+            // Own keys, then those of the other quad-pair column. Rolled, to fit the instruction cache.
 #pragma unroll 1
-            for (int tile = 0; tile < kKeyTiles; tile++) {
-                uint4 probabilities[kRowTiles][2];  // own keys, the other quad-pair column's
+            for (int w = 0; w < 2; w++) {
+                uint4 probabilities[kRowTiles];
 #pragma unroll
-                for (int w = 0; w < 2; w++)
-#pragma unroll
-                    for (int mt = 0; mt < kRowTiles; mt++)
-                        probabilities[mt][w] = load_shared((p_tile ^ w * kChunkBytes) + 16 * mt * kPitchP);
-                accumulate_columns<2, kPitch>(
+                for (int mt = 0; mt < kRowTiles; mt++) probabilities[mt] = load_shared(p_tile + mt * ForwardLayout::kRows * kPartP);
+                accumulate_columns<1, kPitch>(
                     o,
-                    [&](int mt, int w, int u) {
-                        const uint4& x = probabilities[mt][w];
+                    [&](int mt, int, int u) {
+                        const uint4& x = probabilities[mt];
                         return u ? RowPair{x.z, x.w} : RowPair{x.x, x.y};
                     },
-                    [&](int w) { return w ? v_other : v_own; });
-                v_own += 16 * kPitch, v_other += 16 * kPitch, p_tile ^= 2 * kChunkBytes;
+                    [&](int) { return v; });
+                v += v_other, p_tile ^= kChunkBytes;
             }
-            __syncthreads();
-            k.store(staging, kv_store(), kPitch, false);
-            __syncthreads();
         }
+        if (kRowGroups == 2 && !loads_k()) named_sync(kKComplete, kThreads);
+        __syncthreads();
 
         // Each warp gets the states of its rows of the output. One lane of a row has its sum.
         const Place at = place();
-#pragma unroll
-        for (int r = 0; r < kLaneRows; r++) {
-            const float sum = row_sum<Layout>(softmax.row[0][r].sum);
-            if (at.own_chunk == 0) {
-                store_shared1(base + kOffsetP + (at.own_row + 4 * r) * 4, __float_as_uint(softmax.row[0][r].row_max));
-                store_shared1(base + kOffsetP + (kBlockRows + at.own_row + 4 * r) * 4, __float_as_uint(sum));
-            }
+        const float sum = row_sum<Layout>(softmax.row[0][0].sum);
+        if (at.stores() && Layout::leads_row(at.lane)) {
+            store_shared1(base + kOffsetP + at.own_row * 4, __float_as_uint(softmax.row[0][0].row_max));
+            store_shared1(base + kOffsetP + (kBlockRows + at.own_row) * 4, __float_as_uint(sum));
         }
         __syncthreads();
         SoftmaxState<kRowTiles> state;
@@ -400,7 +494,7 @@ struct ForwardColumnGroups {
         columns.out.ptr += kWarpChunks * kChunk * last.column;
         columns.problem.headdim_v -= kWarpChunks * kChunk * last.column;
         write_output<kRowTiles, kOutputTiles>(columns, last.lane, grid.remat_batch(problem), grid.remat_head(problem),
-                                              row - last.warp * kWarpRows + last.group_row, state, o);
+                                              row - last.first_row() + last.group_row, state, o);
     }
 };
 

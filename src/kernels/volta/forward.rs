@@ -45,17 +45,20 @@ const fn shared_q(
 const COLUMN_GROUPS: &str = "volta/forward/column_groups.cu";
 
 /// `volta/forward/column_groups`: 8 warps, a group of them for each 32 rows. The warps of a group divide the columns. In shared memory Q but
-/// for 16 columns a warp, one tile of K or V, probabilities and a factor of each row.
+/// for 32 columns a warp (one group: 48), a tile of K and of V, and partial scores, whose place probabilities take; with one group these have
+/// 2 KB of their own.
 const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant {
-    let (step, groups) = (32, block_rows / 32);
-    let columns_of_q = headdim - 8 / groups * 16;
+    let (step, groups) = (16, block_rows / 32);
+    let one_group = groups == 1;
+    let columns_of_q = headdim - 8 / groups * if one_group { 48 } else { 32 };
+    let scores = 8 * 32 * step * 4;
     Variant {
         headdim,
         headdim_v: headdim,
         block_rows,
         step,
         size,
-        shared_bytes: block_rows * (2 * columns_of_q + 2 * step + 4) + 2 * step * headdim,
+        shared_bytes: 2 * (block_rows * columns_of_q + 2 * step * headdim) + scores + if one_group { 2048 } else { 0 },
         ..Variant::new(VOLTA, Pass::Forward, COLUMN_GROUPS)
     }
 }
