@@ -149,7 +149,6 @@ def caught(b, h, q, kv):
         return q < kv
 
 
-
 #: Mask functions that tensors which broadcast serve alike, and others.
 FUNCTIONS = {
     "all indices": (True, lambda b, h, q, kv: SHOWN[b, h, q, kv]),

@@ -43,12 +43,7 @@ def test_both_families_have_two_block_sizes():
 @on_cases((["sim", "cuda"], CASES))
 def test_kernels(backend, force, case, variant):
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[VARIANTS[variant]])
-    force(
-        choices=[
-            {"pass": "Forward", "variant": variant.replace("512x512", words + "512x512")}
-            for words in ("", "varlen_", "generic_")
-        ]
-    )
+    force(choices=[{"pass": "Forward", "variant": variant.replace("512x512", words + "512x512")} for words in ("", "varlen_", "generic_")])
     (q, k, v, _), options = case.problem(backend)
     check(backend, q, k, v, **options)
 

@@ -17,11 +17,15 @@ class StepBits {
     using Tile = typename Layout::Tile;
     unsigned word_ = 0;
 
-    static __device__ __forceinline__ constexpr int row_slot(int v) { return kKeyRows ? Layout::key_slot(v) : Layout::query_slot(v); }
+    static __device__ __forceinline__ constexpr int row_slot(int v) {
+        return kKeyRows ? Layout::key_slot(v) : Layout::query_slot(v);
+    }
     static __device__ __forceinline__ constexpr int column_slot(int v) {
         return kKeyRows ? Layout::query_slot(v) : Layout::key_slot(v);
     }
-    static __device__ __forceinline__ int first_row(const Lane& l) { return kKeyRows ? Layout::first_key(l) : Layout::first_query(l); }
+    static __device__ __forceinline__ int first_row(const Lane& l) {
+        return kKeyRows ? Layout::first_key(l) : Layout::first_query(l);
+    }
     static __device__ __forceinline__ int first_column(const Lane& l) {
         return kKeyRows ? Layout::first_query(l) : Layout::first_key(l);
     }
@@ -41,8 +45,8 @@ public:
         load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word, reinterpret_cast<const int*>(from));
         word_ = static_cast<unsigned>(word) >> position % 32;
     }
-    // Clears the bits of what lengths, causal mask or window hide in this step. A step without bits has all of them before. So masks
-    // and bits share the code that hides scores. `row`: the warp's first.
+    // Clears the bits of what lengths, causal mask or window hide in this step. A step without bits has all of them before. So
+    // masks and bits share the code that hides scores. `row`: the warp's first.
     template <class Steps>
     __device__ __forceinline__ void combine(const Steps& columns, const Mask& mask, int row) {
         const int i = row + static_cast<int>(remat_thread() % Rows);
@@ -52,8 +56,8 @@ public:
         if (!columns.has_bits()) word_ = ~0u;
         word_ = first > last || (kKeyRows && i >= mask.seqlen_k) ? 0 : word_ >> first << first & ~0u >> (31 - last);
     }
-    // Hides the scores without a bit in N neighboring tiles: those of row m, from `column` in the step on. tile(n): the lane's scores
-    // of the n-th. All lanes of the warp call it together.
+    // Hides the scores without a bit in N neighboring tiles: those of row m, from `column` in the step on. tile(n): the lane's
+    // scores of the n-th. All lanes of the warp call it together.
     template <int N, class TileOf>
     __device__ __forceinline__ void hide(int m, int column, TileOf tile) const {
         const Lane lane = remat_lane();

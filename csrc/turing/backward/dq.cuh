@@ -40,8 +40,9 @@ struct BackwardDq {
         return (Blocks::kListed ? first_row : block_row()) + remat_thread() / 32 * kWarpRows;
     }
 
-    // Returns x, which all lanes agree on. Lists come from memory, so without a vote the compiler must not use uniform registers for
-    // addresses: at headdim 64 that took 9% longer. Kernels with more products a step, or all features, gain nothing or lose by it.
+    // Returns x, which all lanes agree on. Lists come from memory, so without a vote the compiler must not use uniform registers
+    // for addresses: at headdim 64 that took 9% longer. Kernels with more products a step, or all features, gain nothing or lose by
+    // it.
     static constexpr bool kVotes = !kGeneric && Headdim <= 64;
     static __device__ __forceinline__ bool agreed(bool x) { return kVotes ? __any_sync(~0u, x) : x; }
     // The slot of the step that comes `steps` after the one at `key`.
@@ -117,11 +118,12 @@ struct BackwardDq {
         if (kVarlen && first_row >= sequence.seqlen_q()) return;
         const KeyRange<BlockRows, S::kStep> range(mask_of(p.problem, sequence), first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
-        const int first_key = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0, seqlen_k = sequence.seqlen_k();
+        const int first_key = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0,
+                  seqlen_k = sequence.seqlen_k();
 
         OperandA q[kRowTiles][S::kChunks], dout[kRowTiles][S::kChunks];
-        load_own_fragments(q, p.q, rows_of(p.q, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(first_row), sequence.seqlen_q(),
-                           p.problem.headdim, p.problem.sign_flip, query_of_lane);
+        load_own_fragments(q, p.q, rows_of(p.q, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(first_row),
+                           sequence.seqlen_q(), p.problem.headdim, p.problem.sign_flip, query_of_lane);
         load_own_fragments(dout, p.dout, rows_of(p.dout, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(first_row),
                            sequence.seqlen_q(), p.problem.headdim_v, 0, query_of_lane);
 
@@ -157,7 +159,8 @@ struct BackwardDq {
         }
 
 #pragma unroll 1
-        for (int next = range.first; Blocks::kListed ? agreed(keys.exists()) : next < range.end; next += S::kStep, keys.advance(blocks)) {
+        for (int next = range.first; Blocks::kListed ? agreed(keys.exists()) : next < range.end;
+             next += S::kStep, keys.advance(blocks)) {
             const int key = Blocks::kListed ? keys.first() : next;
             __syncthreads();  // this step's tiles are stored, the other slot is free
             tiles.store(shared + slot_after(keys, key, 1) * S::kSlotBytes);

@@ -71,8 +71,8 @@ struct BackwardDqWarpSpecialized {
     // Generic kernels: computes P in a rolled loop, as in warp_specialized.cuh. Dropped probabilities get the sign bit.
     // The score function's derivative goes to the partner too.
     static __device__ __forceinline__ void generic_probabilities(PackedScores& x, Scores& s, const LaneRows& neg_lse,
-                                                                 const BwdParams& p, int row, int key, bool masked, const Bits& bits,
-                                                                 u32 slopes) {
+                                                                 const BwdParams& p, int row, int key, bool masked,
+                                                                 const Bits& bits, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
 #pragma unroll 1
@@ -152,7 +152,8 @@ struct BackwardDqWarpSpecialized {
         if (kVarlen && first_row >= sequence.seqlen_q()) return;
         const KeyRange<BlockRows, S::kStep> range(mask_of(p.problem, sequence), first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
-        const int first_key = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0, seqlen_k = sequence.seqlen_k();
+        const int first_key = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0,
+                  seqlen_k = sequence.seqlen_k();
 
         OperandA own[kRowTiles][S::kChunks];  // of Q or of dO
         {

@@ -303,7 +303,9 @@ struct BackwardWarpSpecialized {
     }
 
     // Row of a listed step, or, where the step does not exist, one with statistics: its scores are hidden.
-    static __device__ __forceinline__ int existing_row(const BwdParams& p, int row) { return min(row, p.seqlen_q_rounded - S::kStep); }
+    static __device__ __forceinline__ int existing_row(const BwdParams& p, int row) {
+        return min(row, p.seqlen_q_rounded - S::kStep);
+    }
 
     static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];

@@ -118,8 +118,8 @@ struct KOrVTiles<true, Chunks, Rows, Threads, Unused> {
 
     template <class Block>
     __device__ __forceinline__ KOrVTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last_)
-        : tile(thread % (Threads / 2), operand(p, thread), block.head_k,
-               loads_k(thread) ? p.problem.headdim : p.problem.headdim_v, last_),
+        : tile(thread % (Threads / 2), operand(p, thread), block.head_k, loads_k(thread) ? p.problem.headdim : p.problem.headdim_v,
+               last_),
           pages(p.cache, block.batch, k_offset, first, last_), last(last_) {}
     template <class Data>
     __device__ __forceinline__ void load(Data& data, const FwdParams& p, int key) {

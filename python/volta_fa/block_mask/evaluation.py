@@ -56,7 +56,7 @@ def _kind(func: Any) -> str:
         return "pointwise"
     if func in _CONSTANT:
         return "constant"
-    return "index" if func == Tensor.__getitem__ else "device" if func == Tensor.device.__get__ else ""  # type: ignore[attr-defined]
+    return "index" if func == Tensor.__getitem__ else "device" if func == Tensor.device.__get__ else ""
 
 
 class _Unwatched(Exception):

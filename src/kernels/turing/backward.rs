@@ -103,13 +103,8 @@ const PREPROCESS: Variant = Variant {
 };
 
 /// As `PREPROCESS`, up to headdim 256: larger ones sum dq elsewhere (`turing/backward/stored.cuh`).
-const POSTPROCESS: Variant = Variant {
-    headdim: 256,
-    headdim_v: 256,
-    pass: Pass::BackwardPostprocess,
-    source: "turing/backward/postprocess.cu",
-    ..PREPROCESS
-};
+const POSTPROCESS: Variant =
+    Variant { headdim: 256, headdim_v: 256, pass: Pass::BackwardPostprocess, source: "turing/backward/postprocess.cu", ..PREPROCESS };
 
 /// Returns the kernel of another pass from the same source with another ending.
 fn of_pass(pass: Pass, main: Variant) -> Variant {

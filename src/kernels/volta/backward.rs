@@ -105,13 +105,8 @@ const PREPROCESS: Variant = Variant {
 };
 
 /// As `PREPROCESS`, up to headdim 256: larger ones sum dq elsewhere (`volta/backward/stored.cuh`).
-const POSTPROCESS: Variant = Variant {
-    headdim: 256,
-    headdim_v: 256,
-    pass: Pass::BackwardPostprocess,
-    source: "volta/backward/postprocess.cu",
-    ..PREPROCESS
-};
+const POSTPROCESS: Variant =
+    Variant { headdim: 256, headdim_v: 256, pass: Pass::BackwardPostprocess, source: "volta/backward/postprocess.cu", ..PREPROCESS };
 
 /// Returns a varlen kernel with one feature that the problem must use: the generic kernel without branches on the others,
 /// and so without misses of the instruction cache, or, where registers allow, plain tiles
