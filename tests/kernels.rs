@@ -68,24 +68,3 @@ fn ptx_targets_its_family() {
         assert!(text.contains(&format!(".target sm_{}", v.family.sm)) && text.contains(v.name), "{}", v.name);
     }
 }
-
-/// Checks machine code with the simulator's reader.
-#[cfg(feature = "sim")]
-mod simulated {
-    use volta_fa::kernels::{self, VOLTA};
-    use volta_sim::{Machine, Module};
-
-    #[test]
-    fn kernels_reach_declared_occupancy_without_local_memory() {
-        for v in kernels::variants().filter(|v| v.family == VOLTA) {
-            let module = Module::load(&kernels::image(v).cubin().unwrap()).unwrap();
-            let info = module.kernel_info(v.name).unwrap();
-            assert_eq!(info.params.len(), 1, "{}", v.name);
-            assert_eq!(info.params[0].size as usize, kernels::params_bytes(v.params()), "{}", v.name);
-            assert_eq!(info.spill_insts, 0, "{}: local-memory instructions", v.name);
-            assert_eq!(info.static_smem, 0, "{}: static shared memory, which the table does not count", v.name);
-            let occupancy = Machine::default().occupancy(info.registers, v.shared_bytes, v.threads);
-            assert!(occupancy.ctas >= v.blocks_per_sm, "{}: {} blocks an SM, {} declared", v.name, occupancy.ctas, v.blocks_per_sm);
-        }
-    }
-}

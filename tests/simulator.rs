@@ -1,19 +1,45 @@
 //! Tests of the simulator with the compiled kernels.
 #![cfg(feature = "sim")]
 
-use volta_fa::kernels;
-use volta_sim::{Machine, Module};
+use std::num::NonZero;
+use std::thread::{available_parallelism, scope};
+use volta_fa::kernels::{self, Variant, VOLTA};
+use volta_sim::{KernelInfo, Machine, Module};
+
+/// Decodes kernels on all cores and checks each.
+fn check_decoded(kernels: impl Iterator<Item = &'static Variant>, check: impl Fn(&Variant, &KernelInfo) + Sync) {
+    let (kernels, check) = (&kernels.collect::<Vec<_>>(), &check);
+    let threads = available_parallelism().map_or(1, NonZero::get);
+    scope(|scope| {
+        for first in 0..threads {
+            scope.spawn(move || {
+                for v in kernels.iter().skip(first).step_by(threads) {
+                    let module = Module::load(&kernels::image(v).cubin().unwrap()).unwrap_or_else(|e| panic!("{}: {e}", v.name));
+                    check(v, module.kernel_info(v.name).unwrap());
+                }
+            });
+        }
+    });
+}
 
 /// Finds unknown instructions without running them. The last kernel of each Volta pass suffices, because it has all features.
 #[test]
 fn simulator_knows_every_instruction() {
     let volta = kernels::PASSES.iter().filter_map(|p| kernels::COMPILED.of(&kernels::VOLTA, p.pass).last());
     let others = kernels::variants().filter(|v| v.family.sm != 70 && Machine::of_sm(v.family.sm).is_some());
-    for v in volta.chain(others) {
-        let module = Module::load(&kernels::image(v).cubin().unwrap()).unwrap_or_else(|e| panic!("{}: {e}", v.name));
-        let undecoded = &module.kernel_info(v.name).unwrap().undecoded;
-        assert!(undecoded.is_empty(), "{}:\n{}", v.name, undecoded.join("\n"));
-    }
+    check_decoded(volta.chain(others), |v, info| assert!(info.undecoded.is_empty(), "{}:\n{}", v.name, info.undecoded.join("\n")));
+}
+
+#[test]
+fn kernels_reach_declared_occupancy_without_local_memory() {
+    check_decoded(kernels::variants().filter(|v| v.family == VOLTA), |v, info| {
+        assert_eq!(info.params.len(), 1, "{}", v.name);
+        assert_eq!(info.params[0].size as usize, kernels::params_bytes(v.params()), "{}", v.name);
+        assert_eq!(info.spill_insts, 0, "{}: local-memory instructions", v.name);
+        assert_eq!(info.static_smem, 0, "{}: static shared memory, which the table does not count", v.name);
+        let occupancy = Machine::default().occupancy(info.registers, v.shared_bytes, v.threads);
+        assert!(occupancy.ctas >= v.blocks_per_sm, "{}: {} blocks an SM, {} declared", v.name, occupancy.ctas, v.blocks_per_sm);
+    });
 }
 
 /// Machine descriptions and family tables agree about the hardware.
