@@ -28,7 +28,7 @@ struct StagedTile {
     static __device__ __forceinline__ int row() { return threadIdx.x / Shape::kChunks; }
     static __device__ __forceinline__ int column() { return threadIdx.x % Shape::kChunks * kChunk; }
 
-    // Loads a tile from `first`, its element (0, 0), of which `rows` rows and `columns` columns exist. Others become 0.
+    // Loads a tile whose element (0, 0) is at `first`. Its first `rows` rows and `columns` columns exist; the rest becomes 0.
     __device__ __forceinline__ void load(const unsigned short* first, long long row_stride, int rows, int columns) {
         const unsigned short* from = first + row() * row_stride + column();
         if (rows >= Shape::kRows && columns >= Shape::kChunks * kChunk) {

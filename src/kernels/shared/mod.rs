@@ -5,10 +5,12 @@ mod append;
 mod decode;
 mod dequantize;
 mod merge;
+mod stored;
 
 pub use append::append;
 pub use decode::{column_groups, decode, in_both_types, with_tree, DecodeTile};
 pub use dequantize::dequantize;
 pub use merge::merge;
+pub use stored::stored_backward;
 
 use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Variant};

@@ -1,5 +1,6 @@
 //! The backward kernels. docs/design/turing-backward.md derives the shapes. A thread can have 255 registers.
 
+use super::super::shared;
 use super::super::variants::{Feature, FeatureSet, Pass, Variant};
 use super::family::TURING;
 
@@ -155,24 +156,6 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
     plain.chain(generic)
 }
 
-/// Kernels for headdims above 256, which pass P and dS through memory: the tiles of volta's. Two blocks have all registers and all of
-/// the 64 KB.
-const fn stored(pass: Pass, source: &'static str) -> Variant {
-    Variant {
-        headdim: 512,
-        headdim_v: 512,
-        block_rows: 128,
-        step: 32,
-        threads: 128,
-        shared_bytes: 2 * 2 * 2 * 128 * 32,
-        blocks_per_sm: 2,
-        ..Variant::new(TURING, pass, source)
-    }
-}
-
-const SCORES: Variant = stored(Pass::BackwardScores, "turing/backward/scores.cu");
-const GRADIENTS: Variant = stored(Pass::BackwardGradients, "turing/backward/gradients.cu");
-
 pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
@@ -189,6 +172,6 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(DQ.into_iter().chain(DQ[1..].iter().map(|&row| generic(row))));
     rows.extend(all_of_it.into_iter().chain(all_of_it.map(varlen)));
     rows.extend(block_mask_rows());
-    rows.extend([SCORES, GRADIENTS, varlen(SCORES), varlen(GRADIENTS), generic(SCORES)]);
+    rows.extend(shared::stored_backward(TURING, "turing/backward/scores.cu", "turing/backward/gradients.cu"));
     rows
 }

@@ -1,5 +1,6 @@
 //! The backward kernels. docs/design/volta-backward.md derives the shapes. A thread can have 255 registers.
 
+use super::super::shared;
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Variant};
 use super::family::VOLTA;
 
@@ -143,24 +144,6 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
     rows.flat_map(move |row| features.map(|of| row.with_blocks(of, row.source)))
 }
 
-/// Kernels for headdims above 256, which pass P and dS through memory: tiles of 128 by 128, four warps with 64 by 64 each, so that
-/// two blocks an SM have all registers. Two buffers of both operands are 32 KB.
-const fn stored(pass: Pass, source: &'static str) -> Variant {
-    Variant {
-        headdim: 512,
-        headdim_v: 512,
-        block_rows: 128,
-        step: 32,
-        threads: 128,
-        shared_bytes: 2 * 2 * 2 * 128 * 32,
-        blocks_per_sm: 2,
-        ..Variant::new(VOLTA, pass, source)
-    }
-}
-
-const SCORES: Variant = stored(Pass::BackwardScores, "volta/backward/scores.cu");
-const GRADIENTS: Variant = stored(Pass::BackwardGradients, "volta/backward/gradients.cu");
-
 pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
@@ -179,7 +162,7 @@ pub fn backward_rows() -> Vec<Variant> {
     // ... then dq
     rows.extend(DQ.into_iter().chain([DQ[1], DQ[3]].map(varlen)).chain(DQ[1..].iter().map(|&row| generic(row))));
     rows.extend(block_mask_rows());
-    rows.extend([SCORES, GRADIENTS, varlen(SCORES), varlen(GRADIENTS), generic(SCORES)]);
+    rows.extend(shared::stored_backward(VOLTA, "volta/backward/scores.cu", "volta/backward/gradients.cu"));
     rows.extend(all_of_it.into_iter().chain(all_of_it.map(varlen)));
     rows
 }
