@@ -10,8 +10,8 @@ CARGO_FLAGS := --release --locked --features sim
 # Build scripts of cargo find NVRTC through the environment's Python, and so do the tests with torch.
 # If tools/bootstrap.py installed NVRTC into .venv/cuda12, the build takes it from there.
 IN_VENV = VIRTUAL_ENV="$(VENV)" PATH="$(VENV)/bin:$$PATH" $(if $(wildcard $(VENV)/cuda12),VOLTA_FA_CUDA_HOME="$${VOLTA_FA_CUDA_HOME:-$(VENV)/cuda12}")
-# The simulator's disassembler, which tools/bootstrap.py found.
-NVDISASM = $(VENV)/nvdisasm
+# The simulator's disassembler, which tools/bootstrap.py found, and where all tests keep its output.
+IN_SIMULATOR = VOLTA_SIM_NVDISASM="$(VENV)/nvdisasm" VOLTA_SIM_LISTINGS="$(CURDIR)/target/volta-sim-listings"
 
 # Waiting threads sleep instead of spinning. On a busy machine, or in a container with a CPU quota,
 # spinning makes small models many times slower.
@@ -34,8 +34,8 @@ run: build ## build, then train a small GPT with volta_fa and with PyTorch and c
 
 test: SELECTION = -m "not slow"
 test test-all: build
-	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" cargo test $(CARGO_FLAGS) --workspace
-	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python -m pytest -n auto --dist worksteal $(SELECTION) $(ARGS)
+	@$(IN_VENV) $(IN_SIMULATOR) cargo test $(CARGO_FLAGS) --workspace
+	@$(IN_VENV) $(IN_SIMULATOR) python -m pytest -n auto --dist worksteal $(SELECTION) $(ARGS)
 
 test: ## build, then run the tests of minutes: cargo test and pytest
 test-all: ## build, then run every test, as CI does
@@ -89,7 +89,7 @@ matrix: $(VENV)/.wheel $(VENV)/.matrix ## check the wheel with each torch releas
 	    releases=$(if $(RELEASES),$$($(VENV)/bin/python tools/torch_releases.py target/torch $(RELEASES)),all) && \
 	    VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$$(echo $$releases | tr ' ' ,) \
 	        $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(MATRIX)/wheel .; }
-	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python tools/torch_matrix.py $(or $(WHEEL),$(MATRIX)/wheel/*.whl) $(if $(RELEASES),--releases $(RELEASES)) $(ARGS)
+	@$(IN_VENV) $(IN_SIMULATOR) python tools/torch_matrix.py $(or $(WHEEL),$(MATRIX)/wheel/*.whl) $(if $(RELEASES),--releases $(RELEASES)) $(ARGS)
 
 # Lays out a new wheel for all releases, unless WHEEL names one.
 hub: $(VENV)/.hub $(if $(WHEEL),,wheel) ## build the folder of a Hugging Face kernel into dist/hub
@@ -105,7 +105,7 @@ release: wheel ## build the files of a release into dist/release/
 	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz $(URL:%=--url %)
 
 coverage: build $(VENV)/.coverage ## print the line coverage of Python (quick tests) and Rust (cargo test)
-	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python tools/measure_coverage.py $(ARGS)
+	@$(IN_VENV) $(IN_SIMULATOR) python tools/measure_coverage.py $(ARGS)
 
 clean: ## remove all build results (but not .venv)
 	@rm -rf target build dist demo-output $(LIBRARIES) python/volta_fa.egg-info

@@ -36,6 +36,7 @@ from torch import Tensor
 
 import reference
 from cases import Case
+from processes import run_forked
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Ignore this machine's tuning files (`python -m volta_fa check --tune`): the tests expect the planner's own choices.
@@ -85,23 +86,23 @@ hypothesis.settings.register_profile("default", derandomize="CI" in os.environ, 
 hypothesis.settings.load_profile("default")
 
 
-def run_process(code: str, *arguments, **environment) -> subprocess.CompletedProcess:
-    """Runs a program in its own process, which can import the package under test."""
+def run_process(code: str, *arguments, fresh=False, **environment) -> subprocess.CompletedProcess:
+    """Runs a program in its own process, which can import the package under test. `fresh`: in a new interpreter, not in a fork of
+    one that has imported torch."""
+    command = ["-c", textwrap.dedent(code), *map(str, arguments)]
     path = os.pathsep.join(filter(None, [str(LIBRARY.parents[2]), os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
-    )
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    if fresh:
+        result = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, env=env)
+    else:
+        result = run_forked(command, env)
     assert result.returncode == 0, result.stderr
     return result
 
 
-def run_python(code: str, *arguments, **environment) -> str:
+def run_python(code: str, *arguments, fresh=False, **environment) -> str:
     """Runs a program as run_process does and returns its stdout."""
-    return run_process(code, *arguments, **environment).stdout.strip()
+    return run_process(code, *arguments, fresh=fresh, **environment).stdout.strip()
 
 
 def _unavailable(backend: str) -> str | None:

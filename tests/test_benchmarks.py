@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from conftest import INFO, LIBRARY, REPOSITORY, need
+from processes import run_forked
 
 PNG = b"\x89PNG\r\n\x1a\n"
 VOLTA_FIELDS = {
@@ -55,9 +56,7 @@ from volta_fa.errors import CommandError
 def run(module: str, *arguments: object) -> None:
     """The command as a user starts it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VOLTA_FA_SIM")}
-    environment["OMP_NUM_THREADS"] = "1"  # small shapes gain nothing from more, and lose much beside other tests
-    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_forked(["-m", f"benchmarks.{module}", *arguments], environment, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"benchmarks.{module}" in done.stdout and torch.__version__ in done.stdout
 
@@ -96,6 +95,7 @@ def test_table(tmp_path):
             assert ours["tflops"][what] == pytest.approx(share * flops / ours["ms"][what] / 1e9)
 
 
+@pytest.mark.slow
 def test_memory(tmp_path):
     run("memory", "--device", "cpu", "--seqlens", 1024, 2048, "--nheads", 1, *outputs(tmp_path, "memory"))
     found = {(p["implementation"], p["passes"], p["seqlen"]): p["bytes"] for p in results(tmp_path, "memory")["points"]}

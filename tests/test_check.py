@@ -84,13 +84,24 @@ def test_in_the_simulator(tmp_path, capsys):
     assert data["fast"]["points"] == [] and "not timed" in capsys.readouterr().out
 
 
-def test_kernels_of_a_cache_in_the_simulator(tmp_path, capsys):
+# `make test` runs these kernels in other tests.
+MORE_KERNELS_OF_A_CACHE = ["volta_decode_64x[!1]*", "volta_decode_*_64x16", "volta_mla_decode_*"]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["volta_decode_64x16", "volta_append*", *(pytest.param(p, marks=pytest.mark.slow) for p in MORE_KERNELS_OF_A_CACHE)]
+)
+def test_kernels_of_a_cache_in_the_simulator(tmp_path, capsys, pattern):
     need("sim")
-    for pattern in ("volta_decode_64x*", "volta_decode_*_64x16", "volta_mla_decode_*", "volta_append*"):
-        status, data = check(tmp_path, "--device", "simulator", "--kernels", pattern)
-        assert status == 0, capsys.readouterr().out
-        assert data["right"] and all(v["passed"] and v["problems"] == 3 and v["worst"]["share"] > 0 for v in data["right"])
-    assert "volta KV cache, append" in capsys.readouterr().out
+    status, data = check(tmp_path, "--device", "simulator", "--kernels", pattern)
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert data["right"] and all(v["passed"] and v["problems"] == 3 and v["worst"]["share"] > 0 for v in data["right"])
+    assert ("volta KV cache, append" in printed) == ("append" in pattern)
+
+
+def test_the_kernel_of_a_dequantized_cache_in_the_simulator(tmp_path):
+    need("sim")
     status, data = check(tmp_path, "--device", "simulator", "--kernels", "volta_dequantize")
     assert status == 0 and [v["problems"] for v in data["right"]] == [4] and data["right"][0]["runs_with"]
 

@@ -280,7 +280,9 @@ def test_the_package_registers_its_node_and_enables_pytorchs_attention(monkeypat
         assert "INFO volta_fa.enable_sdpa: this library has kernels for" in run_process(code).stderr
 
 
-@pytest.mark.parametrize("choice, on", [("off", False), ("0", False), ("", False), ("cpu", True), ("1", True)])
+@pytest.mark.parametrize(
+    "choice, on", [("0", False), ("cpu", True), *(pytest.param(*more, marks=pytest.mark.slow) for more in [("off", False), ("", False), ("1", True)])]
+)
 def test_the_variable_decides_about_xformers(choice, on):
     code = f"""
     import sys, types, volta_fa

@@ -53,6 +53,7 @@ def test_the_command(tmp_path, capsys):
     assert (tmp_path / "new" / "folder" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_ranks(tmp_path, monkeypatch, capfd):
     """Two processes with half of each window have the losses of one."""

@@ -46,6 +46,7 @@ def test_models_and_a_pipeline():
         assert int(ran) > 0 and fell_back == "0", rows
 
 
+@pytest.mark.slow
 def test_memory_of_a_head_of_512():
     """A VAE's attention at 4096 pixels: no tensor of 4096 x 4096, and PyTorch's error."""
     program = """
@@ -85,6 +86,7 @@ assert error <= 2 * allowed, (error, allowed)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_context_parallelism():
     """Two processes on the CPU."""
     rows = rows_of("--only", "flux/ring*,flux/Ulysses*")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conftest import REPOSITORY
+from processes import run_forked
 
 EXAMPLES = REPOSITORY / "examples"
 
@@ -18,8 +19,7 @@ def run(name: str, *arguments: object, launcher: Sequence[str] = (), **variables
     """Returns what the example prints."""
     path = [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
-    command = [sys.executable, *launcher, str(EXAMPLES / name), *map(str, arguments)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    result = run_forked([*launcher, EXAMPLES / name, *arguments], environment, timeout=600)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

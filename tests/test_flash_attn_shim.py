@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import volta_fa
+from processes import run_forked
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = Path(volta_fa.__file__).parent
@@ -29,7 +30,7 @@ DISTRIBUTION = REPOSITORY / "tools" / "flash_attn_shim"
 def run(*code: str, path: Path | str = "") -> subprocess.CompletedProcess:
     """A process that runs these pieces of code, with `path` first among its packages' folders."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(path), str(PACKAGE.parent)]))}
-    return subprocess.run([sys.executable, "-c", "".join(map(textwrap.dedent, code))], capture_output=True, text=True, env=environ, cwd="/")
+    return run_forked(["-c", "".join(map(textwrap.dedent, code))], environ, cwd="/")
 
 
 def succeeds(*code: str, path: Path | str = "") -> str:

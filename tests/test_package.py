@@ -24,6 +24,7 @@ import portable_linker
 import torch_releases
 import volta_fa
 from volta_fa import cli, library
+from processes import run_forked
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -41,7 +42,7 @@ def requirements(name: str) -> dict[str, str]:
 
 
 def run_python(*arguments, **environ) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env={**os.environ, **environ}, cwd="/")
+    return run_forked(arguments, {**os.environ, **environ}, cwd="/")
 
 
 # ---- one version, one set of pins ------------------------------------------------------------------------------

@@ -608,7 +608,7 @@ class SdpaLayer(Layer):
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 @pytest.mark.parametrize("communication", ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("module", [Layer, SdpaLayer])
+@pytest.mark.parametrize("module", [pytest.param(Layer, marks=pytest.mark.slow), SdpaLayer])
 def test_ddp_over_two_processes(tmp_path, module, communication):
     if communication == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("one GPU at most")

@@ -21,6 +21,7 @@ from torch import Tensor
 import volta_fa
 import volta_fa.sageattention as sage
 from conftest import on
+from processes import run_forked
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = Path(volta_fa.__file__).parent
@@ -224,7 +225,7 @@ def test_it_compiles(backend):
 
 def run(*code: str, path: Path | str = "") -> subprocess.CompletedProcess:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(path), str(PACKAGE.parent)]))}
-    return subprocess.run([sys.executable, "-c", "".join(map(textwrap.dedent, code))], capture_output=True, text=True, env=environ, cwd="/")
+    return run_forked(["-c", "".join(map(textwrap.dedent, code))], environ, cwd="/")
 
 
 def succeeds(*code: str, path: Path | str = "") -> None:

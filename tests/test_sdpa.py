@@ -563,7 +563,13 @@ BEFORE_THE_SWITCH = {
 }
 
 
-@pytest.mark.parametrize("before,imported", [*((before, "first") for before in BEFORE_THE_SWITCH), ("compiled", "late")])
+@pytest.mark.parametrize(
+    "before, imported",
+    [
+        ("compiled", "late"),
+        *(pytest.param(before, "first", marks=[] if before in ("compiled", "packaged") else pytest.mark.slow) for before in BEFORE_THE_SWITCH),
+    ],
+)
 def test_graphs_traced_before_enable_sdpa(before, imported):
     """Tracing goes through PyTorch's dispatcher in Python, which remembers where a call went: nothing of that may be stale."""
     code = f"""

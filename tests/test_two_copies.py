@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import volta_fa
+from processes import run_forked
 
 PACKAGE = Path(volta_fa.__file__).parent
 
@@ -26,7 +27,7 @@ def copy(tmp_path) -> Path:
 
 def run(copy: Path, code: str) -> subprocess.CompletedProcess:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy.parent), str(PACKAGE.parent)])}
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environ, cwd="/")
+    return run_forked(["-c", textwrap.dedent(code)], environ, cwd="/")
 
 
 @pytest.mark.parametrize("first", ["volta_fa", "copied"])

@@ -1,0 +1,105 @@
+"""Python programs in processes of their own that have imported torch already.
+
+An import of torch takes 1.6 CPU seconds, and most tests with a process start several. A server imports it once and forks:
+a program begins after milliseconds, with its own environment, modules and exit status.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+# What the server's libraries read when they are loaded, before a program has its own environment.
+READ_AT_LOAD = ("OMP_", "MKL_", "LD_", "TORCH_LOGS", "PYTHONHASHSEED", "PYTHONWARNINGS")
+
+# Waiting threads cost more than they save in small problems.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+_server: subprocess.Popen | None = None
+
+
+def run_forked(arguments: list, env: dict[str, str] | None = None, cwd=None, timeout: float = 300) -> subprocess.CompletedProcess:
+    """Runs `python arguments` as subprocess.run(capture_output=True, text=True) does. `arguments`: -c code, -m module or a file,
+    and what follows. `env` may not change what libraries read at load; such programs need a new interpreter."""
+    env = {**(os.environ if env is None else env), **ONE_THREAD}
+    served = _environment()
+    changed = {name for name in {*env, *served} if name.startswith(READ_AT_LOAD) and env.get(name) != served.get(name)}
+    assert not changed, f"{changed} cannot change in a fork: use subprocess"
+    server = _running()
+    with tempfile.TemporaryDirectory() as folder:
+        request = {"arguments": [*map(str, arguments)], "env": env, "cwd": str(cwd or os.getcwd()), "folder": folder}
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        if not select.select([server.stdout], [], [], timeout)[0]:
+            os.killpg(server.pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(request["arguments"], timeout)
+        status = int(server.stdout.readline())
+        return subprocess.CompletedProcess(request["arguments"], status, *((Path(folder) / n).read_text() for n in ("out", "err")))
+
+
+def _environment() -> dict[str, str]:
+    """Returns the server's environment."""
+    return {**os.environ, **ONE_THREAD}
+
+
+def _running() -> subprocess.Popen:
+    """Returns the server of this process, and starts it if there is none."""
+    global _server
+    if _server is None or _server.poll() is not None:
+        environment = {name: value for name, value in _environment().items() if name != "PYTHONPATH"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        # a session of its own: what a program started ends with it at a timeout
+        _server = subprocess.Popen([sys.executable, __file__], env=environment, start_new_session=True, **pipes)
+        # closes its input, and waits
+        atexit.register(_server.communicate)
+    return _server
+
+
+def _serve() -> dict:
+    """Forks for each request, and answers with the exit status. Returns the request in the fork."""
+    import torch  # noqa: F401
+
+    sys.path.pop(0)  # this file's folder
+    while line := sys.stdin.readline():
+        if (child := os.fork()) == 0:
+            return json.loads(line)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    sys.exit()
+
+
+def _run(request: dict) -> None:
+    """Becomes the program of a request."""
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    for target, name, flags in ((0, "/dev/null", os.O_RDONLY), (1, "out", os.O_WRONLY), (2, "err", os.O_WRONLY)):
+        os.dup2(os.open(os.path.join(request["folder"], name), flags | os.O_CREAT), target)
+    kind, *rest = request["arguments"]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if kind == "-c":
+        code, *arguments = rest
+        sys.argv = ["-c", *arguments]
+        sys.path.insert(0, "")
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), vars(main))
+    elif kind == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [kind, *rest]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _run(_serve())
