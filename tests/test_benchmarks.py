@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import struct
-import subprocess
 import sys
 
 import pytest

@@ -281,7 +281,8 @@ def test_the_package_registers_its_node_and_enables_pytorchs_attention(monkeypat
 
 
 @pytest.mark.parametrize(
-    "choice, on", [("0", False), ("cpu", True), *(pytest.param(*more, marks=pytest.mark.slow) for more in [("off", False), ("", False), ("1", True)])]
+    "choice, on",
+    [("0", False), ("cpu", True), *(pytest.param(*more, marks=pytest.mark.slow) for more in [("off", False), ("", False), ("1", True)])],
 )
 def test_the_variable_decides_about_xformers(choice, on):
     code = f"""

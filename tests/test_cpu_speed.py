@@ -97,7 +97,9 @@ MEASURE = """
 def test_time_beside_sdpa(threads):
     """Forward, and forward with backward: one thread by its own clock, two by that on the wall with the wait policy that the
     Makefile sets. A waiting thread gives its core away then, so that each parallel region costs the wake-up of one."""
-    printed = run_python(MEASURE, Path(__file__).parent, LIBRARY, threads, fresh=True, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE")
+    printed = run_python(
+        MEASURE, Path(__file__).parent, LIBRARY, threads, fresh=True, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE"
+    )
     for name, *found in map(str.split, printed.splitlines()):
         for passes, value in zip(("forward", "both passes"), map(float, found), strict=True):
             assert value <= CASES[name][-1], f"{name}, {passes}: {value:.2f} times SDPA's time\n{printed}"

@@ -23,8 +23,8 @@ import check_wheel
 import portable_linker
 import torch_releases
 import volta_fa
-from volta_fa import cli, library
 from processes import run_forked
+from volta_fa import cli, library
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -10,7 +10,6 @@ import ast
 import inspect
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
