@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -60,7 +61,7 @@ def flex_attention(
         from . import compiled
 
         return compiled.traced(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
-    _check(query, key, value, block_mask, enable_gqa)
+    check_arguments(query, key, value, block_mask, enable_gqa)
     try:
         if getattr(return_aux, "max_scores", False):
             raise Unrecognized("max_scores")
@@ -185,10 +186,15 @@ _masks: weakref.WeakKeyDictionary[ScoreMod, tuple[Source, BlockMask]] = weakref.
 
 
 def _hidden(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, ...], hides: tuple[bool, ...]) -> BlockMask:
-    """Returns the mask of a score function that hides elements and adds nothing. Keeps it while the function is there."""
+    """Returns the mask of a score function that hides elements and adds nothing. Keeps it while the function is there.
+
+    A function that has no hash or no weak references is evaluated at each call.
+    """
     sizes = [n if used else 1 for n, used in zip(query.shape, hides[:2])]
     source = Source.of(score_mod, *captured, *sizes, query.shape[2], key.shape[2], str(query.device), keep_function=False)
-    kept = _masks.get(score_mod)
+    kept = None
+    with contextlib.suppress(TypeError):
+        kept = _masks.get(score_mod)
     if kept is None or kept[0] != source:
         zero = torch.zeros((), device=query.device)
 
@@ -196,7 +202,8 @@ def _hidden(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any
             return score_mod(zero, b, h, q, kv, *captured) != -math.inf
 
         kept = source, BlockMask.from_mask_mod(shown, sizes[0], sizes[1], query.shape[2], key.shape[2], query.device)
-        _masks[score_mod] = kept
+        with contextlib.suppress(TypeError):
+            _masks[score_mod] = kept
     return kept[1]
 
 
@@ -238,7 +245,7 @@ def _bias(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, 
     return bias
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
+def check_arguments(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
     """Raises ValueError for arguments that torch refuses too."""
 
     def wrong(name: str, got: object, expected: object) -> Exception:
