@@ -48,7 +48,7 @@ struct StagedTile {
 #pragma unroll
         for (int i = 0; i < kLoads; i++) data[i] = flipped(data[i], mask);
     }
-    // `first_row`: the shared row of the thread's first row. An order of rows may permute only aligned groups of kRowsAtOnce.
+    // `first_row`: the shared row of the thread's first row. The order may permute rows only within aligned groups of kRowsAtOnce.
     __device__ __forceinline__ void store(unsigned tile, int first_row) const {
         const unsigned to = tile + swizzled<Shape::kChunks>(first_row, column() / kChunk);
 #pragma unroll

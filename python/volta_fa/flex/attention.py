@@ -42,14 +42,14 @@ def flex_attention(
 ) -> Any:
     """Computes `torch.nn.attention.flex_attention.flex_attention`, whose arguments and results these are.
 
-    Gradients flow into query, key and value, through the result and through lse, and into tensors that an added bias captures. What
-    the operators do not compute runs on torch's own function, and the logger `volta_fa` gets one line that names the operation.
+    Gradients of the result and of lse flow into query, key and value, and into tensors that an added term captures. What the operators
+    do not compute runs on torch's own function, and the logger `volta_fa` gets one line that names the operation.
 
     Args:
         query: (batch, heads, queries, headdim); key: (batch or 1, heads or fewer with enable_gqa, keys, headdim); value likewise, with
             its own headdim. float16 or bfloat16 on CUDA, also float32 and float64 on the CPU.
-        score_mod: recognized are combinations, in this order, of: a constant factor; `cap * tanh(score / cap)`; and an added
-            term of batch, head, query and key. ALiBi's terms cost nothing. Others become a bias in memory of up to 256 MiB.
+        score_mod: the operators compute combinations, in this order, of: a positive constant factor; `cap * tanh(score / cap)`; and
+            added terms of batch, head, query and key. ALiBi's terms cost nothing. Others become a bias in memory of up to 256 MiB.
             `torch.where(condition, score, -inf)` hides elements.
         block_mask: torch's BlockMask, or `volta_fa.BlockMask`.
         scale: of the products; headdim ** -0.5 unless given.
@@ -93,7 +93,7 @@ def _run(
 
 @functools.cache
 def _untraced() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Returns `_run`, whose frames dynamo leaves alone where a program that it compiles in parts calls it."""
+    """Returns `_run`, disabled for dynamo: where dynamo breaks a program into parts, it does not compile these frames."""
     function: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_run)
     return function
 
