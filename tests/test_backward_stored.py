@@ -1,5 +1,5 @@
-"""The backward pass for headdims above 256, which passes P and dS through memory: lengths beside its tiles of 128, its launches,
-and every option."""
+"""The backward pass for headdims above 256, which passes P and dS through memory: lengths that are no multiples of its tiles of 128,
+its launches, and every option."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_gradient_of_lse(backend, gpu):
 
 @on("sim", "cuda")
 def test_some_heads_and_keys_of_each_launch(backend, gpu):
-    """Empty sequences take room for tiles, so that launches have one KV head, and one of three key tiles."""
+    """Each of 600 empty sequences has a query tile, so a launch has room for one KV head and one of three key tiles."""
     lengths = ((140, 300), *((0, 0),) * 600, (20, 150))
     case = Case(lengths=lengths, headdim=264, headdim_v=16, nheads=2, is_causal=True)
     (q, k, v, dout), options = case.problem(backend)
@@ -74,7 +74,7 @@ def test_some_heads_and_keys_of_each_launch(backend, gpu):
 @pytest.mark.parametrize("deterministic", [False, True])
 @on("sim", "cuda")
 def test_is_deterministic(backend, deterministic, gpu):
-    """No mode has atomics: kernels run in two orders give the same bits."""
+    """In either mode dq, dk and dv have no atomics: kernels run in two orders give the same bits."""
     case = Case(140, 270, 264, batch=1, nheads=2, nheads_k=1)
     q, k, v, dout = case.inputs(backend)
     out, lse = backend.forward(q, k, v, **case.options)

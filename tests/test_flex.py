@@ -7,6 +7,7 @@ import os
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -205,6 +206,20 @@ def test_wrong_arguments_are_refused():
         flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
 
 
+def test_compiled_calls_refuse_what_eager_calls_refuse():
+    """A mask of 140 queries and keys has as many lists as one of 150."""
+    shorter, right = (volta_fa.BlockMask.from_mask_mod(MASKS["causal"], 1, 1, n, n, "cpu") for n in (LENGTH - 10, LENGTH))
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, backend="eager")
+    with pytest.raises(ValueError, match="block_mask: got lengths"):
+        compiled(*operands(), block_mask=shorter)
+    if hasattr(torch_flex, "AuxRequest"):
+        with pytest.raises(NotImplementedError, match="block_mask: got volta_fa.BlockMask"):
+            compiled(*operands(), block_mask=right, return_aux=torch_flex.AuxRequest(max_scores=True))
+    inputs = operands()
+    assert_same(compiled(*inputs, block_mask=right, return_lse=True), plain(*inputs, None, MASKS["causal"]), inputs)
+
+
 def compiled(function, backend, *arguments):
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, fullgraph=True)(*arguments, return_lse=True)
@@ -242,6 +257,34 @@ def test_masks_of_score_functions_end_with_them():
     del score_mod
     gc.collect()
     assert ended() is None
+
+
+@dataclass
+class Window:
+    """A score function without a hash, because instances compare."""
+
+    width: int
+
+    def __call__(self, score, b, h, q, kv):
+        return torch.where((q - kv).abs() < self.width, score, -math.inf)
+
+
+class SlottedWindow:
+    """A score function without weak references."""
+
+    __slots__ = ("width",)
+    __call__ = Window.__call__
+
+    def __init__(self, width):
+        self.width = width
+
+
+@pytest.mark.parametrize("kind", [Window, SlottedWindow])
+def test_score_functions_that_cannot_be_keys(kind):
+    inputs, score_mod = operands(), kind(20)
+    for score_mod.width in (20, 30):
+        found = flex_attention(*inputs, score_mod, return_lse=True)
+        assert_same(found, plain(*inputs, score_mod), inputs)
 
 
 def test_score_functions_are_traced_in_one_thread_at_a_time():

@@ -1,6 +1,6 @@
-// A lane's part of a 16x16 tile of P^T or dS^T (rows are keys), and dropout on it. For layouts where a lane has four neighboring
-// queries of two keys that are two apart: element v is query v % 2 + 2 * (v / 4) and key 2 * (v / 2 % 2) of these. For the scores
-// kernels of all families (store_scores.cuh).
+// A lane's part of a 16x16 tile of P^T or dS^T (rows are keys), and dropout on it. For the scores kernels of all families
+// (store_scores.cuh). A lane has four neighboring queries of two keys that are two apart: element v is query
+// v % 2 + 2 * (v / 4) and key 2 * (v / 2 % 2), counted from the lane's first.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -35,9 +35,9 @@ __device__ __forceinline__ void multiply(float (&s)[8], const PackedTile& x) {
     }
 }
 
-// Decides which probabilities of one tile are dropped. One neighbor (XOR Layout::kKeyPartnerMask) has the other two keys of an
-// aligned group of four; another (kQueryPartnerMask) has the queries 4 before or after, which share Philox calls with these. So the
-// four lanes draw for one of four queries each, and exchange. All lanes of the warp construct it together.
+// Decides which probabilities of one tile are dropped. One partner lane (XOR Layout::kKeyPartnerMask) has the other two keys of an
+// aligned group of four. Another (kQueryPartnerMask) has the queries 4 before or after, which share Philox calls with this lane's.
+// So the four lanes need four calls: each makes one, and they exchange the bits. All lanes of the warp construct it together.
 template <class Layout>
 class DroppedKeys {
     unsigned kept_;

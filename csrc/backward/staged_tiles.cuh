@@ -1,6 +1,6 @@
 // Operand tiles of the backward kernels for large headdims (store_scores.cuh, stored_gradients.cuh): 128 by 128 elements of a
 // product, in steps of 32 terms. A step's two operands lie in one of two buffers of shared memory, so that a step has one barrier.
-// Loads of the next step but one are in flight meanwhile.
+// While a step multiplies, loads of the next step are in flight.
 #pragma once
 
 #include "tile.cuh"
@@ -48,7 +48,7 @@ struct StagedTile {
 #pragma unroll
         for (int i = 0; i < kLoads; i++) data[i] = flipped(data[i], mask);
     }
-    // `first_row`: where the thread's first row goes, in an order that permutes at most kRowsAtOnce rows.
+    // `first_row`: the shared row of the thread's first row. The order may permute rows only within aligned groups of kRowsAtOnce.
     __device__ __forceinline__ void store(unsigned tile, int first_row) const {
         const unsigned to = tile + swizzled<Shape::kChunks>(first_row, column() / kChunk);
 #pragma unroll
@@ -58,7 +58,7 @@ struct StagedTile {
 };
 
 // Runs `steps` steps, at least one. load(i) loads the tiles of step i, store(buffer) stores what was loaded last, and
-// multiply(buffer) multiplies. All threads of the block leave together.
+// multiply(buffer) multiplies. The last barrier is after the last product, so the caller may reuse both buffers.
 template <class Load, class Store, class Multiply>
 __device__ __forceinline__ void staged_steps(unsigned shared, int steps, Load load, Store store, Multiply multiply) {
     load(0);

@@ -1,13 +1,14 @@
 // First main kernel of the backward pass for large headdims: stores P and dS (stored_scores.cuh). stored_gradients.cuh is the
-// second. At headdim 512 neither dK and dV nor their operands fit an SM, as the other main kernels need it. But a score is at least
-// 1,024 multiply-adds there, so that its four bytes may travel through memory.
+// second. The other main kernels keep dK, dV and their operands in an SM, where at headdim 512 neither fits. A score costs at least
+// 1,024 multiply-adds there, so four bytes of memory traffic for it are cheap.
 //
-// A block computes 128 keys by 128 queries: S^T = K Q^T - lse/scale, then P^T, then dP^T = V dO^T - delta and dS^T. Four warps have
-// 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
+// A block computes 128 keys by 128 queries: S^T = K Q^T - lse/scale, then P^T, then dP^T = V dO^T - delta and dS^T. Each of four
+// warps has 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
 //
 // A Family (volta/backward/stored.cuh, turing/backward/stored.cuh) has
 //   Layout, Scores                 tiles of packed_tile.cuh, and a warp's 4 by 4 of them: float[4][4][8]
-//   RowStats, load_statistics      a family's row statistics; those of a lane's four queries, as an element's initial values
+//   RowStats, load_statistics      row statistics; load_statistics sets each element of a tile to its query's
+//   kLaneStatistics                floats for each query of a tile before the lane's first: offset of the lane's statistics
 //   tile_row(row)                  where a row of operands of scores goes in shared memory
 //   own_operand, other_operand     offset of the lane's operands of keys and of queries, from the warp's first
 //   multiply_scores(c, a, b)       adds the products of a step
@@ -52,14 +53,14 @@ struct BackwardScores {
         }
     };
 
-    // Where the block and its warp are.
+    // Head, keys and queries of the block and its warp.
     struct Place {
         int head, first_key, first_row;  // query head; first key and query of the warp
         int row_end;  // after the last query that sees one of the block's keys
         bool masked;
     };
 
-    // Returns the statistics of a tile's queries; `value` for queries past the arrays. `rows`: from the warp's first on.
+    // Sets a tile to its queries' statistics, or to `value` past the end. `rows`: with statistics, from the warp's first query on.
     static __device__ __forceinline__ void load_statistics(Tile& x, const float* stats, int n, int rows, float value) {
         if (16 * n < rows) {
             Family::load_statistics(x, stats + n * Layout::kTileQueries * RowStats::kRowFloats);
@@ -68,6 +69,7 @@ struct BackwardScores {
             for (int v = 0; v < 8; v++) x[v] = value;
         }
     }
+    // Sets all tiles to their queries' statistics: the products are added to these.
     static __device__ __forceinline__ void begin(Scores& c, const float* stats, int rows, float value) {
 #pragma unroll
         for (int n = 0; n < kTiles; n++) {
@@ -79,7 +81,7 @@ struct BackwardScores {
         }
     }
 
-    // Adds the product of 128 rows of `own` and 128 rows of `other`.
+    // Adds the product of 128 rows of `own` (keys) and 128 rows of `other` (queries).
     static __device__ __forceinline__ void multiply(Scores& c, unsigned shared, const unsigned short* own, long long own_stride,
                                                     int own_rows, const unsigned short* other, long long other_stride,
                                                     int other_rows, int columns, unsigned sign_flip) {

@@ -4,11 +4,11 @@
 //   dV = P^T dO      dK = dS^T Q      over all queries of a KV head, in steps of 32
 //   dQ += dS K       over the keys of the launch, in steps of 32
 //
-// No other block adds to these elements, so the pass is deterministic. Where one launch does not have all keys of a head, dQ waits
-// in fp32 for the next launch.
+// No other block adds to these elements, so dQ, dK and dV are deterministic. If one launch does not have all keys of a head, dQ's
+// sums stay in fp32 memory for the next launch.
 //
 // A Family (store_scores.cuh) also has, of a warp's 64 rows and 64 columns
-//   KeySums, QuerySums             128 floats of a lane, for dK and dV, and for dQ
+//   KeySums, QuerySums             128 floats of a lane: for dK or dV, and for dQ
 //   key_a, key_b, query_a, query_b offset of the lane's operands, from the warp's first row or column
 //   multiply_keys, multiply_queries  add the products of a step
 //   for_each_pair(c, f)            calls f(row, column, x, y) for each two neighbors of a row
@@ -71,7 +71,7 @@ struct BackwardGradients {
                 load_shared(shared + swizzled<kChunks>(row, chunk));
     }
 
-    // dK or dV of 128 keys. `key_tile`: number in the launch. `column`: first of the block.
+    // dK or dV of 128 keys. `key_tile`: counted from the launch's first. `column`: first of the block.
     static __device__ __forceinline__ void keys(const BwdParams& p, const StoredScores& stored, int key_head, int key_tile,
                                                 int column, bool is_dv) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -124,7 +124,7 @@ struct BackwardGradients {
                          sequence.seqlen_k_allocated() - first_key, columns);
     }
 
-    // Applies f to the float4 of dq's sums that each four elements belong to.
+    // Calls f(x, sum) for each four elements x of the lane's sums and their float4 `sum` in memory.
     template <class F>
     static __device__ __forceinline__ void for_each_sum(QuerySums& c, float* sums, F f) {
         float4* first = reinterpret_cast<float4*>(sums) + threadIdx.x;
@@ -132,7 +132,7 @@ struct BackwardGradients {
         for (int i = 0; i < kLaneSums; i += 4) f(&reinterpret_cast<float (&)[kLaneSums]>(c)[i], first[i / 4 * kStagedThreads]);
     }
 
-    // dQ of 128 queries of a query head, counted from the launch's first.
+    // dQ of 128 queries. `launch_head`: query head, counted from the launch's first.
     static __device__ __forceinline__ void queries(const BwdParams& p, const StoredScores& stored, int launch_head, int query_tile,
                                                    int column) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];

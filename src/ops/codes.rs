@@ -1,14 +1,15 @@
-//! What `volta_fa::fwd_fast` makes of K and V before it attends, and where it lies in the tensor of `volta_fa::prepare_fast`.
+//! int8 codes of K and the range of V, which `volta_fa::fwd_fast` computes first: their sizes, and their layout in the tensor that
+//! `volta_fa::prepare_fast` returns.
 
 use crate::error::{Error, Result};
 use crate::problem::Attention;
 use tch::{Device, Kind, Tensor};
 
-/// Keys that share scales: codes of a sequence begin at a multiple (csrc/turing/fast/codes.cuh).
+/// Keys of a block, which has scales of its own. Codes of a sequence begin on a block (csrc/turing/fast/codes.cuh).
 pub const SCALE_KEYS: i64 = 64;
 /// Number of scales of a block of keys.
 pub const SCALES: i64 = 4;
-/// Bytes after codes that were rotated, so that the size tells them apart.
+/// Unused bytes at the end of a tensor of rotated codes, so that its size differs from that of others.
 const ROTATED: i64 = 16;
 
 /// Returns the headdim of the kernel for these columns.
@@ -30,7 +31,7 @@ pub struct Codes {
     pub k_mean: Tensor,
     /// (nheads_k, batch, blocks of the longest sequence) fp32: largest magnitudes
     pub v_max: Tensor,
-    /// V as fp16 below 1, if it is bf16.
+    /// V times a power of 2, fp16 below 1 in magnitude; only if V is bf16.
     pub v_scaled: Option<Tensor>,
 }
 
@@ -74,14 +75,14 @@ impl CodeSizes {
         self.parts.iter().map(CodeSizes::bytes_of).sum::<i64>() + if rotate { ROTATED } else { 0 }
     }
 
-    /// Returns codes of tensors that `make` makes.
+    /// Returns codes in tensors that `make` returns for a size and a dtype, in the order of the fields.
     pub fn make(&self, make: impl Fn(&[i64], Kind) -> Result<Tensor>) -> Result<Codes> {
         let mut made = self.parts.iter().map(|(sizes, kind)| make(sizes, *kind));
         let mut next = || made.next().expect("four parts and V");
         Ok(Codes { k_codes: next()?, k_scales: next()?, k_mean: next()?, v_max: next()?, v_scaled: made.next().transpose()? })
     }
 
-    /// Checks the size of a tensor that shall be that of `prepare_fast`.
+    /// Checks the size of the option `prepared`, bytes.
     ///
     /// # Errors
     /// Another size.
@@ -94,7 +95,7 @@ impl CodeSizes {
         Err(Error::value("prepared", format!("{given} bytes"), expected))
     }
 
-    /// Returns the codes in the tensor of `prepare_fast`, a uint8 vector on this device.
+    /// Returns views of the codes in `prepared`, a uint8 vector on `device`, or in a copy if it is strided or not aligned to 16 bytes.
     ///
     /// # Errors
     /// A tensor of another size.

@@ -9,7 +9,7 @@ use crate::problem::Attention;
 use crate::tensor;
 use tch::{Kind, Tensor};
 
-/// The tiles of one launch, which the launches share.
+/// Memory of one launch's tiles. All launches use it, one after the other.
 pub struct StoredMemory {
     plan: StoredPlan,
     p: Tensor,
@@ -18,7 +18,7 @@ pub struct StoredMemory {
 }
 
 impl StoredMemory {
-    /// Allocates for launches of this many entries (1 if packed).
+    /// Allocates memory for launches of `entries` batch entries (1 if packed).
     pub fn new(plan: StoredPlan, a: &Attention, entries: i64, launcher: &dyn Launcher) -> Result<StoredMemory> {
         let heads = plan.heads * (a.nheads / a.nheads_k);
         let tile = |columns, kind| {

@@ -56,7 +56,7 @@ def models(door, device: str):
 
 
 def spread_scores(module: torch.nn.Module) -> None:
-    """Gives scores of layers without a norm of queries and keys a deviation of about 2: PyTorch's initialization makes them all equal."""
+    """Gives scores a deviation of about 2 in layers that do not norm queries and keys. PyTorch's initialization gives nearly 0."""
     normed = {name.rpartition(".")[0] for name, _ in module.named_modules() if name.endswith("norm_q")}
     generator = torch.Generator(next(module.parameters()).device).manual_seed(3)
     for name, weight in module.named_parameters():

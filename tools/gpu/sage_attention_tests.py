@@ -3,12 +3,14 @@
     python tools/gpu/sage_attention_tests.py [--sageattention FILE] [--comfy-kitchen FILE] [--device cpu]
 
 FILE is `tests/test_sageattn.py` of woct0rdho's SageAttention, and `tests/test_int8_attention.py` of comfy-kitchen. The limits are
-those of the files: 0.05 for each mean and largest difference, and an NRMSE of 0.03. Their shapes are short, so a tuning selects the fast
-kernels, which the plan takes from 1024 keys on. What this script changes:
+those of the files: 0.05 for the mean absolute, mean relative and largest absolute difference, and an NRMSE of 0.03. The largest
+relative difference is printed without a limit. The shapes are short, so on a GPU a tuning selects the fast kernels, which the plan
+takes from 1024 keys on. What this script changes:
 
 - FILE's device, with --device,
 - fp32 tensors are cast to fp16 and back: `fwd_fast` has no fp32,
-- tests of comfy-kitchen's own parts (which kernels it selects, what it allocates, when it is available) are left out.
+- tests of comfy-kitchen's own parts (which kernels it selects, what it allocates, when it is available) are left out,
+- on the CPU, so are tests of CUDA graphs.
 
 comfy-kitchen rotates Q and K, so its tests run with `rotate=True`. Its separate quantization is `volta_fa.prepare_fast`.
 Prints the outcome and exits non-zero if a test failed.
@@ -49,7 +51,7 @@ def on(device: str, source: str) -> str:
 
 
 def run_sageattention(file: Path, device: str) -> bool:
-    """Runs the script, and holds the differences that it prints to the limit that it prints."""
+    """Runs the script, and compares the differences that it prints, except the largest relative one, with LIMIT."""
     volta_fa.install_sageattention_shim(replace=True)
     output, module = io.StringIO(), {"__name__": "test_sageattn"}
     with contextlib.redirect_stdout(output):

@@ -1,4 +1,4 @@
-// What the backward kernels for large headdims need of turing (backward/store_scores.cuh, backward/stored_gradients.cuh).
+// The turing Family of the backward kernels for large headdims (backward/store_scores.cuh, backward/stored_gradients.cuh).
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -10,8 +10,8 @@ struct StoredFamily {
     using RowStats = turing::RowStats;
 
     // ---- scores -----------------------------------------------------------------------------------
-    // A tile is two accumulators, one after the other: column 2 * t + i of accumulator j is query 4 * t + 2 * j + i. Rows are keys
-    // in the order of KeysLayout<1>. Both are the order of tile_row(), in which shared memory has the operands' rows.
+    // A tile is two accumulators, one after the other. Rows are keys and columns are queries, both in the order of KeysLayout<1>:
+    // column 2 * quad + i of accumulator j is query 4 * quad + 2 * j + i. tile_row() gives shared memory's rows that order.
     struct Layout {
         using Lane = turing::Lane;
         using Tile = float[8];
@@ -29,6 +29,7 @@ struct StoredFamily {
         __device__ __forceinline__ static constexpr int row_slot(int r) { return r; }
         __device__ __forceinline__ static constexpr int element(int r, int j) { return r % 2 + 4 * (r / 2) + 2 * j; }
     };
+    // Floats for each query of the tile before the lane's first. A tile's 16 queries are a group (row_stats.cuh).
     static constexpr int kLaneStatistics = 1;
     static __device__ __forceinline__ void load_statistics(float (&x)[8], const float* stats) {
         const float4 of = load_global4(stats);
@@ -63,13 +64,13 @@ struct StoredFamily {
                         }
         }
     }
-    // Blocks add to the gradient of a bias (Family::stores_dbias).
+    // Returns false: blocks add the gradient of a bias by atomics (Family::stores_dbias in src/kernels/turing/family.rs).
     static __device__ __forceinline__ bool store_bias_gradient(const float (&)[8], const BwdParams&, int, int, int) {
         return false;
     }
 
     // ---- gradients --------------------------------------------------------------------------------
-    using KeySums = Accumulator[4][8];  // 16 rows, 8 columns
+    using KeySums = Accumulator[4][8];  // of 16 rows by 8 columns
     using QuerySums = KeySums;
     static __device__ __forceinline__ void multiply(KeySums& c, const u32 (&a)[4][4], u32 b_address) {
 #pragma unroll
@@ -101,7 +102,7 @@ struct StoredFamily {
             multiply(c, a, b_address + pair * 16 * TermRows::kRowBytes);
         }
     }
-    // Rows are keys, transposed by the load: matrices 0 and 1 are the queries of the first eight keys.
+    // Rows in memory are keys, and the load transposes them: matrices 0 and 1 have the first eight keys, matrices 2 and 3 the next.
     static __device__ __forceinline__ u32 query_a(const Lane& lane, int row) {
         return remat_swizzled<TermRows::kChunks>(lane.lane % 8 + lane.lane / 16 * 8, row / kChunk + lane.lane / 8 % 2);
     }

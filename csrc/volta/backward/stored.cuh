@@ -1,4 +1,4 @@
-// What the backward kernels for large headdims need of volta (backward/store_scores.cuh, backward/stored_gradients.cuh).
+// The volta Family of the backward kernels for large headdims (backward/store_scores.cuh, backward/stored_gradients.cuh).
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -14,7 +14,7 @@ struct StoredFamily {
     struct Layout : KeysLayout {
         static constexpr int kKeyPartnerMask = 1, kQueryPartnerMask = 2;
     };
-    // Distance of neighboring queries in the statistics, from the lane's first query on.
+    // Floats for each query of the tile before the lane's first. A lane's four queries are a group (row_stats.cuh).
     static constexpr int kLaneStatistics = RowStats::kRowFloats;
     static __device__ __forceinline__ void load_statistics(Accumulator& x, const float* stats) {
         Accumulator loaded[1][1];
@@ -67,8 +67,8 @@ struct StoredFamily {
     }
 
     // ---- dQ ---------------------------------------------------------------------------------------
-    // Both operands are rows of keys. Operand A is column-major: half i of a lane's chunk of queries is one operand, as half h of
-    // its chunk of columns is one operand B.
+    // Rows of both operands are keys. A lane loads a chunk of eight queries and a chunk of eight columns of one key: half i of the
+    // first is a column-major operand A, half h of the second is an operand B.
     using QuerySums = Accumulator[2][2][2][2];  // [block of 32 queries][i][block of 32 columns][h]
     static __device__ __forceinline__ u32 query_a(const Lane& lane, int row) {
         return swizzled<TermRows::kChunks>(lane.quad, row / 8 + 2 * lane.qm + lane.half);

@@ -1,7 +1,7 @@
 """Checks the kernels of `volta_fa::fwd_fast` against their model, which is the CPU backend of that operator.
 
 The operator has a stated error from exact attention, and the model has it too. Kernels differ from the model by the rounding of
-probabilities and by codes at the edge of the next.
+probabilities, and where a value in the middle between two codes rounds to the other one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FastCase:
 
 
 def problems(variant: dict[str, Any]) -> list[FastCase]:
-    """Returns problems that together use every feature of a kernel; `--quick` runs the first."""
+    """Returns problems that together use packed sequences, masks, causal masks and rotation; `--quick` runs the first."""
     d = variant["headdim"]
     if "generic" in variant["name"]:
         return [FastCase(141, 290, d, packed=True, is_causal=True), FastCase(77, 131, d - 8, torch.bfloat16, masked=True)]
@@ -58,7 +58,7 @@ class FastInputs:
     k: Tensor
     v: Tensor
     options: dict[str, Any]
-    scratch_bytes: int = 0
+    scratch_bytes: int = 0  # beyond what follows from the tensors' sizes
 
     @classmethod
     def draw(cls, p: FastCase, seed: int) -> FastInputs:
@@ -78,7 +78,7 @@ class FastInputs:
 
     @property
     def given(self) -> list[Tensor]:
-        """Returns the tensors, whose sizes results have too."""
+        """Returns q, k and v."""
         return [self.q, self.k, self.v]
 
     def on(self, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -41,14 +42,14 @@ def flex_attention(
 ) -> Any:
     """Computes `torch.nn.attention.flex_attention.flex_attention`, whose arguments and results these are.
 
-    Gradients flow into query, key and value, through the result and through lse, and into tensors that an added bias captures. What
-    the operators do not compute runs on torch's own function, and the logger `volta_fa` gets one line that names the operation.
+    Gradients of the result and of lse flow into query, key and value, and into tensors that an added term captures. What the operators
+    do not compute runs on torch's own function, and the logger `volta_fa` gets one line that names the operation.
 
     Args:
         query: (batch, heads, queries, headdim); key: (batch or 1, heads or fewer with enable_gqa, keys, headdim); value likewise, with
             its own headdim. float16 or bfloat16 on CUDA, also float32 and float64 on the CPU.
-        score_mod: recognized are combinations, in this order, of: a constant factor; `cap * tanh(score / cap)`; and an added
-            term of batch, head, query and key. ALiBi's terms cost nothing. Others become a bias in memory of up to 256 MiB.
+        score_mod: the operators compute combinations, in this order, of: a positive constant factor; `cap * tanh(score / cap)`; and
+            added terms of batch, head, query and key. ALiBi's terms cost nothing. Others become a bias in memory of up to 256 MiB.
             `torch.where(condition, score, -inf)` hides elements.
         block_mask: torch's BlockMask, or `volta_fa.BlockMask`.
         scale: of the products; headdim ** -0.5 unless given.
@@ -60,7 +61,7 @@ def flex_attention(
         from . import compiled
 
         return compiled.traced(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
-    _check(query, key, value, block_mask, enable_gqa)
+    check_arguments(query, key, value, block_mask, enable_gqa)
     try:
         if getattr(return_aux, "max_scores", False):
             raise Unrecognized("max_scores")
@@ -92,7 +93,7 @@ def _run(
 
 @functools.cache
 def _untraced() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Returns `_run`, whose frames dynamo leaves alone where a program that it compiles in parts calls it."""
+    """Returns `_run`, disabled for dynamo: where dynamo breaks a program into parts, it does not compile these frames."""
     function: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_run)
     return function
 
@@ -185,10 +186,15 @@ _masks: weakref.WeakKeyDictionary[ScoreMod, tuple[Source, BlockMask]] = weakref.
 
 
 def _hidden(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, ...], hides: tuple[bool, ...]) -> BlockMask:
-    """Returns the mask of a score function that hides elements and adds nothing. Keeps it while the function is there."""
+    """Returns the mask of a score function that hides elements and adds nothing. Keeps it while the function is there.
+
+    A function that has no hash or no weak references is evaluated at each call.
+    """
     sizes = [n if used else 1 for n, used in zip(query.shape, hides[:2])]
     source = Source.of(score_mod, *captured, *sizes, query.shape[2], key.shape[2], str(query.device), keep_function=False)
-    kept = _masks.get(score_mod)
+    kept = None
+    with contextlib.suppress(TypeError):
+        kept = _masks.get(score_mod)
     if kept is None or kept[0] != source:
         zero = torch.zeros((), device=query.device)
 
@@ -196,7 +202,8 @@ def _hidden(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any
             return score_mod(zero, b, h, q, kv, *captured) != -math.inf
 
         kept = source, BlockMask.from_mask_mod(shown, sizes[0], sizes[1], query.shape[2], key.shape[2], query.device)
-        _masks[score_mod] = kept
+        with contextlib.suppress(TypeError):
+            _masks[score_mod] = kept
     return kept[1]
 
 
@@ -238,7 +245,7 @@ def _bias(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, 
     return bias
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
+def check_arguments(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
     """Raises ValueError for arguments that torch refuses too."""
 
     def wrong(name: str, got: object, expected: object) -> Exception:

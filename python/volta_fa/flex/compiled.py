@@ -1,8 +1,8 @@
 """FlexAttention in torch.compile's programs.
 
-Dynamo turns a call into torch's operator `flex_attention`, with graphs of the score and mask functions. Its kernel for autograd is
-replaced when this module is imported: it runs the operators of volta_fa, in the program or while tracing it, so every backend of
-torch.compile has them.
+Dynamo turns a call into torch's operator `flex_attention`, with graphs of the score and mask functions. Importing this module
+replaces the operator's kernel for autograd. The new one calls the operators of volta_fa, which every backend of torch.compile then
+traces. For other calls it runs torch's kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..block_mask import BlockMask
-from .attention import attend, check_operands, log_fallback, results
+from .attention import attend, check_arguments, check_operands, log_fallback, results
 from .mask_op import pack_mask
 from .score_mod import Unrecognized, recognize
 
@@ -37,14 +37,15 @@ def traced(
     kernel_options: dict[str, Any] | None,
     return_aux: Any,
 ) -> Any:
-    """Is `flex_attention` where dynamo traces it."""
+    """Runs in place of `flex_attention` where dynamo traces it."""
     from torch._higher_order_ops.flex_attention import flex_attention as operator
 
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError("volta_fa.flex_attention: key: got fewer heads than query, expected as many: enable_gqa=True allows fewer")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(block_mask, BlockMask):
-        if score_mod is not None:
+        check_arguments(query, key, value, block_mask, enable_gqa)
+        if score_mod is not None or (return_aux is not None and return_aux.max_scores):
             raise NotImplementedError("volta_fa.flex_attention: block_mask: got volta_fa.BlockMask, expected torch's in compiled code")
         out, lse = _without_functions(query, key, value, block_mask, scale)
         return results(out, lse, return_lse, return_aux)

@@ -205,8 +205,10 @@ class _Reader:
         return "relative" if of_key == -of_query and of_key != 0 and constant == 0 else None
 
     def _linear(self, value: Any) -> tuple[float, float, float, str] | None:
-        """Reads a product of a term of batch entry and head, and of a linear function of key and query: its factors of the key and the
-        query, and its constant, as multiples of that term. "number" if there is no such term."""
+        """Reads t * (a * key + b * query + c), where t depends on batch entry and head only.
+
+        Returns (a, b, c, kind), or None for anything else. Kinds: "term"; "number" for t = 1; "absolute" for t * |key - query|.
+        """
         constant = self._constant(value)
         if constant is not None:
             return 0.0, 0.0, constant, "number"

@@ -13,7 +13,7 @@ use crate::plan::kernel::PlannedKernel;
 use crate::problem::Attention;
 use crate::tuning::Shape;
 
-/// Query tiles that the scores kernel takes together: a multiple of it is on the grid.
+/// Query tiles that consecutive blocks of the scores kernel visit for each key tile: the grid has a multiple of it.
 const QUERY_TILES_TOGETHER: i64 = 8;
 
 /// Returns true if no other kernels have room for the headdims.

@@ -3,9 +3,9 @@
 use crate::limits::MAX_GRID_YZ;
 use crate::problem::Attention;
 
-/// Keys, and queries, of a tile of stored scores; rows and columns of a tile of gradients (csrc/backward/stored_scores.cuh).
+/// Keys, and queries, of a tile of stored scores; rows, and columns, of a tile of gradients (csrc/backward/stored_scores.cuh).
 pub const STORED_ROWS: i64 = 128;
-/// Tiles of P and of dS in 64 MiB. More would save launches alone: these fill a GPU several times.
+/// Maximum tiles of a launch: P and dS take 32 MiB each. Larger launches would only be fewer: these fill a GPU several times.
 const MAX_TILES: i64 = 1024;
 
 /// Tiles of P and dS of one launch.
@@ -17,7 +17,7 @@ pub struct StoredPlan {
     pub heads: i64,
     /// Key tiles of a launch.
     pub key_tiles: i64,
-    /// Launches for the keys of a head. Sums of dq wait in memory between them.
+    /// Launches for all keys of a head. Sums of dq stay in memory between them.
     pub key_launches: i64,
     /// Query tiles of a head in an entry, or of all sequences if packed.
     pub query_tiles: i64,
@@ -30,7 +30,7 @@ pub(super) fn tiles(rows: i64) -> i64 {
     (rows as u64).div_ceil(STORED_ROWS as u64) as i64
 }
 
-/// Divides `n` into the fewest parts of at most `most`, and returns the size of the largest of equal parts.
+/// Divides `n` evenly into the fewest parts of at most `most` (at least 1), and returns the size of the largest part.
 fn even(n: i64, most: i64) -> i64 {
     let parts = (n as u64).div_ceil(most.max(1) as u64);
     (n as u64).div_ceil(parts) as i64
@@ -38,11 +38,11 @@ fn even(n: i64, most: i64) -> i64 {
 
 impl StoredPlan {
     pub(super) fn new(a: &Attention) -> StoredPlan {
-        // packed: a sequence begins at its first row / 128 plus its number
+        // packed: the first tile of sequence i is number q_offset / 128 + i (first_stored_tile)
         let query_tiles = a.total_q().map_or(tiles(a.seqlen_q), |total| total / STORED_ROWS + a.batch + 1);
         let of_entry = a.nheads / a.nheads_k * query_tiles;
         let all_keys = tiles(a.seqlen_k);
-        // all keys of some heads, because sums of dq cost memory traffic, else some keys of one head
+        // All keys of some heads, because sums of dq cost memory traffic. If one head has too many tiles, some of its keys.
         let batches = match a.total_q() {
             Some(_) => MAX_GRID_YZ,
             None => even(a.batch, MAX_GRID_YZ.min(MAX_TILES / (of_entry * all_keys))),

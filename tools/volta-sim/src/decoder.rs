@@ -46,7 +46,7 @@ fn failure(raw: &RawInst, why: &str) -> String {
     format!("cannot decode instruction at pc 0x{:x}: `{}` ({why})", raw.pc, raw.text)
 }
 
-/// The guard of an instruction, and the rest of its text.
+/// Returns the guard of an instruction and the rest of its text; None if the guard is no predicate.
 fn guard(text: &str) -> Option<(PredOp, &str)> {
     let Some(r) = text.strip_prefix('@') else { return Some((PredOp::TRUE, text)) };
     let (p, rest) = r.split_once(' ')?;
@@ -84,7 +84,7 @@ impl<'a> Decoder<'a> {
         Ok(Decoder { raw, base, mods: parts.collect(), operands: operands.into_iter().peekable(), inst })
     }
 
-    /// The error that says why this instruction cannot be decoded.
+    /// Returns an error with the reason why this instruction cannot be decoded.
     pub fn fail(&self, why: &str) -> String {
         failure(self.raw, why)
     }
@@ -94,7 +94,7 @@ impl<'a> Decoder<'a> {
     pub fn has(&self, modifier: &str) -> bool {
         self.mods.contains(&modifier)
     }
-    /// Refuse modifiers other than these.
+    /// Rejects modifiers other than these.
     pub fn allow(&self, known: &[&str]) -> Result<(), String> {
         match self.mods.iter().find(|m| !known.contains(m)) {
             Some(m) => Err(self.fail(&format!("modifier .{m}"))),
@@ -160,7 +160,7 @@ impl<'a> Decoder<'a> {
     pub fn next(&mut self) -> Option<Operand> {
         self.operands.next()
     }
-    /// Is the next one a register, an immediate or a constant?
+    /// Returns true if the next one is a register, an immediate or a constant.
     pub fn src_follows(&mut self) -> bool {
         matches!(self.operands.peek(), Some(Operand::Src(..)))
     }
@@ -173,7 +173,7 @@ impl<'a> Decoder<'a> {
             _ => Err(self.fail("destination register expected")),
         }
     }
-    /// The next operand is source `i`.
+    /// Reads source `i`.
     pub fn src(&mut self, i: usize) -> Result<(), String> {
         match self.next() {
             Some(Operand::Src(s, _)) => {
@@ -183,7 +183,7 @@ impl<'a> Decoder<'a> {
             _ => Err(self.fail("source operand expected")),
         }
     }
-    /// The next operands are the first `n` sources.
+    /// Reads the first `n` sources.
     pub fn srcs(&mut self, n: usize) -> Result<(), String> {
         (0..n).try_for_each(|i| self.src(i))
     }
@@ -193,7 +193,7 @@ impl<'a> Decoder<'a> {
             _ => Err(self.fail("immediate expected")),
         }
     }
-    /// An immediate, if the next operand is one.
+    /// Reads an immediate if the next operand is one.
     pub fn opt_imm(&mut self) -> Option<u32> {
         match self.operands.peek() {
             Some(Operand::Src(s, _)) if s.kind == SrcKind::Imm => {
@@ -213,27 +213,27 @@ impl<'a> Decoder<'a> {
             _ => None,
         }
     }
-    /// Up to `most` predicates are destinations.
+    /// Reads up to `most` predicates as destinations.
     pub fn opt_pdsts(&mut self, most: usize) {
         for n in 0..most {
             let Some(p) = self.opt_pred() else { return };
             self.inst.pdst[n] = p.idx;
         }
     }
-    /// Up to three predicates are sources.
+    /// Reads up to three predicates as sources.
     pub fn opt_psrcs(&mut self) {
         for n in 0..3 {
             let Some(p) = self.opt_pred() else { return };
             self.inst.psrc[n] = p;
         }
     }
-    /// Carries in: absent means 0.
+    /// Reads predicates that are carries in: absent ones are false.
     pub fn opt_carries(&mut self) {
         self.inst.psrc = [PredOp::FALSE; 3];
         self.opt_psrcs();
     }
-    /// `[...]`; modifier .E: the base is a register pair. With a uniform register, it is that which is one, and the base if it
-    /// says so.
+    /// Reads `[...]`. Modifier .E makes the base a register pair. If there is a uniform register, .E makes that one a pair, and the base
+    /// is a pair only if it has .64.
     pub fn address(&mut self) -> Result<(), String> {
         match self.next() {
             Some(Operand::Mem(m)) => {

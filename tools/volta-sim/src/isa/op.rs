@@ -93,8 +93,7 @@ pub enum Float {
     Fchk,
 }
 
-/// MUFU
-/// Functions of the special-function unit.
+/// Functions of the special-function unit: MUFU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpecialFunction {
     Rcp,
@@ -143,7 +142,7 @@ pub enum Merge {
 pub enum Tensor {
     /// HMMA.884; `f32`: the accumulators' type, else half
     Hmma884 { f32: bool, step: u8, a_col: bool, b_col: bool },
-    /// HMMA.1688 of sm_75, alike
+    /// HMMA.1688 of sm_75; `f32` likewise
     Hmma1688 { f32: bool },
     /// IMMA.8816 of sm_75; which operands are unsigned
     Imma8816 { unsigned: [bool; 2] },
@@ -222,9 +221,9 @@ pub enum Memory {
         matrices: u8,
         transposed: bool,
     },
-    /// brings what is at an address to L2: of time only
+    /// brings what is at an address to L2: only the timing model knows it
     Prefetch,
-    /// is a generic address one of shared or local memory? Never: those are not generic here
+    /// tests whether a generic address is in shared or local memory: always false, because only global addresses are generic here
     Qspc,
 }
 
@@ -236,8 +235,7 @@ pub enum Space {
     Const,
 }
 
-/// RED, ATOM, ATOMG, ATOMS
-/// An atomic operation on global or shared memory.
+/// An atomic operation on global or shared memory: RED, ATOM, ATOMG, ATOMS.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Atomic {
     pub space: Space,
@@ -245,6 +243,7 @@ pub struct Atomic {
     pub ty: AtomTy,
     /// the old value is a result
     pub ret: bool,
+    /// compare-and-swap whose result is 1 if it swapped, else 0
     pub spin: bool,
 }
 
@@ -313,7 +312,7 @@ pub enum Barrier {
     B2r,
     /// memory is always consistent here: only the timing model knows it
     Membar,
-    /// wait until at most `n` of a scoreboard's instructions are pending: for the timing model alike
+    /// waits until at most `n` of a scoreboard's instructions are pending: only the timing model knows it
     Depbar {
         sb: u8,
         n: u8,
