@@ -253,7 +253,21 @@ class Owner:
         return self.read(q, kv)
 
 
-@pytest.mark.parametrize("place", ["attribute", "method", "dict", "default", "global"])
+class Slotted:
+    __slots__ = ("owner",)
+
+    def __init__(self, shown):
+        self.owner = Owner(shown)
+
+    @property
+    def shown(self):
+        return self.owner.shown
+
+    def __call__(self, b, h, q, kv):
+        return self.shown[q, kv]
+
+
+@pytest.mark.parametrize("place", ["attribute", "method", "dict", "default", "global", "slots and a property"])
 def test_the_packed_mask_follows_tensors_wherever_the_function_reads_them(place):
     shown = READ_FROM_A_GLOBAL if place == "global" else torch.ones(128, 128, dtype=torch.bool)
     owner, named = Owner(shown), {"shown": shown}
@@ -263,6 +277,7 @@ def test_the_packed_mask_follows_tensors_wherever_the_function_reads_them(place)
         "dict": lambda b, h, q, kv: named["shown"][q, kv],
         "default": lambda b, h, q, kv, shown=shown: shown[q, kv],
         "global": lambda b, h, q, kv: READ_FROM_A_GLOBAL[q, kv],
+        "slots and a property": Slotted(shown),
     }[place]
     one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     torch_mask = TorchBlockMask.from_kv_blocks(one, zero, BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=(128, 128))
@@ -270,6 +285,27 @@ def test_the_packed_mask_follows_tensors_wherever_the_function_reads_them(place)
     assert BlockMask.from_torch(torch_mask) is mask and mask.dense().all()
     shown[:, 100:] = False
     assert torch.equal(BlockMask.from_torch(torch_mask).dense()[0, 0], shown)
+
+
+def test_bits_past_the_last_key_are_no_later_keys():
+    """A full cell has bits of keys that do not exist."""
+    tril = BlockMask.from_blocks(torch.ones(65, 65, dtype=torch.bool).tril(), 1)
+    assert tril.is_causal() and not BlockMask.from_blocks(torch.ones(65, 66, dtype=torch.bool).tril(1), 1).is_causal()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: BlockMask.from_mask_mod(MASKS["causal"], None, None, -5, 64, "cpu"), "Q_LEN: got -5, expected an integer of at least 0"),
+        (lambda: BlockMask.from_mask_mod(MASKS["causal"], None, None, 64, 6.5, "cpu"), "KV_LEN: got 6.5"),
+        (lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), (8,)), r"block_size: got \(8,\)"),
+        (lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 1.5), "block_size: got 1.5"),
+        (lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), (8, 0)), r"block_size: got \(8, 0\)"),
+    ],
+)
+def test_wrong_sizes_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 #: Operations that launch nothing.

@@ -66,6 +66,9 @@ class BlockMask:
             B, H: batch entries and heads that differ; None: 1.
             device: unless given, the current CUDA device if there is one.
         """
+        for name, length in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+            if not isinstance(length, int) or length < 0:
+                raise bad_argument(name, length, "an integer of at least 0", op="BlockMask")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         states = torch.full((B or 1, H or 1, *grid_shape(Q_LEN, KV_LEN)), UNKNOWN, dtype=torch.int8, device=device)
@@ -83,6 +86,8 @@ class BlockMask:
         if blocks.dtype != torch.bool or not 2 <= blocks.dim() <= 4:
             raise bad_argument("blocks", f"{blocks.dtype} of shape {tuple(blocks.shape)}", "bool of 2 to 4 dimensions", op="BlockMask")
         size = (block_size, block_size) if isinstance(block_size, int) else block_size
+        if not isinstance(size, tuple) or len(size) != 2 or any(not isinstance(n, int) or n < 1 for n in size):
+            raise bad_argument("block_size", block_size, "an integer of at least 1, or two", op="BlockMask")
         lengths = (blocks.shape[-2] * size[0], blocks.shape[-1] * size[1])
         queries, keys = seq_lengths or lengths
         if not (lengths[0] - size[0] < queries <= lengths[0] and lengths[1] - size[1] < keys <= lengths[1]):
@@ -171,9 +176,11 @@ class BlockMask:
         if self.block_bits is not None:
             chosen = place < partial
             tiles, distances = (first + place).expand_as(chosen)[chosen], distance[chosen]
+            keys_left = self.seq_lengths[1] - lists[..., 4:][chosen] * CELL  # a full cell has bits past the last key
             shift = torch.arange(2 * CELL, device=self.device)[:, None] - torch.arange(CELL, device=self.device)
             for begin in range(0, len(tiles), 1024):
                 words = self.block_bits[tiles[begin : begin + 1024]].view(-1, 2 * CELL, 2, 1)
                 seen = ((words >> torch.arange(32, device=self.device)) & 1).flatten(2).bool()
-                later = later | (seen & (distances[begin : begin + 1024, None, None] + shift < 0)).any()
+                exists = torch.arange(CELL, device=self.device) < keys_left[begin : begin + 1024, None, None]
+                later = later | (seen & exists & (distances[begin : begin + 1024, None, None] + shift < 0)).any()
         return not bool(later)

@@ -59,6 +59,8 @@ def _follow(value: Any, names: frozenset[str], found: list[Any], seen: set[Any],
         return
     if isinstance(value, (types.FunctionType, types.MethodType)):
         names = _names(value.__code__)
+    elif isinstance(call := getattr(type(value), "__call__", None), types.FunctionType):
+        names |= _names(call.__code__)
     if depth == 0 or (id(value), names) in seen:
         return
     seen.add((id(value), names))
@@ -88,9 +90,10 @@ def _parts(value: Any, names: frozenset[str]) -> Iterator[Any]:
         if isinstance(value, torch.nn.Module):
             yield from (*value.parameters(), *value.buffers())
         everything = callable(value)
-        attributes = getattr(value, "__dict__", {})
+        attributes = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)} | getattr(value, "__dict__", {})
         yield from (v for name, v in attributes.items() if name in names or (everything and isinstance(v, (Tensor, *_PLAIN, list, tuple))))
         methods = (getattr(type(value), name, None) for name in sorted(names - attributes.keys()))
+        methods = (method.fget if isinstance(method, property) else method for method in methods)
         yield from (types.MethodType(method, value) for method in methods if isinstance(method, types.FunctionType))
 
 
@@ -107,3 +110,10 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _slots(of: type) -> Iterator[str]:
+    """Returns the names of a type's slots that hold values."""
+    for base in of.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
