@@ -199,6 +199,8 @@ def test_other_score_functions_run_on_torch_with_one_line(caplog):
 
 def test_wrong_arguments_are_refused():
     query, key, value = operands(heads_k=2)
+    with pytest.raises(ValueError, match="query: got 4 heads, expected a multiple of key's 0 heads"):
+        flex_attention(query, key[:, :0], value[:, :0], enable_gqa=True)
     with pytest.raises(ValueError, match="key: got 2 heads"):
         flex_attention(query, key, value)
     block_mask = create_block_mask(MASKS["causal"], None, None, 256, 256, device="cpu")

@@ -132,9 +132,10 @@ def main() -> int:
     door = diffusers_door()
     print(f"{'model':12} {'eager':>9} {'exact':>9} {'fast':>9} {'sage':>9} {'calls':>5} fell back")
     right, start = True, time.monotonic()
-    for model in models(door, options.device):
-        if options.only and model.name not in options.only.split(","):
-            continue
+    found = [m for m in models(door, options.device) if not options.only or m.name in options.only.split(",")]
+    if not found:
+        parser.error(f"--only: got {options.only}, expected one of {', '.join(m.name for m in models(door, options.device))}")
+    for model in found:
         module, inputs = door.build(model, options.device)
         spread_scores(module)
         right &= compare(

@@ -258,7 +258,7 @@ def check_arguments(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, 
         raise wrong("key", f"headdim {key.shape[-1]}", f"query's, {query.shape[-1]}")
     if key.shape[:3] != value.shape[:3]:
         raise wrong("value", f"shape {tuple(value.shape)}", f"key's batch, heads and tokens, {tuple(key.shape[:3])}")
-    if enable_gqa and query.shape[1] % key.shape[1]:
+    if enable_gqa and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
         raise wrong("query", f"{query.shape[1]} heads", f"a multiple of key's {key.shape[1]} heads")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise wrong("key", f"{key.shape[1]} heads", f"query's {query.shape[1]}: enable_gqa=True allows fewer")
