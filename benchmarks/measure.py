@@ -74,8 +74,17 @@ def peak_bytes(work: Work, device: torch.device) -> int:
 def simulated(work: Work, settings: str, gpu: str = "") -> list[dict]:
     """The simulator's reports, with times, on what the work launches, one for each kernel. `settings` are machine constants
     (`VOLTA_FA_SIM_SET`), `gpu` is one of its machines (`VOLTA_FA_SIM_GPU`), else the one that the environment has."""
+    return _reports(work, "timing", settings, gpu)
+
+
+def launches(work: Work, gpu: str) -> list[dict]:
+    """What the work would launch on a simulated GPU: kernels, grids and a digest of each kernel's machine code. Runs no kernel."""
+    return _reports(work, "launches", "", gpu)
+
+
+def _reports(work: Work, mode: str, settings: str, gpu: str) -> list[dict]:
     machine = {"VOLTA_FA_SIM_GPU": gpu} if gpu else {}
-    with _environment(VOLTA_FA_SIMULATE="timing", VOLTA_FA_SIM_SET=settings, **machine):
+    with _environment(VOLTA_FA_SIMULATE=mode, VOLTA_FA_SIM_SET=settings, **machine):
         torch.ops.volta_fa._sim_report()  # forgets earlier launches
         work()
         return json.loads(torch.ops.volta_fa._sim_report())

@@ -25,7 +25,7 @@ from volta_fa.errors import CommandError
 
 from . import plots, report
 from .decode import DRAM_GB_S
-from .measure import aligned, simulated
+from .measure import Work, aligned, launches, simulated
 from .model_configs import DECODE, FORWARD, ROWS, TRAIN, Attention, Row
 from .report import Grid
 from .volta import GPUS
@@ -83,25 +83,25 @@ def _tensor(*shape: int, value: float | None = None) -> Tensor:
     return t.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))) if value is None else t.fill_(value)
 
 
-def _passes(row: Row, settings: str, gpu: str) -> list[list[dict]]:
-    """Returns the simulator's reports of each pass, one for each kernel."""
+def _passes(row: Row) -> list[Work]:
+    """Returns the calls of a row: forward and, in training, backward."""
     a = row.attention
     q = _tensor(row.batch, row.seqlen_q, a.nheads, a.headdim)
     if row.use == DECODE:
-        return [_decode(row, q, settings, gpu)]
+        return [_decode(row, q)]
     k = _tensor(row.batch, row.seqlen_k, a.nheads_k, a.headdim)
     v = _tensor(row.batch, row.seqlen_k, a.nheads_k, a.headdim_v)
     options = _options(a)
-    passes = [simulated(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), settings, gpu)]
+    passes: list[Work] = [lambda: torch.ops.volta_fa.fwd(q, k, v, **options)]
     if row.use == TRAIN:
         # stand-ins for results of a forward pass: no time depends on their values
         dout, out = (_tensor(row.batch, row.seqlen_q, a.nheads, a.headdim_v, value=value) for value in (0.01, 0.0))
         lse = aligned((row.batch, a.nheads, row.seqlen_q), torch.float32).fill_(math.log(row.seqlen_k) + 0.5)
-        passes.append(simulated(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options), settings, gpu))
+        passes.append(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options))
     return passes
 
 
-def _decode(row: Row, q: Tensor, settings: str, gpu: str) -> list[dict]:
+def _decode(row: Row, q: Tensor) -> Work:
     a = row.attention
     pages = -(-row.seqlen_k // _PAGE)
     k = _tensor(row.batch * pages, _PAGE, a.nheads_k, a.headdim, value=0.01)
@@ -109,35 +109,49 @@ def _decode(row: Row, q: Tensor, settings: str, gpu: str) -> list[dict]:
     table = torch.randperm(row.batch * pages, generator=torch.Generator().manual_seed(0)).int().view(row.batch, pages)
     options = {"block_table": table, "cache_seqlens": torch.full((row.batch,), row.seqlen_k, dtype=torch.int32)}
     if a.latents:
-        return simulated(lambda: torch.ops.volta_fa.fwd_mla(q, k, **options, is_causal=True), settings, gpu)
-    return simulated(lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options, **_options(a)), settings, gpu)
+        return lambda: torch.ops.volta_fa.fwd_mla(q, k, **options, is_causal=True)
+    return lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options, **_options(a))
 
 
 def simulate(row: Row, gpu: str) -> Figures:
     """Returns the figures of a row on a simulated GPU."""
-    times, kernels = [], ""
+    times, kernels, passes = [], "", _passes(row)
     for settings in ("", "icache=false"):
-        passes = _passes(row, settings, gpu)
-        times.append(sum(r["timing"]["kernel_us"] for reports in passes for r in reports))
-        kernels = ", ".join(max(reports, key=lambda r: r["timing"]["kernel_us"])["kernel"] for reports in passes)
+        reports = [simulated(work, settings, gpu) for work in passes]
+        times.append(sum(r["timing"]["kernel_us"] for of in reports for r in of))
+        kernels = ", ".join(max(of, key=lambda r: r["timing"]["kernel_us"])["kernel"] for of in reports)
     unit = 1e3 if row.use == DECODE else 1e6
     rates = [work(row) / us / unit for us in times]
     limit = DRAM_GB_S if row.use == DECODE else GPUS[gpu].peak_tflops
     return Figures(*times, *rates, rates[0] / limit, kernels)
 
 
-def _kept(file: Path | None) -> dict[tuple[str, str], Figures]:
-    """Returns the figures that `_keep` wrote, by GPU and row."""
-    if file is None or not file.exists():
-        return {}
-    lines = (json.loads(line) for line in file.read_text().splitlines())
-    return {(line["gpu"], line["row"]): Figures(**line["figures"]) for line in lines}
+def _key(row: Row, gpu: str) -> dict:
+    """Returns what figures of a row depend on: the GPU, the row, and every launch with a digest of the kernel's machine code."""
+    return {"gpu": gpu, "row": str(row), "launches": [launch for work in _passes(row) for launch in launches(work, gpu)]}
 
 
-def _keep(file: Path | None, gpu: str, row: Row, figures: Figures) -> None:
-    if file is not None:
-        with file.open("a") as lines:
-            lines.write(json.dumps({"gpu": gpu, "row": str(row), "figures": asdict(figures)}) + "\n")
+def _kept(file: Path, key: dict) -> Figures | None:
+    """Returns the figures that `_keep` wrote last for this key."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return next((Figures(**line["figures"]) for line in reversed(lines) if key.items() <= line.items()), None)
+
+
+def _keep(file: Path, key: dict, figures: Figures) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps(key | {"figures": asdict(figures)}) + "\n")
+
+
+def _figures(row: Row, gpu: str, file: Path | None) -> Figures:
+    """Returns the figures of a row, from `file` if it has those of the same kernels."""
+    if file is None:
+        return simulate(row, gpu)
+    key = _key(row, gpu)
+    figures = _kept(file, key)
+    if figures is None:
+        figures = simulate(row, gpu)
+        _keep(file, key, figures)
+    return figures
 
 
 def grid(results: Sequence[tuple[Row, Figures]], gpu: str) -> Grid:
@@ -177,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", choices=GPUS, default="v100", help="the simulated GPU (default v100)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains TEXT")
     parser.add_argument(
-        "--resume", type=Path, metavar="FILE", help="keep every row in FILE, and take the rows that it has from an interrupted run"
+        "--resume", type=Path, metavar="FILE", help="keep every row in FILE, and take from it rows of the same kernels"
     )
     return parser
 
@@ -188,16 +202,11 @@ def main(arguments: Sequence[str]) -> int:
     if not rows:
         raise CommandError(f"--only: got {options.only}, expected a part of a row's name, such as `{ROWS[0]}`")
     results = []
-    known = _kept(options.resume)
     with report.progress() as bar:
         task = bar.add_task("", total=len(rows))
         for row in rows:
             bar.update(task, description=str(row))
-            figures = known.get((options.gpu, str(row)))
-            if figures is None:
-                figures = simulate(row, options.gpu)
-                _keep(options.resume, options.gpu, row, figures)
-            results.append((row, figures))
+            results.append((row, _figures(row, options.gpu, options.resume)))
             bar.advance(task)
     header = report.facts("models", arguments, device=GPUS[options.gpu].device, **{"kind of figures": "simulated with tools/volta-sim"})
     report.show(header, [grid(results, options.gpu)])

@@ -68,6 +68,7 @@ GPUS = {
     "v100": Gpu("V100", "V100 SXM2, 80 SMs at 1.53 GHz", 80, 1024, 1.53, GEMM_TFLOPS),
     "t4": Gpu("T4", "T4, 40 SMs at 1.59 GHz", 40, 1024, 1.59),
     "rtx2080ti": Gpu("RTX 2080 Ti", "RTX 2080 Ti, 68 SMs at 1.545 GHz", 68, 512, 1.545),
+    "titanrtx": Gpu("Titan RTX", "Titan RTX, 72 SMs at 1.77 GHz", 72, 1024, 1.77),
 }
 FORWARD, BACKWARD = "forward", "backward"
 #: What a call may ask for beyond the mask, each alone: "packed" is one sequence given by cu_seqlens.

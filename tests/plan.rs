@@ -98,8 +98,13 @@ fn plans_least_padding_for_every_headdim() {
                 let is_applicable = |v: &Variant| fits(v) && v.features.contains(asked);
                 assert!(is_applicable(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
                 let others = || COMPILED.of(&v.family, v.pass).filter(|o| is_applicable(o));
-                let less_padded = others().any(|o| o.features == v.features && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
-                let cheaper = others().any(|o| o.features != v.features && v.features.contains(o.features));
+                // features outside the loop count less than padding
+                let of_scores = |v: &Variant| v.features.without(FeatureSet::VARLEN);
+                let less_padded = others().any(|o| of_scores(o) == of_scores(v) && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
+                let is_padded_as = |o: &Variant| o.headdim + o.headdim_v <= v.headdim + v.headdim_v;
+                let cheaper = others().any(|o| {
+                    v.features.contains(o.features) && (of_scores(o) != of_scores(v) || (o.features != v.features && is_padded_as(o)))
+                });
                 assert!(!cheaper, "{} for {features:?}", v.name);
                 assert!(!less_padded, "{} for {headdim}, {headdim_v}", v.name);
             }
@@ -330,16 +335,16 @@ fn plans_fused_backward_for_few_keys() {
         plan.main.variant.name
     };
     let v100 = &DeviceLimits::V100;
-    assert_eq!(name(&with(4, (64, 64), 64), v100), "volta_bwd_fused_64_small");
-    assert_eq!(name(&with(1, (512, 1), 40), v100), "volta_bwd_fused_64_small");
-    assert_eq!(name(&with(200, (128, 128), 128), v100), "volta_bwd_fused_128");
-    assert_eq!(name(&with(200, (100, 64), 128), v100), "volta_bwd_fused_128_small");
-    assert_eq!(name(&Attention { nheads_k: 1, ..with(4, (64, 64), 64) }, v100), "volta_bwd_fused_64_small");
-    assert_eq!(name(&with(1, (128, 128), 64), &T4), "turing_bwd_fused_64");
+    assert_eq!(name(&with(4, (64, 64), 64), v100), "volta_bwd_varlen_fused_64_small");
+    assert_eq!(name(&with(1, (512, 1), 40), v100), "volta_bwd_varlen_fused_64_small");
+    assert_eq!(name(&with(200, (128, 128), 128), v100), "volta_bwd_varlen_fused_128");
+    assert_eq!(name(&with(200, (100, 64), 128), v100), "volta_bwd_varlen_fused_128_small");
+    assert_eq!(name(&Attention { nheads_k: 1, ..with(4, (64, 64), 64) }, v100), "volta_bwd_varlen_fused_64_small");
+    assert_eq!(name(&with(1, (128, 128), 64), &T4), "turing_bwd_varlen_fused_64");
     let packed = Some([100, 100]);
     assert_eq!(name(&stored(packed, with(3, (60, 60), 64)), v100), "volta_bwd_varlen_fused_64_small");
     // many rows need enough blocks to fill the GPU
-    assert_eq!(name(&with(400, (4096, 64), 64), v100), "volta_bwd_fused_64_small");
+    assert_eq!(name(&with(400, (4096, 64), 64), v100), "volta_bwd_varlen_fused_64_small");
     let in_parts = |a: Attention, d: &DeviceLimits| plan::backward(&a, DEFAULT, d).unwrap().kernels().count() >= 3;
     assert!(in_parts(with(8, (4096, 64), 64), v100));
     assert!(in_parts(Attention { nheads_k: 1, ..with(16, (64, 64), 64) }, v100));
@@ -353,16 +358,16 @@ fn plans_fused_backward_for_few_keys() {
     // a tuning decides first: its choices and its failed kernels
     let a = || with(4, (64, 64), 64);
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_64""#])));
-    assert!(in_parts(a(), &tuned(&["volta_bwd_fused_64_small"], &[])));
+    assert!(in_parts(a(), &tuned(&["volta_bwd_varlen_fused_64_small"], &[])));
     let newer = DeviceLimits { capability: (9, 0), ..*v100 };
-    assert_eq!(name(&a(), &newer), "turing_bwd_fused_64");
-    assert!(in_parts(a(), &tuned_with(*COMPILED, &["turing_bwd_fused_64"], &[], newer)), "not Volta's");
+    assert_eq!(name(&a(), &newer), "turing_bwd_varlen_fused_64");
+    assert!(in_parts(a(), &tuned_with(*COMPILED, &["turing_bwd_varlen_fused_64"], &[], newer)), "not Volta's");
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "deterministic": true"#])));
     assert_eq!(
-        name(&with(8, (4096, 64), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_fused_64_small""#])),
-        "volta_bwd_fused_64_small"
+        name(&with(8, (4096, 64), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_varlen_fused_64_small""#])),
+        "volta_bwd_varlen_fused_64_small"
     );
-    assert!(in_parts(with(8, (64, 65), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_fused_64_small""#])));
+    assert!(in_parts(with(8, (64, 65), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_varlen_fused_64_small""#])));
 }
 
 /// A deterministic pass launches the main kernel several times, and each block of a launch has its own accumulator.
@@ -791,7 +796,7 @@ fn chooses_backward_kernels_from_one_family() {
         copy_distances: &[0],
     };
     let turing = Family { scratch: Some(scratch), ..TURING };
-    let mut rows: Vec<_> = ["volta_bwd_64", "volta_bwd_postprocess"].map(|name| like(name, turing)).to_vec();
+    let mut rows: Vec<_> = ["volta_bwd_64", "volta_bwd_varlen_postprocess"].map(|name| like(name, turing)).to_vec();
     let a = attention(1000, 1000, 64, 64);
     let of = |rows: &[Variant], a: &Attention, mode| {
         let plan = plan::backward_among(volta_and(&[rows]), a, mode, &T4).unwrap();
@@ -801,7 +806,7 @@ fn chooses_backward_kernels_from_one_family() {
         (names[0], plan.scratch_rows, plan.prepare.unwrap().blocks[0])
     };
     assert_eq!(of(&rows, &a, DEFAULT), ("volta", 1024, 16));
-    rows.push(like("volta_bwd_preprocess", turing));
+    rows.push(like("volta_bwd_varlen_preprocess", turing));
     assert_eq!(of(&rows, &a, DEFAULT), (TURING.name, 1008, 16));
     assert_eq!(of(&rows, &a, DETERMINISTIC).0, "volta", "it has no such kernels");
     let bf16 = BackwardMode { bf16_gradients: true, ..DEFAULT };
@@ -844,15 +849,15 @@ fn chooses_kernel_with_fewest_features() {
     assert_eq!(name(RequestedFeatures::default()), "volta_fwd_64x64");
     assert_eq!(
         name(RequestedFeatures { sinks: true, ..RequestedFeatures::default() }),
-        "two",
-        "as good as varlen, and earlier in the tables"
+        "volta_fwd_varlen_64x64",
+        "features outside the loop cost less than one of scores"
     );
     for both in [RequestedFeatures { dropout_p: 0.5, ..alibi }, RequestedFeatures { seqused_k: true, ..alibi }] {
         assert_eq!(name(both), "volta_fwd_generic_64x64");
     }
     let biased = RequestedFeatures { attn_bias: true, ..RequestedFeatures::default() };
     let capped = RequestedFeatures { score_function: Some(ScoreFunction::Softcap(3.0)), ..alibi };
-    assert_eq!(name(capped), "volta_fwd_alibi_softcap_64x64");
+    assert_eq!(name(capped), "volta_fwd_generic_64x64");
     assert_eq!(name(RequestedFeatures { dropout_p: 0.5, ..biased }), "volta_fwd_bias_dropout_64x64");
     for other in [
         RequestedFeatures { attn_bias: true, ..capped },
@@ -1071,9 +1076,9 @@ fn tuned_kernel_selects_its_family() {
     let turing = Family { scratch: VOLTA.scratch, ..TURING };
     let rows = [
         named("forward", like("volta_fwd_64x64", turing)),
-        named("prepare", like("volta_bwd_preprocess", turing)),
+        named("prepare", like("volta_bwd_varlen_preprocess", turing)),
         named("main", like("volta_bwd_64", turing)),
-        named("finish", like("volta_bwd_postprocess", turing)),
+        named("finish", like("volta_bwd_varlen_postprocess", turing)),
     ];
     let kernels = volta_and(&[&rows]);
     // enough heads for large blocks
@@ -1089,16 +1094,16 @@ fn tuned_kernel_selects_its_family() {
         &[r#""pass": "Backward", "variant": "volta_bwd_96""#, r#""pass": "Forward", "variant": "volta_fwd_128x128""#],
         H200,
     );
-    assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_96", "volta_bwd_postprocess"]);
+    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_96", "volta_bwd_varlen_postprocess"]);
     assert_eq!(plan::forward_among(kernels, &a, &d).unwrap().variant.name, "volta_fwd_128x128");
     // not if the family is excluded or does not run on the device
     let only = DeviceLimits { only: kernels.families().find(|f| f.name == TURING.name), ..d };
     assert_eq!(backward(&only), ["prepare", "main", "finish"]);
     let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], DeviceLimits::V100);
-    assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_64", "volta_bwd_postprocess"]);
+    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_64", "volta_bwd_varlen_postprocess"]);
     // after one failure, all kernels of the other family
     let d = tuned_with(kernels, &["prepare"], &[], H200);
-    assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_64", "volta_bwd_postprocess"]);
+    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_64", "volta_bwd_varlen_postprocess"]);
     let plan = plan::backward_among(kernels, &a, DEFAULT, &d).unwrap();
     assert_eq!(plan.main.reason, Reason::FailedAvoided);
 }
@@ -1106,7 +1111,7 @@ fn tuned_kernel_selects_its_family() {
 #[test]
 fn tuning_removes_atomics_but_never_adds_them() {
     let d = tuned(&[], &[r#""pass": "Backward", "headdim": [64, 64], "deterministic": true"#]);
-    let without = ["volta_bwd_preprocess", "volta_bwd_dkdv_64", "volta_bwd_dq_64"];
+    let without = ["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64", "volta_bwd_varlen_dq_64"];
     let a = Attention { nheads: 40, nheads_k: 40, ..attention(1000, 1000, 64, 64) };
     assert_eq!(backward_of(&a, DEFAULT, &d), (without, true));
     assert_eq!(backward_of(&a, DETERMINISTIC, &d), (without, true));
@@ -1114,12 +1119,18 @@ fn tuning_removes_atomics_but_never_adds_them() {
     assert_eq!(plan::backward(&a, DEFAULT, &d).unwrap().main.reason, Reason::TunedMode);
     // a kernel with atomics, in deterministic mode
     let atomics = tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_128""#]);
-    assert_eq!(backward_of(&a, DEFAULT, &atomics), (["volta_bwd_preprocess", "volta_bwd_128", "volta_bwd_postprocess"], false));
-    assert_eq!(backward_of(&a, DETERMINISTIC, &atomics), (["volta_bwd_preprocess", "volta_bwd_128", "volta_bwd_postprocess"], true));
+    assert_eq!(
+        backward_of(&a, DEFAULT, &atomics),
+        (["volta_bwd_varlen_preprocess", "volta_bwd_128", "volta_bwd_varlen_postprocess"], false)
+    );
+    assert_eq!(
+        backward_of(&a, DETERMINISTIC, &atomics),
+        (["volta_bwd_varlen_preprocess", "volta_bwd_128", "volta_bwd_varlen_postprocess"], true)
+    );
     assert!(plan::backward(&a, DETERMINISTIC, &atomics).unwrap().dq_accum_splits > 0);
     // both kinds of choice at once
     let both = tuned(&[], &[r#""pass": "BackwardDq", "variant": "volta_bwd_dq_96""#, r#""pass": "Backward", "deterministic": true"#]);
-    assert_eq!(backward_of(&a, DEFAULT, &both).0, ["volta_bwd_preprocess", "volta_bwd_dkdv_64", "volta_bwd_dq_96"]);
+    assert_eq!(backward_of(&a, DEFAULT, &both).0, ["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64", "volta_bwd_dq_96"]);
 }
 
 /// Plans avoid each failed kernel, even if a choice names it. Else an error names the kernel.
@@ -1155,15 +1166,21 @@ fn replaces_failed_kernels() {
     assert_eq!(forward_of(&small, &DeviceLimits::V100), ("volta_fwd_64x64_small", Reason::Resident));
     assert_eq!(forward_of(&small, &tuned(&["volta_fwd_64x64_small"], &[])), ("volta_fwd_64x64", Reason::Cheapest));
     assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64"], &[])).0[1], "volta_bwd_64_small");
-    assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64", "volta_bwd_64_small"], &[])).0[1], "volta_bwd_96");
+    assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64", "volta_bwd_64_small"], &[])).0[1], "volta_bwd_varlen_64");
     // if all kernels with atomics failed, kernels without; if those failed, an error, because the mode excludes atomics
     let of = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     let no_atomics = tuned(&of(Pass::Backward), &[]);
-    assert_eq!(backward_of(&a, DEFAULT, &no_atomics), (["volta_bwd_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_dq_64"], true));
-    assert_eq!(backward_of(&a, DETERMINISTIC, &no_atomics), (["volta_bwd_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_dq_64"], true));
+    assert_eq!(
+        backward_of(&a, DEFAULT, &no_atomics),
+        (["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_varlen_dq_64"], true)
+    );
+    assert_eq!(
+        backward_of(&a, DETERMINISTIC, &no_atomics),
+        (["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_varlen_dq_64"], true)
+    );
     let neither = [of(Pass::Backward), of(Pass::BackwardDq)].concat();
-    let e = plan::backward(&a, DETERMINISTIC, &tuned(&neither, &[])).unwrap_err();
-    assert!(e.message.contains("volta_bwd_dq_64") && !e.message.contains("volta_bwd_dq_32"), "{e}");
+    let e = plan::backward(&attention(900, 900, 72, 72), DETERMINISTIC, &tuned(&neither, &[])).unwrap_err();
+    assert!(e.message.contains("volta_bwd_dq_96") && !e.message.contains("volta_bwd_varlen_dq_64"), "{e}");
 }
 
 #[test]

@@ -137,6 +137,12 @@ def test_models_resumes(tmp_path):
     run("models", *arguments, "--json", tmp_path / "second.json")
     [row] = json.loads((tmp_path / "second.json").read_text())
     assert row["us"] == 12.5 and len(kept.read_text().splitlines()) == 1
+    # the row of another kernel is not taken
+    other = [launch | {"code": "0"} for launch in line["launches"]]
+    kept.write_text(json.dumps(line | {"launches": other, "figures": line["figures"] | {"us": 12.5}}) + "\n")
+    run("models", *arguments, "--json", tmp_path / "third.json")
+    [row] = json.loads((tmp_path / "third.json").read_text())
+    assert row["us"] == line["figures"]["us"]
 
 
 def test_long_sequences(tmp_path):

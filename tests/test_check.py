@@ -812,7 +812,7 @@ def test_a_kernel_is_loaded_with_those_that_run_with_it(monkeypatch):
     monkeypatch.setattr(Target, "number", -1)
     variant = next(v for v in SIMULATED if v["name"] == "volta_bwd_64")
     correctness.load_kernel(dataclasses.replace(SIMULATOR, kind="cuda"), variant, False)
-    assert loaded[0] == "volta_bwd_64" and loaded[1:] == ["volta_bwd_preprocess", "volta_bwd_postprocess"]
+    assert loaded[0] == "volta_bwd_64" and loaded[1:] == ["volta_bwd_varlen_preprocess", "volta_bwd_varlen_postprocess"]
     loaded.clear()
     correctness.load_kernel(SIMULATOR, variant, False)
     assert loaded == []  # there is no driver
@@ -1006,7 +1006,7 @@ def test_only_what_is_clearly_faster_is_written(monkeypatch, tmp_path):
 
     timed(monkeypatch, lambda a: 0.5 if a.deterministic or (a.variant and a.variant["name"] == "volta_fwd_64x64_small") else 1.0)
     about = {"volta_fa": "0", "device": "a card", "driver": "1"}
-    tuned = tune.Tuned(str(tmp_path / "folder" / "card.json"), failed=["volta_fwd_96x96_small", "volta_fwd_streamk_96x96"])
+    tuned = tune.Tuned(str(tmp_path / "folder" / "card.json"), failed=["volta_fwd_128x128_small", "volta_fwd_streamk_128x128"])
     tuned.choices = [found for class_, alternatives in listed if (found := tune.compare(SIMULATOR, class_, alternatives, ()))]
     tune._write(tuned, about)
     text = Path(tuned.path).read_text()
@@ -1018,12 +1018,12 @@ def test_only_what_is_clearly_faster_is_written(monkeypatch, tmp_path):
 
     torch.ops.volta_fa._set_tuning('{"format": 1}')
     try:
-        assert planned(2048, 40, 64) == ("volta_fwd_64x64", False) and planned(512, 2, 96)[0] == "volta_fwd_96x96_small"
+        assert planned(2048, 40, 64) == ("volta_fwd_64x64", False) and planned(512, 2, 128)[0] == "volta_fwd_128x128_small"
         torch.ops.volta_fa._set_tuning(text)
         assert planned(2048, 40, 64) == ("volta_fwd_64x64_small", True)
         assert planned(2047, 41, 56, causal=True) == ("volta_fwd_64x64_small", True)
         assert planned(100_000, 40, 64) == ("volta_fwd_64x64", False)  # beyond what was measured
-        assert planned(512, 2, 96)[0] == "volta_fwd_96x96"  # the other failed
+        assert planned(512, 2, 128)[0] == "volta_fwd_128x128"  # the other failed
     finally:
         torch.ops.volta_fa._set_tuning("")
 

@@ -22,7 +22,7 @@ def timed(backend, problem) -> list[dict]:
     return json.loads(torch.ops.volta_fa._sim_report())
 
 
-@pytest.mark.parametrize("gpu,family", [("v100", "volta"), ("t4", "turing"), ("rtx2080ti", "turing")])
+@pytest.mark.parametrize("gpu,family", [("v100", "volta"), ("t4", "turing"), ("rtx2080ti", "turing"), ("titanrtx", "turing")])
 @on("sim")
 def test_a_gpu_runs_its_own_family(backend, problem, gpu, family):
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
@@ -48,15 +48,15 @@ def test_plans_are_asked_of_it_too(backend, gpu, kernel):
 
 @on("sim")
 def test_half_the_tensor_rate_shows(backend):
-    """An RTX 2080 Ti's SM is a T4's but for the rate of fp32 accumulation."""
+    """An RTX 2080 Ti's SM is a T4's but for the rate of fp32 accumulation, which a Titan RTX has in full."""
     problem = Case(512, 512, 64, batch=1, nheads=8).problem(backend)
     busy = {}
-    for gpu in ("t4", "rtx2080ti"):
+    for gpu in ("t4", "rtx2080ti", "titanrtx"):
         backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
         [launch] = timed(backend, problem)
         counters = launch["timing"]["counters"]
         busy[gpu] = counters["tensor_busy"] / launch["timing"]["mix"]["HMMA.1688"]
-    assert busy == {"t4": 8, "rtx2080ti": 16}
+    assert busy == {"t4": 8, "rtx2080ti": 16, "titanrtx": 8}
 
 
 @on("sim")
@@ -100,5 +100,5 @@ def test_a_kernel_of_one_feature_is_not_taken_without_it(backend, problem):
 @on("sim")
 def test_an_unknown_gpu(backend, problem):
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "p100")
-    with pytest.raises(ValueError, match="VOLTA_FA_SIM_GPU: got `p100`, expected v100 or t4 or rtx2080ti"):
+    with pytest.raises(ValueError, match="VOLTA_FA_SIM_GPU: got `p100`, expected v100 or t4 or rtx2080ti or titanrtx"):
         timed(backend, problem)

@@ -16,6 +16,7 @@ use crate::params::{
     FwdStreamKParams, MergeParams,
 };
 use std::cmp::Reverse;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::LazyLock;
 
 /// The machine code of one variant, as build.rs compiled and compressed it.
@@ -141,6 +142,13 @@ pub fn image(variant: &Variant) -> &'static Image {
 }
 
 impl Image {
+    /// Returns a number that differs between kernels of different machine code.
+    pub fn digest(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.cubin.hash(&mut hasher);
+        hasher.finish()
+    }
+
     /// Returns the family's machine code (an ELF cubin).
     pub fn cubin(&self) -> Result<Vec<u8>> {
         decompress(self.name, self.cubin)

@@ -49,8 +49,6 @@ impl Feature {
 
     /// Features that change scores or probabilities. Each has kernels of its own, which problems with another of them do not run.
     pub const OF_SCORES: [Feature; 4] = [Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Dropout];
-    /// Pairs of these with kernels of their own.
-    pub const PAIRS_OF_SCORES: [[Feature; 2]; 2] = [[Feature::Softcap, Feature::Alibi], [Feature::Bias, Feature::Dropout]];
 
     /// Returns its name in `_info()`, `_plan()` and tuning files.
     pub const fn name(self) -> &'static str {

@@ -3,7 +3,8 @@
 //! `VOLTA_FA_SIMULATE=1` executes every block. `VOLTA_FA_SIMULATE=timing` times one SM's share of each
 //! launch on a copy of the memory instead, so that outputs stay as they were allocated, and keeps the
 //! reports for [`take_reports`].
-//! `VOLTA_FA_SIMULATE=launches` runs nothing: it only keeps a report with the kernel and grid of each launch.
+//! `VOLTA_FA_SIMULATE=launches` runs nothing: it only keeps a report with the kernel, the grid and a digest of the
+//! machine code of each launch.
 //!
 //! | variable | meaning | default |
 //! | --- | --- | --- |
@@ -204,7 +205,8 @@ impl Launcher for Simulator {
     fn launch(&self, launch: &KernelLaunch) -> Result<()> {
         let v = launch.variant;
         if matches!(self.mode, Mode::Recorded) {
-            keep_report(serde_json::json!({ "kernel": v.name, "grid": launch.grid }));
+            let code = format!("{:016x}", kernels::image(v).digest());
+            keep_report(serde_json::json!({ "kernel": v.name, "grid": launch.grid, "code": code }));
             return Ok(());
         }
         let module = module(launch)?;

@@ -5,12 +5,14 @@ use crate::kernels::{Feature, FeatureSet, Variant};
 use crate::tuning::{Shape, Tuning};
 
 /// Returns the cost of a kernel for a problem with these features. Compares in this order:
-/// - features that the problem does not use, because each takes registers and instructions in every step;
-/// - columns, because kernels compute padding too.
+/// - features of scores that the problem does not use, because each takes registers and instructions in every step;
+/// - columns, because kernels compute padding too;
+/// - other features that the problem does not use: they cost a few percent, outside the loop.
 ///
 /// Kernels of equal cost keep the order of the table, with larger blocks first.
-fn cost(v: &Variant, features: FeatureSet) -> (u32, u32) {
-    (v.features.without(features).count(), v.headdim + v.headdim_v)
+fn cost(v: &Variant, features: FeatureSet) -> (u32, u32, u32) {
+    let unused = v.features.without(features);
+    (unused.without(FeatureSet::VARLEN).count(), v.headdim + v.headdim_v, unused.count())
 }
 
 /// Maximum of [`Shape::rows_before_keys`] for kernels that require ALiBi. Other kernels compute rows further before the first key.

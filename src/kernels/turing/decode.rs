@@ -1,24 +1,21 @@
 //! The decode kernels; src/kernels/shared/decode.rs has what they share with Volta's.
 //!
 //! A Turing SM has 64 KB of shared memory for the results of warps with other tokens. So blocks with long or many rows
-//! have two warps. At headdim 256, warps beside each other take more than eight rows. Four beside each other share what
+//! have two warps. Below headdim 512, 32 rows take the time of 16. At headdim 256, warps beside each other take more than eight rows. Four beside each other share what
 //! they load, and with 64 rows store half of their results at a time.
 
 use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, Variant};
 use super::family::TURING;
 
-const TILES: [DecodeTile; 16] = [
+const TILES: [DecodeTile; 13] = [
     (64, [8, 8], 128, 4),
-    (64, [16, 16], 128, 3),
     (64, [32, 16], 128, 3),
     (64, [64, 16], 128, 3),
     (128, [8, 8], 128, 3),
-    (128, [16, 16], 64, 3),
     (128, [32, 16], 64, 3),
     (128, [64, 16], 256, 1),
     (256, [8, 8], 64, 3),
-    (256, [16, 8], 64, 3),
     (256, [32, 8], 128, 1),
     (256, [64, 16], 128, 1),
     (512, [8, 8], 64, 3),

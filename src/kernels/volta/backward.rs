@@ -81,10 +81,8 @@ const fn dq(headdim: u32, block_rows: u32, step: u32, threads: u32, blocks_per_s
     }
 }
 
-const DQ: [Variant; 6] = [
-    // Four warps with 32 queries each: dQ is 32 registers of a thread.
-    dq(32, 128, 32, 128, 3),
-    // dQ 64 registers, S and dP 64.
+const DQ: [Variant; 5] = [
+    // Four warps with 32 queries each: dQ is 64 registers of a thread, S and dP 64.
     dq(64, 128, 32, 128, 2),
     // Eight warps, two to 32 queries, in steps of 64 keys, so that a warp's scores are 32x32 as above.
     dq(96, 128, 64, 256, 1),
@@ -139,7 +137,7 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
         source: "volta/backward/warp_specialized_dkdv_block_mask.cu",
         ..row
     });
-    let rows = main.into_iter().chain([DQ[1], DQ[3], DQ[5]].map(|row| Variant { source: "volta/backward/dq_block_mask.cu", ..row }));
+    let rows = main.into_iter().chain([DQ[0], DQ[2], DQ[4]].map(|row| Variant { source: "volta/backward/dq_block_mask.cu", ..row }));
     let features = [FeatureSet::NONE, FeatureSet::GENERIC_BLOCKS];
     rows.flat_map(move |row| features.map(|of| row.with_blocks(of, row.source)))
 }
@@ -149,8 +147,9 @@ pub fn backward_rows() -> Vec<Variant> {
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
     // none of 128 keys at headdim 64: `volta/backward/single_role` has no registers left
     let all_of_it = [SMALL[0], MAIN[3], SMALL[1]].map(fused);
-    let mut rows = vec![PREPROCESS, POSTPROCESS, varlen(PREPROCESS), varlen(POSTPROCESS)];
-    rows.extend(MAIN.into_iter().chain([NARROW_V]).chain(SMALL));
+    let mut rows = vec![varlen(PREPROCESS), varlen(POSTPROCESS)];
+    // of headdims 64, 96, 128 and 192 / 128: at the others the varlen kernels take at most 2% more time
+    rows.extend([MAIN[1], MAIN[2], MAIN[3], NARROW_V].into_iter().chain(SMALL));
     rows.extend(MAIN.into_iter().chain([NARROW_V]).map(varlen));
     rows.extend(Feature::OF_SCORES.into_iter().flat_map(|feature| [MAIN[1], MAIN[3]].map(|tile| with(feature, tile))));
     rows.extend(GENERIC.map(generic));
@@ -159,10 +158,10 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(MAIN.into_iter().chain(SMALL).map(dkdv));
     rows.extend([MAIN[1], MAIN[3]].map(|row| varlen(dkdv(row))));
     rows.extend(GENERIC.map(|row| generic(dkdv(row))));
-    // ... then dq
-    rows.extend(DQ.into_iter().chain([DQ[1], DQ[3]].map(varlen)).chain(DQ[1..].iter().map(|&row| generic(row))));
+    // ... then dq. At headdims 192 and 256 generic kernels are as fast as others
+    rows.extend([DQ[1], varlen(DQ[0]), varlen(DQ[2])].into_iter().chain(DQ.map(generic)));
     rows.extend(block_mask_rows());
     rows.extend(shared::stored_backward(VOLTA, "volta/backward/scores.cu", "volta/backward/gradients.cu"));
-    rows.extend(all_of_it.into_iter().chain(all_of_it.map(varlen)));
+    rows.extend(all_of_it.map(varlen));
     rows
 }

@@ -26,13 +26,13 @@ const TILES: [DecodeTile; 16] = [
     (512, [64, 16], 256, 1),
 ];
 
-/// Returns true if the table has a kernel. Quantized caches have none of 64 rows. With bf16, the tile of 32 rows takes
-/// 16 rows from headdim 256 on too: its warps share the conversion to fp16. With a tree, 64 rows of headdim 512 would spill.
+/// Returns true if the table has a kernel. Quantized caches have none of 64 rows. Of unquantized ones the tile of 32 rows takes
+/// 16 rows in the same time, but for fp16 at headdim 512. With a tree, 64 rows of headdim 512 would spill.
 fn is_built(v: &Variant) -> bool {
-    let is_wide_tree = v.headdim > 256 && !v.is_bf16 && v.required_features != FeatureSet::NONE;
+    let is_wide = v.headdim > 256 && !v.is_bf16;
+    let is_wide_tree = is_wide && v.required_features != FeatureSet::NONE;
     match v.cache {
-        CacheFormat::Unquantized if is_wide_tree => v.block_rows < 64,
-        CacheFormat::Unquantized => !v.is_bf16 || v.headdim < 256 || v.block_rows != 16,
+        CacheFormat::Unquantized => (v.block_rows != 16 || is_wide) && (v.block_rows < 64 || !is_wide_tree),
         _ => v.block_rows < 64,
     }
 }

@@ -69,7 +69,7 @@ const LARGE: (u32, u32, Size) = (128, 32, Size::Large);
 /// rows, for grids that would leave SMs or their schedulers idle.
 const SMALL: (u32, u32, Size) = (64, 64, Size::Small);
 
-const PLAIN: [Variant; 12] = [
+const PLAIN: [Variant; 11] = [
     register_q(32, 3),
     // 64 registers of Q and 64 of output: two blocks.
     register_q(64, 2),
@@ -77,8 +77,6 @@ const PLAIN: [Variant; 12] = [
     shared_q((64, 64), SMALL, 256, 2),
     // 32 rows a warp: 96 and, below, 128 registers of output; 36 and 48 KB: two blocks.
     shared_q((96, 96), LARGE, 128, 2),
-    // As at 128, in 36 KB.
-    shared_q((96, 96), SMALL, 256, 1),
     shared_q((128, 128), LARGE, 128, 2),
     // Too many registers for two blocks of 256 threads; 48 KB.
     shared_q((128, 128), SMALL, 256, 1),
@@ -94,14 +92,14 @@ const PLAIN: [Variant; 12] = [
     column_groups(512, (32, Size::Small)),
 ];
 const PLAIN_64: Variant = PLAIN[1];
-const PLAIN_128: Variant = PLAIN[5];
-const PLAIN_256: Variant = PLAIN[9];
-const PLAIN_512: [Variant; 2] = [PLAIN[10], PLAIN[11]];
+const PLAIN_128: Variant = PLAIN[4];
+const PLAIN_256: Variant = PLAIN[8];
+const PLAIN_512: [Variant; 2] = [PLAIN[9], PLAIN[10]];
 
-/// Returns the sets of features with kernels of their own, at headdims 64 and 128.
+/// Returns the sets of features with kernels of their own, at headdims 64 and 128: training asks for a mask and dropout together.
 fn required() -> impl Iterator<Item = FeatureSet> {
-    let pairs = Feature::PAIRS_OF_SCORES.iter().map(|pair| FeatureSet::of(pair));
-    Feature::OF_SCORES.into_iter().map(|feature| FeatureSet::of(&[feature])).chain(pairs)
+    let pair = FeatureSet::of(&[Feature::Bias, Feature::Dropout]);
+    Feature::OF_SCORES.into_iter().map(|feature| FeatureSet::of(&[feature])).chain([pair])
 }
 
 /// Returns a kernel with all features. It has Q in shared memory at headdim 64 too, because scores need the registers. It
@@ -145,11 +143,15 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
 }
 
 pub fn forward_rows() -> impl Iterator<Item = Variant> {
+    // at headdims 192 and 256 varlen kernels take at most 2% more time than plain ones would
+    let is_plain = |row: &Variant| !matches!(row.headdim_v, 192 | 256);
     PLAIN
         .into_iter()
+        .filter(is_plain)
         .chain(complete().map(|row| row.with_features(FeatureSet::VARLEN)))
         .chain(required().flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
-        .chain(complete().filter(|row| row.headdim > 32).map(generic))
+        // padding costs headdim 32 and values of 128 columns less than kernels
+        .chain(complete().filter(|row| row.headdim > 32 && row.headdim == row.headdim_v).map(generic))
         .chain(block_mask_rows())
 }
 
@@ -163,15 +165,13 @@ fn stream_k(row: Variant) -> Variant {
     Variant { pass: Pass::ForwardStreamK, source, ..row }.with_features(row.features.union(FeatureSet::of(&[Feature::Sinks])))
 }
 
-/// Headdim 32 has none: with three blocks an SM, a kernel's parameters have no room for the splits. Nor have sets of
-/// features with dropout, whose random numbers need the head in every step.
+/// Headdim 32 has none: with three blocks an SM, a kernel's parameters have no room for the splits. Headdim 256 has none, because
+/// models with it are causal. Of the features of scores a bias has kernels: the others' problems are causal too, and dropout needs the
+/// head in every step.
 pub fn stream_k_rows() -> impl Iterator<Item = Variant> {
-    let keeps = |set: &FeatureSet| !set.contains(FeatureSet::of(&[Feature::Dropout]));
-    PLAIN
-        .into_iter()
-        .filter(|row| row.size == Size::Large && row.headdim > 32)
-        .chain(required().filter(keeps).flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
-        .map(stream_k)
+    let has = |row: &Variant| row.size == Size::Large && row.headdim > 32 && !matches!(row.headdim_v, 192 | 256);
+    let with_bias = [PLAIN_64, PLAIN_128].map(|row| with(FeatureSet::of(&[Feature::Bias]), row));
+    PLAIN.into_iter().filter(has).chain(with_bias).map(stream_k)
 }
 
 /// Kernels of a KV cache: the same tiles, with rows through a block table. They have four headdims, and

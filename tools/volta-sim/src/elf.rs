@@ -123,7 +123,8 @@ impl Cubin {
         if header.e_machine(e) != EM_CUDA {
             return Ok(Err("not a CUDA cubin (e_machine != EM_CUDA)".into()));
         }
-        let sm = header.e_flags(e).0 & 0xff;
+        // CUDA 13 writes ABI version 8, which has the architecture in the second byte
+        let sm = (header.e_flags(e).0 >> if header.e_ident.abi_version < 8 { 0 } else { 8 }) & 0xff;
         if ![70, 75].contains(&sm) {
             return Ok(Err(format!("cubin is for sm_{sm}, this simulator knows sm_70 and sm_75")));
         }

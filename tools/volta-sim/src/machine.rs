@@ -1,5 +1,5 @@
 //! Machine constants of the simulated GPUs, each with its source. Sources of the Tesla V100-SXM2's constants stand at the fields of
-//! [`Machine`]; those of the Turing cards stand at the values ([`Machine::t4`], [`Machine::rtx2080ti`]).
+//! [`Machine`]; those of the Turing cards stand at the values ([`Machine::t4`], [`Machine::rtx2080ti`], [`Machine::titanrtx`]).
 //!
 //! Sources: (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture
 //! via Microbenchmarking" (2018); (WP) NVIDIA Tesla V100 GPU Architecture whitepaper; (GPGPU) the
@@ -164,10 +164,10 @@ impl Default for Machine {
 }
 
 /// The GPUs there are descriptions of.
-const MACHINES: [fn() -> Machine; 3] = [Machine::v100, Machine::t4, Machine::rtx2080ti];
+const MACHINES: [fn() -> Machine; 4] = [Machine::v100, Machine::t4, Machine::rtx2080ti, Machine::titanrtx];
 
 impl Machine {
-    /// The description of a GPU: `v100`, `t4` or `rtx2080ti`.
+    /// The description of a GPU: `v100`, `t4`, `rtx2080ti` or `titanrtx`.
     pub fn named(name: &str) -> Option<Machine> {
         MACHINES.iter().map(|m| m()).find(|m| m.name == name)
     }
@@ -303,6 +303,18 @@ impl Machine {
             hmma_1688_f32_latency: 26, // assumed: 8 more than on a T4, as the issue takes 8 clk more
             dram_bytes_per_clk: 4.7,   // 616 GB/s (TWP), 0.8 of it attained: assumed, near V100's 0.83 (Jia18)
             l2_bytes: 11 << 19,        // 5.5 MB (TWP)
+            ..Machine::t4()
+        }
+    }
+
+    /// Titan RTX: a T4's SM, with f32 accumulation at the full rate (TWP: 130.5 TFLOP/s).
+    pub fn titanrtx() -> Machine {
+        Machine {
+            name: "titanrtx".into(),
+            clock_mhz: 1770.0,       // boost (TWP)
+            sms: 72,                 // (TWP)
+            dram_bytes_per_clk: 4.2, // 672 GB/s (TWP), 0.8 of it attained: assumed, as of the RTX 2080 Ti
+            l2_bytes: 6 << 20,       // (TWP)
             ..Machine::t4()
         }
     }

@@ -15,7 +15,7 @@ const USAGE: &str = "usage: volta-sim LAUNCH.json [options]
   --threads N          host threads of the functional run (default: all)
   --quantum N          warp switch interval of the functional run (default 20000: warps run from
                        barrier to barrier, which exposes races; try 1 to see a benign schedule)
-  --gpu NAME           the GPU that is timed, default v100; t4 and rtx2080ti run sm_75
+  --gpu NAME           the GPU that is timed, default v100; t4, rtx2080ti and titanrtx run sm_75
   --set NAME=VALUE     override a machine constant (src/machine.rs)
   --json FILE|-        write the report as JSON
   --annotate FILE      write the listing with execution counts, waits and bank conflicts";
