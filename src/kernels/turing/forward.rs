@@ -45,7 +45,7 @@ const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant
     }
 }
 
-const PLAIN: [Variant; 13] = {
+const PLAIN: [Variant; 15] = {
     use Size::{Large, Medium, Small};
     [
         pipelined((32, 32), Large, (4, 32), 8, 4),
@@ -55,6 +55,8 @@ const PLAIN: [Variant; 13] = {
         pipelined((64, 64), Medium, (4, 32), 8, 2),
         pipelined((64, 64), Small, (4, 16), 8, 2),
         pipelined((96, 96), Large, (8, 32), 8, 1),
+        pipelined((96, 96), Medium, (8, 16), 8, 1),
+        pipelined((96, 96), Small, (4, 16), 4, 1),
         // 64 registers of Q and 128 of output; the 64 KB that an SM has.
         pipelined((128, 128), Large, (8, 32), 8, 1),
         pipelined((128, 128), Medium, (8, 16), 8, 1),
@@ -71,9 +73,9 @@ const PLAIN: [Variant; 13] = {
     ]
 };
 const PLAIN_64: Variant = PLAIN[1];
-const PLAIN_128: Variant = PLAIN[5];
-const PLAIN_256: Variant = PLAIN[10];
-const PLAIN_512: [Variant; 2] = [PLAIN[11], PLAIN[12]];
+const PLAIN_128: Variant = PLAIN[7];
+const PLAIN_256: Variant = PLAIN[12];
+const PLAIN_512: [Variant; 2] = [PLAIN[13], PLAIN[14]];
 
 /// The same with other rows in its blocks.
 fn of_rows((warps, warp_rows): (u32, u32), size: Size, row: Variant) -> Variant {
@@ -88,7 +90,8 @@ fn generic(plain: Variant) -> Variant {
         return Variant { shared_bytes: plain.shared_bytes + columns_of_q, ..plain }.with_features(FeatureSet::GENERIC);
     }
     let rows = if plain.headdim <= 64 { (4, 32) } else { (8, 16) };
-    of_rows(rows, Size::Large, plain).with_features(FeatureSet::GENERIC)
+    let blocks_per_sm = if plain.headdim == 32 { 3 } else { plain.blocks_per_sm };
+    Variant { blocks_per_sm, ..of_rows(rows, Size::Large, plain).with_features(FeatureSet::GENERIC) }
 }
 
 /// Returns a varlen kernel with one feature that the problem must use. Generic kernels test for features at every tile;
@@ -105,13 +108,14 @@ fn with_all_rows(feature: Feature, plain: Variant) -> Variant {
 }
 
 fn required_rows() -> impl Iterator<Item = Variant> {
+    use Size::*;
     let of_feature = |feature| {
-        let fewer_rows = [of_rows((4, 32), Size::Large, PLAIN_64), of_rows((8, 16), Size::Large, PLAIN_128)];
-        let [fewer_64, fewer_128] = fewer_rows.map(|tile| with(feature, tile));
+        let fewer_rows = |size| [of_rows((4, 32), size, PLAIN_64), of_rows((8, 16), size, PLAIN_128)].map(|tile| with(feature, tile));
+        let ([large_64, large_128], [medium_64, medium_128]) = (fewer_rows(Large), fewer_rows(Medium));
         match feature {
-            Feature::Alibi => [with(feature, PLAIN_64), with_all_rows(feature, PLAIN_128)],
-            Feature::Dropout => [fewer_64, with_all_rows(feature, PLAIN_128)],
-            _ => [fewer_64, fewer_128],
+            Feature::Alibi => vec![with(feature, PLAIN_64), medium_64, with_all_rows(feature, PLAIN_128), medium_128],
+            Feature::Dropout => vec![large_64, with_all_rows(feature, PLAIN_128), medium_128],
+            _ => vec![large_64, large_128],
         }
     };
     Feature::OF_SCORES.into_iter().flat_map(of_feature)
@@ -132,14 +136,14 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
     let is_complete = |row: &Variant| row.size == Size::Large || row.source == COLUMN_GROUPS;
     let has_varlen = move |row: &Variant| is_complete(row) || (row.headdim, row.size) == (64, Size::Medium);
     // at headdims 32, 96 and 192 varlen kernels take at most 4% more time than plain ones would
-    let is_plain = |row: &Variant| !matches!(row.headdim, 32 | 96 | 192);
+    let is_plain = |row: &Variant| row.size != Size::Large || !matches!(row.headdim, 32 | 96 | 192);
     PLAIN
         .into_iter()
         .filter(is_plain)
         .chain(PLAIN.into_iter().filter(has_varlen).map(|row| row.with_features(FeatureSet::VARLEN)))
         .chain(required_rows())
-        // padding costs headdim 32 and values of 128 columns less than kernels
-        .chain(PLAIN.into_iter().filter(is_complete).filter(|row| row.headdim > 32 && row.headdim == row.headdim_v).map(generic))
+        // padding costs values of 128 columns less than a kernel
+        .chain(PLAIN.into_iter().filter(is_complete).filter(|row| row.headdim == row.headdim_v).map(generic))
         .chain(block_mask_rows())
 }
 

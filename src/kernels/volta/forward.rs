@@ -69,7 +69,7 @@ const LARGE: (u32, u32, Size) = (128, 32, Size::Large);
 /// rows, for grids that would leave SMs or their schedulers idle.
 const SMALL: (u32, u32, Size) = (64, 64, Size::Small);
 
-const PLAIN: [Variant; 11] = [
+const PLAIN: [Variant; 12] = [
     register_q(32, 3),
     // 64 registers of Q and 64 of output: two blocks.
     register_q(64, 2),
@@ -77,6 +77,8 @@ const PLAIN: [Variant; 11] = [
     shared_q((64, 64), SMALL, 256, 2),
     // 32 rows a warp: 96 and, below, 128 registers of output; 36 and 48 KB: two blocks.
     shared_q((96, 96), LARGE, 128, 2),
+    // As at 128, in 36 KB.
+    shared_q((96, 96), SMALL, 256, 1),
     shared_q((128, 128), LARGE, 128, 2),
     // Too many registers for two blocks of 256 threads; 48 KB.
     shared_q((128, 128), SMALL, 256, 1),
@@ -92,9 +94,9 @@ const PLAIN: [Variant; 11] = [
     column_groups(512, (32, Size::Small)),
 ];
 const PLAIN_64: Variant = PLAIN[1];
-const PLAIN_128: Variant = PLAIN[4];
-const PLAIN_256: Variant = PLAIN[8];
-const PLAIN_512: [Variant; 2] = [PLAIN[9], PLAIN[10]];
+const PLAIN_128: Variant = PLAIN[5];
+const PLAIN_256: Variant = PLAIN[9];
+const PLAIN_512: [Variant; 2] = [PLAIN[10], PLAIN[11]];
 
 /// Returns the sets of features with kernels of their own, at headdims 64 and 128: training asks for a mask and dropout together.
 fn required() -> impl Iterator<Item = FeatureSet> {
