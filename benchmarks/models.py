@@ -5,7 +5,7 @@ default model and with a perfect instruction cache (icache=false). Nothing here 
 
 Training is forward and backward. TFLOP/s count the query-key pairs that the mask keeps: 4 operations a pair, head and column forward,
 10 backward. Decoding counts bytes of keys and values (a cache in pages of 16 tokens). The share is of the tensor pipe's rate,
-or of the DRAM rate of the simulated V100; decoding is simulated for the V100 alone.
+or of the DRAM rate of the simulated GPU. Turing has no kernels for a cache of latents.
 
 --pytorch adds the speed of PyTorch's memory-efficient kernel on a Turing GPU, from the wheel of torch 2.11.0+cu130, for forward rows
 that it computes without a mask in memory, with headdims to 128. K and V of grouped heads are repeated for it before, which is not
@@ -30,7 +30,7 @@ from torch import Tensor
 from volta_fa.errors import CommandError
 
 from . import plots, pytorch_turing, report
-from .decode import DRAM_GB_S
+from .decode import DRAM_RATES
 from .measure import Work, aligned, launches, simulated
 from .model_configs import DECODE, FORWARD, ROWS, TRAIN, Attention, Row
 from .report import Grid
@@ -130,7 +130,7 @@ def simulate(row: Row, gpu: str) -> Figures:
         kernels = ", ".join(max(of, key=lambda r: r["timing"]["kernel_us"])["kernel"] for of in reports)
     unit = 1e3 if row.use == DECODE else 1e6
     rates = [work(row) / us / unit for us in times]
-    limit = DRAM_GB_S if row.use == DECODE else GPUS[gpu].peak_tflops
+    limit = DRAM_RATES[gpu] if row.use == DECODE else GPUS[gpu].peak_tflops
     return Figures(*times, *rates, rates[0] / limit, kernels)
 
 
@@ -230,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    rows = [row for row in ROWS if options.only in str(row) and (row.use != DECODE or options.gpu == "v100")]
+    rows = [row for row in ROWS if options.only in str(row) and (options.gpu == "v100" or not row.attention.latents)]
     if not rows:
         raise CommandError(f"--only: got {options.only}, expected a part of a row's name, such as `{ROWS[0]}`")
     if options.pytorch and options.gpu == "v100":
