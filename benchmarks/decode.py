@@ -38,7 +38,7 @@ from .measure import aligned, ended, median_ms, simulated
 #: DRAM rate of volta-sim's V100: bytes per cycle and SM, SMs, GHz.
 DRAM_GB_S = 6.6 * 80 * 1.53
 #: DRAM rate of its GPUs.
-DRAM_RATES = {"v100": DRAM_GB_S, "t4": 3.5 * 40 * 1.59}
+DRAM_RATES = {"v100": DRAM_GB_S, "t4": 3.5 * 40 * 1.59, "rtx2080ti": 4.7 * 68 * 1.545, "titanrtx": 4.2 * 72 * 1.77}
 #: Simulator settings for each DRAM latency, in cycles: the model's default, and that of a loaded memory.
 LATENCIES = {"430": "", "3000": "dram_latency=3000"}
 
@@ -138,7 +138,7 @@ def tree_cases() -> Iterator[Case]:
 def wide_cases(gpu: str) -> Iterator[Case]:
     """Returns cases of Gemma 4's global layers: the models' query and KV heads, and verification steps."""
     base = Case(512, (4096,) * 8)
-    target = {"v100": 0.95, "t4": 0.90}[gpu]
+    target = 0.95 if gpu == "v100" else 0.90
     yield from (replace(base, kv_heads=n, target=target) for n in (1, 2, 4))
     yield from (replace(base, kv_heads=heads, group=group) for heads, group in ((2, 4), (1, 16)))
     yield from (replace(base, kv_heads=4, seqlen_q=n) for n in (2, 4, 8))

@@ -5,7 +5,11 @@ default model and with a perfect instruction cache (icache=false). Nothing here 
 
 Training is forward and backward. TFLOP/s count the query-key pairs that the mask keeps: 4 operations a pair, head and column forward,
 10 backward. Decoding counts bytes of keys and values (a cache in pages of 16 tokens). The share is of the tensor pipe's rate,
-or of the DRAM rate of the simulated V100; decoding is simulated for the V100 alone.
+or of the DRAM rate of the simulated GPU. Turing has no kernels for a cache of latents.
+
+--pytorch adds the speed of PyTorch's memory-efficient kernel on a Turing GPU, from the wheel of torch 2.11.0+cu130, for forward rows
+that it computes without a mask in memory, with headdims to 128. K and V of grouped heads are repeated for it before, which is not
+counted. Its grid has fewer heads: blocks cost the same in all of them.
 Lengths are those of a usual run.
 """
 
@@ -14,8 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,11 +29,12 @@ from torch import Tensor
 
 from volta_fa.errors import CommandError
 
-from . import plots, report
-from .decode import DRAM_GB_S
+from . import plots, pytorch_turing, report
+from .decode import DRAM_RATES
 from .measure import Work, aligned, launches, simulated
 from .model_configs import DECODE, FORWARD, ROWS, TRAIN, Attention, Row
 from .report import Grid
+from .volta import FORWARD as FORWARD_PASS
 from .volta import GPUS
 
 _PAGE = 16
@@ -43,6 +50,7 @@ class Figures:
     rate_no_icache: float
     share: float  # of the tensor pipe's or DRAM's rate, by the default model
     kernels: str  # the slowest of each pass, with a perfect instruction cache
+    pytorch: float | None = None  # TFLOP/s of PyTorch's kernel, by the default model
 
 
 def visible_pairs(row: Row) -> int:
@@ -122,8 +130,29 @@ def simulate(row: Row, gpu: str) -> Figures:
         kernels = ", ".join(max(of, key=lambda r: r["timing"]["kernel_us"])["kernel"] for of in reports)
     unit = 1e3 if row.use == DECODE else 1e6
     rates = [work(row) / us / unit for us in times]
-    limit = DRAM_GB_S if row.use == DECODE else GPUS[gpu].peak_tflops
+    limit = DRAM_RATES[gpu] if row.use == DECODE else GPUS[gpu].peak_tflops
     return Figures(*times, *rates, rates[0] / limit, kernels)
+
+
+class PyTorch:
+    """PyTorch's kernels on a simulated Turing GPU."""
+
+    def __init__(self, library: Path, simulator: Path, folder: Path, gpu: str) -> None:
+        self._simulator, self._folder, self._gpu = simulator, folder, gpu
+        pytorch_turing.write_cubins(library, folder)
+
+    def tflops(self, row: Row) -> float | None:
+        """Returns the speed by the default model; None if the kernels do not compute the row."""
+        a = row.attention
+        if row.use != FORWARD or a.window or a.softcap or a.sinks or a.headdim != a.headdim_v or a.headdim > 128:
+            return None
+        kernels = (k for k in pytorch_turing.KERNELS if k.direction == FORWARD_PASS and k.headdim >= a.headdim)
+        kernel = min(kernels, key=lambda k: k.headdim)
+        # four times what the GPU holds at once
+        blocks = 4 * 3 * GPUS[self._gpu].sms
+        heads = min(row.batch * a.nheads, -(-blocks * kernel.rows // row.seqlen_q))
+        launch = pytorch_turing.job(kernel, heads, row.seqlen_q, row.seqlen_k, False, a.headdim, a.causal)
+        return pytorch_turing.tflops(self._simulator, self._folder, self._gpu, launch)
 
 
 def _key(row: Row, gpu: str) -> dict:
@@ -142,28 +171,30 @@ def _keep(file: Path, key: dict, figures: Figures) -> None:
         lines.write(json.dumps(key | {"figures": asdict(figures)}) + "\n")
 
 
-def _figures(row: Row, gpu: str, file: Path | None) -> Figures:
+def _figures(row: Row, gpu: str, file: Path | None, pytorch: PyTorch | None) -> Figures:
     """Returns the figures of a row, from `file` if it has those of the same kernels."""
-    if file is None:
-        return simulate(row, gpu)
-    key = _key(row, gpu)
-    figures = _kept(file, key)
-    if figures is None:
-        figures = simulate(row, gpu)
+    key = _key(row, gpu) if file else {}
+    known = _kept(file, key) if file else None
+    figures = known or simulate(row, gpu)
+    if pytorch and figures.pytorch is None:
+        figures = replace(figures, pytorch=pytorch.tflops(row))
+    if file and figures != known:
         _keep(file, key, figures)
     return figures
 
 
 def grid(results: Sequence[tuple[Row, Figures]], gpu: str) -> Grid:
     """Returns the table of a GPU."""
+    beside = any(f.pytorch for _, f in results)
     found = Grid(
         f"Attention of one layer on a simulated {GPUS[gpu].title}",
-        ["model and use", "us", "TFLOP/s or GB/s", "perfect i-cache", "share", "kernels"],
+        ["model and use", "us", "TFLOP/s or GB/s", "perfect i-cache", "share", *["PyTorch, TFLOP/s", "ratio"] * beside, "kernels"],
     )
     for row, f in results:
+        pytorch = [f"{f.pytorch:.1f}", f"{f.rate / f.pytorch:.1f}"] if f.pytorch else ["-", "-"]
         unit = "GB/s" if row.use == DECODE else "TFLOP/s"
         rates = (f"{f.rate:.0f}", f"{f.rate_no_icache:.0f}") if row.use == DECODE else (f"{f.rate:.1f}", f"{f.rate_no_icache:.1f}")
-        found.rows.append([str(row), f"{f.us:.0f}", f"{rates[0]} {unit}", rates[1], f"{f.share:.0%}", f.kernels])
+        found.rows.append([str(row), f"{f.us:.0f}", f"{rates[0]} {unit}", rates[1], f"{f.share:.0%}", *pytorch * beside, f.kernels])
     return found
 
 
@@ -190,30 +221,36 @@ def _parser() -> argparse.ArgumentParser:
     report.add_output_options(parser)
     parser.add_argument("--gpu", choices=GPUS, default="v100", help="the simulated GPU (default v100)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains TEXT")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep every row in FILE, and take from it rows of the same kernels")
     parser.add_argument(
-        "--resume", type=Path, metavar="FILE", help="keep every row in FILE, and take from it rows of the same kernels"
+        "--pytorch", type=Path, nargs=2, metavar=("LIBTORCH_CUDA", "VOLTA_SIM"), help="beside PyTorch's kernel, on a Turing GPU"
     )
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    rows = [row for row in ROWS if options.only in str(row) and (row.use != DECODE or options.gpu == "v100")]
+    rows = [row for row in ROWS if options.only in str(row) and (options.gpu == "v100" or not row.attention.latents)]
     if not rows:
         raise CommandError(f"--only: got {options.only}, expected a part of a row's name, such as `{ROWS[0]}`")
+    if options.pytorch and options.gpu == "v100":
+        raise CommandError("--pytorch: got v100, expected a Turing GPU")
     results = []
-    with report.progress() as bar:
+    with report.progress() as bar, ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        library, simulator = options.pytorch or (None, None)
+        pytorch = PyTorch(library, simulator, folder, options.gpu) if options.pytorch else None
         task = bar.add_task("", total=len(rows))
         for row in rows:
             bar.update(task, description=str(row))
-            results.append((row, _figures(row, options.gpu, options.resume)))
+            results.append((row, _figures(row, options.gpu, options.resume, pytorch)))
             bar.advance(task)
     header = report.facts("models", arguments, device=GPUS[options.gpu].device, **{"kind of figures": "simulated with tools/volta-sim"})
     report.show(header, [grid(results, options.gpu)])
     if options.json:
         report.write_json(
             options.json,
-            [{"row": str(row), "use": row.use, "kernels": f.kernels, "us": f.us, "rate": f.rate, "share": f.share} for row, f in results],
+            [{"row": str(row), "use": row.use, **asdict(f)} for row, f in results],
         )
     if options.plot:
         plot(results, options.gpu, header, options.plot)

@@ -12,6 +12,7 @@ output is compared with fp64 first.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import mmap
 import re
@@ -34,15 +35,11 @@ HEADDIM, _ROWS, _SMS, _HEADS, _KEYS = 128, 32, 80, 3, 2048
 #: Milliseconds on real V100s (torch 2.9.1, 24 heads): S-i-l-v-e-t/ComfyUI-V100, guidelines/flash-attn-v100.md, 2026-08-25.
 MEASURED_MS = {4096: 5.7, 8192: 23.1, 16384: 99.3, 32768: 492.9, 65536: 2701.2}
 _MEASURED_HEADS = 24
-_CUBIN, _COMPRESSED = 2, 0x2000
+_CUBIN, _LZ4, _ZSTD = 2, 0x2000, 0x8000
 
 
 def cubins(library: Path, sm: int) -> Iterator[bytes]:
     """Yields the cubins of an architecture in a shared library's fat binaries."""
-    try:
-        from lz4 import block
-    except ImportError as error:
-        raise CommandError("lz4 is not installed; run `pip install lz4`") from error
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = data.find(b"\x50\xed\x55\xba")
         while at >= 0:
@@ -52,12 +49,24 @@ def cubins(library: Path, sm: int) -> Iterator[bytes]:
                 kind, _, entry_header, padded = struct.unpack_from("<HHIQ", data, entry)
                 if kind == _CUBIN and struct.unpack_from("<I", data, entry + 28)[0] == sm:
                     content = data[entry + entry_header : entry + entry_header + padded]
-                    if struct.unpack_from("<Q", data, entry + 40)[0] & _COMPRESSED:
-                        compressed, size = struct.unpack_from("<I", data, entry + 16)[0], struct.unpack_from("<Q", data, entry + 56)[0]
-                        content = block.decompress(content[:compressed], uncompressed_size=size)
-                    yield content
+                    flags, size = struct.unpack_from("<Q", data, entry + 40)[0], struct.unpack_from("<Q", data, entry + 56)[0]
+                    compressed = content[: struct.unpack_from("<I", data, entry + 16)[0]]
+                    yield _decompressed(compressed, flags, size) if flags & (_LZ4 | _ZSTD) else content
                 entry += entry_header + padded
             at = data.find(b"\x50\xed\x55\xba", at + 16)
+
+
+def _decompressed(content: bytes, flags: int, size: int) -> bytes:
+    """Returns the content of an entry: compilers of CUDA 12 compress with LZ4, of CUDA 13 with zstd."""
+    package = "zstandard" if flags & _ZSTD else "lz4.block"
+    try:
+        module = importlib.import_module(package)
+    except ImportError as error:
+        name = package.split(".")[0]
+        raise CommandError(f"{name} is not installed; run `pip install {name}`") from error
+    if flags & _ZSTD:
+        return module.ZstdDecompressor().decompress(content, max_output_size=size)
+    return module.decompress(content, uncompressed_size=size)
 
 
 def job(keys: int, rows: int) -> dict:

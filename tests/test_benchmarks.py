@@ -163,7 +163,6 @@ def test_long_sequences(tmp_path):
 def test_cubins_of_a_fat_binary(tmp_path):
     from benchmarks import pytorch_kernel
 
-    pytest.importorskip("lz4", reason="lz4 is not installed")
     entries = b""
     for sm in (70, 75):
         content = f"cubin for {sm}".encode().ljust(16, b"\0")
@@ -176,6 +175,10 @@ def test_cubins_of_a_fat_binary(tmp_path):
     assert [c.rstrip(b"\0") for c in pytorch_kernel.cubins(library, 75)] == [b"cubin for 75"]
     with pytest.raises(CommandError, match="expected that of torch 2.7.1"):
         main("pytorch_kernel", library, tmp_path / "volta-sim")
+    with pytest.raises(CommandError, match="expected that of torch 2.11.0"):
+        main("titan_rtx", library, tmp_path / "volta-sim")
+    with pytest.raises(CommandError, match="--pytorch: got v100, expected a Turing GPU"):
+        main("models", "--pytorch", library, "volta-sim", "--only", "SDXL, 64x64 to text")
 
 
 def test_the_gpus_are_those_of_the_simulator():

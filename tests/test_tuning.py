@@ -312,7 +312,8 @@ def test_each_plan_is_logged_once():
     kernels = {
         f"forward, {shape}, causal": "volta_fwd_64x64_small on 2 x 2 x 2 blocks (smaller blocks, since all run at once)",
         f"backward, {shape}, causal": f"volta_bwd_varlen_preprocess on 2 x 2 x 2 blocks {plain}, volta_bwd_64_small on 2 x 2 x 2",
-        f"deterministic backward, main in launches: 1, {shape}, causal": f"volta_bwd_varlen_preprocess on 2 x 2 x 2 blocks {plain}, volta_bwd_64",
+        f"deterministic backward, main in launches: 1, {shape}, causal": "volta_bwd_varlen_preprocess on 2 x 2 x 2 "
+        f"blocks {plain}, volta_bwd_64",
         f"backward in one kernel, {shape.replace('70', '50')}": f"volta_bwd_varlen_fused_64_small on 1 x 2 x 2 blocks {plain}",
         f"forward, {shape}, window 3:all, with softcap": f"volta_fwd_softcap_64x64 on 1 x 2 x 2 blocks {plain}",
         "merge, batch 2, seqlen 70, 2 heads, headdim_v 64": "volta_merge on ",

@@ -360,6 +360,8 @@ pub enum Convergence {
 pub enum Uniform {
     /// ULDC.64: a constant into a register pair
     Ldc64,
+    /// ULDC.U8 and .U16: a constant under this mask
+    LdcNarrow(u32),
     /// a register that is the same in all threads
     R2ur,
 }

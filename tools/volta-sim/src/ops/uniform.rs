@@ -16,8 +16,8 @@ const SCALARS: [&str; 15] =
 pub fn as_vector(d: &mut Decoder) -> Result<bool, String> {
     let (vector, scalar) = match d.base {
         "ULDC" => {
-            d.allow(&["64"])?;
-            (if d.has("64") { "ULDC" } else { "MOV" }, true)
+            d.allow(&["64", "U16", "U8"])?;
+            (if ["64", "U16", "U8"].iter().any(|width| d.has(width)) { "ULDC" } else { "MOV" }, true)
         }
         // not of the uniform datapath: it takes the way of S2R
         "S2UR" => ("S2R", false),
@@ -36,6 +36,8 @@ pub fn as_vector(d: &mut Decoder) -> Result<bool, String> {
 impl Class for Uniform {
     fn decode(d: &mut Decoder) -> Decoded {
         let op = match d.base {
+            "ULDC" if d.has("U8") => Uniform::LdcNarrow(0xff),
+            "ULDC" if d.has("U16") => Uniform::LdcNarrow(0xffff),
             "ULDC" => Uniform::Ldc64,
             "R2UR" => Uniform::R2ur,
             _ => return Ok(None),
@@ -51,6 +53,10 @@ impl Class for Uniform {
             Uniform::Ldc64 => {
                 let v = s.int64(0)?;
                 s.wr64(&v);
+            }
+            Uniform::LdcNarrow(mask) => {
+                let v = s.raw(0)?.map(|word| word & mask);
+                s.wr(&v);
             }
             Uniform::R2ur => {
                 let first = s.together.trailing_zeros() as usize & 31;
@@ -127,8 +133,15 @@ mod tests {
 
     #[test]
     fn loads_and_moves() {
-        let w = after_load(&["UMOV UR9, UR5", "UMOV UR10, URZ", "R2UR UR11, R3"]);
-        assert_eq!([4, 5, 6, 7, 8, 9, 10, 11].map(|n| ur(&w, n)), [5, 0x8000_0003, 0x9000_0000, 1, 4, 0x8000_0003, 0, 10]);
+        let w = after_load(&[
+            "UMOV UR9, UR5",
+            "UMOV UR10, URZ",
+            "R2UR UR11, R3",
+            "ULDC.U8 UR12, c[0x0][0x160]",
+            "ULDC.U16 UR13, c[0x0][0x162]",
+        ]);
+        let expected = [5, 0x8000_0003, 0x9000_0000, 1, 4, 0x8000_0003, 0, 10, 3, 0x8000];
+        assert_eq!([4, 5, 6, 7, 8, 9, 10, 11, 12, 13].map(|n| ur(&w, n)), expected);
     }
 
     #[test]
