@@ -142,7 +142,7 @@ def test_models_resumes(tmp_path):
     kept.write_text(json.dumps(line | {"launches": other, "figures": line["figures"] | {"us": 12.5}}) + "\n")
     run("models", *arguments, "--json", tmp_path / "third.json")
     [row] = json.loads((tmp_path / "third.json").read_text())
-    assert row["us"] == line["figures"]["us"]
+    assert row["us"] == pytest.approx(line["figures"]["us"], rel=0.01)  # addresses of tensors move it by a little
 
 
 def test_long_sequences(tmp_path):
