@@ -14,11 +14,11 @@
 // main kernels, Q in dq) get the other sign, because kernels compute with |softmax_scale| (Problem::sign_flip).
 template <class S>
 __device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, const Operand& dp, int head, unsigned shared,
-                                         int origin, int first_row, int rows) {
+                                         int origin, int first_row, int rows, int batch = blockIdx.z) {
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
     using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;
-    Loader x(threadIdx.x, head_base(s, blockIdx.z, head) + (origin + first_row) * s.row_stride, s.row_stride, p.problem.headdim);
-    Loader y(threadIdx.x, head_base(dp, blockIdx.z, head) + (origin + first_row) * dp.row_stride, dp.row_stride,
+    Loader x(threadIdx.x, head_base(s, batch, head) + (origin + first_row) * s.row_stride, s.row_stride, p.problem.headdim);
+    Loader y(threadIdx.x, head_base(dp, batch, head) + (origin + first_row) * dp.row_stride, dp.row_stride,
              p.problem.headdim_v);
     const unsigned to = shared + swizzled<S::kChunks>(x.row, x.chunk);
 #pragma unroll 1
@@ -63,11 +63,12 @@ public:
     // Shared offset, in a tile, of this thread's first chunk.
     static __device__ __forceinline__ unsigned offset() { return swizzled<S::kChunks>(row(), chunk()); }
 
-    __device__ __forceinline__ StepTiles(const BwdParams& p, const Operand& s, const Operand& dp, int head, int first_row) {
+    __device__ __forceinline__ StepTiles(const BwdParams& p, const Operand& s, const Operand& dp, int head, int first_row,
+                                         int batch = blockIdx.z) {
         const long long thread_row = first_row + row();
         const int column = chunk() * kChunk;
-        s_ = head_base(s, blockIdx.z, head) + thread_row * s.row_stride + min(column, p.problem.headdim - kChunk);
-        dp_ = head_base(dp, blockIdx.z, head) + thread_row * dp.row_stride + min(column, p.problem.headdim_v - kChunk);
+        s_ = head_base(s, batch, head) + thread_row * s.row_stride + min(column, p.problem.headdim - kChunk);
+        dp_ = head_base(dp, batch, head) + thread_row * dp.row_stride + min(column, p.problem.headdim_v - kChunk);
     }
     // Loads the next tile, of which `rows` rows exist (may be negative or more than a step).
     __device__ __forceinline__ void load(const Operand& s, const Operand& dp, int rows) {
@@ -111,9 +112,9 @@ public:
 // Copies the block's rows of a gradient from shared memory to the output: whole chunks of the rows and columns that exist.
 template <class S>
 __device__ __forceinline__ void shared_to_output(const Output& out, int head, unsigned tile, int origin, int first_row,
-                                                 int all_rows, int headdim) {
+                                                 int all_rows, int headdim, int batch = blockIdx.z) {
     constexpr int kLanes = 8;
-    unsigned short* base = head_base(out, blockIdx.z, head);
+    unsigned short* base = head_base(out, batch, head);
     const int rows = min(S::kRows, all_rows - first_row);
     for (int row = threadIdx.x / kLanes; row < rows; row += S::kThreads / kLanes)
         for (int chunk = threadIdx.x % kLanes; chunk < headdim / kChunk; chunk += kLanes)

@@ -174,6 +174,8 @@ pub enum Pass {
     BackwardPreprocess,
     /// dk, dv, and dq added to its accumulator by atomics
     Backward,
+    /// the same on a stream-K grid, if few blocks of many steps would leave much of the GPU idle
+    BackwardStreamK,
     /// dk and dv alone, for the deterministic mode
     BackwardDkDv,
     /// dq alone, for the deterministic mode
@@ -213,6 +215,8 @@ pub enum ParamBlock {
     ForwardStreamK,
     /// `BwdParams`, of every backward pass
     Backward,
+    /// `BwdStreamKParams`
+    BackwardStreamK,
     /// `FwdBlockParams`, of forward kernels with `Feature::Blocks`
     ForwardBlocks,
     /// `BwdBlockParams`, of backward kernels with `Feature::Blocks`
@@ -233,9 +237,22 @@ pub enum ParamBlock {
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 11] = {
+    pub const ALL: [ParamBlock; 12] = {
         use ParamBlock::*;
-        [Forward, ForwardStreamK, Backward, ForwardBlocks, BackwardBlocks, BackwardStored, Merge, Decode, Append, Dequantize, Fast]
+        [
+            Forward,
+            ForwardStreamK,
+            Backward,
+            BackwardStreamK,
+            ForwardBlocks,
+            BackwardBlocks,
+            BackwardStored,
+            Merge,
+            Decode,
+            Append,
+            Dequantize,
+            Fast,
+        ]
     };
 
     /// Returns the name of the struct.
@@ -244,6 +261,7 @@ impl ParamBlock {
             ParamBlock::Forward => "FwdParams",
             ParamBlock::ForwardStreamK => "FwdStreamKParams",
             ParamBlock::Backward => "BwdParams",
+            ParamBlock::BackwardStreamK => "BwdStreamKParams",
             ParamBlock::ForwardBlocks => "FwdBlockParams",
             ParamBlock::BackwardBlocks => "BwdBlockParams",
             ParamBlock::BackwardStored => "BwdStoredParams",
@@ -285,7 +303,7 @@ pub struct PassInfo {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 18] = {
+pub const PASSES: [PassInfo; 19] = {
     use {ParamBlock as P, RowKind::*};
     const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
         PassInfo { pass, params, rows, features }
@@ -301,6 +319,7 @@ pub const PASSES: [PassInfo; 18] = {
         row(Pass::ForwardStreamK, P::ForwardStreamK, Queries, forward),
         row(Pass::BackwardPreprocess, P::Backward, ScratchQueries, prepare),
         row(Pass::Backward, P::Backward, Keys, gradients),
+        row(Pass::BackwardStreamK, P::BackwardStreamK, Keys, gradients),
         row(Pass::BackwardDkDv, P::Backward, Keys, gradients),
         row(Pass::BackwardDq, P::Backward, Queries, gradients),
         row(Pass::BackwardPostprocess, P::Backward, Queries, finish),
@@ -339,6 +358,7 @@ impl Pass {
             Pass::ForwardStreamK => ("fwd_streamk", ""),
             Pass::BackwardPreprocess => ("bwd", "preprocess"),
             Pass::Backward => ("bwd", ""),
+            Pass::BackwardStreamK => ("bwd_streamk", ""),
             Pass::BackwardDkDv => ("bwd", "dkdv"),
             Pass::BackwardDq => ("bwd", "dq"),
             Pass::BackwardPostprocess => ("bwd", "postprocess"),
@@ -366,6 +386,8 @@ pub const FORWARD_STREAM_K: [Pass; 1] = [Pass::ForwardStreamK];
 /// The set of `volta_fa::bwd` with an accumulator of dq, to which blocks add by atomics, in any order. In deterministic mode, a family with
 /// `has_key_block_offset` may run it too: several launches of the main kernel then fix the order.
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::Backward, Pass::BackwardPostprocess];
+/// The main kernel of the same set where a stream-K grid is faster.
+pub const BACKWARD_STREAM_K: [Pass; 1] = [Pass::BackwardStreamK];
 /// The set of `volta_fa::bwd` where there are few keys.
 pub const FUSED_BACKWARD: [Pass; 1] = [Pass::BackwardFused];
 /// The other set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator.

@@ -4,9 +4,9 @@ use super::blocks::at;
 use super::launches::launch_id;
 use crate::error::Result;
 use crate::launch::Launcher;
-use crate::limits::MAX_STREAM_K_SPLITS;
-use crate::params::{FwdParams, FwdStreamKParams, StreamKParams, StreamKSplit};
-use crate::plan::{PlannedKernel, StreamKPlan, StreamKSchedule};
+use crate::limits::{MAX_BACKWARD_SPLITS, MAX_STREAM_K_SPLITS};
+use crate::params::{BwdParams, BwdSplits, BwdStreamKParams, FwdParams, FwdStreamKParams, StreamKParams, StreamKSplit};
+use crate::plan::{BackwardStreamKPlan, BackwardStreamKSchedule, PlannedKernel, StreamKPlan, StreamKSchedule};
 use crate::tensor;
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -76,6 +76,70 @@ impl Launch {
             if !std::mem::replace(&mut has_last[tile], true) {
                 // SAFETY: a simulator's memory is the host's, and each stream-K tile has a semaphore.
                 unsafe { semaphores.add(tile).write(launch_id << 16 | (u64::from(all) - 1)) };
+            } else {
+                split.part |= 0xff;
+            }
+        }
+    }
+}
+
+/// Scratch memory and schedule of a stream-K launch of the backward pass.
+pub struct BackwardLaunch {
+    schedule: BackwardStreamKSchedule,
+    heads: i64,
+    /// Gradients of splits, then a semaphore per split key block.
+    scratch: Tensor,
+    /// Floats of the gradients.
+    partials: i64,
+}
+
+impl BackwardLaunch {
+    pub fn new(kernel: &PlannedKernel, plan: BackwardStreamKPlan, launcher: &dyn Launcher) -> Result<BackwardLaunch> {
+        let (schedule, heads) = (plan.schedule(), i64::from(plan.heads));
+        let v = kernel.variant;
+        let floats = i64::from(v.block_rows * (v.headdim + v.headdim_v));
+        let tiles = heads * i64::from(schedule.tiles);
+        let partials = tiles * i64::from(schedule.max_splits) * floats;
+        let scratch = tensor::empty(&[partials + 2 * tiles], Kind::Float, launcher)?;
+        Ok(BackwardLaunch { schedule, heads, scratch, partials })
+    }
+
+    /// Returns the scratch memory.
+    pub fn scratch(&self) -> &Tensor {
+        &self.scratch
+    }
+
+    /// Returns the parameter block.
+    pub fn params(&self, backward: BwdParams, launcher: &dyn Launcher) -> BwdStreamKParams {
+        let mut splits = [StreamKSplit::default(); MAX_BACKWARD_SPLITS];
+        splits[..self.schedule.splits.len()].copy_from_slice(&self.schedule.splits);
+        let semaphores: *mut u64 = at(&self.scratch, self.partials).cast();
+        let launch_id = launch_id();
+        if !launcher.runs_all_blocks() {
+            self.fake_arrivals(&mut splits[..self.schedule.splits.len()], semaphores, launch_id);
+        }
+        let stream_k = BwdSplits {
+            partials: at(&self.scratch, 0),
+            semaphores,
+            launch_id,
+            first_tile: self.schedule.first_tile as i32,
+            tiles: self.schedule.tiles as i32,
+            max_splits: self.schedule.max_splits as i32,
+            splits,
+        };
+        BwdStreamKParams { backward, stream_k }
+    }
+
+    /// As [`Launch::fake_arrivals`]: each head is divided alike.
+    fn fake_arrivals(&self, splits: &mut [StreamKSplit], semaphores: *mut u64, launch_id: u64) {
+        let mut has_last = vec![false; self.schedule.tiles as usize];
+        for split in splits.iter_mut().rev().filter(|split| split.splits() > 1) {
+            let (tile, all) = (usize::from(split.tile) - self.schedule.first_tile as usize, split.splits());
+            if !std::mem::replace(&mut has_last[tile], true) {
+                for head in 0..self.heads as usize {
+                    // SAFETY: a simulator's memory is the host's, and each split key block has a semaphore.
+                    unsafe { semaphores.add(head * has_last.len() + tile).write(launch_id << 16 | (u64::from(all) - 1)) };
+                }
             } else {
                 split.part |= 0xff;
             }

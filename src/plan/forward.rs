@@ -59,7 +59,7 @@ fn stream_k(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &Devi
         return None;
     }
     let reason = if is_tuned { reason } else { Reason::StreamK };
-    Some(PlannedKernel { variant, blocks: [plan.blocks(), 1], reason, stream_k: Some(plan) })
+    Some(PlannedKernel { variant, blocks: [plan.blocks(), 1], reason, stream_k: Some(plan), backward_stream_k: None })
 }
 
 /// Plans the forward kernel over a KV cache for a call that is not empty. The headdims of `a` are multiples of 8.

@@ -9,6 +9,8 @@ namespace volta {
 // The grid's first axis is blocks of keys and its second heads, or the other way round, as in forward/block.cuh. Blocks start
 // in the order of blockIdx, first axis first. Under a causal mask the first keys are seen by the most queries, so they start
 // first. All members read special registers again, so that they hold no register in between.
+//
+// The grid policy of main kernels; StreamKKeyBlock (stream_k.cuh) is the other one.
 struct KeyBlock {
     // The plan chooses the order; the kernel infers it from the grid's size.
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
@@ -20,6 +22,17 @@ struct KeyBlock {
     // adds to.
     __device__ __forceinline__ static float* dq_accum(const BwdParams& p) {
         return p.dq_accum + in_launch(p) * p.dq_accum_split_stride;
+    }
+    __device__ __forceinline__ static int batch(const BwdParams&) { return blockIdx.z; }
+    // Clips the steps of a query head to those of the block. Returns false if none is left. This block has all.
+    template <int Step>
+    __device__ __forceinline__ static bool clip(int, int&, int&) {
+        return true;
+    }
+    // Returns true for the block that stores these gradients.
+    template <int Threads, class... Gradients>
+    __device__ __forceinline__ static bool combine_splits(Gradients&...) {
+        return true;
     }
 
 private:
