@@ -1,4 +1,4 @@
-"""Forward grids of equal shares: every kernel, on any mask and odd sizes; whoever joins the pieces; and where a plan takes them."""
+"""Stream-K grids: every kernel, on any mask and odd sizes; whichever block combines the splits; and where a plan takes them."""
 
 import json
 
@@ -8,6 +8,7 @@ import torch
 from conftest import INFO, Case, assert_same_bits, check, on
 
 VARIANTS = [v for v in INFO["variants"] if v["pass"] == "ForwardStreamK"]
+BACKWARD = [v for v in INFO["variants"] if v["pass"] == "BackwardStreamK"]
 #: What a kernel does unasked, asked for.
 ASKING = {"softcap": {"softcap": 20.0}, "alibi": {"alibi": "bh"}, "bias": {"bias": "bhqk"}}
 PROBLEMS = {
@@ -83,3 +84,67 @@ def test_where_a_plan_takes_them(shape, pays):
     assert plan(*shape, needs="dropout")["pass"] == "Forward" and plan(*shape, needs="lengths")["pass"] == "Forward"
     if pays:
         assert found["reason"].startswith("stream-K") and found["grid"][1:] == [1, 1]
+
+
+#: Steps of a key block are those of all query heads of its KV head: none, few or many.
+BACKWARD_PROBLEMS = {
+    "grouped": {"seqlen_q": 141, "seqlen_k": 155, "nheads": 6, "nheads_k": 2},
+    "causal": {"seqlen_q": 203, "seqlen_k": 290, "batch": 2, "nheads": 4, "nheads_k": 1, "is_causal": True},
+    "rows without keys": {"seqlen_q": 300, "seqlen_k": 133, "batch": 1, "is_causal": True},
+    "keys without rows": {"seqlen_q": 70, "seqlen_k": 300, "batch": 1, "nheads": 2, "window_left": 20, "window_right": 3},
+    "window": {"seqlen_q": 260, "seqlen_k": 290, "batch": 1, "window_left": 60, "window_right": 9},
+    "negative": {"seqlen_q": 129, "seqlen_k": 321, "batch": 1, "softmax_scale": -0.3, "spread": 2.0},
+}
+
+
+def backward_plan(batch, nheads, nheads_k, seqlen, headdim, is_causal=False, **options):
+    of = (batch, seqlen, seqlen, nheads, nheads_k, headdim, headdim, is_causal)
+    return json.loads(torch.ops.volta_fa._plan(*of, **options))["backward"]
+
+
+@pytest.mark.parametrize("name", BACKWARD_PROBLEMS)
+@pytest.mark.parametrize("variant", BACKWARD, ids=lambda v: v["name"])
+@on("sim", "cuda")
+def test_every_backward_kernel_is_right(backend, force, variant, name):
+    """Also on headdims that it pads, and on grids for which no plan takes it."""
+    force(choices=[{"pass": "BackwardStreamK", "variant": variant["name"]}])
+    headdim = variant["headdim"] - 8 * (name != "grouped")
+    (q, k, v, dout), options = Case(**BACKWARD_PROBLEMS[name], headdim=headdim, headdim_v=headdim).problem(backend)
+    check(backend, q, k, v, dout, **options)
+
+
+@on("sim")
+def test_dk_and_dv_do_not_depend_on_the_order_of_blocks(backend, force, monkeypatch):
+    """Two host threads run blocks in ever other orders. Three splits have an order, two need none."""
+    force(choices=[{"pass": "BackwardStreamK", "variant": "volta_bwd_streamk_64"}])
+    (q, k, v, dout), options = Case(300, 290, batch=1, nheads=6, nheads_k=2, is_causal=True).problem(backend)
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    out, lse = torch.ops.volta_fa.fwd(q, k, v, **options)[:2]
+    expected = torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)
+    monkeypatch.setenv("VOLTA_FA_SIM_THREADS", "4")
+    for quantum in (1, 50, 5000):
+        monkeypatch.setenv("VOLTA_FA_SIM_QUANTUM", str(quantum))
+        found = torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)
+        for name, a, b in zip(("dk", "dv"), found[1:], expected[1:]):
+            assert_same_bits(name, a, b)
+
+
+#: (batch, nheads, nheads_k, seqlen, headdim, is_causal), and whether one block for each key block would leave enough places idle.
+BACKWARD_GRIDS = [
+    ((1, 32, 8, 2048, 64, False), True),
+    ((1, 32, 8, 2048, 128, False), True),
+    ((1, 32, 8, 4096, 128, True), True),  # the first key blocks of a causal mask have the most steps
+    ((1, 40, 40, 2048, 64, False), False),  # four full waves
+    ((4, 32, 8, 2048, 128, True), False),  # many waves of blocks, the longest first
+    ((1, 40, 40, 512, 64, False), False),
+]
+
+
+@pytest.mark.parametrize("shape, pays", BACKWARD_GRIDS, ids=lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else str(x))
+def test_where_a_plan_splits_key_blocks(shape, pays):
+    main = backward_plan(*shape)["main"]
+    assert (main["pass"] == "BackwardStreamK") == pays
+    assert backward_plan(*shape, deterministic=True)["main"]["pass"] != "BackwardStreamK"
+    assert backward_plan(*shape, needs="lengths")["main"]["pass"] == "Backward"
+    if pays:
+        assert main["reason"].startswith("stream-K") and main["grid"][0] == shape[0] * shape[2] and main["grid"][2] == 1
