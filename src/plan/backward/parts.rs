@@ -122,7 +122,7 @@ impl Planner<'_> {
             return None;
         }
         let [(variant, reason)] = choose(self.kernels, kernels::BACKWARD_STREAM_K, &self.shape, self.requested, d).ok()?;
-        let of = |v: &Variant| (v.headdim, v.headdim_v, v.block_rows);
+        let of = |v: &Variant| (v.headdim, v.headdim_v);
         let is_tuned = reason == Reason::Tuned;
         // both share the layout of the scratch memory with the other kernels of the pass
         if variant.family.name != usual.0.family.name || (!is_tuned && of(variant) != of(usual.0)) {
@@ -130,19 +130,22 @@ impl Planner<'_> {
         }
         let key = (variant.name, a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k, a.window.left, a.window.right);
         type Key = (&'static str, i64, i64, i64, i64, i64, Option<i64>, Option<i64>);
-        thread_local!(static LAST: PlanCache<Key, Option<(BackwardStreamKPlan, u64, u64)>> = const { Cell::new(None) });
-        let (plan, time, undivided) = cached_plan(&LAST, key, d, || Ok(BackwardStreamKPlan::of(a, variant, d))).ok()??;
-        let undivided = match tail {
-            // waves of equal blocks, and a shorter one
-            Some(_) => {
-                let waves = |blocks: u64| (blocks * u64::from(plan.heads)).div_ceil(resident_blocks(variant, d)) as f64;
-                let (before, all) = (waves(before_tail), waves(plan.key_blocks.into()));
-                (undivided as f64 * (before + TAIL) / all) as u64
+        thread_local!(static LAST: PlanCache<Key, Option<(BackwardStreamKPlan, u64)>> = const { Cell::new(None) });
+        let (plan, time) = cached_plan(&LAST, key, d, || Ok(BackwardStreamKPlan::of(a, variant, d))).ok()??;
+        if !is_tuned {
+            let undivided = BackwardStreamKPlan::undivided_time(a, usual.0, d)?;
+            let undivided = match tail {
+                // waves of equal blocks, and a shorter one
+                Some(_) => {
+                    let waves = |blocks: u64| (blocks * u64::from(plan.heads)).div_ceil(resident_blocks(variant, d)) as f64;
+                    let (before, all) = (waves(before_tail), waves(plan.key_blocks.into()));
+                    (undivided as f64 * (before + TAIL) / all) as u64
+                }
+                None => undivided,
+            };
+            if !BackwardStreamKPlan::pays(time, undivided) {
+                return None;
             }
-            None => undivided,
-        };
-        if !is_tuned && !BackwardStreamKPlan::pays(time, undivided) {
-            return None;
         }
         let reason = if is_tuned { reason } else { Reason::StreamK };
         Some(PlannedKernel { variant, blocks: [plan.heads, plan.blocks_of_head()], reason, stream_k: None, backward_stream_k: Some(plan) })

@@ -23,6 +23,10 @@ const PARTIAL: u64 = 25;
 const MAX_WAVES: u64 = 8;
 /// Maximum ratio of the estimate to that of one block per key block: estimates are inexact.
 const WORTH_IT: (u64, u64) = (24, 25);
+/// Keys of a block whose times these are. Smaller blocks have two roles too at headdim 64: 3.1 us a step at N=1024, 8 KV heads of 32, where
+/// large ones have 5.2.
+const LARGE_BLOCK: u32 = 128;
+const SMALL: (u64, u64) = (6, 10);
 /// Limits of a split that are tried, as parts of the longest key block.
 const PARTS: u32 = 20;
 
@@ -78,8 +82,8 @@ pub struct BackwardStreamKSchedule {
 }
 
 impl BackwardStreamKPlan {
-    /// Returns the best division of this grid, and its time with and without a division; None: it cannot be divided, or has enough waves.
-    pub(super) fn of(a: &Attention, v: &Variant, d: &DeviceLimits) -> Option<(BackwardStreamKPlan, u64, u64)> {
+    /// Returns one block for each key block.
+    fn undivided(a: &Attention, v: &Variant) -> BackwardStreamKPlan {
         let p = problem_block(a, a.batch);
         let offset = p.seqlen_k - p.seqlen_q;
         let shape = Shape {
@@ -91,25 +95,35 @@ impl BackwardStreamKPlan {
             block_rows: v.block_rows as i32,
             step: v.step as i32,
         };
-        let heads = p.nheads_k as u32 * p.batch as u32;
         let key_blocks = (p.seqlen_k as u32).div_ceil(v.block_rows);
-        let longest = (0..key_blocks.min(MAX_BACKWARD_SPLITS as u32)).map(|block| shape.steps(block)).max()?;
+        BackwardStreamKPlan { heads: p.nheads_k as u32 * p.batch as u32, key_blocks, first_split: key_blocks, limit: u32::MAX, shape }
+    }
+
+    /// Returns the time of a main kernel with one block for each key block; None: too many for an estimate.
+    pub(super) fn undivided_time(a: &Attention, v: &Variant, d: &DeviceLimits) -> Option<u64> {
+        BackwardStreamKPlan::undivided(a, v).time(v, d)
+    }
+
+    /// Returns the best division of this grid, and its time; None: it cannot be divided, or has enough waves.
+    pub(super) fn of(a: &Attention, v: &Variant, d: &DeviceLimits) -> Option<(BackwardStreamKPlan, u64)> {
+        let whole = BackwardStreamKPlan::undivided(a, v);
+        let BackwardStreamKPlan { heads, key_blocks, .. } = whole;
         let resident = u64::from(d.sms * v.blocks_per_sm);
         let blocks = u64::from(key_blocks) * u64::from(heads);
-        if key_blocks as usize > MAX_BACKWARD_SPLITS || longest > u32::from(u16::MAX) || longest < 2 || blocks > MAX_WAVES * resident {
+        if key_blocks as usize > MAX_BACKWARD_SPLITS || blocks > MAX_WAVES * resident {
             return None;
         }
+        let longest = (0..key_blocks).map(|block| whole.shape.steps(block)).max().filter(|&steps| steps <= u16::MAX.into())?;
         // all key blocks, or at most those of the last one or two waves
         let of_waves = |waves: u64| (blocks % resident + waves * resident).div_ceil(u64::from(heads)) as u32;
         let mut first_splits: Vec<_> = [0, 1].map(|waves| key_blocks.saturating_sub(of_waves(waves))).into_iter().chain([0]).collect();
         first_splits.dedup();
-        let whole = BackwardStreamKPlan { heads, key_blocks, first_split: key_blocks, limit: longest, shape };
         let limits = (2..PARTS).map(|part| (longest * part).div_ceil(PARTS)).filter(|&limit| limit < longest);
         let plans =
             limits.flat_map(|limit| first_splits.iter().map(move |&first_split| BackwardStreamKPlan { first_split, limit, ..whole }));
-        let timed = plans.filter_map(|plan| Some((plan.time(resident, d.sms)?, plan)));
+        let timed = plans.filter_map(|plan| Some((plan.time(v, d)?, plan)));
         let (time, best) = timed.min_by_key(|&(time, plan)| (time, Reverse(plan.limit)))?;
-        Some((best, time, whole.time(resident, d.sms)?))
+        Some((best, time))
     }
 
     /// Returns whether a division pays.
@@ -140,11 +154,15 @@ impl BackwardStreamKPlan {
     }
 
     /// Returns when the last block ends; None: too many splits for the parameters of a kernel.
-    fn time(&self, resident: u64, sms: u32) -> Option<u64> {
+    fn time(&self, v: &Variant, d: &DeviceLimits) -> Option<u64> {
+        if self.key_blocks as usize > MAX_BACKWARD_SPLITS {
+            return None;
+        }
         let blocks = self.blocks();
         if blocks.len() > MAX_BACKWARD_SPLITS {
             return None;
         }
+        let (sms, resident) = (u64::from(d.sms), u64::from(d.sms * v.blocks_per_sm));
         // places by the time from which they are free
         let mut free = BTreeMap::from([(0, resident)]);
         let mut end = 0;
@@ -166,8 +184,9 @@ impl BackwardStreamKPlan {
             blocks.iter().map(|&(.., splits)| if splits == 2 { 1 } else { splits }).filter(|_| blocks.len() > self.key_blocks as usize);
         let end = end + u64::from(added.max().unwrap_or(0)) * PARTIAL;
         // blocks alone on their SMs take 3/4 of the time
-        let are_alone = resident > u64::from(sms) && blocks.len() as u64 * u64::from(self.heads) <= u64::from(sms);
-        Some(if are_alone { end * 3 / 4 } else { end })
+        let are_alone = resident > sms && blocks.len() as u64 * u64::from(self.heads) <= sms;
+        let end = if are_alone { end * 3 / 4 } else { end };
+        Some(if v.block_rows < LARGE_BLOCK { end * SMALL.0 / SMALL.1 } else { end })
     }
 
     /// Returns the number of blocks of each head.
