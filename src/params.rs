@@ -234,7 +234,7 @@ pub struct FwdParams {
 pub struct StreamKSplit {
     /// Number of the tile among the stream-K tiles; backward: of the key block of a head.
     pub tile: u16,
-    /// First iteration.
+    /// First iteration; of paged kernels the first of `PAGED_PARTS` parts of the tile's iterations.
     pub first: u16,
     /// Iteration after the last.
     pub end: u16,

@@ -194,6 +194,8 @@ pub enum Pass {
     Decode,
     /// the same of many queries a sequence
     Prefill,
+    /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
+    PrefillStreamK,
     /// the same as decode over a cache of latents, whose first columns are the values
     DecodeMla,
     /// keys and values into a KV cache, and rotary embeddings of keys and queries
@@ -303,7 +305,7 @@ pub struct PassInfo {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 19] = {
+pub const PASSES: [PassInfo; 20] = {
     use {ParamBlock as P, RowKind::*};
     const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
         PassInfo { pass, params, rows, features }
@@ -329,6 +331,7 @@ pub const PASSES: [PassInfo; 19] = {
         row(Pass::Merge, P::Merge, Queries, FeatureSet::NONE),
         row(Pass::Decode, P::Decode, PackedQueries, FeatureSet::of(&[Feature::Tree])),
         row(Pass::Prefill, P::Forward, Queries, FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]))),
+        row(Pass::PrefillStreamK, P::ForwardStreamK, Queries, FeatureSet::PAGED),
         row(Pass::DecodeMla, P::Decode, PackedQueries, FeatureSet::NONE),
         row(Pass::Append, P::Append, Keys, FeatureSet::NONE),
         row(Pass::Dequantize, P::Dequantize, Keys, FeatureSet::NONE),
@@ -368,6 +371,7 @@ impl Pass {
             Pass::Merge => ("merge", ""),
             Pass::Decode => ("decode", ""),
             Pass::Prefill => ("prefill", ""),
+            Pass::PrefillStreamK => ("prefill_streamk", ""),
             Pass::DecodeMla => ("mla_decode", ""),
             Pass::Append => ("append", ""),
             Pass::Dequantize => ("dequantize", ""),
@@ -383,6 +387,8 @@ impl Pass {
 pub const FORWARD: [Pass; 1] = [Pass::Forward];
 /// The set of `volta_fa::fwd` where a stream-K grid is faster.
 pub const FORWARD_STREAM_K: [Pass; 1] = [Pass::ForwardStreamK];
+/// The set for a KV cache where a stream-K grid is faster.
+pub const PREFILL_STREAM_K: [Pass; 1] = [Pass::PrefillStreamK];
 /// The set of `volta_fa::bwd` with an accumulator of dq, to which blocks add by atomics, in any order. In deterministic mode, a family with
 /// `has_key_block_offset` may run it too: several launches of the main kernel then fix the order.
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::Backward, Pass::BackwardPostprocess];
@@ -560,7 +566,9 @@ impl Variant {
         let features = self.feature_words();
         let Variant { headdim, headdim_v, block_rows, .. } = self;
         let tile = match self.pass {
-            Pass::Forward | Pass::ForwardStreamK | Pass::Prefill | Pass::FastForward => format!("{headdim}x{headdim_v}"),
+            Pass::Forward | Pass::ForwardStreamK | Pass::Prefill | Pass::PrefillStreamK | Pass::FastForward => {
+                format!("{headdim}x{headdim_v}")
+            }
             Pass::Decode => format!("{headdim}x{block_rows}"),
             Pass::DecodeMla => block_rows.to_string(),
             // these read the headdim from their parameters
@@ -584,7 +592,7 @@ impl Variant {
         required.sort_unstable();
         // every kernel of the pass has these
         let usual = match self.pass {
-            Pass::Prefill => FeatureSet::PAGED,
+            Pass::Prefill | Pass::PrefillStreamK => FeatureSet::PAGED,
             Pass::ForwardStreamK => FeatureSet::of(&[Feature::Sinks]),
             _ => FeatureSet::NONE,
         };

@@ -3,8 +3,9 @@
 use super::blocks::at;
 use super::launches::launch_id;
 use crate::error::Result;
+use crate::kernels::Pass;
 use crate::launch::Launcher;
-use crate::limits::{MAX_BACKWARD_SPLITS, MAX_STREAM_K_SPLITS};
+use crate::limits::{MAX_BACKWARD_SPLITS, MAX_STREAM_K_SPLITS, PAGED_PARTS};
 use crate::params::{BwdParams, BwdSplits, BwdStreamKParams, FwdParams, FwdStreamKParams, StreamKParams, StreamKSplit};
 use crate::plan::{BackwardStreamKPlan, BackwardStreamKSchedule, PlannedKernel, StreamKPlan, StreamKSchedule};
 use crate::tensor;
@@ -20,6 +21,8 @@ pub struct Launch {
     scratch: Tensor,
     /// Floats of the results.
     partials: i64,
+    /// Splits count in parts of a tile's iterations.
+    is_paged: bool,
 }
 
 /// Returns the schedule of a plan. A thread keeps the last one, because all layers of a model use the same.
@@ -39,7 +42,7 @@ impl Launch {
         let floats = i64::from(kernel.variant.block_rows) * (columns + 8 * (columns as u64).div_ceil(128) as i64);
         let partials = i64::from(plan.stream_k_tiles) * i64::from(schedule.max_splits) * floats;
         let scratch = tensor::empty(&[partials + 2 * i64::from(plan.stream_k_tiles)], Kind::Float, launcher)?;
-        Ok(Launch { schedule, plan, scratch, partials })
+        Ok(Launch { schedule, plan, scratch, partials, is_paged: kernel.variant.pass == Pass::PrefillStreamK })
     }
 
     /// Returns the scratch memory.
@@ -51,6 +54,10 @@ impl Launch {
     pub fn params(&self, forward: FwdParams, launcher: &dyn Launcher) -> Result<FwdStreamKParams> {
         let mut splits = [StreamKSplit::default(); MAX_STREAM_K_SPLITS];
         splits[..self.schedule.splits.len()].copy_from_slice(&self.schedule.splits);
+        if self.is_paged {
+            let parts = |iteration: u16| (u32::from(iteration) * PAGED_PARTS / self.plan.iterations) as u16;
+            splits.iter_mut().for_each(|split| (split.first, split.end) = (parts(split.first), parts(split.end)));
+        }
         let semaphores: *mut u64 = at(&self.scratch, self.partials).cast();
         let launch_id = launch_id();
         if !launcher.runs_all_blocks() {
