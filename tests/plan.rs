@@ -107,7 +107,7 @@ fn plans_least_padding_for_every_headdim() {
     }
 }
 
-const CACHED: [Pass; 5] = [Pass::Append, Pass::Dequantize, Pass::Decode, Pass::DecodeMla, Pass::Prefill];
+const CACHED: [Pass; 6] = [Pass::Append, Pass::Dequantize, Pass::Decode, Pass::DecodeMla, Pass::Prefill, Pass::PrefillStreamK];
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
@@ -1238,13 +1238,50 @@ fn names_tuning_choices_unusable_on_a_device() {
     assert!(refused[0].contains("volta_fwd_128x128") && refused[0].contains("of 40960"), "{refused:?}");
 }
 
-/// Prefill has the same shape, but no stream-K kernels.
+/// Prefill has the same shape, and stream-K kernels of its own.
 #[test]
 fn prefill_ignores_stream_k_choices() {
     let d = tuned(&[], &[r#""pass": "ForwardStreamK", "variant": "volta_fwd_streamk_64x64""#]);
     let a = Attention { nheads: 6, nheads_k: 6, ..attention(2048, 2048, 64, 64) };
     assert_eq!(forward_of(&a, &d), ("volta_fwd_streamk_64x64", Reason::Tuned));
-    assert_eq!(plan::prefill(&a, &d).unwrap().variant.pass, Pass::Prefill);
+    assert_ne!(plan::prefill(&a, &d).unwrap().variant.pass, Pass::ForwardStreamK);
+}
+
+/// Splits of a key block have consecutive numbers and steps, up to the last query that sees one of its keys. Longer ones start first.
+#[test]
+fn backward_stream_k_splits_cover_all_steps_once() {
+    let window = |left, right| Window { left, right };
+    let problems = [
+        Attention { nheads: 32, nheads_k: 8, ..attention(2048, 2048, 64, 64) },
+        Attention { nheads: 32, nheads_k: 8, window: window(None, Some(0)), ..attention(4096, 4096, 128, 128) },
+        Attention { nheads: 12, nheads_k: 2, window: window(None, Some(0)), ..attention(1000, 1300, 64, 64) },
+        Attention { nheads: 12, nheads_k: 2, window: window(Some(200), Some(3)), ..attention(1300, 1000, 128, 128) },
+    ];
+    for a in problems.map(|a| Attention { batch: 1, ..a }) {
+        let d = tuned(&[], &[&format!(r#""pass": "BackwardStreamK", "variant": "volta_bwd_streamk_{}""#, a.headdim)]);
+        let main = plan::backward(&a, DEFAULT, &d).unwrap().main;
+        let (plan, v) = (main.backward_stream_k.unwrap(), main.variant);
+        let schedule = plan.schedule();
+        assert_eq!((main.blocks, main.grid(1)[2]), ([a.nheads_k as u32, schedule.splits.len() as u32], 1));
+        assert!(schedule.splits.windows(2).all(|pair| pair[0].end - pair[0].first >= pair[1].end - pair[1].first));
+        let is_visible = |i: i64, j: i64| {
+            let place = i + a.seqlen_k - a.seqlen_q;
+            j < a.seqlen_k && a.window.left.is_none_or(|left| j >= place - left) && a.window.right.is_none_or(|right| j <= place + right)
+        };
+        for block in 0..plan.key_blocks {
+            let keys = || (0..v.block_rows).map(|key| i64::from(block * v.block_rows + key));
+            let rows: Vec<_> = (0..a.seqlen_q).filter(|&i| keys().any(|j| is_visible(i, j))).collect();
+            let step = i64::from(v.step);
+            let steps = rows.first().map_or(0, |first| (rows[rows.len() - 1] + step - first / step * step) / step);
+            let mut splits: Vec<_> = schedule.splits.iter().filter(|split| u32::from(split.tile) == block).collect();
+            splits.sort_by_key(|split| split.part);
+            assert_eq!((splits[0].first, i64::from(splits[splits.len() - 1].end)), (0, steps * a.nheads / a.nheads_k), "{a:?} {block}");
+            assert!(splits.windows(2).all(|pair| pair[0].end == pair[1].first && pair[0].end > pair[0].first));
+            assert!(splits.iter().enumerate().all(|(i, split)| split.part == i as u16 * 256 + splits.len() as u16));
+            let is_in_scratch = (schedule.first_tile..schedule.first_tile + schedule.tiles).contains(&block);
+            assert!((splits.len() == 1 || is_in_scratch) && splits.len() as u32 <= schedule.max_splits);
+        }
+    }
 }
 
 /// Splits cover every iteration of every stream-K tile once, have consecutive numbers, and start in the order of their length.

@@ -18,8 +18,7 @@ __device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, c
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
     using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;
     Loader x(threadIdx.x, head_base(s, batch, head) + (origin + first_row) * s.row_stride, s.row_stride, p.problem.headdim);
-    Loader y(threadIdx.x, head_base(dp, batch, head) + (origin + first_row) * dp.row_stride, dp.row_stride,
-             p.problem.headdim_v);
+    Loader y(threadIdx.x, head_base(dp, batch, head) + (origin + first_row) * dp.row_stride, dp.row_stride, p.problem.headdim_v);
     const unsigned to = shared + swizzled<S::kChunks>(x.row, x.chunk);
 #pragma unroll 1
     for (int r = 0; r < S::kRows; r += kRowsAtOnce) {

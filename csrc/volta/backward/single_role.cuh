@@ -44,8 +44,7 @@ struct BackwardSingleRole {
         if (first_key >= sequence.seqlen_k_allocated()) return;
         const Queries range(mask_of(p.problem, sequence), first_key);
 
-        load_own<S>(p, p.k, p.v, grid.head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k(),
-                    grid.batch(p));
+        load_own<S>(p, p.k, p.v, grid.head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k(), grid.batch(p));
         const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
 
