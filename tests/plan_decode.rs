@@ -48,7 +48,9 @@ const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_byte
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
     let mut unused: Vec<_> = kernels::variants()
-        .filter(|v| matches!(v.pass, Pass::Append | Pass::Dequantize | Pass::Decode | Pass::DecodeMla | Pass::Prefill | Pass::PrefillStreamK))
+        .filter(|v| {
+            matches!(v.pass, Pass::Append | Pass::Dequantize | Pass::Decode | Pass::DecodeMla | Pass::Prefill | Pass::PrefillStreamK)
+        })
         .map(|v| v.name)
         .collect();
     for d in [DeviceLimits::V100, T4] {

@@ -1,7 +1,7 @@
 // Block index of the volta main kernels: which keys and which KV head a block has.
 #pragma once
 
-#include "tile.cuh"
+#include "backward/tiles.cuh"
 #include "volta_fa_params.h"
 
 namespace volta {
@@ -11,7 +11,8 @@ namespace volta {
 // first. All members read special registers again, so that they hold no register in between.
 //
 // The grid policy of main kernels; StreamKKeyBlock (stream_k.cuh) is the other one.
-struct KeyBlock {
+struct KeyBlock : BatchAxis {
+    static constexpr bool kStreamK = false;
     // The plan chooses the order; the kernel infers it from the grid's size.
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
     __device__ __forceinline__ static int number(const BwdParams& p) { return p.first_key_block + in_launch(p); }
@@ -22,12 +23,6 @@ struct KeyBlock {
     // adds to.
     __device__ __forceinline__ static float* dq_accum(const BwdParams& p) {
         return p.dq_accum + in_launch(p) * p.dq_accum_split_stride;
-    }
-    __device__ __forceinline__ static int batch(const BwdParams&) { return blockIdx.z; }
-    // Clips the steps of a query head to those of the block. Returns false if none is left. This block has all.
-    template <int Step>
-    __device__ __forceinline__ static bool clip(int, int&, int&) {
-        return true;
     }
     // Returns true for the block that stores these gradients.
     template <int Threads, class... Gradients>

@@ -24,7 +24,7 @@ template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, class 
 struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1>;
     static constexpr int kSharedBytes = S::kSharedBytes;
-    static constexpr bool kWithDq = Mode == DqMode::kAtomicAdd;
+    static constexpr bool kWithDq = Mode == DqMode::kAtomicAdd, kStreamK = Grid::kStreamK;
     static_assert(Mode != DqMode::kStore, "storing dQ needs more registers than a thread has");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys x 32 queries of the scores");
@@ -44,7 +44,7 @@ struct BackwardSingleRole {
         if (first_key >= sequence.seqlen_k_allocated()) return;
         const Queries range(mask_of(p.problem, sequence), first_key);
 
-        load_own<S>(p, p.k, p.v, grid.head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k(), grid.batch(p));
+        load_own<S>(p, p.k, p.v, grid.head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k(), grid);
         const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
 
@@ -67,14 +67,18 @@ struct BackwardSingleRole {
 #pragma unroll 1
         for (int head = grid.head(p) * group(); head < (grid.head(p) + 1) * group(); head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
-            int first = Queries::first(mask_of(p.problem, sequence), grid.number(p)), end = range.end;
-            if (first >= end) break;
-            if (!grid.template clip<S::kStep>(head - grid.head(p) * group(), first, end)) continue;
+            int first = Queries::first(mask_of(p.problem, sequence), grid.number(p));
+            if (first >= range.end) break;
+            int end;  // of the split's rows
+            if constexpr (kStreamK) {
+                end = grid.template clip<S::kStep>(p, head, first, range.end);
+                if (first >= end) continue;
+            }
             const long long head_row = rounded_row<RowStats>(p, sequence, grid.batch(p), head);
             float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats + stats_lane);
             float* dq = keep_in_register(grid.dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 
-            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + first, grid.batch(p));
+            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + first, grid);
             Accumulator s[2][2], dp[2][2];
             tiles.load(p.q, p.dout, range.rows(p) - first);
             Joint::begin(s, dp, stats + first * RowStats::kRowFloats);
@@ -83,7 +87,7 @@ struct BackwardSingleRole {
             __syncthreads();
 
 #pragma unroll 1
-            for (int row = first; row < end; row += S::kStep) {
+            for (int row = first; row < (kStreamK ? end : range.end); row += S::kStep) {
                 // S^T and dP^T, one chunk of headdim after the other. Rolled, to fit the instruction cache.
                 {
                     const u32 a = score_operands.first(), b = score_operands.second();
@@ -160,10 +164,10 @@ struct BackwardSingleRole {
         to_shared<S, 1>(dv, p, dv_factor, shared + S::kOwnDp, end_warp_key, 0);
         __syncthreads();
         const BlockSeqlenInfo end_sequence(p.problem, p.lengths, blockIdx.z);
-        shared_to_output<S>(p.dk, grid.head(p), shared + S::kOwnS, end_sequence.k_offset(), end_key,
-                            end_sequence.seqlen_k_allocated(), p.problem.headdim, grid.batch(p));
-        shared_to_output<S>(p.dv, grid.head(p), shared + S::kOwnDp, end_sequence.k_offset(), end_key,
-                            end_sequence.seqlen_k_allocated(), p.problem.headdim_v, grid.batch(p));
+        shared_to_output<S>(p, p.dk, grid.head(p), shared + S::kOwnS, end_sequence.k_offset(), end_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim, grid);
+        shared_to_output<S>(p, p.dv, grid.head(p), shared + S::kOwnDp, end_sequence.k_offset(), end_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim_v, grid);
     }
 };
 

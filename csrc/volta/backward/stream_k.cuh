@@ -60,6 +60,7 @@ class StreamKKeyBlock {
     static constexpr int kChunks = (0 + ... + sizeof(Gradients)) / 16;
 
 public:
+    static constexpr bool kStreamK = true;
     __device__ __forceinline__ explicit StreamKKeyBlock(const BwdSplits& params) : params_(params) {}
 
     __device__ __forceinline__ int number(const BwdParams&) const { return split().tile; }
@@ -67,13 +68,13 @@ public:
     __device__ __forceinline__ int head(const BwdParams& p) const { return remat_block_index() % p.problem.nheads_k; }
     __device__ __forceinline__ float* dq_accum(const BwdParams& p) const { return p.dq_accum; }
 
-    // Clips the steps of query head `of_group` of the group to those of the split. Returns false if none is left.
+    // Clips the rows from `first` to `end` of a query head to those of the split, and returns their end.
     template <int Step>
-    __device__ __forceinline__ bool clip(int of_group, int& first, int& end) const {
-        const int steps = (end - first + Step - 1) / Step, before = of_group * steps;
-        end = min(end, first + max(split().end - before, 0) * Step);
+    __device__ __forceinline__ int clip(const BwdParams& p, int query_head, int& first, int end) const {
+        const int of_group = query_head % (p.problem.nheads / p.problem.nheads_k);
+        const int all_first = first, steps = (end - first + Step - 1) / Step, before = of_group * steps;
         first += max(split().first - before, 0) * Step;
-        return first < end;
+        return min(end, all_first + max(split().end - before, 0) * Step);
     }
 
     // Stores this split's gradients. Returns true for the last block of the key block, after it has added all splits.

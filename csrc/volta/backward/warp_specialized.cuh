@@ -33,6 +33,7 @@ struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2>;
     static constexpr int kSharedBytes = S::kSharedBytes;
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
+    static constexpr bool kStreamK = Grid::kStreamK;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     using Queries = QueryRange<S::kRows, S::kStep>;
     using Dq = DqProduct<S>;
@@ -173,7 +174,7 @@ struct BackwardWarpSpecialized {
         if (!kFused && first_key >= sequence.seqlen_k_allocated()) return;
         const Queries range(mask_of(p.problem, sequence), first_key, kFused);
 
-        load_own<S>(p, p.k, p.v, grid.head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k(), grid.batch(p));
+        load_own<S>(p, p.k, p.v, grid.head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k(), grid);
         const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) {
             clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
@@ -200,14 +201,17 @@ struct BackwardWarpSpecialized {
         for (int head = grid.head(p) * group; head < (grid.head(p) + 1) * group; head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
             auto queries = blocks.template steps<S::kStep>(p, head, first_key, 0, range.end, p.problem.seqlen_q);
-            int first, end = range.end;
+            int first, end;  // `end`: of a split's rows
             if constexpr (Blocks::kListed) {
                 if (!queries.exists()) continue;
                 first = existing_row(p, queries.first());
             } else {
                 first = kFused ? 0 : Queries::first(mask_of(p.problem, sequence), grid.number(p));
-                if (first >= end) break;
-                if (!grid.template clip<S::kStep>(head - grid.head(p) * group, first, end)) continue;
+                if (first >= range.end) break;
+                if constexpr (kStreamK) {
+                    end = grid.template clip<S::kStep>(p, head, first, range.end);
+                    if (first >= end) continue;
+                }
             }
             const auto row_after = [&](int row) {
                 if (!Blocks::kListed) return row + S::kStep;
@@ -221,8 +225,7 @@ struct BackwardWarpSpecialized {
                                             (role ? RowStats::kDeltaAt : RowStats::kLseAt) + stats_lane);
             float* dq = keep_in_register(grid.dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 
-            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + (Blocks::kListed ? queries.first() : first),
-                               grid.batch(p));
+            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + (Blocks::kListed ? queries.first() : first), grid);
             Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
             tiles.load(p.q, p.dout, rows() - (Blocks::kListed ? queries.first() : first));
             if (kFused) {
@@ -235,7 +238,7 @@ struct BackwardWarpSpecialized {
             __syncthreads();
 
 #pragma unroll 1
-            for (int row = first; Blocks::kListed ? queries.exists() : row < end; row = row_after(row)) {
+            for (int row = first; Blocks::kListed ? queries.exists() : row < (kStreamK ? end : range.end); row = row_after(row)) {
                 {
                     const u32 a = score_operands.first(), b = score_operands.second();
                     const u32 chunks = kSameHeaddims || !role ? S::kChunks : kChunksV;
@@ -332,10 +335,10 @@ struct BackwardWarpSpecialized {
                                   gradient_key, group_warp);
         __syncthreads();
         const BlockSeqlenInfo end_sequence(p.problem, p.lengths, blockIdx.z);
-        shared_to_output<S>(p.dk, grid.head(p), shared + S::kOwnS, end_sequence.k_offset(), first_key,
-                            end_sequence.seqlen_k_allocated(), p.problem.headdim, grid.batch(p));
-        shared_to_output<S>(p.dv, grid.head(p), shared + S::kOwnDp, end_sequence.k_offset(), first_key,
-                            end_sequence.seqlen_k_allocated(), p.problem.headdim_v, grid.batch(p));
+        shared_to_output<S>(p, p.dk, grid.head(p), shared + S::kOwnS, end_sequence.k_offset(), first_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim, grid);
+        shared_to_output<S>(p, p.dv, grid.head(p), shared + S::kOwnDp, end_sequence.k_offset(), first_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim_v, grid);
     }
 };
 
