@@ -117,6 +117,12 @@ fn every_variant_is_chosen_for_some_problem() {
     let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();
     assert_eq!(merge.blocks, [100_u32.div_ceil(merge.variant.block_rows), 3]);
     unused.retain(|name| *name != merge.variant.name);
+    // few key blocks of many steps
+    for headdim in [64, 128] {
+        let a = Attention { batch: 1, nheads: 32, nheads_k: 8, ..attention(2048, 2048, headdim, headdim) };
+        let main = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main;
+        unused.retain(|name| *name != main.variant.name);
+    }
     let headdims = || (8..=256).step_by(8).chain([512]);
     for headdim in headdims() {
         for headdim_v in headdims() {
@@ -157,7 +163,7 @@ fn orders_long_blocks_first_under_causal_masks() {
     // (without a causal mask, a tail computes the last keys)
     for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
         let a = Attention { window: Window { left: None, right }, ..a };
-        let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
         assert_eq!(
             (plan.prepare.unwrap().blocks[1], plan.main.blocks, plan.finish.unwrap().blocks[1]),
             (6, expected, 6),
@@ -214,7 +220,7 @@ fn plans_small_blocks_for_small_backward_grids() {
     let keys = |nheads, nheads_k, seqlen, headdim, right| {
         let window = Window { left: None, right };
         let a = Attention { batch: 1, nheads, nheads_k, window, ..attention(300, seqlen, headdim, headdim) };
-        let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
         assert_eq!((plan.prepare.unwrap().reason, plan.finish.unwrap().reason), (Reason::Cheapest, Reason::Cheapest));
         assert_eq!(
             plan.main.blocks.iter().product::<u32>() as i64,
@@ -284,7 +290,7 @@ fn grids_cover_every_row() {
         assert_eq!((f.stream_k.is_some(), heads), (seqlen == 4096, 8));
         assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
         assert!((((of_head - 1) * f.variant.block_rows) as i64) < seqlen);
-        let b = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        let b = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
         assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the key heads");
         assert!((b.main.blocks[0] * b.main.variant.block_rows) as i64 >= seqlen + 5);
         assert!(b.scratch_rows >= seqlen && b.scratch_rows % b.main.variant.step as i64 == 0);
@@ -384,7 +390,7 @@ fn deterministic_backward_takes_several_main_launches() {
         (2, 300, 64, 1, 5),
     ] {
         let a = heads(nheads, attention(seqlen, seqlen, headdim, headdim));
-        let (p, default) = (planned(&a, &DeviceLimits::V100), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap());
+        let (p, default) = (planned(&a, &DeviceLimits::V100), plan::backward(&a, DEFAULT, &without_splits()).unwrap());
         assert_eq!((p.main_launches, p.dq_accum_splits, p.deterministic), (rounds, sums, true), "{a:?}");
         assert_eq!(p.main.blocks, [sums, nheads as u32], "one sum for each block of a launch");
         assert!(rounds * sums >= default.main.blocks[0] && (rounds - 1) * sums < default.main.blocks[0], "each block of keys once");
@@ -416,7 +422,7 @@ fn deterministic_backward_takes_several_main_launches() {
 #[test]
 fn plans_small_blocks_for_last_keys() {
     let with = |nheads, seqlen, headdim| Attention { batch: 1, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
-    let planned = |a: &Attention| plan::backward(a, DEFAULT, &DeviceLimits::V100).unwrap();
+    let planned = |a: &Attention| plan::backward(a, DEFAULT, &without_splits()).unwrap();
     for (a, main, tail) in [
         (with(32, 2048, 64), 15, 2),  // 3.2 waves of 160 blocks
         (with(40, 1111, 64), 8, 2),   // 2.25
@@ -444,7 +450,10 @@ fn plans_small_blocks_for_last_keys() {
         assert_eq!(planned(&whole).tail, None);
     }
     // the small blocks failed
-    assert_eq!(plan::backward(&with(32, 2048, 64), DEFAULT, &tuned(&["volta_bwd_64_small"], &[])).unwrap().tail, None);
+    assert_eq!(
+        plan::backward(&with(32, 2048, 64), DEFAULT, &tuned(&["volta_bwd_64_small", "volta_bwd_streamk_64"], &[])).unwrap().tail,
+        None
+    );
 }
 
 /// Plain kernels write fp16 only.
@@ -961,6 +970,11 @@ fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimi
 
 fn tuned(failed: &[&str], choices: &[&str]) -> DeviceLimits {
     tuned_with(*COMPILED, failed, choices, DeviceLimits::V100)
+}
+
+/// Returns a V100 without stream-K kernels of the backward pass, whose grids have a block for each key block.
+fn without_splits() -> DeviceLimits {
+    tuned(&["volta_bwd_streamk_64", "volta_bwd_streamk_128"], &[])
 }
 
 fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {

@@ -118,7 +118,8 @@ impl Planner<'_> {
     /// Plans a stream-K grid of the same key blocks if the estimate is faster, or if the tuning chooses it.
     fn stream_k(&self, usual: (&'static Variant, Reason), (before_tail, tail): KeyBlocks) -> Option<PlannedKernel> {
         let (a, d) = (self.a, self.d);
-        if (a.queries, a.keys) != (Queries::Dense, Keys::Dense) || a.batch > MAX_GRID_YZ || usual.1 == Reason::Tuned {
+        let is_forced = matches!(usual.1, Reason::Tuned | Reason::FailedAvoided);
+        if (a.queries, a.keys) != (Queries::Dense, Keys::Dense) || a.batch > MAX_GRID_YZ || is_forced {
             return None;
         }
         let [(variant, reason)] = choose(self.kernels, kernels::BACKWARD_STREAM_K, &self.shape, self.requested, d).ok()?;

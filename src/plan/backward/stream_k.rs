@@ -21,6 +21,8 @@ const FIXED: u64 = 22;
 const PARTIAL: u64 = 25;
 /// Grids of more waves lose little in the last one.
 const MAX_WAVES: u64 = 8;
+/// Maximum scratch memory of splits, bytes.
+const MAX_SCRATCH: u64 = 64 << 20;
 /// Maximum ratio of the estimate to that of one block per key block: estimates are inexact.
 const WORTH_IT: (u64, u64) = (24, 25);
 /// Keys of a block whose times these are. Smaller blocks have two roles too at headdim 64: 3.1 us a step at N=1024, 8 KV heads of 32, where
@@ -121,7 +123,7 @@ impl BackwardStreamKPlan {
         let limits = (2..PARTS).map(|part| (longest * part).div_ceil(PARTS)).filter(|&limit| limit < longest);
         let plans =
             limits.flat_map(|limit| first_splits.iter().map(move |&first_split| BackwardStreamKPlan { first_split, limit, ..whole }));
-        let timed = plans.filter_map(|plan| Some((plan.time(v, d)?, plan)));
+        let timed = plans.filter(|plan| plan.scratch_bytes(v) <= MAX_SCRATCH).filter_map(|plan| Some((plan.time(v, d)?, plan)));
         let (time, best) = timed.min_by_key(|&(time, plan)| (time, Reverse(plan.limit)))?;
         Some((best, time))
     }
@@ -189,6 +191,20 @@ impl BackwardStreamKPlan {
         Some(if v.block_rows < LARGE_BLOCK { end * SMALL.0 / SMALL.1 } else { end })
     }
 
+    /// Returns the first key block that is split, the number from this one to the last, and the most splits of one.
+    fn split_blocks(&self) -> (u32, u32, u32) {
+        let is_split = |block: &u32| self.splits(*block) > 1;
+        let first = (0..self.key_blocks).find(is_split).unwrap_or(0);
+        let blocks = (0..self.key_blocks).rev().find(is_split).map_or(0, |last| last + 1 - first);
+        (first, blocks, (0..self.key_blocks).map(|block| self.splits(block)).max().unwrap_or(1))
+    }
+
+    /// Returns the bytes of the splits' fp32 gradients.
+    fn scratch_bytes(&self, v: &Variant) -> u64 {
+        let (_, blocks, max_splits) = self.split_blocks();
+        4 * u64::from(self.heads * blocks * max_splits) * u64::from(v.block_rows * (v.headdim + v.headdim_v))
+    }
+
     /// Returns the number of blocks of each head.
     pub fn blocks_of_head(&self) -> u32 {
         (0..self.key_blocks).map(|block| self.splits(block)).sum()
@@ -202,10 +218,7 @@ impl BackwardStreamKPlan {
             end: end as u16,
             part: StreamKSplit::part(index as u16, splits as u16),
         };
-        let is_split = |block: &u32| self.splits(*block) > 1;
-        let first_tile = (0..self.key_blocks).find(is_split).unwrap_or(0);
-        let tiles = (0..self.key_blocks).rev().find(is_split).map_or(0, |last| last + 1 - first_tile);
-        let max_splits = (0..self.key_blocks).map(|block| self.splits(block)).max().unwrap_or(1);
+        let (first_tile, tiles, max_splits) = self.split_blocks();
         BackwardStreamKSchedule { splits: self.blocks().iter().map(encoded).collect(), first_tile, tiles, max_splits }
     }
 }
