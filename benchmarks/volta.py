@@ -15,6 +15,7 @@ the pass: backward's includes the row statistics, the zeroing and the conversion
     excess_wavefront_fraction    shared-memory wavefronts of the main loop beyond a conflict-free layout's, relative to it
     loop_bytes                   code of the main loop, from its first to its last instruction
     pipes                        of the main kernel, with the default model: the share of time that parts of an SM are busy
+    balance                      of the main kernel: work of the average SM, relative to that of the busiest
     waits                        of the main kernel, with the default model: what warps that do not issue wait for, of all warps' time
 The last rows of each pass ask for one feature each: a bias is (1, nheads, seqlen_q, seqlen_k) in fp16 and has no gradient but
 in the case dbias (Volta's kernels write all of that one, so PyTorch's kernels have no part in it);
@@ -71,7 +72,7 @@ GPUS = {
     "titanrtx": Gpu("Titan RTX", "Titan RTX, 72 SMs at 1.77 GHz", 72, 1024, 1.77),
 }
 FORWARD, BACKWARD = "forward", "backward"
-#: What a call may ask for beyond the mask, each alone: "packed" is one sequence given by cu_seqlens.
+#: What a call may ask for beyond the mask, each alone: "packed" has the batch's sequences in one tensor, given by cu_seqlens.
 FEATURES = ("packed", "softcap", "alibi", "bias", "sinks", "dropout")
 #: The same of a backward pass: the gradient of the bias too, and sums in a fixed order.
 BIAS_GRADIENT, DETERMINISTIC = "dbias", "deterministic"
@@ -108,7 +109,7 @@ class Case:
         s = self.shape
         heads = f"H={s.nheads}" if s.nheads == s.nheads_k else f"H={s.nheads} on {s.nheads_k}"
         headdim = f"D={s.headdim}" if s.headdim == s.headdim_v else f"D={s.headdim}/{s.headdim_v}"
-        parts = [self.direction, headdim, f"N={s.seqlen_q}", heads]
+        parts = [self.direction, headdim, f"N={s.seqlen_q}", heads] + [f"B={s.batch}"] * (s.batch > 1)
         return " ".join(parts + ["causal"] * s.causal + ["(B,H,S,D) views"] * self.heads_first + [self.feature] * bool(self.feature))
 
 
@@ -124,6 +125,7 @@ class Figures:
     excess_wavefront_fraction: float | None
     loop_bytes: int | None
     pipes: dict[str, float]  # PIPES
+    balance: float
     waits: dict[str, float]  # WAITS
 
 
@@ -252,6 +254,7 @@ def simulate(case: Case, gpu: str = "v100") -> Row | None:
             excess_wavefront_fraction=loop and loop["smem_conflict_excess"],
             loop_bytes=loop and loop["code_bytes"],
             pipes={name: main["timing"]["util"][name] for name in PIPES},
+            balance=main["timing"]["balance"],
             waits={name: main["timing"]["stall_fraction"][name] for name in WAITS},
         ),
         main["kernel"],
@@ -277,11 +280,12 @@ def _launch(case: Case, gpu: str, settings: str) -> list[dict]:
         softmax_lse = aligned((s.batch, s.nheads, s.seqlen_q), torch.float32).fill_(math.log(s.seqlen_k) + 0.5)
     options = {"is_causal": s.causal, **_options(case)}
     if case.feature == "packed":
-        q, k, v = (t[0] for t in (q, k, v))
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     if case.direction == FORWARD:
         return simulated(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), settings, gpu)
     if case.feature == "packed":
-        dout, out, softmax_lse = dout[0], out[0], softmax_lse[0]
+        dout, out = (t.flatten(0, 1) for t in (dout, out))
+        softmax_lse = softmax_lse.view(s.nheads, -1)
     if case.feature == "dropout":
         options["rng_state"] = torch.zeros(2, dtype=torch.int64)
     return simulated(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, **options), settings, gpu)
@@ -297,7 +301,7 @@ def _options(case: Case) -> dict:
             options["attn_bias_requires_grad"] = True
         return options
     if case.feature == "packed":
-        ends = torch.tensor([0, s.seqlen_q], dtype=torch.int32)
+        ends = torch.arange(s.batch + 1, dtype=torch.int32) * s.seqlen_q
         return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": s.seqlen_q, "max_seqlen_k": s.seqlen_k}
     return {
         "": {},

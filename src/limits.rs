@@ -44,6 +44,11 @@ pub const KV_BLOCKS: [i64; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 pub const MAX_GRID_YZ: i64 = 65535;
 /// Most stream-K splits of a launch: they travel in the kernel's parameters, at most 4096 bytes (`StreamKParams`).
 pub const MAX_STREAM_K_SPLITS: usize = 440;
+/// The same of a head in a backward launch (`BwdSplits`).
+pub const MAX_BACKWARD_SPLITS: usize = 384;
+/// Parts of a row tile's steps in which splits of paged kernels count, because the host does not know their lengths (kPagedParts in
+/// csrc/volta/forward/stream_k.cuh).
+pub const PAGED_PARTS: u32 = 1 << 15;
 
 /// Returns the limits of the operators' arguments, by the names that `_info()` has for them.
 pub fn published() -> Value {

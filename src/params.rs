@@ -232,9 +232,9 @@ pub struct FwdParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamKSplit {
-    /// Number of the tile among the stream-K tiles.
+    /// Number of the tile among the stream-K tiles; backward: of the key block of a head.
     pub tile: u16,
-    /// First iteration.
+    /// First iteration; of paged kernels the first of `PAGED_PARTS` parts of the tile's iterations.
     pub first: u16,
     /// Iteration after the last.
     pub end: u16,
@@ -376,6 +376,37 @@ pub struct BwdParams {
     pub dbias_row_stride: i64,
     /// From one key to the next.
     pub dbias_key_stride: i64,
+}
+
+/// Work of the blocks of a stream-K backward grid. Its first axis is the KV heads of all entries, its second `splits`: each head is divided
+/// alike. Iterations are steps of queries, of one query head of the group after the other.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdSplits {
+    /// Scratch: gradients of splits in fp32, max_splits for each of `tiles` key blocks of each head.
+    pub partials: *mut f32,
+    /// Scratch: a semaphore for each of these key blocks, as [`DecodeParams::semaphores`].
+    pub semaphores: *mut u64,
+    /// Distinguishes this call's semaphores from other contents of the memory.
+    pub launch_id: u64,
+    /// First key block with scratch memory.
+    pub first_tile: i32,
+    /// Key blocks of a head with scratch memory.
+    pub tiles: i32,
+    /// Maximum splits of a key block.
+    pub max_splits: i32,
+    /// In the order of the grid. `tile` is the number of a key block of its head.
+    pub splits: [StreamKSplit; 384],
+}
+
+/// Parameter block of the stream-K backward kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdStreamKParams {
+    /// As for other backward kernels; one launch has all batch entries.
+    pub backward: BwdParams,
+    /// The schedule.
+    pub stream_k: BwdSplits,
 }
 
 /// Element type of tensors, for kernels that read and write several.

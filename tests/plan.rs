@@ -112,7 +112,7 @@ fn plans_least_padding_for_every_headdim() {
     }
 }
 
-const CACHED: [Pass; 5] = [Pass::Append, Pass::Dequantize, Pass::Decode, Pass::DecodeMla, Pass::Prefill];
+const CACHED: [Pass; 6] = [Pass::Append, Pass::Dequantize, Pass::Decode, Pass::DecodeMla, Pass::Prefill, Pass::PrefillStreamK];
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
@@ -122,6 +122,12 @@ fn every_variant_is_chosen_for_some_problem() {
     let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();
     assert_eq!(merge.blocks, [100_u32.div_ceil(merge.variant.block_rows), 3]);
     unused.retain(|name| *name != merge.variant.name);
+    // few key blocks of many steps
+    for headdim in [64, 128] {
+        let a = Attention { batch: 1, nheads: 32, nheads_k: 8, ..attention(2048, 2048, headdim, headdim) };
+        let main = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main;
+        unused.retain(|name| *name != main.variant.name);
+    }
     let headdims = || (8..=256).step_by(8).chain([512]);
     for headdim in headdims() {
         for headdim_v in headdims() {
@@ -162,7 +168,7 @@ fn orders_long_blocks_first_under_causal_masks() {
     // (without a causal mask, a tail computes the last keys)
     for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
         let a = Attention { window: Window { left: None, right }, ..a };
-        let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
         assert_eq!(
             (plan.prepare.unwrap().blocks[1], plan.main.blocks, plan.finish.unwrap().blocks[1]),
             (6, expected, 6),
@@ -219,7 +225,7 @@ fn plans_small_blocks_for_small_backward_grids() {
     let keys = |nheads, nheads_k, seqlen, headdim, right| {
         let window = Window { left: None, right };
         let a = Attention { batch: 1, nheads, nheads_k, window, ..attention(300, seqlen, headdim, headdim) };
-        let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
         assert_eq!((plan.prepare.unwrap().reason, plan.finish.unwrap().reason), (Reason::Cheapest, Reason::Cheapest));
         assert_eq!(
             plan.main.blocks.iter().product::<u32>() as i64,
@@ -289,7 +295,7 @@ fn grids_cover_every_row() {
         assert_eq!((f.stream_k.is_some(), heads), (seqlen == 4096, 8));
         assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
         assert!((((of_head - 1) * f.variant.block_rows) as i64) < seqlen);
-        let b = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        let b = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
         assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the key heads");
         assert!((b.main.blocks[0] * b.main.variant.block_rows) as i64 >= seqlen + 5);
         assert!(b.scratch_rows >= seqlen && b.scratch_rows % b.main.variant.step as i64 == 0);
@@ -389,7 +395,7 @@ fn deterministic_backward_takes_several_main_launches() {
         (2, 300, 64, 1, 5),
     ] {
         let a = heads(nheads, attention(seqlen, seqlen, headdim, headdim));
-        let (p, default) = (planned(&a, &DeviceLimits::V100), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap());
+        let (p, default) = (planned(&a, &DeviceLimits::V100), plan::backward(&a, DEFAULT, &without_splits()).unwrap());
         assert_eq!((p.main_launches, p.dq_accum_splits, p.deterministic), (rounds, sums, true), "{a:?}");
         assert_eq!(p.main.blocks, [sums, nheads as u32], "one sum for each block of a launch");
         assert!(rounds * sums >= default.main.blocks[0] && (rounds - 1) * sums < default.main.blocks[0], "each block of keys once");
@@ -421,7 +427,7 @@ fn deterministic_backward_takes_several_main_launches() {
 #[test]
 fn plans_small_blocks_for_last_keys() {
     let with = |nheads, seqlen, headdim| Attention { batch: 1, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
-    let planned = |a: &Attention| plan::backward(a, DEFAULT, &DeviceLimits::V100).unwrap();
+    let planned = |a: &Attention| plan::backward(a, DEFAULT, &without_splits()).unwrap();
     for (a, main, tail) in [
         (with(32, 2048, 64), 15, 2),  // 3.2 waves of 160 blocks
         (with(40, 1111, 64), 8, 2),   // 2.25
@@ -449,7 +455,10 @@ fn plans_small_blocks_for_last_keys() {
         assert_eq!(planned(&whole).tail, None);
     }
     // the small blocks failed
-    assert_eq!(plan::backward(&with(32, 2048, 64), DEFAULT, &tuned(&["volta_bwd_64_small"], &[])).unwrap().tail, None);
+    assert_eq!(
+        plan::backward(&with(32, 2048, 64), DEFAULT, &tuned(&["volta_bwd_64_small", "volta_bwd_streamk_64"], &[])).unwrap().tail,
+        None
+    );
 }
 
 /// Plain kernels write fp16 only.
@@ -968,6 +977,11 @@ fn tuned(failed: &[&str], choices: &[&str]) -> DeviceLimits {
     tuned_with(*COMPILED, failed, choices, DeviceLimits::V100)
 }
 
+/// Returns a V100 without stream-K kernels of the backward pass, whose grids have a block for each key block.
+fn without_splits() -> DeviceLimits {
+    tuned(&["volta_bwd_streamk_64", "volta_bwd_streamk_128"], &[])
+}
+
 fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
     let planned = plan::forward(a, d).unwrap();
     (planned.variant.name, planned.reason)
@@ -1255,13 +1269,50 @@ fn names_tuning_choices_unusable_on_a_device() {
     assert!(refused[0].contains("volta_fwd_128x128") && refused[0].contains("of 40960"), "{refused:?}");
 }
 
-/// Prefill has the same shape, but no stream-K kernels.
+/// Prefill has the same shape, and stream-K kernels of its own.
 #[test]
 fn prefill_ignores_stream_k_choices() {
     let d = tuned(&[], &[r#""pass": "ForwardStreamK", "variant": "volta_fwd_streamk_64x64""#]);
     let a = Attention { nheads: 6, nheads_k: 6, ..attention(2048, 2048, 64, 64) };
     assert_eq!(forward_of(&a, &d), ("volta_fwd_streamk_64x64", Reason::Tuned));
-    assert_eq!(plan::prefill(&a, &d).unwrap().variant.pass, Pass::Prefill);
+    assert_ne!(plan::prefill(&a, &d).unwrap().variant.pass, Pass::ForwardStreamK);
+}
+
+/// Splits of a key block have consecutive numbers and steps, up to the last query that sees one of its keys. Longer ones start first.
+#[test]
+fn backward_stream_k_splits_cover_all_steps_once() {
+    let window = |left, right| Window { left, right };
+    let problems = [
+        Attention { nheads: 32, nheads_k: 8, ..attention(2048, 2048, 64, 64) },
+        Attention { nheads: 32, nheads_k: 8, window: window(None, Some(0)), ..attention(4096, 4096, 128, 128) },
+        Attention { nheads: 12, nheads_k: 2, window: window(None, Some(0)), ..attention(1000, 1300, 64, 64) },
+        Attention { nheads: 12, nheads_k: 2, window: window(Some(200), Some(3)), ..attention(1300, 1000, 128, 128) },
+    ];
+    for a in problems.map(|a| Attention { batch: 1, ..a }) {
+        let d = tuned(&[], &[&format!(r#""pass": "BackwardStreamK", "variant": "volta_bwd_streamk_{}""#, a.headdim)]);
+        let main = plan::backward(&a, DEFAULT, &d).unwrap().main;
+        let (plan, v) = (main.backward_stream_k.unwrap(), main.variant);
+        let schedule = plan.schedule();
+        assert_eq!((main.blocks, main.grid(1)[2]), ([a.nheads_k as u32, schedule.splits.len() as u32], 1));
+        assert!(schedule.splits.windows(2).all(|pair| pair[0].end - pair[0].first >= pair[1].end - pair[1].first));
+        let is_visible = |i: i64, j: i64| {
+            let place = i + a.seqlen_k - a.seqlen_q;
+            j < a.seqlen_k && a.window.left.is_none_or(|left| j >= place - left) && a.window.right.is_none_or(|right| j <= place + right)
+        };
+        for block in 0..plan.key_blocks {
+            let keys = || (0..v.block_rows).map(|key| i64::from(block * v.block_rows + key));
+            let rows: Vec<_> = (0..a.seqlen_q).filter(|&i| keys().any(|j| is_visible(i, j))).collect();
+            let step = i64::from(v.step);
+            let steps = rows.first().map_or(0, |first| (rows[rows.len() - 1] + step - first / step * step) / step);
+            let mut splits: Vec<_> = schedule.splits.iter().filter(|split| u32::from(split.tile) == block).collect();
+            splits.sort_by_key(|split| split.part);
+            assert_eq!((splits[0].first, i64::from(splits[splits.len() - 1].end)), (0, steps * a.nheads / a.nheads_k), "{a:?} {block}");
+            assert!(splits.windows(2).all(|pair| pair[0].end == pair[1].first && pair[0].end > pair[0].first));
+            assert!(splits.iter().enumerate().all(|(i, split)| split.part == i as u16 * 256 + splits.len() as u16));
+            let is_in_scratch = (schedule.first_tile..schedule.first_tile + schedule.tiles).contains(&block);
+            assert!((splits.len() == 1 || is_in_scratch) && splits.len() as u32 <= schedule.max_splits);
+        }
+    }
 }
 
 /// Splits cover every iteration of every stream-K tile once, have consecutive numbers, and start in the order of their length.

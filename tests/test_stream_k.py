@@ -1,13 +1,17 @@
-"""Forward grids of equal shares: every kernel, on any mask and odd sizes; whoever joins the pieces; and where a plan takes them."""
+"""Stream-K grids: every kernel, on any mask and odd sizes; whichever block combines the splits; and where a plan takes them."""
 
 import json
 
 import pytest
 import torch
 
+from cached import Cached
 from conftest import INFO, Case, assert_same_bits, check, on
+from test_kvcache import check as check_cached
 
 VARIANTS = [v for v in INFO["variants"] if v["pass"] == "ForwardStreamK"]
+PREFILL = [v for v in INFO["variants"] if v["pass"] == "PrefillStreamK"]
+BACKWARD = [v for v in INFO["variants"] if v["pass"] == "BackwardStreamK"]
 #: What a kernel does unasked, asked for.
 ASKING = {"softcap": {"softcap": 20.0}, "alibi": {"alibi": "bh"}, "bias": {"bias": "bhqk"}}
 PROBLEMS = {
@@ -83,3 +87,109 @@ def test_where_a_plan_takes_them(shape, pays):
     assert plan(*shape, needs="dropout")["pass"] == "Forward" and plan(*shape, needs="lengths")["pass"] == "Forward"
     if pays:
         assert found["reason"].startswith("stream-K") and found["grid"][1:] == [1, 1]
+
+
+#: Steps of a key block are those of all query heads of its KV head: none, few or many.
+BACKWARD_PROBLEMS = {
+    "grouped": {"seqlen_q": 141, "seqlen_k": 155, "nheads": 6, "nheads_k": 2},
+    "more splits": {"seqlen_q": 700, "seqlen_k": 150, "batch": 1, "nheads": 4, "nheads_k": 1},
+    "causal": {"seqlen_q": 203, "seqlen_k": 290, "batch": 2, "nheads": 4, "nheads_k": 1, "is_causal": True},
+    "rows without keys": {"seqlen_q": 300, "seqlen_k": 133, "batch": 1, "is_causal": True},
+    "keys without rows": {"seqlen_q": 70, "seqlen_k": 300, "batch": 1, "nheads": 2, "window_left": 20, "window_right": 3},
+    "window": {"seqlen_q": 260, "seqlen_k": 290, "batch": 1, "window_left": 60, "window_right": 9},
+    "negative": {"seqlen_q": 129, "seqlen_k": 321, "batch": 1, "softmax_scale": -0.3, "spread": 2.0},
+}
+
+
+def backward_plan(batch, nheads, nheads_k, seqlen_q, headdim, is_causal=False, seqlen_k=None, **options):
+    of = (batch, seqlen_q, seqlen_k or seqlen_q, nheads, nheads_k, headdim, headdim, is_causal)
+    return json.loads(torch.ops.volta_fa._plan(*of, **options))["backward"]
+
+
+@pytest.mark.parametrize("name", BACKWARD_PROBLEMS)
+@pytest.mark.parametrize("variant", BACKWARD, ids=lambda v: v["name"])
+@on("sim", "cuda")
+def test_every_backward_kernel_is_right(backend, force, variant, name):
+    """Also on headdims that it pads, and on grids for which no plan takes it."""
+    force(choices=[{"pass": "BackwardStreamK", "variant": variant["name"]}])
+    headdim = variant["headdim"] - 8 * (name != "grouped")
+    case = Case(**BACKWARD_PROBLEMS[name], headdim=headdim, headdim_v=headdim)
+    if backend.machine == "sim" and name in ("grouped", "more splits"):
+        planned = backward_plan(case.batch, case.nheads, case.nheads_k, case.seqlen_q, headdim, seqlen_k=case.seqlen_k)
+        # two blocks of keys, of two splits, which have no order, or of five
+        assert planned["main"]["name"] == variant["name"] and planned["main"]["grid"][1] == {"grouped": 4, "more splits": 10}[name]
+    (q, k, v, dout), options = case.problem(backend)
+    check(backend, q, k, v, dout, **options)
+
+
+@on("sim")
+def test_dk_and_dv_do_not_depend_on_the_order_of_blocks(backend, force, monkeypatch):
+    """Four host threads run blocks in ever other orders."""
+    force(choices=[{"pass": "BackwardStreamK", "variant": "volta_bwd_streamk_64"}])
+    (q, k, v, dout), options = Case(**BACKWARD_PROBLEMS["more splits"]).problem(backend)
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    out, lse = torch.ops.volta_fa.fwd(q, k, v, **options)[:2]
+    expected = torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)
+    monkeypatch.setenv("VOLTA_FA_SIM_THREADS", "4")
+    for quantum in (1, 50, 5000):
+        monkeypatch.setenv("VOLTA_FA_SIM_QUANTUM", str(quantum))
+        found = torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)
+        for name, a, b in zip(("dk", "dv"), found[1:], expected[1:]):
+            assert_same_bits(name, a, b)
+
+
+#: (batch, nheads, nheads_k, seqlen, headdim, is_causal), and whether one block for each key block would leave enough places idle.
+BACKWARD_GRIDS = [
+    ((1, 32, 8, 2048, 64, False), True),
+    ((1, 32, 8, 2048, 128, False), True),
+    ((1, 32, 8, 4096, 128, True), True),  # the first key blocks of a causal mask have the most steps
+    ((1, 40, 40, 2048, 64, False), False),  # four full waves
+    ((4, 32, 8, 2048, 128, True), False),  # many waves of blocks, the longest first
+    ((1, 40, 40, 512, 64, False), False),
+]
+
+
+@pytest.mark.parametrize("shape, pays", BACKWARD_GRIDS, ids=lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else str(x))
+def test_where_a_plan_splits_key_blocks(shape, pays):
+    main = backward_plan(*shape)["main"]
+    assert (main["pass"] == "BackwardStreamK") == pays
+    assert backward_plan(*shape, deterministic=True)["main"]["pass"] != "BackwardStreamK"
+    assert backward_plan(*shape, needs="lengths")["main"]["pass"] == "Backward"
+    if pays:
+        assert main["reason"].startswith("stream-K") and main["grid"][0] == shape[0] * shape[2] and main["grid"][2] == 1
+
+
+#: (queries, cached tokens, appended tokens): row tiles of one or several splits, the first tokens of a prompt, and a partial page.
+CHUNKS = {
+    "chunk": ((141, 300, 141), {"packed": True, "own_new": True}),
+    "prompt": ((290, 0, 290), {"sinks": "own"}),
+    "window": ((200, 255, 0), {"window_left": 60, "page": 48}),
+    "no mask": ((131, 77, 0), {"is_causal": False, "layout": "kv"}),
+    "dense": ((141, 300, 0), {"page": 0, "leftpad": (3,), "batch_idx": True}),
+}
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize("variant", PREFILL, ids=lambda v: v["name"])
+@on("sim", "cuda")
+def test_every_prefill_kernel_is_right(backend, force, variant, name):
+    lengths, options = CHUNKS[name]
+    force(choices=[{"pass": "PrefillStreamK", "variant": variant["name"]}])
+    headdim = variant["headdim"] - 8 * (name == "window")
+    if backend.machine == "sim":
+        planned = prefill_plan(1, lengths[0], sum(lengths[:2]), headdim, nheads=2, nheads_k=1)
+        assert planned["name"] == variant["name"] and planned["grid"][0] > 2 * -(-lengths[0] // 128), "row tiles are split"
+    check_cached(backend, Cached((lengths,), headdim=headdim, headdim_v=headdim, **options))
+
+
+def prefill_plan(batch, seqlen_q, seqlen_k, headdim, nheads=32, nheads_k=8):
+    return json.loads(torch.ops.volta_fa._plan(batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim, True))["cache"]["prefill"]
+
+
+def test_where_a_plan_splits_chunks():
+    """A chunk after many tokens has row tiles of about equal length. Those of a prompt's beginning are uneven, the longest first."""
+    for headdim in (64, 128, 256):
+        assert prefill_plan(1, 512, 16384, headdim)["pass"] == "PrefillStreamK"
+        assert prefill_plan(1, 4096, 4096, headdim)["pass"] == "Prefill"
+        assert prefill_plan(2, 512, 16384, headdim)["pass"] == "Prefill"
+    assert prefill_plan(1, 4096, 4096, 128)["grid"] == [32, 32, 1]

@@ -9,16 +9,21 @@
 #include "tile.cuh"
 #include "volta_fa_params.h"
 
+// Batch entry of a block: the grid's third axis. A grid without that axis has another class of the same interface.
+struct BatchAxis {
+    __device__ __forceinline__ static int batch(const BwdParams&) { return blockIdx.z; }
+};
+
 // Loads the block's own rows of both operands, once, padded with zeros in rows and columns. Of `rows` rows those from first_row
 // on are the block's. The sequence begins at row `origin` of the tensors. With a negative softmax_scale the rows of S (K in the
 // main kernels, Q in dq) get the other sign, because kernels compute with |softmax_scale| (Problem::sign_flip).
-template <class S>
+template <class S, class Grid = BatchAxis>
 __device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, const Operand& dp, int head, unsigned shared,
-                                         int origin, int first_row, int rows) {
+                                         int origin, int first_row, int rows, const Grid& grid = Grid()) {
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
     using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;
-    Loader x(threadIdx.x, head_base(s, blockIdx.z, head) + (origin + first_row) * s.row_stride, s.row_stride, p.problem.headdim);
-    Loader y(threadIdx.x, head_base(dp, blockIdx.z, head) + (origin + first_row) * dp.row_stride, dp.row_stride,
+    Loader x(threadIdx.x, head_base(s, grid.batch(p), head) + (origin + first_row) * s.row_stride, s.row_stride, p.problem.headdim);
+    Loader y(threadIdx.x, head_base(dp, grid.batch(p), head) + (origin + first_row) * dp.row_stride, dp.row_stride,
              p.problem.headdim_v);
     const unsigned to = shared + swizzled<S::kChunks>(x.row, x.chunk);
 #pragma unroll 1
@@ -63,11 +68,13 @@ public:
     // Shared offset, in a tile, of this thread's first chunk.
     static __device__ __forceinline__ unsigned offset() { return swizzled<S::kChunks>(row(), chunk()); }
 
-    __device__ __forceinline__ StepTiles(const BwdParams& p, const Operand& s, const Operand& dp, int head, int first_row) {
+    template <class Grid = BatchAxis>
+    __device__ __forceinline__ StepTiles(const BwdParams& p, const Operand& s, const Operand& dp, int head, int first_row,
+                                         const Grid& grid = Grid()) {
         const long long thread_row = first_row + row();
         const int column = chunk() * kChunk;
-        s_ = head_base(s, blockIdx.z, head) + thread_row * s.row_stride + min(column, p.problem.headdim - kChunk);
-        dp_ = head_base(dp, blockIdx.z, head) + thread_row * dp.row_stride + min(column, p.problem.headdim_v - kChunk);
+        s_ = head_base(s, grid.batch(p), head) + thread_row * s.row_stride + min(column, p.problem.headdim - kChunk);
+        dp_ = head_base(dp, grid.batch(p), head) + thread_row * dp.row_stride + min(column, p.problem.headdim_v - kChunk);
     }
     // Loads the next tile, of which `rows` rows exist (may be negative or more than a step).
     __device__ __forceinline__ void load(const Operand& s, const Operand& dp, int rows) {
@@ -109,11 +116,11 @@ public:
 };
 
 // Copies the block's rows of a gradient from shared memory to the output: whole chunks of the rows and columns that exist.
-template <class S>
-__device__ __forceinline__ void shared_to_output(const Output& out, int head, unsigned tile, int origin, int first_row,
-                                                 int all_rows, int headdim) {
+template <class S, class Grid = BatchAxis>
+__device__ __forceinline__ void shared_to_output(const BwdParams& p, const Output& out, int head, unsigned tile, int origin,
+                                                 int first_row, int all_rows, int headdim, const Grid& grid = Grid()) {
     constexpr int kLanes = 8;
-    unsigned short* base = head_base(out, blockIdx.z, head);
+    unsigned short* base = head_base(out, grid.batch(p), head);
     const int rows = min(S::kRows, all_rows - first_row);
     for (int row = threadIdx.x / kLanes; row < rows; row += S::kThreads / kLanes)
         for (int chunk = threadIdx.x % kLanes; chunk < headdim / kChunk; chunk += kLanes)

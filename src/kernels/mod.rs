@@ -5,15 +5,16 @@ mod tables;
 pub use tables::formats::{FormatInfo, ScaleGranularity, FORMATS};
 pub use tables::variants::{
     CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Size, Variant, BACKWARD,
-    DETERMINISTIC_BACKWARD, FAST_FORWARD, FORWARD, FORWARD_STREAM_K, FUSED_BACKWARD, LARGE_PASS_SETS, PASSES, PASS_SETS, STORED_BACKWARD,
+    BACKWARD_STREAM_K, DETERMINISTIC_BACKWARD, FAST_FORWARD, FORWARD, FORWARD_STREAM_K, FUSED_BACKWARD, LARGE_PASS_SETS, PASSES, PASS_SETS,
+    PREFILL_STREAM_K, STORED_BACKWARD,
 };
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
 use crate::limits::{COMMON_HEADDIM, MAX_HEADDIM};
 use crate::params::{
-    AppendParams, BwdBlockParams, BwdParams, BwdStoredParams, DecodeParams, DequantizeParams, FastParams, FwdBlockParams, FwdParams,
-    FwdStreamKParams, MergeParams,
+    AppendParams, BwdBlockParams, BwdParams, BwdStoredParams, BwdStreamKParams, DecodeParams, DequantizeParams, FastParams, FwdBlockParams,
+    FwdParams, FwdStreamKParams, MergeParams,
 };
 use std::cmp::Reverse;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -125,6 +126,7 @@ pub fn params_bytes(block: ParamBlock) -> usize {
         ParamBlock::Forward => size_of::<FwdParams>(),
         ParamBlock::ForwardStreamK => size_of::<FwdStreamKParams>(),
         ParamBlock::Backward => size_of::<BwdParams>(),
+        ParamBlock::BackwardStreamK => size_of::<BwdStreamKParams>(),
         ParamBlock::ForwardBlocks => size_of::<FwdBlockParams>(),
         ParamBlock::BackwardBlocks => size_of::<BwdBlockParams>(),
         ParamBlock::BackwardStored => size_of::<BwdStoredParams>(),

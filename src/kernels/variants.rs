@@ -172,6 +172,8 @@ pub enum Pass {
     BackwardPreprocess,
     /// dk, dv, and dq added to its accumulator by atomics
     Backward,
+    /// the same on a stream-K grid, if few blocks of many steps would leave much of the GPU idle
+    BackwardStreamK,
     /// dk and dv alone, for the deterministic mode
     BackwardDkDv,
     /// dq alone, for the deterministic mode
@@ -190,6 +192,8 @@ pub enum Pass {
     Decode,
     /// the same of many queries a sequence
     Prefill,
+    /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
+    PrefillStreamK,
     /// the same as decode over a cache of latents, whose first columns are the values
     DecodeMla,
     /// keys and values into a KV cache, and rotary embeddings of keys and queries
@@ -211,6 +215,8 @@ pub enum ParamBlock {
     ForwardStreamK,
     /// `BwdParams`, of every backward pass
     Backward,
+    /// `BwdStreamKParams`
+    BackwardStreamK,
     /// `FwdBlockParams`, of forward kernels with `Feature::Blocks`
     ForwardBlocks,
     /// `BwdBlockParams`, of backward kernels with `Feature::Blocks`
@@ -231,9 +237,22 @@ pub enum ParamBlock {
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 11] = {
+    pub const ALL: [ParamBlock; 12] = {
         use ParamBlock::*;
-        [Forward, ForwardStreamK, Backward, ForwardBlocks, BackwardBlocks, BackwardStored, Merge, Decode, Append, Dequantize, Fast]
+        [
+            Forward,
+            ForwardStreamK,
+            Backward,
+            BackwardStreamK,
+            ForwardBlocks,
+            BackwardBlocks,
+            BackwardStored,
+            Merge,
+            Decode,
+            Append,
+            Dequantize,
+            Fast,
+        ]
     };
 
     /// Returns the name of the struct.
@@ -242,6 +261,7 @@ impl ParamBlock {
             ParamBlock::Forward => "FwdParams",
             ParamBlock::ForwardStreamK => "FwdStreamKParams",
             ParamBlock::Backward => "BwdParams",
+            ParamBlock::BackwardStreamK => "BwdStreamKParams",
             ParamBlock::ForwardBlocks => "FwdBlockParams",
             ParamBlock::BackwardBlocks => "BwdBlockParams",
             ParamBlock::BackwardStored => "BwdStoredParams",
@@ -283,7 +303,7 @@ pub struct PassInfo {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 18] = {
+pub const PASSES: [PassInfo; 20] = {
     use {ParamBlock as P, RowKind::*};
     const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
         PassInfo { pass, params, rows, features }
@@ -299,6 +319,7 @@ pub const PASSES: [PassInfo; 18] = {
         row(Pass::ForwardStreamK, P::ForwardStreamK, Queries, forward),
         row(Pass::BackwardPreprocess, P::Backward, ScratchQueries, prepare),
         row(Pass::Backward, P::Backward, Keys, gradients),
+        row(Pass::BackwardStreamK, P::BackwardStreamK, Keys, gradients),
         row(Pass::BackwardDkDv, P::Backward, Keys, gradients),
         row(Pass::BackwardDq, P::Backward, Queries, gradients),
         row(Pass::BackwardPostprocess, P::Backward, Queries, finish),
@@ -308,6 +329,7 @@ pub const PASSES: [PassInfo; 18] = {
         row(Pass::Merge, P::Merge, Queries, FeatureSet::NONE),
         row(Pass::Decode, P::Decode, PackedQueries, FeatureSet::of(&[Feature::Tree])),
         row(Pass::Prefill, P::Forward, Queries, FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]))),
+        row(Pass::PrefillStreamK, P::ForwardStreamK, Queries, FeatureSet::PAGED),
         row(Pass::DecodeMla, P::Decode, PackedQueries, FeatureSet::NONE),
         row(Pass::Append, P::Append, Keys, FeatureSet::NONE),
         row(Pass::Dequantize, P::Dequantize, Keys, FeatureSet::NONE),
@@ -337,6 +359,7 @@ impl Pass {
             Pass::ForwardStreamK => ("fwd_streamk", ""),
             Pass::BackwardPreprocess => ("bwd", "preprocess"),
             Pass::Backward => ("bwd", ""),
+            Pass::BackwardStreamK => ("bwd_streamk", ""),
             Pass::BackwardDkDv => ("bwd", "dkdv"),
             Pass::BackwardDq => ("bwd", "dq"),
             Pass::BackwardPostprocess => ("bwd", "postprocess"),
@@ -346,6 +369,7 @@ impl Pass {
             Pass::Merge => ("merge", ""),
             Pass::Decode => ("decode", ""),
             Pass::Prefill => ("prefill", ""),
+            Pass::PrefillStreamK => ("prefill_streamk", ""),
             Pass::DecodeMla => ("mla_decode", ""),
             Pass::Append => ("append", ""),
             Pass::Dequantize => ("dequantize", ""),
@@ -361,9 +385,13 @@ impl Pass {
 pub const FORWARD: [Pass; 1] = [Pass::Forward];
 /// The set of `volta_fa::fwd` where a stream-K grid is faster.
 pub const FORWARD_STREAM_K: [Pass; 1] = [Pass::ForwardStreamK];
+/// The set for a KV cache where a stream-K grid is faster.
+pub const PREFILL_STREAM_K: [Pass; 1] = [Pass::PrefillStreamK];
 /// The set of `volta_fa::bwd` with an accumulator of dq, to which blocks add by atomics, in any order. In deterministic mode, a family with
 /// `has_key_block_offset` may run it too: several launches of the main kernel then fix the order.
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::Backward, Pass::BackwardPostprocess];
+/// The main kernel of the same set where a stream-K grid is faster.
+pub const BACKWARD_STREAM_K: [Pass; 1] = [Pass::BackwardStreamK];
 /// The set of `volta_fa::bwd` where there are few keys.
 pub const FUSED_BACKWARD: [Pass; 1] = [Pass::BackwardFused];
 /// The other set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator.
@@ -536,7 +564,9 @@ impl Variant {
         let features = self.feature_words();
         let Variant { headdim, headdim_v, block_rows, .. } = self;
         let tile = match self.pass {
-            Pass::Forward | Pass::ForwardStreamK | Pass::Prefill | Pass::FastForward => format!("{headdim}x{headdim_v}"),
+            Pass::Forward | Pass::ForwardStreamK | Pass::Prefill | Pass::PrefillStreamK | Pass::FastForward => {
+                format!("{headdim}x{headdim_v}")
+            }
             Pass::Decode => format!("{headdim}x{block_rows}"),
             Pass::DecodeMla => block_rows.to_string(),
             // these read the headdim from their parameters
@@ -560,7 +590,7 @@ impl Variant {
         required.sort_unstable();
         // every kernel of the pass has these
         let usual = match self.pass {
-            Pass::Prefill => FeatureSet::PAGED,
+            Pass::Prefill | Pass::PrefillStreamK => FeatureSet::PAGED,
             Pass::ForwardStreamK => FeatureSet::of(&[Feature::Sinks]),
             _ => FeatureSet::NONE,
         };

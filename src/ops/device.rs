@@ -70,6 +70,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let (group_rows, group_floats) = (i64::from(plan.scratch.group_rows), i64::from(plan.scratch.group_floats));
     let row_stats = empty(&[entries, a.nheads, rows / group_rows, group_floats], Kind::Float)?;
     let dq_accum = empty(&[i64::from(plan.dq_accum_splits), entries, a.nheads, rows, columns], Kind::Float)?;
+    let stream_k = plan.main.backward_stream_k.map(|of| stream_k::BackwardLaunch::new(&plan.main, of, launcher)).transpose()?;
     let stored = plan.stored.map(|of| StoredMemory::new(of, a, entries, launcher)).transpose()?;
     let bias = given_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
     let stores_dbias = plan.main.variant.family.stores_dbias && !mode.bf16_gradients && bias.is_some_and(|b| is_full_bias(b, a));
@@ -82,6 +83,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let mut ranges = memory_ranges(inputs, a, launcher, gradients);
     ranges.extend([("row_stats", &row_stats), ("dq_accum", &dq_accum)].map(|(name, t)| memory_range(name, t, true)));
     ranges.extend([("dout", &dout), ("out", &out), ("softmax_lse", &softmax_lse)].map(|(name, t)| memory_range(name, t, false)));
+    ranges.extend(stream_k.iter().map(|of| memory_range("scratch", of.scratch(), true)));
     ranges.extend(stored.iter().flat_map(StoredMemory::tensors).map(|(name, t)| memory_range(name, t, true)));
     let mut launches = Launches::begin_with(launcher, ranges);
     fill_varlen(a, [&dq, &dk, &dv])?;
@@ -152,6 +154,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
                     launches.run(kernel, batches, bytes_of(&BwdStoredParams { backward: params, stored: of_launch }))?;
                 }
             }
+        } else if let Some(stream_k) = &stream_k {
+            launches.run(&plan.main, batches, bytes_of(&stream_k.params(params, launcher)))?;
         } else {
             for launch_number in 0..plan.main_launches {
                 params.first_key_block = (launch_number * plan.dq_accum_splits) as i32;
@@ -161,9 +165,9 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
                 params.first_key_block = tail.first_block as i32;
                 run(&tail.kernel, params)?;
             }
-            if let Some(finish) = &plan.finish {
-                run(finish, params)?;
-            }
+        }
+        if let Some(finish) = plan.finish.as_ref().filter(|_| stored.is_none()) {
+            run(finish, params)?;
         }
         if let (Some(sums), Some(sinks)) = (&mut dsinks, sinks) {
             add_sink_gradient(sums, sinks, &row_stats, &plan.scratch, params.problem.scale)?;

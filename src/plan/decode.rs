@@ -62,7 +62,7 @@ fn decode_shape(shape: &Shape, pass: Pass, features: FeatureSet, rows: i64, has_
     let levels = i64::from(combine_levels(blocks));
     let rows_of_split = i64::from(variant.block_rows);
     Ok(DecodePlan {
-        kernel: PlannedKernel { variant, blocks: [blocks, 1], reason, stream_k: None },
+        kernel: PlannedKernel { variant, blocks: [blocks, 1], reason, stream_k: None, backward_stream_k: None },
         max_rows: if has_long { MAX_DECODE_ROWS } else { i64::MAX },
         partials: splits * rows_of_split * (i64::from(variant.headdim_v) + 2 * levels),
         semaphores: splits * levels,

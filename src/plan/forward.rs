@@ -6,7 +6,7 @@ use super::device::DeviceLimits;
 use super::features::{features, BackwardMode};
 use super::grid::{planned, rows_and_heads};
 use super::kernel::{PlannedKernel, Reason};
-use super::size::smaller;
+use super::size::{is_uneven, smaller};
 use super::stream_k::StreamKPlan;
 use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant, COMPILED};
@@ -28,7 +28,7 @@ pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Resul
 fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, features: FeatureSet, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [large] = choose(kernels, pass, &Shape::of(a), features, d)?;
     let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
-    let stream_k = if pass == kernels::FORWARD { stream_k(kernels, large, a, d) } else { None };
+    let stream_k = stream_k(kernels, pass[0], large, a, d);
     Ok(match (small, stream_k) {
         (Some(small), None | Some(PlannedKernel { reason: Reason::StreamK, .. })) => planned(small, a),
         (_, stream_k) => stream_k.unwrap_or_else(|| planned(large, a)),
@@ -36,21 +36,33 @@ fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, features: Feat
 }
 
 /// Plans a stream-K grid of the same tiles if every row tile takes the same time and the estimate is faster, or if the tuning chooses it.
-fn stream_k(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
+///
+/// A KV cache's lengths are the device's to know, but a chunk's row tiles see about as many keys: those before the chunk.
+fn stream_k(kernels: Kernels, pass: Pass, usual: (&Variant, Reason), a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
     let shape = Shape::of(a);
-    // a larger batch takes several launches
-    if (a.queries, a.keys) != (Queries::Dense, Keys::Dense) || a.batch > MAX_GRID_YZ || usual.1 == Reason::Tuned {
+    let (passes, can, is_even) = match pass {
+        // a larger batch takes several launches
+        Pass::Forward => {
+            let is_dense = (a.queries, a.keys) == (Queries::Dense, Keys::Dense);
+            (kernels::FORWARD_STREAM_K, is_dense && a.batch <= MAX_GRID_YZ, shape.is_causal == Some(false))
+        }
+        _ => (kernels::PREFILL_STREAM_K, a.batch == 1, !is_uneven(a)),
+    };
+    if !can || usual.1 == Reason::Tuned {
         return None;
     }
-    let [(variant, reason)] = choose(kernels, kernels::FORWARD_STREAM_K, &shape, features(a, BackwardMode::default()), d).ok()?;
+    let [(variant, reason)] = choose(kernels, passes, &shape, features(a, BackwardMode::default()), d).ok()?;
     let of = |v: &Variant| (v.family.name, v.required_features, v.headdim, v.headdim_v, v.block_rows);
     let is_tuned = reason == Reason::Tuned;
-    if !is_tuned && (shape.is_causal != Some(false) || of(variant) != of(usual.0)) {
+    if !is_tuned && (!is_even || of(variant) != of(usual.0)) {
         return None;
     }
     let (rows, heads) = rows_and_heads(variant, a);
     let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
-    let key = (row_blocks, a.seqlen_k as u32, variant.step, d.sms, variant.blocks_per_sm);
+    // of a window the keys that a row tile sees
+    let of_window = a.window.left.filter(|_| pass == Pass::Prefill).map(|left| left + i64::from(variant.block_rows));
+    let keys = of_window.map_or(a.seqlen_k, |keys| keys.min(a.seqlen_k));
+    let key = (row_blocks, keys as u32, variant.step, d.sms, variant.blocks_per_sm);
     type Key = (u64, u32, u32, u32, u32);
     thread_local!(static LAST: PlanCache<Key, Option<(StreamKPlan, bool)>> = const { Cell::new(None) });
     let (row_blocks, keys, step, sms, blocks_per_sm) = key;
@@ -59,7 +71,7 @@ fn stream_k(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &Devi
         return None;
     }
     let reason = if is_tuned { reason } else { Reason::StreamK };
-    Some(PlannedKernel { variant, blocks: [plan.blocks(), 1], reason, stream_k: Some(plan) })
+    Some(PlannedKernel { variant, blocks: [plan.blocks(), 1], reason, stream_k: Some(plan), backward_stream_k: None })
 }
 
 /// Plans the forward kernel over a KV cache for a call that is not empty. The headdims of `a` are multiples of 8.

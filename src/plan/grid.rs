@@ -44,7 +44,13 @@ pub(super) fn of_rows((variant, reason): (&'static Variant, Reason), rows: i64, 
 
 /// Plans a kernel with one block per row tile and head, row tiles first.
 pub(super) fn on_grid((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64) -> PlannedKernel {
-    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32], reason, stream_k: None }
+    PlannedKernel {
+        variant,
+        blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32],
+        reason,
+        stream_k: None,
+        backward_stream_k: None,
+    }
 }
 
 /// Returns the scratch layout of a backward kernel's family.

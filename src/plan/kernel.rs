@@ -1,5 +1,6 @@
 //! A planned kernel: which variant runs, on which grid, and why.
 
+use super::backward::BackwardStreamKPlan;
 use super::stream_k::StreamKPlan;
 use crate::kernels::Variant;
 use std::fmt;
@@ -60,12 +61,15 @@ pub struct PlannedKernel {
     pub reason: Reason,
     /// Division of a stream-K grid, whose one axis has the tiles of all heads and batch entries.
     pub stream_k: Option<StreamKPlan>,
+    /// Division of a stream-K grid of the backward pass, whose axes have the heads of all batch entries, and the splits of each.
+    pub backward_stream_k: Option<BackwardStreamKPlan>,
 }
 
 impl PlannedKernel {
     /// Returns the grid of a launch for this many batch entries.
     pub fn grid(&self, batches: i64) -> [u32; 3] {
         let [x, y] = self.blocks;
-        [x, y, if self.stream_k.is_some() { 1 } else { batches as u32 }]
+        let has_all_batches = self.stream_k.is_some() || self.backward_stream_k.is_some();
+        [x, y, if has_all_batches { 1 } else { batches as u32 }]
     }
 }

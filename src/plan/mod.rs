@@ -20,7 +20,7 @@ mod size;
 mod stream_k;
 mod tokens;
 
-pub use backward::{backward, backward_among, BackwardPlan, StoredPlan, Tail, STORED_ROWS};
+pub use backward::{backward, backward_among, BackwardPlan, BackwardStreamKPlan, BackwardStreamKSchedule, StoredPlan, Tail, STORED_ROWS};
 pub use block::problem_block;
 pub use decode::{decode, DecodePlan};
 pub use device::{DeviceLimits, FAMILY_VARIABLE};

@@ -230,7 +230,9 @@ impl Compiler {
             options.push(format!("-DIS_BF16={}", variant.is_bf16));
         }
         // the scratch layout is in the family's table, for Rust and kernels
-        if let (ParamBlock::Backward | ParamBlock::BackwardStored, Some(scratch)) = (variant.pass.info().params, variant.family.scratch) {
+        if let (ParamBlock::Backward | ParamBlock::BackwardStreamK | ParamBlock::BackwardStored, Some(scratch)) =
+            (variant.pass.info().params, variant.family.scratch)
+        {
             let list = |at: &[u32]| at.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
             options.push(format!("-DROW_ROUNDING={}", scratch.row_rounding));
             options.push(format!("-DSTATS_GROUP_ROWS={}", scratch.group_rows));

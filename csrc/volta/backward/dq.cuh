@@ -222,7 +222,7 @@ struct BackwardDq {
         // Q is no longer needed: its tile stages dQ for the store. Queries that see no key get 0.
         to_shared<S, kColumnWarps>(dq, p, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
         __syncthreads();
-        shared_to_output<S>(p.dq, blockIdx.y, shared + S::kOwnS, sequence.q_offset(), first_row, sequence.seqlen_q(),
+        shared_to_output<S>(p, p.dq, blockIdx.y, shared + S::kOwnS, sequence.q_offset(), first_row, sequence.seqlen_q(),
                             p.problem.headdim);
     }
 };

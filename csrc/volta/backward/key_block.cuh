@@ -1,7 +1,7 @@
 // Block index of the volta main kernels: which keys and which KV head a block has.
 #pragma once
 
-#include "tile.cuh"
+#include "backward/tiles.cuh"
 #include "volta_fa_params.h"
 
 namespace volta {
@@ -9,7 +9,10 @@ namespace volta {
 // The grid's first axis is blocks of keys and its second heads, or the other way round, as in forward/block.cuh. Blocks start
 // in the order of blockIdx, first axis first. Under a causal mask the first keys are seen by the most queries, so they start
 // first. All members read special registers again, so that they hold no register in between.
-struct KeyBlock {
+//
+// The grid policy of main kernels; StreamKKeyBlock (stream_k.cuh) is the other one.
+struct KeyBlock : BatchAxis {
+    static constexpr bool kStreamK = false;
     // The plan chooses the order; the kernel infers it from the grid's size.
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
     __device__ __forceinline__ static int number(const BwdParams& p) { return p.first_key_block + in_launch(p); }
@@ -20,6 +23,11 @@ struct KeyBlock {
     // adds to.
     __device__ __forceinline__ static float* dq_accum(const BwdParams& p) {
         return p.dq_accum + in_launch(p) * p.dq_accum_split_stride;
+    }
+    // Returns true for the block that stores these gradients.
+    template <int Threads, class... Gradients>
+    __device__ __forceinline__ static bool combine_splits(Gradients&...) {
+        return true;
     }
 
 private:

@@ -19,12 +19,12 @@
 
 namespace volta {
 
-// The kernel. BlockRows: keys of a block. Step: queries of a step.
-template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode>
+// The kernel. BlockRows: keys of a block. Step: queries of a step. Grid: which keys and steps a block has (key_block.cuh).
+template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, class Grid = KeyBlock>
 struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1>;
     static constexpr int kSharedBytes = S::kSharedBytes;
-    static constexpr bool kWithDq = Mode == DqMode::kAtomicAdd;
+    static constexpr bool kWithDq = Mode == DqMode::kAtomicAdd, kStreamK = Grid::kStreamK;
     static_assert(Mode != DqMode::kStore, "storing dQ needs more registers than a thread has");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys x 32 queries of the scores");
@@ -34,17 +34,17 @@ struct BackwardSingleRole {
     using Joint = JointScores<S>;
     static_assert(!kGeneric || kOneFeature, "several features need joint_scores.cuh");
 
-    static __device__ __forceinline__ void run(const BwdParams& p) {
+    static __device__ __forceinline__ void run(const BwdParams& p, const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
         const Lane lane;
         const int warp = threadIdx.x / 32;
-        const int first_key = KeyBlock::number(p) * S::kRows, warp_key = 32 * warp;
+        const int first_key = grid.number(p) * S::kRows, warp_key = 32 * warp;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
         if (first_key >= sequence.seqlen_k_allocated()) return;
         const Queries range(mask_of(p.problem, sequence), first_key);
 
-        load_own<S>(p, p.k, p.v, KeyBlock::head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k());
+        load_own<S>(p, p.k, p.v, grid.head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k(), grid);
         const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
 
@@ -65,15 +65,20 @@ struct BackwardSingleRole {
         // Query heads that share this block's KV head. Generic kernels have no register for it.
         const auto group = [&] { return (kGeneric ? keep_in_register(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k; };
 #pragma unroll 1
-        for (int head = KeyBlock::head(p) * group(); head < (KeyBlock::head(p) + 1) * group(); head++) {
+        for (int head = grid.head(p) * group(); head < (grid.head(p) + 1) * group(); head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
-            const int first = Queries::first(mask_of(p.problem, sequence), KeyBlock::number(p));
+            int first = Queries::first(mask_of(p.problem, sequence), grid.number(p));
             if (first >= range.end) break;
-            const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
+            int end;  // of the split's rows
+            if constexpr (kStreamK) {
+                end = grid.template clip<S::kStep>(p, head, first, range.end);
+                if (first >= end) continue;
+            }
+            const long long head_row = rounded_row<RowStats>(p, sequence, grid.batch(p), head);
             float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats + stats_lane);
-            float* dq = keep_in_register(KeyBlock::dq_accum(p) + head_row * S::kHeaddim + dq_lane);
+            float* dq = keep_in_register(grid.dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 
-            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + first);
+            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + first, grid);
             Accumulator s[2][2], dp[2][2];
             tiles.load(p.q, p.dout, range.rows(p) - first);
             Joint::begin(s, dp, stats + first * RowStats::kRowFloats);
@@ -82,7 +87,7 @@ struct BackwardSingleRole {
             __syncthreads();
 
 #pragma unroll 1
-            for (int row = first; row < range.end; row += S::kStep) {
+            for (int row = first; row < (kStreamK ? end : range.end); row += S::kStep) {
                 // S^T and dP^T, one chunk of headdim after the other. Rolled, to fit the instruction cache.
                 {
                     const u32 a = score_operands.first(), b = score_operands.second();
@@ -110,7 +115,7 @@ struct BackwardSingleRole {
                     if (masked) {
                         // Rare: everything is computed again, so that none of it holds a register in the loop.
                         const int thread = remat_thread_index();
-                        apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, KeyBlock::number(p) * S::kRows + thread / 32 * 32);
+                        apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, grid.number(p) * S::kRows + thread / 32 * 32);
                     }
 
                     exponentials(s, p.problem.scale_log2, kExponentShift);
@@ -148,9 +153,10 @@ struct BackwardSingleRole {
             }
         }
 
+        if (!grid.template combine_splits<S::kThreads>(dk, dv)) return;
         // K and V are no longer needed: their tiles stage dK and dV for the store. Keys that no query sees get 0.
         __syncthreads();
-        const int end_key = KeyBlock::number(p) * S::kRows,
+        const int end_key = grid.number(p) * S::kRows,
                   end_warp_key = remat_thread_index() / 32 * 32;  // computed again, as above
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
@@ -158,10 +164,10 @@ struct BackwardSingleRole {
         to_shared<S, 1>(dv, p, dv_factor, shared + S::kOwnDp, end_warp_key, 0);
         __syncthreads();
         const BlockSeqlenInfo end_sequence(p.problem, p.lengths, blockIdx.z);
-        shared_to_output<S>(p.dk, KeyBlock::head(p), shared + S::kOwnS, end_sequence.k_offset(), end_key,
-                            end_sequence.seqlen_k_allocated(), p.problem.headdim);
-        shared_to_output<S>(p.dv, KeyBlock::head(p), shared + S::kOwnDp, end_sequence.k_offset(), end_key,
-                            end_sequence.seqlen_k_allocated(), p.problem.headdim_v);
+        shared_to_output<S>(p, p.dk, grid.head(p), shared + S::kOwnS, end_sequence.k_offset(), end_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim, grid);
+        shared_to_output<S>(p, p.dv, grid.head(p), shared + S::kOwnDp, end_sequence.k_offset(), end_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim_v, grid);
     }
 };
 

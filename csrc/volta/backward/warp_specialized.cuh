@@ -25,12 +25,15 @@
 
 namespace volta {
 
-// HeaddimV: columns of V and dO to compute with; at most Headdim, which tiles have.
-template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int HeaddimV = Headdim, class Blocks = DenseBlocks>
+// HeaddimV: columns of V and dO to compute with; at most Headdim, which tiles have. Grid: which keys and steps a block has
+// (key_block.cuh).
+template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int HeaddimV = Headdim, class Blocks = DenseBlocks,
+          class Grid = KeyBlock>
 struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2>;
     static constexpr int kSharedBytes = S::kSharedBytes;
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
+    static constexpr bool kStreamK = Grid::kStreamK;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     using Queries = QueryRange<S::kRows, S::kStep>;
     using Dq = DqProduct<S>;
@@ -157,13 +160,13 @@ struct BackwardWarpSpecialized {
         return min(row, p.seqlen_q_rounded - S::kStep);
     }
 
-    static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
+    static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks(), const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
         const Lane lane;
         const int warp = threadIdx.x / 32, role = warp / 4;
         const int key_group = warp % 4 / kGroupWarps, group_warp = warp % kGroupWarps;
-        const int first_key = KeyBlock::number(p) * S::kRows;
+        const int first_key = grid.number(p) * S::kRows;
         const int gradient_key = 32 * key_group;
         const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * group_warp : 0);
         const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * group_warp : 0;
@@ -171,7 +174,7 @@ struct BackwardWarpSpecialized {
         if (!kFused && first_key >= sequence.seqlen_k_allocated()) return;
         const Queries range(mask_of(p.problem, sequence), first_key, kFused);
 
-        load_own<S>(p, p.k, p.v, KeyBlock::head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k());
+        load_own<S>(p, p.k, p.v, grid.head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k(), grid);
         const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) {
             clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
@@ -195,16 +198,20 @@ struct BackwardWarpSpecialized {
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1
-        for (int head = KeyBlock::head(p) * group; head < (KeyBlock::head(p) + 1) * group; head++) {
+        for (int head = grid.head(p) * group; head < (grid.head(p) + 1) * group; head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
             auto queries = blocks.template steps<S::kStep>(p, head, first_key, 0, range.end, p.problem.seqlen_q);
-            int first;
+            int first, end;  // `end`: of a split's rows
             if constexpr (Blocks::kListed) {
                 if (!queries.exists()) continue;
                 first = existing_row(p, queries.first());
             } else {
-                first = kFused ? 0 : Queries::first(mask_of(p.problem, sequence), KeyBlock::number(p));
+                first = kFused ? 0 : Queries::first(mask_of(p.problem, sequence), grid.number(p));
                 if (first >= range.end) break;
+                if constexpr (kStreamK) {
+                    end = grid.template clip<S::kStep>(p, head, first, range.end);
+                    if (first >= end) continue;
+                }
             }
             const auto row_after = [&](int row) {
                 if (!Blocks::kListed) return row + S::kStep;
@@ -213,12 +220,12 @@ struct BackwardWarpSpecialized {
             };
             // Rows that loads may touch.
             const auto rows = [&] { return Blocks::kListed ? p.problem.seqlen_q : range.rows(p); };
-            const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
+            const long long head_row = rounded_row<RowStats>(p, sequence, grid.batch(p), head);
             float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats +
                                             (role ? RowStats::kDeltaAt : RowStats::kLseAt) + stats_lane);
-            float* dq = keep_in_register(KeyBlock::dq_accum(p) + head_row * S::kHeaddim + dq_lane);
+            float* dq = keep_in_register(grid.dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 
-            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + (Blocks::kListed ? queries.first() : first));
+            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + (Blocks::kListed ? queries.first() : first), grid);
             Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
             tiles.load(p.q, p.dout, rows() - (Blocks::kListed ? queries.first() : first));
             if (kFused) {
@@ -231,7 +238,7 @@ struct BackwardWarpSpecialized {
             __syncthreads();
 
 #pragma unroll 1
-            for (int row = first; Blocks::kListed ? queries.exists() : row < range.end; row = row_after(row)) {
+            for (int row = first; Blocks::kListed ? queries.exists() : row < (kStreamK ? end : range.end); row = row_after(row)) {
                 {
                     const u32 a = score_operands.first(), b = score_operands.second();
                     const u32 chunks = kSameHeaddims || !role ? S::kChunks : kChunksV;
@@ -319,6 +326,7 @@ struct BackwardWarpSpecialized {
             }
         }
 
+        if (!grid.template combine_splits<S::kThreads>(gradient)) return;
         // K and V are no longer needed: their tiles stage dK and dV for the store. Keys that no query sees get 0.
         __syncthreads();
         float dv_factor = 1.f / kProbabilityUnit;
@@ -327,10 +335,10 @@ struct BackwardWarpSpecialized {
                                   gradient_key, group_warp);
         __syncthreads();
         const BlockSeqlenInfo end_sequence(p.problem, p.lengths, blockIdx.z);
-        shared_to_output<S>(p.dk, KeyBlock::head(p), shared + S::kOwnS, end_sequence.k_offset(), first_key,
-                            end_sequence.seqlen_k_allocated(), p.problem.headdim);
-        shared_to_output<S>(p.dv, KeyBlock::head(p), shared + S::kOwnDp, end_sequence.k_offset(), first_key,
-                            end_sequence.seqlen_k_allocated(), p.problem.headdim_v);
+        shared_to_output<S>(p, p.dk, grid.head(p), shared + S::kOwnS, end_sequence.k_offset(), first_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim, grid);
+        shared_to_output<S>(p, p.dv, grid.head(p), shared + S::kOwnDp, end_sequence.k_offset(), first_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim_v, grid);
     }
 };
 

@@ -2,6 +2,9 @@
 // The row tiles left over after the full waves are split along the keys, so that every resident block gets equal work.
 // src/plan/stream_k.rs decides which block takes which keys, in the order in which blocks start.
 //
+// Paged kernels read lengths from memory, so their splits are parts of a row tile's own steps. Their tiles begin with the last
+// rows of all heads, which see the most keys, and their launch has one sequence.
+//
 // Each split goes to scratch memory. The last block to finish a row tile combines its splits in key order. No block waits, and
 // the output is deterministic.
 #pragma once
@@ -11,11 +14,14 @@
 
 namespace volta {
 
+// Parts of a row tile's steps in which splits of paged kernels count (`PAGED_PARTS` in src/limits.rs).
+constexpr int kPagedParts = 1 << 15;
+
 // A block's work: all keys of a row tile, or one split of them.
 struct TileSplit {
     int row_block;  // number of the row tile, over all heads and batch entries
     int stream_k_tile = 0;  // number of the row tile among those that are split
-    int first = 0, end;  // range of keys, in steps
+    int first = 0, end;  // range of keys, in steps; paged: in parts
     // number of this split; splits of the row tile
     int index = 0, splits = 1;
 
@@ -42,6 +48,13 @@ class StreamKGrid {
         int row, head, batch;
         __device__ __forceinline__ TileCoord(const Problem& p, int row_block) {
             const int of_head = (p.seqlen_q + BlockRows - 1) / BlockRows;
+            if (kPaged) {
+                const int from_last = row_block / p.nheads;
+                row = (of_head - 1 - from_last) * BlockRows;
+                batch = 0;
+                head = row_block - from_last * p.nheads;
+                return;
+            }
             const int heads = row_block / of_head;
             row = (row_block - heads * of_head) * BlockRows;
             batch = heads / p.nheads;
@@ -61,7 +74,7 @@ public:
     using Bits = NoMaskBits;
     template <int Chunks, int Rows, int Threads>
     using Stream = TileStream<Chunks, Rows, Threads>;
-    static_assert(!kVarlen && !kHasScoreMod, "a stream-K grid has no axes for head and batch");
+    static_assert((!kVarlen || kPaged) && !kHasScoreMod, "a stream-K grid has no axes for head and batch");
     __device__ __forceinline__ explicit StreamKGrid(const StreamKParams& params) : params_(params) {}
 
     // Coordinates and keys of a block.
@@ -77,11 +90,21 @@ public:
         }
         template <int Step>
         __device__ __forceinline__ int key_first(const Mask& mask) const {
+            if (kPaged) return part<Step>(mask, split.first);
             // Steps begin at the same keys in all splits, whatever the window: keys that it hides are masked.
             return max(mask.key_first(TileCoord::row) / Step * Step, split.first * Step);
         }
+        // Returns the key at which a number of parts of the row tile's steps end.
+        template <int Step>
+        __device__ __forceinline__ int part(const Mask& mask, int parts) const {
+            const int first = mask.key_first(TileCoord::row) / Step * Step;
+            const unsigned long long steps = max(all_end(mask) - first + Step - 1, 0) / Step;
+            return first + static_cast<int>(steps * parts / kPagedParts) * Step;
+        }
+        __device__ __forceinline__ int all_end(const Mask& mask) const { return mask.key_end(TileCoord::row, BlockRows); }
         template <int Step>
         __device__ __forceinline__ int key_end(const Mask& mask) const {
+            if (kPaged) return split.splits == 1 ? all_end(mask) : min(all_end(mask), part<Step>(mask, split.end));
             return min(mask.key_end(TileCoord::row, BlockRows), min(split.end, 0x7fffffff / Step) * Step);
         }
     };

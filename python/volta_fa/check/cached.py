@@ -21,7 +21,7 @@ from .problems import Expected, agree, first_that_can, keyless
 from .score_options import EVERY, asking
 
 #: Kernels of these passes get the problems here.
-PASSES = ("Decode", "DecodeMla", "Prefill", "Append", "Dequantize")
+PASSES = ("Decode", "DecodeMla", "Prefill", "PrefillStreamK", "Append", "Dequantize")
 #: Number of columns in 16 bytes, by cache format. Kernels read a cache in place if its rows are whole multiples of 16 bytes. Of other
 #: caches they read a copy in q's dtype.
 _COLUMNS = {row["name"] if row["is_quantized"] else "": 128 // row["bits"] for row in cache_formats()}
@@ -58,6 +58,7 @@ def problems(variant: dict[str, Any]) -> list[CacheCase]:
             _case(((2, 9, 2), (0, 3, 0), (5, 31, 4)), 40, 40, 2, **rest),
         ]
     of_pass = {"Append": _append, "Dequantize": _dequantize, "DecodeMla": _mla, "Decode": _decode, "Prefill": _prefill}
+    of_pass["PrefillStreamK"] = _prefill_stream_k
     return of_pass[variant["pass"]](variant)
 
 
@@ -128,6 +129,16 @@ def _prefill(variant: dict[str, Any]) -> list[CacheCase]:
         _case(((45, 205, 0), (45, 31, 0)), d, dv, 2, **asked),
         _case(((70, 77, 0), (0, 20, 0), (50, 3, 0)), d - 8, dv - 8, 2, **second, **asked),
         _case(((45, 300, 0), (45, 47, 0)), d, dv, 3, page=64, sinks="own" if "sinks" in features else "", **asked),
+    ]
+
+
+def _prefill_stream_k(variant: dict[str, Any]) -> list[CacheCase]:
+    """These grids have one sequence."""
+    d, dv = variant["headdim"], variant["headdim_v"]
+    return [
+        _case(((145, 205, 0),), d, dv, 2),
+        _case(((70, 377, 0),), d - 8, dv - 8, 2, page=0, packed=True, window_left=50),
+        _case(((300, 0, 0),), d, dv, 3, page=64, sinks="own"),
     ]
 
 

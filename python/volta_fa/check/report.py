@@ -33,6 +33,7 @@ _PASSES = {
     "ForwardStreamK": "forward, equal shares",
     "BackwardPreprocess": "backward, prepare",
     "Backward": "backward, atomics",
+    "BackwardStreamK": "backward, stream-K",
     "BackwardDkDv": "deterministic, dk and dv",
     "BackwardDq": "deterministic, dq",
     "BackwardPostprocess": "backward, finish",
@@ -45,6 +46,7 @@ _PASSES = {
     "Decode": "KV cache, decode",
     "DecodeMla": "KV cache, latents",
     "Prefill": "KV cache, prefill",
+    "PrefillStreamK": "KV cache, stream-K",
     "Append": "KV cache, append",
     "Dequantize": "KV cache, convert",
 }

@@ -124,6 +124,15 @@ fn dkdv(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardDkDv, source, ..main }
 }
 
+/// Returns the main kernel on a stream-K grid (`volta/backward/stream_k.cuh`).
+fn stream_k(main: Variant) -> Variant {
+    let source = match main.source == SINGLE_ROLE {
+        true => "volta/backward/single_role_stream_k.cu",
+        false => "volta/backward/warp_specialized_stream_k.cu",
+    };
+    Variant { pass: Pass::BackwardStreamK, source, ..main }
+}
+
 /// Returns the main kernel that does all of a backward pass.
 fn fused(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardFused, source: "volta/backward/warp_specialized_fused.cu", ..main }
@@ -150,6 +159,7 @@ pub fn backward_rows() -> Vec<Variant> {
     let mut rows = vec![varlen(PREPROCESS), varlen(POSTPROCESS)];
     // of headdims 64, 96, 128 and 192 / 128: at the others the varlen kernels take at most 2% more time
     rows.extend([MAIN[1], MAIN[2], MAIN[3], NARROW_V].into_iter().chain(SMALL));
+    rows.extend([MAIN[1], MAIN[3]].map(stream_k));
     rows.extend(MAIN.into_iter().chain([NARROW_V]).map(varlen));
     rows.extend(Feature::OF_SCORES.into_iter().flat_map(|feature| [MAIN[1], MAIN[3]].map(|tile| with(feature, tile))));
     rows.extend(GENERIC.map(generic));

@@ -159,12 +159,13 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
 
 /// Returns the same tile on a stream-K grid (`volta/forward/stream_k.cuh`). Sinks are code of the epilogue alone.
 fn stream_k(row: Variant) -> Variant {
+    let pass = if row.pass.info().features.contains(FeatureSet::PAGED) { Pass::PrefillStreamK } else { Pass::ForwardStreamK };
     let source = match row.source {
         REGISTER_Q => "volta/forward/register_q_stream_k.cu",
         COLUMN_GROUPS => "volta/forward/column_groups_stream_k.cu",
         _ => "volta/forward/shared_q_stream_k.cu",
     };
-    Variant { pass: Pass::ForwardStreamK, source, ..row }.with_features(row.features.union(FeatureSet::of(&[Feature::Sinks])))
+    Variant { pass, source, ..row }.with_features(row.features.union(FeatureSet::of(&[Feature::Sinks])))
 }
 
 /// Headdim 32 has none: with three blocks an SM, a kernel's parameters have no room for the splits. Headdim 256 has none, because
@@ -184,5 +185,6 @@ pub fn prefill_rows() -> impl Iterator<Item = Variant> {
     let plain = rows.clone().map(move |row| paged(row).with_features(FeatureSet::PAGED));
     // 64 rows of headdim 512 leave the generic kernel no registers for pages
     let rows = rows.filter(|row| (row.headdim, row.size) != (512, Size::Large));
-    plain.chain(rows.map(move |row| paged(generic(row)).with_features(FeatureSet::GENERIC.union(FeatureSet::PAGED))))
+    let stream_k_rows = [PLAIN_64, PLAIN_128, PLAIN_256].map(|row| stream_k(paged(row).with_features(FeatureSet::PAGED)));
+    plain.chain(stream_k_rows).chain(rows.map(move |row| paged(generic(row)).with_features(FeatureSet::GENERIC.union(FeatureSet::PAGED))))
 }

@@ -8,6 +8,7 @@ use crate::log;
 use crate::ops::blocks::{self, at, lse_at, Blocks};
 use crate::ops::inputs::Inputs;
 use crate::ops::launches::{launch_id, Launches};
+use crate::ops::stream_k;
 use crate::params::{AppendParams, CacheFormat, DecodeParams, DequantizeParams, ElementType, FwdParams};
 use crate::plan::{self, DecodePlan, PlannedKernel};
 use crate::problem::{Attention, CachedSequence, DType};
@@ -120,7 +121,11 @@ pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Re
     let decode_plan = if has_short { Some(plan::decode(a, has_long, &launcher.limits()?)?) } else { None };
     // one allocation: partials are pairs of floats or more, so the semaphores after them are aligned
     let scratch = decode_plan.map(|plan| empty(&[plan.partials + 2 * plan.semaphores], Kind::Float)).transpose()?;
-    let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("scratch", scratch.as_ref())];
+    let prefill_plan = if has_long { Some(plan::prefill(a, &launcher.limits()?)?) } else { None };
+    let stream_k = prefill_plan.as_ref().and_then(|planned| Some((planned, planned.stream_k?)));
+    let stream_k = stream_k.map(|(planned, plan)| stream_k::Launch::new(planned, plan, launcher)).transpose()?;
+    let splits = stream_k.as_ref().map(stream_k::Launch::scratch);
+    let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("scratch", scratch.as_ref()), ("splits", splits)];
     let launches = Launches::begin(inputs, a, launcher, written);
     if has_long {
         // prefill writes nothing for sequences with invalid lengths or pages
@@ -131,8 +136,8 @@ pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Re
     if let (Some(plan), Some(scratch)) = (&decode_plan, &scratch) {
         decode(plan, inputs, a, [&out, &softmax_lse, scratch], &launches)?;
     }
-    if has_long {
-        prefill(&plan::prefill(a, &launcher.limits()?)?, inputs, a, [&out, &softmax_lse], &launches)?;
+    if let Some(planned) = &prefill_plan {
+        prefill((planned, stream_k.as_ref()), inputs, a, [&out, &softmax_lse], &launches, launcher)?;
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
@@ -161,14 +166,24 @@ fn decode(plan: &DecodePlan, inputs: &Inputs, a: &Attention, [out, softmax_lse, 
 }
 
 /// Launches forward tiles for sequences with more rows than decode kernels take.
-fn prefill(planned: &PlannedKernel, inputs: &Inputs, a: &Attention, [out, softmax_lse]: [&Tensor; 2], launches: &Launches) -> Result<()> {
+fn prefill(
+    (planned, stream_k): (&PlannedKernel, Option<&stream_k::Launch>),
+    inputs: &Inputs,
+    a: &Attention,
+    [out, softmax_lse]: [&Tensor; 2],
+    launches: &Launches,
+    launcher: &dyn Launcher,
+) -> Result<()> {
     log::prefill(a, planned)?;
     for (first, batches) in plan::batch_chunks(a.batch) {
         let Blocks { q, k, v, problem, lengths, score_options, cache, .. } = Blocks::new(inputs, a, (first, batches));
         let (out, softmax_lse) = (output(out, first), lse_at(softmax_lse, a, first));
         let min_rows = MAX_DECODE_ROWS as i32 + 1;
         let params = FwdParams { q, k, v, out, softmax_lse, problem, lengths, score_options, cache, min_rows };
-        launches.run(planned, batches, bytes_of(&params))?;
+        match stream_k {
+            None => launches.run(planned, batches, bytes_of(&params))?,
+            Some(stream_k) => launches.run(planned, batches, bytes_of(&stream_k.params(params, launcher)?))?,
+        }
     }
     Ok(())
 }

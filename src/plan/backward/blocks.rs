@@ -7,7 +7,7 @@ use crate::plan::size::of_all_sizes;
 use crate::problem::{Attention, Window};
 
 /// Time of a tail of one wave of small blocks, relative to a wave of large blocks: 0.4 to 0.66 (docs/design/volta-backward.md).
-const TAIL: f64 = 0.67;
+pub(super) const TAIL: f64 = 0.67;
 
 /// Returns the key blocks of a head that fit one wave less than all blocks need, and a smaller variant that computes the rest in one wave.
 ///

@@ -5,9 +5,11 @@ mod fused;
 mod parts;
 mod plan;
 mod stored;
+mod stream_k;
 mod tiles;
 
 pub use plan::{BackwardPlan, Tail};
+pub use stream_k::{BackwardStreamKPlan, BackwardStreamKSchedule};
 pub use tiles::{StoredPlan, STORED_ROWS};
 
 use super::device::DeviceLimits;

@@ -1,17 +1,21 @@
 //! Plans the backward pass in several kernels: preprocess, main, and postprocess or dq.
 
-use super::blocks::{blocks_before_tail, blocks_of_launch};
+use super::blocks::{blocks_before_tail, blocks_of_launch, resident_blocks, TAIL};
 use super::plan::{scratch_rows, BackwardPlan, Tail};
+use super::stream_k::BackwardStreamKPlan;
 use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant};
+use crate::limits::MAX_GRID_YZ;
+use crate::plan::cached::{cached_plan, PlanCache};
 use crate::plan::choose::{choose, Chosen};
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
 use crate::plan::grid::{of_rows, planned, rows_and_heads, scratch};
 use crate::plan::kernel::{PlannedKernel, Reason};
 use crate::plan::size::smaller;
-use crate::problem::Attention;
+use crate::problem::{Attention, Keys, Queries};
 use crate::tuning::Shape;
+use std::cell::Cell;
 
 /// How dq is computed.
 enum Dq {
@@ -31,6 +35,8 @@ struct Parts {
     dq: Dq,
     chosen: Chosen<3>,
     blocks: KeyBlocks,
+    /// The main kernel on a stream-K grid, instead of `blocks`.
+    stream_k: Option<PlannedKernel>,
 }
 
 /// Plans separate kernels.
@@ -93,7 +99,7 @@ impl Planner<'_> {
     /// Plans a separate kernel for dq.
     fn separate(&self, chosen: Chosen<3>) -> Parts {
         let chosen = self.sized(chosen);
-        Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], false) }
+        Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], false), stream_k: None }
     }
 
     /// Plans launches of a main kernel that takes a part of the key blocks. None: there is no such kernel, or `must_pay` and a separate
@@ -106,7 +112,44 @@ impl Planner<'_> {
             let parts @ (blocks, tail) = self.split(main, with_tail);
             Some((blocks_of_launch(main.0, blocks, tail.map_or(0, |(_, n)| n), self.a, self.d)?, parts))
         })?;
-        (pays || !must_pay).then_some(Parts { dq: Dq::Launches(blocks_at_once), chosen, blocks })
+        (pays || !must_pay).then_some(Parts { dq: Dq::Launches(blocks_at_once), chosen, blocks, stream_k: None })
+    }
+
+    /// Plans a stream-K grid of the same key blocks if the estimate is faster, or if the tuning chooses it.
+    fn stream_k(&self, usual: (&'static Variant, Reason), (before_tail, tail): KeyBlocks) -> Option<PlannedKernel> {
+        let (a, d) = (self.a, self.d);
+        let is_forced = matches!(usual.1, Reason::Tuned | Reason::FailedAvoided);
+        if (a.queries, a.keys) != (Queries::Dense, Keys::Dense) || a.batch > MAX_GRID_YZ || is_forced {
+            return None;
+        }
+        let [(variant, reason)] = choose(self.kernels, kernels::BACKWARD_STREAM_K, &self.shape, self.requested, d).ok()?;
+        let of = |v: &Variant| (v.headdim, v.headdim_v);
+        let is_tuned = reason == Reason::Tuned;
+        // both share the layout of the scratch memory with the other kernels of the pass
+        if variant.family.name != usual.0.family.name || (!is_tuned && of(variant) != of(usual.0)) {
+            return None;
+        }
+        let key = (variant.name, a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k, a.window.left, a.window.right);
+        type Key = (&'static str, i64, i64, i64, i64, i64, Option<i64>, Option<i64>);
+        thread_local!(static LAST: PlanCache<Key, Option<(BackwardStreamKPlan, u64)>> = const { Cell::new(None) });
+        let (plan, time) = cached_plan(&LAST, key, d, || Ok(BackwardStreamKPlan::of(a, variant, d))).ok()??;
+        if !is_tuned {
+            let undivided = BackwardStreamKPlan::undivided_time(a, usual.0, d)?;
+            let undivided = match tail {
+                // waves of equal blocks, and a shorter one
+                Some(_) => {
+                    let waves = |blocks: u64| (blocks * u64::from(plan.heads)).div_ceil(resident_blocks(variant, d)) as f64;
+                    let (before, all) = (waves(before_tail), waves(plan.key_blocks.into()));
+                    (undivided as f64 * (before + TAIL) / all) as u64
+                }
+                None => undivided,
+            };
+            if !BackwardStreamKPlan::pays(time, undivided) {
+                return None;
+            }
+        }
+        let reason = if is_tuned { reason } else { Reason::StreamK };
+        Some(PlannedKernel { variant, blocks: [plan.heads, plan.blocks_of_head()], reason, stream_k: None, backward_stream_k: Some(plan) })
     }
 
     fn deterministic(&self) -> Result<Parts> {
@@ -124,7 +167,7 @@ impl Planner<'_> {
             Ok(chosen) => {
                 let chosen = self.sized(chosen);
                 let blocks = self.split(chosen[1], chosen[1].0.family.has_key_block_offset);
-                Ok(Parts { dq: Dq::Atomics, chosen, blocks })
+                Ok(Parts { dq: Dq::Atomics, chosen, blocks, stream_k: self.stream_k(chosen[1], blocks) })
             }
             // no kernel with atomics has block masks
             Err(e) if self.a.features.block_mask => Ok(self.separate(self.without().map_err(|_| e)?)),
@@ -135,7 +178,7 @@ impl Planner<'_> {
         }
     }
 
-    fn on_grids(&self, Parts { dq, chosen, blocks: (blocks, tail) }: Parts) -> BackwardPlan {
+    fn on_grids(&self, Parts { dq, chosen, blocks: (blocks, tail), stream_k }: Parts) -> BackwardPlan {
         let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, self.a));
         let (of_launch, dq_accum_splits) = match dq {
             Dq::Atomics => (blocks as u32, 1),
@@ -143,13 +186,13 @@ impl Planner<'_> {
             Dq::Separate => (blocks as u32, 0),
         };
         let Variant { block_rows, headdim, .. } = *main.variant;
-        let tail = tail.map(|(v, n)| Tail {
+        let tail = tail.filter(|_| stream_k.is_none()).map(|(v, n)| Tail {
             kernel: self.of_blocks((v, Reason::Tail), n as u32),
             first_block: (blocks * u64::from(block_rows / v.block_rows)) as u32,
         });
         BackwardPlan {
             prepare: Some(prepare),
-            main: self.of_blocks((main.variant, main.reason), of_launch),
+            main: stream_k.unwrap_or_else(|| self.of_blocks((main.variant, main.reason), of_launch)),
             finish: Some(finish),
             scratch: scratch(main.variant),
             scratch_rows: scratch_rows(main.variant, self.a),

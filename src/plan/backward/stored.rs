@@ -29,7 +29,13 @@ pub(super) fn stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &De
     let query_tiles = tiles(a.seqlen_q);
     let rounded = (query_tiles as u64).next_multiple_of(QUERY_TILES_TOGETHER as u64) as i64;
     let tiles_of_head = plan.key_tiles * (plan.columns + tiles(a.headdim_v)) + group * query_tiles * plan.columns;
-    let on = |(variant, reason), [x, y]: [i64; 2]| PlannedKernel { variant, blocks: [x as u32, y as u32], reason, stream_k: None };
+    let on = |(variant, reason), [x, y]: [i64; 2]| PlannedKernel {
+        variant,
+        blocks: [x as u32, y as u32],
+        reason,
+        stream_k: None,
+        backward_stream_k: None,
+    };
     Ok(BackwardPlan {
         prepare: Some(crate::plan::grid::planned(prepare, a)),
         main: on(scores, [rounded * plan.key_tiles, plan.heads * group]),

@@ -1,0 +1,113 @@
+// Stream-K grid of the volta main kernels: blocks of keys with many steps are split among blocks, because few blocks of many steps
+// leave SMs idle. src/plan/backward/stream_k.rs decides which block takes which steps.
+//
+// Steps of a block of keys count over the query heads of its KV head, one head after the other. Each split goes to scratch memory.
+// The last block to finish adds the splits in their order. No block waits, and dk and dv are deterministic.
+#pragma once
+
+#include "remat.cuh"
+#include "semaphore.cuh"
+#include "volta/backward/products.cuh"
+
+namespace volta {
+
+// Grid policy of main kernels. The grid's first axis is KV heads of all batch entries, its second `params.splits`. All members read
+// special registers again, so that they hold no register in between.
+class StreamKKeyBlock {
+    const BwdSplits& params_;
+
+    __device__ __forceinline__ const StreamKSplit& split() const { return params_.splits[remat_block_head()]; }
+
+    // Returns true if one block has arrived (semaphore.cuh).
+    __device__ __forceinline__ bool one_arrived(const unsigned long long* semaphore) const {
+        return *reinterpret_cast<const volatile unsigned long long*>(semaphore) == (params_.launch_id << 16 | 1);
+    }
+
+    // Stores a gradient, or adds what was stored. Chunks of all threads are adjacent. Returns the address after it.
+    template <int Threads, int M, int J>
+    static __device__ __forceinline__ uint4* store(uint4* to, const Gradient<M, J>& c) {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int j = 0; j < J; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int v = 0; v < 8; v += 4, to += Threads) {
+                        const Accumulator& x = c[m][j][i];
+                        __stcg(to, make_uint4(__float_as_uint(x[v]), __float_as_uint(x[v + 1]), __float_as_uint(x[v + 2]),
+                                              __float_as_uint(x[v + 3])));
+                    }
+        return to;
+    }
+    template <int Threads, int M, int J>
+    static __device__ __forceinline__ const uint4* add(Gradient<M, J>& c, const uint4* from) {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int j = 0; j < J; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int v = 0; v < 8; v += 4, from += Threads) {
+                        const uint4 x = __ldcg(from);
+                        c[m][j][i][v] += __uint_as_float(x.x), c[m][j][i][v + 1] += __uint_as_float(x.y);
+                        c[m][j][i][v + 2] += __uint_as_float(x.z), c[m][j][i][v + 3] += __uint_as_float(x.w);
+                    }
+        return from;
+    }
+    template <class... Gradients>
+    static constexpr int kChunks = (0 + ... + sizeof(Gradients)) / 16;
+
+public:
+    static constexpr bool kStreamK = true;
+    __device__ __forceinline__ explicit StreamKKeyBlock(const BwdSplits& params) : params_(params) {}
+
+    __device__ __forceinline__ int number(const BwdParams&) const { return split().tile; }
+    __device__ __forceinline__ int batch(const BwdParams& p) const { return remat_block_index() / p.problem.nheads_k; }
+    __device__ __forceinline__ int head(const BwdParams& p) const { return remat_block_index() % p.problem.nheads_k; }
+    __device__ __forceinline__ float* dq_accum(const BwdParams& p) const { return p.dq_accum; }
+
+    // Clips the rows from `first` to `end` of a query head to those of the split, and returns their end.
+    template <int Step>
+    __device__ __forceinline__ int clip(const BwdParams& p, int query_head, int& first, int end) const {
+        const int of_group = query_head % (p.problem.nheads / p.problem.nheads_k);
+        const int all_first = first, steps = (end - first + Step - 1) / Step, before = of_group * steps;
+        first += max(split().first - before, 0) * Step;
+        return min(end, all_first + max(split().end - before, 0) * Step);
+    }
+
+    // Stores this split's gradients. Returns true for the last block of the key block, after it has added all splits.
+    template <int Threads, class... Gradients>
+    __device__ __forceinline__ bool combine_splits(Gradients&... gradients) const {
+        const int splits = split().part & 0xff, index = split().part >> 8;
+        if (splits == 1) return true;
+        constexpr int kSplitChunks = kChunks<Gradients...> * Threads;
+        const int tile = remat_block_index() * params_.tiles + split().tile - params_.first_tile;
+        unsigned long long* semaphore = params_.semaphores + tile;
+        uint4* first = reinterpret_cast<uint4*>(params_.partials) +
+                       static_cast<long long>(tile * params_.max_splits) * kSplitChunks + remat_thread_index();
+        // The sum of two does not depend on their order, so the later of two blocks adds the other's to its own.
+        const bool keeps_own = splits == 2;
+        const bool is_second = keeps_own && __syncthreads_or(threadIdx.x == 0 && one_arrived(semaphore));
+        if (!is_second) {
+            uint4* own = first + index * kSplitChunks;
+            ((own = store<Threads>(own, gradients)), ...);
+            __threadfence();  // this thread's split is visible before the semaphore counts it
+        }
+        __syncthreads();
+        const bool last = threadIdx.x == 0 && arrive_is_last(semaphore, params_.launch_id, splits);
+        if (!__syncthreads_or(last)) return false;
+        __threadfence();  // other blocks' splits are read after the count
+        if (!keeps_own) (clear(gradients), ...);
+#pragma unroll 1
+        for (int i = 0; i < splits; i++, first += kSplitChunks) {
+            if (keeps_own && i == index) continue;
+            const uint4* from = first;
+            ((from = add<Threads>(gradients, from)), ...);
+        }
+        return true;
+    }
+};
+
+}  // namespace volta

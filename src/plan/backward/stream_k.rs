@@ -1,0 +1,224 @@
+//! Stream-K grids of the backward pass: which splits the blocks of `csrc/volta/backward/stream_k.cuh` compute, and in which order.
+//!
+//! A key block has the steps of all query heads of its KV head. With grouped heads there are few key blocks of many steps, and under a causal
+//! mask the first have the most: one of them may take longer than the GPU's share of all work. A stream-K grid splits key blocks with
+//! more steps than a limit.
+
+use crate::kernels::Variant;
+use crate::limits::MAX_BACKWARD_SPLITS;
+use crate::params::StreamKSplit;
+use crate::plan::block::problem_block;
+use crate::plan::device::DeviceLimits;
+use crate::problem::Attention;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// Times are in tenths of a step of 32 queries.
+const STEP: u64 = 10;
+/// Time to load K and V and to write dK and dV: 2.1 to 2.5 steps at headdims 64 and 128.
+const FIXED: u64 = 22;
+/// Time to write the fp32 gradients of a split, or to read them.
+const PARTIAL: u64 = 25;
+/// Grids of more waves lose little in the last one.
+const MAX_WAVES: u64 = 8;
+/// Maximum scratch memory of splits, bytes.
+const MAX_SCRATCH: u64 = 64 << 20;
+/// Maximum ratio of the estimate to that of one block per key block: estimates are inexact.
+const WORTH_IT: (u64, u64) = (24, 25);
+/// Keys of a block whose times these are. Smaller blocks have two roles too at headdim 64: 3.1 us a step at N=1024, 8 KV heads of 32, where
+/// large ones have 5.2.
+const LARGE_BLOCK: u32 = 128;
+const SMALL: (u64, u64) = (6, 10);
+/// Limits of a split that are tried, as parts of the longest key block.
+const PARTS: u32 = 20;
+
+/// How the key blocks of each head are divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardStreamKPlan {
+    /// KV heads of all entries: each is divided alike.
+    pub heads: u32,
+    /// Key blocks of a head.
+    pub key_blocks: u32,
+    /// Key blocks before this one have one block each.
+    pub first_split: u32,
+    /// Maximum steps of a split.
+    pub limit: u32,
+    shape: Shape,
+}
+
+/// What decides the steps of a key block (`QueryRange` in csrc/backward/iteration_range.cuh).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    seqlen_q: i32,
+    seqlen_k: i32,
+    /// Row i sees the keys from i + low to i + high.
+    low: i32,
+    high: i32,
+    /// Query heads of a KV head.
+    group: u32,
+    block_rows: i32,
+    step: i32,
+}
+
+impl Shape {
+    /// Returns the steps of a key block.
+    fn steps(&self, block: u32) -> u32 {
+        let key = block as i32 * self.block_rows;
+        let first = (key - self.high).max(0) / self.step * self.step;
+        let end = ((key + self.block_rows).min(self.seqlen_k) - self.low).min(self.seqlen_q);
+        ((end - first).max(0) as u32).div_ceil(self.step as u32) * self.group
+    }
+}
+
+/// The blocks of a stream-K grid.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackwardStreamKSchedule {
+    /// Of each head, in the order of the grid.
+    pub splits: Vec<StreamKSplit>,
+    /// First key block that is split.
+    pub first_tile: u32,
+    /// Key blocks from this one to the last that is split.
+    pub tiles: u32,
+    /// Maximum splits of a key block.
+    pub max_splits: u32,
+}
+
+impl BackwardStreamKPlan {
+    /// Returns one block for each key block.
+    fn undivided(a: &Attention, v: &Variant) -> BackwardStreamKPlan {
+        let p = problem_block(a, a.batch);
+        let offset = p.seqlen_k - p.seqlen_q;
+        let shape = Shape {
+            seqlen_q: p.seqlen_q,
+            seqlen_k: p.seqlen_k,
+            low: offset - p.window_left,
+            high: offset + p.window_right,
+            group: (p.nheads / p.nheads_k) as u32,
+            block_rows: v.block_rows as i32,
+            step: v.step as i32,
+        };
+        let key_blocks = (p.seqlen_k as u32).div_ceil(v.block_rows);
+        BackwardStreamKPlan { heads: p.nheads_k as u32 * p.batch as u32, key_blocks, first_split: key_blocks, limit: u32::MAX, shape }
+    }
+
+    /// Returns the time of a main kernel with one block for each key block; None: too many for an estimate.
+    pub(super) fn undivided_time(a: &Attention, v: &Variant, d: &DeviceLimits) -> Option<u64> {
+        BackwardStreamKPlan::undivided(a, v).time(v, d)
+    }
+
+    /// Returns the best division of this grid, and its time; None: it cannot be divided, or has enough waves.
+    pub(super) fn of(a: &Attention, v: &Variant, d: &DeviceLimits) -> Option<(BackwardStreamKPlan, u64)> {
+        let whole = BackwardStreamKPlan::undivided(a, v);
+        let BackwardStreamKPlan { heads, key_blocks, .. } = whole;
+        let resident = u64::from(d.sms * v.blocks_per_sm);
+        let blocks = u64::from(key_blocks) * u64::from(heads);
+        if key_blocks as usize > MAX_BACKWARD_SPLITS || blocks > MAX_WAVES * resident {
+            return None;
+        }
+        let longest = (0..key_blocks).map(|block| whole.shape.steps(block)).max().filter(|&steps| steps <= u16::MAX.into())?;
+        // all key blocks, or at most those of the last one or two waves
+        let of_waves = |waves: u64| (blocks % resident + waves * resident).div_ceil(u64::from(heads)) as u32;
+        let mut first_splits: Vec<_> = [0, 1].map(|waves| key_blocks.saturating_sub(of_waves(waves))).into_iter().chain([0]).collect();
+        first_splits.dedup();
+        let limits = (2..PARTS).map(|part| (longest * part).div_ceil(PARTS)).filter(|&limit| limit < longest);
+        let plans =
+            limits.flat_map(|limit| first_splits.iter().map(move |&first_split| BackwardStreamKPlan { first_split, limit, ..whole }));
+        let timed = plans.filter(|plan| plan.scratch_bytes(v) <= MAX_SCRATCH).filter_map(|plan| Some((plan.time(v, d)?, plan)));
+        let (time, best) = timed.min_by_key(|&(time, plan)| (time, Reverse(plan.limit)))?;
+        Some((best, time))
+    }
+
+    /// Returns whether a division pays.
+    pub(super) fn pays(time: u64, undivided: u64) -> bool {
+        time * WORTH_IT.1 < undivided * WORTH_IT.0
+    }
+
+    /// Returns the number of splits of a key block.
+    fn splits(&self, block: u32) -> u32 {
+        if block < self.first_split {
+            1
+        } else {
+            self.shape.steps(block).div_ceil(self.limit).max(1)
+        }
+    }
+
+    /// Returns the blocks of a head, the longest first: key block, first step, end, number of the split and of all.
+    fn blocks(&self) -> Vec<(u32, u32, u32, u32, u32)> {
+        let mut blocks: Vec<_> = (0..self.key_blocks)
+            .flat_map(|block| {
+                let (steps, splits) = (self.shape.steps(block), self.splits(block));
+                let limit = if splits == 1 { steps } else { self.limit };
+                (0..splits).map(move |i| (block, i * limit, ((i + 1) * limit).min(steps), i, splits))
+            })
+            .collect();
+        blocks.sort_by_key(|&(_, first, end, ..)| Reverse(end - first));
+        blocks
+    }
+
+    /// Returns when the last block ends; None: too many splits for the parameters of a kernel.
+    fn time(&self, v: &Variant, d: &DeviceLimits) -> Option<u64> {
+        if self.key_blocks as usize > MAX_BACKWARD_SPLITS {
+            return None;
+        }
+        let blocks = self.blocks();
+        if blocks.len() > MAX_BACKWARD_SPLITS {
+            return None;
+        }
+        let (sms, resident) = (u64::from(d.sms), u64::from(d.sms * v.blocks_per_sm));
+        // places by the time from which they are free
+        let mut free = BTreeMap::from([(0, resident)]);
+        let mut end = 0;
+        for &(_, first, last, _, splits) in &blocks {
+            let time = FIXED + u64::from(last - first) * STEP + if splits > 1 { PARTIAL } else { 0 };
+            let mut heads = u64::from(self.heads);
+            while heads > 0 {
+                let (begin, places) = free.pop_first()?;
+                let taken = places.min(heads);
+                if places > taken {
+                    free.insert(begin, places - taken);
+                }
+                *free.entry(begin + time).or_default() += taken;
+                end = end.max(begin + time);
+                heads -= taken;
+            }
+        }
+        let added =
+            blocks.iter().map(|&(.., splits)| if splits == 2 { 1 } else { splits }).filter(|_| blocks.len() > self.key_blocks as usize);
+        let end = end + u64::from(added.max().unwrap_or(0)) * PARTIAL;
+        // blocks alone on their SMs take 3/4 of the time
+        let are_alone = resident > sms && blocks.len() as u64 * u64::from(self.heads) <= sms;
+        let end = if are_alone { end * 3 / 4 } else { end };
+        Some(if v.block_rows < LARGE_BLOCK { end * SMALL.0 / SMALL.1 } else { end })
+    }
+
+    /// Returns the first key block that is split, the number from this one to the last, and the most splits of one.
+    fn split_blocks(&self) -> (u32, u32, u32) {
+        let is_split = |block: &u32| self.splits(*block) > 1;
+        let first = (0..self.key_blocks).find(is_split).unwrap_or(0);
+        let blocks = (0..self.key_blocks).rev().find(is_split).map_or(0, |last| last + 1 - first);
+        (first, blocks, (0..self.key_blocks).map(|block| self.splits(block)).max().unwrap_or(1))
+    }
+
+    /// Returns the bytes of the splits' fp32 gradients.
+    fn scratch_bytes(&self, v: &Variant) -> u64 {
+        let (_, blocks, max_splits) = self.split_blocks();
+        4 * u64::from(self.heads * blocks * max_splits) * u64::from(v.block_rows * (v.headdim + v.headdim_v))
+    }
+
+    /// Returns the number of blocks of each head.
+    pub fn blocks_of_head(&self) -> u32 {
+        (0..self.key_blocks).map(|block| self.splits(block)).sum()
+    }
+
+    /// Returns the blocks in the order in which they should start.
+    pub fn schedule(&self) -> BackwardStreamKSchedule {
+        let encoded = |&(block, first, end, index, splits): &(u32, u32, u32, u32, u32)| StreamKSplit {
+            tile: block as u16,
+            first: first as u16,
+            end: end as u16,
+            part: StreamKSplit::part(index as u16, splits as u16),
+        };
+        let (first_tile, tiles, max_splits) = self.split_blocks();
+        BackwardStreamKSchedule { splits: self.blocks().iter().map(encoded).collect(), first_tile, tiles, max_splits }
+    }
+}
