@@ -120,7 +120,7 @@ fn every_variant_is_chosen_for_some_problem() {
     let headdims = || (8..=256).step_by(8).chain([512]);
     for headdim in headdims() {
         for headdim_v in headdims() {
-            for (seqlen, nheads) in [(64, 2), (100, 200), (512, 8), (1024, 8), (1024, 16), (4096, 32)] {
+            for (seqlen, nheads) in [(64, 2), (100, 200), (512, 8), (1024, 8), (1024, 16), (4096, 32), (20_000, 1)] {
                 let requests = feature_requests().into_iter().chain(block_mask_requests());
                 for ((features, packed, _), family) in requests.flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
                     let a = stored(
@@ -304,10 +304,12 @@ fn separate_dq_kernel_has_no_accumulator() {
         assert_eq!((p.headdim_rounded, p.dq_accum_splits, p.main_launches), (0, 0, 1));
         assert_eq!((p.main.blocks[1], p.finish.unwrap().blocks[1]), (20, 40), "heads of keys, heads of queries");
         assert!((p.finish.unwrap().blocks[0] * p.finish.unwrap().variant.block_rows) as i64 >= 1000);
-        // the same tiles of dk and dv
-        let default = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main;
-        assert_eq!(p.main.blocks, default.blocks);
-        assert_eq!(p.main.variant.shared_bytes, default.variant.shared_bytes);
+        // the same tiles of dk and dv, unless P and dS are stored
+        let default = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        if default.stored.is_none() {
+            assert_eq!(p.main.blocks, default.main.blocks);
+            assert_eq!(p.main.variant.shared_bytes, default.main.variant.shared_bytes);
+        }
     }
 }
 
@@ -648,10 +650,11 @@ fn stores_scores_for_large_headdims() {
 /// Up to headdim 256, P and dS travel through memory where a family is faster so: with enough key tiles in a launch.
 #[test]
 fn stores_scores_where_that_is_faster() {
-    let is_stored = |a: &Attention, d: &DeviceLimits| [DEFAULT, DETERMINISTIC].map(|mode| plan::backward(a, mode, d).unwrap().stored.is_some());
+    let is_stored =
+        |a: &Attention, d: &DeviceLimits| [DEFAULT, DETERMINISTIC].map(|mode| plan::backward(a, mode, d).unwrap().stored.is_some());
     let v100 = |a: Attention| is_stored(&a, &DeviceLimits::V100);
     for (headdim, headdim_v) in [(256, 256), (200, 200), (64, 256), (200, 8)] {
-        for (seqlen_q, seqlen_k) in [(1, 1), (2048, 2048), (8192, 8192), (100_000, 129)] {
+        for (seqlen_q, seqlen_k) in [(1, 1), (2048, 2048), (4096, 4096), (30_000, 129)] {
             let a = attention(seqlen_q, seqlen_k, headdim, headdim_v);
             assert_eq!(is_stored(&a, &T4), [false; 2]);
             assert_eq!(v100(a), [true; 2], "{headdim}/{headdim_v}, {seqlen_q}, {seqlen_k}");
