@@ -1,5 +1,5 @@
-"""The backward pass for headdims above 256, which passes P and dS through memory: lengths that are no multiples of its tiles of 128,
-its launches, and every option."""
+"""The backward pass that passes P and dS through memory, for headdims above 256, and on Volta above 192: lengths beside its tiles
+of 128, its launches, and every option."""
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ SHAPES = [
     # rows without a key, and keys without a row
     Case(200, 60, 264, batch=1, nheads=1, is_causal=True),
     Case(20, 300, 264, batch=1, nheads=1, window_left=5, window_right=5),
+    # on Volta
+    Case(130, 140, 256, nheads=2, nheads_k=1, batch=1, is_causal=True),
+    Case(33, 20, 201, 77, batch=1, nheads=1, window_left=9),
 ]
 
 OPTIONS = [
@@ -35,6 +38,7 @@ OPTIONS = [
         lengths=((140, 150), (1, 70), (30, 0), (0, 5), (17, 129)), spare=5, headdim=264, nheads=2, nheads_k=1, sinks="fp32", is_causal=True
     ),
     Case(lengths=((40, 50), (1, 70), (30, 200)), used=(30, 70, 100), headdim=320, nheads=2),
+    Case(lengths=((40, 50), (1, 70), (30, 200)), headdim=256, nheads=2, alibi="h", bias="qk", dropout_p=0.2),
 ]
 
 
@@ -64,8 +68,8 @@ def test_gradient_of_lse(backend, gpu):
 
 @on("sim", "cuda")
 def test_some_heads_and_keys_of_each_launch(backend, gpu):
-    """Each of 600 empty sequences has a query tile, so a launch has room for one KV head and one of three key tiles."""
-    lengths = ((140, 300), *((0, 0),) * 600, (20, 150))
+    """Empty sequences take room for tiles, so that launches have one KV head, and one of three key tiles."""
+    lengths = ((140, 300), *((0, 0),) * 1200, (20, 150))
     case = Case(lengths=lengths, headdim=264, headdim_v=16, nheads=2, is_causal=True)
     (q, k, v, dout), options = case.problem(backend)
     check(backend, q, k, v, dout, **options)

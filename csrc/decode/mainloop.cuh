@@ -90,6 +90,9 @@ private:
     using Exchange = ScoreExchange<kStepTiles * RowTiles>;
     using OwnLoader = LoaderOf<kCooperative ? Loading::Cooperative : kStaged ? Loading::Staged : Loading::Direct>;
 
+    // Loads of the first keys and values precede those of Q.
+    static constexpr bool kKeysFirst = kColumnGroups > 1 && !kCooperative && !kStaged;
+
 public:
     // The loader's shared memory, then each warp's part of Q and of exchanged scores. The partial outputs take the same place
     // afterwards.
@@ -111,7 +114,7 @@ public:
             char* in_shared = reinterpret_cast<char*>(partials.output) + OwnLoader::kWorkBytes + warp * OwnQueries::kBytes;
             q.in_shared = reinterpret_cast<uint4*>(in_shared) + (threadIdx.x & 31);
         }
-        load_queries(p, s, first_row, q);
+        if constexpr (!kKeysFirst) load_queries(p, s, first_row, q);
         typename Layout::template Output<kValueLoads> o = {};
         SoftmaxRow softmax[RowTiles];
         ProbabilityScale probability_scale[RowTiles];
@@ -159,6 +162,10 @@ public:
                     loader.load_values(p, seqlen_k, v);
                     if constexpr (kTokenScales) loader.load_scales(p, seqlen_k, next_scales);
                 }
+            }
+            if constexpr (kKeysFirst) {
+                __syncwarp();  // else the compiler moves these loads up
+                load_queries(p, s, first_row, q);
             }
             for (int token = first; steps_left > 0 && (kCooperative || kStaged || loader.page_valid()); token += kStepTokens) {
                 steps_left--;

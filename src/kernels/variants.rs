@@ -428,6 +428,8 @@ pub struct Family {
     pub has_key_block_offset: bool,
     /// true if its kernels store the gradient of a bias as fp16 where no two scores share an element
     pub stores_dbias: bool,
+    /// headdims above this are faster with P and dS in memory (csrc/backward/stored_scores.cuh)
+    pub stored_above: u32,
 }
 
 /// Layout of the statistics of query rows that the backward kernels of a family keep between launches.

@@ -12,6 +12,7 @@ pub const TURING: Family = Family {
     either_order: &[Pass::Forward, Pass::Prefill, Pass::FastForward],
     has_key_block_offset: false,
     stores_dbias: false,
+    stored_above: 256,
     // csrc/turing/backward/row_stats.cuh
     scratch: Some(Scratch {
         row_rounding: 32,

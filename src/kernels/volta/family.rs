@@ -22,4 +22,5 @@ pub const VOLTA: Family = Family {
     either_order: &[Pass::Forward, Pass::Prefill, Pass::Backward, Pass::BackwardDkDv],
     has_key_block_offset: true,
     stores_dbias: true,
+    stored_above: 192,
 };

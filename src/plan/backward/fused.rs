@@ -1,12 +1,13 @@
 //! Plans the backward pass in one kernel.
 
 use super::blocks::resident_blocks;
+use super::plan::{scratch_rows, BackwardPlan};
 use crate::kernels::{self, Kernels, Pass, Variant, COMPILED};
 use crate::plan::choose::choose;
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
-use crate::plan::grid::planned;
-use crate::plan::kernel::{PlannedKernel, Reason};
+use crate::plan::grid::{planned, scratch};
+use crate::plan::kernel::Reason;
 use crate::plan::size::smaller;
 use crate::problem::Attention;
 use crate::tuning::Shape;
@@ -16,7 +17,7 @@ use std::sync::LazyLock;
 ///
 /// This saves two launches, a few microseconds, and the accumulator's memory traffic. But the one block also computes the statistics of all
 /// rows, at 0.01 us per row. So the plan takes it for few rows, or for enough blocks to fill the GPU with other work meanwhile.
-pub(super) fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<PlannedKernel> {
+pub(super) fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<BackwardPlan> {
     const FEW_ROWS: i64 = 512;
     const MIN_WAVES: u64 = 2;
     // maximum keys of any fused kernel: most problems are larger, and need no search
@@ -44,5 +45,20 @@ pub(super) fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &Dev
     let rows = a.nheads / a.nheads_k * a.seqlen_q;
     let blocks = (a.nheads_k * a.batch) as u64;
     let pays = rows <= FEW_ROWS || blocks >= MIN_WAVES * resident_blocks(kernel.0, d);
-    (holds_all(kernel.0) && (is_tuned || pays)).then(|| planned(kernel, a))
+    (holds_all(kernel.0) && (is_tuned || pays)).then(|| {
+        let main = planned(kernel, a);
+        BackwardPlan {
+            prepare: None,
+            main,
+            finish: None,
+            scratch: scratch(main.variant),
+            scratch_rows: scratch_rows(main.variant, a),
+            deterministic: true,
+            main_launches: 1,
+            tail: None,
+            dq_accum_splits: 0,
+            headdim_rounded: 0,
+            stored: None,
+        }
+    })
 }

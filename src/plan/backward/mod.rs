@@ -14,15 +14,13 @@ pub use tiles::{StoredPlan, STORED_ROWS};
 
 use super::device::DeviceLimits;
 use super::features::BackwardMode;
-use super::grid::scratch;
 use super::kernel::{PlannedKernel, Reason};
 use crate::error::Result;
 use crate::kernels::{Kernels, COMPILED};
 use crate::problem::Attention;
 use fused::fused;
 use parts::in_parts;
-use plan::scratch_rows;
-use stored::{needs_stored, stored};
+use stored::{faster_stored, needs_stored, stored};
 
 /// Plans the backward pass of a non-empty problem.
 ///
@@ -40,26 +38,14 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
     if needs_stored(a) {
         return stored(kernels, a, mode, d);
     }
-    let main = if mode.has_dlse { None } else { fused(kernels, a, mode, d) };
-    let Some(main) = main else { return in_parts(kernels, a, mode, d) };
-    if d.tuning.is_some() && main.reason != Reason::Tuned {
+    let in_one_kernel = || if mode.has_dlse { None } else { fused(kernels, a, mode, d) };
+    let Some(faster) = faster_stored(kernels, a, mode, d).or_else(in_one_kernel) else { return in_parts(kernels, a, mode, d) };
+    if d.tuning.is_some() && faster.main.reason != Reason::Tuned {
         let parts = in_parts(kernels, a, mode, d)?;
         let of_tuning = |k: &PlannedKernel| matches!(k.reason, Reason::Tuned | Reason::TunedMode);
         if parts.kernels().any(|k| of_tuning(&k)) {
             return Ok(parts);
         }
     }
-    Ok(BackwardPlan {
-        prepare: None,
-        main,
-        finish: None,
-        scratch: scratch(main.variant),
-        scratch_rows: scratch_rows(main.variant, a),
-        deterministic: true,
-        main_launches: 1,
-        tail: None,
-        dq_accum_splits: 0,
-        headdim_rounded: 0,
-        stored: None,
-    })
+    Ok(faster)
 }

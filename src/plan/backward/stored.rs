@@ -9,7 +9,7 @@ use crate::plan::choose::choose;
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
 use crate::plan::grid::scratch;
-use crate::plan::kernel::PlannedKernel;
+use crate::plan::kernel::{PlannedKernel, Reason};
 use crate::problem::Attention;
 use crate::tuning::Shape;
 
@@ -19,6 +19,16 @@ const QUERY_TILES_TOGETHER: i64 = 8;
 /// Returns true if no other kernels have room for the headdims.
 pub(super) fn needs_stored(a: &Attention) -> bool {
     a.headdim.max(a.headdim_v) > COMMON_HEADDIM
+}
+
+/// Plans a backward pass that stores P and dS, if that is faster than the family's other kernels.
+pub(super) fn faster_stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<BackwardPlan> {
+    let plan = stored(kernels, a, mode, d).ok()?;
+    let is_faster = |k: PlannedKernel| {
+        let usual = matches!(k.reason, Reason::Cheapest | Reason::Tuned);
+        usual && a.headdim.max(a.headdim_v) > i64::from(k.variant.family.stored_above)
+    };
+    (plan.kernels().all(is_faster) && plan.stored?.fills_launches()).then_some(plan)
 }
 
 /// Plans the kernels of a backward pass that stores P and dS.

@@ -5,8 +5,10 @@ use crate::problem::Attention;
 
 /// Keys, and queries, of a tile of stored scores; rows, and columns, of a tile of gradients (csrc/backward/stored_scores.cuh).
 pub const STORED_ROWS: i64 = 128;
-/// Maximum tiles of a launch: P and dS take 32 MiB each. Larger launches would only be fewer: these fill a GPU several times.
-const MAX_TILES: i64 = 1024;
+/// Tiles of P and of dS in 128 MiB. At headdim 256 half as many leave a fifth of the last wave's places empty.
+const MAX_TILES: i64 = 2048;
+/// Key tiles of a launch that fill a GPU. With fewer, the blocks of dK and dV are few and long.
+const FULL_KEY_TILES: i64 = 16;
 
 /// Tiles of P and dS of one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +54,11 @@ impl StoredPlan {
         let key_tiles = if of_launch * all_keys <= MAX_TILES { all_keys } else { even(all_keys, MAX_TILES / of_launch) };
         let key_launches = (all_keys as u64).div_ceil(key_tiles as u64) as i64;
         StoredPlan { batches, heads, key_tiles, key_launches, query_tiles, columns: tiles(a.headdim) }
+    }
+
+    /// Returns true if each launch fills a GPU, as far as the problem does.
+    pub(super) fn fills_launches(&self) -> bool {
+        self.key_launches == 1 || self.key_tiles >= FULL_KEY_TILES
     }
 
     /// Returns (first KV head, first key tile) of each launch for `nheads_k` heads.
