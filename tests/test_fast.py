@@ -178,6 +178,25 @@ def test_masks(backend, simulate, shape):
     assert_near(simulate(q, k, v, generic=True, **options), fwd_fast(q, k, v, **options))
 
 
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@on("sim")
+def test_masks_at_odd_addresses(backend, simulate, headdim):
+    """Rows of whole blocks that begin 2 bytes after the kernel's alignment; and bytes other than 0 and 1."""
+    q, k, v = inputs(40, 128, headdim)
+    storage = (randn(2, 41, 128, seed=3) > 0).to(torch.uint8) * 64
+    mask = storage.flatten()[2 : 2 + 2 * 40 * 128].view(1, 2, 40, 128).view(torch.bool)
+    for options in ({"attn_mask": mask}, {"attn_mask": mask[:, :1, :, :], "is_causal": True}):
+        assert_near(simulate(q, k, v, generic=True, **options), fwd_fast(q, k, v, **options))
+
+
+@pytest.mark.parametrize("headdim, options", [(64, {"is_causal": True}), (128, {"window_left": 30, "window_right": 20}), (256, {})])
+@on("sim")
+def test_spans_that_a_warp_does_not_see(backend, simulate, headdim, options):
+    """Blocks of several warps whose rows see other keys, and warps without rows."""
+    tensors = inputs(200, 330, headdim)
+    assert_near(simulate(*tensors, **options), fwd_fast(*tensors, **options))
+
+
 @on("sim", "cpu-fp16")
 def test_mask_hides_keys(backend):
     q, k, v = inputs()
