@@ -343,13 +343,14 @@ def test_prepared_keys_and_values(backend):
 
 @on("sim")
 def test_prepared_by_kernels(backend, simulate, monkeypatch):
-    """Bitwise identical too; and the model's codes serve the kernels, and theirs the model."""
+    """Bitwise identical too; and so are the model's codes."""
     for (q, k, v), options, call in prepared_cases():
         of_model = volta_fa.prepare_fast(k, v, **options)
         monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
         monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
         of_kernel = volta_fa.prepare_fast(k, v, **options)
         monkeypatch.delenv("VOLTA_FA_SIMULATE")
+        assert torch.equal(of_model, of_kernel)
         generic = "cu_seqlens_q" in call
         expected = simulate(q, k, v, generic=generic, **call)
         found = simulate(q, k, v, generic=generic, prepared=of_kernel, **call)
@@ -397,6 +398,8 @@ def test_wrong_prepared(backend):
     ):
         with pytest.raises(ValueError, match=f"volta_fa::prepare_fast: {words}"):
             op(*packed, **options)
+    with pytest.raises(ValueError, match="volta_fa::prepare_fast: max_seqlen_k: got 5, expected at least"):
+        volta_fa.prepare_fast(*packed, cu_seqlens_k=lengths, max_seqlen_k=5, check_lengths=True)
     with pytest.raises(ValueError, match="volta_fa::prepare_fast: v: got device meta, expected device cpu, that of k$"):
         op(k, v.to("meta"))
     with pytest.raises(NotImplementedError, match="volta_fa::prepare_fast: k: got a tensor that requires grad"):
