@@ -8,7 +8,7 @@ use crate::info::PlanArgs;
 use crate::launch::driver::Driver;
 use crate::limits::LATENT_HEADDIMS;
 use crate::ops::{self, fast, kvcache, merge, Gradients, Inputs, Saved};
-use crate::options::{FastOptionArgs, KvCacheOptionArgs, MlaOptionArgs, OptionArgs, PrepareOptionArgs};
+use crate::options::{FastOptionArgs, KvCacheOptionArgs, MlaOptionArgs, OptionArgs, Options, PrepareOptionArgs};
 use std::ffi::{c_char, c_void, CStr, CString};
 use std::mem::ManuallyDrop;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -214,17 +214,22 @@ pub struct FastArgs {
 /// # Safety
 /// The handles of `args` are valid.
 unsafe fn fast_inputs(args: &FastArgs) -> Result<Inputs> {
-    unsafe {
-        Ok(Inputs {
-            q: required("q", args.q)?,
-            k: required("k", args.k)?,
-            v: required("v", args.v)?,
-            appended: None,
-            rng_state: None,
-            options: args.options.read(|handle| tensor(handle)),
-            stream: args.stream,
-        })
-    }
+    unsafe { dense_inputs(("q", args.q), args.k, args.v, args.options.read(|handle| tensor(handle)), args.stream) }
+}
+
+/// Returns the inputs of an operator without a cache and a derivative. `q` has the name that an error gives it.
+///
+/// # Safety
+/// The handles are valid.
+unsafe fn dense_inputs(
+    (name, q): (&str, *mut c_void),
+    k: *mut c_void,
+    v: *mut c_void,
+    options: Options<Tensor>,
+    stream: *mut c_void,
+) -> Result<Inputs> {
+    let [q, k, v] = unsafe { [required(name, q)?, required("k", k)?, required("v", v)?] };
+    Ok(Inputs { q, k, v, appended: None, rng_state: None, options, stream })
 }
 
 /// Computes `volta_fa::fwd_fast`; `outputs` receives out, softmax_lse.
@@ -265,17 +270,7 @@ pub struct PrepareArgs {
 /// # Safety
 /// The handles of `args` are valid.
 unsafe fn prepare_inputs(args: &PrepareArgs) -> Result<Inputs> {
-    unsafe {
-        Ok(Inputs {
-            q: required("k", args.k)?,
-            k: required("k", args.k)?,
-            v: required("v", args.v)?,
-            appended: None,
-            rng_state: None,
-            options: args.options.read(|handle| tensor(handle)),
-            stream: args.stream,
-        })
-    }
+    unsafe { dense_inputs(("k", args.k), args.k, args.v, args.options.read(|handle| tensor(handle)), args.stream) }
 }
 
 /// Computes `volta_fa::prepare_fast`; `output` receives the codes.

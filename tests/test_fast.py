@@ -178,6 +178,25 @@ def test_masks(backend, simulate, shape):
     assert_near(simulate(q, k, v, generic=True, **options), fwd_fast(q, k, v, **options))
 
 
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@on("sim")
+def test_masks_at_odd_addresses(backend, simulate, headdim):
+    """Rows of whole blocks that begin 2 bytes after the kernel's alignment; and bytes other than 0 and 1."""
+    q, k, v = inputs(40, 128, headdim)
+    storage = (randn(2, 41, 128, seed=3) > 0).to(torch.uint8) * 64
+    mask = storage.flatten()[2 : 2 + 2 * 40 * 128].view(1, 2, 40, 128).view(torch.bool)
+    for options in ({"attn_mask": mask}, {"attn_mask": mask[:, :1, :, :], "is_causal": True}):
+        assert_near(simulate(q, k, v, generic=True, **options), fwd_fast(q, k, v, **options))
+
+
+@pytest.mark.parametrize("headdim, options", [(64, {"is_causal": True}), (128, {"window_left": 30, "window_right": 20}), (256, {})])
+@on("sim")
+def test_spans_that_a_warp_does_not_see(backend, simulate, headdim, options):
+    """Blocks of several warps whose rows see other keys, and warps without rows."""
+    tensors = inputs(200, 330, headdim)
+    assert_near(simulate(*tensors, **options), fwd_fast(*tensors, **options))
+
+
 @on("sim", "cpu-fp16")
 def test_mask_hides_keys(backend):
     q, k, v = inputs()
@@ -324,13 +343,14 @@ def test_prepared_keys_and_values(backend):
 
 @on("sim")
 def test_prepared_by_kernels(backend, simulate, monkeypatch):
-    """Bitwise identical too; and the model's codes serve the kernels, and theirs the model."""
+    """Bitwise identical too; and so are the model's codes."""
     for (q, k, v), options, call in prepared_cases():
         of_model = volta_fa.prepare_fast(k, v, **options)
         monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
         monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
         of_kernel = volta_fa.prepare_fast(k, v, **options)
         monkeypatch.delenv("VOLTA_FA_SIMULATE")
+        assert torch.equal(of_model, of_kernel)
         generic = "cu_seqlens_q" in call
         expected = simulate(q, k, v, generic=generic, **call)
         found = simulate(q, k, v, generic=generic, prepared=of_kernel, **call)
@@ -378,6 +398,8 @@ def test_wrong_prepared(backend):
     ):
         with pytest.raises(ValueError, match=f"volta_fa::prepare_fast: {words}"):
             op(*packed, **options)
+    with pytest.raises(ValueError, match="volta_fa::prepare_fast: max_seqlen_k: got 5, expected at least"):
+        volta_fa.prepare_fast(*packed, cu_seqlens_k=lengths, max_seqlen_k=5, check_lengths=True)
     with pytest.raises(ValueError, match="volta_fa::prepare_fast: v: got device meta, expected device cpu, that of k$"):
         op(k, v.to("meta"))
     with pytest.raises(NotImplementedError, match="volta_fa::prepare_fast: k: got a tensor that requires grad"):

@@ -23,7 +23,7 @@ from volta_fa.integrations.devices import max_headdim, serves
 
 #: The key of calls that volta_fa ran, in `counts`. The other keys are reasons for which calls fell back.
 RAN = "ran"
-#: The key of those of them that ran with int8 scores.
+#: The key of those of them that went to `fwd_fast`. It runs exact kernels for short sequences and on Volta.
 FAST = "fast"
 
 #: Calls since the process began, by outcome. Calls that torch.compile traces are not counted.
@@ -91,7 +91,7 @@ def describe(calls: Counter[str]) -> str:
     """Returns calls by outcome, as in `10 ran on volta_fa, 2 fell back (float32: 2)`."""
     fell_back = {reason: n for reason, n in sorted(calls.items()) if n and reason not in (RAN, FAST)}
     reasons = ", ".join(f"{reason}: {n}" for reason, n in fell_back.items())
-    fast = f" ({calls[FAST]} fast)" if calls[FAST] else ""
+    fast = f" ({calls[FAST]} by fwd_fast)" if calls[FAST] else ""
     return f"{calls[RAN]} ran on volta_fa{fast}, {sum(fell_back.values())} fell back" + (f" ({reasons})" if reasons else "")
 
 

@@ -14,14 +14,15 @@ def prepare_fast(
     max_seqlen_k: int | None = None,
     smooth_k: bool = True,
     rotate: bool = False,
+    check_lengths: bool = False,
 ) -> Tensor:
     """Returns the codes of K and the range of V, as the option `prepared` of any number of calls of `volta_fa::fwd_fast`.
 
     The calls still take k and v, and the same lengths and `rotate`. Results are bitwise identical to those without `prepared`.
 
     Args:
-        k, v, cu_seqlens_k, max_seqlen_k, smooth_k, rotate: as for `volta_fa::fwd_fast`.
+        k, v, cu_seqlens_k, max_seqlen_k, smooth_k, rotate, check_lengths: as for `volta_fa::fwd_fast`.
     """
-    options = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k, "smooth_k": smooth_k, "rotate": rotate}
-    prepared: Tensor = torch.ops.volta_fa.prepare_fast(k, v, **options)
+    lengths = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k, "check_lengths": check_lengths}
+    prepared: Tensor = torch.ops.volta_fa.prepare_fast(k, v, **lengths, smooth_k=smooth_k, rotate=rotate)
     return prepared

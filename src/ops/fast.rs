@@ -257,15 +257,17 @@ fn run_prepare(kernel: &PlannedKernel, codes: &Codes, launches: &Launches, param
     Ok(())
 }
 
-/// Returns the mask with contiguous rows of whole blocks of keys at even addresses: the kernel reads two keys at once and tests no
-/// bounds. Copies it if necessary. Broadcast dimensions other than the keys keep size 1.
+/// Bytes that a lane reads at once of a boolean mask.
+const MASK_ALIGNMENT: i64 = 8;
+
+/// Returns the mask with contiguous, aligned rows of whole blocks of keys: the kernel reads several keys at once and tests no bounds. Copies it if necessary. Broadcast dimensions other than the keys keep size 1.
 fn readable_mask(mask: &Tensor, seqlen_k: i64) -> Result<Tensor> {
     let (mut sizes, strides) = (mask.size(), mask.stride());
-    let is_aligned = mask.data_ptr() as usize % 2 == 0
+    let is_aligned = mask.data_ptr() as usize % MASK_ALIGNMENT as usize == 0
         && sizes[3] % SCALE_KEYS == 0
         && sizes[3] >= seqlen_k
         && strides[3] == 1
-        && (0..3).all(|i| sizes[i] == 1 || strides[i] % 2 == 0);
+        && (0..3).all(|i| sizes[i] == 1 || strides[i] % MASK_ALIGNMENT == 0);
     if is_aligned {
         return Ok(mask.shallow_clone());
     }

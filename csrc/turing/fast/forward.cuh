@@ -66,6 +66,8 @@ struct FastForward {
     using Output = Accumulator[RowTiles][kChunks];
     // At headdim 64 registers suffice for all that a step needs beside operands and sums. At headdim 128 with 32 rows a part is in
     // shared memory.
+    // Tiles at once of a masked span, as many as registers allow.
+    static constexpr int kMaskedTiles = !kHasMask ? 1 : Headdim == 64 ? 4 : 2;
     static constexpr bool kFewRegisters = Headdim > 64, kSharedState = Headdim == 128 && RowTiles == 2;
 
     __device__ __forceinline__ static int remat_warp_row(const FastParams& p) {
@@ -120,44 +122,88 @@ struct FastForward {
             }
     }
 
-    // Which keys the lane's rows see, for masked spans.
-    struct RowMask {
-        const FastParams& p;
-        int row, seqlen_k, low, high;
-        const unsigned char* mask;
+    // The keys of a span that rows see, a bit each. Lane t of a quad has those of row t of the quad's, so that they take one
+    // register or two.
+    struct SpanMask {
+        static constexpr int kWords = (kSpan + 31) / 32;
+        u32 bits[kWords];
 
-        __device__ __forceinline__ explicit RowMask(const FastParams& p_) : p(p_) {
+        // `key`: the span's first.
+        __device__ __forceinline__ SpanMask(const FastParams& p, int key) {
+            const int lane = remat_thread_index() & 31, row = remat_warp_row(p) + lane / 4 + 8 * (lane % kRows);
             const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
             const Mask window = mask_of(p.problem, sequence);
-            row = remat_warp_row(p) + (remat_thread_index() & 31) / 4;
-            low = window.low, high = window.high, seqlen_k = window.seqlen_k;
-            mask = nullptr;
-            if (kHasMask && p.mask)
-                mask = reinterpret_cast<const unsigned char*>(p.mask) + remat_block_batch() * p.mask_batch_stride +
-                       remat_head<true>(p.problem) * p.mask_head_stride;
+            const int first = max(row + window.low, 0) - key, end = min(row + window.high, window.seqlen_k - 1) + 1 - key;
+#pragma unroll
+            for (int w = 0; w < kWords; w++) bits[w] = ones_from(first - 32 * w) & ~ones_from(end - 32 * w);
+            if (kHasMask && p.mask) combine(p, key);
         }
-        // Replaces what belongs to hidden keys by -inf. `key`: the first tile's first key.
+        // Replaces what belongs to hidden keys by -inf, in the first tiles of the span, and moves the next tiles to their place.
         template <int Tiles>
-        __device__ __forceinline__ void apply(u32 (&s)[kRows][Tiles][2], int key) const {
-            key += 2 * (remat_thread_index() & 3);
+        __device__ __forceinline__ void apply(u32 (&s)[kRows][Tiles][2]) {
+            static_assert(Tiles <= 4, "tiles of one word");
 #pragma unroll
             for (int r = 0; r < kRows; r++) {
-                const int i = row + 8 * r, first = max(i + low, 0);
-                const unsigned count = max(min(i + high, seqlen_k - 1) - first + 1, 0);
-                const unsigned char* of_row = nullptr;
-                if (kHasMask && mask) of_row = mask + min(i, p.problem.seqlen_q - 1) * p.mask_row_stride + key;
+                const u32 of_row = __shfl_sync(~0u, bits[0], r, 4) >> 2 * (remat_thread_index() & 3);
 #pragma unroll
-                for (int t = 0; t < Tiles; t++) {
-                    unsigned kept = 0xffff;
-                    if (kHasMask && mask) kept = __ldg(reinterpret_cast<const unsigned short*>(of_row + 8 * t));
+                for (int i = 0; i < 2 * Tiles; i++)
+                    if (!(of_row >> 8 * (i / 2) & 1 << i % 2)) s[r][i / 2][i % 2] = 0xff800000u;
+            }
 #pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                        bool is_hidden = static_cast<unsigned>(key + 8 * t + j - first) >= count;
-                        if (kHasMask) is_hidden |= (kept >> 8 * j & 0xff) == 0;
-                        if (is_hidden) s[r][t][j] = 0xff800000u;
+            for (int w = 0; w < kWords; w++) bits[w] = __funnelshift_rc(bits[w], w + 1 < kWords ? bits[w + 1] : 0, 8 * Tiles);
+        }
+
+    private:
+        // The bits from `first` on; all if it is negative.
+        __device__ __forceinline__ static u32 ones_from(int first) {
+            u32 x;
+            asm("shl.b32 %0, %1, %2;" : "=r"(x) : "r"(~0u), "r"(max(first, 0)));  // 0 from 32 on
+            return x;
+        }
+        // A bit for each of four bytes: whether it is not 0.
+        __device__ __forceinline__ static u32 nonzero_bytes(u32 x) {
+            const u32 high = ((x & 0x7f7f7f7fu) + 0x7f7f7f7fu | x) & 0x80808080u;
+            return (high >> 7) * 0x10204080u >> 28;
+        }
+        // Hides what the boolean mask hides. A lane loads a quarter of each of its quad's rows, and passes on what others have.
+        __device__ __forceinline__ void combine(const FastParams& p, int key) {
+            constexpr int kBits = kSpan / 4, kLoads = kBits / 4, kRowsInWord = 32 / (kBits < 8 ? 8 : kBits);
+            const int quad = remat_thread_index() & 3;
+            const unsigned char* mask = reinterpret_cast<const unsigned char*>(p.mask) + remat_block_batch() * p.mask_batch_stride +
+                                        remat_head<true>(p.problem) * p.mask_head_stride + key + kBits * quad;
+            const int row = remat_warp_row(p) + (remat_thread_index() & 31) / 4;
+            u32 bytes[kRows][kLoads], words[kWords] = {};
+#pragma unroll
+            for (int r = 0; r < kRows; r++) {
+                const unsigned char* of_row = mask + min(row + 8 * r, p.problem.seqlen_q - 1) * p.mask_row_stride;
+#pragma unroll
+                for (int i = 0; i < kLoads; i += 2) {
+                    if (kLoads == 1) {
+                        bytes[r][0] = __ldg(reinterpret_cast<const u32*>(of_row));
+                    } else {
+                        const uint2 pair = __ldg(reinterpret_cast<const uint2*>(of_row + 4 * i));
+                        bytes[r][i] = pair.x, bytes[r][i + (kLoads > 1)] = pair.y;
                     }
                 }
             }
+#pragma unroll
+            for (int r = 0; r < kRows; r++)
+#pragma unroll
+                for (int i = 0; i < kLoads; i++)
+                    words[r / kRowsInWord] |= nonzero_bytes(bytes[r][i]) << 32 / kRowsInWord * (r % kRowsInWord) + 4 * i;
+            u32 seen[kWords] = {};
+#pragma unroll
+            for (int lane = 0; lane < 4; lane++) {
+                u32 part = __shfl_sync(~0u, words[0], lane, 4);
+                if (kWords == 2) {
+                    const u32 other = __shfl_sync(~0u, words[kWords - 1], lane, 4);
+                    part = quad < 2 ? part : other;
+                }
+                part = part >> 32 / kRowsInWord * (quad % kRowsInWord % kRows) & (1u << kBits) - 1;
+                seen[kBits * lane / 32] |= part << kBits * lane % 32;
+            }
+#pragma unroll
+            for (int w = 0; w < kWords; w++) bits[w] &= seen[w];
         }
     };
 
@@ -227,21 +273,24 @@ struct FastForward {
                         addend[r] = fmaf(-kSumZero, factor[r], -addend[r]);
                     }
                     if (may_mask) {
+                        SpanMask seen(p, key);
                         // rolled: its registers must not exceed those of unmasked spans
 #pragma unroll 1
-                        for (int t = 0; t < kTiles; t++) {
-                            u32 s[kRows][1][2], packed[kRows][1];
-                            compute_scores(s, q, k_fragment, 8 * t, zero);
+                        for (int first = 0; first < kTiles; first += kMaskedTiles) {
+                            u32 s[kRows][kMaskedTiles][2], packed[kRows][kMaskedTiles];
+                            compute_scores(s, q, k_fragment, 8 * first, zero);
                             scale_scores(s, factor, addend);
                             // after the scales: one may be NaN for keys that the row does not see
-                            RowMask(p).apply(s, key + 8 * t);
+                            seen.apply(s);
                             exponentiate(packed, span_sum, s);
 #pragma unroll
                             for (int r = 0; r < kRows; r++) {
 #pragma unroll
-                                for (int i = 0; i + 1 < kTiles; i++)
-                                    probabilities[r / 2][i][r % 2] = probabilities[r / 2][i + 1][r % 2];
-                                probabilities[r / 2][kTiles - 1][r % 2] = packed[r][0];
+                                for (int i = 0; i + kMaskedTiles < kTiles; i++)
+                                    probabilities[r / 2][i][r % 2] = probabilities[r / 2][i + kMaskedTiles][r % 2];
+#pragma unroll
+                                for (int t = 0; t < kMaskedTiles; t++)
+                                    probabilities[r / 2][kTiles - kMaskedTiles + t][r % 2] = packed[r][t];
                             }
                         }
                     } else {
@@ -315,10 +364,27 @@ struct FastForward {
                 }
                 return false;
             };
+            // Passes spans to `end` that the warp does not see: it loads its part of later ones for the other warps.
+            const auto skip = [&](int end) {
+#pragma unroll 1
+                for (; key < end; key += kSpan) {
+                    if (is_late) barrier();
+                    uint4 data[kPieces];
+#pragma unroll
+                    for (int piece = 0; piece < kPieces; piece++)
+                        load_piece(data[piece], p, state, piece, min(key + kAhead * kSpan, last_key));
+                    next_scale = load_k_scale(state, min(key + kSpan, last_key));
+#pragma unroll
+                    for (int piece = 0; piece < kPieces; piece++)
+                        store_piece(data[piece], state, offsets, piece, slot_after(slot, ring));
+                    slot = slot + kSlotBytes < ring + kRingBytes ? slot + kSlotBytes : ring;
+                    if (!is_late) barrier();
+                }
+            };
             // The references move before the first span too.
             do {
                 move_references(p, q, slot + offsets.k_fragment(), key, zero, next_scale, state, sum, o);
-            } while (run_spans(p, key, last_key, steps));
+            } while (run_spans(p, key, last_key, steps, skip));
         } else {
             clear(sum, o);
         }
@@ -398,8 +464,8 @@ struct FastForward {
         u32 block_address;
 
         __device__ __forceinline__ explicit SharedSources(u32 base) : block_address(base + kThreads / 4 * kRowBytes) {}
-        // All threads store the same.
         __device__ __forceinline__ void store_sources(const Sources& x) {
+            if (threadIdx.x > 0) return;
             store_pointer(block_address, x.codes);
             store_pointer(block_address + 8, x.scales);
             store_pointer(block_address + 16, x.v);
@@ -448,10 +514,19 @@ struct FastForward {
             for (int r = 0; r < kRows; r++) x[r] = kNoReference;
             store_references(x);
         }
-        __device__ __forceinline__ void push_scale(float x, int r) { store_shared1(address + 4 * r, __float_as_uint(x)); }
+        __device__ __forceinline__ static bool is_first_of_quad() { return (remat_thread_index() & 3) == 0; }
+        // Before a barrier of the block.
+        __device__ __forceinline__ void push_scale(float x, int r) {
+            if (is_first_of_quad()) store_shared1(address + 4 * r, __float_as_uint(x));
+        }
         __device__ __forceinline__ void load_scales(float (&x)[kRows]) const { load_rows(x, address); }
-        __device__ __forceinline__ void load_references(float (&x)[kRows]) const { load_rows(x, address + kRowBytes / 2); }
-        __device__ __forceinline__ void store_references(const float (&x)[kRows]) { store_rows(address + kRowBytes / 2, x); }
+        __device__ __forceinline__ void load_references(float (&x)[kRows]) const { load_rows(x, address + kChunkBytes); }
+        // The whole warp calls it.
+        __device__ __forceinline__ void store_references(const float (&x)[kRows]) {
+            __syncwarp();  // the quad has read the old ones
+            if (is_first_of_quad()) store_rows(address + kChunkBytes, x);
+            __syncwarp();
+        }
     };
     // What a step needs beside operands and sums.
     struct RegisterState : RegisterSources, RegisterRows {
@@ -548,20 +623,26 @@ struct FastForward {
         }
     }
 
-    // Computes masked and unmasked spans from `key` on. Returns true if references have to move before the span at `key`. Ranges
-    // are computed again each time: no register keeps them.
-    template <class Steps>
-    __device__ __forceinline__ static bool run_spans(const FastParams& p, int& key, int last_key, const Steps& steps) {
+    // Computes masked and unmasked spans from `key` on, and skips those that the warp's rows do not see. Returns true if references
+    // have to move before the span at `key`. Ranges are computed again each time: no register keeps them.
+    template <class Steps, class Skip>
+    __device__ __forceinline__ static bool run_spans(const FastParams& p, int& key, int last_key, const Steps& steps,
+                                                     const Skip& skip) {
         do {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
+            const Mask mask = mask_of(p.problem, sequence);
             // the shuffle tells ptxas that the row is uniform in a warp
-            const UnmaskedKeys<kSpan> keys(mask_of(p.problem, sequence), __shfl_sync(~0u, remat_warp_row(p), 0), kWarpRows);
+            const int row = __shfl_sync(~0u, remat_warp_row(p), 0), end = last_key + kSpan;
+            const int first = mask.key_first(row) / kSpan * kSpan;
+            const int seen_end = row < sequence.seqlen_q() ? mask.key_end(row, kWarpRows) : 0;
+            const UnmaskedKeys<kSpan> keys(mask, row, kWarpRows);
             const int last_unmasked = kHasMask && p.mask ? -1 : keys.first + static_cast<int>(keys.span);
-            if (key >= keys.first && key <= last_unmasked) {
+            if (key >= seen_end || key < first) {
+                skip(key >= seen_end ? end : min(first, end));
+            } else if (key >= keys.first && key <= last_unmasked) {
                 if (steps(false, min(last_unmasked, last_key) + 1)) return true;
             } else {
-                const int end = last_key + kSpan;
-                if (steps(true, key > last_unmasked ? end : min(keys.first, end))) return true;
+                if (steps(true, key > last_unmasked ? seen_end : min(keys.first, seen_end))) return true;
             }
         } while (key <= last_key);
         return false;
@@ -573,11 +654,12 @@ struct FastForward {
         float largest[kRows], factor[kRows], reference[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; r++) largest[r] = negative_infinity();
+        SpanMask seen(p, key);
 #pragma unroll 1
         for (int t = 0; t < kTiles; t++) {
             u32 s[kRows][1][2];
             compute_scores(s, q, k_fragment, 8 * t, zero);
-            RowMask(p).apply(s, key + 8 * t);
+            seen.apply(s);
 #pragma unroll
             for (int r = 0; r < kRows; r++) largest[r] = fmaxf(largest[r], fmaxf(as_float(s[r][0][0]), as_float(s[r][0][1])));
         }

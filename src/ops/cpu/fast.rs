@@ -1,7 +1,7 @@
 //! A model of the fast kernels in ATen operations: the oracle of their tests.
 //!
-//! It has their codes, scales, flushed probabilities, and fp16 sums of 8 keys at a time. It takes a row's final maximum for the
-//! reference, where kernels have an earlier one, so probabilities may round differently. Memory is O(seqlen) for each of some rows.
+//! It has their codes and scales, bit for bit, flushed probabilities, and fp16 sums of 8 keys at a time. It takes a row's final maximum
+//! for the reference, where kernels have an earlier one, so probabilities may round differently. Memory is O(seqlen) for each of some rows.
 
 use super::part::Part;
 use crate::error::Result;
@@ -11,6 +11,10 @@ use tch::{Device, Kind, Tensor};
 /// csrc/turing/fast/codes.cuh has this and the next.
 const MEAN_KEYS: i64 = 128;
 const SMALLEST_SCALE: f64 = 1e-18;
+/// Threads of the prepare kernel, and the keys of one of its blocks (src/kernels/turing/fast.rs). Eight columns take a thread, so the number
+/// of keys that it sums apart depends on the headdim.
+const PREPARE_THREADS: i64 = 256;
+const PREPARED_KEYS: i64 = 256;
 /// Keys that one product adds to fp16 sums.
 const PRODUCT_KEYS: i64 = 8;
 /// Rows at once.
@@ -32,12 +36,11 @@ pub fn prepare(part: &Part, smooth_k: bool, rotate: bool, codes: &Codes) -> Resu
         return Ok(());
     }
     let (headdim, span) = tile(a.headdim.max(a.headdim_v));
-    let rotation = if rotate { Some(hadamard(headdim)?) } else { None };
     for entry in 0..a.batch {
         for head in 0..a.nheads_k {
             let of = |t: &Tensor, columns: i64| padded(&t.f_select(0, entry)?.f_select(1, head)?, columns);
             let to = |t: &Tensor| t.f_select(0, head)?.f_select(0, entry);
-            let keys = Keys::new(&of(&part.k, headdim)?, smooth_k, &rotation)?;
+            let keys = Keys::new(&of(&part.k, headdim)?, smooth_k, rotate)?;
             to(&codes.k_codes)?.f_copy_(&keys.codes.f_transpose(0, 1)?)?;
             to(&codes.k_scales)?
                 .f_copy_(&keys.scales.f_view([-1, SCALE_KEYS])?.f_narrow(1, 0, 2 * SCALES)?.f_view([-1, SCALES, 2])?.f_select(2, 0)?)?;
@@ -45,7 +48,8 @@ pub fn prepare(part: &Part, smooth_k: bool, rotate: bool, codes: &Codes) -> Resu
             let v = of(&part.v, a.headdim_v)?;
             let mut v_max = to(&codes.v_max)?;
             let _ = v_max.f_zero_()?;
-            v_max.f_select(0, 0)?.f_copy_(&largest(&v)?)?;
+            let blocks = resized(&v, 0, round_up(a.seqlen_k, PREPARED_KEYS))?.f_view([-1, PREPARED_KEYS * a.headdim_v])?;
+            v_max.f_narrow(0, 0, blocks.size()[0])?.f_copy_(&finite(&blocks)?.f_abs_()?.f_amax([1_i64].as_slice(), false)?)?;
             if let Some(scaled) = &codes.v_scaled {
                 let values = Values::new(&v, &largest(&v)?, span, part.v.kind())?;
                 let rows = values.v.f_reshape([-1, a.headdim_v])?.f_narrow(0, 0, a.seqlen_k)?;
@@ -64,7 +68,6 @@ pub fn forward(part: &Part, codes: &Codes, rotate: bool, out: &Tensor, lse: &Ten
         return Ok(());
     }
     let (headdim, span) = tile(a.headdim.max(a.headdim_v));
-    let rotation = if rotate { Some(hadamard(headdim)?) } else { None };
     let floats = |t: &Tensor, entry: i64, head: i64, columns: i64| padded(&t.f_select(0, entry)?.f_select(1, head)?, columns);
     for entry in 0..a.batch {
         for head_k in 0..a.nheads_k {
@@ -81,7 +84,7 @@ pub fn forward(part: &Part, codes: &Codes, rotate: bool, out: &Tensor, lse: &Ten
                     let rows = CHUNK_ROWS.min(a.seqlen_q - row);
                     let of_rows = |t: &Tensor| t.f_narrow(0, row, rows);
                     let hidden = hidden(part, entry, head, row, rows)?;
-                    let (o, l) = attend(&of_rows(&q)?, &keys, &values, &hidden, a.softmax_scale.abs(), &rotation)?;
+                    let (o, l) = attend(&of_rows(&q)?, &keys, &values, &hidden, a.softmax_scale.abs(), rotate)?;
                     of_rows(&out)?.f_copy_(&below_overflow(&o, part.v.kind())?)?;
                     of_rows(&lse)?.f_copy_(&l)?;
                     row += rows;
@@ -122,11 +125,34 @@ fn matrix_product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     Ok(product(&x.f_unsqueeze(0)?, &y.f_unsqueeze(0)?)?.f_squeeze_dim(0)?)
 }
 
-/// Returns the transform that kernels apply to rows, without its factor of headdim ** -0.5.
-fn hadamard(headdim: i64) -> Result<Tensor> {
-    let sign = |i: i64| if ((i / headdim) & (i % headdim)).count_ones() % 2 == 0 { 1f32 } else { -1.0 };
-    let signs: Vec<f32> = (0..headdim * headdim).map(sign).collect();
-    Ok(Tensor::f_from_slice(&signs)?.f_view([headdim, headdim])?)
+/// Returns rows after the transform that kernels apply, without its factor of headdim ** -0.5, and with the order of their sums.
+fn hadamard(x: &Tensor) -> Result<Tensor> {
+    let (rows, headdim) = x.size2()?;
+    let mut x = x.shallow_clone();
+    let mut step = 1;
+    while step < headdim {
+        let pairs = x.f_reshape([rows, headdim / (2 * step), 2, step])?;
+        let (a, b) = (pairs.f_select(2, 0)?, pairs.f_select(2, 1)?);
+        x = Tensor::f_stack(&[a.f_add(&b)?, a.f_sub(&b)?], 2)?.f_reshape([rows, headdim])?;
+        step *= 2;
+    }
+    Ok(x)
+}
+
+/// Returns the mean of some keys with the order of the prepare kernel's sums.
+fn mean(sample: &Tensor) -> Result<Tensor> {
+    let (samples, headdim) = sample.size2()?;
+    let apart = PREPARE_THREADS * 8 / headdim;
+    let rows = resized(sample, 0, round_up(samples, apart))?.f_view([-1, apart, headdim])?;
+    let sum = |rows: &Tensor| -> Result<Tensor> {
+        let mut sum = rows.f_select(0, 0)?.f_zeros_like()?;
+        for i in 0..rows.size()[0] {
+            sum = sum.f_add(&rows.f_select(0, i)?)?;
+        }
+        Ok(sum)
+    };
+    let sum = sum(&sum(&rows)?)?;
+    Ok(sum.f_div(&Tensor::f_full_like(&sum, samples as f64)?)?)
 }
 
 /// Returns 0, or NaN where x is not finite.
@@ -143,7 +169,8 @@ fn finite(x: &Tensor) -> Result<Tensor> {
 fn quantized(x: &Tensor, dims: &[i64]) -> Result<(Tensor, Tensor)> {
     let largest = x.f_abs()?.f_nan_to_num_(0.0, 0.0, 0.0)?.f_amax(dims, true)?;
     let factor = Tensor::f_full_like(&largest, 127.0)?.f_div(&largest.f_clamp_min(1e-30)?)?;
-    let codes = finite(x)?.f_mul(&factor)?.f_round()?;
+    // fp64 has the whole product: kernels round it once, to an integer
+    let codes = finite(x)?.f_to_kind(Kind::Double)?.f_mul(&factor)?.f_round()?.f_to_kind(Kind::Float)?;
     let scale = largest.f_mul_scalar(1.0 / 127.0)?.f_clamp_min(SMALLEST_SCALE)?.f_add(&poison(x, dims)?)?;
     Ok((codes, scale))
 }
@@ -159,17 +186,15 @@ struct Keys {
 }
 
 impl Keys {
-    fn new(k: &Tensor, smooth: bool, rotation: &Option<Tensor>) -> Result<Keys> {
+    fn new(k: &Tensor, smooth: bool, rotate: bool) -> Result<Keys> {
         let (count, headdim) = k.size2()?;
         let samples = count.min(MEAN_KEYS);
         let positions: Vec<i64> = (0..samples).map(|i| i * count / samples).collect();
         let sample = k.f_index_select(0, &Tensor::f_from_slice(&positions)?)?;
-        let sample = finite(&sample)?;
-        let mean = sample.f_sum_dim_intlist([0_i64].as_slice(), false, Kind::Float)?.f_mul_scalar(1.0 / samples as f64)?;
-        let mean = if smooth { mean } else { mean.f_zeros_like()? };
+        let mean = if smooth { mean(&finite(&sample)?)? } else { Tensor::f_zeros([headdim], (Kind::Float, Device::Cpu))? };
         let mut x = k.f_sub(&mean)?;
-        if let Some(h) = rotation {
-            x = matrix_product(&x, h)?;
+        if rotate {
+            x = hadamard(&x)?;
         }
         // block, pair of keys, scale, key of the pair
         let rows = round_up(count, SCALE_KEYS);
@@ -247,14 +272,14 @@ fn below_overflow(x: &Tensor, kind: Kind) -> Result<Tensor> {
 }
 
 /// Returns out and log-sum-exp of some rows of one head.
-fn attend(q: &Tensor, keys: &Keys, values: &Values, hidden: &Tensor, scale: f64, rotation: &Option<Tensor>) -> Result<(Tensor, Tensor)> {
+fn attend(q: &Tensor, keys: &Keys, values: &Values, hidden: &Tensor, scale: f64, rotate: bool) -> Result<(Tensor, Tensor)> {
     let (rows, headdim) = q.size2()?;
     let (count, columns) = (hidden.size()[1], values.v.size()[3]);
     let [spans, products] = [values.v.size()[0], values.v.size()[1]];
     let log2_scale = scale.max(1e-30) / LN_2;
-    let (x, unit) = match rotation {
-        Some(h) => (matrix_product(q, h)?, log2_scale / headdim as f64),
-        None => (q.shallow_clone(), log2_scale),
+    let (x, unit) = match rotate {
+        true => (hadamard(q)?, log2_scale / headdim as f64),
+        false => (q.shallow_clone(), log2_scale),
     };
     let (codes, q_scale) = quantized(&x, &[1])?;
     let q_scale = q_scale.f_mul_scalar(unit)?;

@@ -123,17 +123,20 @@ def sageattn_varlen(
         k, v: (total_k, nheads_k, headdim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1), int32 or int64: where sequences begin, and the total.
         max_seqlen_q, max_seqlen_k: the longest sequence's length.
-        is_causal: query i of a sequence sees its keys j <= i. Sequences must have as many queries as keys.
+        is_causal: query i of a sequence sees its keys j <= i. Sequences must have as many queries as keys. The check reads the lengths
+            on the host, unless `cu_seqlens_k` is the same tensor as `cu_seqlens_q`.
         sm_scale, smooth_k: as in `sageattn`.
     """
     op = "sageattention.sageattn_varlen"
     if kwargs.get("attn_mask") is not None:
         raise bad_argument("attn_mask", "a mask", "None: packed sequences take none. Use sageattn", op=op, error=NotImplementedError)
     _check_choices(op, kwargs)
-    if is_causal and (q.shape[0] != k.shape[0] or max_seqlen_q != max_seqlen_k):
-        lengths = f"True with {q.shape[0]} queries and {k.shape[0]} keys"
-        raise bad_argument("is_causal", lengths, "as many queries as keys in each sequence", op=op)
+    is_same = cu_seqlens_q is cu_seqlens_k
     cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
+    # SageAttention's causal mask begins at a sequence's first query, volta_fa's at its last
+    if is_causal and not is_same and not torch.equal(cu_seqlens_q, cu_seqlens_k):
+        found = "True with sequences that have more keys or more queries"
+        raise bad_argument("is_causal", found, "as many queries as keys in each sequence. Call sageattn for each", op=op)
     out, _ = torch.ops.volta_fa.fwd_fast(
         q,
         k,
