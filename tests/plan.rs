@@ -1137,6 +1137,12 @@ fn tuned_kernel_selects_its_family() {
     assert_eq!(backward(&only), ["prepare", "main", "finish"]);
     let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], DeviceLimits::V100);
     assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_64", "volta_bwd_varlen_postprocess"]);
+    // a stream-K kernel takes the others with it, unless the tuning chooses a main kernel too
+    let stream_k = r#""pass": "BackwardStreamK", "variant": "volta_bwd_streamk_64""#;
+    let d = tuned_with(kernels, &[], &[stream_k], H200);
+    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_streamk_64", "volta_bwd_varlen_postprocess"]);
+    let d = tuned_with(kernels, &[], &[stream_k, r#""pass": "Backward", "variant": "main""#], H200);
+    assert_eq!(backward(&d), ["prepare", "main", "finish"]);
     // after one failure, all kernels of the other family
     let d = tuned_with(kernels, &["prepare"], &[], H200);
     assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_64", "volta_bwd_varlen_postprocess"]);

@@ -69,6 +69,27 @@ impl Planner<'_> {
         choose(self.kernels, kernels::BACKWARD, &self.shape, self.requested, self.d)
     }
 
+    /// Returns kernels with atomics, of the family of a stream-K kernel that the tuning chooses: they run with it.
+    fn around_stream_k(&self) -> Result<Chosen<3>> {
+        let usual = self.with_atomics();
+        if usual.as_ref().is_ok_and(|[_, (_, reason), _]| *reason == Reason::Tuned) {
+            return usual;
+        }
+        let tuned = self.d.tuning.and_then(|_| self.stream_k_kernel()).filter(|&(_, reason)| reason == Reason::Tuned);
+        let family = tuned.and_then(|(v, _)| self.kernels.families().find(|family| family.name == v.family.name));
+        let Some(family) = family else { return usual };
+        let of_family = DeviceLimits { only: Some(family), ..*self.d };
+        choose(self.kernels, kernels::BACKWARD, &self.shape, self.requested, &of_family)
+    }
+
+    /// Returns the kernel for stream-K grids of this problem, if it can have one.
+    fn stream_k_kernel(&self) -> Option<(&'static Variant, Reason)> {
+        if (self.a.queries, self.a.keys) != (Queries::Dense, Keys::Dense) || self.a.batch > MAX_GRID_YZ {
+            return None;
+        }
+        choose(self.kernels, kernels::BACKWARD_STREAM_K, &self.shape, self.requested, self.d).ok().map(|[kernel]| kernel)
+    }
+
     fn without(&self) -> Result<Chosen<3>> {
         choose(self.kernels, kernels::DETERMINISTIC_BACKWARD, &self.shape, self.requested, self.d)
     }
@@ -118,11 +139,10 @@ impl Planner<'_> {
     /// Plans a stream-K grid of the same key blocks if the estimate is faster, or if the tuning chooses it.
     fn stream_k(&self, usual: (&'static Variant, Reason), (before_tail, tail): KeyBlocks) -> Option<PlannedKernel> {
         let (a, d) = (self.a, self.d);
-        let is_forced = matches!(usual.1, Reason::Tuned | Reason::FailedAvoided);
-        if (a.queries, a.keys) != (Queries::Dense, Keys::Dense) || a.batch > MAX_GRID_YZ || is_forced {
+        if matches!(usual.1, Reason::Tuned | Reason::FailedAvoided) {
             return None;
         }
-        let [(variant, reason)] = choose(self.kernels, kernels::BACKWARD_STREAM_K, &self.shape, self.requested, d).ok()?;
+        let (variant, reason) = self.stream_k_kernel()?;
         let of = |v: &Variant| (v.headdim, v.headdim_v);
         let is_tuned = reason == Reason::Tuned;
         // both share the layout of the scratch memory with the other kernels of the pass
@@ -163,7 +183,7 @@ impl Planner<'_> {
     }
 
     fn fastest(&self) -> Result<Parts> {
-        match self.with_atomics() {
+        match self.around_stream_k() {
             Ok(chosen) => {
                 let chosen = self.sized(chosen);
                 let blocks = self.split(chosen[1], chosen[1].0.family.has_key_block_offset);
