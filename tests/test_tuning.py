@@ -179,7 +179,7 @@ def user_file(folder, text):
 
 
 OWN = ("volta_fwd_64x64_small", "volta_bwd_64_small")
-TUNED = ("volta_fwd_128x128", "volta_bwd_96")
+TUNED = ("volta_fwd_128x128", "volta_bwd_varlen_64")
 
 
 @needs_simulator
