@@ -2,13 +2,16 @@
 
 python -m benchmarks.fast_error            # headdim 128, 2048 keys: the table of docs/guides/fast.md
 python -m benchmarks.fast_error --headdim 64 --seqlen-k 8192
+python -m benchmarks.fast_error --speeds FILE --plot FILE    # error against speed, of what benchmarks.fast --json wrote
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -68,18 +71,61 @@ def errors(found: Tensor, expected: Tensor) -> tuple[float, float, float]:
     return cosine.item(), l1.item(), (difference.abs().max() / expected.abs().max()).item()
 
 
+def inputs(change: Callable[[Tensor, Tensor, Tensor], None], seqlen_q: int, seqlen_k: int, headdim: int) -> list[Tensor]:
+    """Returns q, k and v of one head."""
+    rows = (seqlen_q, seqlen_k, seqlen_k)
+    q, k, v = (torch.randn(1, n, 1, headdim, generator=torch.Generator().manual_seed(i)).half() for i, n in enumerate(rows))
+    change(q, k, v)
+    return [q, k, v]
+
+
+#: An RTX 2080 Ti's peak with fp32 sums in TFLOP/s, and its memory's TB/s.
+PEAK, BANDWIDTH = 53.8, 0.616
+
+
+def eager_tflops(headdim: int) -> float:
+    """Returns a bound on eager attention's speed: products at the peak, and scores in fp16 written, read, written and read again."""
+    return 4 * headdim / (4 * headdim / PEAK + 4 * 2 / BANDWIDTH)
+
+
+def plot(speeds: Path, to: Path) -> None:
+    """Draws relative L1 errors, of normal inputs and of wide channels, against simulated speeds."""
+    from .plots import HEADDIM_COLORS, panels, save, shared_legend
+
+    cases = [f for f in json.loads(speeds.read_text()) if f["gpu"] == "rtx2080ti" and f["case"] == "plain"]
+    seqlen = cases[0]["seqlen"]
+    figure, axes = panels(1, 2, f"Error against speed, RTX 2080 Ti (simulated; eager: at most), {seqlen} keys", (9, 4), sharey=True)
+    for axis, change in zip(axes.flat, (_normal, _wide_keys)):
+        axis.set(title=change.__doc__, xlabel="TFLOP/s, with all preparations", ylabel="relative L1 error", yscale="log", xlim=(0, 100))
+        for case in cases:
+            headdim = case["headdim"]
+            q, k, v = inputs(change, 256, seqlen, headdim)
+            expected = fwd(q.double(), k.double(), v.double())[0]
+            for name, marker, speed, out in (
+                ("exact", "o", case["fwd"], fwd(q, k, v)[0]),
+                ("fast", "^", case["fwd_fast"], fwd_fast(q, k, v)[0]),
+                ("eager", "s", eager_tflops(headdim), eager(q, k, v)),
+            ):
+                error = errors(out, expected)[1]
+                axis.plot([speed], [error], marker, color=HEADDIM_COLORS[headdim], label=f"{name}, headdim {headdim}")
+    shared_legend(figure, axes)
+    save(figure, to)
+
+
 def main() -> None:
-    """Prints the table."""
+    """Prints the table, or draws the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--headdim", type=int, default=128)
     parser.add_argument("--seqlen-q", type=int, default=256)
     parser.add_argument("--seqlen-k", type=int, default=2048)
+    parser.add_argument("--speeds", type=Path, metavar="FILE", help="what benchmarks.fast --json wrote")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
     a = parser.parse_args()
+    if a.plot:
+        return plot(a.speeds, a.plot)
     print("| inputs | fwd_fast: cosine | relative L1 | largest | with rotate: L1 | fwd: L1 | eager: L1 |\n| --- " + "| --- " * 6 + "|")
     for change in INPUTS:
-        rows = (a.seqlen_q, a.seqlen_k, a.seqlen_k)
-        q, k, v = (torch.randn(1, n, 1, a.headdim, generator=torch.Generator().manual_seed(i)).half() for i, n in enumerate(rows))
-        change(q, k, v)
+        q, k, v = inputs(change, a.seqlen_q, a.seqlen_k, a.headdim)
         expected = fwd(q.double(), k.double(), v.double())[0]
         cosine, l1, largest = errors(fwd_fast(q, k, v)[0], expected)
         others = (fwd_fast(q, k, v, rotate=True)[0], fwd(q, k, v)[0], eager(q, k, v))

@@ -121,14 +121,15 @@ def simulate(monkeypatch):
 
 
 def assert_near(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], limit: float = 2e-3) -> None:
-    """Kernels and model differ by the rounding of probabilities, and by codes at the edge of the next."""
+    """Kernels and model have the same codes. They differ by the rounding of probabilities, and a score by at most 0.75 of what a unit
+    of its int8 products is worth: below 4e-4 for these inputs."""
     (out, lse), (expected_out, expected_lse) = found, expected
     assert out.isfinite().all()
     assert relative_l1(out, expected_out.double()) < limit
     infinite = expected_lse.isinf()
     assert torch.equal(lse.isinf(), infinite)
     differences = (lse - expected_lse)[~infinite].abs()
-    assert differences.max() < 0.02 and differences.mean() < 5e-4
+    assert differences.max() < 1e-3 and differences.mean() < 2e-4
 
 
 CASES = {
@@ -273,9 +274,19 @@ def test_exact_kernels_serve_short_sequences_and_volta(backend, monkeypatch):
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
     torch.ops.volta_fa._sim_report()
     k = randn(1, 1024, 1, 64)
-    fwd_fast(q, k, k)
-    names = [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
-    assert names == ["turing_fast_fwd_varlen_prepare_64", "turing_fast_fwd_64x64"]
+
+    def kernels(q: Tensor, k: Tensor, **options) -> list[str]:
+        fwd_fast(q, k, k, **options)
+        return [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
+
+    fast = ["turing_fast_fwd_varlen_prepare_64", "turing_fast_fwd_64x64"]
+    assert kernels(randn(1, 256, 2, 64), k) == fast
+    assert "fast" not in "".join(kernels(randn(1, 256, 2, 64), k[:, :512]))
+    # few queries do not pay for the preparation
+    assert "fast" not in "".join(kernels(q, k))
+    prepared = volta_fa.prepare_fast(k, k)
+    torch.ops.volta_fa._sim_report()
+    assert kernels(q, k, prepared=prepared) == fast[1:]
 
 
 @on("cpu-fp16")
@@ -319,6 +330,10 @@ def test_opcheck(backend):
         assert torch.equal(found, expected)
 
 
+#: What the simulator fills memory with before kernels write it.
+UNWRITTEN = 0xFF
+
+
 def prepared_cases():
     q, k, v = inputs(40, 150, 72, batch=2, headdim_v=40)
     yield (q, k, v), {}, {"is_causal": True}
@@ -350,7 +365,8 @@ def test_prepared_by_kernels(backend, simulate, monkeypatch):
         monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
         of_kernel = volta_fa.prepare_fast(k, v, **options)
         monkeypatch.delenv("VOLTA_FA_SIMULATE")
-        assert torch.equal(of_model, of_kernel)
+        differs = of_model != of_kernel
+        assert not of_model[differs].any() and (of_kernel[differs] == UNWRITTEN).all()
         generic = "cu_seqlens_q" in call
         expected = simulate(q, k, v, generic=generic, **call)
         found = simulate(q, k, v, generic=generic, prepared=of_kernel, **call)
@@ -423,7 +439,7 @@ def test_opcheck_of_prepare(backend):
 @on("cuda")
 def test_cuda_graphs(backend):
     """A graph replays the fast kernels with other values, and those with prepared keys."""
-    q, k, v = (t.cuda() for t in inputs(64, 1100))
+    q, k, v = (t.cuda() for t in inputs(256, 1100))
     run = lambda: (fwd_fast(q, k, v)[0], fwd_fast(q, k, v, prepared=volta_fa.prepare_fast(k, v))[0])  # noqa: E731
     run()
     graph = torch.cuda.CUDAGraph()

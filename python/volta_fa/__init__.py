@@ -157,7 +157,8 @@ softmax_scale, is_causal, window_left, window_right and check_lengths are fwd's:
     prepared        uint8, what prepare_fast made of the same k, v, lengths, smooth_k and rotate: k and v are not quantized again
     rotate          rotates q and k by a Hadamard transform before they are quantized: less error where few channels are wide
 
-Volta, and sequences of fewer than 1024 keys, take the exact kernels of fwd. The CPU backend is a model of the fast kernels.
+Volta, fewer than 768 keys, and fewer than 512 query rows of a KV head without prepared keys take the exact kernels of fwd. The CPU
+backend is a model of the fast kernels.
 
 A wrong argument raises ValueError, `argument: got X, expected Y`, before anything runs. Unsupported arguments raise
 NotImplementedError, failures of the device or driver RuntimeError. A value of a type outside the schema raises PyTorch's own

@@ -43,7 +43,7 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
             let codes = prepared.map_or_else(|| prepare_on_cpu(inputs, &a), Ok)?;
             cpu::fast_forward(&with_bias(inputs), &a, &codes)
         }
-        Target::Kernels(launcher) => match plan::fast(&a.padded(), &launcher.limits()?)? {
+        Target::Kernels(launcher) => match plan::fast(&a.padded(), prepared.is_some(), &launcher.limits()?)? {
             Some(plan) => on_device(inputs, &a, &plan, prepared, &**launcher),
             None => forward_on(&target, &with_bias(inputs), &a),
         },

@@ -11,10 +11,15 @@ use crate::kernels::{self, Pass, COMPILED};
 use crate::problem::Attention;
 use crate::tuning::Shape;
 
-/// Fewest keys for which the fast kernels are chosen. Preparing K and V takes time in proportion to the keys, as much as 36% of the products'
-/// at 1024 keys and 9% at 4096 (32 heads of 128 columns, from the bytes that it moves on an RTX 2080 Ti). The products alone take about half
-/// of the exact kernel's time.
-pub const FAST_MIN_KEYS: i64 = 1024;
+/// Fewest keys for which the fast kernels are chosen: on a simulated RTX 2080 Ti, with a head for each SM and as many queries as keys, the
+/// call takes 0.79, 0.78 and 0.80 of the exact kernel's time at 768 keys (headdim 64, 128, 256). At 512 keys, 0.91, 0.86 and 0.85, and a
+/// launch more that the simulator leaves out. On a T4, which the planner cannot tell apart, they tie from 1024 keys on
+/// (`python -m benchmarks.fast --every-length`, docs/log/2026-11-26-fast-forward.md).
+pub const FAST_MIN_KEYS: i64 = 768;
+
+/// Fewest query rows of a KV head for which preparing its keys pays: its time per key is that which 240 to 390 rows save on a simulated RTX
+/// 2080 Ti (the same runs), and a block has 256 rows.
+pub const FAST_MIN_ROWS: i64 = 512;
 
 /// The kernels of a fast forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,11 +32,13 @@ pub struct FastPlan {
 
 /// Plans the fast kernels of a non-empty problem, whose headdims are multiples of 8. None: use the exact forward, because the device has
 /// no fast kernels, or because the sequences are too short for them to pay. A tuning that names a fast kernel overrides the length.
-pub fn fast(a: &Attention, d: &DeviceLimits) -> Result<Option<FastPlan>> {
+/// `is_prepared`: keys and values need no preparation.
+pub fn fast(a: &Attention, is_prepared: bool, d: &DeviceLimits) -> Result<Option<FastPlan>> {
     let Ok([forward]) = choose(*COMPILED, kernels::FAST_FORWARD, &Shape::of(a), features(a, BackwardMode::default()), d) else {
         return Ok(None);
     };
-    if a.seqlen_k < FAST_MIN_KEYS && forward.1 != Reason::Tuned {
+    let pays = a.seqlen_k >= FAST_MIN_KEYS && (is_prepared || a.seqlen_q * (a.nheads / a.nheads_k) >= FAST_MIN_ROWS);
+    if !pays && forward.1 != Reason::Tuned {
         return Ok(None);
     }
     let mut prepares = COMPILED.of(&forward.0.family, Pass::FastPrepare);

@@ -25,7 +25,7 @@ pub use block::problem_block;
 pub use decode::{decode, DecodePlan};
 pub use device::{DeviceLimits, FAMILY_VARIABLE};
 pub use families::families;
-pub use fast::{fast, fast_prepare, FastPlan, FAST_MIN_KEYS};
+pub use fast::{fast, fast_prepare, FastPlan, FAST_MIN_KEYS, FAST_MIN_ROWS};
 pub use features::{features, using, BackwardMode};
 pub use forward::{forward, forward_among, prefill};
 pub use grid::batch_chunks;
