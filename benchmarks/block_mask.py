@@ -1,14 +1,14 @@
-"""Block masks on a simulated V100, T4 or RTX 2080 Ti: time against density.
+"""Simulates block masks: speed beside plain attention with its bars, or (--sweep) time against density.
 
-Each case calls torch.ops.volta_fa.fwd, or with --backward .bwd, on fp16 CPU tensors with VOLTA_FA_SIMULATE=timing, as benchmarks.volta
-does. Nothing here is measured. A mask has random blocks of 128 queries by 128 keys, the same number for each block of queries. TFLOP/s
-count 4*D (backward 10*D) operations for each pair in a present block. "Of plain" is the ratio to the same shape without lists.
+Each case calls torch.ops.volta_fa.fwd or .bwd on fp16 CPU tensors with VOLTA_FA_SIMULATE=timing, as benchmarks.volta does. Nothing here
+is measured. A mask has random blocks of 128 queries by 128 keys, the same number for each block of queries. Bits of partial blocks are
+random: half of the scores are hidden. TFLOP/s count 4*D (backward 10*D) operations for each pair in a present block, hidden ones too.
+"Of plain" is the ratio to the same shape without lists, or to one of 4096 tokens where the case has more.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,25 +16,58 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from . import plots, report
 from .measure import aligned, simulated
+from .report import Grid
 
-BLOCK, KEYS, HEADER, TILE_WORDS = 128, 64, 4, 256
-#: Share of present blocks, whether they are partial, sequence length.
-CASES = [(1.0, False, 4096), (1.0, True, 4096), (0.1, False, 8192), (0.3, False, 8192), (0.1, False, 16384)]
+BLOCK, HEADER, TILE_WORDS = 128, 4, 256
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Case:
+    direction: str
+    density: float  # share of present blocks
+    partial: bool  # whether they are partial
+    seqlen: int
+    bar: float | None = None  # ratio to plain; of a partial case: to the full case of the same density
+
+    def __str__(self) -> str:
+        return f"{self.direction} {self.density:.0%} {'partial' if self.partial else 'full'} N={self.seqlen}"
+
+    @property
+    def plain_seqlen(self) -> int:
+        return min(self.seqlen, 4096)
+
+
+CASES = [
+    Case(FORWARD, 1.0, False, 4096, 0.93),
+    Case(FORWARD, 1.0, True, 4096, 0.85),
+    Case(FORWARD, 0.1, False, 8192, 0.75),
+    Case(FORWARD, 0.3, False, 8192, 0.87),
+    Case(FORWARD, 0.1, False, 16384, 0.83),
+    Case(BACKWARD, 1.0, False, 4096),
+    Case(BACKWARD, 1.0, True, 4096),
+    Case(BACKWARD, 0.1, False, 16384, 0.70),
+]
+SWEEP = [
+    Case(direction, density, partial, 2048)
+    for direction in (FORWARD, BACKWARD)
+    for density in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    for partial in (False, True)
+]
 
 
 @dataclass(frozen=True)
 class Row:
     gpu: str
-    direction: str
     headdim: int
-    seqlen: int
-    density: float
-    partial: bool
+    case: Case
     settings: str
     kernel: str
     microseconds: float
     tflops: float
+    plain_microseconds: float
     plain_tflops: float
 
     @property
@@ -42,13 +75,13 @@ class Row:
         return self.tflops / self.plain_tflops
 
     def __str__(self) -> str:
-        kind = "partial" if self.partial else "full"
-        case = f"{self.gpu} {self.direction} D={self.headdim} N={self.seqlen} {self.density:.0%} {kind} {self.settings or 'default'}"
+        case = f"{self.gpu} D={self.headdim} {self.case} {self.settings or 'default'}"
         return f"{case}: {self.tflops:.1f} TFLOP/s, plain {self.plain_tflops:.1f}, of plain {self.of_plain:.2f} ({self.kernel})"
 
 
 def lists_of(seqlen: int, density: float, partial: bool, generator: torch.Generator) -> tuple[dict[str, Tensor], float]:
-    """Returns the options of a mask of random blocks, one for all heads, and its number of pairs. Bits are all ones."""
+    """Returns the options of a mask of random blocks, one for all heads, and its number of pairs. The bits of the two directions are not of
+    one mask: times do not depend on them."""
     blocks = seqlen // BLOCK
     count = max(1, round(density * blocks))
     order = torch.rand(blocks, blocks, generator=generator).argsort(-1)
@@ -66,58 +99,120 @@ def lists_of(seqlen: int, density: float, partial: bool, generator: torch.Genera
             tiles += n * partial
         options["block_lists" + suffix] = lists
         if partial:
-            options["block_bits" + suffix] = torch.full((tiles, TILE_WORDS), -1, dtype=torch.int32)
+            bits = torch.randint(-(2**31), 2**31, (tiles, TILE_WORDS), generator=generator)
+            options["block_bits" + suffix] = bits.to(torch.int32)
     return options, float(blocks * count * BLOCK * BLOCK)
 
 
-def run(gpu: str, headdim: int, nheads: int, seqlen: int, backward: bool, settings: str, options: dict[str, Tensor]) -> list[dict]:
+def call(gpu: str, headdim: int, nheads: int, seqlen: int, direction: str, settings: str, options: dict[str, Tensor]) -> list[dict]:
     """Returns the simulator's reports of one call."""
     generator = torch.Generator().manual_seed(1)
     shape = (1, seqlen, nheads, headdim)
     q, k, v, dout = (aligned(shape, torch.float16).normal_(generator=generator) for _ in range(4))
-    if not backward:
+    if direction == FORWARD:
         return simulated(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), settings, gpu)
     out = aligned(shape, torch.float16).zero_()
     lse = aligned((1, nheads, seqlen), torch.float32).fill_(10.0)
     return simulated(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options), settings, gpu)
 
 
-def rows(gpu: str, headdim: int, nheads: int, backward: bool, settings: str, cases: Sequence[tuple[float, bool, int]]) -> list[Row]:
-    found, plain = [], {}
-    per_pair = (10 if backward else 4) * headdim * nheads
-    for density, partial, seqlen in cases:
-        options, pairs = lists_of(seqlen, density, partial, torch.Generator().manual_seed(0))
+def rows(gpu: str, headdim: int, nheads: int, settings: str, cases: Sequence[Case]) -> list[Row]:
+    found: list[Row] = []
+    plain: dict[tuple[str, int], tuple[float, float, str]] = {}
 
-        def timed(given: dict[str, Tensor], pairs: float, seqlen: int = seqlen) -> tuple[float, float, str]:
-            reports = run(gpu, headdim, nheads, seqlen, backward, settings, given)
-            microseconds = sum(r["timing"]["kernel_us"] for r in reports)
-            longest = max(reports, key=lambda r: r["timing"]["kernel_us"])
-            return microseconds, per_pair * pairs / microseconds / 1e6, longest["kernel"]
+    def timed(case: Case, seqlen: int, options: dict[str, Tensor], pairs: float) -> tuple[float, float, str]:
+        reports = call(gpu, headdim, nheads, seqlen, case.direction, settings, options)
+        microseconds = sum(r["timing"]["kernel_us"] for r in reports)
+        longest = max(reports, key=lambda r: r["timing"]["kernel_us"])
+        operations = (4 if case.direction == FORWARD else 10) * headdim * nheads * pairs
+        return microseconds, operations / microseconds / 1e6, longest["kernel"]
 
-        if seqlen not in plain:
-            plain[seqlen] = timed({}, float(seqlen**2))[1]
-        microseconds, tflops, kernel = timed(options, pairs)
-        direction = "backward" if backward else "forward"
-        found.append(Row(gpu, direction, headdim, seqlen, density, partial, settings, kernel, microseconds, tflops, plain[seqlen]))
-        print(found[-1], flush=True)
+    for case in cases:
+        key = case.direction, case.plain_seqlen
+        if key not in plain:
+            plain[key] = timed(case, case.plain_seqlen, {}, float(case.plain_seqlen**2))
+        options, pairs = lists_of(case.seqlen, case.density, case.partial, torch.Generator().manual_seed(0))
+        microseconds, tflops, kernel = timed(case, case.seqlen, options, pairs)
+        found.append(Row(gpu, headdim, case, settings, kernel, microseconds, tflops, *plain[key][:2]))
+        report.console.print(str(found[-1]), soft_wrap=True)
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", default="v100")
+def ratio(row: Row, found: Sequence[Row]) -> float | None:
+    """Returns the ratio that the case's bar limits: to plain, or of a partial case to the full one. None: the full one was not run."""
+    if not row.case.partial:
+        return row.of_plain
+    same = (row.gpu, row.headdim, row.settings, row.case.direction, row.case.density, row.case.seqlen)
+    full = (r for r in found if not r.case.partial)
+    of = [r.tflops for r in full if (r.gpu, r.headdim, r.settings, r.case.direction, r.case.density, r.case.seqlen) == same]
+    return row.tflops / of[0] if of else None
+
+
+def grid_of(found: Sequence[Row]) -> Grid:
+    columns = list(dict.fromkeys((r.gpu, r.headdim, r.settings) for r in found))
+    names = [f"{gpu} {headdim}{' ' + settings if settings else ''}" for gpu, headdim, settings in columns]
+    grid = Grid("Block masks: TFLOP/s, of plain (partial: of full)", ["case", "bar", *names])
+    for case in dict.fromkeys(r.case for r in found):
+        cells = {(r.gpu, r.headdim, r.settings): r for r in found if r.case == case}
+        texts = []
+        for column in columns:
+            row = cells.get(column)
+            of = ratio(row, found) if row else None
+            texts.append(f"{row.tflops:.1f}, {'-' if of is None else f'{of:.2f}'}" if row else "")
+        grid.rows.append([str(case), "" if case.bar is None else f"{case.bar:.2f}", *texts])
+    return grid
+
+
+def plot(found: Sequence[Row], header: dict[str, str], path: Path) -> None:
+    gpus = list(dict.fromkeys(r.gpu for r in found))
+    title = f"Block masks, simulated, {header['date']}: full blocks solid, partial dashed, plain attention dotted"
+    figure, axes = plots.panels(2, len(gpus), title, (5 * len(gpus), 8), sharex=True)
+    for down, direction in enumerate((FORWARD, BACKWARD)):
+        for axis, gpu in zip(axes[down], gpus):
+            of_panel = [r for r in found if (r.gpu, r.case.direction) == (gpu, direction)]
+            for headdim in sorted({r.headdim for r in of_panel}):
+                color = plots.HEADDIM_COLORS[headdim]
+                for partial, style in ((False, "o-"), (True, "s--")):
+                    curve = [r for r in of_panel if (r.headdim, r.case.partial) == (headdim, partial)]
+                    label = f"headdim {headdim}, {'partial' if partial else 'full'} blocks"
+                    x, y = [100 * r.case.density for r in curve], [r.microseconds / 1e3 for r in curve]
+                    axis.plot(x, y, style, color=color, markersize=4, label=label)
+                plain = next(r.plain_microseconds for r in of_panel if r.headdim == headdim)
+                axis.axhline(plain / 1e3, color=color, linestyle=":", label=f"headdim {headdim}, plain")
+            axis.set(title=f"{gpu}, {direction}, N={of_panel[0].case.seqlen}", ylim=(0, None), xlim=(0, None))
+            axis.set(xlabel="present blocks, %", ylabel="ms")
+    plots.shared_legend(figure, axes)
+    plots.save(figure, path)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.block_mask", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    report.add_output_options(parser)
+    parser.add_argument("--gpu", nargs="+", default=["v100", "t4"])
     parser.add_argument("--headdim", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--nheads", type=int, default=10)
-    parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--nheads", type=int, default=5)
     parser.add_argument("--settings", default="", help="machine constants, as VOLTA_FA_SIM_SET")
-    parser.add_argument("--case", type=int, nargs="*", default=range(len(CASES)), help="numbers of the cases")
-    parser.add_argument("--json", type=Path)
-    a = parser.parse_args()
-    cases = [CASES[i] for i in a.case]
-    found = [row for d in a.headdim for row in rows(a.gpu, d, a.nheads, a.backward, a.settings, cases)]
-    if a.json:
-        a.json.write_text(json.dumps([asdict(row) | {"of_plain": row.of_plain} for row in found], indent=1) + "\n")
+    parser.add_argument("--sweep", action="store_true", help="time against density, which --plot draws")
+    parser.add_argument("--case", type=int, nargs="*", help="numbers of the cases; default: all")
+    options = parser.parse_args(arguments)
+    if options.plot and not options.sweep:
+        parser.error("--plot draws what --sweep finds")
+    cases = SWEEP if options.sweep else CASES
+    cases = [cases[i] for i in options.case] if options.case else cases
+    found = [row for gpu in options.gpu for d in options.headdim for row in rows(gpu, d, options.nheads, options.settings, cases)]
+    header = report.facts("block_mask", arguments, **{"kind of figures": "simulated with tools/volta-sim"})
+    grids = [grid_of(found)]
+    report.show(header, grids)
+    if options.json:
+        report.write_json(options.json, [asdict(row) | {"of_plain": row.of_plain} for row in found])
+    if options.plot:
+        plot(found, header, options.plot)
+    if options.markdown:
+        report.write_markdown(options.markdown, header, grids, options.plot)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    report.command(main)

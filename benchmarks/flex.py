@@ -1,8 +1,9 @@
 """Measures volta_fa.flex_attention beside torch's compiled flex_attention on a GPU: document mask, prefix-LM, window, random blocks.
 
-    python -m benchmarks.flex [--seqlen N] [--json FILE]
+    python -m benchmarks.flex [--seqlen N] [--packing] [--json FILE]
 
 Times are medians of forward, and of forward and backward, in one run. Packing of the mask is timed apart: it happens once for a mask.
+--packing measures nothing else, on more masks, with the number of times that it waits for the GPU.
 A GPU newer than Turing emulates Volta's tensor-core instruction, so times of Volta's kernels say nothing there: the last columns name the
 kernels that ran.
 """
@@ -10,6 +11,7 @@ kernels that ran.
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,9 +22,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import volta_fa
 
 from . import report
-from .measure import median_ms
+from .measure import ended, median_ms
 
 HEADS = 16
+#: Milliseconds and synchronizations that packing may take.
+PACKING_BAR, SYNCHRONIZATIONS_BAR = 2.0, 1
 
 
 def masks(seqlen: int, device: torch.device) -> dict[str, BlockMask]:
@@ -45,6 +49,37 @@ def _pack(mask: BlockMask) -> None:
     volta_fa.BlockMask.from_torch(mask)
 
 
+def _synchronizations(work: Callable[[], object]) -> int:
+    """Returns how often the work waits for the GPU, as torch counts."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            work()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def measure_packing(seqlen: int, device: torch.device) -> list[dict]:
+    """Returns milliseconds and synchronizations by mask."""
+    blocks = torch.rand(-(-seqlen // 128), -(-seqlen // 128), generator=torch.Generator().manual_seed(0)).to(device) < 0.3
+
+    def partial(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return blocks[q // 128, k // 128] & ((q + k) % 2 == 0)
+
+    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    more = {"30% partial": partial, "causal": causal}
+    given = masks(seqlen, device) | {name: create_block_mask(f, None, None, seqlen, seqlen, device=device) for name, f in more.items()}
+    calls: dict[str, Callable[[], object]] = {name: lambda mask=mask: _pack(mask) for name, mask in given.items()}
+    for name in ("documents", "causal"):
+        calls[f"{name}, from_mask_mod"] = lambda f=given[name].mask_mod: volta_fa.BlockMask.from_mask_mod(f, 1, 1, seqlen, seqlen, device)
+    return [{"mask": name, "ms": median_ms(work, device, 0.3), "synchronizations": _synchronizations(work)} for name, work in calls.items()]
+
+
 def measure(headdim: int, mask: BlockMask, seqlen: int, device: torch.device) -> dict[str, float]:
     """Returns milliseconds by implementation and pass, and of packing."""
     q, k, v, dout = (torch.randn(1, HEADS, seqlen, headdim, device=device, dtype=torch.float16) for _ in range(4))
@@ -63,12 +98,24 @@ def measure(headdim: int, mask: BlockMask, seqlen: int, device: torch.device) ->
     return found
 
 
+def _misses_bar(row: dict) -> bool:
+    return row["ms"] > PACKING_BAR or row["synchronizations"] > SYNCHRONIZATIONS_BAR
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.flex", description=__doc__.splitlines()[0])
     parser.add_argument("--seqlen", type=int, default=8192, metavar="N")
+    parser.add_argument("--packing", action="store_true", help="measure packing alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args(arguments)
     device = report.choose_device("cuda")
+    if options.packing:
+        rows = measure_packing(options.seqlen, device)
+        bars = f"at most {PACKING_BAR} ms and {SYNCHRONIZATIONS_BAR} synchronization by from_torch"
+        table = report.Grid(f"Packing of block masks, N={options.seqlen}: {bars}", ["mask", "ms", "synchronizations"])
+        table.rows = [[row["mask"], f"{row['ms']:.2f}", str(row["synchronizations"])] for row in rows]
+        report.show(report.facts("flex", arguments, device=report.device_name(device)), [table])
+        return ended(rows, sum(_misses_bar(row) for row in rows if "from_mask_mod" not in row["mask"]), options.json)
     rows = []
     table = report.Grid(
         f"flex_attention, {HEADS} heads, N={options.seqlen}, ms: volta_fa, torch compiled, torch / volta_fa",

@@ -29,6 +29,12 @@ __device__ __forceinline__ void load_int_if(bool inside, int& x, const int* from
         : "l"(from), "r"(static_cast<int>(inside)));
 }
 
+// Address of the word with a row's bits of a tile, from column `column` % 32 on.
+__device__ __forceinline__ const int* bits_of(const BlockLists& lists, int tile, unsigned row, unsigned column) {
+    const unsigned* from = lists.bits + (row * 2 + column / 32);
+    return reinterpret_cast<const int*>(from + static_cast<unsigned long long>(static_cast<unsigned>(tile)) * kTileWords);
+}
+
 // The lists of one head of one batch entry.
 struct HeadLists {
     const int* first;
@@ -44,16 +50,109 @@ struct HeadLists {
     }
 };
 
-// Iterates over a list in steps of Step columns. Positions count listed columns: position x is in the list's block x /
-// kListedColumns.
-//
-// Registers are short, so the iterator keeps two flags in the low bits of columns, and reads the header again at each block.
-template <int Step>
+constexpr int kExists = 1, kHasBits = 2, kFlags = 3;  // flags in the low bits of columns
+
+// The blocks of a list, one after the other. Loads an entry one block before it decodes it, because code that decodes at once waits
+// for the load, and keeps the counts.
+class LoadedEntries {
+    const int* next_;  // entry that is loaded next
+    int entry_ = -1, partial_, left_;  // the entry before; entries from that on, the partial ones and all
+    int tile_;  // of bits, of this step's block
+
+    __device__ __forceinline__ void load() { load_int_if(left_ > 0, entry_, next_++); }
+
+public:
+    __device__ __forceinline__ LoadedEntries(const BlockLists& lists, const int* list, int end) : next_(list + kListHeader) {
+        partial_ = min(max(__ldg(list), 0), lists.max_entries);
+        left_ = end > 0 ? partial_ + min(max(__ldg(list + 1), 0), lists.max_entries - partial_) : 0;
+        tile_ = __ldg(list + 2);
+        load();
+    }
+    // Returns the first column of the next block, with flags.
+    __device__ __forceinline__ int take() {
+        const unsigned block = min(static_cast<unsigned>(entry_), static_cast<unsigned>(kNoColumn / kListedColumns));
+        const int first = static_cast<int>(block) * kListedColumns + (partial_ > 0 ? kExists + kHasBits : kExists);
+        const bool exists = left_ > 0;
+        partial_--, left_--;
+        load();
+        return exists ? first : kNoColumn;
+    }
+    // The bit tile of this step's block.
+    __device__ __forceinline__ int tile() const { return tile_; }
+    // `leaves`: the next step is in another block.
+    __device__ __forceinline__ void advance(bool leaves) { tile_ += leaves; }
+};
+
+// Iterates over a list in steps of Step columns, with a look at those up to Ahead steps later. Registers and instructions are
+// short, so two flags are in the low bits of columns, and a step only adds to two of them. What a kernel never asks for, such as
+// number_, the compiler leaves out.
+template <int Step, int Ahead>
 class ListedSteps {
     static_assert(kListedColumns % Step == 0 && Step % 4 == 0, "a step lies in one block; two bits of columns are free");
-    enum Flag { kExists = 1, kHasBits = 2, kFlags = 3 };
+    static_assert(Ahead * Step <= kListedColumns, "steps ahead lie in this block or the next");
+    LoadedEntries entries_;
+    int first_, ahead_;  // first column of this step and of that Ahead steps later, with flags
+    unsigned number_ = 0;  // of this step
+
+    static __device__ __forceinline__ unsigned column_in_block(int first) { return first & (kListedColumns - Step); }
+
+public:
+    static constexpr int kBlockColumns = kListedColumns;
+    // The list of a block (Block::list). `end`: the sequence's columns.
+    template <class Grid, class Block>
+    __device__ __forceinline__ ListedSteps(const Grid& grid, const Block& block, int, int end)
+        : ListedSteps(grid.lists(), block.list, end) {}
+    __device__ __forceinline__ ListedSteps(const BlockLists& lists, const int* list, int end) : entries_(lists, list, end) {
+        first_ = entries_.take();
+        ahead_ = Ahead * Step < kListedColumns ? first_ + Ahead * Step : entries_.take();
+    }
+    // Whether this step exists.
+    __device__ __forceinline__ bool exists() const { return first_ & kExists; }
+    __device__ __forceinline__ bool has_bits() const { return first_ & kHasBits; }
+    // Whether this step is a listed block's first.
+    __device__ __forceinline__ bool begins_block() const { return column_in_block(first_) == 0; }
+    __device__ __forceinline__ int first() const { return first_ & ~kFlags; }
+    // Of the step `steps` later, at most Ahead.
+    __device__ __forceinline__ int after(int steps) const { return with_flags_after(steps) & ~kFlags; }
+    __device__ __forceinline__ bool has_bits_after(int steps) const { return with_flags_after(steps) & kHasBits; }
+    // Its tile of bits, if it has some, and its first column in the tile.
+    __device__ __forceinline__ int tile_after(int steps) const { return entries_.tile() + is_beyond(steps); }
+    __device__ __forceinline__ unsigned column_in_tile(int steps) const {
+        return (column_in_block(first_) + steps * Step) % kListedColumns;
+    }
+    // Number of this step, modulo N.
+    template <unsigned N>
+    __device__ __forceinline__ unsigned number_modulo() const {
+        return (kListedColumns / Step % N == 0 ? column_in_block(first_) / Step : number_) % N;
+    }
+    template <class Grid>
+    __device__ __forceinline__ void advance(const Grid&) {
+        const int next = with_flags_after(1);
+        entries_.advance(is_beyond(1));
+        // A vote, although all lanes agree: it tells the compiler that no warp diverges.
+        const bool ends = __any_sync(~0u, column_in_block(ahead_) == kListedColumns - Step);
+        ahead_ = ends ? entries_.take() : ahead_ + Step;
+        first_ = next;
+        number_++;
+    }
+
+private:
+    // Whether the step `steps` later is in the next block.
+    __device__ __forceinline__ bool is_beyond(int steps) const { return column_in_block(first_) + steps * Step >= kListedColumns; }
+    __device__ __forceinline__ int with_flags_after(int steps) const {
+        if (steps == 0) return first_;
+        if (steps == Ahead) return ahead_;
+        return is_beyond(steps) ? ahead_ - (Ahead - steps) * Step : first_ + steps * Step;
+    }
+};
+
+// The same with three registers fewer, for kernels that have no more: at each block it reads the header and the next entry, and
+// waits for them. It looks at all steps of the next block.
+template <int Step>
+class ListedSteps<Step, 0> {
+    static_assert(kListedColumns % Step == 0 && Step % 4 == 0, "a step lies in one block; two bits of columns are free");
     const int* list_;
-    int position_;  // of this step
+    int position_;  // of this step among listed columns
     int first_, next_block_;  // first column of this step and of the listed block after this step's, with flags
 
     // Returns the first column of the list's block number `i`, with flags.
@@ -68,26 +167,26 @@ class ListedSteps {
 
 public:
     static constexpr int kBlockColumns = kListedColumns;
-    // The list of a block (Block::list). `end`: the sequence's columns.
     template <class Grid, class Block>
-    __device__ __forceinline__ ListedSteps(const Grid& grid, const Block& block, int, int end)
-        : ListedSteps(grid.lists(), block.list, end) {}
-    __device__ __forceinline__ ListedSteps(const BlockLists& lists, const int* list, int end) : list_(list), position_(0) {
-        first_ = end > 0 ? block(lists, 0) : kNoColumn;
-        next_block_ = block(lists, 1);
+    __device__ __forceinline__ ListedSteps(const Grid& grid, const Block& of, int, int end) : list_(of.list), position_(0) {
+        first_ = end > 0 ? block(grid.lists(), 0) : kNoColumn;
+        next_block_ = block(grid.lists(), 1);
     }
-    // Whether this step exists.
     __device__ __forceinline__ bool exists() const { return first_ & kExists; }
     __device__ __forceinline__ bool has_bits() const { return first_ & kHasBits; }
-    // Whether this step is a listed block's first.
     __device__ __forceinline__ bool begins_block() const { return position_ % kListedColumns == 0; }
     __device__ __forceinline__ int first() const { return first_ & ~kFlags; }
     // At most kListedColumns / Step steps later.
     __device__ __forceinline__ int after(int steps) const { return with_flags_after(steps) & ~kFlags; }
     __device__ __forceinline__ bool has_bits_after(int steps) const { return with_flags_after(steps) & kHasBits; }
-    // Number of this step.
-    __device__ __forceinline__ unsigned number() const { return static_cast<unsigned>(position_) / Step; }
-    __device__ __forceinline__ int position_after(int steps) const { return position_ + steps * Step; }
+    __device__ __forceinline__ int tile_after(int steps) const {
+        return __ldg(list_ + 2) + (position_ + steps * Step) / kListedColumns;
+    }
+    __device__ __forceinline__ unsigned column_in_tile(int steps) const { return (position_ + steps * Step) % kListedColumns; }
+    template <unsigned N>
+    __device__ __forceinline__ unsigned number_modulo() const {
+        return static_cast<unsigned>(position_) / Step % N;
+    }
     template <class Grid>
     __device__ __forceinline__ void advance(const Grid& grid) {
         position_ += Step;
@@ -97,8 +196,6 @@ public:
             next_block_ = block(grid.lists(), position_ / kListedColumns + 1);
         }
     }
-    // The list's first bit tile.
-    __device__ __forceinline__ int first_tile() const { return __ldg(list_ + 2); }
 
 private:
     __device__ __forceinline__ int with_flags_after(int steps) const {

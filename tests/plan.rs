@@ -691,6 +691,22 @@ fn gradient_of_lse_takes_separate_kernels() {
     }
 }
 
+/// Plain problems with a block mask add dq by atomics; generic ones, and the deterministic mode, have a separate dq kernel.
+#[test]
+fn block_masks_have_atomics_without_other_features() {
+    let blocks = RequestedFeatures { block_mask: true, ..RequestedFeatures::default() };
+    let generic = RequestedFeatures { alibi: true, ..blocks };
+    for (features, mode, atomics) in [(blocks, DEFAULT, true), (blocks, DETERMINISTIC, false), (generic, DEFAULT, false)] {
+        for (headdim, device) in [64, 128, 256].into_iter().flat_map(|d| [DeviceLimits::V100, T4].map(|device| (d, device))) {
+            let a = Attention { features, ..attention(1000, 1000, headdim, headdim) };
+            let plan = plan::backward(&a, mode, &device).unwrap();
+            let (main, other) = if atomics { (Pass::Backward, Pass::BackwardPostprocess) } else { (Pass::BackwardDkDv, Pass::BackwardDq) };
+            assert_eq!([plan.main.variant.pass, plan.finish.unwrap().variant.pass], [main, other], "{headdim}");
+            assert_eq!((plan.deterministic, plan.main_launches), (!atomics, 1));
+        }
+    }
+}
+
 /// Kernels without block masks never run a problem with one, on no grid.
 #[test]
 fn block_masks_need_kernels_of_their_own() {

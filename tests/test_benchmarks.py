@@ -353,3 +353,18 @@ def test_kv_perplexity(monkeypatch, capsys):
     kl = {line.partition("perplexity")[0].strip(): float(line.rpartition("KL")[2]) for line in lines}
     assert list(kl)[:4] == ["exact", "fp16", "int8", "int8 rotated"] and len(kl) == 10
     assert kl["exact"] == 0 <= kl["fp16"] < kl["int8 rotated"] < kl["int8"] < kl["int4"] and kl["int4 rotated"] < kl["int4"]
+
+
+def test_block_mask_lists_are_valid_and_partial_cases_compare_with_full_ones():
+    from benchmarks import block_mask
+
+    options, pairs = block_mask.lists_of(1024, 0.25, True, torch.Generator().manual_seed(0))
+    assert pairs == 8 * 2 * 128 * 128
+    q = torch.randn(1, 1024, 1, 8)
+    torch.ops.volta_fa.fwd(q, q, q, **options, check_lengths=True)
+    assert [int(options["block_lists" + suffix][..., :2].sum()) for suffix in ("", "_t")] == [8 * 2 * 2] * 2
+    full, partial = (block_mask.Case("forward", 1.0, partial, 4096, 0.9) for partial in (False, True))
+    found = [block_mask.Row("v100", 64, case, "", "k", 1.0, tflops, 1.0, 80.0) for case, tflops in ((full, 60.0), (partial, 45.0))]
+    assert [block_mask.ratio(row, found) for row in found] == [0.75, 0.75]
+    assert block_mask.ratio(found[1], found[1:]) is None
+    assert block_mask.grid_of(found).rows[1][1:] == ["0.90", "45.0, 0.75"]

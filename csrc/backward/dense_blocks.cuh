@@ -10,7 +10,7 @@ struct NoScoreBits {
     __device__ __forceinline__ void load(const Blocks&, const Steps&, int, int, int) {}
     __device__ __forceinline__ static constexpr bool any() { return false; }
     template <class Tile>
-    __device__ __forceinline__ void hide(Tile&, int, int) const {}
+    __device__ __forceinline__ void hide(Tile&, int, int = 0) const {}
 };
 
 // A block visits all steps of a range.
@@ -22,6 +22,11 @@ struct DenseBlocks {
     template <int Step>
     __device__ __forceinline__ DenseSteps<Step> steps(const BwdParams&, int, int, int first, int end, int) const {
         return DenseSteps<Step>(0, 0, first, end);
+    }
+    // Number of the thread block's block of Keys keys in the main kernels.
+    template <int Keys, class Grid>
+    __device__ __forceinline__ static int key_block(const BwdParams& p, const Grid& grid) {
+        return grid.number(p);
     }
     // First row of a block of Rows queries in the dq kernels. Under a causal mask the last queries see the most keys, so they start
     // first.

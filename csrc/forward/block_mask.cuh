@@ -20,11 +20,18 @@ struct ListedBlock : ForwardBlock<BlockRows, EitherOrder> {
     }
 };
 
-// Bits of a warp's Rows rows in a step of at most 32 keys. A lane holds those of one row, bit 0 for the first key.
+// Bits of a warp's Rows rows in a step of at most 32 keys. A lane holds those of one row, bit 0 for the first key. load() runs
+// ahead of the step and leaves the word as it is: shifting it would wait for it.
 template <int Rows, int Step>
 class MaskBits {
     static_assert(Rows <= 32 && Step <= 32 && 32 % Step == 0, "a word a lane");
-    unsigned word_ = 0;
+    unsigned loaded_ = 0, word_ = 0;
+
+    // The lane's row of the list.
+    static __device__ __forceinline__ unsigned list_row() {
+        const unsigned thread = remat_thread_index();
+        return (Rows == 32 ? thread : thread / 32 * Rows + thread % Rows) % kListedRows;
+    }
 
 public:
     static constexpr bool kHidesAll = true;
@@ -33,20 +40,21 @@ public:
     __device__ __forceinline__ void load(const Grid& grid, const Keys& keys, int steps) {
         if (!keys.has_bits_after(steps)) return;
         const BlockLists& lists = grid.lists();
-        const int position = keys.position_after(steps), tile = keys.first_tile() + position / kListedColumns;
-        const int row = remat_thread_index() / 32 * Rows % kListedRows + remat_lane() % Rows;
-        const unsigned* from = lists.bits + static_cast<long long>(tile) * kTileWords + row * 2 + position % kListedColumns / 32;
+        const int tile = keys.tile_after(steps);
         int word = 0;
-        load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word, reinterpret_cast<const int*>(from));
-        word_ = static_cast<unsigned>(word) >> position % 32;
+        load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word,
+                    bits_of(lists, tile, list_row(), keys.column_in_tile(steps)));
+        loaded_ = word;
     }
-    // Clears the bits of keys that lengths, causal mask or window hide in this step. A step without bits has all of them before. So
-    // masks and bits share the code that hides scores, which has to fit the instruction cache. `row`: the warp's first.
+    // Begins a step with scores to hide: takes the bits that were loaded for it, or all if it has none. `masked`: lengths, causal
+    // mask or window hide keys of it, so clears the bits of these. So masks and bits share the code that hides scores, which has to
+    // fit the instruction cache. `row`: the warp's first.
     template <class Keys>
-    __device__ __forceinline__ void combine(const Keys& keys, const Mask& mask, int row) {
+    __device__ __forceinline__ void combine(const Keys& keys, const Mask& mask, int row, bool masked) {
+        word_ = keys.has_bits() ? loaded_ >> keys.column_in_tile(0) % 32 / Step * Step : ~0u;
+        if (!masked) return;
         const int i = row + remat_lane() % Rows, key = keys.first();
         const int first = max(i + mask.low - key, 0), last = min(min(i + mask.high, mask.seqlen_k - 1) - key, 31);
-        if (!keys.has_bits()) word_ = ~0u;
         word_ = first > last ? 0 : word_ >> first << first & ~0u >> (31 - last);
     }
     // Hides the scores without a bit. `first_key`: of the tiles, in the step.

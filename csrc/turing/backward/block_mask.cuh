@@ -7,7 +7,8 @@
 namespace turing {
 
 // Bits of a warp's Rows rows (of the product, and of the list) in a step of at most 32 columns. A lane holds those of one row, bit
-// 0 for the first column. Loads run one step ahead, because nothing else hides their latency.
+// 0 for the first column. Loads run one step ahead, because nothing else hides their latency, and leave the word as it is: shifting
+// it would wait for it.
 template <class Layout, int Rows>
 class StepBits {
     static_assert(Rows <= 32, "a word a lane");
@@ -15,7 +16,7 @@ class StepBits {
     static constexpr int kTileRows = kKeyRows ? Layout::kTileKeys : Layout::kTileQueries;
     static constexpr int kTileColumns = kKeyRows ? Layout::kTileQueries : Layout::kTileKeys;
     using Tile = typename Layout::Tile;
-    unsigned word_ = 0;
+    unsigned loaded_ = 0, word_ = 0;
 
     static __device__ __forceinline__ constexpr int row_slot(int v) {
         return kKeyRows ? Layout::key_slot(v) : Layout::query_slot(v);
@@ -37,13 +38,12 @@ public:
     __device__ __forceinline__ void load(const Blocks& blocks, const Steps& columns, int row, int steps) {
         if (!columns.has_bits_after(steps)) return;
         const BlockLists& lists = blocks.lists();
-        const int position = columns.position_after(steps), tile = columns.first_tile() + position / kListedColumns;
-        const int list_row = row % kListedRows + remat_thread() % Rows;
-        const unsigned* from =
-            lists.bits + static_cast<long long>(tile) * kTileWords + list_row * 2 + position % kListedColumns / 32;
+        const int tile = columns.tile_after(steps);
+        const unsigned list_row = static_cast<unsigned>(row) % kListedRows + remat_thread() % Rows;
         int word = 0;
-        load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word, reinterpret_cast<const int*>(from));
-        word_ = static_cast<unsigned>(word) >> position % 32;
+        load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word,
+                    bits_of(lists, tile, list_row, columns.column_in_tile(steps)));
+        loaded_ = word;
     }
     // Clears the bits of what lengths, causal mask or window hide in this step. A step without bits has all of them before. So
     // masks and bits share the code that hides scores. `row`: the warp's first.
@@ -53,7 +53,7 @@ public:
         int first = i - mask.high, last = min(i - mask.low, mask.seqlen_q - 1);
         if (!kKeyRows) first = i + mask.low, last = min(i + mask.high, mask.seqlen_k - 1);
         first = max(first - columns.first(), 0), last = min(last - columns.first(), 31);
-        if (!columns.has_bits()) word_ = ~0u;
+        word_ = columns.has_bits() ? loaded_ >> columns.column_in_tile(0) % 32 : ~0u;
         word_ = first > last || (kKeyRows && i >= mask.seqlen_k) ? 0 : word_ >> first << first & ~0u >> (31 - last);
     }
     // Hides the scores without a bit in N neighboring tiles: those of row m, from `column` in the step on. tile(n): the lane's
@@ -81,6 +81,11 @@ struct ListedBlocks : ::ListedBlocks {
     template <class Layout, int Rows>
     using Bits = StepBits<Layout, Rows>;
     __device__ __forceinline__ explicit ListedBlocks(const BlockLists& lists) : ::ListedBlocks(lists) {}
+    // As in the base, with a look at two steps later.
+    template <int Step>
+    __device__ __forceinline__ ListedSteps<Step, 2> steps(const BwdParams& p, int head, int row, int, int, int columns) const {
+        return ListedSteps<Step, 2>(lists(), of_head(p, head).of(lists(), row / kListedRows), columns);
+    }
 };
 
 }  // namespace turing

@@ -49,7 +49,7 @@ struct BackwardDq {
     template <class Steps>
     static __device__ __forceinline__ u32 slot_after(const Steps& keys, int key, int steps) {
         if constexpr (Blocks::kListed)
-            return (keys.number() + steps) % 2;
+            return (keys.template number_modulo<2>() + steps) % 2;
         else
             return S::slot(key + steps * S::kStep);
     }

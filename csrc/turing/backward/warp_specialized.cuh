@@ -32,7 +32,7 @@ struct BackwardWarpSpecialized {
     static constexpr int kKeys = S::kRows / kPartners;  // of a warp
     static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
     static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
-    static_assert(!Blocks::kListed || !kWithDq, "dq has a kernel of its own");
+    static_assert(!Blocks::kListed || !kFused, "a fused kernel visits all rows, to store their dq");
     static constexpr int kPairs = S::kChunks / 2, kPairsAtOnce = 2;
     static constexpr int kOwnPairs = kPairs - kSharedPairs;  // pairs in registers
     // The shared chunks of K begin at a multiple of eight chunks. So their offset can be added to a swizzled address, and the same
@@ -75,7 +75,7 @@ struct BackwardWarpSpecialized {
     template <class Steps>
     static __device__ __forceinline__ u32 slot_of(const Steps& steps, int row) {
         if constexpr (Blocks::kListed)
-            return S::kSlots == 2 ? steps.number() % 2 : 0;
+            return steps.template number_modulo<S::kSlots>();
         else
             return S::slot(row);
     }
@@ -380,7 +380,9 @@ struct BackwardWarpSpecialized {
             }
             // dS of the step before the first: zeros. They add nothing, and dq that kStore stores of them is overwritten later.
             if (kWithDq && S::kSlots == 2)
-                clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
+                clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores +
+                                                         (Blocks::kListed ? 1 : S::slot(first) ^ 1) * S::kScoreTile);
+            int previous = Blocks::kListed ? existing_row(p, first) : 0;  // row of the step before
 
 #pragma unroll 1
             for (int next = first; Blocks::kListed ? queries.exists() : next < range.end;
@@ -393,7 +395,9 @@ struct BackwardWarpSpecialized {
                     tiles.store(shared + S::kStepTiles + (Blocks::kListed ? slot ^ 1 : S::slot(row + S::kStep)) * S::kSlotBytes);
                 if (kWithDq && S::kSlots == 2) {
 #pragma unroll
-                    for (int j = 0; j < Dq::kPairs; j++) compute_dq(max(row - S::kStep, first), slot ^ 1, j);
+                    for (int j = 0; j < Dq::kPairs; j++)
+                        compute_dq(Blocks::kListed ? previous : max(row - S::kStep, first), slot ^ 1, j);
+                    if (Blocks::kListed) previous = existing_row(p, row);
                 }
                 Scores s;  // S^T, then P^T; or dP^T, then dS^T
                 if (kInitial && __any_sync(~0u, is_first_role())) {
@@ -518,16 +522,18 @@ struct BackwardWarpSpecialized {
                         else
                             StepTileLoader<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin(p) + row + S::kStep,
                                                     range.rows(p) - S::kStep - row, i ? p.problem.headdim_v : p.problem.headdim);
-                        if (kWithDq) compute_dq(row, 0, i);
+                        if (kWithDq) compute_dq(Blocks::kListed ? existing_row(p, row) : row, 0, i);
                         StepTileLoader<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
                     }
                 }
             }
             if (kWithDq && S::kSlots == 2) {
                 __syncthreads();
-                const int last = keep_in_register(range.end) - 1;
+                const int last = Blocks::kListed ? 0 : keep_in_register(range.end) - 1;
 #pragma unroll 1
-                for (int j = 0; j < Dq::kPairs; j++) compute_dq(last & -S::kStep, S::slot(last), j);
+                for (int j = 0; j < Dq::kPairs; j++)
+                    compute_dq(Blocks::kListed ? previous : last & -S::kStep,
+                               Blocks::kListed ? slot_of(queries, 0) ^ 1 : S::slot(last), j);
             }
         }
 

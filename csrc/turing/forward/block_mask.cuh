@@ -7,14 +7,16 @@
 namespace turing {
 
 // A thread block for each list of key blocks, which some rows of a head see. In a head the longest list is launched first. kListed:
-// blocks visit the keys of a list (Steps), not a range of keys.
+// blocks visit the keys of a list (Steps), not a range of keys. Compact: takes the fewest registers.
+template <bool Compact>
 class BlockMaskGrid {
     const FwdBlockParams& params_;
 
 public:
     static constexpr bool kListed = true;
+    // Loads of the kernel run up to four steps ahead.
     template <int Step>
-    using Steps = ListedSteps<Step>;
+    using Steps = ListedSteps<Step, Compact ? 0 : kListedColumns / Step>;
     template <int Rows, int Step>
     using Bits = MaskBits<Rows, Step>;
 

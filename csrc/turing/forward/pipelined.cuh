@@ -461,7 +461,7 @@ struct ForwardPipelined {
                     }
                 }
                 if constexpr (Bits::kHidesAll) {
-                    if (may_mask && half == 0) bits.combine(keys, kMaskKept ? mask : remat_mask(p), warp_row());
+                    if (may_mask && half == 0) bits.combine(keys, kMaskKept ? mask : remat_mask(p), warp_row(), true);
                     if (may_mask) bits.apply_to(s, half * kNextTile);
                 } else {
                     if (may_mask) s.apply_mask(kMaskKept ? mask : remat_mask(p), warp_row(), first_key);
@@ -517,7 +517,7 @@ struct ForwardPipelined {
             const auto step = [&](bool may_mask, const Mask& mask) {
                 if constexpr (Grid::kListed) {  // which hold no registers between steps
                     key = keys.first();
-                    slot = keys.number() * kSlotBytes % kRingBytes;
+                    slot = keys.template number_modulo<Slots>() * kSlotBytes;
                 }
                 if (!kBarrierEverySecondStep || slot % (2 * kSlotBytes) == 0) barrier();
                 const u32 next = slot_after(slot, 1);
@@ -525,6 +525,8 @@ struct ForwardPipelined {
                 const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
                 tile(may_mask, mask, scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes,
                      v_last + kTileBytesV, k_next, v_this, key, 0);
+                if constexpr (Grid::kListed)
+                    if (may_mask) bits.load(grid, keys, 1);
                 store(0, slot_after(slot, kAhead));
                 load(kPasses - 1, key_after(key, kAhead + 2 - kPasses));
                 tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this, k_next + kTileBytes,
@@ -551,7 +553,6 @@ struct ForwardPipelined {
                     };
                     while (keys.exists() && (!keys.begins_block() || needs_mask() == may_mask)) {
                         step(may_mask, mask);
-                        if (may_mask) bits.load(grid, keys, 1);
                         keys.advance(grid);
                     }
                 };
@@ -560,7 +561,7 @@ struct ForwardPipelined {
                     listed_steps(true);
                     if (kUnmaskedLoop) listed_steps(false);
                 }
-                slot = keys.number() * kSlotBytes % kRingBytes;
+                slot = keys.template number_modulo<Slots>() * kSlotBytes;
             } else {
                 // Masked steps, unmasked ones, masked ones. Their ranges are computed again in between.
                 const int own_step = key;

@@ -189,9 +189,7 @@ struct BackwardDq {
                 if (masked) apply_mask<Layout>(s, p, lane, first_row + score_row, key + score_key);
                 if (bits.any())
 #pragma unroll
-                    for (int m = 0; m < kScoreQueryTiles; m++)
-#pragma unroll
-                        for (int n = 0; n < kScoreKeyTiles; n++) bits.hide(s[m][n], m, n);
+                    for (int m = 0; m < kScoreQueryTiles; m++) bits.hide(s[m], m);
                 exponentials(s, p.problem.scale_log2, 0.f);
                 if (kScoresInV) __syncthreads();  // V is no longer needed
 #pragma unroll

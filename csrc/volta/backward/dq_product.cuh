@@ -14,7 +14,9 @@ namespace volta {
 // The quad-pairs are not 2x2 as in the other products. qn has one half of every eight keys, so that a lane's column of K meets
 // two tiles of eight queries. qm has half of the step's queries or, in steps of 16, half of the unit's columns. In the end two
 // lanes add the halves of one tile each by a shuffle. The lane keeps tile number qn, so its products begin with that.
-template <class S>
+//
+// Compact: half of the code, for kernels past the instruction cache.
+template <class S, bool Compact = kGeneric>
 struct DqProduct {
     static constexpr bool kShortSteps = S::kStep == 16;
     static_assert(kShortSteps == DqAccumulator::has_short_steps(S::kHeaddim), "both have the same units");
@@ -23,7 +25,7 @@ struct DqProduct {
     static constexpr int kAllUnits = S::kChunks / kUnitChunks;
     static constexpr int kUnits = (kAllUnits + S::kWarps - 1) / S::kWarps;  // of a warp, or one less
     // 16 keys hide more latency, 8 leave more of the instruction cache. Chosen by simulation.
-    static constexpr int kKeysAtOnce = !kGeneric && (S::kHeaddim <= 64 || S::kHeaddim == 128) ? 16 : 8;
+    static constexpr int kKeysAtOnce = !Compact && (S::kHeaddim <= 64 || S::kHeaddim == 128) ? 16 : 8;
 
     // Column-major A operand: four keys of four queries, the first of the lane's eight. The other four are 8 bytes before or
     // after.

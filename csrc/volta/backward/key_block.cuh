@@ -19,6 +19,8 @@ struct KeyBlock : BatchAxis {
     __device__ __forceinline__ static int head(const BwdParams& p) {
         return heads_first(p) ? remat_block_index() : remat_block_head();
     }
+    // Blocks of keys of a head in this launch.
+    __device__ __forceinline__ static int count(const BwdParams& p) { return heads_first(p) ? gridDim.y : gridDim.x; }
     // The accumulator that the block adds dq to: the only one if the stride is 0, else one that no other block of this launch
     // adds to.
     __device__ __forceinline__ static float* dq_accum(const BwdParams& p) {

@@ -52,11 +52,11 @@ __device__ __forceinline__ void clear(Gradient<M, J>& c) {
 }
 
 // Adds the product over the rows of a step (at most 32). The warp has every BlockStep-th block of columns, and computes the
-// first `blocks` of them.
-template <class S, int BlockStep, int M, int J>
+// first `blocks` of them. Compact: four rows at a time, half of the code, for kernels past the instruction cache.
+template <class S, int BlockStep, bool Compact = kGeneric, int M, int J>
 __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32 b_address, int blocks = J) {
     constexpr int kRows = S::kStep < 32 ? S::kStep : 32;
-    if (kGeneric) {  // four rows at a time: generic code is past the instruction cache
+    if (Compact) {
 #pragma unroll 1
         for (int row = 0; row < kRows; row += 4) {
             const u32 a0 = a_address ^ (row * 2);  // XOR, because a row of scores has a power of two of chunks

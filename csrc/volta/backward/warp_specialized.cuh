@@ -36,9 +36,11 @@ struct BackwardWarpSpecialized {
     static constexpr bool kStreamK = Grid::kStreamK;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     using Queries = QueryRange<S::kRows, S::kStep>;
-    using Dq = DqProduct<S>;
+    // With lists and dQ, products take half of the code from headdim 128 on, because a step would not fit the instruction cache.
+    static constexpr bool kCompact = kGeneric || (Blocks::kListed && kWithDq && Headdim > 64);
+    using Dq = DqProduct<S, kCompact>;
     using Coord = ScoreCoord<KeysLayout>;
-    static_assert(!Blocks::kListed || !kWithDq, "dq has a kernel of its own");
+    static_assert(!Blocks::kListed || !kFused, "a fused kernel visits all rows, to store their dq");
     static_assert(S::kThreads == 256, "two roles of four warps");
     static constexpr int kGroupWarps = 128 / S::kRows;  // warps of a role that share 32 keys
     static_assert(kGroupWarps == 1 || kGroupWarps == 2, "64 or 128 keys");
@@ -166,7 +168,7 @@ struct BackwardWarpSpecialized {
         const Lane lane;
         const int warp = threadIdx.x / 32, role = warp / 4;
         const int key_group = warp % 4 / kGroupWarps, group_warp = warp % kGroupWarps;
-        const int first_key = grid.number(p) * S::kRows;
+        const int first_key = blocks.template key_block<S::kRows>(p, grid) * S::kRows;
         const int gradient_key = 32 * key_group;
         const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * group_warp : 0);
         const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * group_warp : 0;
@@ -263,9 +265,7 @@ struct BackwardWarpSpecialized {
                         if (masked) apply_mask<KeysLayout>(s, p, Lane(), row + score_query0, first_key + score_key0);
                         if (bits.any())
 #pragma unroll
-                            for (int m = 0; m < kScoreKeyTiles; m++)
-#pragma unroll
-                                for (int n = 0; n < kScoreQueryTiles; n++) bits.hide(s[m][n], m, n);
+                            for (int m = 0; m < kScoreKeyTiles; m++) bits.hide(s[m], m);
                         exponentials(s, p.problem.scale_log2, kExponentShift);
 #pragma unroll
                         for (int m = 0; m < kScoreKeyTiles; m++)
@@ -307,8 +307,8 @@ struct BackwardWarpSpecialized {
                 } else {
                     tiles.load(p.q, p.dout, rows() - S::kStep - row);
                 }
-                accumulate<S, kGroupWarps>(gradient, packed_addresses.first(), query_addresses.first(),
-                                           kSameHeaddims || role ? kBlocks : kBlocksV);
+                accumulate<S, kGroupWarps, kCompact>(gradient, packed_addresses.first(), query_addresses.first(),
+                                                     kSameHeaddims || role ? kBlocks : kBlocksV);
                 __syncthreads();  // dS is complete, Q and dO are free
 
                 tiles.store(query_addresses.second());

@@ -11,8 +11,9 @@ class BlockMaskGrid : public DataParallelGrid {
     const FwdBlockParams& params_;
 
 public:
+    // With 16 keys a step, Q in registers, loads run three steps ahead.
     template <int Step>
-    using Steps = ListedSteps<Step>;
+    using Steps = ListedSteps<Step, Step == 16 ? 3 : 1>;
     template <int Rows, int Step>
     using Bits = MaskBits<Rows, Step>;
     template <int Chunks, int Rows, int Threads>

@@ -218,6 +218,16 @@ struct ForwardRegisterQ {
 #pragma unroll
         for (int c = 0; c < kAhead; c++) k_ahead[c] = load_shared(k_lane + kSlotBytes + c * kChunkBytes);
 
+        // With lists: whether a step exists, and whether it has scores to hide, which is decided a step ahead, beside products.
+        // Votes, although all lanes agree: they tell the compiler that no warp diverges.
+        const auto exists = [&] { return Bits::kHidesAll ? __any_sync(~0u, keys.exists()) : keys.exists(); };
+        const auto is_masked = [&](int steps) {
+            if constexpr (Bits::kHidesAll)
+                return __any_sync(~0u, !unmasked.contains(keys.after(steps)) || keys.has_bits_after(steps));
+            else
+                return 0;
+        };
+        bool listed_masked = is_masked(0);
         bool exceeds = true;
         u32 slot = 0;  // of this step: its number in the ring times kSlotBytes
         const auto slot_after = [&](int steps) {
@@ -225,15 +235,15 @@ struct ForwardRegisterQ {
             return x >= kRingBytes ? x - kRingBytes : x;
         };
 #pragma unroll 1
-        for (; keys.exists(); keys.advance(grid)) {
+        for (; exists(); keys.advance(grid)) {
             const int key = keys.first();
             loader.store(tile, slot_after(2));
             loader.load(tile, keys.after(3));
-            const bool masked = !unmasked.contains(key) || keys.has_bits();
+            const bool masked = Bits::kHidesAll ? listed_masked : !unmasked.contains(key);
             if (masked) {
                 features.correct_masked_tile(s, softmax, unmasked, p, mask, row, key);
                 if constexpr (Bits::kHidesAll) {
-                    bits.combine(keys, mask, row);
+                    bits.combine(keys, mask, row, !unmasked.contains(key));
                     bits.apply_to(s);
                 } else if constexpr (kMaskKept)
                     s.apply_mask(mask, row, key);
@@ -299,6 +309,7 @@ struct ForwardRegisterQ {
 #pragma unroll
             for (int i = 0; i < kAhead; i++) v[i] = load_v(i);
             bits.load(grid, keys, 1);
+            listed_masked = is_masked(1);
             slot = slot_after(1);
             const u32 k_after_next = k_lane + slot_after(1);
             __syncthreads();

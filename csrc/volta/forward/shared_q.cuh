@@ -40,9 +40,11 @@ struct ForwardSharedQ {
     static constexpr int kOffsetV = kOffsetK + kTileKeys * kPitch;
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
-    // Rolls the second product over the lane's own keys and the others: with a bias or with two features the step would not fit
-    // the instruction cache.
-    static constexpr bool kColumnsRolled = kRequiredFeatures & kFeatureBias || kTwoFeatures;
+    // Whether blocks visit listed keys (BlockMaskGrid).
+    static constexpr bool kListed = Grid::template Bits<kWarpRows, kTileKeys>::kHidesAll;
+    // Rolls the second product over the lane's own keys and the others: with a bias, with two features or with bits of a block mask
+    // the step would not fit the instruction cache.
+    static constexpr bool kColumnsRolled = kRequiredFeatures & kFeatureBias || kTwoFeatures || (kListed && !kGeneric);
     // Only with one block an SM there are registers for it; two blocks hide the latency by themselves.
     static constexpr bool kBiasAhead = kHasScoreMod && kHasBias && BlocksPerSm == 1;
 
@@ -102,7 +104,7 @@ struct ForwardSharedQ {
 #pragma unroll 1
         for (int w = 0; w < 2; w++, v = v_other) {
             accumulate_columns<1>(o, [&](int mt, int, int u) { return p.part[mt][0][u]; }, [&](int) { return v; });
-            p.exchange(0);
+            if (!kListed || w == 0) p.exchange(0);
         }
     }
 
@@ -220,16 +222,19 @@ struct ForwardSharedQ {
                 }
             }
             // A tile that reaches past the last key has masked scores, but perhaps only in the last group.
-            const bool masked = !unmasked.contains(key + group_key) || keys.has_bits();
+            bool masked = !unmasked.contains(key + group_key) || keys.has_bits();
+            // A vote, although all lanes agree: it tells the compiler that no warp diverges.
+            if (kListed) masked = __any_sync(~0u, masked);
             if (masked) {
                 features.correct_masked_tile(s, softmax, unmasked, p, mask, row, key + group_key);
                 if constexpr (Bits::kHidesAll) {
-                    bits.combine(keys, mask, row);
+                    bits.combine(keys, mask, row, !unmasked.contains(key + group_key));
                     bits.apply_to(s);
                 } else {
                     s.apply_mask(mask, row, key + group_key);
                 }
-                if (KeyGroups == 1) v.clear_beyond(staging, key);
+                // With bits alone no key is past the end.
+                if (KeyGroups == 1 && !(kListed && unmasked.contains(key))) v.clear_beyond(staging, key);
             }
             if (KeyGroups > 1 && key + kTileKeys > key_end) v.clear_beyond(staging, key);
             v.store(staging, v_store, kPitchV, false);

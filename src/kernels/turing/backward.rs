@@ -134,9 +134,9 @@ fn with(feature: Feature, plain: Variant) -> Variant {
     Variant { required_features, ..plain }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
 }
 
-/// Kernels of block masks (`csrc/turing/backward/block_mask.cuh`), without atomics. They have three headdims, and other headdims are
-/// padded to the next. At headdim 64 the main kernel with two roles, because the other has no registers left. At 128 the generic one
-/// has half the keys: lists beside all features would spill.
+/// Kernels of block masks (`csrc/turing/backward/block_mask.cuh`). They have three headdims, and other headdims are padded to the next.
+/// At headdim 64 the main kernel with two roles, because the other has no registers left. Generic kernels have no atomics, and at 128
+/// half the keys: lists beside all features would spill.
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]];
     let generic_main = [main[0], warp_specialized(128, 64, 32), main[2]];
@@ -152,7 +152,8 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let dq = [DQ[0], DQ[2], DQ[4]];
     let plain = main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::NONE));
     let generic = generic_main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::GENERIC_BLOCKS));
-    plain.chain(generic)
+    let with_atomics = |row: Variant| row.with_blocks(FeatureSet::NONE, "turing/backward/warp_specialized_block_mask.cu");
+    main.map(with_atomics).into_iter().chain(plain).chain(generic)
 }
 
 pub fn backward_rows() -> Vec<Variant> {

@@ -138,17 +138,16 @@ fn fused(main: Variant) -> Variant {
     Variant { pass: Pass::BackwardFused, source: "volta/backward/warp_specialized_fused.cu", ..main }
 }
 
-/// Kernels of block masks (`csrc/backward/block_mask.cuh`), without atomics. They have three headdims, and other headdims are padded to
-/// the next. At headdim 64 the main kernel with two roles, because the other has no registers left.
+/// Kernels of block masks (`csrc/backward/block_mask.cuh`). They have three headdims, and other headdims are padded to the next. At
+/// headdim 64 the main kernel with two roles, because the other has no registers left. Generic kernels have no atomics.
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
-    let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]].map(|row| Variant {
-        pass: Pass::BackwardDkDv,
-        source: "volta/backward/warp_specialized_dkdv_block_mask.cu",
-        ..row
-    });
-    let rows = main.into_iter().chain([DQ[0], DQ[2], DQ[4]].map(|row| Variant { source: "volta/backward/dq_block_mask.cu", ..row }));
+    let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]];
+    let dkdv = main.map(|row| Variant { pass: Pass::BackwardDkDv, source: "volta/backward/warp_specialized_dkdv_block_mask.cu", ..row });
+    let rows = dkdv.into_iter().chain([DQ[0], DQ[2], DQ[4]].map(|row| Variant { source: "volta/backward/dq_block_mask.cu", ..row }));
     let features = [FeatureSet::NONE, FeatureSet::GENERIC_BLOCKS];
-    rows.flat_map(move |row| features.map(|of| row.with_blocks(of, row.source)))
+    let rows = rows.flat_map(move |row| features.map(|of| row.with_blocks(of, row.source)));
+    let plain = |row: Variant| row.with_blocks(FeatureSet::NONE, "volta/backward/warp_specialized_block_mask.cu");
+    main.map(plain).into_iter().chain(rows)
 }
 
 pub fn backward_rows() -> Vec<Variant> {

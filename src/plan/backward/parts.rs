@@ -124,8 +124,11 @@ impl Planner<'_> {
     }
 
     /// Plans launches of a main kernel that takes a part of the key blocks. None: there is no such kernel, or `must_pay` and a separate
-    /// kernel is faster.
+    /// kernel is faster. Kernels of block masks take all key blocks of a list in one launch.
     fn by_launches(&self, must_pay: bool) -> Option<Parts> {
+        if self.a.features.block_mask {
+            return None;
+        }
         let chosen = self.with_atomics().ok().filter(|[_, (main, _), _]| main.family.has_key_block_offset)?;
         let chosen = self.sized(chosen);
         let main = chosen[1];
@@ -189,7 +192,7 @@ impl Planner<'_> {
                 let blocks = self.split(chosen[1], chosen[1].0.family.has_key_block_offset);
                 Ok(Parts { dq: Dq::Atomics, chosen, blocks, stream_k: self.stream_k(chosen[1], blocks) })
             }
-            // no kernel with atomics has block masks
+            // no kernel with atomics has a block mask and other features
             Err(e) if self.a.features.block_mask => Ok(self.separate(self.without().map_err(|_| e)?)),
             Err(e) if self.d.tuning.is_some_and(|t| !t.failed().is_empty()) => {
                 Ok(self.separate(because(self.without().map_err(|_| e)?, Reason::FailedAvoided)))
