@@ -94,7 +94,7 @@ def plot(speeds: Path, to: Path) -> None:
 
     cases = [f for f in json.loads(speeds.read_text()) if f["gpu"] == "rtx2080ti" and f["case"] == "plain"]
     seqlen = cases[0]["seqlen"]
-    figure, axes = panels(1, 2, f"Error against speed, RTX 2080 Ti (simulated; eager: at most), {seqlen} keys", (9, 4), sharey=True)
+    figure, axes = panels(1, 2, f"Error against speed, RTX 2080 Ti (simulated; eager: at most), {seqlen} keys", (12, 4.2), sharey=True)
     for axis, change in zip(axes.flat, (_normal, _wide_keys)):
         axis.set(title=change.__doc__, xlabel="TFLOP/s, with all preparations", ylabel="relative L1 error", yscale="log", xlim=(0, 100))
         for case in cases:
