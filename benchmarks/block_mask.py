@@ -174,11 +174,11 @@ def plot(found: Sequence[Row], header: dict[str, str], path: Path) -> None:
                 color = plots.HEADDIM_COLORS[headdim]
                 for partial, style in ((False, "o-"), (True, "s--")):
                     curve = [r for r in of_panel if (r.headdim, r.case.partial) == (headdim, partial)]
-                    label = f"headdim {headdim}, {'partial' if partial else 'full'} blocks"
+                    label = f"D={headdim}, {'partial' if partial else 'full'}"
                     x, y = [100 * r.case.density for r in curve], [r.microseconds / 1e3 for r in curve]
                     axis.plot(x, y, style, color=color, markersize=4, label=label)
                 plain = next(r.plain_microseconds for r in of_panel if r.headdim == headdim)
-                axis.axhline(plain / 1e3, color=color, linestyle=":", label=f"headdim {headdim}, plain")
+                axis.axhline(plain / 1e3, color=color, linestyle=":", label=f"D={headdim}, plain")
             axis.set(title=f"{gpu}, {direction}, N={of_panel[0].case.seqlen}", ylim=(0, None), xlim=(0, None))
             axis.set(xlabel="present blocks, %", ylabel="ms")
     plots.shared_legend(figure, axes)
