@@ -431,7 +431,7 @@ ROUNDS = [
     Case(9, 4 * 128 + 5, 64, batch=2, nheads=20, window_left=300, window_right=9),
     Case(9, 4 * 128 + 5, 128, batch=2, nheads=20, nheads_k=10),
     Case(9, 4 * 128 + 5, 128, batch=2, nheads=10, is_causal=True),
-    Case(9, 9 * 64 + 5, 256, batch=1, nheads=20),
+    Case(9, 9 * 64 + 5, 192, batch=1, nheads=20),
     Case(headdim=64, nheads=20, lengths=((9, 4 * 128 + 5), (7, 130))),
     Case(headdim=128, nheads=10, lengths=((9, 4 * 128 + 5), (40, 300)), is_causal=True),
 ]
