@@ -305,6 +305,20 @@ def test_models_count_the_pairs_of_the_mask(causal, seqlen_q, seqlen_k, window):
     assert visible_pairs(row) == mask.sum()
 
 
+def test_headdim_512(tmp_path):
+    """Takes figures of an earlier run, and says which are missing."""
+    from benchmarks import headdim_512
+
+    listed = list(headdim_512.rows())
+    kept, section = tmp_path / "kept.jsonl", tmp_path / "headdim_512.md"
+    kept.write_text("".join(json.dumps({"gpu": r.gpu, "name": r.name, "figures": [0.5, 0.75]}) + "\n" for r in listed[1:]))
+    assert headdim_512.main(["--resume", str(kept), "--only", "nothing", "--markdown", str(section)]) == 0
+    text = section.read_text()
+    assert text.count("not simulated") == 1 and f"| {listed[0].name} | not simulated |" in text
+    assert "50.0% / 75.0% of DRAM" in text and "0.5 / 0.8 (0.4%)" in text
+    assert len(kept.read_text().splitlines()) == len(listed) - 1
+
+
 def test_docs(tmp_path):
     page, folder = tmp_path / "page.md", tmp_path / "results"
     page.write_text("before\n<!-- begin a -->\nold\n<!-- end a -->\n<!-- begin b -->\nkept\n<!-- end b -->\nafter\n")
@@ -321,7 +335,7 @@ def test_docs(tmp_path):
 
 def test_the_page_has_every_section():
     page = (REPOSITORY / "docs" / "reference" / "figures.md").read_text()
-    for name in ("volta", "models", "t4", "rtx2080ti", "decode_sweep", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
+    for name in ("volta", "models", "t4", "rtx2080ti", "headdim_512", "decode_sweep", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
         assert page.count(f"<!-- begin {name} -->") == page.count(f"<!-- end {name} -->") == 1
 
 

@@ -428,7 +428,7 @@ def test_deterministic(backend, case, dq, set_tuning):
 ROUNDS = [
     Case(9, 4 * 128 + 5, 64, batch=2, nheads=20, is_causal=True),
     Case(9, 4 * 128 + 5, 128, batch=2, nheads=20, nheads_k=10),
-    Case(9, 9 * 64 + 5, 256, batch=1, nheads=20),
+    Case(9, 9 * 64 + 5, 192, batch=1, nheads=20),
     Case(headdim=128, nheads=10, lengths=((9, 4 * 128 + 5), (40, 300)), is_causal=True),
 ]
 MORE_ROUNDS = [
