@@ -37,6 +37,7 @@ VOLTA_FIELDS = {
     "loop_bytes": int,
     "pipes": dict,
     "waits": dict,
+    "balance": float,
 }
 
 pytest.importorskip("matplotlib")

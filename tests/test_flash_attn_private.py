@@ -229,7 +229,7 @@ def test_errors(backend):
     q = backend.randn(1, 9, 2, 16)
     options = 0.0, 0.25, True, -1, -1, 0.0, None
     out, lse, *_ = _flash_attn_forward(q, q, q, *options, False)
-    into = [torch.empty_like(q) for _ in range(3)]
+    into = [torch.zeros_like(q) for _ in range(3)]
 
     def backward(error, message, *given, dropout_p=0.0):
         before = [t.clone() for t in given if t is not None]

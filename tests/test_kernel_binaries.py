@@ -60,10 +60,10 @@ SPARED = ("ForwardStreamK", "BackwardStreamK", "PrefillStreamK", "BackwardFused"
 @pytest.mark.parametrize("pass_", [p for p in INFO["passes"] if p["name"] not in SPARED], ids=lambda p: p["name"])
 def test_volta_covers_every_headdim_and_need(pass_):
     mine = [v for v in INFO["variants"] if (v["family"], v["pass"]) == ("volta", pass_["name"])]
-    # a block mask has kernels of its own, which take no bias, and no main kernel of backward
+    # a block mask has kernels of its own, which take no bias
     whole = [v for v in mine if set(v["needs"]) == set(pass_["needs"]) - {"block_mask"}]
     masked = [v for v in mine if "block_mask" in v["needs"]]
-    assert bool(masked) == (pass_["name"] in ("Forward", "BackwardDkDv", "BackwardDq"))
+    assert bool(masked) == (pass_["name"] in ("Forward", "Backward", "BackwardDkDv", "BackwardDq"))
     for found in (mine, whole, *[masked] * bool(masked)):
         assert max(v["headdim"] for v in found) >= 256 and max(v["headdim_v"] for v in found) >= 256
 

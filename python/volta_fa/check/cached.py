@@ -57,8 +57,14 @@ def problems(variant: dict[str, Any]) -> list[CacheCase]:
             _case(((3, 40, 0), (3, 17, 0), (3, 0, 0)), 40, 24, 3, dtype=kind),
             _case(((2, 9, 2), (0, 3, 0), (5, 31, 4)), 40, 40, 2, **rest),
         ]
-    of_pass = {"Append": _append, "Dequantize": _dequantize, "DecodeMla": _mla, "Decode": _decode, "Prefill": _prefill}
-    of_pass["PrefillStreamK"] = _prefill_stream_k
+    of_pass = {
+        "Append": _append,
+        "Dequantize": _dequantize,
+        "DecodeMla": _mla,
+        "Decode": _decode,
+        "Prefill": _prefill,
+        "PrefillStreamK": _prefill_stream_k,
+    }
     return of_pass[variant["pass"]](variant)
 
 
@@ -138,7 +144,7 @@ def _prefill_stream_k(variant: dict[str, Any]) -> list[CacheCase]:
     return [
         _case(((145, 205, 0),), d, dv, 2),
         _case(((70, 377, 0),), d - 8, dv - 8, 2, page=0, packed=True, window_left=50),
-        _case(((300, 0, 0),), d, dv, 3, page=64, sinks="own"),
+        _case(((300, 310, 0),), d, dv, 3, page=64, sinks="own"),
     ]
 
 
