@@ -59,7 +59,7 @@ def _follow(value: Any, names: frozenset[str], found: list[Any], seen: set[Any],
         return
     if isinstance(value, (types.FunctionType, types.MethodType)):
         names = _names(value.__code__)
-    elif isinstance(call := getattr(type(value), "__call__", None), types.FunctionType):
+    elif isinstance(call := getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004  the function counts
         names |= _names(call.__code__)
     if depth == 0 or (id(value), names) in seen:
         return
