@@ -18,7 +18,8 @@ def prepare_fast(
 ) -> Tensor:
     """Returns the codes of K and the range of V, as the option `prepared` of any number of calls of `volta_fa::fwd_fast`.
 
-    The calls still take k and v, and the same lengths and `rotate`. Results are bitwise identical to those without `prepared`.
+    The calls still take k and v, and the same lengths and `rotate`; of these only the sizes of tensors and `rotate` are compared.
+    A call's own `smooth_k` has no effect. Results are bitwise identical to those without `prepared`.
 
     Args:
         k, v, cu_seqlens_k, max_seqlen_k, smooth_k, rotate, check_lengths: as for `volta_fa::fwd_fast`.

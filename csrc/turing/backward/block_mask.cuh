@@ -45,7 +45,7 @@ public:
                     bits_of(lists, tile, list_row, columns.column_in_tile(steps)));
         loaded_ = word;
     }
-    // Clears the bits of what lengths, causal mask or window hide in this step. A step without bits has all of them before. So
+    // Clears the bits of what lengths, causal mask or window hide in this step. A full block's bits are all set before. So
     // masks and bits share the code that hides scores. `row`: the warp's first.
     template <class Steps>
     __device__ __forceinline__ void combine(const Steps& columns, const Mask& mask, int row) {

@@ -10,7 +10,7 @@
 namespace turing {
 
 constexpr int kScaleKeys = 64, kScales = 4;
-// Number of evenly spaced keys in K's mean.
+// Maximum number of evenly spaced keys in K's mean.
 constexpr int kMeanKeys = 128;
 // Smallest scale: the product of two is a normal number, so that a score of -inf stays -inf.
 constexpr float kSmallestScale = 1e-18f;
@@ -72,7 +72,7 @@ __device__ __forceinline__ int v_exponent(const float* v_max, int keys, int bloc
     for (int i = threadIdx.x & 31; i * block_keys < keys; i += 32) largest = fmaxf(largest, v_max[i]);
 #pragma unroll
     for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
-    // fp16 has no factor above 2^15, and fp32 none above 2^127
+    // Factors are at most 2^14 for fp16 and 2^126 for bf16: their inverses are normal numbers.
     const int least = element == ElementType::Bf16 ? -126 : -14;
     return largest == 0.f ? 0 : max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, least);
 }

@@ -9,7 +9,7 @@
 namespace turing {
 
 // Sums begin at these bits, which are the float 1.5 * 2^23. As a float, a sum S of less than 2^22 is then kSumZero + S: no
-// conversion instruction, which would run on the slow XU pipe. Headdims up to 256 give at most 2^22 - 2^16.
+// conversion instruction, which would run on the slow XU pipe. Headdims up to 256 give at most 127^2 * 256.
 constexpr u32 kSumZeroBits = 0x4b400000u;
 constexpr float kSumZero = 12582912.f;
 

@@ -258,7 +258,7 @@ struct ForwardColumnGroups {
             const uint2 lengths = load_shared2(base + kOffsetLengths);
             return Mask(problem, lengths.x, lengths.y);
         };
-        // Page of the step of K that is loaded next, and of V: K is two steps ahead.
+        // Page of the step of K that is loaded next, and of V: K is a step ahead of V.
         using Pages = typename PageIteratorIf<kPaged, kStep, 1, false>::Type;
         Pages pages(p.cache, block.batch, sequence.k_offset(), key, key_end), pages_v = pages;
         const auto stream = [&](u32 offset, const Operand& paged, const Pages& at, unsigned stride, int columns, int key) {

@@ -7,9 +7,9 @@
 //   S = Q K^T, store partial S  |  sum, mask, softmax, store P  |  O += P V
 //
 // Two groups are a product apart: while one has its softmax, the tensor cores compute products of the other. Block barriers would
-// keep them together. So warps 0 to 3 load V and warps 4 to 7 K, and a group waits for the other at four barriers, at which the
-// other only arrives: V or K is complete, and it has been read. The second group begins its first product after the first group's:
-// together, both wait for shared memory, and then for K and V from L2.
+// keep them together. So warps 0 to 3 load V and warps 4 to 7 K. Of four barriers each group waits at two, where the other only
+// arrives, and arrives at the other two: V or K is complete, and it has been read. The second group begins its first product after
+// the first group's: together, both wait for shared memory, and then for K and V from L2.
 //
 // For the sums, the mask and the softmax each warp has eight of the group's rows with all keys (ColumnGroupsLayout), so that a
 // row's state is one warp's.
@@ -225,7 +225,7 @@ struct ForwardColumnGroups {
             return base + group * kGroupP + probability(own_row - group_row, lane.qn) + (lane.t & 2) * 2;
         }
         __device__ __forceinline__ u32 p_load() const { return base + group * kGroupP + probability(lane.q_row(), lane.qn); }
-        // The factor of row r of row tile mt.
+        // The factor of the lane's row in a part.
         __device__ __forceinline__ u32 factor(int part) const {
             const int row = Layout::first_query(lane);
             return base + group * kGroupP + kOffsetP + part * kPartP + kFactors + ((row & 3) + (row >> 1 & 4)) * 4;

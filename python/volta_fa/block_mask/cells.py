@@ -24,7 +24,7 @@ def states_of_blocks(blocks: Tensor, block_size: tuple[int, int], seqlen_q: int,
     """Returns the states of cells, int8 (batch, heads, rows, columns), from those of blocks of another size.
 
     Args:
-        blocks: the same states of blocks, int8 (batch, heads, rows, columns). Blocks may reach past the end.
+        blocks: states of blocks, int8 (batch, heads, rows, columns). Blocks may reach past the end.
     """
     shape = grid_shape(seqlen_q, seqlen_k)
     if block_size[0] % CELL == 0 and block_size[1] % CELL == 0:

@@ -107,7 +107,7 @@ def _store_bits(to: Tensor, seen: Tensor) -> None:
 
 
 def _pairs(cells: Tensor) -> Tensor:
-    """Returns the cells of each tile: (..., rows, 2, columns). Below a last row without another stands this row again."""
+    """Returns the cells of each tile: (..., rows, 2, columns). An odd last row is repeated."""
     if cells.shape[-2] % 2:
         cells = torch.cat((cells, cells[..., -1:, :]), -2)
     return cells.unflatten(-2, (-1, 2))

@@ -19,7 +19,7 @@ PASSES = ("FastForward", "FastPrepare")
 #: Relative L1 error of out from the model's; bf16 rounds out more.
 OUT_LIMITS = {torch.float16: 2e-3, torch.bfloat16: 6e-3}
 #: Largest difference of softmax_lse.
-LSE_LIMIT = 0.02
+LSE_LIMIT = 1e-3
 
 
 @dataclass(frozen=True)
