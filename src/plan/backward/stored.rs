@@ -3,7 +3,7 @@
 use super::plan::{scratch_rows, BackwardPlan};
 use super::tiles::{tiles, StoredPlan};
 use crate::error::Result;
-use crate::kernels::{self, Kernels};
+use crate::kernels::{self, Family, Kernels};
 use crate::limits::COMMON_HEADDIM;
 use crate::plan::choose::choose;
 use crate::plan::device::DeviceLimits;
@@ -23,11 +23,12 @@ pub(super) fn needs_stored(a: &Attention) -> bool {
 
 /// Plans a backward pass that stores P and dS, if that is faster than the family's other kernels.
 pub(super) fn faster_stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<BackwardPlan> {
+    let is_wide = |family: &Family| a.headdim.max(a.headdim_v) > i64::from(family.stored_above);
+    if !kernels.families().any(is_wide) {
+        return None; // without a search for kernels, as most problems
+    }
     let plan = stored(kernels, a, mode, d).ok()?;
-    let is_faster = |k: PlannedKernel| {
-        let usual = matches!(k.reason, Reason::Cheapest | Reason::Tuned);
-        usual && a.headdim.max(a.headdim_v) > i64::from(k.variant.family.stored_above)
-    };
+    let is_faster = |k: PlannedKernel| matches!(k.reason, Reason::Cheapest | Reason::Tuned) && is_wide(&k.variant.family);
     (plan.kernels().all(is_faster) && plan.stored?.fills_launches()).then_some(plan)
 }
 
