@@ -20,6 +20,9 @@ from .report import Grid
 from .shapes import Shape
 from .volta import BACKWARD, FORWARD, GPUS
 
+#: What has targets.
+CARDS = {name: GPUS[name] for name in ("v100", "t4", "rtx2080ti")}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -31,7 +34,7 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    for gpu, facts in GPUS.items():
+    for gpu, facts in CARDS.items():
         is_v100 = gpu == "v100"
         heads, on = (32, 8) if is_v100 else (facts.sms, facts.sms)
 
@@ -92,10 +95,10 @@ def main(arguments: Sequence[str]) -> int:
                     file.write(json.dumps({"gpu": row.gpu, "name": row.name, "figures": found[row.gpu, row.name]}) + "\n")
             bar.advance(task)
     title = "Headdim 512: TFLOP/s by the default model / a perfect instruction cache (share of the tensor pipe)"
-    grid = Grid(title, ["case", *(gpu.title for gpu in GPUS.values())])
+    grid = Grid(title, ["case", *(gpu.title for gpu in CARDS.values())])
     for name in dict.fromkeys(row.name for row in listed):
         of_gpu = {row.gpu: cell(row, found.get((row.gpu, name))) for row in listed if row.name == name}
-        grid.rows.append([name, *(of_gpu.get(gpu, "") for gpu in GPUS)])
+        grid.rows.append([name, *(of_gpu.get(gpu, "") for gpu in CARDS)])
     header = report.facts("headdim_512", arguments, **{"kind of figures": "simulated with tools/volta-sim"})
     report.show(header, [grid])
     if options.json:
