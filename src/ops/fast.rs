@@ -260,7 +260,8 @@ fn run_prepare(kernel: &PlannedKernel, codes: &Codes, launches: &Launches, param
 /// Bytes that a lane reads at once of a boolean mask.
 const MASK_ALIGNMENT: i64 = 8;
 
-/// Returns the mask with contiguous, aligned rows of whole blocks of keys: the kernel reads several keys at once and tests no bounds. Copies it if necessary. Broadcast dimensions other than the keys keep size 1.
+/// Returns the mask with contiguous, aligned rows of whole blocks of keys: the kernel reads several keys at once and tests no bounds.
+/// Copies it if necessary. Broadcast dimensions other than the keys keep size 1.
 fn readable_mask(mask: &Tensor, seqlen_k: i64) -> Result<Tensor> {
     let (mut sizes, strides) = (mask.size(), mask.stride());
     let is_aligned = mask.data_ptr() as usize % MASK_ALIGNMENT as usize == 0

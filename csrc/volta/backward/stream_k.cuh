@@ -23,38 +23,32 @@ class StreamKKeyBlock {
         return *reinterpret_cast<const volatile unsigned long long*>(semaphore) == (params_.launch_id << 16 | 1);
     }
 
-    // Stores a gradient, or adds what was stored. Chunks of all threads are adjacent. Returns the address after it.
-    template <int Threads, int M, int J>
-    static __device__ __forceinline__ uint4* store(uint4* to, const Gradient<M, J>& c) {
+    // Calls f(chunk, four elements of c) for all elements. Chunks of all threads are adjacent. Returns the chunk after them.
+    template <int Threads, class Chunk, class Tiles, class F>
+    static __device__ __forceinline__ Chunk* each_chunk(Chunk* chunk, Tiles& c, F f) {
 #pragma unroll
-        for (int m = 0; m < M; m++)
+        for (auto& row : c)
 #pragma unroll
-            for (int j = 0; j < J; j++)
+            for (auto& pair : row)
 #pragma unroll
-                for (int i = 0; i < 2; i++)
+                for (auto& tile : pair)
 #pragma unroll
-                    for (int v = 0; v < 8; v += 4, to += Threads) {
-                        const Accumulator& x = c[m][j][i];
-                        __stcg(to, make_uint4(__float_as_uint(x[v]), __float_as_uint(x[v + 1]), __float_as_uint(x[v + 2]),
-                                              __float_as_uint(x[v + 3])));
-                    }
-        return to;
+                    for (int v = 0; v < 8; v += 4, chunk += Threads) f(*chunk, tile[v], tile[v + 1], tile[v + 2], tile[v + 3]);
+        return chunk;
     }
-    template <int Threads, int M, int J>
-    static __device__ __forceinline__ const uint4* add(Gradient<M, J>& c, const uint4* from) {
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int j = 0; j < J; j++)
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-#pragma unroll
-                    for (int v = 0; v < 8; v += 4, from += Threads) {
-                        const uint4 x = __ldcg(from);
-                        c[m][j][i][v] += __uint_as_float(x.x), c[m][j][i][v + 1] += __uint_as_float(x.y);
-                        c[m][j][i][v + 2] += __uint_as_float(x.z), c[m][j][i][v + 3] += __uint_as_float(x.w);
-                    }
-        return from;
+    // Stores a gradient, or adds what was stored.
+    template <int Threads, class Tiles>
+    static __device__ __forceinline__ uint4* store(uint4* to, const Tiles& c) {
+        return each_chunk<Threads>(to, c, [](uint4& chunk, float a, float b, float c, float d) {
+            __stcg(&chunk, make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d)));
+        });
+    }
+    template <int Threads, class Tiles>
+    static __device__ __forceinline__ const uint4* add(Tiles& c, const uint4* from) {
+        return each_chunk<Threads>(from, c, [](const uint4& chunk, float& a, float& b, float& c, float& d) {
+            const uint4 x = __ldcg(&chunk);
+            a += __uint_as_float(x.x), b += __uint_as_float(x.y), c += __uint_as_float(x.z), d += __uint_as_float(x.w);
+        });
     }
     template <class... Gradients>
     static constexpr int kChunks = (0 + ... + sizeof(Gradients)) / 16;

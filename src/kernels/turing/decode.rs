@@ -1,8 +1,8 @@
 //! The decode kernels; src/kernels/shared/decode.rs has what they share with Volta's.
 //!
 //! A Turing SM has 64 KB of shared memory for the results of warps with other tokens. So blocks with long or many rows
-//! have two warps. Below headdim 512, 32 rows take the time of 16. At headdim 256, warps beside each other take more than eight rows. Four beside each other share what
-//! they load, and with 64 rows store half of their results at a time.
+//! have two warps. Below headdim 512, 32 rows take the time of 16. At headdim 256, warps beside each other take more than eight
+//! rows. Four beside each other share what they load, and with 64 rows store half of their results at a time.
 
 use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, Variant};

@@ -152,27 +152,34 @@ impl Planner<'_> {
         if variant.family.name != usual.0.family.name || (!is_tuned && of(variant) != of(usual.0)) {
             return None;
         }
-        let key = (variant.name, a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k, a.window.left, a.window.right);
-        type Key = (&'static str, i64, i64, i64, i64, i64, Option<i64>, Option<i64>);
-        thread_local!(static LAST: PlanCache<Key, Option<(BackwardStreamKPlan, u64)>> = const { Cell::new(None) });
-        let (plan, time) = cached_plan(&LAST, key, d, || Ok(BackwardStreamKPlan::of(a, variant, d))).ok()??;
-        if !is_tuned {
-            let undivided = BackwardStreamKPlan::undivided_time(a, usual.0, d)?;
-            let undivided = match tail {
-                // waves of equal blocks, and a shorter one
-                Some(_) => {
-                    let waves = |blocks: u64| (blocks * u64::from(plan.heads)).div_ceil(resident_blocks(variant, d)) as f64;
-                    let (before, all) = (waves(before_tail), waves(plan.key_blocks.into()));
-                    (undivided as f64 * (before + TAIL) / all) as u64
-                }
-                None => undivided,
-            };
-            if !BackwardStreamKPlan::pays(time, undivided) {
-                return None;
-            }
+        let shape = ([a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k], [a.window.left, a.window.right]);
+        type Key = ([&'static str; 2], ([i64; 5], [Option<i64>; 2]), (u64, bool));
+        thread_local!(static LAST: PlanCache<Key, Option<(BackwardStreamKPlan, bool)>> = const { Cell::new(None) });
+        let (plan, pays) = cached_plan(&LAST, ([variant.name, usual.0.name], shape, (before_tail, tail.is_some())), d, || {
+            let found = BackwardStreamKPlan::of(a, variant, d);
+            Ok(found.map(|(plan, time)| (plan, self.pays((plan, time), variant, usual.0, (before_tail, tail)))))
+        })
+        .ok()??;
+        if !is_tuned && !pays {
+            return None;
         }
         let reason = if is_tuned { reason } else { Reason::StreamK };
         Some(PlannedKernel { variant, blocks: [plan.heads, plan.blocks_of_head()], reason, stream_k: None, backward_stream_k: Some(plan) })
+    }
+
+    /// Returns whether a stream-K grid of `variant`, which takes `time`, is faster than the key blocks of the usual kernel.
+    fn pays(&self, (plan, time): (BackwardStreamKPlan, u64), variant: &Variant, usual: &Variant, (before_tail, tail): KeyBlocks) -> bool {
+        let Some(undivided) = BackwardStreamKPlan::undivided_time(self.a, usual, self.d) else { return false };
+        let undivided = match tail {
+            // waves of equal blocks, and a shorter one
+            Some(_) => {
+                let waves = |blocks: u64| (blocks * u64::from(plan.heads)).div_ceil(resident_blocks(variant, self.d)) as f64;
+                let (before, all) = (waves(before_tail), waves(plan.key_blocks.into()));
+                (undivided as f64 * (before + TAIL) / all) as u64
+            }
+            None => undivided,
+        };
+        BackwardStreamKPlan::pays(time, undivided)
     }
 
     fn deterministic(&self) -> Result<Parts> {
