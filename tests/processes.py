@@ -1,7 +1,7 @@
-"""Python programs in processes of their own that have imported torch already.
+"""Runs Python programs in forks of a process that has imported torch.
 
 An import of torch takes 1.6 CPU seconds, and most tests with a process start several. A server imports it once and forks:
-a program begins after milliseconds, with its own environment, modules and exit status.
+a program begins after milliseconds, with its own environment and exit status, and torch's modules beside its own.
 """
 
 from __future__ import annotations
@@ -18,54 +18,57 @@ import tempfile
 import types
 from pathlib import Path
 
-# What the server's libraries read when they are loaded, before a program has its own environment.
+# Prefixes of variables that the interpreter and libraries read when they start, before a program has its own environment.
 READ_AT_LOAD = ("OMP_", "MKL_", "LD_", "TORCH_LOGS", "PYTHONHASHSEED", "PYTHONWARNINGS")
 
-# Waiting threads cost more than they save in small problems.
+# Every program has one thread: waiting threads cost more than they save in small problems, and a fork has none of its server's.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 _server: subprocess.Popen | None = None
+# The server's environment.
+_served: dict[str, str] = {}
 
 
 def run_forked(arguments: list, env: dict[str, str] | None = None, cwd=None, timeout: float = 300) -> subprocess.CompletedProcess:
-    """Runs `python arguments` as subprocess.run(capture_output=True, text=True) does. `arguments`: -c code, -m module or a file,
-    and what follows. `env` may not change what libraries read at load; such programs need a new interpreter."""
+    """Runs `python arguments` as subprocess.run(capture_output=True, text=True) does, with an empty stdin.
+
+    Args:
+        arguments: -c code, -m module or a file, and what follows. No other options of the interpreter.
+        env: may not change what is read at load, but for the number of threads, which is one. Other programs need a new interpreter.
+    """
+    assert arguments[0] in ("-c", "-m") or not str(arguments[0]).startswith("-"), arguments
     env = {**(os.environ if env is None else env), **ONE_THREAD}
-    served = _environment()
-    changed = {name for name in {*env, *served} if name.startswith(READ_AT_LOAD) and env.get(name) != served.get(name)}
-    assert not changed, f"{changed} cannot change in a fork: use subprocess"
     server = _running()
+    changed = {name for name in {*env, *_served} if name.startswith(READ_AT_LOAD) and env.get(name) != _served.get(name)}
+    assert not changed, f"{changed} cannot change in a fork: use subprocess"
     with tempfile.TemporaryDirectory() as folder:
         request = {"arguments": [*map(str, arguments)], "env": env, "cwd": str(cwd or os.getcwd()), "folder": folder}
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         if not select.select([server.stdout], [], [], timeout)[0]:
             os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
             raise subprocess.TimeoutExpired(request["arguments"], timeout)
-        status = int(server.stdout.readline())
-        return subprocess.CompletedProcess(request["arguments"], status, *((Path(folder) / n).read_text() for n in ("out", "err")))
-
-
-def _environment() -> dict[str, str]:
-    """Returns the server's environment."""
-    return {**os.environ, **ONE_THREAD}
+        status = server.stdout.readline()
+        assert status, f"the server ended with status {server.wait()}"
+        return subprocess.CompletedProcess(request["arguments"], int(status), *((Path(folder) / n).read_text() for n in ("out", "err")))
 
 
 def _running() -> subprocess.Popen:
     """Returns the server of this process, and starts it if there is none."""
-    global _server
+    global _server, _served
     if _server is None or _server.poll() is not None:
-        environment = {name: value for name, value in _environment().items() if name != "PYTHONPATH"}
+        _served = {name: value for name, value in {**os.environ, **ONE_THREAD}.items() if name != "PYTHONPATH"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        # a session of its own: what a program started ends with it at a timeout
-        _server = subprocess.Popen([sys.executable, __file__], env=environment, start_new_session=True, **pipes)
-        # closes its input, and waits
+        # a session of its own: killpg ends the server and what programs started
+        _server = subprocess.Popen([sys.executable, __file__], env=_served, start_new_session=True, **pipes)
+        # closes the server's stdin, which ends it, and waits
         atexit.register(_server.communicate)
     return _server
 
 
 def _serve() -> dict:
-    """Forks for each request, and answers with the exit status. Returns the request in the fork."""
+    """Forks for each request, and answers with the exit status. Returns in forks alone: their request."""
     import torch  # noqa: F401
 
     sys.path.pop(0)  # this file's folder
@@ -81,8 +84,9 @@ def _run(request: dict) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    for target, name, flags in ((0, "/dev/null", os.O_RDONLY), (1, "out", os.O_WRONLY), (2, "err", os.O_WRONLY)):
-        os.dup2(os.open(os.path.join(request["folder"], name), flags | os.O_CREAT), target)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for target, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(os.path.join(request["folder"], name), os.O_WRONLY | os.O_CREAT), target)
     kind, *rest = request["arguments"]
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if kind == "-c":

@@ -1,8 +1,9 @@
 // Stream-K grid of the volta main kernels: blocks of keys with many steps are split among blocks, because few blocks of many steps
 // leave SMs idle. src/plan/backward/stream_k.rs decides which block takes which steps.
 //
-// Steps of a block of keys count over the query heads of its KV head, one head after the other. Each split goes to scratch memory.
-// The last block to finish adds the splits in their order. No block waits, and dk and dv are deterministic.
+// A step is kStep queries of one query head. Steps of a block of keys count over the query heads of its KV head, one head after the
+// other. Of three or more splits each goes to scratch memory, and the last block to finish adds them in their order. Of two, the
+// later block adds the other's to its own registers. No block waits, and dk and dv are deterministic.
 #pragma once
 
 #include "remat.cuh"
@@ -18,12 +19,8 @@ class StreamKKeyBlock {
 
     __device__ __forceinline__ const StreamKSplit& split() const { return params_.splits[remat_block_head()]; }
 
-    // Returns true if one block has arrived (semaphore.cuh).
-    __device__ __forceinline__ bool one_arrived(const unsigned long long* semaphore) const {
-        return *reinterpret_cast<const volatile unsigned long long*>(semaphore) == (params_.launch_id << 16 | 1);
-    }
-
-    // Calls f(chunk, four elements of c) for all elements. Chunks of all threads are adjacent. Returns the chunk after them.
+    // Calls f(chunk, four elements of c) for all elements. `chunk`: this thread's first. Those of the other threads lie between it
+    // and its next. Returns the one after its last.
     template <int Threads, class Chunk, class Tiles, class F>
     static __device__ __forceinline__ Chunk* each_chunk(Chunk* chunk, Tiles& c, F f) {
 #pragma unroll
@@ -36,20 +33,23 @@ class StreamKKeyBlock {
                     for (int v = 0; v < 8; v += 4, chunk += Threads) f(*chunk, tile[v], tile[v + 1], tile[v + 2], tile[v + 3]);
         return chunk;
     }
-    // Stores a gradient, or adds what was stored.
+    // Stores a gradient.
     template <int Threads, class Tiles>
     static __device__ __forceinline__ uint4* store(uint4* to, const Tiles& c) {
-        return each_chunk<Threads>(to, c, [](uint4& chunk, float a, float b, float c, float d) {
-            __stcg(&chunk, make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d)));
+        return each_chunk<Threads>(to, c, [](uint4& chunk, float x, float y, float z, float w) {
+            __stcg(&chunk, make_uint4(__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)));
         });
     }
+    // Adds what was stored.
     template <int Threads, class Tiles>
     static __device__ __forceinline__ const uint4* add(Tiles& c, const uint4* from) {
-        return each_chunk<Threads>(from, c, [](const uint4& chunk, float& a, float& b, float& c, float& d) {
-            const uint4 x = __ldcg(&chunk);
-            a += __uint_as_float(x.x), b += __uint_as_float(x.y), c += __uint_as_float(x.z), d += __uint_as_float(x.w);
+        return each_chunk<Threads>(from, c, [](const uint4& chunk, float& x, float& y, float& z, float& w) {
+            const uint4 stored = __ldcg(&chunk);
+            x += __uint_as_float(stored.x), y += __uint_as_float(stored.y);
+            z += __uint_as_float(stored.z), w += __uint_as_float(stored.w);
         });
     }
+    // Chunks of a thread.
     template <class... Gradients>
     static constexpr int kChunks = (0 + ... + sizeof(Gradients)) / 16;
 
@@ -62,16 +62,18 @@ public:
     __device__ __forceinline__ int head(const BwdParams& p) const { return remat_block_index() % p.problem.nheads_k; }
     __device__ __forceinline__ float* dq_accum(const BwdParams& p) const { return p.dq_accum; }
 
-    // Clips the rows from `first` to `end` of a query head to those of the split, and returns their end.
+    // Clips the rows from `first` to `end` of a query head to those of the split: changes `first`, and returns the end. There are
+    // none if it is not after `first`.
     template <int Step>
     __device__ __forceinline__ int clip(const BwdParams& p, int query_head, int& first, int end) const {
-        const int of_group = query_head % (p.problem.nheads / p.problem.nheads_k);
-        const int all_first = first, steps = (end - first + Step - 1) / Step, before = of_group * steps;
+        const int head_in_group = query_head % (p.problem.nheads / p.problem.nheads_k);
+        const int head_first = first, steps = (end - first + Step - 1) / Step, before = head_in_group * steps;
         first += max(split().first - before, 0) * Step;
-        return min(end, all_first + max(split().end - before, 0) * Step);
+        return min(end, head_first + max(split().end - before, 0) * Step);
     }
 
-    // Stores this split's gradients. Returns true for the last block of the key block, after it has added all splits.
+    // Stores this split's gradients. Returns true for the last block of the key block, after it has added all splits, and
+    // at once if there is one split.
     template <int Threads, class... Gradients>
     __device__ __forceinline__ bool combine_splits(Gradients&... gradients) const {
         const int splits = split().part & 0xff, index = split().part >> 8;
@@ -83,7 +85,7 @@ public:
                        static_cast<long long>(tile * params_.max_splits) * kSplitChunks + remat_thread_index();
         // The sum of two does not depend on their order, so the later of two blocks adds the other's to its own.
         const bool keeps_own = splits == 2;
-        const bool is_second = keeps_own && __syncthreads_or(threadIdx.x == 0 && one_arrived(semaphore));
+        const bool is_second = keeps_own && __syncthreads_or(threadIdx.x == 0 && one_arrived(semaphore, params_.launch_id));
         if (!is_second) {
             uint4* own = first + index * kSplitChunks;
             ((own = store<Threads>(own, gradients)), ...);

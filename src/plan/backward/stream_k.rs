@@ -1,7 +1,7 @@
 //! Stream-K grids of the backward pass: which splits the blocks of `csrc/volta/backward/stream_k.cuh` compute, and in which order.
 //!
 //! A key block has the steps of all query heads of its KV head. With grouped heads there are few key blocks of many steps, and under a causal
-//! mask the first have the most: one of them may take longer than the GPU's share of all work. A stream-K grid splits key blocks with
+//! mask the first have the most: one of them may take longer than all work divided by the resident blocks. A stream-K grid splits key blocks with
 //! more steps than a limit.
 
 use crate::kernels::Variant;
@@ -25,9 +25,10 @@ const MAX_WAVES: u64 = 8;
 const MAX_SCRATCH: u64 = 64 << 20;
 /// Maximum ratio of the estimate to that of one block per key block: estimates are inexact.
 const WORTH_IT: (u64, u64) = (24, 25);
-/// Keys of a block whose times these are. Smaller blocks have two roles too at headdim 64: 3.1 us a step at N=1024, 8 KV heads of 32, where
-/// large ones have 5.2.
+/// Keys of a block whose times these are.
 const LARGE_BLOCK: u32 = 128;
+/// Time of smaller blocks relative to large ones, which have one role of warps at headdim 64 where smaller ones have two: 3.1 us a step
+/// against 5.2, at N=1024 with 8 KV heads of 32.
 const SMALL: (u64, u64) = (6, 10);
 /// Limits of a split that are tried, as parts of the longest key block.
 const PARTS: u32 = 20;
@@ -39,7 +40,7 @@ pub struct BackwardStreamKPlan {
     pub heads: u32,
     /// Key blocks of a head.
     pub key_blocks: u32,
-    /// Key blocks before this one have one block each.
+    /// Key blocks before this one are not split. Later ones are if they have more steps than `limit`.
     pub first_split: u32,
     /// Maximum steps of a split.
     pub limit: u32,
@@ -106,7 +107,8 @@ impl BackwardStreamKPlan {
         BackwardStreamKPlan::undivided(a, v).time(v, d)
     }
 
-    /// Returns the best division of this grid, and its time; None: it cannot be divided, or has enough waves.
+    /// Returns the fastest division of this grid, which may leave all key blocks whole, and its time; None: it has no limits to try, enough
+    /// waves, or more key blocks or steps than parameters can hold.
     pub(super) fn of(a: &Attention, v: &Variant, d: &DeviceLimits) -> Option<(BackwardStreamKPlan, u64)> {
         let whole = BackwardStreamKPlan::undivided(a, v);
         let BackwardStreamKPlan { heads, key_blocks, .. } = whole;
@@ -116,7 +118,7 @@ impl BackwardStreamKPlan {
             return None;
         }
         let longest = (0..key_blocks).map(|block| whole.shape.steps(block)).max().filter(|&steps| steps <= u16::MAX.into())?;
-        // all key blocks, or at most those of the last one or two waves
+        // all key blocks, or at most those of the last partial wave, or of that and a full one before
         let of_waves = |waves: u64| (blocks % resident + waves * resident).div_ceil(u64::from(heads)) as u32;
         let mut first_splits: Vec<_> = [0, 1].map(|waves| key_blocks.saturating_sub(of_waves(waves))).into_iter().chain([0]).collect();
         first_splits.dedup();
@@ -155,7 +157,7 @@ impl BackwardStreamKPlan {
         blocks
     }
 
-    /// Returns when the last block ends; None: too many splits for the parameters of a kernel.
+    /// Estimates the time of the kernel, with the sums of splits; None: too many splits for its parameters.
     fn time(&self, v: &Variant, d: &DeviceLimits) -> Option<u64> {
         if self.key_blocks as usize > MAX_BACKWARD_SPLITS {
             return None;
@@ -182,9 +184,10 @@ impl BackwardStreamKPlan {
                 heads -= taken;
             }
         }
-        let added =
-            blocks.iter().map(|&(.., splits)| if splits == 2 { 1 } else { splits }).filter(|_| blocks.len() > self.key_blocks as usize);
-        let end = end + u64::from(added.max().unwrap_or(0)) * PARTIAL;
+        // splits that the last block of a key block reads
+        let read = |splits: u32| if splits > 2 { splits } else { splits - 1 };
+        let most_read = blocks.iter().map(|&(.., splits)| read(splits)).max().unwrap_or(0);
+        let end = end + u64::from(most_read) * PARTIAL;
         // blocks alone on their SMs take 3/4 of the time
         let are_alone = resident > sms && blocks.len() as u64 * u64::from(self.heads) <= sms;
         let end = if are_alone { end * 3 / 4 } else { end };
