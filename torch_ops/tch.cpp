@@ -456,9 +456,6 @@ void atg_zero_(Tensor** out, Tensor* self) {
 void atg_argmin(Tensor** out, Tensor* self, int64_t dim_v, int8_t dim_null, int keepdim) {
     give(out, [&] { return self->argmin(dim_null ? std::nullopt : std::optional(dim_v), keepdim != 0); });
 }
-void atg_all(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->all(); });
-}
 void atg_any(Tensor** out, Tensor* self) {
     give(out, [&] { return self->any(); });
 }
@@ -512,6 +509,9 @@ void atg_baddbmm_(Tensor** out, Tensor* self, Tensor* batch1, Tensor* batch2) {
 }
 void atg_bmm_out(Tensor** out, Tensor* result, Tensor* self, Tensor* mat2) {
     give(out, [&] { return at::bmm_out(*result, *self, *mat2); });
+}
+void atg_count_nonzero(Tensor** out, Tensor* self, int64_t dim_v, int8_t dim_null) {
+    give(out, [&] { return self->count_nonzero(dim_null ? std::nullopt : std::optional(dim_v)); });
 }
 void atg_logsumexp(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim) {
     give(out, [&] { return self->logsumexp(list(dim_data, dim_len), keepdim != 0); });

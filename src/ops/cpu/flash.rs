@@ -300,13 +300,15 @@ fn additive(bias: &Tensor, kind: Kind) -> Result<Tensor> {
 /// Returns true if no log-sum-exp is 0 and, under a mask, none is NaN. A NaN may come from the infinite score of a hidden key.
 fn is_settled(lse: &Tensor, has_mask: bool) -> Result<bool> {
     let all: [i64; 0] = [];
-    let is_true = |t: Tensor| Ok::<_, crate::error::Error>(t.f_int64_value(&[])? != 0);
-    // `all` is false for 0 and true for NaN
-    Ok(is_true(lse.f_all()?)? && (!has_mask || is_true(lse.f_amax(all, false)?.f_ge(f64::NEG_INFINITY)?)?))
+    let every_dim: Option<i64> = None;
+    // NaN counts as nonzero. `all` would convert each number to a bool first.
+    let has_zero = lse.f_count_nonzero(every_dim)?.f_int64_value(&[])? < lse.numel() as i64;
+    Ok(!has_zero && (!has_mask || lse.f_amax(all, false)?.f_ge(f64::NEG_INFINITY)?.f_int64_value(&[])? != 0))
 }
 
-/// Returns the log-sum-exp with +inf in fully masked rows, for which the operator returns 0. None if other rows are 0 or NaN.
-fn settled(lse: Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
+/// Returns the log-sum-exp, contiguous, with +inf in fully masked rows, for which the operator returns 0. None if other rows are 0 or NaN.
+fn settled(lse: &Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
+    let lse = lse.f_contiguous()?;
     if is_settled(&lse, mask.is_some())? {
         return Ok(Some(lse));
     }
@@ -335,7 +337,7 @@ pub fn forward(part: &Part) -> Result<Option<(Tensor, Tensor)>> {
                 mask.as_ref(),
                 a.softmax_scale,
             )?;
-            let Some(lse) = settled(lse, mask.as_ref())? else { return Ok(None) };
+            let Some(lse) = settled(&lse, mask.as_ref())? else { return Ok(None) };
             if b.is_whole(part, fold) {
                 return Ok(Some((out.f_transpose(1, 2)?, lse)));
             }
