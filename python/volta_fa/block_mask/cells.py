@@ -28,9 +28,9 @@ def states_of_blocks(blocks: Tensor, block_size: tuple[int, int], seqlen_q: int,
     """
     shape = grid_shape(seqlen_q, seqlen_k)
     if block_size[0] % CELL == 0 and block_size[1] % CELL == 0:
-        for dimension, (size, count) in enumerate(zip(block_size, shape), -2):
-            blocks = blocks.repeat_interleave(size // CELL, dimension).narrow(dimension, 0, count)
-        return blocks
+        rows, columns = (size // CELL for size in block_size)
+        repeated = blocks[..., :, None, :, None].expand(*blocks.shape[:-1], rows, blocks.shape[-1], columns)
+        return repeated.flatten(-2).flatten(-3, -2)[..., : shape[0], : shape[1]].contiguous()
     # a cell overlaps several blocks: it is full if all of them are, absent if none is there
     corners = []
     for count, size, limit, length in zip(shape, block_size, blocks.shape[-2:], (seqlen_q, seqlen_k)):

@@ -40,7 +40,7 @@ class Elements:
             batch, head, row, column: int64 (cells).
         """
         place = torch.arange(CELL, device=row.device)
-        query, key = row[:, None] * CELL + place, column[:, None] * CELL + place
+        query, key = (torch.add(place, of[:, None], alpha=CELL) for of in (row, column))
         # mask functions read tensors at these positions
         inside_query = query.clamp(max=self.seqlen_q - 1) if self.seqlen_q % CELL else query
         inside_key = key.clamp(max=self.seqlen_k - 1) if self.seqlen_k % CELL else key
