@@ -204,13 +204,9 @@ def main(arguments: Sequence[str]) -> int:
     found = [row for gpu in options.gpu for d in options.headdim for row in rows(gpu, d, options.nheads, options.settings, cases)]
     header = report.facts("block_mask", arguments, **{"kind of figures": "simulated with tools/volta-sim"})
     grids = [grid_of(found)]
-    report.show(header, grids)
-    if options.json:
-        report.write_json(options.json, [asdict(row) | {"of_plain": row.of_plain} for row in found])
-    if options.plot:
-        plot(found, header, options.plot)
-    if options.markdown:
-        report.write_markdown(options.markdown, header, grids, options.plot)
+    report.deliver(
+        options, header, grids, [asdict(row) | {"of_plain": row.of_plain} for row in found], lambda path: plot(found, header, path)
+    )
     return 0
 
 

@@ -144,13 +144,8 @@ def main(arguments: Sequence[str]) -> int:
 
         found = points(base, options.headdims, options.sweeps, run_case, advance)
     tables = grids(found)
-    report.show(header, tables)
-    if options.json:
-        report.write_json(options.json, {"header": header, "points": [p.data() for p in found], "published": PUBLISHED})
-    if options.plot:
-        plot(found, header, options.plot)
-    if options.markdown:
-        report.write_markdown(options.markdown, header, tables, options.plot)
+    data = {"header": header, "points": [p.data() for p in found], "published": PUBLISHED}
+    report.deliver(options, header, tables, data, lambda path: plot(found, header, path))
     return 0
 
 

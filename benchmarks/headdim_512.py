@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.headdim_512", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    report.add_output_options(parser)
+    report.add_output_options(parser, plot=False)
     parser.add_argument("--only", default="", metavar="TEXT", help="simulate only cases whose GPU and name contain TEXT")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep figures in this file, and simulate only those that it has not")
     options = parser.parse_args(arguments)
@@ -100,11 +100,8 @@ def main(arguments: Sequence[str]) -> int:
         of_gpu = {row.gpu: cell(row, found.get((row.gpu, name))) for row in listed if row.name == name}
         grid.rows.append([name, *(of_gpu.get(gpu, "") for gpu in CARDS)])
     header = report.facts("headdim_512", arguments, **{"kind of figures": "simulated with tools/volta-sim"})
-    report.show(header, [grid])
-    if options.json:
-        report.write_json(options.json, [{"gpu": gpu, "name": name, "figures": of} for (gpu, name), of in found.items()])
-    if options.markdown:
-        report.write_markdown(options.markdown, header, [grid], None)
+    data = [{"gpu": gpu, "name": name, "figures": of} for (gpu, name), of in found.items()]
+    report.deliver(options, header, [grid], data)
     return 0
 
 

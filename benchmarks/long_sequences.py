@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.long_sequences", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    report.add_output_options(parser)
+    report.add_output_options(parser, plot=False)
     parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], metavar="D")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="N")
     parser.add_argument("--shares", type=float, nargs="*", default=SHARES, metavar="SHARE", help="shares of misses beside the model's")
@@ -76,12 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     for headdim, length, share in cases:
         grid.rows.append([f"{headdim}, {length}", f"{share:.0%}", *(f"{speed:.1f}" for speed in found[headdim, share])])
     header = report.facts("long_sequences", arguments, **{"kind of figures": "simulated with tools/volta-sim"})
-    report.show(header, [grid])
-    if options.json:
-        rows = [{"headdim": d, "length": n, "share": s, "tflops": found[d, s][0], "tflops_no_icache": found[d, s][1]} for d, n, s in cases]
-        report.write_json(options.json, rows)
-    if options.markdown:
-        report.write_markdown(options.markdown, header, [grid], None)
+    rows = [{"headdim": d, "length": n, "share": s, "tflops": found[d, s][0], "tflops_no_icache": found[d, s][1]} for d, n, s in cases]
+    report.deliver(options, header, [grid], rows)
     return 0
 
 

@@ -141,13 +141,8 @@ def main(arguments: Sequence[str]) -> int:
             points += measure(Shape(1, nheads, n, n, options.headdim), device, dtype)
             bar.advance(task)
     tables = grids(points)
-    report.show(header, tables)
-    if options.json:
-        report.write_json(options.json, {"header": header, "points": [asdict(p) for p in points]})
-    if options.plot:
-        plot(points, header, options.plot)
-    if options.markdown:
-        report.write_markdown(options.markdown, header, tables, options.plot)
+    data = {"header": header, "points": [asdict(p) for p in points]}
+    report.deliver(options, header, tables, data, lambda path: plot(points, header, path))
     return 0
 
 

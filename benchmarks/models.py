@@ -246,16 +246,8 @@ def main(arguments: Sequence[str]) -> int:
             results.append((row, _figures(row, options.gpu, options.resume, pytorch)))
             bar.advance(task)
     header = report.facts("models", arguments, device=GPUS[options.gpu].device, **{"kind of figures": "simulated with tools/volta-sim"})
-    report.show(header, [grid(results, options.gpu)])
-    if options.json:
-        report.write_json(
-            options.json,
-            [{"row": str(row), "use": row.use, **asdict(f)} for row, f in results],
-        )
-    if options.plot:
-        plot(results, options.gpu, header, options.plot)
-    if options.markdown:
-        report.write_markdown(options.markdown, header, [grid(results, options.gpu)], options.plot)
+    data = [{"row": str(row), "use": row.use, **asdict(f)} for row, f in results]
+    report.deliver(options, header, [grid(results, options.gpu)], data, lambda path: plot(results, options.gpu, header, path))
     return 0
 
 

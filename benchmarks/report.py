@@ -52,9 +52,12 @@ def _cells(row: Sequence[str]) -> str:
     return "| " + " | ".join(row) + " |"
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
+def add_output_options(parser: argparse.ArgumentParser, plot: bool = True) -> None:
+    """Adds the options that `deliver` reads. plot: the results can be drawn."""
+    parser.set_defaults(plot=None)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results into a PNG")
+    if plot:
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results into a PNG")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results as a section for docs/reference/figures.md")
 
 
@@ -132,11 +135,29 @@ def show(header: dict[str, str], grids: Sequence[Grid]) -> None:
         console.print(grid.text())
 
 
+def deliver(
+    options: argparse.Namespace, header: dict[str, str], grids: Sequence[Grid], data: Any, draw: Callable[[Path], None] | None = None
+) -> None:
+    """Shows results, and writes them where the options of `add_output_options` say.
+
+    Args:
+        data: for --json.
+        draw: draws the results into a PNG, for --plot.
+    """
+    show(header, grids)
+    if options.json:
+        write_json(options.json, data)
+    if options.plot and draw:
+        draw(options.plot)
+    if options.markdown:
+        _write_markdown(options.markdown, header, grids, options.plot)
+
+
 def write_json(path: Path, data: Any) -> None:
     _write(path, json.dumps(data, indent=1) + "\n")
 
 
-def write_markdown(path: Path, header: dict[str, str], grids: Sequence[Grid], plot: Path | None) -> None:
+def _write_markdown(path: Path, header: dict[str, str], grids: Sequence[Grid], plot: Path | None) -> None:
     """A section for `benchmarks.docs`, which puts plots beside each other into images/."""
     parts = ["\n".join(f"- {name}: {'`' + value + '`' if name == 'command' else value}" for name, value in header.items())]
     if plot is not None:

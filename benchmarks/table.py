@@ -252,13 +252,8 @@ def main(arguments: Sequence[str]) -> int:
     if not rows:
         raise CommandError(header.get("FAILED", f"--time-limit {options.time_limit:g} is too short for any shape"))
     tables = grids(rows)
-    report.show(header, tables)
-    if options.json:
-        report.write_json(options.json, {"header": header, "rows": [row.data() for row in rows]})
-    if options.plot:
-        plot(rows, header, options.plot)
-    if options.markdown:
-        report.write_markdown(options.markdown, header, tables, options.plot)
+    data = {"header": header, "rows": [row.data() for row in rows]}
+    report.deliver(options, header, tables, data, lambda path: plot(rows, header, path))
     return 1 if "FAILED" in header else 0
 
 

@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.targets", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    report.add_output_options(parser)
+    report.add_output_options(parser, plot=False)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only rows with all these words, as: backward D=64")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="rows simulated at a time, a core and 1 GB each (default 1)")
     options = parser.parse_args(arguments)
@@ -131,11 +131,8 @@ def main(arguments: Sequence[str]) -> int:
             grid.rows.append([target.name, f"{target.tflops:g}" if target.tflops else "-", *cells])
             print(" | ".join(grid.rows[-1]), flush=True)
     header = report.facts("targets", arguments, **{"kind of figures": "simulated with tools/volta-sim"})
-    if options.json:
-        rows = [{"case": t.name, "target": t.tflops, **vars(r)} for t, r in zip(chosen, results)]
-        report.write_json(options.json, rows)
-    if options.markdown:
-        report.write_markdown(options.markdown, header, [grid], None)
+    rows = [{"case": t.name, "target": t.tflops, **vars(r)} for t, r in zip(chosen, results)]
+    report.deliver(options, header, [grid], rows)
     return 0
 
 

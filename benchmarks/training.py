@@ -202,13 +202,8 @@ def main(arguments: Sequence[str]) -> int:
             bar.update(task, description=f"headdim {headdim}")
             results.append(measure(headdim, options, tokens, device, lambda: bar.advance(task)))
     table = grid(results)
-    report.show(header, [table])
-    if options.json:
-        report.write_json(options.json, {"header": header, "results": [asdict(r) for r in results]})
-    if options.plot:
-        plot(results, header, options.plot)
-    if options.markdown:
-        report.write_markdown(options.markdown, header, [table], options.plot)
+    data = {"header": header, "results": [asdict(r) for r in results]}
+    report.deliver(options, header, [table], data, lambda path: plot(results, header, path))
     return 0 if all(r.agrees for r in results) else 1
 
 

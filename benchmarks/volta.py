@@ -517,13 +517,7 @@ def main(arguments: Sequence[str]) -> int:
         kind["without kernels of its own"] = ", ".join(map(str, missing))
     header = report.facts("volta", arguments, device=gpu.device, **kind)
     tables = grids(rows, options.gpu)
-    report.show(header, tables)
-    if options.json:
-        report.write_json(options.json, [row.data() for row in rows])
-    if options.plot:
-        plot(rows, options.gpu, header, options.plot)
-    if options.markdown:
-        report.write_markdown(options.markdown, header, tables, options.plot)
+    report.deliver(options, header, tables, [row.data() for row in rows], lambda path: plot(rows, options.gpu, header, path))
     return 0
 
 
