@@ -226,18 +226,24 @@ def grid(results: Sequence[tuple[Row, Figures]], gpu: str) -> Grid:
 
 
 def plot(results: Sequence[tuple[Row, Figures]], gpu: str, header: dict[str, str], path) -> None:
-    """Draws the shares as bars, one panel for each use."""
+    """Draws the shares as bars, one panel for each use, with PyTorch's as thin bars on them."""
     uses = [use for use in (TRAIN, FORWARD, DECODE) if any(row.use == use for row, _ in results)]
     title = f"volta_fa on a simulated {GPUS[gpu].title}, {header['date']}: share of the tensor pipe (decoding: of DRAM)"
     longest = max(sum(row.use == use for row, _ in results) for use in uses)
     figure, axes = plots.panels(1, len(uses), title, (6.5 * len(uses), 1 + 0.3 * longest), sharex=True)
     for axis, use in zip(axes[0], uses):
         bars = [(row, f) for row, f in results if row.use == use][::-1]
-        drawn = axis.barh([row.model for row, _ in bars], [100 * f.share for _, f in bars], color=plots.COLORS["volta_fa"], height=0.6)
+        shares = [100 * f.share for _, f in bars]
+        drawn = axis.barh([row.model for row, _ in bars], shares, color=plots.COLORS["volta_fa"], height=0.6, label="volta_fa")
+        pytorch = {row.model: 100 * f.pytorch / GPUS[gpu].peak_tflops for row, f in bars if f.pytorch}
+        if pytorch:
+            axis.barh(*zip(*pytorch.items()), color=plots.COLORS["SDPA efficient"], height=0.25, label="PyTorch, memory-efficient")
         unit = "GB/s" if use == DECODE else "TFLOP/s"
         axis.bar_label(drawn, [f"{f.rate:.0f} {unit}" for _, f in bars], padding=3, fontsize=8)
         axis.set(xlim=(0, 115), title=use, xlabel="%")
         axis.tick_params(axis="y", labelsize=8)
+        axis.set_axisbelow(True)
+    plots.shared_legend(figure, axes)
     plots.save(figure, path)
 
 
