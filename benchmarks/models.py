@@ -9,8 +9,8 @@ or of the DRAM rate of the simulated GPU. Turing has no kernels for a cache of l
 
 --pytorch adds the speed of PyTorch's memory-efficient kernels, from the wheel of torch 2.7.1 (V100) or 2.11.0+cu130 (Turing), for rows of
 training and prefill that they compute without a mask in memory, with headdims to 128. K and V of grouped heads are repeated for them
-before, and dout and out are multiplied and summed before the backward pass: neither is counted. Grids have other counts of heads, as
-blocks cost the same in all of them. A backward pass has one block for a head: PyTorch splits keys too, whose blocks wait for each other.
+before, which is not counted. Grids have other counts of heads, as blocks cost the same in all of them.
+A backward pass has one block for a head: PyTorch splits keys too, whose blocks wait for each other.
 Lengths are those of a usual run.
 """
 

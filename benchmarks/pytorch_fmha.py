@@ -78,6 +78,11 @@ def forward_params(sm: int, headdim: int, heads: int, rows: int, keys: int, caus
     return params, {"q": 0, "k": 8, "v": 16, "out": 64}
 
 
+def _lse_rows(rows: int) -> int:
+    """Returns the stride of a head's log-sum-exp, which PyTorch aligns to 32 floats."""
+    return -(-rows // 32) * 32
+
+
 def backward_params(sm: int, headdim: int, heads: int, rows: int, keys: int, causal: bool) -> tuple[bytearray, dict[str, int]]:
     """The same of AttentionBackwardKernel::Params. Gradients, out and dout are (row, head, headdim)."""
     # In torch 2.7, strides of rows have 32 bits and the state of random numbers 8 bytes less.
@@ -90,7 +95,7 @@ def backward_params(sm: int, headdim: int, heads: int, rows: int, keys: int, cau
     strides_at = size - 0xC0
     struct.pack_into("<q", params, strides_at, headdim)  # heads of out
     struct.pack_into("<3i", params, strides_at + 0x08, rows * headdim, keys * headdim, keys * headdim)  # heads of q, k, v
-    struct.pack_into("<q", params, strides_at + 0x50, rows)  # heads of lse
+    struct.pack_into("<q", params, strides_at + 0x50, _lse_rows(rows))  # heads of lse
     struct.pack_into("<q", params, strides_at + 0x60, rows)  # heads of delta
     struct.pack_into("<2i", params, strides_at + 0x68, 1, 1)  # batches, splits of keys
     struct.pack_into("<4q", params, strides_at + 0x98, *[headdim] * 4)  # heads of dout, dq, dk, dv
@@ -104,13 +109,22 @@ def job(kernel: Kernel, heads: int, rows: int, keys: int, has_files: bool, headd
     params, pointers = (forward_params if forward else backward_params)(kernel.sm, d, heads, rows, keys, causal)
     results = ("out",) if forward else ("dq", "dk", "dv")
     halves = dict.fromkeys(("q", "out", "dout", "dq"), rows) | dict.fromkeys(("k", "v", "dk", "dv"), keys)
-    sizes = {name: heads * n * d * 2 for name, n in halves.items()} | dict.fromkeys(("lse", "delta"), heads * rows * 4)
+    sizes = {name: heads * n * d * 2 for name, n in halves.items()} | {"lse": heads * _lse_rows(rows) * 4, "delta": heads * rows * 4}
     # an accumulator of each gradient, and locks
     sizes["workspace"] = heads * (2 * (keys + 128) * d + 4 * (rows + 128) * d + 8192) * 4
     buffers = []
     for seed, name in enumerate(pointers):
-        random = {"normal_f32" if name in ("lse", "delta") else "normal_f16": {"seed": seed, "scale": 0.3}}
-        init = "poison" if name in results else "zeros" if name == "workspace" else {"file": f"{name}.bin"} if has_files else random
+        random = {"normal_f32" if name == "lse" else "normal_f16": {"seed": seed, "scale": 0.3}}
+        # the kernels compute delta
+        init = (
+            "poison"
+            if name in (*results, "delta")
+            else "zeros"
+            if name == "workspace"
+            else {"file": f"{name}.bin"}
+            if has_files
+            else random
+        )
         buffers.append(
             {"name": name, "size": sizes[name], "init": init} | ({"out": f"{name}.bin"} if has_files and name in results else {})
         )
@@ -189,8 +203,7 @@ def error(simulator: Path, folder: Path, kernel: Kernel, heads: int = 2, rows: i
     scores = (exact[0] @ exact[1].mT) * d**-0.5
     out = scores.softmax(-1) @ exact[2]
     out.backward(dout.double())
-    lse, delta = scores.logsumexp(-1), (dout.double() * out).sum(-1)
-    stored = {"q": q, "k": k, "v": v, "lse": lse.float(), "delta": delta.float()}
+    stored = {"q": q, "k": k, "v": v, "lse": scores.logsumexp(-1).float()}
     stored |= {"out": out.half().transpose(0, 1), "dout": dout.transpose(0, 1)}
     for name, tensor in stored.items():
         tensor.detach().contiguous().numpy().tofile(folder / f"{name}.bin")
