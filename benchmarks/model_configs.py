@@ -5,7 +5,7 @@ Numbers are those of the published configurations (config.json on the Hugging Fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 #: What a program does with a model.
@@ -40,6 +40,7 @@ class Row:
     batch: int
     seqlen_q: int
     seqlen_k: int
+    wave: bool = False  # a few waves of blocks stand for a larger call
 
     def __str__(self) -> str:
         a = self.attention
@@ -65,7 +66,8 @@ def encoder(name: str, attention: Attention, use: str, batch: int, seqlen_q: int
     return Row(name, replace(attention, causal=False), use, batch, seqlen_q, seqlen_k or seqlen_q)
 
 
-def _rows() -> Iterator[Row]:
+def rows(sms: int) -> Iterator[Row]:
+    """Yields one layer of each kind, in the uses that the model has, for a GPU of that many SMs."""
     yield from language_model("Llama 3 8B", {"": Attention(32, 8, 128)})
     yield from language_model("Qwen3 0.6B", {"": Attention(16, 8, 128)})
     yield from language_model("Qwen3 8B", {"": Attention(32, 8, 128)}, train=1024, prefill=8192)
@@ -94,10 +96,7 @@ def _rows() -> Iterator[Row]:
     yield encoder("SDXL, 64x64 to text", Attention(10, 10, 64), FORWARD, 2, 4096, 77)
     yield encoder("Stable Diffusion 3 medium", Attention(24, 24, 64), FORWARD, 2, 4096 + 333)
     yield encoder("FLUX.1, 1024x1024", Attention(24, 24, 128), FORWARD, 1, 4096 + 512)
-    # 80 blocks of 128 queries stand for the whole call: one for each SM of a V100. All blocks do the same.
-    yield encoder("Wan 2.1 1.3B, a wave of 480p", Attention(10, 10, 128), FORWARD, 1, 1024, 32760)
-    yield encoder("HunyuanVideo, a wave of 720p", Attention(10, 10, 128), FORWARD, 1, 1024, 115200 + 256)
-
-
-#: One layer of each kind, in the uses that the model has.
-ROWS: Sequence[Row] = tuple(_rows())
+    # Whole waves, at least 80 blocks of 128 queries, stand for the whole call: all blocks do the same.
+    heads = -(-80 // sms) * sms // 8
+    for name, keys in (("Wan 2.1 1.3B, a wave of 480p", 32760), ("HunyuanVideo, a wave of 720p", 115200 + 256)):
+        yield replace(encoder(name, Attention(heads, heads, 128), FORWARD, 1, 1024, keys), wave=True)

@@ -7,9 +7,10 @@ Training is forward and backward. TFLOP/s count the query-key pairs that the mas
 10 backward. Decoding counts bytes of keys and values (a cache in pages of 16 tokens). The share is of the tensor pipe's rate,
 or of the DRAM rate of the simulated GPU. Turing has no kernels for a cache of latents.
 
---pytorch adds the speed of PyTorch's memory-efficient kernel on a Turing GPU, from the wheel of torch 2.11.0+cu130, for forward rows
-that it computes without a mask in memory, with headdims to 128. K and V of grouped heads are repeated for it before, which is not
-counted. Its grid has fewer heads: blocks cost the same in all of them.
+--pytorch adds the speed of PyTorch's memory-efficient kernels, from the wheel of torch 2.7.1 (V100) or 2.11.0+cu130 (Turing), for rows of
+training and prefill that they compute without a mask in memory, with headdims to 128. K and V of grouped heads are repeated for them
+before, which is not counted. Grids have other counts of heads, as blocks cost the same in all of them.
+A backward pass has one block for a head: PyTorch splits keys too, whose blocks wait for each other.
 Lengths are those of a usual run.
 """
 
@@ -29,13 +30,14 @@ from torch import Tensor
 
 from volta_fa.errors import CommandError
 
-from . import plots, pytorch_turing, report
+from . import plots, pytorch_fmha, report
 from .decode import DRAM_RATES
 from .measure import Work, aligned, launches, simulated
-from .model_configs import DECODE, FORWARD, ROWS, TRAIN, Attention, Row
+from .model_configs import DECODE, FORWARD, TRAIN, Attention, Row
+from .model_configs import rows as all_rows
 from .report import Grid
+from .volta import BACKWARD, GPUS
 from .volta import FORWARD as FORWARD_PASS
-from .volta import GPUS
 
 _PAGE = 16
 
@@ -135,29 +137,52 @@ def simulate(row: Row, gpu: str) -> Figures:
 
 
 class PyTorch:
-    """PyTorch's kernels on a simulated Turing GPU."""
+    """PyTorch's kernels on a simulated GPU."""
 
     def __init__(self, library: Path, simulator: Path, folder: Path, gpu: str) -> None:
         self._simulator, self._folder, self._gpu = simulator, folder, gpu
-        pytorch_turing.write_cubins(library, folder)
+        sm = 70 if gpu == "v100" else 75
+        self._kernels = pytorch_fmha.kernels(sm)
+        self._known: dict[str, float] = {}
+        pytorch_fmha.write_cubins(library, sm, folder)
 
     def tflops(self, row: Row) -> float | None:
         """Returns the speed by the default model; None if the kernels do not compute the row."""
         a = row.attention
-        if row.use != FORWARD or a.window or a.softcap or a.sinks or a.headdim != a.headdim_v or a.headdim > 128:
+        windowed = 0 < a.window < row.seqlen_k
+        if row.use == DECODE or windowed or a.softcap or a.sinks or a.headdim != a.headdim_v or a.headdim > 128:
             return None
-        kernels = (k for k in pytorch_turing.KERNELS if k.direction == FORWARD_PASS and k.headdim >= a.headdim)
-        kernel = min(kernels, key=lambda k: k.headdim)
-        # four times what the GPU holds at once
-        blocks = 4 * 3 * GPUS[self._gpu].sms
-        heads = min(row.batch * a.nheads, -(-blocks * kernel.rows // row.seqlen_q))
-        launch = pytorch_turing.job(kernel, heads, row.seqlen_q, row.seqlen_k, False, a.headdim, a.causal)
-        return pytorch_turing.tflops(self._simulator, self._folder, self._gpu, launch)
+        forward = self._speed(FORWARD_PASS, row)
+        # 4 operations forward, 10 backward
+        return forward if row.use == FORWARD else 14 / (4 / forward + 10 / self._speed(BACKWARD, row))
+
+    def _speed(self, direction: str, row: Row) -> float:
+        a, sms, forward = row.attention, GPUS[self._gpu].sms, direction == FORWARD_PASS
+        # without a mask, a step costs the same at all lengths
+        longest = row.seqlen_k if a.causal else 8192 if forward else 1024
+        rows, keys = (min(n, longest) for n in (row.seqlen_q, row.seqlen_k))
+        kernel = next(k for k in self._kernels if k.computes(direction, a.headdim, rows, keys))
+        if forward:
+            # four times what the GPU holds at once
+            heads = -(-4 * 3 * sms * kernel.rows // rows)
+            heads = heads if row.wave else min(row.batch * a.nheads, heads)
+        else:
+            # 256 threads on each SM: a head has one block
+            heads = sms * 256 // math.prod(kernel.threads)
+        launch = pytorch_fmha.job(kernel, heads, rows, keys, False, a.headdim, a.causal)
+        name = json.dumps(launch)
+        if name not in self._known:
+            self._known[name] = pytorch_fmha.tflops(self._simulator, self._folder, self._gpu, launch)
+        return self._known[name]
 
 
 def _key(row: Row, gpu: str) -> dict:
-    """Returns what figures of a row depend on: the GPU, the row, and every launch with a digest of the kernel's machine code."""
-    return {"gpu": gpu, "row": str(row), "launches": [launch for work in _passes(row) for launch in launches(work, gpu)]}
+    """Returns what figures of a row depend on: the GPU, the call, and every launch with a digest of the kernel's machine code.
+
+    Models with the same attention and lengths share figures, also if a window is longer than the keys."""
+    a = row.attention
+    call = replace(row, model="", attention=replace(a, window=a.window if a.window < row.seqlen_k else 0))
+    return {"gpu": gpu, "call": repr(call), "launches": [launch for work in _passes(row) for launch in launches(work, gpu)]}
 
 
 def _kept(file: Path, key: dict) -> Figures | None:
@@ -171,10 +196,12 @@ def _keep(file: Path, key: dict, figures: Figures) -> None:
         lines.write(json.dumps(key | {"figures": asdict(figures)}) + "\n")
 
 
-def _figures(row: Row, gpu: str, file: Path | None, pytorch: PyTorch | None) -> Figures:
-    """Returns the figures of a row, from `file` if it has those of the same kernels."""
+def _figures(row: Row, gpu: str, file: Path | None, kept: bool, pytorch: PyTorch | None) -> Figures | None:
+    """Returns the figures of a row, from `file` if it has those of the same kernels. `kept`: None instead of simulating."""
     key = _key(row, gpu) if file else {}
     known = _kept(file, key) if file else None
+    if kept and known is None:
+        return None
     figures = known or simulate(row, gpu)
     if pytorch and figures.pytorch is None:
         figures = replace(figures, pytorch=pytorch.tflops(row))
@@ -199,18 +226,24 @@ def grid(results: Sequence[tuple[Row, Figures]], gpu: str) -> Grid:
 
 
 def plot(results: Sequence[tuple[Row, Figures]], gpu: str, header: dict[str, str], path) -> None:
-    """Draws the shares as bars, one panel for each use."""
+    """Draws the shares as bars, one panel for each use, with PyTorch's as thin bars on them."""
     uses = [use for use in (TRAIN, FORWARD, DECODE) if any(row.use == use for row, _ in results)]
     title = f"volta_fa on a simulated {GPUS[gpu].title}, {header['date']}: share of the tensor pipe (decoding: of DRAM)"
     longest = max(sum(row.use == use for row, _ in results) for use in uses)
     figure, axes = plots.panels(1, len(uses), title, (6.5 * len(uses), 1 + 0.3 * longest), sharex=True)
     for axis, use in zip(axes[0], uses):
         bars = [(row, f) for row, f in results if row.use == use][::-1]
-        drawn = axis.barh([row.model for row, _ in bars], [100 * f.share for _, f in bars], color=plots.COLORS["volta_fa"], height=0.6)
+        shares = [100 * f.share for _, f in bars]
+        drawn = axis.barh([row.model for row, _ in bars], shares, color=plots.COLORS["volta_fa"], height=0.6, label="volta_fa")
+        pytorch = {row.model: 100 * f.pytorch / GPUS[gpu].peak_tflops for row, f in bars if f.pytorch}
+        if pytorch:
+            axis.barh(*zip(*pytorch.items()), color=plots.COLORS["SDPA efficient"], height=0.25, label="PyTorch, memory-efficient")
         unit = "GB/s" if use == DECODE else "TFLOP/s"
         axis.bar_label(drawn, [f"{f.rate:.0f} {unit}" for _, f in bars], padding=3, fontsize=8)
         axis.set(xlim=(0, 115), title=use, xlabel="%")
         axis.tick_params(axis="y", labelsize=8)
+        axis.set_axisbelow(True)
+    plots.shared_legend(figure, axes)
     plots.save(figure, path)
 
 
@@ -222,20 +255,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", choices=GPUS, default="v100", help="the simulated GPU (default v100)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains TEXT")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep every row in FILE, and take from it rows of the same kernels")
-    parser.add_argument(
-        "--pytorch", type=Path, nargs=2, metavar=("LIBTORCH_CUDA", "VOLTA_SIM"), help="beside PyTorch's kernel, on a Turing GPU"
-    )
+    parser.add_argument("--kept", action="store_true", help="rows that --resume's FILE has, without simulating others")
+    parser.add_argument("--pytorch", type=Path, nargs=2, metavar=("LIBTORCH_CUDA", "VOLTA_SIM"), help="beside PyTorch's kernel")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    rows = [row for row in ROWS if options.only in str(row) and (options.gpu == "v100" or not row.attention.latents)]
+    known = [row for row in all_rows(GPUS[options.gpu].sms) if options.gpu == "v100" or not row.attention.latents]
+    rows = [row for row in known if options.only in str(row)]
     if not rows:
-        raise CommandError(f"--only: got {options.only}, expected a part of a row's name, such as `{ROWS[0]}`")
-    if options.pytorch and options.gpu == "v100":
-        raise CommandError("--pytorch: got v100, expected a Turing GPU")
-    results = []
+        raise CommandError(f"--only: got {options.only}, expected a part of a row's name, such as `{known[0]}`")
+    results: list[tuple[Row, Figures]] = []
     with report.progress() as bar, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         library, simulator = options.pytorch or (None, None)
@@ -243,7 +274,8 @@ def main(arguments: Sequence[str]) -> int:
         task = bar.add_task("", total=len(rows))
         for row in rows:
             bar.update(task, description=str(row))
-            results.append((row, _figures(row, options.gpu, options.resume, pytorch)))
+            figures = _figures(row, options.gpu, options.resume, options.kept, pytorch)
+            results += [(row, figures)] if figures else []
             bar.advance(task)
     header = report.facts("models", arguments, device=GPUS[options.gpu].device, **{"kind of figures": "simulated with tools/volta-sim"})
     data = [{"row": str(row), "use": row.use, **asdict(f)} for row, f in results]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import report, volta
-from .pytorch_turing import KERNELS, error, job, tflops, write_cubins
+from .pytorch_fmha import error, job, kernels, tflops, write_cubins
 from .report import Grid
 from .shapes import Shape
 
@@ -49,8 +49,8 @@ def pytorch_grid(simulator: Path, folder: Path, library: Path) -> Grid:
         "simulated / measured",
     ]
     grid = Grid("PyTorch's memory-efficient kernels on a Titan RTX", columns)
-    write_cubins(library, folder)
-    for kernel in KERNELS:
+    write_cubins(library, 75, folder)
+    for kernel in kernels(75):
         largest = error(simulator, folder, kernel)
         # a step over keys, or over queries, costs the same at all lengths
         full = (2048, HEADS) if kernel.direction == volta.FORWARD else (1024, 2 * SMS)

@@ -138,6 +138,8 @@ def test_models_resumes(tmp_path):
     run("models", *arguments, "--json", tmp_path / "second.json")
     [row] = json.loads((tmp_path / "second.json").read_text())
     assert row["us"] == 12.5 and len(kept.read_text().splitlines()) == 1
+    run("models", "--gpu", "t4", "--only", "SDXL, 64x64", "--kept", "--resume", kept, "--json", tmp_path / "kept.json")
+    assert [row["us"] for row in json.loads((tmp_path / "kept.json").read_text())] == [12.5]  # the other row is not simulated
     # the row of another kernel is not taken
     other = [launch | {"code": "0"} for launch in line["launches"]]
     kept.write_text(json.dumps(line | {"launches": other, "figures": line["figures"] | {"us": 12.5}}) + "\n")
@@ -162,7 +164,7 @@ def test_long_sequences(tmp_path):
 
 
 def test_cubins_of_a_fat_binary(tmp_path):
-    from benchmarks import pytorch_kernel
+    from benchmarks import pytorch_fmha
 
     entries = b""
     for sm in (70, 75):
@@ -173,13 +175,14 @@ def test_cubins_of_a_fat_binary(tmp_path):
         entries += entry + content
     library = tmp_path / "library.so"
     library.write_bytes(b"text" + struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries + b"rest")
-    assert [c.rstrip(b"\0") for c in pytorch_kernel.cubins(library, 75)] == [b"cubin for 75"]
+    assert [c.rstrip(b"\0") for c in pytorch_fmha.cubins(library, 75)] == [b"cubin for 75"]
     with pytest.raises(CommandError, match="expected that of torch 2.7.1"):
         main("pytorch_kernel", library, tmp_path / "volta-sim")
     with pytest.raises(CommandError, match="expected that of torch 2.11.0"):
         main("titan_rtx", library, tmp_path / "volta-sim")
-    with pytest.raises(CommandError, match="--pytorch: got v100, expected a Turing GPU"):
-        main("models", "--pytorch", library, "volta-sim", "--only", "SDXL, 64x64 to text")
+    for gpu, torch_version in (("v100", "2.7.1"), ("t4", "2.11.0")):
+        with pytest.raises(CommandError, match=f"expected that of torch {torch_version}"):
+            main("models", "--gpu", gpu, "--pytorch", library, "volta-sim", "--only", "SDXL, 64x64 to text")
 
 
 def test_the_gpus_are_those_of_the_simulator():
@@ -304,6 +307,25 @@ def test_models_count_the_pairs_of_the_mask(causal, seqlen_q, seqlen_k, window):
         mask &= key <= query
     row = Row("model", Attention(1, 1, 64, causal=causal, window=window), FORWARD, 1, seqlen_q, seqlen_k)
     assert visible_pairs(row) == mask.sum()
+
+
+def test_models_share_figures():
+    """Models with the same call have one key. A window that masks no key changes nothing."""
+    need("sim")
+    from benchmarks.model_configs import rows
+    from benchmarks.models import _key
+
+    keys = [_key(row, "v100")["call"] for row in rows(80) if row.model in ("Llama 3 8B", "Mistral 7B v0.1")]
+    assert keys[0] == keys[3] and len(set(keys)) == 5
+
+
+def test_waves_of_models():
+    from benchmarks.model_configs import rows
+
+    for gpu in volta.GPUS.values():
+        waves = [row for row in rows(gpu.sms) if row.wave]
+        blocks = [row.attention.nheads * row.seqlen_q // 128 for row in waves]
+        assert len(waves) == 2 and all(n >= 80 and n % gpu.sms == 0 for n in blocks)
 
 
 def test_headdim_512(tmp_path):

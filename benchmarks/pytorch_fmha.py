@@ -1,0 +1,222 @@
+"""PyTorch's memory-efficient kernels in the simulator, from the machine code in a torch wheel: 2.7.1 for sm_70, 2.11.0+cu130 for sm_75.
+
+Nothing of PyTorch is in this repository. The wheel's fat binary holds the cubins, compressed with LZ4 (CUDA 12; `pip install lz4`) or
+zstd (CUDA 13; `pip install zstandard`).
+PyTorch's backward kernels run with one split of the keys here: blocks of one head's splits wait for each other's dq, and the simulator
+has the blocks of one SM alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import mmap
+import re
+import struct
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from volta_fa.errors import CommandError
+
+from . import volta
+
+_CUBIN, _LZ4, _ZSTD = 2, 0x2000, 0x8000
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of the wheel. `shared_bytes` is the least with which it stays inside its shared memory."""
+
+    direction: str
+    headdim: int
+    name: str
+    shared_bytes: int
+    threads: tuple[int, int]
+    rows: int = 0  # query rows of a forward kernel's block
+
+    @property
+    def sm(self) -> int:
+        return int(self.name[-2:])
+
+    def computes(self, direction: str, headdim: int, *lengths: int) -> bool:
+        aligned = "seqaligned" not in self.name or all(n % 128 == 0 for n in lengths)
+        return self.direction == direction and self.headdim >= headdim and aligned
+
+
+#: The torch whose wheel has the machine code of an architecture.
+TORCH = {70: "2.7.1", 75: "2.11.0+cu130"}
+#: PyTorch takes the first that computes a call.
+KERNELS = (
+    Kernel(volta.FORWARD, 64, "fmha_cutlassF_f16_aligned_64x64_rf_sm70", 17920, (32, 4), 64),
+    Kernel(volta.FORWARD, 128, "fmha_cutlassF_f16_aligned_32x128_rf_sm70", 25600, (32, 4), 32),
+    Kernel(volta.BACKWARD, 64, "fmha_cutlassB_f16_aligned_64x64_k64_seqaligned_sm70", 25088, (128, 1)),
+    Kernel(volta.BACKWARD, 64, "fmha_cutlassB_f16_aligned_64x64_k64_sm70", 25088, (128, 1)),
+    Kernel(volta.BACKWARD, 128, "fmha_cutlassB_f16_aligned_128x64_k128_seqaligned_sm70", 50176, (256, 1)),
+    Kernel(volta.BACKWARD, 128, "fmha_cutlassB_f16_aligned_128x64_k128_sm70", 50176, (256, 1)),
+    Kernel(volta.FORWARD, 64, "fmha_cutlassF_f16_aligned_64x64_rf_sm75", 18944, (32, 4), 64),
+    Kernel(volta.FORWARD, 128, "fmha_cutlassF_f16_aligned_32x128_rf_sm75", 26112, (32, 4), 32),
+    Kernel(volta.BACKWARD, 64, "fmha_cutlassB_f16_aligned_64x64_k64_sm75", 27904, (128, 1)),
+    # of the two, its speed is the measured one: docs/log/2026-11-26-titan-rtx.md
+    Kernel(volta.BACKWARD, 128, "fmha_cutlassB_f16_aligned_64x64_k128_sm75", 27904, (128, 1)),
+    # PyTorch prefers it if its shared memory fits, which the cubin does not tell
+    Kernel(volta.BACKWARD, 128, "fmha_cutlassB_f16_aligned_128x64_k128_sm75", 54784, (256, 1)),
+)
+
+
+def forward_params(sm: int, headdim: int, heads: int, rows: int, keys: int, causal: bool) -> tuple[bytearray, dict[str, int]]:
+    """Returns AttentionKernel::Params without pointers, and where these go: contiguous (head, row, headdim), out (row, head, headdim)."""
+    params = bytearray(264 if sm == 70 else 272)
+    struct.pack_into("<f5i", params, 0x5C, headdim**-0.5, headdim, headdim, rows, keys, keys)
+    params[0x74] = causal
+    struct.pack_into("<5i", params, 0x78, headdim, headdim, headdim, 0, heads * headdim)
+    struct.pack_into("<3i", params, 0x8C, rows * headdim, keys * headdim, keys * headdim)
+    struct.pack_into("<2i", params, 0xC0, 1, heads)
+    return params, {"q": 0, "k": 8, "v": 16, "out": 64}
+
+
+def _lse_rows(rows: int) -> int:
+    """Returns the stride of a head's log-sum-exp, which PyTorch aligns to 32 floats."""
+    return -(-rows // 32) * 32
+
+
+def backward_params(sm: int, headdim: int, heads: int, rows: int, keys: int, causal: bool) -> tuple[bytearray, dict[str, int]]:
+    """The same of AttentionBackwardKernel::Params. Gradients, out and dout are (row, head, headdim)."""
+    # In torch 2.7, strides of rows have 32 bits and the state of random numbers 8 bytes less.
+    size, strides, after = (432, "<6i", 0xC0) if sm == 70 else (464, "<6q", 0xD8)
+    params = bytearray(size)
+    struct.pack_into("<f5i", params, 0x8C, headdim**-0.5, headdim, headdim, rows, keys, heads)
+    params[0xA4] = causal
+    struct.pack_into(strides, params, 0xA8, headdim, headdim, headdim, 0, heads * headdim, 0)  # rows of q, k, v, bias, dout, dbias
+    params[after] = 1  # gradients are not packed
+    strides_at = size - 0xC0
+    struct.pack_into("<q", params, strides_at, headdim)  # heads of out
+    struct.pack_into("<3i", params, strides_at + 0x08, rows * headdim, keys * headdim, keys * headdim)  # heads of q, k, v
+    struct.pack_into("<q", params, strides_at + 0x50, _lse_rows(rows))  # heads of lse
+    struct.pack_into("<q", params, strides_at + 0x60, rows)  # heads of delta
+    struct.pack_into("<2i", params, strides_at + 0x68, 1, 1)  # batches, splits of keys
+    struct.pack_into("<4q", params, strides_at + 0x98, *[headdim] * 4)  # heads of dout, dq, dk, dv
+    pointers = {"q": 0, "k": 8, "v": 16, "lse": 32, "out": 40, "dout": 48, "delta": 56, "dq": 80, "dk": 88, "dv": 96, "workspace": 112}
+    return params, pointers
+
+
+def job(kernel: Kernel, heads: int, rows: int, keys: int, has_files: bool, headdim: int = 0, causal: bool = False) -> dict:
+    """Returns the launch for volta-sim. `has_files`: inputs and results are files; else inputs are random. `headdim` 0: the kernel's."""
+    d, forward = headdim or kernel.headdim, kernel.direction == volta.FORWARD
+    params, pointers = (forward_params if forward else backward_params)(kernel.sm, d, heads, rows, keys, causal)
+    results = ("out",) if forward else ("dq", "dk", "dv")
+    halves = dict.fromkeys(("q", "out", "dout", "dq"), rows) | dict.fromkeys(("k", "v", "dk", "dv"), keys)
+    sizes = {name: heads * n * d * 2 for name, n in halves.items()} | {"lse": heads * _lse_rows(rows) * 4, "delta": heads * rows * 4}
+    # an accumulator of each gradient, and locks
+    sizes["workspace"] = heads * (2 * (keys + 128) * d + 4 * (rows + 128) * d + 8192) * 4
+    buffers = []
+    for seed, name in enumerate(pointers):
+        random = {"normal_f32" if name == "lse" else "normal_f16": {"seed": seed, "scale": 0.3}}
+        # the kernels compute delta
+        init = (
+            "poison"
+            if name in (*results, "delta")
+            else "zeros"
+            if name == "workspace"
+            else {"file": f"{name}.bin"}
+            if has_files
+            else random
+        )
+        buffers.append(
+            {"name": name, "size": sizes[name], "init": init} | ({"out": f"{name}.bin"} if has_files and name in results else {})
+        )
+    return {
+        "cubin": f"{kernel.name}.cubin",
+        "kernel": kernel.name,
+        "grid": [-(-rows // kernel.rows) if forward else 1, heads, 1],
+        "block": [*kernel.threads, 1],
+        "smem": kernel.shared_bytes,
+        "flops": (4.0 if forward else 10.0) * heads * rows * keys * d * (0.5 if causal else 1),
+        "buffers": buffers,
+        "params": [{"bytes": {"hex": params.hex(), "relocs": [{"at": at, "buffer": name, "offset": 0} for name, at in pointers.items()]}}],
+    }
+
+
+def cubins(library: Path, sm: int) -> Iterator[bytes]:
+    """Yields the cubins of an architecture in a shared library's fat binaries."""
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = data.find(b"\x50\xed\x55\xba")
+        while at >= 0:
+            _, version, header, size = struct.unpack_from("<IHHQ", data, at)
+            entry, end = at + header, at + header + size
+            while version == 1 and entry < end <= len(data):
+                kind, _, entry_header, padded = struct.unpack_from("<HHIQ", data, entry)
+                if kind == _CUBIN and struct.unpack_from("<I", data, entry + 28)[0] == sm:
+                    content = data[entry + entry_header : entry + entry_header + padded]
+                    flags, size = struct.unpack_from("<Q", data, entry + 40)[0], struct.unpack_from("<Q", data, entry + 56)[0]
+                    compressed = content[: struct.unpack_from("<I", data, entry + 16)[0]]
+                    yield _decompressed(compressed, flags, size) if flags & (_LZ4 | _ZSTD) else content
+                entry += entry_header + padded
+            at = data.find(b"\x50\xed\x55\xba", at + 16)
+
+
+def _decompressed(content: bytes, flags: int, size: int) -> bytes:
+    """Returns the content of an entry: compilers of CUDA 12 compress with LZ4, of CUDA 13 with zstd."""
+    package = "zstandard" if flags & _ZSTD else "lz4.block"
+    try:
+        module = importlib.import_module(package)
+    except ImportError as error:
+        name = package.split(".")[0]
+        raise CommandError(f"{name} is not installed; run `pip install {name}`") from error
+    if flags & _ZSTD:
+        return module.ZstdDecompressor().decompress(content, max_output_size=size)
+    return module.decompress(content, uncompressed_size=size)
+
+
+def kernels(sm: int) -> tuple[Kernel, ...]:
+    return tuple(kernel for kernel in KERNELS if kernel.sm == sm)
+
+
+def write_cubins(library: Path, sm: int, folder: Path) -> None:
+    """Writes the cubin of each kernel of an architecture from a libtorch_cuda.so."""
+    missing = {kernel.name for kernel in kernels(sm)}
+    for cubin in cubins(library, sm):
+        for name in sorted(missing):
+            if name.encode() in cubin:
+                (folder / f"{name}.cubin").write_bytes(cubin)
+                missing.discard(name)
+    if missing:
+        raise CommandError(f"library: got {library} without {min(missing)}, expected that of torch {TORCH[sm]}")
+
+
+def _run(simulator: Path, folder: Path, launch: dict, *options: str) -> str:
+    (folder / "job.json").write_text(json.dumps(launch))
+    done = subprocess.run([simulator, folder / "job.json", *options], capture_output=True, text=True)
+    if done.returncode:
+        raise CommandError(f"{simulator}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def error(simulator: Path, folder: Path, kernel: Kernel, heads: int = 2, rows: int = 128, keys: int = 192) -> float:
+    """Returns the largest difference of a small output, or of gradients, from fp64."""
+    d, generator = kernel.headdim, torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(heads, n, d, generator=generator).half() for n in (rows, keys, keys, rows))
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    scores = (exact[0] @ exact[1].mT) * d**-0.5
+    out = scores.softmax(-1) @ exact[2]
+    out.backward(dout.double())
+    stored = {"q": q, "k": k, "v": v, "lse": scores.logsumexp(-1).float()}
+    stored |= {"out": out.half().transpose(0, 1), "dout": dout.transpose(0, 1)}
+    for name, tensor in stored.items():
+        tensor.detach().contiguous().numpy().tofile(folder / f"{name}.bin")
+    _run(simulator, folder, job(kernel, heads, rows, keys, has_files=True), "--functional-only")
+    expected = {"out": out} if kernel.direction == volta.FORWARD else dict(zip(("dq", "dk", "dv"), (t.grad for t in exact)))
+
+    def found(name: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray((folder / f"{name}.bin").read_bytes()), dtype=torch.float16).view(-1, heads, d).transpose(0, 1)
+
+    return max((found(name).double() - tensor).abs().max().item() for name, tensor in expected.items())
+
+
+def tflops(simulator: Path, folder: Path, gpu: str, launch: dict, *options: str) -> float:
+    """Returns the simulated speed of a launch by the default model, or as volta-sim's `options` change it."""
+    text = _run(simulator, folder, launch, "--timing", "--gpu", gpu, *options)
+    return float(re.findall(r"= ([\d.]+) TFLOP/s", text)[0])
