@@ -22,6 +22,17 @@ const fn single_role(headdim: u32, step: u32) -> Variant {
     }
 }
 
+/// `turing/backward/single_role_halves`: the same with 32 queries a step, and one tile of Q, of dO and of dS.
+const SINGLE_ROLE_HALVES: Variant = {
+    let (row, step) = (single_role(64, 16), 32);
+    Variant {
+        step,
+        shared_bytes: 2 * row.headdim * row.block_rows + 4 * row.headdim * step + 2 * row.block_rows * step,
+        source: "turing/backward/single_role_halves.cu",
+        ..row
+    }
+};
+
 /// `turing/backward/warp_specialized`: two roles of four warps. Shared memory has K, tiles of Q, of dO and of dS (two
 /// where they fit), and P.
 const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
@@ -162,7 +173,9 @@ pub fn backward_rows() -> Vec<Variant> {
     let all_of_it = [MAIN[1], MAIN[3]].map(fused);
     let mut rows = vec![varlen(PREPROCESS), varlen(POSTPROCESS)];
     // plain ones of headdims 64 and 128: at the others the varlen kernels take at most 1% more time (32: 5%)
-    rows.extend([MAIN[1], MAIN[3]].into_iter().chain(MAIN.map(varlen)));
+    let [headdim_32, _, larger @ ..] = MAIN;
+    rows.extend([SINGLE_ROLE_HALVES, MAIN[3]]);
+    rows.extend([headdim_32, SINGLE_ROLE_HALVES].into_iter().chain(larger).map(varlen));
     for feature in Feature::OF_SCORES {
         // these two would spill at headdim 128
         let tiles = if matches!(feature, Feature::Alibi | Feature::Bias) { &MAIN[1..2] } else { &[MAIN[1], MAIN[3]] };
