@@ -63,6 +63,12 @@ const MAIN: [Variant; 6] = [
     warp_specialized(256, 64, 16),
 ];
 
+/// Returns the main kernel with two tiles of dS, which its roles use at different times where it has no score features.
+fn staggered(main: Variant) -> Variant {
+    let second_tile = if main.headdim > 192 { 2 * main.block_rows * main.step } else { 0 };
+    Variant { shared_bytes: main.shared_bytes + second_tile, ..main }
+}
+
 /// Kernels with all features; at headdim 64, 32 queries a step, for all threads to load.
 const GENERIC: [Variant; 5] = [warp_specialized(64, 128, 32), MAIN[2], MAIN[3], MAIN[4], MAIN[5]];
 
@@ -163,7 +169,7 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let dq = [DQ[0], DQ[2], DQ[4]];
     let plain = main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::NONE));
     let generic = generic_main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::GENERIC_BLOCKS));
-    let with_atomics = |row: Variant| row.with_blocks(FeatureSet::NONE, "turing/backward/warp_specialized_block_mask.cu");
+    let with_atomics = |row: Variant| staggered(row).with_blocks(FeatureSet::NONE, "turing/backward/warp_specialized_block_mask.cu");
     main.map(with_atomics).into_iter().chain(plain).chain(generic)
 }
 
@@ -175,7 +181,7 @@ pub fn backward_rows() -> Vec<Variant> {
     // plain ones of headdims 64 and 128: at the others the varlen kernels take at most 1% more time (32: 5%)
     let [headdim_32, _, larger @ ..] = MAIN;
     rows.extend([SINGLE_ROLE_HALVES, MAIN[3]]);
-    rows.extend([headdim_32, SINGLE_ROLE_HALVES].into_iter().chain(larger).map(varlen));
+    rows.extend([headdim_32, SINGLE_ROLE_HALVES].into_iter().chain(larger.map(staggered)).map(varlen));
     for feature in Feature::OF_SCORES {
         // these two would spill at headdim 128
         let tiles = if matches!(feature, Feature::Alibi | Feature::Bias) { &MAIN[1..2] } else { &[MAIN[1], MAIN[3]] };
