@@ -346,14 +346,13 @@ struct BackwardWarpSpecialized {
         clear(gradient);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
-        const auto heads_end = [&] {
-            if (!kOneSlotStaggered) return (blockIdx.y + 1) * group;
+        const auto remat_heads_end = [&] {
             return (remat_block_head() + 1u) * (keep_in_register(p.problem.nheads) / p.problem.nheads_k);
         };
         if (kFused) write_all_statistics<S>(p, sequence);
         if (kFused) __syncthreads();  // the statistics are written
 #pragma unroll 1
-        for (int head = blockIdx.y * group; head < heads_end(); head++) {
+        for (int head = blockIdx.y * group; head < (kOneSlotStaggered ? remat_heads_end() : (blockIdx.y + 1) * group); head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
             auto queries = blocks.template steps<S::kStep>(p, head, first_key, 0, range.end, p.problem.seqlen_q);
             int first;
