@@ -144,7 +144,7 @@ fn fused(main: Variant) -> Variant {
     of_pass(Pass::BackwardFused, main)
 }
 
-/// Returns a varlen kernel with one feature that the problem must use. (At headdim 64 the plain kernel has registers for
+/// Returns a varlen kernel with one feature that the problem must use. (At headdim 64 `single_role` has registers for
 /// that; generic kernels are warp-specialized.)
 fn with(feature: Feature, plain: Variant) -> Variant {
     let required_features = FeatureSet::of(&[feature]);
