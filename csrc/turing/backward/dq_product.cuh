@@ -38,38 +38,46 @@ struct DqProduct {
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }
 
-    // Computes pair j of the warp. (Several pairs at once would save loads of dS, but kernels with several pairs have no
-    // registers for it.)
-    static __device__ __forceinline__ void multiply(Accumulator (&c)[1][2], u32 a_address, u32 b_address, int j) {
+    // Computes pairs j, j + 1, ... of the warp. All its pairs at once share the loads of dS, where there are registers for it.
+    template <int Pairs>
+    static __device__ __forceinline__ void multiply(Accumulator (&c)[Pairs][2], u32 a_address, u32 b_address, int j) {
         clear(c);
-        b_address = pair_after<S>(b_address, kColumnWarps * j);
 #pragma unroll
         for (int key = 0; key < kKeys; key += 16) {
-            u32 a[4], b[4];
+            u32 a[4];
             load_matrices_transposed(a, a_address + key * S::kScoreRowBytes);
-            load_matrices_transposed(b, b_address + key * S::kRowBytes);
 #pragma unroll
-            for (int k = 0; k < 2; k++)
+            for (int pair = 0; pair < Pairs; pair++) {
+                u32 b[4];
+                load_matrices_transposed(b, pair_after<S>(b_address, kColumnWarps * (j + pair)) + key * S::kRowBytes);
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const OperandA queries = {a[2 * k], a[2 * k + 1]};
-                    mma(c[0][i], queries, b[2 * i + k]);
-                }
+                for (int k = 0; k < 2; k++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const OperandA queries = {a[2 * k], a[2 * k + 1]};
+                        mma(c[pair][i], queries, b[2 * i + k]);
+                    }
+            }
         }
     }
 
-    // Adds pair j to the accumulator by atomics.
-    static __device__ __forceinline__ void add(const Accumulator (&c)[1][2], float* accum, int j) {
-        accum += 2 * kColumnWarps * j * DqAccumulator::kTileFloats;
+    // Adds pairs j, j + 1, ... to the accumulator by atomics.
+    template <int Pairs>
+    static __device__ __forceinline__ void add(const Accumulator (&c)[Pairs][2], float* accum, int j) {
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int pair = 0; pair < Pairs; pair++) {
+            float* to = accum + 2 * kColumnWarps * (j + pair) * DqAccumulator::kTileFloats;
 #pragma unroll
-            for (int v = 0; v < 4; v++)
-                add_global(accum + i * DqAccumulator::kTileFloats + v * DqAccumulator::kElementFloats, c[0][i][v]);
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int v = 0; v < 4; v++)
+                    add_global(to + i * DqAccumulator::kTileFloats + v * DqAccumulator::kElementFloats, c[pair][i][v]);
+        }
     }
 
-    // Stores pair j as dq of the step's rows, from `row` on; the sequence has `rows` rows.
-    static __device__ __forceinline__ void store(const Accumulator (&c)[1][2], const BwdParams& p, int head, int row, int rows,
+    // Stores pairs j, j + 1, ... as dq of the step's rows, from `row` on; the sequence has `rows` rows.
+    template <int Pairs>
+    static __device__ __forceinline__ void store(const Accumulator (&c)[Pairs][2], const BwdParams& p, int head, int row, int rows,
                                                  u32 warp, int j) {
         static_assert(kKeyParts == 1, "a warp has the sums over all keys");
         const int batch = remat_block_batch();
@@ -77,8 +85,9 @@ struct DqProduct {
         const auto row_of_lane = [](const Lane& lane, int, int h) {
             return (kOneCallPerLane ? KeysLayout<2>::query_of_row(lane.group) : lane.group) + 8 * h;
         };
-        write_gradient(c, p, p.dq, rows_of(p.dq, batch, head, sequence.q_offset()), p.problem.scale, row + query_tile(warp) * 16,
-                       rows, p.problem.headdim, row_of_lane, pair(warp) + kColumnWarps * j);
+        write_gradient<kColumnWarps>(reinterpret_cast<const Accumulator(&)[1][2 * Pairs]>(c), p, p.dq,
+                                     rows_of(p.dq, batch, head, sequence.q_offset()), p.problem.scale, row + query_tile(warp) * 16,
+                                     rows, p.problem.headdim, row_of_lane, pair(warp) + kColumnWarps * j);
     }
 };
 

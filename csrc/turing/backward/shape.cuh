@@ -21,11 +21,12 @@
 
 namespace turing {
 
-// Slots: tiles of Q and dO, and of dS; with two, a step needs one barrier of the block. PartnerTiles: tiles of P^T, which go from
-// warp to warp.
-template <int Headdim, int Rows, int Step, int Threads, int Slots, int PartnerTiles>
+// Slots: tiles of Q and dO; with two, a step needs one barrier of the block. PartnerTiles: tiles of P^T, which go from warp to
+// warp. ScoreSlots: tiles of dS.
+template <int Headdim, int Rows, int Step, int Threads, int Slots, int PartnerTiles, int ScoreSlots = Slots>
 struct Shape {
     static constexpr int kHeaddim = Headdim, kRows = Rows, kStep = Step, kThreads = Threads, kSlots = Slots;
+    static constexpr int kScoreSlots = ScoreSlots;
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kChunks = kHeaddim / kChunk, kRowBytes = kChunks * kChunkBytes;  // of a row of Q, K, V, dO
     static constexpr int kScoreChunks = kStep / kChunk, kScoreRowBytes = kScoreChunks * kChunkBytes;
@@ -34,11 +35,12 @@ struct Shape {
     static constexpr int kOwnTile = kRows * kRowBytes, kStepTile = kStep * kRowBytes, kScoreTile = kRows * kScoreRowBytes;
     static constexpr int kSlotBytes = 2 * kStepTile;  // Q, then dO
     static constexpr int kOwn = 0, kStepTiles = kOwnTile, kScores = kStepTiles + kSlots * kSlotBytes;
-    static constexpr int kPartner = kScores + kSlots * kScoreTile;
+    static constexpr int kPartner = kScores + kScoreSlots * kScoreTile;
     static constexpr int kSharedBytes = kPartner + PartnerTiles * kScoreTile;
 
-    // The slot of the step that has this row.
+    // The slots of the step that has this row.
     static __device__ __forceinline__ u32 slot(int row) { return kSlots == 2 ? row / kStep % 2 : 0; }
+    static __device__ __forceinline__ u32 score_slot(int row) { return kScoreSlots == 2 ? row / kStep % 2 : 0; }
 };
 
 // Loads the block's K once, in the layout's order, padded with zeros in rows and columns.

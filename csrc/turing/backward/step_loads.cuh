@@ -63,9 +63,10 @@ public:
 
     // Loads rows from `row` of the tensor on, of which rows_left exist (may be negative or more than a step). Without a branch,
     // which would separate the products before and after it.
-    static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim) {
+    static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim,
+                                                int batch = blockIdx.z) {
         const u32 thread = remat_thread(), column = thread % kLanes * kChunk;
-        const unsigned short* base = rows_after(head_base(from, blockIdx.z, head), row + thread / kLanes, from.row_stride) +
+        const unsigned short* base = rows_after(head_base(from, batch, head), row + thread / kLanes, from.row_stride) +
                                      (min(static_cast<int>(column) + kChunk, headdim) - kChunk);
 #pragma unroll
         for (int i = 0; i < kLoads; i++) {
@@ -85,10 +86,10 @@ public:
     }
 
     // Both tiles: s makes S, dp makes dP. `to`: address of the first tile.
-    __device__ __forceinline__ void load(const BwdParams& p, const Operand& s, const Operand& dp, int head, int row,
-                                         int rows_left) {
-        load(s_, s, head, row, rows_left, p.problem.headdim);
-        load(dp_, dp, head, row, rows_left, p.problem.headdim_v);
+    __device__ __forceinline__ void load(const BwdParams& p, const Operand& s, const Operand& dp, int head, int row, int rows_left,
+                                         int batch = blockIdx.z) {
+        load(s_, s, head, row, rows_left, p.problem.headdim, batch);
+        load(dp_, dp, head, row, rows_left, p.problem.headdim_v, batch);
     }
     __device__ __forceinline__ void store(u32 to) const {
         store(s_, to);

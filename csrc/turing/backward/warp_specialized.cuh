@@ -21,25 +21,34 @@ namespace turing {
 // The kernel. BlockRows: keys of a block. Step: queries of a step. Slots: tiles of Q and dO in shared memory, see Shape.
 template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode, class Blocks = DenseBlocks>
 struct BackwardWarpSpecialized {
-    using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;
+    static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
+    // Whether the second role computes its part of dQ before dP, and the first one after dV. So tensor cores have products while
+    // the roles compute P and dS, and P is there when dP is. Else both compute dQ together: its code exists once, so that the
+    // loop of generic kernels fits the instruction cache, and the fused kernel does not spill.
+    static constexpr bool kStaggered = kWithDq && !kFused && !kGeneric;
+    using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1, kStaggered ? 2 : Slots>;
     // Number of pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. All of K
     // lies there; of V only these chunks do.
     static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
     static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
-    static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
     static constexpr int kPartners = S::kWarps / 2;  // warps of a role; each has a partner in the other
     static constexpr int kKeys = S::kRows / kPartners;  // of a warp
     static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
     static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
     static_assert(!Blocks::kListed || !kFused, "a fused kernel visits all rows, to store their dq");
-    static constexpr int kPairs = S::kChunks / 2, kPairsAtOnce = 2;
+    static constexpr int kPairs = S::kChunks / 2;
+    static constexpr int kPairsAtOnce = kStaggered && kVarlen && Headdim == 128 ? 1 : 2;  // varlen kernels spill with 2
     static constexpr int kOwnPairs = kPairs - kSharedPairs;  // pairs in registers
     // The shared chunks of K begin at a multiple of eight chunks. So their offset can be added to a swizzled address, and the same
     // steps lead from chunk to chunk as in V (shared_fragments).
     static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1),
                   "the swizzle of K's rows is that of V's");
     using Dq = DqProduct<S>;
+    // Staggered kernels have registers for all pairs of dQ at once. With one tile of Q and dO they have some for loads of both
+    // tiles, but none for the number of the last head.
+    static constexpr bool kOneSlotStaggered = kStaggered && Slots == 1;
+    static constexpr int kDqPairs = kStaggered ? Dq::kPairs : 1;
     using Layout = KeysLayout<kKeyTiles>;
     using Scores = Accumulator[kColumnTiles][kKeyTiles];
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];
@@ -60,6 +69,11 @@ struct BackwardWarpSpecialized {
     static __device__ __forceinline__ void wait_partner() {
         asm volatile("bar.sync %0, 64;" ::"r"(1 + remat_thread() / 32 % kPartners) : "memory");
     }
+    // The same for the first role, which stored P and need not wait.
+    static __device__ __forceinline__ void arrive_partner() {
+        if (!kStaggered) return wait_partner();
+        asm volatile("bar.arrive %0, 64;" ::"r"(1 + remat_thread() / 32 % kPartners) : "memory");
+    }
     // Computed again where needed, so that they hold no register in the loop.
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
     static __device__ __forceinline__ int remat_warp_row() { return remat_thread() / 32 % kPartners * kKeys; }
@@ -71,13 +85,13 @@ struct BackwardWarpSpecialized {
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
         return Queries<S>(mask_of(p.problem, sequence), remat_block_index() * S::kRows).unmasked.contains(row);
     }
-    // The slot of a step.
+    // The slot of a step's dS. That of its tiles is the same, or 0.
     template <class Steps>
     static __device__ __forceinline__ u32 slot_of(const Steps& steps, int row) {
         if constexpr (Blocks::kListed)
-            return steps.template number_modulo<S::kSlots>();
+            return steps.template number_modulo<S::kScoreSlots>();
         else
-            return S::slot(row);
+            return S::score_slot(row);
     }
     // Address of the score function's derivatives: where the dS of the same keys is stored later. `exchanged`: address of the
     // exchange.
@@ -332,10 +346,13 @@ struct BackwardWarpSpecialized {
         clear(gradient);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
+        const auto remat_heads_end = [&] {
+            return (remat_block_head() + 1u) * (keep_in_register(p.problem.nheads) / p.problem.nheads_k);
+        };
         if (kFused) write_all_statistics<S>(p, sequence);
         if (kFused) __syncthreads();  // the statistics are written
 #pragma unroll 1
-        for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+        for (int head = blockIdx.y * group; head < (kOneSlotStaggered ? remat_heads_end() : (blockIdx.y + 1) * group); head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
             auto queries = blocks.template steps<S::kStep>(p, head, first_key, 0, range.end, p.problem.seqlen_q);
             int first;
@@ -349,11 +366,11 @@ struct BackwardWarpSpecialized {
             const HeadRows rows(p, sequence, head);
             // Rows that loads may touch.
             const auto rows_end = [&] { return Blocks::kListed ? p.problem.seqlen_q : range.rows(p); };
-            // Computes dQ of the rows from `row` on, from the dS in this slot. `pair`: a number below Dq::kPairs.
+            // Computes kDqPairs pairs of dQ of the rows from `row` on, from the dS in this slot. `pair`: a number below Dq::kPairs.
             const auto compute_dq = [&](int row, u32 slot, int pair) {
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
-                Accumulator c[1][2];
+                Accumulator c[kDqPairs][2];
                 Dq::multiply(c, Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
                              Dq::b_operand(shared + S::kOwn, lane, warp), pair);
                 if constexpr (kFused)
@@ -379,26 +396,28 @@ struct BackwardWarpSpecialized {
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
             }
             // dS of the step before the first: zeros. They add nothing, and dq that kStore stores of them is overwritten later.
-            if (kWithDq && S::kSlots == 2)
+            if (kWithDq && S::kScoreSlots == 2)
                 clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores +
-                                                         (Blocks::kListed ? 1 : S::slot(first) ^ 1) * S::kScoreTile);
+                                                         (Blocks::kListed ? 1 : S::score_slot(first) ^ 1) * S::kScoreTile);
             int previous = Blocks::kListed ? existing_row(p, first) : 0;  // row of the step before
 
 #pragma unroll 1
             for (int next = first; Blocks::kListed ? queries.exists() : next < range.end;
                  next += S::kStep, queries.advance(blocks)) {
                 const int row = Blocks::kListed ? queries.first() : next;
-                const u32 slot = slot_of(queries, row);
+                const u32 score_slot = slot_of(queries, row), slot = S::kSlots == 2 ? score_slot : 0;
                 __syncthreads();  // this step's tiles and the previous step's dS are stored
                 // Here, not at the end of the previous step: ptxas would move the stores up to where the loads are not done.
                 if (S::kSlots == 2)
                     tiles.store(shared + S::kStepTiles + (Blocks::kListed ? slot ^ 1 : S::slot(row + S::kStep)) * S::kSlotBytes);
-                if (kWithDq && S::kSlots == 2) {
+                const auto compute_previous_dq = [&] {
+                    if (!kWithDq || S::kScoreSlots != 2) return;
 #pragma unroll
-                    for (int j = 0; j < Dq::kPairs; j++)
-                        compute_dq(Blocks::kListed ? previous : max(row - S::kStep, first), slot ^ 1, j);
+                    for (int j = 0; j < Dq::kPairs; j += kDqPairs)
+                        compute_dq(Blocks::kListed ? previous : max(row - S::kStep, first), score_slot ^ 1, j);
                     if (Blocks::kListed) previous = existing_row(p, row);
-                }
+                };
+                if (!kStaggered || __any_sync(~0u, !is_first_role())) compute_previous_dq();
                 Scores s;  // S^T, then P^T; or dP^T, then dS^T
                 if (kInitial && __any_sync(~0u, is_first_role())) {
                     if constexpr (kHasAlibi)
@@ -444,6 +463,12 @@ struct BackwardWarpSpecialized {
                                    range.rows(p) - 2 * S::kStep - row);
                     }
                 };
+                // The same where there is one tile of each: the next one.
+                const auto load_one_after = [&] {
+                    const int after = Blocks::kListed ? queries.after(1) : rows.origin(p) + row + S::kStep;
+                    tiles.load(p, p.q, p.dout, rows.head, after,
+                               Blocks::kListed ? rows_end() - after : range.rows(p) - S::kStep - row);
+                };
                 // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
                     bool masked = !contains(range, p, row);
@@ -453,7 +478,7 @@ struct BackwardWarpSpecialized {
                         if (masked) bits.combine(queries, mask_of(p.problem, sequence), remat_warp_key());
                     }
                     stats.scale(p.problem.scale_log2);
-                    exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, bits, slopes_of(exchange, slot));
+                    exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, bits, slopes_of(exchange, score_slot));
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -469,16 +494,16 @@ struct BackwardWarpSpecialized {
                         send(exchange, packed);
                     }
                     load_next(!kGeneric);
-                    wait_partner();
+                    arrive_partner();
                 } else {
                     load_next(!kGeneric);
                     wait_partner();
                     stats.scale(p.problem.scale_log2);
                     receive(exchange, packed);
-                    score_gradients(packed, s, stats, p, head, remat_warp_key(), row, slopes_of(exchange, slot));
+                    score_gradients(packed, s, stats, p, head, remat_warp_key(), row, slopes_of(exchange, score_slot));
                     if (kWithDq) {
                         const u32 own = remat_warp_row() + remat_thread() % 32 / 4;
-                        const u32 to = shared + S::kScores + slot * S::kScoreTile + score_offset<S::kScoreChunks>(own, 0) +
+                        const u32 to = shared + S::kScores + score_slot * S::kScoreTile + score_offset<S::kScoreChunks>(own, 0) +
                                        remat_thread() % 4 * 4;
 #pragma unroll
                         for (int n = 0; n < kColumnTiles; n++)
@@ -498,6 +523,7 @@ struct BackwardWarpSpecialized {
                 if (kInitial && kHasBias && is_first_role())
                     initial.load_bias(p, head, range.next_step(p, row), range.end, remat_warp_key());
                 load_next(kGeneric);
+                if (kOneSlotStaggered) load_one_after();
                 {
                     const u32 tile = (is_first_role() ? S::kStepTile : 0) + slot * S::kSlotBytes;
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, remat_thread() % 32);
@@ -508,8 +534,13 @@ struct BackwardWarpSpecialized {
                         accumulate_pair<S>(gradient, packed, pair_after<S>(step, c), c);
                     }
                 }
+                if (kStaggered && __any_sync(~0u, is_first_role())) compute_previous_dq();
                 if (S::kSlots == 1) {
                     __syncthreads();  // dS is complete, Q and dO are free
+                    if (kOneSlotStaggered) {
+                        tiles.store(shared + S::kStepTiles);
+                        continue;
+                    }
                     // The two tiles are loaded one after the other, each during a part of dQ: both at once would take too many
                     // registers.
                     static_assert(S::kSlots == 2 || Dq::kPairs == 2, "two parts");
@@ -527,13 +558,13 @@ struct BackwardWarpSpecialized {
                     }
                 }
             }
-            if (kWithDq && S::kSlots == 2) {
+            if (kWithDq && S::kScoreSlots == 2) {
                 __syncthreads();
                 const int last = Blocks::kListed ? 0 : keep_in_register(range.end) - 1;
 #pragma unroll 1
-                for (int j = 0; j < Dq::kPairs; j++)
+                for (int j = 0; j < Dq::kPairs; j += kDqPairs)
                     compute_dq(Blocks::kListed ? previous : last & -S::kStep,
-                               Blocks::kListed ? slot_of(queries, 0) ^ 1 : S::slot(last), j);
+                               Blocks::kListed ? slot_of(queries, 0) ^ 1 : S::score_slot(last), j);
             }
         }
 

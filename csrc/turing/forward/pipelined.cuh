@@ -108,6 +108,19 @@ struct ForwardPipelined {
     static constexpr bool kLimitsKept =
         !(kStreamsInShared || kFullRow || (kRegistersFull && Grid::kListed) || (Headdim <= 32 && kVarlen));
     static constexpr bool kKeysKept = kOperandRegisters < 144;  // the Philox keys of all rounds
+    // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts the load right after the store,
+    // and both before the products of a tile. There the warp waits, because the load writes the registers that the store reads.
+    // In tiles they come after the branch for row maxima, which ptxas moves no store across: with one pass the first tile loads
+    // or stores, and the second one does the other; with two passes each tile stores one and loads the next. The choice is by
+    // simulated times.
+    enum class Streams { kBetweenTiles, kLoadFirst, kStoreFirst, kBothPasses };
+    static constexpr bool kStreamsBetweenTiles = kPaged || Grid::kListed ||
+                                                 (RowTiles == 2 && (kRescaleBeforeExp || (Headdim == 64 && !kGeneric))) ||
+                                                 (kFullRow && kVarlen && !kGeneric);  // these would spill
+    static constexpr Streams kStreams = kStreamsBetweenTiles ? Streams::kBetweenTiles
+                                        : kPasses == 2       ? Streams::kBothPasses
+                                        : kInitialBias       ? Streams::kStoreFirst
+                                                             : Streams::kLoadFirst;
     static constexpr bool kUnmaskedLoop = !(kRegistersFull && (kGeneric || Grid::kListed));  // else every step is masked
 
     // Address of group c in the row of a chunk of group 0.
@@ -405,7 +418,7 @@ struct ForwardPipelined {
                 load(i % kPasses, key_after(key, i / kPasses));
                 store(i % kPasses, i / kPasses * kSlotBytes);
             }
-            load(0, key_after(key, kAhead));
+            if (kStreams != Streams::kLoadFirst) load(0, key_after(key, kAhead));
             __syncthreads();
 
             // Scores of even and of odd tiles.
@@ -434,6 +447,8 @@ struct ForwardPipelined {
                     for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += tile_softmax.sum[mt][r];
             };
 
+            u32 slot = 0;  // of this step
+
             // Computes one tile: scores s become probabilities p_this, beside the next tile's scores s_next, and O += p_last V
             // for the last tile. K of the next and V of the last tile are at k_address and v_address; those that the next call
             // begins with, at k_ahead and v_ahead. `half`: first or second tile of the step.
@@ -442,6 +457,19 @@ struct ForwardPipelined {
                                   int half) {
                 const int first_key = step_key + half * kNextTile;
                 end_softmax(s_next, p_last, 1 - half);
+                const auto stream = [&] {
+                    constexpr bool kStoreFirst = kStreams == Streams::kStoreFirst;
+                    if (kStreams == Streams::kBothPasses) {
+                        store(half, slot_after(slot, kAhead));
+                        load(1 - half, key_after(step_key, kAhead + half));
+                    } else if (!kStreamsBetweenTiles) {
+                        if (kStoreFirst == (half == 0))
+                            store(0, slot_after(slot, kAhead));
+                        else
+                            load(0, key_after(step_key, kAhead + kStoreFirst));
+                    }
+                };
+                if (!kRescaleBeforeExp) stream();
                 if (kInitialBias && uses_fp32_bias(p.score_options)) bias.add_fp32(p, s, half, step_key);
                 if (kHasScoreMod) {
                     s.apply_score_mod(p, mask, warp_row(), first_key);
@@ -467,6 +495,7 @@ struct ForwardPipelined {
                     if (may_mask) s.apply_mask(kMaskKept ? mask : remat_mask(p), warp_row(), first_key);
                 }
                 if (kRescaleBeforeExp && needs_rescale(s, softmax, scale)) update_row_max_before_exp(s, softmax, scale, o, p_last);
+                if (kRescaleBeforeExp) stream();
                 begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
                 if (kCarriedDropout && half == 0)
                     dropout.template draw<kRegistersFull>(p, warp_row(), step_key, [&](int row, int key) {
@@ -513,7 +542,6 @@ struct ForwardPipelined {
                 fragments.load_k(k_fragment + kTileBytes, 0);
                 fragments.load_v(v_fragment + slot_after(0, -1) + kTileBytesV, 0);
             }
-            u32 slot = 0;  // of this step
             const auto step = [&](bool may_mask, const Mask& mask) {
                 if constexpr (Grid::kListed) {  // which hold no registers between steps
                     key = keys.first();
@@ -527,11 +555,13 @@ struct ForwardPipelined {
                      v_last + kTileBytesV, k_next, v_this, key, 0);
                 if constexpr (Grid::kListed)
                     if (may_mask) bits.load(grid, keys, 1);
-                store(0, slot_after(slot, kAhead));
-                load(kPasses - 1, key_after(key, kAhead + 2 - kPasses));
+                if (kStreamsBetweenTiles) {
+                    store(0, slot_after(slot, kAhead));
+                    load(kPasses - 1, key_after(key, kAhead + 2 - kPasses));
+                }
                 tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this, k_next + kTileBytes,
                      v_this + kTileBytesV, key, 1);
-                if (kPasses == 2) {
+                if (kPasses == 2 && kStreamsBetweenTiles) {
                     store(1, slot_after(slot, kAhead));
                     load(0, key_after(key, kAhead + 1));
                 }

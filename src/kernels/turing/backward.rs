@@ -22,6 +22,17 @@ const fn single_role(headdim: u32, step: u32) -> Variant {
     }
 }
 
+/// `turing/backward/single_role_halves`: the same with 32 queries a step, and one tile of Q, of dO and of dS.
+const SINGLE_ROLE_HALVES: Variant = {
+    let (row, step) = (single_role(64, 16), 32);
+    Variant {
+        step,
+        shared_bytes: 2 * row.headdim * row.block_rows + 4 * row.headdim * step + 2 * row.block_rows * step,
+        source: "turing/backward/single_role_halves.cu",
+        ..row
+    }
+};
+
 /// `turing/backward/warp_specialized`: two roles of four warps. Shared memory has K, tiles of Q, of dO and of dS (two
 /// where they fit), and P.
 const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
@@ -51,6 +62,12 @@ const MAIN: [Variant; 6] = [
     // 128 and 48 registers; 60 KB
     warp_specialized(256, 64, 16),
 ];
+
+/// Returns the main kernel with two tiles of dS, which its roles use at different times where it has no score features.
+fn staggered(main: Variant) -> Variant {
+    let second_tile = if main.headdim > 192 { 2 * main.block_rows * main.step } else { 0 };
+    Variant { shared_bytes: main.shared_bytes + second_tile, ..main }
+}
 
 /// Kernels with all features; at headdim 64, 32 queries a step, for all threads to load.
 const GENERIC: [Variant; 5] = [warp_specialized(64, 128, 32), MAIN[2], MAIN[3], MAIN[4], MAIN[5]];
@@ -127,7 +144,7 @@ fn fused(main: Variant) -> Variant {
     of_pass(Pass::BackwardFused, main)
 }
 
-/// Returns a varlen kernel with one feature that the problem must use. (At headdim 64 the plain kernel has registers for
+/// Returns a varlen kernel with one feature that the problem must use. (At headdim 64 `single_role` has registers for
 /// that; generic kernels are warp-specialized.)
 fn with(feature: Feature, plain: Variant) -> Variant {
     let required_features = FeatureSet::of(&[feature]);
@@ -152,7 +169,7 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let dq = [DQ[0], DQ[2], DQ[4]];
     let plain = main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::NONE));
     let generic = generic_main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::GENERIC_BLOCKS));
-    let with_atomics = |row: Variant| row.with_blocks(FeatureSet::NONE, "turing/backward/warp_specialized_block_mask.cu");
+    let with_atomics = |row: Variant| staggered(row).with_blocks(FeatureSet::NONE, "turing/backward/warp_specialized_block_mask.cu");
     main.map(with_atomics).into_iter().chain(plain).chain(generic)
 }
 
@@ -162,7 +179,9 @@ pub fn backward_rows() -> Vec<Variant> {
     let all_of_it = [MAIN[1], MAIN[3]].map(fused);
     let mut rows = vec![varlen(PREPROCESS), varlen(POSTPROCESS)];
     // plain ones of headdims 64 and 128: at the others the varlen kernels take at most 1% more time (32: 5%)
-    rows.extend([MAIN[1], MAIN[3]].into_iter().chain(MAIN.map(varlen)));
+    let [headdim_32, _, larger @ ..] = MAIN;
+    rows.extend([SINGLE_ROLE_HALVES, MAIN[3]]);
+    rows.extend([headdim_32, SINGLE_ROLE_HALVES].into_iter().chain(larger.map(staggered)).map(varlen));
     for feature in Feature::OF_SCORES {
         // these two would spill at headdim 128
         let tiles = if matches!(feature, Feature::Alibi | Feature::Bias) { &MAIN[1..2] } else { &[MAIN[1], MAIN[3]] };

@@ -1,0 +1,174 @@
+// Main kernel of the turing backward pass for headdim 64 without score features: as single_role.cuh, with steps of 32 queries.
+//
+// A fragment of K serves 32 queries of S, and a fragment of dS two pairs of columns of dQ: a fifth fewer loads from shared
+// memory, which bound the kernel with 16 queries. P, dP and dS of all 32 would take too many registers, so each half of a step
+// goes from dP to dV and dK alone. Shared memory has one tile of Q, of dO and of dS, which costs a second barrier per step.
+#pragma once
+
+#include "backward/probabilities.cuh"
+#include "backward/scratch.cuh"
+#include "backward/tiles.cuh"
+#include "turing/backward/products.cuh"
+#include "turing/backward/shape.cuh"
+#include "turing/backward/step_loads.cuh"
+
+namespace turing {
+
+// The kernel. BlockRows: keys of a block. Step: queries of a step.
+template <int Headdim, int BlockRows, int Step, int Threads>
+struct BackwardSingleRoleHalves {
+    using S = Shape<Headdim, BlockRows, Step, Threads, 1, 0>;
+    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
+    static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys, a half 16 queries");
+    static_assert(!kGeneric, "registers leave no room for features of scores");
+    static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8, kHalfTiles = kColumnTiles / 2;
+    using Layout = KeysLayout<2>;
+    using Dq = DqProduct<S>;
+
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const u32 shared = shared_address(shared_memory);
+        const int warp = threadIdx.x / 32;
+        const int first_key = blockIdx.x * S::kRows;
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        if (kVarlen && first_key >= sequence.seqlen_k_allocated()) return;
+        const Queries<S> range(mask_of(p.problem, sequence), first_key);
+
+        load_own_keys<S, Layout>(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
+        OperandA v[2][S::kChunks];
+        load_own_fragments(v, p.v, rows_of(p.v, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + 32 * warp,
+                           sequence.seqlen_k(), p.problem.headdim_v, 0, Layout::key_of_lane);
+
+        Accumulator dk[2][S::kChunks], dv[2][S::kChunks];
+        clear(dk);
+        clear(dv);
+
+        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
+#pragma unroll 1
+        for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
+            const int first = Queries<S>::first(mask_of(p.problem, sequence));
+            if (first >= range.end) break;
+            const HeadRows rows(p, sequence, head);
+            const auto add_dq = [&](int row) {  // of the rows from `row` on, from dS
+                const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
+                Accumulator c[Dq::kPairs][2];
+                Dq::multiply(c, Dq::a_operand(shared + S::kScores, lane, warp), Dq::b_operand(shared + S::kOwn, lane, warp), 0);
+                Dq::add(c, p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), 0);
+            };
+
+            StepTileLoader<S> tiles;
+            tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, range.rows(p) - first);
+            StepStats<S> stats;
+            stats.load(p, rows, first);
+            // dS of the step before the first: zeros, which add nothing.
+            clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
+
+#pragma unroll 1
+            for (int row = first; row < range.end; row += S::kStep) {
+                __syncthreads();  // the previous step's dS is stored, and its tiles are free
+                tiles.store(shared + S::kStepTiles);
+                add_dq(max(row - S::kStep, first));
+                __syncthreads();  // this step's tiles are stored, and dS is free
+                Accumulator s[kColumnTiles][2];
+                clear(s);
+                {
+                    const u32 thread = remat_thread(), lane = thread % 32;
+                    const u32 own = by_rows<S>(shared + S::kOwn, lane) + thread / 32 * 32 * S::kRowBytes;
+                    const u32 step = by_chunks<S>(shared + S::kStepTiles, lane);
+#pragma unroll
+                    for (int c = 0; c < kPairs; c++) {
+                        OperandA k[2][2];
+#pragma unroll
+                        for (int m = 0; m < 2; m++) {
+                            u32 x[4];
+                            load_matrices(x, pair_after<S>(own, c) + m * 16 * S::kRowBytes);
+#pragma unroll
+                            for (int i = 0; i < 4; i++) k[m][i / 2][i % 2] = x[i];
+                        }
+                        multiply_pair<S>(s, k, pair_after<S>(step, c));
+                    }
+                }
+                if (!range.unmasked.contains(row)) {
+                    // Rare: everything is computed again, so that none of it holds a register in the loop.
+                    const u32 thread = remat_thread();
+                    apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
+                                       remat_block_index() * S::kRows + thread / 32 * 32);
+                }
+                stats.scale(p.problem.scale_log2);
+
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const u32 tile = shared + S::kStepTiles + half * 16 * S::kRowBytes;
+                    Accumulator dp[kHalfTiles][2];
+                    clear(dp);
+                    {
+                        const u32 step = by_chunks<S>(tile + S::kStepTile, remat_thread() % 32);
+#pragma unroll
+                        for (int c = 0; c < kPairs; c++) {
+                            OperandA values[2][2];
+#pragma unroll
+                            for (int m = 0; m < 2; m++)
+#pragma unroll
+                                for (int i = 0; i < 4; i++) values[m][i / 2][i % 2] = v[m][2 * c + i / 2][i % 2];
+                            multiply_pair<S>(dp, values, pair_after<S>(step, c));
+                        }
+                    }
+                    OperandA probabilities[kHalfTiles][2], ds[kHalfTiles][2];
+                    {
+                        const u32 thread = remat_thread(), lane = thread % 32;
+                        const u32 to =
+                            shared + S::kScores + score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
+#pragma unroll
+                        for (int j = 0; j < kHalfTiles; j++) {
+                            const int n = half * kHalfTiles + j;
+                            const float2 lse = stats.lse_of(n, Lane(lane)), delta = stats.delta_of(n, Lane(lane));
+#pragma unroll
+                            for (int m = 0; m < 2; m++)
+#pragma unroll
+                                for (int h = 0; h < 2; h++) {
+                                    const float x = exp2_approx(fmaf(s[n][m][2 * h], p.problem.scale_log2, lse.x));
+                                    const float y = exp2_approx(fmaf(s[n][m][2 * h + 1], p.problem.scale_log2, lse.y));
+                                    probabilities[j][m][h] = pack_units(x, y);
+                                    ds[j][m][h] = to_half2(score_gradient(x, dp[j][m][2 * h], delta.x),
+                                                           score_gradient(y, dp[j][m][2 * h + 1], delta.y));
+                                    store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[j][m][h]);
+                                }
+                        }
+                    }
+                    if (half == 1) {
+                        // Loads of the next step are in flight from here on, where S is no longer. Past the last row nothing is
+                        // loaded. The batch entry is opaque: ptxas would keep addresses in registers, and spill them.
+                        tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + S::kStep, range.rows(p) - S::kStep - row,
+                                   remat_block_batch());
+                        stats.load(p, rows, range.next_step(p, row));
+                    }
+                    const u32 step = by_rows<S>(tile, remat_thread() % 32);
+                    // One after the other in varlen kernels, which spill a register otherwise.
+#pragma unroll
+                    for (int c = 0; c < kPairs; c++) {
+                        accumulate_pair<S>(dv, probabilities, pair_after<S>(step, c) + S::kStepTile, c);
+                        if (!kVarlen) accumulate_pair<S>(dk, ds, pair_after<S>(step, c), c);
+                    }
+#pragma unroll
+                    for (int c = 0; kVarlen && c < kPairs; c++) accumulate_pair<S>(dk, ds, pair_after<S>(step, c), c);
+                }
+            }
+            __syncthreads();
+            const int last = keep_in_register(range.end) - 1;
+            add_dq(last & -S::kStep);
+            __syncthreads();  // the next head begins with dS
+        }
+
+        // Keys that no query sees get 0.
+        const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
+        const int key = remat_block_index() * S::kRows + remat_thread() / 32 * 32;
+        write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_head(), end.k_offset()), p.signed_scale, key,
+                       end.seqlen_k_allocated(), p.problem.headdim, Layout::key_of_lane);
+        write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_head(), end.k_offset()), 1.f / kProbabilityUnit,
+                       key, end.seqlen_k_allocated(), p.problem.headdim_v, Layout::key_of_lane);
+    }
+};
+
+}  // namespace turing
