@@ -6,6 +6,7 @@
 
 namespace turing {
 
+// Choice<First, A, B>::Type is A, or B if not First: NVRTC has no <type_traits>.
 template <bool First, class A, class B>
 struct Choice {
     using Type = A;
@@ -16,7 +17,7 @@ struct Choice<false, A, B> {
 };
 
 // A thread block for each list of key blocks, which some rows of a head see. In a head the longest list is launched first. kListed:
-// blocks visit the keys of a list (Steps), not a range of keys. Compact: takes the fewest registers.
+// blocks visit the keys of a list (Steps), not a range of keys. Compact: which form of the iterator takes the fewest registers.
 template <bool Compact>
 class BlockMaskGrid {
     const FwdBlockParams& params_;
@@ -63,13 +64,14 @@ public:
             }
     }
     template <int RowTiles, int Chunks>
-    __device__ __forceinline__ static void end_load_queries(OperandA (&q)[RowTiles][Chunks], u32 sign_flip) {
+    __device__ __forceinline__ static void end_load_queries(OperandA (&q)[RowTiles][Chunks],
+                                                            const OperandA (&loaded)[RowTiles][Chunks], u32 sign_flip) {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int c = 0; c < Chunks; c++)
 #pragma unroll
-                for (int h = 0; h < 2; h++) q[mt][c][h] ^= sign_flip;
+                for (int h = 0; h < 2; h++) q[mt][c][h] = loaded[mt][c][h] ^ sign_flip;
     }
 };
 

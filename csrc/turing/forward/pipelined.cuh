@@ -285,10 +285,10 @@ struct ForwardPipelined {
         Keys keys(grid, block, key, key_end);
         using Bits = typename Grid::template Bits<kWarpRows, kStep>;
         Bits bits;
-        OperandA q[RowTiles][kChunks];
+        OperandA loaded_q[kBlockLoop ? RowTiles : 1][kBlockLoop ? kChunks : 1];
         if constexpr (kBlockLoop) {
-            Grid::begin_load_queries(q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row, sequence.seqlen_q(),
-                                     problem.headdim);
+            Grid::begin_load_queries(loaded_q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row,
+                                     sequence.seqlen_q(), problem.headdim);
             keys.start(grid.lists(), key_end);
         }
         if (Grid::kListed) key = keys.first();
@@ -302,6 +302,7 @@ struct ForwardPipelined {
 #pragma unroll
                 for (int w = 0; w < ForwardLayout::kElements; w++) o[mt][j][w] = 0.f;
         if (Grid::kListed ? keys.exists() : key_first < key_end) {
+            OperandA q[RowTiles][kChunks];
             if (!kBlockLoop)
                 load_queries(q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row, sequence.seqlen_q(),
                              problem.headdim, problem.sign_flip);
@@ -464,7 +465,7 @@ struct ForwardPipelined {
                     if (pass < StreamK::kPasses) kept_k.store(k_first[i], pass, k_store + slot);
                     if (pass < StreamV::kPasses) kept_v.store(v_first[i], pass, v_store + slot);
                 }
-                Grid::end_load_queries(q, problem.sign_flip);
+                Grid::end_load_queries(q, loaded_q, problem.sign_flip);
             } else {
 #pragma unroll
                 for (int i = 0; i < kAhead * kPasses; i++) {
