@@ -131,6 +131,19 @@ def test_hidden_keys_may_be_anything(backend, has_gradients):
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
 
 
+@pytest.mark.parametrize("headdim", [64, 128])
+@on("cpu-fp32", "sim", "cuda")
+def test_partial_blocks_then_full_ones_then_those_at_an_edge(backend, has_gradients, headdim):
+    """Kernels change loops, or a flag of one loop, from block to block. One is absent, and the causal mask ends inside others."""
+    case = Case(256, 448, headdim, batch=1, nheads=1, is_causal=True)
+    mask = torch.ones(1, 1, 256, 448, dtype=torch.bool)
+    mask[..., 128:192] = False
+    for first in (0, 192):  # columns of partial blocks
+        mask[..., first : first + 64] = torch.rand(256, 64, generator=torch.Generator().manual_seed(backend.seed)) < 0.5
+    (q, k, v, _), options = case.problem(backend)
+    check(backend, q, k, v, None, **options | block_masks.options_of(mask, backend.device))
+
+
 @on("cpu-fp32")
 def test_bits_are_optional_without_partial_blocks(backend):
     mask = torch.zeros(1, 1, 256, 192, dtype=torch.bool)

@@ -46,14 +46,14 @@ public:
                     bits_of(lists, tile, list_row(), keys.column_in_tile(steps)));
         loaded_ = word;
     }
-    // Begins a step with scores to hide: takes the bits that were loaded for it, or all if it has none. `masked`: lengths, causal
-    // mask or window hide keys of it, so clears the bits of these. So masks and bits share the code that hides scores, which has to
-    // fit the instruction cache. `row`: the warp's first.
+    // Prepares the step that comes `steps` after this one: takes the bits that were loaded for it, or all if it has none. `masked`:
+    // lengths, causal mask or window hide keys of it, so clears the bits of these. So masks and bits share the code that hides
+    // scores, which has to fit the instruction cache. `row`: the warp's first.
     template <class Keys>
-    __device__ __forceinline__ void combine(const Keys& keys, const Mask& mask, int row, bool masked) {
-        word_ = keys.has_bits() ? loaded_ >> keys.column_in_tile(0) % 32 / Step * Step : ~0u;
+    __device__ __forceinline__ void combine(const Keys& keys, const Mask& mask, int row, bool masked, int steps = 0) {
+        word_ = keys.has_bits_after(steps) ? loaded_ >> keys.column_in_tile(steps) % 32 / Step * Step : ~0u;
         if (!masked) return;
-        const int i = row + remat_lane() % Rows, key = keys.first();
+        const int i = row + remat_lane() % Rows, key = keys.after(steps);
         const int first = max(i + mask.low - key, 0), last = min(min(i + mask.high, mask.seqlen_k - 1) - key, 31);
         word_ = first > last ? 0 : word_ >> first << first & ~0u >> (31 - last);
     }

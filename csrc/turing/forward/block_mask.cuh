@@ -6,17 +6,31 @@
 
 namespace turing {
 
+// Choice<First, A, B>::Type is A, or B if not First: NVRTC has no <type_traits>.
+template <bool First, class A, class B>
+struct Choice {
+    using Type = A;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+    using Type = B;
+};
+
 // A thread block for each list of key blocks, which some rows of a head see. In a head the longest list is launched first. kListed:
-// blocks visit the keys of a list (Steps), not a range of keys. Compact: takes the fewest registers.
+// blocks visit the keys of a list (Steps), not a range of keys. Compact: which form of the iterator takes the fewest registers.
 template <bool Compact>
 class BlockMaskGrid {
     const FwdBlockParams& params_;
 
 public:
     static constexpr bool kListed = true;
+    // Whether the kernel has a loop over blocks, with one over their steps inside. Generic kernels have one loop: at headdim 256
+    // the other form spills.
+    static constexpr bool kBlockLoop = !kGeneric;
     // Loads of the kernel run up to four steps ahead.
     template <int Step>
-    using Steps = ListedSteps<Step, Compact ? 0 : kListedColumns / Step>;
+    using Steps =
+        typename Choice<kBlockLoop, ListedBlockSteps<Step, Compact>, ListedSteps<Step, Compact ? 0 : kListedColumns / Step>>::Type;
     template <int Rows, int Step>
     using Bits = MaskBits<Rows, Step>;
 
@@ -28,6 +42,37 @@ public:
         __device__ __forceinline__ Block(const Problem&, const BlockMaskGrid& grid)
             : ListedBlock<BlockRows, ForwardLayout::kEitherOrder>(grid.params_) {}
     };
+
+    // load_queries() in two parts, the first of which issues all loads. load_queries() waits for groups of loads, which short lists
+    // do not hide.
+    template <int RowTiles, int Chunks>
+    __device__ __forceinline__ static void begin_load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from,
+                                                              const unsigned short* base, int row, int rows, int headdim) {
+        const Lane lane(threadIdx.x & 31);
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int i = row + 16 * mt + ForwardLayout::row_slot(h) + ForwardLayout::first_query(lane);
+                const unsigned short* source = base + i * from.row_stride + 2 * lane.quad;
+#pragma unroll
+                for (int c = 0; c < Chunks; c++) {
+                    int x = 0;
+                    load_int_if(i < rows && c * kChunk < headdim, x, reinterpret_cast<const int*>(source + c * kChunk));
+                    q[mt][c][h] = x;
+                }
+            }
+    }
+    template <int RowTiles, int Chunks>
+    __device__ __forceinline__ static void end_load_queries(OperandA (&q)[RowTiles][Chunks],
+                                                            const OperandA (&loaded)[RowTiles][Chunks], u32 sign_flip) {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int c = 0; c < Chunks; c++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) q[mt][c][h] = loaded[mt][c][h] ^ sign_flip;
+    }
 };
 
 }  // namespace turing

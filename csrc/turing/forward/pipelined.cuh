@@ -24,6 +24,7 @@ namespace turing {
 // The default grid: one block per tile of rows, with all of its keys. BlockMaskGrid (block_mask.cuh) is the other one.
 struct DenseGrid {
     static constexpr bool kListed = false;  // whether keys come from lists
+    static constexpr bool kBlockLoop = false;
     template <int Step>
     using Steps = DenseSteps<Step>;
     template <int Rows, int Step>
@@ -108,20 +109,41 @@ struct ForwardPipelined {
     static constexpr bool kLimitsKept =
         !(kStreamsInShared || kFullRow || (kRegistersFull && Grid::kListed) || (Headdim <= 32 && kVarlen));
     static constexpr bool kKeysKept = kOperandRegisters < 144;  // the Philox keys of all rounds
+    // Whether the loop over listed blocks has one over their steps inside.
+    static constexpr bool kBlockLoop = Grid::kBlockLoop;
     // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts the load right after the store,
     // and both before the products of a tile. There the warp waits, because the load writes the registers that the store reads.
     // In tiles they come after the branch for row maxima, which ptxas moves no store across: with one pass the first tile loads
-    // or stores, and the second one does the other; with two passes each tile stores one and loads the next. The choice is by
-    // simulated times.
-    enum class Streams { kBetweenTiles, kLoadFirst, kStoreFirst, kBothPasses };
+    // or stores, and the second one does the other; with two passes each tile stores one and loads the next. Loops over listed
+    // blocks do both at products of the tiles (moves_of). The choice is by simulated times.
+    enum class Streams { kBetweenTiles, kLoadFirst, kStoreFirst, kBothPasses, kAtProducts };
     static constexpr bool kStreamsBetweenTiles = kPaged || Grid::kListed ||
                                                  (RowTiles == 2 && (kRescaleBeforeExp || (Headdim == 64 && !kGeneric))) ||
                                                  (kFullRow && kVarlen && !kGeneric);  // these would spill
-    static constexpr Streams kStreams = kStreamsBetweenTiles ? Streams::kBetweenTiles
-                                        : kPasses == 2       ? Streams::kBothPasses
-                                        : kInitialBias       ? Streams::kStoreFirst
-                                                             : Streams::kLoadFirst;
-    static constexpr bool kUnmaskedLoop = !(kRegistersFull && (kGeneric || Grid::kListed));  // else every step is masked
+    static constexpr Streams kStreams = kBlockLoop             ? Streams::kAtProducts
+                                        : kStreamsBetweenTiles ? Streams::kBetweenTiles
+                                        : kPasses == 2         ? Streams::kBothPasses
+                                        : kInitialBias         ? Streams::kStoreFirst
+                                                               : Streams::kLoadFirst;
+    // Else every step is masked, or in a listed block asks a flag.
+    static constexpr bool kUnmaskedLoop = !(kRegistersFull && (kGeneric || Grid::kListed));
+    // How many steps before their own bits of listed blocks are loaded. 2: they are combined with the mask a step before, so that a
+    // step begins without waiting, which takes one more register.
+    static constexpr int kBitsAhead = kRegistersFull ? 1 : 2;
+
+    // Where a tile of a loop over listed blocks stores chunks of K and V to the ring and loads others: before product number `i` of
+    // each row tile, or at kEnd. Stores and loads of the same registers are apart, because a load waits until the store before it
+    // has read them; ptxas puts both together otherwise. The positions were found by trial.
+    struct Moves {
+        int store_k, store_v, load_k, load_v;
+    };
+    static constexpr int kEnd = 4 * kMostGroups, kNever = -1;
+    // `second`: of a step's two tiles. Where a thread moves one chunk of K and of V in a step, both tiles share the work.
+    __device__ __forceinline__ static constexpr Moves moves_of(bool may_mask, bool second) {
+        if (kPasses == 2) return {kEnd / 4 + 1, kEnd / 2 + 1, kEnd, kEnd};
+        if (may_mask) return second ? Moves{kNever, 0, kNever, kEnd / 2} : Moves{0, kNever, 0, kNever};
+        return second ? Moves{kNever, kNever, kNever, kEnd / 2} : Moves{1, 3, kEnd, kNever};
+    }
 
     // Address of group c in the row of a chunk of group 0.
     template <int Chunks>
@@ -176,7 +198,11 @@ struct ForwardPipelined {
                 SoftmaxRow& row = softmax.row[mt][r];
                 float x[2];
 #pragma unroll
-                for (int i = 0; i < 2; i++) x[i] = row.probability(s.tile[mt][0][2 * r + i], scale);
+                for (int i = 0; i < 2; i++) {
+                    const float score = s.tile[mt][0][2 * r + i];
+                    x[i] = kBlockLoop ? exp2_approx(multiply_subtract(score, scale, row.row_max)) : row.probability(score, scale);
+                    if (kBlockLoop) row.sum += x[i];
+                }
                 // Other ways to pack, for kernels whose masked tiles would spill.
                 if (MayMask && kStreamsInShared) return to_half2(x[0] * kPackedOne, x[1] * kPackedOne);
                 if (MayMask && kFullRow) return pack_by_integers(x[0], x[1]);
@@ -273,6 +299,12 @@ struct ForwardPipelined {
         Keys keys(grid, block, key, key_end);
         using Bits = typename Grid::template Bits<kWarpRows, kStep>;
         Bits bits;
+        OperandA loaded_q[kBlockLoop ? RowTiles : 1][kBlockLoop ? kChunks : 1];
+        if constexpr (kBlockLoop) {
+            Grid::begin_load_queries(loaded_q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row,
+                                     sequence.seqlen_q(), problem.headdim);
+            keys.start(grid.lists(), key_end);
+        }
         if (Grid::kListed) key = keys.first();
 
         Softmax softmax;
@@ -285,8 +317,9 @@ struct ForwardPipelined {
                 for (int w = 0; w < ForwardLayout::kElements; w++) o[mt][j][w] = 0.f;
         if (Grid::kListed ? keys.exists() : key_first < key_end) {
             OperandA q[RowTiles][kChunks];
-            load_queries(q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row, sequence.seqlen_q(),
-                         problem.headdim, problem.sign_flip);
+            if (!kBlockLoop)
+                load_queries(q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row, sequence.seqlen_q(),
+                             problem.headdim, problem.sign_flip);
 
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
             // Where not all threads take part, the first ones load K, the last ones V.
@@ -369,6 +402,21 @@ struct ForwardPipelined {
                 const u32 v_to = kChunkCoordsKept ? v_store : ring + kOffsetV + StreamV::offset(remat_thread_index());
                 if (pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
             };
+            // The same for listed blocks, at position `at` of a tile: stores to `slot` and loads the step whose first key is
+            // `first_key`.
+            const auto move = [&](const Moves& moves, int at, int half, u32 slot, int first_key) {
+                const int pass = kPasses == 2 ? half : 0, load_pass = kPasses == 2 ? 1 - half : 0;
+                const u32 k_to = kChunkCoordsKept ? k_store : ring + StreamK::offset(remat_thread_index());
+                const u32 v_to = kChunkCoordsKept ? v_store : ring + kOffsetV + StreamV::offset(remat_thread_index());
+                if (at == moves.store_k && pass < StreamK::kPasses) kept_k.store(k_data, pass, k_to + slot);
+                if (at == moves.store_v && pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
+                const int k_key = first_key + (kChunkCoordsKept ? k_row : StreamK::key_of(remat_thread_index()));
+                const int v_key = first_key + (kChunkCoordsKept ? v_row : StreamV::key_of(remat_thread_index()));
+                if (at == moves.load_k && load_pass < StreamK::kPasses)
+                    kept_k.template load<true>(k_data, load_pass, k_stride, k_key, key_end - 1);
+                if (at == moves.load_v && load_pass < StreamV::kPasses)
+                    kept_v.template load<false>(v_data, load_pass, v_stride, v_key, key_end - 1);
+            };
 
             // Modified scores are in log2 units already.
             const float scale = kHasScoreMod ? 1.f : kOnlyFunction ? function_of(p).factor() : problem.scale_log2;
@@ -413,10 +461,31 @@ struct ForwardPipelined {
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
                 kept_v.store(v_data, pass, v_store + slot_after(0, -1));  // V of the step before the first: 0 * NaN would not be 0
+            if constexpr (kBlockLoop) {  // all loads first, as those of Q
+                uint4 k_first[kAhead * kPasses], v_first[kAhead * kPasses];
 #pragma unroll
-            for (int i = 0; i < kAhead * kPasses; i++) {
-                load(i % kPasses, key_after(key, i / kPasses));
-                store(i % kPasses, i / kPasses * kSlotBytes);
+                for (int i = 0; i < kAhead * kPasses; i++) {
+                    const int pass = i % kPasses, first_key = key_after(key, i / kPasses);
+                    k_first[i] = zero_chunk();
+                    if (pass < StreamK::kPasses)
+                        kept_k.template load<true>(k_first[i], pass, k_stride, first_key + k_row, key_end - 1);
+                    if (pass < StreamV::kPasses)
+                        kept_v.template load<false>(v_first[i], pass, v_stride, first_key + v_row, key_end - 1);
+                }
+#pragma unroll
+                for (int i = 0; i < kAhead * kPasses; i++) {
+                    const int pass = i % kPasses;
+                    const u32 slot = i / kPasses * kSlotBytes;
+                    if (pass < StreamK::kPasses) kept_k.store(k_first[i], pass, k_store + slot);
+                    if (pass < StreamV::kPasses) kept_v.store(v_first[i], pass, v_store + slot);
+                }
+                Grid::end_load_queries(q, loaded_q, problem.sign_flip);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kAhead * kPasses; i++) {
+                    load(i % kPasses, key_after(key, i / kPasses));
+                    store(i % kPasses, i / kPasses * kSlotBytes);
+                }
             }
             if (kStreams != Streams::kLoadFirst) load(0, key_after(key, kAhead));
             __syncthreads();
@@ -449,12 +518,15 @@ struct ForwardPipelined {
 
             u32 slot = 0;  // of this step
 
+            // Whether a mask hides scores of this listed block, where one loop runs all.
+            bool is_masked = true;
             // Computes one tile: scores s become probabilities p_this, beside the next tile's scores s_next, and O += p_last V
             // for the last tile. K of the next and V of the last tile are at k_address and v_address; those that the next call
-            // begins with, at k_ahead and v_ahead. `half`: first or second tile of the step.
+            // begins with, at k_ahead and v_ahead. `half`: first or second tile of the step. `moved_slot` and `moved_key`: of
+            // move().
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
                                   Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int step_key,
-                                  int half) {
+                                  int half, u32 moved_slot, int moved_key) {
                 const int first_key = step_key + half * kNextTile;
                 end_softmax(s_next, p_last, 1 - half);
                 const auto stream = [&] {
@@ -462,7 +534,7 @@ struct ForwardPipelined {
                     if (kStreams == Streams::kBothPasses) {
                         store(half, slot_after(slot, kAhead));
                         load(1 - half, key_after(step_key, kAhead + half));
-                    } else if (!kStreamsBetweenTiles) {
+                    } else if (kStreams == Streams::kLoadFirst || kStreams == Streams::kStoreFirst) {
                         if (kStoreFirst == (half == 0))
                             store(0, slot_after(slot, kAhead));
                         else
@@ -489,8 +561,15 @@ struct ForwardPipelined {
                     }
                 }
                 if constexpr (Bits::kHidesAll) {
-                    if (may_mask && half == 0) bits.combine(keys, kMaskKept ? mask : remat_mask(p), warp_row(), true);
-                    if (may_mask) bits.apply_to(s, half * kNextTile);
+                    if (!kBlockLoop) {
+                        if (may_mask && half == 0) bits.combine(keys, kMaskKept ? mask : remat_mask(p), warp_row(), true);
+                        if (may_mask) bits.apply_to(s, half * kNextTile);
+                    } else if (may_mask && (kUnmaskedLoop || is_masked)) {
+                        if (kBitsAhead == 1 && half == 0) bits.combine(keys, kMaskKept ? mask : remat_mask(p), warp_row(), true);
+                        bits.apply_to(s, half * kNextTile);
+                        if (kBitsAhead == 2 && half == 1) bits.combine(keys, kMaskKept ? mask : remat_mask(p), warp_row(), true, 1);
+                        if (half == 1) bits.load(grid, keys, kBitsAhead);
+                    }
                 } else {
                     if (may_mask) s.apply_mask(kMaskKept ? mask : remat_mask(p), warp_row(), first_key);
                 }
@@ -518,6 +597,7 @@ struct ForwardPipelined {
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const int chunk = 4 * c + i;
+                        if constexpr (kBlockLoop) move(moves_of(may_mask, half), chunk, half, moved_slot, moved_key);
                         if (c < kGroups)
 #pragma unroll
                             for (int mt = 0; mt < RowTiles; mt++) mma(s_next.tile[mt][0], q[mt][chunk], now.k[i]);
@@ -536,6 +616,7 @@ struct ForwardPipelined {
                             }
                     }
                 }
+                if constexpr (kBlockLoop) move(moves_of(may_mask, half), kEnd, half, moved_slot, moved_key);
             };
 
             if (kFragmentsAhead) {
@@ -551,17 +632,20 @@ struct ForwardPipelined {
                 const u32 next = slot_after(slot, 1);
                 const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                 const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
+                const u32 stored = kBlockLoop ? slot_after(slot, kAhead) : 0;
+                const int first_moved = kBlockLoop ? key_after(key, kAhead + 2 - kPasses) : 0;
+                const int second_moved = kBlockLoop ? key_after(key, kAhead + 1) : 0;
                 tile(may_mask, mask, scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes,
-                     v_last + kTileBytesV, k_next, v_this, key, 0);
-                if constexpr (Grid::kListed)
+                     v_last + kTileBytesV, k_next, v_this, key, 0, stored, first_moved);
+                if constexpr (Grid::kListed && !kBlockLoop)
                     if (may_mask) bits.load(grid, keys, 1);
-                if (kStreamsBetweenTiles) {
+                if (kStreams == Streams::kBetweenTiles) {
                     store(0, slot_after(slot, kAhead));
                     load(kPasses - 1, key_after(key, kAhead + 2 - kPasses));
                 }
                 tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this, k_next + kTileBytes,
-                     v_this + kTileBytesV, key, 1);
-                if (kPasses == 2 && kStreamsBetweenTiles) {
+                     v_this + kTileBytesV, key, 1, stored, second_moved);
+                if (kPasses == 2 && kStreams == Streams::kBetweenTiles) {
                     store(1, slot_after(slot, kAhead));
                     load(0, key_after(key, kAhead + 1));
                 }
@@ -573,7 +657,35 @@ struct ForwardPipelined {
 #pragma unroll 1
                 for (; kBackwards ? key >= until : key < until; key += kBackwards ? -kStep : kStep) step(may_mask, mask);
             };
-            if constexpr (Grid::kListed) {
+            if constexpr (kBlockLoop) {
+                // Runs the steps of a listed block.
+                const auto block_steps = [&](bool may_mask) {
+                    const Mask mask = remat_mask(p);
+                    // bits of the first step, unless the block before this one had bits too
+                    if (may_mask && kBitsAhead == 2 && !keys.has_bits()) bits.combine(keys, mask, warp_row(), true);
+#pragma unroll 1
+                    do step(may_mask, mask);
+                    while (keys.advance());
+                };
+                const auto needs_mask = [&] {
+                    const UnmaskedKeys<Keys::kBlockColumns> unmasked(remat_mask(p), warp_row(), kWarpRows);
+                    return keys.has_bits() || __any_sync(~0u, !unmasked.contains(keys.first()));
+                };
+                bits.load(grid, keys, 0);
+                if (kBitsAhead == 2) {
+                    bits.combine(keys, remat_mask(p), warp_row(), true);
+                    bits.load(grid, keys, 1);
+                }
+                while (keys.exists()) {
+                    is_masked = needs_mask();
+                    if (!kUnmaskedLoop || is_masked)
+                        block_steps(true);
+                    else
+                        block_steps(false);
+                    keys.advance_block();
+                }
+                slot = keys.template number_modulo<Slots>() * kSlotBytes;
+            } else if constexpr (Grid::kListed) {
                 // Runs steps until a listed block needs a mask and those before did not, or the other way round.
                 const auto listed_steps = [&](bool may_mask) {
                     const Mask mask = remat_mask(p);
@@ -638,6 +750,16 @@ struct ForwardPipelined {
 private:
     // One barrier for the warps of a block, which may be in the code of different steps: so not __syncthreads().
     __device__ __forceinline__ static void barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
+    // Returns x * y - z. Where z is kept over many products, the compiler would keep -z in another register.
+    __device__ __forceinline__ static float multiply_subtract(float x, float y, float z) {
+        float result;
+        asm("{.reg .f32 minus_z;\n"
+            "neg.f32 minus_z, %3;\n"
+            "fma.rn.f32 %0, %1, %2, minus_z;}"
+            : "=f"(result)
+            : "f"(x), "f"(y), "f"(z));
+        return result;
+    }
     __device__ __forceinline__ static void multiply_halves(u32& x, float factor) {
         asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(to_half2(factor, factor)));
     }
