@@ -212,8 +212,8 @@ class ListedBlockSteps {
     int entry_ = -1;  // loaded, two blocks after this step's
     int partial_, left_;  // blocks from this step's on: the partial ones, and all
     int tile_;  // of bits, of this step's block
-    int block_ = -1,
-        next_block_ = -1;  // first columns of this step's block and of the one after it, with flags; entries until start()
+    // First columns of this step's block and of the one after it, with flags. Until start() entries.
+    int block_ = -1, next_block_ = -1;
     // Of this step: its number, and its first column in the block. Two counters, because ptxas then keeps the number in a uniform
     // register.
     unsigned number_ = 0, column_ = 0;
