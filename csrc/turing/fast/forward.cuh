@@ -619,7 +619,7 @@ struct FastForward {
     // Moves the references of all rows to the largest score so far, and rescales what was summed. Rare: one tile at a time.
     __device__ __forceinline__ static void move_references(const FastParams& p, const Codes& q, u32 k_fragment, int key, u32 zero,
                                                            float k_scale, State& state, float (&sum)[kRows], Output& o) {
-        float largest[kRows], factor[kRows], reference[kRows];
+        float largest[kRows], factor[kRows], reference[kRows], of_old[kRows], summed = 0.f;
 #pragma unroll
         for (int r = 0; r < kRows; r++) largest[r] = negative_infinity();
         SpanMask seen(p, key);
@@ -639,15 +639,21 @@ struct FastForward {
             score = fmaxf(score, __shfl_xor_sync(~0u, score, 1));
             score = fmaxf(score, __shfl_xor_sync(~0u, score, 2));
             const float moved = fmaxf(reference[r], score + (kPackingLog2 - kOneLog2));
-            const float of_old = exp2_approx(reference[r] - moved);
+            of_old[r] = exp2_approx(reference[r] - moved);
             reference[r] = moved;
-            sum[r] *= of_old;
+            summed += sum[r];
+        }
+        state.store_references(reference);
+        // before the first span nothing is summed: this code stays out of the instruction cache then
+        if (__all_sync(~0u, summed == 0.f)) return;
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+            sum[r] *= of_old[r];
 #pragma unroll
             for (int j = 0; j < kChunks; j++)
 #pragma unroll
-                for (int v = 0; v < 2; v++) o[r / 2][j][2 * (r % 2) + v] *= of_old;
+                for (int v = 0; v < 2; v++) o[r / 2][j][2 * (r % 2) + v] *= of_old[r];
         }
-        state.store_references(reference);
     }
 
     // Writes the lane's first row.
