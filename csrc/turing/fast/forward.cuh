@@ -3,6 +3,10 @@
 // GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies int8 codes (codes.cuh), and a span of keys sums P V in
 // fp16 before it is added to the fp32 output. A warp has all its scores in registers, two tiles of rows at once.
 //
+// Instructions: warps of a block run masked and unmasked spans at the same time. Both share a loop with one P V, which has nearly
+// the 16 KB of the L0 cache. What a block executes in all is below the 46 KB of the L1.5 cache: so code outside the loop is rolled,
+// and rare code is behind branches.
+//
 // Range: |V| < 1 after its scaling, and the packed probabilities of a row in a span sum to at most 2^15, so fp16 sums stay below
 // 2^15 (1 + 2^-11)^(kSpan / 8). The reference of a row, which is subtracted from scores, is tested after a span's probabilities
 // exist. If their sum was too large, it moves and the span's scores are computed again: K is still in shared memory.
@@ -66,10 +70,10 @@ struct FastForward {
     using Block = ForwardBlock<kBlockRows, true>;
     using Codes = u32[kRows][kCodeChunks];
     using Output = Accumulator[RowTiles][kChunks];
-    // At headdim 64 registers suffice for all that a step needs beside operands and sums. At headdim 128 with 32 rows a part is in
-    // shared memory.
     // Tiles at once of a masked span, as many as registers allow.
     static constexpr int kMaskedTiles = kHasMask && Headdim == 64 ? 4 : 1;
+    // At headdim 64 registers suffice for all that a step needs beside operands and sums. At headdim 128 with 32 rows a part is in
+    // shared memory.
     static constexpr bool kFewRegisters = Headdim > 64, kSharedState = Headdim == 128 && RowTiles == 2;
 
     __device__ __forceinline__ static int remat_warp_row(const FastParams& p) {
@@ -285,8 +289,8 @@ struct FastForward {
                     constexpr int kParts = kChunks / 2;
 #pragma unroll
                     for (int c = 0; c < kParts; c++) {
-                        // keeps ptxas from loading more of V early than there are registers for
-                        if (kFewRegisters && c && c % (kParts / 4) == 0) __syncwarp();
+                        // 64 columns at a time: ptxas would load more of V early than there are registers for
+                        if (kFewRegisters && c && c % 4 == 0) __syncwarp();
                         // pieces of the span kAhead further, spread over the products
 #pragma unroll
                         for (int piece = 0; piece < kPieces; piece++)

@@ -1,8 +1,9 @@
 // Prepares K and V for the fast forward kernel, a block of BLOCK_ROWS keys of one KV head at a time.
 //
-// Phase 0: K less its mean, as int8 codes; the largest finite |V|. Phase 1, for bf16 only: V as fp16 below 1. Every block takes
-// the mean of the sequence itself, from a sample, so that one launch suffices. Smoothing needs no exact mean: any vector that is
-// subtracted from all keys leaves the softmax as it is.
+// Phase 0: K less its mean, as int8 codes; the largest finite |V|; a bit for each key of a boolean mask. Phase 1, for bf16 only: V
+// as fp16 below 1. Phase 2, for K and V that are prepared already: the mask alone. Every block takes the mean of the sequence
+// itself, from a sample, so that one launch suffices. Smoothing needs no exact mean: any vector that is subtracted from all keys
+// leaves the softmax as it is.
 #pragma once
 
 #include "turing/fast/mma.cuh"
