@@ -640,18 +640,30 @@ pub struct FastParams {
     pub v_max_stride: i64,
     /// Scratch: V as fp16 below 1, where `element` is bf16. The forward kernel's v.
     pub v_scaled: Output,
-    /// Bool mask, two keys in a word, rows padded to a multiple of 64 keys; null: none.
-    pub mask: *const u16,
-    /// Keys, not words, from one batch entry to the next; 0 if broadcast, as the next two.
+    /// Bool mask, which the prepare kernel packs. The strides are 0 where it is broadcast.
+    pub mask: *const bool,
+    /// From one batch entry to the next.
     pub mask_batch_stride: i64,
     /// From one query head to the next.
     pub mask_head_stride: i64,
     /// From one query to the next.
     pub mask_row_stride: i64,
+    /// From one key to the next.
+    pub mask_key_stride: i64,
+    /// Scratch: the mask with a bit for each key, (batch or 1, heads or 1, words of 32 keys, mask_rows); null: no mask.
+    pub mask_bits: *mut u32,
+    /// Words from one batch entry to the next; 0 if broadcast, as the next.
+    pub mask_bits_batch_stride: i64,
+    /// From one query head to the next.
+    pub mask_bits_head_stride: i64,
+    /// Queries, rounded up to whole blocks: words from 32 keys to the next.
+    pub mask_rows: i32,
+    /// An even number of words that hold all keys.
+    pub mask_words: i32,
     /// Not 0: K is taken less its mean.
     pub smooth_k: i32,
     /// Not 0: Q and K are rotated by a Hadamard transform.
     pub rotate: i32,
-    /// 0: the prepare kernel quantizes K and takes v_max. 1: it writes v_scaled.
+    /// 0: the prepare kernel quantizes K, takes v_max and packs the mask. 1: it writes v_scaled. 2: it packs the mask alone.
     pub phase: i32,
 }

@@ -181,12 +181,13 @@ def test_masks(backend, simulate, shape):
 
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @on("sim")
-def test_masks_at_odd_addresses(backend, simulate, headdim):
-    """Rows of whole blocks that begin 2 bytes after the kernel's alignment; and bytes other than 0 and 1."""
+def test_masks_of_any_layout(backend, simulate, headdim):
+    """Any strides and addresses, and bytes other than 0 and 1."""
     q, k, v = inputs(40, 128, headdim)
     storage = (randn(2, 41, 128, seed=3) > 0).to(torch.uint8) * 64
     mask = storage.flatten()[2 : 2 + 2 * 40 * 128].view(1, 2, 40, 128).view(torch.bool)
-    for options in ({"attn_mask": mask}, {"attn_mask": mask[:, :1, :, :], "is_causal": True}):
+    transposed = mask.mT.contiguous().mT
+    for options in ({"attn_mask": mask}, {"attn_mask": transposed}, {"attn_mask": mask[:, :1, :, :], "is_causal": True}):
         assert_near(simulate(q, k, v, generic=True, **options), fwd_fast(q, k, v, **options))
 
 
@@ -339,6 +340,7 @@ def prepared_cases():
     yield (q, k, v), {}, {"is_causal": True}
     yield (q, k, v), {"rotate": True}, {"rotate": True}
     yield inputs(33, 70, dtype=torch.bfloat16), {"smooth_k": False}, {"smooth_k": False}
+    yield inputs(33, 150, batch=2, dtype=torch.bfloat16), {}, {"attn_mask": randn(2, 2, 33, 150, seed=9) > 0}
     lengths = {"cu_seqlens_k": torch.tensor([0, 101, 101, 230], dtype=torch.int32), "max_seqlen_k": 140}
     queries = {"cu_seqlens_q": torch.tensor([0, 40, 40, 90], dtype=torch.int32), "max_seqlen_q": 50}
     yield [t[0] for t in inputs(90, 230, 128, dtype=torch.bfloat16)], lengths, {**lengths, **queries}
@@ -367,7 +369,7 @@ def test_prepared_by_kernels(backend, simulate, monkeypatch):
         monkeypatch.delenv("VOLTA_FA_SIMULATE")
         differs = of_model != of_kernel
         assert not of_model[differs].any() and (of_kernel[differs] == UNWRITTEN).all()
-        generic = "cu_seqlens_q" in call
+        generic = "cu_seqlens_q" in call or "attn_mask" in call
         expected = simulate(q, k, v, generic=generic, **call)
         found = simulate(q, k, v, generic=generic, prepared=of_kernel, **call)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])

@@ -140,10 +140,7 @@ fn on_device(
     launcher: &dyn Launcher,
 ) -> Result<(Tensor, Tensor)> {
     let a = &given.padded();
-    let mut inputs = readable_inputs(inputs)?;
-    let mask = inputs.options.attn_mask.take().map(|t| readable_mask(&t, a.seqlen_k)).transpose()?;
-    inputs.options.attn_mask = mask;
-    let inputs = &inputs;
+    let inputs = &readable_inputs(inputs)?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
     let is_bf16 = inputs.q.kind() == Kind::BFloat16;
     let out = empty(&a.query_shape(a.headdim_v), inputs.q.kind())?;
@@ -156,7 +153,9 @@ fn on_device(
     // scratch memory, O(seqlen)
     let v_blocks = ceil_div(a.seqlen_k, i64::from(plan.prepare.variant.block_rows));
     let codes = prepared.map_or_else(|| CodeSizes::new(a, headdim, v_blocks, is_bf16).make(empty), Ok)?;
-    let results = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse))];
+    let mask = inputs.options.attn_mask.as_ref();
+    let mask_bits = mask.map(|t| empty(&mask_bits_shape(t, a, plan), Kind::Int)).transpose()?;
+    let results = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("mask_bits", mask_bits.as_ref())];
     let launches = match is_prepared {
         true => {
             // codes may be in a copy of `prepared`
@@ -167,20 +166,20 @@ fn on_device(
         false => Launches::begin(inputs, a, launcher, written(&codes, results)),
     };
     fill_varlen(a, [&out, &softmax_lse])?;
-    let [mask_batch_stride, mask_head_stride, mask_row_stride, _] = inputs.options.attn_mask.as_ref().map_or([0; 4], broadcast_strides);
     for (first, batches) in plan::batch_chunks(a.batch) {
-        let mask = inputs.options.attn_mask.as_ref();
         let mut params = FastParams {
             out: output(&out, first),
             softmax_lse: lse_at(&softmax_lse, a, first),
-            mask: mask.map_or(null(), |t| (t.data_ptr() as *const u8).wrapping_offset((first * mask_batch_stride) as isize).cast()),
-            mask_batch_stride,
-            mask_head_stride,
-            mask_row_stride,
             ..params(inputs, a, &codes, (first, batches))
         };
+        if let (Some(mask), Some(bits)) = (mask, &mask_bits) {
+            set_mask(&mut params, mask, bits, first);
+        }
         if !is_prepared {
             run_prepare(&plan.prepare, &codes, &launches, &mut params, batches)?;
+        } else if mask.is_some() {
+            params.phase = 2;
+            launches.run(&plan.prepare, batches, bytes_of(&params))?;
         }
         if let Some(v) = &codes.v_scaled {
             params.v = operand(v, first);
@@ -240,6 +239,12 @@ fn params(inputs: &Inputs, a: &Attention, codes: &Codes, (first, batches): (i64,
         mask_batch_stride: 0,
         mask_head_stride: 0,
         mask_row_stride: 0,
+        mask_key_stride: 0,
+        mask_bits: null_mut(),
+        mask_bits_batch_stride: 0,
+        mask_bits_head_stride: 0,
+        mask_rows: 0,
+        mask_words: 0,
         smooth_k: inputs.options.smooth_k.into(),
         rotate: inputs.options.rotate.into(),
         phase: 0,
@@ -257,31 +262,22 @@ fn run_prepare(kernel: &PlannedKernel, codes: &Codes, launches: &Launches, param
     Ok(())
 }
 
-/// Bytes that a lane reads at once of a boolean mask.
-const MASK_ALIGNMENT: i64 = 8;
+/// Returns the shape of a mask with a bit for each key: (batch or 1, heads or 1, words of 32 keys, queries in whole blocks).
+fn mask_bits_shape(mask: &Tensor, a: &Attention, plan: &FastPlan) -> [i64; 4] {
+    let [of_batch, of_head, ..] = broadcast_strides(mask);
+    let block_rows = i64::from(plan.forward.variant.block_rows);
+    let words = ceil_div(a.seqlen_k, SCALE_KEYS) * SCALE_KEYS / 32;
+    let repeated = |stride, size| if stride == 0 { 1 } else { size };
+    [repeated(of_batch, a.batch), repeated(of_head, a.nheads), words, ceil_div(a.seqlen_q, block_rows) * block_rows]
+}
 
-/// Returns the mask with contiguous, aligned rows of whole blocks of keys: the kernel reads several keys at once and tests no bounds.
-/// Copies it if necessary. Broadcast dimensions other than the keys keep size 1.
-fn readable_mask(mask: &Tensor, seqlen_k: i64) -> Result<Tensor> {
-    let (mut sizes, strides) = (mask.size(), mask.stride());
-    let is_aligned = mask.data_ptr() as usize % MASK_ALIGNMENT as usize == 0
-        && sizes[3] % SCALE_KEYS == 0
-        && sizes[3] >= seqlen_k
-        && strides[3] == 1
-        && (0..3).all(|i| sizes[i] == 1 || strides[i] % MASK_ALIGNMENT == 0);
-    if is_aligned {
-        return Ok(mask.shallow_clone());
-    }
-    let mut once = if sizes[3] > seqlen_k { mask.f_narrow(3, 0, seqlen_k)? } else { mask.shallow_clone() };
-    for i in 0..3 {
-        // the copy of an expanded mask repeats too, and stays small
-        if strides[i] == 0 && sizes[i] > 1 {
-            once = once.f_narrow(i as i64, 0, 1)?;
-            sizes[i] = 1;
-        }
-    }
-    sizes[3] = ceil_div(seqlen_k, SCALE_KEYS) * SCALE_KEYS;
-    let copy = Tensor::f_zeros(&sizes, (Kind::Bool, mask.device()))?;
-    copy.f_narrow(3, 0, seqlen_k)?.f_copy_(&once)?;
-    Ok(copy)
+/// Sets the parameters of a mask, from batch entry `first` on.
+fn set_mask(params: &mut FastParams, mask: &Tensor, bits: &Tensor, first: i64) {
+    let bits_strides = broadcast_strides(bits);
+    [params.mask_batch_stride, params.mask_head_stride, params.mask_row_stride, params.mask_key_stride] = broadcast_strides(mask);
+    [params.mask_bits_batch_stride, params.mask_bits_head_stride, ..] = bits_strides;
+    params.mask = (mask.data_ptr() as *const bool).wrapping_offset((first * params.mask_batch_stride) as isize);
+    params.mask_bits = (bits.data_ptr() as *mut u32).wrapping_offset((first * bits_strides[0]) as isize);
+    let [.., words, rows] = bits.size()[..] else { unreachable!("mask_bits_shape() has four sizes") };
+    (params.mask_words, params.mask_rows) = (words as i32, rows as i32);
 }

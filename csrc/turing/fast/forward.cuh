@@ -3,6 +3,10 @@
 // GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies int8 codes (codes.cuh), and a span of keys sums P V in
 // fp16 before it is added to the fp32 output. A warp has all its scores in registers, two tiles of rows at once.
 //
+// Instructions: warps of a block run masked and unmasked spans at the same time. Both share a loop with one P V, which has nearly
+// the 16 KB of the L0 cache. What a block executes in all is below the 46 KB of the L1.5 cache: so code outside the loop is rolled,
+// and rare code is behind branches.
+//
 // Range: |V| < 1 after its scaling, and the packed probabilities of a row in a span sum to at most 2^15, so fp16 sums stay below
 // 2^15 (1 + 2^-11)^(kSpan / 8). The reference of a row, which is subtracted from scores, is tested after a span's probabilities
 // exist. If their sum was too large, it moves and the span's scores are computed again: K is still in shared memory.
@@ -48,7 +52,9 @@ struct FastForward {
     static constexpr u32 kRingBytes = kSlots * kSlotBytes;
     // After the ring: the state of rows, for which there are no registers.
     static constexpr u32 kRowBytes = 2 * kChunkBytes;  // of the rows of a quad
-    static constexpr u32 kSharedBytes = kRingBytes + kThreads / 4 * kRowBytes + 2 * kChunkBytes;
+    // Then the block's sources, and V's exponent.
+    static constexpr u32 kOffsetExponent = kRingBytes + kThreads / 4 * kRowBytes + 2 * kChunkBytes;
+    static constexpr u32 kSharedBytes = kOffsetExponent + kChunkBytes;
     // Chunks that a thread moves in each span: of K's codes, and of V. The block loads kRowsV rows of V at once.
     static constexpr int kCodePieces = kSpan * kCodeChunks / kThreads, kPieces = 3 * kCodePieces, kRowsV = kThreads / kChunks;
     static_assert(kCodePieces * kThreads == kSpan * kCodeChunks, "all threads move as many chunks");
@@ -64,10 +70,10 @@ struct FastForward {
     using Block = ForwardBlock<kBlockRows, true>;
     using Codes = u32[kRows][kCodeChunks];
     using Output = Accumulator[RowTiles][kChunks];
+    // Tiles at once of a masked span, as many as registers allow.
+    static constexpr int kMaskedTiles = kHasMask && Headdim == 64 ? 4 : 1;
     // At headdim 64 registers suffice for all that a step needs beside operands and sums. At headdim 128 with 32 rows a part is in
     // shared memory.
-    // Tiles at once of a masked span, as many as registers allow.
-    static constexpr int kMaskedTiles = !kHasMask ? 1 : Headdim == 64 ? 4 : 2;
     static constexpr bool kFewRegisters = Headdim > 64, kSharedState = Headdim == 128 && RowTiles == 2;
 
     __device__ __forceinline__ static int remat_warp_row(const FastParams& p) {
@@ -136,7 +142,12 @@ struct FastForward {
             const int first = max(row + window.low, 0) - key, end = min(row + window.high, window.seqlen_k - 1) + 1 - key;
 #pragma unroll
             for (int w = 0; w < kWords; w++) bits[w] = ones_from(first - 32 * w) & ~ones_from(end - 32 * w);
-            if (kHasMask && p.mask) combine(p, key);
+            if (kHasMask && p.mask_bits) {
+                const u32* words = p.mask_bits + remat_block_batch() * p.mask_bits_batch_stride +
+                                   remat_head<true>(p.problem) * p.mask_bits_head_stride + key / 32 * p.mask_rows + row;
+#pragma unroll
+                for (int w = 0; w < kWords; w++) bits[w] &= __ldg(words + w * p.mask_rows) >> key % 32;
+            }
         }
         // Replaces what belongs to hidden keys by -inf, in the first tiles of the span, and moves the next tiles to their place.
         template <int Tiles>
@@ -160,51 +171,6 @@ struct FastForward {
             asm("shl.b32 %0, %1, %2;" : "=r"(x) : "r"(~0u), "r"(max(first, 0)));  // 0 from 32 on
             return x;
         }
-        // A bit for each of four bytes: whether it is not 0.
-        __device__ __forceinline__ static u32 nonzero_bytes(u32 x) {
-            const u32 high = ((x & 0x7f7f7f7fu) + 0x7f7f7f7fu | x) & 0x80808080u;
-            return (high >> 7) * 0x10204080u >> 28;
-        }
-        // Hides what the boolean mask hides. A lane loads a quarter of each of its quad's rows, and passes on what others have.
-        __device__ __forceinline__ void combine(const FastParams& p, int key) {
-            constexpr int kBits = kSpan / 4, kLoads = kBits / 4, kRowsInWord = 32 / (kBits < 8 ? 8 : kBits);
-            const int quad = remat_thread_index() & 3;
-            const unsigned char* mask = reinterpret_cast<const unsigned char*>(p.mask) + remat_block_batch() * p.mask_batch_stride +
-                                        remat_head<true>(p.problem) * p.mask_head_stride + key + kBits * quad;
-            const int row = remat_warp_row(p) + (remat_thread_index() & 31) / 4;
-            u32 bytes[kRows][kLoads], words[kWords] = {};
-#pragma unroll
-            for (int r = 0; r < kRows; r++) {
-                const unsigned char* of_row = mask + min(row + 8 * r, p.problem.seqlen_q - 1) * p.mask_row_stride;
-#pragma unroll
-                for (int i = 0; i < kLoads; i += 2) {
-                    if (kLoads == 1) {
-                        bytes[r][0] = __ldg(reinterpret_cast<const u32*>(of_row));
-                    } else {
-                        const uint2 pair = __ldg(reinterpret_cast<const uint2*>(of_row + 4 * i));
-                        bytes[r][i] = pair.x, bytes[r][i + (kLoads > 1)] = pair.y;
-                    }
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < kRows; r++)
-#pragma unroll
-                for (int i = 0; i < kLoads; i++)
-                    words[r / kRowsInWord] |= nonzero_bytes(bytes[r][i]) << 32 / kRowsInWord * (r % kRowsInWord) + 4 * i;
-            u32 seen[kWords] = {};
-#pragma unroll
-            for (int lane = 0; lane < 4; lane++) {
-                u32 part = __shfl_sync(~0u, words[0], lane, 4);
-                if (kWords == 2) {
-                    const u32 other = __shfl_sync(~0u, words[kWords - 1], lane, 4);
-                    part = quad < 2 ? part : other;
-                }
-                part = part >> 32 / kRowsInWord * (quad % kRowsInWord % kRows) & (1u << kBits) - 1;
-                seen[kBits * lane / 32] |= part << kBits * lane % 32;
-            }
-#pragma unroll
-            for (int w = 0; w < kWords; w++) bits[w] &= seen[w];
-        }
     };
 
     __device__ __forceinline__ static void run(const FastParams& p) {
@@ -221,6 +187,7 @@ struct FastForward {
         float* lse = p.softmax_lse + sequence.lse_row(block.batch, block.head);
 
         float sum[kRows];
+        int exponent = 0;
         State state(ring + kRingBytes);
         Output o;
         if (key_first < key_end) {
@@ -239,9 +206,10 @@ struct FastForward {
             Codes q;
             load_queries(q, state, p, rows_of(p.q, block.batch, block.head, sequence.q_offset()), warp_row, sequence.seqlen_q(),
                          codes.mean, lse);
-            const float power = p.element == ElementType::Bf16
-                                    ? 1.f
-                                    : times_power(1.f, -v_exponent(codes.v_max, sequence.seqlen_k(), PreparedKeys, p.element));
+            exponent = v_exponent(codes.v_max, sequence.seqlen_k(), PreparedKeys, p.element);
+            // the end of the block needs it, and has no register for it
+            if (threadIdx.x == 0) store_shared1(ring + kOffsetExponent, exponent);
+            const float power = p.element == ElementType::Bf16 ? 1.f : times_power(1.f, -exponent);
             const Offsets offsets(threadIdx.x);
             from.of_block.v_factor = to_half2(power, power);
             state.store_sources(from.of_block);
@@ -321,8 +289,8 @@ struct FastForward {
                     constexpr int kParts = kChunks / 2;
 #pragma unroll
                     for (int c = 0; c < kParts; c++) {
-                        // keeps ptxas from loading more of V early than there are registers for
-                        if (kFewRegisters && c && c % (kParts / 4) == 0) __syncwarp();
+                        // 64 columns at a time: ptxas would load more of V early than there are registers for
+                        if (kFewRegisters && c && c % 4 == 0) __syncwarp();
                         // pieces of the span kAhead further, spread over the products
 #pragma unroll
                         for (int piece = 0; piece < kPieces; piece++)
@@ -385,10 +353,11 @@ struct FastForward {
             do {
                 move_references(p, q, slot + offsets.k_fragment(), key, zero, next_scale, state, sum, o);
             } while (run_spans(p, key, last_key, steps, skip));
+            exponent = load_shared1(shared_address(shared) + kOffsetExponent);
         } else {
             clear(sum, o);
         }
-        write_output(p, state, sum, o);
+        write_output(p, state, exponent, sum, o);
     }
 
     using OperandP = u32[2];
@@ -604,21 +573,22 @@ struct FastForward {
     __device__ __forceinline__ static void load_queries(Codes& q, State& state, const FastParams& p, const unsigned short* rows,
                                                         int warp_row, int seqlen_q, const float* mean, float* lse) {
         const Lane lane(threadIdx.x & 31);
-        int row = warp_row + lane.group;
-        QueryRow<Headdim> next;
-        next.load(p, rows + row * p.q.row_stride, row < seqlen_q);
+        int row = warp_row + lane.group - 8;
+        QueryRow<Headdim> next = {};
 #pragma unroll 1
-        for (int r = 0; r < kRows; r++) {
+        for (int r = -1; r < kRows; r++) {
             const QueryRow<Headdim> of_row = next;
             if (r + 1 < kRows) next.load(p, rows + (row + 8) * p.q.row_stride, row + 8 < seqlen_q);
+            if (r >= 0) {
 #pragma unroll
-            for (int i = 0; i + 1 < kRows; i++)
+                for (int i = 0; i + 1 < kRows; i++)
 #pragma unroll
-                for (int c = 0; c < kCodeChunks; c++) q[i][c] = q[i + 1][c];
-            float mean_score;
-            state.push_scale(of_row.quantize(q[kRows - 1], mean_score, p, mean), r);
-            // until the row's end, which has no register for it
-            if (lane.quad == 0 && row < seqlen_q) lse[row] = mean_score;
+                    for (int c = 0; c < kCodeChunks; c++) q[i][c] = q[i + 1][c];
+                float mean_score;
+                state.push_scale(of_row.quantize(q[kRows - 1], mean_score, p, mean), r);
+                // until the row's end, which has no register for it
+                if (lane.quad == 0 && row < seqlen_q) lse[row] = mean_score;
+            }
             row += 8;
         }
     }
@@ -636,13 +606,15 @@ struct FastForward {
             const int first = mask.key_first(row) / kSpan * kSpan;
             const int seen_end = row < sequence.seqlen_q() ? mask.key_end(row, kWarpRows) : 0;
             const UnmaskedKeys<kSpan> keys(mask, row, kWarpRows);
-            const int last_unmasked = kHasMask && p.mask ? -1 : keys.first + static_cast<int>(keys.span);
+            const int last_unmasked = kHasMask && p.mask_bits ? -1 : keys.first + static_cast<int>(keys.span);
             if (key >= seen_end || key < first) {
                 skip(key >= seen_end ? end : min(first, end));
-            } else if (key >= keys.first && key <= last_unmasked) {
-                if (steps(false, min(last_unmasked, last_key) + 1)) return true;
             } else {
-                if (steps(true, key > last_unmasked ? seen_end : min(keys.first, seen_end))) return true;
+                const bool is_masked = key < keys.first || key > last_unmasked;
+                const int to = !is_masked            ? min(last_unmasked, last_key) + 1
+                               : key > last_unmasked ? seen_end
+                                                     : min(keys.first, seen_end);
+                if (steps(is_masked, to)) return true;
             }
         } while (key <= last_key);
         return false;
@@ -651,7 +623,7 @@ struct FastForward {
     // Moves the references of all rows to the largest score so far, and rescales what was summed. Rare: one tile at a time.
     __device__ __forceinline__ static void move_references(const FastParams& p, const Codes& q, u32 k_fragment, int key, u32 zero,
                                                            float k_scale, State& state, float (&sum)[kRows], Output& o) {
-        float largest[kRows], factor[kRows], reference[kRows];
+        float largest[kRows], factor[kRows], reference[kRows], of_old[kRows], summed = 0.f;
 #pragma unroll
         for (int r = 0; r < kRows; r++) largest[r] = negative_infinity();
         SpanMask seen(p, key);
@@ -671,36 +643,46 @@ struct FastForward {
             score = fmaxf(score, __shfl_xor_sync(~0u, score, 1));
             score = fmaxf(score, __shfl_xor_sync(~0u, score, 2));
             const float moved = fmaxf(reference[r], score + (kPackingLog2 - kOneLog2));
-            const float of_old = exp2_approx(reference[r] - moved);
+            of_old[r] = exp2_approx(reference[r] - moved);
             reference[r] = moved;
-            sum[r] *= of_old;
+            summed += sum[r];
+        }
+        state.store_references(reference);
+        // before the first span nothing is summed: this code stays out of the instruction cache then
+        if (__all_sync(~0u, summed == 0.f)) return;
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+            sum[r] *= of_old[r];
 #pragma unroll
             for (int j = 0; j < kChunks; j++)
 #pragma unroll
-                for (int v = 0; v < 2; v++) o[r / 2][j][2 * (r % 2) + v] *= of_old;
+                for (int v = 0; v < 2; v++) o[r / 2][j][2 * (r % 2) + v] *= of_old[r];
         }
-        state.store_references(reference);
     }
 
     // Writes the lane's first row.
-    template <bool IsBf16>
+    template <bool IsBf16, bool MayOverflow>
     __device__ __forceinline__ static void write_row(unsigned short* to, const FastParams& p, const Output& o, float a, float b) {
 #pragma unroll
         for (int j = 0; j < kChunks; j++)
             if (j * kChunk < p.problem.headdim_v) {
-                const float low = o[0][j][0] * a * b, high = o[0][j][1] * a * b;
-                *reinterpret_cast<u32*>(to + j * kChunk) =
-                    IsBf16 ? to_bf16x2(low, high) : to_half2(below_overflow(low), below_overflow(high));
+                float x[2];
+#pragma unroll
+                for (int v = 0; v < 2; v++) {
+                    x[v] = IsBf16 ? o[0][j][v] * a * b : o[0][j][v] * a;
+                    if (MayOverflow) x[v] = below_overflow(x[v]);
+                }
+                *reinterpret_cast<u32*>(to + j * kChunk) = IsBf16 ? to_bf16x2(x[0], x[1]) : to_half2(x[0], x[1]);
             }
     }
 
     // Writes the warp's rows, one row of a lane at a time, as load_queries() reads them.
-    __device__ __forceinline__ static void write_output(const FastParams& p, const State& state, float (&sum)[kRows], Output& o) {
+    __device__ __forceinline__ static void write_output(const FastParams& p, const State& state, int exponent, float (&sum)[kRows],
+                                                        Output& o) {
         const int batch = remat_block_batch(), head = remat_head<true>(p.problem);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
         const Lane lane(remat_thread_index() & 31);
-        const KeyCodes<Headdim> codes(p, sequence, head / (p.problem.nheads / p.problem.nheads_k));
-        const int exponent = v_exponent(codes.v_max, sequence.seqlen_k(), PreparedKeys, p.element), half = exponent / 2;
+        const int half = exponent / 2;
         const float first_power = times_power(1.f, half), second_power = times_power(1.f, exponent - half);
         unsigned short* out = rows_of(p.out, batch, head, sequence.q_offset()) + 2 * lane.quad;
         float* lse = p.softmax_lse + sequence.lse_row(batch, head);
@@ -717,12 +699,14 @@ struct FastForward {
                 if (lane.quad == 0)
                     lse[row] = is_empty ? positive_infinity() : kLn2 * (log2_approx(total) + reference[0] + lse[row]);
                 // probabilities were packed as 2^112 of what was summed; 2^128 is no float
-                const float factor = (is_empty ? 0.f : kPackingShift / total) * first_power;
+                const float factor = (is_empty ? 0.f : __fdividef(kPackingShift, total)) * first_power;
                 unsigned short* to = out + row * p.out.row_stride;
                 if (p.element == ElementType::Bf16)
-                    write_row<true>(to, p, o, factor, second_power);
+                    write_row<true, false>(to, p, o, factor, second_power);
+                else if (exponent > 15)
+                    write_row<false, true>(to, p, o, factor * second_power, 1.f);
                 else
-                    write_row<false>(to, p, o, factor, second_power);
+                    write_row<false, false>(to, p, o, factor * second_power, 1.f);
             }
             row += 8;
 #pragma unroll

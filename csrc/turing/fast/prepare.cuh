@@ -1,8 +1,9 @@
 // Prepares K and V for the fast forward kernel, a block of BLOCK_ROWS keys of one KV head at a time.
 //
-// Phase 0: K less its mean, as int8 codes; the largest finite |V|. Phase 1, for bf16 only: V as fp16 below 1. Every block takes
-// the mean of the sequence itself, from a sample, so that one launch suffices. Smoothing needs no exact mean: any vector that is
-// subtracted from all keys leaves the softmax as it is.
+// Phase 0: K less its mean, as int8 codes; the largest finite |V|; a bit for each key of a boolean mask. Phase 1, for bf16 only: V
+// as fp16 below 1. Phase 2, for K and V that are prepared already: the mask alone. Every block takes the mean of the sequence
+// itself, from a sample, so that one launch suffices. Smoothing needs no exact mean: any vector that is subtracted from all keys
+// leaves the softmax as it is.
 #pragma once
 
 #include "turing/fast/mma.cuh"
@@ -165,7 +166,34 @@ struct FastPrepare {
         }
     }
 
+    // Packs the boolean mask. A warp makes words of 32 keys for 32 rows at a time; all blocks of the launch share them.
+    __device__ __forceinline__ static void pack_mask(const FastParams& p) {
+        const unsigned lane = threadIdx.x % 32, block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+        const unsigned blocks = gridDim.x * gridDim.y * gridDim.z, heads = p.mask_bits_head_stride ? p.problem.nheads : 1;
+        const unsigned row_tiles = p.mask_rows / 32, of_head = row_tiles * p.mask_words;
+        const unsigned tiles = (p.mask_bits_batch_stride ? p.problem.batch : 1) * heads * of_head;
+        for (unsigned tile = block * (Threads / 32) + threadIdx.x / 32; tile < tiles; tile += blocks * (Threads / 32)) {
+            const unsigned of_batch = tile / of_head, batch = of_batch / heads, head = of_batch % heads;
+            const unsigned word = tile % of_head / row_tiles, row = tile % row_tiles * 32, key = word * 32 + lane;
+            const unsigned char* mask = reinterpret_cast<const unsigned char*>(p.mask) + batch * p.mask_batch_stride +
+                                        head * p.mask_head_stride + row * p.mask_row_stride + key * p.mask_key_stride;
+            const int rows = key < p.problem.seqlen_k ? p.problem.seqlen_q - static_cast<int>(row) : 0;
+            unsigned char seen[32];
+#pragma unroll
+            for (int i = 0; i < 32; i++) seen[i] = i < rows ? __ldg(mask + i * p.mask_row_stride) : 0;
+            u32 bits = 0;
+#pragma unroll
+            for (int i = 0; i < 32; i++) {
+                const u32 of_row = __ballot_sync(~0u, seen[i]);
+                if (lane == i) bits = of_row;
+            }
+            p.mask_bits[batch * p.mask_bits_batch_stride + head * p.mask_bits_head_stride + word * p.mask_rows + row + lane] = bits;
+        }
+    }
+
     __device__ __forceinline__ static void run(const FastParams& p) {
+        if (p.phase != 1 && p.mask_bits) pack_mask(p);
+        if (p.phase == 2) return;
         extern __shared__ __align__(16) unsigned char shared_bytes[];
         float* shared = reinterpret_cast<float*>(shared_bytes);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);

@@ -27,17 +27,14 @@ struct QueryRow {
     // same units.
     __device__ __forceinline__ float quantize(u32 (&codes)[kCount], float& mean_score, const FastParams& p,
                                               const float* mean) const {
-        const bool is_bf16 = p.element == ElementType::Bf16;
-        const float sign = p.problem.sign_flip ? -1.f : 1.f;
         float x[kCount][4], poison = 0.f, product = 0.f;
 #pragma unroll
         for (int c = 0; c < kCount; c++) {
-            to_floats(x[c], data[c], is_bf16);
+            to_floats(x[c], data[c], p.element == ElementType::Bf16);
             const float4 of_keys = *reinterpret_cast<const float4*>(mean + column(c));
             const float means[4] = {of_keys.x, of_keys.y, of_keys.z, of_keys.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                x[c][i] *= sign;
                 poison = fmaf(x[c][i], 0.f, poison);
                 product = fmaf(x[c][i], means[i], product);
             }
@@ -71,10 +68,10 @@ struct QueryRow {
             poison += __shfl_xor_sync(~0u, poison, lane_mask);
             product += __shfl_xor_sync(~0u, product, lane_mask);
         }
-        const float factor = code_factor(largest);
+        const float sign = p.problem.sign_flip ? -1.f : 1.f, factor = sign * code_factor(largest);
 #pragma unroll
         for (int c = 0; c < kCount; c++) codes[c] = to_codes(x[c], factor);
-        mean_score = product * p.problem.scale_log2;
+        mean_score = sign * product * p.problem.scale_log2;
         return fmaxf(code_scale(largest) * unit, kSmallestScale) + poison;
     }
 };

@@ -21,8 +21,8 @@ fn forward((headdim, warp_rows, step): (u32, u32, u32)) -> Variant {
         block_rows: THREADS / 32 * warp_rows,
         step,
         threads: THREADS,
-        // after the ring, 32 bytes of each four threads and 32 of the block
-        shared_bytes: SLOTS * step * 3 * headdim + THREADS / 4 * 32 + 32,
+        // after the ring, 32 bytes of each four threads and 48 of the block
+        shared_bytes: SLOTS * step * 3 * headdim + THREADS / 4 * 32 + 48,
         ..Variant::new(TURING, Pass::FastForward, "turing/fast/forward.cu")
     }
 }
