@@ -125,6 +125,7 @@ struct ForwardPipelined {
                                         : kPasses == 2         ? Streams::kBothPasses
                                         : kInitialBias         ? Streams::kStoreFirst
                                                                : Streams::kLoadFirst;
+    static constexpr bool kStreamsInTiles = kStreams != Streams::kBetweenTiles && kStreams != Streams::kAtProducts;
     // Else every step is masked, or in a listed block asks a flag.
     static constexpr bool kUnmaskedLoop = !(kRegistersFull && (kGeneric || Grid::kListed));
     // How many steps before their own bits of listed blocks are loaded. 2: they are combined with the mask a step before, so that a
@@ -516,32 +517,31 @@ struct ForwardPipelined {
                     for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += tile_softmax.sum[mt][r];
             };
 
-            u32 slot = 0;  // of this step
-
+            // The same in a tile (kStreamsInTiles). Here, not in the function of a tile: there it costs kernels that do not call it
+            // registers, and block masks at headdim 128 spill. `slot` and `step_key`: of the step.
+            const auto stream = [&](int half, u32 slot, int step_key) {
+                constexpr bool kStoreFirst = kStreams == Streams::kStoreFirst;
+                if (kStreams == Streams::kBothPasses) {
+                    store(half, slot_after(slot, kAhead));
+                    load(1 - half, key_after(step_key, kAhead + half));
+                } else if (kStoreFirst == (half == 0)) {
+                    store(0, slot_after(slot, kAhead));
+                } else {
+                    load(0, key_after(step_key, kAhead + kStoreFirst));
+                }
+            };
             // Whether a mask hides scores of this listed block, where one loop runs all.
             bool is_masked = true;
             // Computes one tile: scores s become probabilities p_this, beside the next tile's scores s_next, and O += p_last V
             // for the last tile. K of the next and V of the last tile are at k_address and v_address; those that the next call
-            // begins with, at k_ahead and v_ahead. `half`: first or second tile of the step. `moved_slot` and `moved_key`: of
-            // move().
+            // begins with, at k_ahead and v_ahead. `half`: first or second tile of the step. `slot`: of the step for
+            // stream(), of what is stored for move(). `moved_key`: of what move() loads.
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
                                   Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int step_key,
-                                  int half, u32 moved_slot, int moved_key) {
+                                  int half, u32 slot, int moved_key) {
                 const int first_key = step_key + half * kNextTile;
                 end_softmax(s_next, p_last, 1 - half);
-                const auto stream = [&] {
-                    constexpr bool kStoreFirst = kStreams == Streams::kStoreFirst;
-                    if (kStreams == Streams::kBothPasses) {
-                        store(half, slot_after(slot, kAhead));
-                        load(1 - half, key_after(step_key, kAhead + half));
-                    } else if (kStreams == Streams::kLoadFirst || kStreams == Streams::kStoreFirst) {
-                        if (kStoreFirst == (half == 0))
-                            store(0, slot_after(slot, kAhead));
-                        else
-                            load(0, key_after(step_key, kAhead + kStoreFirst));
-                    }
-                };
-                if (!kRescaleBeforeExp) stream();
+                if constexpr (kStreamsInTiles && !kRescaleBeforeExp) stream(half, slot, step_key);
                 if (kInitialBias && uses_fp32_bias(p.score_options)) bias.add_fp32(p, s, half, step_key);
                 if (kHasScoreMod) {
                     s.apply_score_mod(p, mask, warp_row(), first_key);
@@ -574,7 +574,7 @@ struct ForwardPipelined {
                     if (may_mask) s.apply_mask(kMaskKept ? mask : remat_mask(p), warp_row(), first_key);
                 }
                 if (kRescaleBeforeExp && needs_rescale(s, softmax, scale)) update_row_max_before_exp(s, softmax, scale, o, p_last);
-                if (kRescaleBeforeExp) stream();
+                if constexpr (kStreamsInTiles && kRescaleBeforeExp) stream(half, slot, step_key);
                 begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
                 if (kCarriedDropout && half == 0)
                     dropout.template draw<kRegistersFull>(p, warp_row(), step_key, [&](int row, int key) {
@@ -597,7 +597,7 @@ struct ForwardPipelined {
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const int chunk = 4 * c + i;
-                        if constexpr (kBlockLoop) move(moves_of(may_mask, half), chunk, half, moved_slot, moved_key);
+                        if constexpr (kBlockLoop) move(moves_of(may_mask, half), chunk, half, slot, moved_key);
                         if (c < kGroups)
 #pragma unroll
                             for (int mt = 0; mt < RowTiles; mt++) mma(s_next.tile[mt][0], q[mt][chunk], now.k[i]);
@@ -616,13 +616,14 @@ struct ForwardPipelined {
                             }
                     }
                 }
-                if constexpr (kBlockLoop) move(moves_of(may_mask, half), kEnd, half, moved_slot, moved_key);
+                if constexpr (kBlockLoop) move(moves_of(may_mask, half), kEnd, half, slot, moved_key);
             };
 
             if (kFragmentsAhead) {
                 fragments.load_k(k_fragment + kTileBytes, 0);
                 fragments.load_v(v_fragment + slot_after(0, -1) + kTileBytesV, 0);
             }
+            u32 slot = 0;  // of this step
             const auto step = [&](bool may_mask, const Mask& mask) {
                 if constexpr (Grid::kListed) {  // which hold no registers between steps
                     key = keys.first();
@@ -632,11 +633,11 @@ struct ForwardPipelined {
                 const u32 next = slot_after(slot, 1);
                 const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                 const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
-                const u32 stored = kBlockLoop ? slot_after(slot, kAhead) : 0;
+                const u32 tile_slot = kBlockLoop ? slot_after(slot, kAhead) : slot;
                 const int first_moved = kBlockLoop ? key_after(key, kAhead + 2 - kPasses) : 0;
                 const int second_moved = kBlockLoop ? key_after(key, kAhead + 1) : 0;
                 tile(may_mask, mask, scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes,
-                     v_last + kTileBytesV, k_next, v_this, key, 0, stored, first_moved);
+                     v_last + kTileBytesV, k_next, v_this, key, 0, tile_slot, first_moved);
                 if constexpr (Grid::kListed && !kBlockLoop)
                     if (may_mask) bits.load(grid, keys, 1);
                 if (kStreams == Streams::kBetweenTiles) {
@@ -644,7 +645,7 @@ struct ForwardPipelined {
                     load(kPasses - 1, key_after(key, kAhead + 2 - kPasses));
                 }
                 tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this, k_next + kTileBytes,
-                     v_this + kTileBytesV, key, 1, stored, second_moved);
+                     v_this + kTileBytesV, key, 1, tile_slot, second_moved);
                 if (kPasses == 2 && kStreams == Streams::kBetweenTiles) {
                     store(1, slot_after(slot, kAhead));
                     load(0, key_after(key, kAhead + 1));
