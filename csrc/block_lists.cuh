@@ -1,5 +1,5 @@
-// Block-sparse masks: iteration over the listed blocks of a row block. DenseSteps (dense_steps.cuh) has the same interface without
-// a mask. Used by the forward and backward kernels.
+// Block-sparse masks: iteration over the listed blocks of a row block. DenseSteps (dense_steps.cuh) has the interface of
+// ListedSteps without a mask. Used by the forward and backward kernels.
 //
 // A list belongs to kListedRows rows of a query head: queries, whose listed columns are keys, or transposed keys, whose columns are
 // queries. Its header has the number of partial and of full column blocks, the first bit tile, and the row block that the i-th
@@ -137,7 +137,7 @@ public:
     }
 
 private:
-    // Whether the step `steps` later is in the next block.
+    // Whether the step `steps` later is in the next block. At most kListedColumns / Step steps.
     __device__ __forceinline__ bool is_beyond(int steps) const { return column_in_block(first_) + steps * Step >= kListedColumns; }
     __device__ __forceinline__ int with_flags_after(int steps) const {
         if (steps == 0) return first_;
@@ -204,15 +204,15 @@ private:
     }
 };
 
-// The same for loops over the listed blocks with a loop over a block's steps inside: a step only counts, and decodes nothing.
-// Indexed: an entry's address is computed from its number, else kept. ptxas schedules one kernel better with, one without.
+// Iterates over a list in two nested loops: blocks, and the steps of a block. A step only counts. Indexed: computes an entry's
+// address from its number, else keeps a pointer. ptxas schedules headdim 128 better indexed, headdim 64 better with a pointer.
 template <int Step, bool Indexed>
 class ListedBlockSteps {
     const int* from_;  // the list, or the entry that is loaded next
-    int entry_ = -1;  // loaded, two blocks after this step's
+    int entry_ = -1;  // two blocks after this step's, loaded ahead
     int partial_, left_;  // blocks from this step's on: the partial ones, and all
     int tile_;  // of bits, of this step's block
-    // First columns of this step's block and of the one after it, with flags. Until start() entries.
+    // First columns of this step's block and of the one after it, with flags. Before start() these hold raw entries.
     int block_ = -1, next_block_ = -1;
     // Of this step: its number, and its first column in the block. Two counters, because ptxas then keeps the number in a uniform
     // register.
@@ -224,7 +224,7 @@ class ListedBlockSteps {
         const int first = static_cast<int>(block) * kListedColumns + (i < partial_ ? kExists + kHasBits : kExists);
         return i < left_ ? first : kNoColumn;
     }
-    // Whether the step `steps` later is in the next block.
+    // Whether the step `steps` later is in the next block. At most kListedColumns / Step steps.
     __device__ __forceinline__ bool is_beyond(unsigned steps) const {
         return steps * Step >= kListedColumns || (steps > 0 && column_ + steps * Step >= kListedColumns);
     }

@@ -38,7 +38,7 @@ struct DqProduct {
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }
 
-    // Computes pairs j, j + 1, ... of the warp. All its pairs at once share the loads of dS, where there are registers for it.
+    // Computes the warp's pairs j to j + Pairs - 1. Several pairs at once share the loads of dS.
     template <int Pairs>
     static __device__ __forceinline__ void multiply(Accumulator (&c)[Pairs][2], u32 a_address, u32 b_address, int j) {
         clear(c);
@@ -61,7 +61,7 @@ struct DqProduct {
         }
     }
 
-    // Adds pairs j, j + 1, ... to the accumulator by atomics.
+    // Adds the warp's pairs j to j + Pairs - 1 to the accumulator by atomics.
     template <int Pairs>
     static __device__ __forceinline__ void add(const Accumulator (&c)[Pairs][2], float* accum, int j) {
 #pragma unroll
@@ -75,9 +75,8 @@ struct DqProduct {
         }
     }
 
-    // Stores pairs j, j + 1, ... as dq of the step's rows, from `row` on; the sequence has `rows` rows.
-    template <int Pairs>
-    static __device__ __forceinline__ void store(const Accumulator (&c)[Pairs][2], const BwdParams& p, int head, int row, int rows,
+    // Stores pair j as dq of the step's rows, from `row` on; the sequence has `rows` rows.
+    static __device__ __forceinline__ void store(const Accumulator (&c)[1][2], const BwdParams& p, int head, int row, int rows,
                                                  u32 warp, int j) {
         static_assert(kKeyParts == 1, "a warp has the sums over all keys");
         const int batch = remat_block_batch();
@@ -85,9 +84,8 @@ struct DqProduct {
         const auto row_of_lane = [](const Lane& lane, int, int h) {
             return (kOneCallPerLane ? KeysLayout<2>::query_of_row(lane.group) : lane.group) + 8 * h;
         };
-        write_gradient<kColumnWarps>(reinterpret_cast<const Accumulator(&)[1][2 * Pairs]>(c), p, p.dq,
-                                     rows_of(p.dq, batch, head, sequence.q_offset()), p.problem.scale, row + query_tile(warp) * 16,
-                                     rows, p.problem.headdim, row_of_lane, pair(warp) + kColumnWarps * j);
+        write_gradient(c, p, p.dq, rows_of(p.dq, batch, head, sequence.q_offset()), p.problem.scale, row + query_tile(warp) * 16,
+                       rows, p.problem.headdim, row_of_lane, pair(warp) + kColumnWarps * j);
     }
 };
 

@@ -22,11 +22,12 @@
 namespace turing {
 
 // Slots: tiles of Q and dO; with two, a step needs one barrier of the block. PartnerTiles: tiles of P^T, which go from warp to
-// warp. ScoreSlots: tiles of dS.
+// warp. ScoreSlots: tiles of dS. With two, a warp may still read the previous step's dS while others store this step's.
 template <int Headdim, int Rows, int Step, int Threads, int Slots, int PartnerTiles, int ScoreSlots = Slots>
 struct Shape {
     static constexpr int kHeaddim = Headdim, kRows = Rows, kStep = Step, kThreads = Threads, kSlots = Slots;
     static constexpr int kScoreSlots = ScoreSlots;
+    static_assert(Slots <= ScoreSlots, "dS has as many slots as the tiles that it is computed from");
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kChunks = kHeaddim / kChunk, kRowBytes = kChunks * kChunkBytes;  // of a row of Q, K, V, dO
     static constexpr int kScoreChunks = kStep / kChunk, kScoreRowBytes = kScoreChunks * kChunkBytes;
@@ -38,7 +39,7 @@ struct Shape {
     static constexpr int kPartner = kScores + kScoreSlots * kScoreTile;
     static constexpr int kSharedBytes = kPartner + PartnerTiles * kScoreTile;
 
-    // The slots of the step that has this row.
+    // Slots of the tiles (slot) and of dS (score_slot) of the step that has this row, where there are one or two.
     static __device__ __forceinline__ u32 slot(int row) { return kSlots == 2 ? row / kStep % 2 : 0; }
     static __device__ __forceinline__ u32 score_slot(int row) { return kScoreSlots == 2 ? row / kStep % 2 : 0; }
 };

@@ -1,7 +1,7 @@
 // Main kernel of the turing backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. A warp has dV and dK
 // of its own 32 keys, and computes both S^T and dP^T, with V in registers and K from shared memory. shape.cuh has the products,
-// dq_mode.cuh what becomes of dQ. Generic kernels have exactly one score feature (one_feature.cuh). Headdim 64 without features
-// has single_role_halves.cuh, for which the others have no registers.
+// dq_mode.cuh what becomes of dQ. Generic kernels have exactly one score feature (one_feature.cuh). Plain and
+// varlen kernels of headdim 64 with atomics use single_role_halves.cuh. Fused, dkdv and one-feature kernels would spill there.
 #pragma once
 
 #include "backward/probabilities.cuh"

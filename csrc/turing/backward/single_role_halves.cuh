@@ -1,8 +1,10 @@
-// Main kernel of the turing backward pass for headdim 64 without score features: as single_role.cuh, with steps of 32 queries.
+// Main kernel of the turing backward pass for headdim 64, plain and varlen, with dq by atomics (DqMode::kAtomicAdd): as
+// single_role.cuh, with steps of 32 queries.
 //
 // A fragment of K serves 32 queries of S, and a fragment of dS two pairs of columns of dQ: a fifth fewer loads from shared
-// memory, which bound the kernel with 16 queries. P, dP and dS of all 32 would take too many registers, so each half of a step
-// goes from dP to dV and dK alone. Shared memory has one tile of Q, of dO and of dS, which costs a second barrier per step.
+// memory, which bound the kernel with 16 queries. P, dP and dS of 32 queries would take too many registers. So
+// each half of a step, 16 queries, goes from dP through dV and dK alone. Shared memory has one tile of Q, dO and dS: 32 KB, so two
+// blocks fit an SM. This costs a second barrier per step.
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -25,6 +27,7 @@ struct BackwardSingleRoleHalves {
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8, kHalfTiles = kColumnTiles / 2;
     using Layout = KeysLayout<2>;
     using Dq = DqProduct<S>;
+    static_assert(Dq::kAllPairs % Dq::kColumnWarps == 0, "each warp has Dq::kPairs pairs");
 
     static __device__ __forceinline__ void run(const BwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -51,7 +54,8 @@ struct BackwardSingleRoleHalves {
             const int first = Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto add_dq = [&](int row) {  // of the rows from `row` on, from dS
+            // Adds dQ of the step at `row`, from the dS in shared memory.
+            const auto add_dq = [&](int row) {
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 Accumulator c[Dq::kPairs][2];
                 Dq::multiply(c, Dq::a_operand(shared + S::kScores, lane, warp), Dq::b_operand(shared + S::kOwn, lane, warp), 0);
@@ -138,14 +142,14 @@ struct BackwardSingleRoleHalves {
                         }
                     }
                     if (half == 1) {
-                        // Loads of the next step are in flight from here on, where S is no longer. Past the last row nothing is
-                        // loaded. The batch entry is opaque: ptxas would keep addresses in registers, and spill them.
+                        // Issues the next step's loads here, where S is dead and registers are free. Past the last row nothing is
+                        // loaded. Reading the batch entry again stops ptxas from keeping addresses, which it would spill.
                         tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + S::kStep, range.rows(p) - S::kStep - row,
                                    remat_block_batch());
                         stats.load(p, rows, range.next_step(p, row));
                     }
                     const u32 step = by_rows<S>(tile, remat_thread() % 32);
-                    // One after the other in varlen kernels, which spill a register otherwise.
+                    // Varlen kernels compute dV before dK: in turns they spill a register.
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
                         accumulate_pair<S>(dv, probabilities, pair_after<S>(step, c) + S::kStepTile, c);
@@ -158,7 +162,7 @@ struct BackwardSingleRoleHalves {
             __syncthreads();
             const int last = keep_in_register(range.end) - 1;
             add_dq(last & -S::kStep);
-            __syncthreads();  // the next head begins with dS
+            __syncthreads();  // the next head clears dS
         }
 
         // Keys that no query sees get 0.

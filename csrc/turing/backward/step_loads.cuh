@@ -62,7 +62,7 @@ public:
     using Part = uint4[kLoads];
 
     // Loads rows from `row` of the tensor on, of which rows_left exist (may be negative or more than a step). Without a branch,
-    // which would separate the products before and after it.
+    // which would separate the products before and after it. `batch`: blockIdx.z, or remat_block_batch() to keep no addresses.
     static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim,
                                                 int batch = blockIdx.z) {
         const u32 thread = remat_thread(), column = thread % kLanes * kChunk;

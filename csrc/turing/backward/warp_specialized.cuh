@@ -1,7 +1,8 @@
 // Main kernel of the turing backward pass for headdim above 64, and for generic kernels: 8 warps in two roles of four (warp
 // specialization). Warps 0 to 3 compute S^T, P and dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit one warp's
 // registers. A warp has its operands of K or of V in registers, except the last chunks where headdim is above 192. P goes to the
-// partner warp of the other role, lane by lane, through shared memory. All warps compute dQ. shape.cuh has the products,
+// partner warp of the other role, lane by lane, through shared memory. All warps compute dQ, at different times
+// in staggered kernels (kStaggered). shape.cuh has the products,
 // dq_mode.cuh what becomes of dQ.
 #pragma once
 
@@ -22,9 +23,10 @@ namespace turing {
 template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode, class Blocks = DenseBlocks>
 struct BackwardWarpSpecialized {
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
-    // Whether the second role computes its part of dQ before dP, and the first one after dV. So tensor cores have products while
-    // the roles compute P and dS, and P is there when dP is. Else both compute dQ together: its code exists once, so that the
-    // loop of generic kernels fits the instruction cache, and the fused kernel does not spill.
+    // Whether the roles compute dQ of the previous step at different times: the second one before dP, the first one after dV. So
+    // tensor cores have products while a role computes P or dS, and the second one hardly waits for P. Else both compute dQ
+    // together: its code exists once, so that the loop of generic kernels fits the instruction cache, and the fused kernel does not
+    // spill.
     static constexpr bool kStaggered = kWithDq && !kFused && !kGeneric;
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1, kStaggered ? 2 : Slots>;
     // Number of pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. All of K
@@ -38,15 +40,16 @@ struct BackwardWarpSpecialized {
     static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
     static_assert(!Blocks::kListed || !kFused, "a fused kernel visits all rows, to store their dq");
     static constexpr int kPairs = S::kChunks / 2;
-    static constexpr int kPairsAtOnce = kStaggered && kVarlen && Headdim == 128 ? 1 : 2;  // varlen kernels spill with 2
+    static constexpr int kPairsAtOnce =
+        kStaggered && kVarlen && Headdim == 128 ? 1 : 2;  // staggered varlen kernels of headdim 128 spill with 2
     static constexpr int kOwnPairs = kPairs - kSharedPairs;  // pairs in registers
     // The shared chunks of K begin at a multiple of eight chunks. So their offset can be added to a swizzled address, and the same
     // steps lead from chunk to chunk as in V (shared_fragments).
     static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1),
                   "the swizzle of K's rows is that of V's");
     using Dq = DqProduct<S>;
-    // Staggered kernels have registers for all pairs of dQ at once. With one tile of Q and dO they have some for loads of both
-    // tiles, but none for the number of the last head.
+    // Staggered kernels have registers for all pairs of dQ at once. With one tile of Q and dO, loads of both tiles fit
+    // registers, but the end of the loop over heads does not.
     static constexpr bool kOneSlotStaggered = kStaggered && Slots == 1;
     static constexpr int kDqPairs = kStaggered ? Dq::kPairs : 1;
     using Layout = KeysLayout<kKeyTiles>;
@@ -69,7 +72,8 @@ struct BackwardWarpSpecialized {
     static __device__ __forceinline__ void wait_partner() {
         asm volatile("bar.sync %0, 64;" ::"r"(1 + remat_thread() / 32 % kPartners) : "memory");
     }
-    // The same for the first role, which stored P and need not wait.
+    // Signals that P is stored. The first role need not wait: the block's barrier keeps P until the partner has read it. Other
+    // kernels wait: there it gained less than 1%.
     static __device__ __forceinline__ void arrive_partner() {
         if (!kStaggered) return wait_partner();
         asm volatile("bar.arrive %0, 64;" ::"r"(1 + remat_thread() / 32 % kPartners) : "memory");
@@ -346,6 +350,7 @@ struct BackwardWarpSpecialized {
         clear(gradient);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
+        // The end of the loop over heads, computed again in each iteration.
         const auto remat_heads_end = [&] {
             return (remat_block_head() + 1u) * (keep_in_register(p.problem.nheads) / p.problem.nheads_k);
         };
@@ -366,7 +371,7 @@ struct BackwardWarpSpecialized {
             const HeadRows rows(p, sequence, head);
             // Rows that loads may touch.
             const auto rows_end = [&] { return Blocks::kListed ? p.problem.seqlen_q : range.rows(p); };
-            // Computes kDqPairs pairs of dQ of the rows from `row` on, from the dS in this slot. `pair`: a number below Dq::kPairs.
+            // Computes kDqPairs pairs of dQ of the rows from `row` on, from the dS in this slot. `pair`: the first of them.
             const auto compute_dq = [&](int row, u32 slot, int pair) {
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
@@ -410,6 +415,7 @@ struct BackwardWarpSpecialized {
                 // Here, not at the end of the previous step: ptxas would move the stores up to where the loads are not done.
                 if (S::kSlots == 2)
                     tiles.store(shared + S::kStepTiles + (Blocks::kListed ? slot ^ 1 : S::slot(row + S::kStep)) * S::kSlotBytes);
+                // Computes dQ of the previous step, and makes this step the previous one.
                 const auto compute_previous_dq = [&] {
                     if (!kWithDq || S::kScoreSlots != 2) return;
 #pragma unroll
@@ -463,7 +469,7 @@ struct BackwardWarpSpecialized {
                                    range.rows(p) - 2 * S::kStep - row);
                     }
                 };
-                // The same where there is one tile of each: the next one.
+                // With one tile of each: loads the next step's, while dV and dK are computed.
                 const auto load_one_after = [&] {
                     const int after = Blocks::kListed ? queries.after(1) : rows.origin(p) + row + S::kStep;
                     tiles.load(p, p.q, p.dout, rows.head, after,

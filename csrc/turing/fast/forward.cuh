@@ -18,6 +18,7 @@
 // j - 1 any more.
 #pragma once
 
+#include "conditional.cuh"
 #include "forward/block.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
@@ -28,15 +29,6 @@ namespace turing {
 
 // Whether the kernel has code for a boolean mask.
 constexpr bool kHasMask = FEATURES & kFeatureBias;
-
-template <bool First, class A, class B>
-struct Choice {
-    using Type = A;
-};
-template <class A, class B>
-struct Choice<false, A, B> {
-    using Type = B;
-};
 
 // The kernel. A warp has 16 * RowTiles rows. TilesAtOnce: tiles of 8 keys whose scores are in registers together.
 template <int Headdim, int Warps, int RowTiles, int Span, int TilesAtOnce, int PreparedKeys>
@@ -504,7 +496,7 @@ struct FastForward {
     struct SharedState : SharedSources, SharedRows {
         __device__ __forceinline__ explicit SharedState(u32 base) : SharedSources(base), SharedRows(base) {}
     };
-    using State = typename Choice<kSharedState, SharedState, RegisterState>::Type;
+    using State = typename Conditional<kSharedState, SharedState, RegisterState>::Type;
 
     // Loads and stores one of the chunks that a thread moves in each span: first of K's codes, then of V.
     template <class From>

@@ -1,36 +1,28 @@
 // Grid of the turing forward kernels under a block-sparse mask (forward/block_mask.cuh).
 #pragma once
 
+#include "conditional.cuh"
 #include "forward/block_mask.cuh"
 #include "turing/forward/layout.cuh"
 
 namespace turing {
 
-// Choice<First, A, B>::Type is A, or B if not First: NVRTC has no <type_traits>.
-template <bool First, class A, class B>
-struct Choice {
-    using Type = A;
-};
-template <class A, class B>
-struct Choice<false, A, B> {
-    using Type = B;
-};
-
 // A thread block for each list of key blocks, which some rows of a head see. In a head the longest list is launched first. kListed:
-// blocks visit the keys of a list (Steps), not a range of keys. Compact: which form of the iterator takes the fewest registers.
+// blocks visit the keys of a list (Steps), not a range of keys. Compact: passed to
+// the iterator. It selects the form of ListedSteps with fewer registers, or ListedBlockSteps' Indexed.
 template <bool Compact>
 class BlockMaskGrid {
     const FwdBlockParams& params_;
 
 public:
     static constexpr bool kListed = true;
-    // Whether the kernel has a loop over blocks, with one over their steps inside. Generic kernels have one loop: at headdim 256
-    // the other form spills.
+    // Whether the kernel loops over listed key blocks, and inside over their steps. Generic kernels have one loop, because two
+    // spill at headdim 256.
     static constexpr bool kBlockLoop = !kGeneric;
     // Loads of the kernel run up to four steps ahead.
     template <int Step>
-    using Steps =
-        typename Choice<kBlockLoop, ListedBlockSteps<Step, Compact>, ListedSteps<Step, Compact ? 0 : kListedColumns / Step>>::Type;
+    using Steps = typename Conditional<kBlockLoop, ListedBlockSteps<Step, Compact>,
+                                       ListedSteps<Step, Compact ? 0 : kListedColumns / Step>>::Type;
     template <int Rows, int Step>
     using Bits = MaskBits<Rows, Step>;
 
@@ -43,8 +35,8 @@ public:
             : ListedBlock<BlockRows, ForwardLayout::kEitherOrder>(grid.params_) {}
     };
 
-    // load_queries() in two parts, the first of which issues all loads. load_queries() waits for groups of loads, which short lists
-    // do not hide.
+    // load_queries() in two parts: this one issues all loads, end_load_queries() flips signs. load_queries() waits for groups of
+    // loads, and short lists do not hide that.
     template <int RowTiles, int Chunks>
     __device__ __forceinline__ static void begin_load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from,
                                                               const unsigned short* base, int row, int rows, int headdim) {

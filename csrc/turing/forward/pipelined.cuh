@@ -5,9 +5,9 @@
 //   tile i + 1: S = Q K^T        tile i: softmax        tile i - 1: O += P V
 //
 // So there are always products and arithmetic that do not depend on each other. A step is two tiles. K and V move through a
-// ring of slots in shared memory. Step j reads K of steps j and j + 1, and V of steps j - 1 and j. It stores the step kAhead
-// later, and loads the one after that. With eight slots and kAhead = 3, accesses of two steps never meet, so every second step
-// has a barrier. With four slots and kAhead = 2 every step has one.
+// ring of slots in shared memory. Step j reads K of steps j and j + 1, and V of steps j - 1 and j. It stores step
+// j + kAhead, and loads that step or the one after it (CopyPlacement). With eight slots and kAhead = 3, accesses of two steps never
+// meet, so every second step has a barrier. With four slots and kAhead = 2 every step has one.
 //
 // Most steps need no mask. They have a loop of their own, because the test alone costs 3 to 6%.
 #pragma once
@@ -70,7 +70,7 @@ struct ForwardPipelined {
 
     using StreamK = RowStream<ForwardLayout, kChunks, kStep, kThreads>;
     using StreamV = RowStream<ForwardLayout, kChunksV, kStep, kThreads>;
-    // A thread moves one chunk of K and one of V in each pass: the first in the middle of a step, the second at its end.
+    // A thread positions one chunk of K and one of V in each pass: the first in the middle of a step, the second at its end.
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
     static_assert(kPasses <= 2, "a step has two halves");
     static_assert(!kPaged || (kChunks == kChunksV && StreamV::kAllTakePart && !kBackwards),
@@ -109,41 +109,43 @@ struct ForwardPipelined {
     static constexpr bool kLimitsKept =
         !(kStreamsInShared || kFullRow || (kRegistersFull && Grid::kListed) || (Headdim <= 32 && kVarlen));
     static constexpr bool kKeysKept = kOperandRegisters < 144;  // the Philox keys of all rounds
-    // Whether the loop over listed blocks has one over their steps inside.
-    static constexpr bool kBlockLoop = Grid::kBlockLoop;
+    static constexpr bool kBlockLoop = Grid::kBlockLoop;  // see BlockMaskGrid
     // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts the load right after the store,
     // and both before the products of a tile. There the warp waits, because the load writes the registers that the store reads.
-    // In tiles they come after the branch for row maxima, which ptxas moves no store across: with one pass the first tile loads
+    // In tiles they come after the branch for row maxima, which ptxas positions no store across: with one pass the first tile loads
     // or stores, and the second one does the other; with two passes each tile stores one and loads the next. Loops over listed
-    // blocks do both at products of the tiles (moves_of). The choice is by simulated times.
-    enum class Streams { kBetweenTiles, kLoadFirst, kStoreFirst, kBothPasses, kAtProducts };
-    static constexpr bool kStreamsBetweenTiles = kPaged || Grid::kListed ||
-                                                 (RowTiles == 2 && (kRescaleBeforeExp || (Headdim == 64 && !kGeneric))) ||
-                                                 (kFullRow && kVarlen && !kGeneric);  // these would spill
-    static constexpr Streams kStreams = kBlockLoop             ? Streams::kAtProducts
-                                        : kStreamsBetweenTiles ? Streams::kBetweenTiles
-                                        : kPasses == 2         ? Streams::kBothPasses
-                                        : kInitialBias         ? Streams::kStoreFirst
-                                                               : Streams::kLoadFirst;
-    static constexpr bool kStreamsInTiles = kStreams != Streams::kBetweenTiles && kStreams != Streams::kAtProducts;
-    // Else every step is masked, or in a listed block asks a flag.
+    // blocks do both at products of the tiles (copy_positions). The choice is by simulated times.
+    enum class CopyPlacement { kBetweenTiles, kLoadFirst, kStoreFirst, kBothPasses, kAtProducts };
+    // Of the kernels that keep the old place, those of pages and generic block masks are untried. With 32 rows per warp most of the
+    // others are slower in tiles. Varlen kernels of headdim 256 would spill 8 bytes.
+    static constexpr bool kCopiesBetweenTiles = kPaged || Grid::kListed ||
+                                                (RowTiles == 2 && (kRescaleBeforeExp || (Headdim == 64 && !kGeneric))) ||
+                                                (kFullRow && kVarlen && !kGeneric);
+    static constexpr CopyPlacement kCopyPlacement = kBlockLoop            ? CopyPlacement::kAtProducts
+                                                    : kCopiesBetweenTiles ? CopyPlacement::kBetweenTiles
+                                                    : kPasses == 2        ? CopyPlacement::kBothPasses
+                                                    : kInitialBias        ? CopyPlacement::kStoreFirst
+                                                                          : CopyPlacement::kLoadFirst;
+    static constexpr bool kCopiesInTiles =
+        kCopyPlacement != CopyPlacement::kBetweenTiles && kCopyPlacement != CopyPlacement::kAtProducts;
+    // Whether unmasked steps have a loop of their own. Otherwise one loop masks every step, or tests is_masked in a listed block.
     static constexpr bool kUnmaskedLoop = !(kRegistersFull && (kGeneric || Grid::kListed));
-    // How many steps before their own bits of listed blocks are loaded. 2: they are combined with the mask a step before, so that a
-    // step begins without waiting, which takes one more register.
+    // Bits of listed blocks are loaded this many steps ahead. With 2 they are combined with the mask one step ahead, so no step
+    // waits. This takes one more register.
     static constexpr int kBitsAhead = kRegistersFull ? 1 : 2;
 
-    // Where a tile of a loop over listed blocks stores chunks of K and V to the ring and loads others: before product number `i` of
-    // each row tile, or at kEnd. Stores and loads of the same registers are apart, because a load waits until the store before it
-    // has read them; ptxas puts both together otherwise. The positions were found by trial.
-    struct Moves {
+    // Where a tile of a loop over listed blocks stores chunks of K and V to the ring and loads others: before the products of this
+    // chunk, or at kEnd. A load waits until the store before it has read its registers, so most positions keep the two apart. The
+    // positions were found by trial.
+    struct CopyPositions {
         int store_k, store_v, load_k, load_v;
     };
     static constexpr int kEnd = 4 * kMostGroups, kNever = -1;
-    // `second`: of a step's two tiles. Where a thread moves one chunk of K and of V in a step, both tiles share the work.
-    __device__ __forceinline__ static constexpr Moves moves_of(bool may_mask, bool second) {
+    // `second`: of a step's two tiles. Where a thread positions one chunk of K and of V in a step, both tiles share the work.
+    __device__ __forceinline__ static constexpr CopyPositions copy_positions(bool may_mask, bool second) {
         if (kPasses == 2) return {kEnd / 4 + 1, kEnd / 2 + 1, kEnd, kEnd};
-        if (may_mask) return second ? Moves{kNever, 0, kNever, kEnd / 2} : Moves{0, kNever, 0, kNever};
-        return second ? Moves{kNever, kNever, kNever, kEnd / 2} : Moves{1, 3, kEnd, kNever};
+        if (may_mask) return second ? CopyPositions{kNever, 0, kNever, kEnd / 2} : CopyPositions{0, kNever, 0, kNever};
+        return second ? CopyPositions{kNever, kNever, kNever, kEnd / 2} : CopyPositions{1, 3, kEnd, kNever};
     }
 
     // Address of group c in the row of a chunk of group 0.
@@ -201,6 +203,7 @@ struct ForwardPipelined {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const float score = s.tile[mt][0][2 * r + i];
+                    // as row.probability(), but without a register for -row_max: block masks at headdim 128 would spill
                     x[i] = kBlockLoop ? exp2_approx(multiply_subtract(score, scale, row.row_max)) : row.probability(score, scale);
                     if (kBlockLoop) row.sum += x[i];
                 }
@@ -225,7 +228,7 @@ struct ForwardPipelined {
     static constexpr float kLargestSum = 128.f;  // 2^kRescaleThreshold
     static_assert(kRescaleThreshold == 7.f, "kLargestSum is 2^kRescaleThreshold");
 
-    // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
+    // CopyPositions row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
                                                           const StepDropoutMask<RowTiles>& dropout, int half) {
@@ -255,8 +258,8 @@ struct ForwardPipelined {
                 exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold;
         return __any_sync(~0u, exceeds);
     }
-    // Moves row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed already, so they
-    // are rescaled.
+    // CopyPositions row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed already, so
+    // they are rescaled.
     __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                                      Probabilities& p_last) {
         // 1 / scale, computed again so that it holds no register in between.
@@ -300,6 +303,8 @@ struct ForwardPipelined {
         Keys keys(grid, block, key, key_end);
         using Bits = typename Grid::template Bits<kWarpRows, kStep>;
         Bits bits;
+        // An array of its own, so that kernels without lists keep their machine code. Loads of Q are in flight while the list is
+        // decoded.
         OperandA loaded_q[kBlockLoop ? RowTiles : 1][kBlockLoop ? kChunks : 1];
         if constexpr (kBlockLoop) {
             Grid::begin_load_queries(loaded_q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row,
@@ -403,19 +408,19 @@ struct ForwardPipelined {
                 const u32 v_to = kChunkCoordsKept ? v_store : ring + kOffsetV + StreamV::offset(remat_thread_index());
                 if (pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
             };
-            // The same for listed blocks, at position `at` of a tile: stores to `slot` and loads the step whose first key is
-            // `first_key`.
-            const auto move = [&](const Moves& moves, int at, int half, u32 slot, int first_key) {
+            // Copies of a loop over listed blocks: does what is due at position `at` of a tile. Stores to `slot`, and loads the
+            // step whose first key is `first_key`.
+            const auto copy_at = [&](const CopyPositions& positions, int at, int half, u32 slot, int first_key) {
                 const int pass = kPasses == 2 ? half : 0, load_pass = kPasses == 2 ? 1 - half : 0;
                 const u32 k_to = kChunkCoordsKept ? k_store : ring + StreamK::offset(remat_thread_index());
                 const u32 v_to = kChunkCoordsKept ? v_store : ring + kOffsetV + StreamV::offset(remat_thread_index());
-                if (at == moves.store_k && pass < StreamK::kPasses) kept_k.store(k_data, pass, k_to + slot);
-                if (at == moves.store_v && pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
+                if (at == positions.store_k && pass < StreamK::kPasses) kept_k.store(k_data, pass, k_to + slot);
+                if (at == positions.store_v && pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
                 const int k_key = first_key + (kChunkCoordsKept ? k_row : StreamK::key_of(remat_thread_index()));
                 const int v_key = first_key + (kChunkCoordsKept ? v_row : StreamV::key_of(remat_thread_index()));
-                if (at == moves.load_k && load_pass < StreamK::kPasses)
+                if (at == positions.load_k && load_pass < StreamK::kPasses)
                     kept_k.template load<true>(k_data, load_pass, k_stride, k_key, key_end - 1);
-                if (at == moves.load_v && load_pass < StreamV::kPasses)
+                if (at == positions.load_v && load_pass < StreamV::kPasses)
                     kept_v.template load<false>(v_data, load_pass, v_stride, v_key, key_end - 1);
             };
 
@@ -462,7 +467,8 @@ struct ForwardPipelined {
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
                 kept_v.store(v_data, pass, v_store + slot_after(0, -1));  // V of the step before the first: 0 * NaN would not be 0
-            if constexpr (kBlockLoop) {  // all loads first, as those of Q
+            if constexpr (kBlockLoop) {  // all loads of the first steps before the first store: short lists do not hide their
+                                         // latency
                 uint4 k_first[kAhead * kPasses], v_first[kAhead * kPasses];
 #pragma unroll
                 for (int i = 0; i < kAhead * kPasses; i++) {
@@ -488,7 +494,7 @@ struct ForwardPipelined {
                     store(i % kPasses, i / kPasses * kSlotBytes);
                 }
             }
-            if (kStreams != Streams::kLoadFirst) load(0, key_after(key, kAhead));
+            if (kCopyPlacement != CopyPlacement::kLoadFirst) load(0, key_after(key, kAhead));
             __syncthreads();
 
             // Scores of even and of odd tiles.
@@ -517,31 +523,31 @@ struct ForwardPipelined {
                     for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += tile_softmax.sum[mt][r];
             };
 
-            // The same in a tile (kStreamsInTiles). Here, not in the function of a tile: there it costs kernels that do not call it
-            // registers, and block masks at headdim 128 spill. `slot` and `step_key`: of the step.
-            const auto stream = [&](int half, u32 slot, int step_key) {
-                constexpr bool kStoreFirst = kStreams == Streams::kStoreFirst;
-                if (kStreams == Streams::kBothPasses) {
+            // Stores and loads of a tile (kCopiesInTiles). A lambda inside tile() costs registers in kernels that never call it:
+            // block masks at headdim 128 then spill 24 bytes. `slot` and `step_key`: of this step.
+            const auto copy_in_tile = [&](int half, u32 slot, int step_key) {
+                constexpr bool kStoresFirst = kCopyPlacement == CopyPlacement::kStoreFirst;
+                if (kCopyPlacement == CopyPlacement::kBothPasses) {
                     store(half, slot_after(slot, kAhead));
                     load(1 - half, key_after(step_key, kAhead + half));
-                } else if (kStoreFirst == (half == 0)) {
+                } else if (kStoresFirst == (half == 0)) {
                     store(0, slot_after(slot, kAhead));
                 } else {
-                    load(0, key_after(step_key, kAhead + kStoreFirst));
+                    load(0, key_after(step_key, kStoresFirst ? kAhead + 1 : kAhead));
                 }
             };
-            // Whether a mask hides scores of this listed block, where one loop runs all.
+            // Whether this listed block needs a mask. Read only where one loop runs all blocks (!kUnmaskedLoop).
             bool is_masked = true;
             // Computes one tile: scores s become probabilities p_this, beside the next tile's scores s_next, and O += p_last V
             // for the last tile. K of the next and V of the last tile are at k_address and v_address; those that the next call
             // begins with, at k_ahead and v_ahead. `half`: first or second tile of the step. `slot`: of the step for
-            // stream(), of what is stored for move(). `moved_key`: of what move() loads.
+            // copy_in_tile(), of what is stored for copy_at(). `loaded_key`: of what copy_at() loads.
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
                                   Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int step_key,
-                                  int half, u32 slot, int moved_key) {
+                                  int half, u32 slot, int loaded_key) {
                 const int first_key = step_key + half * kNextTile;
                 end_softmax(s_next, p_last, 1 - half);
-                if constexpr (kStreamsInTiles && !kRescaleBeforeExp) stream(half, slot, step_key);
+                if constexpr (kCopiesInTiles && !kRescaleBeforeExp) copy_in_tile(half, slot, step_key);
                 if (kInitialBias && uses_fp32_bias(p.score_options)) bias.add_fp32(p, s, half, step_key);
                 if (kHasScoreMod) {
                     s.apply_score_mod(p, mask, warp_row(), first_key);
@@ -574,7 +580,7 @@ struct ForwardPipelined {
                     if (may_mask) s.apply_mask(kMaskKept ? mask : remat_mask(p), warp_row(), first_key);
                 }
                 if (kRescaleBeforeExp && needs_rescale(s, softmax, scale)) update_row_max_before_exp(s, softmax, scale, o, p_last);
-                if constexpr (kStreamsInTiles && kRescaleBeforeExp) stream(half, slot, step_key);
+                if constexpr (kCopiesInTiles && kRescaleBeforeExp) copy_in_tile(half, slot, step_key);
                 begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
                 if (kCarriedDropout && half == 0)
                     dropout.template draw<kRegistersFull>(p, warp_row(), step_key, [&](int row, int key) {
@@ -597,7 +603,7 @@ struct ForwardPipelined {
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const int chunk = 4 * c + i;
-                        if constexpr (kBlockLoop) move(moves_of(may_mask, half), chunk, half, slot, moved_key);
+                        if constexpr (kBlockLoop) copy_at(copy_positions(may_mask, half), chunk, half, slot, loaded_key);
                         if (c < kGroups)
 #pragma unroll
                             for (int mt = 0; mt < RowTiles; mt++) mma(s_next.tile[mt][0], q[mt][chunk], now.k[i]);
@@ -616,7 +622,7 @@ struct ForwardPipelined {
                             }
                     }
                 }
-                if constexpr (kBlockLoop) move(moves_of(may_mask, half), kEnd, half, slot, moved_key);
+                if constexpr (kBlockLoop) copy_at(copy_positions(may_mask, half), kEnd, half, slot, loaded_key);
             };
 
             if (kFragmentsAhead) {
@@ -634,19 +640,19 @@ struct ForwardPipelined {
                 const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                 const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
                 const u32 tile_slot = kBlockLoop ? slot_after(slot, kAhead) : slot;
-                const int first_moved = kBlockLoop ? key_after(key, kAhead + 2 - kPasses) : 0;
-                const int second_moved = kBlockLoop ? key_after(key, kAhead + 1) : 0;
+                const int first_loaded = kBlockLoop ? key_after(key, kAhead + 2 - kPasses) : 0;
+                const int second_loaded = kBlockLoop ? key_after(key, kAhead + 1) : 0;
                 tile(may_mask, mask, scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes,
-                     v_last + kTileBytesV, k_next, v_this, key, 0, tile_slot, first_moved);
+                     v_last + kTileBytesV, k_next, v_this, key, 0, tile_slot, first_loaded);
                 if constexpr (Grid::kListed && !kBlockLoop)
                     if (may_mask) bits.load(grid, keys, 1);
-                if (kStreams == Streams::kBetweenTiles) {
+                if (kCopyPlacement == CopyPlacement::kBetweenTiles) {
                     store(0, slot_after(slot, kAhead));
                     load(kPasses - 1, key_after(key, kAhead + 2 - kPasses));
                 }
                 tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this, k_next + kTileBytes,
-                     v_this + kTileBytesV, key, 1, tile_slot, second_moved);
-                if (kPasses == 2 && kStreams == Streams::kBetweenTiles) {
+                     v_this + kTileBytesV, key, 1, tile_slot, second_loaded);
+                if (kPasses == 2 && kCopyPlacement == CopyPlacement::kBetweenTiles) {
                     store(1, slot_after(slot, kAhead));
                     load(0, key_after(key, kAhead + 1));
                 }
@@ -662,7 +668,8 @@ struct ForwardPipelined {
                 // Runs the steps of a listed block.
                 const auto block_steps = [&](bool may_mask) {
                     const Mask mask = remat_mask(p);
-                    // bits of the first step, unless the block before this one had bits too
+                    // Partial blocks come first. So a block with bits is the first or follows one with bits, and the bits of its
+                    // first step are combined already.
                     if (may_mask && kBitsAhead == 2 && !keys.has_bits()) bits.combine(keys, mask, warp_row(), true);
 #pragma unroll 1
                     do step(may_mask, mask);
