@@ -255,13 +255,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", choices=GPUS, default="v100", help="the simulated GPU (default v100)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains TEXT")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep every row in FILE, and take from it rows of the same kernels")
-    parser.add_argument("--kept", action="store_true", help="rows that --resume's FILE has, without simulating others")
+    parser.add_argument("--kept", action="store_true", help="only rows that --resume's FILE has")
     parser.add_argument("--pytorch", type=Path, nargs=2, metavar=("LIBTORCH_CUDA", "VOLTA_SIM"), help="beside PyTorch's kernel")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
+    if options.kept and not options.resume:
+        raise CommandError("--kept: got no --resume FILE, which has the rows that are kept")
     known = [row for row in all_rows(GPUS[options.gpu].sms) if options.gpu == "v100" or not row.attention.latents]
     rows = [row for row in known if options.only in str(row)]
     if not rows:

@@ -124,12 +124,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     results = []
     # processes, because the simulator's settings are the process' environment
-    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawned = multiprocessing.get_context("spawn")
+    with report.progress() as bar, ProcessPoolExecutor(options.jobs, mp_context=spawned) as pool:
+        task = bar.add_task("", total=len(chosen))
         for target, r in zip(chosen, pool.map(measure, [target.case for target in chosen])):
+            bar.advance(task)
             results.append(r)
             cells = [f"{r.tflops:.1f}", f"{r.tflops_no_icache:.1f}", f"{r.tensor:.0%}", f"{r.mio:.0%}", f"{r.balance:.2f}", r.kernel]
             grid.rows.append([target.name, f"{target.tflops:g}" if target.tflops else "-", *cells])
-            print(" | ".join(grid.rows[-1]), flush=True)
     header = report.facts("targets", arguments, **{"kind of figures": "simulated with tools/volta-sim"})
     rows = [{"case": t.name, "target": t.tflops, **vars(r)} for t, r in zip(chosen, results)]
     report.deliver(options, header, [grid], rows)

@@ -65,10 +65,10 @@ pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
 }
 
 /// Logs the kernels of a fast forward in one line.
-pub fn fast(a: &Attention, planned: &FastPlan, is_prepared: bool) -> Result<()> {
+pub fn fast(a: &Attention, planned: &FastPlan, forward_only: bool) -> Result<()> {
     if enabled()? {
         let kernels = [planned.prepare, planned.forward];
-        let kernels = &kernels[usize::from(is_prepared)..];
+        let kernels = &kernels[usize::from(forward_only)..];
         let grids: Vec<_> = kernels.iter().map(|k| kernel(k, a.batch)).collect();
         once("fast forward", kernels, format!("{}: {}", problem(a, BackwardMode::default()), grids.join(", ")));
     }

@@ -652,13 +652,13 @@ pub struct FastParams {
     pub mask_key_stride: i64,
     /// Scratch: the mask with a bit for each key, (batch or 1, heads or 1, words of 32 keys, mask_rows); null: no mask.
     pub mask_bits: *mut u32,
-    /// Words from one batch entry to the next; 0 if broadcast, as the next.
+    /// Words from one batch entry to the next; 0 if broadcast.
     pub mask_bits_batch_stride: i64,
-    /// From one query head to the next.
+    /// From one query head to the next; 0 if broadcast.
     pub mask_bits_head_stride: i64,
-    /// Queries, rounded up to whole blocks: words from 32 keys to the next.
+    /// Rows of `mask_bits`, a multiple of 32: queries, or 32 rows if they are broadcast. Later queries have the last row's bits.
     pub mask_rows: i32,
-    /// An even number of words that hold all keys.
+    /// Words of 32 keys for each row. Even, because a span of 64 keys reads two.
     pub mask_words: i32,
     /// Not 0: K is taken less its mean.
     pub smooth_k: i32,

@@ -288,6 +288,25 @@ def test_exact_kernels_serve_short_sequences_and_volta(backend, monkeypatch):
     prepared = volta_fa.prepare_fast(k, k)
     torch.ops.volta_fa._sim_report()
     assert kernels(q, k, prepared=prepared) == fast[1:]
+    # which takes no mask into account
+    with_mask = [fast[0], "turing_fast_fwd_generic_64x64"]
+    assert kernels(q, k, prepared=prepared, attn_mask=torch.ones(1, 1, 1, 1024, dtype=torch.bool)) == with_mask
+
+
+@on("sim")
+def test_all_sms_pack_a_mask(backend, monkeypatch):
+    """Also where K has few blocks: 4 blocks would take 17 times as long as the preparation without a mask."""
+    monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
+    q, k = randn(1, 1024, 8, 64), randn(1, 1024, 1, 64)
+
+    def blocks(**options) -> int:
+        torch.ops.volta_fa._sim_report()
+        fwd_fast(q, k, k, **options)
+        return math.prod(json.loads(torch.ops.volta_fa._sim_report())[0]["grid"])
+
+    assert blocks() == 1024 // 256
+    assert blocks(attn_mask=torch.ones(1, 8, 1024, 1024, dtype=torch.bool)) >= 40
 
 
 @on("cpu-fp16")

@@ -43,10 +43,12 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
             let codes = prepared.map_or_else(|| prepare_on_cpu(inputs, &a), Ok)?;
             cpu::fast_forward(&with_bias(inputs), &a, &codes)
         }
-        Target::Kernels(launcher) => match plan::fast(&a.padded(), prepared.is_some(), &launcher.limits()?)? {
-            Some(plan) => on_device(inputs, &a, &plan, prepared, &**launcher),
-            None => forward_on(&target, &with_bias(inputs), &a),
-        },
+        Target::Kernels(launcher) => {
+            match plan::fast(&a.padded(), inputs.options.attn_mask.is_some(), prepared.is_some(), &launcher.limits()?)? {
+                Some(plan) => on_device(inputs, &a, &plan, prepared, &**launcher),
+                None => forward_on(&target, &with_bias(inputs), &a),
+            }
+        }
     }
 }
 
@@ -149,12 +151,12 @@ fn on_device(
     // a tuning may have chosen the kernel of a larger headdim
     let prepared = prepared.filter(|codes| codes.k_mean.size()[2] == headdim);
     let is_prepared = prepared.is_some();
-    log::fast(a, plan, is_prepared)?;
-    // scratch memory, O(seqlen)
+    log::fast(a, plan, is_prepared && inputs.options.attn_mask.is_none())?;
+    // scratch memory: O(seqlen), and a bit for each element of the mask, whose broadcast dimensions keep size 1
     let v_blocks = ceil_div(a.seqlen_k, i64::from(plan.prepare.variant.block_rows));
     let codes = prepared.map_or_else(|| CodeSizes::new(a, headdim, v_blocks, is_bf16).make(empty), Ok)?;
     let mask = inputs.options.attn_mask.as_ref();
-    let mask_bits = mask.map(|t| empty(&mask_bits_shape(t, a, plan), Kind::Int)).transpose()?;
+    let mask_bits = mask.map(|t| empty(&mask_bits_shape(t, a), Kind::Int)).transpose()?;
     let results = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("mask_bits", mask_bits.as_ref())];
     let launches = match is_prepared {
         true => {
@@ -262,13 +264,12 @@ fn run_prepare(kernel: &PlannedKernel, codes: &Codes, launches: &Launches, param
     Ok(())
 }
 
-/// Returns the shape of a mask with a bit for each key: (batch or 1, heads or 1, words of 32 keys, queries in whole blocks).
-fn mask_bits_shape(mask: &Tensor, a: &Attention, plan: &FastPlan) -> [i64; 4] {
-    let [of_batch, of_head, ..] = broadcast_strides(mask);
-    let block_rows = i64::from(plan.forward.variant.block_rows);
+/// Returns the shape of a mask with a bit for each key: (batch or 1, heads or 1, words of 32 keys, queries or 1 in tiles of 32).
+fn mask_bits_shape(mask: &Tensor, a: &Attention) -> [i64; 4] {
+    let [of_batch, of_head, of_row, _] = broadcast_strides(mask);
     let words = ceil_div(a.seqlen_k, SCALE_KEYS) * SCALE_KEYS / 32;
     let repeated = |stride, size| if stride == 0 { 1 } else { size };
-    [repeated(of_batch, a.batch), repeated(of_head, a.nheads), words, ceil_div(a.seqlen_q, block_rows) * block_rows]
+    [repeated(of_batch, a.batch), repeated(of_head, a.nheads), words, ceil_div(repeated(of_row, a.seqlen_q), 32) * 32]
 }
 
 /// Sets the parameters of a mask, from batch entry `first` on.

@@ -21,10 +21,14 @@ pub const FAST_MIN_KEYS: i64 = 768;
 /// 2080 Ti (the same runs), and a block has 256 rows.
 pub const FAST_MIN_ROWS: i64 = 512;
 
+/// Blocks of the prepare kernel for each SM where a mask is packed: 32 warps, whose loads hide each other's latency. All blocks share the
+/// packing, also where K has few blocks of its own.
+const PACKING_BLOCKS: u32 = 4;
+
 /// The kernels of a fast forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FastPlan {
-    /// Quantizes K and takes the range of V.
+    /// Quantizes K, takes the range of V and packs a mask.
     pub prepare: PlannedKernel,
     /// Computes out and softmax_lse.
     pub forward: PlannedKernel,
@@ -32,8 +36,8 @@ pub struct FastPlan {
 
 /// Plans the fast kernels of a non-empty problem, whose headdims are multiples of 8. None: use the exact forward, because the device has
 /// no fast kernels, or because the sequences are too short for them to pay. A tuning that names a fast kernel overrides the length.
-/// `is_prepared`: keys and values need no preparation.
-pub fn fast(a: &Attention, is_prepared: bool, d: &DeviceLimits) -> Result<Option<FastPlan>> {
+/// `has_mask`: a boolean mask has to be packed. `is_prepared`: keys and values need no preparation, a mask still does.
+pub fn fast(a: &Attention, has_mask: bool, is_prepared: bool, d: &DeviceLimits) -> Result<Option<FastPlan>> {
     let Ok([forward]) = choose(*COMPILED, kernels::FAST_FORWARD, &Shape::of(a), features(a, BackwardMode::default()), d) else {
         return Ok(None);
     };
@@ -43,7 +47,12 @@ pub fn fast(a: &Attention, is_prepared: bool, d: &DeviceLimits) -> Result<Option
     }
     let mut prepares = COMPILED.of(&forward.0.family, Pass::FastPrepare);
     let prepare = prepares.find(|v| v.headdim == forward.0.headdim).expect("each fast forward kernel has a prepare kernel");
-    Ok(Some(FastPlan { prepare: planned((prepare, forward.1), a), forward: planned(forward, a) }))
+    let mut prepare = planned((prepare, forward.1), a);
+    if has_mask {
+        let [of_keys, heads] = prepare.blocks;
+        prepare.blocks[0] = of_keys.max((PACKING_BLOCKS * d.sms).div_ceil(heads.saturating_mul(a.batch as u32)));
+    }
+    Ok(Some(FastPlan { prepare, forward: planned(forward, a) }))
 }
 
 /// Plans the kernel that prepares K and V for any later forward. None: the device has no fast kernels.

@@ -3,9 +3,9 @@
 // GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies int8 codes (codes.cuh), and a span of keys sums P V in
 // fp16 before it is added to the fp32 output. A warp has all its scores in registers, two tiles of rows at once.
 //
-// Instructions: warps of a block run masked and unmasked spans at the same time. Both share a loop with one P V, which has nearly
-// the 16 KB of the L0 cache. What a block executes in all is below the 46 KB of the L1.5 cache: so code outside the loop is rolled,
-// and rare code is behind branches.
+// Instructions: warps of a block run masked and unmasked spans at the same time. Both share a loop with one P V of 15.6 KB. The L0
+// instruction cache has 16 KB. All code that a block executes stays below 46 KB, the L1.5 instruction cache: so code outside the
+// loop is rolled, and rare code is behind branches.
 //
 // Range: |V| < 1 after its scaling, and the packed probabilities of a row in a span sum to at most 2^15, so fp16 sums stay below
 // 2^15 (1 + 2^-11)^(kSpan / 8). The reference of a row, which is subtracted from scores, is tested after a span's probabilities
@@ -62,7 +62,7 @@ struct FastForward {
     using Block = ForwardBlock<kBlockRows, true>;
     using Codes = u32[kRows][kCodeChunks];
     using Output = Accumulator[RowTiles][kChunks];
-    // Tiles at once of a masked span, as many as registers allow.
+    // Tiles at once of a masked span. Two spill at headdims 128 and 256. Plain kernels use one, for less code.
     static constexpr int kMaskedTiles = kHasMask && Headdim == 64 ? 4 : 1;
     // At headdim 64 registers suffice for all that a step needs beside operands and sums. At headdim 128 with 32 rows a part is in
     // shared memory.
@@ -136,7 +136,8 @@ struct FastForward {
             for (int w = 0; w < kWords; w++) bits[w] = ones_from(first - 32 * w) & ~ones_from(end - 32 * w);
             if (kHasMask && p.mask_bits) {
                 const u32* words = p.mask_bits + remat_block_batch() * p.mask_bits_batch_stride +
-                                   remat_head<true>(p.problem) * p.mask_bits_head_stride + key / 32 * p.mask_rows + row;
+                                   remat_head<true>(p.problem) * p.mask_bits_head_stride +
+                                   static_cast<long long>(key / 32) * p.mask_rows + min(row, p.mask_rows - 1);
 #pragma unroll
                 for (int w = 0; w < kWords; w++) bits[w] &= __ldg(words + w * p.mask_rows) >> key % 32;
             }

@@ -1,7 +1,7 @@
 // Prepares K and V for the fast forward kernel, a block of BLOCK_ROWS keys of one KV head at a time.
 //
 // Phase 0: K less its mean, as int8 codes; the largest finite |V|; a bit for each key of a boolean mask. Phase 1, for bf16 only: V
-// as fp16 below 1. Phase 2, for K and V that are prepared already: the mask alone. Every block takes the mean of the sequence
+// as fp16 below 1. Phase 2 packs the mask only, for calls with prepared K and V. Every block takes the mean of the sequence
 // itself, from a sample, so that one launch suffices. Smoothing needs no exact mean: any vector that is subtracted from all keys
 // leaves the softmax as it is.
 #pragma once
@@ -166,7 +166,8 @@ struct FastPrepare {
         }
     }
 
-    // Packs the boolean mask. A warp makes words of 32 keys for 32 rows at a time; all blocks of the launch share them.
+    // Packs the boolean mask. A warp packs 32 rows by 32 keys at a time; lane i writes the word of row i. Tiles are dealt to all
+    // warps of the launch.
     __device__ __forceinline__ static void pack_mask(const FastParams& p) {
         const unsigned lane = threadIdx.x % 32, block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
         const unsigned blocks = gridDim.x * gridDim.y * gridDim.z, heads = p.mask_bits_head_stride ? p.problem.nheads : 1;
@@ -187,7 +188,8 @@ struct FastPrepare {
                 const u32 of_row = __ballot_sync(~0u, seen[i]);
                 if (lane == i) bits = of_row;
             }
-            p.mask_bits[batch * p.mask_bits_batch_stride + head * p.mask_bits_head_stride + word * p.mask_rows + row + lane] = bits;
+            p.mask_bits[batch * p.mask_bits_batch_stride + head * p.mask_bits_head_stride +
+                        static_cast<long long>(word) * p.mask_rows + row + lane] = bits;
         }
     }
 
