@@ -42,6 +42,11 @@ class Row:
     seqlen_k: int
     wave: bool = False  # a few waves of blocks stand for a larger call
 
+    @property
+    def window(self) -> int:
+        """The attention's window; 0 if it hides no key."""
+        return self.attention.window if self.attention.window < self.seqlen_k else 0
+
     def __str__(self) -> str:
         a = self.attention
         heads = f"{a.nheads}" if a.nheads == a.nheads_k else f"{a.nheads}/{a.nheads_k}"

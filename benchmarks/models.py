@@ -9,8 +9,8 @@ or of the DRAM rate of the simulated GPU. Turing has no kernels for a cache of l
 
 --pytorch adds the speed of PyTorch's memory-efficient kernels, from the wheel of torch 2.7.1 (V100) or 2.11.0+cu130 (Turing), for rows of
 training and prefill that they compute without a mask in memory, with headdims to 128. K and V of grouped heads are repeated for them
-before, which is not counted. Grids have other counts of heads, as blocks cost the same in all of them.
-A backward pass has one block for a head: PyTorch splits keys too, whose blocks wait for each other.
+before, which is not counted. PyTorch's launches have fewer or more heads than the model: the time of a block does not depend on its head.
+Backward launches have one block for each head (`pytorch_fmha`).
 Lengths are those of a usual run.
 """
 
@@ -149,8 +149,7 @@ class PyTorch:
     def tflops(self, row: Row) -> float | None:
         """Returns the speed by the default model; None if the kernels do not compute the row."""
         a = row.attention
-        windowed = 0 < a.window < row.seqlen_k
-        if row.use == DECODE or windowed or a.softcap or a.sinks or a.headdim != a.headdim_v or a.headdim > 128:
+        if row.use == DECODE or row.window or a.softcap or a.sinks or a.headdim != a.headdim_v or a.headdim > 128:
             return None
         forward = self._speed(FORWARD_PASS, row)
         # 4 operations forward, 10 backward
@@ -161,13 +160,13 @@ class PyTorch:
         # without a mask, a step costs the same at all lengths
         longest = row.seqlen_k if a.causal else 8192 if forward else 1024
         rows, keys = (min(n, longest) for n in (row.seqlen_q, row.seqlen_k))
-        kernel = next(k for k in self._kernels if k.computes(direction, a.headdim, rows, keys))
+        kernel = next(k for k in self._kernels if k.computes(direction, a.headdim, row.seqlen_q, row.seqlen_k))
         if forward:
             # four times what the GPU holds at once
             heads = -(-4 * 3 * sms * kernel.rows // rows)
             heads = heads if row.wave else min(row.batch * a.nheads, heads)
         else:
-            # 256 threads on each SM: a head has one block
+            # a block for each head, and 256 threads on each SM
             heads = sms * 256 // math.prod(kernel.threads)
         launch = pytorch_fmha.job(kernel, heads, rows, keys, False, a.headdim, a.causal)
         name = json.dumps(launch)
@@ -179,9 +178,8 @@ class PyTorch:
 def _key(row: Row, gpu: str) -> dict:
     """Returns what figures of a row depend on: the GPU, the call, and every launch with a digest of the kernel's machine code.
 
-    Models with the same attention and lengths share figures, also if a window is longer than the keys."""
-    a = row.attention
-    call = replace(row, model="", attention=replace(a, window=a.window if a.window < row.seqlen_k else 0))
+    Models with the same call share figures. A window that hides no key counts as none."""
+    call = replace(row, model="", attention=replace(row.attention, window=row.window))
     return {"gpu": gpu, "call": repr(call), "launches": [launch for work in _passes(row) for launch in launches(work, gpu)]}
 
 

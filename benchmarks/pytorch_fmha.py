@@ -43,13 +43,15 @@ class Kernel:
         return int(self.name[-2:])
 
     def computes(self, direction: str, headdim: int, *lengths: int) -> bool:
-        aligned = "seqaligned" not in self.name or all(n % 128 == 0 for n in lengths)
+        """Returns whether it computes a call. Kernels without bounds checks take lengths of whole tiles, whose sizes are in their names."""
+        tiles = map(int, re.findall(r"\d+", self.name.split("_")[4]))
+        aligned = "seqaligned" not in self.name or all(n % tile == 0 for n, tile in zip(lengths, tiles))
         return self.direction == direction and self.headdim >= headdim and aligned
 
 
 #: The torch whose wheel has the machine code of an architecture.
 TORCH = {70: "2.7.1", 75: "2.11.0+cu130"}
-#: PyTorch takes the first that computes a call.
+#: In PyTorch's order of preference, but for the last.
 KERNELS = (
     Kernel(volta.FORWARD, 64, "fmha_cutlassF_f16_aligned_64x64_rf_sm70", 17920, (32, 4), 64),
     Kernel(volta.FORWARD, 128, "fmha_cutlassF_f16_aligned_32x128_rf_sm70", 25600, (32, 4), 32),
@@ -112,22 +114,15 @@ def job(kernel: Kernel, heads: int, rows: int, keys: int, has_files: bool, headd
     sizes = {name: heads * n * d * 2 for name, n in halves.items()} | {"lse": heads * _lse_rows(rows) * 4, "delta": heads * rows * 4}
     # an accumulator of each gradient, and locks
     sizes["workspace"] = heads * (2 * (keys + 128) * d + 4 * (rows + 128) * d + 8192) * 4
+    # the kernels compute delta
+    known = dict.fromkeys((*results, "delta"), "poison") | {"workspace": "zeros"}
     buffers = []
     for seed, name in enumerate(pointers):
-        random = {"normal_f32" if name == "lse" else "normal_f16": {"seed": seed, "scale": 0.3}}
-        # the kernels compute delta
-        init = (
-            "poison"
-            if name in (*results, "delta")
-            else "zeros"
-            if name == "workspace"
-            else {"file": f"{name}.bin"}
-            if has_files
-            else random
-        )
-        buffers.append(
-            {"name": name, "size": sizes[name], "init": init} | ({"out": f"{name}.bin"} if has_files and name in results else {})
-        )
+        file = f"{name}.bin"
+        given = {"file": file} if has_files else {"normal_f32" if name == "lse" else "normal_f16": {"seed": seed, "scale": 0.3}}
+        buffers.append({"name": name, "size": sizes[name], "init": known.get(name, given)})
+        if has_files and name in results:
+            buffers[-1]["out"] = file
     return {
         "cubin": f"{kernel.name}.cubin",
         "kernel": kernel.name,
@@ -172,6 +167,7 @@ def _decompressed(content: bytes, flags: int, size: int) -> bytes:
 
 
 def kernels(sm: int) -> tuple[Kernel, ...]:
+    """Returns the kernels of an architecture."""
     return tuple(kernel for kernel in KERNELS if kernel.sm == sm)
 
 

@@ -141,7 +141,7 @@ fn every_variant_is_chosen_for_some_problem() {
                     let device = DeviceLimits { only: Some(family), ..own_device(family) };
                     let forward = plan::forward(&a, &device).into_iter();
                     let backward = [DEFAULT, DETERMINISTIC].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
-                    let fast = plan::fast(&a, false, false, &device).unwrap().into_iter().flat_map(|f| [f.prepare, f.forward]);
+                    let fast = plan::fast(&a, false, &device).unwrap().into_iter().flat_map(|f| [f.prepare, f.forward]);
                     let used: Vec<_> =
                         forward.chain(fast).chain(backward.flat_map(|b| b.kernels().collect::<Vec<_>>())).map(|k| k.variant.name).collect();
                     unused.retain(|name| !used.contains(name));

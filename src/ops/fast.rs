@@ -43,12 +43,10 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
             let codes = prepared.map_or_else(|| prepare_on_cpu(inputs, &a), Ok)?;
             cpu::fast_forward(&with_bias(inputs), &a, &codes)
         }
-        Target::Kernels(launcher) => {
-            match plan::fast(&a.padded(), inputs.options.attn_mask.is_some(), prepared.is_some(), &launcher.limits()?)? {
-                Some(plan) => on_device(inputs, &a, &plan, prepared, &**launcher),
-                None => forward_on(&target, &with_bias(inputs), &a),
-            }
-        }
+        Target::Kernels(launcher) => match plan::fast(&a.padded(), prepared.is_some(), &launcher.limits()?)? {
+            Some(plan) => on_device(inputs, &a, &plan, prepared, &**launcher),
+            None => forward_on(&target, &with_bias(inputs), &a),
+        },
     }
 }
 

@@ -36,8 +36,8 @@ pub struct FastPlan {
 
 /// Plans the fast kernels of a non-empty problem, whose headdims are multiples of 8. None: use the exact forward, because the device has
 /// no fast kernels, or because the sequences are too short for them to pay. A tuning that names a fast kernel overrides the length.
-/// `has_mask`: a boolean mask has to be packed. `is_prepared`: keys and values need no preparation, a mask still does.
-pub fn fast(a: &Attention, has_mask: bool, is_prepared: bool, d: &DeviceLimits) -> Result<Option<FastPlan>> {
+/// A boolean mask is the feature `attn_bias`. `is_prepared`: keys and values need no preparation, a mask still does.
+pub fn fast(a: &Attention, is_prepared: bool, d: &DeviceLimits) -> Result<Option<FastPlan>> {
     let Ok([forward]) = choose(*COMPILED, kernels::FAST_FORWARD, &Shape::of(a), features(a, BackwardMode::default()), d) else {
         return Ok(None);
     };
@@ -48,7 +48,7 @@ pub fn fast(a: &Attention, has_mask: bool, is_prepared: bool, d: &DeviceLimits) 
     let mut prepares = COMPILED.of(&forward.0.family, Pass::FastPrepare);
     let prepare = prepares.find(|v| v.headdim == forward.0.headdim).expect("each fast forward kernel has a prepare kernel");
     let mut prepare = planned((prepare, forward.1), a);
-    if has_mask {
+    if a.features.attn_bias {
         let [of_keys, heads] = prepare.blocks;
         prepare.blocks[0] = of_keys.max((PACKING_BLOCKS * d.sms).div_ceil(heads.saturating_mul(a.batch as u32)));
     }

@@ -395,11 +395,15 @@ struct BackwardWarpSpecialized {
             if (kInitial && kHasBias && is_first_role()) initial.load_bias(p, head, first, range.end, remat_warp_key());
             __syncthreads();  // the previous head's tiles are free
             tiles.store(shared + S::kStepTiles + (Blocks::kListed ? 0 : S::slot(first)) * S::kSlotBytes);
-            if constexpr (Blocks::kListed) {
-                if (S::kSlots == 2) tiles.load(p, p.q, p.dout, rows.head, queries.after(1), rows_end() - queries.after(1));
-            } else if (S::kSlots == 2) {
-                tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
-            }
+            // Loads the tiles `steps` after the step at `row`, which is the iterator's if the queries are listed.
+            const auto load_step = [&](int row, int steps) {
+                if constexpr (Blocks::kListed)
+                    tiles.load(p, p.q, p.dout, rows.head, queries.after(steps), rows_end() - queries.after(steps));
+                else
+                    tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + steps * S::kStep,
+                               range.rows(p) - steps * S::kStep - row);
+            };
+            if (S::kSlots == 2) load_step(first, 1);
             // dS of the step before the first: zeros. They add nothing, and dq that kStore stores of them is overwritten later.
             if (kWithDq && S::kScoreSlots == 2)
                 clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores +
@@ -461,19 +465,7 @@ struct BackwardWarpSpecialized {
                 // registers. In generic kernels the computation of P and dS is such a part, so the loads come after it. Past the
                 // last row nothing is loaded.
                 const auto load_next = [&](bool here) {
-                    if constexpr (Blocks::kListed) {
-                        if (S::kSlots == 2 && here)
-                            tiles.load(p, p.q, p.dout, rows.head, queries.after(2), rows_end() - queries.after(2));
-                    } else if (S::kSlots == 2 && here) {
-                        tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep,
-                                   range.rows(p) - 2 * S::kStep - row);
-                    }
-                };
-                // With one tile of each: loads the next step's, while dV and dK are computed.
-                const auto load_one_after = [&] {
-                    const int after = Blocks::kListed ? queries.after(1) : rows.origin(p) + row + S::kStep;
-                    tiles.load(p, p.q, p.dout, rows.head, after,
-                               Blocks::kListed ? rows_end() - after : range.rows(p) - S::kStep - row);
+                    if (S::kSlots == 2 && here) load_step(row, 2);
                 };
                 // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
@@ -529,7 +521,7 @@ struct BackwardWarpSpecialized {
                 if (kInitial && kHasBias && is_first_role())
                     initial.load_bias(p, head, range.next_step(p, row), range.end, remat_warp_key());
                 load_next(kGeneric);
-                if (kOneSlotStaggered) load_one_after();
+                if (kOneSlotStaggered) load_step(row, 1);  // while dV and dK are computed
                 {
                     const u32 tile = (is_first_role() ? S::kStepTile : 0) + slot * S::kSlotBytes;
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, remat_thread() % 32);
