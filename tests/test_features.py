@@ -223,6 +223,22 @@ def test_large_numbers_in_a_bias(backend, number):
             assert out[:, 20:30].isnan().all() and out[:, :20].isfinite().all()
 
 
+@pytest.mark.parametrize("scale, number", [(1.0, 2e18), (100.0, 9e17)])
+@on("cpu-fp32")
+def test_an_infinite_score_of_a_hidden_key(backend, scale, number):
+    """Gradients are those without the key: 0 but for dv, and but for dP minus its mean, which rounds to about 1e-7."""
+    q, k, v, dout = Case(4, 2, 16, batch=1, nheads=1).inputs(backend)
+    q, k = torch.full_like(q, number), torch.zeros_like(k)
+    k[:, 1] = number
+    options = {"softmax_scale": scale, "attn_bias": torch.tensor([True, False]).view(1, 1, 1, 2)}
+    out, lse = backend.forward(q, k, v, **options)
+    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, **options)[0]
+    assert (dk / (scale * number)).abs().max() < 1e-5
+    torch.testing.assert_close(dv[:, 0], dout.sum(1))
+    for zero in (dq, dk[:, 1], dv[:, 1]):
+        assert torch.equal(zero, torch.zeros_like(zero))
+
+
 @pytest.mark.parametrize("name", ["q", "k"])
 @pytest.mark.parametrize("number", [7e4, -7e4, math.inf], ids=str)
 @on(*BF16_KERNELS)

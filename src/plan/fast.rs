@@ -13,29 +13,30 @@ use crate::tuning::Shape;
 
 /// Fewest keys for which the fast kernels are chosen: on a simulated RTX 2080 Ti, with a head for each SM and as many queries as keys, the
 /// call takes 0.79, 0.78 and 0.80 of the exact kernel's time at 768 keys (headdim 64, 128, 256). At 512 keys, 0.91, 0.86 and 0.85, and a
-/// launch more that the simulator leaves out. On a T4, which the planner cannot tell apart, they tie from 1024 keys on
+/// launch more that the simulator leaves out. On a T4, which the planner cannot tell apart, both calls are within 15% from 1024 keys on
 /// (`python -m benchmarks.fast --every-length`, docs/log/2026-11-26-fast-forward.md).
 pub const FAST_MIN_KEYS: i64 = 768;
 
 /// Fewest query rows of a KV head for which preparing its keys pays: its time per key is that which 240 to 390 rows save on a simulated RTX
-/// 2080 Ti (the same runs), and a block has 256 rows.
+/// 2080 Ti (the same runs), and a block has 256 rows, or 128 at headdim 256.
 pub const FAST_MIN_ROWS: i64 = 512;
 
-/// Blocks of the prepare kernel for each SM where a mask is packed: 32 warps, whose loads hide each other's latency. All blocks share the
-/// packing, also where K has few blocks of its own.
+/// Blocks of the prepare kernel for each SM where a mask is packed, twice what an SM runs at a time. All blocks share the packing, also
+/// where K has few blocks of its own: those alone took 312 us instead of 24 (docs/log/2026-11-26-fast-forward-2.md).
 const PACKING_BLOCKS: u32 = 4;
 
 /// The kernels of a fast forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FastPlan {
-    /// Quantizes K, takes the range of V and packs a mask.
+    /// Quantizes K, takes the range of V, scales V in bf16 and packs a mask.
     pub prepare: PlannedKernel,
     /// Computes out and softmax_lse.
     pub forward: PlannedKernel,
 }
 
 /// Plans the fast kernels of a non-empty problem, whose headdims are multiples of 8. None: use the exact forward, because the device has
-/// no fast kernels, or because the sequences are too short for them to pay. A tuning that names a fast kernel overrides the length.
+/// no fast kernel for the problem that works, or because the sequences are too short to pay. A tuning that names a fast kernel overrides
+/// the length.
 /// A boolean mask is the feature `attn_bias`. `is_prepared`: keys and values need no preparation, a mask still does.
 pub fn fast(a: &Attention, is_prepared: bool, d: &DeviceLimits) -> Result<Option<FastPlan>> {
     let Ok([forward]) = choose(*COMPILED, kernels::FAST_FORWARD, &Shape::of(a), features(a, BackwardMode::default()), d) else {

@@ -27,8 +27,8 @@ fn forward((headdim, warp_rows, step): (u32, u32, u32)) -> Variant {
     }
 }
 
-/// Returns the prepare kernel: four blocks an SM, because memory bounds it. Shared memory: a partial mean of each row that the block reads
-/// at once.
+/// Returns the prepare kernel: two blocks an SM, as many as the largest one's registers allow. Shared memory: a partial mean of each row
+/// that the block reads at once.
 fn prepare((headdim, ..): (u32, u32, u32)) -> Variant {
     Variant {
         headdim,

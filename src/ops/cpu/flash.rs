@@ -14,9 +14,10 @@ use tch::{Device, Kind, Tensor};
 const MASK_ELEMENTS: i64 = 1 << 22;
 /// Minimum rows of a block with a mask per head: the operator's tiles have 32 rows or more.
 const MIN_ROWS: i64 = 64;
-/// Range for rows of a block. A block has as many rows as its window is wide, so it has at most twice the keys that a row sees.
+/// Range for rows of a block, which has as many rows as its window is wide: then it has about twice the keys that a row sees. Blocks of
+/// narrower windows have more, and those whose masks would be too large have fewer rows.
 const ROWS: std::ops::RangeInclusive<i64> = 256..=1024;
-/// Largest |q| and |k| whose products are finite in fp32. A sum of -inf and an infinite score would be NaN.
+/// Largest |q| and |k| whose products are finite in fp32 at a scale of at most 1. A sum of -inf and an infinite score would be NaN.
 const LARGEST_FACTOR: f64 = 1e18;
 
 /// Returns true if the operator can compute the forward pass, and the backward pass without the gradients of a bias and
@@ -53,7 +54,7 @@ enum Fold {
 }
 
 impl Fold {
-    /// Returns the calls that cover all heads, as few as possible.
+    /// Returns the calls that cover all heads: one, or as many as batch entries or heads of a group, whichever are fewer.
     fn all(part: &Part) -> Vec<Fold> {
         let (group, batch) = (heads_per_group(&part.a), part.a.batch);
         match (group, part.a.seqlen_q) {
@@ -135,7 +136,7 @@ struct Problem<'a> {
 }
 
 /// Converts a (batch, seqlen, heads, headdim) tensor to `kind`. Also copies tensors that BLAS cannot read, with overlapping rows or strided
-/// elements. Also copies rows off 16-byte boundaries, because BLAS may round their products differently.
+/// elements. Also copies rows that are no multiple of 16 bytes apart, because BLAS may round their products differently.
 fn readable(t: &Tensor, kind: Kind) -> Result<Tensor> {
     let t = t.f_to_kind(kind)?;
     let (sizes, strides) = (t.size(), t.stride());
@@ -145,10 +146,11 @@ fn readable(t: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(if dense { t } else { t.f_contiguous()? })
 }
 
-/// Returns true if every element and its products are finite.
-fn is_moderate(t: &Tensor) -> Result<bool> {
+/// Returns true if every element is finite, and its products with another such tensor times the scale are.
+fn is_moderate(t: &Tensor, softmax_scale: f64) -> Result<bool> {
     let all: [i64; 0] = [];
-    let small = t.f_amax(all, false)?.f_lt(LARGEST_FACTOR)?.f_logical_and(&t.f_amin(all, false)?.f_neg()?.f_lt(LARGEST_FACTOR)?)?;
+    let largest = LARGEST_FACTOR / softmax_scale.max(1.0).sqrt();
+    let small = t.f_amax(all, false)?.f_lt(largest)?.f_logical_and(&t.f_amin(all, false)?.f_neg()?.f_lt(largest)?)?;
     Ok(small.f_int64_value(&[])? != 0)
 }
 
@@ -168,7 +170,8 @@ impl<'a> Problem<'a> {
             || blocks.iter().any(|b| !b.is_causal && (b.hidden_left(first).is_some() || b.hidden_right(last).is_some()))
     }
 
-    /// Returns the number of masks of a block with a stored row per query row; 0 if one row applies to all.
+    /// Returns the number of masks of a block that must be made with a row per query row; 0 if none: one row applies to all, or the
+    /// operator takes the bias as it is.
     fn stored_masks(&self, has_window: bool) -> i64 {
         let bias = self.part.attn_bias.as_ref().map(|t| t.size());
         let alibi = self.part.alibi_slopes.as_ref().map(|t| t.size());
@@ -272,7 +275,7 @@ impl Block {
         Ok(t)
     }
 
-    /// Returns true if one call computes the whole problem.
+    /// Returns true if the call with this fold computes all rows and heads in the problem's own layout.
     fn is_whole(&self, part: &Part, fold: Fold) -> bool {
         fold == Fold::Heads && self.rows == part.a.seqlen_q
     }
@@ -306,7 +309,8 @@ fn is_settled(lse: &Tensor, has_mask: bool) -> Result<bool> {
     Ok(!has_zero && (!has_mask || lse.f_amax(all, false)?.f_ge(f64::NEG_INFINITY)?.f_int64_value(&[])? != 0))
 }
 
-/// Returns the log-sum-exp, contiguous, with +inf in fully masked rows, for which the operator returns 0. None if other rows are 0 or NaN.
+/// Returns the log-sum-exp, contiguous, with +inf in fully masked rows, for which the operator returns 0. None if
+/// other rows are 0 or, under a mask, NaN.
 fn settled(lse: &Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
     let lse = lse.f_contiguous()?;
     if is_settled(&lse, mask.is_some())? {
@@ -368,7 +372,7 @@ fn without_keys(p: &Problem) -> Result<(Tensor, Tensor)> {
 pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor) -> Result<Option<[Tensor; 3]>> {
     let (p, a) = (Problem::new(part)?, &part.a);
     let blocks = p.blocks();
-    if p.has_masks(&blocks) && !(is_moderate(&p.q)? && is_moderate(&p.k)?) {
+    if p.has_masks(&blocks) && !(is_moderate(&p.q, a.softmax_scale)? && is_moderate(&p.k, a.softmax_scale)?) {
         return Ok(None);
     }
     let (dout, out) = (readable(dout, p.kind)?, readable(out, p.kind)?);
