@@ -43,7 +43,10 @@ class Kernel:
         return int(self.name[-2:])
 
     def computes(self, direction: str, headdim: int, *lengths: int) -> bool:
-        """Returns whether it computes a call. Kernels without bounds checks take lengths of whole tiles, whose sizes are in their names."""
+        """Returns whether it computes calls of these lengths, rows and keys; without lengths, of some.
+
+        Kernels without bounds checks take lengths of whole tiles, whose sizes are in their names.
+        """
         tiles = map(int, re.findall(r"\d+", self.name.split("_")[4]))
         aligned = "seqaligned" not in self.name or all(n % tile == 0 for n, tile in zip(lengths, tiles))
         return self.direction == direction and self.headdim >= headdim and aligned
@@ -62,7 +65,7 @@ KERNELS = (
     Kernel(volta.FORWARD, 64, "fmha_cutlassF_f16_aligned_64x64_rf_sm75", 18944, (32, 4), 64),
     Kernel(volta.FORWARD, 128, "fmha_cutlassF_f16_aligned_32x128_rf_sm75", 26112, (32, 4), 32),
     Kernel(volta.BACKWARD, 64, "fmha_cutlassB_f16_aligned_64x64_k64_sm75", 27904, (128, 1)),
-    # of the two, its speed is the measured one: docs/log/2026-11-26-titan-rtx.md
+    # the simulated speed of this one is that measured on a card, not the other's: docs/log/2026-11-26-titan-rtx.md
     Kernel(volta.BACKWARD, 128, "fmha_cutlassB_f16_aligned_64x64_k128_sm75", 27904, (128, 1)),
     # PyTorch prefers it if its shared memory fits, which the cubin does not tell
     Kernel(volta.BACKWARD, 128, "fmha_cutlassB_f16_aligned_128x64_k128_sm75", 54784, (256, 1)),
@@ -106,13 +109,19 @@ def backward_params(sm: int, headdim: int, heads: int, rows: int, keys: int, cau
 
 
 def job(kernel: Kernel, heads: int, rows: int, keys: int, has_files: bool, headdim: int = 0, causal: bool = False) -> dict:
-    """Returns the launch for volta-sim. `has_files`: inputs and results are files; else inputs are random. `headdim` 0: the kernel's."""
+    """Returns the launch for volta-sim.
+
+    Args:
+        has_files: inputs and results are files; else inputs are random.
+        headdim: 0: the kernel's.
+        causal: half of the pairs count, so rows and keys must be as many.
+    """
     d, forward = headdim or kernel.headdim, kernel.direction == volta.FORWARD
     params, pointers = (forward_params if forward else backward_params)(kernel.sm, d, heads, rows, keys, causal)
     results = ("out",) if forward else ("dq", "dk", "dv")
     halves = dict.fromkeys(("q", "out", "dout", "dq"), rows) | dict.fromkeys(("k", "v", "dk", "dv"), keys)
     sizes = {name: heads * n * d * 2 for name, n in halves.items()} | {"lse": heads * _lse_rows(rows) * 4, "delta": heads * rows * 4}
-    # an accumulator of each gradient, and locks
+    # more than the kernels use: fp32 accumulators of dk, dv (2) and dq, padded to tiles, and locks
     sizes["workspace"] = heads * (2 * (keys + 128) * d + 4 * (rows + 128) * d + 8192) * 4
     # the kernels compute delta
     known = dict.fromkeys((*results, "delta"), "poison") | {"workspace": "zeros"}
@@ -199,7 +208,8 @@ def error(simulator: Path, folder: Path, kernel: Kernel, heads: int = 2, rows: i
     scores = (exact[0] @ exact[1].mT) * d**-0.5
     out = scores.softmax(-1) @ exact[2]
     out.backward(dout.double())
-    stored = {"q": q, "k": k, "v": v, "lse": scores.logsumexp(-1).float()}
+    lse = torch.nn.functional.pad(scores.logsumexp(-1).float(), (0, _lse_rows(rows) - rows))
+    stored = {"q": q, "k": k, "v": v, "lse": lse}
     stored |= {"out": out.half().transpose(0, 1), "dout": dout.transpose(0, 1)}
     for name, tensor in stored.items():
         tensor.detach().contiguous().numpy().tofile(folder / f"{name}.bin")

@@ -5,14 +5,14 @@
     python tools/gpu/flex_attention_tests.py FILE --tests 'test_builtin_*,*mask*'
 
 FILE is `test/inductor/test_flex_attention.py` of PyTorch, of the release that is installed. FILE compares a compiled `flex_attention`
-with torch's eager one in the same dtype and in fp64. This script changes four things:
+with torch's eager one in the same dtype and in fp64. This script changes:
 
 - what FILE compiles is `volta_fa.flex_attention`; its eager references stay torch's own,
-- the backend of torch.compile, with --backend: inductor on a GPU, aot_eager on the CPU unless given,
+- the backend of torch.compile where FILE names none, with --backend: inductor on a GPU, aot_eager on the CPU unless given,
 - FILE's sequence length S, with --seqlen,
-- tests of Triton itself (kernel options, generated code, paged decoding) are left out.
+- tests of Triton itself (LEFT_OUT: kernel options, generated code, its decoding kernel and more) are left out.
 
-Cases that run on torch's own function, because volta_fa has no kernel for them, are counted apart: they say nothing about volta_fa.
+Cases that pass and ran on torch's own function once or more, because volta_fa has no kernel for a call, are counted apart.
 Prints failures by message and exits non-zero if there were any. The tolerances are those of FILE.
 """
 
@@ -55,7 +55,7 @@ def matches(name: str, patterns: str) -> bool:
 
 
 class Report:
-    """Chooses cases, and collects outcomes, failures by message, and which cases ran on torch's own function."""
+    """Chooses cases, and collects outcomes, failures by message, and how many cases ran on torch's own function, by reason."""
 
     def __init__(self, options):
         self.options = options

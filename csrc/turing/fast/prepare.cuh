@@ -1,9 +1,9 @@
 // Prepares K and V for the fast forward kernel, a block of BLOCK_ROWS keys of one KV head at a time.
 //
-// Phase 0: K less its mean, as int8 codes; the largest finite |V|; a bit for each key of a boolean mask. Phase 1, for bf16 only: V
-// as fp16 below 1. Phase 2 packs the mask only, for calls with prepared K and V. Every block takes the mean of the sequence
-// itself, from a sample, so that one launch suffices. Smoothing needs no exact mean: any vector that is subtracted from all keys
-// leaves the softmax as it is.
+// Phase 0: K less its mean, as int8 codes; the largest finite |V|; a bit for each element of a boolean mask. Phase 1, for bf16
+// only: V as fp16, finite values below 1. Phase 2 packs the mask only, for calls with prepared K and V. To smooth K, every block
+// takes the mean of the sequence itself, from a sample, so that one launch suffices. Smoothing needs no exact mean: any vector
+// that is subtracted from all keys leaves the softmax as it is.
 #pragma once
 
 #include "turing/fast/mma.cuh"
@@ -58,7 +58,7 @@ struct FastPrepare {
         }
     }
 
-    // Transforms a row that kChunks lanes hold. Its length grows by sqrt(Headdim).
+    // Applies a Hadamard transform to a row that kChunks lanes hold. Its length grows by sqrt(Headdim).
     __device__ __forceinline__ static void rotate(Row& x) {
 #pragma unroll
         for (int step = 1; step < kChunk; step *= 2)
