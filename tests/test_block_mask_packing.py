@@ -323,7 +323,7 @@ class Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = str(func)
         self.count += not any(part in name for part in VIEWS)
-        self.waits += any(part in name for part in ("_local_scalar_dense", "nonzero.", "masked_select", "is_nonzero"))
+        self.waits += any(part in name for part in ("_local_scalar_dense", "aten.nonzero.", "masked_select", "is_nonzero"))
         results = result if isinstance(result, (tuple, list)) else (result,)
         self.largest = max(self.largest, *(r.untyped_storage().nbytes() for r in results if isinstance(r, torch.Tensor)), 0)
         return result
@@ -338,7 +338,7 @@ def test_packing_takes_few_launches_and_waits_once(name):
         BlockMask.from_torch(made)
     # one transfer: CPU tensors do not show it as an operation
     assert operations.waits == 0
-    assert operations.count < 80
+    assert operations.count < 66
 
 
 def test_a_mask_function_is_evaluated_in_parts(monkeypatch):

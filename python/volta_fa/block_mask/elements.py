@@ -27,25 +27,36 @@ class Elements:
     blocks: Tensor | None = None
     block_size: tuple[int, int] = (CELL, CELL)
 
-    def existing(self, row: Tensor, column: Tensor) -> Tensor | int:
+    def states(self, visible: Tensor, places: Tensor) -> Tensor:
+        """Returns the states of evaluated cells, int8 (cells): UNKNOWN are those that are visible in part.
+
+        Args:
+            visible: the numbers of visible elements, int64 (cells).
+            places: batch entry, head, row and column of each cell, int64 (cells, 4).
+        """
+        # -1: no element; 1: all that exist; 0: others. The numbers of ABSENT, FULL and UNKNOWN.
+        half = 0.5 * self._existing(places)
+        return (visible - half).div_(half, rounding_mode="trunc").to(torch.int8)
+
+    def _existing(self, places: Tensor) -> Tensor | int:
         """Returns the number of elements inside the lengths: int64 (cells), or one number if it is the same in all cells."""
         if self.seqlen_q % CELL == 0 and self.seqlen_k % CELL == 0:
             return CELL * CELL
-        return (self.seqlen_q - row * CELL).clamp(max=CELL) * (self.seqlen_k - column * CELL).clamp(max=CELL)
+        return (self.seqlen_q - places[:, 2] * CELL).clamp(max=CELL) * (self.seqlen_k - places[:, 3] * CELL).clamp(max=CELL)
 
-    def visible(self, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    def visible(self, places: Tensor) -> Tensor:
         """Returns the visible elements of cells, (cells, 64, 64) bool. Elements past the end are not.
 
         Args:
-            batch, head, row, column: int64 (cells).
+            places: batch entry, head, row and column of each cell, int64 (cells, 4).
         """
-        place = torch.arange(CELL, device=row.device)
-        query, key = (torch.add(place, of[:, None], alpha=CELL) for of in (row, column))
+        batch, head = places[:, 0], places[:, 1]
+        query, key = torch.add(torch.arange(CELL, device=places.device), places[:, 2:, None], alpha=CELL).unbind(1)
         # mask functions read tensors at these positions
         inside_query = query.clamp(max=self.seqlen_q - 1) if self.seqlen_q % CELL else query
         inside_key = key.clamp(max=self.seqlen_k - 1) if self.seqlen_k % CELL else key
         if self.mask_mod is None:
-            seen = torch.ones(len(row), CELL, CELL, dtype=torch.bool, device=row.device)
+            seen = torch.ones(len(places), CELL, CELL, dtype=torch.bool, device=places.device)
         else:
             seen = over_cells(self.mask_mod, batch, head, inside_query, inside_key)
         if self.blocks is not None:

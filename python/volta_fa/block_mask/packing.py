@@ -10,15 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cells import CELL, FULL, UNKNOWN
+from .cells import ABSENT, CELL, FULL, UNKNOWN
 from .elements import Elements
 
-#: Cells that are evaluated at a time: 8 M elements, 64 MB for a step of a mask function that calculates them in int64.
-CHUNK = 2048
+#: Cells that are evaluated at a time, at most: 10 M elements, 84 MB for a step of a mask function that calculates them in int64.
+CHUNK = 2560
 #: With more cells, those that turn out full or absent are dropped after each chunk, which costs a synchronization a chunk.
 COMPACT_ABOVE = 32768
 
-_ABSENT_BITS, _FULL_BITS = 0, 1  # rows of `Cells.bits` before those of evaluated cells
+#: First row of `_Cells.bits` for evaluated cells. Row FULL has all bits, and row ABSENT, the last, none.
+_FIRST_EVALUATED = FULL + 1
 #: Factor that moves the lowest bits of 8 bytes into the highest byte, the first byte's to bit 0.
 _GATHER_BITS = 0x0102040810204080
 
@@ -35,7 +36,7 @@ class _Cells(NamedTuple):
 
     states: Tensor  # int8 (batch, heads, rows, columns); UNKNOWN: visible in part
     source: Tensor  # int64, the same shape: the cell's row of bits
-    bits: Tensor  # int32 (2, 2 + cells, 64, 2): of queries, then transposed, of keys
+    bits: Tensor  # int32 (2, cells, 64, 2): of queries, then transposed, of keys
 
 
 def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tuple[Lists, Lists]:
@@ -48,15 +49,11 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
         elements: what is visible in cells that are UNKNOWN.
         evaluate_all: all cells are UNKNOWN.
     """
-    if evaluate_all:
-        cells = _evaluate(states, states.numel(), elements)
-        tiles = _tiles(cells.states)
-        counts = torch.cat([_partial_count(of) for of in tiles]).tolist()
-    else:
-        # evaluation may only lower the numbers of tiles
-        unknown, *counts = torch.cat([_partial_count(of) for of in (states[None], *_tiles(states))]).tolist()
-        cells = _evaluate(states, unknown, elements)
-        tiles = _tiles(cells.states)
+    # evaluation may only lower the numbers of tiles
+    known = None if evaluate_all else _partial_counts(states[None], *_tiles(states))
+    cells = _evaluate(states, states.numel() if known is None else known[0], elements)
+    tiles = _tiles(cells.states)
+    counts = _partial_counts(*tiles) if known is None else known[1:]
     directions = ((tile, lists) for of in tiles for tile, lists in zip(of, _lists(of)))
     forward, transposed = (
         Lists(lists, _tile_bits(tile, source, bits, count) if count else None)
@@ -65,39 +62,39 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
     return forward, transposed
 
 
-def _partial_count(states: Tensor) -> Tensor:
-    """Returns the number of UNKNOWN states in each part of the first dimension."""
-    return (states == UNKNOWN).flatten(1).sum(1)
+def _partial_counts(*states: Tensor) -> list[int]:
+    """Returns the number of UNKNOWN states in each part of the first dimension of all tensors. It waits for the device."""
+    known = torch.cat([of.flatten(1).count_nonzero(1) for of in states]).tolist()
+    sizes = (of[0].numel() for of in states for _ in of)
+    return [size - n for size, n in zip(sizes, known)]
 
 
 def _evaluate(states: Tensor, count: int, elements: Elements) -> _Cells:
     """Evaluates the `count` cells that are UNKNOWN. Their states are overwritten."""
-    source = (states == FULL).long()  # _ABSENT_BITS, _FULL_BITS
-    bits = torch.empty(2, 2 + count, CELL, 2, dtype=torch.int32, device=states.device)
-    bits[:, _ABSENT_BITS].fill_(0)
-    bits[:, _FULL_BITS].fill_(-1)
-    if count == 0:
-        return _Cells(states, source, bits)
-    # with the size given, this does not wait for the device
-    places = torch.nonzero_static(states == UNKNOWN, size=count)
-    end = 2
-    for begin in range(0, count, CHUNK):
-        place = places[begin : begin + CHUNK].unbind(1)
-        seen = elements.visible(*place)
-        # -1: no element; 1: all that exist; 0: others. The numbers of ABSENT, FULL and UNKNOWN.
-        half = 0.5 * elements.existing(*place[2:])
-        state = (seen.sum((1, 2)) - half).div_(half, rounding_mode="trunc").to(torch.int8)
-        states[place] = state
-        if count > COMPACT_ABOVE:
-            source[place] = (state == FULL).long()
-            partial = state == UNKNOWN
-            seen, place = seen[partial], tuple(of[partial] for of in place)
-        source[place] = torch.arange(end, end + len(seen), device=states.device)
-        if len(seen):  # without elements a transposed tensor counts as contiguous and cannot be viewed
-            for to, of in zip(bits[:, end : end + len(seen)], (seen, seen.mT)):
-                _store_bits(to, of)
-        end += len(seen)
-    return _Cells(states, source, bits[:, :end])
+    bits = torch.empty(2, _FIRST_EVALUATED + count + 1, CELL, 2, dtype=torch.int32, device=states.device)
+    bits[:, FULL].fill_(-1)
+    end = _FIRST_EVALUATED
+    if count:
+        # with the size given, this does not wait for the device
+        places = torch.nonzero_static(states == UNKNOWN, size=count)
+        compact, visible = count > COMPACT_ABOVE, []
+        for place in places.split(-(-count // -(-count // CHUNK))):  # of equal size
+            seen = elements.visible(place)
+            visible.append(seen.sum((1, 2)))
+            if compact:
+                seen = seen[elements.states(visible[-1], place) == UNKNOWN]
+            if len(seen):  # without elements a transposed tensor counts as contiguous and cannot be viewed
+                for to, of in zip(bits[:, end : end + len(seen)], (seen, seen.mT)):
+                    _store_bits(to, of)
+            end += len(seen)
+        states[places.unbind(1)] = elements.states(torch.cat(visible), places)
+        if compact:
+            places = torch.nonzero_static(states == UNKNOWN, size=end - _FIRST_EVALUATED)
+    source = states.long()
+    if count:
+        source[places.unbind(1)] = torch.arange(_FIRST_EVALUATED, end, device=states.device)
+    bits[:, end].fill_(0)
+    return _Cells(states, source, bits[:, : end + 1])
 
 
 def _store_bits(to: Tensor, seen: Tensor) -> None:
@@ -124,14 +121,13 @@ def _tiles(cells: Tensor) -> list[Tensor]:
 
 def _lists(tiles: Tensor) -> Tensor:
     """Returns the lists of each direction: int32 (directions, batch, heads, rows, 4 + columns)."""
-    kinds = torch.arange(UNKNOWN, FULL + 1, device=tiles.device)
-    counts = (tiles[..., None, :] == kinds[:, None]).sum(-1)
-    partial = counts[..., 0]
+    kinds = torch.arange(ABSENT, FULL + 1, device=tiles.device)
+    absent, partial, full = (tiles[..., None, :] == kinds[:, None]).sum(-1).unbind(-1)
     # as unsigned numbers: UNKNOWN, FULL, ABSENT
     columns = tiles.view(torch.uint8).sort(dim=-1, stable=True).indices
     first_tile = partial.flatten(1).cumsum(1).view_as(partial) - partial
-    longest_first = counts.sum(-1).argsort(dim=-1, descending=True, stable=True)
-    return torch.cat((counts, first_tile[..., None], longest_first[..., None], columns), -1).to(torch.int32)
+    longest_first = absent.argsort(dim=-1, stable=True)
+    return torch.cat((torch.stack((partial, full, first_tile, longest_first), -1), columns), -1).to(torch.int32)
 
 
 def _tile_bits(tiles: Tensor, source: Tensor, bits: Tensor, count: int) -> Tensor:
