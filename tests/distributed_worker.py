@@ -40,7 +40,7 @@ NCCL = os.environ.get("VOLTA_FA_TEST_NCCL") == "1"
 
 
 def case(*worlds: int, cpu: bool = True, gpu: bool = False):
-    """Runs with these numbers of ranks, over gloo and over NCCL."""
+    """Registers a case for these numbers of ranks: over gloo with `cpu`, over NCCL with `gpu`."""
 
     def register(function):
         if gpu if NCCL else cpu:
@@ -107,7 +107,7 @@ def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", cu_seqlen
     return found
 
 
-#: Of cases for which any will do.
+#: Dtypes of cases for which any two will do.
 DTYPE, OTHER = (torch.float16, torch.bfloat16) if NCCL else (torch.float64, torch.float32)
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
 #: softmax_lse is fp32, whatever q is
@@ -238,7 +238,7 @@ def low_precision(world):
 
 @case(2)
 def simulated(world):
-    """The kernels' machine code: attention, and the merge of fp32 with fp16 parts."""
+    """The kernels' machine code: attention, and the merge of fp32 with parts in fp16 or bf16."""
     os.environ["VOLTA_FA_SIMULATE"] = "1"
     try:
         within_the_rule(world, torch.float16, is_causal=True)
@@ -296,9 +296,9 @@ def dropout(world):
     heads = kept[:, :, seen].flatten(0, 1).double()
     correlation = torch.corrcoef(heads).fill_diagonal_(0).abs().max().item()
     assert correlation < 0.15, correlation
-    if world.size > 1:  # equal rows of different ranks would be the same numbers
-        rows = kept[0, 0, :, :4].tolist()
-        assert len({tuple(row) for row in rows[8:]}) > 8
+    if world.size > 1:  # equal rows of different ranks would be the same numbers: at most half of them would differ
+        rows = kept[0, 0, 16:, :16].tolist()
+        assert len({tuple(row) for row in rows}) > 0.9 * len(rows)
     options = dict(is_causal=True, dropout_p=p, kept=kept.bool())
     expected = [reference.forward(q, k, v, **options).out, *reference.backward(dout, q, k, v, **options)]
     compare(found, expected, torch.float64, "dropout:")
@@ -444,7 +444,7 @@ def shards(world):
 
 @case(2, 4)
 def dtensor(world):
-    """Batch, heads or nothing sharded; options too; forward, backward, compiled."""
+    """Batch, heads or nothing sharded; options too; forward and backward."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     flat, grid = world.mesh(1, world.size)["ulysses"], world.mesh(world.size // 2, 2)
@@ -483,7 +483,7 @@ def dtensor(world):
 
 @case(2, gpu=True)
 def dtensor_model(world):
-    """A tensor-parallel layer over PyTorch's own attention: eager and compiled, losses and gradients those of one process."""
+    """A tensor-parallel layer over PyTorch's own attention: eager and compiled, outputs and gradients those of one process."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -634,7 +634,7 @@ def refused(kind, action, *words):
 
 @case(2, 3, gpu=True)
 def errors(world):
-    """Each on every rank, before anything is sent: the next one finds all ranks in step."""
+    """Each on every rank, before q, k or v are sent: the next one finds all ranks in step."""
     last = world.rank == world.size - 1
     q, k, v, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device))
     prefix = "volta_fa.distributed.ring_attention: "
@@ -676,11 +676,11 @@ def errors(world):
     refused(ValueError, lambda: ulysses_attention(q1, k1, v1), f"q: got {heads} heads", f"multiple of the {world.size} ranks")
     refused(ValueError, lambda: unshard_sequence(q[..., :3] if last else q), "tensor: got")
     # a group without this rank
-    pair = dist.new_group([0])
+    alone = dist.new_group([0])
     if world.rank:
-        refused(ValueError, lambda: ring_attention(q, k, v, pair), "group: got", f"that rank {world.rank} is in")
+        refused(ValueError, lambda: ring_attention(q, k, v, alone), "group: got", f"that rank {world.rank} is in")
     else:
-        assert ring_attention(q, q[:, :, :2], q[:, :, :2], pair).shape == q.shape
+        assert ring_attention(q, q[:, :, :2], q[:, :, :2], alone).shape == q.shape
     refused(ValueError, lambda: ring_attention(q, k, v, world.mesh(world.size, 1)), "group: got a mesh of 2 dimensions")
     # still in step
     ring_attention(q, k, v, is_causal=True)
@@ -720,12 +720,14 @@ def dying(world):
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    store = dist.FileStore(str(folder / "store"), size)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
     device = torch.device("cuda", rank) if NCCL else torch.device("cpu")
     if NCCL:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if NCCL else "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     world = World(rank, size, device, folder)
+    if unknown := set(names) - CASES.keys():
+        raise SystemExit(f"CASE: got {', '.join(sorted(unknown))}, expected names of {sorted(CASES)}")
     failures = {}
     for name, (worlds, function) in CASES.items():
         if size not in worlds or (names and name not in names):

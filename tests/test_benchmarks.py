@@ -127,6 +127,7 @@ def test_volta_on_a_turing_card(tmp_path):
     assert ("turing", row["registers"]) in {(v["family"], v["registers"]) for v in INFO["variants"]}
 
 
+@pytest.mark.slow
 def test_models_resumes(tmp_path):
     need("sim")
     kept = tmp_path / "kept.jsonl"

@@ -95,6 +95,7 @@ def test_context_parallelism():
         assert int(ran) > 0 and fell_back == "0", rows
 
 
+@pytest.mark.slow
 def test_the_way_through_xformers_leaves_no_trace():
     """diffusers' own switch leaves SD3's layers with processors that fail, so the ways after it would be wrong."""
     program = """
@@ -114,6 +115,7 @@ assert door.torch.equal(door.forward(module, inputs), before)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_result_fails():
     """The script notices an error of one part in a thousand in the scale of the scores."""
     program = """

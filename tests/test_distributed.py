@@ -22,7 +22,9 @@ LIMIT = 500
 def run_ranks(folder, size: int, *names: str, program=WORKER, limit: float = LIMIT, **environment) -> list[dict]:
     """What each rank's process wrote."""
     path = os.pathsep.join(filter(None, [str(LIBRARY.parents[2]), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path, **environment}
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    master = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path, **master, **environment}
     ranks = []
     for rank in range(size):
         with (folder / f"{rank}.log").open("w") as log:

@@ -3,9 +3,9 @@
 That file is not in this repository, so FILE stands in for it. FILE has one instance of each thing that the tool replaces.
 """
 
-import subprocess
-import sys
 from pathlib import Path
+
+from processes import run_forked
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -48,10 +48,10 @@ def test_other(causal):
 def test_flash_attn_tests(tmp_path):
     file, failed = tmp_path / "test_flash_attn.py", tmp_path / "failed.txt"
     file.write_text(FILE)
-    command = [sys.executable, str(REPOSITORY / "tools/gpu/flash_attn_tests.py"), str(file), "--device", "cpu", "--max-seqlen", "60"]
+    command = [str(REPOSITORY / "tools/gpu/flash_attn_tests.py"), str(file), "--device", "cpu", "--max-seqlen", "60"]
 
     def run(*arguments):
-        return subprocess.run([*command, *arguments], capture_output=True, text=True)
+        return run_forked([*command, *arguments])
 
     result = run("--sample", "40", "--list", str(failed))
     assert result.returncode == 1, result.stdout + result.stderr

@@ -1,8 +1,8 @@
 """tools/gpu/flash_mla_tests.py, with a file that has what it looks for in FlashMLA's own, which is not in this repository."""
 
-import subprocess
-import sys
 from pathlib import Path
+
+from processes import run_forked
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -56,10 +56,10 @@ def test_flash_mla_tests(tmp_path):
     file, failed = tmp_path / "test_flash_mla.py", tmp_path / "failed.txt"
     file.write_text(FILE)
     (tmp_path / "kernelkit.py").write_text(KIT)
-    command = [sys.executable, str(REPOSITORY / "tools/gpu/flash_mla_tests.py"), str(file), "--device", "cpu"]
+    command = [str(REPOSITORY / "tools/gpu/flash_mla_tests.py"), str(file), "--device", "cpu"]
 
     def run(*arguments):
-        return subprocess.run([*command, *arguments], capture_output=True, text=True)
+        return run_forked([*command, *arguments])
 
     # three keys fail, in two cases with one message
     result = run("--list", str(failed))

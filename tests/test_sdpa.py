@@ -567,10 +567,7 @@ BEFORE_THE_SWITCH = {
     "before, imported",
     [
         ("compiled", "late"),
-        *(
-            pytest.param(before, "first", marks=[] if before in ("compiled", "packaged") else pytest.mark.slow)
-            for before in BEFORE_THE_SWITCH
-        ),
+        *(pytest.param(before, "first", marks=[] if before == "packaged" else pytest.mark.slow) for before in BEFORE_THE_SWITCH),
     ],
 )
 def test_graphs_traced_before_enable_sdpa(before, imported):
