@@ -348,11 +348,11 @@ def check(backend: Backend, q, k, v, dout=None, deterministic=False, dlse=None, 
         unused = reference.unused_keys(groups, k)
         for name, g in zip(("dk", "dv"), gradients[1:]):
             assert (g.reshape(-1, *g.shape[-2:])[unused] == 0).all(), f"{name} of keys beyond every sequence"
-    check_gradients(backend, groups, refs, runs, dout, q, k, v, options, dlse)
+    check_gradients(backend, groups, refs, runs, out, dout, q, k, v, options, dlse)
     return out, lse, *runs[-1]
 
 
-def check_gradients(backend: Backend, groups, refs, runs, dout, q, k, v, options, dlse=None):
+def check_gradients(backend: Backend, groups, refs, runs, out, dout, q, k, v, options, dlse=None):
     names = reference.gradient_names(**options)
     # gradients summed over all groups: [fp64 reference, eager, rounding error of sums]
     total = {}
@@ -364,7 +364,7 @@ def check_gradients(backend: Backend, groups, refs, runs, dout, q, k, v, options
         gradient = {} if dlse is None else {"dlse": group.lse(dlse)}
         exact = dict(zip(names, reference.backward(*inputs, **gradient, **group.options)))
         eager = dict(zip(names, reference.eager_gradients(*inputs, **gradient, **group.options)))
-        sums = dict(zip(names, reference.gradient_sums(ref, *inputs, **group.options)))
+        sums = dict(zip(names, reference.gradient_sums(ref, group.queries(out), *inputs, **group.options)))
         for name, rows in (("dq", group.queries), ("dk", group.keys), ("dv", group.keys)):
             budget = reference.Budget.of(eager[name], exact[name], reference.GRADIENT_FACTOR, sums[name])
             for gradients in runs:

@@ -368,7 +368,7 @@ def dsinks_rounding(tensors, exact, sinks, cu_seqlens=None, **options):
         q_i, k_i, out_i, dout_i = (t if whole else t[None, rows] for t in (q, k, out, dout))
         slopes_i = slopes if slopes is None or whole or slopes.dim() == 1 else slopes[i]
         lse = reference.score(q_i, k_i, alibi_slopes=slopes_i, sinks=sinks, **mask).logits.logsumexp(-1, keepdim=True)
-        noise = reference.delta_noise(SimpleNamespace(out=out_i), dout_i.to(dtype))
+        noise = reference.delta_noise(SimpleNamespace(out=out_i), out_i.to(dtype), dout_i.to(dtype))
         weight = reference.by_row(sinks, lse).sub(lse).exp().nan_to_num(nan=0.0)  # a row with neither key nor sink
         variance += (weight * noise).square().sum((0, 2, 3))
     return (variance.sqrt() + torch.finfo(dtype).eps / 2 * exact[4].abs()).max().item()

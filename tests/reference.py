@@ -238,8 +238,8 @@ def forward_budget(ref: Forward, q: Tensor, k: Tensor, v: Tensor, **options) -> 
     return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, tolerance.forward_sums(ref, q, v, **options), rounded)
 
 
-def gradient_budgets(ref: Forward, refs, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options) -> list[Budget]:
-    """Budgets of `gradient_names`."""
-    sums = gradient_sums(ref, dout, q, k, v, **options)
+def gradient_budgets(ref: Forward, refs, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options) -> list[Budget]:
+    """Budgets of `gradient_names`, if the backward pass gets this `out`."""
+    sums = gradient_sums(ref, out, dout, q, k, v, **options)
     found = eager_gradients(dout, q, k, v, **options)
     return [Budget.of(e, r, GRADIENT_FACTOR, s) for e, r, s in zip(found, refs, sums)]

@@ -310,8 +310,8 @@ def rounded_probabilities(weights: Tensor, values: Tensor, dtype: torch.dtype) -
     return Rounded(largest(error), variance.mean().sqrt().item() * (1 + _DEVIATIONS / math.sqrt(2 * count)))
 
 
-def gradient_sums(ref: Exact, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[float]:
-    """What rounded sums alone may put on each of `gradient_names`."""
+def gradient_sums(ref: Exact, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[float]:
+    """What rounded sums alone may put on each of `gradient_names`, if the backward pass gets this `out`."""
     scale = options.get("softmax_scale")
     scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
     factor = 1 / kept_share(options.get("dropout_p", 0.0))
@@ -321,7 +321,7 @@ def gradient_sums(ref: Exact, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **o
     rows = math.sqrt(q.shape[1] * q.shape[2] / max(k.shape[2], 1))
     sums = [eps * dp * largest(k) * scale, eps * dp * largest(q) * scale * rows, eps * largest(dout) * rows * factor]
     attn_bias, sinks = options.get("attn_bias"), options.get("sinks")
-    noise = delta_noise(ref, dout)
+    noise = delta_noise(ref, out, dout)
     from_delta = noise * ref.probabilities
     if ref.tanh is not None:
         from_delta = from_delta * (1 - ref.tanh**2)
@@ -341,12 +341,13 @@ def gradient_sums(ref: Exact, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **o
     return sums
 
 
-def delta_noise(ref: Exact, dout: Tensor) -> Tensor:
-    """(batch, nheads, seqlen_q, 1): four standard deviations of what the rounding of `out` makes of each row's delta, the
-    sum of dout * out. Backward gets no more than that `out`; eager keeps probabilities instead, so that it is exact where
-    one key has all the attention or a bias has one element for all keys of a row."""
-    rounding = ref.out.to(dout.dtype).double() - ref.out
-    return _DEVIATIONS * (dout.double() * rounding).norm(dim=-1).transpose(1, 2)[..., None]
+def delta_noise(ref: Exact, out: Tensor, dout: Tensor) -> Tensor:
+    """(batch, nheads, seqlen_q, 1): four standard deviations of what errors of `out` make of each row's delta, the sum of
+    dout * out, and no less than they do make. Backward gets no more than that `out`, whose errors have a budget of their own; eager
+    keeps probabilities instead, so that it is exact where one key has all the attention or a bias has one element for all keys of a row."""
+    errors = dout.double() * (out.double() - ref.out)
+    noise = torch.maximum(_DEVIATIONS * errors.norm(dim=-1), errors.sum(-1).abs())
+    return noise.transpose(1, 2)[..., None]
 
 
 def lse_tolerance(ref: Exact, dtype: torch.dtype) -> float:
