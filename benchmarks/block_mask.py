@@ -3,7 +3,8 @@
 Each case calls torch.ops.volta_fa.fwd or .bwd on fp16 CPU tensors with VOLTA_FA_SIMULATE=timing, as benchmarks.volta does. Nothing here
 is measured. A mask has random blocks of 128 queries by 128 keys, the same number for each block of queries. Bits of partial blocks are
 random: half of the scores are hidden. TFLOP/s count 4*D (backward 10*D) operations for each pair in a present block, hidden ones too.
-"Of plain" is the ratio to the same shape without lists, or to one of 4096 tokens where the case has more.
+"Of plain" is the ratio to the same shape without lists, or to one of 4096 tokens where the case has more. Documents: the mask of packed
+documents, beside the same documents by cu_seqlens.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from volta_fa import BlockMask
 
 from . import plots, report
 from .measure import aligned, simulated
@@ -31,8 +35,11 @@ class Case:
     partial: bool  # whether they are partial
     seqlen: int
     bar: float | None = None  # ratio to plain; of a partial case: to the full case of the same density
+    documents: int = 0  # tokens of a document; density and partial say nothing then
 
     def __str__(self) -> str:
+        if self.documents:
+            return f"{self.direction} documents of {self.documents} tokens N={self.seqlen}"
         return f"{self.direction} {self.density:.0%} {'partial' if self.partial else 'full'} N={self.seqlen}"
 
     @property
@@ -49,6 +56,7 @@ CASES = [
     Case(BACKWARD, 1.0, False, 4096),
     Case(BACKWARD, 1.0, True, 4096),
     Case(BACKWARD, 0.1, False, 16384, 0.70),
+    Case(FORWARD, 1.0, False, 4096, 0.85, documents=1365),
 ]
 SWEEP = [
     Case(direction, density, partial, 2048)
@@ -104,13 +112,26 @@ def lists_of(seqlen: int, density: float, partial: bool, generator: torch.Genera
     return options, float(blocks * count * BLOCK * BLOCK)
 
 
-def call(gpu: str, headdim: int, nheads: int, seqlen: int, direction: str, settings: str, options: dict[str, Tensor]) -> list[dict]:
-    """Returns the simulator's reports of one call."""
+def masks(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor | int], float]:
+    """Returns the options of the case, those of the plain call, and the number of pairs in present blocks or documents."""
+    if not case.documents:
+        options, pairs = lists_of(case.seqlen, case.density, case.partial, torch.Generator().manual_seed(0))
+        return options, {}, pairs
+    document = torch.arange(case.seqlen) // case.documents
+    mask = BlockMask.from_mask_mod(lambda b, h, q, k: document[q] == document[k], 1, 1, case.seqlen, case.seqlen, "cpu")
+    cu_seqlens = torch.tensor([*range(0, case.seqlen, case.documents), case.seqlen], dtype=torch.int32)
+    packed = {f"cu_seqlens_{name}": cu_seqlens for name in "qk"} | {f"max_seqlen_{name}": case.documents for name in "qk"}
+    return mask.options(), packed, float(cu_seqlens.diff().square().sum())
+
+
+def call(gpu: str, headdim: int, nheads: int, seqlen: int, direction: str, settings: str, options: dict[str, Any]) -> list[dict]:
+    """Returns the simulator's reports of one call. Options with cu_seqlens are those of packed tensors."""
     generator = torch.Generator().manual_seed(1)
     shape = (1, seqlen, nheads, headdim)
     q, k, v, dout = (aligned(shape, torch.float16).normal_(generator=generator) for _ in range(4))
     if direction == FORWARD:
-        return simulated(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), settings, gpu)
+        given = [t[0] for t in (q, k, v)] if "cu_seqlens_q" in options else [q, k, v]
+        return simulated(lambda: torch.ops.volta_fa.fwd(*given, **options), settings, gpu)
     out = aligned(shape, torch.float16).zero_()
     lse = aligned((1, nheads, seqlen), torch.float32).fill_(10.0)
     return simulated(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options), settings, gpu)
@@ -118,9 +139,9 @@ def call(gpu: str, headdim: int, nheads: int, seqlen: int, direction: str, setti
 
 def rows(gpu: str, headdim: int, nheads: int, settings: str, cases: Sequence[Case]) -> list[Row]:
     found: list[Row] = []
-    plain: dict[tuple[str, int], tuple[float, float, str]] = {}
+    plain: dict[tuple[str, int, int], tuple[float, float, str]] = {}
 
-    def timed(case: Case, seqlen: int, options: dict[str, Tensor], pairs: float) -> tuple[float, float, str]:
+    def timed(case: Case, seqlen: int, options: dict[str, Any], pairs: float) -> tuple[float, float, str]:
         reports = call(gpu, headdim, nheads, seqlen, case.direction, settings, options)
         microseconds = sum(r["timing"]["kernel_us"] for r in reports)
         longest = max(reports, key=lambda r: r["timing"]["kernel_us"])
@@ -128,10 +149,10 @@ def rows(gpu: str, headdim: int, nheads: int, settings: str, cases: Sequence[Cas
         return microseconds, operations / microseconds / 1e6, longest["kernel"]
 
     for case in cases:
-        key = case.direction, case.plain_seqlen
+        options, of_plain, pairs = masks(case)
+        key = case.direction, case.plain_seqlen, case.documents
         if key not in plain:
-            plain[key] = timed(case, case.plain_seqlen, {}, float(case.plain_seqlen**2))
-        options, pairs = lists_of(case.seqlen, case.density, case.partial, torch.Generator().manual_seed(0))
+            plain[key] = timed(case, case.plain_seqlen, of_plain, pairs if case.documents else float(case.plain_seqlen**2))
         microseconds, tflops, kernel = timed(case, case.seqlen, options, pairs)
         found.append(Row(gpu, headdim, case, settings, kernel, microseconds, tflops, *plain[key][:2]))
         report.console.print(str(found[-1]), soft_wrap=True)
