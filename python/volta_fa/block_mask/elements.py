@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .cells import CELL, FULL, UNKNOWN
-from .evaluation import MaskMod, over_cells
+from .evaluation import MaskMod, OverCells
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class Elements:
     seqlen_k: int
     blocks: Tensor | None = None
     block_size: tuple[int, int] = (CELL, CELL)
+
+    @functools.cached_property
+    def _over_cells(self) -> OverCells:
+        assert self.mask_mod is not None
+        return OverCells(self.mask_mod)
 
     def states(self, visible: Tensor, places: Tensor) -> Tensor:
         """Returns the states of evaluated cells, int8 (cells): UNKNOWN are those that are visible in part.
@@ -58,7 +64,7 @@ class Elements:
         if self.mask_mod is None:
             seen = torch.ones(len(places), CELL, CELL, dtype=torch.bool, device=places.device)
         else:
-            seen = over_cells(self.mask_mod, batch, head, inside_query, inside_key)
+            seen = self._over_cells(batch, head, inside_query, inside_key)
         if self.blocks is not None:
             row_block, column_block = inside_query[:, :, None] // self.block_size[0], inside_key[:, None, :] // self.block_size[1]
             state = self.blocks[batch[:, None, None], head[:, None, None], row_block, column_block]

@@ -63,27 +63,36 @@ class _Unwatched(Exception):
     """An operation that may give other results for tensors that broadcast."""
 
 
-def over_cells(mask_mod: MaskMod, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Returns a mask function's values, bool (cells, queries, keys), for batch and head (cells), query and key (cells, n)."""
-    shape = (*query.shape, key.shape[1])
-    seen = _broadcast(mask_mod, (batch[:, None, None], head[:, None, None], query[:, :, None], key[:, None, :]))
-    if seen is None:
-        with indexable_scalars():
-            seen = _mapped(mask_mod)(batch, head, query, key)
-        if not isinstance(seen, Tensor) or seen.shape != shape:
-            got = f"a result of shape {tuple(seen.shape[3:])}" if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
-            raise bad_argument("mask_mod", got, "one scalar tensor for scalar tensors", op="BlockMask")
-    return seen.bool().expand(shape)
+class OverCells:
+    """Values of a mask function for all elements of cells. The first call finds out how to call the function."""
 
+    def __init__(self, mask_mod: MaskMod) -> None:
+        self._mask_mod = mask_mod
+        self._is_plain = False
 
-def _broadcast(mask_mod: MaskMod, places: tuple[Tensor, ...]) -> Tensor | None:
-    """Returns a mask function's values for tensors that broadcast, or None where only vmap is known to be right."""
-    watch = _Watch(places)
-    try:
-        with watch:
-            return watch.known(mask_mod(*places))
-    except Exception:  # vmap raises what is wrong with a function
-        return None
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Returns bool (cells, queries, keys), for batch and head (cells), query and key (cells, n)."""
+        shape = (*query.shape, key.shape[1])
+        places = batch[:, None, None], head[:, None, None], query[:, :, None], key[:, None, :]
+        seen = self._mask_mod(*places) if self._is_plain else self._watched(places)
+        if seen is None:
+            with indexable_scalars():
+                seen = _mapped(self._mask_mod)(batch, head, query, key)
+            if not isinstance(seen, Tensor) or seen.shape != shape:
+                got = f"a result of shape {tuple(seen.shape[3:])}" if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
+                raise bad_argument("mask_mod", got, "one scalar tensor for scalar tensors", op="BlockMask")
+        return seen.bool().expand(shape)
+
+    def _watched(self, places: tuple[Tensor, ...]) -> Tensor | None:
+        """Returns the values for tensors that broadcast, or None where only vmap is known to be right."""
+        watch = _Watch(places)
+        try:
+            with watch:
+                seen = watch.known(self._mask_mod(*places))
+        except Exception:  # vmap raises what is wrong with a function
+            return None
+        self._is_plain = not watch.saw_numbers
+        return seen
 
 
 class _Watch(TorchFunctionMode):
@@ -94,6 +103,7 @@ class _Watch(TorchFunctionMode):
         self.made = {id(t): t for t in places}  # which stay alive, so no other tensor gets their identity
         self.device = places[0].device
         self.gave_up = False
+        self.saw_numbers = False  # whose types count only here
 
     def known(self, value: Any) -> Tensor:
         """Returns a tensor that was made of the places."""
@@ -133,6 +143,7 @@ class _Watch(TorchFunctionMode):
         """Returns a number with three dimensions too, so that the types of results are those of scalar tensors."""
         if type(value) is not Tensor or value.device != self.device:
             raise _Unwatched
+        self.saw_numbers = True
         return value.view(1, 1, 1)
 
     def _operand(self, value: Any) -> Any:

@@ -83,9 +83,7 @@ def _evaluate(states: Tensor, count: int, elements: Elements) -> _Cells:
             visible.append(seen.sum((1, 2)))
             if compact:
                 seen = seen[elements.states(visible[-1], place) == UNKNOWN]
-            if len(seen):  # without elements a transposed tensor counts as contiguous and cannot be viewed
-                for to, of in zip(bits[:, end : end + len(seen)], (seen, seen.mT)):
-                    _store_bits(to, of)
+            _store_bits(bits[:, end : end + len(seen)], torch.stack((seen, seen.mT)))
             end += len(seen)
         states[places.unbind(1)] = elements.states(torch.cat(visible), places)
         if compact:
@@ -98,8 +96,8 @@ def _evaluate(states: Tensor, count: int, elements: Elements) -> _Cells:
 
 
 def _store_bits(to: Tensor, seen: Tensor) -> None:
-    """Packs (..., 64) bool into (..., 2) int32, the first element into bit 0."""
-    eight = seen.contiguous().view(torch.int64)  # bytes of 0 and 1
+    """Packs (..., 64) bool, contiguous, into (..., 2) int32, the first element into bit 0."""
+    eight = seen.view(torch.int64)  # bytes of 0 and 1
     to.view(torch.uint8).copy_((eight * _GATHER_BITS).view(torch.uint8)[..., 7::8])
 
 
