@@ -181,6 +181,7 @@ def test_mask_functions_of_any_kind(monkeypatch, name):
     """Functions that compare, combine and index run without vmap, and all give what vmap gives."""
     broadcasts, mask_mod = FUNCTIONS[name]
     mapped = []
+    monkeypatch.setattr(packing, "CHUNK", 50)  # of 90 cells: what is not watched again
     monkeypatch.setattr(evaluation, "_mapped", lambda function, made=evaluation._mapped: mapped.append(function) or made(function))
     mask = BlockMask.from_mask_mod(mask_mod, 2, 3, 190, 300, device="cpu")
     assert torch.equal(mask.dense(), dense(mask_mod, 190, 300))
@@ -338,7 +339,7 @@ def test_packing_takes_few_launches_and_waits_once(name):
         BlockMask.from_torch(made)
     # one transfer: CPU tensors do not show it as an operation
     assert operations.waits == 0
-    assert operations.count < 66
+    assert operations.count < 60
 
 
 def test_a_mask_function_is_evaluated_in_parts(monkeypatch):

@@ -28,6 +28,11 @@ class Elements:
     blocks: Tensor | None = None
     block_size: tuple[int, int] = (CELL, CELL)
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether every two cells, on top of each other or side by side, are of one block and so in one state before evaluation."""
+        return all(size % (2 * CELL) == 0 and -(-n // CELL) % 2 == 0 for size, n in zip(self.block_size, (self.seqlen_q, self.seqlen_k)))
+
     @functools.cached_property
     def _over_cells(self) -> OverCells:
         assert self.mask_mod is not None

@@ -50,7 +50,13 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
         evaluate_all: all cells are UNKNOWN.
     """
     # evaluation may only lower the numbers of tiles
-    known = None if evaluate_all else _partial_counts(states[None], *_tiles(states))
+    if evaluate_all:
+        known = None
+    elif elements.has_pairs:
+        (unknown,) = _partial_counts(states[None])
+        known = [unknown, unknown // 2, unknown // 2]
+    else:
+        known = _partial_counts(states[None], *_tiles(states))
     cells = _evaluate(states, states.numel() if known is None else known[0], elements)
     tiles = _tiles(cells.states)
     counts = _partial_counts(*tiles) if known is None else known[1:]
