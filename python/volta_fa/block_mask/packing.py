@@ -18,7 +18,7 @@ CHUNK = 2560
 #: With more cells, those that turn out full or absent are dropped after each chunk, which costs a synchronization a chunk.
 COMPACT_ABOVE = 32768
 
-#: First row of `_Cells.bits` for evaluated cells. Row FULL has all bits, and row ABSENT, the last, none.
+#: First row of `_Cells.bits` for evaluated cells. Row FULL has all bits, row ABSENT, the last, none. The row before FULL is not used.
 _FIRST_EVALUATED = FULL + 1
 #: Factor that moves the lowest bits of 8 bytes into the highest byte, the first byte's to bit 0.
 _GATHER_BITS = 0x0102040810204080
@@ -49,17 +49,18 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
         elements: what is visible in cells that are UNKNOWN.
         evaluate_all: all cells are UNKNOWN.
     """
-    # evaluation may only lower the numbers of tiles
+    counts = None
     if evaluate_all:
-        known = None
+        unknown = states.numel()
     elif elements.has_pairs:
         (unknown,) = _partial_counts(states[None])
-        known = [unknown, unknown // 2, unknown // 2]
+        counts = [unknown // 2] * 2
     else:
-        known = _partial_counts(states[None], *_tiles(states))
-    cells = _evaluate(states, states.numel() if known is None else known[0], elements)
+        unknown, *counts = _partial_counts(states[None], *_tiles(states))
+    cells = _evaluate(states, unknown, elements)
     tiles = _tiles(cells.states)
-    counts = _partial_counts(*tiles) if known is None else known[1:]
+    # evaluation may only lower the numbers of tiles
+    counts = _partial_counts(*tiles) if counts is None else counts
     directions = ((tile, lists) for of in tiles for tile, lists in zip(of, _lists(of)))
     forward, transposed = (
         Lists(lists, _tile_bits(tile, source, bits, count) if count else None)
