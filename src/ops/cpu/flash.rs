@@ -17,7 +17,8 @@ const MIN_ROWS: i64 = 64;
 /// Range for rows of a block, which has as many rows as its window is wide: then it has about twice the keys that a row sees. Blocks of
 /// narrower windows have more, and those whose masks would be too large have fewer rows.
 const ROWS: std::ops::RangeInclusive<i64> = 256..=1024;
-/// Largest |q| and |k| whose products are finite in fp32 at a scale of at most 1. A sum of -inf and an infinite score would be NaN.
+/// Largest |q| and |k| for which a score is finite in fp32, at a headdim of at most 256 and a scale of at most 1. A sum of -inf and an
+/// infinite score would be NaN.
 const LARGEST_FACTOR: f64 = 1e18;
 
 /// Returns true if the operator can compute the forward pass, and the backward pass without the gradients of a bias and
@@ -146,10 +147,11 @@ fn readable(t: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(if dense { t } else { t.f_contiguous()? })
 }
 
-/// Returns true if every element is finite, and its products with another such tensor times the scale are.
+/// Returns true if every element is finite, and so is any score of two such tensors.
 fn is_moderate(t: &Tensor, softmax_scale: f64) -> Result<bool> {
     let all: [i64; 0] = [];
-    let largest = LARGEST_FACTOR / softmax_scale.max(1.0).sqrt();
+    let headdim = *t.size().last().expect("q and k have a headdim") as f64;
+    let largest = LARGEST_FACTOR / (softmax_scale.max(1.0) * (headdim / 256.0).max(1.0)).sqrt();
     let small = t.f_amax(all, false)?.f_lt(largest)?.f_logical_and(&t.f_amin(all, false)?.f_neg()?.f_lt(largest)?)?;
     Ok(small.f_int64_value(&[])? != 0)
 }
