@@ -45,9 +45,9 @@ class Elements:
             visible: the numbers of visible elements, int64 (cells).
             places: batch entry, head, row and column of each cell, int64 (cells, 4).
         """
-        # -1: no element; 1: all that exist; 0: others. The numbers of ABSENT, FULL and UNKNOWN.
-        half = 0.5 * self._existing(places)
-        return (visible - half).div_(half, rounding_mode="trunc").to(torch.int8)
+        # -1: no element; 1: all that exist; 0: others. The numbers of ABSENT, FULL and UNKNOWN. In integers, whatever the default dtype.
+        existing = self._existing(places)
+        return (2 * visible - existing).div_(existing, rounding_mode="trunc").to(torch.int8)
 
     def _existing(self, places: Tensor) -> Tensor | int:
         """Returns the number of elements inside the lengths: int64 (cells), or one number if it is the same in all cells."""
