@@ -164,7 +164,7 @@ def ratio(row: Row, found: Sequence[Row]) -> float | None:
     if not row.case.partial:
         return row.of_plain
     same = (row.gpu, row.headdim, row.settings, row.case.direction, row.case.density, row.case.seqlen)
-    full = (r for r in found if not r.case.partial)
+    full = (r for r in found if not r.case.partial and not r.case.documents)
     of = [r.tflops for r in full if (r.gpu, r.headdim, r.settings, r.case.direction, r.case.density, r.case.seqlen) == same]
     return row.tflops / of[0] if of else None
 

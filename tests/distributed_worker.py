@@ -2,8 +2,8 @@
 
     python tests/distributed_worker.py RANK WORLD FOLDER [CASE ...]
 
-Not a test file: a process of it imports no pytest. Each case is a function of a `World`; what it raises is written to
-FOLDER/RANK.json with its name.
+MASTER_ADDR and MASTER_PORT are of a TCPStore, which test_distributed.py serves. Not a test file: a process of it imports no pytest. Each
+case is a function of a `World`; what it raises is written to FOLDER/RANK.json with its name.
 """
 
 from __future__ import annotations

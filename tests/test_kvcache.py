@@ -268,9 +268,10 @@ def test_functionalization(backend):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on("cpu-fp32")
-def test_dynamic_shapes(backend):
-    compiled = torch.compile(fwd_kvcache.default, dynamic=True, fullgraph=True, backend="aot_eager")
+def test_dynamic_shapes(backend, compiler):
+    compiled = torch.compile(fwd_kvcache.default, dynamic=True, fullgraph=True, backend=compiler)
     torch._dynamo.reset()
     for lengths in (((2, 9, 0), (2, 17, 0)), ((3, 40, 0), (3, 1, 0), (3, 5, 0))):
         problem = Cached(lengths, headdim=16).problem(backend)

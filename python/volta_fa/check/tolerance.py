@@ -342,12 +342,14 @@ def gradient_sums(ref: Exact, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v
 
 
 def delta_noise(ref: Exact, out: Tensor, dout: Tensor) -> Tensor:
-    """(batch, nheads, seqlen_q, 1): four standard deviations of what errors of `out` make of each row's delta, the sum of
-    dout * out, and no less than they do make. Backward gets no more than that `out`, whose errors have a budget of their own; eager
-    keeps probabilities instead, so that it is exact where one key has all the attention or a bias has one element for all keys of a row."""
-    errors = dout.double() * (out.double() - ref.out)
-    noise = torch.maximum(_DEVIATIONS * errors.norm(dim=-1), errors.sum(-1).abs())
-    return noise.transpose(1, 2)[..., None]
+    """(batch, nheads, seqlen_q, 1): four standard deviations of what the rounding of the exact out makes of each row's delta, the sum
+    of dout * out, and no less than what errors of the given `out` do make, rounded in turn. Backward gets no more than that `out`, whose
+    errors have a budget of their own; eager keeps probabilities instead, so that it is exact where one key has all the attention or a
+    bias has one element for all keys of a row."""
+    dout64 = dout.double()
+    rounding = _DEVIATIONS * (dout64 * (ref.out.to(dout.dtype).double() - ref.out)).norm(dim=-1)
+    made = (dout64 * (out.double() - ref.out)).sum(-1).abs() * (1 + 4 * torch.finfo(dout.dtype).eps)
+    return torch.maximum(rounding, made).transpose(1, 2)[..., None]
 
 
 def lse_tolerance(ref: Exact, dtype: torch.dtype) -> float:
