@@ -147,21 +147,25 @@ fn readable(t: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(if dense { t } else { t.f_contiguous()? })
 }
 
-/// Returns true if every element is finite, and so is any score of two such tensors.
-fn is_moderate(t: &Tensor, softmax_scale: f64) -> Result<bool> {
-    let all: [i64; 0] = [];
-    let headdim = *t.size().last().expect("q and k have a headdim") as f64;
-    let largest = LARGEST_FACTOR / (softmax_scale.max(1.0) * (headdim / 256.0).max(1.0)).sqrt();
-    let small = t.f_amax(all, false)?.f_lt(largest)?.f_logical_and(&t.f_amin(all, false)?.f_neg()?.f_lt(largest)?)?;
-    Ok(small.f_int64_value(&[])? != 0)
-}
-
 impl<'a> Problem<'a> {
     fn new(part: &'a Part) -> Result<Self> {
         let kind = compute_kind(part.q.kind());
         let (q, k, v) = (readable(&part.q, kind)?, readable(&part.k, kind)?, readable(&part.v, kind)?);
         let plain_bias = part.attn_bias.as_ref().map(|t| plain(t, kind)).transpose()?.flatten();
         Ok(Problem { part, kind, group: heads_per_group(&part.a), q, k, v, plain_bias })
+    }
+
+    /// Returns true if every element of q and k is finite, and so is every score.
+    fn has_finite_scores(&self) -> Result<bool> {
+        let (a, all): (_, [i64; 0]) = (&self.part.a, []);
+        let largest = LARGEST_FACTOR / (a.softmax_scale.max(1.0) * (a.headdim as f64 / 256.0).max(1.0)).sqrt();
+        for t in [&self.q, &self.k] {
+            let small = t.f_amax(all, false)?.f_lt(largest)?.f_logical_and(&t.f_amin(all, false)?.f_neg()?.f_lt(largest)?)?;
+            if small.f_int64_value(&[])? == 0 {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Returns true if the operator gets masks.
@@ -374,7 +378,7 @@ fn without_keys(p: &Problem) -> Result<(Tensor, Tensor)> {
 pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor) -> Result<Option<[Tensor; 3]>> {
     let (p, a) = (Problem::new(part)?, &part.a);
     let blocks = p.blocks();
-    if p.has_masks(&blocks) && !(is_moderate(&p.q, a.softmax_scale)? && is_moderate(&p.k, a.softmax_scale)?) {
+    if p.has_masks(&blocks) && !p.has_finite_scores()? {
         return Ok(None);
     }
     let (dout, out) = (readable(dout, p.kind)?, readable(out, p.kind)?);
