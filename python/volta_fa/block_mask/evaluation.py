@@ -64,7 +64,7 @@ class _Unwatched(Exception):
 
 
 class OverCells:
-    """Values of a mask function for all elements of cells. The first call finds out how to call the function."""
+    """Values of a mask function for all elements of cells. A call that was watched and read no captured number is the last watched one."""
 
     def __init__(self, mask_mod: MaskMod) -> None:
         self._mask_mod = mask_mod

@@ -22,7 +22,8 @@ class BlockMask:
     """Which blocks of scores exist, and which elements of blocks that exist in part.
 
     `volta_fa.flex_attention` takes it as `block_mask`, and the operators take `**mask.options()`. Make one with `from_torch`,
-    `from_mask_mod` or `from_blocks`; packing waits for the device once. Memory: 2 KB for each 128 by 64 block that exists in part.
+    `from_mask_mod` or `from_blocks`; packing waits for the device once, or more often where over 32,768 blocks of 64 by 64
+    are unknown. Memory: 2 KB for each 128 by 64 block that exists in part.
 
     Attributes:
         seq_lengths: number of queries and of keys.

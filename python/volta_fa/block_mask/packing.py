@@ -15,7 +15,8 @@ from .elements import Elements
 
 #: Cells that are evaluated at a time, at most: 10 M elements, 84 MB for a step of a mask function that calculates them in int64.
 CHUNK = 2560
-#: With more cells, those that turn out full or absent are dropped after each chunk, which costs a synchronization a chunk.
+#: With more cells, the bits of those that turn out full or absent are dropped after each chunk, which costs a synchronization a chunk
+#: and saves 1 KB a cell.
 COMPACT_ABOVE = 32768
 
 #: First row of `_Cells.bits` for evaluated cells. Row FULL has all bits, row ABSENT, the last, none. The row before FULL is not used.
@@ -25,24 +26,25 @@ _GATHER_BITS = 0x0102040810204080
 
 
 class Lists(NamedTuple):
-    """One direction: lists int32 (batch, heads, row blocks, 4 + max), and bits int32 (tiles, 256), or None without tiles."""
+    """One direction: lists int32 (batch, heads, row blocks, 4 + column blocks), and bits int32 (tiles, 256), None if no tile may be
+    partial. Where evaluation finds fewer partial tiles than were possible, the last tiles are not used."""
 
     lists: Tensor
     bits: Tensor | None
 
 
 class _Cells(NamedTuple):
-    """Evaluated cells."""
+    """All cells, evaluated."""
 
     states: Tensor  # int8 (batch, heads, rows, columns); UNKNOWN: visible in part
     source: Tensor  # int64, the same shape: the cell's row of bits
-    bits: Tensor  # int32 (2, cells, 64, 2): of queries, then transposed, of keys
+    bits: Tensor  # int32 (2, rows, 64, 2): of queries, then transposed, of keys
 
 
 def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tuple[Lists, Lists]:
     """Returns the lists of row blocks of 128 queries and those of 128 keys.
 
-    It waits for the device once, for the number of cells and tiles.
+    It waits for the device once, for the number of cells and tiles, and with more than COMPACT_ABOVE cells once a chunk.
 
     Args:
         states: of cells, int8 (batch, heads, rows, columns). The call overwrites them.
@@ -78,34 +80,34 @@ def _partial_counts(*states: Tensor) -> list[int]:
 
 def _evaluate(states: Tensor, count: int, elements: Elements) -> _Cells:
     """Evaluates the `count` cells that are UNKNOWN. Their states are overwritten."""
-    bits = torch.empty(2, _FIRST_EVALUATED + count + 1, CELL, 2, dtype=torch.int32, device=states.device)
-    bits[:, FULL].fill_(-1)
-    end = _FIRST_EVALUATED
+    constant = torch.full((2, _FIRST_EVALUATED, CELL, 2), -1, dtype=torch.int32, device=states.device)
+    bits = [constant]
     if count:
         # with the size given, this does not wait for the device
         places = torch.nonzero_static(states == UNKNOWN, size=count)
         compact, visible = count > COMPACT_ABOVE, []
-        for place in places.split(-(-count // -(-count // CHUNK))):  # of equal size
+        for place in places.split(-(-count // -(-count // CHUNK))):  # of equal size, but for the last
             seen = elements.visible(place)
             visible.append(seen.sum((1, 2)))
             if compact:
                 seen = seen[elements.states(visible[-1], place) == UNKNOWN]
-            _store_bits(bits[:, end : end + len(seen)], torch.stack((seen, seen.mT)))
-            end += len(seen)
+            bits.append(_packed(torch.stack((seen, seen.mT))))
         states[places.unbind(1)] = elements.states(torch.cat(visible), places)
         if compact:
-            places = torch.nonzero_static(states == UNKNOWN, size=end - _FIRST_EVALUATED)
+            places = torch.nonzero_static(states == UNKNOWN, size=sum(of.shape[1] for of in bits[1:]))
     source = states.long()
     if count:
-        source[places.unbind(1)] = torch.arange(_FIRST_EVALUATED, end, device=states.device)
-    bits[:, end].fill_(0)
-    return _Cells(states, source, bits[:, : end + 1])
+        source[places.unbind(1)] = torch.arange(_FIRST_EVALUATED, _FIRST_EVALUATED + len(places), device=states.device)
+    bits.append(torch.zeros_like(constant[:, :1]))
+    return _Cells(states, source, torch.cat(bits, 1))
 
 
-def _store_bits(to: Tensor, seen: Tensor) -> None:
+def _packed(seen: Tensor) -> Tensor:
     """Packs (..., 64) bool, contiguous, into (..., 2) int32, the first element into bit 0."""
     eight = seen.view(torch.int64)  # bytes of 0 and 1
-    to.view(torch.uint8).copy_((eight * _GATHER_BITS).view(torch.uint8)[..., 7::8])
+    packed = (eight * _GATHER_BITS).view(torch.uint8)[..., 7::8]
+    # not contiguous(): a tensor without elements counts as such, and its offset of 7 bytes would stay
+    return packed.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 def _pairs(cells: Tensor) -> Tensor:
@@ -132,7 +134,8 @@ def _lists(tiles: Tensor) -> Tensor:
     columns = tiles.view(torch.uint8).sort(dim=-1, stable=True).indices
     first_tile = partial.flatten(1).cumsum(1).view_as(partial) - partial
     longest_first = absent.argsort(dim=-1, stable=True)
-    return torch.cat((torch.stack((partial, full, first_tile, longest_first), -1), columns), -1).to(torch.int32)
+    header = (of[..., None] for of in (partial, full, first_tile, longest_first))
+    return torch.cat((*header, columns), -1).to(torch.int32)
 
 
 def _tile_bits(tiles: Tensor, source: Tensor, bits: Tensor, count: int) -> Tensor:
