@@ -28,6 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
 
 import reference
 import volta_fa  # registers the ops
+from processes import end_rank
 from volta_fa.distributed import context_parallel_attention, ring_attention, shard_sequence, ulysses_attention, unshard_sequence
 from volta_fa.distributed import ring as ring_module
 
@@ -740,6 +741,7 @@ def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     world.finish(failures)
     if not failures:
         dist.destroy_process_group()
+        end_rank()
 
 
 if __name__ == "__main__":

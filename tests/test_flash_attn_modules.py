@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from processes import end_rank
 from test_flash_attn_api import refused
 from volta_fa.integrations.flash_attn import cross_entropy, mha, norms
 from volta_fa.integrations.flash_attn.cross_entropy import CrossEntropyLoss, cross_entropy_loss
@@ -149,6 +150,7 @@ def rank_of_cross_entropy(rank, address, results):
     close(z, right_z)
     close(gradients(losses, local)[0], gradients(right, logits)[0][:, rank * 6 : rank * 6 + 6])
     torch.distributed.destroy_process_group()
+    end_rank()
 
 
 @pytest.mark.slow

@@ -593,6 +593,8 @@ DDP = """
     dist.destroy_process_group()
     assert torch.ops.volta_fa._sdpa_stats()["ran"] == (2 if name == "SdpaLayer" else 0)
     print("fine")
+    from processes import end_rank
+    end_rank()
 """
 
 
@@ -627,7 +629,12 @@ def test_ddp_over_two_processes(tmp_path, module, communication):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "VOLTA_FA_ENABLE_SDPA": "cpu" if communication == "gloo" else "force"},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(REPOSITORY / "tests"),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "VOLTA_FA_ENABLE_SDPA": "cpu" if communication == "gloo" else "force",
+            },
         )
         for rank in range(2)
     ]
