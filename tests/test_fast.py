@@ -258,6 +258,50 @@ def test_values_that_are_not_finite(backend, simulate):
         v[0, 3, 0, 7] = math.nan
         out, _ = run(q, k, v)
         assert out[..., 7].isnan().all() and out[..., :7].isfinite().all()
+        # rows that see no key are 0, although their warp's spans have the NaN
+        mask = torch.ones(1, 1, 70, 150, dtype=torch.bool)
+        mask[..., 5:7, :] = False
+        out, lse = run(q, k, v, attn_mask=mask, **({"generic": True} if run is simulate else {}))
+        assert not out[:, 5:7].any() and (lse[..., 5:7] == math.inf).all() and out[:, [4, 7], :, 7].isnan().all()
+        out, lse = run(q, k[:, :60], v[:, :60], is_causal=True)
+        assert not out[:, :10].any() and (lse[..., :10] == math.inf).all() and out[:, 13:, :, 7].isnan().all()
+
+
+@on("sim")
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("size", [1000, 30000])
+def test_scores_that_one_float_cannot_hold(backend, simulate, size, headdim):
+    """Scores to 4e9, where the spacing of floats is 256: rows have one key, apart from ties of the codes. Kernels once ran forever."""
+    q, k, v = inputs(35, 100, headdim)
+    q, k = ((t.float() * size).clamp(-65504, 65504).half() for t in (q, k))
+    expected, expected_lse = exact(q, k, v)
+    for run in runners(simulate):
+        out, lse = run(q, k, v)
+        assert relative_l1(out, expected) < 0.15
+        assert ((lse - expected_lse).abs() <= 0.02 * expected_lse.abs().max()).all()
+
+
+@on("sim")
+@pytest.mark.parametrize("key", [1, 3999, 4199])
+def test_one_large_key_of_many(backend, simulate, key):
+    """A thread of the kernel looks at the scales of several keys, where there are more than 4096."""
+    q, k, v = inputs(17, 4200, nheads=1)
+    q *= 170 / q.abs().max()
+    k[0, key] = 65504 * q[0, 3, 0].sign()
+    expected, _ = exact(q, k, v)
+    for run in runners(simulate):
+        assert relative_l1(run(q, k, v)[0], expected) < 0.02
+
+
+@on("sim")
+def test_means_of_large_keys_do_not_overflow(backend, simulate):
+    """The sum of the sampled keys is above fp32's largest number."""
+    for run in runners(simulate):
+        q, k, v = inputs(dtype=torch.bfloat16)
+        q[:], k[:] = 0, 1e37
+        q[..., 0], k[0, 17, 0, 0] = 1, 1.5e37
+        out, lse = run(q, k, v)
+        assert torch.equal(out, v[:, 17:18].expand_as(out)) and lse.isfinite().all()
 
 
 # ---- the operator --------------------------------------------------------------------------------------------------
@@ -472,6 +516,18 @@ def test_cuda_graphs(backend):
     for found, expected in zip(captured, run(), strict=True):
         assert torch.equal(found, expected)
     assert torch.equal(*captured) and relative_l1(captured[0].cpu(), exact(q.cpu(), k.cpu(), v.cpu())[0]) < 0.03
+
+
+@on("cuda")
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("size", [1, 1000, 30000])
+def test_scores_of_any_size_on_a_gpu(backend, size, headdim):
+    q, k, v = inputs(300, 1100, headdim)
+    q, k = ((t.float() * size).clamp(-65504, 65504).half() for t in (q, k))
+    out, lse = fwd_fast(q.cuda(), k.cuda(), v.cuda())
+    expected, expected_lse = exact(q, k, v)
+    assert relative_l1(out.cpu(), expected) < 0.15
+    assert ((lse.cpu() - expected_lse).abs() <= 0.02 * expected_lse.abs().max()).all()
 
 
 @on("cpu-fp16")

@@ -46,6 +46,9 @@ struct FastForward {
     static constexpr u32 kRowBytes = 2 * kChunkBytes;  // of the rows of a quad
     // Then the block's sources, and V's exponent.
     static constexpr u32 kOffsetExponent = kRingBytes + kThreads / 4 * kRowBytes + 2 * kChunkBytes;
+    // And a byte for each warp: whether units may be coarse.
+    static constexpr u32 kOffsetCoarse = kOffsetExponent + 4;
+    static_assert(4 + Warps <= kChunkBytes, "flags and exponent share a chunk");
     static constexpr u32 kSharedBytes = kOffsetExponent + kChunkBytes;
     // Chunks that a thread moves in each span: of K's codes, and of V. The block loads kRowsV rows of V at once.
     static constexpr int kCodePieces = kSpan * kCodeChunks / kThreads, kPieces = 3 * kCodePieces, kRowsV = kThreads / kChunks;
@@ -57,6 +60,10 @@ struct FastForward {
     // Log2 of what a probability of 1 becomes when a reference is set.
     static constexpr int kOneLog2 = 15 - log2_of(64 * 64 / Headdim) - 4;
     static constexpr float kPackingLog2 = 112.f;  // softmax.cuh: packed fp16 is 2^112 times the float
+    // Largest score in log2 that keeps its temperature: floats below it are 1 apart or less.
+    static constexpr float kLargestScore = 8388608.f;
+    // What is added to a row's largest score when it becomes the reference.
+    static constexpr float kReferenceLog2 = kPackingLog2 - kOneLog2;
     static constexpr float kNoReference = -1e30f;
 
     using Block = ForwardBlock<kBlockRows, true>;
@@ -96,6 +103,13 @@ struct FastForward {
     }
 
     template <int Tiles>
+    __device__ __forceinline__ static void subtract(u32 (&s)[kRows][Tiles][2], float x) {
+#pragma unroll
+        for (int r = 0; r < kRows; r++)
+#pragma unroll
+            for (int i = 0; i < 2 * Tiles; i++) s[r][i / 2][i % 2] = __float_as_uint(as_float(s[r][i / 2][i % 2]) - x);
+    }
+    template <int Tiles>
     __device__ __forceinline__ static void scale_scores(u32 (&s)[kRows][Tiles][2], const float (&factor)[kRows],
                                                         const float (&addend)[kRows]) {
 #pragma unroll
@@ -105,6 +119,45 @@ struct FastForward {
                 u32& x = s[r][i / 2][i % 2];
                 x = __float_as_uint(fmaf(as_float(x), factor[r], addend[r]));
             }
+    }
+    __device__ __forceinline__ static volatile unsigned char* coarse_flag() {
+        extern __shared__ __align__(1024) unsigned char shared[];
+        return shared + kOffsetCoarse + remat_thread_index() / 32;
+    }
+    __device__ __forceinline__ static float largest_of(const float (&x)[kRows]) {
+        float largest = x[0];
+#pragma unroll
+        for (int r = 1; r < kRows; r++) largest = fmaxf(largest, x[r]);
+        return largest;
+    }
+    // Whether a unit of the products may be worth more than 1 in log2 for a row and a key of the block: |q| is above 176 at headdim
+    // 64 and the usual softmax scale, or |k - mean| above 508. Such blocks run all spans as masked ones: others have no test in
+    // their loop. The threads divide the keys' scales, and meet at the block's barrier. `largest`: of those before `scale`.
+    template <class Rows>
+    __device__ __forceinline__ static bool barrier_or_coarse(const Rows& state, float largest, const float* scales, int scale,
+                                                             int end_scale) {
+        constexpr float kLargestKeyScale = 4.f;
+        float of_row[kRows];
+#pragma unroll 1
+        for (; scale < end_scale; scale += kThreads) largest = fmaxf(largest, __ldg(scales + scale));
+        __syncwarp();  // the quad has stored the rows' scales
+        state.load_scales(of_row);
+        return __syncthreads_or(largest > kLargestKeyScale || largest_of(of_row) * kLargestKeyScale > 1.f);
+    }
+    // Sets factors and addends of scores whose sums begin at 0: those from kSumZero on have an error of half a unit. A row whose
+    // largest score so far is above kLargestScore gets a higher temperature, because floats are too coarse for it. Its units are
+    // then worth 8 or more, so that such a row has one probability either way, but for keys whose codes give the same score.
+    template <class Rows>
+    __device__ __forceinline__ static void set_coarse(float (&factor)[kRows], float (&addend)[kRows], const Rows& state) {
+        float reference[kRows];
+        state.load_references(reference);
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+            const float largest = reference[r] - kReferenceLog2;
+            const float inverse_temperature = fminf(1.f, __fdividef(1.f, fabsf(largest) * (1.f / kLargestScore)));
+            factor[r] *= inverse_temperature;
+            addend[r] = -largest * inverse_temperature - kReferenceLog2;
+        }
     }
     // Packs probabilities, and adds them to the rows' sums.
     template <int Tiles>
@@ -196,6 +249,9 @@ struct FastForward {
                     load_piece(first[j][piece], p, from, piece, min(key_first + j * kSpan, last_key));
             float next_scale = load_k_scale(from, key_first);
 
+            // the first scale that the thread looks at: waited for after the queries
+            const int scale = key_first / kScaleKeys * kScales + threadIdx.x, end_scale = (last_key / kScaleKeys + 1) * kScales;
+            const float first_scale = __ldg(codes.scales + min(scale, end_scale - 1));
             Codes q;
             load_queries(q, state, p, rows_of(p.q, block.batch, block.head, sequence.q_offset()), warp_row, sequence.seqlen_q(),
                          codes.mean, lse);
@@ -212,7 +268,10 @@ struct FastForward {
                 for (int piece = 0; piece < kPieces; piece++)
                     store_piece(first[j][piece], from, offsets, piece, ring + j * kSlotBytes);
             clear(sum, o);
-            barrier();
+            // the warp has no register for it
+            const bool is_coarse = barrier_or_coarse(state, first_scale, codes.scales, scale + kThreads, end_scale);
+            if (lane.lane == 0) *coarse_flag() = is_coarse;
+            __syncwarp();
 
             u32 slot = ring, zero = keep_in_register(kSumZeroBits);
             int key = key_first;
@@ -234,12 +293,17 @@ struct FastForward {
                         addend[r] = fmaf(-kSumZero, factor[r], -addend[r]);
                     }
                     if (may_mask) {
+                        const bool is_coarse = *coarse_flag();
+                        const float zero_of_sums = is_coarse ? kSumZero : 0.f;
+                        if (is_coarse) set_coarse(factor, addend, state);
                         SpanMask seen(p, key);
                         // rolled: its registers must not exceed those of unmasked spans
 #pragma unroll 1
                         for (int first = 0; first < kTiles; first += kMaskedTiles) {
                             u32 s[kRows][kMaskedTiles][2], packed[kRows][kMaskedTiles];
                             compute_scores(s, q, k_fragment, 8 * first, zero);
+                            // plain kernels mask few spans, and are faster without this branch
+                            if (!kHasMask || is_coarse) subtract(s, zero_of_sums);
                             scale_scores(s, factor, addend);
                             // after the scales: one may be NaN for keys that the row does not see
                             seen.apply(s);
@@ -267,10 +331,7 @@ struct FastForward {
                                 for (int t = 0; t < TilesAtOnce; t++) probabilities[r / 2][first + t][r % 2] = packed[r][t];
                         }
                     }
-                    float largest = span_sum[0];
-#pragma unroll
-                    for (int r = 1; r < kRows; r++) largest = fmaxf(largest, span_sum[r]);
-                    if (__any_sync(~0u, largest > kLargestSum)) return true;
+                    if (__any_sync(~0u, largest_of(span_sum) > kLargestSum)) return true;
 #pragma unroll
                     for (int r = 0; r < kRows; r++) sum[r] += span_sum[r];
                     if (is_late) barrier();
@@ -599,7 +660,7 @@ struct FastForward {
             const int first = mask.key_first(row) / kSpan * kSpan;
             const int seen_end = row < sequence.seqlen_q() ? mask.key_end(row, kWarpRows) : 0;
             const UnmaskedKeys<kSpan> keys(mask, row, kWarpRows);
-            const int last_unmasked = kHasMask && p.mask_bits ? -1 : keys.first + static_cast<int>(keys.span);
+            const int last_unmasked = *coarse_flag() || (kHasMask && p.mask_bits) ? -1 : keys.first + static_cast<int>(keys.span);
             if (key >= seen_end || key < first) {
                 skip(key >= seen_end ? end : min(first, end));
             } else {
@@ -635,7 +696,7 @@ struct FastForward {
             float score = (largest[r] - kSumZero) * (factor[r] * k_scale);
             score = fmaxf(score, __shfl_xor_sync(~0u, score, 1));
             score = fmaxf(score, __shfl_xor_sync(~0u, score, 2));
-            const float moved = fmaxf(reference[r], score + (kPackingLog2 - kOneLog2));
+            const float moved = fmaxf(reference[r], score + kReferenceLog2);
             of_old[r] = exp2_approx(reference[r] - moved);
             reference[r] = moved;
             summed += sum[r];
@@ -669,6 +730,12 @@ struct FastForward {
             }
     }
 
+    // Writes zeros to a row that sees no key: its products with a V that is not finite were NaN.
+    __device__ __forceinline__ static void write_empty_row(unsigned short* to, const FastParams& p) {
+#pragma unroll 1
+        for (int column = 0; column < p.problem.headdim_v; column += kChunk) *reinterpret_cast<u32*>(to + column) = 0;
+    }
+
     // Writes the warp's rows, one row of a lane at a time, as load_queries() reads them.
     __device__ __forceinline__ static void write_output(const FastParams& p, const State& state, int exponent, float (&sum)[kRows],
                                                         Output& o) {
@@ -692,9 +759,11 @@ struct FastForward {
                 if (lane.quad == 0)
                     lse[row] = is_empty ? positive_infinity() : kLn2 * (log2_approx(total) + reference[0] + lse[row]);
                 // probabilities were packed as 2^112 of what was summed; 2^128 is no float
-                const float factor = (is_empty ? 0.f : __fdividef(kPackingShift, total)) * first_power;
+                const float factor = __fdividef(kPackingShift, total) * first_power;
                 unsigned short* to = out + row * p.out.row_stride;
-                if (p.element == ElementType::Bf16)
+                if (is_empty)
+                    write_empty_row(to, p);
+                else if (p.element == ElementType::Bf16)
                     write_row<true, false>(to, p, o, factor, second_power);
                 else if (exponent > 15)
                     write_row<false, true>(to, p, o, factor * second_power, 1.f);

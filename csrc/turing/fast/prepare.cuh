@@ -34,6 +34,7 @@ struct FastPrepare {
     __device__ __forceinline__ static bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
 
     // Sets `mean` of the thread's 8 columns. Elements that are not finite count as 0. All threads of the block call it together.
+    // Sums are of elements over kMeanKeys, a power of two: bf16's largest numbers do not overflow them.
     __device__ __forceinline__ static void take_mean(Row& mean, float* shared, const FastParams& p, const unsigned short* k,
                                                      int keys, int chunk, bool has_chunk, bool is_bf16) {
         const int samples = min(keys, kMeanKeys);
@@ -44,7 +45,7 @@ struct FastPrepare {
             Row x;
             unpack(x, has_chunk ? load_global(k + key * p.k.row_stride + chunk * kChunk) : zero_chunk(), is_bf16);
 #pragma unroll
-            for (int j = 0; j < kChunk; j++) mean[j] += is_finite(x[j]) ? x[j] : 0.f;
+            for (int j = 0; j < kChunk; j++) mean[j] = fmaf(is_finite(x[j]) ? x[j] : 0.f, 1.f / kMeanKeys, mean[j]);
         }
         const int row = threadIdx.x / kChunks;
 #pragma unroll
@@ -54,7 +55,7 @@ struct FastPrepare {
         for (int j = 0; j < kChunk; j++) {
             float sum = 0.f;
             for (int i = 0; i < kSamplesAtOnce; i++) sum += shared[i * Headdim + chunk * kChunk + j];
-            mean[j] = sum / static_cast<float>(samples);
+            mean[j] = sum / (static_cast<float>(samples) * (1.f / kMeanKeys));
         }
     }
 

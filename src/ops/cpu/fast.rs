@@ -17,6 +17,8 @@ const PREPARE_THREADS: i64 = 256;
 const PREPARED_KEYS: i64 = 256;
 /// Keys that one product adds to fp16 sums.
 const PRODUCT_KEYS: i64 = 8;
+/// Largest score of a row in log2 that keeps its temperature: csrc/turing/fast/forward.cuh has it and says why.
+const LARGEST_SCORE: f64 = 8_388_608.0;
 /// Rows at once.
 const CHUNK_ROWS: i64 = 256;
 /// Log2 of the smallest packed probability that is not 0.
@@ -143,7 +145,8 @@ fn hadamard(x: &Tensor) -> Result<Tensor> {
 fn mean(sample: &Tensor) -> Result<Tensor> {
     let (samples, headdim) = sample.size2()?;
     let apart = PREPARE_THREADS * 8 / headdim;
-    let rows = resized(sample, 0, round_up(samples, apart))?.f_view([-1, apart, headdim])?;
+    let sample = sample.f_mul_scalar(1.0 / MEAN_KEYS as f64)?;
+    let rows = resized(&sample, 0, round_up(samples, apart))?.f_view([-1, apart, headdim])?;
     let sum = |rows: &Tensor| -> Result<Tensor> {
         let mut sum = rows.f_select(0, 0)?.f_zeros_like()?;
         for i in 0..rows.size()[0] {
@@ -152,7 +155,7 @@ fn mean(sample: &Tensor) -> Result<Tensor> {
         Ok(sum)
     };
     let sum = sum(&sum(&rows)?)?;
-    Ok(sum.f_div(&Tensor::f_full_like(&sum, samples as f64)?)?)
+    Ok(sum.f_div(&Tensor::f_full_like(&sum, samples as f64 / MEAN_KEYS as f64)?)?)
 }
 
 /// Returns 0, or NaN where x is not finite.
@@ -291,7 +294,10 @@ fn attend(q: &Tensor, keys: &Keys, values: &Values, hidden: &Tensor, scale: f64,
     let maximum = maximum.f_masked_fill(&maximum.f_eq(f64::NEG_INFINITY)?, 0.0)?;
     // what 1 is packed as
     let one = f64::from(15 - (products * PRODUCT_KEYS).ilog2() as i32 - 4);
-    let exponents = scores.f_sub(&maximum)?.f_add_scalar(one)?;
+    // floats are too coarse for larger scores
+    let largest = Tensor::f_full_like(&maximum, LARGEST_SCORE)?;
+    let inverse_temperature = largest.f_div(&maximum.f_abs()?.f_clamp_min(LARGEST_SCORE)?)?;
+    let exponents = scores.f_sub(&maximum)?.f_mul(&inverse_temperature)?.f_add_scalar(one)?;
     let flushed = exponents.f_lt(LOG2_SMALLEST)?;
     let p = exponents.f_mul_scalar(LN_2)?.f_exp_()?.f_masked_fill(&flushed, 0.0)?;
     let sum = p.f_sum_dim_intlist([1_i64].as_slice(), true, Kind::Float)?;
