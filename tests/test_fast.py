@@ -284,7 +284,7 @@ def test_scores_that_one_float_cannot_hold(backend, simulate, size, headdim):
 @on("sim")
 @pytest.mark.parametrize("key", [1, 3999, 4199])
 def test_one_large_key_of_many(backend, simulate, key):
-    """A thread of the kernel looks at the scales of several keys, where there are more than 4096."""
+    """Keys that share its scale have coarse scores, others are not changed. More than 4096 keys: threads look at more than one scale."""
     q, k, v = inputs(17, 4200, nheads=1)
     q *= 170 / q.abs().max()
     k[0, key] = 65504 * q[0, 3, 0].sign()
@@ -302,6 +302,13 @@ def test_means_of_large_keys_do_not_overflow(backend, simulate):
         q[..., 0], k[0, 17, 0, 0] = 1, 1.5e37
         out, lse = run(q, k, v)
         assert torch.equal(out, v[:, 17:18].expand_as(out)) and lse.isfinite().all()
+        # scores of -1e31 alone, and a difference to the mean that is no float
+        q[..., 0], k[:] = 1e16, 0
+        k[0, 80, 0, 0] = -1e16
+        out, _ = run(q, k[:, 80:], v[:, 80:], is_causal=True)
+        assert torch.equal(out[0, 0], v[0, 80].expand(2, -1))
+        k[0, :3, 0, 0] = torch.tensor([-3.3e38, -3.3e38, 3.3e38])
+        assert run(q, k[:, :3], v[:, :3])[0].isnan().all()
 
 
 # ---- the operator --------------------------------------------------------------------------------------------------

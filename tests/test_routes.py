@@ -631,7 +631,7 @@ def test_ddp_over_two_processes(tmp_path, module, communication):
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": str(REPOSITORY / "tests"),
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")])),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "VOLTA_FA_ENABLE_SDPA": "cpu" if communication == "gloo" else "force",
             },

@@ -60,11 +60,11 @@ struct FastForward {
     // Log2 of what a probability of 1 becomes when a reference is set.
     static constexpr int kOneLog2 = 15 - log2_of(64 * 64 / Headdim) - 4;
     static constexpr float kPackingLog2 = 112.f;  // softmax.cuh: packed fp16 is 2^112 times the float
-    // Largest score in log2 that keeps its temperature: floats below it are 1 apart or less.
-    static constexpr float kLargestScore = 8388608.f;
+    // Rows with larger scores in log2 get a higher temperature. Floats below it are half apart or less.
+    static constexpr float kTemperedFrom = 8388608.f;
     // What is added to a row's largest score when it becomes the reference.
     static constexpr float kReferenceLog2 = kPackingLog2 - kOneLog2;
-    static constexpr float kNoReference = -1e30f;
+    static constexpr float kNoReference = -3e38f;
 
     using Block = ForwardBlock<kBlockRows, true>;
     using Codes = u32[kRows][kCodeChunks];
@@ -130,9 +130,10 @@ struct FastForward {
         for (int r = 1; r < kRows; r++) largest = fmaxf(largest, x[r]);
         return largest;
     }
-    // Whether a unit of the products may be worth more than 1 in log2 for a row and a key of the block: |q| is above 176 at headdim
-    // 64 and the usual softmax scale, or |k - mean| above 508. Such blocks run all spans as masked ones: others have no test in
-    // their loop. The threads divide the keys' scales, and meet at the block's barrier. `largest`: of those before `scale`.
+    // Whether a unit of the products may be worth more than 1 in log2 for a row and a key of the block: the largest element of q is
+    // above 176 (headdim 64, usual softmax scale), or of k - mean above 508. Rotated keys are larger: a deviation of 20 suffices.
+    // Such blocks run all spans as masked ones: others have no test in their loop. The threads divide the keys' scales, and meet at
+    // the block's barrier. `largest`: the thread's first scale. `scale`: the index of its second.
     template <class Rows>
     __device__ __forceinline__ static bool barrier_or_coarse(const Rows& state, float largest, const float* scales, int scale,
                                                              int end_scale) {
@@ -144,9 +145,9 @@ struct FastForward {
         state.load_scales(of_row);
         return __syncthreads_or(largest > kLargestKeyScale || largest_of(of_row) * kLargestKeyScale > 1.f);
     }
-    // Sets factors and addends of scores whose sums begin at 0: those from kSumZero on have an error of half a unit. A row whose
-    // largest score so far is above kLargestScore gets a higher temperature, because floats are too coarse for it. Its units are
-    // then worth 8 or more, so that such a row has one probability either way, but for keys whose codes give the same score.
+    // Sets factors and addends of scores whose sums begin at 0: those from kSumZero on have an error of up to a unit. A row whose
+    // largest score so far is above kTemperedFrom gets a temperature that brings it there: floats are too coarse above. A unit of
+    // such a score is still worth 2 or more, and codes leave many units undetermined.
     template <class Rows>
     __device__ __forceinline__ static void set_coarse(float (&factor)[kRows], float (&addend)[kRows], const Rows& state) {
         float reference[kRows];
@@ -154,7 +155,7 @@ struct FastForward {
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
             const float largest = reference[r] - kReferenceLog2;
-            const float inverse_temperature = fminf(1.f, __fdividef(1.f, fabsf(largest) * (1.f / kLargestScore)));
+            const float inverse_temperature = fminf(1.f, __fdividef(1.f, fabsf(largest) * (1.f / kTemperedFrom)));
             factor[r] *= inverse_temperature;
             addend[r] = -largest * inverse_temperature - kReferenceLog2;
         }
@@ -268,7 +269,7 @@ struct FastForward {
                 for (int piece = 0; piece < kPieces; piece++)
                     store_piece(first[j][piece], from, offsets, piece, ring + j * kSlotBytes);
             clear(sum, o);
-            // the warp has no register for it
+            // kept in shared memory: no register is left in the loop
             const bool is_coarse = barrier_or_coarse(state, first_scale, codes.scales, scale + kThreads, end_scale);
             if (lane.lane == 0) *coarse_flag() = is_coarse;
             __syncwarp();

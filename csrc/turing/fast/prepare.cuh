@@ -94,11 +94,10 @@ struct FastPrepare {
                 unpack(x, data[load], is_bf16);
                 const bool exists = key_of(load) < keys;
 #pragma unroll
-                for (int i = 0; i < kChunk; i++) {
-                    poison = fmaf(x[i], 0.f, poison);
-                    x[i] = exists ? x[i] - mean[i] : 0.f;
-                }
+                for (int i = 0; i < kChunk; i++) x[i] = exists ? x[i] - mean[i] : 0.f;
                 if (p.rotate) rotate(x);
+#pragma unroll
+                for (int i = 0; i < kChunk; i++) poison = fmaf(x[i], 0.f, poison);
             };
 #pragma unroll
             for (int load = 0; load < kLoads; load++) {
