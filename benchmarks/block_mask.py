@@ -186,10 +186,10 @@ def grid_of(found: Sequence[Row]) -> Grid:
 
 
 def plot(found: Sequence[Row], header: dict[str, str], path: Path) -> None:
-    gpus = list(dict.fromkeys(r.gpu for r in found))
+    gpus, directions = (list(dict.fromkeys(values)) for values in ([r.gpu for r in found], [r.case.direction for r in found]))
     title = f"Block masks, simulated, {header['date']}: full blocks solid, partial dashed, plain attention dotted"
-    figure, axes = plots.panels(2, len(gpus), title, (5 * len(gpus), 8), sharex=True)
-    for down, direction in enumerate((FORWARD, BACKWARD)):
+    figure, axes = plots.panels(len(directions), len(gpus), title, (5 * len(gpus), 4 * len(directions)), sharex=True)
+    for down, direction in enumerate(directions):
         for axis, gpu in zip(axes[down], gpus):
             of_panel = [r for r in found if (r.gpu, r.case.direction) == (gpu, direction)]
             for headdim in sorted({r.headdim for r in of_panel}):
