@@ -186,7 +186,8 @@ def grid_of(found: Sequence[Row]) -> Grid:
 
 
 def plot(found: Sequence[Row], header: dict[str, str], path: Path) -> None:
-    gpus, directions = (list(dict.fromkeys(values)) for values in ([r.gpu for r in found], [r.case.direction for r in found]))
+    gpus = list(dict.fromkeys(r.gpu for r in found))
+    directions = list(dict.fromkeys(r.case.direction for r in found))
     title = f"Block masks, simulated, {header['date']}: full blocks solid, partial dashed, plain attention dotted"
     figure, axes = plots.panels(len(directions), len(gpus), title, (5 * len(gpus), 4 * len(directions)), sharex=True)
     for down, direction in enumerate(directions):

@@ -17,8 +17,8 @@ const PREPARE_THREADS: i64 = 256;
 const PREPARED_KEYS: i64 = 256;
 /// Keys that one product adds to fp16 sums.
 const PRODUCT_KEYS: i64 = 8;
-/// Largest score of a row in log2 that keeps its temperature: csrc/turing/fast/forward.cuh has it and says why.
-const LARGEST_SCORE: f64 = 8_388_608.0;
+/// Rows with larger scores in log2 get a higher temperature: csrc/turing/fast/forward.cuh says why.
+const TEMPERED_FROM: f64 = 8_388_608.0;
 /// Rows at once.
 const CHUNK_ROWS: i64 = 256;
 /// Log2 of the smallest packed probability that is not 0.
@@ -294,9 +294,8 @@ fn attend(q: &Tensor, keys: &Keys, values: &Values, hidden: &Tensor, scale: f64,
     let maximum = maximum.f_masked_fill(&maximum.f_eq(f64::NEG_INFINITY)?, 0.0)?;
     // what 1 is packed as
     let one = f64::from(15 - (products * PRODUCT_KEYS).ilog2() as i32 - 4);
-    // floats are too coarse for larger scores
-    let largest = Tensor::f_full_like(&maximum, LARGEST_SCORE)?;
-    let inverse_temperature = largest.f_div(&maximum.f_abs()?.f_clamp_min(LARGEST_SCORE)?)?;
+    let largest = Tensor::f_full_like(&maximum, TEMPERED_FROM)?;
+    let inverse_temperature = largest.f_div(&maximum.f_abs()?.f_clamp_min(TEMPERED_FROM)?)?;
     let exponents = scores.f_sub(&maximum)?.f_mul(&inverse_temperature)?.f_add_scalar(one)?;
     let flushed = exponents.f_lt(LOG2_SMALLEST)?;
     let p = exponents.f_mul_scalar(LN_2)?.f_exp_()?.f_masked_fill(&flushed, 0.0)?;
