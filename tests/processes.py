@@ -34,7 +34,8 @@ def run_forked(arguments: list, env: dict[str, str] | None = None, cwd=None, tim
 
     Args:
         arguments: -c code, -m module or a file, and what follows. No other options of the interpreter.
-        env: may not change what is read at load, but for the number of threads, which is one. Other programs need a new interpreter.
+        env: variables that are read at load must be those of this process: a program that changes them needs a new interpreter. The
+            number of threads is one, whatever OMP_NUM_THREADS says.
     """
     assert arguments[0] in ("-c", "-m") or not str(arguments[0]).startswith("-"), arguments
     env = {**(os.environ if env is None else env), **ONE_THREAD}
@@ -43,11 +44,16 @@ def run_forked(arguments: list, env: dict[str, str] | None = None, cwd=None, tim
     assert not changed, f"{changed} cannot change in a fork: use subprocess"
     with tempfile.TemporaryDirectory() as folder:
         request = {"arguments": [*map(str, arguments)], "env": env, "cwd": str(cwd or os.getcwd()), "folder": folder}
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        if not select.select([server.stdout], [], [], timeout)[0]:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+        answered = False
+        try:
+            server.stdin.write(json.dumps(request) + "\n")
+            server.stdin.flush()
+            answered = bool(select.select([server.stdout], [], [], timeout)[0])
+        finally:
+            if not answered:  # after an interruption too: the answer would be the next call's
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
+        if not answered:
             raise subprocess.TimeoutExpired(request["arguments"], timeout)
         status = server.stdout.readline()
         assert status, f"the server ended with status {server.wait()}"

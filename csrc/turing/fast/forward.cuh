@@ -1,11 +1,11 @@
 // Fast forward kernel of the turing family: int8 scores, and P V in spans with fp16 sums.
 //
 // GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies int8 codes (codes.cuh), and a span of keys sums P V in
-// fp16 before it is added to the fp32 output. A warp has all its scores in registers, two tiles of rows at once.
+// fp16 before it is added to the fp32 output. Scores of a few tiles become probabilities, which stay in registers for a span.
 //
 // Instructions: warps of a block run masked and unmasked spans at the same time. Both share a loop with one P V of 15.6 KB. The L0
-// instruction cache has 16 KB. All code that a block executes stays below 46 KB, the L1.5 instruction cache: so code outside the
-// loop is rolled, and rare code is behind branches.
+// instruction cache has 16 KB. All code that a block executes stays below 46 KB, the L1.5 instruction cache: so queries
+// and output have rolled loops, and rare code is behind branches.
 //
 // Range: |V| < 1 after its scaling, and the packed probabilities of a row in a span sum to at most 2^15, so fp16 sums stay below
 // 2^15 (1 + 2^-11)^(kSpan / 8). The reference of a row, which is subtracted from scores, is tested after a span's probabilities
@@ -42,25 +42,25 @@ struct FastForward {
     static constexpr u32 kOffsetV = kSpan * kCodePitch, kSlotBytes = kSpan * (kCodePitch + kPitch);
     static constexpr int kSlots = 4, kAhead = 2;
     static constexpr u32 kRingBytes = kSlots * kSlotBytes;
-    // After the ring: the state of rows, for which there are no registers.
+    // After the ring: the state of rows. Kernels without kSharedState leave it unused.
     static constexpr u32 kRowBytes = 2 * kChunkBytes;  // of the rows of a quad
     // Then the block's sources, and V's exponent.
     static constexpr u32 kOffsetExponent = kRingBytes + kThreads / 4 * kRowBytes + 2 * kChunkBytes;
-    // And a byte for each warp: whether units may be coarse.
+    // And whether units may be coarse: the same for all warps, but a byte for each, so that it needs no barrier.
     static constexpr u32 kOffsetCoarse = kOffsetExponent + 4;
     static_assert(4 + Warps <= kChunkBytes, "flags and exponent share a chunk");
     static constexpr u32 kSharedBytes = kOffsetExponent + kChunkBytes;
-    // Chunks that a thread moves in each span: of K's codes, and of V. The block loads kRowsV rows of V at once.
+    // Chunks that a thread moves in each span: of K's codes, and of K's codes and V. The block loads kRowsV rows of V at once.
     static constexpr int kCodePieces = kSpan * kCodeChunks / kThreads, kPieces = 3 * kCodePieces, kRowsV = kThreads / kChunks;
     static_assert(kCodePieces * kThreads == kSpan * kCodeChunks, "all threads move as many chunks");
     static_assert(kRowsV % 8 == 0 && kThreads / kCodeChunks % 8 == 0, "the rows of a thread have one swizzle");
     static_assert(kScaleKeys % kSpan == 0, "a span has one block of scales");
 
     __device__ static constexpr int log2_of(int x) { return x == 1 ? 0 : 1 + log2_of(x / 2); }
-    // Log2 of what a probability of 1 becomes when a reference is set.
+    // Log2 of what a probability of 1 becomes when a reference is set: kSpan of them sum to 2^11, and may grow by 2^4 to 2^15.
     static constexpr int kOneLog2 = 15 - log2_of(64 * 64 / Headdim) - 4;
     static constexpr float kPackingLog2 = 112.f;  // softmax.cuh: packed fp16 is 2^112 times the float
-    // Rows with larger scores in log2 get a higher temperature. Floats below it are half apart or less.
+    // Rows whose largest score has a larger magnitude, in log2, get a higher temperature. Floats below it are half apart or less.
     static constexpr float kTemperedFrom = 8388608.f;
     // What is added to a row's largest score when it becomes the reference.
     static constexpr float kReferenceLog2 = kPackingLog2 - kOneLog2;
@@ -71,8 +71,8 @@ struct FastForward {
     using Output = Accumulator[RowTiles][kChunks];
     // Tiles at once of a masked span. Two spill at headdims 128 and 256. Plain kernels use one, for less code.
     static constexpr int kMaskedTiles = kHasMask && Headdim == 64 ? 4 : 1;
-    // At headdim 64 registers suffice for all that a step needs beside operands and sums. At headdim 128 with 32 rows a part is in
-    // shared memory.
+    // At headdim 64 registers suffice for the state of rows and the sources beside operands and sums. At headdim 128 with 32 rows a
+    // part is in shared memory.
     static constexpr bool kFewRegisters = Headdim > 64, kSharedState = Headdim == 128 && RowTiles == 2;
 
     __device__ __forceinline__ static int remat_warp_row(const FastParams& p) {
@@ -131,9 +131,9 @@ struct FastForward {
         return largest;
     }
     // Whether a unit of the products may be worth more than 1 in log2 for a row and a key of the block: the largest element of q is
-    // above 176 (headdim 64, usual softmax scale), or of k - mean above 508. Rotated keys are larger: a deviation of 20 suffices.
-    // Such blocks run all spans as masked ones: others have no test in their loop. The threads divide the keys' scales, and meet at
-    // the block's barrier. `largest`: the thread's first scale. `scale`: the index of its second.
+    // above 176 (headdim 64, usual softmax scale), or of k - mean above 508. Keys with a deviation of 20 suffice once they are
+    // rotated. Such blocks run all spans as masked ones: others have no test in their loop. Each thread looks at some of the keys'
+    // scales, and all meet at the block's barrier. `largest`: the thread's first scale. `scale`: the index of its second.
     template <class Rows>
     __device__ __forceinline__ static bool barrier_or_coarse(const Rows& state, float largest, const float* scales, int scale,
                                                              int end_scale) {
@@ -145,9 +145,9 @@ struct FastForward {
         state.load_scales(of_row);
         return __syncthreads_or(largest > kLargestKeyScale || largest_of(of_row) * kLargestKeyScale > 1.f);
     }
-    // Sets factors and addends of scores whose sums begin at 0: those from kSumZero on have an error of up to a unit. A row whose
-    // largest score so far is above kTemperedFrom gets a temperature that brings it there: floats are too coarse above. A unit of
-    // such a score is still worth 2 or more, and codes leave many units undetermined.
+    // Sets factors and addends for sums without their kSumZero: with it, scores have an error of up to a unit. A row whose largest
+    // score so far is above kTemperedFrom in magnitude gets a temperature that brings it there: floats are too coarse above. Other
+    // keys then weigh more than they should. But a unit is still worth 2 or more, and rounding to codes moves scores by many units.
     template <class Rows>
     __device__ __forceinline__ static void set_coarse(float (&factor)[kRows], float (&addend)[kRows], const Rows& state) {
         float reference[kRows];
@@ -269,7 +269,7 @@ struct FastForward {
                 for (int piece = 0; piece < kPieces; piece++)
                     store_piece(first[j][piece], from, offsets, piece, ring + j * kSlotBytes);
             clear(sum, o);
-            // kept in shared memory: no register is left in the loop
+            // kept in shared memory: its register in the loop made the kernels of headdims 128 and 256 slower
             const bool is_coarse = barrier_or_coarse(state, first_scale, codes.scales, scale + kThreads, end_scale);
             if (lane.lane == 0) *coarse_flag() = is_coarse;
             __syncwarp();
@@ -539,7 +539,7 @@ struct FastForward {
             store_references(x);
         }
         __device__ __forceinline__ static bool is_first_of_quad() { return (remat_thread_index() & 3) == 0; }
-        // Before a barrier of the block.
+        // The quad reads it after a __syncwarp() or a barrier.
         __device__ __forceinline__ void push_scale(float x, int r) {
             if (is_first_of_quad()) store_shared1(address + 4 * r, __float_as_uint(x));
         }

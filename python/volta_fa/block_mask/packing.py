@@ -15,11 +15,11 @@ from .elements import Elements
 
 #: Cells that are evaluated at a time, at most: 10 M elements, 84 MB for a step of a mask function that calculates them in int64.
 CHUNK = 2560
-#: With more cells, the bits of those that turn out full or absent are dropped after each chunk, which costs a synchronization a chunk
-#: and saves 1 KB a cell.
+#: With more UNKNOWN cells, the bits of those that turn out full or absent are dropped after each chunk. That costs a synchronization
+#: a chunk and saves 1 KB a cell.
 COMPACT_ABOVE = 32768
 
-#: First row of `_Cells.bits` for evaluated cells. Row FULL has all bits, row ABSENT, the last, none. The row before FULL is not used.
+#: First row of `_Cells.bits` for evaluated cells. Row FULL has all bits, row ABSENT, the last, none. Row 0, UNKNOWN, is not used.
 _FIRST_EVALUATED = FULL + 1
 #: Factor that moves the lowest bits of 8 bytes into the highest byte, the first byte's to bit 0.
 _GATHER_BITS = 0x0102040810204080
@@ -38,13 +38,13 @@ class _Cells(NamedTuple):
 
     states: Tensor  # int8 (batch, heads, rows, columns); UNKNOWN: visible in part
     source: Tensor  # int64, the same shape: the cell's row of bits
-    bits: Tensor  # int32 (2, rows, 64, 2): of queries, then transposed, of keys
+    bits: Tensor  # int32 (2, evaluated cells and constant rows, 64, 2): of queries, then transposed, of keys
 
 
 def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tuple[Lists, Lists]:
-    """Returns the lists of row blocks of 128 queries and those of 128 keys.
+    """Returns the lists and bits of row blocks of 128 queries, and those of 128 keys.
 
-    It waits for the device once, for the number of cells and tiles, and with more than COMPACT_ABOVE cells once a chunk.
+    It waits for the device once, for the numbers that it does not know, and with more than COMPACT_ABOVE UNKNOWN cells once a chunk.
 
     Args:
         states: of cells, int8 (batch, heads, rows, columns). The call overwrites them.
