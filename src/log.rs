@@ -156,6 +156,16 @@ pub fn append(a: &Attention, rows: i64, planned: &PlannedKernel) -> Result<()> {
     Ok(())
 }
 
+/// Logs a cast kernel.
+pub fn cast(a: &Attention, planned: &PlannedKernel) -> Result<()> {
+    if enabled()? {
+        let Attention { batch, nheads, nheads_k, headdim, headdim_v, .. } = a;
+        let what = format!("bf16, batch {batch}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}");
+        once("cast", &[*planned], format!("{what}: {}", kernel(planned, *batch)));
+    }
+    Ok(())
+}
+
 /// Logs a dequantize kernel.
 pub fn dequantize(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {

@@ -604,6 +604,49 @@ pub struct DequantizeParams {
     pub element: ElementType,
 }
 
+/// Parameter block of the kernel that casts bf16 tensors to fp16, scaled by powers of two.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CastParams {
+    /// (batch, seqlen_q, nheads, headdim), bf16
+    pub q: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim), bf16
+    pub k: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim_v), bf16; unused in grids without its heads
+    pub v: Operand,
+    /// q as fp16.
+    pub q_fp16: Output,
+    /// k as fp16.
+    pub k_fp16: Output,
+    /// v as fp16.
+    pub v_fp16: Output,
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q), of all scores; null: none. Phase 1 scales it as it scales scores, phase 2 back.
+    pub softmax_lse: *mut f32,
+    /// (3, groups) zeros, for q, k and v: bits of the largest finite magnitude as fp32. A group is a KV head of a batch entry; packed
+    /// sequences share those of a head.
+    pub largest: *mut u32,
+    /// Output (3, groups): fp16 numbers are bf16 numbers times 2^exponent. Rows of q may have smaller exponents, which softmax_lse has too.
+    pub exponents: *mut i32,
+    /// KV heads of all batch entries of the call, or nheads_k if packed.
+    pub groups: i32,
+    /// Number of the launch's first batch entry; 0 if packed.
+    pub first_entry: i32,
+    /// Exponent that every q gets, because problem.scale lacks it.
+    pub scale_exponent: i32,
+    /// Exponent of problem.scale_log2, rounded up.
+    pub scale_log2_exponent: i32,
+    /// Exponent of headdim * problem.scale_log2, rounded up.
+    pub score_exponent: i32,
+    /// Exponent of the largest |v| that needs no scale.
+    pub max_exponent_v: i32,
+    /// 0, 1 or 2: see csrc/shared/cast/cast.cu.
+    pub phase: i32,
+    /// Sizes and scale.
+    pub problem: Problem,
+    /// Of packed sequences, and seqused_k.
+    pub lengths: Lengths,
+}
+
 /// Parameter block of the fast forward kernels (`volta_fa::fwd_fast`): one that prepares K and V, and the forward kernel.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

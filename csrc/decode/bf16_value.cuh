@@ -1,7 +1,7 @@
 // bf16 KV caches for products that take fp16 (sm_70 and sm_75 have no bf16 product). Converts a step's registers in place.
 //
-// Keys and queries saturate, as volta_fa::fwd converts q and k. Values keep bf16's range: a warp multiplies them by a power of
-// two (Bf16ValueScaler), and divides the output by it at the end.
+// All keep bf16's range: a warp multiplies its queries, keys and values by powers of two (Bf16Scaler). It divides scores by those of
+// queries and keys, and the output by that of values at the end.
 #pragma once
 
 #include "decode/cache_registers.cuh"
@@ -16,28 +16,13 @@ __device__ __forceinline__ unsigned to_half2_saturating(float lo, float hi) {
     asm("{.reg .f16 l, h; cvt.rz.f16.f32 l, %1; cvt.rz.f16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(packed) : "f"(lo), "f"(hi));
     return packed;
 }
-// Packed bf16 to packed fp16, saturating. Infinities stay.
-__device__ __forceinline__ unsigned bf16x2_to_half2(unsigned packed) {
-    const float2 x = bf16x2_to_float2(packed);
-    return to_half2_saturating(x.x, x.y);
-}
-__device__ __forceinline__ uint4 bf16_chunk_to_half(const uint4& x) {
-    return make_uint4(bf16x2_to_half2(x.x), bf16x2_to_half2(x.y), bf16x2_to_half2(x.z), bf16x2_to_half2(x.w));
-}
-template <int Chunks, int Spread>
-__device__ __forceinline__ void convert_keys(Columns<Chunks, Spread>& k) {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(k.words) / sizeof(unsigned)); i++) {
-        k.words[i] = bf16x2_to_half2(k.words[i]);
-        // Limits how many conversions ptxas interleaves: it would run out of registers.
-        if (Chunks > 4 && i % 8 == 7) __syncwarp();
-    }
-}
+// Returns 1 / x of a power of two from 2^-126 to 2^126.
+__device__ __forceinline__ float inverse_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
 
-// Multiplies a warp's bf16 values so that they fit fp16. The factor is a power of two, from the largest value so far. It
-// changes lazily: only when a value would not fit, and then the accumulated output changes with it.
-class Bf16ValueScaler {
-    float factor_ = 0x1p126f;  // of the values; it only decreases
+// Multiplies a warp's bf16 numbers so that they fit fp16. The factor is a power of two, from the largest number so far. It
+// changes lazily: only when a number would not fit, and then what was accumulated from values changes with it.
+class Bf16Scaler {
+    float factor_ = 0x1p126f;  // it only decreases
 
     // If a scaled value exceeds kLimit, the factor becomes one that puts the largest value below 2^kTargetExponent. That leaves
     // room for values that grow, and keeps all bits of values down to 2^-27 of the largest.
@@ -45,7 +30,7 @@ class Bf16ValueScaler {
     static constexpr int kTargetExponent = 13;
 
 public:
-    // Scales and converts a step's values in place. Calls rescale(x) if the accumulated output has to be multiplied by x. All
+    // Scales and converts a step's numbers in place. Calls rescale(x) if the accumulated output has to be multiplied by x. All
     // lanes of the warp call it together.
     template <class Words, class Rescale>
     __device__ __forceinline__ void convert(Words& v, Rescale rescale) {
@@ -66,33 +51,52 @@ public:
             for (int lane_mask = 1; lane_mask < 32; lane_mask *= 2)
                 largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
             if (largest * factor_ > kLimit) {
-                // `largest` is below 2^(exponent - 126).
-                const int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
-                const float updated = __uint_as_float((kTargetExponent + 126 - exponent + 127) << 23);
+                const float updated = factor_for(largest);
                 rescale(updated / factor_);
                 factor_ = updated;
             }
         }
         each_word(v, [&](unsigned& word) {
             asm volatile("" : "+r"(word));  // no register for the conversions of the loops above
-            const float2 x = bf16x2_to_float2(word);
-            word = to_half2_saturating(x.x * factor_, x.y * factor_);
+            word = converted(word);
         });
+    }
+    // The same of numbers that `largest` bounds, for the whole warp.
+    __device__ __forceinline__ void fit(float largest) {
+        if (largest * factor_ > kLimit) factor_ = factor_for(largest);
+    }
+    __device__ __forceinline__ uint4 converted(const uint4& x) const {
+        return make_uint4(converted(x.x), converted(x.y), converted(x.z), converted(x.w));
     }
     __device__ __forceinline__ float factor() const { return factor_; }
     // Sets a smaller factor.
     __device__ __forceinline__ void lower(float factor) { factor_ = factor; }
-    // Factor from the accumulated output to the output.
-    __device__ __forceinline__ float inverse() const { return 1.f / factor_; }
+    // Factor from what was accumulated to the result.
+    __device__ __forceinline__ float inverse() const { return inverse_power(factor_); }
+
+    static constexpr float kMaxFinite = 3.4028235e38f;
 
 private:
-    static constexpr float kMaxFinite = 3.4028235e38f;
+    __device__ __forceinline__ unsigned converted(unsigned word) const {
+        const float2 x = bf16x2_to_float2(word);
+        return to_half2_saturating(x.x * factor_, x.y * factor_);
+    }
+    // `largest` is below 2^(exponent - 126).
+    __device__ __forceinline__ static float factor_for(float largest) {
+        const int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
+        return __uint_as_float((kTargetExponent + 126 - exponent + 127) << 23);
+    }
     template <int Chunks, class F>
     __device__ __forceinline__ static void each_word(Values<Chunks> (&v)[kStepTiles], F f) {
 #pragma unroll
         for (auto& tile : v)
 #pragma unroll
             for (auto& token : tile.token) each_word(token.words, f);
+    }
+    template <int Tiles, int Chunks, int Spread, class F>
+    __device__ __forceinline__ static void each_word(Columns<Chunks, Spread> (&k)[Tiles], F f) {
+#pragma unroll
+        for (auto& tile : k) each_word(tile.words, f);
     }
     template <int Loads, class F>
     __device__ __forceinline__ static void each_word(unsigned (&v)[Loads][4], F f) {

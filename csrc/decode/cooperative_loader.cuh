@@ -44,11 +44,11 @@ class CooperativeLoader {
     int store_offset_, keys_offset_, values_offset_;
     int token_;  // first token of the next load
     unsigned loaded_[kStepTiles * kLoads][4] = {};
-    Bf16ValueScaler value_scaler_;  // factor of this warp's bf16 values
-    float shared_factor_ = Bf16ValueScaler().factor();  // factor of all values in the buffer
+    Bf16Scaler scaler_;  // factor of this warp's bf16 keys or values
+    float shared_factor_ = Bf16Scaler().factor();  // factor of all values in the buffer
 
     static constexpr int kInvalidPage = -(1 << 30);
-    // After the slots: the factors of the two warps that load values.
+    // After the slots: the factors of the two warps that load values, and of the two that load keys.
     static constexpr int kStepBytes = (kSlots + kBf16) * kSlotBytes;
 
 public:
@@ -117,7 +117,9 @@ public:
     __device__ __forceinline__ KeyOperands keys(int tile) const { return {*this, tile}; }
     __device__ __forceinline__ ValueOperands values(int tile) const { return {*this, tile}; }
     // Factor from the accumulated output to the output.
-    __device__ __forceinline__ float inverse() const { return 1.f / shared_factor_; }
+    __device__ __forceinline__ float inverse() const { return inverse_power(shared_factor_); }
+    // Factor from the products with bf16 keys to those with keys, for this token of a tile and its neighbor.
+    __device__ __forceinline__ float key_inverse(int token) const { return inverse_power(factors()[2 + token / 4]); }
     // Returns false after a block-table entry outside the cache. The warp stays in the loop, because the other warps of its set
     // wait at the barrier.
     __device__ __forceinline__ bool page_valid() const { return columns_ != kInvalidPage; }
@@ -129,17 +131,10 @@ private:
         return (i / kLoads * kTileSlots + i % kLoads * 64) * kSlotBytes;
     }
     __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(buffer_ + kSlots * kSlotBytes); }
-    // Converts loaded bf16 to fp16 in place. Values are scaled; their factor goes to shared memory.
+    // Scales loaded bf16 and converts it to fp16 in place. The factor goes to shared memory.
     __device__ __forceinline__ void convert() {
-        if (has_values_) {
-            value_scaler_.convert(loaded_, [](float) {});
-            factors()[threadIdx.x / 32 % 2] = value_scaler_.factor();
-        } else {
-#pragma unroll
-            for (auto& x : loaded_)
-#pragma unroll
-                for (unsigned& word : x) word = bf16x2_to_half2(word);
-        }
+        scaler_.convert(loaded_, [](float) {});
+        factors()[(has_values_ ? 0 : 2) + threadIdx.x / 32 % 2] = scaler_.factor();
     }
     // Gives all values of the step one factor, the smaller of the two warps'. If values have grown, the warp with the larger
     // factor rescales what it stored. Returns the factor for the accumulated output.
@@ -147,10 +142,10 @@ private:
         const float2 both = *reinterpret_cast<const float2*>(factors());
         if (both.x == shared_factor_ && both.y == shared_factor_) return 1.f;
         const float least = fminf(both.x, both.y);
-        if (has_values_ && value_scaler_.factor() != least) {
+        if (has_values_ && scaler_.factor() != least) {
             // Not 0: it would turn infinities into NaN.
-            const float own_change = fmaxf(least / value_scaler_.factor(), 0x1p-60f);
-            value_scaler_.lower(least);
+            const float own_change = fmaxf(least / scaler_.factor(), 0x1p-60f);
+            scaler_.lower(least);
 #pragma unroll 1
             for (int i = 0; i < kStepTiles * kLoads; i++) {
                 uint4 x = *at(store_offset_ + load_offset(i));

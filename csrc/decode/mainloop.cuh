@@ -13,8 +13,8 @@
 //
 // Quantized K and V become fp16 only when a product takes them: as CacheElement::kScale times their codes, and int4's columns 4 to
 // 7 of eight as 16 times that (quantized.cuh). Scales of tokens multiply scores and probabilities (scales.cuh). Scales of a whole
-// sequence multiply scores and the output. bf16 becomes fp16 too. Its values get a factor, a power of two by which they fit fp16's
-// range; the output is divided by it (bf16_value.cuh).
+// sequence multiply scores and the output. bf16 becomes fp16 too. Its queries, keys and values get factors, powers of two by which
+// they fit fp16's range; scores and the output are divided by them (bf16_value.cuh).
 //
 // The softmax is lazy: a row's maximum moves, and its output is rescaled, only when a score exceeds SoftmaxRow::limit
 // (softmax.cuh).
@@ -114,11 +114,13 @@ public:
             char* in_shared = reinterpret_cast<char*>(partials.output) + OwnLoader::kWorkBytes + warp * OwnQueries::kBytes;
             q.in_shared = reinterpret_cast<uint4*>(in_shared) + (threadIdx.x & 31);
         }
-        if constexpr (!kKeysFirst) load_queries(p, s, first_row, q);
+        Bf16Scaler query_scaler;
+        if constexpr (!kKeysFirst) load_queries(p, s, first_row, q, query_scaler);
         typename Layout::template Output<kValueLoads> o = {};
         SoftmaxRow softmax[RowTiles];
         ProbabilityScale probability_scale[RowTiles];
-        Bf16ValueScaler value_scaler;  // factor of this warp's bf16 values; CooperativeLoader has one for all its warps
+        // factors of this warp's bf16 keys and values; CooperativeLoader has those of all its warps
+        Bf16Scaler key_scaler, value_scaler;
         float shared_inverse = 1.f;  // 1 / that factor of CooperativeLoader
 
         // Each token group takes a contiguous range of whole steps.
@@ -165,7 +167,7 @@ public:
             }
             if constexpr (kKeysFirst) {
                 __syncwarp();  // else the compiler moves these loads up
-                load_queries(p, s, first_row, q);
+                load_queries(p, s, first_row, q, query_scaler);
             }
             for (int token = first; steps_left > 0 && (kCooperative || kStaged || loader.page_valid()); token += kStepTokens) {
                 steps_left--;
@@ -177,16 +179,21 @@ public:
                     loader.keys(k);
                 }
                 float2 x[kStepTiles][RowTiles];
-                if constexpr (kBf16 && !kCooperative) {
-#pragma unroll
-                    for (int tile = 0; tile < kStepTiles; tile++) convert_keys(k[tile]);
-                }
+                if constexpr (kBf16 && !kCooperative) key_scaler.convert(k, [](float) {});
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++) {
                     if constexpr (kCooperative)
                         Layout::scores(q, loader.keys(tile), x[tile]);
                     else
                         Layout::scores(q, k[tile], x[tile]);
+                }
+                if constexpr (kBf16) {
+                    float inverse = query_scaler.inverse();
+                    if constexpr (kCooperative)
+                        inverse *= loader.key_inverse(Layout::score_token(lane));
+                    else
+                        inverse *= key_scaler.inverse();
+                    scale_all(x, inverse);
                 }
                 typename OwnLoader::Scales scales;
                 if constexpr (kStaged)
@@ -337,6 +344,13 @@ private:
         return m;
     }
 
+    __device__ __forceinline__ static void scale_all(float2 (&x)[kStepTiles][RowTiles], float factor) {
+#pragma unroll
+        for (auto& tile : x)
+#pragma unroll
+            for (float2& pair : tile) pair = make_float2(pair.x * factor, pair.y * factor);
+    }
+
     // Turns products with quantized codes into products with keys.
     __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const typename OwnLoader::Scales& scales,
                                                         float key_scale, const float (&query_sum)[RowTiles],
@@ -440,7 +454,32 @@ private:
     }
 
     // Loads the warp's rows of Q; zeros for rows and columns that do not exist.
-    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const WorkTile& s, int first_row, OwnQueries& q) {
+    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const WorkTile& s, int first_row, OwnQueries& q,
+                                                        Bf16Scaler& scaler) {
+        if constexpr (kBf16) {
+            // the second time they come from L1
+            float largest = 0.f;
+            each_query(p, s, first_row, [&](int, int, const uint4& x) {
+                for (unsigned word : {x.x, x.y, x.z, x.w}) {
+                    const float2 pair = bf16x2_to_float2(word);
+                    for (float y : {fabsf(pair.x), fabsf(pair.y)})
+                        if (y <= Bf16Scaler::kMaxFinite) largest = fmaxf(largest, y);
+                }
+            });
+#pragma unroll
+            for (int lane_mask = 1; lane_mask < 32; lane_mask *= 2)
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
+            scaler.fit(largest);
+        }
+        each_query(p, s, first_row, [&](int mt, int j, uint4 x) {
+            x = CacheElement::permute8(flipped(x, p.problem.sign_flip));
+            if constexpr (kBf16) x = scaler.converted(x);
+            q.set(mt, j, x);
+        });
+    }
+    // Calls f(mt, j, x) with the lane's chunks of Q.
+    template <class F>
+    __device__ __forceinline__ static void each_query(const DecodeParams& p, const WorkTile& s, int first_row, F f) {
         const typename Layout::Lane lane;
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads of a KV head
 #pragma unroll
@@ -453,9 +492,7 @@ private:
                 const int column = first_column() + Keys<kKeyLoads>::of(32 * j + Layout::key_column(lane));
                 uint4 x = make_uint4(0, 0, 0, 0);
                 if (row < s.rows && column < p.problem.headdim) x = load_global(from + column);
-                x = CacheElement::permute8(flipped(x, p.problem.sign_flip));
-                if constexpr (kBf16) x = bf16_chunk_to_half(x);
-                q.set(mt, j, x);
+                f(mt, j, x);
             }
         }
     }

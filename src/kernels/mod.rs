@@ -13,8 +13,8 @@ pub use tables::volta::VOLTA;
 use crate::error::{Error, Result};
 use crate::limits::{COMMON_HEADDIM, MAX_HEADDIM};
 use crate::params::{
-    AppendParams, BwdBlockParams, BwdParams, BwdStoredParams, BwdStreamKParams, DecodeParams, DequantizeParams, FastParams, FwdBlockParams,
-    FwdParams, FwdStreamKParams, MergeParams,
+    AppendParams, BwdBlockParams, BwdParams, BwdStoredParams, BwdStreamKParams, CastParams, DecodeParams, DequantizeParams, FastParams,
+    FwdBlockParams, FwdParams, FwdStreamKParams, MergeParams,
 };
 use std::cmp::Reverse;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -134,6 +134,7 @@ pub fn params_bytes(block: ParamBlock) -> usize {
         ParamBlock::Decode => size_of::<DecodeParams>(),
         ParamBlock::Append => size_of::<AppendParams>(),
         ParamBlock::Dequantize => size_of::<DequantizeParams>(),
+        ParamBlock::Cast => size_of::<CastParams>(),
         ParamBlock::Fast => size_of::<FastParams>(),
     }
 }

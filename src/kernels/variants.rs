@@ -200,6 +200,8 @@ pub enum Pass {
     Append,
     /// a quantized KV cache as fp16 or bf16
     Dequantize,
+    /// bf16 q, k and v as fp16, scaled by powers of two
+    Cast,
     /// int8 codes of K and the range of V, for the fast forward
     FastPrepare,
     /// out and softmax_lse from int8 scores and fp16 sums
@@ -231,13 +233,15 @@ pub enum ParamBlock {
     Append,
     /// `DequantizeParams`
     Dequantize,
+    /// `CastParams`
+    Cast,
     /// `FastParams`
     Fast,
 }
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 12] = {
+    pub const ALL: [ParamBlock; 13] = {
         use ParamBlock::*;
         [
             Forward,
@@ -251,6 +255,7 @@ impl ParamBlock {
             Decode,
             Append,
             Dequantize,
+            Cast,
             Fast,
         ]
     };
@@ -269,6 +274,7 @@ impl ParamBlock {
             ParamBlock::Decode => "DecodeParams",
             ParamBlock::Append => "AppendParams",
             ParamBlock::Dequantize => "DequantizeParams",
+            ParamBlock::Cast => "CastParams",
             ParamBlock::Fast => "FastParams",
         }
     }
@@ -303,7 +309,7 @@ pub struct PassInfo {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 20] = {
+pub const PASSES: [PassInfo; 21] = {
     use {ParamBlock as P, RowKind::*};
     const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
         PassInfo { pass, params, rows, features }
@@ -333,6 +339,7 @@ pub const PASSES: [PassInfo; 20] = {
         row(Pass::DecodeMla, P::Decode, PackedQueries, FeatureSet::NONE),
         row(Pass::Append, P::Append, Keys, FeatureSet::NONE),
         row(Pass::Dequantize, P::Dequantize, Keys, FeatureSet::NONE),
+        row(Pass::Cast, P::Cast, Queries, FeatureSet::NONE),
         row(Pass::FastPrepare, P::Fast, Keys, FeatureSet::of(&[Feature::Lengths])),
         row(Pass::FastForward, P::Fast, Queries, FeatureSet::of(&[Feature::Lengths, Feature::Bias])),
     ]
@@ -373,6 +380,7 @@ impl Pass {
             Pass::DecodeMla => ("mla_decode", ""),
             Pass::Append => ("append", ""),
             Pass::Dequantize => ("dequantize", ""),
+            Pass::Cast => ("cast", ""),
             Pass::FastPrepare => ("fast_fwd", "prepare"),
             Pass::FastForward => ("fast_fwd", ""),
         }
@@ -499,7 +507,7 @@ pub struct Variant {
     /// source below `csrc/`
     pub source: &'static str,
     /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load. Preprocess,
-    /// postprocess, merge, append and dequantize kernels read the headdim from their parameters, and take any
+    /// postprocess, merge, append, dequantize and cast kernels read the headdim from their parameters, and take any
     pub headdim: u32,
     /// the largest headdim of v and out
     pub headdim_v: u32,
@@ -572,7 +580,9 @@ impl Variant {
             Pass::Decode => format!("{headdim}x{block_rows}"),
             Pass::DecodeMla => block_rows.to_string(),
             // these read the headdim from their parameters
-            Pass::BackwardPreprocess | Pass::BackwardPostprocess | Pass::Merge | Pass::Append | Pass::Dequantize => String::new(),
+            Pass::BackwardPreprocess | Pass::BackwardPostprocess | Pass::Merge | Pass::Append | Pass::Dequantize | Pass::Cast => {
+                String::new()
+            }
             _ if headdim == headdim_v => headdim.to_string(),
             _ => format!("{headdim}x{headdim_v}"),
         };

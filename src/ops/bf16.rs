@@ -1,12 +1,13 @@
 //! bf16 on kernels that multiply fp16: operands and out are converted, and kernels write gradients as bf16.
 //!
-//! fp16 has more precision than bf16 and less range. So tensors in which results are linear are multiplied by powers of two, without
-//! rounding: v in the forward pass, v and dout in the backward pass. The exponents come from the largest magnitudes and stay on the
-//! device. q and k have no such scale; they saturate at fp16's 65504.
+//! fp16 has more precision than bf16 and less range. So operands are multiplied by powers of two, without rounding. The exponents come from
+//! the largest magnitudes and stay on the device. One kernel casts q, k and, in the forward pass, v ([`Cast`]). The backward pass scales v,
+//! dout and out here, because their exponents depend on each other, on the gradient of softmax_lse, and on the gradients that sum over heads.
 //!
 //! Gradients are sums over rows. No scale keeps both their terms precise and the sums of many rows in fp16's range; bf16 has the range of
 //! fp32.
 
+use super::cast::{Cast, Operands};
 use super::device;
 use super::inputs::{Gradients, Inputs, Saved};
 use crate::error::Result;
@@ -15,7 +16,6 @@ use crate::plan::BackwardMode;
 use crate::problem::Attention;
 use tch::{Kind, Tensor};
 
-const FP16_MAX: f64 = half::f16::MAX.to_f64_const();
 /// Exponent of the largest scaled magnitude, rounded up. Then dP is below 16 * headdim and dS, which kernels keep in fp16, below twice
 /// that; and 2^-25 of the largest magnitude is not 0.
 const LARGEST: i64 = 2;
@@ -95,6 +95,7 @@ fn unscale(t: &mut Tensor, v: &Exponents, dout: &Exponents) -> Result<()> {
 /// Multiplies `t` by 2 to these exponents, in place. The power may overflow where the result does not; two factors that are both at least 1
 /// or both at most 1 overflow only with the result.
 fn multiply(t: &mut Tensor, sum: &Tensor) -> Result<()> {
+    let sum = &sum.f_clamp(-2 * MAX_EXPONENT, 2 * MAX_EXPONENT)?;
     let half = sum.f_bitwise_right_shift_tensor_scalar(1)?;
     for part in [&half, &sum.f_sub(&half)?] {
         let _ = t.f_mul_(&power(part, t.kind())?)?;
@@ -146,22 +147,17 @@ fn per_row(dlse: &Tensor) -> Result<Tensor> {
     Ok(copy)
 }
 
-/// Converts to fp16, saturating.
-pub(super) fn saturated(t: &Tensor) -> Result<Tensor> {
-    // in this order, because 65504 is not a bf16 number
-    Ok(t.f_to_kind(Kind::Half)?.f_clamp(-FP16_MAX, FP16_MAX)?)
-}
-
-/// Converts q and k. A bias and sinks travel as fp32, because fp16 would lose range.
-fn converted(inputs: &Inputs, v: Tensor) -> Result<Inputs> {
-    Ok(Inputs { q: saturated(&inputs.q)?, k: saturated(&inputs.k)?, v, ..inputs.share() })
-}
-
 /// Computes (out, softmax_lse).
 pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
-    let v = of_v(inputs, Shared::ByHead, a)?;
-    let (out, softmax_lse) = device::forward(&converted(inputs, v.scale(&inputs.v, Kind::Half, a)?)?, a, launcher)?;
-    Ok((v.inverse()?.scale(&out, Kind::BFloat16, a)?, softmax_lse))
+    let cast = Cast::new(inputs, a, &Operands::All, None, launcher)?;
+    let (out, softmax_lse) = device::forward(&cast.inputs, &cast.problem, launcher)?;
+    cast.restore_lse(&softmax_lse)?;
+    Ok((unscaled(&out, cast.of_v()?, a)?, softmax_lse))
+}
+
+/// Returns an output as bf16, with the powers of its values removed.
+pub(super) fn unscaled(out: &Tensor, of_values: Tensor, a: &Attention) -> Result<Tensor> {
+    Exponents(of_values).inverse()?.scale(out, Kind::BFloat16, a)
 }
 
 /// Computes the gradients.
@@ -174,20 +170,26 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
         dout = dout.with_lse_gradient(&v, dlse, shared, a)?;
         multiply(&mut by_group(dlse, a)?, &v.0.f_add(&dout.0)?)?;
     }
+    let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, saved.softmax_lse.device()))?;
+    softmax_lse.shallow_clone().f_copy_(&saved.softmax_lse)?;
+    let mut cast = Cast::new(inputs, a, &Operands::QueriesAndKeys, Some(&softmax_lse), launcher)?;
+    cast.inputs.v = v.scale(&inputs.v, Kind::Half, a)?;
     let scaled = Saved {
         // out is linear in v
         out: v.scale(&saved.out, Kind::Half, a)?,
         dout: dout.scale(&saved.dout, Kind::Half, a)?,
-        softmax_lse: saved.softmax_lse.shallow_clone(),
+        softmax_lse,
         // delta is sum(out * dout) - dlse, so dlse has the powers of both v and dout
         dlse: dlse.map(|t| t.f_squeeze_dim(-1)?.f_transpose(-1, -2)).transpose()?,
         attn_bias_requires_grad: saved.attn_bias_requires_grad,
     };
     let mode = BackwardMode { bf16_gradients: true, ..mode };
-    let mut g = device::backward(&converted(inputs, v.scale(&inputs.v, Kind::Half, a)?)?, &scaled, a, mode, launcher)?;
-    // dq and dk are linear in dout and in v, as dS is; dv in dout alone
-    unscale(&mut by_group(&g.dq, a)?, &v, &dout)?;
-    unscale(&mut by_group(&g.dk, a)?, &v, &dout)?;
+    let mut g = device::backward(&cast.inputs, &scaled, &cast.problem, mode, launcher)?;
+    // dS is linear in dout and in v, dq in dS and k, dk in dS and q; dv in dout alone
+    let [of_dq, of_dk] = cast.of_gradients()?;
+    for (t, own) in [(&g.dq, of_dq), (&g.dk, of_dk)] {
+        multiply(&mut by_group(t, a)?, &v.0.f_add(&dout.0)?.f_add(&own)?.f_neg()?)?;
+    }
     let _ = by_group(&g.dv, a)?.f_mul_(&power(&dout.inverse()?.0, Kind::BFloat16)?)?;
     for t in g.dattn_bias.iter_mut().chain(&mut g.dsinks) {
         // one exponent for all elements, whatever the shape

@@ -3,6 +3,7 @@
 mod bf16;
 mod block_mask;
 mod blocks;
+mod cast;
 mod codes;
 pub mod cpu;
 mod device;

@@ -31,4 +31,4 @@ pub use forward::{forward, forward_among, prefill};
 pub use grid::batch_chunks;
 pub use kernel::{PlannedKernel, Reason};
 pub use stream_k::{StreamKPlan, StreamKSchedule};
-pub use tokens::{append, dequantize, merge};
+pub use tokens::{append, cast, dequantize, merge};

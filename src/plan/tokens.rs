@@ -1,4 +1,4 @@
-//! Plans kernels without attention: merging states, appending to a KV cache, dequantizing a KV cache.
+//! Plans kernels without attention: merging states, appending to a KV cache, dequantizing a KV cache, casting bf16.
 
 use super::cached::{cached_plan, PlanCache};
 use super::choose::choose;
@@ -30,6 +30,12 @@ pub fn append(rows: i64, nheads_k: i64, cache: CacheFormat, d: &DeviceLimits) ->
 pub fn dequantize(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(*COMPILED, [Pass::Dequantize], &of_tokens(rows, nheads_k), FeatureSet::NONE, d)?;
     Ok(on_grid(kernel, rows, nheads_k))
+}
+
+/// Plans the kernel that casts the bf16 rows of `heads` heads of q, k and v, `rows` of each. It takes any headdim.
+pub fn cast(rows: i64, heads: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [kernel] = choose(*COMPILED, [Pass::Cast], &of_tokens(rows, heads), FeatureSet::NONE, d)?;
+    Ok(on_grid(kernel, rows, heads))
 }
 
 /// Returns the shape of a pass over tokens of a KV cache, for any headdim and format.

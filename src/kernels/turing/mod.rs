@@ -19,6 +19,7 @@ pub fn tables() -> Vec<&'static [Variant]> {
         table(forward::prefill_rows()),
         table([shared::append(TURING, CacheFormat::Unquantized)]),
         table([shared::dequantize(TURING)]),
+        table([shared::cast(TURING)]),
         table(decode::decode_rows()),
         table(fast::rows()),
     ]

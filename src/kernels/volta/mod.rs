@@ -21,6 +21,7 @@ pub fn tables() -> Vec<&'static [Variant]> {
         table(forward::prefill_rows()),
         table(FORMATS.iter().map(|row| shared::append(VOLTA, row.format))),
         table([shared::dequantize(VOLTA)]),
+        table([shared::cast(VOLTA)]),
         table(decode::decode_rows()),
         table(decode::mla_rows()),
     ]

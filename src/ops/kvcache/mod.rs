@@ -2,19 +2,17 @@
 
 mod gather;
 mod kernels;
+mod latents;
 mod quantized;
 mod selection;
 
-use super::bf16::saturated;
 use super::inputs::{int32_values, Described, Inputs, Target};
 use crate::error::Result;
 use crate::kernels::FormatInfo;
-use crate::launch::Launcher;
 use crate::limits::LATENT_HEADDIMS;
-use crate::options::Options;
 use crate::params::CacheFormat;
-use crate::problem::{self, Attention, Backend, Cache, CacheLayout, CacheValues, CachedSequence, DType, Keys};
-use crate::tensor::{is_readable, readable};
+use crate::problem::{self, Attention, Backend, CacheValues, CachedSequence};
+use crate::tensor::is_readable;
 use tch::{Kind, Tensor};
 
 /// A validated call.
@@ -75,7 +73,7 @@ pub(crate) fn forward_mla(mut inputs: Inputs) -> Result<(Tensor, Tensor)> {
         Target::Kernels(launcher) if has_room(&a) && inputs.q.kind() == Kind::Half && is_readable(&inputs.k) => {
             kernels::attend(&inputs, &a, &*launcher)
         }
-        Target::Kernels(launcher) => attend_to_copied_latents(&inputs, &a, longest(&a, &sequences), &*launcher),
+        Target::Kernels(launcher) => latents::attend_to_copies(&inputs, &a, longest(&a, &sequences), &*launcher),
     }
 }
 
@@ -147,27 +145,4 @@ fn longest(a: &Attention, sequences: &Option<Vec<CachedSequence>>) -> i64 {
 /// Returns true if the cache can hold a token. A tensor without elements may have no address, and kernels take null for "not given".
 fn has_room(a: &Attention) -> bool {
     a.seqlen_k > 0 && a.cache().is_some_and(|cache| cache.entries > 0)
-}
-
-/// Attends to fp16 copies of latents: decode kernels cannot read bf16 ones, those beside bf16 queries, and rows off 16-byte boundaries.
-fn attend_to_copied_latents(inputs: &Inputs, a: &Attention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
-    let half = |t: &Tensor| readable(&if t.kind() == Kind::Half { t.shallow_clone() } else { saturated(t)? });
-    let (tokens, used) = gather::collected(inputs, a, seqlen_k)?;
-    let tokens = match seqlen_k {
-        // a tensor without elements may have no address, and kernels take null for "not given"
-        0 => Tensor::f_zeros([a.batch, 1, 1, a.headdim], (Kind::Half, inputs.q.device()))?,
-        _ => half(&tokens)?,
-    };
-    let rows = tokens.size()[1];
-    let cache = Cache { layout: CacheLayout::Entries, entries: a.batch, rows, format: CacheFormat::Unquantized };
-    let dense = Attention { dtype: DType::Half, keys: Keys::Latents(cache), seqlen_k: rows, ..*a };
-    let options = Options {
-        cache_seqlens: Some(used),
-        cu_seqlens_q: inputs.options.cu_seqlens_q.as_ref().map(Tensor::shallow_clone),
-        ..Options::default()
-    };
-    let v = tokens.f_narrow(-1, 0, a.headdim_v)?;
-    let copied = Inputs { q: half(&inputs.q)?, k: tokens, v, options, ..inputs.share() };
-    let (out, softmax_lse) = kernels::attend(&copied, &dense, launcher)?;
-    Ok((out.f_to_kind(inputs.q.kind())?, softmax_lse))
 }

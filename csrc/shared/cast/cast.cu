@@ -1,0 +1,231 @@
+// Casts bf16 q, k and v to fp16, scaled by powers of two so that fp16's range suffices. For all families. src/ops/bf16.rs has the
+// order of the phases.
+//
+// Phase 0 casts as if no scale were needed, and takes the largest magnitude of each group: the rows of a KV head and its query
+// heads in a batch entry. Phase 1 finds the exponents of the groups (Exponents) and casts once more where they are not 0, which
+// is rare. Phase 2 restores softmax_lse of rows that got an exponent of their own.
+//
+// Scores are products of q and k. So the exponents of q and k cancel, as far as fp16 holds both factors, and no kernel needs to
+// know them. Two cases are left. Products too small for that are far below 1 and change no probability, whatever their scale;
+// only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^kScoreExponent get a smaller exponent of
+// their own, which keeps scores where fp32 resolves them. Their largest score stays so far above the others that their
+// probabilities are 0 or 1 as before, unless scores agree to 20 bits.
+#include "half.cuh"
+#include "seqlen_info.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+
+namespace cast {
+
+constexpr int kColumns = 8;  // that a lane has at a time, 16 bytes
+constexpr int kLanes = 8;  // lanes of a row
+constexpr int kRowsAtOnce = THREADS / kLanes;
+
+// Magnitudes of q and k that need no scale are below 2^kMaxOrdinary, and their largest at least 2^(kMinOrdinary - 1).
+constexpr int kMaxOrdinary = 13, kMinOrdinary = -7;
+// The same of v. 2^-25 of the largest magnitude of fp16 is 0.
+constexpr int kMinOrdinaryV = -4;
+constexpr int kScaledV = 2;  // exponent of the largest |v| after scaling
+// Exponent of the largest scaled score, log2 units: the backward pass recomputes probabilities from fp32 scores of this size.
+constexpr int kScoreExponent = 22;
+
+// Returns e with 2^(e - 1) <= x < 2^e, from the bits of a positive fp32 number; less for subnormal ones.
+__device__ __forceinline__ int exponent_of(unsigned bits) { return static_cast<int>(bits >> 23) - 126; }
+
+// Returns x * 2^exponent, where the result is in fp16's range. The power alone may be out of fp32's.
+__device__ __forceinline__ float times_power(float x, int exponent) {
+    const int half = exponent / 2;
+    const auto power = [](int e) { return __uint_as_float(static_cast<unsigned>(min(max(e, -126), 127) + 127) << 23); };
+    return x * power(half) * power(exponent - half);
+}
+
+// Exponents of a group: fp16 numbers are bf16 numbers times 2^exponent.
+struct Exponents {
+    int q, k, v;
+    bool has_moved;  // q or k differ from what phase 0 cast, or rows may need exponents of their own
+    int keys;  // of the largest scaled |k|
+
+    __device__ __forceinline__ Exponents(const CastParams& p, int group) {
+        const unsigned *largest = p.largest + group, of_q = largest[0], of_k = largest[p.groups], of_v = largest[2 * p.groups];
+        const int exponent_q = exponent_of(of_q) + p.scale_exponent, exponent_k = exponent_of(of_k);
+        const int sum = exponent_q + exponent_k;
+        const bool some = of_q && of_k;
+        q = p.scale_exponent;
+        k = 0;
+        keys = exponent_k;
+        const auto is_ordinary = [](unsigned bits, int exponent) {
+            return !bits || (exponent >= kMinOrdinary && exponent <= kMaxOrdinary);
+        };
+        has_moved = !is_ordinary(of_q, exponent_q) || !is_ordinary(of_k, exponent_k) || (some && sum + p.score_exponent > kScoreExponent);
+        if (has_moved) {
+            const auto in_range = [](int exponent) { return min(max(exponent, kMinOrdinary), kMaxOrdinary); };
+            // Both factors get about the same size; where one of them is 0, the other gets that of 1.
+            keys = some ? in_range((sum + 1) >> 1) : 0;
+            k = of_k ? keys - exponent_k : 0;
+            q += of_q ? (some ? max(sum - keys, kMinOrdinary) : 0) - exponent_q : 0;
+        }
+        const int exponent_v = exponent_of(of_v);
+        v = !of_v || (exponent_v >= kMinOrdinaryV && exponent_v <= p.max_exponent_v) ? 0 : kScaledV - exponent_v;
+    }
+};
+
+// A row's exponent beyond its group's, 0 or negative. Its eight lanes call it together. `largest` and `sum`: of the lane's
+// magnitudes, both times 2^shift.
+__device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents& of, int shift, float largest, float sum) {
+#pragma unroll
+    for (int i = 1; i < kLanes; i *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, i));
+        sum += __shfl_xor_sync(~0u, sum, i);
+    }
+    if (sum == 0.f) return 0;
+    // |score| is at most the sum times the largest |k|
+    const int excess = exponent_of(__float_as_uint(sum)) - shift + of.q + of.keys + p.scale_log2_exponent - kScoreExponent;
+    return -max(max(excess, exponent_of(__float_as_uint(largest)) - shift + of.q - kMaxOrdinary), 0);
+}
+
+__device__ __forceinline__ bool is_finite(unsigned bits) { return bits < 0x7f800000u; }
+
+// Rows of one head of one tensor.
+struct Head {
+    const unsigned short* from;
+    unsigned short* to;
+    long long from_stride, to_stride;
+    int rows, columns;
+    int group;
+    int tensor;  // 0: q, 1: k, 2: v
+
+    __device__ __forceinline__ Head(const CastParams& p, const SeqlenInfo<true>& sequence, int slot, int batch) {
+        const int nheads = p.problem.nheads, nheads_k = p.problem.nheads_k;
+        tensor = slot < nheads ? 0 : slot < nheads + nheads_k ? 1 : 2;
+        const int head = tensor == 0 ? slot : (slot - nheads) % nheads_k;
+        const int head_k = tensor == 0 ? slot / (nheads / nheads_k) : head;
+        group = (p.lengths.cu_seqlens_q ? 0 : p.first_entry + batch) * nheads_k + head_k;
+        const Operand& source = tensor == 0 ? p.q : tensor == 1 ? p.k : p.v;
+        const Output& target = tensor == 0 ? p.q_fp16 : tensor == 1 ? p.k_fp16 : p.v_fp16;
+        rows = tensor == 0 ? sequence.seqlen_q() : sequence.seqlen_k();
+        columns = tensor == 2 ? p.problem.headdim_v : p.problem.headdim;
+        const int first = tensor == 0 ? sequence.q_offset() : sequence.k_offset();
+        from_stride = source.row_stride, to_stride = target.row_stride;
+        from = source.ptr + batch * source.batch_stride + first * from_stride + head * source.head_stride;
+        to = target.ptr + batch * target.batch_stride + first * to_stride + head * target.head_stride;
+    }
+    __device__ __forceinline__ void load(int row, int column, float (&x)[kColumns]) const {
+        const uint4 words = load_global(from + row * from_stride + column);
+        const unsigned pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 pair = bf16x2_to_float2(pairs[i]);
+            x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+        }
+    }
+    __device__ __forceinline__ void store(int row, int column, const float (&x)[kColumns]) const {
+        *reinterpret_cast<uint4*>(to + row * to_stride + column) =
+            make_uint4(to_half2(x[0], x[1]), to_half2(x[2], x[3]), to_half2(x[4], x[5]), to_half2(x[6], x[7]));
+    }
+};
+
+// Phase 0. Elements that are not finite change no exponent.
+__device__ __forceinline__ void cast_as_is(const CastParams& p, const Head& head) {
+    const int exponent = head.tensor == 0 ? p.scale_exponent : 0;
+    unsigned largest = 0;
+    for (int first = blockIdx.x * BLOCK_ROWS; first < head.rows; first += gridDim.x * BLOCK_ROWS) {
+        const int end = min(first + BLOCK_ROWS, head.rows);
+#pragma unroll 2
+        for (int row = first + threadIdx.x / kLanes; row < end; row += kRowsAtOnce) {
+            for (int column = threadIdx.x % kLanes * kColumns; column < head.columns; column += kLanes * kColumns) {
+                float x[kColumns];
+                head.load(row, column, x);
+#pragma unroll
+                for (int i = 0; i < kColumns; i++) {
+                    const unsigned bits = __float_as_uint(x[i]) & 0x7fffffffu;
+                    if (is_finite(bits)) largest = max(largest, bits);
+                    if (exponent != 0) x[i] = times_power(x[i], exponent);
+                }
+                head.store(row, column, x);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, i));
+    if (threadIdx.x % 32 == 0 && largest) atomicMax(p.largest + head.tensor * p.groups + head.group, largest);
+}
+
+// Calls f(row, exponent) for each row of a head with its exponent, for the lanes of rows that do not exist with row = -1.
+template <class F>
+__device__ __forceinline__ void each_row(const CastParams& p, const Head& head, const Exponents& of, F f) {
+    const int of_group = head.tensor == 0 ? of.q : head.tensor == 1 ? of.k : of.v;
+    // brings the largest |q| of the group to 1, so that sums stay finite
+    const int shift = p.scale_exponent - exponent_of(p.largest[head.group]) - p.scale_exponent;
+    for (int first = blockIdx.x * kRowsAtOnce; first < head.rows; first += gridDim.x * kRowsAtOnce) {
+        const int row = first + threadIdx.x / kLanes;
+        const bool exists = row < head.rows;
+        int of_row = 0;
+        if (head.tensor == 0) {
+            float largest = 0.f, sum = 0.f;
+            for (int column = threadIdx.x % kLanes * kColumns; exists && column < head.columns; column += kLanes * kColumns) {
+                float x[kColumns];
+                head.load(row, column, x);
+#pragma unroll
+                for (int i = 0; i < kColumns; i++) {
+                    if (!is_finite(__float_as_uint(x[i]) & 0x7fffffffu)) continue;
+                    const float scaled = fabsf(times_power(x[i], shift));
+                    largest = fmaxf(largest, scaled);
+                    sum += scaled;
+                }
+            }
+            of_row = row_exponent(p, of, shift, largest, sum);
+        }
+        if (exists) f(row, of_group, of_row);
+    }
+}
+
+// Phase 1.
+__device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& head, const SeqlenInfo<true>& sequence, int slot,
+                                            int batch) {
+    const Exponents of(p, head.group);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        const int exponents[3] = {of.q, of.k, of.v};
+        p.exponents[head.tensor * p.groups + head.group] = exponents[head.tensor];
+    }
+    if (head.tensor == 2 ? of.v == 0 : !of.has_moved) return;
+    each_row(p, head, of, [&](int row, int of_group, int of_row) {
+        for (int column = threadIdx.x % kLanes * kColumns; column < head.columns; column += kLanes * kColumns) {
+            float x[kColumns];
+            head.load(row, column, x);
+#pragma unroll
+            for (int i = 0; i < kColumns; i++) x[i] = times_power(x[i], of_group + of_row);
+            head.store(row, column, x);
+        }
+        // the backward pass takes softmax_lse of these scores
+        if (head.tensor == 0 && p.softmax_lse && of_row != 0 && threadIdx.x % kLanes == 0) {
+            float& lse = p.softmax_lse[sequence.lse_row(batch, slot) + row];
+            lse = times_power(lse, of_row);
+        }
+    });
+}
+
+// Phase 2: softmax_lse of the scores as they were given.
+__device__ __forceinline__ void restore_lse(const CastParams& p, const Head& head, const SeqlenInfo<true>& sequence, int slot,
+                                            int batch) {
+    const Exponents of(p, head.group);
+    if (!of.has_moved || head.tensor != 0) return;
+    each_row(p, head, of, [&](int row, int, int of_row) {
+        if (of_row == 0 || threadIdx.x % kLanes) return;
+        float& lse = p.softmax_lse[sequence.lse_row(batch, slot) + row];
+        lse = times_power(lse, -of_row);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const CastParams p) {
+    const int slot = blockIdx.y, batch = blockIdx.z;
+    const SeqlenInfo<true> sequence(p.problem, p.lengths, batch);
+    const Head head(p, sequence, slot, batch);
+    if (p.phase == 0)
+        cast_as_is(p, head);
+    else if (p.phase == 1)
+        cast_scaled(p, head, sequence, slot, batch);
+    else
+        restore_lse(p, head, sequence, slot, batch);
+}
+
+}  // namespace cast

@@ -1,0 +1,166 @@
+//! bf16 q, k and v as fp16, scaled by powers of two. csrc/shared/cast/cast.cu chooses the exponents, which stay on the device.
+
+use super::blocks::{lse_at, Blocks};
+use super::inputs::Inputs;
+use super::launches::{memory_ranges, Launches};
+use crate::error::Result;
+use crate::launch::{bytes_of, Launcher};
+use crate::log;
+use crate::params::{CastParams, Operand, Output};
+use crate::plan::{self, PlannedKernel};
+use crate::problem::Attention;
+use crate::tensor::{self, output, readable};
+use std::ptr::{null, null_mut};
+use tch::{Kind, Tensor};
+
+/// Largest |v| that needs no scale, as an exponent: fp16 has 2^-25 of it, and room for the growth by dropout.
+const MAX_EXPONENT_V: i32 = 8;
+/// Row tiles of a grid whose blocks rarely have work: each walks over several.
+const MAX_SPARSE_TILES: u32 = 8;
+
+/// Tensors that a cast reads.
+pub(super) enum Operands {
+    /// q, k and v.
+    All,
+    /// q and k.
+    QueriesAndKeys,
+}
+
+/// A call's fp16 inputs.
+pub(super) struct Cast<'a> {
+    /// fp16 copies, with padded headdims; v as it was given if it was not cast.
+    pub inputs: Inputs,
+    /// The problem with a scale that fp16 operands can have.
+    pub problem: Attention,
+    /// (3, batch or 1, 1, nheads_k, 1, 1), packed (3, 1, nheads_k, 1, 1), int32: exponents of q, k and v.
+    exponents: Tensor,
+    /// Exponent that softmax_scale lost and q has.
+    scale_exponent: i32,
+    kernel: PlannedKernel,
+    has_v: bool,
+    given: Inputs,
+    largest: Tensor,
+    launcher: &'a dyn Launcher,
+}
+
+/// Returns e with 2^(e - 1) <= |x| < 2^e, of a normal number.
+fn exponent(x: f32) -> i32 {
+    (x.abs().to_bits() >> 23) as i32 - 126
+}
+
+/// Returns the power of two that q takes over from the scale, so that scores of fp16 operands can be as small or large as those of bf16
+/// ones. 0 for the scales that models have.
+fn scale_exponent(softmax_scale: f64) -> i32 {
+    match softmax_scale as f32 {
+        0.0 => 0,
+        scale if (-9..=1).contains(&exponent(scale)) => 0,
+        scale => exponent(scale) + 2,
+    }
+}
+
+impl<'a> Cast<'a> {
+    /// Casts a call's operands. `softmax_lse`: contiguous, and scaled in place as the scores are.
+    pub fn new(
+        inputs: &Inputs,
+        a: &Attention,
+        of: &Operands,
+        softmax_lse: Option<&Tensor>,
+        launcher: &'a dyn Launcher,
+    ) -> Result<Cast<'a>> {
+        let scale_exponent = scale_exponent(a.softmax_scale);
+        let problem = Attention { softmax_scale: a.softmax_scale * f64::from(-scale_exponent).exp2(), ..*a };
+        let mut given = inputs.share();
+        let has_v = matches!(of, Operands::All);
+        (given.q, given.k) = (readable(&given.q)?, readable(&given.k)?);
+        if has_v {
+            given.v = readable(&given.v)?;
+        }
+        let half = |t: &Tensor| tensor::empty(&t.size(), Kind::Half, launcher);
+        let v = if has_v { half(&given.v)? } else { given.v.shallow_clone() };
+        let cast = Inputs { q: half(&given.q)?, k: half(&given.k)?, v, ..inputs.share() };
+        let entries = if a.total_q().is_some() { 1 } else { a.batch };
+        let int = (Kind::Int, given.q.device());
+        let largest = Tensor::f_zeros([3, entries * a.nheads_k], int)?;
+        let exponents = Tensor::f_empty([3, entries * a.nheads_k], int)?;
+        let heads = a.nheads + if has_v { 2 } else { 1 } * a.nheads_k;
+        let kernel = plan::cast(a.seqlen_q.max(a.seqlen_k), heads, &launcher.limits()?)?;
+        log::cast(a, &kernel)?;
+        let written = [
+            ("q_fp16", Some(&cast.q)),
+            ("k_fp16", Some(&cast.k)),
+            ("v_fp16", Some(&cast.v).filter(|_| has_v)),
+            ("exponents", Some(&exponents)),
+        ];
+        let mut launches = Launches::begin(&given, a, launcher, written);
+        launches.also_write(&[], Some(("largest", &largest)));
+        launches.also_write(&[], softmax_lse.map(|t| ("softmax_lse", t)));
+        let shape: &[i64] = if a.total_q().is_some() { &[3, 1, a.nheads_k, 1, 1] } else { &[3, entries, 1, a.nheads_k, 1, 1] };
+        let this =
+            Cast { inputs: cast, problem, exponents: exponents.f_view(shape)?, scale_exponent, kernel, has_v, given, largest, launcher };
+        this.run(&launches, 0, None)?;
+        this.run(&launches, 1, softmax_lse)?;
+        Ok(this)
+    }
+
+    /// Scales softmax_lse of these inputs back to that of the given ones, in place.
+    pub fn restore_lse(&self, softmax_lse: &Tensor) -> Result<()> {
+        let written = [("softmax_lse", Some(softmax_lse))];
+        let ranges =
+            memory_ranges(&self.given, &self.problem, self.launcher, written.into_iter().chain([("largest", Some(&self.largest))]));
+        self.run(&Launches::in_place(self.launcher, ranges), 2, Some(softmax_lse))
+    }
+
+    /// Exponents of v: v_fp16 = v * 2^exponent.
+    pub fn of_v(&self) -> Result<Tensor> {
+        Ok(self.exponents.f_select(0, 2)?)
+    }
+
+    /// Exponents of k.
+    pub fn of_k(&self) -> Result<Tensor> {
+        Ok(self.exponents.f_select(0, 1)?)
+    }
+
+    /// Exponents of what kernels computed of the gradients of q and k.
+    pub fn of_gradients(&self) -> Result<[Tensor; 2]> {
+        // dq is a sum of scale * dS * k, dk of scale * dS * q; the scale lost scale_exponent
+        let of =
+            |other: i64| Ok::<_, crate::error::Error>(self.exponents.f_select(0, other)?.f_add_scalar(-i64::from(self.scale_exponent))?);
+        Ok([of(1)?, of(0)?])
+    }
+
+    fn run(&self, launches: &Launches, phase: i32, softmax_lse: Option<&Tensor>) -> Result<()> {
+        let a = &self.problem.padded();
+        let is_packed = a.total_q().is_some();
+        let mut kernel = self.kernel;
+        if phase > 0 {
+            kernel.blocks[0] = kernel.blocks[0].min(MAX_SPARSE_TILES);
+        }
+        for (first, batches) in plan::batch_chunks(a.batch) {
+            let Blocks { q, k, v, problem, lengths, .. } = Blocks::new(&self.given, a, (first, batches));
+            let nothing = Operand { ptr: null(), batch_stride: 0, row_stride: 0, head_stride: 0 };
+            let nowhere = Output { ptr: null_mut(), batch_stride: 0, row_stride: 0, head_stride: 0 };
+            let params = CastParams {
+                q,
+                k,
+                v: if self.has_v { v } else { nothing },
+                q_fp16: output(&self.inputs.q, first),
+                k_fp16: output(&self.inputs.k, first),
+                v_fp16: if self.has_v { output(&self.inputs.v, first) } else { nowhere },
+                softmax_lse: softmax_lse.map_or(null_mut(), |t| lse_at(t, a, first)),
+                largest: self.largest.data_ptr().cast(),
+                exponents: self.exponents.data_ptr().cast(),
+                groups: self.largest.size()[1] as i32,
+                first_entry: if is_packed { 0 } else { first as i32 },
+                scale_exponent: self.scale_exponent,
+                scale_log2_exponent: exponent(problem.scale_log2),
+                score_exponent: exponent(a.headdim as f32 * problem.scale_log2),
+                max_exponent_v: MAX_EXPONENT_V.min(exponent((1.0 - a.features.dropout_p) as f32 * 16384.0) - 1).max(2),
+                phase,
+                problem,
+                lengths,
+            };
+            launches.run(&kernel, batches, bytes_of(&params))?;
+        }
+        Ok(())
+    }
+}

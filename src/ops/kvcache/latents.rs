@@ -1,0 +1,68 @@
+//! Attention to copies of latents.
+
+use super::gather;
+use super::kernels;
+use crate::error::Result;
+use crate::launch::Launcher;
+use crate::ops::bf16;
+use crate::ops::cast::{Cast, Operands};
+use crate::ops::inputs::Inputs;
+use crate::options::Options;
+use crate::params::CacheFormat;
+use crate::problem::{Attention, Cache, CacheLayout, DType, Keys, Queries};
+use crate::tensor::readable;
+use tch::{Kind, Tensor};
+
+/// Attends to fp16 copies of latents: decode kernels cannot read bf16 ones, those beside bf16 queries, and rows off 16-byte boundaries.
+pub(super) fn attend_to_copies(inputs: &Inputs, a: &Attention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    let (tokens, used) = gather::collected(inputs, a, seqlen_k)?;
+    let kind = inputs.q.kind();
+    let tokens = match seqlen_k {
+        // a tensor without elements may have no address, and kernels take null for "not given"
+        0 => Tensor::f_zeros([a.batch, 1, 1, a.headdim], (kind, inputs.q.device()))?,
+        _ => readable(&tokens.f_to_kind(kind)?)?,
+    };
+    let rows = tokens.size()[1];
+    let cache = Cache { layout: CacheLayout::Entries, entries: a.batch, rows, format: CacheFormat::Unquantized };
+    let dense = Attention { dtype: DType::Half, keys: Keys::Latents(cache), seqlen_k: rows, ..*a };
+    let options = Options {
+        cache_seqlens: Some(used),
+        cu_seqlens_q: inputs.options.cu_seqlens_q.as_ref().map(Tensor::shallow_clone),
+        ..Options::default()
+    };
+    let copied = Inputs { q: readable(&inputs.q)?, k: tokens, options, ..inputs.share() };
+    match kind {
+        Kind::Half => attend(copied, &dense, launcher),
+        _ => attend_in_bf16(&copied, &dense, launcher),
+    }
+}
+
+/// Attends to fp16 latents, whose first columns are the values.
+fn attend(inputs: Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    let v = inputs.k.f_narrow(-1, 0, a.headdim_v)?;
+    kernels::attend(&Inputs { v, ..inputs }, a, launcher)
+}
+
+/// Casts to fp16 first. Packed sequences share their exponents.
+fn attend_in_bf16(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    let (q, k) = (&inputs.q, &inputs.k);
+    let is_packed = a.total_q().is_some();
+    let all = |t: &Tensor| t.f_reshape([if is_packed { 1 } else { a.batch }, -1, t.size()[t.dim() - 2], a.headdim].as_slice());
+    let rows = Inputs { q: all(q)?, k: all(k)?, options: Options::default(), ..inputs.share() };
+    let of_rows = Attention {
+        batch: rows.q.size()[0],
+        seqlen_q: rows.q.size()[1],
+        seqlen_k: rows.k.size()[1],
+        queries: Queries::Dense,
+        keys: Keys::Dense,
+        ..*a
+    };
+    let cast = Cast::new(&rows, &of_rows, &Operands::QueriesAndKeys, None, launcher)?;
+    let [q, k] = [(&cast.inputs.q, q), (&cast.inputs.k, k)].map(|(cast, given)| cast.f_view(given.size().as_slice()));
+    let scaled = Attention { softmax_scale: cast.problem.softmax_scale, ..*a };
+    let (out, softmax_lse) = attend(Inputs { q: q?, k: k?, ..inputs.share() }, &scaled, launcher)?;
+    cast.restore_lse(&softmax_lse)?;
+    // values are columns of the keys
+    let exponents = if is_packed { cast.of_k()?.f_view([1_i64, 1, 1, 1].as_slice())? } else { cast.of_k()? };
+    Ok((bf16::unscaled(&out, exponents, a)?, softmax_lse))
+}
