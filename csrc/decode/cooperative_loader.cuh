@@ -48,8 +48,8 @@ class CooperativeLoader {
     float shared_factor_ = Bf16Scaler().factor();  // factor of all values in the buffer
 
     static constexpr int kInvalidPage = -(1 << 30);
-    // After the slots: the factors of the two warps that load values, and of the two that load keys.
-    static constexpr int kStepBytes = (kSlots + kBf16) * kSlotBytes;
+    // After the slots: the factors of the two warps that load values, of the two that load keys, and the queries' of all four.
+    static constexpr int kStepBytes = (kSlots + 2 * kBf16) * kSlotBytes;
 
 public:
     static constexpr int kBytes = 2 * kStepBytes;  // of a set
@@ -118,8 +118,15 @@ public:
     __device__ __forceinline__ ValueOperands values(int tile) const { return {*this, tile}; }
     // Factor from the accumulated output to the output.
     __device__ __forceinline__ float inverse() const { return inverse_power(shared_factor_); }
-    // Factor from the products with bf16 keys to those with keys, for this token of a tile and its neighbor.
-    __device__ __forceinline__ float key_inverse(int token) const { return inverse_power(factors()[2 + token / 4]); }
+    // Keeps the inverse factor of this warp's bf16 queries, for which registers have no room.
+    __device__ __forceinline__ void set_query_inverse(float inverse) {
+        for (float* to : {factors(), factors() + to_other_buffer_ / static_cast<int>(sizeof(float))}) to[4 + threadIdx.x / 32 % 4] = inverse;
+    }
+    // Factor from the products of fp16 operands to those of bf16 ones, for this token of a tile and its neighbor.
+    __device__ __forceinline__ float score_factor(int token) const {
+        const volatile float* own = factors();  // volatile: loaded here, not before the products, where registers are few
+        return own[4 + threadIdx.x / 32 % 4] * inverse_power(own[2 + token / 4]);
+    }
     // Returns false after a block-table entry outside the cache. The warp stays in the loop, because the other warps of its set
     // wait at the barrier.
     __device__ __forceinline__ bool page_valid() const { return columns_ != kInvalidPage; }

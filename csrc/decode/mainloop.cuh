@@ -140,6 +140,7 @@ public:
 
             const int first = s.first + token_group * group_steps * kStepTokens;
             typename OwnLoader::Type loader(p, s, first, partials.output, warp / RowGroups, warp % RowGroups);
+            if constexpr (kBf16 && kCooperative) loader.set_query_inverse(query_scaler.inverse());
             // after the barriers of CooperativeLoader
             Exchange exchange(reinterpret_cast<char*>(partials.output) + kExchangeAt, 1 + kTokenGroups * kColumnGroups);
             Keys<kKeyLoads> k[kStepTiles] = {};
@@ -188,12 +189,10 @@ public:
                         Layout::scores(q, k[tile], x[tile]);
                 }
                 if constexpr (kBf16) {
-                    float inverse = query_scaler.inverse();
                     if constexpr (kCooperative)
-                        inverse *= loader.key_inverse(Layout::score_token(lane));
+                        scale_all(x, loader.score_factor(Layout::score_token(lane)));
                     else
-                        inverse *= key_scaler.inverse();
-                    scale_all(x, inverse);
+                        scale_all(x, query_scaler.inverse() * key_scaler.inverse());
                 }
                 typename OwnLoader::Scales scales;
                 if constexpr (kStaged)
@@ -457,9 +456,9 @@ private:
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const WorkTile& s, int first_row, OwnQueries& q,
                                                         Bf16Scaler& scaler) {
         if constexpr (kBf16) {
-            // the second time they come from L1
+            // The second time they come from L1. One row tile at a time, because two would take registers from the main loop.
             float largest = 0.f;
-            each_query(p, s, first_row, [&](int, int, const uint4& x) {
+            each_query<1>(p, s, first_row, [&](int, int, const uint4& x) {
                 for (unsigned word : {x.x, x.y, x.z, x.w}) {
                     const float2 pair = bf16x2_to_float2(word);
                     for (float y : {fabsf(pair.x), fabsf(pair.y)})
@@ -471,18 +470,18 @@ private:
                 largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
             scaler.fit(largest);
         }
-        each_query(p, s, first_row, [&](int mt, int j, uint4 x) {
+        each_query<RowTiles>(p, s, first_row, [&](int mt, int j, uint4 x) {
             x = CacheElement::permute8(flipped(x, p.problem.sign_flip));
             if constexpr (kBf16) x = scaler.converted(x);
             q.set(mt, j, x);
         });
     }
-    // Calls f(mt, j, x) with the lane's chunks of Q.
-    template <class F>
+    // Calls f(mt, j, x) with the lane's chunks of Q, for Unrolled row tiles at once.
+    template <int Unrolled, class F>
     __device__ __forceinline__ static void each_query(const DecodeParams& p, const WorkTile& s, int first_row, F f) {
         const typename Layout::Lane lane;
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads of a KV head
-#pragma unroll
+#pragma unroll Unrolled
         for (int mt = 0; mt < RowTiles; mt++) {
             const int row = first_row + 8 * mt + Layout::query_row(lane), packed = s.row + row;
             const unsigned short* from = p.q.ptr + s.batch * p.q.batch_stride + (s.q_offset + packed / group) * p.q.row_stride +
