@@ -1,0 +1,807 @@
+"""Runs test suites that others wrote on volta_fa, unchanged but for what their adapters below say.
+
+    python tools/suites.py flash-attn --sources FOLDER --sample 100 --workers 4 --time-limit 300 --json report.json
+    python tools/suites.py flash-attn --sources FOLDER --device cpu --where 'max(seqlen_q, seqlen_k) <= 300' --sample 5
+    python tools/suites.py sdpa --sources FOLDER --cases failed.txt          cases of an earlier report, one id per line
+
+FOLDER has the checkouts of SUITES, each under the name of its repository: flash-attention, FlashMLA, SageAttention, comfy-kitchen,
+xformers (with the same release installed) and pytorch. Debian's source package `pytorch` holds torch's tests; they need expecttest, and
+flash-attn's need einops.
+
+Cases run in random order in worker processes. Each failure is printed when it happens; a crash or a case above --case-limit ends
+one worker, which starts again after that case. --time-limit, SIGTERM and Ctrl-C end the run with a report of what ran. It groups failures
+by reason: a known one of the adapter, else "PyTorch alone fails too" for suites that can run without volta_fa, else the message without
+its numbers. Exits non-zero if a failure has no known reason, or nothing ran. The tolerances are those of the suites.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import functools
+import importlib
+import inspect
+import io
+import json
+import math
+import os
+import random
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TORCH_ALONE = "PyTorch alone fails too"
+HOOK = "volta_fa_suites"
+
+
+# The runner: workers
+
+
+def grid(function) -> list[list[dict]]:
+    """Returns the axes of a test function: for each mark its values, by the names of its parameters. None where a mark says more."""
+    axes = []
+    for mark in (m for m in getattr(function, "pytestmark", []) if m.name == "parametrize"):
+        names, values = mark.args[:2]
+        names = names.replace(" ", "").split(",") if isinstance(names, str) else names
+        if mark.kwargs or any(isinstance(value, type(pytest.param())) for value in values):
+            return []
+        axes.append([dict(zip(names, value if len(names) > 1 else (value,))) for value in values])
+    return axes
+
+
+def drawn(axes: list[list[dict]], count: float, wanted: Callable[[dict], bool], rng: random.Random | None) -> list[dict]:
+    """Returns at most `count` different cases: random ones, or the first without rng. Does not expand the grid, which takes minutes."""
+    total, draws = math.prod(map(len, axes)), 100_000
+    numbers: Iterable[int] = range(total)
+    if rng is not None:
+        numbers = rng.sample(numbers, total) if total <= draws else (rng.randrange(total) for _ in range(draws))
+    cases: dict[int, dict] = {}
+    for number in numbers:
+        if len(cases) >= count:
+            break
+        case, rest = {}, number
+        for axis in axes:
+            rest, at = divmod(rest, len(axis))
+            case |= axis[at]
+        if wanted(case):
+            cases[number] = case
+    return list(cases.values())
+
+
+def flat(case: dict) -> dict:
+    """Returns a case with the entries of its dictionaries in place of these."""
+    return {k: v for name, value in case.items() for k, v in (value.items() if isinstance(value, dict) else [(name, value)])}
+
+
+def label(case: dict) -> str:
+    return "-".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in sorted(flat(case).items()))
+
+
+@functools.cache
+def compiled(where: str) -> Any:
+    return compile(where, "--where", "eval")
+
+
+def fits(case: dict, where: str) -> bool:
+    """Returns whether a case satisfies the expression `where`. A case without a parameter that it names does."""
+    try:
+        return not where or bool(eval(compiled(where), {}, flat(case)))
+    except NameError:
+        return True
+
+
+def asked_for(name: str, options) -> bool:
+    """Returns whether --tests names a test, with or without its parameters."""
+    return any(fnmatch.fnmatch(name.partition("[")[0], pattern) or fnmatch.fnmatch(name, pattern) for pattern in options.tests.split(","))
+
+
+def shrink_grids(module: dict, suite: Suite, options) -> None:
+    """Replaces the parameter grids of a module's test functions by samples, whose ids name the parameters."""
+    listed = options.cases and {case.rpartition("::")[2] for case in options.cases}
+    for name, function in list(module.items()):
+        if name.startswith("test_") and inspect.isfunction(function) and not asked_for(name, options):
+            del module[name]  # before its grid is expanded
+            continue
+        axes = [[case for case in axis if fits(case, options.where)] for axis in grid(function)] if name.startswith("test_") else []
+        if not axes:
+            continue
+
+        def wanted(case, name=name):
+            return fits(case, options.where) and suite.wanted(case) and (not listed or f"{name}[{label(case)}]" in listed)
+
+        rng = None if listed else random.Random(f"{options.seed} {name}")
+        cases = drawn(axes, math.inf if listed else options.sample, wanted, rng)
+        names = list(cases[0]) if cases else []
+        # pytest takes a tuple of one value for the value
+        rows = [tuple(case[key] for key in names) if len(names) > 1 else case[names[0]] for case in cases]
+        function.pytestmark = [mark for mark in function.pytestmark if mark.name != "parametrize"]
+        if rows:
+            module[name] = pytest.mark.parametrize(",".join(names), rows, ids=list(map(label, cases)))(function)
+        else:
+            del module[name]
+
+
+class Worker:
+    """Chooses the cases of a worker process and sends what happens, as lines of JSON."""
+
+    def __init__(self, suite: Suite, options, folder: Path, used: Callable[[], list[str]]):
+        self.suite, self.options, self.folder, self.used = suite, options, folder, used
+        self.outcome, self.detail, self.line = "passed", "", 0
+
+    def send(self, kind: str, **event) -> None:
+        os.write(self.options.events, (json.dumps({"kind": kind, **event}) + "\n").encode())
+
+    def name(self, nodeid: str) -> str:
+        path, _, rest = nodeid.partition("::")
+        return f"{Path(path).name}::{rest}" if rest else Path(path).name
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            message = str(report.longrepr).strip().splitlines()[-1]
+            self.send("end", case=self.name(report.nodeid), outcome="failed", detail=f"does not load: {message}", line=0, used=[])
+
+    def left_out(self, item) -> str | None:
+        """Returns why an item does not run, "" if the options do not ask for it, or None if it runs."""
+        # torch's classes of tests that are made for each kind of device
+        if getattr(item.cls, "device_type", self.options.device) != self.options.device:
+            return "of another device"
+        if self.options.cases:
+            return None if self.name(item.nodeid) in self.options.cases else ""
+        if not asked_for(item.nodeid.partition("::")[2], self.options):
+            return ""
+        return next((why for why, patterns in self.suite.left_out.items() if re.search(patterns, item.nodeid)), None)
+
+    def pytest_collection_modifyitems(self, items):
+        why = [(item, self.left_out(item)) for item in items]
+        rng, groups = random.Random(self.options.seed), defaultdict(list)
+        for item, reason in why:
+            if reason is None:
+                groups[item.cls, inspect.unwrap(item.obj).__name__].append(item)
+        for group in groups.values():
+            rng.shuffle(group)
+        chosen = [item for group in groups.values() for item in (group if self.options.cases else group[: int(min(len(group), self.options.sample))])]
+        rng.shuffle(chosen)
+        items[:] = chosen[self.options.part :: self.options.workers]
+        self.send("chosen", count=len(items), left_out=Counter(reason for _, reason in why if reason))
+        items[:] = items[self.options.skip :]
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.outcome, self.detail, self.line = "passed", "", 0
+        self.used()
+        self.send("start", case=self.name(item.nodeid))
+        yield
+        self.send("end", case=self.name(item.nodeid), outcome=self.outcome, detail=self.detail, line=self.line, used=self.used())
+        if self.outcome == "failed" and re.search("CUDA error|CUBLAS_STATUS|device-side assert", self.detail):
+            os._exit(0)  # the process has no GPU any more: the runner starts another one
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = (yield).get_result()
+        if report.skipped and self.outcome == "passed":
+            expected = hasattr(report, "wasxfail")
+            detail = "fails as the suite expects" if expected else str(report.longrepr[2] if isinstance(report.longrepr, tuple) else "")
+            self.outcome, self.detail = "skipped", detail.removeprefix("Skipped: ")
+        elif report.failed and self.outcome != "failed":
+            self.outcome, self.detail = "failed", str(report.longrepr).strip().splitlines()[-1]
+            if call.excinfo is not None:
+                lines = [line.strip() for line in str(call.excinfo.value).splitlines() if line.strip()] or [""]
+                self.detail = f"{call.excinfo.typename}: {' | '.join(lines[:4])}"
+                inside = [entry for entry in call.excinfo.traceback if Path(str(entry.path)).is_relative_to(self.folder)]
+                self.line = inside[-1].lineno + 1 if inside else 0
+
+
+def work(task: dict) -> int:
+    """Runs a worker's part of a suite in this process."""
+    options = types.SimpleNamespace(**{**task, "sample": math.inf if task["sample"] is None else task["sample"]})
+    suite = SUITES[options.suite]
+    used = list if options.alone else suite.install(options)
+    hook = sys.modules[HOOK] = types.ModuleType(HOOK)
+    vars(hook)["prepare"] = lambda module: (suite.prepare(module, options), shrink_grids(module, suite, options))
+    with tempfile.TemporaryDirectory() as temporary:
+        # pytest imports a package's modules by its name
+        folder = Path(temporary).resolve() / Path(suite.folder).name
+        shutil.copytree(Path(options.sources) / suite.folder, folder, ignore=lambda _, names: [n for n in names if n == "conftest.py"])
+        files = [folder / name for name in suite.files if (folder / name).exists()]
+        for file in files:
+            source = suite.adapt(file.read_text(), options)
+            for setting in options.set:
+                name, _, value = setting.partition("=")
+                source = re.sub(rf"^{name} = .*$", f"{name} = {value}", source, flags=re.M)
+            file.write_text(f"{source}\n\nimport {HOOK}\n{HOOK}.prepare(globals())\n")
+            sys.path.append(str(file.parent))
+        os.chdir(folder)
+        arguments = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--rootdir", temporary, "-c", os.devnull, "--tb=short"]
+        arguments += ["--continue-on-collection-errors", *map(str, files)]
+        return int(pytest.main(arguments, plugins=[Worker(suite, options, folder, used)]))
+
+
+# The runner: the process that starts workers
+
+
+@dataclass
+class Failure:
+    case: str
+    message: str
+    line: int
+    reason: str
+
+
+@dataclass
+class Report:
+    """Collects what workers send."""
+
+    suite: Suite
+    outcomes: Counter = field(default_factory=Counter)
+    skipped: Counter = field(default_factory=Counter)
+    fell_back: Counter = field(default_factory=Counter)
+    left_out: dict[str, int] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    chosen: dict[int, int] = field(default_factory=dict)
+
+    def end(self, case: str, outcome: str, detail: str, line: int, used: list[str]) -> None:
+        self.fell_back.update(set(used))
+        if outcome == "skipped":
+            self.skipped[detail] += 1
+        if outcome == "failed":
+            self.fail(case, detail, line)
+        else:
+            self.outcomes["passed, with calls that PyTorch ran" if outcome == "passed" and used else outcome] += 1
+
+    def fail(self, case: str, message: str, line: int = 0) -> None:
+        self.outcomes["failed"] += 1
+        known = next((why for why, pattern in self.suite.known.items() if re.search(pattern, f"{case}: {message}")), "")
+        self.failures.append(Failure(case, message[:500], line, known))
+        print(f"FAILED {case}{f', line {line}' if line else ''}: {message[:300]}{f' [{known}]' if known else ''}", flush=True)
+
+    def groups(self) -> dict[str, list[Failure]]:
+        """Returns failures by reason; messages that differ in numbers only are one reason."""
+        groups = defaultdict(list)
+        for failure in self.failures:
+            shape = re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", failure.message[:200])
+            groups[failure.reason or f"line {failure.line}: {shape}"].append(failure)
+        return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+
+    @property
+    def unknown(self) -> list[Failure]:
+        return [failure for failure in self.failures if not failure.reason]
+
+    def summary(self) -> dict[str, Any]:
+        ran = sum(self.outcomes.values())
+        counts = {**self.outcomes, "did not run": max(0, sum(self.chosen.values()) - ran)}
+        groups = [
+            {"reason": reason, "known": bool(found[0].reason), "count": len(found), "common": common(f.case for f in found)}
+            | {"message": found[0].message, "cases": [f.case for f in found[:50]]}
+            for reason, found in self.groups().items()
+        ]
+        return {"counts": counts, "skipped": self.skipped, "left_out": self.left_out, "fell_back": self.fell_back, "failures": groups}
+
+
+def common(cases: Iterable[str]) -> list[str]:
+    """Returns the parameters that all of these cases share."""
+    return sorted(set.intersection(*(set(re.split(r"-(?=\w+=)", case.partition("[")[2].removesuffix("]"))) for case in cases)) - {""})
+
+
+def run(options, report: Report, end: float, alone: bool = False) -> None:
+    """Runs workers until all cases ran or time.monotonic() is `end`."""
+    selector, live = selectors.DefaultSelector(), {}
+
+    def start(part: int, skip: int) -> None:
+        ours, theirs = os.pipe()
+        task = {**vars(options), "part": part, "skip": skip, "events": theirs, "alone": alone}
+        log = tempfile.TemporaryFile()
+        environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.workers)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        command = [sys.executable, __file__, "--task", json.dumps(task, default=str)]
+        process = subprocess.Popen(command, pass_fds=[theirs], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment | os.environ)
+        os.close(theirs)
+        live[part] = types.SimpleNamespace(process=process, pipe=ours, log=log, rest=b"", case=None, since=time.monotonic(), done=skip)
+        selector.register(ours, selectors.EVENT_READ, part)
+
+    def stop(part: int) -> None:
+        worker = live.pop(part)
+        selector.unregister(worker.pipe)
+        os.close(worker.pipe)
+        worker.process.kill()
+        worker.process.wait()
+        worker.log.close()
+
+    def receive(part: int, event: dict) -> None:
+        worker, kind = live[part], event.pop("kind")
+        worker.since = time.monotonic()
+        if kind == "chosen":
+            report.chosen[part], report.left_out = event["count"], event["left_out"]
+        elif kind == "start":
+            worker.case = event["case"]
+        else:
+            worker.done += worker.case is not None
+            worker.case = None
+            report.end(**event)
+
+    def ended(part: int) -> None:
+        """Reports a worker that ended within a case, and starts it again if it has cases left."""
+        worker = live[part]
+        status = worker.process.wait()
+        worker.log.seek(0)
+        last = worker.log.read().decode(errors="replace").strip().splitlines()[-1:] or [""]
+        if worker.case is not None:
+            report.fail(worker.case, f"the process ended with status {status}: {last[0]}")
+            worker.done += 1
+        elif part not in report.chosen:
+            report.fail("(worker)", f"ended with status {status} before a case: {last[0]}")
+        done = worker.done
+        stop(part)
+        if done < report.chosen.get(part, 0):
+            start(part, done)
+
+    try:
+        for part in range(options.workers):
+            start(part, 0)
+        while live and time.monotonic() < end:
+            for key, _ in selector.select(0.2):
+                worker, data = live[key.data], os.read(key.fd, 1 << 16)
+                *lines, worker.rest = (worker.rest + data).split(b"\n")
+                for line in lines:
+                    receive(key.data, json.loads(line))
+                if not data:
+                    ended(key.data)
+            for part, worker in list(live.items()):
+                if worker.case is not None and time.monotonic() - worker.since > options.case_limit:
+                    report.fail(worker.case, f"ran longer than {options.case_limit:g} s")
+                    done = worker.done + 1
+                    stop(part)
+                    if done < report.chosen[part]:
+                        start(part, done)
+        if live:
+            print(f"stopped by the time limit of {options.time_limit:g} s", flush=True)
+    finally:
+        for part in list(live):
+            stop(part)
+
+
+def find_torch_alone(options, report: Report, end: float) -> None:
+    """Runs the failures without a known reason again, without volta_fa."""
+    again = argparse.Namespace(**vars(options) | {"cases": [failure.case for failure in report.unknown]})
+    alone = Report(report.suite)
+    print(f"\n{len(again.cases)} cases again, without volta_fa:", flush=True)
+    run(again, alone, end, alone=True)
+    fails = {failure.case for failure in alone.failures}
+    for failure in report.unknown:
+        failure.reason = TORCH_ALONE if failure.case in fails else ""
+
+
+def show(summary: dict) -> None:
+    for kind in ("left_out", "skipped", "fell_back"):
+        for reason, count in sorted(summary[kind].items(), key=lambda item: -item[1]):
+            print(f"{kind.replace('_', ' ')}: {count} x {reason[:200]}")
+    for group in summary["failures"]:
+        print(f"\n{group['count']} x {group['reason']}{' (known)' if group['known'] else ''}\n    {group['cases'][0]}: {group['message'][:300]}")
+        print(f"    all have: {', '.join(group['common']) or 'nothing in common'}")
+    print("\n" + ", ".join(f"{count} {name}" for name, count in summary["counts"].items()), flush=True)
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--task"]:
+        return work(json.loads(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--sources", type=Path, required=True)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tests", default="*", help="patterns of test functions (Class::name with a class), comma-separated")
+    parser.add_argument("--sample", type=int, help="cases of each test function at most (default: of the suite, else all)")
+    parser.add_argument("--where", default="", help="a Python expression of parameters of a parameter grid that its cases satisfy")
+    parser.add_argument("--cases", type=Path, help="a file with the ids of cases to run, and no others")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="of the run, in seconds")
+    parser.add_argument("--case-limit", type=float, default=300, help="of a case, in seconds")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other values of constants of the suite's modules")
+    parser.add_argument("--backend", help="of torch.compile where the suite names none (default: inductor, aot_eager on the CPU)")
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    options = parser.parse_args()
+    suite, start = SUITES[options.suite], time.monotonic()
+    options.sources, options.json = options.sources.absolute(), options.json and options.json.absolute()
+    options.sample = suite.sample if options.sample is None else options.sample
+    options.cases = options.cases.read_text().split("\n") if options.cases else None
+    if not any((options.sources / suite.folder / file).exists() for file in suite.files):
+        parser.error(f"--sources: got {options.sources} without {suite.folder}/{suite.files[0]}, expected a folder with that checkout")
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: got cuda, and torch has no CUDA device: --device cpu runs on the CPU")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report, end = Report(suite), start + options.time_limit
+    try:
+        run(options, report, end)
+        if suite.runs_alone and report.unknown:
+            find_torch_alone(options, report, end)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    summary = report.summary()
+    show(summary)
+    if options.json:
+        head = {"suite": options.suite, "seed": options.seed, "device": options.device, "torch": torch.__version__}
+        head |= {"seconds": round(time.monotonic() - start)}
+        options.json.write_text(json.dumps(head | summary, indent=1) + "\n")
+    return int(bool(report.unknown) or not summary["counts"].get("passed"))
+
+
+# Adapters
+
+
+def nothing(*_) -> None: ...
+
+
+def anything(_: dict) -> bool:
+    return True
+
+
+def unchanged(source: str, _) -> str:
+    return source
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What the runner has to know of a suite."""
+
+    #: Folder below --sources, which is copied, and the files of tests in it. Those that are missing in a release are left out.
+    folder: str
+    files: tuple[str, ...]
+    #: Makes the suite's calls run on volta_fa. The function that it returns says why calls since its last call did not.
+    install: Callable[[Any], Callable[[], list[str]]]
+    #: Changes a file's source.
+    adapt: Callable[[str, Any], str] = unchanged
+    #: Changes a file's module at its end.
+    prepare: Callable[[dict, Any], None] = nothing
+    #: Whether a case of a parameter grid runs.
+    wanted: Callable[[dict], bool] = anything
+    #: Patterns of tests that do not run, and of failures (`case: message`), by reason.
+    left_out: dict[str, str] = field(default_factory=dict)
+    known: dict[str, str] = field(default_factory=dict)
+    #: Cases of each test function unless --sample says how many.
+    sample: int | None = None
+    #: Whether it runs on PyTorch without volta_fa.
+    runs_alone: bool = False
+
+
+def on_device(source: str, options) -> str:
+    """Returns a source for a device. It asks `torch.cuda` only for memory and limits of some GPUs."""
+    if options.device == "cuda":
+        return source
+    source = re.sub(r"torch\.cuda\.get_device_capability\([^)]*\)", "(9, 0)", source)
+    source = re.sub(r'device\s*=\s*"cuda(:0)?"', f'device="{options.device}"', source)
+    source = re.sub(r"torch\.cuda\.get_device_properties\([^)]*\)\.total_memory", "2**40", source)
+    source = source.replace('torch.device("cuda:0")', f'torch.device("{options.device}")').replace(".cuda()", f'.to("{options.device}")')
+    source = re.sub(r"^\s*torch\.cuda\.(synchronize|set_device)\(.*\)\n", "", source, flags=re.MULTILINE)
+    return source.replace("torch.cuda.is_available()", "True")
+
+
+# flash-attn
+
+
+def install_flash_attn(_) -> Callable[[], list[str]]:
+    import volta_fa
+
+    volta_fa.install_flash_attn_shim()
+    import flash_attn.flash_attn_interface as interface
+
+    # the tile sizes of flash-attn, which only `normalize_flash_attn_S` uses
+    interface._get_block_size_n = None
+    return list
+
+
+def adapt_flash_attn(source: str, options) -> str:
+    # volta_fa raises ValueError for wrong arguments
+    return on_device(source.replace("pytest.raises(RuntimeError,", "pytest.raises((RuntimeError, ValueError),"), options)
+
+
+def prepare_flash_attn(module: dict, _) -> None:
+    def normalized(attn_unnorm, q, k, v, query_padding_mask=None, *_, **__):
+        """flash-attn returns unnormalized dropout probabilities by tile; here they are exact."""
+        hidden = None if query_padding_mask is None else ~query_padding_mask[:, None, :, None]
+        return attn_unnorm if hidden is None else attn_unnorm.masked_fill(hidden, 0.0)
+
+    def checked(function):
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            os.environ["VOLTA_FA_CHECK_LENGTHS"] = "1"
+            try:
+                return function(*args, **kwargs)
+            finally:
+                del os.environ["VOLTA_FA_CHECK_LENGTHS"]
+
+        return run
+
+    if "normalize_flash_attn_S" in module:
+        module["normalize_flash_attn_S"] = normalized
+    # tests that expect errors for lengths in GPU memory
+    module |= {name: checked(function) for name, function in module.items() if fnmatch.fnmatch(name, "test_*_bounds")}
+
+
+def wanted_flash_attn(case: dict) -> bool:
+    """Leaves out what the file itself skips, after its setup."""
+    paged, rotary = case.get("paged_kv_block_size"), case.get("rotary_fraction", 0) > 0
+    return not (paged and (case.get("has_leftpad") or case.get("has_batch_idx"))) and (case.get("new_kv", True) or not rotary)
+
+
+# FlashMLA
+
+
+def install_flash_mla(_) -> Callable[[], list[str]]:
+    sys.modules["flash_mla"] = importlib.import_module("volta_fa.flash_mla")
+    return list
+
+
+def prepare_flash_mla(module: dict, options) -> None:
+    """Makes the cases of the file's own loop tests: all with one KV head, which `volta_fa.flash_mla` has, that measure no time."""
+    import torch
+
+    test, param, capability, cases = module["test_flash_mla"], module["TestParam"], torch.cuda.get_device_capability, []
+    # the file asserts the GPU that FlashMLA's kernels need
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    for dtype in ("float16", "bfloat16"):
+        listed: list = []
+        module["test_flash_mla"] = listed.append
+        module["main"](getattr(torch, dtype))
+        cases += [{"dtype": dtype, **vars(c)} for c in listed if c.h_kv == 1 and not c.test_performance]
+    torch.cuda.get_device_capability = capability
+
+    def test_flash_mla(case):
+        torch.set_default_dtype(getattr(torch, case["dtype"]))
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said):
+                test(param(**{name: value for name, value in case.items() if name != "dtype"}))
+        except AssertionError as error:
+            # after a rule and the case
+            raise AssertionError("; ".join(said.getvalue().splitlines()[2:]) or str(error)) from None
+
+    param.__test__ = False
+    module["test_flash_mla"] = pytest.mark.parametrize("case", cases)(test_flash_mla)
+
+
+# torch
+
+
+def install_sdpa(options) -> Callable[[], list[str]]:
+    import volta_fa
+
+    volta_fa.enable_sdpa("cpu" if options.device == "cpu" else None, force=options.device != "cpu")
+    return lambda: list(volta_fa.sdpa_stats(reset=True)["fell_back"])
+
+
+def install_flex(options) -> Callable[[], list[str]]:
+    """Enables FlexAttention. The suite's eager references stay torch's own."""
+    import torch
+    import torch.nn.attention.flex_attention as module
+
+    import volta_fa
+    from volta_fa.flex import attention, compiled, switch
+
+    torch_function, torch_compile, reasons = module.flex_attention, torch.compile, []
+    volta_fa.enable_flex("cpu" if options.device == "cpu" else None, force=options.device != "cpu")
+    enabled = module.flex_attention
+
+    def flex_attention(*args, **kwargs):
+        if torch.compiler.is_dynamo_compiling():
+            return enabled(*args, **kwargs)
+        devices, switch._active = switch._active, switch.NO_DEVICES
+        try:
+            return torch_function(*args, **kwargs)
+        finally:
+            switch._active = devices
+
+    def compile_(*args, **kwargs):
+        return torch_compile(*args, **({"backend": options.backend or "aot_eager"} | kwargs))
+
+    module.flex_attention = flex_attention
+    if options.backend or options.device == "cpu":
+        torch.compile = compile_
+    attention.log_fallback = compiled.log_fallback = reasons.append
+
+    def used() -> list[str]:
+        torch._dynamo.reset()
+        found = list(reasons)
+        reasons.clear()
+        return found
+
+    return used
+
+
+def adapt_torch(source: str, _) -> str:
+    """Replaces imports that torch has not, or not any more: their tests fail, or are left out."""
+    source = re.sub(r"from test_cpp_extensions_open_device_registration import \(\s*generate_faked_module\s*\)", "pass", source)
+    return source.replace("import create_nested_block_mask, flex_attention", "import flex_attention")
+
+
+# SageAttention and comfy-kitchen
+
+
+def select_fast_kernels(device: str) -> None:
+    """Lets a tuning choose the fast kernels for all lengths, which the plan takes from 1024 keys on."""
+    import torch
+
+    import volta_fa
+
+    if device != "cuda":
+        return
+    names = [v["name"] for v in volta_fa.info()["variants"] if v["pass"] == "FastForward"]
+    # the plain one first, then that with lengths and masks
+    names.sort(key=lambda name: (int(name.rpartition("x")[2]), "generic" in name))
+    choices = [{"pass": "FastForward", "variant": name} for name in names]
+    torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices}))
+
+
+def install_sageattention(options) -> Callable[[], list[str]]:
+    import volta_fa
+
+    select_fast_kernels(options.device)
+    volta_fa.install_sageattention_shim(replace=True)
+    return list
+
+
+def prepare_sageattention(module: dict, _) -> None:
+    """Makes a test of the script: it prints differences, and says that all but the largest relative one are to be below 0.05."""
+
+    def test_differences():
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            module["torch"].manual_seed(0)
+            module["main"]()
+        found = {name: float(value) for name, value in re.findall(r"(\w+_[ar]tol)=(\S+)", output.getvalue())}
+        assert len(found) == 4 and all(value < 0.05 for name, value in found.items() if name != "max_rtol"), found
+
+    module["test_differences"] = test_differences
+
+
+def install_comfy_kitchen(options) -> Callable[[], list[str]]:
+    """Makes comfy_kitchen's attention, laid out as torch's. It rotates Q and K; `fwd_fast` has no fp32, which is cast to fp16 and back."""
+    import torch
+
+    import volta_fa
+
+    select_fast_kernels(options.device)
+
+    def operands(q, k, v):
+        return [(t.half() if t.dtype == torch.float32 else t).transpose(1, 2) for t in (q, k, v)]
+
+    def attend(operands, dtype, mask, scale, prepared=None):
+        q, k, v = operands
+        if mask is None or mask.dtype == torch.bool:
+            options = {"attn_mask": mask, "rotate": True, "prepared": prepared}
+            out = torch.ops.volta_fa.fwd_fast(q, k, v, softmax_scale=scale, **options)[0]
+        else:  # an added mask
+            out = torch.ops.volta_fa.fwd(q, k, v, attn_bias=mask.to(q.dtype), softmax_scale=scale)[0]
+        return out.transpose(1, 2).to(dtype)
+
+    def int8_attention(q, k, v, attn_mask=None, scale=None):
+        return attend(operands(q, k, v), q.dtype, attn_mask, scale)
+
+    def prequantize_int8_attention(q, k, v, attn_mask=None, scale=None):
+        found = operands(q, k, v)
+        return found, q.dtype, attn_mask, scale, volta_fa.prepare_fast(*found[1:], rotate=True)
+
+    made = types.ModuleType("comfy_kitchen")
+    made.int8_attention, made.prequantize_int8_attention = int8_attention, prequantize_int8_attention
+    made.int8_attention_from_prequantized = lambda prequantized: attend(*prequantized)
+    made.int8_attention_is_available = lambda: True
+    made.sage_attention = types.ModuleType("comfy_kitchen.sage_attention")
+    sys.modules |= {"comfy_kitchen": made, "comfy_kitchen.sage_attention": made.sage_attention}
+    return list
+
+
+# xformers
+
+
+def install_xformers(options) -> Callable[[], list[str]]:
+    """Puts operators with volta_fa's declarations in the place of xformers' lists, which its tests read, and calls of them on `fmha`."""
+    import torch
+    from xformers.ops import fmha
+    from xformers.ops.fmha import attn_bias
+    from xformers.ops.fmha.common import AttentionBwOpBase, AttentionFwOpBase
+
+    import volta_fa
+    from volta_fa.integrations.xformers import _RULES
+
+    biases = {name: getattr(attn_bias, name, None) for name in _RULES} | {"None": type(None), "Tensor": torch.Tensor}
+    cpu = options.device == "cpu"
+
+    class Declarations:
+        OPERATOR = staticmethod(lambda: None)
+        SUPPORTED_DEVICES = frozenset({options.device})
+        SUPPORTED_DTYPES = frozenset({torch.float32 if cpu else torch.float16})
+        SUPPORTED_MAX_K = 256
+        SUPPORTS_DROPOUT = SUPPORTS_CUSTOM_SCALE = SUPPORTS_DIFFERENT_VALUE_EMBED = SUPPORTS_BMGHK = True
+        _TEST_BATCH_SIZES = (1, 7)
+
+        @classmethod
+        def is_available(cls) -> bool:
+            return True
+
+    class Forward(Declarations, AttentionFwOpBase):
+        NAME = "voltaF"
+        SUPPORTED_ATTN_BIAS_TYPES = tuple(kind for kind in biases.values() if kind is not None)
+
+    class Backward(Declarations, AttentionBwOpBase):
+        NAME = "voltaB"
+        SUPPORTS_ATTN_BIAS_GRAD = True
+        SUPPORTED_ATTN_BIAS_TYPES = tuple(kind for kind in Forward.SUPPORTED_ATTN_BIAS_TYPES if not kind.__name__.startswith("Paged"))
+
+    fmha.ALL_FW_OPS[:], fmha.ALL_BW_OPS[:] = [Forward], [Backward]
+    volta_fa.enable_xformers(options.device, force=not cpu)
+    door = fmha._memory_efficient_attention
+
+    def forward(query: Any, key: Any, value: Any, bias: Any = None, p: float = 0.0, scale: Any = None, *, op: Any = None) -> Any:
+        return door(fmha.Inputs(query=query, key=key, value=value, attn_bias=bias, p=p, scale=scale), None)
+
+    fmha._memory_efficient_attention = lambda inp, op=None: door(inp, None)
+    fmha.memory_efficient_attention_forward = sys.modules["xformers.ops"].memory_efficient_attention_forward = forward
+    counts = Counter()
+
+    def used() -> list[str]:
+        found = Counter(volta_fa.xformers_stats()["fell_back"])
+        new = found - counts
+        counts.update(new)
+        return list(new)
+
+    return used
+
+
+TORCH = {"folder": "pytorch/test", "adapt": adapt_torch, "runs_alone": True}
+FLEX = TORCH | {"install": install_flex, "known": {"P is handed on in fp16: 1.2 times eager's mean error": r"Grad_(Query|Key) Compiled error"}}
+SDPA = TORCH | {"install": install_sdpa}
+SUITES = {
+    "flash-attn": Suite(
+        "flash-attention/tests",
+        ("test_flash_attn.py", "test_rotary.py", "ops/triton/test_layer_norm.py", "losses/test_cross_entropy.py"),
+        install_flash_attn,
+        adapt_flash_attn,
+        prepare_flash_attn,
+        wanted_flash_attn,
+        sample=500,
+    ),
+    "flash-mla": Suite("FlashMLA/tests", ("test_flash_mla_dense_decoding.py",), install_flash_mla, on_device, prepare_flash_mla),
+    "sdpa": Suite(
+        files=("test_transformers.py",),
+        left_out={"builds a C++ extension": "PrivateUse1"},
+        known={"repeats the dropout mask of PyTorch's own kernel": r"dropout(_p)?_0_[1-9]"},
+        **SDPA,
+    ),
+    "nested": Suite(files=("test_nestedtensor.py",), **SDPA),
+    "flex": Suite(files=("inductor/test_flex_attention.py",), **FLEX),
+    "flex-decoding": Suite(files=("inductor/test_flex_decoding.py",), **FLEX),
+    "sageattention": Suite("SageAttention/tests", ("test_sageattn.py",), install_sageattention, on_device, prepare_sageattention),
+    "comfy-kitchen": Suite(
+        "comfy-kitchen/tests",
+        ("test_int8_attention.py",),
+        install_comfy_kitchen,
+        on_device,
+        left_out={
+            "of comfy-kitchen's own parts": "availability|cta_k_selection|rejects_cpu|capability_dispatch|hip_dispatch|allocates_only|releases_float"
+        },
+    ),
+    "xformers": Suite(
+        "xformers/tests",
+        ("test_mem_eff_attention.py",),
+        install_xformers,
+        left_out={
+            "of xformers' dispatcher, logsumexp and other kernels": "::(?!test_(.*_)?(forward|backward|custom_scale|grad_checkpointing|empty))"
+        },
+    ),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
