@@ -305,6 +305,7 @@ def run(options, report: Report, end: float, alone: bool = False) -> None:
         task = {**vars(options), "part": part, "skip": skip, "events": theirs, "alone": alone}
         log = tempfile.TemporaryFile()
         environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.workers)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
         command = [sys.executable, __file__, "--task", json.dumps(task, default=str)]
         process = subprocess.Popen(command, pass_fds=[theirs], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment | os.environ)
         os.close(theirs)
@@ -425,7 +426,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report, end = Report(suite), start + options.time_limit
     try:
-        run(options, report, end)
+        # the rest is for failures
+        run(options, report, start + options.time_limit * (0.8 if suite.runs_alone else 1))
         if suite.runs_alone and report.unknown:
             find_torch_alone(options, report, end)
     except KeyboardInterrupt:
