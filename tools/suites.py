@@ -1,4 +1,4 @@
-"""Runs test suites that others wrote on volta_fa, unchanged but for what their adapters below say.
+"""Runs test suites that others wrote on volta_fa, changed only as their adapters below say.
 
     python tools/suites.py flash-attn --sources FOLDER --sample 100 --workers 4 --time-limit 300 --json report.json
     python tools/suites.py flash-attn --sources FOLDER --device cpu --where 'max(seqlen_q, seqlen_k) <= 300' --sample 5
@@ -8,10 +8,10 @@ FOLDER has the checkouts of SUITES, each under the name of its repository: flash
 xformers (with the same release installed) and pytorch. Debian's source package `pytorch` holds torch's tests; they need expecttest, and
 flash-attn's need einops.
 
-Cases run in random order in worker processes. Each failure is printed when it happens; a crash or a case above --case-limit ends
-one worker, which starts again after that case. --time-limit, SIGTERM and Ctrl-C end the run with a report of what ran. It groups failures
-by reason: a known one of the adapter, else "PyTorch alone fails too" for suites that can run without volta_fa, else the message without
-its numbers. Exits non-zero if a failure has no known reason, or nothing ran. The tolerances are those of the suites.
+Cases run in random order, in processes of pytest-xdist. Each failure is printed when it happens. A crash or a case above --case-limit
+ends one process, which another one replaces. --time-limit, SIGTERM and Ctrl-C end the run with a report of what ran. Failures are grouped
+by reason: a known one of the adapter, else "PyTorch alone fails too" for suites that also run without volta_fa, else line and message.
+The exit status is 1 if a failure has no known reason, or nothing passed. The tolerances are those of the suites.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ import math
 import os
 import random
 import re
-import selectors
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,10 +43,10 @@ from typing import Any
 import pytest
 
 TORCH_ALONE = "PyTorch alone fails too"
-HOOK = "volta_fa_suites"
+OPTIONS = "VOLTA_FA_SUITES"
 
 
-# The runner: workers
+# In the processes that run cases
 
 
 def grid(function) -> list[list[dict]]:
@@ -109,128 +107,96 @@ def asked_for(name: str, options) -> bool:
     return any(fnmatch.fnmatch(name.partition("[")[0], pattern) or fnmatch.fnmatch(name, pattern) for pattern in options.tests.split(","))
 
 
-def shrink_grids(module: dict, suite: Suite, options) -> None:
-    """Replaces the parameter grids of a module's test functions by samples, whose ids name the parameters."""
-    listed = options.cases and {case.rpartition("::")[2] for case in options.cases}
-    for name, function in list(module.items()):
-        if name.startswith("test_") and inspect.isfunction(function) and not asked_for(name, options):
-            del module[name]  # before its grid is expanded
-            continue
-        axes = [[case for case in axis if fits(case, options.where)] for axis in grid(function)] if name.startswith("test_") else []
-        if not axes:
-            continue
-
-        def wanted(case, name=name):
-            return fits(case, options.where) and suite.wanted(case) and (not listed or f"{name}[{label(case)}]" in listed)
-
-        rng = None if listed else random.Random(f"{options.seed} {name}")
-        cases = drawn(axes, math.inf if listed else options.sample, wanted, rng)
-        names = list(cases[0]) if cases else []
-        # pytest takes a tuple of one value for the value
-        rows = [tuple(case[key] for key in names) if len(names) > 1 else case[names[0]] for case in cases]
-        function.pytestmark = [mark for mark in function.pytestmark if mark.name != "parametrize"]
-        if rows:
-            module[name] = pytest.mark.parametrize(",".join(names), rows, ids=list(map(label, cases)))(function)
-        else:
+def prepare(module: dict) -> None:
+    """Runs at the end of each module of a suite. Replaces the parameter grids of its tests by samples, whose ids name the parameters."""
+    options = types.SimpleNamespace(**json.loads(os.environ[OPTIONS]))
+    suite, listed = SUITES[options.suite], options.cases and {case.rpartition("::")[2] for case in options.cases}
+    suite.prepare(module, options)
+    for name, function in [(n, f) for n, f in module.items() if n.startswith("test_") and inspect.isfunction(f)]:
+        axes = [[case for case in axis if fits(case, options.where)] for axis in grid(function)]
+        if not asked_for(name, options):
             del module[name]
+        elif axes:
+
+            def wanted(case, name=name):
+                return fits(case, options.where) and suite.wanted(case) and (not listed or f"{name}[{label(case)}]" in listed)
+
+            rng = None if listed else random.Random(f"{options.seed} {name}")
+            cases = drawn(axes, options.sample or math.inf if not listed else math.inf, wanted, rng)
+            names = [key for axis in axes for key in axis[0]] if all(axes) else []
+            # pytest takes a tuple of one value for the value
+            rows = [tuple(case[key] for key in names) if len(names) > 1 else case[names[0]] for case in cases]
+            function.pytestmark = [mark for mark in function.pytestmark if mark.name != "parametrize"]
+            module[name] = pytest.mark.parametrize(",".join(names) or "_", rows, ids=list(map(label, cases)))(function)
+            if not rows:
+                del module[name]
+
+
+def case_name(nodeid: str) -> str:
+    path, colons, rest = nodeid.partition("::")
+    return Path(path).name + colons + rest
 
 
 class Worker:
-    """Chooses the cases of a worker process and sends what happens, as lines of JSON."""
+    """Chooses cases, and adds to their reports what went wrong where and which calls did not run on volta_fa."""
 
-    def __init__(self, suite: Suite, options, folder: Path, used: Callable[[], list[str]]):
-        self.suite, self.options, self.folder, self.used = suite, options, folder, used
-        self.outcome, self.detail, self.line = "passed", "", 0
+    def __init__(self, options):
+        self.options, self.suite = options, SUITES[options.suite]
+        self.used = list if options.alone else self.suite.install(options)
+        self.lost = False
 
-    def send(self, kind: str, **event) -> None:
-        os.write(self.options.events, (json.dumps({"kind": kind, **event}) + "\n").encode())
-
-    def name(self, nodeid: str) -> str:
-        path, _, rest = nodeid.partition("::")
-        return f"{Path(path).name}::{rest}" if rest else Path(path).name
-
-    def pytest_collectreport(self, report):
-        if report.failed:
-            message = str(report.longrepr).strip().splitlines()[-1]
-            self.send("end", case=self.name(report.nodeid), outcome="failed", detail=f"does not load: {message}", line=0, used=[])
-
-    def left_out(self, item) -> str | None:
-        """Returns why an item does not run, "" if the options do not ask for it, or None if it runs."""
-        # torch's classes of tests that are made for each kind of device
+    def runs(self, item) -> bool:
+        # torch has a class of tests for each kind of device
         if getattr(item.cls, "device_type", self.options.device) != self.options.device:
-            return "of another device"
+            return False
         if self.options.cases:
-            return None if self.name(item.nodeid) in self.options.cases else ""
-        if not asked_for(item.nodeid.partition("::")[2], self.options):
-            return ""
-        return next((why for why, patterns in self.suite.left_out.items() if re.search(patterns, item.nodeid)), None)
+            return case_name(item.nodeid) in self.options.cases
+        return asked_for(item.nodeid.partition("::")[2], self.options)
 
     def pytest_collection_modifyitems(self, items):
-        why = [(item, self.left_out(item)) for item in items]
         rng, groups = random.Random(self.options.seed), defaultdict(list)
-        for item, reason in why:
-            if reason is None:
-                groups[item.cls, inspect.unwrap(item.obj).__name__].append(item)
+        for item in filter(self.runs, items):
+            groups[item.cls, inspect.unwrap(item.obj).__name__].append(item)
+            for reason, pattern in self.suite.left_out.items():
+                if re.search(pattern, item.nodeid):
+                    item.add_marker(pytest.mark.skip(reason=f"left out: {reason}"))
         for group in groups.values():
             rng.shuffle(group)
-        chosen = [item for group in groups.values() for item in (group if self.options.cases else group[: int(min(len(group), self.options.sample))])]
-        rng.shuffle(chosen)
-        items[:] = chosen[self.options.part :: self.options.workers]
-        self.send("chosen", count=len(items), left_out=Counter(reason for _, reason in why if reason))
-        items[:] = items[self.options.skip :]
+        items[:] = [item for group in groups.values() for item in group[: None if self.options.cases else self.options.sample]]
+        rng.shuffle(items)
 
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_protocol(self, item):
-        self.outcome, self.detail, self.line = "passed", "", 0
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self):
         self.used()
-        self.send("start", case=self.name(item.nodeid))
-        yield
-        self.send("end", case=self.name(item.nodeid), outcome=self.outcome, detail=self.detail, line=self.line, used=self.used())
-        if self.outcome == "failed" and re.search("CUDA error|CUBLAS_STATUS|device-side assert", self.detail):
-            os._exit(0)  # the process has no GPU any more: the runner starts another one
 
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_makereport(self, item, call):
-        report = (yield).get_result()
-        if report.skipped and self.outcome == "passed":
-            expected = hasattr(report, "wasxfail")
-            detail = "fails as the suite expects" if expected else str(report.longrepr[2] if isinstance(report.longrepr, tuple) else "")
-            self.outcome, self.detail = "skipped", detail.removeprefix("Skipped: ")
-        elif report.failed and self.outcome != "failed":
-            self.outcome, self.detail = "failed", str(report.longrepr).strip().splitlines()[-1]
-            if call.excinfo is not None:
-                lines = [line.strip() for line in str(call.excinfo.value).splitlines() if line.strip()] or [""]
-                self.detail = f"{call.excinfo.typename}: {' | '.join(lines[:4])}"
-                inside = [entry for entry in call.excinfo.traceback if Path(str(entry.path)).is_relative_to(self.folder)]
-                self.line = inside[-1].lineno + 1 if inside else 0
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call):
+        report = yield
+        line, lines = 0, str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr or "").splitlines()
+        if report.failed and call.excinfo is not None:
+            lines = [line.strip() for line in f"{call.excinfo.typename}: {call.excinfo.value}".splitlines() if line.strip()]
+            lines = [line for line in lines if not line.startswith("+ ")]  # where pytest took a value from
+            # the last line of the suite itself
+            line = [0, *(entry.lineno + 1 for entry in call.excinfo.traceback if os.getcwd() in str(entry.path))][-1]
+        if hasattr(report, "wasxfail"):
+            lines = ["fails as the suite expects"]
+        report.message, report.line, report.used = " | ".join(lines[:4])[:500], line, self.used() if report.when == "call" else []
+        self.lost = bool(report.failed and re.search("CUDA error|CUBLAS_STATUS|device-side assert", report.message))
+        return report
 
-
-def work(task: dict) -> int:
-    """Runs a worker's part of a suite in this process."""
-    options = types.SimpleNamespace(**{**task, "sample": math.inf if task["sample"] is None else task["sample"]})
-    suite = SUITES[options.suite]
-    used = list if options.alone else suite.install(options)
-    hook = sys.modules[HOOK] = types.ModuleType(HOOK)
-    vars(hook)["prepare"] = lambda module: (suite.prepare(module, options), shrink_grids(module, suite, options))
-    with tempfile.TemporaryDirectory() as temporary:
-        # pytest imports a package's modules by its name
-        folder = Path(temporary).resolve() / Path(suite.folder).name
-        shutil.copytree(Path(options.sources) / suite.folder, folder, ignore=lambda _, names: [n for n in names if n == "conftest.py"])
-        files = [folder / name for name in suite.files if (folder / name).exists()]
-        for file in files:
-            source = suite.adapt(file.read_text(), options)
-            for setting in options.set:
-                name, _, value = setting.partition("=")
-                source = re.sub(rf"^{name} = .*$", f"{name} = {value}", source, flags=re.M)
-            file.write_text(f"{source}\n\nimport {HOOK}\n{HOOK}.prepare(globals())\n")
-            sys.path.append(str(file.parent))
-        os.chdir(folder)
-        arguments = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--rootdir", temporary, "-c", os.devnull, "--tb=short"]
-        arguments += ["--continue-on-collection-errors", *map(str, files)]
-        return int(pytest.main(arguments, plugins=[Worker(suite, options, folder, used)]))
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self):
+        if self.lost and self.options.workers:
+            os._exit(1)  # the process has no GPU any more: pytest-xdist starts another one
 
 
-# The runner: the process that starts workers
+def pytest_configure(config) -> None:
+    options = types.SimpleNamespace(**json.loads(os.environ[OPTIONS]))
+    if not options.workers or hasattr(config, "workerinput"):
+        config.pluginmanager.register(Worker(options))
+
+
+# In the process that reports
 
 
 @dataclass
@@ -241,54 +207,69 @@ class Failure:
     reason: str
 
 
-@dataclass
 class Report:
-    """Collects what workers send."""
+    """Collects what happens to cases, and prints failures."""
 
-    suite: Suite
-    outcomes: Counter = field(default_factory=Counter)
-    skipped: Counter = field(default_factory=Counter)
-    fell_back: Counter = field(default_factory=Counter)
-    left_out: dict[str, int] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
-    chosen: dict[int, int] = field(default_factory=dict)
+    def __init__(self, suite: Suite):
+        self.suite, self.chosen, self.started = suite, 0, {}
+        self.outcomes: dict[str, str] = {}
+        self.skipped, self.fell_back, self.failures = Counter(), Counter(), []
 
-    def end(self, case: str, outcome: str, detail: str, line: int, used: list[str]) -> None:
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids):
+        self.chosen = len(ids)
+
+    def pytest_collection_finish(self, session):
+        self.chosen = len(session.items)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.fail(report.nodeid, f"does not load: {str(report.longrepr).strip().splitlines()[-1]}", 0)
+
+    def pytest_report_teststatus(self):
+        return "", "", ""  # no letters between the failures
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.started[nodeid] = time.monotonic()
+
+    def pytest_runtest_logreport(self, report):
+        used = getattr(report, "used", [])
         self.fell_back.update(set(used))
-        if outcome == "skipped":
-            self.skipped[detail] += 1
-        if outcome == "failed":
-            self.fail(case, detail, line)
-        else:
-            self.outcomes["passed, with calls that PyTorch ran" if outcome == "passed" and used else outcome] += 1
+        if report.failed and self.outcomes.get(report.nodeid) != "failed":
+            message = getattr(report, "message", None)
+            if message is None:  # pytest-xdist's report of a process that ended
+                seconds = time.monotonic() - self.started.get(report.nodeid, math.inf)
+                message = f"the process ended after {max(0, seconds):.0f} s"
+            self.fail(report.nodeid, message, getattr(report, "line", 0))
+        elif report.skipped:
+            self.skipped[report.message.removeprefix("Skipped: ")] += 1
+            self.outcomes[report.nodeid] = "skipped"
+        elif report.when == "call" and report.passed:
+            self.outcomes[report.nodeid] = "passed, with calls that PyTorch ran" if used else "passed"
 
-    def fail(self, case: str, message: str, line: int = 0) -> None:
-        self.outcomes["failed"] += 1
+    def fail(self, nodeid: str, message: str, line: int) -> None:
+        case = case_name(nodeid)
         known = next((why for why, pattern in self.suite.known.items() if re.search(pattern, f"{case}: {message}")), "")
-        self.failures.append(Failure(case, message[:500], line, known))
-        print(f"FAILED {case}{f', line {line}' if line else ''}: {message[:300]}{f' [{known}]' if known else ''}", flush=True)
+        self.outcomes[nodeid] = "failed"
+        self.failures.append(Failure(case, message, line, known))
+        print(f"FAILED {case}, line {line}: {message[:300]}{f' [{known}]' if known else ''}", flush=True)
 
-    def groups(self) -> dict[str, list[Failure]]:
-        """Returns failures by reason; messages that differ in numbers only are one reason."""
-        groups = defaultdict(list)
-        for failure in self.failures:
-            shape = re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", failure.message[:200])
-            groups[failure.reason or f"line {failure.line}: {shape}"].append(failure)
-        return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
-
-    @property
     def unknown(self) -> list[Failure]:
         return [failure for failure in self.failures if not failure.reason]
 
     def summary(self) -> dict[str, Any]:
-        ran = sum(self.outcomes.values())
-        counts = {**self.outcomes, "did not run": max(0, sum(self.chosen.values()) - ran)}
-        groups = [
+        """Returns counts, and failures by reason. Messages that differ in numbers only are one reason."""
+        groups = defaultdict(list)
+        for failure in self.failures:
+            shape = re.sub(r"0x[0-9a-f]+|[-+]?\d[\d.]*(e[-+]?\d+)?", "#", failure.message[:200])
+            groups[failure.reason or f"line {failure.line}: {shape}"].append(failure)
+        failures = [
             {"reason": reason, "known": bool(found[0].reason), "count": len(found), "common": common(f.case for f in found)}
-            | {"message": found[0].message, "cases": [f.case for f in found[:50]]}
-            for reason, found in self.groups().items()
+            | {"message": found[0].message, "cases": [f.case for f in found]}
+            for reason, found in sorted(groups.items(), key=lambda item: -len(item[1]))
         ]
-        return {"counts": counts, "skipped": self.skipped, "left_out": self.left_out, "fell_back": self.fell_back, "failures": groups}
+        counts = {**Counter(self.outcomes.values()), "did not run": max(0, self.chosen - len(self.outcomes))}
+        return {"counts": counts, "skipped": self.skipped, "fell_back": self.fell_back, "failures": failures}
 
 
 def common(cases: Iterable[str]) -> list[str]:
@@ -296,97 +277,32 @@ def common(cases: Iterable[str]) -> list[str]:
     return sorted(set.intersection(*(set(re.split(r"-(?=\w+=)", case.partition("[")[2].removesuffix("]"))) for case in cases)) - {""})
 
 
-def run(options, report: Report, end: float, alone: bool = False) -> None:
-    """Runs workers until all cases ran or time.monotonic() is `end`."""
-    selector, live = selectors.DefaultSelector(), {}
-
-    def start(part: int, skip: int) -> None:
-        ours, theirs = os.pipe()
-        task = {**vars(options), "part": part, "skip": skip, "events": theirs, "alone": alone}
-        log = tempfile.TemporaryFile()
-        environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.workers)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        environment["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
-        command = [sys.executable, __file__, "--task", json.dumps(task, default=str)]
-        process = subprocess.Popen(command, pass_fds=[theirs], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment | os.environ)
-        os.close(theirs)
-        live[part] = types.SimpleNamespace(process=process, pipe=ours, log=log, rest=b"", case=None, since=time.monotonic(), done=skip)
-        selector.register(ours, selectors.EVENT_READ, part)
-
-    def stop(part: int) -> None:
-        worker = live.pop(part)
-        selector.unregister(worker.pipe)
-        os.close(worker.pipe)
-        worker.process.kill()
-        worker.process.wait()
-        worker.log.close()
-
-    def receive(part: int, event: dict) -> None:
-        worker, kind = live[part], event.pop("kind")
-        worker.since = time.monotonic()
-        if kind == "chosen":
-            report.chosen[part], report.left_out = event["count"], event["left_out"]
-        elif kind == "start":
-            worker.case = event["case"]
-        else:
-            worker.done += worker.case is not None
-            worker.case = None
-            report.end(**event)
-
-    def ended(part: int) -> None:
-        """Reports a worker that ended within a case, and starts it again if it has cases left."""
-        worker = live[part]
-        status = worker.process.wait()
-        worker.log.seek(0)
-        last = worker.log.read().decode(errors="replace").strip().splitlines()[-1:] or [""]
-        if worker.case is not None:
-            report.fail(worker.case, f"the process ended with status {status}: {last[0]}")
-            worker.done += 1
-        elif part not in report.chosen:
-            report.fail("(worker)", f"ended with status {status} before a case: {last[0]}")
-        done = worker.done
-        stop(part)
-        if done < report.chosen.get(part, 0):
-            start(part, done)
-
-    try:
-        for part in range(options.workers):
-            start(part, 0)
-        while live and time.monotonic() < end:
-            for key, _ in selector.select(0.2):
-                worker, data = live[key.data], os.read(key.fd, 1 << 16)
-                *lines, worker.rest = (worker.rest + data).split(b"\n")
-                for line in lines:
-                    receive(key.data, json.loads(line))
-                if not data:
-                    ended(key.data)
-            for part, worker in list(live.items()):
-                if worker.case is not None and time.monotonic() - worker.since > options.case_limit:
-                    report.fail(worker.case, f"ran longer than {options.case_limit:g} s")
-                    done = worker.done + 1
-                    stop(part)
-                    if done < report.chosen[part]:
-                        start(part, done)
-        if live:
-            print(f"stopped by the time limit of {options.time_limit:g} s", flush=True)
-    finally:
-        for part in list(live):
-            stop(part)
-
-
-def find_torch_alone(options, report: Report, end: float) -> None:
-    """Runs the failures without a known reason again, without volta_fa."""
-    again = argparse.Namespace(**vars(options) | {"cases": [failure.case for failure in report.unknown]})
-    alone = Report(report.suite)
-    print(f"\n{len(again.cases)} cases again, without volta_fa:", flush=True)
-    run(again, alone, end, alone=True)
-    fails = {failure.case for failure in alone.failures}
-    for failure in report.unknown:
-        failure.reason = TORCH_ALONE if failure.case in fails else ""
+def run(options, report: Report, seconds: float) -> None:
+    """Runs a suite for at most these seconds."""
+    suite = report.suite
+    with tempfile.TemporaryDirectory() as temporary:
+        # pytest imports a package's modules by the folder's name
+        folder = Path(temporary).resolve() / Path(suite.folder).name
+        shutil.copytree(options.sources / suite.folder, folder, ignore=lambda _, names: set(names) & {"conftest.py"})
+        files = [folder / name for name in suite.files if (folder / name).exists()]
+        for file in files:
+            file.write_text(f"{suite.adapt(file.read_text(), options)}\n\nimport suites\nsuites.prepare(globals())\n")
+        os.environ[OPTIONS] = json.dumps(vars(options), default=str)
+        os.chdir(folder)
+        arguments = ["-p", "suites", "-p", "no:cacheprovider", "-q", "-W", "ignore", "--rootdir", temporary, "-c", os.devnull]
+        arguments += ["--no-header", "--tb=no", "-r", "N", "--continue-on-collection-errors", *map(str, files)]
+        if options.workers:
+            arguments += ["-n", str(options.workers), "--max-worker-restart", "100"]
+            arguments += ["-o", f"faulthandler_timeout={options.case_limit}", "-o", "faulthandler_exit_on_timeout=true"]
+        signal.setitimer(signal.ITIMER_REAL, max(0.1, seconds) if seconds < math.inf else 0)
+        pytest.main(arguments, plugins=[report])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        os.chdir("/")
 
 
 def show(summary: dict) -> None:
-    for kind in ("left_out", "skipped", "fell_back"):
-        for reason, count in sorted(summary[kind].items(), key=lambda item: -item[1]):
+    for kind in ("skipped", "fell_back"):
+        for reason, count in summary[kind].most_common():
             print(f"{kind.replace('_', ' ')}: {count} x {reason[:200]}")
     for group in summary["failures"]:
         print(f"\n{group['count']} x {group['reason']}{' (known)' if group['known'] else ''}\n    {group['cases'][0]}: {group['message'][:300]}")
@@ -395,8 +311,6 @@ def show(summary: dict) -> None:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--task"]:
-        return work(json.loads(sys.argv[2]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--sources", type=Path, required=True)
@@ -406,39 +320,44 @@ def main() -> int:
     parser.add_argument("--where", default="", help="a Python expression of parameters of a parameter grid that its cases satisfy")
     parser.add_argument("--cases", type=Path, help="a file with the ids of cases to run, and no others")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--workers", type=int, default=1, help="processes; 0 runs cases in this one, where a crash or a long case ends all")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="of the run, in seconds")
     parser.add_argument("--case-limit", type=float, default=300, help="of a case, in seconds")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other values of constants of the suite's modules")
     parser.add_argument("--backend", help="of torch.compile where the suite names none (default: inductor, aot_eager on the CPU)")
     parser.add_argument("--json", type=Path, help="where to write the report")
     options = parser.parse_args()
     suite, start = SUITES[options.suite], time.monotonic()
     options.sources, options.json = options.sources.absolute(), options.json and options.json.absolute()
-    options.sample = suite.sample if options.sample is None else options.sample
-    options.cases = options.cases.read_text().split("\n") if options.cases else None
+    options.sample, options.alone = suite.sample if options.sample is None else options.sample, False
+    options.cases = options.cases and options.cases.read_text().split("\n")
     if not any((options.sources / suite.folder / file).exists() for file in suite.files):
         parser.error(f"--sources: got {options.sources} without {suite.folder}/{suite.files[0]}, expected a folder with that checkout")
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: got cuda, and torch has no CUDA device: --device cpu runs on the CPU")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    report, end = Report(suite), start + options.time_limit
-    try:
-        # the rest is for failures
-        run(options, report, start + options.time_limit * (0.8 if suite.runs_alone else 1))
-        if suite.runs_alone and report.unknown:
-            find_torch_alone(options, report, end)
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
+        parser.error("--device: got cuda, and torch finds no CUDA device: --device cpu runs on the CPU")
+    threads = max(1, (os.cpu_count() or 1) // max(1, options.workers))
+    defaults = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
+    os.environ.update(defaults | os.environ)
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.default_int_handler)
+    report = Report(suite)
+    # a fifth of the time is for the failures
+    run(options, report, options.time_limit * (0.8 if suite.runs_alone else 1))
+    if suite.runs_alone and (again := report.unknown()):
+        print(f"\n{len(again)} cases without volta_fa:", flush=True)
+        alone = Report(suite)
+        run(argparse.Namespace(**vars(options) | {"cases": [f.case for f in again], "alone": True}), alone, options.time_limit + start - time.monotonic())
+        fails = {failure.case for failure in alone.failures}
+        for failure in again:
+            failure.reason = TORCH_ALONE if failure.case in fails else ""
     summary = report.summary()
     show(summary)
     if options.json:
         head = {"suite": options.suite, "seed": options.seed, "device": options.device, "torch": torch.__version__}
         head |= {"seconds": round(time.monotonic() - start)}
         options.json.write_text(json.dumps(head | summary, indent=1) + "\n")
-    return int(bool(report.unknown) or not summary["counts"].get("passed"))
+    return int(bool(report.unknown()) or not any(name.startswith("passed") for name in summary["counts"]))
 
 
 # Adapters
@@ -806,4 +725,6 @@ SUITES = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import suites  # pytest loads this module by its name
+
+    sys.exit(suites.main())
