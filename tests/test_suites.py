@@ -232,9 +232,12 @@ def test_interrupted_run_prints_failures_at_once_and_reports_them(tmp_path):
     (tmp_path / "pytorch/test").mkdir(parents=True)
     (tmp_path / "pytorch/test/test_transformers.py").write_text(source)
     command = [sys.executable, TOOL, "sdpa", "--sources", tmp_path, "--device", "cpu", "--workers", "0", "--json", tmp_path / "report.json"]
-    process = subprocess.Popen([*map(str, command), "--seed", "1"], stdout=subprocess.PIPE, text=True)
+    # without the signal the run ends, and prints what it holds back, after --time-limit
+    start, command = time.monotonic(), [*map(str, command), "--time-limit", "150"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     line = next(line for line in process.stdout if line.startswith("FAILED"))
     assert "test_a, line 3: AssertionError: assert 0" in line
+    assert time.monotonic() - start < 120
     process.send_signal(signal.SIGTERM)
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 1

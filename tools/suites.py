@@ -212,6 +212,7 @@ class Report:
 
     def __init__(self, suite: Suite):
         self.suite, self.chosen, self.started = suite, 0, {}
+        self.stdout = os.fdopen(os.dup(1), "w")  # pytest keeps what is printed to sys.stdout until its end
         self.outcomes: dict[str, str] = {}
         self.skipped, self.fell_back, self.failures = Counter(), Counter(), []
 
@@ -252,7 +253,7 @@ class Report:
         known = next((why for why, pattern in self.suite.known.items() if re.search(pattern, f"{case}: {message}")), "")
         self.outcomes[nodeid] = "failed"
         self.failures.append(Failure(case, message, line, known))
-        print(f"FAILED {case}, line {line}: {message[:300]}{f' [{known}]' if known else ''}", flush=True)
+        print(f"FAILED {case}, line {line}: {message[:300]}{f' [{known}]' if known else ''}", file=self.stdout, flush=True)
 
     def unknown(self) -> list[Failure]:
         return [failure for failure in self.failures if not failure.reason]
