@@ -1,7 +1,6 @@
 """Tests tools/suites.py with small files in the place of the suites, which are not in this repository."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
