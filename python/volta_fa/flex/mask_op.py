@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..block_mask import BlockMask
+from ..block_mask import BlockMask, kept
 from ..block_mask.cells import grid_shape
-from ..block_mask.source import Source
-from ..block_mask.torch_mask import NO_BLOCKS, expanded, is_trivial, packed_fields
+from ..block_mask.recording import recorded
+from ..block_mask.torch_mask import NO_BLOCKS, expanded, is_trivial, made_of
 from .score_mod import Unrecognized
 
 #: The dispatcher's state outside of operators: with the state inside of one under a mode, as compiled programs run it, vmap fails.
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-#: Masks that are kept: models have one for each kind of layer.
-_KEPT = 8
 
 
 def pack_mask(block_mask: tuple[Any, ...], buffers: tuple[Any, ...], query: Tensor, key: Tensor) -> BlockMask | None:
@@ -44,7 +41,8 @@ def pack_mask(block_mask: tuple[Any, ...], buffers: tuple[Any, ...], query: Tens
     lengths = (query.shape[2], key.shape[2])
     if not large and (int(block_mask[0]), int(block_mask[1])) != lengths:
         raise Unrecognized("a block mask of other lengths")
-    batch, heads = expanded(fields[0].shape, query.shape[0], query.shape[1], mask_mod, buffers)
+    users = [len(node.users) for node in mask_mod.graph.nodes if node.op == "placeholder"][:2] if program else (0, 0)
+    batch, heads = expanded(fields[0].shape, query.shape[0], query.shape[1], (users[0] > 0, users[1] > 0))
     _allow_unknown_sizes(query)
     lists = torch.ops.volta_fa_flex.pack_mask(*fields, list(buffers), program, list(block_size), list(lengths), batch, heads)
     return BlockMask(lengths, *lists)
@@ -94,9 +92,6 @@ def _function(program: str) -> Callable[..., Tensor]:
     return mask_mod
 
 
-_kept: list[tuple[Source, BlockMask]] = []
-
-
 @torch.library.custom_op("volta_fa_flex::pack_mask", mutates_args=())
 def _pack_mask(
     counts: Tensor,
@@ -112,20 +107,16 @@ def _pack_mask(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the tensors of a `BlockMask`: lists and bits, and both transposed."""
     fields = (counts, indices, full_counts, full_indices)
-    source = Source.of(None, *fields, *buffers, program, *block_size, *seq_lengths, batch, heads)
-    mask = next((kept for made_of, kept in _kept if made_of == source), None)
-    if mask is None:
-        function = _function(program) if program else None
+    function = _function(program) if program else None
 
-        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            assert function is not None
-            return function(b, h, q, kv, *buffers)
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        assert function is not None
+        return function(b, h, q, kv, *buffers)
 
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
+        read = recorded(mask_mod, counts.device) if program else None
         sizes = (block_size[0], block_size[1]), (seq_lengths[0], seq_lengths[1])
-        with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
-            mask = packed_fields(*fields, mask_mod if program else None, *sizes, batch, heads)
-        _kept.insert(0, (source, mask))
-        del _kept[_KEPT:]
+        mask = kept.block_mask_of(made_of((counts, indices, full_counts, full_indices), read, *sizes, batch, heads))
     # compiled programs may reuse the memory of what an operator returns
     none = torch.zeros(1, 256, dtype=torch.int32, device=counts.device)
     lists, bits, lists_t, bits_t = (
