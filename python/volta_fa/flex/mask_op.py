@@ -39,7 +39,8 @@ def pack_mask(block_mask: tuple[Any, ...], buffers: tuple[Any, ...], query: Tens
     if large and program == "":
         return None
     lengths = (query.shape[2], key.shape[2])
-    if not large and (int(block_mask[0]), int(block_mask[1])) != lengths:
+    # not int(): lengths may be unknown here, and a program of one length would be compiled for each
+    if not large and (block_mask[0] != lengths[0] or block_mask[1] != lengths[1]):
         raise Unrecognized("a block mask of other lengths")
     users = [len(node.users) for node in mask_mod.graph.nodes if node.op == "placeholder"][:2] if program else (0, 0)
     batch, heads = expanded(fields[0].shape, query.shape[0], query.shape[1], (users[0] > 0, users[1] > 0))
