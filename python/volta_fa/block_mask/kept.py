@@ -96,7 +96,7 @@ def _bytes(tensors: tuple[Tensor, ...]) -> Tensor:
     """Returns the bytes of all tensors, uint8, as a copy."""
     if not tensors:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.cat([tensors[number].detach().reshape(-1).view(torch.uint8) for number in _order(tensors)])
+    return torch.cat([tensors[number].reshape(-1).view(torch.uint8) for number in _order(tensors)])
 
 
 def _copies(tensors: tuple[Tensor, ...], values: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..errors import bad_argument
 from .cells import ABSENT, CELL, FULL
-from .packing import Lists
 from .recording import MaskMod, recorded
 from .source import Source, pack_blocks
 from .torch_mask import source_of

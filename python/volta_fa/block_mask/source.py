@@ -81,9 +81,7 @@ class Source:
         return blocks
 
 
-def pack_blocks(
-    blocks: Tensor, block_size: tuple[int, int], mask_mod: MaskMod | None, seq_lengths: tuple[int, int]
-) -> tuple[Lists, Lists]:
+def pack_blocks(blocks: Tensor, block_size: tuple[int, int], mask_mod: MaskMod | None, seq_lengths: tuple[int, int]) -> tuple[Lists, Lists]:
     """Returns the lists and bits of row blocks of 128 queries, and those of 128 keys.
 
     Args:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..integrations.devices import NO_DEVICES, Devices, devices_of
+from ..block_mask import kept
 from . import routing
 from .attention import flex_attention
 from .routing import original, serves
@@ -64,6 +65,8 @@ def _apply(devices: Devices) -> None:
             elif devices == NO_DEVICES and name in _replacements and current is _replacements[name]:
                 setattr(module, name, routing.replaced.pop(name))
                 del _replacements[name]
+        if devices == NO_DEVICES:
+            kept.forget()
         routing.devices = devices
         _forget_compiled_programs(devices != NO_DEVICES)
 
