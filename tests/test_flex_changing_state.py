@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -173,3 +174,10 @@ def test_a_mask_of_inference_mode_trains_later():
         flex_attention(*inputs, block_mask=block_mask)
     flex_attention(*inputs, block_mask=block_mask).sum().backward()
     assert all(t.grad is not None for t in inputs)
+
+
+def test_cuda_graphs_need_a_packed_mask(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    source = source_of(partial_block(lambda b, h, q, kv: q >= kv), 1, 1)
+    with pytest.raises(RuntimeError, match="block_mask: got torch's BlockMask, expected volta_fa.BlockMask in a CUDA graph"):
+        kept.block_mask_of(replace(source, device=torch.device("cuda")))

@@ -8,6 +8,7 @@ The function runs once, with tensors without memory in place of its arguments. I
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -130,8 +131,10 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        #: Arguments, then results. They stay alive, so no other tensor gets their identity.
-        self.values = [torch.empty((), dtype=torch.int64, device="meta") for _ in range(4)]
+        self.values: list[Tensor] = []  # arguments, then results
+        self.numbers: dict[int, int] = {}  # of values, by identity: they stay alive, so no other tensor gets it
+        for _ in range(4):
+            self._add(torch.int64)
         self.steps: list[tuple[Any, tuple[tuple[str, Any], ...]]] = []
         self.tensors: list[Tensor] = []
         self.gave_up = False
@@ -165,15 +168,12 @@ class _Recorder(TorchFunctionMode):
 
     def _reads_a_value(self, of: Any) -> bool:
         if isinstance(of, Tensor):
-            return self._number_of(of) is not None
+            return id(of) in self.numbers
         if isinstance(of, slice):
             of = (of.start, of.stop, of.step)
         elif isinstance(of, dict):
             of = tuple(of.values())
         return isinstance(of, (tuple, list)) and any(map(self._reads_a_value, of))
-
-    def _number_of(self, tensor: Tensor) -> int | None:
-        return next((number for number, value in enumerate(self.values) if value is tensor), None)
 
     def _operand(self, value: Any) -> tuple[str, Any]:
         """Returns the operand that stands for a scalar."""
@@ -181,7 +181,7 @@ class _Recorder(TorchFunctionMode):
             return "constant", value
         if not isinstance(value, Tensor) or value.dim() != 0:
             raise _NoRecording
-        number = self._number_of(value)
+        number = self.numbers.get(id(value))
         return self._captured(value) if number is None else ("value", number)
 
     def _captured(self, tensor: Tensor) -> tuple[str, int]:
@@ -196,16 +196,13 @@ class _Recorder(TorchFunctionMode):
 
     def _pointwise(self, func: Any, args: tuple[Any, ...]) -> Tensor:
         operands = tuple(map(self._operand, args))
-        # not of the values: torch takes 0.1 ms for an operation on meta tensors
-        result = func(*(torch.ones((), dtype=a.dtype, device="cpu") if isinstance(a, Tensor) else a for a in args))
-        if not isinstance(result, Tensor):
-            raise _NoRecording
-        return self._step(func, operands, result.dtype)
+        of = tuple(a.dtype if isinstance(a, Tensor) else type(a) for a in args)
+        return self._step(func, operands, _dtype(func, of, torch.get_default_dtype()))
 
     def _index(self, tensor: Any, indices: Any) -> Tensor:
         """Records the reading of a captured tensor, all of whose dimensions have an index."""
         indices = tuple(indices) if isinstance(indices, (tuple, list)) else (indices,)
-        if not isinstance(tensor, Tensor) or self._number_of(tensor) is not None or tensor.dim() != len(indices):
+        if not isinstance(tensor, Tensor) or id(tensor) in self.numbers or tensor.dim() != len(indices):
             raise _NoRecording
         for index in indices:
             if isinstance(index, (bool, float)) or (isinstance(index, Tensor) and index.dtype not in (torch.int32, torch.int64)):
@@ -215,8 +212,21 @@ class _Recorder(TorchFunctionMode):
 
     def _step(self, function: Any, operands: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> Tensor:
         self.steps.append((function, operands))
-        self.values.append(torch.empty((), dtype=dtype, device="meta"))
-        return self.values[-1]
+        return self._add(dtype)
+
+    def _add(self, dtype: torch.dtype) -> Tensor:
+        value = torch.empty((), dtype=dtype, device="meta")
+        self.numbers[id(value)] = len(self.values)
+        self.values.append(value)
+        return value
+
+
+@functools.lru_cache(maxsize=1024)
+def _dtype(func: Any, of: tuple[Any, ...], default_dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of a function's result for scalar tensors of some dtypes and numbers of some types. torch decides by these and
+    the default dtype."""
+    dtype: torch.dtype = func(*(torch.ones((), dtype=t, device="cpu") if isinstance(t, torch.dtype) else t(1) for t in of)).dtype
+    return dtype
 
 
 def _exact(operand: tuple[str, Any]) -> tuple[str, Any]:

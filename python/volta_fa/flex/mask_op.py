@@ -107,7 +107,6 @@ def _pack_mask(
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the tensors of a `BlockMask`: lists and bits, and both transposed."""
-    fields = (counts, indices, full_counts, full_indices)
     function = _function(program) if program else None
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

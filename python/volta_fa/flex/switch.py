@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..integrations.devices import NO_DEVICES, Devices, devices_of
 from ..block_mask import kept
+from ..integrations.devices import NO_DEVICES, Devices, devices_of
 from . import routing
 from .attention import flex_attention
 from .routing import original, serves
