@@ -6,6 +6,7 @@ import random
 import weakref
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -163,8 +164,11 @@ FUNCTIONS = {
     "torch's and_masks": (True, and_masks(MASKS["window"], or_masks(MASKS["documents"], MASKS["prefix"]), noop_mask)),
     "a division of a number": (True, lambda b, h, q, kv: 900 / (q + 1) > kv),
     "one element": (True, lambda b, h, q, kv: SHOWN[1, 2, 3, 4]),
-    "partial indices": (False, lambda b, h, q, kv: SHOWN[b, h][q][kv]),
-    "an index of an index": (False, lambda b, h, q, kv: SHOWN[b, h, q][kv]),
+    "partial indices": (True, lambda b, h, q, kv: SHOWN[b, h][q][kv]),
+    "an index of an index": (True, lambda b, h, q, kv: SHOWN[b, h, q][kv]),
+    "numbers of numpy": (True, lambda b, h, q, kv: SHOWN[b, numpy.int64(1)][q, kv] & (q * numpy.float32(0.3) < kv + numpy.int32(7))),
+    "an index too many": (False, lambda b, h, q, kv: SHOWN[b, h][q, kv][...] & (q > kv)),
+    "a sum of a row": (False, lambda b, h, q, kv: SHOWN[b, h, q].sum() > kv),
     "a slice": (False, lambda b, h, q, kv: SHOWN[b, h, q, 5:][kv % 100]),
     "a reduction": (False, lambda b, h, q, kv: torch.stack((q > kv, h > 0, b > 0)).any()),
     "an in-place operation": (False, lambda b, h, q, kv: (q > kv).logical_or_(kv > 250)),

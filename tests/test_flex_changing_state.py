@@ -103,12 +103,14 @@ def test_every_call_of_a_compiled_program_sees_the_state(name):
     for n in WIDTHS:
         change(n)
         torch.testing.assert_close(program(*inputs), of_width(inputs, n), rtol=1e-9, atol=1e-9)
+    assert len(kept._entries) == len(set(WIDTHS))  # not packed again for 40
 
 
 #: Cases whose masks are kept, because their values show whether they hold.
 KEPT = """
     closure global_variable property_of_an_object deque clock numpy_array tensor data_of_a_tensor number_in_a_tensor view_of_a_tensor
     tensor_of_numpy_memory shape_of_a_tensor parameter_of_a_module torchs_and_masks sum_of_a_tensor tensor_of_inference_mode
+    row_of_a_tensor numpy_integer
 """
 
 

@@ -135,6 +135,7 @@ class _Recorder(TorchFunctionMode):
         self.numbers: dict[int, int] = {}  # of values, by identity: they stay alive, so no other tensor gets it
         for _ in range(4):
             self._add(torch.int64)
+        self.rows: dict[int, tuple[Tensor, Tensor, tuple[Any, ...]]] = {}  # what some indices leave of a tensor, with both
         self.steps: list[tuple[Any, tuple[tuple[str, Any], ...]]] = []
         self.tensors: list[Tensor] = []
         self.gave_up = False
@@ -168,7 +169,7 @@ class _Recorder(TorchFunctionMode):
 
     def _reads_a_value(self, of: Any) -> bool:
         if isinstance(of, Tensor):
-            return id(of) in self.numbers
+            return id(of) in self.numbers or id(of) in self.rows
         if isinstance(of, slice):
             of = (of.start, of.stop, of.step)
         elif isinstance(of, dict):
@@ -177,6 +178,8 @@ class _Recorder(TorchFunctionMode):
 
     def _operand(self, value: Any) -> tuple[str, Any]:
         """Returns the operand that stands for a scalar."""
+        if type(value).__module__ == "numpy" and not hasattr(value, "__setitem__"):
+            value = value.item()  # torch takes numpy's numbers for Python's
         if type(value) in (bool, int, float):
             return "constant", value
         if not isinstance(value, Tensor) or value.dim() != 0:
@@ -200,15 +203,20 @@ class _Recorder(TorchFunctionMode):
         return self._step(func, operands, _dtype(func, of, torch.get_default_dtype()))
 
     def _index(self, tensor: Any, indices: Any) -> Tensor:
-        """Records the reading of a captured tensor, all of whose dimensions have an index."""
+        """Records the reading of a captured tensor, once all of its dimensions have an index."""
         indices = tuple(indices) if isinstance(indices, (tuple, list)) else (indices,)
-        if not isinstance(tensor, Tensor) or id(tensor) in self.numbers or tensor.dim() != len(indices):
-            raise _NoRecording
         for index in indices:
             if isinstance(index, (bool, float)) or (isinstance(index, Tensor) and index.dtype not in (torch.int32, torch.int64)):
                 raise _NoRecording
-        operands = (self._captured(tensor), *map(self._operand, indices))
-        return self._step(_select, operands, tensor.dtype)
+        _, tensor, before = self.rows.get(id(tensor), (None, tensor, ()))
+        indices = (*before, *map(self._operand, indices))
+        if not isinstance(tensor, Tensor) or id(tensor) in self.numbers or tensor.dim() < len(indices):
+            raise _NoRecording
+        if tensor.dim() > len(indices):
+            row = torch.empty(0, dtype=tensor.dtype, device="meta")
+            self.rows[id(row)] = row, tensor, indices
+            return row
+        return self._step(_select, (self._captured(tensor), *indices), tensor.dtype)
 
     def _step(self, function: Any, operands: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> Tensor:
         self.steps.append((function, operands))

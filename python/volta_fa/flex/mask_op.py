@@ -45,7 +45,9 @@ def pack_mask(block_mask: tuple[Any, ...], buffers: tuple[Any, ...], query: Tens
     users = [len(node.users) for node in mask_mod.graph.nodes if node.op == "placeholder"][:2] if program else (0, 0)
     batch, heads = expanded(fields[0].shape, query.shape[0], query.shape[1], (users[0] > 0, users[1] > 0))
     _allow_unknown_sizes(query)
-    lists = torch.ops.volta_fa_flex.pack_mask(*fields, list(buffers), program, list(block_size), list(lengths), batch, heads)
+    tensors, numbers = ([b for b in buffers if isinstance(b, Tensor) == wanted] for wanted in (True, False))
+    captured = tensors, numbers, [isinstance(b, Tensor) for b in buffers]
+    lists = torch.ops.volta_fa_flex.pack_mask(*fields, *captured, program, list(block_size), list(lengths), batch, heads)
     return BlockMask(lengths, *lists)
 
 
@@ -64,8 +66,8 @@ def _program(mask_mod: Any, buffers: tuple[Any, ...]) -> str:
         if is_trivial(mask_mod):
             return ""
         raise Unrecognized("a mask_mod without a graph")
-    if not all(isinstance(b, Tensor) for b in buffers):
-        raise Unrecognized("a mask_mod that captures a number of unknown value")
+    if not all(isinstance(b, (Tensor, int, torch.SymInt)) for b in buffers):
+        raise Unrecognized("a mask_mod that captures a fraction of unknown value")
     nodes = [node for node in mask_mod.graph.nodes if node.op not in ("placeholder", "output")]
     if any(node.op in ("get_attr", "call_module") for node in nodes):
         raise Unrecognized("a mask_mod with constants in memory")
@@ -99,19 +101,27 @@ def _pack_mask(
     indices: Tensor,
     full_counts: Tensor | None,
     full_indices: Tensor | None,
-    buffers: list[Tensor],
+    tensors: list[Tensor],
+    numbers: list[int],
+    are_tensors: list[bool],
     program: str,
     block_size: list[int],
     seq_lengths: list[int],
     batch: int,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the tensors of a `BlockMask`: lists and bits, and both transposed."""
+    """Returns the tensors of a `BlockMask`: lists and bits, and both transposed.
+
+    Args:
+        tensors, numbers: what the mask function captures. are_tensors has their order.
+    """
+    rest = {True: iter(tensors), False: iter(numbers)}
+    captured = [next(rest[is_tensor]) for is_tensor in are_tensors]
     function = _function(program) if program else None
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         assert function is not None
-        return function(b, h, q, kv, *buffers)
+        return function(b, h, q, kv, *captured)
 
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
         read = recorded(mask_mod, counts.device) if program else None
@@ -131,7 +141,9 @@ def _(
     indices: Tensor,
     full_counts: Tensor | None,
     full_indices: Tensor | None,
-    buffers: list[Tensor],
+    tensors: list[Tensor],
+    numbers: list[int],
+    are_tensors: list[bool],
     program: str,
     block_size: list[int],
     seq_lengths: list[int],
