@@ -151,7 +151,8 @@ def test_copies_of_transformers_masks_and_caches(way):
     assert torch.equal(copied_rule.as_tensor(), rule.as_tensor())
     copied_rule.blocks.block_bits.zero_()
     assert not torch.equal(copied_rule.as_tensor(), rule.as_tensor())
-    for stored, copied in ((layer.stored[0], copied_layer.stored[0]), (states.stored, copied_states.stored)):
+    for original, copied in ((layer.keys, copied_layer.keys), (states, copied_states)):
+        stored, copied = original.stored, copied.stored
         assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(stored, copied) if a is not None)
     assert copied_states.shape == states.shape and torch.equal(copied_states.turn, states.turn)
 
