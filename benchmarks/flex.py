@@ -2,7 +2,8 @@
 
     python -m benchmarks.flex [--seqlen N] [--packing] [--json FILE]
 
-Times are medians of forward, and of forward and backward, in one run. Packing of the mask is timed apart: it happens once for a mask.
+Times are medians of forward, and of forward and backward, in one run. Packing of the mask is timed apart: it happens once for a mask
+whose values stay.
 --packing measures nothing else, on more masks, with the number of times that it waits for the GPU.
 A GPU newer than Turing emulates Volta's tensor-core instruction, so times of Volta's kernels say nothing there: the last columns name the
 kernels that ran.
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import volta_fa
+from volta_fa.block_mask import kept
+from volta_fa.block_mask.torch_mask import source_of
 
 from . import report
 from .measure import ended, median_ms
@@ -41,12 +44,6 @@ def masks(seqlen: int, device: torch.device) -> dict[str, BlockMask]:
         "random": lambda b, h, q, k: blocks[q // 128, k // 128],
     }
     return {name: create_block_mask(f, None, None, seqlen, seqlen, device=device) for name, f in functions.items()}
-
-
-def _pack(mask: BlockMask) -> None:
-    """Packs a mask anew: from_torch keeps the result on torch's object."""
-    vars(mask).pop("_volta_fa_block_mask", None)
-    volta_fa.BlockMask.from_torch(mask)
 
 
 def _synchronizations(work: Callable[[], object]) -> int:
@@ -74,8 +71,9 @@ def measure_packing(seqlen: int, device: torch.device) -> list[dict]:
 
     more = {"30% partial": partial, "causal": causal}
     given = masks(seqlen, device) | {name: create_block_mask(f, None, None, seqlen, seqlen, device=device) for name, f in more.items()}
-    calls: dict[str, Callable[[], object]] = {name: lambda mask=mask: _pack(mask) for name, mask in given.items()}
+    calls: dict[str, Callable[[], object]] = {name: lambda mask=mask: volta_fa.BlockMask.from_torch(mask) for name, mask in given.items()}
     for name in ("documents", "causal"):
+        calls[f"{name}, kept"] = lambda mask=given[name]: kept.block_mask_of(source_of(mask, 1, 1))
         calls[f"{name}, from_mask_mod"] = lambda f=given[name].mask_mod: volta_fa.BlockMask.from_mask_mod(f, 1, 1, seqlen, seqlen, device)
     return [{"mask": name, "ms": median_ms(work, device, 0.3), "synchronizations": _synchronizations(work)} for name, work in calls.items()]
 
@@ -86,7 +84,7 @@ def measure(headdim: int, mask: BlockMask, seqlen: int, device: torch.device) ->
     leaves = [t.requires_grad_() for t in (q, k, v)]
     torch._dynamo.reset()  # one function compiles for at most eight masks and modes
     compiled = torch.compile(flex_attention, fullgraph=True)
-    found = {"packing": median_ms(lambda: _pack(mask), device, 0.3)}
+    found = {"packing": median_ms(lambda: volta_fa.BlockMask.from_torch(mask), device, 0.3)}
     for name, function in (("volta_fa", volta_fa.flex_attention), ("torch", compiled)):
 
         def forward(function: Callable = function) -> Tensor:

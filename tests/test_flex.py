@@ -16,6 +16,7 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     pytest.skip("the Python package loads its own library", allow_module_level=True)
 
 import torch.nn.attention.flex_attention as torch_flex
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import volta_fa
@@ -248,6 +249,19 @@ def test_compiled_programs_stay_in_one_part():
     assert_same(found, plain(*inputs, RECOGNIZED["softcap"][0], MASKS["sinks and window"]), inputs)
 
 
+@pytest.mark.parametrize("score, mask", [("softcap", "causal"), ("alibi and a shift", None), ("alibi absolute", "sinks and window")])
+def test_programs_of_many_lengths_compile_twice(score, mask):
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    program = torch.compile(flex_attention, backend=backend)
+    for length in range(256, 1025, 256):  # as many blocks as programs of torch's own need
+        inputs = operands(1 if score != "alibi absolute" else 2, length_q=length, length_k=length)
+        block_mask = create_block_mask(MASKS[mask], None, None, length, length, device="cpu") if mask else None
+        found = program(*inputs, RECOGNIZED[score][0], block_mask, return_lse=True)
+    assert backend.frame_count == 2
+    assert_same(found, plain(*inputs, RECOGNIZED[score][0], MASKS[mask] if mask else None), inputs)
+
+
 def test_masks_of_score_functions_end_with_them():
     shown = torch.rand(LENGTH, LENGTH) > 0.5
 
@@ -332,6 +346,21 @@ def test_enable_flex(enabled):
     for name, function in functions.items():
         if name in ("imported before", "compiled"):  # the others are the replacement itself
             assert not runs_on_volta_fa(lambda function=function: function(*inputs, block_mask=block_mask))[1], name
+
+
+@pytest.mark.parametrize("new_name", [True, False], ids=["new name", "imported before"])
+def test_gradients_of_compiled_programs_on_the_cpu(enabled, new_name):
+    """torch's own function refuses them."""
+    function = torch_flex.flex_attention if new_name else volta_fa.flex.switch.original()
+    inputs = operands()
+    block_mask = create_block_mask(MASKS["causal"], None, None, LENGTH, LENGTH, device="cpu")
+    found = compiled(function, "aot_eager", *inputs, RECOGNIZED["softcap, alibi"][0], block_mask)
+    assert_same(found, plain(*inputs, RECOGNIZED["softcap, alibi"][0], MASKS["causal"]), inputs)
+    with pytest.raises(Exception, match="does not support backward on CPU"):  # on torch's own kernel
+        compiled(function, "aot_eager", *inputs, OTHERS["relu"], block_mask)
+    volta_fa.disable_flex()
+    with pytest.raises(Exception, match="does not support backward on CPU"):
+        compiled(function, "aot_eager", *inputs, None, block_mask)
 
 
 def test_disable_flex_leaves_a_later_patch(enabled, monkeypatch):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .cells import CELL, FULL, UNKNOWN
-from .evaluation import MaskMod, OverCells
+from .evaluation import over_cells
+from .recording import MaskMod
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,6 @@ class Elements:
     def has_pairs(self) -> bool:
         """Whether every two cells, on top of each other or side by side, are of one block and so in one state before evaluation."""
         return all(size % (2 * CELL) == 0 and -(-n // CELL) % 2 == 0 for size, n in zip(self.block_size, (self.seqlen_q, self.seqlen_k)))
-
-    @functools.cached_property
-    def _over_cells(self) -> OverCells:
-        assert self.mask_mod is not None
-        return OverCells(self.mask_mod)
 
     def states(self, visible: Tensor, places: Tensor) -> Tensor:
         """Returns the states of evaluated cells, int8 (cells): UNKNOWN are those that are visible in part.
@@ -69,7 +64,7 @@ class Elements:
         if self.mask_mod is None:
             seen = torch.ones(len(places), CELL, CELL, dtype=torch.bool, device=places.device)
         else:
-            seen = self._over_cells(batch, head, inside_query, inside_key)
+            seen = over_cells(self.mask_mod, batch, head, inside_query, inside_key)
         if self.blocks is not None:
             row_block, column_block = inside_query[:, :, None] // self.block_size[0], inside_key[:, None, :] // self.block_size[1]
             state = self.blocks[batch[:, None, None], head[:, None, None], row_block, column_block]

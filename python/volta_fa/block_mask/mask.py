@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument
-from .cells import ABSENT, CELL, FULL, UNKNOWN, grid_shape, states_of_blocks
-from .elements import Elements
-from .evaluation import MaskMod
-from .packing import Lists, pack
+from .cells import ABSENT, CELL, FULL
+from .recording import MaskMod, recorded
+from .source import Source, pack_blocks
+from .torch_mask import source_of
 
 _NAMES = ("block_lists", "block_bits", "block_lists_t", "block_bits_t")
 
@@ -41,14 +41,13 @@ class BlockMask:
     def from_torch(cls, block_mask: Any, batch: int = 1, heads: int = 1) -> BlockMask:
         """Returns a `torch.nn.attention.flex_attention.BlockMask` of torch 2.7 or later in this form.
 
-        The result is kept on torch's object until its tensors, or tensors that its mask_mod reads, change.
+        The result does not follow later changes of torch's object, or of what its mask_mod reads.
 
         Args:
             batch, heads: sizes of the problem. They count for masks of fewer entries or heads whose mask_mod depends on these.
         """
-        from .torch_mask import packed
-
-        return packed(block_mask, batch, heads)
+        with torch.no_grad():
+            return cls._of(source_of(block_mask, batch, heads))
 
     @classmethod
     def from_mask_mod(
@@ -72,8 +71,8 @@ class BlockMask:
                 raise bad_argument(name, length, "an integer of at least 0", op="BlockMask")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        states = torch.full((B or 1, H or 1, *grid_shape(Q_LEN, KV_LEN)), UNKNOWN, dtype=torch.int8, device=device)
-        return cls._of((Q_LEN, KV_LEN), *pack(states, Elements(mask_mod, Q_LEN, KV_LEN), evaluate_all=True))
+        device = torch.empty(0, device=device).device  # with its index
+        return cls._of(Source(recorded(mask_mod, device), (Q_LEN, KV_LEN), B or 1, H or 1, device))
 
     @classmethod
     def from_blocks(cls, blocks: Tensor, block_size: int | tuple[int, int] = 128, seq_lengths: tuple[int, int] | None = None) -> BlockMask:
@@ -94,21 +93,13 @@ class BlockMask:
         if not (lengths[0] - size[0] < queries <= lengths[0] and lengths[1] - size[1] < keys <= lengths[1]):
             raise bad_argument("seq_lengths", (queries, keys), f"lengths that end in the last blocks, at most {lengths}", op="BlockMask")
         blocks = blocks.view((1,) * (4 - blocks.dim()) + blocks.shape).to(torch.int8) * (FULL - ABSENT) + ABSENT
-        return cls._from_states(blocks, size, None, queries, keys)
+        forward, transposed = pack_blocks(blocks, size, None, (queries, keys))
+        return cls((queries, keys), *forward, *transposed)
 
     @classmethod
-    def _from_states(cls, blocks: Tensor, block_size: tuple[int, int], mask_mod: MaskMod | None, seqlen_q: int, seqlen_k: int) -> BlockMask:
-        """Returns the mask of blocks in the states of `cells`, int8 (batch, heads, rows, columns)."""
-        states = states_of_blocks(blocks, block_size, seqlen_q, seqlen_k)
-        aligned = all(size % CELL == 0 for size in block_size)
-        elements = Elements(mask_mod, seqlen_q, seqlen_k, None if aligned else blocks, block_size)
-        if mask_mod is None and aligned:
-            states = torch.where(states == ABSENT, states, FULL)
-        return cls._of((seqlen_q, seqlen_k), *pack(states, elements))
-
-    @classmethod
-    def _of(cls, seq_lengths: tuple[int, int], forward: Lists, transposed: Lists) -> BlockMask:
-        return cls(seq_lengths, *forward, *transposed)
+    def _of(cls, source: Source) -> BlockMask:
+        forward, transposed = source.packed()
+        return cls(source.seq_lengths, *forward, *transposed)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -159,14 +150,7 @@ class BlockMask:
         return seen[..., : self.seq_lengths[0], : self.seq_lengths[1]].bool()
 
     def is_causal(self) -> bool:
-        """Returns whether no query sees a later key. The answer is kept; the first call waits for the device."""
-        known = self.__dict__.get("_is_causal")
-        if known is None:
-            known = self._finds_causality()
-            object.__setattr__(self, "_is_causal", known)
-        return bool(known)
-
-    def _finds_causality(self) -> bool:
+        """Returns whether no query sees a later key. It waits for the device."""
         lists = self.block_lists.long()
         place = torch.arange(lists.shape[-1] - 4, device=self.device)
         partial, full, first = (lists[..., i, None] for i in range(3))

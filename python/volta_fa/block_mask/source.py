@@ -1,119 +1,101 @@
-"""What a mask was made of: tells whether a kept mask still holds."""
+"""`Source`: what a block mask is made of."""
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-#: How far values are followed: a function in an attribute of an object that a function captures is at depth 2.
-_DEPTH = 6
-_PLAIN = (int, float, str, bool)
+from ..errors import bad_argument
+from .cells import ABSENT, CELL, FULL, UNKNOWN, grid_shape, states_of_blocks
+from .elements import Elements
+from .packing import Lists, pack
+from .recording import MaskMod, Recording
 
 
 @dataclass(frozen=True)
 class Source:
-    """The values that a mask depends on. Equal sources make equal masks.
+    """A mask function, and torch's lists of the blocks that exist.
 
-    Writing into a tensor changes its source, except for tensors of `torch.inference_mode`, which count no writes.
+    Attributes:
+        mask_mod: the mask function, if possible a Recording; None: every element is visible.
+        seq_lengths: numbers of queries and keys.
+        batch, heads: sizes of the mask. With lists, those of the lists divide them.
+        lists: counts and indices of blocks that exist in part, then counts and indices of full ones, or None twice. In any order,
+            of any integer dtype, and undefined behind the counts. (): the mask function alone.
+        block_size: queries and keys of a block of the lists.
     """
 
-    state: tuple[Any, ...]
-    objects: tuple[Any, ...]  # which stay alive, so no other object gets their identity
+    mask_mod: MaskMod | None
+    seq_lengths: tuple[int, int]
+    batch: int
+    heads: int
+    device: torch.device
+    lists: tuple[Tensor | None, ...] = ()
+    block_size: tuple[int, int] = (CELL, CELL)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Source) and self.state == other.state
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors whose values decide about the mask."""
+        read = self.mask_mod.tensors if isinstance(self.mask_mod, Recording) else ()
+        return (*(t for t in self.lists if t is not None), *read)
 
-    @classmethod
-    def of(cls, function: Any, *values: Any, keep_function: bool = True) -> Source:
-        """Returns the source of a function, with what it captures, and of further values.
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Source:
+        """Returns the source with other tensors in place of `tensors`."""
+        rest = iter(tensors)
+        lists = tuple(None if t is None else next(rest) for t in self.lists)
+        read = replace(self.mask_mod, tensors=tuple(rest)) if isinstance(self.mask_mod, Recording) else self.mask_mod
+        return replace(self, lists=lists, mask_mod=read)
 
-        Args:
-            keep_function: False if the source is kept by a weak reference to the function, which would never end otherwise.
-        """
-        objects = list(values)
-        _follow(function, frozenset(), objects, set(), _DEPTH)
-        return cls(tuple(map(_state, objects)), tuple(o for o in objects if keep_function or o is not function))
+    def packed(self) -> tuple[Lists, Lists]:
+        """Returns the lists and bits of row blocks of 128 queries, and those of 128 keys."""
+        if self.lists:
+            return pack_blocks(self._blocks(), self._size(), self.mask_mod, self.seq_lengths)
+        shape = (self.batch, self.heads, *grid_shape(*self.seq_lengths))
+        states = torch.full(shape, UNKNOWN, dtype=torch.int8, device=self.device)
+        return pack(states, Elements(self.mask_mod, *self.seq_lengths), evaluate_all=True)
+
+    def _size(self) -> tuple[int, int]:
+        """Returns the block size, cut where one block is for all lengths."""
+        queries, keys = (min(size, CELL * -(-length // CELL)) for size, length in zip(self.block_size, self.seq_lengths))
+        return queries, keys
+
+    def _blocks(self) -> Tensor:
+        """Returns the states of the blocks that lists name, int8 (batch, heads, rows, columns)."""
+        counts, indices, full_counts, full_indices = self.lists
+        assert counts is not None and indices is not None
+        rows, columns = (-(-length // size) for length, size in zip(self.seq_lengths, self._size()))
+        if indices.shape[-2] < rows:
+            given, expected = f"{indices.shape[-2]} rows of blocks", f"at least {rows} for {self.seq_lengths[0]} queries"
+            raise bad_argument("block_mask", given, expected, op="BlockMask")
+        blocks = torch.full((*indices.shape[:-1], columns + 2), ABSENT, dtype=torch.int8, device=indices.device)
+        _mark(blocks, counts, indices, UNKNOWN)
+        if full_counts is not None and full_indices is not None:
+            _mark(blocks, full_counts, full_indices, FULL)
+        blocks = blocks[..., 1:-1]
+        blocks = blocks.view((1,) * (4 - blocks.dim()) + blocks.shape)[..., :rows, :]
+        if blocks.shape[:2] != (self.batch, self.heads):
+            entry, head = (torch.arange(n, device=blocks.device) % own for n, own in zip((self.batch, self.heads), blocks.shape))
+            blocks = blocks[entry[:, None], head]
+        return blocks
 
 
-def _state(value: Any) -> Any:
-    """Returns what identifies a value that a mask is made of, and what it contains."""
-    if isinstance(value, Tensor):
-        return id(value), value.data_ptr(), None if value.is_inference() else value._version
-    return value if isinstance(value, _PLAIN) else id(value)
-
-
-def _follow(value: Any, names: frozenset[str], found: list[Any], seen: set[Any], depth: int) -> None:
-    """Appends a value and what a function may read through it.
+def pack_blocks(blocks: Tensor, block_size: tuple[int, int], mask_mod: MaskMod | None, seq_lengths: tuple[int, int]) -> tuple[Lists, Lists]:
+    """Returns the lists and bits of row blocks of 128 queries, and those of 128 keys.
 
     Args:
-        names: of the attributes and globals that the function reads.
+        blocks: the states of `cells`, of blocks, int8 (batch, heads, rows, columns).
     """
-    if isinstance(value, (Tensor, *_PLAIN)):
-        found.append(value)
-        return
-    if isinstance(value, (types.FunctionType, types.MethodType)):
-        names = _names(value.__code__)
-    elif isinstance(call := getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004  the function counts
-        names |= _names(call.__code__)
-    if depth == 0 or (id(value), names) in seen:
-        return
-    seen.add((id(value), names))
-    if isinstance(value, (tuple, list, dict)):
-        found.append(len(value))
-    elif not isinstance(value, types.MethodType):  # a new object at each access
-        found.append(value)
-    for part in _parts(value, names):
-        _follow(part, names, found, seen, depth - 1)
+    states = states_of_blocks(blocks, block_size, *seq_lengths)
+    aligned = all(size % CELL == 0 for size in block_size)
+    if mask_mod is None and aligned:
+        states = torch.where(states == ABSENT, states, FULL)
+    return pack(states, Elements(mask_mod, *seq_lengths, None if aligned else blocks, block_size))
 
 
-def _parts(value: Any, names: frozenset[str]) -> Iterator[Any]:
-    """Returns what a function that reads these names may read from a value directly."""
-    if isinstance(value, (tuple, list)):
-        yield from value
-    elif isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, types.FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
-        yield from (value.__defaults__ or (), value.__kwdefaults__ or {})
-        yield from (value.__globals__[name] for name in sorted(names & value.__globals__.keys()))
-    elif isinstance(value, types.MethodType):
-        yield from (value.__func__, value.__self__)
-    elif isinstance(value, functools.partial):
-        yield from (value.func, value.args, value.keywords)
-    elif not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
-        if isinstance(value, torch.nn.Module):
-            yield from (*value.parameters(), *value.buffers())
-        everything = callable(value)
-        attributes = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)} | getattr(value, "__dict__", {})
-        yield from (v for name, v in attributes.items() if name in names or (everything and isinstance(v, (Tensor, *_PLAIN, list, tuple))))
-        methods = (getattr(type(value), name, None) for name in sorted(names - attributes.keys()))
-        methods = (method.fget if isinstance(method, property) else method for method in methods)
-        yield from (types.MethodType(method, value) for method in methods if isinstance(method, types.FunctionType))
-
-
-@functools.cache
-def _names(code: types.CodeType) -> frozenset[str]:
-    """Returns the names of attributes and globals that a function reads, with those of functions inside it."""
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  raises for an empty cell
-    except ValueError:
-        return False
-    return True
-
-
-def _slots(of: type) -> Iterator[str]:
-    """Returns the names of a type's slots that hold values."""
-    for base in of.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
+def _mark(blocks: Tensor, counts: Tensor, indices: Tensor, state: int) -> None:
+    """Writes a state into the blocks that lists name: int8 (..., rows, 1 + columns + 1). The first and last take what names no block."""
+    number = torch.arange(1, indices.shape[-1] + 1, device=indices.device)
+    named = indices.clamp(-1, blocks.shape[-1] - 2).masked_fill_(number > counts[..., None], -1)
+    blocks.scatter_(-1, named + number[:1], state)  # int64, as scatter_ requires

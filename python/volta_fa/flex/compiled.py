@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from ..block_mask import BlockMask
-from .attention import attend, check_arguments, check_operands, log_fallback, results
+from ..block_mask.torch_mask import NO_BLOCKS
+from .attend import attend, check_arguments, check_operands, results
 from .mask_op import pack_mask
-from .score_mod import Unrecognized, recognize
+from .routing import log_fallback, original, replaced, serves
+from .score_mod import Scores, Unrecognized, recognize
 
 #: The option of torch's operator that marks calls of `volta_fa.flex_attention`.
 _MARK = "VOLTA_FA"
@@ -90,8 +92,6 @@ def _kernel(
     score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> Any:
-    from .switch import serves
-
     options = dict(kernel_options)
     if options.pop(_MARK, False) or serves(query.device):
         try:
@@ -105,6 +105,8 @@ def _kernel(
             return (out, lse / math.log(2.0), lse.new_empty(0))[: _results_of_torch()]
         except Unrecognized as unrecognized:
             log_fallback(str(unrecognized))
+        if "_validate_device" in replaced:  # by enable_flex
+            original("_validate_device")(query, key, value)
     assert _torch_kernel is not None
     arguments = (query, key, value, score_mod, block_mask, scale, options, score_mod_other_buffers, mask_mod_other_buffers)
     return _torch_kernel(*arguments)
@@ -126,15 +128,11 @@ def _results_of_torch() -> int:
 
 
 def _without_functions(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    from .score_mod import Scores
-
     return attend(query, key, value, None, (), Scores(), mask, scale)
 
 
 def _no_mask(query: Tensor) -> Any:
     from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
-
-    from ..block_mask.torch_mask import NO_BLOCKS
 
     counts = torch.ones([1, 1, 1], dtype=torch.int32, device=query.device)
     indices = torch.zeros([1, 1, 1, 1], dtype=torch.int32, device=query.device)

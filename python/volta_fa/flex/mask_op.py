@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..block_mask import BlockMask
+from ..block_mask import BlockMask, kept
 from ..block_mask.cells import grid_shape
-from ..block_mask.source import Source
-from ..block_mask.torch_mask import NO_BLOCKS, expanded, is_trivial, packed_fields
+from ..block_mask.recording import recorded
+from ..block_mask.torch_mask import NO_BLOCKS, expanded, is_trivial, made_of
 from .score_mod import Unrecognized
 
 #: The dispatcher's state outside of operators: with the state inside of one under a mode, as compiled programs run it, vmap fails.
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-#: Masks that are kept: models have one for each kind of layer.
-_KEPT = 8
 
 
 def pack_mask(block_mask: tuple[Any, ...], buffers: tuple[Any, ...], query: Tensor, key: Tensor) -> BlockMask | None:
@@ -42,11 +39,15 @@ def pack_mask(block_mask: tuple[Any, ...], buffers: tuple[Any, ...], query: Tens
     if large and program == "":
         return None
     lengths = (query.shape[2], key.shape[2])
-    if not large and (int(block_mask[0]), int(block_mask[1])) != lengths:
+    # not int(): lengths may be unknown here, and a program of one length would be compiled for each
+    if not large and (block_mask[0] != lengths[0] or block_mask[1] != lengths[1]):
         raise Unrecognized("a block mask of other lengths")
-    batch, heads = expanded(fields[0].shape, query.shape[0], query.shape[1], mask_mod, buffers)
+    users = [len(node.users) for node in mask_mod.graph.nodes if node.op == "placeholder"][:2] if program else (0, 0)
+    batch, heads = expanded(fields[0].shape, query.shape[0], query.shape[1], (users[0] > 0, users[1] > 0))
     _allow_unknown_sizes(query)
-    lists = torch.ops.volta_fa_flex.pack_mask(*fields, list(buffers), program, list(block_size), list(lengths), batch, heads)
+    tensors, numbers = ([b for b in buffers if isinstance(b, Tensor) == wanted] for wanted in (True, False))
+    captured = tensors, numbers, [isinstance(b, Tensor) for b in buffers]
+    lists = torch.ops.volta_fa_flex.pack_mask(*fields, *captured, program, list(block_size), list(lengths), batch, heads)
     return BlockMask(lengths, *lists)
 
 
@@ -65,8 +66,8 @@ def _program(mask_mod: Any, buffers: tuple[Any, ...]) -> str:
         if is_trivial(mask_mod):
             return ""
         raise Unrecognized("a mask_mod without a graph")
-    if not all(isinstance(b, Tensor) for b in buffers):
-        raise Unrecognized("a mask_mod that captures a number of unknown value")
+    if not all(isinstance(b, (Tensor, int, torch.SymInt)) for b in buffers):
+        raise Unrecognized("a mask_mod that captures a fraction of unknown value")
     nodes = [node for node in mask_mod.graph.nodes if node.op not in ("placeholder", "output")]
     if any(node.op in ("get_attr", "call_module") for node in nodes):
         raise Unrecognized("a mask_mod with constants in memory")
@@ -94,38 +95,38 @@ def _function(program: str) -> Callable[..., Tensor]:
     return mask_mod
 
 
-_kept: list[tuple[Source, BlockMask]] = []
-
-
 @torch.library.custom_op("volta_fa_flex::pack_mask", mutates_args=())
 def _pack_mask(
     counts: Tensor,
     indices: Tensor,
     full_counts: Tensor | None,
     full_indices: Tensor | None,
-    buffers: list[Tensor],
+    tensors: list[Tensor],
+    numbers: list[int],
+    are_tensors: list[bool],
     program: str,
     block_size: list[int],
     seq_lengths: list[int],
     batch: int,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the tensors of a `BlockMask`: lists and bits, and both transposed."""
-    fields = (counts, indices, full_counts, full_indices)
-    source = Source.of(None, *fields, *buffers, program, *block_size, *seq_lengths, batch, heads)
-    mask = next((kept for made_of, kept in _kept if made_of == source), None)
-    if mask is None:
-        function = _function(program) if program else None
+    """Returns the tensors of a `BlockMask`: lists and bits, and both transposed.
 
-        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            assert function is not None
-            return function(b, h, q, kv, *buffers)
+    Args:
+        tensors, numbers: what the mask function captures. are_tensors has their order.
+    """
+    rest = {True: iter(tensors), False: iter(numbers)}
+    captured = [next(rest[is_tensor]) for is_tensor in are_tensors]
+    function = _function(program) if program else None
 
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        assert function is not None
+        return function(b, h, q, kv, *captured)
+
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
+        read = recorded(mask_mod, counts.device) if program else None
         sizes = (block_size[0], block_size[1]), (seq_lengths[0], seq_lengths[1])
-        with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
-            mask = packed_fields(*fields, mask_mod if program else None, *sizes, batch, heads)
-        _kept.insert(0, (source, mask))
-        del _kept[_KEPT:]
+        mask = kept.block_mask_of(made_of((counts, indices, full_counts, full_indices), read, *sizes, batch, heads))
     # compiled programs may reuse the memory of what an operator returns
     none = torch.zeros(1, 256, dtype=torch.int32, device=counts.device)
     lists, bits, lists_t, bits_t = (
@@ -140,7 +141,9 @@ def _(
     indices: Tensor,
     full_counts: Tensor | None,
     full_indices: Tensor | None,
-    buffers: list[Tensor],
+    tensors: list[Tensor],
+    numbers: list[int],
+    are_tensors: list[bool],
     program: str,
     block_size: list[int],
     seq_lengths: list[int],

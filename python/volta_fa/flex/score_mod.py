@@ -86,7 +86,7 @@ def values(
         result = function(torch.zeros((), dtype=dtype, device=device), *vectors, *captured)
     if isinstance(result, (tuple, list)):  # of a graph
         (result,) = result
-    shaped: Tensor = result.reshape([len(p) if isinstance(p, Tensor) else 1 for p in places])
+    shaped: Tensor = result.reshape([p.shape[0] if isinstance(p, Tensor) else 1 for p in places])  # len() makes a known number of it
     return shaped
 
 

@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 
+from ..block_mask import kept
 from ..integrations.devices import NO_DEVICES, Devices, devices_of
+from . import routing
+from .attention import flex_attention
+from .routing import original, serves
 
 #: Part of the key of torch.compile's caches on disk while a device is on.
 _CACHE_TAG = "volta_fa.flex"
 
 _lock = threading.RLock()
-_active = NO_DEVICES
-_original: Callable[..., Any] | None = None
-_replaced: Callable[..., Any] | None = None
+#: What stands in torch's module in place of `routing.replaced`, by name.
+_replacements: dict[str, Callable[..., Any]] = {}
 
 
 def enable_flex(device: str | torch.device | int | None = None, *, force: bool = False) -> None:
@@ -46,48 +49,45 @@ def disable_flex() -> None:
     _apply(NO_DEVICES)
 
 
-def serves(device: torch.device) -> bool:
-    """Returns whether torch's function runs on volta_fa for tensors on this device."""
-    return device in _active
-
-
-def original() -> Callable[..., Any]:
-    """Returns torch's own function."""
-    if _original is not None:
-        return _original
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
-
-
 def _apply(devices: Devices) -> None:
-    global _active, _original, _replaced
     import torch.nn.attention.flex_attention as module
 
     from . import compiled  # noqa: F401  replaces the kernel of torch's operator
 
     with _lock:
-        if devices == _active:
+        if devices == routing.devices:
             return
-        if devices != NO_DEVICES and module.flex_attention is original():
-            _original = module.flex_attention
-            _replaced = _replacement(_original)
-            module.flex_attention = _replaced
-        elif devices == NO_DEVICES and module.flex_attention is _replaced:
-            module.flex_attention = original()
-            _original = _replaced = None
-        _active = devices
+        for name, make in (("flex_attention", _flex_attention), ("_validate_device", _validate_device)):
+            current = getattr(module, name, None)
+            if devices != NO_DEVICES and current is not None and current is original(name):
+                routing.replaced[name], _replacements[name] = current, make(current)
+                setattr(module, name, _replacements[name])
+            elif devices == NO_DEVICES and name in _replacements and current is _replacements[name]:
+                setattr(module, name, routing.replaced.pop(name))
+                del _replacements[name]
+        if devices == NO_DEVICES:
+            kept.forget()
+        routing.devices = devices
         _forget_compiled_programs(devices != NO_DEVICES)
 
 
-def _replacement(torch_function: Callable[..., Any]) -> Callable[..., Any]:
-    from .attention import flex_attention
-
+def _flex_attention(torch_function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(torch_function)
     def replaced(query: Any, *args: Any, **kwargs: Any) -> Any:
         # where dynamo traces, the kernel of torch's operator decides
         ours = not torch.compiler.is_dynamo_compiling() and serves(query.device)
         return (flex_attention if ours else torch_function)(query, *args, **kwargs)
+
+    return replaced
+
+
+def _validate_device(torch_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns torch's check without its refusal of gradients on the CPU. `compiled` repeats it where torch's own kernel runs."""
+
+    @functools.wraps(torch_function)
+    def replaced(query: Any, key: Any, value: Any) -> None:
+        if not (query.device.type == "cpu" and routing.devices.cpu and torch.compiler.is_dynamo_compiling()):
+            torch_function(query, key, value)
 
     return replaced
 

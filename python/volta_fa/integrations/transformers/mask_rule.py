@@ -3,6 +3,7 @@ by a block mask."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -79,11 +80,16 @@ class MaskRule(Tensor):
         return func(*args, **kwargs)
 
     def _copy(self, device: torch.device | str) -> MaskRule:
-        copy = Tensor._make_wrapper_subclass(type(self), self.shape, dtype=torch.bool, device=torch.device(device))
-        copy.__dict__.update(
+        copied = Tensor._make_wrapper_subclass(type(self), self.shape, dtype=torch.bool, device=torch.device(device))
+        copied.__dict__.update(
             {name: value.to(device) if isinstance(value, (Tensor, BlockMask)) else value for name, value in self.__dict__.items()}
         )
-        return copy
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MaskRule:
+        memo[id(self)] = copied = self._copy(self.device)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # Tensor's has the default only
         return (

@@ -6,6 +6,7 @@ refer to codes and scales. `volta_fa.transformers.attention` passes these to `vo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,11 @@ class QuantizedStates(Tensor):
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=stored.data.device)
         self.stored, self.turn = stored, turn
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedStates:
+        stored, turn = copy.deepcopy((self.stored, self.turn), memo)
+        memo[id(self)] = copied = QuantizedStates(stored, self.shape[-1], self.dtype, turn)
+        return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # Tensor's has the default only
         return f"QuantizedStates(shape={tuple(self.shape)}, {self.stored.data.dtype})"

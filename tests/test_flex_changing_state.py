@@ -1,0 +1,185 @@
+"""Mask functions that read state which changes between calls: each call of `volta_fa.flex_attention` sees it, as torch's does."""
+
+import builtins
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+
+import torch.nn.attention.flex_attention as torch_flex
+
+import changing_state
+import changing_tensors
+from changing_state import LENGTH, WIDTHS
+from volta_fa import flex_attention
+from volta_fa.block_mask import kept
+from volta_fa.block_mask.recording import Recording, recorded
+from volta_fa.block_mask.torch_mask import source_of
+
+CASES = changing_state.CASES | changing_tensors.CASES
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch, tmp_path):
+    # torch evaluates the mask function at each call, in place of a program that dynamo made of it
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+    monkeypatch.setattr(time, "time", time.time)
+    monkeypatch.setattr(builtins, "width_among_builtins", 0, raising=False)
+    monkeypatch.setitem(sys.modules, "volta_fa_test_settings", None)
+    monkeypatch.setenv("VOLTA_FA_TEST_WIDTH", "0")
+    monkeypatch.setenv("VOLTA_FA_TEST_FILE", str(tmp_path / "width"))
+    kept.forget()
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def operands():
+    torch.manual_seed(0)
+    return [torch.randn(1, 2, LENGTH, 8, dtype=torch.float64) for _ in range(3)]
+
+
+def partial_block(mask_mod):
+    """Returns torch's mask of one block that exists in part, which evaluates the function at each call."""
+    one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    return torch_flex.BlockMask.from_kv_blocks(one, zero, BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=(LENGTH, LENGTH))
+
+
+def of_width(inputs, n):
+    query, key, value = inputs
+    return torch.nn.functional.scaled_dot_product_attention(query, key[..., :n, :], value[..., :n, :])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_call_sees_the_state(name):
+    inputs = operands()
+    (ours, change_ours), (theirs, change_theirs) = CASES[name](), CASES[name]()
+    ours, theirs = partial_block(ours), partial_block(theirs)
+    results = []
+    for n in WIDTHS:
+        change_theirs(n)
+        expected = torch_flex.flex_attention(*inputs, block_mask=theirs)
+        change_ours(n)
+        results.append(flex_attention(*inputs, block_mask=ours))
+        torch.testing.assert_close(results[-1], expected, rtol=1e-9, atol=1e-9)
+        if name != "default_dtype":
+            torch.testing.assert_close(expected, of_width(inputs, n), rtol=1e-9, atol=1e-9)
+    assert not torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("name", ["data_of_a_tensor", "tensor_of_numpy_memory", "numpy_array", "python_module", "deque", "closure"])
+def test_every_call_sees_the_state_of_a_score_function(name):
+    inputs = operands()
+    mask_mod, change = CASES[name]()
+
+    def score_mod(score, b, h, q, kv):
+        return torch.where(mask_mod(b, h, q, kv), score, -float("inf"))
+
+    for n in WIDTHS:
+        change(n)
+        torch.testing.assert_close(flex_attention(*inputs, score_mod), of_width(inputs, n), rtol=1e-9, atol=1e-9)
+
+
+COMPILED = """
+    data_of_a_tensor tensor_of_numpy_memory python_module class_attribute_read_through_an_object deque view_of_a_tensor
+    parameter_of_a_module closure storage_of_a_tensor
+"""
+
+
+@pytest.mark.parametrize("name", COMPILED.split())
+def test_every_call_of_a_compiled_program_sees_the_state(name):
+    torch._dynamo.reset()
+    inputs = operands()
+    mask_mod, change = CASES[name]()
+    block_mask = partial_block(mask_mod)
+    program = torch.compile(lambda *inputs: flex_attention(*inputs, block_mask=block_mask), backend="aot_eager", fullgraph=True)
+    for n in WIDTHS:
+        change(n)
+        torch.testing.assert_close(program(*inputs), of_width(inputs, n), rtol=1e-9, atol=1e-9)
+    assert len(kept._entries) == len(set(WIDTHS))  # not packed again for 40
+
+
+#: Cases whose masks are kept, because their values show whether they hold.
+KEPT = """
+    closure global_variable property_of_an_object deque clock numpy_array tensor data_of_a_tensor number_in_a_tensor view_of_a_tensor
+    tensor_of_numpy_memory shape_of_a_tensor parameter_of_a_module torchs_and_masks sum_of_a_tensor tensor_of_inference_mode
+    row_of_a_tensor numpy_integer
+"""
+
+
+@pytest.mark.parametrize("name", KEPT.split())
+def test_masks_are_kept_while_values_are(name):
+    mask_mod, change = CASES[name]()
+    masks = []
+    for n in (40, 40, 17, 40):
+        change(n)
+        masks.append(kept.block_mask_of(source_of(partial_block(mask_mod), 1, 2)))
+    assert masks[0] is masks[1] is masks[3] and masks[2] is not masks[0]
+
+
+OTHERS = {
+    "random numbers of torch": lambda b, h, q, kv: kv < torch.rand(()) * LENGTH,
+    "random numbers like an argument": lambda b, h, q, kv: kv < torch.rand_like(kv.float()) * LENGTH,
+    "a write": lambda b, h, q, kv: kv < torch.zeros(()).add_(40),
+    "a write into an argument": lambda b, h, q, kv: kv < 40 + q.mul_(0),
+    "a branch": lambda b, h, q, kv: kv < 40 if q >= 0 else kv < 50,
+    "a hidden branch": lambda b, h, q, kv: kv < (40 if hides_exceptions(lambda: bool(q > 0)) else 50),
+    "a number": lambda b, h, q, kv: kv < 40 + 0 * hides_exceptions(q.item),
+    "an array by an argument": lambda b, h, q, kv: kv < 40 + hides_exceptions(lambda: numpy.arange(LENGTH)[q]),
+    "a slice by an argument": lambda b, h, q, kv: kv < hides_exceptions(lambda: torch.arange(LENGTH)[q:].sum()),
+    "a thread of its own": lambda b, h, q, kv: ThreadPoolExecutor(1).submit(lambda: kv < 40).result(),
+    "the type of an argument": lambda b, h, q, kv: kv < 40 + 0 * len(str(q)),
+}
+
+
+def hides_exceptions(function):
+    try:
+        return function()
+    except Exception:
+        return 0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_functions_whose_values_do_not_show(name):
+    assert not isinstance(recorded(OTHERS[name], torch.device("cpu")), Recording)
+
+
+def test_constants_of_other_types_are_other_masks():
+    """5 // 2.0 and 5 // 2 have other types, and True and 1 other operators."""
+    values = [1, True, 1.0, 0.0, -0.0]
+    recordings = [recorded(lambda b, h, q, kv, n=n: q * n <= kv, torch.device("cpu")) for n in values]
+    assert len({r.key for r in recordings}) == len(values)
+
+
+def test_few_masks_are_kept(monkeypatch):
+    width = [0]
+    block_mask = partial_block(lambda b, h, q, kv: kv < width[0])
+    for width[0] in range(1, 20):
+        last = kept.block_mask_of(source_of(block_mask, 1, 1))
+    assert len(kept._entries) == kept.MAX_MASKS
+    monkeypatch.setattr(kept, "MAX_BYTES", 2 * last.nbytes)
+    kept.block_mask_of(source_of(block_mask, 1, 1))
+    assert len(kept._entries) == 2
+
+
+def test_a_mask_of_inference_mode_trains_later():
+    inputs = [t.requires_grad_() for t in operands()]
+    block_mask = partial_block(lambda b, h, q, kv: q >= kv)
+    with torch.inference_mode():
+        flex_attention(*inputs, block_mask=block_mask)
+    flex_attention(*inputs, block_mask=block_mask).sum().backward()
+    assert all(t.grad is not None for t in inputs)
+
+
+def test_cuda_graphs_need_a_packed_mask(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    source = source_of(partial_block(lambda b, h, q, kv: q >= kv), 1, 1)
+    with pytest.raises(RuntimeError, match="block_mask: got torch's BlockMask, expected volta_fa.BlockMask in a CUDA graph"):
+        kept.block_mask_of(replace(source, device=torch.device("cuda")))
