@@ -637,6 +637,8 @@ pub struct CastParams {
     pub scale_log2_exponent: i32,
     /// Exponent of headdim * problem.scale_log2, rounded up.
     pub score_exponent: i32,
+    /// Exponent of the largest score, log2 units, that rows of q keep.
+    pub max_score_exponent: i32,
     /// Exponent of the largest |v| that needs no scale.
     pub max_exponent_v: i32,
     /// 0, 1 or 2: see csrc/shared/cast/cast.cu.

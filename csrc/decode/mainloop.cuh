@@ -180,7 +180,14 @@ public:
                     loader.keys(k);
                 }
                 float2 x[kStepTiles][RowTiles];
-                if constexpr (kBf16 && !kCooperative) key_scaler.convert(k, [](float) {});
+                if constexpr (kBf16 && !kCooperative) {
+                    // Past the last token registers hold converted keys of an earlier step, which as bf16 could be large.
+                    if (token + kStepTokens > seqlen_k)
+#pragma unroll
+                        for (int tile = 0; tile < kStepTiles; tile++)
+                            if (token + kTileTokens * tile + Layout::key_token(lane) >= seqlen_k) k[tile].clear();
+                    key_scaler.convert(k, [](float) {});
+                }
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++) {
                     if constexpr (kCooperative)

@@ -15,6 +15,10 @@ use tch::{Kind, Tensor};
 
 /// Largest |v| that needs no scale, as an exponent: fp16 has 2^-25 of it, and room for the growth by dropout.
 const MAX_EXPONENT_V: i32 = 8;
+/// Exponent of the largest score, log2 units, of a forward pass: fp32 resolves a difference of 1/2.
+const MAX_SCORE_EXPONENT: i32 = 22;
+/// The same of a backward pass. It recomputes probabilities from softmax_lse, which rounds them by 2^-24 of the score.
+const MAX_SCORE_EXPONENT_OF_BACKWARD: i32 = 19;
 /// Row tiles of a grid whose blocks rarely have work: each walks over several.
 const MAX_SPARSE_TILES: u32 = 8;
 
@@ -36,6 +40,7 @@ pub(super) struct Cast<'a> {
     exponents: Tensor,
     /// Exponent that softmax_scale lost and q has.
     scale_exponent: i32,
+    max_score_exponent: i32,
     kernel: PlannedKernel,
     has_v: bool,
     given: Inputs,
@@ -78,6 +83,7 @@ impl<'a> Cast<'a> {
         let half = |t: &Tensor| tensor::empty(&t.size(), Kind::Half, launcher);
         let v = if has_v { half(&given.v)? } else { given.v.shallow_clone() };
         let cast = Inputs { q: half(&given.q)?, k: half(&given.k)?, v, ..inputs.share() };
+        let max_score_exponent = if softmax_lse.is_some() { MAX_SCORE_EXPONENT_OF_BACKWARD } else { MAX_SCORE_EXPONENT };
         let entries = if a.total_q().is_some() { 1 } else { a.batch };
         let int = (Kind::Int, given.q.device());
         let largest = Tensor::f_zeros([3, entries * a.nheads_k], int)?;
@@ -96,7 +102,7 @@ impl<'a> Cast<'a> {
         launches.also_write(&[], softmax_lse.map(|t| ("softmax_lse", t)));
         let shape: &[i64] = if a.total_q().is_some() { &[3, 1, a.nheads_k, 1, 1] } else { &[3, entries, 1, a.nheads_k, 1, 1] };
         let this =
-            Cast { inputs: cast, problem, exponents: exponents.f_view(shape)?, scale_exponent, kernel, has_v, given, largest, launcher };
+            Cast { inputs: cast, problem, exponents: exponents.f_view(shape)?, scale_exponent, max_score_exponent, kernel, has_v, given, largest, launcher };
         this.run(&launches, 0, None)?;
         this.run(&launches, 1, softmax_lse)?;
         Ok(this)
@@ -154,6 +160,7 @@ impl<'a> Cast<'a> {
                 scale_exponent: self.scale_exponent,
                 scale_log2_exponent: exponent(problem.scale_log2),
                 score_exponent: exponent(a.headdim as f32 * problem.scale_log2),
+                max_score_exponent: self.max_score_exponent,
                 max_exponent_v: MAX_EXPONENT_V.min(exponent((1.0 - a.features.dropout_p) as f32 * 16384.0) - 1).max(2),
                 phase,
                 problem,

@@ -7,9 +7,9 @@
 //
 // Scores are products of q and k. So the exponents of q and k cancel, as far as fp16 holds both factors, and no kernel needs to
 // know them. Two cases are left. Products too small for that are far below 1 and change no probability, whatever their scale;
-// only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^kScoreExponent get a smaller exponent of
-// their own, which keeps scores where fp32 resolves them. Their largest score stays so far above the others that their
-// probabilities are 0 or 1 as before, unless scores agree to 20 bits.
+// only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^max_score_exponent get a smaller exponent
+// of their own, which keeps scores where fp32 resolves them. Their largest score stays so far above the others that their
+// probabilities are 0 or 1 as before, unless two scores agree to about 18 bits.
 #include "half.cuh"
 #include "seqlen_info.cuh"
 #include "softmax.cuh"
@@ -26,8 +26,6 @@ constexpr int kMaxOrdinary = 13, kMinOrdinary = -7;
 // The same of v. 2^-25 of the largest magnitude of fp16 is 0.
 constexpr int kMinOrdinaryV = -4;
 constexpr int kScaledV = 2;  // exponent of the largest |v| after scaling
-// Exponent of the largest scaled score, log2 units: the backward pass recomputes probabilities from fp32 scores of this size.
-constexpr int kScoreExponent = 22;
 
 // Returns e with 2^(e - 1) <= x < 2^e, from the bits of a positive fp32 number; less for subnormal ones.
 __device__ __forceinline__ int exponent_of(unsigned bits) { return static_cast<int>(bits >> 23) - 126; }
@@ -56,7 +54,7 @@ struct Exponents {
         const auto is_ordinary = [](unsigned bits, int exponent) {
             return !bits || (exponent >= kMinOrdinary && exponent <= kMaxOrdinary);
         };
-        has_moved = !is_ordinary(of_q, exponent_q) || !is_ordinary(of_k, exponent_k) || (some && sum + p.score_exponent > kScoreExponent);
+        has_moved = !is_ordinary(of_q, exponent_q) || !is_ordinary(of_k, exponent_k) || (some && sum + p.score_exponent > p.max_score_exponent);
         if (has_moved) {
             const auto in_range = [](int exponent) { return min(max(exponent, kMinOrdinary), kMaxOrdinary); };
             // Both factors get about the same size; where one of them is 0, the other gets that of 1.
@@ -65,7 +63,7 @@ struct Exponents {
             q += of_q ? (some ? max(sum - keys, kMinOrdinary) : 0) - exponent_q : 0;
         }
         const int exponent_v = exponent_of(of_v);
-        v = !of_v || (exponent_v >= kMinOrdinaryV && exponent_v <= p.max_exponent_v) ? 0 : kScaledV - exponent_v;
+        v = !of_v || (exponent_v >= kMinOrdinaryV && exponent_v <= p.max_exponent_v) ? 0 : min(kScaledV - exponent_v, 126);
     }
 };
 
@@ -79,7 +77,7 @@ __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents
     }
     if (sum == 0.f) return 0;
     // |score| is at most the sum times the largest |k|
-    const int excess = exponent_of(__float_as_uint(sum)) - shift + of.q + of.keys + p.scale_log2_exponent - kScoreExponent;
+    const int excess = exponent_of(__float_as_uint(sum)) - shift + of.q + of.keys + p.scale_log2_exponent - p.max_score_exponent;
     return -max(max(excess, exponent_of(__float_as_uint(largest)) - shift + of.q - kMaxOrdinary), 0);
 }
 
@@ -155,7 +153,7 @@ template <class F>
 __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, const Exponents& of, F f) {
     const int of_group = head.tensor == 0 ? of.q : head.tensor == 1 ? of.k : of.v;
     // brings the largest |q| of the group to 1, so that sums stay finite
-    const int shift = p.scale_exponent - exponent_of(p.largest[head.group]) - p.scale_exponent;
+    const int shift = -exponent_of(p.largest[head.group]);
     for (int first = blockIdx.x * kRowsAtOnce; first < head.rows; first += gridDim.x * kRowsAtOnce) {
         const int row = first + threadIdx.x / kLanes;
         const bool exists = row < head.rows;
