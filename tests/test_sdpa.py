@@ -1124,6 +1124,8 @@ def test_the_last_block_decides_about_the_precision():
     attention, (fast, exact) = F.scaled_dot_product_attention, fast_and_exact(q, q, q)
     with pytest.raises(ValueError, match="enable_sdpa: precision: got 'int8', expected 'exact' or 'fast'"):
         volta_fa.enable_sdpa("cpu", precision="int8")
+    with pytest.raises(ValueError, match="sdpa_enabled: precision: got 'int8'"), volta_fa.sdpa_enabled("cpu", precision="int8"):
+        pass
     volta_fa.enable_sdpa("cpu", precision="fast")
     assert torch.equal(attention(q, q, q), fast)
     with volta_fa.sdpa_enabled("cpu"):
@@ -1172,7 +1174,7 @@ def test_threads():
 def test_without_a_gpu():
     with pytest.raises(RuntimeError, match="this machine has no CUDA device.*cpu"):
         volta_fa.enable_sdpa()
-    with pytest.raises(RuntimeError, match="no CUDA device"), volta_fa.sdpa_enabled(force=True):
+    with pytest.raises(RuntimeError, match="volta_fa.sdpa_enabled: .*no CUDA device"), volta_fa.sdpa_enabled(force=True):
         pass
     with pytest.raises(ValueError, match="cuda:3, expected one of this machine.s 0 CUDA devices"):
         volta_fa.enable_sdpa("cuda:3")
