@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..diagnostics import cuda_problem
 from ..errors import bad_argument
 from .devices import NO_DEVICES, Devices, devices_of
 
@@ -148,3 +149,6 @@ def _read_library_state() -> None:
     _switch = _active = Devices(cpu, frozenset(), on_first_use)
     if _active != NO_DEVICES:
         _forget_compiled_programs(enabled=True)
+    problem = cuda_problem() if on_first_use else None
+    if problem:
+        warnings.warn(f"VOLTA_FA_ENABLE_SDPA: no GPU runs it: {problem}", RuntimeWarning, stacklevel=3)
