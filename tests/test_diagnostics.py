@@ -119,6 +119,23 @@ def test_torch_has_the_place_where_the_warning_waits():
     assert callable(torch.cuda._lazy_call)
 
 
+def test_a_gpu_that_cannot_be_used_is_named_without_cuda(monkeypatch):
+    """VOLTA_FA_ENABLE_SDPA asks while the library loads, when a fork must stay possible."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(diagnostics, "driver_version", lambda: "535.54.03")
+    for driver, expected in (
+        (None, "no CUDA driver on this machine"),
+        ((12, 2), "535.54.03 (CUDA 12.2) is too old for torch"),
+        ((13, 0), None),
+    ):
+        monkeypatch.setattr(diagnostics, "driver_cuda", lambda driver=driver: driver)
+        problem = diagnostics.cuda_problem()
+        assert problem is None if expected is None else expected in problem
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is a build without CUDA: run `pip install torch==" in diagnostics.cuda_problem()
+    assert not torch.cuda.is_initialized()
+
+
 def test_info_tells(volta_without_its_torch, capsys):
     pytest.importorskip("rich")
     assert "has no code for" in volta_fa.info()["problems"][0]

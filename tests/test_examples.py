@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+import volta_fa
 from conftest import REPOSITORY
 from processes import run_forked
 
@@ -83,7 +84,10 @@ def test_torchscript(tmp_path):
     """The saved module takes the input of examples/cpp/attention.cpp, (2, 9, 32), and has gradients."""
     assert "agree with PyTorch's attention" in run("torchscript.py", tmp_path / "module.pt")
     module = torch.jit.load(str(tmp_path / "module.pt"))
-    module(torch.randn(2, 9, 32)).sum().backward()
+    volta_fa.sdpa_stats(reset=True)
+    with volta_fa.sdpa_enabled("cpu"):
+        module(torch.randn(2, 9, 32)).sum().backward()
+    assert volta_fa.sdpa_stats(reset=True)["ran"] == 1, "what the C++ program counts"
     assert all(p.grad is not None for p in module.parameters())
 
 

@@ -22,7 +22,11 @@ from volta_fa import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
+    flash_mla,
+    sageattention,
 )
+from volta_fa.integrations import torch_flash_impl
+from volta_fa.integrations.flash_attn import fa3, private
 
 BACKENDS = on("cpu-fp64", "cpu-fp32", "cuda")
 
@@ -834,3 +838,102 @@ def test_kvcache_lengths_that_nobody_looks_at(backend, rotary):
         out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, cache_batch_idx=backend.ints([2, 3, -1, 0]))
         assert out[[0, 3]].isfinite().all() and out[[1, 2]].isnan().all()
     assert k_cache.isfinite().all()
+
+
+# ---- strides ---------------------------------------------------------------------------------------------------
+
+
+def strided(t):
+    """The same values, with another element behind each: no stride is 1. Integers there are no length and no page."""
+    return torch.stack((t, torch.full_like(t, -99)), -1)[..., 0]
+
+
+def doors(backend):
+    """Calls of functions with another library's interface: a function and arguments, of which index tensors and tables may be strided."""
+    q, k, v = (backend.randn(7, heads, 16) for heads in (4, 2, 2))
+    cu, half = backend.ints([0, 3, 7]), backend.dtype if backend.dtype == torch.float16 else torch.float16
+    slopes, sinks = slopes_of(backend, 2, 4), backend.randn(4)
+    pages, table = (backend.randn(4, 16, 2, 16) for _ in range(2)), backend.ints([2, 0, 1, 3]).view(2, 2)
+    k_pages, v_pages = pages
+    lengths, queries, new = backend.ints([20, 5]), backend.randn(2, 2, 4, 16), backend.randn(2, 2, 2, 16)
+    cos, sin = backend.randn(40, 4), backend.randn(40, 4)
+    packed = q, k, v, cu, cu, 4, 4
+    dense = backend.randn(2, 40, 2, 16), backend.randn(2, 40, 2, 16)
+    entries = backend.ints([1, 0])
+    yield "varlen", flash_attn_varlen_func, packed, {"alibi_slopes": slopes, "s_aux": sinks}
+    yield "varlen pages", flash_attn_varlen_func, (q, k_pages, v_pages, cu, cu, 4, 4), {"block_table": table}
+    yield "varlen qkv", flash_attn_varlen_qkvpacked_func, (torch.stack((k, k, v), 1), cu, 4), {}
+    yield "varlen kv", flash_attn_varlen_kvpacked_func, (q, torch.stack((k, v), 1), cu, cu, 4, 4), {}
+    yield "dense", flash_attn_func, (queries, new, new), {"alibi_slopes": slopes, "s_aux": sinks}
+    rotary = {"rotary_cos": cos, "rotary_sin": sin}
+    yield "pages", flash_attn_with_kvcache, (queries, k_pages.clone(), v_pages.clone(), new, new), {
+        "cache_seqlens": lengths, "block_table": table, "alibi_slopes": slopes, **rotary,
+    }  # fmt: skip
+    yield (
+        "cache",
+        flash_attn_with_kvcache,
+        (queries, *dense),
+        {"cache_seqlens": lengths, "cache_batch_idx": entries, "cache_leftpad": entries},
+    )
+    yield "fa3 varlen", fa3.flash_attn_varlen_func, packed, {"seqused_q": lengths * 0 + 3, "seqused_k": lengths * 0 + 2}
+    yield "fa3 chunks", fa3.flash_attn_varlen_func, packed, {"attention_chunk": 2}
+    for chunk in (0, 5, 16):
+        yield f"fa3 pages {chunk}", fa3.flash_attn_with_kvcache, (queries, k_pages.clone(), v_pages.clone(), new, new), {
+            "cache_seqlens": lengths, "page_table": table, "attention_chunk": chunk, "rotary_seqlens": entries, **rotary,
+        }  # fmt: skip
+        yield f"fa3 cache {chunk}", fa3.flash_attn_with_kvcache, (q, *dense, k, v), {
+            "cache_seqlens": lengths, "cache_batch_idx": entries, "cache_leftpad": entries, "attention_chunk": chunk, "cu_seqlens_q": cu,
+            "cu_seqlens_k_new": cu, "max_seqlen_q": 4,
+        }  # fmt: skip
+    yield "private", private._flash_attn_varlen_forward, (*packed, 0.0, 0.25, True), {
+        "alibi_slopes": slopes, "leftpad_k": entries, "seqused_k": lengths * 0 + 3,
+    }  # fmt: skip
+    out, lse, _, _ = private._flash_attn_varlen_forward(*packed, 0.0, 0.25, True)
+    yield "private backward", private._flash_attn_varlen_backward, (q, q, k, v, out, lse, None, None, None, cu, cu, 4, 4), {
+        "dropout_p": 0.0, "softmax_scale": 0.25, "causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0,
+        "alibi_slopes": slopes, "deterministic": True,
+    }  # fmt: skip
+    latents = backend.randn(2, 16, 1, 576)
+    mla = backend.randn(2, 1, 4, 576), latents, backend.ints([0, 1]).view(2, 1), lengths.clamp(max=16), 512
+    yield "flash_mla", flash_mla.flash_mla_with_kvcache, mla, {}
+    sage = (t.to(half).repeat(1, 1, 4) for t in (q, k, v))
+    yield "sageattention", sageattention.sageattn_varlen, (*sage, cu, cu, 4, 4), {}
+    if hasattr(torch.ops.aten, "_flash_attention_forward"):
+        for name, options in (("lengths", {"seqused_k": lengths * 0 + 3, "alibi_slopes": slopes}), ("pages", {"block_table": table})):
+            keys = (k, v) if name == "lengths" else (k_pages, v_pages)
+            yield f"torch {name}", torch_flash_impl._forward, (q, *keys, cu, cu, 4, 4, 0.0, True, False), options
+
+
+DOORS = [
+    "varlen", "varlen pages", "varlen qkv", "varlen kv", "dense", "pages", "cache", "fa3 varlen", "fa3 chunks", "fa3 pages 0",
+    "fa3 cache 0", "fa3 pages 5", "fa3 cache 5", "fa3 pages 16", "fa3 cache 16", "private", "private backward", "flash_mla",
+    "sageattention", "torch lengths", "torch pages",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on("cpu-fp32", "cuda")
+def test_strided_lengths_and_tables(backend, door):
+    """As in flash-attn, vectors of lengths, tables of pages and of rotations, slopes and sinks may have any strides."""
+    (function, arguments, options), *_ = [call for name, *call in doors(backend) if name == door]
+    copies = [t.clone() if isinstance(t, torch.Tensor) else t for t in arguments]  # a cache is written
+    expected = function(*arguments, **options)
+    small = lambda t: isinstance(t, torch.Tensor) and (t.dtype == torch.int32 or t.dim() < 3)  # noqa: E731
+    given = {name: strided(t) if small(t) else t for name, t in options.items()}
+    found = function(*(strided(t) if small(t) and t.dtype == torch.int32 else t for t in copies), **given)
+    if isinstance(found, torch.Tensor):
+        found, expected = (found,), (expected,)
+    for f, e in zip(found, expected):
+        if f is not None and f.dtype.is_floating_point and f.dim():
+            torch.testing.assert_close(f, e, rtol=0, atol=0, equal_nan=True)
+
+
+def test_all_doors_are_tried():
+    assert [name for name, *_ in doors(_Plain())] == DOORS
+
+
+class _Plain:
+    """What `doors` asks of a backend."""
+
+    device, dtype = "cpu", torch.float32
+    randn, ints = staticmethod(torch.randn), staticmethod(lambda values: torch.tensor(list(values), dtype=torch.int32))

@@ -19,6 +19,7 @@ from volta_fa.rotary import (
     apply_rotary_emb_func,
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
 )
 
 # ---- padding ---------------------------------------------------------------------------------------------------
@@ -207,6 +208,50 @@ def test_apply_rotary_emb_kv(interleaved):
     assert out.data_ptr() == kv.data_ptr()
 
 
+SYMBOLIC = {
+    "qkv": (apply_rotary_emb_qkv_, [((4, 21, 3, 4, 8), {}), ((4, 21, 8, 8), {"num_heads_q": 4})]),
+    "kv": (apply_rotary_emb_kv_, [((2, 5, 2, 3, 8), {"seqlen_offsets": 1}), ((2, 7, 2, 3, 8), {"seqlen_offsets": 4})]),
+    "x": (
+        apply_rotary_emb,
+        [((2, 5, 3, 16), {"inplace": True}), ((3, 6, 3, 16), {"inplace": True, "seqlen_offsets": torch.tensor([1, 0, 3])})],
+    ),
+    "copy": (apply_rotary_emb, [((2, 5, 3, 16), {}), ((3, 6, 3, 16), {"interleaved": True})]),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_rotary_compiles_with_symbolic_sizes(name):
+    """Sizes are symbolic once a second shape came, even one of another rank. The gradient, and what is written in place, stay."""
+    function, calls = SYMBOLIC[name]
+    cos, sin = tables(30, 4)
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for shape, options in calls:
+        x, dout = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+        found = []
+        for call in (function, compiled):
+            leaf = x.clone().requires_grad_()
+            out = call(leaf, cos, sin, **options)
+            found.append((out, *torch.autograd.grad(out, leaf, dout), leaf))
+        torch.testing.assert_close(found[1], found[0])
+        assert torch.equal(found[1][-1], x) == (name == "copy")
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@LAYOUTS
+def test_apply_rotary_emb_torch(interleaved, batched):
+    """flash-attn's reference: tables with a row for each token, of one sequence or of each, and gradients for them."""
+    x, (cos, sin) = torch.randn(2, 5, 3, 12, dtype=torch.float64).requires_grad_(), tables(10, 4)
+    cos, sin = (t.view(2, 5, 4) if batched else t[:5] for t in (cos, sin))
+    rows = [(cos[b], sin[b]) if batched else (cos, sin) for b in range(2)]
+    want = torch.stack([turned(x[b], *rows[b], range(5), interleaved) for b in range(2)])
+    torch.testing.assert_close(apply_rotary_emb_torch(x, cos, sin, interleaved), want)
+    cos, sin = cos.clone().requires_grad_(), sin.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda *args: apply_rotary_emb_torch(*args, interleaved), (x, cos, sin))
+    assert apply_rotary_emb_torch(x.half(), cos, sin).dtype == torch.float16
+
+
 def angle_tables(dim, base, positions):
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     return angles.cos(), angles.sin()
@@ -250,8 +295,21 @@ def test_rotary_embedding_of_a_module_in_half_precision():
     torch.testing.assert_close(out.float(), whole(x.clone()), rtol=1e-2, atol=1e-2)
 
 
+def test_rotary_embedding_compiles():
+    """The tables grow in a compiled program too, whose sizes are symbolic from the second length on."""
+    torch.compiler.reset()
+    rotary, compiled = RotaryEmbedding(8), torch.compile(RotaryEmbedding(8), backend="aot_eager", fullgraph=True)
+    for seqlen in (5, 7, 6):
+        qkv = torch.randn(2, seqlen, 3, 2, 16, requires_grad=True)
+        found, expected = compiled(qkv * 1), rotary(qkv * 1)
+        torch.testing.assert_close(found, expected)
+        weights = torch.randn_like(expected)
+        torch.testing.assert_close(torch.autograd.grad(found, qkv, weights), torch.autograd.grad(expected, qkv, weights))
+    torch.compiler.reset()
+
+
 def test_rotary_embedding_trains_after_inference_mode():
-    """The tables are made anew: subclasses save them for their own backward, which inference tensors refuse."""
+    """The tables are no tensors of inference mode, which autograd refuses to save: subclasses save them for a backward of their own."""
     rotary = RotaryEmbedding(8).train()
     with torch.inference_mode():
         rotary(torch.randn(1, 4, 3, 1, 8))
@@ -298,6 +356,10 @@ def test_xpos():
         (r"qkv: got shape \(2, 5, 2, 8\) with num_heads_q=None", lambda x, c: apply_rotary_emb_qkv_(x, c, c)),
         (r"qkv: got shape \(2, 5, 2, 8\) with num_heads_q=1", lambda x, c: apply_rotary_emb_qkv_(x, c, c, num_heads_q=1)),
         (r"kv: got shape \(2, 5, 2, 8\)", lambda x, c: apply_rotary_emb_kv_(x, c, c)),
+        (r"x: got shape \(5, 2, 8\), expected \(batch, seqlen", lambda x, c: apply_rotary_emb_torch(x[0], c, c)),
+        (r"cos: got shape \(6, 4\), expected \(5, rotary_dim / 2\) or \(2, 5,", lambda x, c: apply_rotary_emb_torch(x, c, c)),
+        (r"cos: got shape \(5, 5\)", lambda x, c: apply_rotary_emb_torch(x, torch.ones(5, 5), torch.ones(5, 5))),
+        (r"sin: got shape \(6, 4\), expected cos' shape \(5, 4\)", lambda x, c: apply_rotary_emb_torch(x, c[:5], c)),
     ],
 )
 def test_rotary_errors(message, call):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 from processes import end_rank
@@ -48,6 +49,10 @@ NORM = (
     "(x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, prenorm=False, "
     "residual_in_fp32=False, zero_centered_weight=False, {}return_dropout_mask=False, out_dtype=None, out=None, residual_out=None)"
 )
+REFERENCE = (
+    "(x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, prenorm=False, "
+    "zero_centered_weight=False, dropout_mask=None, dropout_mask1=None, upcast=False)"
+)
 SIGNATURES = {
     cross_entropy_loss: (
         "(logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100, "
@@ -59,6 +64,12 @@ SIGNATURES = {
     ),
     norms.layer_norm_fn: NORM.format("is_rms_norm=False, "),
     norms.rms_norm_fn: NORM.format(""),
+    norms.layer_norm_linear_fn: (
+        "(x, norm_weight, norm_bias, linear_weight, linear_bias, residual=None, eps=1e-06, prenorm=False, residual_in_fp32=False, "
+        "is_rms_norm=False)"
+    ),
+    norms.layer_norm_ref: REFERENCE.replace("upcast=False)", "upcast=False, *, is_rms_norm=False)"),
+    norms.rms_norm_ref: REFERENCE,
     norms.RMSNorm: "(hidden_size, eps=1e-05, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None)",
     norms.rms_norm: "(x, weight, epsilon)",
     norms.dropout_add_rms_norm: (
@@ -138,6 +149,23 @@ def test_cross_entropy_with_the_logsumexp():
     )
 
 
+def test_cross_entropy_compiles_with_symbolic_sizes():
+    """Gradients are right in compiled programs, and new numbers of rows compile nothing."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(cross_entropy_loss, backend=counter, fullgraph=True)
+    for rows in (7, 9, 12, 15):
+        logits, labels = draw(rows, 19), torch.arange(rows)
+        options = {"label_smoothing": 0.1, "lse_square_scale": 0.1}
+        found, expected = compiled(logits, labels, **options), cross_entropy_loss(logits, labels, **options)
+        torch.testing.assert_close(found, expected)
+        weights = torch.randn(rows, dtype=torch.float64)
+        got, want = (torch.autograd.grad(losses, logits, weights) for losses, _ in (found, expected))
+        torch.testing.assert_close(got, want)
+    assert counter.frame_count == 2, "one with static sizes, one with symbolic ones"
+    torch.compiler.reset()
+
+
 def rank_of_cross_entropy(rank, address, results):
     """Each of two processes has half of the classes."""
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
@@ -199,6 +227,52 @@ def test_norms(dtype, zero_centered_weight, is_rms_norm):
             torch.testing.assert_close(
                 f.double(), w, rtol=2e-2 if dtype == torch.float16 else 1e-4, atol=2e-2 if dtype == torch.float16 else 1e-4
             )
+
+
+@pytest.mark.parametrize("is_rms_norm", [False, True])
+@DTYPES
+def test_norm_references(dtype, is_rms_norm):
+    """flash-attn's references: the dtypes of their arguments, or float32 with upcast, and dropout by given masks."""
+    x, x1, residual = (draw(2, 5, 24, dtype=dtype) for _ in range(3))
+    weight, bias, weight1, bias1 = (draw(24, dtype=dtype) for _ in range(4))
+    mask, mask1 = (torch.rand(2, 5, 24) > 0.3 for _ in range(2))
+    reference, function = (norms.rms_norm_ref, norms.rms_norm_fn) if is_rms_norm else (norms.layer_norm_ref, norms.layer_norm_fn)
+    dropped, dropped1 = ((t.double() * keep / 0.75).to(dtype) for t, keep in ((x, mask), (x1, mask1)))
+    options = {"eps": 1e-3, "prenorm": True, "zero_centered_weight": True}
+    expected = function(dropped, weight, bias, residual, dropped1, weight1, bias1, **options)
+    for upcast in (False, True):
+        found = reference(
+            x, weight, bias, residual, x1, weight1, bias1, dropout_p=0.25, dropout_mask=mask, dropout_mask1=mask1, upcast=upcast, **options
+        )
+        wide = torch.float32 if upcast else dtype
+        assert [t.dtype for t in found] == [dtype, dtype, wide]
+        for f, e in zip(found, expected):
+            loose = 1e-5 if dtype != torch.float16 else 2e-2
+            torch.testing.assert_close(f.double(), e.double(), rtol=loose, atol=loose)
+    scale = draw(2, 5, dtype=dtype)
+    loose = 1e-6 if dtype != torch.float16 else 2e-2
+    torch.testing.assert_close(
+        reference(x, weight, None, rowscale=scale, upcast=True), function(x, weight, None, rowscale=scale), rtol=loose, atol=loose
+    )
+    kept = reference(torch.ones_like(x), weight, None, dropout_p=0.25, prenorm=True)[1]
+    assert set(kept.flatten().tolist()) == {0.0, (torch.ones((), dtype=dtype) / 0.75).item()}
+
+
+@pytest.mark.parametrize("is_rms_norm", [False, True])
+def test_a_linear_layer_of_a_norm(is_rms_norm):
+    x, residual, weight, bias = draw(2, 5, 24), draw(2, 5, 24), draw(24), draw(24)
+    matrix, shift = draw(7, 24), draw(7)
+    options = {"eps": 1e-3, "is_rms_norm": is_rms_norm}
+    out, total = norms.layer_norm_linear_fn(x, weight, bias, matrix, shift, residual, prenorm=True, **options)
+    close(total, x + residual)
+    expected = norms.layer_norm_fn(x, weight, bias, residual, **options) @ matrix.T + shift
+    close(out, expected)
+    for f, e in zip(gradients(out, [x, residual, weight, matrix, shift]), gradients(expected, [x, residual, weight, matrix, shift])):
+        close(f, e)
+    half = norms.layer_norm_linear_fn(x.half(), weight, None, matrix, None, residual_in_fp32=True, prenorm=True, **options)
+    assert [t.dtype for t in half] == [torch.float16, torch.float32]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norms.layer_norm_linear_fn(x.float(), weight.float(), None, matrix.float(), None, **options).dtype == torch.bfloat16
 
 
 def test_norm_options():

@@ -56,6 +56,12 @@ USES = """
     import flash_attn.ops.triton.cross_entropy, flash_attn.ops.triton.layer_norm, flash_attn_2_cuda
     assert flash_attn.losses.cross_entropy.CrossEntropyLoss and flash_attn.ops.triton.cross_entropy.cross_entropy_loss
     assert flash_attn.ops.triton.layer_norm.rms_norm_fn and flash_attn.ops.rms_norm.rms_norm and flash_attn.modules.mha.MHA
+    from flash_attn.layers.rotary import apply_rotary_emb_torch
+    from flash_attn.ops.triton.layer_norm import layer_norm_linear_fn, layer_norm_ref, rms_norm_ref
+    import flash_attn_interface
+    assert flash_attn_interface.__all__ == volta_fa.integrations.flash_attn.fa3.__all__
+    for name in flash_attn_interface.__all__:
+        assert getattr(flash_attn_interface, name) is getattr(volta_fa.integrations.flash_attn.fa3, name), name
     assert flash_attn.__version__ == "2.8.3"
     assert metadata.version("flash_attn") == metadata.version("flash-attn") == "2.8.3+volta"
     assert metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
@@ -92,6 +98,28 @@ def test_attributes_for_xformers_and_unsloth():
         q = torch.randn(1, 5, 2, 8)
         out, lse, *_ = flash_attn_gpu.fwd(q, q, q, None, None, 0.0, 0.5, True, -1, -1, 0.0, False, None)
         assert torch.equal(out, flash_attn.flash_attn_func(q, q, q, softmax_scale=0.5, causal=True)) and lse.shape == (1, 2, 5)
+        """
+    )
+
+
+def test_flash_attention_3_as_programs_call_it():
+    """By keywords, as Wan and SkyReels do. Programs before 2025-08-29 take the first of two results."""
+    succeeds(
+        """
+        import torch, volta_fa
+        volta_fa.install_flash_attn_shim()
+        import flash_attn_interface
+        q, cu = torch.randn(10, 2, 8), torch.tensor([0, 5, 10], dtype=torch.int32)
+        call = lambda: flash_attn_interface.flash_attn_varlen_func(
+            q=q, k=q, v=q, cu_seqlens_q=cu, cu_seqlens_k=cu, seqused_q=None, seqused_k=None, max_seqlen_q=5, max_seqlen_k=5,
+            softmax_scale=None, causal=False, deterministic=True,
+        )
+        out = call().unflatten(0, (2, 5))
+        volta_fa.install_flash_attn_shim(fa3_returns_lse=True)
+        volta_fa.install_flash_attn_shim()
+        assert torch.equal(call()[0].unflatten(0, (2, 5)), out)
+        volta_fa.install_flash_attn_shim(fa3_returns_lse=False)
+        assert torch.equal(call().unflatten(0, (2, 5)), out)
         """
     )
 

@@ -22,6 +22,7 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     pytest.skip("the Python package loads its own library", allow_module_level=True)
 
 import volta_fa
+from volta_fa.diagnostics import driver_cuda
 
 FLASH, EFFICIENT, MATH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION
 
@@ -603,6 +604,27 @@ def test_graphs_traced_before_enable_sdpa(before, imported):
 
 
 @on("cpu-fp32")
+def test_export_of_a_batch_that_only_data_tell(backend):
+    """A mask adds no condition on the number of rows, such as that it is not 1."""
+
+    class Module(torch.nn.Module):
+        def forward(self, rows, q, k, v, mask):
+            ones = q.new_ones(rows.item(), 1, 1, 1)
+            return F.scaled_dot_product_attention(*(t * ones for t in (q, k, v)), attn_mask=mask & ones.bool())
+
+    q, k, v = qkv(backend)
+    q, k, v = (t[:1] for t in (q, k, v))
+    mask = torch.ones(1, 1, 1, k.shape[2], dtype=torch.bool)
+    mask[..., 1::2] = False
+    with enabled():
+        program = torch.export.export(Module(), (torch.tensor(3), q, k, v, mask)).run_decompositions()
+        assert any("volta_fa.fwd" in str(node.target) for node in program.graph.nodes)
+    for rows in (0, 1, 2):
+        arguments = torch.tensor(rows), q, k, v, mask
+        torch.testing.assert_close(program.module()(*arguments), Module()(*arguments))
+
+
+@on("cpu-fp32")
 def test_export_takes_it_apart_as_ever(backend):
     """ExportedProgram.run_decompositions, with the switch off before, on, and off again."""
 
@@ -1124,6 +1146,8 @@ def test_the_last_block_decides_about_the_precision():
     attention, (fast, exact) = F.scaled_dot_product_attention, fast_and_exact(q, q, q)
     with pytest.raises(ValueError, match="enable_sdpa: precision: got 'int8', expected 'exact' or 'fast'"):
         volta_fa.enable_sdpa("cpu", precision="int8")
+    with pytest.raises(ValueError, match="sdpa_enabled: precision: got 'int8'"), volta_fa.sdpa_enabled("cpu", precision="int8"):
+        pass
     volta_fa.enable_sdpa("cpu", precision="fast")
     assert torch.equal(attention(q, q, q), fast)
     with volta_fa.sdpa_enabled("cpu"):
@@ -1172,7 +1196,7 @@ def test_threads():
 def test_without_a_gpu():
     with pytest.raises(RuntimeError, match="this machine has no CUDA device.*cpu"):
         volta_fa.enable_sdpa()
-    with pytest.raises(RuntimeError, match="no CUDA device"), volta_fa.sdpa_enabled(force=True):
+    with pytest.raises(RuntimeError, match="volta_fa.sdpa_enabled: .*no CUDA device"), volta_fa.sdpa_enabled(force=True):
         pass
     with pytest.raises(ValueError, match="cuda:3, expected one of this machine.s 0 CUDA devices"):
         volta_fa.enable_sdpa("cuda:3")
@@ -1271,7 +1295,9 @@ def test_environment_variable(loaded, value, ran, tmp_path):
     expected = [f"{ran} False"] + (["volta_fa.sdpa" if asked else "", "", str(ran)] if "package" in loaded else [])
     assert result.stdout.split("\n")[:-1] == expected
     assert ("VOLTA_FA_ENABLE_SDPA: got 'maybe', expected 1, force, cpu or 0" in result.stderr) == (value == "maybe")
-    assert value == "maybe" or "VOLTA_FA_ENABLE_SDPA" not in result.stderr
+    no_driver = "package" in loaded and value in ("1", "force") and driver_cuda() is None
+    assert result.stderr.count("VOLTA_FA_ENABLE_SDPA: no GPU runs it: no CUDA driver on this machine") == no_driver
+    assert value == "maybe" or no_driver or "VOLTA_FA_ENABLE_SDPA" not in result.stderr
 
 
 @NEEDS_FORK

@@ -845,12 +845,14 @@ with torch.no_grad():
     torch.testing.assert_close(ours, eager, rtol=0, atol=2e-5)
 assert model.config._attn_implementation == "volta_fa"
 config = transformers.XLNetConfig(vocab_size=10, d_model=16, n_layer=1, n_head=2, d_inner=16)
-try:
-    Refused._from_config(config, attn_implementation="volta_fa")
-except ValueError as error:
-    assert "Refused" in str(error) and "does not use the attention interface" in str(error), error
-else:
-    raise AssertionError("accepted")
+for name in ("volta_fa", "paged|volta_fa"):
+    try:
+        Refused._from_config(config, attn_implementation=name)
+    except ValueError as error:
+        message = str(error)
+        assert f"got {name!r}, and Refused" in message and "does not use the attention interface" in message, message
+    else:
+        raise AssertionError("accepted")
 """
 
 

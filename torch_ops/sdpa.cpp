@@ -212,8 +212,10 @@ bool mask_supported(const Call& c) {
     if (c.is_causal || mask.dim() < 2 || mask.dim() > 4) return false;
     const std::array<c10::SymInt, 4> full = {c.q.sym_size(0), c.q.sym_size(1), c.q.sym_size(2), c.k.sym_size(2)};
     for (int64_t i = 1; i <= mask.dim(); ++i) {
+        // equality first: a size that torch.export does not know equals itself, but whether it is 1 becomes a condition of the
+        // program
         const auto size = mask.sym_size(-i);
-        if (size != 1 && size != full[4 - i]) return false;
+        if (size != full[4 - i] && size != 1) return false;
     }
     return true;
 }

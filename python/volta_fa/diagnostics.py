@@ -84,6 +84,16 @@ def driver_version() -> str:
     return "CUDA {}.{}".format(*cuda) if cuda else "unknown"
 
 
+def cuda_problem() -> str | None:
+    """Returns why torch can use no GPU of this machine, or None: a driver does not tell whether there is one. Does not initialize CUDA."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA: run `{torch_for_volta(torch.__version__)}`"
+    cuda = driver_cuda()
+    if cuda is None:
+        return "no CUDA driver on this machine (libcuda.so.1 not found): install the NVIDIA driver, or pass the GPU into the container"
+    return driver_problem(driver_version(), cuda, torch.__version__, torch.version.cuda)
+
+
 def problems() -> list[str]:
     """Returns the problems of this machine, one line each. Initializes CUDA if there is a device."""
     cuda = driver_cuda()

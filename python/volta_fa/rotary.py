@@ -21,6 +21,7 @@ __all__ = [
     "apply_rotary_emb_func",
     "apply_rotary_emb_kv_",
     "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
 ]
 
 
@@ -48,17 +49,42 @@ def apply_rotary(
     Returns a tensor like x; with `inplace` x itself. Raises ValueError for shapes that do not match.
     """
     cos, sin = _rows(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
-    if conjugate:
-        sin = -sin
-    rotary_dim = 2 * cos.shape[-1]
-    pairs = x[..., :rotary_dim].to(torch.promote_types(x.dtype, torch.float32))
-    pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
-    x0, x1 = pairs.unbind(-1)
-    rotated = torch.stack((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1 if interleaved else -2).flatten(-2)
+    rotated = _rotated(x, cos, -sin if conjugate else sin, interleaved)
+    rotary_dim = rotated.shape[-1]
     if inplace:
         x[..., :rotary_dim] = rotated
         return x
     return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), dim=-1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Returns the first rotary_dim dimensions of x, rotated. cos and sin broadcast to (..., rotary_dim / 2)."""
+    pairs = x[..., : 2 * cos.shape[-1]].to(torch.promote_types(x.dtype, torch.float32))
+    pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
+    x0, x1 = pairs.unbind(-1)
+    return torch.stack((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1 if interleaved else -2).flatten(-2)
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotates x by tables that have a row for each token. Differentiable in x, cos and sin: flash-attn's reference.
+
+    Args:
+        x: (batch, seqlen, nheads, headdim).
+        cos, sin: (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2), with rotary_dim <= headdim.
+
+    Returns a tensor like x. Raises ValueError for shapes that do not match.
+    """
+    require_tensors(x=x, cos=cos, sin=sin)
+    if x.dim() != 4:
+        raise bad_argument("x", f"shape {tuple(x.shape)}", "(batch, seqlen, nheads, headdim)")
+    half, allowed = cos.shape[-1], (x.shape[1:2], x.shape[:2])
+    if cos.shape[:-1] not in allowed or 2 * half > x.shape[-1]:
+        expected = f"({x.shape[1]}, rotary_dim / 2) or ({x.shape[0]}, {x.shape[1]}, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}"
+        raise bad_argument("cos", f"shape {tuple(cos.shape)}", expected)
+    if sin.shape != cos.shape:
+        raise bad_argument("sin", f"shape {tuple(sin.shape)}", f"cos' shape {tuple(cos.shape)}")
+    rotated = _rotated(x, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
+    return torch.cat((rotated.to(x.dtype), x[..., 2 * half :]), dim=-1)
 
 
 def _rows(
@@ -117,6 +143,19 @@ class _Rotate(torch.autograd.Function):
         return _rotate_parts(dout.clone(), ctx.parts, conjugate=True, **ctx.options), None, None, None
 
 
+def _rotate(x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], inplace: bool, options: dict[str, Any]) -> Tensor:
+    """Returns x with parts of it rotated, in place or in a copy. Differentiable in x."""
+    if not torch.compiler.is_compiling():
+        return _Rotate.apply(x, parts, inplace, options)
+    # torch.compile traces no autograd function whose sizes are symbolic: neither slices of them as arguments, nor sizes that a check
+    # within it makes constant. In a compiled program the copy costs nothing: PyTorch fuses it.
+    rotated = _rotate_parts(x.clone(), parts, **options)
+    if inplace:
+        with torch.no_grad():
+            x.copy_(rotated)
+    return rotated
+
+
 def _rotate_parts(x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], **options: Any) -> Tensor:
     for index, cos, sin in parts:
         apply_rotary(x[index], cos, sin, inplace=True, **options)
@@ -135,7 +174,7 @@ def apply_rotary_emb(
 ) -> Tensor:
     """Computes `apply_rotary`, differentiable in x also with `inplace`; cos and sin get no gradient."""
     options = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    return _Rotate.apply(x, [(..., cos, sin)], inplace, options)
+    return _rotate(x, [(..., cos, sin)], inplace, options)
 
 
 apply_rotary_emb_func = apply_rotary_emb  # its name before flash-attn 2.0
@@ -174,7 +213,7 @@ def apply_rotary_emb_qkv_(
             "(batch, seqlen, 3, nheads, headdim), or (batch, seqlen, num_heads_q + 2 nheads_k, headdim)",
         )
     parts = [(q, cos, sin), (k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)]
-    return _Rotate.apply(qkv, parts, True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
+    return _rotate(qkv, parts, True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
 
 
 def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0) -> Tensor:
@@ -183,7 +222,7 @@ def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise bad_argument("kv", f"shape {tuple(kv.shape)}", "(batch, seqlen, 2, nheads_k, headdim)")
     k = (slice(None), slice(None), 0)
-    return _Rotate.apply(kv, [(k, cos, sin)], True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
+    return _rotate(kv, [(k, cos, sin)], True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -224,13 +263,12 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
         """Computes the tables for positions below seqlen, unless there are such tables."""
         cached = self._cos_cached
-        if (
-            cached is not None
-            and seqlen <= self._seq_len_cached
-            and (cached.device, cached.dtype) == (device, dtype)
-            and not (self.training and cached.is_inference())  # autograd cannot save those for backward
-        ):
+        if cached is not None and seqlen <= self._seq_len_cached and (cached.device, cached.dtype) == (device, dtype):
             return
+        with torch.inference_mode(False), torch.no_grad():  # autograd saves no tensors of inference mode, and training may follow
+            self._make_tables(seqlen, device, dtype)
+
+    def _make_tables(self, seqlen: int, device: Any, dtype: torch.dtype | None) -> None:
         # all in float32: half precision cannot represent all positions above 2048, and a cast of the module rounds inv_freq
         inv_freq = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq()
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument, require_tensors
+from ..operands import readable
 
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -102,8 +103,8 @@ def flash_mla_with_kvcache(
     return torch.ops.volta_fa.fwd_mla(
         q,
         k_cache,
-        block_table=block_table,
-        cache_seqlens=cache_seqlens,
+        block_table=readable(block_table),
+        cache_seqlens=readable(cache_seqlens),
         latent_scale=latent_scale,
         latent_descale=descale_k,
         softmax_scale=softmax_scale,

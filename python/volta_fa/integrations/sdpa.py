@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..diagnostics import cuda_problem
 from ..errors import bad_argument
 from .devices import NO_DEVICES, Devices, devices_of
 
@@ -52,7 +53,7 @@ def enable_sdpa(device: str | torch.device | int | None = None, *, force: bool =
     Raises RuntimeError if no device qualifies, ValueError for a device that does not exist.
     """
     request = devices_of("enable_sdpa", device, force)
-    _check_precision(precision)
+    _check_precision("enable_sdpa", precision)
     with _lock:
         before = _switch
         unchanged = (before, _switch_precision) == (request, precision)
@@ -75,8 +76,8 @@ def sdpa_enabled(device: str | torch.device | int | None = None, *, force: bool 
 
     The precision of the block that was opened last serves all enabled devices.
     """
-    request = devices_of("enable_sdpa", device, force)
-    _check_precision(precision)
+    request = devices_of("sdpa_enabled", device, force)
+    _check_precision("sdpa_enabled", precision)
     with _lock:
         _apply(_switch, [*_blocks, request], _switch_precision, [*_block_precisions, precision])
     try:
@@ -108,9 +109,9 @@ def sdpa_stats(reset: bool = False) -> dict[str, Any]:
     return found | {"fell_back": {reason: n for reason, n in sorted(counts.items()) if n}}
 
 
-def _check_precision(precision: str) -> None:
+def _check_precision(op: str, precision: str) -> None:
     if precision not in ("exact", "fast"):
-        raise bad_argument("precision", repr(precision), "'exact' or 'fast'", op="enable_sdpa")
+        raise bad_argument("precision", repr(precision), "'exact' or 'fast'", op=op)
 
 
 def _apply(switch: Devices, blocks: list[Devices], switch_precision: str, block_precisions: list[str]) -> None:
@@ -148,3 +149,6 @@ def _read_library_state() -> None:
     _switch = _active = Devices(cpu, frozenset(), on_first_use)
     if _active != NO_DEVICES:
         _forget_compiled_programs(enabled=True)
+    problem = cuda_problem() if on_first_use else None
+    if problem:
+        warnings.warn(f"VOLTA_FA_ENABLE_SDPA: no GPU runs it: {problem}", RuntimeWarning, stacklevel=3)

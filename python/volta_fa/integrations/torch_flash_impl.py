@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument
+from ..operands import readable
 
 #: The name for `activate_flash_attention_impl`.
 NAME = "VOLTA"
@@ -77,9 +78,10 @@ def _attend(
         "window_left": _bound(window_size_left),
         # is_causal sets it to 0
         "window_right": -1 if is_causal else _bound(window_size_right),
-        "alibi_slopes": alibi_slopes,
+        "alibi_slopes": readable(alibi_slopes),
     }
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    q, k, v = readable(query), readable(key), readable(value)
+    cum_seq_q, cum_seq_k, seqused_k, block_table = (readable(t) for t in (cum_seq_q, cum_seq_k, seqused_k, block_table))
     if cum_seq_q is not None:
         options |= {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
     if block_table is not None:
@@ -192,8 +194,13 @@ def _backward(
     """Implements `aten::_flash_attention_backward`."""
     options: dict[str, Any] = {}
     if cum_seq_q is not None and cum_seq_k is not None and cum_seq_q.numel():
-        options = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+        options = {
+            "cu_seqlens_q": readable(cum_seq_q),
+            "cu_seqlens_k": readable(cum_seq_k),
+            "max_seqlen_q": max_q,
+            "max_seqlen_k": max_k,
+        }
+    q, k, v = readable(query), readable(key), readable(value)
     dq, dk, dv, _, _ = torch.ops.volta_fa.bwd(
         grad_out,
         q,

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..operands import readable
 from .devices import NO_DEVICES, devices_of, max_headdim
 
 _RELEASES = "0.0.29 to 0.0.35"
@@ -344,7 +345,7 @@ def _pages(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) 
         cu_seqlens_q=bias.q_seqinfo.seqstart,
         max_seqlen_q=bias.q_seqinfo.max_seqlen,
         cache_seqlens=bias.k_seqinfo.seqlen,
-        block_table=bias.block_tables,
+        block_table=readable(bias.block_tables),
         **options,
     )[0]
     return out

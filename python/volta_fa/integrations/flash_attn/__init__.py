@@ -1,6 +1,7 @@
 """flash-attn on volta_fa, for programs that call or import flash-attn: the interface of release 2.8.3.
 
 - `interface`: flash-attn's functions, which `volta_fa` exports. They register nothing.
+- `fa3`: FlashAttention 3's functions, of its top-level module `flash_attn_interface`.
 - `install`: `volta_fa.install_flash_attn_shim()` appends `shim/` to sys.path, so that `import flash_attn` finds it in this process.
 - `shim/`: a `flash_attn` package made of volta_fa, and the metadata of its distribution. tools/flash_attn_shim installs it with pip.
 

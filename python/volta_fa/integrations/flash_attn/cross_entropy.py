@@ -149,11 +149,10 @@ class _CrossEntropy(torch.autograd.Function):
             dist.all_gather(parts, lse.contiguous(), group=process_group)
             dist.all_reduce(losses, group=process_group)
             lse = torch.stack(parts).logsumexp(0)
-        z_losses = lse_square_scale * lse.square()
-        losses += lse + z_losses
         ignored = labels == ignore_index
-        losses.masked_fill_((labels < 0) | (labels >= classes), torch.nan).masked_fill_(ignored, 0.0)
-        z_losses.masked_fill_(ignored, 0.0)
+        # results are new tensors: of one that was written in place, torch.compile loses the gradient
+        z_losses = (lse_square_scale * lse.square()).masked_fill(ignored, 0.0)
+        losses = (losses + lse + z_losses).masked_fill((labels < 0) | (labels >= classes), torch.nan).masked_fill(ignored, 0.0)
         ctx.save_for_backward(logits, labels, lse)
         ctx.mark_non_differentiable(z_losses)
         ctx.options = smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, first, classes
@@ -183,4 +182,5 @@ def _columns(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
     step = max(1, _CHUNK // max(1, logits.shape[1]))
-    return (slice(row, row + step) for row in range(0, len(logits), step))
+    # torch.compile makes the number of chunks constant here, and not that of rows
+    return (slice(step * i, step * (i + 1)) for i in range(-(-len(logits) // step)))

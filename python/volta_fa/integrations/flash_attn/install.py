@@ -7,19 +7,28 @@ import warnings
 from pathlib import Path
 
 from ..stand_in import install_stand_in
+from . import fa3
 
 #: The folder with the package and its metadata, as pip would install them from tools/flash_attn_shim.
 _SITE = Path(__file__).with_name("shim")
 
 
-def install_flash_attn_shim() -> None:
+def install_flash_attn_shim(*, fa3_returns_lse: bool | None = None) -> None:
     """Makes `import flash_attn`, and importlib.metadata's search for flash-attn, find volta_fa in this process.
 
+    So does `import flash_attn_interface`, FlashAttention 3's module, unless that is installed.
+
     Call it before importing packages that look for flash-attn, such as transformers, because they look once. A second call does
-    nothing, and so does a call where pip installed the shim.
+    nothing but for its argument, and so does a call where pip installed the shim.
+
+    Args:
+        fa3_returns_lse: True: functions of flash_attn_interface return (out, softmax_lse), as before 2025-08-29. Programs of that time,
+            such as Wan 2.1, take the first of both. False: they return out alone unless asked. None: as set before, at first False.
 
     Raises RuntimeError if another flash_attn is installed or imported.
     """
+    if fa3_returns_lse is not None:
+        fa3._always_return_lse = fa3_returns_lse
     if install_stand_in("install_flash_attn_shim", "flash-attn", _SITE) and "transformers" in sys.modules:
         warnings.warn(
             "volta_fa.install_flash_attn_shim: transformers was imported before; if it looked for flash-attn, it will not find the shim",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
 from ...limits import MAX_HEADDIM
+from ...operands import readable
 
 __all__ = [
     "flash_attn_func",
@@ -188,13 +189,13 @@ def _paged(
     if max_seqlen_k < 0:
         raise bad_argument("max_seqlen_k", max_seqlen_k, "the length of the longest sequence")
     return torch.ops.volta_fa.fwd_kvcache(
-        _operand(q),
+        readable(q),
         k,
         v,
-        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_q=readable(cu_seqlens_q),
         max_seqlen_q=max_seqlen_q,
-        cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else seqused_k,
-        block_table=block_table,
+        cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else readable(seqused_k),
+        block_table=readable(block_table),
         num_splits=num_splits,
         **options,
     )
@@ -327,16 +328,16 @@ def flash_attn_with_kvcache(
             raise bad_argument("cache_seqlens", cache_seqlens, f"a length from 0 to {room}{why}{remedy}")
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(
-        _operand(q),
+        readable(q),
         k_cache,
         v_cache,
-        *(() if k is None or v is None else (_operand(k), _operand(v))),
-        cache_seqlens=cache_seqlens,
-        block_table=block_table,
+        *(() if k is None or v is None else (readable(k), readable(v))),
+        cache_seqlens=readable(cache_seqlens),
+        block_table=readable(block_table),
         cache_batch_idx=_int32("cache_batch_idx", cache_batch_idx, q),
         leftpad_k=_int32("cache_leftpad", cache_leftpad, q),
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
+        rotary_cos=readable(rotary_cos),
+        rotary_sin=readable(rotary_sin),
         rotary_interleaved=rotary_interleaved,
         num_splits=max(0, num_splits),
         **options,
@@ -352,7 +353,7 @@ def _int32(name: str, t: Tensor | None, q: Tensor) -> Tensor | None:
         raise bad_argument(name, f"dtype {t.dtype}", "an integer dtype")
     if t.shape != q.shape[:1]:
         raise bad_argument(name, f"shape {tuple(t.shape)}", f"shape (batch,), here ({q.shape[0]},)")
-    return t.to(torch.int32)
+    return readable(t.to(torch.int32))
 
 
 def _attention(
@@ -375,12 +376,22 @@ def _attention(
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     options |= {"dropout_p": dropout_p, "deterministic": deterministic}
     if packed is not None:
-        require_tensors(cu_seqlens_q=packed[0], cu_seqlens_k=packed[1])
-        options |= zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed)
+        options |= _lengths(*packed)
     out, softmax_lse, rng_state = _fwd(q, k, v, **options)
     if not return_attn_probs:
         return out
     return out, softmax_lse, _s_dmask(q, k, softmax_lse, rng_state, **options) if dropout_p > 0 else q.new_empty(0)
+
+
+def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
+    """Returns the lengths of packed sequences under the names of the operators."""
+    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return {
+        "cu_seqlens_q": readable(cu_seqlens_q),
+        "cu_seqlens_k": readable(cu_seqlens_k),
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
 
 
 def _options(
@@ -399,14 +410,14 @@ def _options(
         "window_left": left,
         "window_right": -1 if causal else right,  # flash-attn ignores it with causal; the op raises
         "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": s_aux,
+        "alibi_slopes": readable(alibi_slopes),
+        "sinks": readable(s_aux),
     }
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Calls the op, for tensors of any strides."""
-    return torch.ops.volta_fa.fwd(_operand(q), _operand(k), _operand(v), **options)
+    return torch.ops.volta_fa.fwd(readable(q), readable(k), readable(v), **options)
 
 
 def _check_headdims(operands: dict[str, Tensor]) -> None:
@@ -422,10 +433,6 @@ def _check_headdims(operands: dict[str, Tensor]) -> None:
     if k.shape[-1] != q.shape[-1]:
         _, name, _ = operands
         raise bad_argument(name, f"headdim {k.shape[-1]}", f"headdim {q.shape[-1]}, that of q")
-
-
-def _operand(t: Tensor) -> Tensor:
-    return t if t.dim() == 0 or t.stride(-1) == 1 else t.contiguous()
 
 
 def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor, ...]:
@@ -445,14 +452,15 @@ def _window(window_size: Any) -> tuple[int | torch.SymInt | Tensor, int | torch.
     pair = isinstance(window_size, (tuple, list)) or (isinstance(window_size, Tensor) and window_size.dim() == 1)
     if not pair or len(window_size) != 2 or not all(map(_is_integer, window_size)):
         raise bad_argument("window_size", repr(window_size), "(left, right), two integers or integer tensors of one element")
-    left, right = (bound if isinstance(bound, (Tensor, torch.SymInt)) else operator.index(bound) for bound in window_size)
+    left, right = (bound if isinstance(bound, (int, Tensor, torch.SymInt)) else operator.index(bound) for bound in window_size)
     return max(-1, left), max(-1, right)
 
 
 def _is_integer(bound: Any) -> bool:
     if isinstance(bound, Tensor):
         return bound.numel() == 1 and bound.dtype in _INTEGERS
-    return isinstance(bound, torch.SymInt) or hasattr(bound, "__index__")
+    # torch.compile takes symbolic integers for int, and traces no hasattr of them
+    return isinstance(bound, (int, torch.SymInt)) or hasattr(bound, "__index__")
 
 
 @torch.no_grad()

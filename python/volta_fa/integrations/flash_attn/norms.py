@@ -13,7 +13,17 @@ from torch.nn import functional
 
 from ...errors import bad_argument
 
-__all__ = ["DropoutAddRMSNorm", "RMSNorm", "dropout_add_rms_norm", "layer_norm_fn", "rms_norm", "rms_norm_fn"]
+__all__ = [
+    "DropoutAddRMSNorm",
+    "RMSNorm",
+    "dropout_add_rms_norm",
+    "layer_norm_fn",
+    "layer_norm_linear_fn",
+    "layer_norm_ref",
+    "rms_norm",
+    "rms_norm_fn",
+    "rms_norm_ref",
+]
 
 
 def layer_norm_fn(
@@ -106,6 +116,108 @@ def rms_norm_fn(
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32, zero_centered_weight, True,
         return_dropout_mask, out_dtype, out, residual_out,
+    )  # fmt: skip
+
+
+def layer_norm_linear_fn(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Any:
+    """Computes a linear layer of `layer_norm_fn`, in x's dtype or that of autocast.
+
+    Args:
+        linear_weight: (out_features, hidden_size). linear_bias: (out_features).
+
+    Returns the layer's result, and with prenorm also the sum of x and residual.
+    """
+    y, total = layer_norm_fn(
+        x, norm_weight, norm_bias, residual, eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm
+    )
+    out = functional.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
+    return (out, total) if prenorm else out
+
+
+def layer_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
+    upcast: bool = False,
+    *,
+    is_rms_norm: bool = False,
+) -> Any:
+    """Computes `layer_norm_fn` in the dtypes of its arguments, for comparisons.
+
+    Args:
+        dropout_mask, dropout_mask1: bool, what dropout keeps of x and of x1; random unless given.
+        upcast: compute in float32.
+
+    Returns what `layer_norm_fn` returns, without masks.
+    """
+    dtype = x.dtype
+    if upcast:
+        x, weight, bias, residual, x1, weight1, bias1 = (
+            t if t is None else t.float() for t in (x, weight, bias, residual, x1, weight1, bias1)
+        )
+    total = _dropped(x if rowscale is None else x * rowscale[..., None], dropout_p, dropout_mask)
+    if x1 is not None:
+        total = total + _dropped(x1, dropout_p, dropout_mask1)
+    if residual is not None:
+        total = (total + residual).to(total.dtype)
+    results = []
+    for scale, shift in ((weight, bias), (weight1, bias1)):
+        if scale is None:
+            continue
+        scale = scale + 1.0 if zero_centered_weight else scale
+        if is_rms_norm:
+            normed = total / total.square().mean(-1, keepdim=True).add(eps).sqrt() * scale
+            results.append((normed if shift is None else normed + shift).to(dtype))
+        else:
+            results.append(functional.layer_norm(total.to(scale.dtype), total.shape[-1:], scale, shift, eps).to(dtype))
+    if prenorm:
+        results.append(total)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def rms_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
+    upcast: bool = False,
+) -> Any:
+    """Computes `layer_norm_ref` with RMS norm: no mean is subtracted."""
+    return layer_norm_ref(
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, zero_centered_weight, dropout_mask,
+        dropout_mask1, upcast, is_rms_norm=True,
     )  # fmt: skip
 
 
@@ -216,6 +328,13 @@ class DropoutAddRMSNorm(torch.nn.Module):
         return dropout_add_rms_norm(
             x0, residual, self.weight, None, p, self.eps, prenorm=self.prenorm, residual_in_fp32=self.residual_in_fp32
         )
+
+
+def _dropped(x: Tensor, p: float, keep: Tensor | None) -> Tensor:
+    """Returns x after dropout by a given mask, or by a random one."""
+    if not p > 0.0:
+        return x
+    return functional.dropout(x, p) if keep is None else x.masked_fill(~keep, 0.0) / (1.0 - p)
 
 
 def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:

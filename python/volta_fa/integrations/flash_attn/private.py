@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from .interface import _fwd, _operand, _options, _paged, _s_dmask
+from ...operands import readable
+from .interface import _fwd, _lengths, _options, _paged, _s_dmask
 
 __all__ = [
     "_flash_attn_backward",
@@ -121,7 +122,7 @@ def _flash_attn_varlen_forward(
         return out, softmax_lse, q.new_empty(0), torch.empty(0, dtype=torch.int64, device=q.device)
     if leftpad_k is not None:
         k, v, seqused_k = _without_padding(k, v, cu_seqlens_k, leftpad_k, seqused_k)
-    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) | {"seqused_k": seqused_k}
+    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) | {"seqused_k": readable(seqused_k)}
     return _forward(q, k, v, dropout_p, return_softmax, options)
 
 
@@ -250,7 +251,7 @@ def _backward(
         raise bad_argument("rng_state", "None", "what the forward call returned: dropout_p is not 0")
     with _no_autocast(q):
         computed = torch.ops.volta_fa.bwd(
-            *map(_operand, (dout, q, k, v, out)),
+            *map(readable, (dout, q, k, v, out)),
             softmax_lse.contiguous(),
             rng_state=rng_state,
             dropout_p=dropout_p,
@@ -276,12 +277,6 @@ def _check_target(name: str, t: Tensor, shape: Sequence[int], dtype: torch.dtype
         raise bad_argument(name, _describe(t), f"shape {tuple(shape)} of dtype {dtype} on {device}, {remark}")
     if any(n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride())):
         raise bad_argument(name, f"an expanded tensor of strides {t.stride()}", "elements of their own")
-
-
-def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
-    """Returns the lengths of packed sequences under the names of the operators."""
-    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    return {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
 
 
 def _effective(dropout_p: float) -> float:

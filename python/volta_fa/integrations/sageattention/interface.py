@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument
+from ...operands import readable
 
 __all__ = [
     "sageattn",
@@ -132,7 +133,7 @@ def sageattn_varlen(
         raise bad_argument("attn_mask", "a mask", "None: packed sequences take none. Use sageattn", op=op, error=NotImplementedError)
     _check_choices(op, kwargs)
     is_same = cu_seqlens_q is cu_seqlens_k
-    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
+    cu_seqlens_q, cu_seqlens_k = readable(cu_seqlens_q.to(torch.int32)), readable(cu_seqlens_k.to(torch.int32))
     # SageAttention's causal mask begins at a sequence's first query, volta_fa's at its last
     if is_causal and not is_same and not torch.equal(cu_seqlens_q, cu_seqlens_k):
         found = "True with sequences that have more keys or more queries"

@@ -56,8 +56,8 @@ def register() -> None:
             continuous_batching.check_release()
         if requested_attention in (NAME, PAGED_NAME) and not self._can_set_attn_implementation():
             raise ValueError(
-                f"attn_implementation: got {NAME!r}, and {type(self).__name__} of transformers {transformers_version} does not use the "
-                "attention interface: expected 'sdpa', which volta_fa.enable_sdpa() also runs, or 'eager'"
+                f"attn_implementation: got {requested_attention!r}, and {type(self).__name__} of transformers {transformers_version} does "
+                "not use the attention interface: expected 'sdpa', which volta_fa.enable_sdpa() also runs, or 'eager'"
             )
         return accept(self, requested_attention, *args, **kwargs)
 

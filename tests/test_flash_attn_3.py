@@ -1,0 +1,364 @@
+"""FlashAttention 3's functions: signatures, chunked local attention, what is ignored and what is refused. Against plain fp64."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+
+from conftest import on
+from test_flash_attn_api import refused
+from volta_fa.integrations.flash_attn import fa3
+
+BACKENDS = on("cpu-fp64", "cuda")
+CPU = on("cpu-fp64")
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+WINDOWS = [(-1, -1), (4, -1), (3, 2)]
+
+# ---- what is right ---------------------------------------------------------------------------------------------
+
+
+def attention(q, k, v, chunk=0, causal=False, window_size=(-1, -1), softcap=0.0, qv=None, softmax_scale=None):
+    """One sequence, (seqlen, nheads, headdim), in fp64 and differentiable. Returns out and softmax_lse."""
+    nheads = q.shape[1]
+    q, k, v = q.double(), *(t.double().repeat_interleave(nheads // t.shape[1], dim=1) for t in (k, v))
+    scores, width = torch.einsum("ihd,jhd->hij", q, k), q.shape[-1]
+    if qv is not None:
+        scores, width = scores + torch.einsum("ihd,jhd->hij", qv.double(), v), width + v.shape[-1]
+    scores = scores * (width**-0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
+    for i in range(len(q)):
+        position = i + len(k) - len(q)
+        for j in range(len(k)):
+            hidden[i, j] = (
+                (chunk > 0 and position // chunk != j // chunk)
+                or (causal and j > position)
+                or (window_size[0] >= 0 and j < position - window_size[0])
+                or (window_size[1] >= 0 and not causal and j > position + window_size[1])
+            )
+    scores = scores.masked_fill(hidden.to(scores.device), -math.inf)
+    lse = scores.logsumexp(-1)
+    p = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    return torch.einsum("hij,jhd->ihd", p, v), lse
+
+
+def close(backend, found, expected):
+    tolerance = 1e-10 if backend.dtype == torch.float64 else 5e-3
+    torch.testing.assert_close(found.double(), expected.double(), rtol=4 * tolerance, atol=tolerance)
+
+
+def close_lse(found, expected):
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected.float(), rtol=2e-4, atol=2e-4)
+
+
+def check(backend, found, expected, leaves):
+    """The results agree, and the gradients of out and softmax_lse, which the same random numbers weigh."""
+    (out, lse), (want, want_lse) = found, expected
+    close(backend, out, want)
+    close_lse(lse, want_lse)
+    weights = backend.randn(*out.shape)
+    seen = want_lse.isfinite()
+    want_total = (want * weights.double()).sum() + want_lse.masked_fill(~seen, 0.0).sum()
+    total = (out.double() * weights.double()).sum() + lse.masked_fill(~seen, 0.0).sum()
+    for g, w in zip(torch.autograd.grad(total, leaves), torch.autograd.grad(want_total, leaves)):
+        close(backend, g, w)
+
+
+def leaf(backend, *shape):
+    return backend.randn(*shape).requires_grad_()
+
+
+# ---- signatures ------------------------------------------------------------------------------------------------
+
+DESCALES = "q_descale=None, k_descale=None, v_descale=None, "
+TRAINING = (
+    f"softmax_scale=None, causal=False, qv=None, {DESCALES}window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, "
+    "pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False)"
+)
+SIGNATURES = {
+    "flash_attn_func": f"(q, k, v, {TRAINING}",
+    "flash_attn_varlen_func": (
+        "(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, " + TRAINING
+    ),
+    "flash_attn_qkvpacked_func": (
+        f"(qkv, softmax_scale=None, causal=False, {DESCALES}window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False, "
+        "num_heads_q=None, sm_margin=0, return_attn_probs=False)"
+    ),
+    "flash_attn_with_kvcache": (
+        "(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, "
+        "cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, "
+        f"{DESCALES}softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+        "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False)"
+    ),
+    "flash_attn_combine": "(out_partial, lse_partial, out=None, out_dtype=None)",
+    "get_scheduler_metadata": (
+        "(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=torch.bfloat16, "
+        "headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, "
+        "window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", fa3.__all__)
+def test_signatures_are_those_of_flash_attention_3(name):
+    signature = inspect.signature(getattr(fa3, name))
+    bare = inspect.Signature([p.replace(annotation=p.empty) for p in signature.parameters.values()])
+    assert str(bare) == SIGNATURES[name]
+
+
+# ---- training --------------------------------------------------------------------------------------------------
+
+
+@CAUSAL
+@pytest.mark.parametrize("window_size", WINDOWS, ids=str)
+@pytest.mark.parametrize("seqlens", [(11, 11), (5, 17), (17, 6), (1, 9), (9, 1)], ids=str)
+@pytest.mark.parametrize("chunk", [1, 4, 6, 100])
+@BACKENDS
+def test_chunks(backend, chunk, seqlens, window_size, causal):
+    """Also queries before the first key, which are in chunks without keys."""
+    q, k, v = leaf(backend, 2, seqlens[0], 4, 8), leaf(backend, 2, seqlens[1], 2, 8), leaf(backend, 2, seqlens[1], 2, 16)
+    options = {"causal": causal, "window_size": window_size, "softcap": 20.0}
+    found = fa3.flash_attn_func(q, k, v, attention_chunk=chunk, return_attn_probs=True, **options)
+    expected = [torch.stack(t) for t in zip(*(attention(q[b], k[b], v[b], chunk, **options) for b in range(2)))]
+    check(backend, found, expected, (q, k, v))
+
+
+@CAUSAL
+@pytest.mark.parametrize("chunk", [0, 1, 5, 100])
+@pytest.mark.parametrize("used", ["all", "queries", "keys", "both"])
+@pytest.mark.parametrize("kind", ["self", "same lengths", "cross"])
+@BACKENDS
+def test_packed_chunks(backend, kind, used, chunk, causal):
+    """Unused queries have out 0, softmax_lse -inf and no gradient. Unused keys have none either."""
+    lengths_q, lengths_k = [7, 0, 12, 1], [7, 0, 12, 1] if kind != "cross" else [16, 3, 5, 0]
+    q, k, v = leaf(backend, 20, 4, 8), leaf(backend, sum(lengths_k), 2, 8), leaf(backend, sum(lengths_k), 2, 8)
+    begins_q, begins_k = (torch.tensor([0, *lengths]).cumsum(0).tolist() for lengths in (lengths_q, lengths_k))
+    cu_seqlens_q = backend.ints(begins_q)
+    cu_seqlens_k = cu_seqlens_q if kind == "self" else backend.ints(begins_k)
+    used_q = [max(0, n - 3) for n in lengths_q] if used in ("queries", "both") else lengths_q
+    used_k = [max(0, n - 2) for n in lengths_k] if used in ("keys", "both") else lengths_k
+    found = fa3.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max(lengths_q), max(lengths_k),
+        None if used_q is lengths_q else backend.ints(used_q), None if used_k is lengths_k else backend.ints(used_k),
+        causal=causal, attention_chunk=chunk, return_attn_probs=True,
+    )  # fmt: skip
+    outs, lses = [], []
+    for b in range(4):
+        first_q, first_k = begins_q[b], begins_k[b]
+        out, lse = attention(
+            q[first_q : first_q + used_q[b]], k[first_k : first_k + used_k[b]], v[first_k : first_k + used_k[b]], chunk, causal
+        )
+        rest = lengths_q[b] - used_q[b]
+        outs += [out, out.new_zeros(rest, 4, 8)]
+        lses += [lse, lse.new_full((4, rest), -math.inf)]
+    check(backend, found, (torch.cat(outs), torch.cat(lses, 1)), (q, k, v))
+
+
+@pytest.mark.parametrize("form", ["five", "four"])
+@CPU
+def test_packed_projections(backend, form):
+    qkv = leaf(backend, 2, 9, 3, 4, 8) if form == "five" else leaf(backend, 2, 9, 4 + 2 + 2, 8)
+    q, k, v = qkv.unbind(2) if form == "five" else qkv.split([4, 2, 2], 2)
+    found = fa3.flash_attn_qkvpacked_func(
+        qkv, 0.3, True, attention_chunk=4, num_heads_q=None if form == "five" else 4, return_attn_probs=True
+    )
+    expected = [torch.stack(t) for t in zip(*(attention(q[b], k[b], v[b], 4, True, softmax_scale=0.3) for b in range(2)))]
+    check(backend, found, expected, (qkv,))
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+@CPU
+def test_a_second_query_for_values(backend, chunk):
+    q, k, v, qv = leaf(backend, 2, 9, 4, 8), leaf(backend, 2, 9, 2, 8), leaf(backend, 2, 9, 2, 24), leaf(backend, 2, 9, 4, 24)
+    found = fa3.flash_attn_func(q, k, v, causal=True, qv=qv, attention_chunk=chunk, return_attn_probs=True)
+    expected = [torch.stack(t) for t in zip(*(attention(q[b], k[b], v[b], chunk, True, qv=qv[b]) for b in range(2)))]
+    check(backend, found, expected, (q, k, v, qv))
+
+
+@CPU
+def test_results_without_probabilities_are_one_tensor(backend):
+    """FlashAttention 3 before 2025-08-29 always returned softmax_lse too; a switch brings that back."""
+    q = backend.randn(1, 5, 2, 8)
+    lengths = (backend.ints([0, 5]),) * 2
+    calls = [
+        lambda: fa3.flash_attn_func(q, q, q),
+        lambda: fa3.flash_attn_varlen_func(q[0], q[0], q[0], *lengths, 5, 5),
+        lambda: fa3.flash_attn_qkvpacked_func(torch.stack((q, q, q), 2)),
+    ]
+    backend.monkeypatch.setattr(fa3, "_always_return_lse", False)
+    alone = [call() for call in calls]
+    backend.monkeypatch.setattr(fa3, "_always_return_lse", True)
+    for call, out in zip(calls, alone):
+        again, lse = call()
+        assert torch.equal(again, out) and lse.isfinite().all()
+
+
+@CPU
+def test_what_has_no_meaning_changes_nothing(backend):
+    q, k, v = backend.randn(2, 7, 4, 8), backend.randn(2, 9, 2, 8), backend.randn(2, 9, 2, 8)
+    scale = torch.full((2, 2), 3.0)
+    ignored = {"q_descale": scale, "k_descale": scale, "v_descale": scale, "pack_gqa": True, "sm_margin": 5}
+    assert torch.equal(fa3.flash_attn_func(q, k, v, num_splits=3, **ignored), fa3.flash_attn_func(q, k, v))
+    metadata = fa3.get_scheduler_metadata(2, 7, 9, 4, 2, 8, backend.ints([9, 9]))
+    found = fa3.flash_attn_with_kvcache(q, k, v, scheduler_metadata=metadata, **ignored)
+    assert torch.equal(found, fa3.flash_attn_with_kvcache(q, k, v))
+    assert torch.equal(found, fa3.flash_attn_func(q, k, v))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@CPU
+def test_chunks_compile(backend, dynamic):
+    torch.compiler.reset()
+    compiled = torch.compile(fa3.flash_attn_func, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for seqlen in (9, 13) if dynamic else (9,):
+        q, k, v = leaf(backend, 2, seqlen, 4, 8), leaf(backend, 2, 11, 2, 8), leaf(backend, 2, 11, 2, 8)
+        results = [f(q, k, v, causal=True, attention_chunk=4, return_attn_probs=True) for f in (compiled, fa3.flash_attn_func)]
+        check(backend, *results, (q, k, v))
+    torch.compiler.reset()
+
+
+# ---- caches ----------------------------------------------------------------------------------------------------
+
+
+def cached(q, k_cache, v_cache, lengths, chunk, leftpad=None, **options):
+    """`attention` of every sequence, a list of queries, to the first keys of its entry."""
+    leftpad = leftpad or [0] * len(q)
+    return [attention(q[b], k_cache[b, leftpad[b] : n], v_cache[b, leftpad[b] : n], chunk, **options) for b, n in enumerate(lengths)]
+
+
+@CAUSAL
+@pytest.mark.parametrize("window_size", WINDOWS[::2], ids=str)
+@pytest.mark.parametrize("layout", ["dense", "leftpad", "entries", "pages", "room"])
+@pytest.mark.parametrize("seqlen_q", [1, 7])
+@pytest.mark.parametrize("chunk", [1, 5, 16, 1000])
+@BACKENDS
+def test_chunks_of_a_cache(backend, chunk, seqlen_q, layout, window_size, causal):
+    """With pages of 16 tokens, chunks of 16 take whole pages, and others begin within one."""
+    q, k_cache, v_cache = backend.randn(3, seqlen_q, 4, 8), backend.randn(3, 48, 2, 8), backend.randn(3, 48, 2, 16)
+    lengths = [48] * 3 if layout == "room" else [48, 33, 5]
+    leftpad = [3, 20, 0] if layout == "leftpad" else None
+    options = {"causal": causal, "window_size": window_size, "return_softmax_lse": True, "attention_chunk": chunk}
+    options["cache_seqlens"] = None if layout == "room" else backend.ints(lengths)
+    options["cache_leftpad"] = None if leftpad is None else backend.ints(leftpad)
+    given = k_cache, v_cache
+    if layout == "entries":
+        order = torch.tensor([2, 0, 1])
+        given = tuple(torch.empty_like(t).index_copy_(0, order.to(t.device), t) for t in given)
+        options["cache_batch_idx"] = backend.ints(order.tolist())
+    if layout == "pages":
+        pages = torch.randperm(9, generator=torch.Generator().manual_seed(0)).view(3, 3)
+        given = tuple(torch.empty_like(t).flatten(0, 1).unflatten(0, (9, 16)) for t in given)
+        for b, row in enumerate(pages.tolist()):
+            for i, page in enumerate(row):
+                for t, whole in zip(given, (k_cache, v_cache)):
+                    t[page] = whole[b, 16 * i : 16 * i + 16]
+        pages[1, 3:], pages[2, 1:] = -7, 10**6  # what is after the last page is not read
+        options["page_table"] = backend.ints(pages.flatten().tolist()).view(3, 3)
+    out, lse, *rest = fa3.flash_attn_with_kvcache(q, *given, **options)
+    assert [t.numel() for t in rest] == [0, 0]
+    expected = cached(q, k_cache, v_cache, lengths, chunk, leftpad, causal=causal, window_size=window_size)
+    close(backend, out, torch.stack([e[0] for e in expected]))
+    close_lse(lse, torch.stack([e[1] for e in expected]))
+
+
+@CAUSAL
+@pytest.mark.parametrize("chunk", [0, 4, 100])
+@pytest.mark.parametrize("rotary", ["none", "cache_seqlens", "rotary_seqlens"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@BACKENDS
+def test_append(backend, packed, rotary, chunk, causal):
+    """k is rotated by its positions. So is q where a mask or chunks order the queries; else all by the first position."""
+    lengths_q, lengths_new = ([3, 3], [3, 3]) if not packed else ([4, 1], [2, 3])
+    k_cache, v_cache = backend.randn(2, 20, 2, 16), backend.randn(2, 20, 2, 16)
+    before, first = [2, 11], [2, 11] if rotary != "rotary_seqlens" else [5, 0]
+    q, k, v = ([backend.randn(n, heads, 16) for n in of] for heads, of in ((4, lengths_q), (2, lengths_new), (2, lengths_new)))
+    angles = backend.randn(20, 4).float() * 3
+    cos, sin = angles.cos().to(backend.dtype), angles.sin().to(backend.dtype)
+
+    def turn(x, begin, ordered=True):
+        if rotary == "none":
+            return x
+        rows = [begin + i * ordered for i in range(len(x))]
+        c, s = (t[rows][:, None].double() for t in (cos, sin))
+        a, b = x[..., :4].double(), x[..., 4:8].double()
+        return torch.cat((a * c - b * s, a * s + b * c, x[..., 8:].double()), -1).to(x.dtype)
+
+    want_k, want_v, want_q = k_cache.clone(), v_cache.clone(), []
+    for b in range(2):
+        place = slice(before[b], before[b] + lengths_new[b])
+        want_k[b, place], want_v[b, place] = turn(k[b], first[b]), v[b]
+        want_q.append(turn(q[b], first[b], causal or chunk > 0))
+    join = torch.cat if packed else torch.stack
+    options = {"causal": causal, "attention_chunk": chunk, "rotary_interleaved": False, "cache_seqlens": backend.ints(before)}
+    if rotary != "none":
+        options |= {"rotary_cos": cos, "rotary_sin": sin}
+    if rotary == "rotary_seqlens":
+        options["rotary_seqlens"] = backend.ints(first)
+    if packed:
+        cu = [backend.ints([0, n[0], sum(n)]) for n in (lengths_q, lengths_new)]
+        options |= {"cu_seqlens_q": cu[0], "cu_seqlens_k_new": cu[1], "max_seqlen_q": max(lengths_q)}
+    out = fa3.flash_attn_with_kvcache(join(q), k_cache, v_cache, join(k), join(v), **options)
+    close(backend, k_cache, want_k)
+    assert torch.equal(v_cache, want_v)
+    lengths = [n + new for n, new in zip(before, lengths_new)]
+    close(backend, out, join([e[0] for e in cached(want_q, want_k, want_v, lengths, chunk, causal=causal)]))
+
+
+@CPU
+def test_a_cache_in_float8(backend):
+    """Its scales count, one for each entry and head, also where chunks repeat the entries."""
+    q, scales = backend.randn(2, 6, 2, 16), [torch.tensor([[0.5, 2.0], [3.0, 0.25]]), torch.tensor([[1.0, 0.5], [2.0, 4.0]])]
+    codes = [backend.randn(2, 32, 2, 16).float().to(torch.float8_e4m3fn) for _ in range(2)]
+    caches = [c.double() * s.double()[:, None, :, None] for c, s in zip(codes, scales)]
+    lengths = [32, 13]
+    for chunk, pages in ((0, False), (4, False), (16, True), (5, True)):
+        given = [c.flatten(0, 1).unflatten(0, (4, 16)) for c in codes] if pages else codes
+        table = backend.ints(range(4)).view(2, 2) if pages else None
+        out = fa3.flash_attn_with_kvcache(
+            q, *given, cache_seqlens=backend.ints(lengths), page_table=table, attention_chunk=chunk, causal=True,
+            k_descale=scales[0], v_descale=scales[1],
+        )  # fmt: skip
+        close(backend, out, torch.stack([e[0] for e in cached(q, *caches, lengths, chunk, causal=True)]))
+
+
+@CPU
+def test_combine(backend):
+    q, k, v = backend.randn(1, 5, 2, 8), backend.randn(1, 12, 2, 8), backend.randn(1, 12, 2, 8)
+    parts = [fa3.flash_attn_func(q, k[:, r], v[:, r], return_attn_probs=True) for r in (slice(0, 4), slice(4, 12), slice(0, 0))]
+    outs, lses = torch.stack([p[0] for p in parts]), torch.stack([p[1].transpose(1, 2) for p in parts])
+    want, want_lse = fa3.flash_attn_func(q, k, v, return_attn_probs=True)
+    into = torch.empty_like(want)
+    out, lse = fa3.flash_attn_combine(outs, lses, into)
+    assert out is into and fa3.flash_attn_combine(outs, lses, out_dtype=torch.float16)[0].dtype == torch.float16
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    close_lse(lse, want_lse.transpose(1, 2))
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------
+
+
+@CPU
+def test_errors(backend):
+    q, lengths = backend.randn(1, 5, 2, 8), backend.ints([0, 5])
+    eight = q.to(torch.float8_e4m3fn)
+    refused(NotImplementedError, r"q: got dtype torch.float8_e4m3fn, expected torch.float16", fa3.flash_attn_func, eight, eight, eight)
+    refused(ValueError, r"qv: got shape \(1, 5, 2, 4\), expected shape \(1, 5, 2, 8\)", fa3.flash_attn_func, q, q, q, qv=q[..., :4])
+    wide = backend.randn(1, 5, 2, 512)
+    refused(NotImplementedError, r"qv: got headdim 8 and headdim_v 512.*fwd_mla", fa3.flash_attn_func, q, q, wide, qv=wide)
+    refused(NotImplementedError, r"qv: got a tensor, expected None: call volta_fa.flash_mla", fa3.flash_attn_with_kvcache, q, q, q, qv=q)
+    packed = q[0], q[0], q[0], lengths, lengths, 5, 5
+    refused(ValueError, r"seqused_q: got shape \(2,\).*\(1,\)", fa3.flash_attn_varlen_func, *packed, seqused_q=lengths)
+    refused(ValueError, r"q, k, v: got shapes", fa3.flash_attn_func, q, q, q[:, :4], attention_chunk=2)
+    refused(ValueError, r"q, k, v: got shapes", fa3.flash_attn_func, *packed[:3], attention_chunk=2)
+    refused(ValueError, r"qkv: got shape \(1, 5, 2, 8\) with num_heads_q=1", fa3.flash_attn_qkvpacked_func, q, num_heads_q=1)
+    refused(ValueError, r"v: got None, expected a tensor: k is given", fa3.flash_attn_with_kvcache, q, q, q, q)
+    refused(
+        NotImplementedError, r"cache_leftpad: got a tensor, expected None with page_table", fa3.flash_attn_with_kvcache, q,
+        backend.randn(1, 16, 2, 8), backend.randn(1, 16, 2, 8), page_table=backend.ints([0]).view(1, 1), attention_chunk=4,
+        cache_leftpad=backend.ints([0]),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+../../python/volta_fa/integrations/flash_attn/shim/flash_attn_interface.py
