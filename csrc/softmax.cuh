@@ -49,7 +49,7 @@ __device__ __forceinline__ unsigned pack_shifted(float lo, float hi) {
     return __byte_perm(a, b, 0x7632);
 }
 // Returns a probability as pack_shifted takes it, times kPackedOne. `.rn` is essential: without it ptxas 12.9 takes the product's
-// bits for 0 (docs/log/2026-11-23-lse-product.md).
+// bits for 0 (docs/design/numerics.md).
 __device__ __forceinline__ float shifted(float probability) {
     float y;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(probability), "f"(kPackedOne * kPackingShift));

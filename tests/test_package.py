@@ -115,6 +115,20 @@ def test_links_on_the_site():
     assert all((REPOSITORY / path).exists() for path in hook.ELSEWHERE)
 
 
+def test_links_lead_to_files_of_a_checkout():
+    """mkdocs reports dead links of the site, but not those to pages that only the site has."""
+    hidden_code = re.compile(r"^( *)(```+).*?^\1\2|`[^`\n]+`", re.M | re.S)
+    pages = [path for folder in ("docs", "tools/volta-sim") for path in (REPOSITORY / folder).rglob("*.md")] + [*REPOSITORY.glob("*.md")]
+    targets = [
+        (page, target.partition("#")[0])
+        for page in pages
+        for target in re.findall(r"\]\(([^()\s]+)\)", hidden_code.sub("", page.read_text(encoding="utf-8")))
+        if ":" not in target
+    ]
+    dead = [f"{page.relative_to(REPOSITORY)}: {target}" for page, target in targets if not (page.parent / target).exists()]
+    assert targets and not dead
+
+
 def test_python_range_is_the_same_everywhere():
     oldest, newest = check_build_env.PYTHON_OLDEST, check_build_env.PYTHON_NEWEST
     assert f'requires-python = ">=3.{oldest[1]},<3.{newest[1] + 1}"' in read("pyproject.toml")

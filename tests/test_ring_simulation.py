@@ -1,4 +1,4 @@
-"""The simulation of docs/log/2026-11-22-context-parallel.md: its limits, and a case by hand."""
+"""benchmarks.ring_simulation: its limits, and a case by hand."""
 
 import dataclasses
 

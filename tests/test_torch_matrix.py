@@ -106,7 +106,7 @@ def test_verdict_and_exit_status(releases, verdict, status, tmp_path, monkeypatc
 def test_each_release_has_a_python_and_none_is_left_out():
     assert tuple(torch_matrix.PYTHONS) == torch_releases.RELEASES
     ours = range(check_build_env.PYTHON_OLDEST[1], check_build_env.PYTHON_NEWEST[1] + 1)
-    # of 3.14 uv has none here: docs/log/2026-11-22-torch-releases.md says what was tried with it
+    # of 3.14 uv has none here: docs/reference/compatibility.md says what was tried with it
     assert set(torch_matrix.PYTHONS.values()) == {f"3.{minor}" for minor in ours} - {"3.14"}
 
 

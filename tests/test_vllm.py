@@ -4,7 +4,9 @@ Run with small stand-ins of vLLM's classes (vllm_stub.py), and once more in a pr
 
 Environment:
 - VOLTA_FA_TEST_VLLM: folders (separated by colons) in each of which `import vllm` works: the Python files of a release, unpacked, and
-  what these import. docs/log/2026-11-22-vllm.md says how to make one. No GPU and none of its machine code is needed
+  what these import. To make one: `pip download --no-deps vllm==0.33.0`, `unzip` of its
+  `vllm/*.py`, `vllm/*.json` and `*/METADATA` into the folder, and
+  `pip install --no-deps --target FOLDER -r tools/requirements/vllm.txt`. No GPU and none of its machine code is needed
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ use crate::tuning::Shape;
 /// Fewest keys for which the fast kernels are chosen: on a simulated RTX 2080 Ti, with a head for each SM and as many queries as keys, the
 /// call takes 0.79, 0.78 and 0.80 of the exact kernel's time at 768 keys (headdim 64, 128, 256). At 512 keys, 0.91, 0.86 and 0.85, and a
 /// launch more that the simulator leaves out. On a T4, which the planner cannot tell apart, both calls are within 15% from 1024 keys on
-/// (`python -m benchmarks.fast --every-length`, docs/log/2026-11-26-fast-forward.md).
+/// (`python -m benchmarks.fast --every-length`, 2026-11-26).
 pub const FAST_MIN_KEYS: i64 = 768;
 
 /// Fewest query rows of a KV head for which preparing its keys pays: its time per key is that which 240 to 390 rows save on a simulated RTX
@@ -22,7 +22,7 @@ pub const FAST_MIN_KEYS: i64 = 768;
 pub const FAST_MIN_ROWS: i64 = 512;
 
 /// Blocks of the prepare kernel for each SM where a mask is packed, twice what an SM runs at a time. All blocks share the packing, also
-/// where K has few blocks of its own: those alone took 312 us instead of 24 (docs/log/2026-11-26-fast-forward-2.md).
+/// where K has few blocks of its own: those alone took 312 us instead of 24 (8 heads on 1, N=1024, a mask for each head, 2026-11-26).
 const PACKING_BLOCKS: u32 = 4;
 
 /// The kernels of a fast forward.

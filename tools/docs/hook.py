@@ -4,8 +4,7 @@ Links in a page are relative to its file in the repository. On the site, a link 
 other file of the repository becomes plain text, since the site has no sources. A link to a missing file stays, so that
 mkdocs reports it.
 
-Generated pages: `reference/kernels.md` from `volta_fa::_info`, `reference/errors.md` from the sources (messages.py), and
-`log/index.md` from the headings in docs/log.
+`volta_fa::_info` generates one page, `reference/kernels.md`.
 """
 
 from __future__ import annotations
@@ -37,23 +36,8 @@ def on_files(files: Any, config: Any) -> Any:
 
     for path, name in ELSEWHERE.items():
         files.append(File.generated(config, name, content=(REPOSITORY / path).read_text(encoding="utf-8")))
-    sys.path.insert(0, str(Path(__file__).parent))
-    import messages
-
-    pages = {"log/index.md": log_index(), "reference/kernels.md": kernels_page(library_info()), "reference/errors.md": messages.page()}
-    for name, content in pages.items():
-        files.append(File.generated(config, name, content=content))
+    files.append(File.generated(config, "reference/kernels.md", content=kernels_page(library_info())))
     return files
-
-
-def log_index() -> str:
-    """Returns the page that lists the records of docs/log, newest first."""
-    lines = []
-    for path in sorted((REPOSITORY / "docs/log").glob("2*.md"), reverse=True):
-        title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        lines.append(f"- {path.name[:10]}: [{title}]({path.name})")
-    head = "# Log\n\nDated records of experiments and test runs. Nobody edits a record later: figures and names are those of its date."
-    return head + "\n\n" + "\n".join(lines) + "\n"
 
 
 def library_info() -> dict[str, Any]:

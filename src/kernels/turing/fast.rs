@@ -1,4 +1,4 @@
-//! The fast forward kernels: int8 scores, fp16 sums of spans of keys. docs/log/2026-11-23-fast-forward.md has the reasons for their tiles.
+//! The fast forward kernels: int8 scores, fp16 sums of spans of keys. docs/design/turing-forward.md has the reasons for their tiles.
 
 use super::super::variants::{Feature, FeatureSet, Pass, Variant};
 use super::family::TURING;
