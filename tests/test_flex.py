@@ -320,6 +320,22 @@ def test_compiled_by_inductor():
     assert_same(found, plain(*inputs, RECOGNIZED["softcap"][0], MASKS["sinks and window"]), inputs)
 
 
+def test_caches_on_disk_tell_the_operators_arguments():
+    from torch.compiler import config
+
+    from volta_fa.flex.mask_op import INTERFACE
+
+    before = config.cache_key_tag
+    volta_fa.enable_flex("cpu")
+    assert INTERFACE in config.cache_key_tag
+    volta_fa.disable_flex()
+    assert config.cache_key_tag == before
+    graphs = []
+    torch._dynamo.reset()
+    torch.compile(flex_attention, backend=lambda graph, _: graphs.append(graph) or graph)(*operands())
+    assert INTERFACE in str(graphs[0].code)
+
+
 def runs_on_volta_fa(function, *arguments):
     with torch.profiler.profile() as profiler:
         result = function(*arguments)

@@ -17,11 +17,11 @@ from torch import Tensor
 from ..block_mask import BlockMask
 from ..block_mask.torch_mask import NO_BLOCKS
 from .attend import attend, check_arguments, check_operands, results
-from .mask_op import pack_mask
+from .mask_op import INTERFACE, pack_mask
 from .routing import log_fallback, original, replaced, serves
 from .score_mod import Scores, Unrecognized, recognize
 
-#: The option of torch's operator that marks calls of `volta_fa.flex_attention`.
+#: The option of torch's operator that marks calls of `volta_fa.flex_attention`. Its value is part of the key of torch.compile's caches.
 _MARK = "VOLTA_FA"
 
 _torch_kernel: Callable[..., Any] | None = None
@@ -58,7 +58,7 @@ def traced(
     wanted = return_lse or (return_aux is not None and return_aux.lse)
     max_scores = return_aux is not None and return_aux.max_scores
     options = {} if kernel_options is None else dict(kernel_options)
-    options |= {_MARK: True, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": max_scores}
+    options |= {_MARK: INTERFACE, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": max_scores}
     for name, default in (("PRESCALE_QK", False), ("ROWS_GUARANTEED_SAFE", False), ("BLOCKS_ARE_CONTIGUOUS", False), ("WRITE_DQ", True)):
         options.setdefault(name, default)
     result = operator(query, key, value, score_mod, block_mask.as_tuple(), scale, options)

@@ -5,6 +5,7 @@ The operator gets the mask function as source text, so programs in torch.compile
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -157,3 +158,9 @@ def _(
         made.append(counts.new_empty((torch.library.get_ctx().new_dynamic_size(), 256), dtype=torch.int32))
     lists, bits, lists_t, bits_t = made
     return lists, bits, lists_t, bits_t
+
+
+#: Changes with the operators' arguments. torch.compile's caches on disk hold programs that call the operators, under keys without them.
+INTERFACE = hashlib.sha256(
+    f"{torch.ops.volta_fa_flex.pack_mask.default._schema}{torch.ops.volta_fa.fwd.default._schema}".encode()
+).hexdigest()

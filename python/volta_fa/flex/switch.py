@@ -96,8 +96,10 @@ def _forget_compiled_programs(enabled: bool) -> None:
     """Discards what torch.compile made before the switch changed, because it decides at compile time."""
     from torch.compiler import config
 
-    tags = [tag for tag in config.cache_key_tag.split(",") if tag and tag != _CACHE_TAG]
-    config.cache_key_tag = ",".join([*tags, _CACHE_TAG] if enabled else tags)
+    from .mask_op import INTERFACE
+
+    tags = [tag for tag in config.cache_key_tag.split(",") if tag and not tag.startswith(_CACHE_TAG)]
+    config.cache_key_tag = ",".join([*tags, f"{_CACHE_TAG}.{INTERFACE}"] if enabled else tags)
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset_code_caches()
