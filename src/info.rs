@@ -53,7 +53,7 @@ fn variant(v: &Variant) -> Value {
         "required_features": names(v.required_features),
         "needs": old_names(v.features),
         "requires": old_names(v.required_features),
-        "source": v.source,
+        "source": v.source.headers[0],
         "cache": if v.is_bf16 { "bfloat16" } else { v.cache.name() },
         "headdim": v.headdim,
         "headdim_v": v.headdim_v,

@@ -27,7 +27,6 @@
 
 template <class Family>
 struct BackwardScores {
-    static constexpr int kSharedBytes = kStagedShared;
     static constexpr int kTiles = 4;  // of 16 keys, and of 16 queries, that a warp has
     using Layout = typename Family::Layout;
     using Lane = typename Layout::Lane;

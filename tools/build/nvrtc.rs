@@ -32,6 +32,9 @@ pub struct Compiler {
     pub version: (i32, i32),
 }
 
+/// The file that NVRTC compiles for every variant, below csrc/.
+pub const ENTRY: &str = "entry.cu";
+
 /// Name under which the sources include the generated parameter blocks.
 const PARAMS_HEADER: &CStr = c"volta_fa_params.h";
 
@@ -209,8 +212,13 @@ impl Compiler {
             "--std=c++17".into(),
             // registers and spills, in the program log
             "--ptxas-options=-v".into(),
-            format!("-DKERNEL={}", variant.name),
+            format!("-DKERNEL_NAME={}", variant.name),
+            format!("-DKERNEL={}", variant.source.kernel),
+            format!("-DPARAMS={}", variant.params().name()),
+            format!("-DARGUMENTS={}", variant.source.arguments),
         ];
+        options.extend(variant.source.headers.iter().map(|header| format!("--pre-include={header}")));
+        options.extend(variant.pass.dq_mode().map(|mode| format!("-DDQ_MODE={mode}")));
         for (name, value) in [
             ("HEADDIM", variant.headdim),
             ("HEADDIM_V", variant.headdim_v),
@@ -245,7 +253,7 @@ impl Compiler {
 
     pub fn compile(&self, variant: &Variant, params_header: String) -> Result<Binary> {
         let params_header = CString::new(params_header)?;
-        let path = format!("csrc/{}", variant.source);
+        let path = format!("csrc/{ENTRY}");
         let source = CString::new(std::fs::read_to_string(&path).with_context(|| path.clone())?)?;
         let mut options = Self::options(variant);
         options.extend(self.include_dirs.iter().map(|d| format!("-I{}", d.display())));
@@ -278,7 +286,7 @@ impl Compiler {
             let log = self.blob(program, b"nvrtcGetProgramLogSize", b"nvrtcGetProgramLog")?;
             let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_string();
             if status != 0 {
-                bail!("{} ({path}) does not compile:\n{log}", variant.name);
+                bail!("{} ({}) does not compile:\n{log}", variant.name, variant.source.headers[0]);
             }
             let cubin = self.blob(program, b"nvrtcGetCUBINSize", b"nvrtcGetCUBIN")?;
             let ptx = self.blob(program, b"nvrtcGetPTXSize", b"nvrtcGetPTX")?;

@@ -20,7 +20,7 @@ namespace turing {
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardSingleRoleHalves {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1, 0>;
-    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys, a half 16 queries");
     static_assert(!kGeneric, "registers leave no room for features of scores");

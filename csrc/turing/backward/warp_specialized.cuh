@@ -33,6 +33,7 @@ struct BackwardWarpSpecialized {
     // lies there; of V only these chunks do.
     static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
     static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
+    static_assert(kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static constexpr int kPartners = S::kWarps / 2;  // warps of a role; each has a partner in the other
     static constexpr int kKeys = S::kRows / kPartners;  // of a warp

@@ -84,6 +84,8 @@ struct ForwardColumnGroups {
     static constexpr int kSharedChunks = kWarpChunks == 16 && kGeneric ? 2 : 0, kRegisterChunks = kWarpChunks - kSharedChunks;
     static constexpr int kOffsetQ = kOffsetLengths + 16;
     static constexpr int kSharedBytes = kOffsetQ + kSharedChunks * kThreads * kChunkBytes;
+    static_assert(Headdim == HEADDIM_V && kThreads == THREADS && kStep == STEP && kSharedBytes == SHARED_BYTES,
+                  "the row in src/kernels and the kernel disagree");
 
     using Layout = ColumnGroupsLayout;
     using Block = ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder>;

@@ -27,7 +27,7 @@ struct BackwardDq {
     static constexpr int kScoreTiles = Step / 32;
     static constexpr bool kScoresInV = Headdim > 96;
     using S = Shape<Headdim, BlockRows, Step, Threads, kScoresInV ? 0 : kScoreTiles>;
-    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     using Layout = QueriesLayout;
     static_assert(!kScoresInV || kScoreTiles * S::kScoreTile <= S::kStepTile, "dS fits into the shared memory of V");
 

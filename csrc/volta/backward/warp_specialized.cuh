@@ -31,7 +31,7 @@ template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int He
           class Grid = KeyBlock>
 struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2>;
-    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(S::kSharedBytes == SHARED_BYTES && HeaddimV == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
     static constexpr bool kStreamK = Grid::kStreamK;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");

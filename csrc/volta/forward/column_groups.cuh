@@ -166,6 +166,8 @@ struct ForwardColumnGroups {
     static constexpr int kPartP = kOverScores ? kPartScores : 512, kGroupP = kParts * kPartP;
     static constexpr int kFactors = 8 * kPitchP;  // after the part's P
     static constexpr int kSharedBytes = kOffsetScores + kRowGroups * (kGroupScores + (kOverScores ? 0 : kGroupP));
+    static_assert(Headdim == HEADDIM_V && kThreads == THREADS && kStep == STEP && kSharedBytes == SHARED_BYTES,
+                  "the row in src/kernels and the kernel disagree");
 
     // Sums of the first product, which alternate: a product that adds to the one before it waits for it. With features and pages
     // there are no registers for the second.

@@ -40,6 +40,8 @@ struct ForwardSharedQ {
     static constexpr int kOffsetV = kOffsetK + kTileKeys * kPitch;
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
+    static_assert(kBlockRows == BLOCK_ROWS && kTileKeys == STEP && kSharedBytes == SHARED_BYTES,
+                  "the row in src/kernels and the kernel disagree");
     // Whether blocks visit listed keys (BlockMaskGrid).
     static constexpr bool kListed = Grid::template Bits<kWarpRows, kTileKeys>::kHidesAll;
     // Rolls the second product over the lane's own keys and the others: with a bias, with two features or with bits of a block mask
@@ -283,5 +285,12 @@ struct ForwardSharedQ {
         write_output<RowTiles, kOutputTiles>(p, lane, grid.remat_batch(problem), grid.remat_head(problem), row, softmax, o);
     }
 };
+
+// The kernel of a row in src/kernels. In blocks of at least 128 rows each row has one warp. In smaller ones two groups of warps
+// split the keys.
+constexpr int kKeyGroups = BLOCK_ROWS < 128 ? 2 : 1;
+template <class Grid>
+using SharedQ = ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS * kKeyGroups / (THREADS / 32) / 16, STEP / kKeyGroups,
+                               kKeyGroups, BLOCKS_PER_SM, Grid>;
 
 }  // namespace volta
