@@ -89,9 +89,9 @@ pub struct FeatureSet(u32);
 impl FeatureSet {
     /// Of plain kernels: one length for all sequences, no option.
     pub const NONE: FeatureSet = FeatureSet(0);
-    /// Features of a block's bounds and its epilogue; `kVarlen` in csrc/seqlen_info.cuh.
+    /// Features of a block's bounds and its epilogue; `kVarlen` in csrc/features.cuh.
     pub const VARLEN: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Sinks, Feature::Bf16Gradients]);
-    /// Those, and the features of scores and probabilities; `kGeneric` in csrc/seqlen_info.cuh.
+    /// Those, and the features of scores and probabilities; `kGeneric` in csrc/features.cuh.
     pub const GENERIC: FeatureSet =
         FeatureSet::VARLEN.union(FeatureSet::of(&Feature::OF_SCORES)).union(FeatureSet::of(&[Feature::Fp32Bias]));
 

@@ -228,6 +228,7 @@ impl Compiler {
             ("SHARED_BYTES", variant.shared_bytes),
             ("BLOCKS_PER_SM", variant.blocks_per_sm),
             ("FEATURES", variant.features.bits()),
+            ("REQUIRED_FEATURES", variant.required_features.bits()),
         ] {
             options.push(format!("-D{name}={value}"));
         }

@@ -32,7 +32,7 @@ struct BackwardSingleRole {
     using Queries = QueryRange<S::kRows, S::kStep>;
     using Dq = DqProduct<S>;
     using Joint = JointScores<S>;
-    static_assert(!kGeneric || kOneFeature, "several features need joint_scores.cuh");
+    static_assert(!kGeneric, "several features need joint_scores.cuh");
 
     static __device__ __forceinline__ void run(const BwdParams& p, const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -63,7 +63,9 @@ struct BackwardSingleRole {
         clear(dv);
 
         // Query heads that share this block's KV head. Generic kernels have no register for it.
-        const auto group = [&] { return (kGeneric ? keep_in_register(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k; };
+        const auto group = [&] {
+            return (kHasScoreFeatures ? keep_in_register(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k;
+        };
 #pragma unroll 1
         for (int head = grid.head(p) * group(); head < (grid.head(p) + 1) * group(); head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
@@ -104,7 +106,7 @@ struct BackwardSingleRole {
                 const u32 packed = packed_addresses.second();
                 PackedTile ds[2][2];
                 const bool masked = !range.unmasked.contains(row);
-                if (kGeneric) {
+                if (kHasScoreFeatures) {
                     Joint::run(s, dp, p, head, row, range.end, stats + row * RowStats::kRowFloats, masked, packed, keys_left,
                                distance);
 #pragma unroll

@@ -8,7 +8,7 @@
 
 #include "forward/block.cuh"
 #include "forward/pages.cuh"
-#include "volta/forward/features.cuh"
+#include "volta/forward/required_features.cuh"
 
 namespace volta {
 

@@ -139,7 +139,7 @@ fn generic(plain: Variant) -> Variant {
     shared_q((plain.headdim, plain.headdim_v), tile, 256, blocks_per_sm).with_features(FeatureSet::GENERIC)
 }
 
-/// Returns the plain kernel with one or two features that a problem must use (`volta/forward/features.cuh`). They leave no
+/// Returns the plain kernel with one or two features that a problem must use (`volta/forward/required_features.cuh`). They leave no
 /// registers for lengths from memory or a bias in fp32: problems with these run the generic kernel.
 fn with(required_features: FeatureSet, plain: Variant) -> Variant {
     let has = |feature| required_features.contains(FeatureSet::of(&[feature]));
