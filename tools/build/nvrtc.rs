@@ -98,8 +98,8 @@ fn is_instance(instruction: &str, row: &str) -> bool {
     (opcode.is_empty() || opcode == found) && (modifiers.is_empty() || words.any(|word| word == modifiers))
 }
 
-/// Defines the bits of `FEATURES` in C++ that sources name, `kFeatureLengths` and so on, and `kScoreFeatures`, the set of those that change
-/// scores. A new feature compiles no other kernel again. Enumerators leave no addresses in the cubin, variables would.
+/// Defines the bits of `FEATURES` in C++ that sources name (csrc/features.cuh), `kFeatureLengths` and so on, and `kScoreFeatures`, the
+/// set of those that change scores. Enumerators leave no addresses in the cubin, variables would.
 fn feature_bits(named: &HashSet<&str>) -> String {
     let features = Feature::ALL.map(|feature| (format!("kFeature{feature:?}"), FeatureSet::of(&[feature])));
     let sets = [("kScoreFeatures".to_string(), FeatureSet::of(&Feature::OF_SCORES))];
