@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import volta_fa
 from volta_fa.check import draft_trees
 from volta_fa.errors import CommandError
-from volta_fa.kv_formats import KV_DTYPES
+from volta_fa.kv_cache.formats import KV_DTYPES
 
 from .measure import aligned, ended, median_ms, simulated
 

@@ -67,18 +67,9 @@ impl Feature {
         }
     }
 
-    /// Returns its name before `varlen` and `paged_kv` had theirs: `needs` and `requires` of `_info()` keep it.
-    pub const fn old_name(self) -> &'static str {
-        match self {
-            Feature::Lengths => "lengths",
-            Feature::Pages => "pages",
-            other => other.name(),
-        }
-    }
-
-    /// Returns the feature of this name, new or old.
+    /// Returns the feature of this name.
     pub fn named(name: &str) -> Option<Feature> {
-        Feature::ALL.into_iter().find(|f| f.name() == name || f.old_name() == name)
+        Feature::ALL.into_iter().find(|f| f.name() == name)
     }
 }
 
