@@ -3,7 +3,7 @@
 use super::super::formats::FORMATS;
 use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, FeatureSet, Pass, Source, Variant};
-use super::family::VOLTA;
+use super::VOLTA;
 
 // STEP: rows of a warp
 const DECODE: Source = Source::new(
