@@ -11,10 +11,10 @@ namespace {
 
 std::string plan(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t nheads, int64_t nheads_k, int64_t headdim,
                  int64_t headdim_v, bool is_causal, int64_t sms, int64_t major, int64_t minor, int64_t shared_bytes,
-                 bool deterministic, const std::string& features, std::optional<int64_t> device) {
+                 bool deterministic, const std::string& names, std::optional<int64_t> device) {
     const PlanArgs args{batch,   seqlen_q,     seqlen_k,      nheads,        nheads_k,
                         headdim, headdim_v,    is_causal,     sms,           major,
-                        minor,   shared_bytes, deterministic, features.c_str(), device ? &*device : nullptr};
+                        minor,   shared_bytes, deterministic, names.c_str(), device ? &*device : nullptr};
     char* json = nullptr;
     check(volta_fa_plan(&args, &json));
     return take_string(json);

@@ -355,6 +355,26 @@ void atg_cumsum(Tensor** out, Tensor* self, int64_t dim, int dtype) {
     give(out, [&] { return self->cumsum(dim, optional_kind(dtype)); });
 }
 
+// ---- Attention. ----
+
+void atg__scaled_dot_product_flash_attention_for_cpu(Tensor** out, Tensor* query, Tensor* key, Tensor* value, double dropout_p,
+                                                     int is_causal, Tensor* attn_mask, double scale, int8_t scale_null) {
+    give_all(out, [&] {
+        return at::_scaled_dot_product_flash_attention_for_cpu(*query, *key, *value, dropout_p, is_causal != 0,
+                                                               optional_tensor(attn_mask), number(scale, scale_null));
+    });
+}
+void atg__scaled_dot_product_flash_attention_for_cpu_backward(Tensor** out, Tensor* grad_out, Tensor* query, Tensor* key,
+                                                              Tensor* value, Tensor* forward_out, Tensor* logsumexp,
+                                                              double dropout_p, int is_causal, Tensor* attn_mask, double scale,
+                                                              int8_t scale_null) {
+    give_all(out, [&] {
+        return at::_scaled_dot_product_flash_attention_for_cpu_backward(*grad_out, *query, *key, *value, *forward_out, *logsumexp,
+                                                                        dropout_p, is_causal != 0, optional_tensor(attn_mask),
+                                                                        number(scale, scale_null));
+    });
+}
+
 // ---- Methods of one form, by their further arguments: none, a tensor, a number, an integer, a list, dimensions to reduce. Rows of
 // a form that tch names by its arguments too have the function's name, then the method's. ----
 
@@ -382,26 +402,6 @@ SCALAR(le, le) SCALAR(lt, lt) SCALAR(mul_scalar, mul) SCALAR(mul_scalar_, mul_) 
 INTEGER(squeeze_dim, squeeze) INTEGER(tril, tril) INTEGER(triu, triu) INTEGER(unsqueeze, unsqueeze)
 LIST(permute) LIST(reshape) LIST(sum_to_size) LIST(view)
 REDUCTION(amax) REDUCTION(amin) REDUCTION(logsumexp)
-// clang-format on
-
-// ---- Attention. ----
-
-    void atg__scaled_dot_product_flash_attention_for_cpu(Tensor** out, Tensor* query, Tensor* key, Tensor* value, double dropout_p,
-                                                         int is_causal, Tensor* attn_mask, double scale, int8_t scale_null) {
-    give_all(out, [&] {
-        return at::_scaled_dot_product_flash_attention_for_cpu(*query, *key, *value, dropout_p, is_causal != 0,
-                                                               optional_tensor(attn_mask), number(scale, scale_null));
-    });
-}
-void atg__scaled_dot_product_flash_attention_for_cpu_backward(Tensor** out, Tensor* grad_out, Tensor* query, Tensor* key,
-                                                              Tensor* value, Tensor* forward_out, Tensor* logsumexp,
-                                                              double dropout_p, int is_causal, Tensor* attn_mask, double scale,
-                                                              int8_t scale_null) {
-    give_all(out, [&] {
-        return at::_scaled_dot_product_flash_attention_for_cpu_backward(*grad_out, *query, *key, *value, *forward_out, *logsumexp,
-                                                                        dropout_p, is_causal != 0, optional_tensor(attn_mask),
-                                                                        number(scale, scale_null));
-    });
-}
 
 }  // extern "C"
+// clang-format on
