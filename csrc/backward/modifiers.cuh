@@ -62,12 +62,15 @@ __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdPara
         }
     }
 }
+// Returns ALiBi of one head of a sequence.
+__device__ __forceinline__ Alibi alibi_of(const BwdParams& p, int batch, int head) {
+    const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
+    return Alibi(p.score_options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
+}
 // Adds ALiBi's term to scores in log2 units, of Tiles tiles. tile(n): the n-th, kTileQueries queries after the one before. `coord`:
 // of the first.
 template <class Layout, int Tiles, class TileOf>
-__device__ __forceinline__ void add_alibi(const BwdParams& p, int batch, int head, const ScoreCoord<Layout>& coord, TileOf tile) {
-    const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-    const Alibi alibi(p.score_options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
+__device__ __forceinline__ void add_alibi(const Alibi& alibi, const ScoreCoord<Layout>& coord, TileOf tile) {
     // One int-to-float conversion (slow XU pipe) for all elements.
     const float first = alibi.distance(coord.query(0), coord.key(0));
 #pragma unroll
@@ -84,7 +87,8 @@ __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, con
                                                    const ScoreCoord<Layout>& coord) {
     const ScoreOptions& options = p.score_options;
     const int batch = remat_block_batch();
-    if (uses_alibi(options)) add_alibi<Layout, 1>(p, batch, head, coord, [&](int) -> typename Layout::Tile& { return s; });
+    if (uses_alibi(options))
+        add_alibi<Layout, 1>(alibi_of(p, batch, head), coord, [&](int) -> typename Layout::Tile& { return s; });
     if (uses_bias(options)) add_bias(s, p, batch, head, query_end, coord);
 }
 

@@ -155,9 +155,11 @@ struct BackwardWarpSpecialized {
                     tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? lse.y : lse.x);
             }
         }
-        if (!kInitial && uses_alibi(options))
-            add_alibi<Layout, kColumnTiles>(p, remat_block_batch(), head, ScoreCoord<Layout>(lane, row, key),
+        if (!kInitial && uses_alibi(options)) {
+            const Alibi alibi = alibi_of(p, remat_block_batch(), head);
+            add_alibi<Layout, kColumnTiles>(alibi, ScoreCoord<Layout>(lane, row, key),
                                             [&](int n) -> Tile& { return tile_of(s, n); });
+        }
         if (!kInitial && uses_bias(options)) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
