@@ -4,7 +4,8 @@
     python -m benchmarks.decode --device cuda  measured, beside a copy kernel and PyTorch's attention
 
 Both take --quantized, --bfloat, --tree, --wide, --only TEXT and --json FILE. --tree has pairs of cases, without and with a tree
-mask. --wide has Gemma 4's global layers, with headdim 512. Simulations take --gpu t4, whose DRAM rate then counts.
+mask. --wide has Gemma 4's global layers, with headdim 512. --latents has MLA decoding (`fwd_mla`) over a cache of latents, fp16 or
+quantized, in pages of 64 tokens. Simulations take --gpu t4, whose DRAM rate then counts.
 
 The simulation times one SM's share of the launch (tools/volta-sim) at the model's DRAM latency and at 3000 cycles,
 which stands for a loaded memory. Shares are of the model's DRAM rate. Simulated times include what one SM does for every
@@ -19,9 +20,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import volta_fa
 from volta_fa.check import draft_trees
 from volta_fa.errors import CommandError
-from volta_fa.kv_formats import KV_DTYPES
+from volta_fa.kv_cache.formats import KV_DTYPES
 
 from .measure import aligned, ended, median_ms, simulated
 
@@ -41,6 +43,8 @@ DRAM_GB_S = 6.6 * 80 * 1.53
 DRAM_RATES = {"v100": DRAM_GB_S, "t4": 3.5 * 40 * 1.59, "rtx2080ti": 4.7 * 68 * 1.545, "titanrtx": 4.2 * 72 * 1.77}
 #: Simulator settings for each DRAM latency, in cycles: the model's default, and that of a loaded memory.
 LATENCIES = {"430": "", "3000": "dram_latency=3000"}
+#: Columns of a latent that are values.
+LATENT_VALUES = 512
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,10 @@ class Case:
     bfloat: bool = False  # bf16 instead of fp16
     tree: bool = False  # the queries are a tree of draft tokens
     kv_heads: int = 0  # 0: 2 KB of fp16 keys per token, so that an SM's share is the same
+    latents: bool = False  # the cache has one head, whose first LATENT_VALUES columns are the values
     target: float = 0.0  # share to reach: simulated at the default DRAM latency, or measured
     slow_target: float = 0.0  # share to reach at a DRAM latency of 3000 cycles
+    tflops_target: float = 0.0  # TFLOP/s to reach at the default DRAM latency
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,9 +75,17 @@ class Case:
     @property
     def bytes(self) -> int:
         """Bytes of keys and values that a call reads, including scales and zero points."""
+        if self.latents:
+            of_token = self.headdim if self.kv_dtype else 2 * self.headdim
+            return sum(self.lengths) * (of_token + (4 if self.kv_dtype == "int8" else 0))
         per_token = {"": 4.0, "int8": 2.0, "int4": 1.0}.get(self.kv_dtype, 2.0) * self.headdim
         per_token += {"int8": 8, "int4": 16}.get(self.kv_dtype, 0)
         return int(sum(self.lengths) * self.nheads_k * per_token)
+
+    @property
+    def flops(self) -> int:
+        headdim_v = LATENT_VALUES if self.latents else self.headdim
+        return sum(self.lengths) * self.nheads_k * self.group * self.seqlen_q * 2 * (self.headdim + headdim_v)
 
     @property
     def name(self) -> str:
@@ -145,18 +159,48 @@ def wide_cases(gpu: str) -> Iterator[Case]:
     yield from (replace(base, kv_heads=4, kv_dtype=name) for name in KV_DTYPES)
 
 
+def latent_cases() -> Iterator[Case]:
+    """Returns cases of `fwd_mla`. With 16 heads quantized caches have twice the tokens, in about the same bytes."""
+
+    def of(heads: int, batch: int, seqlen: int, **options: Any) -> Case:
+        return Case(576, (seqlen,) * batch, heads, page=64, kv_heads=1, latents=True, **options)
+
+    for kv_dtype in ("", "int8", "fp8_e5m2", "fp8_e4m3"):
+        target, batch = 0.80 if kv_dtype == "fp8_e4m3" else 0.88, 2 if kv_dtype else 1
+        yield from (of(16, 262144 // n * batch, n, kv_dtype=kv_dtype, target=target, slow_target=target) for n in (65536, 16384))
+        yield of(16, 64 * batch, 4096, kv_dtype=kv_dtype, target=0.78)
+        yield of(128, 16, 4096, kv_dtype=kv_dtype, tflops_target=60)
+    yield of(16, 1, 65536, target=0.88, slow_target=0.88)
+    yield of(16, 1, 16384)
+    yield of(16, 16, 4096, seqlen_q=2)
+    yield from (of(heads, batch, seqlen) for heads, batch, seqlen in ((32, 2, 65536), (64, 16, 4096)))
+    yield of(128, 1, 32768, tflops_target=60)
+
+
+def call(case: Case, device: str) -> Callable[[], object]:
+    """Returns the call to time."""
+    q, k, v, options = problem(case, device)
+    if not case.latents:
+        return lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options)
+    scale = {"latent_scale": options.pop("k_scale")} if case.kv_dtype == "int8" else {}
+    return lambda: torch.ops.volta_fa.fwd_mla(
+        q, k, **{name: options[name] for name in ("block_table", "cache_seqlens", "is_causal")}, **scale
+    )
+
+
 def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     batch, max_seqlen = len(case.lengths), max(case.lengths)
     pages = [-(-n // case.page) for n in case.lengths]
     shape = (sum(pages), case.page, case.nheads_k, case.headdim)
     # equal values: row maxima never move, as is usual after the first tiles
     dtype = case.dtype
-    k, v = (aligned(shape, dtype, device).fill_(0.01) for _ in "kv")
+    names = "k" if case.latents else "kv"
+    tensors = [aligned(shape, dtype, device).fill_(0.01) for _ in names]
     options: dict = {}
     if case.kv_dtype:
         like = volta_fa.quantize_kv(torch.full((1, case.headdim), 0.01), case.kv_dtype).data
-        k, v = (aligned((*shape[:-1], like.shape[-1]), like.dtype, device) for _ in "kv")
-        for t in (k, v):
+        tensors = [aligned((*shape[:-1], like.shape[-1]), like.dtype, device) for _ in names]
+        for t in tensors:
             t.view(torch.uint8).fill_(1)
         if case.kv_dtype.startswith("int"):
             # stored as (page, head, token): the scales of one head are contiguous
@@ -173,32 +217,32 @@ def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     if case.tree:
         words = draft_trees.words(draft_trees.random_tree(case.seqlen_q, seed=0))
         options["tree_mask"] = torch.tensor([words] * batch, dtype=torch.int64, device=device)
-    return q, k, v, options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
+    return q, tensors[0], tensors[-1], options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
 
 
 def simulate(case: Case, settings: str, gpu: str = "v100") -> dict:
-    q, k, v, options = problem(case, "cpu")
-    reports = simulated(lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options), settings, gpu)
+    reports = simulated(call(case, "cpu"), settings, gpu)
     (report,) = (r for r in reports if "decode" in r["kernel"])
     us = sum(r["timing"]["kernel_us"] for r in reports)
     gb_s = case.bytes / us / 1e3
-    return {"kernel": report["kernel"], "us": us, "gb_s": gb_s, "share": gb_s / DRAM_RATES[gpu], "issue": report["timing"]["util"]["issue"]}
+    rates = {"us": us, "gb_s": gb_s, "share": gb_s / DRAM_RATES[gpu], "tflops": case.flops / us / 1e6}
+    return {"kernel": report["kernel"], **rates, "issue": report["timing"]["util"]["issue"]}
 
 
 def measure(case: Case, copy_gb_s: float) -> dict:
     device = torch.device("cuda")
-    q, k, v, options = problem(case, "cuda")
-    us = 1e3 * median_ms(lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options), device, budget=0.5)
+    us = 1e3 * median_ms(call(case, "cuda"), device, budget=0.5)
     gb_s = case.bytes / us / 1e3
-    return {"kernel": "", "us": us, "gb_s": gb_s, "share": gb_s / copy_gb_s}
+    return {"kernel": "", "us": us, "gb_s": gb_s, "share": gb_s / copy_gb_s, "tflops": case.flops / us / 1e6}
 
 
 def measure_pytorch(case: Case) -> dict[str, float]:
     """Returns GB/s of PyTorch's attention by backend.
 
-    Returns {} for different lengths and quantized caches, and for several queries, where PyTorch aligns the causal mask top-left.
+    Returns {} for latents, for different lengths and quantized caches, and for several queries, where PyTorch aligns the causal mask
+    top-left.
     """
-    if len(set(case.lengths)) > 1 or case.seqlen_q > 1 or case.kv_dtype:
+    if len(set(case.lengths)) > 1 or case.seqlen_q > 1 or case.kv_dtype or case.latents:
         return {}
     shape = (len(case.lengths), case.nheads_k, case.lengths[0], case.headdim)
     k, v = (torch.full(shape, 0.01, device="cuda", dtype=case.dtype) for _ in "kv")
@@ -229,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bfloat", action="store_true", help="bf16 instead of fp16")
     parser.add_argument("--tree", action="store_true", help="draft tokens without and with a tree mask")
     parser.add_argument("--wide", action="store_true", help="headdim 512, in Gemma 4's shapes")
+    parser.add_argument("--latents", action="store_true", help="MLA: a cache of latents")
     parser.add_argument("--gpu", choices=DRAM_RATES, default="v100", help="the simulated GPU")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
@@ -238,8 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured = options.device == "cuda"
     usual = measured_cases() if measured else cases(options.all)
     every = quantized_cases() if options.quantized else tree_cases() if options.tree else usual
-    if options.wide:
-        every = wide_cases(options.gpu)
+    if options.wide or options.latents:
+        every = latent_cases() if options.latents else wide_cases(options.gpu)
     every = (replace(case, bfloat=options.bfloat) for case in every)
     chosen = [case for case in every if options.only in case.name]
     rows, failed = [], 0
@@ -254,11 +299,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, setting in settings.items():
             found = measure(case, copy) if measured else simulate(case, setting, options.gpu)
             target = case.slow_target if name == "3000" else case.target
-            missed = found["share"] < target
-            failed += missed
-            cells.append(
-                f"{found['us']:9.1f} us {found['gb_s']:6.0f} GB/s {found['share']:6.1%}{' < ' + format(target, '.0%') if missed else ''}"
-            )
+            slow = name != "3000" and found["tflops"] < case.tflops_target
+            missed = f" < {target:.0%}" if found["share"] < target else f" < {case.tflops_target:.0f} TFLOP/s" if slow else ""
+            failed += bool(missed)
+            tflops = f" {found['tflops']:5.1f} TFLOP/s" if case.latents else ""
+            cells.append(f"{found['us']:9.1f} us {found['gb_s']:6.0f} GB/s {found['share']:6.1%}{tflops}{missed}")
             others = measure_pytorch(case) if measured else {}
             cells += (f"{other} {gb_s:.0f} GB/s" for other, gb_s in others.items())
             rows.append({**asdict(case), "latency": name, **found, "target": target, "others": others})

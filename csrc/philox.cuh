@@ -24,6 +24,30 @@ __device__ __forceinline__ void philox_round(uint4& c, unsigned k0, unsigned k1)
     c = make_uint4(second.high ^ c.y ^ k0, second.low, first.high ^ c.w ^ k1, first.low);
 }
 
+// Rounds 0 and 1 of a call, in terms that calls of one head, row or column share. K: the key of round 1.
+//
+//             x                                   y             z                                   w
+//   counter   column / 4                          row           head                                offset
+//   round 0   of_head.high ^ row ^ key[0]         of_head.low   of_column.high ^ offset ^ key[1]    of_column.low
+//   round 1   of_both.high ^ of_head.low ^ K[0]   of_both.low   of_row.high ^ of_column.low ^ K[1]  of_row.low
+//
+// of_head and of_column are the products of the counter, of_row and of_both those of round 0: of its x and of its z.
+struct PhiloxTerms {
+    unsigned key[2], x;  // the key, and x of round 0, which head and row decide
+
+    __device__ __forceinline__ PhiloxTerms() {}
+    // Those of row 0.
+    __device__ __forceinline__ PhiloxTerms(unsigned key0, unsigned key1, unsigned head)
+        : key{key0, key1}, x(philox_product_z(head).high ^ key0) {}
+    // From row 0 to another row, or to one that differs from the row in these bits.
+    __device__ __forceinline__ void flip_row(unsigned bits) { x ^= bits; }
+    __device__ __forceinline__ unsigned key_of_round_1(int i) const { return key[i] + kPhiloxKeyIncrements[i]; }
+    // `bits`: the row is that of x with these bits flipped.
+    __device__ __forceinline__ PhiloxProduct of_row(unsigned bits = 0) const { return philox_product_x(x ^ bits); }
+    __device__ __forceinline__ static unsigned head_low(unsigned head) { return philox_product_z(head).low; }
+    __device__ __forceinline__ static PhiloxProduct of_column(unsigned column) { return philox_product_x(column / 4); }
+};
+
 // Generator for one head: seed, head and offset.
 struct Philox {
     unsigned key[2], head, offset;

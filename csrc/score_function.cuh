@@ -9,6 +9,7 @@
 // scale: a constant changes the lse alone. A second function would be a struct like Softcap, with a feature of its own.
 #pragma once
 
+#include "ptx.cuh"
 #include "softmax.cuh"
 #include "volta_fa_params.h"
 
@@ -24,12 +25,6 @@ class Softcap {
     float to_exponent_;  // 2 * softmax_scale / softcap, in log2 units
     float cap_;  // softcap, in log2 units
 
-    __device__ __forceinline__ static float remat(float x) {
-        float y;
-        asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
-        return y;
-    }
-
 public:
     static constexpr unsigned kFeature = kFeatureSoftcap;
 
@@ -37,7 +32,8 @@ public:
         : to_exponent_(2.f * p.scale_log2 * o.inverse_function_parameter), cap_(o.function_parameter * kLog2e) {}
     // Reads the parameters again, so that neither they nor what is derived from them hold registers between steps.
     __device__ __forceinline__ static Softcap rematerialized(const Problem& p, ScoreOptions o) {
-        o.function_parameter = remat(o.function_parameter), o.inverse_function_parameter = remat(o.inverse_function_parameter);
+        o.function_parameter = remat_parameter(o.function_parameter);
+        o.inverse_function_parameter = remat_parameter(o.inverse_function_parameter);
         return Softcap(p, o);
     }
     // Returns the function's parameter: 0 if the problem has no score function, else positive.
@@ -78,4 +74,3 @@ public:
 };
 
 using ScoreFunction = Softcap;
-constexpr bool kHasScoreFunction = FEATURES & ScoreFunction::kFeature;

@@ -1,41 +1,40 @@
-// Score modifiers: a score function, ALiBi, bias and dropout switches, for one head of one batch entry. Used by generic kernels of
-// all passes.
+// Score modifiers: a score function, ALiBi, bias and dropout switches, for one head of one batch entry.
 //
-// Scores go through these steps in this order, each only if the parameters ask for it (uniform branches for the whole grid):
+// Scores go through these steps in this order, each only if the problem uses it. In generic kernels parameters say so: uniform
+// branches for the whole grid.
 //
 //   x = softmax_scale * q.k
 //   x = f(x)                             ScoreFunction (score_function.cuh)
 //   x = x - slope * |i + o - j|          Alibi; query i, key j, o = seqlen_k - seqlen_q
 //   x = x + bias[i, j]                   Bias
 //
-// Results are in log2 units (multiplied by log2(e)), ready for exp2. Callers: Scores (forward/scores.cuh),
-// backward/modifiers.cuh, decode/mainloop.cuh. Kernels of a single feature fold the same formulas into their products
-// (one_feature.cuh, features.cuh).
+// Results are in log2 units (multiplied by log2(e)), ready for exp2. Code that applies these steps:
+//
+//   forward                             forward/scores.cuh
+//   forward, kernels of one feature     turing/forward/one_feature.cuh, volta/forward/feature_*.cuh
+//   backward                            backward/modifiers.cuh
+//   backward, kernels of one feature    turing/backward/one_feature.cuh, volta/backward/joint_scores.cuh; else as above
+//   decode                              decode/mainloop.cuh
+//
+// Kernels of one feature fold its formula into their products: turing's ALiBi and fp16 bias, and volta's in the forward pass, are
+// initial accumulators.
 #pragma once
 
+#include "features.cuh"
 #include "half.cuh"
 #include "philox.cuh"
 #include "score_function.cuh"
 #include "softmax.cuh"
 #include "volta_fa_params.h"
 
-// What this kernel is compiled for: FEATURES comes from its row in src/kernels.
-constexpr bool kHasAlibi = FEATURES & kFeatureAlibi;
-constexpr bool kHasBias = FEATURES & kFeatureBias;
-constexpr bool kHasFp32Bias = FEATURES & kFeatureFp32Bias;  // in addition to kHasBias
-constexpr bool kHasDropout = FEATURES & kFeatureDropout;
-// A kernel with one feature requires it: the planner runs it only where the problem uses the feature, so no test is needed.
-constexpr unsigned kOwnScoreFeatures = FEATURES & kScoreFeatures;
-constexpr bool kOneFeature = kOwnScoreFeatures && !(kOwnScoreFeatures & (kOwnScoreFeatures - 1));
-
-// Whether the problem uses a feature.
+// Whether the problem uses a feature. Kernels that require one need no test.
 __device__ __forceinline__ bool uses_score_function(const ScoreOptions& o) {
-    return kHasScoreFunction && (kOneFeature || ScoreFunction::parameter(o) > 0.f);
+    return kHasScoreFunction && (kRequiredFeatures || ScoreFunction::parameter(o) > 0.f);
 }
-__device__ __forceinline__ bool uses_alibi(const ScoreOptions& o) { return kHasAlibi && (kOneFeature || o.alibi_slopes); }
-__device__ __forceinline__ bool uses_bias(const ScoreOptions& o) { return kHasBias && (kOneFeature || o.bias); }
+__device__ __forceinline__ bool uses_alibi(const ScoreOptions& o) { return kHasAlibi && (kRequiredFeatures || o.alibi_slopes); }
+__device__ __forceinline__ bool uses_bias(const ScoreOptions& o) { return kHasBias && (kRequiredFeatures || o.bias); }
 __device__ __forceinline__ bool uses_fp32_bias(const ScoreOptions& o) { return kHasFp32Bias && o.bias_is_fp32; }
-__device__ __forceinline__ bool uses_dropout(const ScoreOptions& o) { return kHasDropout && (kOneFeature || o.rng_state); }
+__device__ __forceinline__ bool uses_dropout(const ScoreOptions& o) { return kHasDropout && (kRequiredFeatures || o.rng_state); }
 
 // Subtracts slope * |i + o - j|.
 struct Alibi {

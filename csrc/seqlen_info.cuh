@@ -1,4 +1,4 @@
-// Lengths and offsets of one batch entry for the forward and backward kernels, and what this kernel is compiled for.
+// Lengths and offsets of one batch entry for the forward and backward kernels.
 //
 // SeqlenInfo<false>: one length for all, from the parameters; costs nothing. SeqlenInfo<true>: varlen, from cu_seqlens and
 // seqused_k in GPU memory, unvalidated. An invalid sequence, one that would reach outside the tensors or past max_seqlen, has
@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cache.cuh"
+#include "features.cuh"
 #include "lengths.cuh"
 #include "mask.cuh"
 
@@ -84,11 +85,6 @@ public:
     __device__ __forceinline__ int seqlen_q() const { return is_prefill_ ? CacheSeqlenInfo::seqlen_q() : 0; }
 };
 
-// Code that this kernel has: FEATURES comes from its row in src/kernels. Varlen kernels also have sinks and bf16 gradients.
-constexpr bool kGeneric = FEATURES & kScoreFeatures;
-constexpr bool kVarlen = FEATURES & (kFeatureLengths | kFeatureBf16Gradients);
-constexpr bool kHasSinks = FEATURES & kFeatureSinks, kHasBf16Gradients = FEATURES & kFeatureBf16Gradients;
-constexpr bool kPaged = FEATURES & kFeaturePages;
 using BlockSeqlenInfo = SeqlenInfo<kVarlen, kPaged>;
 
 // The mask of a sequence.

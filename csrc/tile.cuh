@@ -7,34 +7,11 @@
 // out what does not exist, and lets the caller clear it.
 #pragma once
 
-#include "remat.cuh"
+#include "ptx.cuh"
 #include "volta_fa_params.h"
 
 constexpr int kChunk = 8;  // fp16 elements of a chunk
 constexpr int kChunkBytes = 16;
-
-// 32-bit address in shared memory, for inline PTX.
-__device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
-
-// Loads and stores of a chunk in shared memory. Volatile, so that they stay in program order. No memory clobber: the compiler
-// sees no other accesses to shared memory.
-__device__ __forceinline__ uint4 load_shared(unsigned address) {
-    uint4 r;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address));
-    return r;
-}
-__device__ __forceinline__ void store_shared(unsigned address, const uint4& r) {
-    asm volatile("st.shared.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w), "r"(address));
-}
-// The same for half a chunk.
-__device__ __forceinline__ uint2 load_shared2(unsigned address) {
-    uint2 r;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(address));
-    return r;
-}
-__device__ __forceinline__ void store_shared2(unsigned address, unsigned x, unsigned y) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y));
-}
 
 // Loads a chunk from global memory, by the read-only path.
 __device__ __forceinline__ uint4 load_global(const unsigned short* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
@@ -162,17 +139,6 @@ private:
         return next + i * kRowsPerPass * row_stride + c * kThreadsPerRow * kChunk;
     }
 };
-
-// Loads the chunk at p into r if `inside`. r is read and written, because ptxas keeps the registers of a predicated load live
-// from what they held before.
-__device__ __forceinline__ void load_global_if(bool inside, uint4& r, const unsigned short* p) {
-    asm volatile(
-        "{.reg .pred inside;\n"
-        "setp.ne.s32 inside, %5, 0;\n"
-        "@inside ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
-        : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
-        : "l"(p), "r"(static_cast<int>(inside)));
-}
 
 // Address of the element `rows` rows further. One multiply-add into an aligned register pair, where 64-bit strides would take
 // additions and moves. The 32-bit stride allows rows up to 2^32 elements (8 GB) apart.

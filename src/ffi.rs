@@ -552,7 +552,7 @@ pub extern "C" fn volta_fa_max_headdim(sm: i32) -> i64 {
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_plan(args: *const PlanArgs, json: *mut *mut c_char) -> Status {
     status("_plan", || unsafe {
-        let features = CStr::from_ptr((*args).needs).to_string_lossy();
+        let features = CStr::from_ptr((*args).features).to_string_lossy();
         *json = c_string(&crate::info::plan(&*args, &features, (*args).device.as_ref().copied())?.to_string());
         Ok(())
     })

@@ -15,11 +15,6 @@ fn names(features: FeatureSet) -> Vec<&'static str> {
     features.iter().map(Feature::name).collect()
 }
 
-/// Returns feature names for `needs` and `requires`, the aliases of `features` and `required_features`, which keep the old names.
-fn old_names(features: FeatureSet) -> Vec<&'static str> {
-    features.iter().map(Feature::old_name).collect()
-}
-
 /// Returns the table of cache formats.
 fn cache_formats() -> Vec<Value> {
     let row = |f: &FormatInfo| {
@@ -51,9 +46,7 @@ fn variant(v: &Variant) -> Value {
         "pass": format!("{:?}", v.pass),
         "features": names(v.features),
         "required_features": names(v.required_features),
-        "needs": old_names(v.features),
-        "requires": old_names(v.required_features),
-        "source": v.source,
+        "source": v.source.headers[0],
         "cache": if v.is_bf16 { "bfloat16" } else { v.cache.name() },
         "headdim": v.headdim,
         "headdim_v": v.headdim_v,
@@ -77,7 +70,6 @@ pub fn describe() -> Value {
             "params": p.params.name(),
             "rows": format!("{:?}", p.rows),
             "features": names(p.features),
-            "needs": old_names(p.features),
         })
     });
     let families: Vec<Value> = COMPILED
@@ -120,7 +112,7 @@ fn parse_features(names: &str) -> Result<FeatureSet> {
     let feature = |name| {
         Feature::named(name).ok_or_else(|| {
             let known: Vec<_> = Feature::ALL.into_iter().map(Feature::name).collect();
-            Error::value("needs", format!("`{name}`"), format!("some of {}, separated by commas", known.join(", ")))
+            Error::value("features", format!("`{name}`"), format!("some of {}, separated by commas", known.join(", ")))
         })
     };
     let listed = names.split(',').filter(|name| !name.is_empty()).map(feature).collect::<Result<Vec<_>>>()?;
@@ -274,7 +266,7 @@ pub struct PlanArgs {
     /// True to plan a deterministic backward pass.
     pub deterministic: bool,
     /// Features of the problem, with the names in `_info()`, separated by commas.
-    pub needs: *const c_char,
+    pub features: *const c_char,
     /// Device of this machine, -1 for the simulator's; null: the device that the numbers above describe.
     pub device: *const i64,
 }
@@ -320,7 +312,6 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
             "deterministic": mode.deterministic,
             "bf16_gradients": mode.bf16_gradients,
             "features": names(plan::features(&a, mode)),
-            "needs": old_names(plan::features(&a, mode)),
         },
         "forward": described(plan::forward(&a, &limits)?),
         "backward": {

@@ -174,7 +174,6 @@ struct ChoiceText {
     seqlen_k: Option<[i64; 2]>,
     rows: Option<[i64; 2]>,
     is_causal: Option<bool>,
-    #[serde(alias = "needs")]
     features: Option<Vec<String>>,
     variant: Option<String>,
     deterministic: Option<bool>,

@@ -939,10 +939,10 @@ fn fp32_bias_gets_kernels_that_read_it() {
     }
 }
 
-/// `bias` in a tuning means an fp16 bias. An fp32 bias needs `fp32_bias` too. Also checks the alias `needs`.
+/// `bias` in a tuning means an fp16 bias. An fp32 bias needs `fp32_bias` too.
 #[test]
 fn tuning_choice_for_bias_names_its_type() {
-    let of = |names: &str| format!(r#""pass": "Forward", "needs": [{names}], "variant": "volta_fwd_generic_96x96""#);
+    let of = |names: &str| format!(r#""pass": "Forward", "features": [{names}], "variant": "volta_fwd_generic_96x96""#);
     let reason = |names: &str, fp32_bias| {
         let features = RequestedFeatures { attn_bias: true, fp32_bias, ..RequestedFeatures::default() };
         forward_of(&Attention { features, ..attention(2000, 2000, 64, 64) }, &tuned(&[], &[&of(names)])).1
@@ -1093,8 +1093,8 @@ fn counts_actual_rows_of_packed_tensors() {
 fn tuning_classes_select_mask_and_features() {
     let causal = tuned(&[], &[r#""pass": "Forward", "is_causal": true, "variant": "volta_fwd_generic_96x96""#]);
     let full = tuned(&[], &[r#""pass": "Forward", "is_causal": false, "variant": "volta_fwd_generic_96x96""#]);
-    let plain = tuned(&[], &[r#""pass": "Forward", "needs": [], "variant": "volta_fwd_generic_96x96""#]);
-    let alibi = tuned(&[], &[r#""pass": "Forward", "needs": ["alibi"], "variant": "volta_fwd_generic_96x96""#]);
+    let plain = tuned(&[], &[r#""pass": "Forward", "features": [], "variant": "volta_fwd_generic_96x96""#]);
+    let alibi = tuned(&[], &[r#""pass": "Forward", "features": ["alibi"], "variant": "volta_fwd_generic_96x96""#]);
     let windows = [(None, Some(0)), (None, None), (Some(9), Some(0)), (None, Some(3))];
     for (i, (left, right)) in windows.into_iter().enumerate() {
         let a = Attention { window: Window { left, right }, ..attention(500, 500, 64, 64) };
@@ -1258,13 +1258,13 @@ fn rejects_invalid_tuning_with_its_location() {
         (choice(r#""pass": "Forward", "variant": "nosuch""#), "tuning: choices[0].variant: got `nosuch`"),
         (choice(r#""pass": "Forward", "variant": "volta_bwd_64""#), "expected a kernel of pass Forward"),
         (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "headdim": [65, 70]"#), "with the headdims and features of the class"),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "needs": ["bias"]"#), "with the headdims and features of the class"),
+        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "features": ["bias"]"#), "with the headdims and features of the class"),
         (
-            choice(r#""pass": "Forward", "variant": "volta_fwd_bias_64x64", "needs": ["bias", "fp32_bias"]"#),
+            choice(r#""pass": "Forward", "variant": "volta_fwd_bias_64x64", "features": ["bias", "fp32_bias"]"#),
             "with the headdims and features of the class",
         ),
         (
-            choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "needs": ["bf16_gradients"]"#),
+            choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "features": ["bf16_gradients"]"#),
             "choices[0].features: got `bf16_gradients`",
         ),
         (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [2, 1]"#), "tuning: choices[0].rows: got [2, 1]"),

@@ -187,7 +187,7 @@ def test_kernels_of_other_caches_and_of_latents_really_run():
 def test_kernels_of_a_bias_really_run():
     """(A plan is asked for by features. A call shows its features by its tensors: those of a bias by its dtype.)"""
     need("sim")
-    listed = [v for v in SIMULATED if v["pass"] == "Forward" and "bias" in v["requires"]]
+    listed = [v for v in SIMULATED if v["pass"] == "Forward" and "bias" in v["required_features"]]
     assert listed
     for variant in listed:
         for problem in kernels.problems(variant):
@@ -200,7 +200,7 @@ def test_problems_ask_for_all_that_a_kernel_covers():
         if variant["pass"] != "Merge":
             given = (cached if variant["pass"] in cached.PASSES else kernels).problems(variant)
             asked = {need for problem in given for need in problem.features}
-            assert set(variant["needs"]) <= asked, variant["name"]
+            assert set(variant["features"]) <= asked, variant["name"]
 
 
 class SimulatedT4(Target):

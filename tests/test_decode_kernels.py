@@ -254,8 +254,8 @@ def test_plans_show_a_caches_kernels():
     assert all(kernel["reason"] for kernel in [*step.values(), *quantized.values(), *appending.values()] if kernel)
     chunk = plan(100)
     assert chunk["prefill"]["pass"] == "Prefill" and chunk["prefill"]["grid"][2] == 3 and chunk["decode"]["block_rows"] == 32
-    assert plan(100, needs="softcap")["prefill"]["name"] != chunk["prefill"]["name"]
-    assert plan(8, needs="bias") is None and plan(8, needs="dropout") is None
+    assert plan(100, features="softcap")["prefill"]["name"] != chunk["prefill"]["name"]
+    assert plan(8, features="bias") is None and plan(8, features="dropout") is None
 
 
 @on("cuda")

@@ -445,8 +445,10 @@ def test_several_launches(backend, case):
     packed = {"seqlen_q": 40, "seqlen_k": 4 * 128 + 5, "batch": 2}
     sizes = packed if case.lengths else {name: getattr(case, name) for name in packed}
     shape = (sizes["batch"], sizes["seqlen_q"], sizes["seqlen_k"], case.nheads, case.nheads_k or case.nheads, case.headdim, case.headdim)
-    needs = ",".join(["lengths"] * bool(case.lengths) + ["bf16_gradients"] * (q.dtype == torch.bfloat16))
-    plans = [json.loads(torch.ops.volta_fa._plan(*shape, case.is_causal, deterministic=d, needs=needs))["backward"] for d in (True, False)]
+    features = ",".join(["varlen"] * bool(case.lengths) + ["bf16_gradients"] * (q.dtype == torch.bfloat16))
+    plans = [
+        json.loads(torch.ops.volta_fa._plan(*shape, case.is_causal, deterministic=d, features=features))["backward"] for d in (True, False)
+    ]
     assert (plans[0]["rounds"] > 1 or plans[0]["tail"]) and plans[0]["dq_accum_splits"] > 1, plans[0]
     out, lse, dq, *_ = check(backend, q, k, v, dout, deterministic=True, **options)
     if plans[0]["rounds"] > 1 and backend.name == "sim" and not case.lengths:

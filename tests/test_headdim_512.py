@@ -8,7 +8,7 @@ import torch
 from conftest import INFO, Case, check, on_cases
 
 GPUS = {70: "v100", 75: "t4"}
-VARIANTS = {v["name"]: v["sm"] for v in INFO["variants"] if v["pass"] == "Forward" and v["headdim"] == 512 and not v["needs"]}
+VARIANTS = {v["name"]: v["sm"] for v in INFO["variants"] if v["pass"] == "Forward" and v["headdim"] == 512 and not v["features"]}
 
 CASES = [
     Case(64, 64, 512, batch=1, nheads=1),

@@ -61,8 +61,8 @@ SPARED = ("ForwardStreamK", "BackwardStreamK", "PrefillStreamK", "BackwardFused"
 def test_volta_covers_every_headdim_and_need(pass_):
     mine = [v for v in INFO["variants"] if (v["family"], v["pass"]) == ("volta", pass_["name"])]
     # a block mask has kernels of its own, which take no bias
-    whole = [v for v in mine if set(v["needs"]) == set(pass_["needs"]) - {"block_mask"}]
-    masked = [v for v in mine if "block_mask" in v["needs"]]
+    whole = [v for v in mine if set(v["features"]) == set(pass_["features"]) - {"block_mask"}]
+    masked = [v for v in mine if "block_mask" in v["features"]]
     assert bool(masked) == (pass_["name"] in ("Forward", "Backward", "BackwardDkDv", "BackwardDq"))
     for found in (mine, whole, *[masked] * bool(masked)):
         assert max(v["headdim"] for v in found) >= 256 and max(v["headdim_v"] for v in found) >= 256
@@ -72,10 +72,10 @@ def plan(headdim=64, **arguments):
     return json.loads(torch.ops.volta_fa._plan(1, 500, 500, 8, 8, headdim, headdim, False, **arguments))
 
 
-def test_the_plan_shows_kernels_for_needs_and_modes():
-    assert plan()["forward"]["needs"] == []
-    found = plan(needs="alibi,dropout", deterministic=True)
-    assert {"alibi", "dropout"} <= set(found["forward"]["needs"])
+def test_the_plan_shows_kernels_for_features_and_modes():
+    assert plan()["forward"]["features"] == []
+    found = plan(features="alibi,dropout", deterministic=True)
+    assert {"alibi", "dropout"} <= set(found["forward"]["features"])
     assert [found["backward"][k]["pass"] for k in ("prepare", "main", "finish")] == [
         "BackwardPreprocess",
         "Backward",
@@ -85,19 +85,19 @@ def test_the_plan_shows_kernels_for_needs_and_modes():
     found = plan(deterministic=True, major=7, minor=5)["backward"]
     assert [found[k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPreprocess", "BackwardDkDv", "BackwardDq"]
     assert (found["rounds"], found["dq_accum_splits"]) == (1, 0)
-    assert "bf16_gradients" in plan(needs="bf16_gradients")["backward"]["finish"]["needs"]
-    found = plan(needs="fp32_bias")
-    assert found["mode"]["needs"] == ["bias", "fp32_bias"] and "fp32_bias" in found["forward"]["needs"]
-    assert "fp32_bias" not in plan(needs="bias")["forward"]["needs"]
-    with pytest.raises(ValueError, match="needs: got `alibis`, expected .*alibi"):
-        plan(needs="alibis")
+    assert "bf16_gradients" in plan(features="bf16_gradients")["backward"]["finish"]["features"]
+    found = plan(features="fp32_bias")
+    assert found["mode"]["features"] == ["bias", "fp32_bias"] and "fp32_bias" in found["forward"]["features"]
+    assert "fp32_bias" not in plan(features="bias")["forward"]["features"]
+    with pytest.raises(ValueError, match="features: got `alibis`, expected .*alibi"):
+        plan(features="alibis")
 
 
-@pytest.mark.parametrize("needs", ["block_mask", "block_mask,softcap"])
+@pytest.mark.parametrize("features", ["block_mask", "block_mask,softcap"])
 @pytest.mark.parametrize("headdim", [40, 64, 96, 128, 256])
-def test_turing_runs_its_own_kernels_of_block_masks(headdim, needs):
+def test_turing_runs_its_own_kernels_of_block_masks(headdim, features):
     """Volta's, compiled by the driver, would compute the same, many times slower."""
-    found = plan(headdim, needs=needs, major=7, minor=5)
+    found = plan(headdim, features=features, major=7, minor=5)
     kernels = [found["forward"], *(found["backward"][part] for part in ("prepare", "main", "finish"))]
     assert {kernel["family"] for kernel in kernels} == {"turing"}
 
@@ -177,10 +177,10 @@ def test_turing_is_taken_where_it_has_kernels(major, minor):
         chosen = plan(headdim, major=major, minor=minor)
         assert chosen["forward"]["family"] == "turing"
     for headdim in (256, 512):
-        whole = plan(headdim, major=major, minor=minor, needs="lengths,sinks,softcap,alibi,bias,fp32_bias,dropout")
+        whole = plan(headdim, major=major, minor=minor, features="varlen,sinks,softcap,alibi,bias,fp32_bias,dropout")
         assert whole["forward"]["family"] == "turing"
     for headdim in (64, 72, 256):
-        for mode in ({}, {"deterministic": True}, {"needs": "dropout"}):
+        for mode in ({}, {"deterministic": True}, {"features": "dropout"}):
             chosen = plan(headdim, major=major, minor=minor, **mode)
             kernels = [chosen["backward"][name] for name in ("prepare", "main", "finish")]
             assert {kernel["family"] for kernel in kernels} == {"turing"}

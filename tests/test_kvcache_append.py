@@ -39,7 +39,7 @@ def test_variant_runs(backend, variant):
     """Runs each kernel with a paged and a contiguous cache, and with a headdim below the kernel's."""
     gpu, _ = GPUS[variant["sm"]]
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
-    feature_options = {name: value for feature in variant["needs"] for name, value in OPTIONS_OF_FEATURE.get(feature, {}).items()}
+    feature_options = {name: value for feature in variant["features"] for name, value in OPTIONS_OF_FEATURE.get(feature, {}).items()}
     headdim = variant["headdim"] if variant["pass"] == "Prefill" else 64
     case = Cached(MANY, headdim=headdim, packed=True, own_new=True, sinks="own", **feature_options)
     # the planner chooses larger row blocks for more query heads per KV head

@@ -15,7 +15,7 @@ from cached import WRITTEN, Cached, expected, has_scales
 from conftest import INFO, assert_same_bits, on, on_cases, within
 from test_kvcache_append import launched
 from test_variants import GPUS
-from volta_fa.kv_formats import KV_DTYPES
+from volta_fa.kv_cache.formats import KV_DTYPES
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 

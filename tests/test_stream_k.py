@@ -36,10 +36,12 @@ def test_every_kernel_is_right(backend, force, variant, name):
     """Also on headdims that it pads, and on masks for which no plan takes it."""
     force(choices=[{"pass": "ForwardStreamK", "variant": variant["name"]}])
     pad = 8 * (name != "odd")
-    asked = {key: value for need in variant["requires"] for key, value in ASKING[need].items()}
+    asked = {key: value for need in variant["required_features"] for key, value in ASKING[need].items()}
     case = Case(**PROBLEMS[name], **asked, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
     device = -1 if backend.machine == "sim" else torch.cuda.current_device()
-    found = plan(case.batch, case.nheads, case.seqlen_q, case.seqlen_k, case.headdim, device=device, needs=",".join(variant["requires"]))
+    found = plan(
+        case.batch, case.nheads, case.seqlen_q, case.seqlen_k, case.headdim, device=device, features=",".join(variant["required_features"])
+    )
     assert variant["headdim"] != variant["headdim_v"] or found["name"] == variant["name"]
     (q, k, v, _), options = case.problem(backend)
     check(backend, q, k, v, **options)
@@ -83,8 +85,8 @@ def test_where_a_plan_takes_them(shape, pays):
     found = plan(*shape)
     assert (found["pass"] == "ForwardStreamK") == pays
     assert plan(*shape, is_causal=True)["pass"] == "Forward"
-    assert (plan(*shape, needs="sinks")["pass"] == "ForwardStreamK") == pays
-    assert plan(*shape, needs="dropout")["pass"] == "Forward" and plan(*shape, needs="lengths")["pass"] == "Forward"
+    assert (plan(*shape, features="sinks")["pass"] == "ForwardStreamK") == pays
+    assert plan(*shape, features="dropout")["pass"] == "Forward" and plan(*shape, features="varlen")["pass"] == "Forward"
     if pays:
         assert found["reason"].startswith("stream-K") and found["grid"][1:] == [1, 1]
 
@@ -154,7 +156,7 @@ def test_where_a_plan_splits_key_blocks(shape, pays):
     main = backward_plan(*shape)["main"]
     assert (main["pass"] == "BackwardStreamK") == pays
     assert backward_plan(*shape, deterministic=True)["main"]["pass"] != "BackwardStreamK"
-    assert backward_plan(*shape, needs="lengths")["main"]["pass"] == "Backward"
+    assert backward_plan(*shape, features="varlen")["main"]["pass"] == "Backward"
     if pays:
         assert main["reason"].startswith("stream-K") and main["grid"][0] == shape[0] * shape[2] and main["grid"][2] == 1
 

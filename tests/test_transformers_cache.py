@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import test_transformers as plain
 import volta_fa.transformers
 from test_transformers import BATCH, CAUSAL, LAYERS, SEQLEN, TOLERANCE, V5, WINDOW, padding, profile, tokens
-from volta_fa.kv_formats import KV_DTYPES, dequantize_kv, hadamard, quantize_kv
+from volta_fa.kv_cache.formats import KV_DTYPES, dequantize_kv, hadamard, quantize_kv
 from volta_fa.transformers import QuantizedCache
 
 quiet = plain.quiet

@@ -25,9 +25,9 @@ ASKED = [
         "sinks": {"sinks": "own"},
         "block_mask": {"blocks": "h"},
     },
-    {"dropout": {"dropout_p": 0.2}, "bias": {"bias": "bk:bool"}, "lengths": {"used": 60}, "block_mask": {"blocks": "h"}},
+    {"dropout": {"dropout_p": 0.2}, "bias": {"bias": "bk:bool"}, "varlen": {"used": 60}, "block_mask": {"blocks": "h"}},
 ]
-NEEDS_OF_PASS = {p["name"]: p["needs"] for p in INFO["passes"]}
+FEATURES_OF_PASS = {p["name"]: p["features"] for p in INFO["passes"]}
 # What merges states or serves a KV cache has no problem of attention: tests/test_merge.py, test_decode_kernels.py and
 # test_kvcache_append.py run these, test_stream_k.py those of grids of equal shares.
 #: Variants of dense tensors, but stream-K kernels, which test_stream_k.py has.
@@ -41,9 +41,9 @@ SIMULATED = [
 def features_for(variant):
     """Two problems for a kernel, each with all that it covers or that its pass never needs. Where it covers something, a problem
     asks for that, so that no lesser kernel is taken; and always for what a kernel requires."""
-    own, required = set(variant["needs"]), set(variant["requires"])
+    own, required = set(variant["features"]), set(variant["required_features"])
     # a block mask excludes a bias
-    free = {need for ways in ASKED for need in ways} - set(NEEDS_OF_PASS[variant["pass"]]) - {"block_mask"}
+    free = {need for ways in ASKED for need in ways} - set(FEATURES_OF_PASS[variant["pass"]]) - {"block_mask"}
     found = []
     for ways in ASKED:
         if required <= ways.keys() and (not own or own & ways.keys()):
@@ -77,10 +77,10 @@ def candidates(variant):
 def test_problems_ask_for_what_a_kernel_covers():
     """A need that no problem here asks for would leave its kernels untested."""
     for variant in SIMULATED:
-        asked = {need for ways in ASKED for need in ways} & set(variant["needs"])
+        asked = {need for ways in ASKED for need in ways} & set(variant["features"])
         # a bf16 problem takes the kernels that lengths take
-        assert asked == set(variant["needs"]) - {"bf16_gradients"}, variant["name"]
-        assert not variant["needs"] or all(features_for(variant)), variant["name"]
+        assert asked == set(variant["features"]) - {"bf16_gradients"}, variant["name"]
+        assert not variant["features"] or all(features_for(variant)), variant["name"]
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,7 @@ def test_variant_runs(backend, variant, is_causal, padded_too):
     run(backend, variant, padded)
 
 
-WHOLE = [v for v in SIMULATED if v["pass"] == "BackwardFused" and "lengths" in v["needs"]]
+WHOLE = [v for v in SIMULATED if v["pass"] == "BackwardFused" and "varlen" in v["features"]]
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

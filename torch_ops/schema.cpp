@@ -11,10 +11,10 @@ namespace {
 
 std::string plan(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t nheads, int64_t nheads_k, int64_t headdim,
                  int64_t headdim_v, bool is_causal, int64_t sms, int64_t major, int64_t minor, int64_t shared_bytes,
-                 bool deterministic, const std::string& needs, std::optional<int64_t> device) {
+                 bool deterministic, const std::string& names, std::optional<int64_t> device) {
     const PlanArgs args{batch,   seqlen_q,     seqlen_k,      nheads,        nheads_k,
                         headdim, headdim_v,    is_causal,     sms,           major,
-                        minor,   shared_bytes, deterministic, needs.c_str(), device ? &*device : nullptr};
+                        minor,   shared_bytes, deterministic, names.c_str(), device ? &*device : nullptr};
     char* json = nullptr;
     check(volta_fa_plan(&args, &json));
     return take_string(json);
@@ -63,7 +63,7 @@ VOLTA_FA_LIBRARY(m) {
     m.def(
         "_plan(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int headdim, int headdim_v, "
         "bool is_causal, int sms=80, int major=7, int minor=0, int shared_bytes=98304, bool deterministic=False, "
-        "str needs='', int? device=None) -> str",
+        "str features='', int? device=None) -> str",
         volta_fa::plan);
     m.def("_set_tuning(str text) -> ()", volta_fa::set_tuning);
     m.def("_tuning(int device) -> str", volta_fa::tuning);

@@ -239,9 +239,6 @@ void atg_zeros_like(Tensor** out, Tensor* self) {
 
 // ---- Views and copies. ----
 
-void atg_contiguous(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->contiguous(); });
-}
 void atg_expand(Tensor** out, Tensor* self, const int64_t* size_data, int size_len, int implicit) {
     give(out, [&] { return self->expand(list(size_data, size_len), implicit != 0); });
 }
@@ -265,17 +262,8 @@ void atg_index_select(Tensor** out, Tensor* self, int64_t dim, Tensor* index) {
 void atg_narrow(Tensor** out, Tensor* self, int64_t dim, int64_t start, int64_t length) {
     give(out, [&] { return self->narrow(dim, start, length); });
 }
-void atg_permute(Tensor** out, Tensor* self, const int64_t* dims_data, int dims_len) {
-    give(out, [&] { return self->permute(list(dims_data, dims_len)); });
-}
-void atg_reshape(Tensor** out, Tensor* self, const int64_t* shape_data, int shape_len) {
-    give(out, [&] { return self->reshape(list(shape_data, shape_len)); });
-}
 void atg_select(Tensor** out, Tensor* self, int64_t dim, int64_t index) {
     give(out, [&] { return self->select(dim, index); });
-}
-void atg_squeeze_dim(Tensor** out, Tensor* self, int64_t dim) {
-    give(out, [&] { return self->squeeze(dim); });
 }
 void atg_sort(Tensor** out, Tensor* self, int64_t dim, int descending) {
     give_all(out, [&] { return self->sort(dim, descending != 0); });
@@ -292,20 +280,8 @@ void atg_totype(Tensor** out, Tensor* self, int scalar_type) {
 void atg_transpose(Tensor** out, Tensor* self, int64_t dim0, int64_t dim1) {
     give(out, [&] { return self->transpose(dim0, dim1); });
 }
-void atg_tril(Tensor** out, Tensor* self, int64_t diagonal) {
-    give(out, [&] { return self->tril(diagonal); });
-}
-void atg_triu(Tensor** out, Tensor* self, int64_t diagonal) {
-    give(out, [&] { return self->triu(diagonal); });
-}
 void atg_unflatten(Tensor** out, Tensor* self, int64_t dim, const int64_t* sizes_data, int sizes_len) {
     give(out, [&] { return self->unflatten(dim, list(sizes_data, sizes_len)); });
-}
-void atg_unsqueeze(Tensor** out, Tensor* self, int64_t dim) {
-    give(out, [&] { return self->unsqueeze(dim); });
-}
-void atg_view(Tensor** out, Tensor* self, const int64_t* size_data, int size_len) {
-    give(out, [&] { return self->view(list(size_data, size_len)); });
 }
 void atg_view_dtype(Tensor** out, Tensor* self, int dtype) {
     give(out, [&] { return self->view(kind_of(dtype)); });
@@ -317,29 +293,8 @@ void atg_index_put_(Tensor** out, Tensor* self, Tensor* const* indices_data, int
 
 // ---- Elementwise. ----
 
-void atg_abs(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->abs(); });
-}
-void atg_abs_(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->abs_(); });
-}
-void atg_add(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->add(*other); });
-}
-void atg_add_(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->add_(*other); });
-}
-void atg_add_scalar(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->add(*other); });
-}
-void atg_add_scalar_(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->add_(*other); });
-}
 void atg_addcmul_(Tensor** out, Tensor* self, Tensor* tensor1, Tensor* tensor2) {
     give(out, [&] { return self->addcmul_(*tensor1, *tensor2); });
-}
-void atg_bitwise_right_shift_tensor_scalar(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->bitwise_right_shift(*other); });
 }
 void atg_bucketize(Tensor** out, Tensor* self, Tensor* boundaries, int out_int32, int right) {
     give(out, [&] { return at::bucketize(*self, *boundaries, out_int32 != 0, right != 0); });
@@ -347,44 +302,8 @@ void atg_bucketize(Tensor** out, Tensor* self, Tensor* boundaries, int out_int32
 void atg_clamp(Tensor** out, Tensor* self, Scalar* min, Scalar* max) {
     give(out, [&] { return self->clamp(*min, *max); });
 }
-void atg_clamp_max(Tensor** out, Tensor* self, Scalar* max) {
-    give(out, [&] { return self->clamp_max(*max); });
-}
-void atg_clamp_min(Tensor** out, Tensor* self, Scalar* min) {
-    give(out, [&] { return self->clamp_min(*min); });
-}
-void atg_div(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->div(*other); });
-}
-void atg_bitwise_and(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->bitwise_and(*other); });
-}
-void atg_bitwise_right_shift(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->bitwise_right_shift(*other); });
-}
-void atg_div_scalar_(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->div_(*other); });
-}
-void atg_exp(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->exp(); });
-}
-void atg_exp_(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->exp_(); });
-}
-void atg_fill_(Tensor** out, Tensor* self, Scalar* value) {
-    give(out, [&] { return self->fill_(*value); });
-}
-void atg_floor_divide_scalar(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->floor_divide(*other); });
-}
 void atg_frexp(Tensor** out, Tensor* self) {
     give_all(out, [&] { return self->frexp(); });
-}
-void atg_log_(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->log_(); });
-}
-void atg_logaddexp(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->logaddexp(*other); });
 }
 void atg_masked_fill(Tensor** out, Tensor* self, Tensor* mask, Scalar* value) {
     give(out, [&] { return self->masked_fill(*mask, *value); });
@@ -392,54 +311,12 @@ void atg_masked_fill(Tensor** out, Tensor* self, Tensor* mask, Scalar* value) {
 void atg_masked_fill_(Tensor** out, Tensor* self, Tensor* mask, Scalar* value) {
     give(out, [&] { return self->masked_fill_(*mask, *value); });
 }
-void atg_maximum(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->maximum(*other); });
-}
-void atg_mul(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->mul(*other); });
-}
-void atg_mul_(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->mul_(*other); });
-}
 void atg_mul_out(Tensor** out, Tensor* result, Tensor* self, Tensor* other) {
     give(out, [&] { return at::mul_out(*result, *self, *other); });
-}
-void atg_mul_scalar(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->mul(*other); });
-}
-void atg_mul_scalar_(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->mul_(*other); });
 }
 void atg_nan_to_num_(Tensor** out, Tensor* self, double nan, int8_t nan_null, double posinf, int8_t posinf_null, double neginf,
                      int8_t neginf_null) {
     give(out, [&] { return self->nan_to_num_(number(nan, nan_null), number(posinf, posinf_null), number(neginf, neginf_null)); });
-}
-void atg_neg(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->neg(); });
-}
-void atg_neg_(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->neg_(); });
-}
-void atg_remainder(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->remainder(*other); });
-}
-void atg_round(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->round(); });
-}
-void atg_sigmoid(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->sigmoid(); });
-}
-void atg_square_(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->square_(); });
-}
-void atg_sub(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->sub(*other); });
-}
-void atg_sub_(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->sub_(*other); });
-}
-void atg_tanh_(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->tanh_(); });
 }
 void atg_threshold(Tensor** out, Tensor* self, Scalar* threshold, Scalar* value) {
     give(out, [&] { return at::threshold(*self, *threshold, *value); });
@@ -447,63 +324,18 @@ void atg_threshold(Tensor** out, Tensor* self, Scalar* threshold, Scalar* value)
 void atg_where_self(Tensor** out, Tensor* condition, Tensor* self, Tensor* other) {
     give(out, [&] { return at::where(*condition, *self, *other); });
 }
-void atg_zero_(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->zero_(); });
-}
 
 // ---- Comparisons and logic. ----
 
 void atg_argmin(Tensor** out, Tensor* self, int64_t dim_v, int8_t dim_null, int keepdim) {
     give(out, [&] { return self->argmin(dim_null ? std::nullopt : std::optional(dim_v), keepdim != 0); });
 }
-void atg_any(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->any(); });
-}
-void atg_eq(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->eq(*other); });
-}
-void atg_eq_tensor(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->eq(*other); });
-}
-void atg_ge(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->ge(*other); });
-}
-void atg_ge_tensor(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->ge(*other); });
-}
 void atg_isclose(Tensor** out, Tensor* self, Tensor* other, double rtol, double atol, int equal_nan) {
     give(out, [&] { return self->isclose(*other, rtol, atol, equal_nan != 0); });
-}
-void atg_le(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->le(*other); });
-}
-void atg_le_tensor(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->le(*other); });
-}
-void atg_logical_and(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->logical_and(*other); });
-}
-void atg_logical_not(Tensor** out, Tensor* self) {
-    give(out, [&] { return self->logical_not(); });
-}
-void atg_logical_or(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->logical_or(*other); });
-}
-void atg_lt(Tensor** out, Tensor* self, Scalar* other) {
-    give(out, [&] { return self->lt(*other); });
-}
-void atg_lt_tensor(Tensor** out, Tensor* self, Tensor* other) {
-    give(out, [&] { return self->lt(*other); });
 }
 
 // ---- Reductions and products. ----
 
-void atg_amax(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim) {
-    give(out, [&] { return self->amax(list(dim_data, dim_len), keepdim != 0); });
-}
-void atg_amin(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim) {
-    give(out, [&] { return self->amin(list(dim_data, dim_len), keepdim != 0); });
-}
 void atg_baddbmm_(Tensor** out, Tensor* self, Tensor* batch1, Tensor* batch2) {
     give(out, [&] { return self->baddbmm_(*batch1, *batch2); });
 }
@@ -513,9 +345,6 @@ void atg_bmm_out(Tensor** out, Tensor* result, Tensor* self, Tensor* mat2) {
 void atg_count_nonzero(Tensor** out, Tensor* self, int64_t dim_v, int8_t dim_null) {
     give(out, [&] { return self->count_nonzero(dim_null ? std::nullopt : std::optional(dim_v)); });
 }
-void atg_logsumexp(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim) {
-    give(out, [&] { return self->logsumexp(list(dim_data, dim_len), keepdim != 0); });
-}
 void atg__softmax_out(Tensor** out, Tensor* result, Tensor* self, int64_t dim, int half_to_float) {
     give(out, [&] { return at::_softmax_out(*result, *self, dim, half_to_float != 0); });
 }
@@ -524,9 +353,6 @@ void atg_sum_dim_intlist(Tensor** out, Tensor* self, const int64_t* dim_data, in
 }
 void atg_cumsum(Tensor** out, Tensor* self, int64_t dim, int dtype) {
     give(out, [&] { return self->cumsum(dim, optional_kind(dtype)); });
-}
-void atg_sum_to_size(Tensor** out, Tensor* self, const int64_t* size_data, int size_len) {
-    give(out, [&] { return self->sum_to_size(list(size_data, size_len)); });
 }
 
 // ---- Attention. ----
@@ -549,4 +375,33 @@ void atg__scaled_dot_product_flash_attention_for_cpu_backward(Tensor** out, Tens
     });
 }
 
+// ---- Methods of one form, by their further arguments: none, a tensor, a number, an integer, a list, dimensions to reduce. Rows of
+// a form that tch names by its arguments too have the function's name, then the method's. ----
+
+// clang-format off
+#define METHOD(function, call, ...) \
+    void atg_##function(Tensor** out, __VA_ARGS__) { give(out, [&] { return self->call; }); }
+#define UNARY(name) METHOD(name, name(), Tensor* self)
+#define BINARY(function, name) METHOD(function, name(*other), Tensor* self, Tensor* other)
+#define SCALAR(function, name) METHOD(function, name(*other), Tensor* self, Scalar* other)
+#define INTEGER(function, name) METHOD(function, name(n), Tensor* self, int64_t n)
+#define LIST(name) METHOD(name, name(list(data, length)), Tensor* self, const int64_t* data, int length)
+#define REDUCTION(name) \
+    METHOD(name, name(list(data, length), keepdim != 0), Tensor* self, const int64_t* data, int length, int keepdim)
+
+UNARY(abs) UNARY(abs_) UNARY(any) UNARY(contiguous) UNARY(exp) UNARY(exp_) UNARY(log_) UNARY(logical_not) UNARY(neg) UNARY(neg_)
+UNARY(round) UNARY(sigmoid) UNARY(square_) UNARY(tanh_) UNARY(zero_)
+BINARY(add, add) BINARY(add_, add_) BINARY(bitwise_right_shift, bitwise_right_shift) BINARY(div, div) BINARY(eq_tensor, eq)
+BINARY(ge_tensor, ge) BINARY(le_tensor, le) BINARY(logaddexp, logaddexp) BINARY(logical_and, logical_and)
+BINARY(logical_or, logical_or) BINARY(lt_tensor, lt) BINARY(maximum, maximum) BINARY(mul, mul) BINARY(mul_, mul_)
+BINARY(sub, sub) BINARY(sub_, sub_)
+SCALAR(add_scalar, add) SCALAR(add_scalar_, add_) SCALAR(bitwise_and, bitwise_and)
+SCALAR(bitwise_right_shift_tensor_scalar, bitwise_right_shift) SCALAR(clamp_max, clamp_max) SCALAR(clamp_min, clamp_min)
+SCALAR(div_scalar_, div_) SCALAR(eq, eq) SCALAR(fill_, fill_) SCALAR(floor_divide_scalar, floor_divide) SCALAR(ge, ge)
+SCALAR(le, le) SCALAR(lt, lt) SCALAR(mul_scalar, mul) SCALAR(mul_scalar_, mul_) SCALAR(remainder, remainder)
+INTEGER(squeeze_dim, squeeze) INTEGER(tril, tril) INTEGER(triu, triu) INTEGER(unsqueeze, unsqueeze)
+LIST(permute) LIST(reshape) LIST(sum_to_size) LIST(view)
+REDUCTION(amax) REDUCTION(amin) REDUCTION(logsumexp)
+
 }  // extern "C"
+// clang-format on

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "backward/score_coord.cuh"
-#include "block_lists.cuh"
-#include "remat.cuh"
+#include "listed_steps.cuh"
+#include "ptx.cuh"
 
 // Bits of a warp's Rows rows (of the product, and of the list) in a step of at most 32 columns. A lane holds those of one row, bit
 // 0 for the first column.

@@ -3,8 +3,8 @@
 // mask.
 #pragma once
 
-#include "backward/memory.cuh"
 #include "mask.cuh"
+#include "ptx.cuh"
 #include "seqlen_info.cuh"
 
 // Query rows that a block of Keys keys visits in steps of Step.
@@ -28,7 +28,7 @@ struct QueryRange {
         return kVarlen && first_key >= mask.seqlen_k ? 0 : mask.row_end(first_key, Keys);
     }
     // Returns the first row of the first step. Computed once per head, so it is not kept.
-    static __device__ __forceinline__ int first(const Mask& mask) { return first(mask, remat_block_index()); }
+    static __device__ __forceinline__ int first(const Mask& mask) { return first(mask, remat_block_x()); }
     // The same for a block of keys whose number is not blockIdx.x.
     static __device__ __forceinline__ int first(const Mask& mask, int block) { return mask.row_first(block * Keys) / Step * Step; }
     // Returns how many rows of Q and dO loads may touch. Varlen kernels have no register for seqlen_q, so they count rows from

@@ -1,14 +1,14 @@
 // The score function, ALiBi, bias and dropout in the backward pass, for any Layout (score_coord.cuh). Formulas: score_mod.cuh. Used
-// by the generic kernels of both families between S = Q K^T and the exponent of P, and between dP and dS. The kernels of one
-// feature use parts of it.
+// by both families between S = Q K^T and the exponent of P, and between dP and dS. Main kernels of one feature have parts of it in
+// other forms: turing/backward/one_feature.cuh, volta/backward/joint_scores.cuh.
 //
 // Kernels call these functions in a rolled loop over a warp's tiles, to fit the instruction cache. Registers cannot be indexed
 // dynamically, so the loop works on the first tile, and next_tile moves the others down by one. Every step reloads the
 // parameters of features, so that they hold no registers in between.
 #pragma once
 
-#include "backward/memory.cuh"
 #include "backward/score_coord.cuh"
+#include "ptx.cuh"
 #include "score_mod.cuh"
 
 // Moves all tiles but the first down by one.
@@ -62,21 +62,33 @@ __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdPara
         }
     }
 }
+// Returns ALiBi of one head of a sequence.
+__device__ __forceinline__ Alibi alibi_of(const BwdParams& p, int batch, int head) {
+    const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
+    return Alibi(p.score_options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
+}
+// Adds ALiBi's term to scores in log2 units, of Tiles tiles. tile(n): the n-th, kTileQueries queries after the one before. `coord`:
+// of the first.
+template <class Layout, int Tiles, class TileOf>
+__device__ __forceinline__ void add_alibi(const Alibi& alibi, const ScoreCoord<Layout>& coord, TileOf tile) {
+    // One int-to-float conversion (slow XU pipe) for all elements.
+    const float first = alibi.distance(coord.query(0), coord.key(0));
+#pragma unroll
+    for (int n = 0; n < Tiles; n++)
+#pragma unroll
+        for (int v = 0; v < Layout::kElements; v++) {
+            const int query_minus_key = Layout::kTileQueries * n + ScoreCoord<Layout>::query_minus_key(v);
+            tile(n)[v] = alibi(tile(n)[v], first + static_cast<float>(query_minus_key));
+        }
+}
 // Adds ALiBi and bias, each only if the problem has it.
 template <class Layout>
 __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, const BwdParams& p, int head, int query_end,
                                                    const ScoreCoord<Layout>& coord) {
     const ScoreOptions& options = p.score_options;
     const int batch = remat_block_batch();
-    if (uses_alibi(options)) {
-        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-        const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
-        // One int-to-float conversion (slow XU pipe) for all elements.
-        const float first = alibi.distance(coord.query(0), coord.key(0));
-#pragma unroll
-        for (int v = 0; v < Layout::kElements; v++)
-            s[v] = alibi(s[v], first + static_cast<float>(ScoreCoord<Layout>::query_minus_key(v)));
-    }
+    if (uses_alibi(options))
+        add_alibi<Layout, 1>(alibi_of(p, batch, head), coord, [&](int) -> typename Layout::Tile& { return s; });
     if (uses_bias(options)) add_bias(s, p, batch, head, query_end, coord);
 }
 

@@ -7,7 +7,8 @@
 
 constexpr int kStagedThreads = 128, kStagedRows = 128, kStagedTerms = 32;
 constexpr int kStagedTile = kStagedRows * kStagedTerms * 2, kStagedBuffer = 2 * kStagedTile;  // bytes
-constexpr int kStagedShared = 2 * kStagedBuffer;
+static_assert(2 * kStagedBuffer == SHARED_BYTES && kStagedRows == BLOCK_ROWS && kStagedTerms == STEP && kStagedThreads == THREADS,
+              "the row in src/kernels and the kernel disagree");
 
 // Tiles whose columns are a step's terms: 128 rows of 32.
 struct TermColumns {

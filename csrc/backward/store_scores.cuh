@@ -27,7 +27,6 @@
 
 template <class Family>
 struct BackwardScores {
-    static constexpr int kSharedBytes = kStagedShared;
     static constexpr int kTiles = 4;  // of 16 keys, and of 16 queries, that a warp has
     using Layout = typename Family::Layout;
     using Lane = typename Layout::Lane;
@@ -109,7 +108,7 @@ struct BackwardScores {
     static __device__ __forceinline__ void store_probabilities(Scores& s, const BwdParams& p, const Place& place,
                                                                const Stored& to_p, const Stored& to_ds, const float* stats,
                                                                int rows) {
-        if (!kGeneric) {
+        if (!kHasScoreFeatures) {
             if (place.masked) apply_mask<Layout>(s, p, Lane(threadIdx.x % 32), place.first_row, place.first_key);
             exponentials(s, p.problem.scale_log2, kExponentShift);
 #pragma unroll
@@ -160,7 +159,7 @@ struct BackwardScores {
     static __device__ __forceinline__ void store_score_gradients(Scores& dp, const BwdParams& p, const Place& place,
                                                                  const Stored& to_p, const Stored& to_ds, const float* stats,
                                                                  int rows) {
-        if (!kGeneric) {
+        if (!kHasScoreFeatures) {
 #pragma unroll
             for (int m = 0; m < kTiles; m++) {
                 PackedTile probabilities[kTiles];

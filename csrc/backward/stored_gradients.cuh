@@ -22,8 +22,7 @@
 
 template <class Family>
 struct BackwardGradients {
-    static constexpr int kSharedBytes = kStagedShared;
-    static_assert(kSharedBytes >= kStagedRows * kStagedRows * 2, "the output is staged in the buffers");
+    static_assert(SHARED_BYTES >= kStagedRows * kStagedRows * 2, "the output is staged in the buffers");
     using KeySums = typename Family::KeySums;
     using QuerySums = typename Family::QuerySums;
     using Lane = typename Family::Layout::Lane;

@@ -7,10 +7,9 @@
 #pragma once
 
 #include "decode/tile_scheduler.cuh"
+#include "features.cuh"
 
 namespace decode {
-
-constexpr bool kTree = FEATURES & kFeatureTree;
 
 // The draft tokens that a row sees, inside its window. Kernels without a tree have none.
 template <bool>

@@ -11,10 +11,10 @@ template <bool EitherOrder>
 __device__ __forceinline__ bool heads_first(const Problem& p) {
     return EitherOrder && gridDim.x == p.nheads;
 }
-// The block's head, rematerialized (remat.cuh). remat_block_index() is blockIdx.x, remat_block_head() blockIdx.y.
+// The block's head, rematerialized (ptx.cuh).
 template <bool EitherOrder>
 __device__ __forceinline__ int remat_head(const Problem& p) {
-    return heads_first<EitherOrder>(p) ? remat_block_index() : remat_block_head();
+    return heads_first<EitherOrder>(p) ? remat_block_x() : remat_block_y();
 }
 
 // Blocks start in the order of blockIdx, x fastest. The last rows come first: under a causal mask they see the most keys, and a
@@ -26,8 +26,8 @@ struct ForwardBlock {
         : row((heads_first<EitherOrder>(p) ? gridDim.y - 1 - blockIdx.y : gridDim.x - 1 - blockIdx.x) * BlockRows),
           head(heads_first<EitherOrder>(p) ? blockIdx.x : blockIdx.y),
           head_k((heads_first<EitherOrder>(p) ? blockIdx.x : blockIdx.y) / (p.nheads / p.nheads_k)), batch(blockIdx.z) {}
-    // `row`, rematerialized (remat.cuh).
+    // `row`, rematerialized (ptx.cuh).
     __device__ __forceinline__ static int remat_row(const Problem& p) {
-        return (heads_first<EitherOrder>(p) ? gridDim.y - 1 - remat_block_head() : gridDim.x - 1 - remat_block_index()) * BlockRows;
+        return (heads_first<EitherOrder>(p) ? gridDim.y - 1 - remat_block_y() : gridDim.x - 1 - remat_block_x()) * BlockRows;
     }
 };

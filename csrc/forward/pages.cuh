@@ -23,16 +23,6 @@ __device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const C
     return __syncthreads_and(has);
 }
 
-// Loads a page number if `has`. Predicated, because a branch would stop ptxas from interleaving the products of a step.
-__device__ __forceinline__ void load_page_if(bool has, int& page, const int* from) {
-    asm volatile(
-        "{.reg .pred has;\n"
-        "setp.ne.s32 has, %2, 0;\n"
-        "@has ld.global.nc.s32 %0, [%1];}"
-        : "+r"(page)
-        : "l"(from), "r"(static_cast<int>(has)));
-}
-
 // Iterates over the pages of the Groups groups of 16 tokens that a thread loads in each step of Step tokens. InBranch: loads
 // page numbers in a branch, for kernels without a free register, because ptxas then interleaves less.
 template <int Step, int Groups, bool InBranch = false>
@@ -77,7 +67,7 @@ public:
             const int* sequence = cache.block_table + remat_block_batch() * cache.block_table_stride;
             const bool has = cache.block_table && token + g * kPageGroup < end;
             if (!InBranch)
-                load_page_if(has, page_[g], sequence + index);
+                load_int_if(has, page_[g], sequence + index);
             else if (has)
                 page_[g] = __ldg(sequence + index);
         }

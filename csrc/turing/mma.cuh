@@ -43,8 +43,4 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 addres
                  : "r"(address));
 }
 
-__device__ __forceinline__ void store_shared1(u32 address, u32 x) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x));
-}
-
 }  // namespace turing

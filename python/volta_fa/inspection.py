@@ -31,8 +31,8 @@ def info() -> dict[str, Any]:
         problems: mismatches of GPU, driver and torch, each one line with its remedy.
         families: for each kernel family its name, lowest compute capability and number of variants.
         variants: for each compiled kernel its name, family, sm, pass, features (those it has code for), required_features (those
-            the problem must use), needs and requires (their old names), source, headdims, tile sizes, threads, blocks an SM, registers
-            a thread, spilled bytes, shared memory and parameters in bytes.
+            the problem must use), source (the header that has it), headdims, tile sizes, threads, blocks an SM, registers a thread,
+            spilled bytes, shared memory and parameters in bytes.
     """
     build = json.loads(torch.ops.volta_fa._info())
     return {

@@ -4,7 +4,7 @@
 // with their paths, since this file is a module of build.rs too
 #[path = "formats.rs"]
 pub mod formats;
-#[path = "shared/mod.rs"]
+#[path = "shared.rs"]
 mod shared;
 #[path = "turing/mod.rs"]
 pub mod turing;

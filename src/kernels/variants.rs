@@ -67,18 +67,9 @@ impl Feature {
         }
     }
 
-    /// Returns its name before `varlen` and `paged_kv` had theirs: `needs` and `requires` of `_info()` keep it.
-    pub const fn old_name(self) -> &'static str {
-        match self {
-            Feature::Lengths => "lengths",
-            Feature::Pages => "pages",
-            other => other.name(),
-        }
-    }
-
-    /// Returns the feature of this name, new or old.
+    /// Returns the feature of this name.
     pub fn named(name: &str) -> Option<Feature> {
-        Feature::ALL.into_iter().find(|f| f.name() == name || f.old_name() == name)
+        Feature::ALL.into_iter().find(|f| f.name() == name)
     }
 }
 
@@ -89,9 +80,9 @@ pub struct FeatureSet(u32);
 impl FeatureSet {
     /// Of plain kernels: one length for all sequences, no option.
     pub const NONE: FeatureSet = FeatureSet(0);
-    /// Features of a block's bounds and its epilogue; `kVarlen` in csrc/seqlen_info.cuh.
+    /// Features of a block's bounds and its epilogue; `kVarlen` in csrc/features.cuh.
     pub const VARLEN: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Sinks, Feature::Bf16Gradients]);
-    /// Those, and the features of scores and probabilities; `kGeneric` in csrc/seqlen_info.cuh.
+    /// Those, and the features of scores and probabilities; `kGeneric` in csrc/features.cuh.
     pub const GENERIC: FeatureSet =
         FeatureSet::VARLEN.union(FeatureSet::of(&Feature::OF_SCORES)).union(FeatureSet::of(&[Feature::Fp32Bias]));
 
@@ -359,6 +350,17 @@ impl Pass {
         PASSES[self as usize]
     }
 
+    /// Returns what its kernels do with dq (`DqMode` in csrc/backward/dq_mode.cuh), if they are main kernels of the backward pass. It is
+    /// an argument of their type, so such passes share a [`Source`].
+    pub const fn dq_mode(self) -> Option<&'static str> {
+        match self {
+            Pass::Backward | Pass::BackwardStreamK => Some("kAtomicAdd"),
+            Pass::BackwardDkDv => Some("kSeparate"),
+            Pass::BackwardFused => Some("kStore"),
+            _ => None,
+        }
+    }
+
     /// Returns its words in kernel names: the pass, and the word after the features.
     const fn words(self) -> (&'static str, &'static str) {
         match self {
@@ -487,7 +489,31 @@ pub enum Size {
     Small,
 }
 
-/// One kernel: a source file compiled with its `-D` definitions. A row is tile times features times cache format.
+/// The device code of a kernel. csrc/entry.cu, after `headers`, is a kernel that calls `kernel::run(arguments)`. `kernel` and `arguments` are
+/// C++; they may use `-D` definitions of the row (tools/build/nvrtc.rs) and `p`, the parameter block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// headers below `csrc/`, the kernel's own first
+    pub headers: &'static [&'static str],
+    /// type that has the kernel as a static function `run`
+    pub kernel: &'static str,
+    /// arguments of `run`
+    pub arguments: &'static str,
+}
+
+impl Source {
+    /// Returns the source of a kernel that takes the parameter block as it is.
+    pub const fn new(headers: &'static [&'static str], kernel: &'static str) -> Source {
+        Source { headers, kernel, arguments: "p" }
+    }
+
+    /// Returns the source with other arguments, for grids that take a part of the parameter block.
+    pub const fn with_arguments(self, arguments: &'static str) -> Source {
+        Source { arguments, ..self }
+    }
+}
+
+/// One kernel: device code compiled with the `-D` definitions of its row. A row is tile times features times cache format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variant {
     /// name of the `extern "C" __global__` function; [`table`] derives it from the rest
@@ -504,8 +530,8 @@ pub struct Variant {
     pub cache: CacheFormat,
     /// true if its queries, unquantized cache and output are bf16; other kernels take fp16, or either type by a parameter
     pub is_bf16: bool,
-    /// source below `csrc/`
-    pub source: &'static str,
+    /// its device code
+    pub source: Source,
     /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load. Preprocess,
     /// postprocess, merge, append, dequantize and cast kernels read the headdim from their parameters, and take any
     pub headdim: u32,
@@ -527,7 +553,7 @@ pub struct Variant {
 
 impl Variant {
     /// Returns the row that others of a family and pass begin with: no feature, no tile.
-    pub const fn new(family: Family, pass: Pass, source: &'static str) -> Variant {
+    pub const fn new(family: Family, pass: Pass, source: Source) -> Variant {
         Variant {
             name: "",
             family,
@@ -554,7 +580,7 @@ impl Variant {
     }
 
     /// Returns the kernel with block masks and these features: `source` takes lists, so the problem must have them.
-    pub const fn with_blocks(self, features: FeatureSet, source: &'static str) -> Variant {
+    pub const fn with_blocks(self, features: FeatureSet, source: Source) -> Variant {
         let required_features = FeatureSet::of(&[Feature::Blocks]);
         Variant { required_features, source, ..self.with_features(features.union(required_features)) }
     }

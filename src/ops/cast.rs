@@ -1,4 +1,4 @@
-//! bf16 q, k and v as fp16, scaled by powers of two. csrc/shared/cast/cast.cu chooses the exponents, which stay on the device.
+//! bf16 q, k and v as fp16, scaled by powers of two. csrc/shared/cast/cast.cuh chooses the exponents, which stay on the device.
 
 use super::blocks::{lse_at, Blocks};
 use super::inputs::Inputs;

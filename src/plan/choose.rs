@@ -1,12 +1,10 @@
 //! Chooses kernels: the tuning's choice, else the cheapest applicable kernels of the first family that has one for each pass.
 
-use super::applicable::{cheapest, is_applicable};
-use super::device::DeviceLimits;
-use super::families::families;
+use super::device::{families, names};
+use super::device::{DeviceLimits, FAMILY_VARIABLE};
 use super::kernel::Reason;
-use super::missing::Missing;
-use crate::error::Result;
-use crate::kernels::{Family, FeatureSet, Kernels, Pass, Variant};
+use crate::error::{Error, Result};
+use crate::kernels::{CacheFormat, Code, Family, Feature, FeatureSet, Kernels, Pass, Variant};
 use crate::tuning::{Shape, Tuning};
 
 /// A kernel of each pass of a set.
@@ -84,5 +82,117 @@ impl Search<'_> {
     /// Returns the names of applicable kernels that failed in the tuning.
     fn failed(&self, family: &'static Family, of: Requested) -> impl Iterator<Item = &'static str> + '_ {
         self.applicable(family, of).filter(|v| self.d.tuning.is_some_and(|t| t.has_failed(v))).map(|v| v.name)
+    }
+}
+
+/// Returns the cost of a kernel for a problem with these features. Compares in this order:
+/// - features of scores that the problem does not use, because each takes registers and instructions in every step;
+/// - columns, because kernels compute padding too;
+/// - other features that the problem does not use: they cost a few percent, outside the loop.
+///
+/// Kernels of equal cost keep the order of the table, with larger blocks first.
+fn cost(v: &Variant, features: FeatureSet) -> (u32, u32, u32) {
+    let unused = v.features.without(features);
+    (unused.without(FeatureSet::VARLEN).count(), v.headdim + v.headdim_v, unused.count())
+}
+
+/// Maximum of [`Shape::rows_before_keys`] for kernels that require ALiBi. Other kernels compute rows further before the first key.
+///
+/// Kernels that require ALiBi start their sums of products with -slope * distance, so a large distance takes bits from the products. Rows near
+/// a visible key give it almost all weight, and there the distance is small. At this limit and a slope of 1 the start is 739 in log2 units,
+/// with a last bit of 2^-14. About 32 steps each lose a third of it (RMS), in total 1e-4. Rounding a probability to fp16 costs 2e-4.
+///
+/// The host does not know the lengths of packed sequences. For them the maximum lengths count.
+const FAR: i64 = 512;
+
+/// Returns true if a kernel computes this shape with these features, and fits the device's shared memory.
+pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d: &DeviceLimits) -> bool {
+    v.headdim as i64 >= shape.headdim
+        && v.headdim_v as i64 >= shape.headdim_v
+        && v.cache == shape.cache
+        && v.is_bf16 == shape.is_bf16
+        && v.features.contains(features)
+        && features.contains(v.required_features)
+        && (shape.rows_before_keys <= FAR || !v.required_features.contains(FeatureSet::of(&[Feature::Alibi])))
+        && v.shared_bytes <= d.shared_bytes_per_block
+}
+
+/// Returns the cheapest applicable kernel that did not fail in `avoid`.
+pub(super) fn cheapest(
+    of: impl Iterator<Item = &'static Variant>,
+    shape: &Shape,
+    features: FeatureSet,
+    d: &DeviceLimits,
+    avoid: Option<&Tuning>,
+) -> Option<&'static Variant> {
+    of.filter(|v| is_applicable(v, shape, features, d) && !avoid.is_some_and(|t| t.has_failed(v))).min_by_key(|v| cost(v, features))
+}
+
+/// The kernels that the planner looked for and did not find.
+pub(super) struct Missing<'a> {
+    pub kernels: Kernels,
+    /// Families that the device runs, limited to [`DeviceLimits::only`]. Empty: the device is too old.
+    pub families: Vec<(&'static Family, Code)>,
+    pub passes: &'a [Pass],
+    pub shape: &'a Shape,
+    pub features: FeatureSet,
+    /// Names of applicable kernels that failed in the tuning.
+    pub failed: Vec<&'static str>,
+    pub d: &'a DeviceLimits,
+}
+
+impl Missing<'_> {
+    /// Returns the error.
+    pub fn error(&self) -> Error {
+        Error::unsupported(match self.kernels.families().map(|f| f.sm).min() {
+            Some(oldest) if self.families.is_empty() => self.old_device(oldest),
+            _ => self.no_kernel(),
+        })
+    }
+
+    fn old_device(&self, oldest: u32) -> String {
+        let (major, minor) = self.d.capability;
+        let needed = format!("{}.{}", oldest / 10, oldest % 10);
+        format!("this GPU has compute capability {major}.{minor}; volta_fa's kernels need {needed} or newer")
+    }
+
+    fn no_kernel(&self) -> String {
+        let kind = if self.passes.len() == 1 { "kernel" } else { "set of kernels" };
+        let passes = self.passes.iter().map(|pass| format!("{pass:?}")).collect::<Vec<_>>().join(", ");
+        let family_note = if self.d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
+        let failed = match self.failed.as_slice() {
+            [] => String::new(),
+            names => format!("; excluded because they failed `python -m volta_fa check` on this GPU: {}", names.join(", ")),
+        };
+        format!(
+            "there is no {} {kind} ({passes}){}{} in this GPU's {} bytes of shared memory a block{family_note}{failed}",
+            names(&self.families),
+            self.requested(),
+            self.headdims(),
+            self.d.shared_bytes_per_block
+        )
+    }
+
+    /// Lists the features that the passes can have and the problem requests.
+    fn requested(&self) -> String {
+        let possible = self.passes.iter().fold(FeatureSet::NONE, |set, pass| set.union(pass.info().features));
+        let requested: Vec<_> = possible.intersection(self.features).iter().map(Feature::name).collect();
+        if requested.is_empty() {
+            String::new()
+        } else {
+            format!(" with {}", requested.join(", "))
+        }
+    }
+
+    fn headdims(&self) -> String {
+        let Shape { headdim, headdim_v, cache, .. } = self.shape;
+        let cache = match cache {
+            CacheFormat::Unquantized => String::new(),
+            quantized => format!(", {} cache", quantized.name()),
+        };
+        match headdim {
+            0 => String::new(), // any
+            _ => format!(" for headdim {headdim} and headdim_v {headdim_v}{cache}"),
+        }
     }
 }

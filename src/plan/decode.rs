@@ -3,9 +3,9 @@
 //! The host does not know sequence lengths, so the grid has as many blocks as the GPU holds at once. The blocks divide the tokens on the
 //! device (`csrc/decode/tile_scheduler.cuh`). A plan depends on headdims, the cache format and the maximum rows of a sequence.
 
-use super::applicable::is_applicable;
 use super::cached::{cached_plan, PlanCache};
 use super::choose::choose;
+use super::choose::is_applicable;
 use super::device::DeviceLimits;
 use super::features::{features, BackwardMode};
 use super::kernel::{PlannedKernel, Reason};

@@ -1,6 +1,7 @@
-//! The device that a plan is made for.
+//! The device that a plan is made for, and the families of kernels that it runs.
 
-use crate::kernels::{self, Family};
+use crate::error::{Error, Result};
+use crate::kernels::{self, Code, Family, Kernels};
 use crate::tuning::Tuning;
 
 /// Name of the environment variable that restricts plans to one kernel family (volta or turing), for tests and comparisons.
@@ -30,4 +31,27 @@ impl DeviceLimits {
     pub fn sm(&self) -> u32 {
         (10 * self.capability.0 + self.capability.1).max(0) as u32
     }
+}
+
+/// Returns the families that the device runs, in the order of preference.
+///
+/// # Errors
+/// The device runs families, but not the only allowed one.
+pub fn families(kernels: Kernels, d: &DeviceLimits) -> Result<Vec<(&'static Family, Code)>> {
+    let mut found = kernels.families_for(d.sm());
+    if let (Some(only), false) = (d.only, found.is_empty()) {
+        let all = names(&found);
+        found.retain(|(f, _)| f.name == only.name);
+        if found.is_empty() {
+            let (major, minor) = d.capability;
+            let expected = format!("a kernel family that a GPU of compute capability {major}.{minor} runs: {all}");
+            return Err(Error::value(FAMILY_VARIABLE, format!("`{}`", only.name), expected));
+        }
+    }
+    Ok(found)
+}
+
+/// Lists families for an error.
+pub(super) fn names(families: &[(&'static Family, Code)]) -> String {
+    families.iter().map(|(f, _)| f.name).collect::<Vec<_>>().join(" or ")
 }

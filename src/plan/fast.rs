@@ -1,10 +1,10 @@
 //! Plans the fast forward: its kernels, or none where the exact forward serves the call.
 
 use super::choose::choose;
+use super::device::families;
 use super::device::DeviceLimits;
-use super::families::families;
 use super::features::{features, BackwardMode};
-use super::grid::planned;
+use super::kernel::planned;
 use super::kernel::{PlannedKernel, Reason};
 use crate::error::Result;
 use crate::kernels::{self, Pass, COMPILED};

@@ -4,7 +4,7 @@ use super::cached::{cached_plan, PlanCache};
 use super::choose::choose;
 use super::device::DeviceLimits;
 use super::features::{features, BackwardMode};
-use super::grid::{planned, rows_and_heads};
+use super::kernel::{planned, rows_and_heads};
 use super::kernel::{PlannedKernel, Reason};
 use super::size::{is_uneven, smaller};
 use super::stream_k::StreamKPlan;

@@ -1,7 +1,7 @@
 //! Chooses block sizes: smaller blocks than the cheapest kernel's where they are faster.
 
 use super::device::DeviceLimits;
-use super::grid::rows_and_heads;
+use super::kernel::rows_and_heads;
 use super::kernel::Reason;
 use crate::kernels::{Kernels, Variant};
 use crate::problem::Attention;

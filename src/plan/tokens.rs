@@ -3,7 +3,7 @@
 use super::cached::{cached_plan, PlanCache};
 use super::choose::choose;
 use super::device::DeviceLimits;
-use super::grid::on_grid;
+use super::kernel::on_grid;
 use super::kernel::PlannedKernel;
 use crate::error::Result;
 use crate::kernels::{CacheFormat, FeatureSet, Pass, COMPILED};

@@ -1,7 +1,7 @@
 //! Compiles all kernel variants in parallel, cached by content. Writes `embedded.rs` in OUT_DIR, with one `Image` per variant in the order
 //! of the variant tables.
 
-use crate::nvrtc::{Binary, Compiler, PTX_VERSIONS};
+use crate::nvrtc::{Binary, Compiler, ENTRY, PTX_VERSIONS};
 use crate::tables::variants::Variant;
 use anyhow::{Context, Result};
 use rayon::prelude::*;
@@ -62,8 +62,9 @@ fn cached(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<PathBu
     if let Some(entry) = left_out(variant, cache) {
         return Ok(entry);
     }
-    let sources = include_closure(Path::new(variant.source))?;
-    let params_header = compiler.params_header(&sources.values().map(String::as_str).collect::<String>());
+    let sources = include_closure(variant.source.headers.iter().chain(&[ENTRY]).map(PathBuf::from).collect())?;
+    let code = sources.values().map(String::as_str).chain([variant.params().name()]).collect::<String>();
+    let params_header = compiler.params_header(&code);
     let entry = cache.join(format!("{}-{}", variant.name, key(compiler, variant, &params_header, &sources)));
     if entry.join("facts").exists() {
         return Ok(entry);
@@ -99,10 +100,9 @@ fn without_comments(text: &str) -> String {
         .fold(String::with_capacity(text.len()), |code, line| code + line + "\n")
 }
 
-/// Returns `source` and all files below csrc/ that it includes, directly or not, without comments. Paths are relative to csrc/.
-fn include_closure(source: &Path) -> Result<BTreeMap<PathBuf, String>> {
+/// Returns these files and all files below csrc/ that they include, directly or not, without comments. Paths are relative to csrc/.
+fn include_closure(mut todo: Vec<PathBuf>) -> Result<BTreeMap<PathBuf, String>> {
     let mut seen = BTreeMap::new();
-    let mut todo = vec![source.to_path_buf()];
     while let Some(file) = todo.pop() {
         if seen.contains_key(&file) {
             continue;

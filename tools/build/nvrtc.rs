@@ -32,6 +32,9 @@ pub struct Compiler {
     pub version: (i32, i32),
 }
 
+/// The file that NVRTC compiles for every variant, below csrc/.
+pub const ENTRY: &str = "entry.cu";
+
 /// Name under which the sources include the generated parameter blocks.
 const PARAMS_HEADER: &CStr = c"volta_fa_params.h";
 
@@ -95,8 +98,8 @@ fn is_instance(instruction: &str, row: &str) -> bool {
     (opcode.is_empty() || opcode == found) && (modifiers.is_empty() || words.any(|word| word == modifiers))
 }
 
-/// Defines the bits of `FEATURES` in C++ that sources name, `kFeatureLengths` and so on, and `kScoreFeatures`, the set of those that change
-/// scores. A new feature compiles no other kernel again. Enumerators leave no addresses in the cubin, variables would.
+/// Defines the bits of `FEATURES` in C++ that sources name (csrc/features.cuh), `kFeatureLengths` and so on, and `kScoreFeatures`, the
+/// set of those that change scores. Enumerators leave no addresses in the cubin, variables would.
 fn feature_bits(named: &HashSet<&str>) -> String {
     let features = Feature::ALL.map(|feature| (format!("kFeature{feature:?}"), FeatureSet::of(&[feature])));
     let sets = [("kScoreFeatures".to_string(), FeatureSet::of(&Feature::OF_SCORES))];
@@ -209,8 +212,13 @@ impl Compiler {
             "--std=c++17".into(),
             // registers and spills, in the program log
             "--ptxas-options=-v".into(),
-            format!("-DKERNEL={}", variant.name),
+            format!("-DKERNEL_NAME={}", variant.name),
+            format!("-DKERNEL={}", variant.source.kernel),
+            format!("-DPARAMS={}", variant.params().name()),
+            format!("-DARGUMENTS={}", variant.source.arguments),
         ];
+        options.extend(variant.source.headers.iter().map(|header| format!("--pre-include={header}")));
+        options.extend(variant.pass.dq_mode().map(|mode| format!("-DDQ_MODE={mode}")));
         for (name, value) in [
             ("HEADDIM", variant.headdim),
             ("HEADDIM_V", variant.headdim_v),
@@ -220,6 +228,7 @@ impl Compiler {
             ("SHARED_BYTES", variant.shared_bytes),
             ("BLOCKS_PER_SM", variant.blocks_per_sm),
             ("FEATURES", variant.features.bits()),
+            ("REQUIRED_FEATURES", variant.required_features.bits()),
         ] {
             options.push(format!("-D{name}={value}"));
         }
@@ -245,7 +254,7 @@ impl Compiler {
 
     pub fn compile(&self, variant: &Variant, params_header: String) -> Result<Binary> {
         let params_header = CString::new(params_header)?;
-        let path = format!("csrc/{}", variant.source);
+        let path = format!("csrc/{ENTRY}");
         let source = CString::new(std::fs::read_to_string(&path).with_context(|| path.clone())?)?;
         let mut options = Self::options(variant);
         options.extend(self.include_dirs.iter().map(|d| format!("-I{}", d.display())));
@@ -278,7 +287,7 @@ impl Compiler {
             let log = self.blob(program, b"nvrtcGetProgramLogSize", b"nvrtcGetProgramLog")?;
             let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_string();
             if status != 0 {
-                bail!("{} ({path}) does not compile:\n{log}", variant.name);
+                bail!("{} ({}) does not compile:\n{log}", variant.name, variant.source.headers[0]);
             }
             let cubin = self.blob(program, b"nvrtcGetCUBINSize", b"nvrtcGetCUBIN")?;
             let ptx = self.blob(program, b"nvrtcGetPTXSize", b"nvrtcGetPTX")?;

@@ -56,7 +56,6 @@ def kernels_page(info: dict[str, Any]) -> str:
     page.append("`volta_fa::_info` of this build lists these kernels. `python -m volta_fa info` prints the same on your machine.")
     page.append("Registers are per thread, as ptxas reports them. Shared memory is per block.")
     page.append("[Architecture](../design/architecture.md#feature-sets) explains features.")
-    features, required = ("features", "required_features") if "features" in info["variants"][0] else ("needs", "requires")
     for family in info["families"]:
         page += ["", f"## {family['name'].capitalize()}, sm_{family['sm']}"]
         for kernel_pass in info["passes"]:
@@ -71,7 +70,7 @@ def kernels_page(info: dict[str, Any]) -> str:
             for v in rows:
                 headdim = str(v["headdim"]) if v["headdim"] == v["headdim_v"] else f"{v['headdim']} / {v['headdim_v']}"
                 cells = (v["name"], headdim, v["threads"], v["registers"], f"{v['shared_bytes'] / 1024:.1f}")
-                sets = (", ".join(v[key]) for key in (features, required))
+                sets = (", ".join(v[key]) for key in ("features", "required_features"))
                 page.append("| " + " | ".join(map(str, (*cells, *sets))) + " |")
     return "\n".join([*page, ""])
 

@@ -1,4 +1,4 @@
-// Quantizes rows for int8, int4 and fp8 KV caches: fp32 numbers to codes, scales and zero points. Used by append.cu. Bitwise
+// Quantizes rows for int8, int4 and fp8 KV caches: fp32 numbers to codes, scales and zero points. Used by append.cuh. Bitwise
 // identical to python/volta_fa/kv_cache/formats.py.
 #pragma once
 

@@ -21,7 +21,7 @@ namespace turing {
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDq {
     using S = Shape<Headdim, 0, Step, Threads, 2, 0>;
-    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static constexpr int kWarpRows = BlockRows / S::kWarps, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
     static_assert(kWarpRows % 16 == 0, "a warp has whole tiles of 16 rows");
     static constexpr int kPairs = S::kChunks / 2;
@@ -34,7 +34,7 @@ struct BackwardDq {
     using Bits = typename Blocks::template Bits<Layout, kWarpRows>;
 
     // Under a causal mask the last queries see the most keys, so they start first.
-    static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - remat_block_index()) * BlockRows; }
+    static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - remat_block_x()) * BlockRows; }
     // First row of the warp. Listed blocks pass their own first row, which takes loads to find.
     static __device__ __forceinline__ int remat_warp_row(int first_row) {
         return (Blocks::kListed ? first_row : block_row()) + remat_thread() / 32 * kWarpRows;
@@ -43,7 +43,7 @@ struct BackwardDq {
     // Returns x, which all lanes agree on. Lists come from memory, so without a vote the compiler must not use uniform registers
     // for addresses: at headdim 64 that took 9% longer. Kernels with more products a step, or all features, gain nothing or lose by
     // it.
-    static constexpr bool kVotes = !kGeneric && Headdim <= 64;
+    static constexpr bool kVotes = !kHasScoreFeatures && Headdim <= 64;
     static __device__ __forceinline__ bool agreed(bool x) { return kVotes ? __any_sync(~0u, x) : x; }
     // The slot of the step that comes `steps` after the one at `key`.
     template <class Steps>
@@ -83,14 +83,14 @@ struct BackwardDq {
 #pragma unroll
                 for (int v = 0; v < 4; v++) x[v] = fmaf(x[v], p.problem.scale_log2, of_row(neg_lse, v));
                 if (options.rng_state) {
-                    const u32 kept = draw_kept_tile<Layout>(philox_of(p, remat_block_head()), DropoutRule(options), coord);
+                    const u32 kept = draw_kept_tile<Layout>(philox_of(p, remat_block_y()), DropoutRule(options), coord);
 #pragma unroll
                     for (int v = 0; v < 4; v++) dx[v] = is_kept<Layout>(kept, v) ? dx[v] * options.dropout_scale : 0.f;
                 }
 #pragma unroll
                 for (int v = 0; v < 4; v++) dx[v] += of_row(neg_delta, v);
             }
-            add_position_terms(x, p, remat_block_head(), p.problem.seqlen_q, coord);
+            add_position_terms(x, p, remat_block_y(), p.problem.seqlen_q, coord);
             if (masked) {
                 if constexpr (Blocks::kListed)
                     bits.template hide<1>(m, 8 * n, [&](int) -> Accumulator& { return x; });
@@ -190,7 +190,7 @@ struct BackwardDq {
                 if (masked) bits.combine(keys, mask_of(p.problem, sequence), remat_warp_row(first_row));
             }
             PackedScores ds;
-            if (kGeneric) {
+            if (kHasScoreFeatures) {
                 generic_score_gradients(ds, s, dp, p, remat_warp_row(first_row), key, neg_lse, neg_delta, masked, bits);
             } else {
                 if (masked) {
@@ -234,7 +234,7 @@ struct BackwardDq {
 
         // Queries that see no key get 0.
         const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
-        write_gradient(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_head(), end.q_offset()), p.signed_scale,
+        write_gradient(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_y(), end.q_offset()), p.signed_scale,
                        remat_warp_row(first_row), end.seqlen_q(), p.problem.headdim, query_of_lane);
     }
 };

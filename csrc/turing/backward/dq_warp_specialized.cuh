@@ -35,10 +35,11 @@ struct BackwardDqWarpSpecialized {
     static constexpr int kExchangeBytes = 32 * 16, kPartnerBytes = kPartners * kRowTiles * kExchangeBytes;
     static constexpr int kProbabilities = S::kSharedBytes, kGradients = kProbabilities + kPartnerBytes;
     static constexpr int kSlopes = kGradients + kPartnerBytes, kSharedBytes = kSlopes + kPartnerBytes;
+    static_assert(kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
 
     // Listed blocks are parts of a list's rows, and go by rows.
     static __device__ __forceinline__ int block_row() {
-        return (Blocks::kListed ? remat_block_index() : gridDim.x - 1 - remat_block_index()) * BlockRows;
+        return (Blocks::kListed ? remat_block_x() : gridDim.x - 1 - remat_block_x()) * BlockRows;
     }
     static __device__ __forceinline__ int remat_pair() { return remat_thread() / 32 % kPartners; }
     static __device__ __forceinline__ int remat_warp_row() { return block_row() + remat_pair() * kWarpRows; }
@@ -94,7 +95,7 @@ struct BackwardDqWarpSpecialized {
 #pragma unroll
                 for (int v = 0; v < 4; v++) score[v] = fmaf(score[v], p.problem.scale_log2, of_row(neg_lse, m, v));
             }
-            add_position_terms(score, p, remat_block_head(), p.problem.seqlen_q, coord);
+            add_position_terms(score, p, remat_block_y(), p.problem.seqlen_q, coord);
             if (masked) {
                 if constexpr (Blocks::kListed)
                     bits.template hide<1>(m, 8 * n, [&](int) -> Accumulator& { return score; });
@@ -105,7 +106,7 @@ struct BackwardDqWarpSpecialized {
 #pragma unroll
             for (int h = 0; h < 2; h++) probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
             if (options.rng_state) {
-                const u32 kept = draw_kept_tile<Layout>(philox_of(p, remat_block_head()), DropoutRule(options), coord);
+                const u32 kept = draw_kept_tile<Layout>(philox_of(p, remat_block_y()), DropoutRule(options), coord);
 #pragma unroll
                 for (int h = 0; h < 2; h++)
                     probabilities[h] |=
@@ -121,7 +122,7 @@ struct BackwardDqWarpSpecialized {
                                                            const BwdParams& p, u32 slopes_address) {
         const ScoreOptions& options = p.score_options;
         PackedScores slopes;
-        const bool has_slopes = kGeneric && ScoreFunction::parameter(options) > 0.f;
+        const bool has_slopes = kHasScoreFeatures && ScoreFunction::parameter(options) > 0.f;
         if (has_slopes) receive(slopes_address, slopes);
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)
@@ -131,7 +132,7 @@ struct BackwardDqWarpSpecialized {
                 for (int h = 0; h < 2; h++) {
                     const float2 probability = to_float2(x[n][m][h]);
                     const auto gradient = [&](float dp, float probability) {
-                        if (!kGeneric) return score_gradient(probability, dp, neg_delta[m][h]);
+                        if (!kHasScoreFeatures) return score_gradient(probability, dp, neg_delta[m][h]);
                         if (options.rng_state) dp = __float_as_int(probability) < 0 ? 0.f : dp * options.dropout_scale;
                         return score_gradient(fabsf(probability), dp, neg_delta[m][h]);
                     };
@@ -238,7 +239,7 @@ struct BackwardDqWarpSpecialized {
                     const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
                     if (masked) bits.combine(keys, mask_of(p.problem, sequence), remat_warp_row());
                 }
-                if (kGeneric) {
+                if (kHasScoreFeatures) {
                     generic_probabilities(probabilities, s, stats, p, remat_warp_row(), key, masked, bits,
                                           exchange(shared + kSlopes));
                 } else {
@@ -282,7 +283,7 @@ struct BackwardDqWarpSpecialized {
 
         // Queries that see no key get 0.
         const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
-        write_gradient<2>(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_head(), end.q_offset()), p.signed_scale,
+        write_gradient<2>(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_y(), end.q_offset()), p.signed_scale,
                           remat_warp_row(), end.seqlen_q(), p.problem.headdim, query_of_lane, is_first_role() ? 0 : 1);
     }
 };

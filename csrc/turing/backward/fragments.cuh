@@ -17,7 +17,6 @@
 #pragma once
 
 #include "backward/gradient_type.cuh"
-#include "backward/memory.cuh"
 #include "backward/score_coord.cuh"
 #include "half.cuh"
 #include "score_mod.cuh"
@@ -35,7 +34,7 @@ __device__ __forceinline__ Lane remat_lane() { return Lane(remat_thread() % 32);
 // ---- scores ---------------------------------------------------------------------------------------
 
 // Kernels with dropout as their one feature: each lane draws for itself alone (one_feature.cuh).
-constexpr bool kOneCallPerLane = kOneFeature && kHasDropout;
+constexpr bool kOneCallPerLane = kRequiredFeatures & kFeatureDropout;
 
 // S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys. backward/score_coord.cuh
 // says what each member is.

@@ -13,7 +13,7 @@ template <class Layout, int N>
 struct InitialScores {
     using Scores = Accumulator[N][Layout::kTileKeys / 16];
     using Tile = typename Layout::Tile;
-    static_assert(!kOneFeature || (Layout::kKeys == 4 && Layout::kRows == 2), "a lane has four adjacent keys of two queries");
+    static_assert(!kRequiredFeatures || (Layout::kKeys == 4 && Layout::kRows == 2), "a lane has four adjacent keys of two queries");
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
     // Sets them to ALiBi's terms. `row` and `key`: first of the warp.

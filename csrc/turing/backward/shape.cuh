@@ -76,11 +76,11 @@ struct HeadRows {
     unsigned scratch;  // the sequence's first row in the scratch memory, over all heads
 
     __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSeqlenInfo& sequence, int head_)
-        : head(head_), origin_(kVarlen && !kGeneric ? keep_in_register(sequence.q_offset()) : 0),
+        : head(head_), origin_(kVarlen && !kHasScoreFeatures ? keep_in_register(sequence.q_offset()) : 0),
           scratch(keep_in_register(static_cast<int>(rounded_row<RowStats>(p, sequence, remat_block_batch(), head_)))) {}
     // First row in the tensors.
     __device__ __forceinline__ int origin(const BwdParams& p) const {
-        return kGeneric ? BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch()).q_offset() : origin_;
+        return kHasScoreFeatures ? BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch()).q_offset() : origin_;
     }
     // Offset in the scratch memory, for `floats` floats per row.
     __device__ __forceinline__ unsigned long long scratch_offset(int row, unsigned floats) const {

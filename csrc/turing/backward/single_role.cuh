@@ -18,11 +18,11 @@ namespace turing {
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode>
 struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2, 0>;
-    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
-    static_assert(!kGeneric || kOneFeature, "generic kernels have exactly one feature");
+    static_assert(!kGeneric, "registers leave room for one feature of scores");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;
     using Layout = KeysLayout<2>;
     using Dq = DqProduct<S>;
@@ -74,7 +74,7 @@ struct BackwardSingleRole {
             InitialScores<Layout, kColumnTiles> initial;
             const auto load_bias = [&](int row) {
                 if (kHasBias)
-                    initial.load_bias(p, rows.head, row, range.end, remat_block_index() * S::kRows + remat_thread() / 32 * 32);
+                    initial.load_bias(p, rows.head, row, range.end, remat_block_x() * S::kRows + remat_thread() / 32 * 32);
             };
             load_bias(first);
             __syncthreads();  // the previous head's tiles are free
@@ -93,7 +93,7 @@ struct BackwardSingleRole {
                 const u32 tile = slot * S::kSlotBytes;
                 Accumulator s[kColumnTiles][2], dp[kColumnTiles][2];
                 if (kHasAlibi)
-                    initial.alibi(s, p, rows.head, row, remat_block_index() * S::kRows + remat_thread() / 32 * 32);
+                    initial.alibi(s, p, rows.head, row, remat_block_x() * S::kRows + remat_thread() / 32 * 32);
                 else if (kHasBias)
                     initial.bias(s, p);
                 else
@@ -121,13 +121,12 @@ struct BackwardSingleRole {
                 // Loads of the tile after the next are in flight from here on. Past the last row nothing is loaded.
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep, range.rows(p) - 2 * S::kStep - row);
                 if (uses_fp32_bias(p.score_options))
-                    initial.add_fp32_bias(s, p, rows.head, row, range.end,
-                                          remat_block_index() * S::kRows + remat_thread() / 32 * 32);
+                    initial.add_fp32_bias(s, p, rows.head, row, range.end, remat_block_x() * S::kRows + remat_thread() / 32 * 32);
                 if (!range.unmasked.contains(row)) {
                     // Rare: everything is computed again, so that none of it holds a register in the loop.
                     const u32 thread = remat_thread();
                     apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
-                                       remat_block_index() * S::kRows + thread / 32 * 32);
+                                       remat_block_x() * S::kRows + thread / 32 * 32);
                 }
 
                 OperandA probabilities[kColumnTiles][2], ds[kColumnTiles][2];
@@ -151,7 +150,7 @@ struct BackwardSingleRole {
                         };
                         TileDropoutMask kept;
                         if constexpr (kHasDropout) {
-                            const int key = remat_block_index() * S::kRows + thread / 32 * 32;
+                            const int key = remat_block_x() * S::kRows + thread / 32 * 32;
                             kept.draw(Layout(), p, philox_of(p, rows.head), row + 8 * n, key);
                         }
 #pragma unroll
@@ -187,7 +186,7 @@ struct BackwardSingleRole {
                         const u32 thread = remat_thread();
                         add_bias_gradient(
                             gradient, p, rows.head,
-                            ScoreCoord<Layout>(Lane(thread % 32), row + 8 * n, remat_block_index() * S::kRows + thread / 32 * 32));
+                            ScoreCoord<Layout>(Lane(thread % 32), row + 8 * n, remat_block_x() * S::kRows + thread / 32 * 32));
                     }
                 }
                 stats.load(p, rows, range.next_step(p, row));
@@ -211,11 +210,11 @@ struct BackwardSingleRole {
 
         // Keys that no query sees get 0.
         const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
-        const int key = remat_block_index() * S::kRows + remat_thread() / 32 * 32;
-        write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_head(), end.k_offset()), p.signed_scale, key,
+        const int key = remat_block_x() * S::kRows + remat_thread() / 32 * 32;
+        write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_y(), end.k_offset()), p.signed_scale, key,
                        end.seqlen_k_allocated(), p.problem.headdim, Layout::key_of_lane);
         const float dv_factor = (kHasDropout ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
-        write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_head(), end.k_offset()), dv_factor, key,
+        write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_y(), end.k_offset()), dv_factor, key,
                        end.seqlen_k_allocated(), p.problem.headdim_v, Layout::key_of_lane);
     }
 };

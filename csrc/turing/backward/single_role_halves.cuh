@@ -20,10 +20,10 @@ namespace turing {
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardSingleRoleHalves {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1, 0>;
-    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys, a half 16 queries");
-    static_assert(!kGeneric, "registers leave no room for features of scores");
+    static_assert(!kHasScoreFeatures, "registers leave no room for features of scores");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8, kHalfTiles = kColumnTiles / 2;
     using Layout = KeysLayout<2>;
     using Dq = DqProduct<S>;
@@ -98,7 +98,7 @@ struct BackwardSingleRoleHalves {
                     // Rare: everything is computed again, so that none of it holds a register in the loop.
                     const u32 thread = remat_thread();
                     apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
-                                       remat_block_index() * S::kRows + thread / 32 * 32);
+                                       remat_block_x() * S::kRows + thread / 32 * 32);
                 }
                 stats.scale(p.problem.scale_log2);
 
@@ -167,10 +167,10 @@ struct BackwardSingleRoleHalves {
 
         // Keys that no query sees get 0.
         const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
-        const int key = remat_block_index() * S::kRows + remat_thread() / 32 * 32;
-        write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_head(), end.k_offset()), p.signed_scale, key,
+        const int key = remat_block_x() * S::kRows + remat_thread() / 32 * 32;
+        write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_y(), end.k_offset()), p.signed_scale, key,
                        end.seqlen_k_allocated(), p.problem.headdim, Layout::key_of_lane);
-        write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_head(), end.k_offset()), 1.f / kProbabilityUnit,
+        write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_y(), end.k_offset()), 1.f / kProbabilityUnit,
                        key, end.seqlen_k_allocated(), p.problem.headdim_v, Layout::key_of_lane);
     }
 };

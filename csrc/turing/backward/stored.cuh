@@ -64,7 +64,7 @@ struct StoredFamily {
                         }
         }
     }
-    // Returns false: blocks add the gradient of a bias by atomics (Family::stores_dbias in src/kernels/turing/family.rs).
+    // Returns false: blocks add the gradient of a bias by atomics (Family::stores_dbias in src/kernels/turing/mod.rs).
     static __device__ __forceinline__ bool store_bias_gradient(const float (&)[8], const BwdParams&, int, int, int) {
         return false;
     }

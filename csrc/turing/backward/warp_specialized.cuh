@@ -27,12 +27,13 @@ struct BackwardWarpSpecialized {
     // tensor cores have products while a role computes P or dS, and the second one hardly waits for P. Else both compute dQ
     // together: its code exists once, so that the loop of generic kernels fits the instruction cache, and the fused kernel does not
     // spill.
-    static constexpr bool kStaggered = kWithDq && !kFused && !kGeneric;
+    static constexpr bool kStaggered = kWithDq && !kFused && !kHasScoreFeatures;
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1, kStaggered ? 2 : Slots>;
     // Number of pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. All of K
     // lies there; of V only these chunks do.
     static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
     static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
+    static_assert(kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static constexpr int kPartners = S::kWarps / 2;  // warps of a role; each has a partner in the other
     static constexpr int kKeys = S::kRows / kPartners;  // of a warp
@@ -56,17 +57,10 @@ struct BackwardWarpSpecialized {
     using Scores = Accumulator[kColumnTiles][kKeyTiles];
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];
     using Bits = typename Blocks::template Bits<Layout, kKeys>;
-    // Kernels of one feature do not test for it. Where that is ALiBi or a bias (kInitial), the accumulators of the scores start
-    // with ALiBi's term or an fp16 bias, instead of 0 (InitialScores, one_feature.cuh).
-    static constexpr bool kInitial = kOneFeature && (kHasAlibi || kHasBias);
-    static __device__ __forceinline__ bool has_alibi(const BwdParams& p) {
-        return kHasAlibi && !kInitial && p.score_options.alibi_slopes;
-    }
-    static __device__ __forceinline__ bool has_bias(const BwdParams& p) { return kHasBias && !kInitial && p.score_options.bias; }
+    // Whether the accumulators of the scores start with ALiBi's term or an fp16 bias, instead of 0 (InitialScores,
+    // one_feature.cuh): in the kernels that require one of these features.
+    static constexpr bool kInitial = kRequiredFeatures & (kFeatureAlibi | kFeatureBias);
     static __device__ __forceinline__ bool has_bias_gradient(const BwdParams& p) { return kHasBias && p.dbias; }
-    static __device__ __forceinline__ bool has_dropout(const BwdParams& p) {
-        return kHasDropout && (kOneFeature || p.score_options.rng_state);
-    }
 
     // Waits at the named barrier of two partners, until P is stored.
     static __device__ __forceinline__ void wait_partner() {
@@ -81,13 +75,13 @@ struct BackwardWarpSpecialized {
     // Computed again where needed, so that they hold no register in the loop.
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
     static __device__ __forceinline__ int remat_warp_row() { return remat_thread() / 32 % kPartners * kKeys; }
-    static __device__ __forceinline__ int remat_warp_key() { return remat_block_index() * S::kRows + remat_warp_row(); }
+    static __device__ __forceinline__ int remat_warp_key() { return remat_block_x() * S::kRows + remat_warp_row(); }
     // Whether the step of this row needs no mask. Generic kernels are short of registers, so they compute the range again in
     // each step.
     static __device__ __forceinline__ bool contains(const Queries<S>& range, const BwdParams& p, int row) {
-        if (!kGeneric) return range.unmasked.contains(row);
+        if (!kHasScoreFeatures) return range.unmasked.contains(row);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
-        return Queries<S>(mask_of(p.problem, sequence), remat_block_index() * S::kRows).unmasked.contains(row);
+        return Queries<S>(mask_of(p.problem, sequence), remat_block_x() * S::kRows).unmasked.contains(row);
     }
     // The slot of a step's dS. That of its tiles is the same, or 0.
     template <class Steps>
@@ -150,7 +144,7 @@ struct BackwardWarpSpecialized {
                     }
             }
             send(slopes, derivatives);
-        } else if (kGeneric && !kInitial) {
+        } else if (kHasScoreFeatures && !kInitial) {
             // Scales first, because ALiBi and the bias below are in log2 units. Other kernels scale last: what they add has the
             // unit of K Q^T.
 #pragma unroll
@@ -161,20 +155,12 @@ struct BackwardWarpSpecialized {
                     tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? lse.y : lse.x);
             }
         }
-        if (has_alibi(p)) {
-            const int batch = remat_block_batch();
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-            const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
-            const ScoreCoord<Layout> coord(lane, row, key);
-            // One int-to-float conversion (slow XU pipe) for all elements.
-            const float first = alibi.distance(coord.query(0), coord.key(0));
-#pragma unroll
-            for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-                for (int v = 0; v < Layout::kElements; v++)
-                    tile_of(s, n)[v] = alibi(tile_of(s, n)[v], first + static_cast<float>(8 * n + coord.query_minus_key(v)));
+        if (!kInitial && uses_alibi(options)) {
+            const Alibi alibi = alibi_of(p, remat_block_batch(), head);
+            add_alibi<Layout, kColumnTiles>(alibi, ScoreCoord<Layout>(lane, row, key),
+                                            [&](int n) -> Tile& { return tile_of(s, n); });
         }
-        if (has_bias(p)) {
+        if (!kInitial && uses_bias(options)) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
                 add_bias(tile_of(s, n), p, remat_block_batch(), head, row_end, ScoreCoord<Layout>(lane, row + 8 * n, key));
@@ -186,7 +172,7 @@ struct BackwardWarpSpecialized {
             else
                 apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
         }
-        if (!kGeneric || kInitial) {
+        if (!kHasScoreFeatures || kInitial) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
                 const float2 lse = stats.lse_of(n, lane);
@@ -242,7 +228,7 @@ struct BackwardWarpSpecialized {
                                                            const BwdParams& p, int head, int key, int row, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
-        if (has_dropout(p)) {
+        if (uses_dropout(p.score_options)) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -352,7 +338,7 @@ struct BackwardWarpSpecialized {
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
         // The end of the loop over heads, computed again in each iteration.
         const auto remat_heads_end = [&] {
-            return (remat_block_head() + 1u) * (keep_in_register(p.problem.nheads) / p.problem.nheads_k);
+            return (remat_block_y() + 1u) * (keep_in_register(p.problem.nheads) / p.problem.nheads_k);
         };
         if (kFused) write_all_statistics<S>(p, sequence);
         if (kFused) __syncthreads();  // the statistics are written
@@ -484,17 +470,17 @@ struct BackwardWarpSpecialized {
 #pragma unroll
                             for (int h = 0; h < 2; h++)
                                 packed[n][m][h] = pack_units(exp2_approx(s[n][m][2 * h]), exp2_approx(s[n][m][2 * h + 1]));
-                    if (has_dropout(p)) {
+                    if (uses_dropout(p.score_options)) {
                         PackedScores sent;
                         drop(packed, sent, p, head, remat_warp_key(), row);
                         send(exchange, sent);
                     } else {
                         send(exchange, packed);
                     }
-                    load_next(!kGeneric);
+                    load_next(!kHasScoreFeatures);
                     arrive_partner();
                 } else {
-                    load_next(!kGeneric);
+                    load_next(!kHasScoreFeatures);
                     wait_partner();
                     stats.scale(p.problem.scale_log2);
                     receive(exchange, packed);
@@ -520,7 +506,7 @@ struct BackwardWarpSpecialized {
                 }
                 if (kInitial && kHasBias && is_first_role())
                     initial.load_bias(p, head, range.next_step(p, row), range.end, remat_warp_key());
-                load_next(kGeneric);
+                load_next(kHasScoreFeatures);
                 if (kOneSlotStaggered) load_step(row, 1);  // while dV and dK are computed
                 {
                     const u32 tile = (is_first_role() ? S::kStepTile : 0) + slot * S::kSlotBytes;
@@ -572,9 +558,9 @@ struct BackwardWarpSpecialized {
         const bool is_dk = end_warp >= kPartners;
         const Output& to = is_dk ? p.dk : p.dv;
         float dv_factor = 1.f / kProbabilityUnit;
-        if (has_dropout(p)) dv_factor *= p.score_options.dropout_scale;
-        write_gradient(gradient, p, to, rows_of(to, remat_block_batch(), remat_block_head(), end.k_offset()),
-                       is_dk ? p.signed_scale : dv_factor, remat_block_index() * S::kRows + end_warp % kPartners * kKeys,
+        if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
+        write_gradient(gradient, p, to, rows_of(to, remat_block_batch(), remat_block_y(), end.k_offset()),
+                       is_dk ? p.signed_scale : dv_factor, remat_block_x() * S::kRows + end_warp % kPartners * kKeys,
                        end.seqlen_k_allocated(), is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);
     }
 };

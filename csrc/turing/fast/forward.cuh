@@ -19,6 +19,7 @@
 #pragma once
 
 #include "conditional.cuh"
+#include "features.cuh"
 #include "forward/block.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
@@ -28,7 +29,7 @@
 namespace turing {
 
 // Whether the kernel has code for a boolean mask.
-constexpr bool kHasMask = FEATURES & kFeatureBias;
+constexpr bool kHasMask = kHasBias;
 
 // The kernel. A warp has 16 * RowTiles rows. TilesAtOnce: tiles of 8 keys whose scores are in registers together.
 template <int Headdim, int Warps, int RowTiles, int Span, int TilesAtOnce, int PreparedKeys>
@@ -50,6 +51,7 @@ struct FastForward {
     static constexpr u32 kOffsetCoarse = kOffsetExponent + 4;
     static_assert(4 + Warps <= kChunkBytes, "flags and exponent share a chunk");
     static constexpr u32 kSharedBytes = kOffsetExponent + kChunkBytes;
+    static_assert(kBlockRows == BLOCK_ROWS && kSharedBytes == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
     // Chunks that a thread moves in each span: of K's codes, and of K's codes and V. The block loads kRowsV rows of V at once.
     static constexpr int kCodePieces = kSpan * kCodeChunks / kThreads, kPieces = 3 * kCodePieces, kRowsV = kThreads / kChunks;
     static_assert(kCodePieces * kThreads == kSpan * kCodeChunks, "all threads move as many chunks");
@@ -430,11 +432,6 @@ struct FastForward {
     __device__ __forceinline__ static void store_pointer(u32 address, const void* p) {
         const unsigned long long x = reinterpret_cast<unsigned long long>(p);
         store_shared2(address, x, x >> 32);
-    }
-    __device__ __forceinline__ static u32 load_shared1(u32 address) {
-        u32 x;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
-        return x;
     }
     template <class T>
     __device__ __forceinline__ static const T* load_pointer(u32 address) {

@@ -19,7 +19,7 @@ struct FastPrepare {
     static constexpr int kRowsAtOnce = 32 / kChunks;  // of a warp; 16 keys share a scale
     static constexpr int kLoads = kScaleKeys / kScales / kRowsAtOnce;
     static constexpr int kSamplesAtOnce = Threads / kChunks;
-    static constexpr int kSharedBytes = kSamplesAtOnce * Headdim * 4;
+    static_assert(kSamplesAtOnce * Headdim * 4 == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
 
     using Row = float[kChunk];
 

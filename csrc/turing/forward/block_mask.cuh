@@ -1,15 +1,17 @@
 // Grid of the turing forward kernels under a block-sparse mask (forward/block_mask.cuh).
 #pragma once
 
+#include "compact_listed_steps.cuh"
 #include "conditional.cuh"
 #include "forward/block_mask.cuh"
+#include "listed_block_steps.cuh"
+#include "listed_steps.cuh"
 #include "turing/forward/layout.cuh"
 
 namespace turing {
 
 // A thread block for each list of key blocks, which some rows of a head see. In a head the longest list is launched first. kListed:
-// blocks visit the keys of a list (Steps), not a range of keys. Compact: passed to
-// the iterator. It selects the form of ListedSteps with fewer registers, or ListedBlockSteps' Indexed.
+// blocks visit the keys of a list (Steps), not a range of keys. Compact: selects CompactListedSteps, or ListedBlockSteps' Indexed.
 template <bool Compact>
 class BlockMaskGrid {
     const FwdBlockParams& params_;
@@ -18,11 +20,12 @@ public:
     static constexpr bool kListed = true;
     // Whether the kernel loops over listed key blocks, and inside over their steps. Generic kernels have one loop, because two
     // spill at headdim 256.
-    static constexpr bool kBlockLoop = !kGeneric;
+    static constexpr bool kBlockLoop = !kHasScoreFeatures;
     // Loads of the kernel run up to four steps ahead.
     template <int Step>
-    using Steps = typename Conditional<kBlockLoop, ListedBlockSteps<Step, Compact>,
-                                       ListedSteps<Step, Compact ? 0 : kListedColumns / Step>>::Type;
+    using Steps = typename Conditional<
+        kBlockLoop, ListedBlockSteps<Step, Compact>,
+        typename Conditional<Compact, CompactListedSteps<Step>, ListedSteps<Step, kListedColumns / Step>>::Type>::Type;
     template <int Rows, int Step>
     using Bits = MaskBits<Rows, Step>;
 

@@ -42,16 +42,6 @@ struct ColumnGroupsLayout {
 // With dropout the eight rows are not neighbors.
 static_assert((kHasDropout || covers_tile<ColumnGroupsLayout>()) && has_rows<ColumnGroupsLayout>(), "score_layout.cuh");
 
-// As load_global_if, but not by the read-only path: ptxas moves loads of that path past barriers, next to where they are used.
-__device__ __forceinline__ void load_before_barrier_if(bool inside, uint4& r, const unsigned short* p) {
-    asm volatile(
-        "{.reg .pred inside;\n"
-        "setp.ne.s32 inside, %5, 0;\n"
-        "@inside ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
-        : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
-        : "l"(p), "r"(static_cast<int>(inside)));
-}
-
 template <int Headdim, int BlockRows>
 struct ForwardColumnGroups {
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
@@ -81,16 +71,18 @@ struct ForwardColumnGroups {
     static constexpr int kOffsetMatrices = kOffsetFactors + kBlockRows * 4;
     static constexpr int kOffsetLengths = kOffsetMatrices + 16;
     // Chunks of Q that lie in shared memory, one lane's operands of a chunk together: generic kernels have no registers for them.
-    static constexpr int kSharedChunks = kWarpChunks == 16 && kGeneric ? 2 : 0, kRegisterChunks = kWarpChunks - kSharedChunks;
+    static constexpr int kSharedChunks = kWarpChunks == 16 && kHasScoreFeatures ? 2 : 0,
+                         kRegisterChunks = kWarpChunks - kSharedChunks;
     static constexpr int kOffsetQ = kOffsetLengths + 16;
     static constexpr int kSharedBytes = kOffsetQ + kSharedChunks * kThreads * kChunkBytes;
+    static_assert(Headdim == HEADDIM_V && kThreads == THREADS && kStep == STEP && kSharedBytes == SHARED_BYTES,
+                  "the row in src/kernels and the kernel disagree");
 
     using Layout = ColumnGroupsLayout;
     using Block = ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder>;
     using Tile = Scores<ForwardLayout, kRowTiles, kKeyTiles>;
     using RowScores = Scores<Layout, 1, 1>;
     using Output = Accumulator[kRowTiles][kWarpChunks];
-    static constexpr bool kHasScoreMod = kGeneric;
 
     // A thread's chunks of a step of K or V: all in one row.
     static constexpr int kThreadsPerRow = kThreads / kStep, kThreadChunks = kChunks / kThreadsPerRow;
@@ -215,7 +207,7 @@ struct ForwardColumnGroups {
         const auto place = [&] { return Place(base, remat_thread_index()); };
 
         int key = mask.key_first(block.row);
-        if (kGeneric) key &= ~3;  // bias and random numbers come in groups of 4 keys
+        if (kHasScoreFeatures) key &= ~3;  // bias and random numbers come in groups of 4 keys
         if (kPaged) key &= ~(kPageGroup - 1);
         const int key_end = keep_in_register(mask.key_end(block.row, kBlockRows));
         if constexpr (kPaged) {
@@ -283,7 +275,7 @@ struct ForwardColumnGroups {
             for (int j = 0; j < kWarpChunks; j++)
 #pragma unroll
                 for (int e = 0; e < ForwardLayout::kElements; e++) o[mt][j][e] = 0.f;
-        const float scale = kHasScoreMod ? 1.f : problem.scale_log2;
+        const float scale = kGeneric ? 1.f : problem.scale_log2;
 
         // K and V in flight from global to shared memory.
         Staging staging;
@@ -383,7 +375,7 @@ struct ForwardColumnGroups {
                 }
                 const Mask mask_here = mask_again();
                 const int row = Block::remat_row(problem) + at.own_row();
-                if (kHasScoreMod) {
+                if (kGeneric) {
                     s.apply_score_mod(p, mask_here, row, key);
                     if (kHasBias && p.score_options.bias) {
                         ScoreBias<Layout, 1, 1> bias;

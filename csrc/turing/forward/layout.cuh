@@ -16,9 +16,9 @@ struct ForwardLayout {
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
     static constexpr bool kEitherOrder = true;
-    static constexpr bool kFourKeys = kGeneric;
+    static constexpr bool kFourKeys = kHasScoreFeatures;
     // With dropout alone, a lane's two keys in a tile are those whose random numbers share a word (philox.cuh).
-    static constexpr bool kEverySecondKey = kHasDropout && kOneFeature;
+    static constexpr bool kEverySecondKey = kRequiredFeatures & kFeatureDropout;
     // Two rows, each with two keys. Rows of Q may be permuted too: with dropout a lane has two rows that share random numbers
     // (philox.cuh).
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) {

@@ -51,14 +51,12 @@ struct ForwardPipelined {
     static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
     static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
     static constexpr u32 kRingBytes = Slots * kSlotBytes;
-    static constexpr bool kInitialAlibi = kOneFeature && kHasAlibi;
-    static constexpr bool kInitialBias = kOneFeature && kHasBias;
+    static constexpr bool kInitialAlibi = kRequiredFeatures & kFeatureAlibi;
+    static constexpr bool kInitialBias = kRequiredFeatures & kFeatureBias;
     // A score function alone waits until probabilities are computed, beside the next products: row maxima follow the products,
     // which rise as the scores do. The softmax takes states as scores; row maxima are corrected at the end.
-    static constexpr bool kOnlyFunction = kOneFeature && kHasScoreFunction;
-    static constexpr bool kCarriedDropout = kOneFeature && kHasDropout;
-    // Whether scores are modified after the product, in log2 units.
-    static constexpr bool kHasScoreMod = kGeneric && !kOneFeature;
+    static constexpr bool kOnlyFunction = kRequiredFeatures & ScoreFunction::kFeature;
+    static constexpr bool kCarriedDropout = kRequiredFeatures & kFeatureDropout;
     // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then
     // the keys before it in descending order, then the keys after it in descending order.
     static constexpr bool kBackwards = kInitialAlibi;
@@ -88,15 +86,17 @@ struct ForwardPipelined {
     static constexpr int kOperandRegisters = RowTiles * (2 * kChunks + 4 * kChunksV);
     static constexpr bool kRegistersFull = kOperandRegisters >= 192;
     static constexpr bool kFragmentsAhead =
-        !kRegistersFull || (RowTiles == 1 && !kGeneric && !Grid::kListed);  // else a group is loaded when it is used
+        !kRegistersFull || (RowTiles == 1 && !kHasScoreFeatures && !Grid::kListed);  // else a group is loaded when it is used
     static constexpr bool kChunkCoordsKept = !(
         // else a thread's chunk coordinates are computed again each time
         kRegistersFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen) || Grid::kListed));
     static constexpr bool kStreamsKept = !(kRegistersFull && kPaged);  // else the same for their addresses in row 0 of page 0
     // Whether the streams' state and ALiBi's constants lie in shared memory, after the ring.
-    static constexpr bool kStreamsInShared = kRegistersFull && kOneFeature && RowTiles > 1 && !kPaged;
+    static constexpr bool kStreamsInShared = kRegistersFull && kRequiredFeatures && RowTiles > 1 && !kPaged;
     static constexpr u32 kSharedBytes = kRingBytes + (kStreamsInShared ? 32 * kThreads : 0);
-    static constexpr bool kPagesInBranch = kRegistersFull && RowTiles == 1 && !kGeneric;  // see PageIterator
+    static_assert(kBlockRows == BLOCK_ROWS && kStep == STEP && kSharedBytes == SHARED_BYTES,
+                  "the row in src/kernels and the kernel disagree");
+    static constexpr bool kPagesInBranch = kRegistersFull && RowTiles == 1 && !kHasScoreFeatures;  // see PageIterator
     static constexpr bool kMaskKept = !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged) ||
                                                            Grid::kListed));  // else each masked tile computes it again
     // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because
@@ -119,8 +119,8 @@ struct ForwardPipelined {
     // Of the kernels that keep the old place, those of pages and generic block masks are untried. With 32 rows per warp most of the
     // others are slower in tiles. Varlen kernels of headdim 256 would spill 8 bytes.
     static constexpr bool kCopiesBetweenTiles = kPaged || Grid::kListed ||
-                                                (RowTiles == 2 && (kRescaleBeforeExp || (Headdim == 64 && !kGeneric))) ||
-                                                (kFullRow && kVarlen && !kGeneric);
+                                                (RowTiles == 2 && (kRescaleBeforeExp || (Headdim == 64 && !kHasScoreFeatures))) ||
+                                                (kFullRow && kVarlen && !kHasScoreFeatures);
     static constexpr CopyPlacement kCopyPlacement = kBlockLoop            ? CopyPlacement::kAtProducts
                                                     : kCopiesBetweenTiles ? CopyPlacement::kBetweenTiles
                                                     : kPasses == 2        ? CopyPlacement::kBothPasses
@@ -129,7 +129,7 @@ struct ForwardPipelined {
     static constexpr bool kCopiesInTiles =
         kCopyPlacement != CopyPlacement::kBetweenTiles && kCopyPlacement != CopyPlacement::kAtProducts;
     // Whether unmasked steps have a loop of their own. Otherwise one loop masks every step, or tests is_masked in a listed block.
-    static constexpr bool kUnmaskedLoop = !(kRegistersFull && (kGeneric || Grid::kListed));
+    static constexpr bool kUnmaskedLoop = !(kRegistersFull && (kHasScoreFeatures || Grid::kListed));
     // Bits of listed blocks are loaded this many steps ahead. With 2 they are combined with the mask one step ahead, so no step
     // waits. This takes one more register.
     static constexpr int kBitsAhead = kRegistersFull ? 1 : 2;
@@ -263,7 +263,7 @@ struct ForwardPipelined {
     __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                                      Probabilities& p_last) {
         // 1 / scale, computed again so that it holds no register in between.
-        const float inverse_scale = kHasScoreMod ? 1.f : __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(scale))));
+        const float inverse_scale = kGeneric ? 1.f : __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(scale))));
         const auto rescale = rescale_output<ForwardLayout>(o);
 #pragma unroll
         for (int i = 0; i < (kLimitsKept ? 0 : RowTiles * ForwardLayout::kRows); i++) {
@@ -290,7 +290,7 @@ struct ForwardPipelined {
         const int kept_row = Grid::kListed ? keep_in_register(row) : 0;
         const auto warp_row = [&] { return Grid::kListed ? kept_row : remat_warp_row(p); };
         int key_first = Grid::kListed ? 0 : mask.key_first(block.row);
-        if (kGeneric) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
+        if (kHasScoreFeatures) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
         if (kPaged) key_first &= ~(kPageGroup - 1);
         const int key_end = Grid::kListed ? mask.seqlen_k : mask.key_end(block.row, kBlockRows);
         if constexpr (kPaged) {
@@ -425,7 +425,7 @@ struct ForwardPipelined {
             };
 
             // Modified scores are in log2 units already.
-            const float scale = kHasScoreMod ? 1.f : kOnlyFunction ? function_of(p).factor() : problem.scale_log2;
+            const float scale = kGeneric ? 1.f : kOnlyFunction ? function_of(p).factor() : problem.scale_log2;
             Probabilities probabilities[2] = {};
             TileSoftmax tile_softmax;  // of the last tile
             InitialAlibi<RowTiles> alibi;
@@ -549,7 +549,7 @@ struct ForwardPipelined {
                 end_softmax(s_next, p_last, 1 - half);
                 if constexpr (kCopiesInTiles && !kRescaleBeforeExp) copy_in_tile(half, slot, step_key);
                 if (kInitialBias && uses_fp32_bias(p.score_options)) bias.add_fp32(p, s, half, step_key);
-                if (kHasScoreMod) {
+                if (kGeneric) {
                     s.apply_score_mod(p, mask, warp_row(), first_key);
                     if (kHasBias && p.score_options.bias) {
                         ScoreBias<ForwardLayout, RowTiles, 1> bias;
@@ -772,5 +772,10 @@ private:
         asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(to_half2(factor, factor)));
     }
 };
+
+// The kernel of a row in src/kernels. Its ring has as many slots as fit its shared memory: four or eight.
+constexpr int kRingSlots = SHARED_BYTES / (2 * STEP * (HEADDIM + HEADDIM_V)) / 4 * 4;
+template <class Grid>
+using Pipelined = ForwardPipelined<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, kRingSlots, Grid>;
 
 }  // namespace turing

@@ -27,7 +27,7 @@ struct BackwardDq {
     static constexpr int kScoreTiles = Step / 32;
     static constexpr bool kScoresInV = Headdim > 96;
     using S = Shape<Headdim, BlockRows, Step, Threads, kScoresInV ? 0 : kScoreTiles>;
-    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     using Layout = QueriesLayout;
     static_assert(!kScoresInV || kScoreTiles * S::kScoreTile <= S::kStepTile, "dS fits into the shared memory of V");
 
@@ -88,11 +88,11 @@ struct BackwardDq {
 #pragma unroll
                 for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
             }
-            add_position_terms(x, p, remat_block_head(), p.problem.seqlen_q, coord);
+            add_position_terms(x, p, remat_block_y(), p.problem.seqlen_q, coord);
             if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
             if (bits.any()) bits.hide(x, m, n);
             if (uses_dropout(options)) {
-                const u32 bits = draw_kept_rows(philox_of(p, remat_block_head()), DropoutRule(options), coord);
+                const u32 bits = draw_kept_rows(philox_of(p, remat_block_y()), DropoutRule(options), coord);
 #pragma unroll
                 for (int v = 0; v < 8; v++)
                     dx[v] = dropped_gradient(dx[v], of_row(delta, v), !is_kept<Layout>(bits, v), options.dropout_scale);
@@ -182,7 +182,7 @@ struct BackwardDq {
                 ov.multiply_high(dp);
             }
             const bool masked = !range.unmasked.contains(key);
-            if (kGeneric) {
+            if (kHasScoreFeatures) {
                 if (kScoresInV) __syncthreads();  // V is no longer needed
                 generic_score_gradients(s, dp, p, first_row + score_row, key + score_key, lse, delta, masked, bits, packed);
             } else {

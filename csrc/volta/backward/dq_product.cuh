@@ -16,7 +16,7 @@ namespace volta {
 // lanes add the halves of one tile each by a shuffle. The lane keeps tile number qn, so its products begin with that.
 //
 // Compact: half of the code, for kernels past the instruction cache.
-template <class S, bool Compact = kGeneric>
+template <class S, bool Compact = kHasScoreFeatures>
 struct DqProduct {
     static constexpr bool kShortSteps = S::kStep == 16;
     static_assert(kShortSteps == DqAccumulator::has_short_steps(S::kHeaddim), "both have the same units");

@@ -10,7 +10,6 @@
 // kind.
 #pragma once
 
-#include "backward/memory.cuh"
 #include "backward/score_coord.cuh"
 #include "half.cuh"
 #include "softmax.cuh"

@@ -16,9 +16,7 @@ struct KeyBlock : BatchAxis {
     // The plan chooses the order; the kernel infers it from the grid's size.
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
     __device__ __forceinline__ static int number(const BwdParams& p) { return p.first_key_block + in_launch(p); }
-    __device__ __forceinline__ static int head(const BwdParams& p) {
-        return heads_first(p) ? remat_block_index() : remat_block_head();
-    }
+    __device__ __forceinline__ static int head(const BwdParams& p) { return heads_first(p) ? remat_block_x() : remat_block_y(); }
     // Blocks of keys of a head in this launch.
     __device__ __forceinline__ static int count(const BwdParams& p) { return heads_first(p) ? gridDim.y : gridDim.x; }
     // The accumulator that the block adds dq to: the only one if the stride is 0, else one that no other block of this launch
@@ -34,7 +32,7 @@ struct KeyBlock : BatchAxis {
 
 private:
     __device__ __forceinline__ static int in_launch(const BwdParams& p) {
-        return heads_first(p) ? remat_block_head() : remat_block_index();
+        return heads_first(p) ? remat_block_y() : remat_block_x();
     }
 };
 

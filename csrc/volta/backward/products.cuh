@@ -53,7 +53,7 @@ __device__ __forceinline__ void clear(Gradient<M, J>& c) {
 
 // Adds the product over the rows of a step (at most 32). The warp has every BlockStep-th block of columns, and computes the
 // first `blocks` of them. Compact: four rows at a time, half of the code, for kernels past the instruction cache.
-template <class S, int BlockStep, bool Compact = kGeneric, int M, int J>
+template <class S, int BlockStep, bool Compact = kHasScoreFeatures, int M, int J>
 __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32 b_address, int blocks = J) {
     constexpr int kRows = S::kStep < 32 ? S::kStep : 32;
     if (Compact) {

@@ -23,7 +23,7 @@ namespace volta {
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, class Grid = KeyBlock>
 struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1>;
-    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static constexpr bool kWithDq = Mode == DqMode::kAtomicAdd, kStreamK = Grid::kStreamK;
     static_assert(Mode != DqMode::kStore, "storing dQ needs more registers than a thread has");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
@@ -32,7 +32,7 @@ struct BackwardSingleRole {
     using Queries = QueryRange<S::kRows, S::kStep>;
     using Dq = DqProduct<S>;
     using Joint = JointScores<S>;
-    static_assert(!kGeneric || kOneFeature, "several features need joint_scores.cuh");
+    static_assert(!kGeneric, "several features need joint_scores.cuh");
 
     static __device__ __forceinline__ void run(const BwdParams& p, const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -63,7 +63,9 @@ struct BackwardSingleRole {
         clear(dv);
 
         // Query heads that share this block's KV head. Generic kernels have no register for it.
-        const auto group = [&] { return (kGeneric ? keep_in_register(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k; };
+        const auto group = [&] {
+            return (kHasScoreFeatures ? keep_in_register(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k;
+        };
 #pragma unroll 1
         for (int head = grid.head(p) * group(); head < (grid.head(p) + 1) * group(); head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
@@ -104,7 +106,7 @@ struct BackwardSingleRole {
                 const u32 packed = packed_addresses.second();
                 PackedTile ds[2][2];
                 const bool masked = !range.unmasked.contains(row);
-                if (kGeneric) {
+                if (kHasScoreFeatures) {
                     Joint::run(s, dp, p, head, row, range.end, stats + row * RowStats::kRowFloats, masked, packed, keys_left,
                                distance);
 #pragma unroll

@@ -6,7 +6,7 @@
 // later block adds the other's to its own registers. No block waits, and dk and dv are deterministic.
 #pragma once
 
-#include "remat.cuh"
+#include "ptx.cuh"
 #include "semaphore.cuh"
 #include "volta/backward/products.cuh"
 
@@ -17,7 +17,7 @@ namespace volta {
 class StreamKKeyBlock {
     const BwdSplits& params_;
 
-    __device__ __forceinline__ const StreamKSplit& split() const { return params_.splits[remat_block_head()]; }
+    __device__ __forceinline__ const StreamKSplit& split() const { return params_.splits[remat_block_y()]; }
 
     // Calls f(chunk, four elements of c) for all elements. `chunk`: this thread's first. Those of the other threads lie between it
     // and its next. Returns the one after its last.
@@ -58,8 +58,8 @@ public:
     __device__ __forceinline__ explicit StreamKKeyBlock(const BwdSplits& params) : params_(params) {}
 
     __device__ __forceinline__ int number(const BwdParams&) const { return split().tile; }
-    __device__ __forceinline__ int batch(const BwdParams& p) const { return remat_block_index() / p.problem.nheads_k; }
-    __device__ __forceinline__ int head(const BwdParams& p) const { return remat_block_index() % p.problem.nheads_k; }
+    __device__ __forceinline__ int batch(const BwdParams& p) const { return remat_block_x() / p.problem.nheads_k; }
+    __device__ __forceinline__ int head(const BwdParams& p) const { return remat_block_x() % p.problem.nheads_k; }
     __device__ __forceinline__ float* dq_accum(const BwdParams& p) const { return p.dq_accum; }
 
     // Clips the rows from `first` to `end` of a query head to those of the split: changes `first`, and returns the end. There are
@@ -79,7 +79,7 @@ public:
         const int splits = split().part & 0xff, index = split().part >> 8;
         if (splits == 1) return true;
         constexpr int kSplitChunks = kChunks<Gradients...> * Threads;
-        const int tile = remat_block_index() * params_.tiles + split().tile - params_.first_tile;
+        const int tile = remat_block_x() * params_.tiles + split().tile - params_.first_tile;
         unsigned long long* semaphore = params_.semaphores + tile;
         uint4* first = reinterpret_cast<uint4*>(params_.partials) +
                        static_cast<long long>(tile * params_.max_splits) * kSplitChunks + remat_thread_index();

@@ -31,13 +31,13 @@ template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int He
           class Grid = KeyBlock>
 struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2>;
-    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(S::kSharedBytes == SHARED_BYTES && HeaddimV == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
     static constexpr bool kStreamK = Grid::kStreamK;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     using Queries = QueryRange<S::kRows, S::kStep>;
     // With lists and dQ, products take half of the code from headdim 128 on, because a step would not fit the instruction cache.
-    static constexpr bool kCompact = kGeneric || (Blocks::kListed && kWithDq && Headdim > 64);
+    static constexpr bool kCompact = kHasScoreFeatures || (Blocks::kListed && kWithDq && Headdim > 64);
     using Dq = DqProduct<S, kCompact>;
     using Coord = ScoreCoord<KeysLayout>;
     static_assert(!Blocks::kListed || !kFused, "a fused kernel visits all rows, to store their dq");
@@ -180,7 +180,7 @@ struct BackwardWarpSpecialized {
         const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) {
             clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
-            if (kGeneric) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + S::kScoreTile);
+            if (kHasScoreFeatures) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + S::kScoreTile);
         }
 
         // Addresses that depend on the role: K Q^T or V dO^T, then P^T dO or dS^T Q.
@@ -258,7 +258,7 @@ struct BackwardWarpSpecialized {
                     const bool masked = !range.unmasked.contains(row);
                     Bits bits;
                     bits.load(blocks, queries, first_key + score_key0, score_query0, p.problem.seqlen_q);
-                    if (kGeneric) {
+                    if (kHasScoreFeatures) {
                         generic_probabilities(s, p, head, first_key + score_key0, row + score_query0, range.end,
                                               stats + row * RowStats::kRowFloats, masked, bits, packed, keys_left);
                     } else {
@@ -274,7 +274,7 @@ struct BackwardWarpSpecialized {
                                 store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
                     }
                     barrier_wait(kProbabilitiesReady + key_group, 64 * kGroupWarps);
-                } else if (kGeneric) {
+                } else if (kHasScoreFeatures) {
                     barrier_wait(kProbabilitiesReady + key_group, 64 * kGroupWarps);
                     generic_score_gradients(s, p, head, first_key + score_key0, row + score_query0,
                                             stats + row * RowStats::kRowFloats, packed, keys_left);

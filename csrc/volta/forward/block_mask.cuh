@@ -2,7 +2,8 @@
 #pragma once
 
 #include "forward/block_mask.cuh"
-#include "volta/forward/features.cuh"
+#include "listed_steps.cuh"
+#include "volta/forward/required_features.cuh"
 
 namespace volta {
 

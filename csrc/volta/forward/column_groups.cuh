@@ -17,7 +17,7 @@
 
 #include "forward/block.cuh"
 #include "forward/pages.cuh"
-#include "volta/forward/features.cuh"
+#include "volta/forward/required_features.cuh"
 #include "volta/forward/output_product.cuh"
 
 namespace volta {
@@ -41,37 +41,6 @@ struct ColumnGroupsLayout {
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return ForwardLayout::leads_row(l); }
 };
 static_assert(has_rows<ColumnGroupsLayout>(), "score_layout.cuh");
-
-// Four bytes of shared memory (tile.cuh has chunks).
-__device__ __forceinline__ u32 load_shared1(u32 address) {
-    u32 r;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address));
-    return r;
-}
-__device__ __forceinline__ void store_shared1(u32 address, u32 x) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x));
-}
-
-// Barriers of some of a block's warps.
-__device__ __forceinline__ void named_sync(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int barrier, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-// Returns whether x is true in any of the threads.
-__device__ __forceinline__ bool named_sync_or(int barrier, int threads, bool x) {
-    int any;
-    asm volatile(
-        "{.reg .pred x, any;\n"
-        "setp.ne.s32 x, %3, 0;\n"
-        "bar.red.or.pred any, %1, %2, x;\n"
-        "selp.s32 %0, 1, 0, any;}"
-        : "=r"(any)
-        : "r"(barrier), "r"(threads), "r"(static_cast<int>(x))
-        : "memory");
-    return any;
-}
 
 template <int Passes, int ChunksPerRow>
 __device__ __forceinline__ void clear(uint4 (&staging)[Passes][ChunksPerRow]) {
@@ -166,10 +135,12 @@ struct ForwardColumnGroups {
     static constexpr int kPartP = kOverScores ? kPartScores : 512, kGroupP = kParts * kPartP;
     static constexpr int kFactors = 8 * kPitchP;  // after the part's P
     static constexpr int kSharedBytes = kOffsetScores + kRowGroups * (kGroupScores + (kOverScores ? 0 : kGroupP));
+    static_assert(Headdim == HEADDIM_V && kThreads == THREADS && kStep == STEP && kSharedBytes == SHARED_BYTES,
+                  "the row in src/kernels and the kernel disagree");
 
     // Sums of the first product, which alternate: a product that adds to the one before it waits for it. With features and pages
     // there are no registers for the second.
-    static constexpr int kSums = (kGeneric || kPaged) && kRowGroups == 2 ? 1 : 2;
+    static constexpr int kSums = (kHasScoreFeatures || kPaged) && kRowGroups == 2 ? 1 : 2;
     using Tile = Scores<ForwardLayout, kRowTiles, 1>;
     using RowScores = Scores<Layout, 1, 1>;
     using RowState = SoftmaxRows<Layout, 1>;
@@ -335,7 +306,7 @@ struct ForwardColumnGroups {
         using Stream = TileStream<kChunks, kStep, kThreads / 2>;
         // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
         UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kPartRows);
-        const float scale = kHasScoreMod ? 1.f : problem.scale_log2;
+        const float scale = kGeneric ? 1.f : problem.scale_log2;
 
         RowState softmax;
         Accumulators o;
@@ -397,7 +368,7 @@ struct ForwardColumnGroups {
 #pragma unroll
                 for (int i = 0; i < 4; i++) x[i] = from == 0 ? y[i] : x[i] + y[i];
             }
-            if (kHasScoreMod) {
+            if (kGeneric) {
                 s.apply_score_mod(p, mask, row, key);
                 if (kHasBias && p.score_options.bias) {
                     ScoreBias<Layout, 1, 1> bias;
@@ -405,7 +376,7 @@ struct ForwardColumnGroups {
                     bias.add_to(s, p.score_options);
                 }
             }
-            if (kGeneric || !unmasked.contains(key)) {  // generic kernels have no registers for the test
+            if (kHasScoreFeatures || !unmasked.contains(key)) {  // generic kernels have no registers for the test
                 const int batch = grid.remat_batch(problem);
                 s.apply_mask(mask_of(problem, BlockSeqlenInfo(p, batch)), row, key);
             }
@@ -417,7 +388,7 @@ struct ForwardColumnGroups {
                                                               [&](int, int, float f) { factor = f; });
             }
             unsigned kept = ~0u;
-            if (kHasScoreMod && kHasDropout && p.score_options.rng_state) {
+            if (kGeneric && kHasDropout && p.score_options.rng_state) {
                 const int of_row = row + Layout::first_query(at.lane);  // the call's rows differ by 4
                 const uint4 numbers =
                     DropoutBits<ForwardLayout, 1>::numbers_of(p).numbers(of_row & ~4, key + Layout::first_key(at.lane));
@@ -426,7 +397,7 @@ struct ForwardColumnGroups {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 x[i] = softmax.row[0][0].probability(x[i], scale);
-                if (kHasScoreMod && kHasDropout && !(kept >> kept_bit(0, i) & 1)) x[i] = 0.f;
+                if (kGeneric && kHasDropout && !(kept >> kept_bit(0, i) & 1)) x[i] = 0.f;
             }
             if (at.stores()) {
                 store_shared1(at.p_store(), pack_probabilities(x[0], x[2]));

@@ -17,21 +17,28 @@ class DropoutFeature {
     static_assert(RowTiles <= 2, "16 rows further is bit 4, which a warp's first rows do not have");
     static constexpr bool kInMemory = Keeps == DropoutKeeps::kAll;
 
-    // The seed, and round 0 of head and row.
-    struct Seed {
-        u32 key[2], row;  // of the lane's first row
-    };
-    Seed seed_;  // with kSeed
+    PhiloxTerms terms_;  // of the lane's first row, with kSeed
     LaneScratch memory_;
+
+    // What all calls of a lane share, as it lies in the lane's scratch (PhiloxTerms has the terms).
+    struct KeptTerms {
+        u32 key[2];
+        u32 z_without_column, x_without_both;  // offset ^ key[1] of round 0; of_head.low ^ K[0] of round 1
+        u32 row_high[2], row_low[2];  // of each row tile: of_row.high ^ K[1], of_row.low
+
+        __device__ __forceinline__ void store(const LaneScratch& memory) const {
+            memory.store(0, make_uint4(key[0], key[1], z_without_column, x_without_both));
+            memory.store(1, make_uint4(row_high[0], row_high[1], row_low[0], row_low[1]));
+        }
+        __device__ __forceinline__ static KeptTerms load(const LaneScratch& memory) {
+            const uint4 all = memory.load(0), rows = memory.load(1);
+            return {{all.x, all.y}, all.z, all.w, {rows.x, rows.y}, {rows.z, rows.w}};
+        }
+    };
 
     __device__ __forceinline__ static u32 remat_head(const FwdParams& p) {
         return (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads +
                ::remat_head<ForwardLayout::kEitherOrder>(p.problem);
-    }
-    __device__ __forceinline__ static Seed seed(const Philox& philox, int row) {
-        return {
-            {philox.key[0], philox.key[1]},
-            philox_product_z(philox.head).high ^ philox.key[0] ^ static_cast<u32>(row + ForwardLayout::first_query(ForwardLane()))};
     }
     // Loads the generator's state again; volatile, so that the loads stay here.
     __device__ __forceinline__ static u32 remat_offset(const FwdParams& p) {
@@ -39,13 +46,13 @@ class DropoutFeature {
         asm volatile("ld.global.u32 %0, [%1];" : "=r"(offset) : "l"(p.score_options.rng_state + 1));
         return offset;
     }
-    __device__ __forceinline__ static Seed remat_seed(const FwdParams& p, const ForwardLane& lane, int row) {
-        Seed x;
-        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.key[0]), "=r"(x.key[1]) : "l"(p.score_options.rng_state));
-        x.row = philox_product_z(remat_head(p)).high ^ x.key[0] ^ static_cast<u32>(row + ForwardLayout::first_query(lane));
-        return x;
+    __device__ __forceinline__ static PhiloxTerms remat_terms(const FwdParams& p, const ForwardLane& lane, int row) {
+        u32 key[2];
+        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(key[0]), "=r"(key[1]) : "l"(p.score_options.rng_state));
+        PhiloxTerms terms(key[0], key[1], remat_head(p));
+        terms.flip_row(row + ForwardLayout::first_query(lane));
+        return terms;
     }
-    __device__ __forceinline__ static PhiloxProduct of_row(const Seed& x, int mt) { return philox_product_x(x.row ^ 16 * mt); }
 
 public:
     static constexpr int kLaneScratchChunks = kInMemory ? 2 : 0;
@@ -56,15 +63,18 @@ public:
     __device__ __forceinline__ DropoutFeature(const FwdParams& p, const LaneScratch& memory, int row) : memory_(memory) {
         if constexpr (Keeps == DropoutKeeps::kNothing) return;
         const Philox philox(p.score_options.rng_state, remat_head(p));
-        seed_ = seed(philox, row);
+        terms_ = PhiloxTerms(philox.key[0], philox.key[1], philox.head);
+        terms_.flip_row(row + ForwardLayout::first_query(ForwardLane()));
         if constexpr (kInMemory) {
             static_assert(RowTiles == 2, "two chunks");
-            const PhiloxProduct a = of_row(seed_, 0), b = of_row(seed_, 1);
-            // those of round 1
-            const u32 k0 = seed_.key[0] + kPhiloxKeyIncrements[0], k1 = seed_.key[1] + kPhiloxKeyIncrements[1];
-            memory.store(
-                0, make_uint4(seed_.key[0], seed_.key[1], philox.offset ^ seed_.key[1], philox_product_z(philox.head).low ^ k0));
-            memory.store(1, make_uint4(a.high ^ k1, b.high ^ k1, a.low, b.low));
+            const PhiloxProduct first = terms_.of_row(), second = terms_.of_row(16);
+            const u32 k0 = terms_.key_of_round_1(0), k1 = terms_.key_of_round_1(1);
+            KeptTerms{{terms_.key[0], terms_.key[1]},
+                      philox.offset ^ terms_.key[1],
+                      PhiloxTerms::head_low(philox.head) ^ k0,
+                      {first.high ^ k1, second.high ^ k1},
+                      {first.low, second.low}}
+                .store(memory);
         }
     }
     __device__ __forceinline__ void draw(Numbers& numbers, const FwdParams& p, int row, int key) const {
@@ -72,28 +82,27 @@ public:
         if constexpr (kInMemory) {
             __syncwarp();  // ptxas would otherwise load these together with earlier loads
             const ForwardLane lane(remat_thread_index() & 31);
-            const uint4 x = memory_.load(0), of_rows = memory_.load(1);
-            const u32 column = key + ForwardLayout::first_key(lane);
-            const PhiloxProduct of_column = philox_product_x(column / 4), of_both = philox_product_z(of_column.high ^ x.z);
-            keys[0] = x.x, keys[1] = x.y;
+            const KeptTerms kept = KeptTerms::load(memory_);
+            const PhiloxProduct of_column = PhiloxTerms::of_column(key + ForwardLayout::first_key(lane));
+            const PhiloxProduct of_both = philox_product_z(of_column.high ^ kept.z_without_column);
+            keys[0] = kept.key[0], keys[1] = kept.key[1];
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
-                numbers.of[mt] = make_uint4(of_both.high ^ x.w, of_both.low, (mt ? of_rows.y : of_rows.x) ^ of_column.low,
-                                            mt ? of_rows.w : of_rows.z);
+                numbers.of[mt] = make_uint4(of_both.high ^ kept.x_without_both, of_both.low, kept.row_high[mt] ^ of_column.low,
+                                            kept.row_low[mt]);
         } else {
             const ForwardLane lane(remat_thread_index() & 31);
-            const Seed x = Keeps == DropoutKeeps::kSeed ? seed_ : remat_seed(p, lane, row);
-            const u32 k0 = x.key[0] + kPhiloxKeyIncrements[0], k1 = x.key[1] + kPhiloxKeyIncrements[1];
-            const u32 column = key + ForwardLayout::first_key(lane);
-            const PhiloxProduct of_column = philox_product_x(column / 4),
-                                of_both = philox_product_z(of_column.high ^ remat_offset(p) ^ x.key[1]);
-            const u32 of_head = philox_product_z(remat_head(p)).low;
-            keys[0] = x.key[0], keys[1] = x.key[1];
+            const PhiloxTerms terms = Keeps == DropoutKeeps::kSeed ? terms_ : remat_terms(p, lane, row);
+            const u32 k0 = terms.key_of_round_1(0), k1 = terms.key_of_round_1(1);
+            const PhiloxProduct of_column = PhiloxTerms::of_column(key + ForwardLayout::first_key(lane));
+            const PhiloxProduct of_both = philox_product_z(of_column.high ^ remat_offset(p) ^ terms.key[1]);
+            const u32 head_low = PhiloxTerms::head_low(remat_head(p));
+            keys[0] = terms.key[0], keys[1] = terms.key[1];
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
-                const PhiloxProduct remat_row = of_row(x, mt);
+                const PhiloxProduct of_row = terms.of_row(16 * mt);
                 numbers.of[mt] =
-                    make_uint4(of_both.high ^ of_head ^ k0, of_both.low, remat_row.high ^ of_column.low ^ k1, remat_row.low);
+                    make_uint4(of_both.high ^ head_low ^ k0, of_both.low, of_row.high ^ of_column.low ^ k1, of_row.low);
             }
         }
         constexpr int kUnroll = Rolled ? 1 : kPhiloxRounds;  // rolled to fit the instruction cache

@@ -8,7 +8,7 @@
 
 #include "forward/block.cuh"
 #include "forward/pages.cuh"
-#include "volta/forward/features.cuh"
+#include "volta/forward/required_features.cuh"
 
 namespace volta {
 
@@ -33,6 +33,8 @@ struct ForwardRegisterQ {
     static constexpr int kRingBytes = kSlots * kSlotBytes;
     using KernelFeature = Features<kRowTiles, 1, Grid>;
     static constexpr int kSharedBytes = kRingBytes + KernelFeature::kLaneScratchChunks * kStep * kPitch;
+    static_assert(kBlockRows == BLOCK_ROWS && kStep == STEP && kSharedBytes == SHARED_BYTES,
+                  "the row in src/kernels and the kernel disagree");
 
     // Three blocks an SM leave varlen kernels no registers for the mask: masked tiles compute it again.
     static constexpr bool kMaskKept = !(kVarlen && Headdim == 32);

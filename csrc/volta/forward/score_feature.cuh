@@ -10,14 +10,10 @@
 
 namespace volta {
 
-// The features of such a kernel, which requires all of them and applies them without tests; 0 in other kernels. (fp32 bias is
-// among them although no kernel reads one: a row of src/kernels with it finds no class below, and does not compile.)
-constexpr unsigned kRequiredFeatures = kVarlen ? 0 : FEATURES & (kScoreFeatures | kFeatureFp32Bias);
+static_assert(!kRequiredFeatures || (!kVarlen && !kHasFp32Bias), "no such kernel has registers for lengths or an fp32 bias");
 constexpr bool kTwoFeatures = (kRequiredFeatures & (kRequiredFeatures - 1)) != 0;
-// Other kernels apply their score modifiers after the first product, as the parameters say.
-constexpr bool kHasScoreMod = kGeneric && !kRequiredFeatures;
 // Whether the first key is rounded down to 16: bias and random numbers come in groups of 4 keys, pages in groups of 16.
-constexpr bool kRoundedKeys = kPaged || kHasScoreMod || kRequiredFeatures & (kFeatureBias | kFeatureDropout);
+constexpr bool kRoundedKeys = kPaged || kGeneric || kRequiredFeatures & (kFeatureBias | kFeatureDropout);
 
 // Shared memory of a lane, for what has no register: 16-byte chunks, `between` bytes apart.
 struct LaneScratch {
@@ -43,7 +39,7 @@ public:
     __device__ __forceinline__ ScoreFeature(const FwdParams&, const Grid&, const Mask&, Unmasked&, const LaneScratch&, int, int) {}
     // Returns the factor of scores in the softmax. Score function: its factor, because the softmax takes its states. ALiBi after
     // one: 1, because scores are already in log2 units.
-    __device__ __forceinline__ float scale(const FwdParams& p) const { return kHasScoreMod ? 1.f : p.problem.scale_log2; }
+    __device__ __forceinline__ float scale(const FwdParams& p) const { return kGeneric ? 1.f : p.problem.scale_log2; }
     // Sets initial row maxima. ALiBi: to the score of each row's nearest visible key, which it computes from `q` and `k`, the
     // sequence's first rows. Lazy maxima that began lower would rescale the output in several of the first tiles.
     __device__ __forceinline__ void init_row_max(SoftmaxState<RowTiles>&, const FwdParams&, const Mask&, const unsigned short*,

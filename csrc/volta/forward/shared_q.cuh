@@ -10,7 +10,7 @@
 
 #include "forward/block.cuh"
 #include "forward/pages.cuh"
-#include "volta/forward/features.cuh"
+#include "volta/forward/required_features.cuh"
 #include "volta/forward/output_product.cuh"
 
 namespace volta {
@@ -40,13 +40,15 @@ struct ForwardSharedQ {
     static constexpr int kOffsetV = kOffsetK + kTileKeys * kPitch;
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
+    static_assert(kBlockRows == BLOCK_ROWS && kTileKeys == STEP && kSharedBytes == SHARED_BYTES,
+                  "the row in src/kernels and the kernel disagree");
     // Whether blocks visit listed keys (BlockMaskGrid).
     static constexpr bool kListed = Grid::template Bits<kWarpRows, kTileKeys>::kHidesAll;
     // Rolls the second product over the lane's own keys and the others: with a bias, with two features or with bits of a block mask
     // the step would not fit the instruction cache.
-    static constexpr bool kColumnsRolled = kRequiredFeatures & kFeatureBias || kTwoFeatures || (kListed && !kGeneric);
+    static constexpr bool kColumnsRolled = kRequiredFeatures & kFeatureBias || kTwoFeatures || (kListed && !kHasScoreFeatures);
     // Only with one block an SM there are registers for it; two blocks hide the latency by themselves.
-    static constexpr bool kBiasAhead = kHasScoreMod && kHasBias && BlocksPerSm == 1;
+    static constexpr bool kBiasAhead = kGeneric && kHasBias && BlocksPerSm == 1;
 
     // The swizzle XORs the low bits of a chunk's number. So a lane's chunk c is at (address of chunk 0) ^ (low bits of c) +
     // (the rest of c), in bytes.
@@ -214,7 +216,7 @@ struct ForwardSharedQ {
             features.load(p, row, key + group_key);
             add_scores(s, q_lane, k_lane);
             features.add_to(p, s);
-            if (kHasScoreMod) {
+            if (kGeneric) {
                 s.apply_score_mod(p, mask, row, key + group_key);
                 if (kHasBias && p.score_options.bias) {
                     if (!kBiasAhead) bias.load(p, row, key + group_key);
@@ -249,7 +251,7 @@ struct ForwardSharedQ {
             for (int tile = 0; tile < kKeyTiles; tile++, v_offset += 16 * kPitchV) {
                 Probabilities<RowTiles> probabilities;
                 DropoutBits<ForwardLayout, RowTiles> kept;
-                if (kHasScoreMod && kHasDropout && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
+                if (kGeneric && kHasDropout && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
                 typename Features<RowTiles, kKeyTiles, Grid>::Numbers numbers;
                 features.draw(numbers, p, row, key + group_key + 16 * tile);
 #pragma unroll
@@ -260,7 +262,7 @@ struct ForwardSharedQ {
                         for (int w = 4 * u; w < 4 * u + 4; w++) {
                             s.tile[mt][0][w] =
                                 softmax.row[mt][ForwardLayout::row_of(w)].probability(features.score(s.tile[mt][0][w]), scale);
-                            if (kHasScoreMod && kHasDropout && !kept(mt, w)) s.tile[mt][0][w] = 0.f;
+                            if (kGeneric && kHasDropout && !kept(mt, w)) s.tile[mt][0][w] = 0.f;
                         }
                         probabilities.pack_own(lane, mt, u, s.tile[mt][0],
                                                [&](u32& x, u32& y) { features.drop(x, y, numbers, p, mt, u); });
@@ -283,5 +285,12 @@ struct ForwardSharedQ {
         write_output<RowTiles, kOutputTiles>(p, lane, grid.remat_batch(problem), grid.remat_head(problem), row, softmax, o);
     }
 };
+
+// The kernel of a row in src/kernels. In blocks of at least 128 rows each row has one warp. In smaller ones two groups of warps
+// split the keys.
+constexpr int kKeyGroups = BLOCK_ROWS < 128 ? 2 : 1;
+template <class Grid>
+using SharedQ = ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS * kKeyGroups / (THREADS / 32) / 16, STEP / kKeyGroups,
+                               kKeyGroups, BLOCKS_PER_SM, Grid>;
 
 }  // namespace volta

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "semaphore.cuh"
-#include "volta/forward/features.cuh"
+#include "volta/forward/required_features.cuh"
 
 namespace volta {
 
@@ -63,7 +63,7 @@ class StreamKGrid {
     };
     // Computed again for code that runs rarely (see remat_thread_index()).
     __device__ __forceinline__ TileCoord remat_coord(const Problem& p) const {
-        return TileCoord(p, TileSplit(params_, remat_block_index()).row_block);
+        return TileCoord(p, TileSplit(params_, remat_block_x()).row_block);
     }
 
 public:
@@ -74,7 +74,7 @@ public:
     using Bits = NoMaskBits;
     template <int Chunks, int Rows, int Threads>
     using Stream = TileStream<Chunks, Rows, Threads>;
-    static_assert((!kVarlen || kPaged) && !kHasScoreMod, "a stream-K grid has no axes for head and batch");
+    static_assert((!kVarlen || kPaged) && !kGeneric, "a stream-K grid has no axes for head and batch");
     __device__ __forceinline__ explicit StreamKGrid(const StreamKParams& params) : params_(params) {}
 
     // Coordinates and keys of a block.
@@ -112,7 +112,7 @@ public:
     // Stores this split. Returns true for the last block of the row tile, after it has combined all splits.
     template <int Threads, int RowTiles, int OutputTiles>
     __device__ __forceinline__ bool combine_splits(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles]) const {
-        const TileSplit split(params_, remat_block_index());
+        const TileSplit split(params_, remat_block_x());
         if (split.splits == 1) return true;
         // those of all threads are adjacent
         constexpr int kSplitChunks = kPartialChunks<RowTiles, OutputTiles> * Threads;

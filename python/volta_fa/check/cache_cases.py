@@ -105,7 +105,7 @@ class CacheCase(ScoreOptions):
     @property
     def features(self) -> list[str]:
         """Features that a kernel must have to run it, by their names in `info()`."""
-        asked = {"lengths": True, "pages": True, "tree": self.tree, **self.score_features}
+        asked = {"varlen": True, "paged_kv": True, "tree": self.tree, **self.score_features}
         return [name for name, is_asked in asked.items() if is_asked]
 
     @property

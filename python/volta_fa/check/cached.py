@@ -114,7 +114,7 @@ def _decode(variant: dict[str, Any]) -> list[CacheCase]:
     more = queries + 2 if cache == "float" else min(queries + 2, MAX_DECODE_ROWS // group)
     less = _COLUMNS["" if cache in _UNQUANTIZED else cache]
     second: dict[str, Any] = {"page": 0, "packed": True, "window_left": 50}
-    if "tree" in variant["requires"]:
+    if "tree" in variant["required_features"]:
         return [
             _case(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group, cache, tree=True),
             _case(((more, 77, 0), (1, 9, 0), (0, 20, 0), (5, 417, 0)), d - less, dv - less, group, cache, tree=True, **second),
@@ -128,7 +128,7 @@ def _decode(variant: dict[str, Any]) -> list[CacheCase]:
 
 
 def _prefill(variant: dict[str, Any]) -> list[CacheCase]:
-    d, dv, features = variant["headdim"], variant["headdim_v"], variant["needs"]
+    d, dv, features = variant["headdim"], variant["headdim_v"], variant["features"]
     asked = asking(features)
     second: dict[str, Any] = {"page": 0, "packed": True, "window_left": 50}
     return [
@@ -162,7 +162,7 @@ def planned(target: Target, problem: CacheCase, variant: dict[str, Any]) -> list
     tokens = max(p.ends)
     shape = (p.batch, max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.columns_v, True)
     with target.running(variant):
-        plan = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.features), device=target.number))
+        plan = json.loads(torch.ops.volta_fa._plan(*shape, features=",".join(p.features), device=target.number))
     plans = plan["cache"]
     if p.kv_dtype and news:  # problems that append have few query rows: a decode kernel computes them
         return [plans["append_quantized"][p.kv_dtype], plans["quantized"][p.kv_dtype]]

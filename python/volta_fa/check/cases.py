@@ -132,7 +132,7 @@ class Case(ScoreOptions):
         bias, _, bias_type = self.bias.partition(":")
         is_bf16 = self.dtype == torch.bfloat16
         asked = {
-            "lengths": bool(self.lengths or self.used),
+            "varlen": bool(self.lengths or self.used),
             "bf16_gradients": is_bf16,
             **self.score_features,
             "bias": bool(bias),

@@ -127,7 +127,7 @@ class Target:
             return []
         shape = (p.entries, *p.longest, p.nheads, p.nheads_k, p.headdim, p.headdim_v, p.is_causal)
         with self.running(variant):
-            text = torch.ops.volta_fa._plan(*shape, deterministic=p.deterministic, needs=",".join(p.features), device=self.number)
+            text = torch.ops.volta_fa._plan(*shape, deterministic=p.deterministic, features=",".join(p.features), device=self.number)
         plan = json.loads(text)
         if variant["pass"] in FORWARD:
             return [plan["forward"]["name"]]
@@ -157,12 +157,12 @@ def problems(variant: dict[str, Any]) -> list[Case]:
     if variant["family"] == "cpu":
         d, dv, features, dtype = 40, 24, set(ASKING), variant["dtype"]
     else:
-        d, dv, features, dtype = variant["headdim"], variant["headdim_v"], set(variant["needs"]), torch.float16
+        d, dv, features, dtype = variant["headdim"], variant["headdim_v"], set(variant["features"]), torch.float16
     if variant["pass"] in ("BackwardPreprocess", "BackwardPostprocess"):
         d = dv = 64  # these kernels take any headdim
     # a block of these kernels has all keys of its heads
     most_keys = variant["block_rows"] - 3 if variant["pass"] == "BackwardFused" else None
-    required = set(variant.get("requires", ()))
+    required = set(variant.get("required_features", ()))
     asked = asking(sorted(required))
     asked["deterministic"] = variant["pass"] in ("BackwardDkDv", "BackwardDq")
 
@@ -188,7 +188,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
             **{"dtype": dtype, **options, **asked},
         )
 
-    varlen = "lengths" in features
+    varlen = "varlen" in features
     sinks = "own" if "sinks" in features else ""
     if "block_mask" in required:
         found = [

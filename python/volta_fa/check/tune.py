@@ -111,7 +111,7 @@ class Class:
             "seqlen_k": seqlens,
             "rows": [math.ceil(rows / half), most],
             "is_causal": self.causal,
-            "needs": [],
+            "features": [],
         }
 
 
@@ -133,7 +133,7 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
     """Returns all classes to measure with their alternatives, the longest last."""
     families = [family["name"] for family in target.families]
     # sinks are code of the epilogue alone, which all stream-K kernels have
-    plain = [v for v in variants if v["family"] in families and set(v["needs"]) <= {"sinks"} and v["name"] not in failed]
+    plain = [v for v in variants if v["family"] in families and set(v["features"]) <= {"sinks"} and v["name"] not in failed]
     plain = [v for v in plain if v["shared_bytes"] <= target.shared_bytes]
     found: list[tuple[Class, list[Alternative]]] = []
     forward = [v for v in plain if v["pass"] == "Forward" and v["headdim"] == v["headdim_v"]]

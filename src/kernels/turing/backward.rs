@@ -1,10 +1,49 @@
 //! The backward kernels. docs/design/turing-backward.md derives the shapes. A thread can have 255 registers.
 
 use super::super::shared;
-use super::super::variants::{Feature, FeatureSet, Pass, Variant};
-use super::family::TURING;
+use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};
+use super::TURING;
 
-const SINGLE_ROLE: &str = "turing/backward/single_role.cu";
+const SINGLE_ROLE: Source =
+    Source::new(&["turing/backward/single_role.cuh"], "turing::BackwardSingleRole<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::DQ_MODE>");
+const HALVES: Source =
+    Source::new(&["turing/backward/single_role_halves.cuh"], "turing::BackwardSingleRoleHalves<HEADDIM, BLOCK_ROWS, STEP, THREADS>");
+// two tiles of Q and dO fit the 64 KB of a block up to headdim 192
+const WARP_SPECIALIZED: Source = Source::new(
+    &["turing/backward/warp_specialized.cuh"],
+    "turing::BackwardWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, (HEADDIM <= 192 ? 2 : 1), DqMode::DQ_MODE>",
+);
+const WARP_SPECIALIZED_BLOCK_MASK: Source = Source::new(
+    &["turing/backward/warp_specialized.cuh", "turing/backward/block_mask.cuh"],
+    "turing::BackwardWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, (HEADDIM <= 192 ? 2 : 1), DqMode::DQ_MODE, turing::ListedBlocks>",
+)
+.with_arguments("p.backward, turing::ListedBlocks(p.blocks_t)");
+
+const DQ_KERNEL: Source = Source::new(&["turing/backward/dq.cuh"], "turing::BackwardDq<HEADDIM, BLOCK_ROWS, STEP, THREADS>");
+const DQ_BLOCK_MASK: Source = Source::new(
+    &["turing/backward/dq.cuh", "turing/backward/block_mask.cuh"],
+    "turing::BackwardDq<HEADDIM, BLOCK_ROWS, STEP, THREADS, turing::ListedBlocks>",
+)
+.with_arguments("p.backward, turing::ListedBlocks(p.blocks)");
+const DQ_WARP_SPECIALIZED: Source =
+    Source::new(&["turing/backward/dq_warp_specialized.cuh"], "turing::BackwardDqWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS>");
+const DQ_WARP_SPECIALIZED_BLOCK_MASK: Source = Source::new(
+    &["turing/backward/dq_warp_specialized.cuh", "turing/backward/block_mask.cuh"],
+    "turing::BackwardDqWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, turing::ListedBlocks>",
+)
+.with_arguments("p.backward, turing::ListedBlocks(p.blocks)");
+
+const PREPROCESS: Source =
+    Source::new(&["backward/preprocess.cuh", "turing/backward/row_stats.cuh"], "BackwardPreprocess<turing::RowStats, BLOCK_ROWS, THREADS>");
+const POSTPROCESS: Source = Source::new(
+    &["backward/postprocess.cuh", "turing/backward/dq_accumulator.cuh", "turing/backward/row_stats.cuh"],
+    "BackwardPostprocess<turing::RowStats, turing::DqAccumulator, BLOCK_ROWS, THREADS>",
+);
+const SCORES: Source = Source::new(&["backward/store_scores.cuh", "turing/backward/stored.cuh"], "BackwardScores<turing::StoredFamily>")
+    .with_arguments("p.backward, p.stored");
+const GRADIENTS: Source =
+    Source::new(&["backward/stored_gradients.cuh", "turing/backward/stored.cuh"], "BackwardGradients<turing::StoredFamily>")
+        .with_arguments("p.backward, p.stored");
 
 /// `turing/backward/single_role`: 4 warps of 32 keys, two blocks an SM. Shared memory has K, and two tiles of Q, of dO and
 /// of dS.
@@ -28,7 +67,7 @@ const SINGLE_ROLE_HALVES: Variant = {
     Variant {
         step,
         shared_bytes: 2 * row.headdim * row.block_rows + 4 * row.headdim * step + 2 * row.block_rows * step,
-        source: "turing/backward/single_role_halves.cu",
+        source: HALVES,
         ..row
     }
 };
@@ -45,7 +84,7 @@ const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
         block_rows,
         step,
         shared_bytes: 2 * headdim * block_rows + slots * (4 * headdim * step + scores) + scores + values,
-        ..Variant::new(TURING, Pass::Backward, "turing/backward/warp_specialized.cu")
+        ..Variant::new(TURING, Pass::Backward, WARP_SPECIALIZED)
     }
 }
 
@@ -83,7 +122,7 @@ const fn dq(headdim: u32, step: u32, threads: u32) -> Variant {
         threads,
         shared_bytes: 8 * headdim * step,
         blocks_per_sm: if threads == 128 { 2 } else { 1 },
-        ..Variant::new(TURING, Pass::BackwardDq, "turing/backward/dq.cu")
+        ..Variant::new(TURING, Pass::BackwardDq, DQ_KERNEL)
     }
 }
 
@@ -93,7 +132,7 @@ const fn dq_warp_specialized(headdim: u32) -> Variant {
     let (block_rows, step) = (64, 16);
     Variant {
         block_rows,
-        source: "turing/backward/dq_warp_specialized.cu",
+        source: DQ_WARP_SPECIALIZED,
         shared_bytes: 12 * headdim * step + 3 * 2 * block_rows * step,
         ..dq(headdim, step, 256)
     }
@@ -109,39 +148,14 @@ const DQ: [Variant; 5] = [
     dq_warp_specialized(256),
 ];
 
-/// One for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM have 1024 threads with
-/// two or more 16-byte loads each in flight.
-const PREPROCESS: Variant = Variant {
-    headdim: 512,
-    headdim_v: 512,
-    block_rows: 64,
-    blocks_per_sm: 4,
-    ..Variant::new(TURING, Pass::BackwardPreprocess, "turing/backward/preprocess.cu")
-};
-
-/// As `PREPROCESS`, up to headdim 256: larger ones sum dq elsewhere (`turing/backward/stored.cuh`).
-const POSTPROCESS: Variant =
-    Variant { headdim: 256, headdim_v: 256, pass: Pass::BackwardPostprocess, source: "turing/backward/postprocess.cu", ..PREPROCESS };
-
-/// Returns the kernel of another pass from the same source with another ending.
-fn of_pass(pass: Pass, main: Variant) -> Variant {
-    let source = match (pass, main.source == SINGLE_ROLE) {
-        (Pass::BackwardDkDv, true) => "turing/backward/single_role_dkdv.cu",
-        (Pass::BackwardDkDv, false) => "turing/backward/warp_specialized_dkdv.cu",
-        (_, true) => "turing/backward/single_role_fused.cu",
-        (_, false) => "turing/backward/warp_specialized_fused.cu",
-    };
-    Variant { pass, source, ..main }
-}
-
 /// Returns the main kernel without its dQ product.
 fn dkdv(main: Variant) -> Variant {
-    of_pass(Pass::BackwardDkDv, main)
+    Variant { pass: Pass::BackwardDkDv, ..main }
 }
 
 /// Returns the main kernel that does all of a backward pass.
 fn fused(main: Variant) -> Variant {
-    of_pass(Pass::BackwardFused, main)
+    Variant { pass: Pass::BackwardFused, ..main }
 }
 
 /// Returns a varlen kernel with one feature that the problem must use. (At headdim 64 `single_role` has registers for
@@ -157,19 +171,14 @@ fn with(feature: Feature, plain: Variant) -> Variant {
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]];
     let generic_main = [main[0], warp_specialized(128, 64, 32), main[2]];
-    let listed = |row: Variant| match (row.pass, row.source) {
-        (Pass::Backward, _) => (Pass::BackwardDkDv, "turing/backward/warp_specialized_dkdv_block_mask.cu"),
-        (pass, "turing/backward/dq.cu") => (pass, "turing/backward/dq_block_mask.cu"),
-        (pass, _) => (pass, "turing/backward/dq_warp_specialized_block_mask.cu"),
+    let deterministic = |main: [Variant; 3], features| {
+        let dq = [(DQ[0], DQ_BLOCK_MASK), (DQ[2], DQ_BLOCK_MASK), (DQ[4], DQ_WARP_SPECIALIZED_BLOCK_MASK)];
+        let rows = main.map(|row| (dkdv(row), WARP_SPECIALIZED_BLOCK_MASK)).into_iter().chain(dq);
+        rows.map(move |(row, source)| row.with_blocks(features, source))
     };
-    let with_blocks = move |row: Variant, features| {
-        let (pass, source) = listed(row);
-        Variant { pass, ..row }.with_blocks(features, source)
-    };
-    let dq = [DQ[0], DQ[2], DQ[4]];
-    let plain = main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::NONE));
-    let generic = generic_main.into_iter().chain(dq).map(move |row| with_blocks(row, FeatureSet::GENERIC_BLOCKS));
-    let with_atomics = |row: Variant| staggered(row).with_blocks(FeatureSet::NONE, "turing/backward/warp_specialized_block_mask.cu");
+    let plain = deterministic(main, FeatureSet::NONE);
+    let generic = deterministic(generic_main, FeatureSet::GENERIC_BLOCKS);
+    let with_atomics = |row: Variant| staggered(row).with_blocks(FeatureSet::NONE, WARP_SPECIALIZED_BLOCK_MASK);
     main.map(with_atomics).into_iter().chain(plain).chain(generic)
 }
 
@@ -177,7 +186,7 @@ pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
     let all_of_it = [MAIN[1], MAIN[3]].map(fused);
-    let mut rows = vec![varlen(PREPROCESS), varlen(POSTPROCESS)];
+    let mut rows = vec![varlen(shared::preprocess(TURING, PREPROCESS)), varlen(shared::postprocess(TURING, POSTPROCESS))];
     // plain ones of headdims 64 and 128: at the others the varlen kernels take at most 1% more time (32: 5%)
     let [headdim_32, _, larger @ ..] = MAIN;
     rows.extend([SINGLE_ROLE_HALVES, MAIN[3]]);
@@ -192,6 +201,6 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(DQ.into_iter().chain(DQ.map(generic)));
     rows.extend(all_of_it.map(varlen));
     rows.extend(block_mask_rows());
-    rows.extend(shared::stored_backward(TURING, "turing/backward/scores.cu", "turing/backward/gradients.cu"));
+    rows.extend(shared::stored_backward(TURING, SCORES, GRADIENTS));
     rows
 }

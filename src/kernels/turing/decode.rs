@@ -1,12 +1,18 @@
-//! The decode kernels; src/kernels/shared/decode.rs has what they share with Volta's.
+//! The decode kernels; src/kernels/shared.rs has what they share with Volta's.
 //!
 //! A Turing SM has 64 KB of shared memory for the results of warps with other tokens. So blocks with long or many rows
 //! have two warps. Below headdim 512, 32 rows take the time of 16. At headdim 256, warps beside each other take more than eight
 //! rows. Four beside each other share what they load, and with 64 rows store half of their results at a time.
 
 use super::super::shared::{self, DecodeTile};
-use super::super::variants::{CacheFormat, Variant};
-use super::family::TURING;
+use super::super::variants::{CacheFormat, Source, Variant};
+use super::TURING;
+
+// STEP: rows of a warp
+const DECODE: Source = Source::new(
+    &["turing/decode/layout.cuh"],
+    "decode::Block<decode::DecodeMainloop<turing::DecodeLayout, STEP / 8, BLOCK_ROWS / STEP, THREADS / 32>>",
+);
 
 const TILES: [DecodeTile; 13] = [
     (64, [8, 8], 128, 4),
@@ -25,7 +31,7 @@ const TILES: [DecodeTile; 13] = [
 ];
 
 pub fn decode_rows() -> impl Iterator<Item = Variant> {
-    let of_tile = |tile| shared::decode(TURING, "turing/decode/decode.cu", CacheFormat::Unquantized, tile);
+    let of_tile = |tile| shared::decode(TURING, DECODE, CacheFormat::Unquantized, tile);
     let rows = shared::in_both_types(TILES.into_iter().map(of_tile));
     rows.clone().into_iter().chain(shared::with_tree(rows.into_iter()))
 }

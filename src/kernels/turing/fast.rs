@@ -1,13 +1,17 @@
 //! The fast forward kernels: int8 scores, fp16 sums of spans of keys. docs/design/turing-forward.md has the reasons for their tiles.
 
-use super::super::variants::{Feature, FeatureSet, Pass, Variant};
-use super::family::TURING;
+use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};
+use super::TURING;
+
+const FORWARD: Source =
+    Source::new(&["turing/fast/forward.cuh"], "turing::FastForward<HEADDIM, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, STEP, 2, 256>");
+const PREPARE: Source = Source::new(&["turing/fast/prepare.cuh"], "turing::FastPrepare<HEADDIM, BLOCK_ROWS, THREADS>");
 
 /// Threads of every block: one moves 16 bytes of K's codes and 32 of V in each span.
 const THREADS: u32 = 256;
 /// Slots of the ring, of one span each.
 const SLOTS: u32 = 4;
-/// Keys of a block of the prepare kernel, which csrc/turing/fast/forward.cu names too.
+/// Keys of a block of the prepare kernel, which the type in [`FORWARD`] names too.
 const PREPARED_KEYS: u32 = 256;
 
 /// (headdim, rows of a warp, keys of a span). Spans are as long as registers allow: 192 bytes of probabilities, and 128 registers of
@@ -23,7 +27,7 @@ fn forward((headdim, warp_rows, step): (u32, u32, u32)) -> Variant {
         threads: THREADS,
         // after the ring, 32 bytes of each four threads and 48 of the block
         shared_bytes: SLOTS * step * 3 * headdim + THREADS / 4 * 32 + 48,
-        ..Variant::new(TURING, Pass::FastForward, "turing/fast/forward.cu")
+        ..Variant::new(TURING, Pass::FastForward, FORWARD)
     }
 }
 
@@ -38,7 +42,7 @@ fn prepare((headdim, ..): (u32, u32, u32)) -> Variant {
         threads: THREADS,
         shared_bytes: THREADS * 8 * 4,
         blocks_per_sm: 2,
-        ..Variant::new(TURING, Pass::FastPrepare, "turing/fast/prepare.cu")
+        ..Variant::new(TURING, Pass::FastPrepare, PREPARE)
     }
     .with_features(FeatureSet::of(&[Feature::Lengths]))
 }

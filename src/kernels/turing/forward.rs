@@ -1,8 +1,15 @@
 //! The forward kernels and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
 //! A thread can have 255 registers.
 
-use super::super::variants::{Feature, FeatureSet, Pass, Size, Variant};
-use super::family::TURING;
+use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
+use super::TURING;
+
+const PIPELINED: Source = Source::new(&["turing/forward/pipelined.cuh"], "turing::Pipelined<turing::DenseGrid>");
+const PIPELINED_BLOCK_MASK: Source = Source::new(
+    &["turing/forward/pipelined.cuh", "turing/forward/block_mask.cuh"],
+    "turing::Pipelined<turing::BlockMaskGrid<(HEADDIM > 64)>>",
+)
+.with_arguments("p.forward, turing::BlockMaskGrid<(HEADDIM > 64)>(p)");
 
 /// `turing/forward/pipelined`: steps of 16 keys through a ring of 4 or 8 slots. `warp_rows` is 16, 32 or 48: one fragment
 /// of K or V serves all rows of a warp, and shared memory is half as fast as Volta's.
@@ -23,11 +30,11 @@ const fn pipelined(
         threads: 32 * warps,
         shared_bytes: slots * step * 2 * (headdim + headdim_v),
         blocks_per_sm,
-        ..Variant::new(TURING, Pass::Forward, "turing/forward/pipelined.cu")
+        ..Variant::new(TURING, Pass::Forward, PIPELINED)
     }
 }
 
-const COLUMN_GROUPS: &str = "turing/forward/column_groups.cu";
+const COLUMN_GROUPS: Source = Source::new(&["turing/forward/column_groups.cuh"], "turing::ForwardColumnGroups<HEADDIM, BLOCK_ROWS>");
 
 /// `turing/forward/column_groups`: 8 warps, a group of them for each 32 rows. The warps of a group divide the columns. In shared memory one
 /// tile of K and one of V, 32 rows of partial scores of each warp, probabilities and a factor of each row, two addresses and two lengths.
@@ -125,7 +132,7 @@ fn required_rows() -> impl Iterator<Item = Variant> {
 /// padded to the next. At headdim 128 two blocks of four slots stand in for one of 256 rows. At 256 the plain kernel has no registers for
 /// lists, so that problems of any features run the generic one.
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
-    let with_blocks = |row: Variant, features| row.with_blocks(features, "turing/forward/pipelined_block_mask.cu");
+    let with_blocks = |row: Variant, features| row.with_blocks(features, PIPELINED_BLOCK_MASK);
     let plain = [of_rows((4, 32), Size::Large, PLAIN_64), pipelined((128, 128), Size::Large, (4, 32), 4, 2)];
     let plain = plain.into_iter().map(move |row| with_blocks(row, FeatureSet::NONE));
     let generic = [PLAIN_64, PLAIN_128, PLAIN_256].map(generic);

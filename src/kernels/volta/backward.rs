@@ -1,10 +1,50 @@
 //! The backward kernels. docs/design/volta-backward.md derives the shapes. A thread can have 255 registers.
 
 use super::super::shared;
-use super::super::variants::{Feature, FeatureSet, Pass, Size, Variant};
-use super::family::VOLTA;
+use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
+use super::VOLTA;
 
-const SINGLE_ROLE: &str = "volta/backward/single_role.cu";
+const SINGLE_ROLE: Source =
+    Source::new(&["volta/backward/single_role.cuh"], "volta::BackwardSingleRole<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::DQ_MODE>");
+const SINGLE_ROLE_STREAM_K: Source = Source::new(
+    &["volta/backward/single_role.cuh", "volta/backward/stream_k.cuh"],
+    "volta::BackwardSingleRole<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::DQ_MODE, volta::StreamKKeyBlock>",
+)
+.with_arguments("p.backward, volta::StreamKKeyBlock(p.stream_k)");
+
+const WARP_SPECIALIZED: Source = Source::new(
+    &["volta/backward/warp_specialized.cuh"],
+    "volta::BackwardWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::DQ_MODE, HEADDIM_V>",
+);
+const WARP_SPECIALIZED_STREAM_K: Source = Source::new(
+    &["volta/backward/warp_specialized.cuh", "volta/backward/stream_k.cuh"],
+    "volta::BackwardWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::DQ_MODE, HEADDIM_V, DenseBlocks, volta::StreamKKeyBlock>",
+)
+.with_arguments("p.backward, DenseBlocks(), volta::StreamKKeyBlock(p.stream_k)");
+const WARP_SPECIALIZED_BLOCK_MASK: Source = Source::new(
+    &["volta/backward/warp_specialized.cuh", "backward/block_mask.cuh"],
+    "volta::BackwardWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::DQ_MODE, HEADDIM, ListedBlocks>",
+)
+.with_arguments("p.backward, ListedBlocks(p.blocks_t)");
+
+const DQ_KERNEL: Source = Source::new(&["volta/backward/dq.cuh"], "volta::BackwardDq<HEADDIM, BLOCK_ROWS, STEP, THREADS>");
+const DQ_BLOCK_MASK: Source = Source::new(
+    &["volta/backward/dq.cuh", "backward/block_mask.cuh"],
+    "volta::BackwardDq<HEADDIM, BLOCK_ROWS, STEP, THREADS, ListedBlocks>",
+)
+.with_arguments("p.backward, ListedBlocks(p.blocks)");
+
+const PREPROCESS: Source =
+    Source::new(&["backward/preprocess.cuh", "volta/backward/row_stats.cuh"], "BackwardPreprocess<volta::RowStats, BLOCK_ROWS, THREADS>");
+const POSTPROCESS: Source = Source::new(
+    &["backward/postprocess.cuh", "volta/backward/dq_accumulator.cuh", "volta/backward/row_stats.cuh"],
+    "BackwardPostprocess<volta::RowStats, volta::DqAccumulator, BLOCK_ROWS, THREADS>",
+);
+const SCORES: Source = Source::new(&["backward/store_scores.cuh", "volta/backward/stored.cuh"], "BackwardScores<volta::StoredFamily>")
+    .with_arguments("p.backward, p.stored");
+const GRADIENTS: Source =
+    Source::new(&["backward/stored_gradients.cuh", "volta/backward/stored.cuh"], "BackwardGradients<volta::StoredFamily>")
+        .with_arguments("p.backward, p.stored");
 
 /// `volta/backward/single_role`: four warps with 32 keys each, two blocks an SM by registers and by shared memory, which
 /// has K, V, Q, dO, and P or dS.
@@ -31,7 +71,7 @@ const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
         block_rows,
         step,
         shared_bytes: 4 * headdim * (block_rows + step) + 2 * 64 * block_rows,
-        ..Variant::new(VOLTA, Pass::Backward, "volta/backward/warp_specialized.cu")
+        ..Variant::new(VOLTA, Pass::Backward, WARP_SPECIALIZED)
     }
 }
 
@@ -77,7 +117,7 @@ const fn dq(headdim: u32, block_rows: u32, step: u32, threads: u32, blocks_per_s
         threads,
         shared_bytes: if with_ds > VOLTA.shared_bytes { operands } else { with_ds },
         blocks_per_sm,
-        ..Variant::new(VOLTA, Pass::BackwardDq, "volta/backward/dq.cu")
+        ..Variant::new(VOLTA, Pass::BackwardDq, DQ_KERNEL)
     }
 }
 
@@ -93,20 +133,6 @@ const DQ: [Variant; 5] = [
     dq(256, 64, 32, 256, 1),
 ];
 
-/// One for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM have 1024 threads with
-/// two or more 16-byte loads each in flight.
-const PREPROCESS: Variant = Variant {
-    headdim: 512,
-    headdim_v: 512,
-    block_rows: 64,
-    blocks_per_sm: 4,
-    ..Variant::new(VOLTA, Pass::BackwardPreprocess, "volta/backward/preprocess.cu")
-};
-
-/// As `PREPROCESS`, up to headdim 256: larger ones sum dq elsewhere (`volta/backward/stored.cuh`).
-const POSTPROCESS: Variant =
-    Variant { headdim: 256, headdim_v: 256, pass: Pass::BackwardPostprocess, source: "volta/backward/postprocess.cu", ..PREPROCESS };
-
 /// Returns a varlen kernel with one feature that the problem must use: the generic kernel without branches on the others,
 /// and so without misses of the instruction cache, or, where registers allow, plain tiles
 /// (`volta/backward/joint_scores.cuh`).
@@ -117,36 +143,32 @@ fn with(feature: Feature, tile: Variant) -> Variant {
 
 /// Returns the main kernel without its dQ product.
 fn dkdv(main: Variant) -> Variant {
-    let source = match main.source == SINGLE_ROLE {
-        true => "volta/backward/single_role_dkdv.cu",
-        false => "volta/backward/warp_specialized_dkdv.cu",
-    };
-    Variant { pass: Pass::BackwardDkDv, source, ..main }
+    Variant { pass: Pass::BackwardDkDv, ..main }
 }
 
 /// Returns the main kernel on a stream-K grid (`volta/backward/stream_k.cuh`).
 fn stream_k(main: Variant) -> Variant {
     let source = match main.source == SINGLE_ROLE {
-        true => "volta/backward/single_role_stream_k.cu",
-        false => "volta/backward/warp_specialized_stream_k.cu",
+        true => SINGLE_ROLE_STREAM_K,
+        false => WARP_SPECIALIZED_STREAM_K,
     };
     Variant { pass: Pass::BackwardStreamK, source, ..main }
 }
 
 /// Returns the main kernel that does all of a backward pass.
 fn fused(main: Variant) -> Variant {
-    Variant { pass: Pass::BackwardFused, source: "volta/backward/warp_specialized_fused.cu", ..main }
+    Variant { pass: Pass::BackwardFused, ..main }
 }
 
 /// Kernels of block masks (`csrc/backward/block_mask.cuh`). They have three headdims, and other headdims are padded to the next. At
 /// headdim 64 the main kernel with two roles, because the other has no registers left. Generic kernels have no atomics.
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]];
-    let dkdv = main.map(|row| Variant { pass: Pass::BackwardDkDv, source: "volta/backward/warp_specialized_dkdv_block_mask.cu", ..row });
-    let rows = dkdv.into_iter().chain([DQ[0], DQ[2], DQ[4]].map(|row| Variant { source: "volta/backward/dq_block_mask.cu", ..row }));
+    let dkdv_rows = main.map(|row| (dkdv(row), WARP_SPECIALIZED_BLOCK_MASK));
+    let rows = dkdv_rows.into_iter().chain([DQ[0], DQ[2], DQ[4]].map(|row| (row, DQ_BLOCK_MASK)));
     let features = [FeatureSet::NONE, FeatureSet::GENERIC_BLOCKS];
-    let rows = rows.flat_map(move |row| features.map(|of| row.with_blocks(of, row.source)));
-    let plain = |row: Variant| row.with_blocks(FeatureSet::NONE, "volta/backward/warp_specialized_block_mask.cu");
+    let rows = rows.flat_map(move |(row, source)| features.map(|of| row.with_blocks(of, source)));
+    let plain = |row: Variant| row.with_blocks(FeatureSet::NONE, WARP_SPECIALIZED_BLOCK_MASK);
     main.map(plain).into_iter().chain(rows)
 }
 
@@ -155,7 +177,7 @@ pub fn backward_rows() -> Vec<Variant> {
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
     // none of 128 keys at headdim 64: `volta/backward/single_role` has no registers left
     let all_of_it = [SMALL[0], MAIN[3], SMALL[1]].map(fused);
-    let mut rows = vec![varlen(PREPROCESS), varlen(POSTPROCESS)];
+    let mut rows = vec![varlen(shared::preprocess(VOLTA, PREPROCESS)), varlen(shared::postprocess(VOLTA, POSTPROCESS))];
     // of headdims 64, 96, 128 and 192 / 128: at the others the varlen kernels take at most 2% more time
     rows.extend([MAIN[1], MAIN[2], MAIN[3], NARROW_V].into_iter().chain(SMALL));
     rows.extend([MAIN[1], MAIN[3]].map(stream_k));
@@ -170,7 +192,7 @@ pub fn backward_rows() -> Vec<Variant> {
     // ... then dq. At headdims 192 and 256 generic kernels are as fast as others
     rows.extend([DQ[1], varlen(DQ[0]), varlen(DQ[2])].into_iter().chain(DQ.map(generic)));
     rows.extend(block_mask_rows());
-    rows.extend(shared::stored_backward(VOLTA, "volta/backward/scores.cu", "volta/backward/gradients.cu"));
+    rows.extend(shared::stored_backward(VOLTA, SCORES, GRADIENTS));
     rows.extend(all_of_it.map(varlen));
     rows
 }

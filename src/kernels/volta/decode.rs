@@ -2,8 +2,15 @@
 
 use super::super::formats::FORMATS;
 use super::super::shared::{self, DecodeTile};
-use super::super::variants::{CacheFormat, FeatureSet, Pass, Variant};
-use super::family::VOLTA;
+use super::super::variants::{CacheFormat, FeatureSet, Pass, Source, Variant};
+use super::VOLTA;
+
+// STEP: rows of a warp
+const DECODE: Source = Source::new(
+    &["volta/decode/layout.cuh"],
+    "decode::Block<decode::DecodeMainloop<volta::DecodeLayout, STEP / 8, BLOCK_ROWS / STEP, THREADS / 32>>",
+);
+const MLA: Source = Source::new(&["volta/decode/mla.cuh"], "decode::Block<volta::MlaMainloop<THREADS / 32>>");
 
 /// Up to 16 rows are one warp's, if its registers hold them: at headdim 256 they hold 16, with keys, values and half of
 /// the queries in shared memory. At headdim 512 two warps share the columns.
@@ -38,7 +45,7 @@ fn is_built(v: &Variant) -> bool {
 }
 
 fn decode(format: CacheFormat, tile: DecodeTile) -> Variant {
-    let row = shared::decode(VOLTA, "volta/decode/decode.cu", format, tile);
+    let row = shared::decode(VOLTA, DECODE, format, tile);
     match format.info().bits {
         4 => staged(row),
         _ => row,
@@ -98,7 +105,7 @@ fn mla(format: CacheFormat, ([block_rows, step], threads, blocks_per_sm): MlaTil
         threads,
         shared_bytes,
         blocks_per_sm,
-        ..Variant::new(VOLTA, Pass::DecodeMla, "volta/decode/mla.cu")
+        ..Variant::new(VOLTA, Pass::DecodeMla, MLA)
     }
 }
 

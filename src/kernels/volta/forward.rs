@@ -1,10 +1,20 @@
 //! The forward kernels and the reasons for their tiles. docs/design/volta-forward.md has figures and what else was tried.
 //! A thread can have 255 registers.
 
-use super::super::variants::{Feature, FeatureSet, Pass, Size, Variant};
-use super::family::VOLTA;
+use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
+use super::VOLTA;
 
-const REGISTER_Q: &str = "volta/forward/register_q.cu";
+const REGISTER_Q: Source = Source::new(&["volta/forward/register_q.cuh"], "volta::ForwardRegisterQ<HEADDIM, HEADDIM_V, THREADS / 32>");
+const REGISTER_Q_STREAM_K: Source = Source::new(
+    &["volta/forward/register_q.cuh", "volta/forward/stream_k.cuh"],
+    "volta::ForwardRegisterQ<HEADDIM, HEADDIM_V, THREADS / 32, volta::StreamKGrid<BLOCK_ROWS>>",
+)
+.with_arguments("p.forward, volta::StreamKGrid<BLOCK_ROWS>(p.stream_k)");
+const REGISTER_Q_BLOCK_MASK: Source = Source::new(
+    &["volta/forward/register_q.cuh", "volta/forward/block_mask.cuh"],
+    "volta::ForwardRegisterQ<HEADDIM, HEADDIM_V, THREADS / 32, volta::BlockMaskGrid>",
+)
+.with_arguments("p.forward, volta::BlockMaskGrid(p)");
 
 /// `volta/forward/register_q`: 4 warps of 32 rows, steps of 16 keys through a ring of 4 slots, whose rows are padded by 8
 /// elements.
@@ -22,6 +32,14 @@ const fn register_q(headdim: u32, blocks_per_sm: u32) -> Variant {
     }
 }
 
+const SHARED_Q: Source = Source::new(&["volta/forward/shared_q.cuh"], "volta::SharedQ<volta::DataParallelGrid>");
+const SHARED_Q_STREAM_K: Source =
+    Source::new(&["volta/forward/shared_q.cuh", "volta/forward/stream_k.cuh"], "volta::SharedQ<volta::StreamKGrid<BLOCK_ROWS>>")
+        .with_arguments("p.forward, volta::StreamKGrid<BLOCK_ROWS>(p.stream_k)");
+const SHARED_Q_BLOCK_MASK: Source =
+    Source::new(&["volta/forward/shared_q.cuh", "volta/forward/block_mask.cuh"], "volta::SharedQ<volta::BlockMaskGrid>")
+        .with_arguments("p.forward, volta::BlockMaskGrid(p)");
+
 /// `volta/forward/shared_q`: a block's rows of Q and one step of K and of V in shared memory.
 const fn shared_q(
     (headdim, headdim_v): (u32, u32),
@@ -38,11 +56,16 @@ const fn shared_q(
         threads,
         shared_bytes: 2 * (headdim * (block_rows + step) + headdim_v * step),
         blocks_per_sm,
-        ..Variant::new(VOLTA, Pass::Forward, "volta/forward/shared_q.cu")
+        ..Variant::new(VOLTA, Pass::Forward, SHARED_Q)
     }
 }
 
-const COLUMN_GROUPS: &str = "volta/forward/column_groups.cu";
+const COLUMN_GROUPS: Source = Source::new(&["volta/forward/column_groups.cuh"], "volta::ForwardColumnGroups<HEADDIM, BLOCK_ROWS>");
+const COLUMN_GROUPS_STREAM_K: Source = Source::new(
+    &["volta/forward/column_groups.cuh", "volta/forward/stream_k.cuh"],
+    "volta::ForwardColumnGroups<HEADDIM, BLOCK_ROWS, volta::StreamKGrid<BLOCK_ROWS>>",
+)
+.with_arguments("p.forward, volta::StreamKGrid<BLOCK_ROWS>(p.stream_k)");
 
 /// `volta/forward/column_groups`: 8 warps, a group of them for each 32 rows. The warps of a group divide the columns. In shared memory Q but
 /// for 32 columns a warp (one group: 48), a tile of K and of V, and partial scores, whose place probabilities take; with one group these have
@@ -116,7 +139,7 @@ fn generic(plain: Variant) -> Variant {
     shared_q((plain.headdim, plain.headdim_v), tile, 256, blocks_per_sm).with_features(FeatureSet::GENERIC)
 }
 
-/// Returns the plain kernel with one or two features that a problem must use (`volta/forward/features.cuh`). They leave no
+/// Returns the plain kernel with one or two features that a problem must use (`volta/forward/required_features.cuh`). They leave no
 /// registers for lengths from memory or a bias in fp32: problems with these run the generic kernel.
 fn with(required_features: FeatureSet, plain: Variant) -> Variant {
     let has = |feature| required_features.contains(FeatureSet::of(&[feature]));
@@ -133,7 +156,7 @@ fn complete() -> impl Iterator<Item = Variant> {
 
 /// Returns the kernel with lists of key blocks (`csrc/forward/block_mask.cuh`).
 fn with_blocks(row: Variant, features: FeatureSet) -> Variant {
-    let source = if row.source == REGISTER_Q { "volta/forward/register_q_block_mask.cu" } else { "volta/forward/shared_q_block_mask.cu" };
+    let source = if row.source == REGISTER_Q { REGISTER_Q_BLOCK_MASK } else { SHARED_Q_BLOCK_MASK };
     row.with_blocks(features, source)
 }
 
@@ -161,9 +184,9 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
 fn stream_k(row: Variant) -> Variant {
     let pass = if row.pass.info().features.contains(FeatureSet::PAGED) { Pass::PrefillStreamK } else { Pass::ForwardStreamK };
     let source = match row.source {
-        REGISTER_Q => "volta/forward/register_q_stream_k.cu",
-        COLUMN_GROUPS => "volta/forward/column_groups_stream_k.cu",
-        _ => "volta/forward/shared_q_stream_k.cu",
+        REGISTER_Q => REGISTER_Q_STREAM_K,
+        COLUMN_GROUPS => COLUMN_GROUPS_STREAM_K,
+        _ => SHARED_Q_STREAM_K,
     };
     Variant { pass, source, ..row }.with_features(row.features.union(FeatureSet::of(&[Feature::Sinks])))
 }

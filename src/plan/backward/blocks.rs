@@ -2,7 +2,7 @@
 
 use crate::kernels::{Kernels, Variant};
 use crate::plan::device::DeviceLimits;
-use crate::plan::grid::rows_and_heads;
+use crate::plan::kernel::rows_and_heads;
 use crate::plan::size::of_all_sizes;
 use crate::problem::{Attention, Window};
 

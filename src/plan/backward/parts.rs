@@ -10,7 +10,7 @@ use crate::plan::cached::{cached_plan, PlanCache};
 use crate::plan::choose::{choose, Chosen};
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
-use crate::plan::grid::{of_rows, planned, rows_and_heads, scratch};
+use crate::plan::kernel::{of_rows, planned, rows_and_heads, scratch};
 use crate::plan::kernel::{PlannedKernel, Reason};
 use crate::plan::size::smaller;
 use crate::problem::{Attention, Keys, Queries};

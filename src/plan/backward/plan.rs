@@ -3,8 +3,8 @@
 use super::tiles::StoredPlan;
 use crate::kernels::{Scratch, Variant};
 use crate::limits::MAX_GRID_YZ;
-use crate::plan::grid::{chunks, rounded, scratch};
 use crate::plan::kernel::PlannedKernel;
+use crate::plan::kernel::{chunks, rounded, scratch};
 use crate::problem::Attention;
 
 /// The kernels of a backward pass, launched in this order, and the scratch memory that they share.

@@ -8,7 +8,7 @@ use crate::limits::COMMON_HEADDIM;
 use crate::plan::choose::choose;
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
-use crate::plan::grid::scratch;
+use crate::plan::kernel::scratch;
 use crate::plan::kernel::{PlannedKernel, Reason};
 use crate::problem::Attention;
 use crate::tuning::Shape;
@@ -48,7 +48,7 @@ pub(super) fn stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &De
         backward_stream_k: None,
     };
     Ok(BackwardPlan {
-        prepare: Some(crate::plan::grid::planned(prepare, a)),
+        prepare: Some(crate::plan::kernel::planned(prepare, a)),
         main: on(scores, [rounded * plan.key_tiles, plan.heads * group]),
         finish: Some(on(gradients, [plan.heads * tiles_of_head, 1])),
         deterministic: true,

@@ -10,6 +10,8 @@
 // only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^max_score_exponent get a smaller exponent
 // of their own, which keeps scores where fp32 resolves them. Their largest score stays so far above the others that their
 // probabilities are 0 or 1 as before, unless two scores agree to about 18 bits.
+#pragma once
+
 #include "half.cuh"
 #include "seqlen_info.cuh"
 #include "softmax.cuh"
@@ -214,16 +216,18 @@ __device__ __forceinline__ void restore_lse(const CastParams& p, const Head& hea
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const CastParams p) {
-    const int slot = blockIdx.y, batch = blockIdx.z;
-    const SeqlenInfo<true> sequence(p.problem, p.lengths, batch);
-    const Head head(p, sequence, slot, batch);
-    if (p.phase == 0)
-        cast_as_is(p, head);
-    else if (p.phase == 1)
-        cast_scaled(p, head, sequence, slot, batch);
-    else
-        restore_lse(p, head, sequence, slot, batch);
-}
+struct Kernel {
+    __device__ __forceinline__ static void run(const CastParams& p) {
+        const int slot = blockIdx.y, batch = blockIdx.z;
+        const SeqlenInfo<true> sequence(p.problem, p.lengths, batch);
+        const Head head(p, sequence, slot, batch);
+        if (p.phase == 0)
+            cast_as_is(p, head);
+        else if (p.phase == 1)
+            cast_scaled(p, head, sequence, slot, batch);
+        else
+            restore_lse(p, head, sequence, slot, batch);
+    }
+};
 
 }  // namespace cast

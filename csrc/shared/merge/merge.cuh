@@ -3,6 +3,8 @@
 //
 // Bound by memory: reads both results once. A thread takes eight columns of a row at a time. In place, out is out_a: only the
 // thread that writes an element reads it.
+#pragma once
+
 #include "half.cuh"
 #include "softmax.cuh"
 #include "volta_fa_params.h"
@@ -110,18 +112,20 @@ __device__ __forceinline__ void merge_rows(const MergeParams& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const MergeParams p) {
-    using E = ElementType;
-    if (p.element == E::Bf16)
-        merge_rows<E::Bf16, E::Bf16>(p);
-    else if (p.element == E::Half)
-        merge_rows<E::Half, E::Half>(p);
-    else if (p.part == E::Bf16)
-        merge_rows<E::Float, E::Bf16>(p);
-    else if (p.part == E::Half)
-        merge_rows<E::Float, E::Half>(p);
-    else
-        merge_rows<E::Float, E::Float>(p);
-}
+struct Kernel {
+    __device__ __forceinline__ static void run(const MergeParams& p) {
+        using E = ElementType;
+        if (p.element == E::Bf16)
+            merge_rows<E::Bf16, E::Bf16>(p);
+        else if (p.element == E::Half)
+            merge_rows<E::Half, E::Half>(p);
+        else if (p.part == E::Bf16)
+            merge_rows<E::Float, E::Bf16>(p);
+        else if (p.part == E::Half)
+            merge_rows<E::Float, E::Half>(p);
+        else
+            merge_rows<E::Float, E::Float>(p);
+    }
+};
 
 }  // namespace merge

@@ -3,6 +3,8 @@
 //
 // Bound by memory, and in decoding by latency, so each token's work is spread over threads: two columns of a row per thread and
 // iteration. A row of a quantized cache has a scale, so a whole warp takes it.
+#pragma once
+
 #include "shared/append/quantize.cuh"
 #include "cache.cuh"
 #include "half.cuh"
@@ -234,11 +236,13 @@ __device__ __forceinline__ void append(const AppendParams& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const AppendParams p) {
-    if (p.element == ElementType::Bf16)
-        append<ElementType::Bf16>(p);
-    else
-        append<ElementType::Half>(p);
-}
+struct Kernel {
+    __device__ __forceinline__ static void run(const AppendParams& p) {
+        if (p.element == ElementType::Bf16)
+            append<ElementType::Bf16>(p);
+        else
+            append<ElementType::Half>(p);
+    }
+};
 
 }  // namespace append

@@ -4,6 +4,8 @@
 //
 // Bound by memory. A block has BLOCK_ROWS tokens of a KV head; a thread converts eight columns of a row of K or V at a time, 16
 // bytes of output. Computed in fp32 and rounded once, bitwise identical to python/volta_fa/kv_cache/formats.py.
+#pragma once
+
 #include "cache.cuh"
 #include "half.cuh"
 #include "quantized.cuh"
@@ -125,17 +127,19 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
         dequantize<Format, ElementType::Half>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const DequantizeParams p) {
-    switch (p.scales.format) {
-        case CacheFormat::Int8:
-            return dequantize<CacheFormat::Int8>(p);
-        case CacheFormat::Int4:
-            return dequantize<CacheFormat::Int4>(p);
-        case CacheFormat::E5m2:
-            return dequantize<CacheFormat::E5m2>(p);
-        default:
-            return dequantize<CacheFormat::E4m3>(p);
+struct Kernel {
+    __device__ __forceinline__ static void run(const DequantizeParams& p) {
+        switch (p.scales.format) {
+            case CacheFormat::Int8:
+                return dequantize<CacheFormat::Int8>(p);
+            case CacheFormat::Int4:
+                return dequantize<CacheFormat::Int4>(p);
+            case CacheFormat::E5m2:
+                return dequantize<CacheFormat::E5m2>(p);
+            default:
+                return dequantize<CacheFormat::E4m3>(p);
+        }
     }
-}
+};
 
 }  // namespace dequantize

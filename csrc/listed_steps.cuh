@@ -1,0 +1,97 @@
+// ListedSteps: iterates over the steps of a list (block_lists.cuh).
+#pragma once
+
+#include "block_lists.cuh"
+
+// The blocks of a list, one after the other. Loads an entry one block before it decodes it, because code that decodes at once waits
+// for the load, and keeps the counts.
+class LoadedEntries {
+    const int* next_;  // entry that is loaded next
+    int entry_ = -1, partial_, left_;  // the entry before; entries from that on, the partial ones and all
+    int tile_;  // of bits, of this step's block
+
+    __device__ __forceinline__ void load() { load_int_if(left_ > 0, entry_, next_++); }
+
+public:
+    __device__ __forceinline__ LoadedEntries(const BlockLists& lists, const int* list, int end) : next_(list + kEntries) {
+        partial_ = min(max(__ldg(list + kPartialBlocks), 0), lists.max_entries);
+        left_ = end > 0 ? partial_ + min(max(__ldg(list + kFullBlocks), 0), lists.max_entries - partial_) : 0;
+        tile_ = __ldg(list + kFirstTile);
+        load();
+    }
+    // Returns the first column of the next block, with flags.
+    __device__ __forceinline__ int take() {
+        const int first = decoded_entry(entry_, 0, partial_);
+        const bool exists = left_ > 0;
+        partial_--, left_--;
+        load();
+        return exists ? first : kNoColumn;
+    }
+    // The bit tile of this step's block.
+    __device__ __forceinline__ int tile() const { return tile_; }
+    // `leaves`: the next step is in another block.
+    __device__ __forceinline__ void advance(bool leaves) { tile_ += leaves; }
+};
+
+// Iterates over a list in steps of Step columns, with a look at those up to Ahead steps later. Registers and instructions are
+// short, so two flags are in the low bits of columns, and a step only adds to two of them. What a kernel never asks for, such as
+// number_, the compiler leaves out.
+template <int Step, int Ahead>
+class ListedSteps {
+    static_assert(kListedColumns % Step == 0 && Step % 4 == 0, "a step lies in one block; two bits of columns are free");
+    static_assert(Ahead * Step <= kListedColumns, "steps ahead lie in this block or the next");
+    LoadedEntries entries_;
+    int first_, ahead_;  // first column of this step and of that Ahead steps later, with flags
+    unsigned number_ = 0;  // of this step
+
+    static __device__ __forceinline__ unsigned column_in_block(int first) { return first & (kListedColumns - Step); }
+
+public:
+    static constexpr int kBlockColumns = kListedColumns;
+    // The list of a block (Block::list). `end`: the sequence's columns.
+    template <class Grid, class Block>
+    __device__ __forceinline__ ListedSteps(const Grid& grid, const Block& block, int, int end)
+        : ListedSteps(grid.lists(), block.list, end) {}
+    __device__ __forceinline__ ListedSteps(const BlockLists& lists, const int* list, int end) : entries_(lists, list, end) {
+        first_ = entries_.take();
+        ahead_ = Ahead * Step < kListedColumns ? first_ + Ahead * Step : entries_.take();
+    }
+    // Whether this step exists.
+    __device__ __forceinline__ bool exists() const { return first_ & kExists; }
+    __device__ __forceinline__ bool has_bits() const { return first_ & kHasBits; }
+    // Whether this step is a listed block's first.
+    __device__ __forceinline__ bool begins_block() const { return column_in_block(first_) == 0; }
+    __device__ __forceinline__ int first() const { return first_ & ~kFlags; }
+    // Of the step `steps` later, at most Ahead.
+    __device__ __forceinline__ int after(int steps) const { return with_flags_after(steps) & ~kFlags; }
+    __device__ __forceinline__ bool has_bits_after(int steps) const { return with_flags_after(steps) & kHasBits; }
+    // Its tile of bits, if it has some, and its first column in the tile.
+    __device__ __forceinline__ int tile_after(int steps) const { return entries_.tile() + is_beyond(steps); }
+    __device__ __forceinline__ unsigned column_in_tile(int steps) const {
+        return (column_in_block(first_) + steps * Step) % kListedColumns;
+    }
+    // Number of this step, modulo N.
+    template <unsigned N>
+    __device__ __forceinline__ unsigned number_modulo() const {
+        return (kListedColumns / Step % N == 0 ? column_in_block(first_) / Step : number_) % N;
+    }
+    template <class Grid>
+    __device__ __forceinline__ void advance(const Grid&) {
+        const int next = with_flags_after(1);
+        entries_.advance(is_beyond(1));
+        // A vote, although all lanes agree: it tells the compiler that no warp diverges.
+        const bool ends = __any_sync(~0u, column_in_block(ahead_) == kListedColumns - Step);
+        ahead_ = ends ? entries_.take() : ahead_ + Step;
+        first_ = next;
+        number_++;
+    }
+
+private:
+    // Whether the step `steps` later is in the next block. At most kListedColumns / Step steps.
+    __device__ __forceinline__ bool is_beyond(int steps) const { return column_in_block(first_) + steps * Step >= kListedColumns; }
+    __device__ __forceinline__ int with_flags_after(int steps) const {
+        if (steps == 0) return first_;
+        if (steps == Ahead) return ahead_;
+        return is_beyond(steps) ? ahead_ - (Ahead - steps) * Step : first_ + steps * Step;
+    }
+};

@@ -1,0 +1,172 @@
+// Inline PTX that kernels share: values to keep in registers, special registers to read again (remat_*: rematerialization, as in
+// CUTLASS), loads and stores that stay where they are, barriers. Registers limit most kernels. (Decode kernels have loads of their
+// own: decode/memory.cuh.)
+#pragma once
+
+// ---- registers ------------------------------------------------------------------------------------
+
+// Hides from the compiler how x is computed. It could otherwise compute x from thread indices again in every iteration, instead
+// of keeping it in a register.
+__device__ __forceinline__ int keep_in_register(int x) {
+    asm volatile("mov.b32 %0, %0;" : "+r"(x));
+    return x;
+}
+__device__ __forceinline__ float* keep_in_register(float* x) {
+    asm volatile("mov.b64 %0, %0;" : "+l"(x));
+    return x;
+}
+
+// Two shared addresses in one register. The volatile PTX hides their computation: otherwise the compiler would recompute each
+// from threadIdx under register pressure. Addresses are even and below 2^17, so that half of each fits 16 bits.
+class AddressPair {
+    unsigned packed_;
+
+public:
+    __device__ __forceinline__ AddressPair(unsigned first, unsigned second) : packed_(first / 2 | second / 2 << 16) {
+        asm volatile("mov.b32 %0, %0;" : "+r"(packed_));
+    }
+    __device__ __forceinline__ unsigned first() const { return (packed_ & 0xffff) * 2; }
+    __device__ __forceinline__ unsigned second() const { return (packed_ >> 16) * 2; }
+};
+
+// Reads threadIdx.x again (rematerialization, as in CUTLASS), for code that runs rarely: what is derived from it is computed
+// there, and holds no register elsewhere.
+__device__ __forceinline__ int remat_thread_index() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
+// The same for blockIdx.x, y and z. The z axis of most grids is batch entries. What x and y are differs (forward/block.cuh).
+__device__ __forceinline__ int remat_block_x() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    return x;
+}
+__device__ __forceinline__ int remat_block_y() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(x));
+    return x;
+}
+__device__ __forceinline__ int remat_block_batch() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(x));
+    return x;
+}
+
+// Reads a kernel's parameter again, with the same effect.
+__device__ __forceinline__ float remat_parameter(float x) {
+    float y;
+    asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---- shared memory --------------------------------------------------------------------------------
+
+// 32-bit address in shared memory, for inline PTX.
+__device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+
+// Loads and stores of 16 bytes, a chunk, in shared memory. Volatile, so that they stay in program order. No memory clobber: the
+// compiler sees no other accesses to shared memory.
+__device__ __forceinline__ uint4 load_shared(unsigned address) {
+    uint4 r;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address));
+    return r;
+}
+__device__ __forceinline__ void store_shared(unsigned address, const uint4& r) {
+    asm volatile("st.shared.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w), "r"(address));
+}
+// The same for 8 bytes.
+__device__ __forceinline__ uint2 load_shared2(unsigned address) {
+    uint2 r;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(address));
+    return r;
+}
+__device__ __forceinline__ void store_shared2(unsigned address, unsigned x, unsigned y) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y));
+}
+// The same for 4 bytes.
+__device__ __forceinline__ unsigned load_shared1(unsigned address) {
+    unsigned r;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address));
+    return r;
+}
+__device__ __forceinline__ void store_shared1(unsigned address, unsigned x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x));
+}
+
+// ---- global memory --------------------------------------------------------------------------------
+
+// Loads the chunk at p into r if `inside`. r is read and written, because ptxas keeps the registers of a predicated load live
+// from what they held before.
+__device__ __forceinline__ void load_global_if(bool inside, uint4& r, const unsigned short* p) {
+    asm volatile(
+        "{.reg .pred inside;\n"
+        "setp.ne.s32 inside, %5, 0;\n"
+        "@inside ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
+        : "l"(p), "r"(static_cast<int>(inside)));
+}
+// As load_global_if, but not by the read-only path: ptxas moves loads of that path past barriers, next to where they are used.
+__device__ __forceinline__ void load_before_barrier_if(bool inside, uint4& r, const unsigned short* p) {
+    asm volatile(
+        "{.reg .pred inside;\n"
+        "setp.ne.s32 inside, %5, 0;\n"
+        "@inside ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
+        : "l"(p), "r"(static_cast<int>(inside)));
+}
+// Loads *from if `inside`; x keeps its value otherwise. Predicated, because a branch would stop ptxas from interleaving.
+__device__ __forceinline__ void load_int_if(bool inside, int& x, const int* from) {
+    asm volatile(
+        "{.reg .pred inside;\n"
+        "setp.ne.s32 inside, %2, 0;\n"
+        "@inside ld.global.nc.s32 %0, [%1];}"
+        : "+r"(x)
+        : "l"(from), "r"(static_cast<int>(inside)));
+}
+
+// Loads and atomics that name the global address space, which the compiler cannot infer after keep_in_register(). load_global4
+// caches in L1 (PTX's default), _constant takes the read-only path (.nc), _l2 caches in L2 only (.cg). add_global is an atomic
+// addition without a return value.
+__device__ __forceinline__ float4 load_global4(const float* p) {
+    float4 r;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p));
+    return r;
+}
+__device__ __forceinline__ float4 load_global4_constant(const float* p) {
+    float4 r;
+    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p));
+    return r;
+}
+__device__ __forceinline__ float4 load_global4_l2(const float* p) {
+    float4 r;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p));
+    return r;
+}
+__device__ __forceinline__ void add_global(float* p, float x) {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+}
+
+// ---- barriers -------------------------------------------------------------------------------------
+
+// Barriers of some of a block's warps.
+__device__ __forceinline__ void named_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// Returns whether x is true in any of the threads.
+__device__ __forceinline__ bool named_sync_or(int barrier, int threads, bool x) {
+    int any;
+    asm volatile(
+        "{.reg .pred x, any;\n"
+        "setp.ne.s32 x, %3, 0;\n"
+        "bar.red.or.pred any, %1, %2, x;\n"
+        "selp.s32 %0, 1, 0, any;}"
+        : "=r"(any)
+        : "r"(barrier), "r"(threads), "r"(static_cast<int>(x))
+        : "memory");
+    return any;
+}

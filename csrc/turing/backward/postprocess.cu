@@ -1,8 +1,0 @@
-// Last kernel of the backward pass with atomics: dq from its fp32 accumulator.
-#include "backward/postprocess.cuh"
-#include "turing/backward/dq_accumulator.cuh"
-#include "turing/backward/row_stats.cuh"
-
-using Kernel = BackwardPostprocess<turing::RowStats, turing::DqAccumulator, BLOCK_ROWS, THREADS>;
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const BwdParams p) { Kernel::run(p); }

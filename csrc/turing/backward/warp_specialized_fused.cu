@@ -1,8 +1,0 @@
-// Fused kernel: the whole backward pass in one launch, where a block has all keys of its heads.
-#include "turing/backward/warp_specialized.cuh"
-
-// Two tiles of Q and dO fit the 64 KB of a block up to headdim 192.
-using Kernel = turing::BackwardWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, HEADDIM <= 192 ? 2 : 1, DqMode::kStore>;
-static_assert(Kernel::kSharedBytes == SHARED_BYTES && HEADDIM_V == HEADDIM, "the variant table and the kernel disagree");
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const BwdParams p) { Kernel::run(p); }

@@ -1,0 +1,144 @@
+//! Rows of the kernel tables for sources that no family owns (`csrc/shared`), and what rows of two families have in common.
+//! Each function takes the family that compiles the source, and returns its row or rows.
+
+use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Source, Variant};
+
+const APPEND: Source = Source::new(&["shared/append/append.cuh"], "append::Kernel");
+const DEQUANTIZE: Source = Source::new(&["shared/dequantize/dequantize.cuh"], "dequantize::Kernel");
+const CAST: Source = Source::new(&["shared/cast/cast.cuh"], "cast::Kernel");
+const MERGE: Source = Source::new(&["shared/merge/merge.cuh"], "merge::Kernel");
+
+/// Returns the kernel that appends to caches of one format, for all headdims: it reads the headdim from its parameters.
+/// In decode a block has one token of a KV head and of its query heads, about 400 words of 4 bytes: two for each
+/// thread, all in flight at once. Quantizing takes more registers than four blocks an SM would leave.
+pub fn append(family: Family, cache: CacheFormat) -> Variant {
+    let blocks_per_sm = if cache.is_quantized() { 3 } else { 4 };
+    Variant { cache, block_rows: 4, blocks_per_sm, ..Variant::new(family, Pass::Append, APPEND) }
+}
+
+/// Returns the kernel for all headdims and formats, which it reads from its parameters. Memory bounds it: four blocks
+/// an SM are 1024 threads, each with eight columns at a time. Its step is the longest of the kernels that read its output.
+pub fn dequantize(family: Family) -> Variant {
+    Variant { block_rows: 64, step: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::Dequantize, DEQUANTIZE) }
+}
+
+/// Returns the kernel that casts bf16 tensors to fp16, for all headdims, which it reads from its parameters. Memory bounds it: four blocks an
+/// SM are 1024 threads, each with 16 bytes of two rows at a time.
+pub fn cast(family: Family) -> Variant {
+    Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::Cast, CAST) }
+}
+
+/// Returns the kernel for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM are
+/// 1024 threads with two 16-byte loads each (fp32: four) at a time.
+pub fn merge(family: Family) -> Variant {
+    let block_rows = 32;
+    let shared_bytes = 2 * block_rows * 4; // two weights of each row
+    Variant { block_rows, shared_bytes, blocks_per_sm: 4, ..Variant::new(family, Pass::Merge, MERGE) }
+}
+
+// ---- the backward pass ----------------------------------------------------------------------------
+
+/// Returns the kernel before main kernels, for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM have 1024
+/// threads with two or more 16-byte loads each in flight.
+pub const fn preprocess(family: Family, source: Source) -> Variant {
+    Variant { headdim: 512, headdim_v: 512, block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::BackwardPreprocess, source) }
+}
+
+/// Returns the kernel after main kernels with atomics, like [`preprocess`] but for headdims to 256: larger ones sum dq elsewhere
+/// (`stored_backward`).
+pub const fn postprocess(family: Family, source: Source) -> Variant {
+    Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::BackwardPostprocess, source) }
+}
+
+/// Returns the kernels for headdims above 256, which pass P and dS through memory (csrc/backward/stored_scores.cuh), from a family's
+/// sources of the scores and of the gradients. Tiles are 128 by 128, four warps with 64 by 64 each, so that
+/// two blocks an SM have all registers. Two buffers of both operands are 32 KB; two blocks have the 64 KB of Turing.
+pub fn stored_backward(family: Family, scores: Source, gradients: Source) -> [Variant; 5] {
+    let row = |pass, source| Variant {
+        headdim: 512,
+        headdim_v: 512,
+        block_rows: 128,
+        step: 32,
+        threads: 128,
+        shared_bytes: 2 * 2 * 2 * 128 * 32,
+        blocks_per_sm: 2,
+        ..Variant::new(family, pass, source)
+    };
+    let (scores, gradients) = (row(Pass::BackwardScores, scores), row(Pass::BackwardGradients, gradients));
+    let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
+    [scores, gradients, varlen(scores), varlen(gradients), scores.with_features(FeatureSet::GENERIC)]
+}
+
+// ---- decode ---------------------------------------------------------------------------------------
+//
+// docs/design/decode.md lists experiments. `block_rows` are queries of all heads of a KV head, `step` those of one warp. Warps beside each
+// other take the same tokens for other rows: of two the second finds the bytes in L1, four share what each loads
+// (csrc/decode/cooperative_loader.cuh). The bytes that an SM has in flight decide the speed, and registers decide these: one step of a warp
+// is eight tokens, 32 * headdim bytes.
+
+/// Warps that share the columns of a row (csrc/decode/column_groups.cuh).
+pub const fn column_groups(headdim: u32) -> u32 {
+    if headdim > 256 {
+        2
+    } else {
+        1
+    }
+}
+
+/// Shared memory of csrc/decode/block.cuh, bytes: fp32 outputs of warps with other tokens, which the block merges after
+/// its loop, in rows padded by four floats. An SM without room for all of them holds half at a time, or a quarter. `work`: what
+/// the loop takes in their place. Besides these, two floats of state for each part of a row, two for the row, and the block's
+/// position.
+fn shared_bytes(family: &Family, (headdim, [block_rows, step], threads, blocks_per_sm): DecodeTile, work: u32) -> u32 {
+    let parts = threads / 32 * step / block_rows / column_groups(headdim);
+    let mut outputs = parts * (headdim + 4) * block_rows * 4;
+    while outputs * blocks_per_sm > family.shared_bytes {
+        outputs /= 2;
+    }
+    outputs.max(work) + (parts * 2 + 2) * block_rows * 4 + 256
+}
+
+/// Shared memory of the loop of a kernel with column groups, bytes: two buffers for the scores of each warp, and where four warps
+/// share what they load, two steps of keys and values and half of each warp's eight chunks of queries, or a quarter.
+fn wide_work(family: &Family, (headdim, [block_rows, step], threads, _): DecodeTile) -> u32 {
+    let shared_chunks = if family.shared_bytes > 65536 { 4 } else { 2 };
+    let (warps, loads) = (threads / 32, if block_rows / step == 4 { 2 * 8 * 2 * headdim * 2 + 64 } else { 0 });
+    let queries = if loads > 0 && step > 8 { shared_chunks * step / 8 * 512 } else { 0 };
+    let sets = warps * step / block_rows / column_groups(headdim);
+    sets * loads + warps * (queries + step / 8 * 512)
+}
+
+/// The tile of a decode kernel: headdim, rows of a block and of one warp, threads of a block, blocks that an SM must hold.
+pub type DecodeTile = (u32, [u32; 2], u32, u32);
+
+/// Returns a decode kernel over caches of one format.
+pub fn decode(family: Family, source: Source, cache: CacheFormat, tile: DecodeTile) -> Variant {
+    let (headdim, [block_rows, step], threads, blocks_per_sm) = tile;
+    let work = if column_groups(headdim) > 1 { wide_work(&family, tile) } else { 0 };
+    Variant {
+        cache,
+        headdim,
+        headdim_v: headdim,
+        block_rows,
+        step,
+        threads,
+        shared_bytes: shared_bytes(&family, tile, work),
+        blocks_per_sm,
+        ..Variant::new(family, Pass::Decode, source)
+    }
+}
+
+/// Returns the kernels with a tree mask (csrc/decode/tree.cuh), of these rows. Draft tokens have a tile of 16 rows or more.
+pub fn with_tree(rows: impl Iterator<Item = Variant>) -> impl Iterator<Item = Variant> {
+    const TREE: FeatureSet = FeatureSet::of(&[Feature::Tree]);
+    // a row has its draft tokens in shared memory, 8 bytes
+    let tree = |row: Variant| Variant { required_features: TREE, shared_bytes: row.shared_bytes + 8 * row.block_rows, ..row };
+    rows.filter(|row| row.block_rows > 8).map(move |row| tree(row).with_features(TREE))
+}
+
+/// Returns kernels over unquantized caches, first in fp16, then in bf16.
+pub fn in_both_types(rows: impl Iterator<Item = Variant>) -> Vec<Variant> {
+    let rows: Vec<_> = rows.collect();
+    let bf16 = rows.iter().map(|&row| Variant { is_bf16: true, ..row });
+    rows.iter().copied().chain(bf16).collect()
+}
