@@ -18,7 +18,7 @@ __device__ __forceinline__ float scale_of_sequence(const CacheScale& x, int batc
     return x.ptr ? __ldg(x.ptr + batch * x.batch_stride + head * x.head_stride) : 1.f;
 }
 
-// Converts eight columns of a row to fp16, exactly. The primary template is for 16-bit caches: nothing to do. A format has
+// Converts eight columns of a row to fp16, exactly. There is no default: a format without its conversion does not compile. It has
 //
 //   unpack8(words)  eight columns as packed fp16, from the words that hold them; slots may be a permutation of the columns
 //   permute8(x)     puts eight fp16 columns into the same slots
@@ -26,7 +26,11 @@ __device__ __forceinline__ float scale_of_sequence(const CacheScale& x, int batc
 //   kScale          factor of the unpacked numbers: they are kScale times what the codes stand for
 //   kTwoScales      slots 4 to 7 have 16 times that factor
 template <CacheFormat Format>
-struct Element {
+struct Element;
+
+// 16-bit caches: nothing to do for fp16, and bf16_value.cuh converts bf16.
+template <>
+struct Element<CacheFormat::Unquantized> {
     static constexpr float kScale = 1.f;
     static constexpr bool kTwoScales = false;
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {

@@ -122,6 +122,11 @@ fn every_variant_is_chosen_for_some_problem() {
     let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();
     assert_eq!(merge.blocks, [100_u32.div_ceil(merge.variant.block_rows), 3]);
     unused.retain(|name| *name != merge.variant.name);
+    for family in COMPILED.families() {
+        let cast = plan::cast(100, 3, &DeviceLimits { only: Some(family), ..own_device(family) }).unwrap();
+        assert_eq!(cast.blocks, [100_u32.div_ceil(cast.variant.block_rows), 3]);
+        unused.retain(|name| *name != cast.variant.name);
+    }
     // few key blocks of many steps
     for headdim in [64, 128] {
         let a = Attention { batch: 1, nheads: 32, nheads_k: 8, ..attention(2048, 2048, headdim, headdim) };

@@ -78,7 +78,7 @@ def test_in_the_simulator(tmp_path, capsys):
     need("sim")
     status, data = check(tmp_path, "--device", "simulator", "--quick", "--kernels", "volta_*wd_*64*")
     assert status == 0, capsys.readouterr().out
-    expected = {v["name"] for v in SIMULATED if v["headdim"] == v["headdim_v"] == 64 and v["pass"] not in ("Merge", *cached.PASSES)}
+    expected = {v["name"] for v in SIMULATED if v["headdim"] == v["headdim_v"] == 64 and v["pass"] not in (*kernels.WITHOUT_PROBLEM, *cached.PASSES)}
     assert {v["kernel"] for v in data["right"]} == expected and len(expected) > 8
     assert all(v["passed"] and v["problems"] == 1 and v["worst"]["share"] > 0 for v in data["right"])
     assert data["fast"]["points"] == [] and "not timed" in capsys.readouterr().out
@@ -160,7 +160,7 @@ def test_each_kernel_gets_problems_that_it_runs():
             for problem in cached.problems(variant):
                 names = [kernel["name"] for kernel in cached.planned(SIMULATOR, problem, variant)]
                 assert variant["name"] in names, f"{variant['name']}: {problem}"
-        elif variant["pass"] != "Merge":
+        elif variant["pass"] not in kernels.WITHOUT_PROBLEM:
             for problem in kernels.problems(variant):
                 assert variant["name"] in SIMULATOR.planned(problem, variant), f"{variant['name']}: {problem}"
 
@@ -197,7 +197,7 @@ def test_kernels_of_a_bias_really_run():
 
 def test_problems_ask_for_all_that_a_kernel_covers():
     for variant in SIMULATED:
-        if variant["pass"] != "Merge":
+        if variant["pass"] not in kernels.WITHOUT_PROBLEM:
             given = (cached if variant["pass"] in cached.PASSES else kernels).problems(variant)
             asked = {need for problem in given for need in problem.features}
             assert set(variant["features"]) <= asked, variant["name"]

@@ -239,30 +239,77 @@ def test_an_infinite_score_of_a_hidden_key(backend, scale, number, headdim):
         assert torch.equal(zero, torch.zeros_like(zero))
 
 
-@pytest.mark.parametrize("name", ["q", "k"])
-@pytest.mark.parametrize("number", [7e4, -7e4, math.inf], ids=str)
+# Exponents of the magnitudes of q and k, and softmax_scale: beyond either end of fp16's range, both small, and scales that no model has.
+MAGNITUDES = {
+    "large q": (17, -17, None),
+    "large k": (-40, 40, None),
+    "largest q": (120, -122, None),
+    "both small": (-40, -40, None),
+    "tiny scale": (40, 1, 2.0**-44),
+    "large scale": (-17, -17, 2.0**31),
+}
+
+
+@pytest.mark.parametrize("magnitudes", MAGNITUDES.values(), ids=MAGNITUDES)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "softcap": 3.0}, {"window_left": 20}], ids=str)
 @on(*BF16_KERNELS)
-def test_numbers_beyond_fp16_saturate(backend, name, number):
-    """In q and k, which cannot be scaled: they count as fp16's largest."""
-    q, k, v, dout = Case(40, 50, 64, batch=1, nheads=1).inputs(backend)
-    q, k = q * 1e-2, k * 1e-2
-    {"q": q, "k": k}[name][0, 7, 0, 5] = number
+def test_bf16_of_any_magnitude(backend, magnitudes, options):
+    """Results and gradients are as exact as those of numbers near 1, relative to the largest."""
+    of_q, of_k, scale = magnitudes
+    q, k, v, dout = Case(70, 90, 64, batch=2, nheads=2, nheads_k=1).inputs(backend)
+    q, k = q * 2.0**of_q, k * 2.0**of_k
+    options = {**options, "softmax_scale": scale}
+    out, lse = backend.forward(q, k, v, **options)
+    found = [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0]]
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, exactly(q, k, v, dout, **options), strict=True):
+        error = (a.cpu().double() - b).abs().max() / b.abs().max()
+        assert error < (1e-5 if name == "lse" else torch.finfo(torch.bfloat16).eps), f"{name}: {error:.2e}"
 
-    def results(q, k):
-        out, lse = backend.forward(q, k, v)
-        return [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True)[0]]
 
-    found = results(q, k)
-    assert all(t.isfinite().all() for t in found)
-    # fp32 on the CPU with what the kernels see
-    seen = [t.cpu().half().clamp(-65504, 65504).float() for t in (q, k)]
+def exactly(q, k, v, dout, **options):
+    """out, softmax_lse and the gradients of q, k and v by the CPU backend in fp64."""
+    q, k, v, dout = (t.detach().cpu().double() for t in (q, k, v, dout))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VOLTA_FA_SIMULATE", raising=False)
-        out, lse, _ = torch.ops.volta_fa.fwd(*seen, v.cpu().float())
-        dv = torch.ops.volta_fa.bwd(dout.cpu().float(), *seen, v.cpu().float(), out, lse)[2]
-    # dq and dk are differences that nearly vanish, times 65504
-    for a, b in ((found[0], out), (found[1], lse), (found[4], dv)):
-        torch.testing.assert_close(a.cpu().float(), b, rtol=2e-2, atol=2e-2)
+        out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, **options)
+        return out, lse, *torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)[:3]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@on(*BF16_KERNELS)
+def test_rows_of_q_may_differ_by_a_million(backend, packed):
+    """... and each has its own result."""
+    q, k, v, _ = Case(60, 80, 64, batch=1, nheads=2).inputs(backend)
+    q = q * torch.logspace(-3, 3, 60, device=q.device).view(1, -1, 1, 1)
+    options = {}
+    if packed:
+        q, k, v = (t[0] for t in (q, k, v))
+        cu_q, cu_k = ([0, 60], [0, 80])
+        options = {f"cu_seqlens_{name}": torch.tensor(cu, dtype=torch.int32, device=q.device) for name, cu in (("q", cu_q), ("k", cu_k))}
+        options |= {"max_seqlen_q": 60, "max_seqlen_k": 80}
+    out, lse = backend.forward(q, k, v, **options)
+    expected = exactly(q, k, v, torch.zeros_like(q), **{name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in options.items()})
+    for a, b, bound in ((out, expected[0], 2**-7), (lse, expected[1], 1e-6)):
+        assert ((a.cpu().double() - b).abs() / b.abs().clamp_min(1)).max() < bound
+
+
+@pytest.mark.parametrize("column", [1.0, 2.0**12, 2.0**20], ids=str)
+@on(*BF16_KERNELS)
+def test_gradients_of_giant_scores_are_finite(backend, column):
+    """Scores of 1e7 and more, which fp32 resolves to a unit: one column of q and k decides."""
+    q, k, v, dout = Case(77, 77, 64, batch=1, nheads=2).inputs(backend)
+    for t in (q, k):
+        t[..., 5] *= column * 2000
+    out, lse = backend.forward(q, k, v)
+    found = [out, lse, *backend.backward(dout, q, k, v, out, lse)[0]]
+    assert all(t.isfinite().all() for t in found)
+    # a row's best key is unique where its two largest scores differ by more than fp32's rounding of them
+    scores = (q.cpu().double().transpose(1, 2) @ k.cpu().double().transpose(1, 2).mT) / 8
+    top = scores.topk(2).values
+    unique = (top[..., 0] - top[..., 1]) > top[..., 0].abs() * 2.0**-16 + 30
+    chosen = v.cpu().transpose(1, 2).gather(2, scores.argmax(-1, keepdim=True).expand(-1, -1, -1, 64))
+    assert unique.float().mean() > 0.5
+    torch.testing.assert_close(out.cpu().transpose(1, 2)[unique], chosen[unique], rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"softcap": 3.0}], ids=str)

@@ -101,8 +101,18 @@ impl<'a> Cast<'a> {
         launches.also_write(&[], Some(("largest", &largest)));
         launches.also_write(&[], softmax_lse.map(|t| ("softmax_lse", t)));
         let shape: &[i64] = if a.total_q().is_some() { &[3, 1, a.nheads_k, 1, 1] } else { &[3, entries, 1, a.nheads_k, 1, 1] };
-        let this =
-            Cast { inputs: cast, problem, exponents: exponents.f_view(shape)?, scale_exponent, max_score_exponent, kernel, has_v, given, largest, launcher };
+        let this = Cast {
+            inputs: cast,
+            problem,
+            exponents: exponents.f_view(shape)?,
+            scale_exponent,
+            max_score_exponent,
+            kernel,
+            has_v,
+            given,
+            largest,
+            launcher,
+        };
         this.run(&launches, 0, None)?;
         this.run(&launches, 1, softmax_lse)?;
         Ok(this)

@@ -5,7 +5,7 @@
 
 use crate::python::Environment;
 use crate::tables::formats::{FormatInfo, FORMATS};
-use crate::tables::variants::{Feature, FeatureSet, ParamBlock, Variant};
+use crate::tables::variants::{CacheFormat, Feature, FeatureSet, ParamBlock, Variant};
 use anyhow::{bail, Context, Result};
 use libloading::{Library, Symbol};
 use std::collections::HashSet;
@@ -111,10 +111,11 @@ fn feature_bits(named: &HashSet<&str>) -> String {
 /// Name of the table of cache formats in C++.
 const FORMAT_INFO: &str = "CacheFormatInfo";
 
-/// Defines `CacheFormatInfo<Format>`, the row of each cache format.
+/// Defines `CacheFormatInfo<Format>`, the row of each cache format, and `QUANTIZED_FORMATS(use)`, which is `use(Format)` of each quantized one.
 fn cache_formats() -> String {
     let rows = FORMATS.iter().map(FormatInfo::cpp).collect::<String>();
-    format!("template <CacheFormat> struct {FORMAT_INFO};\n{rows}")
+    let quantized = CacheFormat::quantized().map(|format| format!(" use({format:?})")).collect::<String>();
+    format!("template <CacheFormat> struct {FORMAT_INFO};\n{rows}#define QUANTIZED_FORMATS(use){quantized}\n")
 }
 
 /// The types of src/params.rs in C++. A kernel gets only those that its sources name, so changes of others do not recompile it.

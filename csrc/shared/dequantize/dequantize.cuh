@@ -16,12 +16,18 @@ namespace dequantize {
 // Columns that a thread has at a time.
 constexpr int kColumns = 8;
 
+// Formats that code_value() has.
+template <CacheFormat Format>
+constexpr bool kIsKnown = Format == CacheFormat::Int8 || Format == CacheFormat::Int4 || Format == CacheFormat::E5m2 ||
+                          Format == CacheFormat::E4m3;
+
 // Returns what a code stands for, before zero point and scale.
 template <CacheFormat Format>
 __device__ __forceinline__ float code_value(unsigned code) {
     if constexpr (Format == CacheFormat::Int8) return static_cast<float>(static_cast<signed char>(code));
     if constexpr (Format == CacheFormat::Int4) return static_cast<float>(code);
     if constexpr (Format == CacheFormat::E5m2) return to_float2(code << 8).x;
+    static_assert(kIsKnown<Format>, "the value of a code of this format");
     // e4m3 bits in fp16's exponent and mantissa are 2^-8 times the number: the exponent biases are 7 and 15.
     const unsigned magnitude = code & 0x7f;
     const float x = 256.f * to_float2((code & 0x80) << 8 | magnitude << 7).x;
@@ -130,14 +136,13 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
 struct Kernel {
     __device__ __forceinline__ static void run(const DequantizeParams& p) {
         switch (p.scales.format) {
-            case CacheFormat::Int8:
-                return dequantize<CacheFormat::Int8>(p);
-            case CacheFormat::Int4:
-                return dequantize<CacheFormat::Int4>(p);
-            case CacheFormat::E5m2:
-                return dequantize<CacheFormat::E5m2>(p);
-            default:
-                return dequantize<CacheFormat::E4m3>(p);
+#define CASE(format) \
+    case CacheFormat::format: \
+        return dequantize<CacheFormat::format>(p);
+            QUANTIZED_FORMATS(CASE)
+#undef CASE
+            case CacheFormat::Unquantized:
+                return;
         }
     }
 };

@@ -16,7 +16,7 @@ from . import cached, int8_scores, tolerance
 from .cache_cases import CacheCase, CacheInputs
 from .cases import Case
 from .int8_scores import FastCase, FastInputs
-from .kernels import FORWARD, Target, lacks_memory, problems
+from .kernels import FORWARD, WITHOUT_PROBLEM, Target, lacks_memory, problems
 from .problems import Expected, Inputs, WrongReference, expect_backward, expect_forward
 
 #: Outcomes of a check: all kernels are correct; something is wrong; some kernels are unchecked and nothing is wrong.
@@ -107,7 +107,7 @@ def load_kernel(target: Target, variant: dict[str, Any], quick: bool) -> None:
 
 
 def _problems(variant: dict[str, Any], quick: bool) -> Sequence[Case | CacheCase]:
-    if variant["pass"] in ("Merge", *int8_scores.PASSES):
+    if variant["pass"] in (*WITHOUT_PROBLEM, *int8_scores.PASSES):
         return []
     return (cached.problems if variant["pass"] in cached.PASSES else problems)(variant)[: 1 if quick else None]
 
@@ -126,6 +126,11 @@ def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool
     result = KernelResult(variant["name"], variant["family"], variant["pass"])
     if variant["pass"] == "Merge":
         _guarded(result, target, "merging two states", seed, lambda: _check_merge(result, target, seed))
+        return result
+    if variant["pass"] == "Cast":
+        for magnitudes in _CAST_MAGNITUDES:
+            name = "bf16 q and k times 2^{}, 2^{}".format(*magnitudes)
+            _guarded(result, target, name, seed, lambda: _check_cast(result, target, magnitudes, name, seed))
         return result
     if variant["pass"] in int8_scores.PASSES:
         for fast_problem in int8_scores.problems(variant)[: 1 if quick else None]:
@@ -327,6 +332,44 @@ def _check_merge(result: KernelResult, target: Target, seed: int) -> None:
                 result.failures.append(f"{name}: largest error {error:.3g}, allowed {allowed:.3g} ({place}, seed {seed})")
             if not torch.equal(_bits(value), _bits(again)):
                 result.failures.append(f"{name}: two runs differ ({place}, seed {seed})")
+
+
+#: Exponents of the magnitudes of q and k: in fp16's range, beyond either end, both small, and scores beyond the exact range of fp32.
+_CAST_MAGNITUDES = ((0, 0), (20, -20), (-40, 40), (-30, -30), (16, 16))
+
+
+def _check_cast(result: KernelResult, target: Target, magnitudes: tuple[int, int], place: str, seed: int) -> None:
+    """Checks the kernel that casts bf16 to fp16 by the results and gradients of a call. Errors are relative to the largest exact number, and
+    allowed to be two units of bf16. Rows of large scores have gradients that nearly vanish: only those of v are compared."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((2, 45, 4, 40), (2, 70, 2, 40), (2, 70, 2, 40), (2, 45, 4, 40))
+    factors = (*(2.0**x for x in magnitudes), 1.0, 1.0)
+    drawn = [(factor * torch.randn(shape, generator=generator)).bfloat16() for shape, factor in zip(shapes, factors)]
+
+    def results(tensors: list[Tensor]) -> list[Tensor]:
+        *operands, dout = tensors
+        out, lse, _ = torch.ops.volta_fa.fwd(*operands)
+        return [out, lse, *torch.ops.volta_fa.bwd(dout, *operands, out, lse, deterministic=True)[:3]]
+
+    expected = results([t.double() for t in drawn])
+    runs = []
+    for _ in range(2):
+        with target.running():
+            runs.append(results([t.to(target.device) for t in drawn]))
+            target.synchronize()
+    for name, value, exact, again in zip(("out", "softmax_lse", "dq", "dk", "dv"), runs[0], expected, runs[1]):
+        if name in ("dq", "dk") and sum(magnitudes) > 0:
+            continue
+        largest = tolerance.largest(exact)
+        allowed = 2**-18 * max(largest, 1.0) if name == "softmax_lse" else 2 * torch.finfo(torch.bfloat16).eps * largest
+        error = tolerance.max_error(value.cpu(), exact)
+        share = error / allowed
+        if share > result.worst.share:
+            result.worst = Worst(share, name, "largest", error, allowed, place, seed)
+        if not share <= 1:
+            result.failures.append(f"{name}: largest error {error:.3g}, allowed {allowed:.3g} ({place}, seed {seed})")
+        if not torch.equal(_bits(value), _bits(again)):
+            result.failures.append(f"{name}: two runs differ ({place}, seed {seed})")
 
 
 def share_blame(results: Sequence[KernelResult]) -> None:

@@ -17,6 +17,8 @@ from .score_options import ASKING, EVERY, asking
 
 #: The passes of `volta_fa::fwd`.
 FORWARD = ("Forward", "ForwardStreamK")
+#: The passes that `correctness` checks without a problem from here.
+WITHOUT_PROBLEM = ("Merge", "Cast")
 SIMULATE_VARIABLE = "VOLTA_FA_SIMULATE"
 #: Unset, the simulator is a V100.
 SIMULATED_GPU_VARIABLE = "VOLTA_FA_SIM_GPU"

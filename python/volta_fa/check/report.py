@@ -49,6 +49,7 @@ _PASSES = {
     "PrefillStreamK": "KV cache, stream-K",
     "Append": "KV cache, append",
     "Dequantize": "KV cache, convert",
+    "Cast": "bf16 to fp16",
 }
 
 
