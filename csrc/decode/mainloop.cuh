@@ -463,9 +463,9 @@ private:
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const WorkTile& s, int first_row, OwnQueries& q,
                                                         Bf16Scaler& scaler) {
         if constexpr (kBf16) {
-            // The second time they come from L1. One row tile at a time, because two would take registers from the main loop.
+            // The second time they come from L1. Column groups take one row tile at a time, because two would make ptxas spill.
             float largest = 0.f;
-            each_query<1>(p, s, first_row, [&](int, int, const uint4& x) {
+            each_query<(kColumnGroups > 1 ? 1 : RowTiles)>(p, s, first_row, [&](int, int, const uint4& x) {
                 for (unsigned word : {x.x, x.y, x.z, x.w}) {
                     const float2 pair = bf16x2_to_float2(word);
                     for (float y : {fabsf(pair.x), fabsf(pair.y)})
