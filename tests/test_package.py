@@ -549,6 +549,25 @@ def test_the_oldest_transformers_is_installed_beside_the_newest_and_once(tmp_pat
     assert requirements("transformers-4.57")["transformers"].startswith("4.57.") and requirements("test")["transformers"].startswith("5.")
 
 
+def test_run_installs_less_than_test(tmp_path, monkeypatch):
+    """transformers, diffusers and xformers come with `make test`, and numpy is the same before and after."""
+    installed = []
+    for name in ("create", "output", "site_packages"):
+        monkeypatch.setattr(bootstrap.Environment, name, lambda self, *_: tmp_path)
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", lambda self, *arguments: installed.append(arguments))
+    monkeypatch.setattr(bootstrap, "install_folder", lambda environment, name: installed.append(("folder", name)))
+    for name in ("install_torch", "install_nvrtc", "install_nvdisasm"):
+        monkeypatch.setattr(bootstrap, name, lambda *_: None)
+    pins = bootstrap.REQUIREMENTS
+    assert bootstrap.main([str(tmp_path)]) == 0
+    assert installed == [("-r", pins / "build.txt", "-r", pins / "cli.txt", "-c", pins / "test.txt")]
+    installed.clear()
+    assert bootstrap.main([str(tmp_path), "test"]) == 0
+    assert installed == [("-r", pins / "test.txt"), *(("folder", name) for name in bootstrap.FOLDERS)]
+    commands = {name: make("--dry-run", "--always-make", name, f"PYTHON={sys.executable}").stdout for name in ("run", "test")}
+    assert {name: bool(re.search(r'bootstrap\.py "\S+" test$', text, re.M)) for name, text in commands.items()} == {"run": False, "test": True}
+
+
 def test_nvrtc_goes_beside_a_torch_that_brings_its_own(tmp_path, monkeypatch):
     environment = bootstrap.Environment(tmp_path)
     calls = []
