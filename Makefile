@@ -97,13 +97,12 @@ hub: $(VENV)/.hub $(if $(WHEEL),,wheel) ## build the folder of a Hugging Face ke
 	@$(IN_VENV) python tools/hub.py $(or $(WHEEL),dist/volta_fa-*-py3-none-manylinux*.whl) --output dist/hub
 	@$(IN_VENV) python -c "import pathlib, kernels; print('kernels loads', kernels.get_local_kernel(pathlib.Path('dist/hub')).__file__)"
 
-notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb, into target/notebook
-	@rm -rf target/notebook && mkdir -p target/notebook && cp examples/first_light.ipynb target/notebook/
-	@cd target/notebook && $(IN_VENV) jupyter execute --timeout=900 --inplace first_light.ipynb
+notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb with nothing, a wheel, an address; into target/notebook
+	@$(IN_VENV) python tools/notebook.py target/notebook
 
-release: wheel ## build the files of a release into dist/release/
+release: wheel ## build the files of a release into dist/release/; URL= of that folder, ISSUES= for reports
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
-	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz $(URL:%=--url %)
+	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz $(URL:%=--url %) $(ISSUES:%=--issues %)
 
 coverage: build $(VENV)/.coverage ## print the line coverage of Python (quick tests) and Rust (cargo test)
 	@$(IN_VENV) $(IN_SIMULATOR) python tools/measure_coverage.py $(ARGS)

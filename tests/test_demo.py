@@ -123,7 +123,9 @@ def test_pytorchs_speed_is_that_of_the_figures():
     for gpu, name in zip(simulated.GPUS, ("models", "models_t4")):
         section = page.split(f"<!-- begin {name} -->")[1].split(f"<!-- end {name} -->")[0]
         s = simulated
-        row = next(line for line in section.splitlines() if line.startswith(f"| {s.LAYER}, training: {s.BATCH} x {s.SEQLEN}, heads {s.NHEADS}"))
+        row = next(
+            line for line in section.splitlines() if line.startswith(f"| {s.LAYER}, training: {s.BATCH} x {s.SEQLEN}, heads {s.NHEADS}")
+        )
         assert float(row.split("|")[6]) == gpu.pytorch_tflops
 
 

@@ -565,7 +565,10 @@ def test_run_installs_less_than_test(tmp_path, monkeypatch):
     assert bootstrap.main([str(tmp_path), "test"]) == 0
     assert installed == [("-r", pins / "test.txt"), *(("folder", name) for name in bootstrap.FOLDERS)]
     commands = {name: make("--dry-run", "--always-make", name, f"PYTHON={sys.executable}").stdout for name in ("run", "test")}
-    assert {name: bool(re.search(r'bootstrap\.py "\S+" test$', text, re.M)) for name, text in commands.items()} == {"run": False, "test": True}
+    assert {name: bool(re.search(r'bootstrap\.py "\S+" test$', text, re.M)) for name, text in commands.items()} == {
+        "run": False,
+        "test": True,
+    }
 
 
 def test_nvrtc_goes_beside_a_torch_that_brings_its_own(tmp_path, monkeypatch):

@@ -198,7 +198,9 @@ def show_simulation(results: Sequence[Simulated]) -> None:
         table.add_row(f"largest error of {name}, fp64 (allowed)", *(f"{error.found:.1e} ({error.allowed:.1e})" for error in errors))
     _console.print(table)
     kernels = [(f"{result.gpu.title} {way}", kernel) for result in results for way, kernel in zip(("fwd", "bwd"), result.main_kernels)]
-    bars = Table(title="How busy the parts of an SM are in the main kernels", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    bars = Table(
+        title="How busy the parts of an SM are in the main kernels", title_justify="left", box=None, padding=(0, 1), pad_edge=False
+    )
     bars.add_column("")
     for name, _ in kernels:
         bars.add_column(name)
@@ -209,7 +211,9 @@ def show_simulation(results: Sequence[Simulated]) -> None:
     if wrong:
         _console.print(f"[red]Wrong: {', '.join(wrong)}.[/red]", soft_wrap=True)
     else:
-        _console.print("[green]All results are right. No V100 and no T4 took part: the figures are the simulator's.[/green]", soft_wrap=True)
+        _console.print(
+            "[green]All results are right. No V100 and no T4 took part: the figures are the simulator's.[/green]", soft_wrap=True
+        )
 
 
 def bar(share: float, width: int = 10) -> str:
