@@ -302,10 +302,20 @@ def test_misuse_is_status_2(arguments, capsys):
 
 def test_info_prints_every_variant_in_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main(["info"]) == 0
+    assert cli.main(["info", "--kernels"]) == 0
     text = capsys.readouterr().out
     for variant in volta_fa.info()["variants"]:
         assert re.search(rf"^{variant['name']} .* {variant['registers']} ", text, re.M), variant["name"]
+
+
+def test_info_is_a_summary_and_nothing_is_cut(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")  # of a narrow pipe
+    assert cli.main(["info"]) == 0
+    summary = capsys.readouterr().out
+    assert len(summary.splitlines()) <= 10 + 2 * torch.cuda.device_count() and str(len(volta_fa.info()["variants"])) in summary
+    assert cli.main(["info", "--kernels"]) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text and all(f"\n{variant['name']} " in text for variant in volta_fa.info()["variants"])
 
 
 def test_info_json(capsys):
@@ -325,7 +335,7 @@ def test_a_missing_printing_package_is_one_line(command, missing, capsys, monkey
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find_spec(name, *a))
     assert cli.main([command]) == 2
-    assert capsys.readouterr().err == f"volta_fa: this command needs {missing}: pip install 'volta-fa[cli]'\n"
+    assert capsys.readouterr().err == f"volta_fa: this command needs {missing}: pip install {missing}\n"
 
 
 # ---- what the build needs --------------------------------------------------------------------------------------

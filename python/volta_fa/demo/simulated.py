@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,16 +80,6 @@ class Simulated:
 
 def microseconds(reports: Sequence[dict[str, Any]]) -> float:
     return float(sum(report["timing"]["kernel_us"] for report in reports))
-
-
-def missing() -> str | None:
-    """Returns what the simulator lacks here, None if it can run."""
-    if not info()["simulator"]:
-        return "this library was built without the simulator"
-    program = os.environ.get("VOLTA_SIM_NVDISASM") or "nvdisasm"
-    if shutil.which(program) is None:
-        return f"the simulator needs NVIDIA's disassembler, and there is no {program} (`make run` finds one; VOLTA_SIM_NVDISASM names it)"
-    return None
 
 
 def run(gpu: Gpu) -> Simulated:
