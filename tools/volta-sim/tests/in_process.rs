@@ -205,8 +205,8 @@ fn bad_timing_options() {
     };
     assert!(error(TimingOptions { sm: Some(80), ..Default::default() }).contains("SM 80 of 80"));
     let mut machine = Machine::default();
-    let error = machine.set("no_such", "1").unwrap_err().to_string();
-    assert!(error.starts_with("a machine constant: ") && error.contains(", icache, "), "{error}");
+    let unknown = machine.set("no_such", "1").unwrap_err().to_string();
+    assert!(unknown.starts_with("a machine constant: ") && unknown.contains(", icache, "), "{unknown}");
     assert!(machine.set("sms", "\"many\"").is_err());
     machine.set("sms", "0").unwrap();
     assert!(error(TimingOptions { machine, ..Default::default() }).contains("sms"));
