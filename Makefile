@@ -4,7 +4,7 @@
 VENV    := $(CURDIR)/.venv$(TORCH:%=-%)
 READY   := $(VENV)/.ready
 LIBRARIES := python/volta_fa/libvolta_fa_core.so python/volta_fa/torch-*
-EXTRAS  := lint docs wheel matrix hub notebook coverage
+EXTRAS  := test lint docs wheel matrix hub notebook coverage
 CARGO_FLAGS := --release --locked --features sim
 
 # Build scripts of cargo find NVRTC through the environment's Python, and so do the tests with torch.
@@ -29,11 +29,11 @@ help: ## list the targets
 	@echo "  PYTHON=...  the Python 3.10 to 3.14 for a new .venv"
 	@echo "  TORCH=...   another torch release, in an environment of its own: make test TORCH=2.10.0"
 
-run: build ## build, then train a small GPT with volta_fa and with PyTorch and compare
-	@$(IN_VENV) python -m volta_fa demo $(ARGS)
+run: build ## build, train a small GPT with volta_fa and with PyTorch, run the kernels on a simulated V100 and T4
+	@$(IN_VENV) $(IN_SIMULATOR) python -m volta_fa demo $(ARGS)
 
 test: SELECTION = -m "not slow"
-test test-all: build
+test test-all: build $(VENV)/.test
 	@$(IN_VENV) $(IN_SIMULATOR) cargo test $(CARGO_FLAGS) --workspace
 	@$(IN_VENV) $(IN_SIMULATOR) python -m pytest -n auto --dist worksteal $(SELECTION) $(ARGS)
 
@@ -42,7 +42,8 @@ test-all: ## build, then run every test, as CI does
 
 build: $(READY) ## make .venv, build the native libraries for its torch
 	@$(IN_VENV) python tools/check_build_env.py
-	@$(IN_VENV) cargo build $(CARGO_FLAGS)
+	@# Cargo hides what a build script prints, so the one that compiles kernels gets a copy of stderr.
+	@$(IN_VENV) VOLTA_FA_PROGRESS_FD=9 cargo build $(CARGO_FLAGS) 9>&2
 	@$(IN_VENV) python tools/build_shims.py
 
 # The C++ and CUDA sources that clang-format checks.
@@ -96,13 +97,12 @@ hub: $(VENV)/.hub $(if $(WHEEL),,wheel) ## build the folder of a Hugging Face ke
 	@$(IN_VENV) python tools/hub.py $(or $(WHEEL),dist/volta_fa-*-py3-none-manylinux*.whl) --output dist/hub
 	@$(IN_VENV) python -c "import pathlib, kernels; print('kernels loads', kernels.get_local_kernel(pathlib.Path('dist/hub')).__file__)"
 
-notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb, into target/notebook
-	@rm -rf target/notebook && mkdir -p target/notebook && cp examples/first_light.ipynb target/notebook/
-	@cd target/notebook && $(IN_VENV) jupyter execute --timeout=900 --inplace first_light.ipynb
+notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb with nothing, a wheel, an address; into target/notebook
+	@$(IN_VENV) python tools/notebook.py target/notebook
 
-release: wheel ## build the files of a release into dist/release/
+release: wheel ## build the files of a release into dist/release/; URL= of that folder, ISSUES= for reports
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
-	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz $(URL:%=--url %)
+	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz $(URL:%=--url %) $(ISSUES:%=--issues %)
 
 coverage: build $(VENV)/.coverage ## print the line coverage of Python (quick tests) and Rust (cargo test)
 	@$(IN_VENV) $(IN_SIMULATOR) python tools/measure_coverage.py $(ARGS)
@@ -111,13 +111,15 @@ clean: ## remove all build results (but not .venv)
 	@rm -rf target build dist demo-output $(LIBRARIES) python/volta_fa.egg-info
 
 # Makes the environment, and updates it after a change of its requirements.
-$(READY): tools/bootstrap.py tools/find_python.sh $(filter-out $(EXTRAS:%=tools/requirements/%.txt) tools/requirements/vllm.txt,$(wildcard tools/requirements/*.txt))
+$(READY): tools/bootstrap.py tools/find_python.sh $(patsubst %,tools/requirements/%.txt,build cli nvrtc nvdisasm)
 	@found=$$(sh tools/find_python.sh "$(VENV)") && \
 	    "$$found" tools/check_build_env.py --toolchain-only && \
 	    "$$found" tools/bootstrap.py "$(VENV)" $(TORCH:%=torch==%)
 	@touch $@
 
-# Installs what these targets need in addition, at their first use.
+# Installs what these targets need in addition, at their first use. mypy reads transformers, and coverage is that of the tests.
+$(VENV)/.test: $(patsubst %,tools/requirements/%.txt,transformers-4.57 diffusers)
+$(VENV)/.lint $(VENV)/.coverage: $(VENV)/.test
 $(EXTRAS:%=$(VENV)/.%): $(VENV)/.%: tools/requirements/%.txt $(READY)
 	@$(VENV)/bin/python tools/bootstrap.py "$(VENV)" $*
 	@touch $@

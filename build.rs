@@ -7,6 +7,8 @@ mod embed;
 mod nvrtc;
 #[path = "tools/build/options.rs"]
 mod options_header;
+#[path = "tools/build/progress.rs"]
+mod progress;
 #[path = "tools/build/python.rs"]
 mod python;
 

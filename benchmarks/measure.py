@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import time
 import warnings
@@ -14,8 +13,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
 
+from volta_fa.demo.simulated import aligned as aligned
 from volta_fa.demo.train import cpu_peak
 
 Work = Callable[[], object]
@@ -102,18 +101,6 @@ def _environment(**variables: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-#: Bytes that CUDA aligns allocations to. Cache lines of the simulated inputs lie as on a GPU then; ATen's CPU allocator stops at 64.
-_ALIGNMENT = 256
-
-
-def aligned(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """A tensor that is not set, as CUDA's allocator aligns it."""
-    numel, spare = math.prod(shape), _ALIGNMENT // dtype.itemsize
-    memory = torch.empty(numel + spare, dtype=dtype, device=device)
-    first = -memory.data_ptr() % _ALIGNMENT // dtype.itemsize
-    return memory[first : first + numel].view(tuple(shape))
 
 
 def ended(rows: Sequence[dict], below: int, json_file: Path | None) -> int:

@@ -9,6 +9,8 @@ import math
 import platform
 import shlex
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,7 +125,29 @@ def kernels(device: torch.device) -> str:
 
 def progress(quiet: bool = False) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+    return _Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+
+
+class _Progress(Progress):
+    """A bar on a terminal. In a pipe or a file, where rich shows none, a line every eight seconds."""
+
+    interval = 8.0
+
+    def start(self) -> None:
+        super().start()
+        self._ended = threading.Event()
+        if not self.console.is_terminal and not self.disable:
+            threading.Thread(target=self._say, daemon=True).start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        super().stop()
+
+    def _say(self) -> None:
+        began = time.monotonic()
+        while not self._ended.wait(self.interval):
+            at = ", ".join(f"{task.description}: {task.completed:g} of {task.total:g} done" for task in self.tasks if task.total)
+            print(f"{at or 'working'}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def show(header: dict[str, str], grids: Sequence[Grid]) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import struct
 import sys
+import time
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ if LIBRARY.parents[1].name != "volta_fa":
 
 
 sys.path.insert(0, str(REPOSITORY))
-from benchmarks import volta
+from benchmarks import report, volta
 from benchmarks.published_results import PUBLISHED_RESULTS
 from benchmarks.shapes import Shape
 from volta_fa.errors import CommandError
@@ -406,3 +407,16 @@ def test_block_mask_lists_are_valid_and_partial_cases_compare_with_full_ones():
     assert [block_mask.ratio(row, found) for row in found] == [0.75, 0.75]
     assert block_mask.ratio(found[1], found[1:]) is None
     assert block_mask.grid_of(found).rows[1][1:] == ["0.90", "45.0, 0.75"]
+
+
+def test_a_wait_shows_progress_in_a_pipe(capfd, monkeypatch):
+    monkeypatch.setattr(report._Progress, "interval", 0.05)
+    with report.progress() as bar:
+        bar.add_task("simulated V100", total=3, completed=1)
+        time.sleep(0.5)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) > 1 and all(line.startswith("simulated V100: 1 of 3 done, ") for line in lines if line.strip())
+    with report.progress(quiet=True) as bar:
+        bar.add_task("simulated V100", total=3)
+        time.sleep(0.2)
+    assert capfd.readouterr().err == ""

@@ -13,7 +13,7 @@ import torch
 import volta_fa
 import volta_fa.demo
 from volta_fa.cli import main
-from volta_fa.demo import agreement, data, run_demo, settings_for, train
+from volta_fa.demo import agreement, data, run_demo, settings_for, simulated, train
 from volta_fa.demo.model import RoundedAttention, torch_attention, volta_attention
 from volta_fa.demo.train import Settings
 
@@ -45,6 +45,13 @@ WRONG = {
 }
 
 
+@pytest.fixture
+def no_simulation(monkeypatch):
+    """Without the layer on simulated GPUs, which takes seconds."""
+    monkeypatch.setattr(volta_fa.demo, "run_simulated", lambda: True)
+
+
+@pytest.mark.usefixtures("no_simulation")
 def test_the_command(tmp_path, capsys):
     assert main(["demo", "--device", "cpu", "--steps", "3", "--output", str(tmp_path / "new" / "folder")]) == 0
     printed = capsys.readouterr().out
@@ -86,10 +93,46 @@ def test_catches_wrong_attention(attention, tmp_path, capsys):
     assert "disagree" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_simulation")
 def test_disagreement_is_the_exit_status(tmp_path, monkeypatch):
     wrong = functools.partial(run_demo, SMALL, attention=WRONG["scale 2% up"])
     monkeypatch.setattr(volta_fa.demo, "run_demo", lambda settings, *arguments: wrong(*arguments))
     assert main(["demo", "--device", "cpu", "--output", str(tmp_path)]) == 1
+
+
+@pytest.mark.skipif(not volta_fa.info()["simulator"], reason="built without the simulator")
+def test_the_layer_on_simulated_gpus(monkeypatch, capsys):
+    """A small batch: each kernel that is timed also computes, and a wrong result is said and counts."""
+    monkeypatch.setattr(simulated, "BATCH", 1)
+    monkeypatch.setattr(simulated, "SEQLEN", 128)
+    monkeypatch.setattr(simulated, "NHEADS", 2)
+    simulated._expected.cache_clear()
+    assert volta_fa.demo.run_simulated()
+    printed = capsys.readouterr().out
+    for expected in ("simulating a V100", "simulating a T4", "TFLOP/s", "tensor cores", "█", "All results are right", "21.9", "12.4"):
+        assert expected in printed
+    inputs, forward, backward = simulated._expected()
+    backward.values["dk"] += 1
+    assert not volta_fa.demo.run_simulated()
+    assert "Wrong: dk on the V100, dk on the T4." in capsys.readouterr().out
+    simulated._expected.cache_clear()
+
+
+def test_pytorchs_speed_is_that_of_the_figures():
+    page = (Path(__file__).parents[1] / "docs/reference/figures.md").read_text()
+    for gpu, name in zip(simulated.GPUS, ("models", "models_t4")):
+        section = page.split(f"<!-- begin {name} -->")[1].split(f"<!-- end {name} -->")[0]
+        s = simulated
+        row = next(
+            line for line in section.splitlines() if line.startswith(f"| {s.LAYER}, training: {s.BATCH} x {s.SEQLEN}, heads {s.NHEADS}")
+        )
+        assert float(row.split("|")[6]) == gpu.pytorch_tflops
+
+
+def test_without_a_disassembler_the_simulation_says_why(monkeypatch, capsys):
+    monkeypatch.setenv("VOLTA_SIM_NVDISASM", "/nowhere/nvdisasm")
+    assert volta_fa.demo.run_simulated()
+    assert "for lack of a disassembler" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -106,7 +149,7 @@ def test_judges_half_precision(attention, agree, tmp_path):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu(tmp_path, capsys):
+def test_on_a_gpu(no_simulation, tmp_path, capsys):
     assert main(["demo", "--device", "cuda", "--steps", "30", "--output", str(tmp_path)]) == 0
     assert f"family {volta_fa.kernel_family(torch.device('cuda'))}" in capsys.readouterr().out
 

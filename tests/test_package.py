@@ -320,10 +320,20 @@ def test_misuse_is_status_2(arguments, capsys):
 
 def test_info_prints_every_variant_in_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main(["info"]) == 0
+    assert cli.main(["info", "--kernels"]) == 0
     text = capsys.readouterr().out
     for variant in volta_fa.info()["variants"]:
         assert re.search(rf"^{variant['name']} .* {variant['registers']} ", text, re.M), variant["name"]
+
+
+def test_info_is_a_summary_and_nothing_is_cut(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")  # of a narrow pipe
+    assert cli.main(["info"]) == 0
+    summary = capsys.readouterr().out
+    assert len(summary.splitlines()) <= 10 + 2 * torch.cuda.device_count() and str(len(volta_fa.info()["variants"])) in summary
+    assert cli.main(["info", "--kernels"]) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text and all(f"\n{variant['name']} " in text for variant in volta_fa.info()["variants"])
 
 
 def test_info_json(capsys):
@@ -343,7 +353,7 @@ def test_a_missing_printing_package_is_one_line(command, missing, capsys, monkey
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find_spec(name, *a))
     assert cli.main([command]) == 2
-    assert capsys.readouterr().err == f"volta_fa: this command needs {missing}: pip install 'volta-fa[cli]'\n"
+    assert capsys.readouterr().err == f"volta_fa: this command needs {missing}: pip install {missing}\n"
 
 
 # ---- what the build needs --------------------------------------------------------------------------------------
@@ -565,6 +575,28 @@ def test_the_oldest_transformers_is_installed_beside_the_newest_and_once(tmp_pat
     bootstrap.install_folder(environment, "transformers-4.57")
     assert len(calls) == 2
     assert requirements("transformers-4.57")["transformers"].startswith("4.57.") and requirements("test")["transformers"].startswith("5.")
+
+
+def test_run_installs_less_than_test(tmp_path, monkeypatch):
+    """transformers, diffusers and xformers come with `make test`, and numpy is the same before and after."""
+    installed = []
+    for name in ("create", "output", "site_packages"):
+        monkeypatch.setattr(bootstrap.Environment, name, lambda self, *_: tmp_path)
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", lambda self, *arguments: installed.append(arguments))
+    monkeypatch.setattr(bootstrap, "install_folder", lambda environment, name: installed.append(("folder", name)))
+    for name in ("install_torch", "install_nvrtc", "install_nvdisasm"):
+        monkeypatch.setattr(bootstrap, name, lambda *_: None)
+    pins = bootstrap.REQUIREMENTS
+    assert bootstrap.main([str(tmp_path)]) == 0
+    assert installed == [("-r", pins / "build.txt", "-r", pins / "cli.txt", "-c", pins / "test.txt")]
+    installed.clear()
+    assert bootstrap.main([str(tmp_path), "test"]) == 0
+    assert installed == [("-r", pins / "test.txt"), *(("folder", name) for name in bootstrap.FOLDERS)]
+    commands = {name: make("--dry-run", "--always-make", name, f"PYTHON={sys.executable}").stdout for name in ("run", "test")}
+    assert {name: bool(re.search(r'bootstrap\.py "\S+" test$', text, re.M)) for name, text in commands.items()} == {
+        "run": False,
+        "test": True,
+    }
 
 
 def test_nvrtc_goes_beside_a_torch_that_brings_its_own(tmp_path, monkeypatch):

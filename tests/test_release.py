@@ -4,6 +4,7 @@ import base64
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -98,7 +99,8 @@ def test_the_notebook_installs_this_wheel(folder):
 
     own = source((folder / "first_light.ipynb").read_text())
     assert f'WHEEL = "{NAME}"\nSHA256 = "{release.sha256(folder / NAME)}"\n' in own
-    assert f'WHEEL = "https://host/files/{NAME}"\n' in source(release.notebook(folder / NAME, "https://host/files/"))
+    filled = source(release.notebook(folder / NAME, "https://host/files/", "https://host/issues"))
+    assert f'WHEEL = "https://host/files/{NAME}"\n' in filled and 'ISSUES = "https://host/issues"\n' in filled
 
 
 def test_the_notebook_has_no_results():
@@ -169,3 +171,19 @@ def test_auditwheels_verdict(tmp_path):
     compiled(tmp_path, "libnobody.so", "-Wl,-soname,libnobody.so")
     with pytest.raises(release.Refusal, match="needs libnobody.so"):
         release.audit(write_wheel(tmp_path / NAME, {"volta_fa/c.so": compiled(tmp_path, "c.so", *linked, "-lnobody")}))
+
+
+def test_the_notebook_stops_with_one_line_without_a_wheel_and_an_address(monkeypatch, tmp_path):
+    """The cell that installs; `make notebook` runs the whole notebook in all states."""
+    notebook = json.loads((REPOSITORY / "examples" / "first_light.ipynb").read_text())
+    (cell,) = ("".join(c["source"]) for c in notebook["cells"] if "WHEEL = " in "".join(c["source"]) and c["cell_type"] == "code")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    scope = {"subprocess": subprocess, "sys": sys, "os": os}
+    with pytest.raises(Exception, match="no volta_fa: set WHEEL or SOURCE") as stopped:
+        exec(cell, scope)
+    (line,) = stopped.value._render_traceback_()
+    assert line.startswith("Stopped: no volta_fa") and "\n" not in line
+    (tmp_path / NAME).write_bytes(b"damaged")
+    with pytest.raises(Exception, match="expected 0123: download it again"):
+        exec(cell.replace('SHA256 = ""', 'SHA256 = "0123"'), {**scope})

@@ -1,8 +1,8 @@
-"""Makes the environment of `make run` and `make test`: a virtual environment with the pinned requirements.
+"""Makes the environment of `make run` and of the other targets: a virtual environment with the pinned requirements.
 
     python tools/bootstrap.py .venv
     python tools/bootstrap.py .venv-2.10.0 torch==2.10.0    # with this release of torch, whatever else is installed
-    python tools/bootstrap.py .venv lint      # adds the requirements of `make lint` to an environment; likewise for the other EXTRAS
+    python tools/bootstrap.py .venv test      # adds the requirements of `make test` to an environment; likewise for the other EXTRAS
 
 - If this Python has a supported torch (tools/torch_releases.py), the new environment uses it: it sees the packages of this Python.
 - Otherwise, this installs the default release. On a machine with a Volta GPU, it comes from PyTorch's CUDA 12.6 index,
@@ -11,8 +11,8 @@
   in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME).
 - The simulator needs an nvdisasm for sm_70, which triton has up to CUDA 13.0. If torch's triton is newer,
   an older triton goes into `.venv/triton`. `.venv/nvdisasm` links to the right program.
-- The oldest supported transformers goes into `.venv/transformers-4.57`. The environment has the newest. diffusers and xformers go into
-  `.venv/diffusers`.
+- Tests need more, which `make run` does without: the newest transformers in the environment, the oldest supported one in
+  `.venv/transformers-4.57`, diffusers and xformers in `.venv/diffusers`.
 
 Neither uv nor pip alone can do this: the torch of the active environment is reused without an installation into it,
 the torch index depends on the GPU, and some packages need folders of their own because their versions conflict
@@ -38,10 +38,12 @@ REQUIREMENTS = Path(__file__).parent / "requirements"
 VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
 #: The last CUDA release with an nvdisasm for sm_70.
 NVDISASM_NEWEST = (13, 0)
-#: Folders beside the environment's packages, each with requirements of its name. Tests put them first on their path.
+#: What `make run` needs beside torch, NVRTC and nvdisasm.
+BASE = ("build", "cli")
+#: Folders beside the environment's packages for `make test`, each with requirements of its name. Tests put them first on their path.
 FOLDERS = ("transformers-4.57", "diffusers")
 #: Makefile targets with more requirements, which are installed at their first use.
-EXTRAS = ("lint", "docs", "wheel", "matrix", "hub", "notebook", "coverage")
+EXTRAS = ("test", "lint", "docs", "wheel", "matrix", "hub", "notebook", "coverage")
 _LINK = "volta_fa_torch_of_another_environment.pth"
 
 
@@ -206,15 +208,17 @@ def main(arguments: list[str]) -> int:
     environment = Environment(Path(arguments[0]))
     wanted = arguments[1] if len(arguments) == 2 else None
     if wanted in EXTRAS:
-        environment.pip_install("--quiet", "-r", REQUIREMENTS / f"{wanted}.txt")
+        say(f"installing what `make {wanted}` needs in addition")
+        environment.pip_install("-r", REQUIREMENTS / f"{wanted}.txt")
+        for name in FOLDERS if wanted == "test" else ():
+            install_folder(environment, name)
         return 0
     environment.create()
     install_torch(environment, wanted)
-    environment.pip_install(*(part for name in ("build", "cli", "test") for part in ("-r", REQUIREMENTS / f"{name}.txt")))
+    # with the numpy of the tests, which would replace another later
+    environment.pip_install(*(part for name in BASE for part in ("-r", REQUIREMENTS / f"{name}.txt")), "-c", REQUIREMENTS / "test.txt")
     install_nvrtc(environment)
     install_nvdisasm(environment)
-    for name in FOLDERS:
-        install_folder(environment, name)
     # `python -m volta_fa` and pytest use the checkout's package, so edits need no install step
     checkout = Path(__file__).resolve().parent.parent / "python"
     (environment.site_packages() / "volta_fa_checkout.pth").write_text(f"{checkout}\n")

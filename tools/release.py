@@ -8,7 +8,7 @@
     Dockerfile         an image for V100
     recipe.yaml        a recipe in conda-forge's form
     RELEASE_NOTES.md   this version's part of CHANGELOG.md
-    first_light.ipynb  examples/first_light.ipynb with this wheel's address (--url and its name) and checksum
+    first_light.ipynb  examples/first_light.ipynb with this wheel's address (--url and its name) and checksum, and where to send reports
 
 Fails, without a folder, if the wheel needs a newer system than its name states (tools/check_wheel.py).
 """
@@ -33,7 +33,7 @@ V100 = {"V100_TORCH": "2.10.0", "V100_CUDA": "cu128"}
 
 #: Lines of the notebook as JSON has them, with an empty string.
 _EMPTY = r"\"\""
-_WHEEL_LINE, _SHA256_LINE = rf"WHEEL = {_EMPTY}\n", rf"SHA256 = {_EMPTY}\n"
+_WHEEL_LINE, _SHA256_LINE, _ISSUES_LINE = (rf"{name} = {_EMPTY}\n" for name in ("WHEEL", "SHA256", "ISSUES"))
 
 
 class Refusal(Exception):
@@ -94,17 +94,18 @@ def fill(template: str, values: dict[str, str]) -> str:
     return re.sub(r"@([A-Z0-9_]+)@", lambda match: values[match[1]], template)
 
 
-def notebook(wheel: Path, url: str) -> str:
-    """Returns the notebook that installs this wheel: from below `url`, or from the notebook's own folder."""
+def notebook(wheel: Path, url: str, issues: str = "") -> str:
+    """Returns the notebook that installs this wheel: from below `url`, or from the notebook's own folder. `issues` takes reports."""
     text = (ROOT / "examples" / "first_light.ipynb").read_text()
-    for line, value in ((_WHEEL_LINE, f"{url.rstrip('/')}/{wheel.name}" if url else wheel.name), (_SHA256_LINE, sha256(wheel))):
+    address = f"{url.rstrip('/')}/{wheel.name}" if url else wheel.name
+    for line, value in ((_WHEEL_LINE, address), (_SHA256_LINE, sha256(wheel)), (_ISSUES_LINE, issues)):
         if text.count(line) != 1:
             raise Refusal(f"examples/first_light.ipynb does not have the line {line} once")
         text = text.replace(line, line.replace(_EMPTY, rf"\"{value}\""))
     return text
 
 
-def make(wheel: Path, sdist: Path, output: Path, changelog: str, url: str = "") -> str:
+def make(wheel: Path, sdist: Path, output: Path, changelog: str, url: str = "", issues: str = "") -> str:
     """Makes the complete folder, or none on an error. Returns the report on the wheel."""
     version, requires_python = metadata(wheel)
     if sdist.name != f"volta_fa-{version}.tar.gz":
@@ -120,7 +121,7 @@ def make(wheel: Path, sdist: Path, output: Path, changelog: str, url: str = "") 
         for template in (ROOT / "packaging").iterdir():
             (folder / template.name).write_text(fill(template.read_text(), values))
         (folder / "RELEASE_NOTES.md").write_text(notes(changelog, version))
-        (folder / "first_light.ipynb").write_text(notebook(wheel, url))
+        (folder / "first_light.ipynb").write_text(notebook(wheel, url, issues))
         write_sums(folder)
         shutil.rmtree(output, ignore_errors=True)
         folder.rename(output)
@@ -133,9 +134,10 @@ def main() -> int:
     parser.add_argument("sdist", type=Path)
     parser.add_argument("--output", type=Path, default=ROOT / "dist" / "release")
     parser.add_argument("--url", default="", help="address of the folder where users will find the files")
+    parser.add_argument("--issues", default="", help="address at which users open an issue")
     options = parser.parse_args()
     try:
-        print(make(options.wheel, options.sdist, options.output, (ROOT / "CHANGELOG.md").read_text(), options.url))
+        print(make(options.wheel, options.sdist, options.output, (ROOT / "CHANGELOG.md").read_text(), options.url, options.issues))
     except Refusal as refusal:
         print(f"volta_fa: no release: {refusal}", file=sys.stderr)
         return 1

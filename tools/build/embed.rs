@@ -2,12 +2,15 @@
 //! of the variant tables.
 
 use crate::nvrtc::{Binary, Compiler, ENTRY, PTX_VERSIONS};
+use crate::progress::Progress;
 use crate::tables::variants::Variant;
 use anyhow::{Context, Result};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::fs::File;
+use std::os::fd::FromRawFd;
 use std::path::{Path, PathBuf};
 
 /// Compression level: a build compresses once, a process decompresses each kernel once.
@@ -19,17 +22,24 @@ pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path
         println!("cargo:warning={ONLY}={only}: other kernels may be older than their sources");
     }
     std::fs::create_dir_all(cache)?;
-    let entries: Vec<PathBuf> = variants.par_iter().map(|v| cached(compiler, v, cache)).collect::<Result<_>>()?;
+    let entries: Vec<Entry> = variants.iter().map(|v| Entry::of(compiler, v, cache)).collect::<Result<_>>()?;
+    let missing: Vec<_> = variants.iter().zip(&entries).filter(|(_, entry)| !entry.facts().exists()).collect();
+    let progress = progress_file().map(|file| Progress::begin("kernels", missing.len(), file));
+    missing.par_iter().try_for_each(|(variant, entry)| {
+        entry.compile(compiler, variant)?;
+        progress.iter().for_each(Progress::advance);
+        anyhow::Ok(())
+    })?;
 
     let mut table = String::from("/// The machine code of every variant, in the order of the tables.\nstatic IMAGES: &[Image] = &[\n");
     for (variant, entry) in variants.iter().zip(&entries) {
-        let facts = std::fs::read_to_string(entry.join("facts"))?;
+        let facts = std::fs::read_to_string(entry.facts())?;
         writeln!(
             table,
             "    Image {{ name: {:?}, cubin: include_bytes!({:?}), ptx: include_bytes!({:?}), {} }},",
             variant.name,
-            entry.join("cubin.zst"),
-            entry.join("ptx.zst"),
+            entry.folder.join("cubin.zst"),
+            entry.folder.join("ptx.zst"),
             facts.trim()
         )?;
     }
@@ -57,26 +67,47 @@ fn left_out(variant: &Variant, cache: &Path) -> Option<PathBuf> {
         .map(|(_, path)| path)
 }
 
-/// Returns the cache folder of one variant; compiles the variant if its content is new.
-fn cached(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<PathBuf> {
-    if let Some(entry) = left_out(variant, cache) {
-        return Ok(entry);
+/// Environment variable with the number of an open file descriptor for progress. Cargo hides the output of build scripts.
+const PROGRESS: &str = "VOLTA_FA_PROGRESS_FD";
+
+fn progress_file() -> Option<File> {
+    let number = std::env::var(PROGRESS).ok()?.parse().ok()?;
+    // SAFETY: the caller of cargo opened it for this process, and nothing else here uses it.
+    Some(unsafe { File::from_raw_fd(number) })
+}
+
+/// The cache folder of one variant, which may not exist yet.
+struct Entry {
+    folder: PathBuf,
+    params_header: String,
+}
+
+impl Entry {
+    fn of(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<Self> {
+        if let Some(folder) = left_out(variant, cache) {
+            return Ok(Entry { folder, params_header: String::new() });
+        }
+        let sources = include_closure(variant.source.headers.iter().chain(&[ENTRY]).map(PathBuf::from).collect())?;
+        let code = sources.values().map(String::as_str).chain([variant.params().name()]).collect::<String>();
+        let params_header = compiler.params_header(&code);
+        let folder = cache.join(format!("{}-{}", variant.name, key(compiler, variant, &params_header, &sources)));
+        Ok(Entry { folder, params_header })
     }
-    let sources = include_closure(variant.source.headers.iter().chain(&[ENTRY]).map(PathBuf::from).collect())?;
-    let code = sources.values().map(String::as_str).chain([variant.params().name()]).collect::<String>();
-    let params_header = compiler.params_header(&code);
-    let entry = cache.join(format!("{}-{}", variant.name, key(compiler, variant, &params_header, &sources)));
-    if entry.join("facts").exists() {
-        return Ok(entry);
+
+    /// Returns the file that marks a complete entry.
+    fn facts(&self) -> PathBuf {
+        self.folder.join("facts")
     }
-    let Binary { cubin, ptx, registers, spill_bytes } = compiler.compile(variant, params_header)?;
-    std::fs::create_dir_all(&entry)?;
-    for (name, data) in [("cubin.zst", &cubin), ("ptx.zst", &ptx)] {
-        std::fs::write(entry.join(name), zstd::encode_all(&data[..], ZSTD_LEVEL)?)?;
+
+    fn compile(&self, compiler: &Compiler, variant: &Variant) -> Result<()> {
+        let Binary { cubin, ptx, registers, spill_bytes } = compiler.compile(variant, &self.params_header)?;
+        std::fs::create_dir_all(&self.folder)?;
+        for (name, data) in [("cubin.zst", &cubin), ("ptx.zst", &ptx)] {
+            std::fs::write(self.folder.join(name), zstd::encode_all(&data[..], ZSTD_LEVEL)?)?;
+        }
+        // written last
+        Ok(std::fs::write(self.facts(), format!("registers: {registers}, spill_bytes: {spill_bytes}\n"))?)
     }
-    // written last, so its presence marks a complete entry
-    std::fs::write(entry.join("facts"), format!("registers: {registers}, spill_bytes: {spill_bytes}\n"))?;
-    Ok(entry)
 }
 
 /// Returns the hash of everything that affects machine code and PTX: compiler, options, PTX versions, parameter blocks, sources.

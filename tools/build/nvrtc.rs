@@ -253,7 +253,7 @@ impl Compiler {
         options
     }
 
-    pub fn compile(&self, variant: &Variant, params_header: String) -> Result<Binary> {
+    pub fn compile(&self, variant: &Variant, params_header: &str) -> Result<Binary> {
         let params_header = CString::new(params_header)?;
         let path = format!("csrc/{ENTRY}");
         let source = CString::new(std::fs::read_to_string(&path).with_context(|| path.clone())?)?;

@@ -53,7 +53,7 @@ def kernels_page(info: dict[str, Any]) -> str:
     page = ["# Kernels", ""]
     if not info:
         return "\n".join([*page, "The library is not built. Run `make build`, then `make docs`.", ""])
-    page.append("`volta_fa::_info` of this build lists these kernels. `python -m volta_fa info` prints the same on your machine.")
+    page.append("`volta_fa::_info` of this build lists these kernels. `python -m volta_fa info --kernels` prints the same on your machine.")
     page.append("Registers are per thread, as ptxas reports them. Shared memory is per block.")
     page.append("[Architecture](../design/architecture.md#feature-sets) explains features.")
     for family in info["families"]:

@@ -6,6 +6,7 @@ import csv
 import datetime
 import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def describe(target: Target) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "target": target.kind,
         "versions": build["versions"],
-        "library": build["library"],
+        "library": _without_home(build["library"]),
         "torch_architectures": torch.cuda.get_arch_list(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "families": target.families,
@@ -126,3 +127,9 @@ def remedy(sm: str) -> str:
         f"For Volta run `{diagnostics.torch_for_volta(torch.__version__)}`: "
         "PyTorch's builds for CUDA 12.8 up to 2.10 and for 12.6 up to 2.14 have it."
     )
+
+
+def _without_home(path: str) -> str:
+    """Returns the path with `~` for the home folder, whose name may be the user's: others read the report."""
+    found = Path(path)
+    return str(Path("~") / found.relative_to(Path.home())) if found.is_relative_to(Path.home()) else path

@@ -163,8 +163,13 @@ def conclude(findings: Findings) -> None:
     wrong = ", ".join(findings.wrong[:_MOST_FAILURES])
     if len(findings.wrong) > _MOST_FAILURES:
         wrong += f" and {len(findings.wrong) - _MOST_FAILURES} others"
+    right = (
+        f"{total} kernels."
+        if findings.settings.target.has_kernels
+        else f"the CPU backend in {total} cases. No kernel ran: that needs a GPU."
+    )
     text = {
-        RIGHT: f"[green]All is right:[/green] {total} kernels.",
+        RIGHT: f"[green]All is right:[/green] {right}",
         WRONG: f"[red]Wrong:[/red] {wrong}." + (f" {to_finish}" if left else ""),
         INCOMPLETE: f"[yellow]Incomplete:[/yellow] {to_finish}",
     }
@@ -314,7 +319,10 @@ def write(findings: Findings) -> None:
     output.mkdir(parents=True, exist_ok=True)
     path = output / "volta_fa-check.json"
     path.write_text(json.dumps(data(findings), indent=1, allow_nan=False) + "\n")
-    _console.print(f"to attach to an issue: {path}", soft_wrap=True)
+    _console.print(
+        f"report: {path}: versions, GPU, driver, clocks, and each kernel's error and time; no host name, user name or serial number",
+        soft_wrap=True,
+    )
     if any(point.ms for point in findings.speeds.points):
         _console.print(f"plot: {plot(findings, output / 'volta_fa-check.png')}", soft_wrap=True)
 

@@ -22,7 +22,8 @@ _EPILOG = """\
 examples:
   python -m volta_fa demo                train a small GPT with volta_fa and with PyTorch's attention, and compare
   python -m volta_fa demo --quick        train for 15 steps
-  python -m volta_fa info                list this build's kernels and this machine's devices
+  python -m volta_fa info                describe this build and this machine's devices
+  python -m volta_fa info --kernels      list every kernel
   python -m volta_fa info --json         print the same as JSON
   python -m volta_fa check               check and time every kernel on this GPU
   python -m volta_fa check --tune        also write a tuning file with the fastest kernels

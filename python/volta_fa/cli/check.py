@@ -57,7 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = float("nan")
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text}, expected seconds, 0 or more")
     return seconds

@@ -18,12 +18,13 @@ Train a small character-level GPT on the source of Python's standard library, tw
 scaled_dot_product_attention. Both runs begin with the same weights and see the same batches.
 The demo prints losses, step time and peak memory side by side, and writes a plot.
 
-On a GPU it trains in float16 autocast with GradScaler. On a CPU it trains in float32, about a minute on two cores.
+On a GPU it trains in float16 autocast with GradScaler. On a CPU it trains in float32, less than a minute on two cores.
+Then one attention layer runs as machine code on a simulated V100 and T4, forward and backward: at most 20 seconds on two cores.
 
 With --ranks 2, volta_fa trains in two processes that share each sequence by ring attention. They use NCCL with two GPUs, and gloo
 on a CPU. PyTorch still trains in one process.
 
-Exit status: 0 if the two runs agree within rounding, 1 if they do not, 2 if the demo cannot run here.
+Exit status: 0 if the two runs agree within rounding and the layer is right, 1 if not, 2 if the demo cannot run here.
 """
 
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     require_rich("matplotlib")
-    from ..demo import run_demo, settings_for
+    from ..demo import run_demo, run_simulated, settings_for
 
     device = _choose_device(arguments.device)
     settings = settings_for(device, steps=arguments.steps, quick=arguments.quick)
@@ -45,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         from ..demo.ranks import run_on_ranks
 
         return 0 if run_on_ranks(arguments.ranks, settings, device, arguments.output) else 1
-    return 0 if run_demo(settings, device, arguments.output).agree else 1
+    agree = run_demo(settings, device, arguments.output).agree
+    return 0 if run_simulated() and agree else 1
 
 
 def _positive(text: str) -> int:

@@ -12,14 +12,20 @@ from .rich_import import require_rich
 if TYPE_CHECKING:
     from rich.table import Table
 
-SUMMARY = "print versions, devices, kernel families and kernel variants with their registers and shared memory"
+SUMMARY = "print versions, devices, problems and the number of kernels; with --kernels every kernel"
 DESCRIPTION = """\
-Print versions, this machine's CUDA devices with the kernel family of each, and every compiled kernel variant.
+Print versions, this machine's CUDA devices with the kernel family of each, problems, and how many kernels there are.
+With --kernels, also print every compiled kernel variant.
 Its registers and shared memory decide how many blocks an SM holds.
 """
 
 
+#: Columns that every row fits.
+_ROW_WIDTH = 100
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kernels", action="store_true", help="list every kernel variant with its registers and shared memory")
     parser.add_argument("--json", action="store_true", help="print JSON for programs instead of tables")
 
 
@@ -28,11 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
-        _print_tables(facts)
+        _print_tables(facts, arguments.kernels)
     return 0
 
 
-def _print_tables(facts: dict[str, Any]) -> None:
+def _print_tables(facts: dict[str, Any], kernels: bool) -> None:
     require_rich()
     from rich.console import Console
 
@@ -51,13 +57,22 @@ def _print_tables(facts: dict[str, Any]) -> None:
     )
     for problem in facts["problems"]:
         console.print(f"[bold]problem[/bold]      {problem}", soft_wrap=True)
-    for title, rows in (
-        ("Devices", facts["devices"]),
-        ("Kernel families", facts["families"]),
-        ("Kernel variants (tile: rows of a block x step; blocks an SM; KiB shared)", [_variant_row(v) for v in facts["variants"]]),
-    ):
-        if rows:
-            console.print(_table(title, rows))
+    for device in facts["devices"]:
+        console.print(f"cuda:{device['index']}       {_device_line(device)}", soft_wrap=True)
+    families = ", ".join(f"{family['variants']} of {family['name']} (sm_{family['sm']} or newer)" for family in facts["families"])
+    console.print(f"kernels      {len(facts['variants'])}: {families}; --kernels lists them", soft_wrap=True)
+    if kernels:
+        title = "Kernel variants (tile: rows of a block x step; blocks an SM; KiB shared)"
+        table = _table(title, [_variant_row(v) for v in facts["variants"]])
+        # at least as wide as the rows: a narrow pipe cuts nothing
+        Console(highlight=False, width=max(console.width, _ROW_WIDTH)).print(table)
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    if device["family"] is None:
+        return f"{device['name']} (compute capability {device['capability']}): volta_fa needs 7.0 or newer"
+    code = "its machine code" if device["native"] else "PTX, compiled by the driver"
+    return f"{device['name']} (compute capability {device['capability']}): family {device['family']}, {code}"
 
 
 def _tuning_line(tuning: dict[str, Any]) -> str:

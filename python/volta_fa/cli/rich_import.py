@@ -11,4 +11,4 @@ def require_rich(*also: str) -> None:
 
     missing = [package for package in ("rich", *also) if importlib.util.find_spec(package) is None]
     if missing:
-        raise CommandError(f"this command needs {' and '.join(missing)}: pip install 'volta-fa[cli]'")
+        raise CommandError(f"this command needs {' and '.join(missing)}: pip install {' '.join(missing)}")

@@ -6,6 +6,7 @@ train.py      trains side by side on the same batches
 agreement.py  decides whether trainings differ by more than rounding
 report.py     prints progress and tables, draws the plot
 ranks.py      shards volta_fa's sequences over several processes
+simulated.py  runs one layer as machine code on simulated GPUs
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from pathlib import Path
 
 import torch
 
-from . import data, report, train
+from ..inspection import info
+from . import data, report, simulated, train
 from .agreement import CONTROLS, Comparison, compare
 from .model import Attention, RoundedAttention, torch_attention, volta_attention
 from .train import Run, Settings
 
-# Sizes: on two CPU cores the demo takes less than two minutes, on a V100 or T4 an estimated one to three minutes.
-_CPU = Settings(layers=4, nheads=4, headdim=32, seqlen=128, batch=8, steps=150)
+# Sizes: on two CPU cores the trainings take less than a minute, on a V100 or T4 an estimated one to three minutes.
+_CPU = Settings(layers=3, nheads=3, headdim=32, seqlen=128, batch=8, steps=60)
 _CUDA = Settings(layers=6, nheads=6, headdim=64, seqlen=512, batch=16, steps=300, half=True)
 _QUICK_STEPS = 15
 
@@ -53,3 +55,23 @@ def run_demo(
     report.announce_plot(report.plot(output, reference, candidate, comparison))
     report.judge(comparison)
     return comparison
+
+
+def run_simulated() -> bool:
+    """Runs one layer on simulated GPUs, and prints the results. Returns True if all are right, or if the simulator cannot run here."""
+    if not info()["simulator"]:
+        report.say("\nNo layer runs on a simulated V100 and T4: this library was built without the simulator.")
+        return True
+    report.introduce_simulation()
+    results = []
+    for gpu in simulated.GPUS:
+        report.say(f"simulating a {gpu.title} ...")
+        try:
+            results.append(simulated.run(gpu))
+        except RuntimeError as error:
+            if "nvdisasm" not in str(error):
+                raise
+            report.say(f"No layer runs on a simulated {gpu.title}, for lack of a disassembler: {str(error).splitlines()[0]}")
+            return True
+    report.show_simulation(results)
+    return all(result.right for result in results)

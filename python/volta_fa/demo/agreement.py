@@ -10,7 +10,7 @@ rounding alone does. volta_fa has to stay within a multiple of that distance, in
 - the gradients of one batch at the same weights (those that the PyTorch run ends with), which training does
   not amplify, and which therefore show errors that are too small, or too late, to show in the losses.
 
-The constants come from trainings of the demo's model on a CPU (4 layers, 4 heads of 32, 128 characters); the
+The constants come from trainings of such a model on a CPU (4 layers, 4 heads of 32, 128 characters); the
 figures are distances from PyTorch's attention, "|g|" the relative distance of the gradients after training:
 
                                           fp32, 150 steps             fp16 autocast, 60 to 80 steps

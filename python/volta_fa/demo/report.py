@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,9 @@ from rich.table import Table
 
 from ..inspection import families, kernel_family
 from ..version import __version__
+from . import simulated
 from .agreement import CONTROLS, Comparison
+from .simulated import Simulated
 from .train import Run, Settings
 
 REFERENCE, CANDIDATE, CONTROL = "PyTorch", "volta_fa", "PyTorch, rounded differently"
@@ -68,14 +71,16 @@ def introduce(settings: Settings, device: torch.device, tokens: int, files: int,
 
 
 class Progress:
-    """Shows a progress bar, and the losses side by side above it at intervals."""
+    """Shows a progress bar, and the losses side by side above it at intervals: in a pipe only these."""
 
     _ROWS = 10
+    _MOST_SECONDS = 8.0
     _FORMAT = "{:>6}  {:>10}  {:>10}  {:>12}  {:>12}"
 
     def __init__(self, steps: int, runs: Sequence[Run]):
         self._steps, self._runs = steps, runs
         self._interval = max(1, steps // self._ROWS)
+        self._shown = time.monotonic()
         self._bar = Bar(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_console, transient=True)
         self._task = self._bar.add_task("training", total=steps)
 
@@ -90,7 +95,9 @@ class Progress:
 
     def on_step(self, step: int) -> None:
         self._bar.advance(self._task)
-        if step == 0 or (step + 1) % self._interval == 0 or step + 1 == self._steps:
+        late = time.monotonic() - self._shown > self._MOST_SECONDS
+        if step == 0 or (step + 1) % self._interval == 0 or step + 1 == self._steps or late:
+            self._shown = time.monotonic()
             reference, candidate, *controls = (run.losses[-1] for run in self._runs)
             control = max(controls, key=lambda loss: abs(loss - reference))
             self._bar.console.print(
@@ -164,3 +171,52 @@ def judge(comparison: Comparison) -> None:
             f"and rounding explains {comparison.gradient_allowed:.1e}"
         )
     _console.print(f"[red]The two trainings disagree: {'; '.join(reasons)}.[/red]", soft_wrap=True)
+
+
+def introduce_simulation() -> None:
+    s = simulated
+    _console.print(
+        f"\nOne attention layer as machine code on simulated GPUs: {s.LAYER}, {s.BATCH} x {s.SEQLEN} tokens, "
+        f"{s.NHEADS} heads of {s.HEADDIM}, fp16.",
+        soft_wrap=True,
+    )
+
+
+def show_simulation(results: Sequence[Simulated]) -> None:
+    """Prints times and errors, and the busy parts of an SM as bars."""
+    table = Table()
+    table.add_column("simulated")
+    for result in results:
+        table.add_column(result.gpu.title, justify="right")
+    for name in ("forward", "backward"):
+        table.add_row(f"{name}, microseconds", *(f"{simulated.microseconds(getattr(result, name)):.0f}" for result in results))
+    table.add_row("both, TFLOP/s", *(f"{result.tflops:.1f}" for result in results))
+    table.add_row("PyTorch's kernels, TFLOP/s", *(f"{result.gpu.pytorch_tflops:.1f}" for result in results))
+    table.add_row("times as fast", *(f"{result.tflops / result.gpu.pytorch_tflops:.1f}" for result in results))
+    for name in results[0].errors:
+        errors = [result.errors[name] for result in results]
+        table.add_row(f"largest error of {name}, fp64 (allowed)", *(f"{error.found:.1e} ({error.allowed:.1e})" for error in errors))
+    _console.print(table)
+    kernels = [(f"{result.gpu.title} {way}", kernel) for result in results for way, kernel in zip(("fwd", "bwd"), result.main_kernels)]
+    bars = Table(
+        title="How busy the parts of an SM are in the main kernels", title_justify="left", box=None, padding=(0, 1), pad_edge=False
+    )
+    bars.add_column("")
+    for name, _ in kernels:
+        bars.add_column(name)
+    for pipe, title in simulated.PIPES.items():
+        bars.add_row(title, *(bar(kernel["timing"]["util"][pipe]) for _, kernel in kernels))
+    _console.print(bars)
+    wrong = [f"{name} on the {result.gpu.title}" for result in results for name, error in result.errors.items() if not error.right]
+    if wrong:
+        _console.print(f"[red]Wrong: {', '.join(wrong)}.[/red]", soft_wrap=True)
+    else:
+        _console.print(
+            "[green]All results are right. No V100 and no T4 took part: the figures are the simulator's.[/green]", soft_wrap=True
+        )
+
+
+def bar(share: float, width: int = 10) -> str:
+    """Returns a bar of blocks and the percentage."""
+    full = round(share * width)
+    return "█" * full + "░" * (width - full) + f" {share:3.0%}"

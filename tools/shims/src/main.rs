@@ -3,10 +3,13 @@
 //! Kernels and Rust are in the core library, which cargo builds without torch and which all shims share.
 //! `tools/build_shims.py` runs this program and copies the libraries into the package.
 
+#[path = "../../build/progress.rs"]
+mod progress;
 mod step;
 mod symbols;
 
 use anyhow::{bail, Context, Result};
+use progress::Progress;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -175,7 +178,9 @@ fn run() -> Result<()> {
         }
         links.push(link(&arguments, release, &compiler, &objects, &exports, &shim));
     }
-    in_parallel(&compiles, Step::bring_up_to_date)?;
+    compiles.retain(|step| !step.is_up_to_date());
+    let progress = Progress::begin("C++ files", compiles.len(), std::io::stderr());
+    in_parallel(&compiles, |step| step.bring_up_to_date().inspect(|()| progress.advance()))?;
     in_parallel(&links, Step::bring_up_to_date)?;
     // A function of tch that torch_ops/tch.cpp lacks fails the build here, and not the import of the library.
     links.iter().try_for_each(|link| symbols::check_exports(&link.output, &needed))

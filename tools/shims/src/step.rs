@@ -1,6 +1,7 @@
 //! Runs a compiler or linker if its output is missing or stale, as make does.
 
 use anyhow::{bail, Context, Result};
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
@@ -14,25 +15,35 @@ pub struct Step {
 }
 
 impl Step {
-    /// Runs the command unless the output exists, is no older than all inputs and was made by the same command.
+    /// Runs the command unless the output is up to date.
     pub fn bring_up_to_date(&self) -> Result<()> {
-        let words: Vec<_> = std::iter::once(self.command.get_program()).chain(self.command.get_args()).collect();
-        let (stamp, line) = (self.output.with_extension("command"), format!("{words:?}"));
-        if std::fs::read_to_string(&stamp).is_ok_and(|made_by| made_by == line) && self.is_fresh() {
+        if self.is_up_to_date() {
             return Ok(());
         }
+        let stamp = self.output.with_extension("command");
         if let Some(folder) = self.output.parent() {
             std::fs::create_dir_all(folder)?;
         }
         // an interrupted or failed command leaves no stamp
         let _ = std::fs::remove_file(&stamp);
+        let words = self.words();
         let result = Command::new(words[0]).args(&words[1..]).output().with_context(|| format!("cannot run {:?}", words[0]))?;
         eprint!("{}", String::from_utf8_lossy(&result.stderr));
         if !result.status.success() {
             eprint!("{}", String::from_utf8_lossy(&result.stdout));
             bail!("cannot make {}", self.output.display());
         }
-        Ok(std::fs::write(stamp, line)?)
+        Ok(std::fs::write(stamp, format!("{words:?}"))?)
+    }
+
+    /// Returns true if the output exists, is no older than all inputs and was made by the same command.
+    pub fn is_up_to_date(&self) -> bool {
+        let made_by = std::fs::read_to_string(self.output.with_extension("command"));
+        made_by.is_ok_and(|line| line == format!("{:?}", self.words())) && self.is_fresh()
+    }
+
+    fn words(&self) -> Vec<&OsStr> {
+        std::iter::once(self.command.get_program()).chain(self.command.get_args()).collect()
     }
 
     fn is_fresh(&self) -> bool {

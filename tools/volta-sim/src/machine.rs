@@ -343,9 +343,13 @@ impl Machine {
     /// # Errors
     /// Unknown name, or a value of the wrong type.
     pub fn set(&mut self, name: &str, value: &str) -> Result<()> {
-        let fail = |e: serde_json::Error| Error::from(format!("machine constant {name}: {e}"));
+        let fail = |e: serde_json::Error| Error::from(format!("a value of {name} as JSON ({e})"));
         let mut all = serde_json::to_value(&*self).map_err(fail)?;
-        let slot = all.get_mut(name).ok_or_else(|| format!("no machine constant `{name}`"))?;
+        let names = || all.as_object().map(|all| all.keys().map(String::as_str).collect::<Vec<_>>().join(", ")).unwrap_or_default();
+        if all.get(name).is_none() {
+            return Err(format!("a machine constant: {}", names()).into());
+        }
+        let slot = &mut all[name];
         *slot = serde_json::from_str(value).map_err(fail)?;
         *self = serde_json::from_value(all).map_err(fail)?;
         Ok(())

@@ -69,7 +69,7 @@ fn parse_args(args: impl Iterator<Item = String>) -> Result<Command> {
         }
     }
     for (name, value) in &settings {
-        timing.machine.set(name, value)?;
+        timing.machine.set(name, value).map_err(|e| Error::from(format!("--set: got {name}={value}, expected {e}")))?;
     }
     timing.annotate = annotate.is_some();
     let options = JobOptions { timing: (!functional_only).then_some(timing), functional: (!timing_only).then_some(schedule) };

@@ -205,7 +205,8 @@ fn bad_timing_options() {
     };
     assert!(error(TimingOptions { sm: Some(80), ..Default::default() }).contains("SM 80 of 80"));
     let mut machine = Machine::default();
-    assert!(machine.set("no_such", "1").is_err());
+    let unknown = machine.set("no_such", "1").unwrap_err().to_string();
+    assert!(unknown.starts_with("a machine constant: ") && unknown.contains(", icache, "), "{unknown}");
     assert!(machine.set("sms", "\"many\"").is_err());
     machine.set("sms", "0").unwrap();
     assert!(error(TimingOptions { machine, ..Default::default() }).contains("sms"));

@@ -1,0 +1,145 @@
+"""Runs one attention layer as machine code on a simulated V100 and T4, forward and backward: errors, times, busy parts of an SM.
+
+No such GPU takes part. The simulator executes one sequence in full, for the errors, and times one SM's share of the whole batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..check.cases import Case
+from ..check.kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, environment
+from ..check.problems import Expected, Inputs, expect_backward, expect_forward
+from ..check.tolerance import max_error
+from ..inspection import info
+
+#: The layer: attention of BERT base, which PyTorch's kernels ran in the same simulator. (The demo's own layers would fill no GPU.)
+LAYER = "BERT base"
+BATCH, SEQLEN, NHEADS, HEADDIM = 16, 512, 12, 64
+#: Parts of an SM by their names in the simulator's reports. One that is always busy bounds the kernel.
+PIPES = {"tensor": "tensor cores", "mio": "shared memory", "xu": "exponentials", "issue": "issue slots"}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A simulated GPU."""
+
+    name: str  # in VOLTA_FA_SIM_GPU
+    title: str
+    #: Of PyTorch's memory-efficient kernels for this layer, simulated: docs/reference/figures.md, "BERT base, training".
+    pytorch_tflops: float
+
+
+GPUS = (Gpu("v100", "V100", 21.9), Gpu("t4", "T4", 12.4))
+
+
+@dataclass
+class Error:
+    """The largest error of a result."""
+
+    found: float
+    allowed: float
+
+    @property
+    def right(self) -> bool:
+        return self.found <= self.allowed
+
+
+@dataclass
+class Simulated:
+    """Results on one GPU."""
+
+    gpu: Gpu
+    errors: dict[str, Error]  # of out, dq, dk, dv
+    forward: list[dict[str, Any]]  # the simulator's reports on the kernels of a pass
+    backward: list[dict[str, Any]]
+
+    @property
+    def right(self) -> bool:
+        return all(error.right for error in self.errors.values())
+
+    @property
+    def tflops(self) -> float:
+        """Of forward and backward together: 4 and 10 operations for each query, key, head and column."""
+        operations = (4 + 10) * BATCH * NHEADS * SEQLEN**2 * HEADDIM
+        return operations / (microseconds(self.forward) + microseconds(self.backward)) / 1e6
+
+    @property
+    def main_kernels(self) -> list[dict[str, Any]]:
+        """The slowest kernel of each pass."""
+        return [max(reports, key=lambda report: microseconds([report])) for reports in (self.forward, self.backward)]
+
+
+def microseconds(reports: Sequence[dict[str, Any]]) -> float:
+    return float(sum(report["timing"]["kernel_us"] for report in reports))
+
+
+def run(gpu: Gpu) -> Simulated:
+    """Runs the layer, in less than ten seconds on two cores."""
+    forward, backward = _time(gpu)
+    return Simulated(gpu, _errors(gpu, [*forward, *backward]), forward, backward)
+
+
+def _time(gpu: Gpu) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    q, k, v, dout, out = (aligned((BATCH, SEQLEN, NHEADS, HEADDIM), torch.float16).zero_() for _ in range(5))
+    for t in (q, k):
+        t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(0)))
+    # stand-ins for the results of a forward pass, which is only timed: no time depends on the values of others than q and k
+    lse = aligned((BATCH, NHEADS, SEQLEN), torch.float32).fill_(math.log(SEQLEN) + 0.5)
+    with environment(**{SIMULATE_VARIABLE: "timing", SIMULATED_GPU_VARIABLE: gpu.name}):
+        torch.ops.volta_fa._sim_report()  # forgets earlier launches
+        torch.ops.volta_fa.fwd(q, k, v)
+        forward = json.loads(torch.ops.volta_fa._sim_report())
+        torch.ops.volta_fa.bwd(dout, q, k, v, out, lse)
+        return forward, json.loads(torch.ops.volta_fa._sim_report())
+
+
+def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:
+    """Runs one sequence in full with the kernels that were timed, and compares it with fp64."""
+    inputs, forward, backward = _expected()
+    names = {report["kernel"] for report in timed}
+    choices = [{"pass": v["pass"], "variant": v["name"]} for v in info()["variants"] if v["name"] in names]
+    torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": []}))
+    try:
+        with environment(
+            **{SIMULATE_VARIABLE: "1", SIMULATED_GPU_VARIABLE: gpu.name, "VOLTA_FA_SIM_THREADS": str(torch.get_num_threads())}
+        ):
+            out, lse, rng_state = inputs.forward()
+            found = {"out": out, **inputs.gradients(out, lse, rng_state)}
+    finally:
+        torch.ops.volta_fa._set_tuning("")
+    return {name: _error(tensor, name, forward if name == "out" else backward) for name, tensor in found.items()}
+
+
+@functools.cache
+def _expected() -> tuple[Inputs, Expected, Expected]:
+    """Returns one sequence with its results in fp64."""
+    case = Case(SEQLEN, SEQLEN, HEADDIM, batch=1, nheads=NHEADS, dtype=torch.float16)
+    inputs = Inputs.draw(case, 0, torch.device("cpu"))
+    no_dropout = torch.zeros(2, dtype=torch.int64)
+    forward = expect_forward(inputs, no_dropout)
+    return inputs, forward, expect_backward(inputs, forward, no_dropout)
+
+
+def _error(found: Tensor, name: str, expected: Expected) -> Error:
+    return Error(max_error(found, expected.values[name]), expected.budgets[name].allowed)
+
+
+#: Bytes that CUDA aligns allocations to. Cache lines of the simulated tensors lie as on a GPU then; ATen's CPU allocator stops at 64.
+_ALIGNMENT = 256
+
+
+def aligned(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Returns a tensor that is not set, aligned as CUDA's allocator does."""
+    numel, spare = math.prod(shape), _ALIGNMENT // dtype.itemsize
+    memory = torch.empty(numel + spare, dtype=dtype, device=device)
+    first = -memory.data_ptr() % _ALIGNMENT // dtype.itemsize
+    return memory[first : first + numel].view(tuple(shape))

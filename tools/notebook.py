@@ -1,0 +1,81 @@
+"""Runs examples/first_light.ipynb in the states that a stranger is in: `make notebook`.
+
+    python tools/notebook.py OUTPUT
+
+nothing   neither a wheel nor an address: it stops with one line that says what to do
+wheel     a wheel beside the notebook, as one that was uploaded
+source    the address of a repository, here this checkout: it clones and builds it, with the kernels that target/ has
+
+Each state has an environment of its own, with the packages of this Python but without the checkout's. The notebooks with their
+results stay in OUTPUT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from bootstrap import package_folders
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOK = ROOT / "examples" / "first_light.ipynb"
+STOPPED = "Stopped: no volta_fa: set WHEEL or SOURCE in this cell"
+
+
+def environment(folder: Path) -> Path:
+    """Makes an environment that sees the packages of this Python, but not what its .pth files add, and returns its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+    python = folder / "bin" / "python"
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    site_packages = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    Path(site_packages, "packages.pth").write_text("".join(f"{path}\n" for path in package_folders()))
+    return python
+
+
+def execute(folder: Path, state: str, source: str = "", seconds: int = 900) -> tuple[int, str]:
+    """Runs the notebook and returns the exit status and the text of all outputs."""
+    print(f"volta_fa: {NOTEBOOK.name}, state {state}", flush=True)
+    path = folder / NOTEBOOK.name
+    text = NOTEBOOK.read_text()
+    assert text.count(r"SOURCE = \"\"\n") == 1
+    path.write_text(text.replace(r"SOURCE = \"\"\n", rf"SOURCE = \"{source}\"\n"))
+    python = environment(folder / "environment")
+    code = "from nbclient.cli import main; main()"
+    dropped = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "TORCH", "PYTHON")
+    environ = {name: value for name, value in os.environ.items() if name not in dropped}
+    environ["CARGO_TARGET_DIR"] = str(ROOT / "target")
+    command = [python, "-c", code, f"--timeout={seconds}", "--inplace", "--allow-errors", path.name]
+    status = subprocess.run(command, cwd=folder, env=environ).returncode
+    outputs = [output for cell in json.loads(path.read_text())["cells"] for output in cell.get("outputs", ())]
+    said = ["".join(output.get("text", "")) + "\n".join(output.get("traceback", ())) for output in outputs]
+    errors = [output for output in outputs if output["output_type"] == "error"]
+    return status or bool(errors), "\n".join(said)
+
+
+def main(arguments: list[str]) -> int:
+    output = Path(arguments[0]).absolute()
+    shutil.rmtree(output, ignore_errors=True)
+    wrong = []
+    for state in ("nothing", "wheel", "source"):
+        folder = output / state
+        folder.mkdir(parents=True)
+        if state == "wheel":
+            print("volta_fa: builds a wheel", flush=True)
+            pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT]
+            subprocess.run(pip, check=True)
+        status, said = execute(folder, state, str(ROOT) if state == "source" else "", 3600)
+        right = (STOPPED in said) if state == "nothing" else status == 0 and "Exit status 0" in said
+        if not right:
+            print(said[-4000:], file=sys.stderr)
+            wrong.append(state)
+    if wrong:
+        print(f"volta_fa: {NOTEBOOK.name} is wrong in the states: {', '.join(wrong)}", file=sys.stderr)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
