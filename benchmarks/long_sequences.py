@@ -22,7 +22,7 @@ from .report import Grid
 
 #: Of volta-sim's V100 (tools/volta-sim/src/machine.rs): bytes of L2; bytes a cycle and SM; cycles.
 L2_BYTES = 6 << 20
-L2_RATE, DRAM_RATE = 17.6, 6.6
+L2_RATE, DRAM_RATE = 17.6, 6.4
 DRAM_LATENCY = 430
 
 LENGTHS = (8192, 16384, 32768, 65536, 115456)
