@@ -153,7 +153,7 @@ pub struct Machine {
     pub l0_line_cycles: u64,
     /// latency of such a fetch, assumed
     pub l0_miss_latency: u64,
-    /// lines fetched ahead of the demanded one, assumed (prefetchers exist since Pascal)
+    /// lines fetched ahead of the demanded one, assumed (HSG25 assumes a stream buffer of 8 on Ampere)
     pub l0_prefetch: u32,
     /// the L0 replaces a random line (fitted, see README "Instruction cache"), not the one unused for longest
     pub l0_random: bool,
