@@ -225,7 +225,7 @@ def main(arguments: Sequence[str]) -> int:
     cases = SWEEP if options.sweep else CASES
     cases = [cases[i] for i in options.case] if options.case else cases
     found = [row for gpu in options.gpu for d in options.headdim for row in rows(gpu, d, options.nheads, options.settings, cases)]
-    header = report.facts("block_mask", arguments, **{"kind of figures": "simulated with tools/volta-sim"})
+    header = report.facts("block_mask", arguments, **{"kind of figures": report.SIMULATED})
     grids = [grid_of(found)]
     report.deliver(
         options, header, grids, [asdict(row) | {"of_plain": row.of_plain} for row in found], lambda path: plot(found, header, path)

@@ -37,10 +37,10 @@ from volta_fa.kv_cache.formats import KV_DTYPES
 
 from .measure import aligned, ended, median_ms, simulated
 
-#: DRAM rate of volta-sim's V100: bytes per cycle and SM, SMs, GHz.
-DRAM_GB_S = 6.6 * 80 * 1.53
-#: DRAM rate of its GPUs.
-DRAM_RATES = {"v100": DRAM_GB_S, "t4": 3.5 * 40 * 1.59, "rtx2080ti": 4.7 * 68 * 1.545, "titanrtx": 4.2 * 72 * 1.77}
+#: DRAM rate that volta-sim's V100 attains (`dram_gb_per_s` in tools/volta-sim/src/machine.rs).
+DRAM_GB_S = 783.0
+#: The same of its GPUs.
+DRAM_RATES = {"v100": DRAM_GB_S, "t4": 220.0, "rtx2080ti": 493.0, "titanrtx": 538.0}
 #: Simulator settings for each DRAM latency, in cycles: the model's default, and that of a loaded memory.
 LATENCIES = {"430": "", "3000": "dram_latency=3000"}
 #: Columns of a latent that are values.

@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in dict.fromkeys(row.name for row in listed):
         of_gpu = {row.gpu: cell(row, found.get((row.gpu, name))) for row in listed if row.name == name}
         grid.rows.append([name, *(of_gpu.get(gpu, "") for gpu in CARDS)])
-    header = report.facts("headdim_512", arguments, **{"kind of figures": "simulated with tools/volta-sim"})
+    header = report.facts("headdim_512", arguments, **{"kind of figures": report.SIMULATED})
     data = [{"gpu": gpu, "name": name, "figures": of} for (gpu, name), of in found.items()]
     report.deliver(options, header, [grid], data)
     return 0

@@ -22,7 +22,7 @@ from .report import Grid
 
 #: Of volta-sim's V100 (tools/volta-sim/src/machine.rs): bytes of L2; bytes a cycle and SM; cycles.
 L2_BYTES = 6 << 20
-L2_RATE, DRAM_RATE = 17.6, 6.6
+L2_RATE, DRAM_RATE = 17.6, 6.4
 DRAM_LATENCY = 430
 
 LENGTHS = (8192, 16384, 32768, 65536, 115456)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     grid = Grid("Forward on a simulated V100, L2 misses modeled", ["headdim, length", "misses", "TFLOP/s", "perfect i-cache"])
     for headdim, length, share in cases:
         grid.rows.append([f"{headdim}, {length}", f"{share:.0%}", *(f"{speed:.1f}" for speed in found[headdim, share])])
-    header = report.facts("long_sequences", arguments, **{"kind of figures": "simulated with tools/volta-sim"})
+    header = report.facts("long_sequences", arguments, **{"kind of figures": report.SIMULATED})
     rows = [{"headdim": d, "length": n, "share": s, "tflops": found[d, s][0], "tflops_no_icache": found[d, s][1]} for d, n, s in cases]
     report.deliver(options, header, [grid], rows)
     return 0

@@ -277,7 +277,7 @@ def main(arguments: Sequence[str]) -> int:
             figures = _figures(row, options.gpu, options.resume, options.kept, pytorch)
             results += [(row, figures)] if figures else []
             bar.advance(task)
-    header = report.facts("models", arguments, device=GPUS[options.gpu].device, **{"kind of figures": "simulated with tools/volta-sim"})
+    header = report.facts("models", arguments, device=GPUS[options.gpu].device, **{"kind of figures": report.SIMULATED})
     data = [{"row": str(row), "use": row.use, **asdict(f)} for row, f in results]
     report.deliver(options, header, [grid(results, options.gpu)], data, lambda path: plot(results, options.gpu, header, path))
     return 0

@@ -24,6 +24,9 @@ from rich.table import Table
 import volta_fa
 from volta_fa.errors import CommandError
 
+#: What headers of simulated results say: volta-sim's times exclude launches (docs/validation/real-cards.md).
+SIMULATED = "simulated with tools/volta-sim; each launch takes 10 to 20 us more on a real card"
+
 # Tables are wide; a pipe or a file has no width of its own.
 _WIDTH = None if sys.stdout.isatty() else 200
 console = Console(highlight=False, width=_WIDTH)

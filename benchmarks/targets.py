@@ -132,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
             results.append(r)
             cells = [f"{r.tflops:.1f}", f"{r.tflops_no_icache:.1f}", f"{r.tensor:.0%}", f"{r.mio:.0%}", f"{r.balance:.2f}", r.kernel]
             grid.rows.append([target.name, f"{target.tflops:g}" if target.tflops else "-", *cells])
-    header = report.facts("targets", arguments, **{"kind of figures": "simulated with tools/volta-sim"})
+    header = report.facts("targets", arguments, **{"kind of figures": report.SIMULATED})
     rows = [{"case": t.name, "target": t.tflops, **vars(r)} for t, r in zip(chosen, results)]
     report.deliver(options, header, [grid], rows)
     return 0

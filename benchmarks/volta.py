@@ -512,7 +512,7 @@ def main(arguments: Sequence[str]) -> int:
     if not chosen:
         raise CommandError(f"no case has all of {' '.join(options.cases)}; cases are named as `{listed[0]}`")
     rows, missing = simulate_all(chosen, options.gpu, options.jobs)
-    kind = {"kind of figures": "simulated with tools/volta-sim"}
+    kind = {"kind of figures": report.SIMULATED}
     if missing:
         kind["without kernels of its own"] = ", ".join(map(str, missing))
     header = report.facts("volta", arguments, device=gpu.device, **kind)

@@ -22,7 +22,9 @@ def timed(backend, problem) -> list[dict]:
     return json.loads(torch.ops.volta_fa._sim_report())
 
 
-@pytest.mark.parametrize("gpu,family", [("v100", "volta"), ("t4", "turing"), ("rtx2080ti", "turing"), ("titanrtx", "turing")])
+@pytest.mark.parametrize(
+    "gpu,family", [("v100", "volta"), ("pg503", "volta"), ("t4", "turing"), ("rtx2080ti", "turing"), ("titanrtx", "turing")]
+)
 @on("sim")
 def test_a_gpu_runs_its_own_family(backend, problem, gpu, family):
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
@@ -100,5 +102,5 @@ def test_a_kernel_of_one_feature_is_not_taken_without_it(backend, problem):
 @on("sim")
 def test_an_unknown_gpu(backend, problem):
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "p100")
-    with pytest.raises(ValueError, match="VOLTA_FA_SIM_GPU: got `p100`, expected v100 or t4 or rtx2080ti or titanrtx"):
+    with pytest.raises(ValueError, match="VOLTA_FA_SIM_GPU: got `p100`, expected v100 or pg503 or t4 or rtx2080ti or titanrtx"):
         timed(backend, problem)

@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::machine::{Machine, Occupancy};
 use crate::mem::GlobalMem;
 use crate::module::{Kernel, KernelInfo, Module};
+use crate::ops::memory::SHARED_WINDOW;
 use crate::report::{self, Functional, LaunchInfo, Timing, TimingReport};
 use crate::run;
 use crate::shape::Shape;
@@ -201,6 +202,7 @@ fn constant0(info: &KernelInfo, shape: &Shape, local_bytes: u32, params: &[impl 
         put(0xc + 4 * i, shape.grid[i]);
     }
     put(0x28, local_bytes); // initial stack pointer
+    put(0x1c, (SHARED_WINDOW >> 32) as u32); // base of shared memory's generic addresses, low word 0
     for (p, data) in info.params.iter().zip(params) {
         let data = data.as_ref();
         if data.len() != p.size as usize {

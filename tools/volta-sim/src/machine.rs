@@ -4,7 +4,9 @@
 //! Sources: (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture
 //! via Microbenchmarking" (2018); (WP) NVIDIA Tesla V100 GPU Architecture whitepaper; (GPGPU) the
 //! GPGPU-Sim / Accel-Sim SM7_QV100 configuration; (PG) CUDA C++ programming guide, throughput table;
-//! (RGA19) Raihan, Goli, Aamodt, "Modeling Deep Learning Accelerator Enabled GPUs" (2019). For Turing: (TWP) NVIDIA Turing GPU
+//! (RGA19) Raihan, Goli, Aamodt, "Modeling Deep Learning Accelerator Enabled GPUs" (2019); (1Cat) measurements on GV100 cards that the
+//! repository 1CatAI/1Cat-vLLM publishes (docs/design, 2026-08), see docs/validation/real-cards.md; (HSG25) Huerta, Shoushtary, Cruz,
+//! Gonzalez, "Dissecting and Modeling the Architecture of Modern GPU Cores" (MICRO 2025), of Ampere. For Turing: (TWP) NVIDIA Turing GPU
 //! Architecture whitepaper and the cards' data sheets; (Jia19) Jia, Maggioni, Smith, Scarpazza, "Dissecting the NVIDIA Turing T4
 //! GPU via Microbenchmarking" (2019); (Yan20) Yan, Wang, Chu, "Demystifying Tensor Cores to Optimize Half-Precision Matrix
 //! Multiply" (IPDPS 2020); (SJF) sjfeng1999/gpu-arch-microbenchmark, an RTX 2070; (CC) Chips and Cheese on Turing;
@@ -71,7 +73,10 @@ pub struct Machine {
     pub uniform_cycles: u64,
 
     // --- latencies from issue to the release of the write scoreboard ----------------------
-    /// (RGA19): first results of an HMMA set after 10..12 cycles
+    /// HMMA.884, for an HMMA that waits for its accumulators: they are forwarded, so that a chain takes its stall counts (1Cat: 8.66
+    /// cycles for each m8n8k4)
+    pub hmma_forward: u64,
+    /// HMMA.884, for other instructions that wait, (RGA19): first results of an HMMA set after 10..12 cycles
     pub hmma_latency: u64,
     /// last registers of an HMMA.1688 with f32 accumulators
     pub hmma_1688_f32_latency: u64,
@@ -97,7 +102,7 @@ pub struct Machine {
     pub ldc_latency: u64,
     /// L1 hit (Jia18: 28)
     pub l1_latency: u64,
-    /// L2 hit (Jia18: 193)
+    /// L2 hit (Jia18: 193; 1Cat: a chain of `ld.global.cg` takes 210.7 cycles for each load and its address)
     pub l2_latency: u64,
     /// DRAM (Jia18: ~375..1029 depending on TLB; GPGPU ~430)
     pub dram_latency: u64,
@@ -121,12 +126,15 @@ pub struct Machine {
     pub branch_cycles: u64,
     /// CTA launch: cycles from a free slot to the first issue, assumed
     pub cta_launch: u64,
+    /// microseconds of a kernel launch that are in no simulated time, least and most (1Cat: event timings have an intercept of 16 to
+    /// 27 us, of which the simulation has 5 to 8)
+    pub launch_us: [f64; 2],
 
     // --- bandwidth, bytes per cycle for one SM -------------------------------------------
     /// (Jia18): 2155 GB/s over 80 SMs at 1.53 GHz
     pub l2_bytes_per_clk: f64,
-    /// ~810 GB/s over 80 SMs, attainable of 900 (WP, Jia18: 750)
-    pub dram_bytes_per_clk: f64,
+    /// GB/s of the card's DRAM that kernels attain: 0.87 of the peak (1Cat: a GEMM that reads 624 MB; Jia18: 750 of 900)
+    pub dram_gb_per_s: f64,
     /// L2 capacity, in bytes (WP)
     pub l2_bytes: u64,
 
@@ -141,12 +149,14 @@ pub struct Machine {
     /// cycles between two lines that the L1.5 gets from L2
     pub l15_line_cycles: u64,
     /// cycles the shared L1.5 needs to deliver one 128-byte line (8 instructions)
-    /// to some L0: calibrated on one published kernel, see README "Calibration"
+    /// to some L0: fitted to three kernels, see README "Instruction cache"
     pub l0_line_cycles: u64,
     /// latency of such a fetch, assumed
     pub l0_miss_latency: u64,
-    /// lines fetched ahead of the demanded one, assumed (prefetchers exist since Pascal)
+    /// lines fetched ahead of the demanded one, assumed (HSG25 assumes a stream buffer of 8 on Ampere)
     pub l0_prefetch: u32,
+    /// the L0 replaces a random line (fitted, see README "Instruction cache"), not the one unused for longest
+    pub l0_random: bool,
 
     // --- modelling options -----------------------------------------------------------------
     /// 3 distinct source registers in one of the two 64-bit banks cost a cycle (Jia18)
@@ -164,10 +174,10 @@ impl Default for Machine {
 }
 
 /// The GPUs there are descriptions of.
-const MACHINES: [fn() -> Machine; 4] = [Machine::v100, Machine::t4, Machine::rtx2080ti, Machine::titanrtx];
+const MACHINES: [fn() -> Machine; 5] = [Machine::v100, Machine::pg503, Machine::t4, Machine::rtx2080ti, Machine::titanrtx];
 
 impl Machine {
-    /// The description of a GPU: `v100`, `t4`, `rtx2080ti` or `titanrtx`.
+    /// The description of a GPU: `v100`, `pg503`, `t4`, `rtx2080ti` or `titanrtx`.
     pub fn named(name: &str) -> Option<Machine> {
         MACHINES.iter().map(|m| m()).find(|m| m.name == name)
     }
@@ -211,6 +221,7 @@ impl Machine {
             hmma_1688_f16_cycles: 0,
             imma_8816_cycles: 0,
             uniform_cycles: 0,
+            hmma_forward: 2,
             hmma_latency: 12,
             hmma_1688_f32_latency: 0,
             hmma_1688_f16_latency: 0,
@@ -224,7 +235,7 @@ impl Machine {
             s2r_latency: 22,
             ldc_latency: 27,
             l1_latency: 28,
-            l2_latency: 193,
+            l2_latency: 208,
             dram_latency: 430,
             atom_extra: 20,
             mio_delay: 4,
@@ -236,19 +247,33 @@ impl Machine {
             bar_latency: 16,
             branch_cycles: 8,
             cta_launch: 200,
+            launch_us: [10.0, 20.0],
             l2_bytes_per_clk: 17.6,
-            dram_bytes_per_clk: 6.6,
+            dram_gb_per_s: 783.0,
             l2_bytes: 6 << 20,
             icache: true,
             l0_bytes: 12 * 1024,
             l15_bytes: 0,
             l15_line_cycles: 0,
-            l0_line_cycles: 13,
+            l0_line_cycles: 10,
             l0_miss_latency: 30,
             l0_prefetch: 2,
+            l0_random: true,
             reg_banks: true,
             subword_factor: 1,
             merge_groups: false,
+        }
+    }
+
+    /// Tesla PG503-216, the card of most of 1Cat's measurements: a GV100 with 72 SMs and faster memory. Its application clock; other
+    /// measurements ran at 1200 MHz (`set("clock_mhz", "1200")`).
+    pub fn pg503() -> Machine {
+        Machine {
+            name: "pg503".into(),
+            clock_mhz: 1312.0,
+            sms: 72,
+            dram_gb_per_s: 983.0, // 0.87 of 1130, the peak that ncu's shares of it give (1Cat)
+            ..Machine::v100()
         }
     }
 
@@ -282,13 +307,13 @@ impl Machine {
             agu_cycles: 2,                // (Yan20): one warp issues LDS.32 every 2.1 clk
             wavefront_cycles: 2,          // 64 B/clk: (Jia19) attains 58.8, (Yan20) all of it with LDS.64 and LDS.128; LDSM as
             // LDS: assumed, (PTXAS) spaces the two alike
-            sts_extra_cycles: 2,     // (Yan20): STS.32, .64 and .128 every 4.06, 6 and 10 clk
-            l2_bytes_per_clk: 20.0,  // derived: about 1.3 TB/s over 40 SMs, from alexarmbr's GEMM study
-            dram_bytes_per_clk: 3.5, // 220 GB/s attained of 320 (Jia19), 240 (Yan20)
-            l2_bytes: 4 << 20,       // (TWP)
-            l0_bytes: 16 * 1024,     // (CC)
-            l15_bytes: 46 * 1024,    // (CC)
-            l15_line_cycles: 7,      // a line at l2_bytes_per_clk: assumed
+            sts_extra_cycles: 2,    // (Yan20): STS.32, .64 and .128 every 4.06, 6 and 10 clk
+            l2_bytes_per_clk: 20.0, // derived: about 1.3 TB/s over 40 SMs, from alexarmbr's GEMM study
+            dram_gb_per_s: 220.0,   // of 320 (Jia19); (Yan20) has 240
+            l2_bytes: 4 << 20,      // (TWP)
+            l0_bytes: 16 * 1024,    // (CC)
+            l15_bytes: 46 * 1024,   // (CC)
+            l15_line_cycles: 7,     // a line at l2_bytes_per_clk: assumed
             ..Machine::v100()
         }
     }
@@ -301,7 +326,7 @@ impl Machine {
             sms: 68,                   // (TWP)
             hmma_1688_f32_cycles: 16,  // (HHC): 511.7 FLOP/clk/SM with f32, 1022 with f16 accumulators
             hmma_1688_f32_latency: 26, // assumed: 8 more than on a T4, as the issue takes 8 clk more
-            dram_bytes_per_clk: 4.7,   // 616 GB/s (TWP), 0.8 of it attained: assumed, near V100's 0.83 (Jia18)
+            dram_gb_per_s: 493.0,      // 616 GB/s (TWP), 0.8 of it attained: assumed, near V100's 0.83 (Jia18)
             l2_bytes: 11 << 19,        // 5.5 MB (TWP)
             ..Machine::t4()
         }
@@ -311,10 +336,10 @@ impl Machine {
     pub fn titanrtx() -> Machine {
         Machine {
             name: "titanrtx".into(),
-            clock_mhz: 1770.0,       // boost (TWP)
-            sms: 72,                 // (TWP)
-            dram_bytes_per_clk: 4.2, // 672 GB/s (TWP), 0.8 of it attained: assumed, as of the RTX 2080 Ti
-            l2_bytes: 6 << 20,       // (TWP)
+            clock_mhz: 1770.0,    // boost (TWP)
+            sms: 72,              // (TWP)
+            dram_gb_per_s: 538.0, // 672 GB/s (TWP), 0.8 of it attained: assumed, as of the RTX 2080 Ti
+            l2_bytes: 6 << 20,    // (TWP)
             ..Machine::t4()
         }
     }
@@ -353,6 +378,11 @@ impl Machine {
         *slot = serde_json::from_str(value).map_err(fail)?;
         *self = serde_json::from_value(all).map_err(fail)?;
         Ok(())
+    }
+
+    /// Bytes per cycle of the DRAM's rate that one SM has.
+    pub(crate) fn dram_bytes_per_clk(&self) -> f64 {
+        self.dram_gb_per_s * 1e3 / (f64::from(self.sms) * self.clock_mhz)
     }
 
     /// Reject constants the model cannot work with.

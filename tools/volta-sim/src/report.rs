@@ -87,8 +87,12 @@ pub struct Timing {
     pub cycles: u64,
     /// estimated cycles of the kernel, extrapolated when not all CTAs of the SM were simulated
     pub kernel_cycles: f64,
-    /// estimated duration of the kernel in microseconds, without launch overhead
+    /// estimated duration of the kernel in microseconds, without the launch
     pub kernel_us: f64,
+    /// microseconds that the launch takes besides on a real card, least and most
+    pub launch_us: [f64; 2],
+    /// cycles between the first and the last read of the clock by the first warp that reads it, for kernels that time themselves
+    pub clocked_cycles: Option<u64>,
     /// TFLOP/s of the kernel, if its operations were given
     pub tflops: Option<f64>,
     /// how busy the parts of the SM were
@@ -245,6 +249,8 @@ impl Timing {
             cycles: c.cycles,
             kernel_cycles,
             kernel_us: us,
+            launch_us: m.launch_us,
+            clocked_cycles: sim.clock_reads.map(|(first, last)| last - first),
             tflops: flops.map(|f| f / us / 1e6),
             util: Utilisation::new(c, m),
             smem_conflict_excess: c.smem_wavefronts as f64 / c.smem_ideal.max(1) as f64 - 1.0,
@@ -356,7 +362,8 @@ impl Display for Timing {
         if let Some(x) = self.tflops {
             write!(f, " = {x:.2} TFLOP/s")?;
         }
-        writeln!(f, "\n  utilisation: {}", percentages(&self.util))?;
+        writeln!(f, ", and {:.0} to {:.0} us for the launch", self.launch_us[0], self.launch_us[1])?;
+        writeln!(f, "  utilisation: {}", percentages(&self.util))?;
         writeln!(f, "  warp cycles: {}", percentages(&self.stall_fraction))?;
         let c = &self.counters;
         writeln!(

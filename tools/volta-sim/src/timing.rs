@@ -5,6 +5,8 @@ use crate::cta::Cta;
 use crate::env::Env;
 use crate::isa::*;
 use crate::machine::Machine;
+use crate::mem::Buffer;
+use crate::ops::memory::shared_offset;
 use crate::step::{Access, SimResult};
 use serde::Serialize;
 use std::collections::{HashMap, VecDeque};
@@ -57,19 +59,29 @@ struct ICache {
     ready: Vec<u64>,
     used: Vec<u64>,
     held: Vec<u32>,
+    /// of the pseudo-random choice of a victim, not 0
+    seed: u64,
 }
 const ABSENT: u64 = u64::MAX;
 
 impl ICache {
-    fn new(lines: usize) -> Self {
-        ICache { ready: vec![ABSENT; lines], used: vec![0; lines], held: vec![] }
+    fn new(lines: usize, seed: u64) -> Self {
+        ICache { ready: vec![ABSENT; lines], used: vec![0; lines], held: vec![], seed }
     }
 
-    /// A line that is absent will be here at `ready`, in place of the one unused for longest where there is no room for more
-    /// than `capacity`.
-    fn fill(&mut self, line: u32, capacity: usize, now: u64, ready: u64) {
+    /// A line that is absent will be here at `ready`, in place of another where there is no room for more than `capacity`: of the one
+    /// unused for longest, or with `random` of any.
+    fn fill(&mut self, line: u32, capacity: usize, random: bool, now: u64, ready: u64) {
         if self.held.len() >= capacity {
-            let (i, _) = self.held.iter().enumerate().min_by_key(|(_, &h)| self.used[h as usize]).unwrap();
+            let i = if random {
+                // xorshift64*: the same victims in each run
+                self.seed ^= self.seed >> 12;
+                self.seed ^= self.seed << 25;
+                self.seed ^= self.seed >> 27;
+                (self.seed.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) as usize % self.held.len()
+            } else {
+                self.held.iter().enumerate().min_by_key(|(_, &h)| self.used[h as usize]).unwrap().0
+            };
             let old = self.held.swap_remove(i);
             self.ready[old as usize] = ABSENT;
         }
@@ -89,10 +101,18 @@ enum Why {
     Barrier,
 }
 
-/// Times at which the outstanding users of one scoreboard release it.
+/// When an outstanding user of a scoreboard releases it.
+#[derive(Clone, Copy)]
+struct Release {
+    at: u64,
+    /// for an HMMA that waits: earlier after an HMMA, whose accumulators are forwarded
+    for_hmma: u64,
+}
+
+/// The outstanding users of one scoreboard.
 #[derive(Default, Clone)]
 struct Scoreboard {
-    times: Vec<u64>,
+    users: Vec<Release>,
     why: Option<Why>,
 }
 
@@ -238,6 +258,9 @@ pub struct SmSim<'a, 'e> {
     on_its_way: HashMap<u64, u64>,
     /// first touches left that this SM pays from DRAM, per buffer (others are fetched by other SMs)
     dram_budget: Vec<u64>,
+    /// cycles of the first and the last read of the clock by the first warp that reads it
+    pub clock_reads: Option<(u64, u64)>,
+    clock_reader: Option<usize>,
     age: u64,
     sub_cursor: u32,
 }
@@ -260,9 +283,9 @@ impl<'a, 'e> SmSim<'a, 'e> {
             conflict_hist: vec![0; n],
             warps: (0..slots * wpc).map(|_| None).collect(),
             ctas: (0..slots).map(|_| None).collect(),
-            subs: (0..m.subs).map(|_| Sub { l0: ICache::new(lines), ..Sub::default() }).collect(),
+            subs: (0..m.subs).map(|i| Sub { l0: ICache::new(lines, i as u64 + 1), ..Sub::default() }).collect(),
             lsu_free: 0,
-            l15: ICache::new(lines),
+            l15: ICache::new(lines, 1),
             l15_free: 0,
             l15_fill_free: 0,
             l2_free: 0.0,
@@ -271,6 +294,8 @@ impl<'a, 'e> SmSim<'a, 'e> {
             l2: Cache::new(m.l2_bytes, 16),
             on_its_way: HashMap::new(),
             dram_budget: env.mem.bufs.iter().map(|b| b.len.div_ceil(32).div_ceil(sharers)).collect(),
+            clock_reads: None,
+            clock_reader: None,
             age: 0,
             sub_cursor: 0,
         }
@@ -423,7 +448,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
             let start = self.in_l15(l, now).max(self.l15_free);
             self.l15_free = start + self.m.l0_line_cycles;
             self.c.l0_fills += 1;
-            self.subs[s].l0.fill(l, cap, now, start + self.m.l0_miss_latency);
+            self.subs[s].l0.fill(l, cap, self.m.l0_random, now, start + self.m.l0_miss_latency);
         }
         self.subs[s].l0.ready[line as usize]
     }
@@ -443,7 +468,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 self.c.l15_fills += 1;
                 start + self.m.l2_latency
             };
-            self.l15.fill(line, (self.m.l15_bytes / 128) as usize, now, ready);
+            self.l15.fill(line, (self.m.l15_bytes / 128) as usize, false, now, ready);
         }
         self.l15.used[line as usize] = now;
         self.l15.ready[line as usize].max(now)
@@ -477,6 +502,11 @@ impl<'a, 'e> SmSim<'a, 'e> {
         self.c.insts += 1;
         self.c.issue_slots += 1;
         self.hist[idx] += 1;
+        if matches!(inst.op, Op::SpecialRegister(SpecialRegister::S2r(SReg::Clock) | SpecialRegister::Cs2r { sreg: SReg::Clock, .. }))
+            && *self.clock_reader.get_or_insert(k) == k
+        {
+            self.clock_reads = Some((self.clock_reads.map_or(now, |(first, _)| first), now));
+        }
 
         // --- stall attribution
         {
@@ -518,11 +548,12 @@ impl<'a, 'e> SmSim<'a, 'e> {
         };
 
         let w = self.warps[k].as_mut().unwrap();
-        for (sb, t) in [(inst.ctrl.wr_sb, wr), (inst.ctrl.rd_sb, rd)] {
+        let forwarded = if is_hmma884(inst) { now + self.m.hmma_forward } else { wr };
+        for (sb, at, for_hmma) in [(inst.ctrl.wr_sb, wr, forwarded), (inst.ctrl.rd_sb, rd, rd)] {
             if sb < 6 {
                 let b = &mut w.sb[sb as usize];
-                b.times.retain(|&x| x > now);
-                b.times.push(t);
+                b.users.retain(|x| x.at > now);
+                b.users.push(Release { at, for_hmma });
                 b.why = Some(why);
             }
         }
@@ -531,7 +562,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
             next = next.max(now + self.m.branch_cycles);
         }
         if let Op::Barrier(Barrier::Depbar { sb, n }) = inst.op {
-            let mut t = w.sb[sb as usize % 6].times.clone();
+            let mut t: Vec<u64> = w.sb[sb as usize % 6].users.iter().map(|x| x.at).collect();
             t.sort_unstable();
             if t.len() > n as usize {
                 next = next.max(t[t.len() - 1 - n as usize]);
@@ -583,10 +614,11 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let Some(inst) = self.env.prog.code.get((ww.groups[g].pc / 16) as usize) else { return };
         w.ready = w.next;
         w.ready_why = base_why;
+        let is_hmma = is_hmma884(inst);
         for i in 0..6 {
             if inst.ctrl.wait >> i & 1 != 0 {
                 let sb = &w.sb[i];
-                if let Some(&t) = sb.times.iter().max() {
+                if let Some(t) = sb.users.iter().map(|x| if is_hmma { x.for_hmma } else { x.at }).max() {
                     if t > w.ready {
                         w.ready = t;
                         w.ready_why = sb.why.unwrap_or(Why::ShortSb);
@@ -661,10 +693,11 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 return (now + m.s2r_latency, now + 2, Why::ShortSb)
             }
             Op::Barrier(Barrier::Membar) => return (now + m.l2_latency, now + 2, Why::LongSb),
-            Op::Memory(Memory::Qspc) => return (now + m.lds_latency, now + 2, Why::ShortSb),
+            Op::Memory(Memory::Qspc { .. }) => return (now + m.lds_latency, now + 2, Why::ShortSb),
             _ => {}
         }
         let prefetch = matches!(inst.op, Op::Memory(Memory::Prefetch));
+        let strong = matches!(inst.op, Op::Memory(Memory::Ld { strong: true, .. }));
         let (space, bytes, write, atomic) = match inst.op {
             Op::Memory(Memory::Ld { space, bytes, .. }) => (Some(space), bytes as u32, false, false),
             Op::Memory(Memory::St { space, bytes }) => (Some(space), bytes as u32, true, false),
@@ -672,6 +705,13 @@ impl<'a, 'e> SmSim<'a, 'e> {
             Op::Memory(Memory::Ldsm { .. }) => (Some(Space::Shared), 16, false, false),
             Op::Atomic(a) => (Some(a.space), if a.wide() { 8 } else { 4 }, true, true),
             _ => (None, 4, false, false),
+        };
+        // the lanes of a generic access are taken to be in one space; its offset from the window's base has the same banks
+        let first = acc.addr[acc.mask.trailing_zeros() as usize % 32];
+        let space = match space {
+            Some(Space::Generic) if shared_offset(first).is_some() => Some(Space::Shared),
+            Some(Space::Generic) => Some(Space::Global),
+            known => known,
         };
         // wavefronts in the data stage
         let mut sectors: Vec<u64> = vec![];
@@ -714,7 +754,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 sectors.dedup();
                 sectors.len().div_ceil(4) as u32
             }
-            Some(Space::Global) => {
+            Some(Space::Global | Space::Generic) => {
                 let per = match bytes {
                     16 => 8,
                     8 => 16,
@@ -772,7 +812,9 @@ impl<'a, 'e> SmSim<'a, 'e> {
                         // write-through; atomics are performed in L2
                         let t = self.l2_xfer(done, false);
                         self.c.store_sectors += 1;
-                        self.l2.access(a, true);
+                        if !self.l2.access(a, true) && self.is_written_back(a) {
+                            self.dram_xfer(t as f64);
+                        }
                         if atomic {
                             ready = ready.max(t + tail(m.l2_latency) + m.atom_extra);
                         }
@@ -785,10 +827,12 @@ impl<'a, 'e> SmSim<'a, 'e> {
                         }
                         continue;
                     }
-                    self.c.l1_sectors += 1;
-                    if self.l1.access(a, true) || write {
-                        self.c.l1_hits += 1;
-                        continue;
+                    if !strong {
+                        self.c.l1_sectors += 1;
+                        if self.l1.access(a, true) || write {
+                            self.c.l1_hits += 1;
+                            continue;
+                        }
                     }
                     self.c.l2_sectors += 1;
                     let hit = self.l2.access(a, true) || sp == Space::Local || !self.first_touch(a);
@@ -817,12 +861,20 @@ impl<'a, 'e> SmSim<'a, 'e> {
 
     /// Move one sector over this SM's share of the DRAM bandwidth.
     fn dram_xfer(&mut self, at: f64) -> f64 {
-        let c = 32.0 / self.m.dram_bytes_per_clk;
+        let c = 32.0 / self.m.dram_bytes_per_clk();
         let t = at.max(self.dram_free);
         self.dram_free = t + c;
         self.c.dram_busy += c;
         self.c.dram_sectors += 1;
         t
+    }
+
+    /// Does this SM pay for the way of a stored sector to DRAM? Its fair share of each buffer that is larger than L2; what smaller ones
+    /// get stays there.
+    fn is_written_back(&mut self, addr: u64) -> bool {
+        let is_large = |b: &&Buffer| b.len > self.m.l2_bytes;
+        let holds = |b: &&Buffer| addr + 32 > b.base && addr < b.base + b.len;
+        self.env.mem.bufs.iter().find(holds).filter(is_large).is_some() && self.first_touch(addr)
     }
 
     /// Does this SM pay the DRAM fetch of a sector nobody on this SM touched before? Its fair share
@@ -839,6 +891,10 @@ impl<'a, 'e> SmSim<'a, 'e> {
         }
         false
     }
+}
+
+fn is_hmma884(inst: &Inst) -> bool {
+    matches!(inst.op, Op::Tensor(Tensor::Hmma884 { .. }))
 }
 
 /// Three distinct source registers in the same bank (even / odd), none served by the reuse cache.

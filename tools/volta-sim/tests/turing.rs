@@ -184,6 +184,6 @@ fn timed_on_a_gpu_that_runs_it() {
     let report = time("t4").unwrap();
     assert_eq!(report.timing.mix["LDSM.4"], 1);
     assert!((1_000..10_000).contains(&report.timing.cycles), "{} cycles", report.timing.cycles);
-    assert_eq!(Machine::names(), ["v100", "t4", "rtx2080ti", "titanrtx"]);
+    assert_eq!(Machine::names(), ["v100", "pg503", "t4", "rtx2080ti", "titanrtx"]);
     assert!(Machine::named("t5").is_none());
 }

@@ -211,6 +211,8 @@ pub enum Memory {
         space: Space,
         bytes: u8,
         sext: bool,
+        /// sees what other SMs wrote: L1 does not serve it
+        strong: bool,
     },
     St {
         space: Space,
@@ -223,8 +225,10 @@ pub enum Memory {
     },
     /// brings what is at an address to L2: only the timing model knows it
     Prefetch,
-    /// tests whether a generic address is in shared or local memory: always false, because only global addresses are generic here
-    Qspc,
+    /// tests whether a generic address is in shared memory, or in local memory: never, since generic addresses are not local here
+    Qspc {
+        shared: bool,
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -233,12 +237,16 @@ pub enum Space {
     Shared,
     Local,
     Const,
+    /// of each lane's address: global or shared memory
+    Generic,
 }
 
 /// An atomic operation on global or shared memory: RED, ATOM, ATOMG, ATOMS.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Atomic {
     pub space: Space,
+    /// generic addresses: lanes in shared memory do nothing, and their predicate says so
+    pub generic: bool,
     pub op: AtomOp,
     pub ty: AtomTy,
     /// the old value is a result

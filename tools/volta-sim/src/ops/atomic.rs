@@ -1,7 +1,7 @@
 //! Atomic operations on global and shared memory.
 
 use super::class::Class;
-use super::memory::{addresses, global_fault};
+use super::memory::{addresses, global_fault, in_shared_window};
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;
@@ -49,7 +49,7 @@ impl Class for Atomic {
         let space = if d.base == "ATOMS" { Space::Shared } else { Space::Global };
         let op = op.ok_or_else(|| d.fail("atomic operation"))?;
         d.inst.unit = Unit::Lsu;
-        Ok(Some(Op::Atomic(Atomic { space, op, ty, ret, spin: d.has("SPIN") })))
+        Ok(Some(Op::Atomic(Atomic { space, generic: d.base == "ATOM", op, ty, ret, spin: d.has("SPIN") })))
     }
 
     #[inline(always)]
@@ -64,10 +64,12 @@ impl Class for Atomic {
             (s.raw(0)?.each(|x| x as u64), s.raw(1)?.each(|x| x as u64))
         };
         let env = s.env;
+        // ATOM's predicate asks the code that follows it to do the operation on shared memory
+        let elsewhere = if self.generic { s.m & in_shared_window(s) } else { 0 };
         let _guard = (env.lock_atomics && self.space == Space::Global).then(|| env.mem.lock_atomics());
         let mut old = [0u64; 32];
         for l in 0..32 {
-            if s.m >> l & 1 == 0 {
+            if (s.m & !elsewhere) >> l & 1 == 0 {
                 continue;
             }
             let a = s.acc.addr[l];
@@ -104,8 +106,7 @@ impl Class for Atomic {
             } else {
                 s.wr(&old.each(|x| x as u32));
             }
-            // ATOM's predicate says "done" (no generic-space fallback needed)
-            s.setp(0, !0);
+            s.setp(0, !elsewhere);
         }
         Ok(())
     }

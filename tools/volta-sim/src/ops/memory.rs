@@ -18,6 +18,11 @@ fn bytes(d: &Decoder) -> u8 {
     d.mods.iter().find_map(known).unwrap_or(4)
 }
 
+/// Does the load see what other SMs wrote? Then L1 does not serve it.
+fn is_strong(d: &Decoder) -> bool {
+    d.has("STRONG") && (d.has("GPU") || d.has("SYS"))
+}
+
 pub fn is_prefetch(d: &Decoder) -> bool {
     d.base == "CCTL" && d.has("PF2")
 }
@@ -28,6 +33,7 @@ impl Class for Memory {
             "LDS" | "STS" => Space::Shared,
             "LDL" | "STL" => Space::Local,
             "LDC" => Space::Const,
+            "LD" | "ST" => Space::Generic,
             _ => Space::Global,
         };
         let bytes = bytes(d);
@@ -36,7 +42,7 @@ impl Class for Memory {
                 d.opt_pdsts(2);
                 d.dst()?;
                 d.address()?;
-                Memory::Ld { space, bytes, sext: d.has("S8") || d.has("S16") }
+                Memory::Ld { space, bytes, sext: d.has("S8") || d.has("S16"), strong: is_strong(d) }
             }
             "STG" | "ST" | "STS" | "STL" => {
                 d.address()?;
@@ -56,7 +62,7 @@ impl Class for Memory {
                     }
                     _ => return Err(d.fail("constant address")),
                 }
-                Memory::Ld { space, bytes, sext: d.has("S8") || d.has("S16") }
+                Memory::Ld { space, bytes, sext: d.has("S8") || d.has("S16"), strong: false }
             }
             "LDSM" => {
                 let [shape, count] = match d.mods[..] {
@@ -79,7 +85,9 @@ impl Class for Memory {
             }
             "QSPC" => {
                 d.opt_pdsts(2);
-                Memory::Qspc
+                let _zero = d.next();
+                d.address()?;
+                Memory::Qspc { shared: d.has("S") }
             }
             _ => return Ok(None),
         };
@@ -90,7 +98,7 @@ impl Class for Memory {
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
-            Memory::Ld { space, bytes, sext } => {
+            Memory::Ld { space, bytes, sext, .. } => {
                 addresses(s);
                 let n = bytes as usize;
                 let mut buf = [[0u32; 32]; 4];
@@ -152,10 +160,29 @@ impl Class for Memory {
             }
             Memory::Ldsm { matrices, transposed } => load_matrices(s, matrices as usize, transposed)?,
             Memory::Prefetch => addresses(s),
-            Memory::Qspc => s.setp(0, 0),
+            Memory::Qspc { shared } => {
+                addresses(s);
+                let found = if shared { in_shared_window(s) } else { 0 };
+                s.setp(0, found);
+            }
         }
         Ok(())
     }
+}
+
+/// Where generic addresses of shared memory begin: above every address of global memory. Code takes the offset from the low 24 bits.
+pub const SHARED_WINDOW: u64 = 1 << 62;
+
+/// The offset of a generic address in shared memory.
+#[inline(always)]
+pub fn shared_offset(address: u64) -> Option<u64> {
+    address.checked_sub(SHARED_WINDOW).filter(|&offset| offset < 1 << 24)
+}
+
+/// The lanes whose generic addresses are in shared memory.
+#[inline(always)]
+pub fn in_shared_window(s: &Step) -> u32 {
+    (0..32).filter(|&l| shared_offset(s.acc.addr[l]).is_some()).fold(0, |found, l| found | 1 << l)
 }
 
 /// Addresses of all lanes.
@@ -220,7 +247,13 @@ fn place(s: &mut Step, space: Space, l: usize, n: usize, write: bool) -> SimResu
     if a & (n - 1) != 0 {
         return Err(s.fault(l, &format!("misaligned {access}"), a, n, ""));
     }
+    let (space, a) = match (space, shared_offset(a)) {
+        (Space::Generic, Some(offset)) => (Space::Shared, offset),
+        (Space::Generic, None) => (Space::Global, a),
+        _ => (space, a),
+    };
     let found = match space {
+        Space::Generic => None,
         Space::Global if write => s.env.mem.ptr_mut(a, n, &mut s.w.hint),
         Space::Global => s.env.mem.ptr(a, n, &mut s.w.hint).map(<*const u8>::cast_mut),
         Space::Shared => s.shared.get_mut(a as usize..(a + n) as usize).map(<[u8]>::as_mut_ptr),
@@ -248,7 +281,7 @@ fn local(s: &mut Step, lane: usize, a: u64, n: u64) -> Option<*mut u8> {
 #[cold]
 fn out_of_bounds(s: &Step, space: Space, lane: usize, access: &str, addr: u64, bytes: u64) -> String {
     let (space, extra) = match space {
-        Space::Global => return global_fault(s, lane, access, addr, bytes),
+        Space::Global | Space::Generic => return global_fault(s, lane, access, addr, bytes),
         Space::Shared => ("shared", format!("the CTA has {} bytes", s.shared.len())),
         Space::Local => ("local", String::new()),
         Space::Const => ("constant", String::new()),

@@ -17,7 +17,7 @@ mod conversion;
 mod double;
 mod float;
 mod integer;
-mod memory;
+pub mod memory;
 mod packed_half;
 mod predicate;
 mod select;

@@ -1,0 +1,157 @@
+"""Compares volta-sim with figures that others published of real cards.
+
+    cargo build --release -p volta-sim
+    python -m benchmarks.validation                # the probes of tools/volta-sim/tests/fixtures run again
+    python -m benchmarks.validation --kept         # kept figures only: needs no simulator
+
+benchmarks/validation.csv has a row for each published figure: what was measured, what volta-sim gave and with which model, the band that
+the ratio may take, and the source. Other projects' kernels are not in this repository, so their rows keep the simulated figure. A row
+without one was not simulated. The command fails if a row leaves its band: 5% for cycles, 10% for times and rates. A row with another
+band has the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from volta_fa.errors import CommandError
+
+from . import report
+from .report import Grid
+
+_ROOT = Path(__file__).parents[1]
+ROWS = Path(__file__).with_name("validation.csv")
+_FIXTURES = _ROOT / "tools/volta-sim/tests/fixtures"
+_SIMULATOR = _ROOT / "target/release/volta-sim"
+_BANDS = {"cycles": 0.05, "us": 0.10, "ms": 0.10, "TFLOP/s": 0.10}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published figure beside the simulated one. `probe` is a kernel of the fixtures, `per` its operations."""
+
+    card: str
+    case: str
+    unit: str
+    measured: float
+    simulated: float | None
+    perfect: float | None  # with a perfect instruction cache
+    model: str  # the date of the model that gave the simulated figure
+    built: bool  # whether its machine code could be had here
+    probe: str
+    per: int
+    own_band: float | None
+    reason: str
+    source: str
+
+    @property
+    def band(self) -> float:
+        return self.own_band if self.own_band is not None else _BANDS[self.unit]
+
+    @property
+    def ratio(self) -> float | None:
+        """Returns simulated by measured time."""
+        if self.simulated is None:
+            return None
+        return self.measured / self.simulated if self.unit == "TFLOP/s" else self.simulated / self.measured
+
+    @property
+    def holds(self) -> bool:
+        return self.ratio is None or abs(self.ratio - 1) <= self.band
+
+
+def rows(path: Path = ROWS) -> list[Row]:
+    """Returns the rows of a file."""
+
+    def number(text: str) -> float | None:
+        return float(text) if text else None
+
+    with path.open(newline="") as file:
+        found = [
+            Row(
+                **{name: row[name] for name in ("card", "case", "unit", "model", "probe", "reason", "source")},
+                **{name: number(row[name]) for name in ("measured", "simulated", "perfect")},
+                built=row["built"] == "yes",
+                per=int(row["per"] or 1),
+                own_band=number(row["band"]),
+            )
+            for row in csv.DictReader(file)
+        ]
+    for row in found:
+        if (row.own_band is not None or row.simulated is None) and not row.reason:
+            raise CommandError(
+                f"{path.name}: got no reason for {row.case!r}, expected one where a band is its own or nothing was simulated"
+            )
+    return found
+
+
+def clocked_cycles(simulator: Path, gpu: str, probe: str) -> float:
+    """Returns the cycles that a probe of the fixtures reads from its clock."""
+    sm = 75 if gpu == "t4" else 70
+    buffers = [{"name": name, "size": 256, "init": "zeros"} for name in ("words", "cycles")]
+    relocs = [{"at": 8 * i, "buffer": buffer["name"], "offset": 0} for i, buffer in enumerate(buffers)]
+    launch = {"cubin": str(_FIXTURES / f"probe_sm{sm}.cubin"), "kernel": probe, "grid": [1], "block": [32], "buffers": buffers}
+    launch["params"] = [{"bytes": {"hex": "00" * 16, "relocs": relocs}}]
+    with tempfile.TemporaryDirectory() as name:
+        job, result = Path(name) / "job.json", Path(name) / "report.json"
+        job.write_text(json.dumps(launch))
+        command = [simulator, job, "--timing", "--gpu", gpu, "--set", "icache=false", "--json", result]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise CommandError(f"{simulator}: {done.stderr.strip()}")
+        return json.loads(result.read_text())["timing"]["clocked_cycles"]
+
+
+def simulate(row: Row, simulator: Path) -> Row:
+    """Returns the row with a fresh figure if it is a probe's."""
+    return replace(row, simulated=clocked_cycles(simulator, row.card, row.probe) / row.per, model="now") if row.probe else row
+
+
+def grid(found: Sequence[Row]) -> Grid:
+    """Returns the table."""
+    columns = ["case", "card", "measured", "simulated", "perfect i-cache", "time ratio", "band", "code here", "model", "source", "why"]
+    table = Grid("volta-sim beside real cards", columns)
+    for row in found:
+        number = lambda x: "-" if x is None else f"{x:.4g}"  # noqa: E731
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}" + ("" if row.holds else " (out)")
+        cells = (f"{row.measured:.4g} {row.unit}", number(row.simulated), number(row.perfect), ratio, f"{row.band:.0%}")
+        table.rows.append([row.case, row.card, *cells, "yes" if row.built else "no", row.model or "-", row.source, row.reason or "-"])
+    return table
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.validation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    report.add_output_options(parser, plot=False)
+    parser.add_argument("--rows", type=Path, default=ROWS, help="file of the figures")
+    parser.add_argument("--kept", action="store_true", help="run no probe")
+    default = Path(os.environ.get("VOLTA_SIM", _SIMULATOR))
+    parser.add_argument(
+        "--simulator", type=Path, default=default, help="volta-sim's command (default $VOLTA_SIM, else target/release/volta-sim)"
+    )
+    options = parser.parse_args(arguments)
+    found = rows(options.rows)
+    if not options.kept:
+        if not options.simulator.exists():
+            built = "run `cargo build --release -p volta-sim`, or pass --kept"
+            raise CommandError(f"--simulator: got {options.simulator}, which does not exist, expected volta-sim's command; {built}")
+        found = [simulate(row, options.simulator) for row in found]
+    header = report.facts("validation", arguments, **{"kind of figures": "published of real cards; simulated with tools/volta-sim"})
+    report.deliver(options, header, [grid(found)], [vars(row) | {"ratio": row.ratio, "holds": row.holds} for row in found])
+    out = [row.case for row in found if not row.holds]
+    if out:
+        report.console.print(f"outside their bands: {', '.join(out)}")
+    return bool(out)
+
+
+if __name__ == "__main__":
+    report.command(main)
