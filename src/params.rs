@@ -639,8 +639,6 @@ pub struct CastParams {
     pub score_exponent: i32,
     /// Exponent of the largest score, log2 units, that rows of q keep.
     pub max_score_exponent: i32,
-    /// Exponent of the largest |v| that needs no scale.
-    pub max_exponent_v: i32,
     /// 0, 1 or 2: see csrc/shared/cast/cast.cuh.
     pub phase: i32,
     /// Sizes and scale.

@@ -280,7 +280,7 @@ def exactly(q, k, v, dout, **options):
 def test_rows_of_q_may_differ_by_a_million(backend, packed):
     """... and each has its own result."""
     q, k, v, _ = Case(60, 80, 64, batch=1, nheads=2).inputs(backend)
-    q = q * torch.logspace(-3, 3, 60, device=q.device).view(1, -1, 1, 1)
+    q = q * torch.logspace(-3, 3, 60, dtype=q.dtype, device=q.device).view(1, -1, 1, 1)
     options = {}
     if packed:
         q, k, v = (t[0] for t in (q, k, v))

@@ -325,10 +325,10 @@ def call(arguments):
     return lambda: fwd_mla(*tensors, **arguments)
 
 
-@pytest.mark.parametrize("number", [7e4, -7e4, math.inf], ids=str)
+@pytest.mark.parametrize("number", [7e4, -7e4, 3e5], ids=str)
 @on("sim-bf16", "cuda-bf16")
-def test_latents_beyond_fp16_saturate(backend, number):
-    """As numbers of bf16 do in fwd: a value that fp16 does not have is its largest, and no row is infinite or NaN for it."""
+def test_latents_beyond_fp16(backend, number):
+    """A value that fp16 does not have counts as what it is."""
     arguments = good(backend)
     if backend.machine == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
@@ -337,10 +337,28 @@ def test_latents_beyond_fp16_saturate(backend, number):
     cache[arguments["block_table"][0, 0], 2, 0, 5] = number
     out, lse = (t.cpu() for t in call(arguments)())
     on_cpu = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
-    seen = {"q": on_cpu["q"].float(), "latent_cache": on_cpu["latent_cache"].float().clamp(-65504, 65504)}
-    expected, expected_lse = call({**on_cpu, **seen})()
+    exact = {"q": on_cpu["q"].float(), "latent_cache": on_cpu["latent_cache"].float()}
+    expected, expected_lse = call({**on_cpu, **exact})()
     assert expected[0, :, :, 5].abs().max() > 100, "the number is seen"
     torch.testing.assert_close(out.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("exponents", [(20, -20), (-40, 40), (-30, -30)], ids=str)
+@on("sim-bf16", "cuda-bf16")
+def test_bf16_of_any_magnitude(backend, exponents):
+    """Powers of two in queries and latents give the results of fp32."""
+    arguments = good(backend)
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    of_q, of_k = (2.0**e for e in exponents)
+    arguments["q"] = arguments["q"] * of_q
+    arguments["latent_cache"] = arguments["latent_cache"] * of_k
+    out, lse = (t.cpu() for t in call(arguments)())
+    on_cpu = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
+    exact = {"q": on_cpu["q"].float(), "latent_cache": on_cpu["latent_cache"].float()}
+    expected, expected_lse = call({**on_cpu, **exact})()
+    torch.testing.assert_close(out.float() / of_k, expected / of_k, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 

@@ -516,7 +516,7 @@ def install_flex(options) -> Callable[[], list[str]]:
     import torch.nn.attention.flex_attention as module
 
     import volta_fa
-    from volta_fa.flex import attention, compiled, switch
+    from volta_fa.flex import attention, compiled, routing
 
     torch_function, torch_compile, reasons = module.flex_attention, torch.compile, []
     volta_fa.enable_flex("cpu" if options.device == "cpu" else None, force=options.device != "cpu")
@@ -525,11 +525,11 @@ def install_flex(options) -> Callable[[], list[str]]:
     def flex_attention(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
             return enabled(*args, **kwargs)
-        devices, switch._active = switch._active, switch.NO_DEVICES
+        devices, routing.devices = routing.devices, routing.NO_DEVICES
         try:
             return torch_function(*args, **kwargs)
         finally:
-            switch._active = devices
+            routing.devices = devices
 
     def compile_(*args, **kwargs):
         return torch_compile(*args, **({"backend": options.backend or "aot_eager"} | kwargs))

@@ -19,6 +19,10 @@ __device__ __forceinline__ unsigned to_half2_saturating(float lo, float hi) {
 // Returns 1 / x of a power of two from 2^-126 to 2^126.
 __device__ __forceinline__ float inverse_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
 
+// Whether numbers far above a warp's others saturate, at about 2^21 times the median of its lanes' largest. Keys do: their scores
+// stay so large that they are all of a row's softmax or none of it, and the others keep their digits. Values do not.
+enum class Outliers { kFit, kSaturate };
+
 // Multiplies a warp's bf16 numbers so that they fit fp16. The factor is a power of two, from the largest number so far. It
 // changes lazily: only when a number would not fit, and then what was accumulated from values changes with it.
 class Bf16Scaler {
@@ -32,7 +36,7 @@ class Bf16Scaler {
 public:
     // Scales and converts a step's numbers in place. Calls rescale(x) if the accumulated output has to be multiplied by x. All
     // lanes of the warp call it together.
-    template <class Words, class Rescale>
+    template <Outliers Policy = Outliers::kFit, class Words, class Rescale>
     __device__ __forceinline__ void convert(Words& v, Rescale rescale) {
         // The lower half of each word stays: it adds less than one bit in the last place to the upper number.
         float largest = 0.f;
@@ -47,9 +51,12 @@ public:
                 if (fabsf(x.x) <= kMaxFinite) largest = fmaxf(largest, fabsf(x.x));
                 if (fabsf(x.y) <= kMaxFinite) largest = fmaxf(largest, fabsf(x.y));
             });
+            const float median = Policy == Outliers::kSaturate ? median_of_lanes(largest) : 0.f;
 #pragma unroll
             for (int lane_mask = 1; lane_mask < 32; lane_mask *= 2)
                 largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
+            // The factor takes no number beyond fp32's range: the conversion saturates finite numbers only.
+            if (Policy == Outliers::kSaturate) largest = fminf(largest, fmaxf(median * kOutlier, largest * 0x1p-110f));
             if (largest * factor_ > kLimit) {
                 const float updated = factor_for(largest);
                 rescale(updated / factor_);
@@ -80,6 +87,19 @@ private:
     __device__ __forceinline__ unsigned converted(unsigned word) const {
         const float2 x = bf16x2_to_float2(word);
         return to_half2_saturating(x.x * factor_, x.y * factor_);
+    }
+    static constexpr float kOutlier = 0x1p18f;
+    // Returns the median of the lanes' positive numbers, 0 if there is none. It is at most 2^105, so that a multiple is finite.
+    __device__ __forceinline__ static float median_of_lanes(float x) {
+        int smaller = 0;
+#pragma unroll 1
+        for (int lane = 0; lane < 32; lane++) {
+            const float other = __shfl_sync(~0u, x, lane);
+            smaller += other < x || (other == x && lane < static_cast<int>(threadIdx.x % 32));
+        }
+        const int zeros = __popc(__ballot_sync(~0u, x == 0.f));
+        const unsigned is_median = __ballot_sync(~0u, smaller == zeros + (31 - zeros) / 2);
+        return fminf(__shfl_sync(~0u, x, __ffs(is_median) - 1), 0x1p105f);
     }
     // `largest` is below 2^(exponent - 126).
     __device__ __forceinline__ static float factor_for(float largest) {

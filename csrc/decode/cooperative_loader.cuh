@@ -140,7 +140,10 @@ private:
     __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(buffer_ + kSlots * kSlotBytes); }
     // Scales loaded bf16 and converts it to fp16 in place. The factor goes to shared memory.
     __device__ __forceinline__ void convert() {
-        scaler_.convert(loaded_, [](float) {});
+        if (has_values_)
+            scaler_.convert(loaded_, [](float) {});
+        else
+            scaler_.convert<Outliers::kSaturate>(loaded_, [](float) {});
         factors()[(has_values_ ? 0 : 2) + threadIdx.x / 32 % 2] = scaler_.factor();
     }
     // Gives all values of the step one factor, the smaller of the two warps'. If values have grown, the warp with the larger

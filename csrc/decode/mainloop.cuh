@@ -186,7 +186,7 @@ public:
 #pragma unroll
                         for (int tile = 0; tile < kStepTiles; tile++)
                             if (token + kTileTokens * tile + Layout::key_token(lane) >= seqlen_k) k[tile].clear();
-                    key_scaler.convert(k, [](float) {});
+                    key_scaler.convert<Outliers::kSaturate>(k, [](float) {});
                 }
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++) {

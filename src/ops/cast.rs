@@ -13,8 +13,6 @@ use crate::tensor::{self, output, readable};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 
-/// Largest |v| that needs no scale, as an exponent: fp16 has 2^-25 of it, and room for the growth by dropout.
-const MAX_EXPONENT_V: i32 = 8;
 /// Exponent of the largest score, log2 units, of a forward pass: fp32 resolves a difference of 1/2.
 const MAX_SCORE_EXPONENT: i32 = 22;
 /// The same of a backward pass. It recomputes probabilities from softmax_lse, which rounds them by 2^-24 of the score.
@@ -148,7 +146,8 @@ impl<'a> Cast<'a> {
         let a = &self.problem.padded();
         let is_packed = a.total_q().is_some();
         let mut kernel = self.kernel;
-        if phase > 0 {
+        // phase 1 casts all of v
+        if phase == 2 || (phase == 1 && !self.has_v) {
             kernel.blocks[0] = kernel.blocks[0].min(MAX_SPARSE_TILES);
         }
         for (first, batches) in plan::batch_chunks(a.batch) {
@@ -171,7 +170,6 @@ impl<'a> Cast<'a> {
                 scale_log2_exponent: exponent(problem.scale_log2),
                 score_exponent: exponent(a.headdim as f32 * problem.scale_log2),
                 max_score_exponent: self.max_score_exponent,
-                max_exponent_v: MAX_EXPONENT_V.min(exponent((1.0 - a.features.dropout_p) as f32 * 16384.0) - 1).max(2),
                 phase,
                 problem,
                 lengths,

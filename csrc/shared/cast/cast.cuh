@@ -1,9 +1,9 @@
 // Casts bf16 q, k and v to fp16, scaled by powers of two so that fp16's range suffices. For all families. src/ops/bf16.rs has the
 // order of the phases.
 //
-// Phase 0 casts as if no scale were needed, and takes the largest magnitude of each group: the rows of a KV head and its query
-// heads in a batch entry. Phase 1 finds the exponents of the groups (Exponents) and casts once more where they are not 0, which
-// is rare. Phase 2 restores softmax_lse of rows that got an exponent of their own.
+// Phase 0 takes the largest magnitude of each group: the rows of a KV head and its query heads in a batch entry. It also casts q
+// and k as if no scale were needed. Phase 1 finds the exponents of the groups (Exponents), and casts v, and q and k once more
+// where they need a scale, which is rare. Phase 2 restores softmax_lse of rows that got an exponent of their own.
 //
 // Scores are products of q and k. So the exponents of q and k cancel, as far as fp16 holds both factors, and no kernel needs to
 // know them. Two cases are left. Products too small for that are far below 1 and change no probability, whatever their scale;
@@ -25,9 +25,8 @@ constexpr int kRowsAtOnce = THREADS / kLanes;
 
 // Magnitudes of q and k that need no scale are below 2^kMaxOrdinary, and their largest at least 2^(kMinOrdinary - 1).
 constexpr int kMaxOrdinary = 13, kMinOrdinary = -7;
-// The same of v. 2^-25 of the largest magnitude of fp16 is 0.
-constexpr int kMinOrdinaryV = -4;
-constexpr int kScaledV = 2;  // exponent of the largest |v| after scaling
+// Exponent of the largest |v| after scaling. All of v is scaled, so that powers of two in v are those of out, bitwise.
+constexpr int kScaledV = 2;
 
 // Returns e with 2^(e - 1) <= x < 2^e, from the bits of a positive fp32 number; less for subnormal ones.
 __device__ __forceinline__ int exponent_of(unsigned bits) { return static_cast<int>(bits >> 23) - 126; }
@@ -64,8 +63,7 @@ struct Exponents {
             k = of_k ? keys - exponent_k : 0;
             q += of_q ? (some ? max(sum - keys, kMinOrdinary) : 0) - exponent_q : 0;
         }
-        const int exponent_v = exponent_of(of_v);
-        v = !of_v || (exponent_v >= kMinOrdinaryV && exponent_v <= p.max_exponent_v) ? 0 : min(kScaledV - exponent_v, 126);
+        v = of_v ? min(kScaledV - exponent_of(of_v), 126) : 0;
     }
 };
 
@@ -141,7 +139,7 @@ __device__ __forceinline__ void cast_as_is(const CastParams& p, const Head& head
                     if (is_finite(bits)) largest = max(largest, bits);
                     if (exponent != 0) x[i] = times_power(x[i], exponent);
                 }
-                head.store(row, column, x);
+                if (head.tensor != 2) head.store(row, column, x);
             }
         }
     }
@@ -187,7 +185,7 @@ __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& hea
         const int exponents[3] = {of.q, of.k, of.v};
         p.exponents[head.tensor * p.groups + head.group] = exponents[head.tensor];
     }
-    if (head.tensor == 2 ? of.v == 0 : !of.has_moved) return;
+    if (head.tensor != 2 && !of.has_moved) return;
     each_row(p, head, of, [&](int row, int of_group, int of_row) {
         for (int column = threadIdx.x % kLanes * kColumns; column < head.columns; column += kLanes * kColumns) {
             float x[kColumns];

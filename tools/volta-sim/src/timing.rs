@@ -70,15 +70,16 @@ impl ICache {
     }
 
     /// A line that is absent will be here at `ready`, in place of another where there is no room for more than `capacity`: of the one
-    /// unused for longest, or with `random` of any.
-    fn fill(&mut self, line: u32, capacity: usize, random: bool, now: u64, ready: u64) {
+    /// unused for longest, or with `random` of any but `keep`, which a warp waits for.
+    fn fill(&mut self, line: u32, keep: u32, capacity: usize, random: bool, now: u64, ready: u64) {
         if self.held.len() >= capacity {
             let i = if random {
                 // xorshift64*: the same victims in each run
                 self.seed ^= self.seed >> 12;
                 self.seed ^= self.seed << 25;
                 self.seed ^= self.seed >> 27;
-                (self.seed.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) as usize % self.held.len()
+                let i = (self.seed.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) as usize % self.held.len();
+                (i + usize::from(self.held[i] == keep)) % self.held.len()
             } else {
                 self.held.iter().enumerate().min_by_key(|(_, &h)| self.used[h as usize]).unwrap().0
             };
@@ -448,7 +449,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
             let start = self.in_l15(l, now).max(self.l15_free);
             self.l15_free = start + self.m.l0_line_cycles;
             self.c.l0_fills += 1;
-            self.subs[s].l0.fill(l, cap, self.m.l0_random, now, start + self.m.l0_miss_latency);
+            self.subs[s].l0.fill(l, line, cap, self.m.l0_random, now, start + self.m.l0_miss_latency);
         }
         self.subs[s].l0.ready[line as usize]
     }
@@ -468,7 +469,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 self.c.l15_fills += 1;
                 start + self.m.l2_latency
             };
-            self.l15.fill(line, (self.m.l15_bytes / 128) as usize, false, now, ready);
+            self.l15.fill(line, line, (self.m.l15_bytes / 128) as usize, false, now, ready);
         }
         self.l15.used[line as usize] = now;
         self.l15.ready[line as usize].max(now)
