@@ -78,7 +78,9 @@ def test_in_the_simulator(tmp_path, capsys):
     need("sim")
     status, data = check(tmp_path, "--device", "simulator", "--quick", "--kernels", "volta_*wd_*64*")
     assert status == 0, capsys.readouterr().out
-    expected = {v["name"] for v in SIMULATED if v["headdim"] == v["headdim_v"] == 64 and v["pass"] not in (*kernels.WITHOUT_PROBLEM, *cached.PASSES)}
+    expected = {
+        v["name"] for v in SIMULATED if v["headdim"] == v["headdim_v"] == 64 and v["pass"] not in (*kernels.WITHOUT_PROBLEM, *cached.PASSES)
+    }
     assert {v["kernel"] for v in data["right"]} == expected and len(expected) > 8
     assert all(v["passed"] and v["problems"] == 1 and v["worst"]["share"] > 0 for v in data["right"])
     assert data["fast"]["points"] == [] and "not timed" in capsys.readouterr().out

@@ -1,10 +1,10 @@
 """Runs examples/first_light.ipynb in the states that a stranger is in: `make notebook`.
 
-    python tools/notebook.py OUTPUT
+    python tools/notebook.py OUTPUT [STATE ...]     # default: nothing and wheel
 
 nothing   neither a wheel nor an address: it stops with one line that says what to do
 wheel     a wheel beside the notebook, as one that was uploaded
-source    the address of a repository, here this checkout: it clones and builds it, with the kernels that target/ has
+source    the address of a repository, here this checkout: it clones and builds it, with the kernels that target/ has (long)
 
 Each state has an environment of its own, with the packages of this Python but without the checkout's. The notebooks with their
 results stay in OUTPUT.
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     output = Path(arguments[0]).absolute()
     shutil.rmtree(output, ignore_errors=True)
     wrong = []
-    for state in ("nothing", "wheel", "source"):
+    for state in arguments[1:] or ("nothing", "wheel"):
         folder = output / state
         folder.mkdir(parents=True)
         if state == "wheel":

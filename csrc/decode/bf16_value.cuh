@@ -1,7 +1,7 @@
 // bf16 KV caches for products that take fp16 (sm_70 and sm_75 have no bf16 product). Converts a step's registers in place.
 //
-// All keep bf16's range: a warp multiplies its queries, keys and values by powers of two (Bf16Scaler). It divides scores by those of
-// queries and keys, and the output by that of values at the end.
+// All keep bf16's range: a warp multiplies its queries, keys and values by powers of two (Bf16Scaler). It divides scores by those
+// of queries and keys, and the output by that of values at the end.
 #pragma once
 
 #include "decode/cache_registers.cuh"

@@ -120,7 +120,8 @@ public:
     __device__ __forceinline__ float inverse() const { return inverse_power(shared_factor_); }
     // Keeps the inverse factor of this warp's bf16 queries, for which registers have no room.
     __device__ __forceinline__ void set_query_inverse(float inverse) {
-        for (float* to : {factors(), factors() + to_other_buffer_ / static_cast<int>(sizeof(float))}) to[4 + threadIdx.x / 32 % 4] = inverse;
+        for (float* to : {factors(), factors() + to_other_buffer_ / static_cast<int>(sizeof(float))})
+            to[4 + threadIdx.x / 32 % 4] = inverse;
     }
     // Factor from the products of fp16 operands to those of bf16 ones, for this token of a tile and its neighbor.
     __device__ __forceinline__ float score_factor(int token) const {

@@ -3,6 +3,7 @@
 //! Pure functions of the problem, the kernels, and the device's properties and tuning.
 
 mod backward;
+mod block;
 mod cached;
 mod choose;
 mod decode;
@@ -16,11 +17,12 @@ mod stream_k;
 mod tokens;
 
 pub use backward::{backward, backward_among, BackwardPlan, BackwardStreamKPlan, BackwardStreamKSchedule, StoredPlan, Tail, STORED_ROWS};
+pub use block::problem_block;
 pub use decode::{decode, DecodePlan};
 pub use device::{families, DeviceLimits, FAMILY_VARIABLE};
 pub use fast::{fast, fast_prepare, FastPlan, FAST_MIN_KEYS, FAST_MIN_ROWS};
 pub use features::{features, using, BackwardMode};
 pub use forward::{forward, forward_among, prefill};
-pub use kernel::{batch_chunks, problem_block, PlannedKernel, Reason};
+pub use kernel::{batch_chunks, PlannedKernel, Reason};
 pub use stream_k::{StreamKPlan, StreamKSchedule};
 pub use tokens::{append, cast, dequantize, merge};

@@ -55,7 +55,8 @@ struct Exponents {
         const auto is_ordinary = [](unsigned bits, int exponent) {
             return !bits || (exponent >= kMinOrdinary && exponent <= kMaxOrdinary);
         };
-        has_moved = !is_ordinary(of_q, exponent_q) || !is_ordinary(of_k, exponent_k) || (some && sum + p.score_exponent > p.max_score_exponent);
+        has_moved = !is_ordinary(of_q, exponent_q) || !is_ordinary(of_k, exponent_k) ||
+                    (some && sum + p.score_exponent > p.max_score_exponent);
         if (has_moved) {
             const auto in_range = [](int exponent) { return min(max(exponent, kMinOrdinary), kMaxOrdinary); };
             // Both factors get about the same size; where one of them is 0, the other gets that of 1.

@@ -18,8 +18,8 @@ constexpr int kColumns = 8;
 
 // Formats that code_value() has.
 template <CacheFormat Format>
-constexpr bool kIsKnown = Format == CacheFormat::Int8 || Format == CacheFormat::Int4 || Format == CacheFormat::E5m2 ||
-                          Format == CacheFormat::E4m3;
+constexpr bool kIsKnown =
+    Format == CacheFormat::Int8 || Format == CacheFormat::Int4 || Format == CacheFormat::E5m2 || Format == CacheFormat::E4m3;
 
 // Returns what a code stands for, before zero point and scale.
 template <CacheFormat Format>
@@ -136,7 +136,7 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
 struct Kernel {
     __device__ __forceinline__ static void run(const DequantizeParams& p) {
         switch (p.scales.format) {
-#define CASE(format) \
+#define CASE(format)          \
     case CacheFormat::format: \
         return dequantize<CacheFormat::format>(p);
             QUANTIZED_FORMATS(CASE)

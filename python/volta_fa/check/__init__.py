@@ -110,7 +110,9 @@ def run_check(settings: Settings) -> Findings:
     target, begin = settings.target, time.monotonic()
     variants = [v for v in wanted(target, info()["variants"]) if fnmatchcase(v["name"], settings.kernels)]
     if not variants:
-        raise CommandError(f"--kernels {settings.kernels}: matches no kernel of this device (`python -m volta_fa info --kernels` lists them)")
+        raise CommandError(
+            f"--kernels {settings.kernels}: matches no kernel of this device (`python -m volta_fa info --kernels` lists them)"
+        )
     try:
         settings.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

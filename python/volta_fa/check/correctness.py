@@ -339,8 +339,11 @@ _CAST_MAGNITUDES = ((0, 0), (20, -20), (-40, 40), (-30, -30), (16, 16))
 
 
 def _check_cast(result: KernelResult, target: Target, magnitudes: tuple[int, int], place: str, seed: int) -> None:
-    """Checks the kernel that casts bf16 to fp16 by the results and gradients of a call. Errors are relative to the largest exact number, and
-    allowed to be two units of bf16. Rows of large scores have gradients that nearly vanish: only those of v are compared."""
+    """Checks the kernel that casts bf16 to fp16 by the results and gradients of a call.
+
+    Errors are relative to the largest exact number, and at most two units of bf16. Rows of large scores have gradients that nearly
+    vanish: only those of v are compared.
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes = ((2, 45, 4, 40), (2, 70, 2, 40), (2, 70, 2, 40), (2, 45, 4, 40))
     factors = (*(2.0**x for x in magnitudes), 1.0, 1.0)

@@ -2,7 +2,7 @@
 
 use super::super::shared;
 use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};
-use super::TURING;
+use super::family::TURING;
 
 const SINGLE_ROLE: Source =
     Source::new(&["turing/backward/single_role.cuh"], "turing::BackwardSingleRole<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::DQ_MODE>");

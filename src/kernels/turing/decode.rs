@@ -6,7 +6,7 @@
 
 use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, Source, Variant};
-use super::TURING;
+use super::family::TURING;
 
 // STEP: rows of a warp
 const DECODE: Source = Source::new(

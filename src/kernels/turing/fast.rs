@@ -1,7 +1,7 @@
 //! The fast forward kernels: int8 scores, fp16 sums of spans of keys. docs/design/turing-forward.md has the reasons for their tiles.
 
 use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};
-use super::TURING;
+use super::family::TURING;
 
 const FORWARD: Source =
     Source::new(&["turing/fast/forward.cuh"], "turing::FastForward<HEADDIM, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, STEP, 2, 256>");

@@ -2,7 +2,7 @@
 //! A thread can have 255 registers.
 
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
-use super::TURING;
+use super::family::TURING;
 
 const PIPELINED: Source = Source::new(&["turing/forward/pipelined.cuh"], "turing::Pipelined<turing::DenseGrid>");
 const PIPELINED_BLOCK_MASK: Source = Source::new(

@@ -2,7 +2,7 @@
 
 use super::super::shared;
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
-use super::VOLTA;
+use super::family::VOLTA;
 
 const SINGLE_ROLE: Source =
     Source::new(&["volta/backward/single_role.cuh"], "volta::BackwardSingleRole<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::DQ_MODE>");

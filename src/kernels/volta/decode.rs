@@ -3,7 +3,7 @@
 use super::super::formats::FORMATS;
 use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, FeatureSet, Pass, Source, Variant};
-use super::VOLTA;
+use super::family::VOLTA;
 
 // STEP: rows of a warp
 const DECODE: Source = Source::new(

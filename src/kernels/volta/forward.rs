@@ -2,7 +2,7 @@
 //! A thread can have 255 registers.
 
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
-use super::VOLTA;
+use super::family::VOLTA;
 
 const REGISTER_Q: Source = Source::new(&["volta/forward/register_q.cuh"], "volta::ForwardRegisterQ<HEADDIM, HEADDIM_V, THREADS / 32>");
 const REGISTER_Q_STREAM_K: Source = Source::new(

@@ -2,34 +2,14 @@
 
 mod backward;
 mod decode;
+mod family;
 mod forward;
+
+pub use family::VOLTA;
 
 use super::formats::FORMATS;
 use super::shared;
-use super::variants::{table, Family, Pass, Scratch, Variant};
-
-/// Compute capability 7.0 and 7.2, and through PTX every newer GPU whose shared memory is large enough.
-pub const VOLTA: Family = Family {
-    name: "volta",
-    sm: 70,
-    native: &[70, 72],
-    shared_bytes: 96 * 1024,
-    threads: 2048,
-    // csrc/volta/backward/row_stats.cuh
-    scratch: Some(Scratch {
-        row_rounding: 32,
-        group_rows: 4,
-        group_floats: 16,
-        // every value is there twice: these are the first copies
-        neg_lse_offsets: &[0, 1, 4, 5],
-        neg_delta_offsets: &[8, 9, 12, 13],
-        copy_distances: &[0, 2],
-    }),
-    either_order: &[Pass::Forward, Pass::Prefill, Pass::Backward, Pass::BackwardDkDv],
-    has_key_block_offset: true,
-    stores_dbias: true,
-    stored_above: 192,
-};
+use super::variants::{table, Variant};
 
 /// Returns the family's tables.
 pub fn tables() -> Vec<&'static [Variant]> {

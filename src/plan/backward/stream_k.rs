@@ -7,8 +7,8 @@
 use crate::kernels::Variant;
 use crate::limits::MAX_BACKWARD_SPLITS;
 use crate::params::StreamKSplit;
+use crate::plan::block::problem_block;
 use crate::plan::device::DeviceLimits;
-use crate::plan::kernel::problem_block;
 use crate::problem::Attention;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

@@ -174,9 +174,8 @@ def layer_norm_ref(
     """
     dtype = x.dtype
     if upcast:
-        x, weight, bias, residual, x1, weight1, bias1 = (
-            t if t is None else t.float() for t in (x, weight, bias, residual, x1, weight1, bias1)
-        )
+        x, weight = x.float(), weight.float()
+        bias, residual, x1, weight1, bias1 = (t if t is None else t.float() for t in (bias, residual, x1, weight1, bias1))
     total = _dropped(x if rowscale is None else x * rowscale[..., None], dropout_p, dropout_mask)
     if x1 is not None:
         total = total + _dropped(x1, dropout_p, dropout_mask1)

@@ -1,0 +1,25 @@
+//! The family's instruction set and resources.
+
+use super::super::variants::{Family, Pass, Scratch};
+
+/// Compute capability 7.5, and through PTX every newer GPU.
+pub const TURING: Family = Family {
+    name: "turing",
+    sm: 75,
+    native: &[75],
+    shared_bytes: 64 * 1024,
+    threads: 1024,
+    either_order: &[Pass::Forward, Pass::Prefill, Pass::FastForward],
+    has_key_block_offset: false,
+    stores_dbias: false,
+    stored_above: 256,
+    // csrc/turing/backward/row_stats.cuh
+    scratch: Some(Scratch {
+        row_rounding: 32,
+        group_rows: 16,
+        group_floats: 32,
+        neg_lse_offsets: &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
+        neg_delta_offsets: &[16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31],
+        copy_distances: &[0],
+    }),
+};
