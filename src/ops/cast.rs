@@ -13,8 +13,8 @@ use crate::tensor::{self, output, readable};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 
-/// Exponent of the largest score, log2 units, of a forward pass: fp32 resolves a difference of 1/2.
-const MAX_SCORE_EXPONENT: i32 = 22;
+/// Exponent of the largest score, log2 units, of a forward pass: fp32 resolves a difference of 8, and probabilities fit fp16.
+const MAX_SCORE_EXPONENT: i32 = 26;
 /// The same of a backward pass. It recomputes probabilities from softmax_lse, which rounds them by 2^-24 of the score.
 const MAX_SCORE_EXPONENT_OF_BACKWARD: i32 = 19;
 /// Row tiles of a grid whose blocks rarely have work: each walks over several.

@@ -68,21 +68,25 @@ struct Exponents {
     }
 };
 
+__device__ __forceinline__ bool is_finite(unsigned bits) { return bits < 0x7f800000u; }
+
 // A row's exponent beyond its group's, 0 or negative. Its eight lanes call it together. `largest` and `sum`: of the lane's
-// magnitudes, both times 2^shift.
-__device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents& of, int shift, float largest, float sum) {
+// magnitudes, both times 2^shift. `lse`: of the row in a backward pass, else 0.
+__device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents& of, int shift, float largest, float sum,
+                                            float lse) {
 #pragma unroll
     for (int i = 1; i < kLanes; i *= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, i));
         sum += __shfl_xor_sync(~0u, sum, i);
     }
     if (sum == 0.f) return 0;
-    // |score| is at most the sum times the largest |k|
-    const int excess = exponent_of(__float_as_uint(sum)) - shift + of.q + of.keys + p.scale_log2_exponent - p.max_score_exponent;
+    // The largest score is at most lse. Without it, |score| is at most the sum times the largest |k|.
+    const bool has_lse = lse != 0.f && is_finite(__float_as_uint(lse) & 0x7fffffffu);
+    const int of_scores = has_lse ? exponent_of(__float_as_uint(fabsf(lse * kLog2e)))
+                                  : exponent_of(__float_as_uint(sum)) - shift + of.q + of.keys + p.scale_log2_exponent;
+    const int excess = of_scores - p.max_score_exponent;
     return -max(max(excess, exponent_of(__float_as_uint(largest)) - shift + of.q - kMaxOrdinary), 0);
 }
-
-__device__ __forceinline__ bool is_finite(unsigned bits) { return bits < 0x7f800000u; }
 
 // Rows of one head of one tensor.
 struct Head {
@@ -150,8 +154,9 @@ __device__ __forceinline__ void cast_as_is(const CastParams& p, const Head& head
 }
 
 // Calls f(row, exponent) for each row of a head with its exponent, for the lanes of rows that do not exist with row = -1.
+// `lse_row`: of the head's first row.
 template <class F>
-__device__ __forceinline__ void each_row(const CastParams& p, const Head& head, const Exponents& of, F f) {
+__device__ __forceinline__ void each_row(const CastParams& p, const Head& head, const Exponents& of, long long lse_row, F f) {
     const int of_group = head.tensor == 0 ? of.q : head.tensor == 1 ? of.k : of.v;
     // brings the largest |q| of the group to 1, so that sums stay finite
     const int shift = -exponent_of(p.largest[head.group]);
@@ -160,7 +165,8 @@ __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, 
         const bool exists = row < head.rows;
         int of_row = 0;
         if (head.tensor == 0) {
-            float largest = 0.f, sum = 0.f;
+            float largest = 0.f, sum = 0.f, lse = 0.f;
+            if (p.phase == 1 && p.softmax_lse && exists) lse = p.softmax_lse[lse_row + row];
             for (int column = threadIdx.x % kLanes * kColumns; exists && column < head.columns; column += kLanes * kColumns) {
                 float x[kColumns];
                 head.load(row, column, x);
@@ -172,7 +178,7 @@ __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, 
                     sum += scaled;
                 }
             }
-            of_row = row_exponent(p, of, shift, largest, sum);
+            of_row = row_exponent(p, of, shift, largest, sum, lse);
         }
         if (exists) f(row, of_group, of_row);
     }
@@ -187,7 +193,8 @@ __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& hea
         p.exponents[head.tensor * p.groups + head.group] = exponents[head.tensor];
     }
     if (head.tensor != 2 && !of.has_moved) return;
-    each_row(p, head, of, [&](int row, int of_group, int of_row) {
+    const long long lse_row = sequence.lse_row(batch, slot);
+    each_row(p, head, of, lse_row, [&](int row, int of_group, int of_row) {
         for (int column = threadIdx.x % kLanes * kColumns; column < head.columns; column += kLanes * kColumns) {
             float x[kColumns];
             head.load(row, column, x);
@@ -197,7 +204,7 @@ __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& hea
         }
         // the backward pass takes softmax_lse of these scores
         if (head.tensor == 0 && p.softmax_lse && of_row != 0 && threadIdx.x % kLanes == 0) {
-            float& lse = p.softmax_lse[sequence.lse_row(batch, slot) + row];
+            float& lse = p.softmax_lse[lse_row + row];
             lse = times_power(lse, of_row);
         }
     });
@@ -208,9 +215,10 @@ __device__ __forceinline__ void restore_lse(const CastParams& p, const Head& hea
                                             int batch) {
     const Exponents of(p, head.group);
     if (!of.has_moved || head.tensor != 0) return;
-    each_row(p, head, of, [&](int row, int, int of_row) {
+    const long long lse_row = sequence.lse_row(batch, slot);
+    each_row(p, head, of, lse_row, [&](int row, int, int of_row) {
         if (of_row == 0 || threadIdx.x % kLanes) return;
-        float& lse = p.softmax_lse[sequence.lse_row(batch, slot) + row];
+        float& lse = p.softmax_lse[lse_row + row];
         lse = times_power(lse, -of_row);
     });
 }
