@@ -1,13 +1,9 @@
 """Tests tools/suites.py with small files in the place of the suites, which are not in this repository."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-
-import pytest
 
 from processes import run_forked
 
