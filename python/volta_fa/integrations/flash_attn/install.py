@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 from ..stand_in import install_stand_in
-from . import fa3
 
 #: The folder with the package and its metadata, as pip would install them from tools/flash_attn_shim.
 _SITE = Path(__file__).with_name("shim")
@@ -28,6 +27,8 @@ def install_flash_attn_shim(*, fa3_returns_lse: bool | None = None) -> None:
     Raises RuntimeError if another flash_attn is installed or imported.
     """
     if fa3_returns_lse is not None:
+        from . import fa3  # here, because it lengthens every import
+
         fa3._always_return_lse = fa3_returns_lse
     if install_stand_in("install_flash_attn_shim", "flash-attn", _SITE) and "transformers" in sys.modules:
         warnings.warn(
