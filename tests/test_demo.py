@@ -129,8 +129,9 @@ def test_pytorchs_speed_is_that_of_the_figures():
         assert float(row.split("|")[6]) == gpu.pytorch_tflops
 
 
-def test_without_a_disassembler_the_simulation_says_why(monkeypatch, capsys):
+def test_without_a_disassembler_the_simulation_says_why(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("VOLTA_SIM_NVDISASM", "/nowhere/nvdisasm")
+    monkeypatch.setenv("VOLTA_SIM_LISTINGS", str(tmp_path))  # without what an earlier run kept
     assert volta_fa.demo.run_simulated()
     assert "for lack of a disassembler" in capsys.readouterr().out
 

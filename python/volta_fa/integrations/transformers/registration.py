@@ -52,13 +52,13 @@ def register() -> None:
 
     @functools.wraps(accept)
     def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        if requested_attention == PAGED_NAME:
-            continuous_batching.check_release()
         if requested_attention in (NAME, PAGED_NAME) and not self._can_set_attn_implementation():
             raise ValueError(
                 f"attn_implementation: got {requested_attention!r}, and {type(self).__name__} of transformers {transformers_version} does "
                 "not use the attention interface: expected 'sdpa', which volta_fa.enable_sdpa() also runs, or 'eager'"
             )
+        if requested_attention == PAGED_NAME:
+            continuous_batching.check_release()
         return accept(self, requested_attention, *args, **kwargs)
 
     models._can_set_attn_implementation = classmethod(can_set)
