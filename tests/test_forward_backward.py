@@ -445,7 +445,7 @@ def test_several_launches(backend, case):
     packed = {"seqlen_q": 40, "seqlen_k": 4 * 128 + 5, "batch": 2}
     sizes = packed if case.lengths else {name: getattr(case, name) for name in packed}
     shape = (sizes["batch"], sizes["seqlen_q"], sizes["seqlen_k"], case.nheads, case.nheads_k or case.nheads, case.headdim, case.headdim)
-    features = ",".join(["varlen"] * bool(case.lengths) + ["bf16_gradients"] * (q.dtype == torch.bfloat16))
+    features = ",".join(["varlen"] * bool(case.lengths) + ["fp32_gradients"] * (q.dtype == torch.bfloat16))
     plans = [
         json.loads(torch.ops.volta_fa._plan(*shape, case.is_causal, deterministic=d, features=features))["backward"] for d in (True, False)
     ]

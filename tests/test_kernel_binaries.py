@@ -85,7 +85,7 @@ def test_the_plan_shows_kernels_for_features_and_modes():
     found = plan(deterministic=True, major=7, minor=5)["backward"]
     assert [found[k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPreprocess", "BackwardDkDv", "BackwardDq"]
     assert (found["rounds"], found["dq_accum_splits"]) == (1, 0)
-    assert "bf16_gradients" in plan(features="bf16_gradients")["backward"]["finish"]["features"]
+    assert "fp32_gradients" in plan(features="fp32_gradients")["backward"]["finish"]["features"]
     found = plan(features="fp32_bias")
     assert found["mode"]["features"] == ["bias", "fp32_bias"] and "fp32_bias" in found["forward"]["features"]
     assert "fp32_bias" not in plan(features="bias")["forward"]["features"]

@@ -327,14 +327,21 @@ struct BackwardWarpSpecialized {
         }
 
         if (!grid.template combine_splits<S::kThreads>(gradient)) return;
-        // K and V are no longer needed: their tiles stage dK and dV for the store. Keys that no query sees get 0.
-        __syncthreads();
+        // Keys that no query sees get 0.
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
-        to_shared<S, kGroupWarps>(gradient, p, role ? p.signed_scale : dv_factor, shared + (role ? S::kOwnS : S::kOwnDp),
-                                  gradient_key, group_warp);
-        __syncthreads();
+        const float factor = role ? p.signed_scale : dv_factor;
         const BlockSeqlenInfo end_sequence(p.problem, p.lengths, blockIdx.z);
+        if (gradients_are_fp32(p)) {
+            to_fp32_output<kGroupWarps>(gradient, factor, gradient_key, group_warp, p, role ? p.dk : p.dv, grid.head(p),
+                                        end_sequence.k_offset(), first_key, end_sequence.seqlen_k_allocated(),
+                                        role ? p.problem.headdim : p.problem.headdim_v, grid);
+            return;
+        }
+        // K and V are no longer needed: their tiles stage dK and dV for the store.
+        __syncthreads();
+        to_shared<S, kGroupWarps>(gradient, factor, shared + (role ? S::kOwnS : S::kOwnDp), gradient_key, group_warp);
+        __syncthreads();
         shared_to_output<S>(p, p.dk, grid.head(p), shared + S::kOwnS, end_sequence.k_offset(), first_key,
                             end_sequence.seqlen_k_allocated(), p.problem.headdim, grid);
         shared_to_output<S>(p, p.dv, grid.head(p), shared + S::kOwnDp, end_sequence.k_offset(), first_key,

@@ -133,7 +133,7 @@ class Case(ScoreOptions):
         is_bf16 = self.dtype == torch.bfloat16
         asked = {
             "varlen": bool(self.lengths or self.used),
-            "bf16_gradients": is_bf16,
+            "fp32_gradients": is_bf16,
             **self.score_features,
             "bias": bool(bias),
             "dropout": self.dropout_p > 0,

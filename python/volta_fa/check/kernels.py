@@ -233,7 +233,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         ]
     # kernels get a bf16 bias as fp32, which some do not read
     reads_bf16 = "bias" not in features or "fp32_bias" in features
-    if "bf16_gradients" in features or (variant["pass"] in FORWARD and features and reads_bf16 and variant["family"] != "cpu"):
+    if "fp32_gradients" in features or (variant["pass"] in FORWARD and features and reads_bf16 and variant["family"] != "cpu"):
         alibi = "bh" if "alibi" in features else ""
         found.append(case(113, 129, dtype=torch.bfloat16, sinks=sinks, alibi=alibi, is_causal=True))
     if "bias" in required and "fp32_bias" in features:
