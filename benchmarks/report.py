@@ -11,10 +11,10 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -30,6 +30,7 @@ SIMULATED = "simulated with tools/volta-sim; each launch takes 10 to 20 us more 
 # Tables are wide; a pipe or a file has no width of its own.
 _WIDTH = None if sys.stdout.isatty() else 200
 console = Console(highlight=False, width=_WIDTH)
+T = TypeVar("T")
 
 
 @dataclass
@@ -128,7 +129,19 @@ def kernels(device: torch.device) -> str:
 
 def progress(quiet: bool = False) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return _Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+    # a terminal's bar must not take what goes into a pipe
+    redirect = sys.stdout.isatty()
+    return _Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet, redirect_stdout=redirect)
+
+
+def track(items: Iterable[T], what: str) -> Iterator[T]:
+    """Yields the items and shows how many are done, for commands that print a row when they have it."""
+    listed = list(items)
+    with progress() as bar:
+        task = bar.add_task(what, total=len(listed))
+        for item in listed:
+            yield item
+            bar.advance(task)
 
 
 class _Progress(Progress):

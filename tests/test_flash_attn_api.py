@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import warnings
 
 import numpy
 import pytest
@@ -15,6 +16,7 @@ import reference
 import volta_fa
 from conftest import on
 from volta_fa import (
+    operands,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -926,6 +928,74 @@ def test_strided_lengths_and_tables(backend, door):
     for f, e in zip(found, expected):
         if f is not None and f.dtype.is_floating_point and f.dim():
             torch.testing.assert_close(f, e, rtol=0, atol=0, equal_nan=True)
+
+
+SWAPPED = [
+    ((2, 8, 256, 16), (2, 8, 256, 16)),
+    ((1, 32, 512, 16), (1, 8, 512, 16)),  # grouped heads
+    ((1, 8, 256, 16), (1, 8, 128, 16)),  # other tokens
+]
+MEANT = [
+    ((2, 256, 8, 16), (2, 256, 8, 16)),
+    ((1, 5, 32, 16), (1, 5, 32, 16)),  # a short prompt
+    ((1, 5, 128, 16), (1, 5, 8, 16)),  # the same of many heads, grouped
+    ((1, 1, 128, 16), (1, 200, 128, 16)),  # decoding
+    ((1, 80, 160, 16), (1, 77, 80, 16)),  # no numbers of heads
+]
+
+
+@pytest.fixture
+def unwarned(monkeypatch):
+    monkeypatch.setattr(operands, "_has_warned", False)
+
+
+@pytest.mark.parametrize("q_shape, k_shape", SWAPPED)
+def test_heads_first_warns_once_at_the_caller(unwarned, q_shape, k_shape):
+    q, k = torch.randn(q_shape), torch.randn(k_shape)
+    with pytest.warns(UserWarning, match=r"(256|512) heads .*expected \(batch, seqlen, nheads, headdim\).*transpose") as caught:
+        flash_attn_func(q, k, k)
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attn_func(q, k, k)
+
+
+def test_heads_first_warns_for_packed_operands_and_flash_attn_3(unwarned, monkeypatch):
+    for call in (
+        lambda t: flash_attn_qkvpacked_func(torch.stack((t, t, t), 2)),
+        lambda t: flash_attn_kvpacked_func(t, torch.stack((t, t), 2)),
+        lambda t: fa3.flash_attn_func(t, t, t),
+    ):
+        monkeypatch.setattr(operands, "_has_warned", False)
+        with pytest.warns(UserWarning, match="heads come first") as caught:
+            call(torch.randn(1, 2, 100, 16))
+        assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize("q_shape, k_shape", MEANT)
+def test_a_meant_layout_does_not_warn(unwarned, q_shape, k_shape):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attn_func(torch.randn(q_shape), torch.randn(k_shape), torch.randn(k_shape))
+
+
+def test_compiled_calls_do_not_look_at_the_layout(unwarned):
+    t = torch.randn(1, 2, 100, 16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "volta_fa")
+        torch.compile(flash_attn_func, backend="aot_eager", fullgraph=True)(t, t, t)
+    assert not operands._has_warned
+
+
+def test_heads_first_can_be_silenced_and_traces_without_a_warning(unwarned):
+    t = torch.randn(1, 2, 100, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.jit.trace(flash_attn_func, (t, t, t))
+        assert not operands._has_warned
+        warnings.filterwarnings("ignore", "volta_fa: q: got shape")
+        flash_attn_func(t, t, t)
+    assert operands._has_warned
 
 
 def test_all_doors_are_tried():
