@@ -16,7 +16,6 @@ import reference
 import volta_fa
 from conftest import on
 from volta_fa import (
-    operands,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -25,6 +24,7 @@ from volta_fa import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
     flash_mla,
+    operands,
     sageattention,
 )
 from volta_fa.integrations import torch_flash_impl
