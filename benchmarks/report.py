@@ -24,6 +24,8 @@ from rich.table import Table
 import volta_fa
 from volta_fa.errors import CommandError
 
+from . import measure, provenance
+
 #: What headers of simulated results say: volta-sim's times exclude launches (docs/validation/real-cards.md).
 SIMULATED = "simulated with tools/volta-sim; each launch takes 10 to 20 us more on a real card"
 
@@ -72,6 +74,7 @@ def facts(module: str, arguments: Sequence[str], **more: str) -> dict[str, str]:
     return {
         "command": shlex.join(["python", "-m", f"benchmarks.{module}", *arguments]),
         "date": datetime.date.today().isoformat(),
+        **({"commit": commit} if (commit := provenance.commit()) else {}),
         "versions": f"volta_fa {volta_fa.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         **more,
     }
@@ -176,13 +179,19 @@ def show(header: dict[str, str], grids: Sequence[Grid]) -> None:
 
 
 def deliver(
-    options: argparse.Namespace, header: dict[str, str], grids: Sequence[Grid], data: Any, draw: Callable[[Path], None] | None = None
+    options: argparse.Namespace,
+    header: dict[str, str],
+    grids: Sequence[Grid],
+    data: Any,
+    draw: Callable[[Path], None] | None = None,
+    kernels: Iterable[str] = measure.launched,
 ) -> None:
     """Shows results, and writes them where the options of `add_output_options` say.
 
     Args:
         data: for --json.
         draw: draws the results into a PNG, for --plot.
+        kernels: those of simulated figures, for the mark of --markdown; empty if they are unknown. Default: all of this process.
     """
     show(header, grids)
     if options.json:
@@ -190,16 +199,18 @@ def deliver(
     if options.plot and draw:
         draw(options.plot)
     if options.markdown:
-        _write_markdown(options.markdown, header, grids, options.plot)
+        mark = [provenance.mark(kernels)] if header.get("kind of figures", "").startswith("simulated") else []
+        _write_markdown(options.markdown, header, grids, options.plot, mark)
 
 
 def write_json(path: Path, data: Any) -> None:
     _write(path, json.dumps(data, indent=1) + "\n")
 
 
-def _write_markdown(path: Path, header: dict[str, str], grids: Sequence[Grid], plot: Path | None) -> None:
+def _write_markdown(path: Path, header: dict[str, str], grids: Sequence[Grid], plot: Path | None, mark: Sequence[str]) -> None:
     """A section for `benchmarks.docs`, which puts plots beside each other into images/."""
     parts = ["\n".join(f"- {name}: {'`' + value + '`' if name == 'command' else value}" for name, value in header.items())]
+    parts += mark
     if plot is not None:
         parts.append(f"![{plot.stem}](images/{plot.name})")
     _write(path, "\n\n".join(parts + [grid.markdown() for grid in grids]) + "\n")
