@@ -29,7 +29,7 @@ def warn_if_heads_first(q: Tensor, k: Tensor, *, stacklevel: int) -> None:
     """
     global _has_warned
     # torch.compile and torch.jit.trace would take the sizes for conditions of their graphs
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _has_warned or q.dim() != 4 or k.dim() != 4:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _has_warned or q.dim() != 4 or k.dim() != 4:
         return
     heads = q.size(2)
     if heads <= _USUAL_HEADS or heads <= q.size(1) or k.size(2) <= max(_USUAL_HEADS, k.size(1)):
