@@ -946,7 +946,7 @@ MEANT = [
 
 @pytest.fixture
 def unwarned(monkeypatch):
-    monkeypatch.setattr(operands, "_has_warned", False)
+    monkeypatch.setattr(operands, "_calls_left", 100)
 
 
 @pytest.mark.parametrize("q_shape, k_shape", SWAPPED)
@@ -966,7 +966,7 @@ def test_heads_first_warns_for_packed_operands_and_flash_attn_3(unwarned, monkey
         lambda t: flash_attn_kvpacked_func(t, torch.stack((t, t), 2)),
         lambda t: fa3.flash_attn_func(t, t, t),
     ):
-        monkeypatch.setattr(operands, "_has_warned", False)
+        monkeypatch.setattr(operands, "_calls_left", 100)
         with pytest.warns(UserWarning, match="heads come first") as caught:
             call(torch.randn(1, 2, 100, 16))
         assert [w.filename for w in caught] == [__file__]
@@ -984,7 +984,7 @@ def test_compiled_calls_do_not_look_at_the_layout(unwarned):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "volta_fa")
         torch.compile(flash_attn_func, backend="aot_eager", fullgraph=True)(t, t, t)
-    assert not operands._has_warned
+    assert operands._calls_left == 100
 
 
 def test_heads_first_can_be_silenced_and_traces_without_a_warning(unwarned):
@@ -992,10 +992,19 @@ def test_heads_first_can_be_silenced_and_traces_without_a_warning(unwarned):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.jit.trace(flash_attn_func, (t, t, t))
-        assert not operands._has_warned
+        assert operands._calls_left == 100
         warnings.filterwarnings("ignore", "volta_fa: q: got shape")
         flash_attn_func(t, t, t)
-    assert operands._has_warned
+    assert operands._calls_left == 0
+
+
+def test_later_calls_are_not_looked_at(unwarned, monkeypatch):
+    monkeypatch.setattr(operands, "_calls_left", 1)
+    meant, swapped = torch.randn(1, 100, 2, 16), torch.randn(1, 2, 100, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attn_func(meant, meant, meant)
+        flash_attn_func(swapped, swapped, swapped)
 
 
 def test_all_doors_are_tried():

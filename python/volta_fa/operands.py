@@ -10,7 +10,8 @@ from torch import Tensor
 
 #: Most models have at most this many heads, so more of them than tokens are probably tokens.
 _USUAL_HEADS = 64
-_has_warned = False
+#: Calls whose layout is still to be looked at. A mistake shows in the first ones, and later ones must not pay for the look.
+_calls_left = 100
 
 
 @overload
@@ -27,16 +28,19 @@ def warn_if_heads_first(q: Tensor, k: Tensor, *, stacklevel: int) -> None:
 
     Grouped heads do not count: models with these have few KV heads, and short prompts.
     """
-    global _has_warned
+    global _calls_left
     # torch.compile and torch.jit.trace would take the sizes for conditions of their graphs
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _has_warned or q.dim() != 4 or k.dim() != 4:
+    if torch.compiler.is_compiling() or not _calls_left or torch._C._get_tracing_state() is not None:
+        return
+    _calls_left -= 1
+    if q.dim() != 4 or k.dim() != 4:
         return
     heads = q.size(2)
     if heads <= _USUAL_HEADS or heads <= q.size(1) or k.size(2) <= max(_USUAL_HEADS, k.size(1)):
         return
     if k.size(1) == 0 or q.size(1) % k.size(1) != 0:  # not the numbers of heads
         return
-    _has_warned = True
+    _calls_left = 0
     warnings.warn(
         f"volta_fa: q: got shape {tuple(q.shape)}: {heads} heads and {q.size(1)} tokens, expected (batch, seqlen, nheads, headdim): "
         "if heads come first, pass q.transpose(1, 2), and k and v likewise. To silence this, run "
