@@ -435,7 +435,7 @@ def test_track_yields_all_and_ends_with_its_reader(capfd, monkeypatch):
 
 
 #: Commands that end within ten seconds.
-QUICK = {"docs", "overhead", "plan", "ring_simulation"}
+QUICK = {"docs", "overhead", "plan", "provenance"}
 COMMANDS = {path.stem: text for path in (REPOSITORY / "benchmarks").glob("*.py") if "__main__" in (text := path.read_text())}
 
 
