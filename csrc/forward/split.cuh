@@ -1,15 +1,15 @@
-// Forward kernel of fp32 tensors. Every operand is the sum of two fp16 numbers, a high and a low part, and every product is three on
-// the tensor cores: high * high + high * low + low * high. What is left out, low * low, is below fp32's own rounding. (Markidis and
-// others, "NVIDIA Tensor Core Programmability, Performance & Precision", 2018.) The cast kernel (shared/cast/cast.cuh) has split q, k
-// and v: a row has the high parts of HEADDIM columns, then the low ones. P is split here, and the output is fp32.
+// Forward kernel of fp32 tensors. Every operand is the sum of two fp16 numbers, a high and a low part, and every product is three
+// on the tensor cores: high * high + high * low + low * high. What is left out, low * low, is below fp32's own rounding. (Markidis
+// and others, "NVIDIA Tensor Core Programmability, Performance & Precision", 2018.) The cast kernel (shared/cast/cast.cuh) has
+// split q, k and v: a row has the high parts of HEADDIM columns, then the low ones. P is split here, and the output is fp32.
 //
-// Tensor cores truncate their sums, always toward 0. Over a long loop these errors add up to far more than fp32's rounding (Ootomo and
-// Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance", 2022). So
-// no accumulator of a product lives longer than a step: its sum is added to the output by ordinary additions. And products with a low
-// part, which are 2^-11 of the others, have accumulators of their own, or come first.
+// Tensor cores truncate their sums, always toward 0. Over a long loop these errors add up to far more than fp32's rounding (Ootomo
+// and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance",
+// 2022). So no accumulator of a product lives longer than a step: its sum is added to the output by ordinary additions. And
+// products with a low part, which are 2^-11 of the others, have accumulators of their own, or come first.
 //
-// Schedule: K and V of a step in one of two slots of shared memory, one barrier a step. While a step computes, the next one is stored
-// to the other slot, and the one after it is in flight.
+// Schedule: K and V of a step in one of two slots of shared memory, one barrier a step. While a step computes, the next one is
+// stored to the other slot, and the one after it is in flight.
 #pragma once
 
 #include "forward/block.cuh"

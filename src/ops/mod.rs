@@ -59,7 +59,8 @@ fn forward_in_fp32(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> R
             let (headdim, most) = (a.headdim.max(a.headdim_v), MAX_FP32_HEADDIM);
             let RequestedFeatures { dropout_p, block_mask, .. } = a.features;
             let given = format!("dtype torch.float32 on a GPU, with headdim {headdim}, dropout_p {dropout_p}, block mask {block_mask}");
-            let expected = format!("headdim to {most} without dropout and block mask; torch.set_float32_matmul_precision(\"high\") allows others");
+            let expected =
+                format!("headdim to {most} without dropout and block mask; torch.set_float32_matmul_precision(\"high\") allows others");
             Err(Error::value("q", given, expected))
         }
     }

@@ -128,7 +128,11 @@ pub fn check_layout(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> 
     check_contiguous_last(name, d)?;
     // other dtypes are converted, and the copy has its own strides
     let rows = d.sizes.len() - 3;
-    if matches!(backend, Backend::Kernels | Backend::KernelsWithFp32) && d.dtype == DType::Half && d.sizes[rows] > 1 && d.strides[rows] > MAX_ROW_STRIDE {
+    if matches!(backend, Backend::Kernels | Backend::KernelsWithFp32)
+        && d.dtype == DType::Half
+        && d.sizes[rows] > 1
+        && d.strides[rows] > MAX_ROW_STRIDE
+    {
         return Err(Error::value(name, format!("stride {} between rows", d.strides[rows]), format!("at most {MAX_ROW_STRIDE} elements")));
     }
     Ok(())
