@@ -13,7 +13,8 @@ if LIBRARY.parents[1].name != "volta_fa":
     pytest.skip("the marks are of the package's kernels", allow_module_level=True)
 sys.path.insert(0, str(REPOSITORY))
 pytest.importorskip("rich")
-from benchmarks import measure, provenance, report
+from benchmarks import layer, measure, provenance, report
+from volta_fa.errors import CommandError
 
 FIGURES = (REPOSITORY / "docs" / "reference" / "figures.md").read_text()
 SECTIONS = dict(re.findall(r"<!-- begin (\w[\w-]*) -->\n(.*?)<!-- end \1 -->", FIGURES, re.S))
@@ -69,6 +70,16 @@ def test_a_mark_is_read_back_and_outdated():
     outdated = provenance.outdate(page, other)
     assert f"- commit: {found.commit}, kernels changed since\n" in outdated and provenance.read(outdated)[0].kernels == {}
     assert provenance.mark(()).endswith("kernels not recorded -->")
+
+
+def test_the_layers_output_replaces_that_of_the_page():
+    page = (REPOSITORY / "README.md").read_text()
+    mark = provenance.mark(())
+    filled = layer.fill(page, "simulating a T4 ...\n┏━━┓  \n┃ 1\nAll results are right.", "01234567 with changes", mark)
+    assert f"(commit 01234567):\n\n```text\n┏━━┓\n┃ 1\n```\n\n{mark}\n" in filled
+    assert [found.kernels for found in provenance.read(filled)] == [{}] and len(filled.splitlines()) < len(page.splitlines())
+    with pytest.raises(CommandError, match="expected 1"):
+        layer.fill(page.replace("(commit ", "("), "┏All results are right", "01234567", mark)
 
 
 def test_results_have_the_mark_of_what_ran(tmp_path):
