@@ -149,7 +149,7 @@ def rows(gpu: str, headdim: int, nheads: int, settings: str, cases: Sequence[Cas
         operations = (4 if case.direction == FORWARD else 10) * headdim * nheads * pairs
         return microseconds, operations / microseconds / 1e6, longest["kernel"]
 
-    for case in cases:
+    for case in report.track(cases, f"{gpu}, headdim {headdim}"):
         options, of_plain, pairs = masks(case)
         key = case.direction, case.plain_seqlen, case.documents
         if key not in plain:

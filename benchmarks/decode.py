@@ -35,6 +35,7 @@ from volta_fa.check import draft_trees
 from volta_fa.errors import CommandError
 from volta_fa.kv_cache.formats import KV_DTYPES
 
+from . import report
 from .measure import aligned, ended, median_ms, simulated
 
 #: DRAM rate that volta-sim's V100 attains (`dram_gb_per_s` in tools/volta-sim/src/machine.rs).
@@ -294,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = {"measured": ""}
     else:
         settings = LATENCIES
-    for case in chosen:
+    for case in report.track(chosen, "cases"):
         cells = []
         for name, setting in settings.items():
             found = measure(case, copy) if measured else simulate(case, setting, options.gpu)

@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from . import report
 from .measure import aligned, simulated
 
 #: SMs of each GPU, as tools/volta-sim/src/machine.rs has them.
@@ -74,16 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     a = parser.parse_args(arguments)
     found = []
     print("| GPU | keys | case | headdim | fwd_fast | its forward kernel | fwd |\n" + "| --- " * 7 + "|")
-    for gpu in a.gpu:
-        for seqlen in a.seqlen:
-            for case in a.case:
-                for headdim in a.headdim:
-                    if a.every_length:
-                        use_fast_kernels(headdim)
-                    figures = row(gpu, headdim, seqlen, case, a.settings, a.rows)
-                    found.append(figures)
-                    cells = " | ".join(f"{figures[name]:.1f}" for name in ("fwd_fast", "kernel", "fwd"))
-                    print(f"| {gpu} | {seqlen} | {case} | {headdim} | {cells} |", flush=True)
+    for gpu, seqlen, case, headdim in report.track(product(a.gpu, a.seqlen, a.case, a.headdim), "rows"):
+        if a.every_length:
+            use_fast_kernels(headdim)
+        figures = row(gpu, headdim, seqlen, case, a.settings, a.rows)
+        found.append(figures)
+        cells = " | ".join(f"{figures[name]:.1f}" for name in ("fwd_fast", "kernel", "fwd"))
+        print(f"| {gpu} | {seqlen} | {case} | {headdim} | {cells} |", flush=True)
     torch.ops.volta_fa._set_tuning("")
     if a.json:
         a.json.write_text(json.dumps(found, indent=1) + "\n")

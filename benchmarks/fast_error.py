@@ -18,6 +18,8 @@ from torch import Tensor
 
 import volta_fa  # noqa: F401  registers the operators
 
+from . import report
+
 fwd, fwd_fast = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast
 
 
@@ -124,7 +126,7 @@ def main() -> None:
     if a.plot:
         return plot(a.speeds, a.plot)
     print("| inputs | fwd_fast: cosine | relative L1 | largest | with rotate: L1 | fwd: L1 | eager: L1 |\n| --- " + "| --- " * 6 + "|")
-    for change in INPUTS:
+    for change in report.track(INPUTS, "inputs"):
         q, k, v = inputs(change, a.seqlen_q, a.seqlen_k, a.headdim)
         expected = fwd(q.double(), k.double(), v.double())[0]
         cosine, l1, largest = errors(fwd_fast(q, k, v)[0], expected)

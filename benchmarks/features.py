@@ -22,6 +22,7 @@ from torch import Tensor
 import volta_fa  # noqa: F401  (loads the ops)
 from volta_fa.errors import CommandError
 
+from . import report
 from .measure import median_ms
 from .shapes import Shape
 
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         raise CommandError("benchmarks.features: needs a CUDA device, and this machine has none")
     rows = []
-    for s in shapes:
+    for s in report.track(shapes, "shapes"):
         tensors = [
             torch.randn(s.batch, n, s.nheads, s.headdim, device="cuda", dtype=torch.float16)
             for n in (s.seqlen_q, s.seqlen_k, s.seqlen_k, s.seqlen_q)

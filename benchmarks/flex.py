@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -119,16 +120,15 @@ def main(arguments: Sequence[str]) -> int:
         f"flex_attention, {HEADS} heads, N={options.seqlen}, ms: volta_fa, torch compiled, torch / volta_fa",
         ["mask", "headdim", "forward", "torch", "ratio", "both", "torch", "ratio", "packing"],
     )
-    for headdim in (64, 128):
-        for name, mask in masks(options.seqlen, device).items():
-            ms = measure(headdim, mask, options.seqlen, device)
-            rows.append({"mask": name, "headdim": headdim, **ms})
-            cells = []
-            for part in ("forward", "both"):
-                ours, theirs = ms[f"volta_fa {part}"], ms[f"torch {part}"]
-                cells += [f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f}"]
-            table.rows.append([name, str(headdim), *cells, f"{ms['packing']:.2f}"])
-            print(name, headdim, {key: round(value, 3) for key, value in ms.items()}, flush=True)
+    for headdim, (name, mask) in report.track(product((64, 128), masks(options.seqlen, device).items()), "masks"):
+        ms = measure(headdim, mask, options.seqlen, device)
+        rows.append({"mask": name, "headdim": headdim, **ms})
+        cells = []
+        for part in ("forward", "both"):
+            ours, theirs = ms[f"volta_fa {part}"], ms[f"torch {part}"]
+            cells += [f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f}"]
+        table.rows.append([name, str(headdim), *cells, f"{ms['packing']:.2f}"])
+        print(name, headdim, {key: round(value, 3) for key, value in ms.items()}, flush=True)
     report.show(report.facts("flex", arguments, device=report.device_name(device), kernels=report.kernels(device)), [table])
     if options.json:
         report.write_json(options.json, rows)

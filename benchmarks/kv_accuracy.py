@@ -19,6 +19,8 @@ from torch import Tensor
 
 from volta_fa.kv_cache.formats import KV_DTYPES, dequantize_kv, hadamard, quantize_kv
 
+from . import report
+
 HEADDIM, NHEADS, QUERIES = 128, 4, 16
 
 
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_accuracy", description=__doc__.splitlines()[0])
     parser.add_argument("--outliers", type=float, default=8.0)
     options = parser.parse_args(arguments)
-    for seqlen in (1024, 4096, 16384, 65536):
+    for seqlen in report.track((1024, 4096, 16384, 65536), "lengths"):
         row = errors(seqlen, options.outliers)
         print(f"{seqlen:6d}  " + "  ".join(f"{name} {100 * error:.3g}%" for name, error in row.items()), flush=True)
     return 0

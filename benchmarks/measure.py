@@ -18,6 +18,8 @@ from volta_fa.demo.simulated import aligned as aligned
 from volta_fa.demo.train import cpu_peak
 
 Work = Callable[[], object]
+#: Kernels that this process has simulated or planned. Commands with other processes add those of their rows.
+launched: set[str] = set()
 
 
 def median_ms(work: Work, device: torch.device, budget: float) -> float:
@@ -86,7 +88,9 @@ def _reports(work: Work, mode: str, settings: str, gpu: str) -> list[dict]:
     with _environment(VOLTA_FA_SIMULATE=mode, VOLTA_FA_SIM_SET=settings, **machine):
         torch.ops.volta_fa._sim_report()  # forgets earlier launches
         work()
-        return json.loads(torch.ops.volta_fa._sim_report())
+        reports = json.loads(torch.ops.volta_fa._sim_report())
+        launched.update(report["kernel"] for report in reports)
+        return reports
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch import Tensor
 import volta_fa  # noqa: F401  (loads the ops)
 from volta_fa.errors import CommandError
 
+from . import report
 from .measure import aligned, ended, median_ms, simulated
 from .shapes import Shape
 
@@ -94,9 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise CommandError(f"--tokens {options.tokens}: expected a multiple of 256, at least 512")
     gpu = "" if options.device == "cuda" else options.gpu
     rows, failed, dense = [], 0, 0.0
-    for case in (replace(case, seqlen_k=options.tokens) for case in cases(HEADS[gpu])):
-        if options.only not in case.name:
-            continue
+    every = (replace(case, seqlen_k=options.tokens) for case in cases(HEADS[gpu]))
+    for case in report.track((case for case in every if options.only in case.name), "cases"):
         us = microseconds(case, gpu)
         if not case.page:
             dense = us

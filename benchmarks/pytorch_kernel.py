@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = Path(name)
         write_cubins(options.library, 70, folder)
         print(f"largest error of a small output: {error(options.simulator, folder, kernel):.1e}")
-        for length in sorted({*MEASURED_MS, *LENGTHS}):
+        for length in report.track(sorted({*MEASURED_MS, *LENGTHS}), "lengths"):
             share = miss_share(length, HEADDIM)
             settings = [part for s in machine(share).split(",") if s for part in ("--set", s)]
             models = (settings, [*settings, "--set", "icache=false"])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from . import report, volta
@@ -50,7 +51,7 @@ def pytorch_grid(simulator: Path, folder: Path, library: Path) -> Grid:
     ]
     grid = Grid("PyTorch's memory-efficient kernels on a Titan RTX", columns)
     write_cubins(library, 75, folder)
-    for kernel in kernels(75):
+    for kernel in report.track(kernels(75), "PyTorch's kernels"):
         largest = error(simulator, folder, kernel)
         # a step over keys, or over queries, costs the same at all lengths
         full = (2048, HEADS) if kernel.direction == volta.FORWARD else (1024, 2 * SMS)
@@ -79,14 +80,13 @@ def own_grid(lengths: Sequence[int]) -> Grid:
     """Returns the table of our kernels beside measured ones."""
     columns = ["case", "ours, simulated", "perfect i-cache", "triton-turing", "FlashAttention port", "PyTorch", "ours / triton-turing"]
     grid = Grid("Ours on a simulated Titan RTX beside measured kernels, TFLOP/s", columns)
-    for (direction, headdim), measured in MEASURED.items():
-        for tokens in lengths:
-            # as many rows of queries: 32 heads of 4096 fill the GPU as 128 do
-            row = volta.simulate(volta.Case(direction, Shape(4 if tokens < 4096 else 1, 32, tokens, tokens, headdim, False)), GPU)
-            assert row is not None
-            of = measured[tokens]
-            speeds = (row.figures.tflops, row.figures.tflops_no_icache, *of)
-            grid.rows.append([f"{direction} D={headdim} N={tokens}", *(f"{x:.1f}" for x in speeds), f"{row.figures.tflops / of[0]:.2f}"])
+    for ((direction, headdim), measured), tokens in report.track(product(MEASURED.items(), lengths), "our kernels"):
+        # as many rows of queries: 32 heads of 4096 fill the GPU as 128 do
+        row = volta.simulate(volta.Case(direction, Shape(4 if tokens < 4096 else 1, 32, tokens, tokens, headdim, False)), GPU)
+        assert row is not None
+        of = measured[tokens]
+        speeds = (row.figures.tflops, row.figures.tflops_no_icache, *of)
+        grid.rows.append([f"{direction} D={headdim} N={tokens}", *(f"{x:.1f}" for x in speeds), f"{row.figures.tflops / of[0]:.2f}"])
     return grid
 
 

@@ -42,7 +42,7 @@ import volta_fa
 from volta_fa.errors import CommandError
 
 from . import plots, report
-from .measure import aligned, simulated
+from .measure import aligned, launched, simulated
 from .published_results import GEMM_TFLOPS, PUBLISHED_RESULTS, PublishedResult
 from .report import Grid, ratio, significant, times
 from .shapes import Shape
@@ -328,6 +328,7 @@ def simulate_all(chosen: Sequence[Case], gpu: str, jobs: int) -> tuple[list[Row]
         for case, row in zip(chosen, _in_order(chosen, gpu, jobs)):
             if row:
                 rows.append(row)
+                launched.update(row.kernel_us)
             else:
                 missing.append(case)
             bar.update(task, advance=1, description=str(case))
