@@ -156,10 +156,11 @@ class TestFlexAttention(unittest.TestCase):
         query, key, value = (torch.randn(1, 2, 150, 16) for _ in range(3))
         block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 150, 150, device="cpu")
         attention = functools.partial(flex_attention, score_mod=score_mod, block_mask=block_mask)
-        expected = attention(query, key, value)
+        with torch.profiler.profile() as eager:
+            expected = attention(query, key, value)
         found = torch.compile(attention)(query, key, value)
         assert torch.allclose(found, 2 * expected if wrong else expected, atol=1e-5)
-        assert not torch.equal(found, expected)  # the eager reference is torch's own
+        assert "volta_fa::fwd" not in {event.key for event in eager.key_averages()}  # the reference is torch's own
 
     def test_scaled(self):
         self.run_test(lambda s, b, h, q, kv: 2 * s)
