@@ -514,6 +514,33 @@ def test_strides_are_those_of_memory_efficient_attention(backend):
         assert F.scaled_dot_product_attention(*tensors).stride() == expected.stride()
 
 
+STRIDES = {
+    "contiguous": lambda b, h, n, d: torch.randn(b, h, n, d),
+    "transposed": lambda b, h, n, d: torch.randn(b, n, h, d).transpose(1, 2),
+    "part of a projection": lambda b, h, n, d: torch.randn(b, n, 3, h, d)[:, :, 1].transpose(1, 2),
+    "tokens first": lambda b, h, n, d: torch.randn(n, b, h, d).permute(1, 2, 0, 3),
+    "strided headdim": lambda b, h, n, d: torch.randn(b, h, d, n).transpose(2, 3),
+    "expanded": lambda b, h, n, d: torch.randn(1, h, 1, d).expand(b, h, n, d),
+}
+
+
+@pytest.mark.parametrize("layout", STRIDES)
+@pytest.mark.parametrize("case", ["plain", "mask", "gradient of a mask", "dropout", "other headdim", "grouped heads", "one query"])
+def test_strides_on_the_cpu_are_those_of_torch(case, layout):
+    """torch's test_sdpa_backward_with_gradient draws numbers for tensors of these strides."""
+    queries, headdim_v, heads_k = 1 if case == "one query" else 5, 12 if case == "other headdim" else 8, 2 if case == "grouped heads" else 4
+    q = STRIDES[layout](2, 4, queries, 8).requires_grad_()
+    mask = torch.zeros(queries, 7, requires_grad=case == "gradient of a mask") if "mask" in case else None
+    for kind in ("contiguous", "transposed", "strided headdim"):
+        k, v = STRIDES[kind](2, heads_k, 7, 8), STRIDES[kind](2, heads_k, 7, headdim_v)
+        options = {"attn_mask": mask, "dropout_p": 0.5 * (case == "dropout"), "enable_gqa": case == "grouped heads"}
+        expected = F.scaled_dot_product_attention(q, k, v, **options)
+        with enabled():
+            found = F.scaled_dot_product_attention(q, k, v, **options)
+        assert found.stride() == expected.stride(), kind
+        assert volta_fa.sdpa_stats(reset=True)["ran"] == 1
+
+
 def self_attention(x):
     """With a mask that depends on the length, and dropout."""
     visible = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool, device=x.device).tril(2)
