@@ -20,7 +20,7 @@ _package.__path__ = [str(Path(__file__).resolve().parent.parent / "python/volta_
 block_masks, cases, problems, tolerance = (
     importlib.import_module(f"volta_fa_check.{name}") for name in ("block_masks", "cases", "problems", "tolerance")
 )
-Exact = problems.Exact
+Budget, Exact, groups, unused_keys = tolerance.Budget, problems.Exact, problems.groups, problems.unused_keys
 forward, backward = tolerance.exact, tolerance.exact_gradients
 delta_noise, dropped_numbers, kept_share = tolerance.delta_noise, tolerance.dropped_numbers, tolerance.kept_share
 eager, eager_gradients, gradient_names = tolerance.eager, tolerance.eager_gradients, tolerance.gradient_names
