@@ -176,8 +176,7 @@ def make_distribution(folder: Path, version: str | None) -> Path:
 
 
 @pytest.mark.parametrize(
-    "version, message",
-    [("2.7.4", "flash-attn 2.7.4 is installed in .*pip uninstall flash-attn"), (None, "there is another flash_attn")],
+    "version, message", [("2.7.4", "flash-attn 2.7.4 is installed in .*pip uninstall flash-attn"), (None, "there is another flash_attn")]
 )
 @pytest.mark.parametrize("imported", [False, True])
 def test_it_does_not_shadow_another_flash_attn(tmp_path, version, message, imported):

@@ -139,7 +139,7 @@ def test_rows_of_different_magnitudes(backend):
     case = Case(60, 60, 64)
     rows = torch.logspace(-6, 0, 60, device=backend.device)[None, :, None, None]
     for of_q, of_k in itertools.product((1.0, rows), repeat=2):
-        check(backend, case, lambda q, k, v: (q * of_q, k * of_k, v))  # noqa: B023
+        check(backend, case, lambda q, k, v: (q * of_q, k * of_k, v))
 
 
 @on(*FP32_KERNELS)

@@ -274,8 +274,9 @@ bool runs_fast(const Call& c) {
     return !c.any([](const Tensor& t) { return is_subclass(t) && has_rules(t); });
 }
 
-// Returns out, (batch, heads, seqlen_q, headdim_v) as a view of transposed memory, with the strides of PyTorch's own result. On GPUs of
-// these families that is such a view too. PyTorch's kernel on the CPU returns q's layout, and without a kernel the result is contiguous.
+// Returns out, (batch, heads, seqlen_q, headdim_v) as a view of transposed memory, with the strides of PyTorch's own result. On
+// GPUs of these families that is such a view too. PyTorch's kernel on the CPU returns q's layout, and without a kernel the result
+// is contiguous.
 Tensor laid_out(const Call& c, const Tensor& out) {
     if (!c.q.is_cpu()) return out;
     const auto strided = [](const Tensor& t) { return t.sym_stride(3) != 1; };

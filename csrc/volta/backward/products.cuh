@@ -108,7 +108,7 @@ __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32
 // Calls f(row, column, x, y) for each pair of neighbors in a warp's gradient, times a factor. `first_row`: of the warp.
 template <int BlockStep, int M, int J, class F>
 __device__ __forceinline__ void for_each_pair(const Gradient<M, J>& c, float factor, int first_row, int block, F f) {
-    const Lane lane;
+    const Lane lane(remat_thread_index() & 31);  // else the lane is kept, or spilled, from the kernel's first use on
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
