@@ -314,6 +314,8 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
             "features": names(plan::features(&a, mode)),
         },
         "forward": described(plan::forward(&a, &limits)?),
+        // of fp32 tensors; null where they have no kernel
+        "forward_split": plan::forward_split(&a, &limits).ok().map(described),
         "backward": {
             "prepare": backward.prepare.map(of_backward),
             "main": of_backward(backward.main),

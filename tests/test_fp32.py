@@ -107,7 +107,7 @@ def test_gradients_in_reduced_precision(backend, case, deterministic, precision)
     # the state of a call without dropout is empty
     given = options | ({"rng_state": state} if case.dropout_p else {})
     for found in backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **given):
-        for group in reference.groups(q, k, rng_state=state, **options):
+        for group in reference.groups(q, k, reference.kept_by(state, q.shape[-2], **options), **options):
             qs, ks, vs, do = group.queries(q), group.keys(k), group.keys(v), group.queries(dout)
             expected = reference.backward(do, qs, ks, vs, **group.options)
             rounded = reference.eager_gradients(*map(as_tf32, (do, qs, ks, vs)), **group.options)

@@ -187,7 +187,7 @@ class Case(ScoreOptions):
             "dropout": self.dropout_p > 0,
             "block_mask": bool(self.blocks),
             # kernels get a bf16 bias as fp32
-            "fp32_bias": bool(bias) and (bias_type == "fp32" or (not bias_type and is_bf16)),
+            "fp32_bias": bool(bias) and (bias_type == "fp32" or (not bias_type and self.dtype in (torch.bfloat16, torch.float32))),
         }
         return [name for name, is_asked in asked.items() if is_asked]
 

@@ -15,7 +15,7 @@ import torch
 from .cases import ASKING, EVERY, Case, asking
 
 #: The passes of `volta_fa::fwd`.
-FORWARD = ("Forward", "ForwardStreamK")
+FORWARD = ("Forward", "ForwardStreamK", "ForwardSplit")
 #: The passes that `correctness` checks without a problem from here.
 WITHOUT_PROBLEM = ("Merge", "Cast")
 SIMULATE_VARIABLE = "VOLTA_FA_SIMULATE"
@@ -131,7 +131,8 @@ class Target:
             text = torch.ops.volta_fa._plan(*shape, deterministic=p.deterministic, features=",".join(p.features), device=self.number)
         plan = json.loads(text)
         if variant["pass"] in FORWARD:
-            return [plan["forward"]["name"]]
+            kernel = plan["forward_split" if variant["pass"] == "ForwardSplit" else "forward"]
+            return [kernel["name"]] if kernel else []
         parts = (plan["backward"][name] for name in ("prepare", "main", "finish"))
         return [part["name"] for part in parts if part]
 
@@ -158,7 +159,8 @@ def problems(variant: dict[str, Any]) -> list[Case]:
     if variant["family"] == "cpu":
         d, dv, features, dtype = 40, 24, set(ASKING), variant["dtype"]
     else:
-        d, dv, features, dtype = variant["headdim"], variant["headdim_v"], set(variant["features"]), torch.float16
+        d, dv, features = variant["headdim"], variant["headdim_v"], set(variant["features"])
+        dtype = torch.float32 if variant["pass"] == "ForwardSplit" else torch.float16
     if variant["pass"] in ("BackwardPreprocess", "BackwardPostprocess"):
         d = dv = 64  # these kernels take any headdim
     # a block of these kernels has all keys of its heads
@@ -176,6 +178,8 @@ def problems(variant: dict[str, Any]) -> list[Case]:
             used: each batch entry uses fewer keys than it has (seqused_k).
         """
         keys = seqlen_k if most_keys is None else min(seqlen_k - 3, most_keys)
+        if "dropout" not in features:
+            options.pop("dropout_p", None)
         return Case(
             seqlen_q,
             keys,
@@ -225,7 +229,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         ]
     # kernels get a bf16 bias as fp32, which some do not read
     reads_bf16 = "bias" not in features or "fp32_bias" in features
-    if "fp32_gradients" in features or (variant["pass"] in FORWARD and features and reads_bf16 and variant["family"] != "cpu"):
+    if "fp32_gradients" in features or (variant["pass"] in FORWARD and dtype == torch.float16 and features and reads_bf16):
         alibi = "bh" if "alibi" in features else ""
         found.append(case(113, 129, dtype=torch.bfloat16, sinks=sinks, alibi=alibi, is_causal=True))
     if "bias" in required and "fp32_bias" in features:

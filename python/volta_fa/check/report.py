@@ -31,6 +31,7 @@ _console = Console(highlight=False)
 _PASSES = {
     "Forward": "forward",
     "ForwardStreamK": "forward, equal shares",
+    "ForwardSplit": "forward, float32",
     "BackwardPreprocess": "backward, prepare",
     "Backward": "backward, atomics",
     "BackwardStreamK": "backward, stream-K",
@@ -49,7 +50,7 @@ _PASSES = {
     "PrefillStreamK": "KV cache, stream-K",
     "Append": "KV cache, append",
     "Dequantize": "KV cache, convert",
-    "Cast": "bf16 to fp16",
+    "Cast": "bf16 or fp32 to fp16",
 }
 
 
