@@ -1,6 +1,6 @@
 """Runs ComfyUI's models through volta_fa and compares images, time and memory with ComfyUI's own attention.
 
-    python tools/doors/comfyui.py COMFYUI_FOLDER [--device cpu|cuda] [--models sdxl,flux,...] [--json FILE]
+    python tools/programs/run_comfyui.py COMFYUI_FOLDER [--device cpu|cuda] [--models sdxl,flux,...] [--json FILE]
 
 COMFYUI_FOLDER has ComfyUI's source; this Python has its requirements. The models are ComfyUI's classes with random weights, sampled by
 ComfyUI's KSampler: whole SDXL and Flux on a GPU, small ones on the CPU. Each way to start ComfyUI is a process of its own:
