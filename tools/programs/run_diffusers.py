@@ -173,6 +173,21 @@ class Row:
     right: bool = True
 
 
+@contextmanager
+def noted(row: Row) -> Iterator[None]:
+    """Notes in the row why its way has no result."""
+    try:
+        yield
+    except NotImplementedError as reason:
+        row.cells = {"note": str(reason).partition("\n")[0]}
+    except Exception as error:
+        row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
+
+
+def fallen(stats: dict[str, Any]) -> str:
+    return ", ".join(f"{n} {reason}" for reason, n in stats.get("fell_back", {}).items()) or "0"
+
+
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -192,8 +207,7 @@ def judge(
     cells = {"error": f"{errors[0][0]:.1e}", "PyTorch's": f"{errors[0][1]:.1e}"}
     if len(errors) > 1:
         cells |= {"gradient": f"{errors[1][0]:.1e}", "PyTorch's ": f"{errors[1][1]:.1e}"}
-    fallen = ", ".join(f"{n} {reason}" for reason, n in fell_back.items())
-    return cells | {"ran": str(ran), "fell back": fallen or "0"}, right
+    return cells | {"ran": str(ran), "fell back": fallen(stats)}, right
 
 
 def compare(model: Model, device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
@@ -207,16 +221,10 @@ def compare(model: Model, device: str, dtype: torch.dtype, wanted: Callable[[str
     with memory_efficient(module, model, device):
         theirs = forward_backward(module, inputs, dtype)
     for name, way in ways.items():
-        row = Row(model.name, name)
-        try:
-            module_of_row = copy.deepcopy(module)
-            with way(module_of_row, model, device) as stats:
-                found = forward_backward(module_of_row, inputs, dtype)
-                row.cells, row.right = judge(model, found, theirs, expected, stats())
-        except NotImplementedError as reason:
-            row.cells = {"note": str(reason).partition("\n")[0]}
-        except Exception as error:
-            row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
+        row, module_of_row = Row(model.name, name), copy.deepcopy(module)
+        with noted(row), way(module_of_row, model, device) as stats:
+            found = forward_backward(module_of_row, inputs, dtype)
+            row.cells, row.right = judge(model, found, theirs, expected, stats())
         yield row
 
 
@@ -242,6 +250,11 @@ def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool
     none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
     small = {model.name: model for model in SMALL}
 
+    def guided(tokens: int, width: int) -> dict[str, torch.Tensor]:
+        shapes = {"prompt_embeds": (1, tokens, width), "pooled_prompt_embeds": (1, 32)}
+        embeds = {f"{sign}{kind}": torch.randn(*shape) for sign in ("", "negative_") for kind, shape in shapes.items()}
+        return embeds | {"latents": torch.randn(1, 4, 8, 8)}
+
     def make(name: str) -> tuple[Any, dict[str, Any]]:
         torch.manual_seed(0)
         decoder = small["vae"].make().eval()
@@ -254,19 +267,9 @@ def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool
             pipeline = StableDiffusion3Pipeline(
                 small["sd3"].make().eval(), FlowMatchEulerDiscreteScheduler(), decoder, **none, text_encoder_3=None, tokenizer_3=None
             )
-            embeds = {
-                f"{sign}{kind}": torch.randn(*shape)
-                for sign in ("", "negative_")
-                for kind, shape in (("prompt_embeds", (1, 10, 32)), ("pooled_prompt_embeds", (1, 32)))
-            }
-            return pipeline, embeds | {"latents": torch.randn(1, 4, 8, 8)}
-        pipeline = StableDiffusionXLPipeline(decoder, unet=small["sdxl-unet"].make().eval(), scheduler=EulerDiscreteScheduler(), **none)
-        embeds = {
-            f"{sign}{kind}": torch.randn(*shape)
-            for sign in ("", "negative_")
-            for kind, shape in (("prompt_embeds", (1, 77, 64)), ("pooled_prompt_embeds", (1, 32)))
-        }
-        return pipeline, embeds | {"latents": torch.randn(1, 4, 8, 8)}
+            return pipeline, guided(10, 32)
+        unet = small["sdxl-unet"].make().eval()
+        return StableDiffusionXLPipeline(decoder, unet=unet, scheduler=EulerDiscreteScheduler(), **none), guided(77, 64)
 
     def run(name: str, dtype: torch.dtype) -> tuple[torch.Tensor]:
         pipeline, embeds = make(name)
@@ -282,12 +285,10 @@ def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool
         if not wanted(name, "enable_sdpa"):
             continue
         row = Row(name, "enable_sdpa")
-        try:
+        with noted(row):
             expected, theirs = run(name, torch.float32), run(name, dtype)
             with sdpa(None, PIPELINE, device) as stats:
                 row.cells, row.right = judge(PIPELINE, run(name, dtype), theirs, expected, stats())
-        except Exception as error:
-            row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
         yield row
 
 
@@ -418,7 +419,7 @@ def timed(model: Model, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
                 row = rows[name]
                 if "note" in row.cells:
                     continue
-                try:
+                with noted(row):
                     with way(module, model, "cuda") as stats:
                         out = forward(module, inputs)  # compiles, warms up
                         counts = stats()  # ends the profile of some ways
@@ -432,18 +433,13 @@ def timed(model: Model, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
                             times[name].append(time.perf_counter() - begin)
                         peak = torch.cuda.max_memory_allocated() - held
                     first = out.double() if first is None else first
-                    fallen = ", ".join(f"{n} {reason}" for reason, n in counts.get("fell_back", {}).items())
                     row.cells = {
                         "ms": "",
                         "peak MiB": f"{peak / 2**20:.0f}",
                         "to PyTorch": f"{relative(out.double(), first):.1e}",
                         "ran": str(counts.get("ran", 0)),
-                        "fell back": fallen or "0",
+                        "fell back": fallen(counts),
                     }
-                except NotImplementedError as reason:
-                    row.cells = {"note": str(reason).partition("\n")[0]}
-                except Exception as error:
-                    row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
     for name, row in rows.items():
         if "ms" in row.cells:
             found = sorted(times[name][1:])  # without the first round
