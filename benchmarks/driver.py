@@ -214,7 +214,10 @@ class Kept:
     def __init__(self, file: Path | None) -> None:
         self._file = file
         lines = file.read_text().splitlines() if file and file.exists() else []
-        self._known = {json.dumps(line["key"]): line["figures"] for line in map(json.loads, lines)}
+        found = list(map(json.loads, lines))
+        if not all("key" in line for line in found):
+            raise CommandError(f"--resume: got {file}, which another version wrote, expected lines with keys: name another file")
+        self._known = {json.dumps(line["key"]): line["figures"] for line in found}
 
     def get(self, key: Any) -> Any:
         return self._known.get(json.dumps(key))

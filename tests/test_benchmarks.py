@@ -146,6 +146,16 @@ def test_models_resumes(tmp_path):
     assert row["us"][0] == pytest.approx(found["us"][0], rel=0.01)  # addresses of tensors move it by a little
 
 
+def test_kept_figures_depend_on_all_of_their_key(tmp_path):
+    file = tmp_path / "kept.jsonl"
+    driver.Kept(file).put({"gpu": "t4", "launches": ["a"]}, [1.0])
+    assert driver.Kept(file).get({"gpu": "t4", "launches": ["a"]}) == [1.0]
+    assert driver.Kept(file).get({"gpu": "t4", "launches": ["b"]}) is None
+    file.write_text(json.dumps({"gpu": "t4", "name": "a row of an earlier version", "figures": [1.0]}) + "\n")
+    with pytest.raises(CommandError, match="--resume: got .*kept.jsonl, which another version wrote"):
+        driver.Kept(file)
+
+
 def test_long_sequences(tmp_path):
     need("sim")
     from benchmarks import tables
