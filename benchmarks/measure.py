@@ -7,9 +7,8 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -101,12 +100,3 @@ def _environment(**variables: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def ended(rows: Sequence[dict], below: int, json_file: Path | None) -> int:
-    """Write the figures, say how many are below their targets, and return the exit status that goes with that."""
-    if json_file:
-        json_file.write_text(json.dumps(rows, indent=1) + "\n")
-    if below:
-        print(f"{below} figures below their targets")
-    return 1 if below else 0
