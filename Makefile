@@ -100,9 +100,10 @@ hub: $(VENV)/.hub $(if $(WHEEL),,wheel) ## build the folder of a Hugging Face ke
 notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb with nothing and with a wheel, into target/notebook
 	@$(IN_VENV) python tools/notebook.py target/notebook
 
-release: wheel ## build the files of a release into dist/release/; URL= of that folder, ISSUES= for reports
+release: wheel ## build the files of a release into dist/release/; URL=, SOURCE=, ISSUES= write their addresses into pages
+	@$(IN_VENV) python tools/addresses.py $(URL:%=--release %) $(SOURCE:%=--source %) $(ISSUES:%=--issues %)
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
-	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz $(URL:%=--url %) $(ISSUES:%=--issues %)
+	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz
 
 coverage: build $(VENV)/.test ## print the line coverage of Python (quick tests) and Rust (cargo test)
 	@$(IN_VENV) $(IN_SIMULATOR) python tools/measure_coverage.py $(ARGS)

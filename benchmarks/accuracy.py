@@ -174,7 +174,7 @@ def main(arguments: Sequence[str]) -> int:
     kv.add_argument("--outliers", type=float, default=8.0)
     a = parser.parse_args(arguments)
     if a.kind == "kv":
-        for seqlen in (1024, 4096, 16384, 65536):
+        for seqlen in report.track((1024, 4096, 16384, 65536), "lengths"):
             row = kv_errors(seqlen, a.outliers)
             print(f"{seqlen:6d}  " + "  ".join(f"{name} {100 * error:.3g}%" for name, error in row.items()), flush=True)
     elif a.plot:
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def fast_table(a: argparse.Namespace) -> None:
     print("| inputs | fwd_fast: cosine | relative L1 | largest | with rotate: L1 | fwd: L1 | eager: L1 |\n| --- " + "| --- " * 6 + "|")
-    for change in INPUTS:
+    for change in report.track(INPUTS, "inputs"):
         q, k, v = inputs(change, a.seqlen_q, a.seqlen_k, a.headdim)
         expected = fwd(q.double(), k.double(), v.double())[0]
         cosine, l1, largest = errors(fwd_fast(q, k, v)[0], expected)

@@ -30,6 +30,8 @@ from volta_fa.distributed.communication import Transfer, messages, room
 from volta_fa.distributed.layout import shard_ranges
 from volta_fa.distributed.plan import Mask, plan
 
+from . import report
+
 HEADS, HEADDIM = 16, 128
 SEQLENS = (8192, 16384, 32768, 65536, 131072)
 ROUNDS = 5
@@ -190,7 +192,7 @@ def main() -> None:
         if first:
             print("overlap at 32768:", {name: round(value, 3) for name, value in results["overlap"].items()}, flush=True)
     results["lines"] = []
-    for seqlen in arguments.seqlens:
+    for seqlen in report.track(arguments.seqlens, "lengths") if first else arguments.seqlens:
         found = measure(seqlen, device)
         results["lines"].append(found)
         if first:

@@ -326,8 +326,8 @@ def run(name: str, benchmark: Benchmark, arguments: Sequence[str]) -> int:
         kind["without kernels of its own"] = ", ".join(row.name for row in missing)
     header = report.facts(name, arguments, device=device, **kind)
     grids = [grid for grid in benchmark.grids(results, options) if grid.rows]
-    draw = benchmark.plot
-    report.deliver(options, header, grids, [r.data() for r in results], lambda path: draw and draw(results, options, header, path))
+    draw, kernels = benchmark.plot, {launch["kernel"] for r in results for model in r.launches for launch in model}
+    report.deliver(options, header, grids, [r.data() for r in results], lambda path: draw and draw(results, options, header, path), kernels)
     below = sum(" < " in cell for grid in grids for row in grid.rows for cell in row)  # as tables mark a missed target
     if below and benchmark.strict:
         report.console.print(f"{below} figures below their targets")

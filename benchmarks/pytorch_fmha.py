@@ -25,6 +25,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -260,13 +261,14 @@ def long_grids(simulator: Path, folder: Path, _: Sequence[int]) -> list[Grid]:
         "perfect i-cache": lambda n: speed(n, "icache=false"),
         "measured": lambda n: f"{4e-9 * 24 * n**2 * headdim / PYTORCH_MS[n]:.1f}" if n in PYTORCH_MS else "-",
     }
-    return [report.table("PyTorch's memory-efficient kernel, headdim 128", sorted({*PYTORCH_MS, *LENGTHS}), columns)]
+    lengths = report.track(sorted({*PYTORCH_MS, *LENGTHS}), "lengths")
+    return [report.table("PyTorch's memory-efficient kernel, headdim 128", lengths, columns)]
 
 
 def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[Grid]:
     """Returns the tables of PyTorch's kernels, and of ours, beside figures of a Titan RTX."""
     sms, launched = GPUS["titanrtx"].sms, []
-    for kernel in kernels(75):
+    for kernel in report.track(kernels(75), "PyTorch's kernels"):
         # a step over keys, or over queries, costs the same at all lengths
         full = (2048, 128) if kernel.direction == volta.FORWARD else (1024, 2 * sms)
         shapes = [full] if kernel.direction == volta.FORWARD or kernel.headdim == 64 else [full, (1024, 128)]
@@ -287,12 +289,11 @@ def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[G
         "simulated / measured": lambda of: f"{of[4][0] * len(of[5]) / sum(of[5]):.2f}",
     }
     results = []
-    for (direction, headdim), measured in TITAN_RTX.items():
-        for tokens in lengths:
-            # as many rows of queries: 32 heads of 4096 fill the GPU as 128 do
-            case = volta.Case(direction, Shape(4 if tokens < 4096 else 1, 32, tokens, tokens, headdim))
-            row = Row(f"{direction} D={headdim} N={tokens}", case, "titanrtx")
-            results.append((Result(row, driver.simulate(row.call), GPUS["titanrtx"].peak_tflops), measured[tokens]))
+    for ((direction, headdim), measured), tokens in report.track(product(TITAN_RTX.items(), lengths), "our kernels"):
+        # as many rows of queries: 32 heads of 4096 fill the GPU as 128 do
+        case = volta.Case(direction, Shape(4 if tokens < 4096 else 1, 32, tokens, tokens, headdim))
+        row = Row(f"{direction} D={headdim} N={tokens}", case, "titanrtx")
+        results.append((Result(row, driver.simulate(row.call), GPUS["titanrtx"].peak_tflops), measured[tokens]))
     ours = {
         "case": lambda of: of[0].row.name,
         "ours, simulated": lambda of: f"{of[0].tflops():.1f}",

@@ -11,7 +11,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from rich.table import Table
 import volta_fa
 from volta_fa.errors import CommandError
 
-T = TypeVar("T")
+from . import provenance
 
 #: What headers of simulated results say: volta-sim's times exclude launches (docs/validation/real-cards.md).
 SIMULATED = "simulated with tools/volta-sim; each launch takes 10 to 20 us more on a real card"
@@ -32,6 +32,7 @@ SIMULATED = "simulated with tools/volta-sim; each launch takes 10 to 20 us more 
 # Tables are wide; a pipe or a file has no width of its own.
 _WIDTH = None if sys.stdout.isatty() else 200
 console = Console(highlight=False, width=_WIDTH)
+T = TypeVar("T")
 
 
 @dataclass
@@ -83,6 +84,7 @@ def facts(module: str, arguments: Sequence[str], **more: str) -> dict[str, str]:
     return {
         "command": shlex.join(["python", "-m", f"benchmarks.{module}", *arguments]),
         "date": datetime.date.today().isoformat(),
+        **({"commit": commit} if (commit := provenance.commit()) else {}),
         "versions": f"volta_fa {volta_fa.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         **more,
     }
@@ -140,7 +142,19 @@ def kernels(device: torch.device) -> str:
 
 def progress(quiet: bool = False) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return _Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+    # a terminal's bar must not take what goes into a pipe
+    redirect = sys.stdout.isatty()
+    return _Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet, redirect_stdout=redirect)
+
+
+def track(items: Iterable[T], what: str) -> Iterator[T]:
+    """Yields the items and shows how many are done, for commands that print a row when they have it."""
+    listed = list(items)
+    with progress() as bar:
+        task = bar.add_task(what, total=len(listed))
+        for item in listed:
+            yield item
+            bar.advance(task)
 
 
 class _Progress(Progress):
@@ -175,13 +189,19 @@ def show(header: dict[str, str], grids: Sequence[Grid]) -> None:
 
 
 def deliver(
-    options: argparse.Namespace, header: dict[str, str], grids: Sequence[Grid], data: Any, draw: Callable[[Path], None] | None = None
+    options: argparse.Namespace,
+    header: dict[str, str],
+    grids: Sequence[Grid],
+    data: Any,
+    draw: Callable[[Path], None] | None = None,
+    kernels: Iterable[str] = (),
 ) -> None:
     """Shows results, and writes them where the options of `parser` say.
 
     Args:
         data: for --json.
         draw: draws the results into a PNG, for --plot.
+        kernels: those of simulated figures, for the mark of --markdown; empty if they are unknown.
     """
     show(header, grids)
     if options.json:
@@ -189,16 +209,18 @@ def deliver(
     if options.plot and draw:
         draw(options.plot)
     if options.markdown:
-        _write_markdown(options.markdown, header, grids, options.plot)
+        mark = [provenance.mark(kernels)] if header.get("kind of figures", "").startswith("simulated") else []
+        _write_markdown(options.markdown, header, grids, options.plot, mark)
 
 
 def write_json(path: Path, data: Any) -> None:
     _write(path, json.dumps(data, indent=1) + "\n")
 
 
-def _write_markdown(path: Path, header: dict[str, str], grids: Sequence[Grid], plot: Path | None) -> None:
+def _write_markdown(path: Path, header: dict[str, str], grids: Sequence[Grid], plot: Path | None, mark: Sequence[str]) -> None:
     """A section for `benchmarks.docs`, which puts plots beside each other into images/."""
     parts = ["\n".join(f"- {name}: {'`' + value + '`' if name == 'command' else value}" for name, value in header.items())]
+    parts += mark
     if plot is not None:
         parts.append(f"![{plot.stem}](images/{plot.name})")
     _write(path, "\n\n".join(parts + [grid.markdown() for grid in grids]) + "\n")

@@ -161,8 +161,10 @@ def efficiency_of_both(setup: Setup) -> float:
 
 def table() -> str:
     """Returns the efficiencies of the ring and of the mesh, as Markdown."""
+    from . import report  # here, because the simulation needs no torch
+
     lines = ["| tokens | " + " | ".join(f"{n} GPUs" for n in GPUS) + " |", "| ---: |" + " ---: |" * len(GPUS)]
-    for seqlen in SEQLENS:
+    for seqlen in report.track(SEQLENS, "lengths"):
         cells = [", ".join(f"{efficiency_of_both(Setup(seqlen, gpus, mesh)):.0%}" for mesh in (False, True)) for gpus in GPUS]
         size = f"{seqlen // 1024}K" if seqlen < 2**20 else f"{seqlen // 2**20}M"
         lines.append(f"| {size} | " + " | ".join(cells) + " |")

@@ -140,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
         if not options.simulator.exists():
             built = "run `cargo build --release -p volta-sim`, or pass --kept"
             raise CommandError(f"--simulator: got {options.simulator}, which does not exist, expected volta-sim's command; {built}")
-        found = [simulate(row, options.simulator) for row in found]
+        found = [simulate(row, options.simulator) for row in report.track(found, "rows")]
     header = report.facts("validation", arguments, **{"kind of figures": "published of real cards; simulated with tools/volta-sim"})
     report.deliver(options, header, [grid(found)], [vars(row) | {"ratio": row.ratio, "holds": row.holds} for row in found])
     out = [row.case for row in found if not row.holds]

@@ -159,8 +159,8 @@ pub fn append(a: &Attention, rows: i64, planned: &PlannedKernel) -> Result<()> {
 /// Logs a cast kernel.
 pub fn cast(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
-        let Attention { batch, nheads, nheads_k, headdim, headdim_v, .. } = a;
-        let what = format!("bf16, batch {batch}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}");
+        let Attention { dtype, batch, nheads, nheads_k, headdim, headdim_v, .. } = a;
+        let what = format!("{dtype}, batch {batch}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}");
         once("cast", &[*planned], format!("{what}: {}", kernel(planned, *batch)));
     }
     Ok(())

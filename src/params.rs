@@ -604,15 +604,15 @@ pub struct DequantizeParams {
     pub element: ElementType,
 }
 
-/// Parameter block of the kernel that casts bf16 tensors to fp16, scaled by powers of two.
+/// Parameter block of the kernel that casts bf16 or fp32 tensors to fp16, scaled by powers of two.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CastParams {
-    /// (batch, seqlen_q, nheads, headdim), bf16
+    /// (batch, seqlen_q, nheads, headdim) of type `element`
     pub q: Operand,
-    /// (batch, seqlen_k, nheads_k, headdim), bf16
+    /// (batch, seqlen_k, nheads_k, headdim) of type `element`
     pub k: Operand,
-    /// (batch, seqlen_k, nheads_k, headdim_v), bf16; unused in grids without its heads
+    /// (batch, seqlen_k, nheads_k, headdim_v) of type `element`; unused in grids without its heads
     pub v: Operand,
     /// q as fp16.
     pub q_fp16: Output,
@@ -625,8 +625,12 @@ pub struct CastParams {
     /// (3, groups) zeros, for q, k and v: bits of the largest finite magnitude as fp32. A group is a KV head of a batch entry; packed
     /// sequences share those of a head.
     pub largest: *mut u32,
-    /// Output (3, groups): fp16 numbers are bf16 numbers times 2^exponent. Rows of q may have smaller exponents, which softmax_lse has too.
+    /// Output (3, groups): fp16 numbers are the given ones times 2^exponent. Rows of q may have smaller exponents, which softmax_lse has too.
     pub exponents: *mut i32,
+    /// Type of q, k and v: bf16 or fp32.
+    pub element: ElementType,
+    /// Column of q_fp16, k_fp16 and v_fp16 from which what rounding took from the others is stored, a multiple of 8; 0: nowhere.
+    pub low_column: i32,
     /// KV heads of all batch entries of the call, or nheads_k if packed.
     pub groups: i32,
     /// Number of the launch's first batch entry; 0 if packed.

@@ -23,4 +23,6 @@ pub struct TensorInfo {
 extern "C" {
     /// Fills `info` (torch_ops/describe.cpp). Returns false after a C++ exception.
     pub(crate) fn volta_fa_describe(tensor: *const c_void, info: *mut TensorInfo) -> bool;
+    /// Returns true if PyTorch's settings allow products of fp32 matrices in fewer digits (torch_ops/precision.cpp).
+    pub(crate) fn volta_fa_reduces_fp32() -> bool;
 }

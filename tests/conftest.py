@@ -4,7 +4,7 @@
 - `sim`: the sm_70 machine code in the simulator (VOLTA_FA_SIM_GPU selects another GPU's), on fp16 CPU tensors, in both warp
   orders;
 - `cuda`: the kernels on the GPU of this machine, fp16 (on GPUs without matching machine code: PTX);
-- `sim-bf16`, `cuda-bf16`: the same, on bf16 tensors.
+- `sim-bf16`, `cuda-bf16`, `sim-fp32`, `cuda-fp32`: the same, on tensors of these dtypes.
 
 Environment:
 - VOLTA_FA_TEST_LIBRARY: the library to test, instead of the one in python/volta_fa or the installed package's
@@ -73,10 +73,10 @@ NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 CORES = torch.get_num_threads()
 torch.set_num_threads(1)
 
-CPU_DTYPES = {"cpu-fp32": torch.float32, "cpu-fp64": torch.float64, "cpu-bf16": torch.bfloat16, "cpu-fp16": torch.float16}
-CPU = list(CPU_DTYPES)
+CPU = ["cpu-fp32", "cpu-fp64", "cpu-bf16", "cpu-fp16"]
 KERNELS = ["sim", "cuda"]
 BF16_KERNELS = ["sim-bf16", "cuda-bf16"]
+FP32_KERNELS = ["sim-fp32", "cuda-fp32"]
 ALL = CPU + KERNELS
 # Instructions that a warp executes before the next warp runs: one warp far ahead, and all in step. A result that
 # depends on it is a race.
@@ -117,9 +117,14 @@ def _unavailable(backend: str) -> str | None:
     return None
 
 
+def _machine(backend: str) -> str:
+    """`sim`, `cuda`, or the name of a CPU backend."""
+    return backend.partition("-")[0] if backend in BF16_KERNELS + FP32_KERNELS else backend
+
+
 def need(backend: str):
     """Skip the test where this machine or build cannot run the backend; fail if it was required."""
-    machine = backend.removesuffix("-bf16")
+    machine = _machine(backend)
     reason = _unavailable(machine)
     if reason and machine in os.environ.get("VOLTA_FA_TEST_REQUIRE", "").split(","):
         pytest.fail(f"{backend} was required, but {reason}")
@@ -165,13 +170,14 @@ class Backend:
 
     def __post_init__(self):
         self.device = "cuda" if self.machine == "cuda" else "cpu"
-        self.dtype = torch.bfloat16 if self.name.endswith("bf16") else CPU_DTYPES.get(self.name, torch.float16)
+        of_name = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+        self.dtype = of_name.get(self.name.rpartition("-")[2], torch.float16)
         self.generator = torch.Generator(self.device).manual_seed(self.seed)
 
     @property
     def machine(self) -> str:
         """`sim`, `cuda`, or the name of a CPU backend."""
-        return self.name.removesuffix("-bf16") if self.name in BF16_KERNELS else self.name
+        return _machine(self.name)
 
     @property
     def kernels(self) -> bool:

@@ -437,3 +437,26 @@ def test_a_wait_shows_progress_in_a_pipe(capfd, monkeypatch):
         bar.add_task("simulated V100", total=3)
         time.sleep(0.2)
     assert capfd.readouterr().err == ""
+
+
+def test_track_yields_all_and_ends_with_its_reader(capfd, monkeypatch):
+    monkeypatch.setattr(report._Progress, "interval", 0.05)
+    for item in report.track(range(3), "rows"):
+        time.sleep(0.12 if item == 2 else 0)
+    assert "rows: 2 of 3 done, " in capfd.readouterr().err
+    for _ in report.track(range(3), "rows"):
+        break
+    capfd.readouterr()
+    time.sleep(0.2)
+    assert capfd.readouterr().err == ""
+
+
+#: Commands that end within ten seconds.
+QUICK = {"docs", "overhead", "plan", "provenance"}
+COMMANDS = {path.stem: text for path in (REPOSITORY / "benchmarks").glob("*.py") if "__main__" in (text := path.read_text())}
+
+
+@pytest.mark.parametrize("module", sorted(COMMANDS.keys() - QUICK))
+def test_every_long_command_shows_progress(module):
+    # the driver shows the progress of a Benchmark
+    assert any(f"{name}(" in COMMANDS[module] for name in ("report.track", "report.progress", "Benchmark"))

@@ -173,7 +173,7 @@ def test_says_what_devices_there_are(arguments, message, capsys):
 def test_refuses_a_number_of_steps(steps, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["demo", "--steps", steps])
-    assert "positive whole number" in capsys.readouterr().err
+    assert "expected a whole number above 0" in capsys.readouterr().err
 
 
 def test_quick_is_shorter():

@@ -13,11 +13,14 @@ import zipfile
 
 import pytest
 
+import addresses
 import release
 from conftest import REPOSITORY
 
 NAME = "volta_fa-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
 METADATA = "Metadata-Version: 2.4\nName: volta-fa\nVersion: 0.1.0\nRequires-Python: >=3.10,<3.99\n"
+UNKNOWN = dict.fromkeys(addresses.NAMES, "")
+KNOWN = {"release": "https://host/files/", "source": "https://host/volta_fa.git", "issues": "https://host/issues"}
 CHANGELOG = "# Changelog\n\n## 0.1.0 (unreleased)\n\nThe foundation.\n\n- Kernels.\n\n## 0.0.9\n\n- Older.\n"
 
 
@@ -56,7 +59,7 @@ def folder(built, tmp_path, monkeypatch):
     output = tmp_path / "dist" / "release"
     output.mkdir(parents=True)
     (output / "of an earlier release").write_text("")
-    assert release.make(*built, output, CHANGELOG) == "right"
+    assert release.make(*built, output, CHANGELOG, UNKNOWN) == "right"
     return output
 
 
@@ -99,8 +102,9 @@ def test_the_notebook_installs_this_wheel(folder):
 
     own = source((folder / "first_light.ipynb").read_text())
     assert f'WHEEL = "{NAME}"\nSHA256 = "{release.sha256(folder / NAME)}"\n' in own
-    filled = source(release.notebook(folder / NAME, "https://host/files/", "https://host/issues"))
+    filled = source(release.notebook(folder / NAME, KNOWN))
     assert f'WHEEL = "https://host/files/{NAME}"\n' in filled and 'ISSUES = "https://host/issues"\n' in filled
+    assert 'SOURCE = "https://host/volta_fa.git"\n' in filled
 
 
 def test_the_notebook_has_no_results():
@@ -118,14 +122,14 @@ def test_the_recipe_is_yaml(folder):
 def test_two_versions_are_refused(built, tmp_path):
     wheel, sdist = built
     with pytest.raises(release.Refusal, match="not of one version"):
-        release.make(wheel, sdist.rename(sdist.with_name("volta_fa-0.2.0.tar.gz")), tmp_path / "release", CHANGELOG)
+        release.make(wheel, sdist.rename(sdist.with_name("volta_fa-0.2.0.tar.gz")), tmp_path / "release", CHANGELOG, UNKNOWN)
     assert not (tmp_path / "release").exists()
 
 
 def test_a_version_without_notes_is_refused(built, monkeypatch, tmp_path):
     monkeypatch.setattr(release, "audit", lambda wheel: "right")
     with pytest.raises(release.Refusal, match="CHANGELOG.md says nothing of 0.1.0"):
-        release.make(*built, tmp_path / "release", CHANGELOG.replace("0.1.0", "0.0.1"))
+        release.make(*built, tmp_path / "release", CHANGELOG.replace("0.1.0", "0.0.1"), UNKNOWN)
     assert not (tmp_path / "release").exists()
 
 

@@ -1,16 +1,16 @@
 """Makes the folder of a release from a built wheel and sdist: downloads for users, with checksums.
 
-    python tools/release.py WHEEL SDIST --output dist/release       # `make release` builds both first
+python tools/release.py WHEEL SDIST --output dist/release       # `make release` builds both first
 
-    volta_fa-*.whl, volta_fa-*.tar.gz
-    simple/            a PEP 503 index for any static host: pip install --index-url .../simple/ --no-deps volta-fa
-    SHA256SUMS         of all files: sha256sum -c SHA256SUMS
-    Dockerfile         an image for V100
-    recipe.yaml        a recipe in conda-forge's form
-    RELEASE_NOTES.md   this version's part of CHANGELOG.md
-    first_light.ipynb  examples/first_light.ipynb with this wheel's address (--url and its name) and checksum, and where to send reports
+volta_fa-*.whl, volta_fa-*.tar.gz
+simple/            a PEP 503 index for any static host: pip install --index-url .../simple/ --no-deps volta-fa
+SHA256SUMS         of all files: sha256sum -c SHA256SUMS
+Dockerfile         an image for V100
+recipe.yaml        a recipe in conda-forge's form
+RELEASE_NOTES.md   this version's part of CHANGELOG.md
+first_light.ipynb  examples/first_light.ipynb with this wheel's address and checksum, and those of sources and reports
 
-Fails, without a folder, if the wheel needs a newer system than its name states (tools/check_wheel.py).
+first_light.ipynb  examples/first_light.ipynb with the addresses and this wheel's checksum
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
+import addresses
+
 ROOT = Path(__file__).resolve().parent.parent
 #: The torch of the Docker image: the last release with Volta in its default builds.
 V100 = {"V100_TORCH": "2.10.0", "V100_CUDA": "cu128"}
 
 #: Lines of the notebook as JSON has them, with an empty string.
 _EMPTY = r"\"\""
-_WHEEL_LINE, _SHA256_LINE, _ISSUES_LINE = (rf"{name} = {_EMPTY}\n" for name in ("WHEEL", "SHA256", "ISSUES"))
+_WHEEL_LINE, _SHA256_LINE, _SOURCE_LINE, _ISSUES_LINE = (rf"{name} = {_EMPTY}\n" for name in ("WHEEL", "SHA256", "SOURCE", "ISSUES"))
 
 
 class Refusal(Exception):
@@ -94,18 +96,19 @@ def fill(template: str, values: dict[str, str]) -> str:
     return re.sub(r"@([A-Z0-9_]+)@", lambda match: values[match[1]], template)
 
 
-def notebook(wheel: Path, url: str, issues: str = "") -> str:
-    """Returns the notebook that installs this wheel: from below `url`, or from the notebook's own folder. `issues` takes reports."""
+def notebook(wheel: Path, known: dict[str, str]) -> str:
+    """Returns the notebook that installs this wheel: from the release's address, or from the notebook's own folder."""
     text = (ROOT / "examples" / "first_light.ipynb").read_text()
-    address = f"{url.rstrip('/')}/{wheel.name}" if url else wheel.name
-    for line, value in ((_WHEEL_LINE, address), (_SHA256_LINE, sha256(wheel)), (_ISSUES_LINE, issues)):
+    address = f"{known['release'].rstrip('/')}/{wheel.name}" if known["release"] else wheel.name
+    values = (_WHEEL_LINE, address), (_SHA256_LINE, sha256(wheel)), (_SOURCE_LINE, known["source"]), (_ISSUES_LINE, known["issues"])
+    for line, value in values:
         if text.count(line) != 1:
             raise Refusal(f"examples/first_light.ipynb does not have the line {line} once")
         text = text.replace(line, line.replace(_EMPTY, rf"\"{value}\""))
     return text
 
 
-def make(wheel: Path, sdist: Path, output: Path, changelog: str, url: str = "", issues: str = "") -> str:
+def make(wheel: Path, sdist: Path, output: Path, changelog: str, known: dict[str, str]) -> str:
     """Makes the complete folder, or none on an error. Returns the report on the wheel."""
     version, requires_python = metadata(wheel)
     if sdist.name != f"volta_fa-{version}.tar.gz":
@@ -121,7 +124,7 @@ def make(wheel: Path, sdist: Path, output: Path, changelog: str, url: str = "", 
         for template in (ROOT / "packaging").iterdir():
             (folder / template.name).write_text(fill(template.read_text(), values))
         (folder / "RELEASE_NOTES.md").write_text(notes(changelog, version))
-        (folder / "first_light.ipynb").write_text(notebook(wheel, url, issues))
+        (folder / "first_light.ipynb").write_text(notebook(wheel, known))
         write_sums(folder)
         shutil.rmtree(output, ignore_errors=True)
         folder.rename(output)
@@ -133,11 +136,9 @@ def main() -> int:
     parser.add_argument("wheel", type=Path)
     parser.add_argument("sdist", type=Path)
     parser.add_argument("--output", type=Path, default=ROOT / "dist" / "release")
-    parser.add_argument("--url", default="", help="address of the folder where users will find the files")
-    parser.add_argument("--issues", default="", help="address at which users open an issue")
     options = parser.parse_args()
     try:
-        print(make(options.wheel, options.sdist, options.output, (ROOT / "CHANGELOG.md").read_text(), options.url, options.issues))
+        print(make(options.wheel, options.sdist, options.output, (ROOT / "CHANGELOG.md").read_text(), addresses.read()))
     except Refusal as refusal:
         print(f"volta_fa: no release: {refusal}", file=sys.stderr)
         return 1

@@ -13,6 +13,7 @@
 // Atomics switch volta_fa on and off.
 
 #include "ops.h"
+#include "precision.h"
 #include "registration.h"
 #include "rust.h"
 #include "subclass.h"
@@ -187,11 +188,18 @@ int64_t max_headdim(const at::Device& device) {
     return found;
 }
 
+bool needs_gradient(const Call& c) {
+    return at::GradMode::is_enabled() && c.any([](const Tensor& t) { return t.requires_grad(); });
+}
+
 bool dtype_supported(const Call& c) {
     const auto dtype = c.q.scalar_type();
     if (c.k.scalar_type() != dtype || c.v.scalar_type() != dtype) return false;
     if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
-    return c.q.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
+    if (c.q.is_cpu()) return dtype == at::kFloat || dtype == at::kDouble;
+    if (dtype != at::kFloat || needs_gradient(c)) return false;
+    const auto most = volta_fa_max_fp32_headdim();
+    return reduces_fp32() || (c.dropout_p == 0.0 && c.q.dim() > 0 && c.q.sym_size(-1) <= most && c.v.sym_size(-1) <= most);
 }
 
 // Returns true for (batch, heads, seqlen, headdim) tensors of equal batch and matching heads, without broadcast.
@@ -260,7 +268,7 @@ OptionalTensor bias(const Call& c) {
 bool runs_fast(const Call& c) {
     if (!fast_enabled || c.dropout_p > 0.0 || !at::isReducedFloatingType(c.q.scalar_type())) return false;
     if (c.has_mask() && c.attn_mask->scalar_type() != at::kBool) return false;
-    if (at::GradMode::is_enabled() && c.any([](const Tensor& t) { return t.requires_grad(); })) return false;
+    if (needs_gradient(c)) return false;
     return !c.any([](const Tensor& t) { return is_subclass(t) && has_rules(t); });
 }
 

@@ -1,5 +1,7 @@
 """Exact attention, forward and backward, for NVIDIA Volta and Turing GPUs, as native PyTorch operators.
 
+Tensors are (batch, seqlen, nheads, headdim), as in flash-attn. PyTorch's scaled_dot_product_attention has heads before tokens.
+
 Importing this package loads the native library, which registers
 
     torch.ops.volta_fa.fwd(q, k, v, *, <options>, generator=None)

@@ -36,6 +36,25 @@ pub fn merge(family: Family) -> Variant {
     Variant { block_rows, shared_bytes, blocks_per_sm: 4, ..Variant::new(family, Pass::Merge, MERGE) }
 }
 
+// ---- fp32 -----------------------------------------------------------------------------------------
+
+/// Returns the kernels of fp32 tensors (csrc/forward/split.cuh), which step 16 keys. Rows in shared memory have high and low parts, and a
+/// chunk of padding; two slots of K and V. `q_bytes`: of a row of Q that lies there too.
+pub fn split_forward(family: Family, source: Source, tiles: &[(u32, u32, u32, u32)]) -> impl Iterator<Item = Variant> + '_ {
+    let row = move |&(headdim, warps, blocks_per_sm, q_bytes): &(u32, u32, u32, u32)| Variant {
+        headdim,
+        headdim_v: headdim,
+        block_rows: 16 * warps,
+        step: 16,
+        threads: 32 * warps,
+        shared_bytes: 2 * 2 * 16 * (4 * headdim + 16) + 16 * warps * q_bytes,
+        blocks_per_sm,
+        ..Variant::new(family, Pass::ForwardSplit, source)
+    };
+    let features = [FeatureSet::VARLEN, FeatureSet::GENERIC];
+    tiles.iter().map(row).flat_map(move |row| features.map(|of| row.with_features(of)))
+}
+
 // ---- the backward pass ----------------------------------------------------------------------------
 
 /// Returns the kernel before main kernels, for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM have 1024

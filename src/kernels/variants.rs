@@ -159,6 +159,8 @@ pub enum Pass {
     Forward,
     /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
     ForwardStreamK,
+    /// out and softmax_lse of fp32 tensors, whose numbers are sums of two fp16 numbers
+    ForwardSplit,
     /// delta and the other row statistics, zeroing of dq's accumulator
     BackwardPreprocess,
     /// dk, dv, and dq added to its accumulator by atomics
@@ -191,7 +193,7 @@ pub enum Pass {
     Append,
     /// a quantized KV cache as fp16 or bf16
     Dequantize,
-    /// bf16 q, k and v as fp16, scaled by powers of two
+    /// bf16 or fp32 q, k and v as fp16, scaled by powers of two
     Cast,
     /// int8 codes of K and the range of V, for the fast forward
     FastPrepare,
@@ -300,13 +302,14 @@ pub struct PassInfo {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 21] = {
+pub const PASSES: [PassInfo; 22] = {
     use {ParamBlock as P, RowKind::*};
     const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
         PassInfo { pass, params, rows, features }
     }
     let scores = FeatureSet::GENERIC.union(FeatureSet::of(&[Feature::Blocks]));
     let forward = scores.without(FeatureSet::of(&[Feature::Bf16Gradients]));
+    let split = forward.without(FeatureSet::of(&[Feature::Dropout, Feature::Blocks]));
     // backward finds all that sinks did in softmax_lse
     let gradients = scores.without(FeatureSet::of(&[Feature::Sinks]));
     // these two see no scores
@@ -314,6 +317,7 @@ pub const PASSES: [PassInfo; 21] = {
     [
         row(Pass::Forward, P::Forward, Queries, forward),
         row(Pass::ForwardStreamK, P::ForwardStreamK, Queries, forward),
+        row(Pass::ForwardSplit, P::Forward, Queries, split),
         row(Pass::BackwardPreprocess, P::Backward, ScratchQueries, prepare),
         row(Pass::Backward, P::Backward, Keys, gradients),
         row(Pass::BackwardStreamK, P::BackwardStreamK, Keys, gradients),
@@ -366,6 +370,7 @@ impl Pass {
         match self {
             Pass::Forward => ("fwd", ""),
             Pass::ForwardStreamK => ("fwd_streamk", ""),
+            Pass::ForwardSplit => ("fwd_split", ""),
             Pass::BackwardPreprocess => ("bwd", "preprocess"),
             Pass::Backward => ("bwd", ""),
             Pass::BackwardStreamK => ("bwd_streamk", ""),
@@ -393,6 +398,8 @@ impl Pass {
 
 /// The set of `volta_fa::fwd`.
 pub const FORWARD: [Pass; 1] = [Pass::Forward];
+/// The set of `volta_fa::fwd` of fp32 tensors.
+pub const FORWARD_SPLIT: [Pass; 1] = [Pass::ForwardSplit];
 /// The set of `volta_fa::fwd` where a stream-K grid is faster.
 pub const FORWARD_STREAM_K: [Pass; 1] = [Pass::ForwardStreamK];
 /// The set for a KV cache where a stream-K grid is faster.

@@ -1,4 +1,4 @@
-//! bf16 q, k and v as fp16, scaled by powers of two. csrc/shared/cast/cast.cuh chooses the exponents, which stay on the device.
+//! bf16 or fp32 q, k and v as fp16, scaled by powers of two. csrc/shared/cast/cast.cuh chooses the exponents, which stay on the device.
 
 use super::blocks::{lse_at, Blocks};
 use super::inputs::Inputs;
@@ -9,7 +9,7 @@ use crate::log;
 use crate::params::{CastParams, Operand, Output};
 use crate::plan::{self, PlannedKernel};
 use crate::problem::Attention;
-use crate::tensor::{self, output, readable};
+use crate::tensor::{self, element_type, output, readable};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 
@@ -26,11 +26,13 @@ pub(super) enum Operands {
     All,
     /// q and k.
     QueriesAndKeys,
+    /// q, k and v, whose numbers become sums of two: this many columns of high parts, then the low parts.
+    Parts(i64),
 }
 
 /// A call's fp16 inputs.
 pub(super) struct Cast<'a> {
-    /// fp16 copies, with padded headdims; v as it was given if it was not cast.
+    /// fp16 copies, with padded headdims, or their parts; v as it was given if it was not cast.
     pub inputs: Inputs,
     /// The problem with a scale that fp16 operands can have.
     pub problem: Attention,
@@ -41,6 +43,7 @@ pub(super) struct Cast<'a> {
     max_score_exponent: i32,
     kernel: PlannedKernel,
     has_v: bool,
+    low_column: i32,
     given: Inputs,
     largest: Tensor,
     launcher: &'a dyn Launcher,
@@ -73,12 +76,19 @@ impl<'a> Cast<'a> {
         let scale_exponent = scale_exponent(a.softmax_scale);
         let problem = Attention { softmax_scale: a.softmax_scale * f64::from(-scale_exponent).exp2(), ..*a };
         let mut given = inputs.share();
-        let has_v = matches!(of, Operands::All);
+        let has_v = !matches!(of, Operands::QueriesAndKeys);
+        let low_column = if let Operands::Parts(columns) = of { *columns } else { 0 };
         (given.q, given.k) = (readable(&given.q)?, readable(&given.k)?);
         if has_v {
             given.v = readable(&given.v)?;
         }
-        let half = |t: &Tensor| tensor::empty(&t.size(), Kind::Half, launcher);
+        let half = |t: &Tensor| {
+            let mut sizes = t.size();
+            if let (Operands::Parts(columns), Some(last)) = (of, sizes.last_mut()) {
+                *last = 2 * columns;
+            }
+            tensor::empty(&sizes, Kind::Half, launcher)
+        };
         let v = if has_v { half(&given.v)? } else { given.v.shallow_clone() };
         let cast = Inputs { q: half(&given.q)?, k: half(&given.k)?, v, ..inputs.share() };
         let max_score_exponent = if softmax_lse.is_some() { MAX_SCORE_EXPONENT_OF_BACKWARD } else { MAX_SCORE_EXPONENT };
@@ -98,6 +108,12 @@ impl<'a> Cast<'a> {
         let mut launches = Launches::begin(&given, a, launcher, written);
         launches.also_write(&[], Some(("largest", &largest)));
         launches.also_write(&[], softmax_lse.map(|t| ("softmax_lse", t)));
+        if low_column > a.padded().headdim.min(a.padded().headdim_v) {
+            // columns between the parts; after begin, which fills writable memory with NaN
+            for t in [&cast.q, &cast.k, &cast.v] {
+                let _ = t.shallow_clone().f_zero_()?;
+            }
+        }
         let shape: &[i64] = if a.total_q().is_some() { &[3, 1, a.nheads_k, 1, 1] } else { &[3, entries, 1, a.nheads_k, 1, 1] };
         let this = Cast {
             inputs: cast,
@@ -107,6 +123,7 @@ impl<'a> Cast<'a> {
             max_score_exponent,
             kernel,
             has_v,
+            low_column: low_column as i32,
             given,
             largest,
             launcher,
@@ -164,6 +181,8 @@ impl<'a> Cast<'a> {
                 softmax_lse: softmax_lse.map_or(null_mut(), |t| lse_at(t, a, first)),
                 largest: self.largest.data_ptr().cast(),
                 exponents: self.exponents.data_ptr().cast(),
+                element: element_type(&self.given.q),
+                low_column: self.low_column,
                 groups: self.largest.size()[1] as i32,
                 first_entry: if is_packed { 0 } else { first as i32 },
                 scale_exponent: self.scale_exponent,

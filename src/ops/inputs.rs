@@ -6,6 +6,7 @@ use crate::launch::Launcher;
 use crate::limits::MAX_HEADDIM;
 use crate::options::Options;
 use crate::problem::{self, Backend, DType, Device, TensorDesc};
+use crate::shim::volta_fa_reduces_fp32;
 use crate::tensor::describe;
 use std::convert::Infallible;
 use std::ffi::c_void;
@@ -104,6 +105,19 @@ pub(crate) struct Gradients {
     pub dsinks: Option<Tensor>,
 }
 
+/// The two passes over dense or packed keys.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum DensePass {
+    Forward,
+    Backward,
+}
+
+/// Returns true if PyTorch's settings allow products of fp32 matrices in fewer digits.
+pub(super) fn reduces_fp32() -> bool {
+    // SAFETY: reads a setting of this process.
+    unsafe { volta_fa_reduces_fp32() }
+}
+
 /// Backend of a call.
 pub(super) enum Target {
     Cpu,
@@ -122,7 +136,22 @@ impl Target {
         }
     }
 
-    /// Returns the backend as validation sees it.
+    /// Chooses a backend of `fwd` and `bwd`. Kernels cast or split fp32 for `fwd`.
+    ///
+    /// # Errors
+    /// A gradient of fp32 on a GPU.
+    pub fn of_dense(q: &TensorDesc, stream: *mut c_void, pass: DensePass) -> Result<Target> {
+        match (q.dtype, q.device, pass) {
+            (DType::Float, Device::Cpu, DensePass::Forward) => simulated(),
+            (DType::Float, Device::Cuda(_), DensePass::Backward) => {
+                let given = "dtype torch.float32 on a GPU";
+                Err(Error::value("q", given, "torch.float16 or torch.bfloat16: torch.float32 has no gradient there"))
+            }
+            _ => Target::of(q, stream),
+        }
+    }
+
+    /// Returns the backend as validation of operators without fp32 sees it.
     pub fn backend(&self) -> Backend {
         match self {
             Target::Cpu => Backend::Cpu,

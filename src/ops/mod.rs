@@ -1,6 +1,5 @@
 //! The operators: validate, choose a backend, run. They allocate nothing before validation has passed.
 
-mod bf16;
 mod block_mask;
 mod blocks;
 mod cast;
@@ -14,21 +13,25 @@ pub(crate) mod kvcache;
 mod launches;
 mod lse_gradient;
 pub(crate) mod merge;
+mod scaled;
+mod split;
 mod stored_scores;
 mod stream_k;
 
 pub(crate) use inputs::{cpu_max_headdim, Gradients, Inputs, Saved};
 
-use crate::error::Result;
-use crate::plan::BackwardMode;
-use crate::problem::{self, Attention, Backend};
+use crate::error::{Error, Result};
+use crate::launch::Launcher;
+use crate::limits::MAX_FP32_HEADDIM;
+use crate::plan::{self, BackwardMode};
+use crate::problem::{self, Attention, Backend, RequestedFeatures};
 use crate::tensor::{describe, readable_gradient};
-use inputs::{check_bias_gradient, int32_values, Described, Target};
+use inputs::{check_bias_gradient, int32_values, reduces_fp32, DensePass, Described, Target};
 use tch::{Kind, Tensor};
 
 /// Computes `volta_fa::fwd`: (out, softmax_lse).
 pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
-    let (target, a, _) = prepare(inputs)?;
+    let (target, a, _) = prepare(inputs, DensePass::Forward)?;
     if a.is_empty() {
         return empty_forward(inputs, &a);
     }
@@ -39,8 +42,27 @@ pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
 fn forward_on(target: &Target, inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     match target {
         Target::Cpu => cpu::forward(inputs, a),
-        Target::Kernels(launcher) if inputs.q.kind() == Kind::BFloat16 => bf16::forward(inputs, a, &**launcher),
-        Target::Kernels(launcher) => device::forward(inputs, a, &**launcher),
+        Target::Kernels(launcher) => match inputs.q.kind() {
+            Kind::Half => device::forward(inputs, a, &**launcher),
+            Kind::Float if !reduces_fp32() => forward_in_fp32(inputs, a, &**launcher),
+            _ => scaled::forward(inputs, a, &**launcher),
+        },
+    }
+}
+
+/// Computes a problem of fp32 tensors in full precision. The CPU backend takes what the simulator has no kernel for.
+fn forward_in_fp32(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    match plan::forward_split(&a.padded(), &launcher.limits()?) {
+        Ok(planned) => split::forward(inputs, a, &planned, launcher),
+        Err(_) if launcher.device() == tch::Device::Cpu => cpu::forward(inputs, a),
+        Err(_) => {
+            let (headdim, most) = (a.headdim.max(a.headdim_v), MAX_FP32_HEADDIM);
+            let RequestedFeatures { dropout_p, block_mask, .. } = a.features;
+            let given = format!("dtype torch.float32 on a GPU, with headdim {headdim}, dropout_p {dropout_p}, block mask {block_mask}");
+            let expected =
+                format!("headdim to {most} without dropout and block mask; torch.set_float32_matmul_precision(\"high\") allows others");
+            Err(Error::value("q", given, expected))
+        }
     }
 }
 
@@ -54,7 +76,7 @@ fn forward_on_cpu(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 
 /// Computes `volta_fa::bwd`.
 pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
-    let (target, a, described) = prepare(inputs)?;
+    let (target, a, described) = prepare(inputs, DensePass::Backward)?;
     let saved = &Saved { dout: readable_gradient(&saved.dout)?, ..saved.share() };
     validate_backward(inputs, saved, &described, &a, target.backend())?;
     let dlse = saved.dlse.as_ref().map(|dlse| lse_gradient::of_visible_rows(dlse, &saved.softmax_lse)).transpose()?;
@@ -65,7 +87,7 @@ pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
     let mode = BackwardMode { deterministic: inputs.options.deterministic, bf16_gradients: false, has_dlse: saved.dlse.is_some() };
     match target {
         Target::Cpu => cpu::backward(inputs, saved, &a),
-        Target::Kernels(launcher) if inputs.q.kind() == Kind::BFloat16 => bf16::backward(inputs, saved, &a, mode, &*launcher),
+        Target::Kernels(launcher) if inputs.q.kind() != Kind::Half => scaled::backward(inputs, saved, &a, mode, &*launcher),
         Target::Kernels(launcher) => device::backward(inputs, saved, &a, mode, &*launcher),
     }
 }
@@ -97,10 +119,11 @@ fn validate_backward(inputs: &Inputs, saved: &Saved, d: &Described, a: &Attentio
 }
 
 /// Returns what computes the call, the validated problem and the descriptions of the tensors.
-fn prepare(inputs: &Inputs) -> Result<(Target, Attention, Described)> {
+fn prepare(inputs: &Inputs, pass: DensePass) -> Result<(Target, Attention, Described)> {
     let described = inputs.describe()?;
-    let target = Target::of(&described.q, inputs.stream)?;
-    let a = validate(&described, target.backend())?;
+    let target = Target::of_dense(&described.q, inputs.stream, pass)?;
+    let backend = if let Target::Kernels(_) = target { Backend::KernelsWithFp32 } else { target.backend() };
+    let a = validate(&described, backend)?;
     let o = &inputs.options;
     if a.is_varlen() && target.checks_lengths(o.check_lengths)? {
         let [cu_q, cu_k, used] = [&o.cu_seqlens_q, &o.cu_seqlens_k, &o.seqused_k].map(int32_values);

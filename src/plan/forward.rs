@@ -25,6 +25,12 @@ pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Resul
     forward_pass(kernels, kernels::FORWARD, a, features(a, BackwardMode::default()), d)
 }
 
+/// Plans the forward pass of fp32 tensors in full precision.
+pub fn forward_split(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [kernel] = choose(*COMPILED, kernels::FORWARD_SPLIT, &Shape::of(a), features(a, BackwardMode::default()), d)?;
+    Ok(planned(kernel, a))
+}
+
 fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, features: FeatureSet, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [large] = choose(kernels, pass, &Shape::of(a), features, d)?;
     let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };

@@ -85,6 +85,9 @@ pub fn check_dtype_of_q_or_fp32(name: &str, d: &TensorDesc, q: &TensorDesc) -> R
 pub fn check_compute_dtype(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
     let (ok, allowed) = match backend {
         Backend::Kernels => (matches!(d.dtype, DType::Half | DType::BFloat16), "torch.float16 or torch.bfloat16"),
+        Backend::KernelsWithFp32 => {
+            (matches!(d.dtype, DType::Half | DType::BFloat16 | DType::Float), "torch.float16, torch.bfloat16 or torch.float32")
+        }
         Backend::Cpu | Backend::Meta => (
             matches!(d.dtype, DType::Half | DType::BFloat16 | DType::Float | DType::Double),
             "torch.float16, torch.bfloat16, torch.float32 or torch.float64",
@@ -123,9 +126,13 @@ pub fn check_layout(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> 
         return Ok(());
     }
     check_contiguous_last(name, d)?;
-    // bf16 is converted, and the copy has its own strides
+    // other dtypes are converted, and the copy has its own strides
     let rows = d.sizes.len() - 3;
-    if backend == Backend::Kernels && d.dtype == DType::Half && d.sizes[rows] > 1 && d.strides[rows] > MAX_ROW_STRIDE {
+    if matches!(backend, Backend::Kernels | Backend::KernelsWithFp32)
+        && d.dtype == DType::Half
+        && d.sizes[rows] > 1
+        && d.strides[rows] > MAX_ROW_STRIDE
+    {
         return Err(Error::value(name, format!("stride {} between rows", d.strides[rows]), format!("at most {MAX_ROW_STRIDE} elements")));
     }
     Ok(())

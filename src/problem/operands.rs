@@ -93,7 +93,9 @@ pub fn check_headdim(name: &str, headdim: i64) -> Result<()> {
 /// Checks query heads against KV heads; `keys` names the tensors that have these.
 pub fn check_heads(nheads: i64, nheads_k: i64, keys: &str) -> Result<()> {
     if nheads > 0 && nheads_k != UNKNOWN && (nheads_k == 0 || nheads % nheads_k != 0) {
-        return Err(Error::value("q", format!("nheads {nheads}"), format!("a multiple of nheads_k {nheads_k}, that of {keys}")));
+        let layout = "pass (batch, seqlen, nheads, headdim), or packed (total, nheads, headdim), not heads first";
+        let expected = format!("a multiple of nheads_k {nheads_k}, that of {keys}: {layout}");
+        return Err(Error::value("q", format!("nheads {nheads}"), expected));
     }
     check_at_most("q", "nheads", nheads, MAX_HEADS)
 }

@@ -96,6 +96,8 @@ pub enum Backend {
     Cpu,
     /// The compiled kernels, on a GPU or in the simulator: fp16, and bf16 by conversion.
     Kernels,
+    /// The same with fp32, by conversion too.
+    KernelsWithFp32,
     /// None: meta tensors, which may stand for tensors of either backend.
     Meta,
 }

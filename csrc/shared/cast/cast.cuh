@@ -1,9 +1,12 @@
-// Casts bf16 q, k and v to fp16, scaled by powers of two so that fp16's range suffices. For all families. src/ops/bf16.rs has the
-// order of the phases.
+// Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two so that fp16's range suffices. For all families. src/ops/scaled.rs
+// has the order of the phases.
 //
 // Phase 0 takes the largest magnitude of each group: the rows of a KV head and its query heads in a batch entry. It also casts q
 // and k as if no scale were needed. Phase 1 finds the exponents of the groups (Exponents), and casts v, and q and k once more
 // where they need a scale, which is rare. Phase 2 restores softmax_lse of rows that got an exponent of their own.
+//
+// With low parts (low_column) a number is the sum of two fp16 numbers, and the first phase casts nothing. Both factors of a product
+// then get about the same size, which leaves the low parts above fp16's subnormal numbers.
 //
 // Scores are products of q and k. So the exponents of q and k cancel, as far as fp16 holds both factors, and no kernel needs to
 // know them. Two cases are left. Products too small for that are far below 1 and change no probability, whatever their scale;
@@ -19,7 +22,7 @@
 
 namespace cast {
 
-constexpr int kColumns = 8;  // that a lane has at a time, 16 bytes
+constexpr int kColumns = 8;  // that a lane has at a time, 16 bytes of bf16
 constexpr int kLanes = 8;  // lanes of a row
 constexpr int kRowsAtOnce = THREADS / kLanes;
 
@@ -38,10 +41,10 @@ __device__ __forceinline__ float times_power(float x, int exponent) {
     return x * power(half) * power(exponent - half);
 }
 
-// Exponents of a group: fp16 numbers are bf16 numbers times 2^exponent.
+// Exponents of a group: fp16 numbers are the given ones times 2^exponent.
 struct Exponents {
     int q, k, v;
-    bool has_moved;  // q or k differ from what phase 0 cast, or rows may need exponents of their own
+    bool has_moved;  // q or k need a scale, or rows may need exponents of their own
     int keys;  // of the largest scaled |k|
 
     __device__ __forceinline__ Exponents(const CastParams& p, int group) {
@@ -57,7 +60,7 @@ struct Exponents {
         };
         has_moved = !is_ordinary(of_q, exponent_q) || !is_ordinary(of_k, exponent_k) ||
                     (some && sum + p.score_exponent > p.max_score_exponent);
-        if (has_moved) {
+        if (has_moved || p.low_column) {
             const auto in_range = [](int exponent) { return min(max(exponent, kMinOrdinary), kMaxOrdinary); };
             // Both factors get about the same size; where one of them is 0, the other gets that of 1.
             keys = some ? in_range((sum + 1) >> 1) : 0;
@@ -90,9 +93,10 @@ __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents
 
 // Rows of one head of one tensor.
 struct Head {
-    const unsigned short* from;
+    const unsigned char* from;
     unsigned short* to;
-    long long from_stride, to_stride;
+    long long from_stride, to_stride;  // of rows; of `from` in bytes
+    bool is_fp32;
     int rows, columns;
     int group;
     int tensor;  // 0: q, 1: k, 2: v
@@ -108,12 +112,23 @@ struct Head {
         rows = tensor == 0 ? sequence.seqlen_q() : sequence.seqlen_k();
         columns = tensor == 2 ? p.problem.headdim_v : p.problem.headdim;
         const int first = tensor == 0 ? sequence.q_offset() : sequence.k_offset();
-        from_stride = source.row_stride, to_stride = target.row_stride;
-        from = source.ptr + batch * source.batch_stride + first * from_stride + head * source.head_stride;
+        is_fp32 = p.element == ElementType::Float;
+        const int bytes = is_fp32 ? 4 : 2;
+        from_stride = source.row_stride * bytes, to_stride = target.row_stride;
+        from = reinterpret_cast<const unsigned char*>(source.ptr) +
+               (batch * source.batch_stride + first * source.row_stride + head * source.head_stride) * bytes;
         to = target.ptr + batch * target.batch_stride + first * to_stride + head * target.head_stride;
     }
     __device__ __forceinline__ void load(int row, int column, float (&x)[kColumns]) const {
-        const uint4 words = load_global(from + row * from_stride + column);
+        const unsigned char* at = from + row * from_stride;
+        if (is_fp32) {
+            const float4* numbers = reinterpret_cast<const float4*>(at + column * 4);
+            const float4 low = __ldg(numbers), high = __ldg(numbers + 1);
+            x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+            x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+            return;
+        }
+        const uint4 words = load_global(reinterpret_cast<const unsigned short*>(at + column * 2));
         const unsigned pairs[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -121,9 +136,18 @@ struct Head {
             x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
         }
     }
-    __device__ __forceinline__ void store(int row, int column, const float (&x)[kColumns]) const {
-        *reinterpret_cast<uint4*>(to + row * to_stride + column) =
-            make_uint4(to_half2(x[0], x[1]), to_half2(x[2], x[3]), to_half2(x[4], x[5]), to_half2(x[6], x[7]));
+    // Stores the rounded numbers and, from low_column on unless it is 0, what rounding took from them.
+    __device__ __forceinline__ void store(int row, int column, const float (&x)[kColumns], int low_column) const {
+        uint4* at = reinterpret_cast<uint4*>(to + row * to_stride + column);
+        unsigned high[4], low[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            high[i] = to_half2(x[2 * i], x[2 * i + 1]);
+            const float2 rounded = to_float2(high[i]);
+            low[i] = to_half2(x[2 * i] - rounded.x, x[2 * i + 1] - rounded.y);
+        }
+        at[0] = make_uint4(high[0], high[1], high[2], high[3]);
+        if (low_column) at[low_column / kColumns] = make_uint4(low[0], low[1], low[2], low[3]);
     }
 };
 
@@ -144,7 +168,7 @@ __device__ __forceinline__ void cast_as_is(const CastParams& p, const Head& head
                     if (is_finite(bits)) largest = max(largest, bits);
                     if (exponent != 0) x[i] = times_power(x[i], exponent);
                 }
-                if (head.tensor != 2) head.store(row, column, x);
+                if (head.tensor != 2 && !p.low_column) head.store(row, column, x, 0);
             }
         }
     }
@@ -192,7 +216,7 @@ __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& hea
         const int exponents[3] = {of.q, of.k, of.v};
         p.exponents[head.tensor * p.groups + head.group] = exponents[head.tensor];
     }
-    if (head.tensor != 2 && !of.has_moved) return;
+    if (head.tensor != 2 && !of.has_moved && !p.low_column) return;  // phase 0 has cast it
     const long long lse_row = sequence.lse_row(batch, slot);
     each_row(p, head, of, lse_row, [&](int row, int of_group, int of_row) {
         for (int column = threadIdx.x % kLanes * kColumns; column < head.columns; column += kLanes * kColumns) {
@@ -200,7 +224,7 @@ __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& hea
             head.load(row, column, x);
 #pragma unroll
             for (int i = 0; i < kColumns; i++) x[i] = times_power(x[i], of_group + of_row);
-            head.store(row, column, x);
+            head.store(row, column, x, p.low_column);
         }
         // the backward pass takes softmax_lse of these scores
         if (head.tensor == 0 && p.softmax_lse && of_row != 0 && threadIdx.x % kLanes == 0) {

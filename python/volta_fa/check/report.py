@@ -1,4 +1,4 @@
-"""Shows results: progress, one page, a plot, and the JSON to attach to an issue."""
+"""Shows results: progress, one page, a plot, and the JSON to send."""
 
 from __future__ import annotations
 

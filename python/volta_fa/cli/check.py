@@ -12,7 +12,7 @@ from ..errors import CommandError
 from ..inspection import info, kernel_family
 from .rich_import import require_rich
 
-SUMMARY = "check and time every kernel on this GPU, and write a report to attach to an issue"
+SUMMARY = "check and time every kernel on this GPU, and write a report to send"
 DESCRIPTION = """\
 Check and time every kernel on this GPU. The check compares small problems of odd sizes with the CPU backend in float64.
 Then it times attention beside PyTorch's kernels and, on a V100, beside the simulator's prediction.

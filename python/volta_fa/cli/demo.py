@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number above 0")
     return int(text)
 
 

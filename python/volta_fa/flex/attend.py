@@ -14,6 +14,7 @@ from ..block_mask.source import Source
 from ..block_mask.torch_mask import NO_BLOCKS, is_empty, source_of
 from ..errors import bad_argument
 from ..integrations.devices import max_headdim
+from ..limits import takes_dtype
 from .score_mod import ScoreMod, Scores, Unrecognized, values
 
 #: Largest tensor of added terms in bytes, for score functions whose added terms are not ALiBi's.
@@ -57,6 +58,8 @@ def attend(
             options["attn_bias"] = _bias(query, key, score_mod, captured, scores, mask)
             mask = None
     if mask is not None:
+        if not takes_dtype(query, key, value, has_block_mask=True):
+            raise Unrecognized("float32 with a mask on cuda")
         options |= mask.options()
     batch = query.shape[0]
     if key.shape[0] != batch:
@@ -71,10 +74,9 @@ def attend(
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises Unrecognized for tensors that the operators do not take."""
-    dtypes = (torch.float16, torch.bfloat16) + ((torch.float32, torch.float64) if query.device.type == "cpu" else ())
     if query.device.type not in ("cpu", "cuda"):
         raise Unrecognized(f"tensors on {query.device.type}")
-    if query.dtype not in dtypes or not query.dtype == key.dtype == value.dtype:
+    if not takes_dtype(query, key, value) or not query.dtype == key.dtype == value.dtype:
         names = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in (query, key, value)}))
         raise Unrecognized(f"{names} on {query.device.type}")
     if max(query.shape[-1], value.shape[-1]) > max_headdim(query.device):

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..limits import takes_dtype
 from ..operands import readable
 from .devices import NO_DEVICES, devices_of, max_headdim
 
@@ -165,7 +166,7 @@ def _count(key: str) -> None:
 def _run(inp: Any) -> Tensor:
     """Runs a call in (batch, seqlen, heads, headdim) or (batch, seqlen, groups, heads, headdim). Raises _Unsupported."""
     q, k, v = inp.query, inp.key, inp.value
-    if q.dtype not in ((torch.float16, torch.bfloat16) if q.is_cuda else (torch.float16, torch.bfloat16, torch.float32, torch.float64)):
+    if not takes_dtype(q, k, v, has_dropout=inp.p > 0.0):
         raise _Unsupported("dtype")
     if getattr(inp, "output_dtype", None) not in (None, q.dtype):
         raise _Unsupported("output_dtype")

@@ -9,7 +9,7 @@ pub const TURING: Family = Family {
     native: &[75],
     shared_bytes: 64 * 1024,
     threads: 1024,
-    either_order: &[Pass::Forward, Pass::Prefill, Pass::FastForward],
+    either_order: &[Pass::Forward, Pass::ForwardSplit, Pass::Prefill, Pass::FastForward],
     has_key_block_offset: false,
     stores_dbias: false,
     stored_above: 256,

@@ -1,6 +1,7 @@
 //! The forward kernels and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
 //! A thread can have 255 registers.
 
+use super::super::shared;
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::TURING;
 
@@ -152,6 +153,12 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
         // padding costs values of 128 columns less than a kernel
         .chain(PLAIN.into_iter().filter(is_complete).filter(|row| row.headdim == row.headdim_v).map(generic))
         .chain(block_mask_rows())
+}
+
+/// The kernels of fp32 tensors: Q and the output are 64 registers at headdim 64, and 128 at 128. Three blocks an SM would spill at 64.
+pub fn split_rows() -> impl Iterator<Item = Variant> {
+    const SPLIT: Source = Source::new(&["turing/forward/split.cuh"], "split::Forward<turing::Split>");
+    shared::split_forward(TURING, SPLIT, &[(64, 4, 2, 0), (128, 8, 1, 0)])
 }
 
 /// Kernels of a KV cache: the same with rows through a block table. They have four headdims, and

@@ -19,7 +19,7 @@ pub const VOLTA: Family = Family {
         neg_delta_offsets: &[8, 9, 12, 13],
         copy_distances: &[0, 2],
     }),
-    either_order: &[Pass::Forward, Pass::Prefill, Pass::Backward, Pass::BackwardDkDv],
+    either_order: &[Pass::Forward, Pass::ForwardSplit, Pass::Prefill, Pass::Backward, Pass::BackwardDkDv],
     has_key_block_offset: true,
     stores_dbias: true,
     stored_above: 192,

@@ -1,6 +1,7 @@
 //! The forward kernels and the reasons for their tiles. docs/design/volta-forward.md has figures and what else was tried.
 //! A thread can have 255 registers.
 
+use super::super::shared;
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::VOLTA;
 
@@ -178,6 +179,13 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
         // padding costs headdim 32 and values of 128 columns less than kernels
         .chain(complete().filter(|row| row.headdim > 32 && row.headdim == row.headdim_v).map(generic))
         .chain(block_mask_rows())
+}
+
+/// The kernels of fp32 tensors. The high parts of Q and the output are 64 registers at headdim 64, and 128 at 128. The low parts of Q lie in
+/// shared memory.
+pub fn split_rows() -> impl Iterator<Item = Variant> {
+    const SPLIT: Source = Source::new(&["volta/forward/split.cuh"], "split::Forward<volta::Split>");
+    shared::split_forward(VOLTA, SPLIT, &[(64, 4, 3, 144), (128, 8, 1, 272)])
 }
 
 /// Returns the same tile on a stream-K grid (`volta/forward/stream_k.cuh`). Sinks are code of the epilogue alone.

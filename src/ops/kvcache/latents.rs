@@ -4,9 +4,9 @@ use super::gather;
 use super::kernels;
 use crate::error::Result;
 use crate::launch::Launcher;
-use crate::ops::bf16;
 use crate::ops::cast::{Cast, Operands};
 use crate::ops::inputs::Inputs;
+use crate::ops::scaled;
 use crate::options::Options;
 use crate::params::CacheFormat;
 use crate::problem::{Attention, Cache, CacheLayout, DType, Keys, Queries};
@@ -45,7 +45,7 @@ fn attend(inputs: Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Ten
 
 /// Casts to fp16 first. Packed sequences share their exponents.
 fn attend_in_bf16(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
-    let (q, k) = (&inputs.q, &inputs.k);
+    let (q, k, kind) = (&inputs.q, &inputs.k, inputs.q.kind());
     let is_packed = a.total_q().is_some();
     let all = |t: &Tensor| t.f_reshape([if is_packed { 1 } else { a.batch }, -1, t.size()[t.dim() - 2], a.headdim].as_slice());
     let rows = Inputs { q: all(q)?, k: all(k)?, options: Options::default(), ..inputs.share() };
@@ -64,5 +64,5 @@ fn attend_in_bf16(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Re
     cast.restore_lse(&softmax_lse)?;
     // values are columns of the keys
     let exponents = if is_packed { cast.of_k()?.f_view([1_i64, 1, 1, 1].as_slice())? } else { cast.of_k()? };
-    Ok((bf16::unscaled(&out, exponents, a)?, softmax_lse))
+    Ok((scaled::unscaled(&out, exponents, kind, a)?, softmax_lse))
 }

@@ -1,4 +1,5 @@
-//! bf16 on kernels that multiply fp16: operands and out are converted, and kernels write gradients as bf16.
+//! bf16 and fp32 on kernels that multiply fp16: operands and out are converted, and kernels write gradients as bf16. fp32 loses digits, so
+//! the user allows it (`volta_fa_reduces_fp32`); it has no backward pass.
 //!
 //! fp16 has more precision than bf16 and less range. So operands are multiplied by powers of two, without rounding. The exponents come from
 //! the largest magnitudes and stay on the device. One kernel casts q, k and, in the forward pass, v ([`Cast`]). The backward pass scales v,
@@ -152,12 +153,12 @@ pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Resul
     let cast = Cast::new(inputs, a, &Operands::All, None, launcher)?;
     let (out, softmax_lse) = device::forward(&cast.inputs, &cast.problem, launcher)?;
     cast.restore_lse(&softmax_lse)?;
-    Ok((unscaled(&out, cast.of_v()?, a)?, softmax_lse))
+    Ok((unscaled(&out, cast.of_v()?, inputs.q.kind(), a)?, softmax_lse))
 }
 
-/// Returns an output as bf16, with the powers of its values removed.
-pub(super) fn unscaled(out: &Tensor, of_values: Tensor, a: &Attention) -> Result<Tensor> {
-    Exponents(of_values).inverse()?.scale(out, Kind::BFloat16, a)
+/// Returns an output in another dtype, with the powers of its values removed.
+pub(super) fn unscaled(out: &Tensor, of_values: Tensor, kind: Kind, a: &Attention) -> Result<Tensor> {
+    Exponents(of_values).inverse()?.scale(out, kind, a)
 }
 
 /// Computes the gradients.

@@ -1,0 +1,186 @@
+// Forward kernel of fp32 tensors. Every operand is the sum of two fp16 numbers, a high and a low part, and every product is three
+// on the tensor cores: high * high + high * low + low * high. What is left out, low * low, is below fp32's own rounding. (Markidis
+// and others, "NVIDIA Tensor Core Programmability, Performance & Precision", 2018.) The cast kernel (shared/cast/cast.cuh) has
+// split q, k and v: a row has the high parts of HEADDIM columns, then the low ones. P is split here, and the output is fp32.
+//
+// Tensor cores truncate their sums, always toward 0. Over a long loop these errors add up to far more than fp32's rounding (Ootomo
+// and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance",
+// 2022). So no accumulator of a product lives longer than a step: its sum is added to the output by ordinary additions. And
+// products with a low part, which are 2^-11 of the others, have accumulators of their own, or come first.
+//
+// Schedule: K and V of a step in one of two slots of shared memory, one barrier a step. While a step computes, the next one is
+// stored to the other slot, and the one after it is in flight.
+#pragma once
+
+#include "forward/block.cuh"
+#include "forward/output.cuh"
+
+namespace split {
+
+using u32 = unsigned;
+
+// Two words of fp16: pairs of numbers, and what rounding took from them.
+struct Pair {
+    u32 high, low;
+};
+// Splits two probabilities times kPackedOne. The high parts are truncated, so the low ones are positive, as pack_shifted needs it.
+__device__ __forceinline__ Pair split_probabilities(float a, float b) {
+    const float x = shifted(a), y = shifted(b);
+    const float x_high = __uint_as_float(__float_as_uint(x) & ~0x1fffu), y_high = __uint_as_float(__float_as_uint(y) & ~0x1fffu);
+    return {__byte_perm(__float_as_uint(x) * 8u, __float_as_uint(y) * 8u, 0x7632), pack_shifted(x - x_high, y - y_high)};
+}
+
+// Family has the products and the lane layouts (volta/forward/split.cuh, turing/forward/split.cuh).
+template <class Family>
+struct Forward {
+    using Layout = typename Family::Layout;
+    static constexpr int kWarps = THREADS / 32, kWarpRows = 16, kStep = 16;
+    static constexpr int kBlockRows = kWarps * kWarpRows;
+    static constexpr int kChunks = 2 * HEADDIM / kChunk;
+    // A chunk of padding: rows of a column fall into different banks.
+    static constexpr int kPitch = (kChunks + 1) * kChunkBytes;
+    static constexpr int kTileBytes = kStep * kPitch, kSlotBytes = 2 * kTileBytes, kRingBytes = 2 * kSlotBytes;
+    using Block = ForwardBlock<kBlockRows, Layout::kEitherOrder>;
+    using Queries = typename Family::template Queries<HEADDIM>;
+    static_assert(kBlockRows == BLOCK_ROWS && kStep == STEP && HEADDIM == HEADDIM_V &&
+                      kRingBytes + Queries::kSharedBytes * kBlockRows == SHARED_BYTES,
+                  "the row in src/kernels and the kernel disagree");
+    static_assert(!kHasDropout && !kPaged, "no backward pass, no cache");
+
+    // A thread's chunks of K and V of a step.
+    static constexpr int kRowsPerPass = THREADS / kChunks, kPasses = kStep / kRowsPerPass;
+    static_assert(kPasses * kRowsPerPass == kStep, "threads take whole rows");
+    struct Loader {
+        const unsigned short *k, *v;  // the thread's chunk of row 0
+        unsigned k_stride, v_stride;
+        int key_end;
+        uint4 k_data[kPasses], v_data[kPasses];
+
+        __device__ __forceinline__ Loader(const FwdParams& p, const unsigned short* k_rows, const unsigned short* v_rows, int end)
+            : k(k_rows + threadIdx.x % kChunks * kChunk), v(v_rows + threadIdx.x % kChunks * kChunk), k_stride(p.k.row_stride),
+              v_stride(p.v.row_stride), key_end(end) {}
+        // Keys that do not exist are 0.
+        __device__ __forceinline__ void load(int first) {
+            const int row = threadIdx.x / kChunks;
+#pragma unroll
+            for (int i = 0; i < kPasses; i++) {
+                const int key = first + Family::key_of_row(row + i * kRowsPerPass);
+                k_data[i] = v_data[i] = zero_chunk();
+                load_global_if(key < key_end, k_data[i], rows_after(k, key, k_stride));
+                load_global_if(key < key_end, v_data[i], rows_after(v, key, v_stride));
+            }
+        }
+        __device__ __forceinline__ void store(u32 slot) const {
+            const u32 to = slot + threadIdx.x / kChunks * kPitch + threadIdx.x % kChunks * kChunkBytes;
+#pragma unroll
+            for (int i = 0; i < kPasses; i++) {
+                store_shared(to + i * kRowsPerPass * kPitch, k_data[i]);
+                store_shared(to + kTileBytes + i * kRowsPerPass * kPitch, v_data[i]);
+            }
+        }
+    };
+
+    __device__ __forceinline__ static void run(const FwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared[];
+        const u32 ring = shared_address(shared);
+        const Problem& problem = p.problem;
+        const Block block(problem);
+        const BlockSeqlenInfo sequence(p, block.batch);
+        if (kVarlen && block.row >= sequence.seqlen_q()) return;
+        const Mask mask = mask_of(problem, sequence);
+        const int warp_row = threadIdx.x / 32 * kWarpRows, row = block.row + warp_row;
+        Queries q;
+        q.load(p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row, sequence.seqlen_q(), problem.sign_flip,
+               ring + kRingBytes, warp_row);
+        // bias comes in groups of 4 keys
+        int key = mask.key_first(block.row) & ~(kStep - 1);
+        const int key_end = mask.key_end(block.row, kBlockRows);
+        Loader tiles(p, rows_of(p.k, block.batch, block.head_k, sequence.k_offset()),
+                     rows_of(p.v, block.batch, block.head_k, sequence.k_offset()), key_end);
+        // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
+        const UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
+        const float scale = kGeneric ? 1.f : problem.scale_log2;
+        SoftmaxRows<Layout, 1> softmax;
+        typename Family::template Output<HEADDIM> o = {};
+
+        tiles.load(key);
+        tiles.store(ring);
+        tiles.load(key + kStep);
+        __syncthreads();
+        u32 slot = 0;
+#pragma unroll 1
+        for (; key < key_end; key += kStep, slot ^= kSlotBytes) {
+            tiles.store(ring + (slot ^ kSlotBytes));
+            tiles.load(key + 2 * kStep);
+            typename Family::Probabilities probabilities;
+            // A family's tile of scores may have fewer keys than the step.
+            Scores<Layout, 1, 1> s[Family::kTiles];
+            q.multiply(s, ring + slot, kPitch);
+            // Computed again, so that it holds no registers in between.
+            const auto mask = [&] { return mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())); };
+            if (kGeneric)
+#pragma unroll
+                for (int i = 0; i < Family::kTiles; i++) {
+                    const int first_key = key + i * Family::kNextTile;
+                    s[i].apply_score_mod(p, mask(), row, first_key);
+                    if (kHasBias && p.score_options.bias) {
+                        ScoreBias<Layout, 1, 1> bias;
+                        bias.load(p, row, first_key);
+                        bias.add_to(s[i], p.score_options);
+                    }
+                }
+            // A vote, although all lanes agree: it tells the compiler that no warp diverges.
+            if (__any_sync(~0u, !unmasked.contains(key)))
+#pragma unroll
+                for (int i = 0; i < Family::kTiles; i++) s[i].apply_mask(mask(), row, key + i * Family::kNextTile);
+            bool exceeds = false;
+#pragma unroll
+            for (int i = 0; i < Family::kTiles; i++) exceeds = s[i].needs_rescale(softmax, exceeds);
+            if (exceeds) {
+                const float inverse_scale = kGeneric ? 1.f : __fdividef(1.f, scale);
+#pragma unroll
+                for (int i = 0; i < Family::kTiles; i++)
+                    s[i].template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale_output<Layout>(o));
+            }
+#pragma unroll
+            for (int i = 0; i < Family::kTiles; i++)
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++) {
+                    float& x = s[i].tile[0][0][v];
+                    x = softmax.row[0][Layout::row_of(v)].probability(x, scale);
+                }
+            probabilities.split(s);
+            Family::template add_output<HEADDIM>(o, probabilities, ring + slot + kTileBytes, kPitch);
+            __syncthreads();
+        }
+        const int last_row = Block::remat_row(problem) + remat_thread_index() / 32 * kWarpRows;
+        write(p, remat_block_batch(), remat_head<Layout::kEitherOrder>(problem), last_row, softmax, o);
+    }
+
+    // Writes out, in fp32, and lse of the warp's rows.
+    __device__ __forceinline__ static void write(const FwdParams& p, int batch, int head, int row,
+                                                 const SoftmaxRows<Layout, 1>& softmax,
+                                                 const typename Family::template Output<HEADDIM>& o) {
+        const BlockSeqlenInfo sequence(p, batch);
+        const typename Layout::Lane lane(remat_lane());
+        float* out = reinterpret_cast<float*>(p.out.ptr) + batch * p.out.batch_stride + head * p.out.head_stride +
+                     sequence.q_offset() * p.out.row_stride;
+        float* lse = p.softmax_lse + sequence.lse_row(batch, head);
+#pragma unroll
+        for (int r = 0; r < Layout::kRows; r++) {
+            const float scale = finish_row(p, sequence, lane, head, row, softmax, 0, r, lse);
+            const int i = row + Layout::first_query(lane) + Layout::row_slot(r);
+            if (i >= sequence.seqlen_q()) continue;
+#pragma unroll
+            for (int j = 0; j < Family::template kOutputTiles<HEADDIM>; j++)
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v += 2)
+                    if (Layout::row_of(v) == r) {
+                        float2* to = reinterpret_cast<float2*>(out + i * p.out.row_stride + Family::column(lane, j, v));
+                        *to = make_float2(o[0][j][v] * scale, o[0][j][v + 1] * scale);
+                    }
+        }
+    }
+};
+
+}  // namespace split

@@ -1,0 +1,128 @@
+// Products of the forward kernel of fp32 tensors (forward/split.cuh) on volta's tensor cores.
+#pragma once
+
+#include "forward/split.cuh"
+#include "volta/forward/layout.cuh"
+
+namespace volta {
+
+struct Split {
+    using Layout = ForwardLayout;
+    static constexpr int kTiles = 1, kNextTile = 16;
+    template <int Headdim>
+    static constexpr int kOutputTiles = Headdim / 16;
+    template <int Headdim>
+    using Output = Accumulator[1][kOutputTiles<Headdim>];
+    __device__ __forceinline__ static constexpr int key_of_row(int row) { return row; }
+
+    // A warp's 16 rows of Q: the high parts in registers, the low ones in shared memory.
+    template <int Headdim>
+    struct Queries {
+        static constexpr int kHalf = Headdim / kChunk;  // chunks of the high parts
+        static constexpr int kSharedBytes = (kHalf + 1) * kChunkBytes;  // of a row, padded as rows of K
+        uint4 high[kHalf];
+        u32 low;  // address of the lane's row
+
+        // `base`: row 0. `shared_rows`: of the block's first row.
+        __device__ __forceinline__ void load(const Operand& from, const unsigned short* base, int row, int rows, u32 sign_flip,
+                                             u32 shared_rows, int warp_row) {
+            const ForwardLane lane;
+            const int i = row + lane.q_row();
+            const unsigned short* source = base + i * from.row_stride;
+            low = shared_rows + (warp_row + lane.q_row()) * kSharedBytes;
+#pragma unroll
+            for (int c = 0; c < kHalf; c++) {
+                uint4 x = zero_chunk();
+                high[c] = zero_chunk();
+                if (i < rows) {
+                    high[c] = flipped(load_global(source + c * kChunk), sign_flip);
+                    x = flipped(load_global(source + Headdim + c * kChunk), sign_flip);
+                }
+                store_shared(low + c * kChunkBytes, x);  // both lanes of a row store the same
+            }
+            __syncwarp();
+        }
+        // S = Q K^T. `tile`: K of the step.
+        __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[1], u32 tile, int pitch) const {
+            const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
+            Accumulator small, large;
+            clear(small);
+            clear(large);
+#pragma unroll
+            for (int c = 0; c < kHalf; c++) {
+                if (c % 2 == 0) __syncwarp();  // ptxas would load ahead into all registers
+                const uint4 k_high = load_shared(k + c * kChunkBytes), k_low = load_shared(k + (kHalf + c) * kChunkBytes);
+                const uint4 q_low = load_shared(low + c * kChunkBytes);
+                mma_row_col(small, q_low.x, q_low.y, k_high.x, k_high.y);
+                mma_row_col(large, high[c].x, high[c].y, k_high.x, k_high.y);
+                mma_row_col(small, q_low.z, q_low.w, k_high.z, k_high.w);
+                mma_row_col(large, high[c].z, high[c].w, k_high.z, k_high.w);
+                mma_row_col(small, high[c].x, high[c].y, k_low.x, k_low.y);
+                mma_row_col(small, high[c].z, high[c].w, k_low.z, k_low.w);
+            }
+#pragma unroll
+            for (int v = 0; v < 8; v++) s[0].tile[0][0][v] = large[v] + small[v];
+        }
+    };
+
+    struct Probabilities {
+        volta::Probabilities<1> high, low;
+
+        __device__ __forceinline__ void split(const Scores<Layout, 1, 1> (&s)[1]) {
+            const ForwardLane lane(remat_thread_index() & 31);
+            const Accumulator& p = s[0].tile[0][0];
+#pragma unroll
+            for (int u = 0; u < 2; u++) {
+                const auto x = ::split::split_probabilities(p[4 * u], p[4 * u + 1]);
+                const auto y = ::split::split_probabilities(p[4 * u + 2], p[4 * u + 3]);
+                high.part[0][0][u] = to_operand_rows(lane, x.high, y.high);
+                low.part[0][0][u] = to_operand_rows(lane, x.low, y.low);
+            }
+            high.exchange();
+            low.exchange();
+        }
+    };
+
+    // O += P V. `tile`: V of the step.
+    template <int Headdim>
+    __device__ __forceinline__ static void add_output(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
+        const ForwardLane lane(remat_thread_index() & 31);
+        const u32 v_own = tile + lane.v_row() * pitch + lane.v_chunk() * kChunkBytes;
+        const int to_other = (lane.qn ? -8 : 8) * pitch;
+#pragma unroll
+        for (int j = 0; j < Headdim / 32; j++) {  // four chunks
+            Accumulator small[2], large[2];
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                clear(small[t]);
+                clear(large[t]);
+            }
+#pragma unroll
+            for (int w = 0; w < 2; w++)
+#pragma unroll
+                for (int u = 0; u < 2; u++) {
+                    __syncwarp();
+                    const u32 at = v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes;
+                    const uint4 v_high = load_shared(at), v_low = load_shared(at + Headdim / kChunk * kChunkBytes);
+                    const RowPair &high = p.high.part[0][w][u], &low = p.low.part[0][w][u];
+                    mma_row_row(small[0], low.lo, low.hi, v_high.x, v_high.y);
+                    mma_row_row(small[1], low.lo, low.hi, v_high.z, v_high.w);
+                    mma_row_row(large[0], high.lo, high.hi, v_high.x, v_high.y);
+                    mma_row_row(large[1], high.lo, high.hi, v_high.z, v_high.w);
+                    mma_row_row(small[0], high.lo, high.hi, v_low.x, v_low.y);
+                    mma_row_row(small[1], high.lo, high.hi, v_low.z, v_low.w);
+                }
+#pragma unroll
+            for (int t = 0; t < 2; t++)
+#pragma unroll
+                for (int v = 0; v < 8; v++) o[0][2 * j + t][v] += large[t][v] + small[t][v];
+        }
+    }
+
+    // Column of element v of output tile j.
+    __device__ __forceinline__ static int column(const Lane& lane, int j, int v) {
+        return (4 * (j / 2) + 2 * lane.qn + (v >> 2)) * kChunk + j % 2 * 4 + (lane.t & 2) + (v & 1);
+    }
+};
+
+}  // namespace volta
