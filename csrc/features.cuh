@@ -8,7 +8,7 @@
 // because some kernels have sinks without lengths.
 constexpr bool kVarlen = FEATURES & kFeatureLengths;
 constexpr bool kHasSinks = FEATURES & kFeatureSinks;
-constexpr bool kHasBf16Gradients = FEATURES & kFeatureBf16Gradients;
+constexpr bool kHasFp32Gradients = FEATURES & kFeatureFp32Gradients;
 // Kernels of FeatureSet::PAGED.
 constexpr bool kPaged = FEATURES & kFeaturePages;
 constexpr bool kTree = FEATURES & kFeatureTree;

@@ -310,7 +310,7 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
         "mode": {
             "is_causal": args.is_causal,
             "deterministic": mode.deterministic,
-            "bf16_gradients": mode.bf16_gradients,
+            "fp32_gradients": mode.fp32_gradients,
             "features": names(plan::features(&a, mode)),
         },
         "forward": described(plan::forward(&a, &limits)?),

@@ -19,7 +19,7 @@ pub struct Operand {
     pub head_stride: i64,
 }
 
-/// A writable fp16 (gradients: or bf16) tensor (batch, seqlen, heads, headdim) with a contiguous last dimension.
+/// A writable fp16 (gradients, and out of fp32 tensors: or fp32) tensor (batch, seqlen, heads, headdim) with a contiguous last dimension.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Output {
@@ -357,8 +357,8 @@ pub struct BwdParams {
     /// `softmax_scale` with its sign: the factor of dk, and of dq in dq kernels, which flip queries. (Other kernels flip keys, so the
     /// accumulator of dq takes `problem.scale`.)
     pub signed_scale: f32,
-    /// Not 0: kernels write dq, dk and dv as bf16; operands are fp16. Plain kernels ignore it.
-    pub gradients_are_bf16: i32,
+    /// Not 0: kernels write dq, dk and dv as fp32; operands are fp16. Plain kernels ignore it.
+    pub gradients_are_fp32: i32,
     /// For varlen and generic kernels; plain kernels ignore it.
     pub lengths: Lengths,
     /// For generic kernels; the others ignore it.

@@ -26,6 +26,7 @@ import sys
 import textwrap
 import zlib
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -208,10 +209,7 @@ class Backend:
             return torch.ops.volta_fa.fwd(q, k, v, **options)
 
         runs = [run() for _ in self._runs(q, v)]
-        for other in runs[1:]:
-            for name, a, b in zip(("out", "softmax_lse", "rng_state"), runs[0], other):
-                assert_same_bits(name, a, b)
-        return runs[0]
+        return agreed(runs, "out", "softmax_lse", "rng_state")
 
     def backward(self, dout, q, k, v, out, softmax_lse, **options) -> list[tuple[Tensor, ...]]:
         """Returns the gradients of each run, as `reference.gradient_names` lists them.
@@ -232,6 +230,26 @@ class Backend:
                 if name not in unordered:
                     assert_same_bits(name, a, b)
         return runs
+
+    def simulate(self, how: str = "1"):
+        """Simulates the calls that follow, if the backend is the simulator, and forgets the report of those before."""
+        if self.machine == "sim":
+            self.monkeypatch.setenv("VOLTA_FA_SIMULATE", how)
+            torch.ops.volta_fa._sim_report()
+
+    def launches(self, call: Callable, how: str = "timing") -> list[dict]:
+        """Returns the simulator's reports on a call's kernels. `how`: `launches` runs none of them."""
+        self.simulate(how)
+        call()
+        self.monkeypatch.delenv("VOLTA_FA_SIMULATE")
+        return json.loads(torch.ops.volta_fa._sim_report())
+
+    def on_gpu(self, name: str):
+        """Takes the kernels of a simulated GPU. Other backends have one GPU, and run once: for the V100."""
+        if self.machine == "sim":
+            self.monkeypatch.setenv("VOLTA_FA_SIM_GPU", name)
+        elif name != "v100":
+            pytest.skip("the simulator alone has several GPUs")
 
     def _runs(self, *like: Tensor):
         if self.machine == "sim":
@@ -267,6 +285,15 @@ def assert_same_bits(name: str, a: Tensor, b: Tensor):
     assert different == 0, f"{name}: {different} of {a.numel()} elements differ between two runs: a race"
 
 
+def agreed(runs: list, *names: str):
+    """Returns the first of several runs' results, which must be bitwise identical."""
+    names = names or ("out", "softmax_lse", "k_cache", "v_cache")
+    for other in runs[1:]:
+        for name, a, b in zip(names, runs[0], other):
+            assert_same_bits(name, a, b)
+    return runs[0]
+
+
 def ops_called(profiler) -> set[str]:
     """Names of the ops in a profile, without those that an op of volta_fa calls: its CPU backend runs ATen's attention."""
 
@@ -299,6 +326,13 @@ def force():
     torch.ops.volta_fa._set_tuning("")
 
 
+@pytest.fixture(params=["v100", "t4"])
+def gpu(request, backend) -> str:
+    """Runs simulated kernels of each family, and other backends once."""
+    backend.on_gpu(request.param)
+    return request.param
+
+
 @pytest.fixture
 def seed(request) -> int:
     return seed_of(request.node.nodeid)
@@ -309,19 +343,18 @@ def seed(request) -> int:
 _worst: dict[tuple[str, str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))
 
 
-def within(backend: Backend, what: str, found: Tensor, expected: Tensor, budget: reference.Budget):
-    errors = {
-        "largest": (reference.max_error(found, expected), budget.allowed, budget.eager_error),
-        "rms": (reference.rms_error(found, expected), budget.allowed_rms, budget.eager_rms),
-    }
+def within(backend: Backend, what: str, found: Tensor, expected: Tensor, budget: reference.tolerance.Budget):
+    judge(backend, [reference.problems.Part(what, lambda t: t, expected, budget)], {what: found})
+
+
+def judge(backend: Backend, parts, results: dict[str, Tensor]):
+    """Checks results by `volta_fa.check.problems.Part`s."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
-    for kind, (error, allowed, eager) in errors.items():
-        share = error / allowed if allowed > 0 else (0.0 if error == 0 else float("inf"))
-        _worst[backend.name, what, kind] = max(_worst[backend.name, what, kind], (share, test))
-        assert error <= allowed, (
-            f"{what}: {kind} error {error:.3g}, allowed {allowed:.3g} "
-            f"(at least {budget.factor:g} x {eager:.3g}, the error of PyTorch's eager attention in {budget.dtype})"
-        )
+    for part in parts:
+        for error in part.errors(results):
+            key = backend.name, error.result, error.kind
+            _worst[key] = max(_worst[key], (error.share, test))
+            assert error.share <= 1, str(error)
 
 
 def check(backend: Backend, q, k, v, dout=None, deterministic=False, dlse=None, **options):
@@ -329,66 +362,28 @@ def check(backend: Backend, q, k, v, dout=None, deterministic=False, dlse=None, 
 
     Returns out and softmax_lse, and the gradients of the last run. Groups batch entries by length; each group has its own budget."""
     out, lse, rng_state = backend.forward_and_state(q, k, v, **options)
-    assert out.shape == (*q.shape[:-1], v.shape[-1]) and out.dtype == q.dtype and out.is_contiguous()
-    rows, nheads = q.shape[:-2], q.shape[-2]
-    assert lse.shape == (*rows[:-1], nheads, rows[-1]) and lse.dtype == torch.float32 and lse.is_contiguous()
-    groups = reference.groups(q, k, rng_state=rng_state, **options)
-    refs = []
-    for group in groups:
-        inputs, found = (group.queries(q), group.keys(k), group.keys(v)), group.queries(out)
-        ref = reference.forward(*inputs, **group.options)
-        refs.append(ref)
-        within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **group.options))
-        error, tolerance = reference.max_error(group.lse(lse), ref.softmax_lse), reference.lse_tolerance(ref, q.dtype)
-        assert error <= tolerance, f"softmax_lse: max error {error:.3g}, allowed {tolerance:.3g}"
-        assert (found.transpose(1, 2)[ref.masked] == 0).all(), "fully masked rows must be exactly 0"
+    check_form(q, v.shape[-1], out, lse)
+    exact = reference.exact(q, k, v, rng_state, **options)
+    judge(backend, exact.forward(), {"out": out, "softmax_lse": lse})
     if dout is None:
         return out, lse
     if rng_state.numel():
         options["rng_state"] = rng_state
     gradient = {} if dlse is None else {"dlse": dlse}
     runs = backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **options, **gradient)
+    parts, names = exact.backward(dout, out, dlse), reference.gradient_names(**options)
     for gradients in runs:
-        for name, t, g in zip(reference.gradient_names(**options), (q, k, v), gradients):
+        for name, t, g in zip(names, (q, k, v, *(options[name[1:]] for name in names[3:])), gradients):
             assert g.shape == t.shape and g.dtype == t.dtype, name
-        unused = reference.unused_keys(groups, k)
-        for name, g in zip(("dk", "dv"), gradients[1:]):
-            assert (g.reshape(-1, *g.shape[-2:])[unused] == 0).all(), f"{name} of keys beyond every sequence"
-    check_gradients(backend, groups, refs, runs, out, dout, q, k, v, options, dlse)
+        judge(backend, parts, dict(zip(names, gradients)))
     return out, lse, *runs[-1]
 
 
-def check_gradients(backend: Backend, groups, refs, runs, out, dout, q, k, v, options, dlse=None):
-    names = reference.gradient_names(**options)
-    # gradients summed over all groups: [fp64 reference, eager, rounding error of sums]
-    total = {}
-    for name in names[3:]:
-        like = options[name[1:]]
-        total[name] = [torch.zeros_like(like, dtype=torch.float64), torch.zeros_like(like, dtype=torch.float64), 0.0]
-    for group, ref in zip(groups, refs):
-        inputs = (group.queries(dout), group.queries(q), group.keys(k), group.keys(v))
-        gradient = {} if dlse is None else {"dlse": group.lse(dlse)}
-        exact = dict(zip(names, reference.backward(*inputs, **gradient, **group.options)))
-        eager = dict(zip(names, reference.eager_gradients(*inputs, **gradient, **group.options)))
-        sums = dict(zip(names, reference.gradient_sums(ref, group.queries(out), *inputs, **group.options)))
-        for name, rows in (("dq", group.queries), ("dk", group.keys), ("dv", group.keys)):
-            budget = reference.Budget.of(eager[name], exact[name], reference.GRADIENT_FACTOR, sums[name])
-            for gradients in runs:
-                within(backend, name, rows(gradients[names.index(name)]), exact[name], budget)
-        for gradients in runs:
-            masked_dq = group.queries(gradients[0]).transpose(1, 2)[ref.masked]
-            assert (masked_dq == 0).all(), "fully masked rows must have a zero gradient"
-        for name in names[3:]:
-            for whole, part in zip(total[name], (exact[name], eager[name].double())):
-                group.add_to_bias(whole, part) if name == "dattn_bias" else whole.add_(part)
-            total[name][2] += sums[name]
-    for name, (exact, eager, sums) in total.items():
-        like = options[name[1:]]
-        budget = reference.Budget.of(eager.to(like.dtype), exact, reference.GRADIENT_FACTOR, sums)
-        for gradients in runs:
-            found = gradients[names.index(name)]
-            assert found.shape == like.shape and found.dtype == like.dtype, name
-            within(backend, name, found, exact, budget)
+def check_form(q: Tensor, headdim_v: int, out: Tensor, lse: Tensor):
+    """Checks shapes, dtypes and strides of what an op returns for q."""
+    assert out.shape == (*q.shape[:-1], headdim_v) and out.dtype == q.dtype and out.is_contiguous()
+    rows, nheads = q.shape[:-2], q.shape[-2]
+    assert lse.shape == (*rows[:-1], nheads, rows[-1]) and lse.dtype == torch.float32 and lse.is_contiguous()
 
 
 def repeat(name: str, case: Case, deterministic: bool = False):

@@ -16,7 +16,6 @@ import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -28,16 +27,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
 
 import reference
 import volta_fa  # registers the ops
+from distributed_problems import DTYPE, NAMES, NCCL, OTHER, PROBLEMS, compare, inputs, judge, problem, sharded, whole_of
 from processes import end_rank
 from volta_fa.distributed import context_parallel_attention, ring_attention, shard_sequence, ulysses_attention, unshard_sequence
 from volta_fa.distributed import ring as ring_module
 
 assert volta_fa.__version__
 CASES = {}
-
-
-#: With VOLTA_FA_TEST_NCCL=1 each rank has a GPU.
-NCCL = os.environ.get("VOLTA_FA_TEST_NCCL") == "1"
 
 
 def case(*worlds: int, cpu: bool = True, gpu: bool = False):
@@ -69,142 +65,31 @@ class World:
         return self.meshes[ring, ulysses]
 
 
-def inputs(dtype, device, *, seqlen=37, seqlen_k=None, nheads=4, nheads_k=2, headdim=16, headdim_v=None, batch=2, packed=False, seed=0):
-    """The same on all ranks: q, k, v, dout of the whole problem."""
-    g = torch.Generator().manual_seed(seed)
-    shapes = [
-        (seqlen, nheads, headdim),
-        (seqlen_k or seqlen, nheads_k, headdim),
-        (seqlen_k or seqlen, nheads_k, headdim_v or headdim),
-        (seqlen, nheads, headdim_v or headdim),
-    ]
-    return [torch.randn(*(shape if packed else (batch, *shape)), generator=g).to(dtype).to(device) for shape in shapes]
-
-
-def whole_of(q, k, v, dout, sinks=None, cu_seqlens=None, **options):
-    """What one process has: out and the gradients of q, k, v and sinks."""
-    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
-    if cu_seqlens is not None:
-        cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
-        options |= dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=q.shape[0], max_seqlen_k=q.shape[0])
-    out = torch.ops.volta_fa.fwd(*leaves[:3], sinks=leaves[3] if len(leaves) > 3 else None, **options)[0]
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", cu_seqlens=None, **options):
-    """The same from the ranks' shards, put together."""
-    dim = 0 if cu_seqlens is not None else 1
-    leaves = [shard_sequence(t, group, dim, layout).detach().clone().requires_grad_() for t in (q, k, v)]
-    if sinks is not None:
-        leaves.append(sinks.detach().clone().requires_grad_())
-    out = attend(*leaves[:3], group, sinks=leaves[3] if sinks is not None else None, layout=layout, cu_seqlens=cu_seqlens, **options)
-    assert out.dtype == q.dtype and out.shape == (*leaves[0].shape[:-1], v.shape[-1])
-    grads = torch.autograd.grad(out, leaves, shard_sequence(dout, group, dim, layout))
-    found = [unshard_sequence(t, group, dim, layout) for t in (out, *grads[:3])]
-    if sinks is not None:
-        total = grads[3].clone()
-        dist.all_reduce(total)
-        found.append(total)
-    return found
-
-
-#: Dtypes of cases for which any two will do.
-DTYPE, OTHER = (torch.float16, torch.bfloat16) if NCCL else (torch.float64, torch.float32)
-NAMES = ("out", "dq", "dk", "dv", "dsinks")
-#: softmax_lse is fp32, whatever q is
-CLOSE = {torch.float64: 2e-6, torch.float32: 2e-5}
-
-
-def compare(found, expected, dtype, what=""):
-    for name, f, e in zip(NAMES, found, expected, strict=False):
-        assert f.shape == e.shape, f"{what} {name}: {tuple(f.shape)}, expected {tuple(e.shape)}"
-        if not e.numel():
-            continue
-        limit = CLOSE[dtype] * max(1.0, e.abs().max().item())
-        error = (f - e).abs().max().item()
-        assert error <= limit, f"{what} {name}: off by {error:.2e}, expected at most {limit:.2e}"
-    assert len(found) == len(expected)
-
-
-PROBLEMS = {
-    "plain": {},
-    "causal": dict(is_causal=True),
-    "window": dict(window_left=5, window_right=3),
-    "causal window": dict(is_causal=True, window_left=9),
-    "odd causal": dict(is_causal=True, seqlen=41),
-    "shorter than the chunks": dict(is_causal=True, seqlen=5),
-    "one position": dict(is_causal=True, seqlen=1),
-    "no position": dict(seqlen=0),
-    "cross": dict(seqlen=19, seqlen_k=30),
-    "cross causal": dict(seqlen=19, seqlen_k=30, is_causal=True),
-    "more queries than keys": dict(seqlen=30, seqlen_k=19, is_causal=True),
-    "softcap": dict(softcap=3.0, is_causal=True),
-    "scale": dict(softmax_scale=0.4, headdim_v=24),
-    "alibi": dict(alibi="h"),
-    "alibi causal": dict(alibi="bh", is_causal=True),
-    "alibi window": dict(alibi="h", window_left=6, window_right=4),
-    "alibi cross": dict(alibi="h", seqlen=19, seqlen_k=30),
-    "sinks": dict(sinks=True, is_causal=True),
-    "sinks alone": dict(sinks=True, seqlen=30, seqlen_k=19, is_causal=True),
-    "packed": dict(lengths=(7, 1, 12, 0, 17)),
-    "packed causal": dict(lengths=(7, 1, 12, 0, 17), is_causal=True),
-    "packed, one long": dict(lengths=(2, 60, 3), is_causal=True),
-    "packed, many short": dict(lengths=(3, 2, 4, 1, 5, 2, 2, 3, 4, 6, 1, 2), is_causal=True),
-    "packed window": dict(lengths=(20, 3, 18), window_left=4, window_right=1),
-    "packed alibi sinks": dict(lengths=(20, 3, 18), alibi="bh", sinks=True, is_causal=True),
-}
-
-
-def problem(name, dtype, device, stretch=1):
-    """`stretch` makes all lengths so many times longer."""
-    options = {"seqlen": 37} | PROBLEMS[name]
-    for key in ("seqlen", "seqlen_k", "window_left", "window_right"):
-        options |= {key: options[key] * stretch} if key in options else {}
-    if "lengths" in options:
-        options["lengths"] = tuple(n * stretch for n in options["lengths"])
-    lengths, alibi, sinks = options.pop("lengths", None), options.pop("alibi", None), options.pop("sinks", False)
-    sizes = {key: options.pop(key) for key in ("seqlen", "seqlen_k", "headdim_v") if key in options}
-    if lengths is not None:
-        sizes |= dict(seqlen=sum(lengths), packed=True)
-        options["cu_seqlens"] = torch.tensor((0, *lengths)).cumsum(0).tolist()
-    tensors = inputs(dtype, device, **sizes)
-    nheads = tensors[0].shape[-2]
-    if alibi:
-        slopes = torch.tensor([0.5, 0.25, 0.11, 0.02], device=device)[:nheads]
-        entries = len(lengths) if lengths is not None else tensors[0].shape[0]
-        options["alibi_slopes"] = slopes if alibi == "h" else torch.stack([slopes * (i + 1) for i in range(entries)])
-    if sinks:
-        options["sinks"] = torch.tensor([0.3, -1.0, 2.0, -float("inf")], dtype=dtype, device=device)[:nheads]
-    return tensors, options
+def as_one_process(world, attend, groups, layouts=("zigzag",)):
+    """Every problem, over each group and layout."""
+    for name in PROBLEMS:
+        tensors, options = problem(name, torch.float64, world.device)
+        expected = whole_of(*tensors, **options)
+        for group in groups:
+            for layout in layouts:
+                found = sharded(attend, group, *tensors, layout=layout, **options)
+                compare(found, expected, torch.float64, f"{name}, {layout}, {group}:")
 
 
 @case(1, 2, 3, 4)
 def ring(world):
-    for name in PROBLEMS:
-        tensors, options = problem(name, torch.float64, world.device)
-        expected = whole_of(*tensors, **options)
-        for layout in ("zigzag", "contiguous"):
-            compare(sharded(ring_attention, None, *tensors, layout=layout, **options), expected, torch.float64, f"{name}, {layout}:")
+    as_one_process(world, ring_attention, [None], ("zigzag", "contiguous"))
 
 
 @case(1, 2, 4)
 def ulysses(world):
-    for name in PROBLEMS:
-        tensors, options = problem(name, torch.float64, world.device)
-        expected = whole_of(*tensors, **options)
-        for layout in ("zigzag", "contiguous"):
-            compare(sharded(ulysses_attention, None, *tensors, layout=layout, **options), expected, torch.float64, f"{name}, {layout}:")
+    as_one_process(world, ulysses_attention, [None], ("zigzag", "contiguous"))
 
 
 @case(2, 4)
 def mesh(world):
-    for shape in [(world.size, 1), (1, world.size), (world.size // 2, 2)]:
-        grid = world.mesh(*shape)
-        for name in PROBLEMS:
-            tensors, options = problem(name, torch.float64, world.device)
-            expected = whole_of(*tensors, **options)
-            found = sharded(context_parallel_attention, grid, *tensors, **options)
-            compare(found, expected, torch.float64, f"{name}, {shape}:")
+    shapes = [(world.size, 1), (1, world.size), (world.size // 2, 2)]
+    as_one_process(world, context_parallel_attention, [world.mesh(*shape) for shape in shapes])
 
 
 @case(2, 3)
@@ -213,20 +98,9 @@ def fp32(world):
     compare(sharded(ring_attention, None, *tensors, **options), whole_of(*tensors, **options), torch.float32)
 
 
-def within_the_rule(world, dtype, attend=ring_attention, seqlen=93, headdim=32, **options):
-    """The largest and the root-mean-square error at most 2 times (gradients: 3 times) that of eager attention in this dtype."""
-    q, k, v, dout = inputs(dtype, world.device, seqlen=seqlen, headdim=headdim, batch=1)
-    found = sharded(attend, None, q, k, v, dout, **options)
-    exact = reference.forward(q, k, v, **options)
-    gradients = reference.backward(dout, q, k, v, **options)
-    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    eager = reference.eager(*leaves, **options)
-    theirs = [eager.detach(), *torch.autograd.grad(eager, leaves, dout)]
-    for name, f, e, t in zip(NAMES, found, [exact.out, *gradients], theirs):
-        factor = 2 if name == "out" else 3
-        for measure in (lambda x: x.abs().max(), lambda x: x.pow(2).mean().sqrt()):
-            error, allowed = measure(f.double() - e).item(), factor * measure(t.double() - e).item()
-            assert error <= allowed, f"{dtype} {options} {name}: off by {error:.2e}, expected at most {allowed:.2e}"
+def within_the_rule(world, dtype, attend=ring_attention, **options):
+    tensors = inputs(dtype, world.device, seqlen=93, headdim=32, batch=1)
+    judge(f"{dtype} {options}", tensors, sharded(attend, None, *tensors, **options), **options)
 
 
 @case(2, 4)
@@ -319,68 +193,14 @@ def ulysses_dropout(world):
 
 @case(2, gpu=True)
 def many_problems(world):
-    """The largest and the root-mean-square error at most 2 times (gradients: 3 times) that of eager attention on one device.
-
-    dsinks has four elements, and eager's may be nearly exact by luck: the rounding of `out` and of dsinks is allowed too, as in
-    `volta_fa.check`.
-    """
     for name in PROBLEMS:
         for dtype in (torch.float16, torch.bfloat16)[: 2 if NCCL else 1]:
             tensors, options = problem(name, dtype, world.device, stretch=23 if NCCL else 4)
-            exact = whole_of(*as_fp64(tensors), **as_fp64(options))
-            one = eager_of(*tensors, **options)
-            sums = {"dsinks": dsinks_rounding(tensors, exact, **options)} if "sinks" in options else {}
             ways = [(ring_attention, None, "zigzag"), (ring_attention, None, "contiguous"), (ulysses_attention, None, "zigzag")]
             ways += [(context_parallel_attention, world.mesh(*shape), "zigzag") for shape in ((2, 1), (1, 2))]
             for attend, group, layout in ways if NCCL else ways[:1]:
                 found = sharded(attend, group, *tensors, layout=layout, **options)
-                for what, f, o, e in zip(NAMES, found, one, exact):
-                    if not e.numel():
-                        continue
-                    for measure in (lambda x: x.abs().max(), lambda x: x.pow(2).mean().sqrt()):
-                        error = measure(f.double().cpu() - e).item()
-                        allowed = (2 if what == "out" else 3) * measure(o.double().cpu() - e).item() + 1e-7
-                        allowed += sums.get(what, 0.0)
-                        assert error <= allowed, f"{name}, {dtype}, {attend.__name__}, {layout}: {what}: {error:.2e} > {allowed:.2e}"
-
-
-def eager_of(q, k, v, dout, sinks=None, cu_seqlens=None, alibi_slopes=None, **options):
-    """What eager attention gives, each packed sequence by itself."""
-    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
-    extra = {} if sinks is None else {"sinks": leaves[3]}
-    if cu_seqlens is None:
-        out = reference.eager(*leaves[:3], alibi_slopes=alibi_slopes, **extra, **options)
-    else:
-        parts = []
-        for i, (a, b) in enumerate(zip(cu_seqlens, cu_seqlens[1:])):
-            slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[i]
-            parts.append(reference.eager(*(t[None, a:b] for t in leaves[:3]), alibi_slopes=slopes, **extra, **options)[0])
-        out = torch.cat(parts)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
-
-
-def dsinks_rounding(tensors, exact, sinks, cu_seqlens=None, **options):
-    """What the rounding of `out` in delta, and of dsinks itself, makes of dsinks (`delta_noise` of volta_fa.check)."""
-    dtype, (q, k, _, dout), sinks = tensors[0].dtype, as_fp64(tensors), sinks.double().cpu()
-    out, slopes, variance = exact[0], as_fp64(options).pop("alibi_slopes", None), 0.0
-    mask = {name: value for name, value in options.items() if name != "alibi_slopes"}
-    whole = q.dim() == 4
-    for i, rows in enumerate([slice(None)] if whole else map(slice, cu_seqlens, cu_seqlens[1:])):
-        q_i, k_i, out_i, dout_i = (t if whole else t[None, rows] for t in (q, k, out, dout))
-        slopes_i = slopes if slopes is None or whole or slopes.dim() == 1 else slopes[i]
-        lse = reference.score(q_i, k_i, alibi_slopes=slopes_i, sinks=sinks, **mask).logits.logsumexp(-1, keepdim=True)
-        noise = reference.delta_noise(SimpleNamespace(out=out_i), out_i.to(dtype), dout_i.to(dtype))
-        weight = reference.by_row(sinks, lse).sub(lse).exp().nan_to_num(nan=0.0)  # a row with neither key nor sink
-        variance += (weight * noise).square().sum((0, 2, 3))
-    return (variance.sqrt() + torch.finfo(dtype).eps / 2 * exact[4].abs()).max().item()
-
-
-def as_fp64(values):
-    """On the CPU, whose backend takes it."""
-    if isinstance(values, dict):
-        keep = ("alibi_slopes",)
-        return {name: (v.cpu() if name in keep else v.double().cpu()) if torch.is_tensor(v) else v for name, v in values.items()}
-    return [t.double().cpu() for t in values]
+                judge(f"{name}, {dtype}, {attend.__name__}, {layout}", tensors, found, **options)
 
 
 @case(2, gpu=True)
@@ -583,12 +403,8 @@ def transformers_llama(world):
     except ImportError:
         return
     sizes = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    for kind, mesh, packed in (
-        ("Llama", None, False),
-        ("Llama", world.mesh(world.size // 2, 2), False),
-        ("Mistral", None, False),
-        ("Llama", None, True),
-    ):
+    grid = world.mesh(world.size // 2, 2)
+    for kind, mesh, packed in (("Llama", None, False), ("Llama", grid, False), ("Mistral", None, False), ("Llama", None, True)):
         options = sizes | (dict(sliding_window=6) if kind == "Mistral" else {})
         config = getattr(transformers, f"{kind}Config")(**options, attn_implementation="volta_fa", use_cache=False)
         torch.manual_seed(2)
@@ -643,20 +459,9 @@ def errors(world):
     def each(t):
         return t.to(OTHER) if last else t
 
-    refused(
-        ValueError,
-        lambda: ring_attention(each(q), each(k), each(v)),
-        prefix + "q: got ",
-        f"on rank {world.size - 1}",
-        "the same on all ranks",
-    )
-    refused(
-        ValueError,
-        lambda: ring_attention(q.to(OTHER) if last else q, k, v),
-        prefix,
-        f"k: got dtype {DTYPE}",
-        f"(on rank {world.size - 1} of the group)",
-    )
+    on_last = f"on rank {world.size - 1}"
+    refused(ValueError, lambda: ring_attention(each(q), each(k), each(v)), prefix + "q: got ", on_last, "the same on all ranks")
+    refused(ValueError, lambda: ring_attention(each(q), k, v), prefix, f"k: got dtype {DTYPE}", f"({on_last} of the group)")
     refused(ValueError, lambda: ring_attention(q, k[..., :8] if last else k, v), "k: got", "(on rank")
     refused(ValueError, lambda: ring_attention(q, k, v, softcap=-1.0), prefix + "softcap")
     refused(ValueError, lambda: ring_attention(q, k, v, is_causal=last), "options: got", "the same on all ranks")
@@ -693,12 +498,8 @@ def late(world):
     group = dist.new_group(timeout=timedelta(seconds=2))
     q, k, v, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device))
     if world.rank == 0:
-        refused(
-            RuntimeError,
-            lambda: ring_attention(q, k, v, group),
-            "ring_attention: rank 1 of the group did not make this call",
-            "timeout of 2 s",
-        )
+        words = "ring_attention: rank 1 of the group did not make this call", "timeout of 2 s"
+        refused(RuntimeError, lambda: ring_attention(q, k, v, group), *words)
     dist.barrier()
 
 

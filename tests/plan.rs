@@ -30,7 +30,7 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
     }
 }
 
-const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradients: false, has_dlse: false };
+const DEFAULT: BackwardMode = BackwardMode { deterministic: false, fp32_gradients: false, has_dlse: false };
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
 /// Returns the problem on packed tensors with these rows of queries and keys, if any.
@@ -470,14 +470,14 @@ fn plans_small_blocks_for_last_keys() {
 
 /// Plain kernels write fp16 only.
 #[test]
-fn bf16_gradients_get_kernels_that_write_bf16() {
+fn fp32_gradients_get_kernels_that_write_bf16() {
     for mode in [DEFAULT, DETERMINISTIC] {
         for headdim in (8..=256).step_by(8) {
             for (features, packed, asked) in feature_requests() {
                 let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim) });
-                let plan = plan::backward(&a, BackwardMode { bf16_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
+                let plan = plan::backward(&a, BackwardMode { fp32_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
                 for v in [plan.main.variant, plan.finish.unwrap().variant] {
-                    assert!(v.features.contains(FeatureSet::of(&[Feature::Bf16Gradients])), "{} for {features:?}", v.name);
+                    assert!(v.features.contains(FeatureSet::of(&[Feature::Fp32Gradients])), "{} for {features:?}", v.name);
                 }
                 let fp16 = plan::backward(&a, mode, &DeviceLimits::V100).unwrap();
                 assert_eq!(plan.prepare, fp16.prepare, "writes no gradient");
@@ -861,7 +861,7 @@ fn chooses_backward_kernels_from_one_family() {
     rows.push(like("volta_bwd_varlen_preprocess", turing));
     assert_eq!(of(&rows, &a, DEFAULT), (TURING.name, 1008, 16));
     assert_eq!(of(&rows, &a, DETERMINISTIC).0, "volta", "it has no such kernels");
-    let bf16 = BackwardMode { bf16_gradients: true, ..DEFAULT };
+    let bf16 = BackwardMode { fp32_gradients: true, ..DEFAULT };
     assert_eq!(of(&rows, &a, bf16).0, "volta", "nor bf16");
 }
 
@@ -1269,8 +1269,8 @@ fn rejects_invalid_tuning_with_its_location() {
             "with the headdims and features of the class",
         ),
         (
-            choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "features": ["bf16_gradients"]"#),
-            "choices[0].features: got `bf16_gradients`",
+            choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "features": ["fp32_gradients"]"#),
+            "choices[0].features: got `fp32_gradients`",
         ),
         (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [2, 1]"#), "tuning: choices[0].rows: got [2, 1]"),
         (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [-1, 1]"#), "tuning: choices[0].rows: got [-1, 1]"),

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.library import opcheck
 
 import reference
 from conftest import LIBRARY, Case, on, run_python
@@ -70,8 +71,7 @@ def test_gradient_is_bwd(backend, case):
 @on("cpu-fp32", "sim", "cuda")
 def test_autograd_through_the_backend(backend):
     """requires_grad, backward() and a scalar loss, whose gradient arrives expanded with strides of 0."""
-    if backend.name == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     case = Case(20, 30, 64, nheads=4, nheads_k=2, is_causal=True)
     q, k, v, _ = case.inputs(backend)
     inputs = leaves((q, k, v))
@@ -124,8 +124,7 @@ def test_second_derivative_is_refused(backend):
 @on("sim", "cuda")
 def test_any_pointer(backend):
     """Operands that do not begin on a 16-byte boundary are copied, not refused; torch.compile could not know."""
-    if backend.name == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
 
     def misaligned(t):
         return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape).copy_(t)
@@ -373,8 +372,7 @@ def test_no_cuda_at_load_time():
 
 @on("cpu-fp32", "sim", "cuda")
 def test_calls_from_many_threads(backend):
-    if backend.name == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     problems = [Case(20 + i, 40, d).inputs(backend) for i, d in enumerate((8, 40, 72, 104, 136, 200, 64, 128))]
 
     def both(tensors):
@@ -389,3 +387,63 @@ def test_calls_from_many_threads(backend):
     for f, tensors in zip(found, problems):
         for a, b in zip(f, both(tensors)):
             torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3 if backend.name == "cuda" else 1e-5)
+
+
+# ---- torch.library.opcheck: schema, autograd registration, fake tensors, AOT dispatch ------------------------------------
+
+OPCHECKED = [
+    Case(7, 9, 16, nheads=4, nheads_k=2),
+    Case(9, 7, 16, 24, is_causal=True),
+    Case(6, 6, 8, window_left=2, window_right=1, softmax_scale=0.3),
+    Case(5, 4, 8, batch=1, nheads=1),
+    Case(headdim=8, lengths=((3, 5), (0, 2), (4, 1)), is_causal=True, spare=2),
+    Case(headdim=8, lengths=((3, 5), (4, 2)), bias="hqk:fp32", sinks="own"),
+    Case(7, 9, 8, used=(9, 4)),
+    Case(7, 9, 8, bias="bqk:own"),
+    Case(7, 9, 8, bias="hk:fp32", sinks="fp32", alibi="bh"),
+    Case(7, 9, 8, bias="qk:bool", softcap=2.0),
+    Case(7, 9, 8, dropout_p=0.3, sinks="own", alibi="h"),
+]
+OPCHECKING = on("cpu-fp32", "sim", "cuda", slow=("cpu-bf16", "sim-bf16"))
+
+
+def opcheck_problem(backend, case, requires_grad):
+    """q, k, v, dout and the options; of these the ones that can need a gradient do so."""
+    backend.simulate()
+    tensors, options = case.problem(backend)
+    for t in (*tensors, options.get("attn_bias"), options.get("sinks")):
+        if t is not None and t.is_floating_point():
+            t.requires_grad_(requires_grad)
+    return tensors, options
+
+
+def opcheck_tolerance(backend):
+    """Runs of the kernels differ in dq and the gradient of a bias, which atomics add up."""
+    return {"atol": 2e-3, "rtol": 2e-3} if backend.kernels else {}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("case", OPCHECKED, ids=str)
+@OPCHECKING
+def test_opcheck_forward(backend, case, requires_grad):
+    (q, k, v, _), options = opcheck_problem(backend, case, requires_grad)
+    opcheck(torch.ops.volta_fa.fwd.default, (q, k, v), options, **opcheck_tolerance(backend))
+
+
+@pytest.mark.parametrize("case", OPCHECKED, ids=str)
+@OPCHECKING
+def test_opcheck_backward(backend, case):
+    (q, k, v, dout), options = opcheck_problem(backend, case, False)
+    out, lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, **options)
+    options |= {"rng_state": rng_state, "attn_bias_requires_grad": case.bias != "" and not case.bias.endswith("bool")}
+    opcheck(torch.ops.volta_fa.bwd.default, (dout, q, k, v, out, lse), options, **opcheck_tolerance(backend))
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_opcheck_of_strided_inputs(backend):
+    backend.simulate()
+    case = Case(7, 9, 16)
+    q, k, v, dout = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in case.inputs(backend))
+    opcheck(torch.ops.volta_fa.fwd.default, (q, k, v))
+    out, lse, _ = torch.ops.volta_fa.fwd(q, k, v)
+    opcheck(torch.ops.volta_fa.bwd.default, (dout, q, k, v, out, lse), **opcheck_tolerance(backend))

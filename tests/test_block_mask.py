@@ -207,8 +207,7 @@ WRONG = {
 @on("cpu-fp32", "sim")
 def test_wrong_arguments_are_refused(backend, name):
     argument, spoil, words = WRONG[name]
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     arguments = valid(backend)
     with pytest.raises(ValueError, match="volta_fa::fwd") as refusal:
         op.fwd(**arguments | {argument: spoil(arguments)})
@@ -257,8 +256,7 @@ VALUES = {
 @on("cpu-fp32", *(["sim"] if BLOCK_KERNELS else []))
 def test_wrong_values_are_refused(backend, name):
     argument, place, value, words = VALUES[name]
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     arguments = valid(backend)
     op.fwd(**arguments, check_lengths=True)
     arguments[argument][place] = value

@@ -133,6 +133,17 @@ def test_groups_scales_and_headdims(backend, attention, counts, layout, options)
     check(backend, attention, counts, layout=layout, **options)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_float32(attention, counts, masked):
+    """Runs as it is, also beside an fp32 mask; the node's int8 precision is for fp16."""
+    q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in tensors(torch.float32))
+    mask = torch.randn(5, 6) if masked else None
+    override = attention.make_override(every_device=True, precision="fast")
+    found = override(None, q, k, v, 2, mask=mask, skip_reshape=True, skip_output_reshape=True)
+    torch.testing.assert_close(found, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    assert counts == {"ran": 1}
+
+
 def tensors(dtype=torch.float16, headdim=8, nheads_k=2):
     return torch.randn(1, 5, 2 * headdim).to(dtype), *(torch.randn(1, 6, nheads_k * headdim).to(dtype) for _ in "kv")
 
@@ -140,7 +151,7 @@ def tensors(dtype=torch.float16, headdim=8, nheads_k=2):
 @pytest.mark.parametrize(
     "reason, call, options",
     [
-        ("float32", tensors(torch.float32), {}),
+        ("float64", tensors(torch.float64), {}),
         ("bfloat16", tensors(torch.bfloat16), {}),
         ("headdim 520", tensors(headdim=520), {}),
         ("headdim 0", (torch.zeros(1, 2, 5, 0).half(),) * 3, dict(skip_reshape=True)),
@@ -198,10 +209,10 @@ def test_an_earlier_override_runs_what_falls_back(attention, counts):
         return "earlier", func(*args, **kwargs)
 
     override = attention.make_override(every_device=True, previous=earlier)
-    assert override(lambda *a, **k: "own", *tensors(torch.float32), 2) == ("earlier", "own")
+    assert override(lambda *a, **k: "own", *tensors(torch.bfloat16), 2) == ("earlier", "own")
     twice = attention.make_override(every_device=True, previous=override)  # the node twice: the second replaces the first
-    assert twice(lambda *a, **k: "own", *tensors(torch.float32), 2) == ("earlier", "own")
-    assert counts == {"float32": 2}
+    assert twice(lambda *a, **k: "own", *tensors(torch.bfloat16), 2) == ("earlier", "own")
+    assert counts == {"bfloat16": 2}
 
 
 @on("cpu-fp16")

@@ -109,16 +109,8 @@ THINGS = {
         with_prepared,
         lambda prepared: prepared.zero_(),
     ),
-    "rng_state": (
-        lambda: torch.ops.volta_fa.fwd(*operands(), dropout_p=0.5)[2],
-        with_rng_state,
-        lambda state: state.add_(1),
-    ),
-    "quantized keys and values": (
-        lambda: [quantize_kv(t, "int4") for t in operands()[1:]],
-        with_codes,
-        lambda pair: pair[1].scale.mul_(2),
-    ),
+    "rng_state": (lambda: torch.ops.volta_fa.fwd(*operands(), dropout_p=0.5)[2], with_rng_state, lambda state: state.add_(1)),
+    "quantized keys and values": (lambda: [quantize_kv(t, "int4") for t in operands()[1:]], with_codes, lambda pair: pair[1].scale.mul_(2)),
 }
 
 

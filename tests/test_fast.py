@@ -66,14 +66,7 @@ def _outlier(q, k, v):
 
 
 #: Relative L1 error at headdim 128 with 2048 keys: python -m benchmarks.accuracy fast.
-STATED = {
-    _normal: 0.0105,
-    _biased_keys: 0.0103,
-    _biased_both: 0.0230,
-    _wide_keys: 0.0502,
-    _sharp: 0.024,
-    _outlier: 0.0090,
-}
+STATED = {_normal: 0.0105, _biased_keys: 0.0103, _biased_both: 0.0230, _wide_keys: 0.0502, _sharp: 0.024, _outlier: 0.0090}
 
 
 @pytest.mark.parametrize("change", STATED, ids=lambda f: f.__name__.strip("_"))
@@ -218,27 +211,23 @@ def test_bf16_beyond_the_range_of_fp16(backend, simulate, scale):
     assert_near((found[0] / scale, found[1]), (expected[0] / scale, expected[1]), limit=6e-3)
 
 
-def runners(simulate):
-    return [fwd_fast, simulate]
-
-
 @on("sim")
 def test_large_values_and_zero_blocks(backend, simulate):
     q, k, v = inputs()
     v = torch.full_like(v, 65504.0)
-    for run in runners(simulate):
+    for run in (fwd_fast, simulate):
         assert relative_l1(run(q, k, v)[0], torch.full((1, 70, 2, 64), 65504.0, dtype=torch.float64)) < 1e-3
     q, k, v = inputs()
     k[:, 64:128], v[:, 64:128], q[:, :10] = 0, 0, 0
     expected, _ = exact(q, k, v)
-    for run in runners(simulate):
+    for run in (fwd_fast, simulate):
         assert relative_l1(run(q, k, v)[0], expected) < 0.02
         assert not run(q, k, v * 0)[0].any()
 
 
 @on("sim")
 def test_values_that_are_not_finite(backend, simulate):
-    for run in runners(simulate):
+    for run in (fwd_fast, simulate):
         q, k, v = inputs()
         clean, _ = run(q, k, v)
         q[0, 5, 1, 3] = math.nan
@@ -275,7 +264,7 @@ def test_scores_that_one_float_cannot_hold(backend, simulate, size, headdim):
     q, k, v = inputs(35, 100, headdim)
     q, k = ((t.float() * size).clamp(-65504, 65504).half() for t in (q, k))
     expected, expected_lse = exact(q, k, v)
-    for run in runners(simulate):
+    for run in (fwd_fast, simulate):
         out, lse = run(q, k, v)
         assert relative_l1(out, expected) < 0.15
         assert ((lse - expected_lse).abs() <= 0.02 * expected_lse.abs().max()).all()
@@ -289,14 +278,14 @@ def test_one_large_key_of_many(backend, simulate, key):
     q *= 170 / q.abs().max()
     k[0, key] = 65504 * q[0, 3, 0].sign()
     expected, _ = exact(q, k, v)
-    for run in runners(simulate):
+    for run in (fwd_fast, simulate):
         assert relative_l1(run(q, k, v)[0], expected) < 0.02
 
 
 @on("sim")
 def test_means_of_large_keys_do_not_overflow(backend, simulate):
     """The sum of the sampled keys is above fp32's largest number."""
-    for run in runners(simulate):
+    for run in (fwd_fast, simulate):
         q, k, v = inputs(dtype=torch.bfloat16)
         q[:], k[:] = 0, 1e37
         q[..., 0], k[0, 17, 0, 0] = 1, 1.5e37
@@ -310,7 +299,7 @@ def test_a_row_whose_scores_are_all_very_negative(backend, simulate):
     q, k, v = inputs(70, 70, dtype=torch.bfloat16)
     q[:], k[:] = 0, 0
     q[..., 0], k[0, 0, 0, 0] = 1e16, -1e16
-    for run in runners(simulate):
+    for run in (fwd_fast, simulate):
         out, _ = run(q, k, v, is_causal=True)
         assert torch.equal(out[0, 0], v[0, 0].expand(2, -1))
 
@@ -320,7 +309,7 @@ def test_a_difference_to_the_mean_that_is_infinite(backend, simulate):
     q, k, v = inputs(70, 3, dtype=torch.bfloat16)
     q[:], k[:] = 0, 0
     q[..., 0], k[0, :, 0, 0] = 1e16, torch.tensor([-3.3e38, -3.3e38, 3.3e38])
-    for run in runners(simulate):
+    for run in (fwd_fast, simulate):
         assert run(q, k, v)[0].isnan().all()
 
 

@@ -33,24 +33,11 @@ BACKENDS = on("cpu-fp64", "cpu-fp32", "cuda")
 # ---- what is right ---------------------------------------------------------------------------------------------
 
 
-def attention(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, slopes=None, keep=None, dropout_p=0.0):
-    """One sequence, (seqlen, nheads, headdim), in fp64 and differentiable. Returns out, softmax_lse and probabilities."""
-    nheads = q.shape[1]
-    q, k, v = q.double(), *(t.double().repeat_interleave(nheads // t.shape[1], dim=1) for t in (k, v))
-    x = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    if softcap:
-        x = softcap * torch.tanh(x / softcap)
-    if slopes is not None:
-        i, j = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q), torch.arange(len(k), device=q.device)
-        x = x - slopes[:, None, None].double() * (i - j).abs()
+def attention(q, k, v, causal=False, window_size=(-1, -1), slopes=None, keep=None, **options):
+    """A batch in fp64, differentiable. Returns out, softmax_lse and probabilities."""
     left, right = map(int, window_size)
-    seen = reference.visible(len(q), len(k), is_causal=causal, window_left=left, window_right=right, device=q.device)
-    x = x.masked_fill(~seen, -math.inf)
-    lse = x.logsumexp(-1)
-    lse = lse.masked_fill(~seen.any(-1), math.inf)  # no key: +inf, so that p is 0
-    p = torch.exp(x - lse[..., None])
-    dropped = p if keep is None else p * keep / reference.kept_share(dropout_p)
-    return torch.einsum("hij,jhd->ihd", dropped, v), lse, p
+    found = reference.forward(q, k, v, is_causal=causal, window_left=left, window_right=right, alibi_slopes=slopes, kept=keep, **options)
+    return found.out, found.softmax_lse, found.probabilities
 
 
 def close(backend, found, expected, at_least=0.0):
@@ -84,34 +71,18 @@ def check_gradients(backend, found, expected, leaves):
         close(backend, g, w)
 
 
-def dense(q, k, v, slopes=None, keep=None, **options):
-    """`attention` of every entry of a batch, stacked."""
-    entries = [
-        attention(
-            q[b],
-            k[b],
-            v[b],
-            slopes=None if slopes is None else slopes.expand(len(q), -1)[b],
-            keep=None if keep is None else keep[b],
-            **options,
-        )
-        for b in range(len(q))
-    ]
-    return (torch.stack(t) for t in zip(*entries))
-
-
 def packed(q, k, v, lengths_q, lengths_k, slopes=None, keep=None, **options):
     """`attention` of every sequence; out (total_q, nheads, headdim_v), softmax_lse (nheads, total_q)."""
     entries = [
         attention(
-            *parts,
-            slopes=None if slopes is None else slopes.expand(len(lengths_q), -1)[b],
-            keep=None if keep is None else keep[b, :, : lengths_q[b], : lengths_k[b]],
+            *(t[None] for t in parts),
+            slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[b],
+            keep=None if keep is None else keep[b : b + 1, :, : lengths_q[b], : lengths_k[b]],
             **options,
         )
         for b, parts in enumerate(zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)))
     ]
-    outs, lses, ps = zip(*entries)
+    outs, lses, ps = zip(*((t[0] for t in entry) for entry in entries))
     return torch.cat(outs), torch.cat(lses, dim=-1), ps
 
 
@@ -189,7 +160,7 @@ def test_dense(backend, name):
     q, k, v = leaf(backend, 2, 9, 4, 32), leaf(backend, 2, 13, 2, 32), leaf(backend, 2, 13, 2, 32)
     options = DENSE[name]
     out, lse, s_dmask = flash_attn_func(q, k, v, **options, return_attn_probs=True)
-    expected, expected_lse, _ = dense(q, k, v, **options)
+    expected, expected_lse, _ = attention(q, k, v, **options)
     assert out.dtype == q.dtype
     close(backend, out, expected)
     close_lse(lse, expected_lse)
@@ -204,7 +175,7 @@ def test_rows_without_a_key(backend):
     q, k, v = (leaf(backend, 1, n, 2, 16) for n in (7, 3, 3))
     out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     assert (out[:, :4] == 0).all() and (lse[..., :4] == math.inf).all() and lse[..., 4:].isfinite().all()
-    check_gradients(backend, out, next(dense(q, k, v, causal=True)), (q, k, v))
+    check_gradients(backend, out, attention(q, k, v, causal=True)[0], (q, k, v))
 
 
 @on("sim")
@@ -213,7 +184,7 @@ def test_simulated(backend):
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     q, kv = leaf(backend, 1, 20, 4, 20), leaf(backend, 1, 30, 2, 2, 20)
     out = flash_attn_kvpacked_func(q, kv, causal=True)
-    expected, *_ = dense(q, *kv.unbind(2), causal=True)
+    expected, *_ = attention(q, *kv.unbind(2), causal=True)
     close(backend, out, expected)
     check_gradients(backend, out, expected, (q, kv))
 
@@ -224,7 +195,7 @@ def test_headdims(backend, headdim, headdim_v):
     """Any headdim up to 512, and another one for v; the scale is that of the headdim before padding."""
     q, k, v = leaf(backend, 2, 5, 2, headdim), leaf(backend, 2, 6, 1, headdim), leaf(backend, 2, 6, 1, headdim_v)
     out = flash_attn_func(q, k, v, causal=True)
-    expected, *_ = dense(q, k, v, causal=True)
+    expected, *_ = attention(q, k, v, causal=True)
     assert out.shape == (2, 5, 2, headdim_v)
     close(backend, out, expected)
     check_gradients(backend, out, expected, (q, k, v))
@@ -237,7 +208,7 @@ def test_strides(backend):
     assert q.shape == (2, 2, 5, 16)
     q = q.transpose(1, 2)
     assert q.stride(-1) != 1
-    close(backend, flash_attn_func(q, k, v), next(dense(q, k, v)))
+    close(backend, flash_attn_func(q, k, v), attention(q, k, v)[0])
 
 
 @pytest.mark.parametrize("headdim", [16, 12])
@@ -248,12 +219,12 @@ def test_dense_packed_tensors(backend, headdim):
     q, kv, qkv = leaf(backend, 2, 5, 4, headdim), leaf(backend, 2, 8, 2, 2, headdim), leaf(backend, 2, 8, 3, 2, headdim)
     out = flash_attn_kvpacked_func(q, kv, **options)
     assert torch.equal(out, flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], **options))
-    check_gradients(backend, out, next(dense(q, kv[:, :, 0], kv[:, :, 1], **options)), (q, kv))
+    check_gradients(backend, out, attention(q, kv[:, :, 0], kv[:, :, 1], **options)[0], (q, kv))
 
     parts = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
     out, lse, s_dmask = flash_attn_qkvpacked_func(qkv, return_attn_probs=True, **options)
     assert torch.equal(out, flash_attn_func(*parts, **options)) and lse.shape == (2, 2, 8) and s_dmask.numel() == 0
-    check_gradients(backend, out, next(dense(*parts, **options)), (qkv,))
+    check_gradients(backend, out, attention(*parts, **options)[0], (qkv,))
 
 
 @on("cpu-fp64")
@@ -263,7 +234,7 @@ def test_gradients_reach_the_tensor_behind_a_view(backend):
     qkv = (x @ weight.T).view(2, 6, 3, 3, 8)
     out = flash_attn_qkvpacked_func(qkv, causal=True)
     want = (x.double() @ weight.double().T).view(2, 6, 3, 3, 8)
-    check_gradients(backend, out, next(dense(*want.unbind(2), causal=True)), (x, weight))
+    check_gradients(backend, out, attention(*want.unbind(2), causal=True)[0], (x, weight))
 
 
 @pytest.mark.parametrize("per_entry", [False, True], ids=["nheads", "batch_nheads"])
@@ -273,7 +244,7 @@ def test_alibi(backend, per_entry):
     slopes = slopes_of(backend, *(2,) * per_entry, 4)
     for options in ({}, {"causal": True}, {"window_size": (3, 2), "softcap": 2.0}):
         out = flash_attn_func(q, k, v, alibi_slopes=slopes, **options)
-        expected, *_ = dense(q, k, v, slopes=slopes, **options)
+        expected, *_ = attention(q, k, v, slopes=slopes, **options)
         close(backend, out, expected)
         check_gradients(backend, out, expected, (q, k, v))
 
@@ -283,18 +254,13 @@ def test_sinks(backend):
     """Functions that transformers hands gpt-oss's sinks to, under its name `s_aux`: one more key per row, without a value."""
     q, k, v = backend.randn(2, 9, 4, 16), backend.randn(2, 11, 2, 16), backend.randn(2, 11, 2, 16)
     sinks = backend.randn(4).detach().float().requires_grad_()
-    expected = []
-    for i in range(2):
-        _, lse, p = attention(q[i], k[i], v[i], causal=True)
-        total = torch.logaddexp(lse, sinks.double()[:, None])
-        expected.append(torch.einsum("hij,jhd->ihd", p * (lse - total).exp()[..., None], v[i].double().repeat_interleave(2, dim=1)))
-    expected = torch.stack(expected)
+    expected, *_ = attention(q, k, v, causal=True, sinks=sinks)
     out = flash_attn_func(q, k, v, causal=True, s_aux=sinks)
     close(backend, out, expected)
     (found,) = torch.autograd.grad(out.double().square().sum(), sinks)
     (right,) = torch.autograd.grad(expected.square().sum(), sinks)
     torch.testing.assert_close(found, right, rtol=2e-2 if backend.dtype == torch.float16 else 1e-4, atol=1e-3)
-    cu = [torch.arange(3, dtype=torch.int32, device=q.device) * n for n in (9, 11)]
+    cu = [backend.ints([0, n, 2 * n]) for n in (9, 11)]
     packed = [t.detach().flatten(0, 1) for t in (q, k, v)]
     close(backend, flash_attn_varlen_func(*packed, *cu, 9, 11, causal=True, s_aux=sinks), expected.flatten(0, 1))
     close(backend, flash_attn_with_kvcache(q.detach(), k.detach(), v.detach(), causal=True, s_aux=sinks.detach()), expected)
@@ -311,7 +277,7 @@ def test_dropout(backend, headdim):
         out, lse, s_dmask = flash_attn_func(q, k, v, dropout_p=0.3, return_attn_probs=True, **options)
         rest = {"slopes" if name == "alibi_slopes" else name: value for name, value in options.items()}
         keep = ~s_dmask.signbit()
-        expected, expected_lse, p = dense(q, k, v, keep=keep, dropout_p=0.3, **rest)
+        expected, expected_lse, p = attention(q, k, v, keep=keep, dropout_p=0.3, **rest)
         assert s_dmask.shape == (2, 4, 33, 40) and s_dmask.dtype == q.dtype
         close(backend, s_dmask.abs(), p, LSE_ROUNDING)
         close(backend, out, expected)
@@ -354,10 +320,7 @@ def test_torch_compile(backend):
     """One graph, forward and backward."""
     q, kv = leaf(backend, 2, 6, 2, 12), leaf(backend, 2, 6, 2, 2, 12)
     compiled = torch.compile(flash_attn_kvpacked_func, backend="aot_eager", fullgraph=True)
-    out, expected = (
-        compiled(q, kv, causal=True, window_size=(3, 0)),
-        flash_attn_kvpacked_func(q, kv, causal=True, window_size=(3, 0)),
-    )
+    out, expected = (f(q, kv, causal=True, window_size=(3, 0)) for f in (compiled, flash_attn_kvpacked_func))
     close(backend, out, expected)
     check_gradients(backend, out, expected, (q, kv))
 
@@ -398,11 +361,8 @@ def test_varlen_packed_tensors(backend):
     lengths_q, lengths_k = LENGTHS
     options = {"causal": True, "softmax_scale": 0.4}
     cu_q, cu_k = cu(lengths_q, backend.device), cu(lengths_k, backend.device)
-    q, kv, qkv = (
-        leaf(backend, sum(lengths_q), 4, 12),
-        leaf(backend, sum(lengths_k), 2, 2, 12),
-        leaf(backend, sum(lengths_q), 3, 2, 12),
-    )
+    q, kv = leaf(backend, sum(lengths_q), 4, 12), leaf(backend, sum(lengths_k), 2, 2, 12)
+    qkv = leaf(backend, sum(lengths_q), 3, 2, 12)
     out = flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, torch.tensor(17), torch.tensor(40), **options)
     expected, *_ = packed(q, kv[:, 0], kv[:, 1], lengths_q, lengths_k, **options)
     close(backend, out, expected)
@@ -443,7 +403,7 @@ def test_many_short_sequences(backend):
     out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 3, 3, causal=True)
     for b in (0, 1, 5_001, 10_049):
         part = slice(cu_seqlens[b], cu_seqlens[b + 1])
-        close(backend, out[part], attention(q[part], k[part], v[part], causal=True)[0])
+        close(backend, out[part], attention(q[part][None], k[part][None], v[part][None], causal=True)[0][0])
 
 
 # ---- wrong arguments -------------------------------------------------------------------------------------------
@@ -466,19 +426,10 @@ def test_errors(backend):
     refused(ValueError, r"softcap: got -1, expected 0 \(off\)", flash_attn_func, q, q, q, softcap=-1.0)
     refused(ValueError, r"k: got headdim", flash_attn_func, q, backend.randn(2, 5, 2, 32), q)
     refused(ValueError, r"nheads 2.* multiple of nheads_k 3", flash_attn_func, q, *(backend.randn(2, 5, 3, 16) for _ in range(2)))
-    refused(
-        ValueError,
-        r"qkv: got shape \(2, 5, 2, 16\), expected \(batch, seqlen, 3, nheads, headdim\)",
-        flash_attn_qkvpacked_func,
-        q,
-    )
-    refused(
-        ValueError,
-        r"kv: got shape \(2, 5, 3, 2, 16\), expected \(batch, seqlen_k, 2, nheads_k, headdim\)",
-        flash_attn_kvpacked_func,
-        q,
-        qkv,
-    )
+    expected = r"qkv: got shape \(2, 5, 2, 16\), expected \(batch, seqlen, 3, nheads, headdim\)"
+    refused(ValueError, expected, flash_attn_qkvpacked_func, q)
+    expected = r"kv: got shape \(2, 5, 3, 2, 16\), expected \(batch, seqlen_k, 2, nheads_k, headdim\)"
+    refused(ValueError, expected, flash_attn_kvpacked_func, q, qkv)
 
 
 @pytest.mark.parametrize(
@@ -552,25 +503,10 @@ def test_varlen_errors(backend):
     refused(ValueError, r"cu_seqlens_k: ", varlen, q, q, q, cu_seqlens, cu_seqlens + 1, 6, 6)
     refused(ValueError, r"cu_seqlens_q: ", varlen, q, q, q, torch.tensor([0, 7, 6, 10], dtype=torch.int32), cu([4, 3, 3]), 7, 6)
     refused(ValueError, r"rank 4", varlen, q[None], q, q, cu_seqlens, cu_seqlens, 6, 6)
-    refused(
-        ValueError,
-        r"qkv: got shape \(10, 2, 16\), expected \(total, 3, nheads",
-        flash_attn_varlen_qkvpacked_func,
-        q,
-        cu_seqlens,
-        6,
-    )
-    refused(
-        ValueError,
-        r"kv: got shape \(10, 3, 2, 16\), expected \(total_k, 2, nheads_k",
-        flash_attn_varlen_kvpacked_func,
-        q,
-        qkv,
-        cu_seqlens,
-        cu_seqlens,
-        6,
-        6,
-    )
+    expected = r"qkv: got shape \(10, 2, 16\), expected \(total, 3, nheads"
+    refused(ValueError, expected, flash_attn_varlen_qkvpacked_func, q, cu_seqlens, 6)
+    expected = r"kv: got shape \(10, 3, 2, 16\), expected \(total_k, 2, nheads_k"
+    refused(ValueError, expected, flash_attn_varlen_kvpacked_func, q, qkv, cu_seqlens, cu_seqlens, 6, 6)
 
 
 # ---- with a cache ----------------------------------------------------------------------------------------------
@@ -581,8 +517,8 @@ def cached(q, k_cache, v_cache, seqlens, leftpad=None, **options):
     entries = []
     for b in range(len(q)):
         part = slice(0 if leftpad is None else leftpad[b], seqlens[b])
-        entries.append(attention(q[b], k_cache[b, part], v_cache[b, part], **options)[:2])
-    return (torch.stack(t) for t in zip(*entries))
+        entries.append(attention(q[b : b + 1], k_cache[b : b + 1, part], v_cache[b : b + 1, part], **options)[:2])
+    return (torch.cat(t) for t in zip(*entries))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, -1)}, {"causal": True, "softcap": 2.0}], ids=str)
@@ -592,7 +528,7 @@ def test_kvcache(backend, headdim, options):
     """Lengths as an int, as a tensor, and none, against fp64."""
     q = leaf(backend, 3, 4, 4, headdim)
     k_cache, v_cache = backend.randn(3, 20, 2, headdim), backend.randn(3, 20, 2, headdim)
-    lengths = torch.tensor([20, 5, 11], dtype=torch.int32, device=backend.device)
+    lengths = backend.ints([20, 5, 11])
     for cache_seqlens, seqlens in ((None, [20] * 3), (7, [7] * 3), (lengths, lengths.tolist())):
         out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, return_softmax_lse=True, **options)
         expected, expected_lse = cached(q, k_cache, v_cache, seqlens, **options)
@@ -607,10 +543,7 @@ def test_kvcache_appends_in_place(backend):
     q, k, v = backend.randn(2, 3, 4, 16), backend.randn(2, 3, 2, 16), backend.randn(2, 3, 2, 16)
     k_cache, v_cache = backend.randn(4, 12, 2, 16), backend.randn(4, 12, 2, 16)
     before = k_cache.clone(), v_cache.clone()
-    lengths, index = (
-        torch.tensor([2, 9], dtype=torch.int32, device=backend.device),
-        torch.tensor([3, 1], dtype=torch.int32, device=backend.device),
-    )
+    lengths, index = backend.ints([2, 9]), backend.ints([3, 1])
     out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_batch_idx=index, causal=True)
     for b, (entry, length) in enumerate([(3, 2), (1, 9)]):
         for cache, old, new in ((k_cache, before[0], k), (v_cache, before[1], v)):
@@ -677,7 +610,7 @@ def test_varlen_in_pages(backend, page):
 def test_kvcache_leftpad(backend):
     """Keys before leftpad do not exist; positions, windows and slopes count as if they did."""
     q, k_cache, v_cache = backend.randn(2, 2, 2, 16), backend.randn(2, 12, 2, 16), backend.randn(2, 12, 2, 16)
-    leftpad = torch.tensor([4, 0], dtype=torch.int32, device=backend.device)
+    leftpad = backend.ints([4, 0])
     slopes = slopes_of(backend, 2)
     for options in ({"causal": True}, {"window_size": (3, 0)}):
         out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=10, cache_leftpad=leftpad, alibi_slopes=slopes, **options)
@@ -707,7 +640,7 @@ def test_kvcache_rotary(backend, causal, interleaved):
         for i in range(3):
             want_k[b, length + i], want_v[b, length + i] = turn(k[b, i], length + i), v[b, i]
             want_q[b, i] = turn(q[b, i], length + i if causal else length)
-    lengths = torch.tensor(lengths, dtype=torch.int32, device=backend.device)
+    lengths = backend.ints(lengths)
     out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, lengths, causal=causal, rotary_interleaved=interleaved)
     close(backend, k_cache, want_k)
     assert torch.equal(v_cache, want_v)
@@ -720,36 +653,14 @@ def test_kvcache_errors(backend):
     table = torch.ones(8, 8)
     call = flash_attn_with_kvcache
     pages = torch.zeros(2, 1, dtype=torch.int32)
-    refused(
-        ValueError,
-        r"k_cache: got pages of 8 tokens, expected a page_size that is a multiple of 16",
-        call,
-        q,
-        cache,
-        cache,
-        block_table=pages,
-    )
-    refused(
-        ValueError,
-        r"cache_seqlens: got 33, expected a length from 0 to 32",
-        call,
-        q,
-        *[backend.randn(3, 32, 2, 16)] * 2,
-        cache_seqlens=33,
-        block_table=pages,
-    )
+    expected = r"k_cache: got pages of 8 tokens, expected a page_size that is a multiple of 16"
+    refused(ValueError, expected, call, q, cache, cache, block_table=pages)
+    large, expected = backend.randn(3, 32, 2, 16), r"cache_seqlens: got 33, expected a length from 0 to 32"
+    refused(ValueError, expected, call, q, large, large, cache_seqlens=33, block_table=pages)
     refused(ValueError, r"cache_seqlens: got None", call, q, cache, cache, q, q)
     refused(ValueError, r"v: got None", call, q, cache, cache, q, cache_seqlens=1)
-    refused(
-        ValueError,
-        r"rotary_cos: got a tensor, expected None: k is not given",
-        call,
-        q,
-        cache,
-        cache,
-        rotary_cos=table,
-        rotary_sin=table,
-    )
+    expected = r"rotary_cos: got a tensor, expected None: k is not given"
+    refused(ValueError, expected, call, q, cache, cache, rotary_cos=table, rotary_sin=table)
 
 
 CACHE_ERRORS = {
@@ -817,11 +728,8 @@ def test_kvcache_lengths_are_checked_on_request(backend):
 @on("sim", "cuda")
 def test_kvcache_lengths_that_nobody_looks_at(backend, rotary):
     """What does not fit is NaN, and is not written at all."""
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-        backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
-    else:
-        backend.monkeypatch.delenv("VOLTA_FA_CHECK_LENGTHS", raising=False)
+    backend.simulate()
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     q, k, v = (backend.randn(4, 3, 2, 16) for _ in range(3))
     tables = {"rotary_cos": backend.randn(8, 8), "rotary_sin": backend.randn(8, 8)} if rotary else {}
     k_cache, v_cache = backend.randn(4, 8, 2, 16), backend.randn(4, 8, 2, 16)

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from volta_fa.bert_padding import (
-    index_first_axis,
-    index_put_first_axis,
-    pad_input,
-    unpad_input,
-    unpad_input_for_concatenated_sequences,
-)
+from volta_fa.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input, unpad_input_for_concatenated_sequences
 from volta_fa.rotary import (
     RotaryEmbedding,
     apply_rotary,

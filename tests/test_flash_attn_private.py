@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import on
-from test_flash_attn_api import LENGTHS, LSE_ROUNDING, close, close_lse, cu, dense, in_pages, packed, refused, slopes_of
+from test_flash_attn_api import LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, in_pages, packed, refused, slopes_of
 from volta_fa.integrations.flash_attn import compiled, private
 from volta_fa.integrations.flash_attn.private import (
     _flash_attn_backward,
@@ -101,7 +101,7 @@ def test_dense(backend, case):
         return _flash_attn_backward(dout, *operands, out, lse, *given, *positional, False, rng_state)
 
     s_dmask, p = check(
-        backend, case, lambda leaves, keep: dense(*leaves, keep=keep, **options), operands,
+        backend, case, lambda leaves, keep: attention(*leaves, keep=keep, **options), operands,
         lambda return_softmax: _flash_attn_forward(*operands, *positional, return_softmax), backward, positional[0],
     )  # fmt: skip
     if s_dmask.numel():
@@ -301,7 +301,7 @@ def test_compiled_module(backend):
         q, k, v, None, None, None, None, None, None, left, None, slopes, torch.empty_like(q), 0.25, False, *window, False, 0
     )
     close(backend, out[0], right[0][0])
-    expected, *_ = dense(q[1:], k[1:, 3:], v[1:, 3:], softmax_scale=0.25, window_size=(5, 2), slopes=slopes)
+    expected, *_ = attention(q[1:], k[1:, 3:], v[1:, 3:], softmax_scale=0.25, window_size=(5, 2), slopes=slopes)
     close(backend, out[1:], expected)
 
     def generator(function, *arguments):

@@ -1,7 +1,7 @@
 """Forward and backward against the fp64 reference, on every backend.
 
 The rule for kernels is that of this field: the largest error of a result is at most twice (gradients: three times)
-that of PyTorch's own fp16 eager attention on the same inputs, both against fp64; see `reference.Budget`.
+that of PyTorch's own fp16 eager attention on the same inputs, both against fp64; see `volta_fa.check.tolerance.Budget`.
 """
 
 import json
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import reference
-from conftest import ALL, KERNELS, Case, assert_same_bits, check, on, on_cases, repeat, within
+from conftest import ALL, KERNELS, Case, assert_same_bits, check, judge, on, on_cases, repeat
 
 HEADDIMS = [8, 40, 64, 72, 96, 104, 128, 136, 192, 256]
 SEQLENS = [(q, k) for q in (1, 17, 113) for k in (1, 33, 255)]
@@ -130,14 +130,12 @@ def check_whole(backend, q, k, v, dout, **options):
 def compare_with_fp64(backend, inputs, whole, part, options):
     q, k, v, dout = inputs
     out, lse, runs = whole
-    ref = reference.forward(q, k, v, **options)
-    within(backend, "out", out[:, :, part], ref.out, reference.forward_budget(ref, q, k, v, **options))
-    assert reference.max_error(lse[:, part], ref.softmax_lse) <= reference.lse_tolerance(ref, q.dtype)
-    refs = reference.backward(dout, q, k, v, **options)
-    budgets = reference.gradient_budgets(ref, refs, out[:, :, part], dout, q, k, v, **options)
+    results = {"out": out[:, :, part], "softmax_lse": lse[:, part]}
+    exact = reference.exact(q, k, v, **options)
+    judge(backend, exact.forward(), results)
+    parts = exact.backward(dout, results["out"])
     for gradients in runs:
-        for name, g, r, b in zip(("dq", "dk", "dv"), gradients, refs, budgets):
-            within(backend, name, g[:, :, part], r, b)
+        judge(backend, parts, {name: g[:, :, part] for name, g in zip(("dq", "dk", "dv"), gradients)})
 
 
 # ---- layouts ------------------------------------------------------------------------------------------------------
@@ -169,12 +167,7 @@ def _strided(backend, case, layout):
 
         return [odd(t) for t in (q, k, v, dout)]
     if layout == "expanded":  # stride 0 over batch, keys' heads and output rows
-        return [
-            q[:1].expand_as(q),
-            k[:, :, :1].expand_as(k),
-            v[:1, :, :1].expand_as(v),
-            dout[:, :1].expand_as(dout),
-        ]
+        return [q[:1].expand_as(q), k[:, :, :1].expand_as(k), v[:1, :, :1].expand_as(v), dout[:, :1].expand_as(dout)]
     if layout == "reversed_batch_order":  # (S, B, H, D) memory
         return [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v, dout)]
     raise AssertionError(layout)
@@ -402,22 +395,15 @@ DETERMINISTIC = [
 ] + [Case(141, 70, 64, batch=1, window_left=30, window_right=5), Case(1, 300, 128), Case(300, 1, 64)]
 
 
-@pytest.fixture
-def set_tuning():
-    yield torch.ops.volta_fa._set_tuning
-    torch.ops.volta_fa._set_tuning("")
-
-
 @on_cases((KERNELS, DETERMINISTIC))
 @pytest.mark.parametrize("dq", ["in rounds", "by a kernel of its own"])
-def test_deterministic(backend, case, dq, set_tuning):
+def test_deterministic(backend, case, dq, force):
     """dq too is bitwise identical, run to run and in both warp orders. dk and dv are those of the default mode."""
     q, k, v, dout = case.inputs(backend)
     # a tuning tells the two ways apart; without one it is the faster
-    own, plain = (json.dumps({"format": 1, "choices": choices}) for choices in ([{"pass": "Backward", "deterministic": True}], []))
-    set_tuning(own if dq == "by a kernel of its own" else plain)
+    force(choices=[{"pass": "Backward", "deterministic": True}] * (dq == "by a kernel of its own"))
     out, lse, _, dk, dv = check(backend, q, k, v, dout, deterministic=True, **case.options)
-    set_tuning(plain)
+    force()
     default = backend.backward(dout, q, k, v, out, lse, **case.options)[0]
     assert_same_bits("dk", dk, default[1])
     assert_same_bits("dv", dv, default[2])
@@ -445,7 +431,7 @@ def test_several_launches(backend, case):
     packed = {"seqlen_q": 40, "seqlen_k": 4 * 128 + 5, "batch": 2}
     sizes = packed if case.lengths else {name: getattr(case, name) for name in packed}
     shape = (sizes["batch"], sizes["seqlen_q"], sizes["seqlen_k"], case.nheads, case.nheads_k or case.nheads, case.headdim, case.headdim)
-    features = ",".join(["varlen"] * bool(case.lengths) + ["bf16_gradients"] * (q.dtype == torch.bfloat16))
+    features = ",".join(["varlen"] * bool(case.lengths) + ["fp32_gradients"] * (q.dtype == torch.bfloat16))
     plans = [
         json.loads(torch.ops.volta_fa._plan(*shape, case.is_causal, deterministic=d, features=features))["backward"] for d in (True, False)
     ]

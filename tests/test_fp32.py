@@ -84,6 +84,41 @@ def test_reduced_precision(backend, case, precision):
     check(backend, case, rounded=as_tf32, factor=REDUCED_FACTOR)
 
 
+GRADIENT_CASES = [
+    Case(70, 90, 64),
+    Case(130, 70, 128, nheads=4, nheads_k=2, is_causal=True),
+    Case(50, 60, 40, bias="bhqk:own", dropout_p=0.3),
+    Case(50, 60, 64, softcap=15.0, alibi="h", sinks="own"),
+    Case(0, 0, 64, batch=2, nheads=2, nheads_k=1, lengths=((40, 61), (17, 5)), is_causal=True),
+    Case(40, 50, 256),
+    Case(40, 50, 512),
+    Case(24, 30, 64, window_left=9),
+]
+
+
+@on_cases((FP32_KERNELS, GRADIENT_CASES))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_in_reduced_precision(backend, case, deterministic, precision):
+    """dq, dk and dv are float32, and as exact as eager attention's of operands rounded to TF32. Magnitudes beyond fp16's range."""
+    precision("high")
+    (q, k, v, dout), options = case.problem(backend)
+    q, k, v, dout = q * 1e6, k * 1e-6, v * 1e7, dout * 1e-5
+    out, lse, state = backend.forward_and_state(q, k, v, **options)
+    # the state of a call without dropout is empty
+    given = options | ({"rng_state": state} if case.dropout_p else {})
+    for found in backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **given):
+        for group in reference.groups(q, k, rng_state=state, **options):
+            qs, ks, vs, do = group.queries(q), group.keys(k), group.keys(v), group.queries(dout)
+            expected = reference.backward(do, qs, ks, vs, **group.options)
+            rounded = reference.eager_gradients(*map(as_tf32, (do, qs, ks, vs)), **group.options)
+            parts = [group.queries(found[0]), group.keys(found[1]), group.keys(found[2])]
+            for name, part, exact, eager in zip(("dq", "dk", "dv"), parts, expected, rounded):
+                assert part.dtype == torch.float32 and part.isfinite().all()
+                # dS is rounded to 11 bits too: three roundings, as in fp16's rule
+                error, allowed = reference.rms_error(part, exact), reference.rms_error(eager, exact)
+                assert error <= 3 * max(allowed, 2.0**-12 * float(exact.abs().mean())), (name, error, allowed)
+
+
 @on(*FP32_KERNELS)
 @pytest.mark.parametrize("mode", ["highest", "high"])
 @pytest.mark.parametrize(
@@ -104,7 +139,7 @@ def test_rows_of_different_magnitudes(backend):
     case = Case(60, 60, 64)
     rows = torch.logspace(-6, 0, 60, device=backend.device)[None, :, None, None]
     for of_q, of_k in itertools.product((1.0, rows), repeat=2):
-        check(backend, case, lambda q, k, v: (q * of_q, k * of_k, v))  # noqa: B023
+        check(backend, case, lambda q, k, v: (q * of_q, k * of_k, v))
 
 
 @on(*FP32_KERNELS)
@@ -128,10 +163,12 @@ def test_what_has_no_kernel_is_refused(options, match):
 
 
 @NEEDS_GPU
-def test_gradients_are_refused_on_a_gpu():
+def test_gradients_in_full_precision_are_refused_on_a_gpu():
     q = torch.randn(1, 8, 1, 64, device="cuda", requires_grad=True)
-    with pytest.raises(NotImplementedError, match="float32 has no gradient"):
+    with pytest.raises(NotImplementedError, match="set_float32_matmul_precision"):
         torch.ops.volta_fa.fwd(q, q, q)
+    with pytest.raises(ValueError, match="set_float32_matmul_precision"):
+        torch.ops.volta_fa.bwd(q, q, q, q, q, q.new_empty(1, 1, 8))
 
 
 @pytest.mark.parametrize("mode", ["highest", "high", "medium"])

@@ -5,15 +5,18 @@ in tests/kernels.rs.
 """
 
 import dataclasses
-import importlib.util
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import compare_kernels
 from conftest import CORE, INFO, LIBRARY, REPOSITORY, on
 
 # A streaming multiprocessor of any family's own GPUs; what they differ in, the family says.
@@ -85,7 +88,7 @@ def test_the_plan_shows_kernels_for_features_and_modes():
     found = plan(deterministic=True, major=7, minor=5)["backward"]
     assert [found[k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPreprocess", "BackwardDkDv", "BackwardDq"]
     assert (found["rounds"], found["dq_accum_splits"]) == (1, 0)
-    assert "bf16_gradients" in plan(features="bf16_gradients")["backward"]["finish"]["features"]
+    assert "fp32_gradients" in plan(features="fp32_gradients")["backward"]["finish"]["features"]
     found = plan(features="fp32_bias")
     assert found["mode"]["features"] == ["bias", "fp32_bias"] and "fp32_bias" in found["forward"]["features"]
     assert "fp32_bias" not in plan(features="bias")["forward"]["features"]
@@ -142,24 +145,20 @@ def test_a_library_compared_with_itself():
     assert ran.stdout == f"{len(INFO['variants'])} kernels have the same machine code, 0 do not\n"
 
 
-def test_compared_kernels_differ_by_a_bit(monkeypatch):
-    spec = importlib.util.spec_from_file_location("compare_kernels", COMPARE)
-    compare = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, compare)  # its dataclass looks itself up there
-    spec.loader.exec_module(compare)
-    found = compare.kernels(CORE)
+def test_compared_kernels_differ_by_a_bit():
+    found = compare_kernels.kernels(CORE)
     assert {name: kernel.registers for name, kernel in found.items()} == {v["name"]: v["registers"] for v in INFO["variants"]}
     kernel = found["volta_fwd_64x64"]
-    assert compare.difference(kernel, kernel, None) == []
+    assert compare_kernels.difference(kernel, kernel, None) == []
     code = bytearray(kernel.sections[".text.volta_fwd_64x64"])
     code[1000] ^= 1
     changed = dataclasses.replace(kernel, sections={**kernel.sections, ".text.volta_fwd_64x64": bytes(code)})
-    assert f"registers {kernel.registers} -> {kernel.registers}" in compare.difference(kernel, changed, None)[0]
-    assert compare.difference(kernel, dataclasses.replace(kernel, registers=kernel.registers + 1), None)
-    nvdisasm = compare.find_nvdisasm()
+    assert f"registers {kernel.registers} -> {kernel.registers}" in compare_kernels.difference(kernel, changed, None)[0]
+    assert compare_kernels.difference(kernel, dataclasses.replace(kernel, registers=kernel.registers + 1), None)
+    nvdisasm = compare_kernels.find_nvdisasm()
     if nvdisasm:
-        summary, *lines = compare.difference(kernel, found["volta_fwd_varlen_64x64"], nvdisasm)
-        assert "instructions" in summary and len(lines) == compare.SHOWN + 1
+        summary, *lines = compare_kernels.difference(kernel, found["volta_fwd_varlen_64x64"], nvdisasm)
+        assert "instructions" in summary and len(lines) == compare_kernels.SHOWN + 1
 
 
 def test_library_size():
@@ -184,3 +183,63 @@ def test_turing_is_taken_where_it_has_kernels(major, minor):
             chosen = plan(headdim, major=major, minor=minor, **mode)
             kernels = [chosen["backward"][name] for name in ("prepare", "main", "finish")]
             assert {kernel["family"] for kernel in kernels} == {"turing"}
+
+
+# ---- PTX, as drivers meet it that are older than the compiler: it assembles, and no older version would do -----------------
+
+# Of PTX, from the last without sm_70 to that of CUDA 10.2, whose drivers are of November 2019.
+VERSIONS = ["5.0", "6.0", "6.1", "6.2", "6.3", "6.4", "6.5"]
+
+# The short suite takes one kernel of each pass and family.
+FIRST = {(v["family"], v["pass"]): v["name"] for v in reversed(INFO["variants"])}.values()
+with_ptx = pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=[] if v["name"] in FIRST else [pytest.mark.slow]) for v in INFO["variants"]], ids=lambda v: v["name"]
+)
+
+
+def find_ptxas() -> str | None:
+    """Of NVRTC's own release: later ones do not know sm_70."""
+    home = os.environ.get("VOLTA_FA_CUDA_HOME")
+    places = [Path(folder) / "nvidia/cuda_nvcc/bin/ptxas" for folder in sys.path]
+    places += [Path(home) / "bin/ptxas", Path(home) / "wheels/nvidia/cuda_nvcc/bin/ptxas"] if home else []
+    return next((str(place) for place in places if place.exists()), None)
+
+
+PTXAS = find_ptxas()
+needs_ptxas = pytest.mark.skipif(PTXAS is None, reason="no ptxas")
+
+
+@functools.cache
+def embedded() -> dict[str, str]:
+    """The PTX of each kernel, by the kernel's name."""
+    zstd, library = compare_kernels.Zstd(), CORE.read_bytes()
+    frames = (zstd.frame(library[m.start() : m.start() + 2**20]) for m in re.finditer(re.escape(compare_kernels.ZSTD_MAGIC), library))
+    texts = [frame.rstrip(b"\0").decode() for frame in frames if frame and b"\n.address_size 64" in frame[:4096]]
+    return {re.search(r"\.entry (\w+)", text)[1]: text for text in texts}
+
+
+def assemble(ptx: str, sm: int, folder: Path) -> str:
+    """What ptxas says against it; empty: nothing. Without optimisation, which takes ten times as long and refuses nothing more."""
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    ran = subprocess.run([PTXAS, "-O0", f"-arch=sm_{sm}", "-o", folder / "kernel.cubin", source], capture_output=True, text=True)
+    return ran.stderr if ran.returncode else ""
+
+
+def test_every_kernel_has_ptx():
+    assert set(embedded()) == {v["name"] for v in INFO["variants"]}
+
+
+@needs_ptxas
+@with_ptx
+def test_the_version_is_the_lowest(variant, tmp_path):
+    """A version that is too high keeps drivers out; of one that is too low ptxas names what is missing in tools/build/nvrtc.rs."""
+    ptx = embedded()[variant["name"]]
+    (sm,) = re.findall(r"^\.target sm_(\d+)$", ptx, re.MULTILINE)
+    assert int(sm) == next(f["sm"] for f in INFO["families"] if f["name"] == variant["family"])
+    version = re.search(r"^\.version (\S+)$", ptx, re.MULTILINE)[1]
+    assert version in VERSIONS[1:]
+    assert assemble(ptx, int(sm), tmp_path) == ""
+    lower = VERSIONS[VERSIONS.index(version) - 1]
+    complaint = assemble(ptx.replace(f".version {version}", f".version {lower}"), int(sm), tmp_path)
+    assert f"requires PTX ISA .version {version}" in complaint or f".version {lower} does not support .target" in complaint

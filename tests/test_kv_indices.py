@@ -7,11 +7,9 @@ import random
 
 import pytest
 import torch
-from torch.library import opcheck
 
-import reference
-from cached import Cached
-from conftest import BF16_KERNELS, assert_same_bits, on, on_cases, within
+from cached import Cached, check_compiled, check_opcheck, check_reads_no_value, check_sequence
+from conftest import BF16_KERNELS, agreed, assert_same_bits, check_form, on, on_cases
 from test_kvcache import check_cache, run
 from test_mla import draw, latents
 from test_validation import refused
@@ -32,6 +30,10 @@ class Selected:
         return f"{self.topk}x{self.block}-{self.heads}lists-{self.case}"
 
     __repr__ = __str__
+
+    def problem(self, backend):
+        problem = self.case.problem(backend)
+        return with_lists(problem, self, lists(problem, self))
 
 
 def capacity(problem) -> int:
@@ -90,30 +92,17 @@ def check(backend, selected: Selected):
     k_cache, v_cache = problem.k_cache, problem.v_cache
     if case.latents:
         options |= {name: problem.options[name] for name in ("kv_indices", "kv_block", "is_causal")}
-        results = [fwd_mla(problem.q, k_cache, **options) for _ in backend._runs(problem.q, k_cache)]
-        for name, a, b in zip(("out", "softmax_lse"), results[0], results[-1]):
-            assert_same_bits(name, a, b)
-        out, lse = results[0]
+        out, lse = agreed([fwd_mla(problem.q, k_cache, **options) for _ in backend._runs(problem.q, k_cache)])
     else:
         out, lse, k_cache, v_cache = run(backend, problem)
         if not case.kv_dtype:
             check_cache(problem, k_cache, v_cache)
-    assert out.is_contiguous() and lse.is_contiguous() and out.shape == (*problem.q.shape[:-1], case.columns_v)
+    check_form(problem.q, case.columns_v, out, lse)
     for b, of_queries in enumerate(of_sequences):
-        if not of_queries:
-            continue
-        tokens = problem.tokens(b)
-        k, v = (problem.numbers(which, t, tokens, b)[None] for which, t in (("k", k_cache), ("v", v_cache)))
-        v = v[..., : case.columns_v]
-        q, scores = problem.queries(b)[None], problem.score_options(b)
-        seen = visible(selected, of_queries, k.shape[1], case.is_causal).to(q.device)
-        scores |= {"is_causal": False, "window_left": -1, "window_right": -1, "attn_bias": seen}
-        ref = reference.forward(q, k, v, **scores)
-        found = problem.sequence(out, problem.cu_q, b)[None]
-        within(backend, "out", found, ref.out, reference.forward_budget(ref, q, k.to(q.dtype), v.to(q.dtype), **scores))
-        error, tolerance = reference.max_error(problem.lse(lse, b), ref.softmax_lse), reference.lse_tolerance(ref, q.dtype)
-        assert error <= tolerance, f"softmax_lse of sequence {b}: max error {error:.3g}, allowed {tolerance:.3g}"
-        assert (found.transpose(1, 2)[ref.masked] == 0).all(), "fully masked rows must be exactly 0"
+        if of_queries:
+            seen = visible(selected, of_queries, case.ends[b], case.is_causal).to(out.device)
+            options = {"is_causal": False, "window_left": -1, "window_right": -1, "attn_bias": seen}
+            check_sequence(backend, problem, b, out, lse, k_cache, v_cache, **options)
 
 
 def cached(n, *tokens, **options) -> Cached:
@@ -203,9 +192,7 @@ def test_order_and_repetitions_do_not_matter(backend, block):
         indices = torch.tensor(blocks, dtype=torch.int32, device=problem.q.device)[None, None, None]
         problem.options |= {"kv_indices": indices, "kv_block": block}
         results.append(run(backend, problem)[:2])
-    for other in results[1:]:
-        for name, a, b in zip(("out", "softmax_lse"), results[0], other):
-            assert_same_bits(name, a, b)
+    agreed(results)
 
 
 @on("cpu-fp32", "sim", "cuda")
@@ -246,44 +233,20 @@ def test_what_is_wrong_becomes_nan_without_a_check(backend, block):
 @on("sim")
 @pytest.mark.parametrize("block", [1, 64])
 def test_no_value_is_read_on_the_host(backend, block):
-    """As CUDA graphs need it."""
-    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
-    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     selected = Selected(cached(2, 100, 40, page=64, nheads=4, nheads_k=2), block, 3, heads=2)
-    problem = selected.case.problem(backend)
-    with_lists(problem, selected, lists(problem, selected))
-    with torch.profiler.profile() as profiler:
-        fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **problem.options)
-    called = {event.name for event in profiler.events()}
-    assert "aten::sort" in called
-    assert not called & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+    check_reads_no_value(backend, selected.problem(backend), "aten::sort")
 
 
 @on("cpu-fp32", "sim", "cuda")
 @pytest.mark.parametrize("block", [4, 64])
 def test_opcheck(backend, block):
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     selected = Selected(Cached(((2, 60, 2), (2, 0, 2)), page=64, nheads=4, nheads_k=2), block, 2, heads=2)
-    problem = selected.case.problem(backend)
-    with_lists(problem, selected, lists(problem, selected))
-    caches = (problem.k_cache.nan_to_num_(0.0), problem.v_cache.nan_to_num_(0.0))
-    opcheck(fwd_kvcache.append, (problem.q, *caches, *problem.new), problem.options)
+    check_opcheck(backend, selected.problem(backend))
 
 
 @on("cpu-fp32")
 def test_compiled(backend):
-    selected = Selected(cached(2, 60, 20), 4, 5)
-    problem = selected.case.problem(backend)
-    with_lists(problem, selected, lists(problem, selected))
-
-    def step(q, k_cache, v_cache, options):
-        return fwd_kvcache(q, k_cache, v_cache, **options)
-
-    tensors = (problem.q, problem.k_cache, problem.v_cache, problem.options)
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    for a, b in zip(step(*tensors), compiled(*tensors)):
-        assert_same_bits("result", a, b)
+    check_compiled(Selected(cached(2, 60, 20), 4, 5).problem(backend))
 
 
 def tensor(*shape, dtype=torch.int32):
@@ -309,8 +272,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 @on("cpu-fp32", "sim")
 def test_refusals(backend, name):
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     problem = cached(3, 200, 9, nheads=4, nheads_k=2).problem(backend)
     problem.options["block_table"] = torch.nn.functional.pad(problem.options["block_table"], (0, 16))[:, :16].contiguous()
     options, words = REFUSED[name]

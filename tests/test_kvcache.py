@@ -7,11 +7,9 @@ import math
 
 import pytest
 import torch
-from torch.library import opcheck
 
-import reference
-from cached import NO_PAGE, Cached, expected
-from conftest import ALL, BF16_KERNELS, assert_same_bits, on, on_cases, poison_cuda, within
+from cached import NO_PAGE, Cached, check_opcheck, check_sequences
+from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, on, on_cases, poison_cuda
 from test_validation import refused
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
@@ -24,31 +22,15 @@ def run(backend, problem):
         k_cache, v_cache = problem.copy_of_cache()
         out, lse = fwd_kvcache(problem.q, k_cache, v_cache, *problem.new, **problem.options)
         results.append((out, lse, k_cache, v_cache))
-    for other in results[1:]:
-        for name, a, b in zip(("out", "softmax_lse", "k_cache", "v_cache"), results[0], other):
-            assert_same_bits(name, a, b)
-    return results[0]
+    return agreed(results)
 
 
 def check(backend, case, change=lambda problem: None):
     problem = case.problem(backend)
     change(problem)
     out, lse, k_cache, v_cache = run(backend, problem)
-    q = problem.q
-    assert out.shape == (*q.shape[:-1], problem.v_cache.shape[-1]) and out.dtype == q.dtype and out.is_contiguous()
-    rows, nheads = q.shape[:-2], q.shape[-2]
-    assert lse.shape == (*rows[:-1], nheads, rows[-1]) and lse.dtype == torch.float32 and lse.is_contiguous()
     check_cache(problem, k_cache, v_cache)
-    for b, (seqlen_q, _, _) in enumerate(case.lengths):
-        if seqlen_q == 0:
-            continue
-        inputs, ref = expected(problem, b, k_cache, v_cache)
-        options = problem.score_options(b)
-        found = problem.sequence(out, problem.cu_q, b)[None]
-        within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **options))
-        error, tolerance = reference.max_error(problem.lse(lse, b), ref.softmax_lse), reference.lse_tolerance(ref, q.dtype)
-        assert error <= tolerance, f"softmax_lse of sequence {b}: max error {error:.3g}, allowed {tolerance:.3g}"
-        assert (found.transpose(1, 2)[ref.masked] == 0).all(), "fully masked rows must be exactly 0"
+    check_sequences(backend, problem, out, lse, k_cache, v_cache)
 
 
 def check_cache(problem, k_cache, v_cache):
@@ -144,8 +126,7 @@ def test_pages_that_a_window_left_behind(backend):
     for b, (seqlen_q, cached, new) in enumerate(case.lengths):
         for page in range((cached + new - seqlen_q - 20) // case.page):
             table[b, page] = NO_PAGE[page % len(NO_PAGE)]
-    for name, a, b in zip(("out", "softmax_lse"), run(backend, problem), expected):
-        assert_same_bits(name, a, b)
+    agreed([expected, run(backend, problem)], "out", "softmax_lse")
 
 
 @on("cpu-fp32", "sim", "cuda")
@@ -166,8 +147,7 @@ def test_layouts_agree(backend):
 @on("cpu-fp32", "sim", "cuda")
 def test_nothing_to_do(backend):
     """Sizes of 0 in every dimension that may have one; what is to be appended is appended all the same."""
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     cache = backend.randn(3, 16, 2, 8)
     lengths, table = backend.ints([3, 0]), backend.ints([2, 0]).view(2, 1)
     for shape in [(2, 0, 4, 8), (0, 1, 4, 8)]:
@@ -201,13 +181,7 @@ CONTRACT = [
 @pytest.mark.parametrize("case", CONTRACT, ids=str)
 @on("cpu-fp32", "cpu-bf16", "sim", "cuda")
 def test_opcheck(backend, case):
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-    problem = case.problem(backend)
-    # opcheck compares caches: NaN would differ from itself
-    caches = (problem.k_cache.nan_to_num_(0.0), problem.v_cache.nan_to_num_(0.0))
-    overload = fwd_kvcache.append if problem.new else fwd_kvcache.default
-    opcheck(overload, (problem.q, *caches, *problem.new), problem.options)
+    check_opcheck(backend, case.problem(backend))
 
 
 class Decoder(torch.nn.Module):
@@ -217,18 +191,10 @@ class Decoder(torch.nn.Module):
         outs = []
         for step in range(q.shape[1]):
             rows = slice(step, step + 1)
-            out, _ = fwd_kvcache(
-                q[:, rows],
-                k_cache,
-                v_cache,
-                k[:, rows],
-                v[:, rows],
-                cache_seqlens=cache_seqlens + step,
-                block_table=block_table,
-                is_causal=True,
-            )
-            outs.append(out)
-        both, _ = fwd_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens + q.shape[1], block_table=block_table, is_causal=True)
+            lengths = {"cache_seqlens": cache_seqlens + step, "block_table": block_table}
+            outs.append(fwd_kvcache(q[:, rows], k_cache, v_cache, k[:, rows], v[:, rows], **lengths, is_causal=True)[0])
+        lengths = {"cache_seqlens": cache_seqlens + q.shape[1], "block_table": block_table}
+        both, _ = fwd_kvcache(q, k_cache, v_cache, **lengths, is_causal=True)
         return torch.cat(outs, 1), both, k_cache.sum()
 
 
@@ -243,8 +209,7 @@ def steps(backend):
 @on("cpu-fp32", "sim", "cuda")
 def test_compile(backend, compiler):
     """The next step and the caller see what the graph writes into the cache."""
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     arguments = steps(backend)
     eager, compiled = arguments(), arguments()
     expected = Decoder()(*eager)
@@ -329,15 +294,13 @@ def test_cuda_graph(backend, rotary):
         eager = [cache.clone() for cache in caches]
         expected = fwd_kvcache(q, *eager, k, v, **options)
         graph.replay()
-        for name, a, b in zip(("out", "softmax_lse", "k_cache", "v_cache"), (out, lse, *caches), (*expected, *eager)):
-            assert_same_bits(name, a, b)
+        agreed([(*expected, *eager), (out, lse, *caches)])
 
 
 @on("sim", "cuda")
 def test_many_calls_in_a_row(backend):
     """What a call leaves in scratch memory does not affect calls of other shapes."""
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     problems = [
         Cached(((1, 200, 0), (1, 3, 0)), nheads=4, nheads_k=2).problem(backend),
         Cached(((2, 33, 2), (2, 0, 2), (2, 90, 2)), headdim=128).problem(backend),
@@ -465,9 +428,7 @@ def spoiled(table, *place_and_value):
 
 
 def refuse(backend, arguments, spoil, words):
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
-        torch.ops.volta_fa._sim_report()
+    backend.simulate("timing")
     given = {**arguments, **spoil(arguments)}
     given = {name: t.to(arguments["q"].device) if torch.is_tensor(t) and not t.is_meta else t for name, t in given.items()}
     before = [arguments[name].clone() for name in ("k_cache", "v_cache")]
@@ -518,8 +479,7 @@ def test_unchecked_values(backend, name):
     """The sequence is NaN, the other is right, and nothing outside of the tensors or of what is appended is touched."""
     page, spoil = UNCHECKED[name]
     arguments = good(backend, page=page)
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     caches = [{n: arguments[n].clone() for n in ("k_cache", "v_cache")} for _ in range(2)]
     expected = call({**arguments, **caches[0]})()

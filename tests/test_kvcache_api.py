@@ -14,11 +14,6 @@ from volta_fa import cascade_attention
 BACKENDS = on("cpu-fp32", "cpu-fp64", "sim", "cuda")
 
 
-def simulated(backend):
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-
-
 def close(backend, found, expected):
     tolerance = {torch.float64: 1e-6, torch.float32: 2e-5}.get(backend.dtype, 4e-3)  # softmax_lse is fp32
     torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
@@ -33,7 +28,7 @@ def close(backend, found, expected):
 @BACKENDS
 def test_cascade(backend, appends, packed, options):
     """The same as with the shared pages at the beginning of every sequence's own."""
-    simulated(backend)
+    backend.simulate()
     shared_pages, new = 3, 2 if appends else 0
     lengths = ((2, 48 + 9, new), (2, 48 + 17, new), (2, 48 + 4, new))
     problem = Cached(lengths, nheads=4, nheads_k=2, packed=packed).problem(backend)
@@ -99,7 +94,7 @@ def forwards(function):
 def test_varlen_attn(backend, active, window):
     from torch.nn.attention.varlen import varlen_attn
 
-    simulated(backend)
+    backend.simulate()
     lengths_q, lengths_k = [5, 33, 1], [20, 33, 2]
     cu_q, cu_k = (backend.ints([0, *torch.tensor(n).cumsum(0).tolist()]) for n in (lengths_q, lengths_k))
     q, k, v = (backend.randn(sum(n), 2, 32).requires_grad_() for n in (lengths_q, lengths_k, lengths_k))
@@ -119,7 +114,7 @@ def test_varlen_attn(backend, active, window):
 @on("cpu-fp32", "sim", "cuda")
 def test_flash_attention_forward(backend, active):
     """Dense, with what varlen_attn of this release does not pass on: lengths, slopes, dropout; and pages."""
-    simulated(backend)
+    backend.simulate()
     q, k, v = backend.randn(2, 9, 4, 32), backend.randn(2, 40, 2, 32), backend.randn(2, 40, 2, 32)
     slopes, used = backend.randn(4).float().abs(), backend.ints([40, 13])
     aten = torch.ops.aten._flash_attention_forward

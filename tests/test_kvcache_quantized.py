@@ -11,9 +11,9 @@ from torch.library import opcheck
 
 import reference
 import volta_fa
-from cached import WRITTEN, Cached, expected, has_scales
-from conftest import INFO, assert_same_bits, on, on_cases, within
-from test_kvcache_append import launched
+from cached import WRITTEN, Cached, check_sequences, has_scales, keys_and_values
+from conftest import INFO, agreed, assert_same_bits, judge, on, on_cases
+from test_decode_kernels import launched
 from test_variants import GPUS
 from volta_fa.kv_cache.formats import KV_DTYPES
 
@@ -117,13 +117,8 @@ def run(backend, problem):
         caches, options = problem.copy_of_cache(), problem.fresh()
         out, lse = fwd_kvcache(problem.q, *caches, *problem.new, **options)
         results.append((out, lse, *(t.view(torch.uint8) for t in caches), options))
-    for other in results[1:]:
-        for name, a, b in zip(("out", "softmax_lse", "k_cache", "v_cache"), results[0], other):
-            assert_same_bits(name, a, b)
-        for name in WRITTEN:
-            if name in other[-1]:
-                assert_same_bits(name, results[0][-1][name], other[-1][name])
-    return results[0]
+    agreed([[options[name] for name in WRITTEN if name in options] for *_, options in results], *WRITTEN)
+    return agreed(results)
 
 
 def check(backend, case):
@@ -132,19 +127,7 @@ def check(backend, case):
     check_cache(problem, k_cache, v_cache, options)
     problem.options = options
     dtype = problem.k_cache.dtype
-    for b, (seqlen_q, _, _) in enumerate(case.lengths):
-        if seqlen_q == 0:
-            continue
-        inputs, ref = expected(problem, b, k_cache.view(dtype), v_cache.view(dtype))
-        scores = problem.score_options(b)
-        found = problem.sequence(out, problem.cu_q, b)[None]
-        within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **scores))
-        error, tolerance = reference.max_error(problem.lse(lse, b), ref.softmax_lse), reference.lse_tolerance(ref, problem.q.dtype)
-        if gathers(backend, case):
-            # what the cache stands for is rounded to fp16 first, as the eager result's inputs are
-            tolerance += reference.max_error(reference.forward(*inputs, **scores).softmax_lse, ref.softmax_lse)
-        assert error <= tolerance, f"softmax_lse of sequence {b}: max error {error:.3g}, allowed {tolerance:.3g}"
-        assert (found.transpose(1, 2)[ref.masked] == 0).all(), "fully masked rows must be exactly 0"
+    check_sequences(backend, problem, out, lse, k_cache.view(dtype), v_cache.view(dtype), gathers(backend, case))
 
 
 def gathers(backend, case) -> bool:
@@ -278,10 +261,7 @@ def test_numbers_of_all_sizes(backend, kv_dtype):
                 if t is not None:
                     problem.options[name][place] = t
     out, lse, k_cache, v_cache, _ = run(backend, problem)
-    for b in range(case.batch):
-        inputs, ref = expected(problem, b, k_cache.view(dtype), v_cache.view(dtype))
-        scores = problem.score_options(b)
-        within(backend, "out", problem.sequence(out, problem.cu_q, b)[None], ref.out, reference.forward_budget(ref, *inputs, **scores))
+    check_sequences(backend, problem, out, lse, k_cache.view(dtype), v_cache.view(dtype))
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8_e5m2", "fp8_e4m3"])
@@ -311,28 +291,16 @@ def test_special_values(backend, kv_dtype):
         caches[1][entry[7], row[7], 0, 3] = 0xFC
     out, lse, *_ = run(backend, problem)
     for b in (0, 1, 3):
-        inputs, ref = expected(problem, b, problem.k_cache, problem.v_cache)
-        special = ~ref.out.isfinite()
-        found = out[b][None].double()
-        assert_same_bits(f"sequence {b}", found[special].nan_to_num(7.0), ref.out[special].to(found.device).nan_to_num(7.0))
+        k, v = keys_and_values(problem, b, problem.k_cache, problem.v_cache)
+        exact = reference.forward(problem.queries(b)[None], k[None], v[None], **problem.score_options(b)).out
+        special = ~exact.isfinite()
+        assert_same_bits(f"sequence {b}", out[b][None].double()[special].nan_to_num(7.0), exact[special].nan_to_num(7.0))
         assert special.sum() == {0: 0, 1: 2, 3: 2 if kv_dtype == "fp8_e5m2" else 0}[b]
-        within(
-            backend,
-            "out",
-            found.masked_fill(special.to(found.device), 0.0),
-            ref.out.masked_fill(special, 0.0),
-            reference.forward_budget(ref, inputs[0], inputs[1], inputs[2].nan_to_num(0.0, 0.0, 0.0), **problem.score_options(b))
-            if b == 0
-            else reference.forward_budget(*without(problem, b, special), **problem.score_options(b)),
-        )
+        # the rest is as if it were 0
+        out[b][special[0]] = 0.0
+        out_part, *others = problem.parts(b, k, v.nan_to_num(0.0, 0.0, 0.0))
+        judge(backend, [dataclasses.replace(out_part, exact=out_part.exact.masked_fill(special, 0.0)), *others], {"out": out})
     assert out[2].isnan().all() and lse[2].isnan().all()
-
-
-def without(problem, b, special):
-    """The problem of sequence b with 0 where values are special."""
-    (q, k, v), _ = expected(problem, b, problem.k_cache, problem.v_cache)
-    v = v.nan_to_num(0.0, 0.0, 0.0)
-    return reference.forward(q, k, v, **problem.score_options(b)), q, k, v
 
 
 @on("sim", "cuda")
@@ -466,8 +434,7 @@ def test_pages_that_do_not_exist(backend):
 @on("cpu-fp32", "sim", "cuda")
 def test_appending_to_more_sequences_than_pages(backend, kv_dtype):
     """A row each of one page, as a server's cache update appends: scales are those of pages, or of sequences, and no others."""
-    if backend.name == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     k, v = backend.randn(5, 1, 2, 32), backend.randn(5, 1, 2, 32)
     made = [volta_fa.quantize_kv(t[:, 0], kv_dtype, scale=None if kv_dtype.startswith("int") else 0.5) for t in (k, v)]
     caches = [torch.zeros(1, 16, *m.data.shape[1:], dtype=m.data.dtype, device=backend.device) for m in made]
@@ -510,8 +477,7 @@ def test_graph_of_decode_steps(backend, kv_dtype):
         others = {name: t.clone() for name, t in caches.items()}
         expected = call(others)
         graph.replay()
-        for name, a, b in zip(("out", "softmax_lse", *caches), (*captured, *caches.values()), (*expected, *others.values())):
-            assert_same_bits(name, a, b)
+        agreed([(*expected, *others.values()), (*captured, *caches.values())], "out", "softmax_lse", *caches)
         assert not captured[0].isnan().any()
 
 

@@ -1,6 +1,5 @@
 """volta_fa::merge_attention_states: attention over all keys, from attention over two parts of them."""
 
-import json
 import math
 
 import pytest
@@ -14,11 +13,6 @@ from test_validation import refused
 merge = torch.ops.volta_fa.merge_attention_states
 BACKENDS = on("cpu-fp32", "cpu-fp64", "cpu-bf16", "sim", "sim-bf16", "cuda", "cuda-bf16")
 EPSILON = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-22, torch.float64: 2**-22}  # softmax_lse is fp32
-
-
-def simulated(backend):
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
 
 
 def reference(out_a, lse_a, out_b, lse_b):
@@ -39,7 +33,7 @@ def states(backend, *shape):
 @pytest.mark.parametrize("shape", [(2, 33, 3, 64), (1, 1, 1, 8), (3, 70, 2, 20), (65, 5, 256), (40, 2, 512), (2, 64, 4, 1)], ids=str)
 @BACKENDS
 def test_against_the_formula(backend, shape):
-    simulated(backend)
+    backend.simulate()
     (out_a, lse_a), (out_b, lse_b) = states(backend, *shape), states(backend, *shape)
     # rows that one part, the other, or both have no key for; what such a part's out holds does not matter
     lse_a.flatten()[::5] = math.inf
@@ -59,7 +53,7 @@ EXTREMES = (math.nan, math.inf, -math.inf, 0.0, 88.0, -1e4, 1e30)
 def test_extremes(backend):
     """Every pair of them. +inf is a part without keys and -inf a sum of 0, which are the same; NaN is what wrong lengths give, and
     stays."""
-    simulated(backend)
+    backend.simulate()
     lse_a = torch.tensor([a for a in EXTREMES for _ in EXTREMES], device=backend.device).view(1, -1)
     lse_b = torch.tensor([b for _ in EXTREMES for b in EXTREMES], device=backend.device).view(1, -1)
     rows = lse_a.shape[1]
@@ -87,7 +81,7 @@ def test_extremes(backend):
 @on("cpu-fp32", "sim", "cuda")
 def test_large_sums(backend, magnitude):
     """The weights are as exact as those of small ones: half and half here, whatever the rounding of their joint logarithm."""
-    simulated(backend)
+    backend.simulate()
     ones, lse = torch.ones_like(backend.randn(2, 9, 3, 16)), torch.full((2, 3, 9), magnitude, device=backend.device)
     out, _ = merge(ones, lse, ones, lse)
     assert torch.equal(out, ones)
@@ -96,7 +90,7 @@ def test_large_sums(backend, magnitude):
 @on("cpu-fp32", "sim", "cuda")
 def test_parts_of_the_keys(backend):
     """The op's use: what two calls over parts of the keys give, beside one over all of them."""
-    simulated(backend)
+    backend.simulate()
     q, k, v, _ = Case(37, 90, 64, nheads=4, nheads_k=2).inputs(backend)
     fwd = torch.ops.volta_fa.fwd
     whole, whole_lse, _ = fwd(q, k, v)
@@ -109,16 +103,13 @@ def test_parts_of_the_keys(backend):
 
 @on("sim")
 def test_kernel_runs(backend):
-    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
-    torch.ops.volta_fa._sim_report()
-    merge(*states(backend, 2, 9, 3, 16), *states(backend, 2, 9, 3, 16))
-    [launch] = json.loads(torch.ops.volta_fa._sim_report())
+    [launch] = backend.launches(lambda: merge(*states(backend, 2, 9, 3, 16), *states(backend, 2, 9, 3, 16)))
     assert launch["kernel"] in {v["name"] for v in INFO["variants"] if v["pass"] == "Merge"}
 
 
 @on("cpu-fp32", "sim", "cuda")
 def test_strides(backend):
-    simulated(backend)
+    backend.simulate()
     shape = (2, 19, 3, 40)
     (out_a, lse_a), (out_b, lse_b) = states(backend, *shape), states(backend, *shape)
     expected = merge(out_a, lse_a, out_b, lse_b)
@@ -147,7 +138,7 @@ add = torch.ops.volta_fa.merge_attention_states_
 @BACKENDS
 def test_in_place(backend, layout):
     """A part is added to a state in fp32 (fp64 of an fp64 part), to some rows of it alone too."""
-    simulated(backend)
+    backend.simulate()
     headdim = 20 if layout == "odd headdim" else 64
     shape = (40, 3, headdim) if layout == "packed" else (2, 40, 3, headdim)
     wide = torch.float64 if backend.dtype == torch.float64 else torch.float32
@@ -173,7 +164,7 @@ def test_in_place(backend, layout):
 @on("cpu-bf16", "sim", "cuda")
 def test_many_parts_lose_nothing(backend):
     """Sixteen parts added in fp32 have the error of one rounding of the parts, not of sixteen of the sum."""
-    simulated(backend)
+    backend.simulate()
     parts = [states(backend, 1, 32, 2, 64) for _ in range(16)]
     out, lse = torch.zeros(1, 32, 2, 64, device=backend.device), torch.full((1, 2, 32), math.inf, device=backend.device)
     weights = torch.stack([lse for _, lse in parts]).double().softmax(0).transpose(-1, -2)[..., None]
@@ -185,7 +176,7 @@ def test_many_parts_lose_nothing(backend):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_opcheck_in_place(backend):
-    simulated(backend)
+    backend.simulate()
     (out_a, lse_a), (out_b, lse_b) = states(backend, 2, 9, 3, 16), states(backend, 2, 9, 3, 16)
     opcheck(add.default, (out_a.float(), lse_a, out_b, lse_b))
     refused(lambda: add(out_a.half(), lse_a, out_b.double(), lse_b), ValueError, "volta_fa::merge_attention_states_", "out_b: got dtype")
@@ -194,7 +185,7 @@ def test_opcheck_in_place(backend):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_nothing_to_merge(backend):
-    simulated(backend)
+    backend.simulate()
     for shape in [(0, 5, 2, 8), (2, 0, 2, 8), (0, 2, 8)]:
         out, lse = merge(*states(backend, *shape), *states(backend, *shape))
         assert out.shape == shape and lse.shape == shape[:-3] + (shape[-2], shape[-3])
@@ -202,7 +193,7 @@ def test_nothing_to_merge(backend):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_opcheck(backend):
-    simulated(backend)
+    backend.simulate()
     opcheck(merge.default, (*states(backend, 2, 9, 3, 16), *states(backend, 2, 9, 3, 16)))
 
 
@@ -225,7 +216,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 @on("cpu-fp32", "sim", "cuda")
 def test_wrong_arguments(backend, name):
-    simulated(backend)
+    backend.simulate()
     (out_a, lse_a), (out_b, lse_b) = states(backend, 2, 10, 6, 64), states(backend, 2, 10, 6, 64)
     good = {"out_a": out_a, "softmax_lse_a": lse_a, "out_b": out_b, "softmax_lse_b": lse_b}
     spoil, words = WRONG[name]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
 from torch.library import opcheck
 
-import reference
-from cached import Cached, expected
-from conftest import ALL, BF16_KERNELS, assert_same_bits, on, on_cases, poison_cuda, within
+from cached import Cached, check_sequences
+from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, on, on_cases, poison_cuda
 from test_kvcache import ints, spoiled
 from test_validation import refused
 
@@ -39,30 +37,13 @@ def draw(backend, case):
 
 def run(backend, problem, options):
     """Returns out and softmax_lse. Kernels run twice (simulator: in both warp orders), bitwise identically."""
-    results = [fwd_mla(problem.q, problem.k_cache, **options) for _ in backend._runs(problem.q, problem.k_cache)]
-    for other in results[1:]:
-        for name, a, b in zip(("out", "softmax_lse"), results[0], other):
-            assert_same_bits(name, a, b)
-    return results[0]
+    return agreed([fwd_mla(problem.q, problem.k_cache, **options) for _ in backend._runs(problem.q, problem.k_cache)])
 
 
 def check(backend, case):
     problem, options = draw(backend, case)
     out, lse = run(backend, problem, options)
-    q = problem.q
-    assert out.shape == (*q.shape[:-1], HEADDIM_V) and out.dtype == q.dtype and out.is_contiguous()
-    rows, nheads = q.shape[:-2], q.shape[-2]
-    assert lse.shape == (*rows[:-1], nheads, rows[-1]) and lse.dtype == torch.float32 and lse.is_contiguous()
-    for b, (seqlen_q, _, _) in enumerate(case.lengths):
-        if seqlen_q == 0:
-            continue
-        inputs, ref = expected(problem, b, problem.k_cache, problem.v_cache)
-        scores = problem.score_options(b)
-        found = problem.sequence(out, problem.cu_q, b)[None]
-        within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **scores))
-        error, tolerance = reference.max_error(problem.lse(lse, b), ref.softmax_lse), reference.lse_tolerance(ref, q.dtype)
-        assert error <= tolerance, f"softmax_lse of sequence {b}: max error {error:.3g}, allowed {tolerance:.3g}"
-        assert (found.transpose(1, 2)[ref.masked] == 0).all(), "fully masked rows must be exactly 0"
+    check_sequences(backend, problem, out, lse, problem.k_cache, problem.v_cache)
 
 
 # ---- what it computes ------------------------------------------------------------------------------------------------
@@ -189,8 +170,7 @@ def test_latents_off_boundaries(backend, offset):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_nothing_to_do(backend):
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     cache = backend.randn(3, 16, 1, HEADDIM)
     lengths, table = backend.ints([3, 0]), backend.ints([2, 0]).view(2, 1)
     for shape in [(2, 0, 4, HEADDIM), (0, 1, 4, HEADDIM)]:
@@ -212,10 +192,7 @@ def test_nothing_to_do(backend):
 def test_the_grid_is_the_gpus(backend):
     """128 heads take one launch, without spills: the blocks schedule the row tiles."""
     problem, options = draw(backend, latents([(1, 100)], nheads=128))
-    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
-    torch.ops.volta_fa._sim_report()
-    fwd_mla(problem.q, problem.k_cache, **options)
-    (launch,) = json.loads(torch.ops.volta_fa._sim_report())
+    (launch,) = backend.launches(lambda: fwd_mla(problem.q, problem.k_cache, **options))
     assert launch["kernel"].startswith("volta_mla_decode") and launch["spill_insts_static"] == 0
 
 
@@ -249,8 +226,7 @@ CONTRACT = [
 @pytest.mark.parametrize("case", CONTRACT, ids=str)
 @on("cpu-fp32", "cpu-bf16", "sim", "cuda")
 def test_opcheck(backend, case):
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     problem, options = draw(backend, case)
     # what is nobody's is NaN, which opcheck would not find equal to itself
     if case.kv_dtype:
@@ -299,8 +275,7 @@ def test_cuda_graph(backend, kv_dtype):
     for values in ((0, 0, 0), (1000, 1, 15), (16, 17, 299)):
         lengths.copy_(backend.ints(values))
         graph.replay()
-        for name, a, b in zip(("out", "softmax_lse"), captured, fwd_mla(problem.q, problem.k_cache, **options)):
-            assert_same_bits(name, a, b)
+        agreed([fwd_mla(problem.q, problem.k_cache, **options), captured])
 
 
 # ---- wrong arguments -------------------------------------------------------------------------------------------------
@@ -330,8 +305,7 @@ def call(arguments):
 def test_latents_beyond_fp16(backend, number):
     """A value that fp16 does not have counts as what it is."""
     arguments = good(backend)
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     arguments["q"][..., 5] = 0  # a value, and no part of scores
     cache = arguments["latent_cache"]
     cache[arguments["block_table"][0, 0], 2, 0, 5] = number
@@ -349,8 +323,7 @@ def test_latents_beyond_fp16(backend, number):
 def test_bf16_of_any_magnitude(backend, exponents):
     """Powers of two in queries and latents give the results of fp32."""
     arguments = good(backend)
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     of_q, of_k = (2.0**e for e in exponents)
     arguments["q"] = arguments["q"] * of_q
     arguments["latent_cache"] = arguments["latent_cache"] * of_k
@@ -410,17 +383,14 @@ WRONG = {
 def test_wrong_arguments(backend, name):
     spoil, words = WRONG[name]
     arguments = good(backend)
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
-        torch.ops.volta_fa._sim_report()
+    backend.simulate("timing")
     refused(call({**arguments, **spoil(arguments), "check_lengths": True}), ValueError, "volta_fa::fwd_mla", *words)
 
 
 @on("cpu-fp32", "sim", "cuda")
 def test_dense_entries(backend):
     arguments = good(backend, page=0)
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     one = {**arguments, "latent_cache": arguments["latent_cache"][:1]}
     refused(call(one), ValueError, "volta_fa::fwd_mla", "latent_cache: got batch 1", "cache_batch_idx")
     wrong = {**arguments, "cache_batch_idx": ints(arguments, 0, 2), "check_lengths": True}
@@ -431,8 +401,7 @@ def test_dense_entries(backend):
 def test_a_second_tensor_of_values(backend):
     """fwd_kvcache has no latents: it says who has."""
     arguments = good(backend)
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     cache, table, lengths = (arguments[name] for name in ("latent_cache", "block_table", "cache_seqlens"))
     kvcache = torch.ops.volta_fa.fwd_kvcache
     refused(
@@ -459,8 +428,7 @@ def test_unchecked_values(backend, name):
     """The sequence is NaN, the other is right."""
     page, spoil = UNCHECKED[name]
     arguments = good(backend, page=page)
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     expected = call(arguments)()
     if backend.machine == "cuda":

@@ -132,24 +132,27 @@ PROBLEMS = {
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-4, torch.bfloat16: 2e-3}
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@on("cpu-fp32", "cpu-fp64", "cpu-bf16", "cpu-fp16", "sim", "cuda")
-def test_against_math(backend, problem):
+def check(backend, q, k, v, attn_mask=None, **options):
     """Errors against fp64 at most 2 (out) and 3 (gradients) times those of PyTorch's unfused attention."""
-    seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options = PROBLEMS[problem]
-    q = backend.randn(2, nheads, seqlen_q, headdim)
-    k = backend.randn(2, nheads_k, seqlen_k, headdim)
-    v = backend.randn(2, nheads_k, seqlen_k, headdim_v)
+    exact_mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.double()
     with unfused():
-        exact = train(q.double(), k.double(), v.double(), **options)
-        theirs = train(q, k, v, **options)
+        exact = train(q.double(), k.double(), v.double(), attn_mask=exact_mask, **options)
+        theirs = train(q, k, v, attn_mask=attn_mask, **options)
     with enabled(backend):
-        ours = train(q, k, v, **options)
+        ours = train(q, k, v, attn_mask=attn_mask, **options)
     assert volta_fa.sdpa_stats() == {"ran": 1, "traced": 0, "fell_back": {}}
     for name, e, t, o in zip(("out", "dq", "dk", "dv"), exact, theirs, ours):
         assert o.shape == e.shape and o.dtype == q.dtype, name
         allowed = (2 if name == "out" else 3) * (t.double() - e).abs().max() + FLOOR[q.dtype]
         assert (o.double() - e).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@on("cpu-fp32", "cpu-fp64", "cpu-bf16", "cpu-fp16", "sim", "cuda")
+def test_against_math(backend, problem):
+    seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options = PROBLEMS[problem]
+    shapes = (2, nheads, seqlen_q, headdim), (2, nheads_k, seqlen_k, headdim), (2, nheads_k, seqlen_k, headdim_v)
+    check(backend, *(backend.randn(*shape) for shape in shapes), **options)
 
 
 LAYOUTS = {
@@ -218,7 +221,7 @@ MASKS = {
     "-inf": (lambda b, dtype: torch.where(hidden_padding(b, dtype), 0.0, float("-inf")).to(dtype), 16),
     "-inf, whole rows": (lambda b, dtype: torch.where(hiding_rows([8])(b, dtype), 0.0, float("-inf")).to(dtype), 16),
     "lowest": (
-        lambda b, dtype: torch.zeros(2, 1, 1, 33, dtype=dtype, device=b.device).masked_fill(
+        lambda b, dtype: torch.zeros_like(hidden_padding(b, dtype), dtype=dtype).masked_fill(
             ~hidden_padding(b, dtype), torch.finfo(dtype).min
         ),
         16,
@@ -231,18 +234,7 @@ MASKS = {
 def test_masks_against_math(backend, mask):
     make, headdim = MASKS[mask]
     q, k, v = backend.randn(2, 4, 9, headdim), backend.randn(2, 4, 33, headdim), backend.randn(2, 4, 33, headdim)
-    attn_mask = make(backend, q.dtype)
-    exact_mask = attn_mask if attn_mask.dtype == torch.bool else attn_mask.double()
-    with unfused():
-        exact = train(q.double(), k.double(), v.double(), attn_mask=exact_mask)
-        theirs = train(q, k, v, attn_mask=attn_mask)
-    with enabled(backend):
-        ours = train(q, k, v, attn_mask=attn_mask)
-    assert volta_fa.sdpa_stats() == {"ran": 1, "traced": 0, "fell_back": {}}
-    for name, e, t, o in zip(("out", "dq", "dk", "dv"), exact, theirs, ours):
-        assert o.shape == e.shape and o.dtype == q.dtype, name
-        allowed = (2 if name == "out" else 3) * (t.double() - e).abs().max() + FLOOR[q.dtype]
-        assert (o.double() - e).abs().max() <= allowed, name
+    check(backend, q, k, v, make(backend, q.dtype))
 
 
 @pytest.mark.parametrize("headdim", [16, 13])
@@ -371,6 +363,11 @@ def causal(q, k, v):
     return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True)
 
 
+class Causal(torch.nn.Module):
+    def forward(self, q, k, v):
+        return causal(q, k, v)
+
+
 def grouped(q, k, v):
     return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)
 
@@ -437,13 +434,9 @@ def test_aot_inductor_package(backend, exported, tmp_path):
     """Compiled with the switch on, it runs our op wherever the library is."""
     need_aot_inductor(backend)
 
-    class Module(torch.nn.Module):
-        def forward(self, q, k, v):
-            return causal(q, k, v)
-
     tensors = tuple(qkv(backend))
     with enabled(backend) if exported == "on" else nullcontext():
-        program = torch.export.export(Module(), tensors, dynamic_shapes=({2: torch.export.Dim.DYNAMIC},) * 3)
+        program = torch.export.export(Causal(), tensors, dynamic_shapes=({2: torch.export.Dim.DYNAMIC},) * 3)
     with enabled(backend):
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
     with zipfile.ZipFile(package) as files:
@@ -512,6 +505,33 @@ def test_strides_are_those_of_memory_efficient_attention(backend):
         expected = F.scaled_dot_product_attention(*tensors)
     with enabled(backend):
         assert F.scaled_dot_product_attention(*tensors).stride() == expected.stride()
+
+
+STRIDES = {
+    "contiguous": lambda b, h, n, d: torch.randn(b, h, n, d),
+    "transposed": lambda b, h, n, d: torch.randn(b, n, h, d).transpose(1, 2),
+    "part of a projection": lambda b, h, n, d: torch.randn(b, n, 3, h, d)[:, :, 1].transpose(1, 2),
+    "tokens first": lambda b, h, n, d: torch.randn(n, b, h, d).permute(1, 2, 0, 3),
+    "strided headdim": lambda b, h, n, d: torch.randn(b, h, d, n).transpose(2, 3),
+    "expanded": lambda b, h, n, d: torch.randn(1, h, 1, d).expand(b, h, n, d),
+}
+
+
+@pytest.mark.parametrize("layout", STRIDES)
+@pytest.mark.parametrize("case", ["plain", "mask", "gradient of a mask", "dropout", "other headdim", "grouped heads", "one query"])
+def test_strides_on_the_cpu_are_those_of_torch(case, layout):
+    """torch's test_sdpa_backward_with_gradient draws numbers for tensors of these strides."""
+    queries, headdim_v, heads_k = 1 if case == "one query" else 5, 12 if case == "other headdim" else 8, 2 if case == "grouped heads" else 4
+    q = STRIDES[layout](2, 4, queries, 8).requires_grad_()
+    mask = torch.zeros(queries, 7, requires_grad=case == "gradient of a mask") if "mask" in case else None
+    for kind in ("contiguous", "transposed", "strided headdim"):
+        k, v = STRIDES[kind](2, heads_k, 7, 8), STRIDES[kind](2, heads_k, 7, headdim_v)
+        options = {"attn_mask": mask, "dropout_p": 0.5 * (case == "dropout"), "enable_gqa": case == "grouped heads"}
+        expected = F.scaled_dot_product_attention(q, k, v, **options)
+        with enabled():
+            found = F.scaled_dot_product_attention(q, k, v, **options)
+        assert found.stride() == expected.stride(), kind
+        assert volta_fa.sdpa_stats(reset=True)["ran"] == 1
 
 
 def self_attention(x):
@@ -628,14 +648,10 @@ def test_export_of_a_batch_that_only_data_tell(backend):
 def test_export_takes_it_apart_as_ever(backend):
     """ExportedProgram.run_decompositions, with the switch off before, on, and off again."""
 
-    class Module(torch.nn.Module):
-        def forward(self, q, k, v):
-            return causal(q, k, v)
-
     def targets():
         for gradients in (True, False):
             with torch.set_grad_enabled(gradients):
-                program = torch.export.export(Module(), tuple(qkv(backend)))
+                program = torch.export.export(Causal(), tuple(qkv(backend)))
                 yield {str(node.target) for node in program.run_decompositions().graph.nodes}
 
     before = list(targets())
@@ -842,12 +858,8 @@ def test_autocast(backend):
 def test_export_decides_when_it_is_lowered(backend):
     """A graph exported with the switch off still says scaled_dot_product_attention: compiling it decides."""
 
-    class Module(torch.nn.Module):
-        def forward(self, q, k, v):
-            return causal(q, k, v)
-
     tensors = qkv(backend)
-    program = torch.export.export(Module(), tuple(tensors)).module()
+    program = torch.export.export(Causal(), tuple(tensors)).module()
     assert_theirs(lambda: program(*tensors))
     with enabled():
         assert_ours(lambda: program(*tensors), backward=False)
@@ -1037,16 +1049,17 @@ def test_flop_counting(backend):
             assert count(F.scaled_dot_product_attention) == 2 * 2 * 2 * 2 * 9 * 9 * 16
 
 
+def with_mask(*shape, dtype=torch.float32):
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(*shape, dtype=dtype))
+
+
 WRONG = {
-    "mask shape": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(5, 3, dtype=torch.bool)), "size|shape|expand|match"),
-    "mask that has too many heads": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(3, 9, 9)), "shape|expand|match"),
-    "mask of rank 1": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(9)), "[Dd]imension"),
-    "mask of rank 5": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(1, 1, 1, 9, 9)), "shape|match"),
-    "mask dtype": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(9, 9, dtype=torch.int64)), "attn_mask dtype"),
-    "mask in another precision": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(9, 9, dtype=torch.float16)),
-        "attn_mask dtype",
-    ),
+    "mask shape": (with_mask(5, 3, dtype=torch.bool), "size|shape|expand|match"),
+    "mask that has too many heads": (with_mask(3, 9, 9), "shape|expand|match"),
+    "mask of rank 1": (with_mask(9), "[Dd]imension"),
+    "mask of rank 5": (with_mask(1, 1, 1, 9, 9), "shape|match"),
+    "mask dtype": (with_mask(9, 9, dtype=torch.int64), "attn_mask dtype"),
+    "mask in another precision": (with_mask(9, 9, dtype=torch.float16), "attn_mask dtype"),
     "dropout_p": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=1.5), "dropout probability"),
     "dtypes": (lambda q, k, v: F.scaled_dot_product_attention(q, k.half(), v), "same dtype"),
     "devices": (lambda q, k, v: F.scaled_dot_product_attention(q, k.to("meta"), v.to("meta")), "same device"),
@@ -1114,6 +1127,9 @@ def test_blocks_nest_and_overlap():
     assert is_on()
     second.__exit__(None, None, None)
     assert not is_on()
+    with pytest.raises(KeyError), volta_fa.sdpa_enabled("cpu"):
+        raise KeyError
+    assert not is_on()
 
 
 def fast_and_exact(q, k, v, **options):
@@ -1179,12 +1195,6 @@ def test_the_last_block_decides_about_the_precision():
     volta_fa.disable_sdpa()
 
 
-def test_blocks_end_when_they_raise():
-    with pytest.raises(KeyError), volta_fa.sdpa_enabled("cpu"):
-        raise KeyError
-    assert not is_on()
-
-
 def test_threads():
     """One switch for all threads, flipped and used by many at once; the counters lose nothing."""
     tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
@@ -1213,6 +1223,11 @@ def test_threads():
     assert 3 * calls <= volta_fa.sdpa_stats()["ran"] <= 6 * calls
 
 
+def test_other_devices_are_refused():
+    with pytest.raises(ValueError, match="got meta, expected a CUDA device"):
+        volta_fa.enable_sdpa("meta")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu():
     with pytest.raises(RuntimeError, match="this machine has no CUDA device.*cpu"):
@@ -1222,11 +1237,6 @@ def test_without_a_gpu():
     with pytest.raises(ValueError, match="cuda:3, expected one of this machine.s 0 CUDA devices"):
         volta_fa.enable_sdpa("cuda:3")
     assert not is_on()
-
-
-def test_other_devices_are_refused():
-    with pytest.raises(ValueError, match="got meta, expected a CUDA device"):
-        volta_fa.enable_sdpa("meta")
 
 
 MACHINES = {

@@ -15,11 +15,7 @@ def problem(backend):
 
 def timed(backend, problem) -> list[dict]:
     (q, k, v, _), options = problem
-    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
-    torch.ops.volta_fa._sim_report()
-    torch.ops.volta_fa.fwd(q, k, v, **options)
-    backend.monkeypatch.delenv("VOLTA_FA_SIMULATE")
-    return json.loads(torch.ops.volta_fa._sim_report())
+    return backend.launches(lambda: torch.ops.volta_fa.fwd(q, k, v, **options))
 
 
 @pytest.mark.parametrize(
@@ -85,18 +81,15 @@ def test_blocks_of_rows_without_a_key(backend, asked):
 
 
 @on("sim")
-def test_a_kernel_of_one_feature_is_not_taken_without_it(backend, problem):
+def test_a_kernel_of_one_feature_is_not_taken_without_it(backend, problem, force):
     """Forced or not: it would read what is not there."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
     choices = [{"pass": "Forward", "variant": f"turing_fwd_{name}_64x64"} for name in ("alibi", "bias", "dropout", "softcap")]
-    torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": ["turing_fwd_64x64", "turing_fwd_varlen_64x64"]}))
-    try:
-        [launch] = timed(backend, problem)
-        assert not any(launch["kernel"] == choice["variant"] for choice in choices)
-        (q, k, v, _), options = problem
-        check(backend, q, k, v, **options)
-    finally:
-        torch.ops.volta_fa._set_tuning("")
+    force(["turing_fwd_64x64", "turing_fwd_varlen_64x64"], choices)
+    [launch] = timed(backend, problem)
+    assert not any(launch["kernel"] == choice["variant"] for choice in choices)
+    (q, k, v, _), options = problem
+    check(backend, q, k, v, **options)
 
 
 @on("sim")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cached import Cached
-from conftest import INFO, Case, assert_same_bits, check, on
+from conftest import INFO, Case, agreed, check, on
 from test_kvcache import check as check_cached
 
 VARIANTS = [v for v in INFO["variants"] if v["pass"] == "ForwardStreamK"]
@@ -57,8 +57,7 @@ def test_whoever_joins_them_the_bits_are_the_same(backend, force, monkeypatch):
     monkeypatch.setenv("VOLTA_FA_SIM_THREADS", "4")
     for quantum in (1, 50, 500, 5000):
         monkeypatch.setenv("VOLTA_FA_SIM_QUANTUM", str(quantum))
-        for name, a, b in zip(("out", "softmax_lse"), torch.ops.volta_fa.fwd(q, k, v, **options), expected):
-            assert_same_bits(name, a, b)
+        agreed([expected, torch.ops.volta_fa.fwd(q, k, v, **options)], "out", "softmax_lse")
 
 
 @on("sim")
@@ -136,8 +135,7 @@ def test_dk_and_dv_do_not_depend_on_the_order_of_blocks(backend, force, monkeypa
     for quantum in (1, 50, 5000):
         monkeypatch.setenv("VOLTA_FA_SIM_QUANTUM", str(quantum))
         found = torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)
-        for name, a, b in zip(("dk", "dv"), found[1:], expected[1:]):
-            assert_same_bits(name, a, b)
+        agreed([expected[1:], found[1:]], "dk", "dv")
 
 
 #: (batch, nheads, nheads_k, seqlen, headdim, is_causal), and whether one block for each key block would leave enough places idle.

@@ -16,6 +16,7 @@ if not hasattr(transformers, "Gemma4TextConfig"):
 
 import test_transformers as plain
 from test_transformers import BATCH, SEQLEN, TOLERANCE, WINDOW, padding, profile, tokens
+from test_transformers_masks import losses as losses_of
 
 quiet = plain.quiet
 LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention"]
@@ -73,7 +74,7 @@ def test_training(pair):
     batches = [{"input_ids": x, "labels": x} for x in ids]
 
     def losses(model):
-        return plain.losses(model, batches, steps=50, lr=0.01)
+        return losses_of(model, batches, steps=50, lr=0.01)
 
     expected, found = losses(eager), losses(ours)
     assert expected[-1] < 0.5 * expected[0]
@@ -100,8 +101,7 @@ def test_on_kernels(backend):
     keep = inputs["attention_mask"].bool()
     exact = plain.run(eager, **inputs)
     theirs = plain.run(eager.half(), **inputs).float()
-    if backend.name == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     found = plain.run(ours.half(), **inputs).float()
     assert (found - exact)[keep].abs().max() <= 2 * (theirs - exact)[keep].abs().max()
 

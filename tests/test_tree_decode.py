@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch.library import opcheck
 
-from cached import Cached
-from conftest import BF16_KERNELS, assert_same_bits, on, on_cases
+from cached import Cached, check_compiled, check_opcheck, check_reads_no_value
+from conftest import BF16_KERNELS, agreed, on, on_cases
 from test_kvcache import check, run
 from test_kvcache_quantized import check as check_quantized
 from test_validation import refused
@@ -100,9 +99,7 @@ def test_the_tree_replaces_the_limit_on_the_right_and_bits_past_the_queries(back
     for options in ({}, {"is_causal": True}, {"is_causal": False, "window_right": 3}, {"tree_mask": problem.options["tree_mask"] | -256}):
         problem.options |= options
         results.append(run(backend, problem)[:2])
-    for other in results[1:]:
-        for name, a, b in zip(("out", "softmax_lse"), results[0], other):
-            assert_same_bits(name, a, b)
+    agreed(results)
 
 
 @on("cpu-fp32", "sim", "cuda")
@@ -112,8 +109,7 @@ def test_one_tree_serves_a_whole_batch(backend):
     problem.options["tree_mask"] = torch.tensor([words(random_tree(8, 3))] * 3, device=problem.q.device)
     expected = run(backend, problem)[:2]
     problem.options["tree_mask"] = problem.options["tree_mask"][0].expand(3, 8)
-    for name, a, b in zip(("out", "softmax_lse"), expected, run(backend, problem)):
-        assert_same_bits(name, a, b)
+    agreed([expected, run(backend, problem)])
 
 
 @on("cpu-fp32", "sim", "cuda")
@@ -123,8 +119,7 @@ def test_a_row_without_draft_tokens_sees_the_keys_before_them(backend):
     found = run(backend, problem)
     before = problem.options | {"cache_seqlens": problem.options["cache_seqlens"] - 4, "is_causal": False}
     del before["tree_mask"]
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     expected = fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **before)
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
@@ -132,39 +127,18 @@ def test_a_row_without_draft_tokens_sees_the_keys_before_them(backend):
 
 @on("sim")
 def test_no_value_is_read_on_the_host(backend):
-    """As CUDA graphs need it."""
-    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
-    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-    problem = even(8, 40, 21, nheads=4).problem(backend)
-    with torch.profiler.profile() as profiler:
-        fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **problem.options)
-    called = {event.name for event in profiler.events()}
-    assert "volta_fa::fwd_kvcache" in called
-    assert not called & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+    check_reads_no_value(backend, even(8, 40, 21, nheads=4).problem(backend))
 
 
 @on("cpu-fp32", "sim", "cuda")
 @pytest.mark.parametrize("case", [even(3, 20, 7), trees(((2, 9, 2), (2, 0, 2)))], ids=str)
 def test_opcheck(backend, case):
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-    problem = case.problem(backend)
-    caches = (problem.k_cache.nan_to_num_(0.0), problem.v_cache.nan_to_num_(0.0))
-    overload = fwd_kvcache.append if problem.new else fwd_kvcache.default
-    opcheck(overload, (problem.q, *caches, *problem.new), problem.options)
+    check_opcheck(backend, case.problem(backend))
 
 
 @on("cpu-fp32")
 def test_compiled(backend):
-    problem = even(6, 40, 21, page=0).problem(backend)
-
-    def step(q, k_cache, v_cache, options):
-        return fwd_kvcache(q, k_cache, v_cache, **options)
-
-    tensors = (problem.q, problem.k_cache, problem.v_cache, problem.options)
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    for a, b in zip(step(*tensors), compiled(*tensors)):
-        assert_same_bits("result", a, b)
+    check_compiled(even(6, 40, 21, page=0).problem(backend))
 
 
 REFUSED = {

@@ -132,11 +132,11 @@ def test_devices_that_plans_do_not_know():
 
 @on("sim")
 def test_plans_say_what_was_asked(backend):
-    assert plan(SIMULATOR, features="alibi,bf16_gradients", deterministic=True)["mode"] == {
+    assert plan(SIMULATOR, features="alibi,fp32_gradients", deterministic=True)["mode"] == {
         "is_causal": False,
         "deterministic": True,
-        "bf16_gradients": True,
-        "features": ["bf16_gradients", "alibi"],
+        "fp32_gradients": True,
+        "features": ["fp32_gradients", "alibi"],
     }
     # as the ops do: kernels read whole groups of 8
     assert plan(SIMULATOR, headdim=57) == plan(SIMULATOR, headdim=64)

@@ -17,15 +17,8 @@ from conftest import INFO, LIBRARY, Case, check, on, run_python
 @pytest.fixture
 def good(backend):
     """A valid call's q, k, v and options; tests spoil one of them."""
-    if backend.name == "sim":
-        # timed simulations report every launch, so that none can hide
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
-        torch.ops.volta_fa._sim_report()
-    return {
-        "q": backend.randn(2, 10, 6, 64),
-        "k": backend.randn(2, 12, 3, 64),
-        "v": backend.randn(2, 12, 3, 32),
-    }
+    backend.simulate("timing")  # which reports every launch, so that none can hide
+    return {"q": backend.randn(2, 10, 6, 64), "k": backend.randn(2, 12, 3, 64), "v": backend.randn(2, 12, 3, 32)}
 
 
 def refused(call, exception, *words):
@@ -100,10 +93,10 @@ SCALARS = {
 }
 
 
-@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("name", TENSORS | SCALARS)
 @on("cpu-fp32", "sim", "cuda")
-def test_tensors(backend, good, name):
-    spoil, words = TENSORS[name]
+def test_tensors_and_scalars(backend, good, name):
+    spoil, words = TENSORS[name] if name in TENSORS else (lambda a: SCALARS[name][0], SCALARS[name][1])
     refused(call({**good, **spoil(good)}), ValueError, "volta_fa::fwd", *words)
 
 
@@ -155,18 +148,10 @@ def test_saved_tensors_without_data(backend, good):
     torch.ops.volta_fa.bwd(out[..., :1].expand(out.shape), q, k, v, out, softmax_lse)
 
 
-@pytest.mark.parametrize("name", SCALARS)
-@on("cpu-fp32", "sim", "cuda")
-def test_scalars(backend, good, name):
-    options, words = SCALARS[name]
-    refused(call({**good, **options}), ValueError, "volta_fa::fwd", *words)
-
-
 @pytest.mark.parametrize("window_right", [-1, 0])
 @on("cpu-fp32", "sim", "cuda")
 def test_bounds_that_causal_implies(backend, good, window_right):
-    if backend.name == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     out = call({**good, "is_causal": True, "window_right": window_right})()[0]
     assert torch.equal(out, call({**good, "window_right": 0})()[0])
 
@@ -192,8 +177,7 @@ def test_largest_softcap(backend):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @on("cpu-fp32", "cpu-fp16", "sim", "cuda")
 def test_any_pointer_is_taken(backend, good, name):
-    if backend.name == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.simulate()
     out = call({**good, name: misaligned(good[name])})()[0]
     assert torch.equal(out, call(good)()[0])
 
@@ -270,12 +254,7 @@ LENGTHS = {
     "descend": ({"cu_seqlens_k": [0, 11, 9, 24]}, ["cu_seqlens_k: got 9 after 11 (entry 2)", "never descend"], [7, 20], [11, 24]),
     "end early": ({"cu_seqlens_q": [0, 7, 7, 19]}, ["cu_seqlens_q: got 19 as its last value", "20"], [19, 20], []),
     "end early k": ({"cu_seqlens_k": [0, 9, 11, 23]}, ["cu_seqlens_k: got 23 as its last value", "24"], [], [23, 24]),
-    "end late": (
-        {"cu_seqlens_k": [0, 9, 11, 25], "max_seqlen_k": 20},
-        ["cu_seqlens_k: got 25 as its last value", "24"],
-        [7, 20],
-        [11, 24],
-    ),
+    "end late": ({"cu_seqlens_k": [0, 9, 11, 25], "max_seqlen_k": 20}, ["cu_seqlens_k: got 25 as its last value", "24"], [7, 20], [11, 24]),
     "max_seqlen_q": ({"max_seqlen_q": 12}, ["max_seqlen_q: got 12", "at least 13", "sequence 2"], [7, 20], [11, 24]),
     "max_seqlen_k": ({"max_seqlen_k": 8}, ["max_seqlen_k: got 8", "at least 9", "sequence 0"], [0, 20], [0, 9, 11, 24]),
     # sequence 1 has no queries

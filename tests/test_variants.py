@@ -2,7 +2,7 @@
 orders; a new one that no problem here reaches fails."""
 
 import dataclasses
-import json
+from functools import partial
 
 import pytest
 import torch
@@ -79,23 +79,17 @@ def test_problems_ask_for_what_a_kernel_covers():
     for variant in SIMULATED:
         asked = {need for ways in ASKED for need in ways} & set(variant["features"])
         # a bf16 problem takes the kernels that lengths take
-        assert asked == set(variant["features"]) - {"bf16_gradients"}, variant["name"]
+        assert asked == set(variant["features"]) - {"fp32_gradients"}, variant["name"]
         assert not variant["features"] or all(features_for(variant)), variant["name"]
 
 
-@pytest.fixture(autouse=True)
-def no_tuning():
-    yield
-    torch.ops.volta_fa._set_tuning("")
-
-
-def simulate(backend, variant, forced=False):
+def simulate(backend, force, variant, forced=False):
     """Simulates the GPU that has the variant's machine code, in the mode that it belongs to. `forced`: plans take the variant."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]][0])
     choices = [{"pass": "Backward", "deterministic": True}] if is_deterministic(variant) else []
     if forced:
         choices.append({"pass": variant["pass"], "variant": variant["name"]})
-    torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices}))
+    force(choices=choices)
 
 
 def is_deterministic(variant) -> bool:
@@ -106,18 +100,14 @@ def is_deterministic(variant) -> bool:
 def launched(backend, case, forward: bool, deterministic=False) -> list[str]:
     """Returns the names of the kernels that an op launches for this problem. Runs none of them."""
     (q, k, v, dout), options = case.problem(backend)
-    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
-    torch.ops.volta_fa._sim_report()
-    if forward:
-        torch.ops.volta_fa.fwd(q, k, v, **options)
-    else:
+    call = partial(torch.ops.volta_fa.fwd, q, k, v, **options)
+    if not forward:
         # stand-ins for what the forward leaves: no choice depends on their values
         rows = (case.batch, case.nheads, case.seqlen_q) if dout.dim() == 4 else (case.nheads, len(dout))
         out, lse = torch.zeros_like(dout), torch.zeros(rows)
         rng_state = torch.zeros(2 if "dropout_p" in options else 0, dtype=torch.int64)
-        torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, rng_state=rng_state, **options, deterministic=deterministic)
-    backend.monkeypatch.delenv("VOLTA_FA_SIMULATE")
-    return [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
+        call = partial(torch.ops.volta_fa.bwd, dout, q, k, v, out, lse, rng_state=rng_state, **options, deterministic=deterministic)
+    return [launch["kernel"] for launch in backend.launches(call, "launches")]
 
 
 PADDED_TOO = pytest.param(False, True, id="full_padded", marks=pytest.mark.slow)
@@ -128,8 +118,8 @@ PADDED_TOO = pytest.param(False, True, id="full_padded", marks=pytest.mark.slow)
 )
 @pytest.mark.parametrize("variant", SIMULATED, ids=lambda v: v["name"])
 @on("sim")
-def test_variant_runs(backend, variant, is_causal, padded_too):
-    simulate(backend, variant)
+def test_variant_runs(backend, force, variant, is_causal, padded_too):
+    simulate(backend, force, variant)
     forward = variant["pass"] == "Forward"
     features, others = features_for(variant)
     cases = (with_features(dataclasses.replace(c, is_causal=is_causal), features) for c in candidates(variant))
@@ -137,7 +127,7 @@ def test_variant_runs(backend, variant, is_causal, padded_too):
     reached = next(filter(runs, cases), None)
     assert reached, f"no candidate problem runs {variant['name']}: add one that does"
     # The plan takes some kernels for large grids only. Two heads of one entry execute the same code.
-    simulate(backend, variant, forced=True)
+    simulate(backend, force, variant, forced=True)
     reached = dataclasses.replace(reached, batch=1, nheads=2, nheads_k=1, used=(), seqlen_q=min(reached.seqlen_q, ODD["seqlen_q"]))
     reached = with_features(dataclasses.replace(reached, seqlen_k=min(reached.seqlen_k, ODD["seqlen_k"])), features)
     assert runs(reached)
@@ -160,10 +150,9 @@ WHOLE = [v for v in SIMULATED if v["pass"] == "BackwardFused" and "varlen" in v[
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("variant", WHOLE, ids=lambda v: v["name"])
 @on("sim")
-def test_rows_without_keys_where_one_kernel_does_all(backend, variant, is_causal):
+def test_rows_without_keys_where_one_kernel_does_all(backend, force, variant, is_causal):
     """Nobody else writes their dq: of a sequence without keys, and of queries before all keys."""
-    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]][0])
-    torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": [{"pass": variant["pass"], "variant": variant["name"]}]}))
+    simulate(backend, force, variant, forced=True)
     most = variant["block_rows"]
     lengths = ((70, 0), (most - 1, most), (0, 9), (90, 1), (33, most - 31))
     case = Case(lengths=lengths, headdim=variant["headdim"], headdim_v=variant["headdim_v"], nheads=2, nheads_k=1, is_causal=is_causal)
@@ -181,12 +170,12 @@ def run(backend, variant, case):
 
 
 @on("sim")
-def test_headdims_run_on_the_tightest_variant(backend):
+def test_headdims_run_on_the_tightest_variant(backend, force):
     """A headdim of its own size is not padded to the next one."""
     for variant in SIMULATED:
         if variant["pass"] != "Forward":
             continue
-        simulate(backend, variant)
+        simulate(backend, force, variant)
         case = with_features(Case(40, 70, variant["headdim"], variant["headdim_v"]), features_for(variant)[0])
         [name] = launched(backend, case, forward=True)
         found = next(v for v in INFO["variants"] if v["name"] == name)

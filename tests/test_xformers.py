@@ -143,11 +143,7 @@ PACKED = {
     "bottom-right window": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, LONGER).make_local_attention_from_bottomright(2), LONGER),
     "padded": (Q, lambda: biases.BlockDiagonalPaddedKeysMask.from_seqlens(Q, 7, LONGER), [21]),
     "padded causal": (Q, lambda: biases.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(Q, 7, LONGER), [21]),
-    "padded causal window": (
-        Q,
-        lambda: biases.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local(Q, 7, LONGER, 2),
-        [21],
-    ),
+    "padded causal window": (Q, lambda: biases.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local(Q, 7, LONGER, 2), [21]),
     "padded local": (Q, lambda: biases.BlockDiagonalPaddedKeysMask.from_seqlens(Q, 7, LONGER).make_local_attention(2, 1), [21]),
     "gappy": (Q, lambda: biases.BlockDiagonalGappyKeysMask.from_seqlens(Q, [2, 8, 14, 20], LONGER), [20]),
     "gappy, overlapping": (Q, lambda: biases.BlockDiagonalGappyKeysMask.from_seqlens(Q, [9, 0, 3, 20], LONGER), [20]),

@@ -118,18 +118,9 @@ class AttentionImpl(ABC):
 
     @abstractmethod
     def __init__(
-        self,
-        num_heads,
-        head_size,
-        scale,
-        num_kv_heads=None,
-        alibi_slopes=None,
-        sliding_window=None,
-        kv_cache_dtype="auto",
-        logits_soft_cap=None,
-        attn_type=AttentionType.DECODER,
-        kv_sharing_target_layer_name=None,
-    ): ...
+        self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto",
+        logits_soft_cap=None, attn_type=AttentionType.DECODER, kv_sharing_target_layer_name=None,
+    ): ...  # fmt: skip
 
     @abstractmethod
     def forward(
@@ -143,27 +134,10 @@ class MLAAttentionImpl(ABC):
 
     @abstractmethod
     def __init__(
-        self,
-        num_heads,
-        head_size,
-        scale,
-        num_kv_heads,
-        alibi_slopes,
-        sliding_window,
-        kv_cache_dtype,
-        logits_soft_cap,
-        attn_type,
-        kv_sharing_target_layer_name,
-        q_lora_rank,
-        kv_lora_rank,
-        qk_nope_head_dim,
-        qk_rope_head_dim,
-        qk_head_dim,
-        v_head_dim,
-        kv_b_proj,
-        indexer=None,
-        q_pad_num_heads=None,
-    ): ...
+        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
+        kv_sharing_target_layer_name, q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, qk_head_dim, v_head_dim, kv_b_proj,
+        indexer=None, q_pad_num_heads=None,
+    ): ...  # fmt: skip
 
     @abstractmethod
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer): ...

@@ -21,6 +21,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/Dict.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -197,9 +198,10 @@ bool dtype_supported(const Call& c) {
     if (c.k.scalar_type() != dtype || c.v.scalar_type() != dtype) return false;
     if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
     if (c.q.is_cpu()) return dtype == at::kFloat || dtype == at::kDouble;
-    if (dtype != at::kFloat || needs_gradient(c)) return false;
+    if (dtype != at::kFloat || reduces_fp32()) return dtype == at::kFloat;
+    if (needs_gradient(c) || c.dropout_p != 0.0 || c.q.dim() == 0 || c.v.dim() == 0) return false;
     const auto most = volta_fa_max_fp32_headdim();
-    return reduces_fp32() || (c.dropout_p == 0.0 && c.q.dim() > 0 && c.q.sym_size(-1) <= most && c.v.sym_size(-1) <= most);
+    return c.q.sym_size(-1) <= most && c.v.sym_size(-1) <= most;
 }
 
 // Returns true for (batch, heads, seqlen, headdim) tensors of equal batch and matching heads, without broadcast.
@@ -272,6 +274,17 @@ bool runs_fast(const Call& c) {
     return !c.any([](const Tensor& t) { return is_subclass(t) && has_rules(t); });
 }
 
+// Returns out, (batch, heads, seqlen_q, headdim_v) as a view of transposed memory, with the strides of PyTorch's own result. On
+// GPUs of these families that is such a view too. PyTorch's kernel on the CPU returns q's layout, and without a kernel the result
+// is contiguous.
+Tensor laid_out(const Call& c, const Tensor& out) {
+    if (!c.q.is_cpu()) return out;
+    const auto strided = [](const Tensor& t) { return t.sym_stride(3) != 1; };
+    const bool no_kernel = c.dropout_p > 0.0 || c.q.sym_size(3) != c.v.sym_size(3) ||
+                           (c.has_mask() && c.attn_mask->requires_grad()) || strided(c.q) || strided(c.k) || strided(c.v);
+    return no_kernel ? out.clone(at::MemoryFormat::Contiguous) : at::empty_like(c.q).copy_(out);
+}
+
 Tensor run(const Call& c) {
     const auto seqlen_q = c.q.sym_size(2);
     Tensor k = c.k, v = c.v;
@@ -299,11 +312,11 @@ Tensor run(const Call& c) {
         fast.is_causal = options.is_causal;
         fast.window_right = options.window_right;
         const auto result = fast_op().call(operand(c.q), operand(k), operand(v), VOLTA_FA_FAST_OPTION_MEMBERS(fast));
-        return std::get<0>(result).transpose(1, 2);
+        return laid_out(c, std::get<0>(result).transpose(1, 2));
     }
     const auto result =
         fwd_op().call(operand(c.q), operand(k), operand(v), VOLTA_FA_OPTION_MEMBERS(options), /*generator=*/std::nullopt);
-    return std::get<0>(result).transpose(1, 2);
+    return laid_out(c, std::get<0>(result).transpose(1, 2));
 }
 
 Tensor scaled_dot_product_attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attn_mask,

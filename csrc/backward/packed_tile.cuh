@@ -1,11 +1,10 @@
 // A lane's part of a 16x16 tile of P^T or dS^T (rows are keys), and dropout on it. For the scores kernels of all families
-// (store_scores.cuh). A lane has four neighboring queries of two keys that are two apart: element v is query
-// v % 2 + 2 * (v / 4) and key 2 * (v / 2 % 2), counted from the lane's first.
+// (store_scores.cuh), and for volta's main kernels, which decide dropout otherwise. A lane has four neighboring queries of two keys
+// that are two apart: element v is query v % 2 + 2 * (v / 4) and key 2 * (v / 2 % 2), counted from the lane's first.
 #pragma once
 
 #include "backward/modifiers.cuh"
-#include "half.cuh"
-#include "softmax.cuh"
+#include "backward/residual_signs.cuh"
 
 // fp16: queries 0,1 and 2,3 of the lane's first key, then of the key two rows below.
 struct PackedTile {
@@ -22,6 +21,13 @@ __device__ __forceinline__ PackedTile packed(const float (&s)[8], Pack pack) {
     return {{word(0), word(1), word(2), word(3)}};
 }
 __device__ __forceinline__ PackedTile pack_probability_tile(const float (&s)[8]) { return packed(s, pack_shifted); }
+// Also sets `with_signs` to the tile with residual signs (residual_signs.cuh).
+__device__ __forceinline__ PackedTile pack_probability_tile(const float (&s)[8], PackedTile& with_signs) {
+    PackedTile tile;
+#pragma unroll
+    for (int i = 0; i < 4; i++) tile.x[i] = pack_shifted_and_signs(s[packed_element(i)], s[packed_element(i) + 1], with_signs.x[i]);
+    return tile;
+}
 // dS stays fp32 until here, because dP - delta may be far beyond fp16 where P is small. Only dS itself is rounded. Beyond 65504
 // it becomes infinity, which a GradScaler detects.
 __device__ __forceinline__ PackedTile pack_tile(const float (&s)[8]) { return packed(s, to_half2); }
@@ -32,6 +38,23 @@ __device__ __forceinline__ void multiply(float (&s)[8], const PackedTile& x) {
         const float2 pair = to_float2(x.x[i]);
         s[packed_element(i)] *= pair.x;
         s[packed_element(i) + 1] *= pair.y;
+    }
+}
+// Returns x, which has no signs, with the signs of y.
+__device__ __forceinline__ PackedTile with_signs_of(const PackedTile& x, const PackedTile& y) {
+    const auto word = [&](int i) { return x.x[i] | (y.x[i] & kSigns); };
+    return {{word(0), word(1), word(2), word(3)}};
+}
+__device__ __forceinline__ PackedTile without_signs(const PackedTile& x) {
+    return {{x.x[0] & ~kSigns, x.x[1] & ~kSigns, x.x[2] & ~kSigns, x.x[3] & ~kSigns}};
+}
+// Multiplies s by x, probabilities whose signs are those of residuals, or mean something else.
+__device__ __forceinline__ void multiply_by_probabilities(float (&s)[8], const PackedTile& x, bool has_residuals) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 pair = to_float2(x.x[i]);
+        s[packed_element(i)] *= from_residual_sign(pair.x, has_residuals);
+        s[packed_element(i) + 1] *= from_residual_sign(pair.y, has_residuals);
     }
 }
 

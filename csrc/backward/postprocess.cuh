@@ -1,4 +1,4 @@
-// Last kernel of a backward pass that accumulates dq: dq = scale * dq_accum, from fp32 to fp16 or bf16, into the caller's
+// Last kernel of a backward pass that accumulates dq: dq = scale * dq_accum, to fp16 or fp32, into the caller's
 // strides. A single accumulator is a sum by atomics, in any order. In deterministic mode each block of a launch has its own
 // accumulator (dq_accum_splits), and this kernel sums these in a fixed order.
 //
@@ -22,7 +22,7 @@ struct BackwardPostprocess {
     static constexpr int kRowsAtOnce = kThreads / kLanesPerRow;
     static_assert(kBlockRows % kRowsAtOnce == 0, "the threads' rows do not leave the block");
 
-    template <bool BF16>
+    template <bool FP32>
     static __device__ __forceinline__ void convert(const BwdParams& p, const BlockSeqlenInfo& sequence, int head, int batch) {
         const int end = min((static_cast<int>(blockIdx.x) + 1) * kBlockRows, sequence.seqlen_q());
         const float* accum = p.dq_accum + rounded_row<RowStats>(p, sequence, batch, head) * p.headdim_rounded;
@@ -43,9 +43,15 @@ struct BackwardPostprocess {
                     a = make_float4(a.x + c.x, a.y + c.y, a.z + c.z, a.w + c.w);
                     b = make_float4(b.x + d.x, b.y + d.y, b.z + d.z, b.w + d.w);
                 }
-                *reinterpret_cast<uint4*>(to + d) =
-                    make_uint4(to_gradient2<BF16>(a.x * scale, a.y * scale), to_gradient2<BF16>(a.z * scale, a.w * scale),
-                               to_gradient2<BF16>(b.x * scale, b.y * scale), to_gradient2<BF16>(b.z * scale, b.w * scale));
+                a = make_float4(a.x * scale, a.y * scale, a.z * scale, a.w * scale);
+                b = make_float4(b.x * scale, b.y * scale, b.z * scale, b.w * scale);
+                if (FP32) {
+                    float4* numbers = reinterpret_cast<float4*>(fp32_element(p.dq, to + d));
+                    numbers[0] = a, numbers[1] = b;
+                } else {
+                    *reinterpret_cast<uint4*>(to + d) =
+                        make_uint4(to_half2(a.x, a.y), to_half2(a.z, a.w), to_half2(b.x, b.y), to_half2(b.z, b.w));
+                }
             }
         }
     }
@@ -53,7 +59,7 @@ struct BackwardPostprocess {
     static __device__ __forceinline__ void run(const BwdParams& p) {
         const int head = blockIdx.y, batch = blockIdx.z;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-        if (gradients_are_bf16(p))
+        if (gradients_are_fp32(p))
             convert<true>(p, sequence, head, batch);
         else
             convert<false>(p, sequence, head, batch);

@@ -39,24 +39,28 @@ struct BackwardGradients {
         for (int i = 0; i < kLaneSums; i++) reinterpret_cast<float (&)[kLaneSums]>(c)[i] = 0.f;
     }
 
-    // Stores a warp's sums to shared memory, from where staged_to_output stores them.
-    template <bool BF16, class Sums>
-    static __device__ __forceinline__ void to_shared_as(const Sums& c, float factor, unsigned shared) {
+    // Stores the block's sums to an output, whose element of the block's first row and column is `first`: `rows` rows and `columns`
+    // columns exist.
+    template <class Sums>
+    static __device__ __forceinline__ void to_output(const Sums& c, const BwdParams& p, float factor, unsigned shared,
+                                                     const Output& out, unsigned short* first, int rows, int columns) {
         const int first_row = warp_row(), first_column = warp_column();
+        if (gradients_are_fp32(p)) {
+            float* fp32 = fp32_element(out, first) + first_row * out.row_stride + first_column;
+            rows -= first_row, columns -= first_column;
+            Family::for_each_pair(c, [&](int row, int column, float x, float y) {
+                if (row < rows && column < columns) store_gradient2(fp32 + row * out.row_stride + column, x * factor, y * factor);
+            });
+            return;
+        }
         Family::for_each_pair(c, [&](int row, int column, float x, float y) {
             row += first_row, column += first_column;
             asm volatile(
                 "st.shared.u32 [%0], %1;" ::"r"(shared + swizzled<TermRows::kChunks>(row, column / kChunk) + column % kChunk * 2),
-                "r"(to_gradient2<BF16>(x * factor, y * factor)));
+                "r"(to_half2(x * factor, y * factor)));
         });
-    }
-    template <class Sums>
-    static __device__ __forceinline__ void to_shared(const Sums& c, const BwdParams& p, float factor, unsigned shared) {
-        if (gradients_are_bf16(p))
-            to_shared_as<true>(c, factor, shared);
-        else
-            to_shared_as<false>(c, factor, shared);
         __syncthreads();
+        staged_to_output(first, out.row_stride, shared, rows, columns);
     }
 
     // Copies 128 staged rows by 128 columns to the output: those that exist.
@@ -117,10 +121,9 @@ struct BackwardGradients {
         }
         float factor = p.signed_scale;
         if (is_dv) factor = (p.score_options.rng_state ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
-        to_shared(c, p, factor, shared);
         const Output& out = is_dv ? p.dv : p.dk;
-        staged_to_output(rows_of(out, batch, key_head, sequence.k_offset() + first_key) + column, out.row_stride, shared,
-                         sequence.seqlen_k_allocated() - first_key, columns);
+        to_output(c, p, factor, shared, out, rows_of(out, batch, key_head, sequence.k_offset() + first_key) + column,
+                  sequence.seqlen_k_allocated() - first_key, columns);
     }
 
     // Calls f(x, sum) for each four elements x of the lane's sums and their float4 `sum` in memory.
@@ -176,9 +179,8 @@ struct BackwardGradients {
             for_each_sum(c, sums, [](float* x, float4& sum) { sum = make_float4(x[0], x[1], x[2], x[3]); });
             return;
         }
-        to_shared(c, p, p.signed_scale, shared);
-        staged_to_output(rows_of(p.dq, batch, head, sequence.q_offset() + first_row) + column, p.dq.row_stride, shared,
-                         sequence.seqlen_q() - first_row, columns);
+        to_output(c, p, p.signed_scale, shared, p.dq, rows_of(p.dq, batch, head, sequence.q_offset() + first_row) + column,
+                  sequence.seqlen_q() - first_row, columns);
     }
 
     // The grid has KV heads fastest, then tiles: dK and dV of all keys, which take longest, then dQ of the last queries first.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from volta_fa.integrations.devices import max_headdim, serves
+from volta_fa.limits import takes_dtype
 
 #: The key of calls that volta_fa ran, in `counts`. The other keys are reasons for which calls fell back.
 RAN = "ran"
@@ -79,7 +80,7 @@ def make_override(
 
 def _has_fast_form(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    return not needs_gradient and (bias is None or bias.dtype == torch.bool)
+    return q.dtype == torch.float16 and not needs_gradient and (bias is None or bias.dtype == torch.bool)
 
 
 def _count(outcome: str) -> None:
@@ -128,14 +129,14 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, every_device: 
         return f"device {_name(q.device)}"
     if k.device != q.device or v.device != q.device:
         return "several devices"
-    if q.dtype != torch.float16 or k.dtype != torch.float16 or v.dtype != torch.float16:
-        return str(next(t.dtype for t in (q, k, v) if t.dtype != torch.float16)).removeprefix("torch.")
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.float32) and takes_dtype(q, k, v)):
+        return str(next((t.dtype for t in (q, k, v) if t.dtype != torch.float16), q.dtype)).removeprefix("torch.")
     for headdim in (q.shape[-1], v.shape[-1]):
         if not 1 <= headdim <= max_headdim(q.device):
             return f"headdim {headdim}"
     if bias is None:
         return ""
-    if bias.dtype not in (torch.bool, torch.float16, torch.float32):
+    if bias.dtype not in (torch.bool, q.dtype, torch.float32):
         return f"mask in {str(bias.dtype).removeprefix('torch.')}"
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if bias.device != q.device or bias.ndim != 4 or any(n not in (1, size) for n, size in zip(bias.shape, full)):

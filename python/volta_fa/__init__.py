@@ -42,7 +42,8 @@ multiple of 8 costs a copy on the kernels):
     dattn_bias      as attn_bias, not expanded; (0) unless asked for
     dsinks          as sinks; (0) without sinks
 
-On CUDA devices q, k and v are float16, or bfloat16, which is converted before and after the kernels; on the CPU also float32 and
+On CUDA devices q, k and v are float16, or bfloat16 or float32, which are converted before and after the kernels (float32: see
+docs/design/numerics.md, "float32"); on the CPU also float32 and
 float64. They have one dtype and device. Their last dimension is contiguous; all other strides are free. out, dout and the gradients
 have q's dtype. A query without a visible key has out 0 and gradient 0. softmax_lse is float32: the natural logarithm of the sum of
 exponentials, +inf for a query without a visible key. rng_state, int64, is the seed and the offset of the call's random numbers; bwd

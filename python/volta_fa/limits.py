@@ -22,14 +22,14 @@ MAX_DECODE_ROWS: int = _LIMITS["max_decode_rows"]
 def takes_dtype(q: Tensor, k: Tensor, v: Tensor, *, has_dropout: bool = False, has_block_mask: bool = False) -> bool:
     """Returns whether `volta_fa::fwd` takes tensors of q's dtype on q's device.
 
-    On a GPU float32 has no gradient. In full precision, PyTorch's default (`torch.get_float32_matmul_precision`), it also has no
-    dropout, no block mask and a headdim of at most MAX_FP32_HEADDIM.
+    On a GPU float32 in full precision, PyTorch's default (`torch.get_float32_matmul_precision`), has no gradient, no dropout, no block
+    mask and a headdim of at most MAX_FP32_HEADDIM.
     """
     if q.dtype in (torch.float16, torch.bfloat16):
         return True
     if q.device.type == "cpu":
         return q.dtype in (torch.float32, torch.float64)
-    if q.dtype != torch.float32 or (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
-        return False
-    is_small = max(q.shape[-1], v.shape[-1]) <= MAX_FP32_HEADDIM and not has_dropout and not has_block_mask
-    return is_small or torch.ops.volta_fa._reduces_fp32()
+    if q.dtype != torch.float32 or torch.ops.volta_fa._reduces_fp32():
+        return q.dtype == torch.float32
+    needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    return not (needs_gradient or has_dropout or has_block_mask) and max(q.shape[-1], v.shape[-1]) <= MAX_FP32_HEADDIM

@@ -11,8 +11,8 @@ pub enum Feature {
     Lengths,
     /// one more logit in the sum of each row
     Sinks,
-    /// gradients leave as bf16
-    Bf16Gradients,
+    /// gradients leave as fp32
+    Fp32Gradients,
     /// scores x become softcap * tanh(x / softcap)
     Softcap,
     /// slope * distance is subtracted from scores
@@ -36,7 +36,7 @@ impl Feature {
     pub const ALL: [Feature; 11] = [
         Feature::Lengths,
         Feature::Sinks,
-        Feature::Bf16Gradients,
+        Feature::Fp32Gradients,
         Feature::Softcap,
         Feature::Alibi,
         Feature::Bias,
@@ -55,7 +55,7 @@ impl Feature {
         match self {
             Feature::Lengths => "varlen",
             Feature::Sinks => "sinks",
-            Feature::Bf16Gradients => "bf16_gradients",
+            Feature::Fp32Gradients => "fp32_gradients",
             Feature::Softcap => "softcap",
             Feature::Alibi => "alibi",
             Feature::Bias => "bias",
@@ -81,7 +81,7 @@ impl FeatureSet {
     /// Of plain kernels: one length for all sequences, no option.
     pub const NONE: FeatureSet = FeatureSet(0);
     /// Features of a block's bounds and its epilogue; `kVarlen` in csrc/features.cuh.
-    pub const VARLEN: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Sinks, Feature::Bf16Gradients]);
+    pub const VARLEN: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Sinks, Feature::Fp32Gradients]);
     /// Those, and the features of scores and probabilities; `kGeneric` in csrc/features.cuh.
     pub const GENERIC: FeatureSet =
         FeatureSet::VARLEN.union(FeatureSet::of(&Feature::OF_SCORES)).union(FeatureSet::of(&[Feature::Fp32Bias]));
@@ -171,7 +171,7 @@ pub enum Pass {
     BackwardDkDv,
     /// dq alone, for the deterministic mode
     BackwardDq,
-    /// dq's accumulator to fp16 or bf16
+    /// dq's accumulator to fp16 or fp32
     BackwardPostprocess,
     /// all of a backward pass, if one block has all keys of its heads
     BackwardFused,
@@ -308,12 +308,12 @@ pub const PASSES: [PassInfo; 22] = {
         PassInfo { pass, params, rows, features }
     }
     let scores = FeatureSet::GENERIC.union(FeatureSet::of(&[Feature::Blocks]));
-    let forward = scores.without(FeatureSet::of(&[Feature::Bf16Gradients]));
+    let forward = scores.without(FeatureSet::of(&[Feature::Fp32Gradients]));
     let split = forward.without(FeatureSet::of(&[Feature::Dropout, Feature::Blocks]));
     // backward finds all that sinks did in softmax_lse
     let gradients = scores.without(FeatureSet::of(&[Feature::Sinks]));
     // these two see no scores
-    let (prepare, finish) = (FeatureSet::of(&[Feature::Lengths]), FeatureSet::of(&[Feature::Lengths, Feature::Bf16Gradients]));
+    let (prepare, finish) = (FeatureSet::of(&[Feature::Lengths]), FeatureSet::of(&[Feature::Lengths, Feature::Fp32Gradients]));
     [
         row(Pass::Forward, P::Forward, Queries, forward),
         row(Pass::ForwardStreamK, P::ForwardStreamK, Queries, forward),

@@ -61,7 +61,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let (dout, out) = (readable(&saved.dout)?, readable(&saved.out)?);
     let softmax_lse = saved.softmax_lse.f_contiguous()?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
-    let like = |t: &Tensor| empty(&t.size(), if mode.bf16_gradients { Kind::BFloat16 } else { t.kind() });
+    let like = |t: &Tensor| empty(&t.size(), if mode.fp32_gradients { Kind::Float } else { t.kind() });
     let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
     // scratch memory, O(seqlen): statistics of each row, and accumulators of dq in fp32
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
@@ -73,7 +73,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let stream_k = plan.main.backward_stream_k.map(|of| stream_k::BackwardLaunch::new(&plan.main, of, launcher)).transpose()?;
     let stored = plan.stored.map(|of| StoredMemory::new(of, a, entries, launcher)).transpose()?;
     let bias = given_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
-    let stores_dbias = plan.main.variant.family.stores_dbias && !mode.bf16_gradients && bias.is_some_and(|b| is_full_bias(b, a));
+    let stores_dbias = plan.main.variant.family.stores_dbias && !mode.fp32_gradients && bias.is_some_and(|b| is_full_bias(b, a));
     let dbias = match bias {
         Some(bias) if stores_dbias => Some(empty(&bias.size(), Kind::Half)?),
         bias => bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?,
@@ -119,7 +119,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             headdim_rounded: columns as i32,
             problem,
             signed_scale: a.softmax_scale as f32,
-            gradients_are_bf16: mode.bf16_gradients as i32,
+            gradients_are_fp32: mode.fp32_gradients as i32,
             lengths: Lengths { scratch_rows: rows as i32, ..lengths },
             score_options,
             dbias: dbias.as_ref().map_or(std::ptr::null_mut(), |t| match stores_dbias {

@@ -136,18 +136,29 @@ impl Target {
         }
     }
 
-    /// Chooses a backend of `fwd` and `bwd`. Kernels cast or split fp32 for `fwd`.
+    /// Chooses a backend of `fwd` and `bwd`. Kernels cast fp32, and split it for `fwd`.
     ///
     /// # Errors
-    /// A gradient of fp32 on a GPU.
+    /// A gradient of fp32 in full precision on a GPU.
     pub fn of_dense(q: &TensorDesc, stream: *mut c_void, pass: DensePass) -> Result<Target> {
-        match (q.dtype, q.device, pass) {
-            (DType::Float, Device::Cpu, DensePass::Forward) => simulated(),
-            (DType::Float, Device::Cuda(_), DensePass::Backward) => {
+        let has_no_kernel = q.dtype == DType::Float && pass == DensePass::Backward && !reduces_fp32();
+        match (q.dtype, q.device) {
+            (DType::Float, Device::Cpu) if !has_no_kernel => simulated(),
+            (DType::Float, Device::Cuda(_)) if has_no_kernel => {
                 let given = "dtype torch.float32 on a GPU";
-                Err(Error::value("q", given, "torch.float16 or torch.bfloat16: torch.float32 has no gradient there"))
+                let expected =
+                    "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows gradients of torch.float32";
+                Err(Error::value("q", given, expected))
             }
             _ => Target::of(q, stream),
+        }
+    }
+
+    /// Returns the backend as validation of `fwd` and `bwd` sees it.
+    pub fn dense_backend(&self) -> Backend {
+        match self {
+            Target::Cpu => Backend::Cpu,
+            Target::Kernels(_) => Backend::KernelsWithFp32,
         }
     }
 

@@ -78,13 +78,13 @@ fn forward_on_cpu(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
     let (target, a, described) = prepare(inputs, DensePass::Backward)?;
     let saved = &Saved { dout: readable_gradient(&saved.dout)?, ..saved.share() };
-    validate_backward(inputs, saved, &described, &a, target.backend())?;
+    validate_backward(inputs, saved, &described, &a, target.dense_backend())?;
     let dlse = saved.dlse.as_ref().map(|dlse| lse_gradient::of_visible_rows(dlse, &saved.softmax_lse)).transpose()?;
     let saved = &Saved { dlse, ..saved.share() };
     if a.is_empty() {
         return empty_backward(inputs, saved, &a);
     }
-    let mode = BackwardMode { deterministic: inputs.options.deterministic, bf16_gradients: false, has_dlse: saved.dlse.is_some() };
+    let mode = BackwardMode { deterministic: inputs.options.deterministic, fp32_gradients: false, has_dlse: saved.dlse.is_some() };
     match target {
         Target::Cpu => cpu::backward(inputs, saved, &a),
         Target::Kernels(launcher) if inputs.q.kind() != Kind::Half => scaled::backward(inputs, saved, &a, mode, &*launcher),
@@ -122,8 +122,7 @@ fn validate_backward(inputs: &Inputs, saved: &Saved, d: &Described, a: &Attentio
 fn prepare(inputs: &Inputs, pass: DensePass) -> Result<(Target, Attention, Described)> {
     let described = inputs.describe()?;
     let target = Target::of_dense(&described.q, inputs.stream, pass)?;
-    let backend = if let Target::Kernels(_) = target { Backend::KernelsWithFp32 } else { target.backend() };
-    let a = validate(&described, backend)?;
+    let a = validate(&described, target.dense_backend())?;
     let o = &inputs.options;
     if a.is_varlen() && target.checks_lengths(o.check_lengths)? {
         let [cu_q, cu_k, used] = [&o.cu_seqlens_q, &o.cu_seqlens_k, &o.seqused_k].map(int32_values);

@@ -1,12 +1,11 @@
-//! bf16 and fp32 on kernels that multiply fp16: operands and out are converted, and kernels write gradients as bf16. fp32 loses digits, so
-//! the user allows it (`volta_fa_reduces_fp32`); it has no backward pass.
+//! bf16 and fp32 on kernels that multiply fp16: operands and out are converted, and kernels write gradients as fp32. fp32 operands lose
+//! digits, which the user must allow (`volta_fa_reduces_fp32`).
 //!
 //! fp16 has more precision than bf16 and less range. So operands are multiplied by powers of two, without rounding. The exponents come from
 //! the largest magnitudes and stay on the device. One kernel casts q, k and, in the forward pass, v ([`Cast`]). The backward pass scales v,
 //! dout and out here, because their exponents depend on each other, on the gradient of softmax_lse, and on the gradients that sum over heads.
 //!
-//! Gradients are sums over rows. No scale keeps both their terms precise and the sums of many rows in fp16's range; bf16 has the range of
-//! fp32.
+//! Gradients are sums over rows. No scale keeps both their terms precise and the sums of many rows in fp16's range.
 
 use super::cast::{Cast, Operands};
 use super::device;
@@ -184,14 +183,20 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
         dlse: dlse.map(|t| t.f_squeeze_dim(-1)?.f_transpose(-1, -2)).transpose()?,
         attn_bias_requires_grad: saved.attn_bias_requires_grad,
     };
-    let mode = BackwardMode { bf16_gradients: true, ..mode };
+    let mode = BackwardMode { fp32_gradients: true, ..mode };
     let mut g = device::backward(&cast.inputs, &scaled, &cast.problem, mode, launcher)?;
+    let kind = inputs.q.kind();
     // dS is linear in dout and in v, dq in dS and k, dk in dS and q; dv in dout alone
     let [of_dq, of_dk] = cast.of_gradients()?;
-    for (t, own) in [(&g.dq, of_dq), (&g.dk, of_dk)] {
-        multiply(&mut by_group(t, a)?, &v.0.f_add(&dout.0)?.f_add(&own)?.f_neg()?)?;
+    for (t, own) in [(&mut g.dq, of_dq), (&mut g.dk, of_dk)] {
+        // two factors, as in multiply()
+        let sum = v.0.f_add(&dout.0)?.f_add(&own)?.f_neg()?.f_clamp(-2 * MAX_EXPONENT, 2 * MAX_EXPONENT)?;
+        let half = sum.f_bitwise_right_shift_tensor_scalar(1)?;
+        let rounded = Exponents(half.shallow_clone()).scale(t, kind, a)?;
+        let _ = by_group(&rounded, a)?.f_mul_(&power(&sum.f_sub(&half)?, kind)?)?;
+        *t = rounded;
     }
-    let _ = by_group(&g.dv, a)?.f_mul_(&power(&dout.inverse()?.0, Kind::BFloat16)?)?;
+    g.dv = dout.inverse()?.scale(&g.dv, kind, a)?;
     for t in g.dattn_bias.iter_mut().chain(&mut g.dsinks) {
         // one exponent for all elements, whatever the shape
         let single = |e: &Exponents| Ok::<_, crate::error::Error>(Exponents(e.0.f_reshape([0_i64; 0].as_slice())?));

@@ -8,8 +8,8 @@ use crate::problem::{Attention, RequestedFeatures, ScoreFunction};
 pub struct BackwardMode {
     /// Gradients are bitwise identical from run to run: no sum depends on the order of blocks.
     pub deterministic: bool,
-    /// Kernels write dq, dk and dv as bf16 instead of fp16.
-    pub bf16_gradients: bool,
+    /// Kernels write dq, dk and dv as fp32 instead of fp16.
+    pub fp32_gradients: bool,
     /// There is a gradient of softmax_lse, which the host adds after the preprocess kernel: a fused kernel has none.
     pub has_dlse: bool,
 }
@@ -20,7 +20,7 @@ pub fn features(a: &Attention, mode: BackwardMode) -> FeatureSet {
     FeatureSet::all_where(|feature| match feature {
         Feature::Lengths => a.is_varlen(),
         Feature::Sinks => f.sinks,
-        Feature::Bf16Gradients => mode.bf16_gradients,
+        Feature::Fp32Gradients => mode.fp32_gradients,
         Feature::Softcap => matches!(f.score_function, Some(ScoreFunction::Softcap(_))),
         Feature::Alibi => f.alibi,
         Feature::Bias => f.attn_bias,
@@ -48,5 +48,5 @@ pub fn using(features: FeatureSet) -> (RequestedFeatures, BackwardMode) {
         dropout_p: if has(Feature::Dropout) { 0.5 } else { 0.0 },
         tree: has(Feature::Tree),
     };
-    (requested, BackwardMode { bf16_gradients: has(Feature::Bf16Gradients), ..BackwardMode::default() })
+    (requested, BackwardMode { fp32_gradients: has(Feature::Fp32Gradients), ..BackwardMode::default() })
 }

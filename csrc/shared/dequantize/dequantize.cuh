@@ -96,7 +96,7 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
     // First token that some query sees. Less than a step before it is written too, as zeros: attention kernels load and mask
     // these keys.
     const int seen = seqlen_q > 0 ? min(max(end - seqlen_q - problem.window_left, 0), end) : end;
-    // bf16 output is scanned for its maximum (src/ops/bf16.rs), so all of it is written.
+    // bf16 output is scanned for its maximum (src/ops/scaled.rs), so all of it is written.
     const int begin = max(first, Element == ElementType::Bf16 ? 0 : seen - STEP);
     // Writes the sequence's length for the attention kernel; -1, which makes its output NaN, if lengths or pages are invalid.
     if (p.seqlens_k_out && first == 0 && head == 0) {

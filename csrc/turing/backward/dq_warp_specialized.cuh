@@ -7,7 +7,7 @@
 
 #include "backward/dense_blocks.cuh"
 #include "backward/modifiers.cuh"
-#include "backward/probabilities.cuh"
+#include "backward/residual_signs.cuh"
 #include "backward/tiles.cuh"
 #include "turing/backward/dropout.cuh"
 #include "turing/backward/products.cuh"
@@ -69,8 +69,8 @@ struct BackwardDqWarpSpecialized {
         return m ? x[kRowTiles - 1][r] : x[0][r];
     }
 
-    // Generic kernels: computes P in a rolled loop, as in warp_specialized.cuh. Dropped probabilities get the sign bit.
-    // The score function's derivative goes to the partner too.
+    // Generic kernels: computes P in a rolled loop, as in warp_specialized.cuh. With dropout, dropped probabilities get the sign
+    // bit. The score function's derivative goes to the partner too.
     static __device__ __forceinline__ void generic_probabilities(PackedScores& x, Scores& s, const LaneRows& neg_lse,
                                                                  const BwdParams& p, int row, int key, bool masked,
                                                                  const Bits& bits, u32 slopes) {
@@ -102,15 +102,19 @@ struct BackwardDqWarpSpecialized {
                 else
                     mask_tile(score, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
             }
-            OperandA probabilities;
 #pragma unroll
-            for (int h = 0; h < 2; h++) probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
+            for (int v = 0; v < 4; v++) score[v] = exp2_approx(score[v]);
+            OperandA probabilities = {pack_units(score[0], score[1]), pack_units(score[2], score[3])};
             if (options.rng_state) {
                 const u32 kept = draw_kept_tile<Layout>(philox_of(p, remat_block_y()), DropoutRule(options), coord);
 #pragma unroll
                 for (int h = 0; h < 2; h++)
                     probabilities[h] |=
                         (is_kept<Layout>(kept, 2 * h) ? 0 : 0x8000) | (is_kept<Layout>(kept, 2 * h + 1) ? 0 : 0x80000000);
+            } else {
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    probabilities[h] = with_residual_signs(probabilities[h], score[2 * h], score[2 * h + 1]);
             }
             append_tile(x, probabilities);
             next_tile(s);
@@ -132,9 +136,9 @@ struct BackwardDqWarpSpecialized {
                 for (int h = 0; h < 2; h++) {
                     const float2 probability = to_float2(x[n][m][h]);
                     const auto gradient = [&](float dp, float probability) {
-                        if (!kHasScoreFeatures) return score_gradient(probability, dp, neg_delta[m][h]);
-                        if (options.rng_state) dp = __float_as_int(probability) < 0 ? 0.f : dp * options.dropout_scale;
-                        return score_gradient(fabsf(probability), dp, neg_delta[m][h]);
+                        const bool drops = kHasScoreFeatures && options.rng_state;
+                        if (drops) dp = __float_as_int(probability) < 0 ? 0.f : dp * options.dropout_scale;
+                        return score_gradient(from_residual_sign(probability, !drops), dp, neg_delta[m][h]);
                     };
                     float first = gradient(dp[n][m][2 * h], probability.x), second = gradient(dp[n][m][2 * h + 1], probability.y);
                     if (has_slopes) {
@@ -260,7 +264,8 @@ struct BackwardDqWarpSpecialized {
                                 const auto of = [&](int v) {
                                     return exp2_approx(fmaf(s[n][m][v], p.problem.scale_log2, stats[m][h]));
                                 };
-                                probabilities[n][m][h] = pack_units(of(2 * h), of(2 * h + 1));
+                                const float x = of(2 * h), y = of(2 * h + 1);
+                                probabilities[n][m][h] = with_residual_signs(pack_units(x, y), x, y);
                             }
                 }
                 send(exchange(shared + kProbabilities), probabilities);

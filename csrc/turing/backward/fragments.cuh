@@ -199,11 +199,10 @@ __device__ __forceinline__ u32 score_chunk(u32 address, int chunk) { return addr
 // ---- output ---------------------------------------------------------------------------------------
 
 // Stores a warp's rows of a gradient: rows `row` + row_of_lane, of `rows` that exist. Of the pairs of column tiles the warp has
-// every PairStep-th, from first_pair on.
-template <bool BF16, int PairStep, int M, int Tiles, class RowOfLane>
-__device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tiles], const Output& out, unsigned short* base,
-                                                  float factor, int row, int rows, int headdim, RowOfLane row_of_lane,
-                                                  int first_pair) {
+// every PairStep-th, from first_pair on. `base`: row 0, of the output's dtype.
+template <int PairStep, int M, int Tiles, class Element, class RowOfLane>
+__device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tiles], const Output& out, Element* base, float factor,
+                                                  int row, int rows, int headdim, RowOfLane row_of_lane, int first_pair) {
     const Lane lane = remat_lane();
     const int first_column = first_pair * 2 * kChunk;
 #pragma unroll
@@ -211,12 +210,12 @@ __device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tile
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int i = row + row_of_lane(lane, m, h);
-            unsigned short* to = base + i * out.row_stride + first_column + 2 * lane.quad;
+            Element* to = base + i * out.row_stride + first_column + 2 * lane.quad;
 #pragma unroll
             for (int j = 0; j < Tiles; j++) {
                 const int column = (j / 2 * PairStep * 2 + j % 2) * kChunk;
                 if (i < rows && column < headdim - first_column)
-                    *reinterpret_cast<u32*>(to + column) = to_gradient2<BF16>(c[m][j][2 * h] * factor, c[m][j][2 * h + 1] * factor);
+                    store_gradient2(to + column, c[m][j][2 * h] * factor, c[m][j][2 * h + 1] * factor);
             }
         }
 }
@@ -225,10 +224,10 @@ template <int PairStep = 1, int M, int Tiles, class RowOfLane>
 __device__ __forceinline__ void write_gradient(const Accumulator (&c)[M][Tiles], const BwdParams& p, const Output& out,
                                                unsigned short* base, float factor, int row, int rows, int headdim,
                                                RowOfLane row_of_lane, int first_pair = 0) {
-    if (gradients_are_bf16(p))
-        write_gradient_as<true, PairStep>(c, out, base, factor, row, rows, headdim, row_of_lane, first_pair);
+    if (gradients_are_fp32(p))
+        write_gradient_as<PairStep>(c, out, fp32_element(out, base), factor, row, rows, headdim, row_of_lane, first_pair);
     else
-        write_gradient_as<false, PairStep>(c, out, base, factor, row, rows, headdim, row_of_lane, first_pair);
+        write_gradient_as<PairStep>(c, out, base, factor, row, rows, headdim, row_of_lane, first_pair);
 }
 
 }  // namespace turing

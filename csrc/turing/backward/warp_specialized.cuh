@@ -8,7 +8,7 @@
 
 #include "backward/dense_blocks.cuh"
 #include "backward/modifiers.cuh"
-#include "backward/probabilities.cuh"
+#include "backward/residual_signs.cuh"
 #include "backward/scratch.cuh"
 #include "backward/tiles.cuh"
 #include "turing/backward/dropout.cuh"
@@ -228,6 +228,7 @@ struct BackwardWarpSpecialized {
                                                            const BwdParams& p, int head, int key, int row, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
+        const bool has_residuals = !uses_dropout(options);
         if (uses_dropout(p.score_options)) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
@@ -238,7 +239,6 @@ struct BackwardWarpSpecialized {
                         float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
                         first = x[n][m][h] & 0x8000 ? 0.f : first * options.dropout_scale;
                         second = x[n][m][h] & 0x80000000 ? 0.f : second * options.dropout_scale;
-                        x[n][m][h] &= 0x7fff7fff;
                     }
         }
 #pragma unroll
@@ -250,8 +250,8 @@ struct BackwardWarpSpecialized {
                 for (int h = 0; h < 2; h++) {
                     const float2 probability = to_float2(x[n][m][h]);
                     float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
-                    first = score_gradient(probability.x, first, delta.x);
-                    second = score_gradient(probability.y, second, delta.y);
+                    first = score_gradient(from_residual_sign(probability.x, has_residuals), first, delta.x);
+                    second = score_gradient(from_residual_sign(probability.y, has_residuals), second, delta.y);
                 }
         }
         if (has_bias_gradient(p)) {
@@ -463,20 +463,19 @@ struct BackwardWarpSpecialized {
                     }
                     stats.scale(p.problem.scale_log2);
                     exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, bits, slopes_of(exchange, score_slot));
+                    PackedScores sent;
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
                         for (int m = 0; m < kKeyTiles; m++)
 #pragma unroll
-                            for (int h = 0; h < 2; h++)
-                                packed[n][m][h] = pack_units(exp2_approx(s[n][m][2 * h]), exp2_approx(s[n][m][2 * h + 1]));
-                    if (uses_dropout(p.score_options)) {
-                        PackedScores sent;
-                        drop(packed, sent, p, head, remat_warp_key(), row);
-                        send(exchange, sent);
-                    } else {
-                        send(exchange, packed);
-                    }
+                            for (int h = 0; h < 2; h++) {
+                                const float x = exp2_approx(s[n][m][2 * h]), y = exp2_approx(s[n][m][2 * h + 1]);
+                                packed[n][m][h] = pack_units(x, y);
+                                sent[n][m][h] = with_residual_signs(packed[n][m][h], x, y);
+                            }
+                    if (uses_dropout(p.score_options)) drop(packed, sent, p, head, remat_warp_key(), row);
+                    send(exchange, sent);
                     load_next(!kHasScoreFeatures);
                     arrive_partner();
                 } else {

@@ -217,8 +217,14 @@ struct BackwardDq {
             __syncthreads();
         }
 
-        // Q is no longer needed: its tile stages dQ for the store. Queries that see no key get 0.
-        to_shared<S, kColumnWarps>(dq, p, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
+        // Queries that see no key get 0.
+        if (gradients_are_fp32(p)) {
+            to_fp32_output<kColumnWarps>(dq, p.signed_scale, gradient_row, gradient_block, p, p.dq, blockIdx.y, sequence.q_offset(),
+                                         first_row, sequence.seqlen_q(), p.problem.headdim);
+            return;
+        }
+        // Q is no longer needed: its tile stages dQ for the store.
+        to_shared<S, kColumnWarps>(dq, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
         __syncthreads();
         shared_to_output<S>(p, p.dq, blockIdx.y, shared + S::kOwnS, sequence.q_offset(), first_row, sequence.seqlen_q(),
                             p.problem.headdim);

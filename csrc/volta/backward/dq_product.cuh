@@ -98,6 +98,22 @@ struct DqProduct {
         row += lane.quad + 4 * lane.qn + 8 * lane.half + 16 * lane.qm;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
         unsigned short* to = rows_of(p.dq, batch, head, sequence.q_offset() + row);
+        if (gradients_are_fp32(p)) {
+            float* fp32 = fp32_element(p.dq, to);
+#pragma unroll
+            for (int u = 0; u < kUnits; u++) {
+                if (!has_unit(u)) continue;
+                const int column = (thread / 32 + S::kWarps * u) * kChunk;
+#pragma unroll
+                for (int v = 0; v < 8; v += 2) {
+                    const int rows_further = (v & 2) - 2 * is_second;  // from the row that the lane stores as fp16
+                    const float x = sum(u, v) * p.problem.scale, y = sum(u, v + 1) * p.problem.scale;
+                    if (row + rows_further < rows && column < p.problem.headdim)
+                        store_gradient2(fp32 + rows_further * p.dq.row_stride + column + v / 4 * 4 + 2 * is_second, x, y);
+                }
+            }
+            return;
+        }
 #pragma unroll
         for (int u = 0; u < kUnits; u++) {
             if (!has_unit(u)) continue;
@@ -108,7 +124,7 @@ struct DqProduct {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const float x = sum(u, 4 * i + 2 * r) * p.problem.scale, y = sum(u, 4 * i + 2 * r + 1) * p.problem.scale;
-                    of_row[r] = gradients_are_bf16(p) ? to_bf16x2(x, y) : to_half2(x, y);
+                    of_row[r] = to_half2(x, y);
                 }
                 const unsigned mine = is_second ? of_row[1] : of_row[0];
                 const unsigned others = __shfl_xor_sync(~0u, is_second ? of_row[0] : of_row[1], 2);

@@ -10,9 +10,8 @@
 // kind.
 #pragma once
 
+#include "backward/packed_tile.cuh"
 #include "backward/score_coord.cuh"
-#include "half.cuh"
-#include "softmax.cuh"
 #include "tile.cuh"
 #include "volta/backward/row_stats.cuh"
 #include "volta/backward/shape.cuh"
@@ -75,34 +74,6 @@ struct QueriesLayout {
 };
 static_assert(covers_tile<KeysLayout>() && covers_tile<QueriesLayout>(), "each score of a tile has one place (score_layout.cuh)");
 static_assert(has_rows_and_keys<KeysLayout>() && has_rows_and_keys<QueriesLayout>(), "backward/score_coord.cuh");
-
-// A lane's part of a 16x16 tile of P^T or dS^T in fp16: queries 0,1 and 2,3 of its first key, then of the key two rows below.
-struct PackedTile {
-    u32 x[4];
-};
-// Word i has elements packed_element(i) and packed_element(i) + 1. Element v is in word packed_word(v).
-__device__ __forceinline__ constexpr int packed_element(int i) { return 4 * (i % 2) + 2 * (i / 2); }
-__device__ __forceinline__ constexpr int packed_word(int v) { return (v & 2) + (v >> 2); }
-
-// Packs a tile by pack(lo, hi).
-template <class Pack>
-__device__ __forceinline__ PackedTile packed(const Accumulator& s, Pack pack) {
-    const auto word = [&](int i) { return pack(s[packed_element(i)], s[packed_element(i) + 1]); };
-    return {{word(0), word(1), word(2), word(3)}};
-}
-__device__ __forceinline__ PackedTile pack_probability_tile(const Accumulator& s) { return packed(s, pack_shifted); }
-// dS stays fp32 until here, because dP - delta may be far beyond fp16 where P is small. Only dS itself is rounded. Beyond 65504
-// it becomes infinity, which a GradScaler detects.
-__device__ __forceinline__ PackedTile pack_tile(const Accumulator& s) { return packed(s, to_half2); }
-// Multiplies s by x.
-__device__ __forceinline__ void multiply(Accumulator& s, const PackedTile& x) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 pair = to_float2(x.x[i]);
-        s[packed_element(i)] *= pair.x;
-        s[packed_element(i) + 1] *= pair.y;
-    }
-}
 
 // Address of the lane's first word in shared memory. The warp's scores begin at own row `row` and at chunk `chunk` of eight
 // step rows.

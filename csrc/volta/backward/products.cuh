@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backward/gradient_type.cuh"
+#include "backward/tiles.cuh"
 #include "volta/backward/fragments.cuh"
 
 namespace volta {
@@ -104,10 +105,10 @@ __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32
     }
 }
 
-// Stores the warps' gradients to shared memory, from where shared_to_output stores them.
-template <bool BF16, class S, int BlockStep, int M, int J>
-__device__ __forceinline__ void to_shared_as(const Gradient<M, J>& c, float factor, u32 tile, int first_row, int block) {
-    const Lane lane;
+// Calls f(row, column, x, y) for each pair of neighbors in a warp's gradient, times a factor. `first_row`: of the warp.
+template <int BlockStep, int M, int J, class F>
+__device__ __forceinline__ void for_each_pair(const Gradient<M, J>& c, float factor, int first_row, int block, F f) {
+    const Lane lane(remat_thread_index() & 31);  // else the lane is kept, or spilled, from the kernel's first use on
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -115,22 +116,29 @@ __device__ __forceinline__ void to_shared_as(const Gradient<M, J>& c, float fact
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
-                for (int v = 0; v < 8; v += 2) {
-                    const int row = first_row + score_own(lane, m, v);
-                    const int column = 32 * (block + BlockStep * j) + column_in_block(lane, i, v);
-                    asm volatile(
-                        "st.shared.u32 [%0], %1;" ::"r"(tile + swizzled<S::kChunks>(row, column / kChunk) + column % kChunk * 2),
-                        "r"(to_gradient2<BF16>(c[m][j][i][v] * factor, c[m][j][i][v + 1] * factor)));
-                }
+                for (int v = 0; v < 8; v += 2)
+                    f(first_row + score_own(lane, m, v), 32 * (block + BlockStep * j) + column_in_block(lane, i, v),
+                      c[m][j][i][v] * factor, c[m][j][i][v + 1] * factor);
 }
-// Branches on the output dtype once around all stores: the code exists twice, and runs once.
+
+// Stores a warp's gradient as fp16 to shared memory, from where shared_to_output stores it.
 template <class S, int BlockStep, int M, int J>
-__device__ __forceinline__ void to_shared(const Gradient<M, J>& c, const BwdParams& p, float factor, u32 tile, int first_row,
-                                          int block) {
-    if (gradients_are_bf16(p))
-        to_shared_as<true, S, BlockStep>(c, factor, tile, first_row, block);
-    else
-        to_shared_as<false, S, BlockStep>(c, factor, tile, first_row, block);
+__device__ __forceinline__ void to_shared(const Gradient<M, J>& c, float factor, u32 tile, int first_row, int block) {
+    for_each_pair<BlockStep>(c, factor, first_row, block, [&](int row, int column, float x, float y) {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + swizzled<S::kChunks>(row, column / kChunk) + column % kChunk * 2),
+                     "r"(to_half2(x, y)));
+    });
+}
+
+// Stores a warp's gradient as fp32 to the output, whose arguments are those of shared_to_output.
+template <int BlockStep, int M, int J, class Grid = BatchAxis>
+__device__ __forceinline__ void to_fp32_output(const Gradient<M, J>& c, float factor, int warp_row, int block, const BwdParams& p,
+                                               const Output& out, int head, int origin, int first_row, int all_rows, int headdim,
+                                               const Grid& grid = Grid()) {
+    float* base = fp32_element(out, head_base(out, grid.batch(p), head));
+    for_each_pair<BlockStep>(c, factor, first_row + warp_row, block, [&](int row, int column, float x, float y) {
+        if (row < all_rows && column < headdim) store_gradient2(base + (origin + row) * out.row_stride + column, x, y);
+    });
 }
 
 }  // namespace volta

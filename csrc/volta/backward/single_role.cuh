@@ -156,14 +156,24 @@ struct BackwardSingleRole {
         }
 
         if (!grid.template combine_splits<S::kThreads>(dk, dv)) return;
-        // K and V are no longer needed: their tiles stage dK and dV for the store. Keys that no query sees get 0.
-        __syncthreads();
+        // Keys that no query sees get 0.
         const int end_key = grid.number(p) * S::kRows,
                   end_warp_key = remat_thread_index() / 32 * 32;  // computed again, as above
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
-        to_shared<S, 1>(dk, p, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);
-        to_shared<S, 1>(dv, p, dv_factor, shared + S::kOwnDp, end_warp_key, 0);
+        if (gradients_are_fp32(p)) {
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
+            to_fp32_output<1>(dk, p.signed_scale, end_warp_key, 0, p, p.dk, grid.head(p), sequence.k_offset(), end_key,
+                              sequence.seqlen_k_allocated(), p.problem.headdim, grid);
+            __syncwarp();
+            to_fp32_output<1>(dv, dv_factor, end_warp_key, 0, p, p.dv, grid.head(p), sequence.k_offset(), end_key,
+                              sequence.seqlen_k_allocated(), p.problem.headdim_v, grid);
+            return;
+        }
+        // K and V are no longer needed: their tiles stage dK and dV for the store.
+        __syncthreads();
+        to_shared<S, 1>(dk, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);
+        to_shared<S, 1>(dv, dv_factor, shared + S::kOwnDp, end_warp_key, 0);
         __syncthreads();
         const BlockSeqlenInfo end_sequence(p.problem, p.lengths, blockIdx.z);
         shared_to_output<S>(p, p.dk, grid.head(p), shared + S::kOwnS, end_sequence.k_offset(), end_key,

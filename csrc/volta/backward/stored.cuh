@@ -41,7 +41,7 @@ struct StoredFamily {
     static __device__ __forceinline__ bool store_bias_gradient(const Accumulator& ds, const BwdParams& p, int head, int row,
                                                                int key) {
         if (!p.dbias_is_fp16) return false;
-        volta::store_bias_gradient(volta::pack_tile(ds), p, head, ScoreCoord<KeysLayout>(Lane(), row, key));
+        volta::store_bias_gradient(pack_tile(ds), p, head, ScoreCoord<KeysLayout>(Lane(), row, key));
         return true;
     }
 

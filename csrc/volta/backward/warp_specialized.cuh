@@ -10,7 +10,7 @@
 
 #include "backward/dense_blocks.cuh"
 #include "backward/modifiers.cuh"
-#include "backward/probabilities.cuh"
+#include "backward/residual_signs.cuh"
 #include "backward/scratch.cuh"
 #include "backward/score_coord.cuh"
 #include "backward/tiles.cuh"
@@ -65,9 +65,11 @@ struct BackwardWarpSpecialized {
         asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
     }
 
-    // Generic kernels: what the first role makes of S, and the second of dP. Besides P, the first role may pass on a second
-    // tile: the score function's derivative, or a copy of P whose signs mark dropped probabilities (never both). It lies where the
-    // second role stores dS.
+    // The first role passes on two tiles: P for its product, and another one where the second role stores dS, a copy of P with
+    // residual signs (backward/residual_signs.cuh).
+    //
+    // Generic kernels: what the first role makes of S, and the second of dP. With dropout, signs of the second tile mark dropped
+    // probabilities instead. With a score function (never both), it is the function's derivative, at least 0, with P's signs.
     using WarpScores = Accumulator[kScoreKeyTiles][kScoreQueryTiles];
     using Bits = typename Blocks::template Bits<KeysLayout, 16 * kScoreKeyTiles>;
     static constexpr int kWarpScoreTiles = kScoreKeyTiles * kScoreQueryTiles;
@@ -85,13 +87,14 @@ struct BackwardWarpSpecialized {
             const int tile_key = key + 16 * m, tile_row = row + 16 * n;
             const Coord coord(lane, tile_row, tile_key);
             Accumulator& x = s[0][0];
+            PackedTile packed_slopes;
             if (uses_score_function(options)) {
                 Accumulator neg_lse[1][1], slopes;
                 load_stats(neg_lse, stats + 16 * n * RowStats::kRowFloats);
                 const ScoreFunction function(p.problem, options);
 #pragma unroll
                 for (int v = 0; v < 8; v++) x[v] = function_score(x[v], neg_lse[0][0][v], p, function, slopes[v]);
-                store_packed(packed + S::kScoreTile, m, n, pack_tile(slopes), keys_left);
+                packed_slopes = pack_tile(slopes);
             } else {
 #pragma unroll
                 for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
@@ -101,17 +104,17 @@ struct BackwardWarpSpecialized {
             if (bits.any()) bits.hide(x, m, n);
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kExponentShift);
-            PackedTile probabilities = pack_probability_tile(x);
+            PackedTile with_signs, probabilities = pack_probability_tile(x, with_signs);
             if (uses_dropout(options)) {
                 const DroppedKeys dropped(philox_of(p, head), DropoutRule(options), coord);
-                PackedTile signs = probabilities;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    signs.x[i] |= dropped.signs(i);
+                    with_signs.x[i] = probabilities.x[i] | dropped.signs(i);
                     probabilities.x[i] &= ~sign_masks(dropped.signs(i));
                 }
-                store_packed(packed + S::kScoreTile, m, n, signs, keys_left);
             }
+            if (uses_score_function(options)) with_signs = with_signs_of(packed_slopes, with_signs);
+            store_packed(packed + S::kScoreTile, m, n, with_signs, keys_left);
             store_packed(packed, m, n, probabilities, keys_left);
             next_tile(s);
         }
@@ -125,9 +128,12 @@ struct BackwardWarpSpecialized {
         for (int tile = 0; tile < kWarpScoreTiles; tile++) {
             const int m = tile / kScoreQueryTiles, n = tile % kScoreQueryTiles;
             Accumulator& x = dp[0][0];
-            PackedTile probabilities;
+            PackedTile second = load_packed(packed + S::kScoreTile, m, n), probabilities = second;
+            if (uses_score_function(options)) {
+                probabilities = with_signs_of(load_packed(packed, m, n), second);
+                second = without_signs(second);
+            }
             if (uses_dropout(options)) {
-                probabilities = load_packed(packed + S::kScoreTile, m, n);
                 Accumulator neg_delta[1][1];
                 load_stats(neg_delta, stats + 16 * n * RowStats::kRowFloats);
 #pragma unroll
@@ -135,14 +141,10 @@ struct BackwardWarpSpecialized {
                     const bool is_dropped = probabilities.x[packed_word(v)] & (v % 2 ? 0x80000000 : 0x8000);
                     x[v] = dropped_gradient(x[v], neg_delta[0][0][v], is_dropped, options.dropout_scale);
                 }
-#pragma unroll
-                for (int i = 0; i < 4; i++) probabilities.x[i] &= 0x7fff7fff;
-            } else {
-                probabilities = load_packed(packed, m, n);
             }
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] *= 1.f / kProbabilityUnit;
-            multiply(x, probabilities);
+            multiply_by_probabilities(x, probabilities, !uses_dropout(options));
             if (kHasBias && p.dbias) {
                 const Coord coord(Lane(remat_thread_index() & 31), row + 16 * n, key + 16 * m);
                 if (p.dbias_is_fp16)
@@ -150,7 +152,7 @@ struct BackwardWarpSpecialized {
                 else
                     add_bias_gradient(x, p, head, coord);
             }
-            if (uses_score_function(options)) multiply(x, load_packed(packed + S::kScoreTile, m, n));
+            if (uses_score_function(options)) multiply(x, second);
             // Only keys that exist: for others the first role stored 0, which the next step reads.
             store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);
             next_tile(dp);
@@ -178,10 +180,7 @@ struct BackwardWarpSpecialized {
 
         load_own<S>(p, p.k, p.v, grid.head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k(), grid);
         const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
-        if (first_key + S::kRows > sequence.seqlen_k()) {
-            clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
-            if (kHasScoreFeatures) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + S::kScoreTile);
-        }
+        if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<2 * S::kScoreTile, S::kThreads>(shared + S::kScores);
 
         // Addresses that depend on the role: K Q^T or V dO^T, then P^T dO or dS^T Q.
         const u32 scores = shared + S::kScores, own_scores = scores + role * S::kScoreTile;
@@ -270,8 +269,11 @@ struct BackwardWarpSpecialized {
 #pragma unroll
                         for (int m = 0; m < kScoreKeyTiles; m++)
 #pragma unroll
-                            for (int n = 0; n < kScoreQueryTiles; n++)
-                                store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
+                            for (int n = 0; n < kScoreQueryTiles; n++) {
+                                PackedTile with_signs;
+                                store_packed(packed, m, n, pack_probability_tile(s[m][n], with_signs), keys_left);
+                                store_packed(packed + S::kScoreTile, m, n, with_signs, keys_left);
+                            }
                     }
                     barrier_wait(kProbabilitiesReady + key_group, 64 * kGroupWarps);
                 } else if (kHasScoreFeatures) {
@@ -290,8 +292,8 @@ struct BackwardWarpSpecialized {
                     for (int m = 0; m < kScoreKeyTiles; m++)
 #pragma unroll
                         for (int n = 0; n < kScoreQueryTiles; n++) {
-                            const PackedTile probabilities = load_packed(packed, m, n);
-                            multiply(s[m][n], probabilities);
+                            const PackedTile probabilities = load_packed(packed + S::kScoreTile, m, n);
+                            multiply_by_probabilities(s[m][n], probabilities, true);
                             store_packed(packed + S::kScoreTile, m, n, pack_tile(s[m][n]));
                         }
                 }
@@ -327,14 +329,21 @@ struct BackwardWarpSpecialized {
         }
 
         if (!grid.template combine_splits<S::kThreads>(gradient)) return;
-        // K and V are no longer needed: their tiles stage dK and dV for the store. Keys that no query sees get 0.
-        __syncthreads();
+        // Keys that no query sees get 0.
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
-        to_shared<S, kGroupWarps>(gradient, p, role ? p.signed_scale : dv_factor, shared + (role ? S::kOwnS : S::kOwnDp),
-                                  gradient_key, group_warp);
-        __syncthreads();
+        const float factor = role ? p.signed_scale : dv_factor;
         const BlockSeqlenInfo end_sequence(p.problem, p.lengths, blockIdx.z);
+        if (gradients_are_fp32(p)) {
+            to_fp32_output<kGroupWarps>(gradient, factor, gradient_key, group_warp, p, role ? p.dk : p.dv, grid.head(p),
+                                        end_sequence.k_offset(), first_key, end_sequence.seqlen_k_allocated(),
+                                        role ? p.problem.headdim : p.problem.headdim_v, grid);
+            return;
+        }
+        // K and V are no longer needed: their tiles stage dK and dV for the store.
+        __syncthreads();
+        to_shared<S, kGroupWarps>(gradient, factor, shared + (role ? S::kOwnS : S::kOwnDp), gradient_key, group_warp);
+        __syncthreads();
         shared_to_output<S>(p, p.dk, grid.head(p), shared + S::kOwnS, end_sequence.k_offset(), first_key,
                             end_sequence.seqlen_k_allocated(), p.problem.headdim, grid);
         shared_to_output<S>(p, p.dv, grid.head(p), shared + S::kOwnDp, end_sequence.k_offset(), first_key,

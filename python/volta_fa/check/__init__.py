@@ -2,19 +2,17 @@
 
 machine.py             describes the machine
 kernels.py             lists what is checked, with problems for each kernel
-score_options.py       what happens to scores in these problems
 cases.py               attention problems as values, and their tensors (the tests use them too)
 cache_cases.py         the same with a KV cache
-problems.py            expected results of attention problems
-cached.py              problems of each kernel of a KV cache, and their expected results
-tolerance.py           how far a result may be from the expected one
+tolerance.py           PyTorch's eager attention, in fp64 too, and how far a result may be from the exact one
+problems.py            exact results of attention problems, part by part, and the judge (the tests use them too)
+cached.py              problems of each kernel of a KV cache, and their exact results
 correctness.py         checks one kernel
 isolation.py           checks GPU kernels in processes that may be lost
 state.py               keeps the results of an unfinished check
 performance.py         measures the GPU and attention
 performance_cached.py  measures attention with a KV cache
 atomics.py             measures the GPU's rate of atomic additions
-timing.py              takes one time
 tune.py                turns measurements into a tuning file
 report.py              shows the page, the plot and the JSON
 """

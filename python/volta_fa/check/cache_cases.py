@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
-from . import draft_trees
-from .cases import Source
-from .score_options import OF_REFERENCE, ScoreOptions
+from . import draft_trees, tolerance
+from .cases import OF_REFERENCE, ScoreOptions, Source
+from .problems import Part, forward_parts
 
 #: Entries of a block table that name no page: padding of any kind.
 NO_PAGE = (-1, 2**31 - 1, -(2**31))
@@ -370,6 +370,22 @@ class CacheInputs:
             return dequantize_kv(data, c.kv_dtype, _descale(options, which, b), dtype=torch.float64)
         found = (options.get(f"{which}_{name}") for name in ("scale", "zero_point"))
         return dequantize_kv(data, c.kv_dtype, *(t if t is None else t[tokens] for t in found), dtype=torch.float64)
+
+    def parts(self, b: int, k: Tensor, v: Tensor, is_dequantized: bool = False, **changed: Any) -> list[Part]:
+        """Returns sequence b's parts of out and softmax_lse.
+
+        Args:
+            k, v: what the cache stands for at its tokens, (tokens, nheads_k, headdim).
+            is_dequantized: kernels get it rounded to q's dtype, as eager attention does.
+            changed: score options instead of the case's.
+        """
+        options = self.score_options(b) | changed
+        q, k, v = self.queries(b)[None], k[None], v[None]
+        rounded = q, k.to(q.dtype), v.to(q.dtype)
+        ref, more = tolerance.exact(q, k, v, **options), 0.0
+        if is_dequantized:
+            more = tolerance.max_error(tolerance.exact(*rounded, **options).softmax_lse, ref.softmax_lse)
+        return forward_parts(ref, *rounded, lambda t: self.sequence(t, self.cu_q, b)[None], lambda t: self.lse(t, b), more, **options)
 
 
 def _score_tensors(c: CacheCase, source: Source) -> dict[str, Any]:

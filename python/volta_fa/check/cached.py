@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +12,10 @@ from torch import Tensor
 from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
 from ..limits import MAX_DECODE_ROWS
-from . import tolerance
 from .cache_cases import CacheCase, CacheInputs, has_scales
-from .cases import CpuSource
+from .cases import EVERY, CpuSource, asking
 from .kernels import Target
-from .problems import Expected, agree, first_that_can, keyless
-from .score_options import EVERY, asking
+from .problems import Part, agree
 
 #: Kernels of these passes get the problems here.
 PASSES = ("Decode", "DecodeMla", "Prefill", "PrefillStreamK", "Append", "Dequantize")
@@ -218,54 +215,29 @@ def _as_stored(inputs: CacheInputs, which: str, values: Tensor) -> Tensor:
     return dequantize_kv(made.data, c.kv_dtype, made.scale, made.zero_point, dtype=torch.float64)
 
 
-def expect(inputs: CacheInputs) -> Expected:
-    """Returns the results of the fp64 CPU backend with the caches that the kernels get: appended tokens as the dtype has them."""
+def exact(inputs: CacheInputs) -> tuple[list[Part], dict[str, Tensor]]:
+    """Returns the parts of the results of a problem on the CPU, and what the caches then stand for: appended tokens as the dtype has them.
+
+    Raises WrongReference if the fp64 CPU backend has other results than PyTorch's own operations. These append and rotate here, rounded
+    as the op rounds.
+    """
     c, dtype = inputs.case, inputs.q.dtype
-    host = inputs.mapped(lambda t: t.cpu())
-    exact = host.mapped(lambda t: t.double() if t.dtype == dtype else t)
-    if c.alibi:  # fp32 for all
-        exact.options["alibi_slopes"] = host.options["alibi_slopes"]
-    values = run(exact)
-    # once more by PyTorch's own operations: tokens are appended and queries rotated here, rounded as the op rounds them
-    k_cache, v_cache = numbers(host, "k", host.k_cache), numbers(host, "v", host.v_cache)
-    out, again = torch.zeros(values["out"].shape, dtype=dtype), torch.zeros_like(values["out"])
-    lse = torch.full(values["softmax_lse"].shape, math.inf, dtype=torch.float64)
-    sums = lse_tolerance = largest = squares = 0.0
+    caches = {f"{which}_cache": numbers(inputs, which, t) for which, t in (("k", inputs.k_cache), ("v", inputs.v_cache))}
+    parts = []
     for b, (n, cached, new) in enumerate(c.lengths):
-        entry, row = host.places[b]
+        entry, row = inputs.places[b]
         if new:
-            for which, cache, appended in zip("kv", (k_cache, v_cache), host.appended(b)):
-                cache[entry[cached:], row[cached:]] = _as_stored(host, which, appended.to(dtype))
-        if n == 0:
-            continue
-        tensors = (host.queries(b)[None], k_cache[entry, row][None], v_cache[entry, row][None])
-        in_dtype = [t.to(dtype) for t in tensors]
-        options, on_device = ({name: value for name, value in of.score_options(b).items() if value is not None} for of in (host, inputs))
-        # (not a mask)
-        doubled: dict[str, Any] = {n: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in options.items()}
-        ref = tolerance.attend(*(t.double() for t in tensors), **doubled)
-        host.sequence(again, host.cu_q, b)[:], host.lse(lse, b)[:] = ref.out[0], ref.softmax_lse
-        eager = first_that_can(
-            lambda part: tolerance.eager(*part[0], **part[1]), ([t.to(inputs.q.device) for t in in_dtype], on_device), (in_dtype, options)
-        )
-        host.sequence(out, host.cu_q, b)[:] = eager[0].cpu()
-        sums = max(sums, tolerance.forward_sums(ref, tensors[0], tensors[2]))
-        allowed = tolerance.lse_tolerance(ref, dtype)
-        if _is_dequantized(c):  # what the cache stands for is rounded, as the eager result's inputs are
-            nearest = tolerance.attend(*(t.double() for t in in_dtype), **doubled)
-            allowed += tolerance.max_error(nearest.softmax_lse, ref.softmax_lse)
-        lse_tolerance = max(lse_tolerance, allowed)
-        if c.kv_dtype:
-            # kernels round a probability times its token's scale, also a single token's, whose probability is exactly 1 in eager attention
-            rounded = tolerance.rounded_probabilities(ref.probabilities, tolerance.heads_first(tensors[2].double(), c.nheads), dtype)
-            largest, squares = max(largest, rounded.largest), squares + rounded.rms**2 * ref.out.numel()
+            for which, appended in zip("kv", inputs.appended(b)):
+                caches[f"{which}_cache"][entry[cached:], row[cached:]] = _as_stored(inputs, which, appended.to(dtype))
+        if n:
+            k, v = (t[entry, row] for t in caches.values())
+            parts += inputs.parts(b, k, v, _is_dequantized(c))
     if not c.rotary:  # float64's would not be rounded
-        agree("out", values["out"], again)
-        agree("softmax_lse", values["softmax_lse"], lse)
-    rounded_all = tolerance.Rounded(largest, math.sqrt(squares / again.numel()))
-    budget = tolerance.Budget.of(out, again, tolerance.FORWARD_FACTOR, sums, rounded_all)
-    expected = {"out": again, "softmax_lse": lse, "k_cache": k_cache, "v_cache": v_cache}
-    return Expected(expected, {"out": budget}, lse_tolerance, keyless(lse))
+        in_fp64 = inputs.mapped(lambda t: t.double() if t.dtype == dtype else t)
+        if c.alibi:  # fp32 for all
+            in_fp64.options["alibi_slopes"] = inputs.options["alibi_slopes"]
+        agree(parts, run(in_fp64))
+    return parts, caches
 
 
 def _is_dequantized(c: CacheCase) -> bool:

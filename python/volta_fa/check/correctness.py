@@ -17,7 +17,7 @@ from .cache_cases import CacheCase, CacheInputs
 from .cases import Case
 from .int8_scores import FastCase, FastInputs
 from .kernels import FORWARD, WITHOUT_PROBLEM, Target, lacks_memory, problems
-from .problems import Expected, Inputs, WrongReference, expect_backward, expect_forward
+from .problems import Error, Inputs, Part, WrongReference, exact_backward, exact_forward
 
 #: Outcomes of a check: all kernels are correct; something is wrong; some kernels are unchecked and nothing is wrong.
 RIGHT, WRONG, INCOMPLETE = "right", "wrong", "incomplete"
@@ -78,11 +78,7 @@ class KernelResult:
 
 
 #: Gradients that each kind of backward kernel computes. Errors in other gradients are no failure of it.
-_OF_PASS = {
-    "BackwardDkDv": ("dk", "dv", "dattn_bias"),
-    "BackwardDq": ("dq",),
-    "BackwardPostprocess": ("dq",),
-}
+_OF_PASS = {"BackwardDkDv": ("dk", "dv", "dattn_bias"), "BackwardDq": ("dq",), "BackwardPostprocess": ("dq",)}
 
 
 class DeviceLost(Exception):
@@ -177,19 +173,20 @@ def _check_cached(result: KernelResult, target: Target, variant: dict[str, Any],
     inputs = cached.draw(problem, seed, target.device, kernels)
     first, second = _twice(result, target, variant, inputs, lambda: cached.run(inputs))
     _same_bits(result, inputs, seed, first, second)
-    expected = cached.expect(inputs)
-    _judge(result, inputs, seed, {name: first[name] for name in ("out", "softmax_lse")}, expected)
+    found = {name: t.cpu() for name, t in first.items()}
+    parts, caches = cached.exact(inputs.mapped(lambda t: t.cpu()))
+    _judge(result, inputs, seed, parts, found)
     written = cached.written(inputs)
     for name, given in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
-        value, exact = first[name].cpu(), expected.values[name]
-        lost = int((_bits(value) != _bits(given.cpu()))[~written].sum())
+        lost = int((_bits(found[name]) != _bits(given.cpu()))[~written].sum())
         if lost:
             result.failures.append(f"{name}: {lost} elements changed that nothing is appended to ({problem}, seed {seed})")
         if written.any():
+            exact = caches[name][written]
             # a sum of two products in fp32, rounded once
-            allowed = 2 * torch.finfo(exact.dtype).eps * (1 + tolerance.largest(exact[written]))
-            value = cached.numbers(inputs, name[0], value)
-            _put_down(result, inputs, seed, name, "largest", tolerance.max_error(value[written], exact[written]), allowed)
+            allowed = 2 * torch.finfo(exact.dtype).eps * (1 + tolerance.largest(exact))
+            value = cached.numbers(inputs, name[0], found[name])[written]
+            _put_down(result, str(problem), seed, Error(name, "largest", tolerance.max_error(value, exact), allowed))
 
 
 def _check_int8(result: KernelResult, target: Target, variant: dict[str, Any], problem: FastCase, seed: int) -> None:
@@ -206,33 +203,35 @@ def _check_int8(result: KernelResult, target: Target, variant: dict[str, Any], p
                 result.inconclusive.append(f"the plan takes exact kernels instead ({problem})")
                 return
         _same_bits(result, inputs, seed, dict(zip(("out", "softmax_lse"), found)), dict(zip(("out", "softmax_lse"), again)))
-    for name, kind, error, allowed in int8_scores.errors(found, expected, problem.dtype):
-        _put_down(result, inputs, seed, name, kind, error, allowed)
+    for error in int8_scores.errors(found, expected, problem.dtype):
+        _put_down(result, str(problem), seed, error)
 
 
 def _check_problem(result: KernelResult, target: Target, variant: dict[str, Any], problem: Case, seed: int) -> None:
     if not _is_planned(result, target, target.planned(problem, variant), problem):
         return
     inputs = Inputs.draw(problem, seed, target.device)
+    host = inputs.on_cpu()
     if result.pass_ in FORWARD:
-        (out, lse, rng_state), again = _twice(result, target, variant, inputs, lambda: inputs.forward(_generator(target, seed)))
-        expected = expect_forward(inputs, rng_state)
-        found = {"out": out, "softmax_lse": lse}
-        _same_bits(result, inputs, seed, found, {"out": again[0], "softmax_lse": again[1]})
-        _judge(result, inputs, seed, found, expected)
+        runs = [
+            dict(zip(("out", "softmax_lse", "rng_state"), run))
+            for run in _twice(result, target, variant, inputs, lambda: inputs.forward(_generator(target, seed)))
+        ]
+        _same_bits(result, inputs, seed, *runs)
+        _, parts, *_ = exact_forward(host, runs[0]["rng_state"])
+        _judge(result, inputs, seed, parts, runs[0])
         return
     rng_state = torch.tensor([seed, 7], device=target.device)
-    forward = expect_forward(inputs, rng_state)
-    expected = expect_backward(inputs, forward, rng_state)
+    exact, _, out, lse = exact_forward(host, rng_state)
+    parts = exact_backward(exact, host, out, lse, rng_state)
     # exact results of the forward pass, rounded, so that errors of forward kernels do not count
-    out, lse = forward.values["out"].to(inputs.q.dtype).to(target.device), forward.values["softmax_lse"].to(target.device)
-    runs = _twice(result, target, variant, inputs, lambda: inputs.gradients(out, lse, rng_state))
+    given = out.to(inputs.q.dtype).to(target.device), lse.to(target.device)
+    runs = _twice(result, target, variant, inputs, lambda: inputs.gradients(*given, rng_state))
     unordered = () if problem.deterministic else ("dq", "dattn_bias")  # summed by atomics
-    first, second = ({n: t for n, t in run.items() if n in _OF_PASS.get(result.pass_, run)} for run in runs)
-    ordered = [{n: t for n, t in run.items() if n not in unordered} for run in (first, second)]
-    _same_bits(result, inputs, seed, *ordered)
-    for run in (first, second):
-        _judge(result, inputs, seed, run, expected)
+    runs = [{n: t for n, t in run.items() if n in _OF_PASS.get(result.pass_, run)} for run in runs]
+    _same_bits(result, inputs, seed, *({n: t for n, t in run.items() if n not in unordered} for run in runs))
+    for run in runs:
+        _judge(result, inputs, seed, parts, run)
 
 
 _Result = TypeVar("_Result")
@@ -283,25 +282,18 @@ def _bits(t: Tensor) -> Tensor:
     return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
-def _judge(result: KernelResult, inputs: AnyInputs, seed: int, found: dict[str, Tensor], expected: Expected) -> None:
-    for name, tensor in found.items():
-        value, exact = tensor.cpu(), expected.values[name]
-        if name == "softmax_lse":
-            _put_down(result, inputs, seed, name, "largest", tolerance.max_error(value, exact), expected.lse_tolerance)
-            continue
-        if name in ("out", "dq") and expected.keyless is not None and (value[expected.keyless] != 0).any():
-            result.failures.append(f"{name}: not 0 where a query sees no key ({inputs.problem}, seed {seed})")
-        budget = expected.budgets[name]
-        _put_down(result, inputs, seed, name, "largest", tolerance.max_error(value, exact), budget.allowed)
-        _put_down(result, inputs, seed, name, "rms", tolerance.rms_error(value, exact), budget.allowed_rms)
+def _judge(result: KernelResult, inputs: AnyInputs, seed: int, parts: Sequence[Part], found: dict[str, Tensor]) -> None:
+    on_cpu = {name: t.cpu() for name, t in found.items()}
+    for part in parts:
+        for error in part.errors(on_cpu):
+            _put_down(result, str(inputs.problem), seed, error)
 
 
-def _put_down(result: KernelResult, inputs: AnyInputs, seed: int, name: str, kind: str, error: float, allowed: float) -> None:
-    share = error / allowed if allowed > 0 else 0.0 if error == 0 else math.inf
-    if share > result.worst.share:
-        result.worst = Worst(share, name, kind, error, allowed, str(inputs.problem), seed)
-    if share > 1:
-        result.failures.append(f"{name}: {kind} error {error:.3g}, allowed {allowed:.3g} ({inputs.problem}, seed {seed})")
+def _put_down(result: KernelResult, problem: str, seed: int, error: Error) -> None:
+    if error.share > result.worst.share:
+        result.worst = Worst(error.share, error.result, error.kind, error.error, error.allowed, problem, seed)
+    if not error.share <= 1:
+        result.failures.append(f"{error} ({problem}, seed {seed})")
 
 
 def _check_merge(result: KernelResult, target: Target, seed: int) -> None:
@@ -321,15 +313,10 @@ def _check_merge(result: KernelResult, target: Target, seed: int) -> None:
                 runs.append(torch.ops.volta_fa.merge_attention_states(*on_device))
                 target.synchronize()
         eps = torch.finfo(dtype).eps
+        place = f"merging two states of (2, 77, 3, 40), {str(dtype).removeprefix('torch.')}"
         for name, value, exact, again in zip(("out", "softmax_lse"), runs[0], expected, runs[1]):
             allowed = (2 * eps if name == "out" else 2**-21) * (1 + tolerance.largest(exact[exact.isfinite()]))
-            error = tolerance.max_error(value.cpu(), exact)
-            share = error / allowed
-            place = f"merging two states of (2, 77, 3, 40), {str(dtype).removeprefix('torch.')}"
-            if share > result.worst.share:
-                result.worst = Worst(share, name, "largest", error, allowed, place, seed)
-            if share > 1:
-                result.failures.append(f"{name}: largest error {error:.3g}, allowed {allowed:.3g} ({place}, seed {seed})")
+            _put_down(result, place, seed, Error(name, "largest", tolerance.max_error(value.cpu(), exact), allowed))
             if not torch.equal(_bits(value), _bits(again)):
                 result.failures.append(f"{name}: two runs differ ({place}, seed {seed})")
 
@@ -365,12 +352,7 @@ def _check_cast(result: KernelResult, target: Target, magnitudes: tuple[int, int
             continue
         largest = tolerance.largest(exact)
         allowed = 2**-18 * max(largest, 1.0) if name == "softmax_lse" else 2 * torch.finfo(torch.bfloat16).eps * largest
-        error = tolerance.max_error(value.cpu(), exact)
-        share = error / allowed
-        if share > result.worst.share:
-            result.worst = Worst(share, name, "largest", error, allowed, place, seed)
-        if not share <= 1:
-            result.failures.append(f"{name}: largest error {error:.3g}, allowed {allowed:.3g} ({place}, seed {seed})")
+        _put_down(result, place, seed, Error(name, "largest", tolerance.max_error(value.cpu(), exact), allowed))
         if not torch.equal(_bits(value), _bits(again)):
             result.failures.append(f"{name}: two runs differ ({place}, seed {seed})")
 

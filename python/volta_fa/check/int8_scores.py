@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .kernels import SIMULATE_VARIABLE, Target, environment
+from .problems import Error
 
 PASSES = ("FastForward", "FastPrepare")
 #: Relative L1 error of out from the model's; bf16 rounds out more.
@@ -113,11 +114,11 @@ class FastInputs:
         return out
 
 
-def errors(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, str, float, float]]:
-    """Yields result, kind of error, error and what is allowed."""
+def errors(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype) -> Iterator[Error]:
+    """Yields the errors of out and softmax_lse."""
     out, lse = (t.cpu().double() for t in found)
     model, model_lse = (t.double() for t in expected)
     error = ((out - model).abs().sum() / model.abs().sum()).nan_to_num(nan=torch.inf).item()
-    yield "out", "relative L1", error, OUT_LIMITS[dtype]
+    yield Error("out", "relative L1", error, OUT_LIMITS[dtype])
     difference = (lse - model_lse).abs().masked_fill(lse == model_lse, 0).nan_to_num(nan=torch.inf)  # inf where no key is seen
-    yield "softmax_lse", "largest", difference.max().item(), LSE_LIMIT
+    yield Error("softmax_lse", "largest", difference.max().item(), LSE_LIMIT)

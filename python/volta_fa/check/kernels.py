@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from .cases import Case
-from .score_options import ASKING, EVERY, asking
+from .cases import ASKING, EVERY, Case, asking
 
 #: The passes of `volta_fa::fwd`.
 FORWARD = ("Forward", "ForwardStreamK")
@@ -193,11 +192,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
     varlen = "varlen" in features
     sinks = "own" if "sinks" in features else ""
     if "block_mask" in required:
-        found = [
-            case(141, 155),
-            case(290, 200, less=8, batch=2, used=varlen, sinks=sinks, window_left=60),
-            case(288, 33, is_causal=True),
-        ]
+        found = [case(141, 155), case(290, 200, less=8, batch=2, used=varlen, sinks=sinks, window_left=60), case(288, 33, is_causal=True)]
         if "alibi" in features:
             found += [case(141, 155, **EVERY, is_causal=True), case(129, 97, alibi="h", dropout_p=0.2)]
     elif required:
@@ -214,10 +209,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
             case(65, 113, alibi="bh", dropout_p=0.3, packed=True, sinks="own", is_causal=True),
         ]
     elif features:
-        found = [
-            case(141, 155, packed=varlen, sinks=sinks, is_causal=True),
-            case(77, 131, less=8, batch=2, used=varlen, window_left=60),
-        ]
+        found = [case(141, 155, packed=varlen, sinks=sinks, is_causal=True), case(77, 131, less=8, batch=2, used=varlen, window_left=60)]
     else:
         found = [
             case(141, 155),
@@ -233,7 +225,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         ]
     # kernels get a bf16 bias as fp32, which some do not read
     reads_bf16 = "bias" not in features or "fp32_bias" in features
-    if "bf16_gradients" in features or (variant["pass"] in FORWARD and features and reads_bf16 and variant["family"] != "cpu"):
+    if "fp32_gradients" in features or (variant["pass"] in FORWARD and features and reads_bf16 and variant["family"] != "cpu"):
         alibi = "bh" if "alibi" in features else ""
         found.append(case(113, 129, dtype=torch.bfloat16, sinks=sinks, alibi=alibi, is_causal=True))
     if "bias" in required and "fp32_bias" in features:

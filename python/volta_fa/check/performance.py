@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from ..integrations.sdpa import disable_sdpa
 from . import atomics, machine, performance_cached
 from .kernels import Target, lacks_memory
 from .performance_cached import CachePoint
-from .timing import median_ms
 
 #: Seconds for the runs of one figure, besides the two runs that always happen.
 _OF_A_FIGURE = 0.12
@@ -29,6 +29,9 @@ HEADS = {"forward": 32, "backward": 40}
 VOLTA_FA, DETERMINISTIC, EFFICIENT, MATH = "volta_fa", "volta_fa, deterministic", "memory-efficient", "math"
 _PYTORCH = {EFFICIENT: SDPBackend.EFFICIENT_ATTENTION, MATH: SDPBackend.MATH}
 OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "no time left"
+
+
+Work = Callable[[], object]
 
 
 @dataclass
@@ -82,6 +85,32 @@ class Speeds:
     #: why there are no figures of the card
     missing: str = ""
     note: str = ""
+
+
+def median_ms(work: Work, device: torch.device, limit: float, most: int = 20, calls: int = 1) -> float:
+    """Returns the median time of a call in ms, over up to `most` runs of `calls` calls each.
+
+    The runs take about `limit` seconds together, after one to warm up. If that one takes longer than the limit, it alone counts.
+    """
+    _run_ms(work, device, 1)  # loads code, fills the allocator's cache
+    first = _run_ms(work, device, calls)
+    runs = min(most, int(limit / max(first / 1e3, 1e-6)))
+    return median([first, *(_run_ms(work, device, calls) for _ in range(runs))]) / calls
+
+
+def _run_ms(work: Work, device: torch.device, calls: int) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return 1e3 * (time.perf_counter() - begin)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def load_predictions() -> dict[str, Any]:
@@ -224,7 +253,7 @@ def _measure_one(
     point: Point | CachePoint,
     name: str,
     place: str,
-    make: Callable[[], Callable[[], object]],
+    make: Callable[[], Work],
     needed: int,
     deadline: float,
 ) -> None:
@@ -264,7 +293,7 @@ def _tensors(point: Point, target: Target, heads_first: bool) -> Iterator[Tensor
         yield torch.randn(shape, generator=generator, device=target.device, dtype=dtype)
 
 
-def _ours(point: Point, target: Target, name: str) -> Callable[[], object]:
+def _ours(point: Point, target: Target, name: str) -> Work:
     q, k, v, dout = _tensors(point, target, heads_first=False)
 
     def forward() -> tuple[Tensor, Tensor, Tensor]:
@@ -276,7 +305,7 @@ def _ours(point: Point, target: Target, name: str) -> Callable[[], object]:
     return lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, is_causal=point.causal, deterministic=name == DETERMINISTIC)
 
 
-def _pytorch(point: Point, target: Target, name: str) -> Callable[[], object]:
+def _pytorch(point: Point, target: Target, name: str) -> Work:
     q, k, v, dout = _tensors(point, target, heads_first=True)
 
     def forward() -> Tensor:

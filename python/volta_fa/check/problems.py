@@ -1,17 +1,21 @@
-"""Results of small problems by the fp64 CPU backend, with the error that others may have."""
+"""Attention problems: their tensors, their exact results, and the errors that other results may have. `check` and the tests judge by it.
+
+The tests import this file without the package, so it imports nothing but torch and files that do the same.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import block_masks, tolerance
 from .cases import Case, CpuSource
-from .score_options import OF_REFERENCE
 
 
 @dataclass
@@ -73,182 +77,302 @@ class Inputs:
         )
         return {name: t for name, t in zip(("dq", "dk", "dv", "dattn_bias", "dsinks"), found) if name in names}
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Of a gradient."""
-        given = self.options.get(name[1:])
-        return given.dtype if isinstance(given, Tensor) else self.q.dtype
 
-    def parts(self, rng_state: Tensor) -> Iterator[Part]:
-        """Yields each batch entry or sequence with queries and keys, as a dense problem of its own."""
-        p = self.problem
-        kept = None
-        if p.dropout_p:
-            kept = torch.ops.volta_fa._dropout_mask(rng_state, p.entries, p.nheads, *p.longest, p.dropout_p)
-            kept = kept.to(self.q.device)
-        first_q = first_k = 0
-        for number, (seqlen_q, seqlen_k) in enumerate(p.seqlens):
-            entry = slice(number, number + 1)
-            at_q: tuple[slice, ...] = (entry, slice(seqlen_q))
-            at_k: tuple[slice, ...] = (entry, slice(seqlen_k))
-            if p.lengths:
-                at_q, at_k = (slice(first_q, first_q + seqlen_q),), (slice(first_k, first_k + seqlen_k),)
-                first_q, first_k = first_q + seqlen_q, first_k + p.lengths[number][1]
-            if seqlen_q and seqlen_k:
-                yield Part(self, number, at_q, at_k, seqlen_q, seqlen_k, kept)
+# ---- parts of results ----------------------------------------------------------------------------------------------
+
+Select = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Error:
+    """An error of a result, and what is allowed."""
+
+    result: str
+    kind: str  # largest, rms, relative L1
+    error: float
+    allowed: float
+    where: str = ""
+    eager: float | None = None  # the error of eager attention
+
+    @property
+    def share(self) -> float:
+        """Error / allowed error."""
+        return self.error / self.allowed if self.allowed > 0 else 0.0 if self.error == 0 else torch.inf
+
+    def __str__(self) -> str:
+        of_eager = "" if self.eager is None else f", eager attention's {self.eager:.3g}"
+        return f"{self.result}: {self.kind} error{self.where} {self.error:.3g}, allowed {self.allowed:.3g}{of_eager}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a result: where it is, what it is exactly, and what its errors may be."""
+
+    result: str
+    select: Select
+    exact: Tensor
+    allowed: tolerance.Budget | float  # a number: of the largest error
+    where: str = ""
+
+    def errors(self, results: dict[str, Tensor]) -> Iterator[Error]:
+        """Yields the errors of this part of the results, if it is among them."""
+        if self.result not in results:
+            return
+        found, allowed = self.select(results[self.result]), self.allowed
+        largest = tolerance.max_error(found, self.exact)
+        if isinstance(allowed, float):
+            yield Error(self.result, "largest", largest, allowed, self.where)
+            return
+        yield Error(self.result, "largest", largest, allowed.allowed, self.where, allowed.eager_error)
+        rms = tolerance.rms_error(found, self.exact)
+        yield Error(self.result, "rms", rms, allowed.allowed_rms, self.where, allowed.eager_rms)
+
+
+def zeros(result: str, select: Select, chosen: Tensor, where: str) -> Part:
+    """Returns what must be exactly 0: the rows of `select` that are chosen."""
+    return Part(result, lambda t: select(t)[chosen], torch.zeros((), device=chosen.device), 0.0, where)
+
+
+def forward_parts(
+    ref: tolerance.Eager, q: Tensor, k: Tensor, v: Tensor, rows: Select, lse: Select, more: float, **options: Any
+) -> list[Part]:
+    """Returns what a dense problem gives of out and softmax_lse.
+
+    Args:
+        ref: its exact results.
+        rows: selects its part of out, (batch, seqlen_q, nheads, headdim_v).
+        lse: selects its part of softmax_lse, (batch, nheads, seqlen_q).
+        more: the error that softmax_lse may have beyond that of rounded sums.
+    """
+    return [
+        Part("out", rows, ref.out, tolerance.forward_budget(ref, q, k, v, **options)),
+        Part("softmax_lse", lse, ref.softmax_lse, tolerance.lse_tolerance(ref, q.dtype) + more),
+        zeros("out", _heads_first(rows), ref.masked, _KEYLESS),
+    ]
+
+
+_KEYLESS = " of queries without a key"
+
+
+def _heads_first(rows: Select) -> Select:
+    return lambda t: rows(t).transpose(1, 2)
+
+
+# ---- dense problems ------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Part:
-    """One batch entry or sequence: where its rows are, and its dense problem."""
+class Group:
+    """Batch entries or packed sequences of the same lengths, as one dense problem of its own."""
 
-    inputs: Inputs
-    number: int
-    at_q: tuple[slice, ...]
-    at_k: tuple[slice, ...]
-    seqlen_q: int
-    seqlen_k: int
-    kept: Tensor | None
+    entries: Tensor  # (n) their numbers
+    q_rows: Tensor  # (n, seqlen_q) where their rows are among all rows
+    k_rows: Tensor  # (n, seqlen_k)
+    options: dict[str, Any]  # of `tolerance.attend`: those that belong to these entries
 
     def queries(self, t: Tensor) -> Tensor:
-        """(1, seqlen_q, nheads, headdim) of q, out, dout or dq: a view."""
-        return t[self.at_q].unsqueeze(0) if t.dim() == 3 else t[self.at_q]
+        """(n, seqlen_q, nheads, headdim) of q, out, dout or dq."""
+        return _rows(t)[self.q_rows]
 
     def keys(self, t: Tensor) -> Tensor:
-        """(1, seqlen_k, nheads_k, headdim) of k, v, dk or dv: a view."""
-        return t[self.at_k].unsqueeze(0) if t.dim() == 3 else t[self.at_k]
+        """(n, seqlen_k, nheads_k, headdim) of k, v, dk or dv."""
+        return _rows(t)[self.k_rows]
 
-    def of_bias(self, t: Tensor) -> Tensor:
-        """The part of a bias or of its gradient: a view."""
-        t = t[:, :, : self.seqlen_q, : self.seqlen_k]
-        return t[self.number : self.number + 1] if t.shape[0] > 1 else t
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The group's q, k and v."""
+        return self.queries(q), self.keys(k), self.keys(v)
 
     def lse(self, t: Tensor) -> Tensor:
-        """(1, nheads, seqlen_q) of a softmax_lse: a view."""
-        return t[None, :, self.at_q[0]] if t.dim() == 2 else t[self.number : self.number + 1]
+        """(n, nheads, seqlen_q) of a softmax_lse."""
+        if t.dim() == 2:
+            return t[:, self.q_rows].transpose(0, 1)
+        return t[self.entries]
 
-    def of_gradient(self, name: str, t: Tensor) -> Tensor:
-        """Returns the view of a gradient to which the part adds."""
-        places = {"dq": self.queries, "dk": self.keys, "dv": self.keys, "dattn_bias": self.of_bias}
-        return places[name](t) if name in places else t
+    def bias(self, t: Tensor) -> Tensor:
+        """The part of a bias; dimensions of size 1 stay."""
+        t = t[:, :, : self.q_rows.shape[1], : self.k_rows.shape[1]]
+        return t[self.entries] if t.shape[0] > 1 else t
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Returns the options of this part for the references in tolerance.py."""
-        given = self.inputs.options
-        options = {name: given[name] for name in OF_REFERENCE if name in given}
-        if "attn_bias" in given:
-            options["attn_bias"] = self.of_bias(given["attn_bias"])
-        if "block_lists" in given:
-            sizes = self.inputs.problem.batch, self.inputs.problem.nheads, self.inputs.problem.seqlen_q, self.inputs.problem.seqlen_k
-            options["attn_bias"] = self.of_bias(block_masks.expand(given["block_lists"], given["block_bits"], *sizes))
-        if "alibi_slopes" in given:
-            slopes = given["alibi_slopes"]
-            slopes = slopes[self.number : self.number + 1] if slopes.dim() == 2 else slopes
-            options["alibi_slopes"] = slopes.double() if self.inputs.q.dtype == torch.float64 else slopes
-        if self.kept is not None:
-            options["kept"] = self.kept[self.number : self.number + 1, :, : self.seqlen_q, : self.seqlen_k]
-        return options
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v."""
-        return self.queries(self.inputs.q), self.keys(self.inputs.k), self.keys(self.inputs.v)
+    def add_to_bias(self, total: Tensor, part: Tensor) -> None:
+        """Where `bias` reads, add."""
+        own = total[:, :, : part.shape[2], : part.shape[3]]
+        if total.shape[0] > 1:
+            own[self.entries] += part
+        else:
+            own += part
 
 
-_Given = TypeVar("_Given")
-_Result = TypeVar("_Result")
+def _rows(t: Tensor) -> Tensor:
+    return t if t.dim() == 3 else t.flatten(0, 1)
 
 
-def first_that_can(work: Callable[[_Given], _Result], *parts: _Given) -> _Result:
-    """Returns `work` of the first part for which PyTorch has the operations: on the GPU, else on the CPU. (Old GPUs lack bf16 products.)"""
-    for part in parts[:-1]:
-        try:
-            return work(part)
-        except (RuntimeError, NotImplementedError):
-            continue
-    return work(parts[-1])
+#: Returns what dropout keeps of these entries' probabilities, (entries, nheads, seqlen_q, seqlen_k) bool.
+Kept = Callable[[Tensor, int, int], Tensor]
+
+
+def groups(
+    q: Tensor,
+    k: Tensor,
+    kept: Kept | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_lists: Tensor | None = None,
+    block_bits: Tensor | None = None,
+    block_lists_t: Tensor | None = None,
+    block_bits_t: Tensor | None = None,
+    **options: Any,
+) -> list[Group]:
+    """The problem that the op's arguments describe, as dense ones."""
+    device = q.device
+    if block_lists is not None:
+        attn_bias = block_masks.expand(block_lists, block_bits, q.shape[0], q.shape[-2], q.shape[1], k.shape[1])
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        starts_q, starts_k = ([b * t.shape[1] for b in range(q.shape[0] + 1)] for t in (q, k))
+    else:
+        starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    lengths_q, lengths_k = ([b - a for a, b in zip(starts, starts[1:])] for starts in (starts_q, starts_k))
+    if seqused_k is not None:
+        lengths_k = seqused_k.tolist()
+    alike = defaultdict(list)
+    for entry, lengths in enumerate(zip(lengths_q, lengths_k)):
+        alike[lengths].append(entry)
+    found = []
+    for (seqlen_q, seqlen_k), numbers in alike.items():
+
+        def rows(starts: list[int], count: int) -> Tensor:
+            first = torch.tensor([starts[n] for n in numbers], device=device)
+            return first[:, None] + torch.arange(count, device=device)
+
+        group = Group(torch.tensor(numbers, device=device), rows(starts_q, seqlen_q), rows(starts_k, seqlen_k), dict(options))
+        if attn_bias is not None:
+            group.options["attn_bias"] = group.bias(attn_bias)
+        if alibi_slopes is not None:
+            group.options["alibi_slopes"] = alibi_slopes[group.entries] if alibi_slopes.dim() == 2 else alibi_slopes
+        if kept is not None:
+            group.options["kept"] = kept(group.entries, seqlen_q, seqlen_k)
+        found.append(group)
+    return found
+
+
+def unused_keys(groups_: list[Group], k: Tensor) -> Tensor:
+    """Rows of k, among all rows, that are no entry's key."""
+    unused = torch.ones(len(_rows(k)), dtype=torch.bool, device=k.device)
+    for group in groups_:
+        unused[group.k_rows.flatten()] = False
+    return unused
+
+
+class Exact:
+    """The exact results of a problem of `fwd` and `bwd`, and what is allowed: each group has its own budget."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None, **options: Any):
+        self.tensors, self.options = (q, k, v), options
+        self.groups = groups(q, k, kept, **options)
+        self.refs = [tolerance.exact(*group.inputs(q, k, v), **group.options) for group in self.groups]
+
+    def forward(self) -> list[Part]:
+        """Returns the parts of out and softmax_lse."""
+        found = []
+        for group, ref in zip(self.groups, self.refs):
+            found += forward_parts(ref, *group.inputs(*self.tensors), group.queries, group.lse, 0.0, **group.options)
+        return found
+
+    def out(self) -> Tensor:
+        """Returns out in fp64."""
+        q, _, v = self.tensors
+        found = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=torch.float64, device=q.device)
+        for group, ref in zip(self.groups, self.refs):
+            _rows(found)[group.q_rows] = ref.out
+        return found
+
+    def backward(self, dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> list[Part]:
+        """Returns the parts of the gradients, if the backward pass gets this `out`; `dlse` is the gradient of softmax_lse."""
+        q, k, v = self.tensors
+        names = tolerance.gradient_names(**self.options)
+        parts: list[Part] = []
+        # gradients summed over all groups: exact, eager, rounding error of sums
+        totals: dict[str, tuple[Tensor, Tensor]] = {n: (_zeros(self.options[n[1:]]), _zeros(self.options[n[1:]])) for n in names[3:]}
+        rounding = dict.fromkeys(names, 0.0)
+        for group, ref in zip(self.groups, self.refs):
+            inputs = (group.queries(dout), *group.inputs(q, k, v))
+            options = group.options if dlse is None else group.options | {"dlse": group.lse(dlse)}
+            exact = dict(zip(names, tolerance.exact_gradients(*inputs, **options)))
+            eager = dict(zip(names, tolerance.eager_gradients(*inputs, **options)))
+            sums = dict(zip(names, tolerance.gradient_sums(ref, group.queries(out), *inputs, **group.options)))
+            for name, rows in (("dq", group.queries), ("dk", group.keys), ("dv", group.keys)):
+                budget = tolerance.Budget.of(eager[name], exact[name], tolerance.GRADIENT_FACTOR, sums[name])
+                parts.append(Part(name, rows, exact[name], budget))
+            parts.append(zeros("dq", _heads_first(group.queries), ref.masked, _KEYLESS))
+            for name, total in totals.items():
+                for whole, part in zip(total, (exact[name], eager[name].double())):
+                    group.add_to_bias(whole, part) if name == "dattn_bias" else whole.add_(part)
+                rounding[name] += sums[name]
+        for name, (whole, of_eager) in totals.items():
+            of_eager = of_eager.to(self.options[name[1:]].dtype)
+            budget = tolerance.Budget.of(of_eager, whole, tolerance.GRADIENT_FACTOR, rounding[name])
+            parts.append(Part(name, lambda t: t, whole, budget))
+        unused = unused_keys(self.groups, k)
+        return parts + [zeros(name, _rows, unused, " of keys beyond every sequence") for name in ("dk", "dv")]
+
+
+def _zeros(t: Tensor) -> Tensor:
+    return torch.zeros_like(t, dtype=torch.float64)
+
+
+# ---- two references ------------------------------------------------------------------------------------------------
 
 
 class WrongReference(Exception):
     """The fp64 CPU backend and PyTorch's own operations in fp64 differ, so there is no reference for a kernel."""
 
 
-@dataclass
-class Expected:
-    """Results of the fp64 CPU backend, with the allowed errors."""
-
-    values: dict[str, Tensor]
-    budgets: dict[str, tolerance.Budget]
-    lse_tolerance: float = 0.0
-    #: of q without its last dimension: queries that see no key. Their out and gradient are exactly 0
-    keyless: Tensor | None = None
-
-
-def expect_forward(inputs: Inputs, rng_state: Tensor) -> Expected:
-    """Returns out and softmax_lse in fp64, with allowed errors.
+def exact_forward(inputs: Inputs, rng_state: Tensor) -> tuple[Exact, list[Part], Tensor, Tensor]:
+    """Returns the exact results of a problem on the CPU, the parts of its forward pass, and out and softmax_lse in fp64.
 
     With dropout, the CPU backend's forward pass would draw other random numbers, so out comes from PyTorch's own operations.
     """
-    host = inputs.on_cpu()
-    exact = host.in_fp64()
-    options = {name: value for name, value in exact.options.items() if name != "dropout_p"}
-    out, lse, _ = torch.ops.volta_fa.fwd(exact.q, exact.k, exact.v, **options)
-    eager, again = torch.zeros(out.shape, dtype=inputs.q.dtype, device=inputs.q.device), torch.zeros_like(out)
-    sums = lse_tolerance = 0.0
-    # the same part on the device, on the CPU, and in fp64 on the CPU
-    for mine, same, theirs in zip(inputs.parts(rng_state), host.parts(rng_state), exact.parts(rng_state)):
-        ref = tolerance.attend(*theirs.tensors, **theirs.options)
-        theirs.queries(again).copy_(ref.out)
-        mine.queries(eager).copy_(first_that_can(lambda part: tolerance.eager(*part.tensors, **part.options), mine, same))
-        sums = max(sums, tolerance.forward_sums(ref, same.tensors[0], same.tensors[2], inputs.problem.dropout_p))
-        lse_tolerance = max(lse_tolerance, tolerance.lse_tolerance(ref, inputs.q.dtype))
-        agree("softmax_lse", theirs.lse(lse), ref.softmax_lse)
-    if inputs.problem.dropout_p:
-        out = again
-    agree("out", out, again)
-    budget = tolerance.Budget.of(eager.cpu(), out, tolerance.FORWARD_FACTOR, sums)
-    return Expected({"out": out, "softmax_lse": lse}, {"out": budget}, lse_tolerance, keyless(lse))
+    p = inputs.problem
+    kept: Kept | None = None
+    if p.dropout_p:
+        mask = torch.ops.volta_fa._dropout_mask(rng_state, p.entries, p.nheads, *p.longest, p.dropout_p).cpu()
+        kept = partial(_part_of_mask, mask)
+    exact = Exact(inputs.q, inputs.k, inputs.v, kept, **inputs.options)
+    in_fp64 = inputs.in_fp64()
+    options = {name: value for name, value in in_fp64.options.items() if name != "dropout_p"}
+    out, lse, _ = torch.ops.volta_fa.fwd(in_fp64.q, in_fp64.k, in_fp64.v, **options)
+    parts = exact.forward()
+    out = exact.out() if p.dropout_p else out
+    agree(parts, {"out": out, "softmax_lse": lse})
+    return exact, parts, out, lse
 
 
-def expect_backward(inputs: Inputs, forward: Expected, rng_state: Tensor) -> Expected:
-    """Returns the problem's gradients in fp64, with allowed errors."""
-    host = inputs.on_cpu()
-    exact = host.in_fp64()
-    names = tolerance.gradient_names(**inputs.options)
-    values = exact.gradients(forward.values["out"], forward.values["softmax_lse"], rng_state.cpu())
-    eager = {n: torch.zeros(t.shape, dtype=inputs.dtype_of(n), device=inputs.q.device) for n, t in values.items()}
-    again = {n: torch.zeros_like(t) for n, t in values.items()}
-    sums = dict.fromkeys(names, 0.0)
-    for mine, same, theirs in zip(inputs.parts(rng_state), host.parts(rng_state), exact.parts(rng_state)):
-        ref = tolerance.attend(*theirs.tensors, **theirs.options)
-        for parts, into in (((mine, same), eager), ((theirs,), again)):
-            of_part = first_that_can(lambda p: tolerance.eager_gradients(p.queries(p.inputs.dout), *p.tensors, **p.options), *parts)
-            for name, gradient in zip(names, of_part):
-                place = parts[0].of_gradient(name, into[name])
-                place.add_(gradient.to(place.device))
-        rounded = ref.out.to(inputs.q.dtype)  # what `correctness` gives the backward pass
-        of_sums = tolerance.gradient_sums(ref, rounded, same.queries(host.dout), *same.tensors, **theirs.options)
-        for name, value in zip(names, of_sums):
-            # what all parts add to has the roundings of all of them
-            sums[name] = max(sums[name], value) if name in ("dq", "dk", "dv") else sums[name] + value
-    for name in names:
-        agree(name, values[name], again[name])
-    budgets = {n: tolerance.Budget.of(eager[n].cpu(), values[n], tolerance.GRADIENT_FACTOR, sums[n]) for n in names}
-    return Expected(values, budgets, keyless=forward.keyless)
+def _part_of_mask(mask: Tensor, entries: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    return mask[entries, :, :seqlen_q, :seqlen_k]
 
 
-def keyless(softmax_lse: Tensor) -> Tensor:
-    """Returns which queries see no key, in the shape of q without its last dimension."""
-    return softmax_lse.transpose(-1, -2) == torch.inf
+def exact_backward(exact: Exact, inputs: Inputs, out: Tensor, softmax_lse: Tensor, rng_state: Tensor) -> list[Part]:
+    """Returns the parts of the gradients of a problem on the CPU, of which `exact_forward` gave the rest."""
+    parts = exact.backward(inputs.dout, out.to(inputs.q.dtype))
+    agree(parts, inputs.in_fp64().gradients(out, softmax_lse, rng_state.cpu()))
+    return parts
 
 
 #: softmax_lse, from which the backward pass has its probabilities, is fp32: relative errors of 1e-7 times its size.
 _AGREE = 1e-5
 
 
-def agree(name: str, found: Tensor, again: Tensor) -> None:
-    """Raises WrongReference if the two references differ."""
-    error = tolerance.max_error(found, again)
-    finite = again[again.isfinite()]
-    if error > _AGREE * (1 + tolerance.largest(finite)):
-        raise WrongReference(f"{name} of the CPU backend in float64 is {error:.1e} from that of PyTorch's own operations in float64")
+def agree(parts: list[Part], results: dict[str, Tensor]) -> None:
+    """Raises WrongReference if results of the CPU backend in fp64 differ from the exact ones."""
+    for part in parts:
+        name, exact = part.result, part.exact
+        if name not in results:
+            continue
+        error = tolerance.max_error(part.select(results[name]), exact)
+        if error > _AGREE * (1 + tolerance.largest(exact[exact.isfinite()])):
+            raise WrongReference(f"{name} of the CPU backend in float64 is {error:.1e} from that of PyTorch's own operations in float64")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +30,7 @@ def kept_share(dropout_p: float) -> float:
 
 
 def visible(
-    seqlen_q: int,
-    seqlen_k: int,
-    is_causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    device: torch.device | str = "cpu",
+    seqlen_q: int, seqlen_k: int, is_causal: bool = False, window_left: int = -1, window_right: int = -1, device: torch.device | str = "cpu"
 ) -> Tensor:
     """(seqlen_q, seqlen_k) bool: query i sees key j where i+o-left <= j <= i+o+right, o = seqlen_k - seqlen_q."""
     i = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
@@ -79,7 +74,9 @@ class Eager:
     out: Tensor  # (batch, seqlen_q, nheads, headdim_v)
     softmax_lse: Tensor  # (batch, nheads, seqlen_q)
     probabilities: Tensor  # (batch, nheads, seqlen_q, seqlen_k), before dropout
+    weights: Tensor  # the same, after dropout
     tanh: Tensor | None  # of softcap
+    masked: Tensor  # (batch, nheads, seqlen_q) rows that see no key
     largest_score: float  # of those that are computed and those that count; only of fp64 tensors, for what is exact
 
 
@@ -123,15 +120,7 @@ def score(
     return Scores(scores, logits, tanh, products)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout_p: float = 0.0,
-    kept: Tensor | None = None,
-    **options: Any,
-) -> Eager:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, kept: Tensor | None = None, **options: Any) -> Eager:
     """PyTorch's own eager attention of a dense problem with `score`'s options, every step in the dtype of the inputs, or in fp32 from
     where an fp32 tensor (slopes, a bias, sinks) comes in. `kept` is dropout's mask."""
     s = score(q, k, **options)
@@ -141,9 +130,19 @@ def attend(
     weights = probabilities if kept is None else probabilities * kept / kept_share(dropout_p)
     out = (weights.to(v.dtype) @ heads_first(v, q.shape[2])).transpose(1, 2)
     lse = s.logits.masked_fill(none, 0.0).logsumexp(-1).masked_fill(none.squeeze(-1), math.inf)
-    exact = q.dtype == torch.float64
-    largest_score = max(largest(s.products), largest(s.scores[probabilities > 1e-9])) if exact else 0.0
-    return Eager(out, lse, probabilities, s.tanh, largest_score)
+    is_exact = q.dtype == torch.float64
+    largest_score = max(largest(s.products), largest(s.scores[probabilities > 1e-9])) if is_exact else 0.0
+    return Eager(out, lse, probabilities, weights, s.tanh, (s.scores == -math.inf).all(-1), largest_score)
+
+
+def in_fp64(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options with tensors in fp64, but for masks."""
+    return {name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in options.items()}
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Eager:
+    """`attend` in fp64: what is right."""
+    return attend(q.double(), k.double(), v.double(), **in_fp64(options))
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -174,6 +173,11 @@ def eager_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor 
             gradients.append(dlse.to(found_by.softmax_lse.dtype))
         found = torch.autograd.grad(results, list(leaves.values()), gradients, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves.values())]
+
+
+def exact_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Tensor]:
+    """`eager_gradients` in fp64: what is right."""
+    return eager_gradients(dout.double(), q.double(), k.double(), v.double(), **in_fp64(options))
 
 
 # ---- errors and what is allowed ------------------------------------------------------------------------------------
@@ -245,16 +249,6 @@ class Budget:
         return max(self.factor * self.eager_rms, self._unavoidable(self.rms, self.rounded.rms))
 
 
-class Exact(Protocol):
-    """What budgets want to know of the fp64 result: an `Eager` of fp64 tensors has it."""
-
-    out: Tensor
-    softmax_lse: Tensor
-    probabilities: Tensor
-    tanh: Tensor | None
-    largest_score: float
-
-
 def accumulation_eps(dtype: torch.dtype) -> float:
     """Unit of rounding of the type that sums are kept in: fp64 for fp64, fp32 for all others."""
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
@@ -274,7 +268,7 @@ def largest_row(t: Tensor) -> float:
 _DEVIATIONS = 4
 
 
-def score_error(ref: Exact, q: Tensor) -> float:
+def score_error(ref: Eager, q: Tensor) -> float:
     """What rounded sums put on a score, and so, relative to it, on its probability.
 
     A unit in the last place of the largest, where fp64 judges. An fp64 result is judged by one that is as much a sum of headdim rounded
@@ -287,7 +281,7 @@ def score_error(ref: Exact, q: Tensor) -> float:
     return accumulation_eps(q.dtype) * (1 + units * ref.largest_score)
 
 
-def forward_sums(ref: Exact, q: Tensor, v: Tensor, dropout_p: float = 0.0, **_: Any) -> float:
+def forward_sums(ref: Eager, q: Tensor, v: Tensor, dropout_p: float = 0.0, **_: Any) -> float:
     """What rounded sums alone may put on out."""
     return score_error(ref, q) * largest(v) / kept_share(dropout_p)
 
@@ -310,7 +304,13 @@ def rounded_probabilities(weights: Tensor, values: Tensor, dtype: torch.dtype) -
     return Rounded(largest(error), variance.mean().sqrt().item() * (1 + _DEVIATIONS / math.sqrt(2 * count)))
 
 
-def gradient_sums(ref: Exact, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[float]:
+def forward_budget(ref: Eager, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Budget:
+    """How far out may be from `exact`'s."""
+    rounded = rounded_probabilities(ref.weights, heads_first(v.double(), q.shape[2]), q.dtype)
+    return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, forward_sums(ref, q, v, **options), rounded)
+
+
+def gradient_sums(ref: Eager, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[float]:
     """What rounded sums alone may put on each of `gradient_names`, if the backward pass gets this `out`."""
     scale = options.get("softmax_scale")
     scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
@@ -341,7 +341,7 @@ def gradient_sums(ref: Exact, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v
     return sums
 
 
-def delta_noise(ref: Exact, out: Tensor, dout: Tensor) -> Tensor:
+def delta_noise(ref: Eager, out: Tensor, dout: Tensor) -> Tensor:
     """(batch, nheads, seqlen_q, 1): four standard deviations of what the rounding of the exact out makes of each row's delta, the sum
     of dout * out, and no less than what errors of the given `out` do make, rounded in turn. Backward gets no more than that `out`, whose
     errors have a budget of their own; eager keeps probabilities instead, so that it is exact where one key has all the attention or a
@@ -352,7 +352,7 @@ def delta_noise(ref: Exact, out: Tensor, dout: Tensor) -> Tensor:
     return torch.maximum(rounding, made).transpose(1, 2)[..., None]
 
 
-def lse_tolerance(ref: Exact, dtype: torch.dtype) -> float:
+def lse_tolerance(ref: Eager, dtype: torch.dtype) -> float:
     """softmax_lse is an fp32 sum of fp32 sums: a few roundings of its own size and of the scores'.
 
     The kernels get it through the hardware's approximate ex2 and lg2 and a row maximum that may lag behind, a few

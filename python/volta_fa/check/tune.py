@@ -21,7 +21,7 @@ import torch
 from ..inspection import info
 from .correctness import KernelResult
 from .kernels import Target
-from .timing import Work, median_ms
+from .performance import Work, median_ms
 
 #: Share by which another choice must be faster in every round. Repeated medians of one kernel differ by less.
 MARGIN = 0.05

@@ -195,7 +195,7 @@ def show_simulation(results: Sequence[Simulated]) -> None:
     table.add_row("times as fast", *(f"{result.tflops / result.gpu.pytorch_tflops:.1f}" for result in results))
     for name in results[0].errors:
         errors = [result.errors[name] for result in results]
-        table.add_row(f"largest error of {name}, fp64 (allowed)", *(f"{error.found:.1e} ({error.allowed:.1e})" for error in errors))
+        table.add_row(f"largest error of {name}, fp64 (allowed)", *(f"{error.error:.1e} ({error.allowed:.1e})" for error in errors))
     _console.print(table)
     kernels = [(f"{result.gpu.title} {way}", kernel) for result in results for way, kernel in zip(("fwd", "bwd"), result.main_kernels)]
     bars = Table(
@@ -207,7 +207,7 @@ def show_simulation(results: Sequence[Simulated]) -> None:
     for pipe, title in simulated.PIPES.items():
         bars.add_row(title, *(bar(kernel["timing"]["util"][pipe]) for _, kernel in kernels))
     _console.print(bars)
-    wrong = [f"{name} on the {result.gpu.title}" for result in results for name, error in result.errors.items() if not error.right]
+    wrong = [f"{name} on the {result.gpu.title}" for result in results for name, error in result.errors.items() if error.share > 1]
     if wrong:
         _console.print(f"[red]Wrong: {', '.join(wrong)}.[/red]", soft_wrap=True)
     else:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..check.cases import Case
 from ..check.kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, environment
-from ..check.problems import Expected, Inputs, expect_backward, expect_forward
-from ..check.tolerance import max_error
+from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward
 from ..inspection import info
 
 #: The layer: attention of BERT base, which PyTorch's kernels ran in the same simulator. (The demo's own layers would fill no GPU.)
@@ -42,29 +41,17 @@ GPUS = (Gpu("v100", "V100", 21.9), Gpu("t4", "T4", 12.4))
 
 
 @dataclass
-class Error:
-    """The largest error of a result."""
-
-    found: float
-    allowed: float
-
-    @property
-    def right(self) -> bool:
-        return self.found <= self.allowed
-
-
-@dataclass
 class Simulated:
     """Results on one GPU."""
 
     gpu: Gpu
-    errors: dict[str, Error]  # of out, dq, dk, dv
+    errors: dict[str, Error]  # the largest of out, dq, dk, dv
     forward: list[dict[str, Any]]  # the simulator's reports on the kernels of a pass
     backward: list[dict[str, Any]]
 
     @property
     def right(self) -> bool:
-        return all(error.right for error in self.errors.values())
+        return all(error.share <= 1 for error in self.errors.values())
 
     @property
     def tflops(self) -> float:
@@ -104,7 +91,7 @@ def _time(gpu: Gpu) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:
     """Runs one sequence in full with the kernels that were timed, and compares it with fp64."""
-    inputs, forward, backward = _expected()
+    inputs, parts = _expected()
     names = {report["kernel"] for report in timed}
     choices = [{"pass": v["pass"], "variant": v["name"]} for v in info()["variants"] if v["name"] in names]
     torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": []}))
@@ -116,21 +103,18 @@ def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:
             found = {"out": out, **inputs.gradients(out, lse, rng_state)}
     finally:
         torch.ops.volta_fa._set_tuning("")
-    return {name: _error(tensor, name, forward if name == "out" else backward) for name, tensor in found.items()}
+    errors = (error for part in parts for error in part.errors(found))
+    return {error.result: error for error in errors if error.kind == "largest" and not error.where}
 
 
 @functools.cache
-def _expected() -> tuple[Inputs, Expected, Expected]:
+def _expected() -> tuple[Inputs, list[Part]]:
     """Returns one sequence with its results in fp64."""
     case = Case(SEQLEN, SEQLEN, HEADDIM, batch=1, nheads=NHEADS, dtype=torch.float16)
     inputs = Inputs.draw(case, 0, torch.device("cpu"))
     no_dropout = torch.zeros(2, dtype=torch.int64)
-    forward = expect_forward(inputs, no_dropout)
-    return inputs, forward, expect_backward(inputs, forward, no_dropout)
-
-
-def _error(found: Tensor, name: str, expected: Expected) -> Error:
-    return Error(max_error(found, expected.values[name]), expected.budgets[name].allowed)
+    exact, forward, out, lse = exact_forward(inputs, no_dropout)
+    return inputs, [*forward, *exact_backward(exact, inputs, out, lse, no_dropout)]
 
 
 #: Bytes that CUDA aligns allocations to. Cache lines of the simulated tensors lie as on a GPU then; ATen's CPU allocator stops at 64.

@@ -15,7 +15,7 @@ from ..block_mask.torch_mask import NO_BLOCKS, is_empty, source_of
 from ..errors import bad_argument
 from ..integrations.devices import max_headdim
 from ..limits import takes_dtype
-from .score_mod import ScoreMod, Scores, Unrecognized, values
+from .score_mod import ScoreMod, Scores, Unrecognized, in_float32, values
 
 #: Largest tensor of added terms in bytes, for score functions whose added terms are not ALiBi's.
 MAX_BIAS_BYTES = 256 << 20
@@ -48,6 +48,8 @@ def attend(
         captured: arguments of score_mod after the first five.
     """
     options: dict[str, Any] = scores.options(query.shape[-1] ** -0.5 if scale is None else scale)
+    if scores.needs_gradient:
+        score_mod, captured = in_float32(score_mod, captured)
     if score_mod is not None and scores.bias is None and scores.hides is not None and mask is None and not tracing():
         mask = _hidden(query, key, score_mod, captured, scores.hides)
     elif score_mod is not None and (scores.bias is not None or scores.hides is not None):

@@ -98,9 +98,9 @@ def _kernel(
             if options.get("OUTPUT_MAX"):
                 raise Unrecognized("max_scores")
             check_operands(query, key, value)
-            scores = recognize(score_mod, score_mod_other_buffers)
+            scores, recognized = recognize(score_mod, score_mod_other_buffers, query.dtype, query.device)
             mask = None if _finds_shapes(query) else pack_mask(block_mask, mask_mod_other_buffers, query, key)
-            out, lse = attend(query, key, value, score_mod, score_mod_other_buffers, scores, mask, scale)
+            out, lse = attend(query, key, value, recognized, score_mod_other_buffers, scores, mask, scale)
             # base 2, and in later releases the maxima
             return (out, lse / math.log(2.0), lse.new_empty(0))[: _results_of_torch()]
         except Unrecognized as unrecognized:

@@ -16,6 +16,8 @@ from .tracing import Trace, trace
 #: Of scalar tensors: score, batch entry, query head, query, key. Returns the new score.
 ScoreMod = Callable[..., Tensor]
 
+_CPU = torch.device("cpu")
+
 
 class Unrecognized(Exception):
     """The operators do not compute this. The message names the operation."""
@@ -48,15 +50,23 @@ class Scores:
         return {"softmax_scale": scale * self.factor * self.softcap, "softcap": self.softcap}
 
 
-def recognize(score_mod: ScoreMod | None, captured: tuple[Any, ...] = ()) -> Scores:
-    """Returns what a score function does. Raises Unrecognized for anything but the forms of `Scores`.
+def recognize(
+    score_mod: ScoreMod | None,
+    captured: tuple[Any, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = _CPU,
+) -> tuple[Scores, ScoreMod | None]:
+    """Returns what a score function does, and a function that computes it. Raises Unrecognized for anything but the forms of `Scores`.
+
+    The function is the same one, or repeats the operations that were read: a second call of it may take other branches.
 
     Args:
-        captured: values of arguments after the first five.
+        captured: values of arguments after the first five, also of the returned function's.
+        dtype, device: of the score: torch passes query's.
     """
     if score_mod is None:
-        return Scores()
-    traced = trace(score_mod, 5, captured)
+        return Scores(), None
+    traced = trace(score_mod, captured, dtype, device)
     if traced is None:
         raise Unrecognized("a score_mod that cannot be traced")
     found = _Reader(traced).read()
@@ -64,7 +74,7 @@ def recognize(score_mod: ScoreMod | None, captured: tuple[Any, ...] = ()) -> Sco
         raise Unrecognized("a negative factor")
     if found.softcap and not 1e-4 <= found.softcap <= 1e4:
         raise Unrecognized(f"a softcap of {found.softcap:g}")
-    return found
+    return found, score_mod if isinstance(score_mod, fx.GraphModule) else traced
 
 
 def values(
@@ -88,6 +98,20 @@ def values(
         (result,) = result
     shaped: Tensor = result.reshape([p.shape[0] if isinstance(p, Tensor) else 1 for p in places])  # len() makes a known number of it
     return shaped
+
+
+def in_float32(score_mod: ScoreMod | None, captured: tuple[Any, ...]) -> tuple[ScoreMod | None, tuple[Any, ...]]:
+    """Returns a function with the 16-bit tensors that it captures in float32.
+
+    An element that many scores read, as in a relative bias, gets its gradient as a sum of so many: in float32, and rounded once.
+    """
+
+    def wide(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
+
+    if isinstance(score_mod, Trace):
+        score_mod = replace(score_mod, captured={node: wide(tensor) for node, tensor in score_mod.captured.items()})
+    return score_mod, tuple(map(wide, captured))
 
 
 _MULTIPLY, _DIVIDE, _ADD, _SUBTRACT = {"mul", "multiply"}, {"div", "truediv", "true_divide", "divide"}, {"add"}, {"sub", "subtract"}
@@ -128,7 +152,7 @@ class _Reader:
             elif value in self.indices:
                 self._depends[value] = frozenset((self.indices.index(value),))
             elif _name(value) in _CONSTANTS:
-                self._depends[value] = self._needs(value.args[_CONSTANTS[_name(value)]])
+                self._depends[value] = self._needs(_content(value))
             else:
                 self._depends[value] = frozenset().union(*(self._needs(node) for node in value.all_input_nodes))
         return self._depends[value]
@@ -138,7 +162,7 @@ class _Reader:
         if isinstance(value, (int, float)):
             return float(value)
         if isinstance(value, fx.Node) and _name(value) in _CONSTANTS:
-            return self._constant(value.args[_CONSTANTS[_name(value)]])
+            return self._constant(_content(value))
         tensor = self.traced.captured.get(value) if isinstance(value, fx.Node) else None
         if (
             tensor is not None
@@ -157,9 +181,13 @@ class _Reader:
         if not isinstance(node, fx.Node) or -1 not in self._needs(node):
             raise Unrecognized("a result that is not made of the score")
         name, args = _name(node), node.args
+        if not args:
+            raise Unrecognized(f"{name} of keyword arguments")
         if name in _CONVERSIONS and _keeps_fractions(node):
             return self._chain(args[0])
         if name in ("where", "masked_fill"):
+            if len(args) != 3:
+                raise Unrecognized(f"{name} of keyword arguments")
             return self._hidden(name, args)
         if name == "tanh":
             found = self._chain(args[0])
@@ -221,7 +249,7 @@ class _Reader:
         if not self._needs(value) & {2, 3}:
             return 0.0, 0.0, 1.0, "term"
         name, args = _name(value), value.args
-        if name in _CONVERSIONS and _keeps_fractions(value):
+        if args and name in _CONVERSIONS and _keeps_fractions(value):
             return self._linear(args[0])
         parts = [self._linear(a) for a in args if isinstance(a, (fx.Node, int, float))]
         if None in parts or value.kwargs:
@@ -251,6 +279,16 @@ class _Reader:
             factor = b[2] if name in _MULTIPLY else 1 / b[2]
             return a if a[3] == "absolute" else (a[0] * factor, a[1] * factor, a[2] * factor, a[3])
         return None
+
+
+def _content(node: fx.Node) -> Any:
+    """Returns the value of a tensor of one value."""
+    position = _CONSTANTS[_name(node)]
+    if position < len(node.args):
+        return node.args[position]
+    if "fill_value" not in node.kwargs:
+        raise Unrecognized(f"{_name(node)} of keyword arguments")
+    return node.kwargs["fill_value"]
 
 
 def _keeps_fractions(node: fx.Node) -> bool:

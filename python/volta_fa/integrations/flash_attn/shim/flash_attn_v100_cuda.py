@@ -1,0 +1,5 @@
+"""flash_attn_v100_cuda: the functions of flash_attn_v100's compiled module, made of volta_fa."""
+
+from volta_fa.integrations.flash_attn.v100 import bwd, fwd, fwd_kvcache, varlen_bwd, varlen_fwd
+
+__all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]

@@ -1,0 +1,79 @@
+"""The functions of the package `flash_attn_turing`, which take their arguments by position.
+
+Queries, keys and values are flash-attn's, causal masks are aligned bottom-right, and the scale is headdim ** -0.5. `lse`, float32
+(batch, nheads, seqlen_q), is flash-attn's: +inf for a query without a visible key, where that package has 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import bad_argument, require_tensors
+from . import compiled
+
+__all__ = ["bwd", "fwd", "varlen_bwd", "varlen_fwd"]
+
+
+def fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, /) -> list[Tensor]:
+    """Returns out, as q, and lse."""
+    require_tensors(q=q, k=k, v=v)
+    return compiled.fwd(q, k, v, None, None, 0.0, _scale(q), causal, -1, -1, 0.0, False, None)[:2]
+
+
+def bwd(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool, /) -> list[Tensor]:
+    """Returns dq, dk and dv. out, lse: what `fwd` returned."""
+    require_tensors(q=q)
+    options: tuple[Any, ...] = (None, 0.0, _scale(q), causal, -1, -1, 0.0, False, None, None)
+    return compiled.bwd(dout, q, k, v, out, lse, None, None, None, *options)[:3]
+
+
+def varlen_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool, /
+) -> list[Tensor]:
+    """Returns out, as q, (total_q, nheads, headdim), and lse, (batch, nheads, max_seqlen_q) with 0 past the end of a sequence."""
+    require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    lengths: tuple[Any, ...] = (cu_seqlens_q, cu_seqlens_k, None, None, None, None, max_seqlen_q, max_seqlen_k)
+    options: tuple[Any, ...] = (0.0, _scale(q), False, causal, -1, -1, 0.0, False, None)
+    out, packed = compiled.varlen_fwd(q, k, v, None, *lengths, *options)[:2]
+    lse = packed.new_zeros(len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q)
+    sequence, position = _places(q, cu_seqlens_q)
+    lse[sequence, :, position] = packed.mT
+    return [out, lse]
+
+
+def varlen_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    /,
+) -> list[Tensor]:
+    """Returns dq, dk and dv. out, lse: what `varlen_fwd` returned."""
+    require_tensors(q=q, lse=lse, cu_seqlens_q=cu_seqlens_q)
+    if lse.shape != (shape := (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q)):
+        raise bad_argument("lse", f"shape {tuple(lse.shape)}", f"shape {shape}, what varlen_fwd returned")
+    sequence, position = _places(q, cu_seqlens_q)
+    lengths: tuple[Any, ...] = (cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
+    options: tuple[Any, ...] = (0.0, _scale(q), False, causal, -1, -1, 0.0, False, None, None)
+    return compiled.varlen_bwd(dout, q, k, v, out, lse[sequence, :, position].mT, None, None, None, *lengths, *options)[:3]
+
+
+def _scale(q: Tensor) -> float:
+    return float(q.shape[-1] ** -0.5)
+
+
+def _places(q: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sequence of each row of q, and its position there, without a synchronization."""
+    row = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
+    sequence = torch.bucketize(row, cu_seqlens[1:], right=True).clamp_(max=len(cu_seqlens) - 2)
+    return sequence, (row - cu_seqlens[sequence]).long()

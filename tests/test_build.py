@@ -1,0 +1,364 @@
+"""What the build needs, and make."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+import bootstrap
+import build_shims
+import check_build_env
+import check_wheel
+import portable_linker
+import torch_releases
+import volta_fa
+from test_package import REPOSITORY, requirements, run_python
+
+# ---- what the build needs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("found, right", [((3, 9), False), ((3, 10), True), ((3, 14), True), ((3, 15), False)])
+def test_check_python(found, right):
+    problem = check_build_env.check_python(found)
+    assert (problem is None) is right
+    assert right or "needs Python 3.10 to 3.14" in problem
+
+
+def test_check_toolchain(tmp_path):
+    empty = {"PATH": str(tmp_path)}
+    assert "install Rust" in check_build_env.check_cargo(empty["PATH"])
+    assert "install g++" in check_build_env.check_compiler(empty)
+    assert "CXX=clang++" in check_build_env.check_compiler({**empty, "CXX": "clang++ -stdlib=libc++"})
+    for program in ("cargo", "g++"):
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    assert check_build_env.problems(toolchain_only=True, environ=empty) == []
+
+
+@pytest.mark.parametrize(
+    "name, right", [("2.11.0", True), ("2.7.1+cu126", True), ("2.15.3", True), ("2.6.0+cu124", False), ("2.16.0", False), ("3.7.0", False)]
+)
+def test_check_torch(name, right, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", name)
+    problem = check_build_env.check_torch()
+    assert (problem is None) is right
+    assert right or (f"torch {name} is installed" in problem and "needs torch 2.7 to 2.15: run" in problem and "torch==2.11.0" in problem)
+
+
+def test_check_torch_that_is_missing_or_broken(monkeypatch):
+    def fails(error):
+        def import_module(name):
+            raise error
+
+        monkeypatch.setattr(check_build_env.importlib, "import_module", import_module)
+        return check_build_env.check_torch()
+
+    assert "torch is not installed" in fails(ModuleNotFoundError("torch"))
+    assert "does not load (libc10.so: gone)" in fails(ImportError("libc10.so: gone\nand much more"))
+
+
+@pytest.mark.parametrize("versions, said", [({}, None),
+                                            ({"setuptools": "65.5.0"}, "setuptools 65.5.0 is installed"),
+                                            ({"setuptools-rust": None}, "setuptools-rust is not installed"),
+                                            ({"setuptools": None}, "setuptools is not installed")])  # fmt: skip
+def test_check_build_packages(versions, said, monkeypatch):
+    installed = {**dict(package.split("==") for package in check_build_env.BUILD_PACKAGES), **versions}
+
+    def version(name):
+        if installed[name] is None:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(check_build_env.importlib.metadata, "version", version)
+    problem = check_build_env.check_build_packages()
+    assert problem is None if said is None else (said in problem and "pip install setuptools==81.0.0" in problem)
+
+
+def test_check_nvrtc(tmp_path, monkeypatch):
+    assert "has no lib64/libnvrtc.so.12" in check_build_env.check_nvrtc({"VOLTA_FA_CUDA_HOME": str(tmp_path)})
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libnvrtc.so.12").touch()
+    assert check_build_env.check_nvrtc({"VOLTA_FA_CUDA_HOME": str(tmp_path)}) is None
+
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    problem = check_build_env.check_nvrtc({})
+    assert "NVRTC 12.9 is not installed" in problem and "pip install nvidia-cuda-nvrtc-cu12==12.9.86" in problem
+    for name in check_build_env._NVRTC_FILES:
+        (tmp_path / "nvidia" / name).mkdir(parents=True)
+    monkeypatch.setattr(check_build_env.importlib.metadata, "version", lambda name: "12.9.86")
+    assert check_build_env.check_nvrtc({}) is None
+    monkeypatch.setattr(check_build_env.importlib.metadata, "version", lambda name: "12.6.77")
+    assert "NVRTC 12.6.77 is installed, volta_fa needs 12.9" in check_build_env.check_nvrtc({})
+
+
+@pytest.fixture
+def no_toolchain(tmp_path):
+    """A PATH with what make and a shell need, and nothing that compiles."""
+    for program in ("sh", "env", "awk", "touch", "cmp", "cp", "mv", "rm", "dirname"):
+        (tmp_path / program).symlink_to(shutil.which(program))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("program", ["setup.py", "tools/check_build_env.py"])
+def test_a_missing_toolchain_is_one_line_each(program, no_toolchain):
+    ran = subprocess.run(
+        [sys.executable, program, *(["--version"] if program == "setup.py" else [])],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": no_toolchain},
+    )
+    assert ran.returncode == 1
+    lines = ran.stderr.splitlines()
+    assert all(line.startswith("volta_fa: ") for line in lines), ran.stderr
+    assert "install Rust" in lines[0] and "install g++" in lines[1]
+
+
+# ---- make ------------------------------------------------------------------------------------------------------
+
+
+def make(*arguments, **environ) -> subprocess.CompletedProcess:
+    # nothing of the environment, nor of the make that may run the tests
+    dropped = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "TORCH", "ARGS", "VIRTUAL_ENV", "CONDA_PREFIX")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return subprocess.run([shutil.which("make"), "-C", REPOSITORY, *arguments], capture_output=True, text=True, env={**kept, **environ})
+
+
+def test_make_help_names_the_commands():
+    assert make("help").stdout == make().stdout
+    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "matrix", "hub", "notebook", "release", "coverage", "clean"):
+        assert f"make {target} " in make("help").stdout
+
+
+def test_make_without_a_toolchain_stops_before_it_installs(tmp_path, no_toolchain):
+    ran = make("run", f"VENV={tmp_path}/venv", f"PYTHON={sys.executable}", PATH=no_toolchain)
+    assert ran.returncode != 0 and not (tmp_path / "venv").exists()
+    ours = next(line for line in ran.stderr.splitlines() if line.startswith("volta_fa: "))
+    assert ours.startswith("volta_fa: cargo is not on PATH")
+
+
+def find_python(environment: Path, **environ) -> subprocess.CompletedProcess:
+    return subprocess.run(["/bin/sh", REPOSITORY / "tools/find_python.sh", environment], capture_output=True, text=True, env=environ)
+
+
+def fake_python(folder: Path, name: str, version: str) -> Path:
+    """A command that is a Python of this version, as far as find_python.sh asks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    code = f"import sys; sys.version_info = ({version.replace('.', ', ')}, 0); sys.executable = '{path}'; exec(sys.argv[1])"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$2"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_find_python(tmp_path):
+    path, active, ours = tmp_path / "bin", tmp_path / "active", tmp_path / "ours"
+    assert "no Python 3.10 to 3.14 found" in find_python(ours, PATH=str(path)).stderr
+    fake_python(path, "python3", "3.9")
+    fake_python(path, "python3.11", "3.11")
+    (path / "python3.12").write_text("#!/bin/sh\necho a version manager without this version\nexit 127\n")
+    (path / "python3.12").chmod(0o755)
+    assert find_python(ours, PATH=str(path)).stdout.strip() == str(path / "python3.11")
+    fake_python(active / "bin", "python", "3.13")
+    assert find_python(ours, PATH=str(path), VIRTUAL_ENV=str(active)).stdout.strip() == str(active / "bin/python")
+    assert find_python(ours, PATH=str(path), CONDA_PREFIX=str(active)).stdout.strip() == str(active / "bin/python")
+    fake_python(ours / "bin", "python", "3.10")
+    assert find_python(ours, PATH=str(path), VIRTUAL_ENV=str(active)).stdout.strip() == str(ours / "bin/python")
+    assert "is not a Python 3.10 to 3.14" in find_python(ours, PATH=str(path), PYTHON="python3").stderr
+
+
+def test_torch_for_volta_comes_from_the_index_that_has_it():
+    assert bootstrap.torch_arguments([]) == bootstrap.torch_arguments(["9.0"]) == ["torch==2.11.0"]
+    assert bootstrap.torch_arguments(["7.0"]) == ["torch==2.11.0", "--index-url", "https://download.pytorch.org/whl/cu126"]
+    assert bootstrap.torch_arguments(["7.5", "7.0"])[1:] == bootstrap.torch_arguments(["7.0"])[1:]
+
+
+def test_gpu_capabilities(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bootstrap.gpu_capabilities() == []
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 7.0\necho 9.0\n")
+    program.chmod(0o755)
+    assert bootstrap.gpu_capabilities() == ["7.0", "9.0"]
+    program.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    assert bootstrap.gpu_capabilities() == []
+
+
+def test_an_active_torch_is_linked_and_not_installed(tmp_path, monkeypatch, capsys):
+    site_packages = tmp_path / "site-packages"
+    site_packages.mkdir()
+    environment = bootstrap.Environment(tmp_path / "venv")
+    monkeypatch.setattr(bootstrap.Environment, "site_packages", lambda self: site_packages)
+    installed = []
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", lambda self, *arguments: installed.append(arguments))
+    monkeypatch.setattr(bootstrap, "check_torch", lambda: None)
+    bootstrap.install_torch(environment)
+    assert installed == [] and str(Path(torch.__file__).parent.parent) in next(site_packages.glob("*.pth")).read_text()
+    assert f"using torch {torch.__version__}" in capsys.readouterr().out
+
+    monkeypatch.setattr(bootstrap, "check_torch", lambda: "torch is not installed")
+    monkeypatch.setattr(bootstrap, "gpu_capabilities", lambda: ["7.0"])
+    bootstrap.install_torch(environment)
+    assert installed == [tuple(bootstrap.torch_arguments(["7.0"]))] and not list(site_packages.glob("*.pth"))
+    assert "sm_70" in capsys.readouterr().out
+
+
+def test_another_torch_gets_an_environment_of_its_own(tmp_path, monkeypatch, capsys):
+    """Whatever torch is active, and installed anew where the environment has lost it."""
+    installed = []
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", lambda self, *arguments: installed.append(arguments))
+    monkeypatch.setattr(bootstrap, "check_torch", lambda: None)
+    bootstrap.install_torch(bootstrap.Environment(tmp_path), "torch==2.10.0")
+    assert installed == [("torch==2.10.0",)]
+    assert bootstrap.main([str(tmp_path), "torch==2.6.0"]) == 2 and "torch==2.7.1 | torch==2.8.0" in capsys.readouterr().err
+    folder = REPOSITORY / ".venv-2.10.0"
+    said = make("--dry-run", "--always-make", "test", "TORCH=2.10.0", f"PYTHON={sys.executable}").stdout
+    assert f'tools/bootstrap.py "{folder}" torch==2.10.0' in said and f'VIRTUAL_ENV="{folder}"' in said
+    assert '.venv"' in make("--dry-run", "--always-make", "test", f"PYTHON={sys.executable}").stdout
+
+
+def test_the_oldest_transformers_is_installed_beside_the_newest_and_once(tmp_path, monkeypatch):
+    calls = []
+
+    def pip_install(self, *arguments):
+        calls.append(arguments)
+        (arguments[1] / "transformers").mkdir(parents=True)
+
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", pip_install)
+    environment = bootstrap.Environment(tmp_path)
+    bootstrap.install_folder(environment, "transformers-4.57")
+    bootstrap.install_folder(environment, "transformers-4.57")
+    assert [call[:2] for call in calls] == [("--target", tmp_path / "transformers-4.57")]
+    (tmp_path / "transformers-4.57" / "transformers-4.57.txt").write_text("other pins")
+    bootstrap.install_folder(environment, "transformers-4.57")
+    assert len(calls) == 2
+    assert requirements("transformers-4.57")["transformers"].startswith("4.57.") and requirements("test")["transformers"].startswith("5.")
+
+
+def test_run_installs_less_than_test(tmp_path, monkeypatch):
+    """transformers, diffusers and xformers come with `make test`, and numpy is the same before and after."""
+    installed = []
+    for name in ("create", "output", "site_packages"):
+        monkeypatch.setattr(bootstrap.Environment, name, lambda self, *_: tmp_path)
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", lambda self, *arguments: installed.append(arguments))
+    monkeypatch.setattr(bootstrap, "install_folder", lambda environment, name: installed.append(("folder", name)))
+    for name in ("install_torch", "install_nvrtc", "install_nvdisasm"):
+        monkeypatch.setattr(bootstrap, name, lambda *_: None)
+    pins = bootstrap.REQUIREMENTS
+    assert bootstrap.main([str(tmp_path)]) == 0
+    assert installed == [("-r", pins / "build.txt", "-r", pins / "cli.txt", "-c", pins / "test.txt")]
+    installed.clear()
+    assert bootstrap.main([str(tmp_path), "test"]) == 0
+    assert installed == [("-r", pins / "test.txt"), *(("folder", name) for name in bootstrap.FOLDERS)]
+    commands = {name: make("--dry-run", "--always-make", name, f"PYTHON={sys.executable}").stdout for name in ("run", "test")}
+    assert {name: bool(re.search(r'bootstrap\.py "\S+" test$', text, re.M)) for name, text in commands.items()} == {
+        "run": False,
+        "test": True,
+    }
+
+
+def test_nvrtc_goes_beside_a_torch_that_brings_its_own(tmp_path, monkeypatch):
+    environment = bootstrap.Environment(tmp_path)
+    calls = []
+
+    def pip_install(self, *arguments):
+        calls.append(arguments)
+        if "--target" in arguments:
+            for name in ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt/host_defines.h"):
+                path = arguments[1] / "nvidia" / name
+                path.parent.mkdir(parents=True)
+                path.touch()
+
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", pip_install)
+    monkeypatch.setattr(bootstrap.Environment, "output", lambda self, code: "13.0")
+    bootstrap.install_nvrtc(environment)
+    assert "--target" not in calls.pop() and not (tmp_path / "cuda12").exists()
+    monkeypatch.setattr(bootstrap.Environment, "output", lambda self, code: "12.6")
+    for _ in range(2):  # the second time replaces the first
+        bootstrap.install_nvrtc(environment)
+    home = tmp_path / "cuda12"
+    assert check_build_env.check_nvrtc({"VOLTA_FA_CUDA_HOME": str(home)}) is None
+    assert (home / "include/cuda_fp16.h").exists() and (home / "include/crt/host_defines.h").exists()
+
+
+@pytest.mark.parametrize("release, ours", [("12.8", False), ("13.0", False), ("13.1", True), ("14.0", True), (None, True)])
+def test_the_simulator_gets_a_disassembler_that_knows_volta(release, ours, tmp_path, monkeypatch):
+    def program(folder: Path, release: str) -> None:
+        path = folder / "backends/nvidia/bin/nvdisasm"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n")
+        path.chmod(0o755)
+
+    installed = []
+
+    def pip_install(self, *arguments):
+        installed.append(arguments[-1].read_text().strip())
+        program(arguments[1] / "triton", "12.8")
+
+    if release:
+        program(tmp_path / "theirs", release)
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", pip_install)
+    monkeypatch.setattr(bootstrap.Environment, "output", lambda self, code: str(tmp_path / "theirs") if release else "")
+    environment = bootstrap.Environment(tmp_path / "venv")
+    environment.folder.mkdir()
+    for _ in range(2):  # once is enough
+        bootstrap.install_nvdisasm(environment)
+    assert installed == (["triton==3.6.0"] if ours else [])
+    assert bootstrap.nvdisasm_release(environment.folder / "nvdisasm") <= bootstrap.NVDISASM_NEWEST
+    assert (environment.folder / "nvdisasm").resolve().is_relative_to(tmp_path / ("venv" if ours else "theirs"))
+
+
+# ---- the wheel -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    metadata.version("setuptools") != requirements("build")["setuptools"], reason="not the pinned build environment (`make` has it)"
+)
+def test_the_wheel(tmp_path):
+    """pip builds it without network, for this torch; it serves any Python; it holds the simulator; it imports and computes."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, REPOSITORY], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(rf"volta_fa-{re.escape(volta_fa.__version__)}-py3-none-linux_\w+\.whl", wheel.name)
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", site, wheel], check=True)
+    installed = site / "volta_fa"
+    assert (installed / "py.typed").exists()
+    shim = f"torch-{torch_releases.minor(torch.__version__)}/libvolta_fa.so"
+    assert sorted(str(path.relative_to(installed)) for path in installed.rglob("*.so")) == [build_shims.CORE, shim]
+    assert wheel.stat().st_size <= check_wheel.LARGEST
+    assert {path.relative_to(installed) for path in installed.rglob("*.py")} == {
+        path.relative_to(REPOSITORY / "python/volta_fa") for path in (REPOSITORY / "python/volta_fa").rglob("*.py")
+    }
+    code = "import volta_fa, torch; q = torch.ones(1, 2, 1, 8); print(torch.ops.volta_fa.fwd(q, q, q)[0].sum().item()"
+    code += ", volta_fa.info()['simulator'], volta_fa.__file__)"
+    ran = run_python("-c", code, PYTHONPATH=str(site))
+    assert ran.stdout.split() == ["16.0", "True", str(installed / "__init__.py")], ran.stderr
+
+
+def test_the_portable_linker_takes_the_systems_cxx_library_and_leaves_the_rest():
+    """zig would link libraries of its own for these names, through which exceptions do not pass."""
+    given = ["-shared", "-lgcc_s", "-lc", "a b.o", "-lstdc++"]
+    found = portable_linker.arguments(given)
+    assert found[0::2] == [given[0], given[2], found[4]] and found[3] == given[3]
+    for path, name in ((Path(found[1]), "libgcc_s.so.1"), (Path(found[4]), "libstdc++.so.6")):
+        assert path.is_absolute() and path.name == name and path.exists()
+
+
+def test_versions_of_symbols_are_compared_with_what_old_systems_have():
+    old = ("GLIBC_2.28", "GLIBC_2.2.5", "GLIBCXX_3.4.21", "GLIBCXX_3.4.9", "CXXABI_1.3.9", "GCC_4.2.0")
+    new = ("GLIBC_2.29", "GLIBC_2.34", "GLIBCXX_3.4.22", "CXXABI_1.3.11", "GCC_12.0.0", "OTHER_1")
+    assert [check_wheel.is_old_enough(version) for version in (*old, *new)] == [True] * len(old) + [False] * len(new)
+    platforms = ("manylinux_2_28_x86_64", "manylinux_2_5_x86_64", "manylinux_2_34_x86_64", "linux_x86_64")
+    assert [check_wheel.no_newer_than(platform, portable_linker.PLATFORM) for platform in platforms] == [True, True, False, False]
+    symbols = check_wheel.needed_versions(volta_fa.library_path())
+    assert {"GLIBC", "GLIBCXX", "CXXABI"} <= {name.split("_")[0] for name in symbols}

@@ -1,0 +1,243 @@
+"""Dropout, gradients by differences, and random combinations of all options."""
+
+import math
+import os
+import subprocess
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+import reference
+from cases import random_case
+from conftest import ALL, KERNELS, REPOSITORY, Case, assert_same_bits, on, repeat
+from test_features import BASE, LENGTHS, PACKED, changed
+
+op = torch.ops.volta_fa
+
+
+# ---- dropout ------------------------------------------------------------------------------------------------------
+
+
+def kept_by_op(backend, options, batch, nheads, seqlen_q, seqlen_k):
+    """The mask of one call, seen through its results: v is the identity, so out is P * kept / the share that is kept."""
+    size = 256
+    q = torch.zeros(batch, seqlen_q, nheads, 8, dtype=backend.dtype, device=backend.device)
+    k = torch.zeros(batch, seqlen_k, nheads, 8, dtype=backend.dtype, device=backend.device)
+    v = torch.zeros(batch, seqlen_k, nheads, size, dtype=backend.dtype, device=backend.device)
+    v[:, torch.arange(seqlen_k), :, torch.arange(seqlen_k)] = 1.0
+    out, _, rng_state = backend.forward_and_state(q, k, v, **options)
+    return (out[..., :seqlen_k].transpose(1, 2) != 0), rng_state, (q, k, v, out)
+
+
+@on(*ALL)
+def test_dropout_mask(backend):
+    """Forward and backward drop what `_dropout_mask` says, whatever their tiles are."""
+    p, shape = 0.3, (2, 2, 75, 101)
+    found, rng_state, (q, k, v, out) = kept_by_op(backend, {"dropout_p": p}, *shape)
+    mask = op._dropout_mask(rng_state, *shape, p)
+    assert torch.equal(found, mask)
+    # dv of a row is what P * kept / (1 - p) of its column says of dout: one column of dout for each query row
+    lse = torch.full((2, 2, 75), math.log(101), dtype=torch.float32, device=backend.device)
+    dout = torch.zeros_like(out)
+    dout[:, torch.arange(75), :, torch.arange(75)] = 1.0
+    [(_, _, dv), *_] = backend.backward(dout, q, k, v, out, lse, dropout_p=p, rng_state=rng_state)
+    # dv (batch, key, head, row)
+    assert torch.equal(dv[..., :75].permute(0, 2, 3, 1) != 0, mask)
+
+
+@on("cpu-fp32", *KERNELS)
+def test_dropout_of_packed_sequences(backend):
+    """Random numbers follow the sequence and the position inside it, not where it lies."""
+    tensors, options = changed(PACKED, dropout_p=0.4).problem(backend)
+    out, _, rng_state = backend.forward_and_state(*tensors[:3], **options)
+    groups = reference.exact(*tensors[:3], rng_state, **options).groups
+    group = next(g for g in groups if g.q_rows.shape[1] == 113)
+    mask = op._dropout_mask(rng_state, len(LENGTHS), 2, 113, 70, 0.4)
+    assert torch.equal(group.options["kept"][0], mask[group.entries.item()])
+
+
+@pytest.mark.parametrize("p", [1e-9, 2.0**-17, 2.0**-15, 0.3, 0.5, 0.77, 1 - 2.0**-15, 1 - 1e-9])
+@on("cpu-fp64")
+def test_dropout_keeps_the_mean(backend, p):
+    """In the mean, whatever p was rounded to: the factor is the inverse of the share that is kept, which is never 0."""
+    q, k, v = (torch.ones(1, n, 2, 8, dtype=backend.dtype) for n in (40, 300, 300))
+    out, _, rng_state = backend.forward_and_state(q, k, v, dropout_p=p)
+    share = reference.kept_share(p)
+    assert 0 < share <= 1 and abs(share - (1 - p)) <= max(2**-16, 2**-15 - (1 - p))
+    of_keys = op._dropout_mask(rng_state, 1, 2, 40, 300, p).double().mean(-1)
+    torch.testing.assert_close(out[..., 0].transpose(1, 2), of_keys / share)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.17, 0.5, 0.9])
+def test_drop_rate(p):
+    """Within five standard deviations, on the whole and along each dimension."""
+    shape = (3, 4, 200, 300)
+    mask = op._dropout_mask(torch.tensor([2**62 + 12345, 77]), *shape, p)
+    for dims in ((0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
+        rate = 1 - mask.double().mean(dims)
+        count = math.prod(shape[d] for d in dims)
+        assert ((rate - p).abs() < 5 * math.sqrt(p * (1 - p) / count)).all(), dims
+
+
+def test_drop_rate_of_seeds():
+    """Neighboring seeds, offsets, rows and columns are independent: their masks agree as often as chance has it."""
+    masks = [op._dropout_mask(torch.tensor(s), 1, 2, 150, 200, 0.5) for s in ([5, 9], [6, 9], [5, 10], [5 + 2**32, 9])]
+    masks += [masks[0].roll(1, 2), masks[0].roll(1, 3), masks[0].roll(1, 1)]
+    for i, a in enumerate(masks):
+        for b in masks[i + 1 :]:
+            assert abs((a == b).double().mean().item() - 0.5) < 5 * math.sqrt(0.25 / a.numel())
+
+
+@on("cpu-fp32", *KERNELS)
+def test_dropout_leaves_softmax_lse_alone(backend):
+    q, k, v, _ = BASE.inputs(backend)
+    _, plain = backend.forward(q, k, v)
+    out, lse = backend.forward(q, k, v, dropout_p=0.5)
+    torch.testing.assert_close(lse, plain, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(out, backend.forward(q, k, v)[0])
+
+
+@on("cpu-fp32", "cuda")
+def test_dropout_follows_the_generators(backend):
+    q, k, v, _ = BASE.inputs(backend)
+
+    def drawn(**generator):
+        out, _, state = op.fwd(q, k, v, dropout_p=0.5, **generator)
+        return out, state.tolist()
+
+    torch.manual_seed(3)
+    first, second = drawn(), drawn()
+    torch.manual_seed(3)
+    again = drawn()
+    assert first[1] == again[1] != second[1] and torch.equal(first[0], again[0]) and not torch.equal(first[0], second[0])
+    own = [torch.Generator(backend.device).manual_seed(11) for _ in range(2)]
+    assert drawn(generator=own[0])[1] == drawn(generator=own[1])[1] != drawn(generator=own[0])[1]
+    assert op.fwd(q, k, v)[2].shape == (0,)
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------
+
+GRADCHECK = [
+    Case(6, 7, 8, nheads=2, nheads_k=1, batch=1),
+    Case(6, 7, 8, nheads=2, batch=2, bias="hqk:own", is_causal=True),
+    Case(6, 7, 8, nheads=2, batch=2, bias="bk:own", sinks="own"),
+    Case(7, 5, 8, nheads=2, batch=1, sinks="own", is_causal=True),
+    Case(6, 7, 8, nheads=2, batch=1, softcap=1.5, bias="q:own"),
+    Case(6, 7, 8, nheads=2, batch=2, alibi="bh", softcap=2.0, sinks="own", window_left=3),
+    Case(6, 7, 8, nheads=2, batch=2, used=(7, 3)),
+    Case(headdim=8, nheads=2, nheads_k=1, lengths=((3, 4), (0, 2), (5, 1)), bias="bhqk:own", sinks="own", alibi="h"),
+]
+
+
+@pytest.mark.parametrize("case", GRADCHECK, ids=str)
+@on("cpu-fp64")
+def test_gradcheck(backend, case):
+    (q, k, v, _), options = case.problem(backend)
+    leaves = {"q": q, "k": k, "v": v, **{n: options.pop(n) for n in ("attn_bias", "sinks") if n in options}}
+    leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+    assert torch.autograd.gradcheck(lambda *t: op.fwd(**dict(zip(leaves, t)), **options)[0], list(leaves.values()))
+
+
+@on("cpu-fp64")
+def test_gradcheck_of_dropout(backend):
+    """A generator of the same seed for each call makes it a function."""
+    q, k, v, _ = (t.requires_grad_() for t in Case(6, 7, 8).inputs(backend))
+
+    def out(*t):
+        return op.fwd(*t, dropout_p=0.3, generator=torch.Generator().manual_seed(1))[0]
+
+    assert torch.autograd.gradcheck(out, (q, k, v))
+
+
+@on(*ALL)
+def test_autograd(backend):
+    """The gradients that autograd hands out are those of bwd, and only of what asked for one."""
+    backend.simulate()
+    (q, k, v, dout), options = changed(BASE, bias="hqk:fp32", sinks="fp32", dropout_p=0.2).problem(backend)
+    bias, sinks = options.pop("attn_bias").requires_grad_(), options.pop("sinks").requires_grad_()
+    torch.manual_seed(1)
+    out, lse, rng_state = op.fwd(q, k, v, attn_bias=bias, sinks=sinks, **options)
+    dbias, dsinks = torch.autograd.grad(out, (bias, sinks), dout)
+    found = op.bwd(
+        dout, q, k, v, out.detach(), lse, rng_state=rng_state, attn_bias=bias.detach(), sinks=sinks.detach(),
+        attn_bias_requires_grad=True, **options,
+    )  # fmt: skip
+    torch.testing.assert_close(dbias, found[3], rtol=1e-3, atol=1e-3)
+    assert_same_bits("dsinks", dsinks, found[4])
+    q.requires_grad_()
+    out = op.fwd(q, k, v, attn_bias=bias.detach(), **options)[0]
+    out.backward(dout)
+    assert q.grad is not None and k.grad is None
+
+
+# ---- random combinations ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def combinations(draw, most, headdims=(8, 32, 40, 64, 20, 128)):
+    return random_case(lambda options: draw(st.sampled_from(options)), lambda: draw(st.integers(0, most)), headdims)
+
+
+@hypothesis.settings(max_examples=150)
+@hypothesis.given(combinations(120), st.booleans())
+def test_random_combinations_cpu(case, deterministic):
+    repeat("cpu-fp32", case, deterministic)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(combinations(50))
+def test_random_combinations_cpu_fp64(case):
+    repeat("cpu-fp64", case)
+
+
+def test_factors_of_dropout_are_fp64():
+    """What hypothesis once found: the reference rounded dropout's factor to fp32, and the exact gradient of the sinks differed from it."""
+    lengths = ((38, 47), (18, 17))
+    repeat("cpu-fp64", Case(headdim=32, nheads=3, nheads_k=1, is_causal=True, dropout_p=0.17, alibi="bh", sinks="own", lengths=lengths))
+
+
+@hypothesis.settings(max_examples=15, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(combinations(45), st.booleans())
+def test_random_combinations_sim(case, deterministic):
+    repeat("sim", case, deterministic)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=8, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(combinations(35))
+def test_random_combinations_sim_bf16(case):
+    repeat("sim-bf16", case)
+
+
+@pytest.mark.cuda
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(combinations(300, (8, 32, 40, 64, 96, 128, 192, 256)), st.booleans())
+def test_random_combinations_cuda(case, deterministic):
+    repeat("cuda", case, deterministic)
+
+
+# ---- the sweep of tools/gpu ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_sweep(tmp_path):
+    """It runs, and tells of a failure by a line that repeats it."""
+    sweep = [sys.executable, str(REPOSITORY / "tools/gpu/sweep.py"), "--device", "cpu"]
+    done = subprocess.run([*sweep, "--count", "25"], capture_output=True, text=True)
+    assert done.returncode == 0 and "25 problems, 0 failed" in done.stdout, done.stdout + done.stderr
+    # a tenth of eager's error is less than any fp16 result has
+    (tmp_path / "sitecustomize.py").write_text(
+        "from reference import tolerance; tolerance.FORWARD_FACTOR = 0.1; tolerance.Budget._unavoidable = lambda *_: 0.0"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(REPOSITORY / "tests")])
+    done = subprocess.run(
+        [*sweep, "--count", "3", "--backend", "cpu-fp16"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert done.returncode == 1 and "3 problems, 3 failed" in done.stdout, done.stdout + done.stderr
+    command = next(line for line in done.stdout.splitlines() if line.startswith("to repeat: ")).removeprefix("to repeat: ")
+    again = subprocess.run(command.replace("python", sys.executable, 1), shell=True, cwd=REPOSITORY, capture_output=True, text=True)
+    assert again.returncode == 0, again.stdout + again.stderr

@@ -1,0 +1,182 @@
+"""The ops in several processes, and in programs without Python."""
+
+import copy
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import test_routes
+from conftest import LIBRARY, NEEDS_COMPILER, NEEDS_FORK, REPOSITORY, run_python
+from test_routes import Layer, assert_same_gradients, gradients
+
+layer = test_routes.layer
+
+# ---- modules and processes ---------------------------------------------------------------------------------------------
+
+
+def test_deepcopy_and_pickle(layer, tmp_path):
+    x = torch.randn(2, 9, 32)
+    expected = gradients(layer, x)
+    torch.save(layer, tmp_path / "layer.pt")
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(tmp_path / "layer.pt", weights_only=False)):
+        assert_same_gradients(gradients(twin, x), expected)
+
+
+@NEEDS_FORK
+def test_fork_after_import():
+    code = """
+        import os, sys, torch
+        torch.ops.load_library(sys.argv[1])
+        t = torch.randn(1, 4, 1, 8)
+        expected = torch.ops.volta_fa.fwd(t, t, t)[0]
+        child = os.fork()
+        if child == 0:
+            same = torch.equal(torch.ops.volta_fa.fwd(t, t, t)[0], expected)
+            os._exit(0 if same and not torch.cuda.is_initialized() else 1)
+        print(os.waitpid(child, 0)[1])
+    """
+    assert run_python(code, LIBRARY) == "0"
+
+
+def test_data_loader_workers(layer):
+    """Worker processes fork from one that has used the op, and use it themselves."""
+    code = """
+        import sys, torch
+        torch.ops.load_library(sys.argv[1])
+        torch.set_num_threads(1)
+
+        class Data(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, i):
+                t = torch.full((1, 3, 1, 8), float(i))
+                return torch.ops.volta_fa.fwd(t, t, t)[0].mean()
+
+        Data()[0]
+        print([b.item() for b in torch.utils.data.DataLoader(Data(), num_workers=2)])
+    """
+    assert run_python(code, LIBRARY) == "[0.0, 1.0, 2.0, 3.0]"
+
+
+DDP = """
+    import sys, torch
+    import torch.distributed as dist
+    torch.ops.load_library(sys.argv[1])
+    rank, port, source, backend, name = int(sys.argv[2]), *sys.argv[3:]
+    torch.set_num_threads(1)
+    sys.path.insert(0, source)
+    import routes_layer
+    Layer, data = getattr(routes_layer, name), routes_layer.data
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dtype = torch.float16 if backend == "nccl" else torch.float32
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(Layer().to(device, dtype))
+    x = data().to(device, dtype)
+    model(x[rank : rank + 1]).float().square().sum().backward()
+    # DDP averages over ranks: half of the gradient of the whole batch
+    torch.manual_seed(0)
+    alone = Layer().to(device, dtype)
+    alone(x).float().square().sum().backward()
+    for p, q in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(p.grad, q.grad / 2, **({"rtol": 2e-2, "atol": 5e-2} if p.is_cuda else {"rtol": 1e-4, "atol": 1e-5}))
+    dist.destroy_process_group()
+    assert torch.ops.volta_fa._sdpa_stats()["ran"] == (2 if name == "SdpaLayer" else 0)
+    print("fine")
+    from processes import end_rank
+    end_rank()
+"""
+
+
+class SdpaLayer(Layer):
+    """The same through PyTorch's function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, w = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.nheads, w // self.nheads).permute(2, 0, 3, 1, 4).unbind(0)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout_p, is_causal=True)
+        return self.out(out.transpose(1, 2).reshape(b, s, w))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+@pytest.mark.parametrize("communication", ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("module", [pytest.param(Layer, marks=pytest.mark.slow), SdpaLayer])
+def test_ddp_over_two_processes(tmp_path, module, communication):
+    if communication == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("one GPU at most")
+    import inspect
+
+    data = "def data():\n    return torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(7))\n"
+    sources = ["import torch\n", inspect.getsource(Layer), inspect.getsource(SdpaLayer), data]
+    (tmp_path / "routes_layer.py").write_text("\n\n".join(sources))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    code = textwrap.dedent(DDP)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(LIBRARY), str(rank), str(port), str(tmp_path), communication, module.__name__],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")])),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "VOLTA_FA_ENABLE_SDPA": "cpu" if communication == "gloo" else "force",
+            },
+        )
+        for rank in range(2)
+    ]
+    for p in processes:
+        out, err = p.communicate(timeout=180)
+        assert p.returncode == 0 and out.strip().endswith("fine"), err
+
+
+# ---- programs without Python -------------------------------------------------------------------------------------------
+
+CPP = REPOSITORY / "examples" / "cpp"
+
+
+def build(source, target):
+    """A plain g++ line against libtorch, as docs/guides/integrations.md shows it."""
+    from torch.utils.cpp_extension import include_paths
+
+    torch_lib = os.path.join(os.path.dirname(torch.__file__), "lib")
+    command = ["g++", "-std=c++17", "-O1", str(source), "-o", str(target)]
+    command += [f"-isystem{path}" for path in include_paths()]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    command += [f"-L{torch_lib}", f"-Wl,-rpath,{torch_lib}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_cpp_program(tmp_path, layer):
+    """A program that links libtorch alone runs the op by name, its gradients, and saved TorchScript modules. One of these calls PyTorch's
+    own function, which VOLTA_FA_ENABLE_SDPA switches to volta_fa."""
+    torch.jit.script(layer).save(str(tmp_path / "layer.pt"))
+    torch.jit.script(SdpaLayer()).save(str(tmp_path / "sdpa.pt"))
+    build(CPP / "attention.cpp", tmp_path / "attention")
+    linked = subprocess.run(["ldd", tmp_path / "attention"], capture_output=True, text=True).stdout
+    names = [line.split()[0] for line in linked.splitlines()]
+    assert not [name for name in names if "python" in name or "volta" in name]
+    result = subprocess.run([tmp_path / "attention", LIBRARY, tmp_path / "layer.pt"], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "gradients agree" in result.stdout and "module: 2 9 32" in result.stdout
+    for value, calls in (("", 0), ("cpu", 1)):
+        command, env = [tmp_path / "attention", LIBRARY, tmp_path / "sdpa.pt"], {**os.environ, "VOLTA_FA_ENABLE_SDPA": value}
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+        assert f"scaled_dot_product_attention run by volta_fa: {calls}" in result.stdout, result.stderr + result.stdout

@@ -1,0 +1,487 @@
+"""Hugging Face transformers with attn_implementation="volta_fa": training, compiling, masks, loading, and what is refused."""
+
+import copy
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import test_transformers
+from conftest import REPOSITORY
+from test_transformers import (
+    BATCH,
+    CAUSAL,
+    ENCODERS_DECODERS,
+    GROUPED,
+    LAYERS,
+    SEQLEN,
+    TOLERANCE,
+    V5,
+    WITHOUT_INTERFACE_IN_4_57,
+    assert_right,
+    make,
+    models,
+    padding,
+    profile,
+    run,
+    tokens,
+)
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import AttentionMaskInterface, masking_utils
+
+import volta_fa.transformers
+from volta_fa.transformers import MaskRule
+
+quiet = test_transformers.quiet
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def losses(model, batches, steps=20, lr=0.05, **inputs):
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    history = []
+    for step in range(steps):
+        loss = model(**batches[step % len(batches)], **inputs).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(loss.item())
+    return torch.tensor(history)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_training(name):
+    """20 steps over padded batches: the losses stay together, and fall."""
+    eager, ours = models(name)
+    batches = []
+    for kind in ("right", "left", "complete"):
+        mask = padding(kind)
+        # what stands on padding is not asked, and neither what padding would say next
+        asked = mask.bool() & F.pad(mask.bool(), (1, -1), value=True)
+        batches.append({"input_ids": tokens(), "attention_mask": mask, "labels": tokens().masked_fill(~asked, -100)})
+    expected, found = losses(eager, batches), losses(ours, batches)
+    assert expected[-1] < 0.7 * expected[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert profile(lambda: losses(ours, batches, steps=1))[1].count == LAYERS
+
+
+def test_training_packed():
+    eager, ours = models("mistral")
+    ids = tokens()
+    batches = [{"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(8), torch.arange(12)]).expand(BATCH, -1)}]
+    expected = losses(eager, batches, use_cache=False)
+    torch.testing.assert_close(losses(ours, batches, use_cache=False), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    _, ours = models("mistral")
+    ids, mask = tokens(), padding("left")
+    batches = [{"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}]
+    expected = losses(ours, batches, steps=3)
+    checkpointed = copy.deepcopy(ours)
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert torch.equal(losses(checkpointed, batches, steps=3), expected)
+
+
+def test_gradients_of_sinks_and_position_bias():
+    """Parameters that only attention uses."""
+    for name, parameter, inputs in (
+        ("gpt_oss", "model.layers.0.self_attn.sinks", {"input_ids": tokens(), "attention_mask": padding("left"), "labels": tokens()}),
+        ("t5", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", {"input_ids": tokens(), "labels": tokens(seqlen=5)}),
+    ):
+        if not V5 and name in WITHOUT_INTERFACE_IN_4_57:
+            continue
+
+        def gradient(model, inputs=inputs, parameter=parameter):
+            model.zero_grad()
+            out = model(**inputs)
+            keep = inputs.get("attention_mask", torch.ones(out.logits.shape[:2])).bool()
+            out.logits[keep].square().mean().backward()
+            return model.get_parameter(parameter).grad
+
+        eager, ours = models(name)
+        expected = gradient(eager)
+        assert expected.abs().max() > 0
+        exact = lambda eager=eager, gradient=gradient: gradient(copy.deepcopy(eager).double())  # noqa: E731
+        assert_right(gradient(ours), expected, exact, factor=3, rtol=1e-4, atol=1e-6)
+
+
+def test_dropout():
+    """In training only, and drawn from PyTorch's generator."""
+    config, cls = CAUSAL["llama"](transformers)
+    config.attention_dropout = 0.3
+    model = make(config, cls, "volta_fa").train()
+    first, again, other = (torch.manual_seed(seed) and run(model, input_ids=tokens()) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other, atol=0.1)
+    torch.testing.assert_close(run(model.eval(), input_ids=tokens()), run(models("llama")[1], input_ids=tokens()))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_autocast(name):
+    """Masks and sinks in fp32 beside queries in bf16."""
+    inputs = {"input_ids": tokens(), "attention_mask": padding("left")}
+    eager, ours = models(name)
+    exact = run(eager, **inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs, found = run(eager, **inputs), run(ours, **inputs)
+    keep = padding("left").bool()
+    assert (found - exact)[keep].abs().max() <= 2 * (theirs - exact)[keep].abs().max()
+
+
+# ---- compiling -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "packed"])
+def test_compile(kind):
+    """fullgraph, forward and backward."""
+    _, ours = models("mistral")
+    if kind == "packed":
+        cu_seq_lens = torch.tensor([0, 3, 20], dtype=torch.int32)
+        inputs = {"input_ids": tokens(1), "position_ids": torch.cat([torch.arange(3), torch.arange(17)])[None]}
+        inputs.update(cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=17, max_length_k=17)
+    else:
+        inputs = {"input_ids": tokens(), "attention_mask": None if kind == "none" else padding(kind)}
+    keep = padding(kind)[: len(inputs["input_ids"])].bool()
+    found = []
+    for model in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
+        ours.zero_grad()
+        logits = model(**inputs, use_cache=False).logits[keep]
+        logits.square().mean().backward()
+        found.append((logits.detach(), ours.model.layers[0].self_attn.k_proj.weight.grad))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+# ---- the mask function ---------------------------------------------------------------------------------------------
+
+
+def geometry(seqlen_q: int, past: int) -> dict:
+    """The arguments of a mask function that say where the queries are."""
+    if V5:
+        return {"q_length": seqlen_q, "q_offset": past}
+    return {"cache_position": torch.arange(past, past + seqlen_q)}
+
+
+def causal_window(size):
+    return masking_utils.sliding_window_causal_mask_function(size)
+
+
+PATTERNS = {
+    "causal": (masking_utils.causal_mask_function, {}),
+    "window": (causal_window(4), {"local_size": 4}),
+    "wide window": (causal_window(64), {"local_size": 64}),
+}
+if V5:
+    PATTERNS["bidirectional"] = (masking_utils.bidirectional_mask_function, {"allow_is_bidirectional_skip": True})
+    PATTERNS["bidirectional window"] = (
+        masking_utils.sliding_window_bidirectional_mask_function(3), {"allow_is_bidirectional_skip": True, "local_size": 3},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes", "empty"])
+#                                                 seqlen_q, past, keys, the first key's position
+@pytest.mark.parametrize(
+    "seqlen_q,past,kv_length,kv_offset", [(12, 0, 12, 0), (1, 11, 12, 0), (5, 7, 12, 0), (4, 0, 12, 0), (3, 5, 12, 0), (2, 10, 5, 7)]
+)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("skip", [True, False], ids=["", "compiled"])
+def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind, skip):
+    """It says the same as the tensor that transformers makes for SDPA, wherever there is something to see."""
+    function, options = PATTERNS[pattern]
+    options = dict(options, allow_is_causal_skip=skip)
+    visible = None if kind == "none" else padding(kind, 12).bool()
+    arguments = dict(
+        batch_size=BATCH, kv_length=kv_length, kv_offset=kv_offset, mask_function=function, attention_mask=visible, device="cpu",
+        **geometry(seqlen_q, past), **options,
+    )  # fmt: skip
+    found = volta_fa.transformers.mask(**arguments)
+    arguments.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    expected = masking_utils.sdpa_mask(**arguments).expand(BATCH, 1, seqlen_q, kv_length)
+    if found is None:
+        found = MaskRule(expected.shape, "cpu")
+    if isinstance(found, MaskRule):
+        assert found.shape == expected.shape
+        found = found.as_tensor()
+    if found.dtype == torch.int32:
+        assert seqlen_q == 1 and found.shape == (2, 1, 1, BATCH)
+        (begin, end), keys = found[:, 0, 0, :, None], torch.arange(kv_length)
+        found = ((begin <= keys) & (keys < end))[:, None, None]
+    found = found.expand_as(expected)
+    queries = slice(None) if visible is None else visible[:, past : past + seqlen_q]
+    if visible is not None:
+        found, expected = (t.squeeze(1)[queries] for t in (found, expected))
+    assert torch.equal(found, expected)
+
+
+def contents(rule: MaskRule) -> tuple:
+    assert isinstance(rule, MaskRule)
+    cu_seqlens = [None if t is None else t.tolist() for t in (rule.cu_seqlens_q, rule.cu_seqlens_k)]
+    return rule.window_left, rule.window_right, rule.seqlen_k, *cu_seqlens
+
+
+def test_mask_function_makes_no_tensor():
+    """Where a rule does: nothing of seqlen_q x seqlen_k."""
+    function = volta_fa.transformers.mask
+    assert AttentionMaskInterface()["volta_fa"] is function
+    plain = dict(batch_size=BATCH, kv_length=SEQLEN, device="cpu", **geometry(SEQLEN, 0))
+    LEFT = [0, 5, 20, 21, 40, 60]
+    # causality is a rule, None is that nothing is hidden
+    causal = (-1, 0, SEQLEN, None, None)
+    assert contents(function(**plain)) == causal
+    assert contents(function(**plain, attention_mask=padding("complete").bool())) == causal
+    assert function(**dict(plain, **geometry(1, SEQLEN - 1))) is None
+    assert contents(function(**plain, mask_function=causal_window(4))) == (3, 0, SEQLEN, None, None)
+    assert contents(function(**plain, mask_function=causal_window(SEQLEN))) == causal
+    assert contents(function(**plain, attention_mask=padding("left").bool())) == (-1, 0, SEQLEN, LEFT, LEFT)
+    if V5:
+        # of queries x keys, at least
+        cross = dict(plain, mask_function=masking_utils.bidirectional_mask_function, allow_is_bidirectional_skip=True)
+        assert function(**cross) is None
+        assert contents(function(**cross, attention_mask=padding("left").bool())) == (-1, -1, SEQLEN, [0, 0, 20, 20, 40, 60], LEFT)
+        assert function(**cross, attention_mask=padding("holes").bool()).shape == (BATCH, 1, 1, SEQLEN)
+    static = dict(batch_size=BATCH, kv_length=50, device="cpu", **geometry(SEQLEN, 0))
+    assert contents(function(**static)) == (-1, 0, SEQLEN, None, None)
+
+
+def test_unknown_patterns_stay_tensors():
+    def every_second(batch_idx, head_idx, q_idx, kv_idx):
+        return (kv_idx <= q_idx) & (kv_idx % 2 == 0)
+
+    arguments = dict(batch_size=BATCH, kv_length=SEQLEN, device="cpu", **geometry(SEQLEN, 0))
+    for pattern in (every_second, masking_utils.and_masks(masking_utils.causal_mask_function, every_second)):
+        found = volta_fa.transformers.mask(**arguments, mask_function=pattern, use_vmap=True)
+        assert torch.equal(found, masking_utils.sdpa_mask(**arguments, mask_function=pattern, use_vmap=True, allow_is_causal_skip=False))
+    # somebody is going to combine it with another
+    found = volta_fa.transformers.mask(**arguments, allow_is_causal_skip=False)
+    assert found.dtype == torch.bool and found.shape[-2:] == (SEQLEN, SEQLEN)
+
+
+# ---- loading, and what is refused -------------------------------------------------------------------------------------
+
+
+def test_from_pretrained(tmp_path):
+    eager, ours = models("llama")
+    eager.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="volta_fa")
+    assert loaded.config._attn_implementation == "volta_fa"
+    found, calls = profile(lambda: run(loaded, input_ids=tokens()))
+    assert torch.equal(found, run(ours, input_ids=tokens()))
+    assert calls.count == LAYERS
+    loaded.set_attn_implementation("eager")
+    assert profile(lambda: run(loaded, input_ids=tokens()))[1].count == 0
+    loaded.set_attn_implementation("volta_fa")
+    assert profile(lambda: run(loaded, input_ids=tokens()))[1].count == LAYERS
+
+
+def test_models_without_the_attention_interface_are_refused():
+    config = transformers.XLNetConfig(vocab_size=10, d_model=16, n_layer=1, n_head=2, d_inner=16)
+    with pytest.raises(ValueError, match="attn_implementation: got 'volta_fa', and XLNetModel .* expected 'sdpa', .* or 'eager'"):
+        transformers.XLNetModel._from_config(config, attn_implementation="volta_fa")
+    transformers.XLNetModel._from_config(config, attn_implementation="eager")
+
+
+#: What a notebook, a REPL or `python -` run: classes without a file.
+NOTEBOOK = """
+import torch, transformers, volta_fa.transformers
+
+class Own(transformers.LlamaForCausalLM):
+    pass
+
+class Refused(transformers.XLNetModel):
+    pass
+
+config = transformers.LlamaConfig(
+    vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, attn_implementation="volta_fa"
+)
+model = Own(config).eval()
+ids = torch.arange(3, 23)[None]
+with torch.no_grad():
+    ours = model(ids).logits
+    model.set_attn_implementation("eager")
+    eager = model(ids).logits
+    model.set_attn_implementation("volta_fa")
+    torch.testing.assert_close(ours, eager, rtol=0, atol=2e-5)
+assert model.config._attn_implementation == "volta_fa"
+config = transformers.XLNetConfig(vocab_size=10, d_model=16, n_layer=1, n_head=2, d_inner=16)
+for name in ("volta_fa", "paged|volta_fa"):
+    try:
+        Refused._from_config(config, attn_implementation=name)
+    except ValueError as error:
+        message = str(error)
+        # transformers 5 removes the prefix first
+        asked = name if transformers.__version__ < "5" else "volta_fa"
+        assert f"got {asked!r}, and Refused" in message and "does not use the attention interface" in message, message
+    else:
+        raise AssertionError("accepted")
+"""
+
+
+def test_classes_without_a_source(tmp_path):
+    path = os.pathsep.join(filter(None, [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    result = subprocess.run([sys.executable, "-"], input=NOTEBOOK, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+class Derived(transformers.LlamaForCausalLM):
+    pass
+
+
+class OtherAttention(nn.Module):
+    """Has nothing to do with Derived, and looks to transformers as if it had."""
+
+
+def test_a_class_in_a_program_with_other_attention():
+    config = transformers.LlamaConfig(**GROUPED)
+    assert Derived._from_config(config, attn_implementation="volta_fa").config._attn_implementation == "volta_fa"
+
+
+@pytest.mark.parametrize("version", [(4, 56), (6, 0)])
+def test_other_versions_of_transformers(version, monkeypatch):
+    monkeypatch.setattr(volta_fa.integrations.transformers.releases, "VERSION", version)
+    if version < (4, 57):
+        with pytest.raises(ImportError, match="needs transformers 4.57 or 5.x"):
+            volta_fa.integrations.transformers.register()
+    else:
+        monkeypatch.setattr(transformers.PreTrainedModel, "get_correct_attn_implementation", None)
+        with pytest.warns(UserWarning, match="tested with transformers 4.57 and 5.x"):
+            volta_fa.integrations.transformers.register()
+
+
+def test_headdim_above_256_is_refused():
+    config = transformers.LlamaConfig(**GROUPED, head_dim=520)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="volta_fa")
+    with pytest.raises(NotImplementedError, match="headdim: got 520 in LlamaAttention, expected at most 512"):
+        run(model, input_ids=tokens())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert", "bart", "t5"])
+def test_output_attentions_is_refused(name):
+    _, ours = models(name)
+    inputs = {"decoder_input_ids": tokens()} if name in ENCODERS_DECODERS else {}
+    with pytest.raises(NotImplementedError, match="output_attentions: got True, expected False.*'eager'"):
+        run(ours, input_ids=tokens(), output_attentions=True, **inputs)
+    with pytest.raises(ValueError, match="output_attentions"):
+        ours.config.output_attentions = True
+
+
+#: of a batch of 2 with 6 tokens each
+SEQUENCES = {f"cu_seqlens_{t}": torch.tensor([0, 2, 6, 12], dtype=torch.int32) for t in "qk"}
+
+
+def call(attention_mask=None, batch=2, seqlen=6, **kwargs):
+    q, k, v = (torch.randn(batch, 2, seqlen, 8) for _ in range(3))
+    module = SimpleNamespace(is_causal=True)
+    return volta_fa.transformers.attention(module, q, k, v, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["head_mask", "indices", "block_indices", "sinks", "cache"])
+def test_arguments_that_nothing_can_do_are_refused(name):
+    with pytest.raises(NotImplementedError, match=f"{name}: got .* in SimpleNamespace, expected (None|the cache)"):
+        call(**{name: torch.ones(1)})
+    call(**{name: None})
+
+
+def test_head_masks_are_refused():
+    """In transformers 4.57 ViT and its relatives hand them over as masks."""
+    _, ours = models("vit")
+    pixels = torch.randn(BATCH, 3, 32, 32)
+    with pytest.raises(NotImplementedError, match="head_mask: got a factor for each head in ViT.*Attention, expected None"):
+        run(ours, pixel_values=pixels, head_mask=torch.tensor([1.0, 0.0, 1.0, 0.5]))
+
+
+def test_packed_sequences_with_a_mask_are_refused():
+    """Where it says more than the sequences do, which nothing would have looked at."""
+    sequences = dict(cu_seq_lens_q=SEQUENCES["cu_seqlens_q"], cu_seq_lens_k=SEQUENCES["cu_seqlens_k"], max_length_q=6, max_length_k=6)
+    call(**sequences)
+    call(MaskRule((2, 1, 6, 6), "cpu", 3, 0), **sequences)
+    padded = MaskRule((2, 1, 6, 6), "cpu", -1, 0, leftpad_k=torch.tensor([1, 0], dtype=torch.int32))
+    for mask in (torch.ones(2, 1, 6, 6, dtype=torch.bool), torch.zeros(2, 1, 6, 6), padded):
+        with pytest.raises(NotImplementedError, match="attention_mask: got .* in SimpleNamespace, and cu_seq_lens_q, expected one of them"):
+            call(mask, **sequences)
+    module = SimpleNamespace(is_causal=True, config=SimpleNamespace(attention_chunk_size=3))
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: got it in SimpleNamespace, which attends in chunks"):
+        volta_fa.transformers.attention(module, *torch.randn(3, 2, 2, 6, 8), None, **sequences)
+
+
+def test_without_a_mask_what_the_module_says_holds():
+    q, k, v = torch.randn(3, 2, 2, 6, 8)
+    for module, is_causal, expected in (
+        (SimpleNamespace(is_causal=True), None, True),
+        (SimpleNamespace(is_causal=False), None, False),
+        (SimpleNamespace(is_causal=False), True, True),
+        (SimpleNamespace(), None, False),
+    ):
+        out, _ = volta_fa.transformers.attention(module, q, k, v, None, is_causal=is_causal)
+        torch.testing.assert_close(out.transpose(1, 2), F.scaled_dot_product_attention(q, k, v, is_causal=expected))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(2, 1, 6, 5, dtype=torch.bool), torch.ones(2, 3, 6, 6), torch.ones(2, 6), torch.ones(2, 1, 6, 6, dtype=torch.int64)],
+    ids=lambda t: f"{tuple(t.shape)}-{t.dtype}",
+)
+def test_masks_of_the_wrong_shape_or_dtype_are_refused(mask):
+    with pytest.raises(ValueError, match="attn_bias"):
+        call(mask)
+
+
+def test_a_mask_of_another_batch_is_refused():
+    rule = MaskRule((2, 1, 6, 6), "cpu", -1, 0, **SEQUENCES)
+    call(rule)
+    with pytest.raises(ValueError, match=r"attention_mask: got MaskRule\(shape=\(2, 1, 6, 6\).*, expected shape \(3, 1, 6, 6\)"):
+        call(rule, batch=3)
+    with pytest.raises(ValueError, match=r"attention_mask: got .*, expected shape \(2, 1, 5, 5\)"):
+        call(rule, seqlen=5)
+
+
+def test_rules_are_tensors_to_everybody_else():
+    """Some models look into their masks: those get what the rule stands for."""
+    rule = MaskRule((2, 1, 6, 8), "cpu", 3, 0, 6, **SEQUENCES)
+    plain = rule.as_tensor()
+    assert type(plain) is torch.Tensor and plain.dtype == torch.bool
+    assert isinstance(rule, torch.Tensor) and (rule.shape, rule.dtype, rule.dim()) == (plain.shape, plain.dtype, 4)
+    for f in (
+        lambda t: t[:, :, :, :5],
+        lambda t: torch.where(t, 0.0, float("-inf")),
+        lambda t: ~t,
+        lambda t: t & torch.ones(8, dtype=torch.bool),
+        lambda t: torch.zeros(2, 1, 6, 8).masked_fill(t, 1.0),
+        lambda t: t.expand(2, 4, 6, 8).sum(),
+    ):
+        assert type(f(rule)) is torch.Tensor and torch.equal(f(rule), f(plain))
+    assert rule.contiguous() is rule and rule.to("cpu") is rule and rule.detach() is rule
+    moved = rule.to("meta")
+    assert type(moved) is MaskRule and (moved.device.type, moved.cu_seqlens_q.device.type) == ("meta", "meta")
+    assert contents(rule[:, :, :, :8]) == contents(rule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_layers(name):
+    """Rules that are made outside of what is compiled: other rules for the same shapes are told apart."""
+    torch.compiler.reset()  # PyTorch counts what other tests have compiled of the same code
+    ours = make(*CAUSAL[name](transformers), "volta_fa")  # a fresh one: asking for attentions leaves a hook that cannot be compiled
+    compiled = copy.deepcopy(ours)
+    for layer in compiled.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    packed = torch.cat([torch.arange(8), torch.arange(12)]).expand(BATCH, -1)
+    for inputs in ({}, {"attention_mask": padding("left")}, {"attention_mask": padding("right")}, {}, {"position_ids": packed}):
+        keep = inputs.get("attention_mask", torch.ones(BATCH, SEQLEN)).bool()
+        inputs = {"input_ids": tokens(), "use_cache": False, **inputs}
+        found, calls = profile(lambda: run(compiled, **inputs))
+        torch.testing.assert_close(found[keep], run(ours, **inputs)[keep], **TOLERANCE)
+        assert calls.biased == 0
