@@ -4,7 +4,7 @@
 VENV    := $(CURDIR)/.venv$(TORCH:%=-%)
 READY   := $(VENV)/.ready
 LIBRARIES := python/volta_fa/libvolta_fa_core.so python/volta_fa/torch-*
-EXTRAS  := test lint docs wheel matrix hub notebook coverage
+EXTRAS  := test lint docs wheel hub notebook
 CARGO_FLAGS := --release --locked --features sim
 
 # Build scripts of cargo find NVRTC through the environment's Python, and so do the tests with torch.
@@ -84,7 +84,7 @@ wheel: $(VENV)/.wheel ## build the release wheel for all supported torch release
 
 # Builds a wheel for RELEASES (default: all), unless WHEEL names one.
 MATRIX := target/torch-matrix
-matrix: $(VENV)/.wheel $(VENV)/.matrix ## check the wheel with each torch release (or RELEASES="2.10.0 2.15.0")
+matrix: $(VENV)/.wheel ## check the wheel with each torch release (or RELEASES="2.10.0 2.15.0")
 	@rm -rf $(MATRIX)/wheel
 	@test -n "$(WHEEL)" || { \
 	    releases=$(if $(RELEASES),$$($(VENV)/bin/python tools/torch_releases.py target/torch $(RELEASES)),all) && \
@@ -105,7 +105,7 @@ release: wheel ## build the files of a release into dist/release/; URL=, SOURCE=
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
 	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz
 
-coverage: build $(VENV)/.coverage ## print the line coverage of Python (quick tests) and Rust (cargo test)
+coverage: build $(VENV)/.test ## print the line coverage of Python (quick tests) and Rust (cargo test)
 	@$(IN_VENV) $(IN_SIMULATOR) python tools/measure_coverage.py $(ARGS)
 
 clean: ## remove all build results (but not .venv)
@@ -118,9 +118,9 @@ $(READY): tools/bootstrap.py tools/find_python.sh $(patsubst %,tools/requirement
 	    "$$found" tools/bootstrap.py "$(VENV)" $(TORCH:%=torch==%)
 	@touch $@
 
-# Installs what these targets need in addition, at their first use. mypy reads transformers, and coverage is that of the tests.
+# Installs what these targets need in addition, at their first use. mypy reads transformers.
 $(VENV)/.test: $(patsubst %,tools/requirements/%.txt,transformers-4.57 diffusers)
-$(VENV)/.lint $(VENV)/.coverage: $(VENV)/.test
+$(VENV)/.lint: $(VENV)/.test
 $(EXTRAS:%=$(VENV)/.%): $(VENV)/.%: tools/requirements/%.txt $(READY)
 	@$(VENV)/bin/python tools/bootstrap.py "$(VENV)" $*
 	@touch $@

@@ -1,5 +1,5 @@
 //! Compiles the CUDA kernels with NVRTC and embeds them, compressed.
-//! Writes the C++ headers of everything that Rust shares with the shims (`torch_ops/`, built by `tools/shims`).
+//! Writes the C++ headers of everything that Rust shares with the shims (`torch_ops/`, built by `tools/build_shims.py`).
 
 #[path = "tools/build/embed.rs"]
 mod embed;

@@ -4,6 +4,8 @@
     python -m benchmarks.memory     peak memory against sequence length, on this machine
     python -m benchmarks.training   loss curves and gradients of a small GPT against PyTorch's attention
     python -m benchmarks.volta      the kernels on a simulated V100, beside published kernels; --gpu simulates a Turing card
+    python -m benchmarks.decode     decoding and prefill over a KV cache, simulated or on this machine's GPU
+    python -m benchmarks.tables     other rows: what people run beside its targets, headdim 512, the fast forward, long sequences
     python -m benchmarks.plan       the kernels that the planner selects for a shape
     python -m benchmarks.docs DIR   put results of the above into docs/reference/figures.md
 

@@ -1,11 +1,13 @@
-"""Measures decoding over a paged KV cache, in bytes of the cache per second, on a simulated V100 or a real GPU.
+"""Times attention over a paged KV cache, on a simulated GPU or a real one: decoding, in bytes of the cache a second, and prefill.
 
     python -m benchmarks.decode [--all]        simulated
     python -m benchmarks.decode --device cuda  measured, beside a copy kernel and PyTorch's attention
+    python -m benchmarks.decode --sweep        one size after another, as tables, a plot and JSON
 
-Both take --quantized, --bfloat, --tree, --wide, --only TEXT and --json FILE. --tree has pairs of cases, without and with a tree
-mask. --wide has Gemma 4's global layers, with headdim 512. --latents has MLA decoding (`fwd_mla`) over a cache of latents, fp16 or
-quantized, in pages of 64 tokens. Simulations take --gpu t4, whose DRAM rate then counts.
+All take one of --quantized, --tree, --wide, --latents, --prefill and --sweep, and --bfloat. --tree has pairs of cases, without and with
+a tree mask. --wide has Gemma 4's global layers, with headdim 512. --latents has MLA decoding (`fwd_mla`) over a cache of latents, fp16 or
+quantized, in pages of 64 tokens. --prefill has a chunk of 512 causal queries, the last of 16384 tokens: kernels that read pages, beside
+the plain kernel on one dense tensor, whose rate shares are of.
 
 The simulation times one SM's share of the launch (tools/volta-sim) at the model's DRAM latency and at 3000 cycles,
 which stands for a loaded memory. Shares are of the model's DRAM rate. Simulated times include what one SM does for every
@@ -14,14 +16,17 @@ kernel of the call. They leave out launch overhead and the combination of partia
 Caches are fp16 (--bfloat: bf16; --quantized: int8, int4, fp8), (pages, page, heads, headdim), with pages in random
 order. Some cases have a target: the share that they must reach. Measured shares are of the copy kernel's rate.
 PyTorch's attention reads the same keys from one dense tensor, without pages or lengths.
+
+Each sweep changes one size. The base case has 16 sequences of 4096 tokens, one query each, eight query heads per KV head
+and pages of 16 tokens. Query rows are seqlen_q times the query heads per KV head. The tables also list published rates
+of other V100 kernels.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +40,40 @@ from volta_fa.check import draft_trees
 from volta_fa.errors import CommandError
 from volta_fa.kv_cache.formats import KV_DTYPES
 
-from . import report
-from .measure import aligned, ended, median_ms, simulated
+from . import plots, report
+from .driver import GPUS, Benchmark, Result, Row, run
+from .measure import Work, aligned, median_ms
+from .published_results import DECODE_RATES
+from .report import Grid
+from .shapes import Shape
 
-#: DRAM rate that volta-sim's V100 attains (`dram_gb_per_s` in tools/volta-sim/src/machine.rs).
-DRAM_GB_S = 783.0
-#: The same of its GPUs.
-DRAM_RATES = {"v100": DRAM_GB_S, "t4": 220.0, "rtx2080ti": 493.0, "titanrtx": 538.0}
-#: Simulator settings for each DRAM latency, in cycles: the model's default, and that of a loaded memory.
-LATENCIES = {"430": "", "3000": "dram_latency=3000"}
+#: Simulator settings of the default DRAM latency, and of a loaded memory's, in cycles.
+LATENCIES = ("", "dram_latency=3000")
 #: Columns of a latent that are values.
 LATENT_VALUES = 512
+#: Minimum rate of prefill by kernels that read pages, as a fraction of the dense kernel's.
+PREFILL_TARGET = 0.85
+#: Query heads of prefill, on 4 KV heads, by GPU and headdim. The simulation times one SM only, so its row tiles fill whole waves.
+PREFILL_HEADS = {"v100": {64: 40, 128: 40, 256: 20}, "t4": {64: 40, 128: 20, 256: 20}, "": {64: 32, 128: 32, 256: 32}}
 
 
 @dataclass(frozen=True)
 class Case:
+    """One call over a cache."""
+
     headdim: int
     lengths: tuple[int, ...]
     group: int = 8
     seqlen_q: int = 1
-    page: int = 16
+    page: int = 16  # 0: no cache, but dense k and v
     kv_dtype: str = ""  # of a quantized cache
     bfloat: bool = False  # bf16 instead of fp16
     tree: bool = False  # the queries are a tree of draft tokens
     kv_heads: int = 0  # 0: 2 KB of fp16 keys per token, so that an SM's share is the same
     latents: bool = False  # the cache has one head, whose first LATENT_VALUES columns are the values
-    target: float = 0.0  # share to reach: simulated at the default DRAM latency, or measured
-    slow_target: float = 0.0  # share to reach at a DRAM latency of 3000 cycles
-    tflops_target: float = 0.0  # TFLOP/s to reach at the default DRAM latency
+    window: int = 0  # keys that a query sees to its left; 0: all
+    softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,165 +87,209 @@ class Case:
     @property
     def bytes(self) -> int:
         """Bytes of keys and values that a call reads, including scales and zero points."""
+        tokens = sum(min(n, self.window + 1) if self.window else n for n in self.lengths)
         if self.latents:
             of_token = self.headdim if self.kv_dtype else 2 * self.headdim
-            return sum(self.lengths) * (of_token + (4 if self.kv_dtype == "int8" else 0))
+            return tokens * (of_token + (4 if self.kv_dtype == "int8" else 0))
         per_token = {"": 4.0, "int8": 2.0, "int4": 1.0}.get(self.kv_dtype, 2.0) * self.headdim
         per_token += {"int8": 8, "int4": 16}.get(self.kv_dtype, 0)
-        return int(sum(self.lengths) * self.nheads_k * per_token)
+        return int(tokens * self.nheads_k * per_token)
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> float:
         headdim_v = LATENT_VALUES if self.latents else self.headdim
-        return sum(self.lengths) * self.nheads_k * self.group * self.seqlen_q * 2 * (self.headdim + headdim_v)
+        heads = self.nheads_k * self.group
+        return sum(Shape(1, heads, self.seqlen_q, n, self.headdim, True, headdim_v=headdim_v).forward_flops for n in self.lengths)
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         longest, batch = max(self.lengths), len(self.lengths)
         even = all(n == longest for n in self.lengths)
         lengths = f"{batch} x {longest}" if even else f"{longest} + {batch - 1} x {min(self.lengths)}"
         kind = f"{self.kv_dtype}, " if self.kv_dtype else "bf16, " if self.bfloat else ""
         tree = ", tree" if self.tree else ""
         heads = f"{self.kv_heads * self.group}/{self.kv_heads} heads" if self.kv_heads else f"group {self.group}"
-        return f"{kind}headdim {self.headdim}, {lengths}, {heads}, queries {self.seqlen_q}, page {self.page}{tree}"
+        pages = f"page {self.page}" if self.page else "dense"
+        return f"{kind}headdim {self.headdim}, {lengths}, {heads}, queries {self.seqlen_q}, {pages}{tree}"
+
+    def calls(self, device: str) -> list[Work]:
+        q, k, v, options = self.problem(device)
+        if not self.page:
+            return [lambda: torch.ops.volta_fa.fwd(q, k, v, is_causal=True)]
+        if not self.latents:
+            return [lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options)]
+        scale = {"latent_scale": options.pop("k_scale")} if self.kv_dtype == "int8" else {}
+        options = {name: options[name] for name in ("block_table", "cache_seqlens", "is_causal")}
+        return [lambda: torch.ops.volta_fa.fwd_mla(q, k, **options, **scale)]
+
+    def problem(self, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
+        """Returns q, k, v and options."""
+        batch, max_seqlen, heads = len(self.lengths), max(self.lengths), self.nheads_k
+        # equal values: row maxima never move, as is usual after the first tiles
+        q = aligned((batch, self.seqlen_q, heads * self.group, self.headdim), self.dtype, device).fill_(0.01)
+        if not self.page:
+            k, v = (aligned((batch, max_seqlen, heads, self.headdim), self.dtype, device).fill_(0.01) for _ in "kv")
+            return q, k, v, {}
+        pages = [-(-n // self.page) for n in self.lengths]
+        shape = (sum(pages), self.page, heads, self.headdim)
+        names = "k" if self.latents else "kv"
+        tensors = [aligned(shape, self.dtype, device).fill_(0.01) for _ in names]
+        options: dict = {}
+        if self.kv_dtype:
+            like = volta_fa.quantize_kv(torch.full((1, self.headdim), 0.01), self.kv_dtype).data
+            tensors = [aligned((*shape[:-1], like.shape[-1]), like.dtype, device) for _ in names]
+            for t in tensors:
+                t.view(torch.uint8).fill_(1)
+            if self.kv_dtype.startswith("int"):
+                # stored as (page, head, token): the scales of one head are contiguous
+                scale = aligned((shape[0], shape[2], shape[1]), torch.float32, device).fill_(0.01).transpose(1, 2)
+                options |= {"k_scale": scale, "v_scale": scale.transpose(1, 2).clone().transpose(1, 2)}
+            if self.kv_dtype == "int4":
+                options |= {f"{x}_zero_point": options[f"{x}_scale"].transpose(1, 2).clone().transpose(1, 2) for x in "kv"}
+        numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int()
+        table = torch.full((batch, -(-max_seqlen // self.page)), -1, dtype=torch.int32)
+        for row, n, of_sequence in zip(table, pages, numbers.split(pages)):
+            row[:n] = of_sequence
+        if self.tree:
+            words = draft_trees.words(draft_trees.random_tree(self.seqlen_q, seed=0))
+            options["tree_mask"] = torch.tensor([words] * batch, dtype=torch.int64, device=device)
+        if self.window:
+            options["window_left"] = self.window
+        if self.softcap:
+            options["softcap"] = self.softcap
+        if self.sinks:
+            options["sinks"] = torch.zeros(heads * self.group, device=device)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        return q, tensors[0], tensors[-1], options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
 
 
-def cases(everything: bool) -> Iterator[Case]:
+# ---- cases: each with the shares to reach at the default DRAM latency (or measured) and at 3000 cycles, and the TFLOP/s ----------
+
+Targets = tuple[float, ...]
+Aimed = tuple[Case, Targets, float]
+
+
+def cases(everything: bool) -> Iterator[Aimed]:
     # most cases have 65,536 tokens in total, so that their times compare
-    targets = {65536: (0.90, 0.85), 16384: (0.90, 0.85), 4096: (0.80, 0.0), 1024: (0.60, 0.0)}
+    targets = {65536: (0.90, 0.85), 16384: (0.90, 0.85), 4096: (0.80,), 1024: (0.60,)}
     for headdim in (64, 128, 256):
-        for seqlen, (target, slow_target) in targets.items():
-            base = Case(headdim, (seqlen,) * (65536 // seqlen), target=target, slow_target=slow_target)
+        for seqlen, aims in targets.items():
+            base = Case(headdim, (seqlen,) * (65536 // seqlen))
             groups = (1, 4, 6, 8) if everything or seqlen == 16384 else (8,)
             pages = (16, 64, 256) if everything or seqlen == 16384 else (16,)
-            yield from (replace(base, group=g, page=p) for g in groups for p in pages if everything or p == 16 or g == 8)
-        yield from (Case(headdim, (16384,) * 4, group=4, seqlen_q=n) for n in (2, 4, 8))
-        yield from (Case(headdim, (16384,) * 4, group=8, seqlen_q=n) for n in (2, 4, 8))
-    yield Case(128, (65536, *[512] * 63))
-    yield Case(128, (1528,) * 64)  # total of the case before, evenly
+            several = (replace(base, group=g, page=p) for g in groups for p in pages if everything or p == 16 or g == 8)
+            yield from ((case, aims, 0) for case in several)
+        yield from ((Case(headdim, (16384,) * 4, group=g, seqlen_q=n), (), 0) for g in (4, 8) for n in (2, 4, 8))
+    yield from uneven_cases()
 
 
-def measured_cases() -> Iterator[Case]:
-    """Returns cases that are large enough for a GPU with terabytes per second."""
+def uneven_cases() -> Iterator[Aimed]:
+    yield Case(128, (65536, *[512] * 63)), (), 0
+    yield Case(128, (1528,) * 64), (), 0  # total of the case before, evenly
+
+
+def measured_cases() -> Iterator[Aimed]:
+    """Yields cases that are large enough for a GPU with terabytes per second."""
     for headdim in (64, 128, 256):
-        yield Case(headdim, (65536,) * 16, target=0.85)
-        yield from (Case(headdim, (16384,) * 16, seqlen_q=n) for n in (1, 2, 4, 8))
-        yield from (Case(headdim, (seqlen,) * 16) for seqlen in (4096, 1024))
-    yield Case(128, (65536, *[512] * 63))
-    yield Case(128, (1528,) * 64)  # total of the case before, evenly
+        yield Case(headdim, (65536,) * 16), (0.85,), 0
+        yield from ((Case(headdim, (16384,) * 16, seqlen_q=n), (), 0) for n in (1, 2, 4, 8))
+        yield from ((Case(headdim, (seqlen,) * 16), (), 0) for seqlen in (4096, 1024))
+    yield from uneven_cases()
 
 
-def quantized_cases() -> Iterator[Case]:
-    """Returns cases with as many bytes as the fp16 cases: four times the batch for int4, twice for 8-bit formats."""
+def quantized_cases() -> Iterator[Aimed]:
+    """Yields cases with as many bytes as the fp16 cases: four times the batch for int4, twice for 8-bit formats."""
     for kv_dtype in KV_DTYPES:
         batch_factor = 4 if kv_dtype == "int4" else 2
-        long_target = 0.88 if kv_dtype in ("int8", "fp8_e5m2") else 0.80
+        long = (0.88 if kv_dtype in ("int8", "fp8_e5m2") else 0.80,) * 2
         for headdim in (64, 128, 256):
-            for seqlen, target, slow_target in ((65536, long_target, long_target), (16384, long_target, long_target), (4096, 0.78, 0.0)):
+            for seqlen, targets in ((65536, long), (16384, long), (4096, (0.78,))):
                 for group in (8, 1) if seqlen == 16384 else (8,):
-                    yield Case(
-                        headdim,
-                        (seqlen,) * (batch_factor * 65536 // seqlen),
-                        group=group,
-                        kv_dtype=kv_dtype,
-                        target=target,
-                        slow_target=slow_target,
-                    )
+                    yield Case(headdim, (seqlen,) * (batch_factor * 65536 // seqlen), group=group, kv_dtype=kv_dtype), targets, 0
 
 
-def tree_cases() -> Iterator[Case]:
-    """Returns pairs of cases, without and with a tree mask, whose times compare."""
+def tree_cases() -> Iterator[Aimed]:
+    """Yields pairs of cases, without and with a tree mask, whose times compare."""
     for headdim in (64, 128, 256):
         for group, seqlen_q in ((1, 16), (4, 8), (4, 16), (8, 8)):
-            for tree in (False, True):
-                yield Case(headdim, (4096,) * 8, group=group, seqlen_q=seqlen_q, tree=tree)
+            yield from ((Case(headdim, (4096,) * 8, group=group, seqlen_q=seqlen_q, tree=tree), (), 0) for tree in (False, True))
 
 
-def wide_cases(gpu: str) -> Iterator[Case]:
-    """Returns cases of Gemma 4's global layers: the models' query and KV heads, and verification steps."""
+def wide_cases(gpu: str) -> Iterator[Aimed]:
+    """Yields cases of Gemma 4's global layers: the models' query and KV heads, and verification steps."""
     base = Case(512, (4096,) * 8)
-    target = 0.95 if gpu == "v100" else 0.90
-    yield from (replace(base, kv_heads=n, target=target) for n in (1, 2, 4))
-    yield from (replace(base, kv_heads=heads, group=group) for heads, group in ((2, 4), (1, 16)))
-    yield from (replace(base, kv_heads=4, seqlen_q=n) for n in (2, 4, 8))
-    yield from (replace(base, kv_heads=4, kv_dtype=name) for name in KV_DTYPES)
+    yield from ((replace(base, kv_heads=n), (0.95 if gpu in ("", "v100") else 0.90,), 0) for n in (1, 2, 4))
+    yield from ((replace(base, kv_heads=heads, group=group), (), 0) for heads, group in ((2, 4), (1, 16)))
+    yield from ((replace(base, kv_heads=4, seqlen_q=n), (), 0) for n in (2, 4, 8))
+    yield from ((replace(base, kv_heads=4, kv_dtype=name), (), 0) for name in KV_DTYPES)
 
 
-def latent_cases() -> Iterator[Case]:
-    """Returns cases of `fwd_mla`. With 16 heads quantized caches have twice the tokens, in about the same bytes."""
+def latent_cases() -> Iterator[Aimed]:
+    """Yields cases of `fwd_mla`. With 16 heads quantized caches have twice the tokens, in about the same bytes."""
 
-    def of(heads: int, batch: int, seqlen: int, **options: Any) -> Case:
-        return Case(576, (seqlen,) * batch, heads, page=64, kv_heads=1, latents=True, **options)
+    def of(heads: int, batch: int, seqlen: int, targets: Targets = (), tflops: float = 0, **options: Any) -> Aimed:
+        return Case(576, (seqlen,) * batch, heads, page=64, kv_heads=1, latents=True, **options), targets, tflops
 
     for kv_dtype in ("", "int8", "fp8_e5m2", "fp8_e4m3"):
-        target, batch = 0.80 if kv_dtype == "fp8_e4m3" else 0.88, 2 if kv_dtype else 1
-        yield from (of(16, 262144 // n * batch, n, kv_dtype=kv_dtype, target=target, slow_target=target) for n in (65536, 16384))
-        yield of(16, 64 * batch, 4096, kv_dtype=kv_dtype, target=0.78)
-        yield of(128, 16, 4096, kv_dtype=kv_dtype, tflops_target=60)
-    yield of(16, 1, 65536, target=0.88, slow_target=0.88)
+        targets, batch = (0.80 if kv_dtype == "fp8_e4m3" else 0.88,) * 2, 2 if kv_dtype else 1
+        yield from (of(16, 262144 // n * batch, n, targets, kv_dtype=kv_dtype) for n in (65536, 16384))
+        yield of(16, 64 * batch, 4096, (0.78,), kv_dtype=kv_dtype)
+        yield of(128, 16, 4096, tflops=60, kv_dtype=kv_dtype)
+    yield of(16, 1, 65536, (0.88, 0.88))
     yield of(16, 1, 16384)
     yield of(16, 16, 4096, seqlen_q=2)
     yield from (of(heads, batch, seqlen) for heads, batch, seqlen in ((32, 2, 65536), (64, 16, 4096)))
-    yield of(128, 1, 32768, tflops_target=60)
+    yield of(128, 1, 32768, tflops=60)
 
 
-def call(case: Case, device: str) -> Callable[[], object]:
-    """Returns the call to time."""
-    q, k, v, options = problem(case, device)
-    if not case.latents:
-        return lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options)
-    scale = {"latent_scale": options.pop("k_scale")} if case.kv_dtype == "int8" else {}
-    return lambda: torch.ops.volta_fa.fwd_mla(
-        q, k, **{name: options[name] for name in ("block_table", "cache_seqlens", "is_causal")}, **scale
-    )
+def prefill_cases(gpu: str, tokens: int) -> Iterator[Aimed]:
+    """Yields the cases of each headdim: dense K and V first, then each page size."""
+    if gpu not in PREFILL_HEADS:
+        raise CommandError(f"--gpu {gpu}: expected one of {', '.join(filter(None, PREFILL_HEADS))} for --prefill")
+    if tokens < 512 or tokens % 256:
+        raise CommandError(f"--tokens {tokens}: expected a multiple of 256, at least 512")
+    for headdim, nheads in PREFILL_HEADS[gpu].items():
+        yield from ((Case(headdim, (tokens,), nheads // 4, 512, page, kv_heads=4), (), 0) for page in (0, 16, 64, 256))
 
 
-def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
-    batch, max_seqlen = len(case.lengths), max(case.lengths)
-    pages = [-(-n // case.page) for n in case.lengths]
-    shape = (sum(pages), case.page, case.nheads_k, case.headdim)
-    # equal values: row maxima never move, as is usual after the first tiles
-    dtype = case.dtype
-    names = "k" if case.latents else "kv"
-    tensors = [aligned(shape, dtype, device).fill_(0.01) for _ in names]
-    options: dict = {}
-    if case.kv_dtype:
-        like = volta_fa.quantize_kv(torch.full((1, case.headdim), 0.01), case.kv_dtype).data
-        tensors = [aligned((*shape[:-1], like.shape[-1]), like.dtype, device) for _ in names]
-        for t in tensors:
-            t.view(torch.uint8).fill_(1)
-        if case.kv_dtype.startswith("int"):
-            # stored as (page, head, token): the scales of one head are contiguous
-            scale = aligned((shape[0], shape[2], shape[1]), torch.float32, device).fill_(0.01).transpose(1, 2)
-            options |= {"k_scale": scale, "v_scale": scale.transpose(1, 2).clone().transpose(1, 2)}
-        if case.kv_dtype == "int4":
-            options |= {f"{x}_zero_point": options[f"{x}_scale"].transpose(1, 2).clone().transpose(1, 2) for x in "kv"}
-    numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int()
-    table = torch.full((batch, -(-max_seqlen // case.page)), -1, dtype=torch.int32)
-    for row, n, of_sequence in zip(table, pages, numbers.split(pages)):
-        row[:n] = of_sequence
-    q = aligned((batch, case.seqlen_q, case.nheads_k * case.group, case.headdim), dtype, device).fill_(0.01)
-    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    if case.tree:
-        words = draft_trees.words(draft_trees.random_tree(case.seqlen_q, seed=0))
-        options["tree_mask"] = torch.tensor([words] * batch, dtype=torch.int64, device=device)
-    return q, tensors[0], tensors[-1], options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
+BASE = Case(128, (4096,) * 16)
+#: Values of each sweep, and how a value changes the case.
+SWEEPS: dict[str, tuple[tuple[int, ...], Callable[[Case, int], Case]]] = {
+    "tokens": ((512, 1024, 2048, 4096, 8192, 16384), lambda case, n: replace(case, lengths=(n,) * len(case.lengths))),
+    "sequences": ((1, 2, 4, 8, 16, 32), lambda case, n: replace(case, lengths=case.lengths[:1] * n)),
+    "page": ((16, 32, 64, 256), lambda case, n: replace(case, page=n)),
+    "rows": ((8, 16, 32, 64), lambda case, n: replace(case, seqlen_q=n // case.group)),
+}
 
 
-def simulate(case: Case, settings: str, gpu: str = "v100") -> dict:
-    reports = simulated(call(case, "cpu"), settings, gpu)
-    (report,) = (r for r in reports if "decode" in r["kernel"])
-    us = sum(r["timing"]["kernel_us"] for r in reports)
-    gb_s = case.bytes / us / 1e3
-    rates = {"us": us, "gb_s": gb_s, "share": gb_s / DRAM_RATES[gpu], "tflops": case.flops / us / 1e6}
-    return {"kernel": report["kernel"], **rates, "issue": report["timing"]["util"]["issue"]}
+def sweep_rows(options: argparse.Namespace) -> Iterator[Row]:
+    (gpu,) = options.gpu
+    base = replace(BASE, lengths=(options.tokens or 4096,) * len(BASE.lengths), bfloat=options.bfloat)
+    for headdim in options.headdims:
+        for sweep in options.sweeps:
+            values, change = SWEEPS[sweep]
+            yield from (Row(f"{sweep} {n}, headdim {headdim}", change(replace(base, headdim=headdim), n), gpu, ("",)) for n in values)
 
 
-def measure(case: Case, copy_gb_s: float) -> dict:
-    device = torch.device("cuda")
-    us = 1e3 * median_ms(call(case, "cuda"), device, budget=0.5)
-    gb_s = case.bytes / us / 1e3
-    return {"kernel": "", "us": us, "gb_s": gb_s, "share": gb_s / copy_gb_s, "tflops": case.flops / us / 1e6}
+def rows(options: argparse.Namespace) -> list[Row]:
+    if options.tokens is not None and options.tokens < 1:
+        raise CommandError(f"--tokens {options.tokens}: expected a positive number")
+    if options.kind == "sweep":
+        return list(sweep_rows(options))
+    (gpu,) = options.gpu
+    listed = {
+        "quantized": quantized_cases,
+        "tree": tree_cases,
+        "wide": lambda: wide_cases(gpu),
+        "latents": latent_cases,
+        "prefill": lambda: prefill_cases(gpu, options.tokens or 16384),
+        "": measured_cases if not gpu else lambda: cases(options.all),
+    }[options.kind]()
+    models = LATENCIES if gpu and options.kind != "prefill" else ("",)
+    found = ((replace(case, bfloat=options.bfloat), targets, tflops) for case, targets, tflops in listed)
+    return [Row(str(case), case, gpu, models, tflops, targets) for case, targets, tflops in found]
+
+
+# ---- results -----------------------------------------------------------------------------------------------------
 
 
 def measure_pytorch(case: Case) -> dict[str, float]:
@@ -259,58 +314,96 @@ def measure_pytorch(case: Case) -> dict[str, float]:
     return found
 
 
-def copy_rate() -> float:
-    """Returns GB/s that PyTorch's copy kernel reads and writes together."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median_ms(lambda: target.copy_(source), source.device, budget=0.5) / 1e6
+def prefill_share(result: Result, results: Sequence[Result]) -> str:
+    """Returns the rate as a share of the dense kernel's, which comes first."""
+    dense = [r for r in results if not r.row.case.page and r.row.case.headdim == result.row.case.headdim]
+    share = dense[0].us() / result.us() if dense else None
+    return "-" if share is None else f"{share:.0%}{f' < {PREFILL_TARGET:.0%}' if share < PREFILL_TARGET else ''}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
+def grids(results: Sequence[Result], options: argparse.Namespace) -> list[Grid]:
+    if options.kind == "sweep":
+        return sweep_grids(results, options)
+    tflops: Callable[[Result], str] = lambda r: f"{r.tflops():.1f}{r.missed() if r.row.target else ''}"  # noqa: E731
+    if options.kind == "prefill":
+        columns = {"us": lambda r: f"{r.us():.1f}", "TFLOP/s": tflops, "of dense": lambda r: prefill_share(r, results)}
+        return [report.table("A chunk of a prompt after cached tokens", results, {"case": lambda r: r.row.name, **columns})]
+    columns = {}
+    for model, latency in enumerate(results[0].row.models):
+        loaded = f", {latency}" if latency else ""
+        columns |= {
+            f"us{loaded}": lambda r, model=model: f"{r.us(model):.1f}",
+            f"GB/s{loaded}": lambda r, model=model: f"{r.gb_s(model):.0f}",
+            f"share{loaded}": lambda r, model=model: f"{r.share(model):.1%}{r.missed(model) if r.row.targets else ''}",
+        }
+    if options.kind == "latents":
+        columns["TFLOP/s"] = tflops
+    if not results[0].row.gpu:
+        columns["PyTorch, GB/s"] = lambda r: ", ".join(f"{name} {gb_s:.0f}" for name, gb_s in measure_pytorch(r.row.case).items())
+    of = f"a simulated {GPUS[results[0].row.gpu].title}'s DRAM" if results[0].row.gpu else f"a copy kernel's {results[0].peak:.0f} GB/s"
+    return [report.table(f"Decoding; shares are of {of}", results, {"case": lambda r: r.row.name, **columns})]
+
+
+def sweep_grids(results: Sequence[Result], options: argparse.Namespace) -> list[Grid]:
+    found = {r.row.name: r for r in results}
+    made = []
+    for sweep in options.sweeps:
+
+        def cell(n: int, headdim: int, sweep: str = sweep) -> str:
+            r = found.get(f"{sweep} {n}, headdim {headdim}")
+            return f"{r.us():.1f}, {r.gb_s():.0f}, {r.share():.0%}" if r else "-"
+
+        columns = {f"headdim {d}": lambda n, d=d: cell(n, d) for d in sorted(options.headdims)}
+        title = f"By {sweep}: us, GB/s of the cache, share of the DRAM or copy rate"
+        made.append(report.table(title, SWEEPS[sweep][0], {sweep: str, **columns}))
+    return [*made, Grid("Published by others, of V100s", ["what", "GB/s", ""], [list(row) for row in DECODE_RATES])]
+
+
+def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[str, str], path: Path) -> None:
+    """Draws the sweeps."""
+    if options.kind != "sweep":
+        raise CommandError("--plot: draws --sweep alone")
+    title = plots.label(f"Decode on {header['device']}, {header['date']}", 110)
+    figure, axes = plots.panels(1, len(options.sweeps), title, (3 * len(options.sweeps) + 1, 3.6), sharey=True)
+    for axis, sweep in zip(axes[0], options.sweeps):
+        values, _ = SWEEPS[sweep]
+        for headdim in sorted(options.headdims):
+            rates = {r.row.name: r.gb_s() for r in results}
+            curve = [(n, rates[name]) for n in values if (name := f"{sweep} {n}, headdim {headdim}") in rates]
+            axis.plot(*zip(*curve), "o-", color=plots.HEADDIM_COLORS[headdim], label=f"headdim {headdim}", markersize=4)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(values, [str(n) for n in values])
+        axis.set(title=f"by {sweep}", ylim=(0, None))
+    axes[0][0].set_ylabel("GB/s of the cache")
+    plots.shared_legend(figure, axes)
+    plots.save(figure, path)
+
+
+#: By the option that selects them.
+KINDS = {
+    "quantized": "int8, int4 and fp8 caches",
+    "tree": "draft tokens without and with a tree mask",
+    "wide": "headdim 512, in Gemma 4's shapes",
+    "latents": "MLA: a cache of latents",
+    "prefill": "a chunk of a prompt after cached tokens",
+    "sweep": "one size after another",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="every group and page with every length")
-    parser.add_argument("--quantized", action="store_true", help="int8, int4 and fp8 caches")
     parser.add_argument("--bfloat", action="store_true", help="bf16 instead of fp16")
-    parser.add_argument("--tree", action="store_true", help="draft tokens without and with a tree mask")
-    parser.add_argument("--wide", action="store_true", help="headdim 512, in Gemma 4's shapes")
-    parser.add_argument("--latents", action="store_true", help="MLA: a cache of latents")
-    parser.add_argument("--gpu", choices=DRAM_RATES, default="v100", help="the simulated GPU")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise CommandError("benchmarks.decode: needs a CUDA device, and this machine has none")
-    measured = options.device == "cuda"
-    usual = measured_cases() if measured else cases(options.all)
-    every = quantized_cases() if options.quantized else tree_cases() if options.tree else usual
-    if options.wide or options.latents:
-        every = latent_cases() if options.latents else wide_cases(options.gpu)
-    every = (replace(case, bfloat=options.bfloat) for case in every)
-    chosen = [case for case in every if options.only in case.name]
-    rows, failed = [], 0
-    if measured:
-        copy = copy_rate()
-        print(f"copy kernel: {copy:.0f} GB/s")
-        settings = {"measured": ""}
-    else:
-        settings = LATENCIES
-    for case in report.track(chosen, "cases"):
-        cells = []
-        for name, setting in settings.items():
-            found = measure(case, copy) if measured else simulate(case, setting, options.gpu)
-            target = case.slow_target if name == "3000" else case.target
-            slow = name != "3000" and found["tflops"] < case.tflops_target
-            missed = f" < {target:.0%}" if found["share"] < target else f" < {case.tflops_target:.0f} TFLOP/s" if slow else ""
-            failed += bool(missed)
-            tflops = f" {found['tflops']:5.1f} TFLOP/s" if case.latents else ""
-            cells.append(f"{found['us']:9.1f} us {found['gb_s']:6.0f} GB/s {found['share']:6.1%}{tflops}{missed}")
-            others = measure_pytorch(case) if measured else {}
-            cells += (f"{other} {gb_s:.0f} GB/s" for other, gb_s in others.items())
-            rows.append({**asdict(case), "latency": name, **found, "target": target, "others": others})
-        print(f"{case.name:66s} {' | '.join(cells)}", flush=True)
-    return ended(rows, failed, options.json)
+    kinds = parser.add_mutually_exclusive_group()
+    for name, text in KINDS.items():
+        kinds.add_argument(f"--{name}", dest="kind", action="store_const", const=name, default="", help=text)
+    parser.add_argument("--tokens", type=int, metavar="N", help="length of a sequence of --prefill, the chunk included, or --sweep")
+    parser.add_argument("--headdims", type=int, nargs="+", choices=(64, 128, 256), default=[64, 128, 256], help="of --sweep")
+    parser.add_argument("--sweeps", nargs="+", choices=tuple(SWEEPS), default=list(SWEEPS), help="of --sweep (default: all)")
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run("decode", Benchmark(__doc__, rows, grids, add_options, plot, measurable=True, strict=True), arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    report.command(main)

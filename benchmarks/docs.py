@@ -3,11 +3,13 @@
 For each NAME.md in DIR, as the other commands' --markdown writes them, replaces the text between
 `<!-- begin NAME -->` and `<!-- end NAME -->`, and copies NAME.png to images/ beside the page. Sections without a new
 result stay. If a NAME.md has no section, the command changes nothing and fails.
+
+Then, or without a DIR, writes the page's figures of the simulated V100 as package data, for `python -m volta_fa check` to compare with.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -17,7 +19,11 @@ from volta_fa.errors import CommandError
 
 from . import report
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "figures.md"
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGE = REPOSITORY / "docs" / "reference" / "figures.md"
+PREDICTIONS = REPOSITORY / "python" / "volta_fa" / "check" / "predictions.json"
+# shapes with batch 1, at powers of two
+CASE = re.compile(r"D=(?P<headdim>\d+) N=(?P<seqlen>\d+) H=(?P<nheads>\d+)(?P<causal> causal)?")
 
 
 def fill(page: str, name: str, section: str) -> str:
@@ -29,27 +35,64 @@ def fill(page: str, name: str, section: str) -> str:
     return changed
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.docs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder with the results")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page (default: docs/reference/figures.md)")
-    options = parser.parse_args(arguments)
-    sections = sorted(options.folder.glob("*.md"))
+def predictions(page: str) -> dict:
+    [section] = re.findall(r"<!-- begin volta -->\n(.*?)<!-- end volta -->", page, re.DOTALL)
+    facts = dict(re.findall(r"^- (\w[\w ]*): (.*)$", section, re.MULTILINE))
+    points = []
+    for direction in ("forward", "backward"):
+        [table] = re.findall(rf"\*\*Simulated V100, {direction} .*?\*\*\n\n(.*?)\n\n", section, re.DOTALL)
+        for line in table.splitlines()[2:]:
+            name, tflops, no_icache, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+            case = CASE.fullmatch(name)
+            if case and int(case["seqlen"]) & (int(case["seqlen"]) - 1) == 0:
+                numbers = {key: int(case[key]) for key in ("headdim", "seqlen", "nheads")}
+                speeds = {"tflops": float(tflops), "tflops_no_icache": float(no_icache)}
+                points.append({"direction": direction, **numbers, "causal": bool(case["causal"]), **speeds})
+    return {
+        "model": "tools/volta-sim: the sm_70 machine code on a simulated " + facts["device"],
+        "kind": "simulated: nothing here was measured. tflops by the default machine model, tflops_no_icache by one with a perfect "
+        "instruction cache",
+        "date": facts["date"],
+        "made_by": facts["command"].strip("`"),
+        "versions": facts["versions"],
+        "points": points,
+    }
+
+
+def as_text(found: dict) -> str:
+    """Formats one point per line."""
+    points = ",\n".join("  " + json.dumps(point) for point in found["points"])
+    head = json.dumps({key: value for key, value in found.items() if key != "points"}, indent=1)
+    return f'{head.removesuffix("}").rstrip()},\n "points": [\n{points}\n ]\n}}\n'
+
+
+def put_sections(folder: Path, page: Path) -> None:
+    sections = sorted(folder.glob("*.md"))
     if not sections:
-        raise CommandError(f"{options.folder} has no .md files; write them with --markdown")
-    page = options.page.read_text()
+        raise CommandError(f"{folder} has no .md files; write them with --markdown")
+    text = page.read_text()
     for section in sections:
-        page = fill(page, section.stem, section.read_text())
+        text = fill(text, section.stem, section.read_text())
     for section in sections:
         plot = section.with_suffix(".png")
         if plot.exists():
-            images = options.page.parent / "images"
+            images = page.parent / "images"
             images.mkdir(exist_ok=True)
             shutil.copyfile(plot, images / plot.name)
-    options.page.write_text(page)
-    report.console.print(f"{options.page}: {', '.join(s.stem for s in sections)}", soft_wrap=True)
+    page.write_text(text)
+    report.console.print(f"{page}: {', '.join(s.stem for s in sections)}", soft_wrap=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = report.parser("docs", __doc__, outputs=False)
+    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="folder with the results")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page (default: docs/reference/figures.md)")
+    options = parser.parse_args(arguments)
+    if options.folder:
+        put_sections(options.folder, options.page)
+    if options.page == PAGE:
+        PREDICTIONS.write_text(as_text(predictions(PAGE.read_text())))
+        report.console.print(f"wrote {PREDICTIONS}", soft_wrap=True)
     return 0
 
 

@@ -11,11 +11,9 @@ kernels that ran.
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ from volta_fa.block_mask import kept
 from volta_fa.block_mask.torch_mask import source_of
 
 from . import report
-from .measure import ended, median_ms
+from .measure import median_ms
 
 HEADS = 16
 #: Milliseconds and synchronizations that packing may take.
@@ -102,37 +100,35 @@ def _misses_bar(row: dict) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.flex", description=__doc__.splitlines()[0])
+    parser = report.parser("flex", __doc__, plot=False)
     parser.add_argument("--seqlen", type=int, default=8192, metavar="N")
     parser.add_argument("--packing", action="store_true", help="measure packing alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     options = parser.parse_args(arguments)
     device = report.choose_device("cuda")
+    header = report.facts("flex", arguments, device=report.device_name(device), kernels=report.kernels(device))
+    below = 0
     if options.packing:
         rows = measure_packing(options.seqlen, device)
+        below = sum(_misses_bar(row) for row in rows if "from_mask_mod" not in row["mask"])
         bars = f"at most {PACKING_BAR} ms and {SYNCHRONIZATIONS_BAR} synchronization by from_torch"
-        table = report.Grid(f"Packing of block masks, N={options.seqlen}: {bars}", ["mask", "ms", "synchronizations"])
-        table.rows = [[row["mask"], f"{row['ms']:.2f}", str(row["synchronizations"])] for row in rows]
-        report.show(report.facts("flex", arguments, device=report.device_name(device)), [table])
-        return ended(rows, sum(_misses_bar(row) for row in rows if "from_mask_mod" not in row["mask"]), options.json)
-    rows = []
-    table = report.Grid(
-        f"flex_attention, {HEADS} heads, N={options.seqlen}, ms: volta_fa, torch compiled, torch / volta_fa",
-        ["mask", "headdim", "forward", "torch", "ratio", "both", "torch", "ratio", "packing"],
-    )
-    for headdim, (name, mask) in report.track(product((64, 128), masks(options.seqlen, device).items()), "masks"):
-        ms = measure(headdim, mask, options.seqlen, device)
-        rows.append({"mask": name, "headdim": headdim, **ms})
-        cells = []
+        title = f"Packing of block masks, N={options.seqlen}: {bars}"
+        columns = {"ms": lambda row: f"{row['ms']:.2f}", "synchronizations": lambda row: str(row["synchronizations"])}
+    else:
+        rows = []
+        for headdim, (name, mask) in report.track(product((64, 128), masks(options.seqlen, device).items()), "masks"):
+            rows.append({"mask": name, "headdim": headdim, **measure(headdim, mask, options.seqlen, device)})
+            print(rows[-1], flush=True)
+        title = f"flex_attention, {HEADS} heads, N={options.seqlen}, ms: volta_fa, torch compiled, torch / volta_fa"
+        columns = {"headdim": lambda row: str(row["headdim"])}
         for part in ("forward", "both"):
-            ours, theirs = ms[f"volta_fa {part}"], ms[f"torch {part}"]
-            cells += [f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f}"]
-        table.rows.append([name, str(headdim), *cells, f"{ms['packing']:.2f}"])
-        print(name, headdim, {key: round(value, 3) for key, value in ms.items()}, flush=True)
-    report.show(report.facts("flex", arguments, device=report.device_name(device), kernels=report.kernels(device)), [table])
-    if options.json:
-        report.write_json(options.json, rows)
-    return 0
+            ours, theirs = f"volta_fa {part}", f"torch {part}"
+            columns |= {name: lambda row, name=name: f"{row[name]:.2f}" for name in (ours, theirs)}
+            columns[f"ratio, {part}"] = lambda row, ours=ours, theirs=theirs: f"{row[theirs] / row[ours]:.2f}"
+        columns["packing"] = lambda row: f"{row['packing']:.2f}"
+    report.deliver(options, header, [report.table(title, rows, {"mask": lambda row: row["mask"], **columns})], rows)
+    if below:
+        print(f"{below} figures below their targets")
+    return int(bool(below))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -18,8 +17,6 @@ from volta_fa.demo.simulated import aligned as aligned
 from volta_fa.demo.train import cpu_peak
 
 Work = Callable[[], object]
-#: Kernels that this process has simulated or planned. Commands with other processes add those of their rows.
-launched: set[str] = set()
 
 
 def median_ms(work: Work, device: torch.device, budget: float) -> float:
@@ -88,9 +85,7 @@ def _reports(work: Work, mode: str, settings: str, gpu: str) -> list[dict]:
     with _environment(VOLTA_FA_SIMULATE=mode, VOLTA_FA_SIM_SET=settings, **machine):
         torch.ops.volta_fa._sim_report()  # forgets earlier launches
         work()
-        reports = json.loads(torch.ops.volta_fa._sim_report())
-        launched.update(report["kernel"] for report in reports)
-        return reports
+        return json.loads(torch.ops.volta_fa._sim_report())
 
 
 @contextmanager
@@ -105,12 +100,3 @@ def _environment(**variables: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def ended(rows: Sequence[dict], below: int, json_file: Path | None) -> int:
-    """Write the figures, say how many are below their targets, and return the exit status that goes with that."""
-    if json_file:
-        json_file.write_text(json.dumps(rows, indent=1) + "\n")
-    if below:
-        print(f"{below} figures below their targets")
-    return 1 if below else 0

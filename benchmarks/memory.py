@@ -103,10 +103,7 @@ def plot(points: Sequence[Point], header: dict[str, str], path: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    report.add_output_options(parser)
+    parser = report.parser("memory", __doc__)
     default = "default: {cuda} on a GPU, {cpu} on a CPU".format
     parser.add_argument("--seqlens", type=int, nargs="+", metavar="N", help=default(**SEQLENS))
     parser.add_argument("--nheads", type=int, metavar="H", help=default(**NHEADS))

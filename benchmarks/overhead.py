@@ -8,16 +8,15 @@ queue would make the host wait for kernels, and the benchmark would measure them
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 
 import volta_fa
+
+from . import report
 
 CALLS = 64  # of a round: far fewer launches than the queue holds
 ROUNDS = 60
@@ -72,23 +71,23 @@ def measure() -> dict[str, float]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.overhead: needs a CUDA device, and this machine has none")
+def main(arguments: Sequence[str]) -> int:
+    options = report.parser("overhead", __doc__, plot=False).parse_args(arguments)
+    device = report.choose_device("cuda")
     found = measure()
-    for name, us in found.items():
-        print(f"{us:8.1f} us  {name}")
     flash = found["aten::_scaled_dot_product_flash_attention"]
-    print(f"{found['volta_fa::fwd'] - flash:8.1f} us  volta_fa::fwd minus PyTorch's op (target: at most 15 us)")
-    share = found["volta_fa::fwd_kvcache, paged cache"] / flash
-    print(f"{share:8.2f}     volta_fa::fwd_kvcache, paged cache, over PyTorch's op (target: at most 1)")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "microseconds": found}, file, indent=1)
+    grid = report.table("Host time", found.items(), {"call": lambda of: of[0], "us": lambda of: f"{of[1]:.1f}"})
+    grid.rows += [
+        ["volta_fa::fwd minus PyTorch's op (target: at most 15 us)", f"{found['volta_fa::fwd'] - flash:.1f}"],
+        [
+            "volta_fa::fwd_kvcache, paged cache, over PyTorch's op (target: at most 1)",
+            f"{found['volta_fa::fwd_kvcache, paged cache'] / flash:.2f}",
+        ],
+    ]
+    header = report.facts("overhead", arguments, device=report.device_name(device))
+    report.deliver(options, header, [grid], {"device": header["device"], "torch": torch.__version__, "microseconds": found})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    report.command(main)

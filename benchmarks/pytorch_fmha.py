@@ -1,9 +1,17 @@
 """PyTorch's memory-efficient kernels in the simulator, from the machine code in a torch wheel: 2.7.1 for sm_70, 2.11.0+cu130 for sm_75.
 
+    unzip torch-*.whl torch/lib/libtorch_cuda.so
+    cargo build --release -p volta-sim
+    python -m benchmarks.pytorch_fmha v100 torch/lib/libtorch_cuda.so target/release/volta-sim       headdim 128 at long lengths
+    python -m benchmarks.pytorch_fmha titanrtx torch/lib/libtorch_cuda.so target/release/volta-sim   beside measured figures, and ours
+
 Nothing of PyTorch is in this repository. The wheel's fat binary holds the cubins, compressed with LZ4 (CUDA 12; `pip install lz4`) or
-zstd (CUDA 13; `pip install zstandard`).
+zstd (CUDA 13; `pip install zstandard`). Small outputs and gradients are compared with fp64 first.
 PyTorch's backward kernels run with one split of the keys here: blocks of one head's splits wait for each other's dq, and the simulator
-has the blocks of one SM alone.
+has the blocks of one SM alone. Two heads for each SM fill the GPU as splits would. At headdim 128 the kernel of 64 x 64 tiles has one
+split in PyTorch too.
+On the V100, L2 misses are those of `benchmarks.tables long_sequences`. The kernel has blocks of 32 query rows, three on an SM, here of
+three heads. On the Titan RTX, benchmarks/published_results.py has the measured figures.
 """
 
 from __future__ import annotations
@@ -14,15 +22,22 @@ import mmap
 import re
 import struct
 import subprocess
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from volta_fa.errors import CommandError
 
-from . import volta
+from . import driver, report, volta
+from .driver import GPUS, Result, Row
+from .published_results import PYTORCH_MS, TITAN_RTX
+from .report import Grid
+from .shapes import Shape
+from .tables import LENGTHS, machine, miss_share
 
 _CUBIN, _LZ4, _ZSTD = 2, 0x2000, 0x8000
 
@@ -226,3 +241,86 @@ def tflops(simulator: Path, folder: Path, gpu: str, launch: dict, *options: str)
     """Returns the simulated speed of a launch by the default model, or as volta-sim's `options` change it."""
     text = _run(simulator, folder, launch, "--timing", "--gpu", gpu, *options)
     return float(re.findall(r"= ([\d.]+) TFLOP/s", text)[0])
+
+
+def long_grids(simulator: Path, folder: Path, _: Sequence[int]) -> list[Grid]:
+    """Returns the table of headdim 128 on a V100: speeds by tokens, as L2 misses slow them down."""
+    headdim, heads, keys = 128, 3, 2048
+    kernel = next(k for k in kernels(70) if k.computes(volta.FORWARD, headdim))
+    report.console.print(f"largest error of a small output: {error(simulator, folder, kernel):.1e}")
+    launch = job(kernel, heads, GPUS["v100"].sms * kernel.rows, keys, has_files=False)
+
+    def speed(length: int, *more: str) -> str:
+        settings = (*filter(None, machine(miss_share(length, headdim)).split(",")), *more)
+        return f"{tflops(simulator, folder, 'v100', launch, *(part for s in settings for part in ('--set', s))):.1f}"
+
+    columns = {
+        "tokens": str,
+        "misses": lambda n: f"{miss_share(n, headdim):.0%}",
+        "simulated TFLOP/s": speed,
+        "perfect i-cache": lambda n: speed(n, "icache=false"),
+        "measured": lambda n: f"{4e-9 * 24 * n**2 * headdim / PYTORCH_MS[n]:.1f}" if n in PYTORCH_MS else "-",
+    }
+    lengths = report.track(sorted({*PYTORCH_MS, *LENGTHS}), "lengths")
+    return [report.table("PyTorch's memory-efficient kernel, headdim 128", lengths, columns)]
+
+
+def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[Grid]:
+    """Returns the tables of PyTorch's kernels, and of ours, beside figures of a Titan RTX."""
+    sms, launched = GPUS["titanrtx"].sms, []
+    for kernel in report.track(kernels(75), "PyTorch's kernels"):
+        # a step over keys, or over queries, costs the same at all lengths
+        full = (2048, 128) if kernel.direction == volta.FORWARD else (1024, 2 * sms)
+        shapes = [full] if kernel.direction == volta.FORWARD or kernel.headdim == 64 else [full, (1024, 128)]
+        largest, measured = error(simulator, folder, kernel), [row[2] for row in TITAN_RTX[kernel.direction, kernel.headdim].values()]
+        for tokens, heads in shapes:
+            launch = job(kernel, heads, tokens, tokens, has_files=False)
+            speeds = [tflops(simulator, folder, "titanrtx", launch, *of) for of in ((), ("--set", "icache=false"))]
+            launched.append((kernel, heads, tokens, largest, speeds, measured))
+    theirs = {
+        "pass": lambda of: f"{of[0].direction} D={of[0].headdim}",
+        "kernel": lambda of: of[0].name.removeprefix("fmha_cutlass"),
+        "heads": lambda of: str(of[1]),
+        "tokens": lambda of: str(of[2]),
+        "largest error": lambda of: f"{of[3]:.1e}",
+        "simulated TFLOP/s": lambda of: f"{of[4][0]:.1f}",
+        "perfect i-cache": lambda of: f"{of[4][1]:.1f}",
+        "measured": lambda of: f"{min(of[5]):.1f} to {max(of[5]):.1f}",
+        "simulated / measured": lambda of: f"{of[4][0] * len(of[5]) / sum(of[5]):.2f}",
+    }
+    results = []
+    for ((direction, headdim), measured), tokens in report.track(product(TITAN_RTX.items(), lengths), "our kernels"):
+        # as many rows of queries: 32 heads of 4096 fill the GPU as 128 do
+        case = volta.Case(direction, Shape(4 if tokens < 4096 else 1, 32, tokens, tokens, headdim))
+        row = Row(f"{direction} D={headdim} N={tokens}", case, "titanrtx")
+        results.append((Result(row, driver.simulate(row.call), GPUS["titanrtx"].peak_tflops), measured[tokens]))
+    ours = {
+        "case": lambda of: of[0].row.name,
+        "ours, simulated": lambda of: f"{of[0].tflops():.1f}",
+        "perfect i-cache": lambda of: f"{of[0].tflops(1):.1f}",
+        **{name: lambda of, i=i: f"{of[1][i]:.1f}" for i, name in enumerate(("triton-turing", "FlashAttention port", "PyTorch"))},
+        "ours / triton-turing": lambda of: f"{of[0].tflops() / of[1][0]:.2f}",
+    }
+    return [
+        report.table("PyTorch's memory-efficient kernels on a Titan RTX", launched, theirs),
+        report.table("Ours on a simulated Titan RTX beside measured kernels, TFLOP/s", results, ours),
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = report.parser("pytorch_fmha", __doc__, outputs=False)
+    parser.add_argument("gpu", choices=("v100", "titanrtx"))
+    parser.add_argument("library", type=Path, help="libtorch_cuda.so of a torch with sm_70 or sm_75")
+    parser.add_argument("simulator", type=Path, help="volta-sim's command")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], metavar="N", help="tokens of our rows on a Titan RTX")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        sm, grids = (70, long_grids) if options.gpu == "v100" else (75, titan_grids)
+        write_cubins(options.library, sm, Path(name))
+        found = grids(options.simulator, Path(name), options.lengths)
+    report.show(report.facts("pytorch_fmha", arguments), found)
+    return 0
+
+
+if __name__ == "__main__":
+    report.command(main)

@@ -24,7 +24,7 @@ from rich.table import Table
 import volta_fa
 from volta_fa.errors import CommandError
 
-from . import measure, provenance
+from . import provenance
 
 #: What headers of simulated results say: volta-sim's times exclude launches (docs/validation/real-cards.md).
 SIMULATED = "simulated with tools/volta-sim; each launch takes 10 to 20 us more on a real card"
@@ -56,17 +56,27 @@ class Grid:
         return "\n".join(lines + [_cells(row) for row in self.rows])
 
 
+def table(title: str, items: Iterable[T], columns: dict[str, Callable[[T], str]]) -> Grid:
+    """Returns a table with a row for each item. `columns`: what a column shows of an item."""
+    return Grid(title, list(columns), [[cell(item) for cell in columns.values()] for item in items])
+
+
 def _cells(row: Sequence[str]) -> str:
     return "| " + " | ".join(row) + " |"
 
 
-def add_output_options(parser: argparse.ArgumentParser, plot: bool = True) -> None:
-    """Adds the options that `deliver` reads. plot: the results can be drawn."""
-    parser.set_defaults(plot=None)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    if plot:
-        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results into a PNG")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results as a section for docs/reference/figures.md")
+def parser(module: str, text: str | None, outputs: bool = True, plot: bool = True) -> argparse.ArgumentParser:
+    """Returns the parser of a command. outputs: with the options that `deliver` reads. plot: the results can be drawn."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{module}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if outputs:
+        made.set_defaults(plot=None)
+        made.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+        if plot:
+            made.add_argument("--plot", type=Path, metavar="FILE", help="draw the results into a PNG")
+        made.add_argument("--markdown", type=Path, metavar="FILE", help="write the results as a section for docs/reference/figures.md")
+    return made
 
 
 def facts(module: str, arguments: Sequence[str], **more: str) -> dict[str, str]:
@@ -184,14 +194,14 @@ def deliver(
     grids: Sequence[Grid],
     data: Any,
     draw: Callable[[Path], None] | None = None,
-    kernels: Iterable[str] = measure.launched,
+    kernels: Iterable[str] = (),
 ) -> None:
-    """Shows results, and writes them where the options of `add_output_options` say.
+    """Shows results, and writes them where the options of `parser` say.
 
     Args:
         data: for --json.
         draw: draws the results into a PNG, for --plot.
-        kernels: those of simulated figures, for the mark of --markdown; empty if they are unknown. Default: all of this process.
+        kernels: those of simulated figures, for the mark of --markdown; empty if they are unknown.
     """
     show(header, grids)
     if options.json:

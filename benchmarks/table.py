@@ -190,10 +190,7 @@ def plot(rows: Sequence[Row], header: dict[str, str], path: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    report.add_output_options(parser)
+    parser = report.parser("table", __doc__)
     parser.add_argument(
         "--cases",
         nargs="+",

@@ -169,10 +169,7 @@ def plot(results: Sequence[Result], header: dict[str, str], path: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    report.add_output_options(parser)
+    parser = report.parser("training", __doc__)
     parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], metavar="D", help="default: 64 128")
     parser.add_argument("--seqlen", type=int, default=2048, metavar="N", help="default: 2048")
     parser.add_argument("--batch", type=int, default=4, metavar="B", help="default: 4")

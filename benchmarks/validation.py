@@ -12,7 +12,6 @@ band has the reason.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
@@ -128,10 +127,7 @@ def grid(found: Sequence[Row]) -> Grid:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.validation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    report.add_output_options(parser, plot=False)
+    parser = report.parser("validation", __doc__, plot=False)
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of the figures")
     parser.add_argument("--kept", action="store_true", help="run no probe")
     default = Path(os.environ.get("VOLTA_SIM", _SIMULATOR))

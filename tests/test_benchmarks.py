@@ -17,28 +17,18 @@ from conftest import INFO, LIBRARY, REPOSITORY, need
 from processes import run_forked
 
 PNG = b"\x89PNG\r\n\x1a\n"
-VOLTA_FIELDS = {
-    "pass": str,
-    "headdim": int,
-    "headdim_v": int,
-    "seqlen_q": int,
-    "seqlen_k": int,
-    "nheads": int,
-    "nheads_k": int,
-    "batch": int,
-    "causal": bool,
-    "heads_first": bool,
-    "feature": str,
-    "tflops": float,
-    "tflops_no_icache": float,
+LAUNCH_FIELDS = {
+    "kernel": str,
+    "call": int,
+    "us": float,
     "registers": int,
     "shared_bytes": int,
     "spill_instructions": int,
     "excess_wavefront_fraction": float,
     "loop_bytes": int,
     "pipes": dict,
-    "waits": dict,
     "balance": float,
+    "waits": dict,
 }
 
 pytest.importorskip("matplotlib")
@@ -48,7 +38,7 @@ if LIBRARY.parents[1].name != "volta_fa":
 
 
 sys.path.insert(0, str(REPOSITORY))
-from benchmarks import report, volta
+from benchmarks import driver, report, volta
 from benchmarks.published_results import PUBLISHED_RESULTS
 from benchmarks.shapes import Shape
 from volta_fa.errors import CommandError
@@ -57,14 +47,15 @@ from volta_fa.errors import CommandError
 def run(module: str, *arguments: object) -> None:
     """The command as a user starts it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VOLTA_FA_SIM")}
-    done = run_forked(["-m", f"benchmarks.{module}", *arguments], environment, cwd=REPOSITORY)
+    done = run_forked(["-m", *f"benchmarks.{module}".split(), *arguments], environment, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"benchmarks.{module}" in done.stdout and torch.__version__ in done.stdout
 
 
 def main(module: str, *arguments: object) -> int:
     """The same without a process of its own, for what takes no time."""
-    return importlib.import_module(f"benchmarks.{module}").main([str(a) for a in arguments])
+    module, *words = module.split()
+    return importlib.import_module(f"benchmarks.{module}").main([*words, *map(str, arguments)])
 
 
 def outputs(folder, name: str) -> list[object]:
@@ -110,22 +101,25 @@ def test_volta(tmp_path):
     need("sim")
     run("volta", "--quick", *outputs(tmp_path, "volta"))
     rows = results(tmp_path, "volta")
-    assert {(row["pass"], row["headdim"]) for row in rows} == {(p, d) for p in ("forward", "backward") for d in (64, 128)}
+    passes = {(row["row"]["case"]["direction"], row["row"]["case"]["shape"]["headdim"]) for row in rows}
+    assert passes == {(p, d) for p in ("forward", "backward") for d in (64, 128)}
     variants = {(v["pass"], v["headdim"], v["registers"], v["shared_bytes"]) for v in INFO["variants"]}
     for row in rows:
-        assert {name: type(value) for name, value in row.items()} == VOLTA_FIELDS
-        assert 0 < row["tflops"] <= row["tflops_no_icache"] * 1.05 < 125
+        case, launch = row["row"]["case"], row["main"]
+        assert {name: type(value) for name, value in launch.items()} == LAUNCH_FIELDS
+        assert 0 < row["tflops"][0] <= row["tflops"][1] * 1.05 < 125 and launch["us"] == max(row["kernels"].values())
         # the figures are of the kernels that this library ships
-        assert (row["pass"].capitalize(), row["headdim"], row["registers"], row["shared_bytes"]) in variants
-        assert row["loop_bytes"] % 16 == 0 and row["loop_bytes"] > 0
+        facts = (case["direction"].capitalize(), case["shape"]["headdim"], launch["registers"], launch["shared_bytes"])
+        assert facts in variants
+        assert launch["loop_bytes"] % 16 == 0 and launch["loop_bytes"] > 0
 
 
 def test_volta_on_a_turing_card(tmp_path):
     need("sim")
     run("volta", "--quick", "--gpu", "rtx2080ti", "--cases", "forward", "D=64", *outputs(tmp_path, "volta"))
     [row] = results(tmp_path, "volta")
-    assert 0 < row["tflops"] < volta.GPUS["rtx2080ti"].peak_tflops
-    assert ("turing", row["registers"]) in {(v["family"], v["registers"]) for v in INFO["variants"]}
+    assert 0 < row["tflops"][0] < driver.GPUS["rtx2080ti"].peak_tflops
+    assert ("turing", row["main"]["registers"]) in {(v["family"], v["registers"]) for v in INFO["variants"]}
 
 
 @pytest.mark.slow
@@ -135,34 +129,46 @@ def test_models_resumes(tmp_path):
     arguments = ("--gpu", "t4", "--only", "SDXL, 64x64 to text", "--resume", kept)
     run("models", *arguments, "--json", tmp_path / "first.json")
     [line] = map(json.loads, kept.read_text().splitlines())
-    assert line["gpu"] == "t4" and line["figures"]["us"] > 0
-    kept.write_text(json.dumps(line | {"figures": line["figures"] | {"us": 12.5}}) + "\n")
+    [found] = json.loads((tmp_path / "first.json").read_text())
+    assert line["key"]["gpu"] == "t4" and found["us"][0] == sum(launch["us"] for launch in line["figures"][0]) > 0
+    changed = [[launch | {"us": 12.5} for launch in model] for model in line["figures"]]
+    kept.write_text(json.dumps(line | {"figures": changed}) + "\n")
     run("models", *arguments, "--json", tmp_path / "second.json")
     [row] = json.loads((tmp_path / "second.json").read_text())
-    assert row["us"] == 12.5 and len(kept.read_text().splitlines()) == 1
+    assert row["us"] == [12.5, 12.5] and len(kept.read_text().splitlines()) == 1
     run("models", "--gpu", "t4", "--only", "SDXL, 64x64", "--kept", "--resume", kept, "--json", tmp_path / "kept.json")
-    assert [row["us"] for row in json.loads((tmp_path / "kept.json").read_text())] == [12.5]  # the other row is not simulated
+    assert [row["us"][0] for row in json.loads((tmp_path / "kept.json").read_text())] == [12.5]  # the other row is not simulated
     # the row of another kernel is not taken
-    other = [launch | {"code": "0"} for launch in line["launches"]]
-    kept.write_text(json.dumps(line | {"launches": other, "figures": line["figures"] | {"us": 12.5}}) + "\n")
+    other = [launch | {"code": "0"} for launch in line["key"]["launches"]]
+    kept.write_text(json.dumps({"key": line["key"] | {"launches": other}, "figures": changed}) + "\n")
     run("models", *arguments, "--json", tmp_path / "third.json")
     [row] = json.loads((tmp_path / "third.json").read_text())
-    assert row["us"] == pytest.approx(line["figures"]["us"], rel=0.01)  # addresses of tensors move it by a little
+    assert row["us"][0] == pytest.approx(found["us"][0], rel=0.01)  # addresses of tensors move it by a little
+
+
+def test_kept_figures_depend_on_all_of_their_key(tmp_path):
+    file = tmp_path / "kept.jsonl"
+    driver.Kept(file).put({"gpu": "t4", "launches": ["a"]}, [1.0])
+    assert driver.Kept(file).get({"gpu": "t4", "launches": ["a"]}) == [1.0]
+    assert driver.Kept(file).get({"gpu": "t4", "launches": ["b"]}) is None
+    file.write_text(json.dumps({"gpu": "t4", "name": "a row of an earlier version", "figures": [1.0]}) + "\n")
+    with pytest.raises(CommandError, match="--resume: got .*kept.jsonl, which another version wrote"):
+        driver.Kept(file)
 
 
 def test_long_sequences(tmp_path):
     need("sim")
-    from benchmarks import long_sequences
+    from benchmarks import tables
 
     # K and V of a head of 128 take 512 bytes a token: L2 holds 12,288 tokens of them, or 24,576 at headdim 64
-    assert [long_sequences.miss_share(n, 128) for n in (4096, 12288, 16384, 65536)] == [0, 0, 0.25, 0.8125]
-    assert long_sequences.miss_share(32768, 64) == 0.25
-    assert long_sequences.machine(0) == ""
-    assert long_sequences.machine(0.25).endswith("=17.600") and long_sequences.machine(1).endswith("=6.400")
+    assert [tables.miss_share(n, 128) for n in (4096, 12288, 16384, 65536)] == [0, 0, 0.25, 0.8125]
+    assert tables.miss_share(32768, 64) == 0.25
+    assert tables.machine(0) == ""
+    assert tables.machine(0.25).endswith("=17.600") and tables.machine(1).endswith("=6.400")
     target = tmp_path / "long.json"
-    run("long_sequences", "--headdims", "64", "--lengths", "65536", "--shares", "0", "--keys", "128", "--json", target)
+    run("tables long_sequences", "--headdims", "64", "--lengths", "65536", "--shares", "0", "--keys", "128", "--json", target)
     slow, fast = json.loads(target.read_text())
-    assert slow["share"] == 0.625 and 0 < slow["tflops"] < fast["tflops"] < 125
+    assert "62% misses" in slow["row"]["name"] and 0 < slow["tflops"][0] < fast["tflops"][0] < 125
 
 
 def test_cubins_of_a_fat_binary(tmp_path):
@@ -179,9 +185,9 @@ def test_cubins_of_a_fat_binary(tmp_path):
     library.write_bytes(b"text" + struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries + b"rest")
     assert [c.rstrip(b"\0") for c in pytorch_fmha.cubins(library, 75)] == [b"cubin for 75"]
     with pytest.raises(CommandError, match="expected that of torch 2.7.1"):
-        main("pytorch_kernel", library, tmp_path / "volta-sim")
+        main("pytorch_fmha", "v100", library, tmp_path / "volta-sim")
     with pytest.raises(CommandError, match="expected that of torch 2.11.0"):
-        main("titan_rtx", library, tmp_path / "volta-sim")
+        main("pytorch_fmha", "titanrtx", library, tmp_path / "volta-sim")
     for gpu, torch_version in (("v100", "2.7.1"), ("t4", "2.11.0")):
         with pytest.raises(CommandError, match=f"expected that of torch {torch_version}"):
             main("models", "--gpu", gpu, "--pytorch", library, "volta-sim", "--only", "SDXL, 64x64 to text")
@@ -189,18 +195,21 @@ def test_cubins_of_a_fat_binary(tmp_path):
 
 def test_the_gpus_are_those_of_the_simulator():
     need("sim")
-    for name, gpu in volta.GPUS.items():
-        case = volta.Case(volta.FORWARD, Shape(1, 1, 64, 64, 64, False))
-        timing = volta._launch(case, name, "")[0]["timing"]
+    from benchmarks.measure import simulated
+
+    for name, gpu in driver.GPUS.items():
+        (work,) = volta.Case(volta.FORWARD, Shape(1, 1, 64, 64, 64, False)).calls("cpu")
+        timing = simulated(work, "", name)[0]["timing"]
         assert timing["kernel_us"] == pytest.approx(timing["kernel_cycles"] / gpu.ghz / 1e3)
 
 
-def test_volta_counts_every_kernel_of_the_pass():
+def test_a_row_counts_every_kernel_of_the_pass():
     need("sim")
-    case = next(c for c in volta.quick_cases() if c.direction == volta.BACKWARD)
-    row = volta.simulate(case)
-    assert len(row.kernel_us) == 3 and row.kernel == max(row.kernel_us, key=row.kernel_us.get)
-    assert row.figures.tflops == pytest.approx(case.shape.backward_flops / sum(row.kernel_us.values()) / 1e6)
+    row = next(driver.Row(str(c), c) for c in volta.quick_cases() if c.direction == volta.BACKWARD)
+    result = driver.Result(row, driver.simulate(row.call), driver.GPUS["v100"].peak_tflops)
+    times = [launch["us"] for launch in result.launches[0]]
+    assert len(times) == 3 and result.main["us"] == max(times)
+    assert result.tflops() == pytest.approx(row.case.shape.backward_flops / sum(times) / 1e6)
     assert os.environ.get("VOLTA_FA_SIMULATE") is None
 
 
@@ -243,8 +252,8 @@ def test_plan(capsys):
         ("volta", ["--jobs", "0"], "--jobs 0"),
         ("plan", ["1,4,8,8,64", "--nheads-k", "3"], "--nheads-k 3"),
         ("plan", ["1,4,8,8,520"], "520"),
-        ("features", ["--shapes", "1,4,8,8"], "1,4,8,8"),
-        ("prefill", ["--tokens", "511"], "--tokens 511"),
+        ("tables features", ["--shapes", "1,4,8,8"], "1,4,8,8"),
+        ("decode", ["--prefill", "--tokens", "511"], "--tokens 511"),
         ("plan", ["1,4,8,8,64", "--capability", "7"], "--capability 7"),
     ],
 )
@@ -256,41 +265,45 @@ def test_wrong_arguments(module, arguments, named):
 
 def test_decode_sweep(tmp_path):
     need("sim")
-    from benchmarks import decode_sweep, docs
+    from benchmarks import decode, docs
 
-    files = {kind: tmp_path / f"decode_sweep.{kind}" for kind in ("json", "plot", "markdown")}
-    arguments = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
     small = ["--headdims", "64", "--tokens", "128", "--sweeps", "page", "rows"]
-    assert decode_sweep.main([*arguments, *small]) == 0
-    found = json.loads(files["json"].read_text())["points"]
-    assert [(p["sweep"], p["value"]) for p in found] == [(s, v) for s in ("page", "rows") for v in decode_sweep.SWEEPS[s][0]]
-    assert all(0 < p["share"] < 1 and p["gb_s"] > 0 for p in found)
-    # more rows take no less time, and the tables have what the JSON has
-    section = files["markdown"].read_text()
-    assert all(f"{p['us']:.1f}, {p['gb_s']:.0f}, {p['share']:.0%}" in section for p in found) and "Published by others" in section
-    assert files["plot"].read_bytes().startswith(PNG)
-    page = docs.PAGE
-    assert section in docs.fill(page.read_text(), "decode_sweep", section)
+    assert main("decode", "--sweep", *small, *outputs(tmp_path, "decode_sweep")) == 0
+    found = results(tmp_path, "decode_sweep")
+    assert [p["row"]["name"] for p in found] == [f"{s} {n}, headdim 64" for s in ("page", "rows") for n in decode.SWEEPS[s][0]]
+    assert all(0 < p["share"][0] < 1 and p["gb_s"][0] > 0 for p in found)
+    # the tables have what the JSON has
+    section = (tmp_path / "decode_sweep.md").read_text()
+    cells = [f"{p['us'][0]:.1f}, {p['gb_s'][0]:.0f}, {p['share'][0]:.0%}" for p in found]
+    assert all(cell in section for cell in cells) and "Published by others" in section
+    assert section in docs.fill(docs.PAGE.read_text(), "decode_sweep", section)
 
 
-def test_prefill(tmp_path, capsys):
+def test_prefill(tmp_path):
     need("sim")
-    from benchmarks import prefill
-
     figures = tmp_path / "prefill.json"
-    prefill.main(["--tokens", "512", "--only", "headdim 64", "--json", str(figures)])
+    main("decode", "--prefill", "--tokens", "512", "--only", "headdim 64", "--json", figures, "--markdown", tmp_path / "prefill.md")
     found = json.loads(figures.read_text())
-    assert [row["page"] for row in found] == [0, 16, 64, 256] and found[0]["share"] == 1
-    assert all(row["share"] == pytest.approx(found[0]["us"] / row["us"]) for row in found)
-    assert found[0]["tflops"] == pytest.approx(4 * 64 * 40 * (512 * 512 / 2) / found[0]["us"] / 1e6)
-    assert capsys.readouterr().out.count("TFLOP/s") == 4
+    assert [row["row"]["case"]["page"] for row in found] == [0, 16, 64, 256]
+    assert found[0]["tflops"][0] == pytest.approx(4 * 64 * 40 * (512 * 512 / 2) / found[0]["us"][0] / 1e6)
+    section = (tmp_path / "prefill.md").read_text()
+    assert all(f"| {found[0]['us'][0] / row['us'][0]:.0%}" in section for row in found)
+
+
+@pytest.mark.parametrize(("limit", "status"), [(1e6, 1), (1.0, 0)])
+def test_a_missed_target_fails_a_strict_benchmark(limit, status, capsys):
+    need("sim")
+    row = driver.Row("forward", volta.quick_cases()[0], models=("",), target=limit)
+    grids = lambda found, _: [report.table("speeds", found, {"row": lambda r: r.row.name + r.missed()})]  # noqa: E731
+    assert driver.run("volta", driver.Benchmark("", lambda _: [row], grids, strict=True), []) == status
+    assert ("1 figures below their targets" in capsys.readouterr().out) == bool(status)
 
 
 def test_models(tmp_path):
     need("sim")
     assert main("models", "--only", "SDXL, 64x64 to text", *outputs(tmp_path, "models")) == 0
     (found,) = results(tmp_path, "models")
-    assert found["rate"] == pytest.approx(4 * 2 * 10 * 4096 * 77 * 64 / found["us"] / 1e6) and 0 < found["share"] < 1
+    assert found["tflops"][0] == pytest.approx(4 * 2 * 10 * 4096 * 77 * 64 / found["us"][0] / 1e6) and 0 < found["share"][0] < 1
     with pytest.raises(CommandError, match="--only: got nothing"):
         main("models", "--only", "nothing")
 
@@ -298,8 +311,8 @@ def test_models(tmp_path):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "window"), [(7, 7, 0), (7, 7, 3), (3, 9, 0), (3, 9, 4), (9, 5, 2)])
 def test_models_count_the_pairs_of_the_mask(causal, seqlen_q, seqlen_k, window):
-    from benchmarks.model_configs import FORWARD, Attention, Row
-    from benchmarks.models import visible_pairs
+    from benchmarks.model_configs import Attention
+    from benchmarks.models import Case
 
     query, key = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
@@ -307,41 +320,38 @@ def test_models_count_the_pairs_of_the_mask(causal, seqlen_q, seqlen_k, window):
         mask &= (key >= query - window) & (key <= query + window)
     if causal:
         mask &= key <= query
-    row = Row("model", Attention(1, 1, 64, causal=causal, window=window), FORWARD, 1, seqlen_q, seqlen_k)
-    assert visible_pairs(row) == mask.sum()
+    case = Case(Attention(1, 1, 64, causal=causal, window=window), 1, seqlen_q, seqlen_k, backward=False)
+    assert case.visible_pairs() == mask.sum()
 
 
 def test_models_share_figures():
-    """Models with the same call have one key. A window that masks no key changes nothing."""
-    need("sim")
+    """Models with the same call have one case. A window that masks no key changes nothing."""
     from benchmarks.model_configs import rows
-    from benchmarks.models import _key
+    from benchmarks.models import case_of
 
-    keys = [_key(row, "v100")["call"] for row in rows(80) if row.model in ("Llama 3 8B", "Mistral 7B v0.1")]
-    assert keys[0] == keys[3] and len(set(keys)) == 5
+    cases = [case_of(row) for row in rows(80) if row.model in ("Llama 3 8B", "Mistral 7B v0.1")]
+    assert cases[0] == cases[3] and len(set(cases)) == 5
 
 
 def test_waves_of_models():
     from benchmarks.model_configs import rows
 
-    for gpu in volta.GPUS.values():
+    for gpu in driver.GPUS.values():
         waves = [row for row in rows(gpu.sms) if row.wave]
         blocks = [row.attention.nheads * row.seqlen_q // 128 for row in waves]
         assert len(waves) == 2 and all(n >= 80 and n % gpu.sms == 0 for n in blocks)
 
 
-def test_headdim_512(tmp_path):
-    """Takes figures of an earlier run, and says which are missing."""
-    from benchmarks import headdim_512
+def test_headdim_512_says_which_rows_are_missing():
+    from benchmarks import tables
 
-    listed = list(headdim_512.rows())
-    kept, section = tmp_path / "kept.jsonl", tmp_path / "headdim_512.md"
-    kept.write_text("".join(json.dumps({"gpu": r.gpu, "name": r.name, "figures": [0.5, 0.75]}) + "\n" for r in listed[1:]))
-    assert headdim_512.main(["--resume", str(kept), "--only", "nothing", "--markdown", str(section)]) == 0
-    text = section.read_text()
-    assert text.count("not simulated") == 1 and f"| {listed[0].name} | not simulated |" in text
-    assert "50.0% / 75.0% of DRAM" in text and "0.5 / 0.8 (0.4%)" in text
-    assert len(kept.read_text().splitlines()) == len(listed) - 1
+    rows = tables.headdim_512_rows(None)
+    launch = {"us": 1e3, "call": 0, "kernel": "k"}
+    found = [driver.Result(row, [[launch], [launch]], row.case.bytes / 1e6 if row.case.bytes else 1e3) for row in rows[1:]]
+    (grid,) = tables.headdim_512_grids(found, None)
+    text = grid.markdown()
+    assert text.count("not simulated") == 1 and f"| {rows[0].name} | not simulated |" in text
+    assert "100.0% / 100.0% of DRAM" in text and f"{found[0].tflops():.1f} / {found[0].tflops():.1f} ({found[0].share():.1%})" in text
 
 
 def test_docs(tmp_path):
@@ -402,11 +412,18 @@ def test_block_mask_lists_are_valid_and_partial_cases_compare_with_full_ones():
     q = torch.randn(1, 1024, 1, 8)
     torch.ops.volta_fa.fwd(q, q, q, **options, check_lengths=True)
     assert [int(options["block_lists" + suffix][..., :2].sum()) for suffix in ("", "_t")] == [8 * 2 * 2] * 2
-    full, partial = (block_mask.Case("forward", 1.0, partial, 4096, 0.9) for partial in (False, True))
-    found = [block_mask.Row("v100", 64, case, "", "k", 1.0, tflops, 1.0, 80.0) for case, tflops in ((full, 60.0), (partial, 45.0))]
-    assert [block_mask.ratio(row, found) for row in found] == [0.75, 0.75]
-    assert block_mask.ratio(found[1], found[1:]) is None
-    assert block_mask.grid_of(found).rows[1][1:] == ["0.90", "45.0, 0.75"]
+    masks = [block_mask.Mask("forward", 1.0, partial, 4096) for partial in (False, True)]
+    cases = [block_mask.Case(mask, 64, 5) for mask in masks]
+    # TFLOP/s of plain, of full and of partial blocks
+    found = [
+        driver.Result(driver.Row(str(i), case), [[{"us": case.flops / tflops / 1e6}]], 1.0)
+        for i, (case, tflops) in enumerate(((block_mask.plain_of(cases[0]), 80.0), (cases[0], 60.0), (cases[1], 45.0)))
+    ]
+    assert block_mask.plain_of(cases[0]) == block_mask.plain_of(cases[1])
+    assert [block_mask.ratio(result, found) for result in found[1:]] == [pytest.approx(0.75)] * 2
+    assert block_mask.ratio(found[2], found[2:]) is None
+    (grid,) = block_mask.grids(found, None)
+    assert [row[1:] for row in grid.rows] == [["0.93", "60.0, 0.75"], ["0.85", "45.0, 0.75"]]
 
 
 def test_a_wait_shows_progress_in_a_pipe(capfd, monkeypatch):
@@ -441,4 +458,5 @@ COMMANDS = {path.stem: text for path in (REPOSITORY / "benchmarks").glob("*.py")
 
 @pytest.mark.parametrize("module", sorted(COMMANDS.keys() - QUICK))
 def test_every_long_command_shows_progress(module):
-    assert "report.track(" in COMMANDS[module] or "report.progress(" in COMMANDS[module]
+    # the driver shows the progress of a Benchmark
+    assert any(f"{name}(" in COMMANDS[module] for name in ("report.track", "report.progress", "Benchmark"))

@@ -8,16 +8,16 @@ import math
 import os
 import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-import predictions
 import volta_fa
 import volta_fa.check
-from conftest import INFO, need
+from conftest import INFO, REPOSITORY, need
 from test_check import SIMULATED, check, fail
 from volta_fa import diagnostics
 from volta_fa.check import (
@@ -374,8 +374,11 @@ def test_lack_of_memory_has_many_names(text):
 
 
 def test_predictions_are_those_of_the_documentation():
-    text = predictions.as_text(predictions.predictions(predictions.PAGE.read_text()))
-    assert predictions.PREDICTIONS.read_text() == text, "run `python tools/predictions.py`"
+    sys.path.insert(0, str(REPOSITORY))
+    from benchmarks import docs
+
+    text = docs.as_text(docs.predictions(docs.PAGE.read_text()))
+    assert docs.PREDICTIONS.read_text() == text, "run `python -m benchmarks.docs`"
     found = performance.load_predictions()
     assert found["date"] and "simulated" in found["kind"] and found["made_by"].startswith("python -m benchmarks.volta")
     for direction, nheads in performance.HEADS.items():

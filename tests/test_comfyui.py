@@ -1,7 +1,7 @@
 """The node package of integrations/comfyui: its override in all of ComfyUI's layouts, what falls back, and its import.
 
 Environment:
-- VOLTA_FA_TEST_COMFYUI: folder of ComfyUI's source, whose requirements this Python has: tools/doors/comfyui.py runs its models
+- VOLTA_FA_TEST_COMFYUI: folder of ComfyUI's source, whose requirements this Python has: tools/programs/run_comfyui.py runs its models
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def test_the_registry_reads_its_version():
 
 @pytest.mark.skipif("VOLTA_FA_TEST_COMFYUI" not in os.environ, reason="VOLTA_FA_TEST_COMFYUI names no folder of ComfyUI")
 def test_comfyuis_own_models():
-    command = [sys.executable, str(REPOSITORY / "tools" / "doors" / "comfyui.py"), os.environ["VOLTA_FA_TEST_COMFYUI"]]
+    command = [sys.executable, str(REPOSITORY / "tools" / "programs" / "run_comfyui.py"), os.environ["VOLTA_FA_TEST_COMFYUI"]]
     environment = {**os.environ, "PYTHONPATH": str(Path(volta_fa.__file__).parents[1])}
     ran = subprocess.run([*command, "--models", "flux,flux-mask,dtypes", "--starts", "pytorch,flash"], env=environment, text=True)
     assert ran.returncode == 0

@@ -30,7 +30,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def rows_of(*arguments: str, **variables: str) -> dict[tuple[str, str], list[str]]:
     """Returns the cells of the script's rows by model and way. The script fails by itself if an error is too large."""
-    result = run("tools/doors/diffusers.py", *arguments, **variables)
+    result = run("tools/programs/run_diffusers.py", *arguments, **variables)
     assert result.returncode == 0, result.stdout + result.stderr
     return {(line[:26].strip(), line[26:53].strip()): line[53:].split() for line in result.stdout.splitlines()}
 
@@ -99,17 +99,17 @@ def test_context_parallelism():
 def test_the_way_through_xformers_leaves_no_trace():
     """diffusers' own switch leaves SD3's layers with processors that fail, so the ways after it would be wrong."""
     program = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("door", "tools/doors/diffusers.py")
-door = sys.modules["door"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(door)
-model = next(model for model in door.SMALL if model.name == "sd3")
-module, inputs = door.build(model, "cpu")
-before = door.forward(module, inputs)
-with door.xformers(module, model, "cpu") as stats:
-    door.forward(module, inputs)
+import sys
+sys.path.insert(0, "tools/programs")
+import torch
+from run_diffusers import SMALL, build, forward, xformers
+model = next(model for model in SMALL if model.name == "sd3")
+module, inputs = build(model, "cpu")
+before = forward(module, inputs)
+with xformers(module, model, "cpu") as stats:
+    forward(module, inputs)
     assert stats() == {"ran": 3, "fell_back": {}}
-assert door.torch.equal(door.forward(module, inputs), before)
+assert torch.equal(forward(module, inputs), before)
 """
     result = run("-c", program)
     assert result.returncode == 0, result.stderr
@@ -124,11 +124,12 @@ import torch.nn.functional as F
 import volta_fa
 attention = F.scaled_dot_product_attention
 def wrong(query, key, value, *arguments, scale=None, **options):
-    ours = volta_fa.integrations.sdpa._active.cpu
+    ours = volta_fa.integrations.sdpa.active().devices.cpu
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return attention(query, key, value, *arguments, scale=scale * (1.001 if ours else 1), **options)
 F.scaled_dot_product_attention = wrong
-sys.argv = ["tools/doors/diffusers.py", "--only", "sd3/enable_sdpa"]
+sys.argv = ["tools/programs/run_diffusers.py", "--only", "sd3/enable_sdpa"]
+sys.path.insert(0, "tools/programs")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
     result = run("-c", program)

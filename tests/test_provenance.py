@@ -13,7 +13,7 @@ if LIBRARY.parents[1].name != "volta_fa":
     pytest.skip("the marks are of the package's kernels", allow_module_level=True)
 sys.path.insert(0, str(REPOSITORY))
 pytest.importorskip("rich")
-from benchmarks import layer, measure, provenance, report
+from benchmarks import layer, provenance, report
 from volta_fa.errors import CommandError
 
 FIGURES = (REPOSITORY / "docs" / "reference" / "figures.md").read_text()
@@ -91,12 +91,13 @@ def test_results_have_the_mark_of_what_ran(tmp_path):
     assert f"- commit: {provenance.commit()}\n" in text and list(provenance.read(text)[0].kernels) == [name]
 
 
-def test_simulated_kernels_are_noted(monkeypatch):
+def test_simulated_kernels_are_noted(tmp_path, monkeypatch):
     if not INFO["simulator"]:
         pytest.skip("this build has no simulator")
-    import torch
+    from benchmarks import driver, volta
 
-    monkeypatch.setattr(measure, "launched", set())
-    q = measure.aligned((1, 64, 2, 64), torch.float16)
-    reports = measure.launches(lambda: torch.ops.volta_fa.fwd(q, q, q), "v100")
-    assert measure.launched == {r["kernel"] for r in reports} != set()
+    row = driver.Row("forward", volta.quick_cases()[0], models=("",))
+    section = tmp_path / "a.md"
+    driver.run("volta", driver.Benchmark("", lambda _: [row], lambda *_: []), ["--markdown", str(section)])
+    launched = {launch["kernel"] for launch in driver.simulate(row.call)[0]}
+    assert set(provenance.read(section.read_text())[0].kernels) == launched != set()

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 import zipfile
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 import pytest
 import torch
@@ -662,13 +662,34 @@ def test_export_takes_it_apart_as_ever(backend):
 
 
 @on("cpu-fp32")
-def test_caches_on_disk_know_the_switch(backend):
+def test_caches_on_disk_know_the_switch(backend, monkeypatch):
+    """A program that another setting or another library compiled has another key."""
     from torch.compiler import config
 
-    before = config.cache_key_tag
-    with enabled():
-        assert config.cache_key_tag != before
+    sdpa, before = volta_fa.integrations.sdpa, config.cache_key_tag
+    found = [before]
+    monkeypatch.setattr(torch.ops.volta_fa, "_sdpa_configure", lambda *_: None)  # this machine may have no such device
+    for cuda in (frozenset(), frozenset([0]), frozenset([0, 1])):
+        for precision in ("exact", "fast"):
+            monkeypatch.setattr(sdpa, "devices_of", lambda *_, cuda=cuda: sdpa.Devices(True, cuda))
+            with volta_fa.sdpa_enabled(precision=precision):
+                found.append(config.cache_key_tag)
+    monkeypatch.setattr(torch.ops.volta_fa, "fwd", torch.ops.volta_fa.bwd)  # stands for other arguments
+    with volta_fa.sdpa_enabled():
+        found.append(config.cache_key_tag)
+    assert len(set(found)) == len(found) == 8
     assert config.cache_key_tag == before
+
+
+def test_the_last_open_block_has_its_precision():
+    with ExitStack() as outer, ExitStack() as inner:
+        outer.enter_context(volta_fa.sdpa_enabled("cpu", precision="fast"))
+        outer.enter_context(volta_fa.sdpa_enabled("cpu"))
+        inner.enter_context(volta_fa.sdpa_enabled("cpu", precision="fast"))
+        active = volta_fa.integrations.sdpa.active
+        assert active().precision == "fast"
+        inner.close()  # equal to the first
+        assert active().precision == "exact"
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -1238,7 +1259,7 @@ def test_which_devices(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"device {i}")
     monkeypatch.setattr("volta_fa.integrations.devices.info", lambda: {"families": [{"name": "sm_70", "sm": 70, "variants": 1}]})
-    monkeypatch.setattr("volta_fa.integrations.sdpa._apply", lambda request, *others: asked.append(sorted(request.cuda)))
+    monkeypatch.setattr("volta_fa.integrations.sdpa._apply", lambda request, *others: asked.append(sorted(request.devices.cuda)))
     if expected is None:
         with pytest.raises(RuntimeError, match=r"kernels for sm_70, and cuda:0 is a device 0, sm_\d+"):
             volta_fa.enable_sdpa(force=force)
@@ -1294,7 +1315,7 @@ def test_environment_variable(loaded, value, ran, tmp_path):
         print(torch.ops.volta_fa._sdpa_stats()["ran"], torch.cuda.is_initialized())
         if "package" in "{loaded}":
             from torch.compiler import config
-            print(config.cache_key_tag)
+            print(config.cache_key_tag.partition("sdpa.")[0])
             volta_fa.disable_sdpa()  # it counts as enable_sdpa
             print(config.cache_key_tag)
             program(t, t, t)
@@ -1302,7 +1323,7 @@ def test_environment_variable(loaded, value, ran, tmp_path):
     """
     result = run_process(code, LIBRARY, tmp_path / "program.pt", VOLTA_FA_ENABLE_SDPA=value, CUDA_VISIBLE_DEVICES="")
     asked = value in ("1", "force", "cpu")
-    expected = [f"{ran} False"] + (["volta_fa.sdpa" if asked else "", "", str(ran)] if "package" in loaded else [])
+    expected = [f"{ran} False"] + (["volta_fa." if asked else "", "", str(ran)] if "package" in loaded else [])
     assert result.stdout.split("\n")[:-1] == expected
     assert ("VOLTA_FA_ENABLE_SDPA: got 'maybe', expected 1, force, cpu or 0" in result.stderr) == (value == "maybe")
     no_driver = "package" in loaded and value in ("1", "force") and driver_cuda() is None

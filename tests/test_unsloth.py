@@ -1,7 +1,7 @@
 """volta_fa.enable_unsloth: what it replaces, what it refuses, and what falls back.
 
 The modules of unsloth here are small ones with its names and signatures, so these tests say nothing about unsloth itself.
-tools/doors/unsloth.py trains with the real packages; test_the_installed_release_is_known checks that they still look the same.
+tools/programs/run_unsloth.py trains with the real packages; test_the_installed_release_is_known checks that they still look the same.
 """
 
 import dataclasses

@@ -43,7 +43,7 @@ BASE = ("build", "cli")
 #: Folders beside the environment's packages for `make test`, each with requirements of its name. Tests put them first on their path.
 FOLDERS = ("transformers-4.57", "diffusers")
 #: Makefile targets with more requirements, which are installed at their first use.
-EXTRAS = ("test", "lint", "docs", "wheel", "matrix", "hub", "notebook", "coverage")
+EXTRAS = ("test", "lint", "docs", "wheel", "hub", "notebook")
 _LINK = "volta_fa_torch_of_another_environment.pth"
 
 

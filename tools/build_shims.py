@@ -3,17 +3,25 @@
     python tools/build_shims.py                 # for this Python's torch: target/release into python/volta_fa
     python tools/build_shims.py --releases all  # for every release in tools/torch_releases.py; pip downloads their headers
 
-This script finds torch. The program in tools/shims compiles and links. setup.py calls build().
+A shim is one library for each release of torch, made of the C++ in torch_ops/ alone. Kernels and Rust are in the core library, which all
+shims share. The core leaves functions undefined, and each shim exports exactly these. setup.py calls build().
 """
 
 from __future__ import annotations
 
 import argparse
 import filecmp
+import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch_releases
@@ -21,6 +29,10 @@ import torch_releases
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python" / "volta_fa"
 CORE, SHIM = "libvolta_fa_core.so", "libvolta_fa.so"
+#: The first release of torch with headers that need C++20.
+CXX20_SINCE = (2, 14)
+#: Seconds between lines about the progress. Lines, not a bar, so that a pipe and a log have them too.
+INTERVAL = 10.0
 
 
 def target_folder() -> Path:
@@ -58,6 +70,141 @@ def _minor_of(folder: Path) -> str:
     return f"{numbers['TORCH_VERSION_MAJOR']}.{numbers['TORCH_VERSION_MINOR']}"
 
 
+@dataclass(frozen=True)
+class Step:
+    """A command that makes one file from others, and from those in the compiler's dependency file (`-MD`)."""
+
+    command: list[str]
+    output: Path
+    inputs: list[Path]
+
+    def run(self) -> None:
+        """Runs the command unless the output is up to date."""
+        if self.is_up_to_date():
+            return
+        stamp = self.output.with_suffix(".command")
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.unlink(missing_ok=True)  # an interrupted or failed command leaves no stamp
+        ran = subprocess.run(self.command, capture_output=True, text=True)
+        sys.stderr.write(ran.stderr)
+        if ran.returncode != 0:
+            raise SystemExit(f"{ran.stdout}volta_fa: cannot make {self.output}: the lines above say why (g++ 11 or newer is needed)")
+        stamp.write_text(json.dumps(self.command))
+
+    def is_up_to_date(self) -> bool:
+        """Returns whether this command made the output, and no input is newer."""
+        stamp, headers = self.output.with_suffix(".command"), self.output.with_suffix(".d")
+        if not (self.output.exists() and stamp.exists() and stamp.read_text() == json.dumps(self.command)):
+            return False
+        inputs = [*self.inputs, *(prerequisites(headers.read_text()) if headers.exists() else [])]
+        return all(path.exists() and path.stat().st_mtime <= self.output.stat().st_mtime for path in inputs)
+
+
+def prerequisites(rule: str) -> list[Path]:
+    """Returns the files after the colon of a make rule, as compilers write it: a backslash continues a line and escapes blanks."""
+    files = rule.partition(": ")[2].replace("\\\n", " ")
+    return [Path(file.replace("\\ ", " ")) for file in re.findall(r"(?:\\ |\S)+", files)]
+
+
+def run_all(steps: Sequence[Step], done: Callable[[], None] = lambda: None) -> None:
+    """Runs steps on all CPUs. After an error no further one starts."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        running = [pool.submit(step.run) for step in steps]
+        try:
+            for step in running:
+                step.result()
+                done()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+class Progress:
+    """Prints how many files are compiled: at the begin, about every INTERVAL, and at the end. Prints nothing for no files."""
+
+    def __init__(self, of: int) -> None:
+        self.done, self.of = 0, of
+        if of:
+            self._say()
+
+    def advance(self) -> None:
+        self.done += 1
+        if self.done == self.of or time.monotonic() - self._said >= INTERVAL:
+            self._say()
+
+    def _say(self) -> None:
+        self._said = time.monotonic()
+        # the cursor may be at the end of cargo's bar
+        print(f"\r\033[Kvolta_fa: compiled {self.done} of {self.of} C++ files", file=sys.stderr, flush=True)
+
+
+def symbols(library: Path, kinds: str) -> set[str]:
+    """Returns the dynamic symbols of these kinds of nm without a version. Those of the C library have one, as memcpy@GLIBC_2.14."""
+    listed = subprocess.run(["nm", "-D", "--with-symbol-versions", library], capture_output=True, text=True, check=True).stdout
+    return set(re.findall(rf"^[ 0-9a-f]* [{kinds}] ([^@\s]+)$", listed, re.M))
+
+
+def needed_from_shim(core: Path) -> set[str]:
+    """Returns the functions that the core library expects a shim to define. Weak symbols may stay undefined."""
+    needed = symbols(core, "U")
+    if not needed:
+        raise SystemExit(f"volta_fa: {core} needs no function of a shim, expected the core library")
+    return needed
+
+
+def version_script(exports: set[str]) -> str:
+    """Returns the linker's script that exports these functions and nothing else."""
+    return f"{{ global: {'; '.join(sorted(exports))}; local: *; }};\n"
+
+
+def check_exports(shim: Path, needed: set[str]) -> None:
+    """Fails, and removes the shim, if it does not export all of `needed`: here, and not when the library is imported."""
+    missing = needed - symbols(shim, "TW")
+    if missing:
+        shim.unlink()
+        raise SystemExit(f"volta_fa: Rust calls functions that torch_ops/ does not define: {', '.join(sorted(missing))}")
+
+
+def compiler(release: str, torch: Path) -> list[str]:
+    """Returns the compiler with all flags of a release of torch."""
+    standard = "c++20" if tuple(map(int, release.split("."))) >= CXX20_SINCE else "c++17"
+    command = [
+        *shlex.split(os.environ.get("CXX", "g++")),
+        "-O2",
+        "-ffunction-sections",
+        "-fdata-sections",
+        "-fPIC",
+        "-m64",
+        "-march=x86-64",
+    ]
+    command += [f"-std={standard}", "-I", str(target_folder() / "volta-fa-headers"), "-I", str(ROOT / "torch_ops"), "-Wall", "-Wextra"]
+    # The option list names parameters that not every registration reads.
+    # g++ 12 warns wrongly about std::optional in templates of torch.
+    command += ["-Wno-unused-parameter", "-Wno-maybe-uninitialized"]
+    for include in ("include", "include/torch/csrc/api/include"):
+        command += ["-isystem", str(torch / include)]  # no warnings about headers of torch
+    return [*command, "-DNDEBUG", "-D_GLIBCXX_USE_CXX11_ABI=1", *shlex.split(os.environ.get("CXXFLAGS", ""))]
+
+
+def compile_steps(release: str, torch: Path, work: Path, portable: bool) -> list[Step]:
+    sources = sorted((ROOT / "torch_ops").glob("*.cpp")) + [ROOT / "tools" / "portable_symbols.cpp"] * portable
+    objects = [work / f"torch-{release}" / "objects" / f"{source.stem}.o" for source in sources]
+    command = compiler(release, torch)
+    return [Step([*command, "-MD", "-c", str(s), "-o", str(o)], o, [s]) for s, o in zip(sources, objects)]
+
+
+def link_step(release: str, torch: Path, core: Path, objects: list[Path], exports: Path, linker: Path | None) -> Step:
+    shim = exports.parent / f"torch-{release}" / SHIM
+    libraries = [core, torch / "lib" / "libtorch_cpu.so", torch / "lib" / "libc10.so"]
+    command = [str(linker)] if linker else compiler(release, torch)
+    command += ["-shared", *(f"-Wl,{flag}" for flag in ("-z,defs", "--gc-sections", "--strip-debug", "--enable-new-dtags"))]
+    command += [f"-Wl,--version-script={exports}", *os.environ.get("LDFLAGS", "").split(), f"-Wl,-soname,{SHIM}", "-o", str(shim)]
+    # the core library is beside the folders of the releases
+    command += [*map(str, objects), "-Wl,-rpath,$ORIGIN/..", *map(str, libraries)]
+    command += ["-lstdc++", "-lgcc_s"] if linker else []  # the compiler adds these by itself
+    return Step(command, shim, [*objects, *libraries, exports])
+
+
 def build(core: Path, package: Path, *, releases: str = "", linker: Path | None = None) -> list[Path]:
     """Builds a shim for each release and installs it and `core` into `package`. `linker` replaces the compiler for links.
 
@@ -65,18 +212,24 @@ def build(core: Path, package: Path, *, releases: str = "", linker: Path | None 
     """
     folders = torch_folders(releases)
     work = target_folder() / "shims"
-    command = ["cargo", "run", "--release", "--locked", "--quiet", "--package", "volta-fa-shims", "--"]
-    command += ["--root", ROOT, "--core", core, "--headers", target_folder() / "volta-fa-headers", "--out", work]
-    command += ["--linker", linker] if linker else []
-    command += [f"{release}={folder}" for release, folder in folders.items()]
-    if subprocess.run(command, cwd=ROOT).returncode != 0:
-        raise SystemExit("volta_fa: torch_ops/ does not compile or link: the lines above say why (g++ 11 or newer is needed)")
+    work.mkdir(parents=True, exist_ok=True)
+    needed, exports = needed_from_shim(core), work / "exports.map"
+    script = version_script(needed)
+    if not (exports.exists() and exports.read_text() == script):
+        exports.write_text(script)
+    compiles = {release: compile_steps(release, torch, work, linker is not None) for release, torch in folders.items()}
+    objects = {release: [step.output for step in steps] for release, steps in compiles.items()}
+    links = [link_step(release, torch, core, objects[release], exports, linker) for release, torch in folders.items()]
+    stale = [step for steps in compiles.values() for step in steps if not step.is_up_to_date()]
+    run_all(stale, Progress(len(stale)).advance)
+    run_all(links)
+    for link in links:
+        check_exports(link.output, needed)
     # A shim from an earlier build may not match this core library.
-    for stale in package.glob("torch-*"):
-        if stale.name.removeprefix("torch-") not in folders:
-            shutil.rmtree(stale)
-    libraries = [_install(core, package / CORE)]
-    return libraries + [_install(work / name / SHIM, package / name / SHIM) for name in (f"torch-{release}" for release in folders)]
+    for old in package.glob("torch-*"):
+        if old.name.removeprefix("torch-") not in folders:
+            shutil.rmtree(old)
+    return [_install(core, package / CORE)] + [_install(link.output, package / link.output.parent.name / SHIM) for link in links]
 
 
 def _install(source: Path, destination: Path) -> Path:

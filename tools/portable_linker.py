@@ -1,4 +1,4 @@
-"""Links for the oldest Linux on which torch's own wheels run. rustc and the program in tools/shims run it as their linker.
+"""Links for the oldest Linux on which torch's own wheels run. rustc and tools/build_shims.py run it as their linker.
 
 zig, from PyPI, has a linker and the symbols of every glibc, so it can link against an old one.
 libstdc++ and libgcc_s come from the system, because a process shares them with torch: exceptions cross library boundaries.

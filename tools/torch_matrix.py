@@ -94,7 +94,7 @@ class Matrix:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         if self.uv is None:
-            raise SystemExit("volta_fa: uv is not installed: run `make matrix`, or pip install -r tools/requirements/matrix.txt")
+            raise SystemExit("volta_fa: uv is not installed: run `make matrix`, or pip install -r tools/requirements/wheel.txt")
         # on the disk of the environments, because their files are links to it
         self.cache = self.folder / "uv-cache"
         self.userland = {}

@@ -14,7 +14,7 @@ use crate::tuning::Shape;
 /// Fewest keys for which the fast kernels are chosen: on a simulated RTX 2080 Ti, with a head for each SM and as many queries as keys, the
 /// call takes 0.79, 0.78 and 0.80 of the exact kernel's time at 768 keys (headdim 64, 128, 256). At 512 keys, 0.91, 0.86 and 0.85, and a
 /// launch more that the simulator leaves out. On a T4, which the planner cannot tell apart, both calls are within 15% from 1024 keys on
-/// (`python -m benchmarks.fast --every-length`, 2026-11-26).
+/// (`python -m benchmarks.tables fast --every-length`, 2026-11-26).
 pub const FAST_MIN_KEYS: i64 = 768;
 
 /// Fewest query rows of a KV head for which preparing its keys pays: its time per key is that which 240 to 390 rows save on a simulated RTX

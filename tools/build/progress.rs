@@ -48,24 +48,3 @@ impl<W: Write> Progress<W> {
         let _ = state.out.flush();
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn lines(of: usize, interval: Duration) -> Vec<String> {
-        let mut out = vec![];
-        let mut progress = Progress::begin("kernels", of, &mut out);
-        progress.interval = interval;
-        (0..of).for_each(|_| progress.advance());
-        drop(progress);
-        String::from_utf8(out).unwrap().lines().map(|line| line.trim_start_matches("\r\x1b[Kvolta_fa: compiled ").to_string()).collect()
-    }
-
-    #[test]
-    fn says_begin_and_end_and_what_lies_an_interval_apart() {
-        assert_eq!(lines(3, Duration::MAX), ["0 of 3 kernels", "3 of 3 kernels"]);
-        assert_eq!(lines(2, Duration::ZERO), ["0 of 2 kernels", "1 of 2 kernels", "2 of 2 kernels"]);
-        assert_eq!(lines(0, Duration::ZERO), [""; 0]);
-    }
-}

@@ -4,10 +4,16 @@
 #
 #   tools/gpu/validate.sh OUTPUT                           all steps, with the GPU's preferred families, then with Volta's
 #   tools/gpu/validate.sh OUTPUT sweep volta-racecheck     some steps: [volta-]{pytest,sweep,memcheck,racecheck,initcheck}, examples
+#   tools/gpu/validate.sh OUTPUT figures                   only the GPU benchmarks of docs/reference/figures.md, at most seven minutes
 #
 #   SWEEP="--skip 700 --time-limit 100"   arguments of tools/gpu/sweep.py
 #   KERNELS='turing_fwd_*'                kernels that the sanitizers force (default: all that the GPU runs)
 #   LIMIT=120                             time limit of a step, in seconds
+#
+# `figures` writes gpu-{table,memory,training}.{json,png,md}; `python -m benchmarks.docs OUTPUT` puts them into the page. It needs rich and
+# matplotlib. On a newer GPU, the driver compiles kernels from PTX at first use (seconds each) and emulates Volta's tensor-core
+# instructions, so the table starts no shape after 150 seconds: it names the skipped ones, which are the longest. Its largest eager case
+# (fp32, N=8192, 32 heads) takes about 45 GiB, and the table marks it if the GPU has less.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 output=${1:?usage: tools/gpu/validate.sh OUTPUT [STEP...]}
@@ -34,6 +40,12 @@ sanitize() {
         --error-exitcode 9 --kernel-name-exclude kernel_substring=at:: python3 tools/gpu/sanitizer_cases.py "$@"
 }
 
+figures() {
+    local name=gpu-$1 module=benchmarks.$1
+    shift
+    step "$name" python3 -m "$module" --device cuda --json "$output/$name.json" --plot "$output/$name.png" --markdown "$output/$name.md" "$@"
+}
+
 if [ $# -eq 0 ]; then
     set -- pytest sweep examples memcheck racecheck initcheck volta-pytest volta-sweep volta-memcheck volta-racecheck volta-initcheck
 fi
@@ -43,6 +55,11 @@ for name in "$@"; do
     case ${name#volta-} in
     pytest) step "$name" env VOLTA_FA_FAMILY=$family VOLTA_FA_TEST_REQUIRE=cuda python3 -m pytest -q -m cuda tests ;;
     sweep) step "$name" env VOLTA_FA_FAMILY=$family python3 tools/gpu/sweep.py ${SWEEP:-} ;;
+    figures)
+        LIMIT=60 figures memory --seqlens 512 1024 2048 4096 8192
+        LIMIT=240 figures table --time-limit 150
+        LIMIT=120 figures training
+        ;;
     examples) step "$name" python3 -m pytest -q tests/test_examples.py ;;
     memcheck | racecheck | initcheck)
         sanitize "${name#volta-}" "$family"

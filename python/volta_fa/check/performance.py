@@ -114,7 +114,7 @@ def _run_ms(work: Work, device: torch.device, calls: int) -> float:
 
 
 def load_predictions() -> dict[str, Any]:
-    """Returns figures of the simulated V100; `tools/predictions.py` makes the file."""
+    """Returns figures of the simulated V100; `python -m benchmarks.docs` makes the file."""
     found: dict[str, Any] = json.loads(Path(__file__).with_name("predictions.json").read_text())
     return found
 

@@ -10,11 +10,13 @@ PyTorch would have chosen; `sdpa_stats()` counts them by reason, and docs/guides
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,19 +25,30 @@ from ..diagnostics import cuda_problem
 from ..errors import bad_argument
 from .devices import NO_DEVICES, Devices, devices_of
 
-#: Part of the key of torch.compile's caches on disk while a device is on. They identify a graph by its Python code, which does not
-#: show the switch.
 _CACHE_TAG = "volta_fa.sdpa"
-_FAST_TAG = "volta_fa.sdpa.fast"
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a switch or a block asks for."""
+
+    devices: Devices
+    precision: str = "exact"
+
+
+OFF = Request(NO_DEVICES)
 _lock = threading.RLock()
-_switch = NO_DEVICES  # the devices of enable_sdpa
-_blocks: list[Devices] = []  # the devices of open `with` blocks
-_active = NO_DEVICES
-_switch_precision = "exact"
-_block_precisions: list[str] = []  # of `_blocks`
-_active_precision = "exact"
+#: That of `enable_sdpa`, or OFF; then those of open `with` blocks, by identity, because equal blocks may overlap.
+_requests: tuple[Request, ...] = (OFF,)
+
+
+def active(requests: Sequence[Request] | None = None) -> Request:
+    """Returns what is in force: the devices of all requests, and the precision of the last."""
+    requests = _requests if requests is None else requests
+    devices = NO_DEVICES
+    for request in requests:
+        devices |= request.devices
+    return Request(devices, requests[-1].precision)
 
 
 def enable_sdpa(device: str | torch.device | int | None = None, *, force: bool = False, precision: str = "exact") -> None:
@@ -52,22 +65,20 @@ def enable_sdpa(device: str | torch.device | int | None = None, *, force: bool =
 
     Raises RuntimeError if no device qualifies, ValueError for a device that does not exist.
     """
-    request = devices_of("enable_sdpa", device, force)
-    _check_precision("enable_sdpa", precision)
+    request = _request("enable_sdpa", device, force, precision)
     with _lock:
-        before = _switch
-        unchanged = (before, _switch_precision) == (request, precision)
-        _apply(request, _blocks, precision, _block_precisions)
-        if unchanged:
+        before, *blocks = _requests
+        _apply(request, *blocks)
+        if before == request:
             warnings.warn("volta_fa.enable_sdpa: it is enabled already: nothing changed", stacklevel=2)
-        elif before not in (NO_DEVICES, request):
+        elif before.devices not in (NO_DEVICES, request.devices):
             warnings.warn("volta_fa.enable_sdpa: it was enabled for other devices, which this call replaces", stacklevel=2)
 
 
 def disable_sdpa() -> None:
     """Undoes `enable_sdpa`. Open `sdpa_enabled` blocks stay on."""
     with _lock:
-        _apply(NO_DEVICES, _blocks, "exact", _block_precisions)
+        _apply(OFF, *_requests[1:])
 
 
 @contextmanager
@@ -76,17 +87,14 @@ def sdpa_enabled(device: str | torch.device | int | None = None, *, force: bool 
 
     The precision of the block that was opened last serves all enabled devices.
     """
-    request = devices_of("sdpa_enabled", device, force)
-    _check_precision("sdpa_enabled", precision)
+    request = _request("sdpa_enabled", device, force, precision)
     with _lock:
-        _apply(_switch, [*_blocks, request], _switch_precision, [*_block_precisions, precision])
+        _apply(*_requests, request)
     try:
         yield
     finally:
         with _lock:
-            others = list(zip(_blocks, _block_precisions))
-            others.remove((request, precision))
-            _apply(_switch, [b for b, _ in others], _switch_precision, [p for _, p in others])
+            _apply(*(other for other in _requests if other is not request))
 
 
 def sdpa_stats(reset: bool = False) -> dict[str, Any]:
@@ -109,34 +117,39 @@ def sdpa_stats(reset: bool = False) -> dict[str, Any]:
     return found | {"fell_back": {reason: n for reason, n in sorted(counts.items()) if n}}
 
 
-def _check_precision(op: str, precision: str) -> None:
+def _request(op: str, device: str | torch.device | int | None, force: bool, precision: str) -> Request:
     if precision not in ("exact", "fast"):
         raise bad_argument("precision", repr(precision), "'exact' or 'fast'", op=op)
+    return Request(devices_of(op, device, force), precision)
 
 
-def _apply(switch: Devices, blocks: list[Devices], switch_precision: str, block_precisions: list[str]) -> None:
+def _apply(*requests: Request) -> None:
     """Configures the library, and then stores the requests: after an error of the library nothing has changed."""
-    global _switch, _blocks, _active, _switch_precision, _block_precisions, _active_precision
-    wanted = switch
-    for request in blocks:
-        wanted |= request
-    precision = [switch_precision, *block_precisions][-1]
-    changes = (wanted, precision) != (_active, _active_precision)
+    global _requests
+    wanted = active(requests)
+    changes = wanted != active()
     if changes:
-        torch.ops.volta_fa._sdpa_configure(wanted.cpu, sorted(wanted.cuda), wanted.on_first_use, precision == "fast")
-    _switch, _blocks, _switch_precision, _block_precisions = switch, blocks, switch_precision, block_precisions
+        devices = wanted.devices
+        torch.ops.volta_fa._sdpa_configure(devices.cpu, sorted(devices.cuda), devices.on_first_use, wanted.precision == "fast")
+    _requests = requests
     if changes:
-        _active, _active_precision = wanted, precision
-        _forget_compiled_programs(wanted != NO_DEVICES)
+        _forget_compiled_programs(wanted)
 
 
-def _forget_compiled_programs(enabled: bool) -> None:
-    """Discards what torch.compile made before the switch changed, because it decides at compile time."""
+def _forget_compiled_programs(request: Request) -> None:
+    """Discards what torch.compile made before the switch changed, because it decides at compile time.
+
+    Its caches on disk identify a graph by its Python code, which does not show the switch. Their key gets a tag of the devices, the
+    precision and the operators' arguments, which compiled programs hold.
+    """
     from torch.compiler import config
 
-    tags = [tag for tag in config.cache_key_tag.split(",") if tag and tag not in (_CACHE_TAG, _FAST_TAG)]
-    ours = _FAST_TAG if _active_precision == "fast" else _CACHE_TAG
-    config.cache_key_tag = ",".join([*tags, ours] if enabled else tags)
+    tags = [tag for tag in config.cache_key_tag.split(",") if tag and not tag.startswith(_CACHE_TAG)]
+    if request.devices != NO_DEVICES:
+        schemas = [op.default._schema for op in (torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast)]
+        shown = (request.devices.cpu, sorted(request.devices.cuda), request.devices.on_first_use, request.precision)
+        tags.append(f"{_CACHE_TAG}.{hashlib.sha256(f'{shown}{schemas}'.encode()).hexdigest()}")
+    config.cache_key_tag = ",".join(tags)
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset_code_caches()
@@ -144,11 +157,11 @@ def _forget_compiled_programs(enabled: bool) -> None:
 
 def _read_library_state() -> None:
     """Reads the state that the library took from VOLTA_FA_ENABLE_SDPA when it was loaded."""
-    global _switch, _active
+    global _requests
     cpu, on_first_use = torch.ops.volta_fa._sdpa_from_environment()
-    _switch = _active = Devices(cpu, frozenset(), on_first_use)
-    if _active != NO_DEVICES:
-        _forget_compiled_programs(enabled=True)
+    _requests = (Request(Devices(cpu, frozenset(), on_first_use)),)
+    if active() != OFF:
+        _forget_compiled_programs(active())
     problem = cuda_problem() if on_first_use else None
     if problem:
         warnings.warn(f"VOLTA_FA_ENABLE_SDPA: no GPU runs it: {problem}", RuntimeWarning, stacklevel=3)

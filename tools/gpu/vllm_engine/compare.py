@@ -10,6 +10,8 @@ Without reference.json, the gap and the differences before it must be within twi
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,8 @@ from jobs import COMPARISONS, CONTROLS
 
 #: For a version without controls.
 ASSUMED = 0.05
+#: MB by which a server under load may grow.
+GROWTH_MB = 16
 
 
 class Difference(NamedTuple):
@@ -44,80 +48,133 @@ def difference(found: dict, expected: dict) -> Difference:
     return Difference(sequences, equal, noise, gap)
 
 
-def error_of(log: Path) -> str:
-    """Returns the last line of a log that looks like an error."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b", line)]
-    return (errors or lines or ["no log"])[-1][:160]
+class Version:
+    """The jobs and results of a version of vLLM, in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        read = {path.name.removesuffix(".json"): path for path in sorted(folder.glob("*.json"))}
+        self.jobs = [name.removesuffix(".job") for name in read if name.endswith(".job")]
+        self.results = {name: json.loads(read[name].read_text()) for name in self.jobs if name in read}
+        self.exact = json.loads(read["reference"].read_text()) if "reference" in read else {}
+
+    def has(self, *names: str) -> bool:
+        return set(names) <= set(self.results)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    @cached_property
+    def controls(self) -> list[Difference]:
+        return [difference(self.results[a], self.results[b]) for a, b in CONTROLS if self.has(a, b)]
+
+    @property
+    def tolerance(self) -> float:
+        return 2 * max(max(c.noise, c.gap) for c in self.controls) if self.controls else ASSUMED
 
 
-def report_load(version: str, load: dict) -> bool:
-    """Prints the result of a mixed load. Returns whether all is right."""
-    left, growth, counters = load["left"], load["growth"], load["counters"]
-    right = not load["wrong"] and not load["errors"] and not any(left.values())
-    leaks = max(growth.values()) > 16
-    print(
-        f"{'ok   ' if right and not leaks else 'WRONG'} {version} mixed load: {load['sent']} requests, {load['cancelled']} cancelled, "
-        f"{counters.get('num_preemptions_total', 0):.0f} preemptions; {load['compared']} tokens compared, {len(load['wrong'])} wrong, "
-        f"{load['ties']} ties (gap {load['largest_gap']:.4f}), noise {load['largest_noise']:.4f}, {len(load['errors'])} errors; "
-        f"left: {sum(left.values()):g}; growth: host {growth['host_mb']:.1f} MB, GPU {growth['gpu_mb']:.1f} MB"
-    )
-    return right and not leaks
+# ---- rules of a pair of results: whether it is right, and what to print ------------------------------------------
 
 
-def report_version(folder: Path) -> bool:
-    """Prints a version's comparisons. Returns whether all is right."""
-    version, right = folder.name, True
-    exact = json.loads((folder / "reference.json").read_text()) if (folder / "reference.json").exists() else {}
-    names = {path.name.removesuffix(".json") for path in folder.glob("*.json")} - {"reference"}
-    jobs = {name.removesuffix(".job") for name in names if name.endswith(".job")}
-    results = {name: json.loads((folder / f"{name}.json").read_text()) for name in sorted(names & jobs)}
-    for name in sorted(jobs - set(results)):
-        print(f"FAILED {version} {name}: {error_of(folder / f'{name}.log')}")
-        right = False
-    controls = [difference(results[a], results[b]) for a, b in CONTROLS if a in results and b in results]
-    tolerance = 2 * max(max(c.noise, c.gap) for c in controls) if controls else ASSUMED
-    print(f"{version}: tolerance {tolerance:.4f}, {'measured' if controls else 'assumed'}, {len(controls)} controls")
+def errors(version: Version, ours: str, theirs: str, found: Difference) -> tuple[bool, str]:
+    """Ours is at most twice theirs; without reference.json, differences are within the tolerance."""
+    if not {ours, theirs} <= set(version.exact):
+        return max(found.noise, found.gap) <= version.tolerance, f", noise {found.noise:.4f}"
+    of_ours, of_theirs = (version.exact[name] for name in (ours, theirs))
+    error, other = of_ours["max"], of_theirs["max"]
+    text = f", error {error:.4f}, theirs {other:.4f} (rms {of_ours['rms']:.4f}, {of_theirs['rms']:.4f})"
+    return error <= 2 * other and found.gap <= 2 * (error + other), text
+
+
+def preemptions(version: Version, ours: str, _theirs: str, _found: Difference) -> tuple[bool, str]:
+    """A job that counts preemptions has some."""
+    count = version.results[ours].get("preemptions")
+    return count != 0, "" if count is None else f", {count:.0f} preemptions"
+
+
+def plans(version: Version, ours: str, _theirs: str, _found: Difference) -> tuple[bool, str]:
+    count = sum(line.startswith("volta_fa: ") for line in version.log(ours).splitlines())
+    return True, f", {count} lines of VOLTA_FA_LOG" if count else ""
+
+
+def adapter(version: Version, ours: str, _theirs: str, _found: Difference) -> tuple[bool, str]:
+    """The adapter has an effect: every other sequence, which uses it, differs from those of the plain model."""
+    if "lora" not in ours:
+        return True, ""
+    plain = version.results.get("llama64-custom", {"rounds": []})["rounds"]
+    same = [a == b for a, b in zip(*(r[0]["tokens"] for r in (version.results[ours]["rounds"], plain)))] if plain else []
+    without, using = same[::2], same[1::2]
+    text = f", {sum(without)} of {len(without)} without and {sum(using)} of {len(using)} with adapter as llama64"
+    return not any(using), text
+
+
+PAIR_RULES: list[Callable[[Version, str, str, Difference], tuple[bool, str]]] = [errors, preemptions, plans, adapter]
+
+
+# ---- checks of a version: each yields a mark and a line ----------------------------------------------------------
+
+OK, WRONG, FAILED = "ok   ", "WRONG", "FAILED"
+
+
+def failed_jobs(version: Version) -> Iterator[tuple[str, str]]:
+    for name in version.jobs:
+        if name not in version.results:
+            lines = [line.strip() for line in version.log(name).splitlines()]
+            like_errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b", line)]
+            yield FAILED, f"{name}: {(like_errors or lines or ['no log'])[-1][:160]}"
+
+
+def pairs(version: Version) -> Iterator[tuple[str, str]]:
     for ours, theirs, what in COMPARISONS:
-        if ours not in results or theirs not in results:
-            continue
-        found = difference(results[ours], results[theirs])
-        if {ours, theirs} <= set(exact):
-            error, other = exact[ours]["max"], exact[theirs]["max"]
-            passes = error <= 2 * other and found.gap <= 2 * (error + other)
-            measured = f"error {error:.4f}, theirs {other:.4f} (rms {exact[ours]['rms']:.4f}, {exact[theirs]['rms']:.4f})"
-        else:
-            passes, measured = max(found.noise, found.gap) <= tolerance, f"noise {found.noise:.4f}"
-        extra = f", {results[ours]['preemptions']:.0f} preemptions" if "preemptions" in results[ours] else ""
-        passes = passes and results[ours].get("preemptions") != 0
-        plans = [line for line in (folder / f"{ours}.log").read_text(errors="replace").splitlines() if line.startswith("volta_fa: ")]
-        extra += f", {len(plans)} lines of VOLTA_FA_LOG" if plans else ""
-        if "lora" in ours:  # the adapter must have an effect
-            plain = results.get("llama64-custom", {"rounds": []})["rounds"]
-            same = [a == b for a, b in zip(*(r[0]["tokens"] for r in (results[ours]["rounds"], plain)))] if plain else []
-            extra += f", {sum(same[::2])} of {len(same[::2])} without and {sum(same[1::2])} of {len(same[1::2])} with adapter as llama64"
-            passes = passes and not any(same[1::2])
-        print(
-            f"{'ok   ' if passes else 'WRONG'} {version} {ours} and {theirs}: {found.equal} of {found.sequences} sequences equal, "
-            f"gap {found.gap:.4f}, {measured}{extra} ({what})"
-        )
-        right = right and passes
-    if {"encoder-custom", "encoder-triton"} <= set(results):
-        ours, theirs = (max(results[f"encoder-{name}"]["errors"]) for name in ("custom", "triton"))
-        print(f"{'ok   ' if ours <= 2 * theirs else 'WRONG'} {version} encoder: error {ours:.1e}, TRITON_ATTN's {theirs:.1e}")
-        right = right and ours <= 2 * theirs
-    for name, result in results.items():
+        if version.has(ours, theirs):
+            found = difference(version.results[ours], version.results[theirs])
+            verdicts = [rule(version, ours, theirs, found) for rule in PAIR_RULES]
+            text = f"{ours} and {theirs}: {found.equal} of {found.sequences} sequences equal, gap {found.gap:.4f}"
+            yield OK if all(right for right, _ in verdicts) else WRONG, f"{text}{''.join(t for _, t in verdicts)} ({what})"
+
+
+def encoders(version: Version) -> Iterator[tuple[str, str]]:
+    if version.has("encoder-custom", "encoder-triton"):
+        ours, theirs = (max(version.results[f"encoder-{name}"]["errors"]) for name in ("custom", "triton"))
+        yield OK if ours <= 2 * theirs else WRONG, f"encoder: error {ours:.1e}, TRITON_ATTN's {theirs:.1e}"
+
+
+def refusals(version: Version) -> Iterator[tuple[str, str]]:
+    for name, result in version.results.items():
         if "refused" in result:
-            print(f"ok    {version} {name}: {result['refused'][-120:]}, after {result['seconds']:.0f} s")
-    if "load" in results:
-        right = report_load(version, results["load"]) and right
-    return right
+            yield OK, f"{name}: {result['refused'][-120:]}, after {result['seconds']:.0f} s"
+
+
+def mixed_load(version: Version) -> Iterator[tuple[str, str]]:
+    if not version.has("load"):
+        return
+    load = version.results["load"]
+    left, growth = load["left"], load["growth"]
+    right = not load["wrong"] and not load["errors"] and not any(left.values()) and max(growth.values()) <= GROWTH_MB
+    yield (
+        OK if right else WRONG,
+        f"mixed load: {load['sent']} requests, {load['cancelled']} cancelled, "
+        f"{load['counters'].get('num_preemptions_total', 0):.0f} preemptions; {load['compared']} tokens compared, "
+        f"{len(load['wrong'])} wrong, {load['ties']} ties (gap {load['largest_gap']:.4f}), noise {load['largest_noise']:.4f}, "
+        f"{len(load['errors'])} errors; left: {sum(left.values()):g}; "
+        f"growth: host {growth['host_mb']:.1f} MB, GPU {growth['gpu_mb']:.1f} MB",
+    )
+
+
+CHECKS = [failed_jobs, pairs, encoders, refusals, mixed_load]
 
 
 def report(output: Path) -> int:
     """Prints all versions' comparisons. Returns 0 if all is right, else 1."""
-    verdicts = [report_version(folder) for folder in sorted(output.iterdir()) if folder.is_dir()]
-    return 0 if all(verdicts) else 1
+    right = True
+    for folder in sorted(path for path in output.iterdir() if path.is_dir()):
+        version = Version(folder)
+        kind = "measured" if version.controls else "assumed"
+        print(f"{folder.name}: tolerance {version.tolerance:.4f}, {kind}, {len(version.controls)} controls")
+        for mark, line in (found for check in CHECKS for found in check(version)):
+            print(f"{mark} {folder.name} {line}")
+            right &= mark == OK
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

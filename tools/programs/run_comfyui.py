@@ -1,6 +1,6 @@
 """Runs ComfyUI's models through volta_fa and compares images, time and memory with ComfyUI's own attention.
 
-    python tools/doors/comfyui.py COMFYUI_FOLDER [--device cpu|cuda] [--models sdxl,flux,...] [--json FILE]
+    python tools/programs/run_comfyui.py COMFYUI_FOLDER [--device cpu|cuda] [--models sdxl,flux,...] [--json FILE]
 
 COMFYUI_FOLDER has ComfyUI's source; this Python has its requirements. The models are ComfyUI's classes with random weights, sampled by
 ComfyUI's KSampler: whole SDXL and Flux on a GPU, small ones on the CPU. Each way to start ComfyUI is a process of its own:
@@ -198,33 +198,23 @@ def paths(worker, device):
     def own(patcher):
         return contextlib.nullcontext(), patcher, Counter
 
+    def switched(patcher, switch, stats):
+        stats(reset=True)
+        return switch, patcher, lambda: Counter(ran=(found := stats())["ran"], **found["fell_back"])
+
     def through_sdpa(patcher):
-        volta_fa.sdpa_stats(reset=True)
-
-        def counts():
-            stats = volta_fa.sdpa_stats()
-            return Counter(ran=stats["ran"], **stats["fell_back"])
-
-        return volta_fa.sdpa_enabled(device, force=True), patcher, counts
+        return switched(patcher, volta_fa.sdpa_enabled(device, force=True), volta_fa.sdpa_stats)
 
     def through_xformers(patcher):
-        volta_fa.xformers_stats(reset=True)
+        return switched(patcher, xformers_enabled(), volta_fa.xformers_stats)
 
-        def counts():
-            stats = volta_fa.xformers_stats()
-            return Counter(ran=stats["ran"], **stats["fell_back"])
-
-        return xformers_enabled(), patcher, counts
-
-    def through_node(patcher):
+    def through_node(patcher, **variables):
         _, attention = node_package()
         attention.counts.clear()
-        return contextlib.nullcontext(), with_node(patcher), attention.counts.copy
+        return environment(**variables), with_node(patcher), attention.counts.copy
 
     def simulated(patcher):
-        _, attention = node_package()
-        attention.counts.clear()
-        return environment(VOLTA_FA_SIMULATE="1"), with_node(patcher), attention.counts.copy
+        return through_node(patcher, VOLTA_FA_SIMULATE="1")
 
     if worker == "pytorch":
         found = {"SDPA": own, "enable_sdpa": through_sdpa, "node": through_node}

@@ -1,8 +1,8 @@
 """Runs models with int8 scores and compares their final output with fp64, beside exact and eager attention.
 
-    python tools/doors/fast_models.py                          # small models of diffusers' classes on the CPU
-    python tools/doors/fast_models.py --device cuda            # models of real width
-    python tools/doors/fast_models.py --minilm FOLDER          # also MiniLM with its weights, from a folder that transformers reads
+    python tools/programs/fast_models.py                          # small models of diffusers' classes on the CPU
+    python tools/programs/fast_models.py --device cuda            # models of real width
+    python tools/programs/fast_models.py --minilm FOLDER          # also MiniLM with its weights, from a folder that transformers reads
 
 It needs diffusers. Weights of diffusers' models are random; queries and keys without a norm get scores of deviation 2. Columns are
 relative L1 errors of the output in fp16: eager attention, `enable_sdpa()`, `enable_sdpa(precision="fast")`, and diffusers' backend
@@ -15,12 +15,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import importlib.util
 import os
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -31,27 +29,21 @@ import volta_fa
 
 volta_fa.install_sageattention_shim()  # before diffusers looks for it
 
+from diffusers_models import LARGE, Model, build, cast, flux, forward, sd3, sdxl, wan
+
 #: Relative L1 error of a model's output.
 LIMIT = 0.05
 
 
-def diffusers_door():
-    """Returns tools/doors/diffusers.py, which has the models."""
-    spec = importlib.util.spec_from_file_location("diffusers_door", Path(__file__).with_name("diffusers.py"))
-    door = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(door)
-    return door
-
-
-def models(door, device: str):
+def models(device: str) -> list[Model]:
     if device == "cuda":
-        return [model for model in door.LARGE if "vae" not in model.name]
+        return [model for model in LARGE if "vae" not in model.name]
     # heads of the released models' width, one or two of them
     return [
-        door.Model("flux", **door.flux(2, 128, 1, 256, 32, (16, 56, 56), 64)),
-        door.Model("sd3", **door.sd3(2, 64, 2, 32, 40, 64, (0,))),
-        door.Model("sdxl-unet", **door.sdxl((64, 128), (1, 2), (1, 2), 32, 64)),
-        door.Model("wan", **door.wan(2, 128, 2, 3, 16, 16, 40)),
+        Model("flux", **flux(2, 128, 1, 256, 32, (16, 56, 56), 64)),
+        Model("sd3", **sd3(2, 64, 2, 32, 40, 64, (0,))),
+        Model("sdxl-unet", **sdxl((64, 128), (1, 2), (1, 2), 32, 64)),
+        Model("wan", **wan(2, 128, 2, 3, 16, 16, 40)),
     ]
 
 
@@ -129,18 +121,15 @@ def main() -> int:
     parser.add_argument("--only", default="", help="models, comma-separated")
     parser.add_argument("--minilm", help="folder with MiniLM's weights and tokenizer")
     options = parser.parse_args()
-    door = diffusers_door()
     print(f"{'model':12} {'eager':>9} {'exact':>9} {'fast':>9} {'sage':>9} {'calls':>5} fell back")
     right, start = True, time.monotonic()
-    found = [m for m in models(door, options.device) if not options.only or m.name in options.only.split(",")]
+    found = [m for m in models(options.device) if not options.only or m.name in options.only.split(",")]
     if not found:
-        parser.error(f"--only: got {options.only}, expected one of {', '.join(m.name for m in models(door, options.device))}")
+        parser.error(f"--only: got {options.only}, expected one of {', '.join(m.name for m in models(options.device))}")
     for model in found:
-        module, inputs = door.build(model, options.device)
+        module, inputs = build(model, options.device)
         spread_scores(module)
-        right &= compare(
-            model.name, lambda m, t, inputs=inputs: door.forward(m, door.cast(inputs, t)), module, options.device, model.dispatches
-        )
+        right &= compare(model.name, lambda m, t, inputs=inputs: forward(m, cast(inputs, t)), module, options.device, model.dispatches)
     if options.minilm:
         right &= minilm(options.minilm, options.device)
     print(f"{time.monotonic() - start:.0f} s", "" if right else "WRONG")

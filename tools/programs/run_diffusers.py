@@ -1,8 +1,8 @@
 """Runs diffusers' own models, with random weights, through each way that leads to volta_fa, and compares outputs and gradients.
 
-    python tools/doors/diffusers.py                      # small models on the CPU, in float32, and two gloo processes
-    python tools/doors/diffusers.py --device cuda        # small models in float16, then times of models of real width
-    python tools/doors/diffusers.py --only 'flux,wan/ring*'    # rows whose model or way contains a text, or matches a pattern
+    python tools/programs/run_diffusers.py                      # small models on the CPU, in float32, and two gloo processes
+    python tools/programs/run_diffusers.py --device cuda        # small models in float16, then times of models of real width
+    python tools/programs/run_diffusers.py --only 'flux,wan/ring*'    # rows whose model or way contains a text, or matches a pattern
 
 It needs diffusers, and xformers for its rows (`pip install diffusers; pip install --no-deps xformers`). A row shows the maximum error
 of the output and of the gradient of the input, relative to the largest element of the same model in float64 with PyTorch's attention;
@@ -21,19 +21,14 @@ import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
-# this file has the name of the package
-sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-warnings.simplefilter("ignore")
 
 import torch
 
@@ -43,159 +38,14 @@ if importlib.util.find_spec("flash_attn") is None:
     volta_fa.install_flash_attn_shim()  # before diffusers looks for it
 
 import diffusers
-from diffusers import AutoencoderKL, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel, WanTransformer3DModel
 from diffusers.models import attention_dispatch
+from diffusers_models import LARGE, SMALL, Model, build, cast, forward, forward_backward
 
 #: Multiples of PyTorch's errors that volta_fa's may reach.
 FORWARD, BACKWARD = 2.0, 3.0
 #: Below this both are rounding of the sum's order.
 FLOOR = 1e-6
 VOLTA = "VOLTA"
-
-
-# ---- models -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Model:
-    """A class of diffusers with arguments and inputs. The first input gets a gradient."""
-
-    name: str
-    make: Callable[[], torch.nn.Module]
-    inputs: Callable[[], dict[str, Any]]
-    #: whether it has `set_attention_backend` for all its attention; otherwise diffusers' older switches
-    dispatches: bool = True
-    #: whether diffusers has a plan for its context parallelism
-    parallel: bool = False
-    #: reasons for which calls fall back, and rightly so
-    falls_back: tuple[str, ...] = ()
-
-
-def flux(heads: int, headdim: int, layers: int, tokens: int, text: int, axes: tuple[int, ...], width: int) -> dict[str, Any]:
-    side = int(tokens**0.5)
-
-    def ids() -> torch.Tensor:
-        return torch.cartesian_prod(torch.zeros(1), *[torch.arange(side, dtype=torch.float32)] * 2)
-
-    return dict(
-        make=lambda: FluxTransformer2DModel(
-            in_channels=16, num_layers=layers, num_single_layers=2 * layers, attention_head_dim=headdim, num_attention_heads=heads,
-            joint_attention_dim=width, pooled_projection_dim=width, axes_dims_rope=axes,
-        ),
-        inputs=lambda: dict(
-            hidden_states=torch.randn(1, tokens, 16), encoder_hidden_states=torch.randn(1, text, width),
-            pooled_projections=torch.randn(1, width), timestep=torch.tensor([0.5]), img_ids=ids(), txt_ids=torch.zeros(text, 3),
-        ),
-        parallel=True,
-    )  # fmt: skip
-
-
-def sd3(heads: int, headdim: int, layers: int, side: int, text: int, width: int, dual: tuple[int, ...]) -> dict[str, Any]:
-    return dict(
-        make=lambda: SD3Transformer2DModel(
-            sample_size=side, patch_size=2, in_channels=4, num_layers=layers, attention_head_dim=headdim, num_attention_heads=heads,
-            joint_attention_dim=width, caption_projection_dim=heads * headdim, pooled_projection_dim=width, out_channels=4,
-            pos_embed_max_size=max(side // 2, 8), dual_attention_layers=dual, qk_norm="rms_norm",
-        ),
-        inputs=lambda: dict(
-            hidden_states=torch.randn(2, 4, side, side), encoder_hidden_states=torch.randn(2, text, width),
-            pooled_projections=torch.randn(2, width), timestep=torch.tensor([500.0, 500.0]),
-        ),
-        dispatches=False,
-    )  # fmt: skip
-
-
-def wan(heads: int, headdim: int, layers: int, frames: int, height: int, width: int, text: int) -> dict[str, Any]:
-    return dict(
-        make=lambda: WanTransformer3DModel(
-            num_attention_heads=heads, attention_head_dim=headdim, in_channels=4, out_channels=4, text_dim=64,
-            ffn_dim=2 * heads * headdim, num_layers=layers,
-        ),
-        inputs=lambda: dict(
-            hidden_states=torch.randn(1, 4, frames, height, width), timestep=torch.tensor([500]),
-            encoder_hidden_states=torch.randn(1, text, 64),
-        ),
-        parallel=True,
-    )  # fmt: skip
-
-
-def sdxl(channels: tuple[int, ...], heads: tuple[int, ...], blocks: tuple[int, ...], side: int, width: int) -> dict[str, Any]:
-    kinds = ["DownBlock2D"] + ["CrossAttnDownBlock2D"] * (len(channels) - 1)
-    return dict(
-        make=lambda: UNet2DConditionModel(
-            sample_size=side, block_out_channels=channels, layers_per_block=2, down_block_types=kinds,
-            up_block_types=[kind.replace("Down", "Up") for kind in reversed(kinds)], attention_head_dim=heads, cross_attention_dim=width,
-            transformer_layers_per_block=blocks, use_linear_projection=True, addition_embed_type="text_time",
-            addition_time_embed_dim=8, projection_class_embeddings_input_dim=80,
-        ),
-        inputs=lambda: dict(
-            sample=torch.randn(2, 4, side, side), timestep=torch.tensor([500.0, 500.0]), encoder_hidden_states=torch.randn(2, 77, width),
-            added_cond_kwargs=dict(text_embeds=torch.randn(2, 32), time_ids=torch.ones(2, 6)),
-        ),
-        dispatches=False,
-    )  # fmt: skip
-
-
-def vae(channels: tuple[int, ...], side: int) -> dict[str, Any]:
-    return dict(
-        make=lambda: AutoencoderKL(
-            block_out_channels=channels, down_block_types=["DownEncoderBlock2D"] * len(channels), norm_num_groups=16,
-            up_block_types=["UpDecoderBlock2D"] * len(channels), layers_per_block=1, latent_channels=4, shift_factor=0.0,
-        ),
-        inputs=lambda: dict(sample=torch.randn(1, 3, side, side)),
-        dispatches=False,
-        falls_back=("headdim",) if channels[-1] > 256 else (),
-    )  # fmt: skip
-
-
-SMALL = [
-    Model("flux", **flux(2, 16, 1, 16, 8, (4, 4, 8), 32)),
-    Model("sd3", **sd3(2, 32, 2, 8, 10, 32, (0,))),
-    Model("sdxl-unet", **sdxl((32, 64), (2, 4), (1, 2), 16, 64)),
-    Model("wan", **wan(2, 24, 2, 3, 8, 8, 12)),
-    Model("vae", **vae((32, 64), 16)),
-    Model("vae-512", **vae((32, 512), 16)),
-]
-#: The width and length of the released models, with fewer layers: SDXL at 1024 x 1024 (all layers), FLUX.1, SD 3.5 medium, Wan 2.1 of
-#: 1.3 billion weights with 5 frames of latents of 480 x 832, SDXL's VAE at 512 x 512.
-LARGE = [
-    Model("sdxl-unet", **sdxl((320, 640, 1280), (5, 10, 20), (1, 2, 10), 128, 2048)),
-    Model("flux", **flux(24, 128, 2, 4096, 512, (16, 56, 56), 4096)),
-    Model("sd3", **sd3(24, 64, 4, 128, 333, 4096, (0, 1))),
-    Model("wan", **wan(12, 128, 4, 5, 60, 104, 512)),
-    Model("vae-512", **vae((128, 256, 512, 512), 512)),
-]
-
-
-def build(model: Model, device: str, seed: int = 0) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Returns the module and its inputs, in float32."""
-    torch.manual_seed(seed)
-    with torch.device(device):
-        return model.make().eval(), model.inputs()
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, dict):
-        return {name: cast(item, dtype) for name, item in value.items()}
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def forward(module: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    return module(**inputs, return_dict=False)[0]
-
-
-def forward_backward(module: torch.nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and the gradient of the first input."""
-    inputs = cast(inputs, dtype)
-    if "timestep" in inputs:  # a number, not an activation
-        inputs["timestep"] = inputs["timestep"].float() if inputs["timestep"].is_floating_point() else inputs["timestep"]
-    first = next(iter(inputs))
-    inputs[first] = inputs[first].requires_grad_()
-    out = forward(module, inputs)
-    generator = torch.Generator(out.device).manual_seed(1)
-    dout = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
-    (gradient,) = torch.autograd.grad(out, inputs[first], dout.to(out.dtype))
-    return out.detach().double(), gradient.double()
 
 
 # ---- ways to volta_fa ---------------------------------------------------------------------------------------------------------
@@ -323,6 +173,21 @@ class Row:
     right: bool = True
 
 
+@contextmanager
+def noted(row: Row) -> Iterator[None]:
+    """Notes in the row why its way has no result."""
+    try:
+        yield
+    except NotImplementedError as reason:
+        row.cells = {"note": str(reason).partition("\n")[0]}
+    except Exception as error:
+        row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
+
+
+def fallen(stats: dict[str, Any]) -> str:
+    return ", ".join(f"{n} {reason}" for reason, n in stats.get("fell_back", {}).items()) or "0"
+
+
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -342,8 +207,7 @@ def judge(
     cells = {"error": f"{errors[0][0]:.1e}", "PyTorch's": f"{errors[0][1]:.1e}"}
     if len(errors) > 1:
         cells |= {"gradient": f"{errors[1][0]:.1e}", "PyTorch's ": f"{errors[1][1]:.1e}"}
-    fallen = ", ".join(f"{n} {reason}" for reason, n in fell_back.items())
-    return cells | {"ran": str(ran), "fell back": fallen or "0"}, right
+    return cells | {"ran": str(ran), "fell back": fallen(stats)}, right
 
 
 def compare(model: Model, device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
@@ -357,16 +221,10 @@ def compare(model: Model, device: str, dtype: torch.dtype, wanted: Callable[[str
     with memory_efficient(module, model, device):
         theirs = forward_backward(module, inputs, dtype)
     for name, way in ways.items():
-        row = Row(model.name, name)
-        try:
-            module_of_row = copy.deepcopy(module)
-            with way(module_of_row, model, device) as stats:
-                found = forward_backward(module_of_row, inputs, dtype)
-                row.cells, row.right = judge(model, found, theirs, expected, stats())
-        except NotImplementedError as reason:
-            row.cells = {"note": str(reason).partition("\n")[0]}
-        except Exception as error:
-            row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
+        row, module_of_row = Row(model.name, name), copy.deepcopy(module)
+        with noted(row), way(module_of_row, model, device) as stats:
+            found = forward_backward(module_of_row, inputs, dtype)
+            row.cells, row.right = judge(model, found, theirs, expected, stats())
         yield row
 
 
@@ -392,6 +250,11 @@ def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool
     none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
     small = {model.name: model for model in SMALL}
 
+    def guided(tokens: int, width: int) -> dict[str, torch.Tensor]:
+        shapes = {"prompt_embeds": (1, tokens, width), "pooled_prompt_embeds": (1, 32)}
+        embeds = {f"{sign}{kind}": torch.randn(*shape) for sign in ("", "negative_") for kind, shape in shapes.items()}
+        return embeds | {"latents": torch.randn(1, 4, 8, 8)}
+
     def make(name: str) -> tuple[Any, dict[str, Any]]:
         torch.manual_seed(0)
         decoder = small["vae"].make().eval()
@@ -404,19 +267,9 @@ def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool
             pipeline = StableDiffusion3Pipeline(
                 small["sd3"].make().eval(), FlowMatchEulerDiscreteScheduler(), decoder, **none, text_encoder_3=None, tokenizer_3=None
             )
-            embeds = {
-                f"{sign}{kind}": torch.randn(*shape)
-                for sign in ("", "negative_")
-                for kind, shape in (("prompt_embeds", (1, 10, 32)), ("pooled_prompt_embeds", (1, 32)))
-            }
-            return pipeline, embeds | {"latents": torch.randn(1, 4, 8, 8)}
-        pipeline = StableDiffusionXLPipeline(decoder, unet=small["sdxl-unet"].make().eval(), scheduler=EulerDiscreteScheduler(), **none)
-        embeds = {
-            f"{sign}{kind}": torch.randn(*shape)
-            for sign in ("", "negative_")
-            for kind, shape in (("prompt_embeds", (1, 77, 64)), ("pooled_prompt_embeds", (1, 32)))
-        }
-        return pipeline, embeds | {"latents": torch.randn(1, 4, 8, 8)}
+            return pipeline, guided(10, 32)
+        unet = small["sdxl-unet"].make().eval()
+        return StableDiffusionXLPipeline(decoder, unet=unet, scheduler=EulerDiscreteScheduler(), **none), guided(77, 64)
 
     def run(name: str, dtype: torch.dtype) -> tuple[torch.Tensor]:
         pipeline, embeds = make(name)
@@ -432,12 +285,10 @@ def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool
         if not wanted(name, "enable_sdpa"):
             continue
         row = Row(name, "enable_sdpa")
-        try:
+        with noted(row):
             expected, theirs = run(name, torch.float32), run(name, dtype)
             with sdpa(None, PIPELINE, device) as stats:
                 row.cells, row.right = judge(PIPELINE, run(name, dtype), theirs, expected, stats())
-        except Exception as error:
-            row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
         yield row
 
 
@@ -568,7 +419,7 @@ def timed(model: Model, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
                 row = rows[name]
                 if "note" in row.cells:
                     continue
-                try:
+                with noted(row):
                     with way(module, model, "cuda") as stats:
                         out = forward(module, inputs)  # compiles, warms up
                         counts = stats()  # ends the profile of some ways
@@ -582,18 +433,13 @@ def timed(model: Model, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
                             times[name].append(time.perf_counter() - begin)
                         peak = torch.cuda.max_memory_allocated() - held
                     first = out.double() if first is None else first
-                    fallen = ", ".join(f"{n} {reason}" for reason, n in counts.get("fell_back", {}).items())
                     row.cells = {
                         "ms": "",
                         "peak MiB": f"{peak / 2**20:.0f}",
                         "to PyTorch": f"{relative(out.double(), first):.1e}",
                         "ran": str(counts.get("ran", 0)),
-                        "fell back": fallen or "0",
+                        "fell back": fallen(counts),
                     }
-                except NotImplementedError as reason:
-                    row.cells = {"note": str(reason).partition("\n")[0]}
-                except Exception as error:
-                    row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
     for name, row in rows.items():
         if "ms" in row.cells:
             found = sorted(times[name][1:])  # without the first round

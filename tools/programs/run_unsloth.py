@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Trains LoRA adapters of small random models with unsloth, with its attention on volta_fa and with its own, and compares them.
 
-    python tools/doors/unsloth.py --device cuda
-    python tools/doors/unsloth.py --device cpu --models llama,gemma2 --steps 30
+    python tools/programs/run_unsloth.py --device cuda
+    python tools/programs/run_unsloth.py --device cpu --models llama,gemma2 --steps 30
 
 It needs unsloth, unsloth_zoo and what they import, and no network: weights are random and the tokenizer is built here. Each pair of a
 model and an attention runs in a process of its own, because unsloth replaces functions of the whole process. When all have compiled
@@ -33,9 +33,6 @@ import time
 import types
 from pathlib import Path
 from typing import Any
-
-# this folder holds this file, which is not the package unsloth
-sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
 
 #: Sizes for a device: seqlen, window, layers, hidden size, heads, KV heads, headdim of most models, steps that are timed.
 SIZES = {"cpu": (48, 16, 2, 64, 4, 2, 16, 0), "cuda": (2048, 512, 4, 1024, 8, 4, 128, 8)}

@@ -1,7 +1,7 @@
 """Runs Hugging Face's `kernels` and transformers on a folder of `make hub`, and compares with eager attention.
 
-    python tools/doors/hub.py dist/hub
-    python tools/doors/hub.py dist/hub --device cuda
+    python tools/programs/hub.py dist/hub
+    python tools/programs/hub.py dist/hub --device cuda
 
 Needs kernels 0.17.2 and a transformers that accepts it (5.18 to 5.22 do), but no network: the models are small and random.
 

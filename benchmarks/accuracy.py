@@ -1,0 +1,199 @@
+"""Errors against fp64, of inputs that are easy and hard. Runs on the CPU.
+
+    python -m benchmarks.accuracy fast            # volta_fa::fwd_fast, headdim 128, 2048 keys: the table of docs/guides/fast.md
+    python -m benchmarks.accuracy fast --headdim 64 --seqlen-k 8192
+    python -m benchmarks.accuracy fast --speeds FILE --plot FILE   # error against speed, of what benchmarks.tables fast --json wrote
+    python -m benchmarks.accuracy kv [--outliers 8]                # attention over a quantized KV cache, beside the error over fp16
+
+fast has eager attention in fp16 and volta_fa::fwd beside it.
+In kv, keys and values are normally distributed. With `--outliers`, 2 of 128 channels of the keys are that many times larger,
+as in trained models (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). Queries resemble some of the keys, so a few
+tokens have most of the weight. The error is the root mean square difference from attention over unrounded numbers,
+relative to the output's root mean square. "rotated" multiplies keys and queries by a Hadamard matrix first, which
+preserves their products and spreads each channel over all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import volta_fa  # noqa: F401  registers the operators
+from volta_fa.kv_cache.formats import KV_DTYPES, dequantize_kv, hadamard, quantize_kv
+
+from . import report
+
+fwd, fwd_fast = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast
+
+
+def _normal(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """standard normal"""
+
+
+def _biased_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """every 16th channel of K shares a bias of deviation 12"""
+    k[..., ::16] += 12 * torch.randn(k[..., ::16].shape[-1], generator=torch.Generator().manual_seed(7)).half()
+
+
+def _biased_both(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """the same, and a bias of 8 on every 32nd channel of Q"""
+    _biased_keys(q, k, v)
+    q[..., 3::32] += 8
+
+
+def _wide_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """every 16th channel of K has 8 times the spread"""
+    k[..., ::16] *= 8
+
+
+def _sharp(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """logits of deviation 4"""
+    q *= 4
+
+
+def _outlier(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """one key with V = 2000"""
+    v[0, 100] = 2000
+
+
+INPUTS: tuple[Callable[[Tensor, Tensor, Tensor], None], ...] = (_normal, _biased_keys, _biased_both, _wide_keys, _sharp, _outlier)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention as eager PyTorch computes it in fp16: products sum in fp32, and each result is rounded."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    scores = (q.float() @ k.float().mT).half() * q.shape[-1] ** -0.5
+    p = torch.softmax(scores.float(), -1).half()
+    return (p.float() @ v.float()).half().transpose(1, 2)
+
+
+def errors(found: Tensor, expected: Tensor) -> tuple[float, float, float]:
+    """Cosine, relative L1 error and largest error over the largest output."""
+    found = found.double()
+    difference = found - expected
+    cosine = (found * expected).sum() / math.sqrt(found.square().sum() * expected.square().sum())
+    l1 = difference.abs().sum() / expected.abs().sum()
+    return cosine.item(), l1.item(), (difference.abs().max() / expected.abs().max()).item()
+
+
+def inputs(change: Callable[[Tensor, Tensor, Tensor], None], seqlen_q: int, seqlen_k: int, headdim: int) -> list[Tensor]:
+    """Returns q, k and v of one head."""
+    rows = (seqlen_q, seqlen_k, seqlen_k)
+    q, k, v = (torch.randn(1, n, 1, headdim, generator=torch.Generator().manual_seed(i)).half() for i, n in enumerate(rows))
+    change(q, k, v)
+    return [q, k, v]
+
+
+#: An RTX 2080 Ti's peak with fp32 sums in TFLOP/s, and its memory's TB/s.
+PEAK, BANDWIDTH = 53.8, 0.616
+
+
+def eager_tflops(headdim: int) -> float:
+    """Returns a bound on eager attention's speed: products at the peak, and scores in fp16 written, read, written and read again."""
+    return 4 * headdim / (4 * headdim / PEAK + 4 * 2 / BANDWIDTH)
+
+
+def plot(speeds: Path, to: Path) -> None:
+    """Draws relative L1 errors, of normal inputs and of wide channels, against simulated speeds."""
+    from .plots import HEADDIM_COLORS, panels, save, shared_legend
+
+    cases = {}
+    for r in json.loads(speeds.read_text()):
+        case = r["row"]["case"]
+        if r["row"]["gpu"] == "rtx2080ti" and case["kind"] == "plain":
+            cases.setdefault((case["seqlen"], case["headdim"]), {})[case["op"]] = r["tflops"][0]
+    (seqlen, _), *_ = cases
+    figure, axes = panels(1, 2, f"Error against speed, RTX 2080 Ti (simulated; eager: at most), {seqlen} keys", (12, 4.2), sharey=True)
+    for axis, change in zip(axes.flat, (_normal, _wide_keys)):
+        axis.set(title=change.__doc__, xlabel="TFLOP/s, with all preparations", ylabel="relative L1 error", yscale="log", xlim=(0, 100))
+        for (_, headdim), speed in cases.items():
+            q, k, v = inputs(change, 256, seqlen, headdim)
+            expected = fwd(q.double(), k.double(), v.double())[0]
+            for name, marker, tflops, out in (
+                ("exact", "o", speed["fwd"], fwd(q, k, v)[0]),
+                ("fast", "^", speed["fwd_fast"], fwd_fast(q, k, v)[0]),
+                ("eager", "s", eager_tflops(headdim), eager(q, k, v)),
+            ):
+                error = errors(out, expected)[1]
+                axis.plot([tflops], [error], marker, color=HEADDIM_COLORS[headdim], label=f"{name}, headdim {headdim}")
+    shared_legend(figure, axes)
+    save(figure, to)
+
+
+# ---- quantized caches --------------------------------------------------------------------------------------------
+
+HEADDIM, NHEADS, QUERIES = 128, 4, 16
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q (queries, heads, headdim), k and v (tokens, heads, headdim), all in fp64."""
+    scores = torch.einsum("qhd,thd->hqt", q, k) / HEADDIM**0.5
+    return torch.einsum("hqt,thd->qhd", scores.softmax(-1), v)
+
+
+def _stored(x: Tensor, kv_dtype: str) -> Tensor:
+    if kv_dtype == "fp16":
+        return x.half().double()
+    made = quantize_kv(x.half(), kv_dtype)
+    return dequantize_kv(made.data, kv_dtype, made.scale, made.zero_point, dtype=torch.float64)
+
+
+def kv_errors(seqlen: int, outliers: float, seed: int = 0) -> dict[str, float]:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(seqlen, NHEADS, HEADDIM, generator=generator, dtype=torch.float64) for _ in "kv")
+    liked = k[torch.randint(seqlen, (QUERIES,), generator=generator)]
+    q = torch.randn(QUERIES, NHEADS, HEADDIM, generator=generator, dtype=torch.float64) + 0.7 * liked
+    k[..., [5, 70]] *= outliers
+    q[..., [5, 70]] /= outliers
+    exact = _attend(q, k, v)
+    turn = hadamard(HEADDIM) / HEADDIM**0.5
+    found = {}
+    for name in ("fp16", *KV_DTYPES):
+        for suffix, (qq, kk) in {"": (q, k), ", rotated": (q @ turn, k @ turn)}.items():
+            out = _attend(qq, _stored(kk, name), _stored(v, name))
+            found[name + suffix] = ((out - exact).square().mean() / exact.square().mean()).sqrt().item()
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the table, or draws the picture."""
+    parser = report.parser("accuracy", __doc__, outputs=False)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    fast, kv = kinds.add_parser("fast"), kinds.add_parser("kv")
+    fast.add_argument("--headdim", type=int, default=128)
+    fast.add_argument("--seqlen-q", type=int, default=256)
+    fast.add_argument("--seqlen-k", type=int, default=2048)
+    fast.add_argument("--speeds", type=Path, metavar="FILE", help="what benchmarks.tables fast --json wrote")
+    fast.add_argument("--plot", type=Path, metavar="FILE")
+    kv.add_argument("--outliers", type=float, default=8.0)
+    a = parser.parse_args(arguments)
+    if a.kind == "kv":
+        for seqlen in report.track((1024, 4096, 16384, 65536), "lengths"):
+            row = kv_errors(seqlen, a.outliers)
+            print(f"{seqlen:6d}  " + "  ".join(f"{name} {100 * error:.3g}%" for name, error in row.items()), flush=True)
+    elif a.plot:
+        plot(a.speeds, a.plot)
+    else:
+        fast_table(a)
+    return 0
+
+
+def fast_table(a: argparse.Namespace) -> None:
+    print("| inputs | fwd_fast: cosine | relative L1 | largest | with rotate: L1 | fwd: L1 | eager: L1 |\n| --- " + "| --- " * 6 + "|")
+    for change in report.track(INPUTS, "inputs"):
+        q, k, v = inputs(change, a.seqlen_q, a.seqlen_k, a.headdim)
+        expected = fwd(q.double(), k.double(), v.double())[0]
+        cosine, l1, largest = errors(fwd_fast(q, k, v)[0], expected)
+        others = (fwd_fast(q, k, v, rotate=True)[0], fwd(q, k, v)[0], eager(q, k, v))
+        rest = " | ".join(f"{errors(out, expected)[1]:.4f}" for out in others)
+        print(f"| {change.__doc__} | {100 * cosine:.3f}% | {l1:.4f} | {largest:.3f} | {rest} |")
+
+
+if __name__ == "__main__":
+    report.command(main)

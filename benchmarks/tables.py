@@ -1,0 +1,418 @@
+"""Small benchmarks, each a list of rows:
+
+    python -m benchmarks.tables targets          what people run on a V100, beside the speed that it is meant to have
+    python -m benchmarks.tables headdim_512      headdim 512: forward, backward and decoding
+    python -m benchmarks.tables fast             volta_fa::fwd_fast beside volta_fa::fwd on Turing
+    python -m benchmarks.tables long_sequences   forward passes of 8K to 115K tokens, where K and V of a head do not fit L2
+    python -m benchmarks.tables features         options as a share of the plain pass, measured on this machine's GPU
+
+Each has --help. Nothing but the last is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from volta_fa.errors import CommandError
+
+from . import decode, report, volta
+from .driver import GPUS, MODELS, Benchmark, Result, Row, run
+from .measure import Work, aligned
+from .report import Grid
+from .shapes import Shape
+from .volta import BACKWARD, BIAS_GRADIENT, FORWARD
+
+# ---- targets -----------------------------------------------------------------------------------------------------
+
+TARGETS_TEXT = """The speed of what people run, beside its targets, on a simulated V100.
+
+TFLOP/s of the whole pass with the default model and with a perfect instruction cache, as `benchmarks.volta` counts them.
+"Tensor pipe" and "shared memory" are shares of the main kernel's time with the default model. "Balance" is the work of the
+average SM, relative to that of the busiest: a grid without waves and tails has 1.
+"""
+
+#: A pass by feature ("causal": the mask), tokens and batch, with TFLOP/s at headdims 64 and 128 and the usual number of heads.
+USUAL = [
+    (FORWARD, "packed", 2048, 1, (84, 87)),
+    (FORWARD, "packed", 2048, 8, (84, 87)),
+    (FORWARD, "sinks", 2048, 1, (85, 88)),
+    (FORWARD, "bias", 2048, 1, (68, 70)),
+    (BACKWARD, "bias", 2048, 1, (60, 62)),
+    (BACKWARD, BIAS_GRADIENT, 2048, 1, (50, 52)),
+    (FORWARD, "causal", 1024, 1, (72, 70)),
+    (FORWARD, "causal", 4096, 1, (90, 90)),
+    (BACKWARD, "causal", 1024, 1, (60, 60)),
+    (BACKWARD, "causal", 4096, 1, (78, 78)),
+    (FORWARD, "", 512, 1, (66, 66)),
+    (FORWARD, "causal", 512, 1, (48, 46)),
+    (BACKWARD, "", 512, 1, (66, 66)),
+    (BACKWARD, "causal", 512, 1, (45, 46)),
+    (FORWARD, "", 4096, 1, (100, 98)),
+    (BACKWARD, "", 2048, 1, (82, 83)),
+]
+#: Other shapes, with TFLOP/s.
+OTHERS = [
+    *((BACKWARD, Shape(1, 32, 2048, 2048, d, nheads_k=8), tflops) for d, tflops in ((64, 74), (128, 75))),
+    (FORWARD, Shape(1, 32, 1024, 1024, 96), 78),
+    (BACKWARD, Shape(1, 40, 1024, 1024, 96), 70),
+    (FORWARD, Shape(1, 32, 1024, 1024, 192, headdim_v=128), 74),
+    (BACKWARD, Shape(1, 40, 1024, 1024, 192, headdim_v=128), 66),
+    # without targets: what else these shapes depend on
+    *((BACKWARD, Shape(1, 32, n, n, d, True, nheads_k=8), 0) for n in (2048, 4096) for d in (64, 128)),
+    *((BACKWARD, Shape(1, 32, 2048, 2048, d), 0) for d in (64, 128)),
+]
+#: Prefill of 4096 tokens: headdim, query heads, KV heads, cached tokens before, TFLOP/s.
+PREFILL = [(256, 6, 1, before, 70) for before in (0, 16384, 128000)] + [(128, 32, 8, before, 85) for before in (0, 16384)]
+
+
+def target_rows(_: argparse.Namespace) -> list[Row]:
+    found = []
+    for direction, feature, n, batch, targets in USUAL:
+        for d, tflops in zip((64, 128), targets):
+            shape = Shape(batch, volta.usual_heads(direction, "v100"), n, n, d, feature == "causal")
+            found.append((volta.Case(direction, shape, feature="" if feature == "causal" else feature), tflops))
+    found += [(volta.Case(direction, shape), tflops) for direction, shape, tflops in OTHERS]
+    rows = [Row(str(case), case, target=tflops) for case, tflops in found]
+    for headdim, nheads, kv_heads, before, tflops in PREFILL:
+        case = decode.Case(headdim, (4096 + before,), nheads // kv_heads, 4096, kv_heads=kv_heads)
+        rows.append(Row(f"prefill D={headdim} H={nheads} on {kv_heads}, 4096 behind {before}", case, target=tflops))
+    return rows
+
+
+def target_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
+    columns = {
+        "case": lambda r: r.row.name,
+        "target": lambda r: f"{r.row.target:g}" if r.row.target else "-",
+        "TFLOP/s": lambda r: f"{r.tflops():.1f}",
+        "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+        "tensor pipe": lambda r: f"{r.main['pipes']['tensor']:.0%}",
+        "shared memory": lambda r: f"{r.main['pipes']['mio']:.0%}",
+        "balance": lambda r: f"{r.main['balance']:.2f}",
+        "main kernel": lambda r: r.main["kernel"],
+    }
+    return [report.table("Simulated V100 (TFLOP/s: default model, perfect instruction cache)", results, columns)]
+
+
+# ---- headdim 512 -------------------------------------------------------------------------------------------------
+
+HEADDIM_512_TEXT = """Simulates headdim 512 on a V100, a T4 and an RTX 2080 Ti: forward, backward and decoding, by the default model and by
+one with a perfect instruction cache.
+
+Forward and backward are as `benchmarks.volta` has them: a V100 has 32 heads on 8, a Turing chip a head for each SM. One head is that of
+an image decoder. Decoding is as `benchmarks.decode --wide` has it: 8 sequences of 4096 tokens, and shares of the DRAM rate.
+"""
+#: Passes: direction, tokens, causal, whether it is one head, GPUs.
+PASSES_512 = [
+    (FORWARD, 2048, False, False, ("v100", "t4", "rtx2080ti")),
+    (FORWARD, 4096, False, False, ("v100",)),
+    (FORWARD, 4096, True, False, ("v100", "t4")),
+    (FORWARD, 4096, False, True, ("v100", "t4")),
+    (FORWARD, 16384, False, True, ("v100", "t4")),
+    (BACKWARD, 2048, False, False, ("v100", "t4")),
+]
+
+
+def headdim_512_rows(_: argparse.Namespace) -> list[Row]:
+    found = []
+    for gpu in ("v100", "t4", "rtx2080ti"):
+        for direction, n, causal, one, gpus in PASSES_512:
+            heads, on = (1, 1) if one else (32, 8) if gpu == "v100" else (GPUS[gpu].sms,) * 2
+            case = volta.Case(direction, Shape(1, heads, n, n, 512, causal, nheads_k=on))
+            if gpu in gpus:
+                found.append(Row(f"{direction}, {'one head, ' * one}N={n}{', causal' * causal}", case, gpu))
+        if gpu != "rtx2080ti":
+            aimed = (case for case, targets, _ in decode.wide_cases(gpu) if targets)
+            found += [Row(f"decode, {case.kv_heads * case.group} heads on {case.kv_heads}", case, gpu) for case in aimed]
+    return found
+
+
+def headdim_512_grids(results: Sequence[Result], options: argparse.Namespace) -> list[Grid]:
+    rows, found = headdim_512_rows(options), {(r.row.gpu, r.row.name): r for r in results}
+    known = {(row.gpu, row.name) for row in rows}
+
+    def cell(name: str, gpu: str) -> str:
+        r = found.get((gpu, name))
+        if r is None:
+            return "not simulated" if (gpu, name) in known else ""
+        if r.row.case.bytes:
+            return f"{r.share():.1%} / {r.share(1):.1%} of DRAM"
+        return f"{r.tflops():.1f} / {r.tflops(1):.1f} ({r.share():.1%})"
+
+    title = "Headdim 512: TFLOP/s by the default model / a perfect instruction cache (share of the tensor pipe)"
+    columns = {GPUS[gpu].title: lambda name, gpu=gpu: cell(name, gpu) for gpu in dict.fromkeys(row.gpu for row in rows)}
+    return [report.table(title, dict.fromkeys(row.name for row in rows), {"case": str, **columns})]
+
+
+# ---- the fast forward --------------------------------------------------------------------------------------------
+
+FAST_TEXT = """volta_fa::fwd_fast beside volta_fa::fwd on a simulated RTX 2080 Ti and T4: TFLOP/s of the call and of its forward kernel.
+
+A head for each SM, fp16. TFLOP/s count 4 * headdim operations for each pair of query and key, half of the pairs if causal, all of them
+under a boolean mask, which hides a tenth at random. Packed: two sequences on half of the heads. With --rows, the last rows of the queries
+alone are simulated, and the forward kernel's time counts for all rows in proportion. --every-length runs the fast kernels below the length
+that the planner wants, too.
+"""
+
+
+@dataclass(frozen=True)
+class FastCase:
+    """A call of fwd_fast, or of fwd for the same problem."""
+
+    op: str
+    kind: str  # plain, causal, mask or packed
+    headdim: int
+    seqlen: int
+    rows: int
+    sms: int
+    every_length: bool = False
+    bytes = 0.0
+
+    @property
+    def flops(self) -> float:
+        # rows that were left out see fewer keys under a causal mask: pairs of those that ran count
+        pairs = self.rows * self.seqlen - (self.rows * (self.rows - 1) / 2 if self.kind == "causal" else 0)
+        return 4 * self.headdim * self.sms * pairs
+
+    def calls(self, device: str) -> list[Work]:
+        generator = torch.Generator().manual_seed(1)
+        rows, seqlen, batch = self.rows, self.seqlen, 2 if self.kind == "packed" else 1
+        heads = self.sms // batch
+        q, k, v = (aligned((batch, n, heads, self.headdim), torch.float16).normal_(generator=generator) for n in (rows, seqlen, seqlen))
+        options: dict = {"is_causal": self.kind == "causal"}
+        if self.kind == "packed":
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            lengths = torch.arange(batch + 1, dtype=torch.int32)
+            options |= {"cu_seqlens_q": lengths * rows, "cu_seqlens_k": lengths * seqlen, "max_seqlen_q": rows, "max_seqlen_k": seqlen}
+        mask = torch.rand(1, 1, rows, seqlen, generator=generator) > 0.1 if self.kind == "mask" else None
+        options["attn_mask" if self.op == "fwd_fast" else "attn_bias"] = mask
+
+        def call() -> None:
+            if self.every_length:  # the fast kernel without lengths and masks
+                choice = {"pass": "FastForward", "variant": f"turing_fast_fwd_{self.headdim}x{self.headdim}"}
+                torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": [choice]}))
+            try:
+                getattr(torch.ops.volta_fa, self.op)(q, k, v, **options)
+            finally:
+                if self.every_length:
+                    torch.ops.volta_fa._set_tuning("")
+
+        return [call]
+
+
+def add_fast_options(parser: argparse.ArgumentParser) -> None:
+    kinds = ("plain", "causal", "mask", "packed")
+    parser.add_argument("--headdim", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--seqlen", type=int, nargs="+", default=[2048])
+    parser.add_argument("--case", nargs="+", default=["plain"], choices=kinds)
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--settings", default="", help="of volta-sim; default: its default model")
+    parser.add_argument("--every-length", action="store_true")
+
+
+def fast_rows(options: argparse.Namespace) -> Iterator[Row]:
+    for gpu in options.gpu:
+        for seqlen in options.seqlen:
+            for kind in options.case:
+                for headdim in options.headdim:
+                    case = FastCase("fwd_fast", kind, headdim, seqlen, options.rows or seqlen, GPUS[gpu].sms, options.every_length)
+                    for op in (case, replace(case, op="fwd", every_length=False)):
+                        yield Row(f"{op.op}, {seqlen} keys, {kind}, headdim {headdim}", op, gpu, (options.settings,))
+
+
+def fast_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
+    exact = {(r.row.gpu, replace(r.row.case, op="fwd_fast")): r for r in results if r.row.case.op == "fwd"}
+
+    def whole(r: Result) -> float:
+        """TFLOP/s with all preparations, which --rows does not shorten."""
+        *before, kernel = (launch["us"] for launch in r.launches[0])
+        return r.row.case.flops / (sum(before) * r.row.case.rows / r.row.case.seqlen + kernel) / 1e6
+
+    def of_exact(r: Result) -> str:
+        other = exact.get((r.row.gpu, replace(r.row.case, every_length=False)))
+        return f"{other.tflops():.1f}" if other else "-"
+
+    columns = {
+        "GPU": lambda r: r.row.gpu,
+        "keys": lambda r: str(r.row.case.seqlen),
+        "case": lambda r: r.row.case.kind,
+        "headdim": lambda r: str(r.row.case.headdim),
+        "fwd_fast": lambda r: f"{whole(r):.1f}",
+        "its forward kernel": lambda r: f"{r.row.case.flops / r.launches[0][-1]['us'] / 1e6:.1f}",
+        "fwd": of_exact,
+    }
+    return [
+        report.table("TFLOP/s of fwd_fast, of its forward kernel alone and of fwd", [r for r in results if r.row.case.op != "fwd"], columns)
+    ]
+
+
+# ---- long sequences ----------------------------------------------------------------------------------------------
+
+LONG_TEXT = """Simulates forward passes of 8K to 115K tokens on a V100, where K and V of a head do not fit L2.
+
+tools/volta-sim simulates one SM and lets reads of data that other SMs read hit L2. That holds while blocks walk over K and V together.
+In a long grid they drift apart. Then a block finds in L2 only what others read last: with blocks at independent places, the share
+C / S of its reads, for an L2 of C bytes and S bytes of K and V in a head. The rest comes from DRAM. This command simulates that share with
+the machine's own constants: every read has DRAM's latency, the misses share DRAM's bandwidth, and the blocks of an SM share nothing.
+
+One wave of blocks over 2048 keys stands for the call: each step over keys costs the same. Shares 0, 0.3 and 1 bound the model.
+docs/validation/simulator.md compares the model with PyTorch's kernel on real V100s.
+"""
+#: Of volta-sim's V100 (tools/volta-sim/src/machine.rs): bytes of L2; bytes a cycle and SM; cycles.
+L2_BYTES = 6 << 20
+L2_RATE, DRAM_RATE = 17.6, 6.4
+DRAM_LATENCY = 430
+LENGTHS = (8192, 16384, 32768, 65536, 115456)
+
+
+def miss_share(keys: int, headdim: int, l2_bytes: float = L2_BYTES) -> float:
+    """Returns the share of reads of fp16 K and V that L2 misses, with blocks of a head at independent places."""
+    return max(0.0, 1.0 - l2_bytes / (4 * keys * headdim))
+
+
+def machine(share: float) -> str:
+    """Returns constants for VOLTA_FA_SIM_SET under which this share of reads misses L2."""
+    if share == 0:
+        return ""
+    rate = min(L2_RATE, DRAM_RATE / share)
+    return f"l2_latency={DRAM_LATENCY},l2_bytes_per_clk={rate:.3f}"
+
+
+def add_long_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], metavar="D")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="N")
+    parser.add_argument("--shares", type=float, nargs="*", default=(0.0, 0.3, 1.0), metavar="SHARE", help="of misses beside the model's")
+    parser.add_argument("--keys", type=int, default=2048, help="keys that are simulated (default 2048)")
+
+
+def long_rows(options: argparse.Namespace) -> list[Row]:
+    found = []
+    lengths = [(d, f"{n} tokens", miss_share(n, d)) for d in options.headdims for n in options.lengths]
+    for d, length, share in lengths + [(d, "bound", share) for d in options.headdims for share in options.shares]:
+        # A wave of blocks: two on each SM, of 128 rows. They are of two heads, so that L1 serves no block with what the other read, as at
+        # independent places in one head.
+        case = volta.Case(FORWARD, Shape(1, 2, GPUS["v100"].sms * 128, options.keys, d))
+        models = tuple(",".join(filter(None, (machine(share), model))) for model in MODELS)
+        found.append(Row(f"{d}, {length}, {share:.0%} misses", case, models=models))
+    return found
+
+
+def long_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
+    columns = {
+        "headdim, length": lambda r: r.row.name.rpartition(", ")[0],
+        "misses": lambda r: r.row.name.rpartition(", ")[2].removesuffix(" misses"),
+        "TFLOP/s": lambda r: f"{r.tflops():.1f}",
+        "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+    }
+    return [report.table("Forward on a simulated V100, L2 misses modeled", results, columns)]
+
+
+# ---- options on a GPU ----------------------------------------------------------------------------------------------
+
+FEATURES_TEXT = """Measures the cost of options on this machine's GPU, as a share of the plain pass, beside PyTorch's kernels.
+
+TFLOP/s are of the whole op in fp16: 4 * B * H * M * N * D operations forward and 10 backward, half for causal. PyTorch's
+figures are for the plain problem: its memory-efficient kernels and FlashAttention, where available. A bias is
+(1, H, M, N), a mask (B, 1, M, N).
+"""
+FEATURES = ("", "causal", "packed", "softcap", "alibi", "bias", "mask", BIAS_GRADIENT, "dropout", volta.DETERMINISTIC)
+#: Matrices of biases and masks are left out where they take more.
+MOST_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class AtenCase:
+    """PyTorch's kernels."""
+
+    kernels: str  # "efficient" or "flash"
+    direction: str
+    shape: Shape
+    bytes = 0.0
+
+    @property
+    def flops(self) -> float:
+        return volta.Case(self.direction, self.shape).flops
+
+    def calls(self, device: str) -> list[Work]:
+        s = self.shape
+        lengths = (s.seqlen_q, s.seqlen_k, s.seqlen_k, s.seqlen_q)
+        q, k, v, dout = (torch.randn(s.batch, s.nheads, n, s.headdim, device=device, dtype=torch.float16) for n in lengths)
+        op, causal = f"_scaled_dot_product_{self.kernels}_attention", self.shape.causal
+        of_backward = getattr(torch.ops.aten, f"{op}_backward")
+
+        def forward() -> tuple:
+            given = (None, True, 0.0, causal) if self.kernels == "efficient" else (0.0, causal)
+            return getattr(torch.ops.aten, op)(q, k, v, *given)
+
+        def backward() -> tuple:
+            if self.kernels == "efficient":
+                return of_backward(dout, q, k, v, None, *found, 0.0, [True, True, True, False], causal)
+            out, lse, cum_q, cum_k, max_q, max_k, *rng = found[:8]
+            return of_backward(dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, *rng)
+
+        try:
+            found = forward()
+            backward()
+        except RuntimeError as error:
+            raise NotImplementedError(str(error)) from error
+        return [forward if self.direction == FORWARD else backward]
+
+
+def add_feature_options(parser: argparse.ArgumentParser) -> None:
+    shapes = [f"{b},32,{n},{n},{d}" for b, n in ((4, 8192), (1, 2048)) for d in (64, 128, 256)]
+    parser.add_argument("--shapes", nargs="+", default=shapes, metavar="B,H,M,N,D")
+    parser.set_defaults(device="cuda")
+
+
+def feature_rows(options: argparse.Namespace) -> list[Row]:
+    found = []
+    for plain in map(Shape.parse, options.shapes):
+        scores = 2 * plain.seqlen_q * plain.seqlen_k
+        size = {"bias": scores * plain.nheads, BIAS_GRADIENT: scores * plain.nheads, "mask": scores * plain.batch}
+        for direction in (FORWARD, BACKWARD):
+            for feature in FEATURES:
+                case = volta.Case(direction, replace(plain, causal=feature == "causal"), feature=feature if feature != "causal" else "")
+                if size.get(feature, 0) <= MOST_BYTES and (direction == BACKWARD or feature not in (BIAS_GRADIENT, volta.DETERMINISTIC)):
+                    found.append(Row(f"{plain} {direction}, {feature or 'plain'}", case, "", ("",)))
+            for kernels in ("efficient", "flash"):
+                for causal in (False, True):
+                    case = AtenCase(kernels, direction, replace(plain, causal=causal))
+                    found.append(Row(f"{plain} {direction}, PyTorch {kernels}{', causal' * causal}", case, "", ("",)))
+    return found
+
+
+def feature_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
+    plain = {r.row.name.removesuffix(", plain"): r.tflops() for r in results if r.row.name.endswith(", plain")}
+
+    def of_plain(r: Result) -> str:
+        speeds = [speed for name, speed in plain.items() if r.row.name.startswith(f"{name},")]
+        return f"{r.tflops() / speeds[0]:.2f}" if speeds else "-"
+
+    columns = {"B,H,M,N,D, pass and option": lambda r: r.row.name, "TFLOP/s": lambda r: f"{r.tflops():.1f}", "of plain": of_plain}
+    return [report.table("Options on this GPU", results, columns)]
+
+
+TABLES = {
+    "targets": Benchmark(TARGETS_TEXT, target_rows, target_grids),
+    "headdim_512": Benchmark(HEADDIM_512_TEXT, headdim_512_rows, headdim_512_grids, gpus=("v100", "t4", "rtx2080ti"), several=True),
+    "fast": Benchmark(FAST_TEXT, lambda o: list(fast_rows(o)), fast_grids, add_fast_options, gpus=("rtx2080ti", "t4"), several=True),
+    "long_sequences": Benchmark(LONG_TEXT, long_rows, long_grids, add_long_options),
+    "features": Benchmark(FEATURES_TEXT, feature_rows, feature_grids, add_feature_options),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    if arguments[0] not in TABLES:
+        raise CommandError(f"benchmarks.tables: got {arguments[0]}, expected one of {', '.join(TABLES)}")
+    return run(f"tables {arguments[0]}", TABLES[arguments[0]], arguments[1:])
+
+
+if __name__ == "__main__":
+    report.command(main)
