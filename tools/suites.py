@@ -52,9 +52,11 @@ def grid(function) -> list[list[dict]]:
     """Returns the axes of a test function: for each mark its values, by the names of its parameters. None where a mark says more."""
     axes = []
     for mark in (m for m in getattr(function, "pytestmark", []) if m.name == "parametrize"):
-        names, values = mark.args[:2]
+        if mark.kwargs or len(mark.args) != 2:
+            return []
+        names, values = mark.args
         names = names.replace(" ", "").split(",") if isinstance(names, str) else names
-        if mark.kwargs or any(isinstance(value, type(pytest.param())) for value in values):
+        if any(isinstance(value, type(pytest.param())) for value in values):
             return []
         axes.append([dict(zip(names, value if len(names) > 1 else (value,))) for value in values])
     return axes
