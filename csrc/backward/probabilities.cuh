@@ -7,9 +7,9 @@
 
 #include "softmax.cuh"
 
-// P is kept in fp16 as P * 2^12. volta packs by integers (pack_shifted), which flushes values below 2^-14, so P below
-// 2^-26 becomes 0. turing packs by conversions, which keep subnormals. P * 2^12 overflows fp16 only above P = 15.99: rounding
-// of S and lse can make P larger than 1, where |S * scale_log2| is about 2^24.
+// P is kept in fp16 as P * 2^12. volta and turing's main kernels with two roles pack by integers (pack_shifted), which flushes
+// values below 2^-14, so P below 2^-26 becomes 0. turing's other kernels pack by conversions, which keep subnormals. P * 2^12
+// overflows fp16 only above P = 15.99: rounding of S and lse can make P larger than 1, where |S * scale_log2| is about 2^24.
 constexpr float kProbabilityBits = 12.f;
 constexpr float kProbabilityUnit = 4096.f;  // 2^kProbabilityBits
 constexpr float kExponentShift = kProbabilityBits - 112.f;  // 112: see pack_shifted (softmax.cuh)

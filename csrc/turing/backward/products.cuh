@@ -7,8 +7,8 @@
 
 namespace turing {
 
-// Packs P * kProbabilityUnit by conversions. pack_shifted would save them, but takes P times a tiny power of two, and dS needs P
-// in this unit too. The XU pipe has time for conversions here, while the tensor cores work.
+// Packs P * kProbabilityUnit by conversions, in kernels with one role and dq kernels. pack_shifted would save them, but takes P
+// times a tiny power of two, and dS needs P in this unit too. The XU pipe has time for conversions, while the tensor cores work.
 __device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
 // Returns dS, from P in that unit, dP, and -delta from StepStats::scale. fp32 until the result is packed, because dP - delta
 // may be far beyond fp16 where P is small. Beyond 65504 packed dS becomes infinity, which a GradScaler detects.

@@ -23,12 +23,11 @@ struct StepStats {
         }
     }
     // Converts them to the unit of P (kProbabilityUnit): the lse that the exponent takes, and delta for the product with such a
-    // P.
-    __device__ __forceinline__ void scale(float scale_log2) {
+    // P. `shift`: added to exponents of base 2.
+    __device__ __forceinline__ void scale(float scale_log2, float shift = kProbabilityBits) {
         const bool is_lse = remat_thread() % 32 < RowStats::kDeltaAt;
 #pragma unroll
-        for (int i = 0; i < kGroups; i++)
-            x[i] = is_lse ? fmaf(x[i], scale_log2, kProbabilityBits) : x[i] * (1.f / kProbabilityUnit);
+        for (int i = 0; i < kGroups; i++) x[i] = is_lse ? fmaf(x[i], scale_log2, shift) : x[i] * (1.f / kProbabilityUnit);
     }
     // Values of the lane's two queries in column tile n.
     __device__ __forceinline__ float2 lse_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kLseAt); }

@@ -118,8 +118,8 @@ struct BackwardWarpSpecialized {
     using Tile = typename Layout::Tile;  // of 8 queries
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Turns K Q^T into the base-2 exponents of P * 2^kProbabilityBits, the form of P in fp16 (backward/probabilities.cuh). They
-    // are scores in log2 units plus lse_of(), which is -lse + kProbabilityBits (StepStats::scale). The score function's
+    // Turns K Q^T into the base-2 exponents of P * 2^kExponentShift, as pack_shifted takes it (backward/probabilities.cuh). They
+    // are scores in log2 units plus lse_of(), which is -lse + kExponentShift (StepStats::scale). The score function's
     // derivative goes to the partner at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end
     // on see no key.
     static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
@@ -461,7 +461,7 @@ struct BackwardWarpSpecialized {
                         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
                         if (masked) bits.combine(queries, mask_of(p.problem, sequence), remat_warp_key());
                     }
-                    stats.scale(p.problem.scale_log2);
+                    stats.scale(p.problem.scale_log2, kExponentShift);
                     exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, bits, slopes_of(exchange, score_slot));
                     PackedScores sent;
 #pragma unroll
@@ -471,8 +471,7 @@ struct BackwardWarpSpecialized {
 #pragma unroll
                             for (int h = 0; h < 2; h++) {
                                 const float x = exp2_approx(s[n][m][2 * h]), y = exp2_approx(s[n][m][2 * h + 1]);
-                                packed[n][m][h] = pack_units(x, y);
-                                sent[n][m][h] = with_residual_signs(packed[n][m][h], x, y);
+                                packed[n][m][h] = pack_shifted_and_signs(x, y, sent[n][m][h]);
                             }
                     if (uses_dropout(p.score_options)) drop(packed, sent, p, head, remat_warp_key(), row);
                     send(exchange, sent);
