@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+import reference
 from conftest import on
 from test_flash_attn_api import refused
 from volta_fa.integrations.flash_attn import fa3
@@ -20,30 +21,16 @@ WINDOWS = [(-1, -1), (4, -1), (3, 2)]
 # ---- what is right ---------------------------------------------------------------------------------------------
 
 
-def attention(q, k, v, chunk=0, causal=False, window_size=(-1, -1), softcap=0.0, qv=None, softmax_scale=None):
-    """One sequence, (seqlen, nheads, headdim), in fp64 and differentiable. Returns out and softmax_lse."""
-    nheads = q.shape[1]
-    q, k, v = q.double(), *(t.double().repeat_interleave(nheads // t.shape[1], dim=1) for t in (k, v))
-    scores, width = torch.einsum("ihd,jhd->hij", q, k), q.shape[-1]
+def attention(q, k, v, chunk=0, causal=False, window_size=(-1, -1), qv=None, **options):
+    """One sequence, (seqlen, nheads, headdim), in fp64 and differentiable. Returns out and softmax_lse, -inf where no key is seen."""
     if qv is not None:
-        scores, width = scores + torch.einsum("ihd,jhd->hij", qv.double(), v), width + v.shape[-1]
-    scores = scores * (width**-0.5 if softmax_scale is None else softmax_scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
-    for i in range(len(q)):
-        position = i + len(k) - len(q)
-        for j in range(len(k)):
-            hidden[i, j] = (
-                (chunk > 0 and position // chunk != j // chunk)
-                or (causal and j > position)
-                or (window_size[0] >= 0 and j < position - window_size[0])
-                or (window_size[1] >= 0 and not causal and j > position + window_size[1])
-            )
-    scores = scores.masked_fill(hidden.to(scores.device), -math.inf)
-    lse = scores.logsumexp(-1)
-    p = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
-    return torch.einsum("hij,jhd->ihd", p, v), lse
+        q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
+    if chunk:
+        position = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q)
+        options["attn_bias"] = (position // chunk == torch.arange(len(k), device=q.device) // chunk)[None, None]
+    window = {"is_causal": causal, "window_left": window_size[0], "window_right": window_size[1]}
+    found = reference.forward(*(t[None] for t in (q, k, v)), **window, **options)
+    return found.out[0], found.softmax_lse.masked_fill(found.masked, -math.inf)[0]
 
 
 def close(backend, found, expected):
