@@ -322,6 +322,7 @@ def _check_merge(result: KernelResult, target: Target, seed: int) -> None:
 
 
 #: Exponents of the magnitudes of q and k: in fp16's range, beyond either end, both small, and scores beyond the exact range of fp32.
+_LARGE_ROW_ERROR = 2 * 2**-5 * math.log(2)
 _CAST_MAGNITUDES = ((0, 0), (20, -20), (-40, 40), (-30, -30), (16, 16))
 
 
@@ -329,7 +330,8 @@ def _check_cast(result: KernelResult, target: Target, magnitudes: tuple[int, int
     """Checks the kernel that casts bf16 to fp16 by the results and gradients of a call.
 
     Errors are relative to the largest exact number, and at most two units of bf16. Rows of large scores have gradients that nearly
-    vanish: only those of v are compared.
+    vanish: only those of v are compared. In such rows the backward pass subtracts an lse of 2^19 from scores as large (log2 units), each
+    rounded by up to 2^-5: the largest probability is right within _LARGE_ROW_ERROR.
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = ((2, 45, 4, 40), (2, 70, 2, 40), (2, 70, 2, 40), (2, 45, 4, 40))
@@ -351,7 +353,8 @@ def _check_cast(result: KernelResult, target: Target, magnitudes: tuple[int, int
         if name in ("dq", "dk") and sum(magnitudes) > 0:
             continue
         largest = tolerance.largest(exact)
-        allowed = 2**-18 * max(largest, 1.0) if name == "softmax_lse" else 2 * torch.finfo(torch.bfloat16).eps * largest
+        of_large_rows = _LARGE_ROW_ERROR if sum(magnitudes) > 0 else 0.0
+        allowed = 2**-18 * max(largest, 1.0) if name == "softmax_lse" else (2 * torch.finfo(torch.bfloat16).eps + of_large_rows * (name == "dv")) * largest
         _put_down(result, place, seed, Error(name, "largest", tolerance.max_error(value.cpu(), exact), allowed))
         if not torch.equal(_bits(value), _bits(again)):
             result.failures.append(f"{name}: two runs differ ({place}, seed {seed})")
