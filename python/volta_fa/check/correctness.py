@@ -321,8 +321,8 @@ def _check_merge(result: KernelResult, target: Target, seed: int) -> None:
                 result.failures.append(f"{name}: two runs differ ({place}, seed {seed})")
 
 
-#: Exponents of the magnitudes of q and k: in fp16's range, beyond either end, both small, and scores beyond the exact range of fp32.
 _LARGE_ROW_ERROR = 2 * 2**-5 * math.log(2)
+#: Exponents of the magnitudes of q and k: in fp16's range, beyond either end, both small, and scores beyond the exact range of fp32.
 _CAST_MAGNITUDES = ((0, 0), (20, -20), (-40, 40), (-30, -30), (16, 16))
 
 
@@ -354,7 +354,11 @@ def _check_cast(result: KernelResult, target: Target, magnitudes: tuple[int, int
             continue
         largest = tolerance.largest(exact)
         of_large_rows = _LARGE_ROW_ERROR if sum(magnitudes) > 0 else 0.0
-        allowed = 2**-18 * max(largest, 1.0) if name == "softmax_lse" else (2 * torch.finfo(torch.bfloat16).eps + of_large_rows * (name == "dv")) * largest
+        allowed = (
+            2**-18 * max(largest, 1.0)
+            if name == "softmax_lse"
+            else (2 * torch.finfo(torch.bfloat16).eps + of_large_rows * (name == "dv")) * largest
+        )
         _put_down(result, place, seed, Error(name, "largest", tolerance.max_error(value.cpu(), exact), allowed))
         if not torch.equal(_bits(value), _bits(again)):
             result.failures.append(f"{name}: two runs differ ({place}, seed {seed})")
