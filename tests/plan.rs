@@ -144,7 +144,8 @@ fn every_variant_is_chosen_for_some_problem() {
                         Attention { nheads, nheads_k: nheads, batch: 1, features, ..attention(seqlen, seqlen, headdim, headdim_v) },
                     );
                     let device = DeviceLimits { only: Some(family), ..own_device(family) };
-                    let forward = plan::forward(&a, &device).into_iter();
+                    // of fp16 and of fp32 tensors
+                    let forward = plan::forward(&a, &device).into_iter().chain(plan::forward_split(&a, &device));
                     let backward = [DEFAULT, DETERMINISTIC].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
                     let fast = plan::fast(&a, false, &device).unwrap().into_iter().flat_map(|f| [f.prepare, f.forward]);
                     let used: Vec<_> =

@@ -359,7 +359,6 @@ FLEX = TORCH | {
     "install": install_flex,
     "known": {
         "passes, where the suite expects torch's kernel to fail": "Unexpected success",
-        "P is handed on in fp16: 1.2 times eager's mean error": r"Grad_(Query|Key) Compiled error",
     },
 }
 SDPA = TORCH | {"install": install_sdpa}
