@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import reference
+import volta_fa
 from cases import Case
 from conftest import FP32_KERNELS, HAS_CUDA, on, on_cases
 
@@ -175,3 +176,4 @@ def test_gradients_in_full_precision_are_refused_on_a_gpu():
 def test_the_setting_is_read_at_each_call(mode, precision):
     precision(mode)
     assert torch.ops.volta_fa._reduces_fp32() == (mode != "highest")
+    assert volta_fa.info()["float32"] == ("two fp16 parts" if mode == "highest" else "scaled fp16")

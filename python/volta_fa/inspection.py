@@ -28,6 +28,8 @@ def info() -> dict[str, Any]:
         tuning: for each CUDA device, and for the simulator where it is switched on (of), its tuning file: device, driver and volta_fa (what
             the file has to be made on), path, outcome (off, missing, read or ignored; then why), the number of choices, the kernels
             that failed, and overridden: whether the process was given another tuning instead. docs/reference/tuning-file.md has more.
+        float32: how kernels compute with float32 under PyTorch's present setting: "two fp16 parts" of each number, or "scaled fp16" after
+            `torch.set_float32_matmul_precision("high")`.
         problems: mismatches of GPU, driver and torch, each one line with its remedy.
         families: for each kernel family its name, lowest compute capability and number of variants.
         variants: for each compiled kernel its name, family, sm, pass, features (those it has code for), required_features (those
@@ -47,6 +49,7 @@ def info() -> dict[str, Any]:
         "cuda_driver": build["cuda_driver"],
         "devices": [_device(index) for index in range(torch.cuda.device_count())],
         "tuning": _tunings(build["simulator"]),
+        "float32": "scaled fp16" if torch.ops.volta_fa._reduces_fp32() else "two fp16 parts",
         "problems": diagnostics.problems(),
         "families": [{name: family[name] for name in ("name", "sm", "variants")} for family in build["families"]],
         "variants": build["variants"],

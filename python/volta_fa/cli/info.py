@@ -50,7 +50,8 @@ def _print_tables(facts: dict[str, Any], kernels: bool) -> None:
         f"volta_fa {versions['volta_fa']}, torch {versions['torch']} (CUDA {versions['cuda'] or 'none'}), Python {versions['python']}\n"
         f"library      {facts['library']}\n"
         f"CUDA driver  {driver}\n"
-        f"simulator    {simulator}",
+        f"simulator    {simulator}\n"
+        f"float32      computed with {facts['float32']} (torch.set_float32_matmul_precision)",
         *(f"tuning       {_tuning_line(tuning)}" for tuning in facts["tuning"]),
         sep="\n",
         soft_wrap=True,

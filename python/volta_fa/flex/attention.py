@@ -36,7 +36,7 @@ def flex_attention(
 
     Args:
         query: (batch, heads, queries, headdim); key: (batch or 1, heads or fewer with enable_gqa, keys, headdim); value likewise, with
-            its own headdim. float16 or bfloat16 on CUDA, also float32 and float64 on the CPU.
+            its own headdim. float16, bfloat16 or float32; on the CPU also float64.
         score_mod: the operators compute combinations, in this order, of: a positive constant factor; `cap * tanh(score / cap)`; and
             added terms of batch, head, query and key. ALiBi's terms cost nothing. Others become a bias in memory of up to 256 MiB.
             `torch.where(condition, score, -inf)` hides elements.

@@ -47,7 +47,7 @@ def flash_attn_func(
     """Computes attention of a batch of sequences of one length. Differentiable in q, k and v.
 
     Args:
-        q: (batch, seqlen_q, nheads, headdim), in float16 or bfloat16; on the CPU also float32 and float64. headdim is at
+        q: (batch, seqlen_q, nheads, headdim), in float16, bfloat16 or float32; on the CPU also float64. headdim is at
             most 512; a headdim that is not a multiple of 8 costs a copy.
         k: (batch, seqlen_k, nheads_k, headdim), where nheads_k divides nheads.
         v: (batch, seqlen_k, nheads_k, headdim_v).

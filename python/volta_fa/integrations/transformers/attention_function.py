@@ -52,8 +52,8 @@ def attention(
 
     Args:
         query: (batch, nheads, seqlen_q, headdim); key and value: (batch, nheads_k, seqlen_k, headdim), value's headdim may
-            differ. Up to 512; a headdim that is not a multiple of 8 costs a copy. float16 or bfloat16 on CUDA. key and value may be
-            the states that a `QuantizedCache` returns.
+            differ. Up to 512; a headdim that is not a multiple of 8 costs a copy. float16, bfloat16 or float32 on CUDA. key and value may
+            be the states that a `QuantizedCache` returns.
         attention_mask: what `mask` returned, or a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k): bool, True
             where visible, or floating-point, added to the scores; or int32, the range that `mask` returns for one query. With None,
             `is_causal`, or else the module's is_causal if it has one, applies (the last query sees the last key), in a window of
