@@ -3,6 +3,7 @@
     python -m benchmarks.tables targets          what people run on a V100, beside the speed that it is meant to have
     python -m benchmarks.tables headdim_512      headdim 512: forward, backward and decoding
     python -m benchmarks.tables fast             volta_fa::fwd_fast beside volta_fa::fwd on Turing
+    python -m benchmarks.tables float32          float32 in both precisions
     python -m benchmarks.tables long_sequences   forward passes of 8K to 115K tokens, where K and V of a head do not fit L2
     python -m benchmarks.tables features         options as a share of the plain pass, measured on this machine's GPU
 
@@ -250,6 +251,69 @@ def fast_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
     ]
 
 
+# ---- float32 -----------------------------------------------------------------------------------------------------
+
+FLOAT32_TEXT = """float32 tensors on a simulated V100 and T4: TFLOP/s of the call, with its casts, and of the attention kernel alone.
+
+"highest" and "high" are PyTorch's settings (torch.set_float32_matmul_precision). 2048 queries and keys. A V100 has 32 heads, a T4 a head for each SM. At most, the
+FMA pipe of a V100 has 15.7 TFLOP/s and that of a T4 8.1.
+"""
+
+
+@dataclass(frozen=True)
+class Float32Case:
+    """A pass over float32 tensors."""
+
+    precision: str
+    direction: str
+    shape: Shape
+    bytes = 0.0
+
+    @property
+    def flops(self) -> float:
+        return volta.Case(self.direction, self.shape).flops
+
+    def calls(self, device: str) -> list[Work]:
+        s = self.shape
+        q, k, v, dout = (aligned((s.batch, n, s.nheads, s.headdim), torch.float32).zero_() for n in (s.seqlen_q, s.seqlen_k) * 2)
+        lse = torch.zeros(s.batch, s.nheads, s.seqlen_q)
+
+        def call() -> None:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision(self.precision)
+            try:
+                if self.direction == FORWARD:
+                    torch.ops.volta_fa.fwd(q, k, v)
+                else:
+                    torch.ops.volta_fa.bwd(dout, q, k, v, q, lse)
+            finally:
+                torch.set_float32_matmul_precision(before)
+
+        return [call]
+
+
+def float32_rows(options: argparse.Namespace) -> list[Row]:
+    found = []
+    for gpu in options.gpu:
+        for headdim in (64, 128):
+            for precision, direction in (("highest", FORWARD), ("high", FORWARD), ("high", BACKWARD)):
+                heads = 32 if gpu == "v100" else GPUS[gpu].sms
+                case = Float32Case(precision, direction, Shape(1, heads, 2048, 2048, headdim))
+                found.append(Row(f"{precision}, {direction}, headdim {headdim}", case, gpu))
+    return found
+
+
+def float32_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
+    columns = {
+        "GPU": lambda r: r.row.gpu,
+        "case": lambda r: r.row.name,
+        "TFLOP/s": lambda r: f"{r.tflops():.1f}",
+        "perfect i-cache": lambda r: f"{r.tflops(1):.1f}",
+        "slowest kernel alone": lambda r: f"{r.row.case.flops / r.main['us'] / 1e6:.1f}",
+    }
+    return [report.table("float32: TFLOP/s by the default model, by a perfect instruction cache, of the slowest kernel", results, columns)]
+
+
 # ---- long sequences ----------------------------------------------------------------------------------------------
 
 LONG_TEXT = """Simulates forward passes of 8K to 115K tokens on a V100, where K and V of a head do not fit L2.
@@ -400,6 +464,7 @@ TABLES = {
     "targets": Benchmark(TARGETS_TEXT, target_rows, target_grids),
     "headdim_512": Benchmark(HEADDIM_512_TEXT, headdim_512_rows, headdim_512_grids, gpus=("v100", "t4", "rtx2080ti"), several=True),
     "fast": Benchmark(FAST_TEXT, lambda o: list(fast_rows(o)), fast_grids, add_fast_options, gpus=("rtx2080ti", "t4"), several=True),
+    "float32": Benchmark(FLOAT32_TEXT, float32_rows, float32_grids, gpus=("v100", "t4"), several=True),
     "long_sequences": Benchmark(LONG_TEXT, long_rows, long_grids, add_long_options),
     "features": Benchmark(FEATURES_TEXT, feature_rows, feature_grids, add_feature_options),
 }
