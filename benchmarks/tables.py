@@ -255,8 +255,8 @@ def fast_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
 
 FLOAT32_TEXT = """float32 tensors on a simulated V100 and T4: TFLOP/s of the call, with its casts, and of the attention kernel alone.
 
-"highest" and "high" are PyTorch's settings (torch.set_float32_matmul_precision). 2048 queries and keys. A V100 has 32 heads, a T4 a head for each SM. At most, the
-FMA pipe of a V100 has 15.7 TFLOP/s and that of a T4 8.1.
+"highest" and "high" are PyTorch's settings (torch.set_float32_matmul_precision). 2048 queries and keys; a V100 has 32 heads, a T4 one for
+each SM. At most, the FMA pipe of a V100 has 15.7 TFLOP/s and that of a T4 8.1.
 """
 
 
