@@ -398,14 +398,16 @@ DETERMINISTIC = [
 @on_cases((KERNELS, DETERMINISTIC))
 @pytest.mark.parametrize("dq", ["in rounds", "by a kernel of its own"])
 def test_deterministic(backend, case, dq, force):
-    """dq too is bitwise identical, run to run and in both warp orders. dk and dv are those of the default mode."""
+    """dq too is bitwise identical, run to run and in both warp orders. dk and dv are those of the default mode, but for dk where one mode
+    passes P through memory (docs/design/numerics.md)."""
     q, k, v, dout = case.inputs(backend)
     # a tuning tells the two ways apart; without one it is the faster
     force(choices=[{"pass": "Backward", "deterministic": True}] * (dq == "by a kernel of its own"))
     out, lse, _, dk, dv = check(backend, q, k, v, dout, deterministic=True, **case.options)
     force()
     default = backend.backward(dout, q, k, v, out, lse, **case.options)[0]
-    assert_same_bits("dk", dk, default[1])
+    if case.headdim <= 192:
+        assert_same_bits("dk", dk, default[1])
     assert_same_bits("dv", dv, default[2])
 
 
