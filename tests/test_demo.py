@@ -12,6 +12,7 @@ import torch
 
 import volta_fa
 import volta_fa.demo
+from conftest import run_python
 from volta_fa.cli import main
 from volta_fa.demo import agreement, data, run_demo, settings_for, simulated, train
 from volta_fa.demo.model import RoundedAttention, torch_attention, volta_attention
@@ -125,11 +126,11 @@ def test_pytorchs_speed_is_that_of_the_figures():
         assert float(row.split("|")[6]) == gpu.pytorch_tflops
 
 
-def test_without_a_disassembler_the_simulation_says_why(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("VOLTA_SIM_NVDISASM", "/nowhere/nvdisasm")
-    monkeypatch.setenv("VOLTA_SIM_LISTINGS", str(tmp_path))  # without what an earlier run kept
-    assert volta_fa.demo.run_simulated()
-    assert "for lack of a disassembler" in capsys.readouterr().out
+def test_without_a_disassembler_the_simulation_says_why(tmp_path):
+    # a fresh process and folder: without the listings that earlier tests left in memory and on disk
+    code = "import volta_fa.demo; assert volta_fa.demo.run_simulated()"
+    out = run_python(code, fresh=True, VOLTA_SIM_NVDISASM="/nowhere/nvdisasm", VOLTA_SIM_LISTINGS=str(tmp_path))
+    assert "for lack of a disassembler" in out
 
 
 @pytest.mark.slow
