@@ -294,7 +294,8 @@ struct BackwardWarpSpecialized {
                         for (int n = 0; n < kScoreQueryTiles; n++) {
                             const PackedTile probabilities = load_packed(packed + S::kScoreTile, m, n);
                             multiply_by_probabilities(s[m][n], probabilities, true);
-                            store_packed(packed + S::kScoreTile, m, n, pack_tile(s[m][n]));
+                            // Only keys that exist: for others the tile keeps the 0 that the next step reads as P.
+                            store_packed(packed + S::kScoreTile, m, n, pack_tile(s[m][n]), keys_left);
                         }
                 }
                 if (kGroupWarps == 1)
