@@ -1,4 +1,4 @@
-"""Tells of which commit and machine code the figures on the pages are.
+"""Tells the commit and the machine code of the figures on the pages.
 
     python -m benchmarks.provenance                  names figures whose kernels have changed, and fails if there are any
     python -m benchmarks.provenance --outdate        writes on the pages that these kernels have changed since

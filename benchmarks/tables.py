@@ -261,10 +261,10 @@ each SM. At most, the FMA pipe of a V100 has 15.7 TFLOP/s and that of a T4 8.1.
 
 
 @dataclass(frozen=True)
-class Float32Case:
-    """A pass over float32 tensors."""
+class PassCase:
+    """A pass, of which a subclass says how it is computed."""
 
-    precision: str
+    kind: str
     direction: str
     shape: Shape
     bytes = 0.0
@@ -273,6 +273,10 @@ class Float32Case:
     def flops(self) -> float:
         return volta.Case(self.direction, self.shape).flops
 
+
+class Float32Case(PassCase):
+    """A pass over float32 tensors. kind: the precision."""
+
     def calls(self, device: str) -> list[Work]:
         s = self.shape
         q, k, v, dout = (aligned((s.batch, n, s.nheads, s.headdim), torch.float32).zero_() for n in (s.seqlen_q, s.seqlen_k) * 2)
@@ -280,7 +284,7 @@ class Float32Case:
 
         def call() -> None:
             before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision(self.precision)
+            torch.set_float32_matmul_precision(self.kind)
             try:
                 if self.direction == FORWARD:
                     torch.ops.volta_fa.fwd(q, k, v)
@@ -388,32 +392,22 @@ FEATURES = ("", "causal", "packed", "softcap", "alibi", "bias", "mask", BIAS_GRA
 MOST_BYTES = 8 << 30
 
 
-@dataclass(frozen=True)
-class AtenCase:
-    """PyTorch's kernels."""
-
-    kernels: str  # "efficient" or "flash"
-    direction: str
-    shape: Shape
-    bytes = 0.0
-
-    @property
-    def flops(self) -> float:
-        return volta.Case(self.direction, self.shape).flops
+class AtenCase(PassCase):
+    """PyTorch's kernels. kind: "efficient" or "flash"."""
 
     def calls(self, device: str) -> list[Work]:
         s = self.shape
         lengths = (s.seqlen_q, s.seqlen_k, s.seqlen_k, s.seqlen_q)
         q, k, v, dout = (torch.randn(s.batch, s.nheads, n, s.headdim, device=device, dtype=torch.float16) for n in lengths)
-        op, causal = f"_scaled_dot_product_{self.kernels}_attention", self.shape.causal
+        op, causal = f"_scaled_dot_product_{self.kind}_attention", self.shape.causal
         of_backward = getattr(torch.ops.aten, f"{op}_backward")
 
         def forward() -> tuple:
-            given = (None, True, 0.0, causal) if self.kernels == "efficient" else (0.0, causal)
+            given = (None, True, 0.0, causal) if self.kind == "efficient" else (0.0, causal)
             return getattr(torch.ops.aten, op)(q, k, v, *given)
 
         def backward() -> tuple:
-            if self.kernels == "efficient":
+            if self.kind == "efficient":
                 return of_backward(dout, q, k, v, None, *found, 0.0, [True, True, True, False], causal)
             out, lse, cum_q, cum_k, max_q, max_k, *rng = found[:8]
             return of_backward(dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, *rng)

@@ -41,12 +41,12 @@ __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xf
 __device__ __forceinline__ float positive_infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ float quiet_nan() { return __int_as_float(0x7fffffff); }
 
-// Packs two numbers from 0 to 2^15, scaled by 2^-112, to fp16. "* 8" instead of "<< 3" lets the compiler fuse it with the
-// rounding addition into one multiply-add. The fp16 is then the upper half of each word.
+// Returns a number from 0 to 2^15, scaled by 2^-112, as fp16 in the upper half of a word. "* 8" instead of "<< 3" lets the compiler
+// fuse it with the rounding addition into one multiply-add.
+__device__ __forceinline__ unsigned shifted_sum(float x) { return __float_as_uint(x) * 8u + 0x8000u; }
+// Packs two such numbers to fp16.
 __device__ __forceinline__ unsigned pack_shifted(float lo, float hi) {
-    const unsigned a = __float_as_uint(lo) * 8u + 0x8000u;
-    const unsigned b = __float_as_uint(hi) * 8u + 0x8000u;
-    return __byte_perm(a, b, 0x7632);
+    return __byte_perm(shifted_sum(lo), shifted_sum(hi), 0x7632);
 }
 // Returns a probability as pack_shifted takes it, times kPackedOne. `.rn` is essential: without it ptxas 12.9 takes the product's
 // bits for 0 (docs/design/numerics.md).

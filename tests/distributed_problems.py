@@ -101,7 +101,7 @@ PROBLEMS = {
 
 
 def problem(name, dtype, device, stretch=1):
-    """`stretch` makes all lengths so many times longer."""
+    """Multiplies all lengths by `stretch`."""
     options = {"seqlen": 37} | PROBLEMS[name]
     for key in ("seqlen", "seqlen_k", "window_left", "window_right"):
         options |= {key: options[key] * stretch} if key in options else {}

@@ -517,7 +517,7 @@ def test_a_kernel_that_failed_is_written_and_not_measured(monkeypatch, tmp_path)
     class Ops:
         _tuning = staticmethod(lambda number: json.dumps(about))
         _set_tuning, _plan, _families = (getattr(torch.ops.volta_fa, name) for name in ("_set_tuning", "_plan", "_families"))
-        _info = torch.ops.volta_fa._info
+        _info, _reduces_fp32 = torch.ops.volta_fa._info, torch.ops.volta_fa._reduces_fp32
 
     monkeypatch.setattr(torch.ops, "volta_fa", Ops)
     failed = KernelResult("volta_fwd_64x64_small", "volta", "Forward", 1, failures=["wrong"])

@@ -170,7 +170,7 @@ def test_with_endless_bandwidth_only_kernels_count(backward):
 
 
 def test_with_slow_links_only_messages_count():
-    """Four places of one GPU in one node: the last reader of the second chunk gets three messages, of which the first begins at 0."""
+    """Four places of one GPU in one node: the last reader of the second chunk gets three messages. The first begins at 0."""
     setup = Setup(4096, 4, nvlink=1e-3)
     bytes_ = [setup.message(False)] * 3
     assert simulate(setup) == pytest.approx(sum(bytes_) / 1e6, rel=1e-3)

@@ -54,7 +54,7 @@ from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaM
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *FP8, INT8])
 @on("cpu-fp32")
 def test_nothing_waits(backend, kv_cache_dtype):
-    """Tensors without values: whoever looks at one raises. Building, writing and attending, with a cascade too, and to latents."""
+    """Tensors without values: reading one raises. Building, writing and attending, with a cascade too, and to latents."""
     server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-nhd")
     q, k, v, slots, common = server.step({0: 21, 1: 5})
     latents = latent_cache(kv_cache_dtype, 576, of=server.kv_cache)
@@ -209,7 +209,7 @@ def members(cls):
 
 @pytest.mark.skipif(not REAL, reason="no vLLM")
 def test_standins_are_like_vllm():
-    """The methods that stand-ins have are there, and take the same arguments in the same order, of which newer ones may be more."""
+    """The methods that stand-ins have are there, and take the same arguments in the same order. Newer ones may take more."""
     for module, standins in vllm_stub.MODULES.items():
         for standin in standins:
             name = f"{module}.{standin.__name__}"

@@ -31,14 +31,18 @@ __device__ __forceinline__ PackedTile pack_probability_tile(const float (&s)[8],
 // dS stays fp32 until here, because dP - delta may be far beyond fp16 where P is small. Only dS itself is rounded. Beyond 65504
 // it becomes infinity, which a GradScaler detects.
 __device__ __forceinline__ PackedTile pack_tile(const float (&s)[8]) { return packed(s, to_half2); }
-// Multiplies s by x.
-__device__ __forceinline__ void multiply(float (&s)[8], const PackedTile& x) {
+// Multiplies s by value(x) of the elements of a tile.
+template <class Value>
+__device__ __forceinline__ void multiply(float (&s)[8], const PackedTile& x, Value value) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float2 pair = to_float2(x.x[i]);
-        s[packed_element(i)] *= pair.x;
-        s[packed_element(i) + 1] *= pair.y;
+        s[packed_element(i)] *= value(pair.x);
+        s[packed_element(i) + 1] *= value(pair.y);
     }
+}
+__device__ __forceinline__ void multiply(float (&s)[8], const PackedTile& x) {
+    multiply(s, x, [](float element) { return element; });
 }
 // Returns x, which has no signs, with the signs of y.
 __device__ __forceinline__ PackedTile with_signs_of(const PackedTile& x, const PackedTile& y) {
@@ -50,12 +54,7 @@ __device__ __forceinline__ PackedTile without_signs(const PackedTile& x) {
 }
 // Multiplies s by x, probabilities whose signs are those of residuals, or mean something else.
 __device__ __forceinline__ void multiply_by_probabilities(float (&s)[8], const PackedTile& x, bool has_residuals) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 pair = to_float2(x.x[i]);
-        s[packed_element(i)] *= from_residual_sign(pair.x, has_residuals);
-        s[packed_element(i) + 1] *= from_residual_sign(pair.y, has_residuals);
-    }
+    multiply(s, x, [=](float p) { return from_residual_sign(p, has_residuals); });
 }
 
 // Decides which probabilities of one tile are dropped. One partner lane (XOR Layout::kKeyPartnerMask) has the other two keys of an

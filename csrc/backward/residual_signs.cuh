@@ -19,10 +19,8 @@ __device__ __forceinline__ unsigned second_bytes(unsigned lo, unsigned hi) { ret
 // Packs two numbers as pack_shifted does. Sets `with_signs` to the same with signs: bit 15 of a sum there is set where the
 // number lies above its fp16.
 __device__ __forceinline__ unsigned pack_shifted_and_signs(float lo, float hi, unsigned& with_signs) {
-    const unsigned a = __float_as_uint(lo) * 8u + 0x8000u;
-    const unsigned b = __float_as_uint(hi) * 8u + 0x8000u;
-    const unsigned packed = __byte_perm(a, b, 0x7632);
-    with_signs = packed | (second_bytes(a, b) & kSigns);
+    const unsigned packed = pack_shifted(lo, hi);
+    with_signs = packed | (second_bytes(shifted_sum(lo), shifted_sum(hi)) & kSigns);
     return packed;
 }
 // Adds signs to `packed`, which to_half2 has made of these numbers. It rounds up where the highest bit that it drops is set:

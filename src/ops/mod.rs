@@ -23,7 +23,7 @@ pub(crate) use inputs::{cpu_max_headdim, Gradients, Inputs, Saved};
 use crate::error::{Error, Result};
 use crate::launch::Launcher;
 use crate::limits::MAX_FP32_HEADDIM;
-use crate::plan::{self, BackwardMode};
+use crate::plan::BackwardMode;
 use crate::problem::{self, Attention, Backend, RequestedFeatures};
 use crate::tensor::{describe, readable_gradient};
 use inputs::{check_bias_gradient, int32_values, reduces_fp32, DensePass, Described, Target};
@@ -52,18 +52,17 @@ fn forward_on(target: &Target, inputs: &Inputs, a: &Attention) -> Result<(Tensor
 
 /// Computes a problem of fp32 tensors in full precision. The CPU backend takes what the simulator has no kernel for.
 fn forward_in_fp32(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
-    match plan::forward_split(&a.padded(), &launcher.limits()?) {
-        Ok(planned) => split::forward(inputs, a, &planned, launcher),
-        Err(_) if launcher.device() == tch::Device::Cpu => cpu::forward(inputs, a),
-        Err(_) => {
-            let (headdim, most) = (a.headdim.max(a.headdim_v), MAX_FP32_HEADDIM);
-            let RequestedFeatures { dropout_p, block_mask, .. } = a.features;
-            let given = format!("dtype torch.float32 on a GPU, with headdim {headdim}, dropout_p {dropout_p}, block mask {block_mask}");
-            let expected =
-                format!("headdim to {most} without dropout and block mask; torch.set_float32_matmul_precision(\"high\") allows others");
-            Err(Error::value("q", given, expected))
-        }
+    let (headdim, most) = (a.headdim.max(a.headdim_v), MAX_FP32_HEADDIM);
+    let RequestedFeatures { dropout_p, block_mask, .. } = a.features;
+    if headdim <= most && dropout_p == 0.0 && !block_mask {
+        return split::forward(inputs, a, launcher);
     }
+    if launcher.device() == tch::Device::Cpu {
+        return cpu::forward(inputs, a);
+    }
+    let given = format!("dtype torch.float32 on a GPU, with headdim {headdim}, dropout_p {dropout_p}, block mask {block_mask}");
+    let expected = format!("headdim to {most} without dropout and block mask; torch.set_float32_matmul_precision(\"high\") allows others");
+    Err(Error::value("q", given, expected))
 }
 
 /// Computes a validated problem on the CPU backend.

@@ -92,13 +92,18 @@ fn unscale(t: &mut Tensor, v: &Exponents, dout: &Exponents) -> Result<()> {
     multiply(t, &v.0.f_add(&dout.0)?.f_neg()?)
 }
 
-/// Multiplies `t` by 2 to these exponents, in place. The power may overflow where the result does not; two factors that are both at least 1
-/// or both at most 1 overflow only with the result.
-fn multiply(t: &mut Tensor, sum: &Tensor) -> Result<()> {
-    let sum = &sum.f_clamp(-2 * MAX_EXPONENT, 2 * MAX_EXPONENT)?;
+/// Splits exponents in two halves. The power of their sum may overflow where a product with it does not; two factors that are both at
+/// least 1 or both at most 1 overflow only with the product.
+fn halves(sum: &Tensor) -> Result<[Tensor; 2]> {
+    let sum = sum.f_clamp(-2 * MAX_EXPONENT, 2 * MAX_EXPONENT)?;
     let half = sum.f_bitwise_right_shift_tensor_scalar(1)?;
-    for part in [&half, &sum.f_sub(&half)?] {
-        let _ = t.f_mul_(&power(part, t.kind())?)?;
+    Ok([half.shallow_clone(), sum.f_sub(&half)?])
+}
+
+/// Multiplies `t` by 2 to these exponents, in place.
+fn multiply(t: &mut Tensor, sum: &Tensor) -> Result<()> {
+    for part in halves(sum)? {
+        let _ = t.f_mul_(&power(&part, t.kind())?)?;
     }
     Ok(())
 }
@@ -189,12 +194,9 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     // dS is linear in dout and in v, dq in dS and k, dk in dS and q; dv in dout alone
     let [of_dq, of_dk] = cast.of_gradients()?;
     for (t, own) in [(&mut g.dq, of_dq), (&mut g.dk, of_dk)] {
-        // two factors, as in multiply()
-        let sum = v.0.f_add(&dout.0)?.f_add(&own)?.f_neg()?.f_clamp(-2 * MAX_EXPONENT, 2 * MAX_EXPONENT)?;
-        let half = sum.f_bitwise_right_shift_tensor_scalar(1)?;
-        let rounded = Exponents(half.shallow_clone()).scale(t, kind, a)?;
-        let _ = by_group(&rounded, a)?.f_mul_(&power(&sum.f_sub(&half)?, kind)?)?;
-        *t = rounded;
+        let [first, second] = halves(&v.0.f_add(&dout.0)?.f_add(&own)?.f_neg()?)?;
+        *t = Exponents(first).scale(t, kind, a)?;
+        let _ = by_group(t, a)?.f_mul_(&power(&second, kind)?)?;
     }
     g.dv = dout.inverse()?.scale(&g.dv, kind, a)?;
     for t in g.dattn_bias.iter_mut().chain(&mut g.dsinks) {

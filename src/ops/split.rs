@@ -10,13 +10,14 @@ use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
 use crate::log;
 use crate::params::FwdParams;
-use crate::plan::{self, PlannedKernel};
+use crate::plan;
 use crate::problem::Attention;
 use crate::tensor::{self, output};
 use tch::{Kind, Tensor};
 
 /// Computes (out, softmax_lse).
-pub fn forward(inputs: &Inputs, given: &Attention, planned: &PlannedKernel, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    let planned = &plan::forward_split(&given.padded(), &launcher.limits()?)?;
     log::forward(&given.padded(), planned)?;
     let columns = i64::from(planned.variant.headdim);
     let cast = Cast::new(inputs, given, &Operands::Parts(columns), None, launcher)?;

@@ -357,7 +357,7 @@ def _part_of_mask(mask: Tensor, entries: Tensor, seqlen_q: int, seqlen_k: int) -
 
 
 def exact_backward(exact: Exact, inputs: Inputs, out: Tensor, softmax_lse: Tensor, rng_state: Tensor) -> list[Part]:
-    """Returns the parts of the gradients of a problem on the CPU, of which `exact_forward` gave the rest."""
+    """Returns the parts of a problem's gradients, on the CPU. `exact_forward` returns those of its forward pass."""
     parts = exact.backward(inputs.dout, out.to(inputs.q.dtype))
     agree(parts, inputs.in_fp64().gradients(out, softmax_lse, rng_state.cpu()))
     return parts

@@ -103,7 +103,7 @@ def values(
 def in_float32(score_mod: ScoreMod | None, captured: tuple[Any, ...]) -> tuple[ScoreMod | None, tuple[Any, ...]]:
     """Returns a function with the 16-bit tensors that it captures in float32.
 
-    An element that many scores read, as in a relative bias, gets its gradient as a sum of so many: in float32, and rounded once.
+    Many scores may read one element, as in a relative bias. The sum of their gradients is then in float32, and rounded once.
     """
 
     def wide(value: Any) -> Any:
