@@ -1,4 +1,5 @@
-// Lists of the blocks of a block-sparse mask. Used by the forward and backward kernels.
+// Lists of the blocks of a block-sparse mask: what lies in memory, and how entries are decoded. Included by the iterators over
+// lists (table below), and by forward/block_mask.cuh and backward/block_mask.cuh.
 //
 // A list belongs to kListedRows rows of a query head: queries, whose listed columns are keys, or transposed keys, whose columns are
 // queries. After its header come the partial blocks, whose scores exist where the bit tile has a 1, and the full ones. Batch entry
@@ -17,10 +18,11 @@
 //   column_in_tile(n), number_modulo   -           yes          yes                 yes
 //   advance(grid)                      yes         yes          yes                 advance(), advance_block(), start()
 //   begins_block()                     -           yes          yes                 -
-//   looks ahead                        any n       Ahead steps  a block             a block
+//   largest n                          any         Ahead        a block's steps     a block's steps
 //
-// ListedSteps loads an entry one block before use. CompactListedSteps holds three registers fewer and waits for loads at each
-// block. ListedBlockSteps is for kernels that loop over a block's steps.
+// Their constructors take (grid, block, first column, end of columns). ListedSteps loads an entry one block before use.
+// CompactListedSteps holds three registers fewer and waits for loads at each block. ListedBlockSteps is for kernels that loop over
+// a block's steps. The file of each has its name.
 #pragma once
 
 #include "tile.cuh"
@@ -40,7 +42,8 @@ enum ListPart : int {
     kEntries,  // where the column blocks begin
 };
 
-// Address of the word with a row's bits of a tile, from column `column` % 32 on.
+// Address of the word that has the bit of (row, column) of a tile: bit column % 32. `row` is below kListedRows, `column` below
+// kListedColumns.
 __device__ __forceinline__ const int* bits_of(const BlockLists& lists, int tile, unsigned row, unsigned column) {
     const unsigned* from = lists.bits + (row * 2 + column / 32);
     return reinterpret_cast<const int*>(from + static_cast<unsigned long long>(static_cast<unsigned>(tile)) * kTileWords);
@@ -61,7 +64,15 @@ struct HeadLists {
     }
 };
 
-constexpr int kExists = 1, kHasBits = 2, kFlags = 3;  // flags in the low bits of columns
+// Clamp a header's counts of partial and of full blocks to the entries that the list has. `partial`: clamped.
+__device__ __forceinline__ int clamped_partial(const BlockLists& lists, int count) { return min(max(count, 0), lists.max_entries); }
+__device__ __forceinline__ int clamped_full(const BlockLists& lists, int count, int partial) {
+    return min(max(count, 0), lists.max_entries - partial);
+}
+
+// Iterators keep columns as the first column of a block or step, with flags in the low bits, which columns leave free: whether the
+// block exists (else it is kNoColumn), and whether it is partial.
+constexpr int kExists = 1, kHasBits = 2, kFlags = 3;
 
 // Returns the first column of the block of an entry, with flags. It is number i of some entries that begin with `partial` partial
 // ones.

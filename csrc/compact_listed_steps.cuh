@@ -1,4 +1,5 @@
-// CompactListedSteps: iterates over the steps of a list (block_lists.cuh) with few registers.
+// CompactListedSteps: iterates over the steps of a list (block_lists.cuh) with few registers. For generic forward kernels of turing
+// at headdims 128 and 256 (turing/forward/block_mask.cuh). Members mean what they mean in ListedSteps (listed_steps.cuh).
 #pragma once
 
 #include "block_lists.cuh"
@@ -14,11 +15,10 @@ class CompactListedSteps {
 
     // Returns the first column of the list's block number `i`, with flags.
     __device__ __forceinline__ int block(const BlockLists& lists, int i) const {
-        const int partial = min(max(__ldg(list_ + kPartialBlocks), 0), lists.max_entries),
-                  full = max(__ldg(list_ + kFullBlocks), 0);
+        const int partial = clamped_partial(lists, __ldg(list_ + kPartialBlocks)), full = max(__ldg(list_ + kFullBlocks), 0);
         int entry = -1;
         load_int_if(i < lists.max_entries, entry, list_ + kEntries + i);
-        // decoded_entry(), written out: the call costs instructions.
+        // decoded_entry(), written out: the call costs instructions. A block past the list's last is kNoColumn.
         const unsigned number = min(static_cast<unsigned>(entry), static_cast<unsigned>(kNoColumn / kListedColumns));
         if (i >= lists.max_entries || i - partial >= full) return kNoColumn;
         return static_cast<int>(number) * kListedColumns + (i < partial ? kExists + kHasBits : kExists);
@@ -35,7 +35,7 @@ public:
     __device__ __forceinline__ bool has_bits() const { return first_ & kHasBits; }
     __device__ __forceinline__ bool begins_block() const { return position_ % kListedColumns == 0; }
     __device__ __forceinline__ int first() const { return first_ & ~kFlags; }
-    // At most kListedColumns / Step steps later.
+    // First column of the step `steps` later, at most kListedColumns / Step: in this block or the next.
     __device__ __forceinline__ int after(int steps) const { return with_flags_after(steps) & ~kFlags; }
     __device__ __forceinline__ bool has_bits_after(int steps) const { return with_flags_after(steps) & kHasBits; }
     __device__ __forceinline__ int tile_after(int steps) const {

@@ -1,5 +1,6 @@
-// What a kernel has code for: FEATURES and REQUIRED_FEATURES are the sets of its row in src/kernels. Names are those of Feature and
-// FeatureSet in src/kernels/variants.rs, which says what each feature is. All tests of these sets are here.
+// What a kernel has code for: FEATURES and REQUIRED_FEATURES are the sets of its row in src/kernels, as -D definitions. Names are
+// those of Feature and FeatureSet in src/kernels/variants.rs, which says what each feature is. Included by all kernels that branch
+// on a feature: every test of these sets is here, and code names its result.
 #pragma once
 
 #include "volta_fa_params.h"
@@ -24,6 +25,13 @@ constexpr bool kHasScoreFeatures = FEATURES & kScoreFeatures;
 // The features of scores that every problem of the kernel uses (Variant::required_features). The kernel applies them without a test
 // of its parameters.
 constexpr unsigned kRequiredFeatures = REQUIRED_FEATURES & kScoreFeatures;
-static_assert(!kRequiredFeatures || kRequiredFeatures == (FEATURES & kScoreFeatures), "a required feature stands alone");
-// Kernels of FeatureSet::GENERIC and GENERIC_BLOCKS: parameters say which features the problem uses.
+static_assert(!kRequiredFeatures || kRequiredFeatures == (FEATURES & kScoreFeatures),
+              "such kernels have code for no other feature");
+constexpr bool kRequiresScoreFunction = kRequiredFeatures & kFeatureSoftcap;
+constexpr bool kRequiresAlibi = kRequiredFeatures & kFeatureAlibi;
+constexpr bool kRequiresBias = kRequiredFeatures & kFeatureBias;
+constexpr bool kRequiresDropout = kRequiredFeatures & kFeatureDropout;
+constexpr bool kRequiresTwo = (kRequiredFeatures & (kRequiredFeatures - 1)) != 0;
+// Kernels of FeatureSet::GENERIC and GENERIC_BLOCKS: parameters say which features the problem uses. The opposite are plain
+// kernels, without score features, and kernels that require one feature or two.
 constexpr bool kGeneric = kHasScoreFeatures && !kRequiredFeatures;

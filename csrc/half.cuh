@@ -1,5 +1,13 @@
-// Conversions between fp32 and pairs of fp16 or bf16 in a 32-bit word.
+// Pairs of fp16 or bf16 in a 32-bit word: conversions from and to fp32, arithmetic on fp16 pairs, and byte permutations. Included
+// by all kernels.
 #pragma once
+
+// Returns the lower, or the upper, halves of two words, in their order.
+__device__ __forceinline__ unsigned halves(unsigned a, unsigned b, bool upper) {
+    return __byte_perm(a, b, upper ? 0x7632 : 0x5410);
+}
+__device__ __forceinline__ unsigned lower_halves(unsigned a, unsigned b) { return halves(a, b, false); }
+__device__ __forceinline__ unsigned upper_halves(unsigned a, unsigned b) { return halves(a, b, true); }
 
 // Two floats to packed fp16, rounded to nearest even. Uses the slow XU pipe: not for inner loops.
 __device__ __forceinline__ unsigned to_half2(float lo, float hi) {
@@ -23,10 +31,44 @@ __device__ __forceinline__ unsigned to_bf16x2(float lo, float hi) {
         const unsigned bits = __float_as_uint(x);
         return x == x ? bits + 0x7fffu + (bits >> 16 & 1u) : 0x7fff0000u;
     };
-    return __byte_perm(rounded(lo), rounded(hi), 0x7632);
+    return upper_halves(rounded(lo), rounded(hi));
 }
 
 // Packed bf16 to two floats.
 __device__ __forceinline__ float2 bf16x2_to_float2(unsigned packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+}
+
+// The same of elements whose type, bf16 or fp16, a parameter or a kernel's row names.
+__device__ __forceinline__ unsigned pack2(float lo, float hi, bool is_bf16) {
+    return is_bf16 ? to_bf16x2(lo, hi) : to_half2(lo, hi);
+}
+__device__ __forceinline__ float2 unpack2(unsigned packed, bool is_bf16) {
+    return is_bf16 ? bf16x2_to_float2(packed) : to_float2(packed);
+}
+// Four, and eight of them in their order. (These call the conversions themselves: by way of unpack2() ptxas orders them otherwise.)
+__device__ __forceinline__ void unpack4(float (&x)[4], const uint2& packed, bool is_bf16) {
+    const float2 a = is_bf16 ? bf16x2_to_float2(packed.x) : to_float2(packed.x);
+    const float2 b = is_bf16 ? bf16x2_to_float2(packed.y) : to_float2(packed.y);
+    x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
+}
+__device__ __forceinline__ void unpack8(float (&x)[8], const uint4& packed, bool is_bf16) {
+    const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 pair = is_bf16 ? bf16x2_to_float2(words[i]) : to_float2(words[i]);
+        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    }
+}
+
+// Arithmetic on packed fp16.
+__device__ __forceinline__ unsigned half2_sub(unsigned a, unsigned b) {
+    unsigned r;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ unsigned half2_mul(unsigned a, unsigned b) {
+    unsigned r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
 }

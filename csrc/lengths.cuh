@@ -1,15 +1,12 @@
-// Loads and clamps sequence lengths from GPU memory, which the host may not have validated. Used by seqlen_info.cuh,
+// Loads and clamps sequence lengths (in rows) from GPU memory, which the host may not have validated. Used by seqlen_info.cuh,
 // cache.cuh and decode/partials.cuh.
 #pragma once
 
+#include "ptx.cuh"
 #include "volta_fa_params.h"
 
-// Loads one length, page number or index. Volatile: code that needs it again loads it again, instead of holding a register.
-__device__ __forceinline__ int load_length(const int* p) {
-    int x;
-    asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(p));
-    return x;
-}
+// Loads one length, page number or index.
+__device__ __forceinline__ int load_length(const int* p) { return load_int(p); }
 
 // Loads rows cu[batch] to cu[batch + 1] - 1, clamped to `total` rows and to `longest`. Returns whether nothing had to be
 // clamped and, for the call's first sequence, whether it begins with row 0.

@@ -1,4 +1,7 @@
-// ListedBlockSteps: iterates over the blocks of a list (block_lists.cuh) and over the steps of each.
+// ListedBlockSteps: iterates over the blocks of a list (block_lists.cuh) and over the steps of each. For turing's forward kernels
+// without score features (turing/forward/block_mask.cuh):
+//
+//   start(); while (exists()) { do step(); while (advance()); advance_block(); }
 #pragma once
 
 #include "block_lists.cuh"
@@ -44,8 +47,8 @@ public:
     }
     // Waits for what the constructor loads. `end`: the sequence's columns.
     __device__ __forceinline__ void start(const BlockLists& lists, int end) {
-        partial_ = min(max(partial_, 0), lists.max_entries);
-        left_ = end > 0 ? partial_ + min(max(left_, 0), lists.max_entries - partial_) : 0;
+        partial_ = clamped_partial(lists, partial_);
+        left_ = end > 0 ? partial_ + clamped_full(lists, left_, partial_) : 0;
         block_ = decoded(block_, 0), next_block_ = decoded(next_block_, 1);
     }
     // Whether this block exists.

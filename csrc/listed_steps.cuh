@@ -1,4 +1,5 @@
-// ListedSteps: iterates over the steps of a list (block_lists.cuh).
+// ListedSteps: iterates over the steps of a list (block_lists.cuh), in the backward kernels and volta's forward kernels. A step is
+// Step columns of a listed block of kListedColumns.
 #pragma once
 
 #include "block_lists.cuh"
@@ -7,15 +8,16 @@
 // for the load, and keeps the counts.
 class LoadedEntries {
     const int* next_;  // entry that is loaded next
-    int entry_ = -1, partial_, left_;  // the entry before; entries from that on, the partial ones and all
+    int entry_ = -1;  // the entry before, loaded but not decoded
+    int partial_, left_;  // entries from entry_ on: the partial ones, and all
     int tile_;  // of bits, of this step's block
 
     __device__ __forceinline__ void load() { load_int_if(left_ > 0, entry_, next_++); }
 
 public:
     __device__ __forceinline__ LoadedEntries(const BlockLists& lists, const int* list, int end) : next_(list + kEntries) {
-        partial_ = min(max(__ldg(list + kPartialBlocks), 0), lists.max_entries);
-        left_ = end > 0 ? partial_ + min(max(__ldg(list + kFullBlocks), 0), lists.max_entries - partial_) : 0;
+        partial_ = clamped_partial(lists, __ldg(list + kPartialBlocks));
+        left_ = end > 0 ? partial_ + clamped_full(lists, __ldg(list + kFullBlocks), partial_) : 0;
         tile_ = __ldg(list + kFirstTile);
         load();
     }

@@ -1,6 +1,7 @@
 // Dropout's random numbers (Philox4x32 with 7 rounds) and the decision which probabilities to keep. The counter is (column / 4,
 // row, head, offset): src/ops/dropout.rs defines it, and the CPU backend computes the same numbers. One call decides eight
-// probabilities, four columns of two rows that differ by 4, by 15-bit comparisons in fp16 pairs.
+// probabilities, four columns of two rows that differ by 4, by 15-bit comparisons in fp16 pairs. Included by score_mod.cuh, so by
+// all forward and backward kernels.
 #pragma once
 
 #include "volta_fa_params.h"
@@ -46,7 +47,23 @@ struct PhiloxTerms {
     __device__ __forceinline__ PhiloxProduct of_row(unsigned bits = 0) const { return philox_product_x(x ^ bits); }
     __device__ __forceinline__ static unsigned head_low(unsigned head) { return philox_product_z(head).low; }
     __device__ __forceinline__ static PhiloxProduct of_column(unsigned column) { return philox_product_x(column / 4); }
+    // `z_without_column`: offset ^ key[1].
+    __device__ __forceinline__ static PhiloxProduct of_both(const PhiloxProduct& of_column, unsigned z_without_column) {
+        return philox_product_z(of_column.high ^ z_without_column);
+    }
+    // The counter after round 1. Callers that keep of_head.low ^ K[0] and of_row.high ^ K[1] pass these, with K of 0.
+    __device__ __forceinline__ static uint4 after_round_1(const PhiloxProduct& of_both, const PhiloxProduct& of_column,
+                                                          unsigned head_low, unsigned row_high, unsigned row_low, unsigned k0,
+                                                          unsigned k1) {
+        return make_uint4(of_both.high ^ head_low ^ k0, of_both.low, row_high ^ of_column.low ^ k1, row_low);
+    }
 };
+
+// The word of a call's numbers that has those of row r (0: the call's `row`, 1: row + 4), columns c (lower half) and c + 2 (upper
+// half); c is 0 or 1.
+__device__ __forceinline__ constexpr unsigned philox_word(const uint4& numbers, int r, int c) {
+    return r ? (c ? numbers.w : numbers.z) : (c ? numbers.y : numbers.x);
+}
 
 // Generator for one head: seed, head and offset.
 struct Philox {
@@ -61,8 +78,8 @@ struct Philox {
         offset = static_cast<unsigned>(__ldg(state + 1));
     }
 
-    // Returns the numbers of four columns and two rows, `row` and row + 4, where row % 8 < 4 and `column` is a multiple of 4.
-    // Word 2 * r + c holds row r, columns c (lower half) and c + 2 (upper half).
+    // Returns the numbers of four columns and two rows, `row` and row + 4, where row % 8 < 4 and `column` is a multiple of 4:
+    // philox_word() says which word has which.
     __device__ __forceinline__ uint4 numbers(int row, int column) const {
         uint4 c = make_uint4(column / 4, row, head, offset);
 #pragma unroll

@@ -1,6 +1,7 @@
 // Inline PTX that kernels share: values to keep in registers, special registers to read again (remat_*: rematerialization, as in
-// CUTLASS), loads and stores that stay where they are, barriers. Registers limit most kernels. (Decode kernels have loads of their
-// own: decode/memory.cuh.)
+// CUTLASS), loads and stores that stay where they are, barriers, and the maximum over a warp. Included by all kernels: registers
+// limit most of them, and the compiler schedules volatile PTX in program order. (Arithmetic is where its numbers are: half.cuh,
+// softmax.cuh, philox.cuh, the families' mma.cuh.)
 #pragma once
 
 // ---- registers ------------------------------------------------------------------------------------
@@ -15,6 +16,10 @@ __device__ __forceinline__ float* keep_in_register(float* x) {
     asm volatile("mov.b64 %0, %0;" : "+l"(x));
     return x;
 }
+
+// Changes x into a value that the compiler knows nothing of, where it stands and without an instruction: it is not computed again
+// later.
+__device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
 
 // Two shared addresses in one register. The volatile PTX hides their computation: otherwise the compiler would recompute each
 // from threadIdx under register pressure. Addresses are even and below 2^17, so that half of each fits 16 bits.
@@ -94,6 +99,14 @@ __device__ __forceinline__ unsigned load_shared1(unsigned address) {
 __device__ __forceinline__ void store_shared1(unsigned address, unsigned x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x));
 }
+// Stores 8 bytes if `exists`, without a branch.
+__device__ __forceinline__ void store_shared2_if(bool exists, unsigned address, unsigned x, unsigned y) {
+    asm volatile(
+        "{.reg .pred exists;\n"
+        "setp.ne.s32 exists, %3, 0;\n"
+        "@exists st.shared.v2.u32 [%0], {%1, %2};}" ::"r"(address),
+        "r"(x), "r"(y), "r"(static_cast<int>(exists)));
+}
 
 // ---- global memory --------------------------------------------------------------------------------
 
@@ -125,6 +138,72 @@ __device__ __forceinline__ void load_int_if(bool inside, int& x, const int* from
         : "+r"(x)
         : "l"(from), "r"(static_cast<int>(inside)));
 }
+// Returns *from if it `exists`, else 0.
+__device__ __forceinline__ float load_float_or_0(bool exists, const float* from) {
+    float x;
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
+                 : "=&f"(x)
+                 : "l"(from), "r"(static_cast<int>(exists)));
+    return x;
+}
+// Loads Words words, the chunk of column Column of a row, if the row has more than Column columns from here on; else x keeps its
+// value.
+template <int Column, int Words>
+__device__ __forceinline__ void load_columns(int columns, unsigned* x, const void* from) {
+    static_assert(Words == 1 || Words == 2 || Words == 4, "words of a load");
+    if constexpr (Words == 4)
+        asm volatile("{.reg .pred p; setp.gt.s32 p, %5, %6; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                     : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
+                     : "l"(from), "r"(columns), "n"(Column));
+    else if constexpr (Words == 2)
+        asm volatile("{.reg .pred p; setp.gt.s32 p, %3, %4; @p ld.global.nc.v2.u32 {%0, %1}, [%2];}"
+                     : "+r"(x[0]), "+r"(x[1])
+                     : "l"(from), "r"(columns), "n"(Column));
+    else
+        asm volatile("{.reg .pred p; setp.gt.s32 p, %2, %3; @p ld.global.nc.u32 %0, [%1];}"
+                     : "+r"(x[0])
+                     : "l"(from), "r"(columns), "n"(Column));
+}
+// Prefetches the 32 bytes at `sector` into L2 if they exist.
+__device__ __forceinline__ void prefetch_l2_if(bool exists, const void* sector) {
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p prefetch.global.L2 [%0];}" ::"l"(sector), "r"(static_cast<int>(exists)));
+}
+
+// Loads of one value, volatile: code that needs it again loads it again, instead of holding a register. The number is that of
+// 4-byte words.
+__device__ __forceinline__ unsigned load_global1(const void* p) {
+    unsigned x;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
+__device__ __forceinline__ int load_int(const int* p) {
+    int x;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
+__device__ __forceinline__ float load_float(const float* p) {
+    float x;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(p));
+    return x;
+}
+__device__ __forceinline__ uint2 load_global2(const void* p) {
+    uint2 x;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+    return x;
+}
+// The same by the read-only path: ptxas moves these past barriers, next to where they are used.
+__device__ __forceinline__ float load_float_constant(const float* p) {
+    float x;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p));
+    return x;
+}
+__device__ __forceinline__ void load_global2_constant(uint2& x, const void* p) {
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+}
+// Stores 16 bytes as one instruction: ptxas splits some such stores of C++ into four.
+__device__ __forceinline__ void store_global4(void* p, const uint4& x) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
 
 // Loads and atomics that name the global address space, which the compiler cannot infer after keep_in_register(). load_global4
 // caches in L1 (PTX's default), _constant takes the read-only path (.nc), _l2 caches in L2 only (.cg). add_global is an atomic
@@ -150,7 +229,9 @@ __device__ __forceinline__ void add_global(float* p, float x) {
 
 // ---- barriers -------------------------------------------------------------------------------------
 
-// Barriers of some of a block's warps.
+// One barrier for the warps of a block, which may be in the code of different steps: so not __syncthreads().
+__device__ __forceinline__ void block_barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
+// Barriers of some of a block's warps: `threads` threads in all. named_arrive() does not wait.
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -169,4 +250,13 @@ __device__ __forceinline__ bool named_sync_or(int barrier, int threads, bool x) 
         : "r"(barrier), "r"(threads), "r"(static_cast<int>(x))
         : "memory");
     return any;
+}
+
+// ---- warps ----------------------------------------------------------------------------------------
+
+// Returns the maximum over all lanes of the warp, which call it together.
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane_mask));
+    return x;
 }

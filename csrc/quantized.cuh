@@ -1,7 +1,9 @@
 // Quantized KV caches (int8, int4, fp8 e4m3 and e5m2): addresses of bytes and scales, and exact conversion of codes to fp16.
-// Used by the kernels that read or write such caches. python/volta_fa/kv_cache/formats.py defines the formats.
+// Used by the kernels that read or write such caches (decode, append, dequantize). python/volta_fa/kv_cache/formats.py defines the
+// formats.
 #pragma once
 
+#include "half.cuh"
 #include "volta_fa_params.h"
 
 // Address of row `row` of a page of K or V, for KV head `head`.
@@ -18,13 +20,20 @@ __device__ __forceinline__ float scale_of_sequence(const CacheScale& x, int batc
     return x.ptr ? __ldg(x.ptr + batch * x.batch_stride + head * x.head_stride) : 1.f;
 }
 
-// Converts eight columns of a row to fp16, exactly. There is no default: a format without its conversion does not compile. It has
+// What the codes of a format are. There is no default: a format without its Element does not compile. (CacheFormatInfo, the row of
+// the table in src/kernels/formats.rs, has a format's bits, largest code, and which scales it has.) An Element has
 //
-//   unpack8(words)  eight columns as packed fp16, from the words that hold them; slots may be a permutation of the columns
-//   permute8(x)     puts eight fp16 columns into the same slots
-//   column(p)       the column in slot p
-//   kScale          factor of the unpacked numbers: they are kScale times what the codes stand for
-//   kTwoScales      slots 4 to 7 have 16 times that factor
+//   unpack8(words)    eight columns as packed fp16, exactly, from the words that hold them; slots may permute the columns
+//   permute8(x)       puts eight fp16 columns into the same slots
+//   column(p)         the column in slot p
+//   kScale            factor of the unpacked numbers: they are kScale times what the codes stand for
+//   kTwoScales        slots 4 to 7 have 16 times that factor
+//   kNanIsInfinity    a NaN code is unpacked as infinity: users compute x + 0 * x, which makes it NaN
+//
+// A quantized one also has
+//
+//   value(code)       what a code stands for as fp32, before zero point and scale
+//   kMantissaBits, kMinExponent, kExponentBias    fp8 only: append computes codes from these
 template <CacheFormat Format>
 struct Element;
 
@@ -32,7 +41,7 @@ struct Element;
 template <>
 struct Element<CacheFormat::Unquantized> {
     static constexpr float kScale = 1.f;
-    static constexpr bool kTwoScales = false;
+    static constexpr bool kTwoScales = false, kNanIsInfinity = false;
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -43,22 +52,10 @@ struct Element<CacheFormat::Unquantized> {
 // What formats of one byte have in common: columns in order.
 struct ByteElement {
     static constexpr float kScale = 1.f;
-    static constexpr bool kTwoScales = false;
+    static constexpr bool kTwoScales = false, kNanIsInfinity = false;
     __device__ __forceinline__ static uint4 permute8(const uint4& x) { return x; }
     __device__ __forceinline__ static constexpr int column(int p) { return p; }
 };
-
-// Arithmetic on packed fp16.
-__device__ __forceinline__ unsigned half2_sub(unsigned a, unsigned b) {
-    unsigned r;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-__device__ __forceinline__ unsigned half2_mul(unsigned a, unsigned b) {
-    unsigned r;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
 
 // The fp16 number 0x64bb is 1024 + bb. So bytes are moved from [-128, 127] to [0, 255], and 1024 + 128 is subtracted.
 template <>
@@ -69,15 +66,18 @@ struct Element<CacheFormat::Int8> : ByteElement {
         return make_uint4(half2_sub(__byte_perm(x, k1024, 0x4140), k1152), half2_sub(__byte_perm(x, k1024, 0x4342), k1152),
                           half2_sub(__byte_perm(y, k1024, 0x4140), k1152), half2_sub(__byte_perm(y, k1024, 0x4342), k1152));
     }
+    __device__ __forceinline__ static float value(unsigned code) { return static_cast<float>(static_cast<signed char>(code)); }
 };
 
 // An e5m2 byte is the upper byte of an fp16 number.
 template <>
 struct Element<CacheFormat::E5m2> : ByteElement {
+    static constexpr int kMantissaBits = 2, kMinExponent = -14, kExponentBias = 15;
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
         return make_uint4(__byte_perm(words[0], 0, 0x1404), __byte_perm(words[0], 0, 0x3424), __byte_perm(words[1], 0, 0x1404),
                           __byte_perm(words[1], 0, 0x3424));
     }
+    __device__ __forceinline__ static float value(unsigned code) { return to_float2(code << 8).x; }
 };
 
 // e4m3 bits, shifted to fp16's exponent and mantissa, are 2^-8 times the number: the exponent biases are 7 and 15. The NaN code
@@ -86,6 +86,8 @@ struct Element<CacheFormat::E5m2> : ByteElement {
 template <>
 struct Element<CacheFormat::E4m3> : ByteElement {
     static constexpr float kScale = 144.f;
+    static constexpr bool kNanIsInfinity = true;
+    static constexpr int kMantissaBits = 3, kMinExponent = -6, kExponentBias = 7;
     __device__ __forceinline__ static unsigned pair(unsigned high, unsigned magnitude) {
         const unsigned factor = 0x78807880;  // 36864 = 2^8 * 144
         // Sign and magnitude are in the upper byte. Subtracting half the magnitude moves it one bit lower, and the sign stays.
@@ -98,6 +100,11 @@ struct Element<CacheFormat::E4m3> : ByteElement {
                           pair(__byte_perm(y, 0, 0x1404), __byte_perm(my, 0, 0x4140)),
                           pair(__byte_perm(y, 0, 0x3424), __byte_perm(my, 0, 0x4342)));
     }
+    __device__ __forceinline__ static float value(unsigned code) {
+        const unsigned magnitude = code & 0x7f;
+        const float x = 256.f * to_float2((code & 0x80) << 8 | magnitude << 7).x;  // 2^8, as above
+        return magnitude == 0x7f ? __int_as_float(0x7fc00000) : x;
+    }
 };
 
 // A 4-bit code at bit 0 of a half is 2^-24 times the code, at bit 4 2^-20 times: fp16 subnormals, which products take exactly.
@@ -106,14 +113,14 @@ struct Element<CacheFormat::E4m3> : ByteElement {
 template <>
 struct Element<CacheFormat::Int4> {
     static constexpr float kScale = 5.9604644775390625e-8f;  // 2^-24
-    static constexpr bool kTwoScales = true;
+    static constexpr bool kTwoScales = true, kNanIsInfinity = false;
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
         const unsigned x = words[0], y = x >> 8, low = 0x000f000f, high = 0x00f000f0;
         return make_uint4(x & low, y & low, x & high, y & high);
     }
     __device__ __forceinline__ static uint4 permute8(const uint4& x) {
-        return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.x, x.z, 0x7632),
-                          __byte_perm(x.y, x.w, 0x7632));
+        return make_uint4(lower_halves(x.x, x.z), lower_halves(x.y, x.w), upper_halves(x.x, x.z), upper_halves(x.y, x.w));
     }
     __device__ __forceinline__ static constexpr int column(int p) { return p % 4 / 2 * 2 + p / 4 + p % 2 * 4; }
+    __device__ __forceinline__ static float value(unsigned code) { return static_cast<float>(code); }
 };

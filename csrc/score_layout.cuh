@@ -21,7 +21,8 @@
 //   kRowLaneMasks                  shfl_xor masks that reach the other lanes of a row
 //   leads_row(lane)                true for one lane of each row, which writes the row's lse
 //
-// Operand loads, products and packing have no common form: they are in volta/mma.cuh, volta/forward/layout.cuh and so on.
+// Operand loads, products and packing have no common form: they are in volta/mma.cuh, volta/forward/layout.cuh and so on. row_max()
+// and row_sum() at the end reduce over the lanes of a row, in decode's layouts too.
 #pragma once
 
 // Whether the lanes' elements cover the tile, each (query, key) once. For a static_assert after each layout.
@@ -59,4 +60,18 @@ __device__ constexpr bool has_rows() {
         if (leaders != 1 || Layout::first_key(lane) % Layout::kKeys != 0) return false;
     }
     return true;
+}
+
+// Return the maximum, or the sum, of x over the lanes of a row (kRowLaneMasks). All lanes of the warp call them together.
+template <class Layout>
+__device__ __forceinline__ float row_max(float x) {
+#pragma unroll
+    for (int lane_mask : Layout::kRowLaneMasks) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane_mask));
+    return x;
+}
+template <class Layout>
+__device__ __forceinline__ float row_sum(float x) {
+#pragma unroll
+    for (int lane_mask : Layout::kRowLaneMasks) x += __shfl_xor_sync(~0u, x, lane_mask);
+    return x;
 }

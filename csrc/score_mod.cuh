@@ -16,10 +16,11 @@
 //   backward, kernels of one feature    turing/backward/one_feature.cuh, volta/backward/joint_scores.cuh; else as above
 //   decode                              decode/mainloop.cuh
 //
-// Kernels of one feature fold its formula into their products: turing's ALiBi and fp16 bias, and volta's in the forward pass, are
-// initial accumulators.
+// ALiBi's formula for scores after the product is Alibi::of(). Kernels of one feature fold its formula into their products:
+// turing's ALiBi and fp16 bias, and volta's in the forward pass, are initial accumulators.
 #pragma once
 
+#include "conditional.cuh"
 #include "features.cuh"
 #include "half.cuh"
 #include "philox.cuh"
@@ -49,18 +50,9 @@ struct Alibi {
 
     // Returns i + o - j.
     __device__ __forceinline__ float distance(int row, int key) const { return static_cast<float>(row + offset - key); }
-    __device__ __forceinline__ float operator()(float x, float distance) const { return fmaf(-slope, fabsf(distance), x); }
-};
-
-template <int Keys>
-struct LoadedBias;
-template <>
-struct LoadedBias<2> {
-    using Type = uint2;
-};
-template <>
-struct LoadedBias<4> {
-    using Type = uint4;
+    __device__ __forceinline__ float operator()(float x, float distance) const { return of(slope, x, distance); }
+    // The formula, for code that has a slope without a head's Alibi.
+    __device__ __forceinline__ static float of(float slope, float x, float distance) { return fmaf(-slope, fabsf(distance), x); }
 };
 
 // Additive bias of one head: fp16 or fp32, with rows and keys for the longest sequence.
@@ -76,9 +68,9 @@ public:
         row_bytes_ = o.bias_row_stride * bytes;
     }
 
-    // Type of Keys consecutive bias elements as they lie in memory.
+    // Keys (2 or 4) consecutive bias elements as they lie in memory; the upper half is 0 if they are fp16.
     template <int Keys>
-    using Loaded = typename LoadedBias<Keys>::Type;
+    using Loaded = typename Conditional<Keys == 4, uint4, uint2>::Type;
 
     // Loads the bias of Keys consecutive keys. `row` exists, `key` is a multiple of Keys; keys past the last give the last
     // group's bias.
@@ -131,9 +123,8 @@ public:
                 x[i].y = bounded(__uint_as_float(second ? loaded[i].w : loaded[i].z));
             }
         } else {
-            const unsigned selector = second ? 0x7632 : 0x5410;  // which halves of two words
 #pragma unroll
-            for (int i = 0; i < N; i++) x[i] = to_float2(__byte_perm(loaded[i].x, loaded[i].y, selector));
+            for (int i = 0; i < N; i++) x[i] = to_float2(halves(loaded[i].x, loaded[i].y, second));
         }
     }
 

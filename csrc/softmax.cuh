@@ -18,6 +18,8 @@
 // probability is 0 even in a row that sees nothing else, as with scores of -inf.
 #pragma once
 
+#include "half.cuh"
+
 // How far a scaled score may exceed the maximum that row_max was set at, log2 units.
 constexpr float kRescaleThreshold = 7.f;
 constexpr float kPackedOne = 256.f;  // what a probability of 1 is packed as
@@ -45,9 +47,7 @@ __device__ __forceinline__ float quiet_nan() { return __int_as_float(0x7fffffff)
 // fuse it with the rounding addition into one multiply-add.
 __device__ __forceinline__ unsigned shifted_sum(float x) { return __float_as_uint(x) * 8u + 0x8000u; }
 // Packs two such numbers to fp16.
-__device__ __forceinline__ unsigned pack_shifted(float lo, float hi) {
-    return __byte_perm(shifted_sum(lo), shifted_sum(hi), 0x7632);
-}
+__device__ __forceinline__ unsigned pack_shifted(float lo, float hi) { return upper_halves(shifted_sum(lo), shifted_sum(hi)); }
 // Returns a probability as pack_shifted takes it, times kPackedOne. `.rn` is essential: without it ptxas 12.9 takes the product's
 // bits for 0 (docs/design/numerics.md).
 __device__ __forceinline__ float shifted(float probability) {

@@ -5,6 +5,9 @@
 // Kernels call these functions in a rolled loop over a warp's tiles, to fit the instruction cache. Registers cannot be indexed
 // dynamically, so the loop works on the first tile, and next_tile moves the others down by one. Every step reloads the
 // parameters of features, so that they hold no registers in between.
+//
+// Names: s is a tile's scores (or products), ds and dp the gradients of S and P, v a lane's element of a tile, r a lane's query in
+// it, j one of that query's keys (score_coord.cuh).
 #pragma once
 
 #include "backward/score_coord.cuh"
@@ -138,10 +141,12 @@ __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, 
     return mine_is ? others | mine << kept_bit(1, 0) : mine | others << kept_bit(1, 0);
 }
 
-// Returns which probabilities of a tile dropout keeps, for layouts where a lane has four keys of two queries: bit
-// kept_bit(row_of(v), key_slot(v)) for element v. The partner lane (XOR kQueryPartnerMask) has the queries that share Philox
-// calls with these, so each lane draws for one of its two. All lanes of the warp call it together. (For layouts with two keys
-// of four: turing/backward/dropout.cuh, volta/backward/dropout.cuh.)
+// The next functions return which probabilities of a tile dropout keeps, for a lane's two queries: bit
+// kept_bit(row_of(v), key_slot(v)) for element v, which is_kept() reads. All lanes of the warp call them together. A lane with four
+// queries of two keys has DroppedKeys (packed_tile.cuh).
+
+// For layouts where a lane has four keys of two queries. The partner lane (XOR kQueryPartnerMask) has the queries that share Philox
+// calls with these, so each lane draws for one of its two.
 template <class Layout>
 __device__ __forceinline__ unsigned draw_kept_rows(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     static_assert(Layout::kKeys == 4 && Layout::kRows == 2, "a lane has four keys of two queries");
@@ -149,6 +154,24 @@ __device__ __forceinline__ unsigned draw_kept_rows(const Philox& philox, const D
     const int row = (coord.query(0) & ~4) + has_bit_of_4 * Layout::row_slot(1);
     const unsigned mine = rule.kept_bits(philox.numbers(row, coord.key(0)));
     return merge_calls(mine, __shfl_xor_sync(~0u, mine, Layout::kQueryPartnerMask), has_bit_of_4, has_bit_of_4);
+}
+// For layouts where a lane has two keys of an aligned group of four, for two queries. The partner lane (XOR kKeyPartnerMask) has
+// the other two keys of the same queries, so each draws for one query, and they exchange. Other bits belong to the partner's keys.
+template <class Layout>
+__device__ __forceinline__ unsigned draw_kept_pairs(const Philox& philox, const DropoutRule& rule,
+                                                    const ScoreCoord<Layout>& coord) {
+    static_assert(Layout::kRows == 2 && Layout::kKeys == 2, "a lane has two keys of two queries");
+    const int odd = coord.key(0) & 1, row = coord.query(0) + (odd ? Layout::row_slot(1) : 0);
+    const unsigned mine = rule.kept_bits(philox.numbers(row & ~4, coord.key(0) & ~3));
+    return merge_calls(mine, __shfl_xor_sync(~0u, mine, Layout::kKeyPartnerMask), row >> 2 & 1, odd) >> odd;
+}
+// For both.
+template <class Layout>
+__device__ __forceinline__ unsigned draw_kept_tile(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
+    if constexpr (Layout::kKeys == 4)
+        return draw_kept_rows(philox, rule, coord);
+    else
+        return draw_kept_pairs(philox, rule, coord);
 }
 template <class Layout>
 __device__ __forceinline__ bool is_kept(unsigned bits, int v) {

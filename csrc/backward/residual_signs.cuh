@@ -32,6 +32,6 @@ __device__ __forceinline__ unsigned with_residual_signs(unsigned packed, float l
 // Returns P from an element that to_float2 has unpacked, by one FFMA. has_residuals = false: its sign means something else, as
 // always in kernels that require dropout.
 __device__ __forceinline__ float from_residual_sign(float p, bool has_residuals) {
-    if (kRequiredFeatures & kFeatureDropout) return fabsf(p);
+    if (kRequiresDropout) return fabsf(p);
     return fmaf(p, has_residuals ? -kResidual : 0.f, fabsf(p));
 }

@@ -1,4 +1,5 @@
-// Offsets of query rows in the backward pass's scratch memory: row statistics and dq accumulator.
+// Offsets of query rows in the backward pass's scratch memory: row statistics and dq accumulator. Included by all backward kernels.
+// RowStats is the family's layout of the statistics (row_stats.cuh).
 //
 // There a sequence's rows are rounded up to a multiple of RowStats::kRowRounding. So each step of a kernel finds statistics,
 // and room for dq, for all of its rows.
@@ -16,6 +17,17 @@ __device__ __forceinline__ long long rounded_row(const BwdParams& p, const Block
     if (kVarlen && p.lengths.cu_seqlens_q)
         return static_cast<long long>(head) * p.lengths.scratch_rows + (sequence.q_offset() / kRowRounding + batch) * kRowRounding;
     return (static_cast<long long>(batch) * p.problem.nheads + head) * p.seqlen_q_rounded;
+}
+// Whether the library's offsets of statistics (`Scratch` in src/kernels) are those of RowStats: it reads them for the gradient of
+// attention sinks. For a static_assert after each RowStats.
+template <class RowStats>
+constexpr __device__ bool library_reads_where_kernels_write() {
+    constexpr int neg_lse[] = {STATS_NEG_LSE_OFFSETS}, neg_delta[] = {STATS_NEG_DELTA_OFFSETS};
+    for (int row = 0; row < RowStats::kGroupRows; row++)
+        if (neg_lse[row] != RowStats::kLseAt + RowStats::offset(row) ||
+            neg_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))
+            return false;
+    return true;
 }
 // Returns the sequence's rows in the scratch memory: seqlen_q rounded up.
 template <class RowStats>

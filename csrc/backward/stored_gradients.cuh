@@ -9,8 +9,9 @@
 //
 // A Family (store_scores.cuh) also has, of a warp's 64 rows and 64 columns
 //   KeySums, QuerySums             128 floats of a lane: for dK or dV, and for dQ
-//   key_a, key_b, query_a, query_b offset of the lane's operands, from the warp's first row or column
-//   multiply_keys, multiply_queries  add the products of a step
+//   key_a, key_b                   shared offset of the lane's operands A (P^T or dS^T) and B (dO or Q), from a row or column on
+//   query_a, query_b               the same of dS and K
+//   multiply_keys, multiply_queries  add the products of a step to c, from the addresses of these operands
 //   for_each_pair(c, f)            calls f(row, column, x, y) for each two neighbors of a row
 #pragma once
 
@@ -55,9 +56,8 @@ struct BackwardGradients {
         }
         Family::for_each_pair(c, [&](int row, int column, float x, float y) {
             row += first_row, column += first_column;
-            asm volatile(
-                "st.shared.u32 [%0], %1;" ::"r"(shared + swizzled<TermRows::kChunks>(row, column / kChunk) + column % kChunk * 2),
-                "r"(to_half2(x * factor, y * factor)));
+            store_shared1(shared + swizzled<TermRows::kChunks>(row, column / kChunk) + column % kChunk * 2,
+                          to_half2(x * factor, y * factor));
         });
         __syncthreads();
         staged_to_output(first, out.row_stride, shared, rows, columns);

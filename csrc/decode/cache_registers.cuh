@@ -1,12 +1,13 @@
 // K, V and Q of a decode warp in registers. K and V keep the cache's format; eight columns at a time become fp16 when a product
-// takes them (quantized.cuh has the conversions).
+// takes them (quantized.cuh has the conversions). Used by the decode loaders, mainloop.cuh and volta/decode/mla.cuh.
 //
 // A chunk is eight columns of one row as fp16: uint4. Products read all operands by chunk(j), whether they come from registers,
 // from shared memory (CooperativeLoader) or are constants (Ones).
 #pragma once
 
-#include "decode/memory.cuh"
+#include "conditional.cuh"
 #include "decode/tile_scheduler.cuh"
+#include "ptx.cuh"
 #include "quantized.cuh"
 
 namespace decode {
@@ -14,15 +15,7 @@ namespace decode {
 // The format's conversions.
 using CacheElement = Element<kFormat>;
 // What cache pointers count: 16-bit elements, or bytes if quantized.
-template <bool Quantized>
-struct CacheUnitOf {
-    using Type = unsigned short;
-};
-template <>
-struct CacheUnitOf<true> {
-    using Type = unsigned char;
-};
-using CacheUnit = CacheUnitOf<kQuantized>::Type;
+using CacheUnit = Conditional<kQuantized, unsigned char, unsigned short>::Type;
 // Offset of `column` in a row, in CacheUnits.
 __device__ __forceinline__ constexpr int unit_offset(int column) { return column / FormatInfo::kColumns; }
 
@@ -83,8 +76,7 @@ struct Columns {
     }
     template <int Column>
     __device__ __forceinline__ void load_columns(int columns, const CacheUnit* from) {
-        decode::load_columns<Column, kChunksPerLoad * kWords>(columns, words + Column / Spread * kWords,
-                                                              from + unit_offset(Column));
+        ::load_columns<Column, kChunksPerLoad * kWords>(columns, words + Column / Spread * kWords, from + unit_offset(Column));
         load<Column / (Spread * kChunksPerLoad) + 1>(columns, from);
     }
     // Loads from a row in shared memory, which has all columns.

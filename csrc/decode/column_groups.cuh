@@ -1,11 +1,12 @@
 // Splits the columns of wide heads between neighboring groups of warps: the registers of one warp hold 256 columns of Q, K, V
-// and output.
+// and output. Used by mainloop.cuh and the loaders.
 //
 // Column groups take the same rows and tokens. Each has partial scores, of its columns of Q and K. ScoreExchange adds them, so
 // each warp has the whole scores and the same softmax. The output needs no exchange: each group has its own columns of V.
 #pragma once
 
 #include "decode/tile_scheduler.cuh"
+#include "ptx.cuh"
 
 namespace decode {
 
@@ -49,7 +50,7 @@ public:
         static_assert(Tiles * RowTiles <= Scores, "scores of a buffer");
 #pragma unroll
         for (int i = 0; i < Tiles * RowTiles; i++) *at(own_, i) = x[i / RowTiles][i % RowTiles];
-        asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(2 * 32) : "memory");
+        named_sync(barrier_, 2 * 32);
 #pragma unroll
         for (int i = 0; i < Tiles * RowTiles; i++) {
             const float2 y = *at(own_ + to_partner_, i);

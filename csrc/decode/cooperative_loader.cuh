@@ -68,8 +68,8 @@ public:
         keys_offset_ = Layout::key_slot(layout_lane) * kSlotBytes;
         values_offset_ = (64 * kLoads + Layout::value_slot(layout_lane)) * kSlotBytes;
         // Recomputed in each step these would be half of its instructions.
-        keep_in_register(lane_token_), keep_in_register(columns_), keep_in_register(store_offset_), keep_in_register(keys_offset_),
-            keep_in_register(values_offset_);
+        make_opaque(lane_token_), make_opaque(columns_), make_opaque(store_offset_), make_opaque(keys_offset_),
+            make_opaque(values_offset_);
         page_stride_ = select(has_values, k.batch_stride, v.batch_stride);
         row_stride_ = select(has_values, k.row_stride, v.row_stride);
         base_ = select(has_values, k.ptr, v.ptr) + s.head_k * select(has_values, k.head_stride, v.head_stride) + first_column() +
@@ -133,7 +133,7 @@ public:
     __device__ __forceinline__ bool page_valid() const { return columns_ != kInvalidPage; }
 
 private:
-    __device__ __forceinline__ void barrier() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(4 * 32) : "memory"); }
+    __device__ __forceinline__ void barrier() const { named_sync(barrier_, 4 * 32); }
     // Offset of load i of the lane, from its first.
     __device__ __forceinline__ static constexpr int load_offset(int i) {
         return (i / kLoads * kTileSlots + i % kLoads * 64) * kSlotBytes;

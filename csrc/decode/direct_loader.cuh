@@ -95,10 +95,7 @@ public:
         const int lane = threadIdx.x & 31;
         const bool exists = lane < StepScales::kLanes && token_ + lane % kStepTokens < seqlen_k;
 #pragma unroll
-        for (int i = 0; i < StepScales::kRegisters; i++)
-            asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
-                         : "=&f"(scales.own[i])
-                         : "l"(scale_[i]), "r"(static_cast<int>(exists)));
+        for (int i = 0; i < StepScales::kRegisters; i++) scales.own[i] = load_float_or_0(exists, scale_[i]);
     }
 
 private:

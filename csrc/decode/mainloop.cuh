@@ -35,6 +35,9 @@
 //   each_output(lane, o, own, f)  replaces each output x by f(x, `own` of its row, whether x is in the last four of eight columns)
 //   add_values(lane, o, p, v)     output += P V; p: packed probabilities, in the lanes that have the scores
 //   each_pair(lane, o, f)         calls f(row, column, x, y) for outputs x and y of two neighboring columns
+//
+// Names: mt is a row tile of a warp, tile a tile of tokens of a step, j a chunk of eight columns. q, k, v and o are a lane's parts
+// of Q, K, V and the output; x its scores, then its probabilities, where x.x and x.y belong to two neighboring tokens.
 #pragma once
 
 #include "decode/bf16_value.cuh"
@@ -43,6 +46,8 @@
 #include "decode/direct_loader.cuh"
 #include "decode/cooperative_loader.cuh"
 #include "decode/staged_loader.cuh"
+#include "score_layout.cuh"
+#include "score_mod.cuh"
 
 namespace decode {
 
@@ -264,9 +269,7 @@ public:
                     float factor[RowTiles];
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) {
-                        float m = largest(x, mt);
-#pragma unroll
-                        for (int lane_mask : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
+                        const float m = row_max<Layout>(largest(x, mt));
                         factor[mt] = softmax[mt].template update_row_max<RescaledRows::kAll>(m, scale_log2, inverse_scale_log2);
                         if constexpr (kZeroPoints) probability_scale[mt].offset *= factor[mt];
                         factor[mt] *= value_rescale;
@@ -373,8 +376,7 @@ private:
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
                 float2& y = x[tile][mt];
-                // e4m3: NaN arrives as infinity; x + 0 * x makes it NaN.
-                if constexpr (kFormat == CacheFormat::E4m3) y = make_float2(fmaf(y.x, 0.f, y.x), fmaf(y.y, 0.f, y.y));
+                if constexpr (CacheElement::kNanIsInfinity) y = make_float2(fmaf(y.x, 0.f, y.x), fmaf(y.y, 0.f, y.y));
                 if constexpr (kZeroPoints) y = make_float2(fmaf(-zero.x, query_sum[mt], y.x), fmaf(-zero.y, query_sum[mt], y.y));
                 y = make_float2(y.x * scale.x, y.y * scale.y);
             }
@@ -406,9 +408,7 @@ private:
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++)
                     m = fmaxf(m, fmaxf(p[tile][mt].x * kPackedOne * scale[tile].x, p[tile][mt].y * kPackedOne * scale[tile].y));
-#pragma unroll
-                for (int lane_mask : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
-                factor[mt] = probability_scale[mt].update(m);
+                factor[mt] = probability_scale[mt].update(row_max<Layout>(m));
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++) {
                     product[tile][mt] = probability_scale[mt].scaled(p[tile][mt], scale[tile]);
@@ -435,13 +435,10 @@ private:
             factor[mt] = kTokenScales ? 1.f / probability_scale[mt].inverse
                                       : scale_of_sequence(p.scales.v, s.batch, s.head_k) / CacheElement::kScale;
             if constexpr (kZeroPoints) {
-                offset[mt] = probability_scale[mt].offset * (1.f / kPackingShift);
-#pragma unroll
-                for (int lane_mask : Layout::kRowLaneMasks) offset[mt] += __shfl_xor_sync(~0u, offset[mt], lane_mask);
+                offset[mt] = row_sum<Layout>(probability_scale[mt].offset * (1.f / kPackingShift));
             }
         }
-        // e4m3: NaN arrives as infinity.
-        if constexpr (kFormat == CacheFormat::E4m3)
+        if constexpr (CacheElement::kNanIsInfinity)
             Layout::each_output(lane, o, factor, [](float x, float, bool) { return fmaf(x, 0.f, x); });
         if constexpr (kZeroPoints)
             // `later`: columns 4 to 7 of eight, which have 16 times the factor
@@ -512,8 +509,8 @@ private:
             x = make_float2(x.x * p.problem.scale_log2, x.y * p.problem.scale_log2);
         }
         const int distance = row.position - token;
-        x.x = fmaf(-row.slope, fabsf(static_cast<float>(distance)), x.x);
-        x.y = fmaf(-row.slope, fabsf(static_cast<float>(distance - 1)), x.y);
+        x.x = Alibi::of(row.slope, x.x, static_cast<float>(distance));
+        x.y = Alibi::of(row.slope, x.y, static_cast<float>(distance - 1));
     }
 };
 

@@ -1,4 +1,5 @@
-// Combines partial results of decode row tiles (split-KV, as FlashDecoding), in a fixed order, so the output is deterministic.
+// Combines partial results of decode row tiles (split-KV, as FlashDecoding), in a fixed order, so the output is deterministic. Used
+// by block.cuh.
 //
 // A partial has, for each row, the softmax state (row_max and sum of SoftmaxRow, softmax.cuh) and the unnormalized output. The
 // token groups of a block leave partials in shared memory (SharedPartials). A block that shares its row tile with others writes
@@ -119,7 +120,7 @@ struct WriteOutput {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; i++) {
             const float lo = x[2 * i] * scale, hi = x[2 * i + 1] * scale;
-            words[i] = kBf16 ? to_bf16x2(lo, hi) : to_half2(lo, hi);
+            words[i] = pack2(lo, hi, kBf16);
         }
         unsigned short* out =
             p.out.ptr + s.batch * p.out.batch_stride + (s.q_offset + query) * p.out.row_stride + head * p.out.head_stride + column;
@@ -140,9 +141,8 @@ struct WritePartial {
     __device__ __forceinline__ WritePartial(float* partials, int level, long long slot, int first)
         : output(GlobalPartials::output_at(partials, slot) + first * HEADDIM_V),
           states(GlobalPartials::states_at(partials, level, slot) + first) {}
-    // As one instruction: the compiler would split a float4 store.
     __device__ __forceinline__ static void store(float* to, const float* x) {
-        asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+        store_global4(to, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
     }
     __device__ __forceinline__ void operator()(int row, int column, RowState state, const float (&x)[kColumns]) const {
 #pragma unroll

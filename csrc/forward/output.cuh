@@ -17,13 +17,6 @@ __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTil
     };
 }
 
-// Sums x over the lanes of a row.
-template <class Layout>
-__device__ __forceinline__ float row_sum(float x) {
-    for (int lane_mask : Layout::kRowLaneMasks) x += __shfl_xor_sync(~0u, x, lane_mask);
-    return x;
-}
-
 // Adds an attention sink (one extra logit per head in the softmax's denominator) to a finished row's sum. Returns the factor
 // for its output. The sink merges as a row of one probability of 1. It has no output, so other_factor is unused.
 __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head, float& row_max, float& sum) {

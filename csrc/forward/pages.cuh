@@ -3,9 +3,10 @@
 // Steps begin at multiples of 16 tokens, and so do pages (leftpad_k excludes a block table). So each group of 16 tokens lies in
 // one page. The page number is loaded one step before it is needed. has_pages() checks all page numbers before the first step.
 // A contiguous cache goes through the same code: its entry is the page. KvTiles has the same interface with and without pages:
-// tiles of K and V in turn.
+// tiles of K and V in turn. Included by the forward kernels of both families.
 #pragma once
 
+#include "conditional.cuh"
 #include "seqlen_info.cuh"
 
 // tokens of a group: all in one page
@@ -100,15 +101,9 @@ struct NoPages {
         return column;
     }
 };
-// PageIterator if Paged, else NoPages.
-template <bool Paged, int Step, int Groups, bool InBranch>
-struct PageIteratorIf {
-    using Type = NoPages;
-};
+// PageIterator in paged kernels, else NoPages.
 template <int Step, int Groups, bool InBranch>
-struct PageIteratorIf<true, Step, Groups, InBranch> {
-    using Type = PageIterator<Step, Groups, InBranch>;
-};
+using PageIteratorIfPaged = typename Conditional<kPaged, PageIterator<Step, Groups, InBranch>, NoPages>::Type;
 
 // TileStream (tile.cuh) through pages.
 template <int Chunks, int Rows, int Threads>

@@ -1,6 +1,9 @@
 // A warp's scores between the two products of the forward pass: a score function, ALiBi, bias, mask, row maxima and dropout, for
 // any Layout (score_layout.cuh). Used by the forward kernels of both families.
 //
+// Names: mt is a row tile of the warp, nt a key tile, v a lane's element of a tile, r one of its rows in it. Scores are products
+// q.k until apply_score_mod(), and then in log2 units.
+//
 // What only some problems or tiles need is read again from parameters and special registers where it is used (remat_*):
 // registers are short, and it holds none in between.
 #pragma once
@@ -98,10 +101,7 @@ struct Scores {
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < Layout::kRows; r++) {
-                float m = lane_maximum(mt, r);
-#pragma unroll
-                for (int lane_mask : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
-                rescale(mt, r, move(softmax.row[mt][r], m));
+                rescale(mt, r, move(softmax.row[mt][r], row_max<Layout>(lane_maximum(mt, r))));
             }
     }
 

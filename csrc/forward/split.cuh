@@ -27,7 +27,7 @@ struct Pair {
 __device__ __forceinline__ Pair split_probabilities(float a, float b) {
     const float x = shifted(a), y = shifted(b);
     const float x_high = __uint_as_float(__float_as_uint(x) & ~0x1fffu), y_high = __uint_as_float(__float_as_uint(y) & ~0x1fffu);
-    return {__byte_perm(__float_as_uint(x) * 8u, __float_as_uint(y) * 8u, 0x7632), pack_shifted(x - x_high, y - y_high)};
+    return {upper_halves(__float_as_uint(x) * 8u, __float_as_uint(y) * 8u), pack_shifted(x - x_high, y - y_high)};
 }
 
 // Family has the products and the lane layouts (volta/forward/split.cuh, turing/forward/split.cuh).

@@ -39,18 +39,18 @@ __device__ __forceinline__ void store(unsigned short* p, unsigned x, int left) {
 
 template <ElementType Element>
 __device__ __forceinline__ float2 to_floats(unsigned pair) {
-    return Element == ElementType::Bf16 ? bf16x2_to_float2(pair) : to_float2(pair);
+    return unpack2(pair, Element == ElementType::Bf16);
 }
 template <ElementType Element>
 __device__ __forceinline__ unsigned from_floats(float lo, float hi) {
-    return Element == ElementType::Bf16 ? to_bf16x2(lo, hi) : to_half2(lo, hi);
+    return pack2(lo, hi, Element == ElementType::Bf16);
 }
 
 // Element i of a row of cos or sin, as fp32.
 __device__ __forceinline__ float factor(const void* row, ElementType element, int i) {
     if (element == ElementType::Float) return static_cast<const float*>(row)[i];
     const unsigned x = static_cast<const unsigned short*>(row)[i];
-    return element == ElementType::Bf16 ? bf16x2_to_float2(x).x : to_float2(x).x;
+    return unpack2(x, element == ElementType::Bf16).x;
 }
 
 // Rotary embedding of the rows at one position.

@@ -7,9 +7,8 @@
 // Returns x / scale as an fp8 byte, rounded to nearest even. Saturates; NaN stays NaN.
 template <CacheFormat Format>
 __device__ __forceinline__ unsigned fp8_code(float x, float scale) {
-    constexpr bool kE4m3 = Format == CacheFormat::E4m3;
-    static_assert(kE4m3 || Format == CacheFormat::E5m2, "the format's codes are fp8");
-    constexpr int kMantissa = kE4m3 ? 3 : 2, kLeastExponent = kE4m3 ? -6 : -14, kBias = kE4m3 ? 7 : 15;
+    constexpr int kMantissa = Element<Format>::kMantissaBits, kLeastExponent = Element<Format>::kMinExponent,
+                  kBias = Element<Format>::kExponentBias;
     float y = __fdiv_rn(x, scale);
     const unsigned sign = __float_as_uint(y) >> 24 & 0x80;
     if (y != y) return sign | 0x7f;

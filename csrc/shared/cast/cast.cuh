@@ -1,9 +1,5 @@
-// Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two so that fp16's range suffices. For all families. src/ops/scaled.rs
-// has the order of the phases.
-//
-// Phase 0 takes the largest magnitude of each group: the rows of a KV head and its query heads in a batch entry. It also casts q
-// and k as if no scale were needed. Phase 1 finds the exponents of the groups (Exponents), and casts v, and q and k once more
-// where they need a scale, which is rare. Phase 2 restores softmax_lse of rows that got an exponent of their own.
+// Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two so that fp16's range suffices. For all families. src/ops/cast.rs
+// launches it, once for each Phase.
 //
 // With low parts (low_column) a number is the sum of two fp16 numbers, and the first phase casts nothing. Both factors of a product
 // then get about the same size, which leaves the low parts above fp16's subnormal numbers.
@@ -21,6 +17,15 @@
 #include "tile.cuh"
 
 namespace cast {
+
+// CastParams::phase. A group is the rows of a KV head and its query heads in a batch entry.
+enum Phase : int {
+    kTakeLargest,  // takes the largest magnitude of each group, and casts q and k as if no scale were needed
+    kCastScaled,  // finds the groups' Exponents, and casts v, and q and k once more where they need a scale, which is rare
+    kRestoreLse,  // restores softmax_lse of rows that got an exponent of their own
+};
+// Which tensor a block casts.
+enum Tensor : int { kQ, kK, kV };
 
 constexpr int kColumns = 8;  // that a lane has at a time, 16 bytes of bf16
 constexpr int kLanes = 8;  // lanes of a row
@@ -99,19 +104,19 @@ struct Head {
     bool is_fp32;
     int rows, columns;
     int group;
-    int tensor;  // 0: q, 1: k, 2: v
+    Tensor tensor;
 
     __device__ __forceinline__ Head(const CastParams& p, const SeqlenInfo<true>& sequence, int slot, int batch) {
         const int nheads = p.problem.nheads, nheads_k = p.problem.nheads_k;
-        tensor = slot < nheads ? 0 : slot < nheads + nheads_k ? 1 : 2;
-        const int head = tensor == 0 ? slot : (slot - nheads) % nheads_k;
-        const int head_k = tensor == 0 ? slot / (nheads / nheads_k) : head;
+        tensor = slot < nheads ? kQ : slot < nheads + nheads_k ? kK : kV;
+        const int head = tensor == kQ ? slot : (slot - nheads) % nheads_k;
+        const int head_k = tensor == kQ ? slot / (nheads / nheads_k) : head;
         group = (p.lengths.cu_seqlens_q ? 0 : p.first_entry + batch) * nheads_k + head_k;
-        const Operand& source = tensor == 0 ? p.q : tensor == 1 ? p.k : p.v;
-        const Output& target = tensor == 0 ? p.q_fp16 : tensor == 1 ? p.k_fp16 : p.v_fp16;
-        rows = tensor == 0 ? sequence.seqlen_q() : sequence.seqlen_k();
-        columns = tensor == 2 ? p.problem.headdim_v : p.problem.headdim;
-        const int first = tensor == 0 ? sequence.q_offset() : sequence.k_offset();
+        const Operand& source = tensor == kQ ? p.q : tensor == kK ? p.k : p.v;
+        const Output& target = tensor == kQ ? p.q_fp16 : tensor == kK ? p.k_fp16 : p.v_fp16;
+        rows = tensor == kQ ? sequence.seqlen_q() : sequence.seqlen_k();
+        columns = tensor == kV ? p.problem.headdim_v : p.problem.headdim;
+        const int first = tensor == kQ ? sequence.q_offset() : sequence.k_offset();
         is_fp32 = p.element == ElementType::Float;
         const int bytes = is_fp32 ? 4 : 2;
         from_stride = source.row_stride * bytes, to_stride = target.row_stride;
@@ -128,13 +133,7 @@ struct Head {
             x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
             return;
         }
-        const uint4 words = load_global(reinterpret_cast<const unsigned short*>(at + column * 2));
-        const unsigned pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 pair = bf16x2_to_float2(pairs[i]);
-            x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-        }
+        unpack8(x, load_global(reinterpret_cast<const unsigned short*>(at + column * 2)), true);
     }
     // Stores the rounded numbers and, from low_column on unless it is 0, what rounding took from them.
     __device__ __forceinline__ void store(int row, int column, const float (&x)[kColumns], int low_column) const {
@@ -151,9 +150,9 @@ struct Head {
     }
 };
 
-// Phase 0. Elements that are not finite change no exponent.
+// kTakeLargest. Elements that are not finite change no exponent.
 __device__ __forceinline__ void cast_as_is(const CastParams& p, const Head& head) {
-    const int exponent = head.tensor == 0 ? p.scale_exponent : 0;
+    const int exponent = head.tensor == kQ ? p.scale_exponent : 0;
     unsigned largest = 0;
     for (int first = blockIdx.x * BLOCK_ROWS; first < head.rows; first += gridDim.x * BLOCK_ROWS) {
         const int end = min(first + BLOCK_ROWS, head.rows);
@@ -168,7 +167,7 @@ __device__ __forceinline__ void cast_as_is(const CastParams& p, const Head& head
                     if (is_finite(bits)) largest = max(largest, bits);
                     if (exponent != 0) x[i] = times_power(x[i], exponent);
                 }
-                if (head.tensor != 2 && !p.low_column) head.store(row, column, x, 0);
+                if (head.tensor != kV && !p.low_column) head.store(row, column, x, 0);
             }
         }
     }
@@ -181,16 +180,16 @@ __device__ __forceinline__ void cast_as_is(const CastParams& p, const Head& head
 // `lse_row`: of the head's first row.
 template <class F>
 __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, const Exponents& of, long long lse_row, F f) {
-    const int of_group = head.tensor == 0 ? of.q : head.tensor == 1 ? of.k : of.v;
+    const int of_group = head.tensor == kQ ? of.q : head.tensor == kK ? of.k : of.v;
     // brings the largest |q| of the group to 1, so that sums stay finite
     const int shift = -exponent_of(p.largest[head.group]);
     for (int first = blockIdx.x * kRowsAtOnce; first < head.rows; first += gridDim.x * kRowsAtOnce) {
         const int row = first + threadIdx.x / kLanes;
         const bool exists = row < head.rows;
         int of_row = 0;
-        if (head.tensor == 0) {
+        if (head.tensor == kQ) {
             float largest = 0.f, sum = 0.f, lse = 0.f;
-            if (p.phase == 1 && p.softmax_lse && exists) lse = p.softmax_lse[lse_row + row];
+            if (p.phase == kCastScaled && p.softmax_lse && exists) lse = p.softmax_lse[lse_row + row];
             for (int column = threadIdx.x % kLanes * kColumns; exists && column < head.columns; column += kLanes * kColumns) {
                 float x[kColumns];
                 head.load(row, column, x);
@@ -208,7 +207,7 @@ __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, 
     }
 }
 
-// Phase 1.
+// kCastScaled.
 __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& head, const SeqlenInfo<true>& sequence, int slot,
                                             int batch) {
     const Exponents of(p, head.group);
@@ -216,7 +215,7 @@ __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& hea
         const int exponents[3] = {of.q, of.k, of.v};
         p.exponents[head.tensor * p.groups + head.group] = exponents[head.tensor];
     }
-    if (head.tensor != 2 && !of.has_moved && !p.low_column) return;  // phase 0 has cast it
+    if (head.tensor != kV && !of.has_moved && !p.low_column) return;  // cast_as_is() has cast it
     const long long lse_row = sequence.lse_row(batch, slot);
     each_row(p, head, of, lse_row, [&](int row, int of_group, int of_row) {
         for (int column = threadIdx.x % kLanes * kColumns; column < head.columns; column += kLanes * kColumns) {
@@ -227,18 +226,18 @@ __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& hea
             head.store(row, column, x, p.low_column);
         }
         // the backward pass takes softmax_lse of these scores
-        if (head.tensor == 0 && p.softmax_lse && of_row != 0 && threadIdx.x % kLanes == 0) {
+        if (head.tensor == kQ && p.softmax_lse && of_row != 0 && threadIdx.x % kLanes == 0) {
             float& lse = p.softmax_lse[lse_row + row];
             lse = times_power(lse, of_row);
         }
     });
 }
 
-// Phase 2: softmax_lse of the scores as they were given.
+// kRestoreLse: softmax_lse of the scores as they were given.
 __device__ __forceinline__ void restore_lse(const CastParams& p, const Head& head, const SeqlenInfo<true>& sequence, int slot,
                                             int batch) {
     const Exponents of(p, head.group);
-    if (!of.has_moved || head.tensor != 0) return;
+    if (!of.has_moved || head.tensor != kQ) return;
     const long long lse_row = sequence.lse_row(batch, slot);
     each_row(p, head, of, lse_row, [&](int row, int, int of_row) {
         if (of_row == 0 || threadIdx.x % kLanes) return;
@@ -252,9 +251,9 @@ struct Kernel {
         const int slot = blockIdx.y, batch = blockIdx.z;
         const SeqlenInfo<true> sequence(p.problem, p.lengths, batch);
         const Head head(p, sequence, slot, batch);
-        if (p.phase == 0)
+        if (p.phase == kTakeLargest)
             cast_as_is(p, head);
-        else if (p.phase == 1)
+        else if (p.phase == kCastScaled)
             cast_scaled(p, head, sequence, slot, batch);
         else
             restore_lse(p, head, sequence, slot, batch);

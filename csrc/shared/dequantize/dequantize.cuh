@@ -16,24 +16,6 @@ namespace dequantize {
 // Columns that a thread has at a time.
 constexpr int kColumns = 8;
 
-// Formats that code_value() has.
-template <CacheFormat Format>
-constexpr bool kIsKnown =
-    Format == CacheFormat::Int8 || Format == CacheFormat::Int4 || Format == CacheFormat::E5m2 || Format == CacheFormat::E4m3;
-
-// Returns what a code stands for, before zero point and scale.
-template <CacheFormat Format>
-__device__ __forceinline__ float code_value(unsigned code) {
-    if constexpr (Format == CacheFormat::Int8) return static_cast<float>(static_cast<signed char>(code));
-    if constexpr (Format == CacheFormat::Int4) return static_cast<float>(code);
-    if constexpr (Format == CacheFormat::E5m2) return to_float2(code << 8).x;
-    static_assert(kIsKnown<Format>, "the value of a code of this format");
-    // e4m3 bits in fp16's exponent and mantissa are 2^-8 times the number: the exponent biases are 7 and 15.
-    const unsigned magnitude = code & 0x7f;
-    const float x = 256.f * to_float2((code & 0x80) << 8 | magnitude << 7).x;
-    return magnitude == 0x7f ? __int_as_float(0x7fc00000) : x;
-}
-
 // Loads the codes of eight columns, or of the `left` bytes that exist, from p on: in column order from the lowest bits.
 template <int Bytes>
 __device__ __forceinline__ uint2 load(const unsigned char* p, int left) {
@@ -77,13 +59,11 @@ __device__ __forceinline__ uint4 dequantize8(const DequantizeParams& p, bool is_
 #pragma unroll
     for (int i = 0; i < kColumns; i++) {
         const unsigned word = i * kBits < 32 ? codes.x : codes.y;
-        x[i] = code_value<Format>(word >> i * kBits % 32 & ((1u << kBits) - 1));
+        x[i] = ::Element<Format>::value(word >> i * kBits % 32 & ((1u << kBits) - 1));
         if constexpr (Info::kZeroPoints) x[i] = __fsub_rn(x[i], zero);
         x[i] = __fmul_rn(x[i], scale);
     }
-    const auto pair = [&](int i) {
-        return Element == ElementType::Bf16 ? to_bf16x2(x[2 * i], x[2 * i + 1]) : to_half2(x[2 * i], x[2 * i + 1]);
-    };
+    const auto pair = [&](int i) { return pack2(x[2 * i], x[2 * i + 1], Element == ElementType::Bf16); };
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
 }
 

@@ -27,14 +27,7 @@ __device__ __forceinline__ void load(const char* from, float (&x)[kColumns]) {
             for (int i = 0; i < 4; i++) x[4 * half + i] = __uint_as_float(parts[i]);
         }
     } else {
-        const uint4 w = *words;
-        const unsigned parts[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 pair = Element == ElementType::Bf16 ? bf16x2_to_float2(parts[i]) : to_float2(parts[i]);
-            x[2 * i] = pair.x;
-            x[2 * i + 1] = pair.y;
-        }
+        unpack8(x, *words, Element == ElementType::Bf16);
     }
 }
 
@@ -49,8 +42,7 @@ __device__ __forceinline__ void store(char* to, const float (&x)[kColumns]) {
     } else {
         unsigned parts[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            parts[i] = Element == ElementType::Bf16 ? to_bf16x2(x[2 * i], x[2 * i + 1]) : to_half2(x[2 * i], x[2 * i + 1]);
+        for (int i = 0; i < 4; i++) parts[i] = pack2(x[2 * i], x[2 * i + 1], Element == ElementType::Bf16);
         *words = make_uint4(parts[0], parts[1], parts[2], parts[3]);
     }
 }

@@ -10,7 +10,6 @@
 #include "backward/dense_blocks.cuh"
 #include "backward/modifiers.cuh"
 #include "backward/probabilities.cuh"
-#include "turing/backward/dropout.cuh"
 #include "turing/backward/products.cuh"
 #include "turing/backward/shape.cuh"
 #include "turing/backward/step_loads.cuh"
@@ -54,7 +53,7 @@ struct BackwardDq {
             return S::slot(key + steps * S::kStep);
     }
 
-    // Generic kernels: computes dS from S and dP, in a rolled loop over tiles as in warp_specialized.cuh. `row` and `key`:
+    // Generic kernels: computes dS from S and dP, in a rolled loop over tiles (backward/modifiers.cuh). `row` and `key`:
     // first of the warp. neg_lse (log2 units) and neg_delta are those of the lane's rows.
     static __device__ __forceinline__ void generic_score_gradients(PackedScores& ds, Scores& s, Scores& dp, const BwdParams& p,
                                                                    int row, int key, const LaneRows& neg_lse,

@@ -9,7 +9,6 @@
 #include "backward/modifiers.cuh"
 #include "backward/residual_signs.cuh"
 #include "backward/tiles.cuh"
-#include "turing/backward/dropout.cuh"
 #include "turing/backward/products.cuh"
 #include "turing/backward/shape.cuh"
 #include "turing/backward/step_loads.cuh"
@@ -44,7 +43,7 @@ struct BackwardDqWarpSpecialized {
     static __device__ __forceinline__ int remat_pair() { return remat_thread() / 32 % kPartners; }
     static __device__ __forceinline__ int remat_warp_row() { return block_row() + remat_pair() * kWarpRows; }
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
-    static __device__ __forceinline__ void wait_partner() { asm volatile("bar.sync %0, 64;" ::"r"(1 + remat_pair()) : "memory"); }
+    static __device__ __forceinline__ void wait_partner() { named_sync(1 + remat_pair(), 64); }
     // Address of the lane's part of a region.
     static __device__ __forceinline__ u32 exchange(u32 region) {
         return region + remat_pair() * kRowTiles * kExchangeBytes + remat_thread() % 32 * 16;
@@ -69,7 +68,7 @@ struct BackwardDqWarpSpecialized {
         return m ? x[kRowTiles - 1][r] : x[0][r];
     }
 
-    // Generic kernels: computes P in a rolled loop, as in warp_specialized.cuh. With dropout, dropped probabilities get the sign
+    // Generic kernels: computes P in a rolled loop (backward/modifiers.cuh). With dropout, dropped probabilities get the sign
     // bit. The score function's derivative goes to the partner too.
     static __device__ __forceinline__ void generic_probabilities(PackedScores& x, Scores& s, const LaneRows& neg_lse,
                                                                  const BwdParams& p, int row, int key, bool masked,

@@ -14,6 +14,8 @@
 // keys (KeysLayout, QueriesLayout): with 32 keys a tile, a lane has all four keys of such a group. With 16 keys, or in S, it
 // has the first and third, or the second and fourth. Shared tiles whose rows are the block's keys are stored in the products'
 // order. So the eight rows of a matrix are neighbors, which the swizzle puts into different banks.
+//
+// Names of a Shape S (shape.cuh): kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row.
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -34,7 +36,7 @@ __device__ __forceinline__ Lane remat_lane() { return Lane(remat_thread() % 32);
 // ---- scores ---------------------------------------------------------------------------------------
 
 // Kernels with dropout as their one feature: each lane draws for itself alone (one_feature.cuh).
-constexpr bool kOneCallPerLane = kRequiredFeatures & kFeatureDropout;
+constexpr bool kOneCallPerLane = kRequiresDropout;
 
 // S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys. backward/score_coord.cuh
 // says what each member is.

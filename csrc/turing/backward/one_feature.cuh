@@ -1,6 +1,7 @@
 // ALiBi, bias and dropout in main kernels of exactly one feature, as in the forward pass (turing/forward/one_feature.cuh).
 // ALiBi and an fp16 bias are the initial accumulators of K Q^T, divided by the softmax scale, so no later instruction adds them
-// to each score. An fp32 bias is added after the product.
+// to each score. An fp32 bias is added after the product. Used by single_role.cuh and warp_specialized.cuh. N: column tiles of a
+// step, eight queries each.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -16,24 +17,24 @@ struct InitialScores {
     static_assert(!kRequiredFeatures || (Layout::kKeys == 4 && Layout::kRows == 2), "a lane has four adjacent keys of two queries");
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Sets them to ALiBi's terms. `row` and `key`: first of the warp.
+    // Sets them to ALiBi's terms, -slope / scale * |i + o - j| (score_mod.cuh). `row` and `key`: first of the warp.
     static __device__ __forceinline__ void alibi(Scores& s, const BwdParams& p, int head, int row, int key) {
         const ScoreOptions& o = p.score_options;
         const int batch = remat_block_batch();
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-        float slope;  // by a volatile load: it holds no register between the steps
-        asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(slope) : "l"(o.alibi_slopes + batch * o.alibi_batch_stride + head));
-        slope = __fdividef(-slope, p.problem.scale);
+        // By a volatile load: it holds no register between the steps.
+        const float slope = load_float_constant(o.alibi_slopes + batch * o.alibi_batch_stride + head);
+        const float neg_slope = __fdividef(-slope, p.problem.scale);  // in units of the product
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
         const float first = static_cast<float>(coord.query(0) + sequence.seqlen_k() - sequence.seqlen_q() - coord.key(0));
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int v = 0; v < Layout::kElements; v++)
-                tile_of(s, n)[v] = slope * fabsf(first + static_cast<float>(8 * n + coord.query_minus_key(v)));
+                tile_of(s, n)[v] = neg_slope * fabsf(first + static_cast<float>(8 * n + coord.query_minus_key(v)));
     }
 
-    // fp16 bias of a step, loaded one step ahead
+    // fp16 bias of a step, loaded one step ahead: of each column tile and query of the lane, four keys
     uint2 loaded[N][2];
 
     // Address of the bias of a query. Queries from query_end on do not exist, or see none of the keys.
@@ -42,12 +43,14 @@ struct InitialScores {
         const unsigned row = min(query, query_end - 1);
         return base + static_cast<unsigned long long>(row) * (static_cast<unsigned>(p.score_options.bias_row_stride) * bytes);
     }
+    // Address of the bias of query 0 and of four keys from `key` on; past the last key, of the last four. `bytes`: of an element.
     static __device__ __forceinline__ const char* bias_base(const BwdParams& p, int head, int key, int bytes) {
         const ScoreOptions& o = p.score_options;
         return reinterpret_cast<const char*>(o.bias) +
                (remat_block_batch() * o.bias_batch_stride + head * o.bias_head_stride + min(key, p.problem.seqlen_k - 1 & ~3)) *
                    bytes;
     }
+    // Loads the step's fp16 bias; an fp32 one counts as 0 here. `row`: of the step. Rows from row_end on see no key.
     __device__ __forceinline__ void load_bias(const BwdParams& p, int head, int row, int row_end, int key) {
         if (uses_fp32_bias(p.score_options)) {
 #pragma unroll
@@ -61,7 +64,7 @@ struct InitialScores {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const char* from = bias_at(p, base, coord.query(0) + 8 * n + Layout::row_slot(r), row_end, 2);
-                asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(loaded[n][r].x), "=r"(loaded[n][r].y) : "l"(from));
+                load_global2_constant(loaded[n][r], from);
             }
     }
     // Adds an fp32 bias after the product.
@@ -100,7 +103,7 @@ struct InitialScores {
 
 // Dropout mask of a tile: a lane's two queries and four keys.
 struct TileDropoutMask {
-    u32 kept[4];  // of each key: 0xffff for each of two queries
+    u32 kept[4];  // of each key, in a half of each query: 0xffff if the probability is kept, else 0
 
     // Draws the numbers. `row` and `key`: first of the tile.
     template <class Layout>
@@ -109,10 +112,10 @@ struct TileDropoutMask {
         const DropoutRule rule(p.score_options);
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
         const uint4 of = philox.numbers(coord.query(0), coord.key(0));
-        kept[0] = rule.kept_halves(__byte_perm(of.x, of.z, 0x5410));
-        kept[1] = rule.kept_halves(__byte_perm(of.y, of.w, 0x5410));
-        kept[2] = rule.kept_halves(__byte_perm(of.x, of.z, 0x7632));
-        kept[3] = rule.kept_halves(__byte_perm(of.y, of.w, 0x7632));
+        kept[0] = rule.kept_halves(lower_halves(philox_word(of, 0, 0), philox_word(of, 1, 0)));
+        kept[1] = rule.kept_halves(lower_halves(philox_word(of, 0, 1), philox_word(of, 1, 1)));
+        kept[2] = rule.kept_halves(upper_halves(philox_word(of, 0, 0), philox_word(of, 1, 0)));
+        kept[3] = rule.kept_halves(upper_halves(philox_word(of, 0, 1), philox_word(of, 1, 1)));
     }
 };
 

@@ -7,11 +7,13 @@
 // seqlen_q, hold -inf and 0, so that their P is exp(-inf) = 0.
 #pragma once
 
+#include "backward/scratch.cuh"
+
 namespace turing {
 
-// Layout of the statistics; argument of the shared kernels.
+// Layout of the statistics; argument of the kernels in backward/.
 struct RowStats {
-    // Sizes from `Scratch` in src/kernels/turing/mod.rs: the library allocates the buffer by them.
+    // Sizes from `Scratch` in src/kernels/turing/family.rs: the library allocates the buffer by them.
     static constexpr int kGroupRows = STATS_GROUP_ROWS;
     static constexpr int kGroupFloats = STATS_GROUP_FLOATS;
     static constexpr int kLseAt = 0, kDeltaAt = kGroupRows;  // offset in a group of -lse/scale, and of -delta
@@ -23,16 +25,7 @@ struct RowStats {
     static __device__ __forceinline__ constexpr int offset(int row) { return row / kGroupRows * kGroupFloats + row % kGroupRows; }
 };
 static_assert(RowStats::kGroupRows == 16 && RowStats::kGroupFloats == 32, "a warp loads a group");
-// The gradient of attention sinks, computed by the library, reads the statistics where preprocess writes them.
-constexpr __device__ bool library_reads_where_kernels_write() {
-    constexpr int neg_lse[] = {STATS_NEG_LSE_OFFSETS}, neg_delta[] = {STATS_NEG_DELTA_OFFSETS};
-    for (int row = 0; row < RowStats::kGroupRows; row++)
-        if (neg_lse[row] != RowStats::kLseAt + RowStats::offset(row) ||
-            neg_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))
-            return false;
-    return true;
-}
-static_assert(library_reads_where_kernels_write(), "Scratch in src/kernels/turing/mod.rs");
+static_assert(library_reads_where_kernels_write<RowStats>(), "Scratch in src/kernels/turing/family.rs");
 static_assert(RowStats::kRowRounding % RowStats::kGroupRows == 0, "sequences begin with a group");
 
 }  // namespace turing

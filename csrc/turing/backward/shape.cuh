@@ -61,24 +61,26 @@ __device__ __forceinline__ void load_own_keys(const BwdParams& p, u32 shared, in
 
 // QueryRange, but every step of a block needs the mask if some of its keys do not exist: their P must be 0.
 template <class S>
-struct Queries : QueryRange<S::kRows, S::kStep> {
-    __device__ __forceinline__ Queries(const Mask& mask, int first_key, bool all_rows = false)
+struct VisitedQueries : QueryRange<S::kRows, S::kStep> {
+    __device__ __forceinline__ VisitedQueries(const Mask& mask, int first_key, bool all_rows = false)
         : QueryRange<S::kRows, S::kStep>(mask, first_key, all_rows) {
         if (first_key + S::kRows > mask.seqlen_k) this->unmasked.first = 0x7fffffff, this->unmasked.span = 0;
     }
 };
 
-// Offsets of the rows of one head. Each step computes its addresses again from these few numbers (and shared addresses from the
-// thread index), because pointers would take more registers than there are. keep_in_register() and remat_*() are volatile:
-// otherwise the compiler would move what does not change out of the loop, and then spill it.
+// Where the rows of one query head lie, in the tensors and in scratch memory. Each step computes its addresses again from these few
+// numbers (and shared addresses from the thread index), because pointers would take more registers than there are.
+// keep_in_register() and remat_*() are volatile: otherwise the compiler would move what does not change out of the loop, and then
+// spill it.
 struct HeadRows {
-    int head, origin_;
+    int head;
+    int origin_;  // the sequence's first row in the tensors; 0 where origin() reads it again
     unsigned scratch;  // the sequence's first row in the scratch memory, over all heads
 
     __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSeqlenInfo& sequence, int head_)
         : head(head_), origin_(kVarlen && !kHasScoreFeatures ? keep_in_register(sequence.q_offset()) : 0),
           scratch(keep_in_register(static_cast<int>(rounded_row<RowStats>(p, sequence, remat_block_batch(), head_)))) {}
-    // First row in the tensors.
+    // The sequence's first row in the tensors.
     __device__ __forceinline__ int origin(const BwdParams& p) const {
         return kHasScoreFeatures ? BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch()).q_offset() : origin_;
     }

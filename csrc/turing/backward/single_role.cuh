@@ -1,7 +1,14 @@
 // Main kernel of the turing backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. A warp has dV and dK
 // of its own 32 keys, and computes both S^T and dP^T, with V in registers and K from shared memory. shape.cuh has the products,
-// dq_mode.cuh what becomes of dQ. Generic kernels have exactly one score feature (one_feature.cuh). Plain and
-// varlen kernels of headdim 64 with atomics use single_role_halves.cuh. Fused, dkdv and one-feature kernels would spill there.
+// dq_mode.cuh what becomes of dQ. Kernels with score features require exactly one (one_feature.cuh): registers leave no room for
+// generic ones. Plain and varlen kernels of headdim 64 with atomics use single_role_halves.cuh. Fused, dkdv and one-feature kernels
+// would spill there.
+//
+// A step, after the barrier at which its tiles of Q and dO and the previous step's dS are in shared memory:
+//   1. stores the next step's tiles; dQ of the previous step
+//   2. S^T, dP^T; loads of the tiles after the next begin
+//   3. P^T and dS^T, packed in registers; dS^T to shared memory too
+//   4. dV, dK
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -35,7 +42,7 @@ struct BackwardSingleRole {
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
         if (kVarlen && !kFused && first_key >= sequence.seqlen_k_allocated()) return;
-        const Queries<S> range(mask_of(p.problem, sequence), first_key, kFused);
+        const VisitedQueries<S> range(mask_of(p.problem, sequence), first_key, kFused);
 
         load_own_keys<S, Layout>(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
         OperandA v[2][S::kChunks];
@@ -52,7 +59,7 @@ struct BackwardSingleRole {
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
-            const int first = kFused ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
+            const int first = kFused ? 0 : VisitedQueries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
             const auto compute_dq = [&](int row, u32 slot, int pair) {  // of the rows from `row` on, from the dS in this slot
@@ -139,13 +146,13 @@ struct BackwardSingleRole {
                     const ScoreFunction function(p.problem, p.score_options);
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++) {
-                        const float2 lse = stats.lse_of(n, layout_lane), delta = stats.delta_of(n, layout_lane);
-                        // Returns P = 2^(score + lse); sets `slope` to the score function's derivative.
-                        const auto probability = [&](float s, float lse, float& slope) {
-                            if (!kHasScoreFunction) return exp2_approx(fmaf(s, p.problem.scale_log2, lse));
+                        const float2 neg_lse = stats.neg_lse_of(n, layout_lane), neg_delta = stats.neg_delta_of(n, layout_lane);
+                        // Returns P = 2^(score + neg_lse); sets `slope` to the score function's derivative.
+                        const auto probability = [&](float s, float neg_lse, float& slope) {
+                            if (!kHasScoreFunction) return exp2_approx(fmaf(s, p.problem.scale_log2, neg_lse));
                             const float state = function.state(s);
                             slope = ScoreFunction::derivative(state);
-                            const float x = exp2_approx(function.score(state, function.constant() + lse));
+                            const float x = exp2_approx(function.score(state, function.constant() + neg_lse));
                             return s == negative_infinity() ? 0.f : x;
                         };
                         TileDropoutMask kept;
@@ -158,8 +165,8 @@ struct BackwardSingleRole {
 #pragma unroll
                             for (int h = 0; h < 2; h++) {
                                 float x_slope = 1.f, y_slope = 1.f;
-                                const float x = probability(s[n][m][2 * h], lse.x, x_slope);
-                                const float y = probability(s[n][m][2 * h + 1], lse.y, y_slope);
+                                const float x = probability(s[n][m][2 * h], neg_lse.x, x_slope);
+                                const float y = probability(s[n][m][2 * h + 1], neg_lse.y, y_slope);
                                 probabilities[n][m][h] = pack_units(x, y);
                                 float &x_dp = dp[n][m][2 * h], &y_dp = dp[n][m][2 * h + 1];
                                 if (kHasDropout) {
@@ -168,8 +175,8 @@ struct BackwardSingleRole {
                                     x_dp = halves & 0xffff ? x_dp * p.score_options.dropout_scale : 0.f;
                                     y_dp = halves >> 16 ? y_dp * p.score_options.dropout_scale : 0.f;
                                 }
-                                ds[n][m][h] = to_half2(score_gradient(x, x_dp, delta.x) * x_slope,
-                                                       score_gradient(y, y_dp, delta.y) * y_slope);
+                                ds[n][m][h] = to_half2(score_gradient(x, x_dp, neg_delta.x) * x_slope,
+                                                       score_gradient(y, y_dp, neg_delta.y) * y_slope);
                                 if (kWithDq) store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[n][m][h]);
                             }
                     }

@@ -36,7 +36,7 @@ struct BackwardSingleRoleHalves {
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
         if (kVarlen && first_key >= sequence.seqlen_k_allocated()) return;
-        const Queries<S> range(mask_of(p.problem, sequence), first_key);
+        const VisitedQueries<S> range(mask_of(p.problem, sequence), first_key);
 
         load_own_keys<S, Layout>(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
         OperandA v[2][S::kChunks];
@@ -51,7 +51,7 @@ struct BackwardSingleRoleHalves {
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
-            const int first = Queries<S>::first(mask_of(p.problem, sequence));
+            const int first = VisitedQueries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
             // Adds dQ of the step at `row`, from the dS in shared memory.
@@ -127,16 +127,16 @@ struct BackwardSingleRoleHalves {
 #pragma unroll
                         for (int j = 0; j < kHalfTiles; j++) {
                             const int n = half * kHalfTiles + j;
-                            const float2 lse = stats.lse_of(n, Lane(lane)), delta = stats.delta_of(n, Lane(lane));
+                            const float2 neg_lse = stats.neg_lse_of(n, Lane(lane)), neg_delta = stats.neg_delta_of(n, Lane(lane));
 #pragma unroll
                             for (int m = 0; m < 2; m++)
 #pragma unroll
                                 for (int h = 0; h < 2; h++) {
-                                    const float x = exp2_approx(fmaf(s[n][m][2 * h], p.problem.scale_log2, lse.x));
-                                    const float y = exp2_approx(fmaf(s[n][m][2 * h + 1], p.problem.scale_log2, lse.y));
+                                    const float x = exp2_approx(fmaf(s[n][m][2 * h], p.problem.scale_log2, neg_lse.x));
+                                    const float y = exp2_approx(fmaf(s[n][m][2 * h + 1], p.problem.scale_log2, neg_lse.y));
                                     probabilities[j][m][h] = pack_units(x, y);
-                                    ds[j][m][h] = to_half2(score_gradient(x, dp[j][m][2 * h], delta.x),
-                                                           score_gradient(y, dp[j][m][2 * h + 1], delta.y));
+                                    ds[j][m][h] = to_half2(score_gradient(x, dp[j][m][2 * h], neg_delta.x),
+                                                           score_gradient(y, dp[j][m][2 * h + 1], neg_delta.y));
                                     store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[j][m][h]);
                                 }
                         }

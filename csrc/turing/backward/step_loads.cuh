@@ -19,7 +19,7 @@ struct StepStats {
         for (int i = 0; i < kGroups; i++) {
             const float* from =
                 p.row_stats + rows.scratch_offset(row, RowStats::kRowFloats) + i * RowStats::kGroupFloats + remat_thread() % 32;
-            asm volatile("ld.global.f32 %0, [%1];" : "=f"(x[i]) : "l"(from));
+            x[i] = load_float(from);
         }
     }
     // Converts them to the unit of P (kProbabilityUnit): the lse that the exponent takes, and delta for the product with such a
@@ -30,8 +30,8 @@ struct StepStats {
         for (int i = 0; i < kGroups; i++) x[i] = is_lse ? fmaf(x[i], scale_log2, shift) : x[i] * (1.f / kProbabilityUnit);
     }
     // Values of the lane's two queries in column tile n.
-    __device__ __forceinline__ float2 lse_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kLseAt); }
-    __device__ __forceinline__ float2 delta_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kDeltaAt); }
+    __device__ __forceinline__ float2 neg_lse_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kLseAt); }
+    __device__ __forceinline__ float2 neg_delta_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kDeltaAt); }
 
 private:
     __device__ __forceinline__ float2 of(int n, const Lane& lane, int at) const {

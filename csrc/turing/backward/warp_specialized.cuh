@@ -1,9 +1,16 @@
-// Main kernel of the turing backward pass for headdim above 64, and for generic kernels: 8 warps in two roles of four (warp
+// Main kernel of the turing backward pass for headdim above 64, and at 64 for generic kernels: 8 warps in two roles of four (warp
 // specialization). Warps 0 to 3 compute S^T, P and dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit one warp's
 // registers. A warp has its operands of K or of V in registers, except the last chunks where headdim is above 192. P goes to the
-// partner warp of the other role, lane by lane, through shared memory. All warps compute dQ, at different times
-// in staggered kernels (kStaggered). shape.cuh has the products,
-// dq_mode.cuh what becomes of dQ.
+// partner warp of the other role, lane by lane, through shared memory. All warps compute dQ, at different times in staggered
+// kernels (kStaggered). shape.cuh has the products, dq_mode.cuh what becomes of dQ.
+//
+// A step, after the barrier at which its tiles of Q and dO are in shared memory:
+//   first role                              second role
+//   1. S^T                                  1. dQ of the previous step (staggered; else both roles), then dP^T
+//   2. exponents(), P^T, drop()
+//   3. sends P^T; meets the partner         3. meets the partner; receives P^T; score_gradients(): dS^T, also to shared memory
+//   4. dV; dQ of the previous step          4. dK
+// With one slot of tiles, dQ of the step itself follows, with a second barrier.
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -11,7 +18,6 @@
 #include "backward/residual_signs.cuh"
 #include "backward/scratch.cuh"
 #include "backward/tiles.cuh"
-#include "turing/backward/dropout.cuh"
 #include "turing/backward/one_feature.cuh"
 #include "turing/backward/products.cuh"
 #include "turing/backward/shape.cuh"
@@ -25,8 +31,8 @@ struct BackwardWarpSpecialized {
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
     // Whether the roles compute dQ of the previous step at different times: the second one before dP, the first one after dV. So
     // tensor cores have products while a role computes P or dS, and the second one hardly waits for P. Else both compute dQ
-    // together: its code exists once, so that the loop of generic kernels fits the instruction cache, and the fused kernel does not
-    // spill.
+    // together: its code exists once, so that the loop of kernels with score features fits the instruction cache, and the fused
+    // kernel does not spill.
     static constexpr bool kStaggered = kWithDq && !kFused && !kHasScoreFeatures;
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1, kStaggered ? 2 : Slots>;
     // Number of pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. All of K
@@ -59,29 +65,27 @@ struct BackwardWarpSpecialized {
     using Bits = typename Blocks::template Bits<Layout, kKeys>;
     // Whether the accumulators of the scores start with ALiBi's term or an fp16 bias, instead of 0 (InitialScores,
     // one_feature.cuh): in the kernels that require one of these features.
-    static constexpr bool kInitial = kRequiredFeatures & (kFeatureAlibi | kFeatureBias);
+    static constexpr bool kInitial = kRequiresAlibi || kRequiresBias;
     static __device__ __forceinline__ bool has_bias_gradient(const BwdParams& p) { return kHasBias && p.dbias; }
 
     // Waits at the named barrier of two partners, until P is stored.
-    static __device__ __forceinline__ void wait_partner() {
-        asm volatile("bar.sync %0, 64;" ::"r"(1 + remat_thread() / 32 % kPartners) : "memory");
-    }
+    static __device__ __forceinline__ void wait_partner() { named_sync(1 + remat_thread() / 32 % kPartners, 64); }
     // Signals that P is stored. The first role need not wait: the block's barrier keeps P until the partner has read it. Other
     // kernels wait: there it gained less than 1%.
     static __device__ __forceinline__ void arrive_partner() {
         if (!kStaggered) return wait_partner();
-        asm volatile("bar.arrive %0, 64;" ::"r"(1 + remat_thread() / 32 % kPartners) : "memory");
+        named_arrive(1 + remat_thread() / 32 % kPartners, 64);
     }
     // Computed again where needed, so that they hold no register in the loop.
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
     static __device__ __forceinline__ int remat_warp_row() { return remat_thread() / 32 % kPartners * kKeys; }
     static __device__ __forceinline__ int remat_warp_key() { return remat_block_x() * S::kRows + remat_warp_row(); }
-    // Whether the step of this row needs no mask. Generic kernels are short of registers, so they compute the range again in
-    // each step.
-    static __device__ __forceinline__ bool contains(const Queries<S>& range, const BwdParams& p, int row) {
+    // Whether the step of this row needs no mask. Kernels with score features are short of registers, so they compute the range
+    // again in each step.
+    static __device__ __forceinline__ bool contains(const VisitedQueries<S>& range, const BwdParams& p, int row) {
         if (!kHasScoreFeatures) return range.unmasked.contains(row);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
-        return Queries<S>(mask_of(p.problem, sequence), remat_block_x() * S::kRows).unmasked.contains(row);
+        return VisitedQueries<S>(mask_of(p.problem, sequence), remat_block_x() * S::kRows).unmasked.contains(row);
     }
     // The slot of a step's dS. That of its tiles is the same, or 0.
     template <class Steps>
@@ -119,7 +123,7 @@ struct BackwardWarpSpecialized {
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
     // Turns K Q^T into the base-2 exponents of P * 2^kExponentShift, as pack_shifted takes it (backward/probabilities.cuh). They
-    // are scores in log2 units plus lse_of(), which is -lse + kExponentShift (StepStats::scale). The score function's
+    // are scores in log2 units plus neg_lse_of(), which is -lse + kExponentShift (StepStats::scale). The score function's
     // derivative goes to the partner at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end
     // on see no key.
     static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
@@ -131,7 +135,7 @@ struct BackwardWarpSpecialized {
             PackedScores derivatives;
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
-                const float2 lse = stats.lse_of(n, lane);
+                const float2 neg_lse = stats.neg_lse_of(n, lane);
 #pragma unroll
                 for (int m = 0; m < kKeyTiles; m++)
 #pragma unroll
@@ -139,8 +143,8 @@ struct BackwardWarpSpecialized {
                         float &x = s[n][m][2 * h], &y = s[n][m][2 * h + 1];
                         const float x_state = function.state(x), y_state = function.state(y);
                         derivatives[n][m][h] = to_half2(ScoreFunction::derivative(x_state), ScoreFunction::derivative(y_state));
-                        x = function.score(x_state, function.constant() + lse.x);
-                        y = function.score(y_state, function.constant() + lse.y);
+                        x = function.score(x_state, function.constant() + neg_lse.x);
+                        y = function.score(y_state, function.constant() + neg_lse.y);
                     }
             }
             send(slopes, derivatives);
@@ -149,10 +153,10 @@ struct BackwardWarpSpecialized {
             // unit of K Q^T.
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
-                const float2 lse = stats.lse_of(n, lane);
+                const float2 neg_lse = stats.neg_lse_of(n, lane);
 #pragma unroll
                 for (int v = 0; v < Layout::kElements; v++)
-                    tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? lse.y : lse.x);
+                    tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? neg_lse.y : neg_lse.x);
             }
         }
         if (!kInitial && uses_alibi(options)) {
@@ -175,10 +179,10 @@ struct BackwardWarpSpecialized {
         if (!kHasScoreFeatures || kInitial) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
-                const float2 lse = stats.lse_of(n, lane);
+                const float2 neg_lse = stats.neg_lse_of(n, lane);
 #pragma unroll
                 for (int v = 0; v < Layout::kElements; v++)
-                    tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? lse.y : lse.x);
+                    tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? neg_lse.y : neg_lse.x);
             }
         }
     }
@@ -243,15 +247,15 @@ struct BackwardWarpSpecialized {
         }
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++) {
-            const float2 delta = stats.delta_of(n, lane);
+            const float2 neg_delta = stats.neg_delta_of(n, lane);
 #pragma unroll
             for (int m = 0; m < kKeyTiles; m++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const float2 probability = to_float2(x[n][m][h]);
                     float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
-                    first = score_gradient(from_residual_sign(probability.x, has_residuals), first, delta.x);
-                    second = score_gradient(from_residual_sign(probability.y, has_residuals), second, delta.y);
+                    first = score_gradient(from_residual_sign(probability.x, has_residuals), first, neg_delta.x);
+                    second = score_gradient(from_residual_sign(probability.y, has_residuals), second, neg_delta.y);
                 }
         }
         if (has_bias_gradient(p)) {
@@ -320,7 +324,7 @@ struct BackwardWarpSpecialized {
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
         if (kVarlen && !kFused && first_key >= sequence.seqlen_k_allocated()) return;
-        const Queries<S> range(mask_of(p.problem, sequence), first_key, kFused);
+        const VisitedQueries<S> range(mask_of(p.problem, sequence), first_key, kFused);
 
         if (kWithDq || kSharedPairs > 0) load_own_keys<S, Layout>(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
         if (kSharedPairs > 0) load_values(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
@@ -351,7 +355,7 @@ struct BackwardWarpSpecialized {
                 if (!queries.exists()) continue;
                 first = queries.first();
             } else {
-                first = kFused ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
+                first = kFused ? 0 : VisitedQueries<S>::first(mask_of(p.problem, sequence));
                 if (first >= range.end) break;
             }
             const HeadRows rows(p, sequence, head);
@@ -448,7 +452,7 @@ struct BackwardWarpSpecialized {
                 PackedScores packed;
                 const u32 exchange = shared + S::kPartner + remat_warp_row() * S::kScoreRowBytes + remat_thread() % 32 * 16;
                 // Loads of the tile after the next are in flight from the middle of the step on, between parts that need many
-                // registers. In generic kernels the computation of P and dS is such a part, so the loads come after it. Past the
+                // registers. With score features the computation of P and dS is such a part, so the loads come after it. Past the
                 // last row nothing is loaded.
                 const auto load_next = [&](bool here) {
                     if (S::kSlots == 2 && here) load_step(row, 2);

@@ -97,7 +97,7 @@ struct DecodeLayout {
             const u32 x[4] = {v.x, v.y, v.z, v.w}, y[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const u32 a[2] = {__byte_perm(x[i], y[i], 0x5410), __byte_perm(x[i], y[i], 0x7632)};
+                const u32 a[2] = {lower_halves(x[i], y[i]), upper_halves(x[i], y[i])};
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++) mma(o.tile[mt][j][i], a, packed[mt]);
             }

@@ -1,15 +1,18 @@
-// int8 codes of the fast forward: where those of K lie with their scales, and how a row becomes codes.
+// int8 codes of the fast forward (src/ops/fast.rs, `volta_fa::fwd_fast`): where those of K lie with their scales, and how a row
+// becomes codes. A number is code * scale. Included by prepare.cuh, which makes the codes of K, and by queries.cuh.
 //
 // Keys are in blocks of 64. Keys 8i + 2t and 8i + 2t + 1 of a block share scale t of its four: the keys that a lane of quad t
 // has in every tile of 8 (turing/fast/mma.cuh). So a lane needs one scale for a block. A sequence's codes begin on a block.
 #pragma once
 
 #include "half.cuh"
+#include "ptx.cuh"
 #include "seqlen_info.cuh"
+#include "turing/fast/mma.cuh"
 
 namespace turing {
 
-constexpr int kScaleKeys = 64, kScales = 4;
+constexpr int kScaleKeys = 64, kScales = 4;  // keys of a block, and scales of it
 // Maximum number of evenly spaced keys in K's mean.
 constexpr int kMeanKeys = 128;
 // Smallest scale: the product of two is a normal number, so that a score of -inf stays -inf.
@@ -21,7 +24,7 @@ struct KeyCodes {
     signed char* codes;  // of key 0
     float* scales;  // of block 0
     float* mean;  // Headdim columns
-    float* v_max;  // of each block of prepared keys
+    float* v_max;  // largest finite |V| of each block of the prepare kernel
 
     __device__ __forceinline__ KeyCodes(const FastParams& p, const BlockSeqlenInfo& sequence, int head_k) {
         const int batch = p.lengths.first_batch + blockIdx.z;
@@ -36,25 +39,19 @@ struct KeyCodes {
     }
 };
 
-// Four fp16 or bf16 elements as floats.
-__device__ __forceinline__ void to_floats(float (&x)[4], const uint2& packed, bool is_bf16) {
-    const float2 a = is_bf16 ? bf16x2_to_float2(packed.x) : to_float2(packed.x);
-    const float2 b = is_bf16 ? bf16x2_to_float2(packed.y) : to_float2(packed.y);
-    x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
-}
-
-// Four codes in a word: x * factor, at most 127 in magnitude, rounded to nearest even.
+// Four codes in a word: x * factor, at most 127 in magnitude, rounded to nearest even. Added to kSumZero (mma.cuh), the integer is
+// in the lowest bits of the float.
 __device__ __forceinline__ u32 to_codes(const float (&x)[4], float factor) {
     u32 bits[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) bits[i] = __float_as_uint(fmaf(x[i], factor, kSumZero));
-    return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+    return lower_halves(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040));
 }
 // The factor and the scale of codes whose largest magnitude is `largest`.
 __device__ __forceinline__ float code_factor(float largest) { return 127.f / fmaxf(largest, 1e-30f); }
 __device__ __forceinline__ float code_scale(float largest) { return fmaxf(largest * (1.f / 127.f), kSmallestScale); }
 
-// One stage of a Hadamard transform: sum and difference.
+// One stage of a Hadamard transform, which spreads outliers over all columns of Q and of K: sum and difference.
 __device__ __forceinline__ void butterfly(float& a, float& b) {
     const float sum = a + b;
     b = a - b;
@@ -70,8 +67,7 @@ __device__ __forceinline__ float butterfly_lanes(float x, int lane_bit) {
 __device__ __forceinline__ int v_exponent(const float* v_max, int keys, int block_keys, ElementType element) {
     float largest = 0.f;
     for (int i = threadIdx.x & 31; i * block_keys < keys; i += 32) largest = fmaxf(largest, v_max[i]);
-#pragma unroll
-    for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
+    largest = warp_max(largest);
     // Factors are at most 2^14 for fp16 and 2^126 for bf16: their inverses are normal numbers.
     const int least = element == ElementType::Bf16 ? -126 : -14;
     return largest == 0.f ? 0 : max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, least);

@@ -16,6 +16,10 @@
 // has a warp of each half, overlaps P V of one with exponentials of the other. At barrier j the first half has finished step j, the
 // second step j - 1 and the scores of step j. So all parts of the span of step j + 1 are stored, and no warp reads the slot of step
 // j - 1 any more.
+//
+// Words: a span is Span keys, and a step computes one. A unit is what 1 in an integer product is worth as a score, log2 units: q's
+// scale times k's. A reference is what is subtracted from a row's scores before exp2. A piece is a chunk of 16 bytes that a thread
+// moves. state.cuh has what a step needs beside operands and sums.
 #pragma once
 
 #include "conditional.cuh"
@@ -25,10 +29,11 @@
 #include "tile.cuh"
 #include "turing/fast/mma.cuh"
 #include "turing/fast/queries.cuh"
+#include "turing/fast/state.cuh"
 
 namespace turing {
 
-// Whether the kernel has code for a boolean mask.
+// Whether the kernel has code for a boolean mask: in rows of this kernel that is what Feature::Bias means.
 constexpr bool kHasMask = kHasBias;
 
 // The kernel. A warp has 16 * RowTiles rows. TilesAtOnce: tiles of 8 keys whose scores are in registers together.
@@ -44,9 +49,8 @@ struct FastForward {
     static constexpr int kSlots = 4, kAhead = 2;
     static constexpr u32 kRingBytes = kSlots * kSlotBytes;
     // After the ring: the state of rows. Kernels without kSharedState leave it unused.
-    static constexpr u32 kRowBytes = 2 * kChunkBytes;  // of the rows of a quad
     // Then the block's sources, and V's exponent.
-    static constexpr u32 kOffsetExponent = kRingBytes + kThreads / 4 * kRowBytes + 2 * kChunkBytes;
+    static constexpr u32 kOffsetExponent = kRingBytes + kThreads / 4 * kQuadBytes + 2 * kChunkBytes;
     // And whether units may be coarse: the same for all warps, but a byte for each, so that it needs no barrier.
     static constexpr u32 kOffsetCoarse = kOffsetExponent + 4;
     static_assert(4 + Warps <= kChunkBytes, "flags and exponent share a chunk");
@@ -66,7 +70,6 @@ struct FastForward {
     static constexpr float kTemperedFrom = 8388608.f;
     // What is added to a row's largest score when it becomes the reference.
     static constexpr float kReferenceLog2 = kPackingLog2 - kOneLog2;
-    static constexpr float kNoReference = -3e38f;
 
     using Block = ForwardBlock<kBlockRows, true>;
     using Codes = u32[kRows][kCodeChunks];
@@ -76,6 +79,7 @@ struct FastForward {
     // At headdim 64 registers suffice for the state of rows and the sources beside operands and sums. At headdim 128 with 32 rows a
     // part is in shared memory.
     static constexpr bool kFewRegisters = Headdim > 64, kSharedState = Headdim == 128 && RowTiles == 2;
+    using State = typename Conditional<kSharedState, SharedState<kRows, kThreads>, RegisterState<kRows>>::Type;
 
     __device__ __forceinline__ static int remat_warp_row(const FastParams& p) {
         return Block::remat_row(p.problem) + remat_thread_index() / 32 * kWarpRows;
@@ -337,7 +341,7 @@ struct FastForward {
                     if (__any_sync(~0u, largest_of(span_sum) > kLargestSum)) return true;
 #pragma unroll
                     for (int r = 0; r < kRows; r++) sum[r] += span_sum[r];
-                    if (is_late) barrier();
+                    if (is_late) block_barrier();
                     const int ahead = min(key + kAhead * kSpan, last_key);
                     const u32 to = slot_after(slot, ring);
                     const u32 v_fragment = slot + offsets.v_fragment();
@@ -385,7 +389,7 @@ struct FastForward {
                     }
                     store_piece(data, state, offsets, kPieces - 1, to);
                     slot = slot + kSlotBytes < ring + kRingBytes ? slot + kSlotBytes : ring;
-                    if (!is_late) barrier();
+                    if (!is_late) block_barrier();
                 }
                 return false;
             };
@@ -393,7 +397,7 @@ struct FastForward {
             const auto skip = [&](int end) {
 #pragma unroll 1
                 for (; key < end; key += kSpan) {
-                    if (is_late) barrier();
+                    if (is_late) block_barrier();
                     uint4 data[kPieces];
 #pragma unroll
                     for (int piece = 0; piece < kPieces; piece++)
@@ -403,7 +407,7 @@ struct FastForward {
                     for (int piece = 0; piece < kPieces; piece++)
                         store_piece(data[piece], state, offsets, piece, slot_after(slot, ring));
                     slot = slot + kSlotBytes < ring + kRingBytes ? slot + kSlotBytes : ring;
-                    if (!is_late) barrier();
+                    if (!is_late) block_barrier();
                 }
             };
             // The references move before the first span too.
@@ -420,24 +424,6 @@ struct FastForward {
     using OperandP = u32[2];
     // A lane's sum of a row in a span, 2^13 when packed: then a row's is at most 2^15, and so is each probability.
     static constexpr float kLargestSum = 1.92592994e-34f * 8192.f;
-
-    // Where the block's keys and values are, the last row of V, and V's factor.
-    struct Sources {
-        const signed char* codes;
-        const float* scales;
-        const unsigned short* v;
-        int v_last;
-        u32 v_factor;
-    };
-    __device__ __forceinline__ static void store_pointer(u32 address, const void* p) {
-        const unsigned long long x = reinterpret_cast<unsigned long long>(p);
-        store_shared2(address, x, x >> 32);
-    }
-    template <class T>
-    __device__ __forceinline__ static const T* load_pointer(u32 address) {
-        const uint2 x = load_shared2(address);
-        return reinterpret_cast<const T*>(static_cast<unsigned long long>(x.y) << 32 | x.x);
-    }
 
     // Offsets in a slot: of the first chunks that a thread stores, and of the first matrices that a lane loads. With kFewRegisters
     // two of them share a register.
@@ -469,95 +455,6 @@ struct FastForward {
     };
     __device__ __forceinline__ static int thread_index() { return kFewRegisters ? remat_thread_index() : threadIdx.x; }
 
-    // Sources in registers, or in shared memory: 32 bytes of the block.
-    struct RegisterSources {
-        Sources of_block;
-
-        __device__ __forceinline__ explicit RegisterSources(u32) {}
-        __device__ __forceinline__ void store_sources(const Sources& x) { of_block = x; }
-        __device__ __forceinline__ const signed char* codes() const { return of_block.codes; }
-        __device__ __forceinline__ const float* scales() const { return of_block.scales; }
-        __device__ __forceinline__ const unsigned short* v() const { return of_block.v; }
-        __device__ __forceinline__ int v_last() const { return of_block.v_last; }
-        __device__ __forceinline__ u32 v_factor() const { return of_block.v_factor; }
-    };
-    struct SharedSources {
-        u32 block_address;
-
-        __device__ __forceinline__ explicit SharedSources(u32 base) : block_address(base + kThreads / 4 * kRowBytes) {}
-        __device__ __forceinline__ void store_sources(const Sources& x) {
-            if (threadIdx.x > 0) return;
-            store_pointer(block_address, x.codes);
-            store_pointer(block_address + 8, x.scales);
-            store_pointer(block_address + 16, x.v);
-            store_shared2(block_address + 24, x.v_last, x.v_factor);
-        }
-        __device__ __forceinline__ const signed char* codes() const { return load_pointer<signed char>(block_address); }
-        __device__ __forceinline__ const float* scales() const { return load_pointer<float>(block_address + 8); }
-        __device__ __forceinline__ const unsigned short* v() const { return load_pointer<unsigned short>(block_address + 16); }
-        __device__ __forceinline__ int v_last() const { return load_shared1(block_address + 24); }
-        __device__ __forceinline__ u32 v_factor() const { return load_shared1(block_address + 28); }
-    };
-    // What scores are multiplied by and what is subtracted from them, for each of the lane's rows: in registers, or in shared
-    // memory, 32 bytes for the four lanes of a quad, which share rows.
-    struct RegisterRows {
-        float scale[kRows], reference[kRows];
-
-        __device__ __forceinline__ explicit RegisterRows(u32) {
-#pragma unroll
-            for (int r = 0; r < kRows; r++) reference[r] = kNoReference;
-        }
-        // Appends a scale: after kRows calls the first is that of row 0.
-        __device__ __forceinline__ void push_scale(float x, int) {
-#pragma unroll
-            for (int r = 0; r + 1 < kRows; r++) scale[r] = scale[r + 1];
-            scale[kRows - 1] = x;
-        }
-        __device__ __forceinline__ void load_scales(float (&x)[kRows]) const {
-#pragma unroll
-            for (int r = 0; r < kRows; r++) x[r] = scale[r];
-        }
-        __device__ __forceinline__ void load_references(float (&x)[kRows]) const {
-#pragma unroll
-            for (int r = 0; r < kRows; r++) x[r] = reference[r];
-        }
-        __device__ __forceinline__ void store_references(const float (&x)[kRows]) {
-#pragma unroll
-            for (int r = 0; r < kRows; r++) reference[r] = x[r];
-        }
-    };
-    struct SharedRows {
-        u32 address;
-
-        __device__ __forceinline__ explicit SharedRows(u32 base) : address(base + threadIdx.x / 4 * kRowBytes) {
-            float x[kRows];
-#pragma unroll
-            for (int r = 0; r < kRows; r++) x[r] = kNoReference;
-            store_references(x);
-        }
-        __device__ __forceinline__ static bool is_first_of_quad() { return (remat_thread_index() & 3) == 0; }
-        // The quad reads it after a __syncwarp() or a barrier.
-        __device__ __forceinline__ void push_scale(float x, int r) {
-            if (is_first_of_quad()) store_shared1(address + 4 * r, __float_as_uint(x));
-        }
-        __device__ __forceinline__ void load_scales(float (&x)[kRows]) const { load_rows(x, address); }
-        __device__ __forceinline__ void load_references(float (&x)[kRows]) const { load_rows(x, address + kChunkBytes); }
-        // The whole warp calls it.
-        __device__ __forceinline__ void store_references(const float (&x)[kRows]) {
-            __syncwarp();  // the quad has read the old ones
-            if (is_first_of_quad()) store_rows(address + kChunkBytes, x);
-            __syncwarp();
-        }
-    };
-    // What a step needs beside operands and sums.
-    struct RegisterState : RegisterSources, RegisterRows {
-        __device__ __forceinline__ explicit RegisterState(u32 base) : RegisterSources(base), RegisterRows(base) {}
-    };
-    struct SharedState : SharedSources, SharedRows {
-        __device__ __forceinline__ explicit SharedState(u32 base) : SharedSources(base), SharedRows(base) {}
-    };
-    using State = typename Conditional<kSharedState, SharedState, RegisterState>::Type;
-
     // Loads and stores one of the chunks that a thread moves in each span: first of K's codes, then of V.
     template <class From>
     __device__ __forceinline__ static void load_piece(uint4& data, const FastParams& p, const From& from, int piece, int key) {
@@ -575,7 +472,8 @@ struct FastForward {
     __device__ __forceinline__ static void store_piece(uint4& data, const From& from, const Offsets& offsets, int piece, u32 slot) {
         if (piece < kCodePieces) return store_shared(slot + offsets.k_store() + piece * (kThreads * kChunkBytes), data);
         const u32 factor = from.v_factor();
-        scale(data.x, factor), scale(data.y, factor), scale(data.z, factor), scale(data.w, factor);
+        data.x = half2_mul(data.x, factor), data.y = half2_mul(data.y, factor);
+        data.z = half2_mul(data.z, factor), data.w = half2_mul(data.w, factor);
         store_shared(slot + offsets.v_store() + (piece - kCodePieces) * (kRowsV * kPitch), data);
     }
     template <class From>
@@ -586,20 +484,6 @@ struct FastForward {
     // A mean of V is no larger than V, but its rounding may be: fp16's largest number would become infinite.
     __device__ __forceinline__ static float below_overflow(float x) {
         return fabsf(x) < 66000.f ? fminf(fmaxf(x, -65504.f), 65504.f) : x;
-    }
-    // One float for each of the lane's rows.
-    __device__ __forceinline__ static void store_rows(u32 address, const float (&x)[kRows]) {
-#pragma unroll
-        for (int r = 0; r < kRows; r += 2) store_shared2(address + 4 * r, __float_as_uint(x[r]), __float_as_uint(x[r + 1]));
-    }
-    __device__ __forceinline__ static void load_rows(float (&x)[kRows], u32 address) {
-        if (kRows == 4) {
-            const uint4 four = load_shared(address);
-            x[0] = as_float(four.x), x[1] = as_float(four.y), x[2] = as_float(four.z), x[3] = as_float(four.w);
-        } else {
-            const uint2 pair = load_shared2(address);
-            x[0] = as_float(pair.x), x[1] = as_float(pair.y);
-        }
     }
     __device__ __forceinline__ static void clear(float (&sum)[kRows], Output& o) {
 #pragma unroll
@@ -616,9 +500,6 @@ struct FastForward {
         const u32 to = slot + kAhead * kSlotBytes;
         return to < ring + kRingBytes ? to : to - kRingBytes;
     }
-    // One barrier for the warps of a block, which may be in the code of different steps: so not __syncthreads().
-    __device__ __forceinline__ static void barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
-    __device__ __forceinline__ static void scale(u32& x, u32 factor) { asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(factor)); }
 
     // Loads the warp's queries as codes, one row of a lane at a time: unrolled code costs more time in the instruction cache than
     // the moves of codes to their registers.
@@ -724,7 +605,7 @@ struct FastForward {
                     x[v] = IsBf16 ? o[0][j][v] * a * b : o[0][j][v] * a;
                     if (MayOverflow) x[v] = below_overflow(x[v]);
                 }
-                *reinterpret_cast<u32*>(to + j * kChunk) = IsBf16 ? to_bf16x2(x[0], x[1]) : to_half2(x[0], x[1]);
+                *reinterpret_cast<u32*>(to + j * kChunk) = pack2(x[0], x[1], IsBf16);
             }
     }
 

@@ -1,17 +1,22 @@
 // Prepares K and V for the fast forward kernel, a block of BLOCK_ROWS keys of one KV head at a time.
 //
-// Phase 0: K less its mean, as int8 codes; the largest finite |V|; a bit for each element of a boolean mask. Phase 1, for bf16
-// only: V as fp16, finite values below 1. Phase 2 packs the mask only, for calls with prepared K and V. To smooth K, every block
-// takes the mean of the sequence itself, from a sample, so that one launch suffices. Smoothing needs no exact mean: any vector
-// that is subtracted from all keys leaves the softmax as it is.
+// Computes K less its mean, as int8 codes (codes.cuh), the largest finite |V|, and a bit for each element of a boolean mask. A
+// second launch scales bf16 V to fp16, finite values below 1 (PreparePhase). To smooth K, every block takes the mean of the
+// sequence itself, from a sample, so that one launch suffices. Smoothing needs no exact mean: any vector that is subtracted from
+// all keys leaves the softmax as it is.
 #pragma once
-
-#include "turing/fast/mma.cuh"
 
 #include "tile.cuh"
 #include "turing/fast/codes.cuh"
 
 namespace turing {
+
+// FastParams::phase of a launch of this kernel.
+enum PreparePhase : int {
+    kPrepareKeys,  // K's codes, the largest |V|, and the mask
+    kScaleValues,  // V as fp16, for bf16 only
+    kPackMask,  // the mask alone, for calls with prepared K and V
+};
 
 template <int Headdim, int BlockKeys, int Threads>
 struct FastPrepare {
@@ -23,14 +28,6 @@ struct FastPrepare {
 
     using Row = float[kChunk];
 
-    __device__ __forceinline__ static void unpack(Row& x, const uint4& packed, bool is_bf16) {
-        const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 pair = is_bf16 ? bf16x2_to_float2(words[i]) : to_float2(words[i]);
-            x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-        }
-    }
     __device__ __forceinline__ static bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
 
     // Sets `mean` of the thread's 8 columns. Elements that are not finite count as 0. All threads of the block call it together.
@@ -43,7 +40,7 @@ struct FastPrepare {
         for (int i = threadIdx.x / kChunks; i < samples; i += kSamplesAtOnce) {
             const long long key = static_cast<long long>(i) * keys / samples;
             Row x;
-            unpack(x, has_chunk ? load_global(k + key * p.k.row_stride + chunk * kChunk) : zero_chunk(), is_bf16);
+            unpack8(x, has_chunk ? load_global(k + key * p.k.row_stride + chunk * kChunk) : zero_chunk(), is_bf16);
 #pragma unroll
             for (int j = 0; j < kChunk; j++) mean[j] = fmaf(is_finite(x[j]) ? x[j] : 0.f, 1.f / kMeanKeys, mean[j]);
         }
@@ -89,9 +86,11 @@ struct FastPrepare {
                 const int key = key_of(load);
                 data[load] = has_chunk && key < keys ? load_global(k + key * p.k.row_stride + chunk * kChunk) : zero_chunk();
             }
+            // `poison` is 0, or NaN if an element is not finite: 0 * x sums to one of them. Added to the scale, it makes the scores
+            // of these keys NaN. (The maximum would drop a NaN.)
             float largest = 0.f, poison = 0.f;
             const auto row = [&](Row& x, int load) {
-                unpack(x, data[load], is_bf16);
+                unpack8(x, data[load], is_bf16);
                 const bool exists = key_of(load) < keys;
 #pragma unroll
                 for (int i = 0; i < kChunk; i++) x[i] = exists ? x[i] - mean[i] : 0.f;
@@ -132,13 +131,12 @@ struct FastPrepare {
         if (chunk * kChunk < p.problem.headdim_v)
             for (int key = blockIdx.x * BlockKeys + threadIdx.x / kChunks; key < end; key += kSamplesAtOnce) {
                 Row x;
-                unpack(x, load_global(v + key * p.v.row_stride + chunk * kChunk), is_bf16);
+                unpack8(x, load_global(v + key * p.v.row_stride + chunk * kChunk), is_bf16);
 #pragma unroll
                 for (int i = 0; i < kChunk; i++)
                     if (is_finite(x[i])) largest = fmaxf(largest, fabsf(x[i]));
             }
-#pragma unroll
-        for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
+        largest = warp_max(largest);
         __syncthreads();  // the mean has been read
         if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
         __syncthreads();
@@ -158,7 +156,7 @@ struct FastPrepare {
         const int end = min(keys, static_cast<int>(blockIdx.x + 1) * BlockKeys);
         for (int key = blockIdx.x * BlockKeys + threadIdx.x / kChunks; key < end; key += kSamplesAtOnce) {
             Row x;
-            unpack(x, load_global(v + key * p.v.row_stride), true);
+            unpack8(x, load_global(v + key * p.v.row_stride), true);
             u32 words[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) words[i] = to_half2(times_power(x[2 * i], exponent), times_power(x[2 * i + 1], exponent));
@@ -194,15 +192,15 @@ struct FastPrepare {
     }
 
     __device__ __forceinline__ static void run(const FastParams& p) {
-        if (p.phase != 1 && p.mask_bits) pack_mask(p);
-        if (p.phase == 2) return;
+        if (p.phase != kScaleValues && p.mask_bits) pack_mask(p);
+        if (p.phase == kPackMask) return;
         extern __shared__ __align__(16) unsigned char shared_bytes[];
         float* shared = reinterpret_cast<float*>(shared_bytes);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
         const int keys = sequence.seqlen_k(), head = blockIdx.y, chunk = threadIdx.x % kChunks;
         if (static_cast<int>(blockIdx.x) * BlockKeys >= keys) return;
         const KeyCodes<Headdim> to(p, sequence, head);
-        if (p.phase == 1) return scale_v(p, to, sequence.k_offset(), keys, chunk);
+        if (p.phase == kScaleValues) return scale_v(p, to, sequence.k_offset(), keys, chunk);
         const bool is_bf16 = p.element == ElementType::Bf16, has_chunk = chunk * kChunk < p.problem.headdim;
         const unsigned short* k = rows_of(p.k, blockIdx.z, head, sequence.k_offset());
         Row mean = {};

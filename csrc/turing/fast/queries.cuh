@@ -1,4 +1,4 @@
-// Queries of the fast forward: int8 codes in registers, quantized by the warp that uses them.
+// Queries of the fast forward: int8 codes in registers, quantized by the warp that uses them (forward.cuh).
 #pragma once
 
 #include "turing/fast/codes.cuh"
@@ -27,10 +27,12 @@ struct QueryRow {
     // same units.
     __device__ __forceinline__ float quantize(u32 (&codes)[kCount], float& mean_score, const FastParams& p,
                                               const float* mean) const {
+        // `poison` is 0, or NaN if an element is not finite: added to the scale, it makes the row's scores NaN. `product`: of the
+        // row and K's mean.
         float x[kCount][4], poison = 0.f, product = 0.f;
 #pragma unroll
         for (int c = 0; c < kCount; c++) {
-            to_floats(x[c], data[c], p.element == ElementType::Bf16);
+            unpack4(x[c], data[c], p.element == ElementType::Bf16);
             const float4 of_keys = *reinterpret_cast<const float4*>(mean + column(c));
             const float means[4] = {of_keys.x, of_keys.y, of_keys.z, of_keys.w};
 #pragma unroll

@@ -251,7 +251,7 @@ struct ForwardColumnGroups {
             return Mask(problem, lengths.x, lengths.y);
         };
         // Page of the step of K that is loaded next, and of V: K is a step ahead of V.
-        using Pages = typename PageIteratorIf<kPaged, kStep, 1, false>::Type;
+        using Pages = PageIteratorIfPaged<kStep, 1, false>;
         Pages pages(p.cache, block.batch, sequence.k_offset(), key, key_end), pages_v = pages;
         const auto stream = [&](u32 offset, const Operand& paged, const Pages& at, unsigned stride, int columns, int key) {
             const uint2 matrix = load_shared2(base + kOffsetMatrices + offset);
@@ -386,8 +386,7 @@ struct ForwardColumnGroups {
                 s.apply_mask(mask_here, row, key);
                 // Without a branch, and without a register for the limit.
                 SoftmaxRow& state = softmax.row[0][0];
-                float m = s.lane_maximum(0, 0);
-                for (int lane_mask : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
+                const float m = row_max<Layout>(s.lane_maximum(0, 0));
                 moved = fmaf(m, scale, -state.row_max) > kRescaleThreshold;
                 const float factor = state.template update_row_max<RescaledRows::kAll>(moved ? m : negative_infinity(), scale, 0.f);
 #pragma unroll

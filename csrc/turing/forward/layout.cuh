@@ -1,4 +1,5 @@
-// Lane layout of the turing forward kernel: which lane holds which score, operand and output element.
+// Lane layout of the turing forward kernels: which lane holds which score, operand and output element; loads of Q, and the
+// epilogue.
 #pragma once
 
 #include "forward/output.cuh"
@@ -18,7 +19,7 @@ struct ForwardLayout {
     static constexpr bool kEitherOrder = true;
     static constexpr bool kFourKeys = kHasScoreFeatures;
     // With dropout alone, a lane's two keys in a tile are those whose random numbers share a word (philox.cuh).
-    static constexpr bool kEverySecondKey = kRequiredFeatures & kFeatureDropout;
+    static constexpr bool kEverySecondKey = kRequiresDropout;
     // Two rows, each with two keys. Rows of Q may be permuted too: with dropout a lane has two rows that share random numbers
     // (philox.cuh).
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) {

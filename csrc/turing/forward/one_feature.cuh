@@ -2,7 +2,8 @@
 // score function, needs nothing here: pipelined.cuh.)
 //
 // ALiBi and bias are the initial accumulators of Q K^T, in units of the products, so nothing comes between product and softmax.
-// Dropout masks packed probabilities.
+// Dropout masks packed probabilities; generic kernels use that too. pipelined.cuh calls all of it. A step is 16 keys: tile `half`
+// of it, 0 or 1, has a lane's first or second two of four keys.
 #pragma once
 
 #include "turing/forward/layout.cuh"
@@ -12,8 +13,8 @@ namespace turing {
 // ALiBi as initial accumulators.
 template <int RowTiles>
 struct InitialAlibi {
-    // -slope / scale; query position minus key, of the lane's first row and the first key of a tile at key 0
-    float slope, distance;
+    float slope;  // -slope / scale
+    float distance;  // query position minus key, of the lane's first row and the first key of a tile at key 0
 
     // `row`: first of the warp.
     __device__ __forceinline__ void start(const FwdParams& p, const Mask& mask, int row) {
@@ -105,7 +106,8 @@ private:
 // Dropout mask of a step. One Philox call has the eight probabilities of a lane in one row tile.
 template <int RowTiles>
 struct StepDropoutMask {
-    u32 verdicts[RowTiles][2][2];  // [row tile][row][tile of keys]: 0xffff for each of two numbers that is not below the threshold
+    // [row tile][row][tile of keys]: 0xffff in each half whose random number is not below the threshold (DropoutRule)
+    u32 not_below[RowTiles][2][2];
 
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
         return DropoutBits<ForwardLayout, RowTiles>::numbers_of(p);
@@ -120,25 +122,25 @@ struct StepDropoutMask {
         for (int mt = 0; mt < RowTiles; mt++) {
             const uint4 of = numbers(row + ForwardLayout::kTileQueries * mt + ForwardLayout::first_query(lane),
                                      key + ForwardLayout::first_key(lane));
-            const u32 words[2][2] = {{of.x, of.y}, {of.z, of.w}};
+            const u32 words[2][2] = {{philox_word(of, 0, 0), philox_word(of, 0, 1)},
+                                     {philox_word(of, 1, 0), philox_word(of, 1, 1)}};
 #pragma unroll
             for (int r = 0; r < 2; r++)
 #pragma unroll
                 for (int half = 0; half < 2; half++)
-                    verdicts[mt][r][half] = rule.not_below(ForwardLayout::kEverySecondKey
-                                                               ? words[r][half]
-                                                               : __byte_perm(words[r][0], words[r][1], half ? 0x7632 : 0x5410));
-            if (Sequential) asm("" : "+r"(row), "+r"(verdicts[mt][1][1]));
+                    not_below[mt][r][half] =
+                        rule.not_below(ForwardLayout::kEverySecondKey ? words[r][half] : halves(words[r][0], words[r][1], half));
+            if (Sequential) asm("" : "+r"(row), "+r"(not_below[mt][1][1]));
         }
     }
     // A mask that keeps all, for problems without dropout.
     __device__ __forceinline__ void keep_all(const FwdParams& p) {
 #pragma unroll
-        for (int i = 0; i < 4 * RowTiles; i++) verdicts[i / 4][i / 2 % 2][i % 2] = ~p.score_options.dropout_inverted;
+        for (int i = 0; i < 4 * RowTiles; i++) not_below[i / 4][i / 2 % 2][i % 2] = ~p.score_options.dropout_inverted;
     }
     // Returns the packed probabilities of tile `half`, with dropped ones set to 0.
     __device__ __forceinline__ u32 apply(const FwdParams& p, u32 probabilities, int mt, int r, int half) const {
-        return probabilities & (verdicts[mt][r][half] ^ p.score_options.dropout_inverted);
+        return probabilities & (not_below[mt][r][half] ^ p.score_options.dropout_inverted);
     }
 };
 

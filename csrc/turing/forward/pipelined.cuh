@@ -10,6 +10,10 @@
 // meet, so every second step has a barrier. With four slots and kAhead = 2 every step has one.
 //
 // Most steps need no mask. They have a loop of their own, because the test alone costs 3 to 6%.
+//
+// The struct has, in this order: sizes; choices that keep all kernels within 255 registers; helpers; run(), whose lambdas are load
+// and store (copies between global memory, registers and ring), begin (initial accumulators of a tile), tile (one tile of the
+// pipeline), step (two of them), and the loops over steps.
 #pragma once
 
 #include "forward/block.cuh"
@@ -51,12 +55,12 @@ struct ForwardPipelined {
     static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
     static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
     static constexpr u32 kRingBytes = Slots * kSlotBytes;
-    static constexpr bool kInitialAlibi = kRequiredFeatures & kFeatureAlibi;
-    static constexpr bool kInitialBias = kRequiredFeatures & kFeatureBias;
+    static constexpr bool kInitialAlibi = kRequiresAlibi;
+    static constexpr bool kInitialBias = kRequiresBias;
     // A score function alone waits until probabilities are computed, beside the next products: row maxima follow the products,
     // which rise as the scores do. The softmax takes states as scores; row maxima are corrected at the end.
-    static constexpr bool kOnlyFunction = kRequiredFeatures & ScoreFunction::kFeature;
-    static constexpr bool kCarriedDropout = kRequiredFeatures & kFeatureDropout;
+    static constexpr bool kOnlyFunction = kRequiresScoreFunction;
+    static constexpr bool kCarriedDropout = kRequiresDropout;
     // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then
     // the keys before it in descending order, then the keys after it in descending order.
     static constexpr bool kBackwards = kInitialAlibi;
@@ -68,7 +72,7 @@ struct ForwardPipelined {
 
     using StreamK = RowStream<ForwardLayout, kChunks, kStep, kThreads>;
     using StreamV = RowStream<ForwardLayout, kChunksV, kStep, kThreads>;
-    // A thread positions one chunk of K and one of V in each pass: the first in the middle of a step, the second at its end.
+    // A thread moves one chunk of K and one of V in each pass: the first in the middle of a step, the second at its end.
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
     static_assert(kPasses <= 2, "a step has two halves");
     static_assert(!kPaged || (kChunks == kChunksV && StreamV::kAllTakePart && !kBackwards),
@@ -112,7 +116,7 @@ struct ForwardPipelined {
     static constexpr bool kBlockLoop = Grid::kBlockLoop;  // see BlockMaskGrid
     // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts the load right after the store,
     // and both before the products of a tile. There the warp waits, because the load writes the registers that the store reads.
-    // In tiles they come after the branch for row maxima, which ptxas positions no store across: with one pass the first tile loads
+    // In tiles they come after the branch for row maxima, which ptxas moves no store across: with one pass the first tile loads
     // or stores, and the second one does the other; with two passes each tile stores one and loads the next. Loops over listed
     // blocks do both at products of the tiles (copy_positions). The choice is by simulated times.
     enum class CopyPlacement { kBetweenTiles, kLoadFirst, kStoreFirst, kBothPasses, kAtProducts };
@@ -141,7 +145,7 @@ struct ForwardPipelined {
         int store_k, store_v, load_k, load_v;
     };
     static constexpr int kEnd = 4 * kMostGroups, kNever = -1;
-    // `second`: of a step's two tiles. Where a thread positions one chunk of K and of V in a step, both tiles share the work.
+    // `second`: of a step's two tiles. Where a thread moves one chunk of K and of V in a step, both tiles share the work.
     __device__ __forceinline__ static constexpr CopyPositions copy_positions(bool may_mask, bool second) {
         if (kPasses == 2) return {kEnd / 4 + 1, kEnd / 2 + 1, kEnd, kEnd};
         if (may_mask) return second ? CopyPositions{kNever, 0, kNever, kEnd / 2} : CopyPositions{0, kNever, 0, kNever};
@@ -184,7 +188,7 @@ struct ForwardPipelined {
         constexpr u32 kExponent = 104;  // that of fp16's subnormals, times kPackedOne
         const u32 a = max(__float_as_uint(lo), kExponent << 23) * 8 + (0x8000 - (kExponent << 26));
         const u32 b = max(__float_as_uint(hi), kExponent << 23) * 8 + (0x8000 - (kExponent << 26));
-        return __byte_perm(a, b, 0x7632);
+        return upper_halves(a, b);
     }
 
     // Softmax of one tile, whose probabilities may turn out to be too large.
@@ -228,7 +232,7 @@ struct ForwardPipelined {
     static constexpr float kLargestSum = 128.f;  // 2^kRescaleThreshold
     static_assert(kRescaleThreshold == 7.f, "kLargestSum is 2^kRescaleThreshold");
 
-    // CopyPositions row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
+    // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
                                                           const StepDropoutMask<RowTiles>& dropout, int half) {
@@ -238,8 +242,7 @@ struct ForwardPipelined {
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++) {
-                float m = s.lane_maximum(mt, r);
-                for (int lane_mask : ForwardLayout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
+                float m = row_max<ForwardLayout>(s.lane_maximum(mt, r));
                 if (kOnlyFunction) m = function_of(p).state(m);
                 rescale(mt, r, softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(m, scale, 0.f));
                 p_last[mt][r] = tile_softmax.template probabilities<true>(p, s, softmax, scale, mt, r);
@@ -258,7 +261,7 @@ struct ForwardPipelined {
                 exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold;
         return __any_sync(~0u, exceeds);
     }
-    // CopyPositions row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed already, so
+    // Moves row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed already, so
     // they are rescaled.
     __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                                      Probabilities& p_last) {
@@ -272,7 +275,7 @@ struct ForwardPipelined {
         }
         s.template update_row_max<RescaledRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
             rescale(mt, r, factor);
-            multiply_halves(p_last[mt][r], factor);
+            p_last[mt][r] = half2_mul(p_last[mt][r], to_half2(factor, factor));
         });
     }
 
@@ -338,8 +341,7 @@ struct ForwardPipelined {
                 thread_v,
                 kPaged ? head_base(p.cache.v, 0, block.head_k) : rows_of(p.v, block.batch, block.head_k, sequence.k_offset()),
                 problem.headdim_v);
-            typename PageIteratorIf<kPaged, kStep, 1, kPagesInBranch>::Type pages(p.cache, block.batch, sequence.k_offset(), key,
-                                                                                  key_end);
+            PageIteratorIfPaged<kStep, 1, kPagesInBranch> pages(p.cache, block.batch, sequence.k_offset(), key, key_end);
             const int head_k = kPaged ? keep_in_register(block.head_k) : 0;
             uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K past the matrix are never loaded and stay zero
             const u32 k_store = keep_in_register(ring + StreamK::offset(thread));
@@ -635,7 +637,7 @@ struct ForwardPipelined {
                     key = keys.first();
                     slot = keys.template number_modulo<Slots>() * kSlotBytes;
                 }
-                if (!kBarrierEverySecondStep || slot % (2 * kSlotBytes) == 0) barrier();
+                if (!kBarrierEverySecondStep || slot % (2 * kSlotBytes) == 0) block_barrier();
                 const u32 next = slot_after(slot, 1);
                 const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                 const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
@@ -756,8 +758,6 @@ struct ForwardPipelined {
     }
 
 private:
-    // One barrier for the warps of a block, which may be in the code of different steps: so not __syncthreads().
-    __device__ __forceinline__ static void barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
     // Returns x * y - z. Where z is kept over many products, the compiler would keep -z in another register.
     __device__ __forceinline__ static float multiply_subtract(float x, float y, float z) {
         float result;
@@ -767,9 +767,6 @@ private:
             : "=f"(result)
             : "f"(x), "f"(y), "f"(z));
         return result;
-    }
-    __device__ __forceinline__ static void multiply_halves(u32& x, float factor) {
-        asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(to_half2(factor, factor)));
     }
 };
 

@@ -1,6 +1,6 @@
 // Gradient of a bias without broadcast dimensions: each element belongs to one score, so it is stored once, as fp16. (A
 // broadcast bias sums its gradient by fp32 atomics: add_bias_gradient in backward/modifiers.cuh.) Used by the volta main
-// kernels.
+// kernels and by stored.cuh.
 #pragma once
 
 #include "volta/backward/fragments.cuh"
@@ -30,8 +30,7 @@ __device__ __forceinline__ void store_bias_gradient(const PackedTile& ds, const 
         if (query + r >= sequence.seqlen_q()) break;
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            if (key + 2 * i < sequence.seqlen_k())
-                *reinterpret_cast<u32*>(to + 2 * i) = __byte_perm(first[i], second[i], r ? 0x7632 : 0x5410);
+            if (key + 2 * i < sequence.seqlen_k()) *reinterpret_cast<u32*>(to + 2 * i) = halves(first[i], second[i], r);
     }
 }
 

@@ -54,17 +54,17 @@ struct BackwardDq {
         if (kGroupWarps == 1)
             __syncwarp();
         else
-            asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(32 * kGroupWarps) : "memory");
+            named_sync(1 + group, 32 * kGroupWarps);
     }
 
-    // Generic kernels: computes dS of a step from S and dP, and stores it. `row` and `key`: first of the warp. lse and delta
-    // hold -lse/scale and -delta of the lane's rows.
+    // Generic kernels: computes dS of a step from S and dP, and stores it. `row` and `key`: first of the warp. neg_lse (-lse/scale)
+    // and neg_delta are those of the lane's rows.
     using WarpScores = Accumulator[kScoreQueryTiles][kScoreKeyTiles];
     using Bits = typename Blocks::template Bits<Layout, 16 * kScoreQueryTiles>;
     using LaneRows = float[kScoreQueryTiles][Layout::kRows];
     static __device__ __forceinline__ void generic_score_gradients(WarpScores& s, WarpScores& dp, const BwdParams& p, int row,
-                                                                   int key, const LaneRows& lse, const LaneRows& delta, bool masked,
-                                                                   const Bits& bits, u32 packed) {
+                                                                   int key, const LaneRows& neg_lse, const LaneRows& neg_delta,
+                                                                   bool masked, const Bits& bits, u32 packed) {
         const ScoreOptions& options = p.score_options;
         const Lane lane(remat_thread_index() & 31);
 #pragma unroll 1
@@ -81,7 +81,7 @@ struct BackwardDq {
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     float slope;
-                    x[v] = function_score(x[v], of_row(lse, v), p, function, slope);
+                    x[v] = function_score(x[v], of_row(neg_lse, v), p, function, slope);
                     dx[v] *= slope;
                 }
             } else {
@@ -95,7 +95,7 @@ struct BackwardDq {
                 const u32 bits = draw_kept_rows(philox_of(p, remat_block_y()), DropoutRule(options), coord);
 #pragma unroll
                 for (int v = 0; v < 8; v++)
-                    dx[v] = dropped_gradient(dx[v], of_row(delta, v), !is_kept<Layout>(bits, v), options.dropout_scale);
+                    dx[v] = dropped_gradient(dx[v], of_row(neg_delta, v), !is_kept<Layout>(bits, v), options.dropout_scale);
             }
 #pragma unroll
             for (int v = 0; v < 8; v++) dx[v] *= exp2_approx(x[v]);
@@ -137,7 +137,7 @@ struct BackwardDq {
         const u32 tile_address = shared + S::kStepS + StepTiles<S>::offset();
 
         // Statistics of the lane's rows, two in each tile of 16. Rows past the arrays are like rows past seqlen_q.
-        LaneRows lse, delta;  // -lse/scale, -delta
+        LaneRows neg_lse, neg_delta;  // -lse/scale, -delta
 #pragma unroll
         for (int m = 0; m < kScoreQueryTiles; m++)
 #pragma unroll
@@ -146,8 +146,8 @@ struct BackwardDq {
                 const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
                 const float* stats = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
                 const bool exists = row < rounded_rows<RowStats>(p, sequence);
-                lse[m][r] = exists ? stats[RowStats::kLseAt] : negative_infinity();
-                delta[m][r] = exists ? stats[RowStats::kDeltaAt] : 0.f;
+                neg_lse[m][r] = exists ? stats[RowStats::kLseAt] : negative_infinity();
+                neg_delta[m][r] = exists ? stats[RowStats::kDeltaAt] : 0.f;
             }
 
         Gradient<kQueryTiles, kBlocks> dq;
@@ -168,8 +168,8 @@ struct BackwardDq {
                 for (int n = 0; n < kScoreKeyTiles; n++)
 #pragma unroll
                     for (int v = 0; v < 8; v++) {
-                        s[m][n][v] = lse[m][Layout::row_of(v)];
-                        dp[m][n][v] = delta[m][Layout::row_of(v)];
+                        s[m][n][v] = neg_lse[m][Layout::row_of(v)];
+                        dp[m][n][v] = neg_delta[m][Layout::row_of(v)];
                     }
 #pragma unroll kScoreUnroll
             for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
@@ -184,7 +184,7 @@ struct BackwardDq {
             const bool masked = !range.unmasked.contains(key);
             if (kHasScoreFeatures) {
                 if (kScoresInV) __syncthreads();  // V is no longer needed
-                generic_score_gradients(s, dp, p, first_row + score_row, key + score_key, lse, delta, masked, bits, packed);
+                generic_score_gradients(s, dp, p, first_row + score_row, key + score_key, neg_lse, neg_delta, masked, bits, packed);
             } else {
                 if (masked) apply_mask<Layout>(s, p, lane, first_row + score_row, key + score_key);
                 if (bits.any())

@@ -48,7 +48,7 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int key_slot(int v) { return key(0, v); }
 
     static constexpr bool kKeyRows = true;
-    static constexpr int kRows = 4, kKeys = 2, kKeyStride = 2;
+    static constexpr int kRows = 4, kKeys = 2, kKeyStride = 2, kKeyPartnerMask = 1, kQueryPartnerMask = 2;
     __device__ __forceinline__ static constexpr int row_of(int v) { return query_slot(v); }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return r; }
     __device__ __forceinline__ static constexpr int element(int r, int j) { return r % 2 + 4 * (r / 2) + 2 * j; }

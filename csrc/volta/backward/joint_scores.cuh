@@ -1,14 +1,13 @@
 // Score modifiers of the single-role main kernel (single_role.cuh): one warp has both S^T and dP^T of its keys. Computes P^T,
 // which goes to shared memory, and dS^T, with a score function, ALiBi, bias or dropout. Only for kernels of one feature.
 //
-// As in backward/modifiers.cuh a rolled loop over tiles works on the registers of the first tile. Results take registers that
-// the loop no longer needs: dS those of dP's tiles.
+// As in backward/modifiers.cuh a rolled loop over tiles works on the registers of the first tile, x of S^T and dx of dP^T. Results
+// take registers that the loop no longer needs: dS those of dP's tiles.
 #pragma once
 
 #include "backward/modifiers.cuh"
 #include "volta/backward/bias_gradient.cuh"
 #include "volta/backward/key_block.cuh"
-#include "volta/backward/dropout.cuh"
 
 namespace volta {
 
@@ -39,23 +38,23 @@ struct JointScores {
     static __device__ __forceinline__ void run(Scores& s, Scores& dp, const BwdParams& p, int head, int row, int row_end,
                                                const float* stats, bool masked, u32 packed, int keys_left, int distance) {
         const ScoreOptions& options = p.score_options;
-        float slope = 0.f;
-        if (uses_alibi(options)) slope = load_slope(options, head);
+        float neg_slope = 0.f;
+        if (uses_alibi(options)) neg_slope = load_neg_slope(options, head);
 #pragma unroll 1
         for (int tile = 0; tile < 4; tile++) {
             const int m = tile / 2, n = tile % 2;
             Accumulator &x = s[0][0], &dx = dp[0][0];
             if (uses_score_function(options)) {
-                float lse[KeysLayout::kRows];
-                load_rows(lse, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
+                float neg_lse[KeysLayout::kRows];  // first -lse/scale, then the addend of the exponent
+                load_rows(neg_lse, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
                 const ScoreFunction function = ScoreFunction::rematerialized(p.problem, options);
 #pragma unroll
                 for (int r = 0; r < KeysLayout::kRows; r++)
-                    lse[r] = fmaf(lse[r], p.problem.scale_log2, function.constant() + kExponentShift);
+                    neg_lse[r] = fmaf(neg_lse[r], p.problem.scale_log2, function.constant() + kExponentShift);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     const float state = function.state(x[v]);
-                    x[v] = function.score(state, lse[KeysLayout::row_of(v)]);
+                    x[v] = function.score(state, neg_lse[KeysLayout::row_of(v)]);
                     dx[v] *= ScoreFunction::derivative(state);
                 }
             } else {
@@ -65,7 +64,8 @@ struct JointScores {
             if (uses_alibi(options)) {
                 const float first = static_cast<float>(distance + row + 16 * (n - m));
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] = fmaf(slope, fabsf(first + static_cast<float>(Coord::query_minus_key(v))), x[v]);
+                for (int v = 0; v < 8; v++)
+                    x[v] = Alibi::of(-neg_slope, x[v], first + static_cast<float>(Coord::query_minus_key(v)));
             }
             if (uses_bias(options)) {
                 if (uses_fp32_bias(options))
@@ -80,13 +80,13 @@ struct JointScores {
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v]);
             PackedTile probabilities = pack_probability_tile(x);
             if (uses_dropout(options)) {
-                const DroppedKeys dropped(philox_of(p, head), DropoutRule(options), remat_coord(p, row, m, n));
-                float delta[KeysLayout::kRows];
-                load_rows(delta, stats + RowStats::kDeltaAt + 16 * n * RowStats::kRowFloats);
+                const DroppedKeys<KeysLayout> dropped(philox_of(p, head), DropoutRule(options), remat_coord(p, row, m, n));
+                float neg_delta[KeysLayout::kRows];
+                load_rows(neg_delta, stats + RowStats::kDeltaAt + 16 * n * RowStats::kRowFloats);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     const bool is_dropped = dropped.signs(packed_word(v)) & (v % 2 ? 0x80000000 : 0x8000);
-                    dx[v] = fmaf(dx[v], is_dropped ? 0.f : options.dropout_scale, delta[KeysLayout::row_of(v)]);
+                    dx[v] = fmaf(dx[v], is_dropped ? 0.f : options.dropout_scale, neg_delta[KeysLayout::row_of(v)]);
                 }
 #pragma unroll
                 for (int i = 0; i < 4; i++) probabilities.x[i] &= ~sign_masks(dropped.signs(i));
@@ -121,7 +121,7 @@ private:
         }
     }
     // Minus the ALiBi slope, in log2 units.
-    static __device__ __forceinline__ float load_slope(const ScoreOptions& o, int head) {
+    static __device__ __forceinline__ float load_neg_slope(const ScoreOptions& o, int head) {
         return Alibi::load_slope(o, remat_block_batch(), head) * -kLog2e;
     }
     // As add_bias of backward/modifiers.cuh, but with one branch on the dtype around all of it, and four registers fewer for
@@ -168,13 +168,6 @@ private:
     static __device__ __forceinline__ void store(u32 address, int m, int n, const PackedTile& tile, int keys_left) {
         store_shared2_if(keys_left > 16 * m, packed_first(address, m, n), tile.x[0], tile.x[1]);
         store_shared2_if(keys_left > 16 * m + 2, packed_second(address, m, n), tile.x[2], tile.x[3]);
-    }
-    static __device__ __forceinline__ void store_shared2_if(bool exists, u32 address, u32 x, u32 y) {
-        asm volatile(
-            "{.reg .pred exists;\n"
-            "setp.ne.s32 exists, %3, 0;\n"
-            "@exists st.shared.v2.u32 [%0], {%1, %2};}" ::"r"(address),
-            "r"(x), "r"(y), "r"(static_cast<int>(exists)));
     }
 };
 

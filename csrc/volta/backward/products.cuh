@@ -1,5 +1,6 @@
 // Products of the volta backward kernels whose results stay in registers: scores (S^T, dP^T), and gradients of the block's own
-// rows (dK and dV, or dQ in the dq kernel).
+// rows (dK and dV, or dQ in the dq kernel). A Shape S (shape.cuh) has the sizes. m counts tiles of 16 own rows, n of 16 step rows,
+// j blocks of 32 columns.
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -125,8 +126,7 @@ __device__ __forceinline__ void for_each_pair(const Gradient<M, J>& c, float fac
 template <class S, int BlockStep, int M, int J>
 __device__ __forceinline__ void to_shared(const Gradient<M, J>& c, float factor, u32 tile, int first_row, int block) {
     for_each_pair<BlockStep>(c, factor, first_row, block, [&](int row, int column, float x, float y) {
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + swizzled<S::kChunks>(row, column / kChunk) + column % kChunk * 2),
-                     "r"(to_half2(x, y)));
+        store_shared1(tile + swizzled<S::kChunks>(row, column / kChunk) + column % kChunk * 2, to_half2(x, y));
     });
 }
 

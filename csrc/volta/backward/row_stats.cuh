@@ -8,11 +8,13 @@
 // see no key, and the padding past seqlen_q, hold -inf and 0, so that their P is exp(-inf) = 0.
 #pragma once
 
+#include "backward/scratch.cuh"
+
 namespace volta {
 
-// Layout of the statistics; argument of the shared kernels.
+// Layout of the statistics; argument of the kernels in backward/.
 struct RowStats {
-    // Sizes from `Scratch` in src/kernels/volta/mod.rs: the library allocates the buffer by them.
+    // Sizes from `Scratch` in src/kernels/volta/family.rs: the library allocates the buffer by them.
     static constexpr int kGroupRows = STATS_GROUP_ROWS;  // queries of a group
     static constexpr int kGroupFloats = STATS_GROUP_FLOATS;  // two statistics of each, each stored twice
     static constexpr int kLseAt = 0, kDeltaAt = kGroupFloats / 2;  // offset in a group of -lse/scale, and of -delta
@@ -30,16 +32,7 @@ struct RowStats {
 static_assert(RowStats::kDeltaAt - RowStats::kLseAt == RowStats::kGroupRows * RowStats::kCopies &&
                   RowStats::kGroupFloats == 2 * (RowStats::kDeltaAt - RowStats::kLseAt),
               "a group is its -lse/scale, then its -delta");
-// The gradient of attention sinks, computed by the library, reads the statistics where preprocess writes them.
-constexpr __device__ bool library_reads_where_kernels_write() {
-    constexpr int neg_lse[] = {STATS_NEG_LSE_OFFSETS}, neg_delta[] = {STATS_NEG_DELTA_OFFSETS};
-    for (int row = 0; row < RowStats::kGroupRows; row++)
-        if (neg_lse[row] != RowStats::kLseAt + RowStats::offset(row) ||
-            neg_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))
-            return false;
-    return true;
-}
-static_assert(library_reads_where_kernels_write(), "Scratch in src/kernels/volta/mod.rs");
+static_assert(library_reads_where_kernels_write<RowStats>(), "Scratch in src/kernels/volta/family.rs");
 static_assert(RowStats::kRowRounding % RowStats::kGroupRows == 0, "sequences begin with a group");
 
 }  // namespace volta

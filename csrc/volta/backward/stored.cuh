@@ -7,13 +7,12 @@
 
 namespace volta {
 
+// Members: backward/store_scores.cuh and backward/stored_gradients.cuh say what each is.
 struct StoredFamily {
     using RowStats = volta::RowStats;
 
     // ---- scores -----------------------------------------------------------------------------------
-    struct Layout : KeysLayout {
-        static constexpr int kKeyPartnerMask = 1, kQueryPartnerMask = 2;
-    };
+    using Layout = KeysLayout;
     // Floats for each query of the tile before the lane's first. A lane's four queries are a group (row_stats.cuh).
     static constexpr int kLaneStatistics = RowStats::kRowFloats;
     static __device__ __forceinline__ void load_statistics(Accumulator& x, const float* stats) {

@@ -6,6 +6,13 @@
 // With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of its gradient. With 64 keys (headdim
 // above 128, and small grids) two warps share 32 keys. Of the scores each has half the queries (or half the keys, in steps of
 // 16 queries), of the gradient every second block of 32 columns.
+//
+// A step, whose tiles of Q and dO are in shared memory:
+//   first role                              second role
+//   1. S^T, P^T to shared memory            1. dP^T
+//   2. barrier: P^T is written              2. the same; dS^T = P^T * dP^T to shared memory
+//   3. loads of the next tiles begin; dV    3. the same; dK
+//   4. block barrier; stores the next tiles; dQ; block barrier
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -20,7 +27,6 @@
 #include "volta/backward/bias_gradient.cuh"
 #include "volta/backward/key_block.cuh"
 #include "volta/backward/dq_product.cuh"
-#include "volta/backward/dropout.cuh"
 #include "volta/backward/products.cuh"
 
 namespace volta {
@@ -61,15 +67,13 @@ struct BackwardWarpSpecialized {
     // write P need not wait for those that read it. But bar.arrive gains less than 3% in simulation, and compute-sanitizer's
     // racecheck does not know it: it would report races after each.
     enum Barrier { kProbabilitiesReady = 1, kRoleReady = kProbabilitiesReady + 4 };
-    static __device__ __forceinline__ void barrier_wait(int barrier, int threads) {
-        asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-    }
 
     // The first role passes on two tiles: P for its product, and another one where the second role stores dS, a copy of P with
     // residual signs (backward/residual_signs.cuh).
     //
-    // Generic kernels: what the first role makes of S, and the second of dP. With dropout, signs of the second tile mark dropped
-    // probabilities instead. With a score function (never both), it is the function's derivative, at least 0, with P's signs.
+    // Kernels with score features: what the first role makes of S, and the second of dP. With dropout, signs of the second tile
+    // mark dropped probabilities instead. With a score function (never both), it is the function's derivative, at least 0, with P's
+    // signs.
     using WarpScores = Accumulator[kScoreKeyTiles][kScoreQueryTiles];
     using Bits = typename Blocks::template Bits<KeysLayout, 16 * kScoreKeyTiles>;
     static constexpr int kWarpScoreTiles = kScoreKeyTiles * kScoreQueryTiles;
@@ -106,7 +110,7 @@ struct BackwardWarpSpecialized {
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kExponentShift);
             PackedTile with_signs, probabilities = pack_probability_tile(x, with_signs);
             if (uses_dropout(options)) {
-                const DroppedKeys dropped(philox_of(p, head), DropoutRule(options), coord);
+                const DroppedKeys<KeysLayout> dropped(philox_of(p, head), DropoutRule(options), coord);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     with_signs.x[i] = probabilities.x[i] | dropped.signs(i);
@@ -275,9 +279,9 @@ struct BackwardWarpSpecialized {
                                 store_packed(packed + S::kScoreTile, m, n, with_signs, keys_left);
                             }
                     }
-                    barrier_wait(kProbabilitiesReady + key_group, 64 * kGroupWarps);
+                    named_sync(kProbabilitiesReady + key_group, 64 * kGroupWarps);
                 } else if (kHasScoreFeatures) {
-                    barrier_wait(kProbabilitiesReady + key_group, 64 * kGroupWarps);
+                    named_sync(kProbabilitiesReady + key_group, 64 * kGroupWarps);
                     generic_score_gradients(s, p, head, first_key + score_key0, row + score_query0,
                                             stats + row * RowStats::kRowFloats, packed, keys_left);
                 } else {
@@ -287,7 +291,7 @@ struct BackwardWarpSpecialized {
                         for (int n = 0; n < kScoreQueryTiles; n++)
 #pragma unroll
                             for (int v = 0; v < 8; v++) s[m][n][v] *= 1.f / kProbabilityUnit;
-                    barrier_wait(kProbabilitiesReady + key_group, 64 * kGroupWarps);
+                    named_sync(kProbabilitiesReady + key_group, 64 * kGroupWarps);
 #pragma unroll
                     for (int m = 0; m < kScoreKeyTiles; m++)
 #pragma unroll
@@ -301,7 +305,7 @@ struct BackwardWarpSpecialized {
                 if (kGroupWarps == 1)
                     __syncwarp();
                 else
-                    barrier_wait(kRoleReady + 2 * role + key_group, 64);
+                    named_sync(kRoleReady + 2 * role + key_group, 64);
 
                 // Loads of the next tile are in flight from here on. Past the last row nothing is loaded.
                 if constexpr (Blocks::kListed) {

@@ -10,6 +10,9 @@
 //      A shuffle adds the halves; shared memory collects the partial sums of the four warps.
 //   2. Softmax. Each thread sums a few scores of one row, applies mask and softmax, and stores probabilities.
 //   3. Output. All warps multiply the probabilities by their columns of the values.
+//
+// Names: g is an operand (16 columns of Q and K), i a pair of row tiles, mt a row tile of the output, j 64 columns of values, e a
+// lane's element of an accumulator.
 #pragma once
 
 #include "decode/block.cuh"
@@ -76,7 +79,7 @@ class MlaMainloop {
 
     __device__ __forceinline__ static int kept_thread() {
         int thread = threadIdx.x;
-        decode::keep_in_register(thread);
+        make_opaque(thread);
         return thread;
     }
     // The lane's and warp's coordinates. Recomputed for each work tile: values derived from it would hold registers everywhere.
@@ -158,22 +161,13 @@ class MlaMainloop {
             }
             if (exists) {
 #pragma unroll
-                for (int i = 0; i < kTileLoads; i++)
-                    decode::load_columns<0, 4>(1, words_ + 4 * i, from_ + i * kTokenThreads * kChunk);
-                decode::load_columns<0, kLastWords>(1, words_ + 4 * kTileLoads,
-                                                    from_ + HEADDIM_V + chunk() * (kLastColumns - kChunk));
+                for (int i = 0; i < kTileLoads; i++) load_columns<0, 4>(1, words_ + 4 * i, from_ + i * kTokenThreads * kChunk);
+                load_columns<0, kLastWords>(1, words_ + 4 * kTileLoads, from_ + HEADDIM_V + chunk() * (kLastColumns - kChunk));
             }
             if constexpr (decode::kTokenScales) {
                 const bool has_scale = exists && chunk() == 0;
-                const float* scale = scale_of_page(p.scales.k, pages_.number(), pages_.row + token(), 0);
-                asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
-                             : "=&f"(token_scale_)
-                             : "l"(scale), "r"(static_cast<int>(has_scale)));
+                token_scale_ = load_float_or_0(has_scale, scale_of_page(p.scales.k, pages_.number(), pages_.row + token(), 0));
             }
-        }
-        __device__ __forceinline__ static void prefetch(bool exists, const decode::CacheUnit* sector) {
-            asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p prefetch.global.L2 [%0];}" ::"l"(sector),
-                         "r"(static_cast<int>(exists)));
         }
         // Prefetches the step at token `next`, the one after that being loaded, into L2. It may touch rows of a page that hold
         // no token. (ptxas would remove a load whose result is unused, even a volatile one.)
@@ -191,7 +185,7 @@ class MlaMainloop {
                 exists = has_page(p.cache, page) && next < end;
             }
 #pragma unroll
-            for (int i = 0; i < kSectors; i += kTokenThreads) prefetch(exists && i + chunk() < kSectors, from + i * kSector);
+            for (int i = 0; i < kSectors; i += kTokenThreads) prefetch_l2_if(exists && i + chunk() < kSectors, from + i * kSector);
         }
         __device__ __forceinline__ void advance(const DecodeParams& p, const decode::WorkTile& s) {
             from_ += kTokens * p.cache.k.row_stride;
@@ -281,7 +275,7 @@ public:
             int values = lane.quad * kPitch + 2 * (kWarpColumns * lane.column_warp + 8 * lane.value_chunk(lane.half));
             const int score_row = lane.first_row + 8 * lane.qn + (lane.t & 1) + 4 * lane.half;
             int score_at = (lane.column_warp * BLOCK_ROWS + score_row) * kTokens + ((8 * lane.qm + (lane.t & 2)) ^ (4 * lane.qn));
-            decode::keep_in_register(keys[0]), decode::keep_in_register(keys[1]), decode::keep_in_register(values);
+            make_opaque(keys[0]), make_opaque(keys[1]), make_opaque(values);
             const auto latents = [&](int at) {
                 return *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(shared.latents) + at);
             };
@@ -339,8 +333,7 @@ public:
                 }
 #pragma unroll
                 for (int i = 0; i < kThreadScores; i++) {
-                    // e4m3: NaN arrives as infinity.
-                    if constexpr (decode::kFormat == CacheFormat::E4m3) x[i] = fmaf(x[i], 0.f, x[i]);
+                    if constexpr (decode::CacheElement::kNanIsInfinity) x[i] = fmaf(x[i], 0.f, x[i]);
                     if constexpr (decode::kQuantized) x[i] *= scale[i];
                 }
 #pragma unroll
@@ -437,8 +430,7 @@ public:
 
 private:
     __device__ __forceinline__ static void finish_values(const WarpCoord& lane, const float* factors, Output& o) {
-        // e4m3: NaN arrives as infinity.
-        if constexpr (decode::kFormat == CacheFormat::E4m3) {
+        if constexpr (decode::CacheElement::kNanIsInfinity) {
 #pragma unroll
             for (auto& x : o)
 #pragma unroll

@@ -22,10 +22,8 @@ class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     float distance_;  // j - r - o of the lane's first key in the next tile
 
     __device__ __forceinline__ float slope_of(const FwdParams& p) const {
-        const ScoreOptions& o = p.score_options;
         const int head = grid_.remat_head(p.problem), batch = grid_.remat_batch(p.problem);
-        return __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) *
-               (AfterFunction ? kLog2e : __fdividef(1.f, p.problem.scale));
+        return Alibi::load_slope(p.score_options, batch, head) * (AfterFunction ? kLog2e : __fdividef(1.f, p.problem.scale));
     }
     __device__ __forceinline__ static int offset(const Mask& mask) { return mask.seqlen_k - mask.seqlen_q; }
 

@@ -93,10 +93,7 @@ public:
                 for (int r = 0; r < ForwardLayout::kRows; r++) {
                     const int rows = min(16 * mt + ForwardLayout::row_slot(r), address.rows_left);
                     const unsigned short* at = rows_after(from, rows, row_stride);
-                    // Not .nc: this form stays before the next barrier.
-                    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
-                                 : "=r"(loaded_[mt][nt][r].x), "=r"(loaded_[mt][nt][r].y)
-                                 : "l"(at));
+                    loaded_[mt][nt][r] = load_global2(at);  // not by the read-only path: this form stays before the next barrier
                 }
         }
     }

@@ -1,4 +1,5 @@
-// Dropout, alone or with a bias, in volta forward kernels of one or two features (score_feature.cuh, philox.cuh).
+// Dropout, alone or with a bias, in volta forward kernels of one or two features (score_feature.cuh). philox.cuh has the numbers,
+// and a table of what rounds 0 and 1 share: of_head, of_column, of_row, of_both and K are its names.
 #pragma once
 
 #include "volta/forward/feature_bias.cuh"
@@ -23,12 +24,12 @@ class DropoutFeature {
     // What all calls of a lane share, as it lies in the lane's scratch (PhiloxTerms has the terms).
     struct KeptTerms {
         u32 key[2];
-        u32 z_without_column, x_without_both;  // offset ^ key[1] of round 0; of_head.low ^ K[0] of round 1
-        u32 row_high[2], row_low[2];  // of each row tile: of_row.high ^ K[1], of_row.low
+        u32 offset_and_key, head_and_key;  // offset ^ key[1] of round 0; of_head.low ^ K[0] of round 1
+        u32 row_and_key[2], row_low[2];  // of each row tile: of_row.high ^ K[1], of_row.low
 
         __device__ __forceinline__ void store(const LaneScratch& memory) const {
-            memory.store(0, make_uint4(key[0], key[1], z_without_column, x_without_both));
-            memory.store(1, make_uint4(row_high[0], row_high[1], row_low[0], row_low[1]));
+            memory.store(0, make_uint4(key[0], key[1], offset_and_key, head_and_key));
+            memory.store(1, make_uint4(row_and_key[0], row_and_key[1], row_low[0], row_low[1]));
         }
         __device__ __forceinline__ static KeptTerms load(const LaneScratch& memory) {
             const uint4 all = memory.load(0), rows = memory.load(1);
@@ -41,15 +42,10 @@ class DropoutFeature {
                ::remat_head<ForwardLayout::kEitherOrder>(p.problem);
     }
     // Loads the generator's state again; volatile, so that the loads stay here.
-    __device__ __forceinline__ static u32 remat_offset(const FwdParams& p) {
-        u32 offset;
-        asm volatile("ld.global.u32 %0, [%1];" : "=r"(offset) : "l"(p.score_options.rng_state + 1));
-        return offset;
-    }
+    __device__ __forceinline__ static u32 remat_offset(const FwdParams& p) { return load_global1(p.score_options.rng_state + 1); }
     __device__ __forceinline__ static PhiloxTerms remat_terms(const FwdParams& p, const ForwardLane& lane, int row) {
-        u32 key[2];
-        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(key[0]), "=r"(key[1]) : "l"(p.score_options.rng_state));
-        PhiloxTerms terms(key[0], key[1], remat_head(p));
+        const uint2 seed = load_global2(p.score_options.rng_state);
+        PhiloxTerms terms(seed.x, seed.y, remat_head(p));
         terms.flip_row(row + ForwardLayout::first_query(lane));
         return terms;
     }
@@ -84,25 +80,24 @@ public:
             const ForwardLane lane(remat_thread_index() & 31);
             const KeptTerms kept = KeptTerms::load(memory_);
             const PhiloxProduct of_column = PhiloxTerms::of_column(key + ForwardLayout::first_key(lane));
-            const PhiloxProduct of_both = philox_product_z(of_column.high ^ kept.z_without_column);
+            const PhiloxProduct of_both = PhiloxTerms::of_both(of_column, kept.offset_and_key);
             keys[0] = kept.key[0], keys[1] = kept.key[1];
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
-                numbers.of[mt] = make_uint4(of_both.high ^ kept.x_without_both, of_both.low, kept.row_high[mt] ^ of_column.low,
-                                            kept.row_low[mt]);
+                numbers.of[mt] =
+                    PhiloxTerms::after_round_1(of_both, of_column, kept.head_and_key, kept.row_and_key[mt], kept.row_low[mt], 0, 0);
         } else {
             const ForwardLane lane(remat_thread_index() & 31);
             const PhiloxTerms terms = Keeps == DropoutKeeps::kSeed ? terms_ : remat_terms(p, lane, row);
             const u32 k0 = terms.key_of_round_1(0), k1 = terms.key_of_round_1(1);
             const PhiloxProduct of_column = PhiloxTerms::of_column(key + ForwardLayout::first_key(lane));
-            const PhiloxProduct of_both = philox_product_z(of_column.high ^ remat_offset(p) ^ terms.key[1]);
+            const PhiloxProduct of_both = PhiloxTerms::of_both(of_column, remat_offset(p) ^ terms.key[1]);
             const u32 head_low = PhiloxTerms::head_low(remat_head(p));
             keys[0] = terms.key[0], keys[1] = terms.key[1];
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
                 const PhiloxProduct of_row = terms.of_row(16 * mt);
-                numbers.of[mt] =
-                    make_uint4(of_both.high ^ head_low ^ k0, of_both.low, of_row.high ^ of_column.low ^ k1, of_row.low);
+                numbers.of[mt] = PhiloxTerms::after_round_1(of_both, of_column, head_low, of_row.high, of_row.low, k0, k1);
             }
         }
         constexpr int kUnroll = Rolled ? 1 : kPhiloxRounds;  // rolled to fit the instruction cache
@@ -114,11 +109,10 @@ public:
     }
     __device__ __forceinline__ static void drop(u32& x, u32& y, const Numbers& numbers, const FwdParams& p, int mt, int u) {
         static_assert(ForwardLayout::key_slot(1) == 2 && ForwardLayout::key_slot(4) == 1 && ForwardLayout::row_of(2) == 1,
-                      "the words of Philox::numbers");
+                      "the words of philox_word()");
         const DropoutRule rule(p.score_options);
-        const uint4& n = numbers.of[mt];
-        x &= rule.kept_halves(u ? n.y : n.x);
-        y &= rule.kept_halves(u ? n.w : n.z);
+        x &= rule.kept_halves(philox_word(numbers.of[mt], 0, u));
+        y &= rule.kept_halves(philox_word(numbers.of[mt], 1, u));
     }
 };
 

@@ -124,10 +124,8 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
                 }
                 const int chunk = 4 * j + 2 * lane.qn + n;
                 if (i < sequence.seqlen_q() && chunk * kChunk < problem.headdim_v)
-                    // Inline PTX, because ptxas splits some of these stores into four.
-                    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(out + i * p.out.row_stride + chunk * kChunk),
-                                 "r"(columns[0].lo), "r"(columns[0].hi), "r"(columns[1].lo), "r"(columns[1].hi)
-                                 : "memory");
+                    store_global4(out + i * p.out.row_stride + chunk * kChunk,
+                                  make_uint4(columns[0].lo, columns[0].hi, columns[1].lo, columns[1].hi));
             }
     }
 }

@@ -6,6 +6,7 @@
 // the second product.
 #pragma once
 
+#include "conditional.cuh"
 #include "forward/block.cuh"
 #include "forward/pages.cuh"
 #include "volta/forward/required_features.cuh"
@@ -124,15 +125,6 @@ struct ForwardRegisterQ {
 
     using Tile = Scores<ForwardLayout, kRowTiles, 1>;
 
-    template <bool Paged, int = 0>
-    struct LoaderOf {
-        using Type = KeyLoader;
-    };
-    template <int X>
-    struct LoaderOf<true, X> {
-        using Type = PagedKeyLoader;
-    };
-
     __device__ __forceinline__ static void run(const FwdParams& p, const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const u32 ring = shared_address(shared);
@@ -167,7 +159,7 @@ struct ForwardRegisterQ {
         typename Grid::template Steps<kStep> keys(grid, block, key, key_end);
         using Bits = typename Grid::template Bits<kWarpRows, kStep>;
         Bits bits;
-        typename LoaderOf<kPaged>::Type loader(p, block, sequence.k_offset(), key, key_end, ring);
+        typename Conditional<kPaged, PagedKeyLoader, KeyLoader>::Type loader(p, block, sequence.k_offset(), key, key_end, ring);
         const u32 k_lane = ring + lane.k_row() * kPitch;
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
@@ -293,7 +285,7 @@ struct ForwardRegisterQ {
                                                [&](u32& x, u32& y) { features.drop(x, y, numbers, p, mt, u); });
                     }
             }
-            if (kRequiredFeatures & kFeatureBias) {  // after the product, before the barrier; ptxas would move it
+            if (kRequiresBias) {  // after the product, before the barrier; ptxas would move it
                 __syncwarp();
                 features.load(p, row, keys.after(2));
                 __syncwarp();

@@ -11,9 +11,8 @@
 namespace volta {
 
 static_assert(!kRequiredFeatures || (!kVarlen && !kHasFp32Bias), "no such kernel has registers for lengths or an fp32 bias");
-constexpr bool kTwoFeatures = (kRequiredFeatures & (kRequiredFeatures - 1)) != 0;
 // Whether the first key is rounded down to 16: bias and random numbers come in groups of 4 keys, pages in groups of 16.
-constexpr bool kRoundedKeys = kPaged || kGeneric || kRequiredFeatures & (kFeatureBias | kFeatureDropout);
+constexpr bool kRoundedKeys = kPaged || kGeneric || kRequiresBias || kRequiresDropout;
 
 // Shared memory of a lane, for what has no register: 16-byte chunks, `between` bytes apart.
 struct LaneScratch {

@@ -46,7 +46,7 @@ struct ForwardSharedQ {
     static constexpr bool kListed = Grid::template Bits<kWarpRows, kTileKeys>::kHidesAll;
     // Rolls the second product over the lane's own keys and the others: with a bias, with two features or with bits of a block mask
     // the step would not fit the instruction cache.
-    static constexpr bool kColumnsRolled = kRequiredFeatures & kFeatureBias || kTwoFeatures || (kListed && !kHasScoreFeatures);
+    static constexpr bool kColumnsRolled = kRequiresBias || kRequiresTwo || (kListed && !kHasScoreFeatures);
     // Only with one block an SM there are registers for it; two blocks hide the latency by themselves.
     static constexpr bool kBiasAhead = kGeneric && kHasBias && BlocksPerSm == 1;
 
@@ -186,7 +186,7 @@ struct ForwardSharedQ {
         UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
         static_assert(!kRequiredFeatures || KeyGroups == 1, "features with state along the keys need steps in order");
         Features<RowTiles, kKeyTiles, Grid> features(p, grid, mask, unmasked, LaneScratch(), row, key);
-        if (!(kRequiredFeatures & kFeatureBias)) {  // which leaves no registers for it
+        if (!kRequiresBias) {  // which leaves no registers for it
             unmasked.first = keep_in_register(unmasked.first);
             unmasked.span = keep_in_register(unmasked.span);
         }

@@ -1,0 +1,144 @@
+// State of the fast forward kernel (forward.cuh) beside operands and sums: where the block's K and V lie (Sources), and what the
+// softmax has of each of a lane's Rows rows (Rows). Each is in registers or, where these are too few, in shared memory; both forms
+// have the same functions. Registers of a quad's four lanes hold the same rows, so shared memory has them once.
+#pragma once
+
+#include "tile.cuh"
+#include "turing/mma.cuh"
+
+namespace turing {
+
+constexpr u32 kQuadBytes = 2 * kChunkBytes;  // of the rows of a quad: their scales, then their references
+constexpr float kNoReference = -3e38f;  // below every score
+
+// Where the block's keys and values are, the last row of V, and V's factor.
+struct Sources {
+    const signed char* codes;
+    const float* scales;
+    const unsigned short* v;
+    int v_last;
+    u32 v_factor;
+};
+__device__ __forceinline__ void store_pointer(u32 address, const void* p) {
+    const unsigned long long x = reinterpret_cast<unsigned long long>(p);
+    store_shared2(address, x, x >> 32);
+}
+template <class T>
+__device__ __forceinline__ const T* load_pointer(u32 address) {
+    const uint2 x = load_shared2(address);
+    return reinterpret_cast<const T*>(static_cast<unsigned long long>(x.y) << 32 | x.x);
+}
+
+// One float for each of the lane's rows.
+template <int Rows>
+__device__ __forceinline__ void store_rows(u32 address, const float (&x)[Rows]) {
+#pragma unroll
+    for (int r = 0; r < Rows; r += 2) store_shared2(address + 4 * r, __float_as_uint(x[r]), __float_as_uint(x[r + 1]));
+}
+template <int Rows>
+__device__ __forceinline__ void load_rows(float (&x)[Rows], u32 address) {
+    if (Rows == 4) {
+        const uint4 four = load_shared(address);
+        x[0] = __uint_as_float(four.x), x[1] = __uint_as_float(four.y), x[2] = __uint_as_float(four.z),
+        x[3] = __uint_as_float(four.w);
+    } else {
+        const uint2 pair = load_shared2(address);
+        x[0] = __uint_as_float(pair.x), x[1] = __uint_as_float(pair.y);
+    }
+}
+
+// Sources in registers, or in shared memory: 32 bytes of the block.
+struct RegisterSources {
+    Sources of_block;
+
+    __device__ __forceinline__ explicit RegisterSources(u32) {}
+    __device__ __forceinline__ void store_sources(const Sources& x) { of_block = x; }
+    __device__ __forceinline__ const signed char* codes() const { return of_block.codes; }
+    __device__ __forceinline__ const float* scales() const { return of_block.scales; }
+    __device__ __forceinline__ const unsigned short* v() const { return of_block.v; }
+    __device__ __forceinline__ int v_last() const { return of_block.v_last; }
+    __device__ __forceinline__ u32 v_factor() const { return of_block.v_factor; }
+};
+template <int Threads>
+struct SharedSources {
+    u32 block_address;
+
+    __device__ __forceinline__ explicit SharedSources(u32 base) : block_address(base + Threads / 4 * kQuadBytes) {}
+    __device__ __forceinline__ void store_sources(const Sources& x) {
+        if (threadIdx.x > 0) return;
+        store_pointer(block_address, x.codes);
+        store_pointer(block_address + 8, x.scales);
+        store_pointer(block_address + 16, x.v);
+        store_shared2(block_address + 24, x.v_last, x.v_factor);
+    }
+    __device__ __forceinline__ const signed char* codes() const { return load_pointer<signed char>(block_address); }
+    __device__ __forceinline__ const float* scales() const { return load_pointer<float>(block_address + 8); }
+    __device__ __forceinline__ const unsigned short* v() const { return load_pointer<unsigned short>(block_address + 16); }
+    __device__ __forceinline__ int v_last() const { return load_shared1(block_address + 24); }
+    __device__ __forceinline__ u32 v_factor() const { return load_shared1(block_address + 28); }
+};
+// What scores are multiplied by and what is subtracted from them, for each of the lane's rows: in registers, or in shared
+// memory, 32 bytes for the four lanes of a quad, which share rows.
+template <int Rows>
+struct RegisterRows {
+    float scale[Rows], reference[Rows];
+
+    __device__ __forceinline__ explicit RegisterRows(u32) {
+#pragma unroll
+        for (int r = 0; r < Rows; r++) reference[r] = kNoReference;
+    }
+    // Appends a scale: after Rows calls the first is that of row 0.
+    __device__ __forceinline__ void push_scale(float x, int) {
+#pragma unroll
+        for (int r = 0; r + 1 < Rows; r++) scale[r] = scale[r + 1];
+        scale[Rows - 1] = x;
+    }
+    __device__ __forceinline__ void load_scales(float (&x)[Rows]) const {
+#pragma unroll
+        for (int r = 0; r < Rows; r++) x[r] = scale[r];
+    }
+    __device__ __forceinline__ void load_references(float (&x)[Rows]) const {
+#pragma unroll
+        for (int r = 0; r < Rows; r++) x[r] = reference[r];
+    }
+    __device__ __forceinline__ void store_references(const float (&x)[Rows]) {
+#pragma unroll
+        for (int r = 0; r < Rows; r++) reference[r] = x[r];
+    }
+};
+template <int Rows>
+struct SharedRows {
+    u32 address;
+
+    __device__ __forceinline__ explicit SharedRows(u32 base) : address(base + threadIdx.x / 4 * kQuadBytes) {
+        float x[Rows];
+#pragma unroll
+        for (int r = 0; r < Rows; r++) x[r] = kNoReference;
+        store_references(x);
+    }
+    __device__ __forceinline__ static bool is_first_of_quad() { return (remat_thread_index() & 3) == 0; }
+    // The quad reads it after a __syncwarp() or a barrier.
+    __device__ __forceinline__ void push_scale(float x, int r) {
+        if (is_first_of_quad()) store_shared1(address + 4 * r, __float_as_uint(x));
+    }
+    __device__ __forceinline__ void load_scales(float (&x)[Rows]) const { load_rows(x, address); }
+    __device__ __forceinline__ void load_references(float (&x)[Rows]) const { load_rows(x, address + kChunkBytes); }
+    // The whole warp calls it.
+    __device__ __forceinline__ void store_references(const float (&x)[Rows]) {
+        __syncwarp();  // the quad has read the old ones
+        if (is_first_of_quad()) store_rows(address + kChunkBytes, x);
+        __syncwarp();
+    }
+};
+// What a step needs beside operands and sums. `base`: address of its shared memory: kQuadBytes for each quad of the block, then 32
+// bytes.
+template <int Rows>
+struct RegisterState : RegisterSources, RegisterRows<Rows> {
+    __device__ __forceinline__ explicit RegisterState(u32 base) : RegisterSources(base), RegisterRows<Rows>(base) {}
+};
+template <int Rows, int Threads>
+struct SharedState : SharedSources<Threads>, SharedRows<Rows> {
+    __device__ __forceinline__ explicit SharedState(u32 base) : SharedSources<Threads>(base), SharedRows<Rows>(base) {}
+};
+
+}  // namespace turing
