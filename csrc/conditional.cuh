@@ -1,4 +1,5 @@
-// std::conditional, because NVRTC has no <type_traits>.
+// Conditional<First, A, B>::Type is A or B: std::conditional, because NVRTC has no <type_traits>. Included wherever a kernel's
+// features select a type.
 #pragma once
 
 template <bool First, class A, class B>

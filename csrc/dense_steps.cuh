@@ -1,4 +1,5 @@
-// Iteration over a contiguous range of keys or queries. block_lists.cuh compares it with the iterators over lists of blocks.
+// Iteration over a contiguous range of keys or queries, in kernels without a block mask: forward grids and
+// backward/dense_blocks.cuh include it. block_lists.cuh compares it with the iterators over lists of blocks.
 #pragma once
 
 // The steps of Step columns from `first` up to `end`.
@@ -24,7 +25,7 @@ public:
     __device__ __forceinline__ static constexpr bool has_bits() { return false; }
 };
 
-// Stands in for MaskBits (block_mask.cuh) where no mask has bits: calls compile to nothing.
+// Stands in for MaskBits (forward/block_mask.cuh) where no mask has bits: calls compile to nothing.
 struct NoMaskBits {
     static constexpr bool kHidesAll = false;  // whether the bits stand for the mask too
     template <class Grid, class Keys>

@@ -1,4 +1,5 @@
-// Causal and sliding-window mask of all passes: which keys a query row sees, and which tiles need no mask.
+// Causal and sliding-window mask of all passes: which keys a query row sees, and which tiles need no mask. Positions count from a
+// sequence's first query and first key.
 //
 // Let o = seqlen_k - seqlen_q (bottom-right alignment). Query i sees keys j with i + o - window_left <= j <= i + o +
 // window_right and 0 <= j < seqlen_k. A side without a window carries seqlen_q + seqlen_k, so no code tests for "no window".

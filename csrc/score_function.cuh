@@ -1,4 +1,5 @@
-// A pointwise function of scores, with its derivative. It comes first of all that changes scores (score_mod.cuh).
+// A pointwise function of scores, softcap, with its derivative. It comes first of all that changes scores (score_mod.cuh, which
+// includes this file).
 //
 // Kernels use ScoreFunction and know no formula. It maps a product q.k to a state, from which scores and derivatives follow:
 //

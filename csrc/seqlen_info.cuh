@@ -1,4 +1,4 @@
-// Lengths and offsets of one batch entry for the forward and backward kernels.
+// Lengths and offsets of one batch entry, in rows, for the forward, backward and cast kernels.
 //
 // SeqlenInfo<false>: one length for all, from the parameters; costs nothing. SeqlenInfo<true>: varlen, from cu_seqlens and
 // seqused_k in GPU memory, unvalidated. An invalid sequence, one that would reach outside the tensors or past max_seqlen, has

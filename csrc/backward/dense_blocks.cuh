@@ -1,4 +1,5 @@
-// Backward kernels without a block-sparse mask: what ListedBlocks (block_mask.cuh) is with one.
+// DenseBlocks, the default template argument Blocks of backward kernels: they have no block-sparse mask. ListedBlocks
+// (block_mask.cuh) has the same interface with one.
 #pragma once
 
 #include "dense_steps.cuh"

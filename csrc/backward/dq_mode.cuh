@@ -1,8 +1,7 @@
-// What a main kernel of the backward pass (single_role.cuh, warp_specialized.cuh) does with dq. Template parameter of these
-// kernels.
+// What a main kernel of the backward pass ({volta,turing}/backward/single_role.cuh, warp_specialized.cuh) does with dq. Template
+// parameter of these kernels, from the pass of their row in src/kernels.
 #pragma once
 
-// What becomes of dq.
 enum class DqMode {
     kSeparate,  // leaves dq to a second kernel (dq.cuh): deterministic, no atomics
     kAtomicAdd,  // adds dq to the fp32 accumulator by atomics; preprocess clears it, postprocess converts it

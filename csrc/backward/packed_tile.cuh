@@ -1,14 +1,17 @@
-// A lane's part of a 16x16 tile of P^T or dS^T (rows are keys), and dropout on it. For the scores kernels of all families
-// (store_scores.cuh), and for volta's main kernels, which decide dropout otherwise. A lane has four neighboring queries of two keys
-// that are two apart: element v is query v % 2 + 2 * (v / 4) and key 2 * (v / 2 % 2), counted from the lane's first.
+// A lane's part of a 16x16 tile of P^T or dS^T (rows are keys), packed to fp16, and dropout on it. Used by the scores kernels of
+// both families (store_scores.cuh) and by volta's main kernels. A lane has four neighboring queries of two keys that are two apart.
+// Their elements v as fp32, and the words as fp16, counted from the lane's first query and key:
+//
+//            query 0, 1        query 2, 3
+//   key 0    v 0, 1: word 0    v 4, 5: word 1
+//   key 2    v 2, 3: word 2    v 6, 7: word 3
 #pragma once
 
 #include "backward/modifiers.cuh"
 #include "backward/residual_signs.cuh"
 
-// fp16: queries 0,1 and 2,3 of the lane's first key, then of the key two rows below.
 struct PackedTile {
-    unsigned x[4];
+    unsigned x[4];  // words
 };
 // Word i has elements packed_element(i) and packed_element(i) + 1. Element v is in word packed_word(v).
 __device__ __forceinline__ constexpr int packed_element(int i) { return 4 * (i % 2) + 2 * (i / 2); }

@@ -1,4 +1,5 @@
-// Query and key index of each of a lane's scores in the backward pass, and the mask on them.
+// Query and key index of each of a lane's scores in the backward pass, and the mask on them. Included by all backward kernels that
+// compute scores.
 //
 // For the backward pass a family's Layout (score_layout.cuh) additionally has:
 //
@@ -34,6 +35,7 @@ __device__ constexpr bool has_rows_and_keys() {
     return true;
 }
 
+// The coordinates of a lane's elements of one tile.
 template <class Layout>
 class ScoreCoord {
     int query_, key_;  // of element 0

@@ -6,12 +6,12 @@
 // warps has 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
 //
 // A Family (volta/backward/stored.cuh, turing/backward/stored.cuh) has
-//   Layout, Scores                 tiles of packed_tile.cuh, and a warp's 4 by 4 of them: float[4][4][8]
+//   Layout                         of packed_tile.cuh's tiles; a warp has 4 by 4 of them, Scores: float[4][4][8]
 //   RowStats, load_statistics      row statistics; load_statistics sets each element of a tile to its query's
 //   kLaneStatistics                floats for each query of a tile before the lane's first: offset of the lane's statistics
 //   tile_row(row)                  where a row of operands of scores goes in shared memory
-//   own_operand, other_operand     offset of the lane's operands of keys and of queries, from the warp's first
-//   multiply_scores(c, a, b)       adds the products of a step
+//   own_operand, other_operand     shared offset of the lane's operands of keys and of queries, of the warp's rows from `row` on
+//   multiply_scores(c, a, b)       adds the products of a step to c; a and b: shared addresses of these operands
 //   store_bias_gradient            stores the gradient of a bias as fp16 and returns true; false: it is to be added by atomics
 // and what stored_gradients.cuh lists.
 #pragma once

@@ -1,4 +1,5 @@
-// bf16 KV caches for products that take fp16 (sm_70 and sm_75 have no bf16 product). Converts a step's registers in place.
+// bf16 KV caches for products that take fp16 (sm_70 and sm_75 have no bf16 product). Converts a step's registers in place. Used by
+// mainloop.cuh and cooperative_loader.cuh.
 //
 // All keep bf16's range: a warp multiplies its queries, keys and values by powers of two (Bf16Scaler). It divides scores by those
 // of queries and keys, and the output by that of values at the end.

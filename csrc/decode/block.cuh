@@ -1,5 +1,5 @@
 // Outer loop of every decode kernel (volta, turing, MLA): fetch a work tile, run the family's main loop on it, combine the
-// partials.
+// partials. Rows in src/kernels name Block<main loop> as their kernel.
 //
 // The grid is persistent. TileScheduler deals each block a contiguous range of KV tokens, which it takes as a list of
 // WorkTiles. The warps of a block split the tokens of a tile (FlashDecoding inside a block), so each token group leaves one

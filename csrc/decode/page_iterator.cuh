@@ -1,7 +1,7 @@
 // Iterates over the pages of one sequence of the KV cache, for the decode loaders. All lanes of a warp call it together.
 //
-// The lanes hold the next 32 entries of the block table, one each, so that entering a page costs a shuffle and no load. A dense
-// cache is one page: the sequence's entry.
+// (Forward kernels have a PageIterator of another kind: forward/pages.cuh.) The lanes hold the next 32 entries of the block table,
+// one each, so that entering a page costs a shuffle and no load. A dense cache is one page: the sequence's entry.
 #pragma once
 
 #include "decode/tile_scheduler.cuh"

@@ -1,4 +1,4 @@
-// Scales and zero points of int8 and int4 caches in the decode kernels.
+// Scales and zero points of int8 and int4 caches in the decode kernels (mainloop.cuh, volta/decode/mla.cuh).
 //
 // StepScales holds those of a step's tokens in a warp's registers. ProbabilityScale applies the scales of values: they multiply
 // the probabilities, because the product P V mixes tokens whose scales differ. Scales of keys multiply the scores directly.

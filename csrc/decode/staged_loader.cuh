@@ -1,4 +1,5 @@
-// Loads int4 tiles in stages, because direct loads keep too few bytes in flight to hide DRAM latency.
+// Loads int4 tiles in stages, because direct loads keep too few bytes in flight to hide DRAM latency. mainloop.cuh uses it where
+// kStaged.
 //
 // Each warp has loads in flight, into registers, for the next kSteps steps (one or two). It computes from the kSteps steps
 // before, which lie in its own part of shared memory. When those are used up, it stores the registers there and loads again.

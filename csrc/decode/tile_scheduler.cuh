@@ -1,5 +1,6 @@
 // Schedules decode tiles on the device. A persistent grid splits all KV tokens evenly across its blocks, so the host needs no
-// sequence lengths and one CUDA graph serves all lengths. This is stream-K over (sequence, KV head, row tile).
+// sequence lengths and one CUDA graph serves all lengths. This is stream-K over (sequence, KV head, row tile). Also has the
+// constants of a decode kernel that follow from its row in src/kernels. Included by all decode headers.
 //
 // The query rows of a sequence that read one KV head are packed: row r is query r / group of head r % group, where group =
 // nheads / nheads_k. Up to BLOCK_ROWS of them are a row tile. The tokens that a row tile sees are a number of steps

@@ -1,6 +1,6 @@
 // Tree mask of speculative decoding: the seqlen_q queries of a sequence are its last seqlen_q keys too (draft tokens), and
 // each sees those that its word of tree_mask names. The word of query i is p.score_options.bias[i], 64 bits: bit j is key
-// seqlen_k - seqlen_q + j. All rows see the keys before the draft tokens.
+// seqlen_k - seqlen_q + j. All rows see the keys before the draft tokens. Used by block.cuh, in kernels with kTree.
 //
 // A window counts by depth: the draft tokens that a query sees are its ancestors, in order, and itself. So the query's
 // position is that of the first draft token plus the number of its ancestors, and the window hides its lowest bits.

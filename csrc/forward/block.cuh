@@ -1,4 +1,4 @@
-// Grid mapping of the forward kernels: a block's rows, head and batch entry.
+// Grid mapping of the forward kernels: a block's rows, head and batch entry, from blockIdx.
 #pragma once
 
 #include "tile.cuh"

@@ -1,5 +1,5 @@
 // Block-sparse masks in the forward kernels (block_lists.cuh): the list of a block, bits of partial key blocks, and loads of listed
-// keys.
+// keys. The families' BlockMaskGrid ({volta,turing}/forward/block_mask.cuh) is made of these.
 #pragma once
 
 #include "block_lists.cuh"

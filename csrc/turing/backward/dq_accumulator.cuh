@@ -1,5 +1,5 @@
 // Element order of dq's fp32 accumulator on turing. It is the order of the mma accumulators, so that the atomics of a warp
-// cover whole 128-byte lines. Postprocess reads it in the same order.
+// cover whole 128-byte lines. dq_product.cuh adds in it, backward/postprocess.cuh reads it.
 //
 // A tile of 16 rows by 8 columns, one accumulator C (turing/mma.cuh), is 128 floats: [element v][lane]. Tiles of 16 rows are
 // contiguous.

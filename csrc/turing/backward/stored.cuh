@@ -6,6 +6,7 @@
 
 namespace turing {
 
+// Members: backward/store_scores.cuh and backward/stored_gradients.cuh say what each is.
 struct StoredFamily {
     using RowStats = turing::RowStats;
 
@@ -72,6 +73,7 @@ struct StoredFamily {
     // ---- gradients --------------------------------------------------------------------------------
     using KeySums = Accumulator[4][8];  // of 16 rows by 8 columns
     using QuerySums = KeySums;
+    // c += A B for 16 terms. a: of each tile of 16 rows. b_address: of 16 rows of B.
     static __device__ __forceinline__ void multiply(KeySums& c, const u32 (&a)[4][4], u32 b_address) {
 #pragma unroll
         for (int pair = 0; pair < 4; pair++) {  // of column tiles

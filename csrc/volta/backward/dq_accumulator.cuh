@@ -1,5 +1,5 @@
 // Element order of dq's fp32 accumulator on volta. It is the order in which lanes hold their sums (dq_product.cuh), so that the
-// atomics of a warp cover whole 128-byte lines. Postprocess reads it in the same order.
+// atomics of a warp cover whole 128-byte lines. backward/postprocess.cuh reads it in the same order.
 //
 // A tile of 256 floats is 32 queries by 8 columns, or 16 by 16 where steps have 16 queries (headdim above 192). A tile has
 // eight lines, one for each accumulator element v of a lane. line_offset() is a lane's position in a line: two columns of a

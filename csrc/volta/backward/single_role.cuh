@@ -2,7 +2,14 @@
 // adds dQ to the accumulator by atomics, or leaves dQ to dq.cuh. shape.cuh has the products.
 //
 // A warp has dV and dK of its own 32 keys. It computes both S^T and dP^T of its keys, so P and dS meet in registers, and use
-// one tile of shared memory one after the other. Generic kernels have exactly one score feature (joint_scores.cuh).
+// one tile of shared memory one after the other. Kernels with score features require exactly one (joint_scores.cuh): registers
+// leave no room for generic ones.
+//
+// A step, whose tiles of Q and dO are in shared memory:
+//   1. S^T, dP^T; P^T to shared memory, dS^T packed in registers
+//   2. loads of the next tiles begin; dV
+//   3. dS^T to P^T's place; dK; barrier
+//   4. stores the next tiles; dQ; barrier
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -62,7 +69,7 @@ struct BackwardSingleRole {
         clear(dk);
         clear(dv);
 
-        // Query heads that share this block's KV head. Generic kernels have no register for it.
+        // Query heads that share this block's KV head. Kernels with a score feature have no register for it.
         const auto group = [&] {
             return (kHasScoreFeatures ? keep_in_register(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k;
         };

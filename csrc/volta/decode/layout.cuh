@@ -110,7 +110,7 @@ struct DecodeLayout {
     __device__ __forceinline__ static void add_values(const Lane& l, Output<Loads>& o, const u32 (&packed)[RowTiles],
                                                       const Values& values) {
         u32 a[RowTiles][4];
-        // Lanes that hold the lane's row of operand A, in token order.
+        // Lanes that hold the packed probabilities of the lane's row of operand A, in token order.
         const int source = (l.lane & 17) | ((l.lane & 2) << 1);
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)

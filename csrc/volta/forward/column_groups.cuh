@@ -376,7 +376,7 @@ struct ForwardColumnGroups {
                     bias.add_to(s, p.score_options);
                 }
             }
-            if (kHasScoreFeatures || !unmasked.contains(key)) {  // generic kernels have no registers for the test
+            if (kHasScoreFeatures || !unmasked.contains(key)) {  // no registers for the test
                 const int batch = grid.remat_batch(problem);
                 s.apply_mask(mask_of(problem, BlockSeqlenInfo(p, batch)), row, key);
             }

@@ -1,4 +1,5 @@
-// Second product of the volta forward kernels whose V lies in shared memory without padding.
+// Second product, O += P V, of the volta forward kernels whose V lies in shared memory without padding (shared_q.cuh,
+// column_groups.cuh).
 #pragma once
 
 #include "volta/forward/layout.cuh"

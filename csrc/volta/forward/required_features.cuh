@@ -1,5 +1,6 @@
 // The score feature of this volta forward kernel: Features is the specialization of ScoreFeature (score_feature.cuh) for the
-// features that the kernel is compiled for.
+// features that the kernel requires. Includes all specializations, for the main loops (register_q.cuh, shared_q.cuh,
+// column_groups.cuh).
 #pragma once
 
 #include "volta/forward/feature_alibi.cuh"
