@@ -13,7 +13,7 @@ namespace turing {
 // ALiBi as initial accumulators.
 template <int RowTiles>
 struct InitialAlibi {
-    float slope;  // -slope / scale
+    float neg_slope;  // -slope / scale
     float distance;  // query position minus key, of the lane's first row and the first key of a tile at key 0
 
     // `row`: first of the warp.
@@ -21,7 +21,7 @@ struct InitialAlibi {
         const Lane lane(remat_lane());
         const Alibi alibi(p.score_options, remat_block_batch(), remat_head<ForwardLayout::kEitherOrder>(p.problem), mask.seqlen_q,
                           mask.seqlen_k);
-        slope = -alibi.slope / p.problem.scale_log2;
+        neg_slope = -alibi.slope / p.problem.scale_log2;
         distance = alibi.distance(row + ForwardLayout::first_query(lane), ForwardLayout::first_key(lane));
     }
     // Sets the initial accumulators of the tile whose first key is `key`.
@@ -30,7 +30,7 @@ struct InitialAlibi {
         s.each([&](float& x, int mt, int, int v) {
             const int slot_difference =
                 ForwardLayout::kTileQueries * mt + ForwardLayout::query_slot(v) - ForwardLayout::key_slot(v);
-            x = slope * fabsf(from_key + static_cast<float>(slot_difference));
+            x = neg_slope * fabsf(from_key + static_cast<float>(slot_difference));
         });
     }
 };

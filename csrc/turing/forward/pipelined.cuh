@@ -434,7 +434,7 @@ struct ForwardPipelined {
             if (kInitialAlibi) {
                 alibi.start(p, mask, row);
                 if (kStreamsInShared)
-                    store_shared2(ring + kRingBytes + 16 * kThreads + 16 * thread + 8, __float_as_uint(alibi.slope),
+                    store_shared2(ring + kRingBytes + 16 * kThreads + 16 * thread + 8, __float_as_uint(alibi.neg_slope),
                                   __float_as_uint(alibi.distance));
             }
             InitialBias<RowTiles> bias;
@@ -448,7 +448,7 @@ struct ForwardPipelined {
                     InitialAlibi<RowTiles> here = alibi;
                     if (kStreamsInShared) {
                         const uint2 kept = load_shared2(ring + kRingBytes + 16 * kThreads + 16 * remat_thread_index() + 8);
-                        here.slope = __uint_as_float(kept.x), here.distance = __uint_as_float(kept.y);
+                        here.neg_slope = __uint_as_float(kept.x), here.distance = __uint_as_float(kept.y);
                     }
                     here.init_scores(s, first_key + half * kNextTile);
                 } else if (kInitialBias)
