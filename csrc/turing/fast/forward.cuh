@@ -29,12 +29,10 @@
 #include "tile.cuh"
 #include "turing/fast/mma.cuh"
 #include "turing/fast/queries.cuh"
+#include "turing/fast/span_mask.cuh"
 #include "turing/fast/state.cuh"
 
 namespace turing {
-
-// Whether the kernel has code for a boolean mask: in rows of this kernel that is what Feature::Bias means.
-constexpr bool kHasMask = kHasBias;
 
 // The kernel. A warp has 16 * RowTiles rows. TilesAtOnce: tiles of 8 keys whose scores are in registers together.
 template <int Headdim, int Warps, int RowTiles, int Span, int TilesAtOnce, int PreparedKeys>
@@ -180,52 +178,6 @@ struct FastForward {
             }
     }
 
-    // The keys of a span that rows see, a bit each. Lane t of a quad has those of row t of the quad's, so that they take one
-    // register or two.
-    struct SpanMask {
-        static constexpr int kWords = (kSpan + 31) / 32;
-        u32 bits[kWords];
-
-        // `key`: the span's first.
-        __device__ __forceinline__ SpanMask(const FastParams& p, int key) {
-            const int lane = remat_thread_index() & 31, row = remat_warp_row(p) + lane / 4 + 8 * (lane % kRows);
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
-            const Mask window = mask_of(p.problem, sequence);
-            const int first = max(row + window.low, 0) - key, end = min(row + window.high, window.seqlen_k - 1) + 1 - key;
-#pragma unroll
-            for (int w = 0; w < kWords; w++) bits[w] = ones_from(first - 32 * w) & ~ones_from(end - 32 * w);
-            if (kHasMask && p.mask_bits) {
-                const u32* words = p.mask_bits + remat_block_batch() * p.mask_bits_batch_stride +
-                                   remat_head<true>(p.problem) * p.mask_bits_head_stride +
-                                   static_cast<long long>(key / 32) * p.mask_rows + min(row, p.mask_rows - 1);
-#pragma unroll
-                for (int w = 0; w < kWords; w++) bits[w] &= __ldg(words + w * p.mask_rows) >> key % 32;
-            }
-        }
-        // Replaces what belongs to hidden keys by -inf, in the first tiles of the span, and moves the next tiles to their place.
-        template <int Tiles>
-        __device__ __forceinline__ void apply(u32 (&s)[kRows][Tiles][2]) {
-            static_assert(Tiles <= 4, "tiles of one word");
-#pragma unroll
-            for (int r = 0; r < kRows; r++) {
-                const u32 of_row = __shfl_sync(~0u, bits[0], r, 4) >> 2 * (remat_thread_index() & 3);
-#pragma unroll
-                for (int i = 0; i < 2 * Tiles; i++)
-                    if (!(of_row >> 8 * (i / 2) & 1 << i % 2)) s[r][i / 2][i % 2] = 0xff800000u;
-            }
-#pragma unroll
-            for (int w = 0; w < kWords; w++) bits[w] = __funnelshift_rc(bits[w], w + 1 < kWords ? bits[w + 1] : 0, 8 * Tiles);
-        }
-
-    private:
-        // The bits from `first` on; all if it is negative.
-        __device__ __forceinline__ static u32 ones_from(int first) {
-            u32 x;
-            asm("shl.b32 %0, %1, %2;" : "=r"(x) : "r"(~0u), "r"(max(first, 0)));  // 0 from 32 on
-            return x;
-        }
-    };
-
     __device__ __forceinline__ static void run(const FastParams& p) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const u32 ring = shared_address(shared);
@@ -260,8 +212,8 @@ struct FastForward {
             const int scale = key_first / kScaleKeys * kScales + threadIdx.x, end_scale = (last_key / kScaleKeys + 1) * kScales;
             const float first_scale = __ldg(codes.scales + min(scale, end_scale - 1));
             Codes q;
-            load_queries(q, state, p, rows_of(p.q, block.batch, block.head, sequence.q_offset()), warp_row, sequence.seqlen_q(),
-                         codes.mean, lse);
+            load_queries<Headdim>(q, state, p, rows_of(p.q, block.batch, block.head, sequence.q_offset()), warp_row,
+                                  sequence.seqlen_q(), codes.mean, lse);
             exponent = v_exponent(codes.v_max, sequence.seqlen_k(), PreparedKeys, p.element);
             // the end of the block needs it, and has no register for it
             if (threadIdx.x == 0) store_shared1(ring + kOffsetExponent, exponent);
@@ -303,7 +255,7 @@ struct FastForward {
                         const bool is_coarse = *coarse_flag();
                         const float zero_of_sums = is_coarse ? kSumZero : 0.f;
                         if (is_coarse) set_coarse(factor, addend, state);
-                        SpanMask seen(p, key);
+                        SpanMask<FastForward> seen(p, key);
                         // rolled: its registers must not exceed those of unmasked spans
 #pragma unroll 1
                         for (int first = 0; first < kTiles; first += kMaskedTiles) {
@@ -501,31 +453,6 @@ struct FastForward {
         return to < ring + kRingBytes ? to : to - kRingBytes;
     }
 
-    // Loads the warp's queries as codes, one row of a lane at a time: unrolled code costs more time in the instruction cache than
-    // the moves of codes to their registers.
-    __device__ __forceinline__ static void load_queries(Codes& q, State& state, const FastParams& p, const unsigned short* rows,
-                                                        int warp_row, int seqlen_q, const float* mean, float* lse) {
-        const Lane lane(threadIdx.x & 31);
-        int row = warp_row + lane.group - 8;
-        QueryRow<Headdim> next = {};
-#pragma unroll 1
-        for (int r = -1; r < kRows; r++) {
-            const QueryRow<Headdim> of_row = next;
-            if (r + 1 < kRows) next.load(p, rows + (row + 8) * p.q.row_stride, row + 8 < seqlen_q);
-            if (r >= 0) {
-#pragma unroll
-                for (int i = 0; i + 1 < kRows; i++)
-#pragma unroll
-                    for (int c = 0; c < kCodeChunks; c++) q[i][c] = q[i + 1][c];
-                float mean_score;
-                state.push_scale(of_row.quantize(q[kRows - 1], mean_score, p, mean), r);
-                // until the row's end, which has no register for it
-                if (lane.quad == 0 && row < seqlen_q) lse[row] = mean_score;
-            }
-            row += 8;
-        }
-    }
-
     // Computes masked and unmasked spans from `key` on, and skips those that the warp's rows do not see. Returns true if references
     // have to move before the span at `key`. Ranges are computed again each time: no register keeps them.
     template <class Steps, class Skip>
@@ -559,7 +486,7 @@ struct FastForward {
         float largest[kRows], factor[kRows], reference[kRows], of_old[kRows], summed = 0.f;
 #pragma unroll
         for (int r = 0; r < kRows; r++) largest[r] = negative_infinity();
-        SpanMask seen(p, key);
+        SpanMask<FastForward> seen(p, key);
 #pragma unroll 1
         for (int t = 0; t < kTiles; t++) {
             u32 s[kRows][1][2];

@@ -78,4 +78,32 @@ struct QueryRow {
     }
 };
 
+// Loads the warp's queries as codes, one row of a lane at a time: unrolled code costs more time in the instruction cache than
+// the moves of codes to their registers. `rows`: row 0 of the head. `state` gets the rows' scales (state.cuh), `lse` their
+// mean_score.
+template <int Headdim, int Rows, int CodeChunks, class State>
+__device__ __forceinline__ void load_queries(u32 (&q)[Rows][CodeChunks], State& state, const FastParams& p,
+                                             const unsigned short* rows, int warp_row, int seqlen_q, const float* mean,
+                                             float* lse) {
+    const Lane lane(threadIdx.x & 31);
+    int row = warp_row + lane.group - 8;
+    QueryRow<Headdim> next = {};
+#pragma unroll 1
+    for (int r = -1; r < Rows; r++) {
+        const QueryRow<Headdim> of_row = next;
+        if (r + 1 < Rows) next.load(p, rows + (row + 8) * p.q.row_stride, row + 8 < seqlen_q);
+        if (r >= 0) {
+#pragma unroll
+            for (int i = 0; i + 1 < Rows; i++)
+#pragma unroll
+                for (int c = 0; c < CodeChunks; c++) q[i][c] = q[i + 1][c];
+            float mean_score;
+            state.push_scale(of_row.quantize(q[Rows - 1], mean_score, p, mean), r);
+            // until the row's end, which has no register for it
+            if (lane.quad == 0 && row < seqlen_q) lse[row] = mean_score;
+        }
+        row += 8;
+    }
+}
+
 }  // namespace turing

@@ -1,0 +1,62 @@
+// Mask of the fast forward kernel (forward.cuh): lengths, causal mask, window and a boolean mask, as bits of a span's keys.
+#pragma once
+
+#include "features.cuh"
+#include "forward/block.cuh"
+#include "seqlen_info.cuh"
+#include "turing/mma.cuh"
+
+namespace turing {
+
+// Whether the kernel has code for a boolean mask: in rows of this kernel that is what Feature::Bias means.
+constexpr bool kHasMask = kHasBias;
+
+// The keys of a span that rows see, a bit each. Lane t of a quad has those of row t of the quad's, so that they take one
+// register or two.
+template <class Kernel>
+struct SpanMask {
+    static constexpr int kRows = Kernel::kRows, kSpan = Kernel::kSpan;
+    static constexpr int kWords = (kSpan + 31) / 32;
+    u32 bits[kWords];
+
+    // `key`: the span's first.
+    __device__ __forceinline__ SpanMask(const FastParams& p, int key) {
+        const int lane = remat_thread_index() & 31, row = Kernel::remat_warp_row(p) + lane / 4 + 8 * (lane % kRows);
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
+        const Mask window = mask_of(p.problem, sequence);
+        const int first = max(row + window.low, 0) - key, end = min(row + window.high, window.seqlen_k - 1) + 1 - key;
+#pragma unroll
+        for (int w = 0; w < kWords; w++) bits[w] = ones_from(first - 32 * w) & ~ones_from(end - 32 * w);
+        if (kHasMask && p.mask_bits) {
+            const u32* words = p.mask_bits + remat_block_batch() * p.mask_bits_batch_stride +
+                               remat_head<true>(p.problem) * p.mask_bits_head_stride +
+                               static_cast<long long>(key / 32) * p.mask_rows + min(row, p.mask_rows - 1);
+#pragma unroll
+            for (int w = 0; w < kWords; w++) bits[w] &= __ldg(words + w * p.mask_rows) >> key % 32;
+        }
+    }
+    // Replaces what belongs to hidden keys by -inf, in the first tiles of the span, and moves the next tiles to their place.
+    template <int Tiles>
+    __device__ __forceinline__ void apply(u32 (&s)[kRows][Tiles][2]) {
+        static_assert(Tiles <= 4, "tiles of one word");
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+            const u32 of_row = __shfl_sync(~0u, bits[0], r, 4) >> 2 * (remat_thread_index() & 3);
+#pragma unroll
+            for (int i = 0; i < 2 * Tiles; i++)
+                if (!(of_row >> 8 * (i / 2) & 1 << i % 2)) s[r][i / 2][i % 2] = 0xff800000u;
+        }
+#pragma unroll
+        for (int w = 0; w < kWords; w++) bits[w] = __funnelshift_rc(bits[w], w + 1 < kWords ? bits[w + 1] : 0, 8 * Tiles);
+    }
+
+private:
+    // The bits from `first` on; all if it is negative.
+    __device__ __forceinline__ static u32 ones_from(int first) {
+        u32 x;
+        asm("shl.b32 %0, %1, %2;" : "=r"(x) : "r"(~0u), "r"(max(first, 0)));  // 0 from 32 on
+        return x;
+    }
+};
+
+}  // namespace turing

@@ -1,0 +1,280 @@
+// What the turing forward kernel (pipelined.cuh) is made of: its sizes, the choices that keep all kernels within 255 registers, and
+// the softmax of a tile.
+#pragma once
+
+#include "forward/block.cuh"
+#include "dense_steps.cuh"
+#include "forward/pages.cuh"
+#include "turing/forward/layout.cuh"
+#include "turing/forward/one_feature.cuh"
+#include "turing/forward/row_stream.cuh"
+
+namespace turing {
+
+// The default grid: one block per tile of rows, with all of its keys. BlockMaskGrid (block_mask.cuh) is the other one.
+struct DenseGrid {
+    static constexpr bool kListed = false;  // whether keys come from lists
+    static constexpr bool kBlockLoop = false;
+    template <int Step>
+    using Steps = DenseSteps<Step>;
+    template <int Rows, int Step>
+    using Bits = NoMaskBits;
+    template <int BlockRows>
+    struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
+        __device__ __forceinline__ Block(const Problem& p, const DenseGrid&)
+            : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>(p) {}
+    };
+};
+
+// A warp has 16 * RowTiles query rows. Slots: slots of the ring, of one step each. Grid: DenseGrid or BlockMaskGrid.
+template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Slots, class Grid>
+struct PipelinedParts {
+    static constexpr int kThreads = 32 * Warps;
+    static constexpr int kWarpRows = 16 * RowTiles;
+    static constexpr int kBlockRows = Warps * kWarpRows;
+    static constexpr int kTileKeys = ForwardLayout::kTileKeys;
+    static constexpr int kStep = 2 * kTileKeys;
+    static constexpr int kChunks = Headdim / kChunk, kChunksV = HeaddimV / kChunk;
+    static constexpr int kGroups = kChunks / 4, kGroupsV = kChunksV / 4;  // of four chunks, which one instruction loads
+    static constexpr int kMostGroups = kGroups > kGroupsV ? kGroups : kGroupsV;
+    static constexpr int kPitch = kChunks * kChunkBytes, kPitchV = kChunksV * kChunkBytes;
+    static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
+    static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
+    static constexpr u32 kRingBytes = Slots * kSlotBytes;
+    static constexpr bool kInitialAlibi = kRequiresAlibi;
+    static constexpr bool kInitialBias = kRequiresBias;
+    // A score function alone waits until probabilities are computed, beside the next products: row maxima follow the products,
+    // which rise as the scores do. The softmax takes states as scores; row maxima are corrected at the end.
+    static constexpr bool kOnlyFunction = kRequiresScoreFunction;
+    static constexpr bool kCarriedDropout = kRequiresDropout;
+    // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then
+    // the keys before it in descending order, then the keys after it in descending order.
+    static constexpr bool kBackwards = kInitialAlibi;
+    static constexpr int kNextTile = ForwardLayout::kNextTile;
+    static constexpr bool kBarrierEverySecondStep = Slots == 8;  // else every step has a barrier
+    static constexpr int kAhead = kBarrierEverySecondStep ? 3 : 2;
+    static_assert(Slots == 4 || Slots == 8, "kAhead knows pipelines of four and of eight slots");
+    static_assert(kSlotBytes % 128 == 0, "at_group needs slots of whole 128-byte rows");
+
+    using StreamK = RowStream<ForwardLayout, kChunks, kStep, kThreads>;
+    using StreamV = RowStream<ForwardLayout, kChunksV, kStep, kThreads>;
+    // A thread moves one chunk of K and one of V in each pass: the first in the middle of a step, the second at its end.
+    static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
+    static_assert(kPasses <= 2, "a step has two halves");
+    static_assert(!kPaged || (kChunks == kChunksV && StreamV::kAllTakePart && !kBackwards),
+                  "paged kernels load K and V alike, in ascending order");
+    using Block = typename Grid::template Block<kBlockRows>;
+    using Keys = typename Grid::template Steps<kStep>;
+    static_assert(!Grid::kListed || !kBackwards, "lists are ascending");
+    using Tile = Scores<ForwardLayout, RowTiles, 1>;
+    using Softmax = SoftmaxRows<ForwardLayout, RowTiles>;
+    using Probabilities = OperandA[RowTiles];  // of the 8 keys of a tile
+    using Output = Accumulator[RowTiles][kChunksV];
+
+    // Registers of a lane for Q and the output. Near the limit of 255 registers ptxas needs help: each of the choices below was
+    // found by trial, until nothing spilled.
+    static constexpr int kOperandRegisters = RowTiles * (2 * kChunks + 4 * kChunksV);
+    static constexpr bool kRegistersFull = kOperandRegisters >= 192;
+    static constexpr bool kFragmentsAhead =
+        !kRegistersFull || (RowTiles == 1 && !kHasScoreFeatures && !Grid::kListed);  // else a group is loaded when it is used
+    static constexpr bool kChunkCoordsKept = !(
+        // else a thread's chunk coordinates are computed again each time
+        kRegistersFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen) || Grid::kListed));
+    static constexpr bool kStreamsKept = !(kRegistersFull && kPaged);  // else the same for their addresses in row 0 of page 0
+    // Whether the streams' state and ALiBi's constants lie in shared memory, after the ring.
+    static constexpr bool kStreamsInShared = kRegistersFull && kRequiredFeatures && RowTiles > 1 && !kPaged;
+    static constexpr u32 kSharedBytes = kRingBytes + (kStreamsInShared ? 32 * kThreads : 0);
+    static_assert(kBlockRows == BLOCK_ROWS && kStep == STEP && kSharedBytes == SHARED_BYTES,
+                  "the row in src/kernels and the kernel disagree");
+    static constexpr bool kPagesInBranch = kRegistersFull && RowTiles == 1 && !kHasScoreFeatures;  // see PageIterator
+    static constexpr bool kMaskKept = !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged) ||
+                                                           Grid::kListed));  // else each masked tile computes it again
+    // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because
+    // nothing else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.)
+    static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
+    static_assert(!kRescaleBeforeExp || !kOnlyFunction, "update_row_max_before_exp needs a maximum per step");
+    // Headdim 256, without pages.
+    static constexpr bool kFullRow = kRegistersFull && RowTiles == 1 && !kPaged;
+    // Whether rows keep their limits; else they are computed from row_max.
+    static constexpr bool kLimitsKept =
+        !(kStreamsInShared || kFullRow || (kRegistersFull && Grid::kListed) || (Headdim <= 32 && kVarlen));
+    static constexpr bool kKeysKept = kOperandRegisters < 144;  // the Philox keys of all rounds
+    static constexpr bool kBlockLoop = Grid::kBlockLoop;  // see BlockMaskGrid
+    // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts the load right after the store,
+    // and both before the products of a tile. There the warp waits, because the load writes the registers that the store reads.
+    // In tiles they come after the branch for row maxima, which ptxas moves no store across: with one pass the first tile loads
+    // or stores, and the second one does the other; with two passes each tile stores one and loads the next. Loops over listed
+    // blocks do both at products of the tiles (copy_positions). The choice is by simulated times.
+    enum class CopyPlacement { kBetweenTiles, kLoadFirst, kStoreFirst, kBothPasses, kAtProducts };
+    // Of the kernels that keep the old place, those of pages and generic block masks are untried. With 32 rows per warp most of the
+    // others are slower in tiles. Varlen kernels of headdim 256 would spill 8 bytes.
+    static constexpr bool kCopiesBetweenTiles = kPaged || Grid::kListed ||
+                                                (RowTiles == 2 && (kRescaleBeforeExp || (Headdim == 64 && !kHasScoreFeatures))) ||
+                                                (kFullRow && kVarlen && !kHasScoreFeatures);
+    static constexpr CopyPlacement kCopyPlacement = kBlockLoop            ? CopyPlacement::kAtProducts
+                                                    : kCopiesBetweenTiles ? CopyPlacement::kBetweenTiles
+                                                    : kPasses == 2        ? CopyPlacement::kBothPasses
+                                                    : kInitialBias        ? CopyPlacement::kStoreFirst
+                                                                          : CopyPlacement::kLoadFirst;
+    static constexpr bool kCopiesInTiles =
+        kCopyPlacement != CopyPlacement::kBetweenTiles && kCopyPlacement != CopyPlacement::kAtProducts;
+    // Whether unmasked steps have a loop of their own. Otherwise one loop masks every step, or tests is_masked in a listed block.
+    static constexpr bool kUnmaskedLoop = !(kRegistersFull && (kHasScoreFeatures || Grid::kListed));
+    // Bits of listed blocks are loaded this many steps ahead. With 2 they are combined with the mask one step ahead, so no step
+    // waits. This takes one more register.
+    static constexpr int kBitsAhead = kRegistersFull ? 1 : 2;
+
+    // Where a tile of a loop over listed blocks stores chunks of K and V to the ring and loads others: before the products of this
+    // chunk, or at kEnd. A load waits until the store before it has read its registers, so most positions keep the two apart. The
+    // positions were found by trial.
+    struct CopyPositions {
+        int store_k, store_v, load_k, load_v;
+    };
+    static constexpr int kEnd = 4 * kMostGroups, kNever = -1;
+    // `second`: of a step's two tiles. Where a thread moves one chunk of K and of V in a step, both tiles share the work.
+    __device__ __forceinline__ static constexpr CopyPositions copy_positions(bool may_mask, bool second) {
+        if (kPasses == 2) return {kEnd / 4 + 1, kEnd / 2 + 1, kEnd, kEnd};
+        if (may_mask) return second ? CopyPositions{kNever, 0, kNever, kEnd / 2} : CopyPositions{0, kNever, 0, kNever};
+        return second ? CopyPositions{kNever, kNever, kNever, kEnd / 2} : CopyPositions{1, 3, kEnd, kNever};
+    }
+
+    // Address of group c in the row of a chunk of group 0.
+    template <int Chunks>
+    __device__ __forceinline__ static u32 at_group(u32 address, int c) {
+        if (Chunks % 8 != 0) return address + c * 4 * kChunkBytes;
+        return (address ^ c % 2 * 4 * kChunkBytes) + c / 2 * 8 * kChunkBytes;
+    }
+    // Offset of the slot `steps` further, in bytes from slot 0.
+    __device__ __forceinline__ static u32 slot_after(u32 slot, int steps) {
+        if ((kRingBytes & (kRingBytes - 1)) == 0) return slot + steps * kSlotBytes & kRingBytes - 1;
+        const u32 after = slot + (steps + Slots) % Slots * kSlotBytes;
+        return after >= kRingBytes ? after - kRingBytes : after;
+    }
+
+    // Operands K and V of a tile's products, loaded one group of chunks ahead.
+    struct Fragments {
+        u32 k[4], v[4];
+        __device__ __forceinline__ void load_k(u32 address, int c) { load_matrices(k, at_group<kChunks>(address, c)); }
+        __device__ __forceinline__ void load_v(u32 address, int c) { load_matrices_transposed(v, at_group<kChunksV>(address, c)); }
+    };
+
+    __device__ __forceinline__ static int remat_warp_row(const FwdParams& p) {
+        return Block::remat_row(p.problem) + remat_thread_index() / 32 * kWarpRows;
+    }
+    __device__ __forceinline__ static Mask remat_mask(const FwdParams& p) {
+        return mask_of(p.problem, BlockSeqlenInfo(p, remat_block_batch()));
+    }
+
+    __device__ __forceinline__ static ScoreFunction function_of(const FwdParams& p) {
+        return ScoreFunction(p.problem, p.score_options);
+    }
+
+    // Packs as pack_probabilities does, with a clamp and an integer subtraction instead of the multiplication.
+    __device__ __forceinline__ static u32 pack_by_integers(float lo, float hi) {
+        constexpr u32 kExponent = 104;  // that of fp16's subnormals, times kPackedOne
+        const u32 a = max(__float_as_uint(lo), kExponent << 23) * 8 + (0x8000 - (kExponent << 26));
+        const u32 b = max(__float_as_uint(hi), kExponent << 23) * 8 + (0x8000 - (kExponent << 26));
+        return upper_halves(a, b);
+    }
+
+    // Softmax of one tile, whose probabilities may turn out to be too large.
+    struct TileSoftmax {
+        float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
+        // of these sums: tells whether a probability may exceed 2^kRescaleThreshold
+        float largest = 0.f;
+
+        // Returns packed probabilities of row r of row tile mt. MayMask: scores may be -inf.
+        template <bool MayMask>
+        __device__ __forceinline__ u32 probabilities(const FwdParams& p, const Tile& s, Softmax& softmax, float scale, int mt,
+                                                     int r) {
+            if (kRescaleBeforeExp) {
+                SoftmaxRow& row = softmax.row[mt][r];
+                float x[2];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const float score = s.tile[mt][0][2 * r + i];
+                    // as row.probability(), but without a register for -row_max: block masks at headdim 128 would spill
+                    x[i] = kBlockLoop ? exp2_approx(multiply_subtract(score, scale, row.row_max)) : row.probability(score, scale);
+                    if (kBlockLoop) row.sum += x[i];
+                }
+                // Other ways to pack, for kernels whose masked tiles would spill.
+                if (MayMask && kStreamsInShared) return to_half2(x[0] * kPackedOne, x[1] * kPackedOne);
+                if (MayMask && kFullRow) return pack_by_integers(x[0], x[1]);
+                return pack_probabilities(x[0], x[1]);
+            }
+            float x[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float score = s.tile[mt][0][2 * r + i];
+                const float x_score = kOnlyFunction ? function_of(p).state(score) : score;
+                const float exponent = fmaf(x_score, scale, -softmax.row[mt][r].row_max);
+                x[i] = kOnlyFunction && MayMask && score == negative_infinity() ? 0.f : exp2_approx(exponent);
+            }
+            sum[mt][r] = x[0] + x[1];
+            largest = fmaxf(largest, sum[mt][r]);
+            return pack_probabilities(x[0], x[1]);
+        }
+    };
+    static constexpr float kLargestSum = 128.f;  // 2^kRescaleThreshold
+    static_assert(kRescaleThreshold == 7.f, "kLargestSum is 2^kRescaleThreshold");
+
+    // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
+    __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
+                                                          Softmax& softmax, float scale, Output& o, Probabilities& p_last,
+                                                          const StepDropoutMask<RowTiles>& dropout, int half) {
+        const auto rescale = rescale_output<ForwardLayout>(o);
+        tile_softmax.largest = 0.f;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < ForwardLayout::kRows; r++) {
+                float m = row_max<ForwardLayout>(s.lane_maximum(mt, r));
+                if (kOnlyFunction) m = function_of(p).state(m);
+                rescale(mt, r, softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(m, scale, 0.f));
+                p_last[mt][r] = tile_softmax.template probabilities<true>(p, s, softmax, scale, mt, r);
+                if (kHasDropout) p_last[mt][r] = dropout.apply(p, p_last[mt][r], mt, r, half);
+            }
+    }
+
+    // Whether a score exceeds its row's limit, or nearly does.
+    __device__ __forceinline__ static bool needs_rescale(const Tile& s, const Softmax& softmax, float scale) {
+        if (kLimitsKept) return s.needs_rescale(softmax);
+        bool exceeds = false;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < ForwardLayout::kRows; r++)
+                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold;
+        return __any_sync(~0u, exceeds);
+    }
+    // Moves row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed already, so
+    // they are rescaled.
+    __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
+                                                                     Probabilities& p_last) {
+        // 1 / scale, computed again so that it holds no register in between.
+        const float inverse_scale = kGeneric ? 1.f : __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(scale))));
+        const auto rescale = rescale_output<ForwardLayout>(o);
+#pragma unroll
+        for (int i = 0; i < (kLimitsKept ? 0 : RowTiles * ForwardLayout::kRows); i++) {
+            SoftmaxRow& r = softmax.row[i / ForwardLayout::kRows][i % ForwardLayout::kRows];
+            r.limit = (r.row_max + kRescaleThreshold) * inverse_scale;
+        }
+        s.template update_row_max<RescaledRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
+            rescale(mt, r, factor);
+            p_last[mt][r] = half2_mul(p_last[mt][r], to_half2(factor, factor));
+        });
+    }
+
+    // Returns x * y - z. Where z is kept over many products, the compiler would keep -z in another register.
+    __device__ __forceinline__ static float multiply_subtract(float x, float y, float z) {
+        float result;
+        asm("{.reg .f32 minus_z;\n"
+            "neg.f32 minus_z, %3;\n"
+            "fma.rn.f32 %0, %1, %2, minus_z;}"
+            : "=f"(result)
+            : "f"(x), "f"(y), "f"(z));
+        return result;
+    }
+};
+
+}  // namespace turing
