@@ -45,7 +45,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import volta_fa.vllm
 from volta_fa.integrations.vllm import paged
-from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder
+from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder, VoltaV100Backend
 from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
 
 # ---- metadata ----------------------------------------------------------------------------------------------------------
@@ -389,6 +389,8 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
         parallel_state.initialize_model_parallel()
         projection = ColumnParallelLinear(rank, heads * (nope + columns), bias=False)
         projection.weight.data = backend.randn(heads * (nope + columns), rank) * rank**-0.5
+        if PREFILL and OLD:  # between 0.20.2 and 0.26, 1Cat-vLLM's among them, the choice of a prefill backend reads it
+            config.model_config = SimpleNamespace(dtype=torch.float32, hf_text_config=None)
         dims = dict(qk_nope_head_dim=nope, qk_rope_head_dim=rotary, v_head_dim=columns, q_lora_rank=None, kv_lora_rank=rank)
         layer = mla_attention.MLAAttention(num_heads=heads, scale=0.2, kv_b_proj=projection, prefix="layer", cache_config=cached, **dims)
         layer.process_weights_after_loading(torch.float32)
@@ -436,3 +438,56 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
     finally:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+
+
+# ---- 1Cat-vLLM ---------------------------------------------------------------------------------------------------------
+
+of_1cat = pytest.mark.skipif(not hasattr(AttentionBackendEnum, "FLASH_ATTN_V100"), reason="this vLLM is not 1Cat's")
+
+
+def test_names_of_1cat(monkeypatch):
+    """Other vLLMs have no such name; with it, the class answers to it."""
+    monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "yes")
+    with pytest.raises(ValueError, match="VOLTA_FA_VLLM_1CAT: got `yes`, expected backend or package"):
+        volta_fa.vllm.register()
+    monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "backend")
+    if not hasattr(AttentionBackendEnum, "FLASH_ATTN_V100"):
+        with pytest.raises(ValueError, match="VOLTA_FA_VLLM_1CAT: got `backend`, expected 1Cat-vLLM"):
+            volta_fa.vllm.register()
+        return
+    volta_fa.vllm.register()
+    assert AttentionBackendEnum.FLASH_ATTN_V100.get_class() is VoltaV100Backend
+    assert VoltaV100Backend.get_name() == "FLASH_ATTN_V100" and AttentionBackendEnum.CUSTOM.get_class() is VoltaBackend
+
+
+@of_1cat
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
+@on("sim")
+def test_backend_of_1cat_on_the_package(backend, kv_cache_dtype, monkeypatch):
+    """1Cat-vLLM's own FLASH_ATTN_V100 with volta_fa's functions as its package: prompts, chunks, decoding and several tokens at once."""
+    monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "package")
+    volta_fa.vllm.register()
+    from vllm.v1.attention.backends import flash_attn_v100 as theirs
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
+
+    sizes = {"nheads": 6, "nheads_k": 1, "headdim": 64}
+    server = Server(backend, **sizes) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, **sizes)
+    impl = theirs.FlashAttnV100Impl(6, 64, 64**-0.5, 1, None, None, kv_cache_dtype)
+    ours = implementation(server, kv_cache_dtype=kv_cache_dtype)
+    layer = SimpleNamespace(
+        layer_name="layer", _k_scale_float=LAYER_SCALES[0], _v_scale_float=LAYER_SCALES[1], **vars(server.layer or SimpleNamespace())
+    )
+    names = [field.name for field in dataclasses.fields(TritonAttentionMetadata)]
+    for queries in STEPS:
+        q, k, v, slots, common = server.step(queries)
+        ours.do_kv_cache_update(layer, k, v, server.kv_cache, slots)
+        known = vars(common) | {"block_table": common.block_table_tensor, "use_cascade": False, "common_prefix_len": 0}
+        metadata = TritonAttentionMetadata(**dict.fromkeys(names) | {name: known[name] for name in names if name in known})
+        out = torch.full_like(q, math.nan)
+        impl.forward(layer, q, k, v, server.kv_cache, metadata, out)
+        first = 0
+        for s, n in queries.items():
+            # a whole prompt attends to k and v as they were before they became fp8
+            if kv_cache_dtype == "auto" or server.lengths[s] > n:
+                server.check({s: n}, q[first:], out[first:], is_causal=True)
+            first += n

@@ -25,7 +25,7 @@ from ...errors import bad_argument
 from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
 from .paged import Attention, Batch, bytes_of_a_token, cache_dtypes, check_cache_dtype, split_cache, write
 
-__all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder"]
+__all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder", "VoltaV100Backend"]
 
 #: Bytes of KV cache that a cascade must save. It costs two launches more in each layer, and vLLM then runs without whole-step graphs:
 #: estimated 15 us (not measured), in which a V100 reads at 750 GB/s.
@@ -190,6 +190,15 @@ class VoltaBackend(AttentionBackend):
     def supports_non_causal(cls) -> bool:
         """(0.33) Returns True."""
         return True
+
+
+class VoltaV100Backend(VoltaBackend):
+    """The same under the name of 1Cat-vLLM's backend for V100s, so that vLLM's policies for that name hold."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Returns the registered name."""
+        return "FLASH_ATTN_V100"
 
 
 class VoltaAttentionImpl(AttentionImpl):
