@@ -44,7 +44,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonA
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import volta_fa.vllm
-from volta_fa.integrations.vllm import paged
+from volta_fa.integrations.vllm import mla, paged
 from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder, VoltaV100Backend
 from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
 
@@ -53,7 +53,7 @@ from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaM
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *FP8, INT8])
 @on("cpu-fp32")
-def test_nothing_waits(backend, kv_cache_dtype):
+def test_nothing_waits(backend, kv_cache_dtype, monkeypatch):
     """Tensors without values: reading one raises. Building, writing and attending, with a cascade too, and to latents."""
     server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-nhd")
     q, k, v, slots, common = server.step({0: 21, 1: 5})
@@ -70,12 +70,15 @@ def test_nothing_waits(backend, kv_cache_dtype):
         metadata = server.builder.build(prefix, common)
         impl.do_kv_cache_update(layer, k, v, kv_cache, slots)
         assert impl.forward(layer, q, k, v, kv_cache, metadata, torch.empty_like(q)).shape == q.shape
-    mla = latent_implementation(512, 64, kv_cache_dtype=kv_cache_dtype)
-    metadata = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device("meta")).build(0, common)
+    of_latents = latent_implementation(512, 64, kv_cache_dtype=kv_cache_dtype, kv_b_proj=lambda t: (t.new_empty(len(t), 4 * 64), None))
+    builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device("meta"))
     made = torch.empty(26, 576, device="meta").split((512, 64), dim=-1)
-    mla.do_kv_cache_update(*made, latents, slots, kv_cache_dtype, layer._k_scale)
-    out, _ = mla.forward_mqa(torch.empty(26, 4, 576, device="meta"), latents, metadata, layer)
+    of_latents.do_kv_cache_update(*made, latents, slots, kv_cache_dtype, layer._k_scale)
+    out, _ = of_latents.forward_mqa(torch.empty(26, 4, 576, device="meta"), latents, builder.build(0, common), layer)
     assert out.shape == (26, 4, 512)
+    monkeypatch.setattr(mla, "MOST_ABSORBED_QUERIES", 4)
+    q, out = torch.empty(26, 4, 96, device="meta"), torch.empty(26, 4 * 32, device="meta")
+    of_latents.forward_mha(q, *made, latents, builder.build(0, common), layer._k_scale, out)
 
 
 @on("cpu-fp32")
@@ -366,10 +369,11 @@ def test_vllm_layer(backend, kv_cache_dtype, monkeypatch):
 
 @pytest.mark.skipif(not REAL, reason="no vLLM")
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *FP8, pytest.param(INT8, marks=LATER)])
+@pytest.mark.parametrize("most_absorbed", [mla.MOST_ABSORBED_QUERIES, 4], ids=["absorbed", "expanded"])
 @on("cpu-fp32")
-def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
+def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, tmp_path):
     """vLLM's own layer of latent attention, which multiplies the up-projections into queries and outputs, against attention to expanded
-    keys and values: prompts, chunks and decoding."""
+    keys and values: prompts, chunks and decoding, with long prompts expanded or not."""
     from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.forward_context import set_forward_context
@@ -377,6 +381,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
     from vllm.model_executor.layers.linear import ColumnParallelLinear
     from vllm.platforms import current_platform
 
+    monkeypatch.setattr(mla, "MOST_ABSORBED_QUERIES", most_absorbed)
     monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *args, **kwargs: VoltaMLABackend)
     monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda cls, device_id=0: DeviceCapability(7, 0)))
     heads, rank, rotary, nope, columns = 4, 64, 16, 32, 24
@@ -409,17 +414,18 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
             spec = customize_attention_spec(VoltaMLABackend, layer.get_kv_cache_spec(config))
             assert (PAGE, 1, spec.page_size_bytes) == (spec.block_size, spec.num_heads, layer.kv_cache[0].nbytes)
         builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device("cpu"))
-        for queries in STEPS:
+        for step in STEPS:
+            queries = dict(sorted(step.items(), key=lambda item: item[1]))  # vLLM's runner moves long prompts back
             _, latents, _, slots, common = server.step(queries)
             latent, k_pe = latents.split((rank, rotary), dim=-1)
-            cached_numbers = torch.stack([latent_bytes(row, kv_cache_dtype, layer._k_scale)[1] for row in latents[:, 0]])[:, None]
-            seen, seen_pe = cached_numbers.split((rank, rotary), dim=-1)
-            k_nope, v = (seen[:, 0] @ projection.weight.T).view(-1, heads, nope + columns).split((nope, columns), dim=-1)
-            k = torch.cat([k_nope, seen_pe.expand(-1, heads, -1)], -1)
-            first = 0
-            for s, n in queries.items():
-                server.tokens[s][-n:] = zip(k[first : first + n], v[first : first + n])
-                first += n
+
+            def keys_and_values(rows):
+                seen, seen_pe = rows[:, None].split((rank, rotary), dim=-1)
+                k_nope, v = (seen[:, 0] @ projection.weight.T).view(-1, heads, nope + columns).split((nope, columns), dim=-1)
+                return list(zip(torch.cat([k_nope, seen_pe.expand(-1, heads, -1)], -1), v))
+
+            in_cache = torch.stack([latent_bytes(row, kv_cache_dtype, layer._k_scale)[1] for row in latents[:, 0]])
+            cached_ones, given = (keys_and_values(rows) for rows in (in_cache, latents[:, 0]))
             q = backend.randn(len(latents), heads, nope + rotary)
             metadata = {"layer": builder.build(0, common)}
             with (
@@ -430,7 +436,10 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
                 out = layer(q, latent[:, 0], k_pe, output_shape=(len(q), heads * columns))
             first = 0
             for s, n in queries.items():
+                # a long prompt attends to its own tokens as they were before the cache rounded them
+                server.tokens[s][-n:] = (given if n > most_absorbed else cached_ones)[first : first + n]
                 inputs = (q[first : first + n][None], *(torch.stack(t)[None] for t in zip(*server.tokens[s])))
+                server.tokens[s][-n:] = cached_ones[first : first + n]
                 expected = reference.forward(*inputs, is_causal=True, softmax_scale=0.2).out[0].float()
                 # products in another order than those of expanded keys: fp32's rounding, of sums of 64
                 torch.testing.assert_close(out.view(-1, heads, columns)[first : first + n], expected, rtol=1e-5, atol=1e-5)
