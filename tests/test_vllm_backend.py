@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -16,7 +17,7 @@ import torch
 
 import reference
 import vllm_stub
-from conftest import REPOSITORY, on
+from conftest import REPOSITORY, on, within
 from test_vllm import (
     FP8,
     INT8,
@@ -447,6 +448,39 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
     finally:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+
+
+# ---- vision encoders ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not REAL, reason="no vLLM")
+@pytest.mark.parametrize("lengths", [None, [9, 40, 1, 15]], ids=str)
+@pytest.mark.parametrize("nheads_k", [4, 2])
+@on("cpu-fp32", "sim")
+def test_vllm_vision_layer(backend, nheads_k, lengths, monkeypatch):
+    """vLLM's own layer of vision encoders, which the plugin replaces: one image an entry, and images of several sizes."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.attention import mm_encoder_attention
+
+    backend.simulate()
+    monkeypatch.setenv("VOLTA_FA_VLLM_VISION", "1")
+    for _ in range(2):
+        volta_fa.vllm.register()
+    monkeypatch.setattr(mm_encoder_attention, "get_vit_attn_backend", lambda **_: AttentionBackendEnum.TORCH_SDPA)
+    nheads, headdim, batch, total = 4, 72, 2 if lengths is None else 1, 65
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        layer = mm_encoder_attention.MMEncoderAttention(nheads, headdim, num_kv_heads=nheads_k)
+    assert type(layer).__name__ == "VoltaMMEncoderAttention"
+    q, k, v = (backend.randn(batch, total, n, headdim) for n in (nheads, nheads_k, nheads_k))
+    starts = None if lengths is None else backend.ints([0, *itertools.accumulate(lengths)]).long()
+    monkeypatch.setattr(mm_encoder_attention, "vit_torch_sdpa_wrapper", None)
+    out = layer(q, k, v, starts)
+    assert out.shape == q.shape and torch.equal(layer(*(t.flatten(2) for t in (q, k, v)), starts), out.flatten(2))
+    parts = [(b, slice(0, total)) for b in range(batch)] if starts is None else [(0, slice(a, b)) for a, b in itertools.pairwise(starts)]
+    for b, rows in parts:
+        inputs = [t[b : b + 1, rows] for t in (q, k, v)]
+        ref = reference.forward(*inputs)
+        within(backend, "out", out[b : b + 1, rows], ref.out, reference.forward_budget(ref, *inputs))
 
 
 # ---- 1Cat-vLLM ---------------------------------------------------------------------------------------------------------

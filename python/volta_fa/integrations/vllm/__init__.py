@@ -8,6 +8,8 @@ commands and limits.
 - `paged`: the paged cache and the calls of the operators, without vLLM.
 - `backend`: vLLM's abstract classes on `paged`.
 - `mla`: the same for models with latent attention (DeepSeek), registered instead with VOLTA_FA_VLLM_MLA=1.
+- `expanded`: attention of their long prompts, without vLLM.
+- `vision`: attention of vision encoders.
 - `no_prefill`: keeps vLLM from building another attention for the prompts of such models.
 """
 
@@ -36,11 +38,14 @@ def register() -> None:
     VOLTA_FA_VLLM_1CAT is for 1Cat-vLLM (docs/guides/1cat-vllm.md). `backend` also registers the backend under the name FLASH_ATTN_V100, by
     which its policies go. `package` leaves that backend, and gives it volta_fa's functions as its package `flash_attn_v100`.
 
+    VOLTA_FA_VLLM_VISION=1 makes vision encoders with `--mm-encoder-attn-backend TORCH_SDPA` run `volta_fa::fwd`.
+
     Raises ValueError for other values of the variables, or if `backend` meets a vLLM without FLASH_ATTN_V100. Warns, and registers nothing,
     if this vLLM has no registry.
     """
     mla = _variable("VOLTA_FA_VLLM_MLA", "0", "1")
     for_1cat = _variable("VOLTA_FA_VLLM_1CAT", "backend", "package")
+    for_vision = _variable("VOLTA_FA_VLLM_VISION", "0", "1")
     if for_1cat == "package":
         from ..flash_attn.install import provide_flash_attn_v100
 
@@ -56,6 +61,10 @@ def register() -> None:
         if not hasattr(AttentionBackendEnum, "FLASH_ATTN_V100"):
             raise bad_argument("VOLTA_FA_VLLM_1CAT", "`backend`", "1Cat-vLLM: this vLLM has no FLASH_ATTN_V100; unset the variable")
         register_backend(AttentionBackendEnum.FLASH_ATTN_V100, V100_BACKEND)
+    if for_vision == "1":
+        from . import vision
+
+        vision.register()
 
 
 def _variable(name: str, *values: str) -> str:
