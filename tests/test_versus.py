@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ def package(monkeypatch):
     """What 1Cat-vLLM's package offers."""
     module = types.ModuleType("flash_attn_v100")
     module.__file__ = "site-packages/flash_attn_v100/__init__.py"
-    vars(module).update({name: getattr(of, name) for of in (v100, v100_paged) for name in of.__all__})
+    vars(module).update({name: functools.partial(getattr(of, name)) for of in (v100, v100_paged) for name in of.__all__})
     monkeypatch.setitem(sys.modules, "flash_attn_v100", module)
     return module
 
@@ -35,7 +37,7 @@ def test_both_run(package, tmp_path, capsys):
     assert status == 0 and len(data["rows"]) == len(versus.SHAPES) and "did not run" not in page
     for row in data["rows"]:
         assert all(0 < row[name]["share"] <= 1 and row[name]["ms"] > 0 for name in ("volta_fa", "flash_attn_v100")), row
-    assert len(page.splitlines()) < 30
+    assert len(page.splitlines()) < 45
 
 
 def test_theirs_is_wrong_or_fails(package, monkeypatch, tmp_path, capsys):
@@ -53,11 +55,34 @@ def test_theirs_is_wrong_or_fails(package, monkeypatch, tmp_path, capsys):
     assert "1Cat-vLLM did not run: ZeroDivisionError: division by zero" in page
 
 
+def test_theirs_ends_all_use_of_the_gpu(package, monkeypatch, tmp_path, capsys):
+    """Nothing runs after an illegal access. What was found before is in the file."""
+    make, broken = versus.Inputs.__init__, []
+
+    def init(self, *arguments):
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        make(self, *arguments)
+
+    monkeypatch.setattr(versus.Inputs, "__init__", init)
+    package.flash_attn_func = lambda *args, **options: broken.append(1) or 1 / 0
+    status, data, page = run(tmp_path, capsys)
+    assert status == 0 and all(row["volta_fa"]["share"] <= 1 for row in data["rows"])
+    assert [row["flash_attn_v100"]["missing"] for row in data["rows"]][1:] == [
+        "RuntimeError: CUDA error: an illegal memory access was encountered"
+    ] * (len(versus.SHAPES) - 1)
+    assert "1Cat-vLLM did not run: RuntimeError: CUDA error" in page
+
+
 def test_ours_is_wrong(monkeypatch, tmp_path, capsys):
     right = versus.ours
     monkeypatch.setattr(versus, "ours", lambda inputs: lambda: right(inputs)().mul(1.02))
     status, data, _ = run(tmp_path, capsys)
     assert status == 1 and all(row["volta_fa"]["share"] > 1 for row in data["rows"])
+    monkeypatch.setattr(versus, "ours", lambda inputs: lambda: Path("/home/joe/x/missing.so").read_text())
+    status, data, page = run(tmp_path, capsys)
+    assert status == 1 and "volta_fa did not run: FileNotFoundError" in page and "joe" not in page + str(data)
+    assert not versus.is_wrong(versus.Outcome(missing="not enough memory")) and versus.is_wrong(versus.Outcome(1.0, float("nan")))
 
 
 @pytest.mark.parametrize("kind", ["dense prefill", "paged prefill", "verify"])
@@ -81,7 +106,9 @@ def test_why_theirs_is_missing(monkeypatch, tmp_path, capsys):
     other = types.ModuleType("flash_attn_v100")
     monkeypatch.setitem(sys.modules, "flash_attn_v100", other)
     assert "not 1Cat-vLLM's" in versus.package()[1]
-    other.__file__ = v100.__file__
+    other.__file__ = None  # of a folder without __init__.py
+    assert "not 1Cat-vLLM's" in versus.package()[1]
+    other.flash_attn_decode_paged = v100_paged.flash_attn_decode_paged
     assert "volta_fa's stand-in" in versus.package()[1]
 
 

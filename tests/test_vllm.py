@@ -115,7 +115,7 @@ class Server:
             num_reqs=len(queries) + padded_requests,
             num_actual_tokens=rows,
             max_query_len=max(queries.values()),
-            max_seq_len=max(self.lengths),
+            max_seq_len=max(self.lengths[s] for s in queries),
             block_table_tensor=table,
             slot_mapping=slots,
             causal=causal,
@@ -495,13 +495,19 @@ def test_long_prompts(backend, kv_cache_dtype, workspace, monkeypatch):
     for queries in ({0: 21, 1: 5}, {0: 1, 1: 4, 2: 40}, {0: 4, 2: 3, 1: 17, 3: 33}, {0: 2, 3: 5, 1: 30}):
         _, new, _, slots, common = server.step(queries)
         q = backend.randn(len(new), server.nheads, nope + rotary)
+        assert builder.build(0, common).prefill is None  # without lengths on the host
+        common.seq_lens_cpu_upper_bound = torch.tensor([server.lengths[s] + 20 * (s == 1) for s in queries])
         metadata = builder.build(0, common)
         prompts = [s for s, n in queries.items() if n > most]
         decoded = sum(n for n in queries.values() if n <= most)
         assert (metadata.num_decodes, metadata.num_decode_tokens) == (len(queries) - len(prompts), decoded)
-        assert metadata.num_prefills == len(prompts) and metadata.prefill.max_context_len >= max(
-            server.lengths[s] - queries[s] for s in prompts
-        )
+        assert metadata.num_prefills == len(prompts) == len(queries) - list(queries).index(prompts[0])
+        # the blocks that are expanded: only those of earlier tokens, and of a bound that is too high
+        earlier = [server.lengths[s] - queries[s] + 20 * (s == 1) for s in prompts]
+        for blocks in (1, 2, 100):
+            parts = metadata.prefill.parts(PAGE, blocks)
+            assert sum(len(part.blocks) for part in parts) == sum(-(-n // PAGE) for n in earlier)
+            assert all(0 < len(part.blocks) <= blocks for part in parts)
         assert (metadata.decode is None) == (decoded == 0)
         latent, k_pe = new[..., :rank], new[..., rank:]
         impl.do_kv_cache_update(latent[:, 0], k_pe, cache, slots, kv_cache_dtype, layer._k_scale, True)

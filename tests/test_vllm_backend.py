@@ -41,7 +41,7 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     pytest.skip("the Python package loads its own library", allow_module_level=True)
 
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import volta_fa.vllm
@@ -78,6 +78,7 @@ def test_nothing_waits(backend, kv_cache_dtype, monkeypatch):
     out, _ = of_latents.forward_mqa(torch.empty(26, 4, 576, device="meta"), latents, builder.build(0, common), layer)
     assert out.shape == (26, 4, 512)
     monkeypatch.setattr(mla, "MOST_ABSORBED_QUERIES", 4)
+    common.seq_lens_cpu_upper_bound = torch.tensor([38, 5])
     q, out = torch.empty(26, 4, 96, device="meta"), torch.empty(26, 4 * 32, device="meta")
     of_latents.forward_mha(q, *made, latents, builder.build(0, common), layer._k_scale, out)
 
@@ -95,6 +96,29 @@ def test_metadata_is_the_runners(backend):
     common.causal = torch.ones(2, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="causal: got a tensor"):
         server.builder.build(0, common)
+
+
+def test_graphs_of_runner_v2(monkeypatch):
+    """Up to 0.26 it captures mixed steps with too low bounds."""
+    assert VoltaMetadataBuilder.get_cudagraph_support(SimpleNamespace(use_v2_model_runner=False), None) is AttentionCGSupport.ALWAYS
+    is_old = hasattr(AttentionBackend, "get_kv_cache_shape")
+    expected = AttentionCGSupport.UNIFORM_BATCH if is_old else AttentionCGSupport.ALWAYS
+    assert VoltaMLAMetadataBuilder.get_cudagraph_support(SimpleNamespace(use_v2_model_runner=True), None) is expected
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert VoltaMetadataBuilder.get_cudagraph_support(SimpleNamespace(), None) is expected
+
+
+def test_draft_trees_of_1cat_are_refused():
+    tree = SimpleNamespace(use_dflash_ddtree=lambda: True, ddtree_disable_tree_verify=False)
+    spec = SimpleNamespace(head_size=64, dtype=torch.float16, block_size=16)
+    for disabled in (False, True):
+        tree.ddtree_disable_tree_verify = disabled
+        config = SimpleNamespace(speculative_config=tree)
+        if disabled:
+            VoltaMetadataBuilder(spec, [], config, torch.device("cpu"))
+        else:
+            with pytest.raises(NotImplementedError, match="speculative_config: got dflash_ddtree"):
+                VoltaMetadataBuilder(spec, [], config, torch.device("cpu"))
 
 
 @on("cpu-fp32")
@@ -428,6 +452,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
             in_cache = torch.stack([latent_bytes(row, kv_cache_dtype, layer._k_scale)[1] for row in latents[:, 0]])
             cached_ones, given = (keys_and_values(rows) for rows in (in_cache, latents[:, 0]))
             q = backend.randn(len(latents), heads, nope + rotary)
+            common.seq_lens_cpu_upper_bound = torch.tensor([server.lengths[s] for s in queries])
             metadata = {"layer": builder.build(0, common)}
             with (
                 torch.inference_mode(),
@@ -504,18 +529,19 @@ def test_names_of_1cat(monkeypatch):
 
 
 @of_1cat
+@pytest.mark.parametrize("headdim", [64, 256])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
 @on("sim")
-def test_backend_of_1cat_on_the_package(backend, kv_cache_dtype, monkeypatch):
+def test_backend_of_1cat_on_the_package(backend, kv_cache_dtype, headdim, monkeypatch):
     """1Cat-vLLM's own FLASH_ATTN_V100 with volta_fa's functions as its package: prompts, chunks, decoding and several tokens at once."""
     monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "package")
     volta_fa.vllm.register()
     from vllm.v1.attention.backends import flash_attn_v100 as theirs
     from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 
-    sizes = {"nheads": 6, "nheads_k": 1, "headdim": 64}
+    sizes = {"nheads": 6, "nheads_k": 1, "headdim": headdim}
     server = Server(backend, **sizes) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, **sizes)
-    impl = theirs.FlashAttnV100Impl(6, 64, 64**-0.5, 1, None, None, kv_cache_dtype)
+    impl = theirs.FlashAttnV100Impl(6, headdim, headdim**-0.5, 1, None, None, kv_cache_dtype)
     ours = implementation(server, kv_cache_dtype=kv_cache_dtype)
     layer = SimpleNamespace(
         layer_name="layer", _k_scale_float=LAYER_SCALES[0], _v_scale_float=LAYER_SCALES[1], **vars(server.layer or SimpleNamespace())

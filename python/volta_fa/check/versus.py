@@ -6,9 +6,10 @@ a Tesla PG503-216 (a V100 with 72 SMs), from 1Cat-vLLM's docs/design of 2026-08-
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
-import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..demo.simulated import aligned, microseconds
+from ..integrations.flash_attn import v100_paged
 from . import tolerance
 from .kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, Target, environment, lacks_memory
 from .performance import median_ms
@@ -27,6 +29,7 @@ NHEADS, NHEADS_K, HEADDIM = 6, 1, 256
 SIMULATED_GPU = "pg503"
 #: Most products of queries and keys whose time the simulator finds within a minute.
 _SIMULATED_PRODUCTS = 4096 * 8192
+_NO_MEMORY, _TOO_LONG = "not enough memory", "takes too long to simulate"
 #: Seconds for the runs of one figure.
 _OF_A_FIGURE = 0.5
 
@@ -103,8 +106,8 @@ def package() -> tuple[ModuleType | None, str]:
     try:
         found = importlib.import_module("flash_attn_v100")
     except Exception as error:  # a wheel for another CUDA or Python raises many kinds
-        return None, f"import flash_attn_v100: {type(error).__name__}: {error}".splitlines()[0]
-    if "volta_fa" in getattr(found, "__file__", ""):
+        return None, f"import flash_attn_v100: {_reason(error)}"
+    if getattr(found, "flash_attn_decode_paged", None) is v100_paged.flash_attn_decode_paged:
         return None, "flash_attn_v100 is volta_fa's stand-in: unset VOLTA_FA_VLLM_1CAT"
     if not hasattr(found, "flash_attn_decode_paged"):
         return None, "the installed flash_attn_v100 is not 1Cat-vLLM's: it has no flash_attn_decode_paged"
@@ -112,26 +115,20 @@ def package() -> tuple[ModuleType | None, str]:
 
 
 def rows(target: Target) -> Iterator[Row]:
-    """Runs each shape, and yields its row."""
-    theirs, reason = (None, "no such GPU takes part") if target.kind == "simulator" else package()
-    for shape in SHAPES:
-        yield _row(shape if target.kind != "cpu" else shape.shortened(), target, theirs, reason)
+    """Runs volta_fa at each shape, then the package, and yields a row after each run.
 
-
-def _row(shape: Shape, target: Target, theirs: ModuleType | None, reason: str) -> Row:
-    row = Row(shape)
-    if target.kind == "simulator":
-        row.ours, row.theirs = _simulated(shape), Outcome(missing=reason)
-        return row
-    try:
-        inputs = Inputs(shape, target.device)
-        row.ours = _measured(inputs, ours(inputs), target)
-        row.theirs = Outcome(missing=reason) if theirs is None else _measured(inputs, of_1cat(inputs, theirs), target)
-    except RuntimeError as error:
-        if not lacks_memory(error):
-            raise
-        row.ours.missing = row.ours.missing or "not enough memory"
-    return row
+    The package runs last, because an error of its kernels may end all use of the GPU in this process.
+    """
+    module, reason = (None, "no such GPU takes part") if target.kind == "simulator" else package()
+    found = [Row(shape if target.kind != "cpu" else shape.shortened()) for shape in SHAPES]
+    for row in found:
+        row.ours = _simulated(row.shape) if target.kind == "simulator" else _measured(row.shape, ours, target)
+        row.theirs.missing = reason
+        yield row
+    if module is not None:
+        for row in found:
+            row.theirs = _measured(row.shape, functools.partial(of_1cat, module=module), target)
+            yield row
 
 
 class Inputs:
@@ -192,18 +189,29 @@ def of_1cat(inputs: Inputs, module: ModuleType) -> Work:
     lengths = torch.arange(shape.seqlen_k - shape.seqlen_q + 1, shape.seqlen_k + 1, dtype=torch.int32, device=q.device)
     has_xqa = getattr(module, "flash_attn_decode_paged_xqa_available", lambda: False)()
     decode = module.flash_attn_decode_paged_xqa if has_xqa else module.flash_attn_decode_paged
-    options["max_seq_len_hint"] = shape.seqlen_k
+    options |= {
+        "max_seq_len_hint": shape.seqlen_k,
+        "partition_size_hint": 256 if shape.kind == "decode" else 1024,
+        "out": torch.empty_like(rows),
+    }
     return lambda: decode(rows, k, v, table, lengths, **options)[None]
 
 
-def _measured(inputs: Inputs, work: Work, target: Target) -> Outcome:
+def _measured(shape: Shape, call: Callable[[Inputs], Work], target: Target) -> Outcome:
     try:
+        inputs = Inputs(shape, target.device)
+        work = call(inputs)
         share = error_share(inputs, work())
-        return Outcome(median_ms(work, target.device, _OF_A_FIGURE), share)
+        # several calls of short kernels, so that the GPU need not wait for the host
+        calls = 20 if shape.kind in ("decode", "verify") and target.kind == "cuda" else 1
+        return Outcome(median_ms(work, target.device, _OF_A_FIGURE, calls=calls), share)
     except Exception as error:
-        if lacks_memory(error):
-            return Outcome(missing="not enough memory")
-        return Outcome(missing=f"{type(error).__name__}: {error}".splitlines()[0])
+        return Outcome(missing=_NO_MEMORY if lacks_memory(error) else _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    """Returns the first line of an error, with file names but no folders: others read the file, and folders may have a user's name."""
+    return re.sub(r"(?:[A-Za-z]:)?[\\/][^\s:'\"]*[\\/]", "", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def error_share(inputs: Inputs, out: Tensor) -> float:
@@ -224,7 +232,7 @@ def error_share(inputs: Inputs, out: Tensor) -> float:
 
 def _simulated(shape: Shape) -> Outcome:
     if shape.seqlen_q * shape.seqlen_k > _SIMULATED_PRODUCTS:
-        return Outcome(missing="takes too long to simulate")
+        return Outcome(missing=_TOO_LONG)
     work = ours(Inputs(shape, torch.device("cpu")))
     with environment(**{SIMULATE_VARIABLE: "timing", SIMULATED_GPU_VARIABLE: SIMULATED_GPU}):
         torch.ops.volta_fa._sim_report()  # forgets earlier launches
@@ -234,5 +242,7 @@ def _simulated(shape: Shape) -> Outcome:
 
 
 def is_wrong(outcome: Outcome) -> bool:
-    """Returns whether an implementation gave a wrong result."""
-    return outcome.share is not None and not (outcome.share <= 1 and math.isfinite(outcome.share))
+    """Returns whether an implementation gave a wrong result, or raised an error. Too little memory or time is none."""
+    if outcome.missing:
+        return outcome.missing not in (_NO_MEMORY, _TOO_LONG)
+    return outcome.share is not None and not outcome.share <= 1

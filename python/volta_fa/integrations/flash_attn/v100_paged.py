@@ -29,6 +29,9 @@ __all__ = [
     "flash_attn_prefill_paged_splitkv",
 ]
 
+#: Values of kv_cache_dtype, and the dtype of the cache's bytes; None: that of q.
+_FORMATS = {name: dtype for name, dtype in CACHE_DTYPES.items() if dtype != torch.int8} | {"bfloat16": None}
+
 
 def _check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
     """Raises ValueError unless `out` has the shape of q, with v's headdim."""
@@ -56,10 +59,10 @@ def flash_attn_prefill_paged(
     Args:
         q: (batch, seqlen_q, nheads, headdim), float16.
         k_cache, v_cache: (blocks, block_size, nheads_k, headdim), any strides; fp8 may come as uint8. block_size is a multiple of 16.
-        block_table: int32 (batch, max_blocks).
-        seq_lens: int32 (batch), tokens in the cache, with those of q.
+        block_table: int32 (batch, max_blocks); more rows have no effect.
+        seq_lens: int32 (batch), tokens in the cache, with those of q; more have no effect.
         out: as q; it gets the result.
-        kv_cache_dtype: `auto`, `float16`, `fp8` and `fp8_e4m3`, or `fp8_e5m2`.
+        kv_cache_dtype: `auto`, `float16` and `bfloat16`, which 1Cat-vLLM says of float16 too; `fp8` and `fp8_e4m3`; or `fp8_e5m2`.
         k_scale, v_scale: factors of fp8 codes.
         window_size: tokens that a query sees to the left and right of its own; -1: all.
 
@@ -67,11 +70,10 @@ def flash_attn_prefill_paged(
     """
     require_tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens)
     _check_out(out, q, v_cache)
-    formats = [name for name, dtype in CACHE_DTYPES.items() if dtype != torch.int8]
-    if kv_cache_dtype not in formats:
-        raise bad_argument("kv_cache_dtype", f"`{kv_cache_dtype}`", " or ".join(formats))
+    if kv_cache_dtype not in _FORMATS:
+        raise bad_argument("kv_cache_dtype", f"`{kv_cache_dtype}`", " or ".join(_FORMATS))
     options: dict[str, Any] = {}
-    if (dtype := CACHE_DTYPES[kv_cache_dtype]) is not None:
+    if (dtype := _FORMATS[kv_cache_dtype]) is not None:
         k_cache, v_cache = k_cache.view(dtype), v_cache.view(dtype)
         options = {f"{side}_descale": q.new_full((1,), scale, dtype=torch.float32) for side, scale in (("k", k_scale), ("v", v_scale))}
     left, right = window_size
@@ -79,8 +81,8 @@ def flash_attn_prefill_paged(
         q,
         k_cache,
         v_cache,
-        cache_seqlens=seq_lens,
-        block_table=block_table,
+        cache_seqlens=seq_lens[: len(q)],
+        block_table=block_table[: len(q)],
         softmax_scale=softmax_scale,
         is_causal=causal,
         window_left=left,

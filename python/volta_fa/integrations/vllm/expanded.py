@@ -33,15 +33,63 @@ class Prompts:
         cu_seqlens_q: int32 (batch + 1): where the new tokens of each sequence begin.
         max_seqlen_q: at least the longest sequence's number of new tokens.
         context_lens: int32 (batch): tokens of each sequence before the new ones.
-        max_context_len: at least the largest of them.
+        most_context: integers (batch) on the CPU, at least these.
         block_table: int32 (batch, max_blocks): the blocks of each sequence, in order.
     """
 
     cu_seqlens_q: Tensor
     max_seqlen_q: int
     context_lens: Tensor
-    max_context_len: int
+    most_context: Tensor
     block_table: Tensor
+    _parts: dict[int, list[Part]] = dataclasses.field(default_factory=dict)
+
+    def parts(self, page: int, blocks: int) -> list[Part]:
+        """Divides the earlier tokens of all sequences into parts of at most this many blocks. All layers of a step share the result."""
+        if blocks not in self._parts:
+            counts = (-(-self.most_context // page)).clamp(0, self.block_table.shape[1])
+            ends = counts.cumsum(0)
+            self._parts[blocks] = [self._part(counts, ends, first, blocks, page) for first in range(0, int(ends[-1]), blocks)]
+        return self._parts[blocks]
+
+    def _part(self, counts: Tensor, ends: Tensor, first: int, blocks: int, page: int) -> Part:
+        # each sequence has one range of blocks in a part, which may be empty
+        begin = (first - (ends - counts)).clamp(min=0).minimum(counts)
+        end = (first + blocks - (ends - counts)).clamp(min=0).minimum(counts)
+        sizes = end - begin
+        sequence = torch.arange(len(sizes)).repeat_interleave(sizes)
+        column = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes)[sequence] + begin[sequence]
+        starts = torch.nn.functional.pad(sizes.cumsum(0) * page, (1, 0))
+        sequence, column, starts, begin_tokens, most = (
+            _to(t, self.block_table.device) for t in (sequence, column, starts, begin * page, sizes * page)
+        )
+        return Part(
+            blocks=self.block_table[sequence, column].long(),
+            cu_seqlens_k=starts.int(),
+            seqused_k=(self.context_lens - begin_tokens).clamp(min=0).minimum(most).int(),
+            max_seqlen_k=int(sizes.max()) * page,
+        )
+
+
+@dataclasses.dataclass
+class Part:
+    """Some earlier tokens of the sequences.
+
+    Attributes:
+        blocks: the cache's blocks that hold them.
+        cu_seqlens_k, seqused_k: int32 (batch + 1) and (batch): where each sequence begins in these blocks' tokens, and how many count.
+        max_seqlen_k: at least the largest number of one sequence.
+    """
+
+    blocks: Tensor
+    cu_seqlens_k: Tensor
+    seqused_k: Tensor
+    max_seqlen_k: int
+
+
+def _to(t: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU tensor to the device, without waiting."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 @dataclasses.dataclass
@@ -90,7 +138,7 @@ def attend_to_expanded(
     """Returns causal attention of the new tokens to themselves and to earlier tokens, (tokens, num_heads, v_head_dim).
 
     The new tokens' latents are not read from the cache, so that a quantized cache does not round them. Those of earlier tokens are
-    expanded in chunks, and the partial results are merged (`merge_attention_states`).
+    expanded in parts, and the partial results are merged (`merge_attention_states`).
 
     Args:
         q: (tokens, num_heads, qk_nope_head_dim + rotary).
@@ -110,36 +158,32 @@ def attend_to_expanded(
         is_causal=True,
         softmax_scale=softmax_scale,
     )
-    batch, page, columns = len(prompts.context_lens), cache.shape[1], rotary.shape[-1]
-    blocks = max(expansion.tokens_at_a_time(columns) // (batch * page), 1)
-    last = -(-prompts.max_context_len // page)
-    for first in range(0, last, blocks):
-        table = prompts.block_table[:, first : min(first + blocks, last)]
-        earlier = _read(cache, table, kv_cache_dtype, k_scale).to(q.dtype)
-        tokens = len(earlier) // batch
-        k, v = expansion.keys_and_values(earlier[:, :-columns], earlier[:, -columns:])
-        part, part_lse, _ = torch.ops.volta_fa.fwd(
+    page, columns = cache.shape[1], rotary.shape[-1]
+    for part in prompts.parts(page, max(expansion.tokens_at_a_time(columns) // page, 1)):
+        earlier = _read(cache, part.blocks, kv_cache_dtype, k_scale).to(q.dtype)
+        k, v = expansion.keys_and_values(earlier[:, :-columns].contiguous(), earlier[:, -columns:])
+        more, more_lse, _ = torch.ops.volta_fa.fwd(
             q,
             k,
             v,
             cu_seqlens_q=starts,
-            cu_seqlens_k=torch.arange(0, len(earlier) + 1, tokens, dtype=torch.int32, device=q.device),
+            cu_seqlens_k=part.cu_seqlens_k,
             max_seqlen_q=longest,
-            max_seqlen_k=tokens,
-            seqused_k=(prompts.context_lens - first * page).clamp(0, tokens),
+            max_seqlen_k=part.max_seqlen_k,
+            seqused_k=part.seqused_k,
             softmax_scale=softmax_scale,
         )
-        out, softmax_lse = merge_attention_states(out, softmax_lse, part, part_lse)
+        out, softmax_lse = merge_attention_states(out, softmax_lse, more, more_lse)
     return out
 
 
-def _read(cache: Tensor, table: Tensor, kv_cache_dtype: str, k_scale: Tensor | None) -> Tensor:
-    """Returns the latents of these blocks with their rotary parts, (batch * blocks * block_size, columns).
+def _read(cache: Tensor, blocks: Tensor, kv_cache_dtype: str, k_scale: Tensor | None) -> Tensor:
+    """Returns the latents of these blocks with their rotary parts, (blocks * block_size, columns).
 
-    Entries of the table after a sequence's last block may be anything, so they are kept within the cache.
+    Blocks after a sequence's end may be any numbers, so they are kept within the cache.
     """
     latents, scales = split_latents(cache, kv_cache_dtype, k_scale)
-    at = table.reshape(-1).long().clamp(0, len(cache) - 1)
+    at = blocks.clamp(0, len(cache) - 1)
     found = latents[at].flatten(0, 2)
     if "descale" in scales:
         return found.float() * scales["descale"]

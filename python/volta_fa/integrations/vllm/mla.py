@@ -52,30 +52,30 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> VoltaMLAMetadata:
         """Returns the metadata of a step, without synchronizing."""
-        metadata = self.build_for_cudagraph_capture(common_attn_metadata)
-        if metadata.max_query_len <= MOST_ABSORBED_QUERIES:
-            return metadata
         common = common_attn_metadata
+        metadata = self.build_for_cudagraph_capture(common)
         starts = common.query_start_loc_cpu
-        lengths = starts.diff()
-        first = int((lengths > MOST_ABSORBED_QUERIES).int().argmax())
-        tokens = int(starts[first])
+        is_long = starts.diff() > MOST_ABSORBED_QUERIES
+        known = getattr(common, "seq_lens_cpu_upper_bound", None)
+        if known is None:
+            known = getattr(common, "_seq_lens_cpu", None)
+        # Runner v2 of 0.19 and 0.20 has no lengths on the host. It also captures here, with a longer max_seq_len than any sequence.
+        if not is_long.any() or known is None or metadata.max_seq_len > int(known.max()):
+            return metadata
+        first = int(is_long.int().argmax())
+        tokens, lengths = int(starts[first]), starts.diff()
         metadata.num_decodes, metadata.num_decode_tokens = first, tokens
         metadata.num_prefills = common.num_reqs - first
         metadata.decode = None
         if first:
-            longest = int(lengths[:first].max())
             parts = metadata.query_start_loc[: first + 1], metadata.seq_lens[:first], metadata.block_table[:first]
-            metadata.decode = paged.Batch(tokens, longest, *parts, causal=metadata.causal)
+            metadata.decode = paged.Batch(tokens, int(lengths[:first].max()), *parts, causal=metadata.causal)
         of_prompts = metadata.query_start_loc[first:]
-        known = getattr(common, "seq_lens_cpu_upper_bound", None)
-        if known is None:
-            known = getattr(common, "_seq_lens_cpu", None)
         metadata.prefill = Prompts(
             cu_seqlens_q=of_prompts - tokens,
             max_seqlen_q=metadata.max_query_len,
             context_lens=metadata.seq_lens[first:] - of_prompts.diff(),
-            max_context_len=metadata.max_seq_len if known is None else int((known[first:] - lengths[first:]).max()),
+            most_context=known[first:] - lengths[first:],
             block_table=metadata.block_table[first:],
         )
         return metadata
