@@ -23,7 +23,13 @@ from volta_fa.errors import CommandError
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "python" / "volta_fa" / "libvolta_fa_core.so"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "reference" / "performance.md", ROOT / "docs" / "reference" / "figures.md")
+PAGES = (
+    ROOT / "README.md",
+    *(
+        ROOT / "docs" / page
+        for page in ("reference/performance.md", "reference/figures.md", "guides/1cat-vllm.md", "guides/1cat-vllm.zh.md")
+    ),
+)
 #: What a mark says of figures that were taken before marks, and of those of other machine code.
 NOT_RECORDED, CHANGED = "kernels not recorded", "kernels changed since"
 _MARK = re.compile(r"<!-- figures of ([0-9a-f]{8})( with changes)?: (.*?) -->")

@@ -1,15 +1,19 @@
-"""The functions of the packages flash_attn_v100 and flash_attn_turing against attention in fp64."""
+"""The functions of three packages flash_attn_v100, and of flash_attn_turing, against attention in fp64."""
 
 from __future__ import annotations
 
 import inspect
+import sys
+import types
 
 import pytest
 import torch
 
 from conftest import on
 from test_flash_attn_api import LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, packed
-from volta_fa.integrations.flash_attn import interface, turing, v100
+from volta_fa.integrations.flash_attn import interface, turing, v100, v100_paged
+from volta_fa.integrations.flash_attn.install import provide_flash_attn_v100
+from volta_fa.integrations.vllm import paged
 
 BACKENDS = on("cpu-fp64", "cpu-fp32", "cuda")
 
@@ -80,6 +84,90 @@ def test_lengths_of_any_integer_dtype(backend):
     lengths = [cu(lengths, backend.device).long() for lengths in LENGTHS]
     out = v100.flash_attn_varlen_func(q, k, v, *lengths, max(lengths_q), max(lengths_k), causal=True)
     close(backend, out, packed(q, k, v, lengths_q, lengths_k, causal=True)[0])
+
+
+# ---- flash_attn_v100 of 1Cat-vLLM ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0)], ids=str)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e5m2"])
+@BACKENDS
+def test_paged_functions(backend, kv_cache_dtype, window):
+    """Prompts and decoding over a cache whose K and V are views of one tensor, in both layouts."""
+    page, lengths, dtype = 16, [40, 21], paged.CACHE_DTYPES[kv_cache_dtype]
+    table = torch.tensor([[4, 1, 2], [0, 3, -1]], device=backend.device, dtype=torch.int32)
+    numbers = backend.randn(5, 2, page, 2, 16)
+    cache = numbers if dtype is None else numbers.to(dtype)
+    numbers, scales = (cache.to(backend.dtype), (1.0, 1.0)) if dtype is None else (cache.to(backend.dtype), (0.5, 2.0))
+    k_cache, v_cache = (cache if dtype is None else cache.view(torch.uint8)).unbind(1)
+    arguments = k_cache, v_cache, table, torch.tensor(lengths, device=backend.device, dtype=torch.int32)
+    options = {"softmax_scale": 0.3, "kv_cache_dtype": kv_cache_dtype, "k_scale": scales[0], "v_scale": scales[1], "window_size": window}
+    q = backend.randn(2, 7, 4, 16)
+    seen = [
+        [t[table[b, : -(-n // page)].long()].flatten(0, 1)[None, :n] * x for t, x in zip(numbers.unbind(1), scales)]
+        for b, n in enumerate(lengths)
+    ]
+
+    def expected(rows, causal=True):
+        of = {"softmax_scale": 0.3, "causal": causal, "window_size": window}
+        return torch.cat([attention(rows[b : b + 1], *seen[b], **of)[0] for b in range(2)])
+
+    into = torch.full_like(q, torch.nan)
+    assert v100_paged.flash_attn_prefill_paged(q, *arguments, out=into, **options) is into
+    close(backend, into, expected(q))
+    close(backend, v100_paged.flash_attn_prefill_paged_splitkv(q, *arguments, split_kv_tokens=16, **options), expected(q))
+    close(backend, v100_paged.flash_attn_prefill_paged(q, *arguments, causal=False, **options), expected(q, causal=False))
+    [first] = heads_first(q)
+    into = torch.full_like(first, torch.nan)
+    for out in (None, into):
+        result = v100_paged.flash_attn_prefill_paged_bhmd(first, *arguments, out=out, **options)
+        assert result.is_contiguous() and (out is None or result is out)
+        close(backend, result.transpose(1, 2), expected(q))
+    into = torch.full_like(q[:, 0], torch.nan)
+    for out in (None, into):
+        result = v100_paged.flash_attn_decode_paged(q[:, 0], *arguments, out=out, max_seq_len_hint=64, **options)
+        assert out is None or result is out
+        close(backend, result, expected(q[:, :1])[:, 0])
+    with pytest.raises(ValueError, match="kv_cache_dtype: got `int8_per_token_head`, expected auto or float16"):
+        v100_paged.flash_attn_decode_paged(q[:, 0], *arguments, kv_cache_dtype="int8_per_token_head")
+    with pytest.raises(ValueError, match=r"out: got shape \(2, 4, 15\), expected"):
+        v100_paged.flash_attn_decode_paged(q[:, 0], *arguments, out=into[..., 1:], **options)
+
+
+@BACKENDS
+def test_dense_functions_of_1cat(backend):
+    q, k, v = backend.randn(2, 9, 4, 16), backend.randn(2, 12, 2, 16), backend.randn(2, 12, 2, 16)
+    expected, expected_lse, *_ = attention(q, k, v, softmax_scale=0.3, causal=True)
+    first = heads_first(q, k, v)
+    into = torch.full_like(first[0], torch.nan)
+    for out in (None, into):
+        result, lse, _ = v100_paged.flash_attn_bhmd_func(*first, 0.0, 0.3, True, return_attn_probs=True, out=out)
+        assert result.is_contiguous() and (out is None or result is out)
+        close(backend, result.transpose(1, 2), expected)
+        close_lse(lse, expected_lse)
+    close(backend, v100_paged.flash_attn_bhmd_func(*first, softmax_scale=0.3, causal=True).transpose(1, 2), expected)
+    close_lse(v100_paged.flash_attn_lse(q, k, v, 0.3, True), expected_lse)
+    result, lse, *none = v100_paged._flash_attn_forward(*first, None, 0.0, 0.3, True, -1, -1, 0.0, None, False)
+    close(backend, result.transpose(1, 2), expected)
+    close_lse(lse, expected_lse)
+    assert none == [None, None]
+
+
+def test_the_stand_in_has_all_three_packages(monkeypatch):
+    """1Cat-vLLM imports these names of it. Another package of that name that is imported already stays."""
+    monkeypatch.delitem(sys.modules, "flash_attn_v100", raising=False)
+    for _ in range(2):
+        provide_flash_attn_v100()
+    import flash_attn_v100
+
+    assert {*v100.__all__, *v100_paged.__all__} == set(flash_attn_v100.__all__)
+    assert flash_attn_v100.flash_attn_interface.flash_attn_decode_paged is v100_paged.flash_attn_decode_paged
+    assert v100_paged.flash_attn_decode_paged_xqa_available()
+    other = types.ModuleType("flash_attn_v100")
+    other.__file__ = "elsewhere.py"
+    monkeypatch.setitem(sys.modules, "flash_attn_v100", other)
+    with pytest.raises(RuntimeError, match="flash_attn_v100 was imported before from elsewhere.py"):
+        provide_flash_attn_v100()
 
 
 # ---- flash_attn_turing -----------------------------------------------------------------------------------------

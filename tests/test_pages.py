@@ -38,7 +38,7 @@ def test_a_marked_block_runs(block, tmp_path):
 
 
 #: Addresses of other projects that pages, forms and the notebook may name.
-OTHERS = ("https://download.pytorch.org/whl/", "https://sh.rustup.rs", "https://github.com/vllm-project/")
+OTHERS = ("https://download.pytorch.org/whl/", "https://sh.rustup.rs", "https://github.com/vllm-project/", "https://github.com/1CatAI/")
 URL = re.compile(r"\b(?:https?|git|ssh)://[^\s)>\"'`\\]+|\bgit@[\w.]+:[^\s)>\"'`\\]+")
 #: What makes a reader look for a place, and the links that have it.
 ASKS = re.compile(r"open an issue|an issue with|report it\b|send the report|get the wheel|wheel from (?!a )|git clone|whom you have", re.I)

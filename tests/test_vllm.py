@@ -37,7 +37,7 @@ if not REAL:
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 
 import volta_fa.vllm
-from volta_fa.integrations.vllm import paged
+from volta_fa.integrations.vllm import expanded, mla, paged
 from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder
 from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
 
@@ -115,7 +115,7 @@ class Server:
             num_reqs=len(queries) + padded_requests,
             num_actual_tokens=rows,
             max_query_len=max(queries.values()),
-            max_seq_len=max(self.lengths),
+            max_seq_len=max(self.lengths[s] for s in queries),
             block_table_tensor=table,
             slot_mapping=slots,
             causal=causal,
@@ -374,9 +374,11 @@ def test_cross_attention(backend):
 
 def latent_implementation(kv_lora_rank, rotary, nheads=4, **options):
     names = ("num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type")
-    given = dict(zip(names, (1, None, None, "auto", None, AttentionType.DECODER)), kv_sharing_target_layer_name=None) | options
+    given = (
+        dict(zip(names, (1, None, None, "auto", None, AttentionType.DECODER)), kv_sharing_target_layer_name=None, kv_b_proj=None) | options
+    )
     dims = dict(q_lora_rank=None, kv_lora_rank=kv_lora_rank, qk_nope_head_dim=32, qk_rope_head_dim=rotary, qk_head_dim=32 + rotary)
-    return VoltaMLAImpl(nheads, kv_lora_rank + rotary, (kv_lora_rank + rotary) ** -0.5, **given, **dims, v_head_dim=32, kv_b_proj=None)
+    return VoltaMLAImpl(nheads, kv_lora_rank + rotary, (kv_lora_rank + rotary) ** -0.5, **given, **dims, v_head_dim=32)
 
 
 def latent_cache(kv_cache_dtype, columns, blocks=25, of=None):
@@ -425,7 +427,7 @@ def test_latents(backend, rank, rotary, kv_cache_dtype):
         metadata = builder.build(0, common)
         # as vLLM's layer divides the batch
         assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (len(queries), len(q), 0)
-        assert metadata.decode is not None and metadata.prefill is None
+        assert metadata.decode is metadata and metadata.prefill is None
         k = torch.cat((k, backend.randn(3, 1, rank + rotary)))  # of nobody
         impl.do_kv_cache_update(k[:, 0, :rank], k[..., rank:], cache, slots, kv_cache_dtype, layer._k_scale, True)
         seen = cache if kv_cache_dtype == "auto" else cache.view(torch.float8_e4m3fn)  # as vLLM's layer hands it over
@@ -471,8 +473,56 @@ def test_latents_that_there_are_no_kernels_for():
         with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: "):
             VoltaMLABackend.get_kv_cache_shape(25, PAGE, 1, 80, dtype)
         assert dtype not in VoltaMLABackend.supported_kv_cache_dtypes
-    with pytest.raises(NotImplementedError, match="forward_mha"):
-        latent_implementation(64, 16).forward_mha(None)
+
+
+@pytest.mark.parametrize("workspace", [expanded._WORKSPACE, 1], ids=["whole", "chunks"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2", INT8])
+@on("cpu-fp32", "sim", "cuda")
+def test_long_prompts(backend, kv_cache_dtype, workspace, monkeypatch):
+    """Sequences with more new tokens than a limit attend to expanded keys: without earlier tokens, and with those of the cache."""
+    rank, rotary, nope, columns, most = 64, 16, 32, 32, 4
+    monkeypatch.setattr(mla, "MOST_ABSORBED_QUERIES", most)
+    monkeypatch.setattr(expanded, "_WORKSPACE", workspace)
+    server = Server(backend, nheads_k=1, headdim=rank + rotary)
+    weight = backend.randn(rank, server.nheads * (nope + columns)) * rank**-0.5
+    impl = latent_implementation(
+        rank, rotary, kv_cache_dtype=kv_cache_dtype, kv_b_proj=lambda latent: (latent.to(weight.dtype) @ weight, None)
+    )
+    cache = server.kv_cache = latent_cache(kv_cache_dtype, rank + rotary, of=server.kv_cache)
+    layer = SimpleNamespace(_k_scale=torch.tensor(LAYER_SCALES[0], device=backend.device))
+    builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device(backend.device))
+    sequences = [[] for _ in server.lengths]  # of the keys and values that the cache stands for
+    for queries in ({0: 21, 1: 5}, {0: 1, 1: 4, 2: 40}, {0: 4, 2: 3, 1: 17, 3: 33}, {0: 2, 3: 5, 1: 30}):
+        _, new, _, slots, common = server.step(queries)
+        q = backend.randn(len(new), server.nheads, nope + rotary)
+        assert builder.build(0, common).prefill is None  # without lengths on the host
+        common.seq_lens_cpu_upper_bound = torch.tensor([server.lengths[s] + 20 * (s == 1) for s in queries])
+        metadata = builder.build(0, common)
+        prompts = [s for s, n in queries.items() if n > most]
+        decoded = sum(n for n in queries.values() if n <= most)
+        assert (metadata.num_decodes, metadata.num_decode_tokens) == (len(queries) - len(prompts), decoded)
+        assert metadata.num_prefills == len(prompts) == len(queries) - list(queries).index(prompts[0])
+        # the blocks that are expanded: only those of earlier tokens, and of a bound that is too high
+        earlier = [server.lengths[s] - queries[s] + 20 * (s == 1) for s in prompts]
+        for blocks in (1, 2, 100):
+            parts = metadata.prefill.parts(PAGE, blocks)
+            assert sum(len(part.blocks) for part in parts) == sum(-(-n // PAGE) for n in earlier)
+            assert all(0 < len(part.blocks) <= blocks for part in parts)
+        assert (metadata.decode is None) == (decoded == 0)
+        latent, k_pe = new[..., :rank], new[..., rank:]
+        impl.do_kv_cache_update(latent[:, 0], k_pe, cache, slots, kv_cache_dtype, layer._k_scale, True)
+        seen = cache if kv_cache_dtype == "auto" else cache.view(torch.float8_e4m3fn)
+        out = torch.full((len(q) - decoded, server.nheads * columns), math.nan, dtype=q.dtype, device=q.device)
+        impl.forward_mha(q[decoded:], latent[decoded:, 0], k_pe[decoded:], seen, metadata, layer._k_scale, out)
+        exact = [list(zip(*impl.expansion.keys_and_values(t[:, 0, :rank], t[:, 0, rank:]))) for t in new.split(list(queries.values()))]
+        for (s, n), tokens in zip(queries.items(), exact):
+            server.tokens[s] = sequences[s] + tokens
+            numbers = torch.stack([latent_bytes(row, kv_cache_dtype, layer._k_scale)[1] for row in new[:n, 0]])
+            new = new[n:]
+            sequences[s] += zip(*impl.expansion.keys_and_values(numbers[:, :rank], numbers[:, rank:]))
+        of_prompts = {s: queries[s] for s in prompts}
+        server.check(of_prompts, q[decoded:], out.view(-1, server.nheads, columns), is_causal=True, softmax_scale=impl.scale)
+        assert builder.build_for_cudagraph_capture(common).prefill is None
 
 
 # ---- real releases ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -16,7 +17,7 @@ import torch
 
 import reference
 import vllm_stub
-from conftest import REPOSITORY, on
+from conftest import REPOSITORY, on, within
 from test_vllm import (
     FP8,
     INT8,
@@ -40,12 +41,12 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     pytest.skip("the Python package loads its own library", allow_module_level=True)
 
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import volta_fa.vllm
-from volta_fa.integrations.vllm import paged
-from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder
+from volta_fa.integrations.vllm import mla, paged
+from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder, VoltaV100Backend
 from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
 
 # ---- metadata ----------------------------------------------------------------------------------------------------------
@@ -53,7 +54,7 @@ from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaM
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *FP8, INT8])
 @on("cpu-fp32")
-def test_nothing_waits(backend, kv_cache_dtype):
+def test_nothing_waits(backend, kv_cache_dtype, monkeypatch):
     """Tensors without values: reading one raises. Building, writing and attending, with a cascade too, and to latents."""
     server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-nhd")
     q, k, v, slots, common = server.step({0: 21, 1: 5})
@@ -70,12 +71,16 @@ def test_nothing_waits(backend, kv_cache_dtype):
         metadata = server.builder.build(prefix, common)
         impl.do_kv_cache_update(layer, k, v, kv_cache, slots)
         assert impl.forward(layer, q, k, v, kv_cache, metadata, torch.empty_like(q)).shape == q.shape
-    mla = latent_implementation(512, 64, kv_cache_dtype=kv_cache_dtype)
-    metadata = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device("meta")).build(0, common)
+    of_latents = latent_implementation(512, 64, kv_cache_dtype=kv_cache_dtype, kv_b_proj=lambda t: (t.new_empty(len(t), 4 * 64), None))
+    builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device("meta"))
     made = torch.empty(26, 576, device="meta").split((512, 64), dim=-1)
-    mla.do_kv_cache_update(*made, latents, slots, kv_cache_dtype, layer._k_scale)
-    out, _ = mla.forward_mqa(torch.empty(26, 4, 576, device="meta"), latents, metadata, layer)
+    of_latents.do_kv_cache_update(*made, latents, slots, kv_cache_dtype, layer._k_scale)
+    out, _ = of_latents.forward_mqa(torch.empty(26, 4, 576, device="meta"), latents, builder.build(0, common), layer)
     assert out.shape == (26, 4, 512)
+    monkeypatch.setattr(mla, "MOST_ABSORBED_QUERIES", 4)
+    common.seq_lens_cpu_upper_bound = torch.tensor([38, 5])
+    q, out = torch.empty(26, 4, 96, device="meta"), torch.empty(26, 4 * 32, device="meta")
+    of_latents.forward_mha(q, *made, latents, builder.build(0, common), layer._k_scale, out)
 
 
 @on("cpu-fp32")
@@ -91,6 +96,29 @@ def test_metadata_is_the_runners(backend):
     common.causal = torch.ones(2, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="causal: got a tensor"):
         server.builder.build(0, common)
+
+
+def test_graphs_of_runner_v2(monkeypatch):
+    """Up to 0.26 it captures mixed steps with too low bounds."""
+    assert VoltaMetadataBuilder.get_cudagraph_support(SimpleNamespace(use_v2_model_runner=False), None) is AttentionCGSupport.ALWAYS
+    is_old = hasattr(AttentionBackend, "get_kv_cache_shape")
+    expected = AttentionCGSupport.UNIFORM_BATCH if is_old else AttentionCGSupport.ALWAYS
+    assert VoltaMLAMetadataBuilder.get_cudagraph_support(SimpleNamespace(use_v2_model_runner=True), None) is expected
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert VoltaMetadataBuilder.get_cudagraph_support(SimpleNamespace(), None) is expected
+
+
+def test_draft_trees_of_1cat_are_refused():
+    tree = SimpleNamespace(use_dflash_ddtree=lambda: True, ddtree_disable_tree_verify=False)
+    spec = SimpleNamespace(head_size=64, dtype=torch.float16, block_size=16)
+    for disabled in (False, True):
+        tree.ddtree_disable_tree_verify = disabled
+        config = SimpleNamespace(speculative_config=tree)
+        if disabled:
+            VoltaMetadataBuilder(spec, [], config, torch.device("cpu"))
+        else:
+            with pytest.raises(NotImplementedError, match="speculative_config: got dflash_ddtree"):
+                VoltaMetadataBuilder(spec, [], config, torch.device("cpu"))
 
 
 @on("cpu-fp32")
@@ -366,10 +394,11 @@ def test_vllm_layer(backend, kv_cache_dtype, monkeypatch):
 
 @pytest.mark.skipif(not REAL, reason="no vLLM")
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *FP8, pytest.param(INT8, marks=LATER)])
+@pytest.mark.parametrize("most_absorbed", [mla.MOST_ABSORBED_QUERIES, 4], ids=["absorbed", "expanded"])
 @on("cpu-fp32")
-def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
+def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, tmp_path):
     """vLLM's own layer of latent attention, which multiplies the up-projections into queries and outputs, against attention to expanded
-    keys and values: prompts, chunks and decoding."""
+    keys and values: prompts, chunks and decoding, with long prompts expanded or not."""
     from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.forward_context import set_forward_context
@@ -377,6 +406,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
     from vllm.model_executor.layers.linear import ColumnParallelLinear
     from vllm.platforms import current_platform
 
+    monkeypatch.setattr(mla, "MOST_ABSORBED_QUERIES", most_absorbed)
     monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *args, **kwargs: VoltaMLABackend)
     monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda cls, device_id=0: DeviceCapability(7, 0)))
     heads, rank, rotary, nope, columns = 4, 64, 16, 32, 24
@@ -389,6 +419,8 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
         parallel_state.initialize_model_parallel()
         projection = ColumnParallelLinear(rank, heads * (nope + columns), bias=False)
         projection.weight.data = backend.randn(heads * (nope + columns), rank) * rank**-0.5
+        if PREFILL and OLD:  # between 0.20.2 and 0.26, 1Cat-vLLM's among them, the choice of a prefill backend reads it
+            config.model_config = SimpleNamespace(dtype=torch.float32, hf_text_config=None)
         dims = dict(qk_nope_head_dim=nope, qk_rope_head_dim=rotary, v_head_dim=columns, q_lora_rank=None, kv_lora_rank=rank)
         layer = mla_attention.MLAAttention(num_heads=heads, scale=0.2, kv_b_proj=projection, prefix="layer", cache_config=cached, **dims)
         layer.process_weights_after_loading(torch.float32)
@@ -407,18 +439,20 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
             spec = customize_attention_spec(VoltaMLABackend, layer.get_kv_cache_spec(config))
             assert (PAGE, 1, spec.page_size_bytes) == (spec.block_size, spec.num_heads, layer.kv_cache[0].nbytes)
         builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device("cpu"))
-        for queries in STEPS:
+        for step in STEPS:
+            queries = dict(sorted(step.items(), key=lambda item: item[1]))  # vLLM's runner moves long prompts back
             _, latents, _, slots, common = server.step(queries)
             latent, k_pe = latents.split((rank, rotary), dim=-1)
-            cached_numbers = torch.stack([latent_bytes(row, kv_cache_dtype, layer._k_scale)[1] for row in latents[:, 0]])[:, None]
-            seen, seen_pe = cached_numbers.split((rank, rotary), dim=-1)
-            k_nope, v = (seen[:, 0] @ projection.weight.T).view(-1, heads, nope + columns).split((nope, columns), dim=-1)
-            k = torch.cat([k_nope, seen_pe.expand(-1, heads, -1)], -1)
-            first = 0
-            for s, n in queries.items():
-                server.tokens[s][-n:] = zip(k[first : first + n], v[first : first + n])
-                first += n
+
+            def keys_and_values(rows):
+                seen, seen_pe = rows[:, None].split((rank, rotary), dim=-1)
+                k_nope, v = (seen[:, 0] @ projection.weight.T).view(-1, heads, nope + columns).split((nope, columns), dim=-1)
+                return list(zip(torch.cat([k_nope, seen_pe.expand(-1, heads, -1)], -1), v))
+
+            in_cache = torch.stack([latent_bytes(row, kv_cache_dtype, layer._k_scale)[1] for row in latents[:, 0]])
+            cached_ones, given = (keys_and_values(rows) for rows in (in_cache, latents[:, 0]))
             q = backend.randn(len(latents), heads, nope + rotary)
+            common.seq_lens_cpu_upper_bound = torch.tensor([server.lengths[s] for s in queries])
             metadata = {"layer": builder.build(0, common)}
             with (
                 torch.inference_mode(),
@@ -428,7 +462,10 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
                 out = layer(q, latent[:, 0], k_pe, output_shape=(len(q), heads * columns))
             first = 0
             for s, n in queries.items():
+                # a long prompt attends to its own tokens as they were before the cache rounded them
+                server.tokens[s][-n:] = (given if n > most_absorbed else cached_ones)[first : first + n]
                 inputs = (q[first : first + n][None], *(torch.stack(t)[None] for t in zip(*server.tokens[s])))
+                server.tokens[s][-n:] = cached_ones[first : first + n]
                 expected = reference.forward(*inputs, is_causal=True, softmax_scale=0.2).out[0].float()
                 # products in another order than those of expanded keys: fp32's rounding, of sums of 64
                 torch.testing.assert_close(out.view(-1, heads, columns)[first : first + n], expected, rtol=1e-5, atol=1e-5)
@@ -436,3 +473,90 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
     finally:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+
+
+# ---- vision encoders ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not REAL, reason="no vLLM")
+@pytest.mark.parametrize("lengths", [None, [9, 40, 1, 15]], ids=str)
+@pytest.mark.parametrize("nheads_k", [4, 2])
+@on("cpu-fp32", "sim")
+def test_vllm_vision_layer(backend, nheads_k, lengths, monkeypatch):
+    """vLLM's own layer of vision encoders, which the plugin replaces: one image an entry, and images of several sizes."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.attention import mm_encoder_attention
+
+    backend.simulate()
+    monkeypatch.setenv("VOLTA_FA_VLLM_VISION", "1")
+    for _ in range(2):
+        volta_fa.vllm.register()
+    monkeypatch.setattr(mm_encoder_attention, "get_vit_attn_backend", lambda **_: AttentionBackendEnum.TORCH_SDPA)
+    nheads, headdim, batch, total = 4, 72, 2 if lengths is None else 1, 65
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        layer = mm_encoder_attention.MMEncoderAttention(nheads, headdim, num_kv_heads=nheads_k)
+    assert type(layer).__name__ == "VoltaMMEncoderAttention"
+    q, k, v = (backend.randn(batch, total, n, headdim) for n in (nheads, nheads_k, nheads_k))
+    starts = None if lengths is None else backend.ints([0, *itertools.accumulate(lengths)]).long()
+    monkeypatch.setattr(mm_encoder_attention, "vit_torch_sdpa_wrapper", None)
+    out = layer(q, k, v, starts)
+    assert out.shape == q.shape and torch.equal(layer(*(t.flatten(2) for t in (q, k, v)), starts), out.flatten(2))
+    parts = [(b, slice(0, total)) for b in range(batch)] if starts is None else [(0, slice(a, b)) for a, b in itertools.pairwise(starts)]
+    for b, rows in parts:
+        inputs = [t[b : b + 1, rows] for t in (q, k, v)]
+        ref = reference.forward(*inputs)
+        within(backend, "out", out[b : b + 1, rows], ref.out, reference.forward_budget(ref, *inputs))
+
+
+# ---- 1Cat-vLLM ---------------------------------------------------------------------------------------------------------
+
+of_1cat = pytest.mark.skipif(not hasattr(AttentionBackendEnum, "FLASH_ATTN_V100"), reason="this vLLM is not 1Cat's")
+
+
+def test_names_of_1cat(monkeypatch):
+    """Other vLLMs have no such name; with it, the class answers to it."""
+    monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "yes")
+    with pytest.raises(ValueError, match="VOLTA_FA_VLLM_1CAT: got `yes`, expected backend or package"):
+        volta_fa.vllm.register()
+    monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "backend")
+    if not hasattr(AttentionBackendEnum, "FLASH_ATTN_V100"):
+        with pytest.raises(ValueError, match="VOLTA_FA_VLLM_1CAT: got `backend`, expected 1Cat-vLLM"):
+            volta_fa.vllm.register()
+        return
+    volta_fa.vllm.register()
+    assert AttentionBackendEnum.FLASH_ATTN_V100.get_class() is VoltaV100Backend
+    assert VoltaV100Backend.get_name() == "FLASH_ATTN_V100" and AttentionBackendEnum.CUSTOM.get_class() is VoltaBackend
+
+
+@of_1cat
+@pytest.mark.parametrize("headdim", [64, 256])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
+@on("sim")
+def test_backend_of_1cat_on_the_package(backend, kv_cache_dtype, headdim, monkeypatch):
+    """1Cat-vLLM's own FLASH_ATTN_V100 with volta_fa's functions as its package: prompts, chunks, decoding and several tokens at once."""
+    monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "package")
+    volta_fa.vllm.register()
+    from vllm.v1.attention.backends import flash_attn_v100 as theirs
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
+
+    sizes = {"nheads": 6, "nheads_k": 1, "headdim": headdim}
+    server = Server(backend, **sizes) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, **sizes)
+    impl = theirs.FlashAttnV100Impl(6, headdim, headdim**-0.5, 1, None, None, kv_cache_dtype)
+    ours = implementation(server, kv_cache_dtype=kv_cache_dtype)
+    layer = SimpleNamespace(
+        layer_name="layer", _k_scale_float=LAYER_SCALES[0], _v_scale_float=LAYER_SCALES[1], **vars(server.layer or SimpleNamespace())
+    )
+    names = [field.name for field in dataclasses.fields(TritonAttentionMetadata)]
+    for queries in STEPS:
+        q, k, v, slots, common = server.step(queries)
+        ours.do_kv_cache_update(layer, k, v, server.kv_cache, slots)
+        known = vars(common) | {"block_table": common.block_table_tensor, "use_cascade": False, "common_prefix_len": 0}
+        metadata = TritonAttentionMetadata(**dict.fromkeys(names) | {name: known[name] for name in names if name in known})
+        out = torch.full_like(q, math.nan)
+        impl.forward(layer, q, k, v, server.kv_cache, metadata, out)
+        first = 0
+        for s, n in queries.items():
+            # a whole prompt attends to k and v as they were before they became fp8
+            if kv_cache_dtype == "auto" or server.lengths[s] > n:
+                server.check({s: n}, q[first:], out[first:], is_causal=True)
+            first += n

@@ -15,6 +15,8 @@ performance_cached.py  measures attention with a KV cache
 atomics.py             measures the GPU's rate of atomic additions
 tune.py                turns measurements into a tuning file
 report.py              shows the page, the plot and the JSON
+
+versus.py              is of another command, `versus-1cat`: attention beside 1Cat-vLLM's
 """
 
 from __future__ import annotations

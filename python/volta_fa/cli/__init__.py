@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from ..errors import CommandError
 from ..version import __version__
-from . import check, demo, info
+from . import check, demo, info, versus_1cat
 
-_COMMANDS = (demo, info, check)
+_COMMANDS = (demo, info, check, versus_1cat)
 
 _DESCRIPTION = """\
 Exact attention, forward and backward, for NVIDIA Volta and Turing GPUs, as native PyTorch operators
@@ -27,6 +27,7 @@ examples:
   python -m volta_fa info --json         print the same as JSON
   python -m volta_fa check               check and time every kernel on this GPU
   python -m volta_fa check --tune        also write a tuning file with the fastest kernels
+  python -m volta_fa versus-1cat         time attention beside 1Cat-vLLM's, and write a file to send
 
 environment:
   VOLTA_FA_SIMULATE=1   simulate the kernels for float16 and bfloat16 CPU tensors on a V100,
@@ -44,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in _COMMANDS:
         command = commands.add_parser(
-            module.__name__.rpartition(".")[2],
+            module.__name__.rpartition(".")[2].replace("_", "-"),
             help=module.SUMMARY,
             description=module.DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,

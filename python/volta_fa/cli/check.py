@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     require_rich("matplotlib")
-    name = _choose(arguments.device)
+    name = choose_device(arguments.device)
     from ..check import Settings, run_check
     from ..check.correctness import INCOMPLETE, RIGHT, WRONG
     from ..check.kernels import Target
@@ -66,7 +66,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _choose(name: str) -> str:
+def choose_device(name: str) -> str:
     """Returns `cuda:N`, `cpu` or `simulator`. A GPU for which torch has no code passes: the check reports it."""
     count = torch.cuda.device_count()
     # a GPU that torch cannot see must not count as checked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import warnings
 from pathlib import Path
@@ -35,3 +36,21 @@ def install_flash_attn_shim(*, fa3_returns_lse: bool | None = None) -> None:
             "volta_fa.install_flash_attn_shim: transformers was imported before; if it looked for flash-attn, it will not find the shim",
             stacklevel=2,
         )
+
+
+def provide_flash_attn_v100() -> None:
+    """Makes `import flash_attn_v100` find volta_fa in this process, also where 1Cat-vLLM's wheel has a package of that name.
+
+    Raises RuntimeError if that package is imported already.
+    """
+    name = "flash_attn_v100"
+    package = _SITE / name / "__init__.py"
+    found = sys.modules.get(name)
+    if found is not None and found.__file__ == str(package):
+        return
+    if found is not None:
+        raise RuntimeError(f"{name} was imported before from {found.__file__}: unset VOLTA_FA_VLLM_1CAT, or import it later")
+    spec = importlib.util.spec_from_file_location(name, package, submodule_search_locations=[str(package.parent)])
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)

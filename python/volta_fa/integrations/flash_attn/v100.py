@@ -1,5 +1,7 @@
 """The functions of `flash_attn_v100` and of its compiled module: two packages for V100s of that name.
 
+`v100_paged` has what a third one, of 1Cat-vLLM, adds.
+
 That of 2026 has flash-attn 2's functions, and a compiled module whose `fwd` and `bwd` take (batch, nheads, seqlen, headdim). That of
 2023 has `flash_attn_func(q, k, v, softmax_scale, causal)` alone.
 """

@@ -6,6 +6,7 @@ Written for vLLM 0.19.1 to 0.33.0. (0.26) marks what releases up to 0.26 call, (
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,7 @@ from ...errors import bad_argument
 from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
 from .paged import Attention, Batch, bytes_of_a_token, cache_dtypes, check_cache_dtype, split_cache, write
 
-__all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder"]
+__all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder", "VoltaV100Backend"]
 
 #: Bytes of KV cache that a cascade must save. It costs two launches more in each layer, and vLLM then runs without whole-step graphs:
 #: estimated 15 us (not measured), in which a V100 reads at 750 GB/s.
@@ -47,7 +48,8 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
     """Builds a step's metadata from references. With a common prefix it also subtracts its length, on the device.
 
     Supports CUDA graphs of all kinds: the kernels read lengths, block tables and query starts. The host decides by the number of
-    rows and max_query_len, for which the runner passes upper bounds when it captures.
+    rows and max_query_len, for which the runner passes upper bounds when it captures. Runner v2 of releases up to 0.26 passes that of its
+    dummy batch, so there graphs serve decode steps alone.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -56,6 +58,18 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        speculation = getattr(vllm_config, "speculative_config", None)
+        is_tree = getattr(speculation, "use_dflash_ddtree", lambda: False)()
+        if is_tree and not getattr(speculation, "ddtree_disable_tree_verify", False):
+            expected = "another method, or ddtree_disable_tree_verify: 1Cat-vLLM tells no other backend the tree"
+            raise bad_argument("speculative_config", "dflash_ddtree", expected, error=NotImplementedError)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Returns which steps a CUDA graph may serve."""
+        runner_v2 = getattr(vllm_config, "use_v2_model_runner", os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1")
+        is_fixed = not hasattr(AttentionBackend, "get_kv_cache_shape")  # 0.33
+        return cls._cudagraph_support if is_fixed or not runner_v2 else AttentionCGSupport.UNIFORM_BATCH
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> VoltaMetadata:
         """Returns the metadata of a step, without synchronizing."""
@@ -190,6 +204,15 @@ class VoltaBackend(AttentionBackend):
     def supports_non_causal(cls) -> bool:
         """(0.33) Returns True."""
         return True
+
+
+class VoltaV100Backend(VoltaBackend):
+    """The same under the name of 1Cat-vLLM's backend for V100s, so that vLLM's policies for that name hold."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Returns the registered name."""
+        return "FLASH_ATTN_V100"
 
 
 class VoltaAttentionImpl(AttentionImpl):

@@ -1,9 +1,9 @@
 """Latent attention (DeepSeek's MLA) for vLLM: the backend that `--attention-backend CUSTOM` selects with VOLTA_FA_VLLM_MLA=1.
 
-MLA is absorbed: vLLM multiplies the up-projection of the keys into the queries, and the output by the up-projection of the values. So
-all query heads attend to one KV head, the latent with its rotary part; the latent is also the value. This backend does so for prompts
-too. A prompt then costs (576 + 512) / (192 + 128) = 3.4 times the products of attention to expanded keys, but needs no expanded keys, no
-workspace for them and no lengths on the host.
+Decoding is absorbed: vLLM multiplies the up-projection of the keys into the queries, and the output by the up-projection of the values.
+So all query heads attend to one KV head, the latent with its rotary part; the latent is also the value. Sequences with many new tokens
+attend to expanded keys and values instead (`expanded`), which takes (192 + 128) / (576 + 512) = 0.29 times the products. CUDA graphs of
+whole steps have the absorbed form alone, because they must serve any batch.
 
 `volta_fa::fwd_mla` has the sizes of DeepSeek's models, 512 + 64 columns. The backend reports other sizes as unsupported.
 """
@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, ML
 from ...errors import bad_argument
 from . import no_prefill, paged
 from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder
+from .expanded import MOST_ABSORBED_QUERIES, Expansion, Prompts, attend_to_expanded
 
 __all__ = ["VoltaMLABackend", "VoltaMLAImpl", "VoltaMLAMetadata", "VoltaMLAMetadataBuilder"]
 
@@ -29,23 +30,62 @@ _ROTARY = 64
 
 @dataclasses.dataclass
 class VoltaMLAMetadata(VoltaMetadata):
-    """`VoltaMetadata`, with the attributes by which vLLM's layer divides a batch. They declare all tokens to be those of decode steps."""
+    """`VoltaMetadata`, with the attributes by which vLLM's layer divides a batch.
+
+    Attributes:
+        decode: the first sequences, up to one with many new tokens, as a batch: absorbed.
+        prefill: the others: expanded.
+    """
 
     num_decodes: int = 0
     num_prefills: int = 0
     num_decode_tokens: int = 0
-    decode: str | None = "all tokens"
-    prefill: None = None
+    decode: paged.Batch | None = None
+    prefill: Prompts | None = None
 
 
 class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
-    """Builds `VoltaMLAMetadata` as `VoltaMetadataBuilder` does."""
+    """Builds `VoltaMLAMetadata`."""
+
+    #: vLLM moves sequences with more new tokens behind the others.
+    reorder_batch_threshold = MOST_ABSORBED_QUERIES
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> VoltaMLAMetadata:
         """Returns the metadata of a step, without synchronizing."""
-        metadata = super().build(0, common_attn_metadata, fast_build)
-        counts = {"num_decodes": common_attn_metadata.num_reqs, "num_decode_tokens": common_attn_metadata.num_actual_tokens}
-        return VoltaMLAMetadata(**vars(metadata), **counts)
+        common = common_attn_metadata
+        metadata = self.build_for_cudagraph_capture(common)
+        starts = common.query_start_loc_cpu
+        is_long = starts.diff() > MOST_ABSORBED_QUERIES
+        known = getattr(common, "seq_lens_cpu_upper_bound", None)
+        if known is None:
+            known = getattr(common, "_seq_lens_cpu", None)
+        # Runner v2 of 0.19 and 0.20 has no lengths on the host. It also captures here, with a longer max_seq_len than any sequence.
+        if not is_long.any() or known is None or metadata.max_seq_len > int(known.max()):
+            return metadata
+        first = int(is_long.int().argmax())
+        tokens, lengths = int(starts[first]), starts.diff()
+        metadata.num_decodes, metadata.num_decode_tokens = first, tokens
+        metadata.num_prefills = common.num_reqs - first
+        metadata.decode = None
+        if first:
+            parts = metadata.query_start_loc[: first + 1], metadata.seq_lens[:first], metadata.block_table[:first]
+            metadata.decode = paged.Batch(tokens, int(lengths[:first].max()), *parts, causal=metadata.causal)
+        of_prompts = metadata.query_start_loc[first:]
+        metadata.prefill = Prompts(
+            cu_seqlens_q=of_prompts - tokens,
+            max_seqlen_q=metadata.max_query_len,
+            context_lens=metadata.seq_lens[first:] - of_prompts.diff(),
+            most_context=known[first:] - lengths[first:],
+            block_table=metadata.block_table[first:],
+        )
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VoltaMLAMetadata:
+        """Returns metadata by which all tokens take the absorbed form."""
+        metadata = VoltaMLAMetadata(**vars(super().build(0, common_attn_metadata)))
+        metadata.num_decodes, metadata.num_decode_tokens = common_attn_metadata.num_reqs, metadata.num_actual_tokens
+        metadata.decode = metadata
+        return metadata
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Returns False."""
@@ -105,7 +145,7 @@ class VoltaMLABackend(VoltaBackend):
 
 
 class VoltaMLAImpl(MLAAttentionImpl):
-    """A layer's attention. vLLM calls `do_kv_cache_update`, then `forward_mqa` for all tokens."""
+    """A layer's attention. vLLM calls `do_kv_cache_update`, then `forward_mha` for prompts and `forward_mqa` for the other tokens."""
 
     def __init__(
         self,
@@ -145,15 +185,36 @@ class VoltaMLAImpl(MLAAttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank
+        self.expansion = Expansion(lambda latent: kv_b_proj(latent)[0], num_heads, qk_nope_head_dim, v_head_dim)
 
-    def forward_mha(self, *args: Any, **kwargs: Any) -> None:
-        """Raises NotImplementedError: vLLM passes all tokens to `forward_mqa`."""
-        raise bad_argument("forward_mha", "a call", "none: all tokens are forward_mqa's", error=NotImplementedError)
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: VoltaMLAMetadata,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """Computes the attention of the prompts' new tokens into output, (tokens, num_heads * v_head_dim).
+
+        Args:
+            q: (tokens, num_heads, qk_nope_head_dim + rotary).
+            kv_c_normed: (tokens, kv_lora_rank); k_pe: (tokens, 1, rotary). The cache has them too.
+            kv_c_and_k_pe_cache: the cache for `paged.split_latents`.
+        """
+        if output_scale is not None:
+            raise bad_argument("output_scale", "a tensor", "None", error=NotImplementedError)
+        assert attn_metadata.prefill is not None
+        arguments = kv_c_and_k_pe_cache, attn_metadata.prefill, self.expansion, self.scale, self.kv_cache_dtype, k_scale
+        output.copy_(attend_to_expanded(q, kv_c_normed, k_pe, *arguments).view_as(output))
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: VoltaMLAMetadata, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the attention of all tokens of a step to the latents, (tokens, num_heads, kv_lora_rank), and None for softmax_lse.
+        """Returns the attention of the other tokens of a step to the latents, (tokens, num_heads, kv_lora_rank), and None for softmax_lse.
 
         Args:
             q: (tokens, num_heads, kv_lora_rank + rotary), or both parts.
@@ -163,7 +224,10 @@ class VoltaMLAImpl(MLAAttentionImpl):
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         scale = None if layer is None else layer._k_scale
-        out = paged.attend_to_latents(q, kv_c_and_k_pe_cache, self.kv_lora_rank, self.scale, attn_metadata, self.kv_cache_dtype, scale)
+        assert attn_metadata.decode is not None
+        out = paged.attend_to_latents(
+            q, kv_c_and_k_pe_cache, self.kv_lora_rank, self.scale, attn_metadata.decode, self.kv_cache_dtype, scale
+        )
         return out, None
 
     def do_kv_cache_update(

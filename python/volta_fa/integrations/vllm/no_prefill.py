@@ -1,8 +1,7 @@
 """Defines an MLA prefill backend that computes nothing, for vLLM 0.26 and later (checked with 0.26 and 0.33).
 
 From 0.26 on, vLLM's MLA layer builds a second attention backend for prompts. On Volta and Turing it would choose FlashAttention, which
-does not run there. `mla.VoltaMLAImpl` computes prompts itself: `VoltaMLAMetadata` declares all tokens to be those of decode steps, so the
-layer calls no method of the backend here.
+does not run there. `mla.VoltaMLAImpl.forward_mha` computes prompts itself, and calls no method of the backend here.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def __getattr__(name: str) -> Any:
             return []
 
         def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
-            """Raises NotImplementedError: `VoltaMLAImpl.forward_mqa` computes all tokens."""
-            raise bad_argument("run_prefill_new_tokens", "a call", "none: all tokens are forward_mqa's", error=NotImplementedError)
+            """Raises NotImplementedError: `VoltaMLAImpl.forward_mha` computes prompts."""
+            raise bad_argument("run_prefill_new_tokens", "a call", "none: forward_mha computes prompts", error=NotImplementedError)
 
         run_prefill_context_chunk = run_prefill_new_tokens
 

@@ -1,4 +1,4 @@
-"""flash_attn_v100: the functions of two packages for V100s, made of volta_fa. See volta_fa's docs/guides/flash-attn.md."""
+"""flash_attn_v100: the functions of three packages for V100s, made of volta_fa. See volta_fa's docs/guides/flash-attn.md."""
 
 from .flash_attn_interface import *
 from .flash_attn_interface import __all__ as __all__

@@ -1,0 +1,51 @@
+"""Attention of vLLM's vision encoders, registered with VOLTA_FA_VLLM_VISION=1 as vLLM lets plugins replace its operators.
+
+vLLM's own `--mm-encoder-attn-backend TORCH_SDPA` waits for the device, cuts the images apart and calls
+`scaled_dot_product_attention` for each. This class makes it one call of packed sequences, without waiting.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+
+__all__ = ["VoltaMMEncoderAttention", "register"]
+
+
+class VoltaMMEncoderAttention(MMEncoderAttention):
+    """vLLM's layer, whose backend TORCH_SDPA is `volta_fa::fwd`. Other backends are vLLM's."""
+
+    def _forward_sdpa(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Returns attention within each image, in the layout of the query.
+
+        Args:
+            query, key, value: (batch, seqlen, hidden) or (batch, seqlen, nheads, headdim).
+            cu_seqlens: integers (images + 1), where each image begins; then batch is 1. None: each entry of the batch is one image.
+        """
+        q, k, v = (t.reshape(*t.shape[:2], -1, self.head_size) for t in (query, key, value))
+        if cu_seqlens is None:
+            out, _, _ = torch.ops.volta_fa.fwd(q, k, v, softmax_scale=self.scale)
+            return out.view_as(query)
+        starts = cu_seqlens.to(q.device, torch.int32)
+        # vLLM knows the longest image on the device alone; blocks beyond an image's end stop at once
+        out, _, _ = torch.ops.volta_fa.fwd(
+            q[0],
+            k[0],
+            v[0],
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=q.shape[1],
+            max_seqlen_k=k.shape[1],
+            softmax_scale=self.scale,
+        )
+        return out.view_as(query)
+
+
+def register() -> None:
+    """Makes vLLM build this class for its vision encoders. May be called any number of times."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    if op_registry_oot.get(MMEncoderAttention.__name__) is not VoltaMMEncoderAttention:
+        CustomOp.register_oot(VoltaMMEncoderAttention, name=MMEncoderAttention.__name__)
