@@ -199,11 +199,10 @@ fn stream_k(row: Variant) -> Variant {
     Variant { pass, source, ..row }.with_features(row.features.union(FeatureSet::of(&[Feature::Sinks])))
 }
 
-/// Headdim 32 has none: with three blocks an SM, a kernel's parameters have no room for the splits. Headdim 256 has none, because
-/// models with it are causal. Of the features of scores a bias has kernels: the others' problems are causal too, and dropout needs the
-/// head in every step.
+/// Headdim 32 has none: with three blocks an SM, a kernel's parameters have no room for the splits. Of the features of scores a bias has
+/// kernels: the others' problems are causal, and dropout needs the head in every step.
 pub fn stream_k_rows() -> impl Iterator<Item = Variant> {
-    let has = |row: &Variant| row.size == Size::Large && row.headdim > 32 && !matches!(row.headdim_v, 192 | 256);
+    let has = |row: &Variant| row.size == Size::Large && row.headdim > 32 && row.headdim_v != 192;
     let with_bias = [PLAIN_64, PLAIN_128].map(|row| with(FeatureSet::of(&[Feature::Bias]), row));
     PLAIN.into_iter().filter(has).chain(with_bias).map(stream_k)
 }
