@@ -11,9 +11,9 @@ from volta_fa.demo import report as demo_report
 from volta_fa.demo import simulated
 from volta_fa.errors import CommandError
 
-from . import provenance, report
+from . import marks, report
 
-PAGE = provenance.ROOT / "README.md"
+PAGE = marks.ROOT / "README.md"
 _BLOCK = re.compile(r"\(commit [0-9a-f]{8}\):\n\n```text\n┏.*?\n```\n\n<!-- figures of .*? -->\n", re.S)
 
 
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         raise CommandError("a result is wrong: run `python -m volta_fa demo`")
     with demo_report._console.capture() as captured:
         demo_report.show_simulation(results)
-    mark = provenance.mark({kernel["kernel"] for result in results for kernel in (*result.forward, *result.backward)})
-    options.page.write_text(fill(options.page.read_text(), captured.get(), provenance.commit(), mark))
+    mark = marks.mark({kernel["kernel"] for result in results for kernel in (*result.forward, *result.backward)})
+    options.page.write_text(fill(options.page.read_text(), captured.get(), marks.commit(), mark))
     print(f"wrote {options.page}")
     return 0
 

@@ -24,7 +24,7 @@ from rich.table import Table
 import volta_fa
 from volta_fa.errors import CommandError
 
-from . import provenance
+from . import marks
 
 #: What headers of simulated results say: volta-sim's times exclude launches (docs/validation/real-cards.md).
 SIMULATED = "simulated with tools/volta-sim; each launch takes 10 to 20 us more on a real card"
@@ -84,7 +84,7 @@ def facts(module: str, arguments: Sequence[str], **more: str) -> dict[str, str]:
     return {
         "command": shlex.join(["python", "-m", f"benchmarks.{module}", *arguments]),
         "date": datetime.date.today().isoformat(),
-        **({"commit": commit} if (commit := provenance.commit()) else {}),
+        **({"commit": commit} if (commit := marks.commit()) else {}),
         "versions": f"volta_fa {volta_fa.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         **more,
     }
@@ -209,7 +209,7 @@ def deliver(
     if options.plot and draw:
         draw(options.plot)
     if options.markdown:
-        mark = [provenance.mark(kernels)] if header.get("kind of figures", "").startswith("simulated") else []
+        mark = [marks.mark(kernels)] if header.get("kind of figures", "").startswith("simulated") else []
         _write_markdown(options.markdown, header, grids, options.plot, mark)
 
 

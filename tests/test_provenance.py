@@ -13,7 +13,7 @@ if LIBRARY.parents[1].name != "volta_fa":
     pytest.skip("the marks are of the package's kernels", allow_module_level=True)
 sys.path.insert(0, str(REPOSITORY))
 pytest.importorskip("rich")
-from benchmarks import layer, provenance, report
+from benchmarks import layer, marks, report
 from volta_fa.errors import CommandError
 
 FIGURES = (REPOSITORY / "docs" / "reference" / "figures.md").read_text()
@@ -29,66 +29,66 @@ CITED = re.compile(r"\(`python -m benchmarks\.[^)]*?\b20\d\d-\d\d-\d\d[^)]*\)")
 def test_every_section_names_its_commit(name):
     (commit,) = re.findall(r"^- commit: ([0-9a-f]{8})\b", SECTIONS[name], re.M)
     if "- kind of figures: simulated" in SECTIONS[name]:
-        assert [mark.commit for mark in provenance.read(SECTIONS[name])] == [commit]
+        assert [mark.commit for mark in marks.read(SECTIONS[name])] == [commit]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_cited_command_names_its_commit(page):
     text = page.read_text()
-    marked = {mark.commit for mark in provenance.read(text)}
+    marked = {mark.commit for mark in marks.read(text)}
     for citation in CITED.findall(text):
         commits = set(re.findall(r"commit\s([0-9a-f]{8})\b", citation))
-        assert commits & marked if page in provenance.PAGES else commits, citation
+        assert commits & marked if page in marks.PAGES else commits, citation
 
 
 def test_the_first_page_has_figures_of_recorded_kernels():
-    assert any(mark.kernels for mark in provenance.read((REPOSITORY / "README.md").read_text()))
+    assert any(mark.kernels for mark in marks.read((REPOSITORY / "README.md").read_text()))
 
 
-@pytest.mark.parametrize("page", provenance.PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", marks.PAGES, ids=lambda page: page.name)
 def test_figures_are_of_this_machine_code(page):
     """`python -m benchmarks.provenance --outdate` writes on the page that they are not; better take them again."""
-    assert {mark.commit: changed for mark in provenance.read(page.read_text()) if (changed := mark.changed(provenance.code()))} == {}
+    assert {mark.commit: changed for mark in marks.read(page.read_text()) if (changed := mark.changed(marks.code()))} == {}
 
 
 def test_every_kernel_has_a_hash():
-    assert provenance.code().keys() == {v["name"] for v in INFO["variants"]}
-    assert len(set(provenance.code().values())) > 0.9 * len(INFO["variants"])
+    assert marks.code().keys() == {v["name"] for v in INFO["variants"]}
+    assert len(set(marks.code().values())) > 0.9 * len(INFO["variants"])
 
 
 def test_a_mark_is_read_back_and_outdated():
-    first, second = list(provenance.code())[:2]
-    mark = provenance.mark({second, first})
-    page = f"- commit: {provenance.commit()[:8]}\n\n{mark}\n\n<!-- figures of 01234567: {provenance.NOT_RECORDED} -->\n"
-    found, unknown = provenance.read(page)
-    assert found.kernels == {name: provenance.code()[name] for name in (first, second)} and unknown.kernels == {}
-    assert found.changed(provenance.code()) == unknown.changed(provenance.code()) == []
-    assert provenance.outdate(page, provenance.code()) == page
-    other = provenance.code() | {first: "00000000"}
+    first, second = list(marks.code())[:2]
+    mark = marks.mark({second, first})
+    page = f"- commit: {marks.commit()[:8]}\n\n{mark}\n\n<!-- figures of 01234567: {marks.NOT_RECORDED} -->\n"
+    found, unknown = marks.read(page)
+    assert found.kernels == {name: marks.code()[name] for name in (first, second)} and unknown.kernels == {}
+    assert found.changed(marks.code()) == unknown.changed(marks.code()) == []
+    assert marks.outdate(page, marks.code()) == page
+    other = marks.code() | {first: "00000000"}
     del other[second]
     assert sorted(found.changed(other)) == sorted([first, second])
-    outdated = provenance.outdate(page, other)
-    assert f"- commit: {found.commit}, kernels changed since\n" in outdated and provenance.read(outdated)[0].kernels == {}
-    assert provenance.mark(()).endswith("kernels not recorded -->")
+    outdated = marks.outdate(page, other)
+    assert f"- commit: {found.commit}, kernels changed since\n" in outdated and marks.read(outdated)[0].kernels == {}
+    assert marks.mark(()).endswith("kernels not recorded -->")
 
 
 def test_the_layers_output_replaces_that_of_the_page():
     page = (REPOSITORY / "README.md").read_text()
-    mark = provenance.mark(())
+    mark = marks.mark(())
     filled = layer.fill(page, "simulating a T4 ...\n┏━━┓  \n┃ 1\nAll results are right.", "01234567 with changes", mark)
     assert f"(commit 01234567):\n\n```text\n┏━━┓\n┃ 1\n```\n\n{mark}\n" in filled
-    assert [found.kernels for found in provenance.read(filled)] == [{}] and len(filled.splitlines()) < len(page.splitlines())
+    assert [found.kernels for found in marks.read(filled)] == [{}] and len(filled.splitlines()) < len(page.splitlines())
     with pytest.raises(CommandError, match="expected 1"):
         layer.fill(page.replace("(commit ", "("), "┏All results are right", "01234567", mark)
 
 
 def test_results_have_the_mark_of_what_ran(tmp_path):
-    name = next(iter(provenance.code()))
+    name = next(iter(marks.code()))
     options = report.argparse.Namespace(json=None, plot=None, markdown=tmp_path / "a.md")
     header = report.facts("volta", [], **{"kind of figures": report.SIMULATED})
     report.deliver(options, header, [], None, kernels=[name])
     text = options.markdown.read_text()
-    assert f"- commit: {provenance.commit()}\n" in text and list(provenance.read(text)[0].kernels) == [name]
+    assert f"- commit: {marks.commit()}\n" in text and list(marks.read(text)[0].kernels) == [name]
 
 
 def test_simulated_kernels_are_noted(tmp_path, monkeypatch):
@@ -100,4 +100,4 @@ def test_simulated_kernels_are_noted(tmp_path, monkeypatch):
     section = tmp_path / "a.md"
     driver.run("volta", driver.Benchmark("", lambda _: [row], lambda *_: []), ["--markdown", str(section)])
     launched = {launch["kernel"] for launch in driver.simulate(row.call)[0]}
-    assert set(provenance.read(section.read_text())[0].kernels) == launched != set()
+    assert set(marks.read(section.read_text())[0].kernels) == launched != set()

@@ -1,14 +1,16 @@
-//! Chooses kernels: the tuning's choice, else the cheapest applicable kernels of the first family that has one for each pass.
+//! Chooses kernels: the tuning's choice, else the cheapest applicable kernels of the first family that has one for each pass, with smaller
+//! blocks where these are faster.
 
 use super::device::{families, names};
 use super::device::{DeviceLimits, FAMILY_VARIABLE};
-use super::kernel::Reason;
+use super::kernel::{rows_and_heads, ChosenKernel, Reason};
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Code, Family, Feature, FeatureSet, Kernels, Pass, Variant};
-use crate::tuning::{Shape, Tuning};
+use crate::problem::Attention;
+use crate::tuning::Shape;
 
 /// A kernel of each pass of a set.
-pub(super) type Chosen<const N: usize> = [(&'static Variant, Reason); N];
+pub(super) type Chosen<const N: usize> = [ChosenKernel; N];
 
 /// A pass and the features that it must have of those that the problem requests.
 type Requested = (Pass, FeatureSet);
@@ -29,8 +31,8 @@ pub(super) fn choose<const N: usize>(
     let search = Search { kernels, shape, d };
     // the preferred family without a tuning
     let first = families.first().map(|(f, _)| f.name);
-    if let Some(t) = d.tuning {
-        families.sort_by_cached_key(|(f, _)| requested.iter().all(|&of| search.tuned(t, f, of).is_none()));
+    if d.tuning.is_some() {
+        families.sort_by_cached_key(|(f, _)| requested.iter().all(|&of| search.tuned(f, of).is_none()));
     }
     let mut is_fallback = false;
     for (family, _) in &families {
@@ -39,7 +41,7 @@ pub(super) fn choose<const N: usize>(
         if found.iter().all(Option::is_some) {
             return Ok(found.map(|chosen| chosen.expect("each pass has a kernel")));
         }
-        is_fallback |= requested.iter().all(|&of| search.applicable(family, of).next().is_some());
+        is_fallback |= requested.iter().all(|&of| search.applicable(family, of, &d.untuned()).next().is_some());
     }
     let of_families = |of: &Requested| families.iter().flat_map(|(family, _)| search.failed(family, *of)).collect::<Vec<_>>();
     let failed = requested.iter().flat_map(of_families).collect();
@@ -56,32 +58,37 @@ struct Search<'a> {
 impl Search<'_> {
     /// Returns the kernel of a pass from a family, and why. `usual`: the reason if no tuning changes the choice. `is_fallback`: a family
     /// before this one has kernels, but some failed.
-    fn kernel(&self, family: &'static Family, of: Requested, usual: Reason, is_fallback: bool) -> Option<(&'static Variant, Reason)> {
-        let Some(t) = self.d.tuning else { return Some((self.cheapest(family, of, None)?, usual)) };
-        if let Some(v) = self.tuned(t, family, of) {
+    fn kernel(&self, family: &'static Family, of: Requested, usual: Reason, is_fallback: bool) -> Option<ChosenKernel> {
+        if let Some(v) = self.tuned(family, of) {
             return Some((v, Reason::Tuned));
         }
-        let v = self.cheapest(family, of, Some(t))?;
-        let is_usual = !is_fallback && self.cheapest(family, of, None) == Some(v);
+        let v = self.cheapest(family, of, self.d)?;
+        let is_usual = self.d.tuning.is_none() || !is_fallback && self.cheapest(family, of, &self.d.untuned()) == Some(v);
         Some((v, if is_usual { usual } else { Reason::FailedAvoided }))
     }
 
-    fn tuned(&self, t: &'static Tuning, family: &Family, (pass, features): Requested) -> Option<&'static Variant> {
-        let is_chosen = |v: &Variant| v.family.name == family.name && is_applicable(v, self.shape, features, self.d) && !t.has_failed(v);
-        t.kernels(pass, self.shape, features).find(|v| is_chosen(v))
+    fn tuned(&self, family: &Family, (pass, features): Requested) -> Option<&'static Variant> {
+        let is_chosen = |v: &&Variant| v.family.name == family.name && is_applicable(v, self.shape, features, self.d);
+        self.d.tuning?.kernels(pass, self.shape, features).find(is_chosen)
     }
 
-    fn cheapest(&self, family: &'static Family, (pass, features): Requested, avoid: Option<&Tuning>) -> Option<&'static Variant> {
-        cheapest(self.kernels.of(family, pass), self.shape, features, self.d, avoid)
+    /// Returns the cheapest applicable kernel.
+    fn cheapest(&self, family: &'static Family, of: Requested, d: &DeviceLimits) -> Option<&'static Variant> {
+        self.applicable(family, of, d).min_by_key(|v| cost(v, of.1))
     }
 
-    fn applicable(&self, family: &'static Family, (pass, features): Requested) -> impl Iterator<Item = &'static Variant> + '_ {
-        self.kernels.of(family, pass).filter(move |v| is_applicable(v, self.shape, features, self.d))
+    fn applicable<'a>(
+        &'a self,
+        family: &'static Family,
+        (pass, features): Requested,
+        d: &'a DeviceLimits,
+    ) -> impl Iterator<Item = &'static Variant> + 'a {
+        self.kernels.of(family, pass).filter(move |v| is_applicable(v, self.shape, features, d))
     }
 
-    /// Returns the names of applicable kernels that failed in the tuning.
-    fn failed(&self, family: &'static Family, of: Requested) -> impl Iterator<Item = &'static str> + '_ {
-        self.applicable(family, of).filter(|v| self.d.tuning.is_some_and(|t| t.has_failed(v))).map(|v| v.name)
+    /// Returns the names of kernels that would be applicable, but failed.
+    fn failed(&self, family: &'static Family, of: Requested) -> Vec<&'static str> {
+        self.applicable(family, of, &self.d.untuned()).filter(|v| !self.d.runs(v)).map(|v| v.name).collect()
     }
 }
 
@@ -105,7 +112,7 @@ fn cost(v: &Variant, features: FeatureSet) -> (u32, u32, u32) {
 /// The host does not know the lengths of packed sequences. For them the maximum lengths count.
 const FAR: i64 = 512;
 
-/// Returns true if a kernel computes this shape with these features, and fits the device's shared memory.
+/// Returns true if a kernel computes this shape with these features, and the device runs it.
 pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d: &DeviceLimits) -> bool {
     v.headdim as i64 >= shape.headdim
         && v.headdim_v as i64 >= shape.headdim_v
@@ -114,18 +121,67 @@ pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d:
         && v.features.contains(features)
         && features.contains(v.required_features)
         && (shape.rows_before_keys <= FAR || !v.required_features.contains(FeatureSet::of(&[Feature::Alibi])))
-        && v.shared_bytes <= d.shared_bytes_per_block
+        && d.runs(v)
 }
 
-/// Returns the cheapest applicable kernel that did not fail in `avoid`.
-pub(super) fn cheapest(
-    of: impl Iterator<Item = &'static Variant>,
-    shape: &Shape,
-    features: FeatureSet,
-    d: &DeviceLimits,
-    avoid: Option<&Tuning>,
-) -> Option<&'static Variant> {
-    of.filter(|v| is_applicable(v, shape, features, d) && !avoid.is_some_and(|t| t.has_failed(v))).min_by_key(|v| cost(v, features))
+/// Returns the variants that differ from `large` in block size alone and run on the device.
+pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &DeviceLimits) -> impl Iterator<Item = &'static Variant> {
+    let d = *d;
+    let is_same = |v: &&Variant| (v.features, v.headdim, v.headdim_v) == (large.features, large.headdim, large.headdim_v);
+    kernels.of(&large.family, large.pass).filter(is_same).filter(move |v| d.runs(v))
+}
+
+/// Returns the kernel with the blocks that are fastest for the grid. A tuned kernel keeps its own; others get smaller ones in one of these
+/// cases:
+/// - All its blocks are resident at once. The grid takes one block's time, and a smaller block takes less. One more block
+///   doubles the time, to that of a large block for the same rows.
+/// - Its grid has no more blocks than that of large blocks. All rows fit one block, and half of the large block's rows were padding.
+/// - Its waves compute enough fewer rows to pay for the lower speed of smaller blocks. This applies to families with three sizes.
+/// - A mask makes blocks uneven and all large blocks are resident at once, so the longest block decides. Small blocks
+///   with more warps per row end sooner.
+///
+/// Figures: `docs/design/volta-forward.md`, `docs/design/volta-backward.md`, `docs/design/turing-forward.md`.
+pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &DeviceLimits) -> ChosenKernel {
+    if large.1 == Reason::Tuned {
+        return large;
+    }
+    let blocks = |v: &Variant| {
+        let (rows, heads) = rows_and_heads(v, a);
+        (rows as u64).div_ceil(v.block_rows as u64) * (heads * a.batch) as u64
+    };
+    // rows that an SM computes in all waves
+    let rows = |v: &Variant| {
+        let at_once = u64::from(v.blocks_per_sm).min(blocks(v).div_ceil(d.sms.into()));
+        blocks(v).div_ceil(d.resident_blocks(v)) * at_once * u64::from(v.block_rows)
+    };
+    // Speed of smaller blocks relative to larger ones: with 32 rows per warp instead of 48, 10% slower, with 16, 25 to 30% slower.
+    const SMALL_SPEED: (u64, u64) = (7, 10);
+    of_all_sizes(kernels, large.0, d).fold(large, |best, v| {
+        let now = best.0;
+        let reason = if v.block_rows >= now.block_rows {
+            None
+        } else if blocks(v) <= d.resident_blocks(v) {
+            Some(Reason::Resident)
+        } else if blocks(v) <= blocks(now) {
+            Some(Reason::NoMoreBlocks)
+        } else if rows(v) * SMALL_SPEED.1 <= rows(now) * SMALL_SPEED.0 {
+            Some(Reason::FewerRows)
+        } else if is_uneven(a) && v.threads > now.threads && blocks(now) <= d.resident_blocks(now) {
+            Some(Reason::ShorterLongest)
+        } else {
+            None
+        };
+        reason.map_or(best, |reason| (v, reason))
+    })
+}
+
+/// Returns true if the mean row sees at most three quarters of all keys: causal masks with about as many keys as queries.
+///
+/// Row i sees seqlen_k - seqlen_q + i + right keys, the mean row seqlen_k - seqlen_q / 2 + right. A chunk of a prompt after many tokens is
+/// even, and so is a window.
+pub(super) fn is_uneven(a: &Attention) -> bool {
+    let is_window = a.window.left.is_some_and(|left| left < a.seqlen_k);
+    !is_window && a.window.right.is_some_and(|right| right.saturating_mul(4).saturating_add(a.seqlen_k) <= 2 * a.seqlen_q)
 }
 
 /// The kernels that the planner looked for and did not find.

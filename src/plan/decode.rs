@@ -4,8 +4,7 @@
 //! device (`csrc/decode/tile_scheduler.cuh`). A plan depends on headdims, the cache format and the maximum rows of a sequence.
 
 use super::cached::{cached_plan, PlanCache};
-use super::choose::choose;
-use super::choose::is_applicable;
+use super::choose::{choose, is_applicable};
 use super::device::DeviceLimits;
 use super::features::{features, BackwardMode};
 use super::kernel::{PlannedKernel, Reason};
@@ -47,9 +46,7 @@ fn decode_shape(shape: &Shape, pass: Pass, features: FeatureSet, rows: i64, has_
     const MIXED_ROWS: i64 = 32;
     let wanted = if has_long { rows.min(MIXED_ROWS) } else { rows };
     let fits = |v: &&'static crate::kernels::Variant| {
-        (v.headdim, v.headdim_v) == (chosen.headdim, chosen.headdim_v)
-            && is_applicable(v, shape, features, d)
-            && !d.tuning.is_some_and(|t| t.has_failed(v))
+        (v.headdim, v.headdim_v) == (chosen.headdim, chosen.headdim_v) && is_applicable(v, shape, features, d)
     };
     let rank = |rows: u32| (i64::from(rows) < wanted, if i64::from(rows) < wanted { -i64::from(rows) } else { i64::from(rows) });
     let variant = match reason {

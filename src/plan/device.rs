@@ -1,7 +1,7 @@
 //! The device that a plan is made for, and the families of kernels that it runs.
 
 use crate::error::{Error, Result};
-use crate::kernels::{self, Code, Family, Kernels};
+use crate::kernels::{self, Code, Family, Kernels, Variant};
 use crate::tuning::Tuning;
 
 /// Name of the environment variable that restricts plans to one kernel family (volta or turing), for tests and comparisons.
@@ -30,6 +30,21 @@ impl DeviceLimits {
     /// Returns the compute capability as an SM number: 70 for 7.0.
     pub fn sm(&self) -> u32 {
         (10 * self.capability.0 + self.capability.1).max(0) as u32
+    }
+
+    /// Returns the device without its tuning.
+    pub(super) fn untuned(&self) -> DeviceLimits {
+        DeviceLimits { tuning: None, ..*self }
+    }
+
+    /// Returns true if the kernel fits the shared memory and did not fail on the GPU. No plan has another kernel.
+    pub(super) fn runs(&self, v: &Variant) -> bool {
+        v.shared_bytes <= self.shared_bytes_per_block && !self.tuning.is_some_and(|t| t.has_failed(v))
+    }
+
+    /// Returns the blocks that the GPU holds at once.
+    pub(super) fn resident_blocks(&self, v: &Variant) -> u64 {
+        u64::from(self.sms * v.blocks_per_sm)
     }
 }
 

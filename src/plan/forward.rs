@@ -1,12 +1,10 @@
 //! Plans the forward pass over dense keys, packed keys or a KV cache.
 
 use super::cached::{cached_plan, PlanCache};
-use super::choose::choose;
+use super::choose::{choose, is_uneven, sized};
 use super::device::DeviceLimits;
 use super::features::{features, BackwardMode};
-use super::kernel::{planned, rows_and_heads};
-use super::kernel::{PlannedKernel, Reason};
-use super::size::{is_uneven, smaller};
+use super::kernel::{planned, rows_and_heads, ChosenKernel, PlannedKernel, Reason};
 use super::stream_k::StreamKPlan;
 use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant, COMPILED};
@@ -33,18 +31,16 @@ pub fn forward_split(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 
 fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, features: FeatureSet, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [large] = choose(kernels, pass, &Shape::of(a), features, d)?;
-    let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
-    let stream_k = stream_k(kernels, pass[0], large, a, d);
-    Ok(match (small, stream_k) {
-        (Some(small), None | Some(PlannedKernel { reason: Reason::StreamK, .. })) => planned(small, a),
-        (_, stream_k) => stream_k.unwrap_or_else(|| planned(large, a)),
-    })
+    let kernel = sized(kernels, large, a, d);
+    // a stream-K grid has large blocks: where smaller ones are faster, it must be the tuning's
+    let replaces = |k: &PlannedKernel| kernel == large || k.reason == Reason::Tuned;
+    Ok(stream_k(kernels, pass[0], large, a, d).filter(replaces).unwrap_or_else(|| planned(kernel, a)))
 }
 
 /// Plans a stream-K grid of the same tiles if every row tile takes the same time and the estimate is faster, or if the tuning chooses it.
 ///
 /// A KV cache's lengths are the device's to know, but a chunk's row tiles see about as many keys: those before the chunk.
-fn stream_k(kernels: Kernels, pass: Pass, usual: (&Variant, Reason), a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
+fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
     let shape = Shape::of(a);
     let (passes, can, is_even) = match pass {
         // a larger batch takes several launches

@@ -52,6 +52,9 @@ impl fmt::Display for Reason {
     }
 }
 
+/// A chosen kernel, and why.
+pub(super) type ChosenKernel = (&'static Variant, Reason);
+
 /// A kernel and the grid it runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedKernel {
@@ -92,13 +95,13 @@ pub(super) fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
 }
 
 /// Plans a kernel on a grid of all its rows. The pass defines the rows.
-pub(super) fn planned(kernel: (&'static Variant, Reason), a: &Attention) -> PlannedKernel {
+pub(super) fn planned(kernel: ChosenKernel, a: &Attention) -> PlannedKernel {
     let (rows, heads) = rows_and_heads(kernel.0, a);
     of_rows(kernel, rows, heads, a)
 }
 
 /// Plans a kernel on a grid of this many rows.
-pub(super) fn of_rows((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
+pub(super) fn of_rows((variant, reason): ChosenKernel, rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
     let mut planned = on_grid((variant, reason), rows, heads);
     // Blocks start in the order of the grid. If a long block starts late, the other SMs idle until it ends. Under a causal mask, blocks of
     // late queries are long, and so are blocks of early keys (backward). A block mask says which row tiles are long. Kernels start with
@@ -114,7 +117,7 @@ pub(super) fn of_rows((variant, reason): (&'static Variant, Reason), rows: i64, 
 }
 
 /// Plans a kernel with one block per row tile and head, row tiles first.
-pub(super) fn on_grid((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64) -> PlannedKernel {
+pub(super) fn on_grid((variant, reason): ChosenKernel, rows: i64, heads: i64) -> PlannedKernel {
     PlannedKernel {
         variant,
         blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32],

@@ -12,7 +12,6 @@ mod fast;
 mod features;
 mod forward;
 mod kernel;
-mod size;
 mod stream_k;
 mod tokens;
 

@@ -18,8 +18,13 @@ const ALONE: (u64, u64) = (4, 5);
 /// Maximum splits of a tile, because one block reads the results of all.
 const MAX_SPLITS_PER_TILE: u32 = 16;
 const _: () = assert!(size_of::<FwdStreamKParams>() <= 4096, "kernel parameters have at most 4096 bytes");
-/// Maximum ratio of the estimate to that of one block per tile: estimates are inexact.
+/// Maximum ratio of an estimate to that of one block per tile.
 const WORTH_IT: (u64, u64) = (24, 25);
+
+/// Returns true if a stream-K grid is faster than one block per tile by more than estimates are inexact.
+pub(super) fn pays(time: u64, undivided: u64) -> bool {
+    time * WORTH_IT.1 < undivided * WORTH_IT.0
+}
 
 /// How a grid of row tiles with equal iterations is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +88,7 @@ impl StreamKPlan {
         let undivided = tiles.div_ceil(resident) * u64::from(keys + FIXED_KEYS);
         let are_alone = blocks_per_sm > 1 && tiles <= u64::from(sms);
         let undivided = if are_alone { undivided * ALONE.0 / ALONE.1 } else { undivided };
-        Some((best, time * WORTH_IT.1 < undivided * WORTH_IT.0))
+        Some((best, pays(time, undivided)))
     }
 
     fn is_even(&self) -> bool {

@@ -5,8 +5,7 @@ use super::cache::CacheShape;
 use super::checks::*;
 use super::lengths::check_cu_seqlens;
 use super::operands::{self, Packing, Sizes};
-use super::tensor::{Backend, TensorDesc};
-use super::Options;
+use super::tensor::{Backend, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN;
 

@@ -1,8 +1,7 @@
 //! Rules of a block mask: lists of the blocks of scores that exist, and bits of the blocks that exist in part.
 
 use super::checks::*;
-use super::tensor::TensorDesc;
-use super::{DType, Options};
+use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN;
 

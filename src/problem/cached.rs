@@ -4,8 +4,8 @@ use super::attention::{Attention, Keys};
 use super::cache::{self, CacheTensors};
 use super::features::RequestedFeatures;
 use super::operands::{self, Packing};
-use super::tensor::{Backend, TensorDesc};
-use super::{append, formats, lengths, scores, selection, tree, Options};
+use super::tensor::{Backend, Options, TensorDesc};
+use super::{append, formats, lengths, scores, selection, tree};
 use crate::error::Result;
 
 /// Checks q, the caches, k and v to append and the options of `fwd_kvcache`.

@@ -4,8 +4,8 @@ use super::attention::{Appended, Attention, Keys, Queries};
 use super::checks::*;
 use super::features::RequestedFeatures;
 use super::operands::{self, Packing};
-use super::tensor::{Backend, DType, TensorDesc};
-use super::{block_mask, lengths, scores, Options};
+use super::tensor::{Backend, DType, Options, TensorDesc};
+use super::{block_mask, lengths, scores};
 use crate::error::{Error, Result};
 
 /// Checks q, k, v and the options of `fwd`.

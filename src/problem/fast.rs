@@ -2,8 +2,8 @@
 
 use super::attention::Attention;
 use super::checks::*;
-use super::tensor::{Backend, DType, TensorDesc};
-use super::{dense, scores, Options};
+use super::tensor::{Backend, DType, Options, TensorDesc};
+use super::{dense, scores};
 use crate::error::{Error, Result};
 use crate::limits::MAX_FAST_HEADDIM;
 

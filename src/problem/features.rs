@@ -1,9 +1,8 @@
 //! Features that a problem requests beyond scale and window, and the rules of their numbers.
 
-use super::score_function::ScoreFunction;
-use super::tensor::DType;
-use super::Options;
+use super::tensor::{DType, Options};
 use crate::error::{Error, Result};
+use crate::limits::SOFTCAPS;
 
 /// Features beyond scale and window. They decide which kernels are applicable.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -45,5 +44,37 @@ impl RequestedFeatures {
             block_mask: o.block_lists.is_some(),
             tree: o.tree_mask.is_some(),
         })
+    }
+}
+
+/// A pointwise function of scaled scores: what comes first of all that changes them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ScoreFunction {
+    /// x becomes cap * tanh(x / cap).
+    Softcap(f64),
+}
+
+impl ScoreFunction {
+    /// Checks the options and returns the function that they request; None: scores stay as they are.
+    pub(super) fn of(o: &Options) -> Result<Option<ScoreFunction>> {
+        if o.softcap == 0.0 {
+            return Ok(None);
+        }
+        if !SOFTCAPS.contains(&o.softcap) {
+            let allowed = format!("0 (off) or a number from {:e} to {:e}", SOFTCAPS.start(), SOFTCAPS.end());
+            return Err(Error::value("softcap", o.softcap, allowed));
+        }
+        if o.dropout_p > 0.0 {
+            let given = format!("{} together with dropout_p {}", o.softcap, o.dropout_p);
+            return Err(Error::value("softcap", given, "one of the two to be 0"));
+        }
+        Ok(Some(ScoreFunction::Softcap(o.softcap)))
+    }
+
+    /// Returns the number that kernels compute it from (`csrc/score_function.cuh`). It is positive.
+    pub fn parameter(self) -> f64 {
+        match self {
+            ScoreFunction::Softcap(cap) => cap,
+        }
     }
 }

@@ -2,8 +2,7 @@
 
 use super::attention::Cache;
 use super::checks::*;
-use super::tensor::{DType, TensorDesc};
-use super::Options;
+use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::kernels::{FormatInfo, ScaleGranularity};
 use crate::options::{scale_of_latents, UNKNOWN};

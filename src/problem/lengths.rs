@@ -3,8 +3,7 @@
 use super::attention::{Attention, Queries};
 use super::checks::*;
 use super::operands::{Packing, Sizes};
-use super::tensor::{Backend, TensorDesc};
-use super::Options;
+use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::{MAX_GIVEN_SEQLEN, MAX_SEQUENCES};
 use crate::options::UNKNOWN;
@@ -21,7 +20,7 @@ pub struct Lengths {
 
 /// Checks a (batch + 1,) int32 vector; `count`: its size, if another argument decides it.
 pub fn check_cu_seqlens(name: &str, d: &TensorDesc, q: &TensorDesc, count: Option<i64>, what: &str) -> Result<()> {
-    check_dtype(name, d, super::DType::Int32)?;
+    check_dtype(name, d, DType::Int32)?;
     let wrong = |found: i64| count.map_or(found != UNKNOWN && found < 1, |n| !same_size(found, n));
     if d.sizes.len() != 1 || wrong(d.sizes[0]) {
         let n = count.map_or(String::new(), |n| format!(", here ({},)", number(n)));

@@ -17,7 +17,6 @@ mod formats;
 mod lengths;
 mod merge;
 mod operands;
-mod score_function;
 mod scores;
 mod selection;
 mod tensor;
@@ -31,12 +30,8 @@ pub use cache_values::{validate_kvcache_values, CacheValues, CachedSequence};
 pub use cached::{validate_kvcache, validate_mla};
 pub use dense::{validate, validate_backward, validate_dlse};
 pub use fast::{validate_fast, validate_prepare};
-pub use features::RequestedFeatures;
+pub use features::{RequestedFeatures, ScoreFunction};
 pub use lengths::validate_lengths;
 pub use merge::{validate_merge, MergedStates};
-pub use score_function::ScoreFunction;
 pub use selection::validate_kv_indices;
-pub use tensor::{Backend, DType, Device, Dims, TensorDesc};
-
-/// The options of a call, with its tensors described.
-pub type Options = crate::options::Options<TensorDesc>;
+pub use tensor::{Backend, DType, Device, Dims, Options, TensorDesc};

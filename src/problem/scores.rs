@@ -2,8 +2,7 @@
 
 use super::attention::Window;
 use super::checks::*;
-use super::tensor::{Backend, DType, TensorDesc};
-use super::Options;
+use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN;
 

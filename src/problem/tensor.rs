@@ -101,3 +101,6 @@ pub enum Backend {
     /// None: meta tensors, which may stand for tensors of either backend.
     Meta,
 }
+
+/// The options of a call, with its tensors described.
+pub type Options = crate::options::Options<TensorDesc>;

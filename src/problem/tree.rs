@@ -2,8 +2,7 @@
 
 use super::attention::{Queries, Window};
 use super::checks::*;
-use super::tensor::{DType, TensorDesc};
-use super::Options;
+use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::MAX_DRAFT_TOKENS;
 

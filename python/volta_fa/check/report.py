@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -18,11 +18,9 @@ from rich.table import Table
 
 from . import performance
 from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst
+from .findings import Findings
 from .performance import DETERMINISTIC, EFFICIENT, MATH, VOLTA_FA, Point, Speeds
 from .performance_cached import GROUP, PAGE, CachePoint
-
-if TYPE_CHECKING:
-    from . import Findings
 
 #: Of the JSON.
 FORMAT = 1

@@ -1,14 +1,11 @@
 //! Plans the backward pass in one kernel.
 
-use super::blocks::resident_blocks;
 use super::plan::{scratch_rows, BackwardPlan};
 use crate::kernels::{self, Kernels, Pass, Variant, COMPILED};
-use crate::plan::choose::choose;
+use crate::plan::choose::{choose, sized};
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
-use crate::plan::kernel::Reason;
-use crate::plan::kernel::{planned, scratch};
-use crate::plan::size::smaller;
+use crate::plan::kernel::{planned, scratch, Reason};
 use crate::problem::Attention;
 use crate::tuning::Shape;
 use std::sync::LazyLock;
@@ -35,7 +32,7 @@ pub(super) fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &Dev
     if !is_tuned && large.1 != Reason::Cheapest {
         return None;
     }
-    let kernel = if is_tuned { large } else { smaller(kernels, large.0, a, d).unwrap_or(large) };
+    let kernel = sized(kernels, large, a, d);
     // separate kernels with less padding
     let is_narrower =
         |v: &Variant| v.features == kernel.0.features && v.headdim < kernel.0.headdim && v.headdim as i64 >= a.headdim.max(a.headdim_v);
@@ -44,7 +41,7 @@ pub(super) fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &Dev
     }
     let rows = a.nheads / a.nheads_k * a.seqlen_q;
     let blocks = (a.nheads_k * a.batch) as u64;
-    let pays = rows <= FEW_ROWS || blocks >= MIN_WAVES * resident_blocks(kernel.0, d);
+    let pays = rows <= FEW_ROWS || blocks >= MIN_WAVES * d.resident_blocks(kernel.0);
     (holds_all(kernel.0) && (is_tuned || pays)).then(|| {
         let main = planned(kernel, a);
         BackwardPlan {

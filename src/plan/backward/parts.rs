@@ -1,18 +1,17 @@
 //! Plans the backward pass in several kernels: preprocess, main, and postprocess or dq.
 
-use super::blocks::{blocks_before_tail, blocks_of_launch, resident_blocks, TAIL};
+use super::blocks::{blocks_before_tail, blocks_of_launch, separate_time, TAIL};
 use super::plan::{scratch_rows, BackwardPlan, Tail};
 use super::stream_k::BackwardStreamKPlan;
 use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant};
 use crate::limits::MAX_GRID_YZ;
 use crate::plan::cached::{cached_plan, PlanCache};
-use crate::plan::choose::{choose, Chosen};
+use crate::plan::choose::{choose, sized, Chosen};
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
-use crate::plan::kernel::{of_rows, planned, rows_and_heads, scratch};
-use crate::plan::kernel::{PlannedKernel, Reason};
-use crate::plan::size::smaller;
+use crate::plan::kernel::{of_rows, planned, rows_and_heads, scratch, ChosenKernel, PlannedKernel, Reason};
+use crate::plan::stream_k::pays;
 use crate::problem::{Attention, Keys, Queries};
 use crate::tuning::Shape;
 use std::cell::Cell;
@@ -83,7 +82,7 @@ impl Planner<'_> {
     }
 
     /// Returns the kernel for stream-K grids of this problem, if it can have one.
-    fn stream_k_kernel(&self) -> Option<(&'static Variant, Reason)> {
+    fn stream_k_kernel(&self) -> Option<ChosenKernel> {
         if (self.a.queries, self.a.keys) != (Queries::Dense, Keys::Dense) || self.a.batch > MAX_GRID_YZ {
             return None;
         }
@@ -96,16 +95,15 @@ impl Planner<'_> {
 
     /// Returns the kernels with smaller blocks where these are faster.
     fn sized(&self, chosen: Chosen<3>) -> Chosen<3> {
-        chosen.map(|(large, reason)| {
-            let small = if reason == Reason::Tuned { None } else { smaller(self.kernels, large, self.a, self.d) };
+        chosen.map(|large| {
+            let (v, why) = sized(self.kernels, large, self.a, self.d);
             // the reason for this set of kernels says more than the reason for small blocks
-            let of_mode = matches!(reason, Reason::TunedMode | Reason::FailedAvoided);
-            small.map_or((large, reason), |(v, why)| (v, if of_mode { reason } else { why }))
+            (v, if matches!(large.1, Reason::TunedMode | Reason::FailedAvoided) { large.1 } else { why })
         })
     }
 
     /// Divides the main kernel's keys into blocks.
-    fn split(&self, (main, reason): (&'static Variant, Reason), with_tail: bool) -> KeyBlocks {
+    fn split(&self, (main, reason): ChosenKernel, with_tail: bool) -> KeyBlocks {
         let (rows, _) = rows_and_heads(main, self.a);
         let found = if with_tail && reason != Reason::Tuned { blocks_before_tail(self.kernels, main, self.a, self.d) } else { None };
         match found {
@@ -123,24 +121,24 @@ impl Planner<'_> {
         Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], false), stream_k: None }
     }
 
-    /// Plans launches of a main kernel that takes a part of the key blocks. None: there is no such kernel, or `must_pay` and a separate
-    /// kernel is faster. Kernels of block masks take all key blocks of a list in one launch.
-    fn by_launches(&self, must_pay: bool) -> Option<Parts> {
+    /// Plans launches of a main kernel that takes a part of the key blocks, and estimates their time. None: there is no such kernel. Kernels
+    /// of block masks take all key blocks of a list in one launch.
+    fn by_launches(&self) -> Option<(f64, Parts)> {
         if self.a.features.block_mask {
             return None;
         }
         let chosen = self.with_atomics().ok().filter(|[_, (main, _), _]| main.family.has_key_block_offset)?;
         let chosen = self.sized(chosen);
         let main = chosen[1];
-        let ((blocks_at_once, pays), blocks) = [true, false].into_iter().find_map(|with_tail| {
-            let parts @ (blocks, tail) = self.split(main, with_tail);
-            Some((blocks_of_launch(main.0, blocks, tail.map_or(0, |(_, n)| n), self.a, self.d)?, parts))
-        })?;
-        (pays || !must_pay).then_some(Parts { dq: Dq::Launches(blocks_at_once), chosen, blocks, stream_k: None })
+        [true, false].into_iter().find_map(|with_tail| {
+            let blocks @ (large, tail) = self.split(main, with_tail);
+            let (time, of_launch) = blocks_of_launch(main.0, large, tail.map_or(0, |(_, n)| n), self.a, self.d)?;
+            Some((time, Parts { dq: Dq::Launches(of_launch), chosen, blocks, stream_k: None }))
+        })
     }
 
     /// Plans a stream-K grid of the same key blocks if the estimate is faster, or if the tuning chooses it.
-    fn stream_k(&self, usual: (&'static Variant, Reason), (before_tail, tail): KeyBlocks) -> Option<PlannedKernel> {
+    fn stream_k(&self, usual: ChosenKernel, (before_tail, tail): KeyBlocks) -> Option<PlannedKernel> {
         let (a, d) = (self.a, self.d);
         if matches!(usual.1, Reason::Tuned | Reason::FailedAvoided) {
             return None;
@@ -173,22 +171,25 @@ impl Planner<'_> {
         let undivided = match tail {
             // waves of equal blocks, and a shorter one
             Some(_) => {
-                let waves = |blocks: u64| (blocks * u64::from(plan.heads)).div_ceil(resident_blocks(variant, self.d)) as f64;
+                let waves = |blocks: u64| (blocks * u64::from(plan.heads)).div_ceil(self.d.resident_blocks(variant)) as f64;
                 let (before, all) = (waves(before_tail), waves(plan.key_blocks.into()));
                 (undivided as f64 * (before + TAIL) / all) as u64
             }
             None => undivided,
         };
-        BackwardStreamKPlan::pays(time, undivided)
+        pays(time, undivided)
     }
 
+    /// Takes the faster of launches of a main kernel and a separate kernel for dq, unless the tuning chooses the latter.
     fn deterministic(&self) -> Result<Parts> {
         let own = self.without();
-        let is_forced = |&(v, reason): &(&Variant, Reason)| v.pass != Pass::BackwardPreprocess && reason == Reason::Tuned;
+        let is_forced = |&(v, reason): &ChosenKernel| v.pass != Pass::BackwardPreprocess && reason == Reason::Tuned;
         let forced = own.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
-        match if forced { None } else { self.by_launches(own.is_ok()) } {
-            Some(found) => Ok(found),
-            None => Ok(self.separate(own?)),
+        let launches = if forced { None } else { self.by_launches() };
+        let is_faster = |(time, parts): &(f64, Parts)| *time < separate_time(parts.chosen[1].0, self.a, self.d);
+        match (launches, own) {
+            (Some(found), own) if own.is_err() || is_faster(&found) => Ok(found.1),
+            (_, own) => Ok(self.separate(own?)),
         }
     }
 
@@ -236,7 +237,7 @@ impl Planner<'_> {
     }
 
     /// Plans a main kernel on a grid of this many key blocks.
-    fn of_blocks(&self, kernel: (&'static Variant, Reason), blocks: u32) -> PlannedKernel {
+    fn of_blocks(&self, kernel: ChosenKernel, blocks: u32) -> PlannedKernel {
         let (_, heads) = rows_and_heads(kernel.0, self.a);
         of_rows(kernel, i64::from(blocks * kernel.0.block_rows), heads, self.a)
     }

@@ -23,8 +23,6 @@ const PARTIAL: u64 = 25;
 const MAX_WAVES: u64 = 8;
 /// Maximum scratch memory of splits, bytes.
 const MAX_SCRATCH: u64 = 64 << 20;
-/// Maximum ratio of the estimate to that of one block per key block: estimates are inexact.
-const WORTH_IT: (u64, u64) = (24, 25);
 /// Keys of a block whose times these are.
 const LARGE_BLOCK: u32 = 128;
 /// Time of smaller blocks relative to large ones, which have one role of warps at headdim 64 where smaller ones have two: 3.1 us a step
@@ -112,7 +110,7 @@ impl BackwardStreamKPlan {
     pub(super) fn of(a: &Attention, v: &Variant, d: &DeviceLimits) -> Option<(BackwardStreamKPlan, u64)> {
         let whole = BackwardStreamKPlan::undivided(a, v);
         let BackwardStreamKPlan { heads, key_blocks, .. } = whole;
-        let resident = u64::from(d.sms * v.blocks_per_sm);
+        let resident = d.resident_blocks(v);
         let blocks = u64::from(key_blocks) * u64::from(heads);
         if key_blocks as usize > MAX_BACKWARD_SPLITS || blocks > MAX_WAVES * resident {
             return None;
@@ -128,11 +126,6 @@ impl BackwardStreamKPlan {
         let timed = plans.filter(|plan| plan.scratch_bytes(v) <= MAX_SCRATCH).filter_map(|plan| Some((plan.time(v, d)?, plan)));
         let (time, best) = timed.min_by_key(|&(time, plan)| (time, Reverse(plan.limit)))?;
         Some((best, time))
-    }
-
-    /// Returns whether a division pays.
-    pub(super) fn pays(time: u64, undivided: u64) -> bool {
-        time * WORTH_IT.1 < undivided * WORTH_IT.0
     }
 
     /// Returns the number of splits of a key block.
@@ -166,7 +159,7 @@ impl BackwardStreamKPlan {
         if blocks.len() > MAX_BACKWARD_SPLITS {
             return None;
         }
-        let (sms, resident) = (u64::from(d.sms), u64::from(d.sms * v.blocks_per_sm));
+        let (sms, resident) = (u64::from(d.sms), d.resident_blocks(v));
         // places by the time from which they are free
         let mut free = BTreeMap::from([(0, resident)]);
         let mut end = 0;
