@@ -144,7 +144,9 @@ def test_blocks_are_found_and_run_on_the_cpu(tmp_path):
 OTHERS = ("https://download.pytorch.org/whl/", "https://sh.rustup.rs", "https://github.com/vllm-project/")
 URL = re.compile(r"\b(?:https?|git|ssh)://[^\s)>\"'`\\]+|\bgit@[\w.]+:[^\s)>\"'`\\]+")
 #: What makes a reader look for a place, and the links that have it.
-ASKS = re.compile(r"open an issue|in the issues|an issue with|report it\b|send the report|get the wheel|wheel from (?!a )|git clone|whom you have", re.I)
+ASKS = re.compile(
+    r"open an issue|in the issues|issue with|report it\b|send the report|get the wheel|wheel from (?!a )|git clone|whom you have", re.I
+)
 PLACES = ("#where-to-get-it", "check-gpu.md#send-a-report")
 NAMED = [
     *PAGES,
