@@ -53,7 +53,7 @@ inputs = {"input_ids": torch.tensor([[3, 4, 5, 6]])}
 """
 _GROUP = """
 import torch.distributed
-torch.distributed.init_process_group("gloo", init_method="file:///" + __import__("os").path.abspath("store"), rank=0, world_size=1)
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 group = mesh = torch.distributed.group.WORLD
 """
 #: What the reader of a page has: inputs, models and process groups.
