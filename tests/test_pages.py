@@ -44,7 +44,7 @@ lengths = torch.tensor([90, 70], dtype=torch.int32)
 _MODEL = """
 import torch
 import volta_fa.transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 name = "model"
 LlamaForCausalLM(LlamaConfig(**size, attn_implementation="volta_fa")).save_pretrained(name)
@@ -68,8 +68,7 @@ SETUP = {
     "shared_pages, shared_seqlen = torch.arange(20, 24, dtype=torch.int32), 64\nown_pages, own_lengths = pages, lengths\n",
     "docs/guides/mla.md": _CACHE + "q, latent_cache = torch.randn(batch, 1, 16, 576), torch.randn(16, 16, 1, 576)\n",
     "docs/guides/quantized-kv-cache.md": _CACHE + _MODEL,
-    "docs/guides/transformers.md": _MODEL + _GROUP + "prompts, config = [[3, 4, 5], [6, 7]], GenerationConfig(max_new_tokens=4)\n"
-    "input_ids = labels = position_ids = torch.arange(8).view(1, 8)\ncount = 8\n",
+    "docs/guides/transformers.md": _MODEL + _GROUP + "input_ids = labels = position_ids = torch.arange(8).view(1, 8)\ncount = 8\n",
     "tools/volta-sim/README.md": "import os\nos.environ['VOLTA_FA_SIMULATE'] = 'timing'\n",
 }
 
