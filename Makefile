@@ -97,7 +97,7 @@ hub: $(VENV)/.hub $(if $(WHEEL),,wheel) ## build the folder of a Hugging Face ke
 	@$(IN_VENV) python tools/hub.py $(or $(WHEEL),dist/volta_fa-*-py3-none-manylinux*.whl) --output dist/hub
 	@$(IN_VENV) python -c "import pathlib, kernels; print('kernels loads', kernels.get_local_kernel(pathlib.Path('dist/hub')).__file__)"
 
-notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb with nothing and with a wheel, into target/notebook
+notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb with nothing, with a wheel, and with sources, into target/notebook
 	@$(IN_VENV) python tools/notebook.py target/notebook
 
 release: wheel ## build the files of a release into dist/release/; URL=, SOURCE=, ISSUES= write their addresses into pages

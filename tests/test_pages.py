@@ -1,4 +1,7 @@
-"""Runs the blocks of the pages that are marked to run: `<!-- run -->` on the line before the fence. mkdocs shows no comment.
+"""Runs the commands and programs of the pages: each block says on the line before its fence whether a test runs it.
+
+`<!-- run -->`, `<!-- run: torch 2.11 -->` (that release or a newer one) or `<!-- not run: reason -->`; mkdocs shows no comment.
+Blocks of a page run in order, on the CPU, after the page's lines in SETUP: what its reader has.
 
 Then the addresses: every one on a page is another project's, or comes from tools/addresses.json.
 """
@@ -9,39 +12,140 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
+import textwrap
 
 import pytest
+import torch
 
 import addresses
-from conftest import REPOSITORY
+from conftest import NEEDS_COMPILER, REPOSITORY, need
 from processes import run_forked
 
-MARKED = re.compile(r"^<!-- run -->\n```python\n(.*?)^```$", re.M | re.S)
+FENCE = re.compile(r"^ *```(?:python|sh)$", re.M)
+MARKED = re.compile(r"^( *)<!-- (?:(run)(?:: torch (\d+)\.(\d+))?|not run: [^>\n]+) -->\n\1```(python|sh)\n(.*?)^\1```$", re.M | re.S)
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-BLOCKS = {
-    f"{page.relative_to(REPOSITORY)}:{number}": block for page in PAGES for number, block in enumerate(MARKED.findall(page.read_text()))
+WITH_BLOCKS = [*PAGES, REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "tools" / "volta-sim" / "README.md"]
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
+_ATTENTION = """
+import torch, volta_fa
+q, k, v = (torch.randn(2, 64, 2, 64, dtype=torch.float16) for _ in range(3))
+"""
+_CACHE = """
+import torch, volta_fa
+batch = 2
+q = torch.randn(batch, 4, 32, 128, dtype=torch.float16)
+k, v = torch.randn(2, batch, 4, 8, 128, dtype=torch.float16)
+pages = torch.arange(16, dtype=torch.int32).view(batch, 8)
+lengths = torch.tensor([90, 70], dtype=torch.int32)
+"""
+_MODEL = """
+import torch
+import volta_fa.transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+name = "model"
+LlamaForCausalLM(LlamaConfig(**size, attn_implementation="volta_fa")).save_pretrained(name)
+model = LlamaForCausalLM.from_pretrained(name, attn_implementation="volta_fa")
+inputs = {"input_ids": torch.tensor([[3, 4, 5, 6]])}
+"""
+_GROUP = """
+import torch.distributed
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+group = mesh = torch.distributed.group.WORLD
+"""
+#: What the reader of a page has: inputs, models and process groups.
+SETUP = {
+    "docs/guides/context-parallel.md": _ATTENTION + _GROUP + "tokens = labels = positions = torch.arange(64).view(2, 32)\n",
+    "docs/guides/fast.md": _ATTENTION,
+    "docs/guides/flash-attn.md": _ATTENTION,
+    "docs/guides/flex.md": "import torch\nquery, key, value = (torch.randn(1, heads, 4096, 64) for heads in (4, 2, 2))\n",
+    "docs/guides/integrations.md": "import torch\nq, k, v = torch.randn(3, 20, 2, 64)\nmax_q = max_k = 12\n"
+    "cu_seqlens_q = cu_seqlens_k = torch.tensor([0, 8, 20], dtype=torch.int32)\n",
+    "docs/guides/kv-cache.md": _CACHE + "blocks = torch.tensor([0, -1], dtype=torch.int32).expand(batch, 4, 1, 2)\n"
+    "shared_pages, shared_seqlen = torch.arange(20, 24, dtype=torch.int32), 64\nown_pages, own_lengths = pages, lengths\n",
+    "docs/guides/mla.md": _CACHE + "q, latent_cache = torch.randn(batch, 1, 16, 576), torch.randn(16, 16, 1, 576)\n",
+    "docs/guides/quantized-kv-cache.md": _CACHE + _MODEL,
+    "docs/guides/transformers.md": _MODEL + _GROUP + "input_ids = labels = position_ids = torch.arange(8).view(1, 8)\ncount = 8\n",
+    "tools/volta-sim/README.md": "import os\nos.environ['VOLTA_FA_SIMULATE'] = 'timing'\n",
 }
 
 
-def test_every_mark_has_a_block():
-    """A mark before anything else would run nothing."""
-    assert sum(page.read_text().count("<!-- run -->") for page in PAGES) == len(BLOCKS) > 0
-    assert "README.md:0" in BLOCKS
+def name_of(page):
+    return str(page.relative_to(REPOSITORY))
+
+
+def blocks(page, language):
+    """Returns the blocks of a page to run with this torch."""
+    return [
+        textwrap.dedent(text)
+        for _, run, *release, kind, text in MARKED.findall(page.read_text())
+        if run and kind == language and tuple(int(number or 0) for number in release) <= TORCH
+    ]
+
+
+def on_the_cpu(block):
+    return re.sub(r"\b(enable_\w+|sdpa_enabled)\(\)", r'\1("cpu")', block.replace('device="cuda"', 'device="cpu"'))
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=name_of)
+def test_every_block_says_whether_it_runs(page):
+    text = page.read_text()
+    assert len(FENCE.findall(text)) == len(MARKED.findall(text))
+
+
+def test_setup_is_of_pages_with_blocks():
+    assert {name_of(page) for page in WITH_BLOCKS if blocks(page, "python")} >= SETUP.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-def test_a_marked_block_runs(block, tmp_path):
-    (tmp_path / "block.py").write_text(block)
-    ran = run_forked([str(tmp_path / "block.py")], {**os.environ, "PYTHONPATH": str(REPOSITORY / "python")}, cwd=str(tmp_path))
+@pytest.mark.parametrize("page", [page for page in WITH_BLOCKS if blocks(page, "python")], ids=name_of)
+def test_the_programs_of_a_page_run(page, tmp_path):
+    setup = SETUP.get(name_of(page), "")
+    if "transformers" in setup:
+        pytest.importorskip("transformers")
+    if "SIMULATE" in setup:
+        need("sim")
+    # ends at once: gloo's threads may outlive the interpreter
+    program = "\n".join([setup, *map(on_the_cpu, blocks(page, "python")), "import os, sys", "sys.stdout.flush(), os._exit(0)"])
+    (tmp_path / "program.py").write_text(program)
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "python"), "CUDA_VISIBLE_DEVICES": ""}
+    ran = run_forked([str(tmp_path / "program.py")], env, cwd=str(tmp_path))
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
+@pytest.mark.parametrize("page", [page for page in WITH_BLOCKS if blocks(page, "sh")], ids=name_of)
+def test_the_commands_of_a_page_run(page, tmp_path):
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "python"), "PATH": path}
+    for block in blocks(page, "sh"):
+        ran = subprocess.run(["bash", "-euc", block], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert ran.returncode == 0, ran.stderr
+
+
+def test_blocks_are_found_and_run_on_the_cpu(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- run -->\n```python\na()\n```\n1. b\n\n    <!-- run: torch 2.6 -->\n    ```python\n    b()\n    ```\n"
+        "<!-- run: torch 9.0 -->\n```python\nc()\n```\n<!-- not run: a reason -->\n```python\nd()\n```\n<!-- run -->\n```sh\ne\n```\n"
+    )
+    assert (blocks(page, "python"), blocks(page, "sh")) == (["a()\n", "b()\n"], ["e\n"])
+    assert len(FENCE.findall(page.read_text())) == len(MARKED.findall(page.read_text())) == 5
+    assert on_the_cpu('volta_fa.enable_sdpa()\nx(device="cuda")') == 'volta_fa.enable_sdpa("cpu")\nx(device="cpu")'
 
 
 #: Addresses of other projects that pages, forms and the notebook may name.
 OTHERS = ("https://download.pytorch.org/whl/", "https://sh.rustup.rs", "https://github.com/vllm-project/", "https://github.com/1CatAI/")
 URL = re.compile(r"\b(?:https?|git|ssh)://[^\s)>\"'`\\]+|\bgit@[\w.]+:[^\s)>\"'`\\]+")
 #: What makes a reader look for a place, and the links that have it.
-ASKS = re.compile(r"open an issue|an issue with|report it\b|send the report|get the wheel|wheel from (?!a )|git clone|whom you have", re.I)
+ASKS = re.compile(
+    r"open an issue|in the issues|issue with|report it\b|send the report|get the wheel|wheel from (?!a )|git clone|whom you have", re.I
+)
 PLACES = ("#where-to-get-it", "check-gpu.md#send-a-report")
 NAMED = [
     *PAGES,

@@ -1,10 +1,10 @@
 """Runs examples/first_light.ipynb in the states that a stranger is in: `make notebook`.
 
-    python tools/notebook.py OUTPUT [STATE ...]     # default: nothing and wheel
+    python tools/notebook.py OUTPUT [STATE ...]     # default: all
 
 nothing   neither a wheel nor an address: it stops with one line that says what to do
 wheel     a wheel beside the notebook, as one that was uploaded
-source    the address of a repository, here this checkout: it clones and builds it, with the kernels that target/ has (long)
+source    the address of a repository, here this checkout: it clones the last commit and builds all but the kernels that target/ has
 
 Each state has an environment of its own, with the packages of this Python but without the checkout's. The notebooks with their
 results stay in OUTPUT.
@@ -36,6 +36,15 @@ def environment(folder: Path) -> Path:
     return python
 
 
+def with_kernels(target: Path) -> Path:
+    """Makes a target folder of cargo that shares the checkout's compiled kernels. They are cached by content."""
+    kernels = ROOT / "target" / "volta-fa-kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    target.mkdir()
+    (target / kernels.name).symlink_to(kernels)
+    return target
+
+
 def execute(folder: Path, state: str, source: str = "", seconds: int = 900) -> tuple[int, str]:
     """Runs the notebook and returns the exit status and the text of all outputs."""
     print(f"volta_fa: {NOTEBOOK.name}, state {state}", flush=True)
@@ -47,7 +56,8 @@ def execute(folder: Path, state: str, source: str = "", seconds: int = 900) -> t
     code = "from nbclient.cli import main; main()"
     dropped = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "TORCH", "PYTHON")
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
-    environ["CARGO_TARGET_DIR"] = str(ROOT / "target")
+    if source:
+        environ["CARGO_TARGET_DIR"] = str(with_kernels(folder / "target"))
     command = [python, "-c", code, f"--timeout={seconds}", "--inplace", "--allow-errors", path.name]
     status = subprocess.run(command, cwd=folder, env=environ).returncode
     outputs = [output for cell in json.loads(path.read_text())["cells"] for output in cell.get("outputs", ())]
@@ -60,7 +70,7 @@ def main(arguments: list[str]) -> int:
     output = Path(arguments[0]).absolute()
     shutil.rmtree(output, ignore_errors=True)
     wrong = []
-    for state in arguments[1:] or ("nothing", "wheel"):
+    for state in arguments[1:] or ("nothing", "wheel", "source"):
         folder = output / state
         folder.mkdir(parents=True)
         if state == "wheel":

@@ -9,8 +9,6 @@ Dockerfile         an image for V100
 recipe.yaml        a recipe in conda-forge's form
 RELEASE_NOTES.md   this version's part of CHANGELOG.md
 first_light.ipynb  examples/first_light.ipynb with this wheel's address and checksum, and those of sources and reports
-
-first_light.ipynb  examples/first_light.ipynb with the addresses and this wheel's checksum
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     target = Target.of(name)
     if arguments.tune and not target.kind == "cuda":
-        raise CommandError(f"--tune: needs a GPU, and this check is of {arguments.device}")
+        raise CommandError(f"--tune: needs a GPU, and this check is of {name}")
     settings = Settings(target, arguments.output, arguments.seed, arguments.quick, arguments.tune, arguments.kernels, limit=arguments.limit)
     return {RIGHT: 0, WRONG: 1, INCOMPLETE: 3}[run_check(settings).outcome]
 
