@@ -8,7 +8,6 @@ commands and limits.
 - `paged`: the paged cache and the calls of the operators, without vLLM.
 - `backend`: vLLM's abstract classes on `paged`.
 - `mla`: the same for models with latent attention (DeepSeek), registered instead with VOLTA_FA_VLLM_MLA=1.
-- `no_prefill`: keeps vLLM from building another attention for the prompts of such models.
 """
 
 from __future__ import annotations
