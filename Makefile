@@ -112,7 +112,7 @@ clean: ## remove all build results (but not .venv)
 	@rm -rf target build dist demo-output $(LIBRARIES) python/volta_fa.egg-info
 
 # Makes the environment, and updates it after a change of its requirements.
-$(READY): tools/bootstrap.py tools/find_python.sh $(patsubst %,tools/requirements/%.txt,build cli nvrtc nvdisasm)
+$(READY): tools/bootstrap.py tools/find_python.sh $(patsubst %,tools/requirements/%.txt,build cli nvrtc)
 	@found=$$(sh tools/find_python.sh "$(VENV)") && \
 	    "$$found" tools/check_build_env.py --toolchain-only && \
 	    "$$found" tools/bootstrap.py "$(VENV)" $(TORCH:%=torch==%)

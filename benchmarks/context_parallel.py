@@ -27,8 +27,7 @@ import torch.distributed as dist
 import volta_fa
 from volta_fa.distributed import ring_attention, shard_sequence, ulysses_attention
 from volta_fa.distributed.communication import Transfer, messages, room
-from volta_fa.distributed.layout import shard_ranges
-from volta_fa.distributed.plan import Mask, plan
+from volta_fa.distributed.plan import Mask, plan, shard_ranges
 
 from . import report
 

@@ -1,14 +1,14 @@
 """Records speeds of other projects' attention kernels, simulated ones and measured ones. Nothing here runs them.
 
 Of PUBLISHED_RESULTS the machine code (sm_70, compiled with NVRTC 12.9) ran in tools/volta-sim, the simulator that also times ours:
-docs/validation/simulator.md, rows 1 to 3. `published` is a time on a real card.
+docs/validation/real-cards.md, rows 1 to 3. `published` is a time on a real card.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_PAGE = "docs/validation/simulator.md"
+_PAGE = "docs/validation/real-cards.md"
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ KERNELS = (
     Kernel(volta.FORWARD, 64, "fmha_cutlassF_f16_aligned_64x64_rf_sm75", 18944, (32, 4), 64),
     Kernel(volta.FORWARD, 128, "fmha_cutlassF_f16_aligned_32x128_rf_sm75", 26112, (32, 4), 32),
     Kernel(volta.BACKWARD, 64, "fmha_cutlassB_f16_aligned_64x64_k64_sm75", 27904, (128, 1)),
-    # the simulated speed of this one is that measured on a card, not the other's: docs/validation/simulator.md, row 5
+    # the simulated speed of this one is that measured on a card, not the other's: docs/validation/real-cards.md, row 5
     Kernel(volta.BACKWARD, 128, "fmha_cutlassB_f16_aligned_64x64_k128_sm75", 27904, (128, 1)),
     # PyTorch prefers it if its shared memory fits, which the cubin does not tell
     Kernel(volta.BACKWARD, 128, "fmha_cutlassB_f16_aligned_128x64_k128_sm75", 54784, (256, 1)),

@@ -328,7 +328,7 @@ C / S of its reads, for an L2 of C bytes and S bytes of K and V in a head. The r
 the machine's own constants: every read has DRAM's latency, the misses share DRAM's bandwidth, and the blocks of an SM share nothing.
 
 One wave of blocks over 2048 keys stands for the call: each step over keys costs the same. Shares 0, 0.3 and 1 bound the model.
-docs/validation/simulator.md compares the model with PyTorch's kernel on real V100s.
+docs/validation/real-cards.md compares the model with PyTorch's kernel on real V100s.
 """
 #: Of volta-sim's V100 (tools/volta-sim/src/machine.rs): bytes of L2; bytes a cycle and SM; cycles.
 L2_BYTES = 6 << 20

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import types
 from pathlib import Path
 
@@ -68,6 +69,22 @@ def end_rank() -> None:
     """
     sys.stdout.flush()
     os._exit(0)
+
+
+def run_pieces(*code: str, path: Path | str = "") -> subprocess.CompletedProcess:
+    """Runs these pieces of code as one program, with `path` first among its packages' folders, then volta_fa's."""
+    import volta_fa  # here, because the server imports this module
+
+    folders = [str(path), str(Path(volta_fa.__file__).parent.parent)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    return run_forked(["-c", "".join(map(textwrap.dedent, code))], environ, cwd="/")
+
+
+def succeeds(*code: str, path: Path | str = "") -> str:
+    """Returns what the program of `run_pieces` prints. Fails if it does."""
+    ran = run_pieces(*code, path=path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
 
 
 def _running() -> subprocess.Popen:

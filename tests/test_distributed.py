@@ -1,17 +1,21 @@
-"""Attention over sequences that are sharded over processes: gloo on the CPU.
+"""Attention over sequences that are sharded over processes: gloo on the CPU, and what each rank of a ring plans: no processes.
 
 The cases are in distributed_worker.py: processes cost seconds each, so all of a number of ranks run in the same ones.
 """
 
+import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from benchmarks.ring_simulation import Setup, efficiency, hides_from, simulate
 from conftest import INFO, LIBRARY, REPOSITORY, run_python
+from volta_fa.distributed.plan import LAYOUTS, Distance, Mask, length, plan, select, shard_ranges
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name != "posix", reason="no torch.distributed with gloo")
 WORKER = REPOSITORY / "tests" / "distributed_worker.py"
@@ -59,3 +63,210 @@ def test_importing_the_package_imports_no_distribution():
     """`import volta_fa` stays as quick as it is."""
     code = "import sys, {}; print(sorted(m for m in sys.modules if m.startswith(('volta_fa.distributed', 'torch.distributed'))))"
     assert run_python(code.format("volta_fa")) == run_python(code.format("torch"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seqlen", [0, 1, 3, 7, 64, 101])
+def test_shards_are_the_sequence(layout, seqlen):
+    for size in range(1, 6):
+        for parts in (1, 2, 3):
+            shards = [shard_ranges(seqlen, size, rank, layout, parts, part) for rank in range(size) for part in range(parts)]
+            positions = sorted(i for shard in shards for begin, end in shard for i in range(begin, end))
+            assert positions == list(range(seqlen)), (size, parts)
+            if parts == 1:
+                assert max(map(length, shards)) - min(map(length, shards)) <= 2
+            whole = [i for begin, end in shard_ranges(seqlen, size, 0, layout) for i in range(begin, end)]
+            pieces = [i for shard in shards[:parts] for begin, end in shard for i in range(begin, end)]
+            assert pieces == whole
+
+
+def test_zigzag_balances():
+    """Under a causal mask every rank sees equally many keys; contiguous chunks differ by a factor of 2 * size - 1."""
+    work = {layout: [sum(p + 1 for b, e in shard_ranges(96, 4, r, layout) for p in range(b, e)) for r in range(4)] for layout in LAYOUTS}
+    assert len(set(work["zigzag"])) == 1
+    assert max(work["contiguous"]) > 6 * min(work["contiguous"])
+
+
+def test_select():
+    assert select(((0, 3), (10, 14)), 2, 5) == ((2, 3), (10, 12))
+    assert select(((0, 3), (10, 14)), 3, 3) == ()
+
+
+def visible(mask: Mask, i: int, j: int) -> bool:
+    """By the rule of the package's docstring, of each sequence."""
+    for (q0, q1), (k0, k1) in zip(mask.queries, mask.keys):
+        if q0 <= i < q1 and k0 <= j < k1:
+            last = (i - q0) + (k1 - k0) - (q1 - q0)
+            return (mask.right is None or j - k0 <= last + mask.right) and (mask.left is None or j - k0 >= last - mask.left)
+    return False
+
+
+def covered(q_ranges, k_ranges, mask):
+    """How often the calls of a step see each pair, by the op's rule, and the same of distances where they matter."""
+    step = plan(q_ranges, k_ranges, mask)
+    q_positions = [i for b, e in q_ranges for i in range(b, e)]
+    k_all = [j for b, e in k_ranges for j in range(b, e)]
+    k_positions = [k_all[j] for b, e in step.rows for j in range(b, e)]
+    found = {}
+    for launch in step.launches:
+        for before, after in zip(launch.calls, launch.calls[1:]):
+            assert before.q[1] == after.q[0] and before.k[1] == after.k[0]
+        for call in launch.calls:
+            assert call.rows > 0 and call.keys > 0
+            left, right = launch.left, launch.right
+            assert (left is None or left >= 0) and (right is None or right >= 0)
+            for row in range(call.rows):
+                for key in range(call.keys):
+                    last = row + call.keys - call.rows
+                    if (left is None or key >= last - left) and (right is None or key <= last + right):
+                        pair = q_positions[call.q[0] + row], k_positions[call.k[0] + key]
+                        found[pair] = found.get(pair, 0) + 1
+                        if mask.alibi:
+                            check_distance(call, row, key, *pair, mask)
+    return step, found
+
+
+def check_distance(call, row, key, i, j, mask):
+    (q0, q1), (k0, k1) = mask.queries[call.sequence], mask.keys[call.sequence]
+    distance = (i - q0) + (k1 - k0) - (q1 - q0) - (j - k0)
+    if call.distance is Distance.OWN:
+        assert abs(row + call.keys - call.rows - key) == abs(distance)
+    else:
+        assert call.offset + row - key == distance
+        assert distance >= 0 if call.distance is Distance.BEFORE else distance <= 0
+
+
+def random_mask(rng: random.Random) -> tuple[Mask, int, int]:
+    bounds = [rng.choice([None, 0, 1, 3, 9, 30]) for _ in range(2)]
+    alibi = rng.random() < 0.3
+    if rng.random() < 0.5:
+        seqlen_q, seqlen_k = (rng.choice([0, 1, 5, 16, 23]) for _ in range(2))
+        if rng.random() < 0.6:
+            seqlen_k = seqlen_q
+        return Mask(((0, seqlen_q),), ((0, seqlen_k),), *bounds, alibi), seqlen_q, seqlen_k
+    starts = [0]
+    for _ in range(rng.randint(1, 5)):
+        starts.append(starts[-1] + rng.choice([0, 1, 2, 5, 11]))
+    sequences = tuple(zip(starts, starts[1:]))
+    return Mask(sequences, sequences, *bounds, alibi), starts[-1], starts[-1]
+
+
+def test_every_visible_pair_once():
+    rng = random.Random(16)
+    for _ in range(400):
+        mask, seqlen_q, seqlen_k = random_mask(rng)
+        layout, size = rng.choice(LAYOUTS), rng.randint(1, 4)
+        for queries in range(size):
+            for keys in range(size):
+                q_ranges, k_ranges = shard_ranges(seqlen_q, size, queries, layout), shard_ranges(seqlen_k, size, keys, layout)
+                step, found = covered(q_ranges, k_ranges, mask)
+                pairs = [(i, j) for qb, qe in q_ranges for i in range(qb, qe) for kb, ke in k_ranges for j in range(kb, ke)]
+                assert found == {pair: 1 for pair in pairs if visible(mask, *pair)}, (mask, layout, size, queries, keys)
+
+
+def steps(size, mask, seqlen, layout="zigzag"):
+    ranges = [shard_ranges(seqlen, size, rank, layout) for rank in range(size)]
+    return [[plan(ranges[r], ranges[(r - t) % size], mask) for t in range(size)] for r in range(size)]
+
+
+@pytest.mark.parametrize("right", [None, 0])
+def test_one_launch_a_step(right):
+    """As long as no window ends inside a shard: one call covers what two chunks see of two, and under a causal mask a step costs
+    half a shard times half a shard twice, on every rank."""
+    mask = Mask(((0, 64),), ((0, 64),), None, right)
+    for rank in steps(4, mask, 64):
+        assert [len(step.launches) for step in rank] == [1, 1, 1, 1]
+        if right == 0:
+            areas = [launch.calls[0].rows * launch.calls[0].keys for step in rank[1:] for launch in step.launches]
+            assert areas == [128, 128, 128]
+
+
+def test_skipped_steps_travel_not():
+    """Keys that a window or causality hides are not asked for."""
+    window = Mask(((0, 64),), ((0, 64),), 7, 0)
+    counts = [[step.count for step in rank] for rank in steps(8, window, 64, "contiguous")]
+    assert counts == [[8, 7 * (r > 0), *[0] * 6] for r in range(8)]
+    causal = Mask(((0, 64),), ((0, 64),), None, 0)
+    counts = [[step.count for step in rank] for rank in steps(4, causal, 64, "contiguous")]
+    assert counts == [[16 * (t <= r) for t in range(4)] for r in range(4)]
+
+
+def test_packed_sequences_travel_as_far_as_they_reach():
+    """Four ranks with 16 tokens each; one sequence ends inside each shard."""
+    starts = (0, 5, 20, 22, 40, 41, 64)
+    sequences = tuple(zip(starts, starts[1:]))
+    counts = [[step.count for step in rank] for rank in steps(4, Mask(sequences, sequences, None, 0), 64, "contiguous")]
+    # rank 1 reads 5 to 15, rank 2 reads 22 to 31, rank 3 reads 41 to 47
+    assert counts == [[16, 0, 0, 0], [16, 11, 0, 0], [16, 10, 0, 0], [16, 7, 0, 0]]
+    own = steps(4, Mask(sequences, sequences, None, 0), 64, "contiguous")[1][0]
+    assert len(own.launches) == 1 and len(own.launches[0].calls) == 3
+
+
+def test_a_plan_is_made_once():
+    mask = Mask(((0, 33),), ((0, 33),), 4, 0)
+    first = plan(((0, 9),), ((3, 20),), mask)
+    assert plan(((0, 9),), ((3, 20),), Mask(((0, 33),), ((0, 33),), 4, 0)) is first
+
+
+# ---- benchmarks.ring_simulation: its limits, and a case by hand ---------------------------------------------------------
+
+
+def test_a_node_by_itself_sends_nothing():
+    """One place: only kernels."""
+    for setup in (Setup(4096, 1), Setup(4096, 8, mesh=True)):
+        assert setup.places == 1
+        assert simulate(setup) == pytest.approx(setup.seconds(False))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_with_endless_bandwidth_only_kernels_count(backward):
+    setup = Setup(65536, 64, nvlink=1e9, network=1e9)
+    assert efficiency(setup, backward) == pytest.approx(1, abs=1e-3)
+
+
+def test_with_slow_links_only_messages_count():
+    """Four places of one GPU in one node: the last reader of the second chunk gets three messages. The first begins at 0."""
+    setup = Setup(4096, 4, nvlink=1e-3)
+    bytes_ = [setup.message(False)] * 3
+    assert simulate(setup) == pytest.approx(sum(bytes_) / 1e6, rel=1e-3)
+
+
+def test_two_places_by_hand():
+    """Place 0 reads both chunks of place 1, which reads the first of place 0. Messages begin at 0 with step 0's kernels."""
+    setup = Setup(8192, 2, nvlink=2.0)
+    kernel, both = setup.seconds(False), setup.message(False) / 2e9
+    assert simulate(setup) == pytest.approx(max(kernel, both) + kernel)
+    # backward: and the gradients of both chunks go back after step 1
+    kernel = setup.seconds(True)
+    assert simulate(setup, True) == pytest.approx(max(kernel, both) + kernel + both)
+
+
+def test_hidden_from_the_derived_length_on():
+    """Well above it nearly everything is hidden, well below it is not, in the forward pass inside a node."""
+    base = Setup(0, 8)
+    rows = hides_from(base, base.nvlink)
+    assert efficiency(dataclasses.replace(base, seqlen=int(8 * rows * 1.05))) > 0.99
+    assert efficiency(dataclasses.replace(base, seqlen=int(8 * rows * 0.4))) < 0.6
+
+
+def test_more_tokens_hide_more_and_the_mesh_more_than_the_ring():
+    for gpus in (64, 1024):
+        shares = [efficiency(Setup(2**n, gpus)) for n in range(15, 23)]
+        assert shares == sorted(shares)
+        assert efficiency(Setup(2**20, gpus, mesh=True)) > efficiency(Setup(2**20, gpus))
+
+
+def test_it_simulates_what_the_ring_plans():
+    """Rows that travel, and scores of a step: those of volta_fa.distributed."""
+    size, seqlen = 4, 4096
+    setup = Setup(seqlen, size)
+    ranges = [shard_ranges(seqlen, size, rank, "zigzag") for rank in range(size)]
+    mask = Mask(((0, seqlen),), ((0, seqlen),), None, 0)
+    for rank in range(size):
+        for step in range(1, size):
+            source = (rank - step) % size
+            planned = plan(ranges[rank], ranges[source], mask)
+            row = 2 * 2 * setup.nheads_k * setup.headdim
+            assert planned.count * row == setup.message(source < rank)
+            scores = sum(call.rows * call.keys for launch in planned.launches for call in launch.calls)
+            assert scores == setup.rows**2 / 2

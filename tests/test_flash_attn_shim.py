@@ -13,30 +13,17 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 import volta_fa
-from processes import run_forked
+from processes import run_pieces, succeeds
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = Path(volta_fa.__file__).parent
 SITE = PACKAGE / "integrations" / "flash_attn" / "shim"
 DISTRIBUTION = REPOSITORY / "tools" / "flash_attn_shim"
-
-
-def run(*code: str, path: Path | str = "") -> subprocess.CompletedProcess:
-    """A process that runs these pieces of code, with `path` first among its packages' folders."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(path), str(PACKAGE.parent)]))}
-    return run_forked(["-c", "".join(map(textwrap.dedent, code))], environ, cwd="/")
-
-
-def succeeds(*code: str, path: Path | str = "") -> str:
-    ran = run(*code, path=path)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
 
 
 USES = """
@@ -181,7 +168,7 @@ def make_distribution(folder: Path, version: str | None) -> Path:
 @pytest.mark.parametrize("imported", [False, True])
 def test_it_does_not_shadow_another_flash_attn(tmp_path, version, message, imported):
     site = make_distribution(tmp_path, version)
-    ran = run(
+    ran = run_pieces(
         f"""
         import sys, volta_fa
         if {imported}:
@@ -202,7 +189,7 @@ def test_it_does_not_shadow_another_flash_attn(tmp_path, version, message, impor
 
 def test_it_does_not_replace_a_module_without_a_file():
     """Somebody's stand-in, which find_spec does not describe."""
-    ran = run(
+    ran = run_pieces(
         """
         import sys, types, volta_fa
         sys.modules["flash_attn"] = types.ModuleType("flash_attn")
@@ -227,7 +214,7 @@ def test_a_flash_attn_installed_later_comes_first(tmp_path):
 
 
 def test_it_warns_where_transformers_may_have_looked_already():
-    ran = run(
+    ran = run_pieces(
         """
         import sys, types, volta_fa
         sys.modules["transformers"] = types.ModuleType("transformers")
@@ -341,7 +328,7 @@ PRETEND = """
 @RELEASES
 def test_transformers_on_a_machine_without_a_gpu(transformers):
     """transformers finds the shim, and refuses because of the machine: nothing that a package could change."""
-    ran = run(
+    ran = run_pieces(
         """
         import torch, volta_fa
         torch.cuda.is_available = lambda: False

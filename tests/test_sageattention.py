@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-import subprocess
 import textwrap
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from torch import Tensor
 import volta_fa
 import volta_fa.sageattention as sage
 from conftest import on
-from processes import run_forked
+from processes import succeeds
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = Path(volta_fa.__file__).parent
@@ -229,16 +228,6 @@ def test_it_compiles(backend):
 
 
 # ---- the package -----------------------------------------------------------------------------------------------------
-
-
-def run(*code: str, path: Path | str = "") -> subprocess.CompletedProcess:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(path), str(PACKAGE.parent)]))}
-    return run_forked(["-c", "".join(map(textwrap.dedent, code))], environ, cwd="/")
-
-
-def succeeds(*code: str, path: Path | str = "") -> None:
-    ran = run(*code, path=path)
-    assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 USES = """

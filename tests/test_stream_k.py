@@ -74,7 +74,8 @@ GRIDS = [
     ((1, 32, 1024, 1024, 64), True),
     ((1, 32, 2048, 2048, 128), True),
     ((1, 40, 2048, 2048, 64), False),  # four full rounds
-    ((2, 16, 2048, 2048, 256), False),  # no kernel
+    ((2, 16, 2048, 2048, 256), True),
+    ((1, 16, 512, 8192, 192), False),  # no kernel
     ((1, 16, 1024, 1024, 64), False),  # less than a round, and cut rows cost more than they bring
 ]
 
@@ -88,6 +89,20 @@ def test_where_a_plan_takes_them(shape, pays):
     assert plan(*shape, features="dropout")["pass"] == "Forward" and plan(*shape, features="varlen")["pass"] == "Forward"
     if pays:
         assert found["reason"].startswith("stream-K") and found["grid"][1:] == [1, 1]
+
+
+#: Chunks of prompts: (batch, nheads, seqlen_q, seqlen_k, headdim), and whether their row tiles see about as many keys.
+CHUNKS = [
+    ((1, 6, 512, 8192, 256), True),
+    ((1, 32, 256, 4096, 128), True),
+    ((1, 32, 256, 512, 128), False),
+    ((1, 32, 2048, 2048, 128), False),
+]
+
+
+@pytest.mark.parametrize("shape, pays", CHUNKS, ids=lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else str(x))
+def test_where_a_causal_plan_takes_them(shape, pays):
+    assert (plan(*shape, is_causal=True)["pass"] == "ForwardStreamK") == pays
 
 
 #: Steps of a key block are those of all query heads of its KV head: none, few or many.

@@ -562,7 +562,7 @@ def test_decoding_in_blocks_after_padding(name, rows):
 
 
 def test_two_patterns_keep_the_tighter_bounds():
-    from volta_fa.integrations.transformers.patterns import Pattern
+    from volta_fa.integrations.transformers.mask_rule import Pattern
 
     assert Pattern(3, 2) & Pattern(5, 1) == Pattern(3, 1)
     assert Pattern(-1, 4) & Pattern(5, -1) == Pattern(5, 4)

@@ -20,7 +20,7 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
 
 import volta_fa
 from volta_fa.integrations.devices import Devices
-from volta_fa.integrations.unsloth import dispatch, gqa_sdpa, masks, releases, sinks, switch
+from volta_fa.integrations.unsloth import dispatch, gqa_sdpa, releases, sinks, switch
 
 BATCH, SEQLEN, HEADS, KV_HEADS, HEADDIM, WINDOW = 2, 12, 4, 2, 8, 5
 
@@ -139,12 +139,12 @@ def test_attention_of_gemma3(unsloth, kind):
     mask = None
     if kind.endswith("window"):
         mask = seen.clone() if kind == "bool window" else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        assert masks.causal_window(mask) == WINDOW - 1
+        assert gqa_sdpa.causal_window(mask) == WINDOW - 1
     elif kind == "padding":
         seen = seen.clone()
         seen[1, :, :, SEQLEN - 3 :] = False
         mask = seen
-        assert masks.causal_window(mask) is None
+        assert gqa_sdpa.causal_window(mask) is None
     out = attention(q, k, v, mask, 0.0, kind == "causal", 0.3, HEADS // KV_HEADS)
     torch.testing.assert_close(out, expected(q, k, v, seen, 0.3), rtol=0, atol=1e-12)
     assert volta_fa.unsloth_stats()["ran"] == 1
@@ -152,11 +152,11 @@ def test_attention_of_gemma3(unsloth, kind):
 
 def test_a_mask_that_changes_is_looked_at_again():
     mask = visible(WINDOW)[None, None].clone()
-    assert masks.causal_window(mask) == WINDOW - 1
+    assert gqa_sdpa.causal_window(mask) == WINDOW - 1
     mask[..., SEQLEN // 2, 0] = True
-    assert masks.causal_window(mask) is None
-    assert masks.causal_window(visible()[None, None].clone()) == -1
-    assert masks.causal_window(torch.where(visible(WINDOW), 0.0, -3.0)[None, None]) is None  # a bias, not a mask
+    assert gqa_sdpa.causal_window(mask) is None
+    assert gqa_sdpa.causal_window(visible()[None, None].clone()) == -1
+    assert gqa_sdpa.causal_window(torch.where(visible(WINDOW), 0.0, -3.0)[None, None]) is None  # a bias, not a mask
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
@@ -164,7 +164,7 @@ def test_a_mask_that_hides_everything_is_not_causal(unsloth, dtype):
     volta_fa.enable_unsloth("cpu")
     hidden = torch.zeros(1, 1, SEQLEN, SEQLEN, dtype=torch.bool)
     mask = hidden if dtype == torch.bool else torch.full(hidden.shape, float("-inf"))
-    assert masks.causal_window(mask) is None
+    assert gqa_sdpa.causal_window(mask) is None
     attention = unsloth.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
     assert not attention(*operands(), mask, 0.0, False, None, HEADS // KV_HEADS).any()
 

@@ -38,6 +38,8 @@ REQUIREMENTS = Path(__file__).parent / "requirements"
 VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
 #: The last CUDA release with an nvdisasm for sm_70.
 NVDISASM_NEWEST = (13, 0)
+#: The last triton that brings it.
+NVDISASM_WHEEL = "triton==3.6.0"
 #: What `make run` needs beside torch, NVRTC and nvdisasm.
 BASE = ("build", "cli")
 #: Folders beside the environment's packages for `make test`, each with requirements of its name. Tests put them first on their path.
@@ -158,7 +160,7 @@ def nvdisasm_release(program: Path) -> tuple[int, int] | None:
 
 
 def install_nvdisasm(environment: Environment) -> None:
-    """Links nvdisasm into the environment: that of triton if it knows sm_70, else of the triton in requirements/nvdisasm.txt."""
+    """Links nvdisasm into the environment: that of triton if it knows sm_70, else of NVDISASM_WHEEL."""
     in_triton = "backends/nvidia/bin/nvdisasm"
     code = "import importlib.util as u; found = u.find_spec('triton'); print(found.submodule_search_locations[0] if found else '')"
     program = Path(environment.output(code) or environment.folder) / in_triton
@@ -167,8 +169,7 @@ def install_nvdisasm(environment: Environment) -> None:
         say("this torch's triton has no nvdisasm that knows sm_70: putting an older one into " + str(environment.folder / "triton"))
         program = environment.folder / "triton" / "triton" / in_triton
         if nvdisasm_release(program) is None:
-            requirements = REQUIREMENTS / "nvdisasm.txt"
-            environment.pip_install("--target", environment.folder / "triton", "--no-deps", "--no-compile", "-r", requirements)
+            environment.pip_install("--target", environment.folder / "triton", "--no-deps", "--no-compile", NVDISASM_WHEEL)
     link = environment.folder / "nvdisasm"
     link.unlink(missing_ok=True)
     link.symlink_to(program)

@@ -197,22 +197,20 @@ Environment, read at each call unless it says otherwise:
 
 from .block_mask import BlockMask
 from .diagnostics import warn_when_cuda_starts
-from .fast import prepare_fast
 from .flex import disable_flex, enable_flex, flex_attention
 from .inspection import info, kernel_family
 from .integrations import torch_flash_impl as _torch_flash_impl
 from .integrations.dtensor import register_dtensor_rules
 from .integrations.flash_attn import interface as _flash_attn
-from .integrations.flash_attn.install import install_flash_attn_shim
 from .integrations.flash_attn.interface import *
-from .integrations.sageattention.install import install_sageattention_shim
 from .integrations.sdpa import _read_library_state, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
+from .integrations.stand_in import install_flash_attn_shim, install_sageattention_shim
 from .integrations.unsloth import disable_unsloth, enable_unsloth, unsloth_stats
 from .integrations.xformers import disable_xformers, enable_xformers, xformers_stats
 from .kv_cache.cascade import cascade_attention
 from .kv_cache.formats import QuantizedKV, dequantize_kv, quantize_kv
 from .library import library_path, load
-from .merge import merge_attention_states
+from .operators import merge_attention_states, prepare_fast
 from .version import __version__
 
 __all__ = [

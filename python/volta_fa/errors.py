@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from torch import Tensor
 
 
@@ -26,3 +28,10 @@ def require_tensors(**tensors: Tensor | None) -> None:
 
 class CommandError(Exception):
     """A command cannot do what was asked. The message is one line for the user."""
+
+
+def require_rich(*also: str) -> None:
+    """Raises CommandError unless rich, and the packages named in `also`, are installed. Only the command line needs them."""
+    missing = [package for package in ("rich", *also) if importlib.util.find_spec(package) is None]
+    if missing:
+        raise CommandError(f"this command needs {' and '.join(missing)}: pip install {' '.join(missing)}")

@@ -39,14 +39,14 @@ fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, features: Feat
 
 /// Plans a stream-K grid of the same tiles if every row tile takes the same time and the estimate is faster, or if the tuning chooses it.
 ///
-/// A KV cache's lengths are the device's to know, but a chunk's row tiles see about as many keys: those before the chunk.
+/// The row tiles of a chunk see about as many keys: those before the chunk. A KV cache's lengths are the device's to know.
 fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
     let shape = Shape::of(a);
     let (passes, can, is_even) = match pass {
         // a larger batch takes several launches
         Pass::Forward => {
             let is_dense = (a.queries, a.keys) == (Queries::Dense, Keys::Dense);
-            (kernels::FORWARD_STREAM_K, is_dense && a.batch <= MAX_GRID_YZ, shape.is_causal == Some(false))
+            (kernels::FORWARD_STREAM_K, is_dense && a.batch <= MAX_GRID_YZ, shape.is_causal.is_some() && !is_uneven(a))
         }
         _ => (kernels::PREFILL_STREAM_K, a.batch == 1, !is_uneven(a)),
     };

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from .. import diagnostics
-from ..errors import CommandError
+from ..errors import CommandError, require_rich
 from ..inspection import info, kernel_family
-from .rich_import import require_rich
 
 SUMMARY = "check and time every kernel on this GPU, and write a report to send"
 DESCRIPTION = """\

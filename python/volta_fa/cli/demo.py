@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from .. import diagnostics
-from ..errors import CommandError
+from ..errors import CommandError, require_rich
 from ..inspection import kernel_family
-from .rich_import import require_rich
 
 SUMMARY = "train a small GPT with volta_fa and with PyTorch's attention, and compare losses, time and memory"
 DESCRIPTION = """\

@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from ..errors import require_rich
 from ..inspection import info
-from .rich_import import require_rich
 
 if TYPE_CHECKING:
     from rich.table import Table

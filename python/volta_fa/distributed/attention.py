@@ -15,8 +15,7 @@ from ..errors import bad_argument, require_tensors
 from .argument_check import check_same_arguments
 from .communication import prepare
 from .groups import Grid, Group, check_layout, gather, grid_of, group_of
-from .layout import length, shard_ranges
-from .plan import Mask
+from .plan import Mask, length, shard_ranges
 from .ring import Problem, attend, derived_generator
 from .ulysses import to_heads, to_sequence
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Range, length
+from .plan import Range, length
 
 _ready: WeakSet[dist.ProcessGroup] = WeakSet()
 

@@ -29,8 +29,7 @@ from . import ring
 from .argument_check import check_same_arguments
 from .attention import generator_for
 from .communication import prepare
-from .layout import shard_ranges
-from .plan import Mask
+from .plan import Mask, shard_ranges
 
 _BATCH, _HEADS, _NOTHING = "batch", "heads", "nothing"
 #: The dimensions of batch and heads in dense and in packed tensors; None: packed tensors have no batch.

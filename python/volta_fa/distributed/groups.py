@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import bad_argument
-from .layout import LAYOUTS, Range, shard_ranges
+from .plan import LAYOUTS, Range, shard_ranges
 
 #: The ranks of a sharded sequence: a process group, a mesh of one dimension, or one of two, ring and Ulysses. None: all processes.
 Group = dist.ProcessGroup | DeviceMesh | None

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from .argument_check import check_same_arguments
 from .communication import Transfer, messages, room, select
-from .layout import Range
-from .plan import Distance, Launch, Mask, Step, at_most_two, plan
+from .plan import Distance, Launch, Mask, Range, Step, at_most_two, plan
 
 
 @dataclass

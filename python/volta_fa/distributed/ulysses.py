@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .groups import Grid
-from .layout import shard_ranges
+from .plan import shard_ranges
 
 #: The layout of the positions in the concatenated shards of the ranks; None: in order.
 Order = tuple[Grid, str] | None

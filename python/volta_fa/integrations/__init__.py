@@ -8,7 +8,7 @@ Module | Program | Takes effect by
 `xformers` | programs that call xformers' `memory_efficient_attention` | `volta_fa.enable_xformers()`
 `flash_attn` | programs that call or import flash-attn 2 | a call of its functions, `volta_fa.install_flash_attn_shim()`
 `sageattention` | programs that import SageAttention | `volta_fa.install_sageattention_shim()`
-`flash_mla` | programs that call FlashMLA | a call of its functions
+`volta_fa.flash_mla` | programs that call FlashMLA | a call of its functions
 `transformers` | Hugging Face transformers | `import volta_fa.transformers`, `attn_implementation="volta_fa"`
 `unsloth` | unsloth | `import volta_fa.unsloth`, `volta_fa.enable_unsloth()`
 `vllm` | vLLM | its plugin entry point, `--attention-backend CUSTOM`

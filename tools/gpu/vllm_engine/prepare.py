@@ -6,7 +6,7 @@
 Writes vllm-VERSIONS.tar.xz, site.tar.xz (vLLM's dependencies, unless it is there) and fa3-0.33.0.tar.xz to OUTPUT, and keeps wheels and
 unpacked files in --work. The wheels are those of PyPI. This script changes three things in them:
 
-- it zeroes GPU machine code of other architectures (machine_code.py), which takes most of a wheel,
+- it zeroes GPU machine code of other architectures, which takes most of a wheel,
 - it leaves out what no job of run.py calls (UNUSED), and headers,
 - of FlashAttention 2 it keeps host code, which vLLM imports. FlashAttention 3 of fp16 has an archive of its own.
 
@@ -15,14 +15,14 @@ Needs pip and network access, xz, and binutils' strip. Takes about five minutes 
 
 import argparse
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import machine_code
+from typing import NamedTuple
 
 VERSIONS = ["0.33.0", "0.26.0", "0.20.2"]
 #: Parts of the wheels that no job calls.
@@ -76,7 +76,7 @@ def unpack(version: str, options) -> Path:
     for library in folder.rglob("*.so"):
         wanted = choices.get(str(library.relative_to(folder)), lambda code: True)
         subprocess.run(["strip", "--strip-unneeded", str(library)], check=True)
-        kept, zeroed = machine_code.reduce(library, options.arch, wanted)
+        kept, zeroed = reduce(library, options.arch, wanted)
         if kept + zeroed:
             print(f"{version} {library.name}: {kept / 1e6:.1f} MB of machine code kept, {zeroed / 1e6:.1f} MB zeroed", flush=True)
     return folder
@@ -109,6 +109,72 @@ def pack(archive: Path, work: Path, wanted: Callable[[str], bool]) -> None:
     if compressor.returncode:
         raise SystemExit(f"xz: got exit status {compressor.returncode}, expected 0")
     print(f"{archive}: {archive.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
+# ---- machine code: a CUDA library holds its GPU code in the ELF section .nv_fatbin ----
+#
+# The section has containers, each with one entry per architecture. Zeros compress to nothing, and host code stays as it is.
+
+_CONTAINER, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQ")
+_MAGIC = 0xBA55ED50
+_ARCH = 28  # bytes from an entry to its architecture
+CUBIN = 2  # an entry's kind; 1 is PTX
+
+
+class Entry(NamedTuple):
+    """One architecture's code: its kind, its architecture (90 for sm_90) and the range of its bytes in the file."""
+
+    kind: int
+    arch: int
+    begin: int
+    end: int
+
+
+def section(data: bytearray, wanted: bytes) -> range:
+    """Returns the range of a section of a 64-bit ELF file, empty if the file has none of this name."""
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    size, count, names = struct.unpack_from("<HHH", data, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", data, table + i * size) for i in range(count)]
+    strings = headers[names][4]
+    for name, _, _, _, offset, length in headers:
+        if data.startswith(wanted + b"\0", strings + name):
+            return range(offset, offset + length)
+    return range(0)
+
+
+def entries(data: bytearray) -> Iterator[Entry]:
+    """Yields the entries of all containers of a library."""
+    found = section(data, b".nv_fatbin")
+    at = found.start
+    while at + _CONTAINER.size <= found.stop:
+        magic, _, header, length = _CONTAINER.unpack_from(data, at)
+        if magic != _MAGIC:  # containers begin on 8-byte boundaries
+            at += 8
+            continue
+        entry, at = at + header, at + header + length
+        while entry + _ARCH + 4 <= at:
+            kind, _, header, length = _ENTRY.unpack_from(data, entry)
+            (arch,) = struct.unpack_from("<I", data, entry + _ARCH)
+            yield Entry(kind, arch, entry + header, entry + header + length)
+            entry += header + length
+
+
+def reduce(path: Path, arch: int, wanted: Callable[[bytes], bool] = lambda code: True) -> tuple[int, int]:
+    """Zeroes all entries in place except machine code for `arch` that is `wanted`. Returns the bytes kept and zeroed.
+
+    A kernel without an entry fails at its first launch, not when the library loads.
+    """
+    data = bytearray(path.read_bytes())
+    kept = zeroed = 0
+    for entry in entries(data):
+        size = entry.end - entry.begin
+        if entry.kind == CUBIN and entry.arch == arch and wanted(bytes(data[entry.begin : entry.end])):
+            kept += size
+        else:
+            data[entry.begin : entry.end] = bytes(size)
+            zeroed += size
+    path.write_bytes(data)
+    return kept, zeroed
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 - `interface`: flash-attn's functions, which `volta_fa` exports. They register nothing.
 - `fa3`: FlashAttention 3's functions, of its top-level module `flash_attn_interface`.
-- `install`: `volta_fa.install_flash_attn_shim()` appends `shim/` to sys.path, so that `import flash_attn` finds it in this process.
-- `shim/`: a `flash_attn` package made of volta_fa, and the metadata of its distribution. tools/flash_attn_shim installs it with pip.
+- `shim/`: a `flash_attn` package made of volta_fa, and the metadata of its distribution. `volta_fa.install_flash_attn_shim()` appends
+  it to sys.path, so that `import flash_attn` finds it in this process, and tools/flash_attn_shim installs it with pip.
 
 `volta_fa.rotary` and `volta_fa.bert_padding` are the modules of flash-attn that need no kernel.
 Nothing falls back: the functions raise ValueError or NotImplementedError. docs/guides/flash-attn.md lists the differences.

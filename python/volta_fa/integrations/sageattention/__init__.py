@@ -1,4 +1,258 @@
-"""SageAttention 2's functions on volta_fa::fwd_fast: `interface`, and the package `sageattention` for programs that import it: `install`.
+"""The functions of SageAttention 2.2, on `volta_fa::fwd_fast`. `shim/` is the package for programs that import sageattention.
 
-Arguments are SageAttention's. What it ignores is applied or refused here: masks, unknown keywords, products in fp8.
+A boolean mask runs there too. A mask that is added runs on `volta_fa::fwd`, which is exact. The choices of kernels and of quantization
+(`qk_quant_gran`, `pv_accum_dtype`, `quantization_backend`, `smooth_v`) are checked and change nothing: there is one kernel. Products in
+fp8 are refused, because Turing has none.
 """
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...errors import bad_argument
+from ...operands import readable
+
+__all__ = [
+    "sageattn",
+    "sageattn_qk_int8_pv_fp8_cuda",
+    "sageattn_qk_int8_pv_fp8_cuda_sm90",
+    "sageattn_qk_int8_pv_fp16_cuda",
+    "sageattn_qk_int8_pv_fp16_triton",
+    "sageattn_varlen",
+]
+
+_LAYOUTS = ("HND", "NHD")
+_GRANULARITIES = ("per_warp", "per_thread")
+_ACCUMULATORS = ("fp32", "fp16", "fp16+fp32")
+_BACKENDS = ("triton", "cuda")
+
+Attention = Tensor | tuple[Tensor, Tensor]
+
+
+def sageattn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    **kwargs: Any,
+) -> Attention:
+    """Computes attention with int8 scores, for inference.
+
+    Args:
+        q: (batch, nheads, seqlen_q, headdim), in the layout NHD (batch, seqlen_q, nheads, headdim); fp16 or bf16.
+        k, v: likewise, with nheads_k and seqlen_k.
+        tensor_layout: HND or NHD.
+        is_causal: query i sees the keys j <= i.
+        sm_scale: of the scores; headdim ** -0.5 unless given.
+        return_lse: also return the log-sum-exp of the scores, (batch, nheads, seqlen_q) in fp32.
+        kwargs: `attn_mask`, broadcastable to (batch, nheads, seqlen_q, seqlen_k): bool, where False hides a key, or added to the
+            scores; `smooth_k`; what the other functions take. `scale`, which is `sm_scale`, and `enable_gqa`, of PyTorch's function, for
+            programs that put this one in its place. SageAttention ignores them here.
+    """
+    op = "sageattention.sageattn"
+    mask, smooth_k, scale = kwargs.pop("attn_mask", None), kwargs.pop("smooth_k", True), kwargs.pop("scale", None)
+    if sm_scale is not None and scale not in (None, sm_scale):
+        raise bad_argument("scale", scale, f"sm_scale, {sm_scale}: give one of them", op=op)
+    sm_scale = scale if sm_scale is None else sm_scale
+    _check_choices(op, kwargs)
+    return _attend(op, q, k, v, tensor_layout, is_causal, mask, sm_scale, smooth_k, return_lse)
+
+
+def sageattn_qk_int8_pv_fp16_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    quantization_backend: str = "triton",
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+    return_lse: bool = False,
+    **kwargs: Any,
+) -> Attention:
+    """Computes `sageattn`. `smooth_k=False` quantizes K without subtracting its mean."""
+    op = "sageattention.sageattn_qk_int8_pv_fp16_triton"
+    _check_choices(op, {"quantization_backend": quantization_backend, **kwargs})
+    return _attend(op, q, k, v, tensor_layout, is_causal, attn_mask, sm_scale, smooth_k, return_lse)
+
+
+def sageattn_qk_int8_pv_fp16_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+    **kwargs: Any,
+) -> Attention:
+    """Computes `sageattn`. `smooth_k=False` quantizes K without subtracting its mean."""
+    op = "sageattention.sageattn_qk_int8_pv_fp16_cuda"
+    mask = kwargs.pop("attn_mask", None)
+    _check_choices(op, {"qk_quant_gran": qk_quant_gran, "pv_accum_dtype": pv_accum_dtype, "smooth_v": smooth_v, **kwargs})
+    return _attend(op, q, k, v, tensor_layout, is_causal, mask, sm_scale, smooth_k, return_lse)
+
+
+def sageattn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+    **kwargs: Any,
+) -> Tensor:
+    """Computes `sageattn` of packed sequences.
+
+    Args:
+        q: (total_q, nheads, headdim).
+        k, v: (total_k, nheads_k, headdim).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1), int32 or int64: where sequences begin, and the total.
+        max_seqlen_q, max_seqlen_k: the longest sequence's length.
+        is_causal: query i of a sequence sees its keys j <= i. Sequences must have as many queries as keys. The check reads the lengths
+            on the host, unless `cu_seqlens_k` is the same tensor as `cu_seqlens_q`.
+        sm_scale, smooth_k: as in `sageattn`.
+    """
+    op = "sageattention.sageattn_varlen"
+    if kwargs.get("attn_mask") is not None:
+        raise bad_argument("attn_mask", "a mask", "None: packed sequences take none. Use sageattn", op=op, error=NotImplementedError)
+    _check_choices(op, kwargs)
+    is_same = cu_seqlens_q is cu_seqlens_k
+    cu_seqlens_q, cu_seqlens_k = readable(cu_seqlens_q.to(torch.int32)), readable(cu_seqlens_k.to(torch.int32))
+    # SageAttention's causal mask begins at a sequence's first query, volta_fa's at its last
+    if is_causal and not is_same and not torch.equal(cu_seqlens_q, cu_seqlens_k):
+        found = "True with sequences that have more keys or more queries"
+        raise bad_argument("is_causal", found, "as many queries as keys in each sequence. Call sageattn for each", op=op)
+    out, _ = torch.ops.volta_fa.fwd_fast(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=int(max_seqlen_q),
+        max_seqlen_k=int(max_seqlen_k),
+        softmax_scale=sm_scale,
+        is_causal=is_causal,
+        smooth_k=smooth_k,
+    )
+    return out
+
+
+def sageattn_qk_int8_pv_fp8_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp16",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+    **kwargs: Any,
+) -> Attention:
+    """Raises NotImplementedError: Turing has no products in fp8."""
+    _refuse_fp8("sageattn_qk_int8_pv_fp8_cuda")
+
+
+def sageattn_qk_int8_pv_fp8_cuda_sm90(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp32",
+    smooth_k: bool = True,
+    return_lse: bool = False,
+    **kwargs: Any,
+) -> Attention:
+    """Raises NotImplementedError: Turing has no products in fp8."""
+    _refuse_fp8("sageattn_qk_int8_pv_fp8_cuda_sm90")
+
+
+def _refuse_fp8(name: str) -> NoReturn:
+    raise NotImplementedError(f"volta_fa.sageattention.{name}: Volta and Turing have no products in fp8. Use sageattn")
+
+
+def _check_choices(op: str, choices: dict[str, Any]) -> None:
+    """Accepts what selects among SageAttention's kernels, and refuses what would change the result."""
+    known = {
+        "qk_quant_gran": _GRANULARITIES,
+        "pv_accum_dtype": _ACCUMULATORS,
+        "quantization_backend": _BACKENDS,
+        "smooth_v": (False, True),
+        "enable_gqa": (False, True),
+        "dropout_p": (None, 0.0),
+        "attn_mask": (None,),
+    }
+    for name, value in choices.items():
+        if name not in known:
+            names = ", ".join([*known, "smooth_k"])
+            raise bad_argument(name, "an unknown keyword", f"one of {names}. Drop it", op=op, error=TypeError)
+        if value not in known[name]:
+            raise bad_argument(name, repr(value), " or ".join(map(repr, known[name])), op=op, error=NotImplementedError)
+
+
+def _attend(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str,
+    is_causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    smooth_k: bool,
+    return_lse: bool,
+) -> Attention:
+    if tensor_layout not in _LAYOUTS:
+        raise bad_argument("tensor_layout", repr(tensor_layout), "'HND' or 'NHD'", op=op)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.ndim != 4:
+            raise bad_argument(name, f"shape {tuple(t.shape)}", f"four dimensions, {tensor_layout} after the batch", op=op)
+    heads_first = tensor_layout == "HND"
+    if heads_first:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    options: dict[str, Any] = {"softmax_scale": scale, "is_causal": is_causal}
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    mask = None if mask is None else _rank_4(op, mask, q.dtype, (q.shape[0], q.shape[2], seqlen_q, seqlen_k))
+    # SageAttention counts keys from the first query, volta_fa from the last
+    if is_causal and seqlen_k > seqlen_q:
+        k, v = k[:, :seqlen_q], v[:, :seqlen_q]
+        mask = mask if mask is None or mask.shape[3] == 1 else mask[..., :seqlen_q]
+    elif is_causal and seqlen_k < seqlen_q:
+        options |= {"is_causal": False, "window_right": seqlen_q - seqlen_k}
+    if mask is None or mask.dtype == torch.bool:
+        out, lse = torch.ops.volta_fa.fwd_fast(q, k, v, attn_mask=mask, smooth_k=smooth_k, **options)
+    else:
+        out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, attn_bias=mask, **options)
+    out = out.transpose(1, 2) if heads_first else out
+    return (out, lse) if return_lse else out
+
+
+def _rank_4(op: str, mask: Tensor, dtype: torch.dtype, full: tuple[int, ...]) -> Tensor:
+    """Returns the mask with four dimensions, aligned at the last."""
+    if mask.dtype not in (torch.bool, torch.float32, dtype):
+        raise bad_argument("attn_mask", f"dtype {mask.dtype}", f"torch.bool, {dtype} (q's) or torch.float32", op=op)
+    sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    if len(sizes) != 4 or any(size not in (1, whole) for size, whole in zip(sizes, full)):
+        raise bad_argument("attn_mask", f"shape {tuple(mask.shape)}", f"one that broadcasts to {full}", op=op)
+    return mask.view(sizes) if mask.is_contiguous() else mask.reshape(sizes)

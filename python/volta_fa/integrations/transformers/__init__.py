@@ -10,7 +10,7 @@ Nothing falls back: a model without the attention interface raises ValueError wh
 the attention function raises NotImplementedError for options without a kernel. docs/guides/transformers.md lists both.
 
 - `releases`: the installed transformers, and the names registered there.
-- `mask_function`, with `patterns` and `mask_rule`: masks as windows, packed sequences and padding, without memory.
+- `mask_function`, with `mask_rule`: masks as windows, packed sequences and padding, without memory.
 - `attention_function`: attention of a layer.
 - `quantized_cache`: `QuantizedCache`, a KV cache in int8, int4 or fp8.
 - `continuous_batching`: the attention of `generate_batch`.

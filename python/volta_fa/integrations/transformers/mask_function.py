@@ -10,13 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import masking_utils
 
+from ...block_mask import BlockMask
 from . import sharded_sequences
-from .block_rule import block_rule
-from .mask_rule import MaskRule
-from .patterns import NeedsTensor, Pattern, pattern_of
+from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of
 
 #: Model types whose own code adds to the mask or compares it with 0, and so needs eager's additive masks.
 _CALCULATE_WITH_MASKS = ("beit", "deepseek_v4", "doge", "gemma4_audio")
+#: Elements of a dense mask, 1 byte each, from which a block mask is cheaper. Making one takes about 100 launches, once a forward and kind
+#: of layer; then each layer skips the blocks that are hidden.
+MIN_ELEMENTS = 1 << 20
+#: Queries from which blocks of 128 are used well.
+MIN_QUERIES = 128
 
 
 def mask(
@@ -108,7 +112,7 @@ def _blocks(
         queries = _queries(**kwargs)
     except NeedsTensor:  # their positions have gaps
         return None
-    return block_rule(mask_function, batch, kv_length, int(kv_offset), padding_mask, *queries)
+    return _block_rule(mask_function, batch, kv_length, int(kv_offset), padding_mask, *queries)
 
 
 def _is_tracing() -> bool:
@@ -246,3 +250,27 @@ def _changes(values: Tensor) -> Tensor:
 
 def _cu_seqlens(begins: Tensor) -> Tensor:
     return F.pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=begins.numel())
+
+
+def _block_rule(
+    mask_function: Callable[..., Any],
+    batch: int,
+    kv_length: int,
+    kv_offset: int,
+    padding_mask: Tensor | None,
+    device: torch.device | str,
+    seqlen_q: int,
+    q_offset: int,
+) -> MaskRule | None:
+    """Returns the rule of a mask function, or None where a dense mask is cheaper, or where the function cannot be vectorized."""
+    if seqlen_q < MIN_QUERIES or batch * seqlen_q * kv_length < MIN_ELEMENTS:
+        return None
+    if padding_mask is not None:
+        padding_mask = F.pad(padding_mask, (0, max(0, kv_offset + kv_length - padding_mask.shape[1]))).expand(batch, -1)
+        mask_function = masking_utils.and_masks(mask_function, masking_utils.padding_mask_function(padding_mask))
+    mask_function = masking_utils.add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
+    try:
+        blocks = BlockMask.from_mask_mod(mask_function, batch, None, seqlen_q, kv_length, device)
+    except (RuntimeError, TypeError):  # of torch.vmap: the function is for tensors of positions
+        return None
+    return MaskRule((batch, 1, seqlen_q, kv_length), device, blocks=blocks)

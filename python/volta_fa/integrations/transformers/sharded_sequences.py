@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...errors import bad_argument
-from .patterns import NeedsTensor, pattern_of
+from .mask_rule import NeedsTensor, pattern_of
 
 if TYPE_CHECKING:
     from ...distributed.groups import Group

@@ -17,7 +17,7 @@ Importing `volta_fa.unsloth` calls `enable_unsloth`, which replaces four attribu
 Importing this package imports nothing from unsloth.
 """
 
-from .stats import unsloth_stats
+from .calls import unsloth_stats
 from .switch import disable_unsloth, enable_unsloth
 
 __all__ = ["disable_unsloth", "enable_unsloth", "unsloth_stats"]

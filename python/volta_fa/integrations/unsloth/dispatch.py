@@ -16,8 +16,7 @@ from ...errors import bad_argument
 from ..devices import Devices
 from ..flash_attn.interface import flash_attn_func, flash_attn_varlen_func
 from . import releases
-from .operands import kernel_dtype, unsupported
-from .stats import count_fallback, count_run
+from .calls import count_fallback, count_run, kernel_dtype, unsupported
 
 MODULE = "unsloth.utils.attention_dispatch"
 NAME = "_run_attention"

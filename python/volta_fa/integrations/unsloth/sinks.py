@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..devices import Devices
 from . import releases
-from .operands import kernel_dtype, unsupported
-from .stats import count_fallback, count_run
+from .calls import count_fallback, count_run, kernel_dtype, unsupported
 
 MODULE = "unsloth_zoo.flex_attention"
 NAME = "flex_attention_with_sink"

@@ -38,7 +38,7 @@ def enable_unsloth(device: str | torch.device | int | None = None, *, force: boo
     if "unsloth" not in sys.modules:
         raise ImportError("volta_fa.enable_unsloth: unsloth is not imported: run `import unsloth` first, because it replaces functions too")
     from . import dispatch, gqa_sdpa, releases, sinks  # here, because every `import volta_fa` runs this file
-    from .stats import prepare_for_tracing
+    from .calls import prepare_for_tracing
 
     global _devices
     devices = devices_of("enable_unsloth", device, force)

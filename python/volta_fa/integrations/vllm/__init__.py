@@ -10,7 +10,6 @@ commands and limits.
 - `mla`: the same for models with latent attention (DeepSeek), registered instead with VOLTA_FA_VLLM_MLA=1.
 - `expanded`: attention of their long prompts, without vLLM.
 - `vision`: attention of vision encoders.
-- `no_prefill`: keeps vLLM from building another attention for the prompts of such models.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def register() -> None:
     for_1cat = _variable("VOLTA_FA_VLLM_1CAT", "backend", "package")
     for_vision = _variable("VOLTA_FA_VLLM_VISION", "0", "1")
     if for_1cat == "package":
-        from ..flash_attn.install import provide_flash_attn_v100
+        from ..stand_in import provide_flash_attn_v100
 
         provide_flash_attn_v100()
     try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, MLAAttentionImpl
 
 from ...errors import bad_argument
-from . import no_prefill, paged
+from . import paged
 from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder
 from .expanded import MOST_ABSORBED_QUERIES, Expansion, Prompts, attend_to_expanded
 
@@ -181,7 +181,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
                 raise bad_argument(name, value, "None in latent attention", error=NotImplementedError)
         paged.check_cache_dtype(kv_cache_dtype)
         paged.check_latents(head_size, kv_lora_rank)
-        no_prefill.select()
+        _use_no_prefill()
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank
@@ -243,3 +243,55 @@ class VoltaMLAImpl(MLAAttentionImpl):
         """Writes a step's latents into the cache, by `paged.write_latents`."""
         if kv_cache.numel():
             paged.write_latents(kv_c_normed, k_pe, kv_cache, slot_mapping.flatten(), self.kv_cache_dtype, k_scale)
+
+
+# ---- prompts, from vLLM 0.26 on (checked with 0.26 and 0.33) ----
+#
+# vLLM's MLA layer builds a second attention backend for prompts. On Volta and Turing it would choose FlashAttention, which does not run
+# there. `VoltaMLAImpl.forward_mha` computes prompts itself, and calls no method of the backend here.
+
+
+def _use_no_prefill() -> None:
+    """Makes `NoPrefill` the prefill backend of the model that vLLM builds, unless `mla_prefill_backend` names one.
+
+    Does nothing in releases without such backends, or while vLLM has no current config.
+    """
+    try:
+        from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
+    except ImportError:
+        return
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.attention_config.mla_prefill_backend is None:
+        register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, f"{__name__}.NoPrefill")
+        config.attention_config.mla_prefill_backend = MLAPrefillBackendEnum.CUSTOM
+
+
+def __getattr__(name: str) -> Any:
+    """Defines `NoPrefill` on first use, because releases before 0.26 have no base class for it."""
+    if name != "NoPrefill":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+
+    class NoPrefill(MLAPrefillBackend):
+        """Supports all models, and computes nothing."""
+
+        @staticmethod
+        def get_name() -> str:
+            """Returns the registered name."""
+            return "CUSTOM"
+
+        @classmethod
+        def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+            """Returns no reasons against any model: the attention backend checks its own."""
+            return []
+
+        def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
+            """Raises NotImplementedError: `VoltaMLAImpl.forward_mha` computes prompts."""
+            raise bad_argument("run_prefill_new_tokens", "a call", "none: forward_mha computes prompts", error=NotImplementedError)
+
+        run_prefill_context_chunk = run_prefill_new_tokens
+
+    globals()["NoPrefill"] = NoPrefill
+    return NoPrefill

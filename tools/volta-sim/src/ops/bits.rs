@@ -1,6 +1,6 @@
 //! Logic, shifts, and what moves or counts bits.
 
-use super::class::Class;
+use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

@@ -1,6 +1,6 @@
 //! Integer arithmetic and comparison.
 
-use super::class::Class;
+use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

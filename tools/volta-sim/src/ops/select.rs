@@ -1,6 +1,6 @@
 //! Moves, and choices between two registers.
 
-use super::class::Class;
+use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

@@ -1,4 +1,4 @@
 """The functions that programs import from `sageattention.core`."""
 
-from volta_fa.integrations.sageattention.interface import *
-from volta_fa.integrations.sageattention.interface import __all__ as __all__
+from volta_fa.integrations.sageattention import *
+from volta_fa.integrations.sageattention import __all__ as __all__

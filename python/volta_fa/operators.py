@@ -1,4 +1,4 @@
-"""Merges attention over several sets of keys by softmax_lse."""
+"""Operators by their Python names: merging attention over several sets of keys, and the keys of the fast forward."""
 
 from __future__ import annotations
 
@@ -28,3 +28,26 @@ def merge_attention_states(out_a: Tensor, softmax_lse_a: Tensor, out_b: Tensor, 
     require_tensors(out_a=out_a, softmax_lse_a=softmax_lse_a, out_b=out_b, softmax_lse_b=softmax_lse_b)
     out, softmax_lse = torch.ops.volta_fa.merge_attention_states(out_a, softmax_lse_a, out_b, softmax_lse_b)
     return out, softmax_lse
+
+
+def prepare_fast(
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    smooth_k: bool = True,
+    rotate: bool = False,
+    check_lengths: bool = False,
+) -> Tensor:
+    """Returns the codes of K and the range of V, as the option `prepared` of any number of calls of `volta_fa::fwd_fast`.
+
+    The calls still take k and v, and the same lengths and `rotate`; of these only the sizes of tensors and `rotate` are compared.
+    A call's own `smooth_k` has no effect. Results are bitwise identical to those without `prepared`.
+
+    Args:
+        k, v, cu_seqlens_k, max_seqlen_k, smooth_k, rotate, check_lengths: as for `volta_fa::fwd_fast`.
+    """
+    lengths = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k, "check_lengths": check_lengths}
+    prepared: Tensor = torch.ops.volta_fa.prepare_fast(k, v, **lengths, smooth_k=smooth_k, rotate=rotate)
+    return prepared

@@ -1,1 +1,0 @@
-"""flash_attn.layers: of its layers, rotary embeddings alone."""

@@ -1,1 +1,0 @@
-"""flash_attn.ops: RMS norm, and what is in `triton`."""
