@@ -1,11 +1,11 @@
 //! Jobs: launches described in JSON, with their memory contents, as the command line takes them.
 
 use crate::error::{Error, Result};
-use crate::launch::Shape;
 use crate::launch::{Schedule, TimingOptions};
 use crate::mem::GlobalMem;
 use crate::module::Module;
 use crate::report::Report;
+use crate::shape::Shape;
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::path::Path;

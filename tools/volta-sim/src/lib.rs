@@ -28,11 +28,13 @@
 #![allow(clippy::needless_range_loop)]
 
 mod cta;
+mod decode;
 mod decoder;
 mod disasm;
 mod elf;
 mod env;
 mod error;
+mod exec;
 mod half;
 mod isa;
 mod job;
@@ -45,6 +47,7 @@ mod operand;
 mod ops;
 mod report;
 mod run;
+mod shape;
 mod step;
 mod timing;
 mod warp;

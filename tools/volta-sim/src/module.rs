@@ -1,6 +1,6 @@
 //! A cubin, disassembled and decoded once.
 
-use crate::decoder;
+use crate::decode;
 use crate::disasm::{self, Listing};
 use crate::elf::{Cubin, KernelMeta, Param};
 use crate::env::Program;
@@ -131,7 +131,7 @@ impl Kernel {
         let mut code = vec![];
         for r in &listing.insts {
             // an instruction we cannot decode is an error only when it is reached (asserts carry exotic ones)
-            code.push(decoder::decode(r, &listing.labels).unwrap_or_else(|why| decoder::undecodable(r, why)));
+            code.push(decode::decode(r, &listing.labels).unwrap_or_else(|why| decode::undecodable(r, why)));
         }
         if let Some(c) = code.iter().enumerate().find_map(|(i, c)| (c.pc as usize != i * 16).then_some(c)) {
             return Err(format!("kernel `{}`: unexpected pc 0x{:x} in the disassembly", meta.name, c.pc));

@@ -2,10 +2,10 @@
 
 use crate::env::Env;
 use crate::isa::{Branch, Op};
-use crate::launch::Shape;
 use crate::machine::{Machine, Occupancy};
 use crate::module::KernelInfo;
 use crate::run::Share;
+use crate::shape::Shape;
 use crate::timing::{Counters, SmSim};
 use serde::Serialize;
 use std::collections::BTreeMap;

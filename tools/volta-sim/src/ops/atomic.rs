@@ -1,7 +1,7 @@
 //! Atomic operations on global and shared memory.
 
+use super::class::Class;
 use super::memory::{addresses, global_fault, in_shared_window};
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;

@@ -1,6 +1,6 @@
 //! Barriers of a CTA, of memory and of the scoreboards.
 
-use super::Class;
+use super::class::Class;
 use crate::cta::Arrival;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;

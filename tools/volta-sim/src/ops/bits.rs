@@ -1,6 +1,6 @@
 //! Logic, shifts, and what moves or counts bits.
 
-use super::Class;
+use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

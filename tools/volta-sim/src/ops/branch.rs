@@ -1,6 +1,6 @@
 //! Branches, calls and exits: which threads of a warp go on where.
 
-use super::Class;
+use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

@@ -1,6 +1,6 @@
 //! Convergence barriers: where the threads of a warp that went different ways meet again.
 
-use super::Class;
+use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

@@ -1,6 +1,6 @@
 //! Conversions between numeric types.
 
-use super::Class;
+use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;

@@ -1,6 +1,6 @@
 //! Integer arithmetic and comparison.
 
-use super::Class;
+use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

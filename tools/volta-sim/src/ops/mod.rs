@@ -1,17 +1,20 @@
-//! Decodes and executes the instructions, a file for each class or two. A new class is an enum in `isa/op.rs`, a new file, its
-//! `mod` line, and a word in `classes!`.
+//! Decodes and executes the instructions, a file for each class. A new class is an enum in `isa/op.rs`, a new file, its `mod`
+//! line, and a word in `classes!`.
 
 use crate::decoder::{Decoded, Decoder};
 use crate::env::HostIsa;
 use crate::isa::*;
 use crate::step::{SimResult, Step};
+use class::Class;
 
 mod atomic;
 mod barrier;
 mod bits;
 mod branch;
+mod class;
 mod convergence;
 mod conversion;
+mod double;
 mod float;
 mod integer;
 pub mod memory;
@@ -23,14 +26,6 @@ mod special_register;
 mod tensor;
 mod uniform;
 mod warp_wide;
-
-/// A class of instructions; a value is one operation with its modifiers.
-pub trait Class: Copy {
-    fn decode(d: &mut Decoder) -> Decoded;
-
-    /// To be inlined: it is compiled for each instruction set of the host.
-    fn execute(self, s: &mut Step) -> SimResult<()>;
-}
 
 /// Hints, and maintenance of caches that are not simulated (but for CCTL.PF2, a prefetch: `is_prefetch`).
 const WITHOUT_EFFECT: [&str; 7] = ["NOP", "PREEXIT", "NANOSLEEP", "ERRBAR", "CCTL", "CCTLL", "CCTLT"];

@@ -1,7 +1,7 @@
 //! Arithmetic and comparison on two halves a register.
 
+use super::class::Class;
 use super::float;
-use super::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;

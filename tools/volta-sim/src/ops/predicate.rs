@@ -1,7 +1,7 @@
 //! Logic on predicates, and predicates as bits of a register.
 
 use super::bits::lop3;
-use super::Class;
+use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

@@ -1,6 +1,6 @@
 //! Moves, and choices between two registers.
 
-use super::Class;
+use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

@@ -1,6 +1,6 @@
 //! The special-function unit. Results are correctly rounded instead of approximate.
 
-use super::Class;
+use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::half::*;
 use crate::isa::*;

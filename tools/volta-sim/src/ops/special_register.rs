@@ -1,6 +1,6 @@
 //! Reads of the special registers: indices, masks, clocks.
 
-use super::Class;
+use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

@@ -2,7 +2,7 @@
 //! lanes are equal ([`UR0`]), so that most of these are the instruction of the same name without the U, for all
 //! lanes whatever path their threads take.
 
-use super::Class;
+use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::step::{SimResult, Step};
@@ -71,7 +71,7 @@ impl Class for Uniform {
 #[cfg(test)]
 mod tests {
     use crate::cta::Cta;
-    use crate::decoder::decode;
+    use crate::decode::decode;
     use crate::disasm::RawInst;
     use crate::env::{Env, HostIsa, Program};
     use crate::isa::*;

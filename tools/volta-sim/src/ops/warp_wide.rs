@@ -1,6 +1,6 @@
 //! Exchange between the threads of a warp.
 
-use super::Class;
+use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;

@@ -1,0 +1,27 @@
+//! A decoded instruction.
+
+use super::fields::*;
+use super::op::Op;
+
+#[derive(Clone, Debug)]
+pub struct Inst {
+    pub pc: u32,
+    pub op: Op,
+    pub guard: PredOp,
+    /// mask of threads for which it writes even if they are not active: all for a uniform destination (see [`UR0`]), else none
+    pub everywhere: u32,
+    pub dst: Reg,
+    pub pdst: [u8; 2],
+    pub src: [Src; 3],
+    pub psrc: [PredOp; 3],
+    pub mem: MemRef,
+    /// constant bank of a load through `mem`
+    pub bank: u8,
+    /// pc of the target of a branch or convergence barrier; BRX adds a register to it; `u32::MAX`: none
+    pub target: u32,
+    pub ctrl: Ctrl,
+    pub unit: Unit,
+    pub mnemonic: String,
+    /// the instruction as nvdisasm prints it
+    pub text: String,
+}
