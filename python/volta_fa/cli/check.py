@@ -44,8 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     require_rich("matplotlib")
     name = choose_device(arguments.device)
-    from ..check import Settings, run_check
+    from ..check import run_check
     from ..check.correctness import INCOMPLETE, RIGHT, WRONG
+    from ..check.findings import Settings
     from ..check.kernels import Target
 
     target = Target.of(name)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...merge import merge_attention_states
+from ...operators import merge_attention_states
 from .paged import split_latents
 
 #: Most queries of a sequence for which the absorbed form costs less, with DeepSeek's sizes.
