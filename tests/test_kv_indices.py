@@ -261,7 +261,7 @@ REFUSED = {
     "block": ({"kv_block": 3}, ["kv_block: got 3", "1, 2, 4, 8, 16, 32, 64, 128"]),
     "no lists": ({"kv_indices": None, "kv_block": 64}, ["kv_block: got 64", "kv_indices is not given"]),
     "window": ({"window_left": 5}, ["window_left: got 5", "-1 beside kv_indices"]),
-    "right window": ({"window_right": 1, "is_causal": False}, ["window_right: got 1", "-1 beside kv_indices"]),
+    "right window": ({"window_right": 1, "is_causal": False}, ["window_right: got 1", "at most 0 beside kv_indices"]),
     "alibi": ({"alibi_slopes": torch.ones(4)}, ["alibi_slopes: got a tensor", "None beside kv_indices"]),
     "tree": ({"tree_mask": tensor(2, 3, dtype=torch.int64)}, ["tree_mask: got a tensor", "None beside kv_indices"]),
     "negative": ({"kv_indices": tensor(2, 3, 1, 4) - 2}, ["kv_indices: got -2", "or -1 after a list's last"]),

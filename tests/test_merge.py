@@ -134,12 +134,12 @@ def test_fp32_on_a_gpu(backend):
 add = torch.ops.volta_fa.merge_attention_states_
 
 
-@pytest.mark.parametrize("layout", ["whole", "rows", "heads first", "odd headdim", "packed"])
+@pytest.mark.parametrize("layout", ["whole", "rows", "heads first", "headdim 20", "packed"])
 @BACKENDS
 def test_in_place(backend, layout):
-    """A part is added to a state in fp32 (fp64 of an fp64 part), to some rows of it alone too."""
+    """A part is added to a state in fp32 (fp64 of an fp64 part), also to a slice of its rows."""
     backend.simulate()
-    headdim = 20 if layout == "odd headdim" else 64
+    headdim = 20 if layout == "headdim 20" else 64
     shape = (40, 3, headdim) if layout == "packed" else (2, 40, 3, headdim)
     wide = torch.float64 if backend.dtype == torch.float64 else torch.float32
     (out_a, lse_a), (out_b, lse_b) = states(backend, *shape), states(backend, *shape)

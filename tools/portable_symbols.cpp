@@ -1,5 +1,5 @@
-// What g++'s objects refer to and an older C or C++ library does not have; of a shim that tools/portable_linker.py links. Hidden:
-// of no concern to any other library.
+// Defines symbols that g++ refers to and that older C and C++ libraries lack. tools/portable_linker.py links them into each shim, so
+// that the wheel loads there. They are hidden, so no other library sees them.
 
 #include <new>
 

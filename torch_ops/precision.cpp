@@ -9,6 +9,8 @@
 
 namespace volta_fa {
 
+// Returns whether the user allows products with less precision than fp32. Then fp32 tensors take the scaled fp16 kernels
+// (src/ops/scaled.rs), else those of two parts (src/ops/split.rs).
 bool reduces_fp32() {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 9
     return at::globalContext().float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;

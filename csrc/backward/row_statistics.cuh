@@ -1,9 +1,10 @@
 // Row statistics of the backward pass: -lse / scale and -delta, where delta = rowsum(dout * out) (FlashAttention-2). volta's
-// kernels begin their products with these, so that S - lse and dP - delta cost nothing. turing's kernels add them in
-// multiply-adds. Written by preprocess, or by the fused kernel itself. Eight lanes compute one row, 16 bytes each.
+// kernels begin their products with these, so that the differences cost nothing (scale * S - lse is scale * (S - lse / scale)).
+// turing's kernels add them in multiply-adds. Written by preprocess, or by the fused kernel itself. Eight lanes compute one row, 16
+// bytes each.
 //
-// A family's RowStats is their memory layout: kRowFloats, kRowRounding, kLseAt, kDeltaAt, and offset(row) of the first of
-// kCopies copies, which are kCopyDistance floats apart.
+// A family's RowStats is their memory layout: kRowFloats floats a row, rows of a sequence padded to kRowRounding, both statistics
+// at kLseAt and kDeltaAt floats, and offset(row) of the first of kCopies copies, which are kCopyDistance floats apart.
 #pragma once
 
 #include "backward/scratch.cuh"

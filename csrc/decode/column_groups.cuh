@@ -13,7 +13,8 @@ namespace decode {
 constexpr int kColumnGroups = HEADDIM > 256 ? 2 : 1;
 // Columns of a column group.
 constexpr int kGroupHeaddim = HEADDIM / kColumnGroups, kGroupHeaddimV = HEADDIM_V / kColumnGroups;
-// Neighboring warps that have other rows of the same tokens and columns.
+// Neighboring warps that have other rows of the same tokens and columns: each has STEP of the block's rows (both are of the
+// kernel's row in src/kernels).
 constexpr int kRowGroups = BLOCK_ROWS / STEP;
 
 __device__ __forceinline__ int column_group() {
@@ -25,7 +26,8 @@ __device__ __forceinline__ int first_column() { return column_group() * kGroupHe
 __device__ __forceinline__ int first_column_v() { return column_group() * kGroupHeaddimV; }
 
 // Adds the scores of two warps with the same rows and tokens. There are two buffers, so an exchange needs one barrier: the
-// partner has read a buffer before it arrives at the barrier that precedes the next store to it. Scores: a lane's, in float2.
+// partner has read a buffer before it arrives at the barrier that precedes the next store to it. Scores: number of a
+// lane's scores, in pairs.
 template <int Scores, bool = kColumnGroups == 2>
 class ScoreExchange {
     static constexpr int kWarpBytes = 32 * Scores * static_cast<int>(sizeof(float2));

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 /// Keys of a block, which has scales of its own. Codes of a sequence begin on a block (csrc/turing/fast/codes.cuh).
 pub const SCALE_KEYS: i64 = 64;
-/// Number of scales of a block of keys.
+/// Number of scales of a block of keys. Keys 8i + 2t and 8i + 2t + 1 share scale t.
 pub const SCALES: i64 = 4;
 /// Unused bytes at the end of a tensor of rotated codes, so that its size differs from that of others.
 const ROTATED: i64 = 16;
@@ -44,6 +44,7 @@ impl CodeSizes {
     /// Returns the sizes of a problem with padded headdims. `headdim` is the kernel's, `v_blocks` the number of blocks of the longest
     /// sequence.
     pub fn new(a: &Attention, headdim: i64, v_blocks: i64, is_bf16: bool) -> CodeSizes {
+        // each packed sequence begins on a block, so it may leave a part of one unused
         let blocks = a.total_k().map_or(a.batch * ceil_div(a.seqlen_k, SCALE_KEYS), |total| total / SCALE_KEYS + a.batch + 1);
         let heads = a.nheads_k;
         let mut parts = vec![

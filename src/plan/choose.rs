@@ -1,5 +1,6 @@
 //! Chooses kernels: the tuning's choice, else the cheapest applicable kernels of the first family that has one for each pass, with smaller
-//! blocks where these are faster.
+//! blocks where these are faster. Used by the plans of all operators. A family is the kernels of one architecture, a tuning a file of
+//! measured choices.
 
 use super::device::{families, names};
 use super::device::{DeviceLimits, FAMILY_VARIABLE};

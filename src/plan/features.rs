@@ -1,4 +1,4 @@
-//! Features that a problem requests of kernels.
+//! Features that a problem requests of kernels: options that need code of their own. The planner takes kernels that have all of them.
 
 use crate::kernels::{Feature, FeatureSet};
 use crate::problem::{Attention, RequestedFeatures, ScoreFunction};
@@ -10,11 +10,11 @@ pub struct BackwardMode {
     pub deterministic: bool,
     /// Kernels write dq, dk and dv as fp32 instead of fp16.
     pub fp32_gradients: bool,
-    /// There is a gradient of softmax_lse, which the host adds after the preprocess kernel: a fused kernel has none.
+    /// There is a gradient of softmax_lse, which the host adds after the preprocess kernel. A fused kernel has no such point.
     pub has_dlse: bool,
 }
 
-/// Returns all features of the problem. The table of passes says which of them a pass can have.
+/// Returns all features of the problem. The table of passes (`kernels::variants`) says which of them a pass can have.
 pub fn features(a: &Attention, mode: BackwardMode) -> FeatureSet {
     let f = &a.features;
     FeatureSet::all_where(|feature| match feature {

@@ -41,9 +41,10 @@ pub fn check(o: &Options, q: &TensorDesc, [batch, seqlen_q, nheads_k]: [i64; 3],
             return Err(Error::value(name, "a tensor", "None beside kv_indices"));
         }
     }
+    // a causal mask, a bound of 0 on the right, goes with a selection
     for (name, bound, most) in [("window_left", o.window_left, -1), ("window_right", o.window_right, 0)] {
         if bound > most {
-            return Err(Error::value(name, bound, "-1 beside kv_indices: select the blocks of the window"));
+            return Err(Error::value(name, bound, format!("at most {most} beside kv_indices: select the blocks of the window")));
         }
     }
     Ok(())

@@ -4,7 +4,7 @@
 //   S = Q K^T      P = exp(scale * S - lse)      dP = dO V^T      dS = P * (dP - delta)      dQ += dS K
 //
 // So S and dP are computed twice, and dQ is a sum in a fixed order: deterministic. A warp has Q, dO and dQ of its queries in
-// registers. dS is operand A as the scores lie in registers, so shared memory has only two tiles of K and of V.
+// registers. Accumulators of S have the layout of operand A, so dS needs no shared memory, which has two tiles of K and of V.
 #pragma once
 
 #include "backward/dense_blocks.cuh"

@@ -1,7 +1,7 @@
 // Tensor-core products of the fast forward kernel: m8n8k16 of int8 and m16n8k8 with fp16 sums.
 //
-// m8n8k16, with the names of turing/mma.cuh: operand A is bytes 4t to 4t + 3 of row g, operand B the same bytes of column g, and
-// C the columns 2t and 2t + 1 of row g. So two tiles of C, of rows 0 to 7 and 8 to 15, become operand A of m16n8k8 when packed.
+// In m8n8k16, lane 4g + t has bytes 4t to 4t + 3 of row g of operand A, the same bytes of column g of B, and columns 2t and 2t + 1
+// of row g of C. So two tiles of C, of rows 0 to 7 and 8 to 15, become operand A of m16n8k8 when packed.
 #pragma once
 
 #include "turing/mma.cuh"
@@ -13,7 +13,7 @@ namespace turing {
 constexpr u32 kSumZeroBits = 0x4b400000u;
 constexpr float kSumZero = 12582912.f;
 
-// c = a * b + zero, and c += a * b.
+// c = a * b + zero, where a sum begins (`zero`: kSumZeroBits), and c += a * b.
 __device__ __forceinline__ void multiply_int8(u32 (&c)[2], u32 a, u32 b, u32 zero) {
     asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%4,%4};"
         : "=r"(c[0]), "=r"(c[1])
@@ -23,7 +23,8 @@ __device__ __forceinline__ void multiply_add_int8(u32 (&c)[2], u32 a, u32 b) {
     asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};" : "+r"(c[0]), "+r"(c[1]) : "r"(a), "r"(b));
 }
 
-// c += a * b with fp16 sums: c[0] is two columns of row g, c[1] of row g + 8.
+// c += a * b with fp16 sums: a[0] and c[0] are columns 2t and 2t + 1 of row g, a[1] and c[1] of row g + 8; b is rows 2t and
+// 2t + 1 of column g.
 __device__ __forceinline__ void multiply_add_fp16(u32 (&c)[2], const u32 (&a)[2], u32 b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3}, {%4}, {%0,%1};"
         : "+r"(c[0]), "+r"(c[1])

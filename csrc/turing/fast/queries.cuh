@@ -23,8 +23,8 @@ struct QueryRow {
         }
     }
 
-    // Makes codes of the loaded row. Returns their scale, in log2 units of the scores. `mean_score`: the score of K's mean, in the
-    // same units.
+    // Makes codes of the loaded row. Returns their scale, in log2 units of the scores. `mean`: K's mean, which its codes lack, and
+    // `mean_score` what it adds to each of the row's scores, in the same units: no probability, but lse, depends on it.
     __device__ __forceinline__ float quantize(u32 (&codes)[kCount], float& mean_score, const FastParams& p,
                                               const float* mean) const {
         // `poison` is 0, or NaN if an element is not finite: added to the scale, it makes the row's scores NaN. `product`: of the
@@ -43,6 +43,7 @@ struct QueryRow {
         }
         float unit = p.problem.scale_log2;
         if (p.rotate) {
+            // A Hadamard transform, as of K, spreads outliers over all columns. It multiplies products by Headdim.
             unit *= 1.f / Headdim;
 #pragma unroll
             for (int c = 0; c < kCount; c++) {
@@ -99,7 +100,7 @@ __device__ __forceinline__ void load_queries(u32 (&q)[Rows][CodeChunks], State& 
                 for (int c = 0; c < CodeChunks; c++) q[i][c] = q[i + 1][c];
             float mean_score;
             state.push_scale(of_row.quantize(q[Rows - 1], mean_score, p, mean), r);
-            // until the row's end, which has no register for it
+            // lse holds it until the row's end, for want of a register
             if (lane.quad == 0 && row < seqlen_q) lse[row] = mean_score;
         }
         row += 8;

@@ -11,13 +11,13 @@ namespace turing {
 constexpr u32 kQuadBytes = 2 * kChunkBytes;  // of the rows of a quad: their scales, then their references
 constexpr float kNoReference = -3e38f;  // below every score
 
-// Where the block's keys and values are, the last row of V, and V's factor.
+// Where the block's keys and values are: codes of K and their scales (codes.cuh), and V, of which rows after the last are not read.
 struct Sources {
     const signed char* codes;
     const float* scales;
     const unsigned short* v;
-    int v_last;
-    u32 v_factor;
+    int v_last;  // number of the last row
+    u32 v_factor;  // of V's elements, as a pair of fp16
 };
 __device__ __forceinline__ void store_pointer(u32 address, const void* p) {
     const unsigned long long x = reinterpret_cast<unsigned long long>(p);
@@ -29,7 +29,7 @@ __device__ __forceinline__ const T* load_pointer(u32 address) {
     return reinterpret_cast<const T*>(static_cast<unsigned long long>(x.y) << 32 | x.x);
 }
 
-// One float for each of the lane's rows.
+// One float for each of the lane's rows, two or four.
 template <int Rows>
 __device__ __forceinline__ void store_rows(u32 address, const float (&x)[Rows]) {
 #pragma unroll

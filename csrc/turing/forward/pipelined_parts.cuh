@@ -1,5 +1,9 @@
 // What the turing forward kernel (pipelined.cuh) is made of: its sizes, the choices that keep all kernels within 255 registers, and
 // the softmax of a tile.
+//
+// A chunk is 8 columns of a row, 16 bytes. A tile is kTileKeys keys, a step two tiles. The ring is Slots slots of shared memory,
+// each with a step's rows of K and V. Keys are listed where a block mask names the key blocks (BlockMaskGrid). remat_* functions
+// compute or load again what would otherwise hold a register.
 #pragma once
 
 #include "forward/block.cuh"

@@ -15,7 +15,7 @@ enum class DropoutKeeps { kAll, kSeed, kNothing };
 // Dropout of packed probabilities. Rolled: rounds in a rolled loop.
 template <int RowTiles, DropoutKeeps Keeps, bool Rolled>
 class DropoutFeature {
-    static_assert(RowTiles <= 2, "16 rows further is bit 4, which a warp's first rows do not have");
+    static_assert(RowTiles <= 2, "row + 16 must be row ^ 16, so that rows of both tiles differ in one term");
     static constexpr bool kInMemory = Keeps == DropoutKeeps::kAll;
 
     PhiloxTerms terms_;  // of the lane's first row, with kSeed
@@ -52,6 +52,7 @@ class DropoutFeature {
 
 public:
     static constexpr int kLaneScratchChunks = kInMemory ? 2 : 0;
+    // The random words of each row tile, for the lane's scores of one step.
     struct Numbers {
         uint4 of[RowTiles];
     };
@@ -73,6 +74,7 @@ public:
                 .store(memory);
         }
     }
+    // Computes the numbers of a step. `row` and `key`: first of the warp.
     __device__ __forceinline__ void draw(Numbers& numbers, const FwdParams& p, int row, int key) const {
         u32 keys[2];
         if constexpr (kInMemory) {
@@ -107,6 +109,7 @@ public:
             for (int mt = 0; mt < RowTiles; mt++)
                 philox_round(numbers.of[mt], keys[0] + round * kPhiloxKeyIncrements[0], keys[1] + round * kPhiloxKeyIncrements[1]);
     }
+    // Zeroes dropped probabilities of row tile mt: x and y are packed pairs of two rows, u their number (philox_word()).
     __device__ __forceinline__ static void drop(u32& x, u32& y, const Numbers& numbers, const FwdParams& p, int mt, int u) {
         static_assert(ForwardLayout::key_slot(1) == 2 && ForwardLayout::key_slot(4) == 1 && ForwardLayout::row_of(2) == 1,
                       "the words of philox_word()");

@@ -1,9 +1,10 @@
-//! Converts between the layout of tensors and that of matrix products.
+//! Converts between the layout of tensors and that of matrix products. A group is the query heads that share a KV head: their rows make one
+//! matrix, so that one product with K serves all.
 
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 
-/// Returns the type of the arithmetic.
+/// Returns the type of the arithmetic on tensors of a type: fp64 for fp64, else fp32.
 pub fn compute_kind(kind: Kind) -> Kind {
     if kind == Kind::Double {
         Kind::Double

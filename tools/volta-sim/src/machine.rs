@@ -76,7 +76,7 @@ pub struct Machine {
     /// HMMA.884, for an HMMA that waits for its accumulators: they are forwarded, so that a chain takes its stall counts (1Cat: 8.66
     /// cycles for each m8n8k4)
     pub hmma_forward: u64,
-    /// HMMA.884, for other instructions that wait, (RGA19): first results of an HMMA set after 10..12 cycles
+    /// HMMA.884, for other instructions that wait: the first results of an HMMA set come after 10..12 cycles (RGA19)
     pub hmma_latency: u64,
     /// last registers of an HMMA.1688 with f32 accumulators
     pub hmma_1688_f32_latency: u64,
@@ -118,7 +118,7 @@ pub struct Machine {
     pub rd_release: u64,
     /// cycles that 128 bytes of shared memory or L1 take of the SM's data stage: 128 B/clk (Jia18)
     pub wavefront_cycles: u64,
-    /// cycles of the data stage that a store to shared memory takes besides
+    /// further cycles of the data stage that an instruction takes to store to shared memory
     pub sts_extra_cycles: u64,
     /// from the last arrival at BAR.SYNC to the next issue of the released warps, assumed
     pub bar_latency: u64,

@@ -1,4 +1,5 @@
-//! Arithmetic and comparison on two halves a register.
+//! Arithmetic and comparison on two halves a register: SASS HADD2, HMUL2, HFMA2, HSETP2, HSET2. `hlf(i)` is both halves of source i as f32,
+//! `mrg` says which half of the destination is written.
 
 use super::class::Class;
 use super::float;
