@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from statistics import median
 
 import torch
 
+from volta_fa.check.kernels import SIMULATED_GPU_VARIABLE, simulate
 from volta_fa.demo.simulated import aligned as aligned
 from volta_fa.demo.train import cpu_peak
 
@@ -81,22 +79,4 @@ def launches(work: Work, gpu: str) -> list[dict]:
 
 
 def _reports(work: Work, mode: str, settings: str, gpu: str) -> list[dict]:
-    machine = {"VOLTA_FA_SIM_GPU": gpu} if gpu else {}
-    with _environment(VOLTA_FA_SIMULATE=mode, VOLTA_FA_SIM_SET=settings, **machine):
-        torch.ops.volta_fa._sim_report()  # forgets earlier launches
-        work()
-        return json.loads(torch.ops.volta_fa._sim_report())
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return simulate(work, mode, VOLTA_FA_SIM_SET=settings, **({SIMULATED_GPU_VARIABLE: gpu} if gpu else {}))

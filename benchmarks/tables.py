@@ -262,7 +262,7 @@ each SM. At most, the FMA pipe of a V100 has 15.7 TFLOP/s and that of a T4 8.1.
 
 @dataclass(frozen=True)
 class PassCase:
-    """A pass, of which a subclass says how it is computed."""
+    """Computes one pass. A subclass runs it."""
 
     kind: str
     direction: str

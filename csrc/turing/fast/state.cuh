@@ -11,7 +11,7 @@ namespace turing {
 constexpr u32 kQuadBytes = 2 * kChunkBytes;  // of the rows of a quad: their scales, then their references
 constexpr float kNoReference = -3e38f;  // below every score
 
-// Where the block's keys and values are: codes of K and their scales (codes.cuh), and V, of which rows after the last are not read.
+// Addresses of the block's keys and values: codes of K and their scales (codes.cuh), and V. The kernel reads no row after V's last.
 struct Sources {
     const signed char* codes;
     const float* scales;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,20 @@ def _update(variables: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def simulate(work: Callable[[], object], mode: str = "timing", **variables: str | None) -> list[dict[str, Any]]:
+    """Returns the simulator's reports on what the work launches on CPU tensors, one for each kernel.
+
+    Args:
+        mode: of `VOLTA_FA_SIMULATE`: `timing`, or `launches`, which runs no kernel.
+        variables: further environment variables of the simulator.
+    """
+    with environment(**{SIMULATE_VARIABLE: mode}, **variables):
+        torch.ops.volta_fa._sim_report()  # forgets earlier launches
+        work()
+        found: list[dict[str, Any]] = json.loads(torch.ops.volta_fa._sim_report())
+    return found
 
 
 #: Texts of RuntimeErrors by which libraries report a lack of memory. Another program may hold the memory.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch import Tensor
 from ..demo.simulated import aligned, microseconds
 from ..integrations.flash_attn import v100_paged
 from . import tolerance
-from .kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, Target, environment, lacks_memory
+from .kernels import SIMULATED_GPU_VARIABLE, Target, lacks_memory, simulate
 from .performance import median_ms
 
 NHEADS, NHEADS_K, HEADDIM = 6, 1, 256
@@ -183,7 +182,7 @@ def of_1cat(inputs: Inputs, module: ModuleType) -> Work:
     options = {"softmax_scale": scale, "kv_cache_dtype": shape.kv_dtype if is_fp8 else "auto"}
     if shape.kind == "paged prefill":
         return lambda: module.flash_attn_prefill_paged(q, k, v, inputs.table, inputs.lengths, causal=True, **options)
-    # It verifies several tokens as so many sequences of one token.
+    # It verifies several tokens as sequences of one token.
     rows = q[0].contiguous()
     table = inputs.table.expand(shape.seqlen_q, -1).contiguous()
     lengths = torch.arange(shape.seqlen_k - shape.seqlen_q + 1, shape.seqlen_k + 1, dtype=torch.int32, device=q.device)
@@ -234,10 +233,7 @@ def _simulated(shape: Shape) -> Outcome:
     if shape.seqlen_q * shape.seqlen_k > _SIMULATED_PRODUCTS:
         return Outcome(missing=_TOO_LONG)
     work = ours(Inputs(shape, torch.device("cpu")))
-    with environment(**{SIMULATE_VARIABLE: "timing", SIMULATED_GPU_VARIABLE: SIMULATED_GPU}):
-        torch.ops.volta_fa._sim_report()  # forgets earlier launches
-        work()
-        reports = json.loads(torch.ops.volta_fa._sim_report())
+    reports = simulate(work, **{SIMULATED_GPU_VARIABLE: SIMULATED_GPU})
     return Outcome(microseconds(reports) / 1e3, kernels=[report["kernel"] for report in reports])
 
 

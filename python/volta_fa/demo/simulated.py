@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..check.cases import Case
-from ..check.kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, environment
+from ..check.kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, environment, simulate
 from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward
 from ..inspection import info
 
@@ -81,12 +81,9 @@ def _time(gpu: Gpu) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(0)))
     # stand-ins for the results of a forward pass, which is only timed: no time depends on the values of others than q and k
     lse = aligned((BATCH, NHEADS, SEQLEN), torch.float32).fill_(math.log(SEQLEN) + 0.5)
-    with environment(**{SIMULATE_VARIABLE: "timing", SIMULATED_GPU_VARIABLE: gpu.name}):
-        torch.ops.volta_fa._sim_report()  # forgets earlier launches
-        torch.ops.volta_fa.fwd(q, k, v)
-        forward = json.loads(torch.ops.volta_fa._sim_report())
-        torch.ops.volta_fa.bwd(dout, q, k, v, out, lse)
-        return forward, json.loads(torch.ops.volta_fa._sim_report())
+    on_gpu = {SIMULATED_GPU_VARIABLE: gpu.name}
+    forward = simulate(lambda: torch.ops.volta_fa.fwd(q, k, v), **on_gpu)
+    return forward, simulate(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse), **on_gpu)
 
 
 def _errors(gpu: Gpu, timed: Sequence[dict[str, Any]]) -> dict[str, Error]:

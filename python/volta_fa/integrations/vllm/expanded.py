@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...operators import merge_attention_states
-from .paged import split_latents
+from .paged import attend_packed, split_latents
 
 #: Most queries of a sequence for which the absorbed form costs less, with DeepSeek's sizes.
 MOST_ABSORBED_QUERIES = 2 * 512 * (128 + 128) // (2 * (576 + 512) - 2 * (192 + 128))
@@ -147,17 +147,7 @@ def attend_to_expanded(
     """
     starts, longest = prompts.cu_seqlens_q, prompts.max_seqlen_q
     k, v = expansion.keys_and_values(latent, rotary)
-    out, softmax_lse, _ = torch.ops.volta_fa.fwd(
-        q,
-        k,
-        v,
-        cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-        is_causal=True,
-        softmax_scale=softmax_scale,
-    )
+    out, softmax_lse = attend_packed(q, k, v, starts, longest, is_causal=True, softmax_scale=softmax_scale)
     page, columns = cache.shape[1], rotary.shape[-1]
     for part in prompts.parts(page, max(expansion.tokens_at_a_time(columns) // page, 1)):
         earlier = _read(cache, part.blocks, kv_cache_dtype, k_scale).to(q.dtype)

@@ -54,8 +54,11 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
         """Returns the metadata of a step, without synchronizing."""
         common = common_attn_metadata
         metadata = self.build_for_cudagraph_capture(common)
+        if metadata.max_query_len <= MOST_ABSORBED_QUERIES:
+            return metadata
         starts = common.query_start_loc_cpu
-        is_long = starts.diff() > MOST_ABSORBED_QUERIES
+        lengths = starts.diff()
+        is_long = lengths > MOST_ABSORBED_QUERIES
         known = getattr(common, "seq_lens_cpu_upper_bound", None)
         if known is None:
             known = getattr(common, "_seq_lens_cpu", None)
@@ -63,7 +66,7 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
         if not is_long.any() or known is None or metadata.max_seq_len > int(known.max()):
             return metadata
         first = int(is_long.int().argmax())
-        tokens, lengths = int(starts[first]), starts.diff()
+        tokens = int(starts[first])
         metadata.num_decodes, metadata.num_decode_tokens = first, tokens
         metadata.num_prefills = common.num_reqs - first
         metadata.decode = None

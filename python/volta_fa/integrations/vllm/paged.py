@@ -184,6 +184,20 @@ class Batch:
     own_seqlens: Tensor | None = None
 
 
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """Returns attention among the tokens of each sequence, (tokens, nheads, headdim_v), and its softmax_lse, by `volta_fa::fwd`.
+
+    Args:
+        q, k, v: (tokens, nheads or nheads_k, headdim or headdim_v).
+        cu_seqlens: int32 (batch + 1): where each sequence begins.
+        max_seqlen: at least the longest sequence's number of tokens.
+        options: others of `volta_fa::fwd`.
+    """
+    lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
+    out, softmax_lse, _ = torch.ops.volta_fa.fwd(q, k, v, **lengths, **options)
+    return out, softmax_lse
+
+
 @dataclasses.dataclass
 class Attention:
     """A layer's options, under the names of `volta_fa::fwd_kvcache`, and its calls of the operators.
@@ -247,20 +261,8 @@ class Attention:
     def attend_without_cache(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, output: Tensor) -> None:
         """Computes attention among the tokens of each sequence, in both directions, into output: encoders."""
         q, k, v = (t[: batch.num_actual_tokens] for t in (query, key, value))
-        starts, longest, window = batch.query_start_loc, batch.max_query_len, self._window()
-        out, _, _ = torch.ops.volta_fa.fwd(
-            q,
-            k,
-            v,
-            cu_seqlens_q=starts,
-            cu_seqlens_k=starts,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-            window_left=window,
-            window_right=window,
-            alibi_slopes=self.alibi_slopes,
-            **self.scores,
-        )
+        options = self.scores | {"window_left": self._window(), "window_right": self._window(), "alibi_slopes": self.alibi_slopes}
+        out, _ = attend_packed(q, k, v, batch.query_start_loc, batch.max_query_len, **options)
         output[: batch.num_actual_tokens].view_as(out).copy_(out)
 
     def _window(self) -> int:

@@ -11,6 +11,8 @@ from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
+from .paged import attend_packed
+
 __all__ = ["VoltaMMEncoderAttention", "register"]
 
 
@@ -30,16 +32,7 @@ class VoltaMMEncoderAttention(MMEncoderAttention):
             return out.view_as(query)
         starts = cu_seqlens.to(q.device, torch.int32)
         # vLLM knows the longest image on the device alone; blocks beyond an image's end stop at once
-        out, _, _ = torch.ops.volta_fa.fwd(
-            q[0],
-            k[0],
-            v[0],
-            cu_seqlens_q=starts,
-            cu_seqlens_k=starts,
-            max_seqlen_q=q.shape[1],
-            max_seqlen_k=k.shape[1],
-            softmax_scale=self.scale,
-        )
+        out, _ = attend_packed(q[0], k[0], v[0], starts, q.shape[1], softmax_scale=self.scale)
         return out.view_as(query)
 
 
