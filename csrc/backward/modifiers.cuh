@@ -25,14 +25,11 @@ __device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// Returns the score function's value minus lse, in log2 units, of s = q.k - lse / scale. `statistic` is the -lse / scale that the
-// accumulator started with (row_statistics.cuh). Sets `slope` to the derivative there.
-__device__ __forceinline__ float function_score(float s, float statistic, const BwdParams& p, const ScoreFunction& function,
-                                                float& slope) {
-    // In rows without probabilities the statistic is -inf, and s with it.
-    const float state = function.state(s - fmaxf(statistic, kLowest));
+// Returns the score function's value of a product plus an exponent's addend, in log2 units. Sets `slope` to the derivative there.
+__device__ __forceinline__ float function_score(float product, float addend, const ScoreFunction& function, float& slope) {
+    const float state = function.state(product);
     slope = ScoreFunction::derivative(state);
-    return function.score(state, fmaf(statistic, p.problem.scale_log2, function.constant()));
+    return function.score(state, function.constant() + addend);
 }
 
 // Adds the bias to scores in log2 units. Queries from query_end on do not exist, or see none of the keys.

@@ -1,8 +1,8 @@
 // Recomputes probabilities in the backward pass: P = 2^(score - lse) in log2 units, and the power of two by which P is scaled
 // as fp16. Used by the main and dq kernels.
 //
-// volta's products S begin with -lse / scale (row_statistics.cuh), so S includes it. Main kernels with a score function cannot,
-// because it takes the product alone: they add -lse to its value. turing's kernels add -lse in the exponent's multiply-add.
+// -lse is added in the exponent's multiply-add. A product that began with -lse / scale would round at that size for each key on its
+// own, otherwise than in the forward pass, and dq of rows with large scores would lose digits (docs/design/numerics.md).
 #pragma once
 
 #include "softmax.cuh"
@@ -15,14 +15,31 @@ constexpr float kProbabilityUnit = 4096.f;  // 2^kProbabilityBits
 constexpr float kExponentShift = kProbabilityBits - 112.f;  // 112: see pack_shifted (softmax.cuh)
 constexpr float kExponentUnit = 1.2676506e30f;  // 2^-kExponentShift: restores P from 2^(score - lse + kExponentShift)
 
-// Computes 2^(s * scale_log2 + shift) in place, for M x N tiles of which a lane has E elements each. With shift =
-// kExponentShift, pack_shifted then packs P * 2^12. Used by volta's kernels without score modifiers.
-template <int M, int N, int E>
-__device__ __forceinline__ void exponentials(float (&s)[M][N][E], float scale_log2, float shift) {
+// -lse in log2 units plus a shift, of a lane's queries in T tiles. With kExponentShift, pack_shifted then packs P * 2^12.
+template <class Layout, int T>
+struct ExponentAddends {
+    float of_row[T][Layout::kRows];
+
+    // Turns statistics, -lse / scale, into addends.
+    __device__ __forceinline__ void scale(float scale_log2, float shift) {
+#pragma unroll
+        for (int t = 0; t < T; t++)
+#pragma unroll
+            for (int r = 0; r < Layout::kRows; r++) of_row[t][r] = fmaf(of_row[t][r], scale_log2, shift);
+    }
+    // Of element v of tile t.
+    __device__ __forceinline__ float of(int t, int v) const { return of_row[t][Layout::row_of(v)]; }
+};
+
+// Computes P from S in place, for M x N tiles of a kernel without score modifiers.
+template <class Layout, int M, int N, int E, int T>
+__device__ __forceinline__ void exponentials(float (&s)[M][N][E], float scale_log2, const ExponentAddends<Layout, T>& addends) {
+    static_assert(T == (Layout::kKeyRows ? N : M), "the tiles of queries");
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int v = 0; v < E; v++) s[m][n][v] = exp2_approx(fmaf(s[m][n][v], scale_log2, shift));
+            for (int v = 0; v < E; v++)
+                s[m][n][v] = exp2_approx(fmaf(s[m][n][v], scale_log2, addends.of(Layout::kKeyRows ? n : m, v)));
 }

@@ -2,12 +2,12 @@
 // second. The other main kernels keep dK, dV and their operands in an SM, where at headdim 512 neither fits. A score costs at least
 // 1,024 multiply-adds there, so four bytes of memory traffic for it are cheap.
 //
-// A block computes 128 keys by 128 queries: S^T = K Q^T - lse/scale, then P^T, then dP^T = V dO^T - delta and dS^T. Each of four
+// A block computes 128 keys by 128 queries: S^T = K Q^T, then P^T, then dP^T = V dO^T - delta and dS^T. Each of four
 // warps has 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
 //
 // A Family (volta/backward/stored.cuh, turing/backward/stored.cuh) has
 //   Layout                         of packed_tile.cuh's tiles; a warp has 4 by 4 of them, Scores: float[4][4][8]
-//   RowStats, load_statistics      row statistics; load_statistics sets each element of a tile to its query's
+//   RowStats, load_rows            row statistics; load_rows loads those of the lane's queries in a tile
 //   kLaneStatistics                floats for each query of a tile before the lane's first: offset of the lane's statistics
 //   tile_row(row)                  where a row of operands of scores goes in shared memory
 //   own_operand, other_operand     shared offset of the lane's operands of keys and of queries, of the warp's rows from `row` on
@@ -59,24 +59,30 @@ struct BackwardScores {
         bool masked;
     };
 
-    // Sets a tile to its queries' statistics, or to `value` past the end. `rows`: with statistics, from the warp's first query on.
-    static __device__ __forceinline__ void load_statistics(Tile& x, const float* stats, int n, int rows, float value) {
-        if (16 * n < rows) {
-            Family::load_statistics(x, stats + n * Layout::kTileQueries * RowStats::kRowFloats);
-        } else {
+    // Returns a statistic of the lane's queries in tile n, or `value` past the end. `rows`: with statistics, from the warp's first
+    // query on.
+    struct OfRows {
+        float x[1][Layout::kRows];
+        __device__ __forceinline__ OfRows(const float* stats, int n, int rows, float value) {
+            if (16 * n < rows) {
+                Family::load_rows(x, stats + n * Layout::kTileQueries * RowStats::kRowFloats);
+            } else {
 #pragma unroll
-            for (int v = 0; v < 8; v++) x[v] = value;
+                for (int r = 0; r < Layout::kRows; r++) x[0][r] = value;
+            }
         }
-    }
-    // Sets all tiles to their queries' statistics: the products are added to these.
-    static __device__ __forceinline__ void begin(Scores& c, const float* stats, int rows, float value) {
+        // Of element v.
+        __device__ __forceinline__ float of(int v) const { return x[0][Layout::row_of(v)]; }
+    };
+    // Sets all tiles to -delta of their queries: the products are added to these.
+    static __device__ __forceinline__ void begin_with_delta(Scores& c, const float* stats, int rows) {
 #pragma unroll
         for (int n = 0; n < kTiles; n++) {
-            load_statistics(c[0][n], stats, n, rows, value);
+            const OfRows neg_delta(stats, n, rows, 0.f);
 #pragma unroll
-            for (int m = 1; m < kTiles; m++)
+            for (int m = 0; m < kTiles; m++)
 #pragma unroll
-                for (int v = 0; v < 8; v++) c[m][n][v] = c[0][n][v];
+                for (int v = 0; v < 8; v++) c[m][n][v] = neg_delta.of(v);
         }
     }
 
@@ -110,7 +116,15 @@ struct BackwardScores {
                                                                int rows) {
         if (!kHasScoreFeatures) {
             if (place.masked) apply_mask<Layout>(s, p, Lane(threadIdx.x % 32), place.first_row, place.first_key);
-            exponentials(s, p.problem.scale_log2, kExponentShift);
+            ExponentAddends<Layout, kTiles> addends;
+#pragma unroll
+            for (int n = 0; n < kTiles; n++) {
+                const OfRows neg_lse(stats, n, rows, negative_infinity());
+#pragma unroll
+                for (int r = 0; r < Layout::kRows; r++) addends.of_row[n][r] = neg_lse.x[0][r];
+            }
+            addends.scale(p.problem.scale_log2, kExponentShift);
+            exponentials(s, p.problem.scale_log2, addends);
 #pragma unroll
             for (int m = 0; m < kTiles; m++)
 #pragma unroll
@@ -124,16 +138,17 @@ struct BackwardScores {
             const int m = tile / kTiles, n = tile % kTiles;
             const Coord coord(lane, place.first_row + 16 * n, place.first_key + 16 * m);
             Tile& x = s[0][0];
+            const OfRows neg_lse(stats, n, rows, negative_infinity());
             if (uses_score_function(options)) {
-                Tile neg_lse, slopes;
-                load_statistics(neg_lse, stats, n, rows, negative_infinity());
+                Tile slopes;
                 const ScoreFunction function(p.problem, options);
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] = function_score(x[v], neg_lse[v], p, function, slopes[v]);
+                for (int v = 0; v < 8; v++)
+                    x[v] = function_score(x[v], neg_lse.of(v) * p.problem.scale_log2, function, slopes[v]);
                 to_ds.store(m, n, pack_tile(slopes));
             } else {
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
+                for (int v = 0; v < 8; v++) x[v] = fmaf(x[v], p.problem.scale_log2, neg_lse.of(v) * p.problem.scale_log2);
             }
             add_position_terms(x, p, place.head, place.row_end, coord);
             if (place.masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z)), coord);
@@ -183,12 +198,11 @@ struct BackwardScores {
             PackedTile probabilities;
             if (uses_dropout(options)) {
                 probabilities = to_ds.load(m, n);
-                Tile neg_delta;
-                load_statistics(neg_delta, stats, n, rows, 0.f);
+                const OfRows neg_delta(stats, n, rows, 0.f);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     const bool is_dropped = probabilities.x[packed_word(v)] & (v % 2 ? 0x80000000 : 0x8000);
-                    x[v] = dropped_gradient(x[v], neg_delta[v], is_dropped, options.dropout_scale);
+                    x[v] = dropped_gradient(x[v], neg_delta.of(v), is_dropped, options.dropout_scale);
                 }
 #pragma unroll
                 for (int i = 0; i < 4; i++) probabilities.x[i] &= 0x7fff7fff;
@@ -252,10 +266,15 @@ struct BackwardScores {
         };
 
         Scores c;
-        begin(c, stats + RowStats::kLseAt, rows, negative_infinity());
+#pragma unroll
+        for (int m = 0; m < kTiles; m++)
+#pragma unroll
+            for (int n = 0; n < kTiles; n++)
+#pragma unroll
+                for (int v = 0; v < 8; v++) c[m][n][v] = 0.f;
         add(c, p.k, p.q, p.problem.headdim, p.problem.sign_flip);
         store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kLseAt, rows);
-        begin(c, stats + RowStats::kDeltaAt, rows, 0.f);
+        begin_with_delta(c, stats + RowStats::kDeltaAt, rows);
         add(c, p.v, p.dout, p.problem.headdim_v, 0);
         store_score_gradients(c, p, place, to_p, to_ds, stats + RowStats::kDeltaAt, rows);
     }

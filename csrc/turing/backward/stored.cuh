@@ -32,9 +32,9 @@ struct StoredFamily {
     };
     // Floats for each query of the tile before the lane's first. A tile's 16 queries are a group (row_stats.cuh).
     static constexpr int kLaneStatistics = 1;
-    static __device__ __forceinline__ void load_statistics(float (&x)[8], const float* stats) {
+    static __device__ __forceinline__ void load_rows(float (&x)[1][Layout::kRows], const float* stats) {
         const float4 of = load_global4(stats);
-        x[0] = x[2] = of.x, x[1] = x[3] = of.y, x[4] = x[6] = of.z, x[5] = x[7] = of.w;
+        x[0][0] = of.x, x[0][1] = of.y, x[0][2] = of.z, x[0][3] = of.w;
     }
     static __device__ __forceinline__ int tile_row(int row) { return KeysLayout<1>::row_of_key(row); }
     static __device__ __forceinline__ u32 own_operand(const Lane& lane, int row) {

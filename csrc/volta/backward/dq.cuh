@@ -1,7 +1,7 @@
 // dQ kernel of the volta backward pass without atomics. The main kernel (Mode kSeparate) computes dK and dV only; this one
 // computes dQ. A block owns queries and visits the keys that they see, a step at a time:
 //
-//   S = Q K^T - lse/scale     P = exp(scale * S)     dP = dO V^T - delta     dS = P * dP     dQ += dS K
+//   S = Q K^T     P = exp(scale * S - lse)     dP = dO V^T - delta     dS = P * dP     dQ += dS K
 //
 // So S and dP are computed twice, and dQ is a sum in a fixed order: deterministic. The products are those of the main kernel
 // with queries in the place of keys (shape.cuh). kGroupWarps warps share 32 queries. Each computes some tiles of S and dP,
@@ -57,13 +57,14 @@ struct BackwardDq {
             named_sync(1 + group, 32 * kGroupWarps);
     }
 
-    // Generic kernels: computes dS of a step from S and dP, and stores it. `row` and `key`: first of the warp. neg_lse (-lse/scale)
-    // and neg_delta are those of the lane's rows.
+    // Generic kernels: computes dS of a step from S and dP, and stores it. `row` and `key`: first of the warp. `addends` (-lse) and
+    // neg_delta are those of the lane's rows.
     using WarpScores = Accumulator[kScoreQueryTiles][kScoreKeyTiles];
     using Bits = typename Blocks::template Bits<Layout, 16 * kScoreQueryTiles>;
+    using Addends = ExponentAddends<Layout, kScoreQueryTiles>;
     using LaneRows = float[kScoreQueryTiles][Layout::kRows];
     static __device__ __forceinline__ void generic_score_gradients(WarpScores& s, WarpScores& dp, const BwdParams& p, int row,
-                                                                   int key, const LaneRows& neg_lse, const LaneRows& neg_delta,
+                                                                   int key, const Addends& addends, const LaneRows& neg_delta,
                                                                    bool masked, const Bits& bits, u32 packed) {
         const ScoreOptions& options = p.score_options;
         const Lane lane(remat_thread_index() & 31);
@@ -81,12 +82,12 @@ struct BackwardDq {
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     float slope;
-                    x[v] = function_score(x[v], of_row(neg_lse, v), p, function, slope);
+                    x[v] = function_score(x[v], of_row(addends.of_row, v), function, slope);
                     dx[v] *= slope;
                 }
             } else {
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
+                for (int v = 0; v < 8; v++) x[v] = fmaf(x[v], p.problem.scale_log2, of_row(addends.of_row, v));
             }
             add_position_terms(x, p, remat_block_y(), p.problem.seqlen_q, coord);
             if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
@@ -137,7 +138,8 @@ struct BackwardDq {
         const u32 tile_address = shared + S::kStepS + StepTiles<S>::offset();
 
         // Statistics of the lane's rows, two in each tile of 16. Rows past the arrays are like rows past seqlen_q.
-        LaneRows neg_lse, neg_delta;  // -lse/scale, -delta
+        Addends addends;
+        LaneRows neg_delta;
 #pragma unroll
         for (int m = 0; m < kScoreQueryTiles; m++)
 #pragma unroll
@@ -146,9 +148,10 @@ struct BackwardDq {
                 const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
                 const float* stats = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
                 const bool exists = row < rounded_rows<RowStats>(p, sequence);
-                neg_lse[m][r] = exists ? stats[RowStats::kLseAt] : negative_infinity();
+                addends.of_row[m][r] = exists ? stats[RowStats::kLseAt] : negative_infinity();
                 neg_delta[m][r] = exists ? stats[RowStats::kDeltaAt] : 0.f;
             }
+        addends.scale(p.problem.scale_log2, 0.f);
 
         Gradient<kQueryTiles, kBlocks> dq;
         clear(dq);
@@ -168,7 +171,7 @@ struct BackwardDq {
                 for (int n = 0; n < kScoreKeyTiles; n++)
 #pragma unroll
                     for (int v = 0; v < 8; v++) {
-                        s[m][n][v] = neg_lse[m][Layout::row_of(v)];
+                        s[m][n][v] = 0.f;
                         dp[m][n][v] = neg_delta[m][Layout::row_of(v)];
                     }
 #pragma unroll kScoreUnroll
@@ -184,13 +187,13 @@ struct BackwardDq {
             const bool masked = !range.unmasked.contains(key);
             if (kHasScoreFeatures) {
                 if (kScoresInV) __syncthreads();  // V is no longer needed
-                generic_score_gradients(s, dp, p, first_row + score_row, key + score_key, neg_lse, neg_delta, masked, bits, packed);
+                generic_score_gradients(s, dp, p, first_row + score_row, key + score_key, addends, neg_delta, masked, bits, packed);
             } else {
                 if (masked) apply_mask<Layout>(s, p, lane, first_row + score_row, key + score_key);
                 if (bits.any())
 #pragma unroll
                     for (int m = 0; m < kScoreQueryTiles; m++) bits.hide(s[m], m);
-                exponentials(s, p.problem.scale_log2, 0.f);
+                exponentials(s, p.problem.scale_log2, addends);
                 if (kScoresInV) __syncthreads();  // V is no longer needed
 #pragma unroll
                 for (int m = 0; m < kScoreQueryTiles; m++)

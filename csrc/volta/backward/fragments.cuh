@@ -113,7 +113,7 @@ __device__ constexpr bool statistics_fill_an_accumulator() {
 }
 static_assert(statistics_fill_an_accumulator(), "load_stats loads accumulators as they are");
 
-// Loads the initial accumulators of S^T or dP^T from the row statistics. `stats`: those of the lane's four queries in tile 0.
+// Loads the initial accumulators of dP^T from the row statistics. `stats`: -delta of the lane's four queries in tile 0.
 // Both tiles of keys begin with the same values. Two different instructions load them, because ptxas would merge equal loads
 // and spend a move on every element of the second tile. Fresh: this kernel has written the statistics itself, so the second
 // load bypasses L1 and the read-only path.
@@ -130,6 +130,25 @@ __device__ __forceinline__ void load_stats(Accumulator (&c)[M][N], const float* 
                 const float4 x = !m ? load_global4(from) : Fresh ? load_global4_l2(from) : load_global4_constant(from);
                 c[m][n][v] = x.x, c[m][n][v + 1] = x.y, c[m][n][v + 2] = x.z, c[m][n][v + 3] = x.w;
             }
+}
+template <int M, int N>
+__device__ __forceinline__ void clear_tiles(Accumulator (&c)[M][N]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++) clear(c[m][n]);
+}
+
+// Loads one copy of a statistic of the lane's four queries in each tile. Not by the read-only path: a fused kernel has written it.
+template <int N>
+__device__ __forceinline__ void load_rows(float (&x)[N][KeysLayout::kRows], const float* stats) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int r = 0; r < KeysLayout::kRows; r += 2) {
+            const uint2 two = load_global2(stats + n * KeysLayout::kTileQueries * RowStats::kRowFloats + RowStats::offset(r));
+            x[n][r] = __uint_as_float(two.x), x[n][r + 1] = __uint_as_float(two.y);
+        }
 }
 // Offset of the lane's group in the statistics of a tile of queries.
 __device__ __forceinline__ int lane_stats_offset(const Lane& lane) { return score_step(lane, 0, 0) * RowStats::kRowFloats; }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "backward/modifiers.cuh"
+#include "backward/probabilities.cuh"
 #include "volta/backward/bias_gradient.cuh"
 #include "volta/backward/key_block.cuh"
 
@@ -17,13 +18,16 @@ struct JointScores {
     using Scores = Accumulator[2][2];
     using Coord = ScoreCoord<KeysLayout>;
 
-    // A score function needs the product alone, dropout needs dP alone: their accumulators begin with 0, and the statistic is added
-    // later.
-    static constexpr bool kBeginWithLse = !kHasScoreFunction, kBeginWithDelta = !kHasDropout;
-    // Loads the initial accumulators. `stats`: the lane's statistics of the step (load_stats).
+    // -lse of the step's queries, for kernels without score features; others load it tile by tile.
+    using Addends = ExponentAddends<KeysLayout, 2>;
+    // Loads the initial accumulators and -lse/scale. `stats`: the lane's statistics of the step (load_stats). Dropout needs dP alone:
+    // its accumulators begin with 0, and -delta is added later.
     static __device__ __forceinline__ void begin(Scores& s, Scores& dp, const float* stats) {
-        begin<kBeginWithLse>(s, stats + RowStats::kLseAt);
-        begin<kBeginWithDelta>(dp, stats + RowStats::kDeltaAt);
+        clear_tiles(s);
+        if (kHasDropout)
+            clear_tiles(dp);
+        else
+            load_stats(dp, stats + RowStats::kDeltaAt);
     }
 
     // Returns ALiBi's distance of the lane's first key, minus the step's first query.
@@ -44,22 +48,22 @@ struct JointScores {
         for (int tile = 0; tile < 4; tile++) {
             const int m = tile / 2, n = tile % 2;
             Accumulator &x = s[0][0], &dx = dp[0][0];
+            // With a bias -lse comes last, because the loaded biases leave no registers for it.
+            ExponentAddends<KeysLayout, 1> addends;
+            if (!kHasBias) load_rows(addends.of_row, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
             if (uses_score_function(options)) {
-                float neg_lse[KeysLayout::kRows];  // first -lse/scale, then the addend of the exponent
-                load_rows(neg_lse, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
                 const ScoreFunction function = ScoreFunction::rematerialized(p.problem, options);
-#pragma unroll
-                for (int r = 0; r < KeysLayout::kRows; r++)
-                    neg_lse[r] = fmaf(neg_lse[r], p.problem.scale_log2, function.constant() + kExponentShift);
+                addends.scale(p.problem.scale_log2, function.constant() + kExponentShift);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     const float state = function.state(x[v]);
-                    x[v] = function.score(state, neg_lse[KeysLayout::row_of(v)]);
+                    x[v] = function.score(state, addends.of(0, v));
                     dx[v] *= ScoreFunction::derivative(state);
                 }
             } else {
+                if (!kHasBias) addends.scale(p.problem.scale_log2, kExponentShift);
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] = fmaf(x[v], p.problem.scale_log2, kExponentShift);
+                for (int v = 0; v < 8; v++) x[v] = fmaf(x[v], p.problem.scale_log2, kHasBias ? 0.f : addends.of(0, v));
             }
             if (uses_alibi(options)) {
                 const float first = static_cast<float>(distance + row + 16 * (n - m));
@@ -76,17 +80,21 @@ struct JointScores {
             if (masked)
                 mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())),
                           remat_coord(p, row, m, n));
+            if (kHasBias) {
+                load_rows(addends.of_row, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
+                addends.scale(p.problem.scale_log2, kExponentShift);
+            }
 #pragma unroll
-            for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v]);
+            for (int v = 0; v < 8; v++) x[v] = exp2_approx(kHasBias ? x[v] + addends.of(0, v) : x[v]);
             PackedTile probabilities = pack_probability_tile(x);
             if (uses_dropout(options)) {
                 const DroppedKeys<KeysLayout> dropped(philox_of(p, head), DropoutRule(options), remat_coord(p, row, m, n));
-                float neg_delta[KeysLayout::kRows];
+                float neg_delta[1][KeysLayout::kRows];
                 load_rows(neg_delta, stats + RowStats::kDeltaAt + 16 * n * RowStats::kRowFloats);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     const bool is_dropped = dropped.signs(packed_word(v)) & (v % 2 ? 0x80000000 : 0x8000);
-                    dx[v] = fmaf(dx[v], is_dropped ? 0.f : options.dropout_scale, neg_delta[KeysLayout::row_of(v)]);
+                    dx[v] = fmaf(dx[v], is_dropped ? 0.f : options.dropout_scale, neg_delta[0][KeysLayout::row_of(v)]);
                 }
 #pragma unroll
                 for (int i = 0; i < 4; i++) probabilities.x[i] &= ~sign_masks(dropped.signs(i));
@@ -109,17 +117,6 @@ struct JointScores {
     }
 
 private:
-    template <bool WithStats>
-    static __device__ __forceinline__ void begin(Scores& c, const float* stats) {
-        if (WithStats) {
-            load_stats(c, stats);
-        } else {
-#pragma unroll
-            for (int m = 0; m < 2; m++)
-#pragma unroll
-                for (int n = 0; n < 2; n++) clear(c[m][n]);
-        }
-    }
     // Minus the ALiBi slope, in log2 units.
     static __device__ __forceinline__ float load_neg_slope(const ScoreOptions& o, int head) {
         return Alibi::load_slope(o, remat_block_batch(), head) * -kLog2e;
@@ -149,14 +146,6 @@ private:
                 first_key = fmaf(of_keys[r].x, kLog2e, first_key);
                 second_key = fmaf(of_keys[r].y, kLog2e, second_key);
             }
-        }
-    }
-    // Loads one statistic of the lane's queries in a tile.
-    static __device__ __forceinline__ void load_rows(float (&x)[KeysLayout::kRows], const float* stats) {
-#pragma unroll
-        for (int r = 0; r < KeysLayout::kRows; r += 2) {
-            const float2 two = __ldg(reinterpret_cast<const float2*>(stats + RowStats::offset(r)));
-            x[r] = two.x, x[r + 1] = two.y;
         }
     }
     // The coordinates of tile (m, n), computed again on each call.

@@ -4,8 +4,8 @@
 // A block of a main kernel owns keys and visits the queries that see them, a step at a time (FlashAttention-2's backward,
 // transposed):
 //
-//   S^T  = K Q^T - lse/scale     P = exp(scale * S)      dV += P^T dO
-//   dP^T = V dO^T - delta        dS = P * dP             dK += dS^T Q        dQ += dS K  (by atomics)
+//   S^T  = K Q^T                 P = exp(scale * S - lse)     dV += P^T dO
+//   dP^T = V dO^T - delta        dS = P * dP                  dK += dS^T Q        dQ += dS K  (by atomics)
 //
 // K and V stay in shared memory, dK and dV in registers. The transposed scores leave the first two products in accumulator
 // layout, and go to shared memory as fp16. They are read back as row-major operand A of dV and dK, and as column-major operand

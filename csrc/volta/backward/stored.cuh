@@ -15,11 +15,8 @@ struct StoredFamily {
     using Layout = KeysLayout;
     // Floats for each query of the tile before the lane's first. A lane's four queries are a group (row_stats.cuh).
     static constexpr int kLaneStatistics = RowStats::kRowFloats;
-    static __device__ __forceinline__ void load_statistics(Accumulator& x, const float* stats) {
-        Accumulator loaded[1][1];
-        load_stats(loaded, stats);
-#pragma unroll
-        for (int v = 0; v < 8; v++) x[v] = loaded[0][0][v];
+    static __device__ __forceinline__ void load_rows(float (&x)[1][Layout::kRows], const float* stats) {
+        volta::load_rows(x, stats);
     }
     static __device__ __forceinline__ int tile_row(int row) { return row; }
     static __device__ __forceinline__ u32 own_operand(const Lane& lane, int row) {

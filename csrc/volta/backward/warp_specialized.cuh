@@ -92,16 +92,18 @@ struct BackwardWarpSpecialized {
             const Coord coord(lane, tile_row, tile_key);
             Accumulator& x = s[0][0];
             PackedTile packed_slopes;
+            ExponentAddends<KeysLayout, 1> addends;
+            load_rows(addends.of_row, stats + 16 * n * RowStats::kRowFloats);
+            addends.scale(p.problem.scale_log2, 0.f);
             if (uses_score_function(options)) {
-                Accumulator neg_lse[1][1], slopes;
-                load_stats(neg_lse, stats + 16 * n * RowStats::kRowFloats);
+                Accumulator slopes;
                 const ScoreFunction function(p.problem, options);
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] = function_score(x[v], neg_lse[0][0][v], p, function, slopes[v]);
+                for (int v = 0; v < 8; v++) x[v] = function_score(x[v], addends.of(0, v), function, slopes[v]);
                 packed_slopes = pack_tile(slopes);
             } else {
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
+                for (int v = 0; v < 8; v++) x[v] = fmaf(x[v], p.problem.scale_log2, addends.of(0, v));
             }
             add_position_terms(x, p, head, row_end, coord);
             if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
@@ -160,6 +162,18 @@ struct BackwardWarpSpecialized {
             // Only keys that exist: for others the first role stored 0, which the next step reads.
             store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);
             next_tile(dp);
+        }
+    }
+
+    // Begins a step: the second role's products with -delta, the first's with 0; loads -lse/scale for the first role's exponents.
+    // `stats`: the lane's of the step and role. Generic kernels load -lse/scale tile by tile.
+    static __device__ __forceinline__ void begin(WarpScores& s, ExponentAddends<KeysLayout, kScoreQueryTiles>& addends, int role,
+                                                 const float* stats) {
+        if (role) {
+            load_stats<kFused>(s, stats);
+        } else {
+            clear_tiles(s);
+            if (!kHasScoreFeatures) load_rows(addends.of_row, stats);
         }
     }
 
@@ -237,7 +251,8 @@ struct BackwardWarpSpecialized {
                 write_row_statistics<RowStats, S::kHeaddim, S::kThreads>(p, sequence, head);
                 __syncthreads();
             }
-            load_stats<kFused>(s, stats + first * RowStats::kRowFloats);
+            ExponentAddends<KeysLayout, kScoreQueryTiles> addends;
+            begin(s, addends, role, stats + first * RowStats::kRowFloats);
             __syncthreads();  // the last head's tile is free
             tiles.store(query_addresses.second());
             __syncthreads();
@@ -269,7 +284,8 @@ struct BackwardWarpSpecialized {
                         if (bits.any())
 #pragma unroll
                             for (int m = 0; m < kScoreKeyTiles; m++) bits.hide(s[m], m);
-                        exponentials(s, p.problem.scale_log2, kExponentShift);
+                        addends.scale(p.problem.scale_log2, kExponentShift);
+                        exponentials(s, p.problem.scale_log2, addends);
 #pragma unroll
                         for (int m = 0; m < kScoreKeyTiles; m++)
 #pragma unroll
@@ -320,7 +336,7 @@ struct BackwardWarpSpecialized {
 
                 tiles.store(query_addresses.second());
                 const int next = Blocks::kListed ? existing_row(p, queries.after(1)) : range.next_step(p, row);
-                load_stats<kFused>(s, stats + next * RowStats::kRowFloats);
+                begin(s, addends, role, stats + next * RowStats::kRowFloats);
                 if (kWithDq) {
                     Dq product;
                     product.multiply(dq_operands.first(), dq_operands.second());
