@@ -1,6 +1,5 @@
 """Tolerances (`volta_fa.check.tolerance`): small right results are within, wrong ones are beyond. And mean errors of dq and dk."""
 
-
 import pytest
 import torch
 
