@@ -116,7 +116,7 @@ def test_mean_errors(backend, gpu, headdim, masked, options):
     import volta_fa  # here, because the tests above run with any library (VOLTA_FA_TEST_LIBRARY)
 
     n = 256
-    q, k, v, dout = (backend.randn(1, n, 1, headdim) for _ in range(4))
+    q, k, v, dout = (backend.randn(1, n, 4, headdim) for _ in range(4))
     exact = reference.forward(q, k, v, is_causal=masked)
     out, softmax_lse = exact.out.to(q.dtype), exact.softmax_lse.float()
     mask = volta_fa.BlockMask.from_mask_mod(lambda b, h, row, key: row >= key, 1, 1, n, n, device=q.device).options() if masked else {}
