@@ -337,6 +337,27 @@ def test_programs_of_many_lengths_compile_twice(score, mask):
     assert_same(found, plain(*inputs, RECOGNIZED[score][0], MASKS[mask] if mask else None), inputs)
 
 
+def test_numbers_of_score_functions_in_programs_of_any_shape():
+    """dynamic=True makes a symbol of a number that a closure has."""
+    torch._dynamo.reset()
+
+    def slopes_of(heads):
+        return lambda score, b, h, q, kv: score + (kv - q) * torch.exp2(-(h + 1) * 8.0 / heads)
+
+    for length in (64, 96):
+        inputs = operands(length_q=length, length_k=length)
+        found = torch.compile(flex_attention, backend="aot_eager", dynamic=True)(*inputs, slopes_of(HEADS), return_lse=True)
+        assert_same(found, plain(*inputs, slopes_of(HEADS), None), inputs)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (3, 1, 0, 2)], ids=str)
+def test_strides_are_those_of_torch(order):
+    query, key, value = (t.detach().permute(order) for t in operands(headdim_v=16))
+    expected = torch_flex.flex_attention(query, key, value).stride()
+    assert flex_attention(query, key, value).stride() == expected
+    assert torch.compile(flex_attention, backend="aot_eager")(query, key, value).stride() == expected
+
+
 def test_masks_of_score_functions_end_with_them():
     shown = torch.rand(LENGTH, LENGTH) > 0.5
 

@@ -8,7 +8,11 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/randint.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <limits>
+#include <string_view>
 
 namespace volta_fa {
 namespace {
@@ -26,8 +30,28 @@ Tensor draw_rng_state(const Tensor& q, double dropout_p, std::optional<at::Gener
     return at::randint(std::numeric_limits<int64_t>::max(), {2}, std::move(generator), q.options().dtype(at::kLong));
 }
 
+// Warns once in a process if q and k are probably (batch, nheads, seqlen, headdim): a valid call, with a result that is not meant.
+// Grouped heads do not count: models with these have few KV heads, and short prompts.
+void warn_if_heads_first(const Tensor& q, const Tensor& k) {
+    constexpr int64_t kUsualHeads = 64;  // most models have at most as many, so more of them than tokens are probably tokens
+    // A mistake shows in a process' first calls, and later ones must not pay for the look.
+    static std::atomic<int> calls_left{100};
+    if (calls_left.load(std::memory_order_relaxed) <= 0 || !q.defined() || !k.defined() || q.dim() != 4 || k.dim() != 4) return;
+    calls_left--;
+    const int64_t tokens = q.size(1), heads = q.size(2), keys = k.size(1), key_heads = k.size(2);
+    if (heads <= std::max(kUsualHeads, tokens) || key_heads <= std::max(kUsualHeads, keys)) return;
+    if (keys == 0 || tokens % keys != 0) return;  // not the numbers of heads
+    calls_left = 0;
+    const char* variable = std::getenv("VOLTA_FA_WARN_LAYOUT");
+    if (variable && std::string_view(variable) == "0") return;
+    TORCH_WARN("volta_fa: q: got shape ", q.sizes(), ": ", heads, " heads and ", tokens,
+               " tokens, expected (batch, seqlen, nheads, headdim): if heads come first, pass q.transpose(1, 2), and k and v likewise. ",
+               "If not, set VOLTA_FA_WARN_LAYOUT=0");
+}
+
 FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(int64_t),
               std::optional<at::Generator> generator) {
+    warn_if_heads_first(q, k);
     const c10::OptionalDeviceGuard guard(at::device_of(q));
     const OptionalTensor rng_state = draw_rng_state(q, dropout_p, std::move(generator));
     auto args = attention_args<int64_t>(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS);

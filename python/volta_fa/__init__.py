@@ -184,6 +184,7 @@ Besides the operators:
 
 Environment, read at each call unless it says otherwise:
 
+    VOLTA_FA_WARN_LAYOUT=0      no warning where q probably has heads before tokens
     VOLTA_FA_CHECK_LENGTHS=1    check cu_seqlens and seqused_k on a GPU too, which synchronizes. 0: do not check simulated calls either
     VOLTA_FA_FAMILY=volta       use kernels of this family only, for tests and comparisons
     VOLTA_FA_TUNING=0           read no tuning file (docs/reference/tuning-file.md); a path: read this one. Read once for each device

@@ -71,7 +71,14 @@ def attend(
         out, lse, _rng_state = torch.ops.volta_fa.fwd(*operands, **options)
     except NotImplementedError as error:
         raise Unrecognized(str(error)) from error
-    return out.transpose(1, 2), torch.where(lse == math.inf, -math.inf, lse)
+    return _in_order_of(query, out.transpose(1, 2)), torch.where(lse == math.inf, -math.inf, lse)
+
+
+def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
+    """Returns out with batch, heads and queries in memory in the query's order, as torch's function does."""
+    order = [*sorted(range(3), key=query.stride, reverse=True), 3]
+    ordered = out.permute(order)
+    return out if ordered.is_contiguous() else ordered.contiguous().permute([order.index(d) for d in range(4)])
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -98,9 +98,11 @@ def _kernel(
             if options.get("OUTPUT_MAX"):
                 raise Unrecognized("max_scores")
             check_operands(query, key, value)
-            scores, recognized = recognize(score_mod, score_mod_other_buffers, query.dtype, query.device)
+            # numbers become constants: the score function's scalars take no symbols
+            captured = tuple(int(x) if isinstance(x, torch.SymInt) else x for x in score_mod_other_buffers)
+            scores, recognized = recognize(score_mod, captured, query.dtype, query.device)
             mask = None if _finds_shapes(query) else pack_mask(block_mask, mask_mod_other_buffers, query, key)
-            out, lse = attend(query, key, value, recognized, score_mod_other_buffers, scores, mask, scale)
+            out, lse = attend(query, key, value, recognized, captured, scores, mask, scale)
             # base 2, and in later releases the maxima
             return (out, lse / math.log(2.0), lse.new_empty(0))[: _results_of_torch()]
         except Unrecognized as unrecognized:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
 from ...limits import MAX_HEADDIM
-from ...operands import readable, warn_if_heads_first
+from ...operands import readable
 
 __all__ = [
     "flash_attn_func",
@@ -417,8 +417,6 @@ def _options(
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Calls the op, for tensors of any strides."""
-    if "cu_seqlens_q" not in options:
-        warn_if_heads_first(q, k, stacklevel=5)  # of the public function's caller
     return torch.ops.volta_fa.fwd(readable(q), readable(k), readable(v), **options)
 
 
