@@ -156,6 +156,34 @@ def test_large_scores(backend, gpu, magnitude, headdim, options):
     assert max(errors["dk"][0], errors["dv"][0]) <= 0.1
 
 
+#: Magnitudes of q and k that give one key all of each row, by far.
+ONE_KEY_EACH = [(100, 3000), (3000, 100), (300, 3000)]
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("magnitudes", ONE_KEY_EACH, ids=str)
+@on("sim", "cuda")
+def test_rows_of_one_key(backend, gpu, magnitudes, headdim):
+    """out is that key's value, so dq and dk, which are 0, are as small as those of PyTorch's kernel."""
+    import volta_fa  # as above
+
+    backend.simulate()
+    q, k, v, dout = (backend.randn(1, 130, 2, headdim) for _ in range(4))
+    q, k = q * magnitudes[0], k * magnitudes[1]
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = volta_fa.flash_attn_func(*leaves)
+    exact = reference.forward(q, k, v)
+    alone = exact.probabilities.amax(-1).mT > 1 - 1e-9  # (batch, queries, heads)
+    assert alone.float().mean() > 0.97
+    assert torch.equal(out[alone], exact.out.to(out.dtype)[alone])
+    found = torch.autograd.grad(out, leaves, dout)
+    of_torch, right = torch.autograd.grad(sdpa(*leaves), leaves, dout), reference.backward(dout, q, k, v)
+    if alone.all():
+        for name, mine, torchs, r in zip(("dq", "dk"), found, of_torch, right):
+            error, allowed = ((t.double() - r).abs().max().item() for t in (mine, torchs))
+            assert error <= 3 * allowed, f"{name}: {error:.2g}, torch {allowed:.2g}"
+
+
 def sdpa(q, k, v):
     """PyTorch's own fused kernel on the CPU."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):

@@ -34,8 +34,10 @@ __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head,
 }
 
 // Finishes row r of row tile mt. `row` is the warp's first row. Writes the lse if the row exists, and returns the factor for
-// its output. All lanes of the warp call it together, because row_sum shuffles.
-template <class Layout, int RowTiles>
+// its output. All lanes of the warp call it together, because row_sum shuffles. Packed: probabilities were rounded to fp16. A key
+// that has all of a row must then divide by the same number: else out is not exactly its value, and dq and dk are not 0
+// (docs/design/numerics.md).
+template <bool Packed = true, class Layout, int RowTiles>
 __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeqlenInfo& sequence, const typename Layout::Lane& lane,
                                             int head, int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r,
                                             float* lse) {
@@ -45,7 +47,9 @@ __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeqle
     if (kHasSinks) factor = add_sink(p.score_options, head, row_max, sum);
     if (kHasDropout && p.score_options.rng_state) factor *= p.score_options.dropout_scale;
     const SoftmaxResult result(row_max, sum);
-    const float scale = kHasFactor ? result.output_scale * factor : result.output_scale;
+    const bool rounds = Packed && fabsf(row_max) >= kInexactRowMax && result.output_scale != 0.f;
+    const float output_scale = rounds ? SoftmaxResult(row_max, rounded_like_packed(sum)).output_scale : result.output_scale;
+    const float scale = kHasFactor ? output_scale * factor : output_scale;
     const int i = row + Layout::kTileQueries * mt + Layout::first_query(lane) + Layout::row_slot(r);
     if (Layout::leads_row(lane) && i < sequence.seqlen_q()) lse[i] = result.lse;
     return scale;

@@ -168,7 +168,7 @@ struct Forward {
         float* lse = p.softmax_lse + sequence.lse_row(batch, head);
 #pragma unroll
         for (int r = 0; r < Layout::kRows; r++) {
-            const float scale = finish_row(p, sequence, lane, head, row, softmax, 0, r, lse);
+            const float scale = finish_row<false>(p, sequence, lane, head, row, softmax, 0, r, lse);
             const int i = row + Layout::first_query(lane) + Layout::row_slot(r);
             if (i >= sequence.seqlen_q()) continue;
 #pragma unroll
