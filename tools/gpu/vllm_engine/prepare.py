@@ -33,7 +33,7 @@ UNUSED = (
 UNUSED_SITE = ("mistral_common/data", "pycountry/locales", "bin")
 FA2, FA3 = (f"vllm/vllm_flash_attn/_vllm_fa{i}_C.abi3.so" for i in (2, 3))
 #: Releases whose FlashAttention 3 is packed.
-WITH_FA3 = ["0.33.0"]
+WITH_FA3 = ["0.33.0", "0.26.0"]
 #: glibc versions of the wheels' platform tags. pip compares them for equality.
 GLIBC = ("2_35", "2_34", "2_31", "2_28", "2_24", "2_17")
 
