@@ -3,7 +3,7 @@
     python tools/gpu/vllm_engine/prepare.py OUTPUT --versions 0.33.0
     python tools/gpu/vllm_engine/prepare.py OUTPUT --versions 0.26.0 0.20.2 --arch 90
 
-Writes vllm-VERSIONS.tar.xz, site.tar.xz (vLLM's dependencies, unless it is there) and fa3-0.33.0.tar.xz to OUTPUT, and keeps wheels and
+Writes vllm-VERSIONS.tar.xz, site.tar.xz (vLLM's dependencies, unless it is there) and fa3-VERSION.tar.xz to OUTPUT, and keeps wheels and
 unpacked files in --work. The wheels are those of PyPI. This script changes three things in them:
 
 - it zeroes GPU machine code of other architectures, which takes most of a wheel,

@@ -31,7 +31,10 @@ def errors(model, job: dict, result: dict) -> list[float]:
         ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
         options = {}
         if images:
-            is_image = (ids == model.config.image_token_id).int()
+            image = model.config.image_token_id
+            tokens = tokens[: tokens.index(image) + 1] if image in tokens else tokens  # transformers counts it as a part of an image
+            ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
+            is_image = (ids == image).int()
             options = {**images[i], "token_type_ids" if job["model"] == "gemma3" else "mm_token_type_ids": is_image}
         with torch.no_grad():
             logits = model(ids, use_cache=False, **options).logits[0, -len(tokens) :]
