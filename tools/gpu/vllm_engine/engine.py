@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import torch
+from jobs import COUNTS
+from PIL import Image
 
-VOCABULARY = 4096
+VOCABULARY, FIRST_IMAGE_TOKEN = 4096, 4088
 #: One below, at and above block sizes, tiles and the limit of a step's tokens.
 LENGTHS = [5, 6, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255, 257, 300, 400, 511, 513, 700, 900, 1023, 1025, 1300]
 LENGTHS += [1600, 2000, 2047, 2049, 2500, 2999, 3000]
@@ -27,15 +29,16 @@ def prompts(kind: str) -> tuple[list[list[int]], int]:
 
     Args:
         kind: `mixed` lengths, where some begin with the same 512 tokens; `repeated`, the same with a text that repeats itself;
-            `long`: short prompts with many new tokens.
+            `long`: short prompts with many new tokens; `longer`: the same across a page of 800 tokens.
     """
     rng = random.Random(7)
 
     def text(length):
         return [rng.randrange(3, VOCABULARY) for _ in range(length)]
 
-    if kind == "long":
-        return [text(100 + 13 * i) for i in range(24)], 256
+    if kind in ("long", "longer"):
+        first = 100 if kind == "long" else 560
+        return [text(first + 13 * i) for i in range(24)], 256
     common, found = text(512), []
     for i, length in enumerate(LENGTHS):
         words = text(length)
@@ -45,6 +48,27 @@ def prompts(kind: str) -> tuple[list[list[int]], int]:
             words[:512] = common
         found.append(words)
     return found, 64
+
+
+def image_prompts(model: str) -> list[dict]:
+    """Returns prompts with one to three images of several sizes. The second differs from the first by its image alone."""
+    rng, generator = random.Random(7), torch.Generator().manual_seed(7)
+    mark = [FIRST_IMAGE_TOKEN] if model == "gemma3" else [FIRST_IMAGE_TOKEN, FIRST_IMAGE_TOKEN + 1, FIRST_IMAGE_TOKEN + 3]
+
+    def image(width, height):
+        colors = torch.randint(0, 256, (6, 8, 3), generator=generator, dtype=torch.uint8)
+        return Image.fromarray(colors.numpy()).resize((width, height), Image.Resampling.BICUBIC)
+
+    found = []
+    for i, length in enumerate([20, 20, 5, 64, 130, 300, 513, 700, 1000, 1500, 40, 900]):
+        images = [image(64 + 32 * ((5 * i + 3 * k) % 17), 64 + 32 * ((7 * i + k) % 15)) for k in range(1 + i % 3)]
+        words = [rng.randrange(3, FIRST_IMAGE_TOKEN) for _ in range(length)]
+        for k in range(len(images)):
+            at = length * k // len(images) + k * len(mark)
+            words[at:at] = mark
+        found.append({"prompt_token_ids": words, "multi_modal_data": {"image": images}})
+    found[1]["prompt_token_ids"], found[1]["multi_modal_data"] = found[0]["prompt_token_ids"], {"image": [image(64, 64)]}
+    return found
 
 
 def start(models: Path, **options):
@@ -62,9 +86,11 @@ def run_tokens(models: Path) -> dict:
     """Generates greedily, twice."""
     from vllm import SamplingParams
 
-    llm = start(models, max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=True)
-    texts, new = prompts(job.get("prompts", "mixed"))
-    inputs = [{"prompt_token_ids": text} for text in texts]
+    with_images = job.get("prompts") == "images"
+    limits = {"limit_mm_per_prompt": {"image": 3, "video": 0}} if with_images else {}
+    llm = start(models, max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not with_images, **limits)
+    texts, new = ([], 64) if with_images else prompts(job.get("prompts", "mixed"))
+    inputs = image_prompts(job["model"]) if with_images else [{"prompt_token_ids": text} for text in texts]
     logprobs = 2 if job.get("logprobs", True) else None
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=logprobs)
     options = {}
@@ -84,8 +110,11 @@ def run_tokens(models: Path) -> dict:
             found["logprobs"] = steps
         rounds.append(found)
     result = {"rounds": rounds}
+    if with_images:
+        result["prompts"] = [list(o.prompt_token_ids) for o in outputs]
     if not job.get("engine", {}).get("disable_log_stats", True):
-        result["preemptions"] = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+        counts = {m.name.removeprefix("vllm:"): m.value for m in llm.get_metrics() if hasattr(m, "value")}
+        result["counts"] = {name: counts[name] for name in COUNTS if name in counts}
     return result
 
 

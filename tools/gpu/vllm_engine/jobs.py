@@ -3,18 +3,34 @@
 A job is one engine with one backend. Its keys:
 - name, version; kind: tokens, encoder or load; model: a name of models.py; backend: a name for --attention-backend
 - engine: arguments of `vllm.LLM`; env: environment variables; gpus: GPUs that it needs
-- prompts: mixed, repeated or long (engine.py); lora: every other prompt uses the adapter; logprobs: False where vLLM has none
+- prompts: mixed, repeated, long, longer or images (engine.py); serve: arguments of `vllm serve`; cache_bytes: its cache
+- lora: every other prompt uses the adapter; logprobs: False where vLLM has none
 """
 
 from typing import Any
 
 NEWEST = "0.33.0"
 OURS, TRITON, FLASH = "CUSTOM", "TRITON_ATTN", "FLASH_ATTN"
+ACCEPTED = "spec_decode_num_accepted_tokens"
+#: vLLM's counters that jobs with statistics report.
+COUNTS = ("num_preemptions", "spec_decode_num_draft_tokens", ACCEPTED)
 _EAGER = {"enforce_eager": True}
 _MLA = {"VOLTA_FA_VLLM_MLA": "1"}
 _GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 #: 5,120 tokens of llama128; the prompts of `long` need 12,000 at their ends
 _SMALL_CACHE = {"kv_cache_memory_bytes": 40 << 20, "disable_log_stats": False}
+#: Where the other implementations of linear attention are packages, this one is vLLM's.
+_HYBRID = {"additional_config": {"gdn_prefill_backend": "triton"}}
+_HALF_STATES = {"mamba_ssm_cache_dtype": "float16"}
+#: 100 pages of qwen3.5's 800 tokens; the prompts of `longer` need 120 or more
+_FEW_PAGES = {"kv_cache_memory_bytes": 160 << 20, "disable_log_stats": False}
+#: 5,000 tokens of deepseek
+_FEW_LATENTS = {"kv_cache_memory_bytes": 23 << 20, "disable_log_stats": False}
+_MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, "disable_log_stats": False}
+#: 0.26.0 has no int8 cache, no class for Qwen3.5 without images, and refuses Gemma 3 without images too.
+_NOT_0_26 = ("qwen3.5", "deepseek-int8", "gemma3-text")
+_VISION = {"VOLTA_FA_VLLM_VISION": "1", "VOLTA_FA_LOG": "1"}
+_SDPA = {"mm_encoder_attn_backend": "TORCH_SDPA"}
 
 #: Results compared: the job, the job with the expected tokens, and what the pair shows.
 COMPARISONS = [
@@ -33,6 +49,24 @@ COMPARISONS = [
     ("preempted-custom", "long-custom", "prefix caching under preemption"),
     ("volta-custom", "llama64-triton", "Volta's kernels"),
     ("two-gpus-custom", "two-gpus-triton", "tensor parallelism"),
+    ("qwen3.5-custom", "qwen3.5-triton", "Gated DeltaNet, pages of 1,568 tokens, CUDA graphs, prefix caching"),
+    ("qwen3.5-piecewise-custom", "qwen3.5-triton", "Gated DeltaNet, piecewise CUDA graphs"),
+    ("qwen3.5-mtp-custom", "qwen3.5-triton", "Gated DeltaNet, draft head of three tokens"),
+    ("qwen3.5-mtp-triton", "qwen3.5-triton", "the same with vLLM's backend"),
+    ("qwen3.5-uncached-custom", "qwen3.5-uncached-triton", "Gated DeltaNet, pages of 800 tokens, no prefix caching, eager"),
+    ("qwen3.5-preempted-custom", "qwen3.5-longer-triton", "Gated DeltaNet, preemption"),
+    ("qwen3.5-fp8-custom", "qwen3.5-fp8-triton", "Gated DeltaNet, fp8 cache"),
+    ("qwen3.5-int8-custom", "qwen3.5-int8-triton", "Gated DeltaNet, int8 cache"),
+    ("granite4-custom", "granite4-triton", "Mamba 2, CUDA graphs, prefix caching"),
+    ("granite4-uncached-custom", "granite4-uncached-triton", "Mamba 2, no prefix caching, eager"),
+    ("jamba-custom", "jamba-triton", "Mamba 1, eager"),
+    ("deepseek-fp8-custom", "deepseek-fp8-triton", "MLA, fp8 cache"),
+    ("deepseek-int8-custom", "deepseek-fp8-triton", "MLA, int8 cache, vLLM's in fp8"),
+    ("deepseek-preempted-custom", "deepseek-long-triton", "MLA, preemption"),
+    ("qwen3-vl-custom", "qwen3-vl-triton", "images, both kinds of attention"),
+    ("qwen3-vl-graph-custom", "qwen3-vl-triton", "images, CUDA graphs"),
+    ("gemma3-vision-custom", "gemma3-triton", "images, the encoder's attention"),
+    ("gemma3-text-custom", "gemma3-text-triton", "a model with images, without them"),
 ]  # fmt: skip
 #: vLLM's own backends against each other: their differences are rounding. Tolerances of COMPARISONS follow from these.
 CONTROLS = [
@@ -53,13 +87,63 @@ def pair(name: str, model: str, theirs: str = TRITON, env: dict | None = None, *
     return [job(f"{name}-custom", model, OURS, env=env or {}, **options), job(f"{name}-triton", model, theirs, **options)]
 
 
+def hybrid_jobs() -> list[dict]:
+    """Returns the jobs of models whose other layers have states of a fixed size: vLLM makes large pages for them."""
+    cached, eager = _HYBRID | {"enable_prefix_caching": True}, _HYBRID | _EAGER
+    uncached = eager | _HALF_STATES | {"enable_prefix_caching": False}
+    found = pair("qwen3.5", "qwen3.5", env={"VOLTA_FA_LOG": "1"}, engine=cached)
+    found += pair("qwen3.5-mtp", "qwen3.5", logprobs=False, engine=cached | _MTP)
+    found += pair("granite4", "granite4", engine=cached)
+    found += pair("qwen3.5-uncached", "qwen3.5", engine=uncached)
+    found += pair("qwen3.5-fp8", "qwen3.5", engine=cached | _EAGER | {"kv_cache_dtype": "fp8"})
+    found += pair("qwen3.5-int8", "qwen3.5", engine=cached | _EAGER | {"kv_cache_dtype": "int8_per_token_head"})
+    longer = {"prompts": "longer", "engine": cached | _EAGER | _HALF_STATES}
+    found += [
+        job("qwen3.5-preempted-custom", "qwen3.5", OURS, **longer | {"engine": longer["engine"] | _FEW_PAGES}),
+        job("qwen3.5-longer-triton", "qwen3.5", TRITON, **longer),
+        job("qwen3.5-piecewise-custom", "qwen3.5", OURS, engine=cached | {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}),
+    ]
+    found += pair("granite4-uncached", "granite4", engine=_EAGER | {"enable_prefix_caching": False})
+    return found + pair("jamba", "jamba", engine=_EAGER | {"enable_prefix_caching": True})
+
+
+def latent_jobs() -> list[dict]:
+    """Returns the jobs of MLA with CUDA graphs, with other caches than fp16's, and with few blocks."""
+    found = pair("deepseek-fp8", "deepseek", "TRITON_MLA", env=_MLA, engine=_EAGER | {"kv_cache_dtype": "fp8"})
+    int8 = _EAGER | {"kv_cache_dtype": "int8_per_token_head"}
+    return [
+        job("deepseek-graph-custom", "deepseek", OURS, env=_MLA),
+        *found,
+        job("deepseek-int8-custom", "deepseek", OURS, env=_MLA, engine=int8),
+        job("deepseek-preempted-custom", "deepseek", OURS, env=_MLA, prompts="long", engine=_EAGER | _FEW_LATENTS),
+        job("deepseek-long-triton", "deepseek", "TRITON_MLA", prompts="long", engine=_EAGER),
+    ]
+
+
+def image_jobs() -> list[dict]:
+    """Returns the jobs of models with images. Gemma 3's language model is refused, but not its encoder."""
+    images = {"prompts": "images", "engine": _EAGER | _SDPA}
+    without = {"engine": _EAGER | {"limit_mm_per_prompt": {"image": 0}}}
+    return [
+        *pair("qwen3-vl", "qwen3-vl", env=_VISION, **images),
+        job("gemma3-vision-custom", "gemma3", TRITON, env=_VISION, **images),
+        job("gemma3-triton", "gemma3", TRITON, **images),
+        job("gemma3-refused", "gemma3", OURS, refused="partial multimodal token full attention not supported", **images),
+        job("qwen3-vl-graph-custom", "qwen3-vl", OURS, env=_VISION, prompts="images", engine=_SDPA),
+        *pair("gemma3-text", "gemma3", **without),
+    ]
+
+
 def jobs(version: str, flash_attention: bool) -> list[dict]:
     """Returns the jobs of a version, the most important first.
 
     Args:
         flash_attention: whether FlashAttention 3 is there.
     """
-    found = [{"name": "load", "kind": "load", "model": "llama128", "backend": OURS}]
+    found = [{"name": "load", "kind": "load", "model": "llama128", "backend": OURS, "cache_bytes": 96 << 20}]
+    if version == NEWEST:
+        hybrid = {"cache_bytes": 400 << 20, "serve": ["--enable-prefix-caching", "--gdn-prefill-backend", "triton"]}
+        found += [{"name": "load-hybrid", "kind": "load", "model": "qwen3.5", "backend": OURS, **hybrid}]
     found += pair("llama128", "llama128", env={"VOLTA_FA_LOG": "1"})
     found += pair("gpt-oss", "gpt-oss", engine=_EAGER)
     if flash_attention:
@@ -80,13 +164,15 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
         found += pair("mistral", "mistral", engine=_EAGER) + pair("gemma2", "gemma2", engine=_EAGER)
         found += pair("bloom", "bloom", engine=_EAGER)
         found += [
-            job("deepseek-graph-custom", "deepseek", OURS, env=_MLA),
             job("ngram-custom", "llama128", OURS, prompts="repeated", logprobs=False, engine={"speculative_config": _GUESSES}),
             job("repeated-custom", "llama128", OURS, prompts="repeated", engine=_EAGER),
             job("volta-custom", "llama64", OURS, env={"VOLTA_FA_FAMILY": "volta"}, engine=_EAGER),
         ]
+        found += hybrid_jobs() + latent_jobs() + image_jobs()
     else:
         found += [int8[0] | {"name": "int8-refused", "refused": "kv_cache_dtype not supported"}]
         found += [job("llama64-graph-triton", "llama64", TRITON)]
+    if version == "0.26.0":
+        found += [j for j in hybrid_jobs() + latent_jobs() + image_jobs() if not j["name"].startswith(_NOT_0_26)]
     found += pair("two-gpus", "llama64", gpus=2, engine=_EAGER | {"tensor_parallel_size": 2, "disable_custom_all_reduce": True})
     return [{"version": version, **j} for j in found]

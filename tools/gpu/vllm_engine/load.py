@@ -21,8 +21,6 @@ import aiohttp
 import psutil
 
 VOCABULARY, PROMPTS, NEW_TOKENS = 4096, 48, 96
-#: 12,288 tokens of llama128, where 64 sequences have about 29,000
-CACHE_BYTES = 96 << 20
 #: One in 20 arrivals is of BURST requests at once.
 ARRIVALS_PER_S, BURST, CANCELLED, SAMPLED = 6.0, 64, 0.3, 0.1
 #: Largest difference of log-probabilities that rounding explains. compare.py measures it between vLLM's own backends.
@@ -211,7 +209,14 @@ def main() -> None:
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.models / job["model"]), "--port", port]
         command += ["--attention-backend", job["backend"], "--dtype", "half", "--max-model-len", "4096", "--max-num-seqs", "64"]
-        command += ["--kv-cache-memory-bytes", str(CACHE_BYTES), "--gpu-memory-utilization", "0.05", "--enable-prompt-tokens-details"]
+        command += [
+            "--kv-cache-memory-bytes",
+            str(job["cache_bytes"]),
+            "--gpu-memory-utilization",
+            "0.05",
+            "--enable-prompt-tokens-details",
+        ]
+        command += job.get("serve", [])
         server = subprocess.Popen(command)
     try:
         result = asyncio.run(measure(options, url, server))

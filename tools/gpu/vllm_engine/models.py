@@ -13,14 +13,25 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BertConfig,
     BloomConfig,
     DeepseekV2Config,
     Gemma2Config,
+    Gemma3Config,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3_5TextConfig,
+    Qwen3VLConfig,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
 )
 
 VOCABULARY = 4096
@@ -38,6 +49,39 @@ _GPT_OSS = {
     "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 2,
     "head_dim": 64, "sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 4, **_ENDS,
 }  # fmt: skip
+_SPARSE = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+#: Qwen3.5's sizes of a cached token and of a state, so vLLM makes pages of 800 (states in float16) or 1,568 tokens (float32)
+_QWEN3_5 = {
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+    "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, **_SPARSE,
+}  # fmt: skip
+#: without experts, as Granite 4's smallest
+_GRANITE4 = {
+    "num_attention_heads": 8, "num_key_value_heads": 2, "attention_multiplier": 128**-0.5, "shared_intermediate_size": 2048,
+    "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 32, "mamba_d_state": 128, **_SPARSE,
+}  # fmt: skip
+_JAMBA = {
+    "num_attention_heads": 8, "num_key_value_heads": 2, "num_experts": 1, "num_experts_per_tok": 1, "attn_layer_period": 4,
+    "attn_layer_offset": 3, "use_mamba_kernels": False,
+}  # fmt: skip
+#: Qwen3-VL's positions in three dimensions; vLLM has no default for the sections, transformers has.
+_MROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+#: A vision encoder with the headdim of Qwen3-VL's and SigLIP's, 72.
+_VISION = {"hidden_size": 576, "intermediate_size": 1024}
+#: The first token that stands for an image or its ends, in models with images.
+FIRST_IMAGE_TOKEN = VOCABULARY - 8
+
+
+def _image_tokens(*names: str) -> dict[str, int]:
+    """Returns tokens with these names, in place of the vocabulary's last."""
+    return {name: FIRST_IMAGE_TOKEN + i for i, name in enumerate(names)}
+
+
+IMAGE_TOKENS = {
+    "qwen3-vl": _image_tokens("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"),
+    "gemma3": _image_tokens("<start_of_image>", "<image_soft_token>", "<end_of_image>", *("\n" * i for i in range(1, 5))),
+}
+_QWEN_IDS, _GEMMA_IDS = (list(IMAGE_TOKENS[name].values()) for name in ("qwen3-vl", "gemma3"))
 CONFIGS = {
     "llama64": LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=4, head_dim=64, **_SMALL),
     "llama128": LlamaConfig(
@@ -54,7 +98,28 @@ CONFIGS = {
     "deepseek": DeepseekV2Config(vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=16, **_DEEPSEEK, **_SMALL),
     "gpt-oss": GptOssConfig(vocab_size=VOCABULARY, **_GPT_OSS),
     "bert": BertConfig(vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8),
+    "qwen3.5": Qwen3_5TextConfig(vocab_size=VOCABULARY, **_QWEN3_5, **_SMALL),
+    "granite4": GraniteMoeHybridConfig(vocab_size=VOCABULARY, **_GRANITE4, **_SMALL),
+    "jamba": JambaConfig(vocab_size=VOCABULARY, **_JAMBA, **_SMALL),
+    "qwen3-vl": Qwen3VLConfig(
+        text_config={
+            "vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "rope_parameters": _MROPE,
+            **_SMALL,
+        },
+        vision_config={"depth": 4, "num_heads": 8, "out_hidden_size": 1024, "deepstack_visual_indexes": [1, 2, 3], **_VISION},
+        **dict(zip(("vision_start_token_id", "image_token_id", "video_token_id", "vision_end_token_id"), _QWEN_IDS)),
+    ),
+    "gemma3": Gemma3Config(
+        text_config={
+            "vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "query_pre_attn_scalar": 128,
+            "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 2, **_SMALL | {"tie_word_embeddings": True},
+        },
+        vision_config={"num_hidden_layers": 4, "num_attention_heads": 8, "image_size": 448, "patch_size": 14, **_VISION},
+        mm_tokens_per_image=64, **dict(zip(("boi_token_index", "image_token_index", "eoi_token_index"), _GEMMA_IDS)),
+    ),
 }  # fmt: skip
+#: Families whose norms add 1 to their weights, but for the gated one after linear attention.
+_PLUS_ONE = ("gemma2", "gemma3", "qwen3.5")
 
 
 def draw(name: str, parameter: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
@@ -64,34 +129,75 @@ def draw(name: str, parameter: str, shape: torch.Size, generator: torch.Generato
         return 0.1 * noise
     if parameter.endswith("sinks"):
         return noise
-    if len(shape) == 1:  # a norm's weight; gemma adds 1 to it
-        return 0.1 * noise + (0.0 if name == "gemma2" else 1.0)
+    if len(shape) == 1:  # a norm's weight, or one value of each head of a state-space layer
+        if name == "gemma3" and parameter.endswith("language_model.norm.weight"):
+            return 0.1 * noise + 6.0  # its embeddings are its output projection too, and small ones keep it from repeating a token
+        plus_one = name in _PLUS_ONE and "vision" not in parameter and "linear_attn.norm" not in parameter
+        return 0.1 * noise + (0.0 if plus_one else 1.0) + (0.6 if parameter.endswith(("q_norm.weight", "k_norm.weight")) else 0.0)
+    if len(shape) > 2 and name != "gpt-oss":  # a convolution
+        return noise * 1.6 * shape[1:].numel() ** -0.5
     if "embed" in parameter:
-        return noise * {"gemma2": 0.01, "bloom": 0.05}.get(name, 1.0)
+        return noise * {"gemma2": 0.01, "gemma3": 0.005, "bloom": 0.05, "qwen3.5": 9.0}.get(name, 1.0)
     return noise * (3.0 if name == "bloom" else 1.6) * shape[1] ** -0.5
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Writes a tokenizer of one word per token: `t7` is token 7."""
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, VOCABULARY)}
+def drafter(state: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Returns the weights of Qwen3.5's draft head: an attention layer, and a projection that mostly repeats the last token's embedding.
+
+    As the models' embeddings are large, its guesses are right now and then.
+    """
+    layer = "model.layers.3."
+    found = {f"mtp.layers.0.{key.removeprefix(layer)}": x for key, x in state.items() if key.startswith(layer)}
+    found |= {f"mtp.{name}.weight": state["model.norm.weight"] for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    columns = state["model.norm.weight"].numel()
+    noise = draw("qwen3.5", "mtp.fc.weight", torch.Size((columns, 2 * columns)), generator).cpu()
+    found["mtp.fc.weight"] = (0.2 * noise + 6.0 * torch.eye(columns, 2 * columns)).half()
+    return {key: x.clone() for key, x in found.items()}  # files hold no tensor twice
+
+
+def write_processor(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Writes the processor of a model with images."""
+    if name == "qwen3-vl":
+        size = {"shortest_edge": 64**2, "longest_edge": 640**2}
+        images, videos = (make(size=size, patch_size=16) for make in (Qwen2VLImageProcessor, Qwen3VLVideoProcessor))
+        Qwen3VLProcessor(images, tokenizer, videos).save_pretrained(folder)
+    else:
+        images = Gemma3ImageProcessor(size={"height": 448, "width": 448}, do_pan_and_scan=False)
+        Gemma3Processor(images, tokenizer, image_seq_length=64).save_pretrained(folder)
+
+
+def write_tokenizer(name: str, folder: Path) -> None:
+    """Writes a tokenizer of one word per token: `t7` is token 7. For a model with images, also writes its processor."""
+    of_images = IMAGE_TOKENS.get(name, {})
+    named = {i: f"t{i}" for i in range(VOCABULARY)} | {0: "<unk>", 1: "<s>", 2: "</s>"} | {i: token for token, i in of_images.items()}
+    words = {token: i for i, token in named.items()}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
     ends = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(folder)
+    roles = ("boi_token", "image_token", "eoi_token") if name == "gemma3" else list(of_images)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=dict(zip(roles, of_images)), **ends)
+    fast.save_pretrained(folder)
+    if of_images:
+        write_processor(name, folder, fast)
 
 
 def write_model(name: str, folder: Path, device: str) -> None:
     """Writes configuration, weights and tokenizer."""
     config = CONFIGS[name]
     with torch.device("meta"):
-        model = (AutoModel if name == "bert" else AutoModelForCausalLM).from_config(config, dtype=torch.float16)
+        kind = AutoModel if name == "bert" else AutoModelForImageTextToText if name in IMAGE_TOKENS else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.float16)
     generator = torch.Generator(device).manual_seed(1)
     state = {key: draw(name, key, p.shape, generator).half().cpu() for key, p in model.named_parameters()}
+    if name == "gemma3":  # checkpoints have an older name, which vLLM reads
+        state = {key.replace("vision_tower.", "vision_tower.vision_model."): x for key, x in state.items()}
+    if name == "qwen3.5":
+        state |= drafter(state, generator)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     config.architectures, config.dtype = [type(model).__name__], "float16"
     config.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(name, folder)
 
 
 def write_lora(folder: Path) -> None:

@@ -3,7 +3,7 @@
     python tools/gpu/vllm_engine/prepare.py OUTPUT --versions 0.33.0
     python tools/gpu/vllm_engine/prepare.py OUTPUT --versions 0.26.0 0.20.2 --arch 90
 
-Writes vllm-VERSIONS.tar.xz, site.tar.xz (vLLM's dependencies, unless it is there) and fa3-0.33.0.tar.xz to OUTPUT, and keeps wheels and
+Writes vllm-VERSIONS.tar.xz, site.tar.xz (vLLM's dependencies, unless it is there) and fa3-VERSION.tar.xz to OUTPUT, and keeps wheels and
 unpacked files in --work. The wheels are those of PyPI. This script changes three things in them:
 
 - it zeroes GPU machine code of other architectures, which takes most of a wheel,
@@ -33,7 +33,7 @@ UNUSED = (
 UNUSED_SITE = ("mistral_common/data", "pycountry/locales", "bin")
 FA2, FA3 = (f"vllm/vllm_flash_attn/_vllm_fa{i}_C.abi3.so" for i in (2, 3))
 #: Releases whose FlashAttention 3 is packed.
-WITH_FA3 = ["0.33.0"]
+WITH_FA3 = ["0.33.0", "0.26.0"]
 #: glibc versions of the wheels' platform tags. pip compares them for equality.
 GLIBC = ("2_35", "2_34", "2_31", "2_28", "2_24", "2_17")
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import torch
-from engine import prompts
-from transformers import AutoModelForCausalLM
+from engine import image_prompts, prompts
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -18,14 +18,26 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def errors(model, job: dict, result: dict) -> list[float]:
     """Returns the error of each generated token's log-probability, of the first round."""
     found = []
-    texts, _ = prompts(job.get("prompts", "mixed"))
+    texts, images = result.get("prompts"), []
+    if texts:
+        processor = AutoProcessor.from_pretrained(model.name_or_path).image_processor
+        images = [processor(p["multi_modal_data"]["image"], return_tensors="pt").to(DEVICE) for p in image_prompts(job["model"])]
+    else:
+        texts, _ = prompts(job.get("prompts", "mixed"))
     first = result["rounds"][0]
     for i, (text, tokens, steps) in enumerate(zip(texts, first["tokens"], first["logprobs"], strict=True)):
         if job.get("lora"):
             model.base_model.enable_adapter_layers() if i % 2 else model.base_model.disable_adapter_layers()
         ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
+        options = {}
+        if images:
+            image = model.config.image_token_id
+            tokens = tokens[: tokens.index(image) + 1] if image in tokens else tokens  # transformers counts it as a part of an image
+            ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
+            is_image = (ids == image).int()
+            options = {**images[i], "token_type_ids" if job["model"] == "gemma3" else "mm_token_type_ids": is_image}
         with torch.no_grad():
-            logits = model(ids, use_cache=False).logits[0, -len(tokens) :]
+            logits = model(ids, use_cache=False, **options).logits[0, -len(tokens) :]
         exact = logits.double().log_softmax(-1).gather(1, torch.tensor(tokens, device=DEVICE)[:, None])[:, 0]
         found += [abs(step[0] - x) for step, x in zip(steps, exact.tolist())]
     return found
@@ -44,7 +56,8 @@ def main() -> None:
         try:
             if loaded != (job["model"], job.get("lora", False)):
                 model = None
-                model = AutoModelForCausalLM.from_pretrained(models / job["model"], dtype=torch.float32, attn_implementation="eager")
+                kind = AutoModelForImageTextToText if "prompts" in result else AutoModelForCausalLM
+                model = kind.from_pretrained(models / job["model"], dtype=torch.float32, attn_implementation="eager")
                 if job.get("lora"):
                     from peft import PeftModel
 

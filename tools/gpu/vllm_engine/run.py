@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import compare
-from jobs import jobs
+from jobs import NEWEST, jobs
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[2]
@@ -126,7 +126,8 @@ def main() -> int:
     write_plugin(options.work / "plugin")
     begin = time.time()
     unpacking = [subprocess.Popen(["tar", "-xJf", str(path), "-C", str(options.work)]) for path in options.packs.glob("*.tar.xz")]
-    subprocess.run([sys.executable, str(HERE / "models.py"), str(options.work / "models")], check=True)
+    models = {j["model"] for j in jobs(NEWEST, True) if not options.only or j["name"] in options.only}  # the newest has all
+    subprocess.run([sys.executable, str(HERE / "models.py"), str(options.work / "models"), *models], check=True)
     if sum(process.wait() for process in unpacking):
         raise SystemExit("tar: got an archive that does not unpack, expected those of prepare.py")
     print(f"unpacked, and models written: {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
