@@ -128,8 +128,8 @@ def draw(backend, case: Case) -> Problem:
 
 
 def exact(problem: Problem, case: Case) -> list[Tensor]:
-    """Returns out, softmax_lse and max_logits in fp64, written a query at a time. And for each row the largest magnitude of a value, and the
-    largest product of the lengths of query and key."""
+    """Returns out, softmax_lse and max_logits in fp64, written a query at a time. And for each row the largest magnitude of a value, and
+    the largest product of the lengths of query and key."""
     scale = case.headdim**-0.5 if case.scale is None else case.scale
     results = []
     for query in range(case.queries):

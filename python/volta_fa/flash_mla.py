@@ -77,7 +77,7 @@ def flash_mla_with_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """Computes multi-head latent attention, absorbed (DeepSeek-V2, arXiv 2405.04434), over a paged cache of latents.
 
-    The first 512 columns of a latent are its value. With `indices` each query attends to the tokens that it chose, else to all that it sees.
+    The first 512 columns of a latent are its value. With `indices` a query attends to the tokens that it chose.
 
     Args:
         q: (batch, seqlen_q, nheads, 576); of each head 512 columns for the latent and 64 for positions.
@@ -90,22 +90,22 @@ def flash_mla_with_kvcache(
         softmax_scale: 576 ** -0.5 unless given. Models pass that of the headdim before absorption.
         causal: the last query sees all tokens, the one before all but the last, and so on.
         is_fp8_kvcache: with indices, True for a cache in FlashMLA's fp8 format; False without them.
-        indices: int32 (batch, seqlen_q, topk): the tokens of each query, as page * page_size + row. Numbers outside the cache are no tokens.
+        indices: int32 (batch, seqlen_q, topk): the tokens of each query, as page * page_size + row. Others are no tokens.
         descale_k: float32 (1,) or (batch, 1), the scale of a cache in fp8, as vLLM's FlashMLA has it; 1 unless given.
         latent_scale: float32 (num_pages, page_size, 1), the scale of each token of a cache in int8. FlashMLA has no such argument.
 
     With indices these differ:
         q: of 576 columns (DeepSeek V3.2), or 512, which are all values too (V4).
-        k_cache: pages of any size. In fp8 (num_pages, page_size, 1, bytes) with 656 bytes beside 576 columns, 584 beside 512. Else q's dtype.
+        k_cache: pages of any size. fp8: (num_pages, page_size, 1, bytes), 656 bytes beside 576 columns, 584 beside 512. Else q's dtype.
         block_table, cache_seqlens, causal: None and False. The indices say all.
         attn_sink: float32 (nheads): a logit in each row's denominator, also -inf and inf. softmax_lse leaves it out.
         extra_k_cache, extra_indices_in_kvcache: a second cache of the same format, and its tokens. One softmax covers both.
         topk_length, extra_topk_length: int32 (batch): indices of each query that count, from the first on.
-        positions_dtype: dtype of the last 64 columns of fp8 rows: torch.bfloat16, as FlashMLA has them, or torch.float16, as vLLM writes them
-            for models in float16. FlashMLA has no such argument.
+        positions_dtype: dtype of the last 64 columns of fp8 rows: torch.bfloat16, as FlashMLA has them, or torch.float16, as vLLM writes
+            them for models in float16. FlashMLA has no such argument.
 
-    Returns out (batch, seqlen_q, nheads, 512) in q's dtype, and softmax_lse (batch, nheads, seqlen_q) in float32. No gradient. Queries without
-    tokens get zeros, and inf in softmax_lse.
+    Returns out (batch, seqlen_q, nheads, 512) in q's dtype, and softmax_lse (batch, nheads, seqlen_q) in float32. No gradient. Queries
+    without tokens get zeros, and inf in softmax_lse.
 
     Raises ValueError for wrong arguments, NotImplementedError for unsupported ones.
     """
@@ -181,8 +181,8 @@ def flash_mla_sparse_fwd(
         attn_sink: float32 (nheads): a logit in each row's denominator, also -inf and inf. lse and max_logits leave it out.
         topk_length: int32 (seqlen_q): indices of each query that count, from the first on.
 
-    Returns out (seqlen_q, nheads, 512) in q's dtype, and max_logits and lse (seqlen_q, nheads) in float32: a row's largest scaled score, and
-    the logarithm of its sum of exponentials. Queries without tokens get zeros, -inf and inf. No gradient.
+    Returns out (seqlen_q, nheads, 512) in q's dtype, and max_logits and lse (seqlen_q, nheads) in float32: a row's largest scaled score,
+    and the logarithm of its sum of exponentials. Queries without tokens get zeros, -inf and inf. No gradient.
 
     Raises ValueError for wrong arguments.
     """

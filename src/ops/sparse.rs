@@ -167,6 +167,27 @@ fn together(tokens: &ChosenTokens) -> Result<ChosenTokens> {
     })
 }
 
+/// Writes what the selecting kernel leaves where not all blocks run, as the simulator times them: all indices count.
+fn stand_in(
+    own: &ChosenTokens,
+    extra: Option<&ChosenTokens>,
+    q: &Tensor,
+    [lists, lengths]: [&Tensor; 2],
+    [q_fp16, row_scales]: [Option<&Tensor>; 2],
+) -> Result<()> {
+    let rows = q.size()[0];
+    // token n of the second cache is ~n
+    let extra = extra.map(|t| t.indices.f_neg()?.f_add_scalar(-1)).transpose()?;
+    let all: Vec<_> = std::iter::once(&own.indices).chain(&extra).collect();
+    lists.f_narrow(0, 0, rows)?.f_copy_(&Tensor::f_cat(&all, 1)?)?;
+    let _ = lengths.shallow_clone().f_fill_(lists.size()[1])?;
+    if let (Some(q_fp16), Some(row_scales)) = (q_fp16, row_scales) {
+        q_fp16.f_narrow(0, 0, rows)?.f_copy_(q)?;
+        let _ = row_scales.shallow_clone().f_fill_(1.0)?;
+    }
+    Ok(())
+}
+
 /// Computes a call that has queries and tokens on kernels, some queries at a time.
 fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Found> {
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
@@ -248,6 +269,9 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
         };
         let select = plan::PlannedKernel { blocks: [rows as u32, select.blocks[1]], ..select };
         launches.run(&select, 1, bytes_of(&params))?;
+        if !launcher.runs_all_blocks() {
+            stand_in(&own, extra.as_ref(), &given, [&lists, &lengths], [q_fp16.as_ref(), row_scales.as_ref()])?;
+        }
         launches.run(&decode.kernel, 1, bytes_of(&params))?;
     }
     Ok([out.f_squeeze_dim(1)?, softmax_lse, max_logits])
