@@ -33,9 +33,10 @@ class Case:
     extra: int = 0
 
     def __str__(self) -> str:
-        rows = "fp8" if self.fp8 else str(self.dtype).removeprefix("torch.")
+        rows = "fp8" if self.fp8 else "16-bit rows"
         tokens = f"{self.topk}+{self.extra}" if self.extra else f"{self.topk}"
-        return f"{self.queries} queries in {str(self.dtype).removeprefix('torch.')}, {self.heads} heads of {self.headdim}, {tokens} tokens, {rows}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.queries} queries in {dtype}, {self.heads} heads of {self.headdim}, {tokens} tokens, {rows}"
 
     @property
     def flops(self) -> float:
