@@ -7,7 +7,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::info::PlanArgs;
 use crate::launch::driver::Driver;
 use crate::limits::LATENT_HEADDIMS;
-use crate::ops::{self, fast, kvcache, merge, Gradients, Inputs, Saved};
+use crate::ops::{self, fast, kvcache, merge, sparse, Gradients, Inputs, Saved};
 use crate::options::{FastOptionArgs, KvCacheOptionArgs, MlaOptionArgs, OptionArgs, Options, PrepareOptionArgs};
 use std::ffi::{c_char, c_void, CStr, CString};
 use std::mem::ManuallyDrop;
@@ -478,6 +478,85 @@ pub unsafe extern "C" fn volta_fa_check_fwd_mla(args: *const MlaArgs) -> Status 
 #[no_mangle]
 pub extern "C" fn volta_fa_latent_values() -> i64 {
     LATENT_HEADDIMS[0]
+}
+
+/// Arguments of `volta_fa::fwd_sparse_mla`.
+#[repr(C)]
+pub struct SparseMlaArgs {
+    /// (total_q, nheads, headdim). A null q, cache or indices is rejected.
+    pub q: *mut c_void,
+    /// (pages, page_size, 1, columns).
+    pub cache: *mut c_void,
+    /// int32 (total_q, topk).
+    pub indices: *mut c_void,
+    /// int32 (total_q) or null.
+    pub topk_length: *mut c_void,
+    /// A second cache, or null.
+    pub extra_cache: *mut c_void,
+    /// int32 (total_q, extra_topk), with a second cache.
+    pub extra_indices: *mut c_void,
+    /// int32 (total_q) or null.
+    pub extra_topk_length: *mut c_void,
+    /// float32 (nheads) or null.
+    pub sinks: *mut c_void,
+    /// Null: headdim^-0.5.
+    pub softmax_scale: *const f64,
+    /// True: the last 64 columns of fp8 rows are fp16. False: bf16.
+    pub fp16_positions: bool,
+    /// As in [`AttentionArgs`].
+    pub stream: *mut c_void,
+}
+
+/// # Safety
+/// The handles of `args` are valid.
+unsafe fn sparse_call(args: &SparseMlaArgs) -> Result<sparse::Call> {
+    unsafe {
+        let lengths = [tensor(args.topk_length), tensor(args.extra_topk_length)];
+        let [own_lengths, extra_lengths] = lengths;
+        let (extra_cache, extra_indices) = (tensor(args.extra_cache), tensor(args.extra_indices));
+        let (extra, unused) = match extra_cache {
+            Some(cache) => {
+                let indices = required("extra_indices", args.extra_indices)?;
+                (Some(sparse::ChosenTokens { cache, indices, lengths: extra_lengths }), [None, None])
+            }
+            None => (None, [extra_indices, extra_lengths]),
+        };
+        Ok(sparse::Call {
+            q: required("q", args.q)?,
+            own: sparse::ChosenTokens {
+                cache: required("cache", args.cache)?,
+                indices: required("indices", args.indices)?,
+                lengths: own_lengths,
+            },
+            extra,
+            unused,
+            sinks: tensor(args.sinks),
+            softmax_scale: args.softmax_scale.as_ref().copied(),
+            has_fp16_positions: args.fp16_positions,
+            stream: args.stream,
+        })
+    }
+}
+
+/// Computes `volta_fa::fwd_sparse_mla`; `outputs` receives out, and softmax_lse and max_logits, both (total_q, nheads).
+///
+/// # Safety
+/// As [`volta_fa_fwd`], with room for 3 pointers.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_fwd_sparse_mla(args: *const SparseMlaArgs, outputs: *mut *mut c_void) -> Status {
+    status("fwd_sparse_mla", || unsafe {
+        release_all(outputs, sparse::forward(&sparse_call(&*args)?)?.map(Some));
+        Ok(())
+    })
+}
+
+/// Rejects what [`volta_fa_fwd_sparse_mla`] rejects, as far as sizes are known.
+///
+/// # Safety
+/// `args` and its handles are valid.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_check_fwd_sparse_mla(args: *const SparseMlaArgs) -> Status {
+    status("fwd_sparse_mla", || unsafe { sparse::check(&sparse_call(&*args)?) })
 }
 
 /// Arguments of `volta_fa::_dropout_mask`, for tests and `return_attn_probs`.

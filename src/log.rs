@@ -136,6 +136,17 @@ pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
     Ok(())
 }
 
+/// Logs the kernels of sparse latent attention.
+pub fn sparse_mla(a: &Attention, select: &PlannedKernel, planned: &DecodePlan) -> Result<()> {
+    if enabled()? {
+        let Attention { batch, seqlen_k, nheads, headdim, dtype, .. } = a;
+        let what = format!("{dtype}, {batch} queries of at most {seqlen_k} tokens, {nheads} heads, headdim {headdim}");
+        let line = format!("{what}: {}, {}", kernel(select, 1), kernel(&planned.kernel, 1));
+        once("sparse MLA", &[*select, planned.kernel], line);
+    }
+    Ok(())
+}
+
 /// Logs a forward kernel of a KV cache.
 pub fn prefill(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {

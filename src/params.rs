@@ -315,6 +315,62 @@ pub struct DecodeParams {
     pub scales: CacheScales,
 }
 
+/// A cache of latents, and the tokens of it that queries chose. Without one all is null or 0.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ChosenTokens {
+    /// Row 0 of page 0, on a boundary of 16 bytes, as are all rows. Bytes, despite the type.
+    pub rows: *const u16,
+    /// From one page to the next, bytes.
+    pub page_stride: i64,
+    /// From one row to the next, bytes.
+    pub row_stride: i64,
+    /// Rows of a page; not 0.
+    pub page_size: i32,
+    /// Tokens of all pages. Other indices are no tokens.
+    pub count: i32,
+    /// (queries, topk): numbers of tokens, counted over all pages.
+    pub indices: *const i32,
+    /// From one query to the next.
+    pub indices_stride: i64,
+    /// Indices of a query.
+    pub topk: i32,
+    /// (queries): indices that count, from the first on; null: all.
+    pub lengths: *const i32,
+}
+
+/// Parameter block of the kernels of sparse MLA: the one that selects tokens, and attention.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SparseMlaParams {
+    /// The attention. Each query is a sequence with one row of q, whose tokens are those of its list; the cache has no addresses.
+    pub decode: DecodeParams,
+    /// The call's cache.
+    pub own: ChosenTokens,
+    /// A second cache of the same format.
+    pub extra: ChosenTokens,
+    /// (queries, 1, nheads, headdim): the given queries. The selecting kernel reads bf16 ones.
+    pub q: Operand,
+    /// Scratch: bf16 queries as fp16, contiguous; null: q is fp16.
+    pub q_fp16: *mut u16,
+    /// Scratch: (queries, nheads), bf16 over fp16 queries, powers of two.
+    pub row_scales: *mut f32,
+    /// Scratch: (queries, list_stride): chosen tokens; ~n for token n of the second cache.
+    pub lists: *mut i32,
+    /// From one query's list to the next.
+    pub list_stride: i64,
+    /// Scratch: (queries), lengths of the lists.
+    pub lengths: *mut i32,
+    /// (nheads); null: none.
+    pub sinks: *const f32,
+    /// Scratch: the sinks, at most 1e30. The attention's sinks.
+    pub finite_sinks: *mut f32,
+    /// (queries, nheads): the largest scaled score of each row; -inf without tokens.
+    pub max_logits: *mut f32,
+    /// Not 0: the last 64 columns of an fp8 row are bf16. 0: fp16.
+    pub tail_is_bf16: i32,
+}
+
 /// Parameter block of all backward kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -112,7 +112,16 @@ fn plans_least_padding_for_every_headdim() {
     }
 }
 
-const CACHED: [Pass; 6] = [Pass::Append, Pass::Dequantize, Pass::Decode, Pass::DecodeMla, Pass::Prefill, Pass::PrefillStreamK];
+const CACHED: [Pass; 8] = [
+    Pass::Append,
+    Pass::Dequantize,
+    Pass::Decode,
+    Pass::DecodeMla,
+    Pass::Prefill,
+    Pass::PrefillStreamK,
+    Pass::SparseSelect,
+    Pass::SparseMla,
+];
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {

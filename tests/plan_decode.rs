@@ -46,6 +46,29 @@ fn plan(a: &Attention, has_long: bool, d: &DeviceLimits) -> DecodePlan {
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 
 #[test]
+fn every_variant_of_sparse_latents_is_chosen() {
+    let is_sparse = |v: &&kernels::Variant| matches!(v.pass, Pass::SparseSelect | Pass::SparseMla);
+    let mut unused: Vec<_> = kernels::variants().filter(is_sparse).map(|v| v.name).collect();
+    for format in [CacheFormat::E4m3, CacheFormat::Unquantized] {
+        for (headdim, heads) in [(576, 8), (576, 16), (576, 17), (576, 128), (512, 16), (512, 32), (512, 64)] {
+            for dtype in [DType::Half, DType::BFloat16] {
+                let cache = Cache { layout: CacheLayout::Entries, entries: 70, rows: 2048, format };
+                let a = Attention { batch: 70, headdim, dtype, keys: Keys::Latents(cache), ..latents(heads, 1) };
+                let p = plan::sparse_mla(&a, &DeviceLimits::V100).unwrap();
+                let v = p.kernel.variant;
+                assert_eq!((i64::from(v.headdim), v.headdim_v, v.cache, v.is_bf16), (headdim, 512, format, dtype == DType::BFloat16));
+                assert_eq!(i64::from(v.block_rows), [16, 32, 64].into_iter().find(|&rows| rows >= heads).unwrap_or(64));
+                let select = plan::sparse_select(&a, 70, &DeviceLimits::V100).unwrap();
+                let of_heads = if dtype == DType::BFloat16 { (heads as u32).div_ceil(8) } else { 0 };
+                assert_eq!(select.blocks, [70, 1 + of_heads]);
+                unused.retain(|name| ![v.name, select.variant.name].contains(name));
+            }
+        }
+    }
+    assert!(unused.is_empty(), "{unused:?}");
+}
+
+#[test]
 fn every_variant_is_chosen_for_some_problem() {
     let mut unused: Vec<_> = kernels::variants()
         .filter(|v| {

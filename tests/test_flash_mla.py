@@ -73,16 +73,17 @@ def test_the_arguments_are_flashmlas():
     parameters = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
     assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == [
         "q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits", "softmax_scale", "causal",
-        "is_fp8_kvcache", "indices",
+        "is_fp8_kvcache", "indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length",
     ]  # fmt: skip
 
 
 WRONG = {
     "head_dim_v": ({"head_dim_v": 576}, ValueError, "head_dim_v: got 576, expected 512"),
     "fp8": ({"is_fp8_kvcache": True}, NotImplementedError, "is_fp8_kvcache: got True, expected False"),
-    "sparse": ({"indices": torch.zeros(2, 1, 64)}, NotImplementedError, r"indices: got a tensor of shape \(2, 1, 64\), expected None"),
-    "table": ({"block_table": None}, NotImplementedError, "block_table: got None"),
-    "lengths": ({"cache_seqlens": None}, NotImplementedError, "cache_seqlens: got None"),
+    "sparse": ({"topk_length": torch.zeros(2)}, ValueError, "topk_length: got a tensor, expected None without indices"),
+    "sink": ({"attn_sink": torch.zeros(16)}, ValueError, "attn_sink: got a tensor, expected None without indices"),
+    "table": ({"block_table": None}, ValueError, "block_table: got None"),
+    "lengths": ({"cache_seqlens": None}, ValueError, "cache_seqlens: got None"),
     "q": ({"q": None}, ValueError, "q: got None, expected a tensor"),
     "heads": ({"k_cache": torch.zeros(4, 64, 2, 576)}, ValueError, "latent_cache: got nheads_k 2"),
     "headdim": ({"k_cache": torch.zeros(4, 64, 1, 512)}, ValueError, "latent_cache: got headdim 512"),
@@ -108,7 +109,5 @@ def test_wrong_metadata():
     lengths = torch.tensor([3, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="num_heads_k: got 2, expected 1"):
         flash_mla.get_mla_metadata(lengths, 16, 2)
-    with pytest.raises(NotImplementedError, match="is_fp8_kvcache: got True"):
-        flash_mla.get_mla_metadata(lengths, 16, 1, is_fp8_kvcache=True)
-    with pytest.raises(NotImplementedError, match="topk: got 2048"):
-        flash_mla.get_mla_metadata(lengths, 16, 1, topk=2048)
+    # of sparse decoding, ignored as the others are
+    flash_mla.get_mla_metadata(lengths, 16, 1, is_fp8_kvcache=True, topk=2048)

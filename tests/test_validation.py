@@ -123,7 +123,18 @@ def test_tensors_without_data_beside_others(backend, good):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
-    "name", ["fwd", "bwd", "fwd_fast", "fwd_kvcache", "fwd_kvcache.append", "fwd_mla", "merge_attention_states", "merge_attention_states_"]
+    "name",
+    [
+        "fwd",
+        "bwd",
+        "fwd_fast",
+        "fwd_kvcache",
+        "fwd_kvcache.append",
+        "fwd_mla",
+        "fwd_sparse_mla",
+        "merge_attention_states",
+        "merge_attention_states_",
+    ],
 )
 def test_none_for_a_required_tensor(name, device):
     name, overload = (name + ".default").split(".")[:2]

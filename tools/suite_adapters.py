@@ -128,10 +128,49 @@ def install_flash_mla(_) -> Callable[[], list[str]]:
     return list
 
 
+def adapt_flash_mla(source: str, options) -> str:
+    # sparse prefill lists its cases where it runs as a program
+    listed = source.replace("if __name__ == '__main__':", "def listed_cases():") if "correctness_cases = [" in source else source
+    before, loop, _ = listed.partition("    is_no_cooldown = lib.is_no_cooldown()")
+    return on_device(before + "    return testcases\n" if loop and "def listed_cases" in before else source, options)
+
+
+def prepare_sparse_flash_mla(module: dict, cases: list, options) -> None:
+    """Makes the cases of FlashMLA's sparse tests that measure no time tests."""
+    import torch
+
+    run = module["test_flash_mla"] if "test_flash_mla" in module else module["run_test"]
+    cases = [case for case in cases if case.num_runs == 0]
+
+    def test_sparse_flash_mla(case):
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device(options.device)
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said):
+                result = run(module["TestParam"](**case))
+        finally:
+            torch.set_default_device(None)
+        assert result is True or getattr(result, "is_correct", False), "; ".join(said.getvalue().splitlines()[2:])
+
+    module["TestParam"].__test__ = False
+    module.pop("test_flash_mla", None)
+    # without the copies of dataclasses.asdict, which turns nested cases into dictionaries
+    grid = [{name: getattr(case, name) for name in vars(case)} for case in cases]
+    module["test_sparse_flash_mla"] = pytest.mark.parametrize("case", grid)(test_sparse_flash_mla)
+
+
 def prepare_flash_mla(module: dict, options) -> None:
     """Makes the cases of the file's own loop tests: all with one KV head, which `volta_fa.flash_mla` has, that measure no time."""
     import torch
 
+    if options.device == "cpu" and "lib" in module:
+        # the cases' tensors are made by a module of FlashMLA that moves them to a GPU
+        torch.Tensor.cuda = lambda self, *_, **__: self
+    if "listed_cases" in module:
+        return prepare_sparse_flash_mla(module, module["listed_cases"](), options)
+    if "gen_testcase" in module:
+        return prepare_sparse_flash_mla(module, [case.to_test_param() for case in module["gen_testcase"]()], options)
     test, param, capability, cases = module["test_flash_mla"], module["TestParam"], torch.cuda.get_device_capability, []
     # the file asserts the GPU that FlashMLA's kernels need
     torch.cuda.get_device_capability = lambda *_: (9, 0)
@@ -374,7 +413,13 @@ SUITES = {
         sample=500,
     ),
     "flash-attn-turing": Suite("flash-attention-turing", ("test_flash_attn.py",), install_flash_attn, adapt_turing, sample=100),
-    "flash-mla": Suite("FlashMLA/tests", ("test_flash_mla_dense_decoding.py",), install_flash_mla, on_device, prepare_flash_mla),
+    "flash-mla": Suite(
+        "FlashMLA/tests",
+        ("test_flash_mla_dense_decoding.py", "test_flash_mla_sparse_prefill.py", "test_flash_mla_sparse_decoding.py"),
+        install_flash_mla,
+        adapt_flash_mla,
+        prepare_flash_mla,
+    ),
     "sdpa": Suite(
         files=("test_transformers.py",),
         left_out={"builds a C++ extension": "PrivateUse1"},

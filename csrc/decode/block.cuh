@@ -32,7 +32,9 @@ struct RowInfo : DraftTokens<kTree> {
 //
 // run() stores the partials of all groups: the state of every row, but the outputs of kRowsAtOnce rows at a time. After each
 // such part it calls finish(first), where `first` is the first of these rows. All threads call finish together.
-template <class Mainloop>
+//
+// Write writes finished rows: WriteOutput or another WriteOutputAs (partials.cuh).
+template <class Mainloop, class Write = WriteOutput>
 struct Block {
     static constexpr int kTokenGroups = Mainloop::kTokenGroups;
 
@@ -76,14 +78,14 @@ struct Block {
                 const int rows = min(tile.rows - first, kRowsAtOnce);
                 __syncthreads();
                 if (tile.blocks == 1) {
-                    combine_partials(p, partials.from(first), kTokenGroups, rows, WriteOutput{p, tile, first});
+                    combine_partials(p, partials.from(first), kTokenGroups, rows, Write{p, tile, first});
                 } else {
                     const long long slot = GlobalPartials::slot(blockIdx.x, tile.first_block);
                     combine_partials(p, partials.from(first), kTokenGroups, rows, WritePartial(p.partials, 0, slot, first));
                 }
                 if (kRowsAtOnce < BLOCK_ROWS) __syncthreads();
             });
-            if (tile.blocks > 1) combine_blocks(p, tile, shared.is_last);
+            if (tile.blocks > 1) combine_blocks<Write>(p, tile, shared.is_last);
             __syncthreads();
         }
         // Rows of packed q that belong to no sequence become NaN.

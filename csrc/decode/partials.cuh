@@ -102,8 +102,10 @@ __device__ __forceinline__ void combine_partials(const DecodeParams& p, const Pa
     }
 }
 
-// Writes a finished row tile: normalized output in its dtype, and softmax_lse. Joins the attention sink, if there is one.
-struct WriteOutput {
+// Writes a finished row tile: normalized output in its dtype, and softmax_lse. Joins the attention sink, if there is one. Without
+// LseHasSink softmax_lse is that of the keys alone.
+template <bool LseHasSink>
+struct WriteOutputAs {
     const DecodeParams& p;
     const WorkTile& s;
     int first;  // row of the tile that row 0 is
@@ -113,6 +115,7 @@ struct WriteOutput {
         row += first;
         const int group = problem.nheads / problem.nheads_k;
         const int query = (s.row + row) / group, head = s.head_k * group + (s.row + row) % group;
+        const float sum_of_keys = state.sum, max_of_keys = state.row_max;
         const float factor = add_sink(p.score_options, head, state.row_max, state.sum);
         const SoftmaxResult result(state.row_max, s.valid ? state.sum : quiet_nan());
         const float scale = result.output_scale * factor;
@@ -127,10 +130,12 @@ struct WriteOutput {
         *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
         if (column == 0) {
             const long long lse_row = CacheSeqlenInfo::lse_row(problem, p.lengths, s.q_offset, s.batch, head);
-            p.softmax_lse[lse_row + query] = result.lse;
+            p.softmax_lse[lse_row + query] =
+                LseHasSink ? result.lse : SoftmaxResult(max_of_keys, s.valid ? sum_of_keys : quiet_nan()).lse;
         }
     }
 };
+using WriteOutput = WriteOutputAs<true>;
 
 // Writes a combined partial to a slot of global memory.
 struct WritePartial {
@@ -157,6 +162,7 @@ constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 16 : BLOCK_ROWS * HEADDI
 
 // Combines the partials of a row tile's blocks. Each block calls it after it has written its own partial. The last block of a
 // group combines the group, and goes on a level up. The last of all writes the output. `is_last` is in shared memory.
+template <class Write>
 __device__ __forceinline__ void combine_blocks(const DecodeParams& p, const WorkTile& s, bool& is_last) {
     int distance = 1;  // between the blocks whose slots hold this level's partials
     int node = blockIdx.x - s.first_block, nodes = s.blocks;
@@ -174,7 +180,7 @@ __device__ __forceinline__ void combine_blocks(const DecodeParams& p, const Work
         if (!is_last) return;
         const GlobalPartials partials = {p.partials, level, s.first_block, first, distance};
         if (nodes <= kRadix) {
-            combine_partials(p, partials, count, s.rows, WriteOutput{p, s, 0});
+            combine_partials(p, partials, count, s.rows, Write{p, s, 0});
             return;
         }
         combine_partials(p, partials, count, s.rows, WritePartial(p.partials, level + 1, slot, 0));

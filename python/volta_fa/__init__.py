@@ -14,6 +14,9 @@ Importing this package loads the native library, which registers
         -> (out, softmax_lse)
     torch.ops.volta_fa.fwd_mla(q, latent_cache, *, <options>)
         -> (out, softmax_lse)
+    torch.ops.volta_fa.fwd_sparse_mla(q, cache, indices, *, topk_length=None, extra_cache=None, extra_indices=None,
+                                      extra_topk_length=None, sinks=None, softmax_scale=None, fp16_positions=False)
+        -> (out, softmax_lse, max_logits)
     torch.ops.volta_fa.fwd_fast(q, k, v, *, <options>)
         -> (out, softmax_lse)
     torch.ops.volta_fa.prepare_fast(k, v, *, cu_seqlens_k=None, max_seqlen_k=None, smooth_k=True, rotate=False, check_lengths=False)
@@ -150,6 +153,21 @@ volta_fa.quantize_kv, not with int4:
     latent_descale  torch.float8_e5m2, torch.float8_e4m3fn: float32 (1,) or (batch, 1); 1 unless given
 
 Callers write the cache.
+
+fwd_sparse_mla: attention of each query to latents that it chose (DeepSeek V3.2, GLM-5; V4 with a second cache), in one softmax:
+
+    q               (total_q, nheads, 576), or 512 columns, which are all values
+    cache           (pages, page_size, 1, columns): q's dtype and columns, or FlashMLA's fp8 rows as torch.float8_e4m3fn, uint8 or int8:
+                    656 bytes beside 576 columns (512 e4m3 codes, four float32 scales, 64 columns of 16 bits), 584 beside 512 (a page
+                    has 448 codes and 64 columns of 16 bits of each row, then seven UE8M0 scales and a byte of padding of each)
+    indices         int32 (total_q, topk): tokens, as page * page_size + row. Numbers outside the cache are no tokens
+    topk_length     int32 (total_q): indices of a query that count, from the first on
+    extra_cache, extra_indices, extra_topk_length: a second cache of the same format, and its tokens
+    sinks           float32 (nheads), also -inf and inf: a logit in the denominator of out. Results leave it out otherwise
+    fp16_positions  the 64 columns of 16 bits of fp8 rows are float16, else bfloat16
+    out             (total_q, nheads, 512); zeros for queries without tokens
+    softmax_lse     float32 (nheads, total_q); inf for queries without tokens
+    max_logits      float32 (nheads, total_q): the largest scaled score; -inf for queries without tokens
 
 fwd_fast: attention for inference with a stated error of about 1% (docs/guides/fast.md): int8 scores and fp16 sums, for GeForce RTX 20xx.
 q, k and v are float16 or bfloat16; tensors that require grad are refused. cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,

@@ -6,6 +6,7 @@ use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Source, Va
 const APPEND: Source = Source::new(&["shared/append/append.cuh"], "append::Kernel");
 const DEQUANTIZE: Source = Source::new(&["shared/dequantize/dequantize.cuh"], "dequantize::Kernel");
 const CAST: Source = Source::new(&["shared/cast/cast.cuh"], "cast::Kernel");
+const SELECT: Source = Source::new(&["shared/select/select.cuh"], "select::Kernel");
 const MERGE: Source = Source::new(&["shared/merge/merge.cuh"], "merge::Kernel");
 
 /// Returns the kernel that appends to caches of one format, for all headdims: it reads the headdim from its parameters.
@@ -26,6 +27,11 @@ pub fn dequantize(family: Family) -> Variant {
 /// SM are 1024 threads, each with 16 bytes of two rows at a time.
 pub fn cast(family: Family) -> Variant {
     Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::Cast, CAST) }
+}
+
+/// Returns the kernel before sparse MLA. A block has the list of a query, or as many of its heads as there are warps.
+pub fn select(family: Family) -> Variant {
+    Variant { block_rows: 1, blocks_per_sm: 4, ..Variant::new(family, Pass::SparseSelect, SELECT) }
 }
 
 /// Returns the kernel for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM are

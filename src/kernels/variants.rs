@@ -199,6 +199,10 @@ pub enum Pass {
     FastPrepare,
     /// out and softmax_lse from int8 scores and fp16 sums
     FastForward,
+    /// lists of the latents that queries chose, and bf16 queries as fp16
+    SparseSelect,
+    /// out and softmax_lse over them
+    SparseMla,
 }
 
 /// The argument of a pass's kernels: a struct of src/params.rs.
@@ -230,11 +234,13 @@ pub enum ParamBlock {
     Cast,
     /// `FastParams`
     Fast,
+    /// `SparseMlaParams`
+    SparseMla,
 }
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 13] = {
+    pub const ALL: [ParamBlock; 14] = {
         use ParamBlock::*;
         [
             Forward,
@@ -250,6 +256,7 @@ impl ParamBlock {
             Dequantize,
             Cast,
             Fast,
+            SparseMla,
         ]
     };
 
@@ -269,6 +276,7 @@ impl ParamBlock {
             ParamBlock::Dequantize => "DequantizeParams",
             ParamBlock::Cast => "CastParams",
             ParamBlock::Fast => "FastParams",
+            ParamBlock::SparseMla => "SparseMlaParams",
         }
     }
 }
@@ -302,7 +310,7 @@ pub struct PassInfo {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 22] = {
+pub const PASSES: [PassInfo; 24] = {
     use {ParamBlock as P, RowKind::*};
     const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
         PassInfo { pass, params, rows, features }
@@ -337,6 +345,8 @@ pub const PASSES: [PassInfo; 22] = {
         row(Pass::Cast, P::Cast, Queries, FeatureSet::NONE),
         row(Pass::FastPrepare, P::Fast, Keys, FeatureSet::of(&[Feature::Lengths])),
         row(Pass::FastForward, P::Fast, Queries, FeatureSet::of(&[Feature::Lengths, Feature::Bias])),
+        row(Pass::SparseSelect, P::SparseMla, Queries, FeatureSet::NONE),
+        row(Pass::SparseMla, P::SparseMla, PackedQueries, FeatureSet::NONE),
     ]
 };
 
@@ -390,6 +400,8 @@ impl Pass {
             Pass::Cast => ("cast", ""),
             Pass::FastPrepare => ("fast_fwd", "prepare"),
             Pass::FastForward => ("fast_fwd", ""),
+            Pass::SparseSelect => ("sparse_select", ""),
+            Pass::SparseMla => ("sparse_mla", ""),
         }
     }
 }
@@ -610,12 +622,16 @@ impl Variant {
             Pass::Forward | Pass::ForwardStreamK | Pass::Prefill | Pass::PrefillStreamK | Pass::FastForward => {
                 format!("{headdim}x{headdim_v}")
             }
-            Pass::Decode => format!("{headdim}x{block_rows}"),
+            Pass::Decode | Pass::SparseMla => format!("{headdim}x{block_rows}"),
             Pass::DecodeMla => block_rows.to_string(),
             // these read the headdim from their parameters
-            Pass::BackwardPreprocess | Pass::BackwardPostprocess | Pass::Merge | Pass::Append | Pass::Dequantize | Pass::Cast => {
-                String::new()
-            }
+            Pass::BackwardPreprocess
+            | Pass::BackwardPostprocess
+            | Pass::Merge
+            | Pass::Append
+            | Pass::Dequantize
+            | Pass::Cast
+            | Pass::SparseSelect => String::new(),
             _ if headdim == headdim_v => headdim.to_string(),
             _ => format!("{headdim}x{headdim_v}"),
         };
@@ -625,7 +641,9 @@ impl Variant {
             Size::Small => "small",
         };
         let format = if self.is_bf16 { "bf16" } else { self.cache.info().kernel_word };
-        let words = [self.family.name, pass, format, &features, stage, &tile, size];
+        // formats of sparse latents go with both types of queries
+        let own_format = if self.is_bf16 { self.cache.info().kernel_word } else { "" };
+        let words = [self.family.name, pass, format, own_format, &features, stage, &tile, size];
         words.into_iter().filter(|word| !word.is_empty()).collect::<Vec<_>>().join("_")
     }
 

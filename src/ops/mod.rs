@@ -14,6 +14,7 @@ mod launches;
 mod lse_gradient;
 pub(crate) mod merge;
 mod scaled;
+pub(crate) mod sparse;
 mod split;
 mod stored_scores;
 mod stream_k;

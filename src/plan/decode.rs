@@ -38,6 +38,14 @@ pub fn decode(a: &Attention, has_long: bool, d: &DeviceLimits) -> Result<DecodeP
     cached_plan(&LAST, (shape, pass, features, rows, has_long), d, || decode_shape(&shape, pass, features, rows, has_long, d))
 }
 
+/// Plans attention to latents that queries chose. Each query is a sequence of its own.
+pub fn sparse_mla(a: &Attention, d: &DeviceLimits) -> Result<DecodePlan> {
+    thread_local!(static LAST: PlanCache<(Shape, i64), DecodePlan> = const { Cell::new(None) });
+    let shape = Shape { cache: a.cache_format(), is_bf16: a.dtype == DType::BFloat16, ..Shape::of(a) };
+    let rows = a.rows_per_kv_head();
+    cached_plan(&LAST, (shape, rows), d, || decode_shape(&shape, Pass::SparseMla, FeatureSet::NONE, rows, false, d))
+}
+
 fn decode_shape(shape: &Shape, pass: Pass, features: FeatureSet, rows: i64, has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {
     let kernels = *COMPILED;
     let [(chosen, reason)] = choose(kernels, [pass], shape, features, d)?;

@@ -17,11 +17,11 @@ mod tokens;
 
 pub use backward::{backward, backward_among, BackwardPlan, BackwardStreamKPlan, BackwardStreamKSchedule, StoredPlan, Tail, STORED_ROWS};
 pub use block::problem_block;
-pub use decode::{decode, DecodePlan};
+pub use decode::{decode, sparse_mla, DecodePlan};
 pub use device::{families, DeviceLimits, FAMILY_VARIABLE};
 pub use fast::{fast, fast_prepare, FastPlan, FAST_MIN_KEYS, FAST_MIN_ROWS};
 pub use features::{features, using, BackwardMode};
 pub use forward::{forward, forward_among, forward_split, prefill};
 pub use kernel::{batch_chunks, PlannedKernel, Reason};
 pub use stream_k::{StreamKPlan, StreamKSchedule};
-pub use tokens::{append, cast, dequantize, merge};
+pub use tokens::{append, cast, dequantize, merge, sparse_select};

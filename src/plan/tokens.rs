@@ -7,7 +7,7 @@ use super::kernel::on_grid;
 use super::kernel::PlannedKernel;
 use crate::error::Result;
 use crate::kernels::{CacheFormat, FeatureSet, Pass, COMPILED};
-use crate::problem::MergedStates;
+use crate::problem::{Attention, DType, MergedStates};
 use crate::tuning::Shape;
 use std::cell::Cell;
 
@@ -36,6 +36,14 @@ pub fn dequantize(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedK
 pub fn cast(rows: i64, heads: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(*COMPILED, [Pass::Cast], &of_tokens(rows, heads), FeatureSet::NONE, d)?;
     Ok(on_grid(kernel, rows, heads))
+}
+
+/// Plans the kernel that lists the tokens of `queries` of the problem's queries, and casts bf16 ones.
+pub fn sparse_select(a: &Attention, queries: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [kernel] = choose(*COMPILED, [Pass::SparseSelect], &of_tokens(queries, 1), FeatureSet::NONE, d)?;
+    // a warp for each head
+    let blocks_of_heads = if a.dtype == DType::BFloat16 { (a.nheads as u64).div_ceil(u64::from(kernel.0.threads / 32)) } else { 0 };
+    Ok(on_grid(kernel, queries, 1 + blocks_of_heads as i64))
 }
 
 /// Returns the shape of a pass over tokens of a KV cache, for any headdim and format.

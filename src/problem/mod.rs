@@ -19,6 +19,7 @@ mod merge;
 mod operands;
 mod scores;
 mod selection;
+mod sparse;
 mod tensor;
 mod tree;
 
@@ -34,4 +35,5 @@ pub use features::{RequestedFeatures, ScoreFunction};
 pub use lengths::validate_lengths;
 pub use merge::{validate_merge, MergedStates};
 pub use selection::validate_kv_indices;
+pub use sparse::{validate_sparse, ChosenTokens};
 pub use tensor::{Backend, DType, Device, Dims, Options, TensorDesc};

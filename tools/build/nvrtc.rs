@@ -5,7 +5,7 @@
 
 use crate::python::Environment;
 use crate::tables::formats::{FormatInfo, FORMATS};
-use crate::tables::variants::{CacheFormat, Feature, FeatureSet, ParamBlock, Variant};
+use crate::tables::variants::{CacheFormat, Feature, FeatureSet, ParamBlock, Pass, Variant};
 use anyhow::{bail, Context, Result};
 use libloading::{Library, Symbol};
 use std::collections::HashSet;
@@ -233,10 +233,11 @@ impl Compiler {
         ] {
             options.push(format!("-D{name}={value}"));
         }
-        if matches!(variant.pass.info().params, ParamBlock::Decode | ParamBlock::Append) {
+        let decodes = variant.pass.info().params == ParamBlock::Decode || variant.pass == Pass::SparseMla;
+        if decodes || variant.pass == Pass::Append {
             options.push(format!("-DCACHE_FORMAT={:?}", variant.cache));
         }
-        if variant.pass.info().params == ParamBlock::Decode {
+        if decodes {
             options.push(format!("-DIS_BF16={}", variant.is_bf16));
         }
         // the scratch layout is in the family's table, for Rust and kernels

@@ -11,6 +11,9 @@
 //   2. Softmax. Each thread sums a few scores of one row, applies mask and softmax, and stores probabilities.
 //   3. Output. All warps multiply the probabilities by their columns of the values.
 //
+// What the tokens are, and who loads them, is a policy: CacheTokens are those of a sequence's pages or entry. SparseTokens
+// (volta/decode/sparse_mla.cuh) are the ones that a query chose.
+//
 // Names: g is an operand (16 columns of Q and K), i a pair of row tiles, mt a row tile of the output, j 64 columns of values, e a
 // lane's element of an accumulator.
 #pragma once
@@ -23,9 +26,25 @@
 
 namespace volta {
 
+// Tokens of a sequence. A policy has
+//
+//   kTokenScales    each token has a scale (scales.cuh)
+//   kScales         tokens or sequences have one
+//   kNanIsInfinity  as in Element (quantized.cuh)
+//   kRowScales      scores of a row have a factor, row_scale()
+//   kMaxLogits      the largest score of each row is wanted, by write_max_logit()
+//   Loader          loads steps of tokens and stages them in shared memory, as LatentLoader of MlaMainloop does
+struct CacheTokens {
+    static constexpr bool kTokenScales = decode::kTokenScales, kScales = decode::kQuantized,
+                          kNanIsInfinity = decode::CacheElement::kNanIsInfinity, kRowScales = false, kMaxLogits = false;
+    template <class Mainloop>
+    using Loader = typename Mainloop::LatentLoader;
+};
+
 // Warps: warps of a block, a multiple of four.
-template <int Warps>
+template <int Warps, class Tokens = CacheTokens>
 class MlaMainloop {
+    friend Tokens;
     static constexpr int kTokens = 16;
     static constexpr int kColumnWarps = 4, kRowWarps = Warps / kColumnWarps, kWarpRows = BLOCK_ROWS / kRowWarps;
     static constexpr int kWarpColumns = HEADDIM_V / kColumnWarps, kRotary = HEADDIM - HEADDIM_V;
@@ -33,11 +52,11 @@ class MlaMainloop {
     static constexpr int kRowPairs = kWarpRows / 16, kTiles = kWarpRows / 8;
     static constexpr int kLoads = kWarpColumns / 64;  // of values: 64 columns of four tokens
     static_assert(Warps * 32 == THREADS && kRowPairs * 16 * kRowWarps == BLOCK_ROWS, "the warps cover BLOCK_ROWS rows");
-    static_assert(kWarpColumns % 64 == 0 && kRotary == 16 * kColumnWarps, "whole operands of a warp");
+    static_assert(kWarpColumns % 64 == 0 && kRotary % (16 * kColumnWarps) == 0 && kRotary <= 16 * kColumnWarps, "whole operands of a warp");
 
-    // Operands of the scores: 16 columns each; the last one is the rotary part. Registers hold as many operands of Q as they
+    // Operands of the scores: 16 columns each; the last one is the rotary part, if there is one. Registers hold as many operands of Q as they
     // have room for. The others lie in shared memory, where only their lane reads them.
-    static constexpr int kOperands = kWarpColumns / 16 + 1;
+    static constexpr int kColumnOperands = kWarpColumns / 16, kOperands = kColumnOperands + kRotary / (16 * kColumnWarps);
     static constexpr int kRegisterOperands = kRowPairs > 1       ? 2
                                              : BLOCKS_PER_SM > 2 ? 5
                                                                  : kOperands,
@@ -114,7 +133,7 @@ class MlaMainloop {
                 x[g] = make_uint4(0, 0, 0, 0);
                 if (exists)
                     x[g] =
-                        load_global(from + (g == kOperands - 1 ? lane.rotary_column() : lane.first_column() + operand_column(g)));
+                        load_global(from + (g == kColumnOperands ? lane.rotary_column() : lane.first_column() + operand_column(g)));
             }
 #pragma unroll
             for (int g = 0; g < kOperands; g++) {
@@ -213,6 +232,9 @@ class MlaMainloop {
         }
     };
 
+    using Loader = typename Tokens::template Loader<MlaMainloop>;
+    friend Loader;
+
     // Multiplies output rows by their factors.
     __device__ __forceinline__ static void rescale(const WarpCoord& lane, const float* factors, Output& o) {
         const float* of = factors + lane.first_row + (lane.t & 1) + 4 * lane.half;
@@ -240,7 +262,7 @@ public:
         const WarpCoord lane;
         Shared& shared = *reinterpret_cast<Shared*>(partials.output);
         const float scale_log2 = p.problem.scale_log2;
-        const float key_scale = decode::kQuantized && !decode::kTokenScales
+        const float key_scale = Tokens::kScales && !Tokens::kTokenScales
                                     ? scale_of_sequence(p.scales.k, s.batch, 0) / decode::CacheElement::kScale
                                     : 1.f;
 
@@ -254,6 +276,8 @@ public:
         SoftmaxRow softmax;
         decode::ProbabilityScale probability_scale;
         bool has_invalid_page = false;
+        float row_scale = 1.f, max_score = negative_infinity();
+        if constexpr (Tokens::kRowScales) row_scale = Tokens::row_scale(p, s, own_row);
 
         const int begin = s.first, end = s.end;
         if (begin < end) {
@@ -263,7 +287,7 @@ public:
             const int count = max(min(position + p.problem.window_right + 1, end) - own_token - visible, 0);
             int token = begin / kTokens * kTokens;
 
-            LatentLoader loader(p, s, token);
+            Loader loader(p, s, token);
             loader.load(p, token, end);
             // After the latents: their loads had to wait for the block table.
             uint4 q[kRegisterOperands][kRowPairs];
@@ -295,7 +319,7 @@ public:
                     for (auto& x : c) clear(x[0]), clear(x[1]);
 #pragma unroll
                     for (int g = 0; g < kOperands; g++) {
-                        const int offset = g == kOperands - 1 ? to_rotary : 2 * operand_column(g);
+                        const int offset = g == kColumnOperands ? to_rotary : 2 * operand_column(g);
                         const uint4 b[2] = {latents(keys[0] + offset), latents(keys[1] + offset)};
 #pragma unroll
                         for (int i = 0; i < kRowPairs; i++) {
@@ -324,7 +348,7 @@ public:
 
                 float x[kThreadScores] = {}, scale[kThreadScores];
 #pragma unroll
-                for (int i = 0; i < kThreadScores; i++) scale[i] = decode::kTokenScales ? shared.scales[own_token + i] : key_scale;
+                for (int i = 0; i < kThreadScores; i++) scale[i] = Tokens::kTokenScales ? shared.scales[own_token + i] : key_scale;
 #pragma unroll
                 for (int w = 0; w < kColumnWarps; w++) {
                     const ThreadScores y = reinterpret_cast<const ThreadScores*>(shared.scores[w])[thread];
@@ -333,8 +357,8 @@ public:
                 }
 #pragma unroll
                 for (int i = 0; i < kThreadScores; i++) {
-                    if constexpr (decode::CacheElement::kNanIsInfinity) x[i] = fmaf(x[i], 0.f, x[i]);
-                    if constexpr (decode::kQuantized) x[i] *= scale[i];
+                    if constexpr (Tokens::kNanIsInfinity) x[i] = fmaf(x[i], 0.f, x[i]);
+                    if constexpr (Tokens::kScales) x[i] *= Tokens::kRowScales ? scale[i] * row_scale : scale[i];
                 }
 #pragma unroll
                 for (int i = 0; i < kThreadScores; i++)
@@ -342,6 +366,7 @@ public:
                 float largest = x[0];
 #pragma unroll
                 for (int i = 1; i < kThreadScores; i++) largest = fmaxf(largest, x[i]);
+                if constexpr (Tokens::kMaxLogits) max_score = fmaxf(max_score, largest);
                 bool moved = __any_sync(~0u, largest > softmax.limit);
                 float factor = 1.f;
                 if (moved) {
@@ -351,7 +376,7 @@ public:
                 }
 #pragma unroll
                 for (int i = 0; i < kThreadScores; i++) x[i] = softmax.probability(x[i], scale_log2);
-                if constexpr (decode::kTokenScales) {
+                if constexpr (Tokens::kTokenScales) {
                     float2 product[kThreadScores / 2];
                     bool exceeds = moved;
 #pragma unroll
@@ -379,7 +404,7 @@ public:
                 }
                 PackedScores packed;
 #pragma unroll
-                for (int i = 0; i < kThreadScores; i += 2) packed.x[i / 2] = decode::pack(x[i], x[i + 1]);
+                for (int i = 0; i < kThreadScores; i += 2) packed.x[i / 2] = Tokens::kTokenScales ? pack_shifted(x[i], x[i + 1]) : pack_probabilities(x[i], x[i + 1]);
                 *reinterpret_cast<PackedScores*>(&shared.probabilities[own_row][own_token]) = packed;
                 shared.factors[own_row] = factor;  // other warps need the factors of these rows if any has moved
                 if (__syncthreads_or(moved)) rescale(lane, shared.factors, o);
@@ -409,14 +434,19 @@ public:
 #pragma unroll
         for (int n = 1; n < kRowThreads; n *= 2) sum += __shfl_xor_sync(~0u, sum, n);
         if (has_invalid_page) sum = quiet_nan();
+        if constexpr (Tokens::kMaxLogits) {
+#pragma unroll
+            for (int n = 1; n < kRowThreads; n *= 2) max_score = fmaxf(max_score, __shfl_xor_sync(~0u, max_score, n));
+            if (thread % kRowThreads == 0) Tokens::write_max_logit(p, s, own_row, max_score);
+        }
         const WarpCoord last;  // recomputed, so that the loop has the registers
         const int last_thread = kept_thread(), last_row = last_thread / kRowThreads;
         if (last_thread % kRowThreads == 0) {
             partials.state[last_row] = {softmax.row_max, sum};
-            if constexpr (decode::kQuantized)
-                shared.factors[last_row] = decode::kTokenScales ? 1.f / probability_scale.inverse : key_scale;
+            if constexpr (Tokens::kScales)
+                shared.factors[last_row] = Tokens::kTokenScales ? 1.f / probability_scale.inverse : key_scale;
         }
-        if constexpr (decode::kQuantized) {
+        if constexpr (Tokens::kScales) {
             __syncthreads();
             finish_values(last, shared.factors, o);
             __syncthreads();
@@ -430,7 +460,7 @@ public:
 
 private:
     __device__ __forceinline__ static void finish_values(const WarpCoord& lane, const float* factors, Output& o) {
-        if constexpr (decode::CacheElement::kNanIsInfinity) {
+        if constexpr (Tokens::kNanIsInfinity) {
 #pragma unroll
             for (auto& x : o)
 #pragma unroll

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import cached, int8_scores, tolerance
+from . import cached, int8_scores, sparse_latents, tolerance
 from .cache_cases import CacheCase, CacheInputs
 from .cases import Case
 from .int8_scores import FastCase, FastInputs
@@ -122,6 +122,9 @@ def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool
     result = KernelResult(variant["name"], variant["family"], variant["pass"])
     if variant["pass"] == "Merge":
         _guarded(result, target, "merging two states", seed, lambda: _check_merge(result, target, seed))
+        return result
+    if variant["pass"] in sparse_latents.PASSES:
+        _guarded(result, target, "sparse latents", seed, lambda: _check_sparse(result, target, variant, seed))
         return result
     if variant["pass"] == "Cast":
         for magnitudes in _CAST_MAGNITUDES:
@@ -294,6 +297,22 @@ def _put_down(result: KernelResult, problem: str, seed: int, error: Error) -> No
         result.worst = Worst(error.share, error.result, error.kind, error.error, error.allowed, problem, seed)
     if not error.share <= 1:
         result.failures.append(f"{error} ({problem}, seed {seed})")
+
+
+def _check_sparse(result: KernelResult, target: Target, variant: dict[str, Any], seed: int) -> None:
+    """Checks the kernels of sparse latents against the fp64 CPU backend."""
+    for place, arguments, expected in sparse_latents.problems(variant, seed):
+        on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
+        runs = []
+        for _ in range(2):
+            with target.running(variant if variant["pass"] == "SparseMla" else None):
+                runs.append(torch.ops.volta_fa.fwd_sparse_mla(**on_device))
+                target.synchronize()
+        for error in sparse_latents.errors(runs[0], expected, arguments):
+            _put_down(result, place, seed, error)
+        for name, value, again in zip(sparse_latents.RESULTS, *runs):
+            if not torch.equal(_bits(value), _bits(again)):
+                result.failures.append(f"{name}: two runs differ ({place}, seed {seed})")
 
 
 def _check_merge(result: KernelResult, target: Target, seed: int) -> None:

@@ -49,6 +49,8 @@ _PASSES = {
     "Append": "KV cache, append",
     "Dequantize": "KV cache, convert",
     "Cast": "bf16 or fp32 to fp16",
+    "SparseSelect": "sparse latents, select",
+    "SparseMla": "sparse latents",
 }
 
 

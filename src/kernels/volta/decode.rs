@@ -12,6 +12,12 @@ const DECODE: Source = Source::new(
 );
 const MLA: Source = Source::new(&["volta/decode/mla.cuh"], "decode::Block<volta::MlaMainloop<THREADS / 32>>");
 
+const SPARSE_MLA: Source = Source::new(
+    &["volta/decode/sparse_mla.cuh"],
+    "decode::Block<volta::MlaMainloop<THREADS / 32, volta::SparseTokens>, decode::WriteOutputAs<false>>",
+)
+.with_arguments("p.decode");
+
 /// Up to 16 rows are one warp's, if its registers hold them: at headdim 256 they hold 16, with keys, values and half of
 /// the queries in shared memory. At headdim 512 two warps share the columns.
 const TILES: [DecodeTile; 16] = [
@@ -114,4 +120,17 @@ pub fn mla_rows() -> impl Iterator<Item = Variant> {
         let first = if row.format.is_quantized() { ([16, 8], 128, 3) } else { ([16, 16], 128, 2) };
         [first].into_iter().chain(MLA_TILES).map(|tile| mla(row.format, tile))
     })
+}
+
+const SPARSE_TILES: [MlaTile; 3] = [([16, 8], 128, 2), MLA_TILES[0], MLA_TILES[1]];
+
+/// Returns the kernels over latents that queries chose (csrc/volta/decode/sparse_mla.cuh): fp8 rows and rows of q's type, of 576 columns
+/// and of 512, beside fp16 and bf16 queries.
+pub fn sparse_mla_rows() -> impl Iterator<Item = Variant> {
+    let formats = [CacheFormat::E4m3, CacheFormat::Unquantized];
+    let kinds = formats.into_iter().flat_map(|format| [576, 512].map(|headdim| (format, headdim)));
+    let rows = kinds.flat_map(|(format, headdim)| {
+        SPARSE_TILES.into_iter().map(move |tile| Variant { headdim, pass: Pass::SparseMla, source: SPARSE_MLA, ..mla(format, tile) })
+    });
+    shared::in_both_types(rows).into_iter()
 }

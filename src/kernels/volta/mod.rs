@@ -25,5 +25,7 @@ pub fn tables() -> Vec<&'static [Variant]> {
         table([shared::cast(VOLTA)]),
         table(decode::decode_rows()),
         table(decode::mla_rows()),
+        table([shared::select(VOLTA)]),
+        table(decode::sparse_mla_rows()),
     ]
 }

@@ -1,0 +1,278 @@
+//! `volta_fa::fwd_sparse_mla`: each query attends to latents that it chose, of one cache or of two, in one softmax.
+//!
+//! Indices and their numbers stay on the device. An index outside its cache is no token, so nothing is read outside of it.
+
+mod gather;
+
+use super::blocks::{at, Blocks};
+use super::inputs::{Inputs, Target};
+use super::launches::{launch_id, Launches};
+use crate::error::Result;
+use crate::launch::{bytes_of, Launcher};
+use crate::log;
+use crate::options::Options;
+use crate::params::{self, CacheFormat, DecodeParams, SparseMlaParams};
+use crate::plan;
+use crate::problem::{self, Attention, Backend, DType};
+use crate::tensor::{self, describe, memory_range, operand, output, readable};
+use std::ffi::c_void;
+use std::ptr::{null, null_mut};
+use tch::{Kind, Tensor};
+
+/// Most bytes of lists and cast queries that exist at a time.
+const SCRATCH_BYTES: i64 = 64 << 20;
+
+/// A cache of latents and the tokens of it that queries chose.
+pub struct ChosenTokens {
+    /// (pages, page_size, 1, columns)
+    pub cache: Tensor,
+    /// int32 (total_q, topk)
+    pub indices: Tensor,
+    /// int32 (total_q): indices that count.
+    pub lengths: Option<Tensor>,
+}
+
+/// Arguments of a call.
+pub struct Call {
+    /// (total_q, nheads, headdim)
+    pub q: Tensor,
+    pub own: ChosenTokens,
+    /// A second cache.
+    pub extra: Option<ChosenTokens>,
+    /// Of extra arguments without a second cache.
+    pub unused: [Option<Tensor>; 2],
+    /// float32 (nheads)
+    pub sinks: Option<Tensor>,
+    pub softmax_scale: Option<f64>,
+    /// The last 64 columns of an fp8 row are fp16, else bf16.
+    pub has_fp16_positions: bool,
+    /// Current stream of q's device.
+    pub stream: *mut c_void,
+}
+
+/// Out (total_q, nheads, 512), and softmax_lse and max_logits, both (total_q, nheads).
+pub type Found = [Tensor; 3];
+
+impl ChosenTokens {
+    fn parts(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.cache, &self.indices].into_iter().chain(&self.lengths)
+    }
+
+    /// Returns some queries' part.
+    fn narrow(&self, first: i64, count: i64) -> Result<ChosenTokens> {
+        Ok(ChosenTokens {
+            cache: self.cache.shallow_clone(),
+            indices: self.indices.f_narrow(0, first, count)?,
+            lengths: self.lengths.as_ref().map(|t| t.f_narrow(0, first, count)).transpose()?,
+        })
+    }
+}
+
+/// Computes a call.
+///
+/// # Errors
+/// Wrong arguments; a device that no kernel runs on.
+pub fn forward(call: &Call) -> Result<Found> {
+    let target = Target::of(&describe(&call.q)?, call.stream)?;
+    let a = validate(call, target.backend())?;
+    let tokens = || std::iter::once(&call.own).chain(&call.extra);
+    match target {
+        _ if a.is_empty() => without_tokens(call, &a),
+        Target::Kernels(launcher) if tokens().all(|t| is_readable(t, &a)) => on_device(call, &a, &*launcher),
+        _ => gather::forward(call, &a),
+    }
+}
+
+/// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data.
+pub fn check(call: &Call) -> Result<()> {
+    validate(call, Backend::Meta).map(|_| ())
+}
+
+fn validate(call: &Call, backend: Backend) -> Result<Attention> {
+    let all = |t: Option<&Tensor>| t.map(describe).transpose();
+    let q = describe(&call.q)?;
+    let (cache, indices, lengths) = (all(Some(&call.own.cache))?, all(Some(&call.own.indices))?, all(call.own.lengths.as_ref())?);
+    let of_extra = call.extra.as_ref();
+    let extra_cache = all(of_extra.map(|t| &t.cache))?;
+    let extra_indices = all(of_extra.map(|t| &t.indices).or(call.unused[0].as_ref()))?;
+    let extra_lengths = all(of_extra.and_then(|t| t.lengths.as_ref()).or(call.unused[1].as_ref()))?;
+    let sinks = all(call.sinks.as_ref())?;
+    let own = problem::ChosenTokens { cache: cache.as_ref(), indices: indices.as_ref(), lengths: lengths.as_ref() };
+    let extra = problem::ChosenTokens { cache: extra_cache.as_ref(), indices: extra_indices.as_ref(), lengths: extra_lengths.as_ref() };
+    problem::validate_sparse(&q, &own, &extra, sinks.as_ref(), call.softmax_scale, backend)
+}
+
+/// Returns the results of queries without tokens.
+fn without_tokens(call: &Call, a: &Attention) -> Result<Found> {
+    let full = |value| Tensor::f_full([a.batch, a.nheads], value, (Kind::Float, call.q.device()));
+    let out = Tensor::f_zeros([a.batch, a.nheads, a.headdim_v], (call.q.kind(), call.q.device()))?;
+    Ok([out, full(f64::INFINITY)?, full(f64::NEG_INFINITY)?])
+}
+
+/// Bytes between rows of a cache as kernels read them: scales may lie at a page's end.
+fn row_stride(t: &Tensor, a: &Attention) -> i64 {
+    match (a.cache_format(), a.headdim) {
+        (CacheFormat::E4m3, 512) => 448 + 64 * 2,
+        _ => t.stride()[1] * t.kind().elt_size_in_bytes() as i64,
+    }
+}
+
+/// Returns true if kernels can read a cache: it has tokens, and rows begin on 16-byte boundaries.
+fn is_readable(tokens: &ChosenTokens, a: &Attention) -> bool {
+    const ALIGNMENT: i64 = 16;
+    let t = &tokens.cache;
+    let page_stride = t.stride()[0] * t.kind().elt_size_in_bytes() as i64;
+    let are_aligned = [t.data_ptr() as i64, page_stride, row_stride(t, a)].iter().all(|n| n % ALIGNMENT == 0);
+    t.size()[0] * t.size()[1] > 0 && are_aligned
+}
+
+/// Fills the block of a cache and of its tokens.
+fn block(tokens: Option<&ChosenTokens>, a: &Attention) -> params::ChosenTokens {
+    let Some(ChosenTokens { cache, indices, lengths }) = tokens else {
+        let (rows, indices, lengths) = (null(), null(), null());
+        return params::ChosenTokens {
+            rows,
+            page_stride: 0,
+            row_stride: 0,
+            page_size: 1,
+            count: 0,
+            indices,
+            indices_stride: 0,
+            topk: 0,
+            lengths,
+        };
+    };
+    let size = cache.size();
+    params::ChosenTokens {
+        rows: cache.data_ptr() as *const u16,
+        page_stride: cache.stride()[0] * cache.kind().elt_size_in_bytes() as i64,
+        row_stride: row_stride(cache, a),
+        page_size: size[1] as i32,
+        count: (size[0] * size[1]) as i32,
+        indices: indices.data_ptr() as *const i32,
+        indices_stride: indices.stride()[0],
+        topk: indices.size()[1] as i32,
+        lengths: lengths.as_ref().map_or(null(), |t| t.data_ptr() as *const i32),
+    }
+}
+
+/// Returns the tokens with rows of indices, and their numbers, that lie together.
+fn together(tokens: &ChosenTokens) -> Result<ChosenTokens> {
+    let ChosenTokens { cache, indices, lengths } = tokens;
+    let rows_lie_together = indices.size()[1] <= 1 || indices.stride()[1] == 1;
+    Ok(ChosenTokens {
+        cache: cache.shallow_clone(),
+        indices: if rows_lie_together { indices.shallow_clone() } else { indices.f_contiguous()? },
+        lengths: lengths.as_ref().map(Tensor::f_contiguous).transpose()?,
+    })
+}
+
+/// Writes what the selecting kernel leaves where not all blocks run, as the simulator times them: all indices count.
+fn stand_in(
+    own: &ChosenTokens,
+    extra: Option<&ChosenTokens>,
+    q: &Tensor,
+    [lists, lengths]: [&Tensor; 2],
+    [q_fp16, row_scales]: [Option<&Tensor>; 2],
+) -> Result<()> {
+    let rows = q.size()[0];
+    // token n of the second cache is ~n
+    let extra = extra.map(|t| t.indices.f_neg()?.f_add_scalar(-1)).transpose()?;
+    let all: Vec<_> = std::iter::once(&own.indices).chain(&extra).collect();
+    lists.f_narrow(0, 0, rows)?.f_copy_(&Tensor::f_cat(&all, 1)?)?;
+    let _ = lengths.shallow_clone().f_fill_(lists.size()[1])?;
+    if let (Some(q_fp16), Some(row_scales)) = (q_fp16, row_scales) {
+        q_fp16.f_narrow(0, 0, rows)?.f_copy_(q)?;
+        let _ = row_scales.shallow_clone().f_fill_(1.0)?;
+    }
+    Ok(())
+}
+
+/// Computes a call that has queries and tokens on kernels, some queries at a time.
+fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Found> {
+    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
+    let is_bf16 = a.dtype == DType::BFloat16;
+    let (own, extra) = (together(&call.own)?, call.extra.as_ref().map(together).transpose()?);
+    let q = readable(&call.q)?.f_unsqueeze(1)?;
+    let sinks = call.sinks.as_ref().map(Tensor::f_contiguous).transpose()?;
+    let out = empty(&[a.batch, 1, a.nheads, a.headdim_v], call.q.kind())?;
+    let of_rows = || empty(&[a.batch, a.nheads], Kind::Float);
+    let (softmax_lse, max_logits) = (of_rows()?, of_rows()?);
+
+    let list = a.seqlen_k;
+    let of_query = 4 * list + if is_bf16 { a.nheads * (2 * a.headdim + 4) } else { 0 };
+    let at_once = (SCRATCH_BYTES / of_query).clamp(1, a.batch);
+    let limits = launcher.limits()?;
+    let decode = plan::sparse_mla(a, &limits)?;
+    let select = plan::sparse_select(a, at_once, &limits)?;
+    log::sparse_mla(a, &select, &decode)?;
+    let lists = empty(&[at_once, list], Kind::Int)?;
+    let lengths = empty(&[at_once], Kind::Int)?;
+    let q_fp16 = if is_bf16 { Some(empty(&[at_once, 1, a.nheads, a.headdim], Kind::Half)?) } else { None };
+    let row_scales = if is_bf16 { Some(empty(&[at_once, a.nheads], Kind::Float)?) } else { None };
+    let finite_sinks = sinks.as_ref().map(|_| empty(&[a.nheads], Kind::Float)).transpose()?;
+    let scratch = empty(&[decode.partials + 2 * decode.semaphores], Kind::Float)?;
+
+    let mut ranges = Vec::new();
+    if launcher.looks_at_memory() {
+        let tokens = own.parts().chain(extra.iter().flat_map(ChosenTokens::parts));
+        ranges.extend([&q].into_iter().chain(&sinks).chain(tokens).map(|t| memory_range("an argument", t, false)));
+        let written = [&out, &softmax_lse, &max_logits, &lists, &lengths, &scratch];
+        let cast = q_fp16.iter().chain(&row_scales).chain(&finite_sinks);
+        ranges.extend(written.into_iter().chain(cast).map(|t| memory_range("a result or scratch", t, true)));
+    }
+    let launches = Launches::begin_with(launcher, ranges);
+    for first in (0..a.batch).step_by(at_once as usize) {
+        let rows = at_once.min(a.batch - first);
+        let given = q.f_narrow(0, first, rows)?;
+        let (own, extra) = (own.narrow(first, rows)?, extra.as_ref().map(|t| t.narrow(first, rows)).transpose()?);
+        let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+        let attended = q_fp16.as_ref().unwrap_or(&given);
+        let inputs = Inputs {
+            q: attended.shallow_clone(),
+            k: attended.shallow_clone(),
+            v: attended.shallow_clone(),
+            appended: None,
+            rng_state: None,
+            options: Options { cache_seqlens: Some(lengths.shallow_clone()), sinks: shared(&finite_sinks), ..Options::default() },
+            stream: call.stream,
+        };
+        let Blocks { q: q_block, cache, problem, lengths: no_lengths, score_options, scales, .. } = Blocks::new(&inputs, a, (0, rows));
+        let params = SparseMlaParams {
+            decode: DecodeParams {
+                q: q_block,
+                out: output(&out, first),
+                softmax_lse: at(&softmax_lse, first * a.nheads),
+                cache,
+                problem,
+                lengths: no_lengths,
+                score_options,
+                max_rows: i32::MAX,
+                num_splits: 0,
+                partials: at(&scratch, 0),
+                semaphores: at(&scratch, decode.partials).cast(),
+                launch_id: launch_id(),
+                scales,
+            },
+            own: block(Some(&own), a),
+            extra: block(extra.as_ref(), a),
+            q: operand(&given, 0),
+            q_fp16: q_fp16.as_ref().map_or(null_mut(), |t| t.data_ptr() as *mut u16),
+            row_scales: row_scales.as_ref().map_or(null_mut(), |t| at(t, 0)),
+            lists: lists.data_ptr() as *mut i32,
+            list_stride: list,
+            lengths: lengths.data_ptr() as *mut i32,
+            sinks: sinks.as_ref().map_or(null(), |t| t.data_ptr() as *const f32),
+            finite_sinks: finite_sinks.as_ref().map_or(null_mut(), |t| at(t, 0)),
+            max_logits: at(&max_logits, first * a.nheads),
+            tail_is_bf16: i32::from(!call.has_fp16_positions),
+        };
+        let select = plan::PlannedKernel { blocks: [rows as u32, select.blocks[1]], ..select };
+        launches.run(&select, 1, bytes_of(&params))?;
+        if !launcher.runs_all_blocks() {
+            stand_in(&own, extra.as_ref(), &given, [&lists, &lengths], [q_fp16.as_ref(), row_scales.as_ref()])?;
+        }
+        launches.run(&decode.kernel, 1, bytes_of(&params))?;
+    }
+    Ok([out.f_squeeze_dim(1)?, softmax_lse, max_logits])
+}

@@ -1,0 +1,438 @@
+"""volta_fa::fwd_sparse_mla: attention of each query to the latents that it chose, of one cache or of two."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from conftest import agreed, on, on_cases
+from test_validation import refused
+from volta_fa import flash_mla
+
+sparse_mla = torch.ops.volta_fa.fwd_sparse_mla
+HOSTILE = (-1, -(2**31), -123456, 2**31 - 1, "count", "count + 5")
+BACKENDS = ["cpu-fp64", "cpu-fp32", "cpu-fp16", "cpu-bf16", "sim", "sim-bf16", "cuda", "cuda-bf16"]
+KERNELS = ["sim", "sim-bf16", "cuda", "cuda-bf16"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`caches`: (tokens of a query, page size, pages) of one cache or of two. `magnitude`: of latents, and queries have its inverse."""
+
+    fp8: bool
+    headdim: int
+    heads: int
+    queries: int
+    caches: tuple[tuple[int, int, int], ...]
+    lengths: bool = False
+    sinks: bool = False
+    magnitude: float = 1.0
+    fp16_positions: bool = False
+    scale: float | None = None
+
+    def __str__(self):
+        caches = "+".join("x".join(map(str, c)) for c in self.caches)
+        flags = "".join(name[0] for name in ("lengths", "sinks", "fp16_positions") if getattr(self, name))
+        kind = "fp8" if self.fp8 else "rows"
+        return f"{kind}-{self.headdim}-h{self.heads}-q{self.queries}-{caches}-{flags}-{self.magnitude:g}-{self.scale}"
+
+
+@dataclass
+class Problem:
+    q: Tensor
+    #: caches as the operator takes them, indices, and their numbers
+    caches: list[Tensor] = field(default_factory=list)
+    indices: list[Tensor] = field(default_factory=list)
+    lengths: list[Tensor | None] = field(default_factory=list)
+    #: what the caches stand for, (tokens, headdim) in fp64
+    numbers: list[Tensor] = field(default_factory=list)
+    sinks: Tensor | None = None
+
+    def options(self, case: Case) -> dict:
+        options = {"topk_length": self.lengths[0], "sinks": self.sinks, "softmax_scale": case.scale}
+        if len(self.caches) > 1:
+            options |= {"extra_cache": self.caches[1], "extra_indices": self.indices[1], "extra_topk_length": self.lengths[1]}
+        return {**options, "fp16_positions": case.fp16_positions}
+
+
+def quantized(x: Tensor, page_size: int, positions: torch.dtype, generator) -> tuple[Tensor, Tensor]:
+    """Returns a cache in FlashMLA's fp8 format, written a byte at a time, and what it stands for, from rows (tokens, headdim) in fp32."""
+    tokens, headdim = x.shape
+    columns, tile = (512, 128) if headdim == 576 else (448, 64)
+    parts = x[:, :columns].unflatten(1, (-1, tile))
+    scale = parts.abs().amax(-1) / 448 + 1e-30
+    if headdim == 512:
+        exponents = torch.frexp(scale).exponent.clamp(-126, 126)
+        scale = torch.exp2(exponents.float())
+        exponents = (exponents + 127).to(torch.uint8)
+    codes = (parts / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    tail = x[:, columns:].to(positions)
+    numbers = torch.cat([(codes.double() * scale.double().unsqueeze(-1)).flatten(1), tail.double()], 1)
+    codes, tail = codes.flatten(1).view(torch.uint8), tail.view(torch.uint8)
+    pages = tokens // page_size
+    row = 656 if headdim == 576 else 584
+    # pages further apart than their bytes
+    padded = torch.randint(0, 256, (pages, -(-(page_size * row + 40) // 16) * 16), dtype=torch.uint8, generator=generator)
+    for page in range(pages):
+        own = slice(page * page_size, (page + 1) * page_size)
+        if headdim == 576:
+            data = torch.cat([codes[own], scale[own].view(torch.uint8), tail[own]], 1)
+            padded[page, : page_size * row] = data.flatten()
+        else:
+            padded[page, : page_size * 576] = torch.cat([codes[own], tail[own]], 1).flatten()
+            padding = torch.full((page_size, 1), 255, dtype=torch.uint8)
+            padded[page, page_size * 576 : page_size * row] = torch.cat([exponents[own], padding], 1).flatten()
+    cache = padded[:, : page_size * row].unflatten(1, (page_size, 1, row))
+    return cache.view(torch.float8_e4m3fn), numbers
+
+
+def draw(backend, case: Case) -> Problem:
+    g = torch.Generator().manual_seed(backend.seed)
+    device, dtype = backend.device, backend.dtype
+
+    def normal(*sizes):
+        return torch.randn(*sizes, generator=g)
+
+    q = (normal(case.queries, case.heads, case.headdim) / case.magnitude).to(dtype)
+    problem = Problem(q=q.to(device))
+    for topk, page_size, pages in case.caches:
+        count = page_size * pages
+        x = normal(count, case.headdim) * case.magnitude * torch.exp2(torch.randint(-3, 4, (count, 1), generator=g))
+        if case.fp8:
+            cache, numbers = quantized(x, page_size, torch.float16 if case.fp16_positions else torch.bfloat16, g)
+        else:
+            cache = x.to(dtype).view(pages, page_size, 1, case.headdim)
+            numbers = cache.double().view(count, -1)
+        hostile = torch.tensor([eval(str(n), {"count": count}) for n in HOSTILE])
+        index = torch.randint(0, count, (case.queries, topk), generator=g)
+        replaced = torch.rand(case.queries, topk, generator=g) < 0.2
+        index = torch.where(replaced, hostile[torch.randint(0, len(hostile), index.shape, generator=g)], index).int()
+        if case.queries > 2:
+            index[1] = -1
+        # what no query chose is NaN
+        lengths = torch.randint(-2, topk + 4, (case.queries,), generator=g).int() if case.lengths else None
+        problem.caches.append(cache.to(device))
+        problem.indices.append(index.to(device))
+        problem.lengths.append(None if lengths is None else lengths.to(device))
+        problem.numbers.append(numbers)
+    if case.sinks:
+        sinks = normal(case.heads)
+        sinks[::5], sinks[1::5] = -math.inf, math.inf
+        problem.sinks = sinks.to(device)
+    return problem
+
+
+def exact(problem: Problem, case: Case) -> list[Tensor]:
+    """Returns out, softmax_lse and max_logits in fp64, written a query at a time. And for each row the largest magnitude of a value, and
+    the largest product of the lengths of query and key."""
+    scale = case.headdim**-0.5 if case.scale is None else case.scale
+    results = []
+    for query in range(case.queries):
+        chosen = []
+        for index, lengths, numbers in zip(problem.indices, problem.lengths, problem.numbers):
+            own = index[query].cpu()
+            own = own if lengths is None else own[: max(int(lengths[query]), 0)]
+            chosen.append(numbers[own[(own >= 0) & (own < len(numbers))].long()])
+        keys = torch.cat(chosen)
+        heads = case.heads
+        if not len(keys):
+            inf = torch.full((heads,), math.inf, dtype=torch.float64)
+            ones = torch.ones(heads, dtype=torch.float64)
+            results.append((torch.zeros(heads, 512, dtype=torch.float64), inf, -inf, ones, ones))
+            continue
+        scores = problem.q[query].cpu().double() @ keys.T * scale
+        lse, largest = scores.logsumexp(1), scores.amax(1)
+        p = (scores - lse.unsqueeze(1)).exp()
+        if problem.sinks is not None:
+            p /= 1 + (problem.sinks.cpu().double() - lse).exp().unsqueeze(1)
+        magnitude = (p @ keys[:, :512].square()).sqrt().amax(1)
+        products = problem.q[query].cpu().double().norm(dim=1) * keys.norm(dim=1).max() * abs(scale)
+        results.append((p @ keys[:, :512], lse, largest, magnitude, products))
+    return [torch.stack(x) for x in zip(*results)]
+
+
+def check(backend, case: Case, found: tuple[Tensor, Tensor, Tensor], problem: Problem):
+    out, lse, max_logits = (t.cpu().double() for t in found)
+    expected, expected_lse, expected_max, magnitude, products = exact(problem, case)
+    assert out.shape == expected.shape and lse.shape == (case.heads, case.queries) == max_logits.shape
+    assert found[0].dtype == problem.q.dtype
+    rounding = {torch.float64: 2e-7, torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}[problem.q.dtype]
+    # kernels round queries, keys and probabilities to fp16, the CPU backend to fp32
+    of_scores, of_values = (1e-4, 2e-3) if backend.name in KERNELS else (3e-7, 3e-6)
+    score_error = of_scores * (1 + products)
+    tolerance = rounding * expected.abs() + (of_values + 2 * score_error).unsqueeze(-1) * magnitude.unsqueeze(-1)
+    assert ((out - expected).abs() <= tolerance).all(), ((out - expected).abs() / tolerance).max()
+    for name, x, y in (("softmax_lse", lse, expected_lse.T), ("max_logits", max_logits, expected_max.T)):
+        error = torch.where(x == y, 0, (x - y).abs())
+        assert (error <= score_error.T).all(), f"{name}: {error.max()}, {(error / score_error.T).max()} of what is allowed"
+
+
+def run(backend, case: Case, problem: Problem):
+    arguments = problem.q, problem.caches[0], problem.indices[0]
+    names = "out", "softmax_lse", "max_logits"
+    return agreed([sparse_mla(*arguments, **problem.options(case)) for _ in backend._runs(problem.q)], *names)
+
+
+CASES = [
+    Case(True, 576, 16, 3, ((40, 64, 3),)),
+    Case(True, 576, 128, 3, ((65, 2, 100),), lengths=True, sinks=True),
+    Case(True, 576, 5, 4, ((33, 69, 2), (17, 61, 2)), lengths=True, sinks=True),
+    Case(True, 512, 64, 3, ((40, 64, 3),)),
+    Case(True, 512, 40, 4, ((128, 64, 3), (50, 2, 64)), lengths=True, sinks=True),
+    Case(True, 512, 8, 4, ((1, 256, 1), (7, 53, 2)), sinks=True, scale=-0.03),
+    Case(False, 576, 128, 3, ((70, 200, 1),), sinks=True),
+    Case(False, 512, 33, 3, ((70, 100, 2), (16, 7, 9)), lengths=True, sinks=True),
+    Case(False, 576, 16, 1, ((1, 1, 1),)),
+]
+FP16_POSITIONS = [Case(True, 576, 16, 3, ((40, 64, 3),), fp16_positions=True), Case(True, 512, 16, 3, ((9, 3, 7),), fp16_positions=True)]
+SHARED = [
+    Case(True, 576, 128, 2, ((1500, 64, 40),), sinks=True),
+    Case(True, 512, 16, 2, ((600, 64, 12), (900, 2, 600)), lengths=True, sinks=True),
+    Case(False, 576, 20, 3, ((900, 1000, 1),)),
+]
+MAGNITUDES = [
+    Case(fp8, headdim, 16, 3, ((40, 64, 3),), sinks=True, magnitude=2.0**exponent)
+    for fp8, headdim in ((True, 576), (True, 512), (False, 576), (False, 512))
+    for exponent in (-36, -20, 20, 30)
+]
+
+
+@on_cases((BACKENDS, CASES + FP16_POSITIONS), (KERNELS, SHARED), (["cpu-bf16", "sim-bf16", "cuda-bf16"], MAGNITUDES))
+def test_against_fp64(backend, case):
+    problem = draw(backend, case)
+    check(backend, case, run(backend, case, problem), problem)
+
+
+@on("cpu-fp32", "sim", "sim-bf16", "cuda")
+@pytest.mark.parametrize("fp8", [True, False])
+def test_what_is_not_chosen_is_not_read(backend, fp8):
+    """NaN in all other tokens, and the result keeps its bits."""
+    case = Case(fp8, 576, 16, 3, ((40, 64, 3),), lengths=True)
+    problem = draw(backend, case)
+    expected = run(backend, case, problem)
+    index, lengths = problem.indices[0].cpu(), problem.lengths[0].cpu()
+    counts = torch.arange(40) < lengths.clamp(0, 40).unsqueeze(1)
+    chosen = index[counts & (index >= 0) & (index < 192)].long()
+    others = torch.ones(192, dtype=torch.bool)
+    others[chosen] = False
+    cache = problem.caches[0]
+    page, row = torch.nonzero(others).squeeze(1).to(backend.device).div(64, rounding_mode="floor"), torch.nonzero(others).squeeze(1) % 64
+    bytes_of = cache.view(torch.uint8) if fp8 else cache
+    bytes_of[page, row.to(backend.device)] = 255 if fp8 else math.nan
+    for name, a, b in zip(("out", "softmax_lse", "max_logits"), run(backend, case, problem), expected):
+        assert torch.equal(a, b), name
+
+
+@on("cpu-fp32", "sim", "sim-bf16", "cuda")
+@pytest.mark.parametrize("headdim", [576, 512])
+def test_a_code_of_nan(backend, headdim):
+    """A NaN in a chosen token makes the query's rows NaN, and no other's."""
+    case = Case(True, headdim, 16, 2, ((20, 64, 2),))
+    problem = draw(backend, case)
+    problem.indices[0][0] = torch.arange(20)
+    problem.indices[0][1] = torch.arange(20) + 40
+    problem.caches[0].view(torch.uint8)[0, 3].flatten()[5] = 0x7F
+    out, lse, _ = run(backend, case, problem)
+    assert out[0].isnan().all() and lse[:, 0].isnan().all()
+    assert not out[1].isnan().any() and not lse[:, 1].isnan().any()
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_tokens_count_as_often_as_they_are_chosen(backend):
+    case = Case(True, 576, 16, 1, ((4, 64, 2),))
+    problem = draw(backend, case)
+    problem.indices[0][0] = torch.tensor([7, 9, 7, -1])
+    check(backend, case, run(backend, case, problem), problem)
+
+
+@on("sim", "sim-bf16", "cuda")
+def test_some_queries_at_a_time(backend):
+    """The scratch memory of a launch has a limit."""
+    case = Case(True, 512, 4, 70, ((3, 16, 5),), sinks=True)
+    problem = draw(backend, case)
+    # long lists, nearly all of them padding
+    problem.indices[0] = torch.cat([problem.indices[0], torch.full((70, 1 << 18), -1, dtype=torch.int32, device=backend.device)], 1)
+    check(backend, case, run(backend, case, problem), problem)
+
+
+@on("cpu-fp32", "sim", "sim-bf16", "cuda")
+@pytest.mark.parametrize("which", ["q", "indices", "cache off 16 bytes", "no tokens", "no page", "no queries"])
+def test_layouts(backend, which):
+    case = Case(False, 576, 16, 3, ((24, 10, 9),), sinks=True)
+    problem = draw(backend, case)
+    if which == "q":
+        problem.q = torch.cat([problem.q, problem.q], -1)[..., 4 : 4 + 576]
+    elif which == "indices":
+        problem.indices[0] = problem.indices[0].t().contiguous().t()
+    elif which == "cache off 16 bytes":
+        wide = torch.zeros(9, 10, 1, 580, dtype=problem.q.dtype, device=backend.device)
+        wide[..., 3:579] = problem.caches[0]
+        problem.caches[0] = wide[..., 3:579]
+    elif which == "no tokens":
+        problem.indices[0] = problem.indices[0][:, :0]
+    elif which == "no page":
+        problem.caches[0], problem.numbers[0] = problem.caches[0][:0], problem.numbers[0][:0]
+    elif which == "no queries":
+        case = Case(False, 576, 16, 0, ((24, 10, 9),), sinks=True)
+        problem.q, problem.indices[0] = problem.q[:0], problem.indices[0][:0]
+        out, lse, max_logits = run(backend, case, problem)
+        assert out.shape == (0, 16, 512) and lse.shape == max_logits.shape == (16, 0)
+        return
+    check(backend, case, run(backend, case, problem), problem)
+
+
+@on("cpu-fp32", "sim")
+def test_nothing_is_read_on_the_host(backend):
+    """As CUDA graphs need it."""
+    case = CASES[2]
+    problem = draw(backend, case)
+    backend.simulate()
+    with torch.profiler.profile() as profiler:
+        sparse_mla(problem.q, problem.caches[0], problem.indices[0], **problem.options(case))
+    called = {event.name for event in profiler.events()}
+    assert "volta_fa::fwd_sparse_mla" in called
+    assert not called & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+
+
+@on("cuda")
+def test_cuda_graph(backend):
+    case = Case(True, 576, 128, 4, ((200, 64, 20),), lengths=True, sinks=True)
+    problem = draw(backend, case)
+    options = problem.options(case)
+    sparse_mla(problem.q, problem.caches[0], problem.indices[0], **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = sparse_mla(problem.q, problem.caches[0], problem.indices[0], **options)
+    for seed in range(3):
+        g = torch.Generator().manual_seed(seed)
+        problem.indices[0].copy_(torch.randint(-5, 1400, problem.indices[0].shape, generator=g).int())
+        problem.lengths[0].copy_(torch.randint(0, 200, (4,), generator=g).int())
+        graph.replay()
+        check(backend, case, found, problem)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_opcheck(backend):
+    case = CASES[2]
+    problem = draw(backend, case)
+    backend.simulate()
+    opcheck(sparse_mla.default, (problem.q, problem.caches[0].view(torch.uint8), problem.indices[0]), {
+        **problem.options(case), "extra_cache": problem.caches[1].view(torch.uint8),
+    })  # fmt: skip
+
+
+@on("cpu-fp32", "cuda")
+def test_compiled(backend):
+    case = CASES[1]
+    problem = draw(backend, case)
+    options = problem.options(case)
+    expected = sparse_mla(problem.q, problem.caches[0], problem.indices[0], **options)
+    compiled = torch.compile(lambda q, cache, indices: sparse_mla(q, cache, indices, **options), backend="aot_eager", fullgraph=True)
+    for a, b in zip(compiled(problem.q, problem.caches[0], problem.indices[0]), expected):
+        assert torch.equal(a, b)
+
+
+# ---- FlashMLA's functions ----------------------------------------------------------------------------------------------
+
+
+@on("cpu-fp32", "cpu-bf16", "sim-bf16", "cuda-bf16")
+@pytest.mark.parametrize("headdim", [576, 512])
+def test_decoding_as_flash_mla(backend, headdim):
+    """Lengths are of sequences, and each query has indices of its own."""
+    case = Case(True, headdim, 64, 6, ((30, 64, 3), (9, 2, 40)), lengths=True, sinks=True)
+    problem = draw(backend, case)
+    for n, lengths in enumerate(problem.lengths):
+        problem.lengths[n] = lengths.view(2, 3)[:, :1].expand(2, 3).flatten()
+    backend.simulate()
+    in_sequences = [index.unflatten(0, (2, 3)) for index in problem.indices]
+    of_sequences = [lengths[::3].contiguous() for lengths in problem.lengths]
+    metadata, _ = flash_mla.get_mla_metadata()
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        problem.q.unflatten(0, (2, 3)), problem.caches[0], None, None, 512, metadata, None, case.scale, False, True, in_sequences[0],
+        problem.sinks, problem.caches[1], in_sequences[1], of_sequences[0], of_sequences[1],
+    )  # fmt: skip
+    assert out.shape == (2, 3, 64, 512) and lse.shape == (2, 64, 3)
+    _, _, max_logits = sparse_mla(problem.q, problem.caches[0], problem.indices[0], **problem.options(case))
+    check(backend, case, (out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1).t(), max_logits), problem)
+
+
+@on("cpu-fp32", "cpu-bf16", "sim-bf16", "cuda-bf16")
+@pytest.mark.parametrize("headdim", [576, 512])
+def test_prefill_as_flash_mla(backend, headdim):
+    case = Case(False, headdim, 64, 5, ((50, 90, 1),), lengths=True, sinks=True, scale=0.05)
+    problem = draw(backend, case)
+    backend.simulate()
+    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(
+        problem.q, problem.caches[0][0], problem.indices[0].unsqueeze(1), 0.05, 512, problem.sinks, problem.lengths[0]
+    )
+    assert lse.shape == max_logits.shape == (5, 64)
+    check(backend, case, (out, lse.t(), max_logits.t()), problem)
+
+
+# ---- wrong arguments ---------------------------------------------------------------------------------------------------
+
+Q = torch.zeros(3, 4, 576)
+GOOD = {"q": Q, "cache": torch.zeros(2, 64, 1, 576), "indices": torch.zeros(3, 5, dtype=torch.int32)}
+FP8 = torch.zeros(2, 64, 1, 656, dtype=torch.uint8)
+INTS = torch.zeros(3, dtype=torch.int32)
+WRONG = {
+    "q rank": ({"q": torch.zeros(1, 3, 4, 576)}, "q: got a tensor of rank 4", "(total_q, nheads, headdim)"),
+    "headdim": ({"q": torch.zeros(3, 4, 192)}, "q: got headdim 192", "576"),
+    "dtype": ({"q": Q.int()}, "q: got dtype torch.int32"),
+    "cache rank": ({"cache": torch.zeros(64, 1, 576)}, "cache: got a tensor of rank 3"),
+    "cache dtype": ({"cache": torch.zeros(2, 64, 1, 576, dtype=torch.float16)}, "cache: got dtype torch.float16", "torch.float32, q's"),
+    "columns": ({"cache": torch.zeros(2, 64, 1, 512)}, "cache: got shape (2, 64, 1, 512)", "576"),
+    "bytes": ({"cache": FP8[..., :584]}, "cache: got shape (2, 64, 1, 584)", "656"),
+    "rows apart": ({"cache": torch.zeros(2, 64, 1, 700, dtype=torch.uint8)[..., :656]}, "cache: got stride 700", "656"),
+    "heads": ({"cache": torch.zeros(2, 64, 2, 576)}, "cache: got shape (2, 64, 2, 576)"),
+    "indices dtype": ({"indices": GOOD["indices"].long()}, "indices: got dtype torch.int64", "torch.int32"),
+    "indices shape": ({"indices": GOOD["indices"][:2]}, "indices: got shape (2, 5)", "(total_q, topk)"),
+    "lengths": ({"topk_length": INTS[:2]}, "topk_length: got shape (2)", "(total_q,)"),
+    "lengths dtype": ({"topk_length": INTS.long()}, "topk_length: got dtype torch.int64"),
+    "extra indices": ({"extra_indices": GOOD["indices"]}, "extra_cache: got None", "extra_indices"),
+    "extra lengths": ({"extra_topk_length": INTS}, "extra_cache: got None", "extra_topk_length"),
+    "extra cache": ({"extra_cache": GOOD["cache"]}, "extra_indices: got None"),
+    "extra format": ({"extra_cache": FP8, "extra_indices": GOOD["indices"]}, "extra_cache: got fp8 elements", "the format of cache"),
+    "sinks": ({"sinks": torch.zeros(3)}, "sinks: got shape (3)", "(nheads,)"),
+    "sinks dtype": ({"sinks": torch.zeros(4, dtype=torch.float16)}, "sinks: got dtype torch.float16"),
+    "scale": ({"softmax_scale": math.inf}, "softmax_scale: got inf"),
+    "device": ({"cache": GOOD["cache"].to("meta")}, "cache: got device meta"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    wrong, *words = WRONG[name]
+    sparse_mla(**GOOD)
+    refused(lambda: sparse_mla(**{**GOOD, **wrong}), ValueError, "volta_fa::fwd_sparse_mla", *words)
+
+
+WRONG_OF_FLASH_MLA = {
+    "causal": ({"causal": True}, "causal: got True, expected False"),
+    "fp8": ({"is_fp8_kvcache": False}, "is_fp8_kvcache: got False, expected True"),
+    "indices": ({"indices": torch.zeros(3, 5, dtype=torch.int32)}, r"indices: got shape \(3, 5\)"),
+    "descale": ({"descale_k": torch.ones(1)}, "descale_k: got a tensor, expected None"),
+    "positions": ({"positions_dtype": torch.float32}, "positions_dtype: got torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OF_FLASH_MLA)
+def test_wrong_arguments_of_flash_mla(name):
+    wrong, message = WRONG_OF_FLASH_MLA[name]
+    good = {
+        "q": Q.unsqueeze(0), "k_cache": FP8, "block_table": None, "cache_seqlens": None, "head_dim_v": 512, "is_fp8_kvcache": True,
+        "indices": torch.zeros(1, 3, 5, dtype=torch.int32),
+    }  # fmt: skip
+    flash_mla.flash_mla_with_kvcache(**good)
+    with pytest.raises(ValueError, match=message):
+        flash_mla.flash_mla_with_kvcache(**{**good, **wrong})
+    prefill = {"q": Q, "kv": torch.zeros(9, 1, 576), "indices": torch.zeros(3, 1, 5, dtype=torch.int32), "sm_scale": 0.1}
+    flash_mla.flash_mla_sparse_fwd(**prefill)
+    for wrong, message in ({"d_v": 576}, "d_v: got 576"), ({"kv": torch.zeros(9, 576)}, r"kv: got shape \(9, 576\)"):
+        with pytest.raises(ValueError, match=message):
+            flash_mla.flash_mla_sparse_fwd(**{**prefill, **wrong})
