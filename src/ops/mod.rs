@@ -75,7 +75,9 @@ fn forward_on_cpu(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 
 /// Computes `volta_fa::bwd`.
 pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
-    let (target, a, described) = prepare(inputs, DensePass::Backward)?;
+    let (target, mut a, described) = prepare(inputs, DensePass::Backward)?;
+    // gradients sum over rows: the option says nothing about them
+    a.features.batch_invariant = false;
     let saved = &Saved { dout: readable_gradient(&saved.dout)?, ..saved.share() };
     validate_backward(inputs, saved, &described, &a, target.dense_backend())?;
     let dlse = saved.dlse.as_ref().map(|dlse| lse_gradient::of_visible_rows(dlse, &saved.softmax_lse)).transpose()?;

@@ -239,6 +239,9 @@ impl Compiler {
         if variant.pass.info().params == ParamBlock::Decode {
             options.push(format!("-DIS_BF16={}", variant.is_bf16));
         }
+        if variant.is_batch_invariant {
+            options.push("-DBATCH_INVARIANT".into());
+        }
         // the scratch layout is in the family's table, for Rust and kernels
         if let (ParamBlock::Backward | ParamBlock::BackwardStreamK | ParamBlock::BackwardStored, Some(scratch)) =
             (variant.pass.info().params, variant.family.scratch)

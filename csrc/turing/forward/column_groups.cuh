@@ -13,6 +13,7 @@
 // lane's accumulators, so that partial scores and probabilities move between equal lanes of different warps.
 #pragma once
 
+#include "batch_invariant.cuh"
 #include "forward/block.cuh"
 #include "forward/pages.cuh"
 #include "turing/forward/layout.cuh"
@@ -206,7 +207,7 @@ struct ForwardColumnGroups {
         const Mask mask = mask_of(problem, sequence);
         const auto place = [&] { return Place(base, remat_thread_index()); };
 
-        int key = mask.key_first(block.row);
+        int key = first_step<kStep>(mask.key_first(block.row));
         if (kHasScoreFeatures) key &= ~3;  // bias and random numbers come in groups of 4 keys
         if (kPaged) key &= ~(kPageGroup - 1);
         const int key_end = keep_in_register(mask.key_end(block.row, kBlockRows));

@@ -150,7 +150,7 @@ struct ForwardRegisterQ {
                 if (kPaged && inside) q[mt][c] = flipped(load_global(q_row + c * kChunk), problem.sign_flip);
             }
         }
-        int key = block.template key_first<kStep>(mask);
+        int key = first_step<kStep>(block.template key_first<kStep>(mask));
         if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
         if constexpr (kPaged) {
