@@ -416,18 +416,22 @@ private:
             float factor[RowTiles];
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
-                if constexpr (kBatchInvariant) {  // the unit of a row moves with that row alone
-                    bool own = row_moved[mt];
+                [[maybe_unused]] bool own = row_moved[mt];
+                if constexpr (kBatchInvariant) {
 #pragma unroll
                     for (int tile = 0; tile < kStepTiles; tile++) own |= ProbabilityScale::exceeds(product[tile][mt]);
-                    factor[mt] = 1.f;
-                    if (!(row_max<Layout>(own ? 1.f : 0.f) > 0.f)) continue;
+                    own = row_max<Layout>(own ? 1.f : 0.f) > 0.f;
                 }
                 float m = 0.f;
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++)
                     m = fmaxf(m, fmaxf(p[tile][mt].x * kPackedOne * scale[tile].x, p[tile][mt].y * kPackedOne * scale[tile].y));
-                factor[mt] = probability_scale[mt].update(row_max<Layout>(m));
+                if constexpr (kBatchInvariant) {  // the unit of a row moves with that row alone
+                    const float of_row = row_max<Layout>(m);  // before the branch: all lanes shuffle
+                    factor[mt] = own ? probability_scale[mt].update(of_row) : 1.f;
+                } else {
+                    factor[mt] = probability_scale[mt].update(row_max<Layout>(m));
+                }
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++) {
                     product[tile][mt] = probability_scale[mt].scaled(p[tile][mt], scale[tile]);

@@ -92,7 +92,7 @@ __device__ __forceinline__ void join_splits(const DecodeParams& p, const SplitTi
     if (!is_last) return;
     const SplitSlots slots(p);
     const int chunks = p.problem.headdim_v / kColumns;
-    constexpr int kAhead = 4;  // parts that a thread loads at once
+    constexpr int kAhead = 8;  // parts that a thread loads at once
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.rows * chunks; i += THREADS) {
         const int row = i / chunks, column = i % chunks * kColumns;

@@ -14,7 +14,7 @@
 namespace decode {
 
 // Tokens of a split. Fewer splits than blocks leave SMs idle; many splits take time to begin and to join.
-constexpr int kSplitTokens = 1024;
+constexpr int kSplitTokens = 512;
 static_assert(kSplitTokens % kStepTokens == 0, "splits are whole steps");
 
 // A split of a row tile. blocks: the row tile's splits; first_block: number of this one among them.

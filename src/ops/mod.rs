@@ -52,6 +52,10 @@ fn forward_on(target: &Target, inputs: &Inputs, a: &Attention) -> Result<(Tensor
 
 /// Computes a problem of fp32 tensors in full precision. The CPU backend takes what the simulator has no kernel for.
 fn forward_in_fp32(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    if a.features.batch_invariant {
+        let expected = "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows torch.float32";
+        return Err(Error::value("q", "dtype torch.float32 with batch_invariant", expected));
+    }
     let (headdim, most) = (a.headdim.max(a.headdim_v), MAX_FP32_HEADDIM);
     let RequestedFeatures { dropout_p, block_mask, .. } = a.features;
     if headdim <= most && dropout_p == 0.0 && !block_mask {

@@ -45,7 +45,7 @@ pub fn decode(a: &Attention, has_long: bool, d: &DeviceLimits) -> Result<DecodeP
 }
 
 /// Tokens of a split of batch-invariant kernels (kSplitTokens in csrc/decode/split_scheduler.cuh).
-const SPLIT_TOKENS: i64 = 1024;
+const SPLIT_TOKENS: i64 = 512;
 /// Most memory for partial results of batch-invariant kernels, bytes. If those of all splits need more, each row tile has one block,
 /// which keeps one partial result. Both give the same bits.
 const MAX_SPLIT_BYTES: i64 = 256 << 20;
@@ -71,7 +71,14 @@ fn of_fixed_splits(plan: DecodePlan, a: &Attention) -> DecodePlan {
     }
 }
 
-fn decode_shape(shape: &Shape, pass: Pass, features: FeatureSet, [rows, group]: [i64; 2], has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {
+fn decode_shape(
+    shape: &Shape,
+    pass: Pass,
+    features: FeatureSet,
+    [rows, group]: [i64; 2],
+    has_long: bool,
+    d: &DeviceLimits,
+) -> Result<DecodePlan> {
     let kernels = *COMPILED;
     let [(chosen, reason)] = choose(kernels, [pass], shape, features, d)?;
     // Takes the smallest row tile of these headdims that fits all rows of a sequence, else the largest.

@@ -204,7 +204,7 @@ struct PipelinedParts {
                 }
                 // Other ways to pack, for kernels whose masked tiles would spill.
                 if (MayMask && kStreamsInShared) return to_half2(x[0] * kPackedOne, x[1] * kPackedOne);
-                if (MayMask && kFullRow) return pack_by_integers(x[0], x[1]);
+                if ((MayMask || kBatchInvariant) && kFullRow) return pack_by_integers(x[0], x[1]);
                 return pack_probabilities(x[0], x[1]);
             }
             float x[2];

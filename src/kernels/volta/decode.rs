@@ -124,6 +124,13 @@ pub fn mla_rows() -> impl Iterator<Item = Variant> {
     FORMATS.iter().filter(|row| row.of_latents).flat_map(|row| {
         let first = if row.format.is_quantized() { ([16, 8], 128, 3) } else { ([16, 16], 128, 2) };
         let rows = [first].into_iter().chain(MLA_TILES).map(|tile| mla(row.format, tile));
-        rows.clone().chain(rows.map(Variant::batch_invariant))
+        // three blocks of 16 rows leave a row's own unit of int8 no registers
+        let (_, threads, _) = first;
+        let invariant = match row.format {
+            CacheFormat::Int8 => [([16, 8], threads, 2)],
+            _ => [first],
+        };
+        let invariant = invariant.into_iter().chain(MLA_TILES).map(|tile| mla(row.format, tile));
+        rows.chain(invariant.map(Variant::batch_invariant))
     })
 }
