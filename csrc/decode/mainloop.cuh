@@ -132,7 +132,7 @@ public:
         const int steps = (s.end - s.first + kStepTokens - 1) / kStepTokens,
                   group_steps = (steps + kTokenGroups - 1) / kTokenGroups;
         int steps_left = min(group_steps, steps - token_group * group_steps);
-        int group_first = s.first + token_group * group_steps * kStepTokens;
+        [[maybe_unused]] int group_first = 0;
         if constexpr (kBatchInvariant) {  // a fixed part of the split, of which the rows may see less
             constexpr int kGroupTokens = kSplitTokens / kTokenGroups;
             static_assert(kSplitTokens % kTokenGroups == 0 && kGroupTokens % kStepTokens == 0, "parts are whole steps");
@@ -151,7 +151,7 @@ public:
             const bool has_score_mod = ScoreFunction::parameter(options) > 0.f || options.alibi_slopes;
             const float scale_log2 = has_score_mod ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
-            const int first = group_first;
+            const int first = kBatchInvariant ? group_first : s.first + token_group * group_steps * kStepTokens;
             typename OwnLoader::Type loader(p, s, first, partials.output, warp / RowGroups, warp % RowGroups);
             if constexpr (kBf16 && kCooperative) loader.set_query_inverse(query_scaler.inverse());
             // after the barriers of CooperativeLoader
