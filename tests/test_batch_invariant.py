@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import volta_fa
+import volta_fa  # noqa: F401
 
 FWD, FWD_KVCACHE, FWD_MLA = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_kvcache, torch.ops.volta_fa.fwd_mla
 HEADS, KV_HEADS = 4, 2
@@ -220,7 +220,15 @@ def test_what_has_no_kernels_is_refused() -> None:
         FWD_KVCACHE(q, q, q, tree_mask=torch.ones(1, 4, dtype=torch.int64), batch_invariant=True)
 
 
-def test_gradients_ignore_it() -> None:
-    q = torch.randn(1, 8, HEADS, 64, dtype=torch.float32, requires_grad=True)
+def test_gradients_ignore_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    q = torch.randn(1, 8, HEADS, 64, dtype=torch.float16, requires_grad=True)
     FWD(q, q.detach(), q.detach(), batch_invariant=True)[0].sum().backward()
-    assert q.grad is not None and volta_fa is not None
+    assert q.grad is not None and q.grad.isfinite().all()
+
+
+def test_the_cpu_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VOLTA_FA_SIMULATE", raising=False)
+    q = torch.randn(1, 8, HEADS, 64)
+    with pytest.raises(ValueError, match="batch_invariant: got True, expected False on the CPU backend"):
+        FWD(q, q, q, batch_invariant=True)
