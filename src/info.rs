@@ -46,6 +46,7 @@ fn variant(v: &Variant) -> Value {
         "pass": format!("{:?}", v.pass),
         "features": names(v.features),
         "required_features": names(v.required_features),
+        "batch_invariant": v.is_batch_invariant,
         "source": v.source.headers[0],
         "cache": if v.is_bf16 { "bfloat16" } else { v.cache.name() },
         "headdim": v.headdim,

@@ -124,7 +124,7 @@ pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
             CacheLayout::Pages { .. } => format!("in pages of {}", cache.rows),
             CacheLayout::Entries => format!("in entries of {}", cache.rows),
         });
-        let splits = if a.num_splits > 0 { format!(", at most {} splits", a.num_splits) } else { String::new() };
+        let splits = if planned.num_splits > 0 { format!(", at most {} splits", planned.num_splits) } else { String::new() };
         let (v, blocks) = (planned.kernel.variant, planned.kernel.blocks[0]);
         let line = format!(
             "batch {batch}, seqlen_q {seqlen_q}, keys {cache}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{splits}: \

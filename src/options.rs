@@ -238,6 +238,7 @@ all_options! {
     softcap: Float = 0.0,
     num_splits: Int = 0,
     deterministic: Bool = false,
+    batch_invariant: Bool = false,
     smooth_k: Bool = true,
     rotate: Bool = false,
     prepared: Tensor = None,
@@ -266,6 +267,7 @@ options! {
         window_right: Int = -1,
         softcap: Float = 0.0,
         deterministic: Bool = false,
+        batch_invariant: Bool = false,
         check_lengths: Bool = false,
     }
 }
@@ -330,6 +332,7 @@ options! {
         window_right: Int = -1,
         softcap: Float = 0.0,
         num_splits: Int = 0,
+        batch_invariant: Bool = false,
         check_lengths: Bool = false,
     }
 }
@@ -349,6 +352,7 @@ options! {
         softmax_scale: OptionalFloat = None,
         is_causal: Bool = false,
         num_splits: Int = 0,
+        batch_invariant: Bool = false,
         check_lengths: Bool = false,
     }
 }
@@ -371,7 +375,7 @@ impl<T> Options<T> {
 
     /// Returns the options of scores and probabilities, without lengths and cache. `share` returns another handle of a tensor.
     pub fn of_scores(&self, share: impl Fn(&T) -> T) -> Self {
-        let &Options { dropout_p, softmax_scale, is_causal, window_left, window_right, softcap, .. } = self;
+        let &Options { dropout_p, softmax_scale, is_causal, window_left, window_right, softcap, batch_invariant, .. } = self;
         let [attn_bias, alibi_slopes, sinks] = [&self.attn_bias, &self.alibi_slopes, &self.sinks].map(|t| t.as_ref().map(&share));
         Options {
             attn_bias,
@@ -383,6 +387,7 @@ impl<T> Options<T> {
             window_left,
             window_right,
             softcap,
+            batch_invariant,
             ..Options::default()
         }
     }

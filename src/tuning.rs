@@ -53,6 +53,8 @@ pub struct Shape {
     pub cache: CacheFormat,
     /// True for kernels whose type is fixed and bf16. See `Variant::is_bf16`.
     pub is_bf16: bool,
+    /// True: kernels whose rows depend on no other row. See `Variant::is_batch_invariant`.
+    pub is_batch_invariant: bool,
     /// Maximum positions between a row before the first key and that key, among rows that see keys.
     pub rows_before_keys: i64,
 }
@@ -73,6 +75,7 @@ impl Shape {
             },
             cache: CacheFormat::Unquantized,
             is_bf16: false,
+            is_batch_invariant: a.features.batch_invariant,
             rows_before_keys: {
                 // the host does not know the used keys, so it assumes none
                 let seqlen_k = if a.features.seqused_k || a.cache().is_some() { 0 } else { a.seqlen_k };
@@ -93,6 +96,7 @@ impl Shape {
             is_causal: None,
             cache: CacheFormat::Unquantized,
             is_bf16: false,
+            is_batch_invariant: false,
             rows_before_keys: 0,
         }
     }

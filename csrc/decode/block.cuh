@@ -7,7 +7,10 @@
 // output. Otherwise it writes one partial to global memory, and the last block of the row tile combines these (partials.cuh).
 #pragma once
 
+#include "batch_invariant.cuh"
+#include "conditional.cuh"
 #include "decode/partials.cuh"
+#include "decode/split_partials.cuh"
 #include "decode/tree.cuh"
 
 namespace decode {
@@ -43,13 +46,18 @@ struct Block {
     static constexpr int kOutputFloats = kTokenGroups * kRowsAtOnce * kPartialStride,
                          kWorkFloats = Mainloop::kWorkBytes / sizeof(float);
 
+    // Depends on Mainloop, so that `if constexpr` drops what a tile of the other kind lacks.
+    static constexpr bool kFixedSplits = kBatchInvariant && kTokenGroups > 0;
+    using Scheduler = typename Conditional<kFixedSplits, SplitScheduler, TileScheduler>::Type;
+    using Tile = typename Conditional<kFixedSplits, SplitTile, WorkTile>::Type;
+
     // Layout of dynamic shared memory.
     struct Shared {
         float output[kOutputFloats > kWorkFloats ? kOutputFloats : kWorkFloats];
         RowState state[kTokenGroups * BLOCK_ROWS];
         RowInfo row_info[BLOCK_ROWS];
-        TileScheduler scheduler;
-        WorkTile tile;
+        Scheduler scheduler;
+        Tile tile;
         bool is_last;
         bool all_have_queries;
     };
@@ -58,8 +66,8 @@ struct Block {
     __device__ __forceinline__ static void run(const DecodeParams& p) {
         extern __shared__ uint4 shared_memory[];
         Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-        TileScheduler& scheduler = shared.scheduler;
-        const WorkTile& tile = shared.tile;
+        Scheduler& scheduler = shared.scheduler;
+        const Tile& tile = shared.tile;
         const RowInfo* row_info = shared.row_info;
         const SharedPartials<kTokenGroups, kRowsAtOnce> partials = {shared.output, shared.state};
 
@@ -72,12 +80,20 @@ struct Block {
             if (threadIdx.x < 32) scheduler.next(p, shared.tile);
             __syncthreads();
             if (!tile.exists) break;
+            if constexpr (kFixedSplits) {
+                if (tile.is_empty) {
+                    __syncthreads();  // the first warp overwrites the tile
+                    continue;
+                }
+            }
             if (threadIdx.x < BLOCK_ROWS) shared.row_info[threadIdx.x] = row_info_of(p, tile, threadIdx.x);
             __syncthreads();
             Mainloop::run(p, tile, row_info, partials, [&](int first) {
                 const int rows = min(tile.rows - first, kRowsAtOnce);
                 __syncthreads();
-                if (tile.blocks == 1) {
+                if constexpr (kFixedSplits) {
+                    combine_partials(p, partials.from(first), kTokenGroups, rows, WriteSplit{p, tile, first});
+                } else if (tile.blocks == 1) {
                     combine_partials(p, partials.from(first), kTokenGroups, rows, Write{p, tile, first});
                 } else {
                     const long long slot = GlobalPartials::slot(blockIdx.x, tile.first_block);
@@ -85,7 +101,11 @@ struct Block {
                 }
                 if (kRowsAtOnce < BLOCK_ROWS) __syncthreads();
             });
-            if (tile.blocks > 1) combine_blocks<Write>(p, tile, shared.is_last);
+            if constexpr (kFixedSplits) {
+                if (tile.blocks > 1 && !tile.whole) join_splits(p, tile, shared.is_last);
+            } else {
+                if (tile.blocks > 1) combine_blocks<Write>(p, tile, shared.is_last);
+            }
             __syncthreads();
         }
         // Rows of packed q that belong to no sequence become NaN.

@@ -132,6 +132,14 @@ public:
         const int steps = (s.end - s.first + kStepTokens - 1) / kStepTokens,
                   group_steps = (steps + kTokenGroups - 1) / kTokenGroups;
         int steps_left = min(group_steps, steps - token_group * group_steps);
+        [[maybe_unused]] int group_first = 0;
+        if constexpr (kBatchInvariant) {  // a fixed part of the split, of which the rows may see less
+            constexpr int kGroupTokens = kSplitTokens / kTokenGroups;
+            static_assert(kSplitTokens % kTokenGroups == 0 && kGroupTokens % kStepTokens == 0, "parts are whole steps");
+            const int begin = s.first / kSplitTokens * kSplitTokens + token_group * kGroupTokens;
+            group_first = max(begin, s.first);
+            steps_left = (min(begin + kGroupTokens, s.end) - group_first + kStepTokens - 1) / kStepTokens;
+        }
         bool has_invalid_page = false;
         if (steps_left > 0) {
             const int seqlen_k = s.seqlen_k;
@@ -143,7 +151,7 @@ public:
             const bool has_score_mod = ScoreFunction::parameter(options) > 0.f || options.alibi_slopes;
             const float scale_log2 = has_score_mod ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
-            const int first = s.first + token_group * group_steps * kStepTokens;
+            const int first = kBatchInvariant ? group_first : s.first + token_group * group_steps * kStepTokens;
             typename OwnLoader::Type loader(p, s, first, partials.output, warp / RowGroups, warp % RowGroups);
             if constexpr (kBf16 && kCooperative) loader.set_query_inverse(query_scaler.inverse());
             // after the barriers of CooperativeLoader
@@ -265,12 +273,14 @@ public:
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++) exceeds |= largest(x, mt) > softmax[mt].limit;
                 const bool moved = __any_sync(~0u, exceeds);
+                [[maybe_unused]] bool row_moved[RowTiles] = {};
                 if (moved) {
                     float factor[RowTiles];
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) {
                         const float m = row_max<Layout>(largest(x, mt));
-                        factor[mt] = softmax[mt].template update_row_max<RescaledRows::kAll>(m, scale_log2, inverse_scale_log2);
+                        if constexpr (kBatchInvariant) row_moved[mt] = m > softmax[mt].limit;
+                        factor[mt] = softmax[mt].template update_row_max<kMovedRows>(m, scale_log2, inverse_scale_log2);
                         if constexpr (kZeroPoints) probability_scale[mt].offset *= factor[mt];
                         factor[mt] *= value_rescale;
                     }
@@ -282,7 +292,7 @@ public:
                     for (int mt = 0; mt < RowTiles; mt++)
                         x[tile][mt] = make_float2(softmax[mt].probability(x[tile][mt].x, scale_log2),
                                                   softmax[mt].probability(x[tile][mt].y, scale_log2));
-                if constexpr (kTokenScales) scale_probabilities(lane, scales, moved, x, softmax, probability_scale, o);
+                if constexpr (kTokenScales) scale_probabilities(lane, scales, moved, row_moved, x, softmax, probability_scale, o);
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++) {
                     unsigned packed[RowTiles];
@@ -383,9 +393,11 @@ private:
         }
     }
 
-    // Multiplies probabilities by the tokens' value scales, ready to be packed. `moved`: row maxima have changed in this step.
+    // Multiplies probabilities by the tokens' value scales, ready to be packed. `moved`: row maxima have changed in this step;
+    // row_moved: which of the lane's, for batch-invariant kernels.
     __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane,
                                                                const typename OwnLoader::Scales& scales, bool moved,
+                                                               const bool (&row_moved)[RowTiles],
                                                                float2 (&p)[kStepTiles][RowTiles], SoftmaxRow (&softmax)[RowTiles],
                                                                ProbabilityScale (&probability_scale)[RowTiles],
                                                                typename Layout::template Output<kValueLoads>& o) {
@@ -404,11 +416,22 @@ private:
             float factor[RowTiles];
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
+                [[maybe_unused]] bool own = row_moved[mt];
+                if constexpr (kBatchInvariant) {
+#pragma unroll
+                    for (int tile = 0; tile < kStepTiles; tile++) own |= ProbabilityScale::exceeds(product[tile][mt]);
+                    own = row_max<Layout>(own ? 1.f : 0.f) > 0.f;
+                }
                 float m = 0.f;
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++)
                     m = fmaxf(m, fmaxf(p[tile][mt].x * kPackedOne * scale[tile].x, p[tile][mt].y * kPackedOne * scale[tile].y));
-                factor[mt] = probability_scale[mt].update(row_max<Layout>(m));
+                if constexpr (kBatchInvariant) {  // the unit of a row moves with that row alone
+                    const float of_row = row_max<Layout>(m);  // before the branch: all lanes shuffle
+                    factor[mt] = own ? probability_scale[mt].update(of_row) : 1.f;
+                } else {
+                    factor[mt] = probability_scale[mt].update(row_max<Layout>(m));
+                }
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++) {
                     product[tile][mt] = probability_scale[mt].scaled(p[tile][mt], scale[tile]);

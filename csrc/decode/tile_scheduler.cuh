@@ -73,6 +73,21 @@ struct WorkTile {
     bool exists;  // false: the block is done
 };
 
+// Returns the first sequence from `batch` on that has row tiles. All lanes of a warp call it together.
+__device__ __forceinline__ int next_sequence(const DecodeParams& p, int batch) {
+    const int lane = threadIdx.x & 31;
+    for (; batch < p.problem.batch; batch += 32) {
+        bool has_work = false;
+        if (batch + lane < p.problem.batch) {
+            const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch + lane);
+            has_work = SequenceWork(p, batch + lane, sequence).row_tiles > 0;
+        }
+        const unsigned found = __ballot_sync(~0u, has_work);
+        if (found) return batch + __ffs(found) - 1;
+    }
+    return batch;
+}
+
 // Hands out the block's work tiles. Lives in shared memory, so that the main loop holds no registers for it.
 class TileScheduler {
     long long position_, end_, total_;  // in steps of the line: the block's position, its end; all steps
@@ -82,21 +97,6 @@ class TileScheduler {
 
     // Returns the block that computes this step.
     __device__ __forceinline__ int block_of(long long step) const { return static_cast<int>(((step + 1) * blocks_ - 1) / total_); }
-
-    // Returns the first sequence from `batch` on that has row tiles. All lanes of a warp call it together.
-    __device__ __forceinline__ static int next_sequence(const DecodeParams& p, int batch) {
-        const int lane = threadIdx.x & 31;
-        for (; batch < p.problem.batch; batch += 32) {
-            bool has_work = false;
-            if (batch + lane < p.problem.batch) {
-                const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch + lane);
-                has_work = SequenceWork(p, batch + lane, sequence).row_tiles > 0;
-            }
-            const unsigned found = __ballot_sync(~0u, has_work);
-            if (found) return batch + __ffs(found) - 1;
-        }
-        return batch;
-    }
 
 public:
     // Finds the block's first work tile by a prefix sum over the sequences. All threads call it together. Returns false if this

@@ -65,6 +65,9 @@ Options, in the order of what happens to a score `x = softmax_scale * (q_i . k_j
     sinks           (nheads), q's dtype or float32: an additional logit in each head's softmax, with a value vector of 0
     dropout_p       in [0, 1): drops probabilities and divides the others by the kept share, 1 - dropout_p within 2^-16
     deterministic   gradients are bitwise identical from run to run; also with torch.use_deterministic_algorithms(True)
+    batch_invariant  a row of out and softmax_lse has the same bits alone, in any chunk of its sequence and in any batch of calls of
+                    this operator. VOLTA_FA_BATCH_INVARIANT=1 asks all calls for it. Says nothing of gradients. On kernels, without
+                    dropout_p and block lists
 
 A block mask says which blocks of 128 queries x 64 keys have scores, besides the masks above. Not together with attn_bias or cu_seqlens:
 
@@ -112,7 +115,7 @@ page_size is any multiple of 16. All strides but the last dimension's are free: 
 heads may come before tokens in memory. Each call copies caches whose headdim is not a multiple of 8, whose rows are not on 16-byte
 boundaries, and in bfloat16 with more than 64 query rows per KV head. Caches in int8, uint8 (int4: two columns in a byte), float8_e5m2 and
 float8_e4m3fn are quantized: `quantize_kv` describes the formats, and q, k and v have any dtype of an unquantized call. softmax_scale,
-softcap, alibi_slopes, is_causal, window_left, window_right, sinks and check_lengths are fwd's, and:
+softcap, alibi_slopes, is_causal, window_left, window_right, sinks, batch_invariant and check_lengths are fwd's, and:
 
     cache_seqlens   int32, (batch): tokens of each sequence in the cache before this call appends; unless given, all that the cache
                     has room for. Required with k and v
@@ -146,7 +149,7 @@ heads share one head of latents, whose first 512 columns are the values:
     softmax_lse     (batch, nheads, seqlen_q)                (nheads, total_q)
 
 cache_seqlens, cu_seqlens_q, max_seqlen_q, block_table, cache_batch_idx, softmax_scale (576 ** -0.5 unless given), is_causal, kv_indices,
-kv_block, num_splits and check_lengths are fwd_kvcache's. A latent_cache of another dtype than q is quantized by
+kv_block, num_splits, batch_invariant and check_lengths are fwd_kvcache's. A latent_cache of another dtype than q is quantized by
 volta_fa.quantize_kv, not with int4:
 
     latent_scale    torch.int8: float32 (entries, seqlen, 1) or (pages, page_size, 1), of each token
@@ -199,9 +202,11 @@ Besides the operators:
     volta_fa.transformers, volta_fa.vllm, volta_fa.unsloth, volta_fa.flash_mla   other programs: help(volta_fa.integrations) lists them all
     volta_fa.distributed                 sequences that are sharded over several GPUs
     quantize_kv(), dequantize_kv()       quantized KV caches; cascade_attention() reads a shared prefix once
+    anchored_window_attention()          a sliding window and the first tokens; anchored_window_attention_with_kvcache() over a cache
 
 Environment, read at each call unless it says otherwise:
 
+    VOLTA_FA_BATCH_INVARIANT=1  all calls with batch_invariant=True
     VOLTA_FA_WARN_LAYOUT=0      no warning where q probably has heads before tokens
     VOLTA_FA_CHECK_LENGTHS=1    check cu_seqlens and seqused_k on a GPU too, which synchronizes. 0: do not check simulated calls either
     VOLTA_FA_FAMILY=volta       use kernels of this family only, for tests and comparisons
@@ -226,6 +231,7 @@ from .integrations.sdpa import _read_library_state, disable_sdpa, enable_sdpa, s
 from .integrations.stand_in import install_flash_attn_shim, install_sageattention_shim
 from .integrations.unsloth import disable_unsloth, enable_unsloth, unsloth_stats
 from .integrations.xformers import disable_xformers, enable_xformers, xformers_stats
+from .kv_cache.anchored import anchored_window_attention, anchored_window_attention_with_kvcache
 from .kv_cache.cascade import cascade_attention
 from .kv_cache.formats import QuantizedKV, dequantize_kv, quantize_kv
 from .library import library_path, load
@@ -236,6 +242,8 @@ __all__ = [
     "BlockMask",
     "QuantizedKV",
     "__version__",
+    "anchored_window_attention",
+    "anchored_window_attention_with_kvcache",
     "cascade_attention",
     "dequantize_kv",
     "disable_flex",

@@ -549,6 +549,8 @@ pub struct Variant {
     pub cache: CacheFormat,
     /// true if its queries, unquantized cache and output are bf16; other kernels take fp16, or either type by a parameter
     pub is_bf16: bool,
+    /// true if a row's bits depend on no other row (csrc/batch_invariant.cuh); such calls run these kernels alone
+    pub is_batch_invariant: bool,
     /// its device code
     pub source: Source,
     /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load. Preprocess,
@@ -581,6 +583,7 @@ impl Variant {
             required_features: FeatureSet::NONE,
             cache: CacheFormat::Unquantized,
             is_bf16: false,
+            is_batch_invariant: false,
             source,
             headdim: 256,
             headdim_v: 256,
@@ -598,6 +601,11 @@ impl Variant {
         Variant { features: features.intersection(self.pass.info().features), ..self }
     }
 
+    /// Returns the kernel for batch-invariant calls.
+    pub const fn batch_invariant(self) -> Variant {
+        Variant { is_batch_invariant: true, ..self }
+    }
+
     /// Returns the kernel with block masks and these features: `source` takes lists, so the problem must have them.
     pub const fn with_blocks(self, features: FeatureSet, source: Source) -> Variant {
         let required_features = FeatureSet::of(&[Feature::Blocks]);
@@ -613,7 +621,7 @@ impl Variant {
         }
     }
 
-    /// Returns the kernel's name, from the data of its row: `family_pass[_format][_features][_stage][_headdim][_size]`.
+    /// Returns the kernel's name, from the data of its row: `family_pass[_format][_invariant][_features][_stage][_headdim][_size]`.
     fn derived_name(&self) -> String {
         let (pass, stage) = self.pass.words();
         let features = self.feature_words();
@@ -643,7 +651,8 @@ impl Variant {
         let format = if self.is_bf16 { "bf16" } else { self.cache.info().kernel_word };
         // formats of sparse latents go with both types of queries
         let own_format = if self.is_bf16 { self.cache.info().kernel_word } else { "" };
-        let words = [self.family.name, pass, format, own_format, &features, stage, &tile, size];
+        let invariant = if self.is_batch_invariant { "invariant" } else { "" };
+        let words = [self.family.name, pass, format, own_format, invariant, &features, stage, &tile, size];
         words.into_iter().filter(|word| !word.is_empty()).collect::<Vec<_>>().join("_")
     }
 

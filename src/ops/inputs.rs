@@ -55,6 +55,12 @@ pub(super) struct Described {
 }
 
 impl Inputs {
+    /// Describes the call's options. The environment may ask for batch invariance too.
+    fn requested_options(&self) -> Result<problem::Options> {
+        let options = self.options.try_map(describe)?;
+        Ok(problem::Options { batch_invariant: options.batch_invariant || flag("VOLTA_FA_BATCH_INVARIANT")?.unwrap_or(false), ..options })
+    }
+
     /// Describes every tensor.
     ///
     /// # Errors
@@ -66,7 +72,7 @@ impl Inputs {
             v: describe(&self.v)?,
             appended: self.appended.as_ref().map(|[k, v]| Ok::<_, Error>([describe(k)?, describe(v)?])).transpose()?,
             rng_state: self.rng_state.as_ref().map(describe).transpose()?,
-            options: self.options.try_map(describe)?,
+            options: self.requested_options()?,
         })
     }
 }
@@ -174,18 +180,22 @@ impl Target {
     /// or the environment; kernels skip sequences with invalid lengths (csrc/seqlen_info.cuh). Simulated kernels check unless the
     /// environment says no. The CPU backend relies on the check.
     pub fn checks_lengths(&self, requested: bool) -> Result<bool> {
-        const VARIABLE: &str = "VOLTA_FA_CHECK_LENGTHS";
-        let value = std::env::var_os(VARIABLE).unwrap_or_default();
-        let environment = match value.to_str() {
-            Some("") => None,
-            Some("0") => Some(false),
-            Some("1") => Some(true),
-            _ => return Err(Error::value(VARIABLE, format!("`{}`", value.to_string_lossy()), "0 or 1")),
-        };
+        let environment = flag("VOLTA_FA_CHECK_LENGTHS")?;
         Ok(match self {
             Target::Cpu => true,
             Target::Kernels(launcher) => requested || environment.unwrap_or(launcher.device() == tch::Device::Cpu),
         })
+    }
+}
+
+/// Reads an environment variable that is 0, 1 or not set.
+fn flag(variable: &str) -> Result<Option<bool>> {
+    let value = std::env::var_os(variable).unwrap_or_default();
+    match value.to_str() {
+        Some("") => Ok(None),
+        Some("0") => Ok(Some(false)),
+        Some("1") => Ok(Some(true)),
+        _ => Err(Error::value(variable, format!("`{}`", value.to_string_lossy()), "0 or 1")),
     }
 }
 

@@ -53,6 +53,10 @@ fn forward_on(target: &Target, inputs: &Inputs, a: &Attention) -> Result<(Tensor
 
 /// Computes a problem of fp32 tensors in full precision. The CPU backend takes what the simulator has no kernel for.
 fn forward_in_fp32(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    if a.features.batch_invariant {
+        let expected = "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows torch.float32";
+        return Err(Error::value("q", "dtype torch.float32 with batch_invariant", expected));
+    }
     let (headdim, most) = (a.headdim.max(a.headdim_v), MAX_FP32_HEADDIM);
     let RequestedFeatures { dropout_p, block_mask, .. } = a.features;
     if headdim <= most && dropout_p == 0.0 && !block_mask {
@@ -76,7 +80,9 @@ fn forward_on_cpu(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 
 /// Computes `volta_fa::bwd`.
 pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
-    let (target, a, described) = prepare(inputs, DensePass::Backward)?;
+    let (target, mut a, described) = prepare(inputs, DensePass::Backward)?;
+    // gradients sum over rows: the option says nothing about them
+    a.features.batch_invariant = false;
     let saved = &Saved { dout: readable_gradient(&saved.dout)?, ..saved.share() };
     validate_backward(inputs, saved, &described, &a, target.dense_backend())?;
     let dlse = saved.dlse.as_ref().map(|dlse| lse_gradient::of_visible_rows(dlse, &saved.softmax_lse)).transpose()?;

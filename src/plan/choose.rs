@@ -119,6 +119,7 @@ pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d:
         && v.headdim_v as i64 >= shape.headdim_v
         && v.cache == shape.cache
         && v.is_bf16 == shape.is_bf16
+        && v.is_batch_invariant == shape.is_batch_invariant
         && v.features.contains(features)
         && features.contains(v.required_features)
         && (shape.rows_before_keys <= FAR || !v.required_features.contains(FeatureSet::of(&[Feature::Alibi])))
@@ -128,7 +129,8 @@ pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d:
 /// Returns the variants that differ from `large` in block size alone and run on the device.
 pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &DeviceLimits) -> impl Iterator<Item = &'static Variant> {
     let d = *d;
-    let is_same = |v: &&Variant| (v.features, v.headdim, v.headdim_v) == (large.features, large.headdim, large.headdim_v);
+    let of = |v: &Variant| (v.features, v.headdim, v.headdim_v, v.is_batch_invariant);
+    let is_same = move |v: &&Variant| of(v) == of(large);
     kernels.of(&large.family, large.pass).filter(is_same).filter(move |v| d.runs(v))
 }
 

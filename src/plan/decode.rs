@@ -26,33 +26,78 @@ pub struct DecodePlan {
     pub partials: i64,
     /// Semaphores of 8 bytes each, which count the blocks that wrote their partial results.
     pub semaphores: i64,
+    /// Maximum splits of a row tile, as the kernel reads it; 0: no limit. 1: a block takes all tokens of a row tile.
+    pub num_splits: i64,
 }
 
 /// Plans decoding of a problem with padded headdims. `has_long`: prefill computes sequences of more than [`MAX_DECODE_ROWS`] rows.
 pub fn decode(a: &Attention, has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    thread_local!(static LAST: PlanCache<(Shape, Pass, FeatureSet, i64, bool), DecodePlan> = const { Cell::new(None) });
+    thread_local!(static LAST: PlanCache<(Shape, Pass, FeatureSet, [i64; 2], bool), DecodePlan> = const { Cell::new(None) });
     let shape = Shape { cache: a.cache_format(), is_bf16: a.dtype == DType::BFloat16, ..Shape::of(a) };
     let pass = if a.has_latents() { Pass::DecodeMla } else { Pass::Decode };
     let features = features(a, BackwardMode::default()).intersection(pass.info().features);
-    let rows = a.rows_per_kv_head();
-    cached_plan(&LAST, (shape, pass, features, rows, has_long), d, || decode_shape(&shape, pass, features, rows, has_long, d))
+    let rows = [a.rows_per_kv_head(), a.nheads / a.nheads_k.max(1)];
+    let plan = cached_plan(&LAST, (shape, pass, features, rows, has_long), d, || decode_shape(&shape, pass, features, rows, has_long, d))?;
+    Ok(match a.features.batch_invariant {
+        true => of_fixed_splits(plan, a),
+        false => DecodePlan { num_splits: a.num_splits, ..plan },
+    })
+}
+
+/// Tokens of a split of batch-invariant kernels (kSplitTokens in csrc/decode/split_scheduler.cuh).
+const SPLIT_TOKENS: i64 = 512;
+/// Most memory for partial results of batch-invariant kernels, bytes. If those of all splits need more, each row tile has one block,
+/// which keeps one partial result. Both give the same bits.
+const MAX_SPLIT_BYTES: i64 = 256 << 20;
+
+/// Returns the plan of a batch-invariant kernel, with scratch memory for every split that the call can have.
+fn of_fixed_splits(plan: DecodePlan, a: &Attention) -> DecodePlan {
+    let (variant, group) = (plan.kernel.variant, a.nheads / a.nheads_k.max(1));
+    let tile_rows = i64::from(variant.block_rows);
+    // eight outputs and a state are three chunks of four floats (SplitSlots in csrc/decode/split_partials.cuh)
+    let floats = a.rows_per_kv_head().min(tile_rows) * i64::from(variant.headdim_v) / 8 * 12;
+    let rows = a.seqlen_q.saturating_mul(a.batch);
+    // packed rows fill tiles but for the last of each sequence
+    let tiles = match a.total_q() {
+        Some(total) => (total.min(rows) * group / tile_rows).saturating_add(a.batch),
+        None => a.batch * (a.rows_per_kv_head() as u64).div_ceil(tile_rows as u64) as i64,
+    };
+    let splits = (a.seqlen_k as u64).div_ceil(SPLIT_TOKENS as u64).max(1) as i64;
+    let slots = tiles.saturating_mul(a.nheads_k).saturating_mul(splits);
+    // num_splits 1 asks for it, as without batch_invariant
+    match a.num_splits != 1 && slots.saturating_mul(4 * floats) <= MAX_SPLIT_BYTES {
+        true => DecodePlan { partials: slots * floats, semaphores: slots, num_splits: 0, ..plan },
+        false => DecodePlan { partials: i64::from(plan.kernel.blocks[0]) * floats, semaphores: 0, num_splits: 1, ..plan },
+    }
 }
 
 /// Plans attention to latents that queries chose. Each query is a sequence of its own.
 pub fn sparse_mla(a: &Attention, d: &DeviceLimits) -> Result<DecodePlan> {
-    thread_local!(static LAST: PlanCache<(Shape, i64), DecodePlan> = const { Cell::new(None) });
+    thread_local!(static LAST: PlanCache<(Shape, [i64; 2]), DecodePlan> = const { Cell::new(None) });
     let shape = Shape { cache: a.cache_format(), is_bf16: a.dtype == DType::BFloat16, ..Shape::of(a) };
-    let rows = a.rows_per_kv_head();
+    let rows = [a.rows_per_kv_head(), a.nheads];
     cached_plan(&LAST, (shape, rows), d, || decode_shape(&shape, Pass::SparseMla, FeatureSet::NONE, rows, false, d))
 }
 
-fn decode_shape(shape: &Shape, pass: Pass, features: FeatureSet, rows: i64, has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {
+fn decode_shape(
+    shape: &Shape,
+    pass: Pass,
+    features: FeatureSet,
+    [rows, group]: [i64; 2],
+    has_long: bool,
+    d: &DeviceLimits,
+) -> Result<DecodePlan> {
     let kernels = *COMPILED;
     let [(chosen, reason)] = choose(kernels, [pass], shape, features, d)?;
     // Takes the smallest row tile of these headdims that fits all rows of a sequence, else the largest.
     /// Rows to fit in a batch with long sequences: prefill computes those, and most others have one query.
     const MIXED_ROWS: i64 = 32;
-    let wanted = if has_long { rows.min(MIXED_ROWS) } else { rows };
+    // batch-invariant calls have one tile for any number of queries
+    let wanted = match has_long {
+        _ if shape.is_batch_invariant => group,
+        true => rows.min(MIXED_ROWS),
+        false => rows,
+    };
     let fits = |v: &&'static crate::kernels::Variant| {
         (v.headdim, v.headdim_v) == (chosen.headdim, chosen.headdim_v) && is_applicable(v, shape, features, d)
     };
@@ -71,6 +116,7 @@ fn decode_shape(shape: &Shape, pass: Pass, features: FeatureSet, rows: i64, has_
         max_rows: if has_long { MAX_DECODE_ROWS } else { i64::MAX },
         partials: splits * rows_of_split * (i64::from(variant.headdim_v) + 2 * levels),
         semaphores: splits * levels,
+        num_splits: 0,
     })
 }
 

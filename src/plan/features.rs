@@ -47,6 +47,7 @@ pub fn using(features: FeatureSet) -> (RequestedFeatures, BackwardMode) {
         block_mask: has(Feature::Blocks),
         dropout_p: if has(Feature::Dropout) { 0.5 } else { 0.0 },
         tree: has(Feature::Tree),
+        batch_invariant: false,
     };
     (requested, BackwardMode { fp32_gradients: has(Feature::Fp32Gradients), ..BackwardMode::default() })
 }

@@ -58,6 +58,7 @@ fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
         is_causal: None,
         cache,
         is_bf16: false,
+        is_batch_invariant: false,
         rows_before_keys: 0,
     }
 }

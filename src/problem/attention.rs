@@ -201,9 +201,9 @@ impl Attention {
     }
 
     /// Returns true if sequences may have more rows than decode kernels take, so that forward tiles compute them. Calls with latents or a
-    /// tree mask have decode kernels alone.
+    /// tree mask have decode kernels alone, and so do batch-invariant ones: a row must not depend on the number of rows.
     pub fn has_prefill(&self) -> bool {
-        self.rows_per_kv_head() > MAX_DECODE_ROWS && !self.has_latents() && !self.features.tree
+        self.rows_per_kv_head() > MAX_DECODE_ROWS && !self.has_latents() && !self.features.tree && !self.features.batch_invariant
     }
 
     /// Returns true if rotary embeddings rotate each query by its own position. Without a mask all use the first position, as in

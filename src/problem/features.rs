@@ -25,6 +25,8 @@ pub struct RequestedFeatures {
     pub block_mask: bool,
     /// `tree_mask` is given.
     pub tree: bool,
+    /// No row may depend on other rows or sequences.
+    pub batch_invariant: bool,
 }
 
 impl RequestedFeatures {
@@ -33,6 +35,7 @@ impl RequestedFeatures {
         if !(0.0..1.0).contains(&o.dropout_p) {
             return Err(Error::value("dropout_p", o.dropout_p, "a probability in [0, 1)"));
         }
+        check_batch_invariant(o)?;
         Ok(RequestedFeatures {
             score_function: ScoreFunction::of(o)?,
             dropout_p: o.dropout_p,
@@ -43,8 +46,26 @@ impl RequestedFeatures {
             seqused_k: o.seqused_k.is_some(),
             block_mask: o.block_lists.is_some(),
             tree: o.tree_mask.is_some(),
+            batch_invariant: o.batch_invariant,
         })
     }
+}
+
+/// Rejects what has no batch-invariant kernels.
+fn check_batch_invariant(o: &Options) -> Result<()> {
+    if !o.batch_invariant {
+        return Ok(());
+    }
+    let expected = "None with batch_invariant, which has no kernels for it";
+    for (name, t) in [("block_lists", &o.block_lists), ("tree_mask", &o.tree_mask)] {
+        if t.is_some() {
+            return Err(Error::value(name, "a tensor", expected));
+        }
+    }
+    if o.dropout_p > 0.0 {
+        return Err(Error::value("dropout_p", o.dropout_p, "0 with batch_invariant: a row's random numbers depend on its batch entry"));
+    }
+    Ok(())
 }
 
 /// A pointwise function of scaled scores: what comes first of all that changes them.

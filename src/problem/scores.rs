@@ -6,7 +6,7 @@ use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN;
 
-/// Checks scale, window and splits.
+/// Checks scale, window, splits and whether the backend can be batch-invariant.
 pub fn check_numbers(o: &Options, backend: Backend) -> Result<()> {
     if let Some(s) = o.softmax_scale {
         if !s.is_finite() || (s as f32).is_infinite() {
@@ -25,6 +25,10 @@ pub fn check_numbers(o: &Options, backend: Backend) -> Result<()> {
     }
     if o.num_splits < 0 && is_known(o.num_splits) {
         return Err(Error::value("num_splits", o.num_splits, "0 (the scheduler decides) or a number of splits from 1"));
+    }
+    if o.batch_invariant && backend == Backend::Cpu {
+        let expected = "False on the CPU backend, whose sums depend on sizes. Use a GPU, or the simulator by VOLTA_FA_SIMULATE=1";
+        return Err(Error::value("batch_invariant", "True", expected));
     }
     Ok(())
 }

@@ -240,6 +240,9 @@ impl Compiler {
         if decodes {
             options.push(format!("-DIS_BF16={}", variant.is_bf16));
         }
+        if variant.is_batch_invariant {
+            options.push("-DBATCH_INVARIANT".into());
+        }
         // the scratch layout is in the family's table, for Rust and kernels
         if let (ParamBlock::Backward | ParamBlock::BackwardStreamK | ParamBlock::BackwardStored, Some(scratch)) =
             (variant.pass.info().params, variant.family.scratch)

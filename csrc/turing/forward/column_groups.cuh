@@ -13,6 +13,7 @@
 // lane's accumulators, so that partial scores and probabilities move between equal lanes of different warps.
 #pragma once
 
+#include "batch_invariant.cuh"
 #include "forward/block.cuh"
 #include "forward/pages.cuh"
 #include "turing/forward/layout.cuh"
@@ -206,7 +207,7 @@ struct ForwardColumnGroups {
         const Mask mask = mask_of(problem, sequence);
         const auto place = [&] { return Place(base, remat_thread_index()); };
 
-        int key = mask.key_first(block.row);
+        int key = first_step<kStep>(mask.key_first(block.row));
         if (kHasScoreFeatures) key &= ~3;  // bias and random numbers come in groups of 4 keys
         if (kPaged) key &= ~(kPageGroup - 1);
         const int key_end = keep_in_register(mask.key_end(block.row, kBlockRows));
@@ -367,11 +368,23 @@ struct ForwardColumnGroups {
                 float (&x)[4] = s.tile[0][0];
 #pragma unroll
                 for (int i = 0; i < 4; i++) x[i] = own[i];
-#pragma unroll
-                for (int further = 1; further < kColumnGroups; further++) {
-                    const uint4 part = load_shared(at.score_load(further));
+                const auto add = [](float (&x)[4], const uint4& part) {
                     x[0] += __uint_as_float(part.x), x[1] += __uint_as_float(part.y);
                     x[2] += __uint_as_float(part.z), x[3] += __uint_as_float(part.w);
+                };
+                if constexpr (kBatchInvariant && kColumnGroups == 4) {
+                    // Which warp sums a row depends on its place in the tile. Opposite parts first: the same order in all warps.
+                    add(x, load_shared(at.score_load(2)));
+                    const uint4 part = load_shared(at.score_load(1));
+                    float other[4] = {__uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z),
+                                      __uint_as_float(part.w)};
+                    add(other, load_shared(at.score_load(3)));
+#pragma unroll
+                    for (int i = 0; i < 4; i++) x[i] += other[i];
+                } else {
+                    static_assert(!kBatchInvariant || kColumnGroups == 4, "an order of the parts for each number of groups");
+#pragma unroll
+                    for (int further = 1; further < kColumnGroups; further++) add(x, load_shared(at.score_load(further)));
                 }
                 const Mask mask_here = mask_again();
                 const int row = Block::remat_row(problem) + at.own_row();

@@ -50,7 +50,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
         // The warp's first row. Without lists it is computed again, so that it holds no register in between.
         const int kept_row = Grid::kListed ? keep_in_register(row) : 0;
         const auto warp_row = [&] { return Grid::kListed ? kept_row : remat_warp_row(p); };
-        int key_first = Grid::kListed ? 0 : mask.key_first(block.row);
+        int key_first = Grid::kListed ? 0 : first_step<kStep>(mask.key_first(block.row));
         if (kHasScoreFeatures) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
         if (kPaged) key_first &= ~(kPageGroup - 1);
         const int key_end = Grid::kListed ? mask.seqlen_k : mask.key_end(block.row, kBlockRows);

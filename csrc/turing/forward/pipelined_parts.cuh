@@ -6,6 +6,7 @@
 // compute or load again what would otherwise hold a register.
 #pragma once
 
+#include "batch_invariant.cuh"
 #include "forward/block.cuh"
 #include "dense_steps.cuh"
 #include "forward/pages.cuh"
@@ -203,7 +204,7 @@ struct PipelinedParts {
                 }
                 // Other ways to pack, for kernels whose masked tiles would spill.
                 if (MayMask && kStreamsInShared) return to_half2(x[0] * kPackedOne, x[1] * kPackedOne);
-                if (MayMask && kFullRow) return pack_by_integers(x[0], x[1]);
+                if ((MayMask || kBatchInvariant) && kFullRow) return pack_by_integers(x[0], x[1]);
                 return pack_probabilities(x[0], x[1]);
             }
             float x[2];
@@ -234,6 +235,7 @@ struct PipelinedParts {
             for (int r = 0; r < ForwardLayout::kRows; r++) {
                 float m = row_max<ForwardLayout>(s.lane_maximum(mt, r));
                 if (kOnlyFunction) m = function_of(p).state(m);
+                if (kBatchInvariant && !(row_max<ForwardLayout>(tile_softmax.sum[mt][r]) > kLargestSum)) m = negative_infinity();
                 rescale(mt, r, softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(m, scale, 0.f));
                 p_last[mt][r] = tile_softmax.template probabilities<true>(p, s, softmax, scale, mt, r);
                 if (kHasDropout) p_last[mt][r] = dropout.apply(p, p_last[mt][r], mt, r, half);

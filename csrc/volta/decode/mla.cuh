@@ -369,10 +369,12 @@ public:
                 if constexpr (Tokens::kMaxLogits) max_score = fmaxf(max_score, largest);
                 bool moved = __any_sync(~0u, largest > softmax.limit);
                 float factor = 1.f;
+                [[maybe_unused]] bool own_moved = false;  // whether the unit of this row may move, for batch-invariant kernels
                 if (moved) {
 #pragma unroll
                     for (int n = 1; n < kRowThreads; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
-                    factor = softmax.template update_row_max<RescaledRows::kAll>(largest, scale_log2, 1.f / scale_log2);
+                    own_moved = largest > softmax.limit;
+                    factor = softmax.template update_row_max<kMovedRows>(largest, scale_log2, 1.f / scale_log2);
                 }
 #pragma unroll
                 for (int i = 0; i < kThreadScores; i++) x[i] = softmax.probability(x[i], scale_log2);
@@ -387,11 +389,18 @@ public:
                     moved = __any_sync(~0u, exceeds);
                     if (moved) {
                         float m = 0.f;
+                        if constexpr (kBatchInvariant) {
+#pragma unroll
+                            for (int i = 0; i < kThreadScores / 2; i++)
+                                own_moved |= decode::ProbabilityScale::exceeds(product[i]);
+#pragma unroll
+                            for (int n = 1; n < kRowThreads; n *= 2) own_moved |= __shfl_xor_sync(~0u, int(own_moved), n) != 0;
+                        }
 #pragma unroll
                         for (int i = 0; i < kThreadScores; i++) m = fmaxf(m, x[i] * kPackedOne * scale[i]);
 #pragma unroll
                         for (int n = 1; n < kRowThreads; n *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, n));
-                        factor *= probability_scale.update(m);
+                        if (!kBatchInvariant || own_moved) factor *= probability_scale.update(m);
 #pragma unroll
                         for (int i = 0; i < kThreadScores; i += 2) {
                             product[i / 2] =

@@ -294,7 +294,7 @@ struct ForwardColumnGroups {
                 }
         }
 
-        int key = block.template key_first<kStep>(mask);
+        int key = first_step<kStep>(block.template key_first<kStep>(mask));
         if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
         if constexpr (kPaged) {
@@ -384,7 +384,7 @@ struct ForwardColumnGroups {
             float factor = 1.f;
             if (moved) {
                 const float inverse_scale = 1.f / __int_as_float(keep_in_register(__float_as_int(scale)));
-                s.template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale,
+                s.template update_row_max<kMovedRows>(softmax, scale, inverse_scale,
                                                               [&](int, int, float f) { factor = f; });
             }
             unsigned kept = ~0u;

@@ -150,7 +150,7 @@ struct ForwardRegisterQ {
                 if (kPaged && inside) q[mt][c] = flipped(load_global(q_row + c * kChunk), problem.sign_flip);
             }
         }
-        int key = block.template key_first<kStep>(mask);
+        int key = first_step<kStep>(block.template key_first<kStep>(mask));
         if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
         if constexpr (kPaged) {
@@ -198,15 +198,22 @@ struct ForwardRegisterQ {
         features.init_accumulators(p, s, row, keys.first());
         features.load(p, row, keys.after(1));
         bits.load(grid, keys, 0);
+        [[maybe_unused]] Tile first_odd;  // as in the loop: a step's sums must not depend on where the block begins
+        if constexpr (kBatchInvariant) first_odd.clear();
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
             const uint4 k = load_shared(k_lane + c * kChunkBytes);
 #pragma unroll
             for (int mt = 0; mt < kRowTiles; mt++) {
                 mma_row_col(s.tile[mt][0], q[mt][c].x, q[mt][c].y, k.x, k.y);
-                mma_row_col(s.tile[mt][0], q[mt][c].z, q[mt][c].w, k.z, k.w);
+                if constexpr (kBatchInvariant)
+                    mma_row_col(first_odd.tile[mt][0], q[mt][c].z, q[mt][c].w, k.z, k.w);
+                else
+                    mma_row_col(s.tile[mt][0], q[mt][c].z, q[mt][c].w, k.z, k.w);
             }
         }
+        if constexpr (kBatchInvariant)
+            s.each([&](float& x, int mt, int nt, int v) { x += first_odd.tile[mt][nt][v]; });
         features.add_to(p, s);
         uint4 k_ahead[kAhead];
 #pragma unroll

@@ -6,6 +6,7 @@
 // again. A kernel's main loop calls the functions of ScoreFeature at fixed points; each feature overrides some of them.
 #pragma once
 
+#include "batch_invariant.cuh"
 #include "volta/forward/layout.cuh"
 
 namespace volta {
@@ -58,7 +59,7 @@ public:
     template <class Rescale>
     __device__ __forceinline__ void update_row_max(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale, float inverse_scale,
                                                    Rescale rescale) const {
-        s.template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale);
+        s.template update_row_max<kMovedRows>(softmax, scale, inverse_scale, rescale);
     }
     // Prepares the tile for score(), after the mask and the row maxima; `masked`: the tile was masked. Score function:
     // makes the states of masked scores infinite, so that their probabilities are 0.

@@ -156,7 +156,7 @@ struct ForwardSharedQ {
             }
         }
 
-        int key = block.template key_first<kTileKeys>(mask);
+        int key = first_step<kTileKeys>(block.template key_first<kTileKeys>(mask));
         if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kTileKeys>(mask));
         if constexpr (kPaged) {

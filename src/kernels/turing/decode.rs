@@ -30,8 +30,12 @@ const TILES: [DecodeTile; 13] = [
     (512, [64, 16], 256, 1),
 ];
 
+/// The one tile of each headdim for batch-invariant calls, whatever the number of rows.
+const INVARIANT_TILES: [DecodeTile; 4] = [TILES[1], TILES[4], TILES[7], TILES[11]];
+
 pub fn decode_rows() -> impl Iterator<Item = Variant> {
     let of_tile = |tile| shared::decode(TURING, DECODE, CacheFormat::Unquantized, tile);
     let rows = shared::in_both_types(TILES.into_iter().map(of_tile));
-    rows.clone().into_iter().chain(shared::with_tree(rows.into_iter()))
+    let invariant = shared::in_both_types(INVARIANT_TILES.into_iter().map(of_tile)).into_iter().map(Variant::batch_invariant);
+    rows.clone().into_iter().chain(shared::with_tree(rows.into_iter())).chain(invariant)
 }

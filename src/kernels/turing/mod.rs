@@ -15,6 +15,7 @@ use super::variants::{table, CacheFormat, Variant};
 pub fn tables() -> Vec<&'static [Variant]> {
     vec![
         table(forward::forward_rows()),
+        table(forward::invariant_rows()),
         table(forward::split_rows()),
         table(backward::backward_rows()),
         table(forward::prefill_rows()),

@@ -39,6 +39,9 @@ const TILES: [DecodeTile; 16] = [
     (512, [64, 16], 256, 1),
 ];
 
+/// The one tile of each headdim for batch-invariant calls, whatever the number of rows.
+const INVARIANT_TILES: [DecodeTile; 4] = [TILES[2], TILES[6], TILES[10], TILES[14]];
+
 /// Returns true if the table has a kernel. Quantized caches have none of 64 rows. Of unquantized ones the tile of 32 rows takes
 /// 16 rows in the same time, but for fp16 at headdim 512. With a tree, 64 rows of headdim 512 would spill.
 fn is_built(v: &Variant) -> bool {
@@ -79,7 +82,15 @@ pub fn decode_rows() -> impl Iterator<Item = Variant> {
         quantized => of_format(quantized).collect(),
     });
     let trees = shared::with_tree(shared::in_both_types(of_format(CacheFormat::Unquantized)).into_iter());
-    of_formats.chain(trees).filter(is_built)
+    let invariant = FORMATS.iter().flat_map(move |row| {
+        let of_tiles = INVARIANT_TILES.into_iter().map(|tile| decode(row.format, tile));
+        match row.format {
+            CacheFormat::Unquantized => shared::in_both_types(of_tiles),
+            _ => of_tiles.collect(),
+        }
+    });
+    let invariant = invariant.map(Variant::batch_invariant);
+    of_formats.chain(trees).filter(is_built).chain(invariant)
 }
 
 /// Tiles of latents: rows of a block, rows whose output shared memory holds at a time, threads, blocks an SM. With 16 rows
@@ -118,7 +129,15 @@ fn mla(format: CacheFormat, ([block_rows, step], threads, blocks_per_sm): MlaTil
 pub fn mla_rows() -> impl Iterator<Item = Variant> {
     FORMATS.iter().filter(|row| row.of_latents).flat_map(|row| {
         let first = if row.format.is_quantized() { ([16, 8], 128, 3) } else { ([16, 16], 128, 2) };
-        [first].into_iter().chain(MLA_TILES).map(|tile| mla(row.format, tile))
+        let rows = [first].into_iter().chain(MLA_TILES).map(|tile| mla(row.format, tile));
+        // three blocks of 16 rows leave a row's own unit of int8 no registers
+        let (_, threads, _) = first;
+        let invariant = match row.format {
+            CacheFormat::Int8 => [([16, 8], threads, 2)],
+            _ => [first],
+        };
+        let invariant = invariant.into_iter().chain(MLA_TILES).map(|tile| mla(row.format, tile));
+        rows.chain(invariant.map(Variant::batch_invariant))
     })
 }
 

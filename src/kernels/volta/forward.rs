@@ -181,6 +181,13 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
         .chain(block_mask_rows())
 }
 
+/// The kernels of batch-invariant calls: of each headdim one for calls without features of scores, and one for the others.
+pub fn invariant_rows() -> impl Iterator<Item = Variant> {
+    let is_large = |row: &Variant| row.size == Size::Large && !matches!((row.headdim, row.headdim_v), (32, _) | (192, 192));
+    let varlen = PLAIN.into_iter().filter(is_large).map(|row| row.with_features(FeatureSet::VARLEN));
+    varlen.chain([PLAIN_64, PLAIN_128, PLAIN_256, PLAIN_512[0]].map(generic)).map(Variant::batch_invariant)
+}
+
 /// The kernels of fp32 tensors. The high parts of Q and the output are 64 registers at headdim 64, and 128 at 128. The low parts of Q lie in
 /// shared memory.
 pub fn split_rows() -> impl Iterator<Item = Variant> {

@@ -16,6 +16,7 @@ pub fn tables() -> Vec<&'static [Variant]> {
     vec![
         table(forward::forward_rows()),
         table(forward::stream_k_rows()),
+        table(forward::invariant_rows()),
         table(forward::split_rows()),
         table(backward::backward_rows()),
         table([shared::merge(VOLTA)]),

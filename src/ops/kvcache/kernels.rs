@@ -98,6 +98,7 @@ pub fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result
 /// for any number of rows.
 fn reads_in_place(inputs: &Inputs, a: &Attention) -> bool {
     let has_kernel = match (a.dtype, a.cache_format()) {
+        _ if a.features.batch_invariant => a.dtype == DType::Half || a.cache_format() == CacheFormat::Unquantized,
         (_, format) if a.features.tree => format == CacheFormat::Unquantized,
         (DType::Half, CacheFormat::Unquantized) => true,
         (DType::Half, _) | (DType::BFloat16, CacheFormat::Unquantized) => a.rows_per_kv_head() <= MAX_DECODE_ROWS,
@@ -155,7 +156,7 @@ fn decode(plan: &DecodePlan, inputs: &Inputs, a: &Attention, [out, softmax_lse, 
         lengths,
         score_options,
         max_rows: plan.max_rows.min(i64::from(i32::MAX)) as i32,
-        num_splits: a.num_splits.clamp(0, i64::from(i32::MAX)) as i32,
+        num_splits: plan.num_splits.clamp(0, i64::from(i32::MAX)) as i32,
         partials: at(scratch, 0),
         semaphores: at(scratch, plan.partials).cast(),
         launch_id: launch_id(),

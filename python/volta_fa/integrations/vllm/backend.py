@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 
 from ...errors import bad_argument
 from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
-from .paged import Attention, Batch, bytes_of_a_token, cache_dtypes, check_cache_dtype, split_cache, write
+from .paged import Attention, Batch, bytes_of_a_token, cache_dtypes, check_cache_dtype, is_batch_invariant, split_cache, write
 
 __all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder", "VoltaV100Backend"]
 
@@ -108,7 +108,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         dcp_world_size: int,
     ) -> bool:
         """(0.26, with --no-disable-cascade-attn) Returns whether to read the first common_prefix_len tokens once for all sequences."""
-        if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
+        if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1 or is_batch_invariant():
             return False
         spec = self.kv_cache_spec
         token = 2 * num_kv_heads * spec.head_size * spec.dtype.itemsize
@@ -196,6 +196,11 @@ class VoltaBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Returns True: with VLLM_BATCH_INVARIANT every call is batch-invariant, and no prefix is shared."""
+        return True
+
+    @classmethod
     def supports_sliding_window(cls) -> bool:
         """(0.33) Returns True."""
         return True
@@ -241,7 +246,8 @@ class VoltaAttentionImpl(AttentionImpl):
         self.sinks = sinks
         self._without_cache = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         self._attention = Attention(
-            {"softmax_scale": self.scale, "softcap": logits_soft_cap or 0.0, "sinks": sinks},
+            {"softmax_scale": self.scale, "softcap": logits_soft_cap or 0.0, "sinks": sinks}
+            | ({"batch_invariant": True} if is_batch_invariant() else {}),
             sliding_window=sliding_window,
             alibi_slopes=None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32),
         )

@@ -54,7 +54,8 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
         """Returns the metadata of a step, without synchronizing."""
         common = common_attn_metadata
         metadata = self.build_for_cudagraph_capture(common)
-        if metadata.max_query_len <= MOST_ABSORBED_QUERIES:
+        # expanded keys would give a row other bits than the absorbed form
+        if metadata.max_query_len <= MOST_ABSORBED_QUERIES or paged.is_batch_invariant():
             return metadata
         starts = common.query_start_loc_cpu
         lengths = starts.diff()

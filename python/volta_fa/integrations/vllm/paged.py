@@ -184,6 +184,11 @@ class Batch:
     own_seqlens: Tensor | None = None
 
 
+def is_batch_invariant() -> bool:
+    """Returns whether vLLM's VLLM_BATCH_INVARIANT asks that no result depends on the batch."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+
+
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, **options: Any) -> tuple[Tensor, Tensor]:
     """Returns attention among the tokens of each sequence, (tokens, nheads, headdim_v), and its softmax_lse, by `volta_fa::fwd`.
 
@@ -351,6 +356,7 @@ def attend_to_latents(
         "block_table": batch.block_table,
         "is_causal": batch.causal,
         "softmax_scale": softmax_scale,
+        "batch_invariant": is_batch_invariant(),
     }
     if (kv_lora_rank, query.shape[-1] - kv_lora_rank) == LATENT_HEADDIMS:
         options |= {f"latent_{name}": t for name, t in scales.items()}

@@ -1,0 +1,234 @@
+"""`batch_invariant`: a row's bits depend on no other row, sequence or split. Each test compares bits.
+
+Rows differ in size by powers of two, so that row maxima move for some rows of a warp and not for others. Without the option the same
+comparisons fail (`test_without_the_option_bits_differ`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import volta_fa  # noqa: F401
+
+FWD, FWD_KVCACHE, FWD_MLA = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_kvcache, torch.ops.volta_fa.fwd_mla
+HEADS, KV_HEADS = 4, 2
+LONG = 530  # more tokens than a split has
+GPUS = {"volta": "v100", "turing": "t4"}
+
+
+@pytest.fixture(params=sorted(GPUS))
+def simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Machine code of one family, in the simulator."""
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[request.param])
+    monkeypatch.setenv("VOLTA_FA_FAMILY", request.param)
+    return request.param
+
+
+def uneven(*size: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Random rows of sizes from 1/4 to 8."""
+    return (torch.randn(*size) * torch.exp2(torch.randint(-2, 4, (*size[:-1], 1)))).to(dtype)
+
+
+def lengths(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def assert_same(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """Compares out (batch, rows, heads, headdim) and softmax_lse (batch, heads, rows) bit by bit."""
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+def rows(result: tuple[Tensor, Tensor], first: int, last: int, batch: int | None = None) -> tuple[Tensor, Tensor]:
+    """Takes rows of a result, and of one batch entry if it is given."""
+    entries = slice(None) if batch is None else slice(batch, batch + 1)
+    return result[0][entries, first:last], result[1][entries, :, first:last]
+
+
+class Sequence:
+    """A sequence in a cache: `attend` computes its query rows as a call may have them."""
+
+    def __init__(self, headdim: int, dtype: torch.dtype = torch.float16, **options: Any) -> None:
+        self.q = uneven(1, LONG, HEADS, headdim, dtype=dtype)
+        self.k, self.v = uneven(1, LONG, KV_HEADS, headdim, dtype=dtype), uneven(1, LONG, KV_HEADS, headdim, dtype=dtype)
+        self.options = {"is_causal": True, "batch_invariant": True, **options}
+
+    def attend(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Computes rows [first, last) of a sequence of `last` tokens."""
+        return FWD_KVCACHE(self.q[:, first:last], self.k, self.v, cache_seqlens=lengths(last), **self.options)
+
+    def attend_among(self, first: int, others: list[int]) -> tuple[Tensor, Tensor]:
+        """Computes the rows from `first` on in a batch with sequences of other lengths, the second of all."""
+        used = [others[0], LONG, *others[1:]]
+        parts = []
+        for own in (self.q[:, first:], self.k, self.v):
+            of_others = uneven(len(used), *own.shape[1:], dtype=own.dtype) * 3
+            of_others[1] = own[0]
+            parts.append(of_others)
+        return FWD_KVCACHE(*parts, cache_seqlens=lengths(*used), **self.options)
+
+
+CASES: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
+    "64": (64, torch.float16, {}),
+    "128": (128, torch.float16, {}),
+    "bf16": (128, torch.bfloat16, {}),
+    "window": (64, torch.float16, {"window_left": 70}),
+    "softcap": (64, torch.float16, {"softcap": 20.0}),
+    "whole_tiles": (64, torch.float16, {"num_splits": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decode_verification_chunks_and_prompt_agree(simulated: str, case: str) -> None:
+    """One row, five rows, chunks and the whole prompt over a cache give the same bits."""
+    headdim, dtype, options = CASES[case]
+    sequence = Sequence(headdim, dtype, **options)
+    prompt = sequence.attend(0, LONG)
+    for first, last in ((LONG - 1, LONG), (LONG - 5, LONG), (3, 4), (3, 8), (100, 341), (0, 513)):
+        assert_same(sequence.attend(first, last), rows(prompt, first, last))
+
+
+@pytest.mark.parametrize("case", ["64", "128", "bf16", "whole_tiles"])
+def test_a_sequence_in_a_batch_has_the_bits_of_one_alone(simulated: str, case: str) -> None:
+    headdim, dtype, options = CASES[case]
+    sequence = Sequence(headdim, dtype, **options)
+    batch = sequence.attend_among(LONG - 2, [1, 2, 63, 64, 65, 300, LONG, 0, 17])
+    assert_same(rows(batch, 0, 2, batch=1), sequence.attend(LONG - 2, LONG))
+
+
+def test_one_sequence_among_64(simulated: str) -> None:
+    sequence = Sequence(64)
+    others = torch.randint(0, 200, (63,)).tolist()
+    assert_same(rows(sequence.attend_among(LONG - 1, others), 0, 1, batch=1), sequence.attend(LONG - 1, LONG))
+
+
+def test_both_grids_agree() -> None:
+    """Splits with a block each and whole row tiles give the same bits, and those are the attention."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VOLTA_FA_SIMULATE", "1")
+        sequence = Sequence(64)
+        spread = sequence.attend(0, LONG)
+        sequence.options["num_splits"] = 1
+        assert_same(sequence.attend(0, LONG), spread)
+    q, k, v = (t.double().transpose(1, 2) for t in (sequence.q, sequence.k, sequence.v))
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    assert (spread[0].double() - exact).abs().max() < 2e-3 * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3"])
+def test_quantized_caches(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Units of probabilities move with their own row alone."""
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    sequence = Sequence(64)
+    dtype = {"int8": torch.int8, "int4": torch.uint8, "fp8_e4m3": torch.float8_e4m3fn}[name]
+    scales: dict[str, Tensor] = {}
+    if name == "fp8_e4m3":
+        sequence.k, sequence.v = sequence.k.to(dtype), sequence.v.to(dtype)
+    else:
+        caches = []
+        for letter, t in (("k", sequence.k), ("v", sequence.v)):
+            columns = t.size(-1) // 2 if name == "int4" else t.size(-1)
+            caches.append(torch.randint(-128 if dtype == torch.int8 else 0, 128, (*t.shape[:-1], columns)).to(dtype))
+            scales[f"{letter}_scale"] = torch.rand(t.shape[:-1]) * torch.exp2(torch.randint(-8, 4, t.shape[:-1]))
+            if name == "int4":
+                scales[f"{letter}_zero_point"] = torch.randint(0, 16, t.shape[:-1]).float()
+        sequence.k, sequence.v = caches
+    sequence.options |= scales
+    prompt = sequence.attend(0, LONG)
+    for first, last in ((LONG - 1, LONG), (LONG - 5, LONG), (100, 180)):
+        assert_same(sequence.attend(first, last), rows(prompt, first, last))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_latents(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    q, latents = uneven(1, 40, 16, 576, dtype=dtype), uneven(1, LONG, 1, 576, dtype=dtype)
+
+    def attend(first: int, last: int) -> tuple[Tensor, Tensor]:
+        used = lengths(LONG - 40 + last)
+        return FWD_MLA(q[:, first:last], latents, cache_seqlens=used, is_causal=True, batch_invariant=True)
+
+    prompt = attend(0, 40)
+    for first, last in ((39, 40), (35, 40), (0, 9)):
+        assert_same(attend(first, last), rows(prompt, first, last))
+
+
+FORWARD = {
+    "64": (64, torch.float16, {}),
+    "128": (128, torch.float16, {}),
+    "256": (256, torch.float16, {}),
+    "512": (512, torch.float16, {}),
+    "96": (96, torch.float16, {}),
+    "bf16": (64, torch.bfloat16, {}),
+    "window": (64, torch.float16, {"window_left": 37}),
+    "window_128": (128, torch.float16, {"window_left": 37}),
+    "softcap": (64, torch.float16, {"softcap": 20.0}),
+    "sinks": (64, torch.float16, {"sinks": torch.randn(HEADS)}),
+}
+
+
+@pytest.mark.parametrize("case", FORWARD)
+def test_chunks_of_a_forward_agree(simulated: str, case: str) -> None:
+    """Rows of `fwd` have the same bits alone, in chunks, in the whole prompt, in a batch and in packed sequences."""
+    headdim, dtype, options = FORWARD[case]
+    n = 300
+    q, k, v = (uneven(1, n, heads, headdim, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    options = {"is_causal": True, "batch_invariant": True, **options}
+    prompt = FWD(q, k, v, **options)[:2]
+    for first, last in ((n - 1, n), (n - 5, n), (50, 197), (0, 129)):
+        assert_same(FWD(q[:, first:last], k[:, :last], v[:, :last], **options)[:2], rows(prompt, first, last))
+    wide = [torch.cat((uneven(1, *t.shape[1:], dtype=dtype), t, t)) for t in (q, k, v)]
+    assert_same(rows(FWD(*wide, **options)[:2], 0, n, batch=1), prompt)
+    cu = lengths(0, 11, 11 + n)
+    packed = [torch.cat((uneven(11, *t.shape[2:], dtype=dtype), t[0])) for t in (q, k, v)]
+    out, lse, *_ = FWD(*packed, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=n, max_seqlen_k=n, **options)
+    assert_same((out[None, 11:], lse[None, :, 11:]), prompt)
+
+
+def test_without_the_option_bits_differ(simulated: str) -> None:
+    """The comparisons above can fail."""
+    sequence = Sequence(64, batch_invariant=False)
+    prompt = sequence.attend(0, LONG)
+    decoded = sequence.attend(LONG - 5, LONG)
+    assert not torch.equal(decoded[0], rows(prompt, LONG - 5, LONG)[0])
+
+
+def test_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
+    sequence = Sequence(64, batch_invariant=False)
+    kernels = []
+    for value in ("", "0", "1"):
+        monkeypatch.setenv("VOLTA_FA_BATCH_INVARIANT", value)
+        sequence.attend(LONG - 1, LONG)
+        kernels.append("invariant" in str(torch.ops.volta_fa._sim_report()))
+    assert kernels == [False, False, True]
+    monkeypatch.setenv("VOLTA_FA_BATCH_INVARIANT", "yes")
+    with pytest.raises(ValueError, match="VOLTA_FA_BATCH_INVARIANT: got `yes`, expected 0 or 1"):
+        sequence.attend(LONG - 1, LONG)
+
+
+def test_what_has_no_kernels_is_refused() -> None:
+    q = torch.randn(1, 4, HEADS, 64, dtype=torch.float16)
+    with pytest.raises(ValueError, match="dropout_p: got 0.5, expected 0 with batch_invariant"):
+        FWD(q, q, q, dropout_p=0.5, batch_invariant=True)
+    with pytest.raises(ValueError, match="tree_mask: got a tensor, expected None with batch_invariant"):
+        FWD_KVCACHE(q, q, q, tree_mask=torch.ones(1, 4, dtype=torch.int64), batch_invariant=True)
+
+
+def test_gradients_ignore_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    q = torch.randn(1, 8, HEADS, 64, dtype=torch.float16, requires_grad=True)
+    FWD(q, q.detach(), q.detach(), batch_invariant=True)[0].sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()
+
+
+def test_the_cpu_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VOLTA_FA_SIMULATE", raising=False)
+    q = torch.randn(1, 8, HEADS, 64)
+    with pytest.raises(ValueError, match="batch_invariant: got True, expected False on the CPU backend"):
+        FWD(q, q, q, batch_invariant=True)
