@@ -2,7 +2,10 @@
 //!
 //! Indices and their numbers stay on the device. An index outside its cache is no token, so nothing is read outside of it.
 
+mod call;
 mod gather;
+
+pub use call::{Call, ChosenTokens, Found};
 
 use super::blocks::{at, Blocks};
 use super::inputs::{Inputs, Target};
@@ -15,58 +18,11 @@ use crate::params::{self, CacheFormat, DecodeParams, SparseMlaParams};
 use crate::plan;
 use crate::problem::{self, Attention, Backend, DType};
 use crate::tensor::{self, describe, memory_range, operand, output, readable};
-use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 
 /// Most bytes of lists and cast queries that exist at a time.
 const SCRATCH_BYTES: i64 = 64 << 20;
-
-/// A cache of latents and the tokens of it that queries chose.
-pub struct ChosenTokens {
-    /// (pages, page_size, 1, columns)
-    pub cache: Tensor,
-    /// int32 (total_q, topk)
-    pub indices: Tensor,
-    /// int32 (total_q): indices that count.
-    pub lengths: Option<Tensor>,
-}
-
-/// Arguments of a call.
-pub struct Call {
-    /// (total_q, nheads, headdim)
-    pub q: Tensor,
-    pub own: ChosenTokens,
-    /// A second cache.
-    pub extra: Option<ChosenTokens>,
-    /// Of extra arguments without a second cache.
-    pub unused: [Option<Tensor>; 2],
-    /// float32 (nheads)
-    pub sinks: Option<Tensor>,
-    pub softmax_scale: Option<f64>,
-    /// The last 64 columns of an fp8 row are fp16, else bf16.
-    pub has_fp16_positions: bool,
-    /// Current stream of q's device.
-    pub stream: *mut c_void,
-}
-
-/// Out (total_q, nheads, 512), and softmax_lse and max_logits, both (total_q, nheads).
-pub type Found = [Tensor; 3];
-
-impl ChosenTokens {
-    fn parts(&self) -> impl Iterator<Item = &Tensor> {
-        [&self.cache, &self.indices].into_iter().chain(&self.lengths)
-    }
-
-    /// Returns some queries' part.
-    fn narrow(&self, first: i64, count: i64) -> Result<ChosenTokens> {
-        Ok(ChosenTokens {
-            cache: self.cache.shallow_clone(),
-            indices: self.indices.f_narrow(0, first, count)?,
-            lengths: self.lengths.as_ref().map(|t| t.f_narrow(0, first, count)).transpose()?,
-        })
-    }
-}
 
 /// Computes a call.
 ///

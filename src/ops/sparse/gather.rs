@@ -1,7 +1,7 @@
 //! Sparse MLA with ATen operations, in fp32 or fp64: the CPU backend, and caches off 16-byte boundaries. It copies some queries' tokens at
 //! a time.
 
-use super::{Call, ChosenTokens, Found};
+use super::call::{Call, ChosenTokens, Found};
 use crate::error::Result;
 use crate::params::CacheFormat;
 use crate::problem::Attention;
