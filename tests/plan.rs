@@ -154,7 +154,9 @@ fn every_variant_is_chosen_for_some_problem() {
                     );
                     let device = DeviceLimits { only: Some(family), ..own_device(family) };
                     // of fp16 and of fp32 tensors
-                    let forward = plan::forward(&a, &device).into_iter().chain(plan::forward_split(&a, &device));
+                    let invariant = Attention { features: RequestedFeatures { batch_invariant: true, ..features }, ..a };
+                    let forward = [plan::forward(&a, &device), plan::forward_split(&a, &device), plan::forward(&invariant, &device)];
+                    let forward = forward.into_iter().flatten();
                     let backward = [DEFAULT, DETERMINISTIC].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
                     let fast = plan::fast(&a, false, &device).unwrap().into_iter().flat_map(|f| [f.prepare, f.forward]);
                     let used: Vec<_> =

@@ -80,21 +80,28 @@ fn every_variant_is_chosen_for_some_problem() {
         unused.retain(|name| *name != plan::dequantize(800, 2, &d).unwrap().variant.name);
         for format in FORMATS.map(|row| row.format) {
             unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
-            for heads in [1, 16, 32, 64, 128] {
-                let planned = plan::decode(&with_format(latents(heads, 1), format), false, &d);
+            for (heads, batch_invariant) in [1, 16, 32, 64, 128].into_iter().flat_map(|heads| [(heads, false), (heads, true)]) {
+                let a = with_format(latents(heads, 1), format);
+                let a = Attention { features: RequestedFeatures { batch_invariant, ..a.features }, ..a };
+                let planned = plan::decode(&a, false, &d);
                 assert_eq!(planned.is_ok(), format.info().of_latents, "{}", format.name());
                 unused.retain(|name| planned.as_ref().is_ok_and(|p| *name != p.kernel.variant.name) || planned.is_err());
             }
         }
         for headdim in (8..=512).step_by(8) {
-            for group in [1, 8, 9, 16, 32, 64] {
+            for (group, batch_invariant) in [1, 8, 9, 16, 32, 64].into_iter().flat_map(|group| [(group, false), (group, true)]) {
                 let a = cached(headdim, group, 1);
+                let a = Attention { features: RequestedFeatures { batch_invariant, ..a.features }, ..a };
                 unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 for a in CacheFormat::quantized().map(|format| with_format(a, format)).chain([Attention { dtype: DType::BFloat16, ..a }]) {
+                    if batch_invariant && headdim > 256 && d.capability == T4.capability && a.cache_format() != CacheFormat::Unquantized {
+                        assert!(plan::decode(&a, false, &d).is_err(), "the tile of 32 rows takes more than 64 KB");
+                        continue;
+                    }
                     unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 }
                 for dtype in [DType::Half, DType::BFloat16] {
-                    let features = RequestedFeatures { tree: true, ..a.features };
+                    let features = RequestedFeatures { tree: true, batch_invariant: false, ..a.features };
                     unused.retain(|name| *name != plan(&Attention { dtype, features, ..a }, false, &d).kernel.variant.name);
                 }
             }

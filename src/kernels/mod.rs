@@ -72,11 +72,12 @@ impl Kernels {
     }
 
     /// Returns true if a family has kernels of these passes for this headdim, in this shared memory, with every feature but a block mask,
-    /// which has kernels of its own.
+    /// which has kernels of its own. Batch-invariant kernels run no other calls.
     fn covers_all_of(self, family: &'static Family, passes: &[Pass], headdim: i64, shared_bytes: u32) -> bool {
         passes.iter().all(|&pass| {
             self.of(family, pass).any(|v| {
-                v.features.contains(pass.info().features.without(FeatureSet::of(&[Feature::Blocks])))
+                !v.is_batch_invariant
+                    && v.features.contains(pass.info().features.without(FeatureSet::of(&[Feature::Blocks])))
                     && v.headdim.min(v.headdim_v) as i64 >= headdim
                     && v.shared_bytes <= shared_bytes
             })

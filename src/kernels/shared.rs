@@ -29,9 +29,10 @@ pub fn cast(family: Family) -> Variant {
     Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::Cast, CAST) }
 }
 
-/// Returns the kernel before sparse MLA. A block has the list of a query, or as many of its heads as there are warps.
+/// Returns the kernel before sparse MLA. A block has the list of a query, or as many of its heads as there are warps. Shared memory has a
+/// number for each warp.
 pub fn select(family: Family) -> Variant {
-    Variant { block_rows: 1, blocks_per_sm: 4, ..Variant::new(family, Pass::SparseSelect, SELECT) }
+    Variant { block_rows: 1, blocks_per_sm: 4, shared_bytes: 32, ..Variant::new(family, Pass::SparseSelect, SELECT) }
 }
 
 /// Returns the kernel for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM are
