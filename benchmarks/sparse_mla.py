@@ -17,6 +17,8 @@ from torch import Tensor
 
 from volta_fa.check.kernels import simulate
 
+from . import report
+
 TOKENS, PAGE = 32768, 64
 
 
@@ -73,9 +75,9 @@ CASES = (
 
 def main() -> None:
     table = Table("call", "select, us", "attention, us", "TFLOP/s", "kernel")
-    for case in CASES:
+    for case in report.track(CASES, "calls"):
         select, attention = simulate(case.call)
-        times = [report["timing"]["kernel_us"] for report in (select, attention)]
+        times = [run["timing"]["kernel_us"] for run in (select, attention)]
         speed = case.flops / 1e6 / sum(times)
         table.add_row(str(case), f"{times[0]:.1f}", f"{times[1]:.1f}", f"{speed:.1f}", attention["kernel"])
     Console(width=160).print(table)

@@ -6,8 +6,9 @@ use crate::launch::driver::{self, Driver};
 use crate::launch::tuning::{self, DeviceTuning, Outcome};
 use crate::launch::{only_family, Launcher};
 use crate::limits;
+use crate::ops::all_are_batch_invariant;
 use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
-use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, Window};
+use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
 use serde_json::{json, Value};
 use std::ffi::c_char;
 
@@ -296,6 +297,8 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
         appended: Appended::default(),
         num_splits: 0,
     };
+    // what the environment asks of calls; gradients have no such kernels
+    let forward = Attention { features: RequestedFeatures { batch_invariant: all_are_batch_invariant()?, ..a.features }, ..a };
     let limits = limits(args, device)?;
     let on_grid = |kernel: PlannedKernel, batch: i64| {
         let mut value = variant(kernel.variant);
@@ -314,7 +317,7 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
             "fp32_gradients": mode.fp32_gradients,
             "features": names(plan::features(&a, mode)),
         },
-        "forward": described(plan::forward(&a, &limits)?),
+        "forward": described(plan::forward(&forward, &limits)?),
         // of fp32 tensors; null where they have no kernel
         "forward_split": plan::forward_split(&a, &limits).ok().map(described),
         "backward": {
@@ -326,7 +329,7 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
             "tail": backward.tail.map(|tail| of_backward(tail.kernel)),
             "dq_accum_splits": backward.dq_accum_splits,
         },
-        "cache": cached(&a, mode, &limits, on_grid),
+        "cache": cached(&forward, mode, &limits, on_grid),
     }))
 }
 

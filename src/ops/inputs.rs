@@ -58,7 +58,7 @@ impl Inputs {
     /// Describes the call's options. The environment may ask for batch invariance too.
     fn requested_options(&self) -> Result<problem::Options> {
         let options = self.options.try_map(describe)?;
-        Ok(problem::Options { batch_invariant: options.batch_invariant || flag("VOLTA_FA_BATCH_INVARIANT")?.unwrap_or(false), ..options })
+        Ok(problem::Options { batch_invariant: options.batch_invariant || all_are_batch_invariant()?, ..options })
     }
 
     /// Describes every tensor.
@@ -186,6 +186,14 @@ impl Target {
             Target::Kernels(launcher) => requested || environment.unwrap_or(launcher.device() == tch::Device::Cpu),
         })
     }
+}
+
+/// Returns whether the environment asks for batch invariance in all calls.
+///
+/// # Errors
+/// The variable has another value than 0 or 1.
+pub fn all_are_batch_invariant() -> Result<bool> {
+    Ok(flag("VOLTA_FA_BATCH_INVARIANT")?.unwrap_or(false))
 }
 
 /// Reads an environment variable that is 0, 1 or not set.

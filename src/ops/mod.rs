@@ -19,7 +19,7 @@ mod split;
 mod stored_scores;
 mod stream_k;
 
-pub(crate) use inputs::{cpu_max_headdim, Gradients, Inputs, Saved};
+pub(crate) use inputs::{all_are_batch_invariant, cpu_max_headdim, Gradients, Inputs, Saved};
 
 use crate::error::{Error, Result};
 use crate::launch::Launcher;

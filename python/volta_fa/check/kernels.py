@@ -120,7 +120,9 @@ class Target:
         simulate = "1" if self.kind == "simulator" else None
         torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": list(failed)}))
         try:
-            with environment(**{SIMULATE_VARIABLE: simulate, SIMULATED_GPU_VARIABLE: None}):
+            invariant = "1" if variant and variant.get("batch_invariant") else None
+            variables = {SIMULATE_VARIABLE: simulate, SIMULATED_GPU_VARIABLE: None, "VOLTA_FA_BATCH_INVARIANT": invariant}
+            with environment(**variables):
                 yield
         finally:
             torch.ops.volta_fa._set_tuning("")
@@ -179,6 +181,8 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         d = dv = 64  # these kernels take any headdim
     # a block of these kernels has all keys of its heads
     most_keys = variant["block_rows"] - 3 if variant["pass"] == "BackwardFused" else None
+    if variant.get("batch_invariant"):
+        features.discard("dropout")  # such calls refuse it
     required = set(variant.get("required_features", ()))
     asked = asking(sorted(required))
     asked["deterministic"] = variant["pass"] in ("BackwardDkDv", "BackwardDq")
