@@ -192,7 +192,7 @@ def test_problems_ask_for_all_that_a_kernel_covers():
             given = (cached if variant["pass"] in cached.PASSES else kernels).problems(variant)
             asked = {need for problem in given for need in problem.features}
             refused = {"dropout"} if variant["batch_invariant"] else set()
-                assert set(variant["features"]) - refused <= asked, variant["name"]
+            assert set(variant["features"]) - refused <= asked, variant["name"]
 
 
 class SimulatedT4(Target):
