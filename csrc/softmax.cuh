@@ -106,8 +106,8 @@ __device__ __forceinline__ float rounded_like_packed(float sum) {
     const float scaled = __fmul_rn(sum, 8193.f);  // 2^13 + 1: Dekker's splitting of fp32's 24 bits
     return __fsub_rn(scaled, __fsub_rn(scaled, sum));
 }
-// From this |row_max| on, a key that has all of a row has a probability that differs from 1 beyond fp16's rounding of `out`, because
-// row_max is rounded and the score in the exponent is not.
+// From this |row_max| on, a key that has all of a row has a probability that differs from 1 beyond fp16's rounding of `out`,
+// because row_max is rounded and the score in the exponent is not.
 constexpr float kInexactRowMax = 8192.f;
 
 // A finished row's results, from the sum over all its lanes.

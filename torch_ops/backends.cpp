@@ -44,9 +44,10 @@ void warn_if_heads_first(const Tensor& q, const Tensor& k) {
     calls_left = 0;
     const char* variable = std::getenv("VOLTA_FA_WARN_LAYOUT");
     if (variable && std::string_view(variable) == "0") return;
-    TORCH_WARN("volta_fa: q: got shape ", q.sizes(), ": ", heads, " heads and ", tokens,
-               " tokens, expected (batch, seqlen, nheads, headdim): if heads come first, pass q.transpose(1, 2), and k and v likewise. ",
-               "If not, set VOLTA_FA_WARN_LAYOUT=0");
+    TORCH_WARN(
+        "volta_fa: q: got shape ", q.sizes(), ": ", heads, " heads and ", tokens,
+        " tokens, expected (batch, seqlen, nheads, headdim): if heads come first, pass q.transpose(1, 2), and k and v likewise. ",
+        "If not, set VOLTA_FA_WARN_LAYOUT=0");
 }
 
 FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(int64_t),

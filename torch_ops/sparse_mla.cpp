@@ -51,9 +51,7 @@ Result meta(const Tensor& q, const Tensor& cache, const Tensor& indices, const O
     check(volta_fa_check_fwd_sparse_mla(&args));
     c10::SymDimVector out(q.sym_sizes().begin(), q.sym_sizes().end());
     out.back() = c10::SymInt(volta_fa_latent_values());
-    const auto of_heads = [&] {
-        return at::empty_symint({q.sym_size(0), q.sym_size(1)}, q.options().dtype(at::kFloat)).t();
-    };
+    const auto of_heads = [&] { return at::empty_symint({q.sym_size(0), q.sym_size(1)}, q.options().dtype(at::kFloat)).t(); };
     return {at::empty_symint(out, q.options()), of_heads(), of_heads()};
 }
 

@@ -1,6 +1,7 @@
 // Row statistics of the backward pass: -lse / scale and -delta, where delta = rowsum(dout * out) (FlashAttention-2). Exponents add
 // the first (probabilities.cuh). volta's products of dO and V begin with the second, so that the difference costs nothing; turing's
-// kernels add it in multiply-adds. Written by preprocess, or by the fused kernel itself. Eight lanes compute one row, 16 bytes each.
+// kernels add it in multiply-adds. Written by preprocess, or by the fused kernel itself. Eight lanes compute one row, 16 bytes
+// each.
 //
 // A family's RowStats is their memory layout: kRowFloats floats a row, rows of a sequence padded to kRowRounding, both statistics
 // at kLseAt and kDeltaAt floats, and offset(row) of the first of kCopies copies, which are kCopyDistance floats apart.

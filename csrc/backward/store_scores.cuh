@@ -143,8 +143,7 @@ struct BackwardScores {
                 Tile slopes;
                 const ScoreFunction function(p.problem, options);
 #pragma unroll
-                for (int v = 0; v < 8; v++)
-                    x[v] = function_score(x[v], neg_lse.of(v) * p.problem.scale_log2, function, slopes[v]);
+                for (int v = 0; v < 8; v++) x[v] = function_score(x[v], neg_lse.of(v) * p.problem.scale_log2, function, slopes[v]);
                 to_ds.store(m, n, pack_tile(slopes));
             } else {
 #pragma unroll

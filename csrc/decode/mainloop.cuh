@@ -397,8 +397,8 @@ private:
     // row_moved: which of the lane's, for batch-invariant kernels.
     __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane,
                                                                const typename OwnLoader::Scales& scales, bool moved,
-                                                               const bool (&row_moved)[RowTiles],
-                                                               float2 (&p)[kStepTiles][RowTiles], SoftmaxRow (&softmax)[RowTiles],
+                                                               const bool (&row_moved)[RowTiles], float2 (&p)[kStepTiles][RowTiles],
+                                                               SoftmaxRow (&softmax)[RowTiles],
                                                                ProbabilityScale (&probability_scale)[RowTiles],
                                                                typename Layout::template Output<kValueLoads>& o) {
         float2 scale[kStepTiles], product[kStepTiles][RowTiles];

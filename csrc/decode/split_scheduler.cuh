@@ -1,5 +1,5 @@
-// Schedules the decode tiles of batch-invariant calls. TileScheduler divides all tokens evenly, so where a row tile is cut depends on
-// the batch and the GPU. Here splits begin at multiples of kSplitTokens, and each split of a row tile is one work tile with a
+// Schedules the decode tiles of batch-invariant calls. TileScheduler divides all tokens evenly, so where a row tile is cut depends
+// on the batch and the GPU. Here splits begin at multiples of kSplitTokens, and each split of a row tile is one work tile with a
 // partial result of its own. Partials join in the order of their tokens (split_partials.cuh), whoever computed them.
 //
 // Two grids give the same bits, and the host chooses between them (src/plan/decode.rs):

@@ -162,7 +162,7 @@ fwd_sparse_mla: attention of each query to latents that it chose (DeepSeek V3.2,
     q               (total_q, nheads, 576), or 512 columns, which are all values
     cache           (pages, page_size, 1, columns): q's dtype and columns, or FlashMLA's fp8 rows as torch.float8_e4m3fn, uint8 or int8:
                     656 bytes beside 576 columns (512 e4m3 codes, four float32 scales, 64 columns of 16 bits), 584 beside 512 (a page
-                    has 448 codes and 64 columns of 16 bits of each row, then seven UE8M0 scales and a byte of padding of each)
+                    has 448 codes and 64 columns of 16 bits of each row, then seven E8M0 scales and a byte of padding of each)
     indices         int32 (total_q, topk): tokens, as page * page_size + row. Numbers outside the cache are no tokens
     topk_length     int32 (total_q): indices of a query that count, from the first on
     extra_cache, extra_indices, extra_topk_length: a second cache of the same format, and its tokens

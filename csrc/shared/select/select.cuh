@@ -44,7 +44,7 @@ __device__ __forceinline__ int append(const ChosenTokens& tokens, bool is_extra,
 __device__ __forceinline__ void make_list(const SparseMlaParams& p, int query) {
     extern __shared__ uint4 shared_memory[];
     static_assert(SHARED_BYTES == kWarps * sizeof(int), "the row in src/kernels and the kernel disagree");
-    int(&warp_counts)[kWarps] = *reinterpret_cast<int(*)[kWarps]>(shared_memory);
+    int (&warp_counts)[kWarps] = *reinterpret_cast<int (*)[kWarps]>(shared_memory);
     const int nheads = p.decode.problem.nheads;
     int* list = p.lists + query * p.list_stride;
     const int own = append(p.own, false, query, list, 0, warp_counts);

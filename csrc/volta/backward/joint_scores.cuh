@@ -20,8 +20,8 @@ struct JointScores {
 
     // -lse of the step's queries, for kernels without score features; others load it tile by tile.
     using Addends = ExponentAddends<KeysLayout, 2>;
-    // Loads the initial accumulators and -lse/scale. `stats`: the lane's statistics of the step (load_stats). Dropout needs dP alone:
-    // its accumulators begin with 0, and -delta is added later.
+    // Loads the initial accumulators and -lse/scale. `stats`: the lane's statistics of the step (load_stats). Dropout needs dP
+    // alone: its accumulators begin with 0, and -delta is added later.
     static __device__ __forceinline__ void begin(Scores& s, Scores& dp, const float* stats) {
         clear_tiles(s);
         if (kHasDropout)

@@ -1,8 +1,8 @@
 // Memory layout of the row statistics on volta: -lse/scale and -delta of each query row (backward/row_statistics.cuh).
 //
 // The main kernel gets dP^T - delta by loading -delta as initial accumulators of the product. In the accumulator layout of m8n8k4
-// a lane has four queries of two keys, in the order (q0 q1 | q0 q1 | q2 q3 | q2 q3). A group of four queries is stored in that order,
-// 8 floats, so that two 16-byte loads fill an accumulator. Of -lse/scale a lane loads one copy.
+// a lane has four queries of two keys, in the order (q0 q1 | q0 q1 | q2 q3 | q2 q3). A group of four queries is stored in that
+// order, 8 floats, so that two 16-byte loads fill an accumulator. Of -lse/scale a lane loads one copy.
 //
 // The buffer is (batch, nheads, seqlen_q_rounded / kGroupRows, kGroupFloats): a group's -lse/scale, then its -delta. Rows that
 // see no key, and the padding past seqlen_q, hold -inf and 0, so that their P is exp(-inf) = 0.

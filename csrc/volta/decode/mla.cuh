@@ -52,10 +52,11 @@ class MlaMainloop {
     static constexpr int kRowPairs = kWarpRows / 16, kTiles = kWarpRows / 8;
     static constexpr int kLoads = kWarpColumns / 64;  // of values: 64 columns of four tokens
     static_assert(Warps * 32 == THREADS && kRowPairs * 16 * kRowWarps == BLOCK_ROWS, "the warps cover BLOCK_ROWS rows");
-    static_assert(kWarpColumns % 64 == 0 && kRotary % (16 * kColumnWarps) == 0 && kRotary <= 16 * kColumnWarps, "whole operands of a warp");
+    static_assert(kWarpColumns % 64 == 0 && kRotary % (16 * kColumnWarps) == 0 && kRotary <= 16 * kColumnWarps,
+                  "whole operands of a warp");
 
-    // Operands of the scores: 16 columns each; the last one is the rotary part, if there is one. Registers hold as many operands of Q as they
-    // have room for. The others lie in shared memory, where only their lane reads them.
+    // Operands of the scores: 16 columns each; the last one is the rotary part, if there is one. Registers hold as many operands of
+    // Q as they have room for. The others lie in shared memory, where only their lane reads them.
     static constexpr int kColumnOperands = kWarpColumns / 16, kOperands = kColumnOperands + kRotary / (16 * kColumnWarps);
     static constexpr int kRegisterOperands = kRowPairs > 1       ? 2
                                              : BLOCKS_PER_SM > 2 ? 5
@@ -391,8 +392,7 @@ public:
                         float m = 0.f;
                         if constexpr (kBatchInvariant) {
 #pragma unroll
-                            for (int i = 0; i < kThreadScores / 2; i++)
-                                own_moved |= decode::ProbabilityScale::exceeds(product[i]);
+                            for (int i = 0; i < kThreadScores / 2; i++) own_moved |= decode::ProbabilityScale::exceeds(product[i]);
 #pragma unroll
                             for (int n = 1; n < kRowThreads; n *= 2) own_moved |= __shfl_xor_sync(~0u, int(own_moved), n) != 0;
                         }
@@ -413,7 +413,8 @@ public:
                 }
                 PackedScores packed;
 #pragma unroll
-                for (int i = 0; i < kThreadScores; i += 2) packed.x[i / 2] = Tokens::kTokenScales ? pack_shifted(x[i], x[i + 1]) : pack_probabilities(x[i], x[i + 1]);
+                for (int i = 0; i < kThreadScores; i += 2)
+                    packed.x[i / 2] = Tokens::kTokenScales ? pack_shifted(x[i], x[i + 1]) : pack_probabilities(x[i], x[i + 1]);
                 *reinterpret_cast<PackedScores*>(&shared.probabilities[own_row][own_token]) = packed;
                 shared.factors[own_row] = factor;  // other warps need the factors of these rows if any has moved
                 if (__syncthreads_or(moved)) rescale(lane, shared.factors, o);

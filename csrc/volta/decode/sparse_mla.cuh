@@ -7,7 +7,7 @@
 //
 //   E4m3, 576         512 e4m3 codes, four fp32 scales of 128 codes each, 64 numbers of 16 bits
 //   E4m3, 512         448 e4m3 codes and 64 numbers of 16 bits; after all rows of the page, eight bytes for each: the exponents
-//                     (UE8M0) of seven scales of 64 codes, and a byte of padding
+//                     (E8M0) of seven scales of 64 codes, and a byte of padding
 //   Unquantized       HEADDIM numbers of the type of the queries
 #pragma once
 
@@ -54,8 +54,8 @@ class SparseLoader {
     static constexpr int kChunks = kColumns / kChunkColumns, kLoads = (kChunks + kThreads - 1) / kThreads;
     static constexpr int kTailWords = kTail / 2 / kThreads;
     // fp8: codes of a scale, and the words of a row's scales.
-    static constexpr int kTileColumns = kPageScales ? 64 : 128, kTileChunks = kTileColumns / 16,
-                         kTiles = kColumns / kTileColumns, kScaleWords = kPageScales ? 2 : 4;
+    static constexpr int kTileColumns = kPageScales ? 64 : 128, kTileChunks = kTileColumns / 16, kTiles = kColumns / kTileColumns,
+                         kScaleWords = kPageScales ? 2 : 4;
 
 public:
     // Unquantized fp16 needs no scale.
@@ -138,7 +138,6 @@ public:
     }
 
 private:
-
     template <class Word>
     __device__ __forceinline__ static void store_tail(char* to, Word word) {
         char* at = to + 2 * kColumns + 4 * kTailWords * chunk();
@@ -221,8 +220,8 @@ private:
 
 // The chosen tokens of a query, as a policy of the main loop.
 struct SparseTokens {
-    static constexpr bool kFp8 = decode::kFormat == CacheFormat::E4m3, kTokenScales = kFp8 || decode::kBf16,
-                          kScales = kTokenScales, kNanIsInfinity = kFp8, kRowScales = decode::kBf16, kMaxLogits = true;
+    static constexpr bool kFp8 = decode::kFormat == CacheFormat::E4m3, kTokenScales = kFp8 || decode::kBf16, kScales = kTokenScales,
+                          kNanIsInfinity = kFp8, kRowScales = decode::kBf16, kMaxLogits = true;
     template <class Mainloop>
     using Loader = SparseLoader<Mainloop>;
 

@@ -384,8 +384,7 @@ struct ForwardColumnGroups {
             float factor = 1.f;
             if (moved) {
                 const float inverse_scale = 1.f / __int_as_float(keep_in_register(__float_as_int(scale)));
-                s.template update_row_max<kMovedRows>(softmax, scale, inverse_scale,
-                                                              [&](int, int, float f) { factor = f; });
+                s.template update_row_max<kMovedRows>(softmax, scale, inverse_scale, [&](int, int, float f) { factor = f; });
             }
             unsigned kept = ~0u;
             if (kGeneric && kHasDropout && p.score_options.rng_state) {

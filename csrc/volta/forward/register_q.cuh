@@ -212,8 +212,7 @@ struct ForwardRegisterQ {
                     mma_row_col(s.tile[mt][0], q[mt][c].z, q[mt][c].w, k.z, k.w);
             }
         }
-        if constexpr (kBatchInvariant)
-            s.each([&](float& x, int mt, int nt, int v) { x += first_odd.tile[mt][nt][v]; });
+        if constexpr (kBatchInvariant) s.each([&](float& x, int mt, int nt, int v) { x += first_odd.tile[mt][nt][v]; });
         features.add_to(p, s);
         uint4 k_ahead[kAhead];
 #pragma unroll
