@@ -92,3 +92,13 @@ def test_errors():
         anchored_window_attention(q, q[:, :2], q[:, :2], anchor_tokens=1, window_left=1)
     with pytest.raises(ValueError, match="q: got shape"):
         anchored_window_attention(q[0], q, q, anchor_tokens=1, window_left=1)
+
+
+@pytest.mark.parametrize("window", [2**30, 2**31 + 20, 2**32 + 3])
+def test_windows_beyond_every_length(window):
+    q, k, v = (random(1, n, h, dtype=torch.float32) for n, h in ((2, HEADS), (32, KV_HEADS), (32, KV_HEADS)))
+    lengths = {"cache_seqlens": torch.tensor([20], dtype=torch.int32)}
+    out, lse = anchored_window_attention_with_kvcache(q, k, v, anchor_tokens=4, window_left=window, **lengths)
+    plain, plain_lse = torch.ops.volta_fa.fwd_kvcache(q, k, v, is_causal=True, **lengths)
+    torch.testing.assert_close(out, plain, rtol=0, atol=1e-6)
+    torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1e-6)

@@ -436,3 +436,10 @@ def test_wrong_arguments_of_flash_mla(name):
     for wrong, message in ({"d_v": 576}, "d_v: got 576"), ({"kv": torch.zeros(9, 576)}, r"kv: got shape \(9, 576\)"):
         with pytest.raises(ValueError, match=message):
             flash_mla.flash_mla_sparse_fwd(**{**prefill, **wrong})
+
+
+def test_batch_invariance_is_refused(monkeypatch):
+    monkeypatch.setenv("VOLTA_FA_BATCH_INVARIANT", "1")
+    q, cache, indices = torch.zeros(1, 4, 576), torch.zeros(1, 64, 1, 576), torch.zeros(1, 8, dtype=torch.int32)
+    with pytest.raises(ValueError, match="VOLTA_FA_BATCH_INVARIANT: got 1, expected 0 for fwd_sparse_mla"):
+        torch.ops.volta_fa.fwd_sparse_mla(q, cache, indices)

@@ -170,7 +170,7 @@ fwd_sparse_mla: attention of each query to latents that it chose (DeepSeek V3.2,
     fp16_positions  the 64 columns of 16 bits of fp8 rows are float16, else bfloat16
     out             (total_q, nheads, 512); zeros for queries without tokens
     softmax_lse     float32 (nheads, total_q); inf for queries without tokens
-    max_logits      float32 (nheads, total_q): the largest scaled score; -inf for queries without tokens
+    max_logits      float32 (nheads, total_q): the largest scaled score, NaN left out by kernels; -inf for queries without tokens
 
 fwd_fast: attention for inference with a stated error of about 1% (docs/guides/fast.md): int8 scores and fp16 sums, for GeForce RTX 20xx.
 q, k and v are float16 or bfloat16; tensors that require grad are refused. cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,

@@ -8,9 +8,9 @@ mod gather;
 pub use call::{Call, ChosenTokens, Found};
 
 use super::blocks::{at, Blocks};
-use super::inputs::{Inputs, Target};
+use super::inputs::{all_are_batch_invariant, Inputs, Target};
 use super::launches::{launch_id, Launches};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::launch::{bytes_of, Launcher};
 use crate::log;
 use crate::options::Options;
@@ -29,6 +29,9 @@ const SCRATCH_BYTES: i64 = 64 << 20;
 /// # Errors
 /// Wrong arguments; a device that no kernel runs on.
 pub fn forward(call: &Call) -> Result<Found> {
+    if all_are_batch_invariant()? {
+        return Err(Error::value("VOLTA_FA_BATCH_INVARIANT", "1", "0 for fwd_sparse_mla, which has no batch-invariant kernels"));
+    }
     let target = Target::of(&describe(&call.q)?, call.stream)?;
     let a = validate(call, target.backend())?;
     let tokens = || std::iter::once(&call.own).chain(&call.extra);

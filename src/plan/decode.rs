@@ -52,16 +52,12 @@ const MAX_SPLIT_BYTES: i64 = 256 << 20;
 
 /// Returns the plan of a batch-invariant kernel, with scratch memory for every split that the call can have.
 fn of_fixed_splits(plan: DecodePlan, a: &Attention) -> DecodePlan {
-    let (variant, group) = (plan.kernel.variant, a.nheads / a.nheads_k.max(1));
+    let variant = plan.kernel.variant;
     let tile_rows = i64::from(variant.block_rows);
     // eight outputs and a state are three chunks of four floats (SplitSlots in csrc/decode/split_partials.cuh)
     let floats = a.rows_per_kv_head().min(tile_rows) * i64::from(variant.headdim_v) / 8 * 12;
-    let rows = a.seqlen_q.saturating_mul(a.batch);
-    // packed rows fill tiles but for the last of each sequence
-    let tiles = match a.total_q() {
-        Some(total) => (total.min(rows) * group / tile_rows).saturating_add(a.batch),
-        None => a.batch * (a.rows_per_kv_head() as u64).div_ceil(tile_rows as u64) as i64,
-    };
+    // of packed rows too: wrong cu_seqlens_q may give every sequence the longest length, and kernels then stay inside the memory
+    let tiles = a.batch.saturating_mul((a.rows_per_kv_head() as u64).div_ceil(tile_rows as u64) as i64);
     let splits = (a.seqlen_k as u64).div_ceil(SPLIT_TOKENS as u64).max(1) as i64;
     let slots = tiles.saturating_mul(a.nheads_k).saturating_mul(splits);
     // num_splits 1 asks for it, as without batch_invariant

@@ -53,7 +53,10 @@ __device__ __forceinline__ void make_list(const SparseMlaParams& p, int query) {
     for (int head = threadIdx.x; head < nheads; head += THREADS) {
         p.max_logits[static_cast<long long>(query) * nheads + head] = __int_as_float(0xff800000);
         // infinity would make a row's sum NaN
-        if (query == 0 && p.sinks) p.finite_sinks[head] = fminf(p.sinks[head], 1e30f);
+        if (query == 0 && p.sinks) {
+            const float sink = p.sinks[head];
+            p.finite_sinks[head] = sink > 1e30f ? 1e30f : sink;  // fminf would lose a NaN
+        }
     }
 }
 

@@ -41,6 +41,7 @@ struct JointScores {
     // `packed`: the lane's address of P^T, where keys_left keys exist from its first on. `distance`: first_distance().
     static __device__ __forceinline__ void run(Scores& s, Scores& dp, const BwdParams& p, int head, int row, int row_end,
                                                const float* stats, bool masked, u32 packed, int keys_left, int distance) {
+        static_assert(!(kHasBias && kHasScoreFunction), "a score function takes -lse before the bias is loaded");
         const ScoreOptions& options = p.score_options;
         float neg_slope = 0.f;
         if (uses_alibi(options)) neg_slope = load_neg_slope(options, head);

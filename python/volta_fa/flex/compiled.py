@@ -99,7 +99,7 @@ def _kernel(
                 raise Unrecognized("max_scores")
             check_operands(query, key, value)
             # numbers become constants: the score function's scalars take no symbols
-            captured = tuple(int(x) if isinstance(x, torch.SymInt) else x for x in score_mod_other_buffers)
+            captured = tuple(map(_constant, score_mod_other_buffers))
             scores, recognized = recognize(score_mod, captured, query.dtype, query.device)
             mask = None if _finds_shapes(query) else pack_mask(block_mask, mask_mod_other_buffers, query, key)
             out, lse = attend(query, key, value, recognized, captured, scores, mask, scale)
@@ -112,6 +112,15 @@ def _kernel(
     assert _torch_kernel is not None
     arguments = (query, key, value, score_mod, block_mask, scale, options, score_mod_other_buffers, mask_mod_other_buffers)
     return _torch_kernel(*arguments)
+
+
+def _constant(x: Any) -> Any:
+    if not isinstance(x, torch.SymInt):
+        return x
+    try:
+        return int(x)
+    except RuntimeError as error:  # a number of a tensor, which no program knows before it runs
+        raise Unrecognized("a number that only the running program knows") from error
 
 
 def _finds_shapes(query: Tensor) -> bool:

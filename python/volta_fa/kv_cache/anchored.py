@@ -94,6 +94,7 @@ def anchored_window_attention_with_kvcache(
     if anchor_tokens == 0 or 0 in q.shape:
         return out, lse
     batch, seqlen_q = q.shape[:2]
+    window_left = min(window_left, 2**30)  # beyond every length, and int32 holds the differences
     # the anchors of a query are the tokens before its window; an impossible length stays so, and gives NaN
     first = cache_seqlens[:, None] - seqlen_q - window_left + torch.arange(seqlen_q, dtype=torch.int32, device=q.device)
     visible = first.clamp(0, anchor_tokens).where(cache_seqlens[:, None] >= 0, -1).flatten()
