@@ -16,6 +16,17 @@ constexpr int kChunkBytes = 16;
 // Loads a chunk from global memory, by the read-only path.
 __device__ __forceinline__ uint4 load_global(const unsigned short* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
 
+// Sets a warp's M x N tiles of accumulators to 0; a lane has E elements of each.
+template <int M, int N, int E>
+__device__ __forceinline__ void clear_tiles(float (&c)[M][N][E]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int v = 0; v < E; v++) c[m][n][v] = 0.f;
+}
+
 __device__ __forceinline__ uint4 zero_chunk() { return make_uint4(0, 0, 0, 0); }
 
 // Flips the signs of eight fp16 values if mask is 0x80008000; leaves them if it is 0.

@@ -1,8 +1,12 @@
 // Recomputes probabilities in the backward pass: P = 2^(score - lse) in log2 units, and the power of two by which P is scaled
 // as fp16. Used by the main and dq kernels.
 //
-// -lse is added in the exponent's multiply-add. A product that began with -lse / scale would round at that size for each key on its
-// own, otherwise than in the forward pass, and dq of rows with large scores would lose digits (docs/design/numerics.md).
+// Do not put -lse / scale into the initial accumulators of S = Q K^T. Each score would then round at the size of lse, unlike the
+// same score in the forward pass, and dq of rows with large scores would lose digits (docs/design/numerics.md). The multiply-add
+// before the exponential adds -lse instead.
+//
+// A Layout (score_layout.cuh) says which scores a lane has: kRows queries of a tile, row_of(v) that of element v, kKeyRows whether
+// keys are the rows of a tile.
 #pragma once
 
 #include "softmax.cuh"
@@ -15,7 +19,9 @@ constexpr float kProbabilityUnit = 4096.f;  // 2^kProbabilityBits
 constexpr float kExponentShift = kProbabilityBits - 112.f;  // 112: see pack_shifted (softmax.cuh)
 constexpr float kExponentUnit = 1.2676506e30f;  // 2^-kExponentShift: restores P from 2^(score - lse + kExponentShift)
 
-// -lse in log2 units plus a shift, of a lane's queries in T tiles. With kExponentShift, pack_shifted then packs P * 2^12.
+// -lse in log2 units plus a shift, of a lane's queries in T tiles of queries. With kExponentShift, pack_shifted then packs P *
+// 2^12; kernels that pack by conversions shift by 0. Loaded as the row statistic -lse / scale (row_statistics.cuh), with lse
+// natural.
 template <class Layout, int T>
 struct ExponentAddends {
     float of_row[T][Layout::kRows];
@@ -31,7 +37,7 @@ struct ExponentAddends {
     __device__ __forceinline__ float of(int t, int v) const { return of_row[t][Layout::row_of(v)]; }
 };
 
-// Computes P from S in place, for M x N tiles of a kernel without score modifiers.
+// Computes P from S in place, for M x N tiles of E elements a lane, of a kernel without score modifiers.
 template <class Layout, int M, int N, int E, int T>
 __device__ __forceinline__ void exponentials(float (&s)[M][N][E], float scale_log2, const ExponentAddends<Layout, T>& addends) {
     static_assert(T == (Layout::kKeyRows ? N : M), "the tiles of queries");

@@ -265,12 +265,7 @@ struct BackwardScores {
         };
 
         Scores c;
-#pragma unroll
-        for (int m = 0; m < kTiles; m++)
-#pragma unroll
-            for (int n = 0; n < kTiles; n++)
-#pragma unroll
-                for (int v = 0; v < 8; v++) c[m][n][v] = 0.f;
+        clear_tiles(c);
         add(c, p.k, p.q, p.problem.headdim, p.problem.sign_flip);
         store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kLseAt, rows);
         begin_with_delta(c, stats + RowStats::kDeltaAt, rows);

@@ -133,7 +133,7 @@ public:
                   group_steps = (steps + kTokenGroups - 1) / kTokenGroups;
         int steps_left = min(group_steps, steps - token_group * group_steps);
         [[maybe_unused]] int group_first = 0;
-        if constexpr (kBatchInvariant) {  // a fixed part of the split, of which the rows may see less
+        if constexpr (kBatchInvariant) {  // a fixed part of the split. The rows may see fewer of its tokens
             constexpr int kGroupTokens = kSplitTokens / kTokenGroups;
             static_assert(kSplitTokens % kTokenGroups == 0 && kGroupTokens % kStepTokens == 0, "parts are whole steps");
             const int begin = s.first / kSplitTokens * kSplitTokens + token_group * kGroupTokens;

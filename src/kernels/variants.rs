@@ -309,6 +309,9 @@ pub struct PassInfo {
     pub features: FeatureSet,
 }
 
+/// Tokens of a split in batch-invariant kernels. Fewer splits than blocks leave SMs idle; many splits take time to begin and to join.
+pub const SPLIT_TOKENS: u32 = 512;
+
 /// The table of passes, in the order of the enum.
 pub const PASSES: [PassInfo; 24] = {
     use {ParamBlock as P, RowKind::*};

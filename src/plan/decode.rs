@@ -9,7 +9,7 @@ use super::device::DeviceLimits;
 use super::features::{features, BackwardMode};
 use super::kernel::{PlannedKernel, Reason};
 use crate::error::Result;
-use crate::kernels::{FeatureSet, Pass, COMPILED};
+use crate::kernels::{FeatureSet, Pass, COMPILED, SPLIT_TOKENS};
 use crate::limits::MAX_DECODE_ROWS;
 use crate::problem::{Attention, DType};
 use crate::tuning::Shape;
@@ -44,8 +44,6 @@ pub fn decode(a: &Attention, has_long: bool, d: &DeviceLimits) -> Result<DecodeP
     })
 }
 
-/// Tokens of a split of batch-invariant kernels (kSplitTokens in csrc/decode/split_scheduler.cuh).
-const SPLIT_TOKENS: i64 = 512;
 /// Most memory for partial results of batch-invariant kernels, bytes. If those of all splits need more, each row tile has one block,
 /// which keeps one partial result. Both give the same bits.
 const MAX_SPLIT_BYTES: i64 = 256 << 20;
@@ -58,7 +56,7 @@ fn of_fixed_splits(plan: DecodePlan, a: &Attention) -> DecodePlan {
     let floats = a.rows_per_kv_head().min(tile_rows) * i64::from(variant.headdim_v) / 8 * 12;
     // of packed rows too: wrong cu_seqlens_q may give every sequence the longest length, and kernels then stay inside the memory
     let tiles = a.batch.saturating_mul((a.rows_per_kv_head() as u64).div_ceil(tile_rows as u64) as i64);
-    let splits = (a.seqlen_k as u64).div_ceil(SPLIT_TOKENS as u64).max(1) as i64;
+    let splits = (a.seqlen_k as u64).div_ceil(u64::from(SPLIT_TOKENS)).max(1) as i64;
     let slots = tiles.saturating_mul(a.nheads_k).saturating_mul(splits);
     // num_splits 1 asks for it, as without batch_invariant
     match a.num_splits != 1 && slots.saturating_mul(4 * floats) <= MAX_SPLIT_BYTES {

@@ -5,7 +5,7 @@
 
 use crate::python::Environment;
 use crate::tables::formats::{FormatInfo, FORMATS};
-use crate::tables::variants::{CacheFormat, Feature, FeatureSet, ParamBlock, Pass, Variant};
+use crate::tables::variants::{CacheFormat, Feature, FeatureSet, ParamBlock, Pass, Variant, SPLIT_TOKENS};
 use anyhow::{bail, Context, Result};
 use libloading::{Library, Symbol};
 use std::collections::HashSet;
@@ -239,6 +239,7 @@ impl Compiler {
         }
         if decodes {
             options.push(format!("-DIS_BF16={}", variant.is_bf16));
+            options.push(format!("-DSPLIT_TOKENS={SPLIT_TOKENS}"));
         }
         if variant.is_batch_invariant {
             options.push("-DBATCH_INVARIANT".into());

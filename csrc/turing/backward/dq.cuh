@@ -141,7 +141,7 @@ struct BackwardDq {
             }
 
         Accumulator dq[kRowTiles][S::kChunks];
-        clear(dq);
+        clear_tiles(dq);
 
         StepTileLoader<S> tiles;
         auto keys = blocks.template steps<S::kStep>(p, blockIdx.y, first_row, range.first, range.end, seqlen_k);
@@ -165,8 +165,8 @@ struct BackwardDq {
             tiles.store(shared + slot_after(keys, key, 1) * S::kSlotBytes);
             const u32 tile = shared + slot_after(keys, key, 0) * S::kSlotBytes;
             Scores s, dp;
-            clear(s);
-            clear(dp);
+            clear_tiles(s);
+            clear_tiles(dp);
             {
                 const u32 step = keys_by_chunks<S>(tile, remat_thread() % 32);
 #pragma unroll

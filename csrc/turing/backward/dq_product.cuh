@@ -41,7 +41,7 @@ struct DqProduct {
     // Computes the warp's pairs j to j + Pairs - 1. Several pairs at once share the loads of dS.
     template <int Pairs>
     static __device__ __forceinline__ void multiply(Accumulator (&c)[Pairs][2], u32 a_address, u32 b_address, int j) {
-        clear(c);
+        clear_tiles(c);
 #pragma unroll
         for (int key = 0; key < kKeys; key += 16) {
             u32 a[4];

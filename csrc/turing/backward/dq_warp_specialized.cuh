@@ -183,7 +183,7 @@ struct BackwardDqWarpSpecialized {
             }
 
         Accumulator dq[kRowTiles][2 * kOwnPairs];
-        clear(dq);
+        clear_tiles(dq);
 
         StepTileLoader<S> tiles;
         auto keys = blocks.template steps<S::kStep>(p, blockIdx.y, first_row, range.first, range.end, seqlen_k);
@@ -213,7 +213,7 @@ struct BackwardDqWarpSpecialized {
             __syncthreads();  // this step's tiles and the last step's dS are stored
             add_dq(last_slot);
             Scores s;  // S or dP
-            clear(s);
+            clear_tiles(s);
             {
                 const u32 step = keys_by_chunks<S>(this_slot + (is_first_role() ? 0 : S::kStepTile), remat_thread() % 32);
 #pragma unroll

@@ -108,16 +108,6 @@ static_assert(covers_tile<KeysLayout<1>>() && covers_tile<KeysLayout<2>>() && co
 static_assert(has_rows_and_keys<KeysLayout<1>>() && has_rows_and_keys<KeysLayout<2>>() && has_rows_and_keys<QueriesLayout>(),
               "backward/score_coord.cuh");
 
-template <int M, int N>
-__device__ __forceinline__ void clear(Accumulator (&c)[M][N]) {
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int v = 0; v < 4; v++) c[m][n][v] = 0.f;
-}
-
 // ---- operands -------------------------------------------------------------------------------------
 
 // Operand A of a tile of 16 rows, for eight k.

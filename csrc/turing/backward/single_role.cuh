@@ -50,8 +50,8 @@ struct BackwardSingleRole {
                            sequence.seqlen_k(), p.problem.headdim_v, 0, Layout::key_of_lane);
 
         Accumulator dk[2][S::kChunks], dv[2][S::kChunks];
-        clear(dk);
-        clear(dv);
+        clear_tiles(dk);
+        clear_tiles(dv);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
         if (kFused) write_all_statistics<S>(p, sequence);
@@ -104,8 +104,8 @@ struct BackwardSingleRole {
                 else if (kHasBias)
                     initial.bias(s, p);
                 else
-                    clear(s);
-                clear(dp);
+                    clear_tiles(s);
+                clear_tiles(dp);
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
                     const u32 own = by_rows<S>(shared + S::kOwn, lane) + thread / 32 * 32 * S::kRowBytes;

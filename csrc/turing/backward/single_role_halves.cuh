@@ -44,8 +44,8 @@ struct BackwardSingleRoleHalves {
                            sequence.seqlen_k(), p.problem.headdim_v, 0, Layout::key_of_lane);
 
         Accumulator dk[2][S::kChunks], dv[2][S::kChunks];
-        clear(dk);
-        clear(dv);
+        clear_tiles(dk);
+        clear_tiles(dv);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
 #pragma unroll 1
@@ -76,7 +76,7 @@ struct BackwardSingleRoleHalves {
                 add_dq(max(row - S::kStep, first));
                 __syncthreads();  // this step's tiles are stored, and dS is free
                 Accumulator s[kColumnTiles][2];
-                clear(s);
+                clear_tiles(s);
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
                     const u32 own = by_rows<S>(shared + S::kOwn, lane) + thread / 32 * 32 * S::kRowBytes;
@@ -106,7 +106,7 @@ struct BackwardSingleRoleHalves {
                 for (int half = 0; half < 2; half++) {
                     const u32 tile = shared + S::kStepTiles + half * 16 * S::kRowBytes;
                     Accumulator dp[kHalfTiles][2];
-                    clear(dp);
+                    clear_tiles(dp);
                     {
                         const u32 step = by_chunks<S>(tile + S::kStepTile, remat_thread() % 32);
 #pragma unroll

@@ -337,7 +337,7 @@ struct BackwardWarpSpecialized {
         }
 
         Accumulator gradient[kKeyTiles][S::kChunks];  // dV or dK
-        clear(gradient);
+        clear_tiles(gradient);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
         // The end of the loop over heads, computed again in each iteration.
@@ -425,7 +425,7 @@ struct BackwardWarpSpecialized {
                     else if constexpr (kHasBias)
                         initial.bias(s, p);
                 } else {
-                    clear(s);
+                    clear_tiles(s);
                 }
                 {
                     const u32 tile = (is_first_role() ? 0 : S::kStepTile) + slot * S::kSlotBytes;

@@ -440,12 +440,7 @@ struct FastForward {
     __device__ __forceinline__ static void clear(float (&sum)[kRows], Output& o) {
 #pragma unroll
         for (int r = 0; r < kRows; r++) sum[r] = 0.f;
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int j = 0; j < kChunks; j++)
-#pragma unroll
-                for (int v = 0; v < 4; v++) o[mt][j][v] = 0.f;
+        clear_tiles(o);
     }
     // The slot that step j fills when it reads `slot`.
     __device__ __forceinline__ static u32 slot_after(u32 slot, u32 ring) {

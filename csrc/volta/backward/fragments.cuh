@@ -131,14 +131,6 @@ __device__ __forceinline__ void load_stats(Accumulator (&c)[M][N], const float* 
                 c[m][n][v] = x.x, c[m][n][v + 1] = x.y, c[m][n][v + 2] = x.z, c[m][n][v + 3] = x.w;
             }
 }
-template <int M, int N>
-__device__ __forceinline__ void clear_tiles(Accumulator (&c)[M][N]) {
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++) clear(c[m][n]);
-}
-
 // Loads one copy of a statistic of the lane's four queries in each tile. Not by the read-only path: a fused kernel has written it.
 template <int N>
 __device__ __forceinline__ void load_rows(float (&x)[N][KeysLayout::kRows], const float* stats) {

@@ -121,13 +121,13 @@ struct BackwardSingleRole {
 #pragma unroll
                         for (int n = 0; n < 2; n++) ds[m][n] = Joint::gradients(dp[m][n]);
                 } else {
-                    typename Joint::Addends addends;
                     if (masked) {
                         // Rare: everything is computed again, so that none of it holds a register in the loop.
                         const int thread = remat_thread_index();
                         apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, grid.number(p) * S::kRows + thread / 32 * 32);
                     }
 
+                    typename Joint::Addends addends;
                     load_rows(addends.of_row, stats + RowStats::kLseAt + row * RowStats::kRowFloats);
                     addends.scale(p.problem.scale_log2, kExponentShift);
                     exponentials(s, p.problem.scale_log2, addends);

@@ -46,7 +46,8 @@ def anchored_window_attention(
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "batch_invariant": batch_invariant}
     fwd = torch.ops.volta_fa.fwd
     out, lse, _ = fwd(q, k, v, is_causal=True, window_left=window_left, sinks=sinks, **options)
-    # keys that lie before the window of the last query, at least
+    # The mask is aligned at the last key. Sinks go to one call only, so they count once. Anchors beyond what the last query's window
+    # leaves out are in every window.
     anchors = min(anchor_tokens, k.shape[1] - window_left - 1)
     if anchors <= 0 or 0 in q.shape:
         return out, lse
@@ -121,7 +122,7 @@ def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple
     """Merges two states. With gradients by PyTorch's operations, because the operator has none."""
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (out, other))):
         return merge_attention_states(out, lse, other, other_lse)
-    # every query has a key in the window: its own
+    # every query has a key in the window, its own; lse is inf for one that sees no anchor
     visible = other_lse.masked_fill(other_lse == math.inf, -math.inf)
     joint = torch.logaddexp(lse, visible)
     weights = [(part - joint).exp().transpose(1, 2).unsqueeze(-1) for part in (lse, visible)]

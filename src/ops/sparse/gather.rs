@@ -102,7 +102,7 @@ fn dequantized(
     Ok(Tensor::f_cat(&[values.f_reshape(sizes.as_slice())?, tail], -1)?)
 }
 
-/// Attends to tokens (queries, tokens, headdim), some of which are missing.
+/// Attends to tokens (queries, tokens, headdim), without those that `missing` (queries, tokens) marks.
 fn attend(q: &Tensor, tokens: &Tensor, missing: &Tensor, call: &Call, a: &Attention) -> Result<Found> {
     let kind = exact_kind(call);
     let product = |x: &Tensor, y: &Tensor| -> Result<Tensor> {
