@@ -29,6 +29,11 @@ help: ## list the targets
 	@echo "  PYTHON=...  the Python 3.10 to 3.14 for a new .venv"
 	@echo "  TORCH=...   another torch release, in an environment of its own: make test TORCH=2.10.0"
 
+# Without a GPU, the first `make run` compiles the demo's kernels alone. Every other build compiles all.
+DEMO_KERNELS = fwd_64x64,volta_bwd_64,turing_bwd_64,bwd_varlen_preprocess,bwd_varlen_postprocess
+ifeq ($(filter-out run,$(MAKECMDGOALS))$(wildcard /dev/nvidia0 target/volta-fa-kernels/complete),)
+run: ONLY = VOLTA_FA_COMPILE_ONLY=$(DEMO_KERNELS)
+endif
 run: build ## build, train a small GPT with volta_fa and with PyTorch, run the kernels on a simulated V100 and T4
 	@$(IN_VENV) $(IN_SIMULATOR) python -m volta_fa demo $(ARGS)
 
@@ -43,7 +48,7 @@ test-all: ## build, then run every test, as CI does
 build: $(READY) ## make .venv, build the native libraries for its torch
 	@$(IN_VENV) python tools/check_build_env.py
 	@# Cargo hides what a build script prints, so the one that compiles kernels gets a copy of stderr.
-	@$(IN_VENV) VOLTA_FA_PROGRESS_FD=9 cargo build $(CARGO_FLAGS) 9>&2
+	@$(IN_VENV) $(ONLY) VOLTA_FA_PROGRESS_FD=9 cargo build $(CARGO_FLAGS) 9>&2
 	@$(IN_VENV) python tools/build_shims.py
 
 # The C++ and CUDA sources that clang-format checks.

@@ -699,6 +699,10 @@ pub struct CastParams {
     pub score_exponent: i32,
     /// Exponent of the largest score, log2 units, that rows of q keep.
     pub max_score_exponent: i32,
+    /// To which larger ones are lowered.
+    pub lowered_score_exponent: i32,
+    /// Not 0: v gets no exponent if fp16 holds it, so that its bits do not depend on other tokens.
+    pub keeps_ordinary_v: i32,
     /// 0, 1 or 2: see csrc/shared/cast/cast.cuh.
     pub phase: i32,
     /// Sizes and scale.

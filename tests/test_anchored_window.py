@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -27,12 +29,20 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, HEADDIM).to(dtype)
 
 
+@pytest.fixture
+def on_device(backend) -> Iterator[None]:
+    """New tensors are where the backend runs."""
+    with torch.device(backend.device):
+        yield
+
+
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@on("cpu-fp32", "sim")
+@on("cpu-fp32", "sim", "cuda")
 def test_forward(backend, sizes):
     seqlen_q, seqlen_k, anchors, window = sizes
     backend.simulate()
-    dtype = torch.float16 if backend.machine == "sim" else torch.float32
+    dtype = backend.dtype
     q, k, v = (random(2, n, h, dtype=dtype) for n, h in ((seqlen_q, HEADS), (seqlen_k, KV_HEADS), (seqlen_k, KV_HEADS)))
     out, lse = anchored_window_attention(q, k, v, anchor_tokens=anchors, window_left=window)
     assert (out - expected(q, k, v, anchors, window)).abs().max() < (4e-3 if dtype == torch.float16 else 1e-5)
@@ -52,13 +62,14 @@ def test_gradients(sizes):
         assert (a - b).abs().max() < 1e-5, name
 
 
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("seqlen_q", [1, 3])
-@on("cpu-fp32", "sim")
+@on("cpu-fp32", "sim", "cuda")
 def test_decoding(backend, seqlen_q, paged):
     """Sequences shorter than the anchors, than the window, and longer than both."""
     backend.simulate()
-    dtype = torch.float16 if backend.machine == "sim" else torch.float32
+    dtype = backend.dtype
     lengths, anchors, window, page = [3, 20, 40, 96], 18, 25, 16
     q = random(len(lengths), seqlen_q, HEADS, dtype=dtype)
     k, v = (random(len(lengths), 96, KV_HEADS, dtype=dtype) for _ in "kv")

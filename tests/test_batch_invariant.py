@@ -6,13 +6,14 @@ comparisons fail (`test_without_the_option_bits_differ`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import volta_fa  # noqa: F401
+from conftest import need
 
 FWD, FWD_KVCACHE, FWD_MLA = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_kvcache, torch.ops.volta_fa.fwd_mla
 HEADS, KV_HEADS = 4, 2
@@ -20,13 +21,23 @@ LONG = 530  # more tokens than a split has
 GPUS = {"volta": "v100", "turing": "t4"}
 
 
+@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.cuda)])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where machine code runs: in the simulator, or on a GPU, which new tensors are then on."""
+    need(request.param)
+    if request.param == "sim":
+        monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+        yield
+        return
+    with torch.device("cuda"):
+        yield
+
+
 @pytest.fixture(params=sorted(GPUS))
-def simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Machine code of one family, in the simulator."""
-    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+def family(request: pytest.FixtureRequest, machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine code of one family."""
     monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[request.param])
     monkeypatch.setenv("VOLTA_FA_FAMILY", request.param)
-    return request.param
 
 
 def uneven(*size: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -84,7 +95,7 @@ CASES: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_decode_verification_chunks_and_prompt_agree(simulated: str, case: str) -> None:
+def test_decode_verification_chunks_and_prompt_agree(family: None, case: str) -> None:
     """One row, five rows, chunks and the whole prompt over a cache give the same bits."""
     headdim, dtype, options = CASES[case]
     sequence = Sequence(headdim, dtype, **options)
@@ -94,36 +105,33 @@ def test_decode_verification_chunks_and_prompt_agree(simulated: str, case: str) 
 
 
 @pytest.mark.parametrize("case", ["64", "128", "bf16", "whole_tiles"])
-def test_a_sequence_in_a_batch_has_the_bits_of_one_alone(simulated: str, case: str) -> None:
+def test_a_sequence_in_a_batch_has_the_bits_of_one_alone(family: None, case: str) -> None:
     headdim, dtype, options = CASES[case]
     sequence = Sequence(headdim, dtype, **options)
     batch = sequence.attend_among(LONG - 2, [1, 2, 63, 64, 65, 300, LONG, 0, 17])
     assert_same(rows(batch, 0, 2, batch=1), sequence.attend(LONG - 2, LONG))
 
 
-def test_one_sequence_among_64(simulated: str) -> None:
+def test_one_sequence_among_64(family: None) -> None:
     sequence = Sequence(64)
     others = torch.randint(0, 200, (63,)).tolist()
     assert_same(rows(sequence.attend_among(LONG - 1, others), 0, 1, batch=1), sequence.attend(LONG - 1, LONG))
 
 
-def test_both_grids_agree() -> None:
+def test_both_grids_agree(machine: None) -> None:
     """Splits with a block each and whole row tiles give the same bits, and those are the attention."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VOLTA_FA_SIMULATE", "1")
-        sequence = Sequence(64)
-        spread = sequence.attend(0, LONG)
-        sequence.options["num_splits"] = 1
-        assert_same(sequence.attend(0, LONG), spread)
+    sequence = Sequence(64)
+    spread = sequence.attend(0, LONG)
+    sequence.options["num_splits"] = 1
+    assert_same(sequence.attend(0, LONG), spread)
     q, k, v = (t.double().transpose(1, 2) for t in (sequence.q, sequence.k, sequence.v))
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     assert (spread[0].double() - exact).abs().max() < 2e-3 * exact.abs().max()
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3"])
-def test_quantized_caches(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_quantized_caches(machine: None, name: str) -> None:
     """Units of probabilities move with their own row alone."""
-    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     sequence = Sequence(64)
     dtype = {"int8": torch.int8, "int4": torch.uint8, "fp8_e4m3": torch.float8_e4m3fn}[name]
     scales: dict[str, Tensor] = {}
@@ -145,8 +153,7 @@ def test_quantized_caches(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_latents(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+def test_latents(machine: None, dtype: torch.dtype) -> None:
     q, latents = uneven(1, 40, 16, 576, dtype=dtype), uneven(1, LONG, 1, 576, dtype=dtype)
 
     def attend(first: int, last: int) -> tuple[Tensor, Tensor]:
@@ -165,20 +172,27 @@ FORWARD = {
     "512": (512, torch.float16, {}),
     "96": (96, torch.float16, {}),
     "bf16": (64, torch.bfloat16, {}),
+    "bf16_large_last_token": (64, torch.bfloat16, {}),
     "window": (64, torch.float16, {"window_left": 37}),
     "window_128": (128, torch.float16, {"window_left": 37}),
     "softcap": (64, torch.float16, {"softcap": 20.0}),
-    "sinks": (64, torch.float16, {"sinks": torch.randn(HEADS)}),
+    "sinks": (64, torch.float16, {"sinks": [0.3, -1.0, 2.0, 0.0]}),
 }
 
 
 @pytest.mark.parametrize("case", FORWARD)
-def test_chunks_of_a_forward_agree(simulated: str, case: str) -> None:
+def test_chunks_of_a_forward_agree(family: None, case: str) -> None:
     """Rows of `fwd` have the same bits alone, in chunks, in the whole prompt, in a batch and in packed sequences."""
     headdim, dtype, options = FORWARD[case]
     n = 300
     q, k, v = (uneven(1, n, heads, headdim, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
     options = {"is_causal": True, "batch_invariant": True, **options}
+    if "sinks" in options:
+        options["sinks"] = torch.tensor(options["sinks"])
+    if case == "bf16_large_last_token":
+        # powers of two for all of v would leave other bits to numbers far below it
+        v[..., ::2] *= 2**-12
+        v[:, -1] = 500
     prompt = FWD(q, k, v, **options)[:2]
     for first, last in ((n - 1, n), (n - 5, n), (50, 197), (0, 129)):
         assert_same(FWD(q[:, first:last], k[:, :last], v[:, :last], **options)[:2], rows(prompt, first, last))
@@ -190,7 +204,7 @@ def test_chunks_of_a_forward_agree(simulated: str, case: str) -> None:
     assert_same((out[None, 11:], lse[None, :, 11:]), prompt)
 
 
-def test_without_the_option_bits_differ(simulated: str) -> None:
+def test_without_the_option_bits_differ(family: None) -> None:
     """The comparisons above can fail."""
     sequence = Sequence(64, batch_invariant=False)
     prompt = sequence.attend(0, LONG)

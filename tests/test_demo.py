@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,17 @@ def test_the_layer_on_simulated_gpus(monkeypatch, capsys):
     assert not volta_fa.demo.run_simulated()
     assert "Wrong: dk on the V100, dk on the T4." in capsys.readouterr().out
     simulated._expected.cache_clear()
+
+
+@pytest.mark.skipif(not volta_fa.info()["simulator"], reason="built without the simulator")
+def test_the_first_make_run_compiles_the_demos_kernels(monkeypatch):
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    compiled = re.search("^DEMO_KERNELS = (.*)$", makefile, re.MULTILINE)[1].split(",")
+    monkeypatch.setattr(simulated, "simulate", functools.partial(simulated.simulate, mode="launches"))
+    for gpu in simulated.GPUS:
+        kernels = [report["kernel"] for reports in simulated._time(gpu) for report in reports]
+        assert len(kernels) >= 4
+        assert all(any(part in kernel for part in compiled) for kernel in kernels)
 
 
 def test_pytorchs_speed_is_that_of_the_figures():

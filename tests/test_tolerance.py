@@ -5,7 +5,7 @@ import torch
 
 import reference
 from cases import Case
-from conftest import KERNELS, on, on_cases, repeat, seed_of
+from conftest import BF16_KERNELS, KERNELS, on, on_cases, repeat, seed_of
 
 # Random problems with results of one or two elements, or of rows with one or two keys, that were beyond what eager attention's own error
 # alone would allow (VOLTA_FA_TEST_SEED: draws of the simulated kernels; 0: what an H200 met).
@@ -131,6 +131,8 @@ def test_mean_errors(backend, gpu, headdim, masked, options):
 #: Relative errors of dq that are allowed where one column makes the largest scores: by its magnitude. Scores are about its square,
 #: over the root of the headdim. PyTorch's are about half (docs/design/numerics.md).
 LARGE_SCORES = {200: 0.02, 600: 0.06, 1000: 0.1}
+#: The same in bf16. From scores of 5.8e6 on, its rows have exponents of their own, and dq has no meaning where keys tie.
+LARGER_SCORES = {600: 0.3, 2000: 0.7, 3000: 1.0}
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
@@ -138,7 +140,23 @@ LARGE_SCORES = {200: 0.02, 600: 0.06, 1000: 0.1}
 @pytest.mark.parametrize("magnitude", LARGE_SCORES)
 @on("sim", "cuda")
 def test_large_scores(backend, gpu, magnitude, headdim, options):
-    """The other columns decide between the half of the keys that one column favors. `pytest -s` prints the errors."""
+    errors = errors_of_large_scores(backend, magnitude, headdim, **options)
+    assert errors["dq"] <= LARGE_SCORES[magnitude]
+    assert max(errors["dk"], errors["dv"]) <= 0.1
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("magnitude", LARGER_SCORES)
+@on(*BF16_KERNELS)
+def test_large_scores_in_bf16(backend, gpu, magnitude, headdim):
+    errors = errors_of_large_scores(backend, magnitude, headdim)
+    assert errors["dq"] <= LARGER_SCORES[magnitude]
+    assert max(errors["dk"], errors["dv"]) <= 0.3
+
+
+def errors_of_large_scores(backend, magnitude: float, headdim: int, **options) -> dict[str, float]:
+    """Returns errors of gradients where other columns decide between the half of the keys that one column favors. `pytest -s` prints them
+    beside PyTorch's."""
     import volta_fa  # as above
 
     backend.simulate()
@@ -152,8 +170,7 @@ def test_large_scores(backend, gpu, magnitude, headdim, options):
     errors = {name: [relative(t, right) for t in (mine, torchs)] for name, mine, torchs, right in zip(names, found, of_torch, exact)}
     largest = (q.double() @ k.double().mT).abs().max().item() / headdim**0.5
     print(f"scores to {largest:.2g}:", ", ".join(f"{name} {mine:.2g}, torch {torchs:.2g}" for name, (mine, torchs) in errors.items()))
-    assert errors["dq"][0] <= LARGE_SCORES[magnitude]
-    assert max(errors["dk"][0], errors["dv"][0]) <= 0.1
+    return {name: mine for name, (mine, _) in errors.items()}
 
 
 #: Magnitudes of q and k that give one key all of each row, by far.

@@ -263,7 +263,7 @@ class Report:
         """Returns counts, and failures by reason. Messages that differ in numbers only are one reason."""
         groups = defaultdict(list)
         for failure in self.failures:
-            shape = re.sub(r"0x[0-9a-f]+|[-+]?\d[\d.]*(e[-+]?\d+)?", "#", failure.message[:200])
+            shape = re.sub(r"0x[0-9a-f]+|[-+]?\d[\d.]*(e[-+]?\d+)?", "#", failure.message[:200].split(". Tried to allocate")[0])
             groups[failure.reason or f"line {failure.line}: {shape}"].append(failure)
         failures = [
             {"reason": reason, "known": bool(found[0].reason), "count": len(found), "common": common(f.case for f in found)}

@@ -170,6 +170,9 @@ impl Image {
 }
 
 fn decompress(name: &str, data: &[u8]) -> Result<Vec<u8>> {
+    if data.is_empty() {
+        return Err(Error::runtime(format!("this build of volta_fa is without the kernel {name}: `make build` compiles all")));
+    }
     zstd::decode_all(data).map_err(|e| Error::runtime(format!("the embedded code of {name} is damaged: {e}")))
 }
 

@@ -13,10 +13,12 @@ use crate::tensor::{self, element_type, output, readable};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 
-/// Exponent of the largest score, log2 units, of a forward pass: fp32 resolves a difference of 8, and probabilities fit fp16.
-const MAX_SCORE_EXPONENT: i32 = 26;
-/// The same of a backward pass. It recomputes probabilities from softmax_lse, which rounds them by 2^-24 of the score.
-const MAX_SCORE_EXPONENT_OF_BACKWARD: i32 = 19;
+/// Exponents of the largest score, log2 units, that rows keep, and to which larger ones are lowered. Forward: fp32 resolves a difference of
+/// 8, and probabilities fit fp16.
+const SCORES_OF_FORWARD: [i32; 2] = [26, 26];
+/// Backward recomputes probabilities from softmax_lse. Below 2^23 both have units of at most 1/2, and P, stored as P * 2^12, stays in fp16.
+/// Keys that nearly tie keep their shares there, as in PyTorch's kernels. Beyond, a key that has a row alone is right within 4% at 2^19.
+const SCORES_OF_BACKWARD: [i32; 2] = [23, 19];
 /// Row tiles of a grid whose blocks rarely have work: each walks over several.
 const MAX_SPARSE_TILES: u32 = 8;
 
@@ -40,7 +42,7 @@ pub(super) struct Cast<'a> {
     exponents: Tensor,
     /// Exponent that softmax_scale lost and q has.
     scale_exponent: i32,
-    max_score_exponent: i32,
+    score_exponents: [i32; 2],
     kernel: PlannedKernel,
     has_v: bool,
     low_column: i32,
@@ -91,7 +93,7 @@ impl<'a> Cast<'a> {
         };
         let v = if has_v { half(&given.v)? } else { given.v.shallow_clone() };
         let cast = Inputs { q: half(&given.q)?, k: half(&given.k)?, v, ..inputs.share() };
-        let max_score_exponent = if softmax_lse.is_some() { MAX_SCORE_EXPONENT_OF_BACKWARD } else { MAX_SCORE_EXPONENT };
+        let score_exponents = if softmax_lse.is_some() { SCORES_OF_BACKWARD } else { SCORES_OF_FORWARD };
         let entries = if a.total_q().is_some() { 1 } else { a.batch };
         let int = (Kind::Int, given.q.device());
         let largest = Tensor::f_zeros([3, entries * a.nheads_k], int)?;
@@ -120,7 +122,7 @@ impl<'a> Cast<'a> {
             problem,
             exponents: exponents.f_view(shape)?,
             scale_exponent,
-            max_score_exponent,
+            score_exponents,
             kernel,
             has_v,
             low_column: low_column as i32,
@@ -188,7 +190,9 @@ impl<'a> Cast<'a> {
                 scale_exponent: self.scale_exponent,
                 scale_log2_exponent: exponent(problem.scale_log2),
                 score_exponent: exponent(a.headdim as f32 * problem.scale_log2),
-                max_score_exponent: self.max_score_exponent,
+                max_score_exponent: self.score_exponents[0],
+                lowered_score_exponent: self.score_exponents[1],
+                keeps_ordinary_v: i32::from(a.features.batch_invariant),
                 phase,
                 problem,
                 lengths,

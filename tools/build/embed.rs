@@ -18,12 +18,11 @@ const ZSTD_LEVEL: i32 = 19;
 
 pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path) -> Result<()> {
     println!("cargo:rerun-if-env-changed={ONLY}");
-    if let Ok(only) = std::env::var(ONLY) {
-        println!("cargo:warning={ONLY}={only}: other kernels may be older than their sources");
-    }
+    let only = std::env::var(ONLY).ok();
+    let is_wanted = |v: &Variant| only.as_ref().map_or(true, |parts| parts.split(',').any(|part| v.name.contains(part)));
     std::fs::create_dir_all(cache)?;
     let entries: Vec<Entry> = variants.iter().map(|v| Entry::of(compiler, v, cache)).collect::<Result<_>>()?;
-    let missing: Vec<_> = variants.iter().zip(&entries).filter(|(_, entry)| !entry.facts().exists()).collect();
+    let missing: Vec<_> = variants.iter().zip(&entries).filter(|(v, entry)| is_wanted(v) && !entry.facts().exists()).collect();
     let progress = progress_file().map(|file| Progress::begin("kernels", missing.len(), file));
     missing.par_iter().try_for_each(|(variant, entry)| {
         entry.compile(compiler, variant)?;
@@ -31,41 +30,30 @@ pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path
         anyhow::Ok(())
     })?;
 
+    let mut left_out = 0;
     let mut table = String::from("/// The machine code of every variant, in the order of the tables.\nstatic IMAGES: &[Image] = &[\n");
     for (variant, entry) in variants.iter().zip(&entries) {
-        let facts = std::fs::read_to_string(entry.facts())?;
-        writeln!(
-            table,
-            "    Image {{ name: {:?}, cubin: include_bytes!({:?}), ptx: include_bytes!({:?}), {} }},",
-            variant.name,
-            entry.folder.join("cubin.zst"),
-            entry.folder.join("ptx.zst"),
-            facts.trim()
-        )?;
+        let (code, facts) = match std::fs::read_to_string(entry.facts()) {
+            Ok(facts) => (["cubin.zst", "ptx.zst"].map(|file| format!("include_bytes!({:?})", entry.folder.join(file))), facts),
+            Err(_) => {
+                left_out += 1;
+                (["&[]", "&[]"].map(String::from), "registers: 0, spill_bytes: 0".into())
+            }
+        };
+        let [cubin, ptx] = code;
+        writeln!(table, "    Image {{ name: {:?}, cubin: {cubin}, ptx: {ptx}, {} }},", variant.name, facts.trim())?;
     }
     table.push_str("];\n");
     std::fs::write(out.join("embedded.rs"), table)?;
+    match left_out {
+        0 => std::fs::write(cache.join("complete"), "")?,
+        _ => println!("cargo:warning={ONLY}: the library is without {left_out} of {} kernels", variants.len()),
+    }
     Ok(())
 }
 
-/// Environment variable for work on some kernels: parts of their names, separated by commas. Other kernels keep the newest machine code in
-/// the cache, though their sources changed. For experiments only.
+/// Environment variable with parts of kernels' names, separated by commas. Kernels without them that are not in the cache are left out.
 const ONLY: &str = "VOLTA_FA_COMPILE_ONLY";
-
-/// Returns the newest cache folder of a variant that [`ONLY`] leaves out; None if there is none, or the variant is to be compiled.
-fn left_out(variant: &Variant, cache: &Path) -> Option<PathBuf> {
-    let only = std::env::var(ONLY).ok()?;
-    if only.split(',').any(|part| variant.name.contains(part)) {
-        return None;
-    }
-    let prefix = format!("{}-", variant.name);
-    let entries = std::fs::read_dir(cache).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-    entries
-        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&prefix)))
-        .filter_map(|path| Some((path.join("facts").metadata().ok()?.modified().ok()?, path)))
-        .max()
-        .map(|(_, path)| path)
-}
 
 /// Environment variable with the number of an open file descriptor for progress. Cargo hides the output of build scripts.
 const PROGRESS: &str = "VOLTA_FA_PROGRESS_FD";
@@ -84,9 +72,6 @@ struct Entry {
 
 impl Entry {
     fn of(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<Self> {
-        if let Some(folder) = left_out(variant, cache) {
-            return Ok(Entry { folder, params_header: String::new() });
-        }
         let sources = include_closure(variant.source.headers.iter().chain(&[ENTRY]).map(PathBuf::from).collect())?;
         let code = sources.values().map(String::as_str).chain([variant.params().name()]).collect::<String>();
         let params_header = compiler.params_header(&code);

@@ -33,7 +33,8 @@ constexpr int kRowsAtOnce = THREADS / kLanes;
 
 // Magnitudes of q and k that need no scale are below 2^kMaxOrdinary, and their largest at least 2^(kMinOrdinary - 1).
 constexpr int kMaxOrdinary = 13, kMinOrdinary = -7;
-// Exponent of the largest |v| after scaling. All of v is scaled, so that powers of two in v are those of out, bitwise.
+// Exponent of the largest |v| after scaling. All of v is scaled, so that powers of two in v are those of out, bitwise. With
+// keeps_ordinary_v only what fp16 cannot hold is.
 constexpr int kScaledV = 2;
 
 // Returns e with 2^(e - 1) <= x < 2^e, from the bits of a positive fp32 number; less for subnormal ones.
@@ -63,6 +64,7 @@ struct Exponents {
         const auto is_ordinary = [](unsigned bits, int exponent) {
             return !bits || (exponent >= kMinOrdinary && exponent <= kMaxOrdinary);
         };
+        const int exponent_v = exponent_of(of_v);
         has_moved = !is_ordinary(of_q, exponent_q) || !is_ordinary(of_k, exponent_k) ||
                     (some && sum + p.score_exponent > p.max_score_exponent);
         if (has_moved || p.low_column) {
@@ -72,7 +74,8 @@ struct Exponents {
             k = of_k ? keys - exponent_k : 0;
             q += of_q ? (some ? max(sum - keys, kMinOrdinary) : 0) - exponent_q : 0;
         }
-        v = of_v ? min(kScaledV - exponent_of(of_v), 126) : 0;
+        const bool keeps_v = !of_v || (p.keeps_ordinary_v && is_ordinary(of_v, exponent_v));
+        v = keeps_v ? 0 : min(kScaledV - exponent_v, 126);
     }
 };
 
@@ -92,7 +95,7 @@ __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents
     const bool has_lse = lse != 0.f && is_finite(__float_as_uint(lse) & 0x7fffffffu);
     const int of_scores = has_lse ? exponent_of(__float_as_uint(fabsf(lse * kLog2e)))
                                   : exponent_of(__float_as_uint(sum)) - shift + of.q + of.keys + p.scale_log2_exponent;
-    const int excess = of_scores - p.max_score_exponent;
+    const int excess = of_scores > p.max_score_exponent ? of_scores - p.lowered_score_exponent : 0;
     return -max(max(excess, exponent_of(__float_as_uint(largest)) - shift + of.q - kMaxOrdinary), 0);
 }
 

@@ -157,6 +157,11 @@ impl<'a> Decoder<'a> {
 
     // ---- operands, in the order in which they are printed ------------------------------
 
+    /// Whether the instruction reads a constant at an address in a register, `c[0x0][UR4+0x160]`.
+    pub fn has_indexed_constant(&self) -> bool {
+        self.operands.clone().any(|operand| matches!(operand, Operand::CMem { .. }))
+    }
+
     pub fn next(&mut self) -> Option<Operand> {
         self.operands.next()
     }

@@ -15,8 +15,7 @@ pub enum Operand {
     /// constant bank, indexed by a register
     CMem {
         bank: u8,
-        base: Reg,
-        off: i64,
+        at: MemRef,
     },
     Name(String),
     /// convergence barrier
@@ -182,7 +181,7 @@ pub fn parse(s: &str, enc: u128, labels: &HashMap<String, u32>) -> Option<Operan
         let e2 = rest.find(']')?;
         let (m, absolute) = memory(&rest[..e2])?;
         if !absolute {
-            return Some(Operand::CMem { bank, base: m.base, off: m.off });
+            return Some(Operand::CMem { bank, at: m });
         }
         src.kind = SrcKind::Const;
         src.bank = bank;

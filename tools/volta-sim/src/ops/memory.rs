@@ -52,9 +52,9 @@ impl Class for Memory {
             "LDC" => {
                 d.dst()?;
                 match d.next() {
-                    Some(Operand::CMem { bank, base, off }) => {
+                    Some(Operand::CMem { bank, at }) => {
                         d.inst.bank = bank;
-                        d.inst.mem = MemRef { base, off, ..d.inst.mem };
+                        d.inst.mem = at;
                     }
                     Some(Operand::Src(s, _)) if s.kind == SrcKind::Const => {
                         d.inst.bank = s.bank;

@@ -17,6 +17,11 @@ pub fn as_vector(d: &mut Decoder) -> Result<bool, String> {
     let (vector, scalar) = match d.base {
         "ULDC" => {
             d.allow(&["64", "U16", "U8"])?;
+            if d.has_indexed_constant() {
+                // no source says what an index costs here: it takes the way of LDC, which is slower
+                (d.base, d.inst.everywhere) = ("LDC", !0);
+                return Ok(false);
+            }
             (if ["64", "U16", "U8"].iter().any(|width| d.has(width)) { "ULDC" } else { "MOV" }, true)
         }
         // not of the uniform datapath: it takes the way of S2R
@@ -139,9 +144,11 @@ mod tests {
             "R2UR UR11, R3",
             "ULDC.U8 UR12, c[0x0][0x160]",
             "ULDC.U16 UR13, c[0x0][0x162]",
+            "ULDC UR14, c[0x0][UR8+0x15c]",
+            "ULDC.64 UR16, c[0x0][UR8+0x164]",
         ]);
-        let expected = [5, 0x8000_0003, 0x9000_0000, 1, 4, 0x8000_0003, 0, 10, 3, 0x8000];
-        assert_eq!([4, 5, 6, 7, 8, 9, 10, 11, 12, 13].map(|n| ur(&w, n)), expected);
+        let expected = [5, 0x8000_0003, 0x9000_0000, 1, 4, 0x8000_0003, 0, 10, 3, 0x8000, 0x8000_0003, 0x9000_0000, 1];
+        assert_eq!([4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16, 17].map(|n| ur(&w, n)), expected);
     }
 
     #[test]
