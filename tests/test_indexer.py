@@ -387,9 +387,7 @@ def test_compiled(backend, dynamic):
         backend="aot_eager", fullgraph=True, dynamic=dynamic,
     )  # fmt: skip
     for columns in (130, 100):
-        expected = indexer_logits(
-            problem.q, problem.k, problem.weights, problem.k_end, **{**problem.options, "max_seqlen_k": columns}
-        )
+        expected = indexer_logits(problem.q, problem.k, problem.weights, problem.k_end, **{**problem.options, "max_seqlen_k": columns})
         assert torch.equal(compiled(problem.q, problem.k, problem.weights, problem.k_end, columns), expected)
 
 
@@ -414,7 +412,7 @@ def test_decoding_as_deep_gemm(backend, of_queries):
     """Lengths are of sequences, or of queries."""
     problem = draw(backend, Case(32, 3, 2, 200, page_size=64, causal=not of_queries, fp8=True))
     if of_queries:
-        problem.seen = (torch.arange(200) < problem.k_end.cpu().unsqueeze(-1))
+        problem.seen = torch.arange(200) < problem.k_end.cpu().unsqueeze(-1)
     metadata = indexer.get_paged_mqa_logits_metadata(problem.k_end, 64, 80)
     backend.simulate()
     logits = indexer.fp8_paged_mqa_logits(

@@ -13,12 +13,12 @@ namespace {
 
 using OptionalSize = std::optional<c10::SymInt>;
 
-IndexerArgs indexer_args(const Tensor& q, const Tensor& k, const Tensor& weights, const Tensor& k_end, const OptionalTensor& k_start,
-                         const OptionalTensor& k_scales, const OptionalTensor& block_table, const OptionalSize& max_seqlen_k,
-                         bool clean_logits) {
+IndexerArgs indexer_args(const Tensor& q, const Tensor& k, const Tensor& weights, const Tensor& k_end,
+                         const OptionalTensor& k_start, const OptionalTensor& k_scales, const OptionalTensor& block_table,
+                         const OptionalSize& max_seqlen_k, bool clean_logits) {
     const auto [given, columns] = maybe(max_seqlen_k);
-    return {handle(q),        handle(k),           handle(weights), handle(k_end), handle(k_start),
-            handle(k_scales), handle(block_table), given,           columns,       clean_logits,
+    return {handle(q),         handle(k),           handle(weights), handle(k_end), handle(k_start),
+            handle(k_scales),  handle(block_table), given,           columns,       clean_logits,
             /*stream=*/nullptr};
 }
 

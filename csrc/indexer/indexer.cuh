@@ -1,17 +1,22 @@
-// The lightning indexer of DeepSeek V3.2 and GLM-5: logits[query, key] = scale[key] * sum over heads of w[query, head] * relu(q . k).
+// The lightning indexer of DeepSeek V3.2 and GLM-5: logits[query, key] = scale[key] * sum over heads of w[query, head] * relu(q .
+// k).
 //
 // A tile is 256 rows (queries times heads) or 64. Each warp holds 32 rows in registers for all of the tile's keys, so the only
-// operand that products read from shared memory is K. A step is 64 keys, in two buffers, with one barrier:
+// operand that products read from shared memory is K. A step is 64 keys, in two buffers, with one barrier. With 256 rows a warp has
+// four tiles of 16 keys a step, with 64 one.
 //
-//   store K of the next step, load K of the one after  |  products, sums over 32 rows  |  barrier  |  sums over warps, logits
+// The two warps of a scheduler reach the barrier together, and would do the same from there on. So what is no product runs beside
+// the products of a tile: the sum over rows of the tile before, and the conversion of the next step's keys. The logits of a step
+// follow after the next barrier.
 //
-// With 256 rows a warp has all keys of the step, with 64 a quarter. A sum over heads may be over two warps' rows: these meet in
-// shared memory, in the same order for both tiles. So a logit depends on its query and key alone.
+// A sum over heads may be over two warps' rows: these meet in shared memory, in the same order for both tiles of rows. So a logit
+// depends on its query and key alone.
 //
 // Products of a family:
 //
 //   Queries, load(q, mt, address)  rows 16 * mt to 16 * mt + 15 of the warp's operand, from rows of kPitch bytes
-//   Scores, multiply(c, q, address)  scores of 32 rows and 16 keys; c.at(mt, v): element v of row tile mt
+//   Scores, multiply(c, q, address, beside)  scores of 32 rows and 16 keys; c.at(mt, v): element v of row tile mt. Calls beside(i)
+//                                  between the products, for each chunk i of columns
 //   row(), kRowStep                element v is row row() + kRowStep * ((v >> 1) & 1) of its row tile
 //   key(i)                         its key, with i = (v & 1) + 2 * (v >> 2)
 //   kLaneMasks                     shfl_xor masks that reach the lanes with other rows of the same keys
@@ -24,7 +29,7 @@ namespace indexer {
 
 constexpr int kRowTiles = 2, kWarpRows = 16 * kRowTiles;
 constexpr int kKeyTile = 16;
-constexpr int kScaleSlots = 4;  // a step's scales are read while those of the step after next are stored
+constexpr int kSlots = 4;  // of sums and scales: those of a step are read while others of the next three are written
 constexpr int kMaxQueries = 8;
 
 template <class Products, int Rows>
@@ -33,11 +38,16 @@ struct Kernel {
     static constexpr int kRowGroups = Rows / kWarpRows, kWarpKeys = kStep * kRowGroups / kWarps;
     static constexpr int kBufferBytes = kStep * kPitch;
     static constexpr int kSumBytes = kRowGroups * kStep * 4;
-    static constexpr int kSums = 2 * kBufferBytes, kScales = kSums + 2 * kSumBytes, kRanges = kScales + kScaleSlots * kStep * 4;
+    static constexpr int kScaleBytes = kStep * 4;
+    static constexpr int kSums = 2 * kBufferBytes, kScales = kSums + kSlots * kSumBytes, kRanges = kScales + kSlots * kScaleBytes;
     static constexpr int kScratch = kRanges + kMaxQueries * 8;
     static_assert(kScratch + (kWarps + 4) * 4 == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
     static_assert(kWarps * kStagedRows * kPitch <= 2 * kBufferBytes, "queries are staged in the buffers of the keys");
-    static_assert(kWarpKeys % kKeyTile == 0, "a warp has whole tiles of keys");
+    static constexpr int kTiles = kWarpKeys / kKeyTile;  // of a warp and step
+    using Loader = KeyLoader<kStep>;
+    static constexpr int kPieces = 2 * Loader::kPasses, kPiecesOfTile = kPieces / kTiles;
+    static_assert(kTiles * kPiecesOfTile == kPieces && 3 * kPiecesOfTile < kChunks,
+                  "each tile has room for its part of the next keys");
 
     // Returns the sums of s[i] over the lanes of kLaneMasks, each lane one: that of i = index.
     __device__ __forceinline__ static float sum_over_rows(const float (&s)[4], int lane, int& index) {
@@ -69,7 +79,7 @@ struct Kernel {
     // Writes the logits of a step: those of a query are the sums of its row groups. `first_query`: the tile's, of all entries.
     __device__ __forceinline__ static void write(const IndexerParams& p, int first_query, unsigned base, int key, int slot) {
         const int groups = (1 << p.head_shift) / kWarpRows;  // 1 or 2
-        const unsigned sums = base + kSums + (slot & 1) * kSumBytes, scales = base + kScales + (slot % kScaleSlots) * (kStep * 4);
+        const unsigned sums = base + kSums + slot * kSumBytes, scales = base + kScales + slot * kScaleBytes;
 #pragma unroll 1
         for (int i = threadIdx.x; i < queries_of_tile<Rows>(p) * kStep; i += THREADS) {
             const int query = i / kStep, column = i % kStep;
@@ -93,7 +103,7 @@ struct Kernel {
         const int row = warp % kRowGroups * kWarpRows, own_key = warp / kRowGroups * kWarpKeys;
         const Products products(lane);
         const QueryRows rows(p, tile.batch, tile.query, row);
-        KeyLoader<kStep> loader(p, tile.batch, min(tile.key_end, key + steps * kStep));
+        Loader loader(p, tile.batch, min(tile.key_end, key + steps * kStep));
         loader.find_pages(key);
         if (thread < queries_of_tile<Rows>(p)) {
             const Range keys = keys_of(p, tile.batch, tile.query + thread);
@@ -119,37 +129,59 @@ struct Kernel {
         loader.load(key);
         loader.find_pages(key + kStep);
         __syncthreads();
-        loader.store(base, base + kScales);
+#pragma unroll
+        for (int i = 0; i < kPieces; i++) loader.store(base, loader.arriving.codes[i], i);
+        loader.store_scales(base + kScales, loader.arriving);
         loader.load(key + kStep);
         loader.find_pages(key + 2 * kStep);
         __syncthreads();
         const unsigned sums = base + kSums + (warp % kRowGroups * kStep + own_key) * 4;
         const unsigned keys = base + products.key_offset() + own_key * kPitch;
+        const int first_query = tile.batch * p.seqlen_q + tile.query;
+        // The tile before, and where its sums go. Before the first there is one whose sums are not read.
+        typename Products::Scores before;
+        before.clear();
+        unsigned sums_before = sums + (kSlots - 1) * kSumBytes;
+        const auto finish_tile = [&] {
+            float s[4] = {};
+#pragma unroll
+            for (int mt = 0; mt < kRowTiles; mt++)
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    const float x = before.at(mt, v);
+                    s[(v & 1) + 2 * (v >> 2)] += w[mt][(v >> 1) & 1] * (x + fabsf(x));
+                }
+            int index;
+            const float sum = sum_over_rows(s, lane, index);
+            if (!(lane & Products::kLaneMasks[2])) store_shared1(sums_before + products.key(index) * 4, __float_as_uint(sum));
+        };
 #pragma unroll 1
         for (int step = 0; step < steps; step++, key += kStep) {
-            loader.store(base + ((step + 1) & 1) * kBufferBytes, base + kScales + (step + 1) % kScaleSlots * (kStep * 4));
+            typename Loader::Pieces next = loader.arriving;
             loader.load(key + 2 * kStep);
             loader.find_pages(key + 3 * kStep);
+            const unsigned next_keys = base + ((step + 1) & 1) * kBufferBytes;
+            loader.store_scales(base + kScales + (step + 1) % kSlots * kScaleBytes, next);
 #pragma unroll 1
-            for (int n = 0; n < kWarpKeys; n += kKeyTile) {
+            for (int n = 0; n < kTiles; n++) {
                 typename Products::Scores c;
-                products.multiply(c, q, keys + (step & 1) * kBufferBytes + n * kPitch);
-                float s[4] = {};
+                products.multiply(c, q, keys + (step & 1) * kBufferBytes + n * (kKeyTile * kPitch), [&](int chunk) {
+                    if (chunk == 1) finish_tile();
 #pragma unroll
-                for (int mt = 0; mt < kRowTiles; mt++)
+                    for (int i = 0; i < kPiecesOfTile; i++)
+                        if (chunk == 3 + 3 * i) loader.store(next_keys, next.codes[i], n * kPiecesOfTile + i);
+                });
 #pragma unroll
-                    for (int v = 0; v < 8; v++) {
-                        const float x = c.at(mt, v);
-                        s[(v & 1) + 2 * (v >> 2)] += w[mt][(v >> 1) & 1] * (x + fabsf(x));
-                    }
-                int index;
-                const float sum = sum_over_rows(s, lane, index);
-                if (!(lane & Products::kLaneMasks[2]))
-                    store_shared1(sums + (step & 1) * kSumBytes + (n + products.key(index)) * 4, __float_as_uint(sum));
+                for (int i = 0; i + kPiecesOfTile < kPieces; i++) next.codes[i] = next.codes[i + kPiecesOfTile];
+                before = c;
+                sums_before = sums + step % kSlots * kSumBytes + n * (kKeyTile * 4);
             }
             __syncthreads();
-            write(p, tile.batch * p.seqlen_q + tile.query, base, key, step);
+            if (step > 0) write(p, first_query, base, key - kStep, (step - 1) % kSlots);
         }
+        finish_tile();
+        __syncthreads();
+        write(p, first_query, base, key - kStep, (steps - 1) % kSlots);
     }
 
     __device__ __forceinline__ static void run(const IndexerParams& p) {

@@ -5,7 +5,14 @@
 
 namespace indexer {
 
-// A thread's part of steps of Step keys. Codes are in flight one step ahead of what is stored, page numbers one more.
+// A thread's part of a step that has arrived: pieces of eight codes, and scales.
+template <int Pieces>
+struct KeyPieces {
+    uint2 codes[Pieces];
+    float scale[Pieces / 2];
+};
+
+// A thread's part of steps of Step keys. Codes are in flight for a step, page numbers for one more.
 template <int Step>
 struct KeyLoader {
     // Eight threads have a key, each two pieces of 8 columns: so eight neighbors store 128 consecutive bytes.
@@ -13,14 +20,14 @@ struct KeyLoader {
     static constexpr int kKeysAtOnce = THREADS / kThreadsPerKey;
     static constexpr int kPasses = Step / kKeysAtOnce;
     static constexpr int kNoPage = -1;
+    using Pieces = KeyPieces<2 * kPasses>;
 
     const IndexerParams& p;
     const int* table;  // of the sequence; null: all keys are in one page
     int end;  // keys from here on are not loaded
     int row, piece;
     int page[kPasses];
-    uint2 codes[kPasses][2];
-    float scale[kPasses];
+    Pieces arriving;
 
     __device__ __forceinline__ KeyLoader(const IndexerParams& p_, int batch, int end_)
         : p(p_), table(p_.block_table ? p_.block_table + batch * p_.block_table_stride : nullptr), end(end_),
@@ -40,26 +47,26 @@ struct KeyLoader {
 #pragma unroll
         for (int i = 0; i < kPasses; i++) {
             const int in_page = (key + row + i * kKeysAtOnce) & ((1u << p.page_shift) - 1);
-            scale[i] = __int_as_float(0xff800000);
+            arriving.scale[i] = __int_as_float(0xff800000);
             if (static_cast<unsigned>(page[i]) >= static_cast<unsigned>(p.pages)) continue;
             const unsigned char* base = reinterpret_cast<const unsigned char*>(p.k) + page[i] * p.page_stride + in_page * kColumns;
-            codes[i][0] = __ldg(reinterpret_cast<const uint2*>(base) + piece);
-            codes[i][1] = __ldg(reinterpret_cast<const uint2*>(base) + piece + kThreadsPerKey);
-            if (piece == 0) scale[i] = __ldg(p.k_scales + page[i] * p.scales_page_stride + in_page);
+            arriving.codes[2 * i] = __ldg(reinterpret_cast<const uint2*>(base) + piece);
+            arriving.codes[2 * i + 1] = __ldg(reinterpret_cast<const uint2*>(base) + piece + kThreadsPerKey);
+            if (piece == 0) arriving.scale[i] = __ldg(p.k_scales + page[i] * p.scales_page_stride + in_page);
         }
     }
-    // Stores them to `keys`, rows of kPitch bytes, and `scales`.
-    __device__ __forceinline__ void store(unsigned keys, unsigned scales) const {
+    // Stores eight codes, those of piece `number`, to `keys`: rows of kPitch bytes.
+    __device__ __forceinline__ void store(unsigned keys, const uint2& codes, int number) const {
+        const unsigned words[2] = {codes.x, codes.y};
+        const unsigned own = keys + row * kPitch + piece * kChunkBytes;
+        store_shared(own + number / 2 * (kKeysAtOnce * kPitch) + number % 2 * (kThreadsPerKey * kChunkBytes),
+                     KeyCodes::unpack8(words));
+    }
+    // Stores scales to `scales`.
+    __device__ __forceinline__ void store_scales(unsigned scales, const Pieces& x) const {
 #pragma unroll
-        for (int i = 0; i < kPasses; i++) {
-            const int own = row + i * kKeysAtOnce;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const unsigned words[2] = {codes[i][half].x, codes[i][half].y};
-                store_shared(keys + own * kPitch + (piece + half * kThreadsPerKey) * kChunkBytes, KeyCodes::unpack8(words));
-            }
-            if (piece == 0) store_shared1(scales + own * 4, __float_as_uint(scale[i]));
-        }
+        for (int i = 0; i < kPasses; i++)
+            if (piece == 0) store_shared1(scales + (row + i * kKeysAtOnce) * 4, __float_as_uint(x.scale[i]));
     }
 };
 

@@ -42,7 +42,8 @@ __device__ __forceinline__ int row_exponent(unsigned bits) {
 }
 __device__ __forceinline__ float power_of_2(int exponent) { return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23); }
 
-// Calls f(i, x) for Passes chunks of bits X that the lane has, from pass `first` on: that of row 2 * i after the lane's first, or 0.
+// Calls f(i, x) for Passes chunks of bits X that the lane has, from pass `first` on: that of row 2 * i after the lane's first, or
+// 0.
 template <int Passes, class X, class F>
 __device__ __forceinline__ void each_chunk(const unsigned char* from, long long pass_bytes, int rows, int first, F f) {
     X x[Passes];
@@ -55,8 +56,8 @@ __device__ __forceinline__ void each_chunk(const unsigned char* from, long long 
     for (int i = 0; i < Passes; i++) f(first + i, x[i]);
 }
 
-// Writes rows `first` to first + 15 to shared memory, zeros for rows that do not exist. The padding of a row gets its factor: scores
-// of the row and of codes of keys, times it, are those of the given numbers.
+// Writes rows `first` to first + 15 to shared memory, zeros for rows that do not exist. The padding of a row gets its factor:
+// scores of the row and of codes of keys, times it, are those of the given numbers.
 __device__ __forceinline__ void stage_queries(const QueryRows& rows, int first, unsigned address) {
     const int lane = threadIdx.x % 32, chunk = lane % kChunks, own = lane / kChunks;
     const unsigned to = address + own * kPitch + chunk * kChunkBytes;

@@ -49,8 +49,8 @@ struct Tile {
     }
 };
 
-// A block's part of all steps: `count` steps, from step `first_step` of tile `tile` on. `scratch`: shared memory for a number of each
-// warp and three more.
+// A block's part of all steps: `count` steps, from step `first_step` of tile `tile` on. `scratch`: shared memory for a number of
+// each warp and three more.
 template <int Rows, int Step>
 struct BlockSteps {
     int tile, first_step, count;

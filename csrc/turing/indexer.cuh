@@ -11,6 +11,7 @@ struct IndexerProducts {
     struct Scores {
         Accumulator tile[indexer::kRowTiles][2];  // two tiles of eight keys
         __device__ __forceinline__ float at(int mt, int v) const { return tile[mt][v >> 2][v & 3]; }
+        __device__ __forceinline__ void clear() { clear_tiles(tile); }
     };
     static constexpr int kRowStep = 8;
     static constexpr int kLaneMasks[3] = {16, 8, 4};
@@ -36,18 +37,21 @@ struct IndexerProducts {
             for (int i = 0; i < 4; i++) q[mt][c + i / 2][i % 2] = r[i];
         }
     }
-    __device__ __forceinline__ void multiply(Scores& s, const Queries& q, u32 keys) const {
-        clear_tiles(s.tile);
+    template <class Beside>
+    __device__ __forceinline__ void multiply(Scores& s, const Queries& q, u32 keys, Beside beside) const {
+        s.clear();
 #pragma unroll
         for (int c = 0; c < indexer::kChunks; c += 2) {
             u32 k[4];
             load_matrices(k, keys + c * kChunkBytes);
 #pragma unroll
-            for (int part = 0; part < 2; part++)
+            for (int part = 0; part < 2; part++) {
+                beside(c + part);
 #pragma unroll
                 for (int n = 0; n < 2; n++)
 #pragma unroll
                     for (int mt = 0; mt < indexer::kRowTiles; mt++) mma(s.tile[mt][n], q[mt][c + part], k[2 * n + part]);
+            }
         }
     }
 };

@@ -9,8 +9,9 @@ namespace volta {
 struct IndexerProducts {
     using Queries = uint4[indexer::kRowTiles][indexer::kChunks];
     struct Scores {
-        Accumulator tile[indexer::kRowTiles];
-        __device__ __forceinline__ float at(int mt, int v) const { return tile[mt][v]; }
+        Accumulator tile[1][indexer::kRowTiles];
+        __device__ __forceinline__ float at(int mt, int v) const { return tile[0][mt][v]; }
+        __device__ __forceinline__ void clear() { clear_tiles(tile); }
     };
     static constexpr int kRowStep = 4;
     static constexpr int kLaneMasks[3] = {16, 4, 1};
@@ -29,20 +30,21 @@ struct IndexerProducts {
 #pragma unroll
         for (int c = 0; c < indexer::kChunks; c++) q[mt][c] = load_shared(own + c * kChunkBytes);
     }
-    __device__ __forceinline__ void multiply(Scores& s, const Queries& q, u32 keys) const {
-        clear(s.tile[0]);
-        clear(s.tile[1]);
+    template <class Beside>
+    __device__ __forceinline__ void multiply(Scores& s, const Queries& q, u32 keys, Beside beside) const {
+        s.clear();
         uint4 k[kAhead + 1];
 #pragma unroll
         for (int c = 0; c < kAhead; c++) k[c] = load_shared(keys + c * kChunkBytes);
 #pragma unroll
         for (int c = 0; c < indexer::kChunks; c++) {
             if (c + kAhead < indexer::kChunks) k[(c + kAhead) % (kAhead + 1)] = load_shared(keys + (c + kAhead) * kChunkBytes);
+            beside(c);
             const uint4& b = k[c % (kAhead + 1)];
 #pragma unroll
-            for (int mt = 0; mt < indexer::kRowTiles; mt++) mma_row_col(s.tile[mt], q[mt][c].x, q[mt][c].y, b.x, b.y);
+            for (int mt = 0; mt < indexer::kRowTiles; mt++) mma_row_col(s.tile[0][mt], q[mt][c].x, q[mt][c].y, b.x, b.y);
 #pragma unroll
-            for (int mt = 0; mt < indexer::kRowTiles; mt++) mma_row_col(s.tile[mt], q[mt][c].z, q[mt][c].w, b.z, b.w);
+            for (int mt = 0; mt < indexer::kRowTiles; mt++) mma_row_col(s.tile[0][mt], q[mt][c].z, q[mt][c].w, b.z, b.w);
         }
     }
 };

@@ -44,14 +44,14 @@ pub fn merge(family: Family) -> Variant {
 }
 
 /// Returns the kernels of the indexer (csrc/indexer/indexer.cuh), for 256 rows (four queries of 64 heads) and for 64. Two buffers of 64 keys
-/// have rows of 17 chunks. Beside them are two buffers of sums, four of scales, eight ranges and twelve numbers of the schedule.
+/// have rows of 17 chunks. Beside them are four buffers of sums and of scales, eight ranges and twelve numbers of the schedule.
 pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> {
     [256, 64].into_iter().map(move |block_rows| Variant {
         headdim: 128,
         headdim_v: 128,
         block_rows,
         step: 64,
-        shared_bytes: 2 * 64 * 17 * 16 + 2 * block_rows / 32 * 64 * 4 + 4 * 64 * 4 + 8 * 8 + 12 * 4,
+        shared_bytes: 2 * 64 * 17 * 16 + 4 * block_rows / 32 * 64 * 4 + 4 * 64 * 4 + 8 * 8 + 12 * 4,
         ..Variant::new(family, Pass::Indexer, source)
     })
 }
