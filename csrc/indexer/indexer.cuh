@@ -187,14 +187,15 @@ struct Kernel {
     __device__ __forceinline__ static void run(const IndexerParams& p) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const unsigned base = shared_address(shared);
-        BlockSteps<Rows, kStep> own(p, reinterpret_cast<int*>(shared + kScratch));
+        BlockTime<Rows, kStep> own(p, reinterpret_cast<int*>(shared + kScratch));
 #pragma unroll 1
-        for (; own.count > 0 && own.tile < p.tiles; own.tile++, own.first_step = 0) {
+        for (; own.left > 0 && own.tile < p.tiles; own.tile++, own.begin = 0) {
             const Tile<Rows, kStep> tile(p, own.tile);
-            const int steps = min(tile.steps - own.first_step, own.count);
+            const int end = min(tile.time(), own.begin + own.left);
+            const int first_step = tile.step_at(own.begin), steps = tile.step_at(end) - first_step;
+            own.left -= max(end - own.begin, 0);
             if (steps <= 0) continue;
-            own.count -= steps;
-            run_tile(p, tile, (tile.first_step + own.first_step) * kStep, steps, base);
+            run_tile(p, tile, (tile.first_step + first_step) * kStep, steps, base);
             __syncthreads();  // before the next tile's queries take the place of keys
         }
         if (p.clean) clean(p);

@@ -1,5 +1,6 @@
 // Schedules the indexer's tiles on the device. A tile is some queries of a sequence and the keys that any of them sees. The grid is
-// as large as the GPU, and its blocks take equal numbers of steps of keys, so the host needs no lengths.
+// as large as the GPU, and its blocks take equal numbers of steps of keys, so the host needs no lengths. Loading the queries of a
+// tile counts as steps too: causal prompts begin with many tiles of few keys.
 #pragma once
 
 #include "volta_fa_params.h"
@@ -29,6 +30,8 @@ __device__ __forceinline__ int queries_of_tile(const IndexerParams& p) {
 // A tile: its first query, the end of its keys, and its steps of Step keys.
 template <int Rows, int Step>
 struct Tile {
+    // The time to load queries, in steps (simulated: 7,000 cycles, and steps of 5,600 with 256 rows, 1,700 with 64).
+    static constexpr int kLoadSteps = Rows > 64 ? 1 : 3;
     int batch, query, key_end, first_step, steps;
 
     __device__ __forceinline__ Tile(const IndexerParams& p, int number) {
@@ -47,15 +50,19 @@ struct Tile {
         first_step = first / Step;
         steps = key_end ? (key_end + Step - 1) / Step - first_step : 0;
     }
+    // Time of the tile, in steps.
+    __device__ __forceinline__ int time() const { return steps ? steps + kLoadSteps : 0; }
+    // The first step at this time.
+    __device__ __forceinline__ static int step_at(int time) { return max(time - kLoadSteps, 0); }
 };
 
-// A block's part of all steps: `count` steps, from step `first_step` of tile `tile` on. `scratch`: shared memory for a number of
-// each warp and three more.
+// A block's part of the time of all tiles: `left`, from `begin` of tile `tile` on. `scratch`: shared memory for a number of each
+// warp and two more.
 template <int Rows, int Step>
-struct BlockSteps {
-    int tile, first_step, count;
+struct BlockTime {
+    int tile, begin, left;
 
-    __device__ __forceinline__ BlockSteps(const IndexerParams& p, int* scratch) {
+    __device__ __forceinline__ BlockTime(const IndexerParams& p, int* scratch) {
         constexpr int kWarps = THREADS / 32;
         const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
         // each thread has consecutive tiles
@@ -63,8 +70,8 @@ struct BlockSteps {
         const int to = min(from + of_thread, p.tiles);
         int own = 0;
 #pragma unroll 1
-        for (int i = from; i < to; i++) own += Tile<Rows, Step>(p, i).steps;
-        int until = own;  // the end of the thread's steps
+        for (int i = from; i < to; i++) own += Tile<Rows, Step>(p, i).time();
+        int until = own;  // the end of the thread's tiles
 #pragma unroll
         for (int i = 1; i < 32; i *= 2) {
             const int other = __shfl_up_sync(~0u, until, i);
@@ -80,24 +87,24 @@ struct BlockSteps {
             total += scratch[i];
         }
         const auto share = [&](int block) { return static_cast<int>(static_cast<long long>(total) * block / gridDim.x); };
-        const int begin = share(blockIdx.x);
-        count = share(blockIdx.x + 1) - begin;
-        if (begin < until && begin >= until - own) {
+        const int first = share(blockIdx.x);
+        left = share(blockIdx.x + 1) - first;
+        if (first < until && first >= until - own) {
             int before = until - own;
 #pragma unroll 1
             for (int i = from; i < to; i++) {
-                const int steps = Tile<Rows, Step>(p, i).steps;
-                if (begin < before + steps) {
+                const int time = Tile<Rows, Step>(p, i).time();
+                if (first < before + time) {
                     scratch[kWarps] = i;
-                    scratch[kWarps + 1] = begin - before;
+                    scratch[kWarps + 1] = first - before;
                     break;
                 }
-                before += steps;
+                before += time;
             }
         }
         __syncthreads();
         tile = scratch[kWarps];
-        first_step = scratch[kWarps + 1];
+        begin = scratch[kWarps + 1];
     }
 };
 
