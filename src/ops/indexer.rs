@@ -80,7 +80,7 @@ fn validate(call: &Call, backend: Backend) -> Result<Indexer> {
     problem::validate_indexer(&descs, backend)
 }
 
-/// Returns codes and scales on boundaries that kernels need, and pages of which number and stride.
+/// Returns k on a boundary of 16 bytes, with rows of rank 2 that lie together: a copy where it is not.
 fn keys(call: &Call, x: &Indexer) -> Result<Tensor> {
     let is_aligned = call.k.data_ptr() as usize % 16 == 0;
     let is_together = x.page_size.is_some() || call.k.size()[0] <= 1 || call.k.stride()[0] == INDEXER_HEADDIM;
