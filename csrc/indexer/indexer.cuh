@@ -1,13 +1,14 @@
-// The lightning indexer of DeepSeek V3.2 and GLM-5: logits[query, key] = scale[key] * sum over heads of w[query, head] * relu(q .
-// k).
+// The lightning indexer of DeepSeek V3.2 and GLM-5:
+//
+//   logits[query, key] = scale[key] * sum over heads of weight[query, head] * relu(q[query, head] . k[key])
 //
 // A tile is 256 rows (queries times heads) or 64. Each warp holds 32 rows in registers for all of the tile's keys, so the only
 // operand that products read from shared memory is K. A step is 64 keys, in two buffers, with one barrier. With 256 rows a warp has
 // four tiles of 16 keys a step, with 64 one.
 //
-// The two warps of a scheduler reach the barrier together, and would do the same from there on. So what is no product runs beside
-// the products of a tile: the sum over rows of the tile before, and the conversion of the next step's keys. The logits of a step
-// follow after the next barrier.
+// The two warps of a scheduler leave the barrier together, and would reach their sums together. So the sum over rows of a tile, and
+// the conversion of the next step's keys, run between the products of the next tile. The logits of a step follow after the next
+// barrier.
 //
 // A sum over heads may be over two warps' rows: these meet in shared memory, in the same order for both tiles of rows. So a logit
 // depends on its query and key alone.
@@ -49,7 +50,7 @@ struct Kernel {
     static_assert(kTiles * kPiecesOfTile == kPieces && 3 * kPiecesOfTile < kChunks,
                   "each tile has room for its part of the next keys");
 
-    // Returns the sums of s[i] over the lanes of kLaneMasks, each lane one: that of i = index.
+    // Returns the sum of s[index] over the lanes of kLaneMasks. The lane's bits decide which index it gets.
     __device__ __forceinline__ static float sum_over_rows(const float (&s)[4], int lane, int& index) {
         const bool upper = lane & Products::kLaneMasks[0], odd = lane & Products::kLaneMasks[1];
         float own[2];
