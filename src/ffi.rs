@@ -7,7 +7,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::info::PlanArgs;
 use crate::launch::driver::Driver;
 use crate::limits::LATENT_HEADDIMS;
-use crate::ops::{self, fast, kvcache, merge, sparse, Gradients, Inputs, Saved};
+use crate::ops::{self, fast, indexer, kvcache, merge, sparse, Gradients, Inputs, Saved};
 use crate::options::{FastOptionArgs, KvCacheOptionArgs, MlaOptionArgs, OptionArgs, Options, PrepareOptionArgs};
 use std::ffi::{c_char, c_void, CStr, CString};
 use std::mem::ManuallyDrop;
@@ -557,6 +557,73 @@ pub unsafe extern "C" fn volta_fa_fwd_sparse_mla(args: *const SparseMlaArgs, out
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_fwd_sparse_mla(args: *const SparseMlaArgs) -> Status {
     status("fwd_sparse_mla", || unsafe { sparse::check(&sparse_call(&*args)?) })
+}
+
+/// Arguments of `volta_fa::indexer_logits`.
+#[repr(C)]
+pub struct IndexerArgs {
+    /// (batch, seqlen_q, nheads, 128), fp8, fp16 or bf16.
+    pub q: *mut c_void,
+    /// fp8 (total_k, 128), or pages (pages, page_size, 1, 132) of bytes.
+    pub k: *mut c_void,
+    /// float32 (batch, seqlen_q, nheads).
+    pub weights: *mut c_void,
+    /// int32 (batch, seqlen_q) or (batch).
+    pub k_end: *mut c_void,
+    /// int32 (batch, seqlen_q) or null.
+    pub k_start: *mut c_void,
+    /// float32 (total_k) beside k of rank 2, or null.
+    pub k_scales: *mut c_void,
+    /// int32 (batch, max_pages) beside pages, or null.
+    pub block_table: *mut c_void,
+    /// True: max_seqlen_k is given.
+    pub has_max_seqlen_k: bool,
+    /// Columns of the output, beside pages.
+    pub max_seqlen_k: i64,
+    /// True: keys that a query does not see get -inf. False: their logits are undefined.
+    pub clean_logits: bool,
+    /// As in [`AttentionArgs`].
+    pub stream: *mut c_void,
+}
+
+/// # Safety
+/// The handles of `args` are valid.
+unsafe fn indexer_call(args: &IndexerArgs) -> Result<indexer::Call> {
+    unsafe {
+        Ok(indexer::Call {
+            q: required("q", args.q)?,
+            k: required("k", args.k)?,
+            weights: required("weights", args.weights)?,
+            k_end: required("k_end", args.k_end)?,
+            k_start: tensor(args.k_start),
+            k_scales: tensor(args.k_scales),
+            block_table: tensor(args.block_table),
+            max_seqlen_k: args.has_max_seqlen_k.then_some(args.max_seqlen_k),
+            clean_logits: args.clean_logits,
+            stream: args.stream,
+        })
+    }
+}
+
+/// Computes `volta_fa::indexer_logits`; `output` receives the logits.
+///
+/// # Safety
+/// As [`volta_fa_fwd`], with room for 1 pointer.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_indexer_logits(args: *const IndexerArgs, output: *mut *mut c_void) -> Status {
+    status("indexer_logits", || unsafe {
+        release_all(output, [Some(indexer::logits(&indexer_call(&*args)?)?)]);
+        Ok(())
+    })
+}
+
+/// Rejects what [`volta_fa_indexer_logits`] rejects, as far as sizes are known.
+///
+/// # Safety
+/// `args` and its handles are valid.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_check_indexer_logits(args: *const IndexerArgs) -> Status {
+    status("indexer_logits", || unsafe { indexer::check(&indexer_call(&*args)?) })
 }
 
 /// Arguments of `volta_fa::_dropout_mask`, for tests and `return_attn_probs`.
