@@ -1,6 +1,6 @@
 // Schedules the decode tiles of batch-invariant calls. TileScheduler divides all tokens evenly, so where a row tile is cut depends
 // on the batch and the GPU. Here splits begin at multiples of kSplitTokens, and each split of a row tile is one work tile with a
-// partial result of its own. Partials join in the order of their tokens (split_partials.cuh), whichever blocks computed them.
+// partial result of its own. Partials join in the order of their tokens (split_partials.cuh), whoever computed them.
 //
 // Two grids give the same bits, and the host chooses between them (src/plan/decode.rs):
 //
@@ -13,37 +13,88 @@
 
 namespace decode {
 
+// Tokens of a split. Fewer splits than blocks leave SMs idle; many splits take time to begin and to join.
 constexpr int kSplitTokens = SPLIT_TOKENS;  // of a split; src/kernels/variants.rs has the number, by which the host plans memory
 static_assert(kSplitTokens % kStepTokens == 0, "splits are whole steps");
 
-// A split of a row tile (tile_scheduler.cuh explains rows, tiles and steps). Of WorkTile's members, blocks is the number of the row
-// tile's splits here, and first_block that of this one among them.
+// A split of a row tile. blocks: the row tile's splits; first_block: number of this one among them.
 struct SplitTile : WorkTile {
     long long slot;  // of this split's partial result
     bool whole;  // this block computes all splits of the row tile
     bool is_empty;  // no row of the tile sees the split: nothing to do
 };
 
-// Splits from the one with token `first` to the one before token `end`, at least one.
-__device__ __forceinline__ int splits_between(int first, int end) {
-    return max((end + kSplitTokens - 1) / kSplitTokens - first / kSplitTokens, 1);
-}
+// Has the interface of TileScheduler, whose begin() it repeats: as one template the kernels of fp8 latents spilled 20 bytes.
+class SplitScheduler {
+    long long position_, end_;  // in splits of the line; with whole row tiles, in row tiles
+    int batch_, row_tile_, split_;  // what position_ is in; split_ counts from the sequence's (whole: the row tile's) first
+    long long warp_totals_[THREADS / 32];
 
-// The line of splits, or of whole row tiles. A row tile may see fewer splits than its sequence has on the line.
-struct SplitLine {
-    __device__ __forceinline__ static bool is_strided(const DecodeParams& p) { return p.num_splits == 1; }
-    __device__ __forceinline__ static int units(const DecodeParams& p, const SequenceWork& work) {
-        return is_strided(p) ? 1 : splits_between(work.first, work.end);
+    __device__ __forceinline__ static bool takes_whole_tiles(const DecodeParams& p) { return p.num_splits == 1; }
+    // Splits from the one with token `first` to the one before token `end`, at least one.
+    __device__ __forceinline__ static int splits(int first, int end) {
+        return max((end + kSplitTokens - 1) / kSplitTokens - first / kSplitTokens, 1);
     }
-    __device__ __forceinline__ static int blocks(long long total) {
-        return static_cast<int>(min(static_cast<long long>(gridDim.x), total));
+    // Splits of each row tile of a sequence on the line. A row tile may see fewer.
+    __device__ __forceinline__ static int splits_of_tile(const DecodeParams& p, const SequenceWork& work) {
+        return takes_whole_tiles(p) ? 1 : splits(work.first, work.end);
     }
-};
 
-// Hands out the block's splits. unit_ is a split of the sequence, counted from the first that any row sees; with whole row tiles,
-// where a row tile is one unit of the line, it is a split of the row tile, counted from the first that the tile sees.
-class SplitScheduler : public LineScheduler<SplitLine> {
 public:
+    __device__ __forceinline__ bool begin(const DecodeParams& p) {
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        const int each = (p.problem.batch + THREADS - 1) / THREADS;
+        const int first = min(threadIdx.x * each, p.problem.batch), last = min(first + each, p.problem.batch);
+        bool has_queries = true;
+        long long own = 0;  // of this thread's sequences
+        for (int batch = first; batch < last; batch++) {
+            const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch);
+            const SequenceWork work(p, batch, sequence);
+            own += static_cast<long long>(work.row_tiles) * splits_of_tile(p, work);
+            has_queries &= sequence.has_queries();
+        }
+        long long until = own;  // inclusive prefix sum
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const long long before = __shfl_up_sync(~0u, until, distance);
+            if (lane >= distance) until += before;
+        }
+        if (lane == 31) warp_totals_[warp] = until;
+        if (threadIdx.x == 0) position_ = end_ = 0;
+        __syncthreads();
+        long long total = 0;
+#pragma unroll
+        for (int w = 0; w < THREADS / 32; w++) {
+            if (w < warp) until += warp_totals_[w];
+            total += warp_totals_[w];
+        }
+        const bool whole = takes_whole_tiles(p);
+        const long long blocks = min(static_cast<long long>(gridDim.x), total);
+        if (blockIdx.x >= blocks) return has_queries;
+        const long long start = whole ? blockIdx.x : blockIdx.x * total / blocks;
+        // Exactly one thread has the sequence in which this block starts.
+        if (until - own <= start && start < until) {
+            long long left = start - (until - own);
+            int batch = first;
+            while (true) {
+                const SequenceWork work(p, batch, CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch));
+                const int of_tile = splits_of_tile(p, work);
+                const long long of_sequence = static_cast<long long>(work.row_tiles) * of_tile;
+                if (left < of_sequence) {
+                    row_tile_ = static_cast<int>(left / of_tile);
+                    split_ = static_cast<int>(left % of_tile);
+                    break;
+                }
+                left -= of_sequence;
+                batch++;
+            }
+            batch_ = batch;
+            position_ = start;
+            end_ = whole ? total : (blockIdx.x + 1ll) * total / blocks;
+        }
+        return has_queries;
+    }
+
     // Writes the next work tile to `tile`, which is in shared memory, and moves past it. Only the block's first warp calls it.
     __device__ __forceinline__ void next(const DecodeParams& p, SplitTile& tile) {
         SplitTile s;
@@ -53,7 +104,7 @@ public:
             const SequenceWork work(p, batch_, sequence);
             const int group = p.problem.nheads / p.problem.nheads_k, rows = sequence.seqlen_q() * group;
             const int tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-            s.whole = SplitLine::is_strided(p);
+            s.whole = takes_whole_tiles(p);
             s.batch = batch_;
             s.head_k = row_tile_ / tiles;
             s.row = row_tile_ % tiles * BLOCK_ROWS;
@@ -68,16 +119,15 @@ public:
             const int query = s.row / group, queries = (s.row + s.rows - 1) / group - query + 1;
             const int first = mask.key_first(query) / kStepTokens * kStepTokens, end = max(mask.key_end(query, queries), first);
             const int first_split = first / kSplitTokens, of_sequence = work.first / kSplitTokens;
-            const int split = s.whole ? first_split + unit_ : of_sequence + unit_;
-            s.blocks = splits_between(first, end);
+            const int split = s.whole ? first_split + split_ : of_sequence + split_;
+            s.blocks = splits(first, end);
             s.first_block = split - first_split;
             s.is_empty = s.first_block < 0 || s.first_block >= s.blocks;
             s.slot = s.whole ? blockIdx.x : position_;
             s.first = max(split * kSplitTokens, first);
             s.end = min((split + 1) * kSplitTokens, end);
-            // What comes next. position_ counts units of the line, so with whole row tiles it moves after the last split of one.
-            int batch = batch_, row_tile = row_tile_, next_split = unit_ + 1, moves = 1;
-            if (next_split == (s.whole ? s.blocks : SplitLine::units(p, work))) {
+            int batch = batch_, row_tile = row_tile_, next_split = split_ + 1, moves = 1;
+            if (next_split == (s.whole ? s.blocks : splits_of_tile(p, work))) {
                 next_split = 0;
                 row_tile += s.whole ? gridDim.x : 1;
                 moves = s.whole ? gridDim.x : 1;
@@ -97,7 +147,7 @@ public:
                 position_ += moves;
                 batch_ = batch;
                 row_tile_ = row_tile;
-                unit_ = next_split;
+                split_ = next_split;
             }
         } else if ((threadIdx.x & 31) == 0) {
             tile.exists = false;

@@ -88,16 +88,15 @@ __device__ __forceinline__ int next_sequence(const DecodeParams& p, int batch) {
     return batch;
 }
 
-// Finds where each block begins on the line of all row tiles. Lives in shared memory, so that the main loop holds no registers for
-// it. A Line says what a row tile is on it: units(p, work), those of each row tile of a sequence; blocks(total), the blocks that
-// get work; is_strided(p), whether block b takes units b, b + gridDim.x, ... instead of an equal range.
-template <class Line>
-class LineScheduler {
-protected:
-    long long position_, end_, total_;  // in units of the line: the block's position, its end; all units
+// Hands out the block's work tiles. Lives in shared memory, so that the main loop holds no registers for it.
+class TileScheduler {
+    long long position_, end_, total_;  // in steps of the line: the block's position, its end; all steps
     int blocks_;  // blocks that have work
-    int batch_, row_tile_, unit_;  // what position_ is in
+    int batch_, row_tile_, step_;  // what position_ is in
     long long warp_totals_[THREADS / 32];
+
+    // Returns the block that computes this step.
+    __device__ __forceinline__ int block_of(long long step) const { return static_cast<int>(((step + 1) * blocks_ - 1) / total_); }
 
 public:
     // Finds the block's first work tile by a prefix sum over the sequences. All threads call it together. Returns false if this
@@ -107,14 +106,14 @@ public:
         const int each = (p.problem.batch + THREADS - 1) / THREADS;
         const int first = min(threadIdx.x * each, p.problem.batch), last = min(first + each, p.problem.batch);
         bool has_queries = true;
-        long long thread_units = 0;
+        long long thread_steps = 0;
         for (int batch = first; batch < last; batch++) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch);
             const SequenceWork work(p, batch, sequence);
-            thread_units += static_cast<long long>(work.row_tiles) * Line::units(p, work);
+            thread_steps += static_cast<long long>(work.row_tiles) * work.steps;
             has_queries &= sequence.has_queries();
         }
-        long long until = thread_units;  // inclusive prefix sum
+        long long until = thread_steps;  // inclusive prefix sum
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const long long before = __shfl_up_sync(~0u, until, distance);
@@ -130,49 +129,32 @@ public:
             total += warp_totals_[w];
         }
         if (total == 0) return has_queries;
-        const int blocks = Line::blocks(total);
-        const long long start = Line::is_strided(p) ? blockIdx.x : blockIdx.x * total / blocks;
+        const int blocks = static_cast<int>(min(static_cast<long long>(gridDim.x), (total + kMinSteps - 1) / kMinSteps));
+        const long long start = blockIdx.x * total / blocks;
         // Exactly one thread has the sequence in which this block starts.
-        if (blockIdx.x < blocks && until - thread_units <= start && start < until) {
-            long long left = start - (until - thread_units);
+        if (blockIdx.x < blocks && until - thread_steps <= start && start < until) {
+            long long left = start - (until - thread_steps);
             int batch = first;
             while (true) {
                 const SequenceWork work(p, batch, CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch));
-                const int units = Line::units(p, work);
-                const long long sequence_units = static_cast<long long>(work.row_tiles) * units;
-                if (left < sequence_units) {
-                    row_tile_ = static_cast<int>(left / units);
-                    unit_ = static_cast<int>(left % units);
+                const long long sequence_steps = static_cast<long long>(work.row_tiles) * work.steps;
+                if (left < sequence_steps) {
+                    row_tile_ = static_cast<int>(left / work.steps);
+                    step_ = static_cast<int>(left % work.steps);
                     break;
                 }
-                left -= sequence_units;
+                left -= sequence_steps;
                 batch++;
             }
             batch_ = batch;
             total_ = total;
             blocks_ = blocks;
             position_ = start;
-            end_ = Line::is_strided(p) ? total : (blockIdx.x + 1ll) * total / blocks;
+            end_ = (blockIdx.x + 1ll) * total / blocks;
         }
         return has_queries;
     }
-};
 
-// The line of steps, divided evenly among the blocks.
-struct StepLine {
-    __device__ __forceinline__ static int units(const DecodeParams&, const SequenceWork& work) { return work.steps; }
-    __device__ __forceinline__ static int blocks(long long total) {
-        return static_cast<int>(min(static_cast<long long>(gridDim.x), (total + kMinSteps - 1) / kMinSteps));
-    }
-    __device__ __forceinline__ static bool is_strided(const DecodeParams&) { return false; }
-};
-
-// Hands out the block's work tiles.
-class TileScheduler : public LineScheduler<StepLine> {
-    // Returns the block that computes this step.
-    __device__ __forceinline__ int block_of(long long step) const { return static_cast<int>(((step + 1) * blocks_ - 1) / total_); }
-
-public:
     // Writes the next work tile to `tile`, which is in shared memory, and moves past it. Only the block's first warp calls it.
     __device__ __forceinline__ void next(const DecodeParams& p, WorkTile& tile) {
         WorkTile s;
@@ -182,7 +164,7 @@ public:
             const SequenceWork work(p, batch_, sequence);
             const int group = p.problem.nheads / p.problem.nheads_k, rows = sequence.seqlen_q() * group;
             const int tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-            const int row_tile = row_tile_, step = unit_;
+            const int row_tile = row_tile_, step = step_;
             const long long begin = position_ - step;  // where the row tile begins on the line
             const int until = static_cast<int>(min(step + (end_ - position_), static_cast<long long>(work.steps)));
             s.batch = batch_;
@@ -216,7 +198,7 @@ public:
                 position_ += until - step;
                 batch_ = batch;
                 row_tile_ = next_row_tile;
-                unit_ = next_step;
+                step_ = next_step;
             }
         } else if ((threadIdx.x & 31) == 0) {
             tile.exists = false;
