@@ -1,7 +1,6 @@
 // Autograd: the derivative of fwd is bwd. bwd has no derivative.
 
 #include "ops.h"
-#include "precision.h"
 #include "registration.h"
 #include "subclass.h"
 
@@ -85,10 +84,6 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
         at::AutoDispatchBelowADInplaceOrView guard;
         return fwd_op().call(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
     }
-    TORCH_CHECK_NOT_IMPLEMENTED(!(q.is_cuda() && q.scalar_type() == at::kFloat) || reduces_fp32(),
-                                "volta_fa::fwd: q: got dtype torch.float32 on a GPU and a tensor that requires grad, expected "
-                                "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows gradients of "
-                                "torch.float32");
     auto outputs = Attention::apply(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
     return {outputs[0], outputs[1], outputs[2]};
 }
