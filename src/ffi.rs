@@ -160,12 +160,6 @@ pub extern "C" fn volta_fa_serves_sm(sm: i32, newer_too: bool) -> bool {
     u32::try_from(sm).is_ok_and(|sm| crate::kernels::serves(sm, newer_too))
 }
 
-/// Returns the largest headdim of fp32 tensors that kernels compute in full precision.
-#[no_mangle]
-pub extern "C" fn volta_fa_max_fp32_headdim() -> i64 {
-    crate::limits::MAX_FP32_HEADDIM
-}
-
 /// Returns the largest headdim that devices of this architecture run, see [`crate::kernels::max_headdim`]. 0: fp16 tensors of the CPU.
 #[no_mangle]
 pub extern "C" fn volta_fa_max_headdim(sm: i32) -> i64 {

@@ -1,7 +1,6 @@
 // Autograd kernels: the derivative of fwd is bwd. bwd has no derivative.
 
 #include "operators.h"
-#include "precision.h"
 #include "subclass.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -124,11 +123,6 @@ struct Differentiable final : c10::OperatorKernel {
             at::AutoDispatchBelowADInplaceOrView guard;
             return handle.callBoxed(*stack);
         }
-        TORCH_CHECK_NOT_IMPLEMENTED(
-            !(q.is_cuda() && q.scalar_type() == at::kFloat) || reduces_fp32(),
-            "volta_fa::fwd: q: got dtype torch.float32 on a GPU and a tensor that requires grad, expected "
-            "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows gradients of "
-            "torch.float32");
         auto outputs = Attention::apply(q, k, v, attn_bias, sinks, stack);
         torch::jit::push(*stack, std::move(outputs[0]), std::move(outputs[1]), std::move(outputs[2]));
     }

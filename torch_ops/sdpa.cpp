@@ -13,7 +13,6 @@
 // Atomics switch volta_fa on and off.
 
 #include "operators.h"
-#include "precision.h"
 #include "registration.h"
 #include "subclass.h"
 
@@ -196,11 +195,7 @@ bool dtype_supported(const Call& c) {
     const auto dtype = c.q.scalar_type();
     if (c.k.scalar_type() != dtype || c.v.scalar_type() != dtype) return false;
     if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
-    if (c.q.is_cpu()) return dtype == at::kFloat || dtype == at::kDouble;
-    if (dtype != at::kFloat || reduces_fp32()) return dtype == at::kFloat;
-    if (needs_gradient(c) || c.dropout_p != 0.0 || c.q.dim() == 0 || c.v.dim() == 0) return false;
-    const auto most = volta_fa_max_fp32_headdim();
-    return c.q.sym_size(-1) <= most && c.v.sym_size(-1) <= most;
+    return dtype == at::kFloat || (dtype == at::kDouble && c.q.is_cpu());
 }
 
 // Returns true for (batch, heads, seqlen, headdim) tensors of equal batch and matching heads, without broadcast.
