@@ -38,6 +38,8 @@ pub const PAGE_SIZE_MULTIPLE: i64 = 16;
 pub const MAX_DECODE_ROWS: i64 = 64;
 /// Most queries of a sequence beside `tree_mask`: a query has a bit for each of them.
 pub const MAX_DRAFT_TOKENS: i64 = 64;
+/// Most heads of the indexer: a tile has 32 rows or 64 for each query. DeepSeek V3.2 has 64 heads.
+pub const MAX_INDEXER_HEADS: i64 = 64;
 /// Tokens of a block that `kv_indices` selects.
 pub const KV_BLOCKS: [i64; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 /// Largest y and z extents of a CUDA grid.

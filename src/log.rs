@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::kernels::Feature;
 use crate::plan::{self, BackwardMode, BackwardPlan, DecodePlan, FastPlan, PlannedKernel};
-use crate::problem::{Attention, CacheLayout, MergedStates, Window};
+use crate::problem::{Attention, CacheLayout, Indexer, MergedStates, Window};
 use std::collections::HashSet;
 use std::sync::{Mutex, OnceLock};
 
@@ -143,6 +143,17 @@ pub fn sparse_mla(a: &Attention, select: &PlannedKernel, planned: &DecodePlan) -
         let what = format!("{dtype}, {batch} queries of at most {seqlen_k} tokens, {nheads} heads, headdim {headdim}");
         let line = format!("{what}: {}, {}", kernel(select, 1), kernel(&planned.kernel, 1));
         once("sparse MLA", &[*select, planned.kernel], line);
+    }
+    Ok(())
+}
+
+/// Logs the indexer's kernel.
+pub fn indexer(x: &Indexer, planned: &PlannedKernel) -> Result<()> {
+    if enabled()? {
+        let Indexer { batch, seqlen_q, nheads, columns, page_size, .. } = x;
+        let keys = page_size.map_or("in one tensor".into(), |rows| format!("in pages of {rows}"));
+        let what = format!("batch {batch}, seqlen {seqlen_q} x {columns}, {nheads} heads, keys {keys}");
+        once("indexer", &[*planned], format!("{what}: {}", kernel(planned, 1)));
     }
     Ok(())
 }

@@ -5,7 +5,7 @@
 
 use crate::error::{Error, Result};
 use crate::limits::LATENT_HEADDIMS;
-use crate::ops::{self, fast, kvcache, merge, sparse, Gradients, Inputs, Saved};
+use crate::ops::{self, fast, indexer, kvcache, merge, sparse, Gradients, Inputs, Saved};
 use crate::options::{Kind, Op, Options, Row};
 use crate::tensor::describe;
 use crate::value::Value;
@@ -102,6 +102,22 @@ pub const OPERATORS: &[Operator] = &[
         autocast: Autocast::Region,
         run: |call| Ok(results([Some(fast::prepare(&inputs(call, [0, 0, 1]))?)])),
         check: |call| fast::check_prepare(&inputs(call, [0, 0, 1])).map(|()| 0),
+    },
+    Operator {
+        name: "indexer_logits",
+        tensors: &["Tensor q", "Tensor k", "Tensor weights", "Tensor k_end"],
+        keywords: &[
+            "Tensor? k_start=None",
+            "Tensor? k_scales=None",
+            "Tensor? block_table=None",
+            "SymInt? max_seqlen_k=None",
+            "bool clean_logits=True",
+        ],
+        options: None,
+        results: "Tensor",
+        autocast: Autocast::Keep,
+        run: |call| Ok(results([Some(indexer::logits(&indexer_call(call))?)])),
+        check: |call| indexer::check(&indexer_call(call)).map(|()| 0),
     },
     Operator {
         name: "merge_attention_states",
@@ -312,6 +328,24 @@ fn latents(call: &Call) -> ManuallyDrop<Inputs> {
     let o = &mut inputs.options;
     (o.k_scale, o.k_descale) = (o.latent_scale.take(), o.latent_descale.take());
     inputs
+}
+
+fn indexer_call(call: &Call) -> ManuallyDrop<indexer::Call> {
+    let [q, k, weights, k_end] = [0, 1, 2, 3].map(|i| call.tensor(i));
+    let [k_start, k_scales, block_table] = [4, 5, 6].map(|i| call.optional(i));
+    let (max_seqlen_k, clean_logits) = (call.own[7].optional_int(), call.own[8].bool());
+    ManuallyDrop::new(indexer::Call {
+        q,
+        k,
+        weights,
+        k_end,
+        k_start,
+        k_scales,
+        block_table,
+        max_seqlen_k,
+        clean_logits,
+        stream: call.stream,
+    })
 }
 
 fn sparse_call(call: &Call) -> Result<ManuallyDrop<sparse::Call>> {

@@ -371,6 +371,82 @@ pub struct SparseMlaParams {
     pub tail_is_bf16: i32,
 }
 
+/// Type of the indexer's queries.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QueryFormat {
+    /// fp16
+    Half,
+    /// bf16
+    Bf16,
+    /// fp8
+    E4m3,
+}
+
+/// Parameter block of the indexer (`volta_fa::indexer_logits`).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct IndexerParams {
+    /// (batch, seqlen_q, nheads, 128) of q_format, despite the pointer's type.
+    pub q: Operand,
+    /// Type of q.
+    pub q_format: QueryFormat,
+    /// (batch, seqlen_q, nheads), heads contiguous.
+    pub weights: *const f32,
+    /// From one batch entry to the next.
+    pub weights_batch_stride: i64,
+    /// From one query to the next.
+    pub weights_row_stride: i64,
+    /// e4m3 codes: rows of 128 bytes that lie together in a page. On a boundary of 16 bytes, as are all pages. Bytes, despite the type.
+    pub k: *const u16,
+    /// From one page to the next, bytes.
+    pub page_stride: i64,
+    /// Scales of a page's rows, which lie together.
+    pub k_scales: *const f32,
+    /// From one page to the next, in scales.
+    pub scales_page_stride: i64,
+    /// (batch, max_pages); null: all keys are in page 0.
+    pub block_table: *const i32,
+    /// From one batch entry to the next.
+    pub block_table_stride: i64,
+    /// Logarithm of the rows of a page; 31 without a table.
+    pub page_shift: i32,
+    /// Pages of the cache. Other numbers in the table are no pages.
+    pub pages: i32,
+    /// First key of each query; null: 0.
+    pub k_start: *const i32,
+    /// From one batch entry to the next.
+    pub k_start_batch_stride: i64,
+    /// From one query to the next.
+    pub k_start_row_stride: i64,
+    /// End of each query's keys.
+    pub k_end: *const i32,
+    /// From one batch entry to the next.
+    pub k_end_batch_stride: i64,
+    /// From one query to the next; 0: k_end has one number for a batch entry.
+    pub k_end_row_stride: i64,
+    /// Not 0: k_end is that of the last query, and each query before sees one key less than the next.
+    pub is_causal: i32,
+    /// Batch entries.
+    pub batch: i32,
+    /// Queries of an entry.
+    pub seqlen_q: i32,
+    /// Heads of a query.
+    pub nheads: i32,
+    /// Logarithm of a query's rows in a tile: 5 or 6, at least nheads rows.
+    pub head_shift: i32,
+    /// Keys that can exist: at most `columns`, and those that block_table or k has room for.
+    pub keys: i32,
+    /// Tiles of queries of all entries.
+    pub tiles: i32,
+    /// Output (batch, seqlen_q, columns), contiguous.
+    pub logits: *mut f32,
+    /// Columns of the output.
+    pub columns: i32,
+    /// Not 0: keys that a query does not see get -inf. 0: their logits are not written.
+    pub clean: i32,
+}
+
 /// Parameter block of all backward kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -113,7 +113,7 @@ fn plans_least_padding_for_every_headdim() {
     }
 }
 
-const CACHED: [Pass; 8] = [
+const CACHED: [Pass; 9] = [
     Pass::Append,
     Pass::Dequantize,
     Pass::Decode,
@@ -122,6 +122,7 @@ const CACHED: [Pass; 8] = [
     Pass::PrefillStreamK,
     Pass::SparseSelect,
     Pass::SparseMla,
+    Pass::Indexer,
 ];
 
 #[test]

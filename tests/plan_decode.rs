@@ -3,7 +3,7 @@
 use volta_fa::kernels::{self, CacheFormat, Pass, FORMATS};
 use volta_fa::limits::MAX_DECODE_ROWS;
 use volta_fa::plan::{self, DecodePlan, DeviceLimits};
-use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, ScoreFunction, Window};
+use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Indexer, Keys, Queries, RequestedFeatures, ScoreFunction, Window};
 
 const CACHE: Cache = Cache { layout: CacheLayout::Entries, entries: 3, rows: 800, format: CacheFormat::Unquantized };
 
@@ -63,6 +63,23 @@ fn every_variant_of_sparse_latents_is_chosen() {
                 assert_eq!(select.blocks, [70, 1 + of_heads]);
                 unused.retain(|name| ![v.name, select.variant.name].contains(name));
             }
+        }
+    }
+    assert!(unused.is_empty(), "{unused:?}");
+}
+
+#[test]
+fn every_variant_of_the_indexer_is_chosen() {
+    let mut unused: Vec<_> = kernels::variants().filter(|v| v.pass == Pass::Indexer).map(|v| v.name).collect();
+    for d in [DeviceLimits::V100, T4] {
+        for (seqlen_q, nheads, rows) in
+            [(1, 64, 64), (2, 64, 64), (3, 64, 256), (4096, 64, 256), (5, 32, 64), (6, 32, 256), (6, 1, 256), (6, 33, 256)]
+        {
+            let x = Indexer { batch: 3, seqlen_q, nheads, columns: 1000, keys: 900, page_size: Some(64), is_causal: true };
+            let p = plan::indexer(&x, &d).unwrap();
+            assert_eq!((p.variant.block_rows, p.blocks), (rows, [d.sms * p.variant.blocks_per_sm, 1]), "{x:?}");
+            assert_eq!(p.variant.family.sm, d.sm());
+            unused.retain(|name| *name != p.variant.name);
         }
     }
     assert!(unused.is_empty(), "{unused:?}");

@@ -132,6 +132,7 @@ def test_tensors_without_data_beside_others(backend, good):
         "fwd_kvcache.append",
         "fwd_mla",
         "fwd_sparse_mla",
+        "indexer_logits",
         "merge_attention_states",
         "merge_attention_states_",
     ],

@@ -71,6 +71,13 @@ std::vector<Tensor> kvcache(const Arguments& arguments, int64_t columns) {
 
 std::vector<Tensor> mla(const Arguments& arguments, int64_t columns) { return attention(arguments.tensor("q"), columns); }
 
+std::vector<Tensor> indexer_logits(const Arguments& arguments, int64_t) {
+    const Tensor& q = arguments.tensor("q");
+    const auto& given = arguments["max_seqlen_k"];
+    const auto columns = given.isNone() ? arguments.tensor("k").sym_size(0) : given.toSymInt();
+    return {at::empty_symint({q.sym_size(0), q.sym_size(1), columns}, q.options().dtype(at::kFloat))};
+}
+
 std::vector<Tensor> sparse_mla(const Arguments& arguments, int64_t columns) {
     const Tensor& q = arguments.tensor("q");
     const auto of_heads = [&] { return at::empty_symint({q.sym_size(0), q.sym_size(1)}, q.options().dtype(at::kFloat)).t(); };
@@ -87,6 +94,7 @@ constexpr std::pair<std::string_view, Rule> kRules[] = {
     {"fwd_kvcache", kvcache},
     {"fwd_kvcache.append", kvcache},
     {"fwd_mla", mla},
+    {"indexer_logits", indexer_logits},
     {"fwd_sparse_mla", sparse_mla},
 };
 

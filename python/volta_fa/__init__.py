@@ -17,6 +17,9 @@ Importing this package loads the native library, which registers
     torch.ops.volta_fa.fwd_sparse_mla(q, cache, indices, *, topk_length=None, extra_cache=None, extra_indices=None,
                                       extra_topk_length=None, sinks=None, softmax_scale=None, fp16_positions=False)
         -> (out, softmax_lse, max_logits)
+    torch.ops.volta_fa.indexer_logits(q, k, weights, k_end, *, k_start=None, k_scales=None, block_table=None, max_seqlen_k=None,
+                                      clean_logits=True)
+        -> logits
     torch.ops.volta_fa.fwd_fast(q, k, v, *, <options>)
         -> (out, softmax_lse)
     torch.ops.volta_fa.prepare_fast(k, v, *, cu_seqlens_k=None, max_seqlen_k=None, smooth_k=True, rotate=False, check_lengths=False)
@@ -172,6 +175,18 @@ fwd_sparse_mla: attention of each query to latents that it chose (DeepSeek V3.2,
     softmax_lse     float32 (nheads, total_q); inf for queries without tokens
     max_logits      float32 (nheads, total_q): the largest scaled score, NaN left out by kernels; -inf for queries without tokens
 
+indexer_logits: scores by which queries choose their tokens (DeepSeek V3.2, GLM-5), scale * sum over heads of weights * relu(q . k):
+
+    q               (batch, seqlen_q, nheads, 128), torch.float8_e4m3fn, float16 or bfloat16; up to 64 heads
+    k               e4m3 codes (total_k, 128) with k_scales, float32 (total_k); or pages, torch.uint8 (pages, page_size, 1, 132), with
+                    block_table, int32 (batch, max_pages): a page has the codes of all its tokens, then their float32 scales
+    weights         float32 (batch, seqlen_q, nheads)
+    k_end, k_start  int32 (batch, seqlen_q): keys k_start to k_end - 1 of each query; k_end (batch): of the last query, and each query
+                    before sees one key less. Ends outside of the keys are moved to them; a token of no page gets -inf
+    max_seqlen_k    columns of logits, beside pages
+    clean_logits    False: logits of keys that a query does not see are undefined, instead of -inf
+    logits          float32 (batch, seqlen_q, total_k or max_seqlen_k)
+
 fwd_fast: attention for inference with a stated error of about 1% (docs/guides/fast.md): int8 scores and fp16 sums, for GeForce RTX 20xx.
 q, k and v are float16 or bfloat16; tensors that require grad are refused. cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
 softmax_scale, is_causal, window_left, window_right and check_lengths are fwd's:
@@ -200,6 +215,7 @@ Besides the operators:
     BlockMask                            block-sparse masks for fwd and bwd, from torch's, a mask function or blocks
     enable_xformers()                    xformers' memory_efficient_attention
     volta_fa.transformers, volta_fa.vllm, volta_fa.unsloth, volta_fa.flash_mla   other programs: help(volta_fa.integrations) lists them all
+    volta_fa.indexer                     DeepGEMM's functions for the lightning indexer, by which sparse attention chooses tokens
     volta_fa.distributed                 sequences that are sharded over several GPUs
     quantize_kv(), dequantize_kv()       quantized KV caches; cascade_attention() reads a shared prefix once
     anchored_window_attention()          a sliding window and the first tokens; anchored_window_attention_with_kvcache() over a cache

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::limits::{COMMON_HEADDIM, MAX_HEADDIM};
 use crate::params::{
     AppendParams, BwdBlockParams, BwdParams, BwdStoredParams, BwdStreamKParams, CastParams, DecodeParams, DequantizeParams, FastParams,
-    FwdBlockParams, FwdParams, FwdStreamKParams, MergeParams, SparseMlaParams,
+    FwdBlockParams, FwdParams, FwdStreamKParams, IndexerParams, MergeParams, SparseMlaParams,
 };
 use std::cmp::Reverse;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -138,6 +138,7 @@ pub fn params_bytes(block: ParamBlock) -> usize {
         ParamBlock::Cast => size_of::<CastParams>(),
         ParamBlock::Fast => size_of::<FastParams>(),
         ParamBlock::SparseMla => size_of::<SparseMlaParams>(),
+        ParamBlock::Indexer => size_of::<IndexerParams>(),
     }
 }
 

@@ -43,6 +43,19 @@ pub fn merge(family: Family) -> Variant {
     Variant { block_rows, shared_bytes, blocks_per_sm: 4, ..Variant::new(family, Pass::Merge, MERGE) }
 }
 
+/// Returns the kernels of the indexer (csrc/indexer/indexer.cuh), for 256 rows (four queries of 64 heads) and for 64. Two buffers of 64 keys
+/// have rows of 17 chunks. Beside them are four buffers of sums and of scales, eight ranges and twelve numbers of the schedule.
+pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> {
+    [256, 64].into_iter().map(move |block_rows| Variant {
+        headdim: 128,
+        headdim_v: 128,
+        block_rows,
+        step: 64,
+        shared_bytes: 2 * 64 * 17 * 16 + 4 * block_rows / 32 * 64 * 4 + 4 * 64 * 4 + 8 * 8 + 12 * 4,
+        ..Variant::new(family, Pass::Indexer, source)
+    })
+}
+
 // ---- fp32 -----------------------------------------------------------------------------------------
 
 /// Returns the kernels of fp32 tensors (csrc/forward/split.cuh), which step 16 keys. Rows in shared memory have high and low parts, and a

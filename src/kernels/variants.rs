@@ -207,6 +207,8 @@ pub enum Pass {
     SparseSelect,
     /// out and softmax_lse over them
     SparseMla,
+    /// logits by which queries choose latents
+    Indexer,
 }
 
 /// The argument of a pass's kernels: a struct of src/params.rs.
@@ -240,11 +242,13 @@ pub enum ParamBlock {
     Fast,
     /// `SparseMlaParams`
     SparseMla,
+    /// `IndexerParams`
+    Indexer,
 }
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 14] = {
+    pub const ALL: [ParamBlock; 15] = {
         use ParamBlock::*;
         [
             Forward,
@@ -261,6 +265,7 @@ impl ParamBlock {
             Cast,
             Fast,
             SparseMla,
+            Indexer,
         ]
     };
 
@@ -281,6 +286,7 @@ impl ParamBlock {
             ParamBlock::Cast => "CastParams",
             ParamBlock::Fast => "FastParams",
             ParamBlock::SparseMla => "SparseMlaParams",
+            ParamBlock::Indexer => "IndexerParams",
         }
     }
 }
@@ -294,7 +300,7 @@ pub enum RowKind {
     ScratchQueries,
     /// keys of a KV head
     Keys,
-    /// queries of all heads of a KV head; the grid is as large as the GPU
+    /// queries of all heads of a KV head, or all heads of queries; the grid is as large as the GPU
     PackedQueries,
     /// tiles of stored scores or of gradients; a plan limits their number
     StoredTiles,
@@ -317,7 +323,7 @@ pub struct PassInfo {
 pub const SPLIT_TOKENS: u32 = 512;
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 26] = {
+pub const PASSES: [PassInfo; 27] = {
     use {ParamBlock as P, RowKind::*};
     const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
         PassInfo { pass, params, rows, features }
@@ -357,6 +363,7 @@ pub const PASSES: [PassInfo; 26] = {
         row(Pass::FastForward, P::Fast, Queries, FeatureSet::of(&[Feature::Lengths, Feature::Bias])),
         row(Pass::SparseSelect, P::SparseMla, Queries, FeatureSet::NONE),
         row(Pass::SparseMla, P::SparseMla, PackedQueries, FeatureSet::NONE),
+        row(Pass::Indexer, P::Indexer, PackedQueries, FeatureSet::NONE),
     ]
 };
 
@@ -414,6 +421,7 @@ impl Pass {
             Pass::FastForward => ("fast_fwd", ""),
             Pass::SparseSelect => ("sparse_select", ""),
             Pass::SparseMla => ("sparse_mla", ""),
+            Pass::Indexer => ("indexer", ""),
         }
     }
 }
@@ -645,7 +653,7 @@ impl Variant {
                 format!("{headdim}x{headdim_v}")
             }
             Pass::Decode | Pass::SparseMla => format!("{headdim}x{block_rows}"),
-            Pass::DecodeMla => block_rows.to_string(),
+            Pass::DecodeMla | Pass::Indexer => block_rows.to_string(),
             // these read the headdim from their parameters
             Pass::BackwardPreprocess
             | Pass::BackwardPostprocess

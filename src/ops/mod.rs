@@ -8,6 +8,7 @@ pub mod cpu;
 mod device;
 pub(crate) mod dropout;
 pub(crate) mod fast;
+pub(crate) mod indexer;
 mod inputs;
 pub(crate) mod kvcache;
 mod launches;

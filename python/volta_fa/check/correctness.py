@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import cached, int8_scores, sparse_latents, tolerance
+from . import cached, indexer_scores, int8_scores, sparse_latents, tolerance
 from .cache_cases import CacheCase, CacheInputs
 from .cases import Case
 from .int8_scores import FastCase, FastInputs
@@ -125,6 +125,9 @@ def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool
         return result
     if variant["pass"] in sparse_latents.PASSES:
         _guarded(result, target, "sparse latents", seed, lambda: _check_sparse(result, target, variant, seed))
+        return result
+    if variant["pass"] == indexer_scores.PASS:
+        _guarded(result, target, "indexer", seed, lambda: _check_indexer(result, target, variant, seed))
         return result
     if variant["pass"] == "Cast":
         for magnitudes in _CAST_MAGNITUDES:
@@ -313,6 +316,20 @@ def _check_sparse(result: KernelResult, target: Target, variant: dict[str, Any],
         for name, value, again in zip(sparse_latents.RESULTS, *runs):
             if not torch.equal(_bits(value), _bits(again)):
                 result.failures.append(f"{name}: two runs differ ({place}, seed {seed})")
+
+
+def _check_indexer(result: KernelResult, target: Target, variant: dict[str, Any], seed: int) -> None:
+    """Checks the indexer's kernels against exact logits."""
+    for place, arguments, exact, allowed in indexer_scores.problems(variant, seed):
+        on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
+        runs = []
+        for _ in range(2):
+            with target.running(variant):
+                runs.append(torch.ops.volta_fa.indexer_logits(**on_device))
+                target.synchronize()
+        _put_down(result, place, seed, indexer_scores.error(runs[0], exact, allowed))
+        if not torch.equal(_bits(runs[0]), _bits(runs[1])):
+            result.failures.append(f"logits: two runs differ ({place}, seed {seed})")
 
 
 def _check_merge(result: KernelResult, target: Target, seed: int) -> None:

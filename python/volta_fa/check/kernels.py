@@ -17,7 +17,7 @@ from .cases import ASKING, EVERY, Case, asking
 #: The passes of `volta_fa::fwd`.
 FORWARD = ("Forward", "ForwardStreamK", "ForwardSplit")
 #: The passes that `correctness` checks without a problem from here.
-WITHOUT_PROBLEM = ("Merge", "Cast", "SparseSelect", "SparseMla")
+WITHOUT_PROBLEM = ("Merge", "Cast", "SparseSelect", "SparseMla", "Indexer")
 SIMULATE_VARIABLE = "VOLTA_FA_SIMULATE"
 #: Unset, the simulator is a V100.
 SIMULATED_GPU_VARIABLE = "VOLTA_FA_SIM_GPU"

@@ -53,6 +53,7 @@ _PASSES = {
     "Cast": "bf16 or fp32 to fp16",
     "SparseSelect": "sparse latents, select",
     "SparseMla": "sparse latents",
+    "Indexer": "indexer",
 }
 
 

@@ -14,6 +14,9 @@ const DECODE: Source = Source::new(
     "decode::Block<decode::DecodeMainloop<turing::DecodeLayout, STEP / 8, BLOCK_ROWS / STEP, THREADS / 32>>",
 );
 
+/// The indexer's kernels.
+pub const INDEXER: Source = Source::new(&["turing/indexer.cuh"], "indexer::Kernel<turing::IndexerProducts, BLOCK_ROWS>");
+
 const TILES: [DecodeTile; 13] = [
     (64, [8, 8], 128, 4),
     (64, [32, 16], 128, 3),

@@ -23,6 +23,7 @@ pub fn tables() -> Vec<&'static [Variant]> {
         table([shared::dequantize(TURING)]),
         table([shared::cast(TURING)]),
         table(decode::decode_rows()),
+        table(shared::indexer(TURING, decode::INDEXER)),
         table(fast::rows()),
     ]
 }

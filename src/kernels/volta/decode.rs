@@ -18,6 +18,9 @@ const SPARSE_MLA: Source = Source::new(
 )
 .with_arguments("p.decode");
 
+/// The indexer's kernels.
+pub const INDEXER: Source = Source::new(&["volta/indexer.cuh"], "indexer::Kernel<volta::IndexerProducts, BLOCK_ROWS>");
+
 /// Up to 16 rows are one warp's, if its registers hold them: at headdim 256 they hold 16, with keys, values and half of
 /// the queries in shared memory. At headdim 512 two warps share the columns.
 const TILES: [DecodeTile; 16] = [

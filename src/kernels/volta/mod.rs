@@ -28,5 +28,6 @@ pub fn tables() -> Vec<&'static [Variant]> {
         table(decode::mla_rows()),
         table([shared::select(VOLTA)]),
         table(decode::sparse_mla_rows()),
+        table(shared::indexer(VOLTA, decode::INDEXER)),
     ]
 }

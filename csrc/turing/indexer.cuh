@@ -1,0 +1,59 @@
+// The indexer's products on Turing: mma.m16n8k8, operands by ldmatrix.
+#pragma once
+
+#include "indexer/indexer.cuh"
+#include "turing/mma.cuh"
+
+namespace turing {
+
+struct IndexerProducts {
+    using Queries = u32[indexer::kRowTiles][indexer::kChunks][2];
+    struct Scores {
+        Accumulator tile[indexer::kRowTiles][2];  // two tiles of eight keys
+        __device__ __forceinline__ float at(int mt, int v) const { return tile[mt][v >> 2][v & 3]; }
+        __device__ __forceinline__ void clear() { clear_tiles(tile); }
+    };
+    static constexpr int kRowStep = 8;
+    static constexpr int kLaneMasks[3] = {16, 8, 4};
+
+    Lane lane;
+
+    __device__ __forceinline__ explicit IndexerProducts(int lane_) : lane(lane_) {}
+    __device__ __forceinline__ int row() const { return lane.group; }
+    __device__ __forceinline__ int key(int i) const { return 2 * lane.quad + (i & 1) + 8 * (i >> 1); }
+    // The lane's row of ldmatrix: matrices are keys 0 to 7 of two chunks, then keys 8 to 15.
+    __device__ __forceinline__ int key_offset() const {
+        return (lane.lane % 8 + lane.lane / 16 * 8) * indexer::kPitch + (lane.lane >> 3 & 1) * kChunkBytes;
+    }
+
+    __device__ __forceinline__ void load(Queries& q, int mt, u32 address) const {
+        // matrices are rows 0 to 7 and 8 to 15 of a chunk, then of the next
+        const u32 own = address + lane.lane % 16 * indexer::kPitch + lane.lane / 16 * kChunkBytes;
+#pragma unroll
+        for (int c = 0; c < indexer::kChunks; c += 2) {
+            u32 r[4];
+            load_matrices(r, own + c * kChunkBytes);
+#pragma unroll
+            for (int i = 0; i < 4; i++) q[mt][c + i / 2][i % 2] = r[i];
+        }
+    }
+    template <class Beside>
+    __device__ __forceinline__ void multiply(Scores& s, const Queries& q, u32 keys, Beside beside) const {
+        s.clear();
+#pragma unroll
+        for (int c = 0; c < indexer::kChunks; c += 2) {
+            u32 k[4];
+            load_matrices(k, keys + c * kChunkBytes);
+#pragma unroll
+            for (int part = 0; part < 2; part++) {
+                beside(c + part);
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+#pragma unroll
+                    for (int mt = 0; mt < indexer::kRowTiles; mt++) mma(s.tile[mt][n], q[mt][c + part], k[2 * n + part]);
+            }
+        }
+    }
+};
+
+}  // namespace turing

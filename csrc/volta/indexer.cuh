@@ -1,0 +1,52 @@
+// The indexer's products on Volta: quad-pairs 2x2, with the rows and keys of the forward kernels (volta/forward/layout.cuh).
+#pragma once
+
+#include "indexer/indexer.cuh"
+#include "volta/mma.cuh"
+
+namespace volta {
+
+struct IndexerProducts {
+    using Queries = uint4[indexer::kRowTiles][indexer::kChunks];
+    struct Scores {
+        Accumulator tile[1][indexer::kRowTiles];
+        __device__ __forceinline__ float at(int mt, int v) const { return tile[0][mt][v]; }
+        __device__ __forceinline__ void clear() { clear_tiles(tile); }
+    };
+    static constexpr int kRowStep = 4;
+    static constexpr int kLaneMasks[3] = {16, 4, 1};
+    static constexpr int kAhead = 2;  // chunks of keys that are loaded ahead of the products that use them
+
+    Lane lane;
+
+    __device__ __forceinline__ explicit IndexerProducts(int lane_) : lane(lane_) {}
+    __device__ __forceinline__ int row() const { return lane.qm + 2 * (lane.t & 1) + 8 * lane.half; }
+    __device__ __forceinline__ int key(int i) const { return 2 * (lane.t & 2) + 8 * lane.qn + 2 * (i & 1) + (i >> 1); }
+    // The lane's row of operand K, bytes.
+    __device__ __forceinline__ int key_offset() const { return (lane.half + 2 * lane.quad + 8 * lane.qn) * indexer::kPitch; }
+
+    __device__ __forceinline__ void load(Queries& q, int mt, u32 address) const {
+        const u32 own = address + (lane.qm + 2 * lane.quad + 8 * lane.half) * indexer::kPitch;
+#pragma unroll
+        for (int c = 0; c < indexer::kChunks; c++) q[mt][c] = load_shared(own + c * kChunkBytes);
+    }
+    template <class Beside>
+    __device__ __forceinline__ void multiply(Scores& s, const Queries& q, u32 keys, Beside beside) const {
+        s.clear();
+        uint4 k[kAhead + 1];
+#pragma unroll
+        for (int c = 0; c < kAhead; c++) k[c] = load_shared(keys + c * kChunkBytes);
+#pragma unroll
+        for (int c = 0; c < indexer::kChunks; c++) {
+            if (c + kAhead < indexer::kChunks) k[(c + kAhead) % (kAhead + 1)] = load_shared(keys + (c + kAhead) * kChunkBytes);
+            beside(c);
+            const uint4& b = k[c % (kAhead + 1)];
+#pragma unroll
+            for (int mt = 0; mt < indexer::kRowTiles; mt++) mma_row_col(s.tile[0][mt], q[mt][c].x, q[mt][c].y, b.x, b.y);
+#pragma unroll
+            for (int mt = 0; mt < indexer::kRowTiles; mt++) mma_row_col(s.tile[0][mt], q[mt][c].z, q[mt][c].w, b.z, b.w);
+        }
+    }
+};
+
+}  // namespace volta

@@ -1,0 +1,212 @@
+//! Validation of `indexer_logits`: queries, weights of their heads, and keys in fp8.
+
+use super::checks::*;
+use super::tensor::{Backend, DType, TensorDesc};
+use crate::error::{Error, Result};
+use crate::limits::{MAX_INDEXER_HEADS, MAX_SEQLEN};
+use crate::options::UNKNOWN;
+
+/// Columns of queries and keys.
+pub const INDEXER_HEADDIM: i64 = 128;
+/// Bytes of a token in a cache: its codes and its scale.
+const TOKEN_BYTES: i64 = INDEXER_HEADDIM + 4;
+/// The fewest rows of a page: scales of fewer end off 16 bytes, where the codes of the next page would begin.
+const MIN_PAGE_SIZE: i64 = 4;
+
+/// Arguments of a call.
+pub struct IndexerDescs<'a> {
+    /// (batch, seqlen_q, nheads, 128)
+    pub q: &'a TensorDesc,
+    /// (total_k, 128), or pages (pages, page_size, 1, 132)
+    pub k: &'a TensorDesc,
+    /// (batch, seqlen_q, nheads)
+    pub weights: &'a TensorDesc,
+    /// (batch, seqlen_q), or (batch): the last query's
+    pub k_end: &'a TensorDesc,
+    /// (batch, seqlen_q)
+    pub k_start: Option<&'a TensorDesc>,
+    /// (total_k), beside k of rank 2
+    pub k_scales: Option<&'a TensorDesc>,
+    /// (batch, max_pages), beside pages
+    pub block_table: Option<&'a TensorDesc>,
+    /// Columns of the output, beside pages
+    pub max_seqlen_k: Option<i64>,
+}
+
+/// A validated `volta_fa::indexer_logits`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Indexer {
+    /// Sequences.
+    pub batch: i64,
+    /// Queries of a sequence.
+    pub seqlen_q: i64,
+    /// Heads of a query.
+    pub nheads: i64,
+    /// Columns of the output.
+    pub columns: i64,
+    /// Keys that can exist.
+    pub keys: i64,
+    /// Rows of a page; None: k is one tensor of all keys.
+    pub page_size: Option<i64>,
+    /// True if k_end has one number for each sequence.
+    pub is_causal: bool,
+}
+
+impl Indexer {
+    /// Returns true if there is no logit to compute.
+    pub fn is_empty(&self) -> bool {
+        [self.batch, self.seqlen_q, self.columns].contains(&0)
+    }
+}
+
+/// Checks a call.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn validate_indexer(d: &IndexerDescs, backend: Backend) -> Result<Indexer> {
+    let &IndexerDescs { q, k, weights, k_end, k_start, k_scales, block_table, max_seqlen_k } = d;
+    check_query_dtype(q, backend)?;
+    let &[batch, seqlen_q, nheads, headdim] = &q.sizes[..] else {
+        return Err(Error::value("q", rank(q), "rank 4, (batch, seqlen_q, nheads, 128)"));
+    };
+    check_contiguous_last("q", q)?;
+    if !same_size(headdim, INDEXER_HEADDIM) {
+        return Err(Error::value("q", format!("headdim {headdim}"), INDEXER_HEADDIM));
+    }
+    if nheads == 0 || nheads > MAX_INDEXER_HEADS {
+        return Err(Error::value("q", format!("nheads {nheads}"), format!("1 to {MAX_INDEXER_HEADS}")));
+    }
+    if batch != UNKNOWN && seqlen_q != UNKNOWN {
+        check_at_most("q", "rows", batch.saturating_mul(seqlen_q), MAX_SEQLEN)?;
+    }
+    check_dtype("weights", weights, DType::Float)?;
+    check_device("weights", weights, q)?;
+    if !same_sizes(&weights.sizes, &[batch, seqlen_q, nheads]) {
+        let expected = format!("shape (batch, seqlen_q, nheads), here {}", listed(&[batch, seqlen_q, nheads]));
+        return Err(Error::value("weights", shape(weights), expected));
+    }
+    check_contiguous_last("weights", weights)?;
+    let is_causal = check_ends(k_end, q, [batch, seqlen_q])?;
+    if let Some(d) = k_start {
+        check_numbers("k_start", d, q, &[batch, seqlen_q], "(batch, seqlen_q)")?;
+    }
+    check_device("k", k, q)?;
+    check_contiguous_last("k", k)?;
+    let found = Indexer { batch, seqlen_q, nheads, columns: 0, keys: 0, page_size: None, is_causal };
+    match k.sizes.len() {
+        2 => check_rows(k, k_scales, block_table, max_seqlen_k, q).map(|columns| Indexer { columns, keys: columns, ..found }),
+        4 => {
+            let (columns, keys, page_size) = check_pages(k, k_scales, block_table, max_seqlen_k, q)?;
+            Ok(Indexer { columns, keys, page_size: Some(page_size), ..found })
+        }
+        _ => Err(Error::value("k", rank(k), "(total_k, 128), or pages (pages, page_size, 1, 132)")),
+    }
+}
+
+fn check_query_dtype(q: &TensorDesc, backend: Backend) -> Result<()> {
+    let of_kernels = matches!(q.dtype, DType::Half | DType::BFloat16 | DType::Float8E4m3);
+    if of_kernels || backend != Backend::Kernels && matches!(q.dtype, DType::Float | DType::Double) {
+        return Ok(());
+    }
+    Err(Error::value("q", format!("dtype {}", q.dtype), "torch.float8_e4m3fn, torch.float16 or torch.bfloat16"))
+}
+
+/// Checks an int32 tensor of any strides.
+fn check_numbers(name: &str, d: &TensorDesc, q: &TensorDesc, expected: &[i64], what: &str) -> Result<()> {
+    check_dtype(name, d, DType::Int32)?;
+    check_device(name, d, q)?;
+    if !same_sizes(&d.sizes, expected) {
+        return Err(Error::value(name, shape(d), format!("shape {what}, here {}", listed(expected))));
+    }
+    Ok(())
+}
+
+/// Checks k_end. Returns true if it has one number for each sequence.
+fn check_ends(d: &TensorDesc, q: &TensorDesc, sizes: [i64; 2]) -> Result<bool> {
+    match d.sizes.len() {
+        1 => check_numbers("k_end", d, q, &sizes[..1], "(batch,) or (batch, seqlen_q)")?,
+        _ => check_numbers("k_end", d, q, &sizes, "(batch, seqlen_q) or (batch,)")?,
+    }
+    Ok(d.sizes.len() == 1)
+}
+
+fn check_bytes(name: &str, d: &TensorDesc) -> Result<()> {
+    if !matches!(d.dtype, DType::Float8E4m3 | DType::Uint8 | DType::Int8) {
+        return Err(Error::value(name, format!("dtype {}", d.dtype), "torch.float8_e4m3fn, or torch.uint8 for its bytes"));
+    }
+    Ok(())
+}
+
+/// Checks k as one tensor of all keys. Returns their number.
+fn check_rows(
+    k: &TensorDesc,
+    k_scales: Option<&TensorDesc>,
+    block_table: Option<&TensorDesc>,
+    max_seqlen_k: Option<i64>,
+    q: &TensorDesc,
+) -> Result<i64> {
+    check_bytes("k", k)?;
+    let [total_k, columns] = [k.sizes[0], k.sizes[1]];
+    if !same_size(columns, INDEXER_HEADDIM) {
+        return Err(Error::value("k", shape(k), format!("shape (total_k, {INDEXER_HEADDIM})")));
+    }
+    for (name, is_given) in [("block_table", block_table.is_some()), ("max_seqlen_k", max_seqlen_k.is_some())] {
+        if is_given {
+            return Err(Error::value(name, "a value", "None beside k of rank 2, which has all keys in order"));
+        }
+    }
+    let Some(d) = k_scales else {
+        return Err(Error::value("k_scales", "None", "float32 (total_k,) beside k of rank 2"));
+    };
+    check_dtype("k_scales", d, DType::Float)?;
+    check_device("k_scales", d, q)?;
+    if !same_sizes(&d.sizes, &[total_k]) {
+        return Err(Error::value("k_scales", shape(d), format!("shape (total_k,), here ({},)", number(total_k))));
+    }
+    check_at_most("k", "total_k", total_k, MAX_SEQLEN)?;
+    Ok(total_k)
+}
+
+/// Checks k as pages. Returns the columns of the output, the keys that can exist, and the rows of a page.
+fn check_pages(
+    k: &TensorDesc,
+    k_scales: Option<&TensorDesc>,
+    block_table: Option<&TensorDesc>,
+    max_seqlen_k: Option<i64>,
+    q: &TensorDesc,
+) -> Result<(i64, i64, i64)> {
+    let [pages, page_size, heads, bytes] = [k.sizes[0], k.sizes[1], k.sizes[2], k.sizes[3]];
+    check_bytes("k", k)?;
+    if !same_size(heads, 1) || !same_size(bytes, TOKEN_BYTES) {
+        let expected =
+            format!("shape (pages, page_size, 1, {TOKEN_BYTES}): codes of {INDEXER_HEADDIM} columns and a float32 scale a token");
+        return Err(Error::value("k", shape(k), expected));
+    }
+    if page_size != UNKNOWN && (page_size < MIN_PAGE_SIZE || !(page_size as u64).is_power_of_two()) {
+        return Err(Error::value("k", format!("page_size {page_size}"), format!("a power of two, at least {MIN_PAGE_SIZE}")));
+    }
+    if !same_size(k.strides[1], TOKEN_BYTES) {
+        let given = format!("stride {} between tokens", number(k.strides[1]));
+        return Err(Error::value("k", given, format!("{TOKEN_BYTES}: the bytes of a page lie together")));
+    }
+    if pages > 1 && k.strides[0] != UNKNOWN && k.strides[0] % 16 != 0 {
+        return Err(Error::value("k", format!("stride {} between pages", k.strides[0]), "a multiple of 16 bytes"));
+    }
+    check_at_most("k", "pages", pages, i64::from(i32::MAX))?;
+    if k_scales.is_some() {
+        return Err(Error::value("k_scales", "a tensor", "None beside pages, which have their scales"));
+    }
+    let Some(table) = block_table else {
+        return Err(Error::value("block_table", "None", "int32 (batch, max_pages) beside pages"));
+    };
+    let max_pages = table.sizes.get(1).copied().unwrap_or(UNKNOWN);
+    check_int32("block_table", table, q, &[q.sizes[0], max_pages], "(batch, max_pages)")?;
+    let Some(columns) = max_seqlen_k else {
+        return Err(Error::value("max_seqlen_k", "None", "the columns of the output, beside pages"));
+    };
+    if columns != UNKNOWN && !(0..=MAX_SEQLEN).contains(&columns) {
+        return Err(Error::value("max_seqlen_k", columns, format!("0 to {MAX_SEQLEN}")));
+    }
+    let room = if max_pages == UNKNOWN || page_size == UNKNOWN { columns } else { max_pages.saturating_mul(page_size) };
+    Ok((columns, columns.min(room), page_size))
+}

@@ -1,0 +1,536 @@
+"""volta_fa::indexer_logits and volta_fa.indexer: the scores by which queries choose their tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from conftest import agreed, assert_same_bits, on, on_cases
+from test_validation import refused
+from volta_fa import flash_mla, indexer
+
+indexer_logits = torch.ops.volta_fa.indexer_logits
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+BACKENDS = ["cpu-fp64", "cpu-fp32", "cpu-fp16", "cpu-bf16", "sim", "sim-bf16", "cuda", "cuda-bf16"]
+KERNELS = ["sim", "sim-bf16", "cuda", "cuda-bf16"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`page_size`: 0 for keys in one tensor. `fp8`: queries in e4m3. `causal`: an end for each sequence. `magnitude`: of queries."""
+
+    heads: int
+    batch: int
+    seqlen_q: int
+    columns: int
+    page_size: int = 0
+    fp8: bool = False
+    causal: bool = False
+    hostile: bool = False
+    clean: bool = True
+    magnitude: float = 1.0
+
+    def __str__(self):
+        flags = "".join(name[0] for name in ("fp8", "causal", "hostile", "clean") if getattr(self, name))
+        return f"h{self.heads}-b{self.batch}-{self.seqlen_q}x{self.columns}-p{self.page_size}-{flags}-{self.magnitude:g}"
+
+
+@dataclass
+class Problem:
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+    k_end: Tensor
+    options: dict
+    #: (batch, columns, 128) codes in fp64, (batch, columns) scales, and which keys (batch, seqlen_q, columns) each query sees
+    codes: Tensor
+    scales: Tensor
+    seen: Tensor
+
+    def run(self) -> Tensor:
+        return indexer_logits(self.q, self.k, self.weights, self.k_end, **self.options)
+
+
+def block_major(codes: Tensor, scales: Tensor, generator) -> Tensor:
+    """Returns pages as vLLM writes them, from codes (pages, page_size, 128) and scales (pages, page_size), a byte at a time."""
+    pages, page_size, _ = codes.shape
+    # pages are further apart than their bytes, and what lies between them is noise
+    memory = torch.randint(0, 256, (pages, page_size * 132 + 16 + -page_size * 132 % 16), dtype=torch.uint8, generator=generator)
+    for page in range(pages):
+        for token in range(page_size):
+            memory[page, token * 128 : token * 128 + 128] = codes[page, token].view(torch.uint8)
+            place = page_size * 128 + token * 4
+            memory[page, place : place + 4] = scales[page, token].view(1).view(torch.uint8)
+    return memory[:, : page_size * 132].unflatten(1, (page_size, 1, 132))
+
+
+def draw(backend, case: Case) -> Problem:
+    g = torch.Generator().manual_seed(backend.seed)
+    batch, seqlen_q, columns = case.batch, case.seqlen_q, case.columns
+
+    def normal(*sizes):
+        return torch.randn(*sizes, generator=g)
+
+    def ints(low, high, *sizes):
+        numbers = torch.randint(low, high, sizes, generator=g)
+        if case.hostile:
+            values = torch.tensor([INT_MIN, INT_MAX, -1, columns + 1, INT_MIN + 3])
+            replaced = torch.rand(sizes, generator=g) < 0.3
+            numbers = numbers.where(~replaced, values[torch.randint(0, len(values), sizes, generator=g)])
+        return numbers.int()
+
+    q = normal(batch, seqlen_q, case.heads, 128) * case.magnitude
+    q = q.to(torch.float8_e4m3fn if case.fp8 else backend.dtype)
+    weights = normal(batch, seqlen_q, case.heads) / case.magnitude
+    options: dict = {"clean_logits": case.clean}
+    if case.page_size:
+        room = -(-columns // case.page_size)
+        pages = batch * room + 3
+        rows, shape = pages * case.page_size, (pages, case.page_size)
+        table = torch.randperm(pages, generator=g)[: batch * room].view(batch, room)
+        if case.hostile:
+            replaced = torch.rand(table.shape, generator=g) < 0.3
+            table = table.where(~replaced, torch.tensor([-1, INT_MIN, INT_MAX, pages])[torch.randint(0, 4, table.shape, generator=g)])
+        position = torch.arange(columns)
+        page = table[:, position // case.page_size]
+        missing = (page < 0) | (page >= pages)
+        place = page.where(~missing, 0) * case.page_size + position % case.page_size
+    else:
+        rows, shape = columns, (columns,)
+        place = torch.arange(columns).expand(batch, -1)
+        missing = torch.zeros(batch, columns, dtype=torch.bool)
+    x = normal(rows, 128) * torch.exp2(torch.randint(-3, 4, (rows, 1), generator=g))
+    scales = x.abs().amax(-1) / 448
+    codes = (x / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    if case.page_size:
+        k = block_major(codes.view(*shape, 128), scales.view(shape), g)
+        options |= {"block_table": table.int().to(backend.device), "max_seqlen_k": columns}
+    else:
+        k = codes
+        options["k_scales"] = scales.to(backend.device)
+    query = torch.arange(seqlen_q)
+    if case.causal:
+        k_end = ints(0, columns + 1, batch)
+        end = k_end.long().clamp(min=0).unsqueeze(1) - (seqlen_q - 1 - query)
+        start = torch.zeros(batch, seqlen_q, dtype=torch.long)
+    else:
+        k_end, k_start = ints(columns // 2, columns + 1, batch, seqlen_q), ints(0, columns // 2 + 1, batch, seqlen_q)
+        end, start = k_end.long(), k_start.long()
+        options["k_start"] = k_start.to(backend.device)
+    position = torch.arange(columns)
+    seen = (position >= start.unsqueeze(-1)) & (position < end.unsqueeze(-1)) & ~missing.unsqueeze(1)
+    arguments = (t.to(backend.device) for t in (q, k, weights, k_end))
+    return Problem(*arguments, options, codes.double()[place], scales.double()[place], seen)
+
+
+def exact(problem: Problem, *, relu: bool = True) -> tuple[Tensor, Tensor]:
+    """Returns logits in fp64, -inf where there is no key, and the size of what they sum."""
+    q, weights = problem.q.cpu().to(torch.float32).double(), problem.weights.cpu().double()
+    if problem.q.dtype == torch.float64:
+        q = problem.q.cpu()
+    scores = torch.einsum("bqhd,bkd->bqhk", q, problem.codes)
+    scales = problem.scales.unsqueeze(1)
+    logits = torch.einsum("bqhk,bqh->bqk", scores.clamp(min=0) if relu else scores, weights) * scales
+    size = torch.einsum("bqh,bqh,bk->bqk", q.norm(dim=-1), weights.abs(), problem.codes.norm(dim=-1)) * scales
+    return logits.masked_fill(~problem.seen, -math.inf), size
+
+
+def check(problem: Problem, found: Tensor):
+    logits, expected = found.cpu().double(), exact(problem)
+    expected, size = expected
+    assert found.dtype == torch.float32 and found.shape == expected.shape
+    if problem.options["clean_logits"]:
+        assert torch.equal(logits == -math.inf, ~problem.seen)
+    # products are exact; fp32 sums of 128 and then of the heads' are not
+    error = (logits - expected).abs().masked_fill(~problem.seen, 0)
+    tolerance = 1e-6 * size
+    assert (error <= tolerance).all(), (error / tolerance.clamp(min=1e-30)).max()
+
+
+def run(backend, problem: Problem) -> Tensor:
+    def poisoned() -> Tensor:
+        found = problem.run()
+        if not problem.options["clean_logits"]:
+            # what is undefined may differ between two runs
+            found = found.masked_fill(~problem.seen.to(found.device), 0)
+        return found
+
+    like = problem.q if problem.q.element_size() > 1 else problem.weights
+    return agreed([(poisoned(),) for _ in backend._runs(like)], "logits")[0]
+
+
+CASES = [
+    Case(64, 1, 9, 200),
+    Case(64, 1, 1, 77, page_size=64, fp8=True, causal=True),
+    Case(64, 3, 1, 300, page_size=64, causal=True),
+    Case(64, 2, 3, 130, page_size=32, fp8=True, hostile=True),
+    Case(32, 2, 9, 150, page_size=16, fp8=True),
+    Case(32, 3, 2, 70, page_size=4, causal=True, hostile=True),
+    Case(40, 2, 5, 65, page_size=128, fp8=True, causal=True, hostile=True),
+    Case(64, 2, 6, 129, fp8=True, hostile=True),
+    Case(3, 1, 10, 64, hostile=True),
+    Case(64, 2, 4, 190, page_size=64, hostile=True, clean=False),
+    Case(1, 1, 1, 1),
+]
+MAGNITUDES = [Case(64, 1, 3, 70, magnitude=2.0**exponent) for exponent in (-60, -20, 20, 60)]
+
+
+@on_cases((BACKENDS, CASES), (["cpu-bf16", "sim-bf16", "cuda-bf16"], MAGNITUDES))
+def test_against_fp64(gpu, backend, case):
+    problem = draw(backend, case)
+    check(problem, run(backend, problem))
+
+
+@on("sim", "cuda")
+def test_more_tiles_than_threads(backend):
+    """A thread of the schedule has several tiles, and some have no keys."""
+    problem = draw(backend, Case(2, 700, 1, 40, page_size=16, causal=True, fp8=True))
+    problem.k_end[5:400] = 0
+    problem.seen[5:400] = False
+    check(problem, run(backend, problem))
+
+
+@on("sim", "cuda")
+def test_a_logit_depends_on_its_query_and_key_alone(gpu, backend):
+    """Queries of a prompt have large tiles, and one alone has a small one."""
+    problem = draw(backend, Case(64, 1, 8, 300, page_size=64, fp8=True))
+    together = run(backend, problem)
+    for i in range(8):
+        own = slice(i, i + 1)
+        options = {**problem.options, "k_start": problem.options["k_start"][:, own]}
+        alone = Problem(
+            problem.q[:, own], problem.k, problem.weights[:, own], problem.k_end[:, own], options, problem.codes, problem.scales,
+            problem.seen[:, own],
+        )  # fmt: skip
+        assert_same_bits("logits", run(backend, alone), together[:, own])
+
+
+# ---- errors that others made ---------------------------------------------------------------------------------------------
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_pages_are_block_major(gpu, backend):
+    """Codes of all tokens come before scales of all tokens. A reader that takes 132 bytes a token finds other numbers."""
+    problem = draw(backend, Case(64, 1, 2, 128, page_size=64))
+    problem.options["k_start"].zero_()
+    problem.k_end.fill_(128)
+    problem.seen.fill_(True)
+    found = run(backend, problem)
+    check(problem, found)
+    interleaved = problem.k.cpu()[problem.options["block_table"].cpu()[0].long()].flatten(0, 2).contiguous()
+    codes = interleaved[:, :128].contiguous().view(torch.float8_e4m3fn).float().double().unsqueeze(0)
+    scales = interleaved[:, 128:].contiguous().view(torch.float32).double().view(1, -1)
+    misread, _ = exact(Problem(problem.q, problem.k, problem.weights, problem.k_end, {}, codes, scales, problem.seen))
+    agree = (misread - found.cpu().double()).abs() <= 1e-2 * found.cpu().double().abs()
+    # codes read as scales may be NaN
+    assert agree.sum() <= 0.05 * agree.numel()
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_scores_are_rectified(gpu, backend):
+    """Two heads of opposite queries: their sum would be 0 without relu, and is a magnitude with it."""
+    problem = draw(backend, Case(64, 1, 5, 90))
+    problem.q[:, :, 32:] = -problem.q[:, :, :32]
+    problem.weights[:] = 1
+    found = run(backend, problem)
+    check(problem, found)
+    without, _ = exact(problem, relu=False)
+    assert without[problem.seen].abs().max() < 1e-9
+    assert (found.cpu()[problem.seen] > 0).all()
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------------
+
+
+@on("cpu-fp32", "sim", "cuda")
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_what_is_not_seen_is_not_used(gpu, backend, page_size):
+    """NaN in all other tokens, and the result keeps its bits."""
+    problem = draw(backend, Case(64, 2, 3, 100, page_size=page_size, fp8=True))
+    problem.options["k_start"].fill_(30)
+    problem.k_end.copy_(torch.tensor([[31, 70, 50], [60, 1, 90]]))
+    problem.seen = torch.arange(100) >= 30
+    problem.seen = problem.seen & (torch.arange(100) < problem.k_end.cpu().unsqueeze(-1))
+    expected = run(backend, problem)
+    check(problem, expected)
+    if page_size:
+        used = torch.zeros(problem.k.shape[0], page_size, dtype=torch.bool)
+        table = problem.options["block_table"].cpu().long()
+        for entry, end in ((0, 70), (1, 90)):
+            position = torch.arange(30, end)
+            used[table[entry, position // page_size], position % page_size] = True
+        memory = problem.k.cpu().clone()
+        pages = memory.flatten(1)
+        codes = pages[:, : page_size * 128].unflatten(1, (page_size, 128))
+        codes[~used] = 255
+        pages[:, page_size * 128 :].unflatten(1, (page_size, 4))[~used] = 255
+        problem.k = memory.to(backend.device)
+    else:
+        unused = (torch.arange(100) < 30) | (torch.arange(100) >= 90)
+        problem.k.view(torch.uint8)[unused.to(backend.device)] = 255
+        problem.options["k_scales"][unused.to(backend.device)] = math.nan
+    assert_same_bits("logits", run(backend, problem), expected)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_a_code_of_nan(gpu, backend):
+    """A NaN in a key or in its scale makes its logits NaN, and one in a query that query's: no others."""
+    problem = draw(backend, Case(64, 1, 3, 90))
+    problem.options["k_start"].zero_()
+    problem.k_end.fill_(90)
+    problem.k.view(torch.uint8)[7, 100] = 0x7F
+    problem.options["k_scales"][9] = math.nan
+    problem.q[0, 1, 63, 5] = math.nan
+    is_nan = run(backend, problem).isnan().cpu()
+    expected = torch.zeros(1, 3, 90, dtype=torch.bool)
+    expected[:, :, [7, 9]] = expected[:, 1] = True
+    assert torch.equal(is_nan, expected)
+
+
+@on("cpu-fp32", "sim", "cuda")
+@pytest.mark.parametrize("which", ["q", "k", "k_scales", "weights", "numbers", "pages off 16 bytes", "no keys", "no pages", "no queries"])
+def test_layouts(backend, which):
+    paged = which in ("pages off 16 bytes", "no pages")
+    problem = draw(backend, Case(64, 2, 3, 70, page_size=16 if paged else 0))
+    if which == "q":
+        problem.q = torch.cat([problem.q, problem.q], -1)[..., 4 : 4 + 128]
+        problem.q = problem.q[..., :128]
+        problem.q.copy_(draw(backend, Case(64, 2, 3, 70)).q)
+    elif which == "k":
+        problem.k = torch.cat([problem.k.view(torch.uint8)] * 2, -1).view(torch.float8_e4m3fn)[:, :128]
+    elif which == "k_scales":
+        problem.options["k_scales"] = torch.stack([problem.options["k_scales"]] * 2, -1)[:, 0]
+    elif which == "weights":
+        problem.weights = problem.weights.transpose(0, 1).contiguous().transpose(0, 1)
+    elif which == "numbers":
+        problem.k_end = problem.k_end.t().contiguous().t()
+        problem.options["k_start"] = problem.options["k_start"][:, :1].expand(-1, 3)
+        start = problem.options["k_start"].cpu().unsqueeze(-1)
+        problem.seen = (torch.arange(70) >= start) & (torch.arange(70) < problem.k_end.cpu().unsqueeze(-1))
+    elif which == "pages off 16 bytes":
+        pages = problem.k.shape[0]
+        wide = torch.zeros(pages * 2128 + 4, dtype=torch.uint8, device=backend.device)
+        moved = wide[4:].as_strided((pages, 16, 1, 132), (2128, 132, 132, 1), 4)
+        moved.copy_(problem.k)
+        problem.k = moved
+    elif which == "no keys":
+        problem.k, problem.options["k_scales"] = problem.k[:0], problem.options["k_scales"][:0]
+        problem.codes, problem.scales, problem.seen = problem.codes[:, :0], problem.scales[:, :0], problem.seen[..., :0]
+    elif which == "no pages":
+        problem.k, problem.seen = problem.k[:0], torch.zeros_like(problem.seen)
+    elif which == "no queries":
+        assert indexer_logits(problem.q[:, :0], problem.k, problem.weights[:, :0], problem.k_end[:, :0],
+                              k_scales=problem.options["k_scales"]).shape == (2, 0, 70)  # fmt: skip
+        return
+    check(problem, run(backend, problem))
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_a_table_of_fewer_tokens_than_columns(gpu, backend):
+    """Lengths past the table's end are its end."""
+    problem = draw(backend, Case(64, 2, 2, 100, page_size=16, causal=True))
+    problem.k_end.fill_(99)
+    problem.options["block_table"] = problem.options["block_table"][:, :3]
+    problem.seen = (torch.arange(100) < torch.tensor([98, 99]).unsqueeze(-1)) & (torch.arange(100) < 48)
+    problem.seen = problem.seen.expand(2, -1, -1)
+    check(problem, run(backend, problem))
+
+
+@on("cpu-fp32", "sim")
+def test_nothing_is_read_on_the_host(backend):
+    """As CUDA graphs need it."""
+    problem = draw(backend, CASES[3])
+    backend.simulate()
+    with torch.profiler.profile() as profiler:
+        logits = problem.run()
+        indexer.topk_indices(logits.flatten(0, 1), 20, block_table=problem.options["block_table"], page_size=32)
+    called = {event.name for event in profiler.events()}
+    assert "volta_fa::indexer_logits" in called
+    assert not called & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+
+
+@on("cuda")
+def test_cuda_graph(backend):
+    problem = draw(backend, Case(64, 3, 1, 300, page_size=64, causal=True, fp8=True))
+    problem.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = problem.run()
+    for seed in range(3):
+        lengths = torch.randint(0, 301, (3,), generator=torch.Generator().manual_seed(seed)).int()
+        problem.k_end.copy_(lengths)
+        problem.seen = (torch.arange(300) < lengths.unsqueeze(-1)).unsqueeze(1)
+        graph.replay()
+        check(problem, found)
+
+
+@on("cpu-fp32", "sim", "cuda")
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
+def test_opcheck(backend, case):
+    problem = draw(backend, case)
+    backend.simulate()
+    # opcheck itself cannot compare fp8
+    opcheck(indexer_logits.default, (problem.q, problem.k.view(torch.uint8), problem.weights, problem.k_end), problem.options)
+
+
+@on("cpu-fp32", "cuda")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(backend, dynamic):
+    problem = draw(backend, CASES[3])
+    compiled = torch.compile(
+        lambda q, k, weights, k_end, columns: indexer_logits(q, k, weights, k_end, **{**problem.options, "max_seqlen_k": columns}),
+        backend="aot_eager", fullgraph=True, dynamic=dynamic,
+    )  # fmt: skip
+    for columns in (130, 100):
+        expected = indexer_logits(problem.q, problem.k, problem.weights, problem.k_end, **{**problem.options, "max_seqlen_k": columns})
+        assert torch.equal(compiled(problem.q, problem.k, problem.weights, problem.k_end, columns), expected)
+
+
+# ---- DeepGEMM's functions ------------------------------------------------------------------------------------------------
+
+
+@on("cpu-fp32", "sim", "cuda")
+@pytest.mark.parametrize("fp8", [True, False])
+def test_prompts_as_deep_gemm(backend, fp8):
+    problem = draw(backend, Case(64, 1, 7, 120, fp8=fp8))
+    backend.simulate()
+    logits = indexer.fp8_mqa_logits(
+        problem.q[0], (problem.k, problem.options["k_scales"]), problem.weights[0], problem.options["k_start"][0], problem.k_end[0]
+    )
+    assert logits.shape == (7, 120)
+    check(problem, logits.unsqueeze(0))
+
+
+@on("cpu-fp32", "sim", "cuda")
+@pytest.mark.parametrize("of_queries", [True, False])
+def test_decoding_as_deep_gemm(backend, of_queries):
+    """Lengths are of sequences, or of queries."""
+    problem = draw(backend, Case(32, 3, 2, 200, page_size=64, causal=not of_queries, fp8=True))
+    if of_queries:
+        problem.seen = torch.arange(200) < problem.k_end.cpu().unsqueeze(-1)
+    metadata = indexer.get_paged_mqa_logits_metadata(problem.k_end, 64, 80)
+    backend.simulate()
+    logits = indexer.fp8_paged_mqa_logits(
+        problem.q, problem.k, problem.weights.flatten(0, 1), problem.k_end, problem.options["block_table"], metadata, 200, True
+    )
+    assert logits.shape == (6, 200)
+    check(problem, logits.unflatten(0, (3, 2)))
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_top_tokens(backend):
+    """The tokens of the largest logits, in a cache of latents with the same pages, and -1 where there are fewer."""
+    problem = draw(backend, Case(64, 2, 2, 150, page_size=64, causal=True))
+    problem.k_end[:] = torch.tensor([140, 9])
+    backend.simulate()
+    logits = problem.run().flatten(0, 1)
+    chosen = indexer.topk_indices(logits, 20)
+    in_pages = indexer.topk_indices(logits, 20, block_table=problem.options["block_table"])
+    table = problem.options["block_table"]
+    assert chosen.dtype == in_pages.dtype == torch.int32 and chosen.shape == in_pages.shape == (4, 20)
+    for row in range(4):
+        order = logits[row].argsort(descending=True)[: min(20, int((logits[row] > -math.inf).sum()))]
+        assert set(chosen[row].tolist()) - {-1} == set(order.tolist()), row
+        assert (chosen[row] >= 0).sum() == len(order)
+        expected = {int(table[row // 2, i // 64]) * 64 + i % 64 for i in order.tolist()}
+        assert set(in_pages[row].tolist()) - {-1} == expected, row
+    assert indexer.topk_indices(logits, 200).shape == (4, 200)
+    # and they are what sparse attention takes
+    out, _ = flash_mla.flash_mla_with_kvcache(
+        torch.ones(2, 2, 16, 576, device=logits.device), torch.ones(9, 64, 1, 576, device=logits.device), None, None, 512,
+        indices=in_pages.unflatten(0, (2, 2)),
+    ) if backend.name == "cpu-fp32" else (torch.ones(1), None)  # fmt: skip
+    assert (out == 1).all()
+
+
+# ---- wrong arguments -----------------------------------------------------------------------------------------------------
+
+INTS = torch.zeros(2, 3, dtype=torch.int32)
+ROWS = {
+    "q": torch.zeros(2, 3, 4, 128), "k": torch.zeros(70, 128).to(torch.float8_e4m3fn), "weights": torch.zeros(2, 3, 4),
+    "k_end": INTS, "k_scales": torch.ones(70),
+}  # fmt: skip
+TABLE = torch.zeros(2, 5, dtype=torch.int32)
+PAGES = {**ROWS, "k": torch.zeros(9, 16, 1, 132, dtype=torch.uint8), "k_scales": None, "block_table": TABLE, "max_seqlen_k": 60}
+WRONG = {
+    "q rank": ({"q": torch.zeros(3, 4, 128)}, "q: got a tensor of rank 3", "(batch, seqlen_q, nheads, 128)"),
+    "q dtype": ({"q": ROWS["q"].int()}, "q: got dtype torch.int32", "torch.float8_e4m3fn"),
+    "headdim": ({"q": torch.zeros(2, 3, 4, 64)}, "q: got headdim 64, expected 128"),
+    "heads": ({"q": torch.zeros(2, 3, 65, 128)}, "q: got nheads 65, expected 1 to 64"),
+    "no heads": ({"q": torch.zeros(2, 3, 0, 128)}, "q: got nheads 0, expected 1 to 64"),
+    "weights": ({"weights": torch.zeros(2, 3, 5)}, "weights: got shape (2, 3, 5)", "here (2, 3, 4)"),
+    "weights dtype": ({"weights": torch.zeros(2, 3, 4).half()}, "weights: got dtype torch.float16, expected torch.float32"),
+    "weights layout": ({"weights": torch.zeros(2, 3, 8)[..., ::2]}, "weights: got stride 2 in the last dimension"),
+    "k_end": ({"k_end": INTS[:, :2]}, "k_end: got shape (2, 2)", "(batch, seqlen_q) or (batch,), here (2, 3)"),
+    "k_end dtype": ({"k_end": INTS.long()}, "k_end: got dtype torch.int64, expected torch.int32"),
+    "k_end of sequences": ({"k_end": torch.zeros(3, dtype=torch.int32)}, "k_end: got shape (3)", "here (2)"),
+    "k_start": ({"k_start": torch.zeros(2, dtype=torch.int32)}, "k_start: got shape (2)", "(batch, seqlen_q), here (2, 3)"),
+    "k rank": ({"k": torch.zeros(9, 16, 132)}, "k: got a tensor of rank 3", "(pages, page_size, 1, 132)"),
+    "device": ({"k": ROWS["k"].to("meta")}, "k: got device meta"),
+}
+WRONG_ROWS = {
+    "k dtype": ({"k": torch.zeros(70, 128)}, "k: got dtype torch.float32, expected torch.float8_e4m3fn, or torch.uint8"),
+    "k columns": ({"k": ROWS["k"][:, :64]}, "k: got shape (70, 64)", "(total_k, 128)"),
+    "no scales": ({"k_scales": None}, "k_scales: got None, expected float32 (total_k,)"),
+    "scales": ({"k_scales": torch.ones(71)}, "k_scales: got shape (71)", "(70,)"),
+    "scales dtype": ({"k_scales": torch.ones(70).half()}, "k_scales: got dtype torch.float16"),
+    "table": ({"block_table": TABLE}, "block_table: got a value, expected None"),
+    "columns": ({"max_seqlen_k": 9}, "max_seqlen_k: got a value, expected None"),
+}
+WRONG_PAGES = {
+    "cache dtype": ({"k": PAGES["k"].int()}, "k: got dtype torch.int32, expected torch.float8_e4m3fn, or torch.uint8"),
+    "bytes": ({"k": torch.zeros(9, 16, 1, 128, dtype=torch.uint8)}, "k: got shape (9, 16, 1, 128)", "132"),
+    "tokens apart": ({"k": torch.zeros(9, 16, 1, 144, dtype=torch.uint8)[..., :132]}, "k: got stride 144 between tokens", "132"),
+    "page size": ({"k": torch.zeros(9, 48, 1, 132, dtype=torch.uint8)}, "k: got page_size 48, expected a power of two, at least 4"),
+    "small pages": ({"k": torch.zeros(9, 2, 1, 132, dtype=torch.uint8)}, "k: got page_size 2"),
+    "pages apart": (
+        {"k": torch.zeros(9, 16 * 132 + 8, dtype=torch.uint8)[:, : 16 * 132].unflatten(1, (16, 1, 132))}, "stride 2120 between pages", "16"
+    ),
+    "scales": ({"k_scales": torch.ones(144)}, "k_scales: got a tensor, expected None"),
+    "no table": ({"block_table": None}, "block_table: got None, expected int32 (batch, max_pages)"),
+    "table dtype": ({"block_table": TABLE.long()}, "block_table: got dtype torch.int64"),
+    "table shape": ({"block_table": TABLE[:1]}, "block_table: got shape (1, 5)", "here (2, 5)"),
+    "no columns": ({"max_seqlen_k": None}, "max_seqlen_k: got None"),
+    "negative columns": ({"max_seqlen_k": -1}, "max_seqlen_k: got -1, expected 0 to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("good,name", [
+    *((good, name) for good in ("rows", "pages") for name in WRONG), *(("rows", name) for name in WRONG_ROWS),
+    *(("pages", name) for name in WRONG_PAGES),
+])  # fmt: skip
+def test_wrong_arguments(good, name):
+    arguments = {"rows": ROWS, "pages": PAGES}[good]
+    wrong, *words = {**WRONG, **{"rows": WRONG_ROWS, "pages": WRONG_PAGES}[good]}[name]
+    indexer_logits(**arguments)
+    refused(lambda: indexer_logits(**{**arguments, **wrong}), ValueError, "volta_fa::indexer_logits", *words)
+
+
+def test_wrong_arguments_of_deep_gemm():
+    rows = {
+        "q": torch.zeros(3, 4, 128), "kv": (ROWS["k"], ROWS["k_scales"]), "weights": torch.zeros(3, 4), "cu_seq_len_k_start": INTS[0],
+        "cu_seq_len_k_end": INTS[0],
+    }  # fmt: skip
+    indexer.fp8_mqa_logits(**rows)
+    pages = {
+        "q": torch.zeros(2, 3, 4, 128), "kv_cache": PAGES["k"], "weights": torch.zeros(6, 4), "context_lens": INTS[:, 0],
+        "block_table": TABLE, "schedule_metadata": None, "max_model_len": 60,
+    }  # fmt: skip
+    indexer.fp8_paged_mqa_logits(**pages)
+    for function, good, wrong, error, message in (
+        (indexer.fp8_mqa_logits, rows, {"q": torch.zeros(1, 3, 4, 128)}, ValueError, r"q: got shape \(1, 3, 4, 128\)"),
+        (indexer.fp8_mqa_logits, rows, {"weights": torch.zeros(1, 3, 4)}, ValueError, r"weights: got shape \(1, 3, 4\)"),
+        (indexer.fp8_mqa_logits, rows, {"cu_seq_len_k_end": INTS}, ValueError, r"cu_seq_len_k_end: got shape \(2, 3\)"),
+        (indexer.fp8_mqa_logits, rows, {"max_seqlen_k": 7}, NotImplementedError, "max_seqlen_k: got 7, expected 0"),
+        (indexer.fp8_paged_mqa_logits, pages, {"q": torch.zeros(6, 4, 128)}, ValueError, r"q: got shape \(6, 4, 128\)"),
+        (indexer.fp8_paged_mqa_logits, pages, {"weights": torch.zeros(2, 3, 4)}, ValueError, "weights: got shape"),
+        (indexer.fp8_paged_mqa_logits, pages, {"block_table": None}, ValueError, "block_table: got None"),
+        (indexer.fp8_paged_mqa_logits, pages, {"indices": INTS}, NotImplementedError, "indices: got a tensor"),
+    ):
+        with pytest.raises(error, match=message):
+            function(**{**good, **wrong})
