@@ -5,8 +5,6 @@
 mod embed;
 #[path = "tools/build/nvrtc.rs"]
 mod nvrtc;
-#[path = "tools/build/options.rs"]
-mod options_header;
 #[path = "tools/build/progress.rs"]
 mod progress;
 #[path = "tools/build/python.rs"]
@@ -22,20 +20,24 @@ mod tables;
 #[path = "src/params.rs"]
 mod params;
 
-// Option lists of the ops, from the library's source.
-#[allow(dead_code)]
-#[path = "src/options.rs"]
-mod options;
-
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use tables::variants::ParamBlock;
 
 fn run() -> Result<()> {
     let out = PathBuf::from(std::env::var("OUT_DIR").context("OUT_DIR is not set: run this through cargo")?);
-    for path in
-        ["build.rs", "tools/build", "csrc", "src/params.rs", "src/ffi.rs", "src/info.rs", "src/shim.rs", "src/options.rs", "src/kernels"]
-    {
+    for path in [
+        "build.rs",
+        "tools/build",
+        "csrc",
+        "src/params.rs",
+        "src/ffi.rs",
+        "src/info.rs",
+        "src/shim.rs",
+        "src/operators.rs",
+        "src/value.rs",
+        "src/kernels",
+    ] {
         println!("cargo:rerun-if-changed={path}");
     }
     let target = target_folder(&out)?;
@@ -48,8 +50,7 @@ fn run() -> Result<()> {
 
     let headers = target.join("volta-fa-headers");
     std::fs::create_dir_all(&headers)?;
-    c_header(&["src/ffi.rs", "src/info.rs", "src/shim.rs"], &headers.join("volta_fa_abi.h"))?;
-    options_header::write_header(&headers.join("volta_fa_options.h"))?;
+    c_header(&["src/ffi.rs", "src/info.rs", "src/operators.rs", "src/shim.rs", "src/value.rs"], &headers.join("volta_fa_abi.h"))?;
 
     // Name of the library in the package and for the shims. There is one shim per torch release, so the library does not link one: the shim
     // that the package opens defines the functions that are undefined here.

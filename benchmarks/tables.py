@@ -13,6 +13,7 @@ Each has --help. Nothing but the last is measured.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -256,7 +257,7 @@ def fast_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
 FLOAT32_TEXT = """float32 tensors on a simulated V100 and T4: TFLOP/s of the call, with its casts, and of the attention kernel alone.
 
 "highest" and "high" are PyTorch's settings (torch.set_float32_matmul_precision). 2048 queries and keys; a V100 has 32 heads, a T4 one for
-each SM. At most, the FMA pipe of a V100 has 15.7 TFLOP/s and that of a T4 8.1.
+each SM. Headdim 512 is a VAE: one head and 4096 tokens. At most, the FMA pipe of a V100 has 15.7 TFLOP/s and that of a T4 8.1.
 """
 
 
@@ -299,11 +300,12 @@ class Float32Case(PassCase):
 def float32_rows(options: argparse.Namespace) -> list[Row]:
     found = []
     for gpu in options.gpu:
-        for headdim in (64, 128):
-            for precision, direction in (("highest", FORWARD), ("high", FORWARD), ("high", BACKWARD)):
-                heads = 32 if gpu == "v100" else GPUS[gpu].sms
-                case = Float32Case(precision, direction, Shape(1, heads, 2048, 2048, headdim))
-                found.append(Row(f"{precision}, {direction}, headdim {headdim}", case, gpu))
+        heads = 32 if gpu == "v100" else GPUS[gpu].sms
+        shapes = [Shape(1, heads, 2048, 2048, headdim) for headdim in (64, 128)]
+        for shape in (*shapes, Shape(1, 1, 4096, 4096, 512)):
+            for precision, direction in itertools.product(("highest", "high"), (FORWARD, BACKWARD)):
+                case = Float32Case(precision, direction, shape)
+                found.append(Row(f"{precision}, {direction}, headdim {shape.headdim}", case, gpu))
     return found
 
 

@@ -7,7 +7,7 @@ use crate::launch::tuning::{self, DeviceTuning, Outcome};
 use crate::launch::{only_family, Launcher};
 use crate::limits;
 use crate::ops::all_are_batch_invariant;
-use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
+use crate::plan::{self, BackwardMode, BackwardPlan, DeviceLimits, PlannedKernel};
 use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
 use serde_json::{json, Value};
 use std::ffi::c_char;
@@ -309,7 +309,19 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
     let described = |kernel: PlannedKernel| on_grid(kernel, a.batch);
     let mode = BackwardMode { deterministic: args.deterministic, ..mode };
     let backward = plan::backward(&a, mode, &limits)?;
-    let of_backward = |kernel: PlannedKernel| on_grid(kernel, backward.launch_entries(a.batch));
+    let kernels_of = |plan: &BackwardPlan| {
+        let of_backward = |kernel: PlannedKernel| on_grid(kernel, plan.launch_entries(a.batch));
+        json!({
+            "prepare": plan.prepare.map(of_backward),
+            "main": of_backward(plan.main),
+            "finish": plan.finish.map(of_backward),
+            "deterministic": plan.deterministic,
+            "rounds": plan.all_main_launches(a.batch),
+            "tail": plan.tail.map(|tail| of_backward(tail.kernel)),
+            "dq_accum_splits": plan.dq_accum_splits,
+        })
+    };
+    let split = BackwardMode { split: true, fp32_gradients: true, ..mode };
     Ok(json!({
         "mode": {
             "is_causal": args.is_causal,
@@ -320,15 +332,8 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
         "forward": described(plan::forward(&forward, &limits)?),
         // of fp32 tensors; null where they have no kernel
         "forward_split": plan::forward_split(&a, &limits).ok().map(described),
-        "backward": {
-            "prepare": backward.prepare.map(of_backward),
-            "main": of_backward(backward.main),
-            "finish": backward.finish.map(of_backward),
-            "deterministic": backward.deterministic,
-            "rounds": backward.all_main_launches(a.batch),
-            "tail": backward.tail.map(|tail| of_backward(tail.kernel)),
-            "dq_accum_splits": backward.dq_accum_splits,
-        },
+        "backward": kernels_of(&backward),
+        "backward_split": plan::backward(&a, split, &limits).ok().map(|plan| kernels_of(&plan)),
         "cache": cached(&forward, mode, &limits, on_grid),
     }))
 }

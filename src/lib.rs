@@ -3,8 +3,9 @@
 //! A call passes these modules, in this order. tests/modules.rs keeps them free of circles.
 //!
 //! ```text
-//! torch_ops/ (C++)      schemas, dispatch keys, autograd
+//! torch_ops/ (C++)      dispatch keys, autograd
 //! ffi                   C ABI: panics and errors become a status
+//! operators             the table of operators: schemas, arguments
 //! ops                   validates, plans, allocates, launches
 //!   problem             validation                               no tensors, no device
 //!   plan                kernels, grids                           no tensors, no device
@@ -16,8 +17,8 @@
 //!   launch::simulator   volta-sim (feature `sim`)
 //! ```
 //!
-//! Below them: `options` (the operators' options), `limits`, `kernels` (variants and their machine code), `params` (parameter blocks, shared
-//! with CUDA C++), `log` (prints plans), `shim` (C++ functions that Rust calls).
+//! Below them: `options` (the operators' options), `value` (an argument in the C ABI), `limits`, `kernels` (variants and their machine
+//! code), `params` (parameter blocks, shared with CUDA C++), `log` (prints plans), `shim` (C++ functions that Rust calls).
 
 #![warn(missing_docs)]
 
@@ -28,6 +29,7 @@ pub mod kernels;
 pub mod launch;
 pub mod limits;
 pub mod log;
+pub mod operators;
 pub mod ops;
 pub mod options;
 pub mod params;
@@ -36,3 +38,4 @@ pub mod problem;
 mod shim;
 mod tensor;
 pub mod tuning;
+pub mod value;

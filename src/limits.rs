@@ -7,8 +7,6 @@ use std::ops::RangeInclusive;
 pub const MAX_HEADDIM: i64 = 512;
 /// Largest headdim for which a complete family has every kernel.
 pub const COMMON_HEADDIM: i64 = 256;
-/// Largest headdim of kernels that compute fp32 in full precision.
-pub const MAX_FP32_HEADDIM: i64 = 128;
 /// Largest headdim of the fast forward's kernels. The exact forward serves others.
 pub const MAX_FAST_HEADDIM: i64 = 256;
 /// Columns that kernels read together: 16 bytes of fp16. Other headdims are padded with zeros.
@@ -58,7 +56,6 @@ pub const PAGED_PARTS: u32 = 1 << 15;
 pub fn published() -> Value {
     json!({
         "max_headdim": MAX_HEADDIM,
-        "max_fp32_headdim": MAX_FP32_HEADDIM,
         "headdim_multiple": HEADDIM_MULTIPLE,
         "latent_headdims": LATENT_HEADDIMS,
         "page_size_multiple": PAGE_SIZE_MULTIPLE,

@@ -1,13 +1,9 @@
-//! The keyword options of the operators: one list each for `volta_fa::fwd` and `bwd`, `volta_fa::fwd_fast`, `volta_fa::prepare_fast`,
-//! `volta_fa::fwd_kvcache` and `volta_fa::fwd_mla`, and one struct with the values of all.
+//! The keyword options of the operators, one row each: name, kind, default, and the operators that have it.
 //!
-//! Each row of a list gives an option's name, kind and default. A list becomes the struct in which the shim passes the values
-//! ([`OptionArgs`]) and, in C++, the schema, the parameters and arguments of every registration, and what autograd saves
-//! (tools/build/options.rs writes `volta_fa_options.h`). The library works with [`Options`]. The package's docstring explains each option;
-//! `problem` validates them.
-//!
-//! build.rs compiles this file too, so it depends on `std` alone.
+//! The rows become the operators' schemas ([`crate::operators`]) and the struct that the library works with ([`Options`]). The package's
+//! docstring explains each option; `problem` validates them.
 
+use crate::value::Value;
 use std::ffi::c_void;
 
 /// A size or number that is not known yet: symbolic, as in `torch.compile`'s dynamic shapes. Checks leave it out.
@@ -16,10 +12,8 @@ pub const UNKNOWN: i64 = i64::MIN;
 /// Type of an option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// an optional tensor without a gradient
+    /// an optional tensor
     Tensor,
-    /// an optional tensor that may need a gradient
-    Differentiable,
     /// an optional tensor that overloads which change their arguments in place may write
     Written,
     /// an int or None, perhaps symbolic
@@ -34,7 +28,7 @@ pub enum Kind {
     Bool,
 }
 
-/// One option, as build.rs sees it.
+/// One option.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
     /// the keyword in Python, and the field's here
@@ -43,34 +37,38 @@ pub struct Row {
     pub kind: Kind,
     /// as a Rust expression
     pub default: &'static str,
+    /// the operators that have it
+    pub operators: &'static [Op],
 }
 
-/// An optional number in the C ABI.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Maybe<T> {
-    /// false: None
-    pub given: bool,
-    /// meaningful where given
-    pub value: T,
+/// Operators with options. Both overloads of `fwd_kvcache` have the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // each has the operator's name
+pub enum Op {
+    Fwd,
+    Bwd,
+    FwdFast,
+    PrepareFast,
+    FwdKvcache,
+    FwdMla,
+    FwdSparseMla,
 }
 
-impl<T: Copy> Maybe<T> {
-    fn get(&self) -> Option<T> {
-        self.given.then_some(self.value)
+impl Op {
+    /// Returns the operator's options, in the order of its schema.
+    pub fn options(self) -> impl Iterator<Item = &'static Row> {
+        TABLE.iter().filter(move |row| row.operators.contains(&self))
     }
 }
 
-/// A [`Kind`] as a type: how a value of it travels in the C ABI and stands in [`Options`].
+/// A [`Kind`] as a type: how a value of it is read and stands in [`Options`].
 pub trait Typed {
     /// the kind that this type stands for
     const KIND: Kind;
-    /// in [`OptionArgs`]; a tensor is a handle, null where it is None
-    type C: Copy;
     /// in [`Options`], with `T` for a tensor
     type Value<T>;
-    /// Reads a value of the C ABI; `tensor` makes a tensor of a handle, None of a null one.
-    fn read<T>(c: Self::C, tensor: &impl Fn(*mut c_void) -> Option<T>) -> Self::Value<T>;
+    /// Reads a value of a call; `tensor` makes a tensor of a handle.
+    fn read<T>(value: &Value, tensor: &impl Fn(*mut c_void) -> T) -> Self::Value<T>;
     /// Returns the value with `f` of the tensor in its place; numbers stay as they are.
     fn try_map<T, U, E>(value: &Self::Value<T>, f: &impl Fn(&T) -> Result<U, E>) -> Result<Self::Value<U>, E>;
     /// Returns the tensor, if it is one and is there.
@@ -81,10 +79,9 @@ macro_rules! tensor_kind {
     ($kind:ident) => {
         impl Typed for kinds::$kind {
             const KIND: Kind = Kind::$kind;
-            type C = *mut c_void;
             type Value<T> = Option<T>;
-            fn read<T>(c: *mut c_void, tensor: &impl Fn(*mut c_void) -> Option<T>) -> Option<T> {
-                tensor(c)
+            fn read<T>(value: &Value, tensor: &impl Fn(*mut c_void) -> T) -> Option<T> {
+                value.tensor().map(tensor)
             }
             fn try_map<T, U, E>(value: &Option<T>, f: &impl Fn(&T) -> Result<U, E>) -> Result<Option<U>, E> {
                 value.as_ref().map(f).transpose()
@@ -97,13 +94,12 @@ macro_rules! tensor_kind {
 }
 
 macro_rules! scalar_kind {
-    ($kind:ident, $c:ty, $value:ty, $read:expr) => {
+    ($kind:ident, $value:ty, $read:expr) => {
         impl Typed for kinds::$kind {
             const KIND: Kind = Kind::$kind;
-            type C = $c;
             type Value<T> = $value;
-            fn read<T>(c: $c, _: &impl Fn(*mut c_void) -> Option<T>) -> $value {
-                $read(&c)
+            fn read<T>(value: &Value, _: &impl Fn(*mut c_void) -> T) -> $value {
+                $read(value)
             }
             fn try_map<T, U, E>(value: &$value, _: &impl Fn(&T) -> Result<U, E>) -> Result<$value, E> {
                 Ok(*value)
@@ -119,7 +115,6 @@ macro_rules! scalar_kind {
 #[allow(missing_docs)]
 pub mod kinds {
     pub struct Tensor;
-    pub struct Differentiable;
     pub struct Written;
     pub struct OptionalInt;
     pub struct Int;
@@ -128,44 +123,24 @@ pub mod kinds {
     pub struct Bool;
 }
 tensor_kind!(Tensor);
-tensor_kind!(Differentiable);
 tensor_kind!(Written);
-scalar_kind!(OptionalInt, Maybe<i64>, Option<i64>, Maybe::get);
-scalar_kind!(Int, i64, i64, i64::clone);
-scalar_kind!(OptionalFloat, Maybe<f64>, Option<f64>, Maybe::get);
-scalar_kind!(Float, f64, f64, f64::clone);
-scalar_kind!(Bool, bool, bool, bool::clone);
+scalar_kind!(OptionalInt, Option<i64>, Value::optional_int);
+scalar_kind!(Int, i64, Value::int);
+scalar_kind!(OptionalFloat, Option<f64>, Value::optional_float);
+scalar_kind!(Float, f64, Value::float);
+scalar_kind!(Bool, bool, Value::bool);
 
-/// Defines the options of an operator: its rows, and the struct of the C ABI.
-macro_rules! options {
-    ($(#[$doc:meta])* $rows:ident, $args:ident { $($name:ident: $kind:ident = $default:expr,)* }) => {
-        $(#[$doc])*
-        ///
-        /// The rows, in the order of the schema.
-        pub const $rows: &[Row] = &[$(Row { name: stringify!($name), kind: <kinds::$kind as Typed>::KIND, default: stringify!($default) }),*];
+/// Defines the options of all operators: the rows, and the struct that the library works with.
+macro_rules! table {
+    ($($name:ident: $kind:ident = $default:expr => $($op:ident)+,)*) => {
+        /// The options of all operators, in the order of the schemas.
+        pub const TABLE: &[Row] = &[$(Row {
+            name: stringify!($name),
+            kind: <kinds::$kind as Typed>::KIND,
+            default: stringify!($default),
+            operators: &[$(Op::$op),+],
+        }),*];
 
-        $(#[$doc])*
-        ///
-        /// Their values on the way from C++: tensors are `at::Tensor*`, null where they are not there.
-        #[repr(C)]
-        #[derive(Clone, Copy, Debug)]
-        #[allow(missing_docs)] // the package's docstring has them
-        pub struct $args {
-            $(pub $name: <kinds::$kind as Typed>::C,)*
-        }
-
-        impl $args {
-            /// Reads the values; `tensor` converts a handle.
-            pub fn read<T>(&self, tensor: impl Fn(*mut c_void) -> Option<T>) -> Options<T> {
-                Options { $($name: kinds::$kind::read(self.$name, &tensor),)* ..Options::default() }
-            }
-        }
-    };
-}
-
-/// The options of all operators: the struct that the library works with.
-macro_rules! all_options {
-    ($($name:ident: $kind:ident = $default:expr,)*) => {
         /// Option values of a call: with tensors, or with descriptions of them. Options that an operator does not have keep their
         /// defaults.
         #[derive(Clone, Debug)]
@@ -181,6 +156,18 @@ macro_rules! all_options {
         }
 
         impl<T> Options<T> {
+            /// Reads the values of the operator's options, which stand in the order of [`TABLE`]. `tensor` makes a tensor of a handle.
+            pub fn read(op: Op, values: &[Value], tensor: impl Fn(*mut c_void) -> T) -> Self {
+                let mut values = values.iter();
+                Options {
+                    $($name: match op {
+                        $(Op::$op)|+ => kinds::$kind::read(values.next().expect("a value for each option"), &tensor),
+                        #[allow(unreachable_patterns)] // an option of all operators
+                        _ => $default,
+                    },)*
+                }
+            }
+
             /// Returns the same options with `f` of each tensor.
             ///
             /// # Errors
@@ -197,168 +184,56 @@ macro_rules! all_options {
     };
 }
 
-all_options! {
-    cu_seqlens_q: Tensor = None,
-    cu_seqlens_k: Tensor = None,
-    max_seqlen_q: OptionalInt = None,
-    max_seqlen_k: OptionalInt = None,
-    seqused_k: Tensor = None,
-    cache_seqlens: Tensor = None,
-    cu_seqlens_k_new: Tensor = None,
-    block_table: Tensor = None,
-    cache_batch_idx: Tensor = None,
-    leftpad_k: Tensor = None,
-    k_scale: Tensor = None,
-    v_scale: Tensor = None,
-    k_zero_point: Tensor = None,
-    v_zero_point: Tensor = None,
-    k_descale: Tensor = None,
-    v_descale: Tensor = None,
-    latent_scale: Tensor = None,
-    latent_descale: Tensor = None,
-    rotary_cos: Tensor = None,
-    rotary_sin: Tensor = None,
-    rotary_interleaved: Bool = false,
-    attn_bias: Tensor = None,
-    attn_mask: Tensor = None,
-    alibi_slopes: Tensor = None,
-    sinks: Tensor = None,
-    block_lists: Tensor = None,
-    block_bits: Tensor = None,
-    block_lists_t: Tensor = None,
-    block_bits_t: Tensor = None,
-    tree_mask: Tensor = None,
-    kv_indices: Tensor = None,
-    kv_block: Int = 1,
-    dropout_p: Float = 0.0,
-    softmax_scale: OptionalFloat = None,
-    is_causal: Bool = false,
-    window_left: Int = -1,
-    window_right: Int = -1,
-    softcap: Float = 0.0,
-    num_splits: Int = 0,
-    deterministic: Bool = false,
-    batch_invariant: Bool = false,
-    smooth_k: Bool = true,
-    rotate: Bool = false,
-    prepared: Tensor = None,
-    check_lengths: Bool = false,
+table! {
+    cache_seqlens: Tensor = None => FwdKvcache FwdMla,
+    cu_seqlens_q: Tensor = None => Fwd Bwd FwdFast FwdKvcache FwdMla,
+    cu_seqlens_k: Tensor = None => Fwd Bwd FwdFast PrepareFast,
+    max_seqlen_q: OptionalInt = None => Fwd Bwd FwdFast FwdKvcache FwdMla,
+    max_seqlen_k: OptionalInt = None => Fwd Bwd FwdFast PrepareFast,
+    seqused_k: Tensor = None => Fwd Bwd,
+    cu_seqlens_k_new: Tensor = None => FwdKvcache,
+    block_table: Tensor = None => FwdKvcache FwdMla,
+    cache_batch_idx: Tensor = None => FwdKvcache FwdMla,
+    leftpad_k: Tensor = None => FwdKvcache,
+    k_scale: Written = None => FwdKvcache,
+    v_scale: Written = None => FwdKvcache,
+    k_zero_point: Written = None => FwdKvcache,
+    v_zero_point: Written = None => FwdKvcache,
+    k_descale: Tensor = None => FwdKvcache,
+    v_descale: Tensor = None => FwdKvcache,
+    latent_scale: Tensor = None => FwdMla,
+    latent_descale: Tensor = None => FwdMla,
+    rotary_cos: Tensor = None => FwdKvcache,
+    rotary_sin: Tensor = None => FwdKvcache,
+    rotary_interleaved: Bool = false => FwdKvcache,
+    attn_bias: Tensor = None => Fwd Bwd,
+    attn_mask: Tensor = None => FwdFast,
+    alibi_slopes: Tensor = None => Fwd Bwd FwdKvcache,
+    sinks: Tensor = None => Fwd Bwd FwdKvcache FwdSparseMla,
+    block_lists: Tensor = None => Fwd Bwd,
+    block_bits: Tensor = None => Fwd Bwd,
+    block_lists_t: Tensor = None => Fwd Bwd,
+    block_bits_t: Tensor = None => Fwd Bwd,
+    tree_mask: Tensor = None => FwdKvcache,
+    kv_indices: Tensor = None => FwdKvcache FwdMla,
+    kv_block: Int = 1 => FwdKvcache FwdMla,
+    dropout_p: Float = 0.0 => Fwd Bwd,
+    softmax_scale: OptionalFloat = None => Fwd Bwd FwdFast FwdKvcache FwdMla FwdSparseMla,
+    is_causal: Bool = false => Fwd Bwd FwdFast FwdKvcache FwdMla,
+    window_left: Int = -1 => Fwd Bwd FwdFast FwdKvcache,
+    window_right: Int = -1 => Fwd Bwd FwdFast FwdKvcache,
+    softcap: Float = 0.0 => Fwd Bwd FwdKvcache,
+    num_splits: Int = 0 => FwdKvcache FwdMla,
+    deterministic: Bool = false => Fwd Bwd,
+    batch_invariant: Bool = false => Fwd Bwd FwdKvcache FwdMla,
+    smooth_k: Bool = true => FwdFast PrepareFast,
+    rotate: Bool = false => FwdFast PrepareFast,
+    prepared: Tensor = None => FwdFast,
+    check_lengths: Bool = false => Fwd Bwd FwdFast PrepareFast FwdKvcache FwdMla,
 }
 
-options! {
-    /// The options of `volta_fa::fwd` and `volta_fa::bwd`.
-    OPTIONS, OptionArgs {
-        cu_seqlens_q: Tensor = None,
-        cu_seqlens_k: Tensor = None,
-        max_seqlen_q: OptionalInt = None,
-        max_seqlen_k: OptionalInt = None,
-        seqused_k: Tensor = None,
-        attn_bias: Differentiable = None,
-        alibi_slopes: Tensor = None,
-        sinks: Differentiable = None,
-        block_lists: Tensor = None,
-        block_bits: Tensor = None,
-        block_lists_t: Tensor = None,
-        block_bits_t: Tensor = None,
-        dropout_p: Float = 0.0,
-        softmax_scale: OptionalFloat = None,
-        is_causal: Bool = false,
-        window_left: Int = -1,
-        window_right: Int = -1,
-        softcap: Float = 0.0,
-        deterministic: Bool = false,
-        batch_invariant: Bool = false,
-        check_lengths: Bool = false,
-    }
-}
-
-options! {
-    /// The options of `volta_fa::fwd_fast`.
-    FAST_OPTIONS, FastOptionArgs {
-        cu_seqlens_q: Tensor = None,
-        cu_seqlens_k: Tensor = None,
-        max_seqlen_q: OptionalInt = None,
-        max_seqlen_k: OptionalInt = None,
-        attn_mask: Tensor = None,
-        softmax_scale: OptionalFloat = None,
-        is_causal: Bool = false,
-        window_left: Int = -1,
-        window_right: Int = -1,
-        smooth_k: Bool = true,
-        rotate: Bool = false,
-        prepared: Tensor = None,
-        check_lengths: Bool = false,
-    }
-}
-
-options! {
-    /// The options of `volta_fa::prepare_fast`.
-    PREPARE_OPTIONS, PrepareOptionArgs {
-        cu_seqlens_k: Tensor = None,
-        max_seqlen_k: OptionalInt = None,
-        smooth_k: Bool = true,
-        rotate: Bool = false,
-        check_lengths: Bool = false,
-    }
-}
-
-options! {
-    /// The options of `volta_fa::fwd_kvcache`.
-    KVCACHE_OPTIONS, KvCacheOptionArgs {
-        cache_seqlens: Tensor = None,
-        cu_seqlens_q: Tensor = None,
-        max_seqlen_q: OptionalInt = None,
-        cu_seqlens_k_new: Tensor = None,
-        block_table: Tensor = None,
-        cache_batch_idx: Tensor = None,
-        leftpad_k: Tensor = None,
-        k_scale: Written = None,
-        v_scale: Written = None,
-        k_zero_point: Written = None,
-        v_zero_point: Written = None,
-        k_descale: Tensor = None,
-        v_descale: Tensor = None,
-        rotary_cos: Tensor = None,
-        rotary_sin: Tensor = None,
-        rotary_interleaved: Bool = false,
-        alibi_slopes: Tensor = None,
-        sinks: Tensor = None,
-        tree_mask: Tensor = None,
-        kv_indices: Tensor = None,
-        kv_block: Int = 1,
-        softmax_scale: OptionalFloat = None,
-        is_causal: Bool = false,
-        window_left: Int = -1,
-        window_right: Int = -1,
-        softcap: Float = 0.0,
-        num_splits: Int = 0,
-        batch_invariant: Bool = false,
-        check_lengths: Bool = false,
-    }
-}
-
-options! {
-    /// The options of `volta_fa::fwd_mla`.
-    MLA_OPTIONS, MlaOptionArgs {
-        cache_seqlens: Tensor = None,
-        cu_seqlens_q: Tensor = None,
-        max_seqlen_q: OptionalInt = None,
-        block_table: Tensor = None,
-        cache_batch_idx: Tensor = None,
-        latent_scale: Tensor = None,
-        latent_descale: Tensor = None,
-        kv_indices: Tensor = None,
-        kv_block: Int = 1,
-        softmax_scale: OptionalFloat = None,
-        is_causal: Bool = false,
-        num_splits: Int = 0,
-        batch_invariant: Bool = false,
-        check_lengths: Bool = false,
-    }
-}
-
-/// Returns the name that [`MLA_OPTIONS`] give a scale of [`KVCACHE_OPTIONS`]; None: latents have no such scale. The scale of latents
-/// serves keys and values.
+/// Returns the name that `fwd_mla` gives a scale of `fwd_kvcache`; None: latents have no such scale. The scale of latents serves keys
+/// and values.
 pub fn scale_of_latents(name: &str) -> Option<&'static str> {
     match name {
         "k_scale" => Some("latent_scale"),
@@ -390,11 +265,5 @@ impl<T> Options<T> {
             batch_invariant,
             ..Options::default()
         }
-    }
-
-    /// Makes the scales of a cache of latents those of a cache of keys.
-    pub fn with_latents_as_keys(mut self) -> Self {
-        (self.k_scale, self.k_descale) = (self.latent_scale.take(), self.latent_descale.take());
-        self
     }
 }

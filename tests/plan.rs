@@ -30,8 +30,9 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
     }
 }
 
-const DEFAULT: BackwardMode = BackwardMode { deterministic: false, fp32_gradients: false, has_dlse: false };
+const DEFAULT: BackwardMode = BackwardMode { deterministic: false, fp32_gradients: false, has_dlse: false, split: false };
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
+const SPLIT: BackwardMode = BackwardMode { fp32_gradients: true, split: true, ..DEFAULT };
 
 /// Returns the problem on packed tensors with these rows of queries and keys, if any.
 fn stored(packed: Option<[i64; 2]>, a: Attention) -> Attention {
@@ -158,7 +159,7 @@ fn every_variant_is_chosen_for_some_problem() {
                     let invariant = Attention { features: RequestedFeatures { batch_invariant: true, ..features }, ..a };
                     let forward = [plan::forward(&a, &device), plan::forward_split(&a, &device), plan::forward(&invariant, &device)];
                     let forward = forward.into_iter().flatten();
-                    let backward = [DEFAULT, DETERMINISTIC].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
+                    let backward = [DEFAULT, DETERMINISTIC, SPLIT].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
                     let fast = plan::fast(&a, false, &device).unwrap().into_iter().flat_map(|f| [f.prepare, f.forward]);
                     let used: Vec<_> =
                         forward.chain(fast).chain(backward.flat_map(|b| b.kernels().collect::<Vec<_>>())).map(|k| k.variant.name).collect();

@@ -10,10 +10,10 @@ use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Qu
 use volta_fa::tuning::Tuning;
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/plans.txt");
-const PROBLEMS: u64 = 2100;
+const PROBLEMS: u64 = 2400;
 /// Plans of a group that the golden file shows.
 const SHOWN: usize = 1;
-const CALLS: [&str; 7] = ["forward", "forward fp32", "fast", "prefill", "decode", "backward", "deterministic backward"];
+const CALLS: [&str; 8] = ["forward", "forward fp32", "fast", "prefill", "decode", "backward", "backward fp32", "deterministic backward"];
 const TUNINGS: [&str; 3] = ["no tuning", "failed kernels", "tuned kernels"];
 
 /// SplitMix64.
@@ -195,7 +195,8 @@ fn of_backward(plan: BackwardPlan) -> Planned {
 
 fn planned(call: &str, a: &Attention, (has_dlse, fp32_gradients, flag): (bool, bool, bool), d: &DeviceLimits) -> Planned {
     let one = |k: PlannedKernel| (String::new(), vec![k]);
-    let mode = BackwardMode { deterministic: call != "backward", fp32_gradients, has_dlse };
+    let split = call == "backward fp32";
+    let mode = BackwardMode { deterministic: call == "deterministic backward", fp32_gradients: fp32_gradients || split, has_dlse, split };
     let found = match call {
         "forward" => plan::forward(a, d).map(one),
         "forward fp32" => plan::forward_split(a, d).map(one),

@@ -46,6 +46,14 @@ def test_models_and_a_pipeline():
         assert int(ran) > 0 and fell_back == "0", rows
 
 
+def test_a_vae_in_float32():
+    """In full precision, as SDXL's VAE computes: outputs and gradients."""
+    need("sim")
+    rows = rows_of("--dtype", "float32", "--no-processes", "--only", "vae-512/enable_sdpa", VOLTA_FA_SIMULATE="1")
+    ran, fell_back = rows["vae-512", "enable_sdpa"][-2:]
+    assert int(ran) > 0 and fell_back == "0", rows
+
+
 @pytest.mark.slow
 def test_memory_of_a_head_of_512():
     """A VAE's attention at 4096 pixels: no tensor of 4096 x 4096, and PyTorch's error."""

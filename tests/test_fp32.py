@@ -30,6 +30,15 @@ CASES = [
     Case(33, 65, 64, bias="k:bool", softmax_scale=-0.1),
     Case(0, 0, 64, batch=2, nheads=2, nheads_k=1, lengths=((40, 61), (17, 0), (1, 33)), is_causal=True, spare=5),
     Case(20, 50, 72, batch=3, used=(50, 17, 0), alibi="bh"),
+    Case(50, 60, 40, bias="bhqk:own", dropout_p=0.3),
+    Case(37, 83, 128, dropout_p=0.5, nheads=4, nheads_k=2, is_causal=True),
+    Case(70, 90, 256),
+    Case(33, 45, 512, batch=2, nheads=1),
+    Case(40, 130, 160, nheads=4, nheads_k=2, is_causal=True),
+    Case(35, 60, 512, softcap=15.0, alibi="h", sinks="own"),
+    Case(35, 60, 300, headdim_v=64, bias="bhqk:own", window_left=20),
+    Case(70, 50, 192, headdim_v=128, dropout_p=0.4, alibi="bh"),
+    Case(0, 0, 256, batch=2, nheads=2, nheads_k=1, lengths=((40, 61), (17, 0), (1, 33)), is_causal=True, spare=5),
 ]
 
 
@@ -55,9 +64,9 @@ def check(backend, case: Case, change=lambda *inputs: inputs, rounded=lambda t: 
     """Compares with fp64, relative to the error of eager fp32 attention of rounded inputs. `change`: of q, k and v. Returns out."""
     (q, k, v, _), options = case.problem(backend)
     q, k, v = change(q, k, v)
-    out, lse = backend.forward(q, k, v, **options)
+    out, lse, state = backend.forward_and_state(q, k, v, **options)
     assert out.dtype == torch.float32 and out.shape == (*q.shape[:-1], v.shape[-1])
-    for group in reference.groups(q, k, **options):
+    for group in reference.groups(q, k, reference.kept_by(state, q.shape[-2], **options), **options):
         if not group.q_rows.numel():
             continue
         qs, ks, vs = group.queries(q), group.keys(k), group.keys(v)
@@ -75,7 +84,7 @@ def check(backend, case: Case, change=lambda *inputs: inputs, rounded=lambda t: 
 
 
 @on_cases((FP32_KERNELS, CASES))
-def test_full_precision(backend, case):
+def test_full_precision(backend, case, gpu):
     check(backend, case)
 
 
@@ -95,6 +104,68 @@ GRADIENT_CASES = [
     Case(40, 50, 512),
     Case(24, 30, 64, window_left=9),
 ]
+
+
+FULL_GRADIENT_CASES = [
+    *GRADIENT_CASES,
+    Case(1, 33, 64),
+    Case(200, 300, 64, batch=2, nheads=1),
+    Case(150, 140, 96, headdim_v=64, window_left=20, window_right=3),
+    Case(37, 200, 40, nheads=4, nheads_k=2, is_causal=True, softmax_scale=-0.1),
+    Case(50, 60, 128, bias="hqk:fp32", alibi="bh", softcap=5.0),
+    Case(20, 50, 72, batch=3, used=(50, 17, 0), bias="bk:bool"),
+    Case(130, 260, 160, headdim_v=256, dropout_p=0.2, is_causal=True),
+]
+
+
+def noise_of_delta(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse=None, **options) -> tuple[Tensor, ...]:
+    """What fp32 makes of dP - delta, and so of dq and dk, where delta is the sum of dout * out. PyTorch's fused kernels compute it so.
+    Eager attention sums probabilities instead, and is exact where one key has all of a row."""
+    heads = lambda t: reference.tolerance.heads_first(t, q.shape[2])  # noqa: E731
+    ref, dropout_p = reference.forward(q, k, v, **options), options.get("dropout_p", 0.0)
+    given = heads(dout), heads(v), heads(reference.eager(q, k, v, **options))
+    exact = heads(dout.double()), heads(v.double()), heads(ref.out)
+    noise, right = (do @ vs.mT / reference.kept_share(dropout_p) - (do * out).sum(-1, keepdim=True) for do, vs, out in (given, exact))
+    scale = options.get("softmax_scale")
+    ds = ref.probabilities * (noise - right) * (q.shape[3] ** -0.5 if scale is None else scale)
+    of_keys = (ds.mT @ heads(q.double())).unflatten(1, (k.shape[2], -1)).sum(2)
+    return (ds @ heads(k.double())).transpose(1, 2), of_keys.transpose(1, 2)
+
+
+def check_gradients(backend, case: Case, change=lambda *inputs: inputs, deterministic=False, dlse_too=False) -> tuple[Tensor, ...]:
+    """Compares with fp64, relative to the error of eager fp32 attention. `change`: of q, k, v and dout. Returns the gradients."""
+    (q, k, v, dout), options = case.problem(backend)
+    q, k, v, dout = change(q, k, v, dout)
+    out, lse, state = backend.forward_and_state(q, k, v, **options)
+    given = options | ({"rng_state": state} if case.dropout_p else {})
+    names = reference.gradient_names(**options)
+    dlse = torch.randn(lse.shape, generator=backend.generator, device=lse.device) if dlse_too else None
+    runs = backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **given, **({"dlse": dlse} if dlse_too else {}))
+    for found in runs:
+        groups = reference.groups(q, k, reference.kept_by(state, q.shape[-2], **options), **options)
+        for group in groups:
+            qs, ks, vs, do = group.queries(q), group.keys(k), group.keys(v), group.queries(dout)
+            own = group.options | ({"dlse": group.lse(dlse)} if dlse_too else {})
+            expected = reference.backward(do, qs, ks, vs, **own)
+            eager = reference.eager_gradients(do, qs, ks, vs, **own)
+            parts = [group.queries(found[0]), group.keys(found[1]), group.keys(found[2])]
+            # the others sum over groups
+            parts += found[3:] if len(groups) == 1 else []
+            noise = noise_of_delta(do, qs, ks, vs, **own)
+            eager = [t + noise[i] if i < len(noise) else t for i, t in enumerate(eager)]
+            for name, part, exact, of_eager in zip(names, parts, expected, eager):
+                assert part.dtype == torch.float32 and part.isfinite().all(), name
+                # all terms of a gradient may cancel, and eager's sums do not round where there are few
+                floor = 2.0**-22 * float(exact.abs().max()) if exact.numel() else 0.0
+                for error, allowed in zip(errors(part, exact), errors(of_eager, exact)):
+                    assert error <= FACTOR * max(allowed, floor / FACTOR), (name, error, allowed, floor)
+    return dict(zip(names, runs[0]))
+
+
+@on_cases((FP32_KERNELS, FULL_GRADIENT_CASES))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_in_full_precision(backend, case, deterministic, gpu):
+    check_gradients(backend, case, deterministic=deterministic)
 
 
 @on_cases((FP32_KERNELS, GRADIENT_CASES))
@@ -155,21 +226,85 @@ def test_more_digits_than_fp16(backend, precision):
     assert full < 1e-5 < 1e-4 < reduced
 
 
-@NEEDS_GPU
-@pytest.mark.parametrize("options,match", [({"dropout_p": 0.5}, "dropout_p 0.5"), ({}, "headdim 256")])
-def test_what_has_no_kernel_is_refused(options, match):
-    q = torch.randn(1, 8, 1, 64 if options else 256, device="cuda")
-    with pytest.raises(ValueError, match=match):
-        torch.ops.volta_fa.fwd(q, q, q, **options)
+@on(*FP32_KERNELS)
+@pytest.mark.parametrize(
+    "of_q,of_k,of_v,of_dout",
+    [
+        (1e5, 1e-5, 1.0, 1.0),
+        (1e-12, 1e12, 1e20, 1e-20),
+        (1e30, 1e-30, 1e-30, 1e20),
+        (1e-30, 1.0, 1e30, 1e-20),
+        (1e8, 1e-8, 1e-20, 1e10),
+    ],
+)
+def test_magnitudes_of_gradients(backend, of_q, of_k, of_v, of_dout):
+    change = lambda q, k, v, dout: (q * of_q, k * of_k, v * of_v, dout * of_dout)  # noqa: E731
+    check_gradients(backend, Case(50, 130, 64, nheads=2), change)
+
+
+@on(*FP32_KERNELS)
+def test_gradients_of_many_keys(backend):
+    """All P are small, so that fp16 numbers of dS alone would lose their low parts."""
+    check_gradients(backend, Case(40, 3000, 64, batch=1, nheads=1), lambda q, k, v, dout: (q * 0.1, k, v, dout))
+
+
+@on(*FP32_KERNELS)
+@pytest.mark.parametrize("case", [Case(40, 50, 64), Case(33, 140, 40, softcap=10.0)], ids=str)
+def test_gradient_of_softmax_lse(backend, case):
+    check_gradients(backend, case, dlse_too=True)
+
+
+SPLIT = [v for v in volta_fa.info()["variants"] if "Split" in v["pass"]]
+
+
+@pytest.mark.parametrize("variant", SPLIT, ids=lambda v: v["name"])
+@on("sim-fp32")
+def test_each_kernel_has_a_problem(backend, variant):
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", {"volta": "v100", "turing": "t4"}[variant["family"]])
+    features = set(variant["features"])
+    options = {"dropout_p": 0.2} if "dropout" in features else {"softcap": 5.0} if "softcap" in features else {}
+    case = Case(40, 50, variant["headdim"], used=(30, 50), **options)
+    (q, k, v, dout), options = case.problem(backend)
+    if variant["pass"] == "ForwardSplit":
+        launches = backend.launches(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), "launches")
+    else:
+        if case.dropout_p:
+            options["rng_state"] = torch.zeros(2, dtype=torch.int64)
+        lse = torch.zeros(case.batch, case.nheads, case.seqlen_q)
+        launches = backend.launches(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, dout, lse, **options), "launches")
+    assert variant["name"] in [launch["kernel"] for launch in launches]
 
 
 @NEEDS_GPU
-def test_gradients_in_full_precision_are_refused_on_a_gpu():
-    q = torch.randn(1, 8, 1, 64, device="cuda", requires_grad=True)
-    with pytest.raises(NotImplementedError, match="set_float32_matmul_precision"):
-        torch.ops.volta_fa.fwd(q, q, q)
-    with pytest.raises(ValueError, match="set_float32_matmul_precision"):
-        torch.ops.volta_fa.bwd(q, q, q, q, q, q.new_empty(1, 1, 8))
+def test_what_has_no_kernel_is_refused():
+    q = torch.randn(1, 128, 1, 64, device="cuda")
+    mask = volta_fa.BlockMask.from_mask_mod(lambda b, h, q, kv: q >= kv, 1, 1, 128, 128, "cuda")
+    with pytest.raises(ValueError, match="q: got dtype torch.float32 on a GPU, with a block mask"):
+        torch.ops.volta_fa.fwd(q, q, q, **mask.options())
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("headdim", [64, 512])
+def test_a_graph_and_a_compiled_function_have_the_same_bits(headdim):
+    q, k, v = (torch.randn(1, 200, 2, headdim, device="cuda", requires_grad=True) for _ in range(3))
+
+    def step(q, k, v):
+        out, *_ = torch.ops.volta_fa.fwd(q, k, v, is_causal=True)
+        return (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
+
+    expected = step(q, k, v)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(q, k, v)
+    graph.replay()
+    compiled = torch.compile(lambda q, k, v: torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0], backend="aot_eager", fullgraph=True)
+    out = compiled(q, k, v)
+    assert torch.equal(out, expected[0])
+    for results in (found, (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))):
+        assert all(torch.equal(a, b) for a, b in zip(results, expected))
 
 
 @pytest.mark.parametrize("mode", ["highest", "high", "medium"])

@@ -57,7 +57,7 @@ def test_parameters_fit_the_constant_bank(variant):
 
 #: Grids of equal shares, backward in one kernel and the fast forward are for what gains most by them: a plan does without where there
 #: is no kernel.
-SPARED = ("ForwardStreamK", "ForwardSplit", "BackwardStreamK", "PrefillStreamK", "BackwardFused", "FastPrepare", "FastForward")
+SPARED = ("ForwardStreamK", "BackwardStreamK", "PrefillStreamK", "BackwardFused", "FastPrepare", "FastForward")
 #: The indexer's queries have 128 columns.
 OF_ONE_HEADDIM = ("Indexer",)
 

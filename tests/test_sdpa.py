@@ -904,15 +904,16 @@ def test_fallback(backend, reason, f):
 def test_dtypes_and_determinism_on_cuda(backend):
     tensors = qkv(backend)
     with enabled(backend):
-        train(*(t.float() for t in tensors))
-        assert_ours(lambda: train(*(t.bfloat16() for t in tensors)))
+        train(*(t.double() for t in tensors))
+        for dtype in (torch.bfloat16, torch.float32):
+            assert_ours(lambda dtype=dtype: train(*(t.to(dtype) for t in tensors)))
         torch.use_deterministic_algorithms(True)
         try:
             first, second = train(*tensors), train(*tensors)
         finally:
             torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert volta_fa.sdpa_stats() == {"ran": 3, "traced": 0, "fell_back": {"dtype": 1}}
+    assert volta_fa.sdpa_stats() == {"ran": 4, "traced": 0, "fell_back": {"dtype": 1}}
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,33 @@ def test_none_for_a_required_tensor(name, device):
             refused(without, ValueError, f"volta_fa::{name}: {missing}: got None, expected a tensor")
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_append_of_nothing(device):
+    q, cache = torch.zeros(1, 8, 2, 16, device=device), torch.zeros(1, 8, 2, 16, device=device)
+    append = functools.partial(torch.ops.volta_fa.fwd_kvcache.append, q, cache, cache, None, None)
+    refused(append, ValueError, "volta_fa::fwd_kvcache: k: got None, expected a tensor")
+
+
+def test_bwd_has_the_options_of_fwd():
+    """Autograd passes them on by name."""
+    own = {"generator", "rng_state", "attn_bias_requires_grad", "dlse"}
+    schemas = (torch.ops.volta_fa.fwd.default._schema, torch.ops.volta_fa.bwd.default._schema)
+    fwd, bwd = (
+        [(a.name, str(a.type), a.default_value) for a in schema.arguments if a.kwarg_only and a.name not in own] for schema in schemas
+    )
+    assert fwd == bwd and ("softcap", "float", 0.0) in fwd
+
+
+def test_append_declares_its_writes():
+    """Functionalization and torch.compile order other reads by what the schema declares."""
+    reading, appending = (
+        [a.name for a in overload._schema.arguments if a.alias_info and a.alias_info.is_write]
+        for overload in (torch.ops.volta_fa.fwd_kvcache.default, torch.ops.volta_fa.fwd_kvcache.append)
+    )
+    assert reading == []
+    assert appending == ["k_cache", "v_cache", "k_scale", "v_scale", "k_zero_point", "v_zero_point"]
+
+
 @on("cpu-fp32")
 def test_saved_tensors_without_data(backend, good):
     q, k, v = (good[n].to("meta") for n in "qkv")

@@ -30,7 +30,7 @@ ASKED = [
 FEATURES_OF_PASS = {p["name"]: p["features"] for p in INFO["passes"]}
 # What merges states or serves a KV cache has no problem of attention: tests/test_merge.py, test_decode_kernels.py and
 # test_kvcache_append.py run these, test_stream_k.py those of grids of equal shares, test_batch_invariant.py those of such calls.
-#: Variants of dense tensors, but stream-K kernels, which test_stream_k.py has.
+#: Variants of dense tensors, but stream-K kernels, which test_stream_k.py has, and those of fp32, which test_fp32.py has.
 SIMULATED = [
     v
     for v in INFO["variants"]
@@ -38,6 +38,7 @@ SIMULATED = [
     and not v["batch_invariant"]
     and (v["pass"] == "Forward" or v["pass"].startswith("Backward"))
     and not v["pass"].endswith("StreamK")
+    and "Split" not in v["pass"]
 ]
 
 

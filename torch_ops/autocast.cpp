@@ -1,38 +1,55 @@
-// Autocast: casts q, k and v to the region's dtype, like PyTorch's own attention. Casts a bias and sinks only if they are
-// fp16 or bf16, because fp32 ones go with every q.
+// Autocast kernels. They cast like PyTorch's own attention.
 
-#include "ops.h"
-#include "registration.h"
+#include "operators.h"
 
 #include <ATen/autocast_mode.h>
 
 namespace volta_fa {
 namespace {
 
-template <c10::DeviceType device>
-FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
-              std::optional<at::Generator> generator) {
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-    const auto dtype = at::autocast::get_autocast_dtype(device);
-    const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
-    const auto cast_low_precision = [&](const OptionalTensor& t) {
-        const bool lower = t && t->defined() && (t->scalar_type() == at::kHalf || t->scalar_type() == at::kBFloat16);
-        return lower ? OptionalTensor(cast(*t)) : t;
-    };
-    Options<c10::SymInt> options{VOLTA_FA_OPTION_ARGUMENTS};
-    for (OptionalTensor* t : {VOLTA_FA_DIFFERENTIABLE_MEMBERS(options)}) *t = cast_low_precision(*t);
-    return fwd_op().call(cast(q), cast(k), cast(v), VOLTA_FA_OPTION_MEMBERS(options), std::move(generator));
-}
+struct Cast final : c10::OperatorKernel {
+    Cast(const Operator& op, c10::DeviceType device) : op(op), device(device) {
+        for (size_t i = 0; i < op.tensors(); ++i) {
+            const bool is_cache = op.schema.arguments()[i].name().find("cache") != std::string::npos;
+            if (op.autocast == Autocast::Region || !is_cache) {
+                required.push_back(i);
+            } else if (!cache) {
+                cache = i;
+            }
+        }
+        if (op.autocast != Autocast::Region) return;
+        for (const char* name : {"attn_bias", "sinks"}) {
+            if (const auto place = op.find(name)) scores.push_back(*place);
+        }
+    }
+
+    void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) const {
+        const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+        c10::IValue* const arguments = stack->data() + (stack->size() - op.count());
+        const auto dtype = cache ? cache_dtype(arguments[*cache].toTensor()) : at::autocast::get_autocast_dtype(device);
+        const auto cast = [&](size_t i) { arguments[i] = at::autocast::cached_cast(dtype, arguments[i].toTensor(), device); };
+        for (const size_t i : required) cast(i);
+        for (const size_t i : scores) {
+            if (arguments[i].isTensor() && at::isReducedFloatingType(arguments[i].toTensor().scalar_type())) cast(i);
+        }
+        handle.callBoxed(*stack);
+    }
+
+    // The cache is updated in place. A quantized cache has elements of one byte, whose type is not that of q.
+    at::ScalarType cache_dtype(const Tensor& t) const {
+        return t.element_size() == 1 ? at::autocast::get_autocast_dtype(device) : t.scalar_type();
+    }
+
+    const Operator& op;
+    const c10::DeviceType device;
+    std::vector<size_t> required;
+    std::optional<size_t> cache;
+    // cast only if they are fp16 or bf16, because fp32 ones go with every q
+    std::vector<size_t> scores;
+};
 
 }  // namespace
 
-// A quantized cache has elements of one byte, whose type is not that of q.
-Tensor cast_to_cache_dtype(const Tensor& cache, const Tensor& t, c10::DeviceType device) {
-    const bool quantized = cache.element_size() == 1;
-    return at::autocast::cached_cast(quantized ? at::autocast::get_autocast_dtype(device) : cache.scalar_type(), t, device);
-}
-
-VOLTA_FA_LIBRARY_IMPL(AutocastCPU, m) { m.impl("fwd", fwd<c10::DeviceType::CPU>); }
-VOLTA_FA_LIBRARY_IMPL(AutocastCUDA, m) { m.impl("fwd", fwd<c10::DeviceType::CUDA>); }
+torch::CppFunction autocast_kernel(const Operator& op, c10::DeviceType device) { return boxed<Cast>(op, device); }
 
 }  // namespace volta_fa

@@ -1,16 +1,13 @@
-// Autograd: the derivative of fwd is bwd. bwd has no derivative.
+// Autograd kernels: the derivative of fwd is bwd. bwd has no derivative.
 
-#include "ops.h"
-#include "precision.h"
-#include "registration.h"
+#include "operators.h"
 #include "subclass.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <optional>
+#include <algorithm>
 
 namespace volta_fa {
 namespace {
@@ -18,32 +15,56 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-const Tensor* given(const Tensor& t) { return t.defined() ? &t : nullptr; }
-const Tensor* given(const OptionalTensor& t) { return t ? given(*t) : nullptr; }
+// fwd and bwd, and the arguments that both have.
+struct Pair {
+    struct Shared {
+        std::string name;
+        bool is_tensor;
+        size_t in_fwd, in_bwd;
+    };
 
-template <class... Tensors>
-bool any_needs_gradient(const Tensors&... tensors) {
-    return ((given(tensors) && given(tensors)->requires_grad()) || ...);
+    Pair() {
+        const auto& all = fwd.op().schema.arguments();
+        for (size_t i = 0; i < all.size(); ++i) {
+            const auto in_bwd = bwd.op().find(all[i].name());
+            if (in_bwd) shared.push_back({all[i].name(), all[i].type()->isSubtypeOf(*c10::OptionalType::ofTensor()), i, *in_bwd});
+        }
+    }
+
+    const Caller fwd{"fwd"}, bwd{"bwd"};
+    const size_t attn_bias = fwd.op().at("attn_bias"), sinks = fwd.op().at("sinks");
+    std::vector<Shared> shared;
+};
+
+const Pair& ops() {
+    static const Pair pair;
+    return pair;
 }
 
-template <class... Tensors>
-bool any_has_tangent(const Tensors&... tensors) {
-    return ((given(tensors) && given(tensors)->_fw_grad(/*level=*/0).defined()) || ...);
-}
+OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 struct Attention : torch::autograd::Function<Attention> {
-    static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                                 VOLTA_FA_OPTION_PARAMETERS(c10::SymInt), std::optional<at::Generator> generator) {
-        at::AutoDispatchBelowADInplaceOrView guard;
-        auto [out, softmax_lse, rng_state] = fwd_op().call(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
-        // in the order of SavedTensor
-        const OptionalTensor saved[] = {q, k, v, out, softmax_lse, rng_state, VOLTA_FA_TENSOR_OPTIONS};
-        static_assert(std::size(saved) == SavedTensor::count);
-        variable_list tensors;
-        for (const auto& t : saved) tensors.push_back(t.value_or(Tensor()));
-        ctx->save_for_backward(std::move(tensors));
-        save_options(ctx->saved_data, VOLTA_FA_OPTION_ARGUMENTS);
-        ctx->saved_data["attn_bias_requires_grad"] = any_needs_gradient(attn_bias);
+    // The tensors are those that may need a gradient. The stack has all arguments of fwd.
+    static variable_list forward(AutogradContext* ctx, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor& attn_bias,
+                                 const OptionalTensor&, Stack* stack) {
+        const Arguments arguments(ops().fwd.op(), *stack);
+        variable_list saved;
+        for (const auto& argument : ops().shared) {
+            if (argument.is_tensor) {
+                saved.push_back(arguments.tensor(argument.in_fwd));
+            } else {
+                ctx->saved_data[argument.name] = arguments[argument.in_fwd];
+            }
+        }
+        ctx->saved_data["attn_bias_requires_grad"] = attn_bias && attn_bias->requires_grad();
+        {
+            at::AutoDispatchBelowADInplaceOrView guard;
+            ops().fwd(*stack);
+        }
+        Tensor out, softmax_lse, rng_state;
+        torch::jit::pop(*stack, out, softmax_lse, rng_state);
+        saved.insert(saved.end(), {out, softmax_lse, rng_state});
+        ctx->save_for_backward(std::move(saved));
         ctx->mark_non_differentiable({rng_state});
         // gradients of outputs without a use stay undefined, to save allocating zeros and the work for softmax_lse's
         ctx->set_materialize_grads(false);
@@ -51,54 +72,67 @@ struct Attention : torch::autograd::Function<Attention> {
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        variable_list result(FwdInput::count);
-        const Tensor& dlse = grads[1];
-        if (!grads[0].defined() && !dlse.defined()) return result;
-        const auto t = ctx->get_saved_variables();
-        auto options = saved_options(ctx->saved_data, t);
-        options.deterministic = options.deterministic || at::globalContext().deterministicAlgorithms();
-        const bool attn_bias_requires_grad = ctx->saved_data["attn_bias_requires_grad"].toBool();
-        // Without create_graph, skips bwd's own Autograd kernel, because that boxes every argument.
+        variable_list gradients(6);  // of forward's parameters
+        const Tensor &dout = grads[0], &dlse = grads[1];
+        if (!dout.defined() && !dlse.defined()) return gradients;
+        const Caller& bwd = ops().bwd;
+        static const size_t out = bwd.op().at("out"), softmax_lse = bwd.op().at("softmax_lse"), sinks = bwd.op().at("sinks");
+        static const size_t rng_state = bwd.op().at("rng_state"), deterministic = bwd.op().at("deterministic");
+        static const size_t dlse_at = bwd.op().at("dlse"), bias_requires_grad = bwd.op().at("attn_bias_requires_grad");
+        Stack stack = bwd.defaults();
+        const auto saved = ctx->get_saved_variables();
+        auto next = saved.begin();
+        for (const auto& argument : ops().shared) {
+            stack[argument.in_bwd] = argument.is_tensor ? c10::IValue(optional(*next++)) : ctx->saved_data[argument.name];
+        }
+        stack[out] = *next++;
+        stack[softmax_lse] = *next++;
+        stack[rng_state] = optional(*next++);
+        stack[0] = dout.defined() ? dout : at::zeros_like(stack[out].toTensor());
+        stack[dlse_at] = optional(dlse);
+        stack[bias_requires_grad] = ctx->saved_data["attn_bias_requires_grad"];
+        if (at::globalContext().deterministicAlgorithms()) stack[deterministic] = true;
+        const std::array<bool, 5> expected{true, true, true, stack[bias_requires_grad].toBool(), !stack[sinks].isNone()};
+        // Without create_graph, skips bwd's own Autograd kernel, because that reads the schema in each call.
         std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
         if (!at::GradMode::is_enabled()) guard.emplace();
-        const Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(t[SavedTensor::out]);
-        const auto [dq, dk, dv, dattn_bias, dsinks] = bwd_op().call(
-            dout, t[SavedTensor::q], t[SavedTensor::k], t[SavedTensor::v], t[SavedTensor::out], t[SavedTensor::softmax_lse],
-            optional(t[SavedTensor::rng_state]), VOLTA_FA_OPTION_MEMBERS(options), attn_bias_requires_grad, optional(dlse));
-        result[FwdInput::q] = dq;
-        result[FwdInput::k] = dk;
-        result[FwdInput::v] = dv;
-        if (attn_bias_requires_grad) result[FwdInput::attn_bias] = dattn_bias;
-        if (options.sinks) result[FwdInput::sinks] = dsinks;
-        return result;
+        bwd(stack);
+        for (size_t i = 0; i < expected.size(); ++i) {
+            if (expected[i]) gradients[i] = std::move(stack[i]).toTensor();
+        }
+        return gradients;
     }
 };
 
-FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
-              std::optional<at::Generator> generator) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!any_has_tangent(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS),
-                                "volta_fa::fwd: forward-mode derivatives (torch.func.jvp) are not implemented");
-    if (is_subclass(q)) has_rules(q);  // loads the rules
-    const bool is_complete = q.defined() && k.defined() && v.defined();  // Rust rejects None
-    if (!is_complete || !at::GradMode::is_enabled() || !any_needs_gradient(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS)) {
-        // builds no graph node
-        at::AutoDispatchBelowADInplaceOrView guard;
-        return fwd_op().call(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
+struct Differentiable final : c10::OperatorKernel {
+    void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) const {
+        const Arguments arguments(ops().fwd.op(), *stack);
+        const Tensor q = arguments.tensor(0), k = arguments.tensor(1), v = arguments.tensor(2);
+        const OptionalTensor attn_bias = optional(arguments.tensor(ops().attn_bias)),
+                             sinks = optional(arguments.tensor(ops().sinks));
+        const auto any = [&](const auto& condition) {
+            const auto holds = [&](const Tensor& t) { return t.defined() && condition(t); };
+            return holds(q) || holds(k) || holds(v) || (attn_bias && condition(*attn_bias)) || (sinks && condition(*sinks));
+        };
+        TORCH_CHECK_NOT_IMPLEMENTED(!any([](const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }),
+                                    "volta_fa::fwd: forward-mode derivatives (torch.func.jvp) are not implemented");
+        if (is_subclass(q)) has_rules(q);  // loads the rules
+        const bool is_complete = q.defined() && k.defined() && v.defined();  // Rust rejects None
+        if (!is_complete || !at::GradMode::is_enabled() || !any([](const Tensor& t) { return t.requires_grad(); })) {
+            // builds no graph node
+            at::AutoDispatchBelowADInplaceOrView guard;
+            return handle.callBoxed(*stack);
+        }
+        auto outputs = Attention::apply(q, k, v, attn_bias, sinks, stack);
+        torch::jit::push(*stack, std::move(outputs[0]), std::move(outputs[1]), std::move(outputs[2]));
     }
-    TORCH_CHECK_NOT_IMPLEMENTED(!(q.is_cuda() && q.scalar_type() == at::kFloat) || reduces_fp32(),
-                                "volta_fa::fwd: q: got dtype torch.float32 on a GPU and a tensor that requires grad, expected "
-                                "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows gradients of "
-                                "torch.float32");
-    auto outputs = Attention::apply(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
-    return {outputs[0], outputs[1], outputs[2]};
-}
+};
 
 }  // namespace
 
-VOLTA_FA_LIBRARY_IMPL(Autograd, m) {
-    m.impl("fwd", fwd);
+torch::CppFunction autograd_kernel(const Operator& op) {
     // a second derivative raises and names the op
-    m.impl("bwd", torch::autograd::autogradNotImplementedFallback());
+    return op.name == "fwd" ? boxed<Differentiable>() : without_derivative(op);
 }
 
 }  // namespace volta_fa

@@ -1,8 +1,6 @@
-// CPU and CUDA kernels of fwd and bwd: both call Rust, which chooses a backend by q's device.
+// CPU and CUDA kernels.
 
-#include "ops.h"
-#include "registration.h"
-#include "rust.h"
+#include "operators.h"
 
 #include <ATen/DeviceGuard.h>
 #include <ATen/ops/from_blob.h>
@@ -50,41 +48,40 @@ void warn_if_heads_first(const Tensor& q, const Tensor& k) {
         "If not, set VOLTA_FA_WARN_LAYOUT=0");
 }
 
-FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(int64_t),
-              std::optional<at::Generator> generator) {
-    warn_if_heads_first(q, k);
-    const c10::OptionalDeviceGuard guard(at::device_of(q));
-    const OptionalTensor rng_state = draw_rng_state(q, dropout_p, std::move(generator));
-    auto args = attention_args<int64_t>(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS);
-    args.stream = current_stream(q);
-    std::array<void*, 2> outputs{};
-    check(volta_fa_fwd(&args, outputs.data()));
-    return {take_tensor(outputs[0]), take_tensor(outputs[1]), *rng_state};
-}
+// Kernel of the backends: calls Rust, which chooses a backend by a tensor's device.
+struct Compute final : c10::OperatorKernel {
+    explicit Compute(const Operator& op) : op(op), results(op.schema.returns().size()), generator(op.find("generator")) {
+        if (generator) dropout_p = op.at("dropout_p");
+    }
 
-BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
-              const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(int64_t), bool attn_bias_requires_grad,
-              const OptionalTensor& dlse) {
-    const c10::OptionalDeviceGuard guard(at::device_of(q));
-    auto args = backward_args<int64_t>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS,
-                                       attn_bias_requires_grad, dlse);
-    args.attention.stream = current_stream(q);
-    std::array<void*, 5> outputs{};
-    check(volta_fa_bwd(&args, outputs.data()));
-    const auto gradient = [&](size_t i) { return outputs[i] ? take_tensor(outputs[i]) : no_elements(q, q.scalar_type()); };
-    return {gradient(0), gradient(1), gradient(2), gradient(3), gradient(4)};
-}
+    void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) const {
+        const Arguments arguments(op, *stack);
+        const Tensor like = arguments.tensor(0);
+        const c10::OptionalDeviceGuard guard(at::device_of(like));
+        Values values(arguments, /*may_be_symbolic=*/false);
+        Tensor rng_state;
+        if (generator) {
+            warn_if_heads_first(like, arguments.tensor(1));
+            rng_state = draw_rng_state(like, arguments[dropout_p].toDouble(), arguments[*generator].toOptional<at::Generator>());
+            if (rng_state.defined() && rng_state.numel() > 0) values.set(*generator, rng_state);
+        }
+        std::array<void*, kMaxResults> found{};
+        check(volta_fa_call(op.number, values.data(), op.count(), current_stream(like), found.data()));
+        torch::jit::drop(*stack, op.count());
+        for (size_t i = 0; i < results - (generator ? 1 : 0); ++i) {
+            stack->emplace_back(found[i] ? take_tensor(found[i]) : no_elements(like, like.scalar_type()));
+        }
+        if (generator) stack->emplace_back(std::move(rng_state));
+    }
+
+    const Operator& op;
+    const size_t results;
+    const std::optional<size_t> generator;
+    size_t dropout_p = 0;
+};
 
 }  // namespace
 
-VOLTA_FA_LIBRARY_IMPL(CPU, m) {
-    m.impl("fwd", fwd);
-    m.impl("bwd", bwd);
-}
-
-VOLTA_FA_LIBRARY_IMPL(CUDA, m) {
-    m.impl("fwd", fwd);
-    m.impl("bwd", bwd);
-}
+torch::CppFunction backend_kernel(const Operator& op) { return boxed<Compute>(op); }
 
 }  // namespace volta_fa

@@ -1,47 +1,127 @@
-// Meta kernels of fwd and bwd: return shapes and dtypes for torch.compile and fake tensors. Sizes may be symbolic; Rust checks
+// Meta kernels: sizes and dtypes of an operator's results, for torch.compile and fake tensors. Sizes may be symbolic; Rust checks
 // known ones.
 
-#include "ops.h"
-#include "registration.h"
-#include "rust.h"
+#include "operators.h"
 
 #include <ATen/ops/empty.h>
 
 namespace volta_fa {
 namespace {
 
+// Computes an operator's results. `columns` is what Rust's check returned (src/operators.rs).
+using Rule = std::vector<Tensor> (*)(const Arguments& arguments, int64_t columns);
+
 Tensor contiguous_like(const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); }
 
-FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
-              std::optional<at::Generator>) {
-    const auto args = attention_args<c10::SymInt>(q, k, v, /*rng_state=*/std::nullopt, VOLTA_FA_OPTION_ARGUMENTS);
-    check(volta_fa_check_fwd(&args));
+// Returns out and softmax_lse of queries, padded or packed.
+std::vector<Tensor> attention(const Tensor& q, const c10::SymInt& columns) {
     c10::SymDimVector out(q.sym_sizes().begin(), q.sym_sizes().end());
-    out.back() = v.sym_sizes().back();
+    out.back() = columns;
     const auto nheads = q.sym_size(-2), rows = q.sym_size(-3);
     const auto lse = q.dim() == 3 ? c10::SymDimVector{nheads, rows} : c10::SymDimVector{q.sym_size(0), nheads, rows};
-    return {at::empty_symint(out, q.options()), at::empty_symint(lse, q.options().dtype(at::kFloat)),
-            at::empty_symint({c10::SymInt(dropout_p > 0.0 ? 2 : 0)}, q.options().dtype(at::kLong))};
+    return {at::empty_symint(out, q.options()), at::empty_symint(lse, q.options().dtype(at::kFloat))};
 }
 
-BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
-              const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt), bool attn_bias_requires_grad,
-              const OptionalTensor& dlse) {
-    const auto args = backward_args<c10::SymInt>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS,
-                                                 attn_bias_requires_grad, dlse);
-    check(volta_fa_check_bwd(&args));
-    const auto like = [&](bool there, const OptionalTensor& t) {
-        return there && t && t->defined() ? contiguous_like(*t) : at::empty_symint({c10::SymInt(0)}, q.options());
-    };
-    return {contiguous_like(q), contiguous_like(k), contiguous_like(v), like(attn_bias_requires_grad, attn_bias),
-            like(true, sinks)};
+std::vector<Tensor> fwd(const Arguments& arguments, int64_t) {
+    const Tensor& q = arguments.tensor("q");
+    auto found = attention(q, arguments.tensor("v").sym_size(-1));
+    const bool draws = arguments["dropout_p"].toDouble() > 0.0;
+    found.push_back(at::empty_symint({c10::SymInt(draws ? 2 : 0)}, q.options().dtype(at::kLong)));
+    return found;
 }
+
+std::vector<Tensor> bwd(const Arguments& arguments, int64_t) {
+    const Tensor& q = arguments.tensor("q");
+    const auto like = [&](bool there, const Tensor& t) {
+        return there && t.defined() ? contiguous_like(t) : at::empty_symint({c10::SymInt(0)}, q.options());
+    };
+    return {contiguous_like(q), contiguous_like(arguments.tensor("k")), contiguous_like(arguments.tensor("v")),
+            like(arguments["attn_bias_requires_grad"].toBool(), arguments.tensor("attn_bias")),
+            like(true, arguments.tensor("sinks"))};
+}
+
+std::vector<Tensor> fwd_fast(const Arguments& arguments, int64_t) {
+    return attention(arguments.tensor("q"), arguments.tensor("v").sym_size(-1));
+}
+
+// The sizes are those of CodeSizes::prepared (src/ops/codes.rs).
+std::vector<Tensor> prepare_fast(const Arguments& arguments, int64_t) {
+    const Tensor &k = arguments.tensor("k"), &v = arguments.tensor("v");
+    const bool packed = k.dim() == 3;
+    const auto rows = k.sym_size(-3), heads = k.sym_size(-2);
+    const auto columns = k.sym_size(-1).max(v.sym_size(-1));
+    const int64_t headdim = columns <= 64 ? 64 : columns <= 128 ? 128 : 256;
+    const auto batch = packed ? arguments.tensor("cu_seqlens_k").sym_size(0) - 1 : k.sym_size(0);
+    const auto seqlen = packed ? rows.min(arguments["max_seqlen_k"].toSymInt()) : rows;
+    const auto blocks = packed ? rows / 64 + batch + 1 : batch * ((seqlen + 63) / 64);
+    auto bytes = heads * (blocks * (64 * headdim + 16) + batch * (4 * headdim + (seqlen + 255) / 256 * 16));
+    if (k.scalar_type() == at::kBFloat16) bytes = bytes + (packed ? rows : batch * rows) * heads * ((v.sym_size(-1) + 7) / 8 * 16);
+    return {at::empty_symint({bytes + (arguments["rotate"].toBool() ? 16 : 0)}, k.options().dtype(at::kByte))};
+}
+
+std::vector<Tensor> merge(const Arguments& arguments, int64_t) {
+    return {contiguous_like(arguments.tensor("out_a")), contiguous_like(arguments.tensor("softmax_lse_a"))};
+}
+
+// `columns`: of an element of the caches. int4 has two in a byte.
+std::vector<Tensor> kvcache(const Arguments& arguments, int64_t columns) {
+    const auto elements = arguments.tensor("v_cache").sym_size(-1);
+    return attention(arguments.tensor("q"), columns > 1 ? elements * columns : elements);
+}
+
+std::vector<Tensor> mla(const Arguments& arguments, int64_t columns) { return attention(arguments.tensor("q"), columns); }
+
+std::vector<Tensor> indexer_logits(const Arguments& arguments, int64_t) {
+    const Tensor& q = arguments.tensor("q");
+    const auto& given = arguments["max_seqlen_k"];
+    const auto columns = given.isNone() ? arguments.tensor("k").sym_size(0) : given.toSymInt();
+    return {at::empty_symint({q.sym_size(0), q.sym_size(1), columns}, q.options().dtype(at::kFloat))};
+}
+
+std::vector<Tensor> sparse_mla(const Arguments& arguments, int64_t columns) {
+    const Tensor& q = arguments.tensor("q");
+    const auto of_heads = [&] { return at::empty_symint({q.sym_size(0), q.sym_size(1)}, q.options().dtype(at::kFloat)).t(); };
+    return {attention(q, columns)[0], of_heads(), of_heads()};
+}
+
+constexpr std::pair<std::string_view, Rule> kRules[] = {
+    {"fwd", fwd},
+    {"bwd", bwd},
+    {"fwd_fast", fwd_fast},
+    {"prepare_fast", prepare_fast},
+    {"merge_attention_states", merge},
+    {"merge_attention_states_", [](const Arguments&, int64_t) { return std::vector<Tensor>(); }},
+    {"fwd_kvcache", kvcache},
+    {"fwd_kvcache.append", kvcache},
+    {"fwd_mla", mla},
+    {"indexer_logits", indexer_logits},
+    {"fwd_sparse_mla", sparse_mla},
+};
+
+struct Shapes final : c10::OperatorKernel {
+    explicit Shapes(const Operator& op) : op(op) {
+        for (const auto& [name, of_name] : kRules) {
+            if (name == op.name) rule = of_name;
+        }
+        TORCH_INTERNAL_ASSERT(rule, op.name, " has no rule");
+    }
+
+    void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) const {
+        const Arguments arguments(op, *stack);
+        int64_t columns = 0;
+        const Values values(arguments, /*may_be_symbolic=*/true);
+        check(volta_fa_check(op.number, values.data(), op.count(), &columns));
+        auto results = rule(arguments, columns);
+        torch::jit::drop(*stack, op.count());
+        for (auto& result : results) stack->emplace_back(std::move(result));
+    }
+
+    const Operator& op;
+    Rule rule = nullptr;
+};
 
 }  // namespace
 
-VOLTA_FA_LIBRARY_IMPL(Meta, m) {
-    m.impl("fwd", fwd);
-    m.impl("bwd", bwd);
-}
+torch::CppFunction meta_kernel(const Operator& op) { return boxed<Shapes>(op); }
 
 }  // namespace volta_fa

@@ -1,18 +1,25 @@
-// Calls Rust. cbindgen generates volta_fa_abi.h from src/ffi.rs and src/shim.rs.
+// Calls Rust. cbindgen generates volta_fa_abi.h from src/ffi.rs, src/operators.rs, src/shim.rs and src/value.rs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
 
-#include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 
-#include "ops.h"
 #include "volta_fa_abi.h"
 
 namespace volta_fa {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Returns a number; UNKNOWN of src/options.rs for a symbolic one.
+inline int64_t known(const c10::SymInt& n) { return n.maybe_as_int().value_or(std::numeric_limits<int64_t>::min()); }
 
 inline std::string take_string(char* text) {
     std::string copy = text ? text : "";
@@ -37,28 +44,5 @@ inline Tensor take_tensor(void* handle) {
 
 // Returns the current cudaStream_t of the tensor's device; null on the CPU (stream.cpp).
 void* current_stream(const Tensor& t);
-
-// Returns the arguments that both ops have, without the stream. They borrow the tensors. An rng_state without elements, which fwd
-// returns without dropout, counts as none.
-template <class Int>
-AttentionArgs attention_args(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& rng_state,
-                             VOLTA_FA_OPTION_PARAMETERS(Int)) {
-    const bool drawn = rng_state && rng_state->defined() && known(rng_state->sym_numel()) != 0;
-    return {
-        handle(q),         handle(k), handle(v), drawn ? handle(rng_state) : nullptr, option_args<Int>(VOLTA_FA_OPTION_ARGUMENTS),
-        /*stream=*/nullptr};
-}
-
-template <class Int>
-BackwardArgs backward_args(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                           const Tensor& softmax_lse, const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(Int),
-                           bool attn_bias_requires_grad, const OptionalTensor& dlse) {
-    return {attention_args<Int>(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS),
-            handle(dout),
-            handle(out),
-            handle(softmax_lse),
-            handle(dlse),
-            attn_bias_requires_grad};
-}
 
 }  // namespace volta_fa

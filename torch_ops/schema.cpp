@@ -1,6 +1,5 @@
-// Schemas of fwd, bwd and the internal operators.
+// The internal operators.
 
-#include "ops.h"
 #include "registration.h"
 #include "rust.h"
 
@@ -49,16 +48,7 @@ at::Tensor dropout_mask(const at::Tensor& rng_state, int64_t batch, int64_t nhea
 }  // namespace volta_fa
 
 VOLTA_FA_LIBRARY(m) {
-    m.def("fwd(Tensor q, Tensor k, Tensor v, *, " VOLTA_FA_OPTION_SCHEMA
-          ", Generator? generator=None) -> (Tensor out, Tensor softmax_lse, Tensor rng_state)",
-          {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
-    m.def(
-        "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, *, "
-        "Tensor? rng_state=None, " VOLTA_FA_OPTION_SCHEMA
-        ", bool attn_bias_requires_grad=False, Tensor? dlse=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dattn_bias, Tensor "
-        "dsinks)",
-        {at::Tag::pt2_compliant_tag});
-    // internal, for the package's tools and tests: JSON about the build, plans and timed simulations
+    // for the package's tools and tests: JSON about the build, plans and timed simulations
     m.def("_info() -> str", [] { return volta_fa::take_string(volta_fa_info()); });
     m.def(
         "_plan(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int headdim, int headdim_v, "

@@ -12,10 +12,8 @@
 // Loading the library replaces the kernel once, because dispatch tables must not change while other threads call the op.
 // Atomics switch volta_fa on and off.
 
-#include "ops.h"
-#include "precision.h"
+#include "operators.h"
 #include "registration.h"
-#include "rust.h"
 #include "subclass.h"
 
 #include <ATen/Context.h>
@@ -197,11 +195,7 @@ bool dtype_supported(const Call& c) {
     const auto dtype = c.q.scalar_type();
     if (c.k.scalar_type() != dtype || c.v.scalar_type() != dtype) return false;
     if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
-    if (c.q.is_cpu()) return dtype == at::kFloat || dtype == at::kDouble;
-    if (dtype != at::kFloat || reduces_fp32()) return dtype == at::kFloat;
-    if (needs_gradient(c) || c.dropout_p != 0.0 || c.q.dim() == 0 || c.v.dim() == 0) return false;
-    const auto most = volta_fa_max_fp32_headdim();
-    return c.q.sym_size(-1) <= most && c.v.sym_size(-1) <= most;
+    return dtype == at::kFloat || (dtype == at::kDouble && c.q.is_cpu());
 }
 
 // Returns true for (batch, heads, seqlen, headdim) tensors of equal batch and matching heads, without broadcast.
@@ -285,14 +279,26 @@ Tensor laid_out(const Call& c, const Tensor& out) {
     return no_kernel ? out.clone(at::MemoryFormat::Contiguous) : at::empty_like(c.q).copy_(out);
 }
 
+// fwd or fwd_fast, and the places of the arguments that PyTorch's calls have.
+struct Target : Caller {
+    Target(const char* name, std::string_view mask)
+        : Caller(name), mask(op().at(mask)), softmax_scale(op().at("softmax_scale")), is_causal(op().at("is_causal")),
+          window_right(op().at("window_right")) {}
+
+    const size_t mask, softmax_scale, is_causal, window_right;
+};
+
 Tensor run(const Call& c) {
+    static const Target fwd("fwd", "attn_bias"), fast("fwd_fast", "attn_mask");
+    static const size_t dropout_p = fwd.op().at("dropout_p");
+    const bool is_fast = runs_fast(c);
+    const Target& target = is_fast ? fast : fwd;
+    Stack stack = target.defaults();
     const auto seqlen_q = c.q.sym_size(2);
     Tensor k = c.k, v = c.v;
-    Options<c10::SymInt> options;
-    options.attn_bias = bias(c);
-    options.dropout_p = c.dropout_p;
-    options.softmax_scale = c.scale;
-    options.is_causal = c.is_causal;
+    stack[target.mask] = bias(c);
+    stack[target.softmax_scale] = c.scale;
+    stack[target.is_causal] = c.is_causal;
     // PyTorch aligns is_causal top-left: query i sees keys j <= i. volta_fa aligns it bottom-right:
     // j <= i + seqlen_k - seqlen_q + window_right.
     if (c.is_causal && k.sym_size(2) > seqlen_q) {
@@ -300,23 +306,18 @@ Tensor run(const Call& c) {
         k = k.narrow_symint(2, 0, seqlen_q);
         v = v.narrow_symint(2, 0, seqlen_q);
     } else if (c.is_causal && k.sym_size(2) < seqlen_q) {
-        options.is_causal = false;
-        options.window_right = seqlen_q - k.sym_size(2);
+        stack[target.is_causal] = false;
+        stack[target.window_right] = seqlen_q - k.sym_size(2);
     }
-    const auto operand = [](const Tensor& t) { return readable(t).transpose(1, 2); };
-    if (runs_fast(c)) {
+    const Tensor* const operands[] = {&c.q, &k, &v};
+    for (size_t i = 0; i < 3; ++i) stack[i] = readable(*operands[i]).transpose(1, 2);
+    if (is_fast) {
         fast_calls.fetch_add(1, std::memory_order_relaxed);
-        FastOptions<c10::SymInt> fast;
-        fast.attn_mask = options.attn_bias;
-        fast.softmax_scale = options.softmax_scale;
-        fast.is_causal = options.is_causal;
-        fast.window_right = options.window_right;
-        const auto result = fast_op().call(operand(c.q), operand(k), operand(v), VOLTA_FA_FAST_OPTION_MEMBERS(fast));
-        return laid_out(c, std::get<0>(result).transpose(1, 2));
+    } else {
+        stack[dropout_p] = c.dropout_p;
     }
-    const auto result =
-        fwd_op().call(operand(c.q), operand(k), operand(v), VOLTA_FA_OPTION_MEMBERS(options), /*generator=*/std::nullopt);
-    return laid_out(c, std::get<0>(result).transpose(1, 2));
+    target(stack);
+    return laid_out(c, stack[0].toTensor().transpose(1, 2));
 }
 
 Tensor scaled_dot_product_attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attn_mask,

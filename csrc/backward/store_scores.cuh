@@ -12,20 +12,26 @@
 //   tile_row(row)                  where a row of operands of scores goes in shared memory
 //   own_operand, other_operand     shared offset of the lane's operands of keys and of queries, of the warp's rows from `row` on
 //   multiply_scores(c, a, b)       adds the products of a step to c; a and b: shared addresses of these operands
+//   add_scores(c, a, b)            the same with sums that begin with 0
 //   store_bias_gradient            stores the gradient of a bias as fp16 and returns true; false: it is to be added by atomics
 // and what stored_gradients.cuh lists.
+//
+// Split: all operands, and P and dS, are sums of two fp16 numbers (forward/split.cuh). A row of an operand has the high parts of
+// its columns, then the low ones. A step of 32 columns comes three times: low * high, high * low and high * high. As tensor cores
+// truncate their sums, none lives longer than a step.
 #pragma once
 
 #include "backward/iteration_range.cuh"
 #include "backward/modifiers.cuh"
-#include "backward/packed_tile.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
 #include "backward/score_coord.cuh"
+#include "backward/split_tile.cuh"
 #include "backward/staged_tiles.cuh"
 #include "backward/stored_scores.cuh"
+#include "conditional.cuh"
 
-template <class Family>
+template <class Family, bool Split = false>
 struct BackwardScores {
     static constexpr int kTiles = 4;  // of 16 keys, and of 16 queries, that a warp has
     using Layout = typename Family::Layout;
@@ -34,6 +40,45 @@ struct BackwardScores {
     using Scores = Tile[kTiles][kTiles];
     using Coord = ScoreCoord<Layout>;
     using RowStats = typename Family::RowStats;
+    // A tile of P or dS.
+    using Packed = typename Conditional<Split, SplitTile, PackedTile>::Type;
+    static __device__ __forceinline__ Packed pack(const Tile& x) {
+        if constexpr (Split)
+            return split_tile(x);
+        else
+            return pack_tile(x);
+    }
+    // Exponents of probabilities begin with this. Beside a shift they would lose bits that fp32 tensors have.
+    static constexpr float kShift = Split ? 0.f : kExponentShift;
+    static __device__ __forceinline__ Packed pack_probabilities(const Tile& x) {
+        if constexpr (Split) {
+            Tile scaled;
+#pragma unroll
+            for (int v = 0; v < 8; v++) scaled[v] = x[v] * kProbabilityUnit;
+            return split_tile(scaled);
+        } else {
+            return pack_probability_tile(x);
+        }
+    }
+    // dS of 64 keys by 64 queries is stored in units of their largest P, rounded up to a power of two: low parts of dS would
+    // otherwise be below fp16's numbers where all P are small.
+    struct Unit {
+        float largest = 0.f;  // P of the lane, then of the warp
+        __device__ __forceinline__ void take(const Tile& p) {
+            if (Split)
+#pragma unroll
+                for (int v = 0; v < 8; v++) largest = fmaxf(largest, p[v]);
+        }
+        __device__ __forceinline__ void finish() {
+            if (Split)
+#pragma unroll
+                for (int i = 1; i < 32; i *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, i));
+        }
+        // Biased exponent. The bounds keep it and its inverse normal.
+        __device__ __forceinline__ unsigned exponent() const { return min(max(__float_as_uint(largest) >> 23, 60u), 200u) + 1; }
+        __device__ __forceinline__ float value() const { return __uint_as_float(exponent() << 23); }
+        __device__ __forceinline__ float inverse() const { return Split ? __uint_as_float((254 - exponent()) << 23) : 1.f; }
+    };
 
     // A lane's elements of a stored matrix.
     struct Stored {
@@ -50,6 +95,13 @@ struct BackwardScores {
             const uint2 *from = at(m, n), a = from[0], b = from[2 * kStoredRows / 4];
             return {{a.x, a.y, b.x, b.y}};
         }
+        __device__ __forceinline__ Stored low() const { return {first + kStoredElements}; }
+        __device__ __forceinline__ void store(int m, int n, const SplitTile& tile) const {
+            store(m, n, tile.high);
+            low().store(m, n, tile.low);
+        }
+        __device__ __forceinline__ void load(int m, int n, PackedTile& tile) const { tile = load(m, n); }
+        __device__ __forceinline__ void load(int m, int n, SplitTile& tile) const { tile = {load(m, n), low().load(m, n)}; }
     };
 
     // Head, keys and queries of the block and its warp.
@@ -96,24 +148,28 @@ struct BackwardScores {
         const unsigned b_offset = kStagedTile + Family::other_operand(lane, 64 * (warp / 2));
         StagedTile<TermColumns> a, b;
         const auto load = [&](int step) {
-            const int column = step * kStagedTerms;
-            a.load(own + column, own_stride, own_rows, columns - column);
-            b.load(other + column, other_stride, other_rows, columns - column);
+            const int column = (Split ? step / 3 : step) * kStagedTerms, product = Split ? step % 3 : 2;
+            a.load(own + column + (product == 0 ? columns : 0), own_stride, own_rows, columns - column);
+            b.load(other + column + (product == 1 ? columns : 0), other_stride, other_rows, columns - column);
         };
         const auto store = [&](unsigned buffer) {
             a.flip_signs(sign_flip);
             a.store(buffer, Family::tile_row(a.row()));
             b.store(buffer + kStagedTile, Family::tile_row(b.row()));
         };
-        staged_steps(shared, (columns + kStagedTerms - 1) / kStagedTerms, load, store,
-                     [&](unsigned buffer) { Family::multiply_scores(c, buffer + a_offset, buffer + b_offset); });
+        staged_steps(shared, (Split ? 3 : 1) * ((columns + kStagedTerms - 1) / kStagedTerms), load, store, [&](unsigned buffer) {
+            if constexpr (Split)
+                Family::add_scores(c, buffer + a_offset, buffer + b_offset);
+            else
+                Family::multiply_scores(c, buffer + a_offset, buffer + b_offset);
+        });
     }
 
     // Computes P from S and stores it. Besides P, dS's memory gets the score function's derivative, or a copy of P whose signs mark
     // dropped probabilities (never both).
     static __device__ __forceinline__ void store_probabilities(Scores& s, const BwdParams& p, const Place& place,
                                                                const Stored& to_p, const Stored& to_ds, const float* stats,
-                                                               int rows) {
+                                                               int rows, Unit& unit) {
         if (!kHasScoreFeatures) {
             if (place.masked) apply_mask<Layout>(s, p, Lane(threadIdx.x % 32), place.first_row, place.first_key);
             ExponentAddends<Layout, kTiles> addends;
@@ -123,12 +179,15 @@ struct BackwardScores {
 #pragma unroll
                 for (int r = 0; r < Layout::kRows; r++) addends.of_row[n][r] = neg_lse.x[0][r];
             }
-            addends.scale(p.problem.scale_log2, kExponentShift);
+            addends.scale(p.problem.scale_log2, kShift);
             exponentials(s, p.problem.scale_log2, addends);
 #pragma unroll
             for (int m = 0; m < kTiles; m++)
 #pragma unroll
-                for (int n = 0; n < kTiles; n++) to_p.store(m, n, pack_probability_tile(s[m][n]));
+                for (int n = 0; n < kTiles; n++) {
+                    unit.take(s[m][n]);
+                    to_p.store(m, n, pack_probabilities(s[m][n]));
+                }
             return;
         }
         const ScoreOptions& options = p.score_options;
@@ -144,7 +203,7 @@ struct BackwardScores {
                 const ScoreFunction function(p.problem, options);
 #pragma unroll
                 for (int v = 0; v < 8; v++) x[v] = function_score(x[v], neg_lse.of(v) * p.problem.scale_log2, function, slopes[v]);
-                to_ds.store(m, n, pack_tile(slopes));
+                to_ds.store(m, n, pack(slopes));
             } else {
 #pragma unroll
                 for (int v = 0; v < 8; v++) x[v] = fmaf(x[v], p.problem.scale_log2, neg_lse.of(v) * p.problem.scale_log2);
@@ -152,15 +211,16 @@ struct BackwardScores {
             add_position_terms(x, p, place.head, place.row_end, coord);
             if (place.masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z)), coord);
 #pragma unroll
-            for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kExponentShift);
-            PackedTile probabilities = pack_probability_tile(x);
+            for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kShift);
+            unit.take(x);
+            Packed probabilities = pack_probabilities(x);
             if (uses_dropout(options)) {
                 const DroppedKeys<Layout> dropped(philox_of(p, place.head), DropoutRule(options), coord);
-                PackedTile signs = probabilities;
+                Packed signs = probabilities;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    signs.x[i] |= dropped.signs(i);
-                    probabilities.x[i] &= ~sign_masks(dropped.signs(i));
+                    high_part(signs).x[i] |= dropped.signs(i);
+                    each_part(probabilities, [&](PackedTile& part) { part.x[i] &= ~sign_masks(dropped.signs(i)); });
                 }
                 to_ds.store(m, n, signs);
             }
@@ -172,19 +232,19 @@ struct BackwardScores {
     // Computes dS from dP and what store_probabilities stored, and stores it.
     static __device__ __forceinline__ void store_score_gradients(Scores& dp, const BwdParams& p, const Place& place,
                                                                  const Stored& to_p, const Stored& to_ds, const float* stats,
-                                                                 int rows) {
+                                                                 int rows, const Unit& unit) {
         if (!kHasScoreFeatures) {
 #pragma unroll
             for (int m = 0; m < kTiles; m++) {
-                PackedTile probabilities[kTiles];
+                Packed probabilities[kTiles];
 #pragma unroll
-                for (int n = 0; n < kTiles; n++) probabilities[n] = to_p.load(m, n);
+                for (int n = 0; n < kTiles; n++) to_p.load(m, n, probabilities[n]);
 #pragma unroll
                 for (int n = 0; n < kTiles; n++) {
 #pragma unroll
-                    for (int v = 0; v < 8; v++) dp[m][n][v] *= 1.f / kProbabilityUnit;
+                    for (int v = 0; v < 8; v++) dp[m][n][v] *= Split ? unit.inverse() / kProbabilityUnit : 1.f / kProbabilityUnit;
                     ::multiply(dp[m][n], probabilities[n]);
-                    to_ds.store(m, n, pack_tile(dp[m][n]));
+                    to_ds.store(m, n, pack(dp[m][n]));
                 }
             }
             return;
@@ -194,19 +254,19 @@ struct BackwardScores {
         for (int tile = 0; tile < kTiles * kTiles; tile++) {
             const int m = tile / kTiles, n = tile % kTiles;
             Tile& x = dp[0][0];
-            PackedTile probabilities;
+            Packed probabilities;
             if (uses_dropout(options)) {
-                probabilities = to_ds.load(m, n);
+                to_ds.load(m, n, probabilities);
                 const OfRows neg_delta(stats, n, rows, 0.f);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
-                    const bool is_dropped = probabilities.x[packed_word(v)] & (v % 2 ? 0x80000000 : 0x8000);
+                    const bool is_dropped = high_part(probabilities).x[packed_word(v)] & (v % 2 ? 0x80000000 : 0x8000);
                     x[v] = dropped_gradient(x[v], neg_delta.of(v), is_dropped, options.dropout_scale);
                 }
 #pragma unroll
-                for (int i = 0; i < 4; i++) probabilities.x[i] &= 0x7fff7fff;
+                for (int i = 0; i < 4; i++) high_part(probabilities).x[i] &= 0x7fff7fff;
             } else {
-                probabilities = to_p.load(m, n);
+                to_p.load(m, n, probabilities);
             }
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] *= 1.f / kProbabilityUnit;
@@ -216,8 +276,15 @@ struct BackwardScores {
                 if (!Family::store_bias_gradient(x, p, place.head, row, key))
                     add_bias_gradient(x, p, place.head, Coord(Lane(threadIdx.x % 32), row, key));
             }
-            if (uses_score_function(options)) ::multiply(x, to_ds.load(m, n));
-            to_ds.store(m, n, pack_tile(x));
+            if (uses_score_function(options)) {
+                Packed slopes;
+                to_ds.load(m, n, slopes);
+                ::multiply(x, slopes);
+            }
+            if (Split)
+#pragma unroll
+                for (int v = 0; v < 8; v++) x[v] *= unit.inverse();
+            to_ds.store(m, n, pack(x));
             next_tile(dp);
         }
     }
@@ -247,7 +314,7 @@ struct BackwardScores {
         const Place place = {head, first_key + warp_key, first_row + warp_row, row_end,
                              first_key + kStoredRows > sequence.seqlen_k() || !unmasked.contains(first_row)};
         const long long tile =
-            stored_tile(stored, first_stored_tile(p, stored, sequence, batch, blockIdx.y) + query_tile, key_tile);
+            stored_tile<Split>(stored, first_stored_tile(p, stored, sequence, batch, blockIdx.y) + query_tile, key_tile);
         const long long element = tile + (warp_key + Layout::first_key(lane)) * kStoredRows + warp_row + Layout::first_query(lane);
         const Stored to_p = {stored.p + element}, to_ds = {stored.ds + element};
 
@@ -267,9 +334,15 @@ struct BackwardScores {
         Scores c;
         clear_tiles(c);
         add(c, p.k, p.q, p.problem.headdim, p.problem.sign_flip);
-        store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kLseAt, rows);
+        Unit unit;
+        store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kLseAt, rows, unit);
+        if (Split) {
+            unit.finish();
+            float* units = reinterpret_cast<float*>(stored.ds + tile + kStoredUnits);
+            if (lane.lane == 0) units[2 * (warp % 2) + warp / 2] = unit.value();
+        }
         begin_with_delta(c, stats + RowStats::kDeltaAt, rows);
         add(c, p.v, p.dout, p.problem.headdim_v, 0);
-        store_score_gradients(c, p, place, to_p, to_ds, stats + RowStats::kDeltaAt, rows);
+        store_score_gradients(c, p, place, to_p, to_ds, stats + RowStats::kDeltaAt, rows, unit);
     }
 };

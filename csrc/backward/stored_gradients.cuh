@@ -12,7 +12,10 @@
 //   key_a, key_b                   shared offset of the lane's operands A (P^T or dS^T) and B (dO or Q), from a row or column on
 //   query_a, query_b               the same of dS and K
 //   multiply_keys, multiply_queries  add the products of a step to c, from the addresses of these operands
+//   add_keys, add_queries          the same with sums that begin with 0, times a factor
 //   for_each_pair(c, f)            calls f(row, column, x, y) for each two neighbors of a row
+//
+// Split: as in store_scores.cuh; a step of 32 rows comes three times.
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -21,7 +24,7 @@
 #include "backward/stored_scores.cuh"
 #include "backward/staged_tiles.cuh"
 
-template <class Family>
+template <class Family, bool Split = false>
 struct BackwardGradients {
     static_assert(SHARED_BYTES >= kStagedRows * kStagedRows * 2, "the output is staged in the buffers");
     using KeySums = typename Family::KeySums;
@@ -33,6 +36,44 @@ struct BackwardGradients {
     // First row and column of the warp.
     static __device__ __forceinline__ int warp_row() { return 64 * (threadIdx.x / 32 % 2); }
     static __device__ __forceinline__ int warp_column() { return threadIdx.x / 64 * 64; }
+
+    // Return one of two parameters. Of a plain choice ptxas may make an index into constant memory, which the simulator does not
+    // decode.
+    template <class T>
+    static __device__ __forceinline__ T either(bool first, T a, T b) {
+        T selected;
+        asm("{.reg .pred p; setp.ne.s32 p, %3, 0; selp.b64 %0, %1, %2, p;}"
+            : "=l"(selected)
+            : "l"(a), "l"(b), "r"(static_cast<int>(first)));
+        return selected;
+    }
+    template <class T>
+    static __device__ __forceinline__ T choose(bool first, const T& a, const T& b) {
+        return {either(first, a.ptr, b.ptr), either(first, a.batch_stride, b.batch_stride),
+                either(first, a.row_stride, b.row_stride), either(first, a.head_stride, b.head_stride)};
+    }
+    static constexpr int kProducts = Split ? 3 : 1;
+    // Which of a step's products comes next. Parts of its operands: the first has the low part of A, the second that of B.
+    struct Product {
+        int number = 0;
+        __device__ __forceinline__ int a() const { return Split && number == 0 ? kStoredElements : 0; }
+        __device__ __forceinline__ int b(int low) const { return Split && number == 1 ? low : 0; }
+        // Returns whether the step is complete.
+        __device__ __forceinline__ bool advance() {
+            if (!Split) return true;
+            number = number == 2 ? 0 : number + 1;
+            return number == 0;
+        }
+    };
+    // The unit of a step's dS (store_scores.cuh). A step is loaded before the one before it multiplies.
+    struct Unit {
+        float loaded = 1.f, value = 1.f;
+        // `tile`: of dS. `key`, `query`: of the step, in the tile.
+        __device__ __forceinline__ void load(const unsigned short* tile, int key, int query) {
+            if (Split) loaded = reinterpret_cast<const float*>(tile + kStoredUnits)[key / 64 * 2 + query / 64];
+        }
+        __device__ __forceinline__ void step() { value = loaded; }
+    };
 
     template <class Sums>
     static __device__ __forceinline__ void clear(Sums& c) {
@@ -89,8 +130,10 @@ struct BackwardGradients {
         const int end = first_key >= sequence.seqlen_k() ? 0 : mask.row_end(first_key, kStoredRows);
         const int steps_of_head = max((end - first + kStagedTerms - 1) / kStagedTerms, 0);
 
-        const Operand& operand = is_dv ? p.dout : p.q;
-        const unsigned short* scores = is_dv ? stored.p : stored.ds;
+        Operand selected;
+        if constexpr (Split) selected = choose(is_dv, p.dout, p.q);
+        const Operand& operand = Split ? selected : is_dv ? p.dout : p.q;
+        const unsigned short* scores = Split ? either(is_dv, stored.p, stored.ds) : is_dv ? stored.p : stored.ds;
         const int columns = (is_dv ? p.problem.headdim_v : p.problem.headdim) - column;
         KeySums c;
         clear(c);
@@ -100,28 +143,40 @@ struct BackwardGradients {
             StagedTile<TermColumns> a;
             StagedTile<TermRows> b;
             int head = 0, row = first;  // of the next load
+            Product product;
+            Unit unit;
             const auto load = [&](int) {
-                const long long tile =
-                    stored_tile(stored,
-                                first_stored_tile(p, stored, sequence, batch, (key_head - stored.first_head) * group + head) +
-                                    row / kStoredRows,
-                                key_tile);
-                a.load(scores + tile + row % kStoredRows, kStoredRows, kStoredRows, kStagedTerms);
-                b.load(rows_of(operand, batch, key_head * group + head, sequence.q_offset() + row) + column, operand.row_stride,
-                       sequence.seqlen_q() - row, columns);
+                const long long tile = stored_tile<Split>(
+                    stored,
+                    first_stored_tile(p, stored, sequence, batch, (key_head - stored.first_head) * group + head) +
+                        row / kStoredRows,
+                    key_tile);
+                a.load(scores + tile + product.a() + row % kStoredRows, kStoredRows, kStoredRows, kStagedTerms);
+                b.load(rows_of(operand, batch, key_head * group + head, sequence.q_offset() + row) + column +
+                           product.b(column + columns),
+                       operand.row_stride, sequence.seqlen_q() - row, columns);
+                if (!is_dv) unit.load(scores + tile, warp_row(), row % kStoredRows);
+                if (!product.advance()) return;
                 row += kStagedTerms;
                 if (row >= end) row = first, head++;
             };
             const auto store = [&](unsigned buffer) {
                 a.store(buffer);
                 b.store(buffer + kStagedTile);
+                unit.step();
             };
-            staged_steps(shared, group * steps_of_head, load, store,
-                         [&](unsigned buffer) { Family::multiply_keys(c, buffer + a_offset, buffer + b_offset); });
+            staged_steps(shared, kProducts * group * steps_of_head, load, store, [&](unsigned buffer) {
+                if constexpr (Split)
+                    Family::add_keys(c, buffer + a_offset, buffer + b_offset, unit.value);
+                else
+                    Family::multiply_keys(c, buffer + a_offset, buffer + b_offset);
+            });
         }
         float factor = p.signed_scale;
         if (is_dv) factor = (p.score_options.rng_state ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
-        const Output& out = is_dv ? p.dv : p.dk;
+        Output selected_out;
+        if constexpr (Split) selected_out = choose(is_dv, p.dv, p.dk);
+        const Output& out = Split ? selected_out : is_dv ? p.dv : p.dk;
         to_output(c, p, factor, shared, out, rows_of(out, batch, key_head, sequence.k_offset() + first_key) + column,
                   sequence.seqlen_k_allocated() - first_key, columns);
     }
@@ -161,19 +216,28 @@ struct BackwardGradients {
             const unsigned a_offset = Family::query_a(lane, warp_row());
             const unsigned b_offset = kStagedTile + Family::query_b(lane, warp_column());
             StagedTile<TermRows> a, b;
+            Product product;
+            Unit unit;
             const auto load = [&](int step) {
-                const int key = first + step * kStagedTerms;
-                const long long tile = stored_tile(stored, tiles, (key - launch_key) / kStoredRows);
-                a.load(stored.ds + tile + key % kStoredRows * kStoredRows, kStoredRows, kStagedTerms, kStoredRows);
-                b.load(rows_of(p.k, batch, head / group, sequence.k_offset() + key) + column, p.k.row_stride,
-                       sequence.seqlen_k() - key, columns);
+                const int key = first + step / kProducts * kStagedTerms;
+                const long long tile = stored_tile<Split>(stored, tiles, (key - launch_key) / kStoredRows);
+                a.load(stored.ds + tile + product.a() + key % kStoredRows * kStoredRows, kStoredRows, kStagedTerms, kStoredRows);
+                b.load(rows_of(p.k, batch, head / group, sequence.k_offset() + key) + column + product.b(p.problem.headdim),
+                       p.k.row_stride, sequence.seqlen_k() - key, columns);
+                unit.load(stored.ds + tile, key % kStoredRows, warp_row());
+                product.advance();
             };
             const auto store = [&](unsigned buffer) {
                 a.store(buffer);
                 b.store(buffer + kStagedTile);
+                unit.step();
             };
-            staged_steps(shared, (end - first + kStagedTerms - 1) / kStagedTerms, load, store,
-                         [&](unsigned buffer) { Family::multiply_queries(c, buffer + a_offset, buffer + b_offset); });
+            staged_steps(shared, kProducts * ((end - first + kStagedTerms - 1) / kStagedTerms), load, store, [&](unsigned buffer) {
+                if constexpr (Split)
+                    Family::add_queries(c, buffer + a_offset, buffer + b_offset, unit.value);
+                else
+                    Family::multiply_queries(c, buffer + a_offset, buffer + b_offset);
+            });
         }
         if (!stored.is_last) {
             for_each_sum(c, sums, [](float* x, float4& sum) { sum = make_float4(x[0], x[1], x[2], x[3]); });

@@ -5,6 +5,9 @@
 // Both are transposed fp16 matrices in tiles of 128 keys by 128 queries. A tile is contiguous, and its rows are keys. The order of
 // tiles is (batch, query heads of the launch, query tiles, key tiles of the launch). Packed sequences share one batch entry: a
 // sequence begins at its q_offset / 128, plus one tile for each sequence before it.
+//
+// With Split (fp32 tensors in full precision, forward/split.cuh) a number is the sum of two fp16 numbers. A tile has the high
+// parts, then the low ones, then the units of dS (store_scores.cuh), fp32, number 2 * (key / 64) + query / 64.
 #pragma once
 
 #include "seqlen_info.cuh"
@@ -12,6 +15,10 @@
 
 constexpr int kStoredRows = 128;  // keys, and queries, of a tile
 constexpr int kStoredElements = kStoredRows * kStoredRows;
+// From one tile to the next. Whole rows, as src/ops/stored_scores.rs allocates them.
+template <bool Split>
+constexpr int kStoredTile = Split ? 2 * kStoredElements + kStoredRows : kStoredElements;
+constexpr int kStoredUnits = 2 * kStoredElements;  // where the units of a tile of dS are, fp16 elements
 
 // Returns the number of a head's first query tile. `head`: query head, counted from the launch's first.
 __device__ __forceinline__ long long first_stored_tile(const BwdParams& p, const StoredScores& stored,
@@ -23,6 +30,7 @@ __device__ __forceinline__ long long first_stored_tile(const BwdParams& p, const
 }
 // Returns the offset of a tile in p and ds, elements. `query_tile`: counted as first_stored_tile. `key_tile`: counted from the
 // launch's first.
+template <bool Split>
 __device__ __forceinline__ long long stored_tile(const StoredScores& stored, long long query_tile, int key_tile) {
-    return (query_tile * stored.key_tiles + key_tile) * kStoredElements;
+    return (query_tile * stored.key_tiles + key_tile) * kStoredTile<Split>;
 }

@@ -30,11 +30,97 @@ __device__ __forceinline__ Pair split_probabilities(float a, float b) {
     return {upper_halves(__float_as_uint(x) * 8u, __float_as_uint(y) * 8u), pack_shifted(x - x_high, y - y_high)};
 }
 
+constexpr int kStep = 16;  // keys
+constexpr int kWarpRows = 16;
+
+// Turns the products of a step into probabilities. Rescales the output `o` where row maxima move. `row`, `key`: first of the
+// scores.
+template <class Family, class Output>
+__device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout, 1, 1> (&s)[Family::kTiles], const FwdParams& p,
+                                                 const Problem& problem, const UnmaskedKeys<kStep>& unmasked, const int& row,
+                                                 const int& key, const float& scale,
+                                                 SoftmaxRows<typename Family::Layout, 1>& softmax, Output& o) {
+    using Layout = typename Family::Layout;
+    // Computed again, so that it holds no registers in between.
+    const auto mask = [&] { return mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())); };
+    if (kGeneric)
+#pragma unroll
+        for (int i = 0; i < Family::kTiles; i++) {
+            const int first_key = key + i * Family::kNextTile;
+            s[i].apply_score_mod(p, mask(), row, first_key);
+            if (kHasBias && p.score_options.bias) {
+                ScoreBias<Layout, 1, 1> bias;
+                bias.load(p, row, first_key);
+                bias.add_to(s[i], p.score_options);
+            }
+        }
+    // A vote, although all lanes agree: it tells the compiler that no warp diverges.
+    if (__any_sync(~0u, !unmasked.contains(key)))
+#pragma unroll
+        for (int i = 0; i < Family::kTiles; i++) s[i].apply_mask(mask(), row, key + i * Family::kNextTile);
+    bool exceeds = false;
+#pragma unroll
+    for (int i = 0; i < Family::kTiles; i++) exceeds = s[i].needs_rescale(softmax, exceeds);
+    if (exceeds) {
+        const float inverse_scale = kGeneric ? 1.f : __fdividef(1.f, scale);
+#pragma unroll
+        for (int i = 0; i < Family::kTiles; i++)
+            s[i].template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale_output<Layout>(o));
+    }
+#pragma unroll
+    for (int i = 0; i < Family::kTiles; i++)
+#pragma unroll
+        for (int v = 0; v < Layout::kElements; v++) {
+            float& x = s[i].tile[0][0][v];
+            x = softmax.row[0][Layout::row_of(v)].probability(x, scale);
+        }
+    if (kHasDropout && p.score_options.rng_state) {
+        // one call has all of a lane: two rows, four apart, and four keys
+        const typename Layout::Lane lane(remat_lane());
+        const auto numbers =
+            DropoutBits<Layout, 1>::numbers_of(p).numbers(row + Layout::first_query(lane), key + Layout::first_key(lane));
+        const unsigned kept = DropoutRule(p.score_options).kept_bits(numbers);
+#pragma unroll
+        for (int i = 0; i < Family::kTiles; i++)
+#pragma unroll
+            for (int v = 0; v < Layout::kElements; v++)
+                if (!(kept >> kept_bit(Layout::row_of(v), i * Family::kNextTile + Layout::key_slot(v)) & 1))
+                    s[i].tile[0][0][v] = 0.f;
+    }
+}
+
+// Writes out, in fp32, and lse of the warp's rows. It has Columns columns of the output, from first_column on.
+template <class Family, int Columns>
+__device__ __forceinline__ void write(const FwdParams& p, int batch, int head, int row, int first_column,
+                                      const SoftmaxRows<typename Family::Layout, 1>& softmax,
+                                      const typename Family::template Output<Columns>& o) {
+    using Layout = typename Family::Layout;
+    const BlockSeqlenInfo sequence(p, batch);
+    const typename Layout::Lane lane(remat_lane());
+    float* out = reinterpret_cast<float*>(p.out.ptr) + batch * p.out.batch_stride + head * p.out.head_stride +
+                 sequence.q_offset() * p.out.row_stride + first_column;
+    float* lse = p.softmax_lse + sequence.lse_row(batch, head);
+#pragma unroll
+    for (int r = 0; r < Layout::kRows; r++) {
+        const float scale = finish_row<false>(p, sequence, lane, head, row, softmax, 0, r, lse);
+        const int i = row + Layout::first_query(lane) + Layout::row_slot(r);
+        if (i >= sequence.seqlen_q()) continue;
+#pragma unroll
+        for (int j = 0; j < Family::template kOutputTiles<Columns>; j++)
+#pragma unroll
+            for (int v = 0; v < Layout::kElements; v += 2)
+                if (Layout::row_of(v) == r) {
+                    float2* to = reinterpret_cast<float2*>(out + i * p.out.row_stride + Family::column(lane, j, v));
+                    *to = make_float2(o[0][j][v] * scale, o[0][j][v + 1] * scale);
+                }
+    }
+}
+
 // Family has the products and the lane layouts (volta/forward/split.cuh, turing/forward/split.cuh).
 template <class Family>
 struct Forward {
     using Layout = typename Family::Layout;
-    static constexpr int kWarps = THREADS / 32, kWarpRows = 16, kStep = 16;
+    static constexpr int kWarps = THREADS / 32;
     static constexpr int kBlockRows = kWarps * kWarpRows;
     static constexpr int kChunks = 2 * HEADDIM / kChunk;
     // A chunk of padding: rows of a column fall into different banks.
@@ -45,7 +131,7 @@ struct Forward {
     static_assert(kBlockRows == BLOCK_ROWS && kStep == STEP && HEADDIM == HEADDIM_V &&
                       kRingBytes + Queries::kSharedBytes * kBlockRows == SHARED_BYTES,
                   "the row in src/kernels and the kernel disagree");
-    static_assert(!kHasDropout && !kPaged, "no backward pass, no cache");
+    static_assert(!kPaged, "no cache");
 
     // A thread's chunks of K and V of a step.
     static constexpr int kRowsPerPass = THREADS / kChunks, kPasses = kStep / kRowsPerPass;
@@ -154,32 +240,153 @@ struct Forward {
             __syncthreads();
         }
         const int last_row = Block::remat_row(problem) + remat_thread_index() / 32 * kWarpRows;
-        write(p, remat_block_batch(), remat_head<Layout::kEitherOrder>(problem), last_row, softmax, o);
+        write<Family, HEADDIM>(p, remat_block_batch(), remat_head<Layout::kEitherOrder>(problem), last_row, 0, softmax, o);
+    }
+};
+
+// The same for headdims whose output does not fit one warp's registers. Each of kColumnGroups warps has kColumns columns: of Q and
+// K in the first product, of V and the output in the second. They add their sums of scores in shared memory, and then compute the
+// same softmax. Shared memory has no room for a step, so a step is four phases, each with one part of K or V, in one of two slots:
+//
+//   high parts of K  |  low parts of K, store the sums  |  add the sums, softmax, high parts of V  |  low parts of V
+template <class Family, int Headdim = HEADDIM>
+struct WideForward {
+    using Layout = typename Family::Layout;
+    static constexpr int kColumns = 128, kColumnGroups = Headdim / kColumns;
+    static constexpr int kWarps = THREADS / 32, kBlockRows = kWarps / kColumnGroups * kWarpRows;
+    static constexpr int kChunks = Headdim / kChunk;
+    static constexpr int kPitch = (kChunks + 1) * kChunkBytes;  // as Forward::kPitch
+    static constexpr int kSlotBytes = kStep * kPitch;
+    // A warp's sums: two chunks of each lane.
+    static constexpr int kLaneChunks = 32 * kChunkBytes, kSums = 2 * kSlotBytes, kWarpSums = 2 * kLaneChunks;
+    static constexpr int kQueries = kSums + kWarps * kWarpSums;
+    using Block = ForwardBlock<kBlockRows, Layout::kEitherOrder>;
+    using Queries = typename Family::template Queries<kColumns, Headdim>;
+    using Products = Scores<Layout, 1, 1>[Family::kTiles];
+    static_assert(kBlockRows == BLOCK_ROWS && kStep == STEP && Headdim == HEADDIM_V && Headdim % kColumns == 0 &&
+                      kQueries + Queries::kSharedBytes * kWarpRows * kWarps == SHARED_BYTES,
+                  "the row in src/kernels and the kernel disagree");
+    static_assert(!kPaged, "no cache");
+
+    // A thread's chunks of a part of K or V of a step.
+    static constexpr int kRowsPerPass = THREADS / kChunks, kPasses = kStep / kRowsPerPass;
+    static_assert(kPasses * kRowsPerPass == kStep, "threads take whole rows");
+    struct Loader {
+        const unsigned short *k, *v;  // the thread's chunk of row 0
+        unsigned k_stride, v_stride;
+        int key_end;
+        uint4 data[kPasses];
+
+        __device__ __forceinline__ void load(const unsigned short* part, unsigned stride, int first) {
+#pragma unroll
+            for (int i = 0; i < kPasses; i++) {
+                const int key = first + Family::key_of_row(threadIdx.x / kChunks + i * kRowsPerPass);
+                data[i] = zero_chunk();  // of keys that do not exist
+                load_global_if(key < key_end, data[i], rows_after(part, key, stride));
+            }
+        }
+        __device__ __forceinline__ void load_k(int part, int first) { load(k + part * Headdim, k_stride, first); }
+        __device__ __forceinline__ void load_v(int part, int first) { load(v + part * Headdim, v_stride, first); }
+        __device__ __forceinline__ void store(u32 slot) const {
+            const u32 to = slot + threadIdx.x / kChunks * kPitch + threadIdx.x % kChunks * kChunkBytes;
+#pragma unroll
+            for (int i = 0; i < kPasses; i++) store_shared(to + i * kRowsPerPass * kPitch, data[i]);
+        }
+    };
+
+    __device__ __forceinline__ static int warp_row() { return remat_thread_index() / 32 / kColumnGroups * kWarpRows; }
+    __device__ __forceinline__ static int first_column() { return remat_thread_index() / 32 % kColumnGroups * kColumns; }
+
+    __device__ __forceinline__ static void store_sums(u32 sums, const Products& small, const Products& large) {
+        const u32 to = sums + remat_thread_index() / 32 * kWarpSums + remat_lane() * kChunkBytes;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const auto sum = [&](int v) {
+                v += 4 * i;
+                constexpr int n = Layout::kElements;
+                return __float_as_uint(large[v / n].tile[0][0][v % n] + small[v / n].tile[0][0][v % n]);
+            };
+            store_shared(to + i * kLaneChunks, make_uint4(sum(0), sum(1), sum(2), sum(3)));
+        }
+    }
+    // In the same order in all warps, whose softmax is then the same.
+    __device__ __forceinline__ static void add_sums(u32 sums, Products& s) {
+        const u32 from =
+            sums + remat_thread_index() / 32 / kColumnGroups * (kColumnGroups * kWarpSums) + remat_lane() * kChunkBytes;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int g = 0; g < kColumnGroups; g++) {
+                const uint4 sum = load_shared(from + g * kWarpSums + i * kLaneChunks);
+                const u32 of[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+                for (int v = 0; v < 4; v++) {
+                    float& x = s[(4 * i + v) / Layout::kElements].tile[0][0][(4 * i + v) % Layout::kElements];
+                    x = g ? x + __uint_as_float(of[v]) : __uint_as_float(of[v]);
+                }
+            }
     }
 
-    // Writes out, in fp32, and lse of the warp's rows.
-    __device__ __forceinline__ static void write(const FwdParams& p, int batch, int head, int row,
-                                                 const SoftmaxRows<Layout, 1>& softmax,
-                                                 const typename Family::template Output<HEADDIM>& o) {
-        const BlockSeqlenInfo sequence(p, batch);
-        const typename Layout::Lane lane(remat_lane());
-        float* out = reinterpret_cast<float*>(p.out.ptr) + batch * p.out.batch_stride + head * p.out.head_stride +
-                     sequence.q_offset() * p.out.row_stride;
-        float* lse = p.softmax_lse + sequence.lse_row(batch, head);
+    __device__ __forceinline__ static void run(const FwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared[];
+        const u32 slot = shared_address(shared);
+        const Problem& problem = p.problem;
+        const Block block(problem);
+        const BlockSeqlenInfo sequence(p, block.batch);
+        if (kVarlen && block.row >= sequence.seqlen_q()) return;
+        const Mask mask = mask_of(problem, sequence);
+        const int row = block.row + warp_row();
+        Queries q;
+        q.load(p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()) + first_column(), row, sequence.seqlen_q(),
+               problem.sign_flip, slot + kQueries, threadIdx.x / 32 * kWarpRows);
+        // bias comes in groups of 4 keys
+        int key = mask.key_first(block.row) & ~(kStep - 1);
+        const int key_end = mask.key_end(block.row, kBlockRows), chunk = threadIdx.x % kChunks * kChunk;
+        Loader tiles = {rows_of(p.k, block.batch, block.head_k, sequence.k_offset()) + chunk,
+                        rows_of(p.v, block.batch, block.head_k, sequence.k_offset()) + chunk, static_cast<unsigned>(p.k.row_stride),
+                        static_cast<unsigned>(p.v.row_stride), key_end};
+        const UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);  // as in Forward
+        const float scale = kGeneric ? 1.f : problem.scale_log2;
+        SoftmaxRows<Layout, 1> softmax;
+        typename Family::template Output<kColumns> o = {};
+
+        tiles.load_k(0, key);
+        tiles.store(slot);
+        tiles.load_k(1, key);
+        __syncthreads();
+#pragma unroll 1
+        for (; key < key_end; key += kStep) {
+            const u32 columns = first_column() * 2;
+            tiles.store(slot + kSlotBytes);
+            tiles.load_v(0, key);
+            Products s, large;
 #pragma unroll
-        for (int r = 0; r < Layout::kRows; r++) {
-            const float scale = finish_row<false>(p, sequence, lane, head, row, softmax, 0, r, lse);
-            const int i = row + Layout::first_query(lane) + Layout::row_slot(r);
-            if (i >= sequence.seqlen_q()) continue;
-#pragma unroll
-            for (int j = 0; j < Family::template kOutputTiles<HEADDIM>; j++)
-#pragma unroll
-                for (int v = 0; v < Layout::kElements; v += 2)
-                    if (Layout::row_of(v) == r) {
-                        float2* to = reinterpret_cast<float2*>(out + i * p.out.row_stride + Family::column(lane, j, v));
-                        *to = make_float2(o[0][j][v] * scale, o[0][j][v + 1] * scale);
-                    }
+            for (int i = 0; i < Family::kTiles; i++) s[i].clear(), large[i].clear();
+            q.multiply_high(s, large, slot + columns, kPitch);
+            __syncthreads();
+
+            tiles.store(slot);
+            tiles.load_v(1, key);
+            q.multiply_low(s, slot + kSlotBytes + columns, kPitch);
+            store_sums(slot + kSums, s, large);
+            __syncthreads();
+
+            tiles.store(slot + kSlotBytes);
+            tiles.load_k(0, key + kStep);
+            add_sums(slot + kSums, s);
+            to_probabilities<Family>(s, p, problem, unmasked, row, key, scale, softmax, o);
+            typename Family::Probabilities probabilities;
+            probabilities.split(s);
+            Family::template add_high<kColumns>(o, probabilities, slot + columns, kPitch);
+            __syncthreads();
+
+            tiles.store(slot);
+            tiles.load_k(1, key + kStep);
+            Family::template add_low<kColumns>(o, probabilities, slot + kSlotBytes + columns, kPitch);
+            __syncthreads();
         }
+        write<Family, kColumns>(p, remat_block_batch(), remat_head<Layout::kEitherOrder>(problem),
+                                Block::remat_row(problem) + warp_row(), first_column(), softmax, o);
     }
 };
 

@@ -129,7 +129,7 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, every_device: 
         return f"device {_name(q.device)}"
     if k.device != q.device or v.device != q.device:
         return "several devices"
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.float32) and takes_dtype(q, k, v)):
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.float32) and takes_dtype(q)):
         return str(next((t.dtype for t in (q, k, v) if t.dtype != torch.float16), q.dtype)).removeprefix("torch.")
     for headdim in (q.shape[-1], v.shape[-1]):
         if not 1 <= headdim <= max_headdim(q.device):

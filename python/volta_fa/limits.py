@@ -9,8 +9,6 @@ _LIMITS = limits()
 
 #: Largest headdim of `volta_fa::fwd`, `bwd` and `fwd_kvcache`.
 MAX_HEADDIM: int = _LIMITS["max_headdim"]
-#: Largest headdim of float32 tensors that `volta_fa::fwd` computes in full precision on a GPU.
-MAX_FP32_HEADDIM: int = _LIMITS["max_fp32_headdim"]
 #: Columns of a latent of `volta_fa::fwd_mla`: values and rotary.
 LATENT_HEADDIMS: tuple[int, int] = tuple(_LIMITS["latent_headdims"])
 #: Tokens that the page size of a paged KV cache is a multiple of.
@@ -19,17 +17,13 @@ PAGE_SIZE_MULTIPLE: int = _LIMITS["page_size_multiple"]
 MAX_DECODE_ROWS: int = _LIMITS["max_decode_rows"]
 
 
-def takes_dtype(q: Tensor, k: Tensor, v: Tensor, *, has_dropout: bool = False, has_block_mask: bool = False) -> bool:
+def takes_dtype(q: Tensor, *, has_block_mask: bool = False) -> bool:
     """Returns whether `volta_fa::fwd` takes tensors of q's dtype on q's device.
 
-    On a GPU float32 in full precision, PyTorch's default (`torch.get_float32_matmul_precision`), has no gradient, no dropout, no block
-    mask and a headdim of at most MAX_FP32_HEADDIM.
+    On a GPU float32 in full precision, PyTorch's default (`torch.get_float32_matmul_precision`), has no block mask.
     """
     if q.dtype in (torch.float16, torch.bfloat16):
         return True
     if q.device.type == "cpu":
         return q.dtype in (torch.float32, torch.float64)
-    if q.dtype != torch.float32 or torch.ops.volta_fa._reduces_fp32():
-        return q.dtype == torch.float32
-    needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    return not (needs_gradient or has_dropout or has_block_mask) and max(q.shape[-1], v.shape[-1]) <= MAX_FP32_HEADDIM
+    return q.dtype == torch.float32 and (not has_block_mask or torch.ops.volta_fa._reduces_fp32())

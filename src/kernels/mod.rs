@@ -6,7 +6,7 @@ pub use tables::formats::{FormatInfo, ScaleGranularity, FORMATS};
 pub use tables::variants::{
     CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Size, Variant, BACKWARD,
     BACKWARD_STREAM_K, DETERMINISTIC_BACKWARD, FAST_FORWARD, FORWARD, FORWARD_SPLIT, FORWARD_STREAM_K, FUSED_BACKWARD, LARGE_PASS_SETS,
-    PASSES, PASS_SETS, PREFILL_STREAM_K, SPLIT_TOKENS, STORED_BACKWARD,
+    PASSES, PASS_SETS, PREFILL_STREAM_K, SPLIT_BACKWARD, SPLIT_TOKENS, STORED_BACKWARD,
 };
 pub use tables::volta::VOLTA;
 

@@ -59,20 +59,28 @@ pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> 
 // ---- fp32 -----------------------------------------------------------------------------------------
 
 /// Returns the kernels of fp32 tensors (csrc/forward/split.cuh), which step 16 keys. Rows in shared memory have high and low parts, and a
-/// chunk of padding; two slots of K and V. `q_bytes`: of a row of Q that lies there too.
-pub fn split_forward(family: Family, source: Source, tiles: &[(u32, u32, u32, u32)]) -> impl Iterator<Item = Variant> + '_ {
-    let row = move |&(headdim, warps, blocks_per_sm, q_bytes): &(u32, u32, u32, u32)| Variant {
-        headdim,
-        headdim_v: headdim,
-        block_rows: 16 * warps,
-        step: 16,
-        threads: 32 * warps,
-        shared_bytes: 2 * 2 * 16 * (4 * headdim + 16) + 16 * warps * q_bytes,
-        blocks_per_sm,
-        ..Variant::new(family, Pass::ForwardSplit, source)
+/// chunk of padding; two slots of K and V. `q_bytes`: of a row of Q that lies there too. The two sources: for headdims to 128, and above, where
+/// a warp has 128 columns, and a slot one part of K or V; sums of scores take a kilobyte of each warp.
+pub fn split_forward(family: Family, [narrow, wide]: [Source; 2], tiles: &[(u32, u32, u32, u32)]) -> impl Iterator<Item = Variant> + '_ {
+    let row = move |&(headdim, warps, blocks_per_sm, q_bytes): &(u32, u32, u32, u32)| {
+        let is_wide = headdim > 128;
+        let ring = if is_wide { 2 * 16 * (2 * headdim + 16) + 1024 * warps } else { 2 * 2 * 16 * (4 * headdim + 16) };
+        Variant {
+            headdim,
+            headdim_v: headdim,
+            block_rows: if is_wide { 16 * warps / (headdim / 128) } else { 16 * warps },
+            step: 16,
+            threads: 32 * warps,
+            shared_bytes: ring + 16 * warps * q_bytes,
+            blocks_per_sm,
+            ..Variant::new(family, Pass::ForwardSplit, if is_wide { wide } else { narrow })
+        }
     };
-    let features = [FeatureSet::VARLEN, FeatureSet::GENERIC];
-    tiles.iter().map(row).flat_map(move |row| features.map(|of| row.with_features(of)))
+    // to 128 the other features do not pay for dropout
+    let without_dropout = FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Dropout]));
+    let features = [FeatureSet::VARLEN, FeatureSet::GENERIC, without_dropout];
+    let of = move |headdim: u32| features.into_iter().take(if headdim > 128 { 2 } else { 3 });
+    tiles.iter().map(row).flat_map(move |row| of(row.headdim).map(move |features| row.with_features(features)))
 }
 
 // ---- the backward pass ----------------------------------------------------------------------------
@@ -106,6 +114,14 @@ pub fn stored_backward(family: Family, scores: Source, gradients: Source) -> [Va
     let (scores, gradients) = (row(Pass::BackwardScores, scores), row(Pass::BackwardGradients, gradients));
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     [scores, gradients, varlen(scores), varlen(gradients), scores.with_features(FeatureSet::GENERIC)]
+}
+
+/// Returns the kernels of fp32 tensors, of all headdims, with the same tiles. Gradients are fp32.
+pub fn split_backward(family: Family, scores: Source, gradients: Source) -> [Variant; 3] {
+    let [of_scores, of_gradients, ..] = stored_backward(family, scores, gradients);
+    let scores = Variant { pass: Pass::BackwardSplitScores, ..of_scores };
+    let gradients = Variant { pass: Pass::BackwardSplitGradients, ..of_gradients };
+    [scores.with_features(FeatureSet::VARLEN), gradients.with_features(FeatureSet::VARLEN), scores.with_features(FeatureSet::GENERIC)]
 }
 
 // ---- decode ---------------------------------------------------------------------------------------

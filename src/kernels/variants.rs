@@ -179,6 +179,10 @@ pub enum Pass {
     BackwardScores,
     /// dq, dk and dv from them
     BackwardGradients,
+    /// P and dS to memory, of fp32 tensors, whose numbers are sums of two fp16 numbers
+    BackwardSplitScores,
+    /// dq, dk and dv from them
+    BackwardSplitGradients,
     /// attention over two sets of keys from that over each
     Merge,
     /// out and softmax_lse of few queries a sequence, over a KV cache
@@ -319,16 +323,17 @@ pub struct PassInfo {
 pub const SPLIT_TOKENS: u32 = 512;
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 25] = {
+pub const PASSES: [PassInfo; 27] = {
     use {ParamBlock as P, RowKind::*};
     const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
         PassInfo { pass, params, rows, features }
     }
     let scores = FeatureSet::GENERIC.union(FeatureSet::of(&[Feature::Blocks]));
     let forward = scores.without(FeatureSet::of(&[Feature::Fp32Gradients]));
-    let split = forward.without(FeatureSet::of(&[Feature::Dropout, Feature::Blocks]));
+    let split = forward.without(FeatureSet::of(&[Feature::Blocks]));
     // backward finds all that sinks did in softmax_lse
     let gradients = scores.without(FeatureSet::of(&[Feature::Sinks]));
+    let split_gradients = gradients.without(FeatureSet::of(&[Feature::Blocks]));
     // these two see no scores
     let (prepare, finish) = (FeatureSet::of(&[Feature::Lengths]), FeatureSet::of(&[Feature::Lengths, Feature::Fp32Gradients]));
     [
@@ -344,6 +349,8 @@ pub const PASSES: [PassInfo; 25] = {
         row(Pass::BackwardFused, P::Backward, Keys, gradients),
         row(Pass::BackwardScores, P::BackwardStored, StoredTiles, gradients),
         row(Pass::BackwardGradients, P::BackwardStored, StoredTiles, finish),
+        row(Pass::BackwardSplitScores, P::BackwardStored, StoredTiles, split_gradients),
+        row(Pass::BackwardSplitGradients, P::BackwardStored, StoredTiles, finish),
         row(Pass::Merge, P::Merge, Queries, FeatureSet::NONE),
         row(Pass::Decode, P::Decode, PackedQueries, FeatureSet::of(&[Feature::Tree])),
         row(Pass::Prefill, P::Forward, Queries, FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]))),
@@ -400,6 +407,8 @@ impl Pass {
             Pass::BackwardFused => ("bwd", "fused"),
             Pass::BackwardScores => ("bwd", "scores"),
             Pass::BackwardGradients => ("bwd", "gradients"),
+            Pass::BackwardSplitScores => ("bwd_split", "scores"),
+            Pass::BackwardSplitGradients => ("bwd_split", "gradients"),
             Pass::Merge => ("merge", ""),
             Pass::Decode => ("decode", ""),
             Pass::Prefill => ("prefill", ""),
@@ -438,6 +447,8 @@ pub const FUSED_BACKWARD: [Pass; 1] = [Pass::BackwardFused];
 pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardDkDv, Pass::BackwardDq];
 /// The set of `volta_fa::bwd` for large headdims: P and dS travel through memory. It is deterministic.
 pub const STORED_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardScores, Pass::BackwardGradients];
+/// The set of `volta_fa::bwd` of fp32 tensors. It is deterministic.
+pub const SPLIT_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardSplitScores, Pass::BackwardSplitGradients];
 /// The set of `volta_fa::fwd_fast` that decides: its prepare kernel has the same headdim.
 pub const FAST_FORWARD: [Pass; 1] = [Pass::FastForward];
 /// The sets that a device needs to run every problem of `fwd` and `bwd` to `COMMON_HEADDIM`, for `Kernels::serve`. Stream-K and fused
@@ -683,6 +694,8 @@ impl Variant {
             _ if !required.is_empty() => required.join("_"),
             FeatureSet::NONE => String::new(),
             beyond if beyond.intersection(of_scores) == FeatureSet::NONE => "varlen".into(),
+            // some have no dropout
+            beyond if self.pass == Pass::ForwardSplit && beyond.contains(FeatureSet::of(&[Feature::Dropout])) => "generic_dropout".into(),
             _ => "generic".into(),
         }
     }

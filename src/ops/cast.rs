@@ -8,7 +8,7 @@ use crate::launch::{bytes_of, Launcher};
 use crate::log;
 use crate::params::{CastParams, Operand, Output};
 use crate::plan::{self, PlannedKernel};
-use crate::problem::Attention;
+use crate::problem::{padded_headdim, Attention};
 use crate::tensor::{self, element_type, output, readable};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
@@ -22,14 +22,12 @@ const SCORES_OF_BACKWARD: [i32; 2] = [23, 19];
 /// Row tiles of a grid whose blocks rarely have work: each walks over several.
 const MAX_SPARSE_TILES: u32 = 8;
 
-/// Tensors that a cast reads.
-pub(super) enum Operands {
-    /// q, k and v.
-    All,
-    /// q and k.
-    QueriesAndKeys,
-    /// q, k and v, whose numbers become sums of two: this many columns of high parts, then the low parts.
-    Parts(i64),
+/// What a cast reads and writes.
+pub(super) struct Operands {
+    /// v too, beside q and k.
+    pub has_v: bool,
+    /// Not 0: numbers become sums of two. A row has this many columns of high parts, then the low parts.
+    pub low_column: i64,
 }
 
 /// A call's fp16 inputs.
@@ -78,16 +76,15 @@ impl<'a> Cast<'a> {
         let scale_exponent = scale_exponent(a.softmax_scale);
         let problem = Attention { softmax_scale: a.softmax_scale * f64::from(-scale_exponent).exp2(), ..*a };
         let mut given = inputs.share();
-        let has_v = !matches!(of, Operands::QueriesAndKeys);
-        let low_column = if let Operands::Parts(columns) = of { *columns } else { 0 };
+        let Operands { has_v, low_column } = *of;
         (given.q, given.k) = (readable(&given.q)?, readable(&given.k)?);
         if has_v {
             given.v = readable(&given.v)?;
         }
         let half = |t: &Tensor| {
             let mut sizes = t.size();
-            if let (Operands::Parts(columns), Some(last)) = (of, sizes.last_mut()) {
-                *last = 2 * columns;
+            if let Some(last) = sizes.last_mut().filter(|_| low_column > 0) {
+                *last = 2 * low_column;
             }
             tensor::empty(&sizes, Kind::Half, launcher)
         };
@@ -110,11 +107,10 @@ impl<'a> Cast<'a> {
         let mut launches = Launches::begin(&given, a, launcher, written);
         launches.also_write(&[], Some(("largest", &largest)));
         launches.also_write(&[], softmax_lse.map(|t| ("softmax_lse", t)));
-        if low_column > a.padded().headdim.min(a.padded().headdim_v) {
+        let targets = [(&cast.q, a.headdim), (&cast.k, a.headdim), (&cast.v, a.headdim_v)];
+        for (t, _) in targets.iter().take(if has_v { 3 } else { 2 }).filter(|(_, columns)| low_column > padded_headdim(*columns)) {
             // columns between the parts; after begin, which fills writable memory with NaN
-            for t in [&cast.q, &cast.k, &cast.v] {
-                let _ = t.shallow_clone().f_zero_()?;
-            }
+            let _ = t.shallow_clone().f_zero_()?;
         }
         let shape: &[i64] = if a.total_q().is_some() { &[3, 1, a.nheads_k, 1, 1] } else { &[3, entries, 1, a.nheads_k, 1, 1] };
         let this = Cast {

@@ -60,7 +60,7 @@ impl CodeSizes {
         CodeSizes { parts }
     }
 
-    /// Returns the sizes in the tensor of `prepare_fast`, for any kernel. torch_ops/fast.cpp has their sum. Parts begin at multiples of 16
+    /// Returns the sizes in the tensor of `prepare_fast`, for any kernel. torch_ops/meta.cpp has their sum. Parts begin at multiples of 16
     /// bytes.
     pub fn prepared(a: &Attention, is_bf16: bool) -> CodeSizes {
         let v_blocks = ceil_div(a.seqlen_k, 4 * SCALE_KEYS) * 4;

@@ -61,8 +61,14 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let (dout, out) = (readable(&saved.dout)?, readable(&saved.out)?);
     let softmax_lse = saved.softmax_lse.f_contiguous()?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
-    let like = |t: &Tensor| empty(&t.size(), if mode.fp32_gradients { Kind::Float } else { t.kind() });
-    let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
+    // the operands may have more columns: their low parts
+    let like = |t: &Tensor, columns: i64| {
+        let mut sizes = t.size();
+        let last = sizes.len() - 1;
+        sizes[last] = columns;
+        empty(&sizes, if mode.fp32_gradients { Kind::Float } else { t.kind() })
+    };
+    let (dq, dk, dv) = (like(q, a.headdim)?, like(k, a.headdim)?, like(v, a.headdim_v)?);
     // scratch memory, O(seqlen): statistics of each row, and accumulators of dq in fp32
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
     // launches of a stream run in order, so the chunks of a huge batch share the scratch memory

@@ -111,13 +111,6 @@ pub(crate) struct Gradients {
     pub dsinks: Option<Tensor>,
 }
 
-/// The two passes over dense or packed keys.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum DensePass {
-    Forward,
-    Backward,
-}
-
 /// Returns true if PyTorch's settings allow products of fp32 matrices in fewer digits.
 pub(super) fn reduces_fp32() -> bool {
     // SAFETY: reads a setting of this process.
@@ -142,20 +135,10 @@ impl Target {
         }
     }
 
-    /// Chooses a backend of `fwd` and `bwd`. Kernels cast fp32, and split it for `fwd`.
-    ///
-    /// # Errors
-    /// A gradient of fp32 in full precision on a GPU.
-    pub fn of_dense(q: &TensorDesc, stream: *mut c_void, pass: DensePass) -> Result<Target> {
-        let has_no_kernel = q.dtype == DType::Float && pass == DensePass::Backward && !reduces_fp32();
+    /// Chooses a backend of `fwd` and `bwd`. Kernels cast fp32, or split it.
+    pub fn of_dense(q: &TensorDesc, stream: *mut c_void) -> Result<Target> {
         match (q.dtype, q.device) {
-            (DType::Float, Device::Cpu) if !has_no_kernel => simulated(),
-            (DType::Float, Device::Cuda(_)) if has_no_kernel => {
-                let given = "dtype torch.float32 on a GPU";
-                let expected =
-                    "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows gradients of torch.float32";
-                Err(Error::value("q", given, expected))
-            }
+            (DType::Float, Device::Cpu) => simulated(),
             _ => Target::of(q, stream),
         }
     }

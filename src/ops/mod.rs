@@ -24,16 +24,15 @@ pub(crate) use inputs::{all_are_batch_invariant, cpu_max_headdim, Gradients, Inp
 
 use crate::error::{Error, Result};
 use crate::launch::Launcher;
-use crate::limits::MAX_FP32_HEADDIM;
 use crate::plan::BackwardMode;
-use crate::problem::{self, Attention, Backend, RequestedFeatures};
+use crate::problem::{self, Attention, Backend};
 use crate::tensor::{describe, readable_gradient};
-use inputs::{check_bias_gradient, int32_values, reduces_fp32, DensePass, Described, Target};
+use inputs::{check_bias_gradient, int32_values, reduces_fp32, Described, Target};
 use tch::{Kind, Tensor};
 
 /// Computes `volta_fa::fwd`: (out, softmax_lse).
 pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
-    let (target, a, _) = prepare(inputs, DensePass::Forward)?;
+    let (target, a, _) = prepare(inputs)?;
     if a.is_empty() {
         return empty_forward(inputs, &a);
     }
@@ -58,17 +57,23 @@ fn forward_in_fp32(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> R
         let expected = "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows torch.float32";
         return Err(Error::value("q", "dtype torch.float32 with batch_invariant", expected));
     }
-    let (headdim, most) = (a.headdim.max(a.headdim_v), MAX_FP32_HEADDIM);
-    let RequestedFeatures { dropout_p, block_mask, .. } = a.features;
-    if headdim <= most && dropout_p == 0.0 && !block_mask {
-        return split::forward(inputs, a, launcher);
+    if has_split_kernels(a, launcher)? {
+        split::forward(inputs, a, launcher)
+    } else {
+        cpu::forward(inputs, a)
     }
-    if launcher.device() == tch::Device::Cpu {
-        return cpu::forward(inputs, a);
+}
+
+/// Returns whether kernels compute fp32 tensors in full precision, or else the CPU backend.
+///
+/// # Errors
+/// No kernel does, on a GPU.
+fn has_split_kernels(a: &Attention, launcher: &dyn Launcher) -> Result<bool> {
+    if a.features.block_mask && launcher.device() != tch::Device::Cpu {
+        let expected = "no block mask; torch.set_float32_matmul_precision(\"high\") allows one";
+        return Err(Error::value("q", "dtype torch.float32 on a GPU, with a block mask", expected));
     }
-    let given = format!("dtype torch.float32 on a GPU, with headdim {headdim}, dropout_p {dropout_p}, block mask {block_mask}");
-    let expected = format!("headdim to {most} without dropout and block mask; torch.set_float32_matmul_precision(\"high\") allows others");
-    Err(Error::value("q", given, expected))
+    Ok(!a.features.block_mask)
 }
 
 /// Computes a validated problem on the CPU backend.
@@ -81,7 +86,7 @@ fn forward_on_cpu(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 
 /// Computes `volta_fa::bwd`.
 pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
-    let (target, mut a, described) = prepare(inputs, DensePass::Backward)?;
+    let (target, mut a, described) = prepare(inputs)?;
     // gradients sum over rows: the option says nothing about them
     a.features.batch_invariant = false;
     let saved = &Saved { dout: readable_gradient(&saved.dout)?, ..saved.share() };
@@ -91,9 +96,15 @@ pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
     if a.is_empty() {
         return empty_backward(inputs, saved, &a);
     }
-    let mode = BackwardMode { deterministic: inputs.options.deterministic, fp32_gradients: false, has_dlse: saved.dlse.is_some() };
+    let mode = BackwardMode {
+        deterministic: inputs.options.deterministic,
+        fp32_gradients: false,
+        has_dlse: saved.dlse.is_some(),
+        split: inputs.q.kind() == Kind::Float && !reduces_fp32(),
+    };
     match target {
         Target::Cpu => cpu::backward(inputs, saved, &a),
+        Target::Kernels(launcher) if mode.split && !has_split_kernels(&a, &*launcher)? => cpu::backward(inputs, saved, &a),
         Target::Kernels(launcher) if inputs.q.kind() != Kind::Half => scaled::backward(inputs, saved, &a, mode, &*launcher),
         Target::Kernels(launcher) => device::backward(inputs, saved, &a, mode, &*launcher),
     }
@@ -126,9 +137,9 @@ fn validate_backward(inputs: &Inputs, saved: &Saved, d: &Described, a: &Attentio
 }
 
 /// Returns what computes the call, the validated problem and the descriptions of the tensors.
-fn prepare(inputs: &Inputs, pass: DensePass) -> Result<(Target, Attention, Described)> {
+fn prepare(inputs: &Inputs) -> Result<(Target, Attention, Described)> {
     let described = inputs.describe()?;
-    let target = Target::of_dense(&described.q, inputs.stream, pass)?;
+    let target = Target::of_dense(&described.q, inputs.stream)?;
     let a = validate(&described, target.dense_backend())?;
     let o = &inputs.options;
     if a.is_varlen() && target.checks_lengths(o.check_lengths)? {

@@ -152,9 +152,21 @@ fn per_row(dlse: &Tensor) -> Result<Tensor> {
     Ok(copy)
 }
 
+/// Returns fp32 numbers as sums of two fp16 numbers: `columns` columns of high parts, then the low parts, padded with zeros.
+fn parts(t: &Tensor, columns: i64) -> Result<Tensor> {
+    let mut sizes = t.size();
+    let last = sizes.len() - 1;
+    let given = std::mem::replace(&mut sizes[last], 2 * columns);
+    let both = Tensor::f_zeros(&sizes, (Kind::Half, t.device()))?;
+    let mut high = both.f_narrow(-1, 0, given)?;
+    high.f_copy_(t)?;
+    both.f_narrow(-1, columns, given)?.f_copy_(&t.f_sub(&high)?)?;
+    Ok(both)
+}
+
 /// Computes (out, softmax_lse).
 pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
-    let cast = Cast::new(inputs, a, &Operands::All, None, launcher)?;
+    let cast = Cast::new(inputs, a, &Operands { has_v: true, low_column: 0 }, None, launcher)?;
     let (out, softmax_lse) = device::forward(&cast.inputs, &cast.problem, launcher)?;
     cast.restore_lse(&softmax_lse)?;
     Ok((unscaled(&out, cast.of_v()?, inputs.q.kind(), a)?, softmax_lse))
@@ -177,18 +189,26 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     }
     let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, saved.softmax_lse.device()))?;
     softmax_lse.shallow_clone().f_copy_(&saved.softmax_lse)?;
-    let mut cast = Cast::new(inputs, a, &Operands::QueriesAndKeys, Some(&softmax_lse), launcher)?;
-    cast.inputs.v = v.scale(&inputs.v, Kind::Half, a)?;
-    let scaled = Saved {
-        // out is linear in v
-        out: v.scale(&saved.out, Kind::Half, a)?,
-        dout: dout.scale(&saved.dout, Kind::Half, a)?,
-        softmax_lse,
-        // delta is sum(out * dout) - dlse, so dlse has the powers of both v and dout
-        dlse: dlse.map(|t| t.f_squeeze_dim(-1)?.f_transpose(-1, -2)).transpose()?,
-        attn_bias_requires_grad: saved.attn_bias_requires_grad,
+    let padded = a.padded();
+    let operands = Operands { has_v: false, low_column: if mode.split { padded.headdim } else { 0 } };
+    let mut cast = Cast::new(inputs, a, &operands, Some(&softmax_lse), launcher)?;
+    // delta is sum(out * dout) - dlse, so dlse has the powers of both v and dout
+    let mut dlse = dlse.map(|t| t.f_squeeze_dim(-1)?.f_transpose(-1, -2)).transpose()?;
+    // out is linear in v
+    let [scaled_v, mut out, mut scaled_dout] = {
+        let kind = if mode.split { Kind::Float } else { Kind::Half };
+        [v.scale(&inputs.v, kind, a)?, v.scale(&saved.out, kind, a)?, dout.scale(&saved.dout, kind, a)?]
     };
-    let mode = BackwardMode { fp32_gradients: true, ..mode };
+    cast.inputs.v = if mode.split { parts(&scaled_v, padded.headdim_v)? } else { scaled_v };
+    if mode.split {
+        // The preprocess kernel reads fp16. So it gets an out of 0, and all of delta comes with dlse.
+        let delta = out.f_mul(&scaled_dout)?.f_sum_dim_intlist([-1_i64].as_slice(), false, Kind::Float)?.f_transpose(-1, -2)?;
+        dlse = Some(dlse.map_or_else(|| delta.f_neg(), |t| t.f_sub(&delta))?);
+        scaled_dout = parts(&scaled_dout, padded.headdim_v)?;
+        out = Tensor::f_zeros(padded.query_shape(padded.headdim_v), (Kind::Half, out.device()))?;
+    }
+    let mode = BackwardMode { fp32_gradients: true, has_dlse: dlse.is_some(), ..mode };
+    let scaled = Saved { out, dout: scaled_dout, softmax_lse, dlse, attn_bias_requires_grad: saved.attn_bias_requires_grad };
     let mut g = device::backward(&cast.inputs, &scaled, &cast.problem, mode, launcher)?;
     let kind = inputs.q.kind();
     // dS is linear in dout and in v, dq in dS and k, dk in dS and q; dv in dout alone

@@ -20,7 +20,7 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
     let planned = &plan::forward_split(&given.padded(), &launcher.limits()?)?;
     log::forward(&given.padded(), planned)?;
     let columns = i64::from(planned.variant.headdim);
-    let cast = Cast::new(inputs, given, &Operands::Parts(columns), None, launcher)?;
+    let cast = Cast::new(inputs, given, &Operands { has_v: true, low_column: columns }, None, launcher)?;
     let a = &cast.problem.padded();
     let converted = blocks::readable(&cast.inputs, a)?;
     let inputs = converted.as_ref().unwrap_or(&cast.inputs);

@@ -21,13 +21,13 @@ impl StoredMemory {
     /// Allocates memory for launches of `entries` batch entries (1 if packed).
     pub fn new(plan: StoredPlan, a: &Attention, entries: i64, launcher: &dyn Launcher) -> Result<StoredMemory> {
         let heads = plan.heads * (a.nheads / a.nheads_k);
-        let tile = |columns, kind| {
-            let sizes = [entries, heads, plan.query_tiles, columns, STORED_ROWS, STORED_ROWS];
+        let tile = |columns, rows, kind| {
+            let sizes = [entries, heads, plan.query_tiles, columns, rows, STORED_ROWS];
             tensor::empty(&sizes, kind, launcher)
         };
         let sum_columns = if plan.key_launches > 1 { plan.columns } else { 0 };
-        let (p, ds) = (tile(plan.key_tiles, Kind::Half)?, tile(plan.key_tiles, Kind::Half)?);
-        Ok(StoredMemory { plan, p, ds, dq_sums: tile(sum_columns, Kind::Float)? })
+        let scores = || tile(plan.key_tiles, plan.tile_rows(), Kind::Half);
+        Ok(StoredMemory { plan, p: scores()?, ds: scores()?, dq_sums: tile(sum_columns, STORED_ROWS, Kind::Float)? })
     }
 
     /// Returns the tensors by name.

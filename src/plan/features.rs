@@ -12,6 +12,8 @@ pub struct BackwardMode {
     pub fp32_gradients: bool,
     /// There is a gradient of softmax_lse, which the host adds after the preprocess kernel. A fused kernel has no such point.
     pub has_dlse: bool,
+    /// Tensors are fp32, and their numbers sums of two fp16 numbers.
+    pub split: bool,
 }
 
 /// Returns all features of the problem. The table of passes (`kernels::variants`) says which of them a pass can have.

@@ -65,6 +65,34 @@ struct StoredFamily {
                         }
         }
     }
+    static __device__ __forceinline__ void add_scores(float (&c)[4][4][8], u32 a_address, u32 b_address) {
+#pragma unroll
+        for (int m = 0; m < 4; m += 2)
+#pragma unroll
+            for (int n = 0; n < 4; n += 2) {
+                Accumulator sums[2][2][2] = {};  // [m][n][j]
+#pragma unroll
+                for (int pair = 0; pair < TermColumns::kChunks / 2; pair++) {
+                    u32 a[2][4], b[2][4];
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        load_matrices(a[i], pair_after<TermColumns>(a_address, pair) + (m + i) * 16 * TermColumns::kRowBytes);
+                        load_matrices(b[i], pair_after<TermColumns>(b_address, pair) + (n + i) * 16 * TermColumns::kRowBytes);
+                    }
+#pragma unroll
+                    for (int k = 0; k < 2; k++)
+#pragma unroll
+                        for (int i = 0; i < 8; i++) {
+                            const OperandA keys = {a[i % 2][2 * k], a[i % 2][2 * k + 1]};
+                            mma(sums[i % 2][i / 4][i / 2 % 2], keys, b[i / 4][2 * (i / 2 % 2) + k]);
+                        }
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int v = 0; v < 8; v++) c[m + i / 2][n + i % 2][v] += sums[i / 2][i % 2][v / 4][v % 4];
+            }
+    }
     // Returns false: blocks add the gradient of a bias by atomics (Family::stores_dbias in src/kernels/turing/mod.rs).
     static __device__ __forceinline__ bool store_bias_gradient(const float (&)[8], const BwdParams&, int, int, int) {
         return false;
@@ -74,7 +102,8 @@ struct StoredFamily {
     using KeySums = Accumulator[4][8];  // of 16 rows by 8 columns
     using QuerySums = KeySums;
     // c += A B for 16 terms. a: of each tile of 16 rows. b_address: of 16 rows of B.
-    static __device__ __forceinline__ void multiply(KeySums& c, const u32 (&a)[4][4], u32 b_address) {
+    template <int M>
+    static __device__ __forceinline__ void multiply(Accumulator (&c)[M][8], const u32 (&a)[M][4], u32 b_address) {
 #pragma unroll
         for (int pair = 0; pair < 4; pair++) {  // of column tiles
             u32 b[4];
@@ -84,7 +113,7 @@ struct StoredFamily {
 #pragma unroll
                 for (int i = 0; i < 2; i++)
 #pragma unroll
-                    for (int m = 0; m < 4; m++) {
+                    for (int m = 0; m < M; m++) {
                         const OperandA rows = {a[m][2 * k], a[m][2 * k + 1]};
                         mma(c[m][2 * pair + i], rows, b[2 * i + k]);
                     }
@@ -104,6 +133,29 @@ struct StoredFamily {
             multiply(c, a, b_address + pair * 16 * TermRows::kRowBytes);
         }
     }
+    // Adds the products of 32 terms. load(a, m, terms): operand A of tile m of 16 rows, from the step's number `terms` on.
+    template <class Load>
+    static __device__ __forceinline__ void add(KeySums& c, u32 b_address, float factor, Load load) {
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            Accumulator sums[1][8] = {};
+#pragma unroll
+            for (int terms = 0; terms < kStagedTerms; terms += 16) {
+                u32 a[1][4];
+                load(a[0], m, terms);
+                multiply(sums, a, b_address + terms * TermRows::kRowBytes);
+            }
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int v = 0; v < 4; v++) c[m][n][v] = fmaf(sums[0][n][v], factor, c[m][n][v]);
+        }
+    }
+    static __device__ __forceinline__ void add_keys(KeySums& c, u32 a_address, u32 b_address, float factor) {
+        add(c, b_address, factor, [&](u32(&a)[4], int m, int terms) {
+            load_matrices(a, pair_after<TermColumns>(a_address, terms / 16) + m * 16 * TermColumns::kRowBytes);
+        });
+    }
     // Rows in memory are keys, and the load transposes them: matrices 0 and 1 have the first eight keys, matrices 2 and 3 the next.
     static __device__ __forceinline__ u32 query_a(const Lane& lane, int row) {
         return remat_swizzled<TermRows::kChunks>(lane.lane % 8 + lane.lane / 16 * 8, row / kChunk + lane.lane / 8 % 2);
@@ -118,6 +170,11 @@ struct StoredFamily {
                 load_matrices_transposed(a[m], pair_after<TermRows>(a_address, m) + key * TermRows::kRowBytes);
             multiply(c, a, b_address + key * TermRows::kRowBytes);
         }
+    }
+    static __device__ __forceinline__ void add_queries(QuerySums& c, u32 a_address, u32 b_address, float factor) {
+        add(c, b_address, factor, [&](u32(&a)[4], int m, int terms) {
+            load_matrices_transposed(a, pair_after<TermRows>(a_address, m) + terms * TermRows::kRowBytes);
+        });
     }
     template <class F>
     static __device__ __forceinline__ void for_each_pair(const KeySums& c, F f) {

@@ -22,8 +22,14 @@ struct Split {
         return tile + lane % 16 * pitch + lane / 16 * (Headdim / kChunk * kChunkBytes);
     }
 
-    // A warp's 16 rows of Q.
-    template <int Headdim>
+    // The same of two neighboring chunks.
+    __device__ __forceinline__ static u32 fragment_of_part(u32 tile, int pitch) {
+        const int lane = remat_lane();
+        return tile + lane % 16 * pitch + lane / 16 * kChunkBytes;
+    }
+
+    // A warp's 16 rows of Headdim columns of Q. The low parts are LowColumn columns on.
+    template <int Headdim, int LowColumn = Headdim>
     struct Queries {
         static constexpr int kHalf = Headdim / kChunk;  // chunks of the high parts
         static constexpr int kSharedBytes = 0;
@@ -32,7 +38,13 @@ struct Split {
         // `base`: row 0.
         __device__ __forceinline__ void load(const Operand& from, const unsigned short* base, int row, int rows, u32 sign_flip, u32,
                                              int) {
-            load_queries(q, from, base, row, rows, 2 * Headdim, sign_flip);
+            if constexpr (LowColumn == Headdim) {
+                load_queries(q, from, base, row, rows, 2 * Headdim, sign_flip);
+            } else {
+                using Part = OperandA[1][kHalf];
+                load_queries(reinterpret_cast<Part&>(q[0][0]), from, base, row, rows, Headdim, sign_flip);
+                load_queries(reinterpret_cast<Part&>(q[0][kHalf]), from, base + LowColumn, row, rows, Headdim, sign_flip);
+            }
         }
         // S = Q K^T. `tile`: K of the step.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[kTiles], u32 tile, int pitch) const {
@@ -54,6 +66,30 @@ struct Split {
             for (int i = 0; i < kTiles; i++)
 #pragma unroll
                 for (int v = 0; v < 4; v++) s[i].tile[0][0][v] = large[i][v] + small[i][v];
+        }
+        // Add the products with the high and with the low parts of K. `tile`: these parts of the step, from Q's first column on.
+        __device__ __forceinline__ void multiply_high(Scores<Layout, 1, 1> (&small)[kTiles], Scores<Layout, 1, 1> (&large)[kTiles],
+                                                      u32 tile, int pitch) const {
+            each_fragment(tile, pitch, [&](int c, int i, u32 k) {
+                mma(small[i].tile[0][0], q[0][kHalf + c], k);
+                mma(large[i].tile[0][0], q[0][c], k);
+            });
+        }
+        __device__ __forceinline__ void multiply_low(Scores<Layout, 1, 1> (&small)[kTiles], u32 tile, int pitch) const {
+            each_fragment(tile, pitch, [&](int c, int i, u32 k) { mma(small[i].tile[0][0], q[0][c], k); });
+        }
+        // Calls f(chunk, tile of keys, operand B) for each operand.
+        template <class F>
+        __device__ __forceinline__ static void each_fragment(u32 tile, int pitch, F f) {
+            const u32 from = fragment_of_part(tile, pitch);
+#pragma unroll
+            for (int c = 0; c < kHalf; c += 2) {
+                __syncwarp();
+                u32 k[4];
+                load_matrices(k, from + c * kChunkBytes);
+#pragma unroll
+                for (int i = 0; i < 4; i++) f(c + i / 2, i % 2, k[i]);
+            }
         }
     };
 
@@ -90,6 +126,45 @@ struct Split {
             }
 #pragma unroll
             for (int w = 0; w < 4; w++) o[0][j][w] += large[w] + small[w];
+        }
+    }
+
+    // Add the products with the high and with the low parts of V. `tile`: these parts of the step, from the output's first column
+    // on.
+    template <int Headdim>
+    __device__ __forceinline__ static void add_high(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
+        add_part<Headdim>(o, tile, pitch, [&](Accumulator& x, const u32* v) {
+            Accumulator small = {}, large = {};
+#pragma unroll
+            for (int i = 0; i < kTiles; i++) {
+                mma(small, p.low[i], v[i]);
+                mma(large, p.high[i], v[i]);
+            }
+#pragma unroll
+            for (int w = 0; w < 4; w++) x[w] += large[w] + small[w];
+        });
+    }
+    template <int Headdim>
+    __device__ __forceinline__ static void add_low(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
+        add_part<Headdim>(o, tile, pitch, [&](Accumulator& x, const u32* v) {
+            Accumulator small = {};
+#pragma unroll
+            for (int i = 0; i < kTiles; i++) mma(small, p.high[i], v[i]);
+#pragma unroll
+            for (int w = 0; w < 4; w++) x[w] += small[w];
+        });
+    }
+    // Calls add(output tile, operands B) for each chunk.
+    template <int Headdim, class F>
+    __device__ __forceinline__ static void add_part(Output<Headdim>& o, u32 tile, int pitch, F add) {
+        const u32 from = fragment_of_part(tile, pitch);
+#pragma unroll
+        for (int j = 0; j < Headdim / kChunk; j += 2) {
+            if (j % 4 == 0) __syncwarp();
+            u32 v[4];
+            load_matrices_transposed(v, from + j * kChunkBytes);
+#pragma unroll
+            for (int i = 0; i < 2; i++) add(o[0][j + i], v + 2 * i);
         }
     }
 

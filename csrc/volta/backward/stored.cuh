@@ -34,6 +34,26 @@ struct StoredFamily {
             f.multiply_high(c);
         }
     }
+    static __device__ __forceinline__ void add_scores(Accumulator (&c)[4][4], u32 a, u32 b) {
+#pragma unroll
+        for (int m = 0; m < 4; m += 2)
+#pragma unroll
+            for (int n = 0; n < 4; n += 2) {
+                Accumulator sums[2][2] = {};
+#pragma unroll
+                for (int chunk = 0; chunk < TermColumns::kChunks; chunk++) {
+                    const Fragments<TermColumns, 2, 2> f(
+                        chunk_after<TermColumns::kChunks>(a, chunk) + m * 16 * TermColumns::kRowBytes,
+                        chunk_after<TermColumns::kChunks>(b, chunk) + n * 16 * TermColumns::kRowBytes);
+                    f.multiply_low(sums);
+                    f.multiply_high(sums);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int v = 0; v < 8; v++) c[m + i / 2][n + i % 2][v] += sums[i / 2][i % 2][v];
+            }
+    }
     static __device__ __forceinline__ bool store_bias_gradient(const Accumulator& ds, const BwdParams& p, int head, int row,
                                                                int key) {
         if (!p.dbias_is_fp16) return false;
@@ -48,6 +68,20 @@ struct StoredFamily {
         return column_operand<TermRows>(0, lane, column / 32);
     }
     static __device__ __forceinline__ void multiply_keys(KeySums& c, u32 a, u32 b) { accumulate<TermRows, 1>(c, a, b); }
+    static __device__ __forceinline__ void add_keys(KeySums& c, u32 a, u32 b, float factor) {
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            Gradient<1, 2> sums = {};
+            accumulate<TermRows, 1>(sums, a + m * 16 * kScoreRowBytes, b);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    float& x = c[m][i / 2][i % 2][v];
+                    x = fmaf(sums[0][i / 2][i % 2][v], factor, x);
+                }
+        }
+    }
     template <class F>
     static __device__ __forceinline__ void for_each_pair(const KeySums& c, F f) {
         const Lane lane;
@@ -89,6 +123,32 @@ struct StoredFamily {
                     mma_col_row(c[m][1][j][1], a[m].z, a[m].w, b[j].z, b[j].w);
                 }
         }
+    }
+    static __device__ __forceinline__ void add_queries(QuerySums& c, u32 a_address, u32 b_address, float factor) {
+        constexpr int kChunks = TermRows::kChunks;
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                Accumulator sums[2][2] = {};
+#pragma unroll
+                for (int key = 0; key < kStagedTerms; key += 4) {
+                    const u32 shift = key % 8 ? row_swizzle<kChunks>(4) : 0;
+                    const uint4 a = load_shared(chunk_after<kChunks>(a_address, shift ^ 4 * m) + key * TermRows::kRowBytes);
+                    const uint4 b = load_shared(chunk_after<kChunks>(b_address, shift ^ 4 * j) + key * TermRows::kRowBytes);
+                    mma_col_row(sums[0][0], a.x, a.y, b.x, b.y);
+                    mma_col_row(sums[0][1], a.x, a.y, b.z, b.w);
+                    mma_col_row(sums[1][0], a.z, a.w, b.x, b.y);
+                    mma_col_row(sums[1][1], a.z, a.w, b.z, b.w);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int v = 0; v < 8; v++) {
+                        float& x = c[m][i / 2][j][i % 2][v];
+                        x = fmaf(sums[i / 2][i % 2][v], factor, x);
+                    }
+            }
     }
     template <class F>
     static __device__ __forceinline__ void for_each_pair(const QuerySums& c, F f) {

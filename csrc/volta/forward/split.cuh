@@ -15,8 +15,8 @@ struct Split {
     using Output = Accumulator[1][kOutputTiles<Headdim>];
     __device__ __forceinline__ static constexpr int key_of_row(int row) { return row; }
 
-    // A warp's 16 rows of Q: the high parts in registers, the low ones in shared memory.
-    template <int Headdim>
+    // A warp's 16 rows of Headdim columns of Q: the high parts in registers, the low ones, LowColumn columns on, in shared memory.
+    template <int Headdim, int LowColumn = Headdim>
     struct Queries {
         static constexpr int kHalf = Headdim / kChunk;  // chunks of the high parts
         static constexpr int kSharedBytes = (kHalf + 1) * kChunkBytes;  // of a row, padded as rows of K
@@ -36,7 +36,7 @@ struct Split {
                 high[c] = zero_chunk();
                 if (i < rows) {
                     high[c] = flipped(load_global(source + c * kChunk), sign_flip);
-                    x = flipped(load_global(source + Headdim + c * kChunk), sign_flip);
+                    x = flipped(load_global(source + LowColumn + c * kChunk), sign_flip);
                 }
                 store_shared(low + c * kChunkBytes, x);  // both lanes of a row store the same
             }
@@ -62,6 +62,30 @@ struct Split {
             }
 #pragma unroll
             for (int v = 0; v < 8; v++) s[0].tile[0][0][v] = large[v] + small[v];
+        }
+        // Add the products with the high and with the low parts of K. `tile`: these parts of the step, from Q's first column on.
+        __device__ __forceinline__ void multiply_high(Scores<Layout, 1, 1> (&small)[1], Scores<Layout, 1, 1> (&large)[1], u32 tile,
+                                                      int pitch) const {
+            const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
+#pragma unroll
+            for (int c = 0; c < kHalf; c++) {
+                if (c % 2 == 0) __syncwarp();  // ptxas would load ahead into all registers
+                const uint4 x = load_shared(k + c * kChunkBytes), q_low = load_shared(low + c * kChunkBytes);
+                mma_row_col(small[0].tile[0][0], q_low.x, q_low.y, x.x, x.y);
+                mma_row_col(large[0].tile[0][0], high[c].x, high[c].y, x.x, x.y);
+                mma_row_col(small[0].tile[0][0], q_low.z, q_low.w, x.z, x.w);
+                mma_row_col(large[0].tile[0][0], high[c].z, high[c].w, x.z, x.w);
+            }
+        }
+        __device__ __forceinline__ void multiply_low(Scores<Layout, 1, 1> (&small)[1], u32 tile, int pitch) const {
+            const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
+#pragma unroll
+            for (int c = 0; c < kHalf; c++) {
+                if (c % 4 == 0) __syncwarp();
+                const uint4 x = load_shared(k + c * kChunkBytes);
+                mma_row_col(small[0].tile[0][0], high[c].x, high[c].y, x.x, x.y);
+                mma_row_col(small[0].tile[0][0], high[c].z, high[c].w, x.z, x.w);
+            }
         }
     };
 
@@ -116,6 +140,52 @@ struct Split {
             for (int t = 0; t < 2; t++)
 #pragma unroll
                 for (int v = 0; v < 8; v++) o[0][2 * j + t][v] += large[t][v] + small[t][v];
+        }
+    }
+
+    // Add the products with the high and with the low parts of V. `tile`: these parts of the step, from the output's first column
+    // on.
+    template <int Headdim>
+    __device__ __forceinline__ static void add_high(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
+        add_part<Headdim, 4>(o, tile, pitch, [&](Accumulator(&sums)[4], int w, int u, const uint4& v) {
+            const RowPair &high = p.high.part[0][w][u], &low = p.low.part[0][w][u];
+            mma_row_row(sums[0], low.lo, low.hi, v.x, v.y);
+            mma_row_row(sums[1], low.lo, low.hi, v.z, v.w);
+            mma_row_row(sums[2], high.lo, high.hi, v.x, v.y);
+            mma_row_row(sums[3], high.lo, high.hi, v.z, v.w);
+        });
+    }
+    template <int Headdim>
+    __device__ __forceinline__ static void add_low(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
+        add_part<Headdim, 2>(o, tile, pitch, [&](Accumulator(&sums)[2], int w, int u, const uint4& v) {
+            const RowPair& high = p.high.part[0][w][u];
+            mma_row_row(sums[0], high.lo, high.hi, v.x, v.y);
+            mma_row_row(sums[1], high.lo, high.hi, v.z, v.w);
+        });
+    }
+    // Adds Sums sums of a step to the output, number i to output tile i % 2 of each four chunks. add(sums, w, u, v) adds the
+    // products of four keys.
+    template <int Headdim, int Sums, class F>
+    __device__ __forceinline__ static void add_part(Output<Headdim>& o, u32 tile, int pitch, F add) {
+        const ForwardLane lane(remat_thread_index() & 31);
+        const u32 v_own = tile + lane.v_row() * pitch + lane.v_chunk() * kChunkBytes;
+        const int to_other = (lane.qn ? -8 : 8) * pitch;
+#pragma unroll
+        for (int j = 0; j < Headdim / 32; j++) {
+            Accumulator sums[Sums];
+#pragma unroll
+            for (int i = 0; i < Sums; i++) clear(sums[i]);
+#pragma unroll
+            for (int w = 0; w < 2; w++)
+#pragma unroll
+                for (int u = 0; u < 2; u++) {
+                    __syncwarp();
+                    add(sums, w, u, load_shared(v_own + (w ? to_other : 0) + u * pitch + j * 4 * kChunkBytes));
+                }
+#pragma unroll
+            for (int t = 0; t < 2; t++)
+#pragma unroll
+                for (int v = 0; v < 8; v++) o[0][2 * j + t][v] += Sums > 2 ? sums[t][v] + sums[Sums - 2 + t][v] : sums[t][v];
         }
     }
 

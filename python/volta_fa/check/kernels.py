@@ -147,10 +147,16 @@ class Target:
             text = torch.ops.volta_fa._plan(*shape, deterministic=p.deterministic, features=",".join(p.features), device=self.number)
         plan = json.loads(text)
         if variant["pass"] in FORWARD:
-            kernel = plan["forward_split" if variant["pass"] == "ForwardSplit" else "forward"]
+            kernel = plan["forward_split" if is_split(variant) else "forward"]
             return [kernel["name"]] if kernel else []
-        parts = (plan["backward"][name] for name in ("prepare", "main", "finish"))
+        backward = plan["backward_split" if is_split(variant) else "backward"] or {}
+        parts = (backward.get(name) for name in ("prepare", "main", "finish"))
         return [part["name"] for part in parts if part]
+
+
+def is_split(variant: dict[str, Any]) -> bool:
+    """Returns whether the variant computes fp32 tensors in full precision."""
+    return "Split" in variant["pass"]
 
 
 def wanted(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -176,7 +182,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         d, dv, features, dtype = 40, 24, set(ASKING), variant["dtype"]
     else:
         d, dv, features = variant["headdim"], variant["headdim_v"], set(variant["features"])
-        dtype = torch.float32 if variant["pass"] == "ForwardSplit" else torch.float16
+        dtype = torch.float32 if is_split(variant) else torch.float16
     if variant["pass"] in ("BackwardPreprocess", "BackwardPostprocess"):
         d = dv = 64  # these kernels take any headdim
     # a block of these kernels has all keys of its heads

@@ -39,6 +39,8 @@ _PASSES = {
     "BackwardFused": "backward, whole",
     "BackwardScores": "large headdim, P and dS",
     "BackwardGradients": "large headdim, gradients",
+    "BackwardSplitScores": "float32, P and dS",
+    "BackwardSplitGradients": "float32, gradients",
     "Merge": "merge",
     "FastPrepare": "int8 scores, prepare",
     "FastForward": "int8 scores, forward",

@@ -60,7 +60,7 @@ def attend(
             options["attn_bias"] = _bias(query, key, score_mod, captured, scores, mask)
             mask = None
     if mask is not None:
-        if not takes_dtype(query, key, value, has_block_mask=True):
+        if not takes_dtype(query, has_block_mask=True):
             raise Unrecognized("float32 with a mask on cuda")
         options |= mask.options()
     batch = query.shape[0]
@@ -85,7 +85,7 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises Unrecognized for tensors that the operators do not take."""
     if query.device.type not in ("cpu", "cuda"):
         raise Unrecognized(f"tensors on {query.device.type}")
-    if not takes_dtype(query, key, value) or not query.dtype == key.dtype == value.dtype:
+    if not takes_dtype(query) or not query.dtype == key.dtype == value.dtype:
         names = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in (query, key, value)}))
         raise Unrecognized(f"{names} on {query.device.type}")
     if max(query.shape[-1], value.shape[-1]) > max_headdim(query.device):

@@ -166,7 +166,7 @@ def _count(key: str) -> None:
 def _run(inp: Any) -> Tensor:
     """Runs a call in (batch, seqlen, heads, headdim) or (batch, seqlen, groups, heads, headdim). Raises _Unsupported."""
     q, k, v = inp.query, inp.key, inp.value
-    if not takes_dtype(q, k, v, has_dropout=inp.p > 0.0):
+    if not takes_dtype(q):
         raise _Unsupported("dtype")
     if getattr(inp, "output_dtype", None) not in (None, q.dtype):
         raise _Unsupported("output_dtype")

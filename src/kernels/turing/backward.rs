@@ -39,11 +39,15 @@ const POSTPROCESS: Source = Source::new(
     &["backward/postprocess.cuh", "turing/backward/dq_accumulator.cuh", "turing/backward/row_stats.cuh"],
     "BackwardPostprocess<turing::RowStats, turing::DqAccumulator, BLOCK_ROWS, THREADS>",
 );
-const SCORES: Source = Source::new(&["backward/store_scores.cuh", "turing/backward/stored.cuh"], "BackwardScores<turing::StoredFamily>")
-    .with_arguments("p.backward, p.stored");
-const GRADIENTS: Source =
-    Source::new(&["backward/stored_gradients.cuh", "turing/backward/stored.cuh"], "BackwardGradients<turing::StoredFamily>")
-        .with_arguments("p.backward, p.stored");
+const fn stored(header: &'static [&'static str], kernel: &'static str) -> Source {
+    Source::new(header, kernel).with_arguments("p.backward, p.stored")
+}
+const SCORES_HEADERS: &[&str] = &["backward/store_scores.cuh", "turing/backward/stored.cuh"];
+const GRADIENTS_HEADERS: &[&str] = &["backward/stored_gradients.cuh", "turing/backward/stored.cuh"];
+const SCORES: Source = stored(SCORES_HEADERS, "BackwardScores<turing::StoredFamily>");
+const GRADIENTS: Source = stored(GRADIENTS_HEADERS, "BackwardGradients<turing::StoredFamily>");
+const SPLIT_SCORES: Source = stored(SCORES_HEADERS, "BackwardScores<turing::StoredFamily, true>");
+const SPLIT_GRADIENTS: Source = stored(GRADIENTS_HEADERS, "BackwardGradients<turing::StoredFamily, true>");
 
 /// `turing/backward/single_role`: 4 warps of 32 keys, two blocks an SM. Shared memory has K, and two tiles of Q, of dO and
 /// of dS.
@@ -202,5 +206,6 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(all_of_it.map(varlen));
     rows.extend(block_mask_rows());
     rows.extend(shared::stored_backward(TURING, SCORES, GRADIENTS));
+    rows.extend(shared::split_backward(TURING, SPLIT_SCORES, SPLIT_GRADIENTS));
     rows
 }

@@ -164,8 +164,11 @@ pub fn invariant_rows() -> impl Iterator<Item = Variant> {
 
 /// The kernels of fp32 tensors: Q and the output are 64 registers at headdim 64, and 128 at 128. Three blocks an SM would spill at 64.
 pub fn split_rows() -> impl Iterator<Item = Variant> {
-    const SPLIT: Source = Source::new(&["turing/forward/split.cuh"], "split::Forward<turing::Split>");
-    shared::split_forward(TURING, SPLIT, &[(64, 4, 2, 0), (128, 8, 1, 0)])
+    const fn source(kernel: &'static str) -> Source {
+        Source::new(&["turing/forward/split.cuh"], kernel)
+    }
+    const SPLIT: [Source; 2] = [source("split::Forward<turing::Split>"), source("split::WideForward<turing::Split>")];
+    shared::split_forward(TURING, SPLIT, &[(64, 4, 2, 0), (128, 8, 1, 0), (256, 8, 1, 0), (512, 8, 1, 0)])
 }
 
 /// Kernels of a KV cache: the same with rows through a block table. They have four headdims, and

@@ -40,11 +40,15 @@ const POSTPROCESS: Source = Source::new(
     &["backward/postprocess.cuh", "volta/backward/dq_accumulator.cuh", "volta/backward/row_stats.cuh"],
     "BackwardPostprocess<volta::RowStats, volta::DqAccumulator, BLOCK_ROWS, THREADS>",
 );
-const SCORES: Source = Source::new(&["backward/store_scores.cuh", "volta/backward/stored.cuh"], "BackwardScores<volta::StoredFamily>")
-    .with_arguments("p.backward, p.stored");
-const GRADIENTS: Source =
-    Source::new(&["backward/stored_gradients.cuh", "volta/backward/stored.cuh"], "BackwardGradients<volta::StoredFamily>")
-        .with_arguments("p.backward, p.stored");
+const fn stored(header: &'static [&'static str], kernel: &'static str) -> Source {
+    Source::new(header, kernel).with_arguments("p.backward, p.stored")
+}
+const SCORES_HEADERS: &[&str] = &["backward/store_scores.cuh", "volta/backward/stored.cuh"];
+const GRADIENTS_HEADERS: &[&str] = &["backward/stored_gradients.cuh", "volta/backward/stored.cuh"];
+const SCORES: Source = stored(SCORES_HEADERS, "BackwardScores<volta::StoredFamily>");
+const GRADIENTS: Source = stored(GRADIENTS_HEADERS, "BackwardGradients<volta::StoredFamily>");
+const SPLIT_SCORES: Source = stored(SCORES_HEADERS, "BackwardScores<volta::StoredFamily, true>");
+const SPLIT_GRADIENTS: Source = stored(GRADIENTS_HEADERS, "BackwardGradients<volta::StoredFamily, true>");
 
 /// `volta/backward/single_role`: four warps with 32 keys each, two blocks an SM by registers and by shared memory, which
 /// has K, V, Q, dO, and P or dS.
@@ -193,6 +197,7 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend([DQ[1], varlen(DQ[0]), varlen(DQ[2])].into_iter().chain(DQ.map(generic)));
     rows.extend(block_mask_rows());
     rows.extend(shared::stored_backward(VOLTA, SCORES, GRADIENTS));
+    rows.extend(shared::split_backward(VOLTA, SPLIT_SCORES, SPLIT_GRADIENTS));
     rows.extend(all_of_it.map(varlen));
     rows
 }

@@ -191,8 +191,11 @@ pub fn invariant_rows() -> impl Iterator<Item = Variant> {
 /// The kernels of fp32 tensors. The high parts of Q and the output are 64 registers at headdim 64, and 128 at 128. The low parts of Q lie in
 /// shared memory.
 pub fn split_rows() -> impl Iterator<Item = Variant> {
-    const SPLIT: Source = Source::new(&["volta/forward/split.cuh"], "split::Forward<volta::Split>");
-    shared::split_forward(VOLTA, SPLIT, &[(64, 4, 3, 144), (128, 8, 1, 272)])
+    const fn source(kernel: &'static str) -> Source {
+        Source::new(&["volta/forward/split.cuh"], kernel)
+    }
+    const SPLIT: [Source; 2] = [source("split::Forward<volta::Split>"), source("split::WideForward<volta::Split>")];
+    shared::split_forward(VOLTA, SPLIT, &[(64, 4, 3, 144), (128, 8, 1, 272), (256, 8, 1, 272), (512, 8, 1, 272)])
 }
 
 /// Returns the same tile on a stream-K grid (`volta/forward/stream_k.cuh`). Sinks are code of the epilogue alone.

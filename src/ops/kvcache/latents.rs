@@ -57,7 +57,7 @@ fn attend_in_bf16(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Re
         keys: Keys::Dense,
         ..*a
     };
-    let cast = Cast::new(&rows, &of_rows, &Operands::QueriesAndKeys, None, launcher)?;
+    let cast = Cast::new(&rows, &of_rows, &Operands { has_v: false, low_column: 0 }, None, launcher)?;
     let [q, k] = [(&cast.inputs.q, q), (&cast.inputs.k, k)].map(|(cast, given)| cast.f_view(given.size().as_slice()));
     let scaled = Attention { softmax_scale: cast.problem.softmax_scale, ..*a };
     let (out, softmax_lse) = attend(Inputs { q: q?, k: k?, ..inputs.share() }, &scaled, launcher)?;

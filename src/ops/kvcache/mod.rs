@@ -51,18 +51,19 @@ fn forward_over_selection(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
         Target::Kernels(launcher) if has_room(&a) => kernels::append(inputs, &a, &*launcher)?.unwrap_or_else(|| inputs.share()),
         _ => gather::appended(inputs, &a)?,
     };
-    attend_to_selection(&inputs, &a, &|call| forward_over_all(&call))
+    attend_to_selection(&inputs, &a, &forward_over_all)
 }
 
 /// Computes `volta_fa::fwd_mla`: (out, softmax_lse). k is the cache of latents.
 ///
 /// # Errors
 /// Wrong arguments; a device that no kernel runs on.
-pub(crate) fn forward_mla(mut inputs: Inputs) -> Result<(Tensor, Tensor)> {
-    let Prepared { target, a, sequences } = prepare(&inputs, validate_mla)?;
+pub(crate) fn forward_mla(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
+    let Prepared { target, a, sequences } = prepare(inputs, validate_mla)?;
     if inputs.options.kv_indices.is_some() {
-        return attend_to_selection(&inputs, &a, &forward_mla);
+        return attend_to_selection(inputs, &a, &forward_mla);
     }
+    let mut inputs = inputs.share();
     let o = &mut inputs.options;
     let own = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
     (o.v_scale, o.v_descale) = (own(&o.k_scale), own(&o.k_descale));
@@ -78,7 +79,7 @@ pub(crate) fn forward_mla(mut inputs: Inputs) -> Result<(Tensor, Tensor)> {
 }
 
 /// Attends to the tokens that `kv_indices` selects. `attend` computes calls without it.
-fn attend_to_selection(inputs: &Inputs, a: &Attention, attend: &dyn Fn(Inputs) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
+fn attend_to_selection(inputs: &Inputs, a: &Attention, attend: &dyn Fn(&Inputs) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
     match a.has_no_output() {
         true => gather::no_output(inputs, a),
         false => selection::attend_to_lists(inputs, a, attend),

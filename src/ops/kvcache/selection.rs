@@ -138,7 +138,7 @@ fn gcd(a: i64, b: i64) -> i64 {
 ///
 /// # Errors
 /// Where ATen or `attend` fails.
-pub fn attend_to_lists(inputs: &Inputs, a: &Attention, attend: &dyn Fn(Inputs) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
+pub fn attend_to_lists(inputs: &Inputs, a: &Attention, attend: &dyn Fn(&Inputs) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
     let o = &inputs.options;
     let count = a.total_q().unwrap_or(a.batch * a.seqlen_q);
     let lists = o.kv_indices.as_ref().expect("the call has a selection");
@@ -210,7 +210,7 @@ fn attend_to_blocks(
     inputs: &Inputs,
     a: &Attention,
     selection: &Selection,
-    attend: &dyn Fn(Inputs) -> Result<(Tensor, Tensor)>,
+    attend: &dyn Fn(&Inputs) -> Result<(Tensor, Tensor)>,
 ) -> Result<(Tensor, Tensor)> {
     let o = &inputs.options;
     let of_tokens = [&o.k_scale, &o.v_scale, &o.k_zero_point, &o.v_zero_point].into_iter().flatten();
@@ -232,7 +232,7 @@ fn attend_to_blocks(
         let rows = at_once.min(count - first);
         let part = Inputs { q: inputs.q.f_narrow(0, first, rows)?, ..inputs.share() };
         let selection = selection.narrow(first, rows)?;
-        let (out, lse) = attend(match &pages {
+        let (out, lse) = attend(&match &pages {
             Some(pages) => in_pages(part, a, &selection, pages)?,
             None => copied(part, a, &selection)?,
         })?;

@@ -35,7 +35,7 @@ pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<B
 
 /// Plans the backward pass with these kernels to choose from.
 pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    if needs_stored(a) {
+    if mode.split || needs_stored(a) {
         return stored(kernels, a, mode, d);
     }
     let in_one_kernel = || if mode.has_dlse { None } else { fused(kernels, a, mode, d) };

@@ -34,8 +34,9 @@ pub(super) fn faster_stored(kernels: Kernels, a: &Attention, mode: BackwardMode,
 
 /// Plans the kernels of a backward pass that stores P and dS.
 pub(super) fn stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    let [prepare, scores, gradients] = choose(kernels, kernels::STORED_BACKWARD, &Shape::of(a), features(a, mode), d)?;
-    let plan = StoredPlan::new(a);
+    let passes = if mode.split { kernels::SPLIT_BACKWARD } else { kernels::STORED_BACKWARD };
+    let [prepare, scores, gradients] = choose(kernels, passes, &Shape::of(a), features(a, mode), d)?;
+    let plan = StoredPlan::new(a, mode.split);
     let group = a.nheads / a.nheads_k;
     let query_tiles = tiles(a.seqlen_q);
     let rounded = (query_tiles as u64).next_multiple_of(QUERY_TILES_TOGETHER as u64) as i64;

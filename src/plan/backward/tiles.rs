@@ -5,7 +5,7 @@ use crate::problem::Attention;
 
 /// Keys, and queries, of a tile of stored scores; rows, and columns, of a tile of gradients (csrc/backward/stored_scores.cuh).
 pub const STORED_ROWS: i64 = 128;
-/// Tiles of P and of dS in 128 MiB. At headdim 256 half as many leave a fifth of the last wave's places empty.
+/// Tiles of P and of dS in 128 MiB, as sums of two numbers in 256 MiB. At headdim 256 half as many leave a fifth of the last wave's places empty.
 const MAX_TILES: i64 = 2048;
 /// Key tiles of a launch that fill a GPU. With fewer, the blocks of dK and dV are few and long.
 const FULL_KEY_TILES: i64 = 16;
@@ -25,6 +25,8 @@ pub struct StoredPlan {
     pub query_tiles: i64,
     /// Column tiles of dq.
     pub columns: i64,
+    /// Numbers are sums of two fp16 numbers.
+    pub split: bool,
 }
 
 /// Returns the tiles that these rows, or columns, need.
@@ -39,7 +41,7 @@ fn even(n: i64, most: i64) -> i64 {
 }
 
 impl StoredPlan {
-    pub(super) fn new(a: &Attention) -> StoredPlan {
+    pub(super) fn new(a: &Attention, split: bool) -> StoredPlan {
         // packed: the first tile of sequence i is number q_offset / 128 + i (first_stored_tile)
         let query_tiles = a.total_q().map_or(tiles(a.seqlen_q), |total| total / STORED_ROWS + a.batch + 1);
         let of_entry = a.nheads / a.nheads_k * query_tiles;
@@ -53,7 +55,16 @@ impl StoredPlan {
         let heads = even(a.nheads_k, MAX_TILES / (of_launch * all_keys));
         let key_tiles = if of_launch * all_keys <= MAX_TILES { all_keys } else { even(all_keys, MAX_TILES / of_launch) };
         let key_launches = (all_keys as u64).div_ceil(key_tiles as u64) as i64;
-        StoredPlan { batches, heads, key_tiles, key_launches, query_tiles, columns: tiles(a.headdim) }
+        StoredPlan { batches, heads, key_tiles, key_launches, query_tiles, columns: tiles(a.headdim), split }
+    }
+
+    /// Returns the rows, of [`STORED_ROWS`] fp16 numbers, of a tile (`kStoredTile` in csrc/backward/stored_scores.cuh).
+    pub fn tile_rows(&self) -> i64 {
+        if self.split {
+            2 * STORED_ROWS + 1
+        } else {
+            STORED_ROWS
+        }
     }
 
     /// Returns true if each launch fills a GPU, as far as the problem does.

@@ -1,0 +1,103 @@
+// Autograd of operators without a derivative.
+
+#include "operators.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+namespace volta_fa {
+namespace {
+
+using torch::autograd::variable_list;
+
+// Rejects tensors that need a derivative before the call: quantization has none that training could use.
+struct Refuse final : c10::OperatorKernel {
+    explicit Refuse(const Operator& op) : op(op), tensors(op.tensors()) {}
+
+    void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) const {
+        const Arguments arguments(op, *stack);
+        for (size_t i = 0; i < tensors; ++i) {
+            const Tensor& t = arguments.tensor(i);
+            if (!t.defined()) continue;
+            const auto& name = op.schema.arguments()[i].name();
+            TORCH_CHECK_NOT_IMPLEMENTED(!t.requires_grad() || !at::GradMode::is_enabled(), "volta_fa::", op.name, ": ", name,
+                                        ": got a tensor that requires grad, expected none: there is no derivative. "
+                                        "Use torch.no_grad() or volta_fa::fwd");
+            TORCH_CHECK_NOT_IMPLEMENTED(!t._fw_grad(/*level=*/0).defined(), "volta_fa::", op.name, ": ", name,
+                                        ": got a tensor with a tangent, expected none: there is no derivative. Use volta_fa::fwd");
+        }
+        at::AutoDispatchBelowADInplaceOrView guard;
+        handle.callBoxed(*stack);
+    }
+
+    const Operator& op;
+    const size_t tensors;
+};
+
+// Lets the call pass; the backward pass raises an error. PyTorch's own fallback does the same, but it reads the schema in each
+// call. That takes an eighth of a decode step's host time.
+constexpr char kCacheMessage[] = "volta_fa::fwd_kvcache: the derivative is not implemented: a cache is for inference";
+
+struct NoGradient : torch::autograd::Function<NoGradient> {
+    static variable_list forward(torch::autograd::AutogradContext*, at::TensorList, const std::tuple<Tensor, Tensor>& found) {
+        return {std::get<0>(found), std::get<1>(found)};
+    }
+    static variable_list backward(torch::autograd::AutogradContext*, const variable_list&) {
+        C10_THROW_ERROR(NotImplementedError, kCacheMessage);
+    }
+};
+
+struct Inference final : c10::OperatorKernel {
+    explicit Inference(const Operator& op) : op(op), appends(op.name != "fwd_kvcache") {}
+
+    void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) const {
+        const bool needed = needs_gradient(Arguments(op, *stack)) && at::GradMode::is_enabled();
+        const auto call = [&] {
+            const at::AutoDispatchBelowAutograd guard;
+            handle.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+        };
+        if (!needed) return call();
+        const Arguments arguments(op, *stack);
+        TORCH_CHECK(!appends || !(arguments.tensor(1).requires_grad() || arguments.tensor(2).requires_grad()),
+                    "volta_fa::fwd_kvcache: k_cache and v_cache are written in place: got one that requires a gradient");
+        variable_list inputs;
+        for (const auto& argument : arguments) {
+            if (argument.isTensor() && argument.toTensor().defined()) inputs.push_back(argument.toTensor());
+        }
+        call();
+        std::tuple<Tensor, Tensor> found;
+        torch::jit::pop(*stack, std::get<0>(found), std::get<1>(found));
+        auto outputs = NoGradient::apply(at::TensorList(inputs), found);
+        torch::jit::push(*stack, std::move(outputs[0]), std::move(outputs[1]));
+    }
+
+    static bool needs_gradient(const Arguments& arguments) {
+        bool needed = false;
+        for (const auto& argument : arguments) {
+            if (!argument.isTensor() || !argument.toTensor().defined()) continue;
+            const Tensor& t = argument.toTensor();
+            TORCH_CHECK_NOT_IMPLEMENTED(!t._fw_grad(/*level=*/0).defined(), kCacheMessage);
+            needed |= t.requires_grad();
+        }
+        return needed;
+    }
+
+    const Operator& op;
+    const bool appends;
+};
+
+}  // namespace
+
+torch::CppFunction without_derivative(const Operator& op) {
+    if (op.name == "fwd_fast" || op.name == "prepare_fast") {
+        return boxed<Refuse>(op);
+    }
+    if (op.name == "fwd_kvcache" || op.name == "fwd_kvcache.append") {
+        return boxed<Inference>(op);
+    }
+    return torch::autograd::autogradNotImplementedFallback();
+}
+
+}  // namespace volta_fa
