@@ -196,8 +196,7 @@ fn of_backward(plan: BackwardPlan) -> Planned {
 fn planned(call: &str, a: &Attention, (has_dlse, fp32_gradients, flag): (bool, bool, bool), d: &DeviceLimits) -> Planned {
     let one = |k: PlannedKernel| (String::new(), vec![k]);
     let split = call == "backward fp32";
-    let mode =
-        BackwardMode { deterministic: call == "deterministic backward", fp32_gradients: fp32_gradients || split, has_dlse, split };
+    let mode = BackwardMode { deterministic: call == "deterministic backward", fp32_gradients: fp32_gradients || split, has_dlse, split };
     let found = match call {
         "forward" => plan::forward(a, d).map(one),
         "forward fp32" => plan::forward_split(a, d).map(one),
