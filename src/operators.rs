@@ -8,7 +8,7 @@ use crate::limits::LATENT_HEADDIMS;
 use crate::ops::{self, fast, indexer, kvcache, merge, sparse, Gradients, Inputs, Saved};
 use crate::options::{Kind, Op, Options, Row};
 use crate::tensor::describe;
-use crate::value::Value;
+use crate::value::{Value, ValueTag};
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 use tch::Tensor;
@@ -233,6 +233,15 @@ impl Operator {
     }
 }
 
+/// Returns the types of values of a keyword by its type in the schema. In the place of a generator is a random state.
+fn of_keyword(kind: &str) -> &'static [ValueTag] {
+    match kind {
+        "bool" => &[ValueTag::Bool],
+        "SymInt?" => Kind::OptionalInt.tags(),
+        _ => Kind::Tensor.tags(),
+    }
+}
+
 /// A call's arguments, which the caller owns.
 pub struct Call<'a> {
     own: &'a [Value],
@@ -247,9 +256,17 @@ impl<'a> Call<'a> {
     /// `values` has the arguments of the operator's schema, and their handles live as long as the call.
     pub unsafe fn read(operator: &Operator, values: &'a [Value], stream: *mut c_void) -> Result<Self> {
         let (own, options) = values.split_at(operator.tensors.len() + operator.keywords.len());
-        if let Some((tensor, _)) = operator.tensors.iter().zip(own).find(|(_, value)| value.tensor().is_none()) {
-            let name = tensor.rsplit(' ').next().unwrap_or(tensor);
-            return Err(Error::value(name, "None", "a tensor"));
+        // before a tensor is borrowed, because a panic would free it
+        let (tensors, keywords) = own.split_at(operator.tensors.len());
+        for (tensor, value) in operator.tensors.iter().zip(tensors) {
+            value.check(tensor.rsplit(' ').next().unwrap_or(tensor), &[ValueTag::Tensor])?;
+        }
+        for (keyword, value) in operator.keywords.iter().zip(keywords) {
+            let (kind, rest) = keyword.split_once(' ').unwrap_or((keyword, ""));
+            value.check(rest.split('=').next().unwrap_or(rest), of_keyword(kind))?;
+        }
+        for (row, value) in operator.options.into_iter().flat_map(Op::options).zip(options) {
+            value.check(row.name, row.kind.tags())?;
         }
         Ok(Call { own, options: operator.options.map(|op| (op, options)), stream })
     }

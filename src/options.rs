@@ -3,7 +3,7 @@
 //! The rows become the operators' schemas ([`crate::operators`]) and the struct that the library works with ([`Options`]). The package's
 //! docstring explains each option; `problem` validates them.
 
-use crate::value::Value;
+use crate::value::{Value, ValueTag};
 use std::ffi::c_void;
 
 /// A size or number that is not known yet: symbolic, as in `torch.compile`'s dynamic shapes. Checks leave it out.
@@ -26,6 +26,20 @@ pub enum Kind {
     Float,
     /// a bool
     Bool,
+}
+
+impl Kind {
+    /// Returns the types that a value may have; the first is not None.
+    pub fn tags(self) -> &'static [ValueTag] {
+        match self {
+            Kind::Tensor | Kind::Written => &[ValueTag::Tensor, ValueTag::None],
+            Kind::OptionalInt => &[ValueTag::Int, ValueTag::None],
+            Kind::Int => &[ValueTag::Int],
+            Kind::OptionalFloat => &[ValueTag::Float, ValueTag::None],
+            Kind::Float => &[ValueTag::Float],
+            Kind::Bool => &[ValueTag::Bool],
+        }
+    }
 }
 
 /// One option.

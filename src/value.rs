@@ -1,5 +1,6 @@
 //! A value of a call in the C ABI: what PyTorch's stack holds for one argument.
 
+use crate::error::{Error, Result};
 use std::ffi::c_void;
 
 /// Type of a [`Value`].
@@ -16,6 +17,18 @@ pub enum ValueTag {
     Float,
     /// a bool
     Bool,
+}
+
+impl ValueTag {
+    fn name(self) -> &'static str {
+        match self {
+            ValueTag::None => "None",
+            ValueTag::Tensor => "a tensor",
+            ValueTag::Int => "an int",
+            ValueTag::Float => "a float",
+            ValueTag::Bool => "a bool",
+        }
+    }
 }
 
 /// Content of a [`Value`]; the tag says which member is written.
@@ -42,6 +55,17 @@ pub struct Value {
 impl Value {
     fn is_none(&self) -> bool {
         self.tag == ValueTag::None
+    }
+
+    /// Rejects a value of another type than these. From Python and TorchScript values have the schema's types, from a C++ stack any.
+    ///
+    /// # Errors
+    /// [`Error::value`] with the argument's name.
+    pub fn check(&self, name: &str, tags: &[ValueTag]) -> Result<()> {
+        match tags.contains(&self.tag) {
+            true => Ok(()),
+            false => Err(Error::value(name, self.tag.name(), tags[0].name())),
+        }
     }
 
     fn expect(&self, tag: ValueTag) {

@@ -167,6 +167,8 @@ def test_autocast_and_what_is_added_to_scores(backend):
         out.backward(dout.half())
         return out, inputs
 
+    with torch.autocast(backend.device, torch.float16), pytest.raises(ValueError, match="attn_bias: got dtype torch.float8"):
+        fwd(q, k, v, attn_bias=bias.to(torch.float8_e4m3fn))
     for other in (torch.float32, torch.bfloat16, torch.float16):
         with torch.autocast(backend.device, torch.float16):
             found, inputs = train((q, k, v), bias.to(other), sinks.to(other))

@@ -231,6 +231,20 @@ def test_pages_are_block_major(gpu, backend):
     assert agree.sum() <= 0.05 * agree.numel()
 
 
+@on("cuda")  # the simulator copies 2 GiB several times
+def test_keys_beyond_2_gib(backend):
+    """Only the last keys of 2^24 and more are read, and only their logits are written."""
+    count, first = 2**24 + 256, 2**24 - 64
+    keys = torch.empty(count, 128, dtype=torch.uint8, device=backend.device)
+    keys[first:] = torch.randint(0, 120, (count - first, 128), device=backend.device).to(torch.uint8)
+    q, weights = backend.randn(1, 1, 64, 128), backend.randn(1, 1, 64).float()
+    ends = {"k_start": backend.ints([first]).view(1, 1), "k_scales": torch.ones(count, device=backend.device), "clean_logits": False}
+    logits = torch.ops.volta_fa.indexer_logits(q, keys, weights, backend.ints([count]).view(1, 1), **ends)[0, 0, first:]
+    scores = q[0, 0].double() @ keys[first:].view(torch.float8_e4m3fn).double().T
+    expected = (scores.clamp(min=0) * weights[0, 0].double().unsqueeze(1)).sum(0)
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 @on("cpu-fp32", "sim", "cuda")
 def test_scores_are_rectified(gpu, backend):
     """Two heads of opposite queries: their sum would be 0 without relu, and is a magnitude with it."""

@@ -213,3 +213,14 @@ def test_wrong_gradients_are_refused(backend):
         *(op.bwd(dout, q, k, v, out, lse, dlse=t, deterministic=True)[:3] for t in (expanded, torch.ones_like(lse)))
     ):
         assert torch.equal(found, expected)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_gradient_of_sinks_without_keys(backend):
+    """softmax_lse of a row without keys is its sink."""
+    q, k = backend.randn(2, 3, 4, 64), backend.randn(2, 0, 2, 64)
+    sinks = torch.tensor([0.5, -1.0, 0.0, -math.inf], device=q.device, requires_grad=True)
+    backend.simulate()
+    lse = op.fwd(q, k, k, sinks=sinks)[1]
+    (gradient,) = torch.autograd.grad(lse[:, :3].sum(), sinks)
+    assert gradient.tolist() == [6.0, 6.0, 6.0, 0.0]

@@ -30,7 +30,9 @@ struct Cast final : c10::OperatorKernel {
         const auto cast = [&](size_t i) { arguments[i] = at::autocast::cached_cast(dtype, arguments[i].toTensor(), device); };
         for (const size_t i : required) cast(i);
         for (const size_t i : scores) {
-            if (arguments[i].isTensor() && at::isReducedFloatingType(arguments[i].toTensor().scalar_type())) cast(i);
+            if (!arguments[i].isTensor() || !arguments[i].toTensor().defined()) continue;
+            const auto type = arguments[i].toTensor().scalar_type();
+            if (type == at::kHalf || type == at::kBFloat16) cast(i);
         }
         handle.callBoxed(*stack);
     }

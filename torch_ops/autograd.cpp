@@ -37,7 +37,7 @@ struct Pair {
 };
 
 const Pair& ops() {
-    static const Pair pair;
+    static const Pair& pair = *new Pair;  // leaked: see operators()
     return pair;
 }
 

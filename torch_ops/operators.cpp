@@ -34,7 +34,8 @@ void implement_autocast(torch::Library& m, c10::DeviceType device) {
 }  // namespace
 
 const std::vector<Operator>& operators() {
-    static const auto table = read_table();
+    // leaked, as the registrations are: other threads may call an operator while the process ends
+    static const auto& table = *new auto(read_table());
     return table;
 }
 
@@ -76,6 +77,10 @@ Values::Values(const Arguments& arguments, bool may_be_symbolic) {
         } else if (v.isDouble() || v.isSymFloat()) {
             value.payload.number = v.toDouble();
             value.tag = ValueTag::Float;
+        } else {
+            // other wrong types are rejected in Rust, by name
+            TORCH_CHECK_VALUE(v.isNone() || v.isGenerator(), "volta_fa: got a ", v.tagKind(),
+                              " as an argument, expected a tensor, a number, a bool or None");
         }
     }
 }

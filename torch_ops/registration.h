@@ -19,9 +19,6 @@ C10_HIDDEN bool is_first_copy();
 struct C10_HIDDEN Registration {
     Registration(torch::Library::Kind kind, std::optional<c10::DispatchKey> key, const char* file, uint32_t line,
                  void (*add)(torch::Library&));
-
-private:
-    std::optional<torch::Library> library_;
 };
 
 }  // namespace volta_fa

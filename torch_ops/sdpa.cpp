@@ -289,7 +289,8 @@ struct Target : Caller {
 };
 
 Tensor run(const Call& c) {
-    static const Target fwd("fwd", "attn_bias"), fast("fwd_fast", "attn_mask");
+    // leaked: see operators()
+    static const Target &fwd = *new Target("fwd", "attn_bias"), &fast = *new Target("fwd_fast", "attn_mask");
     static const size_t dropout_p = fwd.op().at("dropout_p");
     const bool is_fast = runs_fast(c);
     const Target& target = is_fast ? fast : fwd;

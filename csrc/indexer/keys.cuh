@@ -49,7 +49,8 @@ struct KeyLoader {
             const int in_page = (key + row + i * kKeysAtOnce) & ((1u << p.page_shift) - 1);
             arriving.scale[i] = __int_as_float(0xff800000);
             if (static_cast<unsigned>(page[i]) >= static_cast<unsigned>(p.pages)) continue;
-            const unsigned char* base = reinterpret_cast<const unsigned char*>(p.k) + page[i] * p.page_stride + in_page * kColumns;
+            const unsigned char* base =
+                reinterpret_cast<const unsigned char*>(p.k) + page[i] * p.page_stride + static_cast<long long>(in_page) * kColumns;
             arriving.codes[2 * i] = __ldg(reinterpret_cast<const uint2*>(base) + piece);
             arriving.codes[2 * i + 1] = __ldg(reinterpret_cast<const uint2*>(base) + piece + kThreadsPerKey);
             if (piece == 0) arriving.scale[i] = __ldg(p.k_scales + page[i] * p.scales_page_stride + in_page);

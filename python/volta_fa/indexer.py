@@ -131,7 +131,7 @@ def topk_indices(logits: Tensor, topk: int, *, block_table: Tensor | None = None
     """
     largest, tokens = logits.topk(min(topk, logits.shape[-1]), dim=-1, sorted=False)
     is_token = largest != -torch.inf
-    if block_table is not None:
+    if block_table is not None and block_table.shape[1] > 0:
         table = block_table.repeat_interleave(logits.shape[0] // max(block_table.shape[0], 1), dim=0)
         # without a token there may be no page in the table
         page = table.gather(1, tokens.div(page_size, rounding_mode="floor").where(is_token, 0))

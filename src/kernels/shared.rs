@@ -80,7 +80,12 @@ pub fn split_forward(family: Family, [narrow, wide]: [Source; 2], tiles: &[(u32,
     let without_dropout = FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Dropout]));
     let features = [FeatureSet::VARLEN, FeatureSet::GENERIC, without_dropout];
     let of = move |headdim: u32| features.into_iter().take(if headdim > 128 { 2 } else { 3 });
-    tiles.iter().map(row).flat_map(move |row| of(row.headdim).map(move |features| row.with_features(features)))
+    let with = |row: Variant, features: FeatureSet| {
+        // a third block would leave dropout too few registers
+        let most = if features.contains(FeatureSet::of(&[Feature::Dropout])) { 2 } else { row.blocks_per_sm };
+        Variant { blocks_per_sm: row.blocks_per_sm.min(most), ..row.with_features(features) }
+    };
+    tiles.iter().map(row).flat_map(move |row| of(row.headdim).map(move |features| with(row, features)))
 }
 
 // ---- the backward pass ----------------------------------------------------------------------------

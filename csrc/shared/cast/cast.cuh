@@ -33,7 +33,7 @@ constexpr int kRowsAtOnce = THREADS / kLanes;
 
 // Magnitudes of q and k that need no scale are below 2^kMaxOrdinary, and their largest at least 2^(kMinOrdinary - 1).
 constexpr int kMaxOrdinary = 13, kMinOrdinary = -7;
-// Exponent of the largest |v| after scaling. All of v is scaled, so that powers of two in v are those of out, bitwise. With
+// Exponent of the largest |v| after scaling; with low parts kMaxOrdinary, so that those of small numbers are normal. All of v is scaled, so that powers of two in v are those of out, bitwise. With
 // keeps_ordinary_v only what fp16 cannot hold is.
 constexpr int kScaledV = 2;
 
@@ -75,7 +75,7 @@ struct Exponents {
             q += of_q ? (some ? max(sum - keys, kMinOrdinary) : 0) - exponent_q : 0;
         }
         const bool keeps_v = !of_v || (p.keeps_ordinary_v && is_ordinary(of_v, exponent_v));
-        v = keeps_v ? 0 : min(kScaledV - exponent_v, 126);
+        v = keeps_v ? 0 : min((p.low_column ? kMaxOrdinary : kScaledV) - exponent_v, 126);
     }
 };
 

@@ -70,6 +70,7 @@ struct StoredFamily {
         for (int m = 0; m < 4; m += 2)
 #pragma unroll
             for (int n = 0; n < 4; n += 2) {
+                __syncwarp();  // no operand is loaded before: registers hold those of one quarter
                 Accumulator sums[2][2][2] = {};  // [m][n][j]
 #pragma unroll
                 for (int pair = 0; pair < TermColumns::kChunks / 2; pair++) {
@@ -138,6 +139,7 @@ struct StoredFamily {
     static __device__ __forceinline__ void add(KeySums& c, u32 b_address, float factor, Load load) {
 #pragma unroll
         for (int m = 0; m < 4; m++) {
+            __syncwarp();  // as in add_scores
             Accumulator sums[1][8] = {};
 #pragma unroll
             for (int terms = 0; terms < kStagedTerms; terms += 16) {

@@ -39,6 +39,7 @@ struct StoredFamily {
         for (int m = 0; m < 4; m += 2)
 #pragma unroll
             for (int n = 0; n < 4; n += 2) {
+                __syncwarp();  // no operand is loaded before: registers hold those of one quarter
                 Accumulator sums[2][2] = {};
 #pragma unroll
                 for (int chunk = 0; chunk < TermColumns::kChunks; chunk++) {
@@ -71,6 +72,7 @@ struct StoredFamily {
     static __device__ __forceinline__ void add_keys(KeySums& c, u32 a, u32 b, float factor) {
 #pragma unroll
         for (int m = 0; m < 4; m++) {
+            __syncwarp();  // as in add_scores
             Gradient<1, 2> sums = {};
             accumulate<TermRows, 1>(sums, a + m * 16 * kScoreRowBytes, b);
 #pragma unroll
@@ -130,6 +132,7 @@ struct StoredFamily {
         for (int m = 0; m < 2; m++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
+                __syncwarp();
                 Accumulator sums[2][2] = {};
 #pragma unroll
                 for (int key = 0; key < kStagedTerms; key += 4) {
