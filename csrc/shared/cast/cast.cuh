@@ -33,8 +33,8 @@ constexpr int kRowsAtOnce = THREADS / kLanes;
 
 // Magnitudes of q and k that need no scale are below 2^kMaxOrdinary, and their largest at least 2^(kMinOrdinary - 1).
 constexpr int kMaxOrdinary = 13, kMinOrdinary = -7;
-// Exponent of the largest |v| after scaling; with low parts kMaxOrdinary, so that those of small numbers are normal. All of v is scaled, so that powers of two in v are those of out, bitwise. With
-// keeps_ordinary_v only what fp16 cannot hold is.
+// Exponent of the largest |v| after scaling; with low parts kMaxOrdinary, so that those of small numbers are normal. All of v is
+// scaled, so that powers of two in v are those of out, bitwise. With keeps_ordinary_v only what fp16 cannot hold is.
 constexpr int kScaledV = 2;
 
 // Returns e with 2^(e - 1) <= x < 2^e, from the bits of a positive fp32 number; less for subnormal ones.
