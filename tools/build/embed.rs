@@ -19,7 +19,7 @@ const ZSTD_LEVEL: i32 = 19;
 pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path) -> Result<()> {
     println!("cargo:rerun-if-env-changed={ONLY}");
     let only = std::env::var(ONLY).ok();
-    let is_wanted = |v: &Variant| only.as_ref().map_or(true, |parts| parts.split(',').any(|part| v.name.contains(part)));
+    let is_wanted = |v: &Variant| only.as_ref().is_none_or(|parts| parts.split(',').any(|part| v.name.contains(part)));
     std::fs::create_dir_all(cache)?;
     let entries: Vec<Entry> = variants.iter().map(|v| Entry::of(compiler, v, cache)).collect::<Result<_>>()?;
     let missing: Vec<_> = variants.iter().zip(&entries).filter(|(v, entry)| is_wanted(v) && !entry.facts().exists()).collect();
