@@ -36,11 +36,6 @@ def test_there_are_kernels_for_both_passes():
 
 
 @variants
-def test_no_spills(variant):
-    assert variant["spill_bytes"] == 0
-
-
-@variants
 def test_occupancy(variant):
     family = FAMILIES[variant["family"]]
     registers = -(-variant["registers"] // REGISTER_UNIT) * REGISTER_UNIT

@@ -1,5 +1,5 @@
 //! `volta_fa::indexer_logits`: the scores by which queries of sparse attention choose their tokens (DeepSeek V3.2, GLM-5):
-//! logits[query, key] = scale[key] * sum over heads of weights[query, head] * relu(q . codes of the key).
+//! `logits[query, key] = scale[key] * sum over heads of weights[query, head] * relu(q . codes of the key)`.
 //!
 //! Ends of keys and block tables stay on the device. What they name outside of memory is no key.
 
