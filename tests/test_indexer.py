@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from conftest import agreed, assert_same_bits, on, on_cases
+from conftest import BF16_KERNELS, CPU, agreed, assert_same_bits, on, on_cases
+from conftest import KERNELS as FP16_KERNELS
 from test_validation import refused
 from volta_fa import flash_mla, indexer
 
 indexer_logits = torch.ops.volta_fa.indexer_logits
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-BACKENDS = ["cpu-fp64", "cpu-fp32", "cpu-fp16", "cpu-bf16", "sim", "sim-bf16", "cuda", "cuda-bf16"]
-KERNELS = ["sim", "sim-bf16", "cuda", "cuda-bf16"]
+KERNELS = [*FP16_KERNELS, *BF16_KERNELS]
+BACKENDS = [*CPU, *KERNELS]
 
 
 @dataclass(frozen=True)

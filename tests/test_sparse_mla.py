@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from conftest import agreed, on, on_cases
+from conftest import BF16_KERNELS, CPU, agreed, on, on_cases
+from conftest import KERNELS as FP16_KERNELS
 from test_validation import refused
 from volta_fa import flash_mla
 
 sparse_mla = torch.ops.volta_fa.fwd_sparse_mla
 HOSTILE = (-1, -(2**31), -123456, 2**31 - 1, "count", "count + 5")
-BACKENDS = ["cpu-fp64", "cpu-fp32", "cpu-fp16", "cpu-bf16", "sim", "sim-bf16", "cuda", "cuda-bf16"]
-KERNELS = ["sim", "sim-bf16", "cuda", "cuda-bf16"]
+KERNELS = [*FP16_KERNELS, *BF16_KERNELS]
+BACKENDS = [*CPU, *KERNELS]
 
 
 @dataclass(frozen=True)

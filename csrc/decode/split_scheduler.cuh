@@ -1,6 +1,7 @@
 // Schedules the decode tiles of batch-invariant calls. TileScheduler divides all tokens evenly, so where a row tile is cut depends
 // on the batch and the GPU. Here splits begin at multiples of kSplitTokens, and each split of a row tile is one work tile with a
-// partial result of its own. Partials join in the order of their tokens (split_partials.cuh), whoever computed them.
+// partial result of its own. Partials join in the order of their tokens (split_partials.cuh), whichever blocks computed
+// them.
 //
 // Two grids give the same bits, and the host chooses between them (src/plan/decode.rs):
 //
@@ -13,7 +14,6 @@
 
 namespace decode {
 
-// Tokens of a split. Fewer splits than blocks leave SMs idle; many splits take time to begin and to join.
 constexpr int kSplitTokens = SPLIT_TOKENS;  // of a split; src/kernels/variants.rs has the number, by which the host plans memory
 static_assert(kSplitTokens % kStepTokens == 0, "splits are whole steps");
 

@@ -91,7 +91,8 @@ def fp8_paged_mqa_logits(
         kv_cache: torch.uint8 (num_pages, page_size, 1, 132), as vLLM writes it: a page has the e4m3 codes of all its tokens, then
             the float32 scales of all its tokens. page_size is a power of two, at least 4.
         weights: float32 (batch * next_n, nheads).
-        context_lens: int32 (batch): the last query sees so many tokens, the one before one less. Or (batch, next_n): of each query.
+        context_lens: int32 (batch), the tokens that the last query sees; each query before sees one less. Or (batch, next_n), those of
+            each query.
         block_table: int32 (batch, max_pages). Tokens of pages outside of the cache get -inf.
         schedule_metadata: ignored.
         max_model_len: columns of the result.

@@ -302,15 +302,24 @@ def _put_down(result: KernelResult, problem: str, seed: int, error: Error) -> No
         result.failures.append(f"{error} ({problem}, seed {seed})")
 
 
+def _two_runs(target: Target, compute: Callable[[], _Result], variant: dict[str, Any] | None = None) -> tuple[_Result, _Result]:
+    """Returns the results of two calls, which run the variant if it is given."""
+
+    def run() -> _Result:
+        with target.running(variant):
+            found = compute()
+            target.synchronize()
+        return found
+
+    return run(), run()
+
+
 def _check_sparse(result: KernelResult, target: Target, variant: dict[str, Any], seed: int) -> None:
     """Checks the kernels of sparse latents against the fp64 CPU backend."""
     for place, arguments, expected in sparse_latents.problems(variant, seed):
         on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
-        runs = []
-        for _ in range(2):
-            with target.running(variant if variant["pass"] == "SparseMla" else None):
-                runs.append(torch.ops.volta_fa.fwd_sparse_mla(**on_device))
-                target.synchronize()
+        chosen = variant if variant["pass"] == "SparseMla" else None
+        runs = _two_runs(target, lambda: torch.ops.volta_fa.fwd_sparse_mla(**on_device), chosen)
         for error in sparse_latents.errors(runs[0], expected, arguments):
             _put_down(result, place, seed, error)
         for name, value, again in zip(sparse_latents.RESULTS, *runs):
@@ -322,13 +331,9 @@ def _check_indexer(result: KernelResult, target: Target, variant: dict[str, Any]
     """Checks the indexer's kernels against exact logits."""
     for place, arguments, exact, allowed in indexer_scores.problems(variant, seed):
         on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
-        runs = []
-        for _ in range(2):
-            with target.running(variant):
-                runs.append(torch.ops.volta_fa.indexer_logits(**on_device))
-                target.synchronize()
-        _put_down(result, place, seed, indexer_scores.error(runs[0], exact, allowed))
-        if not torch.equal(_bits(runs[0]), _bits(runs[1])):
+        logits, again = _two_runs(target, lambda: torch.ops.volta_fa.indexer_logits(**on_device), variant)
+        _put_down(result, place, seed, indexer_scores.error(logits, exact, allowed))
+        if not torch.equal(_bits(logits), _bits(again)):
             result.failures.append(f"logits: two runs differ ({place}, seed {seed})")
 
 
@@ -343,11 +348,7 @@ def _check_merge(result: KernelResult, target: Target, seed: int) -> None:
             states += [out.to(dtype), lse]
         expected = torch.ops.volta_fa.merge_attention_states(states[0].double(), states[1], states[2].double(), states[3])
         on_device = [t.to(target.device) for t in states]
-        runs = []
-        for _ in range(2):
-            with target.running():
-                runs.append(torch.ops.volta_fa.merge_attention_states(*on_device))
-                target.synchronize()
+        runs = _two_runs(target, lambda: torch.ops.volta_fa.merge_attention_states(*on_device))
         eps = torch.finfo(dtype).eps
         place = f"merging two states of (2, 77, 3, 40), {str(dtype).removeprefix('torch.')}"
         for name, value, exact, again in zip(("out", "softmax_lse"), runs[0], expected, runs[1]):
@@ -380,11 +381,7 @@ def _check_cast(result: KernelResult, target: Target, magnitudes: tuple[int, int
         return [out, lse, *torch.ops.volta_fa.bwd(dout, *operands, out, lse, deterministic=True)[:3]]
 
     expected = results([t.double() for t in drawn])
-    runs = []
-    for _ in range(2):
-        with target.running():
-            runs.append(results([t.to(target.device) for t in drawn]))
-            target.synchronize()
+    runs = _two_runs(target, lambda: results([t.to(target.device) for t in drawn]))
     for name, value, exact, again in zip(("out", "softmax_lse", "dq", "dk", "dv"), runs[0], expected, runs[1]):
         if name in ("dq", "dk") and sum(magnitudes) > 0:
             continue
