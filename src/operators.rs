@@ -47,8 +47,9 @@ pub struct Operator {
     pub autocast: Autocast,
     /// computes a call
     pub run: fn(&Call) -> Result<Results>,
-    /// Rejects what `run` rejects, as far as sizes are known. Returns what the shape rule needs beyond sizes of arguments: columns of an
-    /// element of a cache, and in operators on latents those of out; else 0.
+    /// Rejects what `run` rejects, as far as sizes are known. Returns what the rule of the results' sizes (torch_ops/meta.cpp) cannot tell
+    /// from arguments' sizes. Operators on caches: the columns that an element has, 2 in int4. Operators on latents: the columns of out.
+    /// Others: 0.
     pub check: fn(&Call) -> Result<i64>,
 }
 
@@ -205,7 +206,8 @@ impl Operator {
         self.name.split('.').next().unwrap_or(self.name)
     }
 
-    /// Returns the operator's schema. What writes into required tensors writes into the options of [`Kind::Written`] too.
+    /// Returns the operator's schema. An operator that writes into a required tensor, which `!` marks, writes into its options of
+    /// [`Kind::Written`] too: they get the next letters of alias sets.
     pub fn schema(&self) -> String {
         let written = self.tensors.iter().filter(|tensor| tensor.contains('!')).count();
         let mut alias_sets = ('a'..='z').skip(written);
@@ -233,13 +235,19 @@ impl Operator {
     }
 }
 
-/// Returns the types of values of a keyword by its type in the schema. In the place of a generator is a random state.
-fn of_keyword(kind: &str) -> &'static [ValueTag] {
-    match kind {
-        "bool" => &[ValueTag::Bool],
-        "SymInt?" => Kind::OptionalInt.tags(),
+/// Returns the types of values of a keyword, as in the schema. In the place of a generator is a random state.
+fn of_keyword(keyword: &str) -> &'static [ValueTag] {
+    match keyword {
+        bool if bool.starts_with("bool") => Kind::Bool.tags(),
+        int if int.starts_with("SymInt?") => Kind::OptionalInt.tags(),
         _ => Kind::Tensor.tags(),
     }
+}
+
+/// Returns the name of an argument that is written as in the schema: type, name and perhaps a default.
+fn name_in(argument: &str) -> &str {
+    let named = argument.rsplit(' ').next().unwrap_or(argument);
+    named.split('=').next().unwrap_or(named)
 }
 
 /// A call's arguments, which the caller owns.
@@ -258,15 +266,14 @@ impl<'a> Call<'a> {
         let (own, options) = values.split_at(operator.tensors.len() + operator.keywords.len());
         // before a tensor is borrowed, because a panic would free it
         let (tensors, keywords) = own.split_at(operator.tensors.len());
-        for (tensor, value) in operator.tensors.iter().zip(tensors) {
-            value.check(tensor.rsplit(' ').next().unwrap_or(tensor), &[ValueTag::Tensor])?;
+        for (&tensor, value) in operator.tensors.iter().zip(tensors) {
+            value.check(&[ValueTag::Tensor], || name_in(tensor))?;
         }
-        for (keyword, value) in operator.keywords.iter().zip(keywords) {
-            let (kind, rest) = keyword.split_once(' ').unwrap_or((keyword, ""));
-            value.check(rest.split('=').next().unwrap_or(rest), of_keyword(kind))?;
+        for (&keyword, value) in operator.keywords.iter().zip(keywords) {
+            value.check(of_keyword(keyword), || name_in(keyword))?;
         }
-        for (row, value) in operator.options.into_iter().flat_map(Op::options).zip(options) {
-            value.check(row.name, row.kind.tags())?;
+        if let Some(op) = operator.options {
+            Options::<()>::check(op, options)?;
         }
         Ok(Call { own, options: operator.options.map(|op| (op, options)), stream })
     }
@@ -371,10 +378,11 @@ fn sparse_call(call: &Call) -> Result<ManuallyDrop<sparse::Call>> {
         return Err(Error::value("extra_indices", "None", "a tensor"));
     }
     let mut options = ManuallyDrop::new(call.options());
-    let (indices, lengths) = (call.optional(5), call.optional(6));
-    let (extra, unused) = match (call.optional(4), indices) {
-        (Some(cache), Some(indices)) => (Some(sparse::ChosenTokens { cache, indices, lengths }), [None, None]),
-        (_, indices) => (None, [indices, lengths]),
+    let (extra_indices, extra_lengths) = (call.optional(5), call.optional(6));
+    // without a second cache its indices and lengths are not read
+    let (extra, unused) = match (call.optional(4), extra_indices) {
+        (Some(cache), Some(indices)) => (Some(sparse::ChosenTokens { cache, indices, lengths: extra_lengths }), [None, None]),
+        (_, extra_indices) => (None, [extra_indices, extra_lengths]),
     };
     Ok(ManuallyDrop::new(sparse::Call {
         q: call.tensor(0),

@@ -3,6 +3,7 @@
 //! The rows become the operators' schemas ([`crate::operators`]) and the struct that the library works with ([`Options`]). The package's
 //! docstring explains each option; `problem` validates them.
 
+use crate::error::Error;
 use crate::value::{Value, ValueTag};
 use std::ffi::c_void;
 
@@ -170,6 +171,19 @@ macro_rules! table {
         }
 
         impl<T> Options<T> {
+            /// Rejects values of other types than the options'. They stand in the order of [`TABLE`].
+            ///
+            /// # Errors
+            /// [`Value::check`]
+            pub fn check(op: Op, values: &[Value]) -> Result<(), Error> {
+                let mut values = values.iter();
+                $(if matches!(op, $(Op::$op)|+) {
+                    let value = values.next().expect("a value for each option");
+                    value.check(<kinds::$kind as Typed>::KIND.tags(), || stringify!($name))?;
+                })*
+                Ok(())
+            }
+
             /// Reads the values of the operator's options, which stand in the order of [`TABLE`]. `tensor` makes a tensor of a handle.
             pub fn read(op: Op, values: &[Value], tensor: impl Fn(*mut c_void) -> T) -> Self {
                 let mut values = values.iter();

@@ -61,10 +61,10 @@ impl Value {
     ///
     /// # Errors
     /// [`Error::value`] with the argument's name.
-    pub fn check(&self, name: &str, tags: &[ValueTag]) -> Result<()> {
+    pub fn check<'a>(&self, tags: &[ValueTag], name: impl FnOnce() -> &'a str) -> Result<()> {
         match tags.contains(&self.tag) {
             true => Ok(()),
-            false => Err(Error::value(name, self.tag.name(), tags[0].name())),
+            false => Err(Error::value(name(), self.tag.name(), tags[0].name())),
         }
     }
 

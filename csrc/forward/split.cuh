@@ -202,43 +202,7 @@ struct Forward {
             // A family's tile of scores may have fewer keys than the step.
             Scores<Layout, 1, 1> s[Family::kTiles];
             q.multiply(s, ring + slot, kPitch);
-            if constexpr (kHasDropout) {
-                to_probabilities<Family>(s, p, problem, unmasked, row, key, scale, softmax, o);
-            } else {  // the same written out: by the call ptxas orders instructions otherwise
-            // Computed again, so that it holds no registers in between.
-                const auto mask = [&] { return mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())); };
-                if (kGeneric)
-#pragma unroll
-                    for (int i = 0; i < Family::kTiles; i++) {
-                        const int first_key = key + i * Family::kNextTile;
-                        s[i].apply_score_mod(p, mask(), row, first_key);
-                        if (kHasBias && p.score_options.bias) {
-                            ScoreBias<Layout, 1, 1> bias;
-                            bias.load(p, row, first_key);
-                            bias.add_to(s[i], p.score_options);
-                        }
-                    }
-                // A vote, although all lanes agree: it tells the compiler that no warp diverges.
-                if (__any_sync(~0u, !unmasked.contains(key)))
-#pragma unroll
-                    for (int i = 0; i < Family::kTiles; i++) s[i].apply_mask(mask(), row, key + i * Family::kNextTile);
-                bool exceeds = false;
-#pragma unroll
-                for (int i = 0; i < Family::kTiles; i++) exceeds = s[i].needs_rescale(softmax, exceeds);
-                if (exceeds) {
-                    const float inverse_scale = kGeneric ? 1.f : __fdividef(1.f, scale);
-#pragma unroll
-                    for (int i = 0; i < Family::kTiles; i++)
-                        s[i].template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale_output<Layout>(o));
-                }
-#pragma unroll
-                for (int i = 0; i < Family::kTiles; i++)
-#pragma unroll
-                    for (int v = 0; v < Layout::kElements; v++) {
-                        float& x = s[i].tile[0][0][v];
-                        x = softmax.row[0][Layout::row_of(v)].probability(x, scale);
-                    }
-            }
+            to_probabilities<Family>(s, p, problem, unmasked, row, key, scale, softmax, o);
             probabilities.split(s);
             Family::template add_output<HEADDIM>(o, probabilities, ring + slot + kTileBytes, kPitch);
             __syncthreads();

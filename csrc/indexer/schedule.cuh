@@ -12,7 +12,8 @@ struct Range {
     int first, end;
 };
 
-// Returns the keys of a query. The ends of memory are untrusted: only keys that exist are left.
+// Returns the keys of a query. k_start and k_end are device data that the host has not checked: only keys that exist are left. With
+// is_causal, k_end is that of the last query, and each query before sees one key less.
 __device__ __forceinline__ Range keys_of(const IndexerParams& p, int batch, int query) {
     if (query >= p.seqlen_q) return {0, 0};
     int first = 0, end = max(p.k_end[batch * p.k_end_batch_stride + query * p.k_end_row_stride], 0);
@@ -21,7 +22,7 @@ __device__ __forceinline__ Range keys_of(const IndexerParams& p, int batch, int 
     return {first, min(end, p.keys)};
 }
 
-// Queries of a tile of Rows rows. Each has 2^head_shift rows.
+// Queries of a tile of Rows rows. Each has 2^head_shift rows, one for a head; the last rows may have none.
 template <int Rows>
 __device__ __forceinline__ int queries_of_tile(const IndexerParams& p) {
     return Rows >> p.head_shift;
@@ -30,7 +31,7 @@ __device__ __forceinline__ int queries_of_tile(const IndexerParams& p) {
 // A tile: its first query, the end of its keys, and its steps of Step keys.
 template <int Rows, int Step>
 struct Tile {
-    // The time to load queries, in steps (simulated: 7,000 cycles, and steps of 5,600 with 256 rows, 1,700 with 64).
+    // The time to load queries, in steps. Simulated: 7,000 cycles, and a step has 5,600 with 256 rows, 1,700 with 64.
     static constexpr int kLoadSteps = Rows > 64 ? 1 : 3;
     int batch, query, key_end, first_step, steps;
 
@@ -52,12 +53,12 @@ struct Tile {
     }
     // Time of the tile, in steps.
     __device__ __forceinline__ int time() const { return steps ? steps + kLoadSteps : 0; }
-    // The first step at this time.
+    // The step, counted from first_step, with which a block begins at this time. It loads the queries in any case.
     __device__ __forceinline__ static int step_at(int time) { return max(time - kLoadSteps, 0); }
 };
 
-// A block's part of the time of all tiles: `left`, from `begin` of tile `tile` on. `scratch`: shared memory for a number of each
-// warp and two more.
+// A block's part of the time of all tiles, in steps, loading included: `left`, from time `begin` of tile `tile` on, over this tile
+// and the next ones. `begin` is unset if `left` is 0. `scratch`: shared memory for a number of each warp and two more.
 template <int Rows, int Step>
 struct BlockTime {
     int tile, begin, left;

@@ -175,7 +175,6 @@ fn empty_backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradi
         dsinks: match (&inputs.options.sinks, &saved.dlse) {
             // softmax_lse of a row without keys is its sink
             (Some(sinks), Some(dlse)) => {
-                let dlse = dlse.f_masked_fill(&saved.softmax_lse.f_eq(f64::INFINITY)?, 0.0)?;
                 Some(dlse.f_transpose(-1, -2)?.f_reshape([-1, a.nheads])?.f_sum_dim_intlist(&[0i64][..], false, sinks.kind())?)
             }
             (sinks, _) => sinks.as_ref().map(zeros).transpose()?,
