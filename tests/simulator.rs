@@ -31,11 +31,13 @@ fn simulator_knows_every_instruction() {
 }
 
 #[test]
-fn kernels_reach_declared_occupancy_without_local_memory() {
+fn kernels_reach_declared_occupancy_without_local_arrays() {
     check_decoded(kernels::variants().filter(|v| v.family == VOLTA), |v, info| {
         assert_eq!(info.params.len(), 1, "{}", v.name);
         assert_eq!(info.params[0].size as usize, kernels::params_bytes(v.params()), "{}", v.name);
-        assert_eq!(info.spill_insts, 0, "{}: local-memory instructions", v.name);
+        // How much ptxas may spill is a rule of tests/kernels.rs. Arrays in local memory are no spills.
+        let spills = kernels::image(v).spill_bytes > 0;
+        assert!(spills || info.spill_insts == 0, "{}: {} local-memory instructions", v.name, info.spill_insts);
         assert_eq!(info.static_smem, 0, "{}: static shared memory, which the table does not count", v.name);
         let occupancy = Machine::default().occupancy(info.registers, v.shared_bytes, v.threads);
         assert!(occupancy.ctas >= v.blocks_per_sm, "{}: {} blocks an SM, {} declared", v.name, occupancy.ctas, v.blocks_per_sm);
