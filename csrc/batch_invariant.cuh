@@ -11,7 +11,8 @@ constexpr bool kBatchInvariant = true;
 constexpr bool kBatchInvariant = false;
 #endif
 
-// A row maximum that moved because of a neighbor rounds the row's probabilities otherwise.
+// Which rows of a warp move their maximum once a score of any row exceeds its limit: all, or those above their own limits. A
+// maximum that moves because of a neighbor would round the row's probabilities otherwise.
 constexpr RescaledRows kMovedRows = kBatchInvariant ? RescaledRows::kExceeding : RescaledRows::kAll;
 
 // The first key of a block of rows, rounded down to a whole step: which keys share a product must not depend on the block.

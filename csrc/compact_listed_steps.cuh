@@ -1,11 +1,16 @@
-// CompactListedSteps: iterates over the steps of a list (block_lists.cuh) with few registers. For generic forward kernels of turing
-// at headdims 128 and 256 (turing/forward/block_mask.cuh). Members mean what they mean in ListedSteps (listed_steps.cuh).
+// CompactListedSteps: iterates over the steps of a list (block_lists.cuh) with few registers. For turing's generic forward kernels
+// (kGeneric, features.cuh) at headdims 128 and 256 (turing/forward/block_mask.cuh). Members are those of ListedSteps
+// (listed_steps.cuh):
+//   has_bits()          the step's block is partial: a bit tile says which of its scores exist
+//   tile_after(n)       number of the bit tile of the step n later
+//   column_in_tile(n)   first column of that step in its tile
+//   number_modulo<N>()  number of the step in the list, modulo N
 #pragma once
 
 #include "block_lists.cuh"
 
 // The steps of a list, for kernels that have no registers for ListedSteps: at each block it reads the header and the next entry,
-// and waits for them. It looks at all steps of the next block.
+// and waits for them. It looks ahead by as many steps as a block has.
 template <int Step>
 class CompactListedSteps {
     static_assert(kListedColumns % Step == 0 && Step % 4 == 0, "a step lies in one block; two bits of columns are free");

@@ -2,7 +2,7 @@
 // backward/dense_blocks.cuh include it. block_lists.cuh compares it with the iterators over lists of blocks.
 #pragma once
 
-// The steps of Step columns from `first` up to `end`.
+// The steps of Step columns from `first` up to `end`. Columns are keys, or queries in kernels whose rows are keys.
 template <int Step>
 class DenseSteps {
     int first_, end_;
@@ -21,13 +21,14 @@ public:
     __device__ __forceinline__ void advance(const Grid&) {
         first_ += Step;
     }
-    // Whether a mask has bits for this step.
+    // Whether a block mask hides some scores of this step, by one bit each.
     __device__ __forceinline__ static constexpr bool has_bits() { return false; }
 };
 
-// Stands in for MaskBits (forward/block_mask.cuh) where no mask has bits: calls compile to nothing.
+// Stands in for MaskBits (forward/block_mask.cuh), a block mask's bits of single scores. Without a block mask its calls compile to
+// nothing.
 struct NoMaskBits {
-    static constexpr bool kHidesAll = false;  // whether the bits stand for the mask too
+    static constexpr bool kHidesAll = false;  // whether the bits also hide what lengths, causal masks and windows hide
     template <class Grid, class Keys>
     __device__ __forceinline__ void load(const Grid&, const Keys&, int) {}
     template <class Keys, class Mask>

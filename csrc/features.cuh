@@ -5,14 +5,14 @@
 
 #include "volta_fa_params.h"
 
-// Kernels of FeatureSet::VARLEN and of larger sets: lengths come from memory. The set's other features have tests of their own,
-// because some kernels have sinks without lengths.
+// Kernels whose lengths come from memory: FeatureSet::VARLEN, PAGED and larger sets. The set's other features have tests of their
+// own, because some kernels have sinks without lengths.
 constexpr bool kVarlen = FEATURES & kFeatureLengths;
 constexpr bool kHasSinks = FEATURES & kFeatureSinks;
-constexpr bool kHasFp32Gradients = FEATURES & kFeatureFp32Gradients;
+constexpr bool kHasFp32Gradients = FEATURES & kFeatureFp32Gradients;  // can write dq, dk and dv as fp32, if a parameter says so
 // Kernels of FeatureSet::PAGED.
 constexpr bool kPaged = FEATURES & kFeaturePages;
-constexpr bool kTree = FEATURES & kFeatureTree;
+constexpr bool kTree = FEATURES & kFeatureTree;  // has the tree mask of speculative decoding (decode/tree.cuh)
 
 // Features of scores (Feature::OF_SCORES). score_function.cuh has the one score function, softcap.
 constexpr bool kHasScoreFunction = FEATURES & kFeatureSoftcap;
@@ -32,6 +32,6 @@ constexpr bool kRequiresAlibi = kRequiredFeatures & kFeatureAlibi;
 constexpr bool kRequiresBias = kRequiredFeatures & kFeatureBias;
 constexpr bool kRequiresDropout = kRequiredFeatures & kFeatureDropout;
 constexpr bool kRequiresTwo = (kRequiredFeatures & (kRequiredFeatures - 1)) != 0;
-// Kernels of FeatureSet::GENERIC and GENERIC_BLOCKS: parameters say which features the problem uses. The opposite are plain
-// kernels, without score features, and kernels that require one feature or two.
+// Kernels of FeatureSet::GENERIC and GENERIC_BLOCKS, and fp32's generic ones: parameters say which features the problem uses. The
+// opposite are plain kernels, without score features, and kernels that require one feature or two.
 constexpr bool kGeneric = kHasScoreFeatures && !kRequiredFeatures;

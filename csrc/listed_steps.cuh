@@ -1,5 +1,5 @@
-// ListedSteps: iterates over the steps of a list (block_lists.cuh), in the backward kernels and volta's forward kernels. A step is
-// Step columns of a listed block of kListedColumns.
+// ListedSteps: iterates over the steps of a list (block_lists.cuh), in the backward kernels, volta's forward kernels and turing's
+// generic one of headdim 64. A step is Step columns of a listed block of kListedColumns.
 #pragma once
 
 #include "block_lists.cuh"
@@ -60,6 +60,7 @@ public:
     }
     // Whether this step exists.
     __device__ __forceinline__ bool exists() const { return first_ & kExists; }
+    // Whether its block is partial: a bit tile says which scores exist.
     __device__ __forceinline__ bool has_bits() const { return first_ & kHasBits; }
     // Whether this step is a listed block's first.
     __device__ __forceinline__ bool begins_block() const { return column_in_block(first_) == 0; }

@@ -1,5 +1,5 @@
 // Tiles of fp16 matrices: loads from global memory to registers, stores to shared memory, in 16-byte chunks of 8 elements. Used
-// by all forward and backward kernels.
+// by forward, backward, decode, cast and indexer kernels.
 //
 // sm_70 and sm_75 have no cp.async: a tile is loaded into registers early, and stored to shared memory once the tile before it
 // has been used. Shared rows are swizzled, so that operand loads have no bank conflicts. TileLoader pads a tile with zeros:
@@ -29,7 +29,8 @@ __device__ __forceinline__ void clear_tiles(float (&c)[M][N][E]) {
 
 __device__ __forceinline__ uint4 zero_chunk() { return make_uint4(0, 0, 0, 0); }
 
-// Flips the signs of eight fp16 values if mask is 0x80008000; leaves them if it is 0.
+// Flips the signs of eight fp16 values if mask is 0x80008000; leaves them if it is 0. Problem::sign_flip is the mask of a negative
+// softmax_scale, so that kernels compute with its magnitude.
 __device__ __forceinline__ uint4 flipped(const uint4& x, unsigned mask) {
     return make_uint4(x.x ^ mask, x.y ^ mask, x.z ^ mask, x.w ^ mask);
 }
@@ -61,7 +62,8 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
 }
 
 // Moves a swizzled address `chunks` chunks further in its row, without a multiplication. Below the group of chunks that the
-// swizzle permutes, `chunks` shares no bit with the chunk's own number.
+// swizzle permutes, `chunks` shares no bit with the chunk's own number. Tiles begin at multiples of kGroup chunks, so that the XOR
+// changes no bit of the tile's own address.
 template <int Chunks>
 __device__ __forceinline__ unsigned chunk_after(unsigned address, unsigned chunks) {
     constexpr bool kPowerOf2 = (Chunks & (Chunks - 1)) == 0;
@@ -76,7 +78,7 @@ __device__ __forceinline__ unsigned row_swizzle(unsigned rows) {
     return swizzled<Chunks>(rows % 8, 0) / kChunkBytes - rows % 8 * Chunks;
 }
 
-// Threads that load one row: 4 or 8, so that one load of a warp covers whole 128-byte lines.
+// Threads that load one row: 8, which cover a whole 128-byte line, or 4 in rows that 8 threads do not divide.
 __device__ constexpr int threads_per_row(int chunks) { return chunks % 8 == 0 ? 8 : 4; }
 
 // Loads tiles of Rows rows by 8 * Chunks columns, one after the other down a matrix: global memory to registers by load(),

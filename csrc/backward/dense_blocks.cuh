@@ -5,7 +5,8 @@
 #include "dense_steps.cuh"
 #include "volta_fa_params.h"
 
-// Stands in for ScoreBits where no mask has bits: calls compile to nothing.
+// Stands in for ScoreBits (block_mask.cuh), a bit for each score of a block that the mask hides in part. Without a block mask its
+// calls compile to nothing.
 struct NoScoreBits {
     template <class Blocks, class Steps>
     __device__ __forceinline__ void load(const Blocks&, const Steps&, int, int, int) {}
@@ -19,7 +20,8 @@ struct DenseBlocks {
     static constexpr bool kListed = false;
     template <class Layout, int Rows>
     using Bits = NoScoreBits;
-    // The steps from `first` up to `end`.
+    // The steps from `first` up to `end`. ListedBlocks' other arguments are a head, a row and the number of columns. DenseSteps
+    // ignores its grid and its block: 0.
     template <int Step>
     __device__ __forceinline__ DenseSteps<Step> steps(const BwdParams&, int, int, int first, int end, int) const {
         return DenseSteps<Step>(0, 0, first, end);

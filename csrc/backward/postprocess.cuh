@@ -1,6 +1,6 @@
 // Last kernel of a backward pass that accumulates dq: dq = scale * dq_accum, to fp16 or fp32, into the caller's
-// strides. A single accumulator is a sum by atomics, in any order. In deterministic mode each block of a launch has its own
-// accumulator (dq_accum_splits), and this kernel sums these in a fixed order.
+// strides. A single accumulator is a sum by atomics, in any order. In deterministic mode each block of keys of a launch has
+// its own accumulator (dq_accum_splits), and this kernel sums these in a fixed order.
 //
 // The factor is |softmax_scale|. For a negative softmax_scale, the K that was multiplied into dq_accum had its signs flipped
 // (Problem::sign_flip).
@@ -26,6 +26,7 @@ struct BackwardPostprocess {
     static __device__ __forceinline__ void convert(const BwdParams& p, const BlockSeqlenInfo& sequence, int head, int batch) {
         const int end = min((static_cast<int>(blockIdx.x) + 1) * kBlockRows, sequence.seqlen_q());
         const float* accum = p.dq_accum + rounded_row<RowStats>(p, sequence, batch, head) * p.headdim_rounded;
+        // Addresses of outputs are those of fp16 elements; fp32_element() converts them.
         unsigned short* dq = rows_of(p.dq, batch, head, sequence.q_offset());
         const float scale = p.problem.scale;
 

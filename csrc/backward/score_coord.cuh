@@ -11,8 +11,9 @@
 //   kKeys, kKeyStride              number and stride of each query's keys in an aligned group of four: (0, 1, 2, 3), or (0, 2)
 //                                  or (1, 3). (In a forward Layout kKeys is the size of the aligned group.)
 //   element(r, j)                  the element of query r and key j of the lane
-//   kQueryPartnerMask              where kKeys is 4: XOR mask to the lane whose queries are 4 before or after; both share Philox
-//                                  calls (modifiers.cuh)
+//   kQueryPartnerMask              where kKeys or kRows is 4: XOR mask to the lane whose queries are 4 before or after; both share
+//                                  Philox calls (modifiers.cuh, packed_tile.cuh)
+//   kKeyPartnerMask                where kKeys is 2: XOR mask to the lane that has the other two keys of the group
 #pragma once
 
 #include "score_layout.cuh"

@@ -14,7 +14,8 @@ static_assert(2 * kStagedBuffer == SHARED_BYTES && kStagedRows == BLOCK_ROWS && 
 struct TermColumns {
     static constexpr int kChunks = kStagedTerms / kChunk, kRowBytes = kChunks * kChunkBytes, kRows = kStagedRows;
 };
-// Tiles whose rows are a step's terms: 32 rows of 128 columns.
+// Tiles whose rows are a step's terms: 32 rows of 128 columns. kStep: the rows that volta's accumulate() sums over
+// (volta/backward/products.cuh).
 struct TermRows {
     static constexpr int kChunks = kStagedRows / kChunk, kRowBytes = kChunks * kChunkBytes, kRows = kStagedTerms, kStep = kRows;
 };
@@ -45,6 +46,7 @@ struct StagedTile {
             }
         }
     }
+    // `mask`: Problem::sign_flip, 0x80008000 if softmax_scale is negative, else 0.
     __device__ __forceinline__ void flip_signs(unsigned mask) {
 #pragma unroll
         for (int i = 0; i < kLoads; i++) data[i] = flipped(data[i], mask);

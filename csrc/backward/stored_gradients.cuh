@@ -15,7 +15,8 @@
 //   add_keys, add_queries          the same with sums that begin with 0, times a factor
 //   for_each_pair(c, f)            calls f(row, column, x, y) for each two neighbors of a row
 //
-// Split: as in store_scores.cuh; a step of 32 rows comes three times.
+// Split: operands, P and dS are sums of two fp16 numbers, a high and a low part (fp32 tensors, store_scores.cuh). A step of 32 rows
+// comes three times: low * high, high * low and high * high.
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -65,7 +66,8 @@ struct BackwardGradients {
             return number == 0;
         }
     };
-    // The unit of a step's dS (store_scores.cuh). A step is loaded before the one before it multiplies.
+    // The unit of a step's dS: with Split dS is stored divided by a power of two, one for 64 keys by 64 queries (store_scores.cuh).
+    // A step is loaded before the one before it multiplies.
     struct Unit {
         float loaded = 1.f, value = 1.f;
         // `tile`: of dS. `key`, `query`: of the step, in the tile.
@@ -153,7 +155,7 @@ struct BackwardGradients {
                     key_tile);
                 a.load(scores + tile + product.a() + row % kStoredRows, kStoredRows, kStoredRows, kStagedTerms);
                 b.load(rows_of(operand, batch, key_head * group + head, sequence.q_offset() + row) + column +
-                           product.b(column + columns),
+                           product.b(column + columns),  // the headdim: low parts begin after it
                        operand.row_stride, sequence.seqlen_q() - row, columns);
                 if (!is_dv) unit.load(scores + tile, warp_row(), row % kStoredRows);
                 if (!product.advance()) return;

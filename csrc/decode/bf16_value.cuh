@@ -1,8 +1,8 @@
 // bf16 KV caches for products that take fp16 (sm_70 and sm_75 have no bf16 product). Converts a step's registers in place. Used by
 // mainloop.cuh and cooperative_loader.cuh.
 //
-// All keep bf16's range: a warp multiplies its queries, keys and values by powers of two (Bf16Scaler). It divides scores by those
-// of queries and keys, and the output by that of values at the end.
+// The conversion keeps bf16's range: a warp multiplies its queries, keys and values by powers of two (Bf16Scaler). It divides
+// scores by those of queries and keys, and the output by that of values at the end.
 #pragma once
 
 #include "decode/cache_registers.cuh"
@@ -11,7 +11,8 @@
 namespace decode {
 
 // Two numbers with bf16's 8 significant bits to packed fp16. Only numbers below 2^-17 lose bits. Rounds toward zero, which ends
-// at the largest fp16, not at infinity. This takes an HADD2 each, where the conversion instruction uses the slow XU pipe.
+// at the largest fp16, not at infinity. ptxas makes each cvt.rz an HADD2,
+// but each cvt.rn an F2F, which takes the slow XU pipe.
 __device__ __forceinline__ unsigned to_half2_saturating(float lo, float hi) {
     unsigned packed;
     asm("{.reg .f16 l, h; cvt.rz.f16.f32 l, %1; cvt.rz.f16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(packed) : "f"(lo), "f"(hi));
@@ -30,7 +31,7 @@ class Bf16Scaler {
     float factor_ = 0x1p126f;  // it only decreases
 
     // If a scaled value exceeds kLimit, the factor becomes one that puts the largest value below 2^kTargetExponent. That leaves
-    // room for values that grow, and keeps all bits of values down to 2^-27 of the largest.
+    // room for values that grow, and keeps all bits of values down to 2^-29 of the largest (2^-17 / 2^12).
     static constexpr float kLimit = 32768.f;
     static constexpr int kTargetExponent = 13;
 
@@ -89,6 +90,7 @@ private:
         const float2 x = bf16x2_to_float2(word);
         return to_half2_saturating(x.x * factor_, x.y * factor_);
     }
+    // The median times this becomes at most 2^13. fp16 ends near 2^16, so saturation begins near 2^21 times the median.
     static constexpr float kOutlier = 0x1p18f;
     // Returns the median of the lanes' positive numbers, 0 if there is none. It is at most 2^105, so that a multiple is finite.
     __device__ __forceinline__ static float median_of_lanes(float x) {

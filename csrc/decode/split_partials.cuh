@@ -55,8 +55,9 @@ struct SplitSlots {
     }
 };
 
-// Takes a split's result for eight columns of a row: the output if it is the row tile's only split; the next part if this block
-// has all splits; else a partial for the last block.
+// Takes a split's result for eight columns of a row: the output if it is the row tile's only split; the joint result so far if this
+// block has all splits, one after the other (`whole`); else a partial for the last block. In a SplitTile `blocks` counts the row
+// tile's splits, and `first_block` is this split's number among them.
 struct WriteSplit {
     const DecodeParams& p;
     const SplitTile& s;
@@ -79,9 +80,9 @@ struct WriteSplit {
 };
 
 // Counts a split that has its partial. The last block of a row tile joins all and writes the output. `is_last` is in shared
-// memory.
+// memory. A semaphore also holds the launch's id, so it counts from 0 in each launch without being cleared (semaphore.cuh).
 __device__ __forceinline__ void join_splits(const DecodeParams& p, const SplitTile& s, bool& is_last) {
-    const long long begin = s.slot - s.first_block;
+    const long long begin = s.slot - s.first_block;  // slot of the row tile's first split
     __threadfence();  // this thread's partial is visible before the semaphore counts it
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -24,7 +24,8 @@ struct SplitTile : WorkTile {
     bool is_empty;  // no row of the tile sees the split: nothing to do
 };
 
-// Has the interface of TileScheduler, whose begin() it repeats: as one template the kernels of fp8 latents spilled 20 bytes.
+// Has the interface of TileScheduler, whose begin() it repeats: as one template the kernels of fp8 latents spilled 20 bytes. It
+// lives in shared memory. begin() returns false if this thread met a sequence whose rows of q are unknown (invalid cu_seqlens_q).
 class SplitScheduler {
     long long position_, end_;  // in splits of the line; with whole row tiles, in row tiles
     int batch_, row_tile_, split_;  // what position_ is in; split_ counts from the sequence's (whole: the row tile's) first

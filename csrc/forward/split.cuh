@@ -24,6 +24,8 @@ struct Pair {
     u32 high, low;
 };
 // Splits two probabilities times kPackedOne. The high parts are truncated, so the low ones are positive, as pack_shifted needs it.
+// shifted() scales by 2^-112, so that fp32 bits times 8 have fp16's bits in their upper half (softmax.cuh). The mask clears the 13
+// bits that fp16 lacks.
 __device__ __forceinline__ Pair split_probabilities(float a, float b) {
     const float x = shifted(a), y = shifted(b);
     const float x_high = __uint_as_float(__float_as_uint(x) & ~0x1fffu), y_high = __uint_as_float(__float_as_uint(y) & ~0x1fffu);
@@ -116,7 +118,8 @@ __device__ __forceinline__ void write(const FwdParams& p, int batch, int head, i
     }
 }
 
-// Family has the products and the lane layouts (volta/forward/split.cuh, turing/forward/split.cuh).
+// Family has the products and the lane layouts (volta/forward/split.cuh, turing/forward/split.cuh). Layout::kEitherOrder: grids may
+// have heads on their first axis (forward/block.cuh).
 template <class Family>
 struct Forward {
     using Layout = typename Family::Layout;
@@ -178,7 +181,7 @@ struct Forward {
         Queries q;
         q.load(p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row, sequence.seqlen_q(), problem.sign_flip,
                ring + kRingBytes, warp_row);
-        // bias comes in groups of 4 keys
+        // Steps begin at multiples of kStep, because a bias comes in aligned groups of 4 keys.
         int key = mask.key_first(block.row) & ~(kStep - 1);
         const int key_end = mask.key_end(block.row, kBlockRows);
         Loader tiles(p, rows_of(p.k, block.batch, block.head_k, sequence.k_offset()),
@@ -307,7 +310,7 @@ struct WideForward {
         Queries q;
         q.load(p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()) + first_column(), row, sequence.seqlen_q(),
                problem.sign_flip, slot + kQueries, threadIdx.x / 32 * kWarpRows);
-        // bias comes in groups of 4 keys
+        // Steps begin at multiples of kStep, because a bias comes in aligned groups of 4 keys.
         int key = mask.key_first(block.row) & ~(kStep - 1);
         const int key_end = mask.key_end(block.row, kBlockRows), chunk = threadIdx.x % kChunks * kChunk;
         Loader tiles = {rows_of(p.k, block.batch, block.head_k, sequence.k_offset()) + chunk,

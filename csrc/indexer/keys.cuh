@@ -1,4 +1,5 @@
-// Loads the indexer's keys: e4m3 codes of a page become fp16 in shared memory, exactly up to a factor, beside their scales.
+// Loads the keys of the lightning indexer (indexer.cuh). Their e4m3 codes become fp16 in shared memory, KeyCodes::kScale times what
+// they stand for; the keys' scales lie beside.
 #pragma once
 
 #include "indexer/queries.cuh"
@@ -42,7 +43,8 @@ struct KeyLoader {
             if (table && own < end) page[i] = __ldg(table + (own >> p.page_shift));
         }
     }
-    // Loads the codes of that step. Keys of pages that do not exist keep old codes, and get the scale -inf.
+    // Loads the codes of that step. Keys of pages that do not exist keep old codes, and get the scale -inf, which becomes their
+    // logit (indexer.cuh).
     __device__ __forceinline__ void load(int key) {
 #pragma unroll
         for (int i = 0; i < kPasses; i++) {

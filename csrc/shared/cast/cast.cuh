@@ -1,5 +1,5 @@
 // Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two so that fp16's range suffices. For all families. src/ops/cast.rs
-// launches it, once for each Phase.
+// launches it for each Phase in this order, for the last one only after a forward pass.
 //
 // With low parts (low_column) a number is the sum of two fp16 numbers, and the first phase casts nothing. Both factors of a product
 // then get about the same size, which leaves the low parts above fp16's subnormal numbers.
@@ -18,7 +18,7 @@
 
 namespace cast {
 
-// CastParams::phase. A group is the rows of a KV head and its query heads in a batch entry.
+// CastParams::phase. A group is the rows of a KV head and its query heads: those of a batch entry, or of all packed sequences.
 enum Phase : int {
     kTakeLargest,  // takes the largest magnitude of each group, and casts q and k as if no scale were needed
     kCastScaled,  // finds the groups' Exponents, and casts v, and q and k once more where they need a scale, which is rare
@@ -35,6 +35,7 @@ constexpr int kRowsAtOnce = THREADS / kLanes;
 constexpr int kMaxOrdinary = 13, kMinOrdinary = -7;
 // Exponent of the largest |v| after scaling; with low parts kMaxOrdinary, so that those of small numbers are normal. All of v is
 // scaled, so that powers of two in v are those of out, bitwise. With keeps_ordinary_v only what fp16 cannot hold is.
+// At 2, v and dout stay below 4, so |dS| stays below 32 * headdim, which fp16 holds (docs/design/numerics.md).
 constexpr int kScaledV = 2;
 
 // Returns e with 2^(e - 1) <= x < 2^e, from the bits of a positive fp32 number; less for subnormal ones.
@@ -47,7 +48,8 @@ __device__ __forceinline__ float times_power(float x, int exponent) {
     return x * power(half) * power(exponent - half);
 }
 
-// Exponents of a group: fp16 numbers are the given ones times 2^exponent.
+// Exponents of a group: fp16 numbers are the given ones times 2^exponent. p.scale_exponent: the power of two that q takes over from
+// softmax_scale.
 struct Exponents {
     int q, k, v;
     bool has_moved;  // q or k need a scale, or rows may need exponents of their own
@@ -99,7 +101,7 @@ __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents
     return -max(max(excess, exponent_of(__float_as_uint(largest)) - shift + of.q - kMaxOrdinary), 0);
 }
 
-// Rows of one head of one tensor.
+// Rows of one head of one tensor. `slot`: number of the head among those of q, then k, then v.
 struct Head {
     const unsigned char* from;
     unsigned short* to;

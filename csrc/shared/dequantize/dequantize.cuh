@@ -43,7 +43,8 @@ __device__ __forceinline__ void store(unsigned short* p, const uint4& x, int lef
         if (i < left) p[i] = static_cast<unsigned short>(words[i / 2] >> i % 2 * 16);
 }
 
-// Converts eight columns of a row of K or V, from `column` on.
+// Converts eight columns of a row of K or V, from `column` on. ::Element decodes the codes of a format (quantized.cuh); the
+// parameter Element is the type of the output.
 template <CacheFormat Format, ElementType Element>
 __device__ __forceinline__ uint4 dequantize8(const DequantizeParams& p, bool is_v, int batch, int head, int page, int row,
                                              int column, int columns) {
@@ -73,8 +74,8 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
     const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;
     const CacheSeqlenInfo sequence(problem, p.lengths, p.cache, batch);
     const int seqlen_q = sequence.seqlen_q(), end = min(sequence.seqlen_k(), problem.seqlen_k);
-    // First token that some query sees. Less than a step before it is written too, as zeros: attention kernels load and mask
-    // these keys.
+    // First token that some query sees. Up to STEP tokens before it become zeros: attention kernels, whose steps are not longer,
+    // load and mask them.
     const int seen = seqlen_q > 0 ? min(max(end - seqlen_q - problem.window_left, 0), end) : end;
     // bf16 output is scanned for its maximum (src/ops/scaled.rs), so all of it is written.
     const int begin = max(first, Element == ElementType::Bf16 ? 0 : seen - STEP);

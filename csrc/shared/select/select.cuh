@@ -35,7 +35,7 @@ __device__ __forceinline__ int append(const ChosenTokens& tokens, bool is_extra,
             at += w < warp ? warp_counts[w] : 0;
             length += warp_counts[w];
         }
-        if (exists) list[at] = is_extra ? ~index : index;
+        if (exists) list[at] = is_extra ? ~index : index;  // ~n stands for token n of the second cache
         __syncthreads();
     }
     return length;
@@ -51,6 +51,7 @@ __device__ __forceinline__ void make_list(const SparseMlaParams& p, int query) {
     const int length = append(p.extra, true, query, list, own, warp_counts);
     if (threadIdx.x == 0) p.lengths[query] = length;
     for (int head = threadIdx.x; head < nheads; head += THREADS) {
+        // -inf: the attention kernel raises it by atomics, and rows without tokens keep it
         p.max_logits[static_cast<long long>(query) * nheads + head] = __int_as_float(0xff800000);
         // infinity would make a row's sum NaN
         if (query == 0 && p.sinks) {
@@ -72,6 +73,8 @@ __device__ __forceinline__ void cast_row(const SparseMlaParams& p, int query, in
     }
 #pragma unroll
     for (int n = 1; n < 32; n *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, n));
+    // Biased: all are below 2^(exponent - 126). The factor is 2^(141 - exponent), its inverse 2^(exponent - 141). With 16 as the
+    // least exponent both are normal numbers.
     const unsigned exponent = max(largest >> 23, 16u);
     const float inverse = __uint_as_float((268 - exponent) << 23);
     for (int i = lane; i < chunks; i += 32) {

@@ -18,6 +18,7 @@ namespace turing {
 // The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDqWarpSpecialized {
+    // Shared memory has no rows of its own and no tiles for partners; K and V of a step have three slots.
     using S = Shape<Headdim, 0, Step, Threads, 3, 0>;
     static_assert(S::kStep == 16, "a lane exchanges 16 bytes");
     static constexpr int kPartners = S::kWarps / 2;
@@ -36,7 +37,8 @@ struct BackwardDqWarpSpecialized {
     static constexpr int kSlopes = kGradients + kPartnerBytes, kSharedBytes = kSlopes + kPartnerBytes;
     static_assert(kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
 
-    // Listed blocks are parts of a list's rows, and go by rows.
+    // Without lists the last rows come first, because they see the most keys under a causal mask. A listed block is a part of a
+    // list's rows; these come in the order of their rows.
     static __device__ __forceinline__ int block_row() {
         return (Blocks::kListed ? remat_block_x() : gridDim.x - 1 - remat_block_x()) * BlockRows;
     }
@@ -61,13 +63,16 @@ struct BackwardDqWarpSpecialized {
         }
     }
 
-    // Statistics of the lane's rows: first role, -lse/scale in log2 units plus the exponent's shift; second role, -delta.
+    // Statistics of the lane's rows. First role: -lse in log2 units plus kProbabilityBits. Second role: -delta / kProbabilityUnit.
     using LaneRows = float[kRowTiles][Layout::kRows];
     static __device__ __forceinline__ float of_row(const LaneRows& x, int m, int v) {
         const int r = Layout::row_of(v);
         return m ? x[kRowTiles - 1][r] : x[0][r];
     }
 
+    // fp16 P leaves its sign bit free. The first role stores there that P was rounded down, and the second role corrects P by it
+    // (residual_signs.cuh).
+    //
     // Generic kernels: computes P in a rolled loop (backward/modifiers.cuh). With dropout, dropped probabilities get the sign
     // bit. The score function's derivative goes to the partner too.
     static __device__ __forceinline__ void generic_probabilities(PackedScores& x, Scores& s, const LaneRows& neg_lse,

@@ -3,8 +3,9 @@
 // A warp loads those of 16 queries by one instruction: lanes 0 to 15 the -lse/scale, lanes 16 to 31 the -delta of the same
 // queries. So these 32 floats are contiguous. Each lane gets what its columns of the scores need by shuffles.
 //
-// The buffer is (batch, nheads, seqlen_q_rounded / kGroupRows, kGroupFloats). Rows that see no key, and the padding past
-// seqlen_q, hold -inf and 0, so that their P is exp(-inf) = 0.
+// The buffer is (batch, nheads, seqlen_q_rounded / kGroupRows, kGroupFloats), of packed sequences (nheads, scratch_rows /
+// kGroupRows, kGroupFloats). Rows that see no key, and the padding past seqlen_q, hold -inf and 0, so that their P is exp(-inf) =
+// 0.
 #pragma once
 
 #include "backward/scratch.cuh"
@@ -20,6 +21,7 @@ struct RowStats {
     static constexpr int kRowRounding = ROW_ROUNDING;  // each sequence has a multiple of this, so no step reaches past it
 
     static constexpr int kRowFloats = kGroupFloats / kGroupRows;
+    // A statistic lies here once. volta's accumulators need two copies (volta/backward/row_stats.cuh).
     static constexpr int kCopies = 1, kCopyDistance = 0;
 
     static __device__ __forceinline__ constexpr int offset(int row) { return row / kGroupRows * kGroupFloats + row % kGroupRows; }

@@ -6,7 +6,9 @@
 
 namespace turing {
 
-// Members: backward/store_scores.cuh and backward/stored_gradients.cuh say what each is.
+// Members: backward/store_scores.cuh and backward/stored_gradients.cuh say what each is. multiply_* add products to c. add_* sum a
+// step's products apart first: fp32 tensors need that, because tensor cores truncate long sums.
+// Terms are the k of a product: columns of TermColumns, rows of TermRows (backward/staged_tiles.cuh).
 struct StoredFamily {
     using RowStats = turing::RowStats;
 
@@ -94,7 +96,7 @@ struct StoredFamily {
                     for (int v = 0; v < 8; v++) c[m + i / 2][n + i % 2][v] += sums[i / 2][i % 2][v / 4][v % 4];
             }
     }
-    // Returns false: blocks add the gradient of a bias by atomics (Family::stores_dbias in src/kernels/turing/mod.rs).
+    // Returns false: blocks add the gradient of a bias by atomics (Family::stores_dbias in src/kernels/turing/family.rs).
     static __device__ __forceinline__ bool store_bias_gradient(const float (&)[8], const BwdParams&, int, int, int) {
         return false;
     }

@@ -56,7 +56,8 @@ struct FastPrepare {
         }
     }
 
-    // Applies a Hadamard transform to a row that kChunks lanes hold. Its length grows by sqrt(Headdim).
+    // Applies a Hadamard transform, which spreads outliers over all columns, to a row that kChunks lanes hold. The row's length
+    // grows by sqrt(Headdim).
     __device__ __forceinline__ static void rotate(Row& x) {
 #pragma unroll
         for (int step = 1; step < kChunk; step *= 2)
@@ -77,6 +78,7 @@ struct FastPrepare {
             const int block = blockIdx.x * (BlockKeys / kScaleKeys) + group / kScales, scale = group % kScales;
             if (block * kScaleKeys >= keys) continue;
             uint4 data[kLoads];
+            // Keys 8i + 2t and 8i + 2t + 1 of a block share scale t: those of a lane of quad t in the forward kernel.
             const auto key_of = [&](int load) {
                 const int i = load * kRowsAtOnce + lane / kChunks;  // of 16
                 return block * kScaleKeys + i / 2 * 8 + 2 * scale + i % 2;
@@ -89,6 +91,7 @@ struct FastPrepare {
             // `poison` is 0, or NaN if an element is not finite: 0 * x sums to one of them. Added to the scale, it makes the scores
             // of these keys NaN. (The maximum would drop a NaN.)
             float largest = 0.f, poison = 0.f;
+            // Called twice for each row: the loaded words take fewer registers than the numbers.
             const auto row = [&](Row& x, int load) {
                 unpack8(x, data[load], is_bf16);
                 const bool exists = key_of(load) < keys;
@@ -146,7 +149,7 @@ struct FastPrepare {
         }
     }
 
-    // Phase 1: V * 2^-e as fp16.
+    // kScaleValues: V * 2^-e as fp16, where 2^e exceeds the largest finite |V|.
     __device__ __forceinline__ static void scale_v(const FastParams& p, const KeyCodes<Headdim>& from, int k_offset, int keys,
                                                    int chunk) {
         const int exponent = -v_exponent(from.v_max, keys, BlockKeys, p.element);

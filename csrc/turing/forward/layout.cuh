@@ -16,7 +16,7 @@ struct ForwardLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
-    static constexpr bool kEitherOrder = true;
+    static constexpr bool kEitherOrder = true;  // grids may have heads on their first axis
     static constexpr bool kFourKeys = kHasScoreFeatures;
     // With dropout alone, a lane's two keys in a tile are those whose random numbers share a word (philox.cuh).
     static constexpr bool kEverySecondKey = kRequiresDropout;
@@ -35,10 +35,10 @@ struct ForwardLayout {
         return kFourKeys ? row % 8 / 2 * 4 + key_slot(row) + row / 8 * kNextTile : row;
     }
 
-    static constexpr int kRows = 2, kKeys = kEverySecondKey ? 4 : 2;
+    static constexpr int kRows = 2, kKeys = kEverySecondKey ? 4 : 2;  // kKeys: size of the aligned group of a lane's keys
     __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return (kHasDropout ? 4 : 8) * r; }
-    static constexpr int kRowLaneMasks[2] = {1, 2};
+    static constexpr int kRowLaneMasks[2] = {1, 2};  // shfl_xor masks that reach the other lanes of a row
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.quad == 0; }
 };
 // covers_tile() for the two tiles of a step, and whether key_of_row agrees with the layout.

@@ -9,11 +9,12 @@
 // j + kAhead, and loads that step or the one after it (CopyPlacement). With eight slots and kAhead = 3, accesses of two steps never
 // meet, so every second step has a barrier. With four slots and kAhead = 2 every step has one.
 //
-// Most steps need no mask. They have a loop of their own, because the test alone costs 3 to 6%.
+// Most steps need no mask. Where registers allow (kUnmaskedLoop) they have a loop of their own, because the test alone costs 3 to
+// 6%.
 //
-// PipelinedParts (pipelined_parts.cuh) has sizes, choices and helpers. run() is the schedule. Its lambdas are load and store
-// (copies between global memory, registers and ring), begin (initial accumulators of a tile), tile (one tile of the pipeline), step
-// (two of them), and the loops over steps.
+// PipelinedParts (pipelined_parts.cuh) has sizes, choices and helpers, and the reason of each constant kName below. run() is the
+// schedule. Its lambdas are load and store (copies between global memory, registers and ring), begin (initial accumulators of a
+// tile), tile (one tile of the pipeline), step (two of them), and the loops over steps.
 #pragma once
 
 #include "turing/forward/pipelined_parts.cuh"
@@ -57,7 +58,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
-        // Backwards: the key at the position of the block's last row, and the last step.
+        // Backwards: with ALiBi, scores rise toward a row's own position, so row maxima settle early if that position comes first.
+        // Steps go from own_key, the position of the block's last row, down to key_first, then from key_last, the last step, down.
         const int own_key = block.row + kBlockRows - 1 + sequence.seqlen_k() - sequence.seqlen_q();
         const int key_last = key_first + (key_end - 1 - key_first) / kStep * kStep;
         int key = kBackwards ? key_first + max(min(own_key, key_end - 1) - key_first, 0) / kStep * kStep : key_first;

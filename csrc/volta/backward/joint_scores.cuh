@@ -20,8 +20,8 @@ struct JointScores {
 
     // -lse of the step's queries, for kernels without score features; others load it tile by tile.
     using Addends = ExponentAddends<KeysLayout, 2>;
-    // Loads the initial accumulators and -lse/scale. `stats`: the lane's statistics of the step (load_stats). Dropout needs dP
-    // alone: its accumulators begin with 0, and -delta is added later.
+    // Sets the initial accumulators: 0, and for dP -delta. `stats`: the lane's statistics of the step (load_stats). Dropout needs
+    // dP alone: its accumulators begin with 0, and -delta is added later.
     static __device__ __forceinline__ void begin(Scores& s, Scores& dp, const float* stats) {
         clear_tiles(s);
         if (kHasDropout)
@@ -85,6 +85,7 @@ struct JointScores {
                 load_rows(addends.of_row, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
                 addends.scale(p.problem.scale_log2, kExponentShift);
             }
+            // x becomes P * 2^kExponentShift, which pack_probability_tile() takes; kExponentUnit restores P for dS.
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(kHasBias ? x[v] + addends.of(0, v) : x[v]);
             PackedTile probabilities = pack_probability_tile(x);
@@ -154,7 +155,7 @@ private:
         const int thread = remat_thread_index();
         return Coord(Lane(thread & 31), row + 16 * n, KeyBlock::number(p) * S::kRows + thread / 32 * 32 + 16 * m);
     }
-    // As store_packed(), but without branches.
+    // As store_packed(), but without branches. A lane has two keys of a tile, two apart.
     static __device__ __forceinline__ void store(u32 address, int m, int n, const PackedTile& tile, int keys_left) {
         store_shared2_if(keys_left > 16 * m, packed_first(address, m, n), tile.x[0], tile.x[1]);
         store_shared2_if(keys_left > 16 * m + 2, packed_second(address, m, n), tile.x[2], tile.x[3]);

@@ -4,8 +4,9 @@
 // a lane has four queries of two keys, in the order (q0 q1 | q0 q1 | q2 q3 | q2 q3). A group of four queries is stored in that
 // order, 8 floats, so that two 16-byte loads fill an accumulator. Of -lse/scale a lane loads one copy.
 //
-// The buffer is (batch, nheads, seqlen_q_rounded / kGroupRows, kGroupFloats): a group's -lse/scale, then its -delta. Rows that
-// see no key, and the padding past seqlen_q, hold -inf and 0, so that their P is exp(-inf) = 0.
+// The buffer is (batch, nheads, seqlen_q_rounded / kGroupRows, kGroupFloats), of packed sequences (nheads, scratch_rows /
+// kGroupRows, kGroupFloats): a group's -lse/scale, then its -delta. Rows that see no key, and the padding past seqlen_q, hold
+// -inf and 0, so that their P is exp(-inf) = 0.
 #pragma once
 
 #include "backward/scratch.cuh"

@@ -7,7 +7,9 @@
 
 namespace volta {
 
-// Members: backward/store_scores.cuh and backward/stored_gradients.cuh say what each is.
+// Members: backward/store_scores.cuh and backward/stored_gradients.cuh say what each is. multiply_* add products to c. add_* sum a
+// step's products apart first: fp32 tensors need that, because tensor cores truncate long sums.
+// Terms are the k of a product: columns of TermColumns, rows of TermRows (backward/staged_tiles.cuh).
 struct StoredFamily {
     using RowStats = volta::RowStats;
 

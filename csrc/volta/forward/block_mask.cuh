@@ -1,4 +1,5 @@
-// Grid of the volta forward kernels under a block-sparse mask (forward/block_mask.cuh).
+// Grid of the volta forward kernels under a block-sparse mask (forward/block_mask.cuh). A grid tells a kernel's block its rows, its
+// steps of keys and how it loads them. A list names the blocks of 64 keys that 128 query rows see (block_lists.cuh).
 #pragma once
 
 #include "forward/block_mask.cuh"
@@ -23,11 +24,12 @@ public:
     __device__ __forceinline__ explicit BlockMaskGrid(const FwdBlockParams& params) : params_(params) {}
     __device__ __forceinline__ const BlockLists& lists() const { return params_.blocks; }
 
+    // kEitherOrder: the grid may have heads on its first axis (forward/block.cuh).
     template <int BlockRows>
     struct Block : ListedBlock<BlockRows, ForwardLayout::kEitherOrder> {
         using Base = ListedBlock<BlockRows, ForwardLayout::kEitherOrder>;
         __device__ __forceinline__ Block(const Problem&, const BlockMaskGrid& grid) : Base(grid.params_) {}
-        // Keys that may be loaded, whatever the list.
+        // Keys that may be loaded, whatever the list and the step (the template argument).
         template <int>
         __device__ __forceinline__ int key_first(const Mask&) const {
             return 0;

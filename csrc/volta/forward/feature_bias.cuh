@@ -42,7 +42,8 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
         return o.bias + grid.remat_batch(p.problem) * o.bias_batch_stride + grid.remat_head(p.problem) * o.bias_head_stride +
                min(row + ForwardLayout::first_query(lane), p.problem.seqlen_q - 1) * o.bias_row_stride;
     }
-    // From an opaque copy, so that it holds no register in between.
+    // Divides at each use. The scale passes through keep_in_register(), so that the compiler cannot compute the quotient early and
+    // hold it.
     __device__ __forceinline__ static float inverse_scale(const FwdParams& p) {
         return __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(p.problem.scale))));
     }
@@ -50,6 +51,7 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
         return max(p.problem.seqlen_q - 1 - row - ForwardLayout::first_query(lane), 0);
     }
 
+    // Scores here are products before the softmax scales them, so the bias is divided by the scale.
     __device__ __forceinline__ void add(const FwdParams& p, typename Base::Tile& s) const {
         const float factor = inverse_scale(p);
         each([&](int mt, int nt, int v, float x) { s.tile[mt][nt][v] = fmaf(x, factor, s.tile[mt][nt][v]); });

@@ -1,5 +1,6 @@
 // Dropout, alone or with a bias, in volta forward kernels of one or two features (score_feature.cuh). philox.cuh has the numbers,
-// and a table of what rounds 0 and 1 share: of_head, of_column, of_row, of_both and K are its names.
+// and a table of what rounds 0 and 1 share: of_head, of_column, of_row, of_both and K are its names. K is the key of round 1. The
+// counter is (column / 4, row, head, offset), so a lane's calls share the products of head, of column and of row.
 #pragma once
 
 #include "volta/forward/feature_bias.cuh"
@@ -37,6 +38,7 @@ class DropoutFeature {
         }
     };
 
+    // remat_* functions compute or load again what would otherwise hold a register.
     __device__ __forceinline__ static u32 remat_head(const FwdParams& p) {
         return (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads +
                ::remat_head<ForwardLayout::kEitherOrder>(p.problem);
@@ -109,7 +111,8 @@ public:
             for (int mt = 0; mt < RowTiles; mt++)
                 philox_round(numbers.of[mt], keys[0] + round * kPhiloxKeyIncrements[0], keys[1] + round * kPhiloxKeyIncrements[1]);
     }
-    // Zeroes dropped probabilities of row tile mt: x and y are packed pairs of two rows, u their number (philox_word()).
+    // Zeroes dropped probabilities of row tile mt: x and y are packed pairs of two rows. u: 0 for
+    // the lane's keys 0 and 2, 1 for its keys 1 and 3 (philox_word()).
     __device__ __forceinline__ static void drop(u32& x, u32& y, const Numbers& numbers, const FwdParams& p, int mt, int u) {
         static_assert(ForwardLayout::key_slot(1) == 2 && ForwardLayout::key_slot(4) == 1 && ForwardLayout::row_of(2) == 1,
                       "the words of philox_word()");

@@ -33,6 +33,8 @@ public:
             return factor;
         });
     }
+    // A masked product is -inf and needs an infinite state, which only a maskable tile has (score_function.cuh). There the other
+    // products become maskable_product() first.
     __device__ __forceinline__ void set_masked(bool masked, Tile& s) {
         kind_ = ScoreFunction::kPlain;
         if (!masked) return;

@@ -1,6 +1,9 @@
 // Interface of the score features of volta forward kernels that are compiled for a fixed set of features (feature_*.cuh):
 // a score function, ALiBi, bias or dropout alone, ALiBi after a score function, or bias with dropout.
 //
+// A score function (softcap) maps a product to a state. The score is factor * state + constant (score_function.cuh), so the softmax
+// can take states.
+//
 // Generic kernels test parameters in every step (Scores::apply_score_mod). Here the features are known: terms that are added to
 // scores become initial accumulators of the first product, and lanes carry along the keys what they would otherwise compute
 // again. A kernel's main loop calls the functions of ScoreFeature at fixed points; each feature overrides some of them.
@@ -38,7 +41,7 @@ public:
     // May shorten the range of tiles that need no mask. ALiBi: ends it at the diagonal, where its terms change their sign.
     __device__ __forceinline__ ScoreFeature(const FwdParams&, const Grid&, const Mask&, Unmasked&, const LaneScratch&, int, int) {}
     // Returns the factor of scores in the softmax. Score function: its factor, because the softmax takes its states. ALiBi after
-    // one: 1, because scores are already in log2 units.
+    // one: 1, because scores are already in log2 units. So are those of generic kernels, which use this primary template too.
     __device__ __forceinline__ float scale(const FwdParams& p) const { return kGeneric ? 1.f : p.problem.scale_log2; }
     // Sets initial row maxima. ALiBi: to the score of each row's nearest visible key, which it computes from `q` and `k`, the
     // sequence's first rows. Lazy maxima that began lower would rescale the output in several of the first tiles.
@@ -54,8 +57,7 @@ public:
     // Corrects a tile that needs a mask, before the mask. ALiBi: the sign of terms after the diagonal.
     __device__ __forceinline__ void correct_masked_tile(Tile&, SoftmaxState<RowTiles>&, Unmasked&, const FwdParams&, const Mask&,
                                                         int, int) {}
-    // Raises row maxima and rescales the output. Score function: converts maxima of products to
-    // those of states.
+    // Raises row maxima and rescales the output. Score function: converts maxima of products to those of states.
     template <class Rescale>
     __device__ __forceinline__ void update_row_max(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale, float inverse_scale,
                                                    Rescale rescale) const {

@@ -1,4 +1,5 @@
-// Products of the forward kernel of fp32 tensors (forward/split.cuh) on volta's tensor cores.
+// Products of the forward kernel of fp32 tensors (forward/split.cuh) on volta's tensor cores. Each number is the sum of a high and
+// a low fp16 part. Low times low is left out, because it is below fp32's rounding.
 #pragma once
 
 #include "forward/split.cuh"
@@ -8,11 +9,12 @@ namespace volta {
 
 struct Split {
     using Layout = ForwardLayout;
-    static constexpr int kTiles = 1, kNextTile = 16;
+    static constexpr int kTiles = 1, kNextTile = 16;  // tiles of scores in a step; keys from one tile to the next
     template <int Headdim>
     static constexpr int kOutputTiles = Headdim / 16;
     template <int Headdim>
     using Output = Accumulator[1][kOutputTiles<Headdim>];
+    // The key of a step in row `row` of the shared tile.
     __device__ __forceinline__ static constexpr int key_of_row(int row) { return row; }
 
     // A warp's 16 rows of Headdim columns of Q: the high parts in registers, the low ones, LowColumn columns on, in shared memory.
@@ -42,7 +44,8 @@ struct Split {
             }
             __syncwarp();
         }
-        // S = Q K^T. `tile`: K of the step.
+        // S = Q K^T. `tile`: K of the step. `small` sums the products with a low part, 2^-11 of the others. Tensor cores truncate
+        // sums, so those would lose digits in one accumulator with the large ones.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[1], u32 tile, int pitch) const {
             const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
             Accumulator small, large;
