@@ -227,7 +227,7 @@ impl Machine {
             hmma_1688_f16_latency: 0,
             imma_8816_latency: 0,
             r2ur_latency: 0,
-            movm_latency: 0,
+            movm_latency: 22, // MOVM is sm_75's. Assumed: as a shuffle
             xu_latency: 20,
             fp64_latency: 8,
             lds_latency: 19,
@@ -299,7 +299,6 @@ impl Machine {
             hmma_1688_f16_latency: 14,    // (Yan20): 10 to the first register, 14 to the second
             imma_8816_latency: 12,        // assumed: as HMMA.884; 8 and 20 change the int8 forward kernel by 2%
             r2ur_latency: 12,             // assumed
-            movm_latency: 22,             // assumed: as a shuffle
             lds_latency: 23,              // (SJF)
             l1_latency: 32,               // (SJF)
             l2_latency: 236,              // (SJF)
@@ -366,7 +365,7 @@ impl Machine {
     /// Set the constant `name` to a value given as JSON text: `set("icache", "false")`.
     ///
     /// # Errors
-    /// Unknown name, or a value of the wrong type.
+    /// Unknown name, or a value of the wrong type. The text says what was expected: the caller writes "expected" before it.
     pub fn set(&mut self, name: &str, value: &str) -> Result<()> {
         let fail = |e: serde_json::Error| Error::from(format!("a value of {name} as JSON ({e})"));
         let mut all = serde_json::to_value(&*self).map_err(fail)?;
@@ -401,11 +400,13 @@ impl Machine {
         let latencies = [
             ("lds_latency", self.lds_latency),
             ("shfl_latency", self.shfl_latency),
+            ("movm_latency", self.movm_latency),
             ("ldc_latency", self.ldc_latency),
             ("l1_latency", self.l1_latency),
             ("l2_latency", self.l2_latency),
             ("dram_latency", self.dram_latency),
         ];
+        // timing.rs subtracts mio_delay from these
         let latencies = latencies.iter().map(|&(name, x)| (name, x as f64, self.mio_delay as f64));
         match least.into_iter().chain(latencies).find(|&(_, x, min)| x.is_nan() || x < min) {
             Some((name, x, min)) => Err(format!("machine constant {name} is {x}, but at least {min} is needed").into()),

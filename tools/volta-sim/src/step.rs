@@ -12,6 +12,7 @@ use crate::warp::Warp;
 /// What an instruction did, as far as the timing model is concerned.
 #[derive(Default)]
 pub struct Access {
+    /// lanes that the instruction executed: `Step::m`
     pub mask: u32,
     /// addresses of the active lanes, for memory instructions
     pub addr: [u64; 32],
@@ -118,7 +119,8 @@ impl Step<'_> {
         let v = self.raw(i)?;
         let s = &self.inst.src[i];
         let (and, xor) = (if s.abs { 0x7fff_7fff } else { !0u32 }, if s.neg { 0x8000_8000u32 } else { 0 });
-        // rounds towards zero: ptxas emits this for cvt.rz.f16.f32 (for cvt.rn it emits F2F), and for constants kept in fp32
+        // An F32 source of a half instruction rounds toward zero. ptxas emits one for cvt.rz.f16.f32 (cvt.rn becomes F2F), and for
+        // constants kept in fp32.
         let pair = |x: u32| if s.sel == Sel::F32 { f2h_rz(f32::from_bits(x)) as u32 * 0x1_0001 } else { x };
         let v = v.each(|x| (pair(x) & and) ^ xor);
         let lo = v.each(|x| h2f(x as u16));

@@ -1,5 +1,8 @@
 //! The operations, an enum for each class of instructions: a value is one operation with its modifiers.
 //! `crate::ops` has a file for each class that decodes and executes it.
+//!
+//! Variants and fields have the names of nvdisasm's mnemonics and modifiers: `x` is .X, `bf` .BF, `hand` .H_AND, `mrg` .MRG_H0 or .MRG_H1.
+//! `signed` is false with .U32. fields.rs has the operands and the other modifiers.
 
 use super::fields::*;
 

@@ -1,4 +1,5 @@
-//! Conversions between numeric types.
+//! Conversions between numeric types. I2F to F32 rounds as its modifier says, and F2F of F32 to F16 toward zero with RZ. All other results
+//! in F16, F32 or F64 round to nearest, whatever the modifier says.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -69,6 +70,7 @@ impl Class for Conversion {
                 Conversion::F2i { from, to, rnd: int_round(d), ftz }
             }
             "F2F" => {
+                d.allow(&["F16", "F32", "F64", "RP", "RM", "RZ", "RN", "FTZ"])?;
                 let types: Vec<NumTy> = d.mods.iter().filter_map(|m| type_of(m)).collect();
                 let [to, from] = types[..] else { return Err(d.fail("F2F types")) };
                 Conversion::F2f { from, to, rnd: d.round(), ftz }
@@ -158,6 +160,7 @@ impl Class for Conversion {
                     s.wr(&a.each(|x| if rnd == Round::Rz { f2h_rz(fz(x, ftz)) } else { f2h(fz(x, ftz)) } as u32));
                 }
                 (NumTy::F16, NumTy::F32) => {
+                    // hlf() resolves H1_H1, but not H1
                     let (lo, hi) = s.hlf(0)?;
                     s.wr(&(if s.inst.src[0].sel == Sel::H(1) { hi } else { lo }).each(f32::to_bits));
                 }
