@@ -18,7 +18,8 @@
 //! ```
 //!
 //! Below them: `options` (the operators' options), `value` (an argument in the C ABI), `limits`, `kernels` (variants and their machine
-//! code), `params` (parameter blocks, shared with CUDA C++), `log` (prints plans), `shim` (C++ functions that Rust calls).
+//! code), `params` (parameter blocks, shared with CUDA C++), `log` (prints plans), `shim` (C++ functions that Rust calls), `error`
+//! (messages and Python exceptions), `info` (describes the build and the machine as JSON), `tensor` (converts tch tensors).
 
 #![warn(missing_docs)]
 

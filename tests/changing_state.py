@@ -54,10 +54,12 @@ def item(items, at=0):
 
 
 def below(n):
+    """Returns which keys are below n, for changing_tensors.py."""
     return torch.arange(LENGTH) < n
 
 
 def hidden(*shape):
+    """Returns bools that hide every key, for changing_tensors.py."""
     return torch.zeros(*(shape or (LENGTH,)), dtype=torch.bool)
 
 
@@ -254,6 +256,7 @@ class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.width = 0
+        # changing_tensors.py changes these two
         self.weight = torch.nn.Parameter(torch.zeros(LENGTH, 1))
         self.register_buffer("shown", hidden())
 

@@ -17,6 +17,7 @@ from test_variants import GPUS
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
+#: (queries, cached tokens, appended tokens) of each sequence.
 RAGGED = ((1, 0, 0), (1, 1, 0), (1, 77, 0), (1, 200, 0))
 
 
@@ -56,7 +57,8 @@ def shared(n, group, headdim, **options):
     return Cached(lengths, headdim=headdim, nheads=2 * group, nheads_k=2, **options)
 
 
-#: Rows whose warps share what they load: 33 to 64 in all splits into queries and heads, and what else changes a step.
+#: Rows whose four warps share what they load: tiles of 64 rows, and of 32 rows from headdim 256 on. In all splits into queries and heads,
+#: with what else changes a step.
 SHARED_STEPS = [
     *(shared(n, 64 // n, 256) for n in (1, 2, 4, 16, 32, 64)),
     *(shared(n, group, 512) for n, group in ((1, 17), (1, 32), (4, 16), (11, 3), (9, 7), (5, 8), (3, 8), (2, 8))),
@@ -74,7 +76,7 @@ def test_shared_steps(backend, case):
     check(backend, case)
 
 
-#: Of bf16 these are the rows from 9 on at headdim 256.
+#: The same in bf16, and fewer rows at headdim 256.
 BFLOAT_SHARED_STEPS = [*SHARED_STEPS, *(shared(n, group, 256) for n, group in ((2, 8), (4, 4), (3, 3), (4, 8), (5, 5)))]
 
 
@@ -172,7 +174,7 @@ def test_bfloat_infinities_and_large_keys(backend, queries, headdim):
     assert_same_bits("out", found[0], out[0])
 
 
-#: More than one block has of a row set: one level of the merge, and two and three.
+#: Row tiles that several blocks share: their partial results merge in one, two and three levels.
 SHARED = [
     Cached(((1, 600, 0), (1, 30, 0)), nheads=8),
     Cached(((1, 7000, 0), (1, 0, 0), (1, 900, 0)), nheads=2),
@@ -258,6 +260,7 @@ def test_plans_show_a_caches_kernels():
     step = plan(8)
     assert step["decode"]["name"] == "volta_decode_128x64" and step["decode"]["grid"] == [80, 1, 1] and step["prefill"] is None
     assert step["append"]["name"] == "volta_append" and step["append"]["grid"][1:] == [8, 3]
+    # two slots for each of 80 blocks, of 64 rows and 128 columns
     assert step["decode"]["partials"] >= 2 * 80 * 64 * 128 and step["decode"]["semaphores"] >= 2 * 80
     quantized = step.pop("quantized")
     assert {name: kernel["name"] for name, kernel in quantized.items()} == {

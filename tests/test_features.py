@@ -21,7 +21,7 @@ def changed(case: Case, **fields) -> Case:
     return dataclasses.replace(case, **fields)
 
 
-# what a feature changes in a case
+# what a feature changes in a case; a bias has the dimensions that are not 1, then its type, "own" for that of q
 FEATURES = {
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi": "bh"},
@@ -82,6 +82,7 @@ def biases():
     """Broadcast in each dimension, in each type; row strides that are no multiple of anything."""
     for dims in ("bhqk", "hqk", "bqk", "bhk", "bhq", "qk", "k", "q", "b", "h", "-"):
         yield Case(45, 69, 64, nheads=4, nheads_k=2, bias=f"{dims}:fp32", batch=2)
+        # alphabetical order deals both headdims out to the dims
         yield Case(45, 69, 64 if dims < "bhr" else 128, nheads=4, nheads_k=2, bias=f"{dims}:own", batch=2)
     for dims in ("bhqk", "bk", "q"):
         yield Case(45, 69, 64, nheads=2, bias=f"{dims}:own", is_causal=True)

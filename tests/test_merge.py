@@ -119,7 +119,6 @@ def test_strides(backend):
         assert found.is_contiguous()
 
 
-@pytest.mark.cuda
 @on("cuda")
 def test_fp32_on_a_gpu(backend):
     shape = (2, 33, 3, 64)

@@ -1,7 +1,7 @@
-"""Ways by which programs reach the ops: compilers, packages, checkpointing, functorch, processes, C++.
+"""Ways by which programs reach the ops: compilers, packages, checkpointing, functorch, streams and devices. Also counts operations.
 
 The basics of autograd, torch.compile, export and TorchScript are in test_autograd.py; the routes through PyTorch's own
-scaled_dot_product_attention in test_sdpa.py.
+scaled_dot_product_attention in test_sdpa.py; processes and C++ in test_processes.py.
 """
 
 import functools
@@ -311,7 +311,7 @@ def test_selective_checkpoint(backend, layer_on, keep_attention, dropout_p):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         found = gradients(checkpointed, x)
     assert_same_gradients(found, expected)
-    if backend.kernels:
+    if backend.kernels:  # they have no ATen products to count
         return
     # An op has an event for each layer of the dispatcher that sees it; the ATen op inside tells a run apart from
     # a recomputation that finds the result in the cache.
@@ -431,8 +431,10 @@ def test_flops_of_packed_sequences(backend):
     lengths = [5, 0, 9]
     qkv, cu_seqlens = backend.randn(14, 3, 2, 16).requires_grad_(), packed_lengths(backend, lengths)
     pairs = 2 * sum(n * n for n in lengths)
+    # two operations for a multiply-add: headdim + headdim_v = 32 columns forward, 3 * 16 + 2 * 16 = 80 backward
     assert count(qkv, cu_seqlens) == (2 * pairs * 32, 2 * pairs * 80)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        # a fake tensor has no lengths, so each of the three sequences counts with max_seqlen 9; two heads
         longest = 2 * 3 * 81
         assert count(mode.from_tensor(qkv), mode.from_tensor(cu_seqlens)) == (2 * longest * 32, 2 * longest * 80)
 
@@ -490,7 +492,7 @@ def test_devices(backend):
 
 @on("cuda")
 def test_nothing_waits_for_the_gpu(backend):
-    """Neither pass synchronises, with lengths on the device, a bias, sinks and dropout."""
+    """Neither pass synchronizes, with lengths on the device, a bias, sinks and dropout."""
     q, k, v = (backend.randn(40, 2, 64).requires_grad_() for _ in range(3))
     cu_seqlens = packed_lengths(backend, [11, 0, 29])
     options = {

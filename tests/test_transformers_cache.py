@@ -20,7 +20,7 @@ from test_transformers import BATCH, CAUSAL, LAYERS, SEQLEN, TOLERANCE, V5, WIND
 from volta_fa.kv_cache.formats import KV_DTYPES, dequantize_kv, hadamard, quantize_kv
 from volta_fa.transformers import QuantizedCache
 
-quiet = plain.quiet
+quiet = plain.quiet  # an autouse fixture, which ignores warnings here too
 PARTS = (9, 4, 1, 6)
 #: Eager attention in fp64 makes NaN of padding, which sees nothing: what it adds to scores is infinite in its fp32 softmax.
 WITH_SDPA = ("llama", "qwen3", "mistral", "gemma3")
@@ -52,7 +52,7 @@ class Reference(transformers.DynamicCache):
 
 @functools.cache
 def models(name):
-    # fresh ones: asking for attentions leaves hooks in the others, which copies share
+    # not those of test_transformers: tests that ask for attentions leave hooks in models, which copies share
     made = (plain.CAUSAL | plain.ENCODERS_DECODERS)[name](transformers)
     pair = [plain.make(*made, implementation).double() for implementation in ("eager", "volta_fa")]
     if name == "gpt_oss" and V5:

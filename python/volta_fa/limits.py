@@ -13,7 +13,7 @@ MAX_HEADDIM: int = _LIMITS["max_headdim"]
 LATENT_HEADDIMS: tuple[int, int] = tuple(_LIMITS["latent_headdims"])
 #: Tokens that the page size of a paged KV cache is a multiple of.
 PAGE_SIZE_MULTIPLE: int = _LIMITS["page_size_multiple"]
-#: Query rows per KV head (seqlen_q * nheads / nheads_k) that one tile of a decode kernel holds.
+#: Most query rows per KV head (seqlen_q * nheads / nheads_k) that decode kernels take; more rows run on forward tiles.
 MAX_DECODE_ROWS: int = _LIMITS["max_decode_rows"]
 
 

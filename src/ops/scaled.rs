@@ -1,9 +1,11 @@
-//! bf16 and fp32 on kernels that multiply fp16: operands and out are converted, and kernels write gradients as fp32. fp32 operands lose
-//! digits, which the user must allow (`volta_fa_reduces_fp32`).
+//! bf16 and fp32 on kernels that multiply fp16: operands and out are converted, and kernels write gradients as fp32. With `mode.split` fp32
+//! keeps its digits: each number is the sum of two fp16 numbers ([`parts`]). Without it fp32 loses digits, which the user must allow
+//! (`volta_fa_reduces_fp32`).
 //!
 //! fp16 has more precision than bf16 and less range. So operands are multiplied by powers of two, without rounding. The exponents come from
 //! the largest magnitudes and stay on the device. One kernel casts q, k and, in the forward pass, v ([`Cast`]). The backward pass scales v,
-//! dout and out here, because their exponents depend on each other, on the gradient of softmax_lse, and on the gradients that sum over heads.
+//! dout and out here, because their exponents depend on each other, on the gradient of softmax_lse, and on the gradients that sum over
+//! heads.
 //!
 //! Gradients are sums over rows. No scale keeps both their terms precise and the sums of many rows in fp16's range.
 
@@ -190,6 +192,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, saved.softmax_lse.device()))?;
     softmax_lse.shallow_clone().f_copy_(&saved.softmax_lse)?;
     let padded = a.padded();
+    // low_column: columns from a row's high parts to its low ones; 0: no parts
     let operands = Operands { has_v: false, low_column: if mode.split { padded.headdim } else { 0 } };
     let mut cast = Cast::new(inputs, a, &operands, Some(&softmax_lse), launcher)?;
     // delta is sum(out * dout) - dlse, so dlse has the powers of both v and dout

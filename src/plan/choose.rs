@@ -106,9 +106,9 @@ fn cost(v: &Variant, features: FeatureSet) -> (u32, u32, u32) {
 
 /// Maximum of [`Shape::rows_before_keys`] for kernels that require ALiBi. Other kernels compute rows further before the first key.
 ///
-/// Kernels that require ALiBi start their sums of products with -slope * distance, so a large distance takes bits from the products. Rows near
-/// a visible key give it almost all weight, and there the distance is small. At this limit and a slope of 1 the start is 739 in log2 units,
-/// with a last bit of 2^-14. About 32 steps each lose a third of it (RMS), in total 1e-4. Rounding a probability to fp16 costs 2e-4.
+/// Kernels that require ALiBi start their sums of products with -slope * distance, so a large distance takes bits from the products. Rows
+/// near a visible key give it almost all weight, and there the distance is small. At this limit and a slope of 1 the start is 739 in log2
+/// units, with a last bit of 2^-14. About 32 steps each lose a third of it (RMS), in total 1e-4. Rounding a probability to fp16 costs 2e-4.
 ///
 /// The host does not know the lengths of packed sequences. For them the maximum lengths count.
 const FAR: i64 = 512;
@@ -139,7 +139,7 @@ pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &Device
 /// - All its blocks are resident at once. The grid takes one block's time, and a smaller block takes less. One more block
 ///   doubles the time, to that of a large block for the same rows.
 /// - Its grid has no more blocks than that of large blocks. All rows fit one block, and half of the large block's rows were padding.
-/// - Its waves compute enough fewer rows to pay for the lower speed of smaller blocks. This applies to families with three sizes.
+/// - Its waves compute enough fewer rows to pay for the lower speed of smaller blocks.
 /// - A mask makes blocks uneven and all large blocks are resident at once, so the longest block decides. Small blocks
 ///   with more warps per row end sooner.
 ///

@@ -58,7 +58,7 @@ fn of_fixed_splits(plan: DecodePlan, a: &Attention) -> DecodePlan {
     let tiles = a.batch.saturating_mul((a.rows_per_kv_head() as u64).div_ceil(tile_rows as u64) as i64);
     let splits = (a.seqlen_k as u64).div_ceil(u64::from(SPLIT_TOKENS)).max(1) as i64;
     let slots = tiles.saturating_mul(a.nheads_k).saturating_mul(splits);
-    // num_splits 1 asks for it, as without batch_invariant
+    // num_splits 1 asks for one block for each row tile, as without batch_invariant
     match a.num_splits != 1 && slots.saturating_mul(4 * floats) <= MAX_SPLIT_BYTES {
         true => DecodePlan { partials: slots * floats, semaphores: slots, num_splits: 0, ..plan },
         false => DecodePlan { partials: i64::from(plan.kernel.blocks[0]) * floats, semaphores: 0, num_splits: 1, ..plan },

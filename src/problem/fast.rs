@@ -1,4 +1,5 @@
-//! Validation of `fwd_fast`: the rules of `fwd`, with fp16 and bf16 alone and a boolean mask for a bias.
+//! Validation of `fwd_fast`: the rules of `fwd`, with fp16 and bf16 alone and a boolean mask for a bias. `fwd_fast` multiplies Q and K as
+//! int8 and sums P V in fp16. `prepared` holds K's int8 codes and the range of V.
 
 use super::attention::Attention;
 use super::checks::*;

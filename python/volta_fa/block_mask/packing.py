@@ -1,4 +1,4 @@
-"""Makes the operators' lists and bits from the states of cells. docs/reference/options.md describes the layout.
+"""Makes the operators' lists and bits from the states of cells of 64 queries by 64 keys. docs/reference/options.md describes the layout.
 
 Launches cost more than the work of most of them, so both directions of a square mask share theirs.
 """
@@ -56,6 +56,7 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
         unknown = states.numel()
     elif elements.has_pairs:
         (unknown,) = _partial_counts(states[None])
+        # the two cells of a tile have one state in either direction, so half as many tiles as cells may be partial
         counts = [unknown // 2] * 2
     else:
         unknown, *counts = _partial_counts(states[None], *_tiles(states))

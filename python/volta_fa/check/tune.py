@@ -1,6 +1,7 @@
 """Finds better kernels for this GPU than the planner's choice, and writes them into a tuning file (docs/reference/tuning-file.md).
 
-It measures two alternatives for problems without options: gradients without atomics, and smaller or larger tiles in the forward pass.
+It measures alternatives for problems without options: gradients without atomics, and in the forward pass smaller or larger tiles and
+stream-K grids.
 Each class of shapes is measured at one shape. A choice is written only if it is faster in every round by a clear margin.
 """
 
@@ -101,6 +102,7 @@ class Class:
         half = math.sqrt(2)
         seqlens = [math.ceil(self.seqlen / half), math.floor(self.seqlen * half)]
         rows = self.seqlen * self.nheads
+        # 2**53: no bound; the largest integer that every JSON reader keeps exactly
         most = math.floor(rows * half) if self.pass_ == "Forward" else 2**53
         headdims = [self.above + 1, self.headdim]
         return {
@@ -130,13 +132,14 @@ def steps(target: Target) -> int:
 
 
 def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence[str]) -> list[tuple[Class, list[Alternative]]]:
-    """Returns all classes to measure with their alternatives, the longest last."""
+    """Returns all classes to measure with their alternatives: forward ones, then the backward ones by seqlen."""
     families = [family["name"] for family in target.families]
     # sinks are code of the epilogue alone, which all stream-K kernels have
     plain = [v for v in variants if v["family"] in families and set(v["features"]) <= {"sinks"} and v["name"] not in failed]
     plain = [v for v in plain if v["shared_bytes"] <= target.shared_bytes]
     found: list[tuple[Class, list[Alternative]]] = []
     forward = [v for v in plain if v["pass"] == "Forward" and v["headdim"] == v["headdim_v"]]
+    # only the preferred family: the planner takes others where it has no kernel
     for family in families[:1]:
         widths = sorted({v["headdim"] for v in forward if v["family"] == family})
         for above, headdim in zip([0, *widths], widths):
@@ -249,7 +252,7 @@ def _write(tuned: Tuned, about: dict[str, Any]) -> None:
     tuning = {"format": 1, **made_on, "failed": tuned.failed, "choices": tuned.choices, "note": note}
     text = json.dumps(tuning, indent=1) + "\n"
     torch.ops.volta_fa._set_tuning(text)  # a ValueError here is better than a warning at every start
-    torch.ops.volta_fa._set_tuning("")
+    torch.ops.volta_fa._set_tuning("")  # undoes the line above, which was the check alone
     path = Path(tuned.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # as a whole: another process may be reading it

@@ -21,9 +21,9 @@ On a GPU it trains in float16 autocast with GradScaler. On a CPU it trains in fl
 Then one attention layer runs as machine code on a simulated V100 and T4, forward and backward: at most 20 seconds on two cores.
 
 With --ranks 2, volta_fa trains in two processes that share each sequence by ring attention. They use NCCL with two GPUs, and gloo
-on a CPU. PyTorch still trains in one process.
+on a CPU. PyTorch still trains in one process, and no layer is simulated.
 
-Exit status: 0 if the two runs agree within rounding and the layer is right, 1 if not, 2 if the demo cannot run here.
+Exit status: 0 if the two runs agree within rounding and the layer, where it runs, is right; else 1. It is 2 if the demo cannot run here.
 """
 
 

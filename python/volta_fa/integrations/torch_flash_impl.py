@@ -80,6 +80,7 @@ def _attend(
         "window_right": -1 if is_causal else _bound(window_size_right),
         "alibi_slopes": readable(alibi_slopes),
     }
+    # readable() copies tensors whose last dimension is not contiguous
     q, k, v = readable(query), readable(key), readable(value)
     cum_seq_q, cum_seq_k, seqused_k, block_table = (readable(t) for t in (cum_seq_q, cum_seq_k, seqused_k, block_table))
     if cum_seq_q is not None:
@@ -193,6 +194,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implements `aten::_flash_attention_backward`."""
     options: dict[str, Any] = {}
+    # the schema requires both tensors, so a dense call gives None or empty ones
     if cum_seq_q is not None and cum_seq_k is not None and cum_seq_q.numel():
         options = {
             "cu_seqlens_q": readable(cum_seq_q),

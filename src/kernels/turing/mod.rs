@@ -1,4 +1,5 @@
-//! Turing: `mma.sync.m16n8k8`, fp16 in, fp32 accumulation; `ldmatrix`.
+//! The table of Turing's kernels. They load operands by `ldmatrix`, multiply fp16 by `mma.sync.m16n8k8` and accumulate in fp32; the fast
+//! forward kernel also multiplies int8.
 
 mod backward;
 mod decode;

@@ -40,6 +40,7 @@ const POSTPROCESS: Source = Source::new(
     &["backward/postprocess.cuh", "volta/backward/dq_accumulator.cuh", "volta/backward/row_stats.cuh"],
     "BackwardPostprocess<volta::RowStats, volta::DqAccumulator, BLOCK_ROWS, THREADS>",
 );
+/// Kernels for large headdims, which store P and dS in memory; with "true" (split) those of fp32 tensors.
 const fn stored(header: &'static [&'static str], kernel: &'static str) -> Source {
     Source::new(header, kernel).with_arguments("p.backward, p.stored")
 }
@@ -105,7 +106,7 @@ const SMALL: [Variant; 2] = [
     Variant { size: Size::Small, ..warp_specialized(128, 64, 32) },
 ];
 
-/// Kernels with all features: both roles for all headdims.
+/// Kernels with all features, with two roles of warps at all headdims.
 const GENERIC: [Variant; 5] = [warp_specialized(64, 128, 32), MAIN[2], MAIN[3], MAIN[4], MAIN[5]];
 
 /// deterministic=True: dq from blocks of queries. Shared memory has Q, dO, K, V and dS; without room for dS, it takes the
@@ -138,8 +139,8 @@ const DQ: [Variant; 5] = [
 ];
 
 /// Returns a varlen kernel with one feature that the problem must use: the generic kernel without branches on the others,
-/// and so without misses of the instruction cache, or, where registers allow, plain tiles
-/// (`volta/backward/joint_scores.cuh`).
+/// and so without misses of the instruction cache, or, where registers allow, the
+/// single-role kernel of headdim 64 (`volta/backward/joint_scores.cuh`).
 fn with(feature: Feature, tile: Variant) -> Variant {
     let required_features = FeatureSet::of(&[feature]);
     Variant { required_features, ..tile }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())

@@ -23,6 +23,7 @@ pub const INDEXER: Source = Source::new(&["volta/indexer.cuh"], "indexer::Kernel
 
 /// Up to 16 rows are one warp's, if its registers hold them: at headdim 256 they hold 16, with keys, values and half of
 /// the queries in shared memory. At headdim 512 two warps share the columns.
+/// A tuple has the headdim, [rows of a block, rows of a warp], threads of a block, and the blocks that an SM must hold.
 const TILES: [DecodeTile; 16] = [
     (64, [8, 8], 128, 4),
     (64, [16, 16], 128, 3),
@@ -46,7 +47,7 @@ const TILES: [DecodeTile; 16] = [
 const INVARIANT_TILES: [DecodeTile; 4] = [TILES[2], TILES[6], TILES[10], TILES[14]];
 
 /// Returns true if the table has a kernel. Quantized caches have none of 64 rows. Of unquantized ones the tile of 32 rows takes
-/// 16 rows in the same time, but for fp16 at headdim 512. With a tree, 64 rows of headdim 512 would spill.
+/// 16 rows in the same time, but for fp16 at headdim 512. With a tree, fp16's 64 rows of headdim 512 would spill.
 fn is_built(v: &Variant) -> bool {
     let is_wide = v.headdim > 256 && !v.is_bf16;
     let is_wide_tree = is_wide && v.required_features != FeatureSet::NONE;
@@ -70,7 +71,8 @@ fn staged(row: Variant) -> Variant {
     let Variant { headdim, block_rows, step, threads, shared_bytes, .. } = row;
     let warps = threads / 32;
     let outputs = warps / shared::column_groups(headdim) * step * (headdim + 4) * 4;
-    // a token has a row of keys, a row of values and four numbers
+    // A token has a row of keys, a row of values and four numbers. pitch: bytes of a row of int4 codes of one column group; those of
+    // 128 bytes get 32 of padding (`kPitch` of staged_loader.cuh).
     let pitch = if headdim >= 256 { 160 } else { headdim / 2 };
     let tokens = if headdim == 64 { 32 } else { 16 };
     let stages = warps * tokens * (2 * pitch + 16);
@@ -111,6 +113,7 @@ fn mla(format: CacheFormat, ([block_rows, step], threads, blocks_per_sm): MlaTil
         (_, 3..) => 4,
         _ => 0,
     };
+    // 512 bytes are an operand: 16 rows of 16 columns
     let queries = block_rows / 16 * 4 * stored * 512;
     // tokens and their scales; four parts of scores, probabilities and a factor of each row
     let work = queries + 16 * (2 * 576 + 16) + 16 * 4 + block_rows * (4 * 16 * 4 + 16 * 2 + 4);

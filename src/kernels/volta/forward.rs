@@ -68,9 +68,9 @@ const COLUMN_GROUPS_STREAM_K: Source = Source::new(
 )
 .with_arguments("p.forward, volta::StreamKGrid<BLOCK_ROWS>(p.stream_k)");
 
-/// `volta/forward/column_groups`: 8 warps, a group of them for each 32 rows. The warps of a group divide the columns. In shared memory Q but
-/// for 32 columns a warp (one group: 48), a tile of K and of V, and partial scores, whose place probabilities take; with one group these have
-/// 2 KB of their own.
+/// `volta/forward/column_groups`: 8 warps, a group of them for each 32 rows. The warps of a group divide the columns. In shared memory Q
+/// but for 32 columns a warp (one group: 48), a tile of K and of V, and partial scores, whose place probabilities take; with one group
+/// these have 2 KB of their own.
 const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant {
     let (step, groups) = (16, block_rows / 32);
     let one_group = groups == 1;
@@ -188,7 +188,8 @@ pub fn invariant_rows() -> impl Iterator<Item = Variant> {
     varlen.chain([PLAIN_64, PLAIN_128, PLAIN_256, PLAIN_512[0]].map(generic)).map(Variant::batch_invariant)
 }
 
-/// The kernels of fp32 tensors. The high parts of Q and the output are 64 registers at headdim 64, and 128 at 128. The low parts of Q lie in
+/// The kernels of fp32 tensors. A tuple has the headdim, the warps, the blocks of an SM, and the bytes of a row of Q's low parts in shared
+/// memory. The high parts of Q and the output are 64 registers at headdim 64, and 128 at 128. The low parts of Q lie in
 /// shared memory.
 pub fn split_rows() -> impl Iterator<Item = Variant> {
     const fn source(kernel: &'static str) -> Source {
@@ -209,8 +210,8 @@ fn stream_k(row: Variant) -> Variant {
     Variant { pass, source, ..row }.with_features(row.features.union(FeatureSet::of(&[Feature::Sinks])))
 }
 
-/// Headdim 32 has none: with three blocks an SM, a kernel's parameters have no room for the splits. Of the features of scores a bias has
-/// kernels: the others' problems are causal, and dropout needs the head in every step.
+/// Headdim 32 has none: with three blocks an SM, a launch can have more splits than kernel parameters hold (MAX_STREAM_K_SPLITS). Of the
+/// features of scores a bias has kernels: the others' problems are causal, and dropout needs the head in every step.
 pub fn stream_k_rows() -> impl Iterator<Item = Variant> {
     let has = |row: &Variant| row.size == Size::Large && row.headdim > 32 && row.headdim_v != 192;
     let with_bias = [PLAIN_64, PLAIN_128].map(|row| with(FeatureSet::of(&[Feature::Bias]), row));

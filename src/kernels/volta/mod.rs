@@ -1,4 +1,4 @@
-//! Volta: `mma.sync.m8n8k4`, fp16 in and out, fp32 accumulation.
+//! The table of Volta's kernels. They multiply fp16 by `mma.sync.m8n8k4` and accumulate in fp32.
 
 mod backward;
 mod decode;
@@ -11,7 +11,7 @@ use super::formats::FORMATS;
 use super::shared;
 use super::variants::{table, Variant};
 
-/// Returns the family's tables.
+/// Returns the tables of the family's kernels, one or several for each pass.
 pub fn tables() -> Vec<&'static [Variant]> {
     vec![
         table(forward::forward_rows()),
@@ -26,6 +26,7 @@ pub fn tables() -> Vec<&'static [Variant]> {
         table([shared::cast(VOLTA)]),
         table(decode::decode_rows()),
         table(decode::mla_rows()),
+        // lists of the latents that queries chose, for sparse MLA
         table([shared::select(VOLTA)]),
         table(decode::sparse_mla_rows()),
         table(shared::indexer(VOLTA, decode::INDEXER)),

@@ -1,8 +1,8 @@
 //! Attention over a cache with ATen operations and `volta_fa::fwd`: appends, copies each sequence's keys and values, attends to the copies.
 //!
 //! The CPU computes every call this way, and tests compare kernels with it. On a GPU it serves caches that kernels cannot read in place:
-//! many bf16 queries, headdims that are not multiples of 8, rows off 16-byte boundaries, many queries over a quantized cache (a kernel makes
-//! that copy). The copies take memory for batch times the longest possible sequence.
+//! many bf16 queries, headdims that are not multiples of 8, rows off 16-byte boundaries, many queries over a quantized cache (a kernel
+//! makes that copy). The copies take memory for batch times the longest possible sequence.
 //!
 //! Nothing here synchronizes or trusts int32 tensors, except [`check_scales`]. Invalid lengths and pages result in NaN, and nothing outside
 //! the tensors is read or written.
@@ -23,8 +23,8 @@ fn cache_of(a: &Attention) -> &Cache {
 /// Returns the quantized caches of a call, k and v.
 fn quantized_caches(inputs: &Inputs, format: CacheFormat) -> Result<[Quantized; 2]> {
     let o = &inputs.options;
-    let scale = |each: &Option<Tensor>, fp8: &Option<Tensor>| -> Result<Option<Tensor>> {
-        let given = if format.has_scales() { each } else { fp8 };
+    let scale = |of_tokens: &Option<Tensor>, of_sequences: &Option<Tensor>| -> Result<Option<Tensor>> {
+        let given = if format.has_scales() { of_tokens } else { of_sequences };
         let Some(t) = given else { return Ok(None) };
         // (batch, nheads_k): tokens are a dimension between the two
         Ok(Some(if t.dim() == 2 { t.f_unsqueeze(1)? } else { t.shallow_clone() }))
@@ -51,8 +51,8 @@ impl Numbers {
         })
     }
 
-    /// Returns the first row of each sequence, its number of rows and whether both are valid, from cu_seqlens of `total` rows, or `dense` rows
-    /// each.
+    /// Returns the first row of each sequence, its number of rows and whether both are valid, from cu_seqlens of `total` rows, or `dense`
+    /// rows each.
     fn ranges(&self, cu_seqlens: Option<&Tensor>, total: i64, dense: i64) -> Result<(Tensor, Tensor, Tensor)> {
         Ok(match cu_seqlens {
             Some(cu) => {
@@ -63,6 +63,7 @@ impl Numbers {
             }
             None => {
                 let count = self.of(&None, dense)?;
+                // dense ranges are valid: all true
                 (count.f_mul(&Tensor::f_arange(self.batch, (Kind::Int64, self.device))?)?, count, self.of(&None, 1)?.f_ge(1)?)
             }
         })
@@ -319,7 +320,8 @@ fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64
         let taken = Quantized { data: part(&cache.data)?, scale, zero_point: of_tokens(&cache.zero_point)? };
         taken.dequantize(a.cache_format(), kind)
     };
-    // tokens before a window by depth are hidden by a mask alone, so they must be zeros
+    // In a tree a window counts ancestors (csrc/decode/tree.cuh), so it ends at another key for each query. A mask alone hides the tokens
+    // before it, so they must be zeros.
     let is_tree_in_window = a.features.tree && a.window.left.is_some();
     if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() && !is_tree_in_window {
         let first = |cache: &Tensor| -> Result<Tensor> { Ok(cache.f_narrow(1, 0, seqlen_k)?) };
@@ -358,7 +360,7 @@ fn used_keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k
     Ok((k, v, used))
 }
 
-/// Copies the keys of each sequence, (batch, seqlen_k, nheads_k, headdim), dequantized to fp32, and returns them with key counts as in
+/// Copies the keys of each sequence, (batch, seqlen_k, nheads_k, headdim), quantized ones as fp32. Returns them with key counts as in
 /// [`used_keys`].
 pub fn collected(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let kind = if a.cache_format() == CacheFormat::Unquantized { inputs.q.kind() } else { Kind::Float };
@@ -445,7 +447,8 @@ pub fn attend_to(
 /// Returns which keys each query sees by the tree mask and the window, (batch, 1, seqlen_q, seqlen_k) bool. `first_q` and `seqlen_q`: rows
 /// of each sequence in q, (batch) int64. `used`: key counts, (batch). There is a query and a key.
 ///
-/// csrc/decode/tree.cuh has the rules.
+/// Draft tokens are a sequence's last seqlen_q keys. Bit j of a query's word shows it draft token j. Its depth is the number of its
+/// ancestors, and a window counts by depth (csrc/decode/tree.cuh).
 fn seen_in_tree(inputs: &Inputs, a: &Attention, [first_q, seqlen_q]: [&Tensor; 2], used: &Tensor, seqlen_k: i64) -> Result<Tensor> {
     let words = inputs.options.tree_mask.as_ref().expect("the call has a tree mask");
     let numbers = |n| Tensor::f_arange(n, (Kind::Int64, words.device()));

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from jobs import ACCEPTED, COMPARISONS, CONTROLS
 
-#: For a version without controls.
+#: Largest difference of log-probabilities, in nats, that counts as rounding in a version without controls.
 ASSUMED = 0.05
 #: MB by which a server under load may grow.
 GROWTH_MB = 16
@@ -33,12 +33,13 @@ class Difference(NamedTuple):
 
 
 def difference(found: dict, expected: dict) -> Difference:
-    """Returns the difference of two results of kind tokens."""
+    """Returns the difference of two results of kind tokens (jobs.py), whose prompts ran twice."""
     sequences = equal = 0
     noise = gap = 0.0
     for ours, theirs in zip(found["rounds"], expected["rounds"]):
         for i, (tokens, wanted) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
             best = theirs["logprobs"][i]
+            # a job that speculates has no log-probabilities: noise stays 0
             here = ours.get("logprobs", theirs["logprobs"])[i]
             parts = next((k for k, pair in enumerate(zip(tokens, wanted)) if pair[0] != pair[1]), None)
             sequences, equal = sequences + 1, equal + (parts is None and len(tokens) == len(wanted))
@@ -161,6 +162,7 @@ def refusals(version: Version) -> Iterator[tuple[str, str]]:
 def mixed_load(version: Version) -> Iterator[tuple[str, str]]:
     for name in (name for name in ("load", "load-hybrid") if version.has(name)):
         load = version.results[name]
+        # left: requests and cache that the idle server still holds
         left, growth = load["left"], load["growth"]
         right = not load["wrong"] and not load["errors"] and not any(left.values()) and max(growth.values()) <= GROWTH_MB
         yield (

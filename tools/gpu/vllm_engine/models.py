@@ -39,6 +39,7 @@ LORA_RANK = 8
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _LLAMA = {"num_hidden_layers": 4, "max_position_embeddings": 8192, "tie_word_embeddings": False, **_ENDS}
 _SMALL = {"hidden_size": 1024, "intermediate_size": 2048, **_LLAMA}
+#: All four layers are dense: first_k_dense_replace.
 _DEEPSEEK = {
     "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "moe_intermediate_size": 512, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
@@ -49,16 +50,17 @@ _GPT_OSS = {
     "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 2,
     "head_dim": 64, "sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 4, **_ENDS,
 }  # fmt: skip
-_SPARSE = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+#: Three layers of linear attention, then one of attention.
+_HYBRID_LAYERS = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 #: Qwen3.5's sizes of a cached token and of a state, so vLLM makes pages of 800 (states in float16) or 1,568 tokens (float32)
 _QWEN3_5 = {
     "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
-    "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, **_SPARSE,
+    "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, **_HYBRID_LAYERS,
 }  # fmt: skip
 #: without experts, as Granite 4's smallest
 _GRANITE4 = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "attention_multiplier": 128**-0.5, "shared_intermediate_size": 2048,
-    "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 32, "mamba_d_state": 128, **_SPARSE,
+    "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 32, "mamba_d_state": 128, **_HYBRID_LAYERS,
 }  # fmt: skip
 _JAMBA = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "num_experts": 1, "num_experts_per_tok": 1, "attn_layer_period": 4,

@@ -4,9 +4,10 @@
     python tools/gpu/vllm_engine/prepare.py OUTPUT --versions 0.26.0 0.20.2 --arch 90
 
 Writes vllm-VERSIONS.tar.xz, site.tar.xz (vLLM's dependencies, unless it is there) and fa3-VERSION.tar.xz to OUTPUT, and keeps wheels and
-unpacked files in --work. The wheels are those of PyPI. This script changes three things in them:
+unpacked files in --work. The wheels are those of PyPI. This script changes four things in them:
 
-- it zeroes GPU machine code of other architectures, which takes most of a wheel,
+- it zeroes PTX and machine code of other architectures, which takes most of a wheel,
+- it strips symbols that no program needs at run time,
 - it leaves out what no job of run.py calls (UNUSED), and headers,
 - of FlashAttention 2 it keeps host code, which vLLM imports. FlashAttention 3 of fp16 has an archive of its own.
 

@@ -1,6 +1,6 @@
 """Runs vLLM engines with volta_fa and with vLLM's own backends, and compares their tokens. Needs a GPU, and no network.
 
-    PYTHONPATH=python python tools/gpu/vllm_engine/run.py PACKS OUTPUT                      all versions that are in PACKS
+    PYTHONPATH=python python tools/gpu/vllm_engine/run.py PACKS OUTPUT                      all versions in PACKS and --work
     PYTHONPATH=python python tools/gpu/vllm_engine/run.py PACKS OUTPUT --versions 0.33.0 --slots 10 --minutes 10 --time-limit 900
     PYTHONPATH=python python tools/gpu/vllm_engine/run.py PACKS OUTPUT --only load,llama128-custom
 
@@ -30,7 +30,7 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packs", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--versions", nargs="*", help="(default: all in PACKS)")
+    parser.add_argument("--versions", nargs="*", help="(default: all in PACKS, and those unpacked in --work)")
     parser.add_argument("--only", type=lambda text: text.split(","), help="names of jobs, comma-separated")
     parser.add_argument("--slots", type=int, default=8, help="engines at a time (%(default)s)")
     parser.add_argument("--minutes", type=float, default=2.5, help="duration of the mixed load (%(default)s)")
@@ -68,6 +68,7 @@ def environment(job: dict, work: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     if job["kind"] != "load":
+        # the engine then runs in engine.py's own process
         fixed["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return {**os.environ, **fixed, **job.get("env", {})}
 
@@ -143,7 +144,7 @@ def main() -> int:
                 file=sys.stderr,
             )
     run_all([job for job in found if job.get("gpus", 1) <= gpus], options)
-    for version in versions:  # while no engine runs
+    for version in versions:  # measures errors against transformers in float32, while no engine runs
         command = [sys.executable, str(HERE / "reference.py"), str(options.output / version), str(options.work / "models")]
         subprocess.run(command, check=False)
     return compare.report(options.output)

@@ -2,6 +2,7 @@
 
 Queries, keys and values are flash-attn's, causal masks are aligned bottom-right, and the scale is headdim ** -0.5. `lse`, float32
 (batch, nheads, seqlen_q), is flash-attn's: +inf for a query without a visible key, where that package has 0.
+`compiled` has the functions of flash-attn's own compiled module. These here call them without dropout, window, softcap or ALiBi.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The functions that 1Cat-vLLM 1.3 imports from its `flash_attn_v100`, above those of the package of 2026.
+"""The functions of 1Cat-vLLM 1.3's `flash_attn_v100` that `v100` lacks. `v100` has those of an older package of this name, of 2026.
 
 Its attention backend needs `flash_attn_func`, `flash_attn_bhmd_func`, `flash_attn_decode_paged` and `flash_attn_prefill_paged`, and
 takes further routes if it finds the others. Here all compute the same. Layouts are bmhd, (batch, seqlen, nheads, headdim), or bhmd, with
-the middle dimensions exchanged. All functions are for inference: they have no gradients.
+the middle dimensions exchanged. The paged functions are for inference: they have no gradients.
 """
 
 from __future__ import annotations
@@ -189,7 +189,10 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, None, None]:
-    """Returns out (batch, nheads, seqlen_q, headdim) and softmax_lse (batch, nheads, seqlen_q); of 1Cat-vLLM's prompts with latents."""
+    """Returns out (batch, nheads, seqlen_q, headdim) and softmax_lse (batch, nheads, seqlen_q).
+
+    1Cat-vLLM calls it for prompts of models with latents.
+    """
     result, softmax_lse, *_ = fwd(
         q, k, v, out, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap, return_softmax, None
     )

@@ -24,7 +24,7 @@ _ROOM = 4
 class QuantizedStates(Tensor):
     """Keys or values of a layer, of shape (batch, nheads_k, seqlen, headdim) and the model's dtype, without memory of their own.
 
-    Every operation on them raises NotImplementedError, so no code can dequantize the whole cache.
+    Every operation on them but detach and alias raises NotImplementedError, so no code can dequantize the whole cache.
 
     Attributes:
         stored: data, scales and zero points, as of `quantize_kv`: views of the cache's storage.
@@ -206,6 +206,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         """Replaces sequence i by sequence beam_idx[i]."""
         if self.is_initialized:
             indices = beam_idx.to(self.device)
+            # as bytes: torch has no index_select for every float8 dtype on CUDA
             self._change(lambda t: t.view(torch.uint8).index_select(0, indices).view(t.dtype) if t.element_size() == 1 else t[indices])
 
     batch_select_indices = reorder_cache

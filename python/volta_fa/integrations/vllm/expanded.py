@@ -45,7 +45,10 @@ class Prompts:
     _parts: dict[int, list[Part]] = dataclasses.field(default_factory=dict)
 
     def parts(self, page: int, blocks: int) -> list[Part]:
-        """Divides the earlier tokens of all sequences into parts of at most this many blocks. All layers of a step share the result."""
+        """Divides the earlier tokens of all sequences into parts of at most this many blocks. All layers of a step share the result.
+
+        page: tokens of a block.
+        """
         if blocks not in self._parts:
             counts = (-(-self.most_context // page)).clamp(0, self.block_table.shape[1])
             ends = counts.cumsum(0)
@@ -175,8 +178,8 @@ def _read(cache: Tensor, blocks: Tensor, kv_cache_dtype: str, k_scale: Tensor | 
     latents, scales = split_latents(cache, kv_cache_dtype, k_scale)
     at = blocks.clamp(0, len(cache) - 1)
     found = latents[at].flatten(0, 2)
-    if "descale" in scales:
+    if "descale" in scales:  # fp8: one scale of the layer
         return found.float() * scales["descale"]
-    if "scale" in scales:
+    if "scale" in scales:  # int8: a scale of each token
         return found * scales["scale"][at].reshape(-1, 1)
     return found

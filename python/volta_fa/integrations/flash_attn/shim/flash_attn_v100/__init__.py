@@ -1,7 +1,7 @@
-"""flash_attn_v100: the functions of three packages for V100s, made of volta_fa. See volta_fa's docs/guides/flash-attn.md."""
+"""flash_attn_v100: the functions of the packages of 2023, of 2026 and of 1Cat-vLLM, made of volta_fa (docs/guides/flash-attn.md there)."""
 
 from .flash_attn_interface import *
 from .flash_attn_interface import __all__ as __all__
 
-#: The release whose functions these are.
+#: The release of the package of 2026 that these functions follow.
 __version__ = "26.06"
