@@ -2,7 +2,8 @@
 // by all kernels.
 #pragma once
 
-// Returns the lower, or the upper, halves of two words, in their order.
+// Returns the lower, or the upper, halves of two words, in their order. (A selector's digits, lowest byte last, are byte numbers: 0
+// to 3 of the first word, 4 to 7 of the second.)
 __device__ __forceinline__ unsigned halves(unsigned a, unsigned b, bool upper) {
     return __byte_perm(a, b, upper ? 0x7632 : 0x5410);
 }

@@ -32,7 +32,7 @@ class ListedBlockSteps {
 
 public:
     static constexpr int kBlockColumns = kListedColumns;
-    // Loads the header and the first entries at once: none waits for another. start() follows.
+    // Loads the header and the first three entries at once: none waits for another. start() follows.
     template <class Grid, class Block>
     __device__ __forceinline__ ListedBlockSteps(const Grid& grid, const Block& of, int, int)
         : from_(Indexed ? of.list + kEntries : of.list + kEntries + 3) {
@@ -53,6 +53,7 @@ public:
     }
     // Whether this block exists.
     __device__ __forceinline__ bool exists() const { return block_ & kExists; }
+    // Whether the block is partial: a bit tile says which of its scores exist.
     __device__ __forceinline__ bool has_bits() const { return block_ & kHasBits; }
     // First column of this step.
     __device__ __forceinline__ int first() const { return after(0); }
@@ -63,6 +64,7 @@ public:
     __device__ __forceinline__ bool has_bits_after(unsigned steps) const {
         return (is_beyond(steps) ? next_block_ : block_) & kHasBits;
     }
+    // Number of that step's bit tile, and its first column there.
     __device__ __forceinline__ int tile_after(unsigned steps) const { return tile_ + is_beyond(steps); }
     __device__ __forceinline__ unsigned column_in_tile(unsigned steps) const { return (column_ + steps * Step) % kListedColumns; }
     template <unsigned N>

@@ -23,7 +23,8 @@ __device__ __forceinline__ float scale_of_sequence(const CacheScale& x, int batc
 // What the codes of a format are. There is no default: a format without its Element does not compile. (CacheFormatInfo, the row of
 // the table in src/kernels/formats.rs, has a format's bits, largest code, and which scales it has.) An Element has
 //
-//   unpack8(words)    eight columns as packed fp16, exactly, from the words that hold them; slots may permute the columns
+//   unpack8(words)    eight columns as packed fp16, exactly, from the words that hold them. Slot p is half p of the result;
+//                     slots may permute the columns
 //   permute8(x)       puts eight fp16 columns into the same slots
 //   column(p)         the column in slot p
 //   kScale            factor of the unpacked numbers: they are kScale times what the codes stand for
@@ -57,7 +58,8 @@ struct ByteElement {
     __device__ __forceinline__ static constexpr int column(int p) { return p; }
 };
 
-// The fp16 number 0x64bb is 1024 + bb. So bytes are moved from [-128, 127] to [0, 255], and 1024 + 128 is subtracted.
+// The fp16 number 0x64bb is 1024 + bb (0x6480: 1152). So bytes are moved from [-128, 127] to [0, 255], and 1024 + 128 is
+// subtracted.
 template <>
 struct Element<CacheFormat::Int8> : ByteElement {
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
@@ -69,7 +71,7 @@ struct Element<CacheFormat::Int8> : ByteElement {
     __device__ __forceinline__ static float value(unsigned code) { return static_cast<float>(static_cast<signed char>(code)); }
 };
 
-// An e5m2 byte is the upper byte of an fp16 number.
+// An e5m2 byte is the upper byte of an fp16 number. (In selectors 4 is a byte of 0.)
 template <>
 struct Element<CacheFormat::E5m2> : ByteElement {
     static constexpr int kMantissaBits = 2, kMinExponent = -14, kExponentBias = 15;

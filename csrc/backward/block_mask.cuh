@@ -1,6 +1,7 @@
 // Block-sparse masks in the backward kernels (block_lists.cuh). The dkdv kernels walk transposed lists: rows are keys, columns
-// queries, and each query head of the group has its own list. The dq kernels walk the lists of the forward pass. Rows in
-// src/kernels name ListedBlocks as the template argument Blocks of such kernels; turing/backward/block_mask.cuh derives from it.
+// queries, and each query head of the group has its own list. A partial block has a tile of bits, one for each score. The dq
+// kernels walk the lists of the forward pass. Rows in src/kernels name ListedBlocks as the template argument Blocks of such
+// kernels; turing/backward/block_mask.cuh derives from it.
 #pragma once
 
 #include "backward/score_coord.cuh"

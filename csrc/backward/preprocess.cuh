@@ -1,5 +1,6 @@
-// First kernel of the backward pass, except before fused kernels: writes the row statistics (row_statistics.cuh) and clears the
-// dq accumulators, of which there are dq_accum_splits. Bound by memory: reads dout and out once, writes the accumulators.
+// First kernel of the backward pass, except before fused kernels (DqMode::kStore), which need no accumulator: writes the row
+// statistics (row_statistics.cuh) and clears the dq accumulators, of which there are dq_accum_splits. Bound by memory: reads dout
+// and out once, writes the accumulators.
 #pragma once
 
 #include "backward/row_statistics.cuh"

@@ -119,7 +119,7 @@ public:
 template <class S, class Grid = BatchAxis>
 __device__ __forceinline__ void shared_to_output(const BwdParams& p, const Output& out, int head, unsigned tile, int origin,
                                                  int first_row, int all_rows, int headdim, const Grid& grid = Grid()) {
-    constexpr int kLanes = 8;
+    constexpr int kLanes = 8;  // of a row: their 16 bytes each are a 128-byte line
     unsigned short* base = head_base(out, grid.batch(p), head);
     const int rows = min(S::kRows, all_rows - first_row);
     for (int row = threadIdx.x / kLanes; row < rows; row += S::kThreads / kLanes)

@@ -46,6 +46,7 @@ struct Queries {
 // quantized.cuh).
 struct Ones {
     static constexpr bool kTwoScales = false;
+    // pairs of fp16 1
     __device__ __forceinline__ uint4 chunk(int) const { return make_uint4(0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00); }
 };
 
@@ -55,14 +56,14 @@ struct Ones {
 // permutation of the tensor's: of() maps a column of the product to one of the tensor.
 template <int Chunks, int Spread>
 struct Columns {
-    static constexpr int kWords = FormatInfo::kBits / 4;  // 32-bit words a chunk
+    static constexpr int kWords = FormatInfo::kBits / 4;  // 32-bit words of a chunk, eight columns
     static constexpr int kChunksPerLoad = Chunks < 4 / kWords ? Chunks : 4 / kWords;
     static_assert(Chunks % kChunksPerLoad == 0, "a row is a whole number of loads");
     static constexpr bool kTwoScales = CacheElement::kTwoScales;  // int4: slots 4 to 7 of a chunk have 16 times the scale
     unsigned words[Chunks * kWords];
 
     __device__ __forceinline__ static constexpr int of(int column) {
-        const int unit = column / Spread, lane = column % Spread / 8;
+        const int unit = column / Spread, lane = column % Spread / 8;  // unit: number of the lane's chunk
         return unit / kChunksPerLoad * (Spread * kChunksPerLoad) + lane * (8 * kChunksPerLoad) + unit % kChunksPerLoad * 8 +
                CacheElement::column(column % 8);
     }

@@ -1,5 +1,5 @@
-// Loads K and V for four warps that need the same tokens (64 query rows in a block). Each warp loads a part of a step, and
-// stores it in shared memory for all four.
+// Loads K and V for four warps that need the same tokens: in tiles of 64 query rows, and of 32 from headdim 256 on. Each warp loads
+// a part of a step, and stores it in shared memory for all four.
 //
 // Without this, the other warps' loads would hit L1, but L1 serves one 128-byte line a cycle, and eight lanes of an operand
 // touch four lines. Here a warp loads whole lines, and shared memory serves eight lanes' 16 bytes in one cycle. The operand

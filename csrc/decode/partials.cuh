@@ -205,7 +205,7 @@ __device__ __forceinline__ void fill_unowned_rows(const DecodeParams& p, bool al
         if (__syncthreads_or(is_some)) continue;
         for (int i = threadIdx.x; i < problem.nheads * chunks; i += THREADS) {
             const int head = i / chunks, column = i % chunks * kColumns;
-            const unsigned nan = 0x7fff7fff;
+            const unsigned nan = 0x7fff7fff;  // two of fp16, and of bf16
             unsigned short* out = p.out.ptr + row * p.out.row_stride + head * p.out.head_stride + column;
             *reinterpret_cast<uint4*>(out) = make_uint4(nan, nan, nan, nan);
             if (column == 0) p.softmax_lse[static_cast<long long>(head) * p.lengths.total_q + row] = quiet_nan();

@@ -1,5 +1,6 @@
 // Block-sparse masks in the forward kernels (block_lists.cuh): the list of a block, bits of partial key blocks, and loads of listed
-// keys. The families' BlockMaskGrid ({volta,turing}/forward/block_mask.cuh) is made of these.
+// keys. A list names the blocks of 64 keys that 128 query rows see. A partial block has a tile of bits, one for each score. The
+// families' BlockMaskGrid ({volta,turing}/forward/block_mask.cuh) is made of these.
 #pragma once
 
 #include "block_lists.cuh"
@@ -34,7 +35,7 @@ class MaskBits {
     }
 
 public:
-    static constexpr bool kHidesAll = true;
+    static constexpr bool kHidesAll = true;  // the bits also hide what lengths, causal masks and windows hide
     // Loads the bits of the step that comes `steps` after this one, if it has some.
     template <class Grid, class Keys>
     __device__ __forceinline__ void load(const Grid& grid, const Keys& keys, int steps) {

@@ -190,7 +190,8 @@ struct ScoreBias {
 // Which probabilities of RowTiles row tiles and one key tile dropout keeps.
 template <class Layout, int RowTiles>
 struct DropoutBits {
-    unsigned bits = ~0u;  // kept_bits of a call (philox.cuh) for each row tile, kBitsOfTile further each
+    // kept_bits of a call (philox.cuh), 0 to 3 and 16 to 19, for each row tile, kBitsOfTile further each
+    unsigned bits = ~0u;
     static constexpr int kBitsOfTile = 4;
     static_assert(RowTiles * kBitsOfTile <= 16, "the bits of a lane's scores fit into half a word");
     static_assert(!kHasDropout || (Layout::kRows == 2 && Layout::row_slot(1) == 4), "a lane's rows share a call");

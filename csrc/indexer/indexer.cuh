@@ -29,9 +29,9 @@
 namespace indexer {
 
 constexpr int kRowTiles = 2, kWarpRows = 16 * kRowTiles;
-constexpr int kKeyTile = 16;
+constexpr int kKeyTile = 16;  // keys of a tile of scores
 constexpr int kSlots = 4;  // of sums and scales: those of a step are read while others of the next three are written
-constexpr int kMaxQueries = 8;
+constexpr int kMaxQueries = 8;  // of a tile: 256 rows, at least 32 for each query
 
 template <class Products, int Rows>
 struct Kernel {
@@ -64,7 +64,7 @@ struct Kernel {
 
     // Writes -inf to the keys that queries do not see. Each warp of the grid has some columns of some queries at a time.
     __device__ __forceinline__ static void clean(const IndexerParams& p) {
-        constexpr int kPart = 1024;
+        constexpr int kPart = 1024;  // columns that a warp has at a time
         const int parts = (p.columns + kPart - 1) / kPart, items = p.batch * p.seqlen_q * parts, lane = threadIdx.x % 32;
 #pragma unroll 1
         for (int item = blockIdx.x * kWarps + threadIdx.x / 32; item < items; item += gridDim.x * kWarps) {

@@ -1,4 +1,5 @@
-// Loads the indexer's queries: rows of fp16, bf16 or e4m3 become fp16 in shared memory, and a factor of each row.
+// Loads the queries of the lightning indexer (indexer.cuh): rows of fp16, bf16 or e4m3 become fp16 in shared memory, and a factor
+// of each row. A row is one head of a query; 2^head_shift rows are a query's.
 #pragma once
 
 #include "quantized.cuh"
@@ -10,7 +11,7 @@ constexpr int kColumns = 128, kChunks = kColumns / kChunk;
 // Bytes between rows in shared memory. One chunk of padding makes the pitch odd in chunks: eight consecutive rows, or every second
 // one of them, fall into different bank groups, and chunks have immediate offsets.
 constexpr int kPitch = (kChunks + 1) * kChunkBytes;
-constexpr int kStagedRows = 16;
+constexpr int kStagedRows = 16;  // rows that a warp stages at a time: those of one operand
 
 using KeyCodes = Element<CacheFormat::E4m3>;
 

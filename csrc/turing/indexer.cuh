@@ -1,4 +1,5 @@
-// The indexer's products on Turing: mma.m16n8k8, operands by ldmatrix.
+// The indexer's products on Turing: mma.m16n8k8, operands by ldmatrix. indexer/indexer.cuh says what each member is. beside(c) runs
+// other work between the products of chunk c.
 #pragma once
 
 #include "indexer/indexer.cuh"

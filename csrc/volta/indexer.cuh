@@ -1,4 +1,5 @@
 // The indexer's products on Volta: quad-pairs 2x2, with the rows and keys of the forward kernels (volta/forward/layout.cuh).
+// indexer/indexer.cuh says what each member is. beside(c) runs other work between the products of chunk c.
 #pragma once
 
 #include "indexer/indexer.cuh"

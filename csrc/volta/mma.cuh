@@ -1,4 +1,4 @@
-// Tensor-core products of the volta family: mma.sync.m8n8k4 and its lane layouts.
+// Tensor-core products of the volta family: mma.sync.m8n8k4 and its lane layouts. Included by all volta kernels with products.
 //
 // One m8n8k4 is four independent 8x8x4 products, one per quad-pair of a warp. Quad-pair q is lanes 4q to 4q+3 and 16+4q to
 // 16+4q+3. Inside it a lane is number t = lane%4 + 4*(lane>=16), 0 to 7. With v the element of a lane (0 to 3 of an operand, 0

@@ -11,7 +11,7 @@ __device__ __forceinline__ unsigned fp8_code(float x, float scale) {
                   kBias = Element<Format>::kExponentBias;
     float y = __fdiv_rn(x, scale);
     const unsigned sign = __float_as_uint(y) >> 24 & 0x80;
-    if (y != y) return sign | 0x7f;
+    if (y != y) return sign | 0x7f;  // NaN in e4m3 and in e5m2
     y = fminf(fabsf(y), CacheFormatInfo<Format>::kMaxCode);
     // Exponent of the last place; below the smallest exponent (subnormals), that of the smallest.
     const int exponent = max(static_cast<int>(__float_as_uint(y) >> 23) - 127, kLeastExponent);
@@ -33,7 +33,7 @@ struct RowScale {
     __device__ __forceinline__ static RowScale of(float low, float high) {
         using Info = CacheFormatInfo<Format>;
         RowScale r;
-        r.finite = fabsf(low) <= 3.402823466e38f && fabsf(high) <= 3.402823466e38f;
+        r.finite = fabsf(low) <= 3.402823466e38f && fabsf(high) <= 3.402823466e38f;  // fp32's largest
         if constexpr (Info::kZeroPoints) {
             const float spread = __fdiv_rn(high - low, Info::kMaxCode);
             r.scale = spread == 0.f ? fabsf(low) : spread;

@@ -66,6 +66,7 @@ __device__ __forceinline__ long long first_element(const Tensor& x, int batch, i
 template <ElementType Element>
 constexpr int kBytes = Element == ElementType::Float ? 4 : 2;
 
+// Merges the block's BLOCK_ROWS rows of one head. Element: type of out_a and out. Part: type of out_b.
 template <ElementType Element, ElementType Part>
 __device__ __forceinline__ void merge_rows(const MergeParams& p) {
     extern __shared__ float weights_a[];  // weights of out_a, then of out_b

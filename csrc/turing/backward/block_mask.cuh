@@ -1,4 +1,5 @@
-// Block-sparse masks in the turing backward kernels (backward/block_mask.cuh says which lists they walk).
+// Block-sparse masks in the turing backward kernels (backward/block_mask.cuh says which lists they walk). A list names blocks of
+// columns; a partial block has a tile of bits, one for each score (block_lists.cuh).
 #pragma once
 
 #include "backward/block_mask.cuh"

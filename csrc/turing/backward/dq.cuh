@@ -19,6 +19,7 @@ namespace turing {
 // The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDq {
+    // No own rows and no tiles between warps lie in shared memory; K and V of a step have two slots.
     using S = Shape<Headdim, 0, Step, Threads, 2, 0>;
     static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static constexpr int kWarpRows = BlockRows / S::kWarps, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;

@@ -18,7 +18,7 @@ namespace turing {
 // The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDqWarpSpecialized {
-    // Shared memory has no rows of its own and no tiles for partners; K and V of a step have three slots.
+    // No own rows and no tiles between warps lie in shared memory; K and V of a step have three slots.
     using S = Shape<Headdim, 0, Step, Threads, 3, 0>;
     static_assert(S::kStep == 16, "a lane exchanges 16 bytes");
     static constexpr int kPartners = S::kWarps / 2;

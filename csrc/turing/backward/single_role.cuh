@@ -24,6 +24,7 @@ namespace turing {
 // The kernel. BlockRows: keys of a block. Step: queries of a step.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode>
 struct BackwardSingleRole {
+    // Two slots of Q, dO and dS; no tiles of P^T between warps.
     using S = Shape<Headdim, BlockRows, Step, Threads, 2, 0>;
     static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;

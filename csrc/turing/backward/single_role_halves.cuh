@@ -19,6 +19,7 @@ namespace turing {
 // The kernel. BlockRows: keys of a block. Step: queries of a step.
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardSingleRoleHalves {
+    // One slot of Q, dO and dS; no tiles of P^T between warps.
     using S = Shape<Headdim, BlockRows, Step, Threads, 1, 0>;
     static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");

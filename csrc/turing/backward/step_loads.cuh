@@ -76,6 +76,7 @@ public:
     }
     static __device__ __forceinline__ void store(const Part& x, u32 tile) {
         const u32 thread = remat_thread();
+        // dropout permutes each eight rows (kOneCallPerLane, fragments.cuh)
         const u32 row =
             kOneCallPerLane ? thread / kLanes / 8 * 8 + KeysLayout<2>::row_of_query(thread / kLanes % 8) : thread / kLanes;
         tile += remat_swizzled<S::kChunks>(row, thread % kLanes);

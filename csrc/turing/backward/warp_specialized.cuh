@@ -34,6 +34,7 @@ struct BackwardWarpSpecialized {
     // together: its code exists once, so that the loop of kernels with score features fits the instruction cache, and the fused
     // kernel does not spill.
     static constexpr bool kStaggered = kWithDq && !kFused && !kHasScoreFeatures;
+    // One tile of P^T between the roles; dS has two slots in staggered kernels.
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1, kStaggered ? 2 : Slots>;
     // Number of pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. All of K
     // lies there; of V only these chunks do.

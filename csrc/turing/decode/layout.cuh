@@ -35,7 +35,7 @@ struct DecodeLayout {
     // Slots of CooperativeLoader: a slot per lane. Bits of value slots are exchanged so that eight lanes never share a bank.
     // That holds for lanes that store the chunks of one token, and for neighbors that read operands.
     static constexpr bool kCooperative = true;
-    static constexpr int kKeySlots = 32 ^ 4;
+    static constexpr int kKeySlots = 32 ^ 4;  // 32: to the second half of a block's slots; 4: to other banks
     __device__ __forceinline__ static int key_slot(const Lane& l) { return key_slot(l.group, l.quad); }
     __device__ __forceinline__ static int key_slot(int token, int chunk) {
         return (4 * token + (chunk & 3)) ^ (chunk & 4 ? kKeySlots : 0);
@@ -47,7 +47,7 @@ struct DecodeLayout {
 
     __device__ __forceinline__ static int score_row(const Lane& l) { return l.group; }
     __device__ __forceinline__ static int score_token(const Lane& l) { return 2 * l.quad; }
-    static constexpr int kRowLaneMasks[2] = {1, 2};
+    static constexpr int kRowLaneMasks[2] = {1, 2};  // shfl_xor masks that reach the other lanes of a row
 
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {

@@ -45,6 +45,7 @@ __device__ __forceinline__ u32 to_codes(const float (&x)[4], float factor) {
     u32 bits[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) bits[i] = __float_as_uint(fmaf(x[i], factor, kSumZero));
+    // the lowest bytes of all four
     return lower_halves(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040));
 }
 // The factor and the scale of codes whose largest magnitude is `largest`.

@@ -62,6 +62,7 @@ struct FastForward {
 
     __device__ static constexpr int log2_of(int x) { return x == 1 ? 0 : 1 + log2_of(x / 2); }
     // Log2 of what a probability of 1 becomes when a reference is set: kSpan of them sum to 2^11, and may grow by 2^4 to 2^15.
+    // (A span has 64 * 64 / Headdim keys.)
     static constexpr int kOneLog2 = 15 - log2_of(64 * 64 / Headdim) - 4;
     static constexpr float kPackingLog2 = 112.f;  // softmax.cuh: packed fp16 is 2^112 times the float
     // Rows whose largest score has a larger magnitude, in log2, get a higher temperature. Floats below it are half apart or less.

@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_queries(u32 (&q)[Rows][CodeChunks], State& 
                                              const unsigned short* rows, int warp_row, int seqlen_q, const float* mean,
                                              float* lse) {
     const Lane lane(threadIdx.x & 31);
-    int row = warp_row + lane.group - 8;
+    int row = warp_row + lane.group - 8;  // a lane's rows are 8 apart, and the loop loads one row ahead
     QueryRow<Headdim> next = {};
 #pragma unroll 1
     for (int r = -1; r < Rows; r++) {

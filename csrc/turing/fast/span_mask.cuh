@@ -11,8 +11,8 @@ namespace turing {
 // Whether the kernel has code for a boolean mask: in rows of this kernel that is what Feature::Bias means.
 constexpr bool kHasMask = kHasBias;
 
-// The keys of a span that rows see, a bit each. Lane t of a quad has those of row t of the quad's, so that they take one
-// register or two.
+// The keys of a span (kSpan keys, a step of the kernel) that rows see, a bit each. kRows: rows of a lane, which its quad shares.
+// Lane t of a quad has those of row t of the quad's, so that they take one register or two.
 template <class Kernel>
 struct SpanMask {
     static constexpr int kRows = Kernel::kRows, kSpan = Kernel::kSpan;
@@ -44,7 +44,7 @@ struct SpanMask {
             const u32 of_row = __shfl_sync(~0u, bits[0], r, 4) >> 2 * (remat_thread_index() & 3);
 #pragma unroll
             for (int i = 0; i < 2 * Tiles; i++)
-                if (!(of_row >> 8 * (i / 2) & 1 << i % 2)) s[r][i / 2][i % 2] = 0xff800000u;
+                if (!(of_row >> 8 * (i / 2) & 1 << i % 2)) s[r][i / 2][i % 2] = 0xff800000u;  // -inf
         }
 #pragma unroll
         for (int w = 0; w < kWords; w++) bits[w] = __funnelshift_rc(bits[w], w + 1 < kWords ? bits[w + 1] : 0, 8 * Tiles);

@@ -1,6 +1,7 @@
 // State of the fast forward kernel (forward.cuh) beside operands and sums: where the block's K and V lie (Sources), and what the
 // softmax has of each of a lane's Rows rows (Rows). Each is in registers or, where these are too few, in shared memory; both forms
-// have the same functions. Registers of a quad's four lanes hold the same rows, so shared memory has them once.
+// have the same functions. A reference is what is subtracted from a row's scores before exp2. Registers of a quad's four lanes hold
+// the same rows, so shared memory has them once.
 #pragma once
 
 #include "tile.cuh"

@@ -1,4 +1,5 @@
-// Grid of the turing forward kernels under a block-sparse mask (forward/block_mask.cuh).
+// Grid of the turing forward kernels under a block-sparse mask (forward/block_mask.cuh). A grid tells a kernel's block its rows,
+// its steps of keys and how it loads them. A list names the blocks of 64 keys that 128 query rows see (block_lists.cuh).
 #pragma once
 
 #include "compact_listed_steps.cuh"

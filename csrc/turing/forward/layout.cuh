@@ -1,5 +1,5 @@
 // Lane layout of the turing forward kernels: which lane holds which score, operand and output element; loads of Q, and the
-// epilogue.
+// epilogue. Included by all turing forward kernels but the fast one (turing/fast).
 #pragma once
 
 #include "forward/output.cuh"

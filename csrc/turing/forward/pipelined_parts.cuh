@@ -46,12 +46,13 @@ struct PipelinedParts {
     static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
     static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
     static constexpr u32 kRingBytes = Slots * kSlotBytes;
+    // Kernels that require ALiBi or a bias begin products with its terms (one_feature.cuh).
     static constexpr bool kInitialAlibi = kRequiresAlibi;
     static constexpr bool kInitialBias = kRequiresBias;
     // A score function alone waits until probabilities are computed, beside the next products: row maxima follow the products,
     // which rise as the scores do. The softmax takes states as scores; row maxima are corrected at the end.
     static constexpr bool kOnlyFunction = kRequiresScoreFunction;
-    static constexpr bool kCarriedDropout = kRequiresDropout;
+    static constexpr bool kCarriedDropout = kRequiresDropout;  // the generator's state stays in registers for the whole loop
     // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then
     // the keys before it in descending order, then the keys after it in descending order.
     static constexpr bool kBackwards = kInitialAlibi;

@@ -1,4 +1,5 @@
-// Products of the forward kernel of fp32 tensors (forward/split.cuh) on turing's tensor cores.
+// Products of the forward kernel of fp32 tensors (forward/split.cuh) on turing's tensor cores. Each number is the sum of a high and
+// a low fp16 part. Low times low is left out, because it is below fp32's rounding.
 #pragma once
 
 #include "forward/split.cuh"
@@ -8,11 +9,13 @@ namespace turing {
 
 struct Split {
     using Layout = ForwardLayout;
+    // Tiles of scores in a step, and from a lane's keys in one to those in the next.
     static constexpr int kTiles = 2, kNextTile = ForwardLayout::kNextTile;
     template <int Headdim>
     static constexpr int kOutputTiles = Headdim / 8;
     template <int Headdim>
     using Output = Accumulator[1][kOutputTiles<Headdim>];
+    // The key of a step in row `row` of the shared tile.
     __device__ __forceinline__ static constexpr int key_of_row(int row) { return ForwardLayout::key_of_row(row); }
 
     // Address of a lane's row of four matrices: the first eight keys and the other eight, of a chunk and of that of its low parts.
@@ -46,7 +49,8 @@ struct Split {
                 load_queries(reinterpret_cast<Part&>(q[0][kHalf]), from, base + LowColumn, row, rows, Headdim, sign_flip);
             }
         }
-        // S = Q K^T. `tile`: K of the step.
+        // S = Q K^T. `tile`: K of the step. `small` sums the products with a low part, 2^-11 of the others. Tensor cores truncate
+        // sums, so those would lose digits in one accumulator with the large ones.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[kTiles], u32 tile, int pitch) const {
             const u32 from = fragment<Headdim>(tile, pitch);
             Accumulator small[kTiles] = {}, large[kTiles] = {};

@@ -137,6 +137,7 @@ struct DqProduct {
     }
 
 private:
+    // Adds the two halves of the keys: lane ^ 8 has the other qn.
     __device__ __forceinline__ float sum(int u, int v) { return c[0][u][v] + __shfl_xor_sync(~0u, c[1][u][v], 8); }
 };
 

@@ -1,4 +1,5 @@
-// Block index of the volta main kernels: which keys and which KV head a block has.
+// Block index of the volta main kernels (single_role.cuh, warp_specialized.cuh): which keys and which KV head a block has.
+// BwdParams::first_key_block: number of the launch's first block of keys.
 #pragma once
 
 #include "backward/tiles.cuh"

@@ -29,7 +29,7 @@ namespace volta {
 // The kernel. BlockRows: keys of a block. Step: queries of a step. Grid: which keys and steps a block has (key_block.cuh).
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, class Grid = KeyBlock>
 struct BackwardSingleRole {
-    using S = Shape<Headdim, BlockRows, Step, Threads, 1>;
+    using S = Shape<Headdim, BlockRows, Step, Threads, 1>;  // one tile of scores: P^T, then dS^T
     static_assert(S::kSharedBytes == SHARED_BYTES && Headdim == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static constexpr bool kWithDq = Mode == DqMode::kAtomicAdd, kStreamK = Grid::kStreamK;
     static_assert(Mode != DqMode::kStore, "storing dQ needs more registers than a thread has");

@@ -76,7 +76,7 @@ public:
     // at once if there is one split.
     template <int Threads, class... Gradients>
     __device__ __forceinline__ bool combine_splits(Gradients&... gradients) const {
-        const int splits = split().part & 0xff, index = split().part >> 8;
+        const int splits = split().part & 0xff, index = split().part >> 8;  // of the tile's splits: how many, and this one's number
         if (splits == 1) return true;
         constexpr int kSplitChunks = kChunks<Gradients...> * Threads;
         const int tile = remat_block_x() * params_.tiles + split().tile - params_.first_tile;

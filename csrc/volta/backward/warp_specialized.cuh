@@ -36,7 +36,7 @@ namespace volta {
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int HeaddimV = Headdim, class Blocks = DenseBlocks,
           class Grid = KeyBlock>
 struct BackwardWarpSpecialized {
-    using S = Shape<Headdim, BlockRows, Step, Threads, 2>;
+    using S = Shape<Headdim, BlockRows, Step, Threads, 2>;  // two tiles of scores: P^T and dS^T
     static_assert(S::kSharedBytes == SHARED_BYTES && HeaddimV == HEADDIM_V, "the row in src/kernels and the kernel disagree");
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
     static constexpr bool kStreamK = Grid::kStreamK;

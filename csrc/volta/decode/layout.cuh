@@ -25,6 +25,8 @@ struct DecodeLayout {
     // The lane's quad-pair, 0 to 3.
     __device__ __forceinline__ static int quad_pair(const Lane& l) { return (l.lane >> 2) & 3; }
 
+    // Quad-pairs have rows and tokens in different orders (the XORs), so that the shuffles in scores() add elements of one row and
+    // token.
     __device__ __forceinline__ static int query_row(const Lane& l) { return l.t ^ ((l.lane & 4) >> 1); }
     __device__ __forceinline__ static int key_token(const Lane& l) { return l.t ^ ((l.lane & 8) >> 1); }
     __device__ __forceinline__ static int key_column(const Lane& l) { return 8 * quad_pair(l); }
@@ -35,7 +37,7 @@ struct DecodeLayout {
     // Slots of CooperativeLoader. Lane bits are exchanged so that eight lanes never share a bank. That holds for lanes that
     // store the chunks of one token, and for neighbors that read operands.
     static constexpr bool kCooperative = true;
-    static constexpr int kKeySlots = 32 ^ 2;
+    static constexpr int kKeySlots = 32 ^ 2;  // 32: to the second half of a block's slots; 2: to other banks
     __device__ __forceinline__ static int key_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1); }
     __device__ __forceinline__ static int key_slot(int token, int chunk) {
         const int quad_pair = chunk & 3, t = token ^ ((quad_pair & 2) << 1);
@@ -49,7 +51,7 @@ struct DecodeLayout {
     // Of the two scores, after the sums.
     __device__ __forceinline__ static int score_row(const Lane& l) { return (l.t & 1) + ((l.lane & 4) >> 1) + 4 * l.half; }
     __device__ __forceinline__ static int score_token(const Lane& l) { return (l.t & 2) + ((l.lane & 8) >> 1); }
-    static constexpr int kRowLaneMasks[2] = {2, 8};
+    static constexpr int kRowLaneMasks[2] = {2, 8};  // shfl_xor masks that reach the other lanes of a row
 
     // x = Q K^T. Keys with kTwoScales (int4) have columns 4 to 7 of a chunk scaled by 16: they get accumulators of their own.
     template <class Queries, class Keys>

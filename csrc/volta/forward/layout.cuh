@@ -1,5 +1,5 @@
 // Lane layout of the volta forward kernels: which lane holds which score, operand and output; partial results; the default
-// grid.
+// grid. A grid tells a kernel's block its rows, its steps of keys and how it loads them. Included by all volta forward kernels.
 //
 // A warp owns 16 * RowTiles query rows and takes keys in tiles of 16, with quad-pairs 2x2 (volta/mma.cuh). Rows and keys of a
 // 16x16 tile of scores are assigned so that shared loads have no bank conflicts and immediate offsets (tile.cuh, `swizzled`):
@@ -36,17 +36,17 @@ struct ForwardLayout {
     using Lane = volta::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 16, kElements = 8;
-    static constexpr bool kEitherOrder = true;
+    static constexpr bool kEitherOrder = true;  // grids may have heads on their first axis (forward/block.cuh)
     // Two rows, each with four consecutive keys.
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return l.qm + 2 * (l.t & 1) + 8 * l.half; }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 2 * (l.t & 2) + 8 * l.qn; }
     __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return 2 * (v & 1) + (v >> 2); }
 
-    static constexpr int kRows = 2, kKeys = 4;
+    static constexpr int kRows = 2, kKeys = 4;  // kKeys: size of the aligned group of a lane's keys
     __device__ __forceinline__ static constexpr int row_of(int v) { return (v >> 1) & 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return 4 * r; }
-    // lane ^ 2 is in the same quad-pair, lane ^ 8 in the next one
+    // The other lanes of a row: lane ^ 2 is in the same quad-pair, lane ^ 8 in the next one.
     static constexpr int kRowLaneMasks[2] = {2, 8};
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.qn == 0 && (l.t & 2) == 0; }
 };

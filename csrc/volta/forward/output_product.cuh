@@ -6,14 +6,14 @@
 
 namespace volta {
 
-// O += P V for the keys of Columns quad-pair columns, eight each. part(row tile, column, u): P. address(column): the lane's
-// address of V, whose rows are Pitch bytes apart.
+// O += P V for the keys of Columns quad-pair columns (qn, volta/mma.cuh), eight each. u: product of four of the eight keys.
+// part(row tile, column, u): P. address(column): the lane's address of V, whose rows are Pitch bytes apart.
 template <int Columns, int Pitch, int RowTiles, int OutputTiles, class Part, class Address>
 __device__ __forceinline__ void accumulate_columns(Accumulator (&o)[RowTiles][OutputTiles], Part part, Address address) {
     constexpr int kChunksV = 2 * OutputTiles;
     constexpr int kGroups = kChunksV / 4;  // of four chunks, one for each (qn, half)
     constexpr int kLoads = Columns * 2 * kGroups;  // for column x u x group
-    constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // a part of the loads of one (column, u)
+    constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // a part of the loads of one (column, u), issued ahead of its use
     const auto load = [&](int i) {
         const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
         // Row u + 2 quad + 8 qn: bit 0 of the row is u, which the swizzle XORs into bit 2 of the chunk.

@@ -13,7 +13,7 @@
 
 namespace volta {
 
-// The kernel. A warp has 32 query rows. Grid: DataParallelGrid or StreamKGrid.
+// The kernel. A warp has 32 query rows. Grid: DataParallelGrid, StreamKGrid (stream_k.cuh) or BlockMaskGrid (block_mask.cuh).
 template <int Headdim, int HeaddimV, int Warps, class Grid = DataParallelGrid>
 struct ForwardRegisterQ {
     static constexpr int kRowTiles = 2;
@@ -151,7 +151,7 @@ struct ForwardRegisterQ {
             }
         }
         int key = first_step<kStep>(block.template key_first<kStep>(mask));
-        if (kRoundedKeys) key &= ~15;
+        if (kRoundedKeys) key &= ~15;  // bias and random numbers come in groups of 4 keys, pages in groups of 16
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;

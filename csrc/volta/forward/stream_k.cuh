@@ -25,6 +25,7 @@ struct TileSplit {
     // number of this split; splits of the row tile
     int index = 0, splits = 1;
 
+    // A tile without splits has no end: key_end() limits it.
     __device__ __forceinline__ TileSplit(const StreamKParams& s, int block) : row_block(block), end(0x7fffffff) {
         if (block >= s.data_parallel_tiles) {
             const StreamKSplit x = s.splits[block - s.data_parallel_tiles];
@@ -33,7 +34,7 @@ struct TileSplit {
             first = x.first;
             end = x.end;
             index = x.part >> 8;
-            splits = x.part & 0xff;
+            splits = x.part & 0xff;  // StreamKSplit::part in src/params.rs has both
         }
     }
 };
