@@ -276,6 +276,7 @@ public:
                 [[maybe_unused]] bool row_moved[RowTiles] = {};
                 if (moved) {
                     float factor[RowTiles];
+                    // kMovedRows: all rows, in batch-invariant kernels those above their limit
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) {
                         const float m = row_max<Layout>(largest(x, mt));
@@ -426,7 +427,7 @@ private:
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++)
                     m = fmaxf(m, fmaxf(p[tile][mt].x * kPackedOne * scale[tile].x, p[tile][mt].y * kPackedOne * scale[tile].y));
-                if constexpr (kBatchInvariant) {  // the unit of a row moves with that row alone
+                if constexpr (kBatchInvariant) {  // the unit of a row (scales.cuh) moves with that row alone
                     const float of_row = row_max<Layout>(m);  // before the branch: all lanes shuffle
                     factor[mt] = own ? probability_scale[mt].update(of_row) : 1.f;
                 } else {

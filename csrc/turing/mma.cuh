@@ -1,4 +1,5 @@
-// Tensor-core products of the turing family: mma.sync.m16n8k8, ldmatrix and their lane layouts. Included by all turing kernels with products.
+// Tensor-core products of the turing family: mma.sync.m16n8k8, ldmatrix and their lane layouts. Included by all turing kernels with
+// products.
 //
 // With g = lane / 4, t = lane % 4 and v the element of a lane (in operands: of a pair of fp16; h: the register):
 //

@@ -434,7 +434,8 @@ struct FastForward {
         return __ldg(from.scales() + key / kScaleKeys * kScales + (thread_index() & 3));
     }
 
-    // A mean of V is no larger than V, but its rounding may be: fp16's largest number would become infinite.
+    // A mean of V is no larger than V, but its rounding may be: fp16's largest number, 65504, would become infinite. From 66000 on
+    // a number is no such rounding.
     __device__ __forceinline__ static float below_overflow(float x) {
         return fabsf(x) < 66000.f ? fminf(fmaxf(x, -65504.f), 65504.f) : x;
     }
@@ -567,7 +568,7 @@ struct FastForward {
                     write_empty_row(to, p);
                 else if (p.element == ElementType::Bf16)
                     write_row<true, false>(to, p, o, factor, second_power);
-                else if (exponent > 15)
+                else if (exponent > 15)  // some |V| may be near fp16's largest number
                     write_row<false, true>(to, p, o, factor * second_power, 1.f);
                 else
                     write_row<false, false>(to, p, o, factor * second_power, 1.f);

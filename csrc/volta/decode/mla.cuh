@@ -370,11 +370,12 @@ public:
                 if constexpr (Tokens::kMaxLogits) max_score = fmaxf(max_score, largest);
                 bool moved = __any_sync(~0u, largest > softmax.limit);
                 float factor = 1.f;
-                [[maybe_unused]] bool own_moved = false;  // whether the unit of this row may move, for batch-invariant kernels
+                [[maybe_unused]] bool own_moved = false;  // whether this row's unit (ProbabilityScale) may move, if batch-invariant
                 if (moved) {
 #pragma unroll
                     for (int n = 1; n < kRowThreads; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
                     own_moved = largest > softmax.limit;
+                    // kMovedRows: all rows, in batch-invariant kernels those above their limit
                     factor = softmax.template update_row_max<kMovedRows>(largest, scale_log2, 1.f / scale_log2);
                 }
 #pragma unroll

@@ -162,6 +162,7 @@ private:
     // Scale t of the row, seven of one byte or four of four.
     __device__ __forceinline__ float code_scale(unsigned byte_or_word) const {
         if constexpr (!kPageScales) return __uint_as_float(byte_or_word);
+        // E8M0: 255 is NaN, and 0 is 2^-127, which is no normal number
         return byte_or_word == 0xff ? quiet_nan() : __uint_as_float(max(byte_or_word << 23, 0x00400000u));
     }
     __device__ __forceinline__ unsigned scale_bits(int tile) const {
@@ -176,7 +177,8 @@ private:
         int unit = 0;
 #pragma unroll
         for (int t = 0; t < kTiles; t++) unit = max(unit, biased_exponent(code_scale(scale_bits(t))) + 1);
-        // the tail has room up to 2^8 units: 144 times that is below fp16's largest
+        // The tail has room up to 2^8 units: 144 times that is below fp16's largest. The bounds keep the unit's power and its inverse
+        // normal.
         unit = min(max(max(unit, tail_exponent(tail) - 7), 16), 252);
         const float inverse = power(254 - unit);
 #pragma unroll
@@ -201,7 +203,7 @@ private:
 #pragma unroll
         for (unsigned x : tail_) add(x);
         const int exponent = max(largest_of_token(static_cast<int>(largest >> 23)), 16);
-        const float inverse = power(268 - exponent);
+        const float inverse = power(268 - exponent);  // 2^(141 - exponent), as in select.cuh
         const auto scaled = [&](unsigned pair) {
             const float2 x = bf16x2_to_float2(pair);
             return to_half2(x.x * inverse, x.y * inverse);

@@ -132,6 +132,7 @@ struct ForwardColumnGroups {
     static constexpr bool kOverScores = kColumnGroups == kParts;
     static constexpr int kOffsetP = kOverScores ? kOffsetScores : kOffsetScores + kRowGroups * kGroupScores;
     static constexpr int kPitchP = 2 * kStep;
+    // 512 bytes hold eight rows of P, 256 bytes, and their factors.
     static constexpr int kPartP = kOverScores ? kPartScores : 512, kGroupP = kParts * kPartP;
     static constexpr int kFactors = 8 * kPitchP;  // after the part's P
     static constexpr int kSharedBytes = kOffsetScores + kRowGroups * (kGroupScores + (kOverScores ? 0 : kGroupP));
