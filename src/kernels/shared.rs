@@ -23,8 +23,8 @@ pub fn dequantize(family: Family) -> Variant {
     Variant { block_rows: 64, step: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::Dequantize, DEQUANTIZE) }
 }
 
-/// Returns the kernel that casts bf16 tensors to fp16, for all headdims, which it reads from its parameters. Memory bounds it: four blocks an
-/// SM are 1024 threads, each with 16 bytes of two rows at a time.
+/// Returns the kernel that casts bf16 tensors to fp16, for all headdims, which it reads from its parameters. Memory bounds it: four blocks
+/// an SM are 1024 threads, each with 16 bytes of two rows at a time.
 pub fn cast(family: Family) -> Variant {
     Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::Cast, CAST) }
 }
@@ -43,8 +43,8 @@ pub fn merge(family: Family) -> Variant {
     Variant { block_rows, shared_bytes, blocks_per_sm: 4, ..Variant::new(family, Pass::Merge, MERGE) }
 }
 
-/// Returns the kernels of the indexer (csrc/indexer/indexer.cuh), for 256 rows (four queries of 64 heads) and for 64. Two buffers of 64 keys
-/// have rows of 17 chunks. Beside them are four buffers of sums and of scales, eight ranges and twelve numbers of the schedule.
+/// Returns the kernels of the indexer (csrc/indexer/indexer.cuh), for 256 rows (four queries of 64 heads) and for 64. Two buffers of 64
+/// keys have rows of 17 chunks. Beside them are four buffers of sums and of scales, eight ranges and twelve numbers of the schedule.
 pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> {
     [256, 64].into_iter().map(move |block_rows| Variant {
         headdim: 128,
@@ -59,8 +59,8 @@ pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> 
 // ---- fp32 -----------------------------------------------------------------------------------------
 
 /// Returns the kernels of fp32 tensors (csrc/forward/split.cuh), which step 16 keys. Rows in shared memory have high and low parts, and a
-/// chunk of padding; two slots of K and V. `q_bytes`: of a row of Q that lies there too. The two sources: for headdims to 128, and above, where
-/// a warp has 128 columns, and a slot one part of K or V; sums of scores take a kilobyte of each warp.
+/// chunk of padding; two slots of K and V. `q_bytes`: of a row of Q that lies there too. The two sources: for headdims to 128, and above,
+/// where a warp has 128 columns, and a slot one part of K or V; sums of scores take a kilobyte of each warp.
 pub fn split_forward(family: Family, [narrow, wide]: [Source; 2], tiles: &[(u32, u32, u32, u32)]) -> impl Iterator<Item = Variant> + '_ {
     let row = move |&(headdim, warps, blocks_per_sm, q_bytes): &(u32, u32, u32, u32)| {
         let is_wide = headdim > 128;
@@ -90,8 +90,8 @@ pub fn split_forward(family: Family, [narrow, wide]: [Source; 2], tiles: &[(u32,
 
 // ---- the backward pass ----------------------------------------------------------------------------
 
-/// Returns the kernel before main kernels, for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM have 1024
-/// threads with two or more 16-byte loads each in flight.
+/// Returns the kernel before main kernels, for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM have
+/// 1024 threads with two or more 16-byte loads each in flight.
 pub const fn preprocess(family: Family, source: Source) -> Variant {
     Variant { headdim: 512, headdim_v: 512, block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::BackwardPreprocess, source) }
 }
@@ -158,8 +158,9 @@ fn shared_bytes(family: &Family, (headdim, [block_rows, step], threads, blocks_p
     outputs.max(work) + (parts * 2 + 2) * block_rows * 4 + 256
 }
 
-/// Shared memory of the loop of a kernel with column groups, bytes: two buffers for the scores of each warp, and where four warps
-/// share what they load, two steps of keys and values and half of each warp's eight chunks of queries, or a quarter.
+/// Shared memory of the loop of a kernel with column groups, bytes: two buffers for the scores of each warp, and where four warps share
+/// what they load, two steps of keys and values and half of each warp's eight chunks of queries, or a quarter. A chunk of all lanes is 512
+/// bytes, and factors of bf16 steps are 64.
 fn wide_work(family: &Family, (headdim, [block_rows, step], threads, _): DecodeTile) -> u32 {
     let shared_chunks = if family.shared_bytes > 65536 { 4 } else { 2 };
     let (warps, loads) = (threads / 32, if block_rows / step == 4 { 2 * 8 * 2 * headdim * 2 + 64 } else { 0 });

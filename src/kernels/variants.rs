@@ -1,5 +1,8 @@
 //! Types of the kernel tables: passes, features, families and rows.
 //!
+//! A row is one kernel: its source, sizes and features ([`Variant`]). Plain kernels have no features of scores, generic ones have all, and
+//! others require one or two. A block is a thread block, and its rows are queries or keys ([`RowKind`]).
+//!
 //! This file and the tables are also modules of build.rs, as src/params.rs is, so they depend on nothing but that and the standard library.
 
 pub use crate::params::CacheFormat;
@@ -530,8 +533,8 @@ pub enum Size {
     Small,
 }
 
-/// The device code of a kernel. csrc/entry.cu, after `headers`, is a kernel that calls `kernel::run(arguments)`. `kernel` and `arguments` are
-/// C++; they may use `-D` definitions of the row (tools/build/nvrtc.rs) and `p`, the parameter block.
+/// The device code of a kernel. csrc/entry.cu, after `headers`, is a kernel that calls `kernel::run(arguments)`. `kernel` and `arguments`
+/// are C++; they may use `-D` definitions of the row (tools/build/nvrtc.rs) and `p`, the parameter block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Source {
     /// headers below `csrc/`, the kernel's own first

@@ -105,8 +105,7 @@ pub(super) fn of_rows((variant, reason): ChosenKernel, rows: i64, heads: i64, a:
     let mut planned = on_grid((variant, reason), rows, heads);
     // Blocks start in the order of the grid. If a long block starts late, the other SMs idle until it ends. Under a causal mask, blocks of
     // late queries are long, and so are blocks of early keys (backward). A block mask says which row tiles are long. Kernels start with
-    // their long row tiles. With row tiles as the
-    // second axis, the long blocks of all heads start first.
+    // their long row tiles. With row tiles as the second axis, the long blocks of all heads start first.
     // The GPU then reads K and V of all heads at once, which costs 5% if they exceed an H200's L2.
     let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_YZ);
     let is_uneven = a.window.right.is_some() || a.features.block_mask;

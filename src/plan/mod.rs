@@ -1,6 +1,9 @@
 //! The planner: which kernels run a problem, on which grid, with which parameters.
 //!
 //! Pure functions of the problem, the kernels, and the device's properties and tuning.
+//!
+//! Words: a row tile is the rows of one block. Resident blocks are those that the GPU holds at once, and a wave is as many blocks of a
+//! grid. A key block is a row tile of the backward pass. A tail is a last launch with smaller blocks.
 
 mod backward;
 mod block;

@@ -17,6 +17,7 @@ const DECODE: Source = Source::new(
 /// The indexer's kernels.
 pub const INDEXER: Source = Source::new(&["turing/indexer.cuh"], "indexer::Kernel<turing::IndexerProducts, BLOCK_ROWS>");
 
+/// A tuple has the headdim, [rows of a block, rows of a warp], threads of a block, and the blocks that an SM must hold.
 const TILES: [DecodeTile; 13] = [
     (64, [8, 8], 128, 4),
     (64, [32, 16], 128, 3),

@@ -3,6 +3,7 @@
 use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};
 use super::family::TURING;
 
+/// 2: tiles of eight keys whose scores are in registers together. 256: [`PREPARED_KEYS`].
 const FORWARD: Source =
     Source::new(&["turing/fast/forward.cuh"], "turing::FastForward<HEADDIM, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, STEP, 2, 256>");
 const PREPARE: Source = Source::new(&["turing/fast/prepare.cuh"], "turing::FastPrepare<HEADDIM, BLOCK_ROWS, THREADS>");

@@ -162,7 +162,8 @@ pub fn invariant_rows() -> impl Iterator<Item = Variant> {
     varlen.chain([PLAIN_64, PLAIN_128, PLAIN_256, PLAIN_512[0]].map(generic)).map(Variant::batch_invariant)
 }
 
-/// The kernels of fp32 tensors: Q and the output are 64 registers at headdim 64, and 128 at 128. Three blocks an SM would spill at 64.
+/// The kernels of fp32 tensors. A tuple has the headdim, the warps, the blocks of an SM, and the bytes of a row of Q in shared memory:
+/// none, because registers hold Q. Q and the output are 64 registers at headdim 64, and 128 at 128. Three blocks an SM would spill at 64.
 pub fn split_rows() -> impl Iterator<Item = Variant> {
     const fn source(kernel: &'static str) -> Source {
         Source::new(&["turing/forward/split.cuh"], kernel)

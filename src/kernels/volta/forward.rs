@@ -129,7 +129,7 @@ fn required() -> impl Iterator<Item = FeatureSet> {
 }
 
 /// Returns a kernel with all features. It has Q in shared memory at headdim 64 too, because scores need the registers. It
-/// computes what changes scores from parameters at every step, so its tiles can be the plain kernels'.
+/// computes what changes scores from parameters at every step, so it has large tiles too.
 fn generic(plain: Variant) -> Variant {
     if plain.source == COLUMN_GROUPS {
         return plain.with_features(FeatureSet::GENERIC);

@@ -26,10 +26,10 @@ enum Dq {
     Separate,
 }
 
-/// Large blocks of a head, and the variant and number of small blocks after them.
+/// Large blocks of a head, and the variant and number of small blocks after them, which are a launch of their own ([`Tail`]).
 type KeyBlocks = (u64, Option<(&'static Variant, u64)>);
 
-/// The kernels of a pass, how they compute dq, and the main kernel's blocks.
+/// The kernels of a pass (preprocess, main, and postprocess or dq), how they compute dq, and the main kernel's blocks.
 struct Parts {
     dq: Dq,
     chosen: Chosen<3>,
@@ -121,8 +121,8 @@ impl Planner<'_> {
         Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], false), stream_k: None }
     }
 
-    /// Plans launches of a main kernel that takes a part of the key blocks, and estimates their time. None: there is no such kernel. Kernels
-    /// of block masks take all key blocks of a list in one launch.
+    /// Plans launches of a main kernel that takes a part of the key blocks, and estimates their time. None: there is no such kernel.
+    /// Kernels of block masks take all key blocks of a list in one launch.
     fn by_launches(&self) -> Option<(f64, Parts)> {
         if self.a.features.block_mask {
             return None;
