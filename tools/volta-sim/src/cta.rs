@@ -18,8 +18,10 @@ pub struct Arrival {
     pub votes: u32,
 }
 
+/// A named barrier: its reduction is over the votes of the threads that have arrived.
 #[derive(Default, Clone)]
 pub struct CtaBar {
+    /// warps that have arrived, and that it expects; 0: all of the CTA
     pub arrived: u32,
     pub expect: u32,
     pub waiting: Vec<usize>,

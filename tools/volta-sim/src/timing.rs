@@ -92,6 +92,7 @@ impl ICache {
     }
 }
 
+/// What a warp waits for: [`Stalls`] has the reasons. Sb: a scoreboard.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Why {
     StallCount,
@@ -117,30 +118,41 @@ struct Scoreboard {
     why: Option<Why>,
 }
 
+/// A resident warp as the scheduler sees it.
 struct WarpT {
+    /// its CTA in `SmSim::ctas`, and its number there
     cta: usize,
     wi: usize,
+    /// number in the order of launches: the lower, the older
     age: u64,
     /// earliest issue by stall count / barrier / branch
     next: u64,
     /// earliest issue including scoreboards
     ready: u64,
+    /// what it waits for until `ready`
     ready_why: Why,
     sb: [Scoreboard; 6],
     last_issue: u64,
+    /// whether it waits at a barrier of its CTA
     blocked: bool,
+    /// since its last issue: how often the scheduler looked at it, and found its pipe busy or its instruction absent
     pipe_wait: u64,
     fetch_wait: u64,
     scans: u64,
 }
 
+/// A sub-partition of the SM: a scheduler with its pipes.
 #[derive(Default)]
 struct Sub {
     warps: Vec<usize>,
+    /// the warp that issued last, and whether its instruction asked to prefer another
     last: Option<usize>,
     last_yield: bool,
+    /// by `Unit`: when the pipe can take another instruction
     free: [u64; 8],
+    /// when the queued memory instructions leave the queue
     mio: VecDeque<u64>,
+    /// when its address unit can take another instruction
     agu_free: u64,
     l0: ICache,
 }

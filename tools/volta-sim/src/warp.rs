@@ -27,13 +27,18 @@ pub struct Warp {
     /// by number: the threads' own, then the uniform ones, of which all lanes are equal
     pub pred: [u32; 16],
     pub groups: Vec<Group>,
+    /// the group that executes
     pub cur: usize,
     /// convergence barriers: per lane, the mask of participating lanes
     pub bars: [[u32; 32]; 16],
+    /// threads that have not exited
     pub live: u32,
     pub local: Vec<u8>,
+    /// result of its last barrier with a reduction
     pub bar_result: u32,
+    /// number in its CTA
     pub index: u32,
+    /// buffer of global memory that it accessed last
     pub hint: usize,
     pub insts: u64,
 }

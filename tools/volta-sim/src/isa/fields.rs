@@ -70,6 +70,7 @@ impl PredOp {
 /// Control field of the 128-bit encoding (bits 105..125).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ctrl {
+    /// cycles before the warp's next instruction
     pub stall: u8,
     /// true: the scheduler is asked to prefer another warp (encoded as a cleared bit)
     pub yield_: bool,
@@ -77,6 +78,7 @@ pub struct Ctrl {
     pub wr_sb: u8,
     /// scoreboard released when the sources have been read (7 = none)
     pub rd_sb: u8,
+    /// scoreboards that it waits for, a bit each
     pub wait: u8,
 }
 

@@ -10,6 +10,7 @@ pub struct Inst {
     pub guard: PredOp,
     /// mask of threads for which it writes even if they are not active: all for a uniform destination (see [`UR0`]), else none
     pub everywhere: u32,
+    /// destinations and sources; p: predicates
     pub dst: Reg,
     pub pdst: [u8; 2],
     pub src: [Src; 3],
