@@ -127,7 +127,7 @@ def main() -> int:
     write_plugin(options.work / "plugin")
     begin = time.time()
     unpacking = [subprocess.Popen(["tar", "-xJf", str(path), "-C", str(options.work)]) for path in options.packs.glob("*.tar.xz")]
-    models = {j["model"] for j in jobs(NEWEST, True) if not options.only or j["name"] in options.only}  # the newest has all
+    models = {j["model"] for j in jobs(NEWEST, flash_attention=True) if not options.only or j["name"] in options.only}  # the newest has all
     subprocess.run([sys.executable, str(HERE / "models.py"), str(options.work / "models"), *models], check=True)
     if sum(process.wait() for process in unpacking):
         raise SystemExit("tar: got an archive that does not unpack, expected those of prepare.py")

@@ -21,14 +21,14 @@ __all__ = ["bwd", "fwd", "varlen_bwd", "varlen_fwd"]
 def fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, /) -> list[Tensor]:
     """Returns out, as q, and lse."""
     require_tensors(q=q, k=k, v=v)
-    return compiled.fwd(q, k, v, None, None, 0.0, _scale(q), causal, -1, -1, 0.0, False, None)[:2]
+    return compiled.fwd(q, k, v, out=None, return_softmax=False, **_options(q, causal))[:2]
 
 
 def bwd(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool, /) -> list[Tensor]:
     """Returns dq, dk and dv. out, lse: what `fwd` returned."""
     require_tensors(q=q)
-    options: tuple[Any, ...] = (None, 0.0, _scale(q), causal, -1, -1, 0.0, False, None, None)
-    return compiled.bwd(dout, q, k, v, out, lse, None, None, None, *options)[:3]
+    options = _options(q, causal, dq=None, dk=None, dv=None, deterministic=False, rng_state=None)
+    return compiled.bwd(dout, q, k, v, out, lse, **options)[:3]
 
 
 def varlen_fwd(
@@ -36,9 +36,14 @@ def varlen_fwd(
 ) -> list[Tensor]:
     """Returns out, as q, (total_q, nheads, headdim), and lse, (batch, nheads, max_seqlen_q) with 0 past the end of a sequence."""
     require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
-    lengths: tuple[Any, ...] = (cu_seqlens_q, cu_seqlens_k, None, None, None, None, max_seqlen_q, max_seqlen_k)
-    options: tuple[Any, ...] = (0.0, _scale(q), False, causal, -1, -1, 0.0, False, None)
-    out, packed = compiled.varlen_fwd(q, k, v, None, *lengths, *options)[:2]
+    lengths: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    options = _options(q, causal, seqused_k=None, leftpad_k=None, block_table=None, zero_tensors=False, return_softmax=False)
+    out, packed = compiled.varlen_fwd(q, k, v, out=None, **lengths, **options)[:2]
     lse = packed.new_zeros(len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q)
     sequence, position = _places(q, cu_seqlens_q)
     lse[sequence, :, position] = packed.mT
@@ -64,13 +69,20 @@ def varlen_bwd(
     if lse.shape != (shape := (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q)):
         raise bad_argument("lse", f"shape {tuple(lse.shape)}", f"shape {shape}, what varlen_fwd returned")
     sequence, position = _places(q, cu_seqlens_q)
-    lengths: tuple[Any, ...] = (cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
-    options: tuple[Any, ...] = (0.0, _scale(q), False, causal, -1, -1, 0.0, False, None, None)
-    return compiled.varlen_bwd(dout, q, k, v, out, lse[sequence, :, position].mT, None, None, None, *lengths, *options)[:3]
+    lengths: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    options = _options(q, causal, dq=None, dk=None, dv=None, zero_tensors=False, deterministic=False, rng_state=None)
+    return compiled.varlen_bwd(dout, q, k, v, out, lse[sequence, :, position].mT, **lengths, **options)[:3]
 
 
-def _scale(q: Tensor) -> float:
-    return float(q.shape[-1] ** -0.5)
+def _options(q: Tensor, causal: bool, **more: Any) -> dict[str, Any]:
+    """Returns the arguments of `compiled` that the package has not, and these."""
+    plain = {"alibi_slopes": None, "dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "generator": None}
+    return {"softmax_scale": float(q.shape[-1] ** -0.5), "causal": causal, **plain, **more}
 
 
 def _places(q: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
