@@ -177,8 +177,8 @@ private:
         int unit = 0;
 #pragma unroll
         for (int t = 0; t < kTiles; t++) unit = max(unit, biased_exponent(code_scale(scale_bits(t))) + 1);
-        // The tail has room up to 2^8 units: 144 times that is below fp16's largest. The bounds keep the unit's power and its inverse
-        // normal.
+        // The tail has room up to 2^8 units: 144 times that is below fp16's largest. The bounds keep the unit's power and its
+        // inverse normal.
         unit = min(max(max(unit, tail_exponent(tail) - 7), 16), 252);
         const float inverse = power(254 - unit);
 #pragma unroll
