@@ -3,13 +3,14 @@
 # TORCH=2.10.0 selects that release for all targets, in an environment of its own.
 VENV    := $(CURDIR)/.venv$(TORCH:%=-%)
 READY   := $(VENV)/.ready
+NVRTC   := $(VENV)/.nvrtc
 LIBRARIES := python/volta_fa/libvolta_fa_core.so python/volta_fa/torch-*
 EXTRAS  := test lint docs wheel hub notebook
 CARGO_FLAGS := --release --locked --features sim
 
-# Build scripts of cargo find NVRTC through the environment's Python, and so do the tests with torch.
-# If tools/bootstrap.py installed NVRTC into .venv/cuda12, the build takes it from there.
-IN_VENV = VIRTUAL_ENV="$(VENV)" PATH="$(VENV)/bin:$$PATH" $(if $(wildcard $(VENV)/cuda12),VOLTA_FA_CUDA_HOME="$${VOLTA_FA_CUDA_HOME:-$(VENV)/cuda12}")
+# Build scripts of cargo, and the tests, find the environment's Python and the NVRTC beside it.
+# Without MAKEFLAGS, because cargo would look for the job server of this make, which recipes do not get.
+IN_VENV = MAKEFLAGS= VIRTUAL_ENV="$(VENV)" PATH="$(VENV)/bin:$$PATH" VOLTA_FA_CUDA_HOME="$${VOLTA_FA_CUDA_HOME:-$(VENV)/cuda12}"
 # The simulator's disassembler, which tools/bootstrap.py found, and where all tests keep its output.
 IN_SIMULATOR = VOLTA_SIM_NVDISASM="$(VENV)/nvdisasm" VOLTA_SIM_LISTINGS="$(CURDIR)/target/volta-sim-listings"
 
@@ -17,8 +18,13 @@ IN_SIMULATOR = VOLTA_SIM_NVDISASM="$(VENV)/nvdisasm" VOLTA_SIM_LISTINGS="$(CURDI
 # spinning makes small models many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# One goal may use two jobs: cargo compiles while pip downloads torch. Two goals follow each other.
+ifeq ($(words $(MAKECMDGOALS)),1)
+MAKEFLAGS += -j2
+endif
+
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all build lint format docs wheel matrix hub notebook release coverage clean
+.PHONY: help run test test-all build core lint format docs wheel matrix hub notebook release coverage clean
 
 help: ## list the targets
 	@echo "volta_fa: exact attention for NVIDIA Volta and Turing GPUs, as PyTorch operators"
@@ -45,11 +51,14 @@ test test-all: build $(VENV)/.test
 test: ## build, then run the tests of minutes: cargo test and pytest
 test-all: ## build, then run every test, as CI does
 
-build: $(READY) ## make .venv, build the native libraries for its torch
+build: core $(READY) ## make .venv, build the native libraries for its torch
 	@$(IN_VENV) python tools/check_build_env.py
+	@$(IN_VENV) python tools/build_shims.py
+
+# The library with kernels and Rust, which needs no torch.
+core: $(NVRTC)
 	@# Cargo hides what a build script prints, so the one that compiles kernels gets a copy of stderr.
 	@$(IN_VENV) $(ONLY) VOLTA_FA_PROGRESS_FD=9 cargo build $(CARGO_FLAGS) 9>&2
-	@$(IN_VENV) python tools/build_shims.py
 
 # The C++ and CUDA sources that clang-format checks.
 CXX_SOURCES = $(shell find csrc torch_ops examples/cpp -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp')
@@ -116,11 +125,16 @@ coverage: build $(VENV)/.test ## print the line coverage of Python (quick tests)
 clean: ## remove all build results (but not .venv)
 	@rm -rf target build dist demo-output $(LIBRARIES) python/volta_fa.egg-info
 
-# Makes the environment, and updates it after a change of its requirements.
-$(READY): tools/bootstrap.py tools/find_python.sh $(patsubst %,tools/requirements/%.txt,build cli nvrtc)
+# Makes the environment with the compiler of the kernels, or updates it. The Python that makes it may have a torch to be used.
+$(NVRTC): tools/bootstrap.py tools/find_python.sh tools/requirements/nvrtc.txt
 	@found=$$(sh tools/find_python.sh "$(VENV)") && \
 	    "$$found" tools/check_build_env.py --toolchain-only && \
-	    "$$found" tools/bootstrap.py "$(VENV)" $(TORCH:%=torch==%)
+	    "$$found" tools/bootstrap.py "$(VENV)" nvrtc $(TORCH:%=torch==%)
+	@touch $@
+
+# Installs torch and what `make run` needs.
+$(READY): $(NVRTC) $(patsubst %,tools/requirements/%.txt,build cli)
+	@$(VENV)/bin/python tools/bootstrap.py "$(VENV)" torch $(TORCH:%=torch==%)
 	@touch $@
 
 # Installs what these targets need in addition, at their first use. mypy reads transformers.

@@ -194,36 +194,56 @@ def test_gpu_capabilities(tmp_path, monkeypatch):
     assert bootstrap.gpu_capabilities() == []
 
 
-def test_an_active_torch_is_linked_and_not_installed(tmp_path, monkeypatch, capsys):
-    site_packages = tmp_path / "site-packages"
-    site_packages.mkdir()
+@pytest.fixture
+def installed(tmp_path, monkeypatch) -> list[tuple]:
+    """Arguments of pip in an environment that is not made."""
+    calls = []
+    monkeypatch.setattr(bootstrap.Environment, "create", lambda self: None)
+    monkeypatch.setattr(bootstrap.Environment, "site_packages", lambda self: tmp_path)
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", lambda self, *arguments: calls.append(arguments))
+    return calls
+
+
+def test_an_active_torch_is_linked_and_not_installed(tmp_path, monkeypatch, capsys, installed):
     environment = bootstrap.Environment(tmp_path / "venv")
-    monkeypatch.setattr(bootstrap.Environment, "site_packages", lambda self: site_packages)
-    installed = []
-    monkeypatch.setattr(bootstrap.Environment, "pip_install", lambda self, *arguments: installed.append(arguments))
     monkeypatch.setattr(bootstrap, "check_torch", lambda: None)
-    bootstrap.install_torch(environment)
-    assert installed == [] and str(Path(torch.__file__).parent.parent) in next(site_packages.glob("*.pth")).read_text()
+    bootstrap.link_active_torch(environment)
+    assert str(Path(torch.__file__).parent.parent) in next(tmp_path.glob("*.pth")).read_text()
     assert f"using torch {torch.__version__}" in capsys.readouterr().out
+    monkeypatch.setattr(bootstrap.Environment, "sees_torch", lambda self: True)
+    bootstrap.install_torch(environment)
+    assert not installed
 
     monkeypatch.setattr(bootstrap, "check_torch", lambda: "torch is not installed")
+    bootstrap.link_active_torch(environment)
+    assert not list(tmp_path.glob("*.pth"))
+    monkeypatch.setattr(bootstrap.Environment, "sees_torch", lambda self: False)
     monkeypatch.setattr(bootstrap, "gpu_capabilities", lambda: ["7.0"])
     bootstrap.install_torch(environment)
-    assert installed == [tuple(bootstrap.torch_arguments(["7.0"]))] and not list(site_packages.glob("*.pth"))
+    assert installed == [tuple(bootstrap.torch_arguments(["7.0"]))]
     assert "sm_70" in capsys.readouterr().out
 
 
-def test_another_torch_gets_an_environment_of_its_own(tmp_path, monkeypatch, capsys):
+def test_an_environment_sees_a_torch_that_loads():
+    environment = bootstrap.Environment(Path(sys.prefix))
+    assert environment.sees_torch()
+    environment.python = Path("/usr/bin/python3") if Path("/usr/bin/python3").exists() else Path("/bin/false")
+    assert not environment.sees_torch()
+
+
+def test_another_torch_gets_an_environment_of_its_own(tmp_path, monkeypatch, capsys, installed):
     """Whatever torch is active, and installed anew where the environment has lost it."""
-    installed = []
-    monkeypatch.setattr(bootstrap.Environment, "pip_install", lambda self, *arguments: installed.append(arguments))
-    monkeypatch.setattr(bootstrap, "check_torch", lambda: None)
-    bootstrap.install_torch(bootstrap.Environment(tmp_path), "torch==2.10.0")
-    assert installed == [("torch==2.10.0",)]
-    assert bootstrap.main([str(tmp_path), "torch==2.6.0"]) == 2 and "torch==2.7.1 | torch==2.8.0" in capsys.readouterr().err
+    monkeypatch.setattr(bootstrap, "link_active_torch", lambda environment: installed.append("link"))
+    for name in ("install_nvrtc", "install_nvdisasm"):
+        monkeypatch.setattr(bootstrap, name, lambda environment: None)
+    assert bootstrap.main([str(tmp_path), "nvrtc", "torch==2.10.0"]) == 0 and not installed
+    assert bootstrap.main([str(tmp_path), "torch", "torch==2.10.0"]) == 0 and installed[0] == ("torch==2.10.0",)
+    with pytest.raises(SystemExit):
+        bootstrap.main([str(tmp_path), "torch", "torch==2.6.0"])
+    assert "'torch==2.7.1'" in capsys.readouterr().err
     folder = REPOSITORY / ".venv-2.10.0"
     said = make("--dry-run", "--always-make", "test", "TORCH=2.10.0", f"PYTHON={sys.executable}").stdout
-    assert f'tools/bootstrap.py "{folder}" torch==2.10.0' in said and f'VIRTUAL_ENV="{folder}"' in said
+    assert f'tools/bootstrap.py "{folder}" torch torch==2.10.0' in said and f'VIRTUAL_ENV="{folder}"' in said
     assert '.venv"' in make("--dry-run", "--always-make", "test", f"PYTHON={sys.executable}").stdout
 
 
@@ -245,17 +265,13 @@ def test_the_oldest_transformers_is_installed_beside_the_newest_and_once(tmp_pat
     assert requirements("transformers-4.57")["transformers"].startswith("4.57.") and requirements("test")["transformers"].startswith("5.")
 
 
-def test_run_installs_less_than_test(tmp_path, monkeypatch):
+def test_run_installs_less_than_test(tmp_path, monkeypatch, installed):
     """transformers, diffusers and xformers come with `make test`, and numpy is the same before and after."""
-    installed = []
-    for name in ("create", "output", "site_packages"):
-        monkeypatch.setattr(bootstrap.Environment, name, lambda self, *_: tmp_path)
-    monkeypatch.setattr(bootstrap.Environment, "pip_install", lambda self, *arguments: installed.append(arguments))
     monkeypatch.setattr(bootstrap, "install_folder", lambda environment, name: installed.append(("folder", name)))
-    for name in ("install_torch", "install_nvrtc", "install_nvdisasm"):
+    for name in ("install_torch", "install_nvdisasm"):
         monkeypatch.setattr(bootstrap, name, lambda *_: None)
     pins = bootstrap.REQUIREMENTS
-    assert bootstrap.main([str(tmp_path)]) == 0
+    assert bootstrap.main([str(tmp_path), "torch"]) == 0
     assert installed == [("-r", pins / "build.txt", "-r", pins / "cli.txt", "-c", pins / "test.txt")]
     installed.clear()
     assert bootstrap.main([str(tmp_path), "test"]) == 0
@@ -267,28 +283,30 @@ def test_run_installs_less_than_test(tmp_path, monkeypatch):
     }
 
 
-def test_nvrtc_goes_beside_a_torch_that_brings_its_own(tmp_path, monkeypatch):
-    environment = bootstrap.Environment(tmp_path)
-    calls = []
+def test_nvrtc_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Cargo finds it there before torch is installed, and torch's own NVRTC stays."""
 
     def pip_install(self, *arguments):
-        calls.append(arguments)
-        if "--target" in arguments:
-            for name in ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt/host_defines.h"):
-                path = arguments[1] / "nvidia" / name
-                path.parent.mkdir(parents=True)
-                path.touch()
+        assert arguments[0] == "--target"
+        for name in ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt/host_defines.h"):
+            path = arguments[1] / "nvidia" / name
+            path.parent.mkdir(parents=True)
+            path.touch()
 
     monkeypatch.setattr(bootstrap.Environment, "pip_install", pip_install)
-    monkeypatch.setattr(bootstrap.Environment, "output", lambda self, code: "13.0")
-    bootstrap.install_nvrtc(environment)
-    assert "--target" not in calls.pop() and not (tmp_path / "cuda12").exists()
-    monkeypatch.setattr(bootstrap.Environment, "output", lambda self, code: "12.6")
     for _ in range(2):  # the second time replaces the first
-        bootstrap.install_nvrtc(environment)
+        bootstrap.install_nvrtc(bootstrap.Environment(tmp_path))
     home = tmp_path / "cuda12"
     assert check_build_env.check_nvrtc({"VOLTA_FA_CUDA_HOME": str(home)}) is None
     assert (home / "include/cuda_fp16.h").exists() and (home / "include/crt/host_defines.h").exists()
+
+
+def test_make_compiles_while_it_installs(tmp_path):
+    """Cargo waits for NVRTC alone, one goal has two jobs, and several goals follow each other."""
+    database = make("--print-data-base", "--dry-run", "build", f"PYTHON={sys.executable}").stdout
+    assert re.search(r"^core: \S+/\.nvrtc$", database, re.M) and re.search(r"^build: core \S+/\.ready$", database, re.M)
+    assert re.search(r"^MAKEFLAGS = .*-j2", database, re.M)
+    assert not re.search(r"^MAKEFLAGS = .*-j2", make("--print-data-base", "--dry-run", "lint", "docs").stdout, re.M)
 
 
 @pytest.mark.parametrize("release, ours", [("12.8", False), ("13.0", False), ("13.1", True), ("14.0", True), (None, True)])
@@ -406,7 +424,7 @@ def test_progress(interval: float, of: int, lines: list[int], monkeypatch: pytes
     for _ in range(of):
         progress.advance()
     said = capsys.readouterr().err.split("\n")[:-1]
-    assert [line.removeprefix("\r\033[Kvolta_fa: compiled ") for line in said] == [f"{n} of {of} C++ files" for n in lines]
+    assert [line.removeprefix("\r\033[Kvolta_fa: compiled ") for line in said] == [f"{n} of {of} C++ units" for n in lines]
 
 
 def test_names_functions_that_a_shim_lacks_or_hides(tmp_path: Path) -> None:

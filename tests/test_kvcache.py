@@ -253,6 +253,20 @@ def test_no_gradient(backend):
         out.sum().backward()
 
 
+@on("cpu-fp32", "sim", "cuda")
+def test_autograd_sees_what_is_appended(backend):
+    """Each call that appends counts one version of the caches, whether a gradient is needed or not. Other calls count none."""
+    backend.simulate()
+    q, k_cache, v_cache, k, v, cache_seqlens, block_table = steps(backend)()
+    lengths = {"cache_seqlens": cache_seqlens, "block_table": block_table}
+    before = k_cache._version, v_cache._version
+    fwd_kvcache(q, k_cache, v_cache, **lengths)
+    assert (k_cache._version, v_cache._version) == before
+    for calls, query in enumerate((q, q.clone().requires_grad_()), start=1):
+        fwd_kvcache(query, k_cache, v_cache, k, v, **lengths)
+        assert (k_cache._version, v_cache._version) == (before[0] + calls, before[1] + calls)
+
+
 @on("cpu-fp32", "cpu-bf16")
 def test_autocast(backend):
     """A cache is what it is: q, k and v follow it."""

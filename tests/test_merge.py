@@ -183,6 +183,25 @@ def test_opcheck_in_place(backend):
 
 
 @on("cpu-fp32", "sim", "cuda")
+def test_autograd_sees_what_is_written(backend):
+    """A backward pass that saved the state before a part was added raises an error, as after PyTorch's in-place operators."""
+    backend.simulate()
+    (out_a, lse_a), (out_b, lse_b) = states(backend, 2, 9, 3, 16), states(backend, 2, 9, 3, 16)
+    out_a = out_a.float()
+    weight = torch.ones_like(out_a).requires_grad_()
+    product = (weight * out_a).sum()
+    before = [t._version for t in (out_a, lse_a, out_b, lse_b)]
+    add(out_a[:, 2:], lse_a[..., 2:], out_b[:, 2:], lse_b[..., 2:])
+    assert [t._version for t in (out_a, lse_a, out_b, lse_b)] == [before[0] + 1, before[1] + 1, *before[2:]]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        state = out_a.clone(), lse_a.clone()
+        add(*state, out_b, lse_b)
+    add(*state, out_b, lse_b)  # a tensor of inference mode has no version
+
+
+@on("cpu-fp32", "sim", "cuda")
 def test_nothing_to_merge(backend):
     backend.simulate()
     for shape in [(0, 5, 2, 8), (2, 0, 2, 8), (0, 2, 8)]:
@@ -228,6 +247,17 @@ def test_no_gradient(backend):
     out, _ = merge(out_a.requires_grad_(), lse_a, out_b, lse_b)
     with pytest.raises(RuntimeError, match="merge_attention_states"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("place", range(4), ids=["out_a", "softmax_lse_a", "out_b", "softmax_lse_b"])
+@on("cpu-fp32")
+def test_no_gradient_in_place(backend, place):
+    """A state that another operator computed would keep the gradient from before."""
+    tensors = [*states(backend, 1, 3, 1, 8), *states(backend, 1, 3, 1, 8)]
+    tensors[place] = tensors[place].requires_grad_() * 1
+    refused(lambda: add(*tensors), NotImplementedError, "merge_attention_states_", "requires grad", "Use torch.no_grad()")
+    with torch.no_grad():
+        add(*tensors)
 
 
 def test_the_python_function_is_the_op():

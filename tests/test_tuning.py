@@ -1,4 +1,4 @@
-"""Tunings, forced ones and files, and the log of plans. What a tuning may say, and what plans make of it, is in tests/plan.rs."""
+"""Tunings, forced ones and files, and the log of plans. What a tuning may say, and what plans make of it, is in tests/plan/."""
 
 import json
 import re

@@ -1,14 +1,17 @@
 """Makes the environment of `make run` and of the other targets: a virtual environment with the pinned requirements.
 
-    python tools/bootstrap.py .venv
-    python tools/bootstrap.py .venv-2.10.0 torch==2.10.0    # with this release of torch, whatever else is installed
-    python tools/bootstrap.py .venv test      # adds the requirements of `make test` to an environment; likewise for the other EXTRAS
+    python tools/bootstrap.py .venv nvrtc     # the environment with the compiler of the kernels, with which cargo can begin
+    python tools/bootstrap.py .venv torch     # torch and what `make run` needs beside it
+    python tools/bootstrap.py .venv test      # adds the requirements of `make test`; likewise for the other EXTRAS
 
-- If this Python has a supported torch (tools/torch_releases.py), the new environment uses it: it sees the packages of this Python.
-- Otherwise, this installs the default release. On a machine with a Volta GPU, it comes from PyTorch's CUDA 12.6 index,
+The first two take `torch==2.10.0` too: then the environment gets this release, whatever else is installed.
+
+- If the Python that runs the first has a supported torch (tools/torch_releases.py), the new environment uses it: it sees the packages of
+  this Python.
+- Otherwise, the second installs the default release. On a machine with a Volta GPU, it comes from PyTorch's CUDA 12.6 index,
   because the default wheels have no code for sm_70.
-- A torch for CUDA 12 requires an older NVRTC. Then ours, which only compiles the kernels, goes into a folder of its own,
-  in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME).
+- NVRTC is in a folder of its own, in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME), because a torch for CUDA 12
+  requires an older one, and ours only compiles the kernels.
 - The simulator needs an nvdisasm for sm_70, which triton has up to CUDA 13.0. If torch's triton is newer,
   an older triton goes into `.venv/triton`. `.venv/nvdisasm` links to the right program.
 - Tests need more, which `make run` does without: the newest transformers in the environment, the oldest supported one in
@@ -23,6 +26,7 @@ Uses the standard library only.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -40,7 +44,7 @@ VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
 NVDISASM_NEWEST = (13, 0)
 #: The last triton that brings it.
 NVDISASM_WHEEL = "triton==3.6.0"
-#: What `make run` needs beside torch, NVRTC and nvdisasm.
+#: What `make run` needs beside torch and nvdisasm.
 BASE = ("build", "cli")
 #: Folders beside the environment's packages for `make test`, each with requirements of its name. Tests put them first on their path.
 FOLDERS = ("transformers-4.57", "diffusers")
@@ -100,6 +104,11 @@ class Environment:
     def output(self, code: str) -> str:
         return subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
+    def sees_torch(self) -> bool:
+        """Returns whether the environment has a supported torch, or a link to one."""
+        check = "import sys, check_build_env; sys.exit(check_build_env.check_torch() is not None)"
+        return subprocess.run([self.python, "-c", check], cwd=Path(__file__).parent).returncode == 0
+
     def site_packages(self) -> Path:
         return Path(self.output("import sysconfig; print(sysconfig.get_paths()['purelib'])"))
 
@@ -112,40 +121,33 @@ class Environment:
             raise SystemExit(f"volta_fa: `{' '.join(map(str, command))}` failed: its last lines above say why")
 
 
-def install_torch(environment: Environment, wanted: str | None = None) -> None:
-    if wanted:
-        environment.pip_install(wanted)
-        return
-    problem = check_torch()
+def link_active_torch(environment: Environment) -> None:
+    """Lets the environment see the packages of this Python if they have a supported torch. The environment's own Python changes nothing."""
     if Path(sys.prefix) == environment.folder:
-        # made earlier, with the torch that was decided on then
-        if problem:
-            environment.pip_install(*torch_arguments(gpu_capabilities()))
         return
     link = environment.site_packages() / _LINK
-    if problem is None:
+    link.unlink(missing_ok=True)
+    if check_torch() is None:
         import torch
 
         say(f"using torch {torch.__version__} of {sys.prefix} as it is")
         link.write_text("".join(f"{folder}\n" for folder in package_folders()))
+
+
+def install_torch(environment: Environment, wanted: str | None = None) -> None:
+    """Installs this release; without one, the default release unless the environment sees a supported one."""
+    if wanted is None and environment.sees_torch():
         return
-    link.unlink(missing_ok=True)
-    arguments = torch_arguments(gpu_capabilities())
+    arguments = [wanted] if wanted else torch_arguments(gpu_capabilities())
     if VOLTA_TORCH_INDEX in arguments:
         say(f"this machine's GPU is a Volta (sm_70): taking torch from {VOLTA_TORCH_INDEX}, since the default wheel cannot run on it")
     environment.pip_install(*arguments)
 
 
 def install_nvrtc(environment: Environment) -> None:
-    requirements = REQUIREMENTS / "nvrtc.txt"
     home = environment.folder / "cuda12"
-    cuda = environment.output("import torch; print(torch.version.cuda)")
-    if not cuda.startswith("12."):
-        environment.pip_install("-r", requirements)
-        return
-    say(f"this torch brings the NVRTC of CUDA {cuda}: putting ours into {home}")
     shutil.rmtree(home, ignore_errors=True)
-    environment.pip_install("--target", home / "wheels", "--no-deps", "-r", requirements)
+    environment.pip_install("--target", home / "wheels", "--no-deps", "-r", REQUIREMENTS / "nvrtc.txt")
     make_cuda_home(home, home / "wheels" / "nvidia")
 
 
@@ -199,30 +201,35 @@ def make_cuda_home(home: Path, wheels: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    releases = [f"torch=={release}" for release in torch_releases.RELEASES]
-    if not arguments or arguments[1:] not in ([], *([word] for word in (*EXTRAS, *releases))):
-        print(f"usage: {Path(__file__).name} FOLDER [{' | '.join(EXTRAS)} | {' | '.join(releases)}]", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("part", choices=("nvrtc", "torch", *EXTRAS))
+    parser.add_argument("release", nargs="?", choices=[f"torch=={release}" for release in torch_releases.RELEASES])
+    given = parser.parse_args(arguments)
     if problem := check_python():
         print(f"volta_fa: {problem}", file=sys.stderr)
         return 1
-    environment = Environment(Path(arguments[0]))
-    wanted = arguments[1] if len(arguments) == 2 else None
-    if wanted in EXTRAS:
-        say(f"installing what `make {wanted}` needs in addition")
-        environment.pip_install("-r", REQUIREMENTS / f"{wanted}.txt")
-        for name in FOLDERS if wanted == "test" else ():
-            install_folder(environment, name)
-        return 0
-    environment.create()
-    install_torch(environment, wanted)
-    # with the numpy of the tests, which would replace another later
-    environment.pip_install(*(part for name in BASE for part in ("-r", REQUIREMENTS / f"{name}.txt")), "-c", REQUIREMENTS / "test.txt")
-    install_nvrtc(environment)
-    install_nvdisasm(environment)
-    # `python -m volta_fa` and pytest use the checkout's package, so edits need no install step
-    checkout = Path(__file__).resolve().parent.parent / "python"
-    (environment.site_packages() / "volta_fa_checkout.pth").write_text(f"{checkout}\n")
+    environment = Environment(given.folder)
+    match given.part:
+        case "nvrtc":
+            environment.create()
+            if given.release is None:
+                link_active_torch(environment)
+            install_nvrtc(environment)
+        case "torch":
+            install_torch(environment, given.release)
+            # with the numpy of the tests, which would replace another later
+            files = (part for name in BASE for part in ("-r", REQUIREMENTS / f"{name}.txt"))
+            environment.pip_install(*files, "-c", REQUIREMENTS / "test.txt")
+            install_nvdisasm(environment)
+            # `python -m volta_fa` and pytest use the checkout's package, so edits need no install step
+            checkout = Path(__file__).resolve().parent.parent / "python"
+            (environment.site_packages() / "volta_fa_checkout.pth").write_text(f"{checkout}\n")
+        case extra:
+            say(f"installing what `make {extra}` needs in addition")
+            environment.pip_install("-r", REQUIREMENTS / f"{extra}.txt")
+            for name in FOLDERS if extra == "test" else ():
+                install_folder(environment, name)
     return 0
 
 

@@ -135,7 +135,7 @@ class Progress:
     def _say(self) -> None:
         self._said = time.monotonic()
         # the cursor may be at the end of cargo's bar
-        print(f"\r\033[Kvolta_fa: compiled {self.done} of {self.of} C++ files", file=sys.stderr, flush=True)
+        print(f"\r\033[Kvolta_fa: compiled {self.done} of {self.of} C++ units", file=sys.stderr, flush=True)
 
 
 def symbols(library: Path, kinds: str) -> set[str]:
@@ -186,11 +186,19 @@ def compiler(release: str, torch: Path) -> list[str]:
     return [*command, "-DNDEBUG", "-D_GLIBCXX_USE_CXX11_ABI=1", *shlex.split(os.environ.get("CXXFLAGS", ""))]
 
 
-def compile_steps(release: str, torch: Path, work: Path, portable: bool) -> list[Step]:
-    sources = sorted((ROOT / "torch_ops").glob("*.cpp")) + [ROOT / "tools" / "portable_symbols.cpp"] * portable
-    objects = [work / f"torch-{release}" / "objects" / f"{source.stem}.o" for source in sources]
-    command = compiler(release, torch)
-    return [Step([*command, "-MD", "-c", str(s), "-o", str(o)], o, [s]) for s, o in zip(sources, objects)]
+def compile_steps(release: str, torch: Path, work: Path, portable: bool, units: int) -> list[Step]:
+    """Returns the steps that compile this many units. A unit includes several files, because torch's headers cost more time than a file."""
+    sources = [*(ROOT / "torch_ops").glob("*.cpp"), *[ROOT / "tools" / "portable_symbols.cpp"] * portable]
+    sources.sort(key=lambda source: (-source.stat().st_size, source.name))  # units of about equal size
+    folder, command, steps = work / f"torch-{release}" / "objects", compiler(release, torch), []
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(min(units, len(sources))):
+        unit, text = folder / f"unit-{i}.cpp", "".join(f'#include "{source}"\n' for source in sources[i::units])
+        if not (unit.exists() and unit.read_text() == text):
+            unit.write_text(text)
+        output = unit.with_suffix(".o")
+        steps.append(Step([*command, "-MD", "-c", str(unit), "-o", str(output)], output, [unit]))
+    return steps
 
 
 def link_step(release: str, torch: Path, core: Path, objects: list[Path], exports: Path, linker: Path | None) -> Step:
@@ -217,7 +225,8 @@ def build(core: Path, package: Path, *, releases: str = "", linker: Path | None 
     script = version_script(needed)
     if not (exports.exists() and exports.read_text() == script):
         exports.write_text(script)
-    compiles = {release: compile_steps(release, torch, work, linker is not None) for release, torch in folders.items()}
+    units = max(1, len(os.sched_getaffinity(0)) // len(folders))
+    compiles = {release: compile_steps(release, torch, work, linker is not None, units) for release, torch in folders.items()}
     objects = {release: [step.output for step in steps] for release, steps in compiles.items()}
     links = [link_step(release, torch, core, objects[release], exports, linker) for release, torch in folders.items()]
     stale = [step for steps in compiles.values() for step in steps if not step.is_up_to_date()]

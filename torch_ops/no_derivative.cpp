@@ -1,4 +1,4 @@
-// Autograd of operators without a derivative.
+// Autograd of operators without a derivative, and the versions of tensors that they write.
 
 #include "operators.h"
 
@@ -12,11 +12,12 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Rejects tensors that need a derivative before the call: quantization has none that training could use.
+// Rejects tensors that need a derivative before the call: quantization has none that training could use, and PyTorch's fallback
+// sees no write in an operator without results, so it would keep the derivative from before.
 struct Refuse final : c10::OperatorKernel {
-    explicit Refuse(const Operator& op) : op(op), tensors(op.tensors()) {}
+    Refuse(const Operator& op, const char* instead) : op(op), tensors(op.tensors()), instead(instead) {}
 
-    void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) const {
+    void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) const {
         const Arguments arguments(op, *stack);
         for (size_t i = 0; i < tensors; ++i) {
             const Tensor& t = arguments.tensor(i);
@@ -24,16 +25,18 @@ struct Refuse final : c10::OperatorKernel {
             const auto& name = op.schema.arguments()[i].name();
             TORCH_CHECK_NOT_IMPLEMENTED(!t.requires_grad() || !at::GradMode::is_enabled(), "volta_fa::", op.name, ": ", name,
                                         ": got a tensor that requires grad, expected none: there is no derivative. "
-                                        "Use torch.no_grad() or volta_fa::fwd");
+                                        "Use ",
+                                        instead);
             TORCH_CHECK_NOT_IMPLEMENTED(!t._fw_grad(/*level=*/0).defined(), "volta_fa::", op.name, ": ", name,
-                                        ": got a tensor with a tangent, expected none: there is no derivative. Use volta_fa::fwd");
+                                        ": got a tensor with a tangent, expected none: there is no derivative. Use ", instead);
         }
-        at::AutoDispatchBelowADInplaceOrView guard;
-        handle.callBoxed(*stack);
+        const at::AutoDispatchBelowAutograd guard;
+        handle.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     }
 
     const Operator& op;
     const size_t tensors;
+    const char* instead;
 };
 
 // Lets the call pass; the backward pass raises an error. PyTorch's own fallback does the same, but it reads the schema in each
@@ -88,11 +91,46 @@ struct Inference final : c10::OperatorKernel {
     const bool appends;
 };
 
+// Counts a new version of each tensor that the schema marks as written, as PyTorch's own in-place operators do. So a backward pass
+// that saved one before the call raises an error. PyTorch's fallback for this reads the schema in each call.
+struct Written final : c10::OperatorKernel {
+    explicit Written(const Operator& op) {
+        for (size_t i = 0; i < op.count(); ++i) {
+            const auto* alias = op.schema.arguments()[i].alias_info();
+            if (alias && alias->isWrite()) places.push_back(i);
+        }
+        count = op.count();
+    }
+
+    void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) const {
+        std::vector<Tensor> written;
+        for (const size_t i : places) {
+            const auto& value = torch::jit::peek(*stack, i, count);
+            // tensors of inference mode have no version
+            if (value.isTensor() && value.toTensor().defined() && !value.toTensor().is_inference())
+                written.push_back(value.toTensor());
+        }
+        {
+            const at::AutoDispatchBelowADInplaceOrView guard;
+            handle.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+        }
+        for (const Tensor& t : written) t.unsafeGetTensorImpl()->bump_version();
+    }
+
+    std::vector<size_t> places;
+    size_t count;
+};
+
 }  // namespace
+
+torch::CppFunction counting_versions(const Operator& op) { return boxed<Written>(op); }
 
 torch::CppFunction without_derivative(const Operator& op) {
     if (op.name == "fwd_fast" || op.name == "prepare_fast") {
-        return boxed<Refuse>(op);
+        return boxed<Refuse>(op, "torch.no_grad() or volta_fa::fwd");
+    }
+    if (op.name == "merge_attention_states_") {
+        return boxed<Refuse>(op, "torch.no_grad()");
     }
     if (op.name == "fwd_kvcache" || op.name == "fwd_kvcache.append") {
         return boxed<Inference>(op);

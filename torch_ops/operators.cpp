@@ -31,6 +31,12 @@ void implement_autocast(torch::Library& m, c10::DeviceType device) {
     }
 }
 
+void implement_in_place(torch::Library& m) {
+    for (const auto& op : operators()) {
+        if (op.schema.is_mutable()) m.impl(op.name.c_str(), counting_versions(op));
+    }
+}
+
 }  // namespace
 
 const std::vector<Operator>& operators() {
@@ -111,5 +117,6 @@ VOLTA_FA_LIBRARY_IMPL(Meta, m) { implement(m, meta_kernel); }
 VOLTA_FA_LIBRARY_IMPL(AutocastCPU, m) { implement_autocast(m, c10::DeviceType::CPU); }
 VOLTA_FA_LIBRARY_IMPL(AutocastCUDA, m) { implement_autocast(m, c10::DeviceType::CUDA); }
 VOLTA_FA_LIBRARY_IMPL(Autograd, m) { implement(m, autograd_kernel); }
+VOLTA_FA_LIBRARY_IMPL(ADInplaceOrView, m) { implement_in_place(m); }
 
 }  // namespace volta_fa

@@ -94,6 +94,7 @@ torch::CppFunction meta_kernel(const Operator& op);  // meta.cpp
 torch::CppFunction autocast_kernel(const Operator& op, c10::DeviceType device);  // autocast.cpp
 torch::CppFunction autograd_kernel(const Operator& op);  // autograd.cpp
 torch::CppFunction without_derivative(const Operator& op);  // no_derivative.cpp
+torch::CppFunction counting_versions(const Operator& op);  // no_derivative.cpp
 
 template <class Kernel, class... Arguments>
 torch::CppFunction boxed(const Arguments&... arguments) {

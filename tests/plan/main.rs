@@ -1,0 +1,532 @@
+//! Tests of the planner, which is a pure function: no device, no tensors.
+
+mod backward;
+mod families;
+mod tunings;
+
+use volta_fa::error::ErrorKind;
+use volta_fa::kernels::{self, Code, Family, Feature, FeatureSet, Kernels, ParamBlock, Pass, RowKind, Scratch, Variant, COMPILED, VOLTA};
+use volta_fa::params::StreamKSplit;
+use volta_fa::plan::{self, BackwardMode, DeviceLimits, PlannedKernel, Reason};
+use volta_fa::problem::{
+    self, Appended, Attention, Backend, DType, Device, Keys, MergedStates, Options, Queries, RequestedFeatures, ScoreFunction, TensorDesc,
+    Window,
+};
+use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
+
+fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
+    Attention {
+        batch: 2,
+        seqlen_q,
+        seqlen_k,
+        nheads: 8,
+        nheads_k: 2,
+        headdim,
+        headdim_v,
+        softmax_scale: 0.125,
+        window: Window { left: None, right: None },
+        dtype: DType::Half,
+        queries: Queries::Dense,
+        keys: Keys::Dense,
+        features: RequestedFeatures::default(),
+        appended: Appended::default(),
+        num_splits: 0,
+    }
+}
+
+const DEFAULT: BackwardMode = BackwardMode { deterministic: false, fp32_gradients: false, has_dlse: false, split: false };
+const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
+const SPLIT: BackwardMode = BackwardMode { fp32_gradients: true, split: true, ..DEFAULT };
+
+const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
+const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };
+
+/// A made-up family beside Volta.
+const TURING: Family = Family {
+    name: "made-up turing",
+    sm: 75,
+    native: &[75],
+    shared_bytes: 64 * 1024,
+    threads: 1024,
+    scratch: None,
+    either_order: &[],
+    has_key_block_offset: false,
+    stores_dbias: false,
+    stored_above: 256,
+};
+
+/// Returns Volta's kernels after these tables, without other compiled families.
+fn volta_and(tables: &[&[Variant]]) -> Kernels {
+    let others = tables.iter().map(|rows| &*rows.to_vec().leak());
+    let volta = COMPILED.0.iter().copied().filter(|table| table[0].family == VOLTA);
+    Kernels(others.chain(volta).collect::<Vec<_>>().leak())
+}
+
+/// Returns Volta's kernel of this name as a kernel of another family.
+fn like(name: &str, family: Family) -> Variant {
+    Variant { family, ..*kernels::variants().find(|v| v.name == name).unwrap() }
+}
+
+/// Returns the problem on packed tensors with these rows of queries and keys, if any.
+fn stored(packed: Option<[i64; 2]>, a: Attention) -> Attention {
+    let Some([total_q, total_k]) = packed else { return a };
+    Attention { queries: Queries::Packed { total: total_q }, keys: Keys::Packed { total: total_k }, ..a }
+}
+
+/// Returns requested features, packed rows, and the feature set of kernels that results.
+fn feature_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14] {
+    let packed = Some([150, 170]);
+    let features = RequestedFeatures::default();
+    [
+        (features, None, FeatureSet::NONE),
+        (features, packed, FeatureSet::of(&[Feature::Lengths])),
+        (RequestedFeatures { seqused_k: true, ..features }, None, FeatureSet::of(&[Feature::Lengths])),
+        (RequestedFeatures { sinks: true, ..features }, None, FeatureSet::of(&[Feature::Sinks])),
+        (RequestedFeatures { alibi: true, ..features }, None, FeatureSet::of(&[Feature::Alibi])),
+        (RequestedFeatures { score_function: Some(ScoreFunction::Softcap(3.0)), ..features }, None, FeatureSet::of(&[Feature::Softcap])),
+        (RequestedFeatures { attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Bias])),
+        (RequestedFeatures { attn_bias: true, fp32_bias: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Fp32Bias])),
+        (RequestedFeatures { dropout_p: 0.1, ..features }, None, FeatureSet::of(&[Feature::Dropout])),
+        (RequestedFeatures { attn_bias: true, dropout_p: 0.1, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Dropout])),
+        (
+            RequestedFeatures { alibi: true, score_function: Some(ScoreFunction::Softcap(3.0)), ..features },
+            None,
+            FeatureSet::of(&[Feature::Alibi, Feature::Softcap]),
+        ),
+        (RequestedFeatures { attn_bias: true, sinks: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Sinks])),
+        (RequestedFeatures { dropout_p: 0.1, ..features }, packed, FeatureSet::of(&[Feature::Dropout, Feature::Lengths])),
+        (RequestedFeatures { alibi: true, attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Alibi, Feature::Bias])),
+    ]
+}
+
+/// Returns the same of block masks: plain and generic.
+fn block_mask_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 2] {
+    let blocks = RequestedFeatures { block_mask: true, ..RequestedFeatures::default() };
+    [
+        (blocks, None, FeatureSet::of(&[Feature::Blocks])),
+        (RequestedFeatures { alibi: true, ..blocks }, None, FeatureSet::of(&[Feature::Blocks, Feature::Alibi])),
+    ]
+}
+
+/// Returns the separate kernels of a backward pass.
+fn parts(plan: &plan::BackwardPlan) -> [PlannedKernel; 3] {
+    [plan.prepare.unwrap(), plan.main, plan.finish.unwrap()]
+}
+
+/// Returns a GPU of a family's own architecture.
+fn own_device(family: &Family) -> DeviceLimits {
+    let capability = (family.sm as i32 / 10, family.sm as i32 % 10);
+    DeviceLimits { capability, shared_bytes_per_block: family.shared_bytes, ..DeviceLimits::V100 }
+}
+
+#[test]
+fn plans_least_padding_for_every_headdim() {
+    for (headdim, headdim_v) in (8..=256).step_by(8).flat_map(|d| (8..=256).step_by(8).map(move |v| (d, v))) {
+        for (features, packed, asked) in feature_requests() {
+            let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim_v) });
+            let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
+            let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
+            for v in [forward].into_iter().chain([backward, deterministic].iter().flat_map(|b| b.kernels().map(|k| k.variant))) {
+                let asked = asked.intersection(v.pass.info().features);
+                let fits = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
+                let is_applicable = |v: &Variant| fits(v) && v.features.contains(asked);
+                assert!(is_applicable(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
+                let others = || COMPILED.of(&v.family, v.pass).filter(|o| is_applicable(o));
+                // features outside the loop count less than padding
+                let of_scores = |v: &Variant| v.features.without(FeatureSet::VARLEN);
+                let less_padded = others().any(|o| of_scores(o) == of_scores(v) && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
+                let is_padded_as = |o: &Variant| o.headdim + o.headdim_v <= v.headdim + v.headdim_v;
+                let cheaper = others().any(|o| {
+                    v.features.contains(o.features) && (of_scores(o) != of_scores(v) || (o.features != v.features && is_padded_as(o)))
+                });
+                assert!(!cheaper, "{} for {features:?}", v.name);
+                assert!(!less_padded, "{} for {headdim}, {headdim_v}", v.name);
+            }
+        }
+    }
+}
+
+const CACHED: [Pass; 9] = [
+    Pass::Append,
+    Pass::Dequantize,
+    Pass::Decode,
+    Pass::DecodeMla,
+    Pass::Prefill,
+    Pass::PrefillStreamK,
+    Pass::SparseSelect,
+    Pass::SparseMla,
+    Pass::Indexer,
+];
+
+#[test]
+fn every_variant_is_chosen_for_some_problem() {
+    // tests/plan_decode.rs has the variants for KV caches
+    let mut unused: Vec<_> = kernels::variants().filter(|v| !CACHED.contains(&v.pass)).map(|v| v.name).collect();
+    let states = MergedStates { batch: 1, seqlen_q: 100, nheads: 3, headdim_v: 512 };
+    let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();
+    assert_eq!(merge.blocks, [100_u32.div_ceil(merge.variant.block_rows), 3]);
+    unused.retain(|name| *name != merge.variant.name);
+    for family in COMPILED.families() {
+        let cast = plan::cast(100, 3, &DeviceLimits { only: Some(family), ..own_device(family) }).unwrap();
+        assert_eq!(cast.blocks, [100_u32.div_ceil(cast.variant.block_rows), 3]);
+        unused.retain(|name| *name != cast.variant.name);
+    }
+    // few key blocks of many steps
+    for headdim in [64, 128] {
+        let a = Attention { batch: 1, nheads: 32, nheads_k: 8, ..attention(2048, 2048, headdim, headdim) };
+        let main = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main;
+        unused.retain(|name| *name != main.variant.name);
+    }
+    let headdims = || (8..=256).step_by(8).chain([512]);
+    for headdim in headdims() {
+        for headdim_v in headdims() {
+            for (seqlen, nheads) in [(64, 2), (100, 200), (512, 8), (1024, 8), (1024, 16), (4096, 32), (20_000, 1)] {
+                let requests = feature_requests().into_iter().chain(block_mask_requests());
+                for ((features, packed, _), family) in requests.flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
+                    let a = stored(
+                        packed,
+                        Attention { nheads, nheads_k: nheads, batch: 1, features, ..attention(seqlen, seqlen, headdim, headdim_v) },
+                    );
+                    let device = DeviceLimits { only: Some(family), ..own_device(family) };
+                    // of fp16 and of fp32 tensors
+                    let invariant = Attention { features: RequestedFeatures { batch_invariant: true, ..features }, ..a };
+                    let forward = [plan::forward(&a, &device), plan::forward_split(&a, &device), plan::forward(&invariant, &device)];
+                    let forward = forward.into_iter().flatten();
+                    let backward = [DEFAULT, DETERMINISTIC, SPLIT].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
+                    let fast = plan::fast(&a, false, &device).unwrap().into_iter().flat_map(|f| [f.prepare, f.forward]);
+                    let used: Vec<_> =
+                        forward.chain(fast).chain(backward.flat_map(|b| b.kernels().collect::<Vec<_>>())).map(|k| k.variant.name).collect();
+                    unused.retain(|name| !used.contains(name));
+                }
+            }
+        }
+    }
+    assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
+}
+
+/// Under a causal mask the long blocks of all heads start before short ones, if kernels support it. Else a head's blocks stay together.
+#[test]
+fn orders_long_blocks_first_under_causal_masks() {
+    let turing = Kernels(COMPILED.0.iter().copied().filter(|table| table[0].family.name == "turing").collect::<Vec<_>>().leak());
+    let a = Attention { nheads: 8, ..attention(2048, 2048, 128, 128) };
+    let right = |bound| Attention { window: Window { left: None, right: bound }, ..a };
+    for (a, expected) in [(right(None), [8, 8]), (right(Some(0)), [8, 8]), (Attention { nheads: 3, ..right(Some(0)) }, [3, 8])] {
+        let plan = plan::forward_among(turing, &Attention { batch: 64, nheads_k: a.nheads, ..a }, &T4).unwrap();
+        assert_eq!((plan.variant.block_rows, plan.blocks), (256, expected));
+    }
+    let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &DeviceLimits::V100).unwrap();
+    assert_eq!((volta.variant.block_rows, volta.blocks), (128, [3, 16]));
+    let a = Attention { nheads: 6, nheads_k: 3, ..a };
+    // (without a causal mask, a tail computes the last keys)
+    for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
+        let a = Attention { window: Window { left: None, right }, ..a };
+        let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
+        assert_eq!(
+            (plan.prepare.unwrap().blocks[1], plan.main.blocks, plan.finish.unwrap().blocks[1]),
+            (6, expected, 6),
+            "dq's kernels keep their order"
+        );
+    }
+}
+
+/// Under a causal mask the longest block of a resident grid decides, and small blocks with more warps per row are shorter.
+#[test]
+fn plans_small_blocks_for_resident_causal_grids() {
+    let of = |nheads, seqlen_k, headdim, window| {
+        let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, seqlen_k, headdim, headdim) };
+        let plan = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        (plan.variant.block_rows, plan.reason)
+    };
+    let rows = |nheads, headdim, right| of(nheads, 512, headdim, Window { left: None, right });
+    // four blocks of 128 rows per head, 160 resident blocks
+    for headdim in [64, 128] {
+        assert_eq!(rows(40, headdim, None), (128, Reason::Cheapest));
+        assert_eq!(rows(40, headdim, Some(0)), (64, Reason::ShorterLongest));
+    }
+    assert_eq!(rows(41, 64, Some(0)), (128, Reason::Cheapest));
+    // all blocks take about as long
+    for (seqlen_k, left, right) in [(16384, None, 0), (1025, None, 0), (512, None, 200), (512, Some(64), 0)] {
+        assert_eq!(of(40, seqlen_k, 64, Window { left, right: Some(right) }), (128, Reason::Cheapest));
+    }
+    assert_eq!(of(40, 1024, 64, Window { left: Some(1024), right: Some(0) }), (64, Reason::ShorterLongest));
+}
+
+/// Rows far before their keys have large biases, and kernels of ALiBi alone would start their sums with these.
+#[test]
+fn plans_generic_kernels_for_far_rows_with_alibi() {
+    let requires = |seqlen_q, seqlen_k, right, seqused_k| {
+        let features = RequestedFeatures { alibi: true, seqused_k, ..RequestedFeatures::default() };
+        let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
+        let kernels = [plan::forward(&a, &DeviceLimits::V100).unwrap(), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main];
+        let [forward, backward] = kernels.map(|k| k.variant.required_features.iter().any(|feature| feature == Feature::Alibi));
+        assert_eq!(forward, backward);
+        forward
+    };
+    assert!(requires(4096, 4096, None, false) && requires(4096, 3584, None, false));
+    assert!(!requires(4096, 3583, None, false));
+    // rows before the first key see no keys, or only near ones
+    assert!(requires(30000, 16, Some(0), false) && requires(30000, 16, Some(512), false));
+    assert!(!requires(30000, 16, Some(513), false));
+    // seqused_k may leave fewer keys than seqlen_k
+    assert!(!requires(4096, 4096, None, true));
+}
+
+/// Key blocks of the backward pass count per KV head.
+#[test]
+fn plans_small_blocks_for_small_backward_grids() {
+    let keys = |nheads, nheads_k, seqlen, headdim, right| {
+        let window = Window { left: None, right };
+        let a = Attention { batch: 1, nheads, nheads_k, window, ..attention(300, seqlen, headdim, headdim) };
+        let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
+        assert_eq!((plan.prepare.unwrap().reason, plan.finish.unwrap().reason), (Reason::Cheapest, Reason::Cheapest));
+        assert_eq!(
+            plan.main.blocks.iter().product::<u32>() as i64,
+            (seqlen as u64).div_ceil(plan.main.variant.block_rows.into()) as i64 * nheads_k
+        );
+        (plan.main.variant.block_rows, plan.main.reason)
+    };
+    for headdim in [64, 128] {
+        assert_eq!(keys(8, 8, 512, headdim, None), (64, Reason::Resident));
+        assert_eq!(keys(40, 40, 512, headdim, None), (128, Reason::Cheapest));
+    }
+    assert_eq!(keys(40, 10, 512, 128, None), (64, Reason::Resident), "80 blocks on as many places");
+    assert_eq!(keys(40, 11, 512, 128, None), (128, Reason::Cheapest));
+    assert_eq!(keys(40, 40, 512, 64, Some(0)), (64, Reason::ShorterLongest), "160 places for blocks of 128 keys");
+    assert_eq!(keys(41, 41, 512, 64, Some(0)), (128, Reason::Cheapest));
+    assert_eq!(keys(40, 40, 512, 96, Some(0)), (128, Reason::Cheapest), "there are no smaller ones");
+}
+
+/// Turing's blocks at headdim 64 have 192, 128 or 64 rows. The number of resident blocks decides.
+#[test]
+fn chooses_among_three_block_sizes_of_turing() {
+    let rows = |batch, nheads, seqlen, headdim| {
+        let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
+        plan::forward(&a, &H200).unwrap().variant.block_rows
+    };
+    assert_eq!(rows(4, 32, 8192, 64), 192);
+    assert_eq!(rows(1, 32, 2048, 64), 128, "512 blocks in two rounds of 264 instead of 352 in as many");
+    assert_eq!(rows(1, 8, 512, 64), 64, "all resident");
+    assert_eq!(rows(4, 32, 8192, 128), 256);
+    assert_eq!(rows(1, 32, 2048, 128), 256);
+    assert_eq!(rows(1, 16, 1024, 128), 128);
+    assert_eq!(rows(1, 8, 512, 128), 64);
+}
+
+#[test]
+fn plans_small_blocks_for_small_grids() {
+    let blocks = |batch, nheads, seqlen, headdim, sms| {
+        let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
+        let s = plan::forward(&a, &DeviceLimits { sms, ..DeviceLimits::V100 }).unwrap();
+        (s.variant.block_rows, s.blocks[0])
+    };
+    // 64 blocks of 64 rows fit 80 SMs, instead of 32 blocks of 128
+    assert_eq!(blocks(1, 8, 512, 128, 80), (64, 8));
+    assert_eq!(blocks(1, 8, 512, 64, 80), (64, 8));
+    // exactly all resident, and one more: two blocks per SM at headdim 64, one at 128
+    assert_eq!(blocks(1, 20, 512, 64, 80), (64, 8));
+    assert_eq!(blocks(1, 21, 512, 64, 80), (128, 4));
+    assert_eq!(blocks(1, 10, 512, 128, 80), (64, 8));
+    assert_eq!(blocks(1, 11, 512, 128, 80), (128, 4));
+    // fewer blocks fill fewer SMs; the batch counts like heads
+    assert_eq!(blocks(1, 8, 512, 128, 40), (128, 4));
+    assert_eq!(blocks(2, 8, 512, 128, 80), (128, 4));
+    // two large blocks per SM: no gain
+    assert_eq!(blocks(1, 16, 1024, 64, 80), (128, 8));
+    // one row tile per head: no more small blocks than large ones
+    assert_eq!(blocks(64, 32, 64, 128, 80), (64, 1));
+    assert_eq!(blocks(64, 32, 65, 128, 80), (128, 1));
+}
+
+#[test]
+fn grids_cover_every_row() {
+    for seqlen in [1, 31, 32, 127, 128, 129, 4096] {
+        let a = attention(seqlen, seqlen + 5, 64, 64);
+        let f = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        // one tile per block; a stream-K grid has the tiles of all heads and entries on one axis
+        let [of_head, heads] = f.stream_k.map_or(f.blocks, |s| [(s.data_parallel_tiles + s.stream_k_tiles) / 16, 8]);
+        assert_eq!((f.stream_k.is_some(), heads), (seqlen == 4096, 8));
+        assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
+        assert!((((of_head - 1) * f.variant.block_rows) as i64) < seqlen);
+        let b = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
+        assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the key heads");
+        assert!((b.main.blocks[0] * b.main.variant.block_rows) as i64 >= seqlen + 5);
+        assert!(b.scratch_rows >= seqlen && b.scratch_rows % b.main.variant.step as i64 == 0);
+        assert_eq!(b.prepare.is_none(), seqlen + 5 <= 64);
+        assert!(b.prepare.is_none_or(|k| i64::from(k.blocks[0] * k.variant.block_rows) >= b.scratch_rows));
+    }
+}
+
+#[test]
+fn separate_dq_kernel_has_no_accumulator() {
+    let own = tuned(&[], &[r#""pass": "Backward", "deterministic": true"#]);
+    for headdim in [32, 64, 96, 128, 192, 256] {
+        // enough heads for large blocks
+        let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 500, headdim, headdim) };
+        let p = plan::backward(&a, DETERMINISTIC, &own).unwrap();
+        assert_eq!((p.main.variant.pass, p.finish.unwrap().variant.pass), (Pass::BackwardDkDv, Pass::BackwardDq));
+        assert_eq!((p.headdim_rounded, p.dq_accum_splits, p.main_launches), (0, 0, 1));
+        assert_eq!((p.main.blocks[1], p.finish.unwrap().blocks[1]), (20, 40), "heads of keys, heads of queries");
+        assert!((p.finish.unwrap().blocks[0] * p.finish.unwrap().variant.block_rows) as i64 >= 1000);
+        // the same tiles of dk and dv, unless P and dS are stored
+        let default = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        if default.stored.is_none() {
+            assert_eq!(p.main.blocks, default.main.blocks);
+            assert_eq!(p.main.variant.shared_bytes, default.main.variant.shared_bytes);
+        }
+    }
+}
+
+#[test]
+fn rejects_devices_without_kernels() {
+    let a = attention(10, 10, 64, 64);
+    let pascal = DeviceLimits { capability: (6, 1), ..DeviceLimits::V100 };
+    let e = plan::forward(&a, &pascal).unwrap_err();
+    assert!(e.message.contains("6.1") && e.message.contains("7.0"), "{e}");
+    let turing = T4;
+    for headdim in [64, 128, 256] {
+        // with less shared memory a plan fits, or the error gives the reason
+        match plan::backward(&attention(10, 10, headdim, headdim), DEFAULT, &turing) {
+            Ok(p) => assert!(p.main.variant.shared_bytes <= turing.shared_bytes_per_block),
+            Err(e) => assert!(e.message.contains("shared memory"), "{e}"),
+        }
+    }
+}
+
+#[test]
+fn splits_huge_batches_into_launches() {
+    let chunks: Vec<_> = plan::batch_chunks(150_000).collect();
+    assert_eq!(chunks, [(0, 65535), (65535, 65535), (131_070, 18_930)]);
+    assert_eq!(plan::batch_chunks(3).collect::<Vec<_>>(), [(0, 3)]);
+}
+
+#[test]
+fn fills_problem_parameters() {
+    let mut a = attention(100, 130, 64, 64);
+    let p = plan::problem_block(&a, 2);
+    assert_eq!((p.window_left, p.window_right, p.sign_flip), (230, 230, 0));
+    a.window = Window { left: Some(i64::MAX), right: Some(0) };
+    a.softmax_scale = -0.25;
+    let p = plan::problem_block(&a, 2);
+    assert_eq!((p.window_left, p.window_right, p.sign_flip, p.scale), (230, 0, 0x8000_8000, 0.25));
+    a.softmax_scale = 0.0;
+    assert!(plan::problem_block(&a, 2).scale > 0.0);
+}
+
+fn described(dtype: DType, sizes: &[i64]) -> TensorDesc {
+    let strides = (1..=sizes.len()).map(|i| sizes[i..].iter().product()).collect::<Vec<i64>>().into();
+    TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.into(), strides }
+}
+
+/// max_seqlen may exceed the problem: grids cover the actual rows, and all bounds fit int32.
+#[test]
+fn max_seqlen_does_not_enlarge_grids() {
+    let cu = || Some(described(DType::Int32, &[4]));
+    let (q, k) = (described(DType::Half, &[300, 8, 64]), described(DType::Half, &[500, 2, 64]));
+    let longest = Some(1 << 30);
+    let o = Options { cu_seqlens_q: cu(), cu_seqlens_k: cu(), max_seqlen_q: longest, max_seqlen_k: longest, ..Options::default() };
+    let a = problem::validate(&q, &k, &k, &Options { window_left: -1, window_right: -1, ..o }, Backend::Kernels).unwrap();
+    let block = plan::problem_block(&a, 3);
+    assert_eq!((block.seqlen_q, block.seqlen_k, block.window_left, block.window_right), (300, 500, 800, 800));
+    let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
+    assert_eq!(forward.blocks[0], 300_u32.div_ceil(forward.variant.block_rows));
+    let backward = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+    for (step, rows) in parts(&backward).into_iter().zip([320, 500, 300_u32]) {
+        assert_eq!(step.blocks[0], rows.div_ceil(step.variant.block_rows), "{}", step.variant.name);
+    }
+}
+
+/// Adds what masks add for a row, a key and a tile beyond the end, in the largest problem that validation accepts.
+#[test]
+fn bounds_of_longest_sequences_fit_int32() {
+    let longest = described(DType::Half, &[1, (1 << 29) - 1, 1, 8]);
+    let o = Options { window_left: -1, window_right: -1, ..Options::default() };
+    let a = problem::validate(&longest, &longest, &longest, &o, Backend::Kernels).unwrap();
+    let block = plan::problem_block(&a, 1);
+    let (rows, keys, tile) = (i64::from(block.seqlen_q), i64::from(block.seqlen_k), 1024);
+    let (low, high) = (keys - rows - i64::from(block.window_left), keys - rows + i64::from(block.window_right));
+    for bound in [rows + tile + high, rows + tile + low, keys + tile - low, keys + tile - high, 4 * (keys - 1)] {
+        assert!(i32::try_from(bound).is_ok(), "{bound}");
+    }
+    assert!(low <= 1 - rows && high >= keys - 1, "every row sees every key");
+}
+
+#[test]
+fn kernel_names_are_unique_and_blocks_fit_gpus() {
+    let mut names: Vec<_> = kernels::variants().map(|v| v.name).collect();
+    let count = names.len();
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), count);
+    for v in kernels::variants() {
+        assert!(v.shared_bytes * v.blocks_per_sm <= v.family.shared_bytes, "{}", v.name);
+        assert!(v.threads % 32 == 0 && v.threads <= 1024 && v.threads * v.blocks_per_sm <= v.family.threads, "{}", v.name);
+        assert!(v.pass != Pass::Forward || v.step > 0, "{}", v.name);
+        assert!(v.pass.info().features.contains(v.features), "{}: no problem asks for all that it covers", v.name);
+    }
+}
+
+/// Splits of a key block have consecutive numbers and steps, up to the last query that sees one of its keys. Longer ones start first.
+#[test]
+fn backward_stream_k_splits_cover_all_steps_once() {
+    let window = |left, right| Window { left, right };
+    let problems = [
+        Attention { nheads: 32, nheads_k: 8, ..attention(2048, 2048, 64, 64) },
+        Attention { nheads: 32, nheads_k: 8, window: window(None, Some(0)), ..attention(4096, 4096, 128, 128) },
+        Attention { nheads: 12, nheads_k: 2, window: window(None, Some(0)), ..attention(1000, 1300, 64, 64) },
+        Attention { nheads: 12, nheads_k: 2, window: window(Some(200), Some(3)), ..attention(1300, 1000, 128, 128) },
+    ];
+    for a in problems.map(|a| Attention { batch: 1, ..a }) {
+        let d = tuned(&[], &[&format!(r#""pass": "BackwardStreamK", "variant": "volta_bwd_streamk_{}""#, a.headdim)]);
+        let main = plan::backward(&a, DEFAULT, &d).unwrap().main;
+        let (plan, v) = (main.backward_stream_k.unwrap(), main.variant);
+        let schedule = plan.schedule();
+        assert_eq!((main.blocks, main.grid(1)[2]), ([a.nheads_k as u32, schedule.splits.len() as u32], 1));
+        assert!(schedule.splits.windows(2).all(|pair| pair[0].end - pair[0].first >= pair[1].end - pair[1].first));
+        let is_visible = |i: i64, j: i64| {
+            let place = i + a.seqlen_k - a.seqlen_q;
+            j < a.seqlen_k && a.window.left.is_none_or(|left| j >= place - left) && a.window.right.is_none_or(|right| j <= place + right)
+        };
+        for block in 0..plan.key_blocks {
+            let keys = || (0..v.block_rows).map(|key| i64::from(block * v.block_rows + key));
+            let rows: Vec<_> = (0..a.seqlen_q).filter(|&i| keys().any(|j| is_visible(i, j))).collect();
+            let step = i64::from(v.step);
+            let steps = rows.first().map_or(0, |first| (rows[rows.len() - 1] + step - first / step * step) / step);
+            let mut splits: Vec<_> = schedule.splits.iter().filter(|split| u32::from(split.tile) == block).collect();
+            splits.sort_by_key(|split| split.part);
+            assert_eq!((splits[0].first, i64::from(splits[splits.len() - 1].end)), (0, steps * a.nheads / a.nheads_k), "{a:?} {block}");
+            assert!(splits.windows(2).all(|pair| pair[0].end == pair[1].first && pair[0].end > pair[0].first));
+            assert!(splits.iter().enumerate().all(|(i, split)| split.part == i as u16 * 256 + splits.len() as u16));
+            let is_in_scratch = (schedule.first_tile..schedule.first_tile + schedule.tiles).contains(&block);
+            assert!((splits.len() == 1 || is_in_scratch) && splits.len() as u32 <= schedule.max_splits);
+        }
+    }
+}
+
+/// Splits cover every iteration of every stream-K tile once, have consecutive numbers, and start in the order of their length.
+#[test]
+fn stream_k_splits_cover_all_iterations_once() {
+    let grids = [(170, 411, 16, 2), (256, 1024, 16, 2), (512, 2048, 32, 2), (512, 2048, 32, 1), (3, 70, 16, 2)];
+    for (tiles, keys, step, blocks_per_sm) in grids {
+        let resident_blocks = 80 * blocks_per_sm;
+        let (plan, _) = plan::StreamKPlan::of(tiles, keys, step, 80, blocks_per_sm).unwrap();
+        assert_eq!((plan.data_parallel_tiles + plan.stream_k_tiles) as u64, tiles);
+        assert!(plan.data_parallel_tiles % resident_blocks == 0 && plan.stream_k_tiles < resident_blocks);
+        let schedule = plan.schedule();
+        assert_eq!(plan.blocks(), plan.data_parallel_tiles + schedule.splits.len() as u32);
+        for tile in 0..plan.stream_k_tiles {
+            let mut splits: Vec<_> = schedule.splits.iter().filter(|split| u32::from(split.tile) == tile).collect();
+            splits.sort_by_key(|split| split.first);
+            let (mut at, all) = (0, splits.len() as u16);
+            for (number, split) in splits.into_iter().enumerate() {
+                assert_eq!((split.first, split.part), (at, StreamKSplit::part(number as u16, all)), "{plan:?}");
+                assert!(split.end > split.first && u32::from(all) <= schedule.max_splits);
+                at = split.end;
+            }
+            assert_eq!(u32::from(at), plan.iterations);
+        }
+        let longest_first =
+            schedule.splits.windows(2).take(plan.shares as usize - 1).all(|p| p[0].end - p[0].first >= p[1].end - p[1].first);
+        assert!(longest_first, "{plan:?}");
+    }
+    assert_eq!(plan::StreamKPlan::of(320, 1024, 16, 80, 2), None, "full waves");
+}

@@ -1,0 +1,322 @@
+//! Tunings of cards.
+
+use super::*;
+
+/// Returns a device with a tuning of these failed kernels and choices. Each choice is the inside of a JSON object.
+fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimits) -> DeviceLimits {
+    let failed: Vec<_> = failed.iter().map(|name| format!("\"{name}\"")).collect();
+    let choices: Vec<_> = choices.iter().map(|choice| format!("{{{choice}}}")).collect();
+    let text = format!(r#"{{"format": 1, "failed": [{}], "choices": [{}]}}"#, failed.join(","), choices.join(","));
+    DeviceLimits { tuning: Some(Box::leak(Box::new(Tuning::parse(&text, kernels).unwrap()))), ..d }
+}
+
+fn tuned(failed: &[&str], choices: &[&str]) -> DeviceLimits {
+    tuned_with(*COMPILED, failed, choices, DeviceLimits::V100)
+}
+
+/// Returns a V100 without stream-K kernels of the backward pass, whose grids have a block for each key block.
+fn without_splits() -> DeviceLimits {
+    tuned(&["volta_bwd_streamk_64", "volta_bwd_streamk_128"], &[])
+}
+
+fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
+    let planned = plan::forward(a, d).unwrap();
+    (planned.variant.name, planned.reason)
+}
+
+fn backward_of(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> ([&'static str; 3], bool) {
+    let plan = plan::backward(a, mode, d).unwrap();
+    assert_eq!(plan.headdim_rounded == 0, plan.dq_accum_splits == 0, "an accumulator where there are sums");
+    assert_eq!(plan.dq_accum_splits == 0, plan.main.variant.pass == Pass::BackwardDkDv);
+    assert!(plan.deterministic || !mode.deterministic, "what is asked for is kept");
+    (parts(&plan).map(|k| k.variant.name), plan.deterministic)
+}
+
+/// Returns many different problems.
+fn problems() -> impl Iterator<Item = Attention> {
+    let headdims = (8..=256).step_by(8).map(|d| (d, d)).chain([(192, 128), (40, 200)]);
+    let shapes = headdims.flat_map(|(d, v)| [(64, 2), (1000, 16)].map(|(seqlen, nheads)| (d, v, seqlen, nheads)));
+    shapes.flat_map(|(d, v, seqlen, nheads)| {
+        feature_requests().map(|(features, packed, _)| {
+            stored(packed, Attention { nheads, nheads_k: nheads, features, ..attention(seqlen, seqlen, d, v) })
+        })
+    })
+}
+
+#[test]
+fn empty_tuning_changes_no_plan() {
+    let empty = tuned(&[], &[]);
+    for a in problems() {
+        assert_eq!(plan::forward(&a, &empty).unwrap(), plan::forward(&a, &DeviceLimits::V100).unwrap());
+        for mode in [DEFAULT, DETERMINISTIC] {
+            assert_eq!(plan::backward(&a, mode, &empty).unwrap(), plan::backward(&a, mode, &DeviceLimits::V100).unwrap());
+        }
+    }
+}
+
+#[test]
+fn takes_tuning_choices_for_their_class() {
+    let d = tuned(
+        &[],
+        &[r#""pass": "Forward", "headdim": [64, 64], "seqlen_q": [100, 1000], "rows": [2000, 16000], "variant": "volta_fwd_128x128""#],
+    );
+    let own = |a: &Attention| assert_eq!(plan::forward(a, &d).unwrap(), plan::forward(a, &DeviceLimits::V100).unwrap());
+    let forced = |a: &Attention| assert_eq!(forward_of(a, &d), ("volta_fwd_128x128", Reason::Tuned));
+    // batch 2, 8 heads
+    for seqlen in [125, 999, 1000] {
+        forced(&attention(seqlen, 5, 64, 64));
+        forced(&attention(seqlen, 5, 64, 128));
+    }
+    for a in [attention(124, 5, 64, 64), attention(1001, 5, 64, 64), attention(500, 5, 56, 64), attention(500, 5, 72, 64)] {
+        own(&a);
+    }
+    own(&Attention { nheads: 16, ..attention(501, 5, 64, 64) });
+    // and a feature that the kernel lacks
+    own(&Attention {
+        features: RequestedFeatures { score_function: Some(ScoreFunction::Softcap(1.0)), ..RequestedFeatures::default() },
+        ..attention(500, 5, 64, 64)
+    });
+}
+
+/// `rows` counts actual rows, not max_seqlen times batch.
+#[test]
+fn counts_actual_rows_of_packed_tensors() {
+    let d = tuned(&[], &[r#""pass": "Forward", "rows": [2000, 2000], "variant": "volta_fwd_generic_96x96""#]);
+    for (total_q, expected) in [(249, false), (250, true), (1000, false)] {
+        let a = stored(Some([total_q, 9]), attention(125, 5, 64, 64));
+        assert_eq!(forward_of(&a, &d).1 == Reason::Tuned, expected, "{total_q}");
+    }
+}
+
+#[test]
+fn tuning_classes_select_mask_and_features() {
+    let causal = tuned(&[], &[r#""pass": "Forward", "is_causal": true, "variant": "volta_fwd_generic_96x96""#]);
+    let full = tuned(&[], &[r#""pass": "Forward", "is_causal": false, "variant": "volta_fwd_generic_96x96""#]);
+    let plain = tuned(&[], &[r#""pass": "Forward", "features": [], "variant": "volta_fwd_generic_96x96""#]);
+    let alibi = tuned(&[], &[r#""pass": "Forward", "features": ["alibi"], "variant": "volta_fwd_generic_96x96""#]);
+    let windows = [(None, Some(0)), (None, None), (Some(9), Some(0)), (None, Some(3))];
+    for (i, (left, right)) in windows.into_iter().enumerate() {
+        let a = Attention { window: Window { left, right }, ..attention(500, 500, 64, 64) };
+        let is_tuned = [causal, full, plain, alibi].map(|d| forward_of(&a, &d).1 == Reason::Tuned);
+        assert_eq!(is_tuned, [i == 0, i == 1, true, false]);
+        let a = Attention { features: RequestedFeatures { alibi: true, ..a.features }, ..a };
+        assert_eq!([plain, alibi].map(|d| forward_of(&a, &d).1 == Reason::Tuned), [false, true]);
+    }
+}
+
+/// The first applicable choice wins.
+#[test]
+fn skips_inapplicable_tuning_choices() {
+    let any = |name: &str| format!(r#""pass": "Forward", "variant": "{name}""#);
+    let choices = ["volta_fwd_32x32", "volta_fwd_64x64", "volta_fwd_96x96", "volta_fwd_generic_64x64"].map(any);
+    let d = tuned(&["volta_fwd_64x64"], &choices.each_ref().map(String::as_str));
+    let name = |headdim, features| forward_of(&Attention { features, ..attention(900, 900, headdim, headdim) }, &d).0;
+    let (plain, alibi) = (RequestedFeatures::default(), RequestedFeatures { alibi: true, ..RequestedFeatures::default() });
+    assert_eq!(name(32, plain), "volta_fwd_32x32");
+    assert_eq!(name(64, plain), "volta_fwd_96x96", "volta_fwd_64x64 failed");
+    assert_eq!(name(64, alibi), "volta_fwd_generic_64x64");
+    assert_eq!(name(104, plain), plan::forward(&attention(900, 900, 104, 104), &DeviceLimits::V100).unwrap().variant.name);
+    let bytes = kernels::variants().find(|v| v.name == "volta_fwd_96x96").unwrap().shared_bytes;
+    let little = DeviceLimits { shared_bytes_per_block: bytes - 1, ..d };
+    assert_ne!(forward_of(&attention(900, 900, 64, 64), &little).0, "volta_fwd_96x96", "does not fit");
+}
+
+#[test]
+fn tuned_kernel_selects_its_family() {
+    let named = |name, like: Variant| Variant { name, ..like };
+    let turing = Family { scratch: VOLTA.scratch, ..TURING };
+    let rows = [
+        named("forward", like("volta_fwd_64x64", turing)),
+        named("prepare", like("volta_bwd_varlen_preprocess", turing)),
+        named("main", like("volta_bwd_64", turing)),
+        named("finish", like("volta_bwd_varlen_postprocess", turing)),
+    ];
+    let kernels = volta_and(&[&rows]);
+    // enough heads for large blocks
+    let a = Attention { nheads: 40, nheads_k: 40, ..attention(1000, 1000, 64, 64) };
+    let backward = |d: &DeviceLimits| {
+        let plan = plan::backward_among(kernels, &a, DEFAULT, d).unwrap();
+        parts(&plan).map(|k| k.variant.name)
+    };
+    assert_eq!(backward(&T4), ["prepare", "main", "finish"]);
+    let d = tuned_with(
+        kernels,
+        &[],
+        &[r#""pass": "Backward", "variant": "volta_bwd_96""#, r#""pass": "Forward", "variant": "volta_fwd_128x128""#],
+        H200,
+    );
+    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_96", "volta_bwd_varlen_postprocess"]);
+    assert_eq!(plan::forward_among(kernels, &a, &d).unwrap().variant.name, "volta_fwd_128x128");
+    // not if the family is excluded or does not run on the device
+    let only = DeviceLimits { only: kernels.families().find(|f| f.name == TURING.name), ..d };
+    assert_eq!(backward(&only), ["prepare", "main", "finish"]);
+    let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], DeviceLimits::V100);
+    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_64", "volta_bwd_varlen_postprocess"]);
+    // a stream-K kernel takes the others with it, unless the tuning chooses a main kernel too
+    let stream_k = r#""pass": "BackwardStreamK", "variant": "volta_bwd_streamk_64""#;
+    let d = tuned_with(kernels, &[], &[stream_k], H200);
+    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_streamk_64", "volta_bwd_varlen_postprocess"]);
+    let d = tuned_with(kernels, &[], &[stream_k, r#""pass": "Backward", "variant": "main""#], H200);
+    assert_eq!(backward(&d), ["prepare", "main", "finish"]);
+    // after one failure, all kernels of the other family
+    let d = tuned_with(kernels, &["prepare"], &[], H200);
+    assert_eq!(backward(&d), ["volta_bwd_varlen_preprocess", "volta_bwd_64", "volta_bwd_varlen_postprocess"]);
+    let plan = plan::backward_among(kernels, &a, DEFAULT, &d).unwrap();
+    assert_eq!(plan.main.reason, Reason::FailedAvoided);
+}
+
+#[test]
+fn tuning_removes_atomics_but_never_adds_them() {
+    let d = tuned(&[], &[r#""pass": "Backward", "headdim": [64, 64], "deterministic": true"#]);
+    let without = ["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64", "volta_bwd_varlen_dq_64"];
+    let a = Attention { nheads: 40, nheads_k: 40, ..attention(1000, 1000, 64, 64) };
+    assert_eq!(backward_of(&a, DEFAULT, &d), (without, true));
+    assert_eq!(backward_of(&a, DETERMINISTIC, &d), (without, true));
+    assert!(!backward_of(&attention(1000, 1000, 72, 72), DEFAULT, &d).1);
+    assert_eq!(plan::backward(&a, DEFAULT, &d).unwrap().main.reason, Reason::TunedMode);
+    // a kernel with atomics, in deterministic mode
+    let atomics = tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_128""#]);
+    assert_eq!(
+        backward_of(&a, DEFAULT, &atomics),
+        (["volta_bwd_varlen_preprocess", "volta_bwd_128", "volta_bwd_varlen_postprocess"], false)
+    );
+    assert_eq!(
+        backward_of(&a, DETERMINISTIC, &atomics),
+        (["volta_bwd_varlen_preprocess", "volta_bwd_128", "volta_bwd_varlen_postprocess"], true)
+    );
+    assert!(plan::backward(&a, DETERMINISTIC, &atomics).unwrap().dq_accum_splits > 0);
+    // both kinds of choice at once
+    let both = tuned(&[], &[r#""pass": "BackwardDq", "variant": "volta_bwd_dq_96""#, r#""pass": "Backward", "deterministic": true"#]);
+    assert_eq!(backward_of(&a, DEFAULT, &both).0, ["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64", "volta_bwd_dq_96"]);
+}
+
+/// Plans avoid each failed kernel, even if a choice names it. Else an error names the kernel.
+#[test]
+fn never_plans_failed_kernels() {
+    let all: Vec<_> = problems().collect();
+    for failed in kernels::variants().filter(|v| v.family == VOLTA) {
+        let choice = format!(r#""pass": "{:?}", "variant": "{}""#, failed.pass, failed.name);
+        let d = tuned(&[failed.name], &[&choice]);
+        for a in all.iter().filter(|a| a.headdim <= failed.headdim as i64) {
+            let named = |e: volta_fa::error::Error| assert!(e.message.contains(failed.name), "{e}");
+            match plan::forward(a, &d) {
+                Ok(k) => assert_ne!(k.variant.name, failed.name),
+                Err(e) => named(e),
+            }
+            for mode in [DEFAULT, DETERMINISTIC] {
+                match plan::backward(a, mode, &d) {
+                    Ok(p) => assert!(p.kernels().all(|k| k.variant.name != failed.name)),
+                    Err(e) => named(e),
+                }
+            }
+        }
+    }
+    let merge = plan::merge(&MergedStates { batch: 1, seqlen_q: 1, nheads: 1, headdim_v: 8 }, &tuned(&["volta_merge"], &[])).unwrap_err();
+    assert!(merge.message.contains("volta_merge"), "{merge}");
+}
+
+#[test]
+fn replaces_failed_kernels() {
+    let a = attention(900, 900, 64, 64);
+    assert_eq!(forward_of(&a, &tuned(&["volta_fwd_64x64"], &[])), ("volta_fwd_64x64_small", Reason::FailedAvoided));
+    let small = attention(64, 64, 64, 64);
+    assert_eq!(forward_of(&small, &DeviceLimits::V100), ("volta_fwd_64x64_small", Reason::Resident));
+    assert_eq!(forward_of(&small, &tuned(&["volta_fwd_64x64_small"], &[])), ("volta_fwd_64x64", Reason::Cheapest));
+    assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64"], &[])).0[1], "volta_bwd_64_small");
+    assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64", "volta_bwd_64_small"], &[])).0[1], "volta_bwd_varlen_64");
+    // if all kernels with atomics failed, kernels without; if those failed, an error, because the mode excludes atomics
+    let of = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
+    let no_atomics = tuned(&of(Pass::Backward), &[]);
+    assert_eq!(
+        backward_of(&a, DEFAULT, &no_atomics),
+        (["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_varlen_dq_64"], true)
+    );
+    assert_eq!(
+        backward_of(&a, DETERMINISTIC, &no_atomics),
+        (["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_varlen_dq_64"], true)
+    );
+    let neither = [of(Pass::Backward), of(Pass::BackwardDq)].concat();
+    let e = plan::backward(&attention(900, 900, 72, 72), DETERMINISTIC, &tuned(&neither, &[])).unwrap_err();
+    assert!(e.message.contains("volta_bwd_dq_96") && !e.message.contains("volta_bwd_varlen_dq_64"), "{e}");
+}
+
+#[test]
+fn rejects_invalid_tuning_with_its_location() {
+    let choice = |inside: &str| format!(r#"{{"format": 1, "choices": [{{{inside}}}]}}"#);
+    let long =
+        format!(r#"{{"format": 1, "choices": [{}]}}"#, vec![r#"{"pass": "Backward", "deterministic": true}"#; MAX_CHOICES + 1].join(","));
+    for (text, expected) in [
+        ("nonsense".into(), "tuning: got expected"),
+        ("[1]".into(), "tuning: got"),
+        (r#"{"choices": []}"#.into(), "missing field `format`"),
+        (r#"{"format": 2}"#.into(), "tuning: format: got 2, expected 1"),
+        (r#"{"format": 1, "more": 1}"#.into(), "unknown field `more`"),
+        (r#"{"format": 1, "failed": ["nosuch"]}"#.into(), "tuning: failed: got `nosuch`, expected a kernel of this build"),
+        (long, "tuning: choices: got 513 of them, expected 512 at most"),
+        (choice(r#""pass": "Sideways", "variant": "volta_fwd_64x64""#), "tuning: choices[0].pass: got `Sideways`, expected Forward, "),
+        (choice(r#""pass": "Forward", "variant": "nosuch""#), "tuning: choices[0].variant: got `nosuch`"),
+        (choice(r#""pass": "Forward", "variant": "volta_bwd_64""#), "expected a kernel of pass Forward"),
+        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "headdim": [65, 70]"#), "with the headdims and features of the class"),
+        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "features": ["bias"]"#), "with the headdims and features of the class"),
+        (
+            choice(r#""pass": "Forward", "variant": "volta_fwd_bias_64x64", "features": ["bias", "fp32_bias"]"#),
+            "with the headdims and features of the class",
+        ),
+        (
+            choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "features": ["fp32_gradients"]"#),
+            "choices[0].features: got `fp32_gradients`",
+        ),
+        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [2, 1]"#), "tuning: choices[0].rows: got [2, 1]"),
+        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [-1, 1]"#), "tuning: choices[0].rows: got [-1, 1]"),
+        (choice(r#""pass": "Forward", "deterministic": true"#), "choices[0].deterministic: got true for pass Forward"),
+        (choice(r#""pass": "Backward", "deterministic": false"#), "choices[0].deterministic: got false for pass Backward"),
+        (choice(r#""pass": "Backward""#), "choices[0]: got neither, expected either `variant` or `deterministic`"),
+        (choice(r#""pass": "Backward", "variant": "volta_bwd_64", "deterministic": true"#), "choices[0]: got both"),
+    ] {
+        let e = Tuning::parse(&text, *COMPILED).expect_err(&text);
+        assert!(e.kind == ErrorKind::Value && e.message.contains(expected), "{text}: {e}");
+    }
+}
+
+#[test]
+fn rejects_tuning_of_another_gpu() {
+    let card = Card { device: "Tesla V100-SXM2-16GB".into(), driver: "580.159.04".into(), volta_fa: "0.1.0".into() };
+    assert_eq!(card.file_name(), "Tesla_V100_SXM2_16GB-580.159.04-0.1.0.json");
+    assert_eq!(Card { device: "../a b/\u{e9}".into(), ..card.clone() }.file_name(), ".._a_b__-580.159.04-0.1.0.json");
+    let text = r#"{"format": 1, "volta_fa": "0.1.0", "device": "Tesla V100-SXM2-16GB", "driver": "580.159.04", "note": {"any": [1]}}"#;
+    Tuning::parse(text, *COMPILED).unwrap().check_made_on(&card).unwrap();
+    for (from, to, expected) in [
+        ("SXM2", "PCIE", "tuning: device: got `Tesla V100-PCIE-16GB`, expected `Tesla V100-SXM2-16GB`"),
+        ("580.", "470.", "tuning: driver: got `470.159.04`"),
+        ("0.1.0", "0.0.9", "tuning: volta_fa: got `0.0.9`"),
+        (r#""driver": "580.159.04", "#, "", "tuning: driver: got nothing"),
+    ] {
+        let e = Tuning::parse(&text.replace(from, to), *COMPILED).unwrap().check_made_on(&card).unwrap_err();
+        assert!(e.message.contains(expected), "{e}");
+    }
+}
+
+#[test]
+fn names_tuning_choices_unusable_on_a_device() {
+    let text = r#"{"format": 1, "choices": [
+        {"pass": "Forward", "variant": "turing_fwd_64x64"},
+        {"pass": "Forward", "variant": "volta_fwd_128x128"},
+        {"pass": "Backward", "deterministic": true}]}"#;
+    let usable = |d: &DeviceLimits| Tuning::parse(text, *COMPILED).unwrap().usable_on(*COMPILED, d.sm(), d.shared_bytes_per_block);
+    let (tuning, refused) = usable(&DeviceLimits::V100);
+    assert_eq!((tuning.choices(), refused.len()), (2, 1));
+    assert!(refused[0].contains("turing_fwd_64x64") && refused[0].contains("family turing"), "{refused:?}");
+    assert_eq!(usable(&H200).0.choices(), 3);
+    let (tuning, refused) = usable(&DeviceLimits { shared_bytes_per_block: 40 * 1024, ..H200 });
+    assert_eq!((tuning.choices(), refused.len()), (2, 1));
+    assert!(refused[0].contains("volta_fwd_128x128") && refused[0].contains("of 40960"), "{refused:?}");
+}
+
+/// Prefill has the same shape, and stream-K kernels of its own.
+#[test]
+fn prefill_ignores_stream_k_choices() {
+    let d = tuned(&[], &[r#""pass": "ForwardStreamK", "variant": "volta_fwd_streamk_64x64""#]);
+    let a = Attention { nheads: 6, nheads_k: 6, ..attention(2048, 2048, 64, 64) };
+    assert_eq!(forward_of(&a, &d), ("volta_fwd_streamk_64x64", Reason::Tuned));
+    assert_ne!(plan::prefill(&a, &d).unwrap().variant.pass, Pass::ForwardStreamK);
+}

@@ -1,0 +1,537 @@
+"""Ways by which programs reach scaled_dot_product_attention through volta_fa: compilers, checkpoints, modules of torch.nn."""
+
+import os
+import zipfile
+from contextlib import ExitStack, nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.nn.attention import sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from conftest import LIBRARY, NEEDS_COMPILER, on, run_python
+from test_routes import AOTI, need_aot_inductor
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+
+import volta_fa
+from sdpa_helpers import EFFICIENT, MATH, FakeMultihead, assert_ours, assert_theirs, causal, enabled, leaves, qkv, selective, train
+from sdpa_helpers import switched_off as switched_off
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_eager(backend):
+    tensors = qkv(backend)
+    with enabled(backend):
+        assert_ours(lambda: train(*tensors))
+        with torch.no_grad():
+            assert_ours(lambda: F.scaled_dot_product_attention(*tensors), backward=False)
+        with torch.inference_mode():
+            assert_ours(lambda: F.scaled_dot_product_attention(*tensors), backward=False)
+    if backend.name == "cpu-fp32":
+        assert_theirs(lambda: train(*tensors))
+
+
+early_import = F.scaled_dot_product_attention
+
+
+@on("cpu-fp32")
+def test_function_imported_early(backend):
+    tensors = qkv(backend)
+    with enabled():
+        assert_ours(lambda: train(*tensors, attention=early_import))
+        assert_ours(lambda: train(*tensors, attention=torch.ops.aten.scaled_dot_product_attention))
+
+
+class Causal(torch.nn.Module):
+    def forward(self, q, k, v):
+        return causal(q, k, v)
+
+
+def grouped(q, k, v):
+    return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)
+
+
+def masked(q, k, v):
+    """A bool mask and a bias that depends on k, so that it has a gradient."""
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(2)
+    bias = k.sum(-1)[:, :, None].masked_fill(~visible, float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, bias) + F.scaled_dot_product_attention(q, k, v, visible)
+
+
+def dropped(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("f", [causal, grouped, masked, dropped])
+@on("cpu-fp32", "cuda")
+def test_compile(backend, f, dynamic):
+    """Through AOTAutograd, which inductor sits on."""
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    with enabled(backend):
+        for shape in ((2, 2, 9, 16), (2, 2, 14, 16), (2, 2, 9, 20)):
+            tensors = qkv(backend, *shape)
+            assert_ours(lambda: train(*tensors, attention=compiled))
+            torch.manual_seed(0)
+            found = train(*tensors, attention=compiled)
+            torch.manual_seed(0)
+            for a, b in zip(found, train(*tensors, attention=f)):
+                torch.testing.assert_close(
+                    a, b, rtol=1e-2 if backend.device == "cuda" else 1e-5, atol=1e-2 if backend.device == "cuda" else 1e-5
+                )
+                assert a.stride() == b.stride()
+            with torch.inference_mode():
+                assert_ours(lambda: compiled(*tensors), backward=False)
+        assert volta_fa.sdpa_stats()["traced"] > 0
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
+@pytest.mark.parametrize("f", [causal, masked, dropped])
+@on("cpu-fp32", "cuda")
+def test_inductor(backend, f):
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True)
+    tensors = qkv(backend)
+    with enabled(backend):
+        assert_ours(lambda: train(*tensors, attention=compiled))
+        if f is not dropped:  # inductor has random numbers of its own
+            for a, b in zip(train(*tensors, attention=compiled), train(*tensors, attention=f)):
+                torch.testing.assert_close(a, b, **({"rtol": 1e-2, "atol": 1e-2} if backend.kernels else {}))
+        with torch.no_grad():
+            assert_ours(lambda: compiled(*tensors), backward=False)
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
+@pytest.mark.parametrize("exported", ["on", "off"])
+@on("cpu-fp32", "cuda")
+def test_aot_inductor_package(backend, exported, tmp_path):
+    """Compiled with the switch on, it runs our op wherever the library is."""
+    need_aot_inductor(backend)
+
+    tensors = tuple(qkv(backend))
+    with enabled(backend) if exported == "on" else nullcontext():
+        program = torch.export.export(Causal(), tensors, dynamic_shapes=({2: torch.export.Dim.DYNAMIC},) * 3)
+    with enabled(backend):
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
+    with zipfile.ZipFile(package) as files:
+        assert any(b"volta_fa::fwd" in files.read(name) for name in files.namelist())
+    tensors = tuple(qkv(backend, 2, 2, 14, 16))
+    torch.save((tensors, causal(*tensors)), tmp_path / "data.pt")
+    assert run_python(AOTI, LIBRARY, package, tmp_path / "data.pt") == "fine"
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("how", ["checkpoint", "reentrant", "selective"])
+@on("cpu-fp32", "cuda")
+def test_checkpoint(backend, how, compiled):
+    """The recomputation drops the same, and runs ours again."""
+    if compiled and how == "reentrant":
+        pytest.skip("torch.compile takes the other kind only")
+    torch.compiler.reset()
+    tensors = qkv(backend)
+
+    def checkpointed(q, k, v):
+        if how == "selective":
+            return selective(dropped, q, k, v)
+        return checkpoint(dropped, q, k, v, use_reentrant=how == "reentrant")
+
+    def step(f):
+        torch.manual_seed(0)
+        inputs = leaves(*tensors)
+        f(*inputs).square().sum().backward()
+        return [t.grad for t in inputs]
+
+    run = torch.compile(checkpointed, fullgraph=True, backend="aot_eager_decomp_partition") if compiled else checkpointed
+    with enabled(backend):
+        expected = step(dropped)
+        assert_ours(lambda: step(run))
+        volta_fa.sdpa_stats(reset=True)
+        # on CUDA, what a compiled program recomputes has a generator that manual_seed does not set
+        for a, b in zip(step(run), expected if not (compiled and backend.kernels) else []):
+            torch.testing.assert_close(a, b, **({"rtol": 2e-2, "atol": 2e-2} if backend.kernels else {}))
+        assert volta_fa.sdpa_stats() == {"ran": 0 if compiled else 2, "traced": 0, "fell_back": {}}
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["", "learned mask"])
+@on("cpu-fp32")
+def test_second_derivatives_name_the_op(backend, mask):
+    """PyTorch's own fused attention has none either, but takes a learned mask to its unfused one, which has."""
+    q, k, v, bias = leaves(*qkv(backend), backend.randn(9, 9))
+
+    def step():
+        out = F.scaled_dot_product_attention(q, k, v, bias if mask else None)
+        torch.autograd.grad(out.square().sum(), q, create_graph=True)[0].sum().backward()
+
+    with enabled(), pytest.raises(RuntimeError, match="volta_fa::bwd is not implemented"):
+        step()
+    with nullcontext() if mask else pytest.raises(RuntimeError, match="is not implemented"):
+        step()
+    with enabled(), sdpa_kernel(MATH):
+        step()
+
+
+@on("cuda")
+def test_strides_are_those_of_memory_efficient_attention(backend):
+    """Which is the one that PyTorch uses on Volta."""
+    tensors = qkv(backend)
+    with sdpa_kernel(EFFICIENT):
+        expected = F.scaled_dot_product_attention(*tensors)
+    with enabled(backend):
+        assert F.scaled_dot_product_attention(*tensors).stride() == expected.stride()
+
+
+STRIDES = {
+    "contiguous": lambda b, h, n, d: torch.randn(b, h, n, d),
+    "transposed": lambda b, h, n, d: torch.randn(b, n, h, d).transpose(1, 2),
+    "part of a projection": lambda b, h, n, d: torch.randn(b, n, 3, h, d)[:, :, 1].transpose(1, 2),
+    "tokens first": lambda b, h, n, d: torch.randn(n, b, h, d).permute(1, 2, 0, 3),
+    "strided headdim": lambda b, h, n, d: torch.randn(b, h, d, n).transpose(2, 3),
+    "expanded": lambda b, h, n, d: torch.randn(1, h, 1, d).expand(b, h, n, d),
+}
+
+
+@pytest.mark.parametrize("layout", STRIDES)
+@pytest.mark.parametrize("case", ["plain", "mask", "gradient of a mask", "dropout", "other headdim", "grouped heads", "one query"])
+def test_strides_on_the_cpu_are_those_of_torch(case, layout):
+    """torch's test_sdpa_backward_with_gradient draws numbers for tensors of these strides."""
+    queries, headdim_v, heads_k = 1 if case == "one query" else 5, 12 if case == "other headdim" else 8, 2 if case == "grouped heads" else 4
+    q = STRIDES[layout](2, 4, queries, 8).requires_grad_()
+    mask = torch.zeros(queries, 7, requires_grad=case == "gradient of a mask") if "mask" in case else None
+    for kind in ("contiguous", "transposed", "strided headdim"):
+        k, v = STRIDES[kind](2, heads_k, 7, 8), STRIDES[kind](2, heads_k, 7, headdim_v)
+        options = {"attn_mask": mask, "dropout_p": 0.5 * (case == "dropout"), "enable_gqa": case == "grouped heads"}
+        expected = F.scaled_dot_product_attention(q, k, v, **options)
+        with enabled():
+            found = F.scaled_dot_product_attention(q, k, v, **options)
+        assert found.stride() == expected.stride(), kind
+        assert volta_fa.sdpa_stats(reset=True)["ran"] == 1
+
+
+def self_attention(x):
+    """With a mask that depends on the length, and dropout."""
+    visible = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool, device=x.device).tril(2)
+    causally = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    return F.scaled_dot_product_attention(causally, x, x, visible, dropout_p=0.1)
+
+
+@on("cpu-fp32", "cuda")
+def test_no_recompilation_when_seqlen_changes(backend):
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(self_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    with enabled(backend):
+        for seqlen in (8, 9, 64, 2, 33):
+            x = backend.randn(2, 2, seqlen, 16).requires_grad_()
+            assert_ours(lambda: compiled(x).float().sum().backward())
+    assert counters["stats"]["unique_graphs"] == 1
+    torch.compiler.reset()
+
+
+@on("cpu-fp32")
+def test_compiled_programs_follow_the_switch(backend):
+    torch.compiler.reset()
+    compiled = torch.compile(causal, fullgraph=True, backend="aot_eager")
+    tensors = qkv(backend)
+    for _ in range(2):
+        assert_theirs(lambda: train(*tensors, attention=compiled))
+        with enabled():
+            assert_ours(lambda: train(*tensors, attention=compiled))
+    torch.compiler.reset()
+
+
+BEFORE_THE_SWITCH = {
+    "compiled": "compile()",
+    "compiled, without gradients": "with torch.no_grad(): compile()",
+    "exported": "torch.export.export(Module(), tensors)",
+    "exported and taken apart": "torch.export.export(Module(), tensors).run_decompositions()",
+    "packaged": """
+        import torch._inductor.config as config
+        def stop(graph):
+            raise InterruptedError  # before the C++ compiler, which is slow
+        config.post_grad_custom_post_pass = stop
+        try:
+            torch._inductor.aoti_compile_and_package(torch.export.export(Module(), tensors), package_path="/nowhere/a.pt2")
+        except Exception as error:
+            assert "InterruptedError" in str(error)
+    """,
+}
+
+
+@pytest.mark.parametrize(
+    "before, imported",
+    [
+        ("compiled", "late"),
+        *(pytest.param(before, "first", marks=[] if before == "packaged" else pytest.mark.slow) for before in BEFORE_THE_SWITCH),
+    ],
+)
+def test_graphs_traced_before_enable_sdpa(before, imported):
+    """Tracing goes through PyTorch's dispatcher in Python, which remembers where a call went: nothing of that may be stale."""
+    code = f"""
+        import sys, torch, torch.nn.functional as F
+        if "{imported}" == "first":
+            import volta_fa
+
+        class Module(torch.nn.Module):
+            def forward(self, q, k, v):
+                return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True)
+
+        tensors = tuple(torch.randn(2, 2, 9, 16, requires_grad=True) for _ in range(3))
+
+        def compile():
+            return torch.compile(Module(), fullgraph=True, backend="aot_eager")(*tensors)
+
+        exec(__import__("textwrap").dedent(sys.argv[1]))
+        torch.compiler.reset()
+        import volta_fa
+        volta_fa.enable_sdpa("cpu")
+        for gradients in (True, False):
+            torch.set_grad_enabled(gradients)
+            out = compile()
+            functions = "Attention" in str(out.grad_fn.next_functions) if gradients else out.grad_fn
+            print(functions, volta_fa.sdpa_stats(reset=True)["traced"] > 0)
+        decomposed = torch.export.export(Module(), tensors).run_decompositions()
+        print("volta_fa.fwd" in str(decomposed.graph))
+    """
+    lines = run_python(code, BEFORE_THE_SWITCH[before].strip("\n")).splitlines()
+    assert [line.split()[-1] for line in lines] == ["True"] * 3, lines
+
+
+@on("cpu-fp32")
+def test_export_of_a_batch_that_only_data_tell(backend):
+    """A mask adds no condition on the number of rows, such as that it is not 1."""
+
+    class Module(torch.nn.Module):
+        def forward(self, rows, q, k, v, mask):
+            ones = q.new_ones(rows.item(), 1, 1, 1)
+            return F.scaled_dot_product_attention(*(t * ones for t in (q, k, v)), attn_mask=mask & ones.bool())
+
+    q, k, v = qkv(backend)
+    q, k, v = (t[:1] for t in (q, k, v))
+    mask = torch.ones(1, 1, 1, k.shape[2], dtype=torch.bool)
+    mask[..., 1::2] = False
+    with enabled():
+        program = torch.export.export(Module(), (torch.tensor(3), q, k, v, mask)).run_decompositions()
+        assert any("volta_fa.fwd" in str(node.target) for node in program.graph.nodes)
+    for rows in (0, 1, 2):
+        arguments = torch.tensor(rows), q, k, v, mask
+        torch.testing.assert_close(program.module()(*arguments), Module()(*arguments))
+
+
+@on("cpu-fp32")
+def test_export_takes_it_apart_as_ever(backend):
+    """ExportedProgram.run_decompositions, with the switch off before, on, and off again."""
+
+    def targets():
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients):
+                program = torch.export.export(Causal(), tuple(qkv(backend)))
+                yield {str(node.target) for node in program.run_decompositions().graph.nodes}
+
+    before = list(targets())
+    with enabled():
+        assert all("volta_fa.fwd.default" in found for found in targets())
+    assert list(targets()) == before
+    assert all("aten._softmax.default" in found for found in before)
+
+
+@on("cpu-fp32")
+def test_caches_on_disk_know_the_switch(backend, monkeypatch):
+    """A program that another setting or another library compiled has another key."""
+    from torch.compiler import config
+
+    sdpa, before = volta_fa.integrations.sdpa, config.cache_key_tag
+    found = [before]
+    monkeypatch.setattr(torch.ops.volta_fa, "_sdpa_configure", lambda *_: None)  # this machine may have no such device
+    for cuda in (frozenset(), frozenset([0]), frozenset([0, 1])):
+        for precision in ("exact", "fast"):
+            monkeypatch.setattr(sdpa, "devices_of", lambda *_, cuda=cuda: sdpa.Devices(True, cuda))
+            with volta_fa.sdpa_enabled(precision=precision):
+                found.append(config.cache_key_tag)
+    monkeypatch.setattr(torch.ops.volta_fa, "fwd", torch.ops.volta_fa.bwd)  # stands for other arguments
+    with volta_fa.sdpa_enabled():
+        found.append(config.cache_key_tag)
+    assert len(set(found)) == len(found) == 8
+    assert config.cache_key_tag == before
+
+
+def test_the_last_open_block_has_its_precision():
+    with ExitStack() as outer, ExitStack() as inner:
+        outer.enter_context(volta_fa.sdpa_enabled("cpu", precision="fast"))
+        outer.enter_context(volta_fa.sdpa_enabled("cpu"))
+        inner.enter_context(volta_fa.sdpa_enabled("cpu", precision="fast"))
+        active = volta_fa.integrations.sdpa.active
+        assert active().precision == "fast"
+        inner.close()  # equal to the first
+        assert active().precision == "exact"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("f", [causal, masked])
+@pytest.mark.parametrize("how", ["script", "trace"])
+@on("cpu-fp32", "cuda")
+def test_torchscript(backend, how, f, tmp_path):
+    """A program saved with the switch off runs our kernels with the switch on."""
+    tensors = qkv(backend)
+    program = torch.jit.script(f) if how == "script" else torch.jit.trace(f, tuple(tensors))
+    program.save(str(tmp_path / "program.pt"))
+    program = torch.jit.load(str(tmp_path / "program.pt"))
+    with enabled(backend):
+        for _ in range(3):  # later runs are optimised
+            assert_ours(lambda: train(*tensors, attention=program))
+
+
+LAYERS = {
+    "MultiheadAttention": FakeMultihead,
+    "TransformerEncoderLayer": lambda dropout=0.0: torch.nn.TransformerEncoderLayer(32, 2, 64, dropout, batch_first=True),
+    "TransformerDecoderLayer": lambda dropout=0.0: torch.nn.TransformerDecoderLayer(32, 2, 64, dropout, batch_first=True),
+}
+PADDED = torch.tensor([[False] * 9, [False] * 6 + [True] * 3])
+FUTURE = torch.nn.Transformer.generate_square_subsequent_mask(9)
+LAYER_MASKS = {
+    "MultiheadAttention": {
+        "": {},
+        "key_padding_mask": {"key_padding_mask": PADDED},
+        "attn_mask": {"attn_mask": FUTURE.isinf()},
+        "float attn_mask": {"attn_mask": FUTURE},
+        "both": {"attn_mask": FUTURE.isinf(), "key_padding_mask": PADDED},
+    },
+    "TransformerEncoderLayer": {
+        "": {},
+        "both": {"src_mask": FUTURE.isinf(), "src_key_padding_mask": PADDED},
+        "causal": {"src_mask": FUTURE, "is_causal": True},
+    },
+    "TransformerDecoderLayer": {"": {}, "masks": {"tgt_mask": FUTURE, "memory_key_padding_mask": PADDED}},
+}
+
+
+def masks_on(backend, masks):
+    """A float mask in the dtype of the rest."""
+
+    def move(t):
+        return t if not isinstance(t, torch.Tensor) else t.to(backend.device, t.dtype if t.dtype == torch.bool else backend.dtype)
+
+    return {name: move(t) for name, t in masks.items()}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "layer,masks", [pytest.param(layer, m, id=f"{layer} {m}".strip()) for layer, group in LAYER_MASKS.items() for m in group]
+)
+@on("cpu-fp32", "cuda")
+def test_layers(backend, layer, masks, compiled):
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    module = LAYERS[layer]().to(backend.device, backend.dtype)
+    masks = masks_on(backend, LAYER_MASKS[layer][masks])
+    x = backend.randn(2, 9, 32)
+    inputs = (x, x) if "Decoder" in layer else (x,)
+
+    def step(m):
+        m.zero_grad()
+        m(*inputs, **masks).float().square().sum().backward()
+        return [p.grad.clone() for p in m.parameters()]
+
+    expected = step(module)
+    run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    with enabled(backend):
+        assert_ours(lambda: step(run))
+        for a, b in zip(step(run), expected):
+            torch.testing.assert_close(
+                a, b, rtol=2e-2 if backend.device == "cuda" else 1e-4, atol=5e-2 if backend.device == "cuda" else 1e-5
+            )
+    assert volta_fa.sdpa_stats()["fell_back"] == {}
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("layer", LAYERS)
+@on("cpu-fp32", "cuda")
+def test_layers_train_with_dropout(backend, layer, compiled):
+    """Two seeds give two gradients, one seed the same twice, and the attention is ours."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    module = LAYERS[layer](dropout=0.3).to(backend.device, backend.dtype)
+    x = backend.randn(2, 9, 32)
+    inputs = (x, x) if "Decoder" in layer else (x,)
+    run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+
+    def step(seed):
+        torch.manual_seed(seed)
+        module.zero_grad()
+        run(*inputs).float().square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in module.parameters()]).float()
+
+    with enabled(backend):
+        assert_ours(lambda: step(0))
+        first, same, other = step(1), step(1), step(2)
+    torch.testing.assert_close(first, same, rtol=2e-2, atol=2e-2 if backend.kernels else 1e-6)  # dq is summed by atomics
+    assert (first - other).norm() > 0.05 * first.norm()
+    assert volta_fa.sdpa_stats()["fell_back"] == {}
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("masks", ["", "padding"])
+@pytest.mark.parametrize("layer", ["MultiheadAttention", "TransformerEncoderLayer"])
+@on("cpu-fp32", "cuda")
+def test_fast_path(backend, layer, masks):
+    """torch.nn's inference kernels for whole layers have attention of their own, on CUDA for calls with a mask only; they
+    can be switched off."""
+    module = LAYERS[layer]().to(backend.device, backend.dtype).eval()
+    name = "key_padding_mask" if layer == "MultiheadAttention" else "src_key_padding_mask"
+    masks = masks_on(backend, {name: PADDED} if masks else {})
+    x = backend.randn(2, 9, 32)
+    with torch.no_grad(), enabled(backend):
+        expected = module(x, **masks)
+        assert volta_fa.sdpa_stats(reset=True)["ran"] == int(backend.device == "cuda" and not masks)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            assert_ours(lambda: module(x, **masks), backward=False)
+            found = module(x, **masks)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    keep = ~PADDED.to(backend.device) if masks else slice(None)  # what is padding comes out as anything
+    torch.testing.assert_close(found[keep], expected[keep], **({"rtol": 2e-2, "atol": 2e-2} if backend.kernels else {}))
+
+
+@on("cpu-fp32")
+def test_multihead_attention_that_returns_weights(backend):
+    """need_weights, which is on by default, takes the op out of torch.nn.MultiheadAttention."""
+    module = torch.nn.MultiheadAttention(32, 2, batch_first=True)
+    x = backend.randn(2, 9, 32)
+    with enabled():
+        module(x, x, x)
+        assert volta_fa.sdpa_stats()["ran"] == 0
+        module(x, x, x, need_weights=False)
+        assert volta_fa.sdpa_stats()["ran"] == 1
+
+
+@on("cpu-fp32", "cuda")
+def test_autocast(backend):
+    """fp32 tensors, which CUDA has no kernels for, arrive in the region's dtype; gradients go back in fp32."""
+    tensors = [t.float() for t in qkv(backend)]
+    dtype = torch.float16 if backend.kernels else torch.bfloat16
+    with enabled(backend), torch.autocast(backend.device, dtype):
+        assert_ours(lambda: train(*tensors))
+        out, *gradients = train(*tensors)
+    assert out.dtype == dtype and all(g.dtype == torch.float32 for g in gradients)
+
+
+@on("cpu-fp32")
+def test_export_decides_when_it_is_lowered(backend):
+    """A graph exported with the switch off still says scaled_dot_product_attention: compiling it decides."""
+
+    tensors = qkv(backend)
+    program = torch.export.export(Causal(), tuple(tensors)).module()
+    assert_theirs(lambda: program(*tensors))
+    with enabled():
+        assert_ours(lambda: program(*tensors), backward=False)

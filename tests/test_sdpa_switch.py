@@ -1,0 +1,340 @@
+"""What switches scaled_dot_product_attention to volta_fa: blocks, threads, devices and the environment variable."""
+
+import copy
+import os
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import LIBRARY, NEEDS_FORK, on, run_process, run_python
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+
+import volta_fa
+from sdpa_helpers import FakeMultihead, assert_ours, causal, enabled, ops_of, qkv
+from sdpa_helpers import switched_off as switched_off
+from volta_fa.diagnostics import driver_cuda
+
+
+def is_on() -> bool:
+    t = torch.randn(1, 1, 2, 8)
+    return "volta_fa::fwd" in ops_of(lambda: F.scaled_dot_product_attention(t, t, t))
+
+
+def test_on_and_off():
+    assert not is_on()
+    volta_fa.enable_sdpa("cpu")
+    assert is_on()
+    volta_fa.disable_sdpa()
+    assert not is_on()
+    volta_fa.disable_sdpa()  # harmless
+    assert volta_fa.sdpa_stats(reset=True)["ran"] == 1
+    assert volta_fa.sdpa_stats()["ran"] == 0
+
+
+def test_enabling_twice_warns():
+    volta_fa.enable_sdpa("cpu")
+    with pytest.warns(UserWarning, match="enabled already: nothing changed"):
+        volta_fa.enable_sdpa(torch.device("cpu"))
+    assert is_on()
+    volta_fa.disable_sdpa()  # once is enough
+    assert not is_on()
+
+
+def test_blocks_nest_and_overlap():
+    with volta_fa.sdpa_enabled("cpu"):
+        with volta_fa.sdpa_enabled("cpu"):
+            assert is_on()
+            volta_fa.disable_sdpa()  # undoes enable_sdpa, which nobody called
+            assert is_on()
+        assert is_on()
+        volta_fa.enable_sdpa("cpu")
+    assert is_on()
+    first, second = volta_fa.sdpa_enabled("cpu"), volta_fa.sdpa_enabled("cpu")
+    volta_fa.disable_sdpa()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert is_on()
+    second.__exit__(None, None, None)
+    assert not is_on()
+    with pytest.raises(KeyError), volta_fa.sdpa_enabled("cpu"):
+        raise KeyError
+    assert not is_on()
+
+
+def fast_and_exact(q, k, v, **options):
+    """Returns what fwd_fast and fwd compute of SDPA's arguments."""
+    operands = [t.transpose(1, 2) for t in (q, k, v)]
+    mask, fwd, fwd_fast = options.pop("attn_mask", None), torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast
+    fast = None if mask is not None and mask.dtype != torch.bool else fwd_fast(*operands, attn_mask=mask, **options)[0].transpose(1, 2)
+    return fast, fwd(*operands, attn_bias=mask, **options)[0].transpose(1, 2)
+
+
+@on("cpu-fp16", "cpu-bf16")
+def test_fast_precision(backend):
+    q, k, v = qkv(backend, 2, 2, 40, 64)
+    mask = backend.randn(1, 1, 40, 40) > 0
+    cases = [({}, {}), ({"is_causal": True}, {"is_causal": True}), ({"attn_mask": mask[0, 0]}, {"attn_mask": mask})]
+    with volta_fa.sdpa_enabled("cpu", precision="fast"):
+        for passed, options in cases:
+            fast, exact = fast_and_exact(q, k, v, **options)
+            assert torch.equal(F.scaled_dot_product_attention(q, k, v, **passed), fast) and not torch.equal(fast, exact)
+        assert volta_fa.sdpa_stats(reset=True) == {"ran": 3, "traced": 0, "fast": 3, "fell_back": {}}
+        # what it has no form for
+        bias = mask.to(q.dtype)
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, attn_mask=bias), fast_and_exact(q, k, v, attn_mask=bias)[1])
+        leaf = q.clone().requires_grad_()
+        out = F.scaled_dot_product_attention(leaf, k, v)
+        assert torch.equal(out, fast_and_exact(q, k, v)[1]) and torch.autograd.grad(out.sum(), leaf)
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        F.scaled_dot_product_attention(q.float(), k.float(), v.float())
+        assert volta_fa.sdpa_stats(reset=True) == {"ran": 4, "traced": 0, "fell_back": {}}
+        with torch.no_grad():
+            assert torch.equal(F.scaled_dot_product_attention(leaf, k, v), fast_and_exact(q, k, v)[0])
+
+
+@on("cpu-fp16")
+def test_compiled_programs_follow_the_precision(backend):
+    torch.compiler.reset()
+    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    q, k, v = qkv(backend, 2, 2, 40, 64)
+    fast, exact = fast_and_exact(q, k, v)
+    for precision, expected in (("fast", fast), ("exact", exact), ("fast", fast)):
+        with volta_fa.sdpa_enabled("cpu", precision=precision):
+            assert torch.equal(compiled(q, k, v), expected)
+    with volta_fa.sdpa_enabled("cpu", precision="fast"):
+        leaf = q.clone().requires_grad_()
+        assert torch.equal(compiled(leaf, k, v), exact)
+    torch.compiler.reset()
+
+
+def test_the_last_block_decides_about_the_precision():
+    q = torch.randn(1, 1, 40, 64).half()
+    attention, (fast, exact) = F.scaled_dot_product_attention, fast_and_exact(q, q, q)
+    with pytest.raises(ValueError, match="enable_sdpa: precision: got 'int8', expected 'exact' or 'fast'"):
+        volta_fa.enable_sdpa("cpu", precision="int8")
+    with pytest.raises(ValueError, match="sdpa_enabled: precision: got 'int8'"), volta_fa.sdpa_enabled("cpu", precision="int8"):
+        pass
+    volta_fa.enable_sdpa("cpu", precision="fast")
+    assert torch.equal(attention(q, q, q), fast)
+    with volta_fa.sdpa_enabled("cpu"):
+        assert torch.equal(attention(q, q, q), exact)
+    assert torch.equal(attention(q, q, q), fast)
+    volta_fa.enable_sdpa("cpu")  # the default stays exact
+    assert torch.equal(attention(q, q, q), exact)
+    volta_fa.disable_sdpa()
+
+
+def test_threads():
+    """One switch for all threads, flipped and used by many at once; the counters lose nothing."""
+    tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
+    expected = F.scaled_dot_product_attention(*tensors)
+    calls, errors = 40, []
+
+    def work(toggle):
+        try:
+            for _ in range(calls):
+                if toggle:
+                    with volta_fa.sdpa_enabled("cpu"):
+                        out = F.scaled_dot_product_attention(*tensors)
+                else:
+                    out = F.scaled_dot_product_attention(*tensors)
+                torch.testing.assert_close(out, expected)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i % 2 == 0,)) for i in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+    assert not is_on()
+    assert 3 * calls <= volta_fa.sdpa_stats()["ran"] <= 6 * calls
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(ValueError, match="got meta, expected a CUDA device"):
+        volta_fa.enable_sdpa("meta")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu():
+    with pytest.raises(RuntimeError, match="this machine has no CUDA device.*cpu"):
+        volta_fa.enable_sdpa()
+    with pytest.raises(RuntimeError, match="volta_fa.sdpa_enabled: .*no CUDA device"), volta_fa.sdpa_enabled(force=True):
+        pass
+    with pytest.raises(ValueError, match="cuda:3, expected one of this machine.s 0 CUDA devices"):
+        volta_fa.enable_sdpa("cuda:3")
+    assert not is_on()
+
+
+MACHINES = {
+    # capabilities, force -> devices that are switched on, or None: an error
+    "V100": ([(7, 0)], False, [0]),
+    "Xavier": ([(7, 2)], False, [0]),
+    "H200": ([(9, 0)], False, None),
+    "H200 forced": ([(9, 0)], True, [0]),
+    "P100 forced": ([(6, 0)], True, None),
+    "mixed": ([(9, 0), (7, 0), (6, 1)], False, [1]),
+    "mixed forced": ([(9, 0), (7, 0), (6, 1)], True, [0, 1]),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_which_devices(machine, monkeypatch):
+    capabilities, force, expected = MACHINES[machine]
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"device {i}")
+    monkeypatch.setattr("volta_fa.integrations.devices.info", lambda: {"families": [{"name": "sm_70", "sm": 70, "variants": 1}]})
+    monkeypatch.setattr("volta_fa.integrations.sdpa._apply", lambda request, *others: asked.append(sorted(request.devices.cuda)))
+    if expected is None:
+        with pytest.raises(RuntimeError, match=r"kernels for sm_70, and cuda:0 is a device 0, sm_\d+"):
+            volta_fa.enable_sdpa(force=force)
+    else:
+        volta_fa.enable_sdpa(force=force)
+        assert asked == [expected]
+    volta_fa.disable_sdpa()
+
+
+def test_a_refused_device_changes_nothing(monkeypatch):
+    """The library has room for 64 devices."""
+    sdpa = volta_fa.integrations.sdpa
+    monkeypatch.setattr(sdpa, "devices_of", lambda op, device, force: sdpa.Devices(False, frozenset([64])))
+    with pytest.raises(ValueError, match="got CUDA device 64, expected one from 0 to 63"):
+        volta_fa.enable_sdpa()
+    with pytest.raises(ValueError, match="got CUDA device 64"), volta_fa.sdpa_enabled():
+        pass
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        volta_fa.enable_sdpa("cpu")
+    assert is_on()
+    volta_fa.disable_sdpa()
+    assert not is_on()
+
+
+# ---- the environment variable ----------------------------------------------------------------------------------------
+
+LOADED = {
+    "package": "import volta_fa",
+    "library": "torch.ops.load_library(sys.argv[1])",
+    "library, then package": "torch.ops.load_library(sys.argv[1]); import volta_fa",
+}
+VALUES = [
+    # how it is loaded, the variable, calls that are ours on the CPU
+    *(("package", value, int(value == "cpu")) for value in ("cpu", "0", "1", "force", "maybe")),
+    *(("library", value, int(value == "cpu")) for value in ("cpu", "", "maybe")),
+    *(("library, then package", value, int(value == "cpu")) for value in ("cpu", "1")),
+]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("loaded,value,ran", VALUES)
+def test_environment_variable(loaded, value, ran, tmp_path):
+    """When the library is loaded, with the Python package or without; it fails nothing, and does not start CUDA."""
+    torch.jit.script(causal).save(str(tmp_path / "program.pt"))
+    code = f"""
+        import sys, torch
+        {LOADED[loaded]}
+        program = torch.jit.load(sys.argv[2])
+        t = torch.randn(1, 1, 4, 8)
+        program(t, t, t)
+        print(torch.ops.volta_fa._sdpa_stats()["ran"], torch.cuda.is_initialized())
+        if "package" in "{loaded}":
+            from torch.compiler import config
+            print(config.cache_key_tag.partition("sdpa.")[0])
+            volta_fa.disable_sdpa()  # it counts as enable_sdpa
+            print(config.cache_key_tag)
+            program(t, t, t)
+            print(volta_fa.sdpa_stats()["ran"])
+    """
+    result = run_process(code, LIBRARY, tmp_path / "program.pt", VOLTA_FA_ENABLE_SDPA=value, CUDA_VISIBLE_DEVICES="")
+    asked = value in ("1", "force", "cpu")
+    expected = [f"{ran} False"] + (["volta_fa." if asked else "", "", str(ran)] if "package" in loaded else [])
+    assert result.stdout.split("\n")[:-1] == expected
+    assert ("VOLTA_FA_ENABLE_SDPA: got 'maybe', expected 1, force, cpu or 0" in result.stderr) == (value == "maybe")
+    no_driver = "package" in loaded and value in ("1", "force") and driver_cuda() is None
+    assert result.stderr.count("VOLTA_FA_ENABLE_SDPA: no GPU runs it: no CUDA driver on this machine") == no_driver
+    assert value == "maybe" or no_driver or "VOLTA_FA_ENABLE_SDPA" not in result.stderr
+
+
+@NEEDS_FORK
+@pytest.mark.parametrize("how", ["1", "force", "cpu", "enable_sdpa"])
+def test_fork(how):
+    """Neither the variable nor switching on for the CPU uses CUDA, which a forked process could then not use."""
+    code = """
+        import os, sys, torch, volta_fa
+        if sys.argv[1] == "enable_sdpa":
+            volta_fa.enable_sdpa("cpu")
+        t = torch.randn(1, 1, 4, 8)
+        torch.nn.functional.scaled_dot_product_attention(t, t, t)
+        if os.fork() == 0:
+            torch.nn.functional.scaled_dot_product_attention(t, t, t)
+            print(torch.cuda._is_in_bad_fork(), volta_fa.sdpa_stats()["ran"], flush=True)
+            os._exit(0)
+        os.wait()
+    """
+    environment = {} if how == "enable_sdpa" else {"VOLTA_FA_ENABLE_SDPA": how}
+    assert run_python(code, how, **environment) == f"False {2 if how in ('cpu', 'enable_sdpa') else 0}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_environment_variable_where_a_device_cannot_be_asked():
+    """Its first call decides on a device, and says once why it stays off. Such tensors exist without a GPU, for shapes only."""
+    code = """
+        import torch, volta_fa
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        with FakeTensorMode():
+            t = torch.empty(1, 1, 4, 8, device="cuda:1", dtype=torch.float16)
+            for _ in range(2):
+                print(torch.nn.functional.scaled_dot_product_attention(t, t, t).shape)
+                with volta_fa.sdpa_enabled("cpu"):
+                    pass
+        print(volta_fa.sdpa_stats())
+    """
+    result = run_process(code, VOLTA_FA_ENABLE_SDPA="1")
+    assert result.stdout.splitlines()[-1] == "{'ran': 0, 'traced': 0, 'fell_back': {}}"
+    assert result.stderr.count("VOLTA_FA_ENABLE_SDPA: cuda:1 keeps PyTorch's attention") == 1
+    assert "no CUDA driver" in result.stderr
+
+
+@NEEDS_FORK
+@pytest.mark.parametrize("loaded", LOADED)
+@on("cuda")
+def test_environment_variable_on_cuda(backend, loaded):
+    """CUDA is not started before the first tensor; a process forked before that uses the GPU too."""
+    code = f"""
+        import os, sys, torch
+        {LOADED[loaded]}
+        def say(what):  # at once: print may write the end of the line by itself
+            os.write(1, f"{{what}}\\n".encode())
+        say(torch.cuda.is_initialized())
+        child = os.fork()
+        t = torch.randn(1, 2, 40, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+        torch.nn.functional.scaled_dot_product_attention(t, t, t).sum().backward()
+        say(torch.ops.volta_fa._sdpa_stats()["ran"])
+        if child == 0:
+            os._exit(0)
+        os.wait()
+    """
+    forced = run_process(code, LIBRARY, VOLTA_FA_ENABLE_SDPA="force")
+    assert forced.stdout.split() == ["False", "1", "1"] and "VOLTA_FA_ENABLE_SDPA" not in forced.stderr
+    suitable = run_process(code, LIBRARY, VOLTA_FA_ENABLE_SDPA="1")
+    made_for = torch.cuda.get_device_capability() in ((7, 0), (7, 2))
+    assert suitable.stdout.split() == ["False", *["1" if made_for else "0"] * 2]
+    assert ("cuda:0 keeps PyTorch's attention: it is of sm_" in suitable.stderr) != made_for
+
+
+def test_modules_are_not_touched():
+    """Nothing of the switch travels with a module: it copies as before."""
+    with enabled():
+        module = copy.deepcopy(FakeMultihead())
+        assert_ours(lambda: module(torch.randn(2, 5, 32, requires_grad=True)).sum().backward())
