@@ -93,7 +93,9 @@ torch::CppFunction backend_kernel(const Operator& op);  // backends.cpp
 torch::CppFunction meta_kernel(const Operator& op);  // meta.cpp
 torch::CppFunction autocast_kernel(const Operator& op, c10::DeviceType device);  // autocast.cpp
 torch::CppFunction autograd_kernel(const Operator& op);  // autograd.cpp
+// Refuses tensors that need a gradient, or lets the call pass and raises an error in the backward pass.
 torch::CppFunction without_derivative(const Operator& op);  // no_derivative.cpp
+// Counts a new version of each tensor that the operator writes, so that autograd sees the write.
 torch::CppFunction counting_versions(const Operator& op);  // no_derivative.cpp
 
 template <class Kernel, class... Arguments>
