@@ -41,6 +41,28 @@ const SPLIT: BackwardMode = BackwardMode { fp32_gradients: true, split: true, ..
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };
 
+/// Returns a device with a tuning of these failed kernels and choices. Each choice is the inside of a JSON object.
+fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimits) -> DeviceLimits {
+    let failed: Vec<_> = failed.iter().map(|name| format!("\"{name}\"")).collect();
+    let choices: Vec<_> = choices.iter().map(|choice| format!("{{{choice}}}")).collect();
+    let text = format!(r#"{{"format": 1, "failed": [{}], "choices": [{}]}}"#, failed.join(","), choices.join(","));
+    DeviceLimits { tuning: Some(Box::leak(Box::new(Tuning::parse(&text, kernels).unwrap()))), ..d }
+}
+
+fn tuned(failed: &[&str], choices: &[&str]) -> DeviceLimits {
+    tuned_with(*COMPILED, failed, choices, DeviceLimits::V100)
+}
+
+/// Returns a V100 without stream-K kernels of the backward pass, whose grids have a block for each key block.
+fn without_splits() -> DeviceLimits {
+    tuned(&["volta_bwd_streamk_64", "volta_bwd_streamk_128"], &[])
+}
+
+fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
+    let planned = plan::forward(a, d).unwrap();
+    (planned.variant.name, planned.reason)
+}
+
 /// A made-up family beside Volta.
 const TURING: Family = Family {
     name: "made-up turing",

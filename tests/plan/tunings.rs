@@ -2,28 +2,6 @@
 
 use super::*;
 
-/// Returns a device with a tuning of these failed kernels and choices. Each choice is the inside of a JSON object.
-fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimits) -> DeviceLimits {
-    let failed: Vec<_> = failed.iter().map(|name| format!("\"{name}\"")).collect();
-    let choices: Vec<_> = choices.iter().map(|choice| format!("{{{choice}}}")).collect();
-    let text = format!(r#"{{"format": 1, "failed": [{}], "choices": [{}]}}"#, failed.join(","), choices.join(","));
-    DeviceLimits { tuning: Some(Box::leak(Box::new(Tuning::parse(&text, kernels).unwrap()))), ..d }
-}
-
-fn tuned(failed: &[&str], choices: &[&str]) -> DeviceLimits {
-    tuned_with(*COMPILED, failed, choices, DeviceLimits::V100)
-}
-
-/// Returns a V100 without stream-K kernels of the backward pass, whose grids have a block for each key block.
-fn without_splits() -> DeviceLimits {
-    tuned(&["volta_bwd_streamk_64", "volta_bwd_streamk_128"], &[])
-}
-
-fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
-    let planned = plan::forward(a, d).unwrap();
-    (planned.variant.name, planned.reason)
-}
-
 fn backward_of(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> ([&'static str; 3], bool) {
     let plan = plan::backward(a, mode, d).unwrap();
     assert_eq!(plan.headdim_rounded == 0, plan.dq_accum_splits == 0, "an accumulator where there are sums");
