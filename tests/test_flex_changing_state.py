@@ -1,9 +1,10 @@
 """Mask functions that read state which changes between calls: each call of `volta_fa.flex_attention` sees it, as torch's does."""
 
-import builtins
+import collections
 import os
-import sys
+import random
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -16,26 +17,225 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
 
 import torch.nn.attention.flex_attention as torch_flex
 
-import changing_state
-import changing_tensors
-from changing_state import LENGTH, WIDTHS
 from volta_fa import flex_attention
 from volta_fa.block_mask import kept
 from volta_fa.block_mask.recording import Recording, recorded
 from volta_fa.block_mask.torch_mask import source_of
 
-CASES = changing_state.CASES | changing_tensors.CASES
+LENGTH = 96
+#: The widths that a test sets.
+WIDTHS = (40, 17, 90, 40)
+#: States of `random` before it draws a width.
+SEEDS = {random.Random(seed).randrange(1, LENGTH): random.Random(seed).getstate() for seed in range(3000)}
+WIDTH = 0
+
+
+def reading(read, change):
+    """Returns a case of a width that a function of no arguments reads."""
+    return lambda b, h, q, kv: kv < read(), change
+
+
+def call(function, *args):
+    """Returns a function that calls with one more argument."""
+    return lambda n: function(*args, n)
+
+
+def item(items, at=0):
+    return reading(lambda: items[at], call(items.__setitem__, at))
+
+
+def attribute(owner, of=None):
+    """Returns a case of an object's attribute, which `of` has if it is another object."""
+    return reading(lambda: owner.width, call(setattr, owner if of is None else of, "width"))
+
+
+def below(n):
+    return torch.arange(LENGTH) < n
+
+
+def hidden(*shape):
+    return torch.zeros(*(shape or (LENGTH,)), dtype=torch.bool)
+
+
+def integers(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def of_tensor(width, mask_mod_of):
+    """Returns a case of a tensor whose elements all become the width."""
+    return mask_mod_of(width), lambda n: width.data.fill_(n)
+
+
+def keys(shown, write):
+    """Returns a case of a tensor with a bool for each key, and of what writes into it."""
+    return lambda b, h, q, kv: shown[kv], lambda n: write(shown, below(n))
+
+
+class Plain:
+    width = 0
+
+
+class WithProperty:
+    value = 0
+    width = property(lambda self: self.value)
+
+
+#: Functions that make a mask function of `kv < width`, and what sets the width.
+CASES = {
+    # numbers of Python, which a recording has as constants
+    "global_variable": lambda: (lambda b, h, q, kv: kv < WIDTH, call(globals().__setitem__, "WIDTH")),
+    "python_module": lambda: attribute(types.ModuleType("settings")),
+    "deque": lambda: item(collections.deque([0])),
+    "clock": lambda: reading(lambda: int(time.time()), lambda n: setattr(time, "time", lambda: n + 0.5)),
+    "random_number": lambda: reading(lambda: random.randrange(1, LENGTH), lambda n: random.setstate(SEEDS[n])),
+    "iterator": lambda: reading(iter(WIDTHS).__next__, lambda n: None),
+    "numpy_integer": lambda: item(numpy.zeros(3, dtype=numpy.int64), 1),
+    "shape_of_a_tensor": lambda: (lambda t: reading(lambda: t.shape[0], t.resize_))(torch.zeros(1)),
+    "item_of_a_tensor": lambda: of_tensor(integers(1), lambda t: lambda b, h, q, kv: kv < t.item()),
+    # numbers in tensors
+    "number_in_a_tensor": lambda: of_tensor(integers(), lambda t: lambda b, h, q, kv: kv < t),
+    "floating_point_number_in_a_tensor": lambda: of_tensor(torch.zeros(()), lambda t: lambda b, h, q, kv: kv + 0.5 < t + 0.25),
+    "maximum_of_a_tensor": lambda: of_tensor(integers(3), lambda t: lambda b, h, q, kv: kv < t.max()),
+    "element_for_each_head": lambda: of_tensor(integers(2), lambda t: lambda b, h, q, kv: kv < t[h]),
+    # memory of tensors, written in all ways
+    "tensor": lambda: keys(hidden(), torch.Tensor.copy_),
+    "data_of_a_tensor": lambda: keys(hidden(), lambda shown, new: shown.data.copy_(new)),
+    "storage_of_a_tensor": lambda: keys(hidden(), lambda shown, new: shown.untyped_storage().copy_(new.untyped_storage())),
+    "other_memory_for_a_tensor": lambda: keys(hidden(), lambda shown, new: setattr(shown, "data", new)),
+    "view_of_a_tensor": lambda: keys(hidden(2, LENGTH, 2)[1, :, 0], lambda shown, new: shown._base.data[1, :, 0].copy_(new)),
+    "tensor_of_inference_mode": lambda: keys(torch.inference_mode()(hidden)(), torch.inference_mode()(torch.Tensor.copy_)),
+}
+
+
+def case(make):
+    CASES[make.__name__] = make
+    return make
+
+
+@case
+def closure():
+    width = 0
+
+    def change(n):
+        nonlocal width
+        width = n
+
+    return lambda b, h, q, kv: kv < width, change
+
+
+@case
+def class_attribute_read_through_an_object():
+    owner = type("Fresh", (Plain,), {})
+    return attribute(owner(), of=owner)
+
+
+@case
+def property_of_an_object():
+    owner = WithProperty()
+    return reading(lambda: owner.width, call(setattr, owner, "value"))
+
+
+@case
+def torchs_and_masks():
+    width = [0]
+    return torch_flex.and_masks(torch_flex.noop_mask, item(width)[0]), call(width.__setitem__, 0)
+
+
+@case
+def list_of_visible_keys():
+    items = []
+
+    def mask_mod(b, h, q, kv):
+        shown = kv < 0
+        for n in items:
+            shown = shown | (kv == n)
+        return shown
+
+    return mask_mod, lambda n: items.__setitem__(slice(None), range(n))
+
+
+@case
+def value_of_another_thread():
+    pool, items = ThreadPoolExecutor(1), [0]
+    return reading(lambda: pool.submit(lambda: items[0]).result(), call(items.__setitem__, 0))
+
+
+@case
+def default_dtype():
+    """torch's own state decides what a quotient is: 2049 / 2 is 1024 in fp16."""
+
+    def change(n):
+        torch.set_default_dtype(torch.float16 if n == 17 else torch.float32)
+
+    return lambda b, h, q, kv: (kv * 0 + 2049) / 2 > 1024 + kv * 0, change
+
+
+@case
+def numpy_array():
+    numbers = numpy.zeros(3, dtype=numpy.int64)
+    return reading(lambda: int(numbers[1]), call(numbers.__setitem__, 1))
+
+
+def numpy_keys(made_inside):
+    numbers = numpy.zeros(LENGTH, dtype=bool)
+    shown = torch.from_numpy(numbers)
+    mask_mod = (lambda b, h, q, kv: torch.from_numpy(numbers)[kv]) if made_inside else (lambda b, h, q, kv: shown[kv])
+    return mask_mod, lambda n: numbers.__setitem__(slice(None), numpy.arange(LENGTH) < n)
+
+
+CASES["tensor_of_numpy_memory"] = lambda: numpy_keys(False)
+CASES["tensor_made_of_numpy_inside"] = lambda: numpy_keys(True)
+
+
+@case
+def tensor_of_dlpack():
+    numbers = numpy.zeros(LENGTH, dtype=numpy.int8)
+    shown = torch.from_dlpack(numbers)
+    return lambda b, h, q, kv: shown[kv] > 0, lambda n: numbers.__setitem__(slice(None), numpy.arange(LENGTH) < n)
+
+
+@case
+def parameter_of_a_module():
+    layer = torch.nn.Linear(1, LENGTH)
+    return lambda b, h, q, kv: layer.weight[kv, 0] > 0, lambda n: layer.weight.data.copy_(below(n)[:, None])
+
+
+@case
+def row_of_a_tensor():
+    shown = hidden(LENGTH, LENGTH)
+    return lambda b, h, q, kv: shown[q][kv], lambda n: shown.data.copy_(below(n))
+
+
+@case
+def reduction_of_a_row():
+    shown = hidden(LENGTH, 3)
+    return lambda b, h, q, kv: shown[kv].any(), lambda n: shown.data.copy_(below(n)[:, None])
+
+
+@case
+def expanded_tensor():
+    base = hidden()
+    shown = base.expand(LENGTH, LENGTH)
+    return lambda b, h, q, kv: shown[q, kv], lambda n: base.data.copy_(below(n))
+
+
+@case
+def sum_of_a_tensor():
+    shown = hidden()
+    return lambda b, h, q, kv: kv < shown.sum(), lambda n: shown.data.copy_(below(n))
+
+
+@case
+def subclass_of_tensor():
+    shown = hidden().as_subclass(type("Fresh", (torch.Tensor,), {}))
+    return lambda b, h, q, kv: shown[kv].as_subclass(torch.Tensor), lambda n: shown.data.copy_(below(n))
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch, tmp_path):
+def restored(monkeypatch):
     # torch evaluates the mask function at each call, in place of a program that dynamo made of it
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
     monkeypatch.setattr(time, "time", time.time)
-    monkeypatch.setattr(builtins, "width_among_builtins", 0, raising=False)
-    monkeypatch.setitem(sys.modules, "volta_fa_test_settings", None)
-    monkeypatch.setenv("VOLTA_FA_TEST_WIDTH", "0")
-    monkeypatch.setenv("VOLTA_FA_TEST_FILE", str(tmp_path / "width"))
     kept.forget()
     yield
     torch.set_default_dtype(torch.float32)
