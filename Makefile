@@ -24,7 +24,7 @@ MAKEFLAGS += -j2
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all build core lint format docs wheel matrix hub notebook release coverage clean
+.PHONY: help run test test-all build core lint format docs wheel matrix hub notebook release clean
 
 help: ## list the targets
 	@echo "volta_fa: exact attention for NVIDIA Volta and Turing GPUs, as PyTorch operators"
@@ -118,9 +118,6 @@ release: wheel ## build the files of a release into dist/release/; URL=, SOURCE=
 	@$(IN_VENV) python tools/addresses.py $(URL:%=--release %) $(SOURCE:%=--source %) $(ISSUES:%=--issues %)
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
 	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz
-
-coverage: build $(VENV)/.test ## print the line coverage of Python (quick tests) and Rust (cargo test)
-	@$(IN_VENV) $(IN_SIMULATOR) python tools/measure_coverage.py $(ARGS)
 
 clean: ## remove all build results (but not .venv)
 	@rm -rf target build dist demo-output $(LIBRARIES) python/volta_fa.egg-info

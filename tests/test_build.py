@@ -136,7 +136,7 @@ def make(*arguments, **environ) -> subprocess.CompletedProcess:
 
 def test_make_help_names_the_commands():
     assert make("help").stdout == make().stdout
-    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "matrix", "hub", "notebook", "release", "coverage", "clean"):
+    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "matrix", "hub", "notebook", "release", "clean"):
         assert f"make {target} " in make("help").stdout
 
 
