@@ -88,9 +88,6 @@ docs: $(VENV)/.docs ## build the documentation into target/site, the Rust side i
 	@RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
 	    $(IN_VENV) cargo doc --release --locked --workspace --no-deps --document-private-items
 
-docs/images/call.svg: docs/images/call.dot ## (needs graphviz's dot)
-	@dot -Tsvg $< -o $@
-
 wheel: $(VENV)/.wheel ## build the release wheel for all supported torch releases into dist/
 	@VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$${VOLTA_FA_TORCH_RELEASES:-all} \
 	    $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
