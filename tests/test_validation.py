@@ -1,7 +1,7 @@
 """Bad input: the exception's type, and a message that names the argument and says what is allowed.
 
-tests/problem.rs tests the rules without tensors. These tests check that every backend raises them in Python and launches
-nothing. Lengths in GPU memory are an exception: without `check_lengths` only the kernels see them. The kernels then run, touch
+Every backend raises in Python and launches nothing. tests/problem.rs has what only tensors of a GPU would show.
+Lengths in GPU memory are an exception: without `check_lengths` only the kernels see them. The kernels then run, touch
 nothing outside the tensors, and write NaN to the affected rows (test_unchecked_*).
 """
 
