@@ -52,7 +52,8 @@ class Row:
         heads = f"{a.nheads}" if a.nheads == a.nheads_k else f"{a.nheads}/{a.nheads_k}"
         headdim = f"{a.headdim}" if a.headdim == a.headdim_v else f"{a.headdim}/{a.headdim_v}"
         lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
-        return f"{self.model}, {self.use}: {self.batch} x {lengths}, heads {heads}, headdim {headdim}"
+        counted = "heads that fill the GPU" if self.wave else f"heads {heads}"
+        return f"{self.model}, {self.use}: {self.batch} x {lengths}, {counted}, headdim {headdim}"
 
 
 def language_model(

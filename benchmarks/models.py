@@ -7,8 +7,9 @@ Training is forward and backward. TFLOP/s count the query-key pairs that the mas
 or of the DRAM rate of the simulated GPU. Turing has no kernels for a cache of latents.
 
 --pytorch adds the speed of PyTorch's memory-efficient kernels, from the wheel of torch 2.7.1 (V100) or 2.11.0+cu130 (Turing), for rows of
-training and prefill that they compute without a mask in memory, with headdims to 128. K and V of grouped heads are repeated for them
-before, which is not counted. PyTorch's launches have fewer or more heads than the model: the time of a block does not depend on its head.
+training and prefill that they compute without a mask in memory, with headdims to 128. --resume keeps these speeds for later tables.
+K and V of grouped heads are repeated for PyTorch's kernels before, which is not counted.
+PyTorch's launches have fewer or more heads than the model: the time of a block does not depend on its head.
 Backward launches have one block for each head (`pytorch_fmha`).
 Lengths are those of a usual run.
 """
@@ -101,25 +102,27 @@ def case_of(row: Row) -> driver.Case:
 
 
 class PyTorch:
-    """PyTorch's kernels on a simulated GPU."""
+    """PyTorch's kernels on a simulated GPU. Without their library, only kept figures."""
 
-    def __init__(self, library: Path, simulator: Path, gpu: str, kept: Kept) -> None:
+    def __init__(self, gpu: str, kept: Kept, library: Path | None = None, simulator: Path | None = None) -> None:
         self._simulator, self._gpu, self._kept = simulator, gpu, kept
         self._temporary = tempfile.TemporaryDirectory()
         sm = 70 if gpu == "v100" else 75
         self._kernels = pytorch_fmha.kernels(sm)
-        pytorch_fmha.write_cubins(library, sm, Path(self._temporary.name))
+        if library:
+            pytorch_fmha.write_cubins(library, sm, Path(self._temporary.name))
 
     def tflops(self, row: Row) -> float | None:
-        """Returns the speed by the default model; None if the kernels do not compute the row."""
+        """Returns the speed by the default model; None if the kernels do not compute the row, or nothing is known."""
         a = row.attention
         if row.use == DECODE or row.window or a.softcap or a.sinks or a.headdim != a.headdim_v or a.headdim > 128:
             return None
         forward = self._speed(FORWARD_PASS, row)
+        backward = self._speed(BACKWARD, row) if forward and row.use == TRAIN else None
         # 4 operations forward, 10 backward
-        return forward if row.use == FORWARD else 14 / (4 / forward + 10 / self._speed(BACKWARD, row))
+        return forward if row.use == FORWARD else forward and backward and 14 / (4 / forward + 10 / backward)
 
-    def _speed(self, direction: str, row: Row) -> float:
+    def _speed(self, direction: str, row: Row) -> float | None:
         a, sms, forward = row.attention, GPUS[self._gpu].sms, direction == FORWARD_PASS
         # without a mask, a step costs the same at all lengths
         longest = row.seqlen_k if a.causal else 8192 if forward else 1024
@@ -136,7 +139,7 @@ class PyTorch:
         # its random inputs are the same each time, so its name and sizes say what it does
         key = {"gpu": self._gpu, "pytorch": json.loads(json.dumps(launch))}
         known = self._kept.get(key)
-        if known is None:
+        if known is None and self._simulator:
             known = pytorch_fmha.tflops(self._simulator, Path(self._temporary.name), self._gpu, launch)
             self._kept.put(key, known)
         return known
@@ -147,31 +150,25 @@ def model_rows(gpu: str) -> Iterator[Row]:
 
 
 def rows(options: argparse.Namespace) -> list[driver.Row]:
-    (gpu,) = options.gpu
-    if options.pytorch:
-        options.pytorch = PyTorch(*options.pytorch, gpu, options.store)
-    return [driver.Row(str(row), case_of(row), gpu) for row in model_rows(gpu)]
+    options.pytorch = {gpu: PyTorch(gpu, options.store, *(options.pytorch or ())) for gpu in options.gpu}
+    return [driver.Row(str(row), case_of(row), gpu) for gpu in options.gpu for row in model_rows(gpu)]
 
 
-def pytorch_of(results: Sequence[Result], options: argparse.Namespace) -> dict[str, float]:
-    """Returns TFLOP/s of PyTorch's kernels by row, for --pytorch."""
-    if not options.pytorch:
-        return {}
-    wanted = {r.row.name for r in results}
-    found = {str(row): options.pytorch.tflops(row) for row in model_rows(options.gpu[0]) if str(row) in wanted}
+def pytorch_of(results: Sequence[Result], options: argparse.Namespace) -> dict[tuple[str, str], float]:
+    """Returns TFLOP/s of PyTorch's kernels by GPU and row."""
+    wanted = {(r.row.gpu, r.row.name) for r in results}
+    found = {
+        (gpu, str(row)): pytorch.tflops(row)
+        for gpu, pytorch in options.pytorch.items()
+        for row in model_rows(gpu)
+        if (gpu, str(row)) in wanted
+    }
     return {name: speed for name, speed in found.items() if speed is not None}
 
 
 def use_of(result: Result) -> str:
     case = result.row.case
     return DECODE if case.bytes else TRAIN if case.backward else FORWARD
-
-
-def kernels(result: Result) -> str:
-    """Returns the slowest kernel of each pass, with a perfect instruction cache."""
-    passes = sorted({launch["call"] for launch in result.launches[1]})
-    of = ([launch for launch in result.launches[1] if launch["call"] == call] for call in passes)
-    return ", ".join(max(launches, key=lambda launch: launch["us"])["kernel"] for launches in of)
 
 
 def rate(result: Result, model: int = 0, unit: bool = False) -> str:
@@ -181,28 +178,31 @@ def rate(result: Result, model: int = 0, unit: bool = False) -> str:
 
 
 def grids(results: Sequence[Result], options: argparse.Namespace) -> list[Grid]:
+    """Returns one table, with a row for each model and use, and columns for each GPU."""
     options.beside = pytorch_of(results, options)
 
-    def of(result: Result, text: str) -> str:
-        speed = options.beside.get(result.row.name)
-        return "-" if speed is None else text.format(speed, result.tflops() / speed)
+    def pytorch(result: Result) -> str:
+        speed = options.beside.get((result.row.gpu, result.row.name))
+        return "-" if speed is None else f"{speed:.1f} ({result.tflops() / speed:.1f})"
 
-    beside = {"PyTorch, TFLOP/s": lambda r: of(r, "{0:.1f}"), "ratio": lambda r: of(r, "{1:.1f}")} if options.beside else {}
     columns = {
-        "model and use": lambda r: r.row.name,
         "us": lambda r: f"{r.us():.0f}",
-        "TFLOP/s or GB/s": lambda r: rate(r, unit=True),
-        "perfect i-cache": lambda r: rate(r, 1),
+        "TFLOP/s or GB/s, perfect i-cache": lambda r: f"{rate(r)}, {rate(r, 1, unit=True)}",
         "share": lambda r: f"{r.share():.0%}",
-        **beside,
-        "kernels": kernels,
+        "PyTorch's TFLOP/s (ratio)": pytorch,
     }
-    return [report.table(f"Attention of one layer on a simulated {GPUS[options.gpu[0]].title}", results, columns)]
+    grid = Grid("Attention of one layer", ["model and use", *(f"{GPUS[gpu].title}: {name}" for gpu in options.gpu for name in columns)])
+    of = {(r.row.gpu, r.row.name): r for r in results}
+    for name in dict.fromkeys(r.row.name for r in results):
+        found = [of.get((gpu, name)) for gpu in options.gpu]
+        grid.rows.append([name, *(cell(r) if r else "-" for r in found for cell in columns.values())])
+    return [grid]
 
 
 def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[str, str], path: Path) -> None:
-    """Draws the shares as bars, one panel for each use, with PyTorch's as thin bars on them."""
-    (gpu,) = options.gpu
+    """Draws the shares on the first GPU as bars, one panel for each use, with PyTorch's as thin bars on them."""
+    gpu = options.gpu[0]
+    results = [r for r in results if r.row.gpu == gpu]
     uses = [use for use in (TRAIN, FORWARD, DECODE) if any(use_of(r) == use for r in results)]
     title = f"volta_fa on a simulated {GPUS[gpu].title}, {header['date']}: share of the tensor pipe (decoding: of DRAM)"
     longest = max(sum(use_of(r) == use for r in results) for use in uses)
@@ -212,7 +212,8 @@ def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[st
         drawn = axis.barh(
             list(bars), [100 * r.share() for r in bars.values()], color=plots.COLORS["volta_fa"], height=0.6, label="volta_fa"
         )
-        beside = {model: 100 * options.beside[r.row.name] / r.peak for model, r in bars.items() if r.row.name in options.beside}
+        speeds = {model: options.beside.get((gpu, r.row.name)) for model, r in bars.items()}
+        beside = {model: 100 * speed / bars[model].peak for model, speed in speeds.items() if speed}
         if beside:
             axis.barh(*zip(*beside.items()), color=plots.COLORS["SDPA efficient"], height=0.25, label="PyTorch, memory-efficient")
         axis.bar_label(drawn, [rate(r, unit=True) for r in bars.values()], padding=3, fontsize=8)
@@ -228,7 +229,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run("models", Benchmark(__doc__, rows, grids, add_options, plot), arguments)
+    return run("models", Benchmark(__doc__, rows, grids, add_options, plot, several=True), arguments)
 
 
 if __name__ == "__main__":

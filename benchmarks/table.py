@@ -151,20 +151,20 @@ def grids(rows: Sequence[Row]) -> list[Grid]:
             cells.append(significant(None if peak is None else peak / 2**20))
         saving = row.memory_saving()
         quality.rows.append(cells + ["-" if saving is None else f"{saving:.0%}"])
-    found = [quality]
-    for which in PASSES:
-        what = "Forward and backward" if which == "total" else which.capitalize()
-        others = [c for name in names[1:] for c in (name, "ours is")]
-        grid = Grid(f"{what}: TFLOP/s, and how many times as fast volta_fa is", ["B,H,M,N,D", "volta_fa, ms", "volta_fa", *others])
-        for row in rows:
+    passes = PASSES[:2]
+    columns = [c for p in passes for c in (f"{p}: volta_fa, ms", *names)]
+    speed = Grid("TFLOP/s, and in brackets how many times as fast volta_fa is", ["B,H,M,N,D", *columns])
+    for row in rows:
+        cells = [str(row.shape)]
+        for which in passes:
             ours = row.results[OURS]
-            cells = [str(row.shape), significant(ours.ms.get(which)), significant(ours.tflops.get(which))]
+            cells += [significant(ours.ms.get(which)), significant(ours.tflops.get(which))]
             for name in names[1:]:
                 other = row.results[name]
-                cells += [significant(other.tflops.get(which)), times(ratio(other.ms.get(which), ours.ms.get(which)))]
-            grid.rows.append(cells)
-        found.append(grid)
-    return found
+                speedup = times(ratio(other.ms.get(which), ours.ms.get(which)))
+                cells.append(f"{significant(other.tflops.get(which))} ({speedup})" if which in other.ms else "-")
+        speed.rows.append(cells)
+    return [quality, speed]
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

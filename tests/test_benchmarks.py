@@ -342,6 +342,28 @@ def test_waves_of_models():
         assert len(waves) == 2 and all(n >= 80 and n % gpu.sms == 0 for n in blocks)
 
 
+def test_models_have_a_row_for_all_gpus(tmp_path):
+    """Waves have another number of heads on each GPU. Turing has no kernels for latents."""
+    from argparse import Namespace
+
+    from benchmarks import models
+
+    options = Namespace(gpu=["v100", "rtx2080ti"], store=driver.Kept(tmp_path / "kept"), pytorch=None)
+    launch = {"us": 1e3, "call": 0, "kernel": "k"}
+    found = [driver.Result(row, [[launch], [launch]], 1e3) for row in models.rows(options)]
+    (grid,) = models.grids(found, options)
+    rows = {row[0]: row[1:] for row in grid.rows}
+    assert len(rows) == len(list(models.model_rows("v100"))) and len(grid.columns) == 9
+    (wave,) = (cells for name, cells in rows.items() if "a wave of 480p" in name)
+    assert wave[0] == wave[4] == "1000" and wave[1] != wave[5]
+    assert rows["DeepSeek V2 Lite, decode: 8 x 1x4096, heads 16/1, headdim 576/512"][4:] == ["-"] * 4
+    assert wave[3] == "-"  # no figure of PyTorch's is kept
+    row = next(row for row in models.model_rows("rtx2080ti") if row.wave)
+    options.pytorch["rtx2080ti"].tflops = lambda of: 2.0 if str(of) == str(row) else None
+    cells = next(cells for name, *cells in models.grids(found, options)[0].rows if name == str(row))
+    assert cells[3] == "-" and cells[7].startswith("2.0 (")
+
+
 def test_headdim_512_says_which_rows_are_missing():
     from benchmarks import tables
 

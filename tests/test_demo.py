@@ -129,13 +129,12 @@ def test_the_first_make_run_compiles_the_demos_kernels(monkeypatch):
 
 def test_pytorchs_speed_is_that_of_the_figures():
     page = (Path(__file__).parents[1] / "docs/reference/figures.md").read_text()
-    for gpu, name in zip(simulated.GPUS, ("models", "models_t4")):
-        section = page.split(f"<!-- begin {name} -->")[1].split(f"<!-- end {name} -->")[0]
-        s = simulated
-        row = next(
-            line for line in section.splitlines() if line.startswith(f"| {s.LAYER}, training: {s.BATCH} x {s.SEQLEN}, heads {s.NHEADS}")
-        )
-        assert float(row.split("|")[6]) == gpu.pytorch_tflops
+    lines = page.split("<!-- begin models -->")[1].split("<!-- end models -->")[0].splitlines()
+    s = simulated
+    columns = next(line for line in lines if line.startswith("| model and use")).split(" | ")
+    row = next(line for line in lines if line.startswith(f"| {s.LAYER}, training: {s.BATCH} x {s.SEQLEN}, heads {s.NHEADS}")).split(" | ")
+    for gpu in s.GPUS:
+        assert float(row[columns.index(f"{gpu.title}: PyTorch's TFLOP/s (ratio)")].split()[0]) == gpu.pytorch_tflops
 
 
 def test_without_a_disassembler_the_simulation_says_why(tmp_path):
