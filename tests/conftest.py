@@ -9,6 +9,7 @@
 Environment:
 - VOLTA_FA_TEST_LIBRARY: the library to test, instead of the one in python/volta_fa or the installed package's
 - VOLTA_FA_TEST_SEED: changes all random inputs (default 0)
+- VOLTA_FA_TEST_EXAMPLES: random problems of each test of combinations
 - VOLTA_FA_TEST_REQUIRE: backends, as `sim,cuda`, that must run: tests fail instead of skip where one cannot
 
 `make test` runs the tests that are not marked `slow`, `make test-all` runs all. Both use several processes (pytest-xdist's
@@ -36,9 +37,9 @@ import torch
 from torch import Tensor
 
 import reference
-from cases import Case
 from processes import run_forked
 
+Case = reference.cases.Case
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Ignore this machine's tuning files (`python -m volta_fa check --tune`): the tests expect the planner's own choices.
 os.environ["VOLTA_FA_TUNING"] = "0"

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import reference
-from cases import random_case
 from conftest import ALL, KERNELS, REPOSITORY, Case, assert_same_bits, on, repeat
 from test_features import BASE, LENGTHS, PACKED, changed
 
@@ -175,20 +174,78 @@ def test_autograd(backend):
 
 # ---- random combinations ------------------------------------------------------------------------------------------
 
+WINDOWS = (-1, -1, 0, 1, 7, 40)
+BIASES = ("", "", "bhqk", "hqk", "qk", "bqk", "bk", "hq", "k", "q", "-")
+#: The usual test lengths of attention kernels.
+SEQLENS = (1, 2, 3, 16, 17, 63, 64, 65, 113, 127, 128, 129, 203, 239, 255, 256, 257, 512, 513, 799, 1000, 1023, 1024, 2047, 2048)
+#: Most scores of a problem on a GPU: the reference holds several fp64 matrices of this size.
+MOST_SCORES = 2**25
+
+
+def options_of_scores(pick):
+    softcap, dims = pick((0.0, 0.0, 1.5, 30.0)), pick(BIASES)
+    return dict(
+        softcap=softcap,
+        dropout_p=0.0 if softcap else pick((0.0, 0.0, 0.17, 0.5)),
+        alibi=pick(("", "", "h", "bh")),
+        bias=f"{dims}:{pick(('own', 'fp32', 'bool'))}" if dims else "",
+        sinks=pick(("", "", "own", "fp32")),
+    )
+
 
 @st.composite
-def combinations(draw, most, headdims=(8, 32, 40, 64, 20, 128)):
-    return random_case(lambda options: draw(st.sampled_from(options)), lambda: draw(st.integers(0, most)), headdims)
+def combinations(draw, most, headdims=(8, 32, 40, 64, 20, 128, 1, 91), most_heads=4):
+    """Returns a combination of everything. Half of the problems have no option that changes scores, for kernels without features."""
+
+    def pick(options):  # the simplest is first
+        return draw(st.sampled_from(options))
+
+    def lengths():
+        return draw(st.integers(0, most) | st.sampled_from([n for n in SEQLENS if n <= most]))
+
+    nheads_k = pick(range(1, most_heads // 2 + 1))
+    groups = pick([g for g in range(1, most_heads + 1) if g * nheads_k <= most_heads])
+    headdim = pick(headdims)
+    entries = pick(range(1, 4))
+    packed = pick((False, True))
+    seqlens = tuple((lengths(), lengths()) for _ in range(entries)) if packed else ((max(lengths(), 1), max(lengths(), 1)),) * entries
+    is_causal = pick((False, True))
+    scores = options_of_scores(pick) if pick((False, True)) else {}
+    if pick((False, False, True)):
+        scores["used"] = tuple(pick(sorted({k, k // 2, max(k - 1, 0), 0}, reverse=True)) for _, k in seqlens)
+    return Case(
+        seqlen_q=0 if packed else seqlens[0][0],
+        seqlen_k=0 if packed else seqlens[0][1],
+        lengths=seqlens if packed else (),
+        batch=2 if packed else entries,
+        spare=pick((0, 0, 5)) if packed else 0,
+        headdim=headdim,
+        headdim_v=pick((None, None, pick(headdims))),
+        nheads=nheads_k * groups,
+        nheads_k=nheads_k,
+        is_causal=is_causal,
+        window_left=pick(WINDOWS),
+        window_right=-1 if is_causal else pick(WINDOWS),  # the op refuses is_causal with keys to the right
+        softmax_scale=pick((None, None, 0.5, -0.1)),
+        **scores,
+    )
 
 
-@hypothesis.settings(max_examples=150)
+def examples(n):
+    """VOLTA_FA_TEST_EXAMPLES replaces the number of random problems of a test."""
+    return hypothesis.settings(
+        max_examples=int(os.environ.get("VOLTA_FA_TEST_EXAMPLES", n)), suppress_health_check=list(hypothesis.HealthCheck)
+    )
+
+
+@examples(200)
 @hypothesis.given(combinations(120), st.booleans())
 def test_random_combinations_cpu(case, deterministic):
     repeat("cpu-fp32", case, deterministic)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=60)
+@examples(60)
 @hypothesis.given(combinations(50))
 def test_random_combinations_cpu_fp64(case):
     repeat("cpu-fp64", case)
@@ -200,44 +257,40 @@ def test_factors_of_dropout_are_fp64():
     repeat("cpu-fp64", Case(headdim=32, nheads=3, nheads_k=1, is_causal=True, dropout_p=0.17, alibi="bh", sinks="own", lengths=lengths))
 
 
-@hypothesis.settings(max_examples=15, suppress_health_check=list(hypothesis.HealthCheck))
+@examples(25)
 @hypothesis.given(combinations(45), st.booleans())
 def test_random_combinations_sim(case, deterministic):
     repeat("sim", case, deterministic)
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=8, suppress_health_check=list(hypothesis.HealthCheck))
+@examples(8)
 @hypothesis.given(combinations(35))
 def test_random_combinations_sim_bf16(case):
     repeat("sim-bf16", case)
 
 
 @pytest.mark.cuda
-@hypothesis.settings(max_examples=200)
-@hypothesis.given(combinations(300, (8, 32, 40, 64, 96, 128, 192, 256)), st.booleans())
-def test_random_combinations_cuda(case, deterministic):
-    repeat("cuda", case, deterministic)
-
-
-# ---- the sweep of tools/gpu ----------------------------------------------------------------------------------------
+@examples(300)
+@hypothesis.given(
+    st.sampled_from(("cuda", "cuda", "cuda-bf16")),
+    combinations(2048, (8, 32, 40, 64, 80, 91, 96, 112, 128, 160, 192, 224, 256), most_heads=8),
+    st.booleans(),
+)
+def test_random_combinations_cuda(name, case, deterministic):
+    longest = case.lengths or ((case.seqlen_q, case.seqlen_k),)
+    entries = len(case.lengths) or case.batch
+    hypothesis.assume(entries * case.nheads * max(q for q, _ in longest) * max(k for _, k in longest) <= MOST_SCORES)
+    repeat(name, case, deterministic)
 
 
 @pytest.mark.slow
-def test_sweep(tmp_path):
-    """It runs, and tells of a failure by a line that repeats it."""
-    sweep = [sys.executable, str(REPOSITORY / "tools/gpu/sweep.py"), "--device", "cpu"]
-    done = subprocess.run([*sweep, "--count", "25"], capture_output=True, text=True)
-    assert done.returncode == 0 and "25 problems, 0 failed" in done.stdout, done.stdout + done.stderr
+def test_a_failure_prints_what_repeats_it(monkeypatch, capsys):
     # a tenth of eager's error is less than any fp16 result has
-    (tmp_path / "sitecustomize.py").write_text(
-        "from reference import tolerance; tolerance.FORWARD_FACTOR = 0.1; tolerance.Budget._unavoidable = lambda *_: 0.0"
-    )
-    paths = os.pathsep.join([str(tmp_path), str(REPOSITORY / "tests")])
-    done = subprocess.run(
-        [*sweep, "--count", "3", "--backend", "cpu-fp16"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
-    )
-    assert done.returncode == 1 and "3 problems, 3 failed" in done.stdout, done.stdout + done.stderr
-    command = next(line for line in done.stdout.splitlines() if line.startswith("to repeat: ")).removeprefix("to repeat: ")
+    monkeypatch.setattr(reference.tolerance, "FORWARD_FACTOR", 0.1)
+    monkeypatch.setattr(reference.Budget, "_unavoidable", lambda *_: 0.0)
+    with pytest.raises(AssertionError):
+        repeat("cpu-fp16", Case(40, 50, 64, is_causal=True))
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("to repeat: ")).removeprefix("to repeat: ")
     again = subprocess.run(command.replace("python", sys.executable, 1), shell=True, cwd=REPOSITORY, capture_output=True, text=True)
     assert again.returncode == 0, again.stdout + again.stderr

@@ -7,13 +7,11 @@ that of PyTorch's own fp16 eager attention on the same inputs, both against fp64
 import json
 import math
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 
 import reference
-from conftest import ALL, KERNELS, Case, assert_same_bits, check, judge, on, on_cases, repeat
+from conftest import ALL, KERNELS, Case, assert_same_bits, check, judge, on, on_cases
 
 HEADDIMS = [8, 40, 64, 72, 96, 104, 128, 136, 192, 256]
 SEQLENS = [(q, k) for q in (1, 17, 113) for k in (1, 33, 255)]
@@ -483,51 +481,3 @@ def test_runs_on_the_current_stream(backend):
         out = torch.ops.volta_fa.fwd(late, k, v, **case.options)[0]
     stream.synchronize()
     assert torch.equal(out, expected)
-
-
-# ---- random problems ----------------------------------------------------------------------------------------------
-
-
-@st.composite
-def problems(draw, most_keys):
-    nheads_k = draw(st.integers(1, 2))
-    window = st.sampled_from([-1, -1, 0, 1, 7, 40])
-    is_causal = draw(st.booleans())
-    return Case(
-        seqlen_q=draw(st.integers(1, most_keys)),
-        seqlen_k=draw(st.integers(1, most_keys)),
-        headdim=draw(st.integers(1, 12).map(lambda n: 8 * n) | st.integers(1, 96)),
-        headdim_v=draw(st.integers(1, 12).map(lambda n: 8 * n) | st.integers(1, 96)),
-        batch=draw(st.integers(1, 2)),
-        nheads=nheads_k * draw(st.integers(1, 3)),
-        nheads_k=nheads_k,
-        is_causal=is_causal,
-        window_left=draw(window),
-        window_right=-1 if is_causal else draw(window),
-        softmax_scale=draw(st.sampled_from([None, None, 0.5, -0.1])),
-    )
-
-
-@hypothesis.settings(max_examples=60)
-@hypothesis.given(problems(200))
-def test_random_problems_cpu(case):
-    repeat("cpu-fp32", case)
-
-
-@hypothesis.settings(max_examples=30)
-@hypothesis.given(problems(60))
-def test_random_problems_cpu_fp64(case):
-    repeat("cpu-fp64", case)
-
-
-@hypothesis.settings(max_examples=12, suppress_health_check=list(hypothesis.HealthCheck))
-@hypothesis.given(problems(70))
-def test_random_problems_sim(case):
-    repeat("sim", case)
-
-
-@pytest.mark.cuda
-@hypothesis.settings(max_examples=100)
-@hypothesis.given(problems(300))
-def test_random_problems_cuda(case):
-    repeat("cuda", case)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 import reference
 import volta_fa
-from cases import Case
-from conftest import FP32_KERNELS, HAS_CUDA, on, on_cases
+from conftest import FP32_KERNELS, HAS_CUDA, Case, on, on_cases
 
 NEEDS_GPU = pytest.mark.skipif(not HAS_CUDA, reason="no GPU")
 

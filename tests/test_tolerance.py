@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import reference
-from cases import Case
-from conftest import BF16_KERNELS, KERNELS, on, on_cases, repeat, seed_of
+from conftest import BF16_KERNELS, KERNELS, Case, on, on_cases, repeat, seed_of
 
 # Random problems with results of one or two elements, or of rows with one or two keys, that were beyond what eager attention's own error
 # alone would allow (VOLTA_FA_TEST_SEED: draws of the simulated kernels; 0: what an H200 met).

@@ -6,8 +6,9 @@
 #   tools/gpu/validate.sh OUTPUT sweep volta-racecheck     some steps: [volta-]{pytest,sweep,memcheck,racecheck,initcheck}, examples
 #   tools/gpu/validate.sh OUTPUT figures                   only the GPU benchmarks of docs/reference/figures.md, at most seven minutes
 #
-#   SWEEP="--skip 700 --time-limit 100"   arguments of tools/gpu/sweep.py
+#   SWEEP="--hypothesis-seed 7"           arguments of pytest for other random problems
 #   KERNELS='turing_fwd_*'                kernels that the sanitizers force (default: all that the GPU runs)
+#   EXAMPLES=300                          number of random problems (default: 2000)
 #   LIMIT=120                             time limit of a step, in seconds
 #
 # `figures` writes gpu-{table,memory,training}.{json,png,md}; `python -m benchmarks.docs OUTPUT` puts them into the page. It needs rich and
@@ -54,7 +55,8 @@ for name in "$@"; do
     case $name in volta-*) family=volta ;; esac
     case ${name#volta-} in
     pytest) step "$name" env VOLTA_FA_FAMILY=$family VOLTA_FA_TEST_REQUIRE=cuda python3 -m pytest -q -m cuda tests ;;
-    sweep) step "$name" env VOLTA_FA_FAMILY=$family python3 tools/gpu/sweep.py ${SWEEP:-} ;;
+    sweep) step "$name" env VOLTA_FA_FAMILY=$family VOLTA_FA_TEST_REQUIRE=cuda VOLTA_FA_TEST_EXAMPLES="${EXAMPLES:-2000}" \
+        python3 -m pytest -q -k random_combinations_cuda tests/test_dropout.py ${SWEEP:-} ;;
     figures)
         LIMIT=60 figures memory --seqlens 512 1024 2048 4096 8192
         LIMIT=240 figures table --time-limit 150
