@@ -5,6 +5,8 @@
     python -m benchmarks.tables fast             volta_fa::fwd_fast beside volta_fa::fwd on Turing
     python -m benchmarks.tables float32          float32 in both precisions
     python -m benchmarks.tables long_sequences   forward passes of 8K to 115K tokens, where K and V of a head do not fit L2
+    python -m benchmarks.tables indexer          logits of DeepSeek's indexer
+    python -m benchmarks.tables sparse_mla       latent attention over chosen tokens
     python -m benchmarks.tables features         options as a share of the plain pass, measured on this machine's GPU
 
 Each has --help. Nothing but the last is measured.
@@ -22,7 +24,7 @@ import torch
 
 from volta_fa.errors import CommandError
 
-from . import decode, report, volta
+from . import decode, report, sparse, volta
 from .driver import GPUS, MODELS, Benchmark, Result, Row, run
 from .measure import Work, aligned
 from .report import Grid
@@ -462,6 +464,8 @@ TABLES = {
     "fast": Benchmark(FAST_TEXT, lambda o: list(fast_rows(o)), fast_grids, add_fast_options, gpus=("rtx2080ti", "t4"), several=True),
     "float32": Benchmark(FLOAT32_TEXT, float32_rows, float32_grids, gpus=("v100", "t4"), several=True),
     "long_sequences": Benchmark(LONG_TEXT, long_rows, long_grids, add_long_options),
+    "indexer": sparse.INDEXER,
+    "sparse_mla": sparse.SPARSE_MLA,
     "features": Benchmark(FEATURES_TEXT, feature_rows, feature_grids, add_feature_options),
 }
 

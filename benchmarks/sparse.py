@@ -1,0 +1,149 @@
+"""Rows of `benchmarks.tables`: the indexer's logits, and latent attention over chosen tokens."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from . import report
+from .driver import Benchmark, Result, Row
+from .measure import Work
+from .report import Grid
+
+_INDEXER = """The lightning indexer (`volta_fa::indexer_logits`) on a simulated V100 and T4.
+
+Queries have heads of 128 columns in e4m3 (one row: float16). Prompts see their keys causally, decoding reads pages of 64 tokens. TFLOP/s
+count the products of visible keys, and GB/s the bytes of the keys.
+"""
+_SPARSE = """Sparse latent attention (`volta_fa::fwd_sparse_mla`) on a simulated V100: selection of tokens, and attention.
+
+Each query chooses distinct tokens of a cache of 32,768 in pages of 64, at random. Times are without the combination of partial results
+between SMs.
+"""
+TOKENS, PAGE = 32768, 64
+
+
+@dataclass(frozen=True)
+class IndexerCase:
+    """A call. `keys`: of each sequence. Prompts have one sequence, whose last queries these are."""
+
+    queries: int
+    keys: int
+    batch: int = 1
+    heads: int = 64
+    dtype: torch.dtype = torch.float8_e4m3fn
+    paged: bool = False
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.batch} x {self.queries} queries, {self.keys} keys{' in pages' * self.paged}, {self.heads} heads, {dtype}"
+
+    @property
+    def flops(self) -> float:
+        visible = self.batch * (self.queries * self.keys - self.queries * (self.queries - 1) // 2)
+        return 2.0 * 128 * self.heads * visible
+
+    @property
+    def bytes(self) -> float:
+        return 132.0 * self.batch * self.keys if self.paged else 0.0
+
+    def calls(self, device: str) -> list[Work]:
+        q = torch.full((self.batch, self.queries, self.heads, 128), 0.5).to(self.dtype)
+        weights = torch.ones(self.batch, self.queries, self.heads)
+        if self.paged:
+            pages = self.keys // PAGE
+            keys = torch.full((self.batch * pages, PAGE, 1, 132), 1, dtype=torch.uint8)
+            table = torch.randperm(self.batch * pages, generator=torch.Generator().manual_seed(0)).int().view(self.batch, pages)
+            ends = torch.full((self.batch,), self.keys, dtype=torch.int32)
+            options = {"block_table": table, "max_seqlen_k": self.keys}
+        else:
+            keys = torch.ones(self.keys, 128).to(torch.float8_e4m3fn)
+            ends = (torch.arange(self.queries) + self.keys - self.queries + 1).int().unsqueeze(0)
+            options = {"k_scales": torch.ones(self.keys)}
+        return [lambda: torch.ops.volta_fa.indexer_logits(q, keys, weights, ends, **options, clean_logits=False)]
+
+
+def indexer_rows(options: argparse.Namespace) -> list[Row]:
+    prompts = [IndexerCase(4096, n) for n in (4096, 16384)]
+    others = [replace(prompts[1], dtype=torch.float16), replace(prompts[1], heads=32)]
+    decoding = [IndexerCase(n, TOKENS, batch, paged=True) for n, batch in ((1, 1), (1, 32), (2, 32), (4, 32))]
+    return [Row(str(case), case, gpu) for gpu in options.gpu for case in (*prompts, *others, *decoding)]
+
+
+def indexer_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
+    columns = {
+        "GPU": lambda r: r.row.gpu,
+        "call": lambda r: r.row.name,
+        "us": lambda r: f"{r.us():.1f}",
+        "TFLOP/s": lambda r: f"{r.tflops():.1f}",
+        "GB/s": lambda r: f"{r.gb_s():.0f}" if r.row.case.bytes else "-",
+        "tensor pipe": lambda r: f"{r.main['pipes']['tensor']:.0%}",
+        "perfect i-cache, us": lambda r: f"{r.us(1):.1f}",
+        "TFLOP/s there": lambda r: f"{r.tflops(1):.1f}",
+        "kernel": lambda r: r.main["kernel"],
+    }
+    return [report.table("Indexer logits", results, columns)]
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    """A call. `extra`: tokens of a second cache (DeepSeek V4)."""
+
+    queries: int
+    heads: int = 128
+    topk: int = 2048
+    dtype: torch.dtype = torch.float16
+    fp8: bool = True
+    headdim: int = 576
+    extra: int = 0
+    bytes = 0.0
+
+    def __str__(self) -> str:
+        tokens = f"{self.topk}+{self.extra}" if self.extra else f"{self.topk}"
+        dtype, rows = str(self.dtype).removeprefix("torch."), "fp8" if self.fp8 else "16-bit rows"
+        return f"{self.queries} queries in {dtype}, {self.heads} heads of {self.headdim}, {tokens} tokens, {rows}"
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.queries * self.heads * (self.topk + self.extra) * (self.headdim + 512)
+
+    def calls(self, device: str) -> list[Work]:
+        generator = torch.Generator().manual_seed(0)
+
+        def chosen(topk: int) -> torch.Tensor:
+            return torch.stack([torch.randperm(TOKENS, generator=generator)[:topk] for _ in range(self.queries)]).int()
+
+        # equal values: row maxima never move, as is usual after the first tiles
+        q = torch.full((self.queries, self.heads, self.headdim), 0.01, dtype=self.dtype)
+        row = (656 if self.headdim == 576 else 584) if self.fp8 else self.headdim
+        cache = torch.full((TOKENS // PAGE, PAGE, 1, row), 0.01).to(self.dtype)
+        cache = torch.ones_like(cache, dtype=torch.uint8) if self.fp8 else cache
+        more = {"extra_cache": cache, "extra_indices": chosen(self.extra)} if self.extra else {}
+        indices = chosen(self.topk)
+        return [lambda: torch.ops.volta_fa.fwd_sparse_mla(q, cache, indices, **more)]
+
+
+def sparse_rows(_: argparse.Namespace) -> list[Row]:
+    many = SparseCase(64)
+    rows = [replace(many, dtype=dtype, fp8=fp8) for fp8 in (True, False) for dtype in (torch.float16, torch.bfloat16)]
+    few_heads = [SparseCase(n, heads=16) for n in (1, 64)]
+    v4 = [SparseCase(n, heads=8, headdim=512, topk=128, extra=320) for n in (1, 16)]
+    return [Row(str(case), case, models=("",)) for case in (SparseCase(1), *rows, *few_heads, *v4)]
+
+
+def sparse_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
+    columns = {
+        "call": lambda r: r.row.name,
+        "select, us": lambda r: f"{r.launches[0][0]['us']:.1f}",
+        "attention, us": lambda r: f"{r.launches[0][1]['us']:.1f}",
+        "TFLOP/s": lambda r: f"{r.tflops():.1f}",
+        "kernel": lambda r: r.launches[0][1]["kernel"],
+    }
+    return [report.table("Sparse latent attention on a simulated V100", results, columns)]
+
+
+INDEXER = Benchmark(_INDEXER, indexer_rows, indexer_grids, gpus=("v100", "t4"), several=True)
+SPARSE_MLA = Benchmark(_SPARSE, sparse_rows, sparse_grids)
