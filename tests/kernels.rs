@@ -27,6 +27,7 @@ fn parameter_sizes_match_cubins() {
         let (_, bytes) = sections_of(v, "nv.constant0");
         let block = v.params();
         assert_eq!(bytes - PARAMETERS, kernels::params_bytes(block), "{}: {}", v.name, block.name());
+        assert!((1..=4096).contains(&kernels::params_bytes(block)), "{}: the constant bank has 4096 bytes for parameters", v.name);
     }
 }
 

@@ -1,7 +1,7 @@
-"""What the embedded machine code promises: no spills, the declared occupancy, whole families, a library of bounded size.
+"""What the embedded machine code promises: no spills, whole families, a library of bounded size.
 
-That each kernel's parameter block has the size of the Rust struct, and the registers that its table says, is checked on the cubins
-in tests/kernels.rs.
+tests/kernels.rs checks on the cubins that each kernel's parameter block has the size of the Rust struct, and that it has the registers of
+its table. tests/simulator.rs checks that the declared blocks fit an SM.
 """
 
 import dataclasses
@@ -19,35 +19,12 @@ import torch
 import compare_kernels
 from conftest import CORE, INFO, LIBRARY, REPOSITORY, on
 
-# A streaming multiprocessor of any family's own GPUs; what they differ in, the family says.
-REGISTERS = 64 * 1024
-FAMILIES = {family["name"]: family for family in INFO["families"]}
-# Registers are handed out to a warp in units of 256, that is 8 a thread.
-REGISTER_UNIT = 8
-
-variants = pytest.mark.parametrize("variant", INFO["variants"], ids=lambda v: v["name"])
-
 
 def test_there_are_kernels_for_both_passes():
     passes = {v["pass"] for v in INFO["variants"]}
     assert {"Forward", "Backward"} <= passes
     assert passes <= {p["name"] for p in INFO["passes"]}
     assert len({v["name"] for v in INFO["variants"]}) == len(INFO["variants"])
-
-
-@variants
-def test_occupancy(variant):
-    family = FAMILIES[variant["family"]]
-    registers = -(-variant["registers"] // REGISTER_UNIT) * REGISTER_UNIT
-    blocks = variant["blocks_per_sm"]
-    assert blocks * variant["threads"] * registers <= REGISTERS
-    assert blocks * variant["shared_bytes"] <= family["shared_bytes"]
-    assert blocks * variant["threads"] <= family["threads"]
-
-
-@variants
-def test_parameters_fit_the_constant_bank(variant):
-    assert 0 < variant["params_bytes"] <= 4096
 
 
 #: Grids of equal shares, backward in one kernel and the fast forward are for what gains most by them: a plan does without where there

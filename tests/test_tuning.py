@@ -1,7 +1,6 @@
 """Tunings, forced ones and files, and the log of plans. What a tuning may say, and what plans make of it, is in tests/plan/."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -26,39 +25,20 @@ def device_of(backend) -> int:
 
 # ---- forced ----------------------------------------------------------------------------------------------------
 
-FORCED = [
-    ("Forward", "volta_fwd_64x64", False),
-    ("Forward", "volta_fwd_64x64_small", False),
-    ("Forward", "volta_fwd_128x128", False),
-    ("Forward", "volta_fwd_generic_96x96", False),
-    ("Backward", "volta_bwd_128", False),
-    ("Backward", "volta_bwd_varlen_64", False),
-    ("BackwardPreprocess", "volta_bwd_varlen_preprocess", False),
-    ("BackwardPostprocess", "volta_bwd_varlen_postprocess", False),
-    ("BackwardDkDv", "volta_bwd_generic_dkdv_64", True),
-    ("BackwardDq", "volta_bwd_dq_96", True),
-]
 
-
-@pytest.mark.parametrize("pass_, variant, deterministic", FORCED, ids=[v for _, v, _ in FORCED])
 @on("sim", "cuda")
-def test_a_forced_kernel_runs_and_is_right(backend, force, pass_, variant, deterministic):
-    place = {"Forward": ["forward"], "BackwardPreprocess": ["backward", "prepare"], "BackwardPostprocess": ["backward", "finish"]}
-    place |= {"Backward": ["backward", "main"], "BackwardDkDv": ["backward", "main"], "BackwardDq": ["backward", "finish"]}
+def test_plans_say_that_a_kernel_was_forced(backend, force):
+    """tests/test_variants.py forces every kernel and compares its results."""
 
     def planned():
-        found = plan(device_of(backend), deterministic=deterministic)
-        for key in place[pass_]:
-            found = found[key]
-        return found["name"], found["reason"]
+        found = plan(device_of(backend), deterministic=True)
+        return [(kernel["name"], kernel["reason"]) for kernel in (found["forward"], found["backward"]["finish"])]
 
-    own = planned()
-    force(choices=[{"pass": pass_, "variant": variant}])
-    assert planned() == (variant, "tuned")
-    tensors, options = Case(141, 141, batch=1).problem(backend)
-    check(backend, *tensors, **options, deterministic=deterministic)
+    own, forced = planned(), [("Forward", "volta_fwd_generic_96x96"), ("BackwardDq", "volta_bwd_dq_96")]
+    force(choices=[{"pass": pass_, "variant": variant} for pass_, variant in forced])
+    assert planned() == [(variant, "tuned") for _, variant in forced]
     torch.ops.volta_fa._set_tuning("")
-    assert planned() == own != (variant, "tuned")
+    assert planned() == own
 
 
 def gradients(backend, problem, **options):
@@ -105,19 +85,11 @@ def test_a_failed_kernel_is_replaced_or_named(backend, force):
         gradients(backend, problem)
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("nonsense", "tuning: got expected ident"),
-        ('{"format": 2}', "tuning: format: got 2, expected 1"),
-        ('{"format": 1, "failed": ["nosuch"]}', "tuning: failed: got `nosuch`, expected a kernel of this build"),
-    ],
-)
-def test_invalid_tuning_is_refused(force, text, message):
+def test_invalid_tuning_is_refused(force):
     force(choices=[{"pass": "Forward", "variant": "volta_fwd_128x128"}])
     before = json.loads(torch.ops.volta_fa._plan(1, 100, 100, 1, 1, 64, 64, False))
-    with pytest.raises(ValueError, match=f"volta_fa::_set_tuning: {re.escape(message)}"):
-        torch.ops.volta_fa._set_tuning(text)
+    with pytest.raises(ValueError, match="volta_fa::_set_tuning: tuning: format: got 2, expected 1"):
+        torch.ops.volta_fa._set_tuning('{"format": 2}')
     assert json.loads(torch.ops.volta_fa._plan(1, 100, 100, 1, 1, 64, 64, False)) == before  # the earlier tuning stays
     assert before["forward"]["name"] == "volta_fwd_128x128"
 

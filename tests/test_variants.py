@@ -171,16 +171,3 @@ def run(backend, variant, case):
         dout = None
     backend.forward_on_cpu = variant["pass"] != "Forward"
     check(backend, q, k, v, dout, **options, deterministic=is_deterministic(variant))
-
-
-@on("sim")
-def test_headdims_run_on_the_tightest_variant(backend, force):
-    """A headdim of its own size is not padded to the next one."""
-    for variant in SIMULATED:
-        if variant["pass"] != "Forward":
-            continue
-        simulate(backend, force, variant)
-        case = with_features(Case(40, 70, variant["headdim"], variant["headdim_v"]), features_for(variant)[0])
-        [name] = launched(backend, case, forward=True)
-        found = next(v for v in INFO["variants"] if v["name"] == name)
-        assert (found["headdim"], found["headdim_v"]) == (variant["headdim"], variant["headdim_v"])
