@@ -1,10 +1,9 @@
-"""The ops inside PyTorch: autograd, autocast, torch.compile, TorchScript, fake tensors, and without our Python package."""
+"""The ops inside PyTorch: autograd, autocast, TorchScript, fake tensors, and without our Python package."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch.library import opcheck
 
 import reference
@@ -17,55 +16,6 @@ def fwd(q, k, v, **options):
 
 def leaves(tensors):
     return [t.detach().clone().requires_grad_() for t in tensors]
-
-
-GRADCHECK = [
-    Case(5, 7, 8, 16, batch=2, nheads=4, nheads_k=2),
-    Case(6, 6, 8, is_causal=True, batch=1),
-    Case(7, 4, 8, is_causal=True, batch=1),  # rows without any key
-    Case(6, 9, 8, window_left=2, window_right=1, batch=1, nheads=2, nheads_k=1),
-    Case(4, 5, 16, softmax_scale=-0.7, batch=1),
-    Case(4, 5, 8, softmax_scale=0.0, batch=1),
-]
-
-
-@pytest.mark.parametrize("case", GRADCHECK, ids=str)
-@on("cpu-fp64")
-def test_gradcheck(backend, case):
-    q, k, v, _ = case.inputs(backend)
-    assert torch.autograd.gradcheck(lambda *t: fwd(*t, **case.options), leaves((q, k, v)))
-
-
-def test_gradcheck_of_features():
-    """q, k, v, a bias and the sinks together, under everything that changes scores; packed as well."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, n, h, 8, dtype=torch.float64) for n, h in ((5, 4), (6, 2), (6, 2)))
-    bias, sinks = torch.randn(1, 4, 1, 6, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.1])
-    cu_seqlens = torch.tensor([0, 4, 4, 10], dtype=torch.int32)
-
-    def dense(q, k, v, bias, sinks):
-        return fwd(q, k, v, attn_bias=bias, sinks=sinks, alibi_slopes=slopes, softcap=3.0, is_causal=True)
-
-    def packed(q, k, v, bias, sinks):
-        lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 6, "max_seqlen_k": 6}
-        generator = torch.Generator().manual_seed(1)
-        options = {"attn_bias": bias, "sinks": sinks, "dropout_p": 0.3, "generator": generator}
-        return fwd(q.flatten(0, 1), k.flatten(0, 1)[:10], v.flatten(0, 1)[:10], **lengths, **options)
-
-    for f in (dense, packed):
-        assert torch.autograd.gradcheck(f, leaves((q, k, v, bias, sinks)))
-
-
-@pytest.mark.parametrize("case", GRADCHECK, ids=str)
-@on("cpu-fp64")
-def test_gradient_is_bwd(backend, case):
-    """Autograd's gradient is volta_fa::bwd's, and the reference's."""
-    q, k, v, dout = case.inputs(backend)
-    inputs = leaves((q, k, v))
-    found = torch.autograd.grad(fwd(*inputs, **case.options), inputs, dout)
-    for g, r in zip(found, reference.backward(dout, q, k, v, **case.options)):
-        torch.testing.assert_close(g, r)
 
 
 @on("cpu-fp32", "sim", "cuda")
@@ -117,7 +67,7 @@ def test_second_derivative_is_refused(backend):
     out = fwd(*inputs[:3], attn_bias=inputs[3], sinks=inputs[4])
     grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
     for g in grads:
-        with pytest.raises(RuntimeError, match="volta_fa::bwd"):
+        with pytest.raises(RuntimeError, match="volta_fa::bwd.*not implemented|not implemented.*volta_fa::bwd"):
             torch.autograd.grad(g.sum(), inputs, retain_graph=True)
 
 
@@ -232,48 +182,7 @@ def test_autocast_cuda(backend):
     assert all(t.grad.dtype == torch.float32 for t in inputs)
 
 
-# ---- torch.compile --------------------------------------------------------------------------------------------------
-
-
-def block(x, weight, nheads):
-    """A small attention layer, with views and a projection around the op."""
-    b, s, _ = x.shape
-    q, k, v = (x @ weight).view(b, s, 3, nheads, -1).unbind(2)
-    return fwd(q, k, v, is_causal=True).reshape(b, s, -1).square()
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@on("cpu-fp32", "cuda")
-def test_compile(backend, dynamic):
-    torch.compiler.reset()
-    counters.clear()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for seqlen in (8, 13, 21):
-        x, weight = backend.randn(2, seqlen, 32), backend.randn(32, 96, spread=0.2)
-        results = []
-        for f in (block, compiled):
-            inputs = leaves((x, weight))
-            out = f(*inputs, 4)
-            out.sum().backward()
-            results.append((out.detach(), *(t.grad for t in inputs)))
-        for a, b in zip(*results):
-            torch.testing.assert_close(a, b, rtol=1e-2 if backend.name == "cuda" else 1e-5, atol=1e-2 if backend.name == "cuda" else 1e-5)
-    if dynamic:
-        assert counters["stats"]["unique_graphs"] == 1
-    torch.compiler.reset()
-
-
-@on("cpu-fp32")
-def test_export(backend):
-    class Layer(torch.nn.Module):
-        def forward(self, q, k, v):
-            return torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0]
-
-    q, k, v, _ = Case(8, 12, 16).inputs(backend)
-    seqlen = torch.export.Dim("seqlen", min=2, max=64)
-    program = torch.export.export(Layer(), (q, k, v), dynamic_shapes=({1: seqlen}, None, None))
-    q = backend.randn(2, 11, 2, 16)
-    assert torch.equal(program.module()(q, k, v), fwd(q, k, v, is_causal=True))
+# ---- fake tensors ---------------------------------------------------------------------------------------------------
 
 
 @on("cpu-bf16")

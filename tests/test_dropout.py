@@ -128,6 +128,15 @@ GRADCHECK = [
     Case(6, 7, 8, nheads=2, batch=2, alibi="bh", softcap=2.0, sinks="own", window_left=3),
     Case(6, 7, 8, nheads=2, batch=2, used=(7, 3)),
     Case(headdim=8, nheads=2, nheads_k=1, lengths=((3, 4), (0, 2), (5, 1)), bias="bhqk:own", sinks="own", alibi="h"),
+    Case(5, 7, 8, 16, batch=2, nheads=4, nheads_k=2),
+    Case(5, 6, 8, batch=2, nheads=4, nheads_k=2, bias="hk:own", sinks="own", alibi="h", softcap=3.0, is_causal=True),
+    Case(7, 4, 8, is_causal=True, batch=1),  # rows without any key
+    Case(6, 9, 8, window_left=2, window_right=1, batch=1, nheads=2, nheads_k=1),
+    Case(4, 5, 16, softmax_scale=-0.7, batch=1),
+    Case(4, 5, 8, softmax_scale=0.0, batch=1),
+    # a generator of the same seed for each call makes dropout a function
+    Case(6, 7, 8, dropout_p=0.3),
+    Case(headdim=8, nheads=4, nheads_k=2, lengths=((4, 3), (0, 2), (6, 5)), bias="hk:own", sinks="own", dropout_p=0.3),
 ]
 
 
@@ -137,18 +146,12 @@ def test_gradcheck(backend, case):
     (q, k, v, _), options = case.problem(backend)
     leaves = {"q": q, "k": k, "v": v, **{n: options.pop(n) for n in ("attn_bias", "sinks") if n in options}}
     leaves = {name: t.requires_grad_() for name, t in leaves.items()}
-    assert torch.autograd.gradcheck(lambda *t: op.fwd(**dict(zip(leaves, t)), **options)[0], list(leaves.values()))
-
-
-@on("cpu-fp64")
-def test_gradcheck_of_dropout(backend):
-    """A generator of the same seed for each call makes it a function."""
-    q, k, v, _ = (t.requires_grad_() for t in Case(6, 7, 8).inputs(backend))
 
     def out(*t):
-        return op.fwd(*t, dropout_p=0.3, generator=torch.Generator().manual_seed(1))[0]
+        generator = torch.Generator().manual_seed(1) if case.dropout_p else None
+        return op.fwd(**dict(zip(leaves, t)), **options, generator=generator)[0]
 
-    assert torch.autograd.gradcheck(out, (q, k, v))
+    assert torch.autograd.gradcheck(out, list(leaves.values()))
 
 
 @on(*ALL)

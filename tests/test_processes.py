@@ -12,11 +12,15 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-import test_routes
 from conftest import LIBRARY, NEEDS_COMPILER, NEEDS_FORK, REPOSITORY, run_python
 from test_routes import Layer, assert_same_gradients, gradients
 
-layer = test_routes.layer
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+    return Layer()
+
 
 # ---- modules and processes ---------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Ways by which programs reach the ops: compilers, packages, checkpointing, functorch, streams and devices. Also counts operations.
 
-The basics of autograd, torch.compile, export and TorchScript are in test_autograd.py; the routes through PyTorch's own
-scaled_dot_product_attention in test_sdpa.py; processes and C++ in test_processes.py.
+The basics of autograd and TorchScript are in test_autograd.py; the routes through PyTorch's own scaled_dot_product_attention in
+test_sdpa.py; processes and C++ in test_processes.py.
 """
 
 import functools
@@ -16,14 +16,7 @@ import torch.utils.checkpoint
 from torch._dynamo.utils import counters
 
 from conftest import LIBRARY, NEEDS_COMPILER, Case, on, run_python
-
-
-def fwd(q, k, v, **options):
-    return torch.ops.volta_fa.fwd(q, k, v, **options)[0]
-
-
-def leaves(tensors):
-    return [t.detach().clone().requires_grad_() for t in tensors]
+from test_autograd import fwd, leaves
 
 
 class Layer(torch.nn.Module):
@@ -41,12 +34,6 @@ class Layer(torch.nn.Module):
         q, k, v = self.qkv(x).view(b, s, 3, self.nheads, w // self.nheads).unbind(2)
         out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(q, k, v, dropout_p=self.dropout_p, is_causal=True)
         return self.out(out.reshape(b, s, w))
-
-
-@pytest.fixture
-def layer():
-    torch.manual_seed(0)
-    return Layer()
 
 
 @pytest.fixture
@@ -95,17 +82,20 @@ def test_inductor(backend, layer_on, dynamic, dropout_p):
     torch.compiler.reset()
 
 
-def test_no_recompilation_when_seqlen_changes(layer):
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@on("cpu-fp32", "cuda")
+def test_no_recompilation_when_seqlen_changes(backend, layer_on, dynamic):
     torch.compiler.reset()
     counters.clear()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    for seqlen in (8, 9, 64, 2, 33):
-        x = torch.randn(2, seqlen, 32)
+    layer, inputs = layer_on()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seqlen in (8, 9, 64, 2, 33) if dynamic else (8, 13):
+        x = inputs(seqlen)
         assert_same_gradients(gradients(compiled, x), gradients(layer, x))
         with torch.no_grad():
-            torch.testing.assert_close(compiled(x), layer(x))
-    # one with gradients and one without
-    assert counters["stats"]["unique_graphs"] == 2
+            torch.testing.assert_close(compiled(x), layer(x), **({"rtol": 1e-2, "atol": 1e-2} if backend.kernels else {}))
+    if dynamic:  # one with gradients and one without
+        assert counters["stats"]["unique_graphs"] == 2
     torch.compiler.reset()
 
 
@@ -384,14 +374,6 @@ def test_vmap(backend):
     found = torch.vmap(fwd)(q, k, v)
     for i in range(2):
         torch.testing.assert_close(found[i], fwd(q[i], k[i], v[i]))
-
-
-@on("cpu-fp64")
-def test_double_backward_names_the_op(backend):
-    inputs = leaves(Case(5, 6, 8).inputs(backend)[:3])
-    grads = torch.autograd.grad(fwd(*inputs).square().sum(), inputs, create_graph=True)
-    with pytest.raises(RuntimeError, match="volta_fa::bwd.*not implemented|not implemented.*volta_fa::bwd"):
-        grads[0].sum().backward()
 
 
 # ---- counting operations ---------------------------------------------------------------------------------------------
