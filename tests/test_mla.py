@@ -1,7 +1,9 @@
-"""volta_fa::fwd_mla: attention over a cache of latents, one for all heads, whose first columns are the values."""
+"""volta_fa::fwd_mla: attention over a cache of latents, one for all heads, whose first columns are the values. And volta_fa.flash_mla:
+FlashMLA's functions, called as its users call them."""
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -12,6 +14,7 @@ from cached import Cached, check_sequences
 from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, on, on_cases, poison_cuda
 from test_kvcache import ints, spoiled
 from test_validation import refused
+from volta_fa import flash_mla
 
 fwd_mla = torch.ops.volta_fa.fwd_mla
 HEADDIM, HEADDIM_V = 576, 512
@@ -455,3 +458,106 @@ def test_num_splits_of_one_is_the_sequences_own(backend, heads):
 def simulated(backend, problem, options):
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     return fwd_mla(problem.q[:1], problem.k_cache, **options)
+
+
+# ---- FlashMLA's functions ----------------------------------------------------------------------------------------
+
+
+def call_flash_mla(backend, case, **options):
+    problem, given = draw(backend, case)
+    lengths = given["cache_seqlens"]
+    metadata, num_splits = flash_mla.get_mla_metadata(lengths, problem.q.shape[1] * problem.q.shape[2], 1)
+    for _ in backend._runs(problem.q, problem.k_cache):
+        found = flash_mla.flash_mla_with_kvcache(
+            problem.q, problem.k_cache, given["block_table"], lengths, 512, metadata, num_splits, **options
+        )
+    return problem, found
+
+
+@on("cpu-fp32", "cpu-fp64", "cpu-bf16", "cpu-fp16", "sim", "cuda")
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_mla_against_fp64(backend, causal):
+    problem, (out, lse) = call_flash_mla(backend, latents([(2, 37), (2, 150)], is_causal=causal), causal=causal)
+    assert out.shape == (2, 2, 16, 512) and lse.shape == (2, 16, 2)
+    check_sequences(backend, problem, out, lse, problem.k_cache, problem.v_cache)
+
+
+@on("cpu-fp32", "sim")
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+def test_flash_mla_quantized(backend, kv_dtype):
+    problem, given = draw(backend, latents([(2, 37), (2, 150)], kv_dtype=kv_dtype, descale="bh"))
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1" if backend.machine == "sim" else "0")
+    scales = {"latent_scale": given.get("latent_scale"), "descale_k": given.get("latent_descale")}
+    assert any(t is not None for t in scales.values())
+    expected = torch.ops.volta_fa.fwd_mla(problem.q, problem.k_cache, **given)
+    arguments = problem.q, problem.k_cache, given["block_table"], given["cache_seqlens"], 512
+    found = flash_mla.flash_mla_with_kvcache(*arguments, causal=True, **scales)
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
+
+
+@on("cpu-fp32")
+def test_the_scale_of_flash_mla_is_that_of_the_whole_headdim(backend):
+    case = latents([(1, 37)])
+    _, found = call_flash_mla(backend, case)
+    backend.generator.manual_seed(backend.seed)
+    _, given = call_flash_mla(backend, case, softmax_scale=576**-0.5)
+    backend.generator.manual_seed(backend.seed)
+    _, other = call_flash_mla(backend, case, softmax_scale=192**-0.5)
+    assert torch.equal(found[0], given[0]) and not torch.equal(found[0], other[0])
+
+
+@on("cpu-fp32", "cuda")
+def test_flash_mla_metadata(backend):
+    """Where the lengths are, and of the shapes that callers keep buffers for; newer callers give none."""
+    metadata, num_splits = flash_mla.get_mla_metadata(backend.ints([3, 4, 5]), 16, 1)
+    assert metadata.shape == (0, 8) and num_splits.shape == (4,)
+    assert {t.dtype for t in (metadata, num_splits)} == {torch.int32}
+    assert {t.device.type for t in (metadata, num_splits)} == {backend.device}
+    flash_mla.get_mla_metadata()
+
+
+def test_arguments_of_flash_mla():
+    """By name and in order, as its README and vLLM call them."""
+    assert list(inspect.signature(flash_mla.get_mla_metadata).parameters)[:3] == ["cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k"]
+    parameters = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
+    assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == [
+        "q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits", "softmax_scale", "causal",
+        "is_fp8_kvcache", "indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length",
+    ]  # fmt: skip
+
+
+WRONG_FLASH_MLA = {
+    "head_dim_v": ({"head_dim_v": 576}, ValueError, "head_dim_v: got 576, expected 512"),
+    "fp8": ({"is_fp8_kvcache": True}, NotImplementedError, "is_fp8_kvcache: got True, expected False"),
+    "sparse": ({"topk_length": torch.zeros(2)}, ValueError, "topk_length: got a tensor, expected None without indices"),
+    "sink": ({"attn_sink": torch.zeros(16)}, ValueError, "attn_sink: got a tensor, expected None without indices"),
+    "table": ({"block_table": None}, ValueError, "block_table: got None"),
+    "lengths": ({"cache_seqlens": None}, ValueError, "cache_seqlens: got None"),
+    "q": ({"q": None}, ValueError, "q: got None, expected a tensor"),
+    "heads": ({"k_cache": torch.zeros(4, 64, 2, 576)}, ValueError, "latent_cache: got nheads_k 2"),
+    "headdim": ({"k_cache": torch.zeros(4, 64, 1, 512)}, ValueError, "latent_cache: got headdim 512"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FLASH_MLA)
+def test_wrong_arguments_of_flash_mla(name):
+    wrong, error, message = WRONG_FLASH_MLA[name]
+    arguments = {
+        "q": torch.zeros(2, 1, 16, 576),
+        "k_cache": torch.zeros(4, 64, 1, 576),
+        "block_table": torch.zeros(2, 2, dtype=torch.int32),
+        "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32),
+        "head_dim_v": 512,
+    }
+    flash_mla.flash_mla_with_kvcache(**arguments)
+    with pytest.raises(error, match=message):
+        flash_mla.flash_mla_with_kvcache(**{**arguments, **wrong})
+
+
+def test_wrong_metadata_of_flash_mla():
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="num_heads_k: got 2, expected 1"):
+        flash_mla.get_mla_metadata(lengths, 16, 2)
+    # of sparse decoding, ignored as the others are
+    flash_mla.get_mla_metadata(lengths, 16, 1, is_fp8_kvcache=True, topk=2048)
