@@ -1,7 +1,7 @@
 """What the embedded machine code promises: no spills, whole families, a library of bounded size.
 
 tests/kernels.rs checks on the cubins that each kernel's parameter block has the size of the Rust struct, and that it has the registers of
-its table. tests/simulator.rs checks that the declared blocks fit an SM.
+its table, and that the declared blocks fit an SM.
 """
 
 import dataclasses
