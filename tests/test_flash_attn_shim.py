@@ -1,4 +1,4 @@
-"""The `flash_attn` package that is made of volta_fa, each test in a process of its own.
+"""The packages `flash_attn` and `sageattention` that are made of volta_fa, each test in a process of its own.
 
 Environment:
 - VOLTA_FA_TEST_TRANSFORMERS: folders (separated by colons) to each of which a release of transformers was installed
@@ -57,17 +57,33 @@ USES = """
 """
 
 
-def test_it_puts_flash_attn_within_reach():
+USES_SAGEATTENTION = """
+    import importlib.metadata as metadata, volta_fa.sageattention
+    import sageattention, sageattention.core
+    for name in sageattention.__all__:
+        assert getattr(sageattention, name) is getattr(sageattention.core, name) is getattr(volta_fa.sageattention, name), name
+    assert len(sageattention.__all__) == 6
+    assert metadata.version("sageattention") == "2.2.0+volta"
+"""
+
+#: Distribution and what programs use of it, by module.
+STAND_INS = {"flash_attn": ("flash-attn", USES), "sageattention": ("sageattention", USES_SAGEATTENTION)}
+stand_ins = pytest.mark.parametrize("module", STAND_INS)
+
+
+@stand_ins
+def test_it_puts_a_package_within_reach(module):
+    again = "replace=True" if module == "sageattention" else ""
     succeeds(
-        """
+        f"""
         import importlib.metadata, importlib.util, sys, volta_fa
-        assert importlib.util.find_spec("flash_attn") is None, "importing volta_fa is not enough"
+        assert importlib.util.find_spec("{module}") is None, "importing volta_fa is not enough"
         before = list(sys.path)
-        volta_fa.install_flash_attn_shim()
-        volta_fa.install_flash_attn_shim()
-        assert sys.path[:-1] == before and "flash_attn" not in sys.modules
+        volta_fa.install_{module}_shim()
+        volta_fa.install_{module}_shim({again})
+        assert sys.path[:-1] == before and "{module}" not in sys.modules
         """,
-        USES,
+        STAND_INS[module][1],
     )
 
 
@@ -150,41 +166,47 @@ def test_what_transformer_engine_imports():
     )
 
 
-def make_distribution(folder: Path, version: str | None) -> Path:
-    """Another flash_attn; with a version, one that pip installed."""
-    (folder / "flash_attn").mkdir()
-    (folder / "flash_attn" / "__init__.py").write_text("origin = 'another'")
+def make_distribution(folder: Path, module: str, version: str | None) -> Path:
+    """Another package; with a version, one that pip installed."""
+    (folder / module).mkdir()
+    (folder / module / "__init__.py").write_text("origin = 'another'")
     if version is not None:
-        (folder / f"flash_attn-{version}.dist-info").mkdir()
-        (folder / f"flash_attn-{version}.dist-info" / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {version}\n"
-        )
+        information = folder / f"{module}-{version}.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {STAND_INS[module][0]}\nVersion: {version}\n")
     return folder
 
 
-@pytest.mark.parametrize(
-    "version, message", [("2.7.4", "flash-attn 2.7.4 is installed in .*pip uninstall flash-attn"), (None, "there is another flash_attn")]
-)
+@pytest.mark.parametrize("version", ["1.0.6", None])
 @pytest.mark.parametrize("imported", [False, True])
-def test_it_does_not_shadow_another_flash_attn(tmp_path, version, message, imported):
-    site = make_distribution(tmp_path, version)
+@stand_ins
+def test_it_does_not_shadow_another_package(tmp_path, module, version, imported):
+    site, name = make_distribution(tmp_path, module, version), STAND_INS[module][0]
     ran = run_pieces(
         f"""
         import sys, volta_fa
         if {imported}:
-            import flash_attn
+            import {module}
         before = list(sys.path)
         try:
-            volta_fa.install_flash_attn_shim()
+            volta_fa.install_{module}_shim()
         except RuntimeError as error:
             print(error)
-        import flash_attn
-        assert flash_attn.origin == "another" and sys.path == before
+        import {module}
+        assert {module}.origin == "another" and sys.path == before
         """,
         path=site,
     )
     assert ran.returncode == 0, ran.stderr
+    message = f"{name} 1.0.6 is installed in .*pip uninstall {name}" if version else f"there is another {module}"
     assert re.search(message, ran.stdout), ran.stdout
+
+
+def test_it_shadows_an_installed_sageattention_when_asked(tmp_path):
+    site = make_distribution(tmp_path, "sageattention", "1.0.6")
+    succeeds("import volta_fa\nvolta_fa.install_sageattention_shim(replace=True)\n", USES_SAGEATTENTION, path=site)
+    ran = run_pieces("import volta_fa, sageattention\nvolta_fa.install_sageattention_shim(replace=True)", path=site)
+    assert ran.returncode == 1 and "sageattention was imported before" in ran.stderr, ran.stderr
 
 
 def test_it_does_not_replace_a_module_without_a_file():
@@ -200,7 +222,7 @@ def test_it_does_not_replace_a_module_without_a_file():
 
 
 def test_a_flash_attn_installed_later_comes_first(tmp_path):
-    make_distribution(tmp_path, None)
+    make_distribution(tmp_path, "flash_attn", None)
     out = succeeds(
         f"""
         import sys, volta_fa
@@ -234,6 +256,14 @@ def test_versions_agree():
     assert info.name == f"flash_attn-{version}.dist-info"
     assert re.search(r'^__version__ = "(.*)"$', (SITE / "flash_attn" / "__init__.py").read_text(), re.M)[1] + "+volta" == version
     assert f'version = "{version}"' in (DISTRIBUTION / "pyproject.toml").read_text()
+
+
+def test_sageattentions_distribution_is_the_same_package():
+    site, folder = PACKAGE / "integrations" / "sageattention" / "shim", REPOSITORY / "tools" / "sageattention_shim"
+    assert (folder / "sageattention").resolve() == site / "sageattention"
+    (information,) = site.glob("*.dist-info")
+    version = information.name.removeprefix("sageattention-").removesuffix(".dist-info")
+    assert f'version = "{version}"' in (folder / "pyproject.toml").read_text()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""SageAttention's functions on volta_fa::fwd_fast, and the stand-in for its package.
+"""SageAttention's functions on volta_fa::fwd_fast. test_flash_attn_shim.py has the stand-in for its package.
 
 Environment:
 - VOLTA_FA_TEST_SAGEATTENTION: a folder with SageAttention's source, whose signatures are compared, instead of the listed ones
@@ -9,21 +9,15 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-import volta_fa
 import volta_fa.sageattention as sage
 from conftest import on
-from processes import succeeds
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-PACKAGE = Path(volta_fa.__file__).parent
-SITE = PACKAGE / "integrations" / "sageattention" / "shim"
 fwd, fwd_fast = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast
 
 _ENDS = "tensor_layout='HND', is_causal=False, qk_quant_gran='per_thread', sm_scale=None, pv_accum_dtype="
@@ -225,85 +219,3 @@ def test_it_compiles(backend):
     mask = randn(33, 70, seed=3) > 0
     run = lambda q, k, v: sage.sageattn(q, k, v, tensor_layout="NHD", attn_mask=mask)  # noqa: E731
     assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v), run(q, k, v))
-
-
-# ---- the package -----------------------------------------------------------------------------------------------------
-
-
-USES = """
-    import importlib.metadata as metadata, volta_fa.sageattention
-    import sageattention, sageattention.core
-    for name in sageattention.__all__:
-        assert getattr(sageattention, name) is getattr(sageattention.core, name) is getattr(volta_fa.sageattention, name), name
-    assert len(sageattention.__all__) == 6
-    assert metadata.version("sageattention") == "2.2.0+volta"
-"""
-
-
-def test_it_puts_sageattention_within_reach():
-    succeeds(
-        """
-        import importlib.util, sys, volta_fa
-        assert importlib.util.find_spec("sageattention") is None, "importing volta_fa is not enough"
-        before = list(sys.path)
-        volta_fa.install_sageattention_shim()
-        volta_fa.install_sageattention_shim(replace=True)
-        assert sys.path[:-1] == before and "sageattention" not in sys.modules
-        """,
-        USES,
-    )
-
-
-def make_distribution(folder: Path, version: str | None) -> Path:
-    """Another sageattention; with a version, one that pip installed."""
-    (folder / "sageattention").mkdir()
-    (folder / "sageattention" / "__init__.py").write_text("origin = 'another'")
-    if version is not None:
-        (folder / f"sageattention-{version}.dist-info").mkdir()
-        metadata = f"Metadata-Version: 2.1\nName: sageattention\nVersion: {version}\n"
-        (folder / f"sageattention-{version}.dist-info" / "METADATA").write_text(metadata)
-    return folder
-
-
-@pytest.mark.parametrize("imported", [False, True])
-@pytest.mark.parametrize("version", ["1.0.6", None])
-def test_it_shadows_another_sageattention_only_when_asked(tmp_path, version, imported):
-    site = make_distribution(tmp_path, version)
-    message = "sageattention 1.0.6 is installed in" if version else "there is another sageattention"
-    first = f"""
-        import sys, volta_fa
-        if {imported}:
-            import sageattention
-        before = list(sys.path)
-        try:
-            volta_fa.install_sageattention_shim()
-        except RuntimeError as error:
-            assert {message!r} in str(error), error
-        else:
-            raise AssertionError
-        assert sys.path == before
-        """
-    if imported:
-        asked = """
-        try:
-            volta_fa.install_sageattention_shim(replace=True)
-        except RuntimeError as error:
-            assert "sageattention was imported before" in str(error)
-        import sageattention
-        assert sageattention.origin == "another" and sys.path == before
-        """
-        succeeds(first, asked, path=site)
-    else:
-        succeeds(
-            first, "        volta_fa.install_sageattention_shim(replace=True)\n", textwrap.indent(textwrap.dedent(USES), " " * 8), path=site
-        )
-
-
-def test_the_distribution_is_the_same_package():
-    folder = REPOSITORY / "tools" / "sageattention_shim"
-    assert (folder / "sageattention").resolve() == SITE / "sageattention"
-    (information,) = SITE.glob("*.dist-info")
-    assert (
-        f'version = "{information.name.removeprefix("sageattention-").removesuffix(".dist-info")}"'
-        in (folder / "pyproject.toml").read_text()
-    )
