@@ -1,6 +1,7 @@
 //! Tests of the planner, which is a pure function: no device, no tensors.
 
 mod backward;
+mod decode;
 mod families;
 mod tunings;
 
@@ -182,7 +183,7 @@ const CACHED: [Pass; 9] = [
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
-    // tests/plan_decode.rs has the variants for KV caches
+    // decode.rs has the variants for KV caches
     let mut unused: Vec<_> = kernels::variants().filter(|v| !CACHED.contains(&v.pass)).map(|v| v.name).collect();
     let states = MergedStates { batch: 1, seqlen_q: 100, nheads: 3, headdim_v: 512 };
     let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();

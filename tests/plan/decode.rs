@@ -1,9 +1,10 @@
-//! Tests of decode plans: row tile, grid independent of lengths, and scratch memory.
+//! Decode plans: row tile, grid independent of lengths, and scratch memory.
 
-use volta_fa::kernels::{self, CacheFormat, Pass, FORMATS};
+use super::*;
+use volta_fa::kernels::{CacheFormat, FORMATS};
 use volta_fa::limits::MAX_DECODE_ROWS;
-use volta_fa::plan::{self, DecodePlan, DeviceLimits};
-use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Indexer, Keys, Queries, RequestedFeatures, ScoreFunction, Window};
+use volta_fa::plan::DecodePlan;
+use volta_fa::problem::{Cache, CacheLayout, Indexer};
 
 const CACHE: Cache = Cache { layout: CacheLayout::Entries, entries: 3, rows: 800, format: CacheFormat::Unquantized };
 
@@ -11,20 +12,11 @@ const CACHE: Cache = Cache { layout: CacheLayout::Entries, entries: 3, rows: 800
 fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
     Attention {
         batch: 3,
-        seqlen_q,
-        seqlen_k: 800,
         nheads: 2 * group,
-        nheads_k: 2,
-        headdim,
-        headdim_v: headdim,
         softmax_scale: 1.0,
         window: Window { left: None, right: Some(0) },
-        dtype: DType::Half,
-        queries: Queries::Dense,
         keys: Keys::Cache(CACHE),
-        features: RequestedFeatures::default(),
-        appended: Appended::default(),
-        num_splits: 0,
+        ..attention(seqlen_q, 800, headdim, headdim)
     }
 }
 
@@ -42,8 +34,6 @@ fn with_format(a: Attention, format: CacheFormat) -> Attention {
 fn plan(a: &Attention, has_long: bool, d: &DeviceLimits) -> DecodePlan {
     plan::decode(a, has_long, d).unwrap()
 }
-
-const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 
 #[test]
 fn every_variant_of_sparse_latents_is_chosen() {
@@ -171,7 +161,6 @@ fn plans_kernels_for_each_quantized_format() {
 /// Blocks for long prompts would leave SMs idle in a chunk of 512 queries.
 #[test]
 fn plans_smaller_blocks_for_prefill_chunks() {
-    const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, ..T4 };
     for (headdim, rows) in [(64, 64), (128, 128), (256, 128)] {
         let chunk = Attention { batch: 1, nheads: 32, seqlen_k: 16384, ..cached(headdim, 16, 512) };
         let planned = plan::prefill(&chunk, &H200).unwrap();
