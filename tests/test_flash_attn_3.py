@@ -10,7 +10,7 @@ import torch
 
 import reference
 from conftest import on
-from test_flash_attn_api import refused
+from flash_attention import refused
 from volta_fa.integrations.flash_attn import fa3
 
 BACKENDS = on("cpu-fp64", "cuda")

@@ -10,8 +10,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
+from flash_attention import refused
 from processes import end_rank
-from test_flash_attn_api import refused
 from volta_fa.integrations.flash_attn import cross_entropy, mha, norms
 from volta_fa.integrations.flash_attn.cross_entropy import CrossEntropyLoss, cross_entropy_loss
 from volta_fa.integrations.flash_attn.mha import MHA

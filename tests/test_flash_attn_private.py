@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import on
-from test_flash_attn_api import LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, in_pages, packed, refused, slopes_of
+from flash_attention import LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, in_pages, packed, refused, slopes_of
 from volta_fa.integrations.flash_attn import compiled, private
 from volta_fa.integrations.flash_attn.private import (
     _flash_attn_backward,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import on
-from test_flash_attn_api import LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, packed
+from flash_attention import LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, packed
 from volta_fa.integrations.flash_attn import interface, turing, v100, v100_paged
 from volta_fa.integrations.stand_in import provide_flash_attn_v100
 from volta_fa.integrations.vllm import paged

@@ -1,0 +1,85 @@
+"""What flash-attn's functions must compute, and comparisons with it, for test_flash_attn_*.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import reference
+from conftest import on
+
+BACKENDS = on("cpu-fp64", "cpu-fp32", "cuda")
+LENGTHS = [5, 0, 17, 1, 8], [7, 3, 17, 0, 6]  # without queries, without keys, more queries than keys
+LSE_ROUNDING = 1e-6  # softmax_lse is fp32 even where all else is fp64
+
+
+def attention(q, k, v, causal=False, window_size=(-1, -1), slopes=None, keep=None, **options):
+    """A batch in fp64, differentiable. Returns out, softmax_lse and probabilities."""
+    left, right = map(int, window_size)
+    found = reference.forward(q, k, v, is_causal=causal, window_left=left, window_right=right, alibi_slopes=slopes, kept=keep, **options)
+    return found.out, found.softmax_lse, found.probabilities
+
+
+def close(backend, found, expected, at_least=0.0):
+    rtol, atol = {torch.float64: (1e-10, 1e-10), torch.float32: (2e-5, 2e-5), torch.float16: (2e-2, 5e-3)}[backend.dtype]
+    torch.testing.assert_close(found.double(), expected.double(), rtol=max(rtol, at_least), atol=max(atol, at_least))
+
+
+def close_lse(found, expected):
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected.float(), rtol=2e-4, atol=2e-4)
+
+
+def slopes_of(backend, *shape):
+    return backend.randn(*shape).abs().float()
+
+
+def leaf(backend, *shape):
+    return backend.randn(*shape).requires_grad_()
+
+
+def check_gradients(backend, found, expected, leaves):
+    """The same random gradient into both; the leaves' gradients agree."""
+    dout = backend.randn(*found.shape)
+    got = torch.autograd.grad(found, leaves, dout)
+    want = torch.autograd.grad(expected, leaves, dout.to(expected.dtype))
+    for g, w, t in zip(got, want, leaves):
+        assert g.shape == t.shape and g.dtype == t.dtype
+        close(backend, g, w)
+
+
+def packed(q, k, v, lengths_q, lengths_k, slopes=None, keep=None, **options):
+    """`attention` of every sequence; out (total_q, nheads, headdim_v), softmax_lse (nheads, total_q)."""
+    entries = [
+        attention(
+            *(t[None] for t in parts),
+            slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[b],
+            keep=None if keep is None else keep[b : b + 1, :, : lengths_q[b], : lengths_k[b]],
+            **options,
+        )
+        for b, parts in enumerate(zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)))
+    ]
+    outs, lses, ps = zip(*((t[0] for t in entry) for entry in entries))
+    return torch.cat(outs), torch.cat(lses, dim=-1), ps
+
+
+def cu(lengths, device="cpu"):
+    return torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+
+
+def in_pages(backend, cache, page):
+    """Returns the entries of a dense cache in shuffled pages, and their table, padded with invalid page numbers (-1)."""
+    batch, seqlen = cache.shape[:2]
+    order = torch.randperm(batch * (seqlen // page) + 2, generator=torch.Generator().manual_seed(backend.seed))
+    table = order[: batch * (seqlen // page)].view(batch, -1).int().to(backend.device)
+    pages = torch.full((len(order), page, *cache.shape[2:]), math.nan, dtype=cache.dtype, device=cache.device)
+    pages[table.long()] = cache.unflatten(1, (-1, page))
+    return pages, torch.nn.functional.pad(table, (0, 2), value=-1)
+
+
+def refused(error, message, function, *arguments, **options):
+    with pytest.raises(error, match=message) as caught:
+        function(*arguments, **options)
+    assert "\n" not in str(caught.value).split("\nException raised from")[0], "one line"

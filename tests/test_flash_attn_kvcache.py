@@ -1,0 +1,236 @@
+"""flash_attn_with_kvcache, and flash_attn_varlen_func over pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import on
+from flash_attention import BACKENDS, attention, close, close_lse, cu, in_pages, leaf, refused, slopes_of
+from volta_fa import flash_attn_varlen_func, flash_attn_with_kvcache
+
+
+def cached(q, k_cache, v_cache, seqlens, leftpad=None, **options):
+    """`attention` of every entry's keys that exist."""
+    entries = []
+    for b in range(len(q)):
+        part = slice(0 if leftpad is None else leftpad[b], seqlens[b])
+        entries.append(attention(q[b : b + 1], k_cache[b : b + 1, part], v_cache[b : b + 1, part], **options)[:2])
+    return (torch.cat(t) for t in zip(*entries))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, -1)}, {"causal": True, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("headdim", [16, 12])
+@BACKENDS
+def test_kvcache(backend, headdim, options):
+    """Lengths as an int, as a tensor, and none, against fp64."""
+    q = leaf(backend, 3, 4, 4, headdim)
+    k_cache, v_cache = backend.randn(3, 20, 2, headdim), backend.randn(3, 20, 2, headdim)
+    lengths = backend.ints([20, 5, 11])
+    for cache_seqlens, seqlens in ((None, [20] * 3), (7, [7] * 3), (lengths, lengths.tolist())):
+        out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, return_softmax_lse=True, **options)
+        expected, expected_lse = cached(q, k_cache, v_cache, seqlens, **options)
+        assert not out.requires_grad
+        close(backend, out, expected)
+        close_lse(lse, expected_lse)
+        assert torch.equal(out, flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, **options))
+
+
+@BACKENDS
+def test_kvcache_appends_in_place(backend):
+    q, k, v = backend.randn(2, 3, 4, 16), backend.randn(2, 3, 2, 16), backend.randn(2, 3, 2, 16)
+    k_cache, v_cache = backend.randn(4, 12, 2, 16), backend.randn(4, 12, 2, 16)
+    before = k_cache.clone(), v_cache.clone()
+    lengths, index = backend.ints([2, 9]), backend.ints([3, 1])
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_batch_idx=index, causal=True)
+    for b, (entry, length) in enumerate([(3, 2), (1, 9)]):
+        for cache, old, new in ((k_cache, before[0], k), (v_cache, before[1], v)):
+            old[entry, length : length + 3] = new[b]
+            assert torch.equal(cache[entry], old[entry])
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1]), "nothing else changes"
+    assert lengths.tolist() == [2, 9]
+    close(backend, out, next(cached(q, k_cache[[3, 1]], v_cache[[3, 1]], [5, 12], causal=True)))
+
+
+@pytest.mark.parametrize("page", [16, 48, 256])
+@BACKENDS
+def test_kvcache_in_pages(backend, page):
+    """The same as the dense cache, to the last argument."""
+    q, k, v = backend.randn(2, 3, 4, 32), backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32)
+    caches = [backend.randn(2, 2 * page, 2, 32) for _ in range(2)]
+    (k_pages, table), (v_pages, _) = (in_pages(backend, cache, page) for cache in caches)
+    angles = backend.randn(2 * page, 8).float()
+    options = {
+        "rotary_cos": angles.cos().to(q.dtype), "rotary_sin": angles.sin().to(q.dtype), "cache_seqlens": backend.ints([page - 2, page + 5]),
+        "softmax_scale": 0.3, "causal": True, "window_size": (page, 0), "softcap": 5.0, "rotary_interleaved": False,
+        "alibi_slopes": slopes_of(backend, 4), "num_splits": 2, "return_softmax_lse": True,
+    }  # fmt: skip
+    expected = flash_attn_with_kvcache(q, *caches, k, v, **options)
+    found = flash_attn_with_kvcache(q, k_pages, v_pages, k, v, block_table=table, **options)
+    close(backend, found[0], expected[0])
+    close_lse(found[1], expected[1])
+    for pages, cache in ((k_pages, caches[0]), (v_pages, caches[1])):
+        assert torch.equal(pages[table[:, :2].long()].flatten(1, 2), cache)
+
+
+@pytest.mark.parametrize("page", [16, 256])
+@BACKENDS
+def test_varlen_in_pages(backend, page):
+    """The same as with packed keys."""
+    lengths_q, lengths_k = [3, 1, 7], [page + 1, 2 * page, 9]
+    q = backend.randn(sum(lengths_q), 4, 32)
+    caches = [backend.randn(3, 2 * page, 2, 32) for _ in range(2)]
+    (k_pages, table), (v_pages, _) = (in_pages(backend, cache, page) for cache in caches)
+    k, v = (torch.cat([entry[:n] for entry, n in zip(cache, lengths_k)]) for cache in caches)
+    lengths = cu(lengths_q, backend.device), cu(lengths_k, backend.device), max(lengths_q), max(lengths_k)
+    options = {"causal": True, "softcap": 3.0, "alibi_slopes": slopes_of(backend, 4), "return_attn_probs": True}
+    expected = flash_attn_varlen_func(q, k, v, *lengths, **options)
+    found = flash_attn_varlen_func(q, k_pages, v_pages, *lengths, block_table=table, **options)
+    close(backend, found[0], expected[0])
+    close_lse(found[1], expected[1])
+    assert found[2].shape == (0,)
+    refused(ValueError, r"dropout_p: got 0.5", flash_attn_varlen_func, q, k_pages, v_pages, *lengths, dropout_p=0.5, block_table=table)
+    wrong = (lengths[0], lengths[1][1:], *lengths[2:])
+    refused(ValueError, r"cu_seqlens_k: got shape \(3,\)", flash_attn_varlen_func, q, k_pages, v_pages, *wrong, block_table=table)
+
+
+@BACKENDS
+def test_kvcache_leftpad(backend):
+    """Keys before leftpad do not exist; positions, windows and slopes count as if they did."""
+    q, k_cache, v_cache = backend.randn(2, 2, 2, 16), backend.randn(2, 12, 2, 16), backend.randn(2, 12, 2, 16)
+    leftpad = backend.ints([4, 0])
+    slopes = slopes_of(backend, 2)
+    for options in ({"causal": True}, {"window_size": (3, 0)}):
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=10, cache_leftpad=leftpad, alibi_slopes=slopes, **options)
+        close(backend, out, next(cached(q, k_cache, v_cache, [10, 10], leftpad=[4, 0], slopes=slopes, **options)))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@BACKENDS
+def test_kvcache_rotary(backend, causal, interleaved):
+    """k is rotated by its positions. So is q if causal; else all queries are rotated by the first position."""
+    q, k, v = backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32)
+    k_cache, v_cache = backend.randn(2, 12, 2, 32), backend.randn(2, 12, 2, 32)
+    angles = backend.randn(12, 8).float() * 3
+    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    lengths = [2, 7]
+
+    def turn(x, position):
+        x = x.double().clone()
+        first, second = (slice(0, 16, 2), slice(1, 16, 2)) if interleaved else (slice(0, 8), slice(8, 16))
+        turned = torch.complex(x[..., first], x[..., second]) * torch.complex(cos[position].double(), sin[position].double())
+        x[..., first], x[..., second] = turned.real, turned.imag
+        return x.to(q.dtype)
+
+    want_k, want_v, want_q = k_cache.clone(), v_cache.clone(), q.clone()
+    for b, length in enumerate(lengths):
+        for i in range(3):
+            want_k[b, length + i], want_v[b, length + i] = turn(k[b, i], length + i), v[b, i]
+            want_q[b, i] = turn(q[b, i], length + i if causal else length)
+    lengths = backend.ints(lengths)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, lengths, causal=causal, rotary_interleaved=interleaved)
+    close(backend, k_cache, want_k)
+    assert torch.equal(v_cache, want_v)
+    close(backend, out, next(cached(want_q, want_k, want_v, [5, 10], causal=causal)))
+
+
+@on("cpu-fp32")
+def test_kvcache_errors(backend):
+    q, cache = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16)
+    table = torch.ones(8, 8)
+    call = flash_attn_with_kvcache
+    pages = torch.zeros(2, 1, dtype=torch.int32)
+    expected = r"k_cache: got pages of 8 tokens, expected a page_size that is a multiple of 16"
+    refused(ValueError, expected, call, q, cache, cache, block_table=pages)
+    large, expected = backend.randn(3, 32, 2, 16), r"cache_seqlens: got 33, expected a length from 0 to 32"
+    refused(ValueError, expected, call, q, large, large, cache_seqlens=33, block_table=pages)
+    refused(ValueError, r"cache_seqlens: got None", call, q, cache, cache, q, q)
+    refused(ValueError, r"v: got None", call, q, cache, cache, q, cache_seqlens=1)
+    expected = r"rotary_cos: got a tensor, expected None: k is not given"
+    refused(ValueError, expected, call, q, cache, cache, rotary_cos=table, rotary_sin=table)
+
+
+CACHE_ERRORS = {
+    "append beyond, int": (
+        {"k": 1, "v": 1, "cache_seqlens": 8},
+        r"cache_seqlens: got 8, expected a length from 0 to 7: there is room for 8 keys, and k has 1",
+    ),
+    "append beyond": ({"k": 3, "v": 3, "cache_seqlens": [5, 6]}, r"cache_seqlens: got 6 \(sequence 1\), expected a length from 0 to 5"),
+    "negative": ({"k": 1, "v": 1, "cache_seqlens": [-1, 3]}, r"cache_seqlens: got -1 \(sequence 0\)"),
+    "more than there is": ({"cache_seqlens": 9}, r"cache_seqlens: got 9, expected a length from 0 to 8$"),
+    "seqlens dtype": ({"cache_seqlens": torch.tensor([1, 2])}, r"cache_seqlens: got dtype torch.int64, expected torch.int32"),
+    "seqlens shape": ({"cache_seqlens": [1, 2, 3]}, r"cache_seqlens: got shape \(3\), expected shape \(batch,\), here \(2\)"),
+    "batch_idx": ({"cache_batch_idx": [0, 2]}, r"cache_batch_idx: got 2 \(sequence 1\), expected a number below 2"),
+    "batch_idx negative": ({"cache_batch_idx": [-1, 1]}, r"cache_batch_idx: got -1 \(sequence 0\)"),
+    "batch_idx shape": ({"cache_batch_idx": [0]}, r"cache_batch_idx: got shape \(1,\)"),
+    "leftpad shape": ({"cache_leftpad": [0]}, r"cache_leftpad: got shape \(1,\)"),
+    "short v": ({"k": 3, "v": 2, "cache_seqlens": 1}, r"v: got shape \(2, 2, 2, 16\), expected shape \(2, 3, 2, 16\), that of k"),
+    "one v for all": ({"k": 3, "v": 1, "cache_seqlens": 1}, r"v: got shape \(2, 1, 2, 16\), expected shape \(2, 3, 2, 16\), that of k"),
+    "k of one entry": (
+        {"k": torch.ones(1, 2, 2, 16), "v": torch.ones(1, 2, 2, 16), "cache_seqlens": 1},
+        r"k: got batch 1, expected batch 2, that of q",
+    ),
+    "k rank": ({"k": torch.ones(2, 2, 16), "v": 2, "cache_seqlens": 1}, r"k: got a tensor of rank 3 with shape \(2, 2, 16\)"),
+    "v dtype": (
+        {"k": 1, "v": torch.ones(2, 1, 2, 16).double(), "cache_seqlens": 1},
+        r"v: got dtype torch.float64, expected dtype torch.float32",
+    ),
+    "v alone": ({"v": 1, "cache_seqlens": 1}, r"v: got a tensor, expected None: k is not given"),
+    "no sin": ({"k": 1, "v": 1, "cache_seqlens": 1, "rotary_cos": torch.ones(8, 8)}, r"rotary_sin: got None, .*rotary_cos is given"),
+    "no cos": ({"k": 1, "v": 1, "cache_seqlens": 1, "rotary_sin": torch.ones(8, 8)}, r"rotary_cos: got None, .*rotary_sin is given"),
+}
+
+
+@pytest.mark.parametrize("name", CACHE_ERRORS)
+@on("cpu-fp32")
+def test_kvcache_refuses_before_it_appends(backend, name):
+    options, message = CACHE_ERRORS[name]
+    for n, x in options.items():
+        if isinstance(x, list):
+            options = {**options, n: backend.ints(x)}
+        elif n in ("k", "v") and isinstance(x, int):
+            options = {**options, n: backend.randn(2, x, 2, 16)}
+    q, cache = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16)
+    before = cache.clone()
+    refused(ValueError, message, flash_attn_with_kvcache, q, cache, cache, **options)
+    assert torch.equal(cache, before)
+
+
+@on("cpu-fp32")
+def test_kvcache_of_more_entries(backend):
+    q, cache = backend.randn(2, 1, 2, 16), backend.randn(3, 8, 2, 16)
+    refused(ValueError, r"k_cache: got batch 3, expected batch 2, as q, or cache_batch_idx", flash_attn_with_kvcache, q, cache, cache)
+    refused(ValueError, r"v_cache: got shape \(2, 7, 2, 16\)", flash_attn_with_kvcache, q, cache[:2], cache[:2, :7])
+
+
+@on("cuda")
+def test_kvcache_lengths_are_checked_on_request(backend):
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "1")
+    q, cache = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16)
+    lengths = backend.ints([7, 8])
+    refused(ValueError, r"cache_seqlens: got 8 \(sequence 1\)", flash_attn_with_kvcache, q, cache, cache, q, q, cache_seqlens=lengths)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@on("sim", "cuda")
+def test_kvcache_lengths_that_nobody_looks_at(backend, rotary):
+    """What does not fit is NaN, and is not written at all."""
+    backend.simulate()
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    q, k, v = (backend.randn(4, 3, 2, 16) for _ in range(3))
+    tables = {"rotary_cos": backend.randn(8, 8), "rotary_sin": backend.randn(8, 8)} if rotary else {}
+    k_cache, v_cache = backend.randn(4, 8, 2, 16), backend.randn(4, 8, 2, 16)
+    before = k_cache.clone(), v_cache.clone()
+    lengths = backend.ints([5, 6, -1, 100])
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **tables, cache_seqlens=lengths, causal=True, return_softmax_lse=True)
+    assert out[0].isfinite().all() and lse[0].isfinite().all() and k_cache[0].isfinite().all()
+    assert out[1:].isnan().all() and lse[1:].isnan().all()
+    for cache, old in zip((k_cache, v_cache), before):
+        assert torch.equal(cache[1:], old[1:]) and torch.equal(cache[0, :5], old[0, :5]) and not torch.equal(cache[0, 5:], old[0, 5:])
+
+    k_cache, v_cache = backend.randn(3, 8, 2, 16), backend.randn(3, 8, 2, 16)
+    for cache_seqlens in (None, 8, backend.ints([8] * 4)):
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, cache_batch_idx=backend.ints([2, 3, -1, 0]))
+        assert out[[0, 3]].isfinite().all() and out[[1, 2]].isnan().all()
+    assert k_cache.isfinite().all()
