@@ -3,9 +3,8 @@
 use crate::error::{Error, Result};
 use crate::launch::{Schedule, TimingOptions};
 use crate::mem::GlobalMem;
-use crate::module::Module;
+use crate::module::{Module, Shape};
 use crate::report::Report;
-use crate::shape::Shape;
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::path::Path;

@@ -28,13 +28,11 @@
 #![allow(clippy::needless_range_loop)]
 
 mod cta;
-mod decode;
 mod decoder;
 mod disasm;
 mod elf;
 mod env;
 mod error;
-mod exec;
 mod half;
 mod isa;
 mod job;
@@ -47,7 +45,6 @@ mod operand;
 mod ops;
 mod report;
 mod run;
-mod shape;
 mod step;
 mod timing;
 mod warp;

@@ -1,12 +1,12 @@
 //! A cubin, disassembled and decoded once.
 
-use crate::decode;
 use crate::disasm::{self, Listing};
 use crate::elf::{Cubin, KernelMeta, Param};
 use crate::env::Program;
 use crate::error::Result;
 use crate::isa::{Inst, Memory, Op, Reg, Space, SrcKind, RZ};
 use crate::machine::Machine;
+use crate::ops;
 use serde::Serialize;
 use std::path::Path;
 
@@ -131,7 +131,7 @@ impl Kernel {
         let mut code = vec![];
         for r in &listing.insts {
             // an instruction we cannot decode is an error only when it is reached (asserts carry exotic ones)
-            code.push(decode::decode(r, &listing.labels).unwrap_or_else(|why| decode::undecodable(r, why)));
+            code.push(ops::decode(r, &listing.labels).unwrap_or_else(|why| ops::undecodable(r, why)));
         }
         if let Some(c) = code.iter().enumerate().find_map(|(i, c)| (c.pc as usize != i * 16).then_some(c)) {
             return Err(format!("kernel `{}`: unexpected pc 0x{:x} in the disassembly", meta.name, c.pc));
@@ -162,4 +162,32 @@ const WIDEST: usize = 4;
 fn registers(inst: &Inst) -> impl Iterator<Item = Reg> + '_ {
     let sources = inst.src.iter().filter(|s| s.kind == SrcKind::Reg).map(|s| s.val as Reg);
     sources.chain([inst.dst, inst.mem.base, inst.mem.uniform]).filter(|&r| r != RZ)
+}
+
+/// Grid, block and shared memory of a launch.
+#[derive(Clone, Copy)]
+pub(crate) struct Shape {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub dynamic_smem: u32,
+}
+
+impl Shape {
+    /// Threads of a block.
+    pub fn threads(&self) -> u32 {
+        self.block.iter().product()
+    }
+
+    /// Returns an error if the kernel cannot run with this grid and block. Does not check shared memory.
+    pub fn check(&self, kernel: &KernelInfo) -> Result<()> {
+        let product = |v: &[u32; 3]| v.iter().try_fold(1u32, |a, &b| a.checked_mul(b)).filter(|&n| n > 0);
+        if product(&self.grid).is_none() {
+            return Err(format!("grid {:?} is empty or too large", self.grid).into());
+        }
+        let most = if kernel.max_threads > 0 { kernel.max_threads.min(1024) } else { 1024 };
+        match product(&self.block) {
+            Some(n) if n <= most => Ok(()),
+            _ => Err(format!("block {:?}: kernel `{}` takes 1 to {most} threads", self.block, kernel.name).into()),
+        }
+    }
 }

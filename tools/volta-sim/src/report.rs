@@ -3,9 +3,8 @@
 use crate::env::Env;
 use crate::isa::{Branch, Op};
 use crate::machine::{Machine, Occupancy};
-use crate::module::KernelInfo;
+use crate::module::{KernelInfo, Shape};
 use crate::run::Share;
-use crate::shape::Shape;
 use crate::timing::{Counters, SmSim};
 use serde::Serialize;
 use std::collections::BTreeMap;

@@ -2,9 +2,31 @@
 //! instruction ([`Inst`]).
 
 mod fields;
-mod inst;
 mod op;
 
 pub use fields::*;
-pub use inst::Inst;
 pub use op::*;
+
+#[derive(Clone, Debug)]
+pub struct Inst {
+    pub pc: u32,
+    pub op: Op,
+    pub guard: PredOp,
+    /// mask of threads for which it writes even if they are not active: all for a uniform destination (see [`UR0`]), else none
+    pub everywhere: u32,
+    /// destinations and sources; p: predicates
+    pub dst: Reg,
+    pub pdst: [u8; 2],
+    pub src: [Src; 3],
+    pub psrc: [PredOp; 3],
+    pub mem: MemRef,
+    /// constant bank of a load through `mem`
+    pub bank: u8,
+    /// pc of the target of a branch or convergence barrier; BRX adds a register to it; `u32::MAX`: none
+    pub target: u32,
+    pub ctrl: Ctrl,
+    pub unit: Unit,
+    pub mnemonic: String,
+    /// the instruction as nvdisasm prints it
+    pub text: String,
+}

@@ -1,6 +1,7 @@
-//! Branches, calls and exits: which threads of a warp go on where.
+//! Branches, calls and exits, convergence barriers, and barriers of a CTA, of memory and of the scoreboards.
 
 use super::class::Class;
+use crate::cta::Arrival;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
 use crate::lanes::*;
@@ -113,6 +114,198 @@ impl Class for Branch {
                     s.w.check_sync();
                 }
             }
+        }
+        Ok(())
+    }
+}
+
+// ---- convergence barriers: where the threads of a warp that went different ways meet again ---
+
+impl Class for Convergence {
+    fn decode(d: &mut Decoder) -> Decoded {
+        let op = match d.base {
+            "BSSY" => {
+                let Some(Operand::B(b)) = d.next() else { return Err(d.fail("barrier register")) };
+                if let Some(Operand::Label(t)) = d.next() {
+                    d.inst.target = t;
+                }
+                Convergence::Bssy(b)
+            }
+            "BSYNC" | "BREAK" => {
+                d.opt_psrcs();
+                let Some(Operand::B(b)) = d.next() else { return Err(d.fail("barrier register")) };
+                if d.base == "BSYNC" {
+                    Convergence::Bsync(b)
+                } else {
+                    Convergence::Break(b)
+                }
+            }
+            "BMOV" => match (d.next(), d.next()) {
+                (Some(Operand::Src(s, _)), Some(Operand::B(b))) => {
+                    d.inst.dst = s.val as Reg;
+                    Convergence::BmovToReg { b, clear: d.has("CLEAR") }
+                }
+                (Some(Operand::B(b)), Some(Operand::Src(s, _))) => {
+                    d.inst.src[0] = s;
+                    Convergence::BmovFromReg(b)
+                }
+                _ => return Err(d.fail("BMOV operands")),
+            },
+            "WARPSYNC" => {
+                d.opt_psrcs();
+                d.src(0)?;
+                Convergence::Warpsync
+            }
+            "YIELD" => Convergence::Yield,
+            _ => return Ok(None),
+        };
+        d.inst.unit = Unit::Ctl;
+        Ok(Some(Op::Convergence(op)))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        let (m, here, gi) = (s.m, s.together, s.group);
+        match self {
+            Convergence::Bssy(b) => {
+                for l in 0..32 {
+                    if m >> l & 1 != 0 {
+                        s.w.bars[b as usize][l] = m;
+                    }
+                }
+            }
+            Convergence::Bsync(b) => {
+                // lanes that met at this pc from different frames of a recursion wait separately
+                let bars = s.w.bars[b as usize];
+                let mut todo = m;
+                let mut scopes = vec![];
+                while todo != 0 {
+                    let scope = bars[todo.trailing_zeros() as usize];
+                    let same = mask_of(|l| bars[l] == scope) & todo;
+                    scopes.push((scope, same));
+                    todo &= !same;
+                }
+                if m != 0 && (scopes.len() > 1 || scopes[0].0 & s.w.live & !m != 0) {
+                    if here & !m == 0 {
+                        s.w.groups.remove(gi);
+                    } else {
+                        s.w.groups[gi].mask = here & !m;
+                    }
+                    for (_, mask) in scopes {
+                        // pc advances on release
+                        s.w.groups.push(Group { pc: s.inst.pc, mask, st: GState::Bsync(b) });
+                    }
+                    s.w.cur = 0;
+                    s.w.check_sync();
+                }
+            }
+            Convergence::Break(b) => {
+                let m = m & s.p(0);
+                if m != 0 {
+                    let scope = s.w.bars[b as usize][m.trailing_zeros() as usize];
+                    for x in s.w.bars[b as usize].iter_mut().filter(|x| **x == scope) {
+                        *x &= !m;
+                    }
+                    s.w.check_sync();
+                }
+            }
+            Convergence::BmovToReg { b, clear } => {
+                let v = s.w.bars[b as usize];
+                s.wr(&v);
+                if clear {
+                    for l in 0..32 {
+                        if m >> l & 1 != 0 {
+                            s.w.bars[b as usize][l] = 0;
+                        }
+                    }
+                }
+            }
+            Convergence::BmovFromReg(b) => {
+                let v = s.raw(0)?;
+                for l in 0..32 {
+                    if m >> l & 1 != 0 {
+                        s.w.bars[b as usize][l] = v[l];
+                    }
+                }
+            }
+            Convergence::Warpsync => {
+                let need = s.raw(0)?[m.trailing_zeros() as usize & 31] & s.w.live;
+                if m != 0 && need & !here != 0 {
+                    let g = &mut s.w.groups[gi];
+                    g.pc = s.inst.pc;
+                    g.st = GState::Warpsync(need);
+                    s.w.check_sync();
+                }
+            }
+            Convergence::Yield => {
+                if s.w.groups.len() > 1 {
+                    s.w.cur = (s.w.cur + 1) % s.w.groups.len();
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+// ---- barriers of a CTA, of memory and of the scoreboards -------------------------------------
+
+impl Class for Barrier {
+    fn decode(d: &mut Decoder) -> Decoded {
+        let (op, unit) = match d.base {
+            "BAR" => {
+                let mode = if d.has("ARV") {
+                    BarMode::Arv
+                } else if d.has("RED") {
+                    if d.has("POPC") {
+                        BarMode::RedPopc
+                    } else if d.has("AND") {
+                        BarMode::RedAnd
+                    } else {
+                        BarMode::RedOr
+                    }
+                } else if d.has("SYNC") {
+                    BarMode::Sync
+                } else {
+                    return Err(d.fail("BAR mode"));
+                };
+                d.src(0)?;
+                if d.src_follows() {
+                    d.src(1)?;
+                }
+                d.opt_psrcs();
+                (Barrier::Bar(mode), Unit::Ctl)
+            }
+            "B2R" => {
+                d.dst()?;
+                d.opt_pdsts(2);
+                (Barrier::B2r, Unit::Lsu)
+            }
+            "MEMBAR" => (Barrier::Membar, Unit::Lsu),
+            "DEPBAR" => {
+                let Some(Operand::Sb(sb)) = d.next() else { return Err(d.fail("scoreboard")) };
+                let n = if d.has("LE") { d.imm()? as u8 } else { 0 };
+                (Barrier::Depbar { sb, n }, Unit::Ctl)
+            }
+            _ => return Ok(None),
+        };
+        d.inst.unit = unit;
+        Ok(Some(Op::Barrier(op)))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        match self {
+            Barrier::Bar(mode) => {
+                let (id, threads) = (s.raw(0)?[0] as usize & 15, s.raw(1)?[0]);
+                let arrival = Arrival { id, mode, group: s.group, threads, mask: s.m, votes: s.p(0) & s.m };
+                s.arrival = (s.m != 0).then_some(arrival);
+            }
+            Barrier::B2r => {
+                let v = s.w.bar_result;
+                s.wr(&[v; 32]);
+                s.setp(0, ((v != 0) as u32).wrapping_neg());
+            }
+            Barrier::Membar | Barrier::Depbar { .. } => {}
         }
         Ok(())
     }

@@ -1,7 +1,8 @@
-//! Single-precision arithmetic and comparison.
+//! Single- and double-precision arithmetic and comparison, and the special-function unit.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
+use crate::half::*;
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
@@ -135,4 +136,124 @@ pub fn result(r: [f32; 32], ftz: bool, sat: bool) -> V {
         let x = if x.is_nan() { f32::from_bits(0x7fff_ffff) } else { x };
         fz(saturate(x, sat), ftz).to_bits()
     })
+}
+
+// ---- double precision ------------------------------------------------------------------------
+
+impl Class for Double {
+    fn decode(d: &mut Decoder) -> Decoded {
+        let op = match d.base {
+            "DADD" | "DMUL" | "DFMA" => {
+                d.allow(&[])?;
+                d.dst()?;
+                d.srcs(if d.base == "DFMA" { 3 } else { 2 })?;
+                match d.base {
+                    "DADD" => Double::Dadd,
+                    "DMUL" => Double::Dmul,
+                    _ => Double::Dfma,
+                }
+            }
+            "DSETP" => {
+                d.opt_pdsts(2);
+                d.srcs(2)?;
+                d.opt_psrcs();
+                Double::Dsetp { cmp: d.cmp()?, bop: d.bop() }
+            }
+            _ => return Ok(None),
+        };
+        d.inst.unit = Unit::Fp64;
+        Ok(Some(Op::Double(op)))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        match self {
+            Double::Dadd => {
+                let (a, b) = (s.dbl(0)?, s.dbl(1)?);
+                s.wr64(&lanes(|l| (a[l] + b[l]).to_bits()));
+            }
+            Double::Dmul => {
+                let (a, b) = (s.dbl(0)?, s.dbl(1)?);
+                s.wr64(&lanes(|l| (a[l] * b[l]).to_bits()));
+            }
+            Double::Dfma => {
+                let (a, b, c) = (s.dbl(0)?, s.dbl(1)?, s.dbl(2)?);
+                s.wr64(&lanes(|l| a[l].mul_add(b[l], c[l]).to_bits()));
+            }
+            Double::Dsetp { cmp, bop } => {
+                let (a, b) = (s.dbl(0)?, s.dbl(1)?);
+                s.setp_two(compare(cmp, &a, &b), bop);
+            }
+        }
+        Ok(())
+    }
+}
+
+// ---- the special-function unit: results are correctly rounded instead of approximate ---------
+
+impl Class for SpecialFunction {
+    fn decode(d: &mut Decoder) -> Decoded {
+        if d.base != "MUFU" {
+            return Ok(None);
+        }
+        d.dst()?;
+        d.src(0)?;
+        d.inst.unit = Unit::Xu;
+        Ok(Some(Op::SpecialFunction(match d.mods.first() {
+            Some(&"RCP") => SpecialFunction::Rcp,
+            Some(&"RSQ") => SpecialFunction::Rsq,
+            Some(&"EX2") if d.has("F16") => SpecialFunction::Ex2Half,
+            Some(&"EX2") => SpecialFunction::Ex2,
+            Some(&"TANH") => SpecialFunction::Tanh,
+            Some(&"LG2") => SpecialFunction::Lg2,
+            Some(&"SIN") => SpecialFunction::Sin,
+            Some(&"COS") => SpecialFunction::Cos,
+            Some(&"SQRT") => SpecialFunction::Sqrt,
+            Some(&"RCP64H") => SpecialFunction::Rcp64h,
+            Some(&"RSQ64H") => SpecialFunction::Rsq64h,
+            _ => return Err(d.fail("MUFU function")),
+        })))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        if matches!(self, SpecialFunction::Rcp64h | SpecialFunction::Rsq64h) {
+            let a = s.raw(0)?;
+            s.wr(&a.each(|x| {
+                let d = f64::from_bits((x as u64) << 32);
+                let v = if self == SpecialFunction::Rcp64h { 1.0 / d } else { 1.0 / d.sqrt() };
+                (v.to_bits() >> 32) as u32
+            }));
+            return Ok(());
+        }
+        if self == SpecialFunction::Ex2Half {
+            let (lo, hi) = s.hlf(0)?;
+            let x = if matches!(s.inst.src[0].sel, Sel::H(1) | Sel::H1H1) { hi } else { lo };
+            s.wr(&x.each(|x| f2h(x.exp2()) as u32));
+            return Ok(());
+        }
+        let a = s.flt(0)?;
+        // inputs and outputs of the special-function unit flush subnormals
+        let mut r = [0u32; 32];
+        for l in 0..32 {
+            if s.m >> l & 1 != 0 {
+                let x = fz(a[l], true);
+                let v = match self {
+                    SpecialFunction::Rcp => 1.0 / x,
+                    SpecialFunction::Rsq => (1.0 / (x as f64).sqrt()) as f32,
+                    SpecialFunction::Ex2 => x.exp2(),
+                    SpecialFunction::Lg2 => x.log2(),
+                    // the argument arrives premultiplied by 1/2pi (range-reduced by FMUL)
+                    SpecialFunction::Sin => ((x as f64) * std::f64::consts::TAU).sin() as f32,
+                    SpecialFunction::Cos => ((x as f64) * std::f64::consts::TAU).cos() as f32,
+                    SpecialFunction::Sqrt => x.sqrt(),
+                    SpecialFunction::Tanh => x.tanh(),
+                    SpecialFunction::Ex2Half | SpecialFunction::Rcp64h | SpecialFunction::Rsq64h => unreachable!(),
+                };
+                r[l] = fz(v, true).to_bits();
+            }
+        }
+        s.wr(&r);
+        Ok(())
+    }
 }

@@ -1,5 +1,6 @@
-//! Moves, and choices between two registers.
+//! Selection by predicates and comparison, logic on predicates, and predicates as bits of a register.
 
+use super::bits::lop3;
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
 use crate::isa::*;
@@ -43,6 +44,72 @@ impl Class for Select {
             Select::Fsel => {
                 let (a, b, p) = (s.flt(0)?, s.flt(1)?, s.p(0));
                 s.wr(&lanes(|l| if p >> l & 1 != 0 { a[l].to_bits() } else { b[l].to_bits() }));
+            }
+        }
+        Ok(())
+    }
+}
+
+// ---- logic on predicates, and predicates as bits of a register -------------------------------
+
+impl Class for Predicate {
+    fn decode(d: &mut Decoder) -> Decoded {
+        let first = if d.inst.everywhere != 0 { UP0 } else { 0 };
+        let op = match d.base {
+            "PLOP3" => {
+                d.opt_pdsts(2);
+                d.opt_psrcs();
+                while d.opt_pred().is_some() {}
+                let lut = d.imm()? as u8;
+                let lut2 = d.imm()? as u8;
+                Predicate::Plop3 { lut, lut2 }
+            }
+            "P2R" => {
+                d.allow(&["B1", "B2", "B3"])?;
+                let byte = ["B1", "B2", "B3"].iter().position(|b| d.has(b)).map_or(0, |i| i + 1);
+                d.dst()?;
+                d.next();
+                d.srcs(2)?;
+                Predicate::P2r { shift: 8 * byte as u32, first }
+            }
+            "R2P" => {
+                d.next();
+                d.srcs(2)?;
+                Predicate::R2p { first }
+            }
+            _ => return Ok(None),
+        };
+        Ok(Some(Op::Predicate(op)))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        match self {
+            Predicate::Plop3 { lut, lut2 } => {
+                let (a, b, c) = (s.p(0), s.p(1), s.p(2));
+                s.setp(0, lop3(lut, &[a; 32], &[b; 32], &[c; 32])[0]);
+                s.setp(1, lop3(lut2, &[a; 32], &[b; 32], &[c; 32])[0]);
+            }
+            Predicate::P2r { shift, first } => {
+                let (a, mk) = (s.int(0)?, s.int(1)?);
+                let preds = s.w.pred;
+                s.wr(&lanes(|l| {
+                    let bits = (0..7).fold(0, |r, i| r | (preds[first as usize + i] >> l & 1) << i);
+                    let mask = mk[l] << shift;
+                    (a[l] & !mask) | (bits << shift & mask)
+                }));
+            }
+            Predicate::R2p { first } => {
+                let (a, mk) = (s.int(0)?, s.int(1)?);
+                let sh = match s.inst.src[0].sel {
+                    Sel::B(n) => 8 * n as u32,
+                    _ => 0,
+                };
+                for i in 0..7u8 {
+                    let sel = mask_of(|l| mk[l] >> i & 1 != 0);
+                    let val = mask_of(|l| a[l] >> (sh + i as u32) & 1 != 0);
+                    s.w.setp(first + i, val, s.m & sel);
+                }
             }
         }
         Ok(())

@@ -76,11 +76,11 @@ impl Class for Uniform {
 #[cfg(test)]
 mod tests {
     use crate::cta::Cta;
-    use crate::decode::decode;
     use crate::disasm::RawInst;
     use crate::env::{Env, HostIsa, Program};
     use crate::isa::*;
     use crate::mem::GlobalMem;
+    use crate::ops::decode;
     use crate::step::Access;
     use crate::warp::Warp;
 
