@@ -1,0 +1,82 @@
+//! Tag stores of the caches: which lines they hold.
+
+/// Set-associative, sectored, LRU tag store.
+pub(super) struct Cache {
+    pub(super) sets: Vec<Vec<Line>>,
+    pub(super) ways: usize,
+    pub(super) tick: u64,
+}
+pub(super) struct Line {
+    pub(super) tag: u64,
+    pub(super) sectors: u8,
+    pub(super) used: u64,
+}
+impl Cache {
+    pub(super) fn new(bytes: u64, ways: usize) -> Self {
+        let n = (bytes / 128 / ways as u64).max(1) as usize;
+        Cache { sets: (0..n).map(|_| Vec::new()).collect(), ways, tick: 0 }
+    }
+    /// Look up a 32-byte sector; `fill` inserts it on a miss. True on a hit.
+    pub(super) fn access(&mut self, addr: u64, fill: bool) -> bool {
+        self.tick += 1;
+        let (tag, sector) = (addr / 128, 1u8 << (addr / 32 % 4));
+        let n = self.sets.len() as u64;
+        let set = &mut self.sets[((tag ^ (tag >> 7)) % n) as usize];
+        if let Some(l) = set.iter_mut().find(|l| l.tag == tag) {
+            l.used = self.tick;
+            let hit = l.sectors & sector != 0;
+            if fill {
+                l.sectors |= sector;
+            }
+            return hit;
+        }
+        if fill {
+            let line = Line { tag, sectors: sector, used: self.tick };
+            if set.len() < self.ways {
+                set.push(line);
+            } else {
+                *set.iter_mut().min_by_key(|l| l.used).unwrap() = line;
+            }
+        }
+        false
+    }
+}
+
+/// An instruction cache, the L0 of one sub-partition or the L1.5 they share: ready time per code line, LRU over a fixed capacity.
+#[derive(Default)]
+pub(super) struct ICache {
+    pub(super) ready: Vec<u64>,
+    pub(super) used: Vec<u64>,
+    pub(super) held: Vec<u32>,
+    /// of the pseudo-random choice of a victim, not 0
+    pub(super) seed: u64,
+}
+pub(super) const ABSENT: u64 = u64::MAX;
+
+impl ICache {
+    pub(super) fn new(lines: usize, seed: u64) -> Self {
+        ICache { ready: vec![ABSENT; lines], used: vec![0; lines], held: vec![], seed }
+    }
+
+    /// A line that is absent will be here at `ready`, in place of another where there is no room for more than `capacity`: of the one
+    /// unused for longest, or with `random` of any but `keep`, which a warp waits for.
+    pub(super) fn fill(&mut self, line: u32, keep: u32, capacity: usize, random: bool, now: u64, ready: u64) {
+        if self.held.len() >= capacity {
+            let i = if random {
+                // xorshift64*: the same victims in each run
+                self.seed ^= self.seed >> 12;
+                self.seed ^= self.seed << 25;
+                self.seed ^= self.seed >> 27;
+                let i = (self.seed.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) as usize % self.held.len();
+                (i + usize::from(self.held[i] == keep)) % self.held.len()
+            } else {
+                self.held.iter().enumerate().min_by_key(|(_, &h)| self.used[h as usize]).unwrap().0
+            };
+            let old = self.held.swap_remove(i);
+            self.ready[old as usize] = ABSENT;
+        }
+        self.ready[line as usize] = ready;
+        self.used[line as usize] = now;
+        self.held.push(line);
+    }
+}

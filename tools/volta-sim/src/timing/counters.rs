@@ -1,0 +1,158 @@
+//! What warps wait for, and what a run counts.
+
+use super::cache::ICache;
+use serde::Serialize;
+use std::collections::VecDeque;
+
+/// What a warp waits for: [`Stalls`] has the reasons. Sb: a scoreboard.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Why {
+    StallCount,
+    ShortSb,
+    LongSb,
+    XuSb,
+    TensorSb,
+    Barrier,
+}
+
+/// When an outstanding user of a scoreboard releases it.
+#[derive(Clone, Copy)]
+pub(super) struct Release {
+    pub(super) at: u64,
+    /// for an HMMA that waits: earlier after an HMMA, whose accumulators are forwarded
+    pub(super) for_hmma: u64,
+}
+
+/// The outstanding users of one scoreboard.
+#[derive(Default, Clone)]
+pub(super) struct Scoreboard {
+    pub(super) users: Vec<Release>,
+    pub(super) why: Option<Why>,
+}
+
+/// A resident warp as the scheduler sees it.
+pub(super) struct WarpT {
+    /// its CTA in `SmSim::ctas`, and its number there
+    pub(super) cta: usize,
+    pub(super) wi: usize,
+    /// number in the order of launches: the lower, the older
+    pub(super) age: u64,
+    /// earliest issue by stall count / barrier / branch
+    pub(super) next: u64,
+    /// earliest issue including scoreboards
+    pub(super) ready: u64,
+    /// what it waits for until `ready`
+    pub(super) ready_why: Why,
+    pub(super) sb: [Scoreboard; 6],
+    pub(super) last_issue: u64,
+    /// whether it waits at a barrier of its CTA
+    pub(super) blocked: bool,
+    /// since its last issue: how often the scheduler looked at it, and found its pipe busy or its instruction absent
+    pub(super) pipe_wait: u64,
+    pub(super) fetch_wait: u64,
+    pub(super) scans: u64,
+}
+
+/// A sub-partition of the SM: a scheduler with its pipes.
+#[derive(Default)]
+pub(super) struct Sub {
+    pub(super) warps: Vec<usize>,
+    /// the warp that issued last, and whether its instruction asked to prefer another
+    pub(super) last: Option<usize>,
+    pub(super) last_yield: bool,
+    /// by `Unit`: when the pipe can take another instruction
+    pub(super) free: [u64; 8],
+    /// when the queued memory instructions leave the queue
+    pub(super) mio: VecDeque<u64>,
+    /// when its address unit can take another instruction
+    pub(super) agu_free: u64,
+    pub(super) l0: ICache,
+}
+
+/// Warp cycles spent waiting, summed over all resident warps, by reason.
+#[derive(Default, Serialize, Clone, Debug)]
+pub struct Stalls {
+    /// stall count of the previous instruction (fixed latencies)
+    pub fixed_latency: u64,
+    /// shared memory, shuffle and other short scoreboards
+    pub short_scoreboard: u64,
+    /// global or local memory
+    pub long_scoreboard: u64,
+    /// special functions and conversions
+    pub xu_scoreboard: u64,
+    /// results of HMMA
+    pub tensor_scoreboard: u64,
+    /// CTA barrier
+    pub barrier: u64,
+    /// instruction not yet in the L0 cache
+    pub no_instruction: u64,
+    /// execution pipe or MIO queue busy
+    pub pipe_busy: u64,
+    /// another warp was chosen
+    pub not_selected: u64,
+}
+
+/// Event counts of the simulated SM. "Busy" counts are cycles, summed over the four sub-partitions.
+#[derive(Default, Clone, Debug, Serialize)]
+pub struct Counters {
+    /// clock cycles from the first launch to the last exit
+    pub cycles: u64,
+    /// warp instructions
+    pub insts: u64,
+    /// CTAs that ran
+    pub ctas: u64,
+    /// issue slots used
+    pub issue_slots: u64,
+    /// FP32 and IMAD pipe busy
+    pub fma_busy: u64,
+    /// integer and logic pipe busy
+    pub alu_busy: u64,
+    /// packed-half pipe busy
+    pub fp16_busy: u64,
+    /// double-precision pipe busy
+    pub fp64_busy: u64,
+    /// special-function and conversion pipe busy
+    pub xu_busy: u64,
+    /// tensor cores busy
+    pub tensor_busy: u64,
+    /// uniform datapath busy
+    pub uniform_busy: u64,
+    /// cycles of the SM's one LSU data stage
+    pub mio_busy: u64,
+    /// shared-memory wavefronts (one per clock)
+    pub smem_wavefronts: u64,
+    /// wavefronts that the same bytes need without bank conflicts
+    pub smem_ideal: u64,
+    /// warp shuffles (and MATCH)
+    pub shfl: u64,
+    /// wavefronts of global and local accesses
+    pub global_wavefronts: u64,
+    /// 32-byte sectors looked up in L1
+    pub l1_sectors: u64,
+    /// of these, hits
+    pub l1_hits: u64,
+    /// sectors read from L2
+    pub l2_sectors: u64,
+    /// sectors read from DRAM
+    pub dram_sectors: u64,
+    /// sectors stored
+    pub store_sectors: u64,
+    /// cycles of this SM's share of the L2 bandwidth
+    pub l2_busy: f64,
+    /// cycles of this SM's share of the DRAM bandwidth
+    pub dram_busy: f64,
+    /// local-memory warp instructions (spills, stack)
+    pub local_insts: u64,
+    /// CTA barriers completed
+    pub barriers: u64,
+    /// instructions that lost a cycle to a register-bank conflict
+    pub reg_conflicts: u64,
+    /// 128-byte instruction lines fetched into the L0 caches
+    pub l0_fills: u64,
+    /// of these, into the L1.5 cache from L2, where it is modelled
+    pub l15_fills: u64,
+    /// resident warps, summed over all cycles
+    pub resident_warp_cycles: u64,
+    /// where the warps waited
+    pub stalls: Stalls,
+}

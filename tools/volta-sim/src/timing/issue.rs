@@ -1,0 +1,234 @@
+//! Issue: units, scoreboards and stall counts.
+
+use super::counters::{Release, Why};
+use super::SmSim;
+use crate::isa::*;
+use crate::step::{Access, SimResult};
+
+impl SmSim<'_, '_> {
+    pub(super) fn unit_free(&self, s: usize, inst: &Inst) -> u64 {
+        let sub = &self.subs[s];
+        match inst.unit {
+            Unit::Lsu => {
+                if sub.mio.len() >= self.m.mio_queue {
+                    sub.mio[sub.mio.len() - self.m.mio_queue]
+                } else {
+                    0
+                }
+            }
+            Unit::Ctl => 0,
+            u => sub.free[u as usize],
+        }
+    }
+
+    /// Issue one instruction; returns the CTA slot if this finished the CTA.
+    pub(super) fn issue(&mut self, s: usize, k: usize, now: u64, acc: &mut Access) -> SimResult<Option<usize>> {
+        let (slot, wi) = {
+            let w = self.warps[k].as_ref().unwrap();
+            (w.cta, w.wi)
+        };
+        let env = self.env;
+        let cta = self.ctas[slot].as_mut().unwrap();
+        let idx = cta.step(wi, env, now, acc)?;
+        let inst = &env.prog.code[idx];
+        self.c.insts += 1;
+        self.c.issue_slots += 1;
+        self.hist[idx] += 1;
+        if matches!(inst.op, Op::SpecialRegister(SpecialRegister::S2r(SReg::Clock) | SpecialRegister::Cs2r { sreg: SReg::Clock, .. }))
+            && *self.clock_reader.get_or_insert(k) == k
+        {
+            self.clock_reads = Some((self.clock_reads.map_or(now, |(first, _)| first), now));
+        }
+
+        // --- stall attribution
+        {
+            let w = self.warps[k].as_mut().unwrap();
+            let st = &mut self.c.stalls;
+            let gap = now - w.last_issue;
+            self.wait_hist[idx] += gap.saturating_sub(1);
+            let fixed = w.next.min(now).saturating_sub(w.last_issue + 1);
+            match w.ready_why {
+                Why::Barrier => st.barrier += fixed,
+                _ => st.fixed_latency += fixed,
+            }
+            let sbw = w.ready.min(now).saturating_sub(w.next.max(w.last_issue + 1));
+            match w.ready_why {
+                Why::ShortSb => st.short_scoreboard += sbw,
+                Why::LongSb => st.long_scoreboard += sbw,
+                Why::XuSb => st.xu_scoreboard += sbw,
+                Why::TensorSb => st.tensor_scoreboard += sbw,
+                Why::Barrier => st.barrier += sbw,
+                Why::StallCount => st.fixed_latency += sbw,
+            }
+            let rest = now.saturating_sub(w.ready.max(w.last_issue + 1));
+            // idle cycles are skipped, so the scan counters only give proportions
+            let n = (w.scans - 1).max(1);
+            let nofetch = (rest * w.fetch_wait / n).min(rest);
+            let busy = (rest * w.pipe_wait / n).min(rest - nofetch);
+            st.no_instruction += nofetch;
+            st.pipe_busy += busy;
+            st.not_selected += rest - nofetch - busy;
+            (w.pipe_wait, w.fetch_wait, w.scans) = (0, 0, 0);
+            w.last_issue = now;
+        }
+
+        // --- resources: (write release, read release, reason)
+        let (wr, rd, why) = if acc.mask == 0 && !matches!(inst.unit, Unit::Ctl) {
+            (now + 1, now + 1, Why::ShortSb)
+        } else {
+            self.occupy(s, k, idx, now, acc)
+        };
+
+        let w = self.warps[k].as_mut().unwrap();
+        let forwarded = if is_hmma884(inst) { now + self.m.hmma_forward } else { wr };
+        for (sb, at, for_hmma) in [(inst.ctrl.wr_sb, wr, forwarded), (inst.ctrl.rd_sb, rd, rd)] {
+            if sb < 6 {
+                let b = &mut w.sb[sb as usize];
+                b.users.retain(|x| x.at > now);
+                b.users.push(Release { at, for_hmma });
+                b.why = Some(why);
+            }
+        }
+        let mut next = now + (inst.ctrl.stall as u64).max(1);
+        if acc.taken {
+            next = next.max(now + self.m.branch_cycles);
+        }
+        if let Op::Barrier(Barrier::Depbar { sb, n }) = inst.op {
+            let mut t: Vec<u64> = w.sb[sb as usize % 6].users.iter().map(|x| x.at).collect();
+            t.sort_unstable();
+            if t.len() > n as usize {
+                next = next.max(t[t.len() - 1 - n as usize]);
+            }
+        }
+        w.next = next;
+        self.subs[s].last = Some(k);
+        self.subs[s].last_yield = inst.ctrl.yield_;
+
+        // --- barrier releases and exits
+        let cta = self.ctas[slot].as_mut().unwrap();
+        let released = std::mem::take(&mut cta.released);
+        let base = slot * cta.warps.len();
+        let ended = cta.warps[wi].done();
+        let all_done = cta.done();
+        if ended {
+            self.warps[k] = None;
+            for sub in self.subs.iter_mut() {
+                sub.warps.retain(|&x| x != k);
+                if sub.last == Some(k) {
+                    sub.last = None;
+                }
+            }
+        } else {
+            self.refresh(k, Why::StallCount);
+        }
+        if !released.is_empty() {
+            self.c.barriers += 1;
+        }
+        for r in released {
+            let t = now + self.m.bar_latency;
+            if let Some(w) = self.warps[base + r].as_mut() {
+                w.next = w.next.max(t);
+                self.refresh(base + r, Why::Barrier);
+            }
+        }
+        Ok(all_done.then_some(slot))
+    }
+
+    /// Recompute when warp `k` may issue its next instruction.
+    pub(super) fn refresh(&mut self, k: usize, base_why: Why) {
+        let w = self.warps[k].as_mut().unwrap();
+        let ww = &mut self.ctas[w.cta].as_mut().unwrap().warps[w.wi];
+        let Some(g) = ww.select() else {
+            w.blocked = true;
+            return;
+        };
+        w.blocked = false;
+        let Some(inst) = self.env.prog.code.get((ww.groups[g].pc / 16) as usize) else { return };
+        w.ready = w.next;
+        w.ready_why = base_why;
+        let is_hmma = is_hmma884(inst);
+        for i in 0..6 {
+            if inst.ctrl.wait >> i & 1 != 0 {
+                let sb = &w.sb[i];
+                if let Some(t) = sb.users.iter().map(|x| if is_hmma { x.for_hmma } else { x.at }).max() {
+                    if t > w.ready {
+                        w.ready = t;
+                        w.ready_why = sb.why.unwrap_or(Why::ShortSb);
+                    }
+                }
+            }
+        }
+    }
+
+    pub(super) fn occupy(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, Why) {
+        let m = self.m;
+        let inst = &self.env.prog.code[idx];
+        let mut cost = match inst.unit {
+            Unit::Fma => match inst.op {
+                Op::Integer(Integer::ImadWide { .. } | Integer::ImadHi { .. }) => m.imad_wide_cycles,
+                _ => m.fma_cycles,
+            },
+            Unit::Alu => m.alu_cycles,
+            Unit::Fp16 => m.fp16_cycles,
+            Unit::Fp64 => m.fp64_cycles,
+            Unit::Xu => m.xu_cycles,
+            Unit::Tensor => match inst.op {
+                Op::Tensor(Tensor::Hmma884 { f32: true, .. }) => m.hmma_f32_cycles,
+                Op::Tensor(Tensor::Hmma1688 { f32: true }) => m.hmma_1688_f32_cycles,
+                Op::Tensor(Tensor::Hmma1688 { f32: false }) => m.hmma_1688_f16_cycles,
+                Op::Tensor(Tensor::Imma8816 { .. }) => m.imma_8816_cycles,
+                _ => m.hmma_f16_cycles,
+            },
+            Unit::Uniform => m.uniform_cycles,
+            Unit::Lsu => return self.memory(s, k, idx, now, acc),
+            Unit::Ctl => return (now + 2, now + 2, Why::ShortSb),
+        };
+        if m.reg_banks && !matches!(inst.unit, Unit::Tensor | Unit::Xu | Unit::Uniform) && bank_conflict(inst) {
+            cost += 1;
+            self.c.reg_conflicts += 1;
+        }
+        self.subs[s].free[inst.unit as usize] = now + cost;
+        let c = &mut self.c;
+        match inst.unit {
+            Unit::Fma => c.fma_busy += cost,
+            Unit::Alu => c.alu_busy += cost,
+            Unit::Fp16 => c.fp16_busy += cost,
+            Unit::Fp64 => c.fp64_busy += cost,
+            Unit::Xu => c.xu_busy += cost,
+            Unit::Tensor => c.tensor_busy += cost,
+            Unit::Uniform => c.uniform_busy += cost,
+            _ => {}
+        }
+        match inst.unit {
+            Unit::Xu => (now + m.xu_latency, now + cost, Why::XuSb),
+            Unit::Tensor => {
+                let latency = match inst.op {
+                    Op::Tensor(Tensor::Hmma1688 { f32: true }) => m.hmma_1688_f32_latency,
+                    Op::Tensor(Tensor::Hmma1688 { f32: false }) => m.hmma_1688_f16_latency,
+                    Op::Tensor(Tensor::Imma8816 { .. }) => m.imma_8816_latency,
+                    _ => m.hmma_latency,
+                };
+                (now + latency, now + cost + 2, Why::TensorSb)
+            }
+            Unit::Uniform if matches!(inst.op, Op::Uniform(Uniform::R2ur)) => (now + m.r2ur_latency, now + 2, Why::ShortSb),
+            Unit::Fp64 => (now + m.fp64_latency, now + cost, Why::ShortSb),
+            _ => (now + 4, now + 2, Why::ShortSb),
+        }
+    }
+}
+
+fn is_hmma884(inst: &Inst) -> bool {
+    matches!(inst.op, Op::Tensor(Tensor::Hmma884 { .. }))
+}
+
+/// Three distinct source registers in the same bank (even / odd), none served by the reuse cache.
+fn bank_conflict(inst: &Inst) -> bool {
+    let mut r = [0; 3];
+    for i in 0..3 {
+        match inst.src[i].reg() {
+            Some(x) if !inst.src[i].reuse => r[i] = x,
+            _ => return false,
+        }
+    }
+    r[0] != r[1] && r[1] != r[2] && r[0] != r[2] && r[0] & 1 == r[1] & 1 && r[1] & 1 == r[2] & 1
+}

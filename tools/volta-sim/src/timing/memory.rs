@@ -1,0 +1,218 @@
+//! Loads and stores: from the lanes' addresses to times.
+
+use super::counters::Why;
+use super::SmSim;
+use crate::isa::*;
+use crate::mem::Buffer;
+use crate::ops::memory::shared_offset;
+use crate::step::Access;
+
+impl SmSim<'_, '_> {
+    /// Memory-side instructions: enter the sub-partition's MIO queue, then the shared LSU stage.
+    pub(super) fn memory(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, Why) {
+        let m = self.m;
+        let inst = &self.env.prog.code[idx];
+        match inst.op {
+            Op::SpecialRegister(SpecialRegister::S2r(_)) | Op::Barrier(Barrier::B2r) => {
+                return (now + m.s2r_latency, now + 2, Why::ShortSb)
+            }
+            Op::Barrier(Barrier::Membar) => return (now + m.l2_latency, now + 2, Why::LongSb),
+            Op::Memory(Memory::Qspc { .. }) => return (now + m.lds_latency, now + 2, Why::ShortSb),
+            _ => {}
+        }
+        let prefetch = matches!(inst.op, Op::Memory(Memory::Prefetch));
+        let strong = matches!(inst.op, Op::Memory(Memory::Ld { strong: true, .. }));
+        let (space, bytes, write, atomic) = match inst.op {
+            Op::Memory(Memory::Ld { space, bytes, .. }) => (Some(space), bytes as u32, false, false),
+            Op::Memory(Memory::St { space, bytes }) => (Some(space), bytes as u32, true, false),
+            Op::Memory(Memory::Prefetch) => (Some(Space::Global), 4, false, false),
+            Op::Memory(Memory::Ldsm { .. }) => (Some(Space::Shared), 16, false, false),
+            Op::Atomic(a) => (Some(a.space), if a.wide() { 8 } else { 4 }, true, true),
+            _ => (None, 4, false, false),
+        };
+        // the lanes of a generic access are taken to be in one space; its offset from the window's base has the same banks
+        let first = acc.addr[acc.mask.trailing_zeros() as usize % 32];
+        let space = match space {
+            Some(Space::Generic) if shared_offset(first).is_some() => Some(Space::Shared),
+            Some(Space::Generic) => Some(Space::Global),
+            known => known,
+        };
+        // wavefronts in the data stage
+        let mut sectors: Vec<u64> = vec![];
+        let waves = match space {
+            None => {
+                self.c.shfl += 1;
+                1
+            }
+            Some(Space::Shared) => {
+                // LDSM: a row of 16 bytes from each lane whose address counts
+                let lanes = match inst.op {
+                    Op::Memory(Memory::Ldsm { matrices, .. }) => !0 >> (32 - 8 * matrices as u32),
+                    _ => acc.mask,
+                };
+                let mut w = m.smem_wavefronts(&acc.addr, lanes, bytes);
+                let ideal = (lanes.count_ones() * bytes).div_ceil(128).max(1);
+                if atomic {
+                    w = w.max(2);
+                }
+                self.c.smem_wavefronts += w as u64;
+                self.c.smem_ideal += ideal as u64;
+                self.smem_hist[idx] += w as u64;
+                self.conflict_hist[idx] += (w - ideal.min(w)) as u64;
+                w
+            }
+            Some(Space::Const) => 1,
+            Some(Space::Local) => {
+                // local memory interleaves lanes word by word
+                self.c.local_insts += 1;
+                let lb = self.env.local_bytes as u64;
+                for l in 0..32u64 {
+                    if acc.mask >> l & 1 != 0 {
+                        for j in 0..(bytes / 4).max(1) as u64 {
+                            let a = (1u64 << 60) + k as u64 * lb * 32 + ((acc.addr[l as usize] / 4 + j) * 32 + l) * 4;
+                            sectors.push(a / 32);
+                        }
+                    }
+                }
+                sectors.sort_unstable();
+                sectors.dedup();
+                sectors.len().div_ceil(4) as u32
+            }
+            Some(Space::Global | Space::Generic) => {
+                let per = match bytes {
+                    16 => 8,
+                    8 => 16,
+                    _ => 32,
+                };
+                let mut waves = 0;
+                for g in 0..32 / per {
+                    let mut lines: Vec<u64> = vec![];
+                    for l in g * per..(g + 1) * per {
+                        if acc.mask >> l & 1 != 0 {
+                            lines.push(acc.addr[l] / 128);
+                            for b in (0..bytes as u64).step_by(32).chain([bytes as u64 - 1]) {
+                                sectors.push((acc.addr[l] + b) / 32);
+                            }
+                        }
+                    }
+                    lines.sort_unstable();
+                    lines.dedup();
+                    waves += lines.len() as u32;
+                }
+                sectors.sort_unstable();
+                sectors.dedup();
+                waves.max(1)
+            }
+        };
+        // address generation in the sub-partition, then the data stage shared by all four
+        let agu = now.max(self.subs[s].agu_free);
+        self.subs[s].agu_free = agu + m.agu_cycles;
+        let start = (agu + m.mio_delay).max(self.lsu_free);
+        // shuffles and constants do not pass through the banks
+        let each = if matches!(space, None | Some(Space::Const)) { 1 } else { m.wavefront_cycles };
+        let store = if write && space == Some(Space::Shared) { m.sts_extra_cycles } else { 0 };
+        let busy = waves as u64 * each + store;
+        self.lsu_free = start + busy;
+        self.c.mio_busy += busy;
+        let q = &mut self.subs[s].mio;
+        while q.front().is_some_and(|&t| t <= now) {
+            q.pop_front();
+        }
+        q.push_back(start);
+        let done = start + busy - each; // last wavefront enters
+        let rd = done + m.rd_release;
+        let tail = |lat: u64| lat - m.mio_delay;
+        match space {
+            None if matches!(inst.op, Op::WarpWide(WarpWide::Movm)) => (done + tail(m.movm_latency), rd, Why::ShortSb),
+            None => (done + tail(m.shfl_latency), rd, Why::ShortSb),
+            Some(Space::Shared) => (done + tail(m.lds_latency), rd, Why::ShortSb),
+            Some(Space::Const) => (done + tail(m.ldc_latency), rd, Why::ShortSb),
+            Some(sp) => {
+                self.c.global_wavefronts += waves as u64;
+                let mut ready = done + tail(m.l1_latency);
+                for sct in sectors {
+                    let a = sct * 32;
+                    if write && sp == Space::Global {
+                        // write-through; atomics are performed in L2
+                        let t = self.l2_xfer(done, false);
+                        self.c.store_sectors += 1;
+                        if !self.l2.access(a, true) && self.is_written_back(a) {
+                            self.dram_xfer(t as f64);
+                        }
+                        if atomic {
+                            ready = ready.max(t + tail(m.l2_latency) + m.atom_extra);
+                        }
+                        continue;
+                    }
+                    if prefetch {
+                        if !self.l2.access(a, true) && self.first_touch(a) {
+                            let arrives = self.dram_xfer(done as f64) as u64 + tail(m.dram_latency);
+                            self.on_its_way.insert(sct, arrives);
+                        }
+                        continue;
+                    }
+                    if !strong {
+                        self.c.l1_sectors += 1;
+                        if self.l1.access(a, true) || write {
+                            self.c.l1_hits += 1;
+                            continue;
+                        }
+                    }
+                    self.c.l2_sectors += 1;
+                    let hit = self.l2.access(a, true) || sp == Space::Local || !self.first_touch(a);
+                    let t = self.l2_xfer(done, !hit);
+                    ready = ready.max(t + tail(if hit { m.l2_latency } else { m.dram_latency }));
+                    if let Some(arrives) = self.on_its_way.remove(&sct) {
+                        ready = ready.max(arrives);
+                    }
+                }
+                (ready, rd, Why::LongSb)
+            }
+        }
+    }
+
+    /// Move one sector over this SM's share of the L2 (and DRAM) bandwidth.
+    pub(super) fn l2_xfer(&mut self, at: u64, dram: bool) -> u64 {
+        let c = 32.0 / self.m.l2_bytes_per_clk;
+        let mut t = (at as f64).max(self.l2_free);
+        self.l2_free = t + c;
+        self.c.l2_busy += c;
+        if dram {
+            t = self.dram_xfer(t);
+        }
+        t as u64
+    }
+
+    /// Move one sector over this SM's share of the DRAM bandwidth.
+    pub(super) fn dram_xfer(&mut self, at: f64) -> f64 {
+        let c = 32.0 / self.m.dram_bytes_per_clk();
+        let t = at.max(self.dram_free);
+        self.dram_free = t + c;
+        self.c.dram_busy += c;
+        self.c.dram_sectors += 1;
+        t
+    }
+
+    /// Does this SM pay for the way of a stored sector to DRAM? Its fair share of each buffer that is larger than L2; what smaller ones
+    /// get stays there.
+    pub(super) fn is_written_back(&mut self, addr: u64) -> bool {
+        let is_large = |b: &&Buffer| b.len > self.m.l2_bytes;
+        let holds = |b: &&Buffer| addr + 32 > b.base && addr < b.base + b.len;
+        self.env.mem.bufs.iter().find(holds).filter(is_large).is_some() && self.first_touch(addr)
+    }
+
+    /// Does this SM pay the DRAM fetch of a sector nobody on this SM touched before? Its fair share
+    /// of each buffer (one SM's on a full GPU) is; the rest was brought into L2 by the other SMs.
+    pub(super) fn first_touch(&mut self, addr: u64) -> bool {
+        for (i, b) in self.env.mem.bufs.iter().enumerate() {
+            if addr + 32 > b.base && addr < b.base + b.len {
+                if self.dram_budget[i] > 0 {
+                    self.dram_budget[i] -= 1;
+                    return true;
+                }
+                return false;
+            }
+        }
+        false
+    }
+}

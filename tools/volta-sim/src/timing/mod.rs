@@ -1,0 +1,261 @@
+//! Timing model of one SM: issue follows the control codes, pipes and memory are resources with a
+//! "free at" time, and instructions execute functionally when they issue.
+
+use crate::cta::Cta;
+use crate::env::Env;
+use crate::machine::Machine;
+use crate::step::{Access, SimResult};
+use std::collections::HashMap;
+
+mod cache;
+mod counters;
+mod issue;
+mod memory;
+
+pub use counters::{Counters, Stalls};
+
+use cache::{Cache, ICache, ABSENT};
+use counters::{Sub, WarpT, Why};
+
+pub struct SmSim<'a, 'e> {
+    env: &'a Env<'e>,
+    m: &'a Machine,
+    pub c: Counters,
+    /// executions of each instruction
+    pub hist: Vec<u64>,
+    /// issue-to-issue cycles attributed to waiting before each instruction
+    pub wait_hist: Vec<u64>,
+    /// shared-memory wavefronts, and those beyond the ideal, per instruction
+    pub smem_hist: Vec<u64>,
+    pub conflict_hist: Vec<u64>,
+    warps: Vec<Option<WarpT>>,
+    ctas: Vec<Option<Cta>>,
+    subs: Vec<Sub>,
+    lsu_free: u64,
+    l15: ICache,
+    l15_free: u64,
+    l15_fill_free: u64,
+    l2_free: f64,
+    dram_free: f64,
+    l1: Cache,
+    l2: Cache,
+    /// sectors that were prefetched and not loaded yet, and when they are there
+    on_its_way: HashMap<u64, u64>,
+    /// first touches left that this SM pays from DRAM, per buffer (others are fetched by other SMs)
+    dram_budget: Vec<u64>,
+    /// cycles of the first and the last read of the clock by the first warp that reads it
+    pub clock_reads: Option<(u64, u64)>,
+    clock_reader: Option<usize>,
+    age: u64,
+    sub_cursor: u32,
+}
+
+impl<'a, 'e> SmSim<'a, 'e> {
+    pub fn new(env: &'a Env<'e>, m: &'a Machine, slots: u32, smem_per_cta: u32) -> Self {
+        let used = slots * smem_per_cta.div_ceil(m.smem_gran) * m.smem_gran;
+        let carve = m.smem_carve_kib.iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(m.smem_per_sm);
+        let wpc = env.block.iter().product::<u32>().div_ceil(32);
+        let n = env.prog.code.len();
+        let lines = n.div_ceil(8);
+        let sharers = m.sms.min(env.grid.iter().product()) as u64;
+        SmSim {
+            env,
+            m,
+            c: Counters::default(),
+            hist: vec![0; n],
+            wait_hist: vec![0; n],
+            smem_hist: vec![0; n],
+            conflict_hist: vec![0; n],
+            warps: (0..slots * wpc).map(|_| None).collect(),
+            ctas: (0..slots).map(|_| None).collect(),
+            subs: (0..m.subs).map(|i| Sub { l0: ICache::new(lines, i as u64 + 1), ..Sub::default() }).collect(),
+            lsu_free: 0,
+            l15: ICache::new(lines, 1),
+            l15_free: 0,
+            l15_fill_free: 0,
+            l2_free: 0.0,
+            dram_free: 0.0,
+            l1: Cache::new((m.l1_smem_total - carve) as u64, 64),
+            l2: Cache::new(m.l2_bytes, 16),
+            on_its_way: HashMap::new(),
+            dram_budget: env.mem.bufs.iter().map(|b| b.len.div_ceil(32).div_ceil(sharers)).collect(),
+            clock_reads: None,
+            clock_reader: None,
+            age: 0,
+            sub_cursor: 0,
+        }
+    }
+
+    /// Run the given CTAs (in dispatch order) to completion.
+    pub fn run(&mut self, list: &[[u32; 3]]) -> SimResult<()> {
+        let mut pending = list.iter();
+        let mut now = 0u64;
+        let mut acc = Access::default();
+        for s in 0..self.ctas.len() {
+            if let Some(&id) = pending.next() {
+                self.launch(s, id, self.m.cta_launch);
+            }
+        }
+        let mut live = self.ctas.iter().filter(|c| c.is_some()).count();
+        let mut resident: u64 = self.warps.iter().flatten().count() as u64;
+        while live > 0 {
+            let mut issued = false;
+            let mut next_event = u64::MAX;
+            for s in 0..self.subs.len() {
+                match self.pick(s, now) {
+                    Ok(w) => {
+                        issued = true;
+                        if let Some(slot) = self.issue(s, w, now, &mut acc)? {
+                            // CTA finished: refill its slot
+                            live -= 1;
+                            self.c.ctas += 1;
+                            self.ctas[slot] = None;
+                            if let Some(&id) = pending.next() {
+                                self.launch(slot, id, now + self.m.cta_launch);
+                                live += 1;
+                            }
+                            resident = self.warps.iter().flatten().count() as u64;
+                        }
+                    }
+                    Err(t) => next_event = next_event.min(t),
+                }
+            }
+            let step = if issued {
+                1
+            } else if next_event == u64::MAX {
+                let mut s = String::new();
+                for c in self.ctas.iter().flatten() {
+                    s += &format!("\n  CTA {:?}:{}", c.id, c.stuck());
+                }
+                return Err(format!("deadlock at cycle {now}:{s}"));
+            } else {
+                next_event.max(now + 1) - now
+            };
+            self.c.resident_warp_cycles += resident * step;
+            now += step;
+        }
+        self.c.cycles = now;
+        Ok(())
+    }
+
+    fn launch(&mut self, slot: usize, id: [u32; 3], at: u64) {
+        let cta = Cta::new(self.env, id);
+        let n = cta.warps.len();
+        for wi in 0..n {
+            let k = slot * n + wi;
+            self.warps[k] = Some(WarpT {
+                cta: slot,
+                wi,
+                age: self.age,
+                next: at,
+                ready: at,
+                ready_why: Why::StallCount,
+                sb: Default::default(),
+                last_issue: at,
+                blocked: false,
+                pipe_wait: 0,
+                fetch_wait: 0,
+                scans: 0,
+            });
+            self.age += 1;
+            // warp w -> sub-partition (w % 4), continuing across CTAs for odd warp counts
+            let sub = (self.sub_cursor % self.m.subs) as usize;
+            self.sub_cursor += 1;
+            self.subs[sub].warps.push(k);
+        }
+        self.ctas[slot] = Some(cta);
+    }
+
+    /// Choose a warp for scheduler `s`, or the next cycle at which it might have one.
+    fn pick(&mut self, s: usize, now: u64) -> Result<usize, u64> {
+        let mut best: Option<usize> = None;
+        let mut best_age = u64::MAX;
+        let mut next = u64::MAX;
+        let (greedy, avoid) = (self.subs[s].last, self.subs[s].last_yield);
+        for i in 0..self.subs[s].warps.len() {
+            let k = self.subs[s].warps[i];
+            let Some(w) = self.warps[k].as_ref() else { continue };
+            if w.blocked {
+                continue;
+            }
+            if w.ready > now {
+                next = next.min(w.ready);
+                continue;
+            }
+            let age = w.age;
+            let cta = self.ctas[w.cta].as_mut().unwrap();
+            let ww = &mut cta.warps[w.wi];
+            self.warps[k].as_mut().unwrap().scans += 1;
+            let g = ww.select().expect("unblocked warp has a runnable group");
+            let pc = ww.groups[g].pc;
+            // a pc outside the code is reported by the step
+            let Some(inst) = self.env.prog.code.get((pc / 16) as usize) else { return Ok(k) };
+            if self.m.icache {
+                let t = self.fetch(s, pc / 128, now);
+                if t > now {
+                    next = next.min(t);
+                    self.warps[k].as_mut().unwrap().fetch_wait += 1;
+                    continue;
+                }
+            }
+            let free = self.unit_free(s, inst);
+            if free > now {
+                next = next.min(free);
+                self.warps[k].as_mut().unwrap().pipe_wait += 1;
+                continue;
+            }
+            // greedy, then oldest; a yield hint pushes the last warp to the back
+            let age = if greedy == Some(k) {
+                if avoid {
+                    u64::MAX - 1
+                } else {
+                    0
+                }
+            } else {
+                age + 1
+            };
+            if age < best_age {
+                best_age = age;
+                best = Some(k);
+            }
+        }
+        best.ok_or(next)
+    }
+
+    /// When the code line can be issued from by sub-partition `s`; starts fetches as needed.
+    fn fetch(&mut self, s: usize, line: u32, now: u64) -> u64 {
+        let cap = (self.m.l0_bytes / 128) as usize;
+        self.subs[s].l0.used[line as usize] = now;
+        for l in line..=(line + self.m.l0_prefetch).min(self.subs[s].l0.ready.len() as u32 - 1) {
+            if self.subs[s].l0.ready[l as usize] != ABSENT {
+                continue;
+            }
+            let start = self.in_l15(l, now).max(self.l15_free);
+            self.l15_free = start + self.m.l0_line_cycles;
+            self.c.l0_fills += 1;
+            self.subs[s].l0.fill(l, line, cap, self.m.l0_random, now, start + self.m.l0_miss_latency);
+        }
+        self.subs[s].l0.ready[line as usize]
+    }
+
+    /// When the code line can leave the L1.5, which may have to fetch it from L2.
+    fn in_l15(&mut self, line: u32, now: u64) -> u64 {
+        if self.m.l15_bytes == 0 {
+            return now;
+        }
+        if self.l15.ready[line as usize] == ABSENT {
+            // the first time, an earlier launch has left it there
+            let ready = if self.l15.used[line as usize] == 0 {
+                now
+            } else {
+                let start = now.max(self.l15_fill_free);
+                self.l15_fill_free = start + self.m.l15_line_cycles;
+                self.c.l15_fills += 1;
+                start + self.m.l2_latency
+            };
+            self.l15.fill(line, line, (self.m.l15_bytes / 128) as usize, false, now, ready);
+        }
+        self.l15.used[line as usize] = now;
+        self.l15.ready[line as usize].max(now)
+    }
+}
