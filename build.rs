@@ -16,8 +16,8 @@ mod python;
 mod tables;
 
 // Types of the parameter blocks, which the tables name.
-#[allow(dead_code)]
-#[path = "src/params.rs"]
+#[allow(dead_code, unused_imports)]
+#[path = "src/params/mod.rs"]
 mod params;
 
 use anyhow::{Context, Result};
@@ -30,7 +30,7 @@ fn run() -> Result<()> {
         "build.rs",
         "tools/build",
         "csrc",
-        "src/params.rs",
+        "src/params",
         "src/ffi.rs",
         "src/info.rs",
         "src/shim.rs",
@@ -44,7 +44,8 @@ fn run() -> Result<()> {
     let python = python::Environment::query()?;
 
     let params = out.join("volta_fa_params.h");
-    c_header(&["src/params.rs"], &params)?;
+    let blocks = ["shared", "cache", "forward", "decode", "backward", "small"].map(|name| format!("src/params/{name}.rs"));
+    c_header(&blocks.each_ref().map(|path| path.as_str()), &params)?;
     let compiler = nvrtc::Compiler::load(&python, &params)?;
     embed::embed(&compiler, &tables::tables().concat(), &target.join("volta-fa-kernels"), &out)?;
 

@@ -1,5 +1,5 @@
 // What a kernel has code for: FEATURES and REQUIRED_FEATURES are the sets of its row in src/kernels, as -D definitions. Names are
-// those of Feature and FeatureSet in src/kernels/variants.rs, which says what each feature is. Included by all kernels that branch
+// those of Feature and FeatureSet in src/kernels/features.rs, which says what each feature is. Included by all kernels that branch
 // on a feature: every test of these sets is here, and code names its result.
 #pragma once
 

@@ -1,5 +1,5 @@
 // What a main kernel of the backward pass ({volta,turing}/backward/single_role.cuh, warp_specialized.cuh) does with dq. Template
-// parameter of these kernels: Pass::dq_mode in src/kernels/variants.rs chooses it for each.
+// parameter of these kernels: Pass::dq_mode in src/kernels/passes.rs chooses it for each.
 #pragma once
 
 enum class DqMode {

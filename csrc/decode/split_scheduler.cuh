@@ -14,7 +14,7 @@
 
 namespace decode {
 
-constexpr int kSplitTokens = SPLIT_TOKENS;  // of a split; src/kernels/variants.rs has the number, by which the host plans memory
+constexpr int kSplitTokens = SPLIT_TOKENS;  // of a split; src/kernels/passes.rs has the number, by which the host plans memory
 static_assert(kSplitTokens % kStepTokens == 0, "splits are whole steps");
 
 // A split of a row tile. blocks: the row tile's splits; first_block: number of this one among them.

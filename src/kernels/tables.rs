@@ -2,8 +2,12 @@
 //! To add a family, add a folder like `volta`, and here its `mod` and its tables.
 
 // with their paths, since this file is a module of build.rs too
+#[path = "features.rs"]
+mod features;
 #[path = "formats.rs"]
 pub mod formats;
+#[path = "passes.rs"]
+mod passes;
 #[path = "shared.rs"]
 mod shared;
 #[path = "turing/mod.rs"]

@@ -118,7 +118,7 @@ fn cache_formats() -> String {
     format!("template <CacheFormat> struct {FORMAT_INFO};\n{rows}#define QUANTIZED_FORMATS(use){quantized}\n")
 }
 
-/// The types of src/params.rs in C++. A kernel gets only those that its sources name, so changes of others do not recompile it.
+/// The types of src/params/ in C++. A kernel gets only those that its sources name, so changes of others do not recompile it.
 struct ParamsHeader {
     /// Name and definition; each type comes after the types of its members.
     types: Vec<(String, String)>,

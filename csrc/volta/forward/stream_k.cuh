@@ -34,7 +34,7 @@ struct TileSplit {
             first = x.first;
             end = x.end;
             index = x.part >> 8;
-            splits = x.part & 0xff;  // StreamKSplit::part in src/params.rs has both
+            splits = x.part & 0xff;  // StreamKSplit::part in src/params/forward.rs has both
         }
     }
 };

@@ -1,0 +1,149 @@
+//! Features of problems, and the sets of them that kernels have code for. Also a module of build.rs.
+
+/// A feature of a problem beyond softmax(scale * QK^T)V inside a window with one length for all sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Feature {
+    /// sequence lengths come from memory: `cu_seqlens_*`, `seqused_k`
+    Lengths,
+    /// one more logit in the sum of each row
+    Sinks,
+    /// gradients leave as fp32
+    Fp32Gradients,
+    /// scores x become softcap * tanh(x / softcap)
+    Softcap,
+    /// slope * distance is subtracted from scores
+    Alibi,
+    /// an additive bias or a mask; in fp16 without `Fp32Bias`
+    Bias,
+    /// probabilities are dropped by random numbers
+    Dropout,
+    /// keys and values in a KV cache: in pages, or in entries with indices from memory
+    Pages,
+    /// an additive bias in fp32: never without `Bias`
+    Fp32Bias,
+    /// lists of the blocks of scores that exist: never without kernels of their own
+    Blocks,
+    /// a bit for each query and draft token says whether the query sees the token
+    Tree,
+}
+
+impl Feature {
+    /// In the order of the bits in [`FeatureSet`].
+    pub const ALL: [Feature; 11] = [
+        Feature::Lengths,
+        Feature::Sinks,
+        Feature::Fp32Gradients,
+        Feature::Softcap,
+        Feature::Alibi,
+        Feature::Bias,
+        Feature::Dropout,
+        Feature::Pages,
+        Feature::Fp32Bias,
+        Feature::Blocks,
+        Feature::Tree,
+    ];
+
+    /// Features that change scores or probabilities. Each has kernels of its own, which problems with another of them do not run.
+    pub const OF_SCORES: [Feature; 4] = [Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Dropout];
+
+    /// Returns its name in `_info()`, `_plan()` and tuning files.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Feature::Lengths => "varlen",
+            Feature::Sinks => "sinks",
+            Feature::Fp32Gradients => "fp32_gradients",
+            Feature::Softcap => "softcap",
+            Feature::Alibi => "alibi",
+            Feature::Bias => "bias",
+            Feature::Dropout => "dropout",
+            Feature::Pages => "paged_kv",
+            Feature::Fp32Bias => "fp32_bias",
+            Feature::Blocks => "block_mask",
+            Feature::Tree => "tree",
+        }
+    }
+
+    /// Returns the feature of this name.
+    pub fn named(name: &str) -> Option<Feature> {
+        Feature::ALL.into_iter().find(|f| f.name() == name)
+    }
+}
+
+/// A set of features. A kernel with more features than a problem uses runs it too, at a cost (`plan::choose`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FeatureSet(u32);
+
+impl FeatureSet {
+    /// Of plain kernels: one length for all sequences, no option.
+    pub const NONE: FeatureSet = FeatureSet(0);
+    /// Features of a block's bounds and its epilogue; `kVarlen` in csrc/features.cuh.
+    pub const VARLEN: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Sinks, Feature::Fp32Gradients]);
+    /// Those, and the features of scores and probabilities; `kGeneric` in csrc/features.cuh.
+    pub const GENERIC: FeatureSet =
+        FeatureSet::VARLEN.union(FeatureSet::of(&Feature::OF_SCORES)).union(FeatureSet::of(&[Feature::Fp32Bias]));
+
+    /// Features of generic kernels with block masks: a bias has no lists.
+    pub const GENERIC_BLOCKS: FeatureSet =
+        FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Bias, Feature::Fp32Bias])).union(FeatureSet::of(&[Feature::Blocks]));
+
+    /// Features of every prefill kernel.
+    pub const PAGED: FeatureSet = FeatureSet::of(&[Feature::Pages, Feature::Lengths, Feature::Sinks]);
+
+    /// Returns the set of these features.
+    pub const fn of(list: &[Feature]) -> FeatureSet {
+        let (mut bits, mut i) = (0, 0);
+        while i < list.len() {
+            bits |= 1 << list[i] as u32;
+            i += 1;
+        }
+        FeatureSet(bits)
+    }
+
+    /// Returns the features that a condition holds for.
+    pub fn all_where(holds: impl Fn(Feature) -> bool) -> FeatureSet {
+        Feature::ALL.into_iter().filter(|&n| holds(n)).fold(FeatureSet::NONE, |set, n| set.union(FeatureSet::of(&[n])))
+    }
+
+    /// Returns the features of either set.
+    pub const fn union(self, other: FeatureSet) -> FeatureSet {
+        FeatureSet(self.0 | other.0)
+    }
+
+    /// Returns the features of both sets.
+    pub const fn intersection(self, other: FeatureSet) -> FeatureSet {
+        FeatureSet(self.0 & other.0)
+    }
+
+    /// Returns the features that `other` lacks.
+    pub const fn without(self, other: FeatureSet) -> FeatureSet {
+        FeatureSet(self.0 & !other.0)
+    }
+
+    /// Returns true if all features of `other` are in this set.
+    pub const fn contains(self, other: FeatureSet) -> bool {
+        other.without(self).0 == 0
+    }
+
+    /// Returns the set with `Fp32Bias` if it has `Bias`: kernels that read either type.
+    pub const fn with_fp32_bias(self) -> FeatureSet {
+        match self.contains(FeatureSet::of(&[Feature::Bias])) {
+            true => self.union(FeatureSet::of(&[Feature::Fp32Bias])),
+            false => self,
+        }
+    }
+
+    /// Returns the number of features.
+    pub const fn count(self) -> u32 {
+        self.0.count_ones()
+    }
+
+    /// Returns the features in the order of [`Feature::ALL`].
+    pub fn iter(self) -> impl Iterator<Item = Feature> {
+        Feature::ALL.into_iter().filter(move |&n| self.contains(FeatureSet::of(&[n])))
+    }
+
+    /// Returns the bits that device code sees: `-DFEATURES=<bits>`, and `kFeature...` in the generated header.
+    pub const fn bits(self) -> u32 {
+        self.0
+    }
+}

@@ -1,0 +1,146 @@
+//! Blocks of backward passes.
+
+use super::forward::StreamKSplit;
+use super::shared::{BlockLists, Lengths, Operand, Output, Problem, ScoreOptions};
+
+/// Parameter block of all backward kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdParams {
+    /// Gradient of out, with its shape.
+    pub dout: Operand,
+    /// (batch, seqlen_q, nheads, headdim)
+    pub q: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim)
+    pub k: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim_v)
+    pub v: Operand,
+    /// Result of the forward pass. delta is the row sum of out * dout.
+    pub out: Operand,
+    /// Shape of q.
+    pub dq: Output,
+    /// Shape of k: sums over the query heads of a KV head.
+    pub dk: Output,
+    /// Shape of v: the same sums.
+    pub dv: Output,
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q); fp32, from the forward pass
+    pub softmax_lse: *const f32,
+    /// Scratch: fp32 statistics of query rows, in the family's layout (`Scratch` in src/kernels/variants.rs).
+    pub row_stats: *mut f32,
+    /// Scratch: (dq_accum_splits, batch, nheads, seqlen_q_rounded, headdim_rounded) fp32. The preprocess kernel zeroes it, and the
+    /// postprocess kernel adds it up. Without elements if a separate kernel computes dq.
+    pub dq_accum: *mut f32,
+    /// Floats between the accumulators of consecutive key blocks of a launch; 0 if all add to one.
+    pub dq_accum_split_stride: i64,
+    /// Number of accumulators.
+    pub dq_accum_splits: i32,
+    /// Number of the main launch's first key block.
+    pub first_key_block: i32,
+    /// seqlen_q rounded up to the query tile.
+    pub seqlen_q_rounded: i32,
+    /// headdim rounded up to the variant's; 0 without an accumulator.
+    pub headdim_rounded: i32,
+    /// Sizes, window and scale.
+    pub problem: Problem,
+    /// `softmax_scale` with its sign: the factor of dk, and of dq in dq kernels, which flip queries. (Other kernels flip keys, so the
+    /// accumulator of dq takes `problem.scale`.)
+    pub signed_scale: f32,
+    /// Not 0: kernels write dq, dk and dv as fp32; operands are fp16. Plain kernels ignore it.
+    pub gradients_are_fp32: i32,
+    /// For varlen and generic kernels; plain kernels ignore it.
+    pub lengths: Lengths,
+    /// For generic kernels; the others ignore it.
+    pub score_options: ScoreOptions,
+    /// Gradient of the bias, fp32, to which kernels add; stride 0 if broadcast; null: not requested.
+    pub dbias: *mut f32,
+    /// Not 0: dbias is fp16, despite the pointer's type, and kernels store each element once. Rows are contiguous then, and seqlen_k is
+    /// even. Always 0 for families without `Family::stores_dbias`.
+    pub dbias_is_fp16: i32,
+    /// From one entry to the next.
+    pub dbias_batch_stride: i64,
+    /// From one query head to the next.
+    pub dbias_head_stride: i64,
+    /// From one query to the next.
+    pub dbias_row_stride: i64,
+    /// From one key to the next.
+    pub dbias_key_stride: i64,
+}
+
+/// Work of the blocks of a stream-K backward grid. Its first axis is the KV heads of all entries, its second `splits`: each head is divided
+/// alike. Iterations are steps of queries, of one query head of the group after the other.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdSplits {
+    /// Scratch: gradients of splits in fp32, max_splits for each of `tiles` key blocks of each head.
+    pub partials: *mut f32,
+    /// Scratch: a semaphore for each of these key blocks, as [`DecodeParams::semaphores`].
+    pub semaphores: *mut u64,
+    /// Distinguishes this call's semaphores from other contents of the memory.
+    pub launch_id: u64,
+    /// First key block with scratch memory.
+    pub first_tile: i32,
+    /// Key blocks of a head with scratch memory.
+    pub tiles: i32,
+    /// Maximum splits of a key block.
+    pub max_splits: i32,
+    /// In the order of the grid. `tile` is the number of a key block of its head.
+    pub splits: [StreamKSplit; 384],
+}
+
+/// Parameter block of the stream-K backward kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdStreamKParams {
+    /// As for other backward kernels; one launch has all batch entries.
+    pub backward: BwdParams,
+    /// The schedule.
+    pub stream_k: BwdSplits,
+}
+
+/// Parameter block of the backward kernels with a block mask. Preprocess and postprocess kernels see no scores, and take `backward` alone.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdBlockParams {
+    /// As for other backward kernels.
+    pub backward: BwdParams,
+    /// Key blocks of query rows.
+    pub blocks: BlockLists,
+    /// Query blocks of key rows.
+    pub blocks_t: BlockLists,
+}
+
+/// P and dS of some KV heads and some keys, between the kernels of a backward pass for large headdims (csrc/backward/stored_scores.cuh).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct StoredScores {
+    /// Scratch: P^T times 2^12, fp16, in tiles of 128 keys by 128 queries: (batch, query heads of the launch, query_tiles, key_tiles).
+    pub p: *mut u16,
+    /// Scratch: dS^T, likewise.
+    pub ds: *mut u16,
+    /// Scratch: fp32 sums of dq between launches for the same heads. Without elements if one launch has all keys.
+    pub dq_sums: *mut f32,
+    /// Query tiles of a head in an entry, or of all sequences if packed.
+    pub query_tiles: i32,
+    /// Key tiles of the launch; the last of a head may not exist.
+    pub key_tiles: i32,
+    /// Number of the launch's first key tile.
+    pub first_key_tile: i32,
+    /// KV heads of the launch; the last may not exist.
+    pub heads: i32,
+    /// Number of the launch's first KV head.
+    pub first_head: i32,
+    /// Not 0: sums of dq begin with 0.
+    pub is_first: i32,
+    /// Not 0: sums of dq are complete.
+    pub is_last: i32,
+}
+
+/// Parameter block of the backward kernels for large headdims, except preprocess.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdStoredParams {
+    /// As for other backward kernels.
+    pub backward: BwdParams,
+    /// P and dS.
+    pub stored: StoredScores,
+}

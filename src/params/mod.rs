@@ -1,0 +1,20 @@
+//! Parameter blocks that Rust fills and kernels read. Each has its only definition here.
+//!
+//! build.rs generates `volta_fa_params.h` from these files with cbindgen. A test compares `size_of` with the parameter size in each embedded
+//! cubin. The files may only contain `#[repr(C)]` structs of pointers and numbers, and enums with a `#[repr]`. They import no other module.
+//!
+//! Strides count elements. Every pointer is a device address (under the simulator, a host address).
+
+mod backward;
+mod cache;
+mod decode;
+mod forward;
+mod shared;
+mod small;
+
+pub use backward::*;
+pub use cache::*;
+pub use decode::*;
+pub use forward::*;
+pub use shared::*;
+pub use small::*;

@@ -1,0 +1,85 @@
+//! Blocks of merging and casting.
+
+use super::shared::{ElementType, Lengths, Operand, Output, Problem};
+
+/// Parameter block of the merge kernel (`volta_fa::merge_attention_states` and its in-place form). out_a and out have type `element`, out_b
+/// has type `part`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct MergeParams {
+    /// Attention over the first set of keys: (batch, seqlen_q, nheads, headdim_v).
+    pub out_a: Operand,
+    /// Attention over the second set.
+    pub out_b: Operand,
+    /// Attention over both.
+    pub out: Output,
+    /// (batch, nheads, seqlen_q) fp32, natural logarithm; +inf for rows without a visible key.
+    pub lse_a: *const f32,
+    /// The same of out_b, contiguous.
+    pub lse_b: *const f32,
+    /// The same over both. In place it is lse_a.
+    pub lse: *mut f32,
+    /// From one head to the next in lse_a and lse: at least seqlen_q.
+    pub lse_stride: i64,
+    /// Heads of out.
+    pub nheads: i32,
+    /// Rows of an entry; all rows if packed, as one entry.
+    pub seqlen_q: i32,
+    /// A multiple of 8.
+    pub headdim_v: i32,
+    /// Type of out_a and out.
+    pub element: ElementType,
+    /// Type of out_b: `element`, or fp16 or bf16 if `element` is fp32.
+    pub part: ElementType,
+}
+
+/// Parameter block of the kernel that casts bf16 or fp32 tensors to fp16, scaled by powers of two.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CastParams {
+    /// (batch, seqlen_q, nheads, headdim) of type `element`
+    pub q: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim) of type `element`
+    pub k: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim_v) of type `element`; unused in grids without its heads
+    pub v: Operand,
+    /// q as fp16.
+    pub q_fp16: Output,
+    /// k as fp16.
+    pub k_fp16: Output,
+    /// v as fp16.
+    pub v_fp16: Output,
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q), of all scores; null: none. Phase 1 scales it as it scales scores, phase 2 back.
+    pub softmax_lse: *mut f32,
+    /// (3, groups) zeros, for q, k and v: bits of the largest finite magnitude as fp32. A group is a KV head of a batch entry; packed
+    /// sequences share those of a head.
+    pub largest: *mut u32,
+    /// Output (3, groups): fp16 numbers are the given ones times 2^exponent. Rows of q may have smaller exponents, which softmax_lse has too.
+    pub exponents: *mut i32,
+    /// Type of q, k and v: bf16 or fp32.
+    pub element: ElementType,
+    /// Column of q_fp16, k_fp16 and v_fp16 from which what rounding took from the others is stored, a multiple of 8; 0: nowhere.
+    pub low_column: i32,
+    /// KV heads of all batch entries of the call, or nheads_k if packed.
+    pub groups: i32,
+    /// Number of the launch's first batch entry; 0 if packed.
+    pub first_entry: i32,
+    /// Exponent that every q gets, because problem.scale lacks it.
+    pub scale_exponent: i32,
+    /// Exponent of problem.scale_log2, rounded up.
+    pub scale_log2_exponent: i32,
+    /// Exponent of headdim * problem.scale_log2, rounded up.
+    pub score_exponent: i32,
+    /// Exponent of the largest score, log2 units, that rows of q keep.
+    pub max_score_exponent: i32,
+    /// To which larger ones are lowered.
+    pub lowered_score_exponent: i32,
+    /// Not 0: v gets no exponent if fp16 holds it, so that its bits do not depend on other tokens.
+    pub keeps_ordinary_v: i32,
+    /// 0, 1 or 2: see csrc/shared/cast/cast.cuh.
+    pub phase: i32,
+    /// Sizes and scale.
+    pub problem: Problem,
+    /// Of packed sequences, and seqused_k.
+    pub lengths: Lengths,
+}
