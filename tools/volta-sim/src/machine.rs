@@ -406,7 +406,7 @@ impl Machine {
             ("l2_latency", self.l2_latency),
             ("dram_latency", self.dram_latency),
         ];
-        // timing.rs subtracts mio_delay from these
+        // timing/memory.rs subtracts mio_delay from these
         let latencies = latencies.iter().map(|&(name, x)| (name, x as f64, self.mio_delay as f64));
         match least.into_iter().chain(latencies).find(|&(_, x, min)| x.is_nan() || x < min) {
             Some((name, x, min)) => Err(format!("machine constant {name} is {x}, but at least {min} is needed").into()),
