@@ -66,6 +66,8 @@ LIBRARY = _load_library()
 CORE = LIBRARY.parents[1] / "libvolta_fa_core.so"
 INFO = json.loads(torch.ops.volta_fa._info())
 HAS_CUDA = torch.cuda.is_available()
+#: What volta-sim calls a GPU of each architecture that it executes.
+GPUS = {70: "v100", 75: "t4"}
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from conftest import CPU, INFO, Case, check, on, on_cases, run_python
+from conftest import CPU, GPUS, INFO, Case, check, on, on_cases, run_python
 from reference import block_masks
 
 op = torch.ops.volta_fa
 
-#: Architectures whose machine code has kernels for block masks, and what volta-sim calls a GPU of them. Without such kernels calls are
-#: refused, and only the CPU backend runs.
-GPUS = {70: "v100", 75: "t4"}
+#: Architectures whose machine code has kernels for block masks. Without such kernels calls are refused, and only the CPU backend runs.
 BLOCK_KERNELS = sorted({v["sm"] for v in INFO["variants"] if "block_mask" in v["features"]})
 #: Those that compute gradients too.
 BLOCK_GRADIENTS = sorted({v["sm"] for v in INFO["variants"] if "block_mask" in v["features"] and v["pass"].startswith("Backward")})

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from cached import Cached
-from conftest import INFO, agreed, assert_same_bits, on, on_cases
+from conftest import GPUS, INFO, agreed, assert_same_bits, on, on_cases
 from test_kvcache import check, run
-from test_variants import GPUS
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
@@ -341,8 +340,7 @@ def launched(backend, problem) -> list[str]:
 @on("sim")
 def test_variant_runs(backend, variant):
     """Runs each kernel with a paged and a contiguous cache, and with a headdim below the kernel's."""
-    gpu, _ = GPUS[variant["sm"]]
-    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]])
     feature_options = {name: value for feature in variant["features"] for name, value in OPTIONS_OF_FEATURE.get(feature, {}).items()}
     headdim = variant["headdim"] if variant["pass"] == "Prefill" else 64
     case = Cached(MANY, headdim=headdim, packed=True, own_new=True, sinks="own", **feature_options)
@@ -361,7 +359,7 @@ def test_variant_runs(backend, variant):
 @on("sim")
 def test_quantizing_variant_runs(backend, variant):
     """Launches each quantizing append kernel. test_kvcache_quantized.py checks what it writes."""
-    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]][0])
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]])
     case = Cached(((3, 40, 5), (1, 9, 2), (0, 20, 0)), packed=True, own_new=True, kv_dtype=variant["cache"])
     assert variant["name"] in launched(backend, case.problem(backend))
 

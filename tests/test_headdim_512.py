@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from conftest import BF16_KERNELS, INFO, Case, check, on, on_cases
+from conftest import BF16_KERNELS, GPUS, INFO, Case, check, on, on_cases
 
-GPUS = {70: "v100", 75: "t4"}
 VARIANTS = {v["name"]: v["sm"] for v in INFO["variants"] if v["pass"] == "Forward" and v["headdim"] == 512 and not v["features"]}
 
 CASES = [

@@ -12,9 +12,8 @@ from torch.library import opcheck
 import reference
 import volta_fa
 from cached import WRITTEN, Cached, check_sequences, has_scales, keys_and_values
-from conftest import INFO, agreed, assert_same_bits, judge, on, on_cases
+from conftest import GPUS, INFO, agreed, assert_same_bits, judge, on, on_cases
 from test_decode_kernels import launched
-from test_variants import GPUS
 from volta_fa.kv_cache.formats import KV_DTYPES
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
@@ -374,8 +373,7 @@ def test_converted_to_the_bit(backend, kv_dtype, dtype):
 @on("sim")
 def test_converted_for_each_family(backend, sm, headdim):
     """With kernels that begin up to three keys before a window, which must not find NaN there."""
-    gpu, _ = GPUS[sm]
-    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[sm])
     lengths = ((70, 161, 0), (70, 90, 0), (70, 128, 0))
     case = Cached(lengths, headdim=headdim, window_left=30, softcap=4.0, alibi="h", sinks="own", kv_dtype="int8")
     [convert] = [v["name"] for v in INFO["variants"] if v["pass"] == "Dequantize" and v["sm"] == sm]

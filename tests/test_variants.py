@@ -6,11 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from conftest import INFO, Case, check, on
+from conftest import GPUS, INFO, Case, check, on
 from volta_fa.check.kernels import problems
-
-# What volta-sim describes, by the architecture that it executes: names, and how many SMs.
-GPUS = {70: ("v100", 80), 75: ("t4", 40)}
 
 # What merges states or serves a KV cache has no problem of attention: tests/test_merge.py, test_decode_kernels.py and
 # test_kvcache_append.py run these, test_stream_k.py those of grids of equal shares, test_batch_invariant.py those of such calls.
@@ -36,7 +33,7 @@ PROBLEMS = [
 
 def simulate(backend, force, variant):
     """Simulates the GPU that has the variant's machine code, in the mode that it belongs to. Plans take the variant."""
-    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]][0])
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]])
     choices = [{"pass": "Backward", "deterministic": True}] if is_deterministic(variant) else []
     force(choices=[*choices, {"pass": variant["pass"], "variant": variant["name"]}])
 
