@@ -102,8 +102,12 @@ def test_inductor(backend, f):
     with enabled(backend):
         assert_ours(lambda: train(*tensors, attention=compiled))
         if f is not dropped:  # inductor has random numbers of its own
-            for a, b in zip(train(*tensors, attention=compiled), train(*tensors, attention=f)):
-                torch.testing.assert_close(a, b, **({"rtol": 1e-2, "atol": 1e-2} if backend.kernels else {}))
+            found, eager = train(*tensors, attention=compiled), train(*tensors, attention=f)
+            for a, b, exact in zip(found, eager, train(*(t.double() for t in tensors), attention=f)):
+                if backend.kernels:
+                    torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+                else:  # inductor sums in another order, and a bias may be large
+                    assert (a - exact).abs().max() <= 2 * (b - exact).abs().max() + 2**-20 * exact.abs().max()
         with torch.no_grad():
             assert_ours(lambda: compiled(*tensors), backward=False)
     torch.compiler.reset()
