@@ -144,3 +144,15 @@ pub struct BwdStoredParams {
     /// P and dS.
     pub stored: StoredScores,
 }
+
+/// Parameter block of the same kernels with a block mask.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdStoredBlockParams {
+    /// As for other backward kernels.
+    pub backward: BwdParams,
+    /// P and dS.
+    pub stored: StoredScores,
+    /// Key blocks of query rows.
+    pub blocks: BlockLists,
+}
