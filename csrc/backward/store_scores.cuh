@@ -5,6 +5,9 @@
 // A block computes 128 keys by 128 queries: S^T = K Q^T, then P^T, then dP^T = V dO^T - delta and dS^T. Each of four
 // warps has 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
 //
+// P is stored as fp16 times kProbabilityUnit, 2^12, which keeps digits of small P. Exponents get kExponentShift = 12 - 112:
+// pack_shifted takes numbers scaled by 2^-112.
+//
 // A Family (volta/backward/stored.cuh, turing/backward/stored.cuh) has
 //   Layout                         of packed_tile.cuh's tiles; a warp has 4 by 4 of them, Scores: float[4][4][8]
 //   RowStats, load_rows            row statistics; load_rows loads those of the lane's queries in a tile
@@ -58,7 +61,8 @@ struct BackwardScores {
         else
             return pack_tile(x);
     }
-    // Exponents of probabilities begin with this. Beside a shift they would lose bits that fp32 tensors have.
+    // Added to the exponent of a probability. Split adds 0: beside a shift the exponent would round away bits that fp32 tensors
+    // have.
     static constexpr float kShift = Split ? 0.f : kExponentShift;
     static __device__ __forceinline__ Packed pack_probabilities(const Tile& x) {
         if constexpr (Split) {
@@ -202,6 +206,8 @@ struct BackwardScores {
         }
         const ScoreOptions& options = p.score_options;
         const Lane lane(threadIdx.x % 32);
+        // Rolled, to fit the instruction cache. Registers cannot be indexed dynamically, so the loop works on the first tile, and
+        // next_tile moves the others down.
 #pragma unroll 1
         for (int tile = 0; tile < kTiles * kTiles; tile++) {
             const int m = tile / kTiles, n = tile % kTiles;

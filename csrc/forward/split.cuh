@@ -1,7 +1,8 @@
 // Forward kernel of fp32 tensors. Every operand is the sum of two fp16 numbers, a high and a low part, and every product is three
-// on the tensor cores: high * high + high * low + low * high. What is left out, low * low, is below fp32's own rounding. (Markidis
-// and others, "NVIDIA Tensor Core Programmability, Performance & Precision", 2018.) The cast kernel (shared/cast/cast.cuh) has
-// split q, k and v: a row has the high parts of HEADDIM columns, then the low ones. P is split here, and the output is fp32.
+// on the tensor cores: high * high + high * low + low * high. What is left out, low * low, is at most 2^-21 of the product,
+// typically near fp32's own rounding. (Markidis and others, "NVIDIA Tensor Core Programmability, Performance & Precision", 2018.)
+// The cast kernel (shared/cast/cast.cuh) has split q, k and v: a row has the high parts of HEADDIM columns, then the low ones. P
+// is split here, and the output is fp32.
 //
 // Tensor cores truncate their sums, always toward 0. Over a long loop these errors add up to far more than fp32's rounding (Ootomo
 // and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance",

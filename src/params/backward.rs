@@ -83,7 +83,8 @@ pub struct BwdSplits {
     pub tiles: i32,
     /// Maximum splits of a key block.
     pub max_splits: i32,
-    /// In the order of the grid. `tile` is the number of a key block of its head.
+    /// In the order of the grid. `tile` is the number of a key block of its head. Their number is `MAX_BACKWARD_SPLITS`: a launch takes at
+    /// most 4096 bytes of parameters.
     pub splits: [StreamKSplit; 384],
 }
 

@@ -42,6 +42,7 @@ public:
         const int tile = columns.tile_after(steps);
         const unsigned list_row = static_cast<unsigned>(row) % kListedRows + remat_thread() % Rows;
         int word = 0;
+        // a tile that does not exist reads as zeros: its scores are hidden
         load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word,
                     bits_of(lists, tile, list_row, columns.column_in_tile(steps)));
         loaded_ = word;

@@ -88,7 +88,7 @@ struct RegisterRows {
 #pragma unroll
         for (int r = 0; r < Rows; r++) reference[r] = kNoReference;
     }
-    // Appends a scale: after Rows calls the first is that of row 0.
+    // Appends a scale: after Rows calls the first is that of row 0. It shifts, because rolled loops cannot index registers.
     __device__ __forceinline__ void push_scale(float x, int) {
 #pragma unroll
         for (int r = 0; r + 1 < Rows; r++) scale[r] = scale[r + 1];

@@ -12,7 +12,10 @@
 namespace turing {
 
 // A thread block for each list of key blocks, which some rows of a head see. In a head the longest list is launched first. kListed:
-// blocks visit the keys of a list (Steps), not a range of keys. Compact: selects CompactListedSteps, or ListedBlockSteps' Indexed.
+// blocks visit the keys of a list (Steps), not a range of keys.
+//
+// Compact, for headdims above 64: generic kernels take CompactListedSteps, which holds fewer registers but waits for loads. Others
+// take ListedBlockSteps, which then indexes entries instead of keeping a pointer, because ptxas schedules headdim 128 better so.
 template <bool Compact>
 class BlockMaskGrid {
     const FwdBlockParams& params_;

@@ -209,7 +209,7 @@ struct ForwardColumnGroups {
 
         int key = first_step<kStep>(mask.key_first(block.row));
         if (kHasScoreFeatures) key &= ~3;  // bias and random numbers come in groups of 4 keys
-        if (kPaged) key &= ~(kPageGroup - 1);
+        if (kPaged) key &= ~(kPageGroup - 1);  // a group of kPageGroup tokens lies in one page
         const int key_end = keep_in_register(mask.key_end(block.row, kBlockRows));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
@@ -276,6 +276,7 @@ struct ForwardColumnGroups {
             for (int j = 0; j < kWarpChunks; j++)
 #pragma unroll
                 for (int e = 0; e < ForwardLayout::kElements; e++) o[mt][j][e] = 0.f;
+        // Modified scores are in log2 units already.
         const float scale = kGeneric ? 1.f : problem.scale_log2;
 
         // K and V in flight from global to shared memory.
