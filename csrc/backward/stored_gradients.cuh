@@ -229,6 +229,7 @@ struct BackwardGradients {
             });
         }
         float factor = p.signed_scale;
+        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
         if (is_dv) factor = (p.score_options.rng_state ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
         Output selected_out;
         if constexpr (Split) selected_out = choose(is_dv, p.dv, p.dk);

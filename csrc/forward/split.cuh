@@ -11,6 +11,9 @@
 //
 // Schedule: K and V of a step in one of two slots of shared memory, one barrier a step. While a step computes, the next one is
 // stored to the other slot, and the one after it is in flight.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a
+// block).
 #pragma once
 
 #include "dense_steps.cuh"

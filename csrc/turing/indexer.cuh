@@ -1,5 +1,7 @@
 // Products q . k of DeepSeek V3.2's lightning indexer on Turing, 32 query rows by 16 keys: mma.m16n8k8, operands by ldmatrix.
 // indexer/indexer.cuh has the formula and says what each member is. beside(c) runs other work between the products of chunk c.
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "indexer/indexer.cuh"

@@ -13,6 +13,7 @@ namespace turing {
 template <class Layout, int Rows>
 class StepBits {
     static_assert(Rows <= 32, "a word a lane");
+    // Whether the rows of the product, and of the list, are keys.
     static constexpr bool kKeyRows = Layout::kKeyRows;
     static constexpr int kTileRows = kKeyRows ? Layout::kTileKeys : Layout::kTileQueries;
     static constexpr int kTileColumns = kKeyRows ? Layout::kTileQueries : Layout::kTileKeys;

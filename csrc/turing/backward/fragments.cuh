@@ -16,6 +16,8 @@
 // order. So the eight rows of a matrix are neighbors, which the swizzle puts into different banks.
 //
 // Names of a Shape S (shape.cuh): kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row.
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "backward/gradient_type.cuh"

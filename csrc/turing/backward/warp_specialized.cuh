@@ -11,6 +11,8 @@
 //   3. sends P^T; meets the partner         3. meets the partner; receives P^T; score_gradients(): dS^T, also to shared memory
 //   4. dV; dQ of the previous step          4. dK
 // With one slot of tiles, dQ of the step itself follows, with a second barrier.
+//
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -132,6 +134,7 @@ struct BackwardWarpSpecialized {
                                                      int row, int row_end, bool masked, const Bits& bits, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
+        // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
         if (uses_score_function(options)) {
             const ScoreFunction function(p.problem, options);
             PackedScores derivatives;

@@ -1,5 +1,7 @@
 // Grid of the turing forward kernels under a block-sparse mask (forward/block_mask.cuh). A grid tells a kernel's block its rows,
 // its steps of keys and how it loads them. A list names the blocks of 64 keys that 128 query rows see (block_lists.cuh).
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "compact_listed_steps.cuh"

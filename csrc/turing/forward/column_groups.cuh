@@ -11,6 +11,10 @@
 //
 // For the sums, the mask and the softmax, four warps of a group have eight whole rows each (ColumnGroupsLayout): one row of each
 // lane's accumulators, so that partial scores and probabilities move between equal lanes of different warps.
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+//
+// The kernel's row in src/kernels gives STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
 #include "batch_invariant.cuh"

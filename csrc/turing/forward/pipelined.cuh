@@ -21,6 +21,9 @@
 // PipelinedParts (pipelined_parts.cuh) has sizes, choices and helpers, and the reason of each constant kName below. run() is the
 // schedule. Its lambdas are load and store (copies between global memory, registers and ring), begin (initial accumulators of a
 // tile), tile (one tile of the pipeline), step (two of them), and the loops over steps.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a
+// block).
 #pragma once
 
 #include "turing/forward/pipelined_parts.cuh"

@@ -3,6 +3,8 @@
 //
 // Forward holds both parts of a step in shared memory: multiply() and add_output(). WideForward has room for one part at a time:
 // the functions for high and low.
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "forward/split.cuh"

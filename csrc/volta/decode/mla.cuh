@@ -17,6 +17,8 @@
 // Names: g is an operand (16 columns of Q and K), i a pair of row tiles, mt a row tile of the output, j 64 columns of values, e a
 // lane's element of an accumulator. A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. (qm, qn) is the
 // quad-pair's place among 2x2.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), THREADS (of a block) and BLOCKS_PER_SM.
 #pragma once
 
 #include "decode/block.cuh"
@@ -139,6 +141,7 @@ class MlaMainloop {
             }
 #pragma unroll
             for (int g = 0; g < kOperands; g++) {
+                // A negative softmax_scale flips the signs of Q.
                 x[g] = flipped(x[g], p.problem.sign_flip);
                 if (g < kSharedOperands)
                     shared.queries[(lane.warp * kSharedOperands + g) * kRowPairs + i][lane.lane] = x[g];

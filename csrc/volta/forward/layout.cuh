@@ -46,6 +46,7 @@ struct ForwardLayout {
     __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return 2 * (v & 1) + (v >> 2); }
 
+    // kRows: rows of a lane in a tile. Element v belongs to row row_of(v), which is query first_query() + row_slot(row_of(v)).
     static constexpr int kRows = 2, kKeys = 4;  // kKeys: size of the aligned group of a lane's keys
     __device__ __forceinline__ static constexpr int row_of(int v) { return (v >> 1) & 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return 4 * r; }
