@@ -640,6 +640,18 @@ pub struct BwdStoredParams {
     pub stored: StoredScores,
 }
 
+/// Parameter block of the same kernels with a block mask.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdStoredBlockParams {
+    /// As for other backward kernels.
+    pub backward: BwdParams,
+    /// P and dS.
+    pub stored: StoredScores,
+    /// Key blocks of query rows.
+    pub blocks: BlockLists,
+}
+
 /// Parameter block of the merge kernel (`volta_fa::merge_attention_states` and its in-place form). out_a and out have type `element`, out_b
 /// has type `part`.
 #[repr(C)]

@@ -31,7 +31,17 @@
 #include "backward/stored_scores.cuh"
 #include "conditional.cuh"
 
-template <class Family, bool Split = false>
+// Blocks: AllScores, or the blocks of a mask (stored_block_mask.cuh).
+
+// All scores inside lengths, causal mask and window exist.
+struct AllScores {
+    static constexpr bool kListed = false;
+    __device__ __forceinline__ static constexpr bool is_absent() { return false; }
+    template <class Layout>
+    __device__ __forceinline__ void hide(typename Layout::Tile&, int, int, int) const {}
+};
+
+template <class Family, bool Split = false, class Blocks = AllScores>
 struct BackwardScores {
     static constexpr int kTiles = 4;  // of 16 keys, and of 16 queries, that a warp has
     using Layout = typename Family::Layout;
@@ -169,7 +179,7 @@ struct BackwardScores {
     // dropped probabilities (never both).
     static __device__ __forceinline__ void store_probabilities(Scores& s, const BwdParams& p, const Place& place,
                                                                const Stored& to_p, const Stored& to_ds, const float* stats,
-                                                               int rows, Unit& unit) {
+                                                               int rows, Unit& unit, const Blocks& blocks) {
         if (!kHasScoreFeatures) {
             if (place.masked) apply_mask<Layout>(s, p, Lane(threadIdx.x % 32), place.first_row, place.first_key);
             ExponentAddends<Layout, kTiles> addends;
@@ -210,6 +220,7 @@ struct BackwardScores {
             }
             add_position_terms(x, p, place.head, place.row_end, coord);
             if (place.masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z)), coord);
+            blocks.template hide<Layout>(x, place.first_row, m, n);
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kShift);
             unit.take(x);
@@ -232,7 +243,7 @@ struct BackwardScores {
     // Computes dS from dP and what store_probabilities stored, and stores it.
     static __device__ __forceinline__ void store_score_gradients(Scores& dp, const BwdParams& p, const Place& place,
                                                                  const Stored& to_p, const Stored& to_ds, const float* stats,
-                                                                 int rows, const Unit& unit) {
+                                                                 int rows, const Unit& unit, const Blocks& blocks) {
         if (!kHasScoreFeatures) {
 #pragma unroll
             for (int m = 0; m < kTiles; m++) {
@@ -283,13 +294,14 @@ struct BackwardScores {
             }
             if (Split)
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] *= unit.inverse();
+                for (int v = 0; v < 8; v++) x[v] = blocks.is_absent() ? 0.f : x[v] * unit.inverse();
             to_ds.store(m, n, pack(x));
             next_tile(dp);
         }
     }
 
-    static __device__ __forceinline__ void run(const BwdParams& p, const StoredScores& stored) {
+    static __device__ __forceinline__ void run(const BwdParams& p, const StoredScores& stored, Blocks blocks = Blocks()) {
+        static_assert(!Blocks::kListed || (Split && kHasScoreFeatures), "hides scores where a loop computes one tile after the other");
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const unsigned shared = shared_address(shared_memory);
         const Lane lane(threadIdx.x % 32);
@@ -315,6 +327,12 @@ struct BackwardScores {
                              first_key + kStoredRows > sequence.seqlen_k() || !unmasked.contains(first_row)};
         const long long tile =
             stored_tile<Split>(stored, first_stored_tile(p, stored, sequence, batch, blockIdx.y) + query_tile, key_tile);
+        if constexpr (Blocks::kListed) {
+            if (!blocks.find(p, head, first_row, first_key, warp_key)) {
+                if (threadIdx.x < 4) reinterpret_cast<float*>(stored.ds + tile + kStoredUnits)[threadIdx.x] = kAbsentUnit;
+                return;
+            }
+        }
         const long long element = tile + (warp_key + Layout::first_key(lane)) * kStoredRows + warp_row + Layout::first_query(lane);
         const Stored to_p = {stored.p + element}, to_ds = {stored.ds + element};
 
@@ -335,14 +353,14 @@ struct BackwardScores {
         clear_tiles(c);
         add(c, p.k, p.q, p.problem.headdim, p.problem.sign_flip);
         Unit unit;
-        store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kLseAt, rows, unit);
+        store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kLseAt, rows, unit, blocks);
         if (Split) {
             unit.finish();
             float* units = reinterpret_cast<float*>(stored.ds + tile + kStoredUnits);
-            if (lane.lane == 0) units[2 * (warp % 2) + warp / 2] = unit.value();
+            if (lane.lane == 0) units[2 * (warp % 2) + warp / 2] = blocks.is_absent() ? kAbsentUnit : unit.value();
         }
         begin_with_delta(c, stats + RowStats::kDeltaAt, rows);
         add(c, p.v, p.dout, p.problem.headdim_v, 0);
-        store_score_gradients(c, p, place, to_p, to_ds, stats + RowStats::kDeltaAt, rows, unit);
+        store_score_gradients(c, p, place, to_p, to_ds, stats + RowStats::kDeltaAt, rows, unit, blocks);
     }
 };
