@@ -19,6 +19,8 @@
 // Split: all operands, and P and dS, are sums of two fp16 numbers (forward/split.cuh). A row of an operand has the high parts of
 // its columns, then the low ones. A step of 32 columns comes three times: low * high, high * low and high * high. As tensor cores
 // truncate their sums, none lives longer than a step.
+//
+// Blocks: which scores exist. AllScores, or ListedScores of a block mask (stored_block_mask.cuh).
 #pragma once
 
 #include "backward/iteration_range.cuh"
@@ -30,8 +32,6 @@
 #include "backward/staged_tiles.cuh"
 #include "backward/stored_scores.cuh"
 #include "conditional.cuh"
-
-// Blocks: AllScores, or the blocks of a mask (stored_block_mask.cuh).
 
 // All scores inside lengths, causal mask and window exist.
 struct AllScores {
@@ -301,7 +301,7 @@ struct BackwardScores {
     }
 
     static __device__ __forceinline__ void run(const BwdParams& p, const StoredScores& stored, Blocks blocks = Blocks()) {
-        static_assert(!Blocks::kListed || (Split && kHasScoreFeatures), "hides scores where a loop computes one tile after the other");
+        static_assert(!Blocks::kListed || (Split && kHasScoreFeatures), "only the loop over tiles hides scores");
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const unsigned shared = shared_address(shared_memory);
         const Lane lane(threadIdx.x % 32);

@@ -1,5 +1,5 @@
-// Block-sparse masks in the kernel that stores P and dS of fp32 tensors (store_scores.cuh, block_lists.cuh). The 128 queries of a tile
-// are the rows of a list, and a warp's 64 keys are a block of its columns.
+// Block-sparse masks in the kernel that stores P and dS of fp32 tensors (store_scores.cuh, block_lists.cuh). The 128 queries of a
+// tile are the rows of a list, and a warp's 64 keys are a block of its columns.
 #pragma once
 
 #include "backward/store_scores.cuh"

@@ -18,7 +18,7 @@
 // Split: operands, P and dS are sums of two fp16 numbers, a high and a low part (fp32 tensors, store_scores.cuh). A step of 32 rows
 // comes three times: low * high, high * low and high * high.
 //
-// Sparse: with a block mask, the steps are those of half tiles with scores (kAbsentUnit).
+// Sparse: with a block mask, steps visit half tiles that have scores (kAbsentUnit in stored_scores.cuh).
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -171,7 +171,8 @@ struct BackwardGradients {
         const int steps_of_head = max((end - first + kStagedTerms - 1) / kStagedTerms, 0);
         const auto tile_of = [&](int head, int row) {
             const int launch_head = (key_head - stored.first_head) * group + head;
-            return stored_tile<Split>(stored, first_stored_tile(p, stored, sequence, batch, launch_head) + row / kStoredRows, key_tile);
+            return stored_tile<Split>(stored, first_stored_tile(p, stored, sequence, batch, launch_head) + row / kStoredRows,
+                                      key_tile);
         };
         // Sparse: of each head, one after the other.
         const int first_half = first / kHalf, halves = steps_of_head ? (end + kHalf - 1) / kHalf - first_half : 0;

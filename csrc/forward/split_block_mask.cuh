@@ -1,5 +1,5 @@
-// Block-sparse masks in the forward kernels of fp32 tensors (split.cuh, block_lists.cuh). A block has the rows of a list or a part of
-// them, so blocks go by rows, not by the length of their lists.
+// Block-sparse masks in the forward kernels of fp32 tensors (split.cuh, block_lists.cuh). A block has the rows of a list or a part
+// of them. So blocks start in the order of rows, not of the lists' lengths.
 #pragma once
 
 #include "compact_listed_steps.cuh"
@@ -13,7 +13,7 @@ class ListedKeys {
     const BlockLists& lists_;
 
 public:
-    // ListedSteps would spill. A step takes far longer than the loads that this one waits for.
+    // ListedSteps would spill. The loads that this iterator waits for are short beside four steps.
     template <int Ahead>
     using Steps = CompactListedSteps<kStep>;
     struct Bits : MaskBits<kWarpRows, kStep> {
