@@ -7,6 +7,9 @@
 // registers. Accumulators of S have the layout of operand A, so dS needs no shared memory, which has two tiles of K and of V.
 //
 // The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kStep step rows, kChunks chunks of eight columns, kRowBytes of a row, and kSlotBytes of a slot
+// (K, and kStepTile after it V).
 #pragma once
 
 #include "backward/dense_blocks.cuh"

@@ -5,6 +5,9 @@
 // goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later.
 //
 // The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kStep step rows, kChunks chunks of eight columns, kRowBytes of a row, and kSlotBytes of a slot
+// (K, and kStepTile after it V).
 #pragma once
 
 #include "backward/dense_blocks.cuh"

@@ -7,6 +7,9 @@
 // blocks fit an SM. This costs a second barrier per step.
 //
 // The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
+// offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q) and kScores (dS^T).
 #pragma once
 
 #include "backward/probabilities.cuh"

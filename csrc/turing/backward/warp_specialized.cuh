@@ -13,6 +13,10 @@
 // With one slot of tiles, dQ of the step itself follows, with a second barrier.
 //
 // The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
+// offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q), kScores (dS^T),
+// and kPartner (P^T between warps).
 #pragma once
 
 #include "backward/dense_blocks.cuh"

@@ -8,6 +8,9 @@
 // stores dS to shared memory, and computes some columns of dQ from all of dS.
 //
 // The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
+// offsets in shared memory are kOwnS and kOwnDp (Q and dO), kStepS and kStepDp (K and V), and kScores (dS).
 #pragma once
 
 #include "backward/dense_blocks.cuh"

@@ -12,6 +12,9 @@
 //   4. stores the next tiles; dQ; barrier
 //
 // The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
+// offsets in shared memory are kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO), and kScores (P^T, then dS^T).
 #pragma once
 
 #include "backward/probabilities.cuh"

@@ -15,6 +15,9 @@
 //   4. block barrier; stores the next tiles; dQ; block barrier
 //
 // The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
+// offsets in shared memory are kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO), and kScores (P^T and dS^T).
 #pragma once
 
 #include "backward/dense_blocks.cuh"
