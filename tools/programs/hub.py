@@ -95,7 +95,7 @@ def main() -> int:
             print(f"{name:8} {what:9} error {error:.2e}, eager's {allowed:.2e}{'  WRONG' if wrong else ''}")
         tokens = [
             narrow.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, pad_token_id=0)
-            for _ in map(narrow.set_attn_implementation, (REPOSITORY, "eager"))
+            for _ in map(narrow.set_attn_implementation, (REPOSITORY, "eager"))  # each takes effect before its generate()
         ]
         equal = (tokens[0] == tokens[1]).all(dim=1).sum().item()
         print(f"{name:8} generate: {equal} of {len(ids)} sequences equal eager's")
