@@ -46,7 +46,7 @@ def _eager_fp32(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, backend: SDPBackend) -> Tensor:
-    # All shapes with a causal mask are square here, where SDPA's alignment and ours are the same.
+    # Listed causal shapes are square. For others, SDPA aligns the mask top-left, and the errors show it.
     with sdpa_kernel(backend), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it explains why a backend is not there
         return F.scaled_dot_product_attention(q, k, v, is_causal=inputs.shape.causal)

@@ -5,6 +5,9 @@
 //   tile_after(n)       number of the bit tile of the step n later
 //   column_in_tile(n)   first column of that step in its tile
 //   number_modulo<N>()  number of the step in the list, modulo N
+//
+// A list begins with numbers: kPartialBlocks and kFullBlocks (how many blocks of each kind), and kFirstTile (bit tile of the first
+// partial block). From kEntries on it names the blocks. block_lists.cuh has all of it.
 #pragma once
 
 #include "block_lists.cuh"

@@ -1,5 +1,5 @@
 // Loads and clamps sequence lengths (in rows) from GPU memory, which the host may not have validated. Used by seqlen_info.cuh,
-// cache.cuh and decode/partials.cuh.
+// cache.cuh, decode/partials.cuh and shared/select/select.cuh.
 #pragma once
 
 #include "ptx.cuh"

@@ -2,6 +2,9 @@
 // without score features (turing/forward/block_mask.cuh):
 //
 //   start(); while (exists()) { do step(); while (advance()); advance_block(); }
+//
+// A list begins with numbers: kPartialBlocks and kFullBlocks (how many blocks of each kind), and kFirstTile (bit tile of the first
+// partial block). From kEntries on it names the blocks. kNoColumn: no block (block_lists.cuh).
 #pragma once
 
 #include "block_lists.cuh"

@@ -1,5 +1,8 @@
 // ListedSteps: iterates over the steps of a list (block_lists.cuh), in the backward kernels, volta's forward kernels and turing's
 // generic one of headdim 64. A step is Step columns of a listed block of kListedColumns.
+//
+// A list begins with numbers: kPartialBlocks and kFullBlocks (how many blocks of each kind), and kFirstTile (bit tile of the first
+// partial block). kNoColumn: no block (block_lists.cuh).
 #pragma once
 
 #include "block_lists.cuh"

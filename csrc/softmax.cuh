@@ -76,8 +76,8 @@ struct SoftmaxRow {
         return p;
     }
 
-    // Moves row_max to `row_maximum` (unscaled) unless that is lower. Returns the factor for the accumulated output. A row that
-    // has seen no key has row_maximum = -inf, and stays.
+    // Moves row_max to `row_maximum` (unscaled) unless that is lower or, with kExceeding, not above `limit`. Returns the factor for
+    // the accumulated output. A row that has seen no key has row_maximum = -inf, and stays.
     template <RescaledRows Rows>
     __device__ __forceinline__ float update_row_max(float row_maximum, float scale_log2, float inverse_scale_log2) {
         const bool stays = Rows == RescaledRows::kExceeding && !(row_maximum > limit);

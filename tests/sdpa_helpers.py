@@ -102,8 +102,8 @@ def causal(q, k, v):
     return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True)
 
 
-class FakeMultihead(torch.nn.Module):
-    """MultiheadAttention as an encoder calls it."""
+class SelfAttention(torch.nn.Module):
+    """A torch.nn.MultiheadAttention, called as an encoder calls it."""
 
     def __init__(self, dropout: float = 0.0):
         super().__init__()

@@ -164,6 +164,7 @@ def test_long_sequences(tmp_path):
     assert [tables.miss_share(n, 128) for n in (4096, 12288, 16384, 65536)] == [0, 0, 0.25, 0.8125]
     assert tables.miss_share(32768, 64) == 0.25
     assert tables.machine(0) == ""
+    # l2_bytes_per_clk
     assert tables.machine(0.25).endswith("=17.600") and tables.machine(1).endswith("=6.400")
     target = tmp_path / "long.json"
     run("tables long_sequences", "--headdims", "64", "--lengths", "65536", "--shares", "0", "--keys", "128", "--json", target)

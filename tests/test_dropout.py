@@ -178,6 +178,7 @@ def test_autograd(backend):
 # ---- random combinations ------------------------------------------------------------------------------------------
 
 WINDOWS = (-1, -1, 0, 1, 7, 40)
+#: Dimensions of a bias that are not 1; "-": all are 1; empty: no bias. Repeated values come up more often.
 BIASES = ("", "", "bhqk", "hqk", "qk", "bqk", "bk", "hq", "k", "q", "-")
 #: The usual test lengths of attention kernels.
 SEQLENS = (1, 2, 3, 16, 17, 63, 64, 65, 113, 127, 128, 129, 203, 239, 255, 256, 257, 512, 513, 799, 1000, 1023, 1024, 2047, 2048)

@@ -1,6 +1,7 @@
 """`volta_fa.flex_attention` against attention in fp64 and torch's own function; `enable_flex`; torch.compile."""
 
 import gc
+import json
 import logging
 import math
 import os
@@ -190,6 +191,27 @@ def test_scores_and_masks(name, mask):
     block_mask = None if mask is None else create_block_mask(mask_mod, None, HEADS, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=64)
     found = flex_attention(*inputs, score_mod, block_mask, return_lse=True)
     assert_same(found, plain(*inputs, score_mod, mask_mod), inputs)
+
+
+@pytest.mark.parametrize("gpu", ["v100", "t4"])
+@pytest.mark.parametrize("name", ["identity", "softcap, alibi"])
+def test_float32_on_kernels(name, gpu, monkeypatch):
+    """As exact as fp32, in the simulator, with kernels that walk the mask's blocks."""
+    monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
+    score_mod, mask_mod = RECOGNIZED[name][0], MASKS["documents, not for a head"]
+    inputs = operands(batch=1, heads_k=2, dtype=torch.float32)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    block_mask = create_block_mask(mask_mod, None, HEADS, LENGTH, LENGTH, device="cpu")
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
+    torch.ops.volta_fa._sim_report()
+    flex_attention(*inputs, score_mod, block_mask, enable_gqa=True)
+    kernels = {launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())}
+    assert any("fwd_split_block_mask" in kernel for kernel in kernels), kernels
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    found = flex_attention(*inputs, score_mod, block_mask, enable_gqa=True, return_lse=True)
+    expected = plain(*exact, score_mod, mask_mod)
+    for of_kernels, of_fp64 in zip((*found, *gradients(*found, inputs)), (*expected, *gradients(*expected, exact))):
+        torch.testing.assert_close(of_kernels.double(), of_fp64, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("block_size", [128, 48, (128, 256)], ids=str)

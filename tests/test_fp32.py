@@ -10,6 +10,7 @@ from torch import Tensor
 import reference
 import volta_fa
 from conftest import FP32_KERNELS, HAS_CUDA, Case, on, on_cases
+from reference import block_masks
 
 NEEDS_GPU = pytest.mark.skipif(not HAS_CUDA, reason="no GPU")
 
@@ -38,6 +39,17 @@ CASES = [
     Case(35, 60, 300, headdim_v=64, bias="bhqk:own", window_left=20),
     Case(70, 50, 192, headdim_v=128, dropout_p=0.4, alibi="bh"),
     Case(0, 0, 256, batch=2, nheads=2, nheads_k=1, lengths=((40, 61), (17, 0), (1, 33)), is_causal=True, spare=5),
+]
+#: Rows of two lists and of parts of them, keys of several blocks; masks of one head or of each head of each entry.
+BLOCK_MASK_CASES = [
+    Case(150, 330, 64, batch=1, nheads=4, nheads_k=2, blocks="h"),
+    Case(130, 200, 128, batch=1, nheads=2, blocks="-", is_causal=True),
+    Case(140, 150, 256, batch=1, nheads=2, nheads_k=1, blocks="h"),
+    Case(200, 140, 40, batch=2, nheads=2, headdim_v=64, blocks="bh", window_left=70, window_right=20),
+    Case(100, 200, 64, batch=2, nheads=2, blocks="b", used=(200, 70), softcap=5.0, alibi="bh", sinks="own"),
+    Case(100, 270, 128, batch=1, nheads=2, blocks="h", dropout_p=0.25),
+    Case(33, 70, 160, batch=1, nheads=1, blocks="-", softmax_scale=-0.1),
+    Case(1, 70, 64, batch=1, nheads=1, blocks="-"),
 ]
 
 
@@ -82,7 +94,7 @@ def check(backend, case: Case, change=lambda *inputs: inputs, rounded=lambda t: 
     return out
 
 
-@on_cases((FP32_KERNELS, CASES))
+@on_cases((FP32_KERNELS, CASES + BLOCK_MASK_CASES))
 def test_full_precision(backend, case, gpu):
     check(backend, case)
 
@@ -114,6 +126,7 @@ FULL_GRADIENT_CASES = [
     Case(50, 60, 128, bias="hqk:fp32", alibi="bh", softcap=5.0),
     Case(20, 50, 72, batch=3, used=(50, 17, 0), bias="bk:bool"),
     Case(130, 260, 160, headdim_v=256, dropout_p=0.2, is_causal=True),
+    *BLOCK_MASK_CASES,
 ]
 
 
@@ -284,7 +297,8 @@ def test_each_kernel_has_a_problem(backend, variant):
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", {"volta": "v100", "turing": "t4"}[variant["family"]])
     features = set(variant["features"])
     options = {"dropout_p": 0.2} if "dropout" in features else {"softcap": 5.0} if "softcap" in features else {}
-    case = Case(40, 50, variant["headdim"], used=(30, 50), **options)
+    blocks = "h" if "block_mask" in features else ""
+    case = Case(40, 50, variant["headdim"], used=(30, 50), blocks=blocks, **options)
     (q, k, v, dout), options = case.problem(backend)
     if variant["pass"] == "ForwardSplit":
         launches = backend.launches(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), "launches")
@@ -296,12 +310,50 @@ def test_each_kernel_has_a_problem(backend, variant):
     assert variant["name"] in [launch["kernel"] for launch in launches]
 
 
-@NEEDS_GPU
-def test_what_has_no_kernel_is_refused():
-    q = torch.randn(1, 128, 1, 64, device="cuda")
-    mask = volta_fa.BlockMask.from_mask_mod(lambda b, h, q, kv: q >= kv, 1, 1, 128, 128, "cuda")
-    with pytest.raises(ValueError, match="q: got dtype torch.float32 on a GPU, with a block mask"):
-        torch.ops.volta_fa.fwd(q, q, q, **mask.options())
+@on(*FP32_KERNELS)
+def test_absent_blocks_may_hold_anything(backend, gpu):
+    """NaN and inf in keys of absent blocks change nothing: neither out nor a gradient. A tile of the backward pass has 128 keys, here of
+    a full and an absent block, of two absent ones, and of an absent and a full block."""
+    case = Case(256, 384, 64, batch=1, nheads=1)
+    mask = torch.zeros(1, 1, 256, 384, dtype=torch.bool)
+    mask[..., :64] = mask[..., :128, 320:] = True
+    (q, k, v, dout), options = case.problem(backend)
+    options |= block_masks.options_of(mask, backend.device)
+    results = []
+    for value in (0.0, float("nan")):
+        k[:, 64:320], v[:, 64:320] = value, math.inf if value else value
+        out, lse = backend.forward(q, k, v, **options)
+        results.append((out, lse, *backend.backward(dout, q, k, v, out, lse, **options)[0]))
+    for zero, anything in zip(*results):
+        assert torch.equal(zero, anything)
+
+
+@on("sim-fp32")
+def test_block_masks_beside_several_launches(backend, gpu):
+    """Sums of dq stay in memory from one launch to the next, for the keys of which a list may have no block."""
+    case = Case(5504, 384, 16, batch=1, nheads=16, nheads_k=1)
+    mask = torch.zeros(1, 1, case.seqlen_q, case.seqlen_k, dtype=torch.bool)
+    mask[..., 128:256, 128:192] = mask[..., -128:-30, :64] = mask[..., -60:, 300:330] = True
+    seeing = [*range(128, 256), *range(case.seqlen_q - 128, case.seqlen_q)]
+    (q, k, v, dout), options = case.problem(backend)
+    options |= block_masks.options_of(mask)
+    out, lse = backend.forward(q, k, v, **options)
+    launches = backend.launches(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options), "launches")
+    assert sum("scores" in launch["kernel"] for launch in launches) == 2
+    [(dq, dk, dv)] = backend.backward(dout, q, k, v, out, lse, **options)[:1]
+    exact = reference.backward(dout[:, seeing], q[:, seeing], k, v, attn_bias=mask[:, :, seeing])
+    for found, wanted in zip((dq[:, seeing], dk, dv), exact):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert dq.count_nonzero() == dq[:, seeing].count_nonzero()
+
+
+@on("sim-fp32")
+def test_block_masks_have_a_largest_headdim(backend):
+    case = Case(140, 150, 264, batch=1, nheads=1, blocks="-")
+    (q, k, v, _), options = case.problem(backend)
+    backend.simulate()
+    with pytest.raises(NotImplementedError, match="no .* kernel .* with block_mask for headdim 264"):
+        torch.ops.volta_fa.fwd(q, k, v, **options)
 
 
 @NEEDS_GPU

@@ -137,7 +137,7 @@ OF_EACH_DTYPE = CASES[1::4]
 @on_cases((["cpu-fp32", "sim", "cuda"], CASES), (ALL + BF16_KERNELS, OF_EACH_DTYPE), slow=((ALL + BF16_KERNELS, CASES),))
 def test_gradients(backend, gpu, case):
     inputs, options = case.problem(backend)
-    backend.forward_on_cpu = backend.machine == "sim"
+    backend.forward_on_cpu = backend.machine == "sim"  # to simulate the backward kernels alone
     check(backend, *inputs, deterministic=case.deterministic, dlse=gradient_of_lse(backend, inputs[0]), **options)
 
 

@@ -247,7 +247,7 @@ def test_the_library_is_the_one_for_this_torch(version, release, monkeypatch):
 
 
 def test_the_package_says_every_argument():
-    """README promises that help(volta_fa) does."""
+    """docs/reference/options.md promises that help(volta_fa) lists every argument."""
     words = set(re.findall(r"\w+", volta_fa.__doc__))
     for op in (torch.ops.volta_fa.fwd, torch.ops.volta_fa.bwd, torch.ops.volta_fa.merge_attention_states):
         schema = op.default._schema

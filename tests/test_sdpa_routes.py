@@ -18,7 +18,7 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     pytest.skip("the Python package loads its own library", allow_module_level=True)
 
 import volta_fa
-from sdpa_helpers import EFFICIENT, MATH, FakeMultihead, assert_ours, assert_theirs, causal, enabled, leaves, qkv, selective, train
+from sdpa_helpers import EFFICIENT, MATH, SelfAttention, assert_ours, assert_theirs, causal, enabled, leaves, qkv, selective, train
 from sdpa_helpers import switched_off as switched_off
 
 
@@ -395,7 +395,7 @@ def test_torchscript(backend, how, f, tmp_path):
 
 
 LAYERS = {
-    "MultiheadAttention": FakeMultihead,
+    "MultiheadAttention": SelfAttention,
     "TransformerEncoderLayer": lambda dropout=0.0: torch.nn.TransformerEncoderLayer(32, 2, 64, dropout, batch_first=True),
     "TransformerDecoderLayer": lambda dropout=0.0: torch.nn.TransformerDecoderLayer(32, 2, 64, dropout, batch_first=True),
 }

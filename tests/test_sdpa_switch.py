@@ -15,8 +15,8 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     pytest.skip("the Python package loads its own library", allow_module_level=True)
 
 import volta_fa
-from sdpa_helpers import FakeMultihead, assert_ours, causal, enabled, ops_of, qkv
-from sdpa_helpers import switched_off as switched_off
+from sdpa_helpers import SelfAttention, assert_ours, causal, enabled, ops_of, qkv
+from sdpa_helpers import switched_off as switched_off  # a fixture of every test
 from volta_fa.diagnostics import driver_cuda
 
 
@@ -336,5 +336,5 @@ def test_environment_variable_on_cuda(backend, loaded):
 def test_modules_are_not_touched():
     """Nothing of the switch travels with a module: it copies as before."""
     with enabled():
-        module = copy.deepcopy(FakeMultihead())
+        module = copy.deepcopy(SelfAttention())
         assert_ours(lambda: module(torch.randn(2, 5, 32, requires_grad=True)).sum().backward())

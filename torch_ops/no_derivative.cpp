@@ -39,8 +39,6 @@ struct Refuse final : c10::OperatorKernel {
     const char* instead;
 };
 
-// Lets the call pass; the backward pass raises an error. PyTorch's own fallback does the same, but it reads the schema in each
-// call. That takes an eighth of a decode step's host time.
 constexpr char kCacheMessage[] = "volta_fa::fwd_kvcache: the derivative is not implemented: a cache is for inference";
 
 struct NoGradient : torch::autograd::Function<NoGradient> {
@@ -52,6 +50,8 @@ struct NoGradient : torch::autograd::Function<NoGradient> {
     }
 };
 
+// Lets the call pass; the backward pass raises an error. PyTorch's own fallback does the same, but it reads the schema in each
+// call. That takes an eighth of a decode step's host time.
 struct Inference final : c10::OperatorKernel {
     explicit Inference(const Operator& op) : op(op), appends(op.name != "fwd_kvcache") {}
 

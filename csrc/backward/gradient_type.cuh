@@ -1,6 +1,5 @@
 // Output dtype of dq, dk and dv: fp16, or fp32 if the problem's tensors were cast to fp16 (src/ops/scaled.rs): sums of many rows
-// may leave fp16's range. Used where kernels write dk and dv (volta/backward/products.cuh, turing/backward/fragments.cuh), and by
-// postprocess.cuh.
+// may leave fp16's range. Used where kernels write dq, dk and dv, and by postprocess.cuh.
 #pragma once
 
 #include "half.cuh"

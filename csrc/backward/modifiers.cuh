@@ -26,6 +26,7 @@ __device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
 // ---- scores ---------------------------------------------------------------------------------------
 
 // Returns the score function's value of a product plus an exponent's addend, in log2 units. Sets `slope` to the derivative there.
+// The function (softcap) maps a product to a state, from which score and derivative follow.
 __device__ __forceinline__ float function_score(float product, float addend, const ScoreFunction& function, float& slope) {
     const float state = function.state(product);
     slope = ScoreFunction::derivative(state);

@@ -1,6 +1,9 @@
 // Operand tiles of the backward kernels for large headdims (store_scores.cuh, stored_gradients.cuh): 128 by 128 elements of a
 // product, in steps of 32 terms (k of the product: columns of the headdim, queries or keys). A step's two operands lie in one of
 // two buffers of shared memory, so that a step has one barrier. While a step multiplies, loads of the next step are in flight.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (rows of a tile), STEP (terms of a step), THREADS and SHARED_BYTES (of a
+// block).
 #pragma once
 
 #include "tile.cuh"

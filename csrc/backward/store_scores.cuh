@@ -5,6 +5,9 @@
 // A block computes 128 keys by 128 queries: S^T = K Q^T, then P^T, then dP^T = V dO^T - delta and dS^T. Each of four
 // warps has 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
 //
+// P is stored as fp16 times kProbabilityUnit, 2^12, which keeps digits of small P. Exponents get kExponentShift = 12 - 112:
+// pack_shifted takes numbers scaled by 2^-112.
+//
 // A Family (volta/backward/stored.cuh, turing/backward/stored.cuh) has
 //   Layout                         of packed_tile.cuh's tiles; a warp has 4 by 4 of them, Scores: float[4][4][8]
 //   RowStats, load_rows            row statistics; load_rows loads those of the lane's queries in a tile
@@ -19,6 +22,8 @@
 // Split: all operands, and P and dS, are sums of two fp16 numbers (forward/split.cuh). A row of an operand has the high parts of
 // its columns, then the low ones. A step of 32 columns comes three times: low * high, high * low and high * high. As tensor cores
 // truncate their sums, none lives longer than a step.
+//
+// Blocks: which scores exist. AllScores, or ListedScores of a block mask (stored_block_mask.cuh).
 #pragma once
 
 #include "backward/iteration_range.cuh"
@@ -31,7 +36,15 @@
 #include "backward/stored_scores.cuh"
 #include "conditional.cuh"
 
-template <class Family, bool Split = false>
+// All scores inside lengths, causal mask and window exist.
+struct AllScores {
+    static constexpr bool kListed = false;
+    __device__ __forceinline__ static constexpr bool is_absent() { return false; }
+    template <class Layout>
+    __device__ __forceinline__ void hide(typename Layout::Tile&, int, int, int) const {}
+};
+
+template <class Family, bool Split = false, class Blocks = AllScores>
 struct BackwardScores {
     static constexpr int kTiles = 4;  // of 16 keys, and of 16 queries, that a warp has
     using Layout = typename Family::Layout;
@@ -48,7 +61,8 @@ struct BackwardScores {
         else
             return pack_tile(x);
     }
-    // Exponents of probabilities begin with this. Beside a shift they would lose bits that fp32 tensors have.
+    // Added to the exponent of a probability. Split adds 0: beside a shift the exponent would round away bits that fp32 tensors
+    // have.
     static constexpr float kShift = Split ? 0.f : kExponentShift;
     static __device__ __forceinline__ Packed pack_probabilities(const Tile& x) {
         if constexpr (Split) {
@@ -169,7 +183,7 @@ struct BackwardScores {
     // dropped probabilities (never both).
     static __device__ __forceinline__ void store_probabilities(Scores& s, const BwdParams& p, const Place& place,
                                                                const Stored& to_p, const Stored& to_ds, const float* stats,
-                                                               int rows, Unit& unit) {
+                                                               int rows, Unit& unit, const Blocks& blocks) {
         if (!kHasScoreFeatures) {
             if (place.masked) apply_mask<Layout>(s, p, Lane(threadIdx.x % 32), place.first_row, place.first_key);
             ExponentAddends<Layout, kTiles> addends;
@@ -192,6 +206,8 @@ struct BackwardScores {
         }
         const ScoreOptions& options = p.score_options;
         const Lane lane(threadIdx.x % 32);
+        // Rolled, to fit the instruction cache. Registers cannot be indexed dynamically, so the loop works on the first tile, and
+        // next_tile moves the others down.
 #pragma unroll 1
         for (int tile = 0; tile < kTiles * kTiles; tile++) {
             const int m = tile / kTiles, n = tile % kTiles;
@@ -210,6 +226,7 @@ struct BackwardScores {
             }
             add_position_terms(x, p, place.head, place.row_end, coord);
             if (place.masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z)), coord);
+            blocks.template hide<Layout>(x, place.first_row, m, n);
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kShift);
             unit.take(x);
@@ -232,7 +249,7 @@ struct BackwardScores {
     // Computes dS from dP and what store_probabilities stored, and stores it.
     static __device__ __forceinline__ void store_score_gradients(Scores& dp, const BwdParams& p, const Place& place,
                                                                  const Stored& to_p, const Stored& to_ds, const float* stats,
-                                                                 int rows, const Unit& unit) {
+                                                                 int rows, const Unit& unit, const Blocks& blocks) {
         if (!kHasScoreFeatures) {
 #pragma unroll
             for (int m = 0; m < kTiles; m++) {
@@ -283,13 +300,14 @@ struct BackwardScores {
             }
             if (Split)
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] *= unit.inverse();
+                for (int v = 0; v < 8; v++) x[v] = blocks.is_absent() ? 0.f : x[v] * unit.inverse();
             to_ds.store(m, n, pack(x));
             next_tile(dp);
         }
     }
 
-    static __device__ __forceinline__ void run(const BwdParams& p, const StoredScores& stored) {
+    static __device__ __forceinline__ void run(const BwdParams& p, const StoredScores& stored, Blocks blocks = Blocks()) {
+        static_assert(!Blocks::kListed || (Split && kHasScoreFeatures), "only the loop over tiles hides scores");
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const unsigned shared = shared_address(shared_memory);
         const Lane lane(threadIdx.x % 32);
@@ -315,6 +333,12 @@ struct BackwardScores {
                              first_key + kStoredRows > sequence.seqlen_k() || !unmasked.contains(first_row)};
         const long long tile =
             stored_tile<Split>(stored, first_stored_tile(p, stored, sequence, batch, blockIdx.y) + query_tile, key_tile);
+        if constexpr (Blocks::kListed) {
+            if (!blocks.find(p, head, first_row, first_key, warp_key)) {
+                if (threadIdx.x < 4) reinterpret_cast<float*>(stored.ds + tile + kStoredUnits)[threadIdx.x] = kAbsentUnit;
+                return;
+            }
+        }
         const long long element = tile + (warp_key + Layout::first_key(lane)) * kStoredRows + warp_row + Layout::first_query(lane);
         const Stored to_p = {stored.p + element}, to_ds = {stored.ds + element};
 
@@ -335,14 +359,14 @@ struct BackwardScores {
         clear_tiles(c);
         add(c, p.k, p.q, p.problem.headdim, p.problem.sign_flip);
         Unit unit;
-        store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kLseAt, rows, unit);
+        store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kLseAt, rows, unit, blocks);
         if (Split) {
             unit.finish();
             float* units = reinterpret_cast<float*>(stored.ds + tile + kStoredUnits);
-            if (lane.lane == 0) units[2 * (warp % 2) + warp / 2] = unit.value();
+            if (lane.lane == 0) units[2 * (warp % 2) + warp / 2] = blocks.is_absent() ? kAbsentUnit : unit.value();
         }
         begin_with_delta(c, stats + RowStats::kDeltaAt, rows);
         add(c, p.v, p.dout, p.problem.headdim_v, 0);
-        store_score_gradients(c, p, place, to_p, to_ds, stats + RowStats::kDeltaAt, rows, unit);
+        store_score_gradients(c, p, place, to_p, to_ds, stats + RowStats::kDeltaAt, rows, unit, blocks);
     }
 };

@@ -17,6 +17,8 @@
 //
 // Split: operands, P and dS are sums of two fp16 numbers, a high and a low part (fp32 tensors, store_scores.cuh). A step of 32 rows
 // comes three times: low * high, high * low and high * high.
+//
+// Sparse: with a block mask, steps visit half tiles that have scores (kAbsentUnit in stored_scores.cuh).
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -25,8 +27,9 @@
 #include "backward/stored_scores.cuh"
 #include "backward/staged_tiles.cuh"
 
-template <class Family, bool Split = false>
+template <class Family, bool Split = false, bool Sparse = false>
 struct BackwardGradients {
+    static_assert(Split || !Sparse, "units say which tiles have scores");
     static_assert(SHARED_BYTES >= kStagedRows * kStagedRows * 2, "the output is staged in the buffers");
     using KeySums = typename Family::KeySums;
     using QuerySums = typename Family::QuerySums;
@@ -76,6 +79,41 @@ struct BackwardGradients {
         }
         __device__ __forceinline__ void step() { value = loaded; }
     };
+
+    // Iterates over those of a row of half tiles that have scores. has_scores(i) returns whether half i does. All lanes of a warp
+    // call these functions together.
+    class PresentHalves {
+        unsigned found_ = 0;  // of the 32 before next_, those that were not taken
+        int next_ = 0;
+
+    public:
+        // Returns how many of `all` halves have scores.
+        template <class HasScores>
+        static __device__ __forceinline__ int count(int all, HasScores has_scores) {
+            int present = 0;
+            for (int first = 0; first < all; first += 32) {
+                const int i = first + static_cast<int>(threadIdx.x % 32);
+                present += __popc(__ballot_sync(~0u, i < all && has_scores(i)));
+            }
+            return present;
+        }
+        // Returns the next one with scores; there is one.
+        template <class HasScores>
+        __device__ __forceinline__ int take(int all, HasScores has_scores) {
+            while (!found_) {
+                const int i = next_ + static_cast<int>(threadIdx.x % 32);
+                found_ = __ballot_sync(~0u, i < all && has_scores(i));
+                next_ += 32;
+            }
+            const int i = next_ - 32 + __ffs(found_) - 1;
+            found_ &= found_ - 1;
+            return i;
+        }
+    };
+    static constexpr int kHalf = kStoredRows / 2, kHalfSteps = kHalf / kStagedTerms;
+    static __device__ __forceinline__ const float* units_of(const StoredScores& stored, long long tile) {
+        return reinterpret_cast<const float*>(stored.ds + tile + kStoredUnits);
+    }
 
     template <class Sums>
     static __device__ __forceinline__ void clear(Sums& c) {
@@ -131,6 +169,20 @@ struct BackwardGradients {
         const int first = mask.row_first(first_key) / kStagedTerms * kStagedTerms;
         const int end = first_key >= sequence.seqlen_k() ? 0 : mask.row_end(first_key, kStoredRows);
         const int steps_of_head = max((end - first + kStagedTerms - 1) / kStagedTerms, 0);
+        const auto tile_of = [&](int head, int row) {
+            const int launch_head = (key_head - stored.first_head) * group + head;
+            return stored_tile<Split>(stored, first_stored_tile(p, stored, sequence, batch, launch_head) + row / kStoredRows,
+                                      key_tile);
+        };
+        // Sparse: of each head, one after the other.
+        const int first_half = first / kHalf, halves = steps_of_head ? (end + kHalf - 1) / kHalf - first_half : 0;
+        const auto has_scores = [&](int i) {
+            const int half = first_half + i % halves;
+            const float* units = units_of(stored, tile_of(i / halves, half * kHalf)) + half % 2;
+            return units[0] != kAbsentUnit || units[2] != kAbsentUnit;
+        };
+        int sparse_steps = 0;
+        if constexpr (Sparse) sparse_steps = kHalfSteps * PresentHalves::count(group * halves, has_scores);
 
         Operand selected;
         if constexpr (Split) selected = choose(is_dv, p.dout, p.q);
@@ -139,20 +191,21 @@ struct BackwardGradients {
         const int columns = (is_dv ? p.problem.headdim_v : p.problem.headdim) - column;
         KeySums c;
         clear(c);
-        if (steps_of_head) {
+        if (Sparse ? sparse_steps : steps_of_head) {
             const unsigned a_offset = Family::key_a(lane, warp_row());
             const unsigned b_offset = kStagedTile + Family::key_b(lane, warp_column());
             StagedTile<TermColumns> a;
             StagedTile<TermRows> b;
-            int head = 0, row = first;  // of the next load
+            int head = 0, row = Sparse ? 0 : first;  // of the next load
             Product product;
             Unit unit;
+            PresentHalves present;
             const auto load = [&](int) {
-                const long long tile = stored_tile<Split>(
-                    stored,
-                    first_stored_tile(p, stored, sequence, batch, (key_head - stored.first_head) * group + head) +
-                        row / kStoredRows,
-                    key_tile);
+                if (Sparse && product.number == 0 && row % kHalf == 0) {
+                    const int i = present.take(group * halves, has_scores);
+                    head = i / halves, row = (first_half + i % halves) * kHalf;
+                }
+                const long long tile = tile_of(head, row);
                 a.load(scores + tile + product.a() + row % kStoredRows, kStoredRows, kStoredRows, kStagedTerms);
                 b.load(rows_of(operand, batch, key_head * group + head, sequence.q_offset() + row) + column +
                            product.b(column + columns),  // the headdim: low parts begin after it
@@ -160,14 +213,15 @@ struct BackwardGradients {
                 if (!is_dv) unit.load(scores + tile, warp_row(), row % kStoredRows);
                 if (!product.advance()) return;
                 row += kStagedTerms;
-                if (row >= end) row = first, head++;
+                if (!Sparse && row >= end) row = first, head++;
             };
             const auto store = [&](unsigned buffer) {
                 a.store(buffer);
                 b.store(buffer + kStagedTile);
                 unit.step();
             };
-            staged_steps(shared, kProducts * group * steps_of_head, load, store, [&](unsigned buffer) {
+            const int steps = Sparse ? kProducts * sparse_steps : kProducts * group * steps_of_head;
+            staged_steps(shared, steps, load, store, [&](unsigned buffer) {
                 if constexpr (Split)
                     Family::add_keys(c, buffer + a_offset, buffer + b_offset, unit.value);
                 else
@@ -175,6 +229,7 @@ struct BackwardGradients {
             });
         }
         float factor = p.signed_scale;
+        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
         if (is_dv) factor = (p.score_options.rng_state ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
         Output selected_out;
         if constexpr (Split) selected_out = choose(is_dv, p.dv, p.dk);
@@ -214,14 +269,27 @@ struct BackwardGradients {
         } else {
             for_each_sum(c, sums, [](float* x, float4& sum) { x[0] = sum.x, x[1] = sum.y, x[2] = sum.z, x[3] = sum.w; });
         }
-        if (first < end) {
+        const int first_half = first / kHalf, halves = first < end ? (end + kHalf - 1) / kHalf - first_half : 0;
+        const auto has_scores = [&](int i) {
+            const int key = (first_half + i) * kHalf;
+            const long long tile = stored_tile<Split>(stored, tiles, (key - launch_key) / kStoredRows);
+            const float* units = units_of(stored, tile) + key / kHalf % 2 * 2;
+            return units[0] != kAbsentUnit || units[1] != kAbsentUnit;
+        };
+        int sparse_steps = 0;
+        if constexpr (Sparse) sparse_steps = kHalfSteps * PresentHalves::count(halves, has_scores);
+        if (Sparse ? sparse_steps > 0 : first < end) {
             const unsigned a_offset = Family::query_a(lane, warp_row());
             const unsigned b_offset = kStagedTile + Family::query_b(lane, warp_column());
             StagedTile<TermRows> a, b;
             Product product;
             Unit unit;
+            PresentHalves present;
+            int half = 0;  // Sparse: that of the last load
             const auto load = [&](int step) {
-                const int key = first + step / kProducts * kStagedTerms;
+                const int number = step / kProducts;
+                if (Sparse && product.number == 0 && number % kHalfSteps == 0) half = first_half + present.take(halves, has_scores);
+                const int key = Sparse ? half * kHalf + number % kHalfSteps * kStagedTerms : first + number * kStagedTerms;
                 const long long tile = stored_tile<Split>(stored, tiles, (key - launch_key) / kStoredRows);
                 a.load(stored.ds + tile + product.a() + key % kStoredRows * kStoredRows, kStoredRows, kStagedTerms, kStoredRows);
                 b.load(rows_of(p.k, batch, head / group, sequence.k_offset() + key) + column + product.b(p.problem.headdim),
@@ -234,7 +302,8 @@ struct BackwardGradients {
                 b.store(buffer + kStagedTile);
                 unit.step();
             };
-            staged_steps(shared, kProducts * ((end - first + kStagedTerms - 1) / kStagedTerms), load, store, [&](unsigned buffer) {
+            const int steps = Sparse ? sparse_steps : (end - first + kStagedTerms - 1) / kStagedTerms;
+            staged_steps(shared, kProducts * steps, load, store, [&](unsigned buffer) {
                 if constexpr (Split)
                     Family::add_queries(c, buffer + a_offset, buffer + b_offset, unit.value);
                 else

@@ -7,7 +7,8 @@
 // sequence begins at its q_offset / 128, plus one tile for each sequence before it.
 //
 // With Split (fp32 tensors in full precision, forward/split.cuh) a number is the sum of two fp16 numbers. A tile has the high
-// parts, then the low ones, then the units of dS (store_scores.cuh), fp32, number 2 * (key / 64) + query / 64.
+// parts, then the low ones, then the units of dS (store_scores.cuh), fp32, number 2 * (key / 64) + query / 64. Beside a block mask
+// a unit of kAbsentUnit says that none of these scores exist. If this holds for all units of a tile, the rest of it is undefined.
 #pragma once
 
 #include "seqlen_info.cuh"
@@ -19,6 +20,7 @@ constexpr int kStoredElements = kStoredRows * kStoredRows;
 template <bool Split>
 constexpr int kStoredTile = Split ? 2 * kStoredElements + kStoredRows : kStoredElements;
 constexpr int kStoredUnits = 2 * kStoredElements;  // where the units of a tile of dS are, fp16 elements
+constexpr float kAbsentUnit = 0.f;  // no unit: units are at least 2^-66
 
 // Returns the number of a head's first query tile. `head`: query head, counted from the launch's first.
 __device__ __forceinline__ long long first_stored_tile(const BwdParams& p, const StoredScores& stored,

@@ -102,6 +102,7 @@ private:
         }
         const int zeros = __popc(__ballot_sync(~0u, x == 0.f));
         const unsigned is_median = __ballot_sync(~0u, smaller == zeros + (31 - zeros) / 2);
+        // If all are 0, no lane is the median: __ffs() - 1 is -1, and reads a 0 of lane 31.
         return fminf(__shfl_sync(~0u, x, __ffs(is_median) - 1), 0x1p105f);
     }
     // `largest` is below 2^(exponent - 126).

@@ -5,6 +5,8 @@
 // WorkTiles. The warps of a block split the tokens of a tile (FlashDecoding inside a block), so each token group leaves one
 // partial result. The block combines these partials in shared memory. If the block has the whole row tile, it writes the
 // output. Otherwise it writes one partial to global memory, and the last block of the row tile combines these (partials.cuh).
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (packed query rows of a work tile) and SHARED_BYTES (of a block).
 #pragma once
 
 #include "batch_invariant.cuh"

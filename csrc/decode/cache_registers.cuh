@@ -1,7 +1,7 @@
 // K, V and Q of a decode warp in registers. K and V keep the cache's format; eight columns at a time become fp16 when a product
 // takes them (quantized.cuh has the conversions). Used by the decode loaders, mainloop.cuh and volta/decode/mla.cuh.
 //
-// A chunk is eight columns of one row as fp16: uint4. Products read all operands by chunk(j), whether they come from registers,
+// A chunk is eight columns of one row as fp16: uint4. Products read all operands by chunk(), whether they come from registers,
 // from shared memory (CooperativeLoader) or are constants (Ones).
 #pragma once
 

@@ -1,8 +1,8 @@
 // Loads K and V of a decode warp from global memory straight into operand registers, step by step through the pages.
 //
-// A warp-wide load of up to 16 bytes per lane (16-bit caches: 16) covers 64 contiguous bytes of K of eight tokens, or 128 bytes of
-// V of four tokens. So each byte of the cache is loaded once, by one lane, without shared memory or barriers. Used by
-// DecodeMainloop, and by StagedLoader with other coordinates.
+// A warp-wide load of 16 bytes per lane covers 64 contiguous bytes of K of eight tokens, or 128 bytes of V of four. Quantized
+// caches with few columns load less. So each byte of the cache is loaded once, by one lane, without shared memory or barriers. Used
+// by DecodeMainloop, and by StagedLoader with other coordinates.
 #pragma once
 
 #include "decode/cache_registers.cuh"
@@ -12,7 +12,9 @@
 
 namespace decode {
 
-// Which token and columns of a tile a lane loads, from the family's Layout.
+// Which token and columns of a tile a lane loads, from the family's Layout. of() maps a column of a product to one of the tensor: a
+// lane's chunks are adjacent in memory, as far as one load reaches. first_column() begins the warp's column group
+// (column_groups.cuh): above headdim 256, two warps divide the columns.
 template <class Layout>
 struct OperandCoords {
     static constexpr int kValueTokens = Layout::kValueTokens;

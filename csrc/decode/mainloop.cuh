@@ -38,6 +38,8 @@
 //
 // Names: mt is a row tile of a warp, tile a tile of tokens of a step, j a chunk of eight columns. q, k, v and o are a lane's parts
 // of Q, K, V and the output; x its scores, then its probabilities, where x.x and x.y belong to two neighboring tokens.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (packed query rows of a work tile), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
 #include "decode/bf16_value.cuh"
@@ -499,6 +501,7 @@ private:
             scaler.fit(largest);
         }
         each_query<RowTiles>(p, s, first_row, [&](int mt, int j, uint4 x) {
+            // A negative softmax_scale flips the signs of Q.
             x = CacheElement::permute8(flipped(x, p.problem.sign_flip));
             if constexpr (kBf16) x = scaler.converted(x);
             q.set(mt, j, x);

@@ -5,6 +5,8 @@
 // token groups of a block leave partials in shared memory (SharedPartials). A block that shares its row tile with others writes
 // the combined result to global memory (GlobalPartials). The last block to arrive combines these and writes the output. No
 // block waits for another: a semaphore tells the last one (semaphore.cuh).
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (packed query rows of a work tile) and THREADS (of a block).
 #pragma once
 
 #include "semaphore.cuh"

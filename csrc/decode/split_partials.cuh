@@ -2,6 +2,8 @@
 //
 // The same function joins two partials wherever that happens, so a row has the same bits whether one block computed all of its
 // splits or each split had a block of its own. Splits that the row does not see change nothing.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (packed query rows of a work tile) and THREADS (of a block).
 #pragma once
 
 #include "decode/partials.cuh"

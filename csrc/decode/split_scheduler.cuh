@@ -8,6 +8,8 @@
 //   num_splits 0  blocks take equal ranges of the line of all splits, and the last block of a row tile joins its partials
 //   num_splits 1  block b takes row tiles b, b + gridDim.x, ... whole, and joins each partial as it is done: for many row tiles,
 //                 whose partials would take much memory
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (packed query rows of a work tile) and THREADS (of a block).
 #pragma once
 
 #include "decode/tile_scheduler.cuh"

@@ -6,6 +6,9 @@
 // nheads / nheads_k. Up to BLOCK_ROWS of them are a row tile. The tokens that a row tile sees are a number of steps
 // (kStepTokens tokens each). All row tiles in the order of sequences, heads and rows form one line of steps. Each block takes
 // an equal contiguous range of it. So a block shares at most two row tiles with other blocks: its first and its last.
+//
+// Of the row's numbers, BLOCK_ROWS is packed query rows of a work tile, and THREADS threads of a block. STEP is rows of a
+// warp, but of MLA rows of output (volta/decode/mla.cuh).
 #pragma once
 
 #include "cache.cuh"

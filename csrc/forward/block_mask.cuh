@@ -39,12 +39,17 @@ public:
     // Loads the bits of the step that comes `steps` after this one, if it has some.
     template <class Grid, class Keys>
     __device__ __forceinline__ void load(const Grid& grid, const Keys& keys, int steps) {
+        load(grid, keys, steps, list_row);
+    }
+    // The same of the list's row that row() returns.
+    template <class Grid, class Keys, class Row>
+    __device__ __forceinline__ void load(const Grid& grid, const Keys& keys, int steps, Row row) {
         if (!keys.has_bits_after(steps)) return;
         const BlockLists& lists = grid.lists();
         const int tile = keys.tile_after(steps);
         int word = 0;
         load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word,
-                    bits_of(lists, tile, list_row(), keys.column_in_tile(steps)));
+                    bits_of(lists, tile, row(), keys.column_in_tile(steps)));
         loaded_ = word;
     }
     // Prepares the step that comes `steps` after this one: takes the bits that were loaded for it, or all if it has none. `masked`:

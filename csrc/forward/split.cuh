@@ -1,7 +1,8 @@
 // Forward kernel of fp32 tensors. Every operand is the sum of two fp16 numbers, a high and a low part, and every product is three
-// on the tensor cores: high * high + high * low + low * high. What is left out, low * low, is below fp32's own rounding. (Markidis
-// and others, "NVIDIA Tensor Core Programmability, Performance & Precision", 2018.) The cast kernel (shared/cast/cast.cuh) has
-// split q, k and v: a row has the high parts of HEADDIM columns, then the low ones. P is split here, and the output is fp32.
+// on the tensor cores: high * high + high * low + low * high. What is left out, low * low, is at most 2^-21 of the product,
+// typically near fp32's own rounding. (Markidis and others, "NVIDIA Tensor Core Programmability, Performance & Precision", 2018.)
+// The cast kernel (shared/cast/cast.cuh) has split q, k and v: a row has the high parts of HEADDIM columns, then the low ones. P
+// is split here, and the output is fp32.
 //
 // Tensor cores truncate their sums, always toward 0. Over a long loop these errors add up to far more than fp32's rounding (Ootomo
 // and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance",
@@ -10,8 +11,12 @@
 //
 // Schedule: K and V of a step in one of two slots of shared memory, one barrier a step. While a step computes, the next one is
 // stored to the other slot, and the one after it is in flight.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a
+// block).
 #pragma once
 
+#include "dense_steps.cuh"
 #include "forward/block.cuh"
 #include "forward/output.cuh"
 
@@ -35,14 +40,30 @@ __device__ __forceinline__ Pair split_probabilities(float a, float b) {
 constexpr int kStep = 16;  // keys
 constexpr int kWarpRows = 16;
 
-// Turns the products of a step into probabilities. Rescales the output `o` where row maxima move. `row`, `key`: first of the
-// scores.
-template <class Family, class Output>
+// The keys that a block visits: those that one of its rows sees. split_block_mask.cuh has those of a list.
+struct SeenKeys {
+    template <int Ahead>
+    using Steps = DenseSteps<kStep>;
+    using Bits = NoMaskBits;
+    // Keys from this one on are not loaded.
+    __device__ __forceinline__ static int end(const Mask& mask, int row, int rows) { return mask.key_end(row, rows); }
+    // Steps with a look at those up to Ahead steps later.
+    template <int Ahead, int Rows, class Block>
+    __device__ __forceinline__ Steps<Ahead> steps(const FwdParams&, const Block& block, const Mask& mask) const {
+        // Steps begin at multiples of kStep, because a bias comes in aligned groups of 4 keys.
+        return Steps<Ahead>(*this, block, mask.key_first(block.row) & ~(kStep - 1), end(mask, block.row, Rows));
+    }
+};
+
+// Turns the products of a step into probabilities. Rescales the output `o` where row maxima move. `row`: first of the scores.
+// `bits`: loaded for the step.
+template <class Family, class Steps, class Bits, class Output>
 __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout, 1, 1> (&s)[Family::kTiles], const FwdParams& p,
-                                                 const Problem& problem, const UnmaskedKeys<kStep>& unmasked, const int& row,
-                                                 const int& key, const float& scale,
+                                                 const Problem& problem, const UnmaskedKeys<kStep>& unmasked, const Steps& keys,
+                                                 Bits& bits, const int& row, const float& scale,
                                                  SoftmaxRows<typename Family::Layout, 1>& softmax, Output& o) {
     using Layout = typename Family::Layout;
+    const int key = keys.first();
     // Computed again, so that it holds no registers in between.
     const auto mask = [&] { return mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())); };
     if (kGeneric)
@@ -57,9 +78,16 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
             }
         }
     // A vote, although all lanes agree: it tells the compiler that no warp diverges.
-    if (__any_sync(~0u, !unmasked.contains(key)))
+    if (__any_sync(~0u, keys.has_bits() || !unmasked.contains(key))) {
+        if constexpr (Bits::kHidesAll) bits.combine(keys, mask(), row, !unmasked.contains(key));
 #pragma unroll
-        for (int i = 0; i < Family::kTiles; i++) s[i].apply_mask(mask(), row, key + i * Family::kNextTile);
+        for (int i = 0; i < Family::kTiles; i++) {
+            if constexpr (Bits::kHidesAll)
+                bits.apply_to(s[i], i * Family::kNextTile);
+            else
+                s[i].apply_mask(mask(), row, key + i * Family::kNextTile);
+        }
+    }
     bool exceeds = false;
 #pragma unroll
     for (int i = 0; i < Family::kTiles; i++) exceeds = s[i].needs_rescale(softmax, exceeds);
@@ -120,7 +148,7 @@ __device__ __forceinline__ void write(const FwdParams& p, int batch, int head, i
 
 // Family has the products and the lane layouts (volta/forward/split.cuh, turing/forward/split.cuh). Layout::kEitherOrder: grids may
 // have heads on their first axis (forward/block.cuh).
-template <class Family>
+template <class Family, class Keys = SeenKeys>
 struct Forward {
     using Layout = typename Family::Layout;
     static constexpr int kWarps = THREADS / 32;
@@ -169,7 +197,7 @@ struct Forward {
         }
     };
 
-    __device__ __forceinline__ static void run(const FwdParams& p) {
+    __device__ __forceinline__ static void run(const FwdParams& p, const Keys& visited = Keys()) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const u32 ring = shared_address(shared);
         const Problem& problem = p.problem;
@@ -181,9 +209,8 @@ struct Forward {
         Queries q;
         q.load(p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row, sequence.seqlen_q(), problem.sign_flip,
                ring + kRingBytes, warp_row);
-        // Steps begin at multiples of kStep, because a bias comes in aligned groups of 4 keys.
-        int key = mask.key_first(block.row) & ~(kStep - 1);
-        const int key_end = mask.key_end(block.row, kBlockRows);
+        auto keys = visited.template steps<2, kBlockRows>(p, block, mask);
+        const int key_end = Keys::end(mask, block.row, kBlockRows);
         Loader tiles(p, rows_of(p.k, block.batch, block.head_k, sequence.k_offset()),
                      rows_of(p.v, block.batch, block.head_k, sequence.k_offset()), key_end);
         // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
@@ -192,20 +219,22 @@ struct Forward {
         SoftmaxRows<Layout, 1> softmax;
         typename Family::template Output<HEADDIM> o = {};
 
-        tiles.load(key);
+        tiles.load(keys.first());
         tiles.store(ring);
-        tiles.load(key + kStep);
+        tiles.load(keys.after(1));
         __syncthreads();
         u32 slot = 0;
 #pragma unroll 1
-        for (; key < key_end; key += kStep, slot ^= kSlotBytes) {
+        for (; keys.exists(); keys.advance(visited), slot ^= kSlotBytes) {
             tiles.store(ring + (slot ^ kSlotBytes));
-            tiles.load(key + 2 * kStep);
+            tiles.load(keys.after(2));
+            typename Keys::Bits bits;
+            bits.load(visited, keys, row);
             typename Family::Probabilities probabilities;
             // A family's tile of scores may have fewer keys than the step.
             Scores<Layout, 1, 1> s[Family::kTiles];
             q.multiply(s, ring + slot, kPitch);
-            to_probabilities<Family>(s, p, problem, unmasked, row, key, scale, softmax, o);
+            to_probabilities<Family>(s, p, problem, unmasked, keys, bits, row, scale, softmax, o);
             probabilities.split(s);
             Family::template add_output<HEADDIM>(o, probabilities, ring + slot + kTileBytes, kPitch);
             __syncthreads();
@@ -220,7 +249,7 @@ struct Forward {
 // same softmax. Shared memory has no room for a step, so a step is four phases, each with one part of K or V, in one of two slots:
 //
 //   high parts of K  |  low parts of K, store the sums  |  add the sums, softmax, high parts of V  |  low parts of V
-template <class Family, int Headdim = HEADDIM>
+template <class Family, class Keys = SeenKeys, int Headdim = HEADDIM>
 struct WideForward {
     using Layout = typename Family::Layout;
     static constexpr int kColumns = 128, kColumnGroups = Headdim / kColumns;
@@ -298,7 +327,7 @@ struct WideForward {
             }
     }
 
-    __device__ __forceinline__ static void run(const FwdParams& p) {
+    __device__ __forceinline__ static void run(const FwdParams& p, const Keys& visited = Keys()) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const u32 slot = shared_address(shared);
         const Problem& problem = p.problem;
@@ -310,9 +339,8 @@ struct WideForward {
         Queries q;
         q.load(p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()) + first_column(), row, sequence.seqlen_q(),
                problem.sign_flip, slot + kQueries, threadIdx.x / 32 * kWarpRows);
-        // Steps begin at multiples of kStep, because a bias comes in aligned groups of 4 keys.
-        int key = mask.key_first(block.row) & ~(kStep - 1);
-        const int key_end = mask.key_end(block.row, kBlockRows), chunk = threadIdx.x % kChunks * kChunk;
+        auto keys = visited.template steps<1, kBlockRows>(p, block, mask);
+        const int key_end = Keys::end(mask, block.row, kBlockRows), chunk = threadIdx.x % kChunks * kChunk;
         Loader tiles = {rows_of(p.k, block.batch, block.head_k, sequence.k_offset()) + chunk,
                         rows_of(p.v, block.batch, block.head_k, sequence.k_offset()) + chunk, static_cast<unsigned>(p.k.row_stride),
                         static_cast<unsigned>(p.v.row_stride), key_end};
@@ -321,15 +349,15 @@ struct WideForward {
         SoftmaxRows<Layout, 1> softmax;
         typename Family::template Output<kColumns> o = {};
 
-        tiles.load_k(0, key);
+        tiles.load_k(0, keys.first());
         tiles.store(slot);
-        tiles.load_k(1, key);
+        tiles.load_k(1, keys.first());
         __syncthreads();
 #pragma unroll 1
-        for (; key < key_end; key += kStep) {
+        for (; keys.exists(); keys.advance(visited)) {
             const u32 columns = first_column() * 2;
             tiles.store(slot + kSlotBytes);
-            tiles.load_v(0, key);
+            tiles.load_v(0, keys.first());
             Products s, large;
 #pragma unroll
             for (int i = 0; i < Family::kTiles; i++) s[i].clear(), large[i].clear();
@@ -337,22 +365,24 @@ struct WideForward {
             __syncthreads();
 
             tiles.store(slot);
-            tiles.load_v(1, key);
+            tiles.load_v(1, keys.first());
             q.multiply_low(s, slot + kSlotBytes + columns, kPitch);
             store_sums(slot + kSums, s, large);
             __syncthreads();
 
             tiles.store(slot + kSlotBytes);
-            tiles.load_k(0, key + kStep);
+            tiles.load_k(0, keys.after(1));
+            typename Keys::Bits bits;
+            bits.load(visited, keys, row);
             add_sums(slot + kSums, s);
-            to_probabilities<Family>(s, p, problem, unmasked, row, key, scale, softmax, o);
+            to_probabilities<Family>(s, p, problem, unmasked, keys, bits, row, scale, softmax, o);
             typename Family::Probabilities probabilities;
             probabilities.split(s);
             Family::template add_high<kColumns>(o, probabilities, slot + columns, kPitch);
             __syncthreads();
 
             tiles.store(slot);
-            tiles.load_k(1, key + kStep);
+            tiles.load_k(1, keys.after(1));
             Family::template add_low<kColumns>(o, probabilities, slot + kSlotBytes + columns, kPitch);
             __syncthreads();
         }

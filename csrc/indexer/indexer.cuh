@@ -21,6 +21,15 @@
 //   row(), kRowStep                element v is row row() + kRowStep * ((v >> 1) & 1) of its row tile
 //   key(i)                         its key, with i = (v & 1) + 2 * (v >> 2)
 //   kLaneMasks                     shfl_xor masks that reach the lanes with other rows of the same keys
+//
+// Keys are e4m3 codes, which become fp16; a NaN code becomes infinity (quantized.cuh). The padding of a staged query row has the
+// row's factor: it turns products of codes into products of numbers.
+//
+// Time (BlockTime, schedule.cuh) counts in steps: a tile's steps of keys, and one or three for loading its queries. Each block gets
+// an equal share of all tiles' time.
+//
+// The kernel's row in src/kernels gives THREADS, STEP (keys) and SHARED_BYTES. indexer/queries.cuh has kPitch, the bytes between
+// rows.
 #pragma once
 
 #include "indexer/keys.cuh"
@@ -90,8 +99,8 @@ struct Kernel {
             float sum = __uint_as_float(load_shared1(own));
             if (groups > 1) sum += __uint_as_float(load_shared1(own + kStep * 4));
             const float scale = __uint_as_float(load_shared1(scales + column * 4));
-            // a key of no page has the scale -inf
-            // and infinite products come from codes of NaN
+            // A key of no page has the scale -inf, which becomes its logit. An infinite sum comes from a NaN code: adding 0 * sum
+            // gives NaN.
             const float logit = scale == __int_as_float(0xff800000) ? scale : sum * scale + 0.f * sum;
             p.logits[static_cast<long long>(first_query + query) * p.columns + key + column] = logit;
         }

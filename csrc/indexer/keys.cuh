@@ -1,5 +1,7 @@
 // Loads the keys of the lightning indexer (indexer.cuh). Their e4m3 codes become fp16 in shared memory, KeyCodes::kScale times what
 // they stand for; the keys' scales lie beside.
+//
+// The kernel's row in src/kernels gives THREADS, of a block.
 #pragma once
 
 #include "indexer/queries.cuh"

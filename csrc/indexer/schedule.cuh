@@ -1,6 +1,8 @@
 // Schedules the tiles of the lightning indexer (indexer.cuh) on the device. A tile is some queries of a sequence and the keys that
 // any of them sees. The grid is as large as the GPU, and its blocks take equal numbers of steps of keys, so the host needs no
 // lengths. Loading the queries of a tile counts as steps too: causal prompts begin with many tiles of few keys.
+//
+// The kernel's row in src/kernels gives THREADS, of a block.
 #pragma once
 
 #include "volta_fa_params.h"

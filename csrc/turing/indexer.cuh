@@ -1,5 +1,7 @@
-// The indexer's products on Turing: mma.m16n8k8, operands by ldmatrix. indexer/indexer.cuh says what each member is. beside(c) runs
-// other work between the products of chunk c.
+// Products q . k of DeepSeek V3.2's lightning indexer on Turing, 32 query rows by 16 keys: mma.m16n8k8, operands by ldmatrix.
+// indexer/indexer.cuh has the formula and says what each member is. beside(c) runs other work between the products of chunk c.
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "indexer/indexer.cuh"
@@ -14,15 +16,16 @@ struct IndexerProducts {
         __device__ __forceinline__ float at(int mt, int v) const { return tile[mt][v >> 2][v & 3]; }
         __device__ __forceinline__ void clear() { clear_tiles(tile); }
     };
-    static constexpr int kRowStep = 8;
-    static constexpr int kLaneMasks[3] = {16, 8, 4};
+    static constexpr int kRowStep = 8;  // from row() to the lane's other row of a tile
+    static constexpr int kLaneMasks[3] = {16, 8, 4};  // shfl_xor masks that reach the lanes with other rows of the same keys
 
     Lane lane;
 
     __device__ __forceinline__ explicit IndexerProducts(int lane_) : lane(lane_) {}
     __device__ __forceinline__ int row() const { return lane.group; }
     __device__ __forceinline__ int key(int i) const { return 2 * lane.quad + (i & 1) + 8 * (i >> 1); }
-    // The lane's row of ldmatrix: matrices are keys 0 to 7 of two chunks, then keys 8 to 15.
+    // The lane's row of ldmatrix: matrices are keys 0 to 7 of two chunks, then keys 8 to 15. kPitch: bytes between
+    // rows in shared memory.
     __device__ __forceinline__ int key_offset() const {
         return (lane.lane % 8 + lane.lane / 16 * 8) * indexer::kPitch + (lane.lane >> 3 & 1) * kChunkBytes;
     }

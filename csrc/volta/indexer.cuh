@@ -1,5 +1,9 @@
-// The indexer's products on Volta: quad-pairs 2x2, with the rows and keys of the forward kernels (volta/forward/layout.cuh).
-// indexer/indexer.cuh says what each member is. beside(c) runs other work between the products of chunk c.
+// Products q . k of DeepSeek V3.2's lightning indexer on Volta, 32 query rows by 16 keys: quad-pairs 2x2, with the rows and keys of
+// the forward kernels (volta/forward/layout.cuh). indexer/indexer.cuh has the formula and says what each member is. beside(c) runs
+// other work between the products of chunk c.
+//
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The quad-pair has row qm and column qn of the 2x2
+// (volta/mma.cuh).
 #pragma once
 
 #include "indexer/indexer.cuh"
@@ -14,8 +18,8 @@ struct IndexerProducts {
         __device__ __forceinline__ float at(int mt, int v) const { return tile[0][mt][v]; }
         __device__ __forceinline__ void clear() { clear_tiles(tile); }
     };
-    static constexpr int kRowStep = 4;
-    static constexpr int kLaneMasks[3] = {16, 4, 1};
+    static constexpr int kRowStep = 4;  // from row() to the lane's other row of a tile
+    static constexpr int kLaneMasks[3] = {16, 4, 1};  // shfl_xor masks that reach the lanes with other rows of the same keys
     static constexpr int kAhead = 2;  // chunks of keys that are loaded ahead of the products that use them
 
     Lane lane;

@@ -25,9 +25,10 @@ def info() -> dict[str, Any]:
         cuda_driver: whether this machine has a CUDA driver.
         devices: for each CUDA device its name, compute capability, preferred kernel family (None: the device is unsupported), and whether
             it runs that family's machine code (else the driver compiles PTX).
-        tuning: for each CUDA device, and for the simulator where it is switched on (of), its tuning file: device, driver and volta_fa (what
-            the file has to be made on), path, outcome (off, missing, read or ignored; then why), the number of choices, the kernels
-            that failed, and overridden: whether the process was given another tuning instead. docs/reference/tuning-file.md has more.
+        tuning: for each CUDA device, and for the simulator where it is switched on, its name ("of") and its tuning file: device, driver and
+            volta_fa (what the file has to be made on), path, outcome (off, missing, read or ignored; then why), the number of choices, the
+            kernels that failed, and overridden: whether the process was given another tuning instead. docs/reference/tuning-file.md has
+            more.
         float32: how kernels compute with float32 under PyTorch's present setting: "two fp16 parts" of each number, or "scaled fp16" after
             `torch.set_float32_matmul_precision("high")`.
         problems: mismatches of GPU, driver and torch, each one line with its remedy.

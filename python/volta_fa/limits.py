@@ -17,13 +17,6 @@ PAGE_SIZE_MULTIPLE: int = _LIMITS["page_size_multiple"]
 MAX_DECODE_ROWS: int = _LIMITS["max_decode_rows"]
 
 
-def takes_dtype(q: Tensor, *, has_block_mask: bool = False) -> bool:
-    """Returns whether `volta_fa::fwd` takes tensors of q's dtype on q's device.
-
-    On a GPU float32 in full precision, PyTorch's default (`torch.get_float32_matmul_precision`), has no block mask.
-    """
-    if q.dtype in (torch.float16, torch.bfloat16):
-        return True
-    if q.device.type == "cpu":
-        return q.dtype in (torch.float32, torch.float64)
-    return q.dtype == torch.float32 and (not has_block_mask or torch.ops.volta_fa._reduces_fp32())
+def takes_dtype(q: Tensor) -> bool:
+    """Returns whether `volta_fa::fwd` takes tensors of q's dtype on q's device."""
+    return q.dtype in (torch.float16, torch.bfloat16, torch.float32) or (q.dtype == torch.float64 and q.device.type == "cpu")

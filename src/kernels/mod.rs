@@ -13,8 +13,8 @@ pub use tables::volta::VOLTA;
 use crate::error::{Error, Result};
 use crate::limits::{COMMON_HEADDIM, MAX_HEADDIM};
 use crate::params::{
-    AppendParams, BwdBlockParams, BwdParams, BwdStoredParams, BwdStreamKParams, CastParams, DecodeParams, DequantizeParams, FastParams,
-    FwdBlockParams, FwdParams, FwdStreamKParams, IndexerParams, MergeParams, SparseMlaParams,
+    AppendParams, BwdBlockParams, BwdParams, BwdStoredBlockParams, BwdStoredParams, BwdStreamKParams, CastParams, DecodeParams,
+    DequantizeParams, FastParams, FwdBlockParams, FwdParams, FwdStreamKParams, IndexerParams, MergeParams, SparseMlaParams,
 };
 use std::cmp::Reverse;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -131,6 +131,7 @@ pub fn params_bytes(block: ParamBlock) -> usize {
         ParamBlock::ForwardBlocks => size_of::<FwdBlockParams>(),
         ParamBlock::BackwardBlocks => size_of::<BwdBlockParams>(),
         ParamBlock::BackwardStored => size_of::<BwdStoredParams>(),
+        ParamBlock::BackwardStoredBlocks => size_of::<BwdStoredBlockParams>(),
         ParamBlock::Merge => size_of::<MergeParams>(),
         ParamBlock::Decode => size_of::<DecodeParams>(),
         ParamBlock::Append => size_of::<AppendParams>(),

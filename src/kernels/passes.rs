@@ -78,6 +78,8 @@ pub enum ParamBlock {
     BackwardBlocks,
     /// `BwdStoredParams`
     BackwardStored,
+    /// `BwdStoredBlockParams`, of their kernels with `Feature::Blocks`
+    BackwardStoredBlocks,
     /// `MergeParams`
     Merge,
     /// `DecodeParams`
@@ -98,7 +100,7 @@ pub enum ParamBlock {
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 15] = {
+    pub const ALL: [ParamBlock; 16] = {
         use ParamBlock::*;
         [
             Forward,
@@ -108,6 +110,7 @@ impl ParamBlock {
             ForwardBlocks,
             BackwardBlocks,
             BackwardStored,
+            BackwardStoredBlocks,
             Merge,
             Decode,
             Append,
@@ -129,6 +132,7 @@ impl ParamBlock {
             ParamBlock::ForwardBlocks => "FwdBlockParams",
             ParamBlock::BackwardBlocks => "BwdBlockParams",
             ParamBlock::BackwardStored => "BwdStoredParams",
+            ParamBlock::BackwardStoredBlocks => "BwdStoredBlockParams",
             ParamBlock::Merge => "MergeParams",
             ParamBlock::Decode => "DecodeParams",
             ParamBlock::Append => "AppendParams",
@@ -180,16 +184,14 @@ pub const PASSES: [PassInfo; 27] = {
     }
     let scores = FeatureSet::GENERIC.union(FeatureSet::of(&[Feature::Blocks]));
     let forward = scores.without(FeatureSet::of(&[Feature::Fp32Gradients]));
-    let split = forward.without(FeatureSet::of(&[Feature::Blocks]));
     // backward finds all that sinks did in softmax_lse
     let gradients = scores.without(FeatureSet::of(&[Feature::Sinks]));
-    let split_gradients = gradients.without(FeatureSet::of(&[Feature::Blocks]));
     // these two see no scores
     let (prepare, finish) = (FeatureSet::of(&[Feature::Lengths]), FeatureSet::of(&[Feature::Lengths, Feature::Fp32Gradients]));
     [
         row(Pass::Forward, P::Forward, Queries, forward),
         row(Pass::ForwardStreamK, P::ForwardStreamK, Queries, forward),
-        row(Pass::ForwardSplit, P::Forward, Queries, split),
+        row(Pass::ForwardSplit, P::Forward, Queries, forward),
         row(Pass::BackwardPreprocess, P::Backward, ScratchQueries, prepare),
         row(Pass::Backward, P::Backward, Keys, gradients),
         row(Pass::BackwardStreamK, P::BackwardStreamK, Keys, gradients),
@@ -199,8 +201,8 @@ pub const PASSES: [PassInfo; 27] = {
         row(Pass::BackwardFused, P::Backward, Keys, gradients),
         row(Pass::BackwardScores, P::BackwardStored, StoredTiles, gradients),
         row(Pass::BackwardGradients, P::BackwardStored, StoredTiles, finish),
-        row(Pass::BackwardSplitScores, P::BackwardStored, StoredTiles, split_gradients),
-        row(Pass::BackwardSplitGradients, P::BackwardStored, StoredTiles, finish),
+        row(Pass::BackwardSplitScores, P::BackwardStored, StoredTiles, gradients),
+        row(Pass::BackwardSplitGradients, P::BackwardStored, StoredTiles, finish.union(FeatureSet::of(&[Feature::Blocks]))),
         row(Pass::Merge, P::Merge, Queries, FeatureSet::NONE),
         row(Pass::Decode, P::Decode, PackedQueries, FeatureSet::of(&[Feature::Tree])),
         row(Pass::Prefill, P::Forward, Queries, FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]))),

@@ -59,9 +59,15 @@ pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> 
 // ---- fp32 -----------------------------------------------------------------------------------------
 
 /// Returns the kernels of fp32 tensors (csrc/forward/split.cuh), which step 16 keys. Rows in shared memory have high and low parts, and a
-/// chunk of padding; two slots of K and V. `q_bytes`: of a row of Q that lies there too. The two sources: for headdims to 128, and above,
-/// where a warp has 128 columns, and a slot one part of K or V; sums of scores take a kilobyte of each warp.
-pub fn split_forward(family: Family, [narrow, wide]: [Source; 2], tiles: &[(u32, u32, u32, u32)]) -> impl Iterator<Item = Variant> + '_ {
+/// chunk of padding; two slots of K and V. `q_bytes`: of a row of Q that lies there too. Two sources: for headdims to 128, and above, where
+/// a warp has 128 columns, and a slot one part of K or V; sums of scores take a kilobyte of each warp. `listed`: the same with block masks,
+/// which have three headdims as those of fp16, and generic kernels alone.
+pub fn split_forward(
+    family: Family,
+    [narrow, wide]: [Source; 2],
+    listed: [Source; 2],
+    tiles: &[(u32, u32, u32, u32)],
+) -> impl Iterator<Item = Variant> + '_ {
     let row = move |&(headdim, warps, blocks_per_sm, q_bytes): &(u32, u32, u32, u32)| {
         let is_wide = headdim > 128;
         let ring = if is_wide { 2 * 16 * (2 * headdim + 16) + 1024 * warps } else { 2 * 2 * 16 * (4 * headdim + 16) };
@@ -85,7 +91,12 @@ pub fn split_forward(family: Family, [narrow, wide]: [Source; 2], tiles: &[(u32,
         let most = if features.contains(FeatureSet::of(&[Feature::Dropout])) { 2 } else { row.blocks_per_sm };
         Variant { blocks_per_sm: row.blocks_per_sm.min(most), ..row.with_features(features) }
     };
-    tiles.iter().map(row).flat_map(move |row| of(row.headdim).map(move |features| with(row, features)))
+    let with_blocks = move |row: Variant| {
+        with(row, FeatureSet::GENERIC).with_blocks(FeatureSet::GENERIC_BLOCKS, if row.source == wide { listed[1] } else { listed[0] })
+    };
+    let rows = move || tiles.iter().map(row);
+    let listed_rows = rows().filter(|row| row.headdim <= 256).map(with_blocks);
+    rows().flat_map(move |row| of(row.headdim).map(move |features| with(row, features))).chain(listed_rows)
 }
 
 // ---- the backward pass ----------------------------------------------------------------------------
@@ -121,12 +132,20 @@ pub fn stored_backward(family: Family, scores: Source, gradients: Source) -> [Va
     [scores, gradients, varlen(scores), varlen(gradients), scores.with_features(FeatureSet::GENERIC)]
 }
 
-/// Returns the kernels of fp32 tensors, of all headdims, with the same tiles. Gradients are fp32.
-pub fn split_backward(family: Family, scores: Source, gradients: Source) -> [Variant; 3] {
+/// Returns the kernels of fp32 tensors, of all headdims, with the same tiles. Gradients are fp32. The sources: without and with block masks,
+/// which have forward kernels up to headdim 256.
+pub fn split_backward(family: Family, [scores, listed]: [Source; 2], [gradients, sparse]: [Source; 2]) -> [Variant; 5] {
     let [of_scores, of_gradients, ..] = stored_backward(family, scores, gradients);
     let scores = Variant { pass: Pass::BackwardSplitScores, ..of_scores };
     let gradients = Variant { pass: Pass::BackwardSplitGradients, ..of_gradients };
-    [scores.with_features(FeatureSet::VARLEN), gradients.with_features(FeatureSet::VARLEN), scores.with_features(FeatureSet::GENERIC)]
+    let common = |row: Variant| Variant { headdim: 256, headdim_v: 256, ..row };
+    [
+        scores.with_features(FeatureSet::VARLEN),
+        gradients.with_features(FeatureSet::VARLEN),
+        scores.with_features(FeatureSet::GENERIC),
+        common(scores).with_blocks(FeatureSet::GENERIC_BLOCKS, listed),
+        common(gradients).with_blocks(FeatureSet::VARLEN, sparse),
+    ]
 }
 
 // ---- decode ---------------------------------------------------------------------------------------

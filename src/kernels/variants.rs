@@ -191,6 +191,7 @@ impl Variant {
         match (self.pass.info().params, self.features.contains(FeatureSet::of(&[Feature::Blocks]))) {
             (ParamBlock::Forward, true) => ParamBlock::ForwardBlocks,
             (ParamBlock::Backward, true) => ParamBlock::BackwardBlocks,
+            (ParamBlock::BackwardStored, true) => ParamBlock::BackwardStoredBlocks,
             (usual, _) => usual,
         }
     }

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::kernels::{ParamBlock, Scratch};
 use crate::launch::{bytes_of, Launcher};
 use crate::log;
-use crate::params::{BwdBlockParams, BwdParams, BwdStoredParams, FwdBlockParams, FwdParams, Lengths};
+use crate::params::{BwdBlockParams, BwdParams, BwdStoredBlockParams, BwdStoredParams, FwdBlockParams, FwdParams, Lengths};
 use crate::plan::{self, BackwardMode, PlannedKernel};
 use crate::problem::{Attention, Window};
 use crate::tensor::{self, memory_range, operand, output, readable, without_padding};
@@ -157,7 +157,11 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         if let Some(stored) = &stored {
             for of_launch in stored.launches(a.nheads_k) {
                 for kernel in [Some(plan.main), plan.finish].iter().flatten() {
-                    launches.run(kernel, batches, bytes_of(&BwdStoredParams { backward: params, stored: of_launch }))?;
+                    let (backward, stored) = (params, of_launch);
+                    match blocks {
+                        None => launches.run(kernel, batches, bytes_of(&BwdStoredParams { backward, stored }))?,
+                        Some(blocks) => launches.run(kernel, batches, bytes_of(&BwdStoredBlockParams { backward, stored, blocks }))?,
+                    }
                 }
             }
         } else if let Some(stream_k) = &stream_k {

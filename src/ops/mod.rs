@@ -51,29 +51,13 @@ fn forward_on(target: &Target, inputs: &Inputs, a: &Attention) -> Result<(Tensor
     }
 }
 
-/// Computes a problem of fp32 tensors in full precision. The CPU backend takes what the simulator has no kernel for.
+/// Computes a problem of fp32 tensors in full precision.
 fn forward_in_fp32(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     if a.features.batch_invariant {
         let expected = "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows torch.float32";
         return Err(Error::value("q", "dtype torch.float32 with batch_invariant", expected));
     }
-    if has_split_kernels(a, launcher)? {
-        split::forward(inputs, a, launcher)
-    } else {
-        cpu::forward(inputs, a)
-    }
-}
-
-/// Returns whether kernels compute fp32 tensors in full precision, or else the CPU backend.
-///
-/// # Errors
-/// No kernel does, on a GPU.
-fn has_split_kernels(a: &Attention, launcher: &dyn Launcher) -> Result<bool> {
-    if a.features.block_mask && launcher.device() != tch::Device::Cpu {
-        let expected = "no block mask; torch.set_float32_matmul_precision(\"high\") allows one";
-        return Err(Error::value("q", "dtype torch.float32 on a GPU, with a block mask", expected));
-    }
-    Ok(!a.features.block_mask)
+    split::forward(inputs, a, launcher)
 }
 
 /// Computes a validated problem on the CPU backend.
@@ -104,7 +88,6 @@ pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
     };
     match target {
         Target::Cpu => cpu::backward(inputs, saved, &a),
-        Target::Kernels(launcher) if mode.split && !has_split_kernels(&a, &*launcher)? => cpu::backward(inputs, saved, &a),
         Target::Kernels(launcher) if inputs.q.kind() != Kind::Half => scaled::backward(inputs, saved, &a, mode, &*launcher),
         Target::Kernels(launcher) => device::backward(inputs, saved, &a, mode, &*launcher),
     }

@@ -83,7 +83,8 @@ pub struct BwdSplits {
     pub tiles: i32,
     /// Maximum splits of a key block.
     pub max_splits: i32,
-    /// In the order of the grid. `tile` is the number of a key block of its head.
+    /// In the order of the grid. `tile` is the number of a key block of its head. Their number is `MAX_BACKWARD_SPLITS`: a launch takes at
+    /// most 4096 bytes of parameters.
     pub splits: [StreamKSplit; 384],
 }
 
@@ -143,4 +144,16 @@ pub struct BwdStoredParams {
     pub backward: BwdParams,
     /// P and dS.
     pub stored: StoredScores,
+}
+
+/// Parameter block of the same kernels with a block mask.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdStoredBlockParams {
+    /// As for other backward kernels.
+    pub backward: BwdParams,
+    /// P and dS.
+    pub stored: StoredScores,
+    /// Key blocks of query rows.
+    pub blocks: BlockLists,
 }

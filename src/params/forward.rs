@@ -70,7 +70,7 @@ pub struct StreamKParams {
     pub data_parallel_tiles: i32,
     /// Maximum splits of a tile.
     pub max_splits: i32,
-    /// In the order of the grid.
+    /// In the order of the grid. Their number is `MAX_STREAM_K_SPLITS`: a launch takes at most 4096 bytes of parameters.
     pub splits: [StreamKSplit; 440],
 }
 

@@ -22,7 +22,9 @@ pub struct CacheTensors<'a> {
 /// Shape that the tensors of a cache share.
 #[derive(Clone, Copy)]
 pub struct CacheShape {
+    /// Entries, or pages.
     entries: i64,
+    /// Tokens of an entry or page.
     rows: i64,
     format: CacheFormat,
     /// KV heads.

@@ -6,7 +6,8 @@
 Needs kernels 0.17.2 and a transformers that accepts it (5.18 to 5.22 do), but no network: the models are small and random.
 
 Compares logits and gradients of a padded Llama and of gpt-oss, whose sinks and windows reach the kernel as `s_aux` and `window_size`,
-and generates with both. Exits with 1 if an error is more than twice that of eager attention in the same dtype (gradients: three times).
+and generates with both. Exits with 1 if an error is more than twice that of eager attention in the same dtype (gradients: three times),
+or if get_kernel gives another module.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def main() -> int:
             print(f"{name:8} {what:9} error {error:.2e}, eager's {allowed:.2e}{'  WRONG' if wrong else ''}")
         tokens = [
             narrow.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, pad_token_id=0)
-            for _ in map(narrow.set_attn_implementation, (REPOSITORY, "eager"))
+            for _ in map(narrow.set_attn_implementation, (REPOSITORY, "eager"))  # each takes effect before its generate()
         ]
         equal = (tokens[0] == tokens[1]).all(dim=1).sum().item()
         print(f"{name:8} generate: {equal} of {len(ids)} sequences equal eager's")

@@ -47,7 +47,8 @@ OWN_TESTS = {
 REPORT = re.compile(
     r"^(?:\[\D*\d+\] )?(?P<title>[^\[\]:\n]*):(?: max (?P<only>[^,]+),.*)?\s*$|^\[\D*\d+\] max (?P<value>[^,]+),", re.MULTILINE
 )
-#: Allowed differences from dense attention in bfloat16: about two units in the last place of the largest value, or of 8.
+#: Allowed differences from dense attention in bfloat16: one to two units in the last place of the largest value, or of one just
+#: below 8.
 ALLOWED_DIFFERENCE, ALLOWED_SHARE = 0.06, 2**-7
 #: Seconds for one test.
 LIMIT = 300

@@ -3,6 +3,8 @@
 //
 // Bound by memory, and in decoding by latency, so each token's work is spread over threads: two columns of a row per thread and
 // iteration. A row of a quantized cache has a scale, so a whole warp takes it.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (tokens of a block), THREADS (of a block) and CACHE_FORMAT.
 #pragma once
 
 #include "shared/append/quantize.cuh"

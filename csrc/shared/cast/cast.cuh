@@ -9,6 +9,8 @@
 // only the gradients need the digits of q and k. Rows of q whose scores could exceed 2^max_score_exponent get a smaller exponent
 // of their own, which keeps scores where fp32 resolves them. Their largest score stays so far above the others that their
 // probabilities are 0 or 1 as before, unless two scores agree to about 18 bits.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (rows that a block takes at a time) and THREADS (of a block).
 #pragma once
 
 #include "half.cuh"

@@ -4,6 +4,8 @@
 //
 // Bound by memory. A block has BLOCK_ROWS tokens of a KV head; a thread converts eight columns of a row of K or V at a time, 16
 // bytes of output. Computed in fp32 and rounded once, bitwise identical to python/volta_fa/kv_cache/formats.py.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS and THREADS (of a block).
 #pragma once
 
 #include "cache.cuh"

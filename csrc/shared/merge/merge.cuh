@@ -3,6 +3,8 @@
 //
 // Bound by memory: reads both results once. A thread takes eight columns of a row at a time. In place, out is out_a: only the
 // thread that writes an element reads it.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (rows of a block) and THREADS (of a block).
 #pragma once
 
 #include "half.cuh"

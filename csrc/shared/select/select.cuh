@@ -4,6 +4,8 @@
 // A block of the first row of the grid has a query's list: the valid indices in their order, first those of the call's own cache.
 // An index outside a cache is no token. So the attention kernel reads lists without a check, and its time is that of the tokens
 // that exist. Blocks of other rows of the grid have queries, a warp for each head.
+//
+// The kernel's row in src/kernels gives THREADS and SHARED_BYTES (of a block).
 #pragma once
 
 #include "half.cuh"

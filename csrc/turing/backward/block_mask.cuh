@@ -13,6 +13,7 @@ namespace turing {
 template <class Layout, int Rows>
 class StepBits {
     static_assert(Rows <= 32, "a word a lane");
+    // Whether the rows of the product, and of the list, are keys.
     static constexpr bool kKeyRows = Layout::kKeyRows;
     static constexpr int kTileRows = kKeyRows ? Layout::kTileKeys : Layout::kTileQueries;
     static constexpr int kTileColumns = kKeyRows ? Layout::kTileQueries : Layout::kTileKeys;
@@ -42,6 +43,7 @@ public:
         const int tile = columns.tile_after(steps);
         const unsigned list_row = static_cast<unsigned>(row) % kListedRows + remat_thread() % Rows;
         int word = 0;
+        // a tile that does not exist reads as zeros: its scores are hidden
         load_int_if(static_cast<unsigned>(tile) < static_cast<unsigned>(lists.tiles), word,
                     bits_of(lists, tile, list_row, columns.column_in_tile(steps)));
         loaded_ = word;

@@ -5,6 +5,11 @@
 //
 // So S and dP are computed twice, and dQ is a sum in a fixed order: deterministic. A warp has Q, dO and dQ of its queries in
 // registers. Accumulators of S have the layout of operand A, so dS needs no shared memory, which has two tiles of K and of V.
+//
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kStep step rows, kChunks chunks of eight columns, kRowBytes of a row, and kSlotBytes of a slot
+// (K, and kStepTile after it V).
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -16,7 +21,8 @@
 
 namespace turing {
 
-// The kernel. BlockRows: queries of a block. Step: keys of a step.
+// The kernel. BlockRows: queries of a block. Step: keys of a step. Blocks: DenseBlocks, or ListedBlocks under a block-sparse mask.
+// With kListed, lists name the keys that a block of queries visits.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDq {
     // No own rows and no tiles between warps lie in shared memory; K and V of a step have two slots.
@@ -70,6 +76,7 @@ struct BackwardDq {
                 return m ? x[kRowTiles - 1][r] : x[0][r];
             };
             Accumulator &x = s[0][0], &dx = dp[0][0];
+            // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
             if (ScoreFunction::parameter(options) > 0.f) {
                 const ScoreFunction function(p.problem, options);
 #pragma unroll

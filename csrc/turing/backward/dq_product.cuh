@@ -1,5 +1,7 @@
 // dQ += dS K in the main kernels of turing: the product that all warps of a block share. The result is added to the fp32
 // accumulator by atomics, or stored as dq (fused kernel).
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "turing/backward/dq_accumulator.cuh"

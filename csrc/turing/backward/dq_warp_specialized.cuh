@@ -3,6 +3,11 @@
 //
 // Two partner warps have the same queries. One computes S and P, the other dP and dS; each computes half of dQ's columns. P
 // goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later.
+//
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kStep step rows, kChunks chunks of eight columns, kRowBytes of a row, and kSlotBytes of a slot
+// (K, and kStepTile after it V).
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -15,7 +20,8 @@
 
 namespace turing {
 
-// The kernel. BlockRows: queries of a block. Step: keys of a step.
+// The kernel. BlockRows: queries of a block. Step: keys of a step. Blocks: DenseBlocks, or ListedBlocks under a block-sparse mask.
+// With kListed, lists name the keys that a block of queries visits.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDqWarpSpecialized {
     // No own rows and no tiles between warps lie in shared memory; K and V of a step have three slots.
@@ -85,6 +91,7 @@ struct BackwardDqWarpSpecialized {
             const int n = tile / kRowTiles, m = tile % kRowTiles;
             const ScoreCoord<Layout> coord(lane, row + 16 * m, key + 8 * n);
             Accumulator& score = s[0][0];
+            // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
             if (ScoreFunction::parameter(options) > 0.f) {
                 const ScoreFunction function(p.problem, options);
                 float slope[4];

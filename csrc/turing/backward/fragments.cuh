@@ -16,6 +16,8 @@
 // order. So the eight rows of a matrix are neighbors, which the swizzle puts into different banks.
 //
 // Names of a Shape S (shape.cuh): kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row.
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -35,7 +37,8 @@ __device__ __forceinline__ Lane remat_lane() { return Lane(remat_thread() % 32);
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// Kernels with dropout as their one feature: each lane draws for itself alone (one_feature.cuh).
+// True if dropout is the one feature. A lane then draws for itself alone (one_feature.cuh): with 32 keys it has all eight scores of
+// a Philox call, two queries 4 apart by four keys.
 constexpr bool kOneCallPerLane = kRequiresDropout;
 
 // S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys. backward/score_coord.cuh
@@ -62,6 +65,8 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int query(int first, int v) { return first + query_slot(v); }
     __device__ __forceinline__ static constexpr int key(int first, int v) { return first + key_slot(v); }
 
+    // A lane has kRows queries ("rows" here), each with kKeys keys that are kKeyStride apart. row_of(v) is the query of element v.
+    // element(r, j) is the element of query r and key j. kKeyRows says whether the rows of the product are keys.
     static constexpr bool kKeyRows = true;
     static constexpr int kRows = 2, kKeys = 2 * KeyTiles, kKeyStride = 2 / KeyTiles;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v & 1; }
@@ -113,7 +118,8 @@ static_assert(has_rows_and_keys<KeysLayout<1>>() && has_rows_and_keys<KeysLayout
 // Operand A of a tile of 16 rows, for eight k.
 using OperandA = u32[2];
 
-// Moves all packed tiles of a warp down by one, and puts `tile` last. (Compare next_tile in backward/modifiers.cuh.)
+// Moves all packed tiles of a warp down by one, and puts `tile` last: rolled loops cannot index registers. (Compare next_tile in
+// backward/modifiers.cuh.)
 template <int M, int N>
 __device__ __forceinline__ void append_tile(OperandA (&x)[M][N], const OperandA& tile) {
 #pragma unroll

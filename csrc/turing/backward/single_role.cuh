@@ -9,6 +9,11 @@
 //   2. S^T, dP^T; loads of the tiles after the next begin
 //   3. P^T and dS^T, packed in registers; dS^T to shared memory too
 //   4. dV, dK
+//
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
+// offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q) and kScores (dS^T).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -148,7 +153,8 @@ struct BackwardSingleRole {
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++) {
                         const float2 neg_lse = stats.neg_lse_of(n, layout_lane), neg_delta = stats.neg_delta_of(n, layout_lane);
-                        // Returns P = 2^(score + neg_lse); sets `slope` to the score function's derivative.
+                        // Returns P = 2^(score + neg_lse); sets `slope` to the score function's derivative. The function (softcap)
+                        // maps a product to a state, from which score and derivative follow.
                         const auto probability = [&](float s, float neg_lse, float& slope) {
                             if (!kHasScoreFunction) return exp2_approx(fmaf(s, p.problem.scale_log2, neg_lse));
                             const float state = function.state(s);
@@ -221,6 +227,7 @@ struct BackwardSingleRole {
         const int key = remat_block_x() * S::kRows + remat_thread() / 32 * 32;
         write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_y(), end.k_offset()), p.signed_scale, key,
                        end.seqlen_k_allocated(), p.problem.headdim, Layout::key_of_lane);
+        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
         const float dv_factor = (kHasDropout ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
         write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_y(), end.k_offset()), dv_factor, key,
                        end.seqlen_k_allocated(), p.problem.headdim_v, Layout::key_of_lane);

@@ -5,6 +5,11 @@
 // memory, which bound the kernel with 16 queries. P, dP and dS of 32 queries would take too many registers. So
 // each half of a step, 16 queries, goes from dP through dV and dK alone. Shared memory has one tile of Q, dO and dS: 32 KB, so two
 // blocks fit an SM. This costs a second barrier per step.
+//
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
+// offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q) and kScores (dS^T).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -171,6 +176,7 @@ struct BackwardSingleRoleHalves {
         const int key = remat_block_x() * S::kRows + remat_thread() / 32 * 32;
         write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_y(), end.k_offset()), p.signed_scale, key,
                        end.seqlen_k_allocated(), p.problem.headdim, Layout::key_of_lane);
+        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
         write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_y(), end.k_offset()), 1.f / kProbabilityUnit,
                        key, end.seqlen_k_allocated(), p.problem.headdim_v, Layout::key_of_lane);
     }

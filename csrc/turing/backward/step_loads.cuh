@@ -22,8 +22,9 @@ struct StepStats {
             x[i] = load_float(from);
         }
     }
-    // Converts them to the unit of P (kProbabilityUnit): the lse that the exponent takes, and delta for the product with such a
-    // P. `shift`: added to exponents of base 2.
+    // Converts them for P, which kernels keep as P * kProbabilityUnit (2^kProbabilityBits = 4096). So -lse / scale becomes -lse in
+    // log2 units plus `shift`, and -delta is divided by kProbabilityUnit. Products of P and dP - delta, scaled alike, are then dS
+    // itself.
     __device__ __forceinline__ void scale(float scale_log2, float shift = kProbabilityBits) {
         const bool is_lse = remat_thread() % 32 < RowStats::kDeltaAt;
 #pragma unroll
@@ -45,7 +46,7 @@ private:
 // every kRowsAtOnce-th row of both.
 //
 // Rows that do not exist are zeros. Columns past headdim meet zeros of the block's own operands in S and dP, and produce only
-// gradient columns that are not stored. So a thread there reads the last existing column again.
+// gradient columns that are not stored. So a thread there reads the last existing chunk again.
 template <class S>
 class StepTileLoader {
     // lanes that share a row

@@ -1,4 +1,6 @@
 // The turing Family of the backward kernels for large headdims (backward/store_scores.cuh, backward/stored_gradients.cuh).
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -26,6 +28,8 @@ struct StoredFamily {
         __device__ __forceinline__ static constexpr int query(int first, int v) { return first + query_slot(v); }
         __device__ __forceinline__ static constexpr int key(int first, int v) { return first + key_slot(v); }
 
+        // A lane has kRows queries ("rows" here), each with kKeys keys that are kKeyStride apart. row_of(v) is the query of element
+        // v. element(r, j) is the element of query r and key j. kKeyRows says whether the rows of the product are keys.
         static constexpr bool kKeyRows = true;
         static constexpr int kRows = 4, kKeys = 2, kKeyStride = 2, kKeyPartnerMask = 4, kQueryPartnerMask = 1;
         __device__ __forceinline__ static constexpr int row_of(int v) { return query_slot(v); }

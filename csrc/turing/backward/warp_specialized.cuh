@@ -11,6 +11,12 @@
 //   3. sends P^T; meets the partner         3. meets the partner; receives P^T; score_gradients(): dS^T, also to shared memory
 //   4. dV; dQ of the previous step          4. dK
 // With one slot of tiles, dQ of the step itself follows, with a second barrier.
+//
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
+// offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q), kScores (dS^T),
+// and kPartner (P^T between warps).
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -26,6 +32,8 @@
 namespace turing {
 
 // The kernel. BlockRows: keys of a block. Step: queries of a step. Slots: tiles of Q and dO in shared memory, see Shape.
+// Blocks: DenseBlocks (backward/dense_blocks.cuh), or ListedBlocks (turing/backward/block_mask.cuh) under a block-sparse mask. With
+// kListed, lists name the queries that a block of keys visits.
 template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode, class Blocks = DenseBlocks>
 struct BackwardWarpSpecialized {
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
@@ -123,14 +131,14 @@ struct BackwardWarpSpecialized {
     using Tile = typename Layout::Tile;  // of 8 queries
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Turns K Q^T into the base-2 exponents of P * 2^kExponentShift, as pack_shifted takes it (backward/probabilities.cuh). They
-    // are scores in log2 units plus neg_lse_of(), which is -lse + kExponentShift (StepStats::scale). The score function's
-    // derivative goes to the partner at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end
-    // on see no key.
+    // Turns K Q^T into the base-2 exponents of P * 2^kExponentShift, as pack_shifted takes it (softmax.cuh). They are scores in
+    // log2 units plus neg_lse_of(), which is -lse + kExponentShift (StepStats::scale). The score function's derivative goes to the
+    // partner at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end on see no key.
     static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
                                                      int row, int row_end, bool masked, const Bits& bits, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
+        // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
         if (uses_score_function(options)) {
             const ScoreFunction function(p.problem, options);
             PackedScores derivatives;
@@ -233,6 +241,8 @@ struct BackwardWarpSpecialized {
                                                            const BwdParams& p, int head, int key, int row, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
+        // A sign bit of P tells the direction of its rounding, which corrects dS (residual_signs.cuh). With dropout it marks
+        // dropped elements instead.
         const bool has_residuals = !uses_dropout(options);
         if (uses_dropout(p.score_options)) {
 #pragma unroll
@@ -332,6 +342,7 @@ struct BackwardWarpSpecialized {
         OperandA own[kKeyTiles][2 * kOwnPairs];  // of K or of V
         {
             const Operand& from = role ? p.v : p.k;
+            // a negative softmax_scale flips the signs of K
             load_own_fragments(own, from, rows_of(from, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + kKeys * pair,
                                sequence.seqlen_k(), role ? p.problem.headdim_v : p.problem.headdim, role ? 0 : p.problem.sign_flip,
                                Layout::key_of_lane);
@@ -468,6 +479,7 @@ struct BackwardWarpSpecialized {
                     }
                     stats.scale(p.problem.scale_log2, kExponentShift);
                     exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, bits, slopes_of(exchange, score_slot));
+                    // Without dropout, a sign bit in `sent` says that fp16 rounded P down. The partner corrects P by it.
                     PackedScores sent;
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++)
@@ -560,6 +572,7 @@ struct BackwardWarpSpecialized {
         const int end_warp = remat_thread() / 32;
         const bool is_dk = end_warp >= kPartners;
         const Output& to = is_dk ? p.dk : p.dv;
+        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         write_gradient(gradient, p, to, rows_of(to, remat_block_batch(), remat_block_y(), end.k_offset()),

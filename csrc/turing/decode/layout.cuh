@@ -5,6 +5,8 @@
 // operands agree, so the 16 bytes that a lane loads are operands of four products. Output: transposed. V is operand A (16
 // columns), P is operand B (eight rows). Packed scores are B as they lie, and eight rows are not padded to 16. V needs pairs of
 // tokens: a lane loads the same columns of two tokens, and byte permutations pair them.
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "decode/mainloop.cuh"

@@ -20,6 +20,8 @@
 // Words: a span is Span keys, and a step computes one. A unit is what 1 in an integer product is worth as a score, log2 units: q's
 // scale times k's. A reference is what is subtracted from a row's scores before exp2. A piece is a chunk of 16 bytes that a thread
 // moves. state.cuh has what a step needs beside operands and sums.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block) and SHARED_BYTES (of a block).
 #pragma once
 
 #include "conditional.cuh"

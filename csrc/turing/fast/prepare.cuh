@@ -208,6 +208,7 @@ struct FastPrepare {
         const unsigned short* k = rows_of(p.k, blockIdx.z, head, sequence.k_offset());
         Row mean = {};
         if (p.smooth_k) take_mean(mean, shared, p, k, keys, chunk, has_chunk, is_bf16);
+        // the forward kernel restores lse by the mean
         if (blockIdx.x == 0 && threadIdx.x < kChunks)
 #pragma unroll
             for (int i = 0; i < kChunk; i++) to.mean[chunk * kChunk + i] = mean[i];

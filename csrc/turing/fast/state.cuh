@@ -18,7 +18,7 @@ struct Sources {
     const float* scales;
     const unsigned short* v;
     int v_last;  // number of the last row
-    u32 v_factor;  // of V's elements, as a pair of fp16
+    u32 v_factor;  // of V's elements, as a pair of fp16: brings fp16 V below 1; 1 for bf16, scaled already
 };
 __device__ __forceinline__ void store_pointer(u32 address, const void* p) {
     const unsigned long long x = reinterpret_cast<unsigned long long>(p);
@@ -88,7 +88,7 @@ struct RegisterRows {
 #pragma unroll
         for (int r = 0; r < Rows; r++) reference[r] = kNoReference;
     }
-    // Appends a scale: after Rows calls the first is that of row 0.
+    // Appends a scale: after Rows calls the first is that of row 0. It shifts, because rolled loops cannot index registers.
     __device__ __forceinline__ void push_scale(float x, int) {
 #pragma unroll
         for (int r = 0; r + 1 < Rows; r++) scale[r] = scale[r + 1];

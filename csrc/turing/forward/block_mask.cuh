@@ -1,5 +1,7 @@
 // Grid of the turing forward kernels under a block-sparse mask (forward/block_mask.cuh). A grid tells a kernel's block its rows,
 // its steps of keys and how it loads them. A list names the blocks of 64 keys that 128 query rows see (block_lists.cuh).
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "compact_listed_steps.cuh"
@@ -12,7 +14,10 @@
 namespace turing {
 
 // A thread block for each list of key blocks, which some rows of a head see. In a head the longest list is launched first. kListed:
-// blocks visit the keys of a list (Steps), not a range of keys. Compact: selects CompactListedSteps, or ListedBlockSteps' Indexed.
+// blocks visit the keys of a list (Steps), not a range of keys.
+//
+// Compact, for headdims above 64: generic kernels take CompactListedSteps, which holds fewer registers but waits for loads. Others
+// take ListedBlockSteps, which then indexes entries instead of keeping a pointer, because ptxas schedules headdim 128 better so.
 template <bool Compact>
 class BlockMaskGrid {
     const FwdBlockParams& params_;

@@ -11,6 +11,10 @@
 //
 // For the sums, the mask and the softmax, four warps of a group have eight whole rows each (ColumnGroupsLayout): one row of each
 // lane's accumulators, so that partial scores and probabilities move between equal lanes of different warps.
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+//
+// The kernel's row in src/kernels gives STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
 #include "batch_invariant.cuh"
@@ -209,7 +213,7 @@ struct ForwardColumnGroups {
 
         int key = first_step<kStep>(mask.key_first(block.row));
         if (kHasScoreFeatures) key &= ~3;  // bias and random numbers come in groups of 4 keys
-        if (kPaged) key &= ~(kPageGroup - 1);
+        if (kPaged) key &= ~(kPageGroup - 1);  // a group of kPageGroup tokens lies in one page
         const int key_end = keep_in_register(mask.key_end(block.row, kBlockRows));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
@@ -276,6 +280,7 @@ struct ForwardColumnGroups {
             for (int j = 0; j < kWarpChunks; j++)
 #pragma unroll
                 for (int e = 0; e < ForwardLayout::kElements; e++) o[mt][j][e] = 0.f;
+        // Modified scores are in log2 units already.
         const float scale = kGeneric ? 1.f : problem.scale_log2;
 
         // K and V in flight from global to shared memory.

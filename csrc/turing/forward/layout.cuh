@@ -1,5 +1,7 @@
 // Lane layout of the turing forward kernels: which lane holds which score, operand and output element; loads of Q, and the
 // epilogue. Included by all turing forward kernels but the fast one (turing/fast).
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "forward/output.cuh"
@@ -35,6 +37,7 @@ struct ForwardLayout {
         return kFourKeys ? row % 8 / 2 * 4 + key_slot(row) + row / 8 * kNextTile : row;
     }
 
+    // kRows: rows of a lane in a tile. Element v belongs to row row_of(v), which is query first_query() + row_slot(row_of(v)).
     static constexpr int kRows = 2, kKeys = kEverySecondKey ? 4 : 2;  // kKeys: size of the aligned group of a lane's keys
     __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return (kHasDropout ? 4 : 8) * r; }

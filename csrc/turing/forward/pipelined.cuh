@@ -12,9 +12,18 @@
 // Most steps need no mask. Where registers allow (kUnmaskedLoop) they have a loop of their own, because the test alone costs 3 to
 // 6%.
 //
+// Row maxima lag: a tile takes the maxima so far. If a sum then exceeds kLargestSum, end_softmax() moves the maxima and computes
+// the tile's probabilities again. With kRescaleBeforeExp the test comes first: fewer registers, more time.
+//
+// A thread copies one chunk of K and of V in a pass, and a step has kPasses, one or two. kInitialAlibi, kInitialBias, kOnlyFunction
+// and kCarriedDropout: the kernel requires that feature.
+//
 // PipelinedParts (pipelined_parts.cuh) has sizes, choices and helpers, and the reason of each constant kName below. run() is the
 // schedule. Its lambdas are load and store (copies between global memory, registers and ring), begin (initial accumulators of a
 // tile), tile (one tile of the pipeline), step (two of them), and the loops over steps.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a
+// block).
 #pragma once
 
 #include "turing/forward/pipelined_parts.cuh"

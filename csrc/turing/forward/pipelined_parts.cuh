@@ -4,6 +4,8 @@
 // A chunk is 8 columns of a row, 16 bytes. A tile is kTileKeys keys, a step two tiles. The ring is Slots slots of shared memory,
 // each with a step's rows of K and V. Keys are listed where a block mask names the key blocks (BlockMaskGrid). remat_* functions
 // compute or load again what would otherwise hold a register.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step) and SHARED_BYTES (of a block).
 #pragma once
 
 #include "batch_invariant.cuh"
@@ -208,6 +210,7 @@ struct PipelinedParts {
                 if ((MayMask || kBatchInvariant) && kFullRow) return pack_by_integers(x[0], x[1]);
                 return pack_probabilities(x[0], x[1]);
             }
+            // With a score function alone (softcap), states stand for scores, which are linear functions of them.
             float x[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {

@@ -1,5 +1,10 @@
 // Products of the forward kernel of fp32 tensors (forward/split.cuh) on turing's tensor cores. Each number is the sum of a high and
-// a low fp16 part. Low times low is left out, because it is below fp32's rounding.
+// a low fp16 part. Low times low is left out: it is at most 2^-21 of the product, typically near fp32's own rounding.
+//
+// Forward holds both parts of a step in shared memory: multiply() and add_output(). WideForward has room for one part at a time:
+// the functions for high and low.
+//
+// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "forward/split.cuh"
@@ -31,7 +36,8 @@ struct Split {
         return tile + lane % 16 * pitch + lane / 16 * kChunkBytes;
     }
 
-    // A warp's 16 rows of Headdim columns of Q. The low parts are LowColumn columns on.
+    // A warp's 16 rows of Headdim columns of Q. The low parts are LowColumn columns on: WideForward gives each warp only Headdim
+    // of a row's LowColumn columns.
     template <int Headdim, int LowColumn = Headdim>
     struct Queries {
         static constexpr int kHalf = Headdim / kChunk;  // chunks of the high parts

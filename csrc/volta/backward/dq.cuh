@@ -6,6 +6,11 @@
 // So S and dP are computed twice, and dQ is a sum in a fixed order: deterministic. The products are those of the main kernel
 // with queries in the place of keys (shape.cuh). kGroupWarps warps share 32 queries. Each computes some tiles of S and dP,
 // stores dS to shared memory, and computes some columns of dQ from all of dS.
+//
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
+// offsets in shared memory are kOwnS and kOwnDp (Q and dO), kStepS and kStepDp (K and V), and kScores (dS).
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -19,7 +24,8 @@
 
 namespace volta {
 
-// The kernel. BlockRows: queries of a block. Step: keys of a step.
+// The kernel. BlockRows: queries of a block. Step: keys of a step. Blocks: DenseBlocks, or ListedBlocks under a block-sparse mask.
+// With kListed, lists name the keys that a block of queries visits.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDq {
     // dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, dS takes the place of V, which is no longer needed

@@ -1,5 +1,8 @@
 // dQ += dS K in the main kernels of volta: the product that all warps of a block share. The result is added to the fp32
 // accumulator by atomics, or stored as dq (fused kernel).
+//
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. qm and qn are bits 0 and 1 of the quad-pair's number
+// (volta/mma.cuh).
 #pragma once
 
 #include "backward/gradient_type.cuh"

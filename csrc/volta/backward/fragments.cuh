@@ -8,6 +8,9 @@
 //
 // "Own rows" are the rows that a block owns: keys in the main kernels, queries in the dq kernel. "Step rows" are the other
 // kind.
+//
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The quad-pair has row qm and column qn of the 2x2
+// (volta/mma.cuh).
 #pragma once
 
 #include "backward/packed_tile.cuh"
@@ -47,6 +50,8 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int query_slot(int v) { return query(0, v); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return key(0, v); }
 
+    // A lane has kRows queries ("rows" here), each with kKeys keys that are kKeyStride apart. row_of(v) is the query of element v.
+    // element(r, j) is the element of query r and key j. kKeyRows says whether the rows of the product are keys.
     static constexpr bool kKeyRows = true;
     static constexpr int kRows = 4, kKeys = 2, kKeyStride = 2, kKeyPartnerMask = 1, kQueryPartnerMask = 2;
     __device__ __forceinline__ static constexpr int row_of(int v) { return query_slot(v); }

@@ -1,5 +1,6 @@
 // Score modifiers of the single-role main kernel (single_role.cuh): one warp has both S^T and dP^T of its keys. Computes P^T,
-// which goes to shared memory, and dS^T, with a score function, ALiBi, bias or dropout. Only for kernels of one feature.
+// which goes to shared memory, and dS^T, with a score function, ALiBi, bias or dropout. run() is for kernels of one
+// feature; begin() and Addends serve kernels without features too.
 //
 // As in backward/modifiers.cuh a rolled loop over tiles works on the registers of the first tile, x of S^T and dx of dP^T. Results
 // take registers that the loop no longer needs: dS those of dP's tiles.
@@ -52,6 +53,7 @@ struct JointScores {
             // With a bias -lse comes last, because the loaded biases leave no registers for it.
             ExponentAddends<KeysLayout, 1> addends;
             if (!kHasBias) load_rows(addends.of_row, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
+            // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
             if (uses_score_function(options)) {
                 const ScoreFunction function = ScoreFunction::rematerialized(p.problem, options);
                 addends.scale(p.problem.scale_log2, function.constant() + kExponentShift);
@@ -89,6 +91,7 @@ struct JointScores {
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(kHasBias ? x[v] + addends.of(0, v) : x[v]);
             PackedTile probabilities = pack_probability_tile(x);
+            // Word i of dropped.signs() has two halves, as word i of the packed tile. A set sign bit marks a dropped probability.
             if (uses_dropout(options)) {
                 const DroppedKeys<KeysLayout> dropped(philox_of(p, head), DropoutRule(options), remat_coord(p, row, m, n));
                 float neg_delta[1][KeysLayout::kRows];
@@ -134,6 +137,7 @@ private:
         constexpr int kRows = KeysLayout::kRows, kAtOnce = FP32 ? 1 : kRows;
 #pragma unroll
         for (int first = 0; first < kRows; first += kAtOnce) {
+            // Queries from row_end on read the bias of the last query.
             uint4 loaded[kAtOnce];
 #pragma unroll
             for (int r = 0; r < kAtOnce; r++)

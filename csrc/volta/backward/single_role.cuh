@@ -10,6 +10,11 @@
 //   2. loads of the next tiles begin; dV
 //   3. dS^T to P^T's place; dK; barrier
 //   4. stores the next tiles; dQ; barrier
+//
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
+// offsets in shared memory are kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO), and kScores (P^T, then dS^T).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -169,6 +174,7 @@ struct BackwardSingleRole {
         // Keys that no query sees get 0.
         const int end_key = grid.number(p) * S::kRows,
                   end_warp_key = remat_thread_index() / 32 * 32;  // computed again, as above
+        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         if (gradients_are_fp32(p)) {

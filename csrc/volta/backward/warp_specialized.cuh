@@ -13,6 +13,11 @@
 //   2. barrier: P^T is written              2. the same; dS^T = P^T * dP^T to shared memory
 //   3. loads of the next tiles begin; dV    3. the same; dK
 //   4. block barrier; stores the next tiles; dQ; block barrier
+//
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//
+// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
+// offsets in shared memory are kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO), and kScores (P^T and dS^T).
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -32,7 +37,8 @@
 namespace volta {
 
 // HeaddimV: columns of V and dO to compute with; at most Headdim, which tiles have. Grid: which keys and steps a block has
-// (key_block.cuh).
+// (key_block.cuh). Blocks: DenseBlocks, or ListedBlocks under a block-sparse mask. With kListed, lists name the queries that a
+// block of keys visits.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int HeaddimV = Headdim, class Blocks = DenseBlocks,
           class Grid = KeyBlock>
 struct BackwardWarpSpecialized {
@@ -115,6 +121,7 @@ struct BackwardWarpSpecialized {
                 const DroppedKeys<KeysLayout> dropped(philox_of(p, head), DropoutRule(options), coord);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
+                    // a set sign bit marks a dropped probability
                     with_signs.x[i] = probabilities.x[i] | dropped.signs(i);
                     probabilities.x[i] &= ~sign_masks(dropped.signs(i));
                 }
@@ -351,6 +358,7 @@ struct BackwardWarpSpecialized {
 
         if (!grid.template combine_splits<S::kThreads>(gradient)) return;
         // Keys that no query sees get 0.
+        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         const float factor = role ? p.signed_scale : dv_factor;

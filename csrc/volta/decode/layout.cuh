@@ -5,6 +5,8 @@
 // of the columns (k), for eight rows (m) and eight tokens (n). Shuffles add the four partial sums, and leave each lane two
 // neighboring scores of one row, so that the softmax is computed once. Output: each quad-pair has its own columns of V (n);
 // tokens are k. Each lane fetches by shuffles the packed probabilities of its row.
+//
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half (volta/mma.cuh).
 #pragma once
 
 #include "decode/mainloop.cuh"

@@ -15,7 +15,10 @@
 // (volta/decode/sparse_mla.cuh) are the ones that a query chose.
 //
 // Names: g is an operand (16 columns of Q and K), i a pair of row tiles, mt a row tile of the output, j 64 columns of values, e a
-// lane's element of an accumulator.
+// lane's element of an accumulator. A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. (qm, qn) is the
+// quad-pair's place among 2x2.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), THREADS (of a block) and BLOCKS_PER_SM.
 #pragma once
 
 #include "decode/block.cuh"
@@ -138,6 +141,7 @@ class MlaMainloop {
             }
 #pragma unroll
             for (int g = 0; g < kOperands; g++) {
+                // A negative softmax_scale flips the signs of Q.
                 x[g] = flipped(x[g], p.problem.sign_flip);
                 if (g < kSharedOperands)
                     shared.queries[(lane.warp * kSharedOperands + g) * kRowPairs + i][lane.lane] = x[g];
@@ -253,7 +257,8 @@ class MlaMainloop {
 
 public:
     static constexpr int kTokenGroups = 1;
-    // Rows of output that fit shared memory at a time.
+    // Rows of output that fit shared memory at a time. The kernel's row in src/kernels gives this number as STEP; a step of tokens
+    // is kTokens.
     static constexpr int kRowsAtOnce = STEP;
     static constexpr int kWorkBytes = sizeof(Shared) - (kSharedOperands > 0 ? 0 : sizeof(Shared::queries));
 
@@ -368,6 +373,7 @@ public:
 #pragma unroll
                 for (int i = 1; i < kThreadScores; i++) largest = fmaxf(largest, x[i]);
                 if constexpr (Tokens::kMaxLogits) max_score = fmaxf(max_score, largest);
+                // A score above `limit` moves the lazy row maximum.
                 bool moved = __any_sync(~0u, largest > softmax.limit);
                 float factor = 1.f;
                 [[maybe_unused]] bool own_moved = false;  // whether this row's unit (ProbabilityScale) may move, if batch-invariant
@@ -381,6 +387,8 @@ public:
 #pragma unroll
                 for (int i = 0; i < kThreadScores; i++) x[i] = softmax.probability(x[i], scale_log2);
                 if constexpr (Tokens::kTokenScales) {
+                    // A row's packed products of probability and scale count in a unit (ProbabilityScale), which grows where one
+                    // does not fit.
                     float2 product[kThreadScores / 2];
                     bool exceeds = moved;
 #pragma unroll
@@ -406,6 +414,7 @@ public:
                         for (int i = 0; i < kThreadScores; i += 2) {
                             product[i / 2] =
                                 probability_scale.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
+                            // with a negative or non-finite scale, which exceeds every unit
                             if (decode::ProbabilityScale::exceeds(product[i / 2])) softmax.sum = quiet_nan();
                         }
                     }

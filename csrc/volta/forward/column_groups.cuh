@@ -13,6 +13,11 @@
 //
 // For the sums, the mask and the softmax each warp has eight of the group's rows with all keys (ColumnGroupsLayout), so that a
 // row's state is one warp's.
+//
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The quad-pair has row qm and column qn of the 2x2
+// (volta/mma.cuh).
+//
+// The kernel's row in src/kernels gives STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
 #include "forward/block.cuh"
@@ -281,6 +286,7 @@ struct ForwardColumnGroups {
 #pragma unroll 1
             for (int i = 0; i < kBlockRows; i += kRows) {
                 q.load(sequence.seqlen_q() - block.row - i);
+                // A negative softmax_scale flips the signs of Q.
                 q.flip_signs(problem.sign_flip);
                 q.store(base + i * kPitchQ + swizzled<kChunksQ>(q.row, q.chunk), kPitchQ);
             }

@@ -6,7 +6,8 @@
 namespace volta {
 
 // Bias in fp16, loaded one product ahead. With one tile of keys it is the initial accumulator, and its address lies in the
-// lane's scratch. With more tiles it would take too many registers during the product, so it is added after it.
+// lane's scratch, which is shared memory. With more tiles it would take too many registers during the product, so it is added after
+// it.
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;

@@ -4,6 +4,9 @@
 // A warp owns 16 * RowTiles query rows and takes keys in tiles of 16, with quad-pairs 2x2 (volta/mma.cuh). Rows and keys of a
 // 16x16 tile of scores are assigned so that shared loads have no bank conflicts and immediate offsets (tile.cuh, `swizzled`):
 //
+// A lane has number t, 0 to 7, in its quad-pair; quad is t % 4, half is t / 4. The quad-pair has row qm and column qn of the 2x2.
+// m, n and k are coordinates of its 8x8x4 product.
+//
 //   row of operand Q         qm + 2 * quad + 8 * half            (m = t)
 //   key of operand K         half + 2 * quad + 8 * qn            (n = t)
 //   key of operand V         u + 2 * quad + 8 * qn               (k = quad, u: number of the product)
@@ -43,6 +46,7 @@ struct ForwardLayout {
     __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return 2 * (v & 1) + (v >> 2); }
 
+    // kRows: rows of a lane in a tile. Element v belongs to row row_of(v), which is query first_query() + row_slot(row_of(v)).
     static constexpr int kRows = 2, kKeys = 4;  // kKeys: size of the aligned group of a lane's keys
     __device__ __forceinline__ static constexpr int row_of(int v) { return (v >> 1) & 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return 4 * r; }

@@ -4,6 +4,11 @@
 // multiplies, step i + 2 is stored and step i + 3 is loaded from global memory. The softmax of a step runs beside the first
 // product of the next step: exp2 on the XU pipe, the product on the tensor cores. The test of the lazy row maximum runs beside
 // the second product.
+//
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The quad-pair has row qm and column qn of the 2x2
+// (volta/mma.cuh).
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step) and SHARED_BYTES (of a block).
 #pragma once
 
 #include "conditional.cuh"
@@ -185,6 +190,7 @@ struct ForwardRegisterQ {
 #pragma unroll
         for (int i = 0; i < 2; i++) loader.store(first[i], i * kSlotBytes);
         loader.load(tile, keys.after(2));
+        // A negative softmax_scale flips the signs of Q.
         if (!kPaged && problem.sign_flip) {
 #pragma unroll
             for (int mt = 0; mt < kRowTiles; mt++)

@@ -6,6 +6,9 @@
 //
 // The first product is a rolled loop over chunks of headdim, the second is unrolled: the step has to fit the 12 KiB instruction
 // cache.
+//
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a tile, for all key groups), THREADS and
+// SHARED_BYTES (of a block), and BLOCKS_PER_SM.
 #pragma once
 
 #include "forward/block.cuh"
@@ -151,6 +154,7 @@ struct ForwardSharedQ {
 #pragma unroll 4
             for (int i = 0; i < kBlockRows; i += kRows) {
                 q.load(sequence.seqlen_q() - block.row - i);
+                // A negative softmax_scale flips the signs of Q.
                 q.flip_signs(problem.sign_flip);
                 q.store(base + i * kPitch + swizzled<kChunks>(q.row, q.chunk), kPitch);
             }

@@ -1,5 +1,11 @@
 // Products of the forward kernel of fp32 tensors (forward/split.cuh) on volta's tensor cores. Each number is the sum of a high and
-// a low fp16 part. Low times low is left out, because it is below fp32's rounding.
+// a low fp16 part. Low times low is left out: it is at most 2^-21 of the product, typically near fp32's own rounding.
+//
+// Forward holds both parts of a step in shared memory: multiply() and add_output(). WideForward has room for one part at a time:
+// the functions for high and low.
+//
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The quad-pair has row qm and column qn of the 2x2
+// (volta/mma.cuh).
 #pragma once
 
 #include "forward/split.cuh"
@@ -18,6 +24,7 @@ struct Split {
     __device__ __forceinline__ static constexpr int key_of_row(int row) { return row; }
 
     // A warp's 16 rows of Headdim columns of Q: the high parts in registers, the low ones, LowColumn columns on, in shared memory.
+    // WideForward gives each warp only Headdim of a row's LowColumn columns.
     template <int Headdim, int LowColumn = Headdim>
     struct Queries {
         static constexpr int kHalf = Headdim / kChunk;  // chunks of the high parts

@@ -12,6 +12,11 @@ isolation.py           checks GPU kernels in processes that may be lost
 state.py               keeps the results of an unfinished check
 performance.py         measures the GPU and attention
 performance_cached.py  measures attention with a KV cache
+block_masks.py         draws block masks, and expands them (the tests use them too)
+draft_trees.py         makes trees of draft tokens and their masks
+indexer_scores.py      problems of the indexer, and their exact logits
+int8_scores.py         checks the kernels of fwd_fast against their model
+sparse_latents.py      problems of sparse latent attention, and their exact results
 atomics.py             measures the GPU's rate of atomic additions
 tune.py                turns measurements into a tuning file
 findings.py            holds the settings and all results of a check

@@ -36,7 +36,7 @@ def _case(
     `group`: query heads of each KV head. `cache`: the cache's format, as a variant names it.
     """
     if options.get("rotary"):
-        options["rotary_dim"] = headdim // 4 // 8 * 16
+        options["rotary_dim"] = headdim // 4 // 8 * 16  # at most half of the columns, a multiple of 16
     nheads_k = 1 if options.get("latents") else 2
     kv_dtype = "" if cache in _UNQUANTIZED else cache
     options["own_new"] = options.get("packed", False) and any(new for _, _, new in lengths)

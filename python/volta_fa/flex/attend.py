@@ -60,8 +60,6 @@ def attend(
             options["attn_bias"] = _bias(query, key, score_mod, captured, scores, mask)
             mask = None
     if mask is not None:
-        if not takes_dtype(query, has_block_mask=True):
-            raise Unrecognized("float32 with a mask on cuda")
         options |= mask.options()
     batch = query.shape[0]
     if key.shape[0] != batch:

@@ -158,6 +158,7 @@ def _forget_compiled_programs(request: Request) -> None:
 def _read_library_state() -> None:
     """Reads the state that the library took from VOLTA_FA_ENABLE_SDPA when it was loaded."""
     global _requests
+    # on_first_use is '1' or 'force' if the library decides about each CUDA device when it first sees it
     cpu, on_first_use = torch.ops.volta_fa._sdpa_from_environment()
     _requests = (Request(Devices(cpu, frozenset(), on_first_use)),)
     if active() != OFF:

@@ -89,7 +89,7 @@ def hadamard(n: int) -> Tensor:
 
 
 def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None) -> QuantizedKV:
-    """Quantizes keys or values x, (..., nheads, headdim) of any floating-point dtype.
+    """Quantizes keys or values x, (..., nheads, headdim) of float16, bfloat16, float32 or float64.
 
     Returns (data, scale, zero_point):
 
@@ -102,12 +102,12 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
     The argument `scale` is for fp8 only: a float, or a tensor that broadcasts to (..., nheads), such as (1) or (nheads); None is 1.
     fwd_kvcache calls it k_descale or v_descale. int8 and int4 compute a scale for each token and head.
 
-    int8: scale = max |x| / 127. int4: scale = (max x - min x) / 15, and zero_point = -(min x) / scale, not rounded. If all x of a token and
-    head are equal, scale = |x|, which loses nothing. Column 2 i is in the low half of byte i, column 2 i + 1 in the high half. A token and
-    head with a NaN or infinity has codes 0 and scale NaN, so it dequantizes to NaN. All is computed in float32, rounded to nearest
-    even. fp8 saturates; NaN stays NaN.
+    int8: scale = max |x| / 127. int4: scale = (max x - min x) / 15, and zero_point = -(min x) / scale, not rounded. There, if all x of a
+    token and head are equal, scale = |x|, which loses nothing. Column 2 i is in the low half of byte i, column 2 i + 1 in the high half. A
+    token and head with a NaN or infinity has codes 0 and scale NaN, so it dequantizes to NaN. All is computed in float32, rounded to
+    nearest even. fp8 saturates; NaN stays NaN.
 
-    Raises ValueError for another kv_dtype, an x that is not floating-point, an odd headdim with int4, and a scale with int8 or int4.
+    Raises ValueError for another kv_dtype, an x of another dtype, an odd headdim with int4, and a scale with int8 or int4.
     """
     require_tensors(x=x)
     f = _format(kv_dtype)

@@ -46,8 +46,18 @@ const SCORES_HEADERS: &[&str] = &["backward/store_scores.cuh", "turing/backward/
 const GRADIENTS_HEADERS: &[&str] = &["backward/stored_gradients.cuh", "turing/backward/stored.cuh"];
 const SCORES: Source = stored(SCORES_HEADERS, "BackwardScores<turing::StoredFamily>");
 const GRADIENTS: Source = stored(GRADIENTS_HEADERS, "BackwardGradients<turing::StoredFamily>");
-const SPLIT_SCORES: Source = stored(SCORES_HEADERS, "BackwardScores<turing::StoredFamily, true>");
-const SPLIT_GRADIENTS: Source = stored(GRADIENTS_HEADERS, "BackwardGradients<turing::StoredFamily, true>");
+const SPLIT_SCORES: [Source; 2] = [
+    stored(SCORES_HEADERS, "BackwardScores<turing::StoredFamily, true>"),
+    stored(
+        &["backward/store_scores.cuh", "turing/backward/stored.cuh", "backward/stored_block_mask.cuh"],
+        "BackwardScores<turing::StoredFamily, true, ListedScores>",
+    )
+    .with_arguments("p.backward, p.stored, ListedScores(p.blocks)"),
+];
+const SPLIT_GRADIENTS: [Source; 2] = [
+    stored(GRADIENTS_HEADERS, "BackwardGradients<turing::StoredFamily, true>"),
+    stored(GRADIENTS_HEADERS, "BackwardGradients<turing::StoredFamily, true, true>"),
+];
 
 /// `turing/backward/single_role`: 4 warps of 32 keys, two blocks an SM. Shared memory has K, and two tiles of Q, of dO and
 /// of dS.

@@ -1,8 +1,12 @@
 //! The decode kernels; src/kernels/shared.rs has what they share with Volta's.
 //!
-//! A Turing SM has 64 KB of shared memory for the results of warps with other tokens. So blocks with long or many rows
-//! have two warps. Below headdim 512, 32 rows take the time of 16. At headdim 256, warps beside each other take more than eight
-//! rows. Four beside each other share what they load, and with 64 rows store half of their results at a time.
+//! Warps beside each other take the same tokens for other rows; other warps of a block take other tokens. A Turing SM has 64 KB of shared
+//! memory for the results of warps with other tokens. So only blocks of 8 rows at headdims 64 and 128 divide the tokens four ways; the
+//! others divide them two ways or not.
+//!
+//! Below headdim 512, 32 rows take the time of 16, so no tile has 16. At headdim 256, four warps beside each other share 32 or 64 rows.
+//! Four beside each other share what they load. With 64 rows they store half of their results at a time at headdims 128 and 256, and a
+//! quarter at 512.
 
 use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, Source, Variant};

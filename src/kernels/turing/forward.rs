@@ -168,8 +168,14 @@ pub fn split_rows() -> impl Iterator<Item = Variant> {
     const fn source(kernel: &'static str) -> Source {
         Source::new(&["turing/forward/split.cuh"], kernel)
     }
+    const fn listed(kernel: &'static str) -> Source {
+        Source::new(&["turing/forward/split.cuh", "forward/split_block_mask.cuh"], kernel)
+            .with_arguments("p.forward, split::ListedKeys(p.blocks)")
+    }
     const SPLIT: [Source; 2] = [source("split::Forward<turing::Split>"), source("split::WideForward<turing::Split>")];
-    shared::split_forward(TURING, SPLIT, &[(64, 4, 2, 0), (128, 8, 1, 0), (256, 8, 1, 0), (512, 8, 1, 0)])
+    const LISTED: [Source; 2] =
+        [listed("split::Forward<turing::Split, split::ListedKeys>"), listed("split::WideForward<turing::Split, split::ListedKeys>")];
+    shared::split_forward(TURING, SPLIT, LISTED, &[(64, 4, 2, 0), (128, 8, 1, 0), (256, 8, 1, 0), (512, 8, 1, 0)])
 }
 
 /// Kernels of a KV cache: the same with rows through a block table. They have four headdims, and

@@ -12,11 +12,13 @@ pub use family::TURING;
 use super::shared;
 use super::variants::{table, CacheFormat, Variant};
 
-/// Returns the family's tables.
+/// Returns the tables of the family's kernels, one or several for each pass.
 pub fn tables() -> Vec<&'static [Variant]> {
     vec![
         table(forward::forward_rows()),
+        // calls with batch_invariant=True
         table(forward::invariant_rows()),
+        // fp32 tensors: each number is split into two fp16 parts
         table(forward::split_rows()),
         table(backward::backward_rows()),
         table(forward::prefill_rows()),

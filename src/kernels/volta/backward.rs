@@ -48,8 +48,18 @@ const SCORES_HEADERS: &[&str] = &["backward/store_scores.cuh", "volta/backward/s
 const GRADIENTS_HEADERS: &[&str] = &["backward/stored_gradients.cuh", "volta/backward/stored.cuh"];
 const SCORES: Source = stored(SCORES_HEADERS, "BackwardScores<volta::StoredFamily>");
 const GRADIENTS: Source = stored(GRADIENTS_HEADERS, "BackwardGradients<volta::StoredFamily>");
-const SPLIT_SCORES: Source = stored(SCORES_HEADERS, "BackwardScores<volta::StoredFamily, true>");
-const SPLIT_GRADIENTS: Source = stored(GRADIENTS_HEADERS, "BackwardGradients<volta::StoredFamily, true>");
+const SPLIT_SCORES: [Source; 2] = [
+    stored(SCORES_HEADERS, "BackwardScores<volta::StoredFamily, true>"),
+    stored(
+        &["backward/store_scores.cuh", "volta/backward/stored.cuh", "backward/stored_block_mask.cuh"],
+        "BackwardScores<volta::StoredFamily, true, ListedScores>",
+    )
+    .with_arguments("p.backward, p.stored, ListedScores(p.blocks)"),
+];
+const SPLIT_GRADIENTS: [Source; 2] = [
+    stored(GRADIENTS_HEADERS, "BackwardGradients<volta::StoredFamily, true>"),
+    stored(GRADIENTS_HEADERS, "BackwardGradients<volta::StoredFamily, true, true>"),
+];
 
 /// `volta/backward/single_role`: four warps with 32 keys each, two blocks an SM by registers and by shared memory, which
 /// has K, V, Q, dO, and P or dS.

@@ -195,8 +195,14 @@ pub fn split_rows() -> impl Iterator<Item = Variant> {
     const fn source(kernel: &'static str) -> Source {
         Source::new(&["volta/forward/split.cuh"], kernel)
     }
+    const fn listed(kernel: &'static str) -> Source {
+        Source::new(&["volta/forward/split.cuh", "forward/split_block_mask.cuh"], kernel)
+            .with_arguments("p.forward, split::ListedKeys(p.blocks)")
+    }
     const SPLIT: [Source; 2] = [source("split::Forward<volta::Split>"), source("split::WideForward<volta::Split>")];
-    shared::split_forward(VOLTA, SPLIT, &[(64, 4, 3, 144), (128, 8, 1, 272), (256, 8, 1, 272), (512, 8, 1, 272)])
+    const LISTED: [Source; 2] =
+        [listed("split::Forward<volta::Split, split::ListedKeys>"), listed("split::WideForward<volta::Split, split::ListedKeys>")];
+    shared::split_forward(VOLTA, SPLIT, LISTED, &[(64, 4, 3, 144), (128, 8, 1, 272), (256, 8, 1, 272), (512, 8, 1, 272)])
 }
 
 /// Returns the same tile on a stream-K grid (`volta/forward/stream_k.cuh`). Sinks are code of the epilogue alone.

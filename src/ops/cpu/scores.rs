@@ -1,4 +1,7 @@
 //! Modifiers of a chunk's scores between the two matrix products: a score function, ALiBi, bias, dropout.
+//!
+//! A [`Part`] is a dense problem of some batch entries. A [`Chunk`] is query positions of some of its groups, and their keys. A group is a
+//! KV head of an entry.
 
 use super::chunk::{heads_per_group, Chunk};
 use super::part::Part;
@@ -62,7 +65,7 @@ pub fn multiply_derivative(ds: &mut Tensor, tanh: &mut Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Returns ALiBi's bias (batch or 1, nheads, rows, keys). `rows` and `keys` are first and count.
+/// Returns ALiBi's bias for slopes (m, n): (m, n, rows, keys). `rows` and `keys` are first and count.
 pub fn alibi_bias(slopes: &Tensor, a: &Attention, rows: [i64; 2], keys: [i64; 2], kind: Kind) -> Result<Tensor> {
     let positions = |[start, count]: [i64; 2]| Tensor::f_arange_start(start, start + count, (kind, Device::Cpu));
     let rows = positions([rows[0] + a.seqlen_k - a.seqlen_q, rows[1]])?.f_unsqueeze(1)?;

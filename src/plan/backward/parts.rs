@@ -169,7 +169,7 @@ impl Planner<'_> {
     fn pays(&self, (plan, time): (BackwardStreamKPlan, u64), variant: &Variant, usual: &Variant, (before_tail, tail): KeyBlocks) -> bool {
         let Some(undivided) = BackwardStreamKPlan::undivided_time(self.a, usual, self.d) else { return false };
         let undivided = match tail {
-            // waves of equal blocks, and a shorter one
+            // waves of equal blocks, and a shorter one of TAIL waves
             Some(_) => {
                 let waves = |blocks: u64| (blocks * u64::from(plan.heads)).div_ceil(self.d.resident_blocks(variant)) as f64;
                 let (before, all) = (waves(before_tail), waves(plan.key_blocks.into()));

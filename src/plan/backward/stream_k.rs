@@ -177,7 +177,7 @@ impl BackwardStreamKPlan {
                 heads -= taken;
             }
         }
-        // splits that the last block of a key block reads
+        // splits that the last block of a key block reads from scratch memory; of two it keeps its own in registers
         let read = |splits: u32| if splits > 2 { splits } else { splits - 1 };
         let most_read = blocks.iter().map(|&(.., splits)| read(splits)).max().unwrap_or(0);
         let end = end + u64::from(most_read) * PARTIAL;

@@ -20,7 +20,9 @@ pub struct Env<'a> {
     pub banks: &'a Banks,
     pub grid: [u32; 3],
     pub block: [u32; 3],
+    /// Shared memory of a CTA.
     pub smem_bytes: u32,
+    /// Local memory of a thread.
     pub local_bytes: u32,
     /// True if several host threads simulate CTAs. Global atomics then take a lock.
     pub lock_atomics: bool,

@@ -30,6 +30,7 @@ pub fn int(s: &str) -> Option<i64> {
         Some(r) => (true, r),
         None => (false, s.strip_prefix('+').unwrap_or(s)),
     };
+    // nvdisasm prints integers in hexadecimal; other numbers are floats
     let v = if let Some(h) = t.strip_prefix("0x") { u64::from_str_radix(h, 16).ok()? as i64 } else { return None };
     Some(if neg { v.wrapping_neg() } else { v })
 }

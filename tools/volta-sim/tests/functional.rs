@@ -26,6 +26,7 @@ fn launch<T>(blocks: u32, threads: u32, inputs: [&[u32]; 3], out: &mut [u32], f:
 
 /// Runs a kernel of one architecture in both warp orders. Returns `out`, which starts as zeros and is the same for both.
 fn run_on(module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: [&[u32]; 3], out: usize) -> Vec<u32> {
+    // quantum: instructions of a warp before the next one runs; with 20,000 each runs up to its barrier
     let [first, second] = [1, 20_000].map(|quantum| {
         let mut found = vec![0; out];
         // SAFETY: the extents live here.
@@ -166,6 +167,7 @@ fn divergence() {
         let expected = [values[t], lanes(t, &|v| v & 1 != 0), lanes(t, &|v| v % 4 == values[t] % 4)];
         assert_eq!(found[3 * t..3 * t + 3], expected, "thread {t}");
     }
+    // threads 0 to 200 reach the last barrier; the others have returned
     assert_eq!(found[3 * 256], 201);
 }
 
@@ -174,11 +176,14 @@ fn atomics() {
     let found = run("atomics", 4, 128, [&[], &[], &[]], 9);
     let sum = 128 * 127 / 2;
     let (max, min) = ((0..128).map(|t| t * 7 % 101).max(), (0..128).map(|t| -(t * 7 % 103)).min());
+    // sum, max, min, or, xor, 512 additions of 2, a counter from 0 to 9, the blocks' sums, and reducing barriers: 64 odd threads + 1000 +
+    // 10000
     assert_eq!(found, [4 * sum, max.unwrap(), min.unwrap() as u32, u32::MAX, 0, 1024, 512 % 10, 4 * sum, 11064]);
 }
 
 #[test]
 fn named_barriers() {
+    // the sum of what thread 63 - t wrote: i times its number, for i < 10
     let expected: Vec<u32> = (0..64).map(|t| 45 * (63 - t)).collect();
     assert_eq!(run("named_barriers", 2, 128, [&[], &[], &[]], 64), expected);
 }

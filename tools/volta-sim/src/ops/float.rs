@@ -189,7 +189,7 @@ impl Class for Double {
     }
 }
 
-// ---- the special-function unit: results are correctly rounded instead of approximate ---------
+// ---- the special-function unit: results are the host math library's, not approximations ------
 
 impl Class for SpecialFunction {
     fn decode(d: &mut Decoder) -> Decoded {
