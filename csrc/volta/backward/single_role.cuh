@@ -44,7 +44,7 @@ struct BackwardSingleRole {
     using Queries = QueryRange<S::kRows, S::kStep>;
     using Dq = DqProduct<S>;
     using Joint = JointScores<S>;
-    static_assert(!kGeneric, "several features need joint_scores.cuh");
+    static_assert(!kGeneric, "kernels of several features have two roles");
 
     static __device__ __forceinline__ void run(const BwdParams& p, const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
