@@ -30,6 +30,7 @@ def test_there_are_kernels_for_both_passes():
 #: Grids of equal shares, backward in one kernel and the fast forward are for what gains most by them: a plan does without where there
 #: is no kernel.
 SPARED = ("ForwardStreamK", "BackwardStreamK", "PrefillStreamK", "BackwardFused", "FastPrepare", "FastForward")
+WITH_BLOCK_MASKS = ("Forward", "Backward", "BackwardDkDv", "BackwardDq", "ForwardSplit", "BackwardSplitScores", "BackwardSplitGradients")
 #: The indexer's queries have 128 columns.
 OF_ONE_HEADDIM = ("Indexer",)
 
@@ -40,7 +41,7 @@ def test_volta_covers_every_headdim_and_need(pass_):
     # a block mask has kernels of its own, which take no bias
     whole = [v for v in mine if set(v["features"]) == set(pass_["features"]) - {"block_mask"}]
     masked = [v for v in mine if "block_mask" in v["features"]]
-    assert bool(masked) == (pass_["name"] in ("Forward", "Backward", "BackwardDkDv", "BackwardDq"))
+    assert bool(masked) == (pass_["name"] in WITH_BLOCK_MASKS)
     for found in (mine, whole, *[masked] * bool(masked)):
         assert max(v["headdim"] for v in found) >= 256 and max(v["headdim_v"] for v in found) >= 256
 

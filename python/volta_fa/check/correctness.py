@@ -259,21 +259,32 @@ def _twice(result: KernelResult, target: Target, variant: dict[str, Any], inputs
 
 
 def poison(target: Target, inputs: AnyInputs) -> bool:
-    """Fills the memory that the caching allocator hands out next with NaN, so that elements that no kernel writes are NaN.
-
-    This covers results, row statistics and dq's accumulator. The simulator fills memory by itself. On the CPU, ATen writes all results.
-    Returns True if the next allocation has such memory.
-    """
-    if target.kind != "cuda":
-        return True
+    """Fills memory as `fill_with_nan` does: for results, row statistics, dq's accumulator and partial results of decode blocks."""
     rows = inputs.q.numel() // max(inputs.q.shape[-1], 1)
     # bytes: every result twice, row statistics in fp32, the accumulator rounded up to tiles, partial results of decode blocks
     sizes = [t.nbytes for t in inputs.given for _ in range(2)] + [4 * rows, 16 * rows, 4 * inputs.q.numel(), 8 * inputs.q.numel()]
     sizes.append(inputs.scratch_bytes)
+    return fill_with_nan(target, sizes, probed=inputs.q.nbytes)
+
+
+def fill_with_nan(target: Target, sizes: Sequence[int], probed: int) -> bool:
+    """Fills the memory that the caching allocator hands out next with NaN, so that elements that no kernel writes are NaN.
+
+    The simulator fills memory by itself. On the CPU, ATen writes all results.
+
+    Args:
+        sizes: bytes of the allocations to come.
+        probed: bytes of one of them.
+
+    Returns:
+        True if an allocation of `probed` bytes then has such memory.
+    """
+    if target.kind != "cuda":
+        return True
     # all bits set are NaN in every floating-point type
     held = [torch.full((max(size, 1),), 255, dtype=torch.uint8, device=target.device) for size in sizes]
     del held
-    probe = torch.empty(inputs.q.nbytes, dtype=torch.uint8, device=target.device)
+    probe = torch.empty(probed, dtype=torch.uint8, device=target.device)
     return bool((probe == 255).all())
 
 
@@ -302,16 +313,20 @@ def _put_down(result: KernelResult, problem: str, seed: int, error: Error) -> No
         result.failures.append(f"{error} ({problem}, seed {seed})")
 
 
-def _two_runs(target: Target, compute: Callable[[], _Result], variant: dict[str, Any] | None = None) -> tuple[_Result, _Result]:
-    """Returns the results of two calls, which run the variant if it is given."""
+def _two_runs(
+    result: KernelResult, target: Target, compute: Callable[[], Sequence[Tensor]], variant: dict[str, Any] | None = None
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Returns the results of two calls, which run the variant if it is given. The second writes into memory filled with NaN."""
 
-    def run() -> _Result:
+    def run() -> Sequence[Tensor]:
         with target.running(variant):
             found = compute()
             target.synchronize()
         return found
 
-    return run(), run()
+    first = run()
+    result.poisoned &= fill_with_nan(target, [t.nbytes for t in first for _ in range(2)], probed=first[0].nbytes)
+    return first, run()
 
 
 def _check_sparse(result: KernelResult, target: Target, variant: dict[str, Any], seed: int) -> None:
@@ -319,8 +334,8 @@ def _check_sparse(result: KernelResult, target: Target, variant: dict[str, Any],
     for place, arguments, expected in sparse_latents.problems(variant, seed):
         on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
         chosen = variant if variant["pass"] == "SparseMla" else None
-        runs = _two_runs(target, lambda: torch.ops.volta_fa.fwd_sparse_mla(**on_device), chosen)
-        for error in sparse_latents.errors(runs[0], expected, arguments):
+        runs = _two_runs(result, target, lambda: torch.ops.volta_fa.fwd_sparse_mla(**on_device), chosen)
+        for error in sparse_latents.errors(tuple(runs[0]), expected, arguments):
             _put_down(result, place, seed, error)
         for name, value, again in zip(sparse_latents.RESULTS, *runs):
             if not torch.equal(_bits(value), _bits(again)):
@@ -331,7 +346,7 @@ def _check_indexer(result: KernelResult, target: Target, variant: dict[str, Any]
     """Checks the indexer's kernels against exact logits."""
     for place, arguments, exact, allowed in indexer_scores.problems(variant, seed):
         on_device = {name: t.to(target.device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
-        logits, again = _two_runs(target, lambda: torch.ops.volta_fa.indexer_logits(**on_device), variant)
+        [logits], [again] = _two_runs(result, target, lambda: [torch.ops.volta_fa.indexer_logits(**on_device)], variant)
         _put_down(result, place, seed, indexer_scores.error(logits, exact, allowed))
         if not torch.equal(_bits(logits), _bits(again)):
             result.failures.append(f"logits: two runs differ ({place}, seed {seed})")
@@ -348,7 +363,7 @@ def _check_merge(result: KernelResult, target: Target, seed: int) -> None:
             states += [out.to(dtype), lse]
         expected = torch.ops.volta_fa.merge_attention_states(states[0].double(), states[1], states[2].double(), states[3])
         on_device = [t.to(target.device) for t in states]
-        runs = _two_runs(target, lambda: torch.ops.volta_fa.merge_attention_states(*on_device))
+        runs = _two_runs(result, target, lambda: torch.ops.volta_fa.merge_attention_states(*on_device))
         eps = torch.finfo(dtype).eps
         place = f"merging two states of (2, 77, 3, 40), {str(dtype).removeprefix('torch.')}"
         for name, value, exact, again in zip(("out", "softmax_lse"), runs[0], expected, runs[1]):
@@ -381,7 +396,7 @@ def _check_cast(result: KernelResult, target: Target, magnitudes: tuple[int, int
         return [out, lse, *torch.ops.volta_fa.bwd(dout, *operands, out, lse, deterministic=True)[:3]]
 
     expected = results([t.double() for t in drawn])
-    runs = _two_runs(target, lambda: results([t.to(target.device) for t in drawn]))
+    runs = _two_runs(result, target, lambda: results([t.to(target.device) for t in drawn]))
     for name, value, exact, again in zip(("out", "softmax_lse", "dq", "dk", "dv"), runs[0], expected, runs[1]):
         if name in ("dq", "dk") and sum(magnitudes) > 0:
             continue
