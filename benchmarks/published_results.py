@@ -46,7 +46,7 @@ PUBLISHED_RESULTS = (
 #: Simulated CUTLASS GEMM, 4096^3: what dense matrix products reach in practice.
 GEMM_TFLOPS = 98.5
 
-#: GB/s of memory that V100 kernels read (attention: the cache), derived from published times.
+#: (kernel, GB/s of memory that it reads on a V100, note), derived from published times. For attention, memory is the cache.
 DECODE_RATES = [
     ("1CatAI/1Cat-vLLM: headdim 256, 6 rows, fp16", "255 to 445", "35 to 39% of its card's 1130 at best"),
     ("1CatAI/1Cat-vLLM: headdim 256, 6 rows, e5m2, 65536 tokens", "131", ""),

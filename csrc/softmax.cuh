@@ -11,7 +11,7 @@
 // biases differ by 127 - 15 = 112. So packing is a multiplication by 2^-112, a shift and a rounding addition. The factor is not
 // a part of the exponent: there fp32 would round the exponent to 2^-17, and lse would be off by 8e-6. Packing loses a NaN, but
 // the row's sum keeps it, which makes the whole output row NaN. kPackedOne moves probabilities up to use the other end of
-// fp16's range: 1 becomes 2^8, and the largest is 2^(kPackedOne + kRescaleThreshold) = 2^15.
+// fp16's range: 1 becomes 2^8, and the largest is kPackedOne * 2^kRescaleThreshold = 2^15.
 //
 // Range: row_max is fp32, so the scheme holds while |score * scale_log2| < 2^24, where one unit in the last place is still
 // below 2. row_max is never below that of a score of -2^24. Lower scores come only from a bias that hides keys: their

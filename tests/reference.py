@@ -47,7 +47,10 @@ def philox(seed: int, offset: int, group: Tensor, row: Tensor, head: Tensor) -> 
 
 
 def kept(rng_state: Tensor, entries: Tensor, nheads: int, seqlen_q: int, seqlen_k: int, dropout_p: float) -> Tensor:
-    """(entries, nheads, seqlen_q, seqlen_k) bool: what dropout leaves of these batch entries' probabilities."""
+    """(entries, nheads, seqlen_q, seqlen_k) bool: what dropout leaves of these batch entries' probabilities.
+
+    A call of Philox has eight 15-bit numbers: those of rows r and r + 4, and of four columns. Columns c and c + 2 share a word.
+    """
     seed, offset = rng_state.tolist()
     device = entries.device
     head = entries[:, None, None, None] * nheads + torch.arange(nheads, device=device)[:, None, None]

@@ -49,6 +49,9 @@ def check_cache(problem, k_cache, v_cache):
 
 # ---- what it computes ------------------------------------------------------------------------------------------------
 
+# lengths: (queries, cached tokens, appended tokens) of each sequence. page=0: a dense cache. own_new: packed k and v have cu_seqlens_k_new.
+# all_cached: the call has no cache_seqlens. Layouts: nhd and hnd order tokens and heads, kv interleaves K and V in one tensor, and wide has
+# strides larger than a page.
 ONE = tuple((1, n, 0) for n in (0, 1, 15, 16, 17, 40))
 APPEND = tuple((1, n, 1) for n in (0, 1, 15, 16, 17, 40))
 CHUNKS = ((5, 0, 5), (1, 31, 1), (3, 14, 3), (0, 7, 0), (33, 16, 33), (8, 60, 8))
@@ -81,7 +84,7 @@ READ = [
     Cached(((2, 32, 0), (2, 32, 0)), all_cached=True),
     Cached(((2, 19, 0), (2, 19, 0)), all_cached=True, page=0, layout="hnd"),
     Cached(((70, 90, 0), (1, 300, 0), (0, 5, 0), (2, 129, 0)), packed=True, nheads=4, nheads_k=2),
-    # around a page's end, in every layout; of the second so many rows that the forward kernels' tiles have them
+    # around a page's end, in every layout but nhd; the second line has as many rows as the forward kernels' tiles take
     *(Cached(tuple((1, n, 0) for n in (0, 1, 47, 48, 49)), page=48, layout=layout) for layout in ("hnd", "kv", "wide")),
     *(Cached(tuple((40, n, 0) for n in (0, 1, 47, 48, 49, 95)), page=48, layout=layout) for layout in ("hnd", "kv", "wide")),
 ]
@@ -103,7 +106,7 @@ APPENDED = [
     Cached(((3, 9, 3), (3, 16, 3)), page=0, rotary="interleaved", leftpad=(2, 11)),
     Cached(((1, 9, 1), (1, 16, 1)), sinks="own", alibi="h", softcap=5.0, window_left=10, rotary="half"),
 ]
-#: What no kernel reads where it is.
+#: Headdims that are no multiple of 8: the op gathers these caches before kernels read them.
 GATHERED = [
     Cached(APPEND, headdim=20, headdim_v=12, nheads=4, nheads_k=2),
     Cached(CHUNKS, packed=True, headdim=36, rotary="half", rotary_dim=12, sinks="own"),

@@ -43,7 +43,7 @@ std::atomic<bool> cpu_enabled{false};
 std::atomic<uint64_t> cuda_enabled{0};
 std::atomic<uint64_t> cuda_undecided{0};  // decided at the first call: before it, CUDA must not be initialized
 
-std::mutex configuring;  // protects changes of the above
+std::mutex configuring;  // protects changes of the above and the three below
 std::atomic<bool> fast_enabled{false};    // whether calls that need no gradient may run volta_fa::fwd_fast
 bool newer_devices_too{false};  // whether undecided devices may run kernels through PTX
 uint64_t warned_of{0};  // bits of the devices for which a warning was shown

@@ -1,4 +1,5 @@
-// P from the first role to the second: fp16, with the direction of its rounding in the sign bit, which P leaves free.
+// P from the warps that compute S (first role) to those that compute dP (second role): fp16, with the direction of its rounding in
+// the sign bit, which P leaves free.
 //
 // The second role rounds dS = P * (dP - delta) to fp16. If P is rounded to fp16 before, the errors of dq and dk are 1.24 times
 // those of one rounding. An element with a sign is above its fp16 number by up to half a unit in the last place, one without is
@@ -16,8 +17,8 @@ constexpr unsigned kSigns = 0x80008000u;  // of two packed elements
 // Gathers bytes 1 of two words into the upper byte of each half.
 __device__ __forceinline__ unsigned second_bytes(unsigned lo, unsigned hi) { return __byte_perm(lo, hi, 0x5010); }
 
-// Packs two numbers as pack_shifted does. Sets `with_signs` to the same with signs: bit 15 of a sum there is set where the
-// number lies above its fp16.
+// Packs two numbers as pack_shifted (softmax.cuh) does: it keeps the upper half of shifted_sum, x * 8 + 0x8000. Sets `with_signs`
+// to the same with signs. Bit 15 of a sum is set where the addition has not carried: the number lies above its fp16, or is equal.
 __device__ __forceinline__ unsigned pack_shifted_and_signs(float lo, float hi, unsigned& with_signs) {
     const unsigned packed = pack_shifted(lo, hi);
     with_signs = packed | (second_bytes(shifted_sum(lo), shifted_sum(hi)) & kSigns);

@@ -16,7 +16,11 @@
 //   for_each_pair(c, f)            calls f(row, column, x, y) for each two neighbors of a row
 //
 // Split: operands, P and dS are sums of two fp16 numbers, a high and a low part (fp32 tensors, store_scores.cuh). A step of 32 rows
-// comes three times: low * high, high * low and high * high.
+// comes three times: low * high, high * low and high * high. A stored tile has kStoredElements high parts, then as many low parts.
+// The units of dS begin at kStoredUnits. kAbsentUnit says that 64 by 64 scores do not exist.
+//
+// In the products dV, dK and dQ a step's terms are its 32 queries or keys. An operand has them as columns (TermColumns) or as rows
+// (TermRows, staged_tiles.cuh).
 //
 // Sparse: with a block mask, steps visit half tiles that have scores (kAbsentUnit in stored_scores.cuh).
 #pragma once

@@ -42,8 +42,8 @@ struct Queries {
     }
 };
 
-// A key of ones: its product with a query is the sum of the query's columns. No slot has another scale (kTwoScales,
-// quantized.cuh).
+// A key of ones: its product with a query is the sum of the query's columns, which zero points of int4 keys are multiplied by. No
+// slot has another scale (kTwoScales, quantized.cuh).
 struct Ones {
     static constexpr bool kTwoScales = false;
     // pairs of fp16 1
@@ -59,7 +59,8 @@ struct Columns {
     static constexpr int kWords = FormatInfo::kBits / 4;  // 32-bit words of a chunk, eight columns
     static constexpr int kChunksPerLoad = Chunks < 4 / kWords ? Chunks : 4 / kWords;
     static_assert(Chunks % kChunksPerLoad == 0, "a row is a whole number of loads");
-    static constexpr bool kTwoScales = CacheElement::kTwoScales;  // int4: slots 4 to 7 of a chunk have 16 times the scale
+    // int4: a slot is a position in an unpacked chunk. Slots 4 to 7 keep their codes in bits 4 to 7, so they are 16 times as large.
+    static constexpr bool kTwoScales = CacheElement::kTwoScales;
     unsigned words[Chunks * kWords];
 
     __device__ __forceinline__ static constexpr int of(int column) {

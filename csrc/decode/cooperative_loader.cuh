@@ -1,5 +1,5 @@
 // Loads K and V for four warps that need the same tokens: in tiles of 64 query rows, and of 32 from headdim 256 on. Each warp loads
-// a part of a step, and stores it in shared memory for all four.
+// a part of a step, and stores it in shared memory for all four. Below, a tile is eight tokens, and a step is kStepTiles tiles.
 //
 // Without this, the other warps' loads would hit L1, but L1 serves one 128-byte line a cycle, and eight lanes of an operand
 // touch four lines. Here a warp loads whole lines, and shared memory serves eight lanes' 16 bytes in one cycle. The operand
@@ -26,6 +26,8 @@ namespace decode {
 // `group` is the warp's number among the four of its set. It loads keys (0, 1) or values (2, 3) of four tokens of each tile.
 template <class Layout>
 class CooperativeLoader {
+    // Heads above 256 columns have two column groups (column_groups.cuh). A warp loads the kGroupHeaddim columns of its own, from
+    // first_column() on.
     static constexpr int kLoads = kGroupHeaddim / 64;  // of a tile, 64 columns each
     static constexpr int kSlotBytes = sizeof(uint4);
     static constexpr int kTileSlots = 2 * 64 * kLoads, kSlots = kStepTiles * kTileSlots;  // of a tile: keys, then values
@@ -99,7 +101,7 @@ public:
     }
     // A tile's operands of the current step.
     struct KeyOperands {
-        static constexpr bool kTwoScales = false;
+        static constexpr bool kTwoScales = false;  // the loader has no int4 cache, whose chunks have two scales
         const CooperativeLoader& loader;
         int tile;
         __device__ __forceinline__ uint4 chunk(int j) const {
@@ -139,7 +141,8 @@ private:
         return (i / kLoads * kTileSlots + i % kLoads * 64) * kSlotBytes;
     }
     __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(buffer_ + kSlots * kSlotBytes); }
-    // Scales loaded bf16 and converts it to fp16 in place. The factor goes to shared memory.
+    // Scales loaded bf16 and converts it to fp16 in place. The factor goes to shared memory. Outlying keys saturate: they decide
+    // the softmax anyway, and the other keys keep their digits. Values do not saturate.
     __device__ __forceinline__ void convert() {
         if (has_values_)
             scaler_.convert(loaded_, [](float) {});

@@ -28,7 +28,7 @@ class StagedLoader {
     static constexpr int kRowBytes = unit_offset(kGroupHeaddim), kChunkBytes = sizeof(uint4);
     static constexpr int kLanes = kRowBytes / kChunkBytes, kRows = 32 / kLanes;  // lanes that load one row; rows of one load
     static constexpr int kLoads = kStepTokens / kRows;  // of a step's keys, or of its values
-    // Bytes between rows. Rows of 128 bytes cover all banks, so they are staged 32 bytes apart.
+    // Bytes from one row to the next. Rows of 128 bytes cover all banks, so 32 bytes of padding follow each.
     static constexpr int kPitch = kRowBytes % 128 == 0 ? kRowBytes + 32 : kRowBytes;
     static constexpr int kValuesAt = kStepTokens * kPitch, kScalesAt = 2 * kValuesAt;
     static constexpr int kStepBytes = kScalesAt + StepScales::kCount * kStepTokens * static_cast<int>(sizeof(float));

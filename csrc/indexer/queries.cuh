@@ -63,7 +63,7 @@ __device__ __forceinline__ void stage_queries(const QueryRows& rows, int first, 
     const int lane = threadIdx.x % 32, chunk = lane % kChunks, own = lane / kChunks;
     const unsigned to = address + own * kPitch + chunk * kChunkBytes;
     constexpr int kPasses = kStagedRows / 2;
-    constexpr float kFactor = 1.f / KeyCodes::kScale;
+    constexpr float kFactor = 1.f / KeyCodes::kScale;  // KeyCodes unpacks numbers times kScale (quantized.cuh)
     const auto format = rows.p.q_format;
     const int bytes = format == QueryFormat::E4m3 ? 1 : 2, left = rows.count - first - own;
     const unsigned char* from = rows.address(first + own, bytes) + chunk * kChunk * bytes;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void stage_queries(const QueryRows& rows, int first, 
     for (int pass = 0; pass < kPasses; pass += kPasses / 2)
         each_chunk<kPasses / 2, uint4>(from, pass_bytes, left, pass, [&](int i, const uint4& x) {
             float columns[kChunk];
-            unpack8(columns, x, true);
+            unpack8(columns, x, true);  // of bf16
             unsigned largest = 0;
 #pragma unroll
             for (int c = 0; c < kChunk; c++) largest = max(largest, __float_as_uint(columns[c]) & 0x7fffffffu);

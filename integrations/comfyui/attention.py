@@ -64,12 +64,12 @@ def make_override(
             options = dict(mask=mask, attn_precision=attn_precision, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape)
             run = functools.partial(previous, func) if previous else func
             return run(q, k, v, heads, **options, **kwargs)
-        # accumulates scores in fp32, which is what attn_precision may ask for
         views = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in views)  # type: ignore[assignment]
         if precision == "fast" and _has_fast_form(*views, bias):
             out = torch.ops.volta_fa.fwd_fast(*views, attn_mask=bias, softmax_scale=kwargs.get("scale"))[0]
             _count(FAST)
         else:
+            # accumulates scores in fp32, which is what attn_precision may ask for
             out = torch.ops.volta_fa.fwd(*views, attn_bias=bias, softmax_scale=kwargs.get("scale"))[0]
         _count(RAN)
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)

@@ -142,6 +142,7 @@ fn scales(o: &Options<Tensor>, a: &Attention, first: i64, first_entry: i64) -> C
 }
 
 fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions {
+    // A tree mask takes the place of the bias: a 64-bit word for each query, with a bit for each draft token (csrc/decode/tree.cuh).
     let bias = if a.features.tree { &inputs.options.tree_mask } else { &inputs.options.attn_bias };
     let [batch, head, row, _] = match bias.as_ref() {
         // packed sequences find their words by their first query
@@ -163,6 +164,7 @@ fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions {
         alibi_batch_stride,
         sinks: element(&inputs.options.sinks, 0),
         rng_state: element(&inputs.rng_state, 0),
+        // Kernels compare two 16-bit numbers at once, so both halves hold the threshold. dropout_inverted flips all bits of the result.
         dropout_threshold: dropout.threshold * 0x10001,
         dropout_inverted: if dropout.keeps_below { u32::MAX } else { 0 },
         dropout_scale: dropout.scale() as f32,
@@ -174,8 +176,8 @@ fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions {
 /// Converts inputs to types and layouts that kernels read. None: all are readable.
 pub fn readable(inputs: &Inputs, a: &Attention) -> Result<Option<Inputs>> {
     let o = &inputs.options;
-    let has_scores = [&o.attn_bias, &o.alibi_slopes, &o.sinks, &o.block_lists, &inputs.rng_state].into_iter().any(Option::is_some);
-    if !has_scores && [&inputs.q, &inputs.k, &inputs.v].into_iter().all(is_readable) {
+    let has_score_options = [&o.attn_bias, &o.alibi_slopes, &o.sinks, &o.block_lists, &inputs.rng_state].into_iter().any(Option::is_some);
+    if !has_score_options && [&inputs.q, &inputs.k, &inputs.v].into_iter().all(is_readable) {
         return Ok(None);
     }
     let mut inputs = inputs.share();

@@ -61,7 +61,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let (dout, out) = (readable(&saved.dout)?, readable(&saved.out)?);
     let softmax_lse = saved.softmax_lse.f_contiguous()?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, launcher);
-    // the operands may have more columns: their low parts
+    // fp32 operands are two fp16 parts side by side, so they may have twice the columns of a gradient
     let like = |t: &Tensor, columns: i64| {
         let mut sizes = t.size();
         let last = sizes.len() - 1;
@@ -93,7 +93,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     ranges.extend(stored.iter().flat_map(StoredMemory::tensors).map(|(name, t)| memory_range(name, t, true)));
     let mut launches = Launches::begin_with(launcher, ranges);
     fill_varlen(a, [&dq, &dk, &dv])?;
-    // after begin, which fills writable memory with NaN: a sum starts from zeros
+    // after begin: the simulator's fills writable memory with NaN, but a sum starts from zeros
     launches.also_write(&[], dbias.as_ref().filter(|_| !stores_dbias).map(|t| ("dattn_bias", t)));
     if let Some(dbias) = stored_dbias.filter(|_| a.window != Window::FULL) {
         let _ = dbias.shallow_clone().f_zero_()?;
@@ -220,7 +220,8 @@ fn bias_accumulator(bias: &Tensor, a: &Attention, deterministic: bool) -> Result
     Ok(Tensor::f_zeros(sizes, (Kind::Float, bias.device()))?)
 }
 
-/// Adds the gradient of the sinks: the sum over rows of exp(sink - lse) * -delta. The preprocess kernel leaves both in the row statistics.
+/// Adds the gradient of the sinks: the sum over rows of exp(sink - lse) * -delta. The preprocess kernel leaves
+/// -lse / scale and -delta in the row statistics.
 fn add_sink_gradient(sums: &mut Tensor, sinks: &Tensor, row_stats: &Tensor, scratch: &Scratch, scale: f32) -> Result<()> {
     let of_rows = |at: &[u32]| -> Result<Tensor> {
         let rows: Vec<_> = at.iter().map(|&i| row_stats.f_select(3, i64::from(i))).collect::<std::result::Result<_, _>>()?;

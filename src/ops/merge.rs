@@ -136,8 +136,8 @@ fn launch(
     planned: &PlannedKernel,
     launches: &Launches,
 ) -> Result<()> {
-    let heads = lse.dim() - 2;
-    let lse_stride = if m.nheads > 1 || m.batch > 1 { lse.stride()[heads] } else { m.seqlen_q };
+    let heads_dim = lse.dim() - 2;
+    let lse_stride = if m.nheads > 1 || m.batch > 1 { lse.stride()[heads_dim] } else { m.seqlen_q };
     for (first, batches) in plan::batch_chunks(m.batch) {
         let of_first = |t: &Tensor, stride: i64| at(t, first * m.nheads * stride);
         let params = MergeParams {

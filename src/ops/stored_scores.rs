@@ -21,13 +21,15 @@ impl StoredMemory {
     /// Allocates memory for launches of `entries` batch entries (1 if packed).
     pub fn new(plan: StoredPlan, a: &Attention, entries: i64, launcher: &dyn Launcher) -> Result<StoredMemory> {
         let heads = plan.heads * (a.nheads / a.nheads_k);
-        let tile = |columns, rows, kind| {
-            let sizes = [entries, heads, plan.query_tiles, columns, rows, STORED_ROWS];
+        // p and ds have a tile for each key tile, dq_sums one for each column tile of dq. With `split` a tile of p or ds has high parts, low
+        // parts and a row of units.
+        let tile = |tiles, rows, kind| {
+            let sizes = [entries, heads, plan.query_tiles, tiles, rows, STORED_ROWS];
             tensor::empty(&sizes, kind, launcher)
         };
-        let sum_columns = if plan.key_launches > 1 { plan.columns } else { 0 };
+        let sum_tiles = if plan.key_launches > 1 { plan.columns } else { 0 };
         let scores = || tile(plan.key_tiles, plan.tile_rows(), Kind::Half);
-        Ok(StoredMemory { plan, p: scores()?, ds: scores()?, dq_sums: tile(sum_columns, STORED_ROWS, Kind::Float)? })
+        Ok(StoredMemory { plan, p: scores()?, ds: scores()?, dq_sums: tile(sum_tiles, STORED_ROWS, Kind::Float)? })
     }
 
     /// Returns the tensors by name.

@@ -42,7 +42,7 @@ pub struct BwdParams {
     pub headdim_rounded: i32,
     /// Sizes, window and scale.
     pub problem: Problem,
-    /// `softmax_scale` with its sign: the factor of dk, and of dq in dq kernels, which flip queries. (Other kernels flip keys, so the
+    /// `softmax_scale` with its sign: the factor of dk, and of dq in dq kernels, which flip the signs of queries. (Other kernels flip keys, so the
     /// accumulator of dq takes `problem.scale`.)
     pub signed_scale: f32,
     /// Not 0: kernels write dq, dk and dv as fp32; operands are fp16. Plain kernels ignore it.
@@ -73,7 +73,7 @@ pub struct BwdParams {
 pub struct BwdSplits {
     /// Scratch: gradients of splits in fp32, max_splits for each of `tiles` key blocks of each head.
     pub partials: *mut f32,
-    /// Scratch: a semaphore for each of these key blocks, as [`DecodeParams::semaphores`].
+    /// Scratch: a semaphore for each of these key blocks, as `DecodeParams::semaphores`.
     pub semaphores: *mut u64,
     /// Distinguishes this call's semaphores from other contents of the memory.
     pub launch_id: u64,
@@ -115,8 +115,9 @@ pub struct BwdBlockParams {
 #[derive(Clone, Copy, Debug)]
 pub struct StoredScores {
     /// Scratch: P^T times 2^12, fp16, in tiles of 128 keys by 128 queries: (batch, query heads of the launch, query_tiles, key_tiles).
+    /// For fp32 tensors a tile has 257 rows: high parts, low parts and a row of units.
     pub p: *mut u16,
-    /// Scratch: dS^T, likewise.
+    /// Scratch: dS^T in the same tiles, without that factor.
     pub ds: *mut u16,
     /// Scratch: fp32 sums of dq between launches for the same heads. Without elements if one launch has all keys.
     pub dq_sums: *mut f32,

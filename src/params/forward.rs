@@ -1,4 +1,4 @@
-//! Blocks of forward passes.
+//! Parameter blocks of forward passes.
 
 use super::cache::Cache;
 use super::shared::{BlockLists, ElementType, Lengths, Operand, Output, Problem, ScoreOptions};

@@ -1,4 +1,7 @@
-//! Made-up families beside Volta.
+//! Made-up families beside Volta. TURING is one (main.rs), without a backward pass. The real Turing family takes no part, except where a
+//! test uses `plan::forward` or `kernels::variants`.
+//!
+//! `volta_and` puts tables before Volta's. `like` copies a kernel into another family.
 
 use super::*;
 

@@ -70,7 +70,10 @@ def sage(module: torch.nn.Module) -> Iterator[None]:
 
 
 def compare(name: str, run, module, device: str, dispatches: bool) -> bool:
-    """Prints a row. `run` returns the output of a module. Returns whether it is right."""
+    """Prints a row. `run` returns the output of a module. Returns whether it is right.
+
+    `dispatches`: whether set_attention_backend reaches all of the module's attention.
+    """
     force = device == "cuda"
     with torch.no_grad():
         expected = run(copy.deepcopy(module).double(), torch.float64).double()

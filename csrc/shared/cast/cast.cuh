@@ -51,7 +51,8 @@ __device__ __forceinline__ float times_power(float x, int exponent) {
 }
 
 // Exponents of a group: fp16 numbers are the given ones times 2^exponent. p.scale_exponent: the power of two that q takes over from
-// softmax_scale.
+// softmax_scale. p.score_exponent is the exponent of headdim * scale_log2, rounded up; p.scale_log2_exponent is that of scale_log2.
+// Rows whose scores may exceed 2^max_score_exponent (log2 units) get an exponent that lowers them to 2^lowered_score_exponent.
 struct Exponents {
     int q, k, v;
     bool has_moved;  // q or k need a scale, or rows may need exponents of their own
@@ -183,8 +184,8 @@ __device__ __forceinline__ void cast_as_is(const CastParams& p, const Head& head
     if (threadIdx.x % 32 == 0 && largest) atomicMax(p.largest + head.tensor * p.groups + head.group, largest);
 }
 
-// Calls f(row, exponent) for each row of a head with its exponent, for the lanes of rows that do not exist with row = -1.
-// `lse_row`: of the head's first row.
+// Calls f(row, exponent of the group, further exponent of the row) for each row of a head. Lanes of rows that do not exist only
+// take part in shuffles. `lse_row`: of the head's first row.
 template <class F>
 __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, const Exponents& of, long long lse_row, F f) {
     const int of_group = head.tensor == kQ ? of.q : head.tensor == kK ? of.k : of.v;

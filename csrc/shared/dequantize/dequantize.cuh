@@ -5,7 +5,7 @@
 // Bound by memory. A block has BLOCK_ROWS tokens of a KV head; a thread converts eight columns of a row of K or V at a time, 16
 // bytes of output. Computed in fp32 and rounded once, bitwise identical to python/volta_fa/kv_cache/formats.py.
 //
-// The kernel's row in src/kernels gives BLOCK_ROWS and THREADS (of a block).
+// The kernel's row in src/kernels gives BLOCK_ROWS and THREADS (of a block), and STEP (the longest step of attention kernels).
 #pragma once
 
 #include "cache.cuh"
@@ -79,7 +79,7 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
     // First token that some query sees. Up to STEP tokens before it become zeros: attention kernels, whose steps are not longer,
     // load and mask them.
     const int seen = seqlen_q > 0 ? min(max(end - seqlen_q - problem.window_left, 0), end) : end;
-    // bf16 output is scanned for its maximum (src/ops/scaled.rs), so all of it is written.
+    // bf16 output is scanned for its maximum (cast.cuh, for src/ops/scaled.rs), so all of it is written.
     const int begin = max(first, Element == ElementType::Bf16 ? 0 : seen - STEP);
     // Writes the sequence's length for the attention kernel; -1, which makes its output NaN, if lengths or pages are invalid.
     if (p.seqlens_k_out && first == 0 && head == 0) {

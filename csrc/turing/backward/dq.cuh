@@ -67,13 +67,15 @@ struct BackwardDq {
                                                                    const LaneRows& neg_delta, bool masked, const Bits& bits) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
+        // Registers cannot be indexed dynamically. So each iteration works on tile 0, and next_tile moves the others down by one.
+        // append_tile does the same for the results, and puts the new one last.
 #pragma unroll 1
         for (int tile = 0; tile < kRowTiles * kColumnTiles; tile++) {
             const int n = tile / kRowTiles, m = tile % kRowTiles;
             const ScoreCoord<Layout> coord(lane, row + 16 * m, key + 8 * n);
             const auto of_row = [&](const LaneRows& x, int v) {
                 const int r = Layout::row_of(v);
-                return m ? x[kRowTiles - 1][r] : x[0][r];
+                return m ? x[kRowTiles - 1][r] : x[0][r];  // kRowTiles is 1 or 2: a choice of two needs no index
             };
             Accumulator &x = s[0][0], &dx = dp[0][0];
             // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
@@ -176,6 +178,7 @@ struct BackwardDq {
             clear_tiles(s);
             clear_tiles(dp);
             {
+                // the lane's address of K as operand B of Q K^T; keys_by_rows: as operand B of dS K
                 const u32 step = keys_by_chunks<S>(tile, remat_thread() % 32);
 #pragma unroll
                 for (int c = 0; c < kPairs; c++) {

@@ -69,10 +69,13 @@ struct BackwardDqWarpSpecialized {
         }
     }
 
-    // Statistics of the lane's rows. First role: -lse in log2 units plus kProbabilityBits. Second role: -delta / kProbabilityUnit.
+    // P is kept times kProbabilityUnit, 2^kProbabilityBits = 2^12, with which small P fit fp16. So the second role divides dP -
+    // delta. Statistics of the lane's rows. First role: -lse in log2 units plus kProbabilityBits. Second role: -delta /
+    // kProbabilityUnit.
     using LaneRows = float[kRowTiles][Layout::kRows];
     static __device__ __forceinline__ float of_row(const LaneRows& x, int m, int v) {
         const int r = Layout::row_of(v);
+        // A rolled loop's m is no constant: as an index it would put x in local memory. A warp has one or two row tiles.
         return m ? x[kRowTiles - 1][r] : x[0][r];
     }
 

@@ -9,7 +9,7 @@
 
 namespace turing {
 
-// Initial accumulators of S^T of a step: c[n][m], of 8 queries and 16 keys each.
+// Initial accumulators of S^T of a step: s[n][m], of 8 queries and 16 keys each.
 template <class Layout, int N>
 struct InitialScores {
     using Scores = Accumulator[N][Layout::kTileKeys / 16];

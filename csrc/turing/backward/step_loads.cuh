@@ -30,7 +30,8 @@ struct StepStats {
 #pragma unroll
         for (int i = 0; i < kGroups; i++) x[i] = is_lse ? fmaf(x[i], scale_log2, shift) : x[i] * (1.f / kProbabilityUnit);
     }
-    // Values of the lane's two queries in column tile n.
+    // Values of the lane's two queries in column tile n. KeysLayout<2> gives a lane's places in S^T. Its argument, the number of
+    // tiles of 16 keys, does not change the lane's queries.
     __device__ __forceinline__ float2 neg_lse_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kLseAt); }
     __device__ __forceinline__ float2 neg_delta_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kDeltaAt); }
 
@@ -77,7 +78,8 @@ public:
     }
     static __device__ __forceinline__ void store(const Part& x, u32 tile) {
         const u32 thread = remat_thread();
-        // dropout permutes each eight rows (kOneCallPerLane, fragments.cuh)
+        // With dropout alone, one Philox call draws for two queries 4 apart (kOneCallPerLane, fragments.cuh). So queries 0, 4, 1,
+        // 5, 2, 6, 3 and 7 take adjacent rows.
         const u32 row =
             kOneCallPerLane ? thread / kLanes / 8 * 8 + KeysLayout<2>::row_of_query(thread / kLanes % 8) : thread / kLanes;
         tile += remat_swizzled<S::kChunks>(row, thread % kLanes);

@@ -8,7 +8,7 @@
 
 namespace turing {
 
-// Whether the kernel has code for a boolean mask: in rows of this kernel that is what Feature::Bias means.
+// Whether the kernel has code for a boolean mask. The fast kernel's variants in src/kernels name this feature Feature::Bias.
 constexpr bool kHasMask = kHasBias;
 
 // The keys of a span (kSpan keys, a step of the kernel) that rows see, a bit each. kRows: rows of a lane, which its quad shares.

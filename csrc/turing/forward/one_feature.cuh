@@ -2,8 +2,9 @@
 // score function, needs nothing here: pipelined.cuh.)
 //
 // ALiBi and bias are the initial accumulators of Q K^T, in units of the products, so nothing comes between product and softmax.
-// Dropout masks packed probabilities; generic kernels use that too. pipelined.cuh calls all of it. A step is 16 keys: tile `half`
-// of it, 0 or 1, has a lane's first or second two of four keys.
+// Dropout masks packed probabilities; generic kernels use that too. pipelined.cuh and pipelined_parts.cuh call all of it. A step is
+// 16 keys: tile `half` of it, 0 or 1, has a lane's first or second two of four keys. (With dropout alone: keys 0 and 2, or 1
+// and 3.)
 #pragma once
 
 #include "turing/forward/layout.cuh"
@@ -103,7 +104,9 @@ private:
     }
 };
 
-// Dropout mask of a step. One Philox call has the eight probabilities of a lane in one row tile.
+// Dropout mask of a step. One Philox call has the eight probabilities of a lane in one row tile. With dropout alone, a lane has
+// keys 0 and 2 of its four in a step's first tile, and 1 and 3 in the second (kEverySecondKey): the two numbers of a tile share a
+// word. dropout_inverted is 0 if numbers from the threshold on keep their probability, and has all bits set if those below do.
 template <int RowTiles>
 struct StepDropoutMask {
     // [row tile][row][tile of keys]: 0xffff in each half whose random number is not below the threshold (DropoutRule)

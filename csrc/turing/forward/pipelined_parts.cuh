@@ -58,9 +58,9 @@ struct PipelinedParts {
     // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then
     // the keys before it in descending order, then the keys after it in descending order.
     static constexpr bool kBackwards = kInitialAlibi;
-    static constexpr int kNextTile = ForwardLayout::kNextTile;
+    static constexpr int kNextTile = ForwardLayout::kNextTile;  // from a lane's keys in a step's first tile to those in its second
     static constexpr bool kBarrierEverySecondStep = Slots == 8;  // else every step has a barrier
-    static constexpr int kAhead = kBarrierEverySecondStep ? 3 : 2;
+    static constexpr int kAhead = kBarrierEverySecondStep ? 3 : 2;  // step j stores the rows of step j + kAhead to the ring
     static_assert(Slots == 4 || Slots == 8, "kAhead knows pipelines of four and of eight slots");
     static_assert(kSlotBytes % 128 == 0, "at_group needs slots of whole 128-byte rows");
 
@@ -179,7 +179,8 @@ struct PipelinedParts {
 
     // Packs as pack_probabilities does, with a clamp and an integer subtraction instead of the multiplication.
     __device__ __forceinline__ static u32 pack_by_integers(float lo, float hi) {
-        constexpr u32 kExponent = 104;  // that of fp16's subnormals, times kPackedOne
+        // fp32's exponent that becomes fp16's 0, that of subnormals: 112 (softmax.cuh) less 8 for the factor kPackedOne, 2^8.
+        constexpr u32 kExponent = 104;
         const u32 a = max(__float_as_uint(lo), kExponent << 23) * 8 + (0x8000 - (kExponent << 26));
         const u32 b = max(__float_as_uint(hi), kExponent << 23) * 8 + (0x8000 - (kExponent << 26));
         return upper_halves(a, b);
@@ -210,7 +211,8 @@ struct PipelinedParts {
                 if ((MayMask || kBatchInvariant) && kFullRow) return pack_by_integers(x[0], x[1]);
                 return pack_probabilities(x[0], x[1]);
             }
-            // With a score function alone (softcap), states stand for scores, which are linear functions of them.
+            // With a score function alone (softcap), states stand for scores, which are linear functions of them
+            // (score_function.cuh).
             float x[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -239,6 +241,7 @@ struct PipelinedParts {
             for (int r = 0; r < ForwardLayout::kRows; r++) {
                 float m = row_max<ForwardLayout>(s.lane_maximum(mt, r));
                 if (kOnlyFunction) m = function_of(p).state(m);
+                // batch-invariant: a row moves its maximum only for its own sum, not for a neighbor's
                 if (kBatchInvariant && !(row_max<ForwardLayout>(tile_softmax.sum[mt][r]) > kLargestSum)) m = negative_infinity();
                 rescale(mt, r, softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(m, scale, 0.f));
                 p_last[mt][r] = tile_softmax.template probabilities<true>(p, s, softmax, scale, mt, r);

@@ -4,7 +4,7 @@
 // Forward holds both parts of a step in shared memory: multiply() and add_output(). WideForward has room for one part at a time:
 // the functions for high and low.
 //
-// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// Of a lane, quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "forward/split.cuh"
@@ -41,6 +41,7 @@ struct Split {
     template <int Headdim, int LowColumn = Headdim>
     struct Queries {
         static constexpr int kHalf = Headdim / kChunk;  // chunks of the high parts
+        // Volta's Queries keep low parts in shared memory. These have all in registers, so load() ignores its last two arguments.
         static constexpr int kSharedBytes = 0;
         OperandA q[1][2 * kHalf];
 

@@ -5,8 +5,8 @@
 // product of the next step: exp2 on the XU pipe, the product on the tensor cores. The test of the lazy row maximum runs beside
 // the second product.
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The quad-pair has row qm and column qn of the 2x2
-// (volta/mma.cuh).
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The four quad-pairs of a warp form a 2x2 over a tile
+// of 16 by 16. The lane's quad-pair is in row qm and column qn of it (volta/mma.cuh).
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step) and SHARED_BYTES (of a block).
 #pragma once
@@ -112,6 +112,7 @@ struct ForwardRegisterQ {
         __device__ __forceinline__ PagedKeyLoader(const FwdParams& params, const Block& block, int first_row, int key, int key_end,
                                                   u32 ring)
             : p(params), tiles(threadIdx.x, params, block, first_row, key, key_end) {
+            // Paged kernels have headdim 64, where each thread loads a chunk of K and one of V.
             static_assert(!kSplitLoads && kChunks % 8 == 0, "KeyLoader covers the other cases");
             const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
             k_store = ring + row * kPitch + chunk * kChunkBytes;
@@ -169,7 +170,8 @@ struct ForwardRegisterQ {
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
         UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);
-        // Each chunk is as a tile of K after the ring: a lane's chunk lies where it stores K's.
+        // Bias and dropout keep here what has no register (LaneScratch). Each of its chunks is as a tile of K after the ring: a
+        // lane's chunk lies where it stores K's.
         const LaneScratch memory{loader.k_store + kRingBytes, kStep * kPitch};
         KernelFeature features(p, grid, mask, unmasked, memory, row, key);
         unmasked.first = keep_in_register(unmasked.first);
@@ -224,8 +226,10 @@ struct ForwardRegisterQ {
 #pragma unroll
         for (int c = 0; c < kAhead; c++) k_ahead[c] = load_shared(k_lane + kSlotBytes + c * kChunkBytes);
 
-        // With lists: whether a step exists, and whether it has scores to hide, which is decided a step ahead, beside products.
-        // Votes, although all lanes agree: they tell the compiler that no warp diverges.
+        // Under BlockMaskGrid, lists name the keys that a block visits. kHidesAll marks these grids: their bits hide all masked
+        // scores, those of lengths, causal masks and windows included. With lists: whether a step exists, and whether it has scores
+        // to hide, which is decided a step ahead, beside products. Votes, although all lanes agree: they tell the compiler that no
+        // warp diverges.
         const auto exists = [&] { return Bits::kHidesAll ? __any_sync(~0u, keys.exists()) : keys.exists(); };
         const auto is_masked = [&](int steps) {
             if constexpr (Bits::kHidesAll)

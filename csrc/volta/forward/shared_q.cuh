@@ -2,10 +2,13 @@
 // Schedule of a step of Step keys (TurboMind's order: a global load is in flight during one product, and its registers are free
 // for the other operand in the next):
 //
-//   S = Q K^T  |  store V, load next K  |  barrier  |  mask, softmax, O += P V  |  store K, load next V  |  barrier
+//   S = Q K^T, mask  |  store V, load next K  |  barrier  |  softmax, O += P V  |  store K, load next V  |  barrier
 //
-// The first product is a rolled loop over chunks of headdim, the second is unrolled: the step has to fit the 12 KiB instruction
-// cache.
+// The first product is a rolled loop over chunks of headdim, the second a rolled loop over tiles of 16 keys: the step has to fit
+// the 12 KiB instruction cache.
+//
+// A kernel with required features (features.cuh) always applies them, through `features`. A generic kernel has all score features,
+// and tests its parameters for each one.
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a tile, for all key groups), THREADS and
 // SHARED_BYTES (of a block), and BLOCKS_PER_SM.
@@ -109,6 +112,7 @@ struct ForwardSharedQ {
 #pragma unroll 1
         for (int w = 0; w < 2; w++, v = v_other) {
             accumulate_columns<1>(o, [&](int mt, int, int u) { return p.part[mt][0][u]; }, [&](int) { return v; });
+            // The second exchange has no reader; kernels with lists skip it.
             if (!kListed || w == 0) p.exchange(0);
         }
     }

@@ -1,7 +1,8 @@
 """Masks that are kept, and found again by the values that they are made of.
 
 Memory that a tensor shares can change without a trace. So each call compares the bytes of all tensors that decide about a mask, and
-waits for the device once. A mask function without a Recording is evaluated at each call.
+waits for the device once. A mask function with a Recording has run once, and its operations, constants and tensors are known. Any other
+function is evaluated at each call.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _variant_row(variant: dict[str, Any]) -> dict[str, Any]:
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
-    # no frame and short titles, so that eight columns fit 80 characters, even with the longest names
+    # no frame and short titles, so that eight columns fit _ROW_WIDTH characters, even with the longest names
     table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
     for index, column in enumerate(rows[0]):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)

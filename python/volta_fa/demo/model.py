@@ -24,7 +24,7 @@ def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 
 class RoundedAttention:
-    """PyTorch's attention with every output element, and every incoming gradient, moved by one rounding error.
+    """PyTorch's attention with every output element, and every incoming gradient, moved by one or two units in the last place.
 
     Training amplifies this difference as it amplifies the rounding of any correct implementation.
     """

@@ -146,7 +146,7 @@ class _Sharding:
         return self._placements(0 if t.shape[0] > 1 else None, 1 if t.shape[1] > 1 else None)
 
     def lists(self, t: Tensor) -> list[Placement]:
-        """Returns the placements of block lists. Tiles of bits have numbers of the whole mask, and are replicated."""
+        """Returns the placements of block lists. Their tiles of bits (block_bits) have numbers of the whole mask, and are replicated."""
         for what, size, full in zip((_BATCH, _HEADS), t.shape, self._full):
             if what in self._sharded and size not in (1, full):
                 raise bad_argument("block_lists", f"{size} {what} of a sharded dimension", f"1 or {full}", error=NotImplementedError)

@@ -8,11 +8,12 @@ pub const TURING: Family = Family {
     sm: 75,
     native: &[75],
     shared_bytes: 64 * 1024,
-    threads: 1024,
+    threads: 1024, // of an SM
+    // passes whose grids may have heads as their first axis
     either_order: &[Pass::Forward, Pass::ForwardSplit, Pass::Prefill, Pass::FastForward],
-    has_key_block_offset: false,
-    stores_dbias: false,
-    stored_above: 256,
+    has_key_block_offset: false, // no backward launch takes a part of the blocks of keys
+    stores_dbias: false,         // no kernel stores the gradient of a bias as fp16
+    stored_above: 256,           // headdim: wider heads are faster with P and dS in memory
     // csrc/turing/backward/row_stats.cuh
     scratch: Some(Scratch {
         row_rounding: 32,

@@ -47,7 +47,7 @@ const TILES: [DecodeTile; 16] = [
 const INVARIANT_TILES: [DecodeTile; 4] = [TILES[2], TILES[6], TILES[10], TILES[14]];
 
 /// Returns true if the table has a kernel. Quantized caches have none of 64 rows. Of unquantized ones the tile of 32 rows takes
-/// 16 rows in the same time, but for fp16 at headdim 512. With a tree, fp16's 64 rows of headdim 512 would spill.
+/// 16 rows in the same time, but for fp16 at headdim 512. With a tree (the mask of draft tokens in speculative decoding), fp16's 64 rows of headdim 512 would spill.
 fn is_built(v: &Variant) -> bool {
     let is_wide = v.headdim > 256 && !v.is_bf16;
     let is_wide_tree = is_wide && v.required_features != FeatureSet::NONE;
@@ -70,6 +70,7 @@ fn decode(format: CacheFormat, tile: DecodeTile) -> Variant {
 fn staged(row: Variant) -> Variant {
     let Variant { headdim, block_rows, step, threads, shared_bytes, .. } = row;
     let warps = threads / 32;
+    // bytes; rows of fp32 outputs have 4 floats of padding
     let outputs = warps / shared::column_groups(headdim) * step * (headdim + 4) * 4;
     // A token has a row of keys, a row of values and four numbers. pitch: bytes of a row of int4 codes of one column group; those of
     // 128 bytes get 32 of padding (`kPitch` of staged_loader.cuh).
@@ -117,7 +118,9 @@ fn mla(format: CacheFormat, ([block_rows, step], threads, blocks_per_sm): MlaTil
     let queries = block_rows / 16 * 4 * stored * 512;
     // tokens and their scales; four parts of scores, probabilities and a factor of each row
     let work = queries + 16 * (2 * 576 + 16) + 16 * 4 + block_rows * (4 * 16 * 4 + 16 * 2 + 4);
+    // rows of fp32 outputs have 4 floats of padding
     let output = step * (512 + 4) * 4;
+    // 16 bytes a row: its softmax state and RowInfo (csrc/decode/block.cuh); 256 bytes for the rest of the block
     let shared_bytes = work.max(output) + block_rows * 16 + 256;
     Variant {
         cache: format,
@@ -136,7 +139,8 @@ pub fn mla_rows() -> impl Iterator<Item = Variant> {
     FORMATS.iter().filter(|row| row.of_latents).flat_map(|row| {
         let first = if row.format.is_quantized() { ([16, 8], 128, 3) } else { ([16, 16], 128, 2) };
         let rows = [first].into_iter().chain(MLA_TILES).map(|tile| mla(row.format, tile));
-        // three blocks of 16 rows leave a row's own unit of int8 no registers
+        // In batch-invariant int8 kernels each row moves its own unit of probabilities (ProbabilityScale, csrc/decode/scales.cuh). Three
+        // blocks of 16 rows an SM leave no registers for that.
         let (_, threads, _) = first;
         let invariant = match row.format {
             CacheFormat::Int8 => [([16, 8], threads, 2)],

@@ -1,4 +1,6 @@
-//! A model of the fast kernels in ATen operations: the oracle of their tests.
+//! A model of the fast kernels (`fwd_fast`: int8 scores, fp16 sums) in ATen operations: the oracle of their tests.
+//!
+//! Codes are int8 numbers of Q and K: a code times its scale is the number. A span is the keys of a step of the kernel.
 //!
 //! It has their codes and scales, bit for bit, flushed probabilities, and fp16 sums of 8 keys at a time. It takes a row's final maximum
 //! for the reference, where kernels have an earlier one, so probabilities may round differently. Memory is O(seqlen) for each of some rows.
@@ -8,8 +10,9 @@ use crate::error::Result;
 use crate::ops::codes::{kernel_headdim, Codes, SCALES, SCALE_KEYS};
 use tch::{Device, Kind, Tensor};
 
-/// csrc/turing/fast/codes.cuh has this and the next.
+/// Maximum number of evenly spaced keys in K's mean. csrc/turing/fast/codes.cuh has this and the next.
 const MEAN_KEYS: i64 = 128;
+/// Smallest scale: the product of two is a normal number, so that a score of -inf stays -inf.
 const SMALLEST_SCALE: f64 = 1e-18;
 /// Threads of the prepare kernel, and the keys of one of its blocks (src/kernels/turing/fast.rs). Eight columns take a thread, so the number
 /// of keys that it sums apart depends on the headdim.
@@ -17,7 +20,7 @@ const PREPARE_THREADS: i64 = 256;
 const PREPARED_KEYS: i64 = 256;
 /// Keys that one product adds to fp16 sums.
 const PRODUCT_KEYS: i64 = 8;
-/// Rows with larger scores in log2 get a higher temperature: csrc/turing/fast/forward.cuh says why.
+/// Rows with larger scores in log2 get a higher temperature: above 2^23, floats are too coarse for differences of scores.
 const TEMPERED_FROM: f64 = 8_388_608.0;
 /// Rows at once.
 const CHUNK_ROWS: i64 = 256;
@@ -25,7 +28,7 @@ const CHUNK_ROWS: i64 = 256;
 const LOG2_SMALLEST: f64 = -14.0;
 const LN_2: f64 = std::f64::consts::LN_2;
 
-/// Returns (headdim, keys of a span) of the kernel for these columns.
+/// Returns (headdim, keys of a span) of the kernel for these columns. A span's K has 64 * 64 codes at any headdim.
 fn tile(columns: i64) -> (i64, i64) {
     let headdim = kernel_headdim(columns);
     (headdim, 64 * 64 / headdim)
@@ -44,6 +47,7 @@ pub fn prepare(part: &Part, smooth_k: bool, rotate: bool, codes: &Codes) -> Resu
             let to = |t: &Tensor| t.f_select(0, head)?.f_select(0, entry);
             let keys = Keys::new(&of(&part.k, headdim)?, smooth_k, rotate)?;
             to(&codes.k_codes)?.f_copy_(&keys.codes.f_transpose(0, 1)?)?;
+            // the first 2 * SCALES keys of a block have each scale twice, once for each key of a pair
             to(&codes.k_scales)?
                 .f_copy_(&keys.scales.f_view([-1, SCALE_KEYS])?.f_narrow(1, 0, 2 * SCALES)?.f_view([-1, SCALES, 2])?.f_select(2, 0)?)?;
             to(&codes.k_mean)?.f_copy_(&keys.mean.f_squeeze_dim(1)?)?;
@@ -265,7 +269,8 @@ fn hidden(part: &Part, entry: i64, head: i64, row: i64, rows: i64) -> Result<Ten
     Ok(hidden)
 }
 
-/// Rounds down what is larger than fp16's largest number by rounding alone: a mean of V is no larger than V.
+/// Rounds down what is larger than fp16's largest number by rounding alone: a mean of V is no larger than V. Rounding does not reach
+/// 66000, so larger numbers stay, and fp16 makes them infinite.
 fn below_overflow(x: &Tensor, kind: Kind) -> Result<Tensor> {
     let largest = f64::from(half::f16::MAX);
     if kind != Kind::Half {
@@ -292,7 +297,7 @@ fn attend(q: &Tensor, keys: &Keys, values: &Values, hidden: &Tensor, scale: f64,
     let scores = scores.f_masked_fill(hidden, f64::NEG_INFINITY)?;
     let maximum = scores.f_amax([1_i64].as_slice(), true)?;
     let maximum = maximum.f_masked_fill(&maximum.f_eq(f64::NEG_INFINITY)?, 0.0)?;
-    // what 1 is packed as
+    // log2 of what 1 is packed as: a span of ones sums to 2^11, and may grow by 2^4 to 2^15, which fp16 holds
     let one = f64::from(15 - (products * PRODUCT_KEYS).ilog2() as i32 - 4);
     let largest = Tensor::f_full_like(&maximum, TEMPERED_FROM)?;
     let inverse_temperature = largest.f_div(&maximum.f_abs()?.f_clamp_min(TEMPERED_FROM)?)?;

@@ -297,7 +297,7 @@ fn plain(bias: &Tensor, kind: Kind) -> Result<Option<Tensor>> {
     Ok((!changes).then(|| bias.shallow_clone()))
 }
 
-/// Converts a bias to numbers of type `kind`; -inf for hidden keys.
+/// Converts a bias to numbers of type `kind`; -inf for hidden keys. Numbers from LOWEST_SCORE down hide keys too, but fp16 has none.
 fn additive(bias: &Tensor, kind: Kind) -> Result<Tensor> {
     if bias.kind() == Kind::Bool {
         return Ok(Tensor::f_zeros(bias.size(), (kind, Device::Cpu))?.f_masked_fill_(&bias.f_logical_not()?, f64::NEG_INFINITY)?);

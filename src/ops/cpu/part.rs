@@ -115,10 +115,11 @@ impl Span {
         Ok(t)
     }
 
-    /// Returns the codes of the span's keys; k_codes and k_scales have a dimension of entries before that of the rows.
+    /// Returns the int8 codes (`fwd_fast`) of the span's keys; k_codes and k_scales have a dimension of entries before that of the rows.
     pub fn codes(&self, codes: &Codes) -> Result<Codes> {
         let blocks = ceil_div(self.seqlen_k, SCALE_KEYS);
-        // as csrc/turing/fast/codes.cuh; dense entries are one span
+        // A packed sequence's codes begin on a block of SCALE_KEYS keys (csrc/turing/fast/codes.cuh). One block for each sequence before
+        // it leaves room for that one's unfinished block. Dense entries are one span.
         let first = self.k_start / SCALE_KEYS + self.entry;
         let of_keys = |t: &Tensor, unit: i64| {
             let sizes = t.size();

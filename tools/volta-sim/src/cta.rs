@@ -9,7 +9,7 @@ pub struct Arrival {
     /// the barrier
     pub id: usize,
     pub mode: BarMode,
-    /// the threads' group in their warp
+    /// number of the threads' group in Warp::groups: threads that diverged together and share a pc
     pub group: usize,
     /// threads that the barrier waits for; 0: all of the CTA
     pub threads: u32,
@@ -50,6 +50,7 @@ impl Cta {
                 Warp::new(i, env.prog.reg_file, if n == 32 { !0 } else { (1 << n) - 1 })
             })
             .collect();
+        // all bits set are NaN in fp16 and fp32, so that reads of unwritten shared memory show
         Cta { id, shared: vec![0xff; env.smem_bytes as usize], warps, bars: vec![CtaBar::default(); 16], live_warps: nw, released: vec![] }
     }
     pub fn done(&self) -> bool {
@@ -111,7 +112,7 @@ impl Cta {
         for id in 0..16 {
             let b = &self.bars[id];
             if b.arrived > 0 && b.expect == 0 && b.arrived >= self.live_warps {
-                // a reduction barrier finished by an exit keeps the OR/POPC of those that arrived
+                // no arrival's mode is kept, so a reduction that an exit completes has the result 0
                 self.bar_release(id, None);
             }
         }

@@ -58,7 +58,7 @@ impl Class for Atomic {
         let wide = self.wide();
         let n = if wide { 8u64 } else { 4 };
         let (s0, s1) = if wide {
-            // CAS takes its swap value from the pair after the compare pair or from src[1]
+            // CAS compares with src[0] and stores src[1]
             (s.int64(0)?, s.int64(1)?)
         } else {
             (s.raw(0)?.each(|x| x as u64), s.raw(1)?.each(|x| x as u64))
@@ -97,6 +97,7 @@ impl Class for Atomic {
                 } else {
                     (p as *mut u32).write_unaligned(new as u32);
                 }
+                // CAS.SPIN returns whether it swapped, not the old value
                 old[l] = if self.spin { (cur == s0[l]) as u64 } else { cur };
             }
         }
@@ -106,6 +107,7 @@ impl Class for Atomic {
             } else {
                 s.wr(&old.each(|x| x as u32));
             }
+            // the first predicate: the lane's operation is done
             s.setp(0, !elsewhere);
         }
         Ok(())
