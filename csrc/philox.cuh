@@ -128,6 +128,7 @@ struct DropoutRule {
     __device__ __forceinline__ unsigned kept_halves(unsigned numbers) const { return not_below(numbers) ^ inverted; }
     // Returns a bit for each of the eight probabilities of a call, numbered by kept_bit.
     __device__ __forceinline__ unsigned kept_bits(const uint4& numbers) const {
+        // Words x, y, z and w give bits 0 to 3 of both halves: the lower for columns c, the upper for columns c + 2.
         return (kept_halves(numbers.x) & 0x10001) | (kept_halves(numbers.y) & 0x20002) | (kept_halves(numbers.z) & 0x40004) |
                (kept_halves(numbers.w) & 0x80008);
     }

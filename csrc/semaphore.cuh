@@ -2,7 +2,7 @@
 // kernels.
 #pragma once
 
-constexpr int kSemaphoreCountBits = 16;
+constexpr int kSemaphoreCountBits = 16;  // lowest bits of a semaphore: blocks that have arrived; above them the launch's id
 
 // Returns true if exactly one block of this launch has arrived. The later of two blocks need not store its results then.
 __device__ __forceinline__ bool one_arrived(const unsigned long long* semaphore, unsigned long long launch_id) {

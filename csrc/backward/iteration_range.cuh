@@ -36,6 +36,7 @@ struct QueryRange {
     __device__ __forceinline__ int rows(const BwdParams& p) const { return kVarlen ? end : p.problem.seqlen_q; }
     // Returns the next step, or, after the last, one whose statistics may be loaded.
     __device__ __forceinline__ int next_step(const BwdParams& p, int row) const {
+        // (end - 1) & -Step: the first row of the last step
         return min(row + Step, kVarlen ? (end - 1) & -Step : p.seqlen_q_rounded - Step);
     }
 };

@@ -40,6 +40,7 @@ __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdPara
     const ScoreOptions& options = p.score_options;
     const Bias bias(p.problem, options, batch, head);
     if constexpr (Layout::kKeys == 2) {
+        // A load takes an aligned group of four keys, of which the lane has every second.
         uint4 loaded[Layout::kRows];
 #pragma unroll
         for (int r = 0; r < Layout::kRows; r++)
@@ -148,6 +149,7 @@ __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, 
 template <class Layout>
 __device__ __forceinline__ unsigned draw_kept_rows(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     static_assert(Layout::kKeys == 4 && Layout::kRows == 2, "a lane has four keys of two queries");
+    // Rows r and r + 4 share a call, which is that of the row whose bit 2 is clear (philox.cuh): hence `& ~4`.
     const int has_bit_of_4 = coord.query(0) >> 2 & 1;
     const int row = (coord.query(0) & ~4) + has_bit_of_4 * Layout::row_slot(1);
     const unsigned mine = rule.kept_bits(philox.numbers(row, coord.key(0)));
@@ -160,6 +162,7 @@ __device__ __forceinline__ unsigned draw_kept_pairs(const Philox& philox, const 
                                                     const ScoreCoord<Layout>& coord) {
     static_assert(Layout::kRows == 2 && Layout::kKeys == 2, "a lane has two keys of two queries");
     const int odd = coord.key(0) & 1, row = coord.query(0) + (odd ? Layout::row_slot(1) : 0);
+    // The call of the row whose bit 2 is clear, and of an aligned group of four keys (philox.cuh).
     const unsigned mine = rule.kept_bits(philox.numbers(row & ~4, coord.key(0) & ~3));
     return merge_calls(mine, __shfl_xor_sync(~0u, mine, Layout::kKeyPartnerMask), row >> 2 & 1, odd) >> odd;
 }

@@ -70,6 +70,7 @@ class DroppedKeys {
 public:
     __device__ __forceinline__ DroppedKeys(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
         const int odd = coord.key(0) & 1, has_bit_of_4 = coord.query(0) >> 2 & 1;
+        // A call is that of a row whose bit 2 is clear, and of an aligned group of four keys (philox.cuh).
         const unsigned drawn = rule.kept_bits(philox.numbers((coord.query(0) & ~4) + odd + 2 * has_bit_of_4, coord.key(0) & ~3));
         // Bits of the lane's queries `odd` and odd + 2, then of the other two. Shifted by `odd`, the lane's keys are in columns
         // 0 and 2.

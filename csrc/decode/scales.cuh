@@ -40,7 +40,7 @@ struct StepScales {
 // callers make the row's sum NaN.
 struct ProbabilityScale {
     float inverse = 1.f;  // 1 / unit
-    float offset = 0.f;  // int4: what zero points add to every column, in units, times kPackingShift
+    float offset = 0.f;  // int4: what zero points add to every column, in units, times kPackingShift (2^-112, softmax.cuh)
 
     // Largest value that may be packed: the bits of 2^(15 - 112). Compared as integers, so that NaN and negative values exceed
     // it.

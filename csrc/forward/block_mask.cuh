@@ -61,6 +61,7 @@ public:
         if (!masked) return;
         const int i = row + remat_lane() % Rows, key = keys.after(steps);
         const int first = max(i + mask.low - key, 0), last = min(min(i + mask.high, mask.seqlen_k - 1) - key, 31);
+        // keeps bits `first` to `last`
         word_ = first > last ? 0 : word_ >> first << first & ~0u >> (31 - last);
     }
     // Hides the scores without a bit. `first_key`: of the tiles, in the step.

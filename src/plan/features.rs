@@ -12,7 +12,7 @@ pub struct BackwardMode {
     pub fp32_gradients: bool,
     /// There is a gradient of softmax_lse, which the host adds after the preprocess kernel. A fused kernel has no such point.
     pub has_dlse: bool,
-    /// Tensors are fp32, and their numbers sums of two fp16 numbers.
+    /// Tensors are fp32, and kernels take their numbers as sums of two fp16 numbers.
     pub split: bool,
 }
 

@@ -36,7 +36,8 @@ struct DqProduct {
     }
     // Offset of the lane's first element, from the first of the step's rows.
     static __device__ __forceinline__ u32 output_offset(u32 lane, u32 warp) {
-        // dropout permutes a step's queries in shared memory (kOneCallPerLane, fragments.cuh)
+        // With dropout alone, a step's queries lie in shared memory in the order 0, 4, 1, 5, 2, 6, 3, 7 (kOneCallPerLane,
+        // fragments.cuh).
         if (kOneCallPerLane) lane = 4 * KeysLayout<2>::query_of_row(lane / 4) + lane % 4;
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }

@@ -7,8 +7,9 @@
 
 namespace turing {
 
-// Packs P * kProbabilityUnit by conversions, in kernels with one role and dq kernels. pack_shifted would save them, but takes P
-// times a tiny power of two, and dS needs P in this unit too. The XU pipe has time for conversions, while the tensor cores work.
+// Packs P * kProbabilityUnit (2^12, with which small P fit fp16) by conversions, in kernels with one role and dq kernels.
+// pack_shifted would save them, but takes P times a tiny power of two, and dS needs P in this unit too. The XU pipe has time for
+// conversions, while the tensor cores work.
 __device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
 // Returns dS, from P in that unit, dP, and -delta from StepStats::scale. fp32 until the result is packed, because dP - delta
 // may be far beyond fp16 where P is small. Beyond 65504 packed dS becomes infinity, which a GradScaler detects.
@@ -16,7 +17,7 @@ __device__ __forceinline__ float score_gradient(float p, float dp, float neg_del
     return p * fmaf(dp, 1.f / kProbabilityUnit, neg_delta);
 }
 
-// Masks scores of the dq kernels: c[n][m]. (apply_mask has the main kernels' order.)
+// Masks scores of the dq kernels: s[n][m]. (apply_mask has the main kernels' order.)
 template <int M, int N>
 __device__ __forceinline__ void mask_scores(Accumulator (&s)[N][M], const BwdParams& p, int query, int key) {
     const Mask mask = mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z));

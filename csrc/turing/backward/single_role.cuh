@@ -114,6 +114,7 @@ struct BackwardSingleRole {
                 clear_tiles(dp);
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
+                    // the lane's addresses of K as operand A, and of Q as operand B; dO lies kStepTile after Q
                     const u32 own = by_rows<S>(shared + S::kOwn, lane) + thread / 32 * 32 * S::kRowBytes;
                     const u32 step = by_chunks<S>(shared + S::kStepTiles + tile, lane);
 #pragma unroll
@@ -146,6 +147,7 @@ struct BackwardSingleRole {
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
                     const Lane layout_lane(lane);
+                    // the lane's address in dS^T; P is kept times kProbabilityUnit, 2^12 (pack_units, score_gradient)
                     const u32 to = shared + S::kScores + slot * S::kScoreTile +
                                    score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
                     stats.scale(p.problem.scale_log2);
@@ -218,7 +220,7 @@ struct BackwardSingleRole {
             if (kWithDq) {
                 __syncthreads();
                 const int last = keep_in_register(range.end) - 1;
-                compute_dq(last & -S::kStep, S::slot(last), 0);
+                compute_dq(last & -S::kStep, S::slot(last), 0);  // of the last step, from its first row on
             }
         }
 

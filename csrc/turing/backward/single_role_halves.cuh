@@ -85,6 +85,7 @@ struct BackwardSingleRoleHalves {
                 clear_tiles(s);
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
+                    // the lane's addresses of K as operand A, and of Q as operand B
                     const u32 own = by_rows<S>(shared + S::kOwn, lane) + thread / 32 * 32 * S::kRowBytes;
                     const u32 step = by_chunks<S>(shared + S::kStepTiles, lane);
 #pragma unroll
@@ -128,6 +129,7 @@ struct BackwardSingleRoleHalves {
                     OperandA probabilities[kHalfTiles][2], ds[kHalfTiles][2];
                     {
                         const u32 thread = remat_thread(), lane = thread % 32;
+                        // the lane's address in dS^T; P is kept times kProbabilityUnit, 2^12 (pack_units, score_gradient)
                         const u32 to =
                             shared + S::kScores + score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
 #pragma unroll
@@ -167,7 +169,7 @@ struct BackwardSingleRoleHalves {
             }
             __syncthreads();
             const int last = keep_in_register(range.end) - 1;
-            add_dq(last & -S::kStep);
+            add_dq(last & -S::kStep);  // of the last step, from its first row on
             __syncthreads();  // the next head clears dS
         }
 

@@ -22,6 +22,7 @@ __device__ __forceinline__ void store_bias_gradient(const PackedTile& ds, const 
     }
     __syncwarp();  // what follows is computed from parameters after this point
     const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
+    // two of the lane's four queries; keys of both lanes, from the even one on
     const int query = coord.query(0) + 2 * odd, key = coord.key(0) & ~1;
     unsigned short* to = reinterpret_cast<unsigned short*>(p.dbias) + remat_block_batch() * p.dbias_batch_stride +
                          head * p.dbias_head_stride + query * p.dbias_row_stride + key;

@@ -74,13 +74,14 @@ struct BackwardDq {
                                                                    bool masked, const Bits& bits, u32 packed) {
         const ScoreOptions& options = p.score_options;
         const Lane lane(remat_thread_index() & 31);
+        // Registers cannot be indexed dynamically. So each iteration works on tile 0, and next_tile moves the others down by one.
 #pragma unroll 1
         for (int tile = 0; tile < kScoreQueryTiles * kScoreKeyTiles; tile++) {
             const int m = tile / kScoreKeyTiles, n = tile % kScoreKeyTiles;
             const ScoreCoord<Layout> coord(lane, row + 16 * m, key + 16 * n);
             const auto of_row = [&](const LaneRows& x, int v) {
                 const int r = Layout::row_of(v);
-                return m ? x[kScoreQueryTiles - 1][r] : x[0][r];
+                return m ? x[kScoreQueryTiles - 1][r] : x[0][r];  // one or two tiles: a choice of two needs no index
             };
             Accumulator &x = s[0][0], &dx = dp[0][0];
             if (uses_score_function(options)) {

@@ -141,6 +141,7 @@ struct BackwardSingleRole {
 #pragma unroll
                         for (int n = 0; n < 2; n++) {
                             store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
+                        // s is P times 2^kExponentShift, as pack_shifted takes it: kExponentUnit restores P (probabilities.cuh)
 #pragma unroll
                             for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v] * kExponentUnit;
                             ds[m][n] = pack_tile(dp[m][n]);

@@ -1,7 +1,7 @@
 // The volta Family of the backward kernels for large headdims (backward/store_scores.cuh, backward/stored_gradients.cuh).
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The quad-pair has row qm and column qn of the 2x2
-// (volta/mma.cuh).
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The four quad-pairs of a warp form a 2x2 over a tile
+// of 16 by 16. The lane's quad-pair is in row qm and column qn of it (volta/mma.cuh).
 #pragma once
 
 #include "backward/staged_tiles.cuh"

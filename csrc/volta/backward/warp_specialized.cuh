@@ -91,6 +91,7 @@ struct BackwardWarpSpecialized {
                                                                  u32 packed, int keys_left) {
         const ScoreOptions& options = p.score_options;
         const Lane lane(remat_thread_index() & 31);
+        // Registers cannot be indexed dynamically. So each iteration works on tile 0, and next_tile moves the others down by one.
 #pragma unroll 1
         for (int tile = 0; tile < kWarpScoreTiles; tile++) {
             const int m = tile / kScoreQueryTiles, n = tile % kScoreQueryTiles;
@@ -137,6 +138,7 @@ struct BackwardWarpSpecialized {
     static __device__ __forceinline__ void generic_score_gradients(WarpScores& dp, const BwdParams& p, int head, int key, int row,
                                                                    const float* stats, u32 packed, int keys_left) {
         const ScoreOptions& options = p.score_options;
+        // on tile 0, as above
 #pragma unroll 1
         for (int tile = 0; tile < kWarpScoreTiles; tile++) {
             const int m = tile / kScoreQueryTiles, n = tile % kScoreQueryTiles;
@@ -155,6 +157,7 @@ struct BackwardWarpSpecialized {
                     x[v] = dropped_gradient(x[v], neg_delta[0][0][v], is_dropped, options.dropout_scale);
                 }
             }
+            // P is kept times kProbabilityUnit, 2^12 (probabilities.cuh). So dP - delta is divided by it.
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] *= 1.f / kProbabilityUnit;
             multiply_by_probabilities(x, probabilities, !uses_dropout(options));
@@ -308,6 +311,7 @@ struct BackwardWarpSpecialized {
                     generic_score_gradients(s, p, head, first_key + score_key0, row + score_query0,
                                             stats + row * RowStats::kRowFloats, packed, keys_left);
                 } else {
+                    // s is dP - delta here. It is divided by kProbabilityUnit, 2^12, the factor of P (probabilities.cuh).
 #pragma unroll
                     for (int m = 0; m < kScoreKeyTiles; m++)
 #pragma unroll
@@ -320,7 +324,7 @@ struct BackwardWarpSpecialized {
 #pragma unroll
                         for (int n = 0; n < kScoreQueryTiles; n++) {
                             const PackedTile probabilities = load_packed(packed + S::kScoreTile, m, n);
-                            multiply_by_probabilities(s[m][n], probabilities, true);
+                            multiply_by_probabilities(s[m][n], probabilities, true);  // has_residuals
                             // Only keys that exist: for others the tile keeps the 0 that the next step reads as P.
                             store_packed(packed + S::kScoreTile, m, n, pack_tile(s[m][n]), keys_left);
                         }

@@ -14,8 +14,8 @@
 // For the sums, the mask and the softmax each warp has eight of the group's rows with all keys (ColumnGroupsLayout), so that a
 // row's state is one warp's.
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The quad-pair has row qm and column qn of the 2x2
-// (volta/mma.cuh).
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The four quad-pairs of a warp form a 2x2 over a tile
+// of 16 by 16. The lane's quad-pair is in row qm and column qn of it (volta/mma.cuh).
 //
 // The kernel's row in src/kernels gives STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
 #pragma once
@@ -302,7 +302,7 @@ struct ForwardColumnGroups {
         }
 
         int key = first_step<kStep>(block.template key_first<kStep>(mask));
-        if (kRoundedKeys) key &= ~15;
+        if (kRoundedKeys) key &= ~15;  // to a multiple of 16 (score_feature.cuh)
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
@@ -313,6 +313,7 @@ struct ForwardColumnGroups {
         using Stream = TileStream<kChunks, kStep, kThreads / 2>;
         // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
         UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kPartRows);
+        // apply_score_mod leaves the scores of generic kernels in log2 units
         const float scale = kGeneric ? 1.f : problem.scale_log2;
 
         RowState softmax;
@@ -395,7 +396,7 @@ struct ForwardColumnGroups {
             }
             unsigned kept = ~0u;
             if (kGeneric && kHasDropout && p.score_options.rng_state) {
-                const int of_row = row + Layout::first_query(at.lane);  // the call's rows differ by 4
+                const int of_row = row + Layout::first_query(at.lane);  // a call has rows r and r + 4, where r % 8 < 4
                 const uint4 numbers =
                     DropoutBits<ForwardLayout, 1>::numbers_of(p).numbers(of_row & ~4, key + Layout::first_key(at.lane));
                 kept = DropoutRule(p.score_options).kept_bits(numbers) >> kept_bit(of_row >> 2 & 1, 0);

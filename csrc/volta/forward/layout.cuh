@@ -4,8 +4,8 @@
 // A warp owns 16 * RowTiles query rows and takes keys in tiles of 16, with quad-pairs 2x2 (volta/mma.cuh). Rows and keys of a
 // 16x16 tile of scores are assigned so that shared loads have no bank conflicts and immediate offsets (tile.cuh, `swizzled`):
 //
-// A lane has number t, 0 to 7, in its quad-pair; quad is t % 4, half is t / 4. The quad-pair has row qm and column qn of the 2x2.
-// m, n and k are coordinates of its 8x8x4 product.
+// A lane has number t, 0 to 7, in its quad-pair; quad is t % 4, half is t / 4. The four quad-pairs of a warp form a 2x2 over a tile
+// of 16 by 16. The lane's quad-pair is in row qm and column qn of it. m, n and k are coordinates of its 8x8x4 product.
 //
 //   row of operand Q         qm + 2 * quad + 8 * half            (m = t)
 //   key of operand K         half + 2 * quad + 8 * qn            (n = t)

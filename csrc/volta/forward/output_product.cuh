@@ -1,8 +1,8 @@
 // Second product, O += P V, of the volta forward kernels whose V lies in shared memory without padding (shared_q.cuh,
 // column_groups.cuh).
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The quad-pair has row qm and column qn of the 2x2
-// (volta/mma.cuh).
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The four quad-pairs of a warp form a 2x2 over a tile
+// of 16 by 16. The lane's quad-pair is in row qm and column qn of it (volta/mma.cuh).
 #pragma once
 
 #include "volta/forward/layout.cuh"

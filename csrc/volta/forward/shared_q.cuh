@@ -165,7 +165,7 @@ struct ForwardSharedQ {
         }
 
         int key = first_step<kTileKeys>(block.template key_first<kTileKeys>(mask));
-        if (kRoundedKeys) key &= ~15;
+        if (kRoundedKeys) key &= ~15;  // to a multiple of 16 (score_feature.cuh)
         const int key_end = keep_in_register(block.template key_end<kTileKeys>(mask));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;

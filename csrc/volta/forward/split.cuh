@@ -4,8 +4,8 @@
 // Forward holds both parts of a step in shared memory: multiply() and add_output(). WideForward has room for one part at a time:
 // the functions for high and low.
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The quad-pair has row qm and column qn of the 2x2
-// (volta/mma.cuh).
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The four quad-pairs of a warp form a 2x2 over a tile
+// of 16 by 16. The lane's quad-pair is in row qm and column qn of it (volta/mma.cuh).
 #pragma once
 
 #include "forward/split.cuh"

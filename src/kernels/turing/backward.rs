@@ -69,6 +69,7 @@ const fn single_role(headdim: u32, step: u32) -> Variant {
         block_rows,
         step,
         threads: 128,
+        // fp16: 2 bytes of K; then two slots of Q and dO, 4 bytes together, and of dS, 2 bytes
         shared_bytes: 2 * headdim * block_rows + 2 * (4 * headdim * step + 2 * block_rows * step),
         blocks_per_sm: 2,
         ..Variant::new(TURING, Pass::Backward, SINGLE_ROLE)
@@ -134,6 +135,7 @@ const fn dq(headdim: u32, step: u32, threads: u32) -> Variant {
         block_rows: 128,
         step,
         threads,
+        // 8: two slots, K and V, 2 bytes
         shared_bytes: 8 * headdim * step,
         blocks_per_sm: if threads == 128 { 2 } else { 1 },
         ..Variant::new(TURING, Pass::BackwardDq, DQ_KERNEL)
@@ -147,6 +149,7 @@ const fn dq_warp_specialized(headdim: u32) -> Variant {
     Variant {
         block_rows,
         source: DQ_WARP_SPECIALIZED,
+        // 12: three slots, K and V, 2 bytes; then three tiles of fp16 scores
         shared_bytes: 12 * headdim * step + 3 * 2 * block_rows * step,
         ..dq(headdim, step, 256)
     }

@@ -26,7 +26,7 @@ fn forward((headdim, warp_rows, step): (u32, u32, u32)) -> Variant {
         block_rows: THREADS / 32 * warp_rows,
         step,
         threads: THREADS,
-        // after the ring, 32 bytes of each four threads and 48 of the block
+        // a key in the ring has codes of K, a byte a column, and V, two; after the ring, 32 bytes of each four threads and 48 of the block
         shared_bytes: SLOTS * step * 3 * headdim + THREADS / 4 * 32 + 48,
         ..Variant::new(TURING, Pass::FastForward, FORWARD)
     }
@@ -41,7 +41,7 @@ fn prepare((headdim, ..): (u32, u32, u32)) -> Variant {
         block_rows: PREPARED_KEYS,
         step: 64,
         threads: THREADS,
-        shared_bytes: THREADS * 8 * 4,
+        shared_bytes: THREADS * 8 * 4, // eight columns of a thread, as fp32
         blocks_per_sm: 2,
         ..Variant::new(TURING, Pass::FastPrepare, PREPARE)
     }

@@ -8,7 +8,7 @@ pub const VOLTA: Family = Family {
     sm: 70,
     native: &[70, 72],
     shared_bytes: 96 * 1024,
-    threads: 2048,
+    threads: 2048, // of an SM
     // csrc/volta/backward/row_stats.cuh
     scratch: Some(Scratch {
         row_rounding: 32,
@@ -19,8 +19,9 @@ pub const VOLTA: Family = Family {
         neg_delta_offsets: &[8, 9, 12, 13],
         copy_distances: &[0, 2],
     }),
+    // passes whose grids may have heads as their first axis
     either_order: &[Pass::Forward, Pass::ForwardSplit, Pass::Prefill, Pass::Backward, Pass::BackwardDkDv],
-    has_key_block_offset: true,
-    stores_dbias: true,
-    stored_above: 192,
+    has_key_block_offset: true, // main backward launches may take a part of the blocks of keys
+    stores_dbias: true,         // kernels store the gradient of a bias as fp16 where no two scores share an element
+    stored_above: 192,          // headdim: wider heads are faster with P and dS in memory
 };

@@ -7,10 +7,13 @@ use super::scores::{bias_of_group, dropout_factors, group_of, has_derivative, mo
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 
-/// A problem with tensors in the layout of the matrix products.
+/// A problem with tensors in the layout of the matrix products: (groups, rows * heads or keys, headdim). A group is one KV head of one
+/// batch entry.
 struct Work<'a> {
     part: &'a Part,
+    /// Query heads of a group.
     heads: i64,
+    /// Type of the arithmetic.
     kind: Kind,
     chunks: Vec<Chunk>,
     /// q times softmax_scale.

@@ -47,10 +47,14 @@ pub struct Sums {
 /// Batch entries of equal lengths, and the positions of their rows in the problem's tensors.
 #[derive(Clone, Copy)]
 pub struct Span {
+    /// First batch entry.
     entry: i64,
+    /// Number of entries.
     entries: i64,
+    /// First row of q; 0 unless q is packed.
     q_start: i64,
     seqlen_q: i64,
+    /// First row of k; 0 unless k is packed.
     k_start: i64,
     seqlen_k: i64,
 }

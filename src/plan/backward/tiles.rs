@@ -25,7 +25,7 @@ pub struct StoredPlan {
     pub query_tiles: i64,
     /// Column tiles of dq.
     pub columns: i64,
-    /// Numbers are sums of two fp16 numbers.
+    /// Tensors are fp32, and their numbers sums of two fp16 numbers.
     pub split: bool,
 }
 
