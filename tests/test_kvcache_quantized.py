@@ -159,6 +159,7 @@ def check_cache(problem, k_cache, v_cache, options):
             assert_same_bits(name, options[name], t)
 
 
+#: (queries, cached tokens, appended tokens) of each sequence, as in the next ones.
 ONE = tuple((1, n, 0) for n in (0, 1, 15, 16, 17, 40))
 EVEN = ((3, 20, 0), (3, 0, 0), (3, 47, 0), (3, 2, 0))
 APPEND = tuple((1, n, 1) for n in (0, 1, 15, 16, 17, 40))
@@ -318,6 +319,7 @@ def test_wrong_scales_are_nan(backend, kv_dtype):
 
 # ---- many queries ----------------------------------------------------------------------------------------------------
 
+#: (queries, cached tokens, appended tokens) of each sequence.
 MANY = ((40, 60, 40), (40, 0, 40), (40, 129, 40), (40, 200, 40))
 #: More rows than decode takes: copies are made first.
 CONVERTED = [

@@ -18,6 +18,7 @@ fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
 
 def trees(lengths, **options) -> Cached:
+    """lengths: (draft tokens, cached tokens, appended tokens) of each sequence."""
     return Cached(lengths, tree=True, **options)
 
 

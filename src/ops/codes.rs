@@ -63,6 +63,7 @@ impl CodeSizes {
     /// Returns the sizes in the tensor of `prepare_fast`, for any kernel. torch_ops/meta.cpp has their sum. Parts begin at multiples of 16
     /// bytes.
     pub fn prepared(a: &Attention, is_bf16: bool) -> CodeSizes {
+        // one for each SCALE_KEYS keys, rounded up to a multiple of four, which take 16 bytes
         let v_blocks = ceil_div(a.seqlen_k, 4 * SCALE_KEYS) * 4;
         CodeSizes::new(a, kernel_headdim(a.headdim.max(a.headdim_v)), v_blocks, is_bf16)
     }

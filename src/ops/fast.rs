@@ -178,7 +178,7 @@ fn on_device(
         if !is_prepared {
             run_prepare(&plan.prepare, &codes, &launches, &mut params, batches)?;
         } else if mask.is_some() {
-            params.phase = 2;
+            params.phase = 2; // packs the mask alone
             launches.run(&plan.prepare, batches, bytes_of(&params))?;
         }
         if let Some(v) = &codes.v_scaled {
@@ -256,7 +256,7 @@ fn run_prepare(kernel: &PlannedKernel, codes: &Codes, launches: &Launches, param
     params.phase = 0;
     launches.run(kernel, batches, bytes_of(params))?;
     if codes.v_scaled.is_some() {
-        params.phase = 1;
+        params.phase = 1; // writes v_scaled
         launches.run(kernel, batches, bytes_of(params))?;
     }
     Ok(())

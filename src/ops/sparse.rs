@@ -71,7 +71,7 @@ fn without_tokens(call: &Call, a: &Attention) -> Result<Found> {
 /// Bytes between rows of a cache as kernels read them: scales may lie at a page's end.
 fn row_stride(t: &Tensor, a: &Attention) -> i64 {
     match (a.cache_format(), a.headdim) {
-        (CacheFormat::E4m3, 512) => 448 + 64 * 2,
+        (CacheFormat::E4m3, 512) => 448 + 64 * 2, // fp8 columns, then 16-bit ones
         _ => t.stride()[1] * t.kind().elt_size_in_bytes() as i64,
     }
 }

@@ -40,6 +40,7 @@ struct Scratch {
 impl Scratch {
     fn new(tiles: i64, floats_of_tile: i64, launcher: &dyn Launcher) -> Result<Scratch> {
         let partials = tiles * floats_of_tile;
+        // a semaphore takes two floats
         Ok(Scratch { tensor: tensor::empty(&[partials + 2 * tiles], Kind::Float, launcher)?, partials })
     }
 
@@ -63,11 +64,12 @@ impl Scratch {
         for split in splits.iter_mut().rev().filter(|split| split.splits() > 1) {
             if has_last.insert(split.tile) {
                 for number in semaphores_of(split.tile.into()) {
+                    // the launch's id above kSemaphoreCountBits (csrc/semaphore.cuh) bits of the count
                     // SAFETY: a simulator's memory is the host's, and each tile that is split has its semaphores.
                     unsafe { self.semaphores().add(number).write(launch_id << 16 | (u64::from(split.splits()) - 1)) };
                 }
             } else {
-                split.part |= 0xff;
+                split.part |= 0xff; // of 255 splits, more than arrive: no block of these finds itself the last
             }
         }
     }
@@ -125,6 +127,7 @@ impl Launch {
 /// Scratch memory and schedule of a stream-K launch of the backward pass.
 pub struct BackwardLaunch {
     schedule: Rc<BackwardStreamKSchedule>,
+    /// KV heads of all batch entries.
     heads: usize,
     scratch: Scratch,
 }

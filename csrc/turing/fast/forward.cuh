@@ -377,7 +377,8 @@ struct FastForward {
     }
 
     using OperandP = u32[2];
-    // A lane's sum of a row in a span, 2^13 when packed: then a row's is at most 2^15, and so is each probability.
+    // A lane's sum of a row in a span, 2^13 when packed: then a row's is at most 2^15, and so is each probability. 1.92592994e-34
+    // is 2^-112 (kPackingLog2).
     static constexpr float kLargestSum = 1.92592994e-34f * 8192.f;
 
     // Offsets in a slot: of the first chunks that a thread stores, and of the first matrices that a lane loads. With kFewRegisters

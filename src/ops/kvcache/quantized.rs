@@ -39,6 +39,7 @@ impl Quantized {
         let factor = |t: &Tensor| -> Result<Tensor> { Ok(t.f_to_kind(exact)?.f_unsqueeze(-1)?) };
         let mut x = match format {
             CacheFormat::Int4 => {
+                // a byte has two columns, the first in its lower four bits
                 let codes = self.data.f_to_kind(Kind::Int)?;
                 let halves = [codes.f_remainder(16)?, codes.f_floor_divide_scalar(16)?];
                 let mut sizes = self.data.size();

@@ -83,11 +83,13 @@ fn dequantized(
         let of_rows = page_size * (codes + 2 * TAIL);
         let rows = flat.f_narrow(1, 0, of_rows)?.f_unflatten(1, [page_size, -1].as_slice())?;
         let exponents = at(&flat.f_narrow(1, of_rows, page - of_rows)?.f_unflatten(1, [page_size, -1].as_slice())?)?;
+        // an exponent for each 64 codes: 2^(e - 127) has e in the exponent bits of fp32, 0 stands for 2^-127, and 255 for NaN
         let exponents = exponents.f_narrow(-1, 0, codes / 64)?.f_to_kind(Kind::Int)?;
         let powers = exponents.f_mul_scalar(1 << 23)?.f_clamp_min(1 << 22)?.f_view_dtype(Kind::Float)?;
         (at(&rows)?, powers.f_masked_fill(&exponents.f_eq(255)?, f64::NAN)?)
     } else {
         let rows = at(&cache.f_select(2, 0)?)?;
+        // four fp32 scales after the codes
         let scales = rows.f_narrow(-1, codes, 16)?.f_contiguous()?.f_view_dtype(Kind::Float)?;
         (rows, scales)
     };
