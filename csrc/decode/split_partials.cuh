@@ -58,7 +58,7 @@ struct SplitSlots {
 };
 
 // Takes a split's result for eight columns of a row. Writes the output if it is the row tile's only split, or the last of a block
-// that has all splits, one after the other (`whole`). Before the last, such a block keeps the joint result so far. Other blocks
+// that has all, one after the other (`whole`). Before the last, such a block keeps the joint result so far. Other blocks
 // store a partial for the last block. In a SplitTile `blocks` counts the row tile's splits, and `first_block` is this split's
 // number among them.
 struct WriteSplit {

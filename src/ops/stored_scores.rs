@@ -21,8 +21,8 @@ impl StoredMemory {
     /// Allocates memory for launches of `entries` batch entries (1 if packed).
     pub fn new(plan: StoredPlan, a: &Attention, entries: i64, launcher: &dyn Launcher) -> Result<StoredMemory> {
         let heads = plan.heads * (a.nheads / a.nheads_k);
-        // p and ds have a tile for each key tile, dq_sums one for each column tile of dq. With `split` a tile of p or ds has high parts, low
-        // parts and a row of units.
+        // p and ds have a tile for each key tile, dq_sums one for each column tile of dq. With `split` a tile of p or ds has high parts,
+        // low parts and a row of units.
         let tile = |tiles, rows, kind| {
             let sizes = [entries, heads, plan.query_tiles, tiles, rows, STORED_ROWS];
             tensor::empty(&sizes, kind, launcher)

@@ -42,8 +42,8 @@ pub struct BwdParams {
     pub headdim_rounded: i32,
     /// Sizes, window and scale.
     pub problem: Problem,
-    /// `softmax_scale` with its sign: the factor of dk, and of dq in dq kernels, which flip the signs of queries. (Other kernels flip keys, so the
-    /// accumulator of dq takes `problem.scale`.)
+    /// `softmax_scale` with its sign: the factor of dk, and of dq in dq kernels, which flip the signs of queries. (Other kernels flip those
+    /// of keys, so the accumulator of dq takes `problem.scale`.)
     pub signed_scale: f32,
     /// Not 0: kernels write dq, dk and dv as fp32; operands are fp16. Plain kernels ignore it.
     pub gradients_are_fp32: i32,

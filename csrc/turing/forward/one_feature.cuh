@@ -105,7 +105,7 @@ private:
 };
 
 // Dropout mask of a step. One Philox call has the eight probabilities of a lane in one row tile. With dropout alone, a lane has
-// keys 0 and 2 of its four in a step's first tile, and 1 and 3 in the second (kEverySecondKey): the two numbers of a tile share a
+// keys 0 and 2 of its four in a step's first tile, 1 and 3 in the second (kEverySecondKey): the two numbers of a tile share a
 // word. dropout_inverted is 0 if numbers from the threshold on keep their probability, and has all bits set if those below do.
 template <int RowTiles>
 struct StepDropoutMask {

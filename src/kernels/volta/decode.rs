@@ -47,7 +47,8 @@ const TILES: [DecodeTile; 16] = [
 const INVARIANT_TILES: [DecodeTile; 4] = [TILES[2], TILES[6], TILES[10], TILES[14]];
 
 /// Returns true if the table has a kernel. Quantized caches have none of 64 rows. Of unquantized ones the tile of 32 rows takes
-/// 16 rows in the same time, but for fp16 at headdim 512. With a tree (the mask of draft tokens in speculative decoding), fp16's 64 rows of headdim 512 would spill.
+/// 16 rows in the same time, but for fp16 at headdim 512. With a tree, the mask of
+/// draft tokens in speculative decoding, fp16's 64 rows of headdim 512 would spill.
 fn is_built(v: &Variant) -> bool {
     let is_wide = v.headdim > 256 && !v.is_bf16;
     let is_wide_tree = is_wide && v.required_features != FeatureSet::NONE;

@@ -35,9 +35,10 @@ pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<B
 
 /// Plans the backward pass with these kernels to choose from.
 ///
-/// Large headdims, and fp32 tensors as sums of two fp16 (`split`), store P and dS between two kernels. One fused kernel may take few keys, unless
-/// there is a gradient of softmax_lse (`has_dlse`): the host adds it after the preprocess kernel, which a fused kernel lacks. All other
-/// problems run in parts: preprocess, main, and postprocess or dq. Parts that the GPU's tuning chose precede a plan that it did not choose.
+/// Large headdims, and fp32 tensors as sums of two fp16 (`split`), store P and dS between two kernels. One fused kernel may take few keys,
+/// unless there is a gradient of softmax_lse (`has_dlse`): the host adds it after the preprocess kernel, which a fused kernel lacks. All
+/// other problems run in parts: preprocess, main, and postprocess or dq. Parts that the GPU's tuning chose precede a plan that it did not
+/// choose.
 pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
     if mode.split || needs_stored(a) {
         return stored(kernels, a, mode, d);

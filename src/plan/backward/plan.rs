@@ -12,8 +12,8 @@ use crate::problem::Attention;
 pub struct BackwardPlan {
     /// Computes row statistics from out, dout and softmax_lse, and zeroes dq's accumulators. None: `main` computes everything.
     pub prepare: Option<PlannedKernel>,
-    /// Computes dk and dv, and adds to dq's accumulators if there are any, in `main_launches` launches of this grid. With `stored`: computes
-    /// P and dS.
+    /// Computes dk and dv, and adds to dq's accumulators if there are any, in `main_launches` launches of this grid. With `stored`:
+    /// computes P and dS.
     pub main: PlannedKernel,
     /// Computes dq, from its accumulators if there are any; with `stored`, all gradients. None: `main` computes everything.
     pub finish: Option<PlannedKernel>,
