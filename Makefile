@@ -134,6 +134,8 @@ $(READY): $(NVRTC) $(patsubst %,tools/requirements/%.txt,build cli)
 # Installs what these targets need in addition, at their first use. mypy reads transformers.
 $(VENV)/.test: $(patsubst %,tools/requirements/%.txt,transformers-4.57 diffusers)
 $(VENV)/.lint: $(VENV)/.test
+# one pip at a time
+$(VENV)/.hub: $(VENV)/.wheel
 $(EXTRAS:%=$(VENV)/.%): $(VENV)/.%: tools/requirements/%.txt $(READY)
 	@$(VENV)/bin/python tools/bootstrap.py "$(VENV)" $*
 	@touch $@

@@ -1,5 +1,5 @@
 // Lists of the blocks of a block-sparse mask: what lies in memory, and how entries are decoded. Included by the iterators over
-// lists (table below), and by forward/block_mask.cuh and backward/block_mask.cuh.
+// lists (table below), and by forward/block_mask.cuh, backward/block_mask.cuh and backward/stored_block_mask.cuh.
 //
 // A list belongs to kListedRows rows of a query head: queries, whose listed columns are keys, or transposed keys, whose columns are
 // queries. After its header come the partial blocks, whose scores exist where the bit tile has a 1, and the full ones. Batch entry

@@ -1,6 +1,6 @@
 // CompactListedSteps: iterates over the steps of a list (block_lists.cuh) with few registers. For turing's generic forward kernels
-// (kGeneric, features.cuh) at headdims 128 and 256 (turing/forward/block_mask.cuh). Members are those of ListedSteps
-// (listed_steps.cuh):
+// (kGeneric, features.cuh) at headdims 128 and 256 (turing/forward/block_mask.cuh), and for those of fp32 tensors
+// (forward/split_block_mask.cuh). Members are those of ListedSteps (listed_steps.cuh):
 //   has_bits()          the step's block is partial: a bit tile says which of its scores exist
 //   tile_after(n)       number of the bit tile of the step n later
 //   column_in_tile(n)   first column of that step in its tile

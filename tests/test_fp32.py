@@ -311,7 +311,7 @@ def test_each_kernel_has_a_problem(backend, variant):
 
 
 @on(*FP32_KERNELS)
-def test_absent_blocks_may_hold_anything(backend, gpu):
+def test_absent_blocks_may_hold_nan_and_inf(backend, gpu):
     """NaN and inf in keys of absent blocks change nothing: neither out nor a gradient. A tile of the backward pass has 128 keys, here of
     a full and an absent block, of two absent ones, and of an absent and a full block."""
     case = Case(256, 384, 64, batch=1, nheads=1)

@@ -188,12 +188,15 @@ def compiler(release: str, torch: Path) -> list[str]:
 
 def compile_steps(release: str, torch: Path, work: Path, portable: bool, units: int) -> list[Step]:
     """Returns the steps that compile this many units. A unit includes several files, because torch's headers cost more time than a file."""
-    sources = [*(ROOT / "torch_ops").glob("*.cpp"), *[ROOT / "tools" / "portable_symbols.cpp"] * portable]
-    sources.sort(key=lambda source: (-source.stat().st_size, source.name))  # units of about equal size
+    sources = sorted((ROOT / "torch_ops").glob("*.cpp"), key=lambda source: (-source.stat().st_size, source.name))  # units of equal size
     folder, command, steps = work / f"torch-{release}" / "objects", compiler(release, torch), []
     folder.mkdir(parents=True, exist_ok=True)
-    for i in range(min(units, len(sources))):
-        unit, text = folder / f"unit-{i}.cpp", "".join(f'#include "{source}"\n' for source in sources[i::units])
+    count = min(units, len(sources))
+    groups = {f"unit-{i}-of-{count}": sources[i::count] for i in range(count)}
+    if portable:  # alone, because it declares functions before the standard library does
+        groups["portable"] = [ROOT / "tools" / "portable_symbols.cpp"]
+    for name, group in groups.items():
+        unit, text = folder / f"{name}.cpp", "".join(f'#include "{source}"\n' for source in group)
         if not (unit.exists() and unit.read_text() == text):
             unit.write_text(text)
         output = unit.with_suffix(".o")

@@ -54,7 +54,7 @@ def execute(folder: Path, state: str, source: str = "", seconds: int = 900) -> t
     path.write_text(text.replace(r"SOURCE = \"\"\n", rf"SOURCE = \"{source}\"\n"))
     python = environment(folder / "environment")
     code = "from nbclient.cli import main; main()"
-    dropped = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "TORCH", "PYTHON")
+    dropped = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "TORCH", "PYTHON", "VOLTA_FA_CUDA_HOME")
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
     if source:
         environ["CARGO_TARGET_DIR"] = str(with_kernels(folder / "target"))

@@ -403,5 +403,14 @@ INTEGER(squeeze_dim, squeeze) INTEGER(tril, tril) INTEGER(triu, triu) INTEGER(un
 LIST(permute) LIST(reshape) LIST(sum_to_size) LIST(view)
 REDUCTION(amax) REDUCTION(amin) REDUCTION(logsumexp)
 
+// the files that are compiled in one unit with this one have other uses for these names
+#undef METHOD
+#undef UNARY
+#undef BINARY
+#undef SCALAR
+#undef INTEGER
+#undef LIST
+#undef REDUCTION
+
 }  // extern "C"
 // clang-format on
