@@ -165,7 +165,7 @@ pub enum RowKind {
 pub struct PassInfo {
     /// the pass
     pub pass: Pass,
-    /// argument of its kernels; those of kernels with `Feature::Blocks` contain it ([`Variant::params`])
+    /// argument of its kernels; those of kernels with `Feature::Blocks` contain it (`Variant::params`)
     pub params: ParamBlock,
     /// kind of the `block_rows` of its kernels
     pub rows: RowKind,
@@ -234,7 +234,7 @@ impl Pass {
     }
 
     /// Returns what its kernels do with dq (`DqMode` in csrc/backward/dq_mode.cuh), if they are main kernels of the backward pass. It is
-    /// an argument of their type, so such passes share a [`Source`].
+    /// an argument of their type, so such passes share a `Source`.
     pub const fn dq_mode(self) -> Option<&'static str> {
         match self {
             Pass::Backward | Pass::BackwardStreamK => Some("kAtomicAdd"),

@@ -62,7 +62,7 @@ impl StreamKSplit {
 pub struct StreamKParams {
     /// Scratch: results of splits, max_splits for each stream-K tile.
     pub partials: *mut f32,
-    /// Scratch: a semaphore for each stream-K tile, as [`DecodeParams::semaphores`].
+    /// Scratch: a semaphore for each stream-K tile, as `DecodeParams::semaphores`.
     pub semaphores: *mut u64,
     /// Distinguishes this call's semaphores from other contents of the memory.
     pub launch_id: u64,
