@@ -330,7 +330,7 @@ def test_absent_blocks_may_hold_nan_and_inf(backend, gpu):
 
 @on("sim-fp32")
 def test_block_masks_beside_several_launches(backend, gpu):
-    """Sums of dq stay in memory from one launch to the next, for the keys of which a list may have no block."""
+    """Sums of dq stay in memory from one launch to the next. A list may have no block of a launch's keys."""
     case = Case(5504, 384, 16, batch=1, nheads=16, nheads_k=1)
     mask = torch.zeros(1, 1, case.seqlen_q, case.seqlen_k, dtype=torch.bool)
     mask[..., 128:256, 128:192] = mask[..., -128:-30, :64] = mask[..., -60:, 300:330] = True

@@ -256,6 +256,10 @@ def test_no_gradient_in_place(backend, place):
     tensors = [*states(backend, 1, 3, 1, 8), *states(backend, 1, 3, 1, 8)]
     tensors[place] = tensors[place].requires_grad_() * 1
     refused(lambda: add(*tensors), NotImplementedError, "merge_attention_states_", "requires grad", "Use torch.no_grad()")
+    with torch.autograd.forward_ad.dual_level():
+        dual = [t.detach() for t in tensors]
+        dual[place] = torch.autograd.forward_ad.make_dual(dual[place], torch.ones_like(dual[place]))
+        refused(lambda: add(*dual), NotImplementedError, "merge_attention_states_", "a tangent", "Pass its primal")
     with torch.no_grad():
         add(*tensors)
 

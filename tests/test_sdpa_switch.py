@@ -49,7 +49,7 @@ def test_blocks_nest_and_overlap():
     with volta_fa.sdpa_enabled("cpu"):
         with volta_fa.sdpa_enabled("cpu"):
             assert is_on()
-            volta_fa.disable_sdpa()  # undoes enable_sdpa, which nobody called
+            volta_fa.disable_sdpa()  # undoes enable_sdpa, which was not called
             assert is_on()
         assert is_on()
         volta_fa.enable_sdpa("cpu")

@@ -15,7 +15,7 @@ using torch::autograd::variable_list;
 // Rejects tensors that need a derivative before the call: quantization has none that training could use, and PyTorch's fallback
 // sees no write in an operator without results, so it would keep the derivative from before.
 struct Refuse final : c10::OperatorKernel {
-    Refuse(const Operator& op, const char* instead) : op(op), tensors(op.tensors()), instead(instead) {}
+    Refuse(const Operator& op, bool replaces_fwd) : op(op), tensors(op.tensors()), replaces_fwd(replaces_fwd) {}
 
     void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) const {
         const Arguments arguments(op, *stack);
@@ -25,10 +25,11 @@ struct Refuse final : c10::OperatorKernel {
             const auto& name = op.schema.arguments()[i].name();
             TORCH_CHECK_NOT_IMPLEMENTED(!t.requires_grad() || !at::GradMode::is_enabled(), "volta_fa::", op.name, ": ", name,
                                         ": got a tensor that requires grad, expected none: there is no derivative. "
-                                        "Use ",
-                                        instead);
+                                        "Use torch.no_grad()",
+                                        replaces_fwd ? " or volta_fa::fwd" : "");
             TORCH_CHECK_NOT_IMPLEMENTED(!t._fw_grad(/*level=*/0).defined(), "volta_fa::", op.name, ": ", name,
-                                        ": got a tensor with a tangent, expected none: there is no derivative. Use ", instead);
+                                        ": got a tensor with a tangent, expected none: there is no derivative. ",
+                                        replaces_fwd ? "Use volta_fa::fwd" : "Pass its primal");
         }
         const at::AutoDispatchBelowAutograd guard;
         handle.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
@@ -36,7 +37,7 @@ struct Refuse final : c10::OperatorKernel {
 
     const Operator& op;
     const size_t tensors;
-    const char* instead;
+    const bool replaces_fwd;  // volta_fa::fwd computes the same, with a derivative
 };
 
 constexpr char kCacheMessage[] = "volta_fa::fwd_kvcache: the derivative is not implemented: a cache is for inference";
@@ -127,10 +128,10 @@ torch::CppFunction counting_versions(const Operator& op) { return boxed<Written>
 
 torch::CppFunction without_derivative(const Operator& op) {
     if (op.name == "fwd_fast" || op.name == "prepare_fast") {
-        return boxed<Refuse>(op, "torch.no_grad() or volta_fa::fwd");
+        return boxed<Refuse>(op, /*replaces_fwd=*/true);
     }
     if (op.name == "merge_attention_states_") {
-        return boxed<Refuse>(op, "torch.no_grad()");
+        return boxed<Refuse>(op, /*replaces_fwd=*/false);
     }
     if (op.name == "fwd_kvcache" || op.name == "fwd_kvcache.append") {
         return boxed<Inference>(op);

@@ -40,7 +40,7 @@ __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdPara
     const ScoreOptions& options = p.score_options;
     const Bias bias(p.problem, options, batch, head);
     if constexpr (Layout::kKeys == 2) {
-        // A load takes an aligned group of four keys, of which the lane has every second.
+        // A load takes an aligned group of four keys. The lane has every second of them.
         uint4 loaded[Layout::kRows];
 #pragma unroll
         for (int r = 0; r < Layout::kRows; r++)

@@ -1,5 +1,5 @@
 // First kernel of the backward pass, except before fused kernels (DqMode::kStore), which need no accumulator: writes the row
-// statistics (row_statistics.cuh) and clears the dq accumulators, of which there are dq_accum_splits. Bound by memory: reads dout
+// statistics (row_statistics.cuh) and clears the dq_accum_splits accumulators of dq. Bound by memory: reads dout
 // and out once, writes the accumulators.
 #pragma once
 

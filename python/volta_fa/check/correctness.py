@@ -248,13 +248,18 @@ def _generator(target: Target, seed: int) -> torch.Generator:
     return torch.Generator(target.device).manual_seed(seed)
 
 
+def _run(target: Target, variant: dict[str, Any] | None, work: Callable[[], _Result]) -> _Result:
+    with target.running(variant):
+        found = work()
+        target.synchronize()
+    return found
+
+
 def _twice(result: KernelResult, target: Target, variant: dict[str, Any], inputs: AnyInputs, work: Callable[[], _Result]) -> list[_Result]:
     found = []
     for _ in range(2):
         result.poisoned &= poison(target, inputs)
-        with target.running(variant):
-            found.append(work())
-            target.synchronize()
+        found.append(_run(target, variant, work))
     return found
 
 
@@ -318,15 +323,9 @@ def _two_runs(
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Returns the results of two calls, which run the variant if it is given. The second writes into memory filled with NaN."""
 
-    def run() -> Sequence[Tensor]:
-        with target.running(variant):
-            found = compute()
-            target.synchronize()
-        return found
-
-    first = run()
+    first = _run(target, variant, compute)
     result.poisoned &= fill_with_nan(target, [t.nbytes for t in first for _ in range(2)], probed=first[0].nbytes)
-    return first, run()
+    return first, _run(target, variant, compute)
 
 
 def _check_sparse(result: KernelResult, target: Target, variant: dict[str, Any], seed: int) -> None:

@@ -201,8 +201,8 @@ impl SmSim<'_, '_> {
         self.env.mem.bufs.iter().find(holds).filter(is_large).is_some() && self.first_touch(addr)
     }
 
-    /// Does this SM pay the DRAM fetch of a sector nobody on this SM touched before? Its fair share
-    /// of each buffer (one SM's on a full GPU) is; the rest was brought into L2 by the other SMs.
+    /// Returns whether this SM pays the DRAM fetch of a sector that no warp of it touched before. It pays
+    /// for its fair share of each buffer (one SM's on a full GPU). The other SMs bring the rest into L2.
     pub(super) fn first_touch(&mut self, addr: u64) -> bool {
         for (i, b) in self.env.mem.bufs.iter().enumerate() {
             if addr + 32 > b.base && addr < b.base + b.len {
