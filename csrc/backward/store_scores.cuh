@@ -74,22 +74,66 @@ struct BackwardScores {
             return pack_probability_tile(x);
         }
     }
-    // dS of 64 keys by 64 queries is stored in units of their largest P, rounded up to a power of two: low parts of dS would
-    // otherwise be below fp16's numbers where all P are small.
-    struct Unit {
-        float largest = 0.f;  // P of the lane, then of the warp
-        __device__ __forceinline__ void take(const Tile& p) {
-            if (Split)
+    // Returns a statistic of the lane's queries in tile n, or `value` past the end. `rows`: with statistics, from the warp's first
+    // query on.
+    struct OfRows {
+        float x[1][Layout::kRows];
+        __device__ __forceinline__ OfRows(const float* stats, int n, int rows, float value) {
+            if (16 * n < rows) {
+                Family::load_rows(x, stats + n * Layout::kTileQueries * RowStats::kRowFloats);
+            } else {
 #pragma unroll
-                for (int v = 0; v < 8; v++) largest = fmaxf(largest, p[v]);
+                for (int r = 0; r < Layout::kRows; r++) x[0][r] = value;
+            }
         }
-        __device__ __forceinline__ void finish() {
-            if (Split)
+        // Of element v.
+        __device__ __forceinline__ float of(int v) const { return x[0][Layout::row_of(v)]; }
+    };
+    // dS of 64 keys by 64 queries is stored in units: powers of two from their largest P and dP - delta. So no dS exceeds fp16's range,
+    // and low parts of small ones are fp16 numbers too, whatever the size of v and dout.
+    class Unit {
+        static constexpr int kLargest = 14;  // stored dS are below 2^14
+        float p_ = 0.f, dp_ = 0.f;  // largest |P| and |dP - delta| of the lane, then of the warp
+
+        static __device__ __forceinline__ void take(float& largest, const Tile& x) {
 #pragma unroll
-                for (int i = 1; i < 32; i *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, i));
+            for (int v = 0; v < 8; v++) largest = fmaxf(largest, fabsf(x[v]));
         }
-        // Biased exponent. The bounds keep it and its inverse normal.
-        __device__ __forceinline__ unsigned exponent() const { return min(max(__float_as_uint(largest) >> 23, 60u), 200u) + 1; }
+        // Biased exponent. The bounds keep the unit and its inverse normal.
+        __device__ __forceinline__ unsigned exponent() const {
+            // each factor's is rounded up
+            const int product = (__float_as_uint(p_) >> 23) + 1 + (__float_as_uint(dp_) >> 23) + 1 - 127;
+            return min(max(product - kLargest, 60), 200);
+        }
+
+    public:
+        __device__ __forceinline__ void take_probabilities(const Tile& p) {
+            if (Split) take(p_, p);
+        }
+        // Takes dP - delta of all scores. With dropout the probabilities' factors come later.
+        __device__ __forceinline__ void take_gradients(const Scores& dp, const ScoreOptions& options, const float* stats, int rows) {
+            if (!Split) return;
+#pragma unroll
+            for (int m = 0; m < kTiles; m++)
+#pragma unroll
+                for (int n = 0; n < kTiles; n++) take(dp_, dp[m][n]);
+            if (uses_dropout(options)) {
+                // |(dP scale) - delta| where dp is dP - delta
+                float delta = 0.f;
+#pragma unroll
+                for (int n = 0; n < kTiles; n++) {
+                    const OfRows neg_delta(stats, n, rows, 0.f);
+#pragma unroll
+                    for (int r = 0; r < Layout::kRows; r++) delta = fmaxf(delta, fabsf(neg_delta.x[0][r]));
+                }
+                dp_ = (dp_ + 2.f * delta) * options.dropout_scale;
+            }
+#pragma unroll
+            for (int i = 1; i < 32; i *= 2) {
+                p_ = fmaxf(p_, __shfl_xor_sync(~0u, p_, i));
+                dp_ = fmaxf(dp_, __shfl_xor_sync(~0u, dp_, i));
+            }
+        }
         __device__ __forceinline__ float value() const { return __uint_as_float(exponent() << 23); }
         __device__ __forceinline__ float inverse() const { return Split ? __uint_as_float((254 - exponent()) << 23) : 1.f; }
     };
@@ -125,21 +169,6 @@ struct BackwardScores {
         bool masked;
     };
 
-    // Returns a statistic of the lane's queries in tile n, or `value` past the end. `rows`: with statistics, from the warp's first
-    // query on.
-    struct OfRows {
-        float x[1][Layout::kRows];
-        __device__ __forceinline__ OfRows(const float* stats, int n, int rows, float value) {
-            if (16 * n < rows) {
-                Family::load_rows(x, stats + n * Layout::kTileQueries * RowStats::kRowFloats);
-            } else {
-#pragma unroll
-                for (int r = 0; r < Layout::kRows; r++) x[0][r] = value;
-            }
-        }
-        // Of element v.
-        __device__ __forceinline__ float of(int v) const { return x[0][Layout::row_of(v)]; }
-    };
     // Sets all tiles to -delta of their queries: the products are added to these.
     static __device__ __forceinline__ void begin_with_delta(Scores& c, const float* stats, int rows) {
 #pragma unroll
@@ -199,7 +228,7 @@ struct BackwardScores {
             for (int m = 0; m < kTiles; m++)
 #pragma unroll
                 for (int n = 0; n < kTiles; n++) {
-                    unit.take(s[m][n]);
+                    unit.take_probabilities(s[m][n]);
                     to_p.store(m, n, pack_probabilities(s[m][n]));
                 }
             return;
@@ -229,7 +258,7 @@ struct BackwardScores {
             blocks.template hide<Layout>(x, place.first_row, m, n);
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kShift);
-            unit.take(x);
+            unit.take_probabilities(x);
             Packed probabilities = pack_probabilities(x);
             if (uses_dropout(options)) {
                 const DroppedKeys<Layout> dropped(philox_of(p, place.head), DropoutRule(options), coord);
@@ -360,13 +389,13 @@ struct BackwardScores {
         add(c, p.k, p.q, p.problem.headdim, p.problem.sign_flip);
         Unit unit;
         store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kLseAt, rows, unit, blocks);
+        begin_with_delta(c, stats + RowStats::kDeltaAt, rows);
+        add(c, p.v, p.dout, p.problem.headdim_v, 0);
         if (Split) {
-            unit.finish();
+            unit.take_gradients(c, p.score_options, stats + RowStats::kDeltaAt, rows);
             float* units = reinterpret_cast<float*>(stored.ds + tile + kStoredUnits);
             if (lane.lane == 0) units[2 * (warp % 2) + warp / 2] = blocks.is_absent() ? kAbsentUnit : unit.value();
         }
-        begin_with_delta(c, stats + RowStats::kDeltaAt, rows);
-        add(c, p.v, p.dout, p.problem.headdim_v, 0);
         store_score_gradients(c, p, place, to_p, to_ds, stats + RowStats::kDeltaAt, rows, unit, blocks);
     }
 };

@@ -51,6 +51,19 @@ pub fn readable_bits(bits: &Tensor) -> Result<Tensor> {
     Ok(copy)
 }
 
+/// The parameters of a call without a block mask.
+pub const NO_BLOCKS: BlockLists = BlockLists {
+    lists: null(),
+    batch_stride: 0,
+    head_stride: 0,
+    row_stride: 0,
+    bits: null(),
+    tiles: 0,
+    batch: 1,
+    heads: 1,
+    max_entries: 0,
+};
+
 /// Returns the parameters of one direction. `bits` are [`readable_bits`].
 pub fn block_lists(lists: &Tensor, bits: Option<&Tensor>) -> BlockLists {
     let (sizes, strides) = (lists.size(), lists.stride());

@@ -1,6 +1,7 @@
 //! bf16 or fp32 q, k and v as fp16, scaled by powers of two. csrc/shared/cast/cast.cuh chooses the exponents, which stay on the device.
 
-use super::blocks::{lse_at, Blocks};
+use super::block_mask::{block_lists, NO_BLOCKS};
+use super::blocks::{self, lse_at, Blocks};
 use super::inputs::Inputs;
 use super::launches::{memory_ranges, Launches};
 use crate::error::Result;
@@ -9,7 +10,7 @@ use crate::log;
 use crate::params::{CastParams, Operand, Output};
 use crate::plan::{self, PlannedKernel};
 use crate::problem::{padded_headdim, Attention};
-use crate::tensor::{self, element_type, output, readable};
+use crate::tensor::{self, element_type, output};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 
@@ -22,11 +23,32 @@ const SCORES_OF_BACKWARD: [i32; 2] = [23, 19];
 /// Row tiles of a grid whose blocks rarely have work: each walks over several.
 const MAX_SPARSE_TILES: u32 = 8;
 
-/// What a cast reads and writes.
+/// Passes of the kernel, in their order: `cast::Phase`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    TakeLargest,
+    LeaveOutHidden,
+    CastScaled,
+    RestoreLse,
+}
+
+/// What a cast reads and writes beside q and k.
 pub(super) struct Operands {
-    /// v too, beside q and k.
-    pub has_v: bool,
-    /// Not 0: numbers become sums of two. A row has this many columns of high parts, then the low parts.
+    /// How v is scaled; None: v is not cast.
+    pub v: Option<Values>,
+    /// Not 0: numbers of q and k become sums of two. A row has this many columns of high parts, then the low parts.
+    pub low_column: i64,
+}
+
+/// How v is scaled.
+pub(super) struct Values {
+    /// Exponent of the largest |v| after scaling, rounded up.
+    pub largest_exponent: i32,
+    /// One exponent for all of v.
+    pub is_shared: bool,
+    /// No exponent if fp16 holds v, so that its bits do not depend on other tokens.
+    pub keeps_ordinary: bool,
+    /// As [`Operands::low_column`].
     pub low_column: i64,
 }
 
@@ -42,8 +64,8 @@ pub(super) struct Cast<'a> {
     scale_exponent: i32,
     score_exponents: [i32; 2],
     kernel: PlannedKernel,
-    has_v: bool,
-    low_column: i32,
+    of: Operands,
+    /// The inputs before the cast, as kernels read them.
     given: Inputs,
     largest: Tensor,
     launcher: &'a dyn Launcher,
@@ -64,51 +86,51 @@ fn scale_exponent(softmax_scale: f64) -> i32 {
     }
 }
 
+/// Returns true if there may be keys that no query sees, beside those past `seqused_k`.
+fn may_hide_keys(inputs: &Inputs, a: &Attention) -> bool {
+    let before_window = a.window.left.is_some_and(|left| a.total_q().is_some() || a.seqlen_k - a.seqlen_q > left);
+    inputs.options.attn_bias.is_some() || inputs.options.block_lists.is_some() || before_window
+}
+
 impl<'a> Cast<'a> {
     /// Casts a call's operands. `softmax_lse`: contiguous, and scaled in place as the scores are.
-    pub fn new(
-        inputs: &Inputs,
-        a: &Attention,
-        of: &Operands,
-        softmax_lse: Option<&Tensor>,
-        launcher: &'a dyn Launcher,
-    ) -> Result<Cast<'a>> {
+    pub fn new(inputs: &Inputs, a: &Attention, of: Operands, softmax_lse: Option<&Tensor>, launcher: &'a dyn Launcher) -> Result<Cast<'a>> {
         let scale_exponent = scale_exponent(a.softmax_scale);
         let problem = Attention { softmax_scale: a.softmax_scale * f64::from(-scale_exponent).exp2(), ..*a };
-        let mut given = inputs.share();
-        let Operands { has_v, low_column } = *of;
-        (given.q, given.k) = (readable(&given.q)?, readable(&given.k)?);
-        if has_v {
-            given.v = readable(&given.v)?;
+        let mut given = blocks::readable(inputs, a)?.unwrap_or_else(|| inputs.share());
+        let of_v = of.v.as_ref();
+        if of_v.is_none() {
+            given.v = inputs.v.shallow_clone();
         }
-        let half = |t: &Tensor| {
+        let half = |t: &Tensor, low_column: i64| {
             let mut sizes = t.size();
             if let Some(last) = sizes.last_mut().filter(|_| low_column > 0) {
                 *last = 2 * low_column;
             }
             tensor::empty(&sizes, Kind::Half, launcher)
         };
-        let v = if has_v { half(&given.v)? } else { given.v.shallow_clone() };
-        let cast = Inputs { q: half(&given.q)?, k: half(&given.k)?, v, ..inputs.share() };
+        let v = of_v.map_or_else(|| Ok(given.v.shallow_clone()), |of| half(&given.v, of.low_column))?;
+        let cast = Inputs { q: half(&given.q, of.low_column)?, k: half(&given.k, of.low_column)?, v, ..given.share() };
         let score_exponents = if softmax_lse.is_some() { SCORES_OF_BACKWARD } else { SCORES_OF_FORWARD };
         let entries = if a.total_q().is_some() { 1 } else { a.batch };
         let int = (Kind::Int, given.q.device());
-        let largest = Tensor::f_zeros([3, entries * a.nheads_k], int)?;
+        let largest = Tensor::f_zeros([7, entries * a.nheads_k], int)?;
         let exponents = Tensor::f_empty([3, entries * a.nheads_k], int)?;
-        let heads = a.nheads + if has_v { 2 } else { 1 } * a.nheads_k;
+        let heads = a.nheads + if of_v.is_some() { 2 } else { 1 } * a.nheads_k;
         let kernel = plan::cast(a.seqlen_q.max(a.seqlen_k), heads, &launcher.limits()?)?;
         log::cast(a, &kernel)?;
         let written = [
             ("q_fp16", Some(&cast.q)),
             ("k_fp16", Some(&cast.k)),
-            ("v_fp16", Some(&cast.v).filter(|_| has_v)),
+            ("v_fp16", Some(&cast.v).filter(|_| of_v.is_some())),
             ("exponents", Some(&exponents)),
         ];
         let mut launches = Launches::begin(&given, a, launcher, written);
         launches.also_write(&[], Some(("largest", &largest)));
         launches.also_write(&[], softmax_lse.map(|t| ("softmax_lse", t)));
-        let targets = [(&cast.q, a.headdim), (&cast.k, a.headdim), (&cast.v, a.headdim_v)];
-        for (t, _) in targets.iter().take(if has_v { 3 } else { 2 }).filter(|(_, columns)| low_column > padded_headdim(*columns)) {
+        let targets = [(&cast.q, a.headdim, of.low_column), (&cast.k, a.headdim, of.low_column)];
+        let of_values = of_v.map(|of| (&cast.v, a.headdim_v, of.low_column));
+        for (t, ..) in targets.into_iter().chain(of_values).filter(|(_, columns, low_column)| *low_column > padded_headdim(*columns)) {
             // columns between the parts; after begin, which fills writable memory with NaN
             let _ = t.shallow_clone().f_zero_()?;
         }
@@ -120,14 +142,16 @@ impl<'a> Cast<'a> {
             scale_exponent,
             score_exponents,
             kernel,
-            has_v,
-            low_column: low_column as i32,
+            of,
             given,
             largest,
             launcher,
         };
-        this.run(&launches, 0, None)?;
-        this.run(&launches, 1, softmax_lse)?;
+        this.run(&launches, Phase::TakeLargest, None)?;
+        if may_hide_keys(&this.given, a) {
+            this.run(&launches, Phase::LeaveOutHidden, None)?;
+        }
+        this.run(&launches, Phase::CastScaled, softmax_lse)?;
         Ok(this)
     }
 
@@ -136,7 +160,7 @@ impl<'a> Cast<'a> {
         let written = [("softmax_lse", Some(softmax_lse))];
         let ranges =
             memory_ranges(&self.given, &self.problem, self.launcher, written.into_iter().chain([("largest", Some(&self.largest))]));
-        self.run(&Launches::in_place(self.launcher, ranges), 2, Some(softmax_lse))
+        self.run(&Launches::in_place(self.launcher, ranges), Phase::RestoreLse, Some(softmax_lse))
     }
 
     /// Exponents of v: v_fp16 = v * 2^exponent.
@@ -157,30 +181,34 @@ impl<'a> Cast<'a> {
         Ok([of(1)?, of(0)?])
     }
 
-    fn run(&self, launches: &Launches, phase: i32, softmax_lse: Option<&Tensor>) -> Result<()> {
+    fn run(&self, launches: &Launches, phase: Phase, softmax_lse: Option<&Tensor>) -> Result<()> {
         let a = &self.problem.padded();
         let is_packed = a.total_q().is_some();
         let mut kernel = self.kernel;
-        // phase 1 casts all of v
-        if phase == 2 || (phase == 1 && !self.has_v) {
+        let has_v = self.of.v.is_some();
+        if matches!(phase, Phase::LeaveOutHidden | Phase::RestoreLse) || (phase == Phase::CastScaled && !has_v) {
             kernel.blocks[0] = kernel.blocks[0].min(MAX_SPARSE_TILES);
         }
+        let o = &self.given.options;
+        let blocks = o.block_lists.as_ref().map_or(NO_BLOCKS, |lists| block_lists(lists, o.block_bits.as_ref()));
+        let of_v = self.of.v.as_ref();
         for (first, batches) in plan::batch_chunks(a.batch) {
-            let Blocks { q, k, v, problem, lengths, .. } = Blocks::new(&self.given, a, (first, batches));
+            let Blocks { q, k, v, problem, lengths, score_options, .. } = Blocks::new(&self.given, a, (first, batches));
             let nothing = Operand { ptr: null(), batch_stride: 0, row_stride: 0, head_stride: 0 };
             let nowhere = Output { ptr: null_mut(), batch_stride: 0, row_stride: 0, head_stride: 0 };
             let params = CastParams {
                 q,
                 k,
-                v: if self.has_v { v } else { nothing },
+                v: if has_v { v } else { nothing },
                 q_fp16: output(&self.inputs.q, first),
                 k_fp16: output(&self.inputs.k, first),
-                v_fp16: if self.has_v { output(&self.inputs.v, first) } else { nowhere },
+                v_fp16: if has_v { output(&self.inputs.v, first) } else { nowhere },
                 softmax_lse: softmax_lse.map_or(null_mut(), |t| lse_at(t, a, first)),
                 largest: self.largest.data_ptr().cast(),
                 exponents: self.exponents.data_ptr().cast(),
                 element: element_type(&self.given.q),
-                low_column: self.low_column,
+                low_column: self.of.low_column as i32,
+                low_column_v: of_v.map_or(0, |of| of.low_column as i32),
                 groups: self.largest.size()[1] as i32,
                 first_entry: if is_packed { 0 } else { first as i32 },
                 scale_exponent: self.scale_exponent,
@@ -188,8 +216,12 @@ impl<'a> Cast<'a> {
                 score_exponent: exponent(a.headdim as f32 * problem.scale_log2),
                 max_score_exponent: self.score_exponents[0],
                 lowered_score_exponent: self.score_exponents[1],
-                keeps_ordinary_v: i32::from(a.features.batch_invariant),
-                phase,
+                largest_v_exponent: of_v.map_or(0, |of| of.largest_exponent),
+                shares_v: i32::from(of_v.is_some_and(|of| of.is_shared)),
+                keeps_ordinary_v: i32::from(of_v.is_some_and(|of| of.keeps_ordinary)),
+                score_options,
+                blocks,
+                phase: phase as i32,
                 problem,
                 lengths,
             };

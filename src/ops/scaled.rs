@@ -3,13 +3,12 @@
 //! (`volta_fa_reduces_fp32`).
 //!
 //! fp16 has more precision than bf16 and less range. So operands are multiplied by powers of two, without rounding. The exponents come from
-//! the largest magnitudes and stay on the device. One kernel casts q, k and, in the forward pass, v ([`Cast`]). The backward pass scales v,
-//! dout and out here, because their exponents depend on each other, on the gradient of softmax_lse, and on the gradients that sum over
-//! heads.
+//! the largest magnitudes and stay on the device. One kernel casts q, k and v ([`Cast`]). The backward pass scales dout and out here, because
+//! their exponents depend on those of v, on the gradient of softmax_lse, and on the gradients that sum over heads.
 //!
 //! Gradients are sums over rows. No scale keeps both their terms precise and the sums of many rows in fp16's range.
 
-use super::cast::{Cast, Operands};
+use super::cast::{Cast, Operands, Values};
 use super::device;
 use super::inputs::{Gradients, Inputs, Saved};
 use crate::error::Result;
@@ -18,9 +17,26 @@ use crate::plan::BackwardMode;
 use crate::problem::Attention;
 use tch::{Kind, Tensor};
 
-/// Exponent of the largest scaled magnitude, rounded up. Then dP is below 16 * headdim and dS, which kernels keep in fp16, below twice
-/// that; and 2^-25 of the largest magnitude is not 0.
-const LARGEST: i64 = 2;
+/// Exponents of the largest scaled magnitudes, rounded up.
+#[derive(Clone, Copy)]
+struct Largest {
+    /// Of v and dout.
+    factors: i64,
+    /// Of the gradient of softmax_lse.
+    dlse: i64,
+}
+
+impl Largest {
+    /// dP is below 16 * headdim and dS, which kernels keep in fp16, below twice that; and 2^-25 of the largest magnitude is not 0. dS adds
+    /// terms of dlse and of dout, and is below 2^14.
+    const ONE_NUMBER: Largest = Largest { factors: 2, dlse: 13 };
+    /// dS has units of its own (csrc/backward/store_scores.cuh), so low parts of small numbers can be normal fp16 numbers.
+    const TWO_PARTS: Largest = Largest { factors: LARGEST_OF_PARTS as i64, dlse: 26 };
+}
+
+/// Exponent of the largest number that becomes a sum of two: low parts of small ones are normal fp16 numbers then.
+pub(super) const LARGEST_OF_PARTS: i32 = 13;
+
 /// Largest exponent: these powers of two and their inverses are normal numbers in fp32 and bf16.
 const MAX_EXPONENT: i64 = 126;
 
@@ -38,8 +54,9 @@ enum Shared {
 struct Exponents(Tensor);
 
 impl Exponents {
-    /// Computes exponents from used, finite elements: padding, inf and NaN do not change how the others are rounded.
-    fn new(t: &Tensor, unused: &Option<Tensor>, shared: Shared, a: &Attention) -> Result<Exponents> {
+    /// Computes exponents from used, finite elements: padding, inf and NaN do not change how the others are rounded. `largest`: exponent of
+    /// the largest scaled one.
+    fn new(t: &Tensor, unused: &Option<Tensor>, shared: Shared, largest: i64, a: &Attention) -> Result<Exponents> {
         let mut rows = by_group(t, a)?.f_abs()?.f_nan_to_num_(0.0, 0.0, 0.0)?.f_amax([-1_i64].as_slice(), true)?;
         if let Some(unused) = unused {
             let _ = rows.f_masked_fill_(unused, 0.0)?;
@@ -51,7 +68,7 @@ impl Exponents {
         };
         // largest = mantissa * 2^exponent, 1/2 <= mantissa < 1; 0 has exponent 0
         let (_, exponent) = rows.f_amax(dims.as_slice(), true)?.f_to_kind(Kind::Float)?.f_frexp()?;
-        Ok(Exponents(exponent.f_neg()?.f_add_scalar(LARGEST)?.f_clamp(-MAX_EXPONENT, MAX_EXPONENT)?))
+        Ok(Exponents(exponent.f_neg()?.f_add_scalar(largest)?.f_clamp(-MAX_EXPONENT, MAX_EXPONENT)?))
     }
 
     /// Multiplies `t` by these powers, rounded to `kind`.
@@ -61,14 +78,13 @@ impl Exponents {
         Ok(scaled)
     }
 
-    /// Returns these exponents of dout, lower where the gradient of softmax_lse needs it: fp16 holds its product with both powers.
-    fn with_lse_gradient(self, v: &Exponents, dlse: &Tensor, shared: Shared, a: &Attention) -> Result<Exponents> {
-        /// Largest exponent of the scaled gradient: dS, which adds terms of dout, is below 2^14.
-        const LARGEST_OF_LSE: i64 = 13;
+    /// Returns these exponents of dout, lower where the gradient of softmax_lse needs it: its product with both powers has at most
+    /// the exponent `largest`.
+    fn with_lse_gradient(self, v: &Exponents, dlse: &Tensor, shared: Shared, largest: i64, a: &Attention) -> Result<Exponents> {
         /// Smaller gradients change no exponent.
         const TINY: f64 = 1e-30;
         let finite = dlse.f_abs()?.f_nan_to_num_(0.0, 0.0, 0.0)?.f_clamp_min(TINY)?;
-        let most = Exponents::new(&finite, &None, shared, a)?.0.f_add_scalar(LARGEST_OF_LSE - LARGEST)?.f_sub(&v.0)?;
+        let most = Exponents::new(&finite, &None, shared, largest, a)?.0.f_sub(&v.0)?;
         // the lower of the two
         let lower = self.0.f_neg()?.f_maximum(&most.f_neg()?)?.f_neg()?;
         Ok(Exponents(lower.f_clamp(-MAX_EXPONENT, MAX_EXPONENT)?))
@@ -110,39 +126,15 @@ fn multiply(t: &mut Tensor, sum: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Returns a mask of rows of q or k that belong to no sequence, to broadcast over [`by_group`]; None: every row belongs to one.
-fn unused_rows(cu_seqlens: &Option<Tensor>, used: Option<&Tensor>, rows: i64) -> Result<Option<Tensor>> {
-    let position = |like: &Tensor| Tensor::f_arange(rows, (Kind::Int, like.device()));
-    let unused = match (cu_seqlens, used) {
-        (None, None) => return Ok(None),
-        (None, Some(used)) => position(used)?.f_ge_tensor(&used.f_unsqueeze(1)?)?,
-        (Some(cu), used) => {
-            let (position, entries) = (position(cu)?, cu.size()[0] - 1);
-            let ends = cu.f_narrow(0, 1, entries)?;
-            // a row's sequence has the number of sequences that end at or before the row
-            let entry = position.f_bucketize(&ends, false, true)?;
-            let of_none = entry.f_eq(entries)?;
-            match used {
-                None => of_none,
-                Some(used) => {
-                    let used_ends = cu.f_narrow(0, 0, entries)?.f_add(used)?.f_index_select(0, &entry.f_clamp_max(entries - 1)?)?;
-                    position.f_ge_tensor(&used_ends)?.f_logical_or(&of_none)?
-                }
-            }
-        }
-    };
+/// Returns a mask of packed queries that belong to no sequence, to broadcast over [`by_group`]; None: every row belongs to one.
+fn unused_rows(inputs: &Inputs, a: &Attention) -> Result<Option<Tensor>> {
+    let (Some(cu), Some(rows)) = (&inputs.options.cu_seqlens_q, a.total_q()) else { return Ok(None) };
+    let position = Tensor::f_arange(rows, (Kind::Int, cu.device()))?;
+    // a row's sequence has the number of sequences that end at or before the row
+    let entries = cu.size()[0] - 1;
+    let unused = position.f_bucketize(&cu.f_narrow(0, 1, entries)?, false, true)?.f_eq(entries)?;
     // after the rows: heads, heads of a group, and headdim
     Ok(Some(unused.f_unsqueeze(-1)?.f_unsqueeze(-1)?.f_unsqueeze(-1)?))
-}
-
-fn of_v(inputs: &Inputs, shared: Shared, a: &Attention) -> Result<Exponents> {
-    let rows = a.total_k().unwrap_or(a.seqlen_k);
-    Exponents::new(&inputs.v, &unused_rows(&inputs.options.cu_seqlens_k, inputs.options.seqused_k.as_ref(), rows)?, shared, a)
-}
-
-fn of_dout(inputs: &Inputs, saved: &Saved, shared: Shared, a: &Attention) -> Result<Exponents> {
-    let rows = a.total_q().unwrap_or(a.seqlen_q);
-    Exponents::new(&saved.dout, &unused_rows(&inputs.options.cu_seqlens_q, None, rows)?, shared, a)
 }
 
 /// Copies a gradient of softmax_lse, (batch, nheads, rows) or (nheads, rows), to a column for each head: (batch, rows, nheads, 1) or
@@ -168,7 +160,9 @@ fn parts(t: &Tensor, columns: i64) -> Result<Tensor> {
 
 /// Computes (out, softmax_lse).
 pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
-    let cast = Cast::new(inputs, a, &Operands { has_v: true, low_column: 0 }, None, launcher)?;
+    let largest_exponent = Largest::ONE_NUMBER.factors as i32;
+    let v = Values { largest_exponent, is_shared: false, keeps_ordinary: a.features.batch_invariant, low_column: 0 };
+    let cast = Cast::new(inputs, a, Operands { v: Some(v), low_column: 0 }, None, launcher)?;
     let (out, softmax_lse) = device::forward(&cast.inputs, &cast.problem, launcher)?;
     cast.restore_lse(&softmax_lse)?;
     Ok((unscaled(&out, cast.of_v()?, inputs.q.kind(), a)?, softmax_lse))
@@ -183,26 +177,40 @@ pub(super) fn unscaled(out: &Tensor, of_values: Tensor, kind: Kind, a: &Attentio
 pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
     let sums_over_heads = (saved.attn_bias_requires_grad && inputs.options.attn_bias.is_some()) || inputs.options.sinks.is_some();
     let shared = if sums_over_heads { Shared::ByAll } else { Shared::ByHead };
-    let (v, mut dout) = (of_v(inputs, shared, a)?, of_dout(inputs, saved, shared, a)?);
-    let mut dlse = saved.dlse.as_ref().map(per_row).transpose()?;
-    if let Some(dlse) = &mut dlse {
-        dout = dout.with_lse_gradient(&v, dlse, shared, a)?;
-        multiply(&mut by_group(dlse, a)?, &v.0.f_add(&dout.0)?)?;
-    }
     let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, saved.softmax_lse.device()))?;
     softmax_lse.shallow_clone().f_copy_(&saved.softmax_lse)?;
     let padded = a.padded();
     // low_column: columns from a row's high parts to its low ones; 0: no parts
-    let operands = Operands { has_v: false, low_column: if mode.split { padded.headdim } else { 0 } };
-    let mut cast = Cast::new(inputs, a, &operands, Some(&softmax_lse), launcher)?;
+    let largest = if mode.split { Largest::TWO_PARTS } else { Largest::ONE_NUMBER };
+    let low_column = |columns: i64| if mode.split { columns } else { 0 };
+    let values = Values {
+        largest_exponent: largest.factors as i32,
+        is_shared: shared == Shared::ByAll,
+        keeps_ordinary: false,
+        low_column: low_column(padded.headdim_v),
+    };
+    let operands = Operands { v: Some(values), low_column: low_column(padded.headdim) };
+    let mut cast = Cast::new(inputs, a, operands, Some(&softmax_lse), launcher)?;
+    // gradients have the shapes and types of the given options
+    let bias = std::mem::replace(&mut cast.inputs.options, inputs.share().options).attn_bias;
+    if !saved.attn_bias_requires_grad {
+        cast.inputs.options.attn_bias = bias;
+    }
+    let v = match shared {
+        Shared::ByHead => Exponents(cast.of_v()?),
+        Shared::ByAll => Exponents(cast.of_v()?.f_narrow(0, 0, 1)?.f_narrow(-3, 0, 1)?),
+    };
+    let mut dout = Exponents::new(&saved.dout, &unused_rows(inputs, a)?, shared, largest.factors, a)?;
+    let mut dlse = saved.dlse.as_ref().map(per_row).transpose()?;
+    if let Some(dlse) = &mut dlse {
+        dout = dout.with_lse_gradient(&v, dlse, shared, largest.dlse, a)?;
+        multiply(&mut by_group(dlse, a)?, &v.0.f_add(&dout.0)?)?;
+    }
     // delta is sum(out * dout) - dlse, so dlse has the powers of both v and dout
     let mut dlse = dlse.map(|t| t.f_squeeze_dim(-1)?.f_transpose(-1, -2)).transpose()?;
     // out is linear in v
-    let [scaled_v, mut out, mut scaled_dout] = {
-        let kind = if mode.split { Kind::Float } else { Kind::Half };
-        [v.scale(&inputs.v, kind, a)?, v.scale(&saved.out, kind, a)?, dout.scale(&saved.dout, kind, a)?]
-    };
-    cast.inputs.v = if mode.split { parts(&scaled_v, padded.headdim_v)? } else { scaled_v };
+    let kind = if mode.split { Kind::Float } else { Kind::Half };
+    let (mut out, mut scaled_dout) = (v.scale(&saved.out, kind, a)?, dout.scale(&saved.dout, kind, a)?);
     if mode.split {
         // The preprocess kernel reads fp16. So it gets an out of 0, and all of delta comes with dlse.
         let delta = out.f_mul(&scaled_dout)?.f_sum_dim_intlist([-1_i64].as_slice(), false, Kind::Float)?.f_transpose(-1, -2)?;

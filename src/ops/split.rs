@@ -2,7 +2,7 @@
 
 use super::block_mask::block_lists;
 use super::blocks::{self, lse_at, Blocks};
-use super::cast::{Cast, Operands};
+use super::cast::{Cast, Operands, Values};
 use super::device::fill_varlen;
 use super::inputs::Inputs;
 use super::launches::Launches;
@@ -21,7 +21,8 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
     let planned = &plan::forward_split(&given.padded(), &launcher.limits()?)?;
     log::forward(&given.padded(), planned)?;
     let columns = i64::from(planned.variant.headdim);
-    let cast = Cast::new(inputs, given, &Operands { has_v: true, low_column: columns }, None, launcher)?;
+    let of_v = Values { largest_exponent: scaled::LARGEST_OF_PARTS, is_shared: false, keeps_ordinary: false, low_column: columns };
+    let cast = Cast::new(inputs, given, Operands { v: Some(of_v), low_column: columns }, None, launcher)?;
     let a = &cast.problem.padded();
     let converted = blocks::readable(&cast.inputs, a)?;
     let inputs = converted.as_ref().unwrap_or(&cast.inputs);

@@ -1,6 +1,6 @@
 //! Blocks of merging and casting.
 
-use super::shared::{ElementType, Lengths, Operand, Output, Problem};
+use super::shared::{BlockLists, ElementType, Lengths, Operand, Output, Problem, ScoreOptions};
 
 /// Parameter block of the merge kernel (`volta_fa::merge_attention_states` and its in-place form). out_a and out have type `element`, out_b
 /// has type `part`.
@@ -51,15 +51,17 @@ pub struct CastParams {
     pub v_fp16: Output,
     /// (batch, nheads, seqlen_q), packed (nheads, total_q), of all scores; null: none. Phase 1 scales it as it scales scores, phase 2 back.
     pub softmax_lse: *mut f32,
-    /// (3, groups) zeros, for q, k and v: bits of the largest finite magnitude as fp32. A group is a KV head of a batch entry; packed
-    /// sequences share those of a head.
+    /// (7, groups) zeros: bits of magnitudes as fp32, the rows `cast::Magnitude`. A group is a KV head of a batch entry; packed sequences
+    /// share those of a head.
     pub largest: *mut u32,
     /// Output (3, groups): fp16 numbers are the given ones times 2^exponent. Rows of q may have smaller exponents, which softmax_lse has too.
     pub exponents: *mut i32,
     /// Type of q, k and v: bf16 or fp32.
     pub element: ElementType,
-    /// Column of q_fp16, k_fp16 and v_fp16 from which what rounding took from the others is stored, a multiple of 8; 0: nowhere.
+    /// Column of q_fp16 and k_fp16 from which what rounding took from the others is stored, a multiple of 8; 0: nowhere.
     pub low_column: i32,
+    /// The same of v_fp16.
+    pub low_column_v: i32,
     /// KV heads of all batch entries of the call, or nheads_k if packed.
     pub groups: i32,
     /// Number of the launch's first batch entry; 0 if packed.
@@ -74,9 +76,17 @@ pub struct CastParams {
     pub max_score_exponent: i32,
     /// To which larger ones are lowered.
     pub lowered_score_exponent: i32,
+    /// Exponent of the largest |v| after scaling.
+    pub largest_v_exponent: i32,
+    /// Not 0: all groups of v have one exponent.
+    pub shares_v: i32,
     /// Not 0: v gets no exponent if fp16 holds it, so that its bits do not depend on other tokens.
     pub keeps_ordinary_v: i32,
-    /// 0, 1 or 2: see csrc/shared/cast/cast.cuh.
+    /// A bias hides keys; the rest is not read.
+    pub score_options: ScoreOptions,
+    /// Key blocks of query rows; without lists every block is full.
+    pub blocks: BlockLists,
+    /// `cast::Phase`
     pub phase: i32,
     /// Sizes and scale.
     pub problem: Problem,

@@ -1,5 +1,8 @@
 // Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two so that fp16's range suffices. For all families. src/ops/cast.rs
-// launches it for each Phase in this order, for the last one only after a forward pass.
+// launches it for each Phase in this order: the second where a call may hide keys, the last one only after a forward pass.
+//
+// Keys that no query sees may hold anything, such as what memory held before. So they change no exponent, and the fp16 numbers of
+// those that are too large are fp16's largest.
 //
 // With low parts (low_column) a number is the sum of two fp16 numbers, and the first phase casts nothing. Both factors of a product
 // then get about the same size, which leaves the low parts above fp16's subnormal numbers.
@@ -15,6 +18,7 @@
 
 #include "half.cuh"
 #include "seqlen_info.cuh"
+#include "shared/cast/visible_keys.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 
@@ -23,11 +27,18 @@ namespace cast {
 // CastParams::phase. A group is the rows of a KV head and its query heads: those of a batch entry, or of all packed sequences.
 enum Phase : int {
     kTakeLargest,  // takes the largest magnitude of each group, and casts q and k as if no scale were needed
+    kLeaveOutHidden,  // of groups with outlying keys or values: takes the largest magnitude that a query sees
     kCastScaled,  // finds the groups' Exponents, and casts v, and q and k once more where they need a scale, which is rare
     kRestoreLse,  // restores softmax_lse of rows that got an exponent of their own
 };
 // Which tensor a block casts.
 enum Tensor : int { kQ, kK, kV };
+// Rows of CastParams::largest, one number for each group. 0: none.
+enum Magnitude : int {
+    kLargest,  // of q, k and v, finite elements
+    kSmallest = 3,  // of k and v, bits inverted: a small one of the rows' magnitudes other than 0
+    kLargestVisible = 5,  // of k and v: an upper bound of the largest that a query sees, if the second phase looked
+};
 
 constexpr int kColumns = 8;  // that a lane has at a time, 16 bytes of bf16
 constexpr int kLanes = 8;  // lanes of a row
@@ -35,10 +46,10 @@ constexpr int kRowsAtOnce = THREADS / kLanes;
 
 // Magnitudes of q and k that need no scale are below 2^kMaxOrdinary, and their largest at least 2^(kMinOrdinary - 1).
 constexpr int kMaxOrdinary = 13, kMinOrdinary = -7;
-// Exponent of the largest |v| after scaling; with low parts kMaxOrdinary, so that those of small numbers are normal. All of v is
-// scaled, so that powers of two in v are those of out, bitwise. With keeps_ordinary_v only what fp16 cannot hold is.
-// At 2, v and dout stay below 4, so |dS| stays below 32 * headdim, which fp16 holds (docs/design/numerics.md).
-constexpr int kScaledV = 2;
+// Hidden keys matter if they are this power of two larger than others: the range of fp16 that bf16's 8 bits leave, and that digits of
+// fp32 leave.
+constexpr int kSpread = 10, kSplitSpread = 6;
+constexpr float kLargestHalf = 65504.f;
 
 // Returns e with 2^(e - 1) <= x < 2^e, from the bits of a positive fp32 number; less for subnormal ones.
 __device__ __forceinline__ int exponent_of(unsigned bits) { return static_cast<int>(bits >> 23) - 126; }
@@ -50,16 +61,46 @@ __device__ __forceinline__ float times_power(float x, int exponent) {
     return x * power(half) * power(exponent - half);
 }
 
+__device__ __forceinline__ bool is_finite(unsigned bits) { return bits < 0x7f800000u; }
+
+// Returns the larger of a magnitude's bits and those of a number, if that is finite.
+__device__ __forceinline__ unsigned larger_of(unsigned largest, float x) {
+    const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
+    return is_finite(bits) ? max(largest, bits) : largest;
+}
+
+// Returns x * 2^exponent, where finite numbers beyond fp16's range become its largest.
+__device__ __forceinline__ float scaled(float x, int exponent) {
+    const float y = exponent == 0 ? x : times_power(x, exponent);
+    return is_finite(__float_as_uint(x) & 0x7fffffffu) ? fminf(fmaxf(y, -kLargestHalf), kLargestHalf) : y;
+}
+
+// Bits of the largest magnitude of a group of keys or values.
+__device__ __forceinline__ unsigned largest_of(const CastParams& p, Tensor tensor, int group) {
+    const unsigned visible = p.largest[(kLargestVisible + tensor - kK) * p.groups + group];
+    return visible ? visible : p.largest[(kLargest + tensor) * p.groups + group];
+}
+
+// Exponent of a group's values. All of v is scaled, so that powers of two in v are those of out, bitwise. With keeps_ordinary_v
+// only what fp16 cannot hold is. With shares_v all groups have one.
+__device__ __forceinline__ int value_exponent(const CastParams& p, int group) {
+    unsigned largest = largest_of(p, kV, group);
+    for (int i = 0; p.shares_v && i < p.groups; i++) largest = max(largest, largest_of(p, kV, i));
+    const int exponent = exponent_of(largest);
+    const bool is_ordinary = exponent >= kMinOrdinary && exponent <= kMaxOrdinary;
+    return largest && !(p.keeps_ordinary_v && is_ordinary) ? min(p.largest_v_exponent - exponent, 126) : 0;
+}
+
 // Exponents of a group: fp16 numbers are the given ones times 2^exponent. p.scale_exponent: the power of two that q takes over from
 // softmax_scale. p.score_exponent is the exponent of headdim * scale_log2, rounded up; p.scale_log2_exponent is that of scale_log2.
 // Rows whose scores may exceed 2^max_score_exponent (log2 units) get an exponent that lowers them to 2^lowered_score_exponent.
 struct Exponents {
-    int q, k, v;
+    int q, k;
     bool has_moved;  // q or k need a scale, or rows may need exponents of their own
     int keys;  // of the largest scaled |k|
 
     __device__ __forceinline__ Exponents(const CastParams& p, int group) {
-        const unsigned *largest = p.largest + group, of_q = largest[0], of_k = largest[p.groups], of_v = largest[2 * p.groups];
+        const unsigned of_q = p.largest[group], of_k = largest_of(p, kK, group);
         const int exponent_q = exponent_of(of_q) + p.scale_exponent, exponent_k = exponent_of(of_k);
         const int sum = exponent_q + exponent_k;
         const bool some = of_q && of_k;
@@ -69,7 +110,6 @@ struct Exponents {
         const auto is_ordinary = [](unsigned bits, int exponent) {
             return !bits || (exponent >= kMinOrdinary && exponent <= kMaxOrdinary);
         };
-        const int exponent_v = exponent_of(of_v);
         has_moved = !is_ordinary(of_q, exponent_q) || !is_ordinary(of_k, exponent_k) ||
                     (some && sum + p.score_exponent > p.max_score_exponent);
         if (has_moved || p.low_column) {
@@ -79,12 +119,8 @@ struct Exponents {
             k = of_k ? keys - exponent_k : 0;
             q += of_q ? (some ? max(sum - keys, kMinOrdinary) : 0) - exponent_q : 0;
         }
-        const bool keeps_v = !of_v || (p.keeps_ordinary_v && is_ordinary(of_v, exponent_v));
-        v = keeps_v ? 0 : min((p.low_column ? kMaxOrdinary : kScaledV) - exponent_v, 126);
     }
 };
-
-__device__ __forceinline__ bool is_finite(unsigned bits) { return bits < 0x7f800000u; }
 
 // A row's exponent beyond its group's, 0 or negative. Its eight lanes call it together. `largest` and `sum`: of the lane's
 // magnitudes, both times 2^shift. `lse`: of the row in a backward pass, else 0.
@@ -111,6 +147,8 @@ struct Head {
     long long from_stride, to_stride;  // of rows; of `from` in bytes
     bool is_fp32;
     int rows, columns;
+    int low_column;  // 0: no low parts
+    int of_keys;  // KV head of its group
     int group;
     Tensor tensor;
 
@@ -118,12 +156,13 @@ struct Head {
         const int nheads = p.problem.nheads, nheads_k = p.problem.nheads_k;
         tensor = slot < nheads ? kQ : slot < nheads + nheads_k ? kK : kV;
         const int head = tensor == kQ ? slot : (slot - nheads) % nheads_k;
-        const int head_k = tensor == kQ ? slot / (nheads / nheads_k) : head;
-        group = (p.lengths.cu_seqlens_q ? 0 : p.first_entry + batch) * nheads_k + head_k;
+        of_keys = tensor == kQ ? slot / (nheads / nheads_k) : head;
+        group = (p.lengths.cu_seqlens_q ? 0 : p.first_entry + batch) * nheads_k + of_keys;
         const Operand& source = tensor == kQ ? p.q : tensor == kK ? p.k : p.v;
         const Output& target = tensor == kQ ? p.q_fp16 : tensor == kK ? p.k_fp16 : p.v_fp16;
         rows = tensor == kQ ? sequence.seqlen_q() : sequence.seqlen_k();
         columns = tensor == kV ? p.problem.headdim_v : p.problem.headdim;
+        low_column = tensor == kV ? p.low_column_v : p.low_column;
         const int first = tensor == kQ ? sequence.q_offset() : sequence.k_offset();
         is_fp32 = p.element == ElementType::Float;
         const int bytes = is_fp32 ? 4 : 2;
@@ -144,7 +183,7 @@ struct Head {
         unpack8(x, load_global(reinterpret_cast<const unsigned short*>(at + column * 2)), true);
     }
     // Stores the rounded numbers and, from low_column on unless it is 0, what rounding took from them.
-    __device__ __forceinline__ void store(int row, int column, const float (&x)[kColumns], int low_column) const {
+    __device__ __forceinline__ void store(int row, int column, const float (&x)[kColumns]) const {
         uint4* at = reinterpret_cast<uint4*>(to + row * to_stride + column);
         unsigned high[4], low[4];
 #pragma unroll
@@ -158,37 +197,78 @@ struct Head {
     }
 };
 
-// kTakeLargest. Elements that are not finite change no exponent.
+// kTakeLargest. Elements that are not finite change no exponent. A row's magnitudes are those of its lanes.
 __device__ __forceinline__ void cast_as_is(const CastParams& p, const Head& head) {
     const int exponent = head.tensor == kQ ? p.scale_exponent : 0;
-    unsigned largest = 0;
+    unsigned largest = 0, inverse_smallest = 0;
     for (int first = blockIdx.x * BLOCK_ROWS; first < head.rows; first += gridDim.x * BLOCK_ROWS) {
         const int end = min(first + BLOCK_ROWS, head.rows);
 #pragma unroll 2
         for (int row = first + threadIdx.x / kLanes; row < end; row += kRowsAtOnce) {
+            unsigned of_row = 0;
             for (int column = threadIdx.x % kLanes * kColumns; column < head.columns; column += kLanes * kColumns) {
                 float x[kColumns];
                 head.load(row, column, x);
 #pragma unroll
                 for (int i = 0; i < kColumns; i++) {
-                    const unsigned bits = __float_as_uint(x[i]) & 0x7fffffffu;
-                    if (is_finite(bits)) largest = max(largest, bits);
-                    if (exponent != 0) x[i] = times_power(x[i], exponent);
+                    of_row = larger_of(of_row, x[i]);
+                    x[i] = scaled(x[i], exponent);
                 }
-                if (head.tensor != kV && !p.low_column) head.store(row, column, x, 0);
+                if (head.tensor != kV && !p.low_column) head.store(row, column, x);
             }
+            largest = max(largest, of_row);
+            if (of_row) inverse_smallest = max(inverse_smallest, ~of_row);
         }
     }
 #pragma unroll
-    for (int i = 1; i < 32; i *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, i));
-    if (threadIdx.x % 32 == 0 && largest) atomicMax(p.largest + head.tensor * p.groups + head.group, largest);
+    for (int i = 1; i < 32; i *= 2) {
+        largest = max(largest, __shfl_xor_sync(~0u, largest, i));
+        inverse_smallest = max(inverse_smallest, __shfl_xor_sync(~0u, inverse_smallest, i));
+    }
+    if (threadIdx.x % 32 != 0 || !largest) return;
+    atomicMax(p.largest + (kLargest + head.tensor) * p.groups + head.group, largest);
+    if (head.tensor != kQ) atomicMax(p.largest + (kSmallest + head.tensor - kK) * p.groups + head.group, inverse_smallest);
+}
+
+// kLeaveOutHidden. Asks about rows far above the smallest only. What it finds is at least their lower limit.
+__device__ __forceinline__ void leave_out_hidden(const CastParams& p, const Head& head, const SeqlenInfo<true>& sequence, int batch) {
+    if (head.tensor == kQ) return;
+    const unsigned largest = p.largest[(kLargest + head.tensor) * p.groups + head.group];
+    const unsigned smallest = ~p.largest[(kSmallest + head.tensor - kK) * p.groups + head.group];
+    const int spread = p.low_column ? kSplitSpread : kSpread;
+    if (!largest || exponent_of(largest) - exponent_of(smallest) <= spread) return;
+    const unsigned limit = smallest + (static_cast<unsigned>(spread) << 23);  // times 2^spread
+    const int heads_of_group = p.problem.nheads / p.problem.nheads_k, first_head = head.of_keys * heads_of_group;
+    const VisibleKeys visible(p, sequence, batch, first_head, first_head + heads_of_group);
+    unsigned found = limit;
+    for (int first = blockIdx.x * kRowsAtOnce; first < head.rows; first += gridDim.x * kRowsAtOnce) {
+        const int row = first + threadIdx.x / kLanes;
+        unsigned of_row = 0;
+        for (int column = threadIdx.x % kLanes * kColumns; row < head.rows && column < head.columns; column += kLanes * kColumns) {
+            float x[kColumns];
+            head.load(row, column, x);
+#pragma unroll
+            for (int i = 0; i < kColumns; i++) of_row = larger_of(of_row, x[i]);
+        }
+#pragma unroll
+        for (int i = 1; i < kLanes; i *= 2) of_row = max(of_row, __shfl_xor_sync(~0u, of_row, i));
+        if (visible.contains(row, of_row > limit)) found = max(found, of_row);
+    }
+#pragma unroll
+    for (int i = kLanes; i < 32; i *= 2) found = max(found, __shfl_xor_sync(~0u, found, i));
+    if (threadIdx.x % 32 == 0) atomicMax(p.largest + (kLargestVisible + head.tensor - kK) * p.groups + head.group, found);
+}
+
+// Exponent of a head's rows.
+__device__ __forceinline__ int of_tensor(const CastParams& p, const Head& head, const Exponents& of) {
+    return head.tensor == kQ ? of.q : head.tensor == kK ? of.k : value_exponent(p, head.group);
 }
 
 // Calls f(row, exponent of the group, further exponent of the row) for each row of a head. Lanes of rows that do not exist only
 // take part in shuffles. `lse_row`: of the head's first row.
 template <class F>
 __device__ __forceinline__ void each_row(const CastParams& p, const Head& head, const Exponents& of, long long lse_row, F f) {
-    const int of_group = head.tensor == kQ ? of.q : head.tensor == kK ? of.k : of.v;
+    const int of_group = of_tensor(p, head, of);
     // brings the largest |q| of the group to 1, so that sums stay finite
     const int shift = -exponent_of(p.largest[head.group]);
     for (int first = blockIdx.x * kRowsAtOnce; first < head.rows; first += gridDim.x * kRowsAtOnce) {
@@ -220,8 +300,7 @@ __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& hea
                                             int batch) {
     const Exponents of(p, head.group);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        const int exponents[3] = {of.q, of.k, of.v};
-        p.exponents[head.tensor * p.groups + head.group] = exponents[head.tensor];
+        p.exponents[head.tensor * p.groups + head.group] = of_tensor(p, head, of);
     }
     if (head.tensor != kV && !of.has_moved && !p.low_column) return;  // cast_as_is() has cast it
     const long long lse_row = sequence.lse_row(batch, slot);
@@ -230,8 +309,8 @@ __device__ __forceinline__ void cast_scaled(const CastParams& p, const Head& hea
             float x[kColumns];
             head.load(row, column, x);
 #pragma unroll
-            for (int i = 0; i < kColumns; i++) x[i] = times_power(x[i], of_group + of_row);
-            head.store(row, column, x, p.low_column);
+            for (int i = 0; i < kColumns; i++) x[i] = scaled(x[i], of_group + of_row);
+            head.store(row, column, x);
         }
         // the backward pass takes softmax_lse of these scores
         if (head.tensor == kQ && p.softmax_lse && of_row != 0 && threadIdx.x % kLanes == 0) {
@@ -261,6 +340,8 @@ struct Kernel {
         const Head head(p, sequence, slot, batch);
         if (p.phase == kTakeLargest)
             cast_as_is(p, head);
+        else if (p.phase == kLeaveOutHidden)
+            leave_out_hidden(p, head, sequence, batch);
         else if (p.phase == kCastScaled)
             cast_scaled(p, head, sequence, slot, batch);
         else

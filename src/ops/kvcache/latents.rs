@@ -9,7 +9,7 @@ use crate::ops::inputs::Inputs;
 use crate::ops::scaled;
 use crate::options::Options;
 use crate::params::CacheFormat;
-use crate::problem::{Attention, Cache, CacheLayout, DType, Keys, Queries};
+use crate::problem::{Attention, Cache, CacheLayout, DType, Keys, Queries, Window};
 use crate::tensor::readable;
 use tch::{Kind, Tensor};
 
@@ -55,9 +55,10 @@ fn attend_in_bf16(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Re
         seqlen_k: rows.k.size()[1],
         queries: Queries::Dense,
         keys: Keys::Dense,
+        window: Window::FULL,
         ..*a
     };
-    let cast = Cast::new(&rows, &of_rows, &Operands { has_v: false, low_column: 0 }, None, launcher)?;
+    let cast = Cast::new(&rows, &of_rows, Operands { v: None, low_column: 0 }, None, launcher)?;
     let [q, k] = [(&cast.inputs.q, q), (&cast.inputs.k, k)].map(|(cast, given)| cast.f_view(given.size().as_slice()));
     let scaled = Attention { softmax_scale: cast.problem.softmax_scale, ..*a };
     let (out, softmax_lse) = attend(Inputs { q: q?, k: k?, ..inputs.share() }, &scaled, launcher)?;

@@ -1,0 +1,77 @@
+// Finds out which keys any query sees, for the cast kernel, which leaves hidden keys out of the largest magnitudes.
+#pragma once
+
+#include "block_lists.cuh"
+#include "half.cuh"
+#include "seqlen_info.cuh"
+
+namespace cast {
+
+// A bias up to this hides a key, whatever its score.
+constexpr float kHidingBias = -1e30f;
+
+// The keys that the query heads [head, end_head) of one sequence see.
+class VisibleKeys {
+    static constexpr int kRowLanes = 8;  // lanes that have a key together: each looks at every eighth query
+
+    const CastParams& p_;
+    Mask mask_;
+    int batch_, head_, end_head_, lane_;
+
+    __device__ __forceinline__ float bias(int head, int row, int key) const {
+        const ScoreOptions& o = p_.score_options;
+        const long long at = batch_ * o.bias_batch_stride + head * o.bias_head_stride + row * o.bias_row_stride + key;
+        if (o.bias_is_fp32) return __ldg(reinterpret_cast<const float*>(o.bias) + at);
+        return to_float2(__ldg(o.bias + at)).x;
+    }
+    // Returns the bit tile of a partial block, kFull, or kAbsent for the block that holds a key in a row block's list.
+    enum Block : int { kAbsent = -2, kFull = -1 };
+    __device__ __forceinline__ int block(int head, int row_block, int key) const {
+        if (!p_.blocks.lists) return kFull;
+        const int* list = HeadLists(p_.blocks, p_.lengths.first_batch + batch_, head).of(p_.blocks, row_block);
+        const int partial = clamped_partial(p_.blocks, __ldg(list + kPartialBlocks));
+        const int all = partial + clamped_full(p_.blocks, __ldg(list + kFullBlocks), partial);
+        for (int i = 0; i < all; i++) {
+            if (__ldg(list + kEntries + i) == key / kListedColumns) return i < partial ? __ldg(list + kFirstTile) + i : kFull;
+        }
+        return kAbsent;
+    }
+    __device__ __forceinline__ bool has_bit(int tile, int row, int key) const {
+        if (tile == kFull) return true;
+        if (static_cast<unsigned>(tile) >= static_cast<unsigned>(p_.blocks.tiles)) return false;
+        return __ldg(bits_of(p_.blocks, tile, row % kListedRows, key % kListedColumns)) >> (key % 32) & 1;
+    }
+
+public:
+    __device__ __forceinline__ VisibleKeys(const CastParams& p, const SeqlenInfo<true>& sequence, int batch, int head, int end_head)
+        : p_(p), mask_(p.problem, sequence.seqlen_q(), sequence.seqlen_k()), batch_(batch), head_(head), end_head_(end_head),
+          lane_(threadIdx.x % kRowLanes) {}
+
+    // Returns whether a query sees `key`. A warp calls it together, with one key for each eight lanes; where `asks` is false,
+    // the result is false. Later queries come first: under a causal mask they see most.
+    __device__ __forceinline__ bool contains(int key, bool asks) const {
+        const ScoreOptions& o = p_.score_options;
+        const bool has_lists = p_.blocks.lists;
+        const int last = mask_.row_end(key, 1) - 1;
+        // queries and heads that share a mask need one look
+        const int first = has_lists || (o.bias && o.bias_row_stride) ? mask_.row_first(key) : max(mask_.row_first(key), last);
+        const int end_head = has_lists || (o.bias && o.bias_head_stride) ? end_head_ : head_ + 1;
+        bool found = false;
+        for (int head = head_; head < end_head; head++) {
+            int row_block = -1, tile = kFull;
+            for (int row = last - lane_; __any_sync(~0u, asks && !found && row + lane_ >= first); row -= kRowLanes) {
+                bool sees = asks && !found && row >= first;
+                if (sees && row / kListedRows != row_block) {
+                    row_block = row / kListedRows;
+                    tile = block(head, row_block, key);
+                }
+                sees = sees && tile != kAbsent && has_bit(tile, row, key) && !(o.bias && bias(head, row, key) <= kHidingBias);
+                const unsigned seen = __ballot_sync(~0u, sees) >> (threadIdx.x % 32 / kRowLanes * kRowLanes);
+                found = found || (seen & 0xffu);
+            }
+        }
+        return found;
+    }
+};
+
+}  // namespace cast

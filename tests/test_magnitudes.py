@@ -1,0 +1,159 @@
+"""bf16 and fp32 numbers of any magnitude, beyond what fp16 holds, which the kernels multiply: each result as exact as of numbers near 1."""
+
+import pytest
+import torch
+
+from conftest import BF16_KERNELS, FP32_KERNELS, Case, on
+from reference import block_masks
+
+# Exponents of the magnitudes of q and k, and softmax_scale: beyond either end of fp16's range, both small, and scales that no model has.
+MAGNITUDES = {
+    "large q": (17, -17, None),
+    "large k": (-40, 40, None),
+    "largest q": (120, -122, None),
+    "both small": (-40, -40, None),
+    "tiny scale": (40, 1, 2.0**-44),
+    "large scale": (-17, -17, 2.0**31),
+}
+
+
+@pytest.mark.parametrize("magnitudes", MAGNITUDES.values(), ids=MAGNITUDES)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "softcap": 3.0}, {"window_left": 20}], ids=str)
+@on(*BF16_KERNELS)
+def test_bf16_of_any_magnitude(backend, magnitudes, options):
+    """Results and gradients are as exact as those of numbers near 1, relative to the largest."""
+    of_q, of_k, scale = magnitudes
+    q, k, v, dout = Case(70, 90, 64, batch=2, nheads=2, nheads_k=1).inputs(backend)
+    q, k = q * 2.0**of_q, k * 2.0**of_k
+    options = {**options, "softmax_scale": scale}
+    out, lse = backend.forward(q, k, v, **options)
+    found = [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0]]
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, exactly(q, k, v, dout, **options), strict=True):
+        error = (a.cpu().double() - b).abs().max() / b.abs().max()
+        assert error < (1e-5 if name == "lse" else torch.finfo(torch.bfloat16).eps), f"{name}: {error:.2e}"
+
+
+def exactly(q, k, v, dout, **options):
+    """out, softmax_lse and the gradients of q, k and v by the CPU backend in fp64."""
+    q, k, v, dout = (t.detach().cpu().double() for t in (q, k, v, dout))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VOLTA_FA_SIMULATE", raising=False)
+        out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, **options)
+        return out, lse, *torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)[:3]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@on(*BF16_KERNELS)
+def test_rows_of_q_may_differ_by_a_million(backend, packed):
+    """... and each has its own result."""
+    q, k, v, _ = Case(60, 80, 64, batch=1, nheads=2).inputs(backend)
+    q = q * torch.logspace(-3, 3, 60, dtype=q.dtype, device=q.device).view(1, -1, 1, 1)
+    options = {}
+    if packed:
+        q, k, v = (t[0] for t in (q, k, v))
+        cu_q, cu_k = ([0, 60], [0, 80])
+        options = {f"cu_seqlens_{name}": torch.tensor(cu, dtype=torch.int32, device=q.device) for name, cu in (("q", cu_q), ("k", cu_k))}
+        options |= {"max_seqlen_q": 60, "max_seqlen_k": 80}
+    out, lse = backend.forward(q, k, v, **options)
+    expected = exactly(q, k, v, torch.zeros_like(q), **{name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in options.items()})
+    for a, b, bound in ((out, expected[0], 2**-7), (lse, expected[1], 1e-6)):
+        assert ((a.cpu().double() - b).abs() / b.abs().clamp_min(1)).max() < bound
+
+
+@pytest.mark.parametrize("column", [1.0, 2.0**12, 2.0**20], ids=str)
+@on(*BF16_KERNELS)
+def test_gradients_of_giant_scores_are_finite(backend, column):
+    """Scores of 1e7 and more, which fp32 resolves to a unit: one column of q and k decides."""
+    q, k, v, dout = Case(77, 77, 64, batch=1, nheads=2).inputs(backend)
+    for t in (q, k):
+        t[..., 5] *= column * 2000
+    out, lse = backend.forward(q, k, v)
+    found = [out, lse, *backend.backward(dout, q, k, v, out, lse)[0]]
+    assert all(t.isfinite().all() for t in found)
+    # a row's best key is unique where its two largest scores differ by more than fp32's rounding of them
+    scores = (q.cpu().double().transpose(1, 2) @ k.cpu().double().transpose(1, 2).mT) / 8
+    top = scores.topk(2).values
+    unique = (top[..., 0] - top[..., 1]) > top[..., 0].abs() * 2.0**-16 + 30
+    chosen = v.cpu().transpose(1, 2).gather(2, scores.argmax(-1, keepdim=True).expand(-1, -1, -1, 64))
+    assert unique.float().mean() > 0.5
+    torch.testing.assert_close(out.cpu().transpose(1, 2)[unique], chosen[unique], rtol=2**-7, atol=2**-7)
+
+
+KEYS = torch.arange(200)
+
+# Each hides keys of 200 from 140 queries, and shows one key to one query alone. Returns the hidden keys, that key, and options.
+
+
+def by_bias():
+    """A number so low that it hides."""
+    hidden = (KEYS > 30) & (KEYS < 170)
+    bias = torch.zeros(1, 1, 140, 200).masked_fill(hidden, -1e38)
+    bias[..., 100, 90] = 0
+    return hidden & (KEYS != 90), 90, {"attn_bias": bias}
+
+
+def by_heads():
+    """One query of one head sees a key."""
+    seen = (KEYS >= 100).expand(1, 4, 140, 200).clone()
+    seen[:, 2, 5, 99] = True
+    return KEYS < 99, 99, {"attn_bias": seen}
+
+
+def by_blocks():
+    """Absent blocks, and bits of partial ones."""
+    hidden = (KEYS >= 64) & (KEYS < 150)
+    seen = ~hidden.repeat(1, 1, 140, 1)
+    seen[..., 130, 100] = True
+    return hidden & (KEYS != 100), 100, block_masks.options_of(seen, "cpu")
+
+
+def by_window():
+    """The last 140 of 200 positions are queries."""
+    return KEYS < 40, 40, {"window_left": 20}
+
+
+def by_windows():
+    """Two packed sequences, of 60 queries and 90 keys, and of 80 and 110."""
+    cu = {"cu_seqlens_q": torch.tensor([0, 60, 140]).int(), "cu_seqlens_k": torch.tensor([0, 90, 200]).int()}
+    return (KEYS < 10) | ((KEYS >= 90) & (KEYS < 100)), 10, {"window_left": 20, "max_seqlen_q": 80, "max_seqlen_k": 110, **cu}
+
+
+@pytest.fixture(params=[by_bias, by_heads, by_blocks, by_window, by_windows], ids=lambda of: of.__name__)
+def masked(request, backend):
+    """q, k, v, dout, hidden keys, the key that one query sees, and options."""
+    hidden, seen_once, options = request.param()
+    inputs = Case(140, 200, 64, batch=1, nheads=4, nheads_k=2).inputs(backend)
+    if request.param is by_windows:
+        inputs = [t[0] for t in inputs]
+    return *inputs, hidden, seen_once, options
+
+
+def check_masked(backend, q, k, v, dout, expected, **options):
+    """Compares out, softmax_lse and gradients, relative to the largest of each."""
+    options = {name: x.to(backend.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    out, lse = backend.forward(q, k, v, **options)
+    found = [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0][:3]]
+    bound = torch.finfo(torch.bfloat16).eps if q.dtype == torch.bfloat16 else 3e-6
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+        error = (a.cpu().double() - b).abs().max() / b.abs().max()
+        assert error < (1e-5 if name == "lse" else bound), f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("magnitude", [2.0**7, 2.0**17, 2.0**110], ids=["2^7", "2^17", "2^110"])
+@on(*BF16_KERNELS, *FP32_KERNELS)
+def test_hidden_keys_may_have_any_magnitude(backend, masked, magnitude):
+    """Memory that no query sees often holds what was there before. It takes no digits from the others, and has no gradient."""
+    q, k, v, dout, hidden, _, options = masked
+    expected = exactly(q, k, v, dout, **options)
+    for t in (k, v):
+        t[..., hidden, :, :] *= magnitude
+    check_masked(backend, q, k, v, dout, expected, **options)
+
+
+@on(*BF16_KERNELS, *FP32_KERNELS)
+def test_a_key_that_one_query_sees_counts(backend, masked):
+    q, k, v, dout, hidden, seen_once, options = masked
+    v[..., seen_once, :, :] *= 2.0**17
+    expected = exactly(q, k, v, dout, **options)
+    v[..., hidden, :, :] *= 2.0**110
+    check_masked(backend, q, k, v, dout, expected, **options)
