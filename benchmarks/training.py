@@ -110,7 +110,7 @@ def measure(headdim: int, options: argparse.Namespace, tokens: torch.Tensor, dev
         seqlen=options.seqlen,
         batch=options.batch,
         steps=options.steps,
-        half=device.type == "cuda",
+        half=options.dtype == "float16",
     )
     attentions = {"volta_fa": volta_attention, "torch": torch_attention}
     attentions |= band_attentions(device, settings)
@@ -174,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seqlen", type=int, default=2048, metavar="N", help="default: 2048")
     parser.add_argument("--batch", type=int, default=4, metavar="B", help="default: 4")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: 200")
+    parser.add_argument("--dtype", choices=["float16", "float32"], help="default: float16 autocast on a GPU, float32 on the CPU")
     parser.add_argument("--device", default="auto", help="auto (a supported GPU if there is one, else the CPU), cpu or cuda")
     return parser
 
@@ -183,12 +184,13 @@ def main(arguments: Sequence[str]) -> int:
     if min(*options.headdims, options.seqlen, options.batch, options.steps) < 1:
         raise CommandError("--headdims, --seqlen, --batch and --steps are positive numbers")
     device = report.choose_device(options.device)
+    options.dtype = options.dtype or ("float16" if device.type == "cuda" else "float32")
     header = report.facts(
         "training",
         arguments,
         device=report.device_name(device),
         kernels=report.kernels(device),
-        model=f"{LAYERS} layers, width {WIDTH}, {'fp16 autocast and GradScaler' if device.type == 'cuda' else 'fp32'}",
+        model=f"{LAYERS} layers, width {WIDTH}, {'fp16 autocast and GradScaler' if options.dtype == 'float16' else 'fp32'}",
         **{"kind of figures": "measured"},
     )
     tokens = encode(read_corpus()[0])

@@ -53,6 +53,7 @@ struct BackwardScores {
     using Scores = Tile[kTiles][kTiles];
     using Coord = ScoreCoord<Layout>;
     using RowStats = typename Family::RowStats;
+    using Function = typename Conditional<Split, PreciseScoreFunction, ScoreFunction>::Type;
     // A tile of P or dS.
     using Packed = typename Conditional<Split, SplitTile, PackedTile>::Type;
     static __device__ __forceinline__ Packed pack(const Tile& x) {
@@ -245,7 +246,7 @@ struct BackwardScores {
             const OfRows neg_lse(stats, n, rows, negative_infinity());
             if (uses_score_function(options)) {
                 Tile slopes;
-                const ScoreFunction function(p.problem, options);
+                const Function function(p.problem, options);
 #pragma unroll
                 for (int v = 0; v < 8; v++) x[v] = function_score(x[v], neg_lse.of(v) * p.problem.scale_log2, function, slopes[v]);
                 to_ds.store(m, n, pack(slopes));

@@ -106,13 +106,14 @@ struct Scores {
     }
 
     // Turns products q.k into scores in log2 units (score_mod.cuh). Without the bias: see ScoreBias.
+    template <class Function = ScoreFunction>
     __device__ __forceinline__ void apply_score_mod(const FwdParams& p, const Mask& mask, int row, int key) {
         const ScoreOptions& options = p.score_options;
         const typename Layout::Lane lane(remat_lane());
         row += Layout::first_query(lane);
         key += Layout::first_key(lane);
         if (kHasScoreFunction && ScoreFunction::parameter(options) > 0.f) {
-            const ScoreFunction function(p.problem, options);
+            const Function function(p.problem, options);
             each([&](float& x, int, int, int) { x = function(x); });
         } else {
             each([&](float& x, int, int, int) { x *= p.problem.scale_log2; });

@@ -70,7 +70,7 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
 #pragma unroll
         for (int i = 0; i < Family::kTiles; i++) {
             const int first_key = key + i * Family::kNextTile;
-            s[i].apply_score_mod(p, mask(), row, first_key);
+            s[i].template apply_score_mod<PreciseScoreFunction>(p, mask(), row, first_key);
             if (kHasBias && p.score_options.bias) {
                 ScoreBias<Layout, 1, 1> bias;
                 bias.load(p, row, first_key);

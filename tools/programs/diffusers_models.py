@@ -10,7 +10,15 @@ from typing import Any
 warnings.simplefilter("ignore")
 
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKL,
+    FluxTransformer2DModel,
+    LTXVideoTransformer3DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+    WanTransformer3DModel,
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,33 @@ def wan(heads: int, headdim: int, layers: int, frames: int, height: int, width: 
     )  # fmt: skip
 
 
+def qwen_image(heads: int, headdim: int, layers: int, side: int, text: int, axes: tuple[int, ...], width: int) -> dict[str, Any]:
+    return dict(
+        make=lambda: QwenImageTransformer2DModel(
+            in_channels=16, out_channels=4, num_layers=layers, attention_head_dim=headdim, num_attention_heads=heads,
+            joint_attention_dim=width, axes_dims_rope=axes,
+        ),
+        inputs=lambda: dict(
+            hidden_states=torch.randn(1, side**2, 16), encoder_hidden_states=torch.randn(1, text, width),
+            encoder_hidden_states_mask=torch.ones(1, text, dtype=torch.bool), timestep=torch.tensor([0.5]), img_shapes=[[(1, side, side)]],
+        ),
+    )  # fmt: skip
+
+
+def ltx(heads: int, headdim: int, layers: int, frames: int, height: int, width: int, text: int) -> dict[str, Any]:
+    return dict(
+        make=lambda: LTXVideoTransformer3DModel(
+            in_channels=16, out_channels=16, num_attention_heads=heads, attention_head_dim=headdim, num_layers=layers,
+            cross_attention_dim=heads * headdim, caption_channels=64,
+        ),
+        inputs=lambda: dict(
+            hidden_states=torch.randn(1, frames * height * width, 16), encoder_hidden_states=torch.randn(1, text, 64),
+            timestep=torch.tensor([500]), encoder_attention_mask=(torch.arange(text) < text - 3)[None],
+            num_frames=frames, height=height, width=width,
+        ),
+    )  # fmt: skip
+
+
 def sdxl(channels: tuple[int, ...], heads: tuple[int, ...], blocks: tuple[int, ...], side: int, width: int) -> dict[str, Any]:
     kinds = ["DownBlock2D"] + ["CrossAttnDownBlock2D"] * (len(channels) - 1)
     return dict(
@@ -110,16 +145,21 @@ SMALL = [
     Model("sd3", **sd3(2, 32, 2, 8, 10, 32, (0,))),
     Model("sdxl-unet", **sdxl((32, 64), (2, 4), (1, 2), 16, 64)),
     Model("wan", **wan(2, 24, 2, 3, 8, 8, 12)),
+    Model("qwen-image", **qwen_image(2, 32, 2, 8, 10, (8, 12, 12), 48)),
+    Model("ltx", **ltx(2, 32, 2, 2, 6, 6, 12)),
     Model("vae", **vae((32, 64), 16)),
     Model("vae-512", **vae((32, 512), 16)),
 ]
 #: The width and length of the released models, with fewer layers: SDXL at 1024 x 1024 (all layers), FLUX.1, SD 3.5 medium, Wan 2.1 of
-#: 1.3 billion weights with 5 frames of latents of 480 x 832, SDXL's VAE at 512 x 512.
+#: 1.3 billion weights with 5 frames of latents of 480 x 832, Qwen-Image at 1024 x 1024, LTX-Video with 5 frames of latents of 512 x 768,
+#: SDXL's VAE at 512 x 512.
 LARGE = [
     Model("sdxl-unet", **sdxl((320, 640, 1280), (5, 10, 20), (1, 2, 10), 128, 2048)),
     Model("flux", **flux(24, 128, 2, 4096, 512, (16, 56, 56), 4096)),
     Model("sd3", **sd3(24, 64, 4, 128, 333, 4096, (0, 1))),
     Model("wan", **wan(12, 128, 4, 5, 60, 104, 512)),
+    Model("qwen-image", **qwen_image(24, 128, 2, 64, 512, (16, 56, 56), 3584)),
+    Model("ltx", **ltx(32, 64, 4, 5, 16, 24, 128)),
     Model("vae-512", **vae((128, 256, 512, 512), 512)),
 ]
 

@@ -2,6 +2,7 @@
 
     python tools/programs/run_diffusers.py                      # small models on the CPU, in float32, and two gloo processes
     python tools/programs/run_diffusers.py --device cuda        # small models in float16, then times of models of real width
+    python tools/programs/run_diffusers.py --device cuda --dtype float32      # the same in float32
     python tools/programs/run_diffusers.py --only 'flux,wan/ring*'    # rows whose model or way contains a text, or matches a pattern
 
 It needs diffusers, and xformers for its rows (`pip install diffusers; pip install --no-deps xformers`). A row shows the maximum error
@@ -403,13 +404,13 @@ TIMED = {
 }
 
 
-def timed(model: Model, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
-    """Yields the rows of a model of real width: median time and peak memory of a forward pass, in float16. The ways take turns."""
+def timed(model: Model, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
+    """Yields the rows of a model of real width: median time and peak memory of a forward pass. The ways take turns."""
     ways = {way: enter for way, enter in TIMED.items() if wanted(model.name, way)}
     if not ways:
         return
     module, inputs = build(model, "cuda")
-    module, inputs = module.to(torch.float16), cast(inputs, torch.float16)
+    module, inputs = module.to(dtype), cast(inputs, dtype)
     rows = {name: Row(model.name, name) for name in ways}
     times: dict[str, list[float]] = {name: [] for name in ways}
     first: torch.Tensor | None = None
@@ -492,7 +493,7 @@ def main() -> int:
     right = show((row for model in SMALL for row in compare(model, device, dtype, wanted)), "Small models, forward and backward")
     right &= show(pipelines(device, dtype, wanted), "Pipelines, two steps")
     if device == "cuda" and not arguments.no_times:
-        right &= show((row for model in LARGE for row in timed(model, wanted)), "Models of real width, forward")
+        right &= show((row for model in LARGE for row in timed(model, dtype, wanted)), "Models of real width, forward")
     if device == "cuda" and torch.cuda.device_count() < 2:
         print("\nTwo processes: left out, because they need two GPUs; `--device cpu` runs them on gloo")
     elif not arguments.no_processes:
