@@ -506,6 +506,11 @@ def test_vllm_vision_layer(backend, nheads_k, lengths, monkeypatch):
         inputs = [t[b : b + 1, rows] for t in (q, k, v)]
         ref = reference.forward(*inputs)
         within(backend, "out", out[b : b + 1, rows], ref.out, reference.forward_budget(ref, *inputs))
+    if backend.name == "sim":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
+        layer(q, k, v, starts)
+        assert "invariant" in str(torch.ops.volta_fa._sim_report())
 
 
 # ---- 1Cat-vLLM ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
-from .paged import attend_packed
+from .paged import attend_packed, is_batch_invariant
 
 __all__ = ["VoltaMMEncoderAttention", "register"]
 
@@ -27,12 +27,13 @@ class VoltaMMEncoderAttention(MMEncoderAttention):
             cu_seqlens: integers (images + 1), where each image begins; then batch is 1. None: each entry of the batch is one image.
         """
         q, k, v = (t.reshape(*t.shape[:2], -1, self.head_size) for t in (query, key, value))
+        options = {"softmax_scale": self.scale, "batch_invariant": is_batch_invariant()}
         if cu_seqlens is None:
-            out, _, _ = torch.ops.volta_fa.fwd(q, k, v, softmax_scale=self.scale)
+            out, _, _ = torch.ops.volta_fa.fwd(q, k, v, **options)
             return out.view_as(query)
         starts = cu_seqlens.to(q.device, torch.int32)
         # vLLM knows the longest image on the device alone; blocks beyond an image's end stop at once
-        out, _ = attend_packed(q[0], k[0], v[0], starts, q.shape[1], softmax_scale=self.scale)
+        out, _ = attend_packed(q[0], k[0], v[0], starts, q.shape[1], **options)
         return out.view_as(query)
 
 
