@@ -30,6 +30,8 @@ class Model:
     inputs: Callable[[], dict[str, Any]]
     #: whether it has `set_attention_backend` for all its attention; otherwise diffusers' older switches
     dispatches: bool = True
+    #: whether it gives its attention a mask
+    has_mask: bool = False
     #: whether diffusers has a plan for its context parallelism
     parallel: bool = False
     #: reasons for which calls fall back, and rightly so
@@ -94,6 +96,7 @@ def qwen_image(heads: int, headdim: int, layers: int, side: int, text: int, axes
             hidden_states=torch.randn(1, side**2, 16), encoder_hidden_states=torch.randn(1, text, width),
             encoder_hidden_states_mask=torch.ones(1, text, dtype=torch.bool), timestep=torch.tensor([0.5]), img_shapes=[[(1, side, side)]],
         ),
+        has_mask=True,
     )  # fmt: skip
 
 
@@ -108,6 +111,7 @@ def ltx(heads: int, headdim: int, layers: int, frames: int, height: int, width: 
             timestep=torch.tensor([500]), encoder_attention_mask=(torch.arange(text) < text - 3)[None],
             num_frames=frames, height=height, width=width,
         ),
+        has_mask=True,
     )  # fmt: skip
 
 

@@ -80,11 +80,17 @@ def sdpa(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[s
         yield volta_fa.sdpa_stats
 
 
+def refuse_flash(model: Model) -> None:
+    if not model.dispatches:
+        raise NotImplementedError("its attention has no backends")
+    if model.has_mask:
+        raise NotImplementedError("it has a mask, which diffusers refuses for this backend")
+
+
 @contextmanager
 def flash(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
     """The backend `flash`, on the stand-in for flash-attn."""
-    if not model.dispatches:
-        raise NotImplementedError("its attention has no backends")
+    refuse_flash(model)
     module.set_attention_backend("flash")
     try:
         with counted_op() as count:
@@ -96,8 +102,7 @@ def flash(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[
 @contextmanager
 def native_flash(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
     """The backend `_native_flash`, on PyTorch's registry of flash implementations. PyTorch chooses it on newer GPUs only."""
-    if not model.dispatches:
-        raise NotImplementedError("its attention has no backends")
+    refuse_flash(model)
     if device == "cpu":
         raise NotImplementedError("PyTorch has another flash op on the CPU, except in a ring")
     module.set_attention_backend("_native_flash")
