@@ -103,7 +103,7 @@ class Failure(Exception):
     """A release that cannot be installed or run."""
 
 
-def run(command: list[str | Path], log: Path, success: tuple[int, ...] = (0,), **environment: str) -> str:
+def run(command: list[str | Path], log: Path, cwd: str | Path = "/", success: tuple[int, ...] = (0,), **environment: str) -> str:
     """Returns standard output. Also logs it, with standard error. Raises Failure for another exit status than `success` has."""
     # the caller's packages and volta_fa variables must not affect the results
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VOLTA_FA_", "VIRTUAL_ENV"))}
@@ -111,7 +111,7 @@ def run(command: list[str | Path], log: Path, success: tuple[int, ...] = (0,), *
         print("$", *command, file=file, flush=True)
         try:
             ran = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=file, text=True, timeout=TIMEOUT_S, env={**inherited, **environment}, cwd="/"
+                command, stdout=subprocess.PIPE, stderr=file, text=True, timeout=TIMEOUT_S, env={**inherited, **environment}, cwd=cwd
             )
         except subprocess.TimeoutExpired:
             raise Failure(f"{Path(command[0]).name} took more than {TIMEOUT_S} s: {log}") from None
@@ -129,10 +129,10 @@ class Matrix:
         self.uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         if self.uv is None:
             raise SystemExit("volta_fa: uv is not installed: run `make matrix`, or pip install -r tools/requirements/wheel.txt")
-        # a copy without the checkout's package, which would hide the installed one
+        # a copy without the checkout's package, which would hide the installed one, but for what tests/reference.py reads of it
         self.sources = self.folder / "sources"
         shutil.rmtree(self.sources, ignore_errors=True)
-        for name in ("tests", "tools", "benchmarks"):
+        for name in ("tests", "tools", "benchmarks", "python/volta_fa/check"):
             shutil.copytree(ROOT / name, self.sources / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", self.sources)
         # on the disk of the environments, because their files are links to it
@@ -174,19 +174,20 @@ class Matrix:
         run([self.uv, "venv", "--quiet", "--clear", "--python", self.python_for(release), folder], log, **environment)
         self.install(python, f"torch=={release}", f"volta-fa[test] @ {self.options.wheel.absolute().as_uri()}", log=log)
         facts = "import platform, torch, transformers as t; print(platform.python_version(), torch.__version__, t.__version__)"
-        found.python, found.torch, newest = run([python, "-c", facts], log).split()
+        found.python, tried, newest = run([python, "-c", facts], log).split()
         oldest = folder / "transformers-oldest"
         self.install(python, "--target", oldest, "--no-deps", "-r", OLD_TRANSFORMERS, log=log)
         verdicts = self.test({**CHECKS, f"transformers {newest}": TRANSFORMERS}, python, log)
+        found.torch = tried
         pin = re.search(r"^transformers==([^\s;]+)", OLD_TRANSFORMERS.read_text(), re.M)
         return verdicts | self.test({f"transformers {pin[1]}": TRANSFORMERS}, python, log, PYTHONPATH=str(oldest))
 
     def test(self, checks: dict[str, list[str]], python: Path, log: Path, **environment: str) -> dict[str, str]:
         """Returns the verdict of each check. Status 1 of pytest means that a test failed."""
-        tests = [self.sources / "tests" / test for of_check in checks.values() for test in of_check]
+        tests = [f"tests/{test}" for of_check in checks.values() for test in of_check]
         report = log.with_suffix(".xml")
         command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
-        run(command, log, success=(0, 1), OMP_WAIT_POLICY="PASSIVE", **self.userland, **environment)
+        run(command, log, cwd=self.sources, success=(0, 1), OMP_WAIT_POLICY="PASSIVE", **self.userland, **environment)
         return {name: verdict(report, of_check) for name, of_check in checks.items()}
 
 
