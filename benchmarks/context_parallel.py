@@ -1,13 +1,12 @@
 """Measures attention over a sequence sharded across GPUs: time, memory and communication against one GPU.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel [--json FILE] [--trace FILE]
-    python -m benchmarks.context_parallel --json FILE --plot FILE
 
 Each rank needs a CUDA device. Inputs are causal fp16 with (batch, heads, headdim) = (1, 16, 128). Each line has the
 whole sequence on one device (all ranks run it, each on its own), a ring of all ranks, and Ulysses: time of forward and
 of both passes, and peak memory beside the inputs. It also times the ring's messages without kernels and PyTorch's
 all-gather of K and V. --trace writes rank 0's profile and prints the share of NCCL's kernel time during which attention
-kernels run. --plot draws the results in the --json file and measures nothing.
+kernels run.
 """
 
 from __future__ import annotations
@@ -147,39 +146,12 @@ def profile(seqlen: int, device: torch.device, trace: Path) -> dict[str, float]:
     return {}
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Peak memory of a rank, and speedup, over the length of the sequence."""
-    from .plots import panels, save
-
-    lines = results["lines"]
-    seqlens = [line["seqlen"] for line in lines]
-    figure, axes = panels(1, 2, f"{results['ranks']} x {results['device']}: causal, fp16, 16 heads of 128, forward and backward", (10, 4))
-    memory, speed = axes.flat
-    for name, title in (("one", "one GPU"), ("ring", "ring, a rank"), ("ulysses", "Ulysses, a rank")):
-        memory.plot(seqlens, [line[name]["peak_mib"] / 1024 for line in lines], marker="o", label=title)
-        if name != "one":
-            speed.plot(seqlens, [line["one"]["both_ms"] / line[name]["both_ms"] for line in lines], marker="o", label=title)
-    memory.set_ylabel("peak memory beside inputs, GiB")
-    speed.set_ylabel("times as fast as one GPU")
-    for axis in (memory, speed):
-        axis.set_xlabel("tokens")
-        axis.set_ylim(0)
-        axis.legend(fontsize=8)
-    save(figure, path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path, help="a .json.gz file")
     parser.add_argument("--seqlens", type=int, nargs="*", default=SEQLENS)
-    parser.add_argument("--plot", type=Path, help="draw the results in the --json file, and measure nothing")
     arguments = parser.parse_args()
-    if arguments.plot is not None:
-        if arguments.json is None:
-            parser.error("--plot: got no --json, expected the file with the results to draw")
-        draw(json.loads(arguments.json.read_text()), arguments.plot)
-        return
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -1,6 +1,6 @@
 """Simulates ring attention on V100s: when does it hide its messages?
 
-    python -m benchmarks.ring_simulation [--plot FILE] [--markdown FILE]
+    python -m benchmarks.ring_simulation
 
 The inputs are simulated kernel rates and published link rates; nothing is measured on a V100. Each rank computes its
 steps in order and requests the keys and values of step t + 1 as step t begins. A message travels once both ranks have
@@ -15,9 +15,7 @@ ring: one GPU, or with Ulysses one node.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy
 
@@ -172,34 +170,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def draw(path: Path) -> None:
-    from .plots import panels, save
-
-    figure, axes = panels(1, 2, "Ring attention on simulated V100s: the kernels' share of both passes' time", (11, 4.5))
-    for axis, mesh in zip(axes.flat, (False, True)):
-        for gpus in GPUS:
-            shares = [efficiency_of_both(Setup(seqlen, gpus, mesh)) for seqlen in SEQLENS]
-            axis.plot([n / 1024 for n in SEQLENS], shares, marker="o", markersize=3, label=f"{gpus} GPUs")
-        axis.set_title("Ulysses inside nodes of 8, a ring of nodes" if mesh else "a ring of all GPUs", fontsize=10)
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel("thousands (1,024) of tokens")
-        axis.set_ylim(0, 1.05)
-        axis.legend(fontsize=8)
-    save(figure, path)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--markdown", type=Path)
-    arguments = parser.parse_args()
-    found = table()
-    print(found)
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(found + "\n")
-    if arguments.plot is not None:
-        draw(arguments.plot)
-
-
 if __name__ == "__main__":
-    main()
+    print(table())

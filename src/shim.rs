@@ -21,8 +21,8 @@ pub struct TensorInfo {
 }
 
 extern "C" {
-    /// Fills `info` (torch_ops/describe.cpp). Returns false after a C++ exception.
+    /// Fills `info` (torch_ops/shim.cpp). Returns false after a C++ exception.
     pub(crate) fn volta_fa_describe(tensor: *const c_void, info: *mut TensorInfo) -> bool;
-    /// Returns true if PyTorch's settings allow products of fp32 matrices in fewer digits (torch_ops/precision.cpp).
+    /// Returns true if PyTorch's settings allow products of fp32 matrices in fewer digits.
     pub(crate) fn volta_fa_reduces_fp32() -> bool;
 }

@@ -60,6 +60,15 @@ def test_rng_state_is_not_differentiable(backend):
         assert rng_state.shape == (size,) and rng_state.dtype == torch.int64
 
 
+@on("cpu-fp32", "sim", "cuda")
+def test_inference_mode(backend):
+    backend.simulate()
+    q, k, v, _ = Case(9, 11, 16, nheads=4, nheads_k=2).inputs(backend)
+    with torch.inference_mode():
+        out = fwd(q, k, v)
+    assert out.is_inference() and torch.equal(out, fwd(q, k, v))
+
+
 @on("cpu-fp64", "cuda")
 def test_second_derivative_is_refused(backend):
     """The second derivative of every gradient raises an error."""

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, noop_mask, or_masks
 
 from volta_fa import BlockMask
-from volta_fa.block_mask import evaluation, kept, packing
+from volta_fa.block_mask import elements, kept, packing
 from volta_fa.block_mask.torch_mask import source_of
 
 DOCUMENTS = torch.tensor([[0] * 300 + [1] * 50 + [2] * 400, [0] * 10 + [1] * 600 + [2] * 140])
@@ -187,7 +187,7 @@ def test_mask_functions_of_any_kind(monkeypatch, name):
     broadcasts, mask_mod = FUNCTIONS[name]
     mapped = []
     monkeypatch.setattr(packing, "CHUNK", 50)  # of 90 cells
-    monkeypatch.setattr(evaluation, "_mapped", lambda function, made=evaluation._mapped: mapped.append(function) or made(function))
+    monkeypatch.setattr(elements, "_mapped", lambda function, made=elements._mapped: mapped.append(function) or made(function))
     mask = BlockMask.from_mask_mod(mask_mod, 2, 3, 190, 300, device="cpu")
     assert torch.equal(mask.dense(), dense(mask_mod, 190, 300))
     assert bool(mapped) != broadcasts

@@ -23,6 +23,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> Ten
 
 
 def inputs(seqlen_q=70, seqlen_k=150, headdim=64, nheads=2, nheads_k=1, batch=1, headdim_v=0, dtype=torch.float16) -> list[Tensor]:
+    """Returns q, k and v, (batch, seqlen, heads, headdim)."""
     shapes = ((seqlen_q, nheads, headdim), (seqlen_k, nheads_k, headdim), (seqlen_k, nheads_k, headdim_v or headdim))
     return [randn(batch, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
 

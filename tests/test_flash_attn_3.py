@@ -10,7 +10,7 @@ import torch
 
 import reference
 from conftest import on
-from flash_attention import refused
+from flash_attention import close_lse, leaf, refused
 from volta_fa.integrations.flash_attn import fa3
 
 BACKENDS = on("cpu-fp64", "cuda")
@@ -38,11 +38,6 @@ def close(backend, found, expected):
     torch.testing.assert_close(found.double(), expected.double(), rtol=4 * tolerance, atol=tolerance)
 
 
-def close_lse(found, expected):
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected.float(), rtol=2e-4, atol=2e-4)
-
-
 def check(backend, found, expected, leaves):
     """The results agree, and the gradients of out and softmax_lse, which the same random numbers weigh."""
     (out, lse), (want, want_lse) = found, expected
@@ -54,10 +49,6 @@ def check(backend, found, expected, leaves):
     total = (out.double() * weights.double()).sum() + lse.masked_fill(~seen, 0.0).sum()
     for g, w in zip(torch.autograd.grad(total, leaves), torch.autograd.grad(want_total, leaves)):
         close(backend, g, w)
-
-
-def leaf(backend, *shape):
-    return backend.randn(*shape).requires_grad_()
 
 
 # ---- signatures ------------------------------------------------------------------------------------------------

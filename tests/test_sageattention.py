@@ -7,6 +7,7 @@ Environment:
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import os
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import test_fast
 import volta_fa.sageattention as sage
 from conftest import on
+from test_fast import randn, relative_l1
 
 fwd, fwd_fast = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast
 
@@ -58,14 +61,7 @@ def test_signatures():
 # ---- the functions ---------------------------------------------------------------------------------------------------
 
 
-def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float16) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def inputs(seqlen_q=33, seqlen_k=70, headdim=64, nheads=4, nheads_k=2, batch=2, dtype=torch.float16) -> list[Tensor]:
-    """Tensors (batch, seqlen, nheads, headdim)."""
-    shapes = ((seqlen_q, nheads, headdim), (seqlen_k, nheads_k, headdim), (seqlen_k, nheads_k, headdim))
-    return [randn(batch, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+inputs = functools.partial(test_fast.inputs, seqlen_q=33, seqlen_k=70, nheads=4, nheads_k=2, batch=2)
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None) -> Tensor:
@@ -78,10 +74,6 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal
         mask = mask.double()
     attention = torch.nn.functional.scaled_dot_product_attention
     return attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
-
-
-def relative_l1(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected).abs().sum() / expected.abs().sum()).item()
 
 
 FUNCTIONS = [sage.sageattn, sage.sageattn_qk_int8_pv_fp16_cuda, sage.sageattn_qk_int8_pv_fp16_triton]
@@ -150,7 +142,7 @@ def test_smoothing(backend):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_sequences(backend, dtype, is_causal):
-    q, k, v = (t[0] for t in inputs(90, 90 if is_causal else 120))
+    q, k, v = (t[0] for t in inputs(seqlen_q=90, seqlen_k=90 if is_causal else 120))
     cu_q = torch.tensor([0, 40, 90], dtype=dtype)
     cu_k = cu_q if is_causal else torch.tensor([0, 70, 120], dtype=dtype)
     lengths = (50, 50) if is_causal else (50, 70)
@@ -164,7 +156,7 @@ def test_packed_sequences(backend, dtype, is_causal):
 @on("cpu-fp16")
 def test_causal_packed_sequences_of_other_lengths(backend):
     """The totals and the longest lengths agree, those of the sequences do not."""
-    q, k, v = (t[0] for t in inputs(90, 90))
+    q, k, v = (t[0] for t in inputs(seqlen_q=90, seqlen_k=90))
     cu_q, cu_k = torch.tensor([0, 40, 90], dtype=torch.int32), torch.tensor([0, 50, 90], dtype=torch.int32)
     with pytest.raises(ValueError, match="sageattn_varlen: is_causal: got True with sequences that have more keys or more queries"):
         sage.sageattn_varlen(q, k, v, cu_q, cu_k, 50, 50, is_causal=True)

@@ -1,11 +1,14 @@
 """tools/torch_matrix.py, which checks a wheel with each torch release: what it makes of verdicts, and what it refuses.
 
-The tests make no environments.
+These tests make no environments. The last ones are those that it runs with each release and that no other file has.
 """
 
+import ctypes
 import json
+import os
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ import check_build_env
 import old_userland
 import torch_matrix
 import torch_releases
+import volta_fa
 from conftest import LIBRARY, NEEDS_COMPILER, REPOSITORY
 
 GOOD = torch_matrix.Release("2.10.0", "2.10.0+cu128", "3.11.7", 100, {"stream": "ok", "inductor": "ok"})
@@ -72,35 +76,46 @@ esac
 """
 PYTHON = """#!/bin/sh
 case "$*" in
-*-c*) echo 3.11.7 ;;
-*transformers) echo '{{"torch": "2.7.1+cu126", "checks": {{"transformers": "ok"}}}}' ;;
-*) test -z "$VOLTA_FA_SIMULATE" && echo '{{"torch": "2.7.1+cu126", "checks": {{"vmap": "{verdict}"}}}}' ;;
+*-c*) echo 3.11.7 2.7.1+cu126 5.23.0 ;;
+*) test -z "$VOLTA_FA_SIMULATE" || exit 3
+   for argument; do case $argument in --junitxml=*) report=${{argument#--junitxml=}} ;; esac; done
+   cat > "$report" <<END
+<testsuites><testsuite>
+<testcase classname="tests.test_routes" name="test_vmap[cpu-fp32]">{result}</testcase>
+<testcase classname="tests.test_routes" name="test_vmap[cuda]"><skipped message="no GPU"/></testcase>
+<testcase classname="tests.test_kvcache_api" name="test_varlen_attn[cpu-fp32]"><skipped message="no door"/></testcase>
+</testsuite></testsuites>
+END
+   exit {status} ;;
 esac
 """
+WRONG = '<failure message="AssertionError: it is wrong&#10;more">a traceback</failure>'
 
 
-@pytest.mark.parametrize(
-    "releases, verdict, status", [(["2.7.1"], "ok", 0), (["2.7.1"], "AssertionError: it is wrong", 1), (["2.8.0", "2.7.1"], "ok", 2)]
-)
-def test_verdict_and_exit_status(releases, verdict, status, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("releases, wrong, status", [(["2.7.1"], False, 0), (["2.7.1"], True, 1), (["2.8.0", "2.7.1"], False, 2)])
+def test_verdict_and_exit_status(releases, wrong, status, tmp_path, monkeypatch, capsys):
     """With an uv and a Python that only play it; a release that cannot be tried does not keep others from it."""
     # the fake Python fails if the matrix passes VOLTA_FA_SIMULATE on
-    programs = {"python": PYTHON.format(verdict=verdict), "uv": UV.format(python=tmp_path / "python")}
+    programs = {"python": PYTHON.format(result=WRONG if wrong else "", status=int(wrong)), "uv": UV.format(python=tmp_path / "python")}
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755 | stat.S_IXUSR)
     monkeypatch.setattr(torch_matrix.shutil, "which", lambda name, path="": str(tmp_path / name))
     monkeypatch.setattr(old_userland, "prepare", lambda folder: folder)
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    chosen = ("vmap", "flash attention door")
+    monkeypatch.setattr(torch_matrix, "CHECKS", {name: torch_matrix.CHECKS[name] for name in chosen})
+    monkeypatch.setattr(torch_matrix, "TRANSFORMERS", ["test_routes.py::test_vmap[cpu-fp32]"])
     output = tmp_path / "out"
     assert torch_matrix.main([__file__, "--releases", *releases, "--output", str(output)]) == status
     found = {release["release"]: release for release in json.loads((output / "matrix.json").read_text())}
     assert list(found) == releases
-    assert found["2.7.1"]["checks"]["vmap"] == verdict
-    assert len(found["2.7.1"]["checks"]) == 3  # and the oldest and the newest transformers
+    verdict = "test_vmap[cpu-fp32]: AssertionError: it is wrong" if wrong else "ok"
+    transformers = dict.fromkeys(("transformers 5.23.0", "transformers 4.57.6"), verdict)
+    assert found["2.7.1"]["checks"] == {"vmap": verdict, "flash attention door": "- no door", **transformers}
     printed = capsys.readouterr().out
     if status == 1:
-        assert "torch 2.7.1: vmap: AssertionError: it is wrong" in printed
+        assert "torch 2.7.1: vmap: test_vmap[cpu-fp32]: AssertionError: it is wrong" in printed
     if status == 2:
         assert "environment" in found["2.8.0"]["checks"] and "torch-2.8.0.log" in printed
         assert "no wheel" in (output / "torch-2.8.0.log").read_text()
@@ -139,3 +154,35 @@ def test_a_machine_without_an_older_userland(tmp_path, monkeypatch):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "load").touch()
     assert old_userland.prepare(tmp_path / "old") == tmp_path / "old"
+
+
+def test_the_tests_of_the_table_exist():
+    """Each of them, by the names that pytest gives to their cases."""
+    names = {test for tests in (*torch_matrix.CHECKS.values(), torch_matrix.TRANSFORMERS) for test in tests}
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *sorted(names)]
+    ran = subprocess.run(command, cwd=REPOSITORY / "tests", capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr
+
+
+# ---- with each release ------------------------------------------------------------------------------------------
+
+
+def test_all_symbols_are_found():
+    """By default the loader looks for a function when it is called first."""
+    ctypes.CDLL(str(volta_fa.library_path()), os.RTLD_NOW)
+
+
+def test_torch_exports_the_function_of_the_stream():
+    libtorch_cuda = Path(torch.__file__).parent / "lib/libtorch_cuda.so"
+    if not libtorch_cuda.exists():
+        pytest.skip("this torch has no CUDA")
+    assert torch_releases.defines(libtorch_cuda, torch_releases.STREAM_FUNCTION)
+    assert not torch_releases.defines(libtorch_cuda, torch_releases.STREAM_FUNCTION + "s")
+
+
+def test_the_libraries_of_an_older_linux():
+    """Loads the libraries and computes with them, without Python."""
+    if "OLD_USERLAND" not in os.environ:
+        pytest.skip("tools/torch_matrix.py names no older libraries")
+    torch_package = Path(torch.__file__).parent
+    assert not old_userland.complaint(Path(os.environ["OLD_USERLAND"]), torch_package, volta_fa.library_path())

@@ -1,12 +1,12 @@
-"""Installs the wheel and each torch release in an environment of its own, and runs one check per kind of use there.
+"""Installs the wheel and each torch release in an environment of its own, and runs tests of each kind of use there.
 
     python tools/torch_matrix.py WHEEL                              # every release of tools/torch_releases.py
     python tools/torch_matrix.py WHEEL --releases 2.10.0 2.15.0
     python tools/torch_matrix.py WHEEL --docs                       # and put the table into docs/reference/compatibility.md
 
-tools/torch_matrix_checks.py has the checks. Prints a table and writes JSON and Markdown to --output.
+`CHECKS` names the tests. Prints a table and writes JSON and Markdown to --output.
 uv makes the environments as links into its cache. Each environment is removed after its checks: the run needs about 12 GB of disk.
-The releases use different supported Pythons, if installed. On Debian, the checks also load the libraries with those of Debian 11.
+The releases use different supported Pythons, if installed. On Debian, a test also loads the libraries with those of Debian 11.
 
 Exit status: 0 if every check passed, 1 if one did not, 2 if a release could not be tried.
 """
@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -33,12 +34,45 @@ import old_userland
 import torch_releases
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKS = Path(__file__).with_name("torch_matrix_checks.py")
 DOCS = ROOT / "docs" / "reference" / "compatibility.md"
 MARKS = ("<!-- the matrix: tools/torch_matrix.py --docs -->", "<!-- end of the matrix -->")
 _REQUIREMENTS = ROOT / "tools" / "requirements"
-#: The oldest release that volta_fa.transformers supports and what it needs, for a folder of its own; and the newest.
-OLD_TRANSFORMERS, NEW_TRANSFORMERS = _REQUIREMENTS / "transformers-4.57.txt", _REQUIREMENTS / "test.txt"
+#: The oldest release that volta_fa.transformers supports and what it needs, for a folder of its own.
+OLD_TRANSFORMERS = _REQUIREMENTS / "transformers-4.57.txt"
+#: Ends of the ids of two problems: number of keys, heads, headdim and mask.
+PROBLEMS = ("33_h2_d64_causal", "255_h2_d64")
+#: The table's rows and the tests of each: functions, or one of a function's cases.
+CHECKS = {
+    "symbols": ["test_torch_matrix.py::test_all_symbols_are_found"],
+    "stream": ["test_torch_matrix.py::test_torch_exports_the_function_of_the_stream"],
+    "old userland": ["test_torch_matrix.py::test_the_libraries_of_an_older_linux"],
+    "gradients fp32": [f"test_forward_backward.py::test_problem[cpu-fp32-b2_q17_k{case}]" for case in PROBLEMS],
+    "simulated fp16": [f"test_forward_backward.py::test_problem[sim-b2_q17_k{case}]" for case in PROBLEMS],
+    "simulated bf16": ["test_features.py::test_problem[sim-bf16-b2_q60_k70_h2_d128_causal]"],
+    "gradcheck": ["test_dropout.py::test_gradcheck"],
+    "opcheck": ["test_autograd.py::test_opcheck_of_strided_inputs", "test_kvcache_quantized.py::test_opcheck"],
+    "fake tensors": ["test_autograd.py::test_fake_tensors"],
+    "autocast": ["test_autograd.py::test_autocast_cpu"],
+    "dropout": ["test_dropout.py::test_dropout_follows_the_generators", "test_dropout.py::test_autograd"],
+    "errors": ["test_validation.py::test_none_for_a_required_tensor", "test_routes.py::test_functorch_says_what_it_cannot_do"],
+    "vmap": ["test_routes.py::test_vmap"],
+    "inference mode": ["test_autograd.py::test_inference_mode"],
+    "double backward": ["test_autograd.py::test_second_derivative_is_refused"],
+    "kv cache": [f"test_kvcache.py::test_{name}" for name in ("layouts_agree", "opcheck", "dynamic_shapes", "many_calls_in_a_row")],
+    "flash attention door": ["test_kvcache_api.py::test_varlen_attn"],
+    "aot eager dynamic": ["test_routes.py::test_no_recompilation_when_seqlen_changes"],
+    "inductor": ["test_routes.py::test_inductor"],
+    "sdpa override": ["test_sdpa.py::test_layouts"],
+    "context parallelism": ["test_distributed.py::test_ranks[gloo-2]", "test_sdpa.py::test_dtensor"],
+    "torchscript": ["test_autograd.py::test_torchscript"],
+    "export": ["test_routes.py::test_export_package_without_our_python_package"],
+}
+#: The tests that also run with the oldest transformers.
+TRANSFORMERS = [
+    "test_transformers.py::test_causal_models",
+    "test_transformers.py::test_generate",
+    "test_transformers_masks.py::test_training",
+]
 #: The Python of each release: varied within the range that it supports. This Python if uv does not find it.
 PYTHONS = {
     "2.7.1": "3.10", "2.8.0": "3.13", "2.9.1": "3.12", "2.10.0": "3.10", "2.11.0": "3.13",
@@ -57,7 +91,7 @@ class Release:
     torch: str = ""
     python: str = ""
     seconds: float = 0.0
-    #: check to "ok", "- REASON" if the release cannot run it, or the error
+    #: check to "ok", "- REASON" if its tests were skipped, or the first error
     checks: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -69,20 +103,20 @@ class Failure(Exception):
     """A release that cannot be installed or run."""
 
 
-def run(command: list[str | Path], log: Path, **environment: str) -> str:
-    """Returns standard output. Also logs it, with standard error."""
+def run(command: list[str | Path], log: Path, cwd: str | Path = "/", success: tuple[int, ...] = (0,), **environment: str) -> str:
+    """Returns standard output. Also logs it, with standard error. Raises Failure for another exit status than `success` has."""
     # the caller's packages and volta_fa variables must not affect the results
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VOLTA_FA_", "VIRTUAL_ENV"))}
     with log.open("a") as file:
         print("$", *command, file=file, flush=True)
         try:
             ran = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=file, text=True, timeout=TIMEOUT_S, env={**inherited, **environment}, cwd="/"
+                command, stdout=subprocess.PIPE, stderr=file, text=True, timeout=TIMEOUT_S, env={**inherited, **environment}, cwd=cwd
             )
         except subprocess.TimeoutExpired:
             raise Failure(f"{Path(command[0]).name} took more than {TIMEOUT_S} s: {log}") from None
         print(ran.stdout, file=file)
-    if ran.returncode != 0 and not ran.stdout.startswith("{"):
+    if ran.returncode not in success:
         raise Failure(f"`{' '.join(map(str, command[:6]))} ...` failed: the last lines of {log} say why")
     return ran.stdout
 
@@ -95,6 +129,12 @@ class Matrix:
         self.uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         if self.uv is None:
             raise SystemExit("volta_fa: uv is not installed: run `make matrix`, or pip install -r tools/requirements/wheel.txt")
+        # a copy without the checkout's package, which would hide the installed one, but for what tests/reference.py reads of it
+        self.sources = self.folder / "sources"
+        shutil.rmtree(self.sources, ignore_errors=True)
+        for name in ("tests", "tools", "benchmarks", "python/volta_fa/check"):
+            shutil.copytree(ROOT / name, self.sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", self.sources)
         # on the disk of the environments, because their files are links to it
         self.cache = self.folder / "uv-cache"
         self.userland = {}
@@ -132,28 +172,40 @@ class Matrix:
         python = folder / "bin" / "python"
         environment = {"UV_CACHE_DIR": str(self.cache)}
         run([self.uv, "venv", "--quiet", "--clear", "--python", self.python_for(release), folder], log, **environment)
-        newest = pin_of_transformers(NEW_TRANSFORMERS)
-        self.install(python, f"torch=={release}", "numpy", newest, self.options.wheel.absolute(), log=log)
-        found.python = run([python, "-c", "import platform; print(platform.python_version())"], log).strip()
+        self.install(python, f"torch=={release}", f"volta-fa[test] @ {self.options.wheel.absolute().as_uri()}", log=log)
+        facts = "import platform, torch, transformers as t; print(platform.python_version(), torch.__version__, t.__version__)"
+        found.python, tried, newest = run([python, "-c", facts], log).split()
         oldest = folder / "transformers-oldest"
         self.install(python, "--target", oldest, "--no-deps", "-r", OLD_TRANSFORMERS, log=log)
-        verdicts: dict[str, str] = {}
-        for arguments, path, suffix in (
-            ((), None, ""),
-            (("transformers",), oldest, pin_of_transformers(OLD_TRANSFORMERS)),
-            (("transformers",), None, newest),
-        ):
-            added = {"OMP_WAIT_POLICY": "PASSIVE", **self.userland, **({"PYTHONPATH": str(path)} if path else {})}
-            output = run([python, CHECKS, *arguments], log, **added)
-            # the last one: torch 2.10's gloo prints a line of its own when it ends
-            answer = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
-            found.torch = answer["torch"]
-            verdicts |= {suffix.replace("==", " ") or name: verdict for name, verdict in answer["checks"].items()}
-        return verdicts
+        verdicts = self.test({**CHECKS, f"transformers {newest}": TRANSFORMERS}, python, log)
+        found.torch = tried
+        pin = re.search(r"^transformers==([^\s;]+)", OLD_TRANSFORMERS.read_text(), re.M)
+        return verdicts | self.test({f"transformers {pin[1]}": TRANSFORMERS}, python, log, PYTHONPATH=str(oldest))
+
+    def test(self, checks: dict[str, list[str]], python: Path, log: Path, **environment: str) -> dict[str, str]:
+        """Returns the verdict of each check. Status 1 of pytest means that a test failed."""
+        tests = [f"tests/{test}" for of_check in checks.values() for test in of_check]
+        report = log.with_suffix(".xml")
+        command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+        run(command, log, cwd=self.sources, success=(0, 1), OMP_WAIT_POLICY="PASSIVE", **self.userland, **environment)
+        return {name: verdict(report, of_check) for name, of_check in checks.items()}
 
 
-def pin_of_transformers(requirements: Path) -> str:
-    return re.search(r"^transformers==[^\s;]+", requirements.read_text(), re.M)[0]
+def verdict(report: Path, tests: list[str]) -> str:
+    """Returns the first error of these tests in a report of pytest, or "- REASON" if all were skipped."""
+    reasons, passed = [], False
+    for case in ET.parse(report).iter("testcase"):
+        test = f"{case.get('classname').rpartition('.')[2]}.py::{case.get('name')}"
+        if test not in tests and test.partition("[")[0] not in tests:
+            continue
+        result = next((case.find(kind) for kind in ("failure", "error", "skipped") if case.find(kind) is not None), None)
+        if result is None:
+            passed = True
+        elif result.tag == "skipped":
+            reasons.append(result.get("message"))
+        else:
+            return f"{case.get('name')}: {result.get('message').splitlines()[0]}"
+    return OK if passed else f"{ABSENT} {reasons[0]}" if reasons else "no test ran"
 
 
 def names_of(releases: list[Release]) -> list[str]:

@@ -1,7 +1,6 @@
 // Autograd kernels: the derivative of fwd is bwd. bwd has no derivative.
 
 #include "operators.h"
-#include "subclass.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/zeros_like.h>

@@ -103,4 +103,11 @@ torch::CppFunction boxed(const Arguments&... arguments) {
     return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(arguments...));
 }
 
+// Returns true if the dispatcher calls the tensor's Python class first.
+bool is_subclass(const Tensor& t);
+
+// Returns true if volta_fa has sharding rules for the tensor's subclass, which is DTensor alone. The first DTensor loads them from
+// Python.
+bool has_rules(const Tensor& t);
+
 }  // namespace volta_fa

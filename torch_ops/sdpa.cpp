@@ -14,7 +14,6 @@
 
 #include "operators.h"
 #include "registration.h"
-#include "subclass.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/Dict.h>

@@ -1,8 +1,8 @@
 // is_subclass: any Python tensor subclass. has_rules: one that volta_fa handles, which is DTensor alone. Its rules are in Python
 // (python/volta_fa/distributed/dtensor.py); the first DTensor loads them. Programs without Python have no DTensor.
 
+#include "operators.h"
 #include "registration.h"
-#include "subclass.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>

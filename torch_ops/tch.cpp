@@ -293,9 +293,6 @@ void atg_index_put_(Tensor** out, Tensor* self, Tensor* const* indices_data, int
 
 // ---- Elementwise. ----
 
-void atg_addcmul_(Tensor** out, Tensor* self, Tensor* tensor1, Tensor* tensor2) {
-    give(out, [&] { return self->addcmul_(*tensor1, *tensor2); });
-}
 void atg_bucketize(Tensor** out, Tensor* self, Tensor* boundaries, int out_int32, int right) {
     give(out, [&] { return at::bucketize(*self, *boundaries, out_int32 != 0, right != 0); });
 }
@@ -401,7 +398,7 @@ SCALAR(div_scalar_, div_) SCALAR(eq, eq) SCALAR(fill_, fill_) SCALAR(floor_divid
 SCALAR(le, le) SCALAR(lt, lt) SCALAR(mul_scalar, mul) SCALAR(mul_scalar_, mul_) SCALAR(remainder, remainder)
 INTEGER(squeeze_dim, squeeze) INTEGER(tril, tril) INTEGER(triu, triu) INTEGER(unsqueeze, unsqueeze)
 LIST(permute) LIST(reshape) LIST(sum_to_size) LIST(view)
-REDUCTION(amax) REDUCTION(amin) REDUCTION(logsumexp)
+REDUCTION(amax) REDUCTION(amin)
 
 // the files that are compiled in one unit with this one have other uses for these names
 #undef METHOD

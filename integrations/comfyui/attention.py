@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from volta_fa.integrations.devices import max_headdim, serves
-from volta_fa.limits import takes_dtype
+from volta_fa.operands import takes_dtype
 
 #: The key of calls that volta_fa ran, in `counts`. The other keys are reasons for which calls fell back.
 RAN = "ran"

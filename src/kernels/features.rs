@@ -1,67 +1,57 @@
 //! Features of problems, and the sets of them that kernels have code for. Also a module of build.rs.
 
-/// A feature of a problem beyond softmax(scale * QK^T)V inside a window with one length for all sequences.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Feature {
-    /// sequence lengths come from memory: `cu_seqlens_*`, `seqused_k`
-    Lengths,
-    /// one more logit in the sum of each row
-    Sinks,
-    /// gradients leave as fp32
-    Fp32Gradients,
-    /// scores x become softcap * tanh(x / softcap)
-    Softcap,
-    /// slope * distance is subtracted from scores
-    Alibi,
-    /// an additive bias or a mask; in fp16 without `Fp32Bias`
-    Bias,
-    /// probabilities are dropped by random numbers
-    Dropout,
-    /// keys and values in a KV cache: in pages, or in entries with indices from memory
-    Pages,
-    /// an additive bias in fp32: never without `Bias`
-    Fp32Bias,
-    /// lists of the blocks of scores that exist: never without kernels of their own
-    Blocks,
-    /// a bit for each query and draft token says whether the query sees the token
-    Tree,
+/// Defines an enum whose values have names: `ALL` has them in this order, and `name()` returns the text of a row.
+macro_rules! named {
+    ($(#[$of_enum:meta])* enum $Enum:ident { $($(#[$of_value:meta])* $Value:ident = $name:literal,)* }) => {
+        $(#[$of_enum])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $Enum { $($(#[$of_value])* #[doc = concat!("`", $name, "`")] $Value,)* }
+
+        impl $Enum {
+            /// Every value, in the order of the enum.
+            pub const ALL: [$Enum; [$($Enum::$Value),*].len()] = [$($Enum::$Value),*];
+
+            /// Returns the name of the value.
+            pub const fn name(self) -> &'static str {
+                match self { $($Enum::$Value => $name,)* }
+            }
+        }
+    };
+}
+pub(super) use named;
+
+named! {
+    /// A feature of a problem beyond softmax(scale * QK^T)V inside a window with one length for all sequences. `_info()`, `_plan()` and
+    /// tuning files have its name. The order is that of the bits in [`FeatureSet`].
+    enum Feature {
+        /// sequence lengths come from memory: `cu_seqlens_*`, `seqused_k`
+        Lengths = "varlen",
+        /// one more logit in the sum of each row
+        Sinks = "sinks",
+        /// gradients leave as fp32
+        Fp32Gradients = "fp32_gradients",
+        /// scores x become softcap * tanh(x / softcap)
+        Softcap = "softcap",
+        /// slope * distance is subtracted from scores
+        Alibi = "alibi",
+        /// an additive bias or a mask; in fp16 without `Fp32Bias`
+        Bias = "bias",
+        /// probabilities are dropped by random numbers
+        Dropout = "dropout",
+        /// keys and values in a KV cache: in pages, or in entries with indices from memory
+        Pages = "paged_kv",
+        /// an additive bias in fp32: never without `Bias`
+        Fp32Bias = "fp32_bias",
+        /// lists of the blocks of scores that exist: never without kernels of their own
+        Blocks = "block_mask",
+        /// a bit for each query and draft token says whether the query sees the token
+        Tree = "tree",
+    }
 }
 
 impl Feature {
-    /// In the order of the bits in [`FeatureSet`].
-    pub const ALL: [Feature; 11] = [
-        Feature::Lengths,
-        Feature::Sinks,
-        Feature::Fp32Gradients,
-        Feature::Softcap,
-        Feature::Alibi,
-        Feature::Bias,
-        Feature::Dropout,
-        Feature::Pages,
-        Feature::Fp32Bias,
-        Feature::Blocks,
-        Feature::Tree,
-    ];
-
     /// Features that change scores or probabilities. Each has kernels of its own, which problems with another of them do not run.
     pub const OF_SCORES: [Feature; 4] = [Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Dropout];
-
-    /// Returns its name in `_info()`, `_plan()` and tuning files.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Feature::Lengths => "varlen",
-            Feature::Sinks => "sinks",
-            Feature::Fp32Gradients => "fp32_gradients",
-            Feature::Softcap => "softcap",
-            Feature::Alibi => "alibi",
-            Feature::Bias => "bias",
-            Feature::Dropout => "dropout",
-            Feature::Pages => "paged_kv",
-            Feature::Fp32Bias => "fp32_bias",
-            Feature::Blocks => "block_mask",
-            Feature::Tree => "tree",
-        }
-    }
 
     /// Returns the feature of this name.
     pub fn named(name: &str) -> Option<Feature> {

@@ -1,6 +1,6 @@
 //! Passes: what kernels compute, from which parameter block, over which rows. Also a module of build.rs.
 
-use super::features::{Feature, FeatureSet};
+use super::features::{named, Feature, FeatureSet};
 
 /// The computation of a kernel. An op runs one pass, or several one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,87 +61,29 @@ pub enum Pass {
     Indexer,
 }
 
-/// The argument of a pass's kernels: a struct of src/params/.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ParamBlock {
-    /// `FwdParams`
-    Forward,
-    /// `FwdStreamKParams`
-    ForwardStreamK,
-    /// `BwdParams`, of every backward pass
-    Backward,
-    /// `BwdStreamKParams`
-    BackwardStreamK,
-    /// `FwdBlockParams`, of forward kernels with `Feature::Blocks`
-    ForwardBlocks,
-    /// `BwdBlockParams`, of backward kernels with `Feature::Blocks`
-    BackwardBlocks,
-    /// `BwdStoredParams`
-    BackwardStored,
-    /// `BwdStoredBlockParams`, of their kernels with `Feature::Blocks`
-    BackwardStoredBlocks,
-    /// `MergeParams`
-    Merge,
-    /// `DecodeParams`
-    Decode,
-    /// `AppendParams`
-    Append,
-    /// `DequantizeParams`
-    Dequantize,
-    /// `CastParams`
-    Cast,
-    /// `FastParams`
-    Fast,
-    /// `SparseMlaParams`
-    SparseMla,
-    /// `IndexerParams`
-    Indexer,
-}
-
-impl ParamBlock {
-    /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 16] = {
-        use ParamBlock::*;
-        [
-            Forward,
-            ForwardStreamK,
-            Backward,
-            BackwardStreamK,
-            ForwardBlocks,
-            BackwardBlocks,
-            BackwardStored,
-            BackwardStoredBlocks,
-            Merge,
-            Decode,
-            Append,
-            Dequantize,
-            Cast,
-            Fast,
-            SparseMla,
-            Indexer,
-        ]
-    };
-
-    /// Returns the name of the struct.
-    pub const fn name(self) -> &'static str {
-        match self {
-            ParamBlock::Forward => "FwdParams",
-            ParamBlock::ForwardStreamK => "FwdStreamKParams",
-            ParamBlock::Backward => "BwdParams",
-            ParamBlock::BackwardStreamK => "BwdStreamKParams",
-            ParamBlock::ForwardBlocks => "FwdBlockParams",
-            ParamBlock::BackwardBlocks => "BwdBlockParams",
-            ParamBlock::BackwardStored => "BwdStoredParams",
-            ParamBlock::BackwardStoredBlocks => "BwdStoredBlockParams",
-            ParamBlock::Merge => "MergeParams",
-            ParamBlock::Decode => "DecodeParams",
-            ParamBlock::Append => "AppendParams",
-            ParamBlock::Dequantize => "DequantizeParams",
-            ParamBlock::Cast => "CastParams",
-            ParamBlock::Fast => "FastParams",
-            ParamBlock::SparseMla => "SparseMlaParams",
-            ParamBlock::Indexer => "IndexerParams",
-        }
+named! {
+    /// The argument of a pass's kernels: a struct of src/params/, by its name. build.rs writes all of them into the kernels' header.
+    enum ParamBlock {
+        Forward = "FwdParams",
+        ForwardStreamK = "FwdStreamKParams",
+        /// of every backward pass:
+        Backward = "BwdParams",
+        BackwardStreamK = "BwdStreamKParams",
+        /// of forward kernels with `Feature::Blocks`:
+        ForwardBlocks = "FwdBlockParams",
+        /// of backward kernels with `Feature::Blocks`:
+        BackwardBlocks = "BwdBlockParams",
+        BackwardStored = "BwdStoredParams",
+        /// of their kernels with `Feature::Blocks`:
+        BackwardStoredBlocks = "BwdStoredBlockParams",
+        Merge = "MergeParams",
+        Decode = "DecodeParams",
+        Append = "AppendParams",
+        Dequantize = "DequantizeParams",
+        Cast = "CastParams",
+        Fast = "FastParams",
+        SparseMla = "SparseMlaParams",
+        Indexer = "IndexerParams",
     }
 }
 
@@ -165,6 +107,8 @@ pub enum RowKind {
 pub struct PassInfo {
     /// the pass
     pub pass: Pass,
+    /// words in the names of its kernels: the pass, and the word after the features
+    pub words: (&'static str, &'static str),
     /// argument of its kernels; those of kernels with `Feature::Blocks` contain it (`Variant::params`)
     pub params: ParamBlock,
     /// kind of the `block_rows` of its kernels
@@ -179,8 +123,9 @@ pub const SPLIT_TOKENS: u32 = 512;
 /// The table of passes, in the order of the enum.
 pub const PASSES: [PassInfo; 27] = {
     use {ParamBlock as P, RowKind::*};
-    const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
-        PassInfo { pass, params, rows, features }
+    type Words = (&'static str, &'static str);
+    const fn row(pass: Pass, words: Words, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
+        PassInfo { pass, words, params, rows, features }
     }
     let scores = FeatureSet::GENERIC.union(FeatureSet::of(&[Feature::Blocks]));
     let forward = scores.without(FeatureSet::of(&[Feature::Fp32Gradients]));
@@ -188,34 +133,36 @@ pub const PASSES: [PassInfo; 27] = {
     let gradients = scores.without(FeatureSet::of(&[Feature::Sinks]));
     // these two see no scores
     let (prepare, finish) = (FeatureSet::of(&[Feature::Lengths]), FeatureSet::of(&[Feature::Lengths, Feature::Fp32Gradients]));
+    let finish_blocks = finish.union(FeatureSet::of(&[Feature::Blocks]));
+    let prefill = FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]));
     [
-        row(Pass::Forward, P::Forward, Queries, forward),
-        row(Pass::ForwardStreamK, P::ForwardStreamK, Queries, forward),
-        row(Pass::ForwardSplit, P::Forward, Queries, forward),
-        row(Pass::BackwardPreprocess, P::Backward, ScratchQueries, prepare),
-        row(Pass::Backward, P::Backward, Keys, gradients),
-        row(Pass::BackwardStreamK, P::BackwardStreamK, Keys, gradients),
-        row(Pass::BackwardDkDv, P::Backward, Keys, gradients),
-        row(Pass::BackwardDq, P::Backward, Queries, gradients),
-        row(Pass::BackwardPostprocess, P::Backward, Queries, finish),
-        row(Pass::BackwardFused, P::Backward, Keys, gradients),
-        row(Pass::BackwardScores, P::BackwardStored, StoredTiles, gradients),
-        row(Pass::BackwardGradients, P::BackwardStored, StoredTiles, finish),
-        row(Pass::BackwardSplitScores, P::BackwardStored, StoredTiles, gradients),
-        row(Pass::BackwardSplitGradients, P::BackwardStored, StoredTiles, finish.union(FeatureSet::of(&[Feature::Blocks]))),
-        row(Pass::Merge, P::Merge, Queries, FeatureSet::NONE),
-        row(Pass::Decode, P::Decode, PackedQueries, FeatureSet::of(&[Feature::Tree])),
-        row(Pass::Prefill, P::Forward, Queries, FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]))),
-        row(Pass::PrefillStreamK, P::ForwardStreamK, Queries, FeatureSet::PAGED),
-        row(Pass::DecodeMla, P::Decode, PackedQueries, FeatureSet::NONE),
-        row(Pass::Append, P::Append, Keys, FeatureSet::NONE),
-        row(Pass::Dequantize, P::Dequantize, Keys, FeatureSet::NONE),
-        row(Pass::Cast, P::Cast, Queries, FeatureSet::NONE),
-        row(Pass::FastPrepare, P::Fast, Keys, FeatureSet::of(&[Feature::Lengths])),
-        row(Pass::FastForward, P::Fast, Queries, FeatureSet::of(&[Feature::Lengths, Feature::Bias])),
-        row(Pass::SparseSelect, P::SparseMla, Queries, FeatureSet::NONE),
-        row(Pass::SparseMla, P::SparseMla, PackedQueries, FeatureSet::NONE),
-        row(Pass::Indexer, P::Indexer, PackedQueries, FeatureSet::NONE),
+        row(Pass::Forward, ("fwd", ""), P::Forward, Queries, forward),
+        row(Pass::ForwardStreamK, ("fwd_streamk", ""), P::ForwardStreamK, Queries, forward),
+        row(Pass::ForwardSplit, ("fwd_split", ""), P::Forward, Queries, forward),
+        row(Pass::BackwardPreprocess, ("bwd", "preprocess"), P::Backward, ScratchQueries, prepare),
+        row(Pass::Backward, ("bwd", ""), P::Backward, Keys, gradients),
+        row(Pass::BackwardStreamK, ("bwd_streamk", ""), P::BackwardStreamK, Keys, gradients),
+        row(Pass::BackwardDkDv, ("bwd", "dkdv"), P::Backward, Keys, gradients),
+        row(Pass::BackwardDq, ("bwd", "dq"), P::Backward, Queries, gradients),
+        row(Pass::BackwardPostprocess, ("bwd", "postprocess"), P::Backward, Queries, finish),
+        row(Pass::BackwardFused, ("bwd", "fused"), P::Backward, Keys, gradients),
+        row(Pass::BackwardScores, ("bwd", "scores"), P::BackwardStored, StoredTiles, gradients),
+        row(Pass::BackwardGradients, ("bwd", "gradients"), P::BackwardStored, StoredTiles, finish),
+        row(Pass::BackwardSplitScores, ("bwd_split", "scores"), P::BackwardStored, StoredTiles, gradients),
+        row(Pass::BackwardSplitGradients, ("bwd_split", "gradients"), P::BackwardStored, StoredTiles, finish_blocks),
+        row(Pass::Merge, ("merge", ""), P::Merge, Queries, FeatureSet::NONE),
+        row(Pass::Decode, ("decode", ""), P::Decode, PackedQueries, FeatureSet::of(&[Feature::Tree])),
+        row(Pass::Prefill, ("prefill", ""), P::Forward, Queries, prefill),
+        row(Pass::PrefillStreamK, ("prefill_streamk", ""), P::ForwardStreamK, Queries, FeatureSet::PAGED),
+        row(Pass::DecodeMla, ("mla_decode", ""), P::Decode, PackedQueries, FeatureSet::NONE),
+        row(Pass::Append, ("append", ""), P::Append, Keys, FeatureSet::NONE),
+        row(Pass::Dequantize, ("dequantize", ""), P::Dequantize, Keys, FeatureSet::NONE),
+        row(Pass::Cast, ("cast", ""), P::Cast, Queries, FeatureSet::NONE),
+        row(Pass::FastPrepare, ("fast_fwd", "prepare"), P::Fast, Keys, FeatureSet::of(&[Feature::Lengths])),
+        row(Pass::FastForward, ("fast_fwd", ""), P::Fast, Queries, FeatureSet::of(&[Feature::Lengths, Feature::Bias])),
+        row(Pass::SparseSelect, ("sparse_select", ""), P::SparseMla, Queries, FeatureSet::NONE),
+        row(Pass::SparseMla, ("sparse_mla", ""), P::SparseMla, PackedQueries, FeatureSet::NONE),
+        row(Pass::Indexer, ("indexer", ""), P::Indexer, PackedQueries, FeatureSet::NONE),
     ]
 };
 
@@ -241,39 +188,6 @@ impl Pass {
             Pass::BackwardDkDv => Some("kSeparate"),
             Pass::BackwardFused => Some("kStore"),
             _ => None,
-        }
-    }
-
-    /// Returns its words in kernel names: the pass, and the word after the features.
-    pub const fn words(self) -> (&'static str, &'static str) {
-        match self {
-            Pass::Forward => ("fwd", ""),
-            Pass::ForwardStreamK => ("fwd_streamk", ""),
-            Pass::ForwardSplit => ("fwd_split", ""),
-            Pass::BackwardPreprocess => ("bwd", "preprocess"),
-            Pass::Backward => ("bwd", ""),
-            Pass::BackwardStreamK => ("bwd_streamk", ""),
-            Pass::BackwardDkDv => ("bwd", "dkdv"),
-            Pass::BackwardDq => ("bwd", "dq"),
-            Pass::BackwardPostprocess => ("bwd", "postprocess"),
-            Pass::BackwardFused => ("bwd", "fused"),
-            Pass::BackwardScores => ("bwd", "scores"),
-            Pass::BackwardGradients => ("bwd", "gradients"),
-            Pass::BackwardSplitScores => ("bwd_split", "scores"),
-            Pass::BackwardSplitGradients => ("bwd_split", "gradients"),
-            Pass::Merge => ("merge", ""),
-            Pass::Decode => ("decode", ""),
-            Pass::Prefill => ("prefill", ""),
-            Pass::PrefillStreamK => ("prefill_streamk", ""),
-            Pass::DecodeMla => ("mla_decode", ""),
-            Pass::Append => ("append", ""),
-            Pass::Dequantize => ("dequantize", ""),
-            Pass::Cast => ("cast", ""),
-            Pass::FastPrepare => ("fast_fwd", "prepare"),
-            Pass::FastForward => ("fast_fwd", ""),
-            Pass::SparseSelect => ("sparse_select", ""),
-            Pass::SparseMla => ("sparse_mla", ""),
-            Pass::Indexer => ("indexer", ""),
         }
     }
 }

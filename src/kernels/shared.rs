@@ -99,7 +99,80 @@ pub fn split_forward(
     rows().flat_map(move |row| of(row.headdim).map(move |features| with(row, features))).chain(listed_rows)
 }
 
+// ---- kernels with one feature ---------------------------------------------------------------------
+
+/// Returns a varlen kernel with one feature that the problem must use: the generic kernel without branches on the others, and so without
+/// misses of the instruction cache. It carries values from tile to tile where it can.
+pub fn with(feature: Feature, tile: Variant) -> Variant {
+    let required_features = FeatureSet::of(&[feature]);
+    Variant { required_features, ..tile }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
+}
+
 // ---- the backward pass ----------------------------------------------------------------------------
+
+/// Sources around the main kernels of a family, and those of kernels that store P and dS in memory.
+pub struct BackwardSources {
+    /// before main kernels
+    pub preprocess: Source,
+    /// after main kernels with atomics
+    pub postprocess: Source,
+    /// P and dS, and the gradients from them, for large headdims
+    pub stored: [Source; 2],
+    /// P and dS of fp32 tensors, without and with block masks
+    pub split_scores: [Source; 2],
+    /// their gradients, without and with block masks
+    pub split_gradients: [Source; 2],
+}
+
+/// The sources of a family, whose folder below csrc/ and namespace have its name.
+macro_rules! backward_sources {
+    ($family:literal) => {{
+        const ROW_STATS: &str = concat!($family, "/backward/row_stats.cuh");
+        const STORED: &str = concat!($family, "/backward/stored.cuh");
+        const SCORES: &[&str] = &["backward/store_scores.cuh", STORED];
+        const GRADIENTS: &[&str] = &["backward/stored_gradients.cuh", STORED];
+        const fn stored(headers: &'static [&'static str], kernel: &'static str) -> Source {
+            Source::new(headers, kernel).with_arguments("p.backward, p.stored")
+        }
+        BackwardSources {
+            preprocess: Source::new(
+                &["backward/preprocess.cuh", ROW_STATS],
+                concat!("BackwardPreprocess<", $family, "::RowStats, BLOCK_ROWS, THREADS>"),
+            ),
+            postprocess: Source::new(
+                &["backward/postprocess.cuh", concat!($family, "/backward/dq_accumulator.cuh"), ROW_STATS],
+                concat!("BackwardPostprocess<", $family, "::RowStats, ", $family, "::DqAccumulator, BLOCK_ROWS, THREADS>"),
+            ),
+            stored: [
+                stored(SCORES, concat!("BackwardScores<", $family, "::StoredFamily>")),
+                stored(GRADIENTS, concat!("BackwardGradients<", $family, "::StoredFamily>")),
+            ],
+            split_scores: [
+                stored(SCORES, concat!("BackwardScores<", $family, "::StoredFamily, true>")),
+                Source::new(
+                    &["backward/store_scores.cuh", STORED, "backward/stored_block_mask.cuh"],
+                    concat!("BackwardScores<", $family, "::StoredFamily, true, ListedScores>"),
+                )
+                .with_arguments("p.backward, p.stored, ListedScores(p.blocks)"),
+            ],
+            split_gradients: [
+                stored(GRADIENTS, concat!("BackwardGradients<", $family, "::StoredFamily, true>")),
+                stored(GRADIENTS, concat!("BackwardGradients<", $family, "::StoredFamily, true, true>")),
+            ],
+        }
+    }};
+}
+pub(super) use backward_sources;
+
+/// Returns the main kernel without its dQ product.
+pub fn dkdv(main: Variant) -> Variant {
+    Variant { pass: Pass::BackwardDkDv, ..main }
+}
+
+/// Returns the main kernel that does all of a backward pass.
+pub fn fused(main: Variant) -> Variant {
+    Variant { pass: Pass::BackwardFused, ..main }
+}
 
 /// Returns the kernel before main kernels, for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM have
 /// 1024 threads with two or more 16-byte loads each in flight.
@@ -114,9 +187,9 @@ pub const fn postprocess(family: Family, source: Source) -> Variant {
 }
 
 /// Returns the kernels for headdims above 256, which pass P and dS through memory (csrc/backward/stored_scores.cuh), from a family's
-/// sources of the scores and of the gradients. Tiles are 128 by 128, four warps with 64 by 64 each, so that
+/// sources. Tiles are 128 by 128, four warps with 64 by 64 each, so that
 /// two blocks an SM have all registers. Two buffers of both operands are 32 KB; two blocks have the 64 KB of Turing.
-pub fn stored_backward(family: Family, scores: Source, gradients: Source) -> [Variant; 5] {
+pub fn stored_backward(family: Family, [scores, gradients]: [Source; 2]) -> [Variant; 5] {
     let row = |pass, source| Variant {
         headdim: 512,
         headdim_v: 512,
@@ -135,7 +208,7 @@ pub fn stored_backward(family: Family, scores: Source, gradients: Source) -> [Va
 /// Returns the kernels of fp32 tensors, of all headdims, with the same tiles. Gradients are fp32. The sources: without and with block masks,
 /// which have forward kernels up to headdim 256.
 pub fn split_backward(family: Family, [scores, listed]: [Source; 2], [gradients, sparse]: [Source; 2]) -> [Variant; 5] {
-    let [of_scores, of_gradients, ..] = stored_backward(family, scores, gradients);
+    let [of_scores, of_gradients, ..] = stored_backward(family, [scores, gradients]);
     let scores = Variant { pass: Pass::BackwardSplitScores, ..of_scores };
     let gradients = Variant { pass: Pass::BackwardSplitGradients, ..of_gradients };
     let common = |row: Variant| Variant { headdim: 256, headdim_v: 256, ..row };

@@ -198,7 +198,7 @@ impl Variant {
 
     /// Returns the kernel's name, from the data of its row: `family_pass[_format][_invariant][_features][_stage][_headdim][_size]`.
     fn derived_name(&self) -> String {
-        let (pass, stage) = self.pass.words();
+        let (pass, stage) = self.pass.info().words;
         let features = self.feature_words();
         let Variant { headdim, headdim_v, block_rows, .. } = self;
         let tile = match self.pass {

@@ -5,9 +5,8 @@
 - `torch_mask`: reads `torch.nn.attention.flex_attention.BlockMask` of torch 2.7 and later.
 - `kept`: keeps masks for later calls, by the values that they are made of.
 - `cells`: the states of cells of 64 queries and 64 keys: absent, unknown or full.
-- `elements`: which elements of unknown cells are visible.
+- `elements`: which elements of unknown cells are visible, by calls of the mask function.
 - `recording`: what a mask function computes.
-- `evaluation`: calls mask functions for all elements of cells.
 - `packing`: makes the operators' lists and bits from cells.
 """
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
-from ..limits import MAX_DECODE_ROWS
+from ..operands import MAX_DECODE_ROWS
 from .cache_cases import CacheCase, CacheInputs, has_scales
 from .cases import EVERY, CpuSource, asking
 from .kernels import Target

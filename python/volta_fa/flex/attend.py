@@ -14,7 +14,7 @@ from ..block_mask.source import Source
 from ..block_mask.torch_mask import NO_BLOCKS, is_empty, source_of
 from ..errors import bad_argument
 from ..integrations.devices import max_headdim
-from ..limits import takes_dtype
+from ..operands import takes_dtype
 from .score_mod import ScoreMod, Scores, Unrecognized, in_float32, values
 
 #: Largest tensor of added terms in bytes, for score functions whose added terms are not ALiBi's.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..block_mask.evaluation import indexable_scalars
+from ..block_mask.elements import indexable_scalars
 from .tracing import Trace, trace
 
 #: Of scalar tensors: score, batch entry, query head, query, key. Returns the new score.

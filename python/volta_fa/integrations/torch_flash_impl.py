@@ -50,66 +50,6 @@ def _register_kernels() -> _Handle:
     return _Handle(library)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    scale: float | None,
-    window_size_left: int | None,
-    window_size_right: int | None,
-    seqused_k: Tensor | None,
-    alibi_slopes: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, softmax_lse and rng_state. The arguments have the names of PyTorch's ops."""
-    if return_debug_mask:
-        raise bad_argument("return_debug_mask", True, "False: the probabilities are never in memory", error=NotImplementedError)
-    options: dict[str, Any] = {
-        "softmax_scale": scale,
-        "is_causal": is_causal,
-        "window_left": _bound(window_size_left),
-        # is_causal sets it to 0
-        "window_right": -1 if is_causal else _bound(window_size_right),
-        "alibi_slopes": readable(alibi_slopes),
-    }
-    # readable() copies tensors whose last dimension is not contiguous
-    q, k, v = readable(query), readable(key), readable(value)
-    cum_seq_q, cum_seq_k, seqused_k, block_table = (readable(t) for t in (cum_seq_q, cum_seq_k, seqused_k, block_table))
-    if cum_seq_q is not None:
-        options |= {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
-    if block_table is not None:
-        if dropout_p:
-            raise bad_argument(
-                "dropout_p", f"{dropout_p} together with block_table", "0: a cache is for inference", error=NotImplementedError
-            )
-        if seqused_k is None and cum_seq_k is not None:
-            seqused_k = cum_seq_k.diff()
-        options["num_splits"] = max(0, num_splits or 0)
-        out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(q, k, v, cache_seqlens=seqused_k, block_table=block_table, **options)
-        return out, softmax_lse, _no_random_numbers(q)
-    if cum_seq_k is not None:
-        options |= {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-        for name, t in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes)):
-            if t is not None:
-                raise bad_argument(
-                    name,
-                    "a tensor with inputs that require grad",
-                    "None: aten::_flash_attention_backward has no such argument",
-                    error=NotImplementedError,
-                )
-    out, softmax_lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, dropout_p=dropout_p, seqused_k=seqused_k, **options)
-    return out, softmax_lse, rng_state.view(torch.uint64) if dropout_p else _no_random_numbers(q)
-
-
 def _bound(window: int | None) -> int:
     return -1 if window is None else max(-1, window)
 
@@ -143,31 +83,50 @@ def _forward(
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Implements `aten::_flash_attention_forward`."""
-    out, softmax_lse, rng_state = _attend(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale,
-        window_size_left, window_size_right, seqused_k, alibi_slopes, block_table, num_splits,
-    )  # fmt: skip
-    return out, softmax_lse, rng_state, _unused(query), query.new_empty(0)
+    if return_debug_mask:
+        raise bad_argument("return_debug_mask", True, "False: the probabilities are never in memory", error=NotImplementedError)
+    options: dict[str, Any] = {
+        "softmax_scale": scale,
+        "is_causal": is_causal,
+        "window_left": _bound(window_size_left),
+        # is_causal sets it to 0
+        "window_right": -1 if is_causal else _bound(window_size_right),
+        "alibi_slopes": readable(alibi_slopes),
+    }
+    # readable() copies tensors whose last dimension is not contiguous
+    q, k, v = readable(query), readable(key), readable(value)
+    cum_seq_q, cum_seq_k, seqused_k, block_table = (readable(t) for t in (cum_seq_q, cum_seq_k, seqused_k, block_table))
+    if cum_seq_q is not None:
+        options |= {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
+    if block_table is not None:
+        if dropout_p:
+            raise bad_argument(
+                "dropout_p", f"{dropout_p} together with block_table", "0: a cache is for inference", error=NotImplementedError
+            )
+        if seqused_k is None and cum_seq_k is not None:
+            seqused_k = cum_seq_k.diff()
+        options["num_splits"] = max(0, num_splits or 0)
+        out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(q, k, v, cache_seqlens=seqused_k, block_table=block_table, **options)
+        return out, softmax_lse, _no_random_numbers(q), _unused(q), q.new_empty(0)
+    if cum_seq_k is not None:
+        options |= {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        for name, t in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes)):
+            if t is not None:
+                raise bad_argument(
+                    name,
+                    "a tensor with inputs that require grad",
+                    "None: aten::_flash_attention_backward has no such argument",
+                    error=NotImplementedError,
+                )
+    out, softmax_lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, dropout_p=dropout_p, seqused_k=seqused_k, **options)
+    rng_state = rng_state.view(torch.uint64) if dropout_p else _no_random_numbers(q)
+    return out, softmax_lse, rng_state, _unused(q), q.new_empty(0)
 
 
-def _forward_into(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    **options: Any,
-) -> Tensor:
+def _forward_into(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """Implements `aten::_flash_attention_forward_no_dropout_inplace`: writes `out` and returns softmax_lse."""
-    found, softmax_lse, *_ = _forward(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options
-    )  # fmt: skip
+    found, softmax_lse, *_ = _forward(*arguments, **options)
     out.copy_(found)
     return softmax_lse
 

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..limits import takes_dtype
-from ..operands import readable
+from ..operands import readable, takes_dtype
 from .devices import NO_DEVICES, devices_of, max_headdim
 
 _RELEASES = "0.0.29 to 0.0.35"

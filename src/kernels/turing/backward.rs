@@ -1,6 +1,6 @@
 //! The backward kernels. docs/design/turing-backward.md derives the shapes. A thread can have 255 registers.
 
-use super::super::shared;
+use super::super::shared::{self, backward_sources, dkdv, fused, with, BackwardSources};
 use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};
 use super::family::TURING;
 
@@ -33,31 +33,7 @@ const DQ_WARP_SPECIALIZED_BLOCK_MASK: Source = Source::new(
 )
 .with_arguments("p.backward, turing::ListedBlocks(p.blocks)");
 
-const PREPROCESS: Source =
-    Source::new(&["backward/preprocess.cuh", "turing/backward/row_stats.cuh"], "BackwardPreprocess<turing::RowStats, BLOCK_ROWS, THREADS>");
-const POSTPROCESS: Source = Source::new(
-    &["backward/postprocess.cuh", "turing/backward/dq_accumulator.cuh", "turing/backward/row_stats.cuh"],
-    "BackwardPostprocess<turing::RowStats, turing::DqAccumulator, BLOCK_ROWS, THREADS>",
-);
-const fn stored(header: &'static [&'static str], kernel: &'static str) -> Source {
-    Source::new(header, kernel).with_arguments("p.backward, p.stored")
-}
-const SCORES_HEADERS: &[&str] = &["backward/store_scores.cuh", "turing/backward/stored.cuh"];
-const GRADIENTS_HEADERS: &[&str] = &["backward/stored_gradients.cuh", "turing/backward/stored.cuh"];
-const SCORES: Source = stored(SCORES_HEADERS, "BackwardScores<turing::StoredFamily>");
-const GRADIENTS: Source = stored(GRADIENTS_HEADERS, "BackwardGradients<turing::StoredFamily>");
-const SPLIT_SCORES: [Source; 2] = [
-    stored(SCORES_HEADERS, "BackwardScores<turing::StoredFamily, true>"),
-    stored(
-        &["backward/store_scores.cuh", "turing/backward/stored.cuh", "backward/stored_block_mask.cuh"],
-        "BackwardScores<turing::StoredFamily, true, ListedScores>",
-    )
-    .with_arguments("p.backward, p.stored, ListedScores(p.blocks)"),
-];
-const SPLIT_GRADIENTS: [Source; 2] = [
-    stored(GRADIENTS_HEADERS, "BackwardGradients<turing::StoredFamily, true>"),
-    stored(GRADIENTS_HEADERS, "BackwardGradients<turing::StoredFamily, true, true>"),
-];
+const SOURCES: BackwardSources = backward_sources!("turing");
 
 /// `turing/backward/single_role`: 4 warps of 32 keys, two blocks an SM. Shared memory has K, and two tiles of Q, of dO and
 /// of dS.
@@ -165,23 +141,6 @@ const DQ: [Variant; 5] = [
     dq_warp_specialized(256),
 ];
 
-/// Returns the main kernel without its dQ product.
-fn dkdv(main: Variant) -> Variant {
-    Variant { pass: Pass::BackwardDkDv, ..main }
-}
-
-/// Returns the main kernel that does all of a backward pass.
-fn fused(main: Variant) -> Variant {
-    Variant { pass: Pass::BackwardFused, ..main }
-}
-
-/// Returns a varlen kernel with one feature that the problem must use. (At headdim 64 `single_role` has registers for
-/// that; generic kernels are warp-specialized.)
-fn with(feature: Feature, plain: Variant) -> Variant {
-    let required_features = FeatureSet::of(&[feature]);
-    Variant { required_features, ..plain }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
-}
-
 /// Kernels of block masks (`csrc/turing/backward/block_mask.cuh`). They have three headdims, and other headdims are padded to the next.
 /// At headdim 64 the main kernel with two roles, because the other has no registers left. Generic kernels have no atomics, and at 128
 /// half the keys: lists beside all features would spill.
@@ -203,11 +162,12 @@ pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
     let all_of_it = [MAIN[1], MAIN[3]].map(fused);
-    let mut rows = vec![varlen(shared::preprocess(TURING, PREPROCESS)), varlen(shared::postprocess(TURING, POSTPROCESS))];
+    let mut rows = vec![varlen(shared::preprocess(TURING, SOURCES.preprocess)), varlen(shared::postprocess(TURING, SOURCES.postprocess))];
     // plain ones of headdims 64 and 128: at the others the varlen kernels take at most 1% more time (32: 5%)
     let [headdim_32, _, larger @ ..] = MAIN;
     rows.extend([SINGLE_ROLE_HALVES, MAIN[3]]);
     rows.extend([headdim_32, SINGLE_ROLE_HALVES].into_iter().chain(larger.map(staggered)).map(varlen));
+    // at headdim 64 `single_role` has registers for one feature; generic kernels are warp-specialized
     for feature in Feature::OF_SCORES {
         // these two would spill at headdim 128
         let tiles = if matches!(feature, Feature::Alibi | Feature::Bias) { &MAIN[1..2] } else { &[MAIN[1], MAIN[3]] };
@@ -218,7 +178,7 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(DQ.into_iter().chain(DQ.map(generic)));
     rows.extend(all_of_it.map(varlen));
     rows.extend(block_mask_rows());
-    rows.extend(shared::stored_backward(TURING, SCORES, GRADIENTS));
-    rows.extend(shared::split_backward(TURING, SPLIT_SCORES, SPLIT_GRADIENTS));
+    rows.extend(shared::stored_backward(TURING, SOURCES.stored));
+    rows.extend(shared::split_backward(TURING, SOURCES.split_scores, SOURCES.split_gradients));
     rows
 }

@@ -1,7 +1,7 @@
 //! The forward kernels and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
 //! A thread can have 255 registers.
 
-use super::super::shared;
+use super::super::shared::{self, with};
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::TURING;
 
@@ -102,15 +102,8 @@ fn generic(plain: Variant) -> Variant {
     Variant { blocks_per_sm, ..of_rows(rows, Size::Large, plain).with_features(FeatureSet::GENERIC) }
 }
 
-/// Returns a varlen kernel with one feature that the problem must use. Generic kernels test for features at every tile;
-/// this one does not, and carries values from tile to tile where it can.
-fn with(feature: Feature, tile: Variant) -> Variant {
-    let required_features = FeatureSet::of(&[feature]);
-    Variant { required_features, ..tile }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
-}
-
-/// The same with as many rows a warp as the plain kernel, where all registers are in use: half the slots, and after them
-/// 32 bytes for each thread.
+/// Returns a kernel with one feature and as many rows a warp as the plain kernel, where all registers are in use. It has half the slots,
+/// and after them 32 bytes for each thread.
 fn with_all_rows(feature: Feature, plain: Variant) -> Variant {
     with(feature, Variant { shared_bytes: plain.shared_bytes / 2 + 32 * plain.threads, ..plain })
 }

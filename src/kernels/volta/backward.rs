@@ -1,6 +1,6 @@
 //! The backward kernels. docs/design/volta-backward.md derives the shapes. A thread can have 255 registers.
 
-use super::super::shared;
+use super::super::shared::{self, backward_sources, dkdv, fused, with, BackwardSources};
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::VOLTA;
 
@@ -34,32 +34,7 @@ const DQ_BLOCK_MASK: Source = Source::new(
 )
 .with_arguments("p.backward, ListedBlocks(p.blocks)");
 
-const PREPROCESS: Source =
-    Source::new(&["backward/preprocess.cuh", "volta/backward/row_stats.cuh"], "BackwardPreprocess<volta::RowStats, BLOCK_ROWS, THREADS>");
-const POSTPROCESS: Source = Source::new(
-    &["backward/postprocess.cuh", "volta/backward/dq_accumulator.cuh", "volta/backward/row_stats.cuh"],
-    "BackwardPostprocess<volta::RowStats, volta::DqAccumulator, BLOCK_ROWS, THREADS>",
-);
-/// Kernels for large headdims, which store P and dS in memory; with "true" (split) those of fp32 tensors.
-const fn stored(header: &'static [&'static str], kernel: &'static str) -> Source {
-    Source::new(header, kernel).with_arguments("p.backward, p.stored")
-}
-const SCORES_HEADERS: &[&str] = &["backward/store_scores.cuh", "volta/backward/stored.cuh"];
-const GRADIENTS_HEADERS: &[&str] = &["backward/stored_gradients.cuh", "volta/backward/stored.cuh"];
-const SCORES: Source = stored(SCORES_HEADERS, "BackwardScores<volta::StoredFamily>");
-const GRADIENTS: Source = stored(GRADIENTS_HEADERS, "BackwardGradients<volta::StoredFamily>");
-const SPLIT_SCORES: [Source; 2] = [
-    stored(SCORES_HEADERS, "BackwardScores<volta::StoredFamily, true>"),
-    stored(
-        &["backward/store_scores.cuh", "volta/backward/stored.cuh", "backward/stored_block_mask.cuh"],
-        "BackwardScores<volta::StoredFamily, true, ListedScores>",
-    )
-    .with_arguments("p.backward, p.stored, ListedScores(p.blocks)"),
-];
-const SPLIT_GRADIENTS: [Source; 2] = [
-    stored(GRADIENTS_HEADERS, "BackwardGradients<volta::StoredFamily, true>"),
-    stored(GRADIENTS_HEADERS, "BackwardGradients<volta::StoredFamily, true, true>"),
-];
+const SOURCES: BackwardSources = backward_sources!("volta");
 
 /// `volta/backward/single_role`: four warps with 32 keys each, two blocks an SM by registers and by shared memory, which
 /// has K, V, Q, dO, and P or dS.
@@ -148,19 +123,6 @@ const DQ: [Variant; 5] = [
     dq(256, 64, 32, 256, 1),
 ];
 
-/// Returns a varlen kernel with one feature that the problem must use: the generic kernel without branches on the others,
-/// and so without misses of the instruction cache, or, where registers allow, the
-/// single-role kernel of headdim 64 (`volta/backward/joint_scores.cuh`).
-fn with(feature: Feature, tile: Variant) -> Variant {
-    let required_features = FeatureSet::of(&[feature]);
-    Variant { required_features, ..tile }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
-}
-
-/// Returns the main kernel without its dQ product.
-fn dkdv(main: Variant) -> Variant {
-    Variant { pass: Pass::BackwardDkDv, ..main }
-}
-
 /// Returns the main kernel on a stream-K grid (`volta/backward/stream_k.cuh`).
 fn stream_k(main: Variant) -> Variant {
     let source = match main.source == SINGLE_ROLE {
@@ -168,11 +130,6 @@ fn stream_k(main: Variant) -> Variant {
         false => WARP_SPECIALIZED_STREAM_K,
     };
     Variant { pass: Pass::BackwardStreamK, source, ..main }
-}
-
-/// Returns the main kernel that does all of a backward pass.
-fn fused(main: Variant) -> Variant {
-    Variant { pass: Pass::BackwardFused, ..main }
 }
 
 /// Kernels of block masks (`csrc/backward/block_mask.cuh`). They have three headdims, and other headdims are padded to the next. At
@@ -192,11 +149,12 @@ pub fn backward_rows() -> Vec<Variant> {
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
     // none of 128 keys at headdim 64: `volta/backward/single_role` has no registers left
     let all_of_it = [SMALL[0], MAIN[3], SMALL[1]].map(fused);
-    let mut rows = vec![varlen(shared::preprocess(VOLTA, PREPROCESS)), varlen(shared::postprocess(VOLTA, POSTPROCESS))];
+    let mut rows = vec![varlen(shared::preprocess(VOLTA, SOURCES.preprocess)), varlen(shared::postprocess(VOLTA, SOURCES.postprocess))];
     // of headdims 64, 96, 128 and 192 / 128: at the others the varlen kernels take at most 2% more time
     rows.extend([MAIN[1], MAIN[2], MAIN[3], NARROW_V].into_iter().chain(SMALL));
     rows.extend([MAIN[1], MAIN[3]].map(stream_k));
     rows.extend(MAIN.into_iter().chain([NARROW_V]).map(varlen));
+    // at headdim 64 the single-role kernel, where registers allow (`volta/backward/joint_scores.cuh`)
     rows.extend(Feature::OF_SCORES.into_iter().flat_map(|feature| [MAIN[1], MAIN[3]].map(|tile| with(feature, tile))));
     rows.extend(GENERIC.map(generic));
     // deterministic=True: dk and dv by the main kernels without their dQ product, those of small grids too, so that both
@@ -207,8 +165,8 @@ pub fn backward_rows() -> Vec<Variant> {
     // ... then dq. At headdims 192 and 256 generic kernels are as fast as others
     rows.extend([DQ[1], varlen(DQ[0]), varlen(DQ[2])].into_iter().chain(DQ.map(generic)));
     rows.extend(block_mask_rows());
-    rows.extend(shared::stored_backward(VOLTA, SCORES, GRADIENTS));
-    rows.extend(shared::split_backward(VOLTA, SPLIT_SCORES, SPLIT_GRADIENTS));
+    rows.extend(shared::stored_backward(VOLTA, SOURCES.stored));
+    rows.extend(shared::split_backward(VOLTA, SOURCES.split_scores, SOURCES.split_gradients));
     rows.extend(all_of_it.map(varlen));
     rows
 }

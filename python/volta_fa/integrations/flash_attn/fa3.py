@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...limits import MAX_HEADDIM
-from ...operands import readable
+from ...operands import MAX_HEADDIM, readable
 from ...rotary import apply_rotary
 from .chunks import split_cache, split_sequences
 from .interface import _fwd, _options, _unbind

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...limits import MAX_HEADDIM
-from ...operands import readable
+from ...operands import MAX_HEADDIM, readable
 
 __all__ = [
     "flash_attn_func",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...block_mask import BlockMask
 from ...errors import bad_argument
-from ...limits import MAX_DECODE_ROWS, MAX_HEADDIM
+from ...operands import MAX_DECODE_ROWS, MAX_HEADDIM
 from . import releases, sharded_sequences
 from .continuous_batching import continuous_batch
 from .mask_function import is_range

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
 )
 
 from ...errors import bad_argument
-from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
+from ...operands import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
 from .paged import Attention, Batch, bytes_of_a_token, cache_dtypes, check_cache_dtype, is_batch_invariant, split_cache, write
 
 __all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder", "VoltaV100Backend"]

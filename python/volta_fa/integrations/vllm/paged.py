@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import bad_argument
 from ...kv_cache.cascade import cascade_attention
 from ...kv_cache.formats import cache_dtype, quantize_kv
-from ...limits import LATENT_HEADDIMS, PAGE_SIZE_MULTIPLE
+from ...operands import LATENT_HEADDIMS, PAGE_SIZE_MULTIPLE
 
 #: The supported values of --kv-cache-dtype, and our formats' names. None: the model's dtype, which is float16.
 _FORMATS = {

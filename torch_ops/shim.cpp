@@ -1,0 +1,65 @@
+// What Rust asks of PyTorch (src/shim.rs): a tensor's description, and the precision of float32 products.
+//
+// Both return false after an exception, because no exception may cross into Rust.
+
+#include "registration.h"
+#include "rust.h"
+
+#include <ATen/Context.h>
+#include <torch/version.h>
+
+#include <algorithm>
+
+namespace volta_fa {
+namespace {
+
+int32_t device_kind(const at::Device& device) { return device.is_cpu() ? 0 : device.is_cuda() ? 1 : device.is_meta() ? 2 : 3; }
+
+// Returns whether the user allows products with less precision than fp32. Then fp32 tensors take the scaled fp16 kernels
+// (src/ops/scaled.rs), else those of two parts (src/ops/split.rs).
+bool reduces_fp32() {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 9
+    return at::globalContext().float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;
+#else
+    // torch.backends.cuda.matmul.fp32_precision; torch.set_float32_matmul_precision sets it too
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 10
+    return at::globalContext().float32Precision("cuda", "matmul") == "tf32";
+#else
+    return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+#endif
+#endif
+}
+
+}  // namespace
+}  // namespace volta_fa
+
+// Dtype, device, sizes and strides. In meta kernels sizes may be symbolic.
+extern "C" bool volta_fa_describe(const void* tensor, TensorInfo* info) {
+    using volta_fa::known;
+    try {
+        const auto& t = *static_cast<const at::Tensor*>(tensor);
+        const auto sizes = t.sym_sizes(), strides = t.sym_strides();
+        constexpr size_t room = std::extent_v<decltype(info->sizes)>;
+        info->dtype = static_cast<int32_t>(t.scalar_type());
+        info->device_kind = volta_fa::device_kind(t.device());
+        info->device_index = t.device().index();
+        info->rank = static_cast<int64_t>(sizes.size());
+        for (size_t i = 0; i < std::min(sizes.size(), room); ++i) {
+            info->sizes[i] = known(sizes[i]);
+            info->strides[i] = known(strides[i]);
+        }
+        return true;
+    } catch (...) {
+        return false;
+    }
+}
+
+extern "C" bool volta_fa_reduces_fp32() {
+    try {
+        return volta_fa::reduces_fp32();
+    } catch (...) {
+        return false;
+    }
+}
+
+VOLTA_FA_LIBRARY_FRAGMENT(m) { m.def("_reduces_fp32() -> bool", volta_fa::reduces_fp32); }
