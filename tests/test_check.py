@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import volta_fa
 import volta_fa.check
 from conftest import INFO, need
-from volta_fa import diagnostics
+from volta_fa import diagnostics, progress
 from volta_fa.check import (
     cached,
     correctness,
@@ -68,6 +69,13 @@ def test_on_the_cpu(tmp_path, capsys):
     page = capsys.readouterr().out
     assert "All is right: the CPU backend in " in page and "No kernel ran" in page and "the CPU: ATen operations" in page
     assert "decode, 2 x 128" in page and page.count("\n") < 50  # one page
+
+
+def test_shows_progress_in_a_pipe(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(progress.Progress, "interval", 0.02)
+    check(tmp_path, "--device", "cpu", "--quick")
+    out, err = capfd.readouterr()
+    assert re.search(r"^right: \d of 9 done, 0 s$", err, re.M) and " done, " not in out
 
 
 def test_in_the_simulator(tmp_path, capsys):

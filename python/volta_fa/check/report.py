@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
+from .. import progress
 from . import performance
 from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst
 from .findings import Findings
@@ -122,7 +122,7 @@ def _of(card: dict[str, Any], name: str) -> str:
 
 
 class Progress:
-    """One bar for each part."""
+    """One bar for each part; in a pipe a line from time to time."""
 
     def __init__(self) -> None:
         columns = (
@@ -132,7 +132,7 @@ class Progress:
             TimeElapsedColumn(),
             TextColumn("{task.fields[at]}"),
         )
-        self._bar = Bar(*columns, console=_console, transient=True)
+        self._bar = progress.Progress(*columns, console=_console, transient=True)
 
     def __enter__(self) -> Progress:
         self._bar.__enter__()
