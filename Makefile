@@ -111,8 +111,10 @@ hub: $(VENV)/.hub $(if $(WHEEL),,wheel) ## build the folder of a Hugging Face ke
 notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb with nothing, with a wheel, and with sources, into target/notebook
 	@$(IN_VENV) python tools/notebook.py target/notebook
 
-release: wheel ## build the files of a release into dist/release/; URL=, SOURCE=, ISSUES= write their addresses into pages
+# Writes the addresses first, because the wheel has them too.
+release: $(VENV)/.wheel ## build the files of a release into dist/release/; URL=, SOURCE=, ISSUES= write their addresses into pages and wheel
 	@$(IN_VENV) python tools/addresses.py $(URL:%=--release %) $(SOURCE:%=--source %) $(ISSUES:%=--issues %)
+	@$(MAKE) --no-print-directory wheel
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
 	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz
 

@@ -15,7 +15,7 @@ import torch
 import volta_fa
 import volta_fa.check
 from conftest import INFO, need
-from volta_fa import diagnostics, progress
+from volta_fa import addresses, diagnostics, progress
 from volta_fa.check import (
     cached,
     correctness,
@@ -28,6 +28,7 @@ from volta_fa.check import (
     tolerance,
 )
 from volta_fa.check.correctness import KernelResult, Worst
+from volta_fa.check.findings import Findings, Settings
 from volta_fa.check.kernels import Target
 from volta_fa.check.performance import Speeds
 from volta_fa.cli import main
@@ -518,6 +519,14 @@ def test_a_torch_without_code_for_the_card(monkeypatch):
     assert "Tesla V100" in said and "it is sm_70, and torch was built for sm_75 sm_90" in said
     assert "no kernel image is available" in said and "pip install" in said and "\n" not in said
     assert machine.torch_trouble(CPU) is None
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_says_where_to_send_the_report_of_a_gpu(kind, tmp_path, capsys):
+    settings = Settings(Target(kind, torch.device("cpu")), tmp_path, seed=0, quick=True, tune=False, kernels="*")
+    report.write(Findings(settings, trouble=None))
+    page = capsys.readouterr().out
+    assert (addresses.send(tmp_path / "volta_fa-check.json") in page) == (kind == "cuda") and "no host name" in page
 
 
 def test_says_why_there_is_no_gpu(monkeypatch):

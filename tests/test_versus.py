@@ -38,6 +38,7 @@ def test_both_run(package, tmp_path, capsys):
     for row in data["rows"]:
         assert all(0 < row[name]["share"] <= 1 and row[name]["ms"] > 0 for name in ("volta_fa", "flash_attn_v100")), row
     assert len(page.splitlines()) < 45
+    assert f"Send {tmp_path / 'new' / 'file.json'} to the person who gave you volta_fa." in page or "as an issue at https://" in page
 
 
 def test_theirs_is_wrong_or_fails(package, monkeypatch, tmp_path, capsys):

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from .. import progress
+from ..addresses import send
 from . import performance
 from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst
 from .findings import Findings
@@ -324,7 +325,8 @@ def write(findings: Findings) -> None:
     path = output / "volta_fa-check.json"
     path.write_text(json.dumps(data(findings), indent=1, allow_nan=False) + "\n")
     _console.print(
-        f"report: {path}: versions, GPU, driver, clocks, and each kernel's error and time; no host name, user name or serial number",
+        f"report: {path}: versions, GPU, driver, clocks, and each kernel's error and time; no host name, user name or serial number"
+        + (f"\n{send(path)}" if findings.settings.target.kind == "cuda" else ""),
         soft_wrap=True,
     )
     if any(point.ms for point in findings.speeds.points):

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..addresses import send
 from .check import choose_device
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, of in (("volta_fa", "ours"), ("1Cat-vLLM", "theirs")):
         for reason in sorted({getattr(row, of).missing for row in found.values()} - {""}):
             print(f"{name} did not run: {reason}")
-    print(f"\n{arguments.output}: please attach it to an issue (docs/guides/1cat-vllm.md).")
+    print(f"\n{send(arguments.output)}.")
     return int(any(versus.is_wrong(row.ours) for row in found.values()))
 
 
