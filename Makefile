@@ -90,10 +90,14 @@ docs: $(VENV)/.docs ## build the documentation into target/site, the Rust side i
 	@RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
 	    $(IN_VENV) $(PATIENTLY) cargo doc --release --locked --workspace --no-deps --document-private-items
 
-wheel: $(VENV)/.wheel ## build the release wheel for all supported torch releases into dist/
+define BUILD_WHEEL
 	@VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$${VOLTA_FA_TORCH_RELEASES:-all} \
 	    $(IN_VENV) $(PATIENTLY) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 	@$(IN_VENV) python tools/check_wheel.py dist/volta_fa-*-manylinux_*.whl
+endef
+
+wheel: $(VENV)/.wheel ## build the release wheel for all supported torch releases into dist/
+	$(BUILD_WHEEL)
 
 # Builds a wheel for RELEASES (default: all), unless WHEEL names one.
 MATRIX := target/torch-matrix
@@ -116,7 +120,7 @@ notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb with nothing
 # Writes the addresses first, because the wheel has them too.
 release: $(VENV)/.wheel ## build the files of a release into dist/release/; URL=, SOURCE=, ISSUES= write their addresses into pages and wheel
 	@$(IN_VENV) python tools/addresses.py $(URL:%=--release %) $(SOURCE:%=--source %) $(ISSUES:%=--issues %)
-	@$(MAKE) --no-print-directory wheel
+	$(BUILD_WHEEL)
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
 	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz
 
