@@ -31,7 +31,8 @@ from volta_fa.check.correctness import KernelResult, Worst
 from volta_fa.check.findings import Findings, Settings
 from volta_fa.check.kernels import Target
 from volta_fa.check.performance import Speeds
-from volta_fa.cli import main
+from volta_fa.cli import demo, main
+from volta_fa.errors import CommandError
 
 CPU, SIMULATOR = Target.of("cpu"), Target.of("simulator")
 SIMULATED = kernels.wanted(SIMULATOR, INFO["variants"])
@@ -536,6 +537,27 @@ def test_says_why_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "init", no_driver)
     assert machine.describe(CPU)["no_gpu"] == "Found no NVIDIA driver on your system."
+
+
+@pytest.mark.parametrize("driver, native", [(None, True), ((11, 4), False), ((12, 0), True)])
+def test_says_that_an_old_driver_compiles_the_kernels(driver, native, monkeypatch, capsys):
+    monkeypatch.setattr(diagnostics, "driver_cuda", lambda: driver)
+    families = Target("cuda", torch.device("cpu"), (7, 0)).families
+    assert families == [{"name": "volta", "native": native}]
+    report.introduce({**machine.describe(CPU), "families": families})
+    page = capsys.readouterr().out
+    assert ("family volta, its machine code" in page) == native and ("older than 525" in page) != native
+    assert "made for older cards" not in page
+
+
+def test_a_report_without_a_gpu_says_what_to_do_about_an_old_driver(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(diagnostics, "driver_cuda", lambda: (11, 4))
+    monkeypatch.setattr(diagnostics, "driver_version", lambda: "470.57.02")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "driver 470.57.02 (CUDA 11.4) is too old for torch" in machine.describe(CPU)["no_gpu"]
+    with pytest.raises(CommandError, match="--device cuda: the NVIDIA driver 470.57.02 .* is too old .*; --device cpu works"):
+        demo._choose_device("cuda")
 
 
 def test_a_torch_that_cannot_run_is_the_first_thing_said(monkeypatch, tmp_path, capsys):

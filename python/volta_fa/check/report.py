@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .. import progress
+from .. import diagnostics, progress
 from ..addresses import send
 from . import performance
 from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst
@@ -109,7 +109,9 @@ def _machine_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((then, f"family {family['name']}, {how}"))
     if card and (card.get("utilization_percent") or 0) > _BUSY:
         rows.append(("", "[yellow]another program uses this GPU: times are too long, verdicts hold[/yellow]"))
-    if facts["families"] and not any(family["native"] for family in facts["families"]):
+    if facts["families"] and not diagnostics.loads_machine_code():
+        rows.append(("", "[yellow]the driver is older than 525, so it compiles the kernels: loading takes minutes, once[/yellow]"))
+    elif facts["families"] and not any(family["native"] for family in facts["families"]):
         rows.append(("", "[yellow]made for older cards: results are what they are there, times are not[/yellow]"))
     return rows
 
