@@ -81,7 +81,7 @@ def parser(module: str, text: str | None, outputs: bool = True, plot: bool = Tru
 def facts(module: str, arguments: Sequence[str], **more: str) -> dict[str, str]:
     """The header of every result: what ran, on what, when."""
     return {
-        "command": shlex.join(["python", "-m", f"benchmarks.{module}", *arguments]),
+        "command": shlex.join(["python", "-m", *f"benchmarks.{module}".split(), *arguments]),
         "date": datetime.date.today().isoformat(),
         **({"commit": commit} if (commit := marks.commit()) else {}),
         "versions": f"volta_fa {volta_fa.__version__}, torch {torch.__version__}, Python {platform.python_version()}",

@@ -74,9 +74,12 @@ def _status(code: int) -> int:
 
 
 def _name(command: Sequence[str | Path]) -> str:
-    """Returns the program and its first words, without options and folders: `pip wheel`, `cargo build`."""
-    words = [Path(word).name for word in map(str, command) if re.fullmatch(r"[\w/.][\w/.+-]*", word)]
-    return " ".join(words[1:3] if words[0].startswith("python") and words[1:] else words[:2])
+    """Returns the program and what it does: `pip wheel`, `cargo build`, `notebook.py`."""
+    words = [Path(word).name if "\n" not in word else "" for word in map(str, command)]
+    if words[0].startswith("python") and re.fullmatch(r"-m|[\w.]+", words[1] if len(words) > 1 else ""):
+        words = words[2:] if words[1] == "-m" else words[1:]
+    action = str(command[-len(words) + 1]) if len(words) > 1 else ""
+    return f"{words[0]} {action}" if re.fullmatch(r"[a-z]+", action) else words[0]
 
 
 if __name__ == "__main__":
