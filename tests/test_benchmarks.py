@@ -41,6 +41,7 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks import driver, report, volta
 from benchmarks.published_results import PUBLISHED_RESULTS
 from benchmarks.shapes import Shape
+from volta_fa import lines
 from volta_fa.errors import CommandError
 
 
@@ -450,7 +451,7 @@ def test_block_mask_lists_are_valid_and_partial_cases_compare_with_full_ones():
 
 
 def test_a_wait_shows_progress_in_a_pipe(capfd, monkeypatch):
-    monkeypatch.setattr(report.Progress, "interval", 0.05)
+    monkeypatch.setattr(lines.Lines, "interval", 0.05)
     with report.progress() as bar:
         bar.add_task("simulated V100", total=3, completed=1)
         time.sleep(0.5)
@@ -463,7 +464,7 @@ def test_a_wait_shows_progress_in_a_pipe(capfd, monkeypatch):
 
 
 def test_track_yields_all_and_ends_with_its_reader(capfd, monkeypatch):
-    monkeypatch.setattr(report.Progress, "interval", 0.05)
+    monkeypatch.setattr(lines.Lines, "interval", 0.05)
     for item in report.track(range(3), "rows"):
         time.sleep(0.12 if item == 2 else 0)
     assert "rows: 2 of 3 done, " in capfd.readouterr().err

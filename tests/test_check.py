@@ -15,7 +15,7 @@ import torch
 import volta_fa
 import volta_fa.check
 from conftest import INFO, need
-from volta_fa import addresses, diagnostics, progress
+from volta_fa import addresses, diagnostics, lines
 from volta_fa.check import (
     cached,
     correctness,
@@ -74,7 +74,7 @@ def test_on_the_cpu(tmp_path, capsys):
 
 
 def test_shows_progress_in_a_pipe(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(progress.Progress, "interval", 0.02)
+    monkeypatch.setattr(lines.Lines, "interval", 0.02)
     check(tmp_path, "--device", "cpu", "--quick")
     out, err = capfd.readouterr()
     assert re.search(r"^right: \d of 9 done, 0 s$", err, re.M) and " done, " not in out

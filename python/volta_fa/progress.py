@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
-
 from rich import progress
+
+from .lines import Lines
 
 
 class Progress(progress.Progress):
-    """A bar on a terminal. In a pipe or a file, where rich shows none, a line on standard error every eight seconds.
+    """A bar on a terminal. In a pipe or a file, where rich shows none, `Lines`."""
 
-    The first line comes earlier, because the imports before it take seconds.
-    """
-
-    interval = 8.0
-    _FIRST = 2.0
+    _lines: Lines | None = None
 
     def start(self) -> None:
         """Shows the bar, or begins to print lines."""
         super().start()
-        self._ended = threading.Event()
         shows_bars = self.console.is_terminal and not self.console.is_dumb_terminal
         if not shows_bars and not self.disable:
-            threading.Thread(target=self._say, daemon=True).start()
+            self._lines = Lines(self._at)
 
     def stop(self) -> None:
         """Ends either."""
-        self._ended.set()
+        if self._lines:
+            self._lines.stop()
         super().stop()
 
-    def _say(self) -> None:
-        began, wait = time.monotonic(), min(self._FIRST, self.interval)
-        while not self._ended.wait(wait):
-            wait = self.interval
-            at = ", ".join(f"{task.description}: {task.completed:g} of {task.total:g} done" for task in self.tasks if task.total)
-            print(f"{at or 'working'}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    def _at(self) -> str:
+        at = (f"{task.description}: {task.completed:g} of {task.total:g} done" for task in self.tasks if task.total)
+        return ", ".join(at) or "working"
