@@ -455,8 +455,8 @@ def test_a_wait_shows_progress_in_a_pipe(capfd, monkeypatch):
     with report.progress() as bar:
         bar.add_task("simulated V100", total=3, completed=1)
         time.sleep(0.5)
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) > 1 and all(line.startswith("simulated V100: 1 of 3 done, ") for line in lines if line.strip())
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) > 1 and all(line.startswith("simulated V100: 1 of 3 done, ") for line in said if line.strip())
     with report.progress(quiet=True) as bar:
         bar.add_task("simulated V100", total=3)
         time.sleep(0.2)
