@@ -14,6 +14,9 @@ IN_VENV = MAKEFLAGS= VIRTUAL_ENV="$(VENV)" PATH="$(VENV)/bin:$$PATH" VOLTA_FA_CU
 # The simulator's disassembler, which tools/bootstrap.py found, and where all tests keep its output.
 IN_SIMULATOR = VOLTA_SIM_NVDISASM="$(VENV)/nvdisasm" VOLTA_SIM_LISTINGS="$(CURDIR)/target/volta-sim-listings"
 
+# Says every ten seconds in a pipe or a log that a silent command still runs, and lets the build script that compiles kernels print.
+PATIENTLY = python tools/heartbeat.py
+
 # Waiting threads sleep instead of spinning. On a busy machine, or in a container with a CPU quota,
 # spinning makes small models many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -45,20 +48,19 @@ run: build ## build, train a small GPT with volta_fa and with PyTorch, run the k
 
 test: SELECTION = -m "not slow"
 test test-all: build $(VENV)/.test
-	@$(IN_VENV) $(IN_SIMULATOR) cargo test $(CARGO_FLAGS) --workspace
-	@$(IN_VENV) $(IN_SIMULATOR) python -m pytest -n auto --dist worksteal $(SELECTION) $(ARGS)
+	@$(IN_VENV) $(IN_SIMULATOR) $(PATIENTLY) cargo test $(CARGO_FLAGS) --workspace
+	@$(IN_VENV) $(IN_SIMULATOR) $(PATIENTLY) python -m pytest -n auto --dist worksteal $(SELECTION) $(ARGS)
 
 test: ## build, then run the tests of minutes: cargo test and pytest
 test-all: ## build, then run every test, as CI does
 
 build: core $(READY) ## make .venv, build the native libraries for its torch
 	@$(IN_VENV) python tools/check_build_env.py
-	@$(IN_VENV) python tools/build_shims.py
+	@$(IN_VENV) $(PATIENTLY) python tools/build_shims.py
 
 # The library with kernels and Rust, which needs no torch.
 core: $(NVRTC)
-	@# Cargo hides what a build script prints, so the one that compiles kernels gets a copy of stderr.
-	@$(IN_VENV) $(ONLY) VOLTA_FA_PROGRESS_FD=9 cargo build $(CARGO_FLAGS) 9>&2
+	@$(IN_VENV) $(ONLY) $(PATIENTLY) cargo build $(CARGO_FLAGS)
 
 # The C++ and CUDA sources that clang-format checks.
 CXX_SOURCES = $(shell find csrc torch_ops examples/cpp -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp')
@@ -66,7 +68,7 @@ CXX_SOURCES = $(shell find csrc torch_ops examples/cpp -name '*.cuh' -o -name '*
 lint: $(VENV)/.lint ## check formatting, lints, types and spelling, in all languages
 	@# Runs all checks, also after a failure. Clippy shares compiled dependencies and kernels with the build's profile.
 	@export $(IN_VENV); failed=; \
-	check() { "$$@" || failed="$$failed$${failed:+,} $$1 $$2"; }; \
+	check() { $(PATIENTLY) "$$@" || failed="$$failed$${failed:+,} $$1 $$2"; }; \
 	check cargo fmt --all --check; \
 	check clang-format --dry-run --Werror $(CXX_SOURCES); \
 	check ruff format --check --quiet .; \
@@ -83,15 +85,19 @@ format: $(VENV)/.lint ## format all files for `make lint`
 	@$(IN_VENV) ruff format --quiet .
 
 docs: $(VENV)/.docs ## build the documentation into target/site, the Rust side into target/doc
-	@NO_MKDOCS_2_WARNING=1 $(IN_VENV) mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(IN_VENV) $(PATIENTLY) mkdocs build --strict
 	@# private items too, because public ones link to them
 	@RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
-	    $(IN_VENV) cargo doc --release --locked --workspace --no-deps --document-private-items
+	    $(IN_VENV) $(PATIENTLY) cargo doc --release --locked --workspace --no-deps --document-private-items
+
+define BUILD_WHEEL
+	@VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$${VOLTA_FA_TORCH_RELEASES:-all} \
+	    $(IN_VENV) $(PATIENTLY) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+	@$(IN_VENV) python tools/check_wheel.py dist/volta_fa-*-manylinux_*.whl
+endef
 
 wheel: $(VENV)/.wheel ## build the release wheel for all supported torch releases into dist/
-	@VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$${VOLTA_FA_TORCH_RELEASES:-all} \
-	    $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
-	@$(IN_VENV) python tools/check_wheel.py dist/volta_fa-*-manylinux_*.whl
+	$(BUILD_WHEEL)
 
 # Builds a wheel for RELEASES (default: all), unless WHEEL names one.
 MATRIX := target/torch-matrix
@@ -100,8 +106,8 @@ matrix: $(VENV)/.wheel ## check the wheel with each torch release (or RELEASES="
 	@test -n "$(WHEEL)" || { \
 	    releases=$(if $(RELEASES),$$($(VENV)/bin/python tools/torch_releases.py target/torch $(RELEASES)),all) && \
 	    VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$$(echo $$releases | tr ' ' ,) \
-	        $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(MATRIX)/wheel .; }
-	@$(IN_VENV) $(IN_SIMULATOR) python tools/torch_matrix.py $(or $(WHEEL),$(MATRIX)/wheel/*.whl) $(if $(RELEASES),--releases $(RELEASES)) $(ARGS)
+	        $(IN_VENV) $(PATIENTLY) python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(MATRIX)/wheel .; }
+	@$(IN_VENV) $(IN_SIMULATOR) $(PATIENTLY) python tools/torch_matrix.py $(or $(WHEEL),$(MATRIX)/wheel/*.whl) $(if $(RELEASES),--releases $(RELEASES)) $(ARGS)
 
 # Lays out a new wheel for all releases, unless WHEEL names one.
 hub: $(VENV)/.hub $(if $(WHEEL),,wheel) ## build the folder of a Hugging Face kernel into dist/hub
@@ -109,10 +115,12 @@ hub: $(VENV)/.hub $(if $(WHEEL),,wheel) ## build the folder of a Hugging Face ke
 	@$(IN_VENV) python -c "import pathlib, kernels; print('kernels loads', kernels.get_local_kernel(pathlib.Path('dist/hub')).__file__)"
 
 notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb with nothing, with a wheel, and with sources, into target/notebook
-	@$(IN_VENV) python tools/notebook.py target/notebook
+	@$(IN_VENV) $(PATIENTLY) python tools/notebook.py target/notebook
 
-release: wheel ## build the files of a release into dist/release/; URL=, SOURCE=, ISSUES= write their addresses into pages
+# Writes the addresses first, because the wheel has them too.
+release: $(VENV)/.wheel ## build the files of a release into dist/release/; URL=, SOURCE=, ISSUES= write their addresses into pages and wheel
 	@$(IN_VENV) python tools/addresses.py $(URL:%=--release %) $(SOURCE:%=--source %) $(ISSUES:%=--issues %)
+	$(BUILD_WHEEL)
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
 	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz
 

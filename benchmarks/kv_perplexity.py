@@ -103,8 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--seqlen", type=int, default=1024)
     options = parser.parse_args(arguments)
-    model, tokenizer = load()
-    tokens = torch.tensor(tokenizer(text())["input_ids"])
+    with report.progress() as bar:
+        bar.add_task("model and text", total=None)
+        model, tokenizer = load()
+        tokens = torch.tensor(tokenizer(text())["input_ids"])
     windows = tokens[: len(tokens) // options.seqlen * options.seqlen].view(-1, options.seqlen)
     # evenly spaced
     windows = windows[:: max(1, len(windows) // options.windows)][: options.windows]

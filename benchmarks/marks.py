@@ -18,8 +18,7 @@ from volta_fa.errors import CommandError
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "python" / "volta_fa" / "libvolta_fa_core.so"
-_DOCUMENTS = ("reference/performance.md", "reference/figures.md", "guides/1cat-vllm.md", "guides/1cat-vllm.zh.md")
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / page for page in _DOCUMENTS))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md")), *sorted((ROOT / "docs" / "reference").glob("*.md")))
 #: What a mark says of figures that were taken before marks, and of those of other machine code.
 NOT_RECORDED, CHANGED = "kernels not recorded", "kernels changed since"
 _MARK = re.compile(r"<!-- figures of ([0-9a-f]{8})( with changes)?: (.*?) -->")

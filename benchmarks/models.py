@@ -157,12 +157,8 @@ def rows(options: argparse.Namespace) -> list[driver.Row]:
 def pytorch_of(results: Sequence[Result], options: argparse.Namespace) -> dict[tuple[str, str], float]:
     """Returns TFLOP/s of PyTorch's kernels by GPU and row."""
     wanted = {(r.row.gpu, r.row.name) for r in results}
-    found = {
-        (gpu, str(row)): pytorch.tflops(row)
-        for gpu, pytorch in options.pytorch.items()
-        for row in model_rows(gpu)
-        if (gpu, str(row)) in wanted
-    }
+    rows = [(gpu, row) for gpu in options.pytorch for row in model_rows(gpu) if (gpu, str(row)) in wanted]
+    found = {(gpu, str(row)): options.pytorch[gpu].tflops(row) for gpu, row in report.track(rows, "PyTorch's kernels")}
     return {name: speed for name, speed in found.items() if speed is not None}
 
 

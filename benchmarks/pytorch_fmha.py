@@ -198,11 +198,14 @@ def kernels(sm: int) -> tuple[Kernel, ...]:
 def write_cubins(library: Path, sm: int, folder: Path) -> None:
     """Writes the cubin of each kernel of an architecture from a libtorch_cuda.so."""
     missing = {kernel.name for kernel in kernels(sm)}
-    for cubin in cubins(library, sm):
-        for name in sorted(missing):
-            if name.encode() in cubin:
-                (folder / f"{name}.cubin").write_bytes(cubin)
-                missing.discard(name)
+    with report.progress() as bar:
+        task = bar.add_task("kernels in the library", total=len(missing))
+        for cubin in cubins(library, sm):
+            for name in sorted(missing):
+                if name.encode() in cubin:
+                    (folder / f"{name}.cubin").write_bytes(cubin)
+                    missing.discard(name)
+                    bar.advance(task)
     if missing:
         raise CommandError(f"library: got {library} without {min(missing)}, expected that of torch {TORCH[sm]}")
 

@@ -9,8 +9,6 @@ import math
 import platform
 import shlex
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import volta_fa
 from volta_fa.errors import CommandError
+from volta_fa.progress import Progress
 
 from . import marks
 
@@ -82,7 +81,7 @@ def parser(module: str, text: str | None, outputs: bool = True, plot: bool = Tru
 def facts(module: str, arguments: Sequence[str], **more: str) -> dict[str, str]:
     """The header of every result: what ran, on what, when."""
     return {
-        "command": shlex.join(["python", "-m", f"benchmarks.{module}", *arguments]),
+        "command": shlex.join(["python", "-m", *f"benchmarks.{module}".split(), *arguments]),
         "date": datetime.date.today().isoformat(),
         **({"commit": commit} if (commit := marks.commit()) else {}),
         "versions": f"volta_fa {volta_fa.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
@@ -144,7 +143,7 @@ def progress(quiet: bool = False) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     # a terminal's bar must not take what goes into a pipe
     redirect = sys.stdout.isatty()
-    return _Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet, redirect_stdout=redirect)
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet, redirect_stdout=redirect)
 
 
 def track(items: Iterable[T], what: str) -> Iterator[T]:
@@ -155,28 +154,6 @@ def track(items: Iterable[T], what: str) -> Iterator[T]:
         for item in listed:
             yield item
             bar.advance(task)
-
-
-class _Progress(Progress):
-    """A bar on a terminal. In a pipe or a file, where rich shows none, a line every eight seconds."""
-
-    interval = 8.0
-
-    def start(self) -> None:
-        super().start()
-        self._ended = threading.Event()
-        if not self.console.is_terminal and not self.disable:
-            threading.Thread(target=self._say, daemon=True).start()
-
-    def stop(self) -> None:
-        self._ended.set()
-        super().stop()
-
-    def _say(self) -> None:
-        began = time.monotonic()
-        while not self._ended.wait(self.interval):
-            at = ", ".join(f"{task.description}: {task.completed:g} of {task.total:g} done" for task in self.tasks if task.total)
-            print(f"{at or 'working'}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def show(header: dict[str, str], grids: Sequence[Grid]) -> None:

@@ -4,6 +4,7 @@
     python -m benchmarks.tables headdim_512      headdim 512: forward, backward and decoding
     python -m benchmarks.tables fast             volta_fa::fwd_fast beside volta_fa::fwd on Turing
     python -m benchmarks.tables float32          float32 in both precisions
+    python -m benchmarks.tables batch_invariant  what batch invariance costs
     python -m benchmarks.tables long_sequences   forward passes of 8K to 115K tokens, where K and V of a head do not fit L2
     python -m benchmarks.tables indexer          logits of DeepSeek's indexer
     python -m benchmarks.tables sparse_mla       latent attention over chosen tokens
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from volta_fa.check.kernels import environment
 from volta_fa.errors import CommandError
 
 from . import decode, report, sparse, volta
@@ -322,6 +324,64 @@ def float32_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid
     return [report.table("float32: TFLOP/s by the default model, by a perfect instruction cache, of the slowest kernel", results, columns)]
 
 
+# ---- batch invariance --------------------------------------------------------------------------------------------
+
+INVARIANT_TEXT = """What `batch_invariant` costs on a simulated V100: microseconds of usual and of invariant calls, kernels alone.
+
+32 heads on 8, headdim 128, fp16: decoding and a chunk over pages of 16 tokens, and a dense causal prompt.
+"""
+#: Name, lengths, queries of a sequence, and tokens of a page; 0: dense.
+INVARIANT = [
+    ("decode 1 x 65,536 tokens", (65536,), 1, 16),
+    ("decode 1 x 16,384", (16384,), 1, 16),
+    ("decode 32 x 4,096", (4096,) * 32, 1, 16),
+    ("a chunk of 256 after 3,840 tokens, in a cache", (4096,), 256, 16),
+    ("`fwd`, causal prompt of 4,096", (4096,), 4096, 0),
+]
+
+
+@dataclass(frozen=True)
+class InvariantCase:
+    """A call under VOLTA_FA_BATCH_INVARIANT."""
+
+    usual: decode.Case
+    bytes = 0.0
+
+    @property
+    def flops(self) -> float:
+        return self.usual.flops
+
+    def calls(self, device: str) -> list[Work]:
+        def invariant(work: Work) -> Work:
+            def call() -> None:
+                with environment(VOLTA_FA_BATCH_INVARIANT="1"):
+                    work()
+
+            return call
+
+        return [invariant(work) for work in self.usual.calls(device)]
+
+
+def invariant_rows(_: argparse.Namespace) -> list[Row]:
+    found = []
+    for name, lengths, seqlen_q, page in INVARIANT:
+        case = decode.Case(128, lengths, 4, seqlen_q, page, kv_heads=8)
+        found += [Row(f"{name}, usual", case, models=("",)), Row(f"{name}, invariant", InvariantCase(case), models=("",))]
+    return found
+
+
+def invariant_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
+    us = {r.row.name: r.us() for r in results}
+    both = [name for name, *_ in INVARIANT if {f"{name}, usual", f"{name}, invariant"} <= us.keys()]
+    columns = {
+        "Case": lambda name: name,
+        "Usual": lambda name: f"{us[f'{name}, usual']:.0f} us",
+        "Invariant": lambda name: f"{us[f'{name}, invariant']:.0f} us",
+        "Cost": lambda name: f"{us[f'{name}, invariant'] / us[f'{name}, usual'] - 1:+.0%}",
+    }
+    return [report.table("Usual and invariant calls", both, columns)]
+
+
 # ---- long sequences ----------------------------------------------------------------------------------------------
 
 LONG_TEXT = """Simulates forward passes of 8K to 115K tokens on a V100, where K and V of a head do not fit L2.
@@ -463,6 +523,7 @@ TABLES = {
     "headdim_512": Benchmark(HEADDIM_512_TEXT, headdim_512_rows, headdim_512_grids, gpus=("v100", "t4", "rtx2080ti"), several=True),
     "fast": Benchmark(FAST_TEXT, lambda o: list(fast_rows(o)), fast_grids, add_fast_options, gpus=("rtx2080ti", "t4"), several=True),
     "float32": Benchmark(FLOAT32_TEXT, float32_rows, float32_grids, gpus=("v100", "t4"), several=True),
+    "batch_invariant": Benchmark(INVARIANT_TEXT, invariant_rows, invariant_grids),
     "long_sequences": Benchmark(LONG_TEXT, long_rows, long_grids, add_long_options),
     "indexer": sparse.INDEXER,
     "sparse_mla": sparse.SPARSE_MLA,

@@ -41,6 +41,7 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks import driver, report, volta
 from benchmarks.published_results import PUBLISHED_RESULTS
 from benchmarks.shapes import Shape
+from volta_fa import lines
 from volta_fa.errors import CommandError
 
 
@@ -450,12 +451,12 @@ def test_block_mask_lists_are_valid_and_partial_cases_compare_with_full_ones():
 
 
 def test_a_wait_shows_progress_in_a_pipe(capfd, monkeypatch):
-    monkeypatch.setattr(report._Progress, "interval", 0.05)
+    monkeypatch.setattr(lines.Lines, "interval", 0.05)
     with report.progress() as bar:
         bar.add_task("simulated V100", total=3, completed=1)
         time.sleep(0.5)
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) > 1 and all(line.startswith("simulated V100: 1 of 3 done, ") for line in lines if line.strip())
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) > 1 and all(line.startswith("simulated V100: 1 of 3 done, ") for line in said if line.strip())
     with report.progress(quiet=True) as bar:
         bar.add_task("simulated V100", total=3)
         time.sleep(0.2)
@@ -463,7 +464,7 @@ def test_a_wait_shows_progress_in_a_pipe(capfd, monkeypatch):
 
 
 def test_track_yields_all_and_ends_with_its_reader(capfd, monkeypatch):
-    monkeypatch.setattr(report._Progress, "interval", 0.05)
+    monkeypatch.setattr(lines.Lines, "interval", 0.05)
     for item in report.track(range(3), "rows"):
         time.sleep(0.12 if item == 2 else 0)
     assert "rows: 2 of 3 done, " in capfd.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from conftest import CPU, GPUS, INFO, Case, check, on, on_cases, run_python
+from conftest import CPU, GPUS, INFO, Case, check, need, on, on_cases, run_python
 from reference import block_masks
 
 op = torch.ops.volta_fa
@@ -371,3 +371,14 @@ def test_exported_and_scripted(backend, tmp_path):
 class ScriptedLayer(torch.nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         return torch.ops.volta_fa.fwd(q, k, v, block_lists=lists, block_bits=bits)[0]
+
+
+@pytest.mark.parametrize(("sm", "name"), GPUS.items())
+def test_a_headdim_without_a_kernel_is_refused_with_the_gpu(sm, name, monkeypatch):
+    need("sim")
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    monkeypatch.setenv("VOLTA_FA_SIM_GPU", name)
+    q = torch.zeros(1, 64, 1, 264, dtype=torch.float16)
+    lists = torch.tensor([0, 1, 0, 0, 0], dtype=torch.int32).view(1, 1, 1, 5)
+    with pytest.raises(NotImplementedError, match=f"with block_mask for headdim 264 .* in this sm_{sm} GPU's [0-9]+ bytes"):
+        torch.ops.volta_fa.fwd(q, q, q, block_lists=lists)

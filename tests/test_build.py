@@ -18,6 +18,7 @@ import bootstrap
 import build_shims
 import check_build_env
 import check_wheel
+import heartbeat
 import portable_linker
 import torch_releases
 import volta_fa
@@ -420,11 +421,46 @@ def test_an_error_ends_the_build_and_leaves_nothing_up_to_date(tmp_path: Path, c
 @pytest.mark.parametrize(("interval", "of", "lines"), [(1e9, 3, [0, 3]), (0, 2, [0, 1, 2]), (0, 0, [])])
 def test_progress(interval: float, of: int, lines: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(build_shims, "INTERVAL", interval)
+    monkeypatch.delenv(heartbeat.PROGRESS, raising=False)
     progress = Progress(of)
     for _ in range(of):
         progress.advance()
     said = capsys.readouterr().err.split("\n")[:-1]
     assert [line.removeprefix("\r\033[Kvolta_fa: compiled ") for line in said] == [f"{n} of {of} C++ units" for n in lines]
+
+
+def test_progress_reaches_a_file_where_pip_hides_standard_error(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv(heartbeat.PROGRESS, str(tmp_path / "progress"))
+    Progress(3)
+    assert "compiled 0 of 3 C++ units\n" in (tmp_path / "progress").read_text() and not capsys.readouterr().err
+
+
+#: A program that is silent twice, and says something that its caller hides.
+SILENT = 'import os, time; print("a", end="", flush=True); time.sleep(0.6)\nopen(os.environ["VOLTA_FA_PROGRESS"], "a").write("said\\n")\n'
+
+
+def heartbeat_of(*command: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys, heartbeat; heartbeat.INTERVAL = 0.2; sys.exit(heartbeat.run(sys.argv[1:]))"
+    return subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=REPOSITORY / "tools", timeout=60)
+
+
+def test_a_silent_command_shows_that_it_runs() -> None:
+    ran = heartbeat_of(sys.executable, "-c", f"{SILENT}raise SystemExit(3)")
+    assert (ran.returncode, ran.stdout) == (3, "a") and "said\n" in ran.stderr
+    assert re.match(r"\nvolta_fa: python.*: 0 s\nvolta_fa: python.*: 0 s\n", ran.stderr), ran.stderr
+    assert heartbeat_of("sh", "-c", "echo b; kill -TERM $$").returncode == 128 + 15
+
+
+def test_a_process_left_behind_does_not_hold_a_command() -> None:
+    began = time.monotonic()
+    assert heartbeat_of("sh", "-c", "sleep 30 & echo done").stdout == "done\n" and time.monotonic() - began < 20
+
+
+def test_long_commands_of_make_show_that_they_run() -> None:
+    recipes = [line for line in (REPOSITORY / "Makefile").read_text().splitlines() if line.startswith("\t")]
+    long = re.compile(r"cargo (build|test|doc)\b|mkdocs build|python -m (pytest|pip wheel)|tools/(build_shims|notebook|torch_matrix)\.py")
+    found = [line for line in recipes if long.search(line)]
+    assert len(found) >= 9 and all("$(PATIENTLY)" in line for line in found), found
 
 
 def test_names_functions_that_a_shim_lacks_or_hides(tmp_path: Path) -> None:

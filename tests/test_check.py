@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import volta_fa
 import volta_fa.check
 from conftest import INFO, need
-from volta_fa import diagnostics
+from volta_fa import addresses, diagnostics, lines
 from volta_fa.check import (
     cached,
     correctness,
@@ -27,9 +28,11 @@ from volta_fa.check import (
     tolerance,
 )
 from volta_fa.check.correctness import KernelResult, Worst
+from volta_fa.check.findings import Findings, Settings
 from volta_fa.check.kernels import Target
 from volta_fa.check.performance import Speeds
-from volta_fa.cli import main
+from volta_fa.cli import demo, main
+from volta_fa.errors import CommandError
 
 CPU, SIMULATOR = Target.of("cpu"), Target.of("simulator")
 SIMULATED = kernels.wanted(SIMULATOR, INFO["variants"])
@@ -68,6 +71,13 @@ def test_on_the_cpu(tmp_path, capsys):
     page = capsys.readouterr().out
     assert "All is right: the CPU backend in " in page and "No kernel ran" in page and "the CPU: ATen operations" in page
     assert "decode, 2 x 128" in page and page.count("\n") < 50  # one page
+
+
+def test_shows_progress_in_a_pipe(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(lines.Lines, "interval", 0.02)
+    check(tmp_path, "--device", "cpu", "--quick")
+    out, err = capfd.readouterr()
+    assert re.search(r"^right: \d of 9 done, 0 s$", err, re.M) and " done, " not in out
 
 
 def test_in_the_simulator(tmp_path, capsys):
@@ -512,6 +522,14 @@ def test_a_torch_without_code_for_the_card(monkeypatch):
     assert machine.torch_trouble(CPU) is None
 
 
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_says_where_to_send_the_report_of_a_gpu(kind, tmp_path, capsys):
+    settings = Settings(Target(kind, torch.device("cpu")), tmp_path, seed=0, quick=True, tune=False, kernels="*")
+    report.write(Findings(settings, trouble=None))
+    page = capsys.readouterr().out
+    assert (addresses.send(tmp_path / "volta_fa-check.json") in page) == (kind == "cuda") and "no host name" in page
+
+
 def test_says_why_there_is_no_gpu(monkeypatch):
     def no_driver():
         raise RuntimeError("Found no NVIDIA driver on your system.\nMore.")
@@ -519,6 +537,27 @@ def test_says_why_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "init", no_driver)
     assert machine.describe(CPU)["no_gpu"] == "Found no NVIDIA driver on your system."
+
+
+@pytest.mark.parametrize("driver, native", [(None, True), ((11, 4), False), ((12, 0), True)])
+def test_says_that_an_old_driver_compiles_the_kernels(driver, native, monkeypatch, capsys):
+    monkeypatch.setattr(diagnostics, "driver_cuda", lambda: driver)
+    families = Target("cuda", torch.device("cpu"), (7, 0)).families
+    assert families == [{"name": "volta", "native": native}]
+    report.introduce({**machine.describe(CPU), "families": families})
+    page = capsys.readouterr().out
+    assert ("family volta, its machine code" in page) == native and ("older than 525" in page) != native
+    assert "made for older cards" not in page
+
+
+def test_a_report_without_a_gpu_says_what_to_do_about_an_old_driver(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(diagnostics, "driver_cuda", lambda: (11, 4))
+    monkeypatch.setattr(diagnostics, "driver_version", lambda: "470.57.02")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "driver 470.57.02 (CUDA 11.4) is too old for torch" in machine.describe(CPU)["no_gpu"]
+    with pytest.raises(CommandError, match="--device cuda: the NVIDIA driver 470.57.02 .* is too old .*; --device cpu works"):
+        demo._choose_device("cuda")
 
 
 def test_a_torch_that_cannot_run_is_the_first_thing_said(monkeypatch, tmp_path, capsys):

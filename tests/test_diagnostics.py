@@ -68,6 +68,7 @@ def test_who_is_not_told():
         ("470.57.02", (11, 4), "12.8", "2.10.0+cu128", ["470.57.02 (CUDA 11.4)", "update it to 525 or newer", "torch==2.7.1+cu118 "]),
         ("535.54.03", (12, 2), "13.0", "2.11.0+cu130", ["update it to 580 or newer", "torch==2.11.0+cu126 "]),
         ("418.39", (10, 1), "12.6", "2.7.1+cu126", ["update it to 525 or newer"]),
+        ("CUDA 11.4", (11, 4), "12.8", "2.10.0", ["the NVIDIA driver CUDA 11.4 is too old"]),
     ],
 )
 def test_a_driver_that_is_too_old_for_torch(driver, cuda, torch_cuda, version, parts):

@@ -46,6 +46,20 @@ def test_every_cited_command_names_its_commit(page):
         assert commits & marked if page in marks.PAGES else commits, citation
 
 
+#: A paragraph with simulated times or rates, and the parentheses with a date in it.
+SIMULATED = re.compile(r"^(?:[^\n]+\n)*?[^\n]*\b[Ss]imulated\b(?! kernels)[^\n]*\n(?:[^\n]+\n)*", re.M)
+DATED = re.compile(r"\([^()]*\b20\d\d-\d\d-\d\d[^()]*\)")
+
+
+@pytest.mark.parametrize("page", marks.PAGES, ids=lambda page: page.name)
+def test_simulated_figures_name_their_commit_and_have_a_mark(page):
+    text = page.read_text()
+    marked = {mark.commit for mark in marks.read(text)}
+    for paragraph in SIMULATED.findall(text):
+        for dated in DATED.findall(paragraph):
+            assert set(re.findall(r"commit\s([0-9a-f]{8})\b", dated)) & marked, dated
+
+
 def test_the_first_page_has_figures_of_recorded_kernels():
     assert any(mark.kernels for mark in marks.read((REPOSITORY / "README.md").read_text()))
 

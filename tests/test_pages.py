@@ -3,7 +3,7 @@
 `<!-- run -->`, `<!-- run: torch 2.11 -->` (that release or a newer one) or `<!-- not run: reason -->`; mkdocs shows no comment.
 Blocks of a page run in order, on the CPU, after the page's lines in SETUP: what its reader has.
 
-Then the addresses: every one on a page is another project's, or comes from tools/addresses.json.
+Then the addresses: every one on a page is another project's, or comes from python/volta_fa/addresses.json.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
 import addresses
+import volta_fa.addresses
 from conftest import NEEDS_COMPILER, REPOSITORY, need
 from processes import run_forked
 
@@ -144,7 +146,9 @@ OTHERS = ("https://download.pytorch.org/whl/", "https://sh.rustup.rs", "https://
 URL = re.compile(r"\b(?:https?|git|ssh)://[^\s)>\"'`\\]+|\bgit@[\w.]+:[^\s)>\"'`\\]+")
 #: What makes a reader look for a place, and the links that have it.
 ASKS = re.compile(
-    r"open an issue|in the issues|issue with|report it\b|send the report|get the wheel|wheel from (?!a )|git clone|whom you have", re.I
+    r"open an issue|in the issues|issue with|report it\b|send the report|file to send|who gave you"
+    r"|get the wheel|wheel from (?!a )|pip install volta_fa-|git clone",
+    re.I,
 )
 PLACES = ("#where-to-get-it", "check-gpu.md#send-a-report")
 NAMED = [
@@ -184,7 +188,7 @@ def test_pages_have_the_kept_addresses():
     assert all((REPOSITORY / path).read_text() == text for path, text in addresses.pages(addresses.read()).items())
 
 
-def test_addresses_reach_the_pages_and_leave_them(tmp_path):
+def test_addresses_reach_pages_and_commands_and_leave_them(tmp_path, monkeypatch):
     files = [addresses.FILE, addresses.SECTION, addresses.FORMS]
     for path in files:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -204,5 +208,8 @@ def test_addresses_reach_the_pages_and_leave_them(tmp_path):
         assert text in install
     assert "is published" not in install and "url: https://host/files/" in (tmp_path / addresses.FORMS).read_text()
     assert json.loads((tmp_path / addresses.FILE).read_text()) == known
+    monkeypatch.setattr(volta_fa.addresses, "_FILE", tmp_path / addresses.FILE)
+    assert volta_fa.addresses.send(Path("a.json")) == "Send a.json as an issue at https://host/issues"
     addresses.write(none, tmp_path)
+    assert volta_fa.addresses.send(Path("a.json")) == "Send a.json to the person who gave you volta_fa"
     assert [(tmp_path / path).read_text() for path in files] == before

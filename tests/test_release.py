@@ -192,6 +192,10 @@ def test_the_notebook_stops_with_one_line_without_a_wheel_and_an_address(monkeyp
         exec(cell, scope)
     (line,) = stopped.value._render_traceback_()
     assert line.startswith("Stopped: no volta_fa") and "\n" not in line
+    for later in ("c06", "c09", "c11"):
+        (other,) = ("".join(c["source"]) for c in notebook["cells"] if c["id"] == later)
+        with pytest.raises(Exception, match="^no volta_fa: run the cell of section 2 first"):
+            exec(other, scope | {"has_gpu": False})
     (tmp_path / NAME).write_bytes(b"damaged")
     with pytest.raises(Exception, match="expected 0123: download it again"):
         exec(cell.replace('SHA256 = ""', 'SHA256 = "0123"'), {**scope})

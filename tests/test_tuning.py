@@ -3,12 +3,13 @@
 What a tuning may say, and what plans make of it, is in tests/plan/."""
 
 import json
+import re
 
 import pytest
 import torch
 
 import volta_fa
-from conftest import HAS_CUDA, INFO, Case, check, on, run_process
+from conftest import HAS_CUDA, INFO, REPOSITORY, Case, check, on, run_process
 from volta_fa import cli
 
 SIMULATOR = -1
@@ -173,6 +174,16 @@ def test_the_file_of_a_card_is_read(tmp_path):
         "failed": ["volta_bwd_64", "volta_bwd_64_small"],
         "overridden": False,
     }
+
+
+@needs_simulator
+def test_the_pages_example_is_a_tuning_with_the_pages_effect(tmp_path):
+    page = (REPOSITORY / "docs/reference/tuning-file.md").read_text()
+    example = json.loads(re.search(r"```json\n(.*?)```", page, re.S)[1])
+    (tmp_path / "tuning.json").write_text(json.dumps({**example, "device": "simulated V100", "driver": "simulator"}))
+    code = "import torch, volta_fa; q = torch.zeros(2, 50, 2, 128).half(); torch.ops.volta_fa.fwd(q, q, q)"
+    ran = run_process(code, VOLTA_FA_TUNING=str(tmp_path / "tuning.json"), VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG="1")
+    assert ran.stderr == re.search(r"```text\n(.*?)```", page, re.S)[1]
 
 
 @needs_simulator

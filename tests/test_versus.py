@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from volta_fa import lines
 from volta_fa.check import versus
 from volta_fa.check.kernels import Target
 from volta_fa.cli import main
@@ -38,6 +39,13 @@ def test_both_run(package, tmp_path, capsys):
     for row in data["rows"]:
         assert all(0 < row[name]["share"] <= 1 and row[name]["ms"] > 0 for name in ("volta_fa", "flash_attn_v100")), row
     assert len(page.splitlines()) < 45
+    assert f"Send {tmp_path / 'new' / 'file.json'} to the person who gave you volta_fa." in page or "as an issue at https://" in page
+
+
+def test_shows_progress(package, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(lines.Lines, "interval", 0.02)
+    main(["versus-1cat", "--device", "cpu", "--output", str(tmp_path / "file.json")])
+    assert f"of {len(versus.SHAPES)} shapes done, 0 s\n" in capfd.readouterr().err
 
 
 def test_theirs_is_wrong_or_fails(package, monkeypatch, tmp_path, capsys):

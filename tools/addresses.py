@@ -1,10 +1,10 @@
-"""Where this project's releases, sources and issues are: addresses.json, and the pages that name them.
+"""Where this project's releases, sources and issues are: python/volta_fa/addresses.json, and the pages that name them.
 
     python tools/addresses.py --release URL --source URL --issues URL     # `make release URL= SOURCE= ISSUES=` runs it
     python tools/addresses.py                                             # writes the pages again
 
 Writes `Where to get it` in docs/install.md, and the links of the issue forms. All other pages link to that section. tools/release.py
-puts the addresses into the release's notebook. Without an address the pages say what to do instead.
+puts the addresses into the release's notebook, and commands read the file. Without an address all say what to do instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE = Path("tools/addresses.json")
+FILE = Path("python/volta_fa/addresses.json")
 SECTION = Path("docs/install.md")
 FORMS = Path(".github/ISSUE_TEMPLATE/config.yml")
 #: The folder of a release's files; what `git clone` takes; where users open an issue.

@@ -34,6 +34,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import heartbeat
 import torch_releases
 from check_build_env import check_python, check_torch
 
@@ -117,7 +118,7 @@ class Environment:
         # pip would count packages on the caller's PYTHONPATH or user site as installed.
         environ = {**os.environ, "PYTHONNOUSERSITE": "1"}
         environ.pop("PYTHONPATH", None)
-        if subprocess.run(command, env=environ).returncode != 0:
+        if heartbeat.run(command, environ) != 0:
             raise SystemExit(f"volta_fa: `{' '.join(map(str, command))}` failed: its last lines above say why")
 
 

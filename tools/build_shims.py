@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import heartbeat
 import torch_releases
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,8 +135,14 @@ class Progress:
 
     def _say(self) -> None:
         self._said = time.monotonic()
-        # the cursor may be at the end of cargo's bar
-        print(f"\r\033[Kvolta_fa: compiled {self.done} of {self.of} C++ units", file=sys.stderr, flush=True)
+        # the cursor may be at the end of cargo's bar; pip hides standard error
+        line = f"\r\033[Kvolta_fa: compiled {self.done} of {self.of} C++ units\n"
+        try:
+            with open(os.environ[heartbeat.PROGRESS], "a") as file:
+                file.write(line)
+        except (KeyError, OSError):
+            sys.stderr.write(line)
+            sys.stderr.flush()
 
 
 def symbols(library: Path, kinds: str) -> set[str]:

@@ -15,6 +15,8 @@ import torch
 _VOLTA_CUDA, _LAST_VOLTA_TORCH = "cu126", "2.14.1"
 #: The index of CUDA 11, which runs with drivers from 450 on, and its last torch.
 _OLD_CUDA, _LAST_OLD_TORCH = "cu118", "2.7.1"
+#: The first CUDA release that loads the kernels' machine code, which CUDA 12.9 compiled.
+_MACHINE_CODE_CUDA = (12, 0)
 #: The first driver of each major release of CUDA. It also runs the minor releases.
 _FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
@@ -57,13 +59,14 @@ def driver_problem(driver: str, driver_cuda: tuple[int, int], version: str, torc
     major = int(torch_cuda.split(".")[0]) if torch_cuda else 0
     if major <= driver_cuda[0]:
         return None
+    shown = driver if driver.startswith("CUDA") else f"{driver} (CUDA {driver_cuda[0]}.{driver_cuda[1]})"
     remedy = f"update it to {_FIRST_DRIVERS.get(major, 'a newer one')}"
     remedy += " or newer" if major in _FIRST_DRIVERS else ""
     if driver_cuda[0] == 12:
         remedy += f", or run `{torch_for_volta(version)}`"
     elif driver_cuda[0] == 11:
         remedy += f", or run `{pip_line(_LAST_OLD_TORCH, _OLD_CUDA)}`"
-    return f"the NVIDIA driver {driver} (CUDA {driver_cuda[0]}.{driver_cuda[1]}) is too old for torch {version}: {remedy}"
+    return f"the NVIDIA driver {shown} is too old for torch {version}: {remedy}"
 
 
 def driver_cuda() -> tuple[int, int] | None:
@@ -74,6 +77,12 @@ def driver_cuda() -> tuple[int, int] | None:
     except (OSError, AttributeError):
         return None
     return version.value // 1000, version.value % 1000 // 10
+
+
+def loads_machine_code() -> bool:
+    """Returns False if this machine's driver is too old for the kernels' machine code, and compiles their PTX: it is older than 525."""
+    cuda = driver_cuda()
+    return cuda is None or cuda >= _MACHINE_CODE_CUDA
 
 
 def driver_version() -> str:

@@ -89,8 +89,12 @@ def kernel_family(device: torch.device) -> str | None:
 
 
 def families(capability: tuple[int, int]) -> list[dict[str, Any]]:
-    """Returns the families that such a device runs, in the order of preference: name, and whether natively. One without a name for none."""
-    return json.loads(torch.ops.volta_fa._families(*capability)) or [{"name": None, "native": False}]
+    """Returns the families that such a device runs with this driver, in the order of preference: name, and whether natively.
+
+    One without a name for none.
+    """
+    found = json.loads(torch.ops.volta_fa._families(*capability)) or [{"name": None, "native": False}]
+    return [{**family, "native": family["native"] and diagnostics.loads_machine_code()} for family in found]
 
 
 def _device(index: int) -> dict[str, Any]:

@@ -223,8 +223,9 @@ impl Missing<'_> {
             [] => String::new(),
             names => format!("; excluded because they failed `python -m volta_fa check` on this GPU: {}", names.join(", ")),
         };
+        let (major, minor) = self.d.capability;
         format!(
-            "there is no {} {kind} ({passes}){}{} in this GPU's {} bytes of shared memory a block{family_note}{failed}",
+            "there is no {} {kind} ({passes}){}{} in this sm_{major}{minor} GPU's {} bytes of shared memory a block{family_note}{failed}",
             names(&self.families),
             self.requested(),
             self.headdims(),

@@ -10,7 +10,6 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs::File;
-use std::os::fd::FromRawFd;
 use std::path::{Path, PathBuf};
 
 /// Compression level: a build compresses once, a process decompresses each kernel once.
@@ -55,13 +54,11 @@ pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path
 /// Environment variable with parts of kernels' names, separated by commas. Kernels without them that are not in the cache are left out.
 const ONLY: &str = "VOLTA_FA_COMPILE_ONLY";
 
-/// Environment variable with the number of an open file descriptor for progress. Cargo hides the output of build scripts.
-const PROGRESS: &str = "VOLTA_FA_PROGRESS_FD";
+/// Environment variable with a file for progress, which tools/heartbeat.py sets. Cargo hides the output of build scripts.
+const PROGRESS: &str = "VOLTA_FA_PROGRESS";
 
 fn progress_file() -> Option<File> {
-    let number = std::env::var(PROGRESS).ok()?.parse().ok()?;
-    // SAFETY: the caller of cargo opened it for this process, and nothing else here uses it.
-    Some(unsafe { File::from_raw_fd(number) })
+    File::options().append(true).open(std::env::var_os(PROGRESS)?).ok()
 }
 
 /// The cache folder of one variant, which may not exist yet.

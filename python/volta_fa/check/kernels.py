@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .. import inspection
 from .cases import ASKING, EVERY, Case, asking
 
 #: The passes of `volta_fa::fwd`.
@@ -96,8 +97,10 @@ class Target:
         """Returns name and form of code (`native`: machine code) of the families that the target runs, preferred first."""
         if not self.has_kernels:
             return []
+        if self.kind == "cuda":
+            return [family for family in inspection.families(self.capability) if family["name"]]
         found: list[dict[str, Any]] = json.loads(torch.ops.volta_fa._families(*self.capability))
-        return found[:1] if self.kind == "simulator" else found
+        return found[:1]
 
     @property
     def number(self) -> int:

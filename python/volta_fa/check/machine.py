@@ -64,6 +64,8 @@ def describe(target: Target) -> dict[str, Any]:
 
 
 def _why_no_gpu() -> str:
+    if problems := diagnostics.problems():
+        return "; ".join(problems)
     try:
         torch.cuda.init()
     except Exception as error:

@@ -14,9 +14,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
+from .. import diagnostics, progress
+from ..addresses import send
 from . import performance
 from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst
 from .findings import Findings
@@ -110,7 +111,9 @@ def _machine_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((then, f"family {family['name']}, {how}"))
     if card and (card.get("utilization_percent") or 0) > _BUSY:
         rows.append(("", "[yellow]another program uses this GPU: times are too long, verdicts hold[/yellow]"))
-    if facts["families"] and not any(family["native"] for family in facts["families"]):
+    if facts["families"] and not diagnostics.loads_machine_code():
+        rows.append(("", "[yellow]the driver is older than 525, so it compiles the kernels: loading takes minutes, once[/yellow]"))
+    elif facts["families"] and not any(family["native"] for family in facts["families"]):
         rows.append(("", "[yellow]made for older cards: results are what they are there, times are not[/yellow]"))
     return rows
 
@@ -124,7 +127,7 @@ def _of(card: dict[str, Any], name: str) -> str:
 
 
 class Progress:
-    """One bar for each part."""
+    """One bar for each part; in a pipe a line from time to time."""
 
     def __init__(self) -> None:
         columns = (
@@ -134,7 +137,7 @@ class Progress:
             TimeElapsedColumn(),
             TextColumn("{task.fields[at]}"),
         )
-        self._bar = Bar(*columns, console=_console, transient=True)
+        self._bar = progress.Progress(*columns, console=_console, transient=True)
 
     def __enter__(self) -> Progress:
         self._bar.__enter__()
@@ -326,7 +329,8 @@ def write(findings: Findings) -> None:
     path = output / "volta_fa-check.json"
     path.write_text(json.dumps(data(findings), indent=1, allow_nan=False) + "\n")
     _console.print(
-        f"report: {path}: versions, GPU, driver, clocks, and each kernel's error and time; no host name, user name or serial number",
+        f"report: {path}: versions, GPU, driver, clocks, and each kernel's error and time; no host name, user name or serial number"
+        + (f"\n{send(path)}" if findings.settings.target.kind == "cuda" else ""),
         soft_wrap=True,
     )
     if any(point.ms for point in findings.speeds.points):

@@ -68,7 +68,8 @@ def _choose_device(name: str) -> torch.device:
     if device.type != "cuda":
         raise CommandError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
-        raise CommandError(f"--device {name}: torch {torch.__version__} finds no CUDA device here; --device cpu works everywhere")
+        reason = "; ".join(diagnostics.problems()) or f"torch {torch.__version__} finds no CUDA device here"
+        raise CommandError(f"--device {name}: {reason}; --device cpu works everywhere")
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise CommandError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA device(s)")

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..addresses import send
+from ..lines import Lines
 from .check import choose_device
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts = machine.describe(target)
     print(_title(target.kind, facts), flush=True)
     found: dict[int, Row] = {}
+    progress = Lines(lambda: f"{len(found)} of {len(versus.SHAPES)} shapes done")
     try:
         for row in versus.rows(target):
             found[id(row)] = row
@@ -52,12 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
         if target.kind == "cuda":
             facts["card_after"] = machine.query(target.device)
     finally:
+        progress.stop()
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps({"machine": facts, "rows": [row.data() for row in found.values()]}, indent=1) + "\n")
     for name, of in (("volta_fa", "ours"), ("1Cat-vLLM", "theirs")):
         for reason in sorted({getattr(row, of).missing for row in found.values()} - {""}):
             print(f"{name} did not run: {reason}")
-    print(f"\n{arguments.output}: please attach it to an issue (docs/guides/1cat-vllm.md).")
+    print(f"\n{send(arguments.output)}.")
     return int(any(versus.is_wrong(row.ours) for row in found.values()))
 
 

@@ -52,6 +52,7 @@ def run_on_ranks(ranks: int, settings: Settings, device: torch.device, output: P
         raise CommandError(f"--ranks {ranks}: torch {torch.__version__} was built without torch.distributed")
     if settings.seqlen < 2 * ranks:
         raise CommandError(f"--ranks {ranks}: expected at most {settings.seqlen // 2}, because each rank has two chunks of a window")
+    report.say(f"starting {ranks} processes ...")
     with tempfile.TemporaryDirectory() as folder:
         spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
         spawn(_work, (ranks, settings, device.type, output.absolute(), folder), nprocs=ranks)

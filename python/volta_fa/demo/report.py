@@ -51,7 +51,7 @@ def introduce(settings: Settings, device: torch.device, tokens: int, files: int,
         kernels = f"family {kernel_family(device)}, {_code(major, minor)}"
     else:
         found = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-        kernels = "CPU backend (ATen operations)"
+        kernels = "CPU backend: PyTorch's own operations, so the losses may be equal"
     precision = "float16 autocast with GradScaler" if settings.half else "float32"
     parameters = sum(p.numel() for p in runs[0].model.parameters())
     facts = {

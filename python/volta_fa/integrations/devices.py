@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..diagnostics import cuda_problem
 from ..errors import bad_argument
 from ..inspection import info
 
@@ -70,6 +71,11 @@ def max_headdim(device: torch.device) -> int:
 max_headdim._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _reason() -> str:
+    problem = cuda_problem()
+    return f": {problem}" if problem else ""
+
+
 def _sm(index: int) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
@@ -85,7 +91,7 @@ def _usable(op: str, indices: Iterable[int], force: bool) -> list[int]:
             refused.append(f"cuda:{index} is a {torch.cuda.get_device_name(index)}, sm_{_sm(index)}")
     if not usable:
         names = ", ".join(family["name"] for family in info()["families"]) or "no family: it was built without kernels"
-        found = "; ".join(refused) or "this machine has no CUDA device"
+        found = "; ".join(refused) or f"this machine has no CUDA device that torch can use{_reason()}"
         hint = " (force=True uses newer devices too)" if refused and not force else ' (device="cpu" tries the routing without a GPU)'
         raise RuntimeError(f"volta_fa.{op}: this library has kernels for {names}, and {found}{hint}")
     return usable

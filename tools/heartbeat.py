@@ -1,0 +1,92 @@
+"""Runs a command, and says every ten seconds that it still runs, where it prints nothing and no terminal shows its progress.
+
+    python tools/heartbeat.py COMMAND [ARGUMENT ...]
+
+pip, cargo and notebooks are silent for minutes in a pipe or a log. On a terminal they show bars of their own. $VOLTA_FA_PROGRESS names a
+file for lines of programs whose output cargo or pip hide: the build script (tools/build/embed.rs). Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+#: Seconds of silence after which a line comes.
+INTERVAL = 10.0
+PROGRESS = "VOLTA_FA_PROGRESS"
+
+
+def run(command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> int:
+    """Runs a command with the output of this process. Returns its exit status, as a shell does."""
+    env = os.environ if env is None else env
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        return _status(subprocess.run(command, env={**env, PROGRESS: f"/proc/{os.getpid()}/fd/2"}).returncode)
+    (out, into_out), (err, into_err) = os.pipe(), os.pipe()
+    # the end to read, which Linux opens for writing too: this process must not hold an end to write
+    env = {**env, PROGRESS: f"/proc/{os.getpid()}/fd/{err}"}
+    try:
+        with subprocess.Popen(command, env=env, stdout=into_out, stderr=into_err) as process:
+            os.close(into_out)
+            os.close(into_err)
+            try:
+                _forward({out: sys.stdout.fileno(), err: sys.stderr.fileno()}, process, _name(command))
+            except BaseException:
+                process.terminate()
+                raise
+    finally:
+        os.close(out)
+        os.close(err)
+    return _status(process.returncode)
+
+
+def _forward(targets: dict[int, int], process: subprocess.Popen[bytes], name: str) -> None:
+    """Copies what comes from pipes until the process ends."""
+    began, at_line_start = time.monotonic(), True
+    with selectors.DefaultSelector() as pipes:
+        for pipe in targets:
+            pipes.register(pipe, selectors.EVENT_READ)
+        while pipes.get_map():
+            ready = pipes.select(INTERVAL)
+            if not ready and process.poll() is not None:
+                return  # a process that it left behind holds the pipes
+            if not ready:
+                begin = "" if at_line_start else "\n"
+                print(f"{begin}volta_fa: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+                at_line_start = True
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                if not data:
+                    pipes.unregister(key.fd)
+                    continue
+                at_line_start = data.endswith(b"\n")
+                while data:
+                    data = data[os.write(targets[key.fd], data) :]
+
+
+def _status(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def _name(command: Sequence[str | Path]) -> str:
+    """Returns the program and what it does: `pip wheel`, `cargo build`, `notebook.py`."""
+    words = [Path(word).name if "\n" not in word else "" for word in map(str, command)]
+    if words[0].startswith("python") and re.fullmatch(r"-m|[\w.]+", words[1] if len(words) > 1 else ""):
+        words = words[2:] if words[1] == "-m" else words[1:]
+    action = str(command[-len(words) + 1]) if len(words) > 1 else ""
+    return f"{words[0]} {action}" if re.fullmatch(r"[a-z]+", action) else words[0]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: heartbeat.py COMMAND [ARGUMENT ...]")
+    try:
+        status = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
