@@ -74,26 +74,4 @@ public:
     __device__ __forceinline__ float maskable_unit() const { return __fdividef(1.f, to_exponent_); }
 };
 
-// The same function for fp32 tensors: an error of about 2^-23 of the cap would take digits from scores far below it.
-class PreciseSoftcap {
-    float to_argument_;  // softmax_scale / softcap
-    float cap_;  // softcap, in log2 units
-
-public:
-    __device__ __forceinline__ PreciseSoftcap(const Problem& p, const ScoreOptions& o)
-        : to_argument_(p.scale_log2 * o.inverse_function_parameter / kLog2e), cap_(o.function_parameter * kLog2e) {}
-
-    // Returns the score of a product. Sets `slope` to the derivative there.
-    __device__ __forceinline__ float operator()(float product, float& slope) const {
-        const float x = tanhf(product * to_argument_);
-        slope = fmaf(-x, x, 1.f);
-        return cap_ * x;
-    }
-    __device__ __forceinline__ float operator()(float product) const {
-        float slope;
-        return (*this)(product, slope);
-    }
-};
-
 using ScoreFunction = Softcap;
-using PreciseScoreFunction = PreciseSoftcap;

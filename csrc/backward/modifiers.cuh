@@ -32,9 +32,6 @@ __device__ __forceinline__ float function_score(float product, float addend, con
     slope = ScoreFunction::derivative(state);
     return function.score(state, function.constant() + addend);
 }
-__device__ __forceinline__ float function_score(float product, float addend, const PreciseScoreFunction& function, float& slope) {
-    return function(product, slope) + addend;
-}
 
 // Adds the bias to scores in log2 units. Queries from query_end on do not exist, or see none of the keys.
 template <class Layout>

@@ -35,6 +35,7 @@
 #include "backward/staged_tiles.cuh"
 #include "backward/stored_scores.cuh"
 #include "conditional.cuh"
+#include "precise_score_function.cuh"
 
 // All scores inside lengths, causal mask and window exist.
 struct AllScores {

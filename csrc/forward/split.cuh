@@ -19,6 +19,7 @@
 #include "dense_steps.cuh"
 #include "forward/block.cuh"
 #include "forward/output.cuh"
+#include "precise_score_function.cuh"
 
 namespace split {
 
