@@ -56,6 +56,27 @@ struct SeenKeys {
     }
 };
 
+// Applies the score function to one of several tiles of products, if there is one. Beside other tiles few registers are free, so the
+// loop is rolled, and the tile moves through its registers.
+template <class Layout>
+__device__ __forceinline__ void apply_function(Scores<Layout, 1, 1>& s, const FwdParams& p) {
+    if (!kHasScoreFunction || ScoreFunction::parameter(p.score_options) <= 0.f) return;
+    const PreciseScoreFunction function(p.problem, p.score_options);
+    float(&x)[Layout::kElements] = s.tile[0][0];
+#pragma unroll 1
+    for (int i = 0; i < Layout::kElements; i++) {
+        const float score = function(x[0]);
+#pragma unroll
+        for (int v = 1; v < Layout::kElements; v++) x[v - 1] = x[v];
+        x[Layout::kElements - 1] = score;
+    }
+}
+// The function of scores that have it already.
+struct AppliedFunction {
+    __device__ __forceinline__ AppliedFunction(const Problem&, const ScoreOptions&) {}
+    __device__ __forceinline__ float operator()(float score) const { return score; }
+};
+
 // Turns the products of a step into probabilities. Rescales the output `o` where row maxima move. `row`: first of the scores.
 // `bits`: loaded for the step.
 template <class Family, class Steps, class Bits, class Output>
@@ -71,7 +92,12 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
 #pragma unroll
         for (int i = 0; i < Family::kTiles; i++) {
             const int first_key = key + i * Family::kNextTile;
-            s[i].template apply_score_mod<PreciseScoreFunction>(p, mask(), row, first_key);
+            if constexpr (Family::kTiles == 1) {
+                s[i].template apply_score_mod<PreciseScoreFunction>(p, mask(), row, first_key);
+            } else {
+                apply_function(s[i], p);
+                s[i].template apply_score_mod<AppliedFunction>(p, mask(), row, first_key);
+            }
             if (kHasBias && p.score_options.bias) {
                 ScoreBias<Layout, 1, 1> bias;
                 bias.load(p, row, first_key);
