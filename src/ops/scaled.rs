@@ -32,6 +32,14 @@ impl Largest {
     const ONE_NUMBER: Largest = Largest { factors: 2, dlse: 13 };
     /// dS has units of its own (csrc/backward/store_scores.cuh), so low parts of small numbers can be normal fp16 numbers.
     const TWO_PARTS: Largest = Largest { factors: LARGEST_OF_PARTS as i64, dlse: 26 };
+
+    fn of(mode: BackwardMode) -> Largest {
+        if mode.split {
+            Largest::TWO_PARTS
+        } else {
+            Largest::ONE_NUMBER
+        }
+    }
 }
 
 /// Exponent of the largest number that becomes a sum of two: low parts of small ones are normal fp16 numbers then.
@@ -173,33 +181,48 @@ pub(super) fn unscaled(out: &Tensor, of_values: Tensor, kind: Kind, a: &Attentio
     Exponents(of_values).inverse()?.scale(out, kind, a)
 }
 
-/// Computes the gradients.
-pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
-    let sums_over_heads = (saved.attn_bias_requires_grad && inputs.options.attn_bias.is_some()) || inputs.options.sinks.is_some();
-    let shared = if sums_over_heads { Shared::ByAll } else { Shared::ByHead };
-    let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, saved.softmax_lse.device()))?;
-    softmax_lse.shallow_clone().f_copy_(&saved.softmax_lse)?;
+/// Casts the operands of a backward pass. Returns the exponents of v too. `softmax_lse` is scaled in place.
+fn cast_backward<'a>(
+    inputs: &Inputs,
+    a: &Attention,
+    shared: Shared,
+    saved: &Saved,
+    softmax_lse: &Tensor,
+    mode: BackwardMode,
+    launcher: &'a dyn Launcher,
+) -> Result<(Cast<'a>, Exponents)> {
     let padded = a.padded();
-    // low_column: columns from a row's high parts to its low ones; 0: no parts
-    let largest = if mode.split { Largest::TWO_PARTS } else { Largest::ONE_NUMBER };
+    // columns from a row's high parts to its low ones; 0: no parts
     let low_column = |columns: i64| if mode.split { columns } else { 0 };
     let values = Values {
-        largest_exponent: largest.factors as i32,
+        largest_exponent: Largest::of(mode).factors as i32,
         is_shared: shared == Shared::ByAll,
         keeps_ordinary: false,
         low_column: low_column(padded.headdim_v),
     };
     let operands = Operands { v: Some(values), low_column: low_column(padded.headdim) };
-    let mut cast = Cast::new(inputs, a, operands, Some(&softmax_lse), launcher)?;
+    let mut cast = Cast::new(inputs, a, operands, Some(softmax_lse), launcher)?;
     // gradients have the shapes and types of the given options
     let bias = std::mem::replace(&mut cast.inputs.options, inputs.share().options).attn_bias;
     if !saved.attn_bias_requires_grad {
         cast.inputs.options.attn_bias = bias;
     }
     let v = match shared {
-        Shared::ByHead => Exponents(cast.of_v()?),
-        Shared::ByAll => Exponents(cast.of_v()?.f_narrow(0, 0, 1)?.f_narrow(-3, 0, 1)?),
+        Shared::ByHead => cast.of_v()?,
+        // all are equal
+        Shared::ByAll => cast.of_v()?.f_narrow(0, 0, 1)?.f_narrow(-3, 0, 1)?,
     };
+    Ok((cast, Exponents(v)))
+}
+
+/// Computes the gradients.
+pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
+    let sums_over_heads = (saved.attn_bias_requires_grad && inputs.options.attn_bias.is_some()) || inputs.options.sinks.is_some();
+    let shared = if sums_over_heads { Shared::ByAll } else { Shared::ByHead };
+    let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, saved.softmax_lse.device()))?;
+    softmax_lse.shallow_clone().f_copy_(&saved.softmax_lse)?;
+    let largest = Largest::of(mode);
+    let (cast, v) = cast_backward(inputs, a, shared, saved, &softmax_lse, mode, launcher)?;
     let mut dout = Exponents::new(&saved.dout, &unused_rows(inputs, a)?, shared, largest.factors, a)?;
     let mut dlse = saved.dlse.as_ref().map(per_row).transpose()?;
     if let Some(dlse) = &mut dlse {
@@ -212,6 +235,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     let kind = if mode.split { Kind::Float } else { Kind::Half };
     let (mut out, mut scaled_dout) = (v.scale(&saved.out, kind, a)?, dout.scale(&saved.dout, kind, a)?);
     if mode.split {
+        let padded = a.padded();
         // The preprocess kernel reads fp16. So it gets an out of 0, and all of delta comes with dlse.
         let delta = out.f_mul(&scaled_dout)?.f_sum_dim_intlist([-1_i64].as_slice(), false, Kind::Float)?.f_transpose(-1, -2)?;
         dlse = Some(dlse.map_or_else(|| delta.f_neg(), |t| t.f_sub(&delta))?);
