@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reference
-from conftest import ALL, BF16_KERNELS, KERNELS, Case, check, on, on_cases
+from conftest import ALL, BF16_KERNELS, FP32_KERNELS, KERNELS, Case, check, on, on_cases
 
 op = torch.ops.volta_fa
 
@@ -236,7 +236,7 @@ def test_an_infinite_score_of_a_hidden_key(backend, scale, number, headdim):
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@on("cpu-fp32", *KERNELS)
+@on("cpu-fp32", *KERNELS, *FP32_KERNELS)
 def test_infinity_stays_in_its_row(backend, options, deterministic):
     """An infinite gradient of one row reaches that row's dq and the keys, not other rows or heads."""
     q, k, v, dout = Case(70, 70, 64, batch=1, nheads=2, nheads_k=1).inputs(backend)

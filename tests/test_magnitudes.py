@@ -1,5 +1,7 @@
 """bf16 and fp32 numbers of any magnitude, beyond what fp16 holds, which the kernels multiply: each result as exact as of numbers near 1."""
 
+import math
+
 import pytest
 import torch
 
@@ -148,6 +150,27 @@ def test_hidden_keys_may_have_any_magnitude(backend, masked, magnitude):
     for t in (k, v):
         t[..., hidden, :, :] *= magnitude
     check_masked(backend, q, k, v, dout, expected, **options)
+
+
+@on(*BF16_KERNELS, *FP32_KERNELS)
+def test_gradients_of_a_bias_and_of_sinks_beside_hidden_keys(backend):
+    """They sum over heads and entries, so all values have one power of two."""
+    q, k, v, dout = Case(40, 90, 64, batch=2, nheads=4, nheads_k=2).inputs(backend)
+    v[0] *= 64
+    bias = backend.randn(1, 4, 40, 90).float()
+    bias[..., 30:60] = -math.inf
+    options = {"attn_bias": bias, "sinks": torch.tensor([0.5, -1.0, 0.0, 2.0], device=backend.device)}
+    found = []
+    for magnitude in (1.0, 2.0**100):
+        k2, v2 = k.clone(), v.clone()
+        k2[:, 30:60] *= magnitude
+        v2[:, 30:60] *= magnitude
+        out, lse = backend.forward(q, k2, v2, **options)
+        gradients = backend.backward(dout, q, k2, v2, out, lse, deterministic=True, **options)[0]
+        found.append([out, lse, *gradients])
+    for a, b in zip(*found, strict=True):
+        bound = torch.finfo(torch.bfloat16).eps if a.dtype == torch.bfloat16 else 3e-3 if q.dtype == torch.bfloat16 else 3e-6
+        assert (a.double() - b.double()).abs().max() < bound * b.abs().max()
 
 
 @on(*BF16_KERNELS, *FP32_KERNELS)

@@ -97,9 +97,13 @@ struct BackwardScores {
         static constexpr int kLargest = 14;  // stored dS are below 2^14
         float p_ = 0.f, dp_ = 0.f;  // largest |P| and |dP - delta| of the lane, then of the warp
 
+        // What is not finite stays in its row, and leaves the digits of others.
+        static __device__ __forceinline__ void take(float& largest, float x) {
+            if (fabsf(x) < positive_infinity()) largest = fmaxf(largest, fabsf(x));
+        }
         static __device__ __forceinline__ void take(float& largest, const Tile& x) {
 #pragma unroll
-            for (int v = 0; v < 8; v++) largest = fmaxf(largest, fabsf(x[v]));
+            for (int v = 0; v < 8; v++) take(largest, x[v]);
         }
         // Biased exponent. The bounds keep the unit and its inverse normal.
         __device__ __forceinline__ unsigned exponent() const {
@@ -126,7 +130,7 @@ struct BackwardScores {
                 for (int n = 0; n < kTiles; n++) {
                     const OfRows neg_delta(stats, n, rows, 0.f);
 #pragma unroll
-                    for (int r = 0; r < Layout::kRows; r++) delta = fmaxf(delta, fabsf(neg_delta.x[0][r]));
+                    for (int r = 0; r < Layout::kRows; r++) take(delta, neg_delta.x[0][r]);
                 }
                 dp_ = (dp_ + 2.f * delta) * options.dropout_scale;
             }

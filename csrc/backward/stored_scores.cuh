@@ -20,7 +20,7 @@ constexpr int kStoredElements = kStoredRows * kStoredRows;
 template <bool Split>
 constexpr int kStoredTile = Split ? 2 * kStoredElements + kStoredRows : kStoredElements;
 constexpr int kStoredUnits = 2 * kStoredElements;  // where the units of a tile of dS are, fp16 elements
-constexpr float kAbsentUnit = 0.f;  // no unit: units are at least 2^-66
+constexpr float kAbsentUnit = 0.f;  // no unit: units are at least 2^-67
 
 // Returns the number of a head's first query tile. `head`: query head, counted from the launch's first.
 __device__ __forceinline__ long long first_stored_tile(const BwdParams& p, const StoredScores& stored,

@@ -32,7 +32,7 @@ enum Phase {
     RestoreLse,
 }
 
-/// What a cast reads and writes beside q and k.
+/// What a cast writes.
 pub(super) struct Operands {
     /// How v is scaled; None: v is not cast.
     pub v: Option<Values>,
@@ -88,8 +88,9 @@ fn scale_exponent(softmax_scale: f64) -> i32 {
 
 /// Returns true if there may be keys that no query sees, beside those past `seqused_k`.
 fn may_hide_keys(inputs: &Inputs, a: &Attention) -> bool {
-    let before_window = a.window.left.is_some_and(|left| a.total_q().is_some() || a.seqlen_k - a.seqlen_q > left);
-    inputs.options.attn_bias.is_some() || inputs.options.block_lists.is_some() || before_window
+    let before_window = a.window.left.is_some_and(|left| a.seqlen_k - a.seqlen_q > left);
+    // a packed sequence may have no queries, or fewer than others
+    inputs.options.attn_bias.is_some() || inputs.options.block_lists.is_some() || before_window || a.total_q().is_some()
 }
 
 impl<'a> Cast<'a> {
@@ -97,8 +98,13 @@ impl<'a> Cast<'a> {
     pub fn new(inputs: &Inputs, a: &Attention, of: Operands, softmax_lse: Option<&Tensor>, launcher: &'a dyn Launcher) -> Result<Cast<'a>> {
         let scale_exponent = scale_exponent(a.softmax_scale);
         let problem = Attention { softmax_scale: a.softmax_scale * f64::from(-scale_exponent).exp2(), ..*a };
-        let mut given = blocks::readable(inputs, a)?.unwrap_or_else(|| inputs.share());
         let of_v = of.v.as_ref();
+        let mut given = inputs.share();
+        if of_v.is_none() {
+            // v may be a whole cache: no reason to copy it
+            given.v = given.q.shallow_clone();
+        }
+        given = blocks::readable(&given, a)?.unwrap_or(given);
         if of_v.is_none() {
             given.v = inputs.v.shallow_clone();
         }
@@ -151,8 +157,22 @@ impl<'a> Cast<'a> {
         if may_hide_keys(&this.given, a) {
             this.run(&launches, Phase::LeaveOutHidden, None)?;
         }
+        if this.of.v.as_ref().is_some_and(|of| of.is_shared) {
+            this.share_largest_v()?;
+        }
         this.run(&launches, Phase::CastScaled, softmax_lse)?;
         Ok(this)
+    }
+
+    /// Gives all groups of v the largest magnitude of any.
+    fn share_largest_v(&self) -> Result<()> {
+        // rows kLargest + kV and kLargestVisible + 1 of cast::Magnitude; bits of positive numbers compare as the numbers do
+        let [mut largest, mut visible] = [self.largest.f_select(0, 2)?, self.largest.f_select(0, 6)?];
+        let _ = largest.f_masked_fill_(&visible.f_eq(0)?.f_logical_not()?, 0.0)?;
+        let all = largest.f_maximum(&visible)?.f_amax([0_i64].as_slice(), true)?;
+        largest.f_copy_(&all)?;
+        let _ = visible.f_zero_()?;
+        Ok(())
     }
 
     /// Scales softmax_lse of these inputs back to that of the given ones, in place.
@@ -217,7 +237,6 @@ impl<'a> Cast<'a> {
                 max_score_exponent: self.score_exponents[0],
                 lowered_score_exponent: self.score_exponents[1],
                 largest_v_exponent: of_v.map_or(0, |of| of.largest_exponent),
-                shares_v: i32::from(of_v.is_some_and(|of| of.is_shared)),
                 keeps_ordinary_v: i32::from(of_v.is_some_and(|of| of.keeps_ordinary)),
                 score_options,
                 blocks,

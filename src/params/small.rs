@@ -49,7 +49,8 @@ pub struct CastParams {
     pub k_fp16: Output,
     /// v as fp16.
     pub v_fp16: Output,
-    /// (batch, nheads, seqlen_q), packed (nheads, total_q), of all scores; null: none. Phase 1 scales it as it scales scores, phase 2 back.
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q), of all scores; null: none. `kCastScaled` scales it as it scales
+    /// scores, `kRestoreLse` back.
     pub softmax_lse: *mut f32,
     /// (7, groups) zeros: bits of magnitudes as fp32, the rows `cast::Magnitude`. A group is a KV head of a batch entry; packed sequences
     /// share those of a head.
@@ -78,8 +79,6 @@ pub struct CastParams {
     pub lowered_score_exponent: i32,
     /// Exponent of the largest |v| after scaling.
     pub largest_v_exponent: i32,
-    /// Not 0: all groups of v have one exponent.
-    pub shares_v: i32,
     /// Not 0: v gets no exponent if fp16 holds it, so that its bits do not depend on other tokens.
     pub keeps_ordinary_v: i32,
     /// A bias hides keys; the rest is not read.

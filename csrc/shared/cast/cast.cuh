@@ -1,8 +1,8 @@
 // Casts bf16 or fp32 q, k and v to fp16, scaled by powers of two so that fp16's range suffices. For all families. src/ops/cast.rs
 // launches it for each Phase in this order: the second where a call may hide keys, the last one only after a forward pass.
 //
-// Keys that no query sees may hold anything, such as what memory held before. So they change no exponent, and the fp16 numbers of
-// those that are too large are fp16's largest.
+// Keys that no query sees may hold any finite numbers: what memory held before. So they change no exponent, and those that are too
+// large for fp16 become its largest number.
 //
 // With low parts (low_column) a number is the sum of two fp16 numbers, and the first phase casts nothing. Both factors of a product
 // then get about the same size, which leaves the low parts above fp16's subnormal numbers.
@@ -36,8 +36,8 @@ enum Tensor : int { kQ, kK, kV };
 // Rows of CastParams::largest, one number for each group. 0: none.
 enum Magnitude : int {
     kLargest,  // of q, k and v, finite elements
-    kSmallest = 3,  // of k and v, bits inverted: a small one of the rows' magnitudes other than 0
-    kLargestVisible = 5,  // of k and v: an upper bound of the largest that a query sees, if the second phase looked
+    kSmallest = 3,  // of k and v, bits inverted: the smallest but 0 that a lane has of a row
+    kLargestVisible = 5,  // of k and v, if the group has outlying ones: the largest without hidden outlying ones
 };
 
 constexpr int kColumns = 8;  // that a lane has at a time, 16 bytes of bf16
@@ -46,9 +46,8 @@ constexpr int kRowsAtOnce = THREADS / kLanes;
 
 // Magnitudes of q and k that need no scale are below 2^kMaxOrdinary, and their largest at least 2^(kMinOrdinary - 1).
 constexpr int kMaxOrdinary = 13, kMinOrdinary = -7;
-// Hidden keys matter if they are this power of two larger than others: the range of fp16 that bf16's 8 bits leave, and that digits of
-// fp32 leave.
-constexpr int kSpread = 10, kSplitSpread = 6;
+// Exponent of the ratio up to which hidden keys may count. Numbers with a normal distribution stay below 2^5.
+constexpr int kSpread = 6;
 constexpr float kLargestHalf = 65504.f;
 
 // Returns e with 2^(e - 1) <= x < 2^e, from the bits of a positive fp32 number; less for subnormal ones.
@@ -82,10 +81,9 @@ __device__ __forceinline__ unsigned largest_of(const CastParams& p, Tensor tenso
 }
 
 // Exponent of a group's values. All of v is scaled, so that powers of two in v are those of out, bitwise. With keeps_ordinary_v
-// only what fp16 cannot hold is. With shares_v all groups have one.
+// only what fp16 cannot hold is.
 __device__ __forceinline__ int value_exponent(const CastParams& p, int group) {
-    unsigned largest = largest_of(p, kV, group);
-    for (int i = 0; p.shares_v && i < p.groups; i++) largest = max(largest, largest_of(p, kV, i));
+    const unsigned largest = largest_of(p, kV, group);
     const int exponent = exponent_of(largest);
     const bool is_ordinary = exponent >= kMinOrdinary && exponent <= kMaxOrdinary;
     return largest && !(p.keeps_ordinary_v && is_ordinary) ? min(p.largest_v_exponent - exponent, 126) : 0;
@@ -230,17 +228,16 @@ __device__ __forceinline__ void cast_as_is(const CastParams& p, const Head& head
     if (head.tensor != kQ) atomicMax(p.largest + (kSmallest + head.tensor - kK) * p.groups + head.group, inverse_smallest);
 }
 
-// kLeaveOutHidden. Asks about rows far above the smallest only. What it finds is at least their lower limit.
+// kLeaveOutHidden. Rows that are not far above the smallest count without a look at the masks.
 __device__ __forceinline__ void leave_out_hidden(const CastParams& p, const Head& head, const SeqlenInfo<true>& sequence, int batch) {
     if (head.tensor == kQ) return;
     const unsigned largest = p.largest[(kLargest + head.tensor) * p.groups + head.group];
     const unsigned smallest = ~p.largest[(kSmallest + head.tensor - kK) * p.groups + head.group];
-    const int spread = p.low_column ? kSplitSpread : kSpread;
-    if (!largest || exponent_of(largest) - exponent_of(smallest) <= spread) return;
-    const unsigned limit = smallest + (static_cast<unsigned>(spread) << 23);  // times 2^spread
+    if (!largest || exponent_of(largest) - exponent_of(smallest) <= kSpread) return;
+    const unsigned limit = smallest + (static_cast<unsigned>(kSpread) << 23);  // times 2^kSpread
     const int heads_of_group = p.problem.nheads / p.problem.nheads_k, first_head = head.of_keys * heads_of_group;
     const VisibleKeys visible(p, sequence, batch, first_head, first_head + heads_of_group);
-    unsigned found = limit;
+    unsigned found = 0;
     for (int first = blockIdx.x * kRowsAtOnce; first < head.rows; first += gridDim.x * kRowsAtOnce) {
         const int row = first + threadIdx.x / kLanes;
         unsigned of_row = 0;
@@ -252,11 +249,12 @@ __device__ __forceinline__ void leave_out_hidden(const CastParams& p, const Head
         }
 #pragma unroll
         for (int i = 1; i < kLanes; i *= 2) of_row = max(of_row, __shfl_xor_sync(~0u, of_row, i));
-        if (visible.contains(row, of_row > limit)) found = max(found, of_row);
+        const bool is_outlying = of_row > limit;
+        if (visible.contains(row, is_outlying) || !is_outlying) found = max(found, of_row);
     }
 #pragma unroll
     for (int i = kLanes; i < 32; i *= 2) found = max(found, __shfl_xor_sync(~0u, found, i));
-    if (threadIdx.x % 32 == 0) atomicMax(p.largest + (kLargestVisible + head.tensor - kK) * p.groups + head.group, found);
+    if (threadIdx.x % 32 == 0 && found) atomicMax(p.largest + (kLargestVisible + head.tensor - kK) * p.groups + head.group, found);
 }
 
 // Exponent of a head's rows.

@@ -1,4 +1,4 @@
-// Finds out which keys any query sees, for the cast kernel, which leaves hidden keys out of the largest magnitudes.
+// Which keys any query sees. The cast kernel leaves the others out of the largest magnitudes.
 #pragma once
 
 #include "block_lists.cuh"
@@ -47,9 +47,9 @@ public:
         : p_(p), mask_(p.problem, sequence.seqlen_q(), sequence.seqlen_k()), batch_(batch), head_(head), end_head_(end_head),
           lane_(threadIdx.x % kRowLanes) {}
 
-    // Returns whether a query sees `key`. A warp calls it together, with one key for each eight lanes; where `asks` is false,
-    // the result is false. Later queries come first: under a causal mask they see most.
-    __device__ __forceinline__ bool contains(int key, bool asks) const {
+    // Returns whether a query sees `key`. A warp calls it together, with one key for each eight lanes; where `exists` is false, the
+    // result is false. The queries at the key's position come first, which see it under most masks, then the last ones.
+    __device__ __forceinline__ bool contains(int key, bool exists) const {
         const ScoreOptions& o = p_.score_options;
         const bool has_lists = p_.blocks.lists;
         const int last = mask_.row_end(key, 1) - 1;
@@ -57,18 +57,21 @@ public:
         const int first = has_lists || (o.bias && o.bias_row_stride) ? mask_.row_first(key) : max(mask_.row_first(key), last);
         const int end_head = has_lists || (o.bias && o.bias_head_stride) ? end_head_ : head_ + 1;
         bool found = false;
-        for (int head = head_; head < end_head; head++) {
-            int row_block = -1, tile = kFull;
-            for (int row = last - lane_; __any_sync(~0u, asks && !found && row + lane_ >= first); row -= kRowLanes) {
-                bool sees = asks && !found && row >= first;
-                if (sees && row / kListedRows != row_block) {
-                    row_block = row / kListedRows;
-                    tile = block(head, row_block, key);
-                }
-                sees = sees && tile != kAbsent && has_bit(tile, row, key) && !(o.bias && bias(head, row, key) <= kHidingBias);
-                const unsigned seen = __ballot_sync(~0u, sees) >> (threadIdx.x % 32 / kRowLanes * kRowLanes);
-                found = found || (seen & 0xffu);
+        int row_block = -1, tile = kFull;
+        const auto look = [&](int head, int row) {
+            bool sees = exists && !found && row >= first && row <= last;
+            if (sees && row / kListedRows != row_block) {
+                row_block = row / kListedRows;
+                tile = block(head, row_block, key);
             }
+            sees = sees && tile != kAbsent && has_bit(tile, row, key) && !(o.bias && bias(head, row, key) <= kHidingBias);
+            const unsigned seen = __ballot_sync(~0u, sees) >> (threadIdx.x % 32 / kRowLanes * kRowLanes);
+            found = found || (seen & 0xffu);
+        };
+        look(head_, min(key - (mask_.seqlen_k - mask_.seqlen_q), last) - lane_);
+        for (int head = head_; head < end_head; head++) {
+            row_block = -1;
+            for (int row = last - lane_; __any_sync(~0u, exists && !found && row + lane_ >= first); row -= kRowLanes) look(head, row);
         }
         return found;
     }

@@ -40,7 +40,6 @@ pub(super) fn stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &De
     let group = a.nheads / a.nheads_k;
     let query_tiles = tiles(a.seqlen_q);
     let rounded = (query_tiles as u64).next_multiple_of(QUERY_TILES_TOGETHER as u64) as i64;
-    let tiles_of_head = plan.key_tiles * (plan.columns + tiles(a.headdim_v)) + group * query_tiles * plan.columns;
     let on = |(variant, reason), [x, y]: [i64; 2]| PlannedKernel {
         variant,
         blocks: [x as u32, y as u32],
@@ -51,7 +50,7 @@ pub(super) fn stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &De
     Ok(BackwardPlan {
         prepare: Some(crate::plan::kernel::planned(prepare, a)),
         main: on(scores, [rounded * plan.key_tiles, plan.heads * group]),
-        finish: Some(on(gradients, [plan.heads * tiles_of_head, 1])),
+        finish: Some(on(gradients, [plan.heads * plan.blocks_of_head(a), 1])),
         deterministic: true,
         main_launches: plan.launches(a.nheads_k).count() as u32,
         tail: None,

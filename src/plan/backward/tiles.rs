@@ -5,8 +5,12 @@ use crate::problem::Attention;
 
 /// Keys, and queries, of a tile of stored scores; rows, and columns, of a tile of gradients (csrc/backward/stored_scores.cuh).
 pub const STORED_ROWS: i64 = 128;
-/// Tiles of P and of dS in 128 MiB, as sums of two numbers in 256 MiB. At headdim 256 half as many leave a fifth of the last wave's places empty.
+/// Tiles of P and of dS in 128 MiB, as sums of two numbers in 256 MiB (to 1 GiB: `MOST_TIMES`). At headdim 256 half as many leave a fifth of the last wave's places empty.
 const MAX_TILES: i64 = 2048;
+/// Blocks of gradients of a launch that fill a GPU four times: with fewer, the longest blocks of a launch leave others idle.
+const FULL_BLOCKS: i64 = 640;
+/// Launches of fp32 tensors with fewer blocks have up to this many times [`MAX_TILES`].
+const MOST_TIMES: i64 = 4;
 /// Key tiles of a launch that fill a GPU. With fewer, the blocks of dK and dV are few and long.
 const FULL_KEY_TILES: i64 = 16;
 
@@ -42,6 +46,20 @@ fn even(n: i64, most: i64) -> i64 {
 
 impl StoredPlan {
     pub(super) fn new(a: &Attention, split: bool) -> StoredPlan {
+        let of = |more| StoredPlan::of_most(a, split, more * MAX_TILES);
+        if !split {
+            return of(1);
+        }
+        let fills = |plan: &StoredPlan| plan.batches.min(a.batch) * plan.heads * plan.blocks_of_head(a) >= FULL_BLOCKS;
+        [1, 2].map(of).into_iter().find(fills).unwrap_or_else(|| of(MOST_TIMES))
+    }
+
+    /// Returns the blocks of a KV head's gradients in a launch.
+    pub(super) fn blocks_of_head(&self, a: &Attention) -> i64 {
+        self.key_tiles * (self.columns + tiles(a.headdim_v)) + a.nheads / a.nheads_k * tiles(a.seqlen_q) * self.columns
+    }
+
+    fn of_most(a: &Attention, split: bool, max_tiles: i64) -> StoredPlan {
         // packed: the first tile of sequence i is number q_offset / 128 + i (first_stored_tile)
         let query_tiles = a.total_q().map_or(tiles(a.seqlen_q), |total| total / STORED_ROWS + a.batch + 1);
         let of_entry = a.nheads / a.nheads_k * query_tiles;
@@ -49,11 +67,11 @@ impl StoredPlan {
         // All keys of some heads, because sums of dq cost memory traffic. If one head has too many tiles, some of its keys.
         let batches = match a.total_q() {
             Some(_) => MAX_GRID_YZ,
-            None => even(a.batch, MAX_GRID_YZ.min(MAX_TILES / (of_entry * all_keys))),
+            None => even(a.batch, MAX_GRID_YZ.min(max_tiles / (of_entry * all_keys))),
         };
         let of_launch = of_entry * if a.total_q().is_some() { 1 } else { batches };
-        let heads = even(a.nheads_k, MAX_TILES / (of_launch * all_keys));
-        let key_tiles = if of_launch * all_keys <= MAX_TILES { all_keys } else { even(all_keys, MAX_TILES / of_launch) };
+        let heads = even(a.nheads_k, max_tiles / (of_launch * all_keys));
+        let key_tiles = if of_launch * all_keys <= max_tiles { all_keys } else { even(all_keys, max_tiles / of_launch) };
         let key_launches = (all_keys as u64).div_ceil(key_tiles as u64) as i64;
         StoredPlan { batches, heads, key_tiles, key_launches, query_tiles, columns: tiles(a.headdim), split }
     }
