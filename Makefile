@@ -14,7 +14,7 @@ IN_VENV = MAKEFLAGS= VIRTUAL_ENV="$(VENV)" PATH="$(VENV)/bin:$$PATH" VOLTA_FA_CU
 # The simulator's disassembler, which tools/bootstrap.py found, and where all tests keep its output.
 IN_SIMULATOR = VOLTA_SIM_NVDISASM="$(VENV)/nvdisasm" VOLTA_SIM_LISTINGS="$(CURDIR)/target/volta-sim-listings"
 
-# Says every ten seconds in a pipe or a log that a silent command still runs, and lets the build script that compiles kernels print.
+# Prints a line every ten seconds of a silent command in a pipe or a log, and lines of the build script that compiles kernels.
 PATIENTLY = python tools/heartbeat.py
 
 # Waiting threads sleep instead of spinning. On a busy machine, or in a container with a CPU quota,
@@ -118,7 +118,7 @@ notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb with nothing
 	@$(IN_VENV) $(PATIENTLY) python tools/notebook.py target/notebook
 
 # Writes the addresses first, because the wheel has them too.
-release: $(VENV)/.wheel ## build the files of a release into dist/release/; URL=, SOURCE=, ISSUES= write their addresses into pages and wheel
+release: $(VENV)/.wheel ## build the files of a release into dist/release/ (URL=, SOURCE=, ISSUES=: addresses for pages and wheel)
 	@$(IN_VENV) python tools/addresses.py $(URL:%=--release %) $(SOURCE:%=--source %) $(ISSUES:%=--issues %)
 	$(BUILD_WHEEL)
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"

@@ -353,7 +353,7 @@ def test_the_wheel(tmp_path):
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", site, wheel], check=True)
     installed = site / "volta_fa"
-    assert (installed / "py.typed").exists()
+    assert all((installed / name).exists() for name in ("py.typed", "addresses.json", "check/predictions.json"))
     shim = f"torch-{torch_releases.minor(torch.__version__)}/libvolta_fa.so"
     assert sorted(str(path.relative_to(installed)) for path in installed.rglob("*.so")) == [build_shims.CORE, shim]
     assert wheel.stat().st_size <= check_wheel.LARGEST
@@ -447,7 +447,7 @@ def heartbeat_of(*command: str) -> subprocess.CompletedProcess[str]:
 def test_a_silent_command_shows_that_it_runs() -> None:
     ran = heartbeat_of(sys.executable, "-c", f"{SILENT}raise SystemExit(3)")
     assert (ran.returncode, ran.stdout) == (3, "a") and "said\n" in ran.stderr
-    assert re.match(r"\nvolta_fa: python.*: 0 s\nvolta_fa: python.*: 0 s\n", ran.stderr), ran.stderr
+    assert re.match(r"\n(volta_fa: python.*: \d s\n)+", ran.stderr), ran.stderr
     assert heartbeat_of("sh", "-c", "echo b; kill -TERM $$").returncode == 128 + 15
 
 

@@ -75,8 +75,8 @@ pip) case "$*" in *torch==2.8.0*) echo "no wheel" >&2; exit 1 ;; esac ;;
 esac
 """
 PYTHON = """#!/bin/sh
-case "$*" in
-*-c*) echo 3.11.7 2.7.1+cu126 5.23.0 ;;
+case "$1" in
+-c) echo 3.11.7 2.7.1+cu126 5.23.0 ;;
 *) test -z "$VOLTA_FA_SIMULATE" || exit 3
    for argument; do case $argument in --junitxml=*) report=${{argument#--junitxml=}} ;; esac; done
    cat > "$report" <<END

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_both_run(package, tmp_path, capsys):
 def test_shows_progress(package, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(lines.Lines, "interval", 0.02)
     main(["versus-1cat", "--device", "cpu", "--output", str(tmp_path / "file.json")])
-    assert f"of {len(versus.SHAPES)} shapes done, 0 s\n" in capfd.readouterr().err
+    assert re.search(rf"of {len(versus.SHAPES)} shapes done, \d s\n", capfd.readouterr().err)
 
 
 def test_theirs_is_wrong_or_fails(package, monkeypatch, tmp_path, capsys):

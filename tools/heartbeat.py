@@ -1,4 +1,4 @@
-"""Runs a command, and says every ten seconds that it still runs, where it prints nothing and no terminal shows its progress.
+"""Runs a command, and prints a line every ten seconds while it is silent, where no terminal shows its progress.
 
     python tools/heartbeat.py COMMAND [ARGUMENT ...]
 
@@ -8,13 +8,16 @@ file for lines of programs whose output cargo or pip hide: the build script (too
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import selectors
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 #: Seconds of silence after which a line comes.
@@ -26,35 +29,53 @@ def run(command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> 
     """Runs a command with the output of this process. Returns its exit status, as a shell does."""
     env = os.environ if env is None else env
     if sys.stdout.isatty() and sys.stderr.isatty():
-        return _status(subprocess.run(command, env={**env, PROGRESS: f"/proc/{os.getpid()}/fd/2"}).returncode)
+        with subprocess.Popen(command, env={**env, PROGRESS: f"/proc/{os.getpid()}/fd/2"}) as process, _signals_to(process):
+            return _status(process.wait())
     (out, into_out), (err, into_err) = os.pipe(), os.pipe()
     # the end to read, which Linux opens for writing too: this process must not hold an end to write
     env = {**env, PROGRESS: f"/proc/{os.getpid()}/fd/{err}"}
     try:
-        with subprocess.Popen(command, env=env, stdout=into_out, stderr=into_err) as process:
+        with subprocess.Popen(command, env=env, stdout=into_out, stderr=into_err) as process, _signals_to(process):
             os.close(into_out)
             os.close(into_err)
             try:
                 _forward({out: sys.stdout.fileno(), err: sys.stderr.fileno()}, process, _name(command))
-            except BaseException:
+            except BrokenPipeError:  # of a reader such as `head`
                 process.terminate()
-                raise
     finally:
         os.close(out)
         os.close(err)
     return _status(process.returncode)
 
 
+@contextlib.contextmanager
+def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Forwards what would end this process alone. A terminal interrupts the command too, which then ends in its own way."""
+
+    def forward(number: int, _: object) -> None:
+        process.send_signal(number)
+
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: forward, signal.SIGHUP: forward}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _forward(targets: dict[int, int], process: subprocess.Popen[bytes], name: str) -> None:
     """Copies what comes from pipes until the process ends."""
-    began, at_line_start = time.monotonic(), True
+    began, at_line_start, last = time.monotonic(), True, math.inf
     with selectors.DefaultSelector() as pipes:
         for pipe in targets:
             pipes.register(pipe, selectors.EVENT_READ)
         while pipes.get_map():
             ready = pipes.select(INTERVAL)
-            if not ready and process.poll() is not None:
-                return  # a process that it left behind holds the pipes
+            if process.poll() is not None:
+                last = min(last, time.monotonic() + INTERVAL)
+                if not ready or time.monotonic() > last:
+                    return  # a process that it left behind holds the pipes
             if not ready:
                 begin = "" if at_line_start else "\n"
                 print(f"{begin}volta_fa: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 // P and dS in scratch memory, between the two main kernels of the backward pass for large headdims. The scores kernel stores
 // them for some KV heads and some keys, the gradients kernel multiplies them. The library launches both for the next heads or
-// keys, so P and dS take at most 128 MiB (of fp32 tensors 257), or what one key tile takes (src/plan/backward/tiles.rs).
+// keys, so P and dS take at most 128 MiB (of fp32 tensors 257 to 1,028), or what one key tile takes (src/plan/backward/tiles.rs).
 //
 // Both are transposed fp16 matrices in tiles of 128 keys by 128 queries. A tile is contiguous, and its rows are keys. The order of
 // tiles is (batch, query heads of the launch, query tiles, key tiles of the launch). Packed sequences share one batch entry: a

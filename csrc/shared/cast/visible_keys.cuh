@@ -56,22 +56,23 @@ public:
         // queries and heads that share a mask need one look
         const int first = has_lists || (o.bias && o.bias_row_stride) ? mask_.row_first(key) : max(mask_.row_first(key), last);
         const int end_head = has_lists || (o.bias && o.bias_head_stride) ? end_head_ : head_ + 1;
+        const int position = min(key - (mask_.seqlen_k - mask_.seqlen_q), last);
         bool found = false;
-        int row_block = -1, tile = kFull;
-        const auto look = [&](int head, int row) {
-            bool sees = exists && !found && row >= first && row <= last;
-            if (sees && row / kListedRows != row_block) {
-                row_block = row / kListedRows;
-                tile = block(head, row_block, key);
-            }
-            sees = sees && tile != kAbsent && has_bit(tile, row, key) && !(o.bias && bias(head, row, key) <= kHidingBias);
-            const unsigned seen = __ballot_sync(~0u, sees) >> (threadIdx.x % 32 / kRowLanes * kRowLanes);
-            found = found || (seen & 0xffu);
-        };
-        look(head_, min(key - (mask_.seqlen_k - mask_.seqlen_q), last) - lane_);
         for (int head = head_; head < end_head; head++) {
-            row_block = -1;
-            for (int row = last - lane_; __any_sync(~0u, exists && !found && row + lane_ >= first); row -= kRowLanes) look(head, row);
+            int row_block = -1, tile = kFull;
+            int row = position - lane_, next = last - lane_;
+            do {
+                bool sees = exists && !found && row >= first && row <= last;
+                if (sees && row / kListedRows != row_block) {
+                    row_block = row / kListedRows;
+                    tile = block(head, row_block, key);
+                }
+                sees = sees && tile != kAbsent && has_bit(tile, row, key) && !(o.bias && bias(head, row, key) <= kHidingBias);
+                const unsigned seen = __ballot_sync(~0u, sees) >> (threadIdx.x % 32 / kRowLanes * kRowLanes);
+                found = found || (seen & 0xffu);
+                row = next;
+                next -= kRowLanes;
+            } while (__any_sync(~0u, exists && !found && row + lane_ >= first));
         }
         return found;
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from .performance_cached import GROUP, PAGE, CachePoint
 #: Of the JSON.
 FORMAT = 1
 # a pipe or a file has no width of its own
-_console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+_console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
 
 _PASSES = {
     "Forward": "forward",

@@ -5,7 +5,8 @@ use crate::problem::Attention;
 
 /// Keys, and queries, of a tile of stored scores; rows, and columns, of a tile of gradients (csrc/backward/stored_scores.cuh).
 pub const STORED_ROWS: i64 = 128;
-/// Tiles of P and of dS in 128 MiB, as sums of two numbers in 256 MiB (to 1 GiB: `MOST_TIMES`). At headdim 256 half as many leave a fifth of the last wave's places empty.
+/// Tiles of P and of dS in 128 MiB, as sums of two numbers in 256 MiB ([`MOST_TIMES`]: to 1 GiB). At headdim 256 half as many leave a fifth
+/// of the last wave's places empty.
 const MAX_TILES: i64 = 2048;
 /// Blocks of gradients of a launch that fill a GPU four times: with fewer, the longest blocks of a launch leave others idle.
 const FULL_BLOCKS: i64 = 640;
