@@ -91,8 +91,8 @@ struct BackwardScores {
         // Of element v.
         __device__ __forceinline__ float of(int v) const { return x[0][Layout::row_of(v)]; }
     };
-    // dS of 64 keys by 64 queries is stored in units: powers of two from their largest P and dP - delta. So no dS exceeds fp16's range,
-    // and low parts of small ones are fp16 numbers too, whatever the size of v and dout.
+    // dS of 64 keys by 64 queries is stored in units: powers of two from their largest P and dP - delta. So no dS exceeds fp16's
+    // range, and low parts of small ones are fp16 numbers too, whatever the size of v and dout.
     class Unit {
         static constexpr int kLargest = 14;  // stored dS are below 2^14
         float p_ = 0.f, dp_ = 0.f;  // largest |P| and |dP - delta| of the lane, then of the warp
@@ -117,7 +117,8 @@ struct BackwardScores {
             if (Split) take(p_, p);
         }
         // Takes dP - delta of all scores. With dropout the probabilities' factors come later.
-        __device__ __forceinline__ void take_gradients(const Scores& dp, const ScoreOptions& options, const float* stats, int rows) {
+        __device__ __forceinline__ void take_gradients(const Scores& dp, const ScoreOptions& options, const float* stats,
+                                                       int rows) {
             if (!Split) return;
 #pragma unroll
             for (int m = 0; m < kTiles; m++)

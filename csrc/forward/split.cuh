@@ -56,13 +56,13 @@ struct SeenKeys {
     }
 };
 
-// Applies the score function to one of several tiles of products, if there is one. Beside other tiles few registers are free, so the
-// loop is rolled, and the tile moves through its registers.
+// Applies the score function to one of several tiles of products, if there is one. Beside other tiles few registers are free, so
+// the loop is rolled, and the tile moves through its registers.
 template <class Layout>
 __device__ __forceinline__ void apply_function(Scores<Layout, 1, 1>& s, const FwdParams& p) {
     if (!kHasScoreFunction || ScoreFunction::parameter(p.score_options) <= 0.f) return;
     const PreciseScoreFunction function(p.problem, p.score_options);
-    float(&x)[Layout::kElements] = s.tile[0][0];
+    float (&x)[Layout::kElements] = s.tile[0][0];
 #pragma unroll 1
     for (int i = 0; i < Layout::kElements; i++) {
         const float score = function(x[0]);

@@ -229,7 +229,8 @@ __device__ __forceinline__ void cast_as_is(const CastParams& p, const Head& head
 }
 
 // kLeaveOutHidden. Rows that are not far above the smallest count without a look at the masks.
-__device__ __forceinline__ void leave_out_hidden(const CastParams& p, const Head& head, const SeqlenInfo<true>& sequence, int batch) {
+__device__ __forceinline__ void leave_out_hidden(const CastParams& p, const Head& head, const SeqlenInfo<true>& sequence,
+                                                 int batch) {
     if (head.tensor == kQ) return;
     const unsigned largest = p.largest[(kLargest + head.tensor) * p.groups + head.group];
     const unsigned smallest = ~p.largest[(kSmallest + head.tensor - kK) * p.groups + head.group];
