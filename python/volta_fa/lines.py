@@ -1,4 +1,4 @@
-"""Lines that say how far a command is, for a pipe or a file."""
+"""Lines that say how far a command is: in a pipe, in a file, and where no bar fits."""
 
 from __future__ import annotations
 
