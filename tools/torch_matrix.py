@@ -171,7 +171,8 @@ class Matrix:
     def checks_of(self, release: str, folder: Path, log: Path, found: Release) -> dict[str, str]:
         python = folder / "bin" / "python"
         environment = {"UV_CACHE_DIR": str(self.cache)}
-        run([self.uv, "venv", "--quiet", "--clear", "--python", self.python_for(release), folder], log, **environment)
+        # seeded as `python -m venv` does it: torch's C++ extensions import setuptools, which it requires from Python 3.12 on alone
+        run([self.uv, "venv", "--quiet", "--seed", "--clear", "--python", self.python_for(release), folder], log, **environment)
         self.install(python, f"torch=={release}", f"volta-fa[test] @ {self.options.wheel.absolute().as_uri()}", log=log)
         facts = "import platform, torch, transformers as t; print(platform.python_version(), torch.__version__, t.__version__)"
         found.python, tried, newest = run([python, "-c", facts], log).split()
