@@ -32,6 +32,11 @@ enum Phase {
     RestoreLse,
 }
 
+/// Rows of [`CastParams::largest`], and numbers of two of them: `cast::Magnitude`.
+const MAGNITUDES: i64 = 7;
+const LARGEST_V: i64 = 2;
+const LARGEST_VISIBLE_V: i64 = 6;
+
 /// What a cast writes.
 pub(super) struct Operands {
     /// How v is scaled; None: v is not cast.
@@ -99,15 +104,9 @@ impl<'a> Cast<'a> {
         let scale_exponent = scale_exponent(a.softmax_scale);
         let problem = Attention { softmax_scale: a.softmax_scale * f64::from(-scale_exponent).exp2(), ..*a };
         let of_v = of.v.as_ref();
-        let mut given = inputs.share();
-        if of_v.is_none() {
-            // v may be a whole cache: no reason to copy it
-            given.v = given.q.shallow_clone();
-        }
-        given = blocks::readable(&given, a)?.unwrap_or(given);
-        if of_v.is_none() {
-            given.v = inputs.v.shallow_clone();
-        }
+        // without its cast v may be a whole cache, which nothing reads here: q keeps its place
+        let read = Inputs { v: of_v.map_or(&inputs.q, |_| &inputs.v).shallow_clone(), ..inputs.share() };
+        let given = blocks::readable(&read, a)?.unwrap_or(read);
         let half = |t: &Tensor, low_column: i64| {
             let mut sizes = t.size();
             if let Some(last) = sizes.last_mut().filter(|_| low_column > 0) {
@@ -115,12 +114,12 @@ impl<'a> Cast<'a> {
             }
             tensor::empty(&sizes, Kind::Half, launcher)
         };
-        let v = of_v.map_or_else(|| Ok(given.v.shallow_clone()), |of| half(&given.v, of.low_column))?;
+        let v = of_v.map_or_else(|| Ok(inputs.v.shallow_clone()), |of| half(&given.v, of.low_column))?;
         let cast = Inputs { q: half(&given.q, of.low_column)?, k: half(&given.k, of.low_column)?, v, ..given.share() };
         let score_exponents = if softmax_lse.is_some() { SCORES_OF_BACKWARD } else { SCORES_OF_FORWARD };
         let entries = if a.total_q().is_some() { 1 } else { a.batch };
         let int = (Kind::Int, given.q.device());
-        let largest = Tensor::f_zeros([7, entries * a.nheads_k], int)?;
+        let largest = Tensor::f_zeros([MAGNITUDES, entries * a.nheads_k], int)?;
         let exponents = Tensor::f_empty([3, entries * a.nheads_k], int)?;
         let heads = a.nheads + if of_v.is_some() { 2 } else { 1 } * a.nheads_k;
         let kernel = plan::cast(a.seqlen_q.max(a.seqlen_k), heads, &launcher.limits()?)?;
@@ -166,8 +165,8 @@ impl<'a> Cast<'a> {
 
     /// Gives all groups of v the largest magnitude of any.
     fn share_largest_v(&self) -> Result<()> {
-        // rows kLargest + kV and kLargestVisible + 1 of cast::Magnitude; bits of positive numbers compare as the numbers do
-        let [mut largest, mut visible] = [self.largest.f_select(0, 2)?, self.largest.f_select(0, 6)?];
+        let [mut largest, mut visible] = [self.largest.f_select(0, LARGEST_V)?, self.largest.f_select(0, LARGEST_VISIBLE_V)?];
+        // bits of positive numbers compare as the numbers do
         let _ = largest.f_masked_fill_(&visible.f_eq(0)?.f_logical_not()?, 0.0)?;
         let all = largest.f_maximum(&visible)?.f_amax([0_i64].as_slice(), true)?;
         largest.f_copy_(&all)?;
