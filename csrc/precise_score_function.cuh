@@ -1,5 +1,5 @@
-// The score function of fp32 tensors, with fp32's digits in small scores too: forward/split.cuh and backward/store_scores.cuh.
-// score_function.cuh has the one of 16-bit tensors, whose error is about 2^-23 of the cap.
+// The score function of fp32 tensors, with fp32's digits in small scores too. Used by forward/split.cuh and
+// backward/store_scores.cuh. score_function.cuh has that of 16-bit tensors, whose error is about 2^-23 of the cap.
 #pragma once
 
 #include "score_function.cuh"
@@ -23,7 +23,8 @@ public:
     __device__ __forceinline__ PreciseSoftcap(const Problem& p, const ScoreOptions& o)
         : to_argument_(p.scale_log2 * o.inverse_function_parameter / kLog2e), cap_(o.function_parameter * kLog2e) {}
 
-    // Returns the score of a product, in log2 units. Sets `slope` to the derivative there.
+    // Returns the score of a product, in log2 units. Sets `slope` to 1 - tanh^2, the derivative by the
+    // scaled score.
     __device__ __forceinline__ float operator()(float product, float& slope) const {
         const float x = tanh(product * to_argument_);
         slope = fmaf(-x, x, 1.f);
@@ -37,7 +38,7 @@ public:
 
 using PreciseScoreFunction = PreciseSoftcap;
 
-// As function_score() of backward/modifiers.cuh.
+// Returns the score of a product plus an exponent's addend, in log2 units, as the function of this name in backward/modifiers.cuh.
 __device__ __forceinline__ float function_score(float product, float addend, const PreciseScoreFunction& function, float& slope) {
     return function(product, slope) + addend;
 }

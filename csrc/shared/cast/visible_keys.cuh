@@ -1,4 +1,5 @@
-// Which keys any query sees. The cast kernel leaves the others out of the largest magnitudes.
+// Which keys any query sees. The cast kernel leaves the others out of the largest magnitude of keys and values, from which the
+// powers of two come that make them fp16.
 #pragma once
 
 #include "block_lists.cuh"
@@ -7,12 +8,12 @@
 
 namespace cast {
 
-// A bias up to this hides a key, whatever its score.
+// A bias up to this hides a key: fp32 holds nothing of a score beside it, unless the score is as large.
 constexpr float kHidingBias = -1e30f;
 
 // The keys that the query heads [head, end_head) of one sequence see.
 class VisibleKeys {
-    static constexpr int kRowLanes = 8;  // lanes that have a key together: each looks at every eighth query
+    static constexpr int kRowLanes = 8;  // lanes that share a key: each looks at every eighth query
 
     const CastParams& p_;
     Mask mask_;
@@ -24,9 +25,10 @@ class VisibleKeys {
         if (o.bias_is_fp32) return __ldg(reinterpret_cast<const float*>(o.bias) + at);
         return to_float2(__ldg(o.bias + at)).x;
     }
-    // Returns the bit tile of a partial block, kFull, or kAbsent for the block that holds a key in a row block's list.
-    enum Block : int { kAbsent = -2, kFull = -1 };
-    __device__ __forceinline__ int block(int head, int row_block, int key) const {
+    enum NoTile : int { kAbsent = -2, kFull = -1 };
+    // Returns the bit tile of a row block's block of columns that holds a key, or what it is without one. Lists are not those of
+    // the launch, so entries count from the call's first.
+    __device__ __forceinline__ int find_tile(int head, int row_block, int key) const {
         if (!p_.blocks.lists) return kFull;
         const int* list = HeadLists(p_.blocks, p_.lengths.first_batch + batch_, head).of(p_.blocks, row_block);
         const int partial = clamped_partial(p_.blocks, __ldg(list + kPartialBlocks));
@@ -47,13 +49,14 @@ public:
         : p_(p), mask_(p.problem, sequence.seqlen_q(), sequence.seqlen_k()), batch_(batch), head_(head), end_head_(end_head),
           lane_(threadIdx.x % kRowLanes) {}
 
-    // Returns whether a query sees `key`. A warp calls it together, with one key for each eight lanes; where `exists` is false, the
-    // result is false. The queries at the key's position come first, which see it under most masks, then the last ones.
+    // Returns whether a query sees `key`. A warp calls it together, with one key for each kRowLanes lanes; where `exists` is false,
+    // the result is false. Looks at the eight queries up to the key's position first, which see it under most masks, then at all
+    // queries from the last one down.
     __device__ __forceinline__ bool contains(int key, bool exists) const {
         const ScoreOptions& o = p_.score_options;
         const bool has_lists = p_.blocks.lists;
         const int last = mask_.row_end(key, 1) - 1;
-        // queries and heads that share a mask need one look
+        // where all queries share a mask, the last one stands for them, and so does the first head
         const int first = has_lists || (o.bias && o.bias_row_stride) ? mask_.row_first(key) : max(mask_.row_first(key), last);
         const int end_head = has_lists || (o.bias && o.bias_head_stride) ? end_head_ : head_ + 1;
         const int position = min(key - (mask_.seqlen_k - mask_.seqlen_q), last);
@@ -65,14 +68,15 @@ public:
                 bool sees = exists && !found && row >= first && row <= last;
                 if (sees && row / kListedRows != row_block) {
                     row_block = row / kListedRows;
-                    tile = block(head, row_block, key);
+                    tile = find_tile(head, row_block, key);
                 }
                 sees = sees && tile != kAbsent && has_bit(tile, row, key) && !(o.bias && bias(head, row, key) <= kHidingBias);
-                const unsigned seen = __ballot_sync(~0u, sees) >> (threadIdx.x % 32 / kRowLanes * kRowLanes);
-                found = found || (seen & 0xffu);
+                const unsigned of_key = ((1u << kRowLanes) - 1) << (threadIdx.x % 32 / kRowLanes * kRowLanes);
+                const unsigned votes = __ballot_sync(~0u, sees);  // by all lanes, also those that have found one
+                found = found || (votes & of_key);
                 row = next;
                 next -= kRowLanes;
-            } while (__any_sync(~0u, exists && !found && row + lane_ >= first));
+            } while (__any_sync(~0u, exists && !found && row + lane_ >= first));  // row + lane_: the latest of the eight
         }
         return found;
     }
