@@ -456,6 +456,17 @@ def test_a_process_left_behind_does_not_hold_a_command() -> None:
     assert heartbeat_of("sh", "-c", "sleep 30 & echo done").stdout == "done\n" and time.monotonic() - began < 20
 
 
+def test_what_ends_a_heartbeat_ends_its_command(tmp_path: Path) -> None:
+    """The command ends in its own way, with what it still has to say."""
+    end = 'trap "echo ended; exit 7" TERM; echo started; while :; do sleep 0.1; done'
+    beat = [sys.executable, REPOSITORY / "tools/heartbeat.py", "sh", "-c", end]
+    with subprocess.Popen(beat, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "started\n"
+        process.terminate()
+        assert process.communicate(timeout=30)[0] == "ended\n"
+    assert process.returncode == 7
+
+
 def test_long_commands_of_make_show_that_they_run() -> None:
     recipes = [line for line in (REPOSITORY / "Makefile").read_text().splitlines() if line.startswith("\t")]
     long = re.compile(r"cargo (build|test|doc)\b|mkdocs build|python -m (pytest|pip wheel)|tools/(build_shims|notebook|torch_matrix)\.py")

@@ -1,4 +1,4 @@
-"""Runs a command, and prints a line every ten seconds while it is silent, where no terminal shows its progress.
+"""Runs a command, and prints the seconds since its start after every ten silent ones, where no terminal shows its progress.
 
     python tools/heartbeat.py COMMAND [ARGUMENT ...]
 
@@ -32,7 +32,7 @@ def run(command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> 
         with subprocess.Popen(command, env={**env, PROGRESS: f"/proc/{os.getpid()}/fd/2"}) as process, _signals_to(process):
             return _status(process.wait())
     (out, into_out), (err, into_err) = os.pipe(), os.pipe()
-    # the end to read, which Linux opens for writing too: this process must not hold an end to write
+    # Opened anew under this name, the end to read is one to write. If this process held such an end, the pipe would not end.
     env = {**env, PROGRESS: f"/proc/{os.getpid()}/fd/{err}"}
     try:
         with subprocess.Popen(command, env=env, stdout=into_out, stderr=into_err) as process, _signals_to(process):
@@ -50,7 +50,7 @@ def run(command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> 
 
 @contextlib.contextmanager
 def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forwards what would end this process alone. A terminal interrupts the command too, which then ends in its own way."""
+    """Forwards SIGTERM and SIGHUP. Ignores SIGINT, which a terminal sends to the command too: it ends in its own way."""
 
     def forward(number: int, _: object) -> None:
         process.send_signal(number)
@@ -66,16 +66,16 @@ def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 def _forward(targets: dict[int, int], process: subprocess.Popen[bytes], name: str) -> None:
     """Copies what comes from pipes until the process ends."""
-    began, at_line_start, last = time.monotonic(), True, math.inf
+    began, at_line_start, until = time.monotonic(), True, math.inf
     with selectors.DefaultSelector() as pipes:
         for pipe in targets:
             pipes.register(pipe, selectors.EVENT_READ)
         while pipes.get_map():
             ready = pipes.select(INTERVAL)
             if process.poll() is not None:
-                last = min(last, time.monotonic() + INTERVAL)
-                if not ready or time.monotonic() > last:
-                    return  # a process that it left behind holds the pipes
+                until = min(until, time.monotonic() + INTERVAL)
+                if not ready or time.monotonic() > until:
+                    return  # a process that the command left behind holds the pipes
             if not ready:
                 begin = "" if at_line_start else "\n"
                 print(f"{begin}volta_fa: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
@@ -106,8 +106,4 @@ def _name(command: Sequence[str | Path]) -> str:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         raise SystemExit("usage: heartbeat.py COMMAND [ARGUMENT ...]")
-    try:
-        status = run(sys.argv[1:])
-    except KeyboardInterrupt:
-        status = 130
-    sys.exit(status)
+    sys.exit(run(sys.argv[1:]))
