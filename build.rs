@@ -1,16 +1,12 @@
-//! Compiles the CUDA kernels with NVRTC and embeds them, compressed.
-//! Writes the C++ headers of everything that Rust shares with the shims (`torch_ops/`, built by `tools/build_shims.py`).
+//! Cargo's build script. Compiles the CUDA kernels of the tables in src/kernels/ with NVRTC, and embeds them, compressed, in the library.
+//! Writes the C++ header of everything that Rust shares with the shims (`torch_ops/`, built afterwards by `tools/build_shims.py`).
 
 #[path = "tools/build/embed.rs"]
 mod embed;
 #[path = "tools/build/nvrtc.rs"]
 mod nvrtc;
-#[path = "tools/build/progress.rs"]
-mod progress;
-#[path = "tools/build/python.rs"]
-mod python;
 
-// Kernel tables from the library's source: one list of variants for build and run time. The build uses a part of the code.
+// The kernel tables, from the library's own source, so that build and library have one list. The build uses a part of their code.
 #[allow(dead_code)]
 #[path = "src/kernels/tables.rs"]
 mod tables;
@@ -41,8 +37,9 @@ fn run() -> Result<()> {
         println!("cargo:rerun-if-changed={path}");
     }
     let target = target_folder(&out)?;
-    let python = python::Environment::query()?;
+    let python = nvrtc::Environment::query()?;
 
+    // kernels include this header, so a change of it recompiles those that name a changed type
     let params = out.join("volta_fa_params.h");
     let blocks = ["shared", "cache", "forward", "decode", "backward", "small"].map(|name| format!("src/params/{name}.rs"));
     c_header(&blocks.each_ref().map(|path| path.as_str()), &params)?;
@@ -53,8 +50,8 @@ fn run() -> Result<()> {
     std::fs::create_dir_all(&headers)?;
     c_header(&["src/ffi.rs", "src/info.rs", "src/operators.rs", "src/shim.rs", "src/value.rs"], &headers.join("volta_fa_abi.h"))?;
 
-    // Name of the library in the package and for the shims. There is one shim per torch release, so the library does not link one: the shim
-    // that the package opens defines the functions that are undefined here.
+    // Name under which the package installs the library, and shims link it. The library links no shim, because there is one per torch
+    // release: the shim that the package opens defines the functions that are undefined here (src/shim.rs).
     println!("cargo:rustc-link-arg-cdylib=-Wl,-soname,libvolta_fa_core.so");
     Ok(())
 }

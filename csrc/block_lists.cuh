@@ -1,15 +1,16 @@
 // Lists of the blocks of a block-sparse mask: what lies in memory, and how entries are decoded. Included by the iterators over
-// lists (table below), and by forward/block_mask.cuh, backward/block_mask.cuh and backward/stored_block_mask.cuh.
+// lists (table below), and by the block masks of the forward, backward and cast kernels.
 //
 // A list belongs to kListedRows rows of a query head: queries, whose listed columns are keys, or transposed keys, whose columns are
-// queries. After its header come the partial blocks, whose scores exist where the bit tile has a 1, and the full ones. Batch entry
-// and head index the lists modulo their sizes. Causal and window masks and the sequence's lengths apply as without lists, so a step
-// across one of their edges is masked in full blocks too.
+// queries. After its header come the numbers of column blocks: first the partial blocks, then the full ones. A partial block has a
+// bit tile, with a bit for each score: the score exists if it is 1. Batch entry and head index the lists modulo their sizes, so
+// that a mask can be broadcast. Causal and window masks and the sequence's lengths apply as without lists, also in full blocks.
 //
 // Lists come from GPU memory, unvalidated. Counts are clamped to the entries that a list has. An entry outside the matrix becomes
 // kNoColumn, past every sequence: its columns are not loaded, and masked. Bit tiles outside the tensor read as 0.
 //
-// Main loops are written once for all iterators over steps. Iterators have:
+// A step is an iteration of a kernel's main loop: the columns (STEP, at most 64) of one tile. Main loops are written once for all
+// iterators over steps. DenseSteps has no lists. Iterators have, for the step n after the present one:
 //
 //                                      DenseSteps  ListedSteps  CompactListedSteps  ListedBlockSteps
 //   first(), after(n), exists()        yes         yes          yes                 yes; exists() of the block
@@ -18,11 +19,11 @@
 //   column_in_tile(n), number_modulo   -           yes          yes                 yes
 //   advance(grid)                      yes         yes          yes                 advance(), advance_block(), start()
 //   begins_block()                     -           yes          yes                 -
-//   largest n                          any         Ahead        a block's steps     a block's steps
+//   largest n                          any         Ahead        64 / Step           64 / Step
 //
-// Their constructors take (grid, block, first column, end of columns). ListedSteps loads an entry one block before use.
-// CompactListedSteps holds three registers fewer and waits for loads at each block. ListedBlockSteps is for kernels that loop over
-// a block's steps. The file of each has its name.
+// Their constructors take (grid, block, first column, end of columns). ListedSteps loads an entry one block before use; its
+// template parameter Ahead is the largest n. CompactListedSteps holds three registers fewer and waits for loads at each block.
+// ListedBlockSteps is for kernels that loop over a block's steps. The file of each has its name.
 #pragma once
 
 #include "tile.cuh"
@@ -30,26 +31,25 @@
 
 constexpr int kListedRows = 128;  // rows of a list
 constexpr int kListedColumns = 64;  // columns of a listed block
-constexpr int kTileWords = kListedRows * kListedColumns / 32;  // of a bit tile: two a row
+constexpr int kTileWords = kListedRows * kListedColumns / 32;  // 32-bit words of a bit tile: two a row
 constexpr int kNoColumn = 1 << 30;  // past every sequence
 
-// What the numbers of a list are: a header, unvalidated, then entries.
+// Where a list, an array of int, has what: a header, unvalidated, then entries.
 enum ListPart : int {
     kPartialBlocks,  // number of partial column blocks
-    kFullBlocks,  // number of full ones
-    kFirstTile,  // bit tile of the first partial block
-    kRowBlock,  // row block that block i of the grid takes: a field of list i, but not about its rows
-    kEntries,  // where the column blocks begin
+    kFullBlocks,  // number of full column blocks
+    kFirstTile,  // bit tile of the first partial block; the others' follow
+    kRowBlock,  // in list i: the row block that block i of the grid takes, because long lists are launched first
+    kEntries,  // first entry
 };
 
-// Address of the word that has the bit of (row, column) of a tile: bit column % 32. `row` is below kListedRows, `column` below
-// kListedColumns.
+// Address of the word with the bit of (row, column) of a tile: bit column % 32. row < kListedRows, column < kListedColumns.
 __device__ __forceinline__ const int* bits_of(const BlockLists& lists, int tile, unsigned row, unsigned column) {
     const unsigned* from = lists.bits + (row * 2 + column / 32);
     return reinterpret_cast<const int*>(from + static_cast<unsigned long long>(static_cast<unsigned>(tile)) * kTileWords);
 }
 
-// The lists of one head of one batch entry.
+// The lists of one query head of one batch entry.
 struct HeadLists {
     const int* first;
     __device__ __forceinline__ HeadLists(const BlockLists& lists, int batch, int head)
@@ -58,24 +58,23 @@ struct HeadLists {
     __device__ __forceinline__ const int* of(const BlockLists& lists, int row_block) const {
         return first + row_block * lists.row_stride;
     }
-    // The row block that number `i` of `row_blocks` in the grid takes, clamped to those that exist.
+    // The row block that block `i` of the grid takes, clamped to the `row_blocks` that exist.
     __device__ __forceinline__ int launched(const BlockLists& lists, int i, int row_blocks) const {
         return min(max(__ldg(of(lists, i) + kRowBlock), 0), row_blocks - 1);
     }
 };
 
-// Clamp a header's counts of partial and of full blocks to the entries that the list has. `partial`: clamped.
+// Clamp a header's counts of partial and of full blocks to the entries that the list has. `partial`: that count, clamped.
 __device__ __forceinline__ int clamped_partial(const BlockLists& lists, int count) { return min(max(count, 0), lists.max_entries); }
 __device__ __forceinline__ int clamped_full(const BlockLists& lists, int count, int partial) {
     return min(max(count, 0), lists.max_entries - partial);
 }
 
-// Iterators keep columns as the first column of a block or step, with flags in the low bits, which columns leave free: whether the
-// block exists (else it is kNoColumn), and whether it is partial.
+// Iterators keep the first column of a block or step with two flags in its low bits, which are 0 in multiples of 4: whether the
+// block exists (if not, the word is kNoColumn), and whether it is partial.
 constexpr int kExists = 1, kHasBits = 2, kFlags = 3;
 
-// Returns the first column of the block of an entry, with flags. It is number i of some entries that begin with `partial` partial
-// ones.
+// Returns the first column of an entry's block, with flags. The entry has number i, and the first `partial` entries are partial.
 __device__ __forceinline__ int decoded_entry(int entry, int i, int partial) {
     const unsigned block = min(static_cast<unsigned>(entry), static_cast<unsigned>(kNoColumn / kListedColumns));
     return static_cast<int>(block) * kListedColumns + (i < partial ? kExists + kHasBits : kExists);

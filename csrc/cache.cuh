@@ -1,11 +1,10 @@
-// Lengths and addresses of the sequences of a KV cache, dense or paged. Used by all kernels that read or write one: decode,
-// paged forward, append and dequantize.
+// Lengths and addresses of the sequences of a KV cache. A paged cache has pages of cache.rows tokens, which a block table names; a
+// dense one has an entry per sequence. Used by all kernels that read or write one: decode, paged forward, append and dequantize.
 //
-// Lengths and page numbers come from GPU memory, unvalidated. A sequence with impossible lengths is not valid(): it has no keys
-// and a NaN output, but keeps its queries, so that kernels write that NaN. (If cu_seqlens_q itself is wrong, it has no queries
-// either.) has_page() tests page numbers. So no kernel touches memory outside the tensors.
-//
-// Tokens of a sequence are counted from its first, which is row k_offset() of its entry or of its pages (leftpad_k).
+// Lengths and page numbers come from GPU memory, unvalidated. A sequence with impossible lengths is not valid(): it has no keys and
+// a NaN output, but keeps its queries, so that kernels write that NaN. (If cu_seqlens_q itself is wrong, it has no queries either.)
+// has_page() tests page numbers. So no kernel touches memory outside the tensors. Tokens of a sequence are counted from its first,
+// which is row k_offset() of its entry (leftpad_k); with pages the operator takes no leftpad_k, so that is 0.
 #pragma once
 
 #include "lengths.cuh"
@@ -30,7 +29,7 @@ public:
                 packed_range(lengths, cache.cu_seqlens_k_new, batch, cache.total_new, cache.seqlen_new, knew_offset_, seqlen_knew_);
         if (cache.leftpad_k) k_offset_ = load_length(cache.leftpad_k + batch);
         const int capacity = cache.block_table ? cache.max_pages * cache.rows : cache.rows;
-        const int end = cache.cache_seqlens ? load_length(cache.cache_seqlens + batch) : capacity;
+        const int end = cache.cache_seqlens ? load_length(cache.cache_seqlens + batch) : capacity;  // leftpad_k included
         valid_ &= has_queries_ && k_offset_ >= 0 && k_offset_ <= end && end <= capacity - seqlen_knew_;
         if (!cache.block_table) valid_ &= static_cast<unsigned>(entry(cache, batch)) < static_cast<unsigned>(cache.entries);
         seqlen_k_cache_ = end - k_offset_;
@@ -54,7 +53,7 @@ public:
     __device__ __forceinline__ int q_offset() const { return q_offset_; }
     // Row of token 0, from the first row of the sequence's entry or pages.
     __device__ __forceinline__ int k_offset() const { return k_offset_; }
-    // Offset of the sequence's row of softmax_lse. The static form takes q_offset from a caller that has it already.
+    // Offset of the sequence's first element in softmax_lse. The static form takes q_offset from a caller that has it already.
     __device__ __forceinline__ long long lse_row(int batch, int head) const {
         return lse_row(problem_, lengths_, q_offset_, batch, head);
     }
@@ -75,7 +74,6 @@ __device__ __forceinline__ int page_of(const Cache& cache, int batch, int i) {
     if (!cache.block_table) return CacheSeqlenInfo::entry(cache, batch);
     return load_length(cache.block_table + batch * cache.block_table_stride + i);
 }
-// Whether the cache has a page of this number.
 __device__ __forceinline__ bool has_page(const Cache& cache, int page) {
     return static_cast<unsigned>(page) < static_cast<unsigned>(cache.entries);
 }

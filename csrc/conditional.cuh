@@ -1,5 +1,4 @@
-// Conditional<First, A, B>::Type is A or B: std::conditional, because NVRTC has no <type_traits>. Included wherever a kernel's
-// features select a type.
+// Conditional<First, A, B>::Type is A or B: std::conditional, which NVRTC lacks. Used where a kernel's features select a type.
 #pragma once
 
 template <bool First, class A, class B>

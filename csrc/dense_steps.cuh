@@ -1,8 +1,9 @@
 // Iteration over a contiguous range of keys or queries, in kernels without a block mask: forward grids and
-// backward/dense_blocks.cuh include it. block_lists.cuh compares it with the iterators over lists of blocks.
+// backward/dense_blocks.cuh include it. The functions are those of the iterators over a block mask's lists (block_lists.cuh has a
+// table), so that a kernel's main loop is written once. Their grid and block arguments are for lists.
 #pragma once
 
-// The steps of Step columns from `first` up to `end`. Columns are keys, or queries in kernels whose rows are keys.
+// The steps (iterations of a main loop) of Step columns from `first` up to `end`. Columns are keys, or queries where rows are keys.
 template <int Step>
 class DenseSteps {
     int first_, end_;
@@ -10,13 +11,10 @@ class DenseSteps {
 public:
     template <class Grid, class Block>
     __device__ __forceinline__ DenseSteps(const Grid&, const Block&, int first, int end) : first_(first), end_(end) {}
-    // Whether this step exists.
     __device__ __forceinline__ bool exists() const { return first_ < end_; }
-    // First column of this step.
     __device__ __forceinline__ int first() const { return first_; }
     // First column of the step `steps` later; past the last step, one that is not loaded.
     __device__ __forceinline__ int after(int steps) const { return first_ + steps * Step; }
-    // Advances to the next step.
     template <class Grid>
     __device__ __forceinline__ void advance(const Grid&) {
         first_ += Step;
@@ -25,8 +23,7 @@ public:
     __device__ __forceinline__ static constexpr bool has_bits() { return false; }
 };
 
-// Stands in for MaskBits (forward/block_mask.cuh), a block mask's bits of single scores. Without a block mask its calls compile to
-// nothing.
+// Stands in for MaskBits (forward/block_mask.cuh), a block mask's bits of single scores. Its calls compile to nothing.
 struct NoMaskBits {
     static constexpr bool kHidesAll = false;  // whether the bits also hide what lengths, causal masks and windows hide
     template <class Grid, class Keys>

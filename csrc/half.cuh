@@ -1,16 +1,15 @@
-// Pairs of fp16 or bf16 in a 32-bit word: conversions from and to fp32, arithmetic on fp16 pairs, and byte permutations. Included
-// by all kernels.
+// Pairs of fp16 or bf16 in a 32-bit word: conversions from and to fp32, arithmetic on fp16, byte permutations. For all kernels.
 #pragma once
 
-// Returns the lower, or the upper, halves of two words, in their order. (A selector's digits, lowest byte last, are byte numbers: 0
-// to 3 of the first word, 4 to 7 of the second.)
+// Returns the lower, or the upper, halves of two words: a's in the lower half. (A selector's hexadecimal digits, lowest byte last,
+// are byte numbers: 0 to 3 of the first word, 4 to 7 of the second.)
 __device__ __forceinline__ unsigned halves(unsigned a, unsigned b, bool upper) {
     return __byte_perm(a, b, upper ? 0x7632 : 0x5410);
 }
 __device__ __forceinline__ unsigned lower_halves(unsigned a, unsigned b) { return halves(a, b, false); }
 __device__ __forceinline__ unsigned upper_halves(unsigned a, unsigned b) { return halves(a, b, true); }
 
-// Two floats to packed fp16, rounded to nearest even. Uses the slow XU pipe: not for inner loops.
+// Two floats to packed fp16, rounded to nearest even. Uses the XU pipe, a quarter of the FMA pipe's rate: not for inner loops.
 __device__ __forceinline__ unsigned to_half2(float lo, float hi) {
     unsigned packed;
     asm("{.reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(packed) : "f"(lo), "f"(hi));
@@ -25,8 +24,7 @@ __device__ __forceinline__ float2 to_float2(unsigned packed) {
 }
 
 // Two floats to packed bf16, rounded to nearest even by integer operations: there is no instruction before sm_80. Rounding up
-// carries into the exponent, and overflows to infinity as it should. It would turn some NaN into numbers, so every NaN becomes
-// the canonical one.
+// carries into the exponent, and overflows to infinity as it should. Some NaN would become numbers, so all become one NaN.
 __device__ __forceinline__ unsigned to_bf16x2(float lo, float hi) {
     const auto rounded = [](float x) {  // returns bf16 in the upper half
         const unsigned bits = __float_as_uint(x);
@@ -40,14 +38,14 @@ __device__ __forceinline__ float2 bf16x2_to_float2(unsigned packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
 }
 
-// The same of elements whose type, bf16 or fp16, a parameter or a kernel's row names.
+// Pack and unpack a pair of bf16 or fp16, for code whose type is a parameter or a constant of the kernel.
 __device__ __forceinline__ unsigned pack2(float lo, float hi, bool is_bf16) {
     return is_bf16 ? to_bf16x2(lo, hi) : to_half2(lo, hi);
 }
 __device__ __forceinline__ float2 unpack2(unsigned packed, bool is_bf16) {
     return is_bf16 ? bf16x2_to_float2(packed) : to_float2(packed);
 }
-// Four, and eight of them in their order. (These call the conversions themselves: by way of unpack2() ptxas orders them otherwise.)
+// Unpack four, and eight elements in their order. (Do not call unpack2(): ptxas then schedules the conversions otherwise.)
 __device__ __forceinline__ void unpack4(float (&x)[4], const uint2& packed, bool is_bf16) {
     const float2 a = is_bf16 ? bf16x2_to_float2(packed.x) : to_float2(packed.x);
     const float2 b = is_bf16 ? bf16x2_to_float2(packed.y) : to_float2(packed.y);

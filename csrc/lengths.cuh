@@ -8,8 +8,9 @@
 // Loads one length, page number or index.
 __device__ __forceinline__ int load_length(const int* p) { return load_int(p); }
 
-// Loads rows cu[batch] to cu[batch + 1] - 1, clamped to `total` rows and to `longest`. Returns whether nothing had to be
-// clamped and, for the call's first sequence, whether it begins with row 0.
+// Sets `first` and `count` to the rows of sequence `batch` in a packed tensor, cu[batch] to cu[batch + 1] - 1, clamped to the
+// tensor's `total` rows and to `longest` (max_seqlen). Returns true if clamping changed nothing and the call's first sequence
+// begins with row 0. (A call can take several launches. first_batch: sequences of earlier ones.)
 __device__ __forceinline__ bool packed_range(const Lengths& lengths, const int* cu, int batch, int total, int longest, int& first,
                                              int& count) {
     const int begin = load_length(cu + batch), end = load_length(cu + batch + 1);

@@ -1,41 +1,43 @@
-// ListedBlockSteps: iterates over the blocks of a list (block_lists.cuh) and over the steps of each. For turing's forward kernels
-// without score features (turing/forward/block_mask.cuh):
+// ListedBlockSteps: iterates over the key blocks that a block-sparse mask lists, and over the steps (Step keys) of each. For
+// turing's forward kernels without score features (turing/forward/block_mask.cuh):
 //
 //   start(); while (exists()) { do step(); while (advance()); advance_block(); }
 //
-// A list begins with numbers: kPartialBlocks and kFullBlocks (how many blocks of each kind), and kFirstTile (bit tile of the first
-// partial block). From kEntries on it names the blocks. kNoColumn: no block (block_lists.cuh).
+// A list (block_lists.cuh) has counts of partial and full blocks of kListedColumns (64) columns (kPartialBlocks, kFullBlocks), the
+// number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first.
 #pragma once
 
 #include "block_lists.cuh"
 
-// Iterates over a list in two nested loops: blocks, and the steps of a block. A step only counts. Indexed: computes an entry's
-// address from its number, else keeps a pointer. ptxas schedules headdim 128 better indexed, headdim 64 better with a pointer.
+// Iterates over a list in two nested loops: blocks, and the steps of a block. advance() only counts: advance_block() does the rest.
+// Entries are loaded two blocks ahead. Indexed: computes an entry's address from its number, else keeps a pointer. ptxas schedules
+// headdim 64 better with a pointer, 128 without.
 template <int Step, bool Indexed>
 class ListedBlockSteps {
     const int* from_;  // the first entry, or the one that is loaded next
     int entry_ = -1;  // two blocks after this step's, loaded ahead
     int partial_, left_;  // blocks from this step's on: the partial ones, and all
-    int tile_;  // of bits, of this step's block
-    // First columns of this step's block and of the one after it, with flags. Before start() these hold raw entries.
+    int tile_;  // number of the bit tile of this step's block, if that is partial
+    // First columns of this step's block and of the one after it; low bits are the flags kExists and kHasBits. No block: kNoColumn.
+    // Before start() these hold raw entries.
     int block_ = -1, next_block_ = -1;
-    // Of this step: its number, and its first column in the block. Two counters, because ptxas then keeps the number in a uniform
-    // register.
+    // Of this step: its number, and its first column in the block. Two counters: ptxas keeps the number in a uniform register.
     unsigned number_ = 0, column_ = 0;
 
-    // Returns the first column of a block, with flags. `i`: blocks from this step's to it.
+    // Returns the first column of the block that `entry` names, with flags. `i`: blocks from this step's to it.
     __device__ __forceinline__ int decoded(int entry, int i) const {
         const int first = decoded_entry(entry, i, partial_);
         return i < left_ ? first : kNoColumn;
     }
-    // Whether the step `steps` later is in the next block. At most kListedColumns / Step steps.
+    // Whether the step `steps` later (at most kListedColumns / Step) is in the next block. The first clause is a constant.
     __device__ __forceinline__ bool is_beyond(unsigned steps) const {
         return steps * Step >= kListedColumns || (steps > 0 && column_ + steps * Step >= kListedColumns);
     }
 
 public:
     static constexpr int kBlockColumns = kListedColumns;
-    // Loads the header and the first three entries at once: none waits for another. start() follows.
+    // `of`: the thread block, for its list. Loads the header and the first three entries at once: none waits for another. start()
+    // follows. Unnamed: first and end column, for other iterators (the list has the first, start() takes the end).
     template <class Grid, class Block>
     __device__ __forceinline__ ListedBlockSteps(const Grid& grid, const Block& of, int, int)
         : from_(Indexed ? of.list + kEntries : of.list + kEntries + 3) {
@@ -48,19 +50,17 @@ public:
         load_int_if(entries > 1, next_block_, first + 1);
         load_int_if(entries > 2, entry_, first + 2);
     }
-    // Waits for what the constructor loads. `end`: the sequence's columns.
+    // Waits for the constructor's loads, and clamps the counts, unvalidated numbers from GPU memory. `end`: the sequence's columns.
     __device__ __forceinline__ void start(const BlockLists& lists, int end) {
         partial_ = clamped_partial(lists, partial_);
         left_ = end > 0 ? partial_ + clamped_full(lists, left_, partial_) : 0;
         block_ = decoded(block_, 0), next_block_ = decoded(next_block_, 1);
     }
-    // Whether this block exists.
     __device__ __forceinline__ bool exists() const { return block_ & kExists; }
     // Whether the block is partial: a bit tile says which of its scores exist.
     __device__ __forceinline__ bool has_bits() const { return block_ & kHasBits; }
-    // First column of this step.
     __device__ __forceinline__ int first() const { return after(0); }
-    // Of the step `steps` later, in this block or the next.
+    // First column of the step `steps` later, in this block or the next.
     __device__ __forceinline__ int after(unsigned steps) const {
         return ((is_beyond(steps) ? next_block_ : block_) & ~kFlags) + column_in_tile(steps);
     }
@@ -70,6 +70,7 @@ public:
     // Number of that step's bit tile, and its first column there.
     __device__ __forceinline__ int tile_after(unsigned steps) const { return tile_ + is_beyond(steps); }
     __device__ __forceinline__ unsigned column_in_tile(unsigned steps) const { return (column_ + steps * Step) % kListedColumns; }
+    // Number of this step in the list, modulo N.
     template <unsigned N>
     __device__ __forceinline__ unsigned number_modulo() const {
         return number_ % N;
@@ -80,6 +81,7 @@ public:
         column_ = (column_ + Step) % kListedColumns;
         return column_ != 0;
     }
+    // Advances to the first step of the next block, and loads the entry two blocks after that one, if there is one.
     __device__ __forceinline__ void advance_block() {
         block_ = next_block_;
         partial_--, left_--, tile_++;

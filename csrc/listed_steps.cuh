@@ -1,46 +1,45 @@
-// ListedSteps: iterates over the steps of a list (block_lists.cuh), in the backward kernels, volta's forward kernels and turing's
-// generic one of headdim 64. A step is Step columns of a listed block of kListedColumns.
-//
-// A list begins with numbers: kPartialBlocks and kFullBlocks (how many blocks of each kind), and kFirstTile (bit tile of the first
-// partial block). kNoColumn: no block (block_lists.cuh).
+// ListedSteps: iterates over the column blocks that a block-sparse mask lists, in steps of Step columns. For the backward kernels,
+// volta's forward kernels and turing's generic one (score features chosen by parameters) of headdim 64. A list (block_lists.cuh)
+// has counts of partial and full blocks of kListedColumns (64) columns (kPartialBlocks, kFullBlocks), the number of the first
+// partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first.
 #pragma once
 
 #include "block_lists.cuh"
 
-// The blocks of a list, one after the other. Loads an entry one block before it decodes it, because code that decodes at once waits
-// for the load, and keeps the counts.
+// The blocks of a list, one after the other, and the counts of those left. Loads an entry one block before it decodes it: code that
+// decodes at once would wait for the load.
 class LoadedEntries {
     const int* next_;  // entry that is loaded next
     int entry_ = -1;  // the entry before, loaded but not decoded
     int partial_, left_;  // entries from entry_ on: the partial ones, and all
-    int tile_;  // of bits, of this step's block
+    int tile_;  // number of the bit tile of this step's block, if that is partial
 
     __device__ __forceinline__ void load() { load_int_if(left_ > 0, entry_, next_++); }
 
 public:
+    // Clamps the counts, which come from GPU memory, unvalidated. `end`: the sequence's columns.
     __device__ __forceinline__ LoadedEntries(const BlockLists& lists, const int* list, int end) : next_(list + kEntries) {
         partial_ = clamped_partial(lists, __ldg(list + kPartialBlocks));
         left_ = end > 0 ? partial_ + clamped_full(lists, __ldg(list + kFullBlocks), partial_) : 0;
         tile_ = __ldg(list + kFirstTile);
         load();
     }
-    // Returns the first column of the next block, with flags.
+    // Returns the first column of the next block, with the flags kExists and kHasBits in its low bits; kNoColumn if there is none.
     __device__ __forceinline__ int take() {
-        const int first = decoded_entry(entry_, 0, partial_);
+        const int first = decoded_entry(entry_, 0, partial_);  // 0: entry_ is the first of those that partial_ counts
         const bool exists = left_ > 0;
         partial_--, left_--;
         load();
         return exists ? first : kNoColumn;
     }
-    // The bit tile of this step's block.
     __device__ __forceinline__ int tile() const { return tile_; }
     // `leaves`: the next step is in another block.
     __device__ __forceinline__ void advance(bool leaves) { tile_ += leaves; }
 };
 
-// Iterates over a list in steps of Step columns, with a look at those up to Ahead steps later. Registers and instructions are
-// short, so two flags are in the low bits of columns, and a step only adds to two of them. What a kernel never asks for, such as
-// number_, the compiler leaves out.
+// Iterates over a list in steps of Step columns, and also tells the columns of steps up to Ahead later, for loads. Registers and
+// instructions are short. So columns have two flags in their low bits (kExists, kHasBits), and in a block advance() only adds to
+// first_ and ahead_. The compiler leaves out members that a kernel does not use, for example number_.
 template <int Step, int Ahead>
 class ListedSteps {
     static_assert(kListedColumns % Step == 0 && Step % 4 == 0, "a step lies in one block; two bits of columns are free");
@@ -53,7 +52,7 @@ class ListedSteps {
 
 public:
     static constexpr int kBlockColumns = kListedColumns;
-    // The list of a block (Block::list). `end`: the sequence's columns.
+    // Takes the list of a thread block, Block::list. `end`: the sequence's columns.
     template <class Grid, class Block>
     __device__ __forceinline__ ListedSteps(const Grid& grid, const Block& block, int, int end)
         : ListedSteps(grid.lists(), block.list, end) {}
@@ -61,17 +60,16 @@ public:
         first_ = entries_.take();
         ahead_ = Ahead * Step < kListedColumns ? first_ + Ahead * Step : entries_.take();
     }
-    // Whether this step exists.
     __device__ __forceinline__ bool exists() const { return first_ & kExists; }
     // Whether its block is partial: a bit tile says which scores exist.
     __device__ __forceinline__ bool has_bits() const { return first_ & kHasBits; }
     // Whether this step is a listed block's first.
     __device__ __forceinline__ bool begins_block() const { return column_in_block(first_) == 0; }
     __device__ __forceinline__ int first() const { return first_ & ~kFlags; }
-    // Of the step `steps` later, at most Ahead.
+    // First column of the step `steps` later, at most Ahead, and whether that step's block is partial.
     __device__ __forceinline__ int after(int steps) const { return with_flags_after(steps) & ~kFlags; }
     __device__ __forceinline__ bool has_bits_after(int steps) const { return with_flags_after(steps) & kHasBits; }
-    // Its tile of bits, if it has some, and its first column in the tile.
+    // Number of that step's bit tile, if its block is partial, and its first column in the tile.
     __device__ __forceinline__ int tile_after(int steps) const { return entries_.tile() + is_beyond(steps); }
     __device__ __forceinline__ unsigned column_in_tile(int steps) const {
         return (column_in_block(first_) + steps * Step) % kListedColumns;

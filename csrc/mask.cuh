@@ -1,9 +1,8 @@
-// Causal and sliding-window mask of all passes: which keys a query row sees, and which tiles need no mask. Positions count from a
-// sequence's first query and first key.
-//
-// Let o = seqlen_k - seqlen_q (bottom-right alignment). Query i sees keys j with i + o - window_left <= j <= i + o +
-// window_right and 0 <= j < seqlen_k. A side without a window carries seqlen_q + seqlen_k, so no code tests for "no window".
-// Arguments may lie outside the matrix, in the padding of edge tiles.
+// Causal and sliding-window mask: which keys a query row sees, and which tiles need no mask. Used by the forward, backward and
+// decode kernels. Positions count from a sequence's first query and first key. Let o = seqlen_k - seqlen_q (bottom-right
+// alignment). Query i sees keys j with i + o - window_left <= j <= i + o + window_right and 0 <= j < seqlen_k; a causal mask has
+// window_right = 0. A side without a window has a window of seqlen_q + seqlen_k. That reaches past either end, so no code tests for
+// "no window". Arguments may lie outside the matrix, in the padding of edge tiles.
 #pragma once
 
 #include "volta_fa_params.h"
@@ -42,8 +41,8 @@ struct Mask {
     __device__ __forceinline__ int full_row_end(int key) const { return min(key - low + 1, seqlen_q); }
 };
 
-// Tests in one comparison whether a tile of Step rows sees all keys [key, key + keys), so that it needs no mask. If some of
-// these keys do not exist, every tile needs it.
+// Tests in one comparison whether a tile of Step rows sees all keys [key, key + keys), so that it needs no mask. If some of these
+// keys do not exist, every tile needs it.
 template <int Step>
 struct UnmaskedRows {
     int first;  // such tiles begin at rows first to first + span

@@ -1,13 +1,12 @@
 // Inline PTX that kernels share: values to keep in registers, special registers to read again (remat_*: rematerialization, as in
-// CUTLASS), loads and stores that stay where they are, barriers, and the maximum over a warp. Included by all kernels: registers
-// limit most of them, and the compiler schedules volatile PTX in program order. (Arithmetic is where its numbers are: half.cuh,
-// softmax.cuh, philox.cuh, the families' mma.cuh.)
+// CUTLASS), loads and stores in program order, barriers, and the maximum over a warp. Included by most kernels, usually through
+// tile.cuh. They need it because registers limit them, and because the compiler keeps volatile PTX in program order. Files with one
+// use for an instruction have it themselves, most of them arithmetic (half.cuh, softmax.cuh, {volta,turing}/mma.cuh).
 #pragma once
 
 // ---- registers ------------------------------------------------------------------------------------
 
-// Hides from the compiler how x is computed. It could otherwise compute x from thread indices again in every iteration, instead
-// of keeping it in a register.
+// Hides from the compiler how x is computed, so that it keeps x in a register instead of computing it again in each iteration.
 __device__ __forceinline__ int keep_in_register(int x) {
     asm volatile("mov.b32 %0, %0;" : "+r"(x));
     return x;
@@ -17,12 +16,11 @@ __device__ __forceinline__ float* keep_in_register(float* x) {
     return x;
 }
 
-// Changes x into a value that the compiler knows nothing of, where it stands and without an instruction: it is not computed again
-// later.
+// Hides x's computation as keep_in_register() does, but without an instruction: for the compiler x changes here.
 __device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
 
-// Two shared addresses in one register. The volatile PTX hides their computation: otherwise the compiler would recompute each
-// from threadIdx under register pressure. Addresses are even and below 2^17, so that half of each fits 16 bits.
+// Two shared addresses in one register. The volatile PTX hides their computation: otherwise the compiler would recompute each from
+// threadIdx under register pressure. Addresses are even and below 2^17, so that half of each fits 16 bits.
 class AddressPair {
     unsigned packed_;
 
@@ -34,15 +32,15 @@ public:
     __device__ __forceinline__ unsigned second() const { return (packed_ >> 16) * 2; }
 };
 
-// Reads threadIdx.x again (rematerialization, as in CUTLASS), for code that runs rarely: what is derived from it is computed
-// there, and holds no register elsewhere.
+// Reads threadIdx.x again (rematerialization, as in CUTLASS), for code that runs rarely: what is derived from it is computed there,
+// and holds no register elsewhere.
 __device__ __forceinline__ int remat_thread_index() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }
 
-// The same for blockIdx.x, y and z. The z axis of most grids is batch entries. What x and y are differs (forward/block.cuh).
+// Read blockIdx.x, y and z again. Most grids have a batch entry on the z axis, and row blocks and heads on x and y in either order.
 __device__ __forceinline__ int remat_block_x() {
     int x;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
@@ -59,7 +57,7 @@ __device__ __forceinline__ int remat_block_batch() {
     return x;
 }
 
-// Reads a kernel's parameter again, with the same effect.
+// Copies a kernel's parameter from constant memory again, so that it holds no register between uses.
 __device__ __forceinline__ float remat_parameter(float x) {
     float y;
     asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -72,7 +70,7 @@ __device__ __forceinline__ float remat_parameter(float x) {
 __device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
 // Loads and stores of 16 bytes, a chunk, in shared memory. Volatile, so that they stay in program order. No memory clobber: the
-// compiler sees no other accesses to shared memory.
+// compiler may move C++ accesses past them, so a barrier has to separate both kinds where they meet.
 __device__ __forceinline__ uint4 load_shared(unsigned address) {
     uint4 r;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address));
@@ -110,8 +108,7 @@ __device__ __forceinline__ void store_shared2_if(bool exists, unsigned address, 
 
 // ---- global memory --------------------------------------------------------------------------------
 
-// Loads the chunk at p into r if `inside`. r is read and written, because ptxas keeps the registers of a predicated load live
-// from what they held before.
+// Loads the chunk at p into r if `inside`. r is read and written: ptxas keeps a predicated load's registers live before it.
 __device__ __forceinline__ void load_global_if(bool inside, uint4& r, const unsigned short* p) {
     asm volatile(
         "{.reg .pred inside;\n"
@@ -146,8 +143,8 @@ __device__ __forceinline__ float load_float_or_0(bool exists, const float* from)
                  : "l"(from), "r"(static_cast<int>(exists)));
     return x;
 }
-// Loads Words words, the chunk of column Column of a row, if the row has more than Column columns from here on; else x keeps its
-// value.
+// Loads Words (1, 2 or 4) 32-bit words from `from` into x if `columns` > Column; else x keeps its values. Column is a template
+// parameter, so that the comparison has an immediate operand.
 template <int Column, int Words>
 __device__ __forceinline__ void load_columns(int columns, unsigned* x, const void* from) {
     static_assert(Words == 1 || Words == 2 || Words == 4, "words of a load");
@@ -169,8 +166,8 @@ __device__ __forceinline__ void prefetch_l2_if(bool exists, const void* sector) 
     asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p prefetch.global.L2 [%0];}" ::"l"(sector), "r"(static_cast<int>(exists)));
 }
 
-// Loads of one value, volatile: code that needs it again loads it again, instead of holding a register. The number is that of
-// 4-byte words.
+// Volatile loads of small values: code loads one again at each use, instead of holding a register. Numbers in names count 4-byte
+// words.
 __device__ __forceinline__ unsigned load_global1(const void* p) {
     unsigned x;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
@@ -191,7 +188,7 @@ __device__ __forceinline__ uint2 load_global2(const void* p) {
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
     return x;
 }
-// The same by the read-only path: ptxas moves these past barriers, next to where they are used.
+// Loads by the read-only path: ptxas moves these past barriers, next to where they are used.
 __device__ __forceinline__ float load_float_constant(const float* p) {
     float x;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p));
@@ -229,9 +226,10 @@ __device__ __forceinline__ void add_global(float* p, float x) {
 
 // ---- barriers -------------------------------------------------------------------------------------
 
-// One barrier for the warps of a block, which may be in the code of different steps: so not __syncthreads().
+// A barrier for all warps of the block, which may reach it at different places of the code, as in masked and unmasked steps. So it
+// is not __syncthreads().
 __device__ __forceinline__ void block_barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
-// Barriers of some of a block's warps: `threads` threads in all. named_arrive() does not wait.
+// Barriers number `barrier` (1 to 15) of some of a block's warps: `threads` threads in all. named_arrive() does not wait.
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

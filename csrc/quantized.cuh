@@ -1,12 +1,12 @@
-// Quantized KV caches (int8, int4, fp8 e4m3 and e5m2): addresses of bytes and scales, and exact conversion of codes to fp16.
-// Used by the kernels that read or write such caches (decode, append, dequantize). python/volta_fa/kv_cache/formats.py defines the
-// formats.
+// Quantized KV caches (int8, int4, fp8 e4m3 and e5m2): addresses of bytes and scales, and exact conversion of codes, the quantized
+// numbers, to fp16. Used by the kernels that read or write such caches (decode, append, dequantize, and the indexer's fp8 keys). A
+// number is (code - zero point) * scale; only int4 has zero points. python/volta_fa/kv_cache/formats.py defines the formats.
 #pragma once
 
 #include "half.cuh"
 #include "volta_fa_params.h"
 
-// Address of row `row` of a page of K or V, for KV head `head`.
+// Address of row `row` of a page of K or V, for KV head `head`. Strides count bytes.
 __device__ __forceinline__ unsigned char* bytes_of_page(const Operand& x, int page, int row, int head) {
     const long long offset = page * x.batch_stride + row * x.row_stride + head * x.head_stride;
     return reinterpret_cast<unsigned char*>(const_cast<unsigned short*>(x.ptr)) + offset;
@@ -15,19 +15,19 @@ __device__ __forceinline__ unsigned char* bytes_of_page(const Operand& x, int pa
 __device__ __forceinline__ float* scale_of_page(const CacheScale& x, int page, int row, int head) {
     return x.ptr + page * x.batch_stride + row * x.row_stride + head * x.head_stride;
 }
-// Scale of a sequence and head, for formats without scales of tokens; 1 without scales.
+// Scale of a sequence and KV head, for formats without a scale for each token (fp8); 1 if the caller gave none.
 __device__ __forceinline__ float scale_of_sequence(const CacheScale& x, int batch, int head) {
     return x.ptr ? __ldg(x.ptr + batch * x.batch_stride + head * x.head_stride) : 1.f;
 }
 
-// What the codes of a format are. There is no default: a format without its Element does not compile. (CacheFormatInfo, the row of
-// the table in src/kernels/formats.rs, has a format's bits, largest code, and which scales it has.) An Element has
+// What the codes of a format are. There is no default: a format without its Element does not compile. (CacheFormatInfo, which the
+// build generates from src/kernels/formats.rs, has a format's bits, largest code, and which scales it has.) An Element has
 //
 //   unpack8(words)    eight columns as packed fp16, exactly, from the words that hold them. Slot p is half p of the result;
 //                     slots may permute the columns
 //   permute8(x)       puts eight fp16 columns into the same slots
 //   column(p)         the column in slot p
-//   kScale            factor of the unpacked numbers: they are kScale times what the codes stand for
+//   kScale            the unpacked numbers are kScale times what the codes stand for
 //   kTwoScales        slots 4 to 7 have 16 times that factor
 //   kNanIsInfinity    a NaN code is unpacked as infinity: users compute x + 0 * x, which makes it NaN
 //
@@ -58,8 +58,7 @@ struct ByteElement {
     __device__ __forceinline__ static constexpr int column(int p) { return p; }
 };
 
-// The fp16 number 0x64bb is 1024 + bb (0x6480: 1152). So bytes are moved from [-128, 127] to [0, 255], and 1024 + 128 is
-// subtracted.
+// The fp16 number 0x64bb is 1024 + bb (0x6480: 1152). Bytes are moved from [-128, 127] to [0, 255], so 1024 + 128 is subtracted.
 template <>
 struct Element<CacheFormat::Int8> : ByteElement {
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
@@ -71,7 +70,7 @@ struct Element<CacheFormat::Int8> : ByteElement {
     __device__ __forceinline__ static float value(unsigned code) { return static_cast<float>(static_cast<signed char>(code)); }
 };
 
-// An e5m2 byte is the upper byte of an fp16 number. (In selectors 4 is a byte of 0.)
+// An e5m2 byte is the upper byte of an fp16 number. (In __byte_perm's selectors here, digit 4 is a byte of 0.)
 template <>
 struct Element<CacheFormat::E5m2> : ByteElement {
     static constexpr int kMantissaBits = 2, kMinExponent = -14, kExponentBias = 15;
@@ -104,14 +103,14 @@ struct Element<CacheFormat::E4m3> : ByteElement {
     }
     __device__ __forceinline__ static float value(unsigned code) {
         const unsigned magnitude = code & 0x7f;
-        const float x = 256.f * to_float2((code & 0x80) << 8 | magnitude << 7).x;  // 2^8, as above
+        const float x = 256.f * to_float2((code & 0x80) << 8 | magnitude << 7).x;  // 2^8: the exponent biases differ by 8
         return magnitude == 0x7f ? __int_as_float(0x7fc00000) : x;
     }
 };
 
-// A 4-bit code at bit 0 of a half is 2^-24 times the code, at bit 4 2^-20 times: fp16 subnormals, which products take exactly.
-// So slots 0 to 3 have the codes at bits 0 to 3 of bytes, slots 4 to 7 those at bits 4 to 7. `y` has the upper byte of each half in
-// the lower.
+// A 4-bit code at bit 0 of a half is 2^-24 times the code, at bit 4 2^-20 times: fp16 subnormals, which products take exactly. So
+// slots 0 to 3 have the codes at bits 0 to 3 of bytes, slots 4 to 7 those at bits 4 to 7. `y` has the upper byte of each half in
+// the lower. Byte i has columns 2 * i and 2 * i + 1, so the slots have columns 0, 4, 2, 6, 1, 5, 3 and 7.
 template <>
 struct Element<CacheFormat::Int4> {
     static constexpr float kScale = 5.9604644775390625e-8f;  // 2^-24

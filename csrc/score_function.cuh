@@ -1,12 +1,11 @@
-// A pointwise function of scores, softcap, with its derivative. It comes first of all that changes scores (score_mod.cuh, which
-// includes this file).
-//
-// Kernels use ScoreFunction and know no formula. It maps a product q.k to a state, from which scores and derivatives follow:
+// A pointwise function of scores, softcap, with its derivative, for kernels of 16-bit tensors. It is the first of the score
+// modifiers, before ALiBi and bias (score_mod.cuh, which includes this file). Kernels use ScoreFunction and know no formula. It
+// maps a product q.k to a state, from which scores and derivatives follow cheaply:
 //
 //   f(softmax_scale * product) = factor() * state(product) + constant()      in log2 units
 //   f'(softmax_scale * product) = derivative(state(product))
 //
-// f rises, so the largest product of a row has the largest score. A softmax may take states as scores and factor() as their
+// f is increasing, so the largest product of a row has the largest score. A softmax may take states as scores and factor() as their
 // scale: a constant changes the lse alone. A second function would be a struct like Softcap, with a feature of its own.
 #pragma once
 
@@ -14,6 +13,7 @@
 #include "softmax.cuh"
 #include "volta_fa_params.h"
 
+// Returns 1 / x by one instruction.
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -31,7 +31,7 @@ public:
 
     __device__ __forceinline__ Softcap(const Problem& p, const ScoreOptions& o)
         : to_exponent_(2.f * p.scale_log2 * o.inverse_function_parameter), cap_(o.function_parameter * kLog2e) {}
-    // Reads the parameters again, so that neither they nor what is derived from them hold registers between steps.
+    // Reads the parameters from constant memory again, so that nothing derived from them holds registers between steps.
     __device__ __forceinline__ static Softcap rematerialized(const Problem& p, ScoreOptions o) {
         o.function_parameter = remat_parameter(o.function_parameter);
         o.inverse_function_parameter = remat_parameter(o.inverse_function_parameter);
@@ -45,9 +45,8 @@ public:
     __device__ __forceinline__ static float constant_of(float factor) { return -.5f * factor; }
 
     __device__ __forceinline__ float state(float product) const { return state(product, kPlain); }
-    // Returns the score minus constant(), plus `offset`.
+    // Return the score minus constant(), plus `offset`: of a state, and of a product.
     __device__ __forceinline__ float score(float state, float offset) const { return fmaf(factor(), state, offset); }
-    // The same from the product.
     __device__ __forceinline__ float of_product(float product, float offset) const {
         return fmaf(factor(), state(product), offset);
     }
@@ -60,14 +59,15 @@ public:
         return __fdividef(log2_approx(fmaxf(__fdividef(1.f, state) - 1.f, 0.f)), to_exponent_);
     }
 
-    // How a tile's states are computed. A masked product is -inf. As a score it needs an infinite state, which no product has in
-    // a plain tile. In a maskable tile it has: other products become maskable_product() first.
+    // How a tile's states are computed. A masked product is -inf, and its score must be -inf, so its state infinite: 1 / (0 + 0).
+    // The state of a plain tile, 1 / (e^2x + 1), would be 1. So states of a tile with masked products are 1 / e^2y (kMaskable),
+    // where the other products were first replaced by maskable_product(), whose e^2y is e^2x + 1. Volta's forward kernels do so.
     using TileKind = float;
-    static constexpr TileKind kPlain = 1.f, kMaskable = 0.f;  // what the denominator of the state has besides e^2x
+    static constexpr TileKind kPlain = 1.f, kMaskable = 0.f;  // addend of the denominator
     __device__ __forceinline__ float state(float product, TileKind kind) const {
         return reciprocal_approx(exp2_approx(product * to_exponent_) + kind);
     }
-    // `unit`: maskable_unit(), the same for a tile's products.
+    // `unit`: maskable_unit(), 1 / to_exponent_, computed once for a tile.
     __device__ __forceinline__ float maskable_product(float product, float unit) const {
         return log2_approx(exp2_approx(product * to_exponent_) + 1.f) * unit;
     }

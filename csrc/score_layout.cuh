@@ -1,8 +1,7 @@
-// Which lane holds which score of an mma tile: the contract between shared code and a family's mma layout.
-//
-// Each mma instruction gives a lane some elements of a tile of scores. Masks, softmax, ALiBi, bias and dropout
-// (forward/scores.cuh, backward/score_coord.cuh) only need the query and the key of each element. So a family describes each of
-// its tilings by a Layout, a struct of static functions and constants:
+// Which lane holds which score of an mma tile: the contract between shared code and a family's mma layout. Each mma instruction
+// gives a lane some elements of a tile of scores. Masks, softmax, ALiBi, bias and dropout (forward/scores.cuh,
+// backward/score_coord.cuh) only need the query and the key of each element. So a family describes each of its tilings by a Layout,
+// a struct of static functions and constants:
 //
 //   using Lane                     made from a lane number; argument of the functions below
 //   using Tile                     float[kElements]: a lane's elements of one tile
@@ -44,7 +43,7 @@ __device__ constexpr bool covers_tile() {
 // Whether a forward layout's rows agree with its elements, and kRowLaneMasks with both. For a static_assert after each layout.
 template <class Layout>
 __device__ constexpr bool has_rows() {
-    int distances = 0;
+    int distances = 0;  // bits in which the numbers of a row's lanes may differ
     for (int lane_mask : Layout::kRowLaneMasks) distances |= lane_mask;
     for (int v = 0; v < Layout::kElements; v++)
         if (Layout::row_slot(Layout::row_of(v)) != Layout::query_slot(v) || Layout::key_slot(v) >= Layout::kKeys) return false;

@@ -1,23 +1,24 @@
-// Score modifiers: a score function, ALiBi, bias and dropout switches, for one head of one batch entry.
+// Score modifiers: score function, ALiBi and bias of one head of one batch entry, and tests whether a problem uses them. Included
+// by the forward, backward and decode kernels.
 //
-// Scores go through these steps in this order, each only if the problem uses it. In generic kernels parameters say so: uniform
-// branches for the whole grid.
+// Scores go through these steps in this order, each only if the problem uses it. In generic kernels parameters say so: branches
+// that the whole grid takes alike.
 //
 //   x = softmax_scale * q.k
-//   x = f(x)                             ScoreFunction (score_function.cuh)
+//   x = f(x)                             ScoreFunction (score_function.cuh), of fp32 tensors PreciseScoreFunction
 //   x = x - slope * |i + o - j|          Alibi; query i, key j, o = seqlen_k - seqlen_q
 //   x = x + bias[i, j]                   Bias
 //
 // Results are in log2 units (multiplied by log2(e)), ready for exp2. Code that applies these steps:
 //
-//   forward                             forward/scores.cuh
-//   forward, kernels of one feature     turing/forward/one_feature.cuh, volta/forward/feature_*.cuh
+//   forward                             forward/scores.cuh; f of fp32 tensors forward/split.cuh
+//   forward, required features          turing/forward/one_feature.cuh, volta/forward/feature_*.cuh
 //   backward                            backward/modifiers.cuh
-//   backward, kernels of one feature    turing/backward/one_feature.cuh, volta/backward/joint_scores.cuh; else as above
+//   backward, required features         turing/backward/one_feature.cuh, volta/backward/joint_scores.cuh; else as above
 //   decode                              decode/mainloop.cuh
 //
-// ALiBi's formula for scores after the product is Alibi::of(). Kernels of one feature fold its formula into their products:
-// turing's ALiBi and fp16 bias, and volta's in the forward pass, are initial accumulators.
+// Kernels that require features (compiled for problems that all use one, or in volta's forward pass two) fold ALiBi and bias into
+// their products where they can: turing's ALiBi and fp16 bias, and mostly volta's in the forward pass, are initial accumulators.
 #pragma once
 
 #include "conditional.cuh"
@@ -28,7 +29,7 @@
 #include "softmax.cuh"
 #include "volta_fa_params.h"
 
-// Whether the problem uses a feature. Kernels that require one need no test.
+// Whether the problem uses a feature. Kernels that require features (kRequiredFeatures, compile time) need no test.
 __device__ __forceinline__ bool uses_score_function(const ScoreOptions& o) {
     return kHasScoreFunction && (kRequiredFeatures || ScoreFunction::parameter(o) > 0.f);
 }
@@ -51,11 +52,11 @@ struct Alibi {
     // Returns i + o - j.
     __device__ __forceinline__ float distance(int row, int key) const { return static_cast<float>(row + offset - key); }
     __device__ __forceinline__ float operator()(float x, float distance) const { return of(slope, x, distance); }
-    // The formula, for code that has a slope without a head's Alibi.
+    // The formula, for code that keeps a slope without an object of this class.
     __device__ __forceinline__ static float of(float slope, float x, float distance) { return fmaf(-slope, fabsf(distance), x); }
 };
 
-// Additive bias of one head: fp16 or fp32, with rows and keys for the longest sequence.
+// Additive bias of one head: fp16 or fp32, with rows and keys for the longest sequence. Callers multiply its values by kLog2e.
 class Bias {
     const char* base_;
     long long row_bytes_;
@@ -72,8 +73,8 @@ public:
     template <int Keys>
     using Loaded = typename Conditional<Keys == 4, uint4, uint2>::Type;
 
-    // Loads the bias of Keys consecutive keys. `row` exists, `key` is a multiple of Keys; keys past the last give the last
-    // group's bias.
+    // Loads the bias of Keys consecutive keys. `row` must exist. `key` is a multiple of Keys. Keys past the last give the last
+    // group's bias: the host pads rows to a multiple of 4 keys.
     template <int Keys>
     __device__ __forceinline__ Loaded<Keys> load(const ScoreOptions& o, int row, int key) const {
         if constexpr (Keys == 4)
@@ -112,7 +113,8 @@ public:
             x[0] = both.x, x[1] = both.y;
         }
     }
-    // Of every four loaded elements, returns the second and fourth if `second`, else the first and third.
+    // Of every four loaded elements, returns the second and fourth if `second`, else the first and third (lanes with two of four
+    // keys).
     template <int N>
     __device__ __forceinline__ static void every_second(const ScoreOptions& o, const uint4 (&loaded)[N], bool second,
                                                         float2 (&x)[N]) {
@@ -129,8 +131,8 @@ public:
     }
 
 private:
-    // Clamps an fp32 bias to the softmax's range (softmax.cuh). Infinity and NaN stay: they belong in the result. Low values
-    // need no clamp.
+    // Clamps an fp32 bias to the softmax's range (softmax.cuh). Infinity and NaN stay: they belong in the result. Low values need
+    // no clamp, because row_max never falls below the range.
     __device__ __forceinline__ static float bounded(float bias) {
         constexpr float kLargest = kLargestScore / 2 / kLog2e;  // leaves the other half of the range to the score itself
         return bias > kLargest && bias < positive_infinity() ? kLargest : bias;

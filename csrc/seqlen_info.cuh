@@ -1,9 +1,9 @@
 // Lengths and offsets of one batch entry, in rows, for the forward, backward and cast kernels.
 //
 // SeqlenInfo<false>: one length for all, from the parameters; costs nothing. SeqlenInfo<true>: varlen, from cu_seqlens and
-// seqused_k in GPU memory, unvalidated. An invalid sequence, one that would reach outside the tensors or past max_seqlen, has
-// no rows and no keys. No kernel writes its rows, which src/ops/device.rs fills with NaN. SeqlenInfo<true, true>: the keys are
-// the tokens of a KV cache (paged prefill, cache.cuh). Kernels use the alias BlockSeqlenInfo.
+// seqused_k in GPU memory, unvalidated. An invalid sequence, one that would reach outside the tensors or past max_seqlen, has no
+// rows and no keys. No kernel writes its rows: the host fills them with NaN before the launch. SeqlenInfo<true, true>: the keys are
+// the tokens of a KV cache (paged prefill). Kernels use the alias BlockSeqlenInfo, which has the kernel's own features.
 #pragma once
 
 #include "cache.cuh"
@@ -26,10 +26,10 @@ public:
     __device__ __forceinline__ int seqlen_k() const { return problem_.seqlen_k; }
     // Rows of K and V in the tensor. Attention ignores those from seqlen_k() on, but dk and dv have them (as 0).
     __device__ __forceinline__ int seqlen_k_allocated() const { return problem_.seqlen_k; }
-    // First row of q and of k, from the batch entry's first.
+    // First row of the sequence in q and in k, from the batch entry's row 0; in packed tensors from the whole tensor's.
     __device__ __forceinline__ int q_offset() const { return 0; }
     __device__ __forceinline__ int k_offset() const { return 0; }
-    // Offset of the batch entry's row of softmax_lse.
+    // Offset of the sequence's first element in softmax_lse, (batch, nheads, seqlen_q); packed: (nheads, total_q).
     __device__ __forceinline__ long long lse_row(int batch, int head) const {
         return (static_cast<long long>(batch) * problem_.nheads + head) * problem_.seqlen_q;
     }
@@ -72,7 +72,7 @@ public:
     }
 };
 
-// Lengths of a KV cache, for the paged forward kernels.
+// Lengths of a KV cache, for paged forward kernels ("prefill"). p.min_rows divides a mixed batch between these and decode kernels.
 template <>
 class SeqlenInfo<true, true> : public CacheSeqlenInfo {
     bool is_prefill_;
@@ -81,13 +81,13 @@ public:
     __device__ __forceinline__ SeqlenInfo(const FwdParams& p, int batch)
         : CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch),
           is_prefill_(valid() && CacheSeqlenInfo::seqlen_q() * (p.problem.nheads / p.problem.nheads_k) >= p.min_rows) {}
-    // Zero for sequences with fewer than min_rows rows per KV head: the decode kernel computes these.
+    // Zero for sequences with fewer than min_rows rows (queries times query heads) per KV head: the decode kernel computes these.
     __device__ __forceinline__ int seqlen_q() const { return is_prefill_ ? CacheSeqlenInfo::seqlen_q() : 0; }
 };
 
 using BlockSeqlenInfo = SeqlenInfo<kVarlen, kPaged>;
 
-// The mask of a sequence.
+// Returns the causal and window mask of a sequence.
 __device__ __forceinline__ Mask mask_of(const Problem& problem, const BlockSeqlenInfo& sequence) {
     if (!kVarlen) return Mask(problem);
     return Mask(problem, sequence.seqlen_q(), sequence.seqlen_k());

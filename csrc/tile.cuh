@@ -1,10 +1,10 @@
-// Tiles of fp16 matrices: loads from global memory to registers, stores to shared memory, in 16-byte chunks of 8 elements. Used
-// by forward, backward, decode, cast and indexer kernels.
+// Tiles of fp16 matrices: loads from global memory to registers, stores to shared memory, in 16-byte chunks of 8 elements. Used by
+// forward, backward, decode, cast and indexer kernels. Tensors' elements are `unsigned short`, the bits of fp16.
 //
-// sm_70 and sm_75 have no cp.async: a tile is loaded into registers early, and stored to shared memory once the tile before it
-// has been used. Shared rows are swizzled, so that operand loads have no bank conflicts. TileLoader pads a tile with zeros:
-// columns up to the kernel's headdim, and rows, so that inf and NaN of stale data stay out of the products. TileStream leaves
-// out what does not exist, and lets the caller clear it.
+// sm_70 and sm_75 have no cp.async: a tile is loaded into registers early, and stored to shared memory once the tile before it has
+// been used. Shared rows are swizzled (chunks permuted), so that operand loads have no bank conflicts. TileLoader pads a tile with
+// zeros: columns up to the kernel's headdim, and rows, so that inf and NaN of stale data stay out of the products. TileStream does
+// not load rows and columns outside the matrix: registers keep their contents, and the caller clears them.
 #pragma once
 
 #include "ptx.cuh"
@@ -49,11 +49,16 @@ __device__ __forceinline__ auto rows_of(const Tensor& x, int batch, int head, in
     return head_base(x, batch, head) + first * x.row_stride;
 }
 
-// Byte offset of chunk (row, chunk) in a swizzled tile without padding. Chunks: chunks of a row, a multiple of 4.
-//
-// Chunks of one column in eight consecutive rows fall into all eight 16-byte bank groups, and so do four consecutive chunks of
-// two consecutive rows. Bits 1 and 2 of the row are XORed into bits 0 and 1 of the chunk, bit 0 of the row into bit 2. Rows of
-// 4 or 12 chunks (64 or 192 bytes) shift odd rows by four chunks by themselves.
+// Address of an element of an output that holds fp32, though Output's pointer is that of fp16. `element`: its address if elements
+// were fp16, as rows_of() computes it.
+__device__ __forceinline__ float* fp32_element(const Output& out, const unsigned short* element) {
+    return reinterpret_cast<float*>(out.ptr) + (element - out.ptr);
+}
+
+// Byte offset of chunk (row, chunk) in a swizzled tile without padding. Chunks: chunks of a row, a multiple of 4. Chunks of one
+// column in eight consecutive rows fall into all eight 16-byte bank groups, and so do four consecutive chunks of two consecutive
+// rows. Bits 1 and 2 of the row are XORed into bits 0 and 1 of the chunk, bit 0 of the row into bit 2. In rows of 4 or 12 chunks
+// (64 or 192 bytes) the pitch moves odd rows by four chunks, so that bit 0 is not needed.
 template <int Chunks>
 __device__ __forceinline__ int swizzled(int row, int chunk) {
     static_assert(Chunks % 4 == 0, "the swizzle permutes groups of four chunks");
@@ -61,9 +66,9 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
     return (row * Chunks + (chunk ^ ((row >> 1) & 3) ^ parity)) * kChunkBytes;
 }
 
-// Moves a swizzled address `chunks` chunks further in its row, without a multiplication. Below the group of chunks that the
-// swizzle permutes, `chunks` shares no bit with the chunk's own number. Tiles begin at multiples of kGroup chunks, so that the XOR
-// changes no bit of the tile's own address.
+// Returns the address of the chunk whose number is `chunks` higher in the same row, from a swizzled address: an XOR, because the
+// swizzle is one too. kGroup: chunks that the swizzle permutes. Modulo kGroup, `chunks` shares no bit with the chunk's number, so
+// that XOR adds. Tiles begin at multiples of kGroup chunks, so that it changes no bit of the tile's own address.
 template <int Chunks>
 __device__ __forceinline__ unsigned chunk_after(unsigned address, unsigned chunks) {
     constexpr bool kPowerOf2 = (Chunks & (Chunks - 1)) == 0;
@@ -71,8 +76,8 @@ __device__ __forceinline__ unsigned chunk_after(unsigned address, unsigned chunk
     if (kPowerOf2) return address ^ chunks * kChunkBytes;
     return (address ^ chunks % kGroup * kChunkBytes) + chunks / kGroup * (kGroup * kChunkBytes);
 }
-// Chunk shift between a row and one `rows` further, where `rows` shares none of bits 0 to 2 with the row. The same chunk there
-// is chunk_after(address, row_swizzle(rows)) + rows * Chunks * kChunkBytes.
+// Returns by how many chunks the swizzle moves a chunk from a row to the one `rows` further, which shares none of bits 0 to 2 with
+// it. That row's chunk is at chunk_after(address, row_swizzle(rows)) + rows * Chunks * kChunkBytes.
 template <int Chunks>
 __device__ __forceinline__ unsigned row_swizzle(unsigned rows) {
     return swizzled<Chunks>(rows % 8, 0) / kChunkBytes - rows % 8 * Chunks;
@@ -82,9 +87,8 @@ __device__ __forceinline__ unsigned row_swizzle(unsigned rows) {
 __device__ constexpr int threads_per_row(int chunks) { return chunks % 8 == 0 ? 8 : 4; }
 
 // Loads tiles of Rows rows by 8 * Chunks columns, one after the other down a matrix: global memory to registers by load(),
-// registers to shared memory by store(). Threads threads share a tile.
-//
-// The registers are live from load() to store() only. A tile inside the matrix costs plain loads. One that reaches past its
+// registers to shared memory by store(). Threads threads share a tile: in a pass each loads chunks of one row, kThreadsPerRow
+// apart. The registers are live from load() to store() only. A tile inside the matrix costs plain loads. One that reaches past its
 // rows or columns takes a branch that clears the registers first.
 template <int Chunks, int Rows, int Threads>
 struct TileLoader {
@@ -107,7 +111,7 @@ struct TileLoader {
         next = base + row * row_stride + chunk * kChunk;
     }
 
-    // Loads the next tile, of which rows_left rows exist (may be negative or more than Rows).
+    // Loads the next tile. rows_left of its rows exist (may be negative or more than Rows).
     __device__ __forceinline__ void load(int rows_left) {
         if (rows_left >= Rows && chunks == Chunks) {
 #pragma unroll
@@ -128,7 +132,7 @@ struct TileLoader {
         next += Rows * row_stride;
     }
 
-    // Flips the signs of the loaded tile: see flipped().
+    // Flips the signs of the loaded tile if mask is 0x80008000; 0 leaves them.
     __device__ __forceinline__ void flip_signs(unsigned mask) {
 #pragma unroll
         for (int i = 0; i < kPasses; i++)
@@ -136,8 +140,8 @@ struct TileLoader {
             for (int c = 0; c < kChunksPerRow; c++) data[i][c] = flipped(data[i][c], mask);
     }
 
-    // Stores the tile. `address`: where the thread's first chunk goes. `pitch`: bytes between rows. A thread's rows are
-    // multiples of 8 apart, so they have the same swizzle.
+    // Stores the tile. `address`: where the thread's first chunk goes. `pitch`: bytes between rows. A thread's rows are multiples
+    // of 8 apart, so they have the same swizzle.
     __device__ __forceinline__ void store(unsigned address, int pitch) const {
         static_assert(kPasses == 1 || kRowsPerPass % 8 == 0, "all passes have one swizzle");
 #pragma unroll
@@ -160,9 +164,8 @@ __device__ __forceinline__ const unsigned short* rows_after(const unsigned short
     return p;
 }
 
-// Loads tiles of K or of V, one after the other: as TileLoader, but without branches in the main loop, and through registers
-// that the caller holds, so that K and V take turns in them. What is outside the matrix is not loaded: registers keep what they
-// held.
+// Loads tiles of K or of V, one after the other, for volta's forward kernels. Unlike TileLoader it has no branches, and the caller
+// holds the registers, so that K and V take turns in them. Chunks outside the matrix are not loaded: registers keep their contents.
 template <int Chunks, int Rows, int Threads>
 struct TileStream {
     static constexpr int kThreadsPerRow = threads_per_row(Chunks);
@@ -202,7 +205,7 @@ struct TileStream {
         next = rows_after(next, Rows, row_stride);
     }
 
-    // Clears rows past the last in the tile that was loaded.
+    // Clears rows past the matrix's last in the loaded tile, whose first row is number `row`.
     template <int Passes, int ChunksPerRow>
     __device__ __forceinline__ void clear_beyond(uint4 (&data)[Passes][ChunksPerRow], int row) const {
 #pragma unroll
@@ -212,8 +215,8 @@ struct TileStream {
                 if (!has_row(row, i)) data[i][c] = zero_chunk();
     }
 
-    // Stores the tile. `address`: where the thread's first chunk goes. `pitch`: bytes between rows. With `inside`, chunks past
-    // the last column are not stored: shared memory keeps what it held.
+    // Stores the tile. `address`: where the thread's first chunk goes. `pitch`: bytes between rows. If `inside`, does not store
+    // chunks past the last column: shared memory keeps its contents there.
     template <int Passes, int ChunksPerRow>
     __device__ __forceinline__ void store(const uint4 (&data)[Passes][ChunksPerRow], unsigned address, int pitch,
                                           bool inside) const {

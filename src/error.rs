@@ -1,8 +1,9 @@
-//! The error type: a message for the user, and the Python exception that it becomes.
+//! The error type of the library: a message for the user, and the Python exception that it becomes. The C ABI returns kind and message as a
+//! `Status` (ffi.rs), from which the C++ shim throws.
 
 use std::fmt;
 
-/// Result with an error for the user.
+/// Result of whatever can fail because of the caller or the machine.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Kind of an error: which Python exception it becomes.
@@ -19,14 +20,13 @@ pub enum ErrorKind {
 /// An error that becomes a Python exception.
 #[derive(Clone, Debug)]
 pub struct Error {
-    /// Which exception it becomes.
     pub kind: ErrorKind,
-    /// Text of the exception; [`Error::in_op`] prepends the op.
+    /// Text of the exception; [`Error::in_op`] prepends the operator.
     pub message: String,
 }
 
 impl Error {
-    /// Formats `argument: got found, expected allowed`.
+    /// Returns an error about an argument (or an environment variable): `argument: got {found}, expected {allowed}`.
     pub fn value(argument: &str, found: impl fmt::Display, allowed: impl fmt::Display) -> Self {
         Error { kind: ErrorKind::Value, message: format!("{argument}: got {found}, expected {allowed}") }
     }
@@ -41,7 +41,7 @@ impl Error {
         Error { kind: ErrorKind::Runtime, message: message.into() }
     }
 
-    /// Adds the name of the op.
+    /// Returns the error with the operator's name before its message. `ffi::status` calls it, for every operator.
     pub fn in_op(mut self, op: &str) -> Self {
         self.message = format!("volta_fa::{op}: {}", self.message);
         self
@@ -58,7 +58,7 @@ impl std::error::Error for Error {}
 
 impl From<tch::TchError> for Error {
     fn from(e: tch::TchError) -> Self {
-        // the lines after the first are a C++ backtrace
+        // after the first line comes a C++ backtrace
         let text = e.to_string();
         Error::runtime(format!("torch: {}", text.lines().next().unwrap_or("unknown error")))
     }

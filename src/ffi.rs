@@ -1,7 +1,7 @@
-//! The C ABI between the C++ shim (`torch_ops/`) and Rust. cbindgen generates `volta_fa_abi.h` from this file.
+//! The C ABI between the C++ shim (`torch_ops/`) and Rust: the functions that the shim calls. cbindgen makes `volta_fa_abi.h` of it.
 //!
 //! Operators take their arguments as [`Value`]s, which borrow tensors. The caller owns results. No panic crosses the boundary: functions
-//! that can fail return a [`Status`].
+//! that can fail return a [`Status`]. An operator's number is its row in [`OPERATORS`].
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::info::PlanArgs;
@@ -23,10 +23,12 @@ pub struct Status {
     pub message: *mut c_char,
 }
 
+/// Returns a copy that the caller owns (`volta_fa_free_string`).
 fn c_string(text: &str) -> *mut c_char {
     CString::new(text.replace('\0', " ")).expect("NULs were replaced").into_raw()
 }
 
+/// Runs `body`. Returns its error, or its panic, as a status that names the operator.
 fn status(op: &str, body: impl FnOnce() -> Result<()>) -> Status {
     let error = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return Status { code: 0, message: std::ptr::null_mut() },
@@ -52,8 +54,8 @@ fn release(mut t: Tensor) -> *mut c_void {
     handle
 }
 
-/// Returns the schema of the operator with a number, which the caller owns (`volta_fa_free_string`); null past the last operator.
-/// `autocast` receives the operator's rule.
+/// Returns an operator's schema, for its registration with PyTorch; null past the last operator. The caller owns it. `autocast` receives
+/// which of the operator's tensors autocast casts.
 ///
 /// # Safety
 /// `autocast` is valid to write.
@@ -68,8 +70,7 @@ pub unsafe extern "C" fn volta_fa_operator(number: usize, autocast: *mut Autocas
 ///
 /// # Safety
 /// `number` is that of an operator. `values` has the `count` arguments of its schema, and their handles live through the call. `stream` is
-/// the current `cudaStream_t` of their device, null on the CPU and for the default stream. `outputs` has room for 5 pointers, which are
-/// written on success only.
+/// the current `cudaStream_t` of their device, null on the CPU and for the default stream. `outputs` has room for 5 pointers.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_call(
     number: usize,
@@ -88,8 +89,8 @@ pub unsafe extern "C" fn volta_fa_call(
     })
 }
 
-/// Rejects what [`volta_fa_call`] rejects, as far as sizes are known. Tensors may have no data. `columns` receives what the shape rule of
-/// the operator needs beyond sizes of arguments (src/operators.rs).
+/// Rejects what [`volta_fa_call`] rejects, as far as sizes are known. Meta kernels call it, whose tensors have no data. `columns` receives
+/// what sizes do not tell ([`crate::operators::Operator::check`]): columns of out (latents), columns in an element of a KV cache, else 0.
 ///
 /// # Safety
 /// As [`volta_fa_call`]. `columns` is valid to write; it is written on success only.
@@ -103,18 +104,14 @@ pub unsafe extern "C" fn volta_fa_check(number: usize, values: *const Value, cou
     })
 }
 
-/// Arguments of `volta_fa::_dropout_mask`, for tests and `return_attn_probs`.
+/// Arguments of `volta_fa::_dropout_mask`, which tests call, and flash-attn's interface for `return_attn_probs`.
 #[repr(C)]
 pub struct DropoutMaskArgs {
     /// (2) int64, seed and offset, on the CPU: the shim copies it.
     pub rng_state: *mut c_void,
-    /// First size of the mask.
     pub batch: i64,
-    /// Query heads.
     pub nheads: i64,
-    /// Rows of a head.
     pub seqlen_q: i64,
-    /// Columns of a row.
     pub seqlen_k: i64,
     /// Probability of dropping, in [0, 1).
     pub dropout_p: f64,
@@ -141,7 +138,8 @@ pub extern "C" fn volta_fa_info() -> *mut c_char {
     c_string(&crate::info::describe().to_string())
 }
 
-/// Returns a CUDA device's compute capability in two digits, as in `sm_70`.
+/// Returns a CUDA device's compute capability in two digits: 70 for 7.0. The shim asks before it takes over
+/// `scaled_dot_product_attention`, so an error names that function.
 ///
 /// # Safety
 /// `sm` is valid to write; it is written on success only.
@@ -154,13 +152,14 @@ pub unsafe extern "C" fn volta_fa_device_sm(device: i64, sm: *mut i32) -> Status
     })
 }
 
-/// Returns true if volta_fa runs scaled_dot_product_attention on devices of this architecture, see [`crate::kernels::serves`].
+/// Returns true if volta_fa takes over scaled_dot_product_attention on devices of this architecture (70 for sm_70). Without `newer_too` it
+/// does where kernels in the device's own machine code run every call, with it also where the driver compiles their PTX.
 #[no_mangle]
 pub extern "C" fn volta_fa_serves_sm(sm: i32, newer_too: bool) -> bool {
     u32::try_from(sm).is_ok_and(|sm| crate::kernels::serves(sm, newer_too))
 }
 
-/// Returns the largest headdim that devices of this architecture run, see [`crate::kernels::max_headdim`]. 0: fp16 tensors of the CPU.
+/// Returns the largest headdim that devices of this architecture run (70 for sm_70; 0: fp16 tensors of the CPU).
 #[no_mangle]
 pub extern "C" fn volta_fa_max_headdim(sm: i32) -> i64 {
     match u32::try_from(sm) {
@@ -169,7 +168,7 @@ pub extern "C" fn volta_fa_max_headdim(sm: i32) -> i64 {
     }
 }
 
-/// Returns the plans of a shape as JSON, see [`crate::info::plan`].
+/// Returns the kernels that would run a shape, and why, as JSON, see [`crate::info::plan`].
 ///
 /// # Safety
 /// `args` and its text are valid and `json` has room for a pointer, written on success only.
@@ -182,7 +181,7 @@ pub unsafe extern "C" fn volta_fa_plan(args: *const PlanArgs, json: *mut *mut c_
     })
 }
 
-/// Sets a tuning for all plans in place of the files, see [`crate::launch::tuning::force`].
+/// Sets a tuning (a JSON text that says which kernels plans take or avoid) in place of tuning files, see [`crate::launch::tuning::force`].
 ///
 /// # Safety
 /// `text` is NUL-terminated.
@@ -212,7 +211,7 @@ pub unsafe extern "C" fn volta_fa_preload(kernel: *const c_char, device: i64) ->
     status("_preload", || unsafe { crate::info::preload(&CStr::from_ptr(kernel).to_string_lossy(), device) })
 }
 
-/// Returns the families that a device runs as JSON, see [`crate::info::families`].
+/// Returns the kernel families (volta, turing) that a device runs as JSON, see [`crate::info::families`].
 ///
 /// # Safety
 /// `json` has room for a pointer, written on success only.
@@ -224,7 +223,7 @@ pub unsafe extern "C" fn volta_fa_families(major: i32, minor: i32, json: *mut *m
     })
 }
 
-/// Returns the timed simulations since the last call as JSON, see [`crate::info::take_simulations`].
+/// Returns the reports of the timed or recorded simulations since the last call as JSON, see [`crate::info::take_simulations`].
 #[no_mangle]
 pub extern "C" fn volta_fa_take_simulations() -> *mut c_char {
     c_string(&crate::info::take_simulations())

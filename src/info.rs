@@ -1,4 +1,8 @@
-//! Describes this build and this machine as JSON, for `python -m volta_fa info`, `python -m volta_fa check` and the tests.
+//! Describes this build and this machine as JSON, for `python -m volta_fa info`, `python -m volta_fa check` and the tests. They read it by
+//! the private operators `_info()`, `_plan()`, `_families()`, `_tuning()` and `_sim_report()` of `torch.ops.volta_fa`, through ffi.rs.
+//!
+//! Words: a variant is one compiled kernel, and a family the kernels for one kind of tensor core (volta, turing). A feature is an option
+//! that needs code of its own in a kernel. A tuning file says which kernels plans take or avoid on one GPU.
 
 use crate::error::{Error, Result};
 use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, FormatInfo, ScaleGranularity, Variant, COMPILED, FORMATS, PASSES};
@@ -16,9 +20,9 @@ fn names(features: FeatureSet) -> Vec<&'static str> {
     features.iter().map(Feature::name).collect()
 }
 
-/// Returns the table of cache formats.
 fn cache_formats() -> Vec<Value> {
     let row = |f: &FormatInfo| {
+        let [keys, values] = f.format.parts();
         json!({
             "name": f.name,
             "dtype": f.dtype,
@@ -33,6 +37,8 @@ fn cache_formats() -> Vec<Value> {
             "max_code": f.max_code,
             "is_quantized": f.format.is_quantized(),
             "of_latents": f.of_latents,
+            "keys": keys.name(),
+            "values": values.name(),
         })
     };
     FORMATS.iter().map(row).collect()
@@ -99,11 +105,10 @@ pub fn describe() -> Value {
     })
 }
 
-/// Returns the families that a device of this compute capability runs, in the order of preference; `native`: as machine code.
-///
-/// # Errors
-/// The environment restricts plans to a family that is unknown or does not run there.
+/// Returns the families that a device of this compute capability runs, in the order of preference. `native`: in embedded machine code, else
+/// as PTX, which the driver compiles. Fails if `VOLTA_FA_FAMILY` names a family that is unknown or does not run there.
 pub fn families(capability: (i32, i32)) -> Result<Value> {
+    // of the limits, families depend on these two alone
     let limits = DeviceLimits { capability, only: only_family()?, ..DeviceLimits::V100 };
     let found = plan::families(*COMPILED, &limits)?;
     Ok(found.into_iter().map(|(f, code)| json!({"name": f.name, "native": code == Code::Cubin})).collect())
@@ -124,6 +129,7 @@ fn parse_features(names: &str) -> Result<FeatureSet> {
 /// Device number of the simulator, which models the GPU that `VOLTA_FA_SIM_GPU` names.
 const SIMULATOR: i64 = -1;
 
+/// Returns the driver of a CUDA device, with the default stream.
 fn driver_of(device: i64) -> Result<Driver> {
     let wrong = || Error::value("device", device, format!("the number of a CUDA device, or {SIMULATOR}: the simulator"));
     Ok(Driver { device: usize::try_from(device).map_err(|_| wrong())?, stream: std::ptr::null_mut() })
@@ -149,9 +155,6 @@ fn simulator_limits() -> Result<DeviceLimits> {
 
 /// Describes a device's tuning file: the GPU and software it must be made on, its path, and the outcome of reading it (`off`, `missing`,
 /// `read`, or `ignored` with the reason).
-///
-/// # Errors
-/// There is no driver or no such device.
 pub fn tuning(device: i64) -> Result<Value> {
     let found = if device == SIMULATOR { simulator_tuning()? } else { driver_of(device)?.tuning()? };
     let (outcome, why) = match &found.outcome {
@@ -174,9 +177,6 @@ pub fn tuning(device: i64) -> Result<Value> {
 }
 
 /// Loads a kernel on a device, see [`Driver::preload`].
-///
-/// # Errors
-/// There is no such kernel or device, or the driver refuses the kernel's code.
 pub fn preload(kernel: &str, device: i64) -> Result<()> {
     driver_of(device)?.preload(kernel)
 }
@@ -203,20 +203,20 @@ fn positive(name: &str, n: i64) -> Result<i64> {
     Ok(n)
 }
 
-/// Describes plans of the same shape with its keys in a cache. A plan is null if there is no kernel for it. All are null if a feature or
-/// mode does not apply to caches.
+/// Describes plans of the same shape with its keys in a KV cache, by `described` (a kernel on a grid of some batch entries). A plan is null
+/// if there is no kernel for it. All are null if a feature or mode does not apply to caches.
 /// - `append` and `append_quantized`: appends as many tokens as there are queries.
 /// - `decode`, `bfloat16` and `quantized`: decodes over fp16, bf16 and quantized caches, the last by format.
-/// - `convert` and `prefill`: dequantizes, and computes the sequences with more rows than decode kernels take, if any.
+/// - `dequantize` and `prefill`: dequantizes, and computes the sequences with more query rows per KV head than decode kernels take, if any.
 fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: impl Fn(PlannedKernel, i64) -> Value) -> Value {
     if mode != BackwardMode::default() || a.features.attn_bias || a.features.dropout_p > 0.0 {
         return Value::Null;
     }
-    let has_long = a.has_prefill();
+    let has_long = a.has_prefill(); // there may be sequences that decode kernels leave to prefill
     let decode = |dtype, format| {
         let keys = Keys::Cache(Cache { layout: CacheLayout::Entries, entries: a.batch, rows: a.seqlen_k, format });
         plan::decode(&Attention { dtype, keys, ..*a }, has_long, limits).ok().map(|decode| {
-            let mut value = described(decode.kernel, 1);
+            let mut value = described(decode.kernel, 1); // a decode grid divides all entries itself
             value["partials"] = json!(decode.partials);
             value["semaphores"] = json!(decode.semaphores);
             value
@@ -233,51 +233,40 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
         "decode": decode(DType::Half, CacheFormat::Unquantized),
         "bfloat16": decode(DType::BFloat16, CacheFormat::Unquantized),
         "quantized": of_quantized(&|format| decode(DType::Half, format)),
-        "convert": has_long.then(|| plan::dequantize(a.seqlen_k, a.nheads_k, limits).ok()).flatten().map(|kernel| described(kernel, a.batch)),
+        "dequantize": has_long.then(|| plan::dequantize(a.seqlen_k, a.nheads_k, limits).ok()).flatten().map(|kernel| described(kernel, a.batch)),
         "prefill": prefill.map(|kernel| described(kernel, a.batch)),
     })
 }
 
-/// A shape and a device, for `volta_fa_plan` (src/ffi.rs).
+/// A shape and a device: the arguments of `volta_fa::_plan`, which [`plan()`] describes. Sizes are from 1 to 2^31 - 1.
 #[repr(C)]
 pub struct PlanArgs {
-    /// Entries, all of one length. Sizes are from 1 to 2^31 - 1.
+    /// Entries, all of one length.
     pub batch: i64,
-    /// Queries of an entry.
     pub seqlen_q: i64,
-    /// Keys of an entry.
     pub seqlen_k: i64,
-    /// Query heads.
     pub nheads: i64,
-    /// KV heads.
     pub nheads_k: i64,
-    /// Columns of q and k.
     pub headdim: i64,
-    /// Columns of v and out.
     pub headdim_v: i64,
     /// True: the mask is causal; false: there is none.
     pub is_causal: bool,
-    /// Streaming multiprocessors of the device.
     pub sms: i64,
-    /// 7 of compute capability 7.5.
     pub capability_major: i64,
-    /// 5 of compute capability 7.5.
     pub capability_minor: i64,
     /// Dynamic shared memory that a block may opt in to, bytes.
     pub shared_bytes_per_block: i64,
     /// True to plan a deterministic backward pass.
     pub deterministic: bool,
-    /// Features of the problem, with the names in `_info()`, separated by commas.
+    /// Features of the problem, with the names in `_info()`, separated by commas: `softcap,sinks`.
     pub features: *const c_char,
     /// Device of this machine, -1 for the simulator's; null: the device that the numbers above describe.
     pub device: *const i64,
 }
 
 /// Describes the kernels of a shape on a device, each with its reason: `forward`, `backward` and, for a KV cache, `cache`. Kernels that a
-/// fused backward kernel replaces are null. A `device` (see [`SIMULATOR`]) overrides the device numbers in `args`.
-///
-/// # Errors
-/// Sizes out of range, or a device without applicable kernels.
+/// fused backward kernel replaces are null. A `device` (see [`SIMULATOR`]) overrides the device numbers in `args`. Fails for sizes out of
+/// range, or without applicable kernels.
 pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result<Value> {
     let (features, mode) = plan::using(parse_features(feature_names)?);
     let a = Attention {
@@ -297,7 +286,7 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
         appended: Appended::default(),
         num_splits: 0,
     };
-    // what the environment asks of calls; gradients have no such kernels
+    // VOLTA_FA_BATCH_INVARIANT asks for batch-invariant kernels in all calls; gradients have none
     let forward = Attention { features: RequestedFeatures { batch_invariant: all_are_batch_invariant()?, ..a.features }, ..a };
     let limits = limits(args, device)?;
     let on_grid = |kernel: PlannedKernel, batch: i64| {
@@ -312,15 +301,16 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
     let kernels_of = |plan: &BackwardPlan| {
         let of_backward = |kernel: PlannedKernel| on_grid(kernel, plan.launch_entries(a.batch));
         json!({
-            "prepare": plan.prepare.map(of_backward),
+            "preprocess": plan.preprocess.map(of_backward),
             "main": of_backward(plan.main),
-            "finish": plan.finish.map(of_backward),
+            "postprocess": plan.postprocess.map(of_backward),
             "deterministic": plan.deterministic,
-            "rounds": plan.all_main_launches(a.batch),
+            "main_launches": plan.all_main_launches(a.batch),
             "tail": plan.tail.map(|tail| of_backward(tail.kernel)),
             "dq_accum_splits": plan.dq_accum_splits,
         })
     };
+    // fp32 tensors, whose numbers kernels take as sums of two fp16 numbers
     let split = BackwardMode { split: true, fp32_gradients: true, ..mode };
     Ok(json!({
         "mode": {
@@ -330,7 +320,7 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
             "features": names(plan::features(&a, mode)),
         },
         "forward": described(plan::forward(&forward, &limits)?),
-        // of fp32 tensors; null where they have no kernel
+        // null where fp32 tensors have no kernel
         "forward_split": plan::forward_split(&a, &limits).ok().map(described),
         "backward": kernels_of(&backward),
         "backward_split": plan::backward(&a, split, &limits).ok().map(|plan| kernels_of(&plan)),
@@ -338,7 +328,7 @@ pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result
     }))
 }
 
-/// Returns the reports of the timed simulations (`VOLTA_FA_SIMULATE=timing`) since the last call.
+/// Returns the reports of the launches that were timed (`VOLTA_FA_SIMULATE=timing`) or recorded (`=launches`) since the last call.
 pub fn take_simulations() -> String {
     #[cfg(feature = "sim")]
     return serde_json::to_string(&crate::launch::simulator::take_reports()).unwrap_or_else(|_| "[]".into());

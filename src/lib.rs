@@ -1,6 +1,6 @@
 //! volta_fa: exact attention, forward and backward, for NVIDIA Volta and Turing, as PyTorch operators.
 //!
-//! A call passes these modules, in this order. tests/modules.rs keeps them free of circles.
+//! A call passes these modules, in this order; indented ones serve the one above. tests/modules.rs rejects circles of imports.
 //!
 //! ```text
 //! torch_ops/ (C++)      dispatch keys, autograd
@@ -8,20 +8,19 @@
 //! operators             the table of operators: schemas, arguments
 //! ops                   validates, plans, allocates, launches
 //!   problem             validation                               no tensors, no device
-//!   plan                kernels, grids                           no tensors, no device
-//!     tuning            what `check` found out about a GPU
-//!   ops::blocks         parameter blocks
+//!   plan                chooses kernels and grids                no tensors, no device
+//!     tuning            what `python -m volta_fa check` measured on a GPU
+//!   ops::blocks         fills parameter blocks
 //!   ops::cpu            ATen operations on the CPU
 //! launch                the launch interface, implemented by
 //!   launch::driver      the CUDA driver                          cudarc
-//!   launch::simulator   volta-sim (feature `sim`)
+//!   launch::simulator   volta-sim (feature `sim`), which runs the kernels' machine code on the CPU
 //! ```
 //!
-//! Below them: `options` (the operators' options), `value` (an argument in the C ABI), `limits`, `kernels` (variants and their machine
-//! code), `params` (parameter blocks, shared with CUDA C++), `log` (prints plans), `shim` (C++ functions that Rust calls), `error`
-//! (messages and Python exceptions), `info` (describes the build and the machine as JSON), `tensor` (converts tch tensors).
-
-#![warn(missing_docs)]
+//! Below them: `options` (the operators' keyword options), `value` (an argument in the C ABI), `limits` (of sizes), `kernels` (the table of
+//! kernels, and their machine code), `params` (parameter blocks: kernels' arguments, shared with CUDA C++), `log` (prints plans), `shim`
+//! (C++ functions that Rust calls), `error` (messages and Python exceptions), `info` (describes the build and the machine as JSON),
+//! `tensor` (describes tch tensors to validation and to kernels).
 
 pub mod error;
 pub mod ffi;

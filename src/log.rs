@@ -1,4 +1,5 @@
-//! `VOLTA_FA_LOG=1`: prints each kernel once for each reason it was chosen for, on standard error, with the first problem.
+//! `VOLTA_FA_LOG=1`: prints the kernels of a call on standard error, with their grids, why the planner chose them, and the problem. Later
+//! calls with the same kernels and reasons print nothing. src/ops/ calls the function of each operator after it has planned.
 
 use crate::error::{Error, Result};
 use crate::kernels::Feature;
@@ -9,8 +10,7 @@ use std::sync::{Mutex, OnceLock};
 
 const VARIABLE: &str = "VOLTA_FA_LOG";
 
-/// Kernels and reasons that were printed. Shapes are not part of it, so a server with new lengths in each step fills neither
-/// memory nor its log.
+/// Kernels and reasons that were printed. Shapes are not part of it, so a server with ever new lengths fills neither memory nor log.
 static PRINTED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
 
 /// Returns true if plans are logged. Reads the environment once.
@@ -24,20 +24,36 @@ fn enabled() -> Result<bool> {
     ENABLED.get_or_init(read).clone().map_err(|other| Error::value(VARIABLE, format!("`{other}`"), "0 or 1"))
 }
 
-/// Prints the line of a pass and its plan, unless one with the same kernels and reasons was printed.
-fn once(pass: &str, kernels: &[PlannedKernel], line: String) {
+/// Prints the line of a pass and its plan, unless one with the same kernels and reasons was printed. Fails if the variable is neither 0
+/// nor 1, and so do the functions below.
+fn once(pass: &str, kernels: &[PlannedKernel], line: impl FnOnce() -> String) -> Result<()> {
+    if !enabled()? {
+        return Ok(());
+    }
     let chosen: Vec<_> = kernels.iter().map(|k| format!("{} ({})", k.variant.name, k.reason)).collect();
     let mut printed = PRINTED.lock().unwrap_or_else(|e| e.into_inner());
     if printed.get_or_insert_with(HashSet::new).insert(format!("{pass}: {}", chosen.join(", "))) {
-        eprintln!("volta_fa: {pass}, {line}");
+        eprintln!("volta_fa: {pass}, {}", line());
     }
+    Ok(())
 }
 
+/// Logs one kernel, whose grid divides `batch` entries, with a description of the problem.
+fn one(pass: &str, planned: &PlannedKernel, batch: i64, what: impl FnOnce() -> String) -> Result<()> {
+    once(pass, &[*planned], || format!("{}: {}", what(), kernel(planned, batch)))
+}
+
+/// Describes a kernel on its grid for this many batch entries (1: the grid divides all itself): `NAME on 16 x 32 x 2 blocks (REASON)`.
 fn kernel(k: &PlannedKernel, batch: i64) -> String {
     let [x, y, z] = k.grid(batch);
     format!("{} on {x} x {y} x {z} blocks ({})", k.variant.name, k.reason)
 }
 
+fn grids(kernels: &[PlannedKernel], batch: i64) -> String {
+    kernels.iter().map(|k| kernel(k, batch)).collect::<Vec<_>>().join(", ")
+}
+
+/// Describes a problem: sizes, window and features.
 fn problem(a: &Attention, mode: BackwardMode) -> String {
     let side = |n: Option<i64>| n.map_or("all".into(), |n| n.to_string());
     let window = match a.window {
@@ -53,148 +69,97 @@ fn problem(a: &Attention, mode: BackwardMode) -> String {
     )
 }
 
-/// Logs a forward kernel.
-///
-/// # Errors
-/// An invalid value of the variable, as for the other functions.
-pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
-    if enabled()? {
-        once("forward", &[*planned], format!("{}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
-    }
-    Ok(())
+/// Logs a kernel of forward passes: `forward`, or `prefill` over a KV cache.
+pub fn forward(pass: &str, a: &Attention, planned: &PlannedKernel) -> Result<()> {
+    one(pass, planned, a.batch, || problem(a, BackwardMode::default()))
 }
 
-/// Logs the kernels of a fast forward in one line.
+/// Logs the kernels of `fwd_fast` in one line. `forward_only`: nothing is left to prepare, so the prepare kernel does not run.
 pub fn fast(a: &Attention, planned: &FastPlan, forward_only: bool) -> Result<()> {
-    if enabled()? {
-        let kernels = [planned.prepare, planned.forward];
-        let kernels = &kernels[usize::from(forward_only)..];
-        let grids: Vec<_> = kernels.iter().map(|k| kernel(k, a.batch)).collect();
-        once("fast forward", kernels, format!("{}: {}", problem(a, BackwardMode::default()), grids.join(", ")));
-    }
-    Ok(())
+    let kernels = &[planned.prepare, planned.forward][usize::from(forward_only)..];
+    once("fast forward", kernels, || format!("{}: {}", problem(a, BackwardMode::default()), grids(kernels, a.batch)))
 }
 
-/// Logs the kernel of `prepare_fast`. The problem's queries are its keys.
+/// Logs the kernel of `prepare_fast`, which quantizes K. There are no queries.
 pub fn fast_prepare(a: &Attention, planned: &PlannedKernel) -> Result<()> {
-    if enabled()? {
-        let Attention { batch, seqlen_k, nheads_k, headdim, headdim_v, .. } = a;
-        let what = format!("batch {batch}, seqlen {seqlen_k}, {nheads_k} heads, headdim {headdim} / {headdim_v}");
-        once("fast prepare", &[*planned], format!("{what}: {}", kernel(planned, *batch)));
-    }
-    Ok(())
+    let Attention { batch, seqlen_k, nheads_k, headdim, headdim_v, .. } = a;
+    let what = || format!("batch {batch}, seqlen {seqlen_k}, {nheads_k} heads, headdim {headdim} / {headdim_v}");
+    one("fast prepare", planned, *batch, what)
 }
 
-/// Logs the kernels of a backward pass in one line.
 pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Result<()> {
-    if enabled()? {
-        let (pass, launches) = match planned {
-            BackwardPlan { prepare: None, .. } => ("backward in one kernel", String::new()),
-            BackwardPlan { stored: Some(_), .. } => {
-                ("backward without atomics", format!("scores and gradients in launches: {}, ", planned.all_main_launches(a.batch)))
-            }
-            BackwardPlan { dq_accum_splits: 0, .. } => ("backward without atomics", String::new()),
-            BackwardPlan { deterministic: true, main_launches, .. } => {
-                ("deterministic backward", format!("main in launches: {main_launches}, "))
-            }
-            _ => ("backward", String::new()),
-        };
-        let kernels: Vec<_> = planned.kernels().collect();
-        let grids: Vec<_> = kernels.iter().map(|k| kernel(k, planned.launch_entries(a.batch))).collect();
-        once(pass, &kernels, format!("{launches}{}: {}", problem(a, mode), grids.join(", ")));
+    // before it describes the plan: most calls log nothing
+    if !enabled()? {
+        return Ok(());
     }
-    Ok(())
+    let (pass, launches) = match planned {
+        BackwardPlan { preprocess: None, .. } => ("backward in one kernel", String::new()),
+        BackwardPlan { stored: Some(_), .. } => {
+            ("backward without atomics", format!("scores and gradients in launches: {}, ", planned.all_main_launches(a.batch)))
+        }
+        BackwardPlan { dq_accum_splits: 0, .. } => ("backward without atomics", String::new()),
+        BackwardPlan { deterministic: true, main_launches, .. } => {
+            ("deterministic backward", format!("main in launches: {main_launches}, "))
+        }
+        _ => ("backward", String::new()),
+    };
+    let kernels: Vec<_> = planned.kernels().collect();
+    once(pass, &kernels, || format!("{launches}{}: {}", problem(a, mode), grids(&kernels, planned.launch_entries(a.batch))))
 }
 
-/// Logs a merge kernel.
 pub fn merge(m: &MergedStates, planned: &PlannedKernel) -> Result<()> {
-    if enabled()? {
-        let MergedStates { batch, seqlen_q, nheads, headdim_v } = m;
-        let what = format!("batch {batch}, seqlen {seqlen_q}, {nheads} heads, headdim_v {headdim_v}");
-        once("merge", &[*planned], format!("{what}: {}", kernel(planned, *batch)));
-    }
-    Ok(())
+    let MergedStates { batch, seqlen_q, nheads, headdim_v } = m;
+    one("merge", planned, *batch, || format!("batch {batch}, seqlen {seqlen_q}, {nheads} heads, headdim_v {headdim_v}"))
 }
 
-/// Logs a decode kernel.
 pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
-    if enabled()? {
+    once("decode", &[planned.kernel], || {
         let Attention { batch, seqlen_q, nheads, nheads_k, headdim, headdim_v, .. } = a;
-        let cache = a.cache().map_or(String::new(), |cache| match cache.layout {
-            CacheLayout::Pages { .. } => format!("in pages of {}", cache.rows),
-            CacheLayout::Entries => format!("in entries of {}", cache.rows),
+        let keys = a.cache().map_or(String::new(), |cache| match cache.layout {
+            CacheLayout::Pages { .. } => format!("keys in pages of {}, ", cache.rows),
+            CacheLayout::Entries => format!("keys in entries of {}, ", cache.rows),
         });
         let splits = if planned.num_splits > 0 { format!(", at most {} splits", planned.num_splits) } else { String::new() };
-        let (v, blocks) = (planned.kernel.variant, planned.kernel.blocks[0]);
-        let line = format!(
-            "batch {batch}, seqlen_q {seqlen_q}, keys {cache}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{splits}: \
-             {} on {blocks} blocks ({})",
-            v.name, planned.kernel.reason
-        );
-        once("decode", &[planned.kernel], line);
-    }
-    Ok(())
+        let (name, reason, blocks) = (planned.kernel.variant.name, planned.kernel.reason, planned.kernel.blocks[0]);
+        format!(
+            "batch {batch}, seqlen_q {seqlen_q}, {keys}{nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{splits}: \
+             {name} on {blocks} blocks ({reason})"
+        )
+    })
 }
 
-/// Logs the kernels of sparse latent attention.
 pub fn sparse_mla(a: &Attention, select: &PlannedKernel, planned: &DecodePlan) -> Result<()> {
-    if enabled()? {
-        let Attention { batch, seqlen_k, nheads, headdim, dtype, .. } = a;
-        let what = format!("{dtype}, {batch} queries of at most {seqlen_k} tokens, {nheads} heads, headdim {headdim}");
-        let line = format!("{what}: {}, {}", kernel(select, 1), kernel(&planned.kernel, 1));
-        once("sparse MLA", &[*select, planned.kernel], line);
-    }
-    Ok(())
+    let Attention { batch, seqlen_k, nheads, headdim, dtype, .. } = a;
+    let kernels = [*select, planned.kernel];
+    let what = || format!("{dtype}, {batch} queries of at most {seqlen_k} tokens, {nheads} heads, headdim {headdim}");
+    once("sparse MLA", &kernels, || format!("{}: {}", what(), grids(&kernels, 1)))
 }
 
-/// Logs the indexer's kernel.
 pub fn indexer(x: &Indexer, planned: &PlannedKernel) -> Result<()> {
-    if enabled()? {
+    one("indexer", planned, 1, || {
         let Indexer { batch, seqlen_q, nheads, columns, page_size, .. } = x;
         let keys = page_size.map_or("in one tensor".into(), |rows| format!("in pages of {rows}"));
-        let what = format!("batch {batch}, seqlen {seqlen_q} x {columns}, {nheads} heads, keys {keys}");
-        once("indexer", &[*planned], format!("{what}: {}", kernel(planned, 1)));
-    }
-    Ok(())
+        format!("batch {batch}, seqlen {seqlen_q} x {columns}, {nheads} heads, keys {keys}")
+    })
 }
 
-/// Logs a forward kernel of a KV cache.
-pub fn prefill(a: &Attention, planned: &PlannedKernel) -> Result<()> {
-    if enabled()? {
-        once("prefill", &[*planned], format!("{}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
-    }
-    Ok(())
-}
-
-/// Logs an append kernel.
+/// Logs a kernel that appends at most `rows` tokens to each sequence of a KV cache.
 pub fn append(a: &Attention, rows: i64, planned: &PlannedKernel) -> Result<()> {
-    if enabled()? {
+    one("append", planned, a.batch, || {
         let Attention { batch, nheads, nheads_k, headdim, headdim_v, .. } = a;
         let rotary_dim = a.appended.rotary.dim;
         let rotated = if rotary_dim > 0 { format!(", rotated in {rotary_dim}") } else { String::new() };
-        let what = format!("batch {batch}, {rows} tokens, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{rotated}");
-        once("append", &[*planned], format!("{what}: {}", kernel(planned, *batch)));
-    }
-    Ok(())
+        format!("batch {batch}, {rows} tokens, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{rotated}")
+    })
 }
 
-/// Logs a cast kernel.
 pub fn cast(a: &Attention, planned: &PlannedKernel) -> Result<()> {
-    if enabled()? {
-        let Attention { dtype, batch, nheads, nheads_k, headdim, headdim_v, .. } = a;
-        let what = format!("{dtype}, batch {batch}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}");
-        once("cast", &[*planned], format!("{what}: {}", kernel(planned, *batch)));
-    }
-    Ok(())
+    let Attention { dtype, batch, nheads, nheads_k, headdim, headdim_v, .. } = a;
+    one("cast", planned, *batch, || format!("{dtype}, batch {batch}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}"))
 }
 
-/// Logs a dequantize kernel.
 pub fn dequantize(a: &Attention, planned: &PlannedKernel) -> Result<()> {
-    if enabled()? {
-        let Attention { batch, nheads_k, headdim, headdim_v, .. } = a;
-        let format = a.cache_format().name();
-        let what = format!("{format}, batch {batch}, {nheads_k} heads, headdim {headdim} / {headdim_v}");
-        once("convert", &[*planned], format!("{what}: {}", kernel(planned, *batch)));
-    }
-    Ok(())
+    let Attention { batch, nheads_k, headdim, headdim_v, .. } = a;
+    let format = a.cache_format().name();
+    one("dequantize", planned, *batch, || format!("{format}, batch {batch}, {nheads_k} heads, headdim {headdim} / {headdim_v}"))
 }

@@ -1,12 +1,13 @@
-//! The table of operators: a row has an operator's schema and the functions that compute and check a call.
-//!
-//! The shim registers the rows with PyTorch's dispatcher (torch_ops/operators.cpp). Each call is a slice of [`Value`]s in the order of the
-//! schema: the operator's own arguments, then its options.
+//! The table of operators: a row has an operator's schema and the functions that compute and check a call. The C++ shim registers the rows
+//! with PyTorch's dispatcher (torch_ops/operators.cpp), as `torch.ops.volta_fa.NAME`. Calls come through `ffi::volta_fa_call` as a slice of
+//! [`Value`]s in the order of the schema: the operator's own arguments, then its options. The functions below turn them into the structs
+//! that src/ops/ takes.
 
 use crate::error::{Error, Result};
 use crate::limits::LATENT_HEADDIMS;
 use crate::ops::{self, fast, indexer, kvcache, merge, sparse, Gradients, Inputs, Saved};
 use crate::options::{Kind, Op, Options, Row};
+use crate::problem::IndexerArgs;
 use crate::tensor::describe;
 use crate::value::{Value, ValueTag};
 use std::ffi::c_void;
@@ -19,7 +20,7 @@ const MAX_RESULTS: usize = 5;
 /// Results of a call, in the order of the schema; None for an absent one, and past the last.
 pub type Results = [Option<Tensor>; MAX_RESULTS];
 
-/// What autocast does to the tensors of a call.
+/// What `torch.autocast` does to the tensors of a call (torch_ops/autocast.cpp).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Autocast {
@@ -27,41 +28,39 @@ pub enum Autocast {
     Keep,
     /// casts required tensors to the region's dtype
     Region,
-    /// casts required tensors other than caches to the dtype of the first cache
+    /// casts required tensors other than caches to the dtype of the first cache, or beside one-byte elements to the region's
     Cache,
 }
 
-/// An operator.
 pub struct Operator {
-    /// with the name of its overload
+    /// name in the schema, with its overload: `fwd_kvcache.append`
     pub name: &'static str,
     /// its required tensors, as in the schema
     tensors: &'static [&'static str],
     /// the keywords that it alone has, as in the schema
     keywords: &'static [&'static str],
-    /// whose options follow
+    /// the operator whose options (src/options.rs) follow these; None: it has none
     options: Option<Op>,
     /// the results, as in the schema
     results: &'static str,
-    /// what autocast does
     pub autocast: Autocast,
-    /// computes a call
     pub run: fn(&Call) -> Result<Results>,
-    /// Rejects what `run` rejects, as far as sizes are known. Returns what the rule of the results' sizes (torch_ops/meta.cpp) cannot tell
-    /// from arguments' sizes. Operators on caches: the columns that an element has, 2 in int4. Operators on latents: the columns of out.
-    /// Others: 0.
+    /// For meta tensors: rejects what `run` rejects, as far as sizes are known. Returns what the rule of the results' sizes
+    /// (torch_ops/meta.cpp) cannot tell from arguments' sizes. Operators on KV caches: the columns that an element of the values has, 2 in
+    /// int4. Operators on latents (compressed keys of multi-head latent attention, MLA): the columns of out. Others: 0.
     pub check: fn(&Call) -> Result<i64>,
 }
 
 const OUT_AND_LSE: &str = "(Tensor out, Tensor softmax_lse)";
 
-/// All operators that take tensors to kernels.
+/// All operators that compute attention or prepare it. Numbers in brackets below are places of q, k and v among the required tensors.
 pub const OPERATORS: &[Operator] = &[
     Operator {
         name: "fwd",
         tensors: &["Tensor q", "Tensor k", "Tensor v"],
         keywords: &["Generator? generator=None"],
         options: Some(Op::Fwd),
+        // `run` returns the first two: the shim, which drew the random state of dropout, adds it
         results: "(Tensor out, Tensor softmax_lse, Tensor rng_state)",
         autocast: Autocast::Region,
         run: |call| ops::forward(&dense(call)).map(pair),
@@ -128,7 +127,7 @@ pub const OPERATORS: &[Operator] = &[
         results: OUT_AND_LSE,
         autocast: Autocast::Keep,
         run: |call| merge::merge(&states(call)).map(pair),
-        check: |call| merge::check(&states(call), false).map(|()| 0),
+        check: |call| merge::check(&states(call), false).map(|()| 0), // false: not in place
     },
     Operator {
         name: "merge_attention_states_",
@@ -150,7 +149,7 @@ pub const OPERATORS: &[Operator] = &[
         run: |call| kvcache::forward(&inputs(call, [0, 1, 2])).map(pair),
         check: |call| Ok(kvcache::check(&inputs(call, [0, 1, 2]))?.columns()),
     },
-    // declares its writes, so functionalization and torch.compile keep the order of other reads
+    // Declares its writes (`!`), so functionalization and torch.compile keep the order of reads of the caches.
     Operator {
         name: "fwd_kvcache.append",
         tensors: &["Tensor q", "Tensor(a!) k_cache", "Tensor(b!) v_cache", "Tensor k", "Tensor v"],
@@ -169,7 +168,7 @@ pub const OPERATORS: &[Operator] = &[
         results: OUT_AND_LSE,
         autocast: Autocast::Cache,
         run: |call| kvcache::forward_mla(&latents(call)).map(pair),
-        check: |call| kvcache::check_mla(&latents(call)).map(|()| LATENT_HEADDIMS[0]),
+        check: |call| kvcache::check_mla(&latents(call)).map(|()| LATENT_HEADDIMS[0]), // out's columns, the values of a latent
     },
     Operator {
         name: "fwd_sparse_mla",
@@ -186,12 +185,14 @@ pub const OPERATORS: &[Operator] = &[
         autocast: Autocast::Keep,
         run: |call| {
             let [out, softmax_lse, max_logits] = sparse::forward(&*sparse_call(call)?)?;
+            // from (total_q, nheads), as kernels write it, to (nheads, total_q), as all operators return softmax_lse of packed queries
             Ok(results([out, softmax_lse.f_transpose(0, 1)?, max_logits.f_transpose(0, 1)?].map(Some)))
         },
         check: |call| sparse::check(&*sparse_call(call)?).map(|()| LATENT_HEADDIMS[0]),
     },
 ];
 
+/// Returns an option's default in the schema; the row has a Rust expression.
 fn default(row: &Row) -> &'static str {
     match row.default {
         "false" => "False",
@@ -206,8 +207,8 @@ impl Operator {
         self.name.split('.').next().unwrap_or(self.name)
     }
 
-    /// Returns the operator's schema. An operator that writes into a required tensor, which `!` marks, writes into its options of
-    /// [`Kind::Written`] too: they get the next letters of alias sets.
+    /// Returns the operator's schema, in PyTorch's language of schemas. An operator that writes into a required tensor, marked `(a!)`,
+    /// writes into its options of [`Kind::Written`] too: they get the next letters.
     pub fn schema(&self) -> String {
         let written = self.tensors.iter().filter(|tensor| tensor.contains('!')).count();
         let mut alias_sets = ('a'..='z').skip(written);
@@ -235,7 +236,7 @@ impl Operator {
     }
 }
 
-/// Returns the types of values of a keyword, as in the schema. In the place of a generator is a random state.
+/// Returns the types that the value of a keyword may have. The shim replaces a generator by the random state that it draws, a tensor.
 fn of_keyword(keyword: &str) -> &'static [ValueTag] {
     match keyword {
         bool if bool.starts_with("bool") => Kind::Bool.tags(),
@@ -252,19 +253,20 @@ fn name_in(argument: &str) -> &str {
 
 /// A call's arguments, which the caller owns.
 pub struct Call<'a> {
+    /// Required tensors, then the operator's own keywords.
     own: &'a [Value],
     options: Option<(Op, &'a [Value])>,
     stream: *mut c_void,
 }
 
 impl<'a> Call<'a> {
-    /// Reads a call. Rejects None for a required tensor: Python passes it as an undefined one.
+    /// Checks the types of a call's arguments. Rejects None for a required tensor: Python passes it as an undefined one.
     ///
     /// # Safety
     /// `values` has the arguments of the operator's schema, and their handles live as long as the call.
     pub unsafe fn read(operator: &Operator, values: &'a [Value], stream: *mut c_void) -> Result<Self> {
         let (own, options) = values.split_at(operator.tensors.len() + operator.keywords.len());
-        // before a tensor is borrowed, because a panic would free it
+        // checks all types before a tensor is borrowed: a panic on a wrong type would drop, and so free, borrowed tensors
         let (tensors, keywords) = own.split_at(operator.tensors.len());
         for (&tensor, value) in operator.tensors.iter().zip(tensors) {
             value.check(&[ValueTag::Tensor], || name_in(tensor))?;
@@ -278,7 +280,8 @@ impl<'a> Call<'a> {
         Ok(Call { own, options: operator.options.map(|op| (op, options)), stream })
     }
 
-    /// Borrows an optional tensor of the caller without counting references, to save host time in a decode step. It must not be dropped.
+    /// Borrows an optional tensor of the caller without counting references, to save host time in a decode step. A drop would free the
+    /// caller's tensor, so the structs below are [`ManuallyDrop`].
     fn optional(&self, argument: usize) -> Option<Tensor> {
         self.own[argument].tensor().map(|handle| unsafe { Tensor::from_ptr(handle.cast()) })
     }
@@ -304,7 +307,7 @@ fn pair((out, softmax_lse): (Tensor, Tensor)) -> Results {
     results([out, softmax_lse].map(Some))
 }
 
-// The following borrow the caller's tensors, so they are never dropped.
+// Each of the following borrows the caller's tensors as the struct of one kind of operator.
 
 fn states(call: &Call) -> ManuallyDrop<merge::States> {
     let [out_a, lse_a, out_b, lse_b] = [0, 1, 2, 3].map(|i| call.tensor(i));
@@ -318,7 +321,7 @@ fn inputs(call: &Call, operands: [usize; 3]) -> ManuallyDrop<Inputs> {
     ManuallyDrop::new(Inputs { q, k, v, appended: None, rng_state: None, options, stream })
 }
 
-/// Borrows the inputs of `fwd`. The shim draws a random state with the generator and passes it in its place.
+/// Borrows the inputs of `fwd`. In the place of the generator is a random state.
 fn dense(call: &Call) -> ManuallyDrop<Inputs> {
     let mut inputs = inputs(call, [0, 1, 2]);
     inputs.rng_state = call.optional(3);
@@ -346,7 +349,7 @@ fn appending(call: &Call) -> ManuallyDrop<Inputs> {
     inputs
 }
 
-/// Borrows the inputs of attention to latents: their scales are those of keys.
+/// Borrows the inputs of attention to latents, which are keys and values at once. Their scales go where those of keys are.
 fn latents(call: &Call) -> ManuallyDrop<Inputs> {
     let mut inputs = inputs(call, [0, 1, 1]);
     let o = &mut inputs.options;
@@ -358,18 +361,8 @@ fn indexer_call(call: &Call) -> ManuallyDrop<indexer::Call> {
     let [q, k, weights, k_end] = [0, 1, 2, 3].map(|i| call.tensor(i));
     let [k_start, k_scales, block_table] = [4, 5, 6].map(|i| call.optional(i));
     let (max_seqlen_k, clean_logits) = (call.own[7].optional_int(), call.own[8].bool());
-    ManuallyDrop::new(indexer::Call {
-        q,
-        k,
-        weights,
-        k_end,
-        k_start,
-        k_scales,
-        block_table,
-        max_seqlen_k,
-        clean_logits,
-        stream: call.stream,
-    })
+    let args = IndexerArgs { q, k, weights, k_end, k_start, k_scales, block_table, max_seqlen_k };
+    ManuallyDrop::new(indexer::Call { args, clean_logits, stream: call.stream })
 }
 
 fn sparse_call(call: &Call) -> Result<ManuallyDrop<sparse::Call>> {
@@ -379,7 +372,7 @@ fn sparse_call(call: &Call) -> Result<ManuallyDrop<sparse::Call>> {
     }
     let mut options = ManuallyDrop::new(call.options());
     let (extra_indices, extra_lengths) = (call.optional(5), call.optional(6));
-    // without a second cache its indices and lengths are not read
+    // indices and lengths of a second cache that is not given are only validated
     let (extra, unused) = match (call.optional(4), extra_indices) {
         (Some(cache), Some(indices)) => (Some(sparse::ChosenTokens { cache, indices, lengths: extra_lengths }), [None, None]),
         (_, extra_indices) => (None, [extra_indices, extra_lengths]),

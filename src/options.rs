@@ -1,31 +1,26 @@
-//! The keyword options of the operators, one row each: name, kind, default, and the operators that have it.
-//!
-//! The rows become the operators' schemas ([`crate::operators`]) and the struct that the library works with ([`Options`]). The package's
-//! docstring explains each option; `problem` validates them.
+//! The keyword options that several operators share, one row each in `table!` below: name, kind, default, and the operators that have it.
+//! The rows become the operators' schemas ([`crate::operators`]) and [`Options`], a struct with a field for each option. It is generic:
+//! `Options<Tensor>` holds a call's tensors, `Options<TensorDesc>` their descriptions for validation (src/problem/). The docstring of
+//! python/volta_fa/__init__.py explains each option.
 
 use crate::error::Error;
 use crate::value::{Value, ValueTag};
+use std::convert::Infallible;
 use std::ffi::c_void;
 
 /// A size or number that is not known yet: symbolic, as in `torch.compile`'s dynamic shapes. Checks leave it out.
 pub const UNKNOWN: i64 = i64::MIN;
 
-/// Type of an option.
+/// Type of an option. Tensors are optional, and ints may be symbolic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// an optional tensor
     Tensor,
-    /// an optional tensor that overloads which change their arguments in place may write
+    /// a tensor that overloads which change their arguments in place may write
     Written,
-    /// an int or None, perhaps symbolic
     OptionalInt,
-    /// an int, perhaps symbolic
     Int,
-    /// a float or None
     OptionalFloat,
-    /// a float
     Float,
-    /// a bool
     Bool,
 }
 
@@ -46,19 +41,16 @@ impl Kind {
 /// One option.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
-    /// the keyword in Python, and the field's here
+    /// the keyword in Python, and the field in [`Options`]
     pub name: &'static str,
-    /// its type in the schema
     pub kind: Kind,
-    /// as a Rust expression
+    /// its default, as a Rust expression
     pub default: &'static str,
-    /// the operators that have it
     pub operators: &'static [Op],
 }
 
 /// Operators with options. Both overloads of `fwd_kvcache` have the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // each has the operator's name
 pub enum Op {
     Fwd,
     Bwd,
@@ -76,74 +68,45 @@ impl Op {
     }
 }
 
-/// A [`Kind`] as a type: how a value of it is read and stands in [`Options`].
-pub trait Typed {
-    /// the kind that this type stands for
-    const KIND: Kind;
-    /// in [`Options`], with `T` for a tensor
-    type Value<T>;
-    /// Reads a value of a call; `tensor` makes a tensor of a handle.
-    fn read<T>(value: &Value, tensor: &impl Fn(*mut c_void) -> T) -> Self::Value<T>;
-    /// Returns the value with `f` of the tensor in its place; numbers stay as they are.
-    fn try_map<T, U, E>(value: &Self::Value<T>, f: &impl Fn(&T) -> Result<U, E>) -> Result<Self::Value<U>, E>;
-    /// Returns the tensor, if it is one and is there.
-    fn tensor<T>(value: &Self::Value<T>) -> Option<&T>;
+// What `table!` makes of an option by its kind:
+
+/// The type of its field in [`Options`].
+#[rustfmt::skip]
+macro_rules! field {
+    (Tensor) => { Option<T> };
+    (Written) => { Option<T> };
+    (OptionalInt) => { Option<i64> };
+    (Int) => { i64 };
+    (OptionalFloat) => { Option<f64> };
+    (Float) => { f64 };
+    (Bool) => { bool };
 }
 
-macro_rules! tensor_kind {
-    ($kind:ident) => {
-        impl Typed for kinds::$kind {
-            const KIND: Kind = Kind::$kind;
-            type Value<T> = Option<T>;
-            fn read<T>(value: &Value, tensor: &impl Fn(*mut c_void) -> T) -> Option<T> {
-                value.tensor().map(tensor)
-            }
-            fn try_map<T, U, E>(value: &Option<T>, f: &impl Fn(&T) -> Result<U, E>) -> Result<Option<U>, E> {
-                value.as_ref().map(f).transpose()
-            }
-            fn tensor<T>(value: &Option<T>) -> Option<&T> {
-                value.as_ref()
-            }
-        }
-    };
+/// The field, from a [`Value`]. `tensor` makes a `T` of an `at::Tensor*`.
+#[rustfmt::skip]
+macro_rules! read {
+    (Tensor, $value:expr, $tensor:expr) => { $value.tensor().map($tensor) };
+    (Written, $value:expr, $tensor:expr) => { $value.tensor().map($tensor) };
+    (OptionalInt, $value:expr, $tensor:expr) => { $value.optional_int() };
+    (Int, $value:expr, $tensor:expr) => { $value.int() };
+    (OptionalFloat, $value:expr, $tensor:expr) => { $value.optional_float() };
+    (Float, $value:expr, $tensor:expr) => { $value.float() };
+    (Bool, $value:expr, $tensor:expr) => { $value.bool() };
 }
 
-macro_rules! scalar_kind {
-    ($kind:ident, $value:ty, $read:expr) => {
-        impl Typed for kinds::$kind {
-            const KIND: Kind = Kind::$kind;
-            type Value<T> = $value;
-            fn read<T>(value: &Value, _: &impl Fn(*mut c_void) -> T) -> $value {
-                $read(value)
-            }
-            fn try_map<T, U, E>(value: &$value, _: &impl Fn(&T) -> Result<U, E>) -> Result<$value, E> {
-                Ok(*value)
-            }
-            fn tensor<T>(_: &$value) -> Option<&T> {
-                None
-            }
-        }
-    };
+/// The field with `f` of a tensor in its place, and the tensor, if it is one; numbers stay as they are.
+#[rustfmt::skip]
+macro_rules! mapped {
+    (Tensor, $field:expr, $f:expr) => { $field.as_ref().map($f).transpose()? };
+    (Written, $field:expr, $f:expr) => { $field.as_ref().map($f).transpose()? };
+    ($scalar:ident, $field:expr, $f:expr) => { $field };
 }
-
-/// [`Kind`] as types.
-#[allow(missing_docs)]
-pub mod kinds {
-    pub struct Tensor;
-    pub struct Written;
-    pub struct OptionalInt;
-    pub struct Int;
-    pub struct OptionalFloat;
-    pub struct Float;
-    pub struct Bool;
+#[rustfmt::skip]
+macro_rules! tensor {
+    (Tensor, $field:expr) => { $field.as_ref() };
+    (Written, $field:expr) => { $field.as_ref() };
+    ($scalar:ident, $field:expr) => { None };
 }
-tensor_kind!(Tensor);
-tensor_kind!(Written);
-scalar_kind!(OptionalInt, Option<i64>, Value::optional_int);
-scalar_kind!(Int, i64, Value::int);
-scalar_kind!(OptionalFloat, Option<f64>, Value::optional_float);
-scalar_kind!(Float, f64, Value::float);
-scalar_kind!(Bool, bool, Value::bool);
 
 /// Defines the options of all operators: the rows, and the struct that the library works with.
 macro_rules! table {
@@ -151,17 +114,14 @@ macro_rules! table {
         /// The options of all operators, in the order of the schemas.
         pub const TABLE: &[Row] = &[$(Row {
             name: stringify!($name),
-            kind: <kinds::$kind as Typed>::KIND,
+            kind: Kind::$kind,
             default: stringify!($default),
             operators: &[$(Op::$op),+],
         }),*];
 
-        /// Option values of a call: with tensors, or with descriptions of them. Options that an operator does not have keep their
-        /// defaults.
-        #[derive(Clone, Debug)]
-        #[allow(missing_docs)] // the package's docstring has them
+        /// Option values of a call: with tensors, or with descriptions of them. Options that an operator does not have keep their defaults.
         pub struct Options<T> {
-            $(pub $name: <kinds::$kind as Typed>::Value<T>,)*
+            $(pub $name: field!($kind),)*
         }
 
         impl<T> Default for Options<T> {
@@ -171,25 +131,22 @@ macro_rules! table {
         }
 
         impl<T> Options<T> {
-            /// Rejects values of other types than the options'. They stand in the order of [`TABLE`].
-            ///
-            /// # Errors
-            /// [`Value::check`]
+            /// Rejects values of other types than the options of `op`. They stand in the order of [`TABLE`].
             pub fn check(op: Op, values: &[Value]) -> Result<(), Error> {
                 let mut values = values.iter();
                 $(if matches!(op, $(Op::$op)|+) {
                     let value = values.next().expect("a value for each option");
-                    value.check(<kinds::$kind as Typed>::KIND.tags(), || stringify!($name))?;
+                    value.check(Kind::$kind.tags(), || stringify!($name))?;
                 })*
                 Ok(())
             }
 
-            /// Reads the values of the operator's options, which stand in the order of [`TABLE`]. `tensor` makes a tensor of a handle.
+            /// Reads the values of the options of `op`, which stand in the order of [`TABLE`]. `tensor` makes a `T` of an `at::Tensor*`.
             pub fn read(op: Op, values: &[Value], tensor: impl Fn(*mut c_void) -> T) -> Self {
                 let mut values = values.iter();
                 Options {
                     $($name: match op {
-                        $(Op::$op)|+ => kinds::$kind::read(values.next().expect("a value for each option"), &tensor),
+                        $(Op::$op)|+ => read!($kind, values.next().expect("a value for each option"), &tensor),
                         #[allow(unreachable_patterns)] // an option of all operators
                         _ => $default,
                     },)*
@@ -197,16 +154,13 @@ macro_rules! table {
             }
 
             /// Returns the same options with `f` of each tensor.
-            ///
-            /// # Errors
-            /// The first error of `f`.
             pub fn try_map<U, E>(&self, f: impl Fn(&T) -> Result<U, E>) -> Result<Options<U>, E> {
-                Ok(Options { $($name: kinds::$kind::try_map(&self.$name, &f)?,)* })
+                Ok(Options { $($name: mapped!($kind, self.$name, &f),)* })
             }
 
             /// Returns the tensors that are given, by name.
             pub fn tensors(&self) -> impl Iterator<Item = (&'static str, &T)> {
-                [$((stringify!($name), kinds::$kind::tensor(&self.$name)),)*].into_iter().filter_map(|(name, t)| Some((name, t?)))
+                [$((stringify!($name), tensor!($kind, self.$name)),)*].into_iter().filter_map(|(name, t)| Some((name, t?)))
             }
         }
     };
@@ -260,8 +214,14 @@ table! {
     check_lengths: Bool = false => Fwd Bwd FwdFast PrepareFast FwdKvcache FwdMla,
 }
 
-/// Returns the name that `fwd_mla` gives a scale of `fwd_kvcache`; None: latents have no such scale. The scale of latents serves keys
-/// and values.
+impl<T: Clone> Clone for Options<T> {
+    fn clone(&self) -> Self {
+        let Ok(same) = self.try_map(|t| Ok::<_, Infallible>(t.clone()));
+        same
+    }
+}
+
+/// Returns the name that `fwd_mla` gives a scale of `fwd_kvcache`; None: latents have no such scale. Theirs serves keys and values.
 pub fn scale_of_latents(name: &str) -> Option<&'static str> {
     match name {
         "k_scale" => Some("latent_scale"),
@@ -271,7 +231,7 @@ pub fn scale_of_latents(name: &str) -> Option<&'static str> {
 }
 
 impl<T> Options<T> {
-    /// Returns what a quantized cache has for each token and head, by name. An append writes it with the token.
+    /// Returns the scales and zero points of a quantized cache that have a number for each token and head; an append writes them.
     pub fn token_scales(&self) -> [(&'static str, &Option<T>); 4] {
         [("k_scale", &self.k_scale), ("v_scale", &self.v_scale), ("k_zero_point", &self.k_zero_point), ("v_zero_point", &self.v_zero_point)]
     }
@@ -280,18 +240,8 @@ impl<T> Options<T> {
     pub fn of_scores(&self, share: impl Fn(&T) -> T) -> Self {
         let &Options { dropout_p, softmax_scale, is_causal, window_left, window_right, softcap, batch_invariant, .. } = self;
         let [attn_bias, alibi_slopes, sinks] = [&self.attn_bias, &self.alibi_slopes, &self.sinks].map(|t| t.as_ref().map(&share));
-        Options {
-            attn_bias,
-            alibi_slopes,
-            sinks,
-            dropout_p,
-            softmax_scale,
-            is_causal,
-            window_left,
-            window_right,
-            softcap,
-            batch_invariant,
-            ..Options::default()
-        }
+        let scalars =
+            Options { dropout_p, softmax_scale, is_causal, window_left, window_right, softcap, batch_invariant, ..Options::default() };
+        Options { attn_bias, alibi_slopes, sinks, ..scalars }
     }
 }

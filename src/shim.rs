@@ -1,9 +1,10 @@
-//! Functions of the C++ shim (`torch_ops/`) that Rust calls. cbindgen generates `volta_fa_abi.h` from this file and `ffi.rs`, which has the
-//! opposite direction.
+//! Functions of the C++ shim (`torch_ops/`) that Rust calls, because only torch's C++ knows the answers. They are undefined in this
+//! library; the shim that loads it defines them. cbindgen generates their header, `volta_fa_abi.h`, from this file and from `ffi.rs`, which
+//! has the functions of the opposite direction.
 
 use std::ffi::c_void;
 
-/// Description of a tensor. Symbolic sizes and strides are [`crate::options::UNKNOWN`].
+/// Description of a tensor. Symbolic sizes and strides (`torch.compile` with dynamic shapes) are [`crate::options::UNKNOWN`].
 #[repr(C)]
 pub struct TensorInfo {
     /// `c10::ScalarType`.
@@ -21,8 +22,8 @@ pub struct TensorInfo {
 }
 
 extern "C" {
-    /// Fills `info` (torch_ops/shim.cpp). Returns false after a C++ exception.
+    /// Fills `info` for an `at::Tensor` (torch_ops/shim.cpp). Returns false after a C++ exception, as for a tensor without strides.
     pub(crate) fn volta_fa_describe(tensor: *const c_void, info: *mut TensorInfo) -> bool;
-    /// Returns true if PyTorch's settings allow products of fp32 matrices in fewer digits.
+    /// Returns true if PyTorch's settings allow products of fp32 matrices in fewer digits (`torch.set_float32_matmul_precision`).
     pub(crate) fn volta_fa_reduces_fp32() -> bool;
 }

@@ -1,18 +1,19 @@
-//! Converts tch tensors to what validation and launches use.
+//! Converts tch tensors: to descriptions for validation ([`describe`]), to layouts that kernels read ([`readable`]), and to the pointers
+//! and strides of parameter blocks ([`operand`], [`output`]). Allocates outputs of kernels ([`empty`]). Used by src/ops/.
 
 use crate::error::{Error, Result};
 use crate::launch::{Launcher, MemoryRange};
 use crate::limits::HEADDIM_MULTIPLE;
 use crate::options::UNKNOWN;
-use crate::params::{ElementType, Operand, Output};
+use crate::params::{BlockLists, Cache, CacheScale, ChosenTokens, ElementType, FastParams, Operand, Output};
 use crate::problem::{padded_headdim, DType, Device, Dims, TensorDesc};
 use crate::shim::{volta_fa_describe, TensorInfo};
 use tch::{Kind, Tensor};
 
-/// Alignment of the kernels' global accesses, bytes.
+/// Alignment of the kernels' loads and stores, bytes: 16 in one instruction.
 const ALIGNMENT: usize = 16;
 
-/// Converts a `c10::ScalarType`.
+/// Converts the number of a `c10::ScalarType`.
 fn dtype(scalar_type: i32) -> DType {
     match scalar_type {
         0 => DType::Uint8,
@@ -41,16 +42,14 @@ fn info(t: &Tensor) -> Option<TensorInfo> {
     unsafe { volta_fa_describe(t.as_ptr().cast(), &mut info) }.then_some(info)
 }
 
-/// Returns (rank, sizes, strides) of a validated tensor, which has few dimensions.
+/// Returns (rank, sizes, strides) of a validated tensor, which has at most eight dimensions.
 fn layout(t: &Tensor) -> (usize, [i64; 8], [i64; 8]) {
     let info = info(t).expect("validation checked that there are strides");
     (info.rank as usize, info.sizes, info.strides)
 }
 
-/// Describes a tensor for validation; symbolic sizes are unknown.
-///
-/// # Errors
-/// A tensor on a device that operators do not run on, or without strides.
+/// Describes a tensor for validation; symbolic sizes are unknown. Fails for tensors without strides, or on other devices than cpu, cuda and
+/// meta.
 pub fn describe(t: &Tensor) -> Result<TensorDesc> {
     let info = info(t).ok_or_else(|| Error::unsupported("a tensor without sizes and strides: volta_fa takes strided tensors"))?;
     let device = match info.device_kind {
@@ -69,6 +68,14 @@ pub fn describe(t: &Tensor) -> Result<TensorDesc> {
     Ok(TensorDesc { dtype: dtype(info.dtype), device, sizes: all(info.sizes), strides: all(info.strides) })
 }
 
+/// Returns the type of ATen's arithmetic on tensors of a type: fp64 for fp64, else fp32.
+pub fn compute_kind(kind: Kind) -> Kind {
+    match kind {
+        Kind::Double => Kind::Double,
+        _ => Kind::Float,
+    }
+}
+
 /// Returns the element type for kernels that read several: fp16, bf16 or fp32.
 pub fn element_type(t: &Tensor) -> ElementType {
     match t.kind() {
@@ -78,7 +85,7 @@ pub fn element_type(t: &Tensor) -> ElementType {
     }
 }
 
-/// Returns true if kernels can read `t`: rows begin on 16-byte boundaries and have whole groups of 16 bytes (8 fp16 elements).
+/// Returns true if kernels can read `t` in place: rows begin on 16-byte boundaries, and have whole groups of 8 elements (of bytes: 16).
 pub fn is_readable(t: &Tensor) -> bool {
     let (rank, sizes, strides) = layout(t);
     let last = rank - 1;
@@ -87,8 +94,8 @@ pub fn is_readable(t: &Tensor) -> bool {
     aligned && sizes[last] % chunk == 0
 }
 
-/// Returns `t` if kernels can read it, else a contiguous copy padded with zeros, which add nothing to a dot product. Slices of wider
-/// tensors may begin anywhere and have any stride.
+/// Returns `t` if kernels can read it in place, else a contiguous copy. Its headdim (last dimension) is padded to a multiple of 8: the
+/// zeros add nothing to a dot product. Slices of wider tensors may begin anywhere and have any stride.
 pub fn readable(t: &Tensor) -> Result<Tensor> {
     if is_readable(t) {
         return Ok(t.shallow_clone());
@@ -106,7 +113,7 @@ pub fn readable(t: &Tensor) -> Result<Tensor> {
     Ok(copy)
 }
 
-/// Removes the columns that [`readable`] added to the inputs; the result is contiguous.
+/// Removes the columns of an output that stand for those that [`readable`] added to inputs; the result is contiguous.
 pub fn without_padding(t: Tensor, headdim: i64) -> Result<Tensor> {
     let (rank, sizes, _) = layout(&t);
     match sizes[rank - 1] == headdim {
@@ -124,8 +131,7 @@ pub fn readable_gradient(t: &Tensor) -> Result<Tensor> {
     Ok(if contiguous { t.shallow_clone() } else { t.f_contiguous()? })
 }
 
-/// Allocates an uninitialized contiguous tensor where a launcher's kernels can access it. If ATen's allocator guarantees less than their
-/// alignment, the tensor begins inside its storage.
+/// Allocates an uninitialized contiguous tensor on a launcher's device, with its alignment. It may begin inside its storage.
 pub fn empty(sizes: &[i64], kind: Kind, launcher: &dyn Launcher) -> Result<Tensor> {
     let (device, alignment) = (launcher.device(), launcher.output_alignment());
     if alignment <= ALIGNMENT {
@@ -138,14 +144,49 @@ pub fn empty(sizes: &[i64], kind: Kind, launcher: &dyn Launcher) -> Result<Tenso
     Ok(room.f_narrow(0, (skip / bytes) as i64, count)?.f_view(sizes)?)
 }
 
-/// Returns the bytes from a strided tensor's first to its last element.
-pub fn memory_range(name: &'static str, t: &Tensor, writable: bool) -> MemoryRange {
+/// Copies a tensor, to contiguous memory of its own. `f_contiguous` would return a contiguous tensor itself, also if it is not aligned.
+pub fn copied(t: &Tensor, kind: Kind) -> Result<Tensor> {
+    let mut copy = Tensor::f_empty(t.size(), (kind, t.device()))?;
+    copy.f_copy_(t)?;
+    Ok(copy)
+}
+
+pub fn read_range(name: &'static str, t: &Tensor) -> MemoryRange {
+    memory_range(name, t, false)
+}
+
+/// Returns the memory of a tensor that a kernel writes, and may read.
+pub fn written_range(name: &'static str, t: &Tensor) -> MemoryRange {
+    memory_range(name, t, true)
+}
+
+/// Returns the memory from a strided tensor's first element to its last, for the simulator, which checks accesses.
+fn memory_range(name: &'static str, t: &Tensor, writable: bool) -> MemoryRange {
     let (sizes, strides) = (t.size(), t.stride());
     let span: i64 = sizes.iter().zip(&strides).map(|(n, s)| (n - 1) * s).sum::<i64>() + 1;
     let empty = sizes.contains(&0);
     let bytes = if empty { 0 } else { span as usize * t.kind().elt_size_in_bytes() };
     MemoryRange { name, ptr: t.data_ptr().cast(), bytes, writable }
 }
+
+/// Parts of parameter blocks that stand for what a call does not have, by null pointers and zeros.
+///
+/// # Safety
+/// All bits 0 are a value of the type.
+pub unsafe trait Absent: Sized {
+    /// The value.
+    // SAFETY: as the trait demands
+    const NONE: Self = unsafe { std::mem::zeroed() };
+}
+
+// SAFETY: structs of pointers, numbers, and enums whose first variant is 0
+unsafe impl Absent for Operand {}
+unsafe impl Absent for Output {}
+unsafe impl Absent for BlockLists {}
+unsafe impl Absent for Cache {}
+unsafe impl Absent for CacheScale {}
+unsafe impl Absent for ChosenTokens {}
+unsafe impl Absent for FastParams {}
 
 /// Describes a (batch, seqlen, heads, headdim) tensor from entry `batch` on, or a packed (total, heads, headdim) one, as kernel input.
 pub fn operand(t: &Tensor, batch: i64) -> Operand {

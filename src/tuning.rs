@@ -1,7 +1,8 @@
-//! Tunings: kernels that are faster on one GPU than the planner's choice, and kernels that failed there.
-//! `python -m volta_fa check` measures both. docs/reference/tuning-file.md describes the file.
+//! Tunings: kernels that are faster on one GPU than the planner's choice, and kernels that failed there. `python -m volta_fa check --tune`
+//! measures both and writes a file, which docs/reference/tuning-file.md describes.
 //!
-//! Pure: parses text into a checked [`Tuning`], which the planner asks about shapes. `launch::tuning` reads the text.
+//! This module parses a file's text into a checked [`Tuning`], which the planner asks about shapes (plan/choose.rs). `launch::tuning` reads
+//! the file. A tuning is a list of choices, each a [`Class`] of shapes of one pass and the kernel to take for it; and failed kernels.
 
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Feature, FeatureSet, Kernels, Pass, Variant, PASSES};
@@ -11,8 +12,8 @@ use std::fmt;
 
 /// Version of the file format, which this library reads and `check` writes.
 pub const FORMAT: u32 = 1;
-/// Maximum choices of a tuning: `check` measures 272 classes on a V100. A call compares its shape with each choice at a few nanoseconds, so at
-/// most two microseconds in total.
+/// Maximum number of choices in a tuning. `check` measures 272 classes of shapes on a V100 and can choose a kernel for each. A call
+/// compares its shape with each choice in a few nanoseconds, so in at most two microseconds in total.
 pub const MAX_CHOICES: usize = 512;
 
 /// A GPU with its software. A tuning applies to the GPU and software of its measurements.
@@ -20,32 +21,30 @@ pub const MAX_CHOICES: usize = 512;
 pub struct Card {
     /// Name of the GPU, from the driver.
     pub device: String,
-    /// Version of the driver.
     pub driver: String,
     /// Version of this library, because each version has its own kernels.
     pub volta_fa: String,
 }
 
 impl Card {
-    /// Returns the name of this card's tuning file.
     pub fn file_name(&self) -> String {
         let plain = |c: char| if c.is_ascii_alphanumeric() || ".+".contains(c) { c } else { '_' };
         [&self.device, &self.driver, &self.volta_fa].map(|text| text.chars().map(plain).collect::<String>()).join("-") + ".json"
     }
 }
 
-/// Properties of a problem that classes of shapes distinguish.
+/// Properties of a problem that decide on its kernels. A [`Class`] bounds the first six, and names features. The planner's test whether a
+/// kernel is applicable also uses the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Padded headdim of q and k, a multiple of 8; 0: the pass takes any.
     pub headdim: i64,
-    /// Padded headdim of v.
     pub headdim_v: i64,
     /// Queries of the longest entry.
     pub seqlen_q: i64,
     /// Keys of the longest entry.
     pub seqlen_k: i64,
-    /// Queries of all heads and entries, because they decide the number of blocks.
+    /// Queries times heads of all batch entries, because they decide the number of blocks.
     pub rows: i64,
     /// True: the mask is causal; false: there is none; None: another window.
     pub is_causal: Option<bool>,
@@ -55,12 +54,25 @@ pub struct Shape {
     pub is_bf16: bool,
     /// True: kernels whose rows depend on no other row. See `Variant::is_batch_invariant`.
     pub is_batch_invariant: bool,
-    /// Maximum positions between a row before the first key and that key, among rows that see keys.
+    /// Most positions that a row which sees keys may lie before the first key. Kernels that require ALiBi lose precision there.
     pub rows_before_keys: i64,
 }
 
 impl Shape {
-    /// Returns the shape of an attention problem.
+    /// Of a pass that takes any headdim, and has no rows, mask or cache.
+    pub const ANY: Shape = Shape {
+        headdim: 0,
+        headdim_v: 0,
+        seqlen_q: 0,
+        seqlen_k: 0,
+        rows: 0,
+        is_causal: None,
+        cache: CacheFormat::Unquantized,
+        is_bf16: false,
+        is_batch_invariant: false,
+        rows_before_keys: 0,
+    };
+
     pub fn of(a: &Attention) -> Shape {
         Shape {
             headdim: a.headdim,
@@ -73,63 +85,43 @@ impl Shape {
                 Window::FULL => Some(false),
                 _ => None,
             },
-            cache: CacheFormat::Unquantized,
-            is_bf16: false,
             is_batch_invariant: a.features.batch_invariant,
             rows_before_keys: {
                 // the host does not know the used keys, so it assumes none
                 let seqlen_k = if a.features.seqused_k || a.cache().is_some() { 0 } else { a.seqlen_k };
                 (a.seqlen_q - seqlen_k).clamp(0, a.window.right.unwrap_or(i64::MAX))
             },
+            ..Shape::ANY
         }
     }
 
     /// Returns the shape of states to merge: their kernel takes any headdim.
     pub fn of_states(m: &MergedStates) -> Shape {
-        let rows = m.batch.saturating_mul(m.seqlen_q).saturating_mul(m.nheads);
-        Shape {
-            headdim: 0,
-            headdim_v: 0,
-            seqlen_q: m.seqlen_q,
-            seqlen_k: 0,
-            rows,
-            is_causal: None,
-            cache: CacheFormat::Unquantized,
-            is_bf16: false,
-            is_batch_invariant: false,
-            rows_before_keys: 0,
-        }
+        Shape { seqlen_q: m.seqlen_q, rows: m.batch.saturating_mul(m.seqlen_q).saturating_mul(m.nheads), ..Shape::ANY }
     }
 }
 
-/// A class of shapes. None matches any value; bounds are inclusive.
+/// The properties of a shape that a class may bound, in the order of [`Class::bounds`].
+const BOUNDED: [&str; 5] = ["headdim", "headdim_v", "seqlen_q", "seqlen_k", "rows"];
+
+/// A class of shapes. None matches any value; bounds are [minimum, maximum], inclusive.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Class {
-    headdim: Option<[i64; 2]>,
-    headdim_v: Option<[i64; 2]>,
-    seqlen_q: Option<[i64; 2]>,
-    seqlen_k: Option<[i64; 2]>,
-    rows: Option<[i64; 2]>,
+    bounds: [Option<[i64; 2]>; 5],
     is_causal: Option<bool>,
     features: Option<FeatureSet>,
 }
 
 impl Class {
     fn has(&self, s: &Shape, features: FeatureSet) -> bool {
-        let bounds = [
-            (self.headdim, s.headdim),
-            (self.headdim_v, s.headdim_v),
-            (self.seqlen_q, s.seqlen_q),
-            (self.seqlen_k, s.seqlen_k),
-            (self.rows, s.rows),
-        ];
-        bounds.into_iter().all(|(bound, n)| bound.is_none_or(|[low, high]| low <= n && n <= high))
+        let numbers = [s.headdim, s.headdim_v, s.seqlen_q, s.seqlen_k, s.rows];
+        self.bounds.iter().zip(numbers).all(|(bound, n)| bound.is_none_or(|[low, high]| low <= n && n <= high))
             && (self.is_causal.is_none() || self.is_causal == s.is_causal)
             && self.features.is_none_or(|own| own == features)
     }
 }
 
-/// Selection of a choice for its class of shapes.
+/// What a choice selects for its class of shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Take {
     Kernel(&'static Variant),
@@ -147,7 +139,9 @@ struct Choice {
 /// Measurements on a GPU. The planner takes the first applicable choice for a shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tuning {
+    /// Fields of the [`Card`], by name.
     made_on: [(&'static str, Option<String>); 3],
+    /// Names, sorted.
     failed: Vec<&'static str>,
     choices: Vec<Choice>,
 }
@@ -185,6 +179,7 @@ struct ChoiceText {
     _note: Option<serde::de::IgnoredAny>,
 }
 
+/// Returns the kernel of this name. `at`: the place in the file, for the error.
 fn variant(kernels: Kernels, name: &str, at: &str) -> Result<&'static Variant> {
     kernels
         .variants()
@@ -193,51 +188,34 @@ fn variant(kernels: Kernels, name: &str, at: &str) -> Result<&'static Variant> {
 }
 
 impl ChoiceText {
+    /// Checks a choice. `at`: its place in the file, `tuning: choices[3]`.
     fn checked(self, kernels: Kernels, at: &str) -> Result<Choice> {
-        let of = |field: &str| format!("{at}.{field}");
+        let field = |name: &str| format!("{at}.{name}");
         let pass = PASSES.iter().map(|p| p.pass).find(|p| format!("{p:?}") == self.pass).ok_or_else(|| {
             let known: Vec<_> = PASSES.iter().map(|p| format!("{:?}", p.pass)).collect();
-            Error::value(&of("pass"), format!("`{}`", self.pass), known.join(", "))
+            Error::value(&field("pass"), format!("`{}`", self.pass), known.join(", "))
         })?;
-        let bounds = [
-            ("headdim", self.headdim),
-            ("headdim_v", self.headdim_v),
-            ("seqlen_q", self.seqlen_q),
-            ("seqlen_k", self.seqlen_k),
-            ("rows", self.rows),
-        ];
-        for (name, bound) in bounds {
+        let bounds = [self.headdim, self.headdim_v, self.seqlen_q, self.seqlen_k, self.rows];
+        for (name, bound) in BOUNDED.iter().zip(bounds) {
             if let Some([low, high]) = bound.filter(|[low, high]| *low < 0 || low > high) {
-                return Err(Error::value(&of(name), format!("[{low}, {high}]"), "the minimum and the maximum, 0 or larger"));
+                return Err(Error::value(&field(name), format!("[{low}, {high}]"), "the minimum and the maximum, 0 or larger"));
             }
         }
         let known = |name: &String| {
             let of_pass = pass.info().features;
             of_pass.iter().find(|&feature| Feature::named(name) == Some(feature)).ok_or_else(|| {
                 let names: Vec<_> = of_pass.iter().map(Feature::name).collect();
-                Error::value(&of("features"), format!("`{name}`"), format!("features of {pass:?}: {}", names.join(", ")))
+                Error::value(&field("features"), format!("`{name}`"), format!("features of {pass:?}: {}", names.join(", ")))
             })
         };
         let features = self.features.map(|names| names.iter().map(known).collect::<Result<Vec<_>>>()).transpose()?;
-        let class = Class {
-            headdim: self.headdim,
-            headdim_v: self.headdim_v,
-            seqlen_q: self.seqlen_q,
-            seqlen_k: self.seqlen_k,
-            rows: self.rows,
-            is_causal: self.is_causal,
-            features: features.map(|list| FeatureSet::of(&list)),
-        };
+        let class = Class { bounds, is_causal: self.is_causal, features: features.map(|list| FeatureSet::of(&list)) };
         let take = match (self.variant, self.deterministic) {
-            (Some(name), None) => Take::Kernel(variant(kernels, &name, &of("variant"))?),
+            (Some(name), None) => Take::Kernel(variant(kernels, &name, &field("variant"))?),
             (None, Some(true)) if pass == Pass::Backward => Take::WithoutAtomics,
             (None, Some(given)) => {
-                let found = format!("{given} for pass {pass:?}");
-                return Err(Error::value(
-                    &of("deterministic"),
-                    found,
-                    "true, for pass Backward: a choice may take atomics away, not add them",
-                ));
+                let expected = "true, for pass Backward: a choice may take atomics away, not add them";
+                return Err(Error::value(&field("deterministic"), format!("{given} for pass {pass:?}"), expected));
             }
             (given, _) => {
                 let found = if given.is_some() { "both" } else { "neither" };
@@ -245,18 +223,14 @@ impl ChoiceText {
             }
         };
         if let Take::Kernel(v) = take {
-            let lowest = |bound: Option<[i64; 2]>| bound.map_or(0, |[low, _]| low);
+            let [headdim, headdim_v, ..] = bounds.map(|bound| bound.map_or(0, |[low, _]| low));
             let is_applicable = v.pass == pass
-                && v.headdim as i64 >= lowest(class.headdim)
-                && v.headdim_v as i64 >= lowest(class.headdim_v)
+                && v.headdim as i64 >= headdim
+                && v.headdim_v as i64 >= headdim_v
                 && v.features.contains(class.features.unwrap_or(FeatureSet::NONE));
             if !is_applicable {
-                let found = format!("`{}`", v.name);
-                return Err(Error::value(
-                    &of("variant"),
-                    found,
-                    format!("a kernel of pass {pass:?} with the headdims and features of the class"),
-                ));
+                let expected = format!("a kernel of pass {pass:?} with the headdims and features of the class");
+                return Err(Error::value(&field("variant"), format!("`{}`", v.name), expected));
             }
         }
         Ok(Choice { pass, class, take })
@@ -264,10 +238,7 @@ impl ChoiceText {
 }
 
 impl Tuning {
-    /// Parses and checks a tuning for these kernels.
-    ///
-    /// # Errors
-    /// An invalid text; the message names the location.
+    /// Parses and checks a tuning for these kernels. An error names its place in the text.
     pub fn parse(text: &str, kernels: Kernels) -> Result<Tuning> {
         let text: Text =
             serde_json::from_str(text).map_err(|e| Error::value("tuning", e, "JSON as docs/reference/tuning-file.md describes it"))?;
@@ -289,10 +260,7 @@ impl Tuning {
         })
     }
 
-    /// Checks that the tuning was made on this GPU and software.
-    ///
-    /// # Errors
-    /// A tuning of another GPU or software, or without these fields.
+    /// Rejects a tuning of another GPU or software, or without these fields.
     pub fn check_made_on(&self, card: &Card) -> Result<()> {
         for ((name, found), expected) in self.made_on.iter().zip([&card.device, &card.driver, &card.volta_fa]) {
             if found.as_ref() != Some(expected) {
@@ -303,8 +271,7 @@ impl Tuning {
         Ok(())
     }
 
-    /// Removes the choices that a device with this architecture and shared memory (bytes per block) can never take. Returns the reason for
-    /// each.
+    /// Removes the choices that a device with this architecture and shared memory (bytes per block) can never take. Returns the reasons.
     pub fn usable_on(mut self, kernels: Kernels, sm: u32, shared_bytes_per_block: u32) -> (Tuning, Vec<String>) {
         let families = kernels.families_for(sm);
         let mut rejected = Vec::new();
@@ -323,7 +290,6 @@ impl Tuning {
         (self, rejected)
     }
 
-    /// Returns true if this kernel failed on the GPU.
     pub fn has_failed(&self, v: &Variant) -> bool {
         self.failed.contains(&v.name)
     }
@@ -338,6 +304,7 @@ impl Tuning {
         self.choices.len()
     }
 
+    /// Returns what the choices select whose class has the shape and exactly the features that the pass can have of these.
     fn of<'a>(&'a self, pass: Pass, shape: &'a Shape, features: FeatureSet) -> impl Iterator<Item = Take> + 'a {
         let features = features.intersection(pass.info().features);
         self.choices.iter().filter(move |c| c.pass == pass && c.class.has(shape, features)).map(|c| c.take)

@@ -1,21 +1,17 @@
-//! A value of a call in the C ABI: what PyTorch's stack holds for one argument.
+//! An argument of an operator's call in the C ABI. PyTorch's dispatcher passes a call's arguments on a stack; the C++ shim turns each into
+//! a [`Value`], in the order of the operator's schema, and src/operators.rs and src/options.rs read them. A value borrows a tensor.
 
 use crate::error::{Error, Result};
 use std::ffi::c_void;
 
-/// Type of a [`Value`].
+/// Type of a [`Value`]. An undefined tensor is None, and a symbolic int [`crate::options::UNKNOWN`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ValueTag {
-    /// None; an undefined tensor
     None,
-    /// a tensor
     Tensor,
-    /// an int; a symbolic one is [`crate::options::UNKNOWN`]
     Int,
-    /// a float
     Float,
-    /// a bool
     Bool,
 }
 
@@ -34,7 +30,6 @@ impl ValueTag {
 /// Content of a [`Value`]; the tag says which member is written.
 #[repr(C)]
 #[derive(Clone, Copy)]
-#[allow(missing_docs)]
 pub union ValuePayload {
     /// a borrowed `at::Tensor*`
     pub tensor: *mut c_void,
@@ -46,7 +41,6 @@ pub union ValuePayload {
 /// An argument of a call.
 #[repr(C)]
 #[derive(Clone, Copy)]
-#[allow(missing_docs)]
 pub struct Value {
     pub tag: ValueTag,
     pub payload: ValuePayload,
@@ -57,10 +51,8 @@ impl Value {
         self.tag == ValueTag::None
     }
 
-    /// Rejects a value of another type than these. From Python and TorchScript values have the schema's types, from a C++ stack any.
-    ///
-    /// # Errors
-    /// [`Error::value`] with the argument's name.
+    /// Rejects a value of another type than these, by the argument's name. From Python and TorchScript values have the schema's types, from
+    /// a C++ caller's stack any. The functions below panic on another type, so calls check first.
     pub fn check<'a>(&self, tags: &[ValueTag], name: impl FnOnce() -> &'a str) -> Result<()> {
         match tags.contains(&self.tag) {
             true => Ok(()),
@@ -72,7 +64,7 @@ impl Value {
         assert_eq!(self.tag, tag, "the schema has another type");
     }
 
-    /// Returns the handle of a tensor; None for None.
+    /// Returns the handle of a tensor, an `at::Tensor*`; None for None.
     pub fn tensor(&self) -> Option<*mut c_void> {
         (!self.is_none()).then(|| {
             self.expect(ValueTag::Tensor);
@@ -81,31 +73,26 @@ impl Value {
         })
     }
 
-    /// Returns an int; None for None.
     pub fn optional_int(&self) -> Option<i64> {
         (!self.is_none()).then(|| self.int())
     }
 
-    /// Returns an int.
     pub fn int(&self) -> i64 {
         self.expect(ValueTag::Int);
         // SAFETY: the tag names the member.
         unsafe { self.payload.integer }
     }
 
-    /// Returns a float; None for None.
     pub fn optional_float(&self) -> Option<f64> {
         (!self.is_none()).then(|| self.float())
     }
 
-    /// Returns a float.
     pub fn float(&self) -> f64 {
         self.expect(ValueTag::Float);
         // SAFETY: the tag names the member.
         unsafe { self.payload.number }
     }
 
-    /// Returns a bool.
     pub fn bool(&self) -> bool {
         self.expect(ValueTag::Bool);
         // SAFETY: the tag names the member.

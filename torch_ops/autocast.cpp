@@ -1,4 +1,6 @@
-// Autocast kernels. They cast like PyTorch's own attention.
+// Autocast kernels: they cast a call's tensors, then make the call again below autocast. The operator's row in src/operators.rs
+// says how (`Autocast`). Region, as PyTorch's own attention: required tensors get the dtype of the autocast region. Cache: required
+// tensors other than caches get the cache's dtype, because the cache is updated in place. Keep: no kernel is registered.
 
 #include "operators.h"
 
@@ -12,14 +14,14 @@ struct Cast final : c10::OperatorKernel {
         for (size_t i = 0; i < op.tensors(); ++i) {
             const bool is_cache = op.schema.arguments()[i].name().find("cache") != std::string::npos;
             if (op.autocast == Autocast::Region || !is_cache) {
-                required.push_back(i);
+                always.push_back(i);
             } else if (!cache) {
                 cache = i;
             }
         }
         if (op.autocast != Autocast::Region) return;
         for (const char* name : {"attn_bias", "sinks"}) {
-            if (const auto place = op.find(name)) scores.push_back(*place);
+            if (const auto i = op.find(name)) if_half.push_back(*i);
         }
     }
 
@@ -28,8 +30,8 @@ struct Cast final : c10::OperatorKernel {
         c10::IValue* const arguments = stack->data() + (stack->size() - op.count());
         const auto dtype = cache ? cache_dtype(arguments[*cache].toTensor()) : at::autocast::get_autocast_dtype(device);
         const auto cast = [&](size_t i) { arguments[i] = at::autocast::cached_cast(dtype, arguments[i].toTensor(), device); };
-        for (const size_t i : required) cast(i);
-        for (const size_t i : scores) {
+        for (const size_t i : always) cast(i);
+        for (const size_t i : if_half) {
             if (!arguments[i].isTensor() || !arguments[i].toTensor().defined()) continue;
             const auto type = arguments[i].toTensor().scalar_type();
             if (type == at::kHalf || type == at::kBFloat16) cast(i);
@@ -37,17 +39,17 @@ struct Cast final : c10::OperatorKernel {
         handle.callBoxed(*stack);
     }
 
-    // The cache is updated in place. A quantized cache has elements of one byte, whose type is not that of q.
+    // Returns the dtype for q, and for new keys and values. A quantized cache, which has elements of one byte, does not decide it.
     at::ScalarType cache_dtype(const Tensor& t) const {
         return t.element_size() == 1 ? at::autocast::get_autocast_dtype(device) : t.scalar_type();
     }
 
     const Operator& op;
     const c10::DeviceType device;
-    std::vector<size_t> required;
-    std::optional<size_t> cache;
-    // cast only if they are fp16 or bf16, because fp32 ones go with every q
-    std::vector<size_t> scores;
+    // indices of arguments
+    std::vector<size_t> always;  // cast in each call
+    std::vector<size_t> if_half;  // added to scores: cast from fp16 or bf16 only, because operators take fp32 ones with every q
+    std::optional<size_t> cache;  // the first cache; none with Autocast::Region
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Autograd kernels: the derivative of fwd is bwd. bwd has no derivative.
+// Autograd kernels. volta_fa::fwd records a graph node, `Attention`, if an input requires grad. The node's backward calls
+// volta_fa::bwd. Every other operator, bwd included, has no derivative (no_derivative.cpp).
 
 #include "operators.h"
 
@@ -14,12 +15,12 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// fwd and bwd, and the arguments that both have.
+// fwd and bwd, and the arguments that both have: tensors such as q, and options such as is_causal. The node saves all of these.
 struct Pair {
     struct Shared {
         std::string name;
         bool is_tensor;
-        size_t in_fwd, in_bwd;
+        size_t in_fwd, in_bwd;  // indices in the schemas
     };
 
     Pair() {
@@ -36,14 +37,14 @@ struct Pair {
 };
 
 const Pair& ops() {
-    static const Pair& pair = *new Pair;  // leaked: see operators()
+    static const Pair& pair = *new Pair;  // leaked, because other threads may call fwd while the process ends
     return pair;
 }
 
 OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 struct Attention : torch::autograd::Function<Attention> {
-    // The tensors are those that may need a gradient. The stack has all arguments of fwd.
+    // The tensors are those that may need a gradient: q, k, v, attn_bias, sinks. The stack has all arguments of fwd, also these.
     static variable_list forward(AutogradContext* ctx, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor& attn_bias,
                                  const OptionalTensor&, Stack* stack) {
         const Arguments arguments(ops().fwd.op(), *stack);
@@ -71,7 +72,7 @@ struct Attention : torch::autograd::Function<Attention> {
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        variable_list gradients(6);  // of forward's parameters
+        variable_list gradients(6);  // of forward's parameters after ctx; undefined where there is none, as for the stack
         const Tensor &dout = grads[0], &dlse = grads[1];
         if (!dout.defined() && !dlse.defined()) return gradients;
         const Caller& bwd = ops().bwd;
@@ -87,10 +88,12 @@ struct Attention : torch::autograd::Function<Attention> {
         stack[out] = *next++;
         stack[softmax_lse] = *next++;
         stack[rng_state] = optional(*next++);
+        // bwd's first argument
         stack[0] = dout.defined() ? dout : at::zeros_like(stack[out].toTensor());
         stack[dlse_at] = optional(dlse);
         stack[bias_requires_grad] = ctx->saved_data["attn_bias_requires_grad"];
         if (at::globalContext().deterministicAlgorithms()) stack[deterministic] = true;
+        // which of bwd's results, dq, dk, dv, dattn_bias and dsinks, are gradients; the others have no elements
         const std::array<bool, 5> expected{true, true, true, stack[bias_requires_grad].toBool(), !stack[sinks].isNone()};
         // Without create_graph, skips bwd's own Autograd kernel, because that reads the schema in each call.
         std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
@@ -103,6 +106,7 @@ struct Attention : torch::autograd::Function<Attention> {
     }
 };
 
+// Kernel of fwd at the Autograd key. Without an input that requires grad it builds no node.
 struct Differentiable final : c10::OperatorKernel {
     void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) const {
         const Arguments arguments(ops().fwd.op(), *stack);
@@ -115,10 +119,9 @@ struct Differentiable final : c10::OperatorKernel {
         };
         TORCH_CHECK_NOT_IMPLEMENTED(!any([](const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }),
                                     "volta_fa::fwd: forward-mode derivatives (torch.func.jvp) are not implemented");
-        if (is_subclass(q)) has_rules(q);  // loads the rules
+        if (is_subclass(q)) has_rules(q);  // a DTensor: loads its sharding rules of volta_fa's operators
         const bool is_complete = q.defined() && k.defined() && v.defined();  // Rust rejects None
         if (!is_complete || !at::GradMode::is_enabled() || !any([](const Tensor& t) { return t.requires_grad(); })) {
-            // builds no graph node
             at::AutoDispatchBelowADInplaceOrView guard;
             return handle.callBoxed(*stack);
         }
@@ -130,7 +133,6 @@ struct Differentiable final : c10::OperatorKernel {
 }  // namespace
 
 torch::CppFunction autograd_kernel(const Operator& op) {
-    // a second derivative raises and names the op
     return op.name == "fwd" ? boxed<Differentiable>() : without_derivative(op);
 }
 

@@ -1,4 +1,5 @@
-// CPU and CUDA kernels.
+// The kernels at the CPU and CUDA keys, for each operator: `Compute` passes a call's arguments to Rust (volta_fa_call) and puts the
+// results on PyTorch's stack. Only fwd has a generator: for it, the kernel draws the random state of dropout and checks the layout.
 
 #include "operators.h"
 
@@ -20,25 +21,27 @@ Tensor no_elements(const Tensor& like, at::ScalarType dtype) {
     return at::for_blob(nullptr, {0}).options(like.options().dtype(dtype)).target_device(like.device()).make_tensor();
 }
 
-// Draws seed and offset of one call from PyTorch's generator with PyTorch's own kernel. So they follow manual_seed, and each replay
-// of a CUDA graph draws new ones. Returns no elements without dropout. (Rust rejects invalid probabilities.)
+// Returns (seed, offset) of one call's dropout, int64 on q's device, from PyTorch's generator and kernel. So they follow
+// manual_seed, and each replay of a CUDA graph draws new ones. Returns no elements without dropout or for an invalid probability,
+// which Rust rejects.
 Tensor draw_rng_state(const Tensor& q, double dropout_p, std::optional<at::Generator> generator) {
     if (!q.defined()) return {};  // Rust rejects None
     if (!(dropout_p > 0.0 && dropout_p < 1.0)) return no_elements(q, at::kLong);
     return at::randint(std::numeric_limits<int64_t>::max(), {2}, std::move(generator), q.options().dtype(at::kLong));
 }
 
-// Warns once in a process if q and k are probably (batch, nheads, seqlen, headdim): a valid call, with a result that is not meant.
-// Grouped heads do not count: models with these have few KV heads, and short prompts.
+// Warns once in a process if q and k are probably (batch, nheads, seqlen, headdim), as in PyTorch's attention. volta_fa reads
+// (batch, seqlen, nheads, headdim), so the call would be valid and its result wrong. Grouped heads do not count, because a short
+// prompt with few KV heads looks the same.
 void warn_if_heads_first(const Tensor& q, const Tensor& k) {
-    constexpr int64_t kUsualHeads = 64;  // most models have at most as many, so more of them than tokens are probably tokens
-    // A mistake shows in a process' first calls, and later ones must not pay for the look.
+    constexpr int64_t kUsualHeads = 64;  // most models have no more heads
+    // A mistake shows in a process' first 100 calls. Later calls must not pay for the check.
     static std::atomic<int> calls_left{100};
     if (calls_left.load(std::memory_order_relaxed) <= 0 || !q.defined() || !k.defined() || q.dim() != 4 || k.dim() != 4) return;
     calls_left--;
     const int64_t tokens = q.size(1), heads = q.size(2), keys = k.size(1), key_heads = k.size(2);
     if (heads <= std::max(kUsualHeads, tokens) || key_heads <= std::max(kUsualHeads, keys)) return;
-    if (keys == 0 || tokens % keys != 0) return;  // not the numbers of heads
+    if (keys == 0 || tokens % keys != 0) return;  // heads first, these were nheads and nheads_k, and nheads_k divides nheads
     calls_left = 0;
     const char* variable = std::getenv("VOLTA_FA_WARN_LAYOUT");
     if (variable && std::string_view(variable) == "0") return;
@@ -48,7 +51,7 @@ void warn_if_heads_first(const Tensor& q, const Tensor& k) {
         "If not, set VOLTA_FA_WARN_LAYOUT=0");
 }
 
-// Kernel of the backends: calls Rust, which chooses a backend by a tensor's device.
+// Calls Rust, which chooses its CPU backend or kernels by the tensors' device. In the generator's place Rust gets the random state.
 struct Compute final : c10::OperatorKernel {
     explicit Compute(const Operator& op) : op(op), results(op.schema.returns().size()), generator(op.find("generator")) {
         if (generator) dropout_p = op.at("dropout_p");
@@ -76,8 +79,8 @@ struct Compute final : c10::OperatorKernel {
 
     const Operator& op;
     const size_t results;
-    const std::optional<size_t> generator;
-    size_t dropout_p = 0;
+    const std::optional<size_t> generator;  // index of the argument; only fwd has it
+    size_t dropout_p = 0;  // index of the argument, if there is a generator
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Meta kernels: sizes and dtypes of an operator's results, for torch.compile and fake tensors. Sizes may be symbolic; Rust checks
-// known ones.
+// Kernels at the Meta key: they return empty tensors with the sizes and dtypes of an operator's results, for torch.compile and
+// fake tensors. Sizes may be symbolic, so the rules are C++. Rust first checks the arguments, as far as sizes are known.
 
 #include "operators.h"
 
@@ -8,12 +8,14 @@
 namespace volta_fa {
 namespace {
 
-// Computes an operator's results. `columns` is what Rust's check returned (src/operators.rs).
+// Returns an operator's results. `columns`, from Rust's check, is what sizes of arguments do not tell: for fwd_kvcache the columns
+// that an element of the caches holds, for operators on latents (MLA) the columns of out, for others 0.
 using Rule = std::vector<Tensor> (*)(const Arguments& arguments, int64_t columns);
 
 Tensor contiguous_like(const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); }
 
-// Returns out and softmax_lse of queries, padded or packed.
+// Returns out, q's sizes with `columns` in the last place, and softmax_lse, fp32: (batch, nheads, seqlen_q) for padded queries,
+// which have 4 dimensions, and (nheads, total_q) for packed ones, which have 3.
 std::vector<Tensor> attention(const Tensor& q, const c10::SymInt& columns) {
     c10::SymDimVector out(q.sym_sizes().begin(), q.sym_sizes().end());
     out.back() = columns;
@@ -44,17 +46,21 @@ std::vector<Tensor> fwd_fast(const Arguments& arguments, int64_t) {
     return attention(arguments.tensor("q"), arguments.tensor("v").sym_size(-1));
 }
 
-// The sizes are those of CodeSizes::prepared (src/ops/codes.rs).
+// One byte tensor: K quantized to int8, and what fwd_fast needs with it. CodeSizes::prepared (src/ops/codes.rs) lays it out; both
+// must agree. A block is 64 keys with scales of their own. A sequence begins on a block, so each packed one may need one more.
 std::vector<Tensor> prepare_fast(const Arguments& arguments, int64_t) {
     const Tensor &k = arguments.tensor("k"), &v = arguments.tensor("v");
     const bool packed = k.dim() == 3;
     const auto rows = k.sym_size(-3), heads = k.sym_size(-2);
     const auto columns = k.sym_size(-1).max(v.sym_size(-1));
-    const int64_t headdim = columns <= 64 ? 64 : columns <= 128 ? 128 : 256;
+    const int64_t headdim = columns <= 64 ? 64 : columns <= 128 ? 128 : 256;  // the kernel's
     const auto batch = packed ? arguments.tensor("cu_seqlens_k").sym_size(0) - 1 : k.sym_size(0);
     const auto seqlen = packed ? rows.min(arguments["max_seqlen_k"].toSymInt()) : rows;
-    const auto blocks = packed ? rows / 64 + batch + 1 : batch * ((seqlen + 63) / 64);
+    const auto blocks = packed ? rows / 64 + batch + 1 : batch * ((seqlen + 63) / 64);  // packed: the last one is spare
+    // a block: int8 keys and 4 fp32 scales; a sequence: the fp32 mean of its keys, and an fp32 maximum of V for each 64 keys,
+    // padded to 16 bytes
     auto bytes = heads * (blocks * (64 * headdim + 16) + batch * (4 * headdim + (seqlen + 255) / 256 * 16));
+    // bf16: V as fp16, headdim_v padded to 8. `rotate` adds 16 unused bytes, so that the size tells rotated keys from others.
     if (k.scalar_type() == at::kBFloat16) bytes = bytes + (packed ? rows : batch * rows) * heads * ((v.sym_size(-1) + 7) / 8 * 16);
     return {at::empty_symint({bytes + (arguments["rotate"].toBool() ? 16 : 0)}, k.options().dtype(at::kByte))};
 }
@@ -63,12 +69,13 @@ std::vector<Tensor> merge(const Arguments& arguments, int64_t) {
     return {contiguous_like(arguments.tensor("out_a")), contiguous_like(arguments.tensor("softmax_lse_a"))};
 }
 
-// `columns`: of an element of the caches. int4 has two in a byte.
+// `columns`: 2 for an int4 cache, whose elements are bytes; else 1.
 std::vector<Tensor> kvcache(const Arguments& arguments, int64_t columns) {
     const auto elements = arguments.tensor("v_cache").sym_size(-1);
     return attention(arguments.tensor("q"), columns > 1 ? elements * columns : elements);
 }
 
+// `columns`: those of out, which are a latent's without its columns of positions.
 std::vector<Tensor> mla(const Arguments& arguments, int64_t columns) { return attention(arguments.tensor("q"), columns); }
 
 std::vector<Tensor> indexer_logits(const Arguments& arguments, int64_t) {
@@ -80,6 +87,7 @@ std::vector<Tensor> indexer_logits(const Arguments& arguments, int64_t) {
 
 std::vector<Tensor> sparse_mla(const Arguments& arguments, int64_t columns) {
     const Tensor& q = arguments.tensor("q");
+    // (nheads, queries), a transposed view as from Rust
     const auto of_heads = [&] { return at::empty_symint({q.sym_size(0), q.sym_size(1)}, q.options().dtype(at::kFloat)).t(); };
     return {attention(q, columns)[0], of_heads(), of_heads()};
 }

@@ -1,4 +1,6 @@
-// Autograd of operators without a derivative, and the versions of tensors that they write.
+// Autograd kernels of the operators without a derivative, all but fwd, in three forms. `Refuse`: fwd_fast, prepare_fast and
+// merge_attention_states_ reject tensors that require grad. `Inference`: fwd_kvcache passes such calls, and their backward raises.
+// PyTorch's own fallback, which does the same, serves the others. `Written` is for operators that write arguments in place.
 
 #include "operators.h"
 
@@ -12,8 +14,8 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Rejects tensors that need a derivative before the call: quantization has none that training could use, and PyTorch's fallback
-// sees no write in an operator without results, so it would keep the derivative from before.
+// Rejects tensors that need a derivative before the call. Quantization (fwd_fast) has none that training could use. For
+// merge_attention_states_, which has no results, PyTorch's fallback would raise nothing and keep the derivative from before.
 struct Refuse final : c10::OperatorKernel {
     Refuse(const Operator& op, bool replaces_fwd) : op(op), tensors(op.tensors()), replaces_fwd(replaces_fwd) {}
 
@@ -42,6 +44,7 @@ struct Refuse final : c10::OperatorKernel {
 
 constexpr char kCacheMessage[] = "volta_fa::fwd_kvcache: the derivative is not implemented: a cache is for inference";
 
+// Graph node between inputs that require grad and the results; its backward raises.
 struct NoGradient : torch::autograd::Function<NoGradient> {
     static variable_list forward(torch::autograd::AutogradContext*, at::TensorList, const std::tuple<Tensor, Tensor>& found) {
         return {std::get<0>(found), std::get<1>(found)};
@@ -51,8 +54,8 @@ struct NoGradient : torch::autograd::Function<NoGradient> {
     }
 };
 
-// Lets the call pass; the backward pass raises an error. PyTorch's own fallback does the same, but it reads the schema in each
-// call. That takes an eighth of a decode step's host time.
+// Lets the call pass; the backward pass raises an error. PyTorch's fallback does the same, but it reads the schema in each call.
+// That takes an eighth of a decode step's host time. The overload that appends writes caches: it rejects ones that require grad.
 struct Inference final : c10::OperatorKernel {
     explicit Inference(const Operator& op) : op(op), appends(op.name != "fwd_kvcache") {}
 
@@ -89,11 +92,12 @@ struct Inference final : c10::OperatorKernel {
     }
 
     const Operator& op;
-    const bool appends;
+    const bool appends;  // fwd_kvcache.append
 };
 
-// Counts a new version of each tensor that the schema marks as written, as PyTorch's own in-place operators do. So a backward pass
-// that saved one before the call raises an error. PyTorch's fallback for this reads the schema in each call.
+// Kernel at the ADInplaceOrView key: increments the version of each tensor that the schema marks as written, as PyTorch's own
+// in-place operators do. So a backward pass that saved the tensor before the call raises an error. PyTorch's fallback for it reads
+// the schema in each call.
 struct Written final : c10::OperatorKernel {
     explicit Written(const Operator& op) {
         for (size_t i = 0; i < op.count(); ++i) {
@@ -118,8 +122,8 @@ struct Written final : c10::OperatorKernel {
         for (const Tensor& t : written) t.unsafeGetTensorImpl()->bump_version();
     }
 
-    std::vector<size_t> places;
-    size_t count;
+    std::vector<size_t> places;  // indices of the written arguments
+    size_t count;                // of all arguments
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Registers the operators of the table in Rust.
+// Registers the operators of the table in Rust (src/operators.rs) with PyTorch's dispatcher: schemas first, then a kernel for each
+// dispatch key. VOLTA_FA_LIBRARY... are TORCH_LIBRARY... that do nothing in a second copy of this library (registration.h).
 
 #include "operators.h"
 
@@ -9,6 +10,7 @@
 namespace volta_fa {
 namespace {
 
+// Asks Rust for rows until one is past the last (null).
 std::vector<Operator> read_table() {
     std::vector<Operator> found;
     Autocast autocast{};
@@ -40,7 +42,7 @@ void implement_in_place(torch::Library& m) {
 }  // namespace
 
 const std::vector<Operator>& operators() {
-    // leaked, as the registrations are: other threads may call an operator while the process ends
+    // leaked, because other threads may call an operator while the process ends
     static const auto& table = *new auto(read_table());
     return table;
 }
@@ -68,12 +70,12 @@ const Tensor& Arguments::tensor(size_t i) const {
 }
 
 Values::Values(const Arguments& arguments, bool may_be_symbolic) {
-    Value* next = values_.data();
-    for (const auto& v : arguments) {
-        Value& value = *next++;
+    for (size_t i = 0; i < static_cast<size_t>(arguments.end() - arguments.begin()); ++i) {
+        const c10::IValue& v = arguments[i];
+        Value& value = values_[i];
         value.tag = ValueTag::None;
         if (v.isTensor()) {
-            set(&value - values_.data(), v.toTensor());
+            set(i, v.toTensor());
         } else if (v.isInt() || v.isSymInt()) {
             value.payload.integer = v.isSymInt() && may_be_symbolic ? known(v.toSymInt()) : v.toInt();
             value.tag = ValueTag::Int;
@@ -84,7 +86,7 @@ Values::Values(const Arguments& arguments, bool may_be_symbolic) {
             value.payload.number = v.toDouble();
             value.tag = ValueTag::Float;
         } else {
-            // other wrong types are rejected in Rust, by name
+            // Rust rejects wrong types among the above, with the argument's name. backends.cpp passes a tensor for a generator.
             TORCH_CHECK_VALUE(v.isNone() || v.isGenerator(), "volta_fa: got a ", v.tagKind(),
                               " as an argument, expected a tensor, a number, a bool or None");
         }

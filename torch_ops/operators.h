@@ -1,4 +1,6 @@
-// The operators of the table in Rust (src/operators.rs), and a call's arguments as they stand on PyTorch's stack.
+// Declarations that the kernels of torch.ops.volta_fa share. src/operators.rs has the table of operators: schemas, and the Rust
+// functions that check and compute a call. operators.cpp registers each row with PyTorch's dispatcher, once for each dispatch key
+// (CPU, CUDA, Meta, Autocast..., Autograd, ADInplaceOrView). The kernels are boxed: they find a call's arguments on a stack.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -17,26 +19,26 @@ namespace volta_fa {
 
 using torch::jit::Stack;
 
-// What kernels know of an operator. They hold it from registration on, because looking it up costs time in each call.
+// A row of the table. Kernels hold it from registration on, because looking it up costs time in each call.
 struct Operator {
-    size_t number;     // in the table
-    std::string name;  // with the overload
+    size_t number;     // the row, by which Rust finds it
+    std::string name;  // without the namespace; with the overload, as fwd_kvcache.append
     c10::FunctionSchema schema;
-    Autocast autocast;
+    Autocast autocast;  // which tensors autocast casts
 
     size_t count() const { return schema.arguments().size(); }
-    // Returns the number of required tensors, which come first.
+    // Returns the number of required tensors: the arguments before `*` in the schema.
     size_t tensors() const;
-    // Returns the place of an argument; nothing if there is none.
+    // Returns the index of an argument in the schema; nothing if the operator does not have it.
     std::optional<size_t> find(std::string_view argument) const;
-    // Returns the place of an argument that the operator has.
+    // Returns the index of an argument that the operator must have; else fails an internal assertion.
     size_t at(std::string_view argument) const;
 };
 
 // Returns the operators in the table's order.
 const std::vector<Operator>& operators();
 
-// Arguments of a call, borrowed from the stack.
+// Arguments of a call, borrowed from the end of the stack, by index or name.
 class Arguments {
 public:
     Arguments(const Operator& op, const Stack& stack) : op_(op), values_(torch::jit::last(stack, op.count())) {}
@@ -54,13 +56,14 @@ private:
     at::ArrayRef<c10::IValue> values_;
 };
 
+// Limits of a schema, asserted when the table is read. A call's arrays have these sizes, so it allocates none.
 constexpr size_t kMaxArguments = 48;
-constexpr size_t kMaxResults = 5;
+constexpr size_t kMaxResults = 5;  // MAX_RESULTS of src/operators.rs: Rust writes this many
 
-// Arguments of a call for Rust. They borrow the tensors on the stack.
+// Arguments of a call as Rust reads them: a tag and a payload each (src/value.rs). They borrow the tensors on the stack.
 class Values {
 public:
-    // Sizes may be symbolic in meta kernels.
+    // `may_be_symbolic`: passes symbolic ints as unknown, for meta kernels. Otherwise it guards on them.
     Values(const Arguments& arguments, bool may_be_symbolic);
 
     void set(size_t i, const Tensor& t);
@@ -70,9 +73,10 @@ private:
     std::array<Value, kMaxArguments> values_;
 };
 
-// Calls an operator from C++.
+// Calls an operator from C++ through the dispatcher.
 class Caller {
 public:
+    // `name`: of an operator without an overload.
     explicit Caller(const char* name);
 
     const Operator& op() const { return *op_; }
@@ -87,27 +91,28 @@ private:
     Stack defaults_;
 };
 
-// The kernels of an operator. Boxed ones take a call's arguments from PyTorch's stack, where Python, TorchScript and compiled
-// models put them. So they need no parameters, and a few classes serve all operators.
-torch::CppFunction backend_kernel(const Operator& op);  // backends.cpp
-torch::CppFunction meta_kernel(const Operator& op);  // meta.cpp
-torch::CppFunction autocast_kernel(const Operator& op, c10::DeviceType device);  // autocast.cpp
-torch::CppFunction autograd_kernel(const Operator& op);  // autograd.cpp
-// Refuses tensors that need a gradient, or lets the call pass and raises an error in the backward pass.
-torch::CppFunction without_derivative(const Operator& op);  // no_derivative.cpp
-// Counts a new version of each tensor that the operator writes, so that autograd sees the write.
-torch::CppFunction counting_versions(const Operator& op);  // no_derivative.cpp
+// The kernels of an operator. Python, TorchScript and compiled models put a call's arguments on the stack. So boxed kernels need no
+// C++ parameters, and a few classes serve all operators.
+torch::CppFunction backend_kernel(const Operator& op);  // computes, on the CPU or CUDA (backends.cpp)
+torch::CppFunction meta_kernel(const Operator& op);  // computes sizes and dtypes of results (meta.cpp)
+torch::CppFunction autocast_kernel(const Operator& op, c10::DeviceType device);  // casts, then calls again (autocast.cpp)
+torch::CppFunction autograd_kernel(const Operator& op);  // fwd: records bwd; others: the next (autograd.cpp)
+// Rejects tensors that need a gradient, or lets the call pass and raises an error in the backward pass (no_derivative.cpp).
+torch::CppFunction without_derivative(const Operator& op);
+// Increments the version of each tensor that the operator writes, so that autograd notices the write (no_derivative.cpp).
+torch::CppFunction counting_versions(const Operator& op);
 
+// Returns a boxed kernel: an object of class `Kernel`, which the dispatcher calls with the stack.
 template <class Kernel, class... Arguments>
 torch::CppFunction boxed(const Arguments&... arguments) {
     return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(arguments...));
 }
 
-// Returns true if the dispatcher calls the tensor's Python class first.
+// Returns true for a Python tensor subclass: the dispatcher calls its class before these kernels (subclass.cpp).
 bool is_subclass(const Tensor& t);
 
-// Returns true if volta_fa has sharding rules for the tensor's subclass, which is DTensor alone. The first DTensor loads them from
-// Python.
+// Returns true if volta_fa has sharding rules for the tensor's subclass, which is DTensor alone (subclass.cpp). The first DTensor
+// loads the rules from Python.
 bool has_rules(const Tensor& t);
 
 }  // namespace volta_fa

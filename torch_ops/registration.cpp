@@ -1,4 +1,4 @@
-// Finds other copies of this library in the process.
+// Implements registration.h: finds an earlier copy of this library in the process by its operators in PyTorch's dispatcher.
 
 #include "registration.h"
 
@@ -50,7 +50,7 @@ Registration::Registration(torch::Library::Kind kind, std::optional<c10::Dispatc
 
 }  // namespace volta_fa
 
-// internal: the package compares it with the library that it would load
+// the package (python/volta_fa/library.py) compares it with the library that it would load
 VOLTA_FA_LIBRARY_FRAGMENT(m) {
     m.def("_library_path() -> str", [] { return volta_fa::own_path(); });
 }

@@ -11,11 +11,12 @@
 
 namespace volta_fa {
 
-// Hidden, so that each copy has its own, even if one was loaded with RTLD_GLOBAL.
+// C10_HIDDEN, so that each copy has its own symbols, even if one was loaded with RTLD_GLOBAL.
 
 // Returns whether this copy registers the operators. Another copy that is already there wins; then this one warns, once.
 C10_HIDDEN bool is_first_copy();
 
+// A static object of each VOLTA_FA_... block below: in the first copy, calls `add` with the block's torch::Library.
 struct C10_HIDDEN Registration {
     Registration(torch::Library::Kind kind, std::optional<c10::DispatchKey> key, const char* file, uint32_t line,
                  void (*add)(torch::Library&));
@@ -23,6 +24,7 @@ struct C10_HIDDEN Registration {
 
 }  // namespace volta_fa
 
+// `m` names the torch::Library in the block that follows the macro; `uid` makes names unique in a file.
 #define VOLTA_FA_REGISTER(kind, key, m, uid)                                                      \
     static void C10_CONCATENATE(volta_fa_register_, uid)(torch::Library&);                        \
     static const ::volta_fa::Registration C10_CONCATENATE(volta_fa_registration_, uid)(           \

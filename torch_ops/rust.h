@@ -1,4 +1,5 @@
-// Calls Rust. cbindgen generates volta_fa_abi.h from src/ffi.rs, src/operators.rs, src/shim.rs and src/value.rs.
+// Helpers with which torch_ops/*.cpp call Rust: conversions of strings, errors and tensors. cbindgen generates volta_fa_abi.h from
+// Rust's sources, src/ffi.rs above all (build.rs): it declares Rust's functions (volta_fa_...) and types.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,16 +19,17 @@ namespace volta_fa {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Returns a number; UNKNOWN of src/options.rs for a symbolic one.
+// Returns a size for Rust: the least int64 stands for a symbolic one (UNKNOWN in src/options.rs).
 inline int64_t known(const c10::SymInt& n) { return n.maybe_as_int().value_or(std::numeric_limits<int64_t>::min()); }
 
+// Copies a string that Rust allocated, and frees it. Null becomes "".
 inline std::string take_string(char* text) {
     std::string copy = text ? text : "";
     volta_fa_free_string(text);
     return copy;
 }
 
-// Raises the exception of a failed call.
+// Raises the exception of a failed call: code 1 is Python's ValueError, 2 NotImplementedError, others RuntimeError.
 inline void check(Status status) {
     if (status.code == 0) return;
     const std::string message = take_string(status.message);
@@ -36,7 +38,7 @@ inline void check(Status status) {
     TORCH_CHECK(false, message);
 }
 
-// Takes ownership of a tensor that Rust released.
+// Returns a tensor whose ownership Rust gave up: `handle` is an at::Tensor* from new.
 inline Tensor take_tensor(void* handle) {
     std::unique_ptr<Tensor> owned(static_cast<Tensor*>(handle));
     return std::move(*owned);

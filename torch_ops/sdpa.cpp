@@ -2,15 +2,16 @@
 //
 // aten::scaled_dot_product_attention is a composite op: it chooses an implementation and calls it. This file replaces its
 // composite kernel by one that calls volta_fa::fwd, or volta_fa::fwd_fast if that is asked for. If volta_fa is off or cannot
-// compute a call, the kernel calls PyTorch's composite. At this level there is no metadata of fused implementations to imitate,
-// grouped heads and headdims up to 512 work, and torch.compile sees volta_fa::fwd in its graph.
+// compute a call, the kernel calls PyTorch's composite. At this level there is no metadata of fused implementations to imitate.
+// Grouped heads and headdims up to 512 work, and torch.compile sees volta_fa::fwd in its graph.
 //
 // The replacement is composite like the original. With a kernel at a backend or autograd key, torch.export would keep the op
 // in graphs that must be decomposed. torch.compile would not notice such a kernel after its first trace, because it remembers
 // the key that a call resolved to.
 //
 // Loading the library replaces the kernel once, because dispatch tables must not change while other threads call the op.
-// Atomics switch volta_fa on and off.
+// Atomics, one bit per device, switch volta_fa on and off. python/volta_fa/integrations/sdpa.py (enable_sdpa, sdpa_stats) sets and
+// reads them through the internal operators at the end of this file.
 
 #include "operators.h"
 #include "registration.h"
@@ -38,17 +39,17 @@ constexpr const char* variable = "VOLTA_FA_ENABLE_SDPA";
 constexpr int64_t max_devices = 64;
 
 std::atomic<bool> cpu_enabled{false};
-// one bit per CUDA device
+// bit i is CUDA device i
 std::atomic<uint64_t> cuda_enabled{0};
-std::atomic<uint64_t> cuda_undecided{0};  // decided at the first call: before it, CUDA must not be initialized
+std::atomic<uint64_t> cuda_undecided{0};  // `decide` moves these to enabled or disabled at their first call
 
 std::mutex configuring;  // protects changes of the above and the three below
-std::atomic<bool> fast_enabled{false};    // whether calls that need no gradient may run volta_fa::fwd_fast
-bool newer_devices_too{false};  // whether undecided devices may run kernels through PTX
-uint64_t warned_of{0};  // bits of the devices for which a warning was shown
+std::atomic<bool> fast_enabled{false};  // whether calls that need no gradient may run volta_fa::fwd_fast
+bool newer_devices_too{false};          // "force": undecided devices may run kernels through PTX, not only native code
+uint64_t warned_of{0};                  // bits of the devices for which a warning was shown
 
-// Decides about a device at its first call. The library reads the environment variable when it loads, and must not initialize CUDA
-// then.
+// Enables or disables a device at its first call, by its compute capability. The library reads the environment variable when it
+// loads; CUDA, which knows the capability, must not be initialized then.
 void decide(int64_t device) {
     std::string refused;
     {
@@ -78,7 +79,7 @@ bool enabled_on(const at::Device& device) {
 }
 
 // Enables the CPU, if `cpu`, and the named CUDA devices, and disables all others. But if on_first_use is "1" or "force", each other
-// CUDA device is decided at its first call. `fast`: calls without a gradient run volta_fa::fwd_fast where it has a form for them.
+// CUDA device is decided at its first call. `fast`: calls that `runs_fast` accepts run volta_fa::fwd_fast.
 void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first_use, bool fast) {
     uint64_t cuda = 0;
     for (const auto device : cuda_devices) {
@@ -94,7 +95,7 @@ void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first
     fast_enabled = fast;
 }
 
-// Reads VOLTA_FA_ENABLE_SDPA once, when the library loads. Returns arguments of configure().
+// Reads VOLTA_FA_ENABLE_SDPA once, when the library loads. Returns configure()'s arguments `cpu` and `on_first_use`.
 std::tuple<bool, std::string> from_environment() {
     static const auto found = [] {
         const char* text = std::getenv(variable);
@@ -109,9 +110,9 @@ std::tuple<bool, std::string> from_environment() {
 // ---- counters --------------------------------------------------------------------------------------------------------
 
 enum class Decision : size_t {
-    ran,
-    traced,
-    // reasons to fall back
+    ran,     // on volta_fa
+    traced,  // recorded for volta_fa by a tracer, such as torch.compile
+    // reasons to run PyTorch's implementation
     attn_mask,
     dropout,
     dtype,
@@ -140,6 +141,7 @@ void count(Decision decision) { decisions[static_cast<size_t>(decision)].fetch_a
 
 // ---- the decision ----------------------------------------------------------------------------------------------------
 
+// Arguments of scaled_dot_product_attention; q, k and v are (batch, heads, seqlen, headdim).
 struct Call {
     const Tensor &q, &k, &v;
     const OptionalTensor& attn_mask;
@@ -166,7 +168,8 @@ bool traced() {
            TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL);
 }
 
-// Returns true if the user allows a fused implementation that volta_fa replaces. The CPU has only one.
+// Returns true if the user allows a fused implementation that volta_fa replaces (torch.nn.attention.sdpa_kernel). On the CPU flash
+// attention is the only one.
 bool fused_allowed(const Call& c) {
     const auto& context = at::globalContext();
     return context.userEnabledFlashSDP() || (c.q.is_cuda() && context.userEnabledMemEfficientSDP());
@@ -176,7 +179,7 @@ bool fused_allowed(const Call& c) {
 std::array<std::atomic<int64_t>, max_devices> cuda_max_headdim{};
 
 int64_t max_headdim(const at::Device& device) {
-    if (!device.is_cuda()) return volta_fa_max_headdim(/*sm=*/0);
+    if (!device.is_cuda()) return volta_fa_max_headdim(/*sm=*/0);  // 0: the CPU
     auto& found = cuda_max_headdim[device.index()];
     if (found == 0) {
         int32_t sm = 0;
@@ -197,7 +200,7 @@ bool dtype_supported(const Call& c) {
     return dtype == at::kFloat || (dtype == at::kDouble && c.q.is_cpu());
 }
 
-// Returns true for (batch, heads, seqlen, headdim) tensors of equal batch and matching heads, without broadcast.
+// Returns true for tensors of rank 4 with equal batch and matching heads, without broadcast.
 bool shape_supported(const Call& c) {
     if (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4) return false;
     const auto &q = c.q.sym_sizes(), &k = c.k.sym_sizes(), &v = c.v.sym_sizes();
@@ -251,7 +254,7 @@ std::optional<Decision> reason_to_fall_back(const Call& c) {
 // Returns a tensor with a contiguous last dimension, which volta_fa::fwd requires.
 Tensor readable(const Tensor& t) { return t.sym_stride(3) == 1 ? t : t.contiguous(); }
 
-// Returns the mask with four dimensions.
+// Returns the mask with four dimensions, for the argument attn_bias of fwd or attn_mask of fwd_fast.
 OptionalTensor bias(const Call& c) {
     if (!c.has_mask()) return std::nullopt;
     Tensor mask = *c.attn_mask;
@@ -259,7 +262,8 @@ OptionalTensor bias(const Call& c) {
     return mask;
 }
 
-// Returns true for calls that volta_fa::fwd_fast may run: for inference, and without an added mask. DTensor has no rule for it.
+// Returns true for calls that volta_fa::fwd_fast, with its int8 scores, may run: fp16 or bf16, without dropout, gradient
+// or a mask that is added to scores. DTensor has no rule for fwd_fast.
 bool runs_fast(const Call& c) {
     if (!fast_enabled || c.dropout_p > 0.0 || !at::isReducedFloatingType(c.q.scalar_type())) return false;
     if (c.has_mask() && c.attn_mask->scalar_type() != at::kBool) return false;
@@ -267,9 +271,9 @@ bool runs_fast(const Call& c) {
     return !c.any([](const Tensor& t) { return is_subclass(t) && has_rules(t); });
 }
 
-// Returns out, (batch, heads, seqlen_q, headdim_v) as a view of transposed memory, with the strides of PyTorch's own result. On
-// GPUs of these families that is such a view too. PyTorch's kernel on the CPU returns q's layout, and without a kernel the result
-// is contiguous.
+// Returns `out`, a transposed view of (batch, seqlen_q, heads, headdim_v) memory, with the strides of PyTorch's own result. That is
+// such a view too on Volta and Turing. On the CPU its fused kernel returns q's layout. For calls that this kernel does not take,
+// `no_kernel`, PyTorch's result is contiguous.
 Tensor laid_out(const Call& c, const Tensor& out) {
     if (!c.q.is_cpu()) return out;
     const auto strided = [](const Tensor& t) { return t.sym_stride(3) != 1; };
@@ -278,7 +282,7 @@ Tensor laid_out(const Call& c, const Tensor& out) {
     return no_kernel ? out.clone(at::MemoryFormat::Contiguous) : at::empty_like(c.q).copy_(out);
 }
 
-// fwd or fwd_fast, and the places of the arguments that PyTorch's calls have.
+// fwd or fwd_fast, and the indices of its arguments that come from PyTorch's. `mask` names the argument for the mask.
 struct Target : Caller {
     Target(const char* name, std::string_view mask)
         : Caller(name), mask(op().at(mask)), softmax_scale(op().at("softmax_scale")), is_causal(op().at("is_causal")),
@@ -288,7 +292,7 @@ struct Target : Caller {
 };
 
 Tensor run(const Call& c) {
-    // leaked: see operators()
+    // leaked, because other threads may call the op while the process ends
     static const Target &fwd = *new Target("fwd", "attn_bias"), &fast = *new Target("fwd_fast", "attn_mask");
     static const size_t dropout_p = fwd.op().at("dropout_p");
     const bool is_fast = runs_fast(c);
@@ -309,6 +313,7 @@ Tensor run(const Call& c) {
         stack[target.is_causal] = false;
         stack[target.window_right] = seqlen_q - k.sym_size(2);
     }
+    // volta_fa's operands are (batch, seqlen, heads, headdim)
     const Tensor* const operands[] = {&c.q, &k, &v};
     for (size_t i = 0; i < 3; ++i) stack[i] = readable(*operands[i]).transpose(1, 2);
     if (is_fast) {

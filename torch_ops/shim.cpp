@@ -1,6 +1,5 @@
-// What Rust asks of PyTorch (src/shim.rs): a tensor's description, and the precision of float32 products.
-//
-// Both return false after an exception, because no exception may cross into Rust.
+// C functions that Rust calls (src/shim.rs declares them): a tensor's description, and the precision of float32 products. No
+// exception may cross into Rust, so both return false after one.
 
 #include "registration.h"
 #include "rust.h"
@@ -13,27 +12,26 @@
 namespace volta_fa {
 namespace {
 
+// Returns TensorInfo::device_kind of src/shim.rs.
 int32_t device_kind(const at::Device& device) { return device.is_cpu() ? 0 : device.is_cuda() ? 1 : device.is_meta() ? 2 : 3; }
 
-// Returns whether the user allows products with less precision than fp32. Then fp32 tensors take the scaled fp16 kernels
-// (src/ops/scaled.rs), else those of two parts (src/ops/split.rs).
+// Returns whether the user allows products of fp32 matrices with less precision. Then fp32 tensors are scaled and rounded to fp16
+// (src/ops/scaled.rs). Else each number becomes the sum of two fp16 numbers, which keeps its digits (`split_forward` there).
 bool reduces_fp32() {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 9
     return at::globalContext().float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;
-#else
+#elif TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 10
     // torch.backends.cuda.matmul.fp32_precision; torch.set_float32_matmul_precision sets it too
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 10
     return at::globalContext().float32Precision("cuda", "matmul") == "tf32";
 #else
     return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
-#endif
 #endif
 }
 
 }  // namespace
 }  // namespace volta_fa
 
-// Dtype, device, sizes and strides. In meta kernels sizes may be symbolic.
+// Fills `info` with a tensor's dtype, device, sizes and strides. In meta kernels sizes may be symbolic: `known` marks these.
 extern "C" bool volta_fa_describe(const void* tensor, TensorInfo* info) {
     using volta_fa::known;
     try {

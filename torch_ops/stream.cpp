@@ -1,4 +1,5 @@
-// Finds the current CUDA stream without linking CUDA libraries.
+// Implements current_stream of rust.h: finds a device's current CUDA stream, on which kernels are launched. The library links no
+// CUDA libraries, so that one build serves torch with and without CUDA.
 
 #include "rust.h"
 

@@ -1,8 +1,10 @@
-// Implements the C functions of tch that src/ uses, with ATen. torch-sys would compile thousands, in minutes, and bind Rust to one
-// torch release; its feature doc-only prevents that. If src/ uses a function that this file lacks, linking fails with its name.
-// tests/test_package.py compares the signatures with those of torch-sys.
+// Implements, with ATen, the C functions of tch (Rust's binding of PyTorch) that src/ uses. The crate torch-sys would compile
+// thousands, in minutes, and bind Rust to one torch release; its feature doc-only prevents that. If src/ uses a function that this
+// file lacks, tools/build_shims.py fails with its name. tests/test_package.py compares the signatures with those of torch-sys.
 //
 // No exception crosses into Rust. Its text stays for get_and_reset_last_err, which tch calls after each of these functions.
+// Prefixes are torch-sys's: at_ for handwritten functions of tensors, ats_ for scalars, atg_ for those generated from ATen's.
+// atg_ functions write their results, new tensors that Rust owns, to `out`.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/List.h>
@@ -118,7 +120,7 @@ std::optional<at::ScalarType> optional_kind(int kind) { return kind < 0 ? std::n
 
 std::optional<double> number(double value, int8_t is_none) { return is_none ? std::nullopt : std::optional(value); }
 
-// tch numbers CUDA devices by index and others by negative numbers. The library only uses the CPU's.
+// tch numbers CUDA devices from 0 and others by negative numbers, of which the library only uses the CPU's.
 constexpr int kCpu = -1;
 
 at::Device device_of(int device) {
@@ -210,147 +212,89 @@ int at_get_num_threads() {
     return guarded(1, [] { return at::get_num_threads(); });
 }
 
+// The rest are functions of ATen with tch's parameters. FUNCTION(name, call, parameters...) defines atg_name, which gives the
+// result of `call` to Rust, FUNCTIONS several results.
+
+// clang-format off
+#define FUNCTION(name, call, ...) \
+    void atg_##name(Tensor** out, __VA_ARGS__) { give(out, [&] { return call; }); }
+#define FUNCTIONS(name, call, ...) \
+    void atg_##name(Tensor** out, __VA_ARGS__) { give_all(out, [&] { return call; }); }
+
 // ---- Creation. ----
 
-void atg_arange(Tensor** out, Scalar* end, int kind, int device) {
-    give(out, [&] { return at::arange(*end, options(kind, device)); });
-}
-void atg_arange_start(Tensor** out, Scalar* start, Scalar* end, int kind, int device) {
-    give(out, [&] { return at::arange(*start, *end, options(kind, device)); });
-}
-void atg_empty(Tensor** out, const int64_t* size_data, int size_len, int kind, int device) {
-    give(out, [&] { return at::empty(list(size_data, size_len), options(kind, device)); });
-}
-void atg_full_like(Tensor** out, Tensor* self, Scalar* fill_value) {
-    give(out, [&] { return at::full_like(*self, *fill_value); });
-}
-void atg_full(Tensor** out, const int64_t* size_data, int size_len, Scalar* fill_value, int kind, int device) {
-    give(out, [&] { return at::full(list(size_data, size_len), *fill_value, options(kind, device)); });
-}
-void atg_ones(Tensor** out, const int64_t* size_data, int size_len, int kind, int device) {
-    give(out, [&] { return at::ones(list(size_data, size_len), options(kind, device)); });
-}
-void atg_zeros(Tensor** out, const int64_t* size_data, int size_len, int kind, int device) {
-    give(out, [&] { return at::zeros(list(size_data, size_len), options(kind, device)); });
-}
-void atg_zeros_like(Tensor** out, Tensor* self) {
-    give(out, [&] { return at::zeros_like(*self); });
-}
+FUNCTION(arange, at::arange(*end, options(kind, device)), Scalar* end, int kind, int device)
+FUNCTION(arange_start, at::arange(*start, *end, options(kind, device)), Scalar* start, Scalar* end, int kind, int device)
+FUNCTION(empty, at::empty(list(size_data, size_len), options(kind, device)),
+    const int64_t* size_data, int size_len, int kind, int device)
+FUNCTION(full_like, at::full_like(*self, *fill_value), Tensor* self, Scalar* fill_value)
+FUNCTION(full, at::full(list(size_data, size_len), *fill_value, options(kind, device)),
+    const int64_t* size_data, int size_len, Scalar* fill_value, int kind, int device)
+FUNCTION(ones, at::ones(list(size_data, size_len), options(kind, device)),
+    const int64_t* size_data, int size_len, int kind, int device)
+FUNCTION(zeros, at::zeros(list(size_data, size_len), options(kind, device)),
+    const int64_t* size_data, int size_len, int kind, int device)
+FUNCTION(zeros_like, at::zeros_like(*self), Tensor* self)
 
 // ---- Views and copies. ----
 
-void atg_expand(Tensor** out, Tensor* self, const int64_t* size_data, int size_len, int implicit) {
-    give(out, [&] { return self->expand(list(size_data, size_len), implicit != 0); });
-}
+FUNCTION(expand, self->expand(list(size_data, size_len), implicit != 0),
+    Tensor* self, const int64_t* size_data, int size_len, int implicit)
 void atg_as_strided(Tensor** out, Tensor* self, const int64_t* size_data, int size_len, const int64_t* stride_data, int stride_len,
                     int64_t storage_offset, int8_t storage_offset_null) {
     const auto offset = storage_offset_null ? std::nullopt : std::optional(storage_offset);
     give(out, [&] { return self->as_strided(list(size_data, size_len), list(stride_data, stride_len), offset); });
 }
-void atg_cat(Tensor** out, Tensor* const* tensors_data, int tensors_len, int64_t dim) {
-    give(out, [&] { return at::cat(all_of(tensors_data, tensors_len), dim); });
-}
-void atg_gather(Tensor** out, Tensor* self, int64_t dim, Tensor* index, int sparse_grad) {
-    give(out, [&] { return self->gather(dim, *index, sparse_grad != 0); });
-}
-void atg_index(Tensor** out, Tensor* self, Tensor* const* indices_data, int indices_len) {
-    give(out, [&] { return self->index(optional_tensors(indices_data, indices_len)); });
-}
-void atg_index_select(Tensor** out, Tensor* self, int64_t dim, Tensor* index) {
-    give(out, [&] { return self->index_select(dim, *index); });
-}
-void atg_narrow(Tensor** out, Tensor* self, int64_t dim, int64_t start, int64_t length) {
-    give(out, [&] { return self->narrow(dim, start, length); });
-}
-void atg_select(Tensor** out, Tensor* self, int64_t dim, int64_t index) {
-    give(out, [&] { return self->select(dim, index); });
-}
-void atg_sort(Tensor** out, Tensor* self, int64_t dim, int descending) {
-    give_all(out, [&] { return self->sort(dim, descending != 0); });
-}
-void atg_stack(Tensor** out, Tensor* const* tensors_data, int tensors_len, int64_t dim) {
-    give(out, [&] { return at::stack(all_of(tensors_data, tensors_len), dim); });
-}
-void atg_to(Tensor** out, Tensor* self, int device) {
-    give(out, [&] { return self->to(device_of(device)); });
-}
-void atg_totype(Tensor** out, Tensor* self, int scalar_type) {
-    give(out, [&] { return self->toType(kind_of(scalar_type)); });
-}
-void atg_transpose(Tensor** out, Tensor* self, int64_t dim0, int64_t dim1) {
-    give(out, [&] { return self->transpose(dim0, dim1); });
-}
-void atg_unflatten(Tensor** out, Tensor* self, int64_t dim, const int64_t* sizes_data, int sizes_len) {
-    give(out, [&] { return self->unflatten(dim, list(sizes_data, sizes_len)); });
-}
-void atg_view_dtype(Tensor** out, Tensor* self, int dtype) {
-    give(out, [&] { return self->view(kind_of(dtype)); });
-}
-
-void atg_index_put_(Tensor** out, Tensor* self, Tensor* const* indices_data, int indices_len, Tensor* values, int accumulate) {
-    give(out, [&] { return self->index_put_(optional_tensors(indices_data, indices_len), *values, accumulate != 0); });
-}
+FUNCTION(cat, at::cat(all_of(tensors_data, tensors_len), dim), Tensor* const* tensors_data, int tensors_len, int64_t dim)
+FUNCTION(gather, self->gather(dim, *index, sparse_grad != 0), Tensor* self, int64_t dim, Tensor* index, int sparse_grad)
+FUNCTION(index, self->index(optional_tensors(indices_data, indices_len)),
+    Tensor* self, Tensor* const* indices_data, int indices_len)
+FUNCTION(index_select, self->index_select(dim, *index), Tensor* self, int64_t dim, Tensor* index)
+FUNCTION(narrow, self->narrow(dim, start, length), Tensor* self, int64_t dim, int64_t start, int64_t length)
+FUNCTION(select, self->select(dim, index), Tensor* self, int64_t dim, int64_t index)
+FUNCTIONS(sort, self->sort(dim, descending != 0), Tensor* self, int64_t dim, int descending)
+FUNCTION(stack, at::stack(all_of(tensors_data, tensors_len), dim), Tensor* const* tensors_data, int tensors_len, int64_t dim)
+FUNCTION(to, self->to(device_of(device)), Tensor* self, int device)
+FUNCTION(totype, self->toType(kind_of(scalar_type)), Tensor* self, int scalar_type)
+FUNCTION(transpose, self->transpose(dim0, dim1), Tensor* self, int64_t dim0, int64_t dim1)
+FUNCTION(unflatten, self->unflatten(dim, list(sizes_data, sizes_len)),
+    Tensor* self, int64_t dim, const int64_t* sizes_data, int sizes_len)
+FUNCTION(view_dtype, self->view(kind_of(dtype)), Tensor* self, int dtype)
+FUNCTION(index_put_, self->index_put_(optional_tensors(indices_data, indices_len), *values, accumulate != 0),
+    Tensor* self, Tensor* const* indices_data, int indices_len, Tensor* values, int accumulate)
 
 // ---- Elementwise. ----
 
-void atg_bucketize(Tensor** out, Tensor* self, Tensor* boundaries, int out_int32, int right) {
-    give(out, [&] { return at::bucketize(*self, *boundaries, out_int32 != 0, right != 0); });
-}
-void atg_clamp(Tensor** out, Tensor* self, Scalar* min, Scalar* max) {
-    give(out, [&] { return self->clamp(*min, *max); });
-}
-void atg_frexp(Tensor** out, Tensor* self) {
-    give_all(out, [&] { return self->frexp(); });
-}
-void atg_masked_fill(Tensor** out, Tensor* self, Tensor* mask, Scalar* value) {
-    give(out, [&] { return self->masked_fill(*mask, *value); });
-}
-void atg_masked_fill_(Tensor** out, Tensor* self, Tensor* mask, Scalar* value) {
-    give(out, [&] { return self->masked_fill_(*mask, *value); });
-}
-void atg_mul_out(Tensor** out, Tensor* result, Tensor* self, Tensor* other) {
-    give(out, [&] { return at::mul_out(*result, *self, *other); });
-}
-void atg_nan_to_num_(Tensor** out, Tensor* self, double nan, int8_t nan_null, double posinf, int8_t posinf_null, double neginf,
-                     int8_t neginf_null) {
-    give(out, [&] { return self->nan_to_num_(number(nan, nan_null), number(posinf, posinf_null), number(neginf, neginf_null)); });
-}
-void atg_threshold(Tensor** out, Tensor* self, Scalar* threshold, Scalar* value) {
-    give(out, [&] { return at::threshold(*self, *threshold, *value); });
-}
-void atg_where_self(Tensor** out, Tensor* condition, Tensor* self, Tensor* other) {
-    give(out, [&] { return at::where(*condition, *self, *other); });
-}
+FUNCTION(bucketize, at::bucketize(*self, *boundaries, out_int32 != 0, right != 0),
+    Tensor* self, Tensor* boundaries, int out_int32, int right)
+FUNCTION(clamp, self->clamp(*min, *max), Tensor* self, Scalar* min, Scalar* max)
+FUNCTIONS(frexp, self->frexp(), Tensor* self)
+FUNCTION(masked_fill, self->masked_fill(*mask, *value), Tensor* self, Tensor* mask, Scalar* value)
+FUNCTION(masked_fill_, self->masked_fill_(*mask, *value), Tensor* self, Tensor* mask, Scalar* value)
+FUNCTION(mul_out, at::mul_out(*result, *self, *other), Tensor* result, Tensor* self, Tensor* other)
+FUNCTION(nan_to_num_, self->nan_to_num_(number(nan, nan_null), number(posinf, posinf_null), number(neginf, neginf_null)),
+    Tensor* self, double nan, int8_t nan_null, double posinf, int8_t posinf_null, double neginf, int8_t neginf_null)
+FUNCTION(threshold, at::threshold(*self, *threshold, *value), Tensor* self, Scalar* threshold, Scalar* value)
+FUNCTION(where_self, at::where(*condition, *self, *other), Tensor* condition, Tensor* self, Tensor* other)
 
 // ---- Comparisons and logic. ----
 
-void atg_argmin(Tensor** out, Tensor* self, int64_t dim_v, int8_t dim_null, int keepdim) {
-    give(out, [&] { return self->argmin(dim_null ? std::nullopt : std::optional(dim_v), keepdim != 0); });
-}
-void atg_isclose(Tensor** out, Tensor* self, Tensor* other, double rtol, double atol, int equal_nan) {
-    give(out, [&] { return self->isclose(*other, rtol, atol, equal_nan != 0); });
-}
+FUNCTION(argmin, self->argmin(dim_null ? std::nullopt : std::optional(dim_v), keepdim != 0),
+    Tensor* self, int64_t dim_v, int8_t dim_null, int keepdim)
+FUNCTION(isclose, self->isclose(*other, rtol, atol, equal_nan != 0),
+    Tensor* self, Tensor* other, double rtol, double atol, int equal_nan)
 
 // ---- Reductions and products. ----
 
-void atg_baddbmm_(Tensor** out, Tensor* self, Tensor* batch1, Tensor* batch2) {
-    give(out, [&] { return self->baddbmm_(*batch1, *batch2); });
-}
-void atg_bmm_out(Tensor** out, Tensor* result, Tensor* self, Tensor* mat2) {
-    give(out, [&] { return at::bmm_out(*result, *self, *mat2); });
-}
-void atg_count_nonzero(Tensor** out, Tensor* self, int64_t dim_v, int8_t dim_null) {
-    give(out, [&] { return self->count_nonzero(dim_null ? std::nullopt : std::optional(dim_v)); });
-}
-void atg__softmax_out(Tensor** out, Tensor* result, Tensor* self, int64_t dim, int half_to_float) {
-    give(out, [&] { return at::_softmax_out(*result, *self, dim, half_to_float != 0); });
-}
-void atg_sum_dim_intlist(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim, int dtype) {
-    give(out, [&] { return self->sum(optional_list(dim_data, dim_len), keepdim != 0, optional_kind(dtype)); });
-}
-void atg_cumsum(Tensor** out, Tensor* self, int64_t dim, int dtype) {
-    give(out, [&] { return self->cumsum(dim, optional_kind(dtype)); });
-}
+FUNCTION(baddbmm_, self->baddbmm_(*batch1, *batch2), Tensor* self, Tensor* batch1, Tensor* batch2)
+FUNCTION(bmm_out, at::bmm_out(*result, *self, *mat2), Tensor* result, Tensor* self, Tensor* mat2)
+FUNCTION(count_nonzero, self->count_nonzero(dim_null ? std::nullopt : std::optional(dim_v)),
+    Tensor* self, int64_t dim_v, int8_t dim_null)
+FUNCTION(_softmax_out, at::_softmax_out(*result, *self, dim, half_to_float != 0),
+    Tensor* result, Tensor* self, int64_t dim, int half_to_float)
+FUNCTION(sum_dim_intlist, self->sum(optional_list(dim_data, dim_len), keepdim != 0, optional_kind(dtype)),
+    Tensor* self, const int64_t* dim_data, int dim_len, int keepdim, int dtype)
+FUNCTION(cumsum, self->cumsum(dim, optional_kind(dtype)), Tensor* self, int64_t dim, int dtype)
 
 // ---- Attention. ----
 
@@ -372,12 +316,10 @@ void atg__scaled_dot_product_flash_attention_for_cpu_backward(Tensor** out, Tens
     });
 }
 
-// ---- Methods of one form, by their further arguments: none, a tensor, a number, an integer, a list, dimensions to reduce. Rows of
-// a form that tch names by its arguments too have the function's name, then the method's. ----
+// ---- Methods with one further argument or none. The macro's name says which: UNARY none, BINARY a tensor, SCALAR a number,
+// INTEGER an integer, LIST integers, REDUCTION dimensions. A row names ATen's method, after tch's function where that differs. ----
 
-// clang-format off
-#define METHOD(function, call, ...) \
-    void atg_##function(Tensor** out, __VA_ARGS__) { give(out, [&] { return self->call; }); }
+#define METHOD(function, call, ...) FUNCTION(function, self->call, __VA_ARGS__)
 #define UNARY(name) METHOD(name, name(), Tensor* self)
 #define BINARY(function, name) METHOD(function, name(*other), Tensor* self, Tensor* other)
 #define SCALAR(function, name) METHOD(function, name(*other), Tensor* self, Scalar* other)
@@ -400,7 +342,9 @@ INTEGER(squeeze_dim, squeeze) INTEGER(tril, tril) INTEGER(triu, triu) INTEGER(un
 LIST(permute) LIST(reshape) LIST(sum_to_size) LIST(view)
 REDUCTION(amax) REDUCTION(amin)
 
-// the files that are compiled in one unit with this one have other uses for these names
+// tools/build_shims.py compiles several files as one unit, and others may use these names
+#undef FUNCTION
+#undef FUNCTIONS
 #undef METHOD
 #undef UNARY
 #undef BINARY

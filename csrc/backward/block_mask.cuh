@@ -1,25 +1,29 @@
-// Block-sparse masks in the backward kernels (block_lists.cuh). The dkdv kernels walk transposed lists: rows are keys, columns
-// queries, and each query head of the group has its own list. A partial block has a tile of bits, one for each score. The dq
-// kernels walk the lists of the forward pass. Rows in src/kernels name ListedBlocks as the template argument Blocks of such
-// kernels; turing/backward/block_mask.cuh derives from it.
+// Block-sparse masks in the backward kernels: ListedBlocks says which steps a thread block visits, and ScoreBits hides single
+// scores. A list (block_lists.cuh) names the blocks of 64 columns that 128 rows see. A partial block has a tile of bits, 1 where
+// the score exists. In dq kernels rows are queries and columns keys, as in the forward pass. Main kernels take transposed lists:
+// rows are keys, columns queries, one list for each query head. A step is the columns that a kernel computes at once.
+//
+// The kernel tables in src/kernels pass ListedBlocks as template argument Blocks; turing/backward/block_mask.cuh derives from it.
 #pragma once
 
 #include "backward/score_coord.cuh"
 #include "listed_steps.cuh"
 #include "ptx.cuh"
 
-// Bits of a warp's Rows rows (of the product, and of the list) in a step of at most 32 columns. A lane holds those of one row, bit
-// 0 for the first column.
+// Bits of a warp's scores, Rows rows by at most 32 columns of a step: a lane holds the word of one row, and hide() shuffles words
+// to the lanes with that row's scores. The Layout (score_coord.cuh) says which these are: an element's slots count from the lane's
+// first query and key. remat_* reads a special register again, to hold none in between (ptx.cuh).
 template <class Layout, int Rows>
 class ScoreBits {
     static_assert(Rows <= 32, "a word a lane");
     unsigned word_;
-    int shift_;  // where used, because it waits for the load
+    int shift_;  // bit of the warp's first column in word_; applied in hide(), because shifting in load() would wait for the load
     bool any_;
 
 public:
-    // Loads the bits of a step. `row`: first of the warp's scores, counted as the list's rows are. `column`: first in the step.
-    // Steps from column `columns` on do not exist: all of their scores are hidden.
+    // Loads the bits of a step. `row`: the warp's first key (transposed list) or query. `column`: the warp's first, counted from
+    // the step's. `columns`: of the sequence. A step past them, and a tile that does not exist, have only hidden scores: the word
+    // stays 0. The argument 0 of steps' functions means this step.
     template <class Blocks, class Steps>
     __device__ __forceinline__ void load(const Blocks& blocks, const Steps& steps, int row, int column, int columns) {
         any_ = steps.has_bits() || steps.first() >= columns;
@@ -36,11 +40,12 @@ public:
     }
     // Whether the step has scores to hide. Uniform in a warp.
     __device__ __forceinline__ bool any() const { return any_; }
-    // Hides the scores without a bit of tile (m, n) of the warp's. All lanes of the warp call it together.
+    // Sets the lane's scores s without a bit in the warp's tile (m, n) to -inf; m counts tiles of rows, n of columns. All lanes
+    // call it together: they shuffle words.
     __device__ __forceinline__ void hide(typename Layout::Tile& s, int m, int n) const {
         hide(reinterpret_cast<typename Layout::Tile(&)[1]>(s), m, n);
     }
-    // The same of the neighboring tiles from (m, n) on.
+    // The same for N tiles side by side in columns, from (m, n) on.
     template <int N>
     __device__ __forceinline__ void hide(typename Layout::Tile (&s)[N], int m, int n = 0) const {
         constexpr bool kKeyRows = Layout::kKeyRows;
@@ -54,7 +59,7 @@ public:
         unsigned bits[Layout::kElements];
 #pragma unroll
         for (int v = 0; v < Layout::kElements; v++) {
-            int same = v;  // the first element of this row
+            int same = v;  // the lane's first element in the row of v, whose word is already here
 #pragma unroll
             for (int u = v - 1; u >= 0; u--)
                 if (row_slot(u) == row_slot(v)) same = u;
@@ -66,7 +71,7 @@ public:
     }
 };
 
-// A block visits the steps of its list.
+// A thread block visits the steps of its list. DenseBlocks (dense_blocks.cuh) has the same interface without a block mask.
 class ListedBlocks {
     const BlockLists& lists_;
 
@@ -76,24 +81,26 @@ public:
     using Bits = ScoreBits<Layout, Rows>;
     __device__ __forceinline__ explicit ListedBlocks(const BlockLists& lists) : lists_(lists) {}
     __device__ __forceinline__ const BlockLists& lists() const { return lists_; }
-    // The lists of a query head in the block's batch entry.
+    // The lists of a query head in the thread block's batch entry (first_batch: the launch's first, of those of the call).
     __device__ __forceinline__ HeadLists of_head(const BwdParams& p, int head) const {
         return HeadLists(lists_, p.lengths.first_batch + blockIdx.z, head);
     }
-    // The steps of the list that has row `row`. `columns`: of the sequence.
+    // Iterates over the list that has row `row`, Step columns at a time, and tells the columns of 1 step ahead, for loads.
+    // `columns`: of the sequence. Unnamed: the columns that masks leave, for DenseBlocks.
     template <int Step>
     __device__ __forceinline__ ListedSteps<Step, 1> steps(const BwdParams& p, int head, int row, int, int, int columns) const {
         return ListedSteps<Step, 1>(lists_, of_head(p, head).of(lists_, row / kListedRows), columns);
     }
-    // Number of the thread block's block of Keys keys in the main kernels: that of the longest list first, for the group's first
-    // query head. Blocks of half a list go by rows.
+    // Number of the thread block's block of Keys keys in main kernels; Grid maps blockIdx to keys and KV heads. Lists carry a
+    // launch order, longest list first, so that the longest work starts first (HeadLists::launched). A KV head takes the order of
+    // its first query head. If two thread blocks share a list (Keys < 128), they start in the order of keys.
     template <int Keys, class Grid>
     __device__ __forceinline__ int key_block(const BwdParams& p, const Grid& grid) const {
         if (Keys < kListedRows) return grid.number(p);
         const int group = p.problem.nheads / p.problem.nheads_k;
         return of_head(p, grid.head(p) * group).launched(lists_, grid.number(p), grid.count(p));
     }
-    // First row of a block of Rows queries in the dq kernels: that of the longest list first. Blocks of half a list go by rows.
+    // First query of a thread block in the dq kernels, likewise: blockIdx.x is its place in the order, blockIdx.y its query head.
     template <int Rows>
     __device__ __forceinline__ int first_row(const BwdParams& p) const {
         if (Rows < kListedRows) return blockIdx.x * Rows;

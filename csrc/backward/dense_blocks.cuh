@@ -1,12 +1,13 @@
-// DenseBlocks, the default template argument Blocks of backward kernels: they have no block-sparse mask. ListedBlocks
-// (block_mask.cuh) has the same interface with one.
+// DenseBlocks, the default template argument Blocks of the backward main and dq kernels: no block-sparse mask, so a thread block
+// visits all columns of a range. Main kernels own keys, and their columns are queries; dq kernels own queries and visit keys.
+// ListedBlocks (backward/block_mask.cuh) has the same interface for kernels with such a mask.
 #pragma once
 
 #include "dense_steps.cuh"
 #include "volta_fa_params.h"
 
-// Stands in for ScoreBits (block_mask.cuh), a bit for each score of a block that the mask hides in part. Without a block mask its
-// calls compile to nothing.
+// Stands in for ScoreBits (block_mask.cuh), which hides single scores of partially masked blocks. Its calls compile to nothing.
+// Unnamed numbers are ScoreBits': the warp's first row and column, the sequence's columns; hide(): a tile's numbers (m, n).
 struct NoScoreBits {
     template <class Blocks, class Steps>
     __device__ __forceinline__ void load(const Blocks&, const Steps&, int, int, int) {}
@@ -15,24 +16,22 @@ struct NoScoreBits {
     __device__ __forceinline__ void hide(Tile&, int, int = 0) const {}
 };
 
-// A block visits all steps of a range.
 struct DenseBlocks {
-    static constexpr bool kListed = false;
+    static constexpr bool kListed = false;  // whether lists name the steps
     template <class Layout, int Rows>
     using Bits = NoScoreBits;
-    // The steps from `first` up to `end`. ListedBlocks' other arguments are a head, a row and the number of columns. DenseSteps
-    // ignores its grid and its block: 0.
+    // Iterates over the columns from `first` up to `end`, Step at a time. Unnamed arguments are those of ListedBlocks: a head, a
+    // row, and the sequence's columns. DenseSteps ignores its first two, which other iterators need for lists.
     template <int Step>
     __device__ __forceinline__ DenseSteps<Step> steps(const BwdParams&, int, int, int first, int end, int) const {
         return DenseSteps<Step>(0, 0, first, end);
     }
-    // Number of the thread block's block of Keys keys in the main kernels.
+    // Main kernels: number of the thread block's key block, of Keys keys. Grid maps blockIdx to key blocks and KV heads.
     template <int Keys, class Grid>
     __device__ __forceinline__ static int key_block(const BwdParams& p, const Grid& grid) {
         return grid.number(p);
     }
-    // First row of a block of Rows queries in the dq kernels. Under a causal mask the last queries see the most keys, so they start
-    // first.
+    // First of the thread block's Rows queries in dq kernels. Under a causal mask the last queries see most keys: they start first.
     template <int Rows>
     __device__ __forceinline__ static int first_row(const BwdParams&) {
         return (gridDim.x - 1 - blockIdx.x) * Rows;

@@ -1,20 +1,20 @@
-// The score function, ALiBi, bias and dropout in the backward pass, for any Layout (score_coord.cuh). Formulas: score_mod.cuh. Used
-// by both families between S = Q K^T and the exponent of P, and between dP and dS. Main kernels of one feature have parts of it in
-// other forms: turing/backward/one_feature.cuh, volta/backward/joint_scores.cuh.
+// The score function (softcap), ALiBi, bias and dropout in the backward pass, for any Layout, which says what scores a lane has
+// (score_coord.cuh). Formulas: score_mod.cuh. Used by both families' kernels between S = Q K^T and P = 2^(S - lse), and between dP
+// and dS. Kernels compiled for one feature have parts in other forms:
+// {turing/backward/one_feature,volta/backward/joint_scores}.cuh.
 //
 // Kernels call these functions in a rolled loop over a warp's tiles, to fit the instruction cache. Registers cannot be indexed
 // dynamically, so the loop works on the first tile, and next_tile moves the others down by one. Every step reloads the
-// parameters of features, so that they hold no registers in between.
+// parameters of features, so that they hold no registers in between. (remat_block_batch() reads blockIdx.z again.)
 //
-// Names: s is a tile's scores (or products), ds and dp the gradients of S and P, v a lane's element of a tile, r a lane's query in
-// it, j one of that query's keys (score_coord.cuh).
+// Names: s is a tile's scores (or products), ds and dp the gradients of S and P, v a lane's element in it, r its query, j a key.
 #pragma once
 
 #include "backward/score_coord.cuh"
 #include "ptx.cuh"
 #include "score_mod.cuh"
 
-// Moves all tiles but the first down by one.
+// Moves all tiles but the first down by one: the rolled loop's next tile becomes the first.
 template <int M, int N, int E>
 __device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
 #pragma unroll
@@ -25,22 +25,23 @@ __device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// Returns the score function's value of a product plus an exponent's addend, in log2 units. Sets `slope` to the derivative there.
-// The function (softcap) maps a product to a state, from which score and derivative follow.
+// Returns f(softmax_scale * product) + addend in log2 units, where f is the score function and `addend` the -lse of the exponent.
+// Sets `slope` to f', by which the caller multiplies dS. Value and slope both follow from one state (score_function.cuh).
 __device__ __forceinline__ float function_score(float product, float addend, const ScoreFunction& function, float& slope) {
     const float state = function.state(product);
     slope = ScoreFunction::derivative(state);
     return function.score(state, function.constant() + addend);
 }
 
-// Adds the bias to scores in log2 units. Queries from query_end on do not exist, or see none of the keys.
+// Adds the bias to scores in log2 units. Queries from query_end on do not exist, or see none of the keys: they read the bias of
+// query_end - 1, which exists, and their P is 0.
 template <class Layout>
 __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdParams& p, int batch, int head, int query_end,
                                          const ScoreCoord<Layout>& coord) {
     const ScoreOptions& options = p.score_options;
     const Bias bias(p.problem, options, batch, head);
     if constexpr (Layout::kKeys == 2) {
-        // A load takes an aligned group of four keys. The lane has every second of them.
+        // A load brings an aligned group of four keys. The lane has two of them: (0, 2) or (1, 3).
         uint4 loaded[Layout::kRows];
 #pragma unroll
         for (int r = 0; r < Layout::kRows; r++)
@@ -69,11 +70,10 @@ __device__ __forceinline__ Alibi alibi_of(const BwdParams& p, int batch, int hea
     const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
     return Alibi(p.score_options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
 }
-// Adds ALiBi's term to scores in log2 units, of Tiles tiles. tile(n): the n-th, kTileQueries queries after the one before. `coord`:
-// of the first.
+// Adds ALiBi's term to scores, in log2 units, of Tiles tiles. tile(n): kTileQueries queries after tile n - 1. `coord`: of tile 0.
 template <class Layout, int Tiles, class TileOf>
 __device__ __forceinline__ void add_alibi(const Alibi& alibi, const ScoreCoord<Layout>& coord, TileOf tile) {
-    // One int-to-float conversion (slow XU pipe) for all elements.
+    // The distance query + offset - key of element 0: one int-to-float conversion, on the slow XU pipe, serves all elements.
     const float first = alibi.distance(coord.query(0), coord.key(0));
 #pragma unroll
     for (int n = 0; n < Tiles; n++)
@@ -94,7 +94,7 @@ __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, con
     if (uses_bias(options)) add_bias(s, p, batch, head, query_end, coord);
 }
 
-// Adds the gradient of a tile's scores to dbias, by atomics.
+// Adds ds, a tile's gradients of scores, to the fp32 gradient of the bias by atomics: a broadcast bias sums those of many scores.
 template <class Layout>
 __device__ __forceinline__ void add_bias_gradient(const typename Layout::Tile& ds, const BwdParams& p, int head,
                                                   const ScoreCoord<Layout>& coord) {
@@ -111,29 +111,27 @@ __device__ __forceinline__ void add_bias_gradient(const typename Layout::Tile& d
 
 // ---- dropout --------------------------------------------------------------------------------------
 
-// Returns dP - delta after dropout, or -delta alone for a dropped probability. `dp` already includes neg_delta, with which its
-// accumulator started.
+// Returns dropout_scale * dP - delta, or -delta for a dropped probability, from `dp` = dP - delta. dropout_scale is 1 / (1 - p).
 __device__ __forceinline__ float dropped_gradient(float dp, float neg_delta, bool is_dropped, float dropout_scale) {
     return is_dropped ? neg_delta : fmaf(dp - neg_delta, dropout_scale, neg_delta);
 }
 
-// Returns 0xffff in each half whose sign bit is set in `signs`. PTX prmt replicates the sign of a byte if bit 3 of its selector
-// is set; __byte_perm ignores that bit.
+// Returns 0xffff in each half whose sign bit is set in `signs`. PTX prmt's selector digit 8 + n replicates the sign of byte n (9:
+// byte 1, b: byte 3), which __byte_perm cannot.
 __device__ __forceinline__ unsigned sign_masks(unsigned signs) {
     unsigned halves;
     asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(signs));
     return halves;
 }
 
-// The random number generator of one head.
+// Returns the random number generator of one query head; heads are numbered over the whole call's batch.
 __device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
     return Philox(p.score_options.rng_state, (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads + head);
 }
 
-// Combines the bits of two Philox calls, this lane's and its partner's. A call has 8 bits: 4 keys of row r and of row r + 4.
-// A lane owns two rows on the same side of such pairs: those with bit 2 set (`has_bit_of_4` = 1) or clear. It made the call for
-// one of its rows, its partner the call for the other. `mine_is`, 0 or 1, is the slot of the row of this lane's call. The result
-// has the bits of the lane's two rows, numbered by kept_bit.
+// Returns which probabilities of the lane's two rows (queries), 0 and 1, are kept: bit kept_bit(row, key). `mine` and `others` are
+// kept_bits() of two Philox calls, the lane's and its partner's. A call decides four keys of queries r (bit 2 is 0) and r + 4. The
+// lane has r + 4 if has_bit_of_4 is 1, else r. Its own call is for its row `mine_is`, its partner's for the other.
 __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, int has_bit_of_4, int mine_is) {
     mine = mine >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
     others = others >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
@@ -149,7 +147,7 @@ __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, 
 template <class Layout>
 __device__ __forceinline__ unsigned draw_kept_rows(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     static_assert(Layout::kKeys == 4 && Layout::kRows == 2, "a lane has four keys of two queries");
-    // Rows r and r + 4 share a call, which is that of the row whose bit 2 is clear (philox.cuh): hence `& ~4`.
+    // Rows r and r + 4 share the call of row r, whose bit 2 is clear (philox.cuh): hence `& ~4`. The lane draws for one of its two.
     const int has_bit_of_4 = coord.query(0) >> 2 & 1;
     const int row = (coord.query(0) & ~4) + has_bit_of_4 * Layout::row_slot(1);
     const unsigned mine = rule.kept_bits(philox.numbers(row, coord.key(0)));
@@ -166,7 +164,7 @@ __device__ __forceinline__ unsigned draw_kept_pairs(const Philox& philox, const 
     const unsigned mine = rule.kept_bits(philox.numbers(row & ~4, coord.key(0) & ~3));
     return merge_calls(mine, __shfl_xor_sync(~0u, mine, Layout::kKeyPartnerMask), row >> 2 & 1, odd) >> odd;
 }
-// For both.
+// Calls the one of the two that fits the Layout.
 template <class Layout>
 __device__ __forceinline__ unsigned draw_kept_tile(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     if constexpr (Layout::kKeys == 4)
@@ -174,6 +172,7 @@ __device__ __forceinline__ unsigned draw_kept_tile(const Philox& philox, const D
     else
         return draw_kept_pairs(philox, rule, coord);
 }
+// Returns whether dropout keeps element v, from the bits of draw_kept_*.
 template <class Layout>
 __device__ __forceinline__ bool is_kept(unsigned bits, int v) {
     return bits >> kept_bit(Layout::row_of(v), Layout::key_slot(v)) & 1;

@@ -1,13 +1,13 @@
-// Last kernel of a backward pass that accumulates dq: dq = scale * dq_accum, to fp16 or fp32, into the caller's
-// strides. A single accumulator is a sum by atomics, in any order. In deterministic mode each block of keys of a launch has
-// its own accumulator (dq_accum_splits), and this kernel sums these in a fixed order.
+// Last kernel of a backward pass whose main kernel accumulates dq (DqMode::kAtomicAdd): dq = scale * dq_accum, to fp16 or fp32,
+// with the caller's strides. A single accumulator is a sum by atomics, in any order. In deterministic mode each block of keys of a
+// launch has its own accumulator (dq_accum_splits of them), and this kernel sums these in a fixed order.
 //
-// The factor is |softmax_scale|. For a negative softmax_scale, the K that was multiplied into dq_accum had its signs flipped
-// (Problem::sign_flip).
+// The factor is |softmax_scale|: if it is negative, the main kernel has flipped the signs of K (Problem::sign_flip).
 //
-// Each family passes RowStats (scratch.cuh: the rounding of rows) and DqAccumulator, the layout of dq_accum: offsets of rows
-// and columns, the load of eight neighboring columns, and which row and columns each thread begins with, so that loads are
-// coalesced. headdim has to be a multiple of eight, and rows of dq aligned to 16 bytes.
+// Each family passes RowStats (scratch.cuh: the rounding of rows) and DqAccumulator, the layout of dq_accum: row() and column() are
+// offsets in floats (headdim_rounded a row), load8() loads eight neighboring columns, row_of() and chunk_of() are the row and the
+// chunk of eight columns that a thread begins with, for coalesced loads. headdim is a multiple of eight, rows of dq 16-byte
+// aligned.
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -39,10 +39,10 @@ struct BackwardPostprocess {
                 DqAccumulator::load8(chunk, a, b);
 #pragma unroll 1
                 for (int split = 1; split < p.dq_accum_splits; split++) {
-                    float4 c, d;
-                    DqAccumulator::load8(chunk += p.dq_accum_split_stride, c, d);
-                    a = make_float4(a.x + c.x, a.y + c.y, a.z + c.z, a.w + c.w);
-                    b = make_float4(b.x + d.x, b.y + d.y, b.z + d.z, b.w + d.w);
+                    float4 x, y;
+                    DqAccumulator::load8(chunk += p.dq_accum_split_stride, x, y);
+                    a = make_float4(a.x + x.x, a.y + x.y, a.z + x.z, a.w + x.w);
+                    b = make_float4(b.x + y.x, b.y + y.y, b.z + y.z, b.w + y.w);
                 }
                 a = make_float4(a.x * scale, a.y * scale, a.z * scale, a.w * scale);
                 b = make_float4(b.x * scale, b.y * scale, b.z * scale, b.w * scale);

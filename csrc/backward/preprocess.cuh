@@ -1,12 +1,14 @@
-// First kernel of the backward pass, except before fused kernels (DqMode::kStore), which need no accumulator: writes the row
-// statistics (row_statistics.cuh) and clears the dq_accum_splits accumulators of dq. Bound by memory: reads dout
-// and out once, writes the accumulators.
+// First kernel of the backward pass, except before fused kernels (DqMode::kStore), which do its work themselves. Writes the row
+// statistics that main and dq kernels load, -lse / scale and -delta (row_statistics.cuh). Clears the fp32 accumulators of dq
+// (dq_accum_splits): one for atomics, one for each key block of a launch where sums have a fixed order, none before a dq kernel.
+// Bound by memory: reads dout and out once, writes the accumulators.
 #pragma once
 
 #include "backward/row_statistics.cuh"
 
-// The kernel. A block has BlockRows rows of one head. RowStats is the layout of the statistics. Rows after the sequence's last
-// get delta 0 and lse +inf.
+// The kernel. A block has BlockRows rows of one head; kLanesPerStatistic (8) lanes share a row. RowStats is the family's memory
+// layout of the statistics. all_rows is seqlen_q rounded up to whole steps of other kernels; the rows added get delta 0 and lse
+// +inf, so that their P is 0.
 template <class RowStats, int BlockRows, int Threads>
 struct BackwardPreprocess {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;
@@ -36,7 +38,7 @@ struct BackwardPreprocess {
         // Clears the block's rows linearly: they are contiguous in each accumulator, whatever the order of elements inside.
         const int rows = min(kBlockRows, all_rows - block_row);
         float* accum = p.dq_accum + (statistics.first_row + block_row) * p.headdim_rounded;
-        for (int sum = 0; sum < p.dq_accum_splits; sum++, accum += p.dq_accum_split_stride)
+        for (int split = 0; split < p.dq_accum_splits; split++, accum += p.dq_accum_split_stride)
             for (int i = threadIdx.x; i < rows * (p.headdim_rounded / 4); i += kThreads)
                 reinterpret_cast<float4*>(accum)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }

@@ -1,32 +1,33 @@
-// Recomputes probabilities in the backward pass: P = 2^(score - lse) in log2 units, and the power of two by which P is scaled
-// as fp16. Used by the main and dq kernels.
+// Recomputes probabilities in the backward pass: P = 2^(score - lse), both in log2 units, and the power of two by which P is scaled
+// as fp16. Used by the main and dq kernels, and by those that store P (store_scores.cuh).
 //
 // Do not put -lse / scale into the initial accumulators of S = Q K^T. Each score would then round at the size of lse, unlike the
-// same score in the forward pass, and dq of rows with large scores would lose digits (docs/design/numerics.md). The multiply-add
-// before the exponential adds -lse instead.
+// same score in the forward pass, and dq of rows with large scores would lose digits (docs/design/numerics.md).
 //
-// A Layout (score_layout.cuh) says which scores a lane has: kRows queries of a tile, row_of(v) that of element v, kKeyRows whether
-// keys are the rows of a tile.
+// A Layout (score_layout.cuh) says which scores a lane has: kRows queries of a tile, row_of(v) that of element v. kKeyRows: a
+// tile's rows are keys.
 #pragma once
 
 #include "softmax.cuh"
 
-// P is kept in fp16 as P * 2^12. volta and turing's main kernels with two roles pack by integers (pack_shifted), which flushes
-// values below 2^-14, so P below 2^-26 becomes 0. turing's other kernels pack by conversions, which keep subnormals. P * 2^12
-// overflows fp16 only above P = 15.99: rounding of S and lse can make P larger than 1, where |S * scale_log2| is about 2^24.
+// P is kept in fp16 as P * 2^12. volta's kernels, and turing's with two roles (warps that compute P, warps that compute dP), pack
+// by integers: pack_shifted, which flushes values below 2^-14, so P below 2^-26 becomes 0. turing's other kernels pack by
+// conversions, which keep subnormals. P * 2^12 overflows fp16 (65504) only above P = 15.99: rounding of S and lse can make P larger
+// than 1, where |S * scale_log2| is about 2^24.
 constexpr float kProbabilityBits = 12.f;
 constexpr float kProbabilityUnit = 4096.f;  // 2^kProbabilityBits
-constexpr float kExponentShift = kProbabilityBits - 112.f;  // 112: see pack_shifted (softmax.cuh)
+// pack_shifted takes numbers times 2^-112: then fp32 bits are those of fp16, shifted, as exponent biases differ by 127 - 15 = 112.
+constexpr float kExponentShift = kProbabilityBits - 112.f;
 constexpr float kExponentUnit = 1.2676506e30f;  // 2^-kExponentShift: restores P from 2^(score - lse + kExponentShift)
 
-// -lse in log2 units plus a shift, of a lane's queries in T tiles of queries. With kExponentShift, pack_shifted then packs P *
-// 2^12; kernels that pack by conversions shift by 0. Loaded as the row statistic -lse / scale (row_statistics.cuh), with lse
-// natural.
+// What is added to scores in the exponent: -lse in log2 units plus a shift, of a lane's queries in T tiles of queries. The shift is
+// kExponentShift for pack_shifted, which then packs P * 2^12, or 0 for kernels that pack by conversions. of_row is loaded as the
+// row statistic -lse / scale (row_statistics.cuh), with lse natural.
 template <class Layout, int T>
 struct ExponentAddends {
     float of_row[T][Layout::kRows];
 
-    // Turns statistics, -lse / scale, into addends.
+    // Turns statistics -lse / scale into addends: scale_log2 is scale * log2(e).
     __device__ __forceinline__ void scale(float scale_log2, float shift) {
 #pragma unroll
         for (int t = 0; t < T; t++)
@@ -37,7 +38,7 @@ struct ExponentAddends {
     __device__ __forceinline__ float of(int t, int v) const { return of_row[t][Layout::row_of(v)]; }
 };
 
-// Computes P from S in place, for M x N tiles of E elements a lane, of a kernel without score modifiers.
+// Computes P times 2^shift from S = Q K^T in place, for M x N tiles of E elements a lane, in a kernel without score modifiers.
 template <class Layout, int M, int N, int E, int T>
 __device__ __forceinline__ void exponentials(float (&s)[M][N][E], float scale_log2, const ExponentAddends<Layout, T>& addends) {
     static_assert(T == (Layout::kKeyRows ? N : M), "the tiles of queries");

@@ -1,10 +1,12 @@
-// Row statistics of the backward pass: -lse / scale and -delta, where delta = rowsum(dout * out) (FlashAttention-2). Exponents add
-// the first (probabilities.cuh). volta's products of dO and V begin with the second, so that the difference costs nothing; turing's
-// kernels add it in multiply-adds. Written by preprocess, or by the fused kernel itself. Eight lanes compute one row, 16 bytes
-// each.
+// Row statistics of the backward pass, two floats for each query row: -lse / scale and -delta, where delta = rowsum(dout * out)
+// (FlashAttention-2). The exponents of P add the first (probabilities.cuh). Divided by scale it has the unit of a product Q K^T, so
+// one factor, scale_log2 = scale * log2(e), turns product and statistic into log2 units. volta's accumulators of dO V^T begin with
+// the second, so that dP - delta costs nothing; turing's kernels add it in multiply-adds. Written by the preprocess kernel, or by
+// the fused kernel itself (write_row_statistics). Eight lanes compute a row's delta, in loads of 16 bytes each.
 //
-// A family's RowStats is their memory layout: kRowFloats floats a row, rows of a sequence padded to kRowRounding, both statistics
-// at kLseAt and kDeltaAt floats, and offset(row) of the first of kCopies copies, which are kCopyDistance floats apart.
+// A family's RowStats is their memory layout: kRowFloats floats a row on average, rows of a sequence padded to a multiple of
+// kRowRounding. In floats, a row's first copy of a statistic lies at offset(row) plus kNegLseAt or kNegDeltaAt. kCopies copies lie
+// kCopyDistance apart: volta's accumulators need two.
 #pragma once
 
 #include "backward/scratch.cuh"
@@ -36,7 +38,7 @@ struct RowStatistics {
     const BlockSeqlenInfo& sequence;
     const int lane = threadIdx.x % kLanesPerStatistic;
     const int all_rows;  // seqlen_q, rounded up to kRowRounding
-    const long long first_row;  // in the scratch memory (scratch.cuh)
+    const long long first_row;  // of the sequence and head, in the scratch memory (scratch.cuh)
     const unsigned short *const dout, *const out;
     const float* const lse;
     float* const stats;
@@ -48,7 +50,8 @@ struct RowStatistics {
           out(rows_of(p.out, batch, head, sequence.q_offset())), lse(p.softmax_lse + sequence.lse_row(batch, head)),
           stats(p.row_stats + first_row * RowStats::kRowFloats), inverse_scale(1.f / p.problem.scale) {}
 
-    // A row's delta is the sum of part_of_delta over the lane's columns (eight at a time) and over the eight lanes.
+    // A row's delta is the sum of part_of_delta (eight columns) over the lane's columns and over the eight lanes. A lane's columns
+    // are first_column() and every kLanesPerStatistic * kChunk = 64 columns further.
     __device__ __forceinline__ int first_column() const { return lane * kChunk; }
     __device__ __forceinline__ float part_of_delta(int row, int column) const {
         return dot(load_global(dout + row * p.dout.row_stride + column), load_global(out + row * p.out.row_stride + column));
@@ -60,15 +63,14 @@ struct RowStatistics {
         if (row < all_rows && lane < RowStats::kCopies) {
             float* s = stats + RowStats::offset(row) + lane * RowStats::kCopyDistance;
             const float row_lse = row < sequence.seqlen_q() ? lse[row] : positive_infinity();
-            // lse = +inf makes P 0, so delta does not matter. Forward writes it for rows that see no key, this kernel for
-            // padding rows.
-            s[RowStats::kLseAt] = -row_lse * inverse_scale;
-            s[RowStats::kDeltaAt] = -delta;
+            // Padding rows get lse = +inf here; rows that see no key have it from the forward pass. P is then 0, whatever delta is.
+            s[RowStats::kNegLseAt] = -row_lse * inverse_scale;
+            s[RowStats::kNegDeltaAt] = -delta;
         }
     }
 };
 
-// Writes the statistics of all rows of a head, for the fused kernels. This block reads them after the next __syncthreads().
+// Writes the statistics of all rows of a head, for the fused kernels: the same block reads them after its next __syncthreads().
 template <class RowStats, int Headdim, int Threads>
 __device__ __forceinline__ void write_row_statistics(const BwdParams& p, const BlockSeqlenInfo& sequence, int head) {
     constexpr int kRowsAtOnce = Threads / kLanesPerStatistic;

@@ -1,18 +1,18 @@
-// Query and key index of each of a lane's scores in the backward pass, and the mask on them. Included by all backward kernels that
-// compute scores.
+// Query and key index of each of a lane's scores in the backward pass, and their mask. Included by all kernels that compute them.
 //
-// For the backward pass a family's Layout (score_layout.cuh) additionally has:
+// A lane has some elements v of each tile of scores. By its family's Layout (score_layout.cuh), v is of query first_query(lane) +
+// query_slot(v) and key first_key(lane) + key_slot(v) of the tile. For the backward pass it also has the following, where "row"
+// means query except in kKeyRows:
 //
 //   query(first, v), key(first, v) first + query_slot(v), first + key_slot(v); the family chooses the order of the additions,
 //                                  because ptxas's schedule depends on it
 //   kKeyRows                       true: rows of the product are keys (S^T); scores s[m][n] then have tiles of keys in m
-//   kRows, row_of(v), row_slot(r)  element v belongs to the lane's query number r = row_of(v) < kRows, which is first_query +
-//                                  row_slot(r)
+//   kRows, row_of(v), row_slot(r)  element v is of the lane's query r = row_of(v) < kRows, which is first_query + row_slot(r)
 //   kKeys, kKeyStride              number and stride of each query's keys in an aligned group of four: (0, 1, 2, 3), or (0, 2)
 //                                  or (1, 3). (In a forward Layout kKeys is the size of the aligned group.)
 //   element(r, j)                  the element of query r and key j of the lane
-//   kQueryPartnerMask              where kKeys or kRows is 4: XOR mask to the lane whose queries are 4 before or after; both share
-//                                  Philox calls (modifiers.cuh, packed_tile.cuh)
+//   kQueryPartnerMask              where kKeys or kRows is 4: XOR mask to the lane whose queries are 4 before or after; one call of
+//                                  dropout's generator (Philox) draws numbers for both (modifiers.cuh, packed_tile.cuh)
 //   kKeyPartnerMask                where kKeys is 2: XOR mask to the lane that has the other two keys of the group
 #pragma once
 
@@ -25,7 +25,7 @@
 template <class Layout>
 __device__ constexpr bool has_rows_and_keys() {
     static_assert(Layout::kRows * Layout::kKeys == Layout::kElements && Layout::kKeys * Layout::kKeyStride == 4,
-                  "see the file's head");
+                  "a lane's elements are kRows queries by kKeys keys of an aligned group of four");
     for (int r = 0; r < Layout::kRows; r++)
         for (int j = 0; j < Layout::kKeys; j++) {
             const int v = Layout::element(r, j);
@@ -55,8 +55,7 @@ public:
     __device__ __forceinline__ static constexpr int query_minus_key(int v) { return Layout::query_slot(v) - Layout::key_slot(v); }
 };
 
-// Sets masked scores of a warp to -inf. Only for tiles across a mask's edge; the caller's branch is uniform in the warp.
-// `query` and `key`: first of the warp's scores.
+// Sets masked scores of a warp's tiles to -inf. Only for tiles across a mask's edge. `query` and `key`: the warp's first.
 template <class Layout, int M, int N>
 __device__ __forceinline__ void apply_mask(typename Layout::Tile (&s)[M][N], const BwdParams& p, const typename Layout::Lane& lane,
                                            int query, int key) {

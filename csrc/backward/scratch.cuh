@@ -1,16 +1,16 @@
-// Offsets of query rows in the backward pass's scratch memory: row statistics and dq accumulator. Included by all backward kernels.
-// RowStats is the family's layout of the statistics (row_stats.cuh).
+// Offsets of query rows in the backward pass's scratch memory: the row statistics (-lse / scale and -delta) and the accumulator of
+// dq. Included by all backward kernels. RowStats is a family's layout of the statistics ({volta,turing}/backward/row_stats.cuh).
 //
 // There a sequence's rows are rounded up to a multiple of RowStats::kRowRounding. So each step of a kernel finds statistics,
-// and room for dq, for all of its rows.
+// and room for dq, for all of its rows, and needs no bounds test.
 #pragma once
 
 #include "seqlen_info.cuh"
 #include "volta_fa_params.h"
 
-// Returns the scratch row of a sequence's first query. The rows of dense batches are (batch, nheads, seqlen_q_rounded). Those of
-// packed sequences (cu_seqlens) are (nheads, scratch_rows): a sequence begins at its q_offset rounded down to kRowRounding, plus
-// kRowRounding for each sequence before it, so that rounded lengths do not overlap.
+// Returns the scratch row of a sequence's first query, counted over all heads. The rows of dense batches are (batch, nheads,
+// seqlen_q_rounded). Those of packed sequences (cu_seqlens) are (nheads, scratch_rows): a sequence begins at its q_offset rounded
+// down to kRowRounding, plus kRowRounding for each sequence before it, so that rounded lengths do not overlap.
 template <class RowStats>
 __device__ __forceinline__ long long rounded_row(const BwdParams& p, const BlockSeqlenInfo& sequence, int batch, int head) {
     constexpr int kRowRounding = RowStats::kRowRounding;
@@ -18,14 +18,15 @@ __device__ __forceinline__ long long rounded_row(const BwdParams& p, const Block
         return static_cast<long long>(head) * p.lengths.scratch_rows + (sequence.q_offset() / kRowRounding + batch) * kRowRounding;
     return (static_cast<long long>(batch) * p.problem.nheads + head) * p.seqlen_q_rounded;
 }
-// Whether the library's offsets of statistics (`Scratch` in src/kernels) are those of RowStats: it reads them for the gradient of
-// attention sinks. For a static_assert after each RowStats.
+// Whether the library's offsets of statistics, in floats, are those of RowStats, for the kGroupRows rows of a group (its unit of
+// layout). The build defines both macros from `Scratch` in src/kernels, by which the library reads statistics for the gradient of
+// attention sinks. For a static_assert after RowStats.
 template <class RowStats>
 constexpr __device__ bool library_reads_where_kernels_write() {
     constexpr int neg_lse[] = {STATS_NEG_LSE_OFFSETS}, neg_delta[] = {STATS_NEG_DELTA_OFFSETS};
     for (int row = 0; row < RowStats::kGroupRows; row++)
-        if (neg_lse[row] != RowStats::kLseAt + RowStats::offset(row) ||
-            neg_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))
+        if (neg_lse[row] != RowStats::kNegLseAt + RowStats::offset(row) ||
+            neg_delta[row] != RowStats::kNegDeltaAt + RowStats::offset(row))
             return false;
     return true;
 }

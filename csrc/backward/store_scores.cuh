@@ -1,29 +1,34 @@
-// First main kernel of the backward pass for large headdims: stores P and dS (stored_scores.cuh). stored_gradients.cuh is the
-// second. The other main kernels keep dK, dV and their operands in an SM, where at headdim 512 neither fits. A score costs at least
-// 1,024 multiply-adds there, so four bytes of memory traffic for it are cheap.
+// First main kernel of the backward pass for large headdims, and for fp32 tensors of any headdim: stores P and dS in scratch memory
+// (stored_scores.cuh). The second, stored_gradients.cuh, multiplies them to dQ, dK and dV. The other main kernels keep dK, dV and
+// their operands in an SM, where at headdim 512 neither fits. A score's two products cost 1,024 multiply-adds there, so writing
+// four bytes for it, P and dS as fp16, is cheap.
 //
-// A block computes 128 keys by 128 queries: S^T = K Q^T, then P^T, then dP^T = V dO^T - delta and dS^T. Each of four
-// warps has 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
+// A block computes one stored tile, kStoredRows (128) keys by 128 queries: S^T = K Q^T, then P^T, then dP^T = V dO^T - delta and
+// dS^T. Each of four warps has 64 by 64 of them. The registers hold one of the two products, so P waits in memory for dP.
+// Operands come in steps of kStagedTerms (32) columns, as tiles TermColumns, through two buffers of shared memory. In each the
+// second operand begins kStagedTile bytes after the first (staged_tiles.cuh).
 //
-// P is stored as fp16 times kProbabilityUnit, 2^12, which keeps digits of small P. Exponents get kExponentShift = 12 - 112:
-// pack_shifted takes numbers scaled by 2^-112.
+// P is stored as fp16 times kProbabilityUnit, 2^12, which keeps digits of small P. Exponents get kExponentShift = 12 - 112, because
+// pack_shifted, which packs by integers, takes numbers times 2^-112.
 //
 // A Family (volta/backward/stored.cuh, turing/backward/stored.cuh) has
 //   Layout                         of packed_tile.cuh's tiles; a warp has 4 by 4 of them, Scores: float[4][4][8]
-//   RowStats, load_rows            row statistics; load_rows loads those of the lane's queries in a tile
-//   kLaneStatistics                floats for each query of a tile before the lane's first: offset of the lane's statistics
-//   tile_row(row)                  where a row of operands of scores goes in shared memory
+//   RowStats, load_rows            layout of the statistics -lse / scale and -delta; loads those of the lane's queries in a tile
+//   kLaneStatistics                floats from a tile's statistics to the lane's, for each query of it before the lane's first
+//   tile_row(row)                  row of shared memory where a row of K, Q, V or dO goes
 //   own_operand, other_operand     shared offset of the lane's operands of keys and of queries, of the warp's rows from `row` on
 //   multiply_scores(c, a, b)       adds the products of a step to c; a and b: shared addresses of these operands
 //   add_scores(c, a, b)            the same with sums that begin with 0
 //   store_bias_gradient            stores the gradient of a bias as fp16 and returns true; false: it is to be added by atomics
 // and what stored_gradients.cuh lists.
 //
-// Split: all operands, and P and dS, are sums of two fp16 numbers (forward/split.cuh). A row of an operand has the high parts of
-// its columns, then the low ones. A step of 32 columns comes three times: low * high, high * low and high * high. As tensor cores
-// truncate their sums, none lives longer than a step.
+// Split (fp32 tensors): all operands, and P and dS, are sums of two fp16 numbers, a high and a low part (forward/split.cuh). A row
+// of an operand has the high parts of its columns, then the low ones. A step of 32 columns comes three times: low * high, high *
+// low and high * high. As tensor cores truncate their sums, none lives longer than a step. A stored tile has kStoredElements (128 *
+// 128) high parts, then as many low ones. From kStoredUnits on, dS has a unit (see Unit) for each 64 keys by 64 queries.
 //
-// Blocks: which scores exist. AllScores, or ListedScores of a block mask (stored_block_mask.cuh).
+// Blocks: which scores exist under a block-sparse mask: AllScores, or ListedScores (stored_block_mask.cuh). is_absent(): none of
+// the warp's. Their unit is kAbsentUnit, 0, by which stored_gradients.cuh skips them.
 #pragma once
 
 #include "backward/iteration_range.cuh"
@@ -37,7 +42,7 @@
 #include "conditional.cuh"
 #include "precise_score_function.cuh"
 
-// All scores inside lengths, causal mask and window exist.
+// Without a block-sparse mask: all scores inside lengths, causal mask and window exist.
 struct AllScores {
     static constexpr bool kListed = false;
     __device__ __forceinline__ static constexpr bool is_absent() { return false; }
@@ -47,7 +52,7 @@ struct AllScores {
 
 template <class Family, bool Split = false, class Blocks = AllScores>
 struct BackwardScores {
-    static constexpr int kTiles = 4;  // of 16 keys, and of 16 queries, that a warp has
+    static constexpr int kTiles = 4;  // a warp has 4 tiles of 16 keys by 4 tiles of 16 queries: c[m][n], m of keys, n of queries
     using Layout = typename Family::Layout;
     using Lane = typename Layout::Lane;
     using Tile = typename Layout::Tile;
@@ -63,8 +68,7 @@ struct BackwardScores {
         else
             return pack_tile(x);
     }
-    // Added to the exponent of a probability. Split adds 0: beside a shift the exponent would round away bits that fp32 tensors
-    // have.
+    // Added to the exponent of a probability. Split adds 0: beside -100 the exponent would lose bits that fp32 tensors have.
     static constexpr float kShift = Split ? 0.f : kExponentShift;
     static __device__ __forceinline__ Packed pack_probabilities(const Tile& x) {
         if constexpr (Split) {
@@ -76,8 +80,8 @@ struct BackwardScores {
             return pack_probability_tile(x);
         }
     }
-    // Returns a statistic of the lane's queries in tile n, or `value` past the end. `rows`: with statistics, from the warp's first
-    // query on.
+    // One statistic of the lane's queries in tile n, or `value` past the end. `stats`: address of the lane's in tile 0. `rows`:
+    // number of rows with statistics, from the warp's first query on.
     struct OfRows {
         float x[1][Layout::kRows];
         __device__ __forceinline__ OfRows(const float* stats, int n, int rows, float value) {
@@ -91,13 +95,13 @@ struct BackwardScores {
         // Of element v.
         __device__ __forceinline__ float of(int v) const { return x[0][Layout::row_of(v)]; }
     };
-    // dS of 64 keys by 64 queries is stored in units: powers of two from their largest P and dP - delta. So no dS exceeds fp16's
-    // range, and low parts of small ones are fp16 numbers too, whatever the size of v and dout.
+    // With Split, dS of a warp's 64 keys by 64 queries is stored divided by a unit: a power of two from their largest P and dP -
+    // delta. So no dS exceeds fp16's range, and low parts of small ones are fp16 numbers too, whatever the size of v and dout.
     class Unit {
-        static constexpr int kLargest = 14;  // stored dS are below 2^14
+        static constexpr int kLargest = 14;  // log2 of the bound of stored dS
         float p_ = 0.f, dp_ = 0.f;  // largest |P| and |dP - delta| of the lane, then of the warp
 
-        // What is not finite stays in its row, and leaves the digits of others.
+        // Infinities and NaN do not count: they spoil their own rows, and must not take the digits of others.
         static __device__ __forceinline__ void take(float& largest, float x) {
             if (fabsf(x) < positive_infinity()) largest = fmaxf(largest, fabsf(x));
         }
@@ -105,9 +109,9 @@ struct BackwardScores {
 #pragma unroll
             for (int v = 0; v < 8; v++) take(largest, x[v]);
         }
-        // Biased exponent. The bounds keep the unit and its inverse normal.
+        // Returns the unit's biased exponent. The bounds, 2^-67 to 2^73, keep the unit and its inverse normal fp32 numbers.
         __device__ __forceinline__ unsigned exponent() const {
-            // each factor's is rounded up
+            // of the largest P times the largest dP - delta, each rounded up to a power of two
             const int product = (__float_as_uint(p_) >> 23) + 1 + (__float_as_uint(dp_) >> 23) + 1 - 127;
             return min(max(product - kLargest, 60), 200);
         }
@@ -116,7 +120,7 @@ struct BackwardScores {
         __device__ __forceinline__ void take_probabilities(const Tile& p) {
             if (Split) take(p_, p);
         }
-        // Takes dP - delta of all scores. With dropout the probabilities' factors come later.
+        // Takes dP - delta of all scores, then the maxima over the warp. dP has not had dropout's scale yet.
         __device__ __forceinline__ void take_gradients(const Scores& dp, const ScoreOptions& options, const float* stats,
                                                        int rows) {
             if (!Split) return;
@@ -125,7 +129,7 @@ struct BackwardScores {
 #pragma unroll
                 for (int n = 0; n < kTiles; n++) take(dp_, dp[m][n]);
             if (uses_dropout(options)) {
-                // |(dP scale) - delta| where dp is dP - delta
+                // bounds |dP * dropout_scale - delta|, where dp_ bounds |dP - delta|
                 float delta = 0.f;
 #pragma unroll
                 for (int n = 0; n < kTiles; n++) {
@@ -145,16 +149,16 @@ struct BackwardScores {
         __device__ __forceinline__ float inverse() const { return Split ? __uint_as_float((254 - exponent()) << 23) : 1.f; }
     };
 
-    // A lane's elements of a stored matrix.
+    // A lane's elements of a stored matrix, in tiles (m, n): four neighboring queries of two keys that are two apart.
     struct Stored {
-        unsigned short* first;
+        unsigned short* first;  // address of the lane's element (0, 0)
         __device__ __forceinline__ uint2* at(int m, int n) const {
             return reinterpret_cast<uint2*>(first + 16 * m * kStoredRows + 16 * n);
         }
         __device__ __forceinline__ void store(int m, int n, const PackedTile& tile) const {
             uint2* to = at(m, n);
             to[0] = make_uint2(tile.x[0], tile.x[1]);
-            to[2 * kStoredRows / 4] = make_uint2(tile.x[2], tile.x[3]);  // two keys below
+            to[2 * kStoredRows / 4] = make_uint2(tile.x[2], tile.x[3]);  // two keys, rows of kStoredRows elements, further
         }
         __device__ __forceinline__ PackedTile load(int m, int n) const {
             const uint2 *from = at(m, n), a = from[0], b = from[2 * kStoredRows / 4];
@@ -172,11 +176,11 @@ struct BackwardScores {
     // Head, keys and queries of the block and its warp.
     struct Place {
         int head, first_key, first_row;  // query head; first key and query of the warp
-        int row_end;  // after the last query that sees one of the block's keys
-        bool masked;
+        int row_end;  // one past the last query that sees one of the block's keys
+        bool masked;  // whether lengths, causal mask or window hide some of the block's scores
     };
 
-    // Sets all tiles to -delta of their queries: the products are added to these.
+    // Sets all tiles to -delta of their queries, to which V dO^T is added.
     static __device__ __forceinline__ void begin_with_delta(Scores& c, const float* stats, int rows) {
 #pragma unroll
         for (int n = 0; n < kTiles; n++) {
@@ -188,7 +192,8 @@ struct BackwardScores {
         }
     }
 
-    // Adds the product of 128 rows of `own` (keys) and 128 rows of `other` (queries).
+    // Adds the warp's part of the product of 128 rows of `own` (K or V) and 128 rows of `other` (Q or dO), of which own_rows and
+    // other_rows exist. sign_flip, of a negative softmax_scale, flips the signs of `own`.
     static __device__ __forceinline__ void multiply(Scores& c, unsigned shared, const unsigned short* own, long long own_stride,
                                                     int own_rows, const unsigned short* other, long long other_stride,
                                                     int other_rows, int columns, unsigned sign_flip) {
@@ -197,26 +202,28 @@ struct BackwardScores {
         const unsigned a_offset = Family::own_operand(lane, 64 * (warp % 2));
         const unsigned b_offset = kStagedTile + Family::other_operand(lane, 64 * (warp / 2));
         StagedTile<TermColumns> a, b;
-        const auto load = [&](int step) {
+        const auto load = [&](int step, int) {
+            // product 0: low * high, 1: high * low, 2: high * high; low parts lie `columns` after high ones
             const int column = (Split ? step / 3 : step) * kStagedTerms, product = Split ? step % 3 : 2;
             a.load(own + column + (product == 0 ? columns : 0), own_stride, own_rows, columns - column);
             b.load(other + column + (product == 1 ? columns : 0), other_stride, other_rows, columns - column);
         };
-        const auto store = [&](unsigned buffer) {
+        const auto store = [&](unsigned buffer, int) {
             a.flip_signs(sign_flip);
             a.store(buffer, Family::tile_row(a.row()));
             b.store(buffer + kStagedTile, Family::tile_row(b.row()));
         };
-        staged_steps(shared, (Split ? 3 : 1) * ((columns + kStagedTerms - 1) / kStagedTerms), load, store, [&](unsigned buffer) {
-            if constexpr (Split)
-                Family::add_scores(c, buffer + a_offset, buffer + b_offset);
-            else
-                Family::multiply_scores(c, buffer + a_offset, buffer + b_offset);
-        });
+        staged_steps(shared, (Split ? 3 : 1) * ((columns + kStagedTerms - 1) / kStagedTerms), load, store,
+                     [&](unsigned buffer, int) {
+                         if constexpr (Split)
+                             Family::add_scores(c, buffer + a_offset, buffer + b_offset);
+                         else
+                             Family::multiply_scores(c, buffer + a_offset, buffer + b_offset);
+                     });
     }
 
-    // Computes P from S and stores it. Besides P, dS's memory gets the score function's derivative, or a copy of P whose signs mark
-    // dropped probabilities (never both).
+    // Computes P from S and stores it, with 0 for dropped probabilities, as dV needs it. Until dS is known, its memory keeps the
+    // score function's derivative, or all of P with signs that mark dropped ones. (No problem has both.)
     static __device__ __forceinline__ void store_probabilities(Scores& s, const BwdParams& p, const Place& place,
                                                                const Stored& to_p, const Stored& to_ds, const float* stats,
                                                                int rows, Unit& unit, const Blocks& blocks) {
@@ -242,8 +249,7 @@ struct BackwardScores {
         }
         const ScoreOptions& options = p.score_options;
         const Lane lane(threadIdx.x % 32);
-        // Rolled, to fit the instruction cache. Registers cannot be indexed dynamically, so the loop works on the first tile, and
-        // next_tile moves the others down.
+        // Rolled, to fit the instruction cache: works on tile 0, because registers cannot be indexed, and moves the others down.
 #pragma unroll 1
         for (int tile = 0; tile < kTiles * kTiles; tile++) {
             const int m = tile / kTiles, n = tile % kTiles;
@@ -349,12 +355,12 @@ struct BackwardScores {
         const Lane lane(threadIdx.x % 32);
         const int warp = threadIdx.x / 32, batch = blockIdx.z;
         const int group = p.problem.nheads / p.problem.nheads_k;
-        const int head = stored.first_head * group + blockIdx.y;
-        // Eight query tiles of each key tile first: the blocks that run at once share operands in L2.
+        const int head = stored.first_head * group + blockIdx.y;  // first_head: the launch's first KV head
+        // Groups of eight query tiles by all key tiles, query tiles fastest: blocks that run at once share operands in L2.
         constexpr int kQueryTiles = 8;
-        const int in_row = blockIdx.x % (kQueryTiles * stored.key_tiles);
-        const int query_tile = blockIdx.x / (kQueryTiles * stored.key_tiles) * kQueryTiles + in_row % kQueryTiles;
-        const int key_tile = in_row / kQueryTiles;
+        const int in_group = blockIdx.x % (kQueryTiles * stored.key_tiles);
+        const int query_tile = blockIdx.x / (kQueryTiles * stored.key_tiles) * kQueryTiles + in_group % kQueryTiles;
+        const int key_tile = in_group / kQueryTiles;
         const int first_row = query_tile * kStoredRows, first_key = (stored.first_key_tile + key_tile) * kStoredRows;
 
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
@@ -395,14 +401,14 @@ struct BackwardScores {
         clear_tiles(c);
         add(c, p.k, p.q, p.problem.headdim, p.problem.sign_flip);
         Unit unit;
-        store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kLseAt, rows, unit, blocks);
-        begin_with_delta(c, stats + RowStats::kDeltaAt, rows);
+        store_probabilities(c, p, place, to_p, to_ds, stats + RowStats::kNegLseAt, rows, unit, blocks);
+        begin_with_delta(c, stats + RowStats::kNegDeltaAt, rows);
         add(c, p.v, p.dout, p.problem.headdim_v, 0);
         if (Split) {
-            unit.take_gradients(c, p.score_options, stats + RowStats::kDeltaAt, rows);
+            unit.take_gradients(c, p.score_options, stats + RowStats::kNegDeltaAt, rows);
             float* units = reinterpret_cast<float*>(stored.ds + tile + kStoredUnits);
             if (lane.lane == 0) units[2 * (warp % 2) + warp / 2] = blocks.is_absent() ? kAbsentUnit : unit.value();
         }
-        store_score_gradients(c, p, place, to_p, to_ds, stats + RowStats::kDeltaAt, rows, unit, blocks);
+        store_score_gradients(c, p, place, to_p, to_ds, stats + RowStats::kNegDeltaAt, rows, unit, blocks);
     }
 };

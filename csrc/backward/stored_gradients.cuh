@@ -1,28 +1,32 @@
-// Second main kernel of the backward pass for large headdims: dK and dV, and dQ, from the P and dS that store_scores.cuh stored. A
-// block computes 128 rows by 128 columns of one gradient:
+// Second main kernel of the backward pass for large headdims, and for fp32 tensors of any headdim: dK, dV and dQ, from the P and dS
+// that the first, store_scores.cuh, has stored for some KV heads and keys. A block computes 128 rows by 128 columns of one
+// gradient, or by 64 if no gradient has more columns:
 //
 //   dV = P^T dO      dK = dS^T Q      over all queries of a KV head, in steps of 32
 //   dQ += dS K       over the keys of the launch, in steps of 32
 //
-// No other block adds to these elements, so dQ, dK and dV are deterministic. If one launch does not have all keys of a head, dQ's
-// sums stay in fp32 memory for the next launch.
+// No other block adds to these elements, so dQ, dK and dV are deterministic. If a launch lacks keys of a head, the sums of dQ stay
+// in fp32 memory (StoredScores::dq_sums) for the next launch.
 //
 // A Family (store_scores.cuh) also has, of a warp's 64 rows and 64 columns
-//   KeySums, QuerySums             128 floats of a lane: for dK or dV, and for dQ
+//   KeySums, QuerySums             a lane's 128 accumulators: of dK or dV, and of dQ
 //   key_a, key_b                   shared offset of the lane's operands A (P^T or dS^T) and B (dO or Q), from a row or column on
 //   query_a, query_b               the same of dS and K
-//   multiply_keys, multiply_queries  add the products of a step to c, from the addresses of these operands
-//   add_keys, add_queries          the same with sums that begin with 0, times a factor
+//   kLoadParts                     in how many parts a step's loads come, with add_keys and add_queries (what spills least)
+//   multiply_keys, multiply_queries  add the products of a step to c, from the shared addresses of these operands
+//   add_keys, add_queries          the same of one part, in sums that begin with 0 and are multiplied by a factor
 //   for_each_pair(c, f)            calls f(row, column, x, y) for each two neighbors of a row
 //
-// Split: operands, P and dS are sums of two fp16 numbers, a high and a low part (fp32 tensors, store_scores.cuh). A step of 32 rows
-// comes three times: low * high, high * low and high * high. A stored tile has kStoredElements high parts, then as many low parts.
-// The units of dS begin at kStoredUnits. kAbsentUnit says that 64 by 64 scores do not exist.
+// Split (fp32 tensors): operands, P and dS are sums of two fp16 numbers, a high and a low part. A step of 32 terms comes three
+// times: low * high, high * low and high * high. A stored tile has kStoredElements high parts, then as many low parts. dS of each
+// 64 keys by 64 queries is stored divided by a power of two, its unit; the four units of a tile begin at kStoredUnits.
 //
-// In the products dV, dK and dQ a step's terms are its 32 queries or keys. An operand has them as columns (TermColumns) or as rows
-// (TermRows, staged_tiles.cuh).
+// A step's terms are its kStagedTerms (32) values of k, the index that a product sums: queries or keys. They are columns of an
+// operand's tile (TermColumns), or rows of A's (TermRows) or B's (OtherTermRows). Shared memory has two buffers of both operands, B
+// kStagedTile bytes after A. Stored tiles have kStoredRows (128) keys by 128 queries. A launch (StoredScores) has some KV heads
+// (first_head, heads) and key tiles (first_key_tile, key_tiles). is_first, is_last: these include a head's first, last key.
 //
-// Sparse: with a block mask, steps visit half tiles that have scores (kAbsentUnit in stored_scores.cuh).
+// Sparse (with a block mask): steps visit only half tiles, 64 terms, with scores. A unit of kAbsentUnit says that there are none.
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -34,7 +38,7 @@
 template <class Family, bool Split = false, bool Sparse = false>
 struct BackwardGradients {
     static_assert(Split || !Sparse, "units say which tiles have scores");
-    static_assert(SHARED_BYTES >= kStagedRows * kStagedRows * 2, "the output is staged in the buffers");
+    static_assert(SHARED_BYTES >= kStagedRows * kStagedColumns * 2, "the output is staged in the buffers");
     using KeySums = typename Family::KeySums;
     using QuerySums = typename Family::QuerySums;
     using Lane = typename Family::Layout::Lane;
@@ -44,9 +48,10 @@ struct BackwardGradients {
     // First row and column of the warp.
     static __device__ __forceinline__ int warp_row() { return 64 * (threadIdx.x / 32 % 2); }
     static __device__ __forceinline__ int warp_column() { return threadIdx.x / 64 * 64; }
+    static __device__ __forceinline__ int column_tiles_of(int headdim) { return (headdim + kStagedColumns - 1) / kStagedColumns; }
 
-    // Return one of two parameters. Of a plain choice ptxas may make an index into constant memory, which the simulator does not
-    // decode.
+    // Returns a or b, by a select instruction. (For `first ? a : b` ptxas may index constant memory, which the GPU simulator
+    // lacks.)
     template <class T>
     static __device__ __forceinline__ T either(bool first, T a, T b) {
         T selected;
@@ -61,7 +66,11 @@ struct BackwardGradients {
                 either(first, a.row_stride, b.row_stride), either(first, a.head_stride, b.head_stride)};
     }
     static constexpr int kProducts = Split ? 3 : 1;
-    // Which of a step's products comes next. Parts of its operands: the first has the low part of A, the second that of B.
+    // A step's loads come in kParts parts, each before its part of the products. With Split, registers also hold the step's own
+    // sums, and lack room for all loads at once.
+    static constexpr int kParts = Split ? Family::kLoadParts : 1;
+    // Which of a step's products comes next: 0 is low * high, 1 high * low, 2 high * high. a() and b() are the offsets, in
+    // elements, of that part of the operands A and B. `low`: offset of B's low parts.
     struct Product {
         int number = 0;
         __device__ __forceinline__ int a() const { return Split && number == 0 ? kStoredElements : 0; }
@@ -73,21 +82,21 @@ struct BackwardGradients {
             return number == 0;
         }
     };
-    // The unit of a step's dS: with Split dS is stored divided by a power of two, one for 64 keys by 64 queries (store_scores.cuh).
-    // A step is loaded before the one before it multiplies.
+    // The unit of a step's dS. The next step is loaded before this one multiplies, so there are two: `loaded` is that of the last
+    // load, `value` that of the step in shared memory.
     struct Unit {
         float loaded = 1.f, value = 1.f;
-        // `tile`: of dS. `key`, `query`: of the step, in the tile.
+        // `tile`: address of dS's tile. `key`, `query`: a key and a query of the step, in the tile.
         __device__ __forceinline__ void load(const unsigned short* tile, int key, int query) {
             if (Split) loaded = reinterpret_cast<const float*>(tile + kStoredUnits)[key / 64 * 2 + query / 64];
         }
         __device__ __forceinline__ void step() { value = loaded; }
     };
 
-    // Iterates over those of a row of half tiles that have scores. has_scores(i) returns whether half i does. All lanes of a warp
-    // call these functions together.
+    // Iterates over those of a sequence of half tiles that have scores. has_scores(i) returns whether half tile i has some. All
+    // lanes of a warp call these functions together: each tests one of 32 half tiles.
     class PresentHalves {
-        unsigned found_ = 0;  // of the 32 before next_, those that were not taken
+        unsigned found_ = 0;  // bit i: half tile next_ - 32 + i has scores, and was not taken yet
         int next_ = 0;
 
     public:
@@ -101,7 +110,7 @@ struct BackwardGradients {
             }
             return present;
         }
-        // Returns the next one with scores; there is one.
+        // Returns the number of the next half tile with scores, which must exist.
         template <class HasScores>
         __device__ __forceinline__ int take(int all, HasScores has_scores) {
             while (!found_) {
@@ -114,7 +123,7 @@ struct BackwardGradients {
             return i;
         }
     };
-    static constexpr int kHalf = kStoredRows / 2, kHalfSteps = kHalf / kStagedTerms;
+    static constexpr int kHalf = kStoredRows / 2, kHalfSteps = kHalf / kStagedTerms;  // terms, and steps, of a half tile
     static __device__ __forceinline__ const float* units_of(const StoredScores& stored, long long tile) {
         return reinterpret_cast<const float*>(stored.ds + tile + kStoredUnits);
     }
@@ -125,8 +134,8 @@ struct BackwardGradients {
         for (int i = 0; i < kLaneSums; i++) reinterpret_cast<float (&)[kLaneSums]>(c)[i] = 0.f;
     }
 
-    // Stores the block's sums to an output, whose element of the block's first row and column is `first`: `rows` rows and `columns`
-    // columns exist.
+    // Stores the block's sums, times `factor`, to an output, where `first` is the address of the block's first row and column. From
+    // there on `rows` rows and `columns` columns exist. fp16 goes by shared memory, so that stores are whole chunks of 16 bytes.
     template <class Sums>
     static __device__ __forceinline__ void to_output(const Sums& c, const BwdParams& p, float factor, unsigned shared,
                                                      const Output& out, unsigned short* first, int rows, int columns) {
@@ -141,17 +150,17 @@ struct BackwardGradients {
         }
         Family::for_each_pair(c, [&](int row, int column, float x, float y) {
             row += first_row, column += first_column;
-            store_shared1(shared + swizzled<TermRows::kChunks>(row, column / kChunk) + column % kChunk * 2,
+            store_shared1(shared + swizzled<OtherTermRows::kChunks>(row, column / kChunk) + column % kChunk * 2,
                           to_half2(x * factor, y * factor));
         });
         __syncthreads();
         staged_to_output(first, out.row_stride, shared, rows, columns);
     }
 
-    // Copies 128 staged rows by 128 columns to the output: those that exist.
+    // Copies the block's staged rows and columns to the output: those that exist.
     static __device__ __forceinline__ void staged_to_output(unsigned short* first, long long row_stride, unsigned shared, int rows,
                                                             int columns) {
-        constexpr int kChunks = TermRows::kChunks;
+        constexpr int kChunks = OtherTermRows::kChunks;
         const int chunk = threadIdx.x % kChunks;
         if (chunk * kChunk >= columns) return;
         for (int row = threadIdx.x / kChunks; row < min(rows, kStagedRows); row += kStagedThreads / kChunks)
@@ -159,7 +168,8 @@ struct BackwardGradients {
                 load_shared(shared + swizzled<kChunks>(row, chunk));
     }
 
-    // dK or dV of 128 keys. `key_tile`: counted from the launch's first. `column`: first of the block.
+    // Computes dK or dV of 128 keys, over the queries of all heads of the KV head's group. `key_tile`: counted from the launch's
+    // first. `column`: the block's first column of the gradient.
     static __device__ __forceinline__ void keys(const BwdParams& p, const StoredScores& stored, int key_head, int key_tile,
                                                 int column, bool is_dv) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -173,12 +183,18 @@ struct BackwardGradients {
         const int first = mask.row_first(first_key) / kStagedTerms * kStagedTerms;
         const int end = first_key >= sequence.seqlen_k() ? 0 : mask.row_end(first_key, kStoredRows);
         const int steps_of_head = max((end - first + kStagedTerms - 1) / kStagedTerms, 0);
-        const auto tile_of = [&](int head, int row) {
-            const int launch_head = (key_head - stored.first_head) * group + head;
-            return stored_tile<Split>(stored, first_stored_tile(p, stored, sequence, batch, launch_head) + row / kStoredRows,
-                                      key_tile);
+        // `head`: of the group. first_stored_tile() counts query heads from the launch's first.
+        const auto first_tile_of = [&](int head) {
+            return first_stored_tile(p, stored, sequence, batch, (key_head - stored.first_head) * group + head);
         };
-        // Sparse: of each head, one after the other.
+        // Split kernels keep the first head's tile: else, short of registers, they would repeat its divisions at each load.
+        const long long first_tile = Split ? first_tile_of(0) : 0;
+        const auto tile_of = [&](int head, int row) {
+            const long long of_head = Split ? first_tile + head * stored.query_tiles : first_tile_of(head);
+            return stored_tile<Split>(stored, of_head + row / kStoredRows, key_tile);
+        };
+        // Half tiles (64 queries) of a head that the mask allows; i below counts those of one head after the other. units[0] and
+        // [2] are of the tile's first and last 64 keys.
         const int first_half = first / kHalf, halves = steps_of_head ? (end + kHalf - 1) / kHalf - first_half : 0;
         const auto has_scores = [&](int i) {
             const int half = first_half + i % halves;
@@ -198,42 +214,43 @@ struct BackwardGradients {
         if (Sparse ? sparse_steps : steps_of_head) {
             const unsigned a_offset = Family::key_a(lane, warp_row());
             const unsigned b_offset = kStagedTile + Family::key_b(lane, warp_column());
-            StagedTile<TermColumns> a;
-            StagedTile<TermRows> b;
+            StagedTile<TermColumns, kParts> a;
+            StagedTile<OtherTermRows, kParts> b;
             int head = 0, row = Sparse ? 0 : first;  // of the next load
             Product product;
             Unit unit;
             PresentHalves present;
-            const auto load = [&](int) {
-                if (Sparse && product.number == 0 && row % kHalf == 0) {
+            const auto load = [&](int, int part) {
+                if (Sparse && part == 0 && product.number == 0 && row % kHalf == 0) {
                     const int i = present.take(group * halves, has_scores);
                     head = i / halves, row = (first_half + i % halves) * kHalf;
                 }
                 const long long tile = tile_of(head, row);
-                a.load(scores + tile + product.a() + row % kStoredRows, kStoredRows, kStoredRows, kStagedTerms);
-                b.load(rows_of(operand, batch, key_head * group + head, sequence.q_offset() + row) + column +
-                           product.b(column + columns),  // the headdim: low parts begin after it
-                       operand.row_stride, sequence.seqlen_q() - row, columns);
+                a.load_part(scores + tile + product.a() + row % kStoredRows, kStoredRows, kStoredRows, kStagedTerms, part);
+                b.load_part(rows_of(operand, batch, key_head * group + head, sequence.q_offset() + row) + column +
+                                product.b(column + columns),  // the headdim: low parts begin after it
+                            operand.row_stride, sequence.seqlen_q() - row, columns, part);
+                if (part + 1 < kParts) return;
                 if (!is_dv) unit.load(scores + tile, warp_row(), row % kStoredRows);
                 if (!product.advance()) return;
                 row += kStagedTerms;
                 if (!Sparse && row >= end) row = first, head++;
             };
-            const auto store = [&](unsigned buffer) {
-                a.store(buffer);
-                b.store(buffer + kStagedTile);
-                unit.step();
+            const auto store = [&](unsigned buffer, int part) {
+                a.store_part(buffer, part);
+                b.store_part(buffer + kStagedTile, part);
+                if (part + 1 == kParts) unit.step();
             };
             const int steps = Sparse ? kProducts * sparse_steps : kProducts * group * steps_of_head;
-            staged_steps(shared, steps, load, store, [&](unsigned buffer) {
+            staged_steps<kParts>(shared, steps, load, store, [&](unsigned buffer, int part) {
                 if constexpr (Split)
-                    Family::add_keys(c, buffer + a_offset, buffer + b_offset, unit.value);
+                    Family::add_keys(c, buffer + a_offset, buffer + b_offset, unit.value, part);
                 else
                     Family::multiply_keys(c, buffer + a_offset, buffer + b_offset);
             });
         }
         float factor = p.signed_scale;
-        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
+        // P^T is stored times kProbabilityUnit, 2^12.
         if (is_dv) factor = (p.score_options.rng_state ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
         Output selected_out;
         if constexpr (Split) selected_out = choose(is_dv, p.dv, p.dk);
@@ -242,7 +259,8 @@ struct BackwardGradients {
                   sequence.seqlen_k_allocated() - first_key, columns);
     }
 
-    // Calls f(x, sum) for each four elements x of the lane's sums and their float4 `sum` in memory.
+    // Calls f(x, sum) for each four elements x of the lane's accumulators and their float4 `sum` in memory (one launch leaves them
+    // to the next in the lanes' own order).
     template <class F>
     static __device__ __forceinline__ void for_each_sum(QuerySums& c, float* sums, F f) {
         float4* first = reinterpret_cast<float4*>(sums) + threadIdx.x;
@@ -250,7 +268,7 @@ struct BackwardGradients {
         for (int i = 0; i < kLaneSums; i += 4) f(&reinterpret_cast<float (&)[kLaneSums]>(c)[i], first[i / 4 * kStagedThreads]);
     }
 
-    // dQ of 128 queries. `launch_head`: query head, counted from the launch's first.
+    // Computes dQ of 128 queries, over the launch's keys. `launch_head`: query head, from the launch's first. `column`: first.
     static __device__ __forceinline__ void queries(const BwdParams& p, const StoredScores& stored, int launch_head, int query_tile,
                                                    int column) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -264,8 +282,8 @@ struct BackwardGradients {
         const int launch_key = stored.first_key_tile * kStoredRows;
         const int first = max(range.first, launch_key), end = min(range.end, launch_key + stored.key_tiles * kStoredRows);
         const long long tiles = first_stored_tile(p, stored, sequence, batch, launch_head) + query_tile;
-        const int columns = p.problem.headdim - column, column_tiles = (p.problem.headdim + kStagedRows - 1) / kStagedRows;
-        float* sums = stored.dq_sums + (tiles * column_tiles + column / kStagedRows) * kStoredElements;
+        const int columns = p.problem.headdim - column, column_tiles = column_tiles_of(p.problem.headdim);
+        float* sums = stored.dq_sums + (tiles * column_tiles + column / kStagedColumns) * kStoredElements;
 
         QuerySums c;
         if (stored.is_first) {
@@ -277,7 +295,7 @@ struct BackwardGradients {
         const auto has_scores = [&](int i) {
             const int key = (first_half + i) * kHalf;
             const long long tile = stored_tile<Split>(stored, tiles, (key - launch_key) / kStoredRows);
-            const float* units = units_of(stored, tile) + key / kHalf % 2 * 2;
+            const float* units = units_of(stored, tile) + key / kHalf % 2 * 2;  // of these keys, for both halves of the queries
             return units[0] != kAbsentUnit || units[1] != kAbsentUnit;
         };
         int sparse_steps = 0;
@@ -285,31 +303,35 @@ struct BackwardGradients {
         if (Sparse ? sparse_steps > 0 : first < end) {
             const unsigned a_offset = Family::query_a(lane, warp_row());
             const unsigned b_offset = kStagedTile + Family::query_b(lane, warp_column());
-            StagedTile<TermRows> a, b;
+            StagedTile<TermRows, kParts> a;
+            StagedTile<OtherTermRows, kParts> b;
             Product product;
             Unit unit;
             PresentHalves present;
             int half = 0;  // Sparse: that of the last load
-            const auto load = [&](int step) {
+            const auto load = [&](int step, int part) {
                 const int number = step / kProducts;
-                if (Sparse && product.number == 0 && number % kHalfSteps == 0) half = first_half + present.take(halves, has_scores);
+                if (Sparse && part == 0 && product.number == 0 && number % kHalfSteps == 0)
+                    half = first_half + present.take(halves, has_scores);
                 const int key = Sparse ? half * kHalf + number % kHalfSteps * kStagedTerms : first + number * kStagedTerms;
                 const long long tile = stored_tile<Split>(stored, tiles, (key - launch_key) / kStoredRows);
-                a.load(stored.ds + tile + product.a() + key % kStoredRows * kStoredRows, kStoredRows, kStagedTerms, kStoredRows);
-                b.load(rows_of(p.k, batch, head / group, sequence.k_offset() + key) + column + product.b(p.problem.headdim),
-                       p.k.row_stride, sequence.seqlen_k() - key, columns);
+                a.load_part(stored.ds + tile + product.a() + key % kStoredRows * kStoredRows, kStoredRows, kStagedTerms,
+                            kStoredRows, part);
+                b.load_part(rows_of(p.k, batch, head / group, sequence.k_offset() + key) + column + product.b(p.problem.headdim),
+                            p.k.row_stride, sequence.seqlen_k() - key, columns, part);
+                if (part + 1 < kParts) return;
                 unit.load(stored.ds + tile, key % kStoredRows, warp_row());
                 product.advance();
             };
-            const auto store = [&](unsigned buffer) {
-                a.store(buffer);
-                b.store(buffer + kStagedTile);
-                unit.step();
+            const auto store = [&](unsigned buffer, int part) {
+                a.store_part(buffer, part);
+                b.store_part(buffer + kStagedTile, part);
+                if (part + 1 == kParts) unit.step();
             };
             const int steps = Sparse ? sparse_steps : (end - first + kStagedTerms - 1) / kStagedTerms;
-            staged_steps(shared, kProducts * steps, load, store, [&](unsigned buffer) {
+            staged_steps<kParts>(shared, kProducts * steps, load, store, [&](unsigned buffer, int part) {
                 if constexpr (Split)
-                    Family::add_queries(c, buffer + a_offset, buffer + b_offset, unit.value);
+                    Family::add_queries(c, buffer + a_offset, buffer + b_offset, unit.value, part);
                 else
                     Family::multiply_queries(c, buffer + a_offset, buffer + b_offset);
             });
@@ -328,17 +350,18 @@ struct BackwardGradients {
         const int key_head = stored.first_head + blockIdx.x % stored.heads;
         if (key_head >= p.problem.nheads_k) return;
         int tile = blockIdx.x / stored.heads;
-        const int columns_k = (p.problem.headdim + kStagedRows - 1) / kStagedRows;
-        const int columns_v = (p.problem.headdim_v + kStagedRows - 1) / kStagedRows;
+        const int columns_k = column_tiles_of(p.problem.headdim), columns_v = column_tiles_of(p.problem.headdim_v);
         const int key_blocks = stored.key_tiles * (columns_k + columns_v);
         if (tile < key_blocks) {
             const int column = tile % (columns_k + columns_v);
             const bool is_dv = column >= columns_k;
-            keys(p, stored, key_head, tile / (columns_k + columns_v), (is_dv ? column - columns_k : column) * kStagedRows, is_dv);
+            keys(p, stored, key_head, tile / (columns_k + columns_v), (is_dv ? column - columns_k : column) * kStagedColumns,
+                 is_dv);
         } else {
             tile = gridDim.x / stored.heads - 1 - tile;
             const int row = tile / columns_k;
-            queries(p, stored, (key_head - stored.first_head) * group + row % group, row / group, tile % columns_k * kStagedRows);
+            queries(p, stored, (key_head - stored.first_head) * group + row % group, row / group,
+                    tile % columns_k * kStagedColumns);
         }
     }
 };

@@ -1,22 +1,23 @@
 // Tiles of the backward kernels: the block's own rows and the rows of each step from global to shared memory, and gradients
-// back. Used by the main and dq kernels of volta; turing uses clear_shared.
+// back. Used by the main and dq kernels of volta; turing's use clear_shared alone.
 //
-// A kernel's Shape S gives the sizes: the block owns kRows rows and visits the other rows in steps of kStep; rows have kChunks
-// chunks (kRowBytes), swizzled (tile.cuh); kThreads threads. kOwnS and kOwnDp are the shared offsets of the own tiles. The two
-// step tiles are adjacent, kStepTile bytes each. "s" is the operand of S = Q K^T, "dp" that of dP = dO V^T.
+// A block of a main kernel owns keys (K and V) and visits queries (Q and dO) in steps; in dq kernels it is the other way round. "s"
+// is the operand of S = Q K^T, "dp" that of dP = dO V^T. The Shape S of a kernel (volta/backward/shape.cuh) gives the sizes: kRows
+// own rows, kStep rows of a step, kChunks chunks of 16 bytes in a row, kRowBytes in all, kThreads threads. Rows are swizzled
+// (tile.cuh). kOwnS and kOwnDp are the shared offsets of the own tiles. The two step tiles are adjacent, kStepTile bytes each.
 #pragma once
 
 #include "tile.cuh"
 #include "volta_fa_params.h"
 
-// Batch entry of a block: the grid's third axis. A grid without that axis has another class of the same interface.
+// Batch entry of a block: the grid's third axis. The stream-K grid, which has no such axis, passes a class of the same interface.
 struct BatchAxis {
     __device__ __forceinline__ static int batch(const BwdParams&) { return blockIdx.z; }
 };
 
-// Loads the block's own rows of both operands, once, padded with zeros in rows and columns. Of `rows` rows those from first_row
-// on are the block's. The sequence begins at row `origin` of the tensors. With a negative softmax_scale the rows of S (K in the
-// main kernels, Q in dq) get the other sign, because kernels compute with |softmax_scale| (Problem::sign_flip).
+// Loads the block's own rows of both operands, once, padded with zeros in rows and columns. The sequence has `rows` rows and begins
+// at row `origin` of the tensors; the block's rows begin at first_row of the sequence. With a negative softmax_scale the own
+// operand of S (K in main kernels, Q in dq) gets the other sign: kernels compute with |softmax_scale| (Problem::sign_flip).
 template <class S, class Grid = BatchAxis>
 __device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, const Operand& dp, int head, unsigned shared,
                                          int origin, int first_row, int rows, const Grid& grid = Grid()) {
@@ -48,8 +49,8 @@ __device__ __forceinline__ void clear_shared(unsigned address) {
 // when the previous tiles are free. A thread takes one chunk of every kRowsAtOnce-th row of both.
 //
 // Unlike TileLoader it pads only rows with zeros. Columns past headdim meet zeros of the block's own rows in S and dP, and
-// produce only gradient columns that are not stored. So a thread there reads the last existing chunk again. A thread has one
-// chunk of a row: with two, whether the second exists would take a register.
+// produce only gradient columns that are not stored. So threads of these columns read the last existing chunk again. A thread has
+// one chunk of a row: with two, whether the second exists would take a register.
 template <class S>
 class StepTiles {
     // lanes that share a row
@@ -65,7 +66,7 @@ class StepTiles {
     static __device__ __forceinline__ int chunk() { return threadIdx.x % kLanes; }
 
 public:
-    // Shared offset, in a tile, of this thread's first chunk.
+    // Offset in a shared tile, bytes, of this thread's first chunk.
     static __device__ __forceinline__ unsigned offset() { return swizzled<S::kChunks>(row(), chunk()); }
 
     template <class Grid = BatchAxis>
@@ -76,7 +77,7 @@ public:
         s_ = head_base(s, grid.batch(p), head) + thread_row * s.row_stride + min(column, p.problem.headdim - kChunk);
         dp_ = head_base(dp, grid.batch(p), head) + thread_row * dp.row_stride + min(column, p.problem.headdim_v - kChunk);
     }
-    // Loads the next tile, of which `rows` rows exist (may be negative or more than a step).
+    // Loads the next tile. `rows` of its rows exist (may be negative or more than a step).
     __device__ __forceinline__ void load(const Operand& s, const Operand& dp, int rows) {
         if (rows >= S::kStep) {
 #pragma unroll
@@ -98,7 +99,7 @@ public:
         s_ += S::kStep * s.row_stride;
         dp_ += S::kStep * dp.row_stride;
     }
-    // Moves the next tile by this many rows.
+    // Moves the next tile by this many rows, forward or back: listed steps need not be adjacent.
     __device__ __forceinline__ void skip(const Operand& s, const Operand& dp, int rows) {
         s_ += rows * s.row_stride;
         dp_ += rows * dp.row_stride;
@@ -115,7 +116,8 @@ public:
     }
 };
 
-// Copies the block's rows of a gradient from shared memory to the output: whole chunks of the rows and columns that exist.
+// Copies the block's rows of a gradient from the shared tile at `tile` to the output: whole chunks of the rows and columns that
+// exist. origin and first_row: as in load_own. all_rows: of the sequence.
 template <class S, class Grid = BatchAxis>
 __device__ __forceinline__ void shared_to_output(const BwdParams& p, const Output& out, int head, unsigned tile, int origin,
                                                  int first_row, int all_rows, int headdim, const Grid& grid = Grid()) {

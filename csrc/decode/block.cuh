@@ -1,12 +1,13 @@
 // Outer loop of every decode kernel (volta, turing, MLA): fetch a work tile, run the family's main loop on it, combine the
-// partials. Rows in src/kernels name Block<main loop> as their kernel.
+// partials. The kernel tables in src/kernels name Block<main loop> as the kernel.
 //
-// The grid is persistent. TileScheduler deals each block a contiguous range of KV tokens, which it takes as a list of
-// WorkTiles. The warps of a block split the tokens of a tile (FlashDecoding inside a block), so each token group leaves one
-// partial result. The block combines these partials in shared memory. If the block has the whole row tile, it writes the
-// output. Otherwise it writes one partial to global memory, and the last block of the row tile combines these (partials.cuh).
+// A row tile is up to BLOCK_ROWS packed query rows, (query, head) pairs of a sequence that read one KV head. A work tile is a range
+// of the KV tokens of one row tile. The grid is persistent: TileScheduler deals each block an equal range of all tokens as a list
+// of work tiles. The warps of a block split the tokens of a tile (FlashDecoding inside a block), so each group of warps leaves one
+// partial result. The block combines these in shared memory. If it is the row tile's only block (tile.blocks is 1), it writes the
+// output. Else it writes one partial to global memory, and the last block of the row tile combines these (partials.cuh).
 //
-// The kernel's row in src/kernels gives BLOCK_ROWS (packed query rows of a work tile) and SHARED_BYTES (of a block).
+// The kernel's row in src/kernels gives BLOCK_ROWS and SHARED_BYTES (of a block).
 #pragma once
 
 #include "batch_invariant.cuh"
@@ -17,7 +18,7 @@
 
 namespace decode {
 
-// What masks and ALiBi need of one query row.
+// What masks and ALiBi need of one query row. DraftTokens: with a tree mask (tree.cuh), the draft tokens that the row sees.
 struct RowInfo : DraftTokens<kTree> {
     float slope;  // ALiBi slope, in log2 units; 0 without ALiBi
     int position;  // index of the key at the row's own position: query index (with a tree: depth) + seqlen_k - seqlen_q
@@ -44,18 +45,20 @@ struct Block {
     static constexpr int kTokenGroups = Mainloop::kTokenGroups;
 
     static constexpr int kRowsAtOnce = Mainloop::kRowsAtOnce;
-    static_assert(BLOCK_ROWS % kRowsAtOnce == 0, "a part's rows");
+    static_assert(BLOCK_ROWS % kRowsAtOnce == 0, "all parts of the outputs have kRowsAtOnce rows");
+    // kPartialStride: floats of a row of a partial output (partials.cuh).
     static constexpr int kOutputFloats = kTokenGroups * kRowsAtOnce * kPartialStride,
                          kWorkFloats = Mainloop::kWorkBytes / sizeof(float);
 
-    // Depends on Mainloop, so that `if constexpr` drops what a tile of the other kind lacks.
+    // Batch-invariant kernels cut tokens at fixed numbers (split_scheduler.cuh). Of their tiles, `blocks` counts the row tile's
+    // splits; whole: this block has all of these; is_empty: no row sees this split. kTokenGroups > 0, always true, makes this
+    // depend on Mainloop, so that `if constexpr` drops what the other kind of tile lacks.
     static constexpr bool kFixedSplits = kBatchInvariant && kTokenGroups > 0;
     using Scheduler = typename Conditional<kFixedSplits, SplitScheduler, TileScheduler>::Type;
     using Tile = typename Conditional<kFixedSplits, SplitTile, WorkTile>::Type;
 
-    // Layout of dynamic shared memory.
-    struct Shared {
-        float output[kOutputFloats > kWorkFloats ? kOutputFloats : kWorkFloats];
+    struct Shared {  // dynamic shared memory
+        float output[kOutputFloats > kWorkFloats ? kOutputFloats : kWorkFloats];  // first the main loop's memory
         RowState state[kTokenGroups * BLOCK_ROWS];
         RowInfo row_info[BLOCK_ROWS];
         Scheduler scheduler;
@@ -73,10 +76,10 @@ struct Block {
         const RowInfo* row_info = shared.row_info;
         const SharedPartials<kTokenGroups, kRowsAtOnce> partials = {shared.output, shared.state};
 
-        // Finds the block's first work tile. Returns false where cu_seqlens_q is invalid for a sequence.
+        // Finds the block's first work tile. has_queries: whether cu_seqlens_q is valid for this thread's sequences.
         const bool has_queries = scheduler.begin(p);
         const bool all_have_queries = __syncthreads_and(has_queries);
-        // in shared memory, because the main loop has no register left for it
+        // kept in shared memory, because the main loop has no register left for it
         if (threadIdx.x == 0) shared.all_have_queries = all_have_queries;
         while (true) {
             if (threadIdx.x < 32) scheduler.next(p, shared.tile);
@@ -99,6 +102,7 @@ struct Block {
                     combine_partials(p, partials.from(first), kTokenGroups, rows, Write{p, tile, first});
                 } else {
                     const long long slot = GlobalPartials::slot(blockIdx.x, tile.first_block);
+                    // 0: the lowest level of combine_blocks
                     combine_partials(p, partials.from(first), kTokenGroups, rows, WritePartial(p.partials, 0, slot, first));
                 }
                 if (kRowsAtOnce < BLOCK_ROWS) __syncthreads();

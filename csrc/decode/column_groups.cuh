@@ -1,8 +1,9 @@
-// Splits the columns of wide heads between neighboring groups of warps: the registers of one warp hold 256 columns of Q, K, V
-// and output. Used by mainloop.cuh and the loaders.
+// Splits the columns of heads wider than 256 between two groups of warps, because the registers of one warp hold at most 256
+// columns of Q, K, V and output. Used by mainloop.cuh and the loaders.
 //
-// Column groups take the same rows and tokens. Each has partial scores, of its columns of Q and K. ScoreExchange adds them, so
-// each warp has the whole scores and the same softmax. The output needs no exchange: each group has its own columns of V.
+// A token group is the warps that take the same tokens. Its column groups take the same rows too. Each has partial scores, of its
+// columns of Q and K. ScoreExchange adds them, so each warp has the whole scores and the same softmax. The output needs no
+// exchange: each column group has its own columns of V.
 #pragma once
 
 #include "decode/tile_scheduler.cuh"
@@ -13,10 +14,11 @@ namespace decode {
 constexpr int kColumnGroups = HEADDIM > 256 ? 2 : 1;
 // Columns of a column group.
 constexpr int kGroupHeaddim = HEADDIM / kColumnGroups, kGroupHeaddimV = HEADDIM_V / kColumnGroups;
-// Neighboring warps that have other rows of the same tokens and columns: each has STEP of the block's rows (both are of the
-// kernel's row in src/kernels).
+// Row groups: warps with the same tokens and columns. Each has STEP of the block's BLOCK_ROWS query rows (macros from the kernel's
+// row in src/kernels, as are HEADDIM and HEADDIM_V).
 constexpr int kRowGroups = BLOCK_ROWS / STEP;
 
+// Number of the warp's column group. Warps are numbered (token group, column group, row group), the last fastest.
 __device__ __forceinline__ int column_group() {
     if constexpr (kColumnGroups == 1) return 0;
     return threadIdx.x / 32 / kRowGroups % kColumnGroups;
@@ -25,19 +27,18 @@ __device__ __forceinline__ int column_group() {
 __device__ __forceinline__ int first_column() { return column_group() * kGroupHeaddim; }
 __device__ __forceinline__ int first_column_v() { return column_group() * kGroupHeaddimV; }
 
-// Adds the scores of two warps with the same rows and tokens. There are two buffers, so an exchange needs one barrier: the
-// partner has read a buffer before it arrives at the barrier that precedes the next store to it. Scores: number of a
-// lane's scores, in pairs.
+// Adds the scores of two warps, partners, with the same rows and tokens, through shared memory. With two buffers an exchange needs
+// one barrier: the partner has read a buffer before the barrier that precedes the next store to it. Scores: a lane's float2.
 template <int Scores, bool = kColumnGroups == 2>
 class ScoreExchange {
     static constexpr int kWarpBytes = 32 * Scores * static_cast<int>(sizeof(float2));
     char* own_;  // the lane's place in the current buffer
-    int to_partner_, to_other_buffer_;
-    int barrier_;
+    int to_partner_, to_other_buffer_;  // bytes from own_
+    int barrier_;  // named barrier of the two warps
 
 public:
-    static constexpr int kBytes = 2 * kWarpBytes;  // of a warp
-    // `first_barrier`: id of the first of THREADS / 64 named barriers.
+    static constexpr int kBytes = 2 * kWarpBytes;  // of a warp's two buffers
+    // `first_barrier`: id of the first of THREADS / 64 named barriers, one for each pair of partners.
     __device__ __forceinline__ ScoreExchange(void* buffers, int first_barrier) {
         const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
         const int pair = warp / (2 * kRowGroups) * kRowGroups + warp % kRowGroups;

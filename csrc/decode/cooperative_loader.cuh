@@ -1,9 +1,8 @@
 // Loads K and V for four warps that need the same tokens: in tiles of 64 query rows, and of 32 from headdim 256 on. Each warp loads
 // a part of a step, and stores it in shared memory for all four. Below, a tile is eight tokens, and a step is kStepTiles tiles.
 //
-// Without this, the other warps' loads would hit L1, but L1 serves one 128-byte line a cycle, and eight lanes of an operand
-// touch four lines. Here a warp loads whole lines, and shared memory serves eight lanes' 16 bytes in one cycle. The operand
-// registers are also free for loads in flight.
+// Without this, the other warps' loads would hit L1, but L1 serves one 128-byte line a cycle, and eight lanes of an operand touch
+// four. Here a warp loads whole lines, shared memory serves eight lanes' 16 bytes a cycle, and loads in flight have more registers.
 //
 // There are two buffers, so a step needs one barrier: all warps have read a buffer before the barrier that precedes its next
 // store. Shared memory holds fp16: the warp that loads bf16 converts it once.
@@ -11,8 +10,8 @@
 // A Layout with kCooperative says where chunks of eight columns lie, in blocks of 64 slots of 16 bytes, without bank conflicts:
 //
 //   key_slot(token, chunk)    where a key's chunk lies (eight chunks are 64 columns)
-//   key_slot(lane)            where the lane's operand of the first 32 columns lies; of the other 32 columns, that ^ kKeySlots
-//   value_slot(token, chunk)  the same of values
+//   key_slot(lane)            where the lane's chunk of the first 32 columns lies; its chunk of the other 32: that ^ kKeySlots
+//   value_slot(token, chunk)  where a value's chunk lies
 //   value_slot(lane)          for the lane's token value_token; its other token lies 32 slots on
 #pragma once
 
@@ -23,11 +22,11 @@
 
 namespace decode {
 
-// `group` is the warp's number among the four of its set. It loads keys (0, 1) or values (2, 3) of four tokens of each tile.
+// A set is the four warps with the same tokens and columns, `set` its number in the block. `group` is the warp's number in its
+// set: 0 and 1 load keys, 2 and 3 values, of four tokens of each tile.
 template <class Layout>
 class CooperativeLoader {
-    // Heads above 256 columns have two column groups (column_groups.cuh). A warp loads the kGroupHeaddim columns of its own, from
-    // first_column() on.
+    // A warp loads kGroupHeaddim columns from first_column() on: half of a head above 256 columns (column_groups.cuh).
     static constexpr int kLoads = kGroupHeaddim / 64;  // of a tile, 64 columns each
     static constexpr int kSlotBytes = sizeof(uint4);
     static constexpr int kTileSlots = 2 * 64 * kLoads, kSlots = kStepTiles * kTileSlots;  // of a tile: keys, then values
@@ -37,7 +36,7 @@ class CooperativeLoader {
     const unsigned short *base_, *from_;  // of this lane: row 0 of page 0; its next load
     long long page_stride_, row_stride_;
     int lane_token_;  // the lane's token in a tile
-    int columns_;  // columns of the row from the lane's first on; kInvalidPage after a table entry outside the cache
+    int columns_;  // columns that exist from the lane's first on; kInvalidPage after a table entry outside the cache
     int barrier_;  // named barrier of the set
     bool has_values_;  // whether this warp loads values, else keys
     char* buffer_;  // of the step stored last
@@ -50,7 +49,8 @@ class CooperativeLoader {
     float shared_factor_ = Bf16Scaler().factor();  // factor of all values in the buffer
 
     static constexpr int kInvalidPage = -(1 << 30);
-    // After the slots: the factors of the two warps that load values, of the two that load keys, and the queries' of all four.
+    // After the slots eight floats, in two slots: the factors of the two warps that load values, of the two that load keys, and the
+    // inverse factors of all four warps' queries.
     static constexpr int kStepBytes = (kSlots + 2 * kBf16) * kSlotBytes;
 
 public:
@@ -69,7 +69,7 @@ public:
             (has_values ? 64 * kLoads + Layout::value_slot(lane_token_, chunk) : Layout::key_slot(lane_token_, chunk)) * kSlotBytes;
         keys_offset_ = Layout::key_slot(layout_lane) * kSlotBytes;
         values_offset_ = (64 * kLoads + Layout::value_slot(layout_lane)) * kSlotBytes;
-        // Recomputed in each step these would be half of its instructions.
+        // Hides how these are computed (ptx.cuh): recomputed in each step they would be half of its instructions.
         make_opaque(lane_token_), make_opaque(columns_), make_opaque(store_offset_), make_opaque(keys_offset_),
             make_opaque(values_offset_);
         page_stride_ = select(has_values, k.batch_stride, v.batch_stride);
@@ -80,8 +80,7 @@ public:
         from_ += pages_.row * row_stride_;
         load(s.seqlen_k);
     }
-    // Stores this step, loads the next if there is one, and waits for the other warps. Returns the factor for the accumulated
-    // output.
+    // Stores this step, loads the next if there is one, waits for the other warps. Returns the factor for the accumulated output.
     __device__ __forceinline__ float next_step(const DecodeParams& p, const WorkTile& s, int seqlen_k, bool has_next) {
         buffer_ += to_other_buffer_;
         to_other_buffer_ = -to_other_buffer_;
@@ -130,8 +129,7 @@ public:
         const volatile float* own = factors();  // volatile: loaded here, not before the products, where registers are few
         return own[4 + threadIdx.x / 32 % 4] * inverse_power(own[2 + token / 4]);
     }
-    // Returns false after a block-table entry outside the cache. The warp stays in the loop, because the other warps of its set
-    // wait at the barrier.
+    // Returns false after a block-table entry outside the cache. The warp stays in the loop: the others wait at the barrier.
     __device__ __forceinline__ bool page_valid() const { return columns_ != kInvalidPage; }
 
 private:

@@ -1,8 +1,11 @@
-// Loads K and V of a decode warp from global memory straight into operand registers, step by step through the pages.
+// Loads K and V of a decode warp from global memory straight into operand registers, a step at a time:
+// kStepTokens tokens, one or two tiles (kStepTiles) of eight (kTileTokens).
 //
 // A warp-wide load of 16 bytes per lane covers 64 contiguous bytes of K of eight tokens, or 128 bytes of V of four. Quantized
-// caches with few columns load less. So each byte of the cache is loaded once, by one lane, without shared memory or barriers. Used
-// by DecodeMainloop, and by StagedLoader with other coordinates.
+// caches with few columns load less. So each byte of the cache is loaded once, by one lane, without shared memory or barriers.
+//
+// DecodeMainloop computes from its registers. StagedLoader loads int4 steps by it, with its own Coords, to move them through shared
+// memory. Where four warps need the same tokens, CooperativeLoader loads for all instead.
 #pragma once
 
 #include "decode/cache_registers.cuh"
@@ -12,9 +15,9 @@
 
 namespace decode {
 
-// Which token and columns of a tile a lane loads, from the family's Layout. of() maps a column of a product to one of the tensor: a
-// lane's chunks are adjacent in memory, as far as one load reaches. first_column() begins the warp's column group
-// (column_groups.cuh): above headdim 256, two warps divide the columns.
+// Which token and columns of a tile (eight tokens) a lane loads, from the family's Layout. A lane has a chunk of eight columns of
+// every 32 of K and of every 64 of V. of() (cache_registers.cuh) maps a column of a product to one of the tensor, where the chunks
+// of one 16-byte load are adjacent. first_column(): of the warp. Above headdim 256 two warps divide them (column_groups.cuh).
 template <class Layout>
 struct OperandCoords {
     static constexpr int kValueTokens = Layout::kValueTokens;
@@ -24,21 +27,19 @@ struct OperandCoords {
         return first_column() + Keys<kGroupHeaddim / 32>::of(Layout::key_column(typename Layout::Lane()));
     }
     __device__ __forceinline__ static int value_column() {
-        return first_column_v() + Columns<kGroupHeaddimV / 64, 64>::of(Layout::value_column(typename Layout::Lane()));
+        return first_column_v() + Columns<kValueFormat, kGroupHeaddimV / 64, 64>::of(Layout::value_column(typename Layout::Lane()));
     }
 };
 
-// Loads a token group's steps in token order; a step is kStepTokens tokens. Coords: which token and columns of each tile the
-// lane has. The constructor ignores its last three arguments, which CooperativeLoader and StagedLoader use.
+// Loads the steps of a warp in token order. Coords: which token and columns of each tile the lane has. The constructor ignores its
+// last three arguments, which CooperativeLoader and StagedLoader use.
 template <class Coords>
 class DirectLoader {
     PageIterator pages_;
-    const CacheUnit *k_, *v_;  // the lane's columns of its token
-    const float* scale_[StepScales::kRegisters];  // addresses of the lane's scales, if kTokenScales
-    // k_ and v_ at row 0 of page 0, kept because quantized steps enter pages often.
-    const CacheUnit *k_base_, *v_base_;
-    // false: the block table names a page outside the cache
-    bool page_valid_;
+    const CacheUnit *k_, *v_;  // the lane's columns of its token; a CacheUnit is 16 bits, or a byte of a quantized cache
+    const float* scale_[StepScales::kRegisters];  // where the lane's scales are, if tokens have any (kTokenScales; scales.cuh)
+    const CacheUnit *k_base_, *v_base_;  // k_ and v_ at row 0 of page 0, kept because quantized steps enter pages often
+    bool page_valid_;  // false: the block table names a page outside the cache
     int token_;  // the step's first
 
 public:
@@ -46,8 +47,9 @@ public:
                                             int = 0)
         : pages_(p, s, token), token_(token) {
         if constexpr (kQuantized) {
-            k_base_ = bytes_of_page(p.cache.k, 0, Coords::key_token(), s.head_k) + unit_offset(Coords::key_column());
-            v_base_ = bytes_of_page(p.cache.v, 0, Coords::value_token(), s.head_k) + unit_offset(Coords::value_column());
+            k_base_ = bytes_of_page(p.cache.k, 0, Coords::key_token(), s.head_k) + unit_offset<kKeyFormat>(Coords::key_column());
+            v_base_ =
+                bytes_of_page(p.cache.v, 0, Coords::value_token(), s.head_k) + unit_offset<kValueFormat>(Coords::value_column());
         }
         enter_page(p, s);
     }
@@ -69,8 +71,7 @@ public:
     // Addresses of the lane's columns of its token.
     __device__ __forceinline__ const CacheUnit* keys() const { return k_; }
     __device__ __forceinline__ const CacheUnit* values() const { return v_; }
-    // Loads a step's keys, in registers for `Loads` chunks of eight columns. Tokens and columns that do not exist are not read:
-    // their registers keep what they held.
+    // Loads a step's keys to registers for `Loads` chunks of eight columns. Those of missing tokens and columns stay as they are.
     template <int Loads>
     __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads> (&k)[kStepTiles]) const {
         const int columns = p.problem.headdim - Coords::key_column();
@@ -79,6 +80,7 @@ public:
             k[tile].load(token_ + kTileTokens * tile + Coords::key_token() < seqlen_k ? columns : 0,
                          k_ + kTileTokens * tile * p.cache.k.row_stride);
     }
+    // The same of values. A lane has two tokens of a tile, token[h], kValueTokens apart.
     template <int Loads>
     __device__ __forceinline__ void load_values(const DecodeParams& p, int seqlen_k, Values<Loads> (&v)[kStepTiles]) const {
         const int columns = p.problem.headdim_v - Coords::value_column();
@@ -91,8 +93,7 @@ public:
                                       v_ + row * p.cache.v.row_stride);
             }
     }
-    // Loads a step's scales: lane % kStepTokens is the token. Tokens that do not exist get 0. Predicated, so that it needs no
-    // branch.
+    // Loads a step's scales: lane % kStepTokens is the token. Tokens that do not exist get 0. Predicated, without a branch.
     __device__ __forceinline__ void load_scales(const DecodeParams& p, int seqlen_k, StepScales& scales) const {
         const int lane = threadIdx.x & 31;
         const bool exists = lane < StepScales::kLanes && token_ + lane % kStepTokens < seqlen_k;

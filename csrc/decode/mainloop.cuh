@@ -1,29 +1,29 @@
-// Decode main loop of one work tile: split-KV attention of up to BLOCK_ROWS packed query rows over a range of KV tokens.
+// Decode main loop of one work tile: split-KV attention of up to BLOCK_ROWS packed query rows, (query, head) pairs of a sequence
+// that read one KV head, over a range of KV tokens. Block (block.cuh) calls run() in the kernels of both families.
 //
 // Each warp owns 8 * RowTiles rows and walks over its token group's tokens in steps of kStepTokens (kStepTiles tiles of eight
-// tokens). A token group is the RowGroups warps that take the same tokens. A step is: scores = Q K^T, score modifiers and mask,
-// online softmax (softmax.cuh), output += P V. Q and the output stay in registers; where these are too few, kSharedQueryChunks
-// moves part of Q to shared memory. One of three loaders brings K and V:
+// tokens). A token group is the warps that take the same tokens: RowGroups of them. Above headdim 256 two column groups have as
+// many each: half of the columns of Q, K, V and output (column_groups.cuh). A step is: scores = Q K^T, score modifiers and mask,
+// online softmax (lazy: a row's maximum moves, and its output is rescaled, only when a score exceeds SoftmaxRow::limit,
+// softmax.cuh), output += P V. Q and the output stay in registers; where these are too few, kSharedQueryChunks moves part of Q to
+// shared memory. One of three loaders brings K and V:
 //
 //   DirectLoader       global memory straight into operand registers; no shared memory, no barrier. Loads the keys of the next
 //                      step once the scores are done, and its values once the output is
 //   CooperativeLoader  four warps with the same tokens share what each loads, through shared memory. Loads the next step's
 //                      keys and values at the start of a step
-//   StagedLoader       int4 where kStaged (tile_scheduler.cuh): through the warp's own shared memory, with more bytes in flight
+//   StagedLoader       int4 keys with int4 values, where kStaged (tile_scheduler.cuh): through the warp's own shared memory, with
+//                      more bytes in flight
 //
-// Quantized K and V become fp16 only when a product takes them: as CacheElement::kScale times their codes, and int4's columns 4 to
-// 7 of eight as 16 times that (quantized.cuh). Scales of tokens multiply scores and probabilities (scales.cuh). Scales of a whole
-// sequence multiply scores and the output. bf16 becomes fp16 too. Its queries, keys and values get factors, powers of two by which
-// they fit fp16's range; scores and the output are divided by them (bf16_value.cuh).
-//
-// The softmax is lazy: a row's maximum moves, and its output is rescaled, only when a score exceeds SoftmaxRow::limit
-// (softmax.cuh).
+// Quantized K and V become fp16 only when a product takes them: as kScale of their Element times their codes, and int4's columns 4
+// to 7 of eight as 16 times that (quantized.cuh). An fp8 NaN may become infinity there (kNanIsInfinity): x + 0 * x makes it NaN
+// again. Scales of tokens multiply scores and probabilities (scales.cuh), those of a whole sequence scores and the output. bf16
+// becomes fp16 by factors, powers of two, for queries, keys and values; scores and the output are divided by them (bf16_value.cuh).
 //
 // Results leave through shared memory (block.cuh): run() stores each row's softmax state, then kRowsAtOnce rows of output at a
 // time. After each part it calls finish(first), which combines the token groups' results of these rows.
 //
-// A Layout is the family's assignment of rows, tokens and columns to lanes, for RowTiles tiles of eight rows. Its functions,
-// where `lane` is the caller's Layout::Lane:
+// A Layout is the family's assignment of rows, tokens and columns to lanes, for RowTiles tiles of eight rows. Its functions:
 //
 //   query_row, key_token, value_token, key_column, value_column
 //                         what a lane loads: eight columns from these on. Of each 32 columns of Q and K a lane has eight, of each
@@ -37,7 +37,8 @@
 //   each_pair(lane, o, f)         calls f(row, column, x, y) for outputs x and y of two neighboring columns
 //
 // Names: mt is a row tile of a warp, tile a tile of tokens of a step, j a chunk of eight columns. q, k, v and o are a lane's parts
-// of Q, K, V and the output; x its scores, then its probabilities, where x.x and x.y belong to two neighboring tokens.
+// of Q, K, V and the output; x its scores, then its probabilities, where x.x and x.y belong to two neighboring tokens. s is the
+// work tile: `rows` packed rows from `row` on, tokens `first` to end - 1. Draft tokens: a tree's last seqlen_q tokens (tree.cuh).
 //
 // The kernel's row in src/kernels gives BLOCK_ROWS (packed query rows of a work tile), THREADS and SHARED_BYTES (of a block).
 #pragma once
@@ -58,11 +59,11 @@ template <template <int> class LayoutOf, int RowTiles, int RowGroups, int Warps>
 struct DecodeMainloop {
     using Layout = LayoutOf<RowTiles>;
     static constexpr int kTokenGroups = Warps / RowGroups / kColumnGroups;
-    // Two warps with the same tokens find each other's bytes in L1. Four warps exchange what they load.
+    // Two warps with the same tokens find each other's bytes in L1. Four warps exchange what they load (cooperative_loader.cuh).
     static constexpr bool kCooperative = Layout::kCooperative && RowGroups == 4 && !kQuantized;
     static constexpr int kKeyLoads = kGroupHeaddim / 32, kValueLoads = kGroupHeaddimV / 64;
-    // 16 rows of 256 columns take 128 registers for the output and 64 for Q: half of Q goes to shared memory. Column groups in 64
-    // KB have room for a quarter.
+    // 16 rows of 256 columns take 128 registers for the output and 64 for Q: half of Q goes to shared memory. With column groups
+    // (column_groups.cuh), 64 KB of shared memory have room for a quarter.
     static constexpr int kSharedQueryParts = kColumnGroups > 1 && SHARED_BYTES <= 65536 ? 4 : 2;
     static constexpr int kSharedQueryChunks = kCooperative && RowTiles * kKeyLoads > 8 ? kKeyLoads / kSharedQueryParts : 0;
     using OwnQueries = Queries<RowTiles, kKeyLoads, kSharedQueryChunks>;
@@ -94,20 +95,19 @@ private:
         using Scales = StagedScales;
         static constexpr int kWorkBytes = Warps * Type::kBytes;
     };
-    using Exchange = ScoreExchange<kStepTiles * RowTiles>;
+    using Exchange = ScoreExchange<kStepTiles * RowTiles>;  // adds the scores of two column groups; does nothing for one
     using OwnLoader = LoaderOf<kCooperative ? Loading::Cooperative : kStaged ? Loading::Staged : Loading::Direct>;
 
-    // Loads of the first keys and values precede those of Q.
+    // Whether the loads of the first keys and values precede those of Q, so that DRAM starts about a thousand cycles earlier.
     static constexpr bool kKeysFirst = kColumnGroups > 1 && !kCooperative && !kStaged;
 
 public:
-    // The loader's shared memory, then each warp's part of Q and of exchanged scores. The partial outputs take the same place
-    // afterwards.
+    // The loader's shared memory, then each warp's part of Q and of exchanged scores. The partial outputs overwrite it all.
     static constexpr int kExchangeAt = OwnLoader::kWorkBytes + Warps * OwnQueries::kBytes;
     static constexpr int kWorkBytes = kExchangeAt + Warps * Exchange::kBytes;
 
-    // Computes the work tile `s` and stores the token groups' partial results in `partials`. Calls finish(first) when the outputs
-    // of rows [first, first + kRowsAtOnce) are there. `finish` begins with a barrier, and ends with one if there are two parts.
+    // Computes the work tile `s`, into `partials`. row_info: position and ALiBi slope of each packed row. `finish` begins with a
+    // barrier, and ends with one if there are two parts.
     template <class Finish>
     __device__ __forceinline__ static void run(const DecodeParams& p, const WorkTile& s, const RowInfo* row_info,
                                                const SharedPartials<kTokenGroups, kRowsAtOnce>& partials, Finish finish) {
@@ -128,14 +128,14 @@ public:
         ProbabilityScale probability_scale[RowTiles];
         // factors of this warp's bf16 keys and values; CooperativeLoader has those of all its warps
         Bf16Scaler key_scaler, value_scaler;
-        float shared_inverse = 1.f;  // 1 / that factor of CooperativeLoader
+        float shared_inverse = 1.f;  // 1 / CooperativeLoader's factor of values
 
         // Each token group takes a contiguous range of whole steps.
         const int steps = (s.end - s.first + kStepTokens - 1) / kStepTokens,
                   group_steps = (steps + kTokenGroups - 1) / kTokenGroups;
         int steps_left = min(group_steps, steps - token_group * group_steps);
         [[maybe_unused]] int group_first = 0;
-        if constexpr (kBatchInvariant) {  // a fixed part of the split. The rows may see fewer of its tokens
+        if constexpr (kBatchInvariant) {  // a fixed part of the work tile's split (kSplitTokens); its rows may see fewer tokens
             constexpr int kGroupTokens = kSplitTokens / kTokenGroups;
             static_assert(kSplitTokens % kTokenGroups == 0 && kGroupTokens % kStepTokens == 0, "parts are whole steps");
             const int begin = s.first / kSplitTokens * kSplitTokens + token_group * kGroupTokens;
@@ -145,8 +145,8 @@ public:
         bool has_invalid_page = false;
         if (steps_left > 0) {
             const int seqlen_k = s.seqlen_k;
-            // Tokens that all rows of the warp see: no mask is needed.
-            // With a tree these are between the window of the deepest possible row and the draft tokens.
+            // Tokens full_first to full_end - 1, which all rows of the warp see, need no mask. With a tree mask (tree.cuh) these
+            // lie between the window's begin of the deepest possible row and the draft tokens.
             const int full_first = (kTree ? seqlen_k - 1 : row_info[first_row + 8 * RowTiles - 1].position) - p.problem.window_left;
             const int full_end =
                 kTree ? seqlen_k - s.seqlen_q : min(row_info[first_row].position + p.problem.window_right + 1, seqlen_k);
@@ -156,21 +156,21 @@ public:
             const int first = kBatchInvariant ? group_first : s.first + token_group * group_steps * kStepTokens;
             typename OwnLoader::Type loader(p, s, first, partials.output, warp / RowGroups, warp % RowGroups);
             if constexpr (kBf16 && kCooperative) loader.set_query_inverse(query_scaler.inverse());
-            // after the barriers of CooperativeLoader
+            // Named barriers after those of CooperativeLoader.
             Exchange exchange(reinterpret_cast<char*>(partials.output) + kExchangeAt, 1 + kTokenGroups * kColumnGroups);
             Keys<kKeyLoads> k[kStepTiles] = {};
             Values<kValueLoads> v[kStepTiles] = {};
             [[maybe_unused]] StepScales next_scales;
             const float key_scale =
-                kQuantized && !kTokenScales ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / CacheElement::kScale : 1.f;
+                kQuantized && !kTokenScales ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / KeyElement::kScale : 1.f;
             float query_sum[RowTiles] = {};
-            if constexpr (kZeroPoints) {
+            if constexpr (kKeyZeroPoints) {
                 // each row's sum over the columns of Q, which zero points of keys are multiplied by
                 float2 sum[1][RowTiles];
                 Layout::scores(q, Ones(), sum[0]);
                 exchange.add(sum);
 #pragma unroll
-                for (int mt = 0; mt < RowTiles; mt++) query_sum[mt] = sum[0][mt].x * CacheElement::kScale;
+                for (int mt = 0; mt < RowTiles; mt++) query_sum[mt] = sum[0][mt].x * KeyElement::kScale;
             }
             if constexpr (kStaged) {
                 loader.begin(p, s, seqlen_k, steps_left);
@@ -194,6 +194,7 @@ public:
                     loader.next_step(p, s, seqlen_k, steps_left);
                     loader.keys(k);
                 }
+                // S = Q K^T
                 float2 x[kStepTiles][RowTiles];
                 if constexpr (kBf16 && !kCooperative) {
                     // Past the last token registers hold converted keys of an earlier step, which as bf16 could be large.
@@ -216,6 +217,7 @@ public:
                     else
                         scale_all(x, query_scaler.inverse() * key_scaler.inverse());
                 }
+                // This step's scales and values; loads of the next step's keys
                 typename OwnLoader::Scales scales;
                 if constexpr (kStaged)
                     scales = loader.scales();
@@ -235,6 +237,7 @@ public:
                 exchange.add(x);
                 if constexpr (kQuantized) scale_scores(lane, scales, key_scale, query_sum, x);
 
+                // Score modifiers and mask
                 const RowInfo* rows = row_info + first_row + Layout::score_row(lane);
                 const int first_token = token + Layout::score_token(lane);
                 if (has_score_mod) {
@@ -271,6 +274,7 @@ public:
 
                 if constexpr (kBf16 && !kCooperative) value_scaler.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
 
+                // Softmax: moves row maxima if needed, then turns scores into probabilities
                 bool exceeds = value_rescale != 1.f;  // whether outputs of this lane's rows have to be rescaled
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++) exceeds |= largest(x, mt) > softmax[mt].limit;
@@ -284,7 +288,7 @@ public:
                         const float m = row_max<Layout>(largest(x, mt));
                         if constexpr (kBatchInvariant) row_moved[mt] = m > softmax[mt].limit;
                         factor[mt] = softmax[mt].template update_row_max<kMovedRows>(m, scale_log2, inverse_scale_log2);
-                        if constexpr (kZeroPoints) probability_scale[mt].offset *= factor[mt];
+                        if constexpr (kValueZeroPoints) probability_scale[mt].offset *= factor[mt];
                         factor[mt] *= value_rescale;
                     }
                     Layout::rescale(lane, o, factor);
@@ -296,12 +300,13 @@ public:
                         x[tile][mt] = make_float2(softmax[mt].probability(x[tile][mt].x, scale_log2),
                                                   softmax[mt].probability(x[tile][mt].y, scale_log2));
                 if constexpr (kTokenScales) scale_probabilities(lane, scales, moved, row_moved, x, softmax, probability_scale, o);
+                // O += P V
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++) {
                     unsigned packed[RowTiles];
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) packed[mt] = pack(x[tile][mt].x, x[tile][mt].y);
-                    if constexpr (kZeroPoints) {
+                    if constexpr (kValueZeroPoints) {
                         const float2 zero =
                             scales.pair(StepScales::kValueZeroPoint, kTileTokens * tile + Layout::score_token(lane));
 #pragma unroll
@@ -344,9 +349,9 @@ public:
                 float* output =
                     partials.output + (token_group * kRowsAtOnce + first_row - first) * kPartialStride + first_column_v();
                 Layout::each_pair(lane, o, [&](int row, int column, float x, float y) {
-                    using ColumnOrder = Columns<kValueLoads, 64>;
+                    using ColumnOrder = Columns<kValueFormat, kValueLoads, 64>;
                     float* to = output + row * kPartialStride;
-                    if constexpr (CacheElement::column(1) == 1) {
+                    if constexpr (ValueElement::column(1) == 1) {
                         *reinterpret_cast<float2*>(to + ColumnOrder::of(column)) = make_float2(x, y);
                     } else {
                         to[ColumnOrder::of(column)] = x;
@@ -382,22 +387,24 @@ private:
             const int token = kTileTokens * tile + Layout::score_token(lane);
             float2 scale = make_float2(key_scale, key_scale), zero = {};
             if constexpr (kTokenScales) scale = scales.pair(StepScales::kKeyScale, token);
-            if constexpr (kZeroPoints) {
+            if constexpr (kKeyZeroPoints) {
                 zero = scales.pair(StepScales::kKeyZeroPoint, token);
-                scale = make_float2(scale.x * (1.f / CacheElement::kScale), scale.y * (1.f / CacheElement::kScale));
+                scale = make_float2(scale.x * (1.f / KeyElement::kScale), scale.y * (1.f / KeyElement::kScale));
             }
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
                 float2& y = x[tile][mt];
-                if constexpr (CacheElement::kNanIsInfinity) y = make_float2(fmaf(y.x, 0.f, y.x), fmaf(y.y, 0.f, y.y));
-                if constexpr (kZeroPoints) y = make_float2(fmaf(-zero.x, query_sum[mt], y.x), fmaf(-zero.y, query_sum[mt], y.y));
+                if constexpr (KeyElement::kNanIsInfinity) y = make_float2(fmaf(y.x, 0.f, y.x), fmaf(y.y, 0.f, y.y));
+                if constexpr (kKeyZeroPoints) y = make_float2(fmaf(-zero.x, query_sum[mt], y.x), fmaf(-zero.y, query_sum[mt], y.y));
                 y = make_float2(y.x * scale.x, y.y * scale.y);
             }
         }
     }
 
-    // Multiplies probabilities by the tokens' value scales, ready to be packed. `moved`: row maxima have changed in this step;
-    // row_moved: which of the lane's, for batch-invariant kernels.
+    // Makes of probabilities p what is packed: p times the token's value scale, over the row's unit, a power of two with which
+    // these products fit fp16 (ProbabilityScale, scales.cuh); a p of 1 counts as kPackedOne, 2^8. `moved`: row maxima have changed
+    // in this step; row_moved: which of the lane's, for batch-invariant kernels. No unit fits a product with a negative or
+    // non-finite scale: NaN.
     __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane,
                                                                const typename OwnLoader::Scales& scales, bool moved,
                                                                const bool (&row_moved)[RowTiles], float2 (&p)[kStepTiles][RowTiles],
@@ -429,7 +436,7 @@ private:
 #pragma unroll
                 for (int tile = 0; tile < kStepTiles; tile++)
                     m = fmaxf(m, fmaxf(p[tile][mt].x * kPackedOne * scale[tile].x, p[tile][mt].y * kPackedOne * scale[tile].y));
-                if constexpr (kBatchInvariant) {  // the unit of a row (scales.cuh) moves with that row alone
+                if constexpr (kBatchInvariant) {  // a row's unit must not depend on other rows
                     const float of_row = row_max<Layout>(m);  // before the branch: all lanes shuffle
                     factor[mt] = own ? probability_scale[mt].update(of_row) : 1.f;
                 } else {
@@ -449,8 +456,8 @@ private:
             for (int mt = 0; mt < RowTiles; mt++) p[tile][mt] = product[tile][mt];
     }
 
-    // Turns the accumulated output into that of dequantized values: adds zero points, then multiplies by the row's unit (scales of
-    // tokens) or by the sequence's scale.
+    // Turns the accumulated output into that of dequantized values: adds zero points, whose sum has the factor kPackingShift
+    // (2^-112, of packing), and multiplies by the row's unit or V's scale.
     __device__ __forceinline__ static void finish_values(const DecodeParams& p, const WorkTile& s,
                                                          const typename Layout::Lane& lane,
                                                          const ProbabilityScale (&probability_scale)[RowTiles],
@@ -459,17 +466,17 @@ private:
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
             factor[mt] = kTokenScales ? 1.f / probability_scale[mt].inverse
-                                      : scale_of_sequence(p.scales.v, s.batch, s.head_k) / CacheElement::kScale;
-            if constexpr (kZeroPoints) {
+                                      : scale_of_sequence(p.scales.v, s.batch, s.head_k) / ValueElement::kScale;
+            if constexpr (kValueZeroPoints) {
                 offset[mt] = row_sum<Layout>(probability_scale[mt].offset * (1.f / kPackingShift));
             }
         }
-        if constexpr (CacheElement::kNanIsInfinity)
+        if constexpr (ValueElement::kNanIsInfinity)
             Layout::each_output(lane, o, factor, [](float x, float, bool) { return fmaf(x, 0.f, x); });
-        if constexpr (kZeroPoints)
+        if constexpr (kValueZeroPoints)
             // `later`: columns 4 to 7 of eight, which have 16 times the factor
             Layout::each_output(lane, o, offset, [](float x, float own, bool later) {
-                return fmaf(x, later ? 1.f / (16.f * CacheElement::kScale) : 1.f / CacheElement::kScale, own);
+                return fmaf(x, later ? 1.f / (16.f * ValueElement::kScale) : 1.f / ValueElement::kScale, own);
             });
         Layout::rescale(lane, o, factor);
     }
@@ -486,7 +493,8 @@ private:
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const WorkTile& s, int first_row, OwnQueries& q,
                                                         Bf16Scaler& scaler) {
         if constexpr (kBf16) {
-            // The second time they come from L1. Column groups take one row tile at a time, because two would make ptxas spill.
+            // Reads Q twice: for the factor, then, from L1, to convert. With column groups one row tile at a time, because two
+            // spill.
             float largest = 0.f;
             each_query<(kColumnGroups > 1 ? 1 : RowTiles)>(p, s, first_row, [&](int, int, const uint4& x) {
                 for (unsigned word : {x.x, x.y, x.z, x.w}) {
@@ -502,12 +510,12 @@ private:
         }
         each_query<RowTiles>(p, s, first_row, [&](int mt, int j, uint4 x) {
             // A negative softmax_scale flips the signs of Q.
-            x = CacheElement::permute8(flipped(x, p.problem.sign_flip));
+            x = KeyElement::permute8(flipped(x, p.problem.sign_flip));
             if constexpr (kBf16) x = scaler.converted(x);
             q.set(mt, j, x);
         });
     }
-    // Calls f(mt, j, x) with the lane's chunks of Q, for Unrolled row tiles at once.
+    // Calls f(mt, j, x) with each of the lane's chunks of Q. Unrolled: row tiles whose loads are in flight at once.
     template <int Unrolled, class F>
     __device__ __forceinline__ static void each_query(const DecodeParams& p, const WorkTile& s, int first_row, F f) {
         const typename Layout::Lane lane;

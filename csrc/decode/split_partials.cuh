@@ -1,9 +1,12 @@
-// Joins the partial results of batch-invariant calls: one after the other, in the order of their tokens. Used by block.cuh.
+// Joins the partial results of batch-invariant calls (a row's bits depend on no other row or sequence), in the order of their
+// tokens. Used by block.cuh. A row tile is up to BLOCK_ROWS (query, head) pairs of one KV head. A split is kSplitTokens of the
+// tokens that it sees.
 //
-// The same function joins two partials wherever that happens, so a row has the same bits whether one block computed all of its
-// splits or each split had a block of its own. Splits that the row does not see change nothing.
+// RowPart::join joins two partials wherever that happens, so a row has the same bits whether one block computed all of its splits
+// or each split had a block of its own. Splits that the row does not see change nothing.
 //
-// The kernel's row in src/kernels gives BLOCK_ROWS (packed query rows of a work tile) and THREADS (of a block).
+// The kernel's row in src/kernels gives BLOCK_ROWS, THREADS (of a block) and HEADDIM_V (columns of the kernel, at least the
+// problem's headdim_v; a slot has room for all).
 #pragma once
 
 #include "decode/partials.cuh"
@@ -11,12 +14,12 @@
 
 namespace decode {
 
-// State and outputs of one row and eight columns.
+// A part of a partial: softmax state of one row, and its unnormalized outputs in kColumns (eight) columns.
 struct RowPart {
     RowState state;
     float x[kColumns];
 
-    // Adds the part of later tokens. No product may fuse in one place and stay apart in another, so each operation is explicit.
+    // Adds the part of later tokens. Explicit operations, because the same products must fuse wherever this is inlined.
     __device__ __forceinline__ void join(const RowPart& later) {
         if (later.state.sum == 0.f) return;  // saw no key
         if (state.sum == 0.f) {
@@ -31,10 +34,10 @@ struct RowPart {
     }
 };
 
-// Parts in global memory. A slot has those of all rows that a sequence can have in a tile, each written and read by one thread;
-// a part lies in chunks of 16 bytes, chunk by chunk for all parts, so that a warp reads and writes whole lines.
+// Parts in global memory. A slot, the place of one partial, has parts of all rows that a sequence can have in a tile. A part is
+// three float4. The first ones of all parts lie together, then the second, then the third, so a warp accesses whole lines.
 struct SplitSlots {
-    static constexpr int kChunks = 3;  // eight outputs, then the state
+    static constexpr int kChunks = 3;  // float4 of a part: eight outputs, then the state
     float* partials;
     int parts;  // of a slot
 
@@ -57,14 +60,14 @@ struct SplitSlots {
     }
 };
 
-// Takes a split's result for eight columns of a row. Writes the output if it is the row tile's only split, or the last of a block
-// that has all, one after the other (`whole`). Before the last, such a block keeps the joint result so far. Other blocks
-// store a partial for the last block. In a SplitTile `blocks` counts the row tile's splits, and `first_block` is this split's
-// number among them.
+// Takes a split's result for eight columns of a row (a `write` of combine_partials). Writes the output if it is the row tile's only
+// split, or the last of a block that takes all, one after the other (`whole`). Until then, that block keeps the joint result in its
+// one slot, which serves all of its splits. Other blocks store each split's partial in a slot of its own, for the last to arrive.
+// In SplitTile `first_block` is the split's number among `blocks` splits.
 struct WriteSplit {
     const DecodeParams& p;
     const SplitTile& s;
-    int first;  // row of the tile that row 0 is
+    int first;  // the tile's number of the row that the caller calls row 0
 
     __device__ __forceinline__ void operator()(int row, int column, RowState state, const float (&x)[kColumns]) const {
         const SplitSlots slots(p);
@@ -82,8 +85,8 @@ struct WriteSplit {
     }
 };
 
-// Counts a split that has its partial. The last block of a row tile joins all and writes the output. `is_last` is in shared
-// memory. A semaphore also holds the launch's id, so it counts from 0 in each launch without being cleared (semaphore.cuh).
+// Called by each block after it has stored a split's partial. The last to arrive joins all splits of the row tile and writes the
+// output. `is_last` is in shared memory. A semaphore holds the launch's id too, so each launch counts from 0 (semaphore.cuh).
 __device__ __forceinline__ void join_splits(const DecodeParams& p, const SplitTile& s, bool& is_last) {
     const long long begin = s.slot - s.first_block;  // slot of the row tile's first split
     __threadfence();  // this thread's partial is visible before the semaphore counts it
@@ -95,7 +98,7 @@ __device__ __forceinline__ void join_splits(const DecodeParams& p, const SplitTi
     __syncthreads();
     if (!is_last) return;
     const SplitSlots slots(p);
-    const int chunks = p.problem.headdim_v / kColumns;
+    const int chunks = p.problem.headdim_v / kColumns;  // parts of a row, of eight columns each
     constexpr int kAhead = 8;  // parts that a thread loads at once
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.rows * chunks; i += THREADS) {

@@ -1,7 +1,7 @@
-// Schedules the decode tiles of batch-invariant calls. TileScheduler divides all tokens evenly, so where a row tile is cut depends
-// on the batch and the GPU. Here splits begin at multiples of kSplitTokens, and each split of a row tile is one work tile with a
-// partial result of its own. Partials join in the order of their tokens (split_partials.cuh), whichever blocks computed
-// them.
+// Schedules the decode tiles of batch-invariant calls (a row's bits depend on no other row or sequence), on the device; block.cuh
+// calls it. A row tile is up to BLOCK_ROWS query rows, (query, head) pairs of a sequence that read one KV head. TileScheduler
+// divides all tokens evenly, so where a row tile is cut depends on the batch and the GPU. Here splits begin at multiples of
+// kSplitTokens, and each is one work tile with a partial result, which split_partials.cuh joins in the order of their tokens.
 //
 // Two grids give the same bits, and the host chooses between them (src/plan/decode.rs):
 //
@@ -9,7 +9,7 @@
 //   num_splits 1  block b takes row tiles b, b + gridDim.x, ... whole, and joins each partial as it is done: for many row tiles,
 //                 whose partials would take much memory
 //
-// The kernel's row in src/kernels gives BLOCK_ROWS (packed query rows of a work tile) and THREADS (of a block).
+// The line: all splits of all row tiles, in the order of sequences, KV heads, rows and tokens. THREADS: of a block.
 #pragma once
 
 #include "decode/tile_scheduler.cuh"
@@ -17,46 +17,48 @@
 namespace decode {
 
 constexpr int kSplitTokens = SPLIT_TOKENS;  // of a split; src/kernels/passes.rs has the number, by which the host plans memory
-static_assert(kSplitTokens % kStepTokens == 0, "splits are whole steps");
+static_assert(kSplitTokens % kStepTokens == 0, "splits are whole steps of the main loop");
 
-// A split of a row tile. blocks: the row tile's splits; first_block: number of this one among them.
+// A split of a row tile. Of WorkTile's members `blocks` is the number of the row tile's splits, `first_block` this one's number.
 struct SplitTile : WorkTile {
-    long long slot;  // of this split's partial result
+    long long slot;  // number of the place in memory of this split's partial result
     bool whole;  // this block computes all splits of the row tile
-    bool is_empty;  // no row of the tile sees the split: nothing to do
+    bool is_empty;  // no row of the tile sees the split, which has a place on the line because another tile's rows do
 };
 
-// Has the interface of TileScheduler, whose begin() it repeats: as one template the kernels of fp8 latents spilled 20 bytes. It
-// lives in shared memory. begin() returns false if this thread met a sequence whose rows of q are unknown (invalid cu_seqlens_q).
+// Hands out a block's splits. Has the interface of TileScheduler, whose begin() it repeats: as one template the kernels of fp8
+// latents spilled 20 bytes. Lives in shared memory.
 class SplitScheduler {
-    long long position_, end_;  // in splits of the line; with whole row tiles, in row tiles
+    long long position_, end_;  // next split of the block on the line, and its end; with whole row tiles, in row tiles
     int batch_, row_tile_, split_;  // what position_ is in; split_ counts from the sequence's (whole: the row tile's) first
-    long long warp_totals_[THREADS / 32];
+    long long warp_totals_[THREADS / 32];  // splits of the sequences of each warp's threads
 
     __device__ __forceinline__ static bool takes_whole_tiles(const DecodeParams& p) { return p.num_splits == 1; }
-    // Splits from the one with token `first` to the one before token `end`, at least one.
+    // Returns the number of splits with tokens from `first` up to `end`, at least one.
     __device__ __forceinline__ static int splits(int first, int end) {
         return max((end + kSplitTokens - 1) / kSplitTokens - first / kSplitTokens, 1);
     }
-    // Splits of each row tile of a sequence on the line. A row tile may see fewer.
+    // Returns the places on the line of each row tile of a sequence: splits that any row sees, or 1 if blocks take whole ones.
     __device__ __forceinline__ static int splits_of_tile(const DecodeParams& p, const SequenceWork& work) {
         return takes_whole_tiles(p) ? 1 : splits(work.first, work.end);
     }
 
 public:
+    // Finds the block's first split by a prefix sum over the sequences. All threads call it together. Returns false if this thread
+    // met a sequence whose rows of q are unknown (invalid cu_seqlens_q).
     __device__ __forceinline__ bool begin(const DecodeParams& p) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         const int each = (p.problem.batch + THREADS - 1) / THREADS;
         const int first = min(threadIdx.x * each, p.problem.batch), last = min(first + each, p.problem.batch);
         bool has_queries = true;
-        long long own = 0;  // of this thread's sequences
+        long long own_splits = 0;  // places on the line of this thread's sequences
         for (int batch = first; batch < last; batch++) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch);
             const SequenceWork work(p, batch, sequence);
-            own += static_cast<long long>(work.row_tiles) * splits_of_tile(p, work);
+            own_splits += static_cast<long long>(work.row_tiles) * splits_of_tile(p, work);
             has_queries &= sequence.has_queries();
         }
-        long long until = own;  // inclusive prefix sum
+        long long until = own_splits;  // inclusive prefix sum
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const long long before = __shfl_up_sync(~0u, until, distance);
@@ -76,19 +78,19 @@ public:
         if (blockIdx.x >= blocks) return has_queries;
         const long long start = whole ? blockIdx.x : blockIdx.x * total / blocks;
         // Exactly one thread has the sequence in which this block starts.
-        if (until - own <= start && start < until) {
-            long long left = start - (until - own);
+        if (until - own_splits <= start && start < until) {
+            long long left = start - (until - own_splits);
             int batch = first;
             while (true) {
                 const SequenceWork work(p, batch, CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch));
-                const int of_tile = splits_of_tile(p, work);
-                const long long of_sequence = static_cast<long long>(work.row_tiles) * of_tile;
-                if (left < of_sequence) {
-                    row_tile_ = static_cast<int>(left / of_tile);
-                    split_ = static_cast<int>(left % of_tile);
+                const int tile_splits = splits_of_tile(p, work);
+                const long long sequence_splits = static_cast<long long>(work.row_tiles) * tile_splits;
+                if (left < sequence_splits) {
+                    row_tile_ = static_cast<int>(left / tile_splits);
+                    split_ = static_cast<int>(left % tile_splits);
                     break;
                 }
-                left -= of_sequence;
+                left -= sequence_splits;
                 batch++;
             }
             batch_ = batch;
@@ -116,30 +118,32 @@ public:
             s.seqlen_k = sequence.seqlen_k();
             s.q_offset = sequence.q_offset();
             s.k_offset = sequence.k_offset();
-            s.valid = work.valid;
-            // what the rows of the tile see
+            s.valid = work.valid;  // false: lengths are invalid, and the rows are written as NaN
+            // tokens that the rows of the tile see, from a whole step on
             const Mask mask(p.problem, s.seqlen_q, s.seqlen_k);
             const int query = s.row / group, queries = (s.row + s.rows - 1) / group - query + 1;
             const int first = mask.key_first(query) / kStepTokens * kStepTokens, end = max(mask.key_end(query, queries), first);
-            const int first_split = first / kSplitTokens, of_sequence = work.first / kSplitTokens;
-            const int split = s.whole ? first_split + split_ : of_sequence + split_;
+            const int first_split = first / kSplitTokens, sequence_first_split = work.first / kSplitTokens;
+            const int split = s.whole ? first_split + split_ : sequence_first_split + split_;
             s.blocks = splits(first, end);
             s.first_block = split - first_split;
             s.is_empty = s.first_block < 0 || s.first_block >= s.blocks;
             s.slot = s.whole ? blockIdx.x : position_;
             s.first = max(split * kSplitTokens, first);
             s.end = min((split + 1) * kSplitTokens, end);
+            // moves: by how much position_ advances. With whole row tiles it counts these, and the next one is gridDim.x further.
+            // next_sequence() skips sequences without row tiles, which have no place on the line.
             int batch = batch_, row_tile = row_tile_, next_split = split_ + 1, moves = 1;
             if (next_split == (s.whole ? s.blocks : splits_of_tile(p, work))) {
                 next_split = 0;
                 row_tile += s.whole ? gridDim.x : 1;
                 moves = s.whole ? gridDim.x : 1;
-                int of_batch = work.row_tiles;
-                while (row_tile >= of_batch && position_ + moves < end_) {
-                    row_tile -= of_batch;
+                int batch_tiles = work.row_tiles;
+                while (row_tile >= batch_tiles && position_ + moves < end_) {
+                    row_tile -= batch_tiles;
                     batch = next_sequence(p, batch + 1);
                     const CacheSeqlenInfo following(p.problem, p.lengths, p.cache, batch);
-                    of_batch = SequenceWork(p, batch, following).row_tiles;
+                    batch_tiles = SequenceWork(p, batch, following).row_tiles;
                 }
             } else if (s.whole) {
                 moves = 0;

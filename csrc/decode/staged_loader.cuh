@@ -1,5 +1,5 @@
-// Loads int4 tiles in stages, because direct loads keep too few bytes in flight to hide DRAM latency. mainloop.cuh uses it where
-// kStaged.
+// Loads tiles of int4 keys and values in stages, because direct loads keep too few bytes in flight to hide DRAM latency.
+// mainloop.cuh uses it where kStaged (tile_scheduler.cuh). A step is the kStepTokens tokens that a warp computes at once.
 //
 // Each warp has loads in flight, into registers, for the next kSteps steps (one or two). It computes from the kSteps steps
 // before, which lie in its own part of shared memory. When those are used up, it stores the registers there and loads again.
@@ -19,23 +19,27 @@ struct StagedScales {
     }
 };
 
-// `group` is the warp's number among the `Groups` warps that have the same tokens; `set` is the number of these tokens' group.
+// `Groups` warps have the same tokens and columns, and other query rows: a set. `group` is the warp's number in its set, `set` that
+// of the set in the block. Layout says which token and columns each lane needs as an operand.
 template <class Layout, int Groups>
 class StagedLoader {
     // Steps in flight. A warp's step has 1280, 2304 and 2176 bytes at headdims 64, 128 and 256. With 16, 12 or 8 warps an SM these
-    // are 41, 28 and 35 KB in flight; a DRAM latency of 3000 cycles needs 20 KB.
+    // are 41, 28 and 35 KB in flight. 19 KB would do at 3000 cycles of latency (under load; about 7 times an idle V100's): an SM's
+    // share of the attained bandwidth is 783 GB/s / 80 SMs / 1.53 GHz = 6.4 bytes a cycle.
     static constexpr int kSteps = HEADDIM == 128 ? 1 : 2;
-    static constexpr int kRowBytes = unit_offset(kGroupHeaddim), kChunkBytes = sizeof(uint4);
+    // kGroupHeaddim: columns of a row that a warp takes, all of them up to headdim 256 (column_groups.cuh).
+    static constexpr int kRowBytes = unit_offset<kKeyFormat>(kGroupHeaddim), kChunkBytes = sizeof(uint4);
     static constexpr int kLanes = kRowBytes / kChunkBytes, kRows = 32 / kLanes;  // lanes that load one row; rows of one load
     static constexpr int kLoads = kStepTokens / kRows;  // of a step's keys, or of its values
     // Bytes from one row to the next. Rows of 128 bytes cover all banks, so 32 bytes of padding follow each.
     static constexpr int kPitch = kRowBytes % 128 == 0 ? kRowBytes + 32 : kRowBytes;
     static constexpr int kValuesAt = kStepTokens * kPitch, kScalesAt = 2 * kValuesAt;
     static constexpr int kStepBytes = kScalesAt + StepScales::kCount * kStepTokens * static_cast<int>(sizeof(float));
-    static_assert(!kZeroPoints || (HEADDIM == HEADDIM_V && kStepTokens % kRows == 0 && StepScales::kLanes == 32),
+    static_assert(!kStaged ||
+                      (kKeyFormat == kValueFormat && HEADDIM == HEADDIM_V && kStepTokens % kRows == 0 && StepScales::kLanes == 32),
                   "each lane loads whole rows and scales");
 
-    // Which row and columns a lane loads: 16 bytes of a row.
+    // Coords of DirectLoader: which row (token of the step) and columns a lane loads, 16 bytes of a row.
     struct Lines {
         __device__ __forceinline__ static int key_token() { return threadIdx.x % 32 / kLanes; }
         __device__ __forceinline__ static int value_token() { return key_token(); }
@@ -48,7 +52,7 @@ class StagedLoader {
 
     DirectLoader<Lines> direct_;
     bool page_valid_ = true;
-    char *buffer_, *step_at_;  // the warp's part of shared memory; the current step in it
+    char *buffer_, *step_at_;  // the warp's part of shared memory (keys, values and scales of kSteps steps); the current step in it
     int staged_steps_ = 0;  // steps in shared memory after the current one
     unsigned keys_[kSteps][kLoads][4] = {}, values_[kSteps][kLoads][4] = {};
     StepScales scales_[kSteps];
@@ -68,7 +72,7 @@ public:
         if (staged_steps_ == 0) {
             __syncwarp();  // all lanes have read what is there
             stage();
-            load(p, s, seqlen_k, left + 1 - kSteps, true);
+            load(p, s, seqlen_k, left + 1 - kSteps, true);  // this step and `left` others remain, and kSteps are staged
             __syncwarp();
             step_at_ = buffer_;
             staged_steps_ = kSteps;
@@ -77,14 +81,15 @@ public:
     }
     template <int Loads>
     __device__ __forceinline__ void keys(Keys<Loads> (&k)[kStepTiles]) const {
-        const char* from = step_at_ + Operands::key_token() * kPitch + unit_offset(Operands::key_column() - first_column());
+        const char* from =
+            step_at_ + Operands::key_token() * kPitch + unit_offset<kKeyFormat>(Operands::key_column() - first_column());
 #pragma unroll
         for (int tile = 0; tile < kStepTiles; tile++) k[tile].load_shared_row(from + kTileTokens * tile * kPitch);
     }
     template <int Loads>
     __device__ __forceinline__ void values(Values<Loads> (&v)[kStepTiles]) const {
-        const char* from =
-            step_at_ + kValuesAt + Operands::value_token() * kPitch + unit_offset(Operands::value_column() - first_column_v());
+        const char* from = step_at_ + kValuesAt + Operands::value_token() * kPitch +
+                           unit_offset<kValueFormat>(Operands::value_column() - first_column_v());
 #pragma unroll
         for (int tile = 0; tile < kStepTiles; tile++)
 #pragma unroll
@@ -96,7 +101,8 @@ public:
     __device__ __forceinline__ bool page_valid() const { return page_valid_; }
 
 private:
-    // Loads the kSteps steps after those loaded before. `left`: steps that remain to be loaded.
+    // Loads the kSteps steps after those loaded before. `left`: steps that remain to be loaded. `advances`: direct_ is still at a
+    // step loaded before; false at the beginning.
     __device__ __forceinline__ void load(const DecodeParams& p, const WorkTile& s, int seqlen_k, int left, bool advances) {
 #pragma unroll
         for (int step = 0; step < kSteps; step++) {

@@ -7,8 +7,9 @@
 // (kStepTokens tokens each). All row tiles in the order of sequences, heads and rows form one line of steps. Each block takes
 // an equal contiguous range of it. So a block shares at most two row tiles with other blocks: its first and its last.
 //
-// Of the row's numbers, BLOCK_ROWS is packed query rows of a work tile, and THREADS threads of a block. STEP is rows of a
-// warp, but of MLA rows of output (volta/decode/mla.cuh).
+// The build defines macros from the kernel's row in src/kernels: HEADDIM, HEADDIM_V, the cache's formats, BLOCK_ROWS (packed query
+// rows of a row tile), THREADS (of a block) and STEP: rows of a warp, or of MLA the rows of output that shared memory holds at a
+// time (volta/decode/mla.cuh).
 #pragma once
 
 #include "cache.cuh"
@@ -16,41 +17,45 @@
 
 namespace decode {
 
-// Format of the cache's elements.
-constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
-using FormatInfo = CacheFormatInfo<kFormat>;
+// Formats of keys (or latents) and of values. They differ in int8k_int4v caches: values need fewer bits than keys.
+constexpr CacheFormat kKeyFormat = CacheFormat::KEY_FORMAT, kValueFormat = CacheFormat::VALUE_FORMAT;
+using KeyInfo = CacheFormatInfo<kKeyFormat>;
+using ValueInfo = CacheFormatInfo<kValueFormat>;
 constexpr bool kBf16 = IS_BF16;  // queries, an unquantized cache and outputs are bf16, else fp16
-constexpr bool kQuantized = kFormat != CacheFormat::Unquantized;
+constexpr bool kQuantized = kKeyFormat != CacheFormat::Unquantized;
 // A scale per token and head: that of K multiplies a column of scores, that of V a column of probabilities.
-constexpr bool kTokenScales = FormatInfo::kTokenScales;
-constexpr bool kZeroPoints = FormatInfo::kZeroPoints;
+constexpr bool kTokenScales = KeyInfo::kTokenScales;
+// Zero points of keys: the cache is int4. Of values alone: int8k_int4v.
+constexpr bool kKeyZeroPoints = KeyInfo::kZeroPoints, kValueZeroPoints = ValueInfo::kZeroPoints;
+static_assert(kTokenScales == ValueInfo::kTokenScales && kKeyZeroPoints <= kValueZeroPoints, "StepScales numbers tensors so");
 
 // Tokens of a tile: the n (scores) or k (output) of one product.
 constexpr int kTileTokens = 8;
-// kStepTokens: tokens of a warp's step, one or two tiles; divides every page size. With a memory latency of 3000 cycles an SM
-// needs about 24 KB in flight, 1.5 to 2 KB for each of its 12 to 16 warps. So a step of a quantized cache has two tiles where K
-// and V of one tile (kTileBytes) have at most 2 KB. int4 at headdim 256 has one, because it is staged (staged_loader.cuh).
-constexpr int kTileBytes = kTileTokens * (HEADDIM + HEADDIM_V) * FormatInfo::kBits / 8;
-constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kZeroPoints);
-// Two tiles also pay where four warps share bf16 steps of few columns. Instructions are the limit there, and the two tiles share
-// those that a step needs once, whatever its number of scores.
+// kStepTokens: tokens that a warp computes at once, one or two tiles; divides every page size. With a memory latency of 3000 cycles
+// (under load) a V100's SM needs 22 KB in flight for the nominal 900 GB/s (7.4 bytes a cycle). Its 12 to 16 warps have 24 KB if
+// each has 1.5 to 2 KB. So a step of a quantized cache has two tiles where K and V of one tile (kTileBytes) have at most 2 KB. int4
+// at headdim 256 has one, because it is staged (staged_loader.cuh).
+constexpr int kTileBytes = kTileTokens * (HEADDIM * KeyInfo::kBits + HEADDIM_V * ValueInfo::kBits) / 8;
+constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kKeyZeroPoints);
+// Two tiles also pay where four warps share bf16 steps of few columns: instructions are the limit there, and the two share those
+// that a step needs once.
 constexpr bool kFewColumns = HEADDIM <= 64 && BLOCK_ROWS == 64;
 constexpr int kStepTiles = (kQuantized && kFewBytes) || (kBf16 && kFewColumns) ? 2 : 1;
 constexpr int kStepTokens = kTileTokens * kStepTiles;
 // int4 steps have still fewer bytes, so a warp loads further steps while it computes one (staged_loader.cuh). Kernels with 16
-// rows per warp (STEP, a kernel's row in src/kernels) at headdim 64 do not: their loop already fills most of the instruction
+// rows per warp (STEP; else 8, as many as a tile has tokens) at headdim 64 do not: their loop already fills most of the instruction
 // cache.
-constexpr bool kStaged = kZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);
-// Minimum steps per block, on average: it limits the number of blocks that get work. With fewer steps, combining the partial
-// results costs more than another block saves.
-constexpr int kMinSteps = 16;
+constexpr bool kStaged = kKeyZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);
+// Minimum steps per block, on average, which limits the blocks that get work. With fewer, combining partials costs more than
+// another block saves. Steps of 512 columns take longer.
+constexpr int kMinSteps = HEADDIM_V == 512 ? 8 : 16;
 
 // Row tiles of one sequence.
 struct SequenceWork {
-    int row_tiles;  // over all KV heads; 0: no queries, or another kernel computes this sequence
+    int row_tiles;  // over all KV heads; 0: no queries, or more than max_rows query rows, which a prefill kernel computes
     int steps;  // of each row tile; at least 1, because a row tile without tokens still has to be written
     int first, end;  // range of tokens that any row sees
-    bool valid;
+    bool valid;  // false: its lengths, from GPU memory, are impossible
 
     __device__ __forceinline__ SequenceWork(const DecodeParams& p, int batch, const CacheSeqlenInfo& sequence) {
         const int rows = sequence.seqlen_q() * (p.problem.nheads / p.problem.nheads_k);
@@ -63,16 +68,16 @@ struct SequenceWork {
     }
 };
 
-// One unit of a block's work: the tokens [first, end) of one row tile.
+// One piece of a block's work: the tokens [first, end) of one row tile.
 struct WorkTile {
     int batch, head_k;
-    int row, rows;  // first packed row of the sequence, number of rows
+    int row, rows;  // the tile's first packed row in the sequence and KV head, and number of rows
     int seqlen_q, seqlen_k;  // lengths of the sequence
     int q_offset;  // first row of q, from the batch entry's first
     int k_offset;  // cache row of token 0, from the first row of the entry or of the pages
     int first, end;
-    int first_block, blocks;  // blocks that share the row tile
-    bool valid;  // false: the rows are written as NaN
+    int first_block, blocks;  // blocks that share the row tile: first, and number
+    bool valid;  // as in SequenceWork; false: the rows are written as NaN
     bool exists;  // false: the block is done
 };
 
@@ -96,14 +101,15 @@ class TileScheduler {
     long long position_, end_, total_;  // in steps of the line: the block's position, its end; all steps
     int blocks_;  // blocks that have work
     int batch_, row_tile_, step_;  // what position_ is in
-    long long warp_totals_[THREADS / 32];
+    long long warp_totals_[THREADS / 32];  // steps of the sequences of each warp's threads
 
-    // Returns the block that computes this step.
+    // Returns the block that computes this step: the last whose range, from block * total_ / blocks_ on, begins at or before it.
     __device__ __forceinline__ int block_of(long long step) const { return static_cast<int>(((step + 1) * blocks_ - 1) / total_); }
 
 public:
     // Finds the block's first work tile by a prefix sum over the sequences. All threads call it together. Returns false if this
-    // thread met a sequence whose rows of q are unknown (invalid cu_seqlens_q).
+    // thread met a sequence whose rows of q are unknown (invalid cu_seqlens_q): then block.cuh has to search the rows of
+    // q that belong to no sequence, which become NaN.
     __device__ __forceinline__ bool begin(const DecodeParams& p) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         const int each = (p.problem.batch + THREADS - 1) / THREADS;
@@ -158,7 +164,8 @@ public:
         return has_queries;
     }
 
-    // Writes the next work tile to `tile`, which is in shared memory, and moves past it. Only the block's first warp calls it.
+    // Writes the next work tile to `tile`, which is in shared memory, and moves past it. Only the block's first warp calls it: all
+    // lanes compute the same, and lane 0 stores it.
     __device__ __forceinline__ void next(const DecodeParams& p, WorkTile& tile) {
         WorkTile s;
         s.exists = position_ < end_;
@@ -181,7 +188,8 @@ public:
             s.valid = work.valid;
             s.first_block = block_of(begin);
             s.blocks = block_of(begin + work.steps - 1) - s.first_block + 1;
-            // num_splits limits the splits of a row tile: each split goes to the block that has its end.
+            // The caller's num_splits limits the splits of a row tile: its steps form groups of `chunk`, and a group goes
+            // whole to the block whose range has its last step. Without a limit a group is one step.
             const int chunk = p.num_splits > 0 ? (work.steps + p.num_splits - 1) / p.num_splits : 1;
             s.first = min(work.first + step / chunk * chunk * kStepTokens, work.end);
             s.end = until == work.steps ? work.end : min(work.first + until / chunk * chunk * kStepTokens, work.end);

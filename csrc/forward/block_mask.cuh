@@ -1,12 +1,14 @@
-// Block-sparse masks in the forward kernels (block_lists.cuh): the list of a block, bits of partial key blocks, and loads of listed
-// keys. A list names the blocks of 64 keys that 128 query rows see. A partial block has a tile of bits, one for each score. The
-// families' BlockMaskGrid ({volta,turing}/forward/block_mask.cuh) is made of these.
+// Block-sparse masks in the forward kernels: the list of a thread block, bits of partial key blocks, and loads of listed keys. A
+// list (block_lists.cuh) names the blocks of 64 keys that 128 query rows see. A partial block has a tile of bits, 1 where the score
+// exists. The families' BlockMaskGrid ({volta,turing}/forward/block_mask.cuh), a template argument of their kernels, is made of
+// these; the kernels of fp32 tensors use MaskBits (split_block_mask.cuh).
 #pragma once
 
 #include "block_lists.cuh"
 #include "forward/scores.cuh"
 
-// ForwardBlock (block.cuh) of the list that the grid's block takes.
+// ForwardBlock (first row, heads, batch entry: block.cuh) of the list that the thread block takes: the packed mask orders each
+// head's lists, the longest first, so that long blocks start first. EitherOrder: the grid may have heads on its first axis.
 template <int BlockRows, bool EitherOrder>
 struct ListedBlock : ForwardBlock<BlockRows, EitherOrder> {
     static_assert(BlockRows == kListedRows, "a list belongs to the rows of one block");
@@ -14,21 +16,22 @@ struct ListedBlock : ForwardBlock<BlockRows, EitherOrder> {
     __device__ __forceinline__ explicit ListedBlock(const FwdBlockParams& p)
         : ForwardBlock<BlockRows, EitherOrder>(p.forward.problem) {
         const HeadLists lists(p.blocks, p.forward.lengths.first_batch + this->batch, this->head);
-        const bool second = heads_first<EitherOrder>(p.forward.problem);
-        const int row_block = lists.launched(p.blocks, second ? blockIdx.y : blockIdx.x, second ? gridDim.y : gridDim.x);
+        const bool heads_on_x = heads_first<EitherOrder>(p.forward.problem);
+        const int row_block = lists.launched(p.blocks, heads_on_x ? blockIdx.y : blockIdx.x, heads_on_x ? gridDim.y : gridDim.x);
         this->row = row_block * BlockRows;
         list = lists.of(p.blocks, row_block);
     }
 };
 
-// Bits of a warp's Rows rows in a step of at most 32 keys. A lane holds those of one row, bit 0 for the first key. load() runs
-// ahead of the step and leaves the word as it is: shifting it would wait for it.
+// Bits of a warp's Rows rows in a step of Step keys. A lane holds the word of one row. load() runs ahead of the step and leaves the
+// word as memory has it, because shifting would wait for the load; combine() then makes bit 0 that of the step's first key. `keys`
+// is an iterator over the list's steps (ListedSteps, ...; block_lists.cuh).
 template <int Rows, int Step>
 class MaskBits {
     static_assert(Rows <= 32 && Step <= 32 && 32 % Step == 0, "a word a lane");
-    unsigned loaded_ = 0, word_ = 0;
+    unsigned loaded_ = 0, word_ = 0;  // as loaded; of the current step
 
-    // The lane's row of the list.
+    // The lane's row of the list. remat_*: read from its special register again, so that it holds no other register in between.
     static __device__ __forceinline__ unsigned list_row() {
         const unsigned thread = remat_thread_index();
         return (Rows == 32 ? thread : thread / 32 * Rows + thread % Rows) % kListedRows;
@@ -36,12 +39,12 @@ class MaskBits {
 
 public:
     static constexpr bool kHidesAll = true;  // the bits also hide what lengths, causal masks and windows hide
-    // Loads the bits of the step that comes `steps` after this one, if it has some.
+    // Loads the bits of the step that comes `steps` after the current one, if that is in a partial block.
     template <class Grid, class Keys>
     __device__ __forceinline__ void load(const Grid& grid, const Keys& keys, int steps) {
         load(grid, keys, steps, list_row);
     }
-    // The same of the list's row that row() returns.
+    // The same for the lane's row of the list that row() returns.
     template <class Grid, class Keys, class Row>
     __device__ __forceinline__ void load(const Grid& grid, const Keys& keys, int steps, Row row) {
         if (!keys.has_bits_after(steps)) return;
@@ -52,19 +55,19 @@ public:
                     bits_of(lists, tile, row(), keys.column_in_tile(steps)));
         loaded_ = word;
     }
-    // Prepares the step that comes `steps` after this one: takes the bits that were loaded for it, or all if it has none. `masked`:
-    // lengths, causal mask or window hide keys of it, so clears the bits of these. So masks and bits share the code that hides
-    // scores, which has to fit the instruction cache. `row`: the warp's first.
+    // Prepares the step that comes `steps` after the current one: takes the bits that were loaded for it, or all ones in a full
+    // block. With `masked` clears the bits of keys that lengths, causal mask or window hide: so masks and bits share the code that
+    // hides scores, which has to fit the instruction cache. `row`: the warp's first.
     template <class Keys>
     __device__ __forceinline__ void combine(const Keys& keys, const Mask& mask, int row, bool masked, int steps = 0) {
         word_ = keys.has_bits_after(steps) ? loaded_ >> keys.column_in_tile(steps) % 32 / Step * Step : ~0u;
         if (!masked) return;
         const int i = row + remat_lane() % Rows, key = keys.after(steps);
         const int first = max(i + mask.low - key, 0), last = min(min(i + mask.high, mask.seqlen_k - 1) - key, 31);
-        // keeps bits `first` to `last`
+        // keeps bits `first` to `last`, the visible keys of row i in the step
         word_ = first > last ? 0 : word_ >> first << first & ~0u >> (31 - last);
     }
-    // Hides the scores without a bit. `first_key`: of the tiles, in the step.
+    // Sets the scores without a bit to -inf. `first_key`: first key of the tiles of `s`, counted from the step's.
     template <class Layout, int RowTiles, int KeyTiles>
     __device__ __forceinline__ void apply_to(Scores<Layout, RowTiles, KeyTiles>& s, int first_key = 0) const {
         const typename Layout::Lane lane(remat_lane());
@@ -84,14 +87,14 @@ public:
     }
 };
 
-// TileStream (tile.cuh) at any row: load() takes the tile's first row instead of the next tile.
+// Loads tiles of listed keys: TileStream (tile.cuh), whose load() takes any first row instead of the next tile's.
 template <int Chunks, int Rows, int Threads>
 struct ListedTileStream : TileStream<Chunks, Rows, Threads> {
     using Stream = TileStream<Chunks, Rows, Threads>;
     using Stream::has_chunk, Stream::has_row, Stream::next;
     using Stream::kChunksPerRow, Stream::kPasses, Stream::kRowsPerPass, Stream::kThreadsPerRow;
 
-    // Tiles of the rows before `last`. `next` stays in the tile at row 0.
+    // Tiles of the rows before `last`. Unnamed: TileStream's first row; here `next`, the thread's chunk, stays at row 0.
     __device__ __forceinline__ ListedTileStream(int thread, const unsigned short* base, long long row_stride, int columns, int,
                                                 int last)
         : Stream(thread, base, row_stride, columns, 0, last) {}

@@ -1,11 +1,29 @@
-// Scaling of the output in the forward kernels, for any Layout (score_layout.cuh): rescale_output in the main loop, and the
-// epilogue. The epilogue adds the attention sink, applies dropout's scale 1 / (1 - p) and writes a row's lse.
+// Scaling of the output in the forward kernels: rescale_output in the main loop, and the epilogue finish_row, which adds the
+// attention sink, applies dropout's scale 1 / (1 - p) and writes a row's lse. A Layout (score_layout.cuh) says which scores a lane
+// has: a tile's element v is of the lane's row r = row_of(v), query first_query(lane) + row_slot(r) of the tile; leads_row() is
+// true for one lane of each row. Decode kernels use add_sink too.
 #pragma once
 
 #include "forward/scores.cuh"
 
-// Returns a function that multiplies rows of the output, for Scores::update_row_max. A lane has the same rows of output tiles
-// as of tiles of scores.
+// Returns whether out is fp32: a parameter says so, in kernels compiled with the feature fp32_output. Others have only fp16 code.
+__device__ __forceinline__ bool out_is_fp32(const FwdParams& p) { return kHasFp32Output && p.out_is_fp32; }
+
+// Stores a lane's row r of the output tiles `o`, which is the sequence's row `row`, as fp32 times `scale`. `out`: address of row 0
+// if elements were fp16. column(j, v) returns the column of element v of output tile j.
+template <class Layout, int OutputTiles, class Column>
+__device__ __forceinline__ void store_fp32_row(const FwdParams& p, const unsigned short* out, int row, int r, float scale,
+                                               const typename Layout::Tile (&o)[OutputTiles], Column column) {
+    float* to = fp32_element(p.out, out + row * p.out.row_stride);
+#pragma unroll
+    for (int j = 0; j < OutputTiles; j++)
+#pragma unroll
+        for (int v = 0; v < Layout::kElements; v += 2)
+            if (Layout::row_of(v) == r && column(j, v) < p.problem.headdim_v)
+                *reinterpret_cast<float2*>(to + column(j, v)) = make_float2(o[j][v] * scale, o[j][v + 1] * scale);
+}
+
+// Returns a function that multiplies the lane's row r of row tile mt of the output by a factor, for Scores::update_row_max.
 template <class Layout, int RowTiles, int OutputTiles>
 __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTiles][OutputTiles]) {
     return [&o](int mt, int r, float factor) {
@@ -17,8 +35,8 @@ __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTil
     };
 }
 
-// Adds an attention sink (one extra logit per head in the softmax's denominator) to a finished row's sum. Returns the factor
-// for its output. The sink merges as a row of one probability of 1. It has no output, so other_factor is unused.
+// Adds an attention sink (one extra logit per head in the softmax's denominator) to a finished row's row_max and sum. Returns the
+// factor for its output. The sink merges as a row with one key of probability 1, whose output is 0, so other_factor is unused.
 __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head, float& row_max, float& sum) {
     float factor = 1.f;
     if (options.sinks) {
@@ -33,10 +51,10 @@ __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head,
     return factor;
 }
 
-// Finishes row r of row tile mt. `row` is the warp's first row. Writes the lse if the row exists, and returns the factor for
-// its output. All lanes of the warp call it together, because row_sum shuffles. Packed: probabilities were rounded to fp16. A key
-// that has all of a row must then divide by the same number: else out is not exactly its value, and dq and dk are not 0
-// (docs/design/numerics.md).
+// Finishes row r of row tile mt. `row` is the warp's first row. Writes the lse if the row exists, and returns the factor for its
+// output. All lanes of the warp call it together, because row_sum shuffles. Packed: P V took probabilities rounded to
+// fp16. From |row_max| = kInexactRowMax on, the sum that divides `out` is rounded alike. Else out of a row with one visible key
+// would differ from that key's V (docs/design/numerics.md).
 template <bool Packed = true, class Layout, int RowTiles>
 __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeqlenInfo& sequence, const typename Layout::Lane& lane,
                                             int head, int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r,

@@ -1,19 +1,19 @@
-// K and V of the paged forward (prefill) kernels: tiles of a KV cache along a sequence's tokens, through the block table.
+// K and V of the paged forward (prefill) kernels: tiles of a KV cache along a sequence's tokens. The block table names the page of
+// each cache.rows tokens. volta's forward kernels load by KvTiles, which has one interface with and without pages, or by
+// PagedTileStream, turing's by PageIterator.
 //
 // Steps begin at multiples of 16 tokens, and so do pages (leftpad_k excludes a block table). So each group of 16 tokens lies in
 // one page. The page number is loaded one step before it is needed. has_pages() checks all page numbers before the first step.
-// A contiguous cache goes through the same code: its entry is the page. KvTiles has the same interface with and without pages:
-// tiles of K and V in turn. Included by the forward kernels of both families.
+// A contiguous cache goes through the same code: a sequence's entry is its page.
 #pragma once
 
 #include "conditional.cuh"
 #include "seqlen_info.cuh"
 
-// tokens of a group: all in one page
-constexpr int kPageGroup = 16;
+constexpr int kPageGroup = 16;  // tokens of a group
 
-// Returns whether all page numbers that the sequence reads are valid. (Pages that a window has passed may be gone.) Contains a
-// barrier: all threads of the block call it together. THREADS is the kernel's macro.
+// Returns whether the cache has all pages that the sequence reads; those before a window may be missing. Contains a barrier: all
+// threads of the block call it together. THREADS: of the block, from the kernel's row in src/kernels.
 __device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const CacheSeqlenInfo& sequence, const Mask& mask) {
     bool has = true;
     const int first = mask.key_first(0), end = sequence.seqlen_k();
@@ -31,14 +31,13 @@ class PageIterator {
     static_assert(Step % kPageGroup == 0 && Groups * kPageGroup <= Step, "a step is whole groups of one page");
     int index_;  // block-table column of the first group's page
     int row_;  // row of the first group in that page
-    // page number of each group
-    int page_[Groups];
+    int page_[Groups];  // page number of each group, in the cache
 
-    // Moves on to the next page at the end of a page.
+    // Moves a row past the end of a page to the next page.
     __device__ __forceinline__ static void wrap_row(const Cache& cache, int& row, int& index) {
         if (row >= cache.rows) row -= cache.rows, index++;
     }
-    // Row in its page of group g; sets `index`, the page's block-table column.
+    // Returns the row of group g in its page, and sets `index`, the page's block-table column.
     __device__ __forceinline__ int row_of(const Cache& cache, int g, int& index) const {
         int row = row_;
         index = index_;
@@ -51,7 +50,7 @@ class PageIterator {
     }
 
 public:
-    // `token`: first token of the first group, a multiple of 16. `end`: end of the sequence.
+    // `k_offset`: cache row of token 0. `token`: first token of the first group, a multiple of 16. `end`: tokens of the sequence.
     __device__ __forceinline__ PageIterator(const Cache& cache, int batch, int k_offset, int token, int end) {
         index_ = (k_offset + token) / cache.rows;
         row_ = k_offset + token - index_ * cache.rows;
@@ -65,6 +64,7 @@ public:
         for (int g = 0; g < Groups; g++) {
             int index;
             row_of(cache, g, index);
+            // the batch entry is read again (ptx.cuh), so that the row of the table holds no register
             const int* sequence = cache.block_table + remat_block_batch() * cache.block_table_stride;
             const bool has = cache.block_table && token + g * kPageGroup < end;
             if (!InBranch)
@@ -80,13 +80,12 @@ public:
         for (int i = 0; i < Step; i += kPageGroup) wrap_row(cache, row_, index_);
         look_up(cache, token, end);
     }
-    // Address of an element `rows` rows after `column`'s row of group g. `column`: the element's address in page 0, where the
-    // group would begin at row 0.
+    // Returns the address `rows` rows after `column`, an address that counts as if group g began at row 0 of page 0.
     __device__ __forceinline__ const unsigned short* address(const Cache& cache, const Operand& x, const unsigned short* column,
                                                              int g, int rows) const {
         int index;
         const unsigned short* row = rows_after(column, row_of(cache, g, index) + rows, x.row_stride);
-        // 32-bit by 64-bit product: two multiply-adds.
+        // 2 bytes an fp16 element. 32-bit by 64-bit product: two multiply-adds.
         const unsigned long long bytes = static_cast<unsigned>(2 * page_[g]) * static_cast<unsigned long long>(x.batch_stride);
         return reinterpret_cast<const unsigned short*>(reinterpret_cast<unsigned long long>(row) + bytes);
     }
@@ -105,7 +104,9 @@ struct NoPages {
 template <int Step, int Groups, bool InBranch>
 using PageIteratorIfPaged = typename Conditional<kPaged, PageIterator<Step, Groups, InBranch>, NoPages>::Type;
 
-// TileStream (tile.cuh) through pages.
+// Loads tiles of K or of V through pages, one after the other, and leaves out what does not exist, as TileStream (tile.cuh), whose
+// `next` is the thread's first chunk of a tile. A thread loads a row in each of kPasses passes, kRowsPerPass rows apart; these rows
+// lie in the groups that its Pages iterate over.
 template <int Chunks, int Rows, int Threads>
 struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     using Stream = TileStream<Chunks, Rows, Threads>;
@@ -113,11 +114,11 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     using Stream::kChunksPerRow, Stream::kPasses, Stream::kRowsPerPass, Stream::kThreadsPerRow;
     using Pages = PageIterator<Rows, (kPasses - 1) * kRowsPerPass / kPageGroup + 1>;
 
-    // Row of the tile at which the thread's first group of 16 begins. A thread's groups (Pages) go from its first pass to its
-    // last.
+    // Row of the tile at which the group of the thread's first row begins.
     __device__ __forceinline__ static int first_group(int thread) { return row_of(thread) / kPageGroup * kPageGroup; }
 
-    // Streams the tokens before `last`. `next` stays in page 0, at the thread's row within its group.
+    // Streams the tokens before `last`. Here `next` stays in page 0, at row row_of() - first_group(), the thread's row in its
+    // group, because address() adds group and page. So TileStream's first row is -first_group().
     __device__ __forceinline__ PagedTileStream(int thread, const Operand& x, int head, int columns, int last)
         : Stream(thread, x.ptr + head * x.head_stride, x.row_stride, columns, -first_group(thread), last) {}
 
@@ -136,7 +137,8 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     }
 };
 
-// Tiles of K and V of a block, in turn: each tile of K before that of V. The specialization below goes through pages.
+// Tiles of K and V of a block, in turn: each tile of K before that of V. load_k() and load_v() load into the caller's registers.
+// The specialization below goes through pages. Stream: TileStream, or ListedTileStream under a block-sparse mask.
 template <bool Paged, int Chunks, int ChunksV, int Rows, int Threads, template <int, int, int> class Stream = TileStream>
 struct KvTiles {
     static_assert(!Paged, "paged kernels have ChunksV == Chunks");
@@ -144,7 +146,7 @@ struct KvTiles {
     Stream<ChunksV, Rows, Threads> v;
     unsigned k_stride, v_stride;
 
-    // Keys `first` to last - 1 of a sequence whose key 0 is row k_offset of its batch entry.
+    // Streams keys `first` to last - 1 of a sequence whose key 0 is row k_offset of its batch entry.
     template <class Block>
     __device__ __forceinline__ KvTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last)
         : k(thread, rows_of(p.k, block.batch, block.head_k, k_offset), p.k.row_stride, p.problem.headdim, first, last),
@@ -167,14 +169,14 @@ struct KvTiles<true, Chunks, Chunks, Rows, Threads, Unused> {
     using Stream = PagedTileStream<Chunks, Rows, Threads>;
     Stream k, v;
     typename Stream::Pages pages;
-    int group, last;
+    int first_group, last;  // row of the thread's first group in a tile; one past the last key
 
     template <class Block>
     __device__ __forceinline__ KvTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last_)
         : k(thread, p.cache.k, block.head_k, p.problem.headdim, last_),
           v(thread, p.cache.v, block.head_k, p.problem.headdim_v, last_),
-          pages(p.cache, block.batch, k_offset, first + Stream::first_group(thread), last_), group(Stream::first_group(thread)),
-          last(last_) {}
+          pages(p.cache, block.batch, k_offset, first + Stream::first_group(thread), last_),
+          first_group(Stream::first_group(thread)), last(last_) {}
 
     template <class Data>
     __device__ __forceinline__ void load_k(Data& data, const FwdParams& p, int key) {
@@ -183,6 +185,6 @@ struct KvTiles<true, Chunks, Chunks, Rows, Threads, Unused> {
     template <class Data>
     __device__ __forceinline__ void load_v(Data& data, const FwdParams& p, int key) {
         v.load(data, p.cache, p.cache.v, pages, key);
-        pages.advance(p.cache, key + Rows + group, last);
+        pages.advance(p.cache, key + Rows + first_group, last);
     }
 };

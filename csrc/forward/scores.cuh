@@ -1,11 +1,11 @@
-// A warp's scores between the two products of the forward pass: a score function, ALiBi, bias, mask, row maxima and dropout, for
-// any Layout (score_layout.cuh). Used by the forward kernels of both families.
+// A warp's scores between the two products of the forward pass: a score function (softcap), ALiBi, bias, mask, row maxima and
+// dropout. Used by the forward kernels of both families. A Layout (score_layout.cuh) says which scores of a tile a lane has.
 //
 // Names: mt is a row tile of the warp, nt a key tile, v a lane's element of a tile, r one of its rows in it. Scores are products
-// q.k until apply_score_mod(), and then in log2 units.
+// q.k until apply_score_mod(), and then in log2 units (times log2(e), ready for exp2).
 //
-// What only some problems or tiles need is read again from parameters and special registers where it is used (remat_*):
-// registers are short, and it holds none in between.
+// What only some problems or tiles need is read again from parameters and special registers where it is used (remat_*), because
+// registers are short. With Layout::kEitherOrder, the grid may have heads on its first axis; remat_head reads the right one.
 #pragma once
 
 #include "forward/block.cuh"
@@ -16,6 +16,7 @@
 #include "softmax.cuh"
 #include "tile.cuh"
 
+// Returns the thread's number in its warp.
 __device__ __forceinline__ int remat_lane() { return remat_thread_index() & 31; }
 
 // Softmax state of a warp's rows: RowTiles tiles.
@@ -24,7 +25,7 @@ struct SoftmaxRows {
     SoftmaxRow row[RowTiles][Layout::kRows];
 };
 
-// Scores of RowTiles x KeyTiles tiles. Arguments `row` and `key` are the first of them.
+// Scores of RowTiles x KeyTiles tiles. Arguments `row` and `key`: the warp's first query and key.
 template <class Layout, int RowTiles, int KeyTiles>
 struct Scores {
     typename Layout::Tile tile[RowTiles][KeyTiles];
@@ -44,7 +45,7 @@ struct Scores {
         each([](float& x, int, int, int) { x = 0.f; });
     }
 
-    // Sets masked scores to -inf.
+    // Sets masked scores to -inf. Row i sees keys i + mask.low to i + mask.high.
     __device__ __forceinline__ void apply_mask(const Mask& mask, int row, int key) {
         const typename Layout::Lane lane(remat_lane());
 #pragma unroll
@@ -75,7 +76,8 @@ struct Scores {
         return m[0];
     }
 
-    // Whether any row of the warp has a score above its limit, or or_if is true. Uniform in the warp.
+    // Returns whether any row of the warp has a score above its SoftmaxRow::limit, so that its lazy maximum row_max must move
+    // (softmax.cuh), or the caller's own condition or_if is true in any lane. Uniform in the warp.
     __device__ __forceinline__ bool needs_rescale(const SoftmaxRows<Layout, RowTiles>& softmax, bool or_if = false) const {
         bool exceeds = or_if;
 #pragma unroll
@@ -85,8 +87,8 @@ struct Scores {
         return __any_sync(~0u, exceeds);
     }
 
-    // Moves row maxima to those of these scores. Calls rescale(row tile, row, factor) for what was computed from the row's
-    // probabilities.
+    // Moves row maxima to those of these scores: of all rows, or only of rows above their limit (RescaledRows, softmax.cuh). Calls
+    // rescale(row tile, row, factor) for what was computed from the row's probabilities.
     template <RescaledRows Rows, class Rescale>
     __device__ __forceinline__ void update_row_max(SoftmaxRows<Layout, RowTiles>& softmax, float scale_log2,
                                                    float inverse_scale_log2, Rescale rescale) const {
@@ -94,7 +96,7 @@ struct Scores {
             return row.template update_row_max<Rows>(m, scale_log2, inverse_scale_log2);
         });
     }
-    // The same, with move(row state, maximum of the scores), which returns the factor.
+    // The same, where move(row state, maximum of the scores) moves row_max and returns the factor.
     template <class Rescale, class Move>
     __device__ __forceinline__ void update_row_max(SoftmaxRows<Layout, RowTiles>& softmax, Rescale rescale, Move move) const {
 #pragma unroll
@@ -105,7 +107,8 @@ struct Scores {
             }
     }
 
-    // Turns products q.k into scores in log2 units (score_mod.cuh). Without the bias: see ScoreBias.
+    // Turns products q.k into scores in log2 units (score_mod.cuh), without the bias, which ScoreBias adds. Function is
+    // ScoreFunction (softcap), or a more precise form. A parameter of 0 means that the problem has none.
     template <class Function = ScoreFunction>
     __device__ __forceinline__ void apply_score_mod(const FwdParams& p, const Mask& mask, int row, int key) {
         const ScoreOptions& options = p.score_options;
@@ -129,7 +132,7 @@ struct Scores {
     }
 
 private:
-    // Maximum of the lane's elements of one tile in row r, in pairs.
+    // Returns the maximum of the lane's elements of one tile in row r.
     __device__ __forceinline__ static float maximum_of_row(const typename Layout::Tile& x, int r) {
         float m = 0.f;
         bool any = false;
@@ -145,17 +148,17 @@ private:
     }
 };
 
-// Bias of a warp's scores. It can be loaded before the scores are computed.
+// Bias of a warp's scores, which can be loaded before the scores are computed. `loaded`: elements as in memory, kKeys keys each.
 template <class Layout, int RowTiles, int KeyTiles>
 struct ScoreBias {
     Bias::Loaded<Layout::kKeys> loaded[RowTiles][KeyTiles][Layout::kRows];
 
-    // The bias of the block's head.
+    // Returns the bias of the block's head.
     __device__ __forceinline__ static Bias source(const FwdParams& p) {
         return Bias(p.problem, p.score_options, remat_block_batch(), remat_head<Layout::kEitherOrder>(p.problem));
     }
 
-    // `key` is a multiple of 4.
+    // Loads the bias of the tiles from (row, key) on; `key` is a multiple of 4. Rows past the last read the last one's.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) { load(p, source(p), row, key); }
     __device__ __forceinline__ void load(const FwdParams& p, const Bias& bias, int row, int key) {
         const typename Layout::Lane lane(remat_lane());
@@ -170,7 +173,7 @@ struct ScoreBias {
                                                                  key + Layout::kTileKeys * nt + Layout::first_key(lane));
                 }
     }
-    // Adds the bias to scores in log2 units, or in other units: `factor` is the size of 1 in them.
+    // Adds the bias to scores. `factor`: their units per natural unit, log2(e) for scores in log2 units.
     __device__ __forceinline__ void add_to(Scores<Layout, RowTiles, KeyTiles>& s, const ScoreOptions& options,
                                            float factor = kLog2e) const {
 #pragma unroll
@@ -188,10 +191,11 @@ struct ScoreBias {
     }
 };
 
-// Which probabilities of RowTiles row tiles and one key tile dropout keeps.
+// Which probabilities of RowTiles row tiles and one key tile dropout keeps. One Philox call (random numbers, philox.cuh) decides
+// all of a lane's eight in a tile: two rows, four apart, by four keys.
 template <class Layout, int RowTiles>
 struct DropoutBits {
-    // kept_bits of a call (philox.cuh), 0 to 3 and 16 to 19, for each row tile, kBitsOfTile further each
+    // A call's bits are 0 to 3 and 16 to 19 (kept_bits); those of row tile mt are shifted left by kBitsOfTile * mt.
     unsigned bits = ~0u;
     static constexpr int kBitsOfTile = 4;
     static_assert(RowTiles * kBitsOfTile <= 16, "the bits of a lane's scores fit into half a word");
@@ -202,7 +206,7 @@ struct DropoutBits {
                                                      remat_head<Layout::kEitherOrder>(p.problem));
     }
 
-    // Draws the numbers. `row` and `key`: first of the tile, multiples of 8 and of 4.
+    // Draws the random numbers. `row` and `key`: first of the tiles, multiples of 8 and of 4.
     __device__ __forceinline__ void draw(const FwdParams& p, int row, int key) { draw(p, numbers_of(p), row, key); }
     __device__ __forceinline__ void draw(const FwdParams& p, const Philox& philox, int row, int key) {
         const DropoutRule rule(p.score_options);
@@ -216,7 +220,7 @@ struct DropoutBits {
         for (int mt = 0; mt < RowTiles; mt++)
             bits |= rule.kept_bits(philox.numbers(row + Layout::kTileQueries * mt, key)) << (kBitsOfTile * mt);
     }
-    // Whether element v of row tile mt is kept.
+    // Returns whether element v of row tile mt is kept.
     __device__ __forceinline__ bool operator()(int mt, int v) const {
         return bits >> (kBitsOfTile * mt + kept_bit(Layout::row_of(v), Layout::key_slot(v))) & 1;
     }

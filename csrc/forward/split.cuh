@@ -1,19 +1,22 @@
-// Forward kernel of fp32 tensors. Every operand is the sum of two fp16 numbers, a high and a low part, and every product is three
-// on the tensor cores: high * high + high * low + low * high. What is left out, low * low, is at most 2^-21 of the product,
-// typically near fp32's own rounding. (Markidis and others, "NVIDIA Tensor Core Programmability, Performance & Precision", 2018.)
-// The cast kernel (shared/cast/cast.cuh) has split q, k and v: a row has the high parts of HEADDIM columns, then the low ones. P
-// is split here, and the output is fp32.
+// Forward kernels of fp32 tensors, at fp32's precision on fp16 tensor cores. Every operand is the sum of two fp16 numbers, a high
+// and a low part, and every product is three on the tensor cores: high * high + high * low + low * high. What is left out, low *
+// low, is at most 2^-21 of the product, typically near fp32's own rounding. (Markidis and others, "NVIDIA Tensor Core
+// Programmability, Performance & Precision", 2018.) The cast kernel (shared/cast/cast.cuh) has split q, k and v: a row has the high
+// parts of HEADDIM columns, then the low ones. P is split here, and the output is fp32.
 //
 // Tensor cores truncate their sums, always toward 0. Over a long loop these errors add up to far more than fp32's rounding (Ootomo
 // and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance",
 // 2022). So no accumulator of a product lives longer than a step: its sum is added to the output by ordinary additions. And
 // products with a low part, which are 2^-11 of the others, have accumulators of their own, or come first.
 //
-// Schedule: K and V of a step in one of two slots of shared memory, one barrier a step. While a step computes, the next one is
-// stored to the other slot, and the one after it is in flight.
+// Forward: K and V of a step of 16 keys lie in one of two slots of shared memory, one barrier a step. While a step computes, the
+// next one is stored to the other slot, and the one after it is in flight. WideForward: for wider heads, see there.
 //
-// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a
-// block).
+// A Family, {volta,turing}/forward/split.cuh, has the products and the Layout of a lane's scores: Queries::multiply() is S = Q K^T,
+// add_output() is O += P V, key_of_row() the key in a row of the shared tile. multiply_high(), multiply_low(), add_high() and
+// add_low() do the part of the high or of the low parts of K or V. Its step has kTiles tiles of scores; a lane's keys in a tile are
+// kNextTile after those in the tile before. The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of
+// a step), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
 #include "dense_steps.cuh"
@@ -25,13 +28,12 @@ namespace split {
 
 using u32 = unsigned;
 
-// Two words of fp16: pairs of numbers, and what rounding took from them.
+// Two words of two fp16 each: the high parts of two numbers, and their low parts.
 struct Pair {
     u32 high, low;
 };
-// Splits two probabilities times kPackedOne. The high parts are truncated, so the low ones are positive, as pack_shifted needs it.
-// shifted() scales by 2^-112, so that fp32 bits times 8 have fp16's bits in their upper half (softmax.cuh). The mask clears the 13
-// bits that fp16 lacks.
+// Splits two probabilities times kPackedOne, 2^8. High parts are truncated, so that low ones are positive, as pack_shifted needs
+// them. shifted() scales by 2^8 * 2^-112: then fp32 bits times 8 have fp16's in their upper half. The mask clears lower bits.
 __device__ __forceinline__ Pair split_probabilities(float a, float b) {
     const float x = shifted(a), y = shifted(b);
     const float x_high = __uint_as_float(__float_as_uint(x) & ~0x1fffu), y_high = __uint_as_float(__float_as_uint(y) & ~0x1fffu);
@@ -39,25 +41,52 @@ __device__ __forceinline__ Pair split_probabilities(float a, float b) {
 }
 
 constexpr int kStep = 16;  // keys
-constexpr int kWarpRows = 16;
+constexpr int kWarpRows = 16;  // query rows of a warp
 
-// The keys that a block visits: those that one of its rows sees. split_block_mask.cuh has those of a list.
-struct SeenKeys {
+// Grid policy of SeenKeys and ListedKeys: a block for each row tile (the rows of a block) and head. StreamKKeys
+// (split_stream_k.cuh) has the same functions for its own grid. remat_*() compute values of block() again, so that they hold no
+// registers in between.
+struct RowTileGrid {
+    template <int Rows, bool EitherOrder>
+    __device__ __forceinline__ static ForwardBlock<Rows, EitherOrder> block(const Problem& p) {
+        return ForwardBlock<Rows, EitherOrder>(p);
+    }
+    // Adds results of the same rows over other keys. Returns whether this block writes the output.
+    template <class Softmax, class Output>
+    __device__ __forceinline__ static bool combine_splits(Softmax&, Output&) {
+        return true;
+    }
+    template <int Rows, bool EitherOrder>
+    __device__ __forceinline__ static int remat_row(const Problem& p) {
+        return ForwardBlock<Rows, EitherOrder>::remat_row(p);
+    }
+    template <bool EitherOrder>
+    __device__ __forceinline__ static int remat_head(const Problem& p) {
+        return ::remat_head<EitherOrder>(p);
+    }
+    __device__ __forceinline__ static int remat_batch(const Problem&) { return remat_block_batch(); }
+};
+
+// The keys that a block visits without a block-sparse mask: those that one of its rows sees (ListedKeys: split_block_mask.cuh).
+struct SeenKeys : RowTileGrid {
     template <int Ahead>
     using Steps = DenseSteps<kStep>;
     using Bits = NoMaskBits;
-    // Keys from this one on are not loaded.
-    __device__ __forceinline__ static int end(const Mask& mask, int row, int rows) { return mask.key_end(row, rows); }
-    // Steps with a look at those up to Ahead steps later.
+    // Returns the end of the keys that may be loaded, for the Rows rows of a block.
+    template <int Rows, class Block>
+    __device__ __forceinline__ static int end(const Mask& mask, const Block& block) {
+        return mask.key_end(block.row, Rows);
+    }
+    // Returns an iterator over the steps, which also tells the keys of those up to Ahead steps later.
     template <int Ahead, int Rows, class Block>
     __device__ __forceinline__ Steps<Ahead> steps(const FwdParams&, const Block& block, const Mask& mask) const {
         // Steps begin at multiples of kStep, because a bias comes in aligned groups of 4 keys.
-        return Steps<Ahead>(*this, block, mask.key_first(block.row) & ~(kStep - 1), end(mask, block.row, Rows));
+        return Steps<Ahead>(*this, block, mask.key_first(block.row) & ~(kStep - 1), end<Rows>(mask, block));
     }
 };
 
-// Applies the score function to one of several tiles of products, if there is one. Beside other tiles few registers are free, so
-// the loop is rolled, and the tile moves through its registers.
+// Applies the score function (softcap), if the problem has one, to one of several tiles of products. With several tiles few
+// registers are free, so the loop is rolled: it computes element 0, and moves the others down by one.
 template <class Layout>
 __device__ __forceinline__ void apply_function(Scores<Layout, 1, 1>& s, const FwdParams& p) {
     if (!kHasScoreFunction || ScoreFunction::parameter(p.score_options) <= 0.f) return;
@@ -71,14 +100,16 @@ __device__ __forceinline__ void apply_function(Scores<Layout, 1, 1>& s, const Fw
         x[Layout::kElements - 1] = score;
     }
 }
-// The function of scores that have it already.
+// Score function of scores to which apply_function has applied it: none.
 struct AppliedFunction {
     __device__ __forceinline__ AppliedFunction(const Problem&, const ScoreOptions&) {}
     __device__ __forceinline__ float operator()(float score) const { return score; }
 };
 
-// Turns the products of a step into probabilities. Rescales the output `o` where row maxima move. `row`: first of the scores.
-// `bits`: loaded for the step.
+// Turns the products s of a step into probabilities. Bits::kHidesAll: a block-sparse mask, whose bits then also hide what lengths,
+// causal masks and windows hide. Rescales the output `o` where row maxima move. `row`: the warp's first.
+// `bits`: loaded for the step, of a block-sparse mask. `scale`: factor of scores in the exponent; 1 in generic kernels (kGeneric:
+// parameters choose the score features), whose scores apply_score_mod() has scaled to log2 units.
 template <class Family, class Steps, class Bits, class Output>
 __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout, 1, 1> (&s)[Family::kTiles], const FwdParams& p,
                                                  const Problem& problem, const UnmaskedKeys<kStep>& unmasked, const Steps& keys,
@@ -86,7 +117,7 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
                                                  SoftmaxRows<typename Family::Layout, 1>& softmax, Output& o) {
     using Layout = typename Family::Layout;
     const int key = keys.first();
-    // Computed again, so that it holds no registers in between.
+    // Computed again, so that it holds no registers in between. So remat_*() read special registers again (ptx.cuh).
     const auto mask = [&] { return mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())); };
     if (kGeneric)
 #pragma unroll
@@ -120,6 +151,7 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
     for (int i = 0; i < Family::kTiles; i++) exceeds = s[i].needs_rescale(softmax, exceeds);
     if (exceeds) {
         const float inverse_scale = kGeneric ? 1.f : __fdividef(1.f, scale);
+        // one tile after the other: the maxima only rise
 #pragma unroll
         for (int i = 0; i < Family::kTiles; i++)
             s[i].template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale_output<Layout>(o));
@@ -132,7 +164,7 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
             x = softmax.row[0][Layout::row_of(v)].probability(x, scale);
         }
     if (kHasDropout && p.score_options.rng_state) {
-        // one call has all of a lane: two rows, four apart, and four keys
+        // one Philox call decides all of a lane's scores: two rows, four apart, by four keys
         const typename Layout::Lane lane(remat_lane());
         const auto numbers =
             DropoutBits<Layout, 1>::numbers_of(p).numbers(row + Layout::first_query(lane), key + Layout::first_key(lane));
@@ -146,7 +178,7 @@ __device__ __forceinline__ void to_probabilities(Scores<typename Family::Layout,
     }
 }
 
-// Writes out, in fp32, and lse of the warp's rows. It has Columns columns of the output, from first_column on.
+// Writes the warp's rows of out, in fp32, and their lse. The warp has Columns columns of out, from first_column on.
 template <class Family, int Columns>
 __device__ __forceinline__ void write(const FwdParams& p, int batch, int head, int row, int first_column,
                                       const SoftmaxRows<typename Family::Layout, 1>& softmax,
@@ -159,6 +191,7 @@ __device__ __forceinline__ void write(const FwdParams& p, int batch, int head, i
     float* lse = p.softmax_lse + sequence.lse_row(batch, head);
 #pragma unroll
     for (int r = 0; r < Layout::kRows; r++) {
+        // false: probabilities were not rounded to fp16; 0: the one row tile
         const float scale = finish_row<false>(p, sequence, lane, head, row, softmax, 0, r, lse);
         const int i = row + Layout::first_query(lane) + Layout::row_slot(r);
         if (i >= sequence.seqlen_q()) continue;
@@ -173,15 +206,15 @@ __device__ __forceinline__ void write(const FwdParams& p, int batch, int head, i
     }
 }
 
-// Family has the products and the lane layouts (volta/forward/split.cuh, turing/forward/split.cuh). Layout::kEitherOrder: grids may
-// have heads on their first axis (forward/block.cuh).
+// The kernel where a warp's registers hold the output of its 16 rows. Keys: SeenKeys, or ListedKeys under a block-sparse mask.
+// Layout::kEitherOrder: grids may have heads on their first axis (forward/block.cuh).
 template <class Family, class Keys = SeenKeys>
 struct Forward {
     using Layout = typename Family::Layout;
     static constexpr int kWarps = THREADS / 32;
     static constexpr int kBlockRows = kWarps * kWarpRows;
-    static constexpr int kChunks = 2 * HEADDIM / kChunk;
-    // A chunk of padding: rows of a column fall into different banks.
+    static constexpr int kChunks = 2 * HEADDIM / kChunk;  // 16-byte chunks of a row, both parts
+    // Bytes between shared rows. One chunk of padding, so that the rows of a column fall into different banks.
     static constexpr int kPitch = (kChunks + 1) * kChunkBytes;
     static constexpr int kTileBytes = kStep * kPitch, kSlotBytes = 2 * kTileBytes, kRingBytes = 2 * kSlotBytes;
     using Block = ForwardBlock<kBlockRows, Layout::kEitherOrder>;
@@ -203,7 +236,7 @@ struct Forward {
         __device__ __forceinline__ Loader(const FwdParams& p, const unsigned short* k_rows, const unsigned short* v_rows, int end)
             : k(k_rows + threadIdx.x % kChunks * kChunk), v(v_rows + threadIdx.x % kChunks * kChunk), k_stride(p.k.row_stride),
               v_stride(p.v.row_stride), key_end(end) {}
-        // Keys that do not exist are 0.
+        // Loads the step that begins with key `first`; keys that do not exist become 0.
         __device__ __forceinline__ void load(int first) {
             const int row = threadIdx.x / kChunks;
 #pragma unroll
@@ -234,10 +267,11 @@ struct Forward {
         const Mask mask = mask_of(problem, sequence);
         const int warp_row = threadIdx.x / 32 * kWarpRows, row = block.row + warp_row;
         Queries q;
+        // sign_flip flips Q's signs under a negative softmax_scale: the factor of scores is |softmax_scale|
         q.load(p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row, sequence.seqlen_q(), problem.sign_flip,
                ring + kRingBytes, warp_row);
-        auto keys = visited.template steps<2, kBlockRows>(p, block, mask);
-        const int key_end = Keys::end(mask, block.row, kBlockRows);
+        auto keys = visited.template steps<2, kBlockRows>(p, block, mask);  // loads run two steps ahead
+        const int key_end = visited.template end<kBlockRows>(mask, block);
         Loader tiles(p, rows_of(p.k, block.batch, block.head_k, sequence.k_offset()),
                      rows_of(p.v, block.batch, block.head_k, sequence.k_offset()), key_end);
         // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
@@ -258,7 +292,6 @@ struct Forward {
             typename Keys::Bits bits;
             bits.load(visited, keys, row);
             typename Family::Probabilities probabilities;
-            // A family's tile of scores may have fewer keys than the step.
             Scores<Layout, 1, 1> s[Family::kTiles];
             q.multiply(s, ring + slot, kPitch);
             to_probabilities<Family>(s, p, problem, unmasked, keys, bits, row, scale, softmax, o);
@@ -271,9 +304,9 @@ struct Forward {
     }
 };
 
-// The same for headdims whose output does not fit one warp's registers. Each of kColumnGroups warps has kColumns columns: of Q and
-// K in the first product, of V and the output in the second. They add their sums of scores in shared memory, and then compute the
-// same softmax. Shared memory has no room for a step, so a step is four phases, each with one part of K or V, in one of two slots:
+// The kernel for headdims above 128, whose output does not fit one warp's registers. Each of kColumnGroups warps has kColumns
+// columns: of Q and K in the first product, of V and the output in the second. They add their sums of scores in shared memory, and
+// then compute the same softmax. Shared memory has no room for a step: it takes four phases, with parts of K or V in two slots:
 //
 //   high parts of K  |  low parts of K, store the sums  |  add the sums, softmax, high parts of V  |  low parts of V
 template <class Family, class Keys = SeenKeys, int Headdim = HEADDIM>
@@ -281,13 +314,12 @@ struct WideForward {
     using Layout = typename Family::Layout;
     static constexpr int kColumns = 128, kColumnGroups = Headdim / kColumns;
     static constexpr int kWarps = THREADS / 32, kBlockRows = kWarps / kColumnGroups * kWarpRows;
-    static constexpr int kChunks = Headdim / kChunk;
+    static constexpr int kChunks = Headdim / kChunk;  // of a row of one part
     static constexpr int kPitch = (kChunks + 1) * kChunkBytes;  // as Forward::kPitch
     static constexpr int kSlotBytes = kStep * kPitch;
-    // A warp's sums: two chunks of each lane.
+    // A warp's sums: two chunks of each lane. kSums, kQueries: where sums and Q's part begin in shared memory.
     static constexpr int kLaneChunks = 32 * kChunkBytes, kSums = 2 * kSlotBytes, kWarpSums = 2 * kLaneChunks;
     static constexpr int kQueries = kSums + kWarps * kWarpSums;
-    using Block = ForwardBlock<kBlockRows, Layout::kEitherOrder>;
     using Queries = typename Family::template Queries<kColumns, Headdim>;
     using Products = Scores<Layout, 1, 1>[Family::kTiles];
     static_assert(kBlockRows == BLOCK_ROWS && kStep == STEP && Headdim == HEADDIM_V && Headdim % kColumns == 0 &&
@@ -312,6 +344,7 @@ struct WideForward {
                 load_global_if(key < key_end, data[i], rows_after(part, key, stride));
             }
         }
+        // `part`: 0 for the high parts, 1 for the low ones.
         __device__ __forceinline__ void load_k(int part, int first) { load(k + part * Headdim, k_stride, first); }
         __device__ __forceinline__ void load_v(int part, int first) { load(v + part * Headdim, v_stride, first); }
         __device__ __forceinline__ void store(u32 slot) const {
@@ -324,6 +357,7 @@ struct WideForward {
     __device__ __forceinline__ static int warp_row() { return remat_thread_index() / 32 / kColumnGroups * kWarpRows; }
     __device__ __forceinline__ static int first_column() { return remat_thread_index() / 32 % kColumnGroups * kColumns; }
 
+    // Stores the warp's sums of scores, small (with a low part) + large. A lane has eight: one tile of eight, or two of four.
     __device__ __forceinline__ static void store_sums(u32 sums, const Products& small, const Products& large) {
         const u32 to = sums + remat_thread_index() / 32 * kWarpSums + remat_lane() * kChunkBytes;
 #pragma unroll
@@ -336,7 +370,7 @@ struct WideForward {
             store_shared(to + i * kLaneChunks, make_uint4(sum(0), sum(1), sum(2), sum(3)));
         }
     }
-    // In the same order in all warps, whose softmax is then the same.
+    // Adds the sums of all column groups, in the same order in all warps, so that their softmax is the same.
     __device__ __forceinline__ static void add_sums(u32 sums, Products& s) {
         const u32 from =
             sums + remat_thread_index() / 32 / kColumnGroups * (kColumnGroups * kWarpSums) + remat_lane() * kChunkBytes;
@@ -358,7 +392,7 @@ struct WideForward {
         extern __shared__ __align__(1024) unsigned char shared[];
         const u32 slot = shared_address(shared);
         const Problem& problem = p.problem;
-        const Block block(problem);
+        const auto block = visited.template block<kBlockRows, Layout::kEitherOrder>(problem);
         const BlockSeqlenInfo sequence(p, block.batch);
         if (kVarlen && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
@@ -366,8 +400,8 @@ struct WideForward {
         Queries q;
         q.load(p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()) + first_column(), row, sequence.seqlen_q(),
                problem.sign_flip, slot + kQueries, threadIdx.x / 32 * kWarpRows);
-        auto keys = visited.template steps<1, kBlockRows>(p, block, mask);
-        const int key_end = Keys::end(mask, block.row, kBlockRows), chunk = threadIdx.x % kChunks * kChunk;
+        auto keys = visited.template steps<1, kBlockRows>(p, block, mask);  // loads run one step ahead
+        const int key_end = visited.template end<kBlockRows>(mask, block), chunk = threadIdx.x % kChunks * kChunk;
         Loader tiles = {rows_of(p.k, block.batch, block.head_k, sequence.k_offset()) + chunk,
                         rows_of(p.v, block.batch, block.head_k, sequence.k_offset()) + chunk, static_cast<unsigned>(p.k.row_stride),
                         static_cast<unsigned>(p.v.row_stride), key_end};
@@ -413,8 +447,10 @@ struct WideForward {
             Family::template add_low<kColumns>(o, probabilities, slot + kSlotBytes + columns, kPitch);
             __syncthreads();
         }
-        write<Family, kColumns>(p, remat_block_batch(), remat_head<Layout::kEitherOrder>(problem),
-                                Block::remat_row(problem) + warp_row(), first_column(), softmax, o);
+        if (!visited.combine_splits(softmax, o)) return;
+        write<Family, kColumns>(p, visited.remat_batch(problem), visited.template remat_head<Layout::kEitherOrder>(problem),
+                                visited.template remat_row<kBlockRows, Layout::kEitherOrder>(problem) + warp_row(), first_column(),
+                                softmax, o);
     }
 };
 

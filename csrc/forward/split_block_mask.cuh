@@ -1,5 +1,8 @@
-// Block-sparse masks in the forward kernels of fp32 tensors (split.cuh, block_lists.cuh). A block has the rows of a list or a part
-// of them. So blocks start in the order of rows, not of the lists' lengths.
+// Block-sparse masks in the forward kernels of fp32 tensors, which split each number into two fp16 ones: ListedKeys is their
+// template argument Keys (split.cuh). A list (block_lists.cuh) names the blocks of 64 keys that 128 query rows see; bits say which
+// scores of a partial block exist. Several thread blocks may share a list, whose length orders lists alone: so the grid starts with
+// the last rows, as without lists (ForwardBlock), not with the longest lists as in other kernels. kStep: keys of a step, 16;
+// kWarpRows: rows of a warp, 16.
 #pragma once
 
 #include "compact_listed_steps.cuh"
@@ -9,15 +12,16 @@
 namespace split {
 
 // The keys of the list that has a block's rows.
-class ListedKeys {
+class ListedKeys : public RowTileGrid {
     const BlockLists& lists_;
 
 public:
-    // ListedSteps would spill. The loads that this iterator waits for are short beside four steps.
+    // The iterator with the fewest registers: ListedSteps would spill. It waits for a load at each block of 64 keys, every four
+    // steps. Ahead: how many steps ahead the kernel asks. CompactListedSteps tells up to 4 (64 / kStep) in any case.
     template <int Ahead>
     using Steps = CompactListedSteps<kStep>;
     struct Bits : MaskBits<kWarpRows, kStep> {
-        // Loads the bits of this step, if it has some. `row`: the warp's first.
+        // Loads the bits of the current step (0 steps ahead), if it is in a partial block. `row`: the warp's first.
         template <class Steps>
         __device__ __forceinline__ void load(const ListedKeys& keys, const Steps& steps, int row) {
             MaskBits<kWarpRows, kStep>::load(keys, steps, 0, [&] {
@@ -27,12 +31,16 @@ public:
     };
     __device__ __forceinline__ explicit ListedKeys(const BlockLists& lists) : lists_(lists) {}
     __device__ __forceinline__ const BlockLists& lists() const { return lists_; }
-    // Keys from this one on are not loaded, whatever the list.
-    __device__ __forceinline__ static int end(const Mask& mask, int, int) { return mask.seqlen_k; }
+    // Returns the end of the keys that may be loaded, whatever the list and the block's rows.
+    template <int, class Block>
+    __device__ __forceinline__ static int end(const Mask& mask, const Block&) {
+        return mask.seqlen_k;
+    }
     template <int Ahead, int Rows, class Block>
     __device__ __forceinline__ Steps<Ahead> steps(const FwdParams& p, const Block& block, const Mask& mask) const {
         static_assert(kListedRows % Rows == 0, "a block's rows are of one list");
         const HeadLists of_head(lists_, p.lengths.first_batch + block.batch, block.head);
+        // what CompactListedSteps reads of a block: the list. 0: the sequence's first key
         const struct {
             const int* list;
         } of_block = {of_head.of(lists_, block.row / kListedRows)};

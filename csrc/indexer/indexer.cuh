@@ -1,35 +1,30 @@
-// The lightning indexer of DeepSeek V3.2 and GLM-5:
+// The kernel of volta_fa::indexer_logits (src/ops/indexer.rs launches it): the lightning indexer of DeepSeek V3.2 and GLM-5,
 //
 //   logits[query, key] = scale[key] * sum over heads of weight[query, head] * relu(q[query, head] . k[key])
 //
-// A tile is 256 rows (queries times heads) or 64. Each warp holds 32 rows in registers for all of the tile's keys, so the only
-// operand that products read from shared memory is K. A step is 64 keys, in two buffers, with one barrier. With 256 rows a warp has
-// four tiles of 16 keys a step, with 64 one.
+// A row is one head of one query: 32 or 64 rows a query (2^head_shift), the last of them padding. A block of eight warps computes
+// a tile of 256 or 64 rows (Rows). Each warp keeps 32 rows in registers for all of the tile's keys, so products read only K from
+// shared memory. A step is 64 keys, double-buffered, with one barrier. With 256 rows each warp has all 64 keys, as four key tiles
+// of 16. With 64 rows, four warps divide the keys of the same 32 rows, one key tile each.
 //
-// The two warps of a scheduler leave the barrier together, and would reach their sums together. So the sum over rows of a tile, and
-// the conversion of the next step's keys, run between the products of the next tile. The logits of a step follow after the next
-// barrier.
+// The two warps of an SM's scheduler leave the barrier together, and would leave the tensor cores idle together. So the sum over
+// heads of a key tile, and the conversion of the next step's keys, run between the products of the next key tile. write() follows
+// one step later, after the barrier. With 64 rows a query, two warps have its heads: write() adds their sums, always in this order.
+// So a logit depends on its query and key alone, not on the tile.
 //
-// A sum over heads may be over two warps' rows: these meet in shared memory, in the same order for both tiles of rows. So a logit
-// depends on its query and key alone.
+// Products is the family's tensor-core code (volta/indexer.cuh, turing/indexer.cuh):
 //
-// Products of a family:
+//   Queries, load(q, mt, address)  registers of the warp's row tile mt (rows 16 * mt to 16 * mt + 15), from rows of kPitch bytes
+//   Scores, multiply(c, q, address, beside)  c = q . k for 32 rows and 16 keys; c.at(mt, v): the lane's element v (0 to 7) of row
+//                                  tile mt. Calls beside(i) between the products of chunk i (8 of the 128 columns)
+//   row(), kRowStep                element v is in row row() + kRowStep * ((v >> 1) & 1) of its row tile
+//   key(i)                         its key in the key tile, with i = (v & 1) + 2 * (v >> 2)
+//   key_offset()                   byte offset of the lane's first load in a key tile
+//   kLaneMasks                     shfl_xor masks between lanes that have other rows of the same keys
 //
-//   Queries, load(q, mt, address)  rows 16 * mt to 16 * mt + 15 of the warp's operand, from rows of kPitch bytes
-//   Scores, multiply(c, q, address, beside)  scores of 32 rows and 16 keys; c.at(mt, v): element v of row tile mt. Calls beside(i)
-//                                  between the products, for each chunk i of columns
-//   row(), kRowStep                element v is row row() + kRowStep * ((v >> 1) & 1) of its row tile
-//   key(i)                         its key, with i = (v & 1) + 2 * (v >> 2)
-//   kLaneMasks                     shfl_xor masks that reach the lanes with other rows of the same keys
-//
-// Keys are e4m3 codes, which become fp16; a NaN code becomes infinity (quantized.cuh). The padding of a staged query row has the
-// row's factor: it turns products of codes into products of numbers.
-//
-// Time (BlockTime, schedule.cuh) counts in steps: a tile's steps of keys, and one or three for loading its queries. Each block gets
-// an equal share of all tiles' time.
-//
-// The kernel's row in src/kernels gives THREADS, STEP (keys) and SHARED_BYTES. indexer/queries.cuh has kPitch, the bytes between
-// rows.
+// Keys are e4m3 codes, which become fp16 times 144 (KeyCodes::kScale); a NaN code becomes infinity. The padding after a staged
+// query row holds a factor that undoes the scales of codes and of the row.
+// The kernel's row in src/kernels gives THREADS, STEP (keys) and SHARED_BYTES.
 #pragma once
 
 #include "indexer/keys.cuh"
@@ -39,39 +34,44 @@ namespace indexer {
 
 constexpr int kRowTiles = 2, kWarpRows = 16 * kRowTiles;
 constexpr int kKeyTile = 16;  // keys of a tile of scores
-constexpr int kSlots = 4;  // of sums and scales: those of a step are read while others of the next three are written
+constexpr int kSlots = 4;  // buffers of sums and scales: write() reads one while faster warps fill the next three
 constexpr int kMaxQueries = 8;  // of a tile: 256 rows, at least 32 for each query
 
 template <class Products, int Rows>
 struct Kernel {
     static constexpr int kStep = STEP, kWarps = THREADS / 32;
     static constexpr int kRowGroups = Rows / kWarpRows, kWarpKeys = kStep * kRowGroups / kWarps;
-    static constexpr int kBufferBytes = kStep * kPitch;
-    static constexpr int kSumBytes = kRowGroups * kStep * 4;
-    static constexpr int kScaleBytes = kStep * 4;
+    // Shared memory, bytes: two buffers of keys (rows of kPitch bytes), then from kSums, kScales, kRanges and kScratch on: fp32
+    // sums of each row group and key, scales of keys, a Range for each query, and BlockTime's scratch, rounded to 16 bytes.
+    static constexpr int kBufferBytes = kStep * kPitch, kSumBytes = kRowGroups * kStep * 4, kScaleBytes = kStep * 4;
     static constexpr int kSums = 2 * kBufferBytes, kScales = kSums + kSlots * kSumBytes, kRanges = kScales + kSlots * kScaleBytes;
-    static constexpr int kScratch = kRanges + kMaxQueries * 8;
-    static_assert(kScratch + (kWarps + 4) * 4 == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
+    static constexpr int kScratch = kRanges + kMaxQueries * 8, kScratchInts = kWarps + 4;
+    static_assert(BlockTime<Rows, kStep>::kScratchInts <= kScratchInts, "BlockTime has room");
+    static_assert(kScratch + kScratchInts * 4 == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
     static_assert(kWarps * kStagedRows * kPitch <= 2 * kBufferBytes, "queries are staged in the buffers of the keys");
-    static constexpr int kTiles = kWarpKeys / kKeyTile;  // of a warp and step
+    static constexpr int kTiles = kWarpKeys / kKeyTile;  // key tiles of a warp and step: 4 or 1
     using Loader = KeyLoader<kStep>;
-    static constexpr int kPieces = 2 * Loader::kPasses, kPiecesOfTile = kPieces / kTiles;
-    static_assert(kTiles * kPiecesOfTile == kPieces && 3 * kPiecesOfTile < kChunks,
+    static constexpr int kPieces = 2 * Loader::kPasses, kPiecesOfTile = kPieces / kTiles;  // 8 codes each: a thread's 4 of a step
+    // Other work between the products of a key tile: the sum of the key tile before, at chunk kFinishChunk; the conversion of a
+    // piece of the next step's keys, every kChunksPerPiece chunks.
+    static constexpr int kFinishChunk = 1, kChunksPerPiece = 3;
+    static_assert(kTiles * kPiecesOfTile == kPieces && kChunksPerPiece * kPiecesOfTile < kChunks,
                   "each tile has room for its part of the next keys");
 
-    // Returns the sum of s[index] over the lanes of kLaneMasks. The lane's bits decide which index it gets.
+    // s: the lane's sums over its rows, for its four keys. Returns the sum of s[index] over all lanes with these keys (kLaneMasks).
+    // The lane's bits of the first two masks are `index`; lanes that differ in the third return the same.
     __device__ __forceinline__ static float sum_over_rows(const float (&s)[4], int lane, int& index) {
         const bool upper = lane & Products::kLaneMasks[0], odd = lane & Products::kLaneMasks[1];
-        float own[2];
+        float part[2];
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            own[i] = (upper ? s[2 + i] : s[i]) + __shfl_xor_sync(~0u, upper ? s[i] : s[2 + i], Products::kLaneMasks[0]);
-        const float sum = (odd ? own[1] : own[0]) + __shfl_xor_sync(~0u, odd ? own[0] : own[1], Products::kLaneMasks[1]);
+            part[i] = (upper ? s[2 + i] : s[i]) + __shfl_xor_sync(~0u, upper ? s[i] : s[2 + i], Products::kLaneMasks[0]);
+        const float sum = (odd ? part[1] : part[0]) + __shfl_xor_sync(~0u, odd ? part[0] : part[1], Products::kLaneMasks[1]);
         index = 2 * upper + odd;
         return sum + __shfl_xor_sync(~0u, sum, Products::kLaneMasks[2]);
     }
 
-    // Writes -inf to the keys that queries do not see. Each warp of the grid has some columns of some queries at a time.
+    // Writes -inf (0xff800000) to logits of keys that a query does not see. The grid's warps take parts of queries' rows in turn.
     __device__ __forceinline__ static void clean(const IndexerParams& p) {
         constexpr int kPart = 1024;  // columns that a warp has at a time
         const int parts = (p.columns + kPart - 1) / kPart, items = p.batch * p.seqlen_q * parts, lane = threadIdx.x % 32;
@@ -86,27 +86,28 @@ struct Kernel {
         }
     }
 
-    // Writes the logits of a step: those of a query are the sums of its row groups. `first_query`: the tile's, of all entries.
+    // Writes the logits of the step that begins at key `key`, from buffer `slot`: a query's sums over its row groups, times the
+    // keys' scales. `first_query`: the tile's, counted over all batch entries. `base`: address of the block's shared memory.
     __device__ __forceinline__ static void write(const IndexerParams& p, int first_query, unsigned base, int key, int slot) {
-        const int groups = (1 << p.head_shift) / kWarpRows;  // 1 or 2
+        const int groups = (1 << p.head_shift) / kWarpRows;  // 1 or 2: a query has 2^head_shift rows
         const unsigned sums = base + kSums + slot * kSumBytes, scales = base + kScales + slot * kScaleBytes;
 #pragma unroll 1
         for (int i = threadIdx.x; i < queries_of_tile<Rows>(p) * kStep; i += THREADS) {
             const int query = i / kStep, column = i % kStep;
             const uint2 range = load_shared2(base + kRanges + query * 8);
             if (key + column < static_cast<int>(range.x) || key + column >= static_cast<int>(range.y)) continue;
-            const unsigned own = sums + (query * groups * kStep + column) * 4;
-            float sum = __uint_as_float(load_shared1(own));
-            if (groups > 1) sum += __uint_as_float(load_shared1(own + kStep * 4));
+            const unsigned address = sums + (query * groups * kStep + column) * 4;
+            float sum = __uint_as_float(load_shared1(address));
+            if (groups > 1) sum += __uint_as_float(load_shared1(address + kStep * 4));
             const float scale = __uint_as_float(load_shared1(scales + column * 4));
-            // A key of no page has the scale -inf, which becomes its logit. An infinite sum comes from a NaN code: adding 0 * sum
+            // A key without a page has the scale -inf, which becomes its logit. A NaN code made the sum infinite: adding 0 * sum
             // gives NaN.
             const float logit = scale == __int_as_float(0xff800000) ? scale : sum * scale + 0.f * sum;
             p.logits[static_cast<long long>(first_query + query) * p.columns + key + column] = logit;
         }
     }
 
-    // Computes steps of a tile, from key `key` on.
+    // Computes `steps` steps of a tile, from key `key` on. Loads run two steps ahead of products, page numbers three.
     __device__ __forceinline__ static void run_tile(const IndexerParams& p, const Tile<Rows, kStep>& tile, int key, int steps,
                                                     unsigned base) {
         const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -129,10 +130,10 @@ struct Kernel {
             products.load(q, mt, staged);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const int of_tile = products.row() + Products::kRowStep * r;
-                const float factor = __uint_as_float(load_shared1(staged + of_tile * kPitch + kColumns * 2));
-                // relu(x) is half of x + |x|, which keeps NaN
-                w[mt][r] = 0.5f * factor * rows.weight(16 * mt + of_tile);
+                const int tile_row = products.row() + Products::kRowStep * r;
+                // stage_queries() stores it after the row's fp16 columns
+                const float factor = __uint_as_float(load_shared1(staged + tile_row * kPitch + kColumns * 2));
+                w[mt][r] = 0.5f * factor * rows.weight(16 * mt + tile_row);  // relu(x) is half of x + |x|, which keeps NaN
             }
             __syncwarp();
         }
@@ -148,7 +149,7 @@ struct Kernel {
         const unsigned sums = base + kSums + (warp % kRowGroups * kStep + own_key) * 4;
         const unsigned keys = base + products.key_offset() + own_key * kPitch;
         const int first_query = tile.batch * p.seqlen_q + tile.query;
-        // The tile before, and where its sums go. Before the first there is one whose sums are not read.
+        // The key tile before, and where its sums go. Before the first it is zeros, whose slot is written again later.
         typename Products::Scores before;
         before.clear();
         unsigned sums_before = sums + (kSlots - 1) * kSumBytes;
@@ -176,11 +177,12 @@ struct Kernel {
             for (int n = 0; n < kTiles; n++) {
                 typename Products::Scores c;
                 products.multiply(c, q, keys + (step & 1) * kBufferBytes + n * (kKeyTile * kPitch), [&](int chunk) {
-                    if (chunk == 1) finish_tile();
+                    if (chunk == kFinishChunk) finish_tile();
 #pragma unroll
                     for (int i = 0; i < kPiecesOfTile; i++)
-                        if (chunk == 3 + 3 * i) loader.store(next_keys, next.codes[i], n * kPiecesOfTile + i);
+                        if (chunk == kChunksPerPiece * (i + 1)) loader.store(next_keys, next.codes[i], n * kPiecesOfTile + i);
                 });
+                // moves the pieces of the next key tile to the front: registers have no run-time index
 #pragma unroll
                 for (int i = 0; i + kPiecesOfTile < kPieces; i++) next.codes[i] = next.codes[i + kPiecesOfTile];
                 before = c;
@@ -194,16 +196,18 @@ struct Kernel {
         write(p, first_query, base, key - kStep, (steps - 1) % kSlots);
     }
 
+    // Computes the block's equal share of the grid's work (BlockTime): parts of tiles. Time is in steps; a tile's time also counts
+    // kLoadSteps for loading its queries.
     __device__ __forceinline__ static void run(const IndexerParams& p) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const unsigned base = shared_address(shared);
-        BlockTime<Rows, kStep> own(p, reinterpret_cast<int*>(shared + kScratch));
+        BlockTime<Rows, kStep> share(p, reinterpret_cast<int*>(shared + kScratch));
 #pragma unroll 1
-        for (; own.left > 0 && own.tile < p.tiles; own.tile++, own.begin = 0) {
-            const Tile<Rows, kStep> tile(p, own.tile);
-            const int end = min(tile.time(), own.begin + own.left);
-            const int first_step = tile.step_at(own.begin), steps = tile.step_at(end) - first_step;
-            own.left -= max(end - own.begin, 0);
+        for (; share.left > 0 && share.tile < p.tiles; share.tile++, share.begin = 0) {
+            const Tile<Rows, kStep> tile(p, share.tile);
+            const int end = min(tile.time(), share.begin + share.left);
+            const int first_step = tile.step_at(share.begin), steps = tile.step_at(end) - first_step;
+            share.left -= max(end - share.begin, 0);
             if (steps <= 0) continue;
             run_tile(p, tile, (tile.first_step + first_step) * kStep, steps, base);
             __syncthreads();  // before the next tile's queries take the place of keys

@@ -1,52 +1,51 @@
-// Loads the keys of the lightning indexer (indexer.cuh). Their e4m3 codes become fp16 in shared memory, KeyCodes::kScale times what
-// they stand for; the keys' scales lie beside.
-//
-// The kernel's row in src/kernels gives THREADS, of a block.
+// Loads keys of the lightning indexer (indexer.cuh): rows of 128 e4m3 codes in pages of a cache, each row with an fp32 scale. A
+// block's threads load a step (Step keys) into registers, and store it to shared memory one step later: codes as fp16 that are
+// KeyCodes::kScale times the numbers (queries.cuh), scales to an array of their own. A page has 2^p.page_shift keys, and a shared
+// row kPitch bytes. The kernel's row in src/kernels gives THREADS, of a block.
 #pragma once
 
 #include "indexer/queries.cuh"
 
 namespace indexer {
 
-// A thread's part of a step that has arrived: pieces of eight codes, and scales.
+// A thread's part of a step: pieces of eight codes, and the scale of each of its keys (two pieces each).
 template <int Pieces>
 struct KeyPieces {
     uint2 codes[Pieces];
     float scale[Pieces / 2];
 };
 
-// A thread's part of steps of Step keys. Codes are in flight for a step, page numbers for one more.
+// Loads a thread's part of each step. For each step the caller calls find_pages(), one step later load(), and one step later
+// store() and store_scales(): codes are in flight for a step, page numbers for one more.
 template <int Step>
 struct KeyLoader {
-    // Eight threads have a key, each two pieces of 8 columns: so eight neighbors store 128 consecutive bytes.
-    static constexpr int kThreadsPerKey = 8;
-    static constexpr int kKeysAtOnce = THREADS / kThreadsPerKey;
-    static constexpr int kPasses = Step / kKeysAtOnce;
-    static constexpr int kNoPage = -1;
+    // Eight threads have a key, each two pieces: columns 8 * piece to 8 * piece + 7, and those 64 further. So eight neighboring
+    // threads store 128 consecutive bytes of fp16.
+    static constexpr int kThreadsPerKey = 8, kKeysAtOnce = THREADS / kThreadsPerKey, kPasses = Step / kKeysAtOnce, kNoPage = -1;
     using Pieces = KeyPieces<2 * kPasses>;
 
     const IndexerParams& p;
     const int* table;  // of the sequence; null: all keys are in one page
     int end;  // keys from here on are not loaded
-    int row, piece;
-    int page[kPasses];
-    Pieces arriving;
+    int row, piece;  // the thread's first key of a step, and its number among that key's threads
+    int page[kPasses];  // of each of its keys
+    Pieces arriving;  // what load() loaded last
 
     __device__ __forceinline__ KeyLoader(const IndexerParams& p_, int batch, int end_)
         : p(p_), table(p_.block_table ? p_.block_table + batch * p_.block_table_stride : nullptr), end(end_),
           row(threadIdx.x / kThreadsPerKey), piece(threadIdx.x % kThreadsPerKey) {}
 
-    // Loads the page numbers of the step that begins with `key`.
+    // Loads the page numbers of the step that begins with `key`, unvalidated (load() compares them with p.pages); kNoPage from key
+    // `end` on.
     __device__ __forceinline__ void find_pages(int key) {
 #pragma unroll
         for (int i = 0; i < kPasses; i++) {
-            const int own = key + row + i * kKeysAtOnce;
-            page[i] = own < end ? 0 : kNoPage;
-            if (table && own < end) page[i] = __ldg(table + (own >> p.page_shift));
+            const int own_key = key + row + i * kKeysAtOnce;
+            page[i] = own_key < end ? 0 : kNoPage;
+            if (table && own_key < end) page[i] = __ldg(table + (own_key >> p.page_shift));
         }
     }
-    // Loads the codes of that step. Keys of pages that do not exist keep old codes, and get the scale -inf, which becomes their
-    // logit (indexer.cuh).
+    // Loads the codes and scales of that step. A key without a page keeps old codes; its scale -inf (0xff800000) becomes its logit.
     __device__ __forceinline__ void load(int key) {
 #pragma unroll
         for (int i = 0; i < kPasses; i++) {
@@ -60,14 +59,15 @@ struct KeyLoader {
             if (piece == 0) arriving.scale[i] = __ldg(p.k_scales + page[i] * p.scales_page_stride + in_page);
         }
     }
-    // Stores eight codes, those of piece `number`, to `keys`: rows of kPitch bytes.
+    // Stores `codes`, a loaded piece with this number, as fp16 to the step's rows at shared address `keys`. The thread's key of
+    // pass i has pieces 2 * i and 2 * i + 1.
     __device__ __forceinline__ void store(unsigned keys, const uint2& codes, int number) const {
         const unsigned words[2] = {codes.x, codes.y};
-        const unsigned own = keys + row * kPitch + piece * kChunkBytes;
-        store_shared(own + number / 2 * (kKeysAtOnce * kPitch) + number % 2 * (kThreadsPerKey * kChunkBytes),
+        const unsigned to = keys + row * kPitch + piece * kChunkBytes;
+        store_shared(to + number / 2 * (kKeysAtOnce * kPitch) + number % 2 * (kThreadsPerKey * kChunkBytes),
                      KeyCodes::unpack8(words));
     }
-    // Stores scales to `scales`.
+    // Stores the scales of x, a copy of what load() loaded, as fp32 in the order of keys.
     __device__ __forceinline__ void store_scales(unsigned scales, const Pieces& x) const {
 #pragma unroll
         for (int i = 0; i < kPasses; i++)

@@ -1,5 +1,5 @@
-// Loads the queries of the lightning indexer (indexer.cuh): rows of fp16, bf16 or e4m3 become fp16 in shared memory, and a factor
-// of each row. A row is one head of a query; 2^head_shift rows are a query's.
+// Loads queries of the lightning indexer (indexer.cuh): a warp stages fp16, bf16 or e4m3 rows as fp16 in shared memory, and a
+// factor for each. A row is one head of one query, which has 2^head_shift rows (32 or 64): nheads heads, then missing rows.
 #pragma once
 
 #include "quantized.cuh"
@@ -7,44 +7,47 @@
 
 namespace indexer {
 
-constexpr int kColumns = 128, kChunks = kColumns / kChunk;
-// Bytes between rows in shared memory. One chunk of padding makes the pitch odd in chunks: eight consecutive rows, or every second
-// one of them, fall into different bank groups, and chunks have immediate offsets.
+constexpr int kColumns = 128, kChunks = kColumns / kChunk;  // a chunk: 8 fp16, 16 bytes
+// Bytes between rows of queries and keys in shared memory. One chunk of padding makes the pitch odd in chunks: eight consecutive
+// rows, or every second one of sixteen, fall into different 16-byte bank groups. Without a swizzle, chunks have immediate offsets.
 constexpr int kPitch = (kChunks + 1) * kChunkBytes;
-constexpr int kStagedRows = 16;  // rows that a warp stages at a time: those of one operand
+constexpr int kStagedRows = 16;  // rows that a warp stages at a time: those of one row tile of the products
 
+// Conversion of e4m3 codes to fp16 (quantized.cuh): fp16 numbers are kScale = 144 times the numbers, and NaN becomes infinity.
 using KeyCodes = Element<CacheFormat::E4m3>;
 
-// A warp's rows: heads of one query, from `head` on.
+// The 32 rows of a warp: heads of one query, from `head` on.
 struct QueryRows {
     const IndexerParams& p;
     int batch, query, head;
     int count;  // rows that exist
 
-    // `row`: the warp's first row in its tile, whose first query is `first_query`.
+    // `row`: the warp's first row, counted in the block's tile, whose first query is `first_query`.
     __device__ __forceinline__ QueryRows(const IndexerParams& p_, int batch_, int first_query, int row)
         : p(p_), batch(batch_), query(first_query + (row >> p_.head_shift)), head(row & ((1 << p_.head_shift) - 1)),
           count(query < p_.seqlen_q ? p_.nheads - head : 0) {}
 
-    // Address of a row, whose elements have `bytes` bytes.
+    // Address of the warp's row `row`; an element has `bytes` bytes.
     __device__ __forceinline__ const unsigned char* address(int row, int bytes) const {
         const long long offset = batch * p.q.batch_stride + query * p.q.row_stride + (head + row) * p.q.head_stride;
         return reinterpret_cast<const unsigned char*>(p.q.ptr) + offset * bytes;
     }
+    // Weight of the row's head in the logit; 0 for a missing row.
     __device__ __forceinline__ float weight(int row) const {
         return load_float_or_0(row < count, p.weights + batch * p.weights_batch_stride + query * p.weights_row_stride + head + row);
     }
 };
 
-// The exponent of a power of two that brings the row's largest magnitude close to 2^14, so that fp16 holds what bf16 held. `bits`:
-// of that magnitude, as fp32.
+// Returns the exponent of the power of two that brings a bf16 row's largest magnitude into [2^13, 2^14), in fp16's range. `bits`:
+// those of the magnitude as fp32. Its biased exponent minus 126 is e with magnitude < 2^e.
 __device__ __forceinline__ int row_exponent(unsigned bits) {
     return min(max(14 - (static_cast<int>(bits >> 23) - 126), -126), 126);
 }
 __device__ __forceinline__ float power_of_2(int exponent) { return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23); }
 
-// Calls f(i, x) for Passes chunks of bits X that the lane has, from pass `first` on: that of row 2 * i after the lane's first, or
-// 0.
+// Loads the lane's chunks of Passes rows, every second row from pass `first` on, then calls f(pass, chunk) for each. Pass i has the
+// row 2 * i after the lane's first, whose chunk is at `from`; a pass is `pass_bytes` after the one before. X holds a chunk's bits.
+// Chunks are 0 from row `rows` (counted from the lane's first) on.
 template <int Passes, class X, class F>
 __device__ __forceinline__ void each_chunk(const unsigned char* from, long long pass_bytes, int rows, int first, F f) {
     X x[Passes];
@@ -57,16 +60,16 @@ __device__ __forceinline__ void each_chunk(const unsigned char* from, long long 
     for (int i = 0; i < Passes; i++) f(first + i, x[i]);
 }
 
-// Writes rows `first` to first + 15 to shared memory, zeros for rows that do not exist. The padding of a row gets its factor:
-// scores of the row and of codes of keys, times it, are those of the given numbers.
+// Stages rows `first` to first + 15 at shared address `address`; missing rows become zeros. The padding of a row gets its fp32
+// factor: q . k of the given numbers is the factor times the product of the staged row and a staged key.
 __device__ __forceinline__ void stage_queries(const QueryRows& rows, int first, unsigned address) {
-    const int lane = threadIdx.x % 32, chunk = lane % kChunks, own = lane / kChunks;
-    const unsigned to = address + own * kPitch + chunk * kChunkBytes;
+    const int lane = threadIdx.x % 32, chunk = lane % kChunks, lane_row = lane / kChunks;  // half a warp has a row: two rows a pass
+    const unsigned to = address + lane_row * kPitch + chunk * kChunkBytes;
     constexpr int kPasses = kStagedRows / 2;
-    constexpr float kFactor = 1.f / KeyCodes::kScale;  // KeyCodes unpacks numbers times kScale (quantized.cuh)
+    constexpr float kFactor = 1.f / KeyCodes::kScale;  // for the keys; e4m3 queries have the same scale once more
     const auto format = rows.p.q_format;
-    const int bytes = format == QueryFormat::E4m3 ? 1 : 2, left = rows.count - first - own;
-    const unsigned char* from = rows.address(first + own, bytes) + chunk * kChunk * bytes;
+    const int bytes = format == QueryFormat::E4m3 ? 1 : 2, left = rows.count - first - lane_row;
+    const unsigned char* from = rows.address(first + lane_row, bytes) + chunk * kChunk * bytes;
     const long long pass_bytes = 2 * rows.p.q.head_stride * bytes;
     const auto store = [&](int i, const uint4& x, float factor) {
         store_shared(to + 2 * i * kPitch, x);
@@ -87,7 +90,7 @@ __device__ __forceinline__ void stage_queries(const QueryRows& rows, int first, 
     for (int pass = 0; pass < kPasses; pass += kPasses / 2)
         each_chunk<kPasses / 2, uint4>(from, pass_bytes, left, pass, [&](int i, const uint4& x) {
             float columns[kChunk];
-            unpack8(columns, x, true);  // of bf16
+            unpack8(columns, x, true);  // true: bf16
             unsigned largest = 0;
 #pragma unroll
             for (int c = 0; c < kChunk; c++) largest = max(largest, __float_as_uint(columns[c]) & 0x7fffffffu);

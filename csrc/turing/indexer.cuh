@@ -1,7 +1,6 @@
-// Products q . k of DeepSeek V3.2's lightning indexer on Turing, 32 query rows by 16 keys: mma.m16n8k8, operands by ldmatrix.
-// indexer/indexer.cuh has the formula and says what each member is. beside(c) runs other work between the products of chunk c.
-//
-// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// Products q . k of DeepSeek V3.2's lightning indexer, which scores keys for sparse attention, on Turing: 32 query rows by 16 keys
+// at a time, by mma.m16n8k8, with operands by ldmatrix. It is the Products argument of indexer::Kernel (indexer/indexer.cuh), which
+// has the formula and uses all members. A chunk is 8 columns (16 bytes) of a row. A lane's group is lane / 4, its quad lane % 4.
 #pragma once
 
 #include "indexer/indexer.cuh"
@@ -22,14 +21,16 @@ struct IndexerProducts {
     Lane lane;
 
     __device__ __forceinline__ explicit IndexerProducts(int lane_) : lane(lane_) {}
+    // at(mt, v) is the score of row row() + kRowStep * ((v >> 1) & 1) of row tile mt (16 rows) and key((v & 1) + 2 * (v >> 2)).
     __device__ __forceinline__ int row() const { return lane.group; }
     __device__ __forceinline__ int key(int i) const { return 2 * lane.quad + (i & 1) + 8 * (i >> 1); }
-    // The lane's row of ldmatrix: matrices are keys 0 to 7 of two chunks, then keys 8 to 15. kPitch: bytes between
-    // rows in shared memory.
+    // Offset in bytes of the row that the lane addresses for ldmatrix, whose four matrices are keys 0 to 7 of two chunks, then keys
+    // 8 to 15. kPitch: bytes between rows in shared memory.
     __device__ __forceinline__ int key_offset() const {
         return (lane.lane % 8 + lane.lane / 16 * 8) * indexer::kPitch + (lane.lane >> 3 & 1) * kChunkBytes;
     }
 
+    // Loads row tile mt from 16 rows of fp16 at `address`.
     __device__ __forceinline__ void load(Queries& q, int mt, u32 address) const {
         // matrices are rows 0 to 7 and 8 to 15 of a chunk, then of the next
         const u32 own = address + lane.lane % 16 * indexer::kPitch + lane.lane / 16 * kChunkBytes;
@@ -41,6 +42,8 @@ struct IndexerProducts {
             for (int i = 0; i < 4; i++) q[mt][c + i / 2][i % 2] = r[i];
         }
     }
+    // Sets s to the scores of the 16 keys at `keys`, a shared address with the lane's key_offset(). Calls beside(c), other work of
+    // the kernel, before the products of chunk c.
     template <class Beside>
     __device__ __forceinline__ void multiply(Scores& s, const Queries& q, u32 keys, Beside beside) const {
         s.clear();

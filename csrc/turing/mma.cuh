@@ -1,13 +1,13 @@
-// Tensor-core products of the turing family: mma.sync.m16n8k8, ldmatrix and their lane layouts. Included by all turing kernels with
-// products.
+// Tensor-core products of the turing family: mma.sync.m16n8k8, ldmatrix, lane layouts. For all turing kernels with products.
 //
-// With g = lane / 4, t = lane % 4 and v the element of a lane (in operands: of a pair of fp16; h: the register):
+// C (16 x 8, fp32) += A (16 x 8, fp16) B (8 x 8, fp16). m, k and n are the row of A and C, the column of A, and the column of B and
+// C. Let g = lane / 4 and t = lane % 4. h is a lane's register of A, v its element (in A and B: of the register's pair of fp16):
 //
 //   A row-major   m = g + 8*h                             k = 2*t + v
 //   B             k = 2*t + v                             n = g
 //   C, fp32       m = g + 8*(v>>1)                        n = 2*t + (v&1)
 //
-// So a packed tile of C is operand A of a product over its columns, without any exchange between lanes.
+// So a tile of C, packed to fp16, is operand A of a product over its columns, without any exchange between lanes.
 #pragma once
 
 namespace turing {
@@ -31,8 +31,8 @@ __device__ __forceinline__ void mma(Accumulator& c, const u32 (&a)[2], u32 b) {
         : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
-// Loads four 8x8 matrices from shared memory (ldmatrix). Lane i has the address of row i % 8 of matrix i / 8. It gets, in r[m],
-// two elements of row g of matrix m; transposed, of column g.
+// Loads four 8x8 matrices from shared memory (ldmatrix). Lane i has the address of row i % 8 of matrix i / 8. It gets, in r[m], two
+// elements of row g of matrix m; transposed, of column g.
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

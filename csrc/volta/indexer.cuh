@@ -1,9 +1,9 @@
-// Products q . k of DeepSeek V3.2's lightning indexer on Volta, 32 query rows by 16 keys: quad-pairs 2x2, with the rows and keys of
-// the forward kernels (volta/forward/layout.cuh). indexer/indexer.cuh has the formula and says what each member is. beside(c) runs
-// other work between the products of chunk c.
+// Products q . k of DeepSeek V3.2's lightning indexer on Volta: IndexerProducts is the template argument Products of
+// indexer::Kernel (indexer/indexer.cuh). A warp multiplies 32 query rows (heads of a query), in registers, by tiles of 16 keys, in
+// shared memory, both with 128 fp16 columns: kChunks chunks of eight. Rows of shared memory are kPitch bytes apart.
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The four quad-pairs of a warp form a 2x2 over a tile
-// of 16 by 16. The lane's quad-pair is in row qm and column qn of it (volta/mma.cuh).
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh). Rows
+// and keys are assigned so that shared loads have no bank conflicts (as in volta/forward/layout.cuh).
 #pragma once
 
 #include "indexer/indexer.cuh"
@@ -12,7 +12,8 @@
 namespace volta {
 
 struct IndexerProducts {
-    using Queries = uint4[indexer::kRowTiles][indexer::kChunks];
+    using Queries = uint4[indexer::kRowTiles][indexer::kChunks];  // the lane's operands: two row tiles of 16
+    // Scores of the two row tiles and 16 keys. at(mt, v): element v (0 to 7) of the lane in row tile mt.
     struct Scores {
         Accumulator tile[1][indexer::kRowTiles];
         __device__ __forceinline__ float at(int mt, int v) const { return tile[0][mt][v]; }
@@ -25,16 +26,20 @@ struct IndexerProducts {
     Lane lane;
 
     __device__ __forceinline__ explicit IndexerProducts(int lane_) : lane(lane_) {}
+    // Element v is in row row() + kRowStep * ((v >> 1) & 1) of its row tile, and of key key((v & 1) + 2 * (v >> 2)).
     __device__ __forceinline__ int row() const { return lane.qm + 2 * (lane.t & 1) + 8 * lane.half; }
     __device__ __forceinline__ int key(int i) const { return 2 * (lane.t & 2) + 8 * lane.qn + 2 * (i & 1) + (i >> 1); }
-    // The lane's row of operand K, bytes.
+    // Byte offset of the lane's row of operand K in a tile of keys.
     __device__ __forceinline__ int key_offset() const { return (lane.half + 2 * lane.quad + 8 * lane.qn) * indexer::kPitch; }
 
+    // Loads row tile mt of the queries from shared memory, where its row 0 is at `address`.
     __device__ __forceinline__ void load(Queries& q, int mt, u32 address) const {
-        const u32 own = address + (lane.qm + 2 * lane.quad + 8 * lane.half) * indexer::kPitch;
+        const u32 lane_row = address + (lane.qm + 2 * lane.quad + 8 * lane.half) * indexer::kPitch;
 #pragma unroll
-        for (int c = 0; c < indexer::kChunks; c++) q[mt][c] = load_shared(own + c * kChunkBytes);
+        for (int c = 0; c < indexer::kChunks; c++) q[mt][c] = load_shared(lane_row + c * kChunkBytes);
     }
+    // Computes s = q . k, where `keys` is the tile's address plus key_offset(). Calls beside(c), other work of the warp that
+    // overlaps the products, before those of each chunk c.
     template <class Beside>
     __device__ __forceinline__ void multiply(Scores& s, const Queries& q, u32 keys, Beside beside) const {
         s.clear();

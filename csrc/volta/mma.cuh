@@ -1,8 +1,9 @@
-// Tensor-core products of the volta family: mma.sync.m8n8k4 and its lane layouts. Included by all volta kernels with products.
+// Tensor-core products of the volta family (sm_70): mma.sync.m8n8k4, C (8x8, fp32) += A (8x4, fp16) * B (4x8, fp16), and its lane
+// layouts. Included by all volta kernels with products.
 //
 // One m8n8k4 is four independent 8x8x4 products, one per quad-pair of a warp. Quad-pair q is lanes 4q to 4q+3 and 16+4q to
-// 16+4q+3. Inside it a lane is number t = lane%4 + 4*(lane>=16), 0 to 7. With v the element of a lane (0 to 3 of an operand, 0
-// to 7 of the accumulator):
+// 16+4q+3. Inside it a lane is number t = lane%4 + 4*(lane>=16), 0 to 7. v is a lane's element: 0 to 3 of an operand, 0 to 7 of the
+// accumulator. m is its row of A and C, n its column of B and C, and k the index that is summed over:
 //
 //   A row-major   m = t                                   k = v
 //   A col-major   k = t%4                                 m = 4*(t/4) + v
@@ -33,8 +34,8 @@ struct Lane {
         : lane(lane_), quad(lane & 3), half(lane >> 4), t(quad + 4 * half), qm((lane >> 2) & 1), qn((lane >> 3) & 1) {}
 };
 
-// c += a * b. A register pair of an operand is four consecutive fp16 of the layouts above. Not volatile: a warp's products may
-// be reordered freely.
+// mma_row_col: c += a * b, with A row-major and B col-major; likewise the others. A register pair of an operand is elements v = 0
+// to 3 of the layouts above. Not volatile: the compiler may reorder a warp's products.
 #define VOLTA_MMA(NAME, A_LAYOUT, B_LAYOUT)                                                                  \
     __device__ __forceinline__ void NAME(Accumulator& c, u32 a0, u32 a1, u32 b0, u32 b1) {                   \
         asm("mma.sync.aligned.m8n8k4." #A_LAYOUT "." #B_LAYOUT                                               \

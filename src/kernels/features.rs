@@ -1,6 +1,8 @@
-//! Features of problems, and the sets of them that kernels have code for. Also a module of build.rs.
+//! Features of problems, and the sets of them that kernels have code for. A feature is an option of a call that needs code of its own in a
+//! kernel. A row of the kernel tables names its kernel's set; the planner compares it with the problem's (src/plan/choose.rs), and device
+//! code gets its bits (csrc/features.cuh). Also a module of build.rs.
 
-/// Defines an enum whose values have names: `ALL` has them in this order, and `name()` returns the text of a row.
+/// Defines an enum of rows `Value = "name"`: `ALL` has the values in this order, and `name()` returns the text.
 macro_rules! named {
     ($(#[$of_enum:meta])* enum $Enum:ident { $($(#[$of_value:meta])* $Value:ident = $name:literal,)* }) => {
         $(#[$of_enum])*
@@ -11,7 +13,6 @@ macro_rules! named {
             /// Every value, in the order of the enum.
             pub const ALL: [$Enum; [$($Enum::$Value),*].len()] = [$($Enum::$Value),*];
 
-            /// Returns the name of the value.
             pub const fn name(self) -> &'static str {
                 match self { $($Enum::$Value => $name,)* }
             }
@@ -42,18 +43,20 @@ named! {
         Pages = "paged_kv",
         /// an additive bias in fp32: never without `Bias`
         Fp32Bias = "fp32_bias",
-        /// lists of the blocks of scores that exist: never without kernels of their own
+        /// a block mask: lists of the blocks of scores that exist. Its kernels run no other problems
         Blocks = "block_mask",
-        /// a bit for each query and draft token says whether the query sees the token
+        /// speculative decoding: a bit for each query and draft token says whether the query sees the token
         Tree = "tree",
+        /// out leaves as fp32
+        Fp32Output = "fp32_output",
     }
 }
 
 impl Feature {
-    /// Features that change scores or probabilities. Each has kernels of its own, which problems with another of them do not run.
+    /// Features that change scores or probabilities, in the main loop. A kernel has code for none of them, for one or two that its problems
+    /// must use, or for several that parameters turn on (generic kernels).
     pub const OF_SCORES: [Feature; 4] = [Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Dropout];
 
-    /// Returns the feature of this name.
     pub fn named(name: &str) -> Option<Feature> {
         Feature::ALL.into_iter().find(|f| f.name() == name)
     }
@@ -66,20 +69,19 @@ pub struct FeatureSet(u32);
 impl FeatureSet {
     /// Of plain kernels: one length for all sequences, no option.
     pub const NONE: FeatureSet = FeatureSet(0);
-    /// Features of a block's bounds and its epilogue; `kVarlen` in csrc/features.cuh.
+    /// Features of a block's bounds and its epilogue, which cost the main loop nothing.
     pub const VARLEN: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Sinks, Feature::Fp32Gradients]);
-    /// Those, and the features of scores and probabilities; `kGeneric` in csrc/features.cuh.
+    /// `VARLEN`, of kernels that can write out as fp32.
+    pub const FP32_OUTPUT: FeatureSet = FeatureSet::VARLEN.union(FeatureSet::of(&[Feature::Fp32Output]));
+    /// `FP32_OUTPUT`, and all features of scores and probabilities: parameters say at run time which the problem uses.
     pub const GENERIC: FeatureSet =
-        FeatureSet::VARLEN.union(FeatureSet::of(&Feature::OF_SCORES)).union(FeatureSet::of(&[Feature::Fp32Bias]));
-
-    /// Features of generic kernels with block masks: a bias has no lists.
+        FeatureSet::FP32_OUTPUT.union(FeatureSet::of(&Feature::OF_SCORES)).union(FeatureSet::of(&[Feature::Fp32Bias]));
+    /// Features of generic kernels with block masks, which no call combines with a bias.
     pub const GENERIC_BLOCKS: FeatureSet =
         FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Bias, Feature::Fp32Bias])).union(FeatureSet::of(&[Feature::Blocks]));
-
-    /// Features of every prefill kernel.
+    /// Features of every prefill kernel (a forward kernel over a KV cache).
     pub const PAGED: FeatureSet = FeatureSet::of(&[Feature::Pages, Feature::Lengths, Feature::Sinks]);
 
-    /// Returns the set of these features.
     pub const fn of(list: &[Feature]) -> FeatureSet {
         let (mut bits, mut i) = (0, 0);
         while i < list.len() {
@@ -89,22 +91,20 @@ impl FeatureSet {
         FeatureSet(bits)
     }
 
-    /// Returns the features that a condition holds for.
+    /// Returns the set of the features for which `holds` returns true.
     pub fn all_where(holds: impl Fn(Feature) -> bool) -> FeatureSet {
         Feature::ALL.into_iter().filter(|&n| holds(n)).fold(FeatureSet::NONE, |set, n| set.union(FeatureSet::of(&[n])))
     }
 
-    /// Returns the features of either set.
     pub const fn union(self, other: FeatureSet) -> FeatureSet {
         FeatureSet(self.0 | other.0)
     }
 
-    /// Returns the features of both sets.
     pub const fn intersection(self, other: FeatureSet) -> FeatureSet {
         FeatureSet(self.0 & other.0)
     }
 
-    /// Returns the features that `other` lacks.
+    /// Returns the features of this set that `other` lacks.
     pub const fn without(self, other: FeatureSet) -> FeatureSet {
         FeatureSet(self.0 & !other.0)
     }
@@ -114,7 +114,7 @@ impl FeatureSet {
         other.without(self).0 == 0
     }
 
-    /// Returns the set with `Fp32Bias` if it has `Bias`: kernels that read either type.
+    /// Returns the set, with `Fp32Bias` if it has `Bias`: of a kernel that reads a bias of either type.
     pub const fn with_fp32_bias(self) -> FeatureSet {
         match self.contains(FeatureSet::of(&[Feature::Bias])) {
             true => self.union(FeatureSet::of(&[Feature::Fp32Bias])),
@@ -122,7 +122,6 @@ impl FeatureSet {
         }
     }
 
-    /// Returns the number of features.
     pub const fn count(self) -> u32 {
         self.0.count_ones()
     }
@@ -132,7 +131,7 @@ impl FeatureSet {
         Feature::ALL.into_iter().filter(move |&n| self.contains(FeatureSet::of(&[n])))
     }
 
-    /// Returns the bits that device code sees: `-DFEATURES=<bits>`, and `kFeature...` in the generated header.
+    /// Returns the bits that device code sees: `-DFEATURES=<bits>`, and the constants `kFeature...` of one bit that build.rs generates.
     pub const fn bits(self) -> u32 {
         self.0
     }

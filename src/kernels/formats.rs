@@ -1,7 +1,7 @@
-//! The table of KV-cache formats. `_info()` publishes it as `cache_formats`, where Python reads it. Kernels get it as `CacheFormatInfo`
-//! (tools/build/nvrtc.rs).
-//!
-//! python/volta_fa/kv_cache/formats.py says what the bytes of the quantized formats mean.
+//! The table of KV-cache formats: how the elements of a cache store keys and values. Elements of quantized caches are codes: integers or
+//! fp8 numbers, which scales turn into the numbers they stand for (python/volta_fa/kv_cache/formats.py has the formulas). Validation,
+//! kernel tables and the CPU backend read the rows. `_info()` publishes them as `cache_formats` for Python, and device code gets them as
+//! `CacheFormatInfo` (tools/build/nvrtc.rs). Also a module of build.rs.
 
 use crate::params::CacheFormat;
 
@@ -19,36 +19,40 @@ pub enum ScaleGranularity {
 /// A row of the table of cache formats.
 #[derive(Clone, Copy, Debug)]
 pub struct FormatInfo {
-    /// the format
     pub format: CacheFormat,
     /// its name, as `kv_dtype` has it in Python
     pub name: &'static str,
-    /// its word in kernel names
+    /// its word in kernel names; empty: none
     pub kernel_word: &'static str,
-    /// its type in PyTorch; empty: the type of q
+    /// type of its elements in PyTorch; empty: the type of q
     pub dtype: &'static str,
-    /// bits of a column
+    /// bits of a column (one number of a key or value)
     pub bits: u32,
     /// granularity of its scales
     pub scale: ScaleGranularity,
-    /// true if each scale has a zero point too
+    /// true if each scale has a zero point too: the code that stands for 0
     pub has_zero_point: bool,
-    /// the largest number that a code stands for before it is scaled; 0 where there are no codes
+    /// the largest magnitude of a code, as a number before it is scaled; 0 where there are no codes
     pub max_code: f32,
-    /// true if latents (`volta_fa::fwd_mla`) can have this format
+    /// true if a cache of latents (`volta_fa::fwd_mla`: multi-head latent attention) can have this format
     pub of_latents: bool,
+    /// formats of keys and values, if the two differ. The rest of the row is that of the keys
+    pub pair: Option<[CacheFormat; 2]>,
 }
 
 /// Every format, in the order of the enum.
-pub const FORMATS: [FormatInfo; 5] = {
+pub const FORMATS: [FormatInfo; 6] = {
     use {CacheFormat::*, ScaleGranularity as Scale};
     const fn plain(format: CacheFormat, name: &'static str, kernel_word: &'static str, dtype: &'static str) -> FormatInfo {
         let (scale, has_zero_point, max_code) = (ScaleGranularity::None, false, 0.0);
-        FormatInfo { format, name, kernel_word, dtype, bits: 16, scale, has_zero_point, max_code, of_latents: true }
+        FormatInfo { format, name, kernel_word, dtype, bits: 16, scale, has_zero_point, max_code, of_latents: true, pair: None }
+    }
+    const fn int8(format: CacheFormat, name: &'static str) -> FormatInfo {
+        FormatInfo { bits: 8, scale: Scale::Token, max_code: 127.0, ..plain(format, name, name, "torch.int8") }
     }
     [
         plain(Unquantized, "float", "", ""),
-        FormatInfo { bits: 8, scale: Scale::Token, max_code: 127.0, ..plain(Int8, "int8", "int8", "torch.int8") },
+        int8(Int8, "int8"),
         FormatInfo {
             bits: 4,
             scale: Scale::Token,
@@ -57,11 +61,14 @@ pub const FORMATS: [FormatInfo; 5] = {
             of_latents: false,
             ..plain(Int4, "int4", "int4", "torch.uint8")
         },
+        // max_code: the largest finite numbers of the two fp8 types
         FormatInfo { bits: 8, scale: Scale::Head, max_code: 57344.0, ..plain(E5m2, "fp8_e5m2", "e5m2", "torch.float8_e5m2") },
         FormatInfo { bits: 8, scale: Scale::Head, max_code: 448.0, ..plain(E4m3, "fp8_e4m3", "e4m3", "torch.float8_e4m3fn") },
+        FormatInfo { pair: Some([Int8, Int4]), of_latents: false, ..int8(Int8Int4, "int8k_int4v") },
     ]
 };
 
+// `info` finds a format's row by its number
 const _: () = {
     let mut i = 0;
     while i < FORMATS.len() {
@@ -71,7 +78,7 @@ const _: () = {
 };
 
 impl FormatInfo {
-    /// Returns the columns of one element of a quantized cache's tensor, which has whole bytes.
+    /// Returns the columns in one element of a quantized cache's tensor: a byte has two of 4 bits.
     pub const fn columns(&self) -> i64 {
         if self.bits < 8 {
             8 / self.bits as i64
@@ -80,7 +87,7 @@ impl FormatInfo {
         }
     }
 
-    /// Defines the row in C++.
+    /// Returns the row as C++: a specialization of `CacheFormatInfo` for device code.
     pub fn cpp(&self) -> String {
         let FormatInfo { format, bits, has_zero_point, max_code, .. } = self;
         let (columns, has_token_scales) = (self.columns(), self.scale == ScaleGranularity::Token);
@@ -93,7 +100,6 @@ impl FormatInfo {
 }
 
 impl CacheFormat {
-    /// Returns its row of the table.
     pub const fn info(self) -> &'static FormatInfo {
         &FORMATS[self as usize]
     }
@@ -103,7 +109,18 @@ impl CacheFormat {
         self.info().name
     }
 
-    /// Returns true if its elements are codes that a scale belongs to.
+    pub const fn parts(self) -> [CacheFormat; 2] {
+        match self.info().pair {
+            Some(pair) => pair,
+            None => [self, self],
+        }
+    }
+
+    pub const fn is_pair(self) -> bool {
+        self.info().pair.is_some()
+    }
+
+    /// Returns true if its elements are codes.
     pub const fn is_quantized(self) -> bool {
         self.info().max_code > 0.0
     }

@@ -1,12 +1,16 @@
-//! The kernel registry: every variant with its embedded machine code, and the families that each device runs.
+//! The kernel registry: every compiled kernel with its embedded code, and which of them a device runs. The planner searches it, the
+//! launchers load code from it, and `_info()` lists it.
+//!
+//! A variant is one kernel, a pass what it computes, a feature an option that needs code of its own, and a family the kernels for one kind
+//! of tensor core. Each variant has machine code (a cubin) for its family's architecture, and PTX for newer ones.
 
 mod tables;
 
 pub use tables::formats::{FormatInfo, ScaleGranularity, FORMATS};
 pub use tables::variants::{
     CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Size, Variant, BACKWARD,
-    BACKWARD_STREAM_K, DETERMINISTIC_BACKWARD, FAST_FORWARD, FORWARD, FORWARD_SPLIT, FORWARD_STREAM_K, FUSED_BACKWARD, LARGE_PASS_SETS,
-    PASSES, PASS_SETS, PREFILL_STREAM_K, SPLIT_BACKWARD, SPLIT_TOKENS, STORED_BACKWARD,
+    BACKWARD_STREAM_K, DETERMINISTIC_BACKWARD, FAST_FORWARD, FORWARD, FORWARD_SPLIT, FORWARD_SPLIT_STREAM_K, FORWARD_STREAM_K,
+    FUSED_BACKWARD, LARGE_PASS_SETS, PASSES, PASS_SETS, PREFILL_STREAM_K, SPLIT_BACKWARD, SPLIT_TOKENS, STORED_BACKWARD,
 };
 pub use tables::volta::VOLTA;
 
@@ -20,9 +24,8 @@ use std::cmp::Reverse;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::LazyLock;
 
-/// The machine code of one variant, as build.rs compiled and compressed it.
+/// The code of one variant, as build.rs compiled and compressed it. Empty: that build left the kernel out.
 pub struct Image {
-    /// name of the variant
     pub name: &'static str,
     cubin: &'static [u8],
     ptx: &'static [u8],
@@ -34,7 +37,7 @@ pub struct Image {
 
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
-/// Tables of variants. Each table is of one family.
+/// Tables of variants. Each table is of one family. Tests make some of their own.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernels(pub &'static [&'static [Variant]]);
 
@@ -63,7 +66,7 @@ impl Kernels {
         tables.copied().flatten().filter(move |v| v.pass == pass)
     }
 
-    /// Returns the families that devices of this architecture run, and the code that they load, in the planner's order:
+    /// Returns the families that devices of this architecture (70 for sm_70) run, and the code that they load, in the planner's order:
     /// machine code before PTX, and of each the newer family first, because it is nearer to the device.
     pub fn families_for(self, sm: u32) -> Vec<(&'static Family, Code)> {
         let mut found: Vec<_> = self.families().filter_map(|f| Some((f, f.code_for(sm)?))).collect();
@@ -71,8 +74,8 @@ impl Kernels {
         found
     }
 
-    /// Returns true if a family has kernels of these passes for this headdim, in this shared memory, with every feature but a block mask,
-    /// which has kernels of its own. Batch-invariant kernels run no other calls.
+    /// Returns true if a family has kernels of these passes for this headdim, in this shared memory (bytes of a block), with every feature.
+    /// A block mask and batch invariance do not count, because they have kernels of their own, which run no other calls.
     fn covers_all_of(self, family: &'static Family, passes: &[Pass], headdim: i64, shared_bytes: u32) -> bool {
         passes.iter().all(|&pass| {
             self.of(family, pass).any(|v| {
@@ -84,8 +87,8 @@ impl Kernels {
         })
     }
 
-    /// Returns true if kernels in machine code for this architecture run every problem; with `through_ptx_too`, if any
-    /// kernel runs there at all.
+    /// Returns true if kernels in machine code for this architecture run every problem up to headdim [`COMMON_HEADDIM`]; with
+    /// `through_ptx_too`, if any kernel runs there at all.
     pub fn serve(self, sm: u32, through_ptx_too: bool) -> bool {
         let families = self.families_for(sm);
         if through_ptx_too {
@@ -99,7 +102,7 @@ impl Kernels {
     /// Returns the largest headdim for which kernels run every `fwd` and `bwd` on devices of this architecture, through PTX too.
     pub fn max_headdim(self, sm: u32) -> i64 {
         let families = self.families_for(sm);
-        // newer devices have at least the shared memory of an SM of Volta
+        // a device that gets PTX alone is newer than Turing, and has at least the shared memory of an SM of Volta
         let own = families.iter().find(|(_, code)| *code == Code::Cubin).map(|(f, _)| f.shared_bytes);
         let covered =
             |passes: &[Pass]| families.iter().any(|(f, _)| self.covers_all_of(f, passes, MAX_HEADDIM, own.unwrap_or(VOLTA.shared_bytes)));
@@ -111,7 +114,6 @@ impl Kernels {
     }
 }
 
-/// Returns every compiled variant.
 pub fn variants() -> impl Iterator<Item = &'static Variant> {
     COMPILED.variants()
 }
@@ -121,7 +123,6 @@ pub fn serves(sm: u32, through_ptx_too: bool) -> bool {
     COMPILED.serve(sm, through_ptx_too)
 }
 
-/// Returns the size of a parameter block, bytes.
 pub fn params_bytes(block: ParamBlock) -> usize {
     match block {
         ParamBlock::Forward => size_of::<FwdParams>(),
@@ -149,7 +150,7 @@ pub fn image(variant: &Variant) -> &'static Image {
 }
 
 impl Image {
-    /// Returns a number that differs between kernels of different machine code.
+    /// Returns a hash of the (compressed) machine code, by which benchmarks tell whether a kernel changed.
     pub fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.cubin.hash(&mut hasher);

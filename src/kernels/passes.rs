@@ -1,4 +1,9 @@
-//! Passes: what kernels compute, from which parameter block, over which rows. Also a module of build.rs.
+//! Passes: what kernels compute, from which parameter block (the struct that is a kernel's argument), over which rows. The kernel tables
+//! name the pass of each kernel, the planner asks for kernels by pass. Also a module of build.rs.
+//!
+//! Words: P are probabilities, dS gradients of scores, and delta is the row sum of out * dout. A stream-K grid divides the steps of some
+//! row tiles (the rows of one block) evenly among all blocks. A split fp32 number is the sum of two fp16 numbers. Latents are the
+//! compressed keys and values of multi-head latent attention (MLA).
 
 use super::features::{named, Feature, FeatureSet};
 
@@ -9,8 +14,10 @@ pub enum Pass {
     Forward,
     /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
     ForwardStreamK,
-    /// out and softmax_lse of fp32 tensors, whose numbers are sums of two fp16 numbers
+    /// out and softmax_lse of fp32 tensors, whose numbers are split
     ForwardSplit,
+    /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
+    ForwardSplitStreamK,
     /// delta and the other row statistics, zeroing of dq's accumulator
     BackwardPreprocess,
     /// dk, dv, and dq added to its accumulator by atomics
@@ -29,11 +36,11 @@ pub enum Pass {
     BackwardScores,
     /// dq, dk and dv from them
     BackwardGradients,
-    /// P and dS to memory, of fp32 tensors, whose numbers are sums of two fp16 numbers
+    /// P and dS to memory, of fp32 tensors, whose numbers are split
     BackwardSplitScores,
     /// dq, dk and dv from them
     BackwardSplitGradients,
-    /// attention over two sets of keys from that over each
+    /// attention over two sets of keys, from the results over each
     Merge,
     /// out and softmax_lse of few queries a sequence, over a KV cache
     Decode,
@@ -49,13 +56,13 @@ pub enum Pass {
     Dequantize,
     /// bf16 or fp32 q, k and v as fp16, scaled by powers of two
     Cast,
-    /// int8 codes of K and the range of V, for the fast forward
+    /// int8 codes of K and largest magnitudes of V, for the fast forward
     FastPrepare,
     /// out and softmax_lse from int8 scores and fp16 sums
     FastForward,
     /// lists of the latents that queries chose, and bf16 queries as fp16
     SparseSelect,
-    /// out and softmax_lse over them
+    /// out and softmax_lse over these latents
     SparseMla,
     /// logits by which queries choose latents
     Indexer,
@@ -92,22 +99,21 @@ named! {
 pub enum RowKind {
     /// queries of a query head
     Queries,
-    /// the same, rounded up as in scratch memory
+    /// the same, rounded up as in the scratch memory of a backward pass
     ScratchQueries,
     /// keys of a KV head
     Keys,
-    /// queries of all heads of a KV head, or all heads of queries; the grid is as large as the GPU
+    /// queries of all heads of a KV head, or (indexer) all heads of queries; the grid is as large as the GPU
     PackedQueries,
-    /// tiles of stored scores or of gradients; a plan limits their number
+    /// tiles of P and dS in memory, or of gradients; `plan::backward` chooses their number
     StoredTiles,
 }
 
 /// A row of the table of passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PassInfo {
-    /// the pass
     pub pass: Pass,
-    /// words in the names of its kernels: the pass, and the word after the features
+    /// words in the names of its kernels: before and after those of the features, `volta_bwd_varlen_preprocess`
     pub words: (&'static str, &'static str),
     /// argument of its kernels; those of kernels with `Feature::Blocks` contain it (`Variant::params`)
     pub params: ParamBlock,
@@ -117,11 +123,12 @@ pub struct PassInfo {
     pub features: FeatureSet,
 }
 
-/// Tokens of a split in batch-invariant kernels. Fewer splits than blocks leave SMs idle; many splits take time to begin and to join.
+/// Tokens of a split in batch-invariant decode kernels: blocks share a sequence's keys in parts of this length, whatever the batch. Longer
+/// splits may leave SMs idle; shorter ones take time to begin and to join.
 pub const SPLIT_TOKENS: u32 = 512;
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassInfo; 27] = {
+pub const PASSES: [PassInfo; 28] = {
     use {ParamBlock as P, RowKind::*};
     type Words = (&'static str, &'static str);
     const fn row(pass: Pass, words: Words, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
@@ -129,16 +136,19 @@ pub const PASSES: [PassInfo; 27] = {
     }
     let scores = FeatureSet::GENERIC.union(FeatureSet::of(&[Feature::Blocks]));
     let forward = scores.without(FeatureSet::of(&[Feature::Fp32Gradients]));
-    // backward finds all that sinks did in softmax_lse
-    let gradients = scores.without(FeatureSet::of(&[Feature::Sinks]));
-    // these two see no scores
+    // their output is fp32 in any case
+    let split = forward.without(FeatureSet::of(&[Feature::Fp32Output]));
+    // the backward pass finds all that sinks did in softmax_lse
+    let gradients = scores.without(FeatureSet::of(&[Feature::Sinks, Feature::Fp32Output]));
+    // preprocess and postprocess kernels see no scores
     let (prepare, finish) = (FeatureSet::of(&[Feature::Lengths]), FeatureSet::of(&[Feature::Lengths, Feature::Fp32Gradients]));
     let finish_blocks = finish.union(FeatureSet::of(&[Feature::Blocks]));
     let prefill = FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]));
     [
         row(Pass::Forward, ("fwd", ""), P::Forward, Queries, forward),
         row(Pass::ForwardStreamK, ("fwd_streamk", ""), P::ForwardStreamK, Queries, forward),
-        row(Pass::ForwardSplit, ("fwd_split", ""), P::Forward, Queries, forward),
+        row(Pass::ForwardSplit, ("fwd_split", ""), P::Forward, Queries, split),
+        row(Pass::ForwardSplitStreamK, ("fwd_split_streamk", ""), P::ForwardStreamK, Queries, split),
         row(Pass::BackwardPreprocess, ("bwd", "preprocess"), P::Backward, ScratchQueries, prepare),
         row(Pass::Backward, ("bwd", ""), P::Backward, Keys, gradients),
         row(Pass::BackwardStreamK, ("bwd_streamk", ""), P::BackwardStreamK, Keys, gradients),
@@ -166,6 +176,7 @@ pub const PASSES: [PassInfo; 27] = {
     ]
 };
 
+// `info` finds a pass's row by its number
 const _: () = {
     let mut i = 0;
     while i < PASSES.len() {
@@ -175,13 +186,12 @@ const _: () = {
 };
 
 impl Pass {
-    /// Returns its row of the table.
     pub const fn info(self) -> PassInfo {
         PASSES[self as usize]
     }
 
-    /// Returns what its kernels do with dq (`DqMode` in csrc/backward/dq_mode.cuh), if they are main kernels of the backward pass. It is
-    /// an argument of their type, so such passes share a `Source`.
+    /// Returns what its kernels do with dq (`DqMode` in csrc/backward/dq_mode.cuh), if they are main kernels of the backward pass. build.rs
+    /// defines it for the kernel's C++ type as `DQ_MODE`, so these passes share their sources.
     pub const fn dq_mode(self) -> Option<&'static str> {
         match self {
             Pass::Backward | Pass::BackwardStreamK => Some("kAtomicAdd"),
@@ -200,6 +210,8 @@ pub const FORWARD: [Pass; 1] = [Pass::Forward];
 pub const FORWARD_SPLIT: [Pass; 1] = [Pass::ForwardSplit];
 /// The set of `volta_fa::fwd` where a stream-K grid is faster.
 pub const FORWARD_STREAM_K: [Pass; 1] = [Pass::ForwardStreamK];
+/// The set of `volta_fa::fwd` of fp32 tensors where a stream-K grid is faster.
+pub const FORWARD_SPLIT_STREAM_K: [Pass; 1] = [Pass::ForwardSplitStreamK];
 /// The set for a KV cache where a stream-K grid is faster.
 pub const PREFILL_STREAM_K: [Pass; 1] = [Pass::PrefillStreamK];
 /// The set of `volta_fa::bwd` with an accumulator of dq, to which blocks add by atomics, in any order. In deterministic mode, a family with
@@ -207,7 +219,7 @@ pub const PREFILL_STREAM_K: [Pass; 1] = [Pass::PrefillStreamK];
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::Backward, Pass::BackwardPostprocess];
 /// The main kernel of the same set where a stream-K grid is faster.
 pub const BACKWARD_STREAM_K: [Pass; 1] = [Pass::BackwardStreamK];
-/// The set of `volta_fa::bwd` where there are few keys.
+/// The set of `volta_fa::bwd` where one block has all keys of a head.
 pub const FUSED_BACKWARD: [Pass; 1] = [Pass::BackwardFused];
 /// The other set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator.
 pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardDkDv, Pass::BackwardDq];
@@ -215,10 +227,10 @@ pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::B
 pub const STORED_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardScores, Pass::BackwardGradients];
 /// The set of `volta_fa::bwd` of fp32 tensors. It is deterministic.
 pub const SPLIT_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardSplitScores, Pass::BackwardSplitGradients];
-/// The set of `volta_fa::fwd_fast` that decides: its prepare kernel has the same headdim.
+/// The set of `volta_fa::fwd_fast`. Its prepare kernel is not in it: it is the one of the same headdim.
 pub const FAST_FORWARD: [Pass; 1] = [Pass::FastForward];
-/// The sets that a device needs to run every problem of `fwd` and `bwd` to `COMMON_HEADDIM`, for `Kernels::serve`. Stream-K and fused
-/// kernels only save time.
+/// The sets that run every fp16 problem of `fwd` and `bwd` up to headdim `COMMON_HEADDIM` (256), for `Kernels::serve`. For each set, some
+/// family must have all passes. Stream-K and fused kernels only save time.
 pub const PASS_SETS: [&[Pass]; 3] = [&FORWARD, &BACKWARD, &DETERMINISTIC_BACKWARD];
-/// The sets for headdims above.
+/// The same for headdims above.
 pub const LARGE_PASS_SETS: [&[Pass]; 2] = [&FORWARD, &STORED_BACKWARD];

@@ -1,7 +1,11 @@
-//! Rows of the kernel tables for sources that no family owns (`csrc/shared`), and what rows of two families have in common.
-//! Each function takes the family that compiles the source, and returns its row or rows.
+//! Rows of the kernel tables for sources that no family owns (`csrc/shared`), and what rows of two families have in common. Each function
+//! takes the family (volta, turing) that compiles the source, and returns its row or rows.
+//!
+//! A row ([`Variant`]) is one kernel: `block_rows` rows of a thread block, `step` keys or queries of an iteration of its main loop,
+//! `shared_bytes` dynamic shared memory of a block, and `blocks_per_sm` blocks that an SM must hold, which limits registers.
+//! `with_features` sets the options that it has code for. An SM has 96 KB of shared memory (Volta) or 64 KB (Turing), and 64 Ki registers.
 
-use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Source, Variant};
+use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Size, Source, Variant};
 
 const APPEND: Source = Source::new(&["shared/append/append.cuh"], "append::Kernel");
 const DEQUANTIZE: Source = Source::new(&["shared/dequantize/dequantize.cuh"], "dequantize::Kernel");
@@ -9,16 +13,17 @@ const CAST: Source = Source::new(&["shared/cast/cast.cuh"], "cast::Kernel");
 const SELECT: Source = Source::new(&["shared/select/select.cuh"], "select::Kernel");
 const MERGE: Source = Source::new(&["shared/merge/merge.cuh"], "merge::Kernel");
 
-/// Returns the kernel that appends to caches of one format, for all headdims: it reads the headdim from its parameters.
-/// In decode a block has one token of a KV head and of its query heads, about 400 words of 4 bytes: two for each
-/// thread, all in flight at once. Quantizing takes more registers than four blocks an SM would leave.
+/// Returns the kernel that appends to caches of one format, for all headdims: it reads the headdim from its parameters. In a decoding step
+/// a block has one token of a KV head and of its query heads, about 400 words of 4 bytes: two for each of 256 threads, all in flight at
+/// once. Quantizing takes more registers than four blocks an SM would leave.
 pub fn append(family: Family, cache: CacheFormat) -> Variant {
     let blocks_per_sm = if cache.is_quantized() { 3 } else { 4 };
     Variant { cache, block_rows: 4, blocks_per_sm, ..Variant::new(family, Pass::Append, APPEND) }
 }
 
-/// Returns the kernel for all headdims and formats, which it reads from its parameters. Memory bounds it: four blocks
-/// an SM are 1024 threads, each with eight columns at a time. Its step is the longest of the kernels that read its output.
+/// Returns the kernel for all headdims and formats, which it reads from its parameters. Memory bounds it: four blocks an SM are 1024
+/// threads, each with eight columns at a time. It has no loop of steps: its `step` is the longest of the attention kernels that read its
+/// output, up to which it writes zeros before the first visible token.
 pub fn dequantize(family: Family) -> Variant {
     Variant { block_rows: 64, step: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::Dequantize, DEQUANTIZE) }
 }
@@ -29,28 +34,32 @@ pub fn cast(family: Family) -> Variant {
     Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::Cast, CAST) }
 }
 
-/// Returns the kernel before sparse MLA. A block has the list of a query, or as many of its heads as there are warps. Shared memory has a
-/// number for each warp.
+/// Returns the kernel before sparse MLA, which lists the tokens that each query chose and casts bf16 queries. A block has the list of a
+/// query, or as many of its heads as there are warps. Shared memory has a number for each warp.
 pub fn select(family: Family) -> Variant {
-    Variant { block_rows: 1, blocks_per_sm: 4, shared_bytes: 32, ..Variant::new(family, Pass::SparseSelect, SELECT) }
+    let shared_bytes = 8 * 4; // an int of each of the 8 warps
+    Variant { block_rows: 1, blocks_per_sm: 4, shared_bytes, ..Variant::new(family, Pass::SparseSelect, SELECT) }
 }
 
-/// Returns the kernel for all headdims, which it reads from its parameters. Memory bounds it: four blocks an SM are
-/// 1024 threads with two 16-byte loads each (fp32: four) at a time.
+/// Returns the kernel that merges two results of attention, for all headdims, which it reads from its parameters. Memory bounds it: four
+/// blocks an SM are 1024 threads with two 16-byte loads each (fp32: four) at a time.
 pub fn merge(family: Family) -> Variant {
     let block_rows = 32;
     let shared_bytes = 2 * block_rows * 4; // two weights of each row
     Variant { block_rows, shared_bytes, blocks_per_sm: 4, ..Variant::new(family, Pass::Merge, MERGE) }
 }
 
-/// Returns the kernels of the indexer (csrc/indexer/indexer.cuh), for 256 rows (four queries of 64 heads) and for 64. Two buffers of 64
-/// keys have rows of 17 chunks. Beside them are four buffers of sums and of scales, eight ranges and twelve numbers of the schedule.
+/// Returns the kernels of the indexer (csrc/indexer/indexer.cuh), for 256 rows (four queries of 64 heads) and for 64. Shared memory has two
+/// buffers of 64 keys, whose rows are 17 chunks of 16 bytes (128 columns of fp16, and one of padding). Beside them are four buffers of sums
+/// (an fp32 for each key and each 32 rows) and of keys' scales. After these come ranges of keys for at most eight queries (of 32 rows or
+/// more), and twelve ints of the schedule.
 pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> {
     [256, 64].into_iter().map(move |block_rows| Variant {
         headdim: 128,
         headdim_v: 128,
         block_rows,
         step: 64,
+        // keys, sums, scales, ranges, ints
         shared_bytes: 2 * 64 * 17 * 16 + 4 * block_rows / 32 * 64 * 4 + 4 * 64 * 4 + 8 * 8 + 12 * 4,
         ..Variant::new(family, Pass::Indexer, source)
     })
@@ -58,18 +67,55 @@ pub fn indexer(family: Family, source: Source) -> impl Iterator<Item = Variant> 
 
 // ---- fp32 -----------------------------------------------------------------------------------------
 
-/// Returns the kernels of fp32 tensors (csrc/forward/split.cuh), which step 16 keys. Rows in shared memory have high and low parts, and a
-/// chunk of padding; two slots of K and V. `q_bytes`: of a row of Q that lies there too. Two sources: for headdims to 128, and above, where
-/// a warp has 128 columns, and a slot one part of K or V; sums of scores take a kilobyte of each warp. `listed`: the same with block masks,
-/// which have three headdims as those of fp16, and generic kernels alone.
+/// A tile of the forward kernels of fp32 tensors: headdim, warps, blocks that an SM must hold, and bytes of a row of Q in shared memory.
+type SplitTile = (u32, u32, u32, u32);
+
+/// Returns sources of [`split_forward`], whose kernels are in the folder and namespace of a family: without and with block masks.
+macro_rules! split_sources {
+    ($family:literal) => {{
+        const fn source(kernel: &'static str) -> Source {
+            Source::new(&[concat!($family, "/forward/split.cuh")], kernel)
+        }
+        const fn listed(kernel: &'static str) -> Source {
+            Source::new(&[concat!($family, "/forward/split.cuh"), "forward/split_block_mask.cuh"], kernel)
+                .with_arguments("p.forward, split::ListedKeys(p.blocks)")
+        }
+        [
+            [source(concat!("split::Forward<", $family, "::Split>")), source(concat!("split::WideForward<", $family, "::Split>"))],
+            [
+                listed(concat!("split::Forward<", $family, "::Split, split::ListedKeys>")),
+                listed(concat!("split::WideForward<", $family, "::Split, split::ListedKeys>")),
+            ],
+        ]
+    }};
+}
+pub(crate) use split_sources;
+
+/// Returns the source of [`split_stream_k`].
+macro_rules! split_stream_k_source {
+    ($family:literal) => {
+        Source::new(
+            &[concat!($family, "/forward/split.cuh"), "forward/split_stream_k.cuh"],
+            concat!("split::WideForward<", $family, "::Split, split::StreamKKeys<", $family, "::Split>>"),
+        )
+        .with_arguments(concat!("p.forward, split::StreamKKeys<", $family, "::Split>(p.stream_k)"))
+    };
+}
+pub(crate) use split_stream_k_source;
+
+/// Returns the forward kernels of fp32 tensors (csrc/forward/split.cuh), whose numbers are split: a high part and a low part, both fp16. A
+/// step is 16 keys, and a warp has 16 rows. Shared memory has two slots of K and V, whose rows are both parts and 16 bytes of padding.
+///
+/// Two sources: for headdims to 128, and above. Above, a warp has 128 of the columns, a slot holds one part of K or of V, and sums of
+/// scores take a kilobyte of each warp. `listed`: the two with block masks, for headdims 64, 128 and 256, as generic kernels alone.
 pub fn split_forward(
     family: Family,
-    [narrow, wide]: [Source; 2],
-    listed: [Source; 2],
-    tiles: &[(u32, u32, u32, u32)],
+    [[narrow, wide], listed]: [[Source; 2]; 2],
+    tiles: &[SplitTile],
 ) -> impl Iterator<Item = Variant> + '_ {
-    let row = move |&(headdim, warps, blocks_per_sm, q_bytes): &(u32, u32, u32, u32)| {
+    let row = move |&(headdim, warps, blocks_per_sm, q_bytes): &SplitTile| {
         let is_wide = headdim > 128;
+        // two slots of 16 rows: wide, of one part of K or V; else of K and V with both parts
         let ring = if is_wide { 2 * 16 * (2 * headdim + 16) + 1024 * warps } else { 2 * 2 * 16 * (4 * headdim + 16) };
         Variant {
             headdim,
@@ -82,27 +128,45 @@ pub fn split_forward(
             ..Variant::new(family, Pass::ForwardSplit, if is_wide { wide } else { narrow })
         }
     };
-    // to 128 the other features do not pay for dropout
+    // up to headdim 128 generic kernels come with and without dropout, whose registers would slow the other features
     let without_dropout = FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Dropout]));
     let features = [FeatureSet::VARLEN, FeatureSet::GENERIC, without_dropout];
-    let of = move |headdim: u32| features.into_iter().take(if headdim > 128 { 2 } else { 3 });
+    let features_of = move |headdim: u32| features.into_iter().take(if headdim > 128 { 2 } else { 3 });
     let with = |row: Variant, features: FeatureSet| {
         // a third block would leave dropout too few registers
-        let most = if features.contains(FeatureSet::of(&[Feature::Dropout])) { 2 } else { row.blocks_per_sm };
-        Variant { blocks_per_sm: row.blocks_per_sm.min(most), ..row.with_features(features) }
+        let max_blocks = if features.contains(FeatureSet::of(&[Feature::Dropout])) { 2 } else { row.blocks_per_sm };
+        Variant { blocks_per_sm: row.blocks_per_sm.min(max_blocks), ..row.with_features(features) }
     };
     let with_blocks = move |row: Variant| {
         with(row, FeatureSet::GENERIC).with_blocks(FeatureSet::GENERIC_BLOCKS, if row.source == wide { listed[1] } else { listed[0] })
     };
     let rows = move || tiles.iter().map(row);
     let listed_rows = rows().filter(|row| row.headdim <= 256).map(with_blocks);
-    rows().flat_map(move |row| of(row.headdim).map(move |features| with(row, features))).chain(listed_rows)
+    rows().flat_map(move |row| features_of(row.headdim).map(move |features| with(row, features))).chain(listed_rows)
+}
+
+/// Returns these kernels of fp32 tensors on stream-K grids (csrc/forward/split_stream_k.cuh). Only headdim 512 has them: that of VAEs,
+/// whose one head has few row tiles. Their one feature is sinks, which only the epilogue needs: of each tile's rows, that without softcap.
+pub fn split_stream_k(rows: impl Iterator<Item = Variant>, source: Source) -> impl Iterator<Item = Variant> {
+    let features = FeatureSet::of(&[Feature::Sinks]);
+    let plain = rows.filter(|row| row.headdim == 512 && !row.features.contains(FeatureSet::of(&[Feature::Softcap])));
+    plain.map(move |row| Variant { pass: Pass::ForwardSplitStreamK, source, ..row }.with_features(features))
+}
+
+// ---- batch-invariant calls ------------------------------------------------------------------------
+
+/// Returns the forward kernels of batch-invariant calls, one for a headdim. `plain`: for calls without features of scores, six headdims.
+/// `generic`: for the others, four. Other headdims are padded to the next.
+pub fn invariant_forward<const N: usize>(plain: [Variant; N], generic: [Variant; 4]) -> impl Iterator<Item = Variant> {
+    let is_large = |row: &Variant| row.size == Size::Large && !matches!((row.headdim, row.headdim_v), (32, _) | (192, 192));
+    let of_lengths = plain.into_iter().filter(is_large).map(|row| row.with_features(FeatureSet::FP32_OUTPUT));
+    of_lengths.chain(generic).map(Variant::batch_invariant)
 }
 
 // ---- kernels with one feature ---------------------------------------------------------------------
 
-/// Returns a varlen kernel with one feature that the problem must use: the generic kernel without branches on the others, and so without
-/// misses of the instruction cache. It carries values from tile to tile where it can.
+/// Returns a kernel with one feature that the problem must use, and lengths from memory. Unlike a generic kernel it has no branches on
+/// other features, so its loop fits the instruction cache. Where it can, it carries values of the feature from tile to tile.
 pub fn with(feature: Feature, tile: Variant) -> Variant {
     let required_features = FeatureSet::of(&[feature]);
     Variant { required_features, ..tile }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
@@ -110,7 +174,7 @@ pub fn with(feature: Feature, tile: Variant) -> Variant {
 
 // ---- the backward pass ----------------------------------------------------------------------------
 
-/// Sources around the main kernels of a family, and those of kernels that store P and dS in memory.
+/// Sources around the main kernels of a family, and those of kernels that store P (probabilities) and dS (gradients of scores) in memory.
 pub struct BackwardSources {
     /// before main kernels
     pub preprocess: Source,
@@ -124,7 +188,7 @@ pub struct BackwardSources {
     pub split_gradients: [Source; 2],
 }
 
-/// The sources of a family, whose folder below csrc/ and namespace have its name.
+/// Returns the sources of a family, whose folder below csrc/ and C++ namespace have its name.
 macro_rules! backward_sources {
     ($family:literal) => {{
         const ROW_STATS: &str = concat!($family, "/backward/row_stats.cuh");
@@ -147,6 +211,7 @@ macro_rules! backward_sources {
                 stored(SCORES, concat!("BackwardScores<", $family, "::StoredFamily>")),
                 stored(GRADIENTS, concat!("BackwardGradients<", $family, "::StoredFamily>")),
             ],
+            // the kernels' arguments: the first true for split numbers, the second for a block mask
             split_scores: [
                 stored(SCORES, concat!("BackwardScores<", $family, "::StoredFamily, true>")),
                 Source::new(
@@ -180,15 +245,14 @@ pub const fn preprocess(family: Family, source: Source) -> Variant {
     Variant { headdim: 512, headdim_v: 512, block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::BackwardPreprocess, source) }
 }
 
-/// Returns the kernel after main kernels with atomics, like [`preprocess`] but for headdims to 256: larger ones sum dq elsewhere
-/// (`stored_backward`).
+/// Returns the kernel after main kernels with atomics, like [`preprocess`] but to headdim 256: above, `stored_backward` sums dq.
 pub const fn postprocess(family: Family, source: Source) -> Variant {
     Variant { block_rows: 64, blocks_per_sm: 4, ..Variant::new(family, Pass::BackwardPostprocess, source) }
 }
 
 /// Returns the kernels for headdims above 256, which pass P and dS through memory (csrc/backward/stored_scores.cuh), from a family's
-/// sources. Tiles are 128 by 128, four warps with 64 by 64 each, so that
-/// two blocks an SM have all registers. Two buffers of both operands are 32 KB; two blocks have the 64 KB of Turing.
+/// sources. Tiles are 128 by 128, four warps with 64 by 64 each, so that two blocks an SM have all registers. Two buffers of both operands,
+/// 128 rows of 32 fp16 numbers each, are 32 KB; two blocks have the 64 KB of Turing.
 pub fn stored_backward(family: Family, [scores, gradients]: [Source; 2]) -> [Variant; 5] {
     let row = |pass, source| Variant {
         headdim: 512,
@@ -196,7 +260,7 @@ pub fn stored_backward(family: Family, [scores, gradients]: [Source; 2]) -> [Var
         block_rows: 128,
         step: 32,
         threads: 128,
-        shared_bytes: 2 * 2 * 2 * 128 * 32,
+        shared_bytes: 2 * 2 * 128 * 32 * 2,
         blocks_per_sm: 2,
         ..Variant::new(family, pass, source)
     };
@@ -205,28 +269,38 @@ pub fn stored_backward(family: Family, [scores, gradients]: [Source; 2]) -> [Var
     [scores, gradients, varlen(scores), varlen(gradients), scores.with_features(FeatureSet::GENERIC)]
 }
 
-/// Returns the kernels of fp32 tensors, of all headdims, with the same tiles. Gradients are fp32. The sources: without and with block masks,
-/// which have forward kernels up to headdim 256.
-pub fn split_backward(family: Family, [scores, listed]: [Source; 2], [gradients, sparse]: [Source; 2]) -> [Variant; 5] {
+/// Returns the backward kernels of fp32 tensors, of all headdims, with the same tiles. Gradients are fp32. Of each pair of sources the
+/// second is for block masks, which have forward kernels up to headdim 256.
+///
+/// Blocks of gradients have 64 columns where these suffice: a block of 128 would multiply padding half of its time.
+pub fn split_backward(family: Family, [scores, listed]: [Source; 2], [gradients, listed_gradients]: [Source; 2]) -> [Variant; 7] {
     let [of_scores, of_gradients, ..] = stored_backward(family, [scores, gradients]);
     let scores = Variant { pass: Pass::BackwardSplitScores, ..of_scores };
     let gradients = Variant { pass: Pass::BackwardSplitGradients, ..of_gradients };
-    let common = |row: Variant| Variant { headdim: 256, headdim_v: 256, ..row };
+    let up_to_256 = |row: Variant| Variant { headdim: 256, headdim_v: 256, ..row };
+    // Two buffers of 128 + 64 rows of 32 fp16 numbers. Four blocks have all registers; Turing has shared memory for two.
+    let narrow = |row: Variant| {
+        let shared_bytes = 2 * (128 + 64) * 32 * 2;
+        let blocks_per_sm = (family.shared_bytes / shared_bytes).min(4);
+        Variant { headdim: 64, headdim_v: 64, threads: 64, shared_bytes, blocks_per_sm, ..row }
+    };
     [
         scores.with_features(FeatureSet::VARLEN),
         gradients.with_features(FeatureSet::VARLEN),
+        narrow(gradients).with_features(FeatureSet::VARLEN),
         scores.with_features(FeatureSet::GENERIC),
-        common(scores).with_blocks(FeatureSet::GENERIC_BLOCKS, listed),
-        common(gradients).with_blocks(FeatureSet::VARLEN, sparse),
+        up_to_256(scores).with_blocks(FeatureSet::GENERIC_BLOCKS, listed),
+        up_to_256(gradients).with_blocks(FeatureSet::VARLEN, listed_gradients),
+        narrow(gradients).with_blocks(FeatureSet::VARLEN, listed_gradients),
     ]
 }
 
 // ---- decode ---------------------------------------------------------------------------------------
 //
-// docs/design/decode.md lists experiments. `block_rows` are queries of all heads of a KV head, `step` those of one warp. Warps beside each
-// other take the same tokens for other rows: of two the second finds the bytes in L1, four share what each loads
-// (csrc/decode/cooperative_loader.cuh). The bytes that an SM has in flight decide the speed, and registers decide these: one step of a warp
-// is eight tokens, 32 * headdim bytes.
+// docs/design/decode.md lists experiments. Rows are queries of all heads of a KV head. `block_rows` are those of a block, `step` here those
+// of one warp. Warps "beside each other" take the same tokens for different rows: of two the second finds the bytes in L1, four share what
+// each loads (csrc/decode/cooperative_loader.cuh). Other warps of a block take other tokens. The bytes that an SM has in flight decide the
+// speed, and registers decide these: a warp loads eight tokens of K and V at a time, in fp16 32 * headdim bytes.
 
 /// Warps that share the columns of a row (csrc/decode/column_groups.cuh).
 pub const fn column_groups(headdim: u32) -> u32 {
@@ -237,10 +311,10 @@ pub const fn column_groups(headdim: u32) -> u32 {
     }
 }
 
-/// Shared memory of csrc/decode/block.cuh, bytes: fp32 outputs of warps with other tokens, which the block merges after
-/// its loop, in rows padded by four floats. An SM without room for all of them holds half at a time, or a quarter. `work`: what
-/// the loop takes in their place. Besides these, two floats of state for each part of a row, two for the row, and the block's
-/// position.
+/// Returns the shared memory of csrc/decode/block.cuh, bytes: a part for each set of warps with tokens of its own. A part has fp32 outputs,
+/// which the block merges after its loop, in rows padded by four floats. An SM without room for all of them holds half at a time, or a
+/// quarter. `work`: bytes that the loop takes in their place. Besides these, two floats of state for each part of a row, two for the row,
+/// and 256 bytes for the block's position.
 fn shared_bytes(family: &Family, (headdim, [block_rows, step], threads, blocks_per_sm): DecodeTile, work: u32) -> u32 {
     let parts = threads / 32 * step / block_rows / column_groups(headdim);
     let mut outputs = parts * (headdim + 4) * block_rows * 4;
@@ -250,9 +324,10 @@ fn shared_bytes(family: &Family, (headdim, [block_rows, step], threads, blocks_p
     outputs.max(work) + (parts * 2 + 2) * block_rows * 4 + 256
 }
 
-/// Shared memory of the loop of a kernel with column groups, bytes: two buffers for the scores of each warp, and where four warps share
-/// what they load, two steps of keys and values and half of each warp's eight chunks of queries, or a quarter. A chunk of all lanes is 512
-/// bytes, and factors of bf16 steps are 64.
+/// Returns the shared memory of the loop of a kernel with column groups, bytes: buffers for the scores of each warp (64 bytes a row). Where
+/// four warps share what they load, also two steps of keys and values (8 tokens, fp16), 64 bytes of factors of bf16 steps, and some of each
+/// warp's eight chunks of queries (32 columns each). A chunk of eight rows is 512 bytes; four chunks fit on Volta, else two. A set is the
+/// warps with the same tokens.
 fn wide_work(family: &Family, (headdim, [block_rows, step], threads, _): DecodeTile) -> u32 {
     let shared_chunks = if family.shared_bytes > 65536 { 4 } else { 2 };
     let (warps, loads) = (threads / 32, if block_rows / step == 4 { 2 * 8 * 2 * headdim * 2 + 64 } else { 0 });
@@ -281,7 +356,8 @@ pub fn decode(family: Family, source: Source, cache: CacheFormat, tile: DecodeTi
     }
 }
 
-/// Returns the kernels with a tree mask (csrc/decode/tree.cuh), of these rows. Draft tokens have a tile of 16 rows or more.
+/// Returns these rows with a tree mask (csrc/decode/tree.cuh), which says which draft tokens of speculative decoding each query sees.
+/// Several draft tokens make more than 8 rows, so tiles of 8 rows have no such kernel.
 pub fn with_tree(rows: impl Iterator<Item = Variant>) -> impl Iterator<Item = Variant> {
     const TREE: FeatureSet = FeatureSet::of(&[Feature::Tree]);
     // a row has its draft tokens in shared memory, 8 bytes
@@ -289,7 +365,7 @@ pub fn with_tree(rows: impl Iterator<Item = Variant>) -> impl Iterator<Item = Va
     rows.filter(|row| row.block_rows > 8).map(move |row| tree(row).with_features(TREE))
 }
 
-/// Returns kernels over unquantized caches, first in fp16, then in bf16.
+/// Returns these rows twice: first for fp16 queries, unquantized caches and outputs, then for bf16 ones.
 pub fn in_both_types(rows: impl Iterator<Item = Variant>) -> Vec<Variant> {
     let rows: Vec<_> = rows.collect();
     let bf16 = rows.iter().map(|&row| Variant { is_bf16: true, ..row });

@@ -1,7 +1,7 @@
-//! Every compiled kernel variant: build.rs compiles these rows, the registry embeds them, the planner chooses from them.
-//! To add a family, add a folder like `volta`, and here its `mod` and its tables.
+//! Every kernel variant, as rows of one table: build.rs compiles the rows, `kernels::COMPILED` holds them with their code, the planner
+//! chooses from them. A family is the kernels for one kind of tensor core. A new one is a folder like `volta`, listed here.
 
-// with their paths, since this file is a module of build.rs too
+// with their paths, because this file is a module of build.rs too
 #[path = "features.rs"]
 mod features;
 #[path = "formats.rs"]

@@ -1,9 +1,8 @@
-//! Launches through the CUDA driver, on PyTorch's stream and in its (primary) context.
-//!
-//! Opens libcuda on first use, so this library loads on a machine without a driver.
+//! Launches through the CUDA driver, on PyTorch's stream and in its (primary) context. Opens libcuda on first use, so this library loads on
+//! a machine without a driver.
 
 use super::tuning::{self, DeviceTuning};
-use super::{load_errors, only_family, KernelLaunch, Launcher};
+use super::{only_family, KernelLaunch, Launcher};
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Variant};
 use crate::plan::DeviceLimits;
@@ -11,6 +10,7 @@ use crate::tuning::Card;
 use cudarc::driver::{result, sys};
 use std::collections::HashMap;
 use std::ffi::{c_void, CString};
+use std::fmt::Write;
 use std::sync::{Mutex, OnceLock, RwLock};
 
 /// A CUDA stream of one device, from PyTorch.
@@ -21,7 +21,7 @@ pub struct Driver {
     pub stream: *mut c_void,
 }
 
-/// Properties of a device that do not change while the process lives.
+/// Properties of a device that do not change while the process lives. Queried at its first launch.
 #[derive(Clone, Copy)]
 struct DeviceState {
     limits: DeviceLimits,
@@ -37,7 +37,9 @@ struct Function(sys::CUfunction);
 unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
+/// Devices that were queried, by index.
 static DEVICES: RwLock<Vec<(usize, DeviceState)>> = RwLock::new(Vec::new());
+/// Loaded kernels, by device and name.
 static FUNCTIONS: OnceLock<RwLock<HashMap<(usize, &'static str), Function>>> = OnceLock::new();
 /// Serializes loading, so that each kernel is loaded once. Loading is rare and slow, because the driver may compile PTX.
 static LOADING: Mutex<()> = Mutex::new(());
@@ -48,6 +50,7 @@ pub fn is_available() -> bool {
     unsafe { sys::is_culib_present() }
 }
 
+/// Turns an error of the driver, in a step `what`, into one for the user.
 fn check<T>(what: &str, r: std::result::Result<T, result::DriverError>) -> Result<T> {
     r.map_err(|e| {
         let name = e.error_name().map(|s| s.to_string_lossy().into_owned()).unwrap_or_else(|_| format!("{:?}", e.0));
@@ -69,31 +72,16 @@ fn check<T>(what: &str, r: std::result::Result<T, result::DriverError>) -> Resul
 
 impl Driver {
     fn state(&self) -> Result<DeviceState> {
-        let known = |list: &[(usize, DeviceState)]| list.iter().find(|(d, _)| *d == self.device).map(|(_, s)| *s);
-        if let Some(state) = known(&DEVICES.read().unwrap_or_else(|e| e.into_inner())) {
-            return Ok(state);
-        }
-        let mut list = DEVICES.write().unwrap_or_else(|e| e.into_inner());
-        if let Some(state) = known(&list) {
-            return Ok(state);
-        }
-        let state = self.query()?;
-        list.push((self.device, state));
-        Ok(state)
+        tuning::per_device(&DEVICES, self.device, || self.query())
     }
 
     /// Returns the compute capability (major, minor). The environment does not restrict it.
-    ///
-    /// # Errors
-    /// There is no driver or no such device.
     pub fn capability(&self) -> Result<(i32, i32)> {
         Ok(self.state()?.limits.capability)
     }
 
-    /// Returns the tuning of the device, without a context.
-    ///
-    /// # Errors
-    /// There is no driver or no such device. An unusable file is not an error.
+    /// Returns the tuning of the device (measured choices of kernels, from a file of the user). Creates no CUDA context. An unusable file
+    /// is no error.
     pub fn tuning(&self) -> Result<&'static DeviceTuning> {
         tuning::of_device(self.device, || {
             let (device, limits) = self.attributes()?;
@@ -103,9 +91,6 @@ impl Driver {
     }
 
     /// Loads a kernel ahead of its first launch, which would otherwise load it and perhaps wait for the driver to compile PTX.
-    ///
-    /// # Errors
-    /// There is no such kernel, no driver or no such device, or the driver refuses the kernel's code.
     pub fn preload(&self, kernel: &str) -> Result<()> {
         let variant = kernels::variants().find(|v| v.name == kernel);
         let variant = variant.ok_or_else(|| Error::value("kernel", format!("`{kernel}`"), "a kernel that `_info()` lists"))?;
@@ -114,7 +99,7 @@ impl Driver {
         self.function(variant, &state).map(|_| ())
     }
 
-    /// Queries the device and its limits without a context.
+    /// Queries the device and its limits. Creates no CUDA context.
     fn attributes(&self) -> Result<(sys::CUdevice, DeviceLimits)> {
         if !is_available() {
             return Err(Error::runtime("no CUDA driver on this machine (libcuda.so.1 not found): cuda tensors need one"));
@@ -155,6 +140,7 @@ impl Driver {
         Ok(())
     }
 
+    /// Returns a kernel on this device, which the first call loads.
     fn function(&self, variant: &'static Variant, state: &DeviceState) -> Result<Function> {
         let functions = FUNCTIONS.get_or_init(Default::default);
         let key = (self.device, variant.name);
@@ -172,8 +158,7 @@ impl Driver {
     }
 }
 
-/// Returns the driver's version as nvidia-smi prints it. If its kernel module is not visible (WSL, some containers), returns the CUDA
-/// version that it supports.
+/// Returns the driver's version as nvidia-smi prints it. Without its kernel module (WSL, some containers), returns its CUDA version.
 fn driver_version() -> Result<String> {
     let module = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
     if !module.trim().is_empty() {
@@ -186,6 +171,7 @@ fn driver_version() -> Result<String> {
 }
 
 impl Driver {
+    /// Loads a kernel into the current context, and allows it the dynamic shared memory of its blocks.
     fn load(&self, variant: &Variant, limits: &DeviceLimits) -> Result<Function> {
         let what = format!("loading {}", variant.name);
         let module = self.module(variant, limits, &what)?;
@@ -222,14 +208,14 @@ impl Driver {
             };
             // SAFETY: `code` is a complete cubin or NUL-terminated PTX.
             match unsafe { result::module::load_data(code.as_ptr().cast()) } {
-                Err(e) if load_errors::is_refusal(e.0) => answers.push((form, e.0)),
+                Err(e) if is_refusal(e.0) => answers.push((form, e.0)),
                 done => return check(what, done),
             }
         }
         let card = result::device::get(self.device as i32).and_then(result::device::get_name);
         let card = card.unwrap_or_else(|_| format!("cuda:{}", self.device));
         let driver = driver_version().unwrap_or_else(|_| "of unknown version".into());
-        Err(Error::runtime(load_errors::describe(variant.name, &card, limits.sm(), &driver, &answers)))
+        Err(Error::runtime(describe_refusal(variant.name, &card, limits.sm(), &driver, &answers)))
     }
 }
 
@@ -250,10 +236,67 @@ impl Launcher for Driver {
         let f = self.function(v, &state)?;
         let mut arguments = [launch.params.as_ptr() as *mut c_void];
         let [x, y, z] = launch.grid;
-        // SAFETY: the kernel takes one argument, of the size of `params` (a test compares the two); the tensors
-        // behind its pointers are alive, and PyTorch's allocator keeps their memory for this stream.
+        // SAFETY: the kernel takes one argument, of the size of `params` (tests/kernels.rs compares the two); the tensors behind its
+        // pointers are alive, and PyTorch's allocator keeps their memory for this stream.
         let r = unsafe { result::launch_kernel(f.0, (x, y, z), (v.threads, 1, 1), v.shared_bytes, self.stream.cast(), &mut arguments) };
         // formats the text only after an error
         r.or_else(|e| check(&format!("launching {}", v.name), Err(e)))
     }
+}
+
+// ---- the error when the driver loads neither of a kernel's two forms: machine code, or PTX, which the driver compiles ----
+
+/// First driver branch of CUDA 12. CUDA 12's drivers load machine code of any 12.x compiler. CUDA 12.9's compiles the kernels.
+const CUBIN_DRIVER: &str = "525";
+/// Last driver branch that runs Volta GPUs.
+const LAST_VOLTA_DRIVER: &str = "580";
+/// Driver branch of CUDA 10.2, the first with PTX ISA 6.5. Turing's kernels need that version; Volta's need less.
+const PTX_DRIVER: &str = "440";
+
+/// Returns true for errors about the code rather than the state of the machine: then the other form may load.
+fn is_refusal(code: sys::CUresult) -> bool {
+    use sys::CUresult::*;
+    matches!(
+        code,
+        CUDA_ERROR_INVALID_IMAGE
+            | CUDA_ERROR_INVALID_SOURCE
+            | CUDA_ERROR_NO_BINARY_FOR_GPU
+            | CUDA_ERROR_INVALID_PTX
+            | CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+            | CUDA_ERROR_JIT_COMPILER_NOT_FOUND
+            | CUDA_ERROR_JIT_COMPILATION_DISABLED
+    )
+}
+
+/// Returns one line about a kernel that the driver loads in no form: its error for each form that was tried, and the remedy. `sm`: the
+/// GPU's compute capability in two digits.
+fn describe_refusal(kernel: &str, card: &str, sm: u32, driver: &str, answers: &[(Code, sys::CUresult)]) -> String {
+    let mut text = format!("CUDA driver: loading {kernel} on {card} (sm_{sm}), driver {driver}:");
+    for (i, (code, answer)) in answers.iter().enumerate() {
+        let form = match code {
+            Code::Cubin => "machine code",
+            Code::Ptx => "PTX",
+        };
+        let separator = if i > 0 { "," } else { "" };
+        write!(text, "{separator} {answer:?} for its {form}").expect("strings take all that is written");
+    }
+    let drivers = match sm {
+        70..75 => format!("{CUBIN_DRIVER} to {LAST_VOLTA_DRIVER}"),
+        _ => format!("{CUBIN_DRIVER} or newer"),
+    };
+    let remedy = match answers.last().map(|(_, answer)| answer) {
+        Some(sys::CUresult::CUDA_ERROR_JIT_COMPILER_NOT_FOUND) => format!(
+            "libnvidia-ptxjitcompiler, which compiles it, is missing: install the whole driver, {drivers} \
+             (in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+        ),
+        Some(sys::CUresult::CUDA_ERROR_JIT_COMPILATION_DISABLED) => {
+            format!("unset CUDA_DISABLE_PTX_JIT, or update the NVIDIA driver to {drivers}")
+        }
+        _ => format!(
+            "update the NVIDIA driver to {drivers}, which loads the machine code of Volta and Turing \
+             (from {PTX_DRIVER} on, drivers compile the PTX)"
+        ),
+    };
+    write!(text, ": {remedy}").expect("strings take all that is written");
+    text
 }

@@ -1,8 +1,7 @@
-//! The interface between planning and execution. A [`KernelLaunch`] describes one kernel launch. A [`Launcher`] runs it on
-//! the CUDA driver or in the simulator. All code before it is the same for both.
+//! The interface between planning and execution. A [`KernelLaunch`] describes one kernel launch. A [`Launcher`] runs it on the CUDA driver,
+//! or in the simulator, which executes the kernel's machine code on CPU tensors. The code in src/ops/ is the same for both.
 
 pub mod driver;
-mod load_errors;
 #[cfg(feature = "sim")]
 pub mod simulator;
 pub mod tuning;
@@ -11,7 +10,10 @@ use crate::error::{Error, Result};
 use crate::kernels::{Family, Variant, COMPILED};
 use crate::plan::{DeviceLimits, FAMILY_VARIABLE};
 
-/// Memory that a launch may access. The simulator maps these ranges and no others; a GPU has its own protection.
+/// Name of the memory through which blocks of a launch exchange partial results, and in which they count arrivals.
+pub const SCRATCH: &str = "scratch";
+
+/// Memory that a launch may access. The simulator maps these ranges and reports other accesses; a GPU has its own protection.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryRange {
     /// Name of the tensor, for error messages.
@@ -24,22 +26,18 @@ pub struct MemoryRange {
     pub writable: bool,
 }
 
-/// One kernel launch.
 pub struct KernelLaunch<'a> {
     /// The kernel, with the threads and shared memory of a block.
     pub variant: &'static Variant,
-    /// Blocks: x and y as planned, z one per batch entry.
+    /// Blocks: x and y as planned, z one per batch entry (1 for grids that divide all entries themselves).
     pub grid: [u32; 3],
-    /// The kernel's single by-value argument.
+    /// The kernel's single by-value argument: a parameter block (src/params/), as bytes.
     pub params: &'a [u8],
     /// Memory that the kernel may access through its pointers, for launchers that use ranges.
     pub ranges: &'a [MemoryRange],
 }
 
-/// Returns the family that the environment restricts plans to; None for no restriction.
-///
-/// # Errors
-/// An unknown name.
+/// Returns the kernel family (volta, turing) that the environment restricts plans to; None for no restriction.
 pub fn only_family() -> Result<Option<&'static Family>> {
     let Some(name) = std::env::var_os(FAMILY_VARIABLE).filter(|v| !v.is_empty()) else { return Ok(None) };
     match COMPILED.families().find(|f| name == f.name) {
@@ -56,7 +54,7 @@ pub trait Launcher {
     /// Returns the device of outputs and scratch memory.
     fn device(&self) -> tch::Device;
 
-    /// Alignment of outputs and scratch that the launcher needs beyond ATen's, bytes.
+    /// Returns the alignment of outputs and scratch memory that the launcher needs, bytes; up to 16 ATen's allocators give it anyway.
     fn output_alignment(&self) -> usize {
         1
     }
@@ -66,28 +64,24 @@ pub trait Launcher {
         false
     }
 
-    /// Returns true if every block of a launch runs. If false, no block is the last to arrive at a semaphore.
+    /// Returns true if every block of a launch runs. If false (timed and recorded simulations), callers write what the missing blocks would
+    /// have: the semaphores by which a block finds itself the last, and results that the next launch reads.
     fn runs_all_blocks(&self) -> bool {
         true
     }
 
-    /// Prepares for the launches of one op, before the first, with all of its memory.
+    /// Prepares for the launches of one operator, before the first, with all their memory. The simulator fills writable ranges with NaN.
     fn begin(&self, _ranges: &[MemoryRange]) {}
 
-    /// Returns the limits of the device, which the planner relies on.
-    ///
-    /// # Errors
-    /// There is no driver, or the environment names an unknown family.
+    /// Returns the limits of the device, which the planner relies on. Fails without a driver, or if the environment names an unknown
+    /// family.
     fn limits(&self) -> Result<DeviceLimits>;
 
-    /// Enqueues the launch.
-    ///
-    /// # Errors
-    /// The module cannot be loaded or the launch fails. The kernel has not run then.
+    /// Enqueues the launch on the current stream; the simulator runs it at once. After an error the kernel has not run.
     fn launch(&self, launch: &KernelLaunch) -> Result<()>;
 }
 
-/// Returns a parameter block as the bytes that the kernel receives.
+/// Returns a parameter block as the bytes of [`KernelLaunch::params`].
 pub fn bytes_of<T: Copy>(block: &T) -> &[u8] {
     // SAFETY: parameter blocks are `#[repr(C)]` values of `crate::params`; the kernel reads no padding.
     unsafe { std::slice::from_raw_parts((block as *const T).cast(), size_of::<T>()) }

@@ -1,23 +1,22 @@
-//! Launches in the simulator: the embedded machine code for sm_70 or sm_75 runs on the CPU tensors' own memory.
+//! Launches in the simulator (tools/volta-sim): the embedded machine code for sm_70 or sm_75 runs on the CPU tensors' own memory. Calls
+//! with fp16 or bf16 CPU tensors (fwd and bwd: fp32 too) run here if the environment asks for it (src/ops/inputs.rs).
 //!
-//! `VOLTA_FA_SIMULATE=1` executes every block. `VOLTA_FA_SIMULATE=timing` times one SM's share of each
-//! launch on a copy of the memory instead, so that outputs stay as they were allocated, and keeps the
-//! reports for [`take_reports`].
-//! `VOLTA_FA_SIMULATE=launches` runs nothing: it only keeps a report with the kernel, the grid and a digest of the
-//! machine code of each launch.
+//! `VOLTA_FA_SIMULATE=1` executes every block. `VOLTA_FA_SIMULATE=timing` times one SM's share of each launch on a copy of the memory, so
+//! outputs stay as they were allocated. It keeps the reports for [`take_reports`]. `VOLTA_FA_SIMULATE=launches` runs nothing: it only keeps
+//! a report with the kernel, the grid and a digest of the machine code of each launch.
 //!
 //! | variable | meaning | default |
 //! | --- | --- | --- |
-//! | `VOLTA_FA_SIM_GPU` | the GPU that plans are made for and that is timed: a description of volta-sim's | v100 |
+//! | `VOLTA_FA_SIM_GPU` | the GPU that plans are made for and that is timed, by its name in volta-sim | v100 |
 //! | `VOLTA_FA_SIM_QUANTUM` | warp instructions before the next warp runs; 1: all together | 20000 |
 //! | `VOLTA_FA_SIM_THREADS` | host threads; 1 makes the atomics' order repeatable | 1 |
 //! | `VOLTA_FA_SIM_SET` | machine constants of a timed run, `icache=false,clock_mhz=1380` | |
 //!
-//! A family of which that GPU gets the PTX runs as the machine code of the family's own architecture, which computes the same;
-//! timing it would say nothing, and is refused.
+//! Kernels that a GPU of this kind would get as PTX (Volta's on a T4) run as their family's own machine code, which computes the same.
+//! Timing that would say nothing, and is refused.
 
 use super::tuning::{self, DeviceTuning};
-use super::{only_family, KernelLaunch, Launcher, MemoryRange};
+use super::{only_family, KernelLaunch, Launcher, MemoryRange, SCRATCH};
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code};
 use crate::plan::DeviceLimits;
@@ -43,7 +42,9 @@ enum Mode {
     Recorded,
 }
 
+/// Tuning files by simulated GPU.
 static TUNINGS: Mutex<Option<HashMap<String, &'static DeviceTuning>>> = Mutex::new(None);
+/// Decoded machine code by kernel.
 static MODULES: Mutex<Option<HashMap<&'static str, Arc<Module>>>> = Mutex::new(None);
 static REPORTS: Mutex<Vec<serde_json::Value>> = Mutex::new(Vec::new());
 
@@ -56,28 +57,25 @@ fn keep_report(report: serde_json::Value) {
     REPORTS.lock().unwrap_or_else(|e| e.into_inner()).push(report);
 }
 
+/// Returns an environment variable; None if it is empty or not set.
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|v| !v.is_empty())
 }
 
-fn number<T: std::str::FromStr>(name: &str, default: T) -> Result<T> {
-    match variable(name) {
-        None => Ok(default),
-        Some(text) => text.parse().map_err(|_| Error::value(name, format!("`{text}`"), "a positive integer")),
-    }
+fn positive<T: std::str::FromStr + PartialOrd + From<u8>>(name: &str, default: T) -> Result<T> {
+    let Some(text) = variable(name) else { return Ok(default) };
+    let number = text.parse().ok().filter(|n| *n >= T::from(1));
+    number.ok_or_else(|| Error::value(name, format!("`{text}`"), "a positive integer"))
 }
 
 impl Simulator {
     /// Returns the simulator that the environment requests; None: it requests none.
-    ///
-    /// # Errors
-    /// A variable that cannot be understood.
     pub fn from_env() -> Result<Option<Self>> {
         let mode = match variable("VOLTA_FA_SIMULATE").as_deref() {
             None | Some("0") => return Ok(None),
             Some("1") => Mode::Functional(Schedule {
-                quantum: number("VOLTA_FA_SIM_QUANTUM", Schedule::default().quantum)?,
-                threads: number("VOLTA_FA_SIM_THREADS", 1)?,
+                quantum: positive("VOLTA_FA_SIM_QUANTUM", Schedule::default().quantum)?,
+                threads: positive("VOLTA_FA_SIM_THREADS", 1)?,
             }),
             Some("timing") => Mode::Timed,
             Some("launches") => Mode::Recorded,
@@ -93,10 +91,7 @@ impl Simulator {
         Ok(DeviceLimits { capability, sms, shared_bytes_per_block: smem_per_sm, only: only_family()?, tuning: None })
     }
 
-    /// The tuning of what this stands for, which has a file as cards have.
-    ///
-    /// # Errors
-    /// A variable that cannot be understood.
+    /// Returns the tuning of the simulated GPU, which has a tuning file as real ones have, under the name `simulated V100`.
     pub fn tuning(&self) -> Result<&'static DeviceTuning> {
         let mut tunings = TUNINGS.lock().unwrap_or_else(|e| e.into_inner());
         let tunings = tunings.get_or_insert_with(HashMap::new);
@@ -111,26 +106,22 @@ impl Simulator {
     }
 }
 
-/// The tuning of the GPU that simulated calls stand for, whether any is asked for or not.
-///
-/// # Errors
-/// A variable that cannot be understood.
+/// Returns the tuning of the GPU that `VOLTA_FA_SIM_GPU` names, also where no call is simulated.
 pub fn tuning() -> Result<&'static DeviceTuning> {
-    stood_for()?.tuning()
+    named()?.tuning()
 }
 
 /// Returns the limits of that GPU, which plans of simulated calls rely on.
-///
-/// # Errors
-/// A variable that cannot be understood.
 pub fn limits() -> Result<DeviceLimits> {
-    stood_for()?.limits()
+    named()?.limits()
 }
 
-fn stood_for() -> Result<Simulator> {
+/// Returns a simulator of the GPU that the environment names. It runs no launch.
+fn named() -> Result<Simulator> {
     Ok(Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU"), "")?, mode: Mode::Timed })
 }
 
+/// Returns a GPU of volta-sim by name, with constants changed by `settings` (`name=value,...`).
 fn machine(name: Option<String>, settings: &str) -> Result<Machine> {
     let mut machine = match name {
         None => Machine::default(),
@@ -146,7 +137,8 @@ fn machine(name: Option<String>, settings: &str) -> Result<Machine> {
     Ok(machine)
 }
 
-/// nvdisasm of the triton wheel that the process' torch came with, unless volta-sim's own rules find one.
+/// Returns the path of nvdisasm, which decodes machine code, in the triton wheel beside this process's torch. None: there is none, or
+/// `VOLTA_SIM_NVDISASM` names one; volta-sim then looks by its own rules.
 fn nvdisasm() -> Option<PathBuf> {
     if variable("VOLTA_SIM_NVDISASM").is_some() {
         return None;
@@ -173,8 +165,8 @@ impl Launcher for Simulator {
         tch::Device::Cpu
     }
 
-    /// As CUDA's allocators align: ATen's CPU allocator stops at 64 bytes, and rows would straddle cache lines that
-    /// they do not straddle on a GPU. (A functional run does not care, and its outputs may begin their storage.)
+    /// Timed launches need the 256 bytes of CUDA's allocators: ATen's CPU allocator aligns to 64, and rows would straddle 128-byte cache
+    /// lines that they do not straddle on a GPU. Functional runs have no such need, and their outputs begin their storage.
     fn output_alignment(&self) -> usize {
         match self.mode {
             Mode::Functional(_) => 1,
@@ -190,7 +182,7 @@ impl Launcher for Simulator {
         matches!(self.mode, Mode::Functional(_))
     }
 
-    /// Fill outputs and scratch with NaN: what the kernels forget to write shows.
+    /// Fills outputs and scratch memory with NaN, so that what kernels forget to write shows.
     fn begin(&self, ranges: &[MemoryRange]) {
         for e in ranges.iter().filter(|e| e.writable && e.bytes > 0) {
             // SAFETY: writable ranges are whole, live tensors. 0xFF bytes are NaN as fp16 and as fp32.
@@ -210,8 +202,11 @@ impl Launcher for Simulator {
             return Ok(());
         }
         let module = module(launch)?;
-        let extents: Vec<_> =
-            launch.ranges.iter().map(|e| volta_sim::Extent { name: e.name, ptr: e.ptr, len: e.bytes, read_only: !e.writable }).collect();
+        let extents: Vec<_> = launch
+            .ranges
+            .iter()
+            .map(|e| volta_sim::Extent { name: e.name, ptr: e.ptr, len: e.bytes, read_only: !e.writable, exchanged: e.name == SCRATCH })
+            .collect();
         let sim = volta_sim::Launch {
             grid: launch.grid,
             block: [v.threads, 1, 1],
@@ -219,10 +214,11 @@ impl Launcher for Simulator {
             params: launch.params,
             extents: &extents,
         };
+        let failed = |e| Error::runtime(format!("simulator: {e}"));
         match &self.mode {
             Mode::Functional(schedule) => {
                 // SAFETY: the extents are tensors that the caller holds; the op writes its own outputs only.
-                unsafe { module.run(v.name, &sim, schedule) }.map_err(|e| Error::runtime(format!("simulator: {e}")))?;
+                unsafe { module.run(v.name, &sim, schedule) }.map_err(failed)?;
             }
             Mode::Timed => {
                 if v.family.code_for(self.machine.sm) != Some(Code::Cubin) {
@@ -231,7 +227,7 @@ impl Launcher for Simulator {
                 }
                 let options = TimingOptions { machine: self.machine.clone(), ..Default::default() };
                 // SAFETY: as above.
-                let report = unsafe { module.time(v.name, &sim, &options) }.map_err(|e| Error::runtime(format!("simulator: {e}")))?;
+                let report = unsafe { module.time(v.name, &sim, &options) }.map_err(failed)?;
                 keep_report(serde_json::to_value(report).map_err(|e| Error::runtime(e.to_string()))?);
             }
             Mode::Recorded => {}

@@ -1,6 +1,6 @@
-//! Sources of tunings: a file of the user for each card, or a text from [`force`].
-//!
-//! The first plan for a device reads its file, once. A bad file costs one warning; the plan then has no tuning.
+//! Sources of tunings: a file of the user for each card (a GPU with its driver), or a text from [`force`]. A tuning says which kernels
+//! plans take or avoid on a card; `crate::tuning` parses it, and launchers put it into the `DeviceLimits` of a plan. The first plan for a
+//! device reads its file, once. A bad file costs one warning; the plan then has no tuning.
 
 use crate::error::{Error, Result};
 use crate::kernels::COMPILED;
@@ -14,7 +14,7 @@ use std::sync::{Mutex, RwLock};
 
 /// Environment variable: 0 reads no tuning file, a path reads this one.
 pub const VARIABLE: &str = "VOLTA_FA_TUNING";
-/// Largest tuning file, bytes: room for `MAX_CHOICES` with every field and a note of some hundred characters.
+/// Largest tuning file, bytes: 512 choices (`MAX_CHOICES`) have 2 KiB each, for every field and a note of some hundred characters.
 const MAX_BYTES: u64 = 1 << 20;
 
 /// Outcome of reading a device's tuning file.
@@ -29,18 +29,15 @@ pub enum Outcome {
     Ignored(String),
 }
 
-/// A device and its tuning file.
 pub struct DeviceTuning {
     /// GPU and software on which the file must be made.
     pub card: Card,
     /// Path of the file, which need not exist; None: the environment has no home folder.
     pub path: Option<PathBuf>,
-    /// Outcome of reading the file.
     pub outcome: Outcome,
 }
 
 impl DeviceTuning {
-    /// Returns the tuning that plans use.
     pub fn tuning(&self) -> Option<&'static Tuning> {
         match self.outcome {
             Outcome::Read(tuning) => Some(tuning),
@@ -51,23 +48,29 @@ impl DeviceTuning {
 
 /// Tuning files by device. Entries live as long as the process.
 static FOUND: RwLock<Vec<(usize, &'static DeviceTuning)>> = RwLock::new(Vec::new());
+/// The tuning that [`force`] set; null: none.
 static FORCED: AtomicPtr<Tuning> = AtomicPtr::new(std::ptr::null_mut());
+/// Every text that [`force`] got.
 static PARSED: Mutex<Option<HashMap<String, &'static Tuning>>> = Mutex::new(None);
 
-/// Returns the tuning of a device, which the first call reads for the card that `describe` returns.
-pub fn of_device(device: usize, describe: impl FnOnce() -> Result<(Card, DeviceLimits)>) -> Result<&'static DeviceTuning> {
-    let known = |list: &[(usize, &'static DeviceTuning)]| list.iter().find(|(d, _)| *d == device).map(|(_, found)| *found);
-    if let Some(found) = known(&FOUND.read().unwrap_or_else(|e| e.into_inner())) {
+/// Returns a device's entry in a list. The first call makes it.
+pub fn per_device<T: Copy>(list: &RwLock<Vec<(usize, T)>>, device: usize, make: impl FnOnce() -> Result<T>) -> Result<T> {
+    let known = |list: &[(usize, T)]| list.iter().find(|(d, _)| *d == device).map(|(_, found)| *found);
+    if let Some(found) = known(&list.read().unwrap_or_else(|e| e.into_inner())) {
         return Ok(found);
     }
-    let mut list = FOUND.write().unwrap_or_else(|e| e.into_inner());
+    let mut list = list.write().unwrap_or_else(|e| e.into_inner());
     if let Some(found) = known(&list) {
         return Ok(found);
     }
-    let (card, limits) = describe()?;
-    let found = look_up(card, &limits);
+    let found = make()?;
     list.push((device, found));
     Ok(found)
+}
+
+/// Returns the tuning of a device. The first call asks `describe` for the card, and reads its file.
+pub fn of_device(device: usize, describe: impl FnOnce() -> Result<(Card, DeviceLimits)>) -> Result<&'static DeviceTuning> {
+    per_device(&FOUND, device, || describe().map(|(card, limits)| look_up(card, &limits)))
 }
 
 /// Reads a card's file. The result lives as long as the process.
@@ -133,10 +136,8 @@ fn user_folder() -> Option<PathBuf> {
 
 /// Sets a tuning for plans on all devices in place of the files. An empty text restores the files.
 ///
-/// Plans hold references to tunings, so each text is kept once for the life of the process. Only tools call this.
-///
-/// # Errors
-/// Text that is not a tuning. It need not name a card.
+/// Plans hold references to tunings, so each text is kept once for the life of the process. Only tools call this, by `_set_tuning()`. The
+/// text need not name a card.
 pub fn force(text: &str) -> Result<()> {
     let mut tuning = std::ptr::null_mut();
     if !text.is_empty() {

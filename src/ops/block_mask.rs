@@ -1,24 +1,30 @@
-//! The tensors of a block mask: their values for validation, and their place in parameter blocks.
+//! The tensors of a block mask on the way to kernels: checks their values, and fills [`BlockLists`] of parameter blocks.
+//!
+//! A list (`block_lists`, int32) names the blocks of 64 keys that a block of 128 queries of a head sees, in full or in part. A tile of
+//! `block_bits` has a bit for each score of a block seen in part. `block_lists_t` and `block_bits_t` are the same with queries and keys
+//! exchanged, for dk and dv. src/problem/block_mask.rs has the format.
 
 use super::inputs::Inputs;
 use crate::error::Result;
 use crate::options::Options;
 use crate::params::BlockLists;
 use crate::problem::{validate_block_lists, Attention, ListValues, LIST_HEADER};
+use crate::tensor::{copied, Absent};
 use std::ptr::null;
 use tch::{Device, Kind, Tensor};
 
 /// Alignment of bits that kernels read together, bytes.
 const ALIGNMENT: usize = 16;
 
-/// Lists, bits, the argument's name, and the length that its column blocks divide: of queries, then of keys.
+/// Returns (lists, bits, name of the lists, length that their column blocks divide) of each direction that is given: column blocks are keys
+/// in the first, queries in the second.
 fn sides<'a>(o: &'a Options<Tensor>, a: &Attention) -> impl Iterator<Item = (&'a Tensor, Option<&'a Tensor>, &'static str, i64)> {
     let sides =
         [(&o.block_lists, &o.block_bits, "block_lists", a.seqlen_k), (&o.block_lists_t, &o.block_bits_t, "block_lists_t", a.seqlen_q)];
     sides.into_iter().filter_map(|(lists, bits, name, columns)| Some((lists.as_ref()?, bits.as_ref(), name, columns)))
 }
 
-/// Checks the values of all lists. On a GPU this synchronizes once.
+/// Checks the values of all lists, copied together. On a GPU this synchronizes once.
 pub fn check_values(inputs: &Inputs, a: &Attention) -> Result<()> {
     let o = &inputs.options;
     let numbers = |lists: &Tensor| lists.numel() as i64;
@@ -46,25 +52,13 @@ pub fn readable_bits(bits: &Tensor) -> Result<Tensor> {
     if bits.data_ptr() as usize % ALIGNMENT == 0 {
         return Ok(bits);
     }
-    let mut copy = Tensor::f_empty(bits.size(), (Kind::Int, bits.device()))?;
-    copy.f_copy_(&bits)?;
-    Ok(copy)
+    copied(&bits, Kind::Int)
 }
 
-/// The parameters of a call without a block mask.
-pub const NO_BLOCKS: BlockLists = BlockLists {
-    lists: null(),
-    batch_stride: 0,
-    head_stride: 0,
-    row_stride: 0,
-    bits: null(),
-    tiles: 0,
-    batch: 1,
-    heads: 1,
-    max_entries: 0,
-};
+/// The parameters of a call without a block mask. `batch` and `heads` are 1, because kernels take entries and heads modulo them.
+pub const NO_BLOCKS: BlockLists = BlockLists { batch: 1, heads: 1, ..BlockLists::NONE };
 
-/// Returns the parameters of one direction. `bits` are [`readable_bits`].
+/// Returns the parameters of one direction. `bits` come from [`readable_bits`].
 pub fn block_lists(lists: &Tensor, bits: Option<&Tensor>) -> BlockLists {
     let (sizes, strides) = (lists.size(), lists.stride());
     BlockLists {

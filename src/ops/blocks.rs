@@ -1,7 +1,8 @@
-//! Fills parameter blocks from a call's tensors and problem.
+//! Fills the parts that kernels' parameter blocks (src/params/) share, from a call's tensors and problem. Every module of src/ops/ that
+//! launches attention kernels uses it.
 //!
-//! [`readable`] copies tensors that kernels cannot read, and [`Blocks`] points into the others. Callers hold the tensors while launches
-//! are enqueued; the caching allocator keeps the memory for their stream.
+//! [`readable`] copies tensors that kernels cannot read in place. [`Blocks`] points into the others. Callers hold the tensors while
+//! launches are enqueued; PyTorch's caching allocator then keeps the memory for their stream. An entry is an element of the batch.
 
 use super::block_mask::readable_bits;
 use super::dropout;
@@ -11,8 +12,8 @@ use crate::options::Options;
 use crate::params::{Cache, CacheScale, CacheScales, ElementType, Lengths, Operand, Problem, ScoreOptions};
 use crate::plan;
 use crate::problem::{Attention, CacheLayout, ScoreFunction};
-use crate::tensor::{self, is_readable, operand};
-use std::ptr::{null, null_mut};
+use crate::tensor::{self, is_readable, operand, Absent};
+use std::ptr::null;
 use tch::{Kind, Tensor};
 
 /// Keys of a bias that kernels read together.
@@ -32,14 +33,14 @@ pub struct Blocks {
     pub score_options: ScoreOptions,
     pub cache: Cache,
     pub scales: CacheScales,
-    /// Element type of q.
     pub element: ElementType,
 }
 
 impl Blocks {
-    /// Fills the blocks for `batches` entries from entry `first` on. The inputs are [`readable`].
+    /// Fills the blocks for a launch of `batches` entries from entry `first` on. The inputs come from [`readable`].
     pub fn new(inputs: &Inputs, a: &Attention, (first, batches): (i64, i64)) -> Blocks {
         let o = &inputs.options;
+        // the first entry of a cache that the launch may read
         let first_entry = if has_entry_numbers(o) { 0 } else { first };
         let [k, v] = [&inputs.k, &inputs.v].map(|t| operand(t, if a.cache().is_some() { first_entry } else { first }));
         Blocks {
@@ -56,8 +57,7 @@ impl Blocks {
     }
 }
 
-/// Returns true if memory says which entries or pages belong to a sequence. Otherwise sequence `i` of a launch has entry `i`, so blocks
-/// begin at the launch's first entry.
+/// Returns true if tensors say which entries or pages of a cache belong to a sequence. Otherwise sequence `i` has entry `i`.
 fn has_entry_numbers(o: &Options<Tensor>) -> bool {
     o.block_table.is_some() || o.cache_batch_idx.is_some()
 }
@@ -69,31 +69,14 @@ fn lengths(o: &Options<Tensor>, a: &Attention, first: i64) -> Lengths {
         seqused_k: element(&o.seqused_k, first),
         total_q: a.total_q().unwrap_or(0) as i32,
         total_k: a.total_k().unwrap_or(0) as i32,
-        // the backward pass has scratch memory
+        // only the backward pass has scratch memory, and sets it
         scratch_rows: 0,
         first_batch: first as i32,
     }
 }
 
 fn cache(o: &Options<Tensor>, a: &Attention, [k, v]: [Operand; 2], first: i64, first_entry: i64) -> Cache {
-    const NO_KEYS: Operand = Operand { ptr: null(), batch_stride: 0, row_stride: 0, head_stride: 0 };
-    let Some(cache) = a.cache() else {
-        return Cache {
-            k: NO_KEYS,
-            v: NO_KEYS,
-            entries: 0,
-            rows: 0,
-            block_table: null(),
-            block_table_stride: 0,
-            max_pages: 0,
-            cache_batch_idx: null(),
-            leftpad_k: null(),
-            cache_seqlens: null(),
-            cu_seqlens_k_new: null(),
-            seqlen_new: 0,
-            total_new: 0,
-        };
-    };
+    let Some(cache) = a.cache() else { return Cache::NONE };
     let block_table_stride = o.block_table.as_ref().map_or(0, |t| t.stride()[0]);
     // new tokens are packed like q unless they have cu_seqlens of their own
     let cu_seqlens_k_new = if o.cu_seqlens_k_new.is_some() { &o.cu_seqlens_k_new } else { &o.cu_seqlens_q };
@@ -114,11 +97,10 @@ fn cache(o: &Options<Tensor>, a: &Attention, [k, v]: [Operand; 2], first: i64, f
     }
 }
 
-/// Scales and zero points of a quantized cache.
+/// Returns the scales and zero points of a quantized cache. Shapes: (entries, rows, heads); fp8: (sequences, heads), (heads), (1), ().
 fn scales(o: &Options<Tensor>, a: &Attention, first: i64, first_entry: i64) -> CacheScales {
-    const NONE: CacheScale = CacheScale { ptr: null_mut(), batch_stride: 0, row_stride: 0, head_stride: 0 };
     let scale = |t: &Option<Tensor>| {
-        let Some(t) = t else { return NONE };
+        let Some(t) = t else { return CacheScale::NONE };
         let (sizes, strides) = (t.size(), t.stride());
         let (strides, first) = match strides[..] {
             [entry, row, head] => ([entry, row, head], first_entry),
@@ -131,11 +113,11 @@ fn scales(o: &Options<Tensor>, a: &Attention, first: i64, first_entry: i64) -> C
         CacheScale { ptr, batch_stride, row_stride, head_stride }
     };
     let format = a.cache_format();
-    let of = |each: &Option<Tensor>, fp8: &Option<Tensor>| scale(if format.has_scales() { each } else { fp8 });
+    let own = |each: &Option<Tensor>, fp8: &Option<Tensor>| scale(if format.has_scales() { each } else { fp8 });
     CacheScales {
         format,
-        k: of(&o.k_scale, &o.k_descale),
-        v: of(&o.v_scale, &o.v_descale),
+        k: own(&o.k_scale, &o.k_descale),
+        v: own(&o.v_scale, &o.v_descale),
         k_zero_point: scale(&o.k_zero_point),
         v_zero_point: scale(&o.v_zero_point),
     }
@@ -164,7 +146,7 @@ fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions {
         alibi_batch_stride,
         sinks: element(&inputs.options.sinks, 0),
         rng_state: element(&inputs.rng_state, 0),
-        // Kernels compare two 16-bit numbers at once, so both halves hold the threshold. dropout_inverted flips all bits of the result.
+        // Kernels compare two 16-bit random numbers at once, so both halves hold the threshold; dropout_inverted flips the results.
         dropout_threshold: dropout.threshold * 0x10001,
         dropout_inverted: if dropout.keeps_below { u32::MAX } else { 0 },
         dropout_scale: dropout.scale() as f32,
@@ -173,7 +155,7 @@ fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions {
     }
 }
 
-/// Converts inputs to types and layouts that kernels read. None: all are readable.
+/// Returns the inputs in types and layouts that kernels read; None: they are already, and no tensor changes the scores.
 pub fn readable(inputs: &Inputs, a: &Attention) -> Result<Option<Inputs>> {
     let o = &inputs.options;
     let has_score_options = [&o.attn_bias, &o.alibi_slopes, &o.sinks, &o.block_lists, &inputs.rng_state].into_iter().any(Option::is_some);
@@ -203,7 +185,7 @@ pub fn at(t: &Tensor, element: i64) -> *mut f32 {
     (t.data_ptr() as *mut f32).wrapping_offset(element as isize)
 }
 
-/// Returns the softmax_lse of a launch's first batch entry. Kernels find packed sequences themselves.
+/// Returns the address of softmax_lse for a launch's first batch entry. Kernels find packed sequences themselves.
 pub fn lse_at(softmax_lse: &Tensor, a: &Attention, first: i64) -> *mut f32 {
     at(softmax_lse, if a.total_q().is_some() { 0 } else { first * a.nheads * a.seqlen_q })
 }
@@ -212,19 +194,19 @@ fn element_size(t: &Tensor) -> i64 {
     t.kind().elt_size_in_bytes() as i64
 }
 
-/// Returns a pointer to an element; null without a tensor.
+/// Returns a pointer to element `i` of a tensor of `T`; null without a tensor.
 fn element<T>(t: &Option<Tensor>, i: i64) -> *const T {
     t.as_ref().map_or(null(), |t| (t.data_ptr() as *const T).wrapping_offset(i as isize))
 }
 
-/// Returns strides that repeat dimensions of size 1.
+/// Returns strides that are 0 in dimensions of size 1, so that kernels read such a dimension as broadcast.
 pub fn broadcast_strides(t: &Tensor) -> [i64; 4] {
     let (sizes, strides) = (t.size(), t.stride());
     std::array::from_fn(|i| if sizes[i] == 1 { 0 } else { strides[i] })
 }
 
-/// Returns the bias in fp16 or fp32 with contiguous, aligned rows of `seqlen_k` keys, padded to whole groups; -inf for False. Copies it if
-/// necessary. Broadcast dimensions other than the keys keep size 1.
+/// Returns the bias in fp16 or fp32, with contiguous, 16-byte aligned rows of `seqlen_k` keys or more. Copies it if necessary; a copy has
+/// -inf for False, and broadcast dimensions other than the keys keep size 1.
 fn readable_bias(bias: &Tensor, seqlen_k: i64) -> Result<Tensor> {
     let has_kind = matches!(bias.kind(), Kind::Half | Kind::Float);
     let strides = bias.stride();
@@ -242,9 +224,9 @@ fn readable_bias(bias: &Tensor, seqlen_k: i64) -> Result<Tensor> {
         _ => Kind::Float,
     };
     let mut sizes = bias.size();
-    // rows on 16-byte boundaries in either type
+    // eight fp16 numbers are 16 bytes, so rows are on 16-byte boundaries in either type
     sizes[3] = (seqlen_k + 7) / 8 * 8;
-    // beside packed keys it may be longer than all of them
+    // beside packed sequences it has max_seqlen_k keys, which may be more than there are
     let mut once = if bias.size()[3] > seqlen_k { bias.f_narrow(3, 0, seqlen_k)? } else { bias.shallow_clone() };
     for i in 0..3 {
         // the copy of an expanded mask repeats too, and stays small

@@ -1,5 +1,5 @@
-//! int8 codes of K and the range of V, which `volta_fa::fwd_fast` computes first: their sizes, and their layout in the tensor that
-//! `volta_fa::prepare_fast` returns.
+//! int8 codes of K (a code times its scale is a number of K) and V's largest magnitudes, which `volta_fa::fwd_fast` computes first: their
+//! sizes, and their layout in the uint8 tensor that `volta_fa::prepare_fast` returns for later calls. fast.rs and cpu/ use it.
 
 use crate::error::{Error, Result};
 use crate::problem::Attention;
@@ -7,12 +7,12 @@ use tch::{Device, Kind, Tensor};
 
 /// Keys of a block, which has scales of its own. Codes of a sequence begin on a block (csrc/turing/fast/codes.cuh).
 pub const SCALE_KEYS: i64 = 64;
-/// Number of scales of a block of keys. Keys 8i + 2t and 8i + 2t + 1 share scale t.
+/// Number of scales of a block of keys. Keys 8i + 2t and 8i + 2t + 1 share scale t: those that one GPU lane has scores of.
 pub const SCALES: i64 = 4;
 /// Unused bytes at the end of a tensor of rotated codes, so that its size differs from that of others.
 const ROTATED: i64 = 16;
 
-/// Returns the headdim of the kernel for these columns.
+/// Returns the headdim of the fast kernel for this many columns.
 pub fn kernel_headdim(columns: i64) -> i64 {
     match columns {
         ..=64 => 64,
@@ -21,28 +21,27 @@ pub fn kernel_headdim(columns: i64) -> i64 {
     }
 }
 
-/// Codes of K, and the range of V.
+/// Codes of K, and the range of V. Rows are keys of all entries, each entry rounded up to whole blocks.
 pub struct Codes {
     /// (nheads_k, rows, the kernel's headdim) int8
     pub k_codes: Tensor,
     /// (nheads_k, rows / 64, 4) fp32
     pub k_scales: Tensor,
-    /// (nheads_k, batch, the kernel's headdim) fp32
+    /// (nheads_k, batch, the kernel's headdim) fp32: what was subtracted from K
     pub k_mean: Tensor,
-    /// (nheads_k, batch, blocks of the longest sequence) fp32: largest magnitudes
+    /// (nheads_k, batch, the prepare kernel's blocks of the longest sequence) fp32: largest magnitudes of V
     pub v_max: Tensor,
     /// V times a power of 2, fp16 below 1 in magnitude; only if V is bf16.
     pub v_scaled: Option<Tensor>,
 }
 
-/// Sizes of [`Codes`].
+/// Sizes and dtypes of the tensors of [`Codes`], in the order of its fields.
 pub struct CodeSizes {
     parts: Vec<(Vec<i64>, Kind)>,
 }
 
 impl CodeSizes {
-    /// Returns the sizes of a problem with padded headdims. `headdim` is the kernel's, `v_blocks` the number of blocks of the longest
-    /// sequence.
+    /// Returns the sizes of a problem with padded headdims. `headdim` is the kernel's, `v_blocks` the last size of `v_max`.
     pub fn new(a: &Attention, headdim: i64, v_blocks: i64, is_bf16: bool) -> CodeSizes {
         // each packed sequence begins on a block, so it may leave a part of one unused
         let blocks = a.total_k().map_or(a.batch * ceil_div(a.seqlen_k, SCALE_KEYS), |total| total / SCALE_KEYS + a.batch + 1);
@@ -60,10 +59,10 @@ impl CodeSizes {
         CodeSizes { parts }
     }
 
-    /// Returns the sizes in the tensor of `prepare_fast`, for any kernel. torch_ops/meta.cpp has their sum. Parts begin at multiples of 16
-    /// bytes.
+    /// Returns the sizes in the tensor of `prepare_fast`, with room for the smallest blocks of a prepare kernel. torch_ops/meta.cpp
+    /// computes their sum in bytes too. Parts begin at multiples of 16 bytes.
     pub fn prepared(a: &Attention, is_bf16: bool) -> CodeSizes {
-        // one for each SCALE_KEYS keys, rounded up to a multiple of four, which take 16 bytes
+        // a float for each SCALE_KEYS keys, rounded up to a multiple of four, which take 16 bytes
         let v_blocks = ceil_div(a.seqlen_k, 4 * SCALE_KEYS) * 4;
         CodeSizes::new(a, kernel_headdim(a.headdim.max(a.headdim_v)), v_blocks, is_bf16)
     }
@@ -72,22 +71,19 @@ impl CodeSizes {
         sizes.iter().product::<i64>() * kind.elt_size_in_bytes() as i64
     }
 
-    /// Returns the size of the tensor of `prepare_fast`.
+    /// Returns the size of the tensor of `prepare_fast`, bytes. `rotate`: its codes are of K after a Hadamard transform.
     pub fn bytes(&self, rotate: bool) -> i64 {
         self.parts.iter().map(CodeSizes::bytes_of).sum::<i64>() + if rotate { ROTATED } else { 0 }
     }
 
-    /// Returns codes in tensors that `make` returns for a size and a dtype, in the order of the fields.
+    /// Returns codes in tensors that `make` returns for sizes and a dtype.
     pub fn make(&self, make: impl Fn(&[i64], Kind) -> Result<Tensor>) -> Result<Codes> {
         let mut made = self.parts.iter().map(|(sizes, kind)| make(sizes, *kind));
-        let mut next = || made.next().expect("four parts and V");
+        let mut next = || made.next().expect("four parts, and in bf16 v_scaled");
         Ok(Codes { k_codes: next()?, k_scales: next()?, k_mean: next()?, v_max: next()?, v_scaled: made.next().transpose()? })
     }
 
     /// Checks the size of the option `prepared`, bytes.
-    ///
-    /// # Errors
-    /// Another size.
     pub fn check(&self, given: i64, rotate: bool) -> Result<()> {
         let bytes = self.bytes(rotate);
         if given == bytes {
@@ -98,9 +94,6 @@ impl CodeSizes {
     }
 
     /// Returns views of the codes in `prepared`, a uint8 vector on `device`, or in a copy if it is strided or not aligned to 16 bytes.
-    ///
-    /// # Errors
-    /// A tensor of another size.
     pub fn within(&self, prepared: &Tensor, rotate: bool, device: Device) -> Result<Codes> {
         let sizes = prepared.size();
         let bytes = sizes[0];
@@ -121,6 +114,7 @@ impl CodeSizes {
     }
 }
 
+/// Returns n / by, rounded up. Neither is negative.
 pub fn ceil_div(n: i64, by: i64) -> i64 {
     (n + by - 1) / by
 }

@@ -1,4 +1,5 @@
-//! Dropout: decides which probabilities are kept.
+//! Dropout: decides which probabilities are kept. The CPU backend calls it, and `_dropout_mask` publishes it. Kernels compute the same
+//! numbers (csrc/philox.cuh) from seed and offset, so forward and backward of any backend agree.
 //!
 //! Every (batch, head, row, column) has its own 15-bit random number, independent of tiles. One call of Philox4x32 computes the numbers of
 //! four columns, starting at a multiple of 4, in two rows: `row`, whose bit 2 is clear, and `row + 4`. The key is the seed. The counter is
@@ -6,13 +7,14 @@
 //! `2 * r + c % 2`: in its lower half if `c < 2`, else in its upper half. The highest bit of a half is unused. Seven rounds are the fewest
 //! that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 //!
-//! So a lane of Volta's forward kernels gets the eight numbers of its scores from one call, and other lanes share calls by one or two
-//! shuffles. A half without its highest bit is a non-negative fp16 number of the same order, so one packed comparison decides two. The
-//! kernels compute the same numbers (csrc/philox.cuh).
+//! So a lane of Volta's forward kernels gets the eight numbers of its scores from one call. In kernels with other layouts, lanes share calls
+//! by one or two shuffles. Read as fp16, numbers up to 0x7c00 (infinity) have the same order, and larger ones are NaN. A packed comparison
+//! "not below the threshold", which is at most 0x4000 and which an unordered comparison (NaN) also satisfies, decides two halves at once.
 
 use crate::error::{Error, Result};
 use tch::{Kind, Tensor};
 
+// Philox4x32's rounds and constants
 const ROUNDS: usize = 7;
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const KEY_STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
@@ -28,11 +30,11 @@ pub fn philox(mut key: [u32; 2], mut counter: [u32; 4]) -> [u32; 4] {
     counter
 }
 
-/// Number of different random numbers.
+/// Number of different random numbers: 2^15.
 const NUMBERS: f64 = 32768.0;
 
-/// Which random numbers keep a probability. Numbers below the threshold get the rarer outcome, so the threshold is at most half of all
-/// numbers, and kernels compare with a finite fp16 number (at most 2).
+/// Which random numbers keep a probability. Numbers below the threshold get the rarer outcome, so the threshold is at most 2^14, half of
+/// all numbers. Read as fp16, that is 2, so kernels compare with a finite number.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rule {
     /// 0 to 2^14.
@@ -49,20 +51,18 @@ impl Rule {
         Rule { threshold: if keeps_below { threshold.max(1) } else { threshold }, keeps_below }
     }
 
-    /// Returns true if this number keeps its probability.
     pub fn keeps(self, number: u32) -> bool {
         (number < self.threshold) == self.keeps_below
     }
 
-    /// Returns the factor of kept probabilities: the inverse of the kept share, so that results have the right mean after `dropout_p` is
-    /// rounded.
+    /// Returns the factor of kept probabilities: the inverse of the share that the rounded threshold keeps, so results have the right mean.
     pub fn scale(self) -> f64 {
         let kept = if self.keeps_below { f64::from(self.threshold) } else { NUMBERS - f64::from(self.threshold) };
         NUMBERS / kept
     }
 }
 
-/// Random numbers of one call.
+/// The decisions of one call: seed, offset and rule.
 #[derive(Clone, Copy)]
 pub struct Dropout {
     key: [u32; 2],
@@ -72,9 +72,6 @@ pub struct Dropout {
 
 impl Dropout {
     /// Reads `rng_state`, (2) int64 on the CPU.
-    ///
-    /// # Errors
-    /// A state of another shape.
     pub fn new(rng_state: &Tensor, dropout_p: f64) -> Result<Dropout> {
         let state = Vec::<i64>::try_from(rng_state)?;
         let [seed, offset] = state[..] else {
@@ -83,25 +80,22 @@ impl Dropout {
         Ok(Dropout { key: [seed as u32, (seed >> 32) as u32], offset: offset as u32, rule: Rule::new(dropout_p) })
     }
 
-    /// Decides for the columns of a row from `column` on; `head` counts over batch and heads.
+    /// Writes whether the probabilities of a row are kept, from `column` on. `head` counts over batch and heads.
     pub fn row(&self, head: u32, row: u32, column: u32, kept: &mut [bool]) {
-        let (first_row, second) = (row & !4, row as usize / 4 % 2);
+        let (first_row, of_second_row) = (row & !4, row as usize / 4 % 2);
         let mut words = [0; 4];
         for (i, kept) in kept.iter_mut().enumerate() {
             let column = column + i as u32;
             if i == 0 || column % 4 == 0 {
                 words = philox(self.key, [column / 4, first_row, head, self.offset]);
             }
-            let (word, half) = (2 * second + column as usize % 2, column / 2 % 2);
+            let (word, half) = (2 * of_second_row + column as usize % 2, column / 2 % 2);
             *kept = self.rule.keeps(words[word] >> (16 * half) & 0x7fff);
         }
     }
 }
 
 /// Returns which probabilities are kept, (batch, nheads, seqlen_q, seqlen_k), for tests and `return_attn_probs`.
-///
-/// # Errors
-/// Sizes below 0, or no memory.
 pub fn mask(rng_state: &Tensor, shape: [i64; 4], dropout_p: f64) -> Result<Tensor> {
     if let Some(size) = shape.iter().find(|&&n| n < 0) {
         return Err(Error::value("shape", size, "sizes of 0 or more"));

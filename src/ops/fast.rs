@@ -1,6 +1,9 @@
-//! `volta_fa::fwd_fast`: the forward with int8 scores and fp16 sums, with a stated error and without a derivative.
+//! `volta_fa::fwd_fast`: the forward with int8 scores and fp16 sums, whose error docs/guides/fast.md states. It has no derivative.
 //!
-//! On a GPU without fast kernels, or where they do not pay ([`plan::fast`]), the exact forward serves the call.
+//! Q and K become int8 codes with scales. `smooth_k` subtracts K's mean before, `rotate` applies a Hadamard transform to both: either makes
+//! the codes more exact. Below, codes are those of K with their scales, and V's largest magnitudes. A prepare kernel computes them
+//! (`volta_fa::prepare_fast` does so ahead), and the forward kernel reads them. A boolean `attn_mask` is packed to bits first. On a GPU
+//! without fast kernels, or where they do not pay ([`plan::fast`]), the exact forward, that of `fwd`, computes the call.
 
 use super::blocks::{broadcast_strides, lse_at, Blocks};
 use super::codes::{ceil_div, CodeSizes, Codes, SCALE_KEYS};
@@ -13,17 +16,21 @@ use crate::launch::{bytes_of, Launcher};
 use crate::limits::MAX_FAST_HEADDIM;
 use crate::log;
 use crate::options::UNKNOWN;
-use crate::params::{FastParams, Output};
+use crate::params::FastParams;
 use crate::plan::{self, FastPlan, PlannedKernel};
 use crate::problem::{self, Attention, Backend};
-use crate::tensor::{self, element_type, memory_range, operand, output, without_padding};
-use std::ptr::{null, null_mut};
+use crate::tensor::{self, element_type, operand, output, read_range, without_padding, Absent};
 use tch::{Kind, Tensor};
 
+// `FastParams::phase`: the work of a launch of the prepare kernel, `PreparePhase` in csrc/turing/fast/prepare.cuh
+/// Quantizes K, packs the mask, and takes v_max, V's largest magnitudes.
+const QUANTIZE: i32 = 0;
+/// Writes v_scaled: bf16 V as fp16, by factors from v_max.
+const SCALE_V: i32 = 1;
+/// Packs the mask alone.
+const PACK_MASK: i32 = 2;
+
 /// Computes (out, softmax_lse).
-///
-/// # Errors
-/// Wrong arguments; a device that no kernel runs on.
 pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     let d = inputs.describe()?;
     let target = Target::of(&d.q, inputs.stream)?;
@@ -50,10 +57,7 @@ pub fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// Computes `volta_fa::prepare_fast`: codes of K and the range of V for any number of calls of [`forward`]. The queries are the keys.
-///
-/// # Errors
-/// Wrong arguments; a device that no kernel runs on.
+/// Computes `volta_fa::prepare_fast`: codes of K and the range of V for calls of [`forward`]. There is no q: k stands in for it.
 pub fn prepare(inputs: &Inputs) -> Result<Tensor> {
     let mut inputs = inputs.share();
     inputs.options.cu_seqlens_q = inputs.options.cu_seqlens_k.as_ref().map(Tensor::shallow_clone);
@@ -68,12 +72,12 @@ pub fn prepare(inputs: &Inputs) -> Result<Tensor> {
         problem::validate_lengths(&a, None, cu.as_deref(), None)?;
     }
     let sizes = code_sizes(inputs, &a);
-    // a launcher's alignment is at least 16 bytes
+    // all allocators align to 16 bytes or more, as the parts of the tensor must be
     let prepared = match &target {
         Target::Cpu => Tensor::f_empty([sizes.bytes(o.rotate)], (Kind::Uint8, inputs.k.device()))?,
         Target::Kernels(launcher) => tensor::empty(&[sizes.bytes(o.rotate)], Kind::Uint8, &**launcher)?,
     };
-    // bytes between codes
+    // kernels leave some bytes unwritten
     let _ = prepared.shallow_clone().f_zero_()?;
     if a.is_empty() {
         return Ok(prepared);
@@ -82,7 +86,7 @@ pub fn prepare(inputs: &Inputs) -> Result<Tensor> {
     match &target {
         Target::Cpu => cpu::fast_prepare(inputs, &a, &codes)?,
         Target::Kernels(launcher) => {
-            // without it, the exact forward serves all calls
+            // without a fast kernel, the exact forward computes all calls, and reads no codes
             if let Some(kernel) = plan::fast_prepare(&a.padded(), &launcher.limits()?)? {
                 let inputs = &readable_inputs(inputs)?;
                 let a = &a.padded();
@@ -103,6 +107,7 @@ pub fn check_prepare(inputs: &Inputs) -> Result<()> {
     problem::validate_prepare(&d.k, &d.v, &d.options, Backend::Meta).map(|_| ())
 }
 
+/// Returns the sizes of the codes in a tensor of `prepare_fast`.
 fn code_sizes(inputs: &Inputs, a: &Attention) -> CodeSizes {
     CodeSizes::prepared(&a.padded(), inputs.k.kind() == Kind::BFloat16)
 }
@@ -132,6 +137,7 @@ fn with_bias(inputs: &Inputs) -> Inputs {
     inputs
 }
 
+/// Computes a call on the fast kernels: prepares K and V if `prepared` is None, packs a mask, then computes out.
 fn on_device(
     inputs: &Inputs,
     given: &Attention,
@@ -146,11 +152,11 @@ fn on_device(
     let out = empty(&a.query_shape(a.headdim_v), inputs.q.kind())?;
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
     let headdim = i64::from(plan.forward.variant.headdim);
-    // a tuning may have chosen the kernel of a larger headdim
+    // a tuning (measured choices of kernels) may have chosen the kernel of a larger headdim than the codes have
     let prepared = prepared.filter(|codes| codes.k_mean.size()[2] == headdim);
     let is_prepared = prepared.is_some();
     log::fast(a, plan, is_prepared && inputs.options.attn_mask.is_none())?;
-    // scratch memory: O(seqlen), and a bit for each element of the mask, whose broadcast dimensions keep size 1
+    // scratch memory: the codes, and a bit for each element of the mask, whose broadcast dimensions keep size 1
     let v_blocks = ceil_div(a.seqlen_k, i64::from(plan.prepare.variant.block_rows));
     let codes = prepared.map_or_else(|| CodeSizes::new(a, headdim, v_blocks, is_bf16).make(empty), Ok)?;
     let mask = inputs.options.attn_mask.as_ref();
@@ -160,7 +166,7 @@ fn on_device(
         true => {
             // codes may be in a copy of `prepared`
             let mut ranges = memory_ranges(inputs, a, launcher, results);
-            ranges.extend(written(&codes, []).into_iter().filter_map(|(name, t)| Some(memory_range(name, t?, false))));
+            ranges.extend(written(&codes, []).into_iter().filter_map(|(name, t)| Some(read_range(name, t?))));
             Launches::begin_with(launcher, ranges)
         }
         false => Launches::begin(inputs, a, launcher, written(&codes, results)),
@@ -178,7 +184,7 @@ fn on_device(
         if !is_prepared {
             run_prepare(&plan.prepare, &codes, &launches, &mut params, batches)?;
         } else if mask.is_some() {
-            params.phase = 2; // packs the mask alone
+            params.phase = PACK_MASK;
             launches.run(&plan.prepare, batches, bytes_of(&params))?;
         }
         if let Some(v) = &codes.v_scaled {
@@ -189,7 +195,7 @@ fn on_device(
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
 
-/// Returns inputs whose q, k and v kernels can read.
+/// Returns inputs with q, k and v in layouts that kernels read.
 fn readable_inputs(inputs: &Inputs) -> Result<Inputs> {
     let mut inputs = inputs.share();
     for t in [&mut inputs.q, &mut inputs.k, &mut inputs.v] {
@@ -198,7 +204,7 @@ fn readable_inputs(inputs: &Inputs) -> Result<Inputs> {
     Ok(inputs)
 }
 
-/// Returns what the prepare kernel and others write, by name.
+/// Returns the tensors that the prepare kernel writes, after `others`, by name.
 fn written<'a, const N: usize>(
     codes: &'a Codes,
     others: [(&'static str, Option<&'a Tensor>); N],
@@ -217,13 +223,10 @@ fn written<'a, const N: usize>(
 fn params(inputs: &Inputs, a: &Attention, codes: &Codes, (first, batches): (i64, i64)) -> FastParams {
     let Blocks { q, k, v, problem, lengths, .. } = Blocks::new(inputs, a, (first, batches));
     let floats = |t: &Tensor| t.data_ptr() as *mut f32;
-    let nowhere = Output { ptr: null_mut(), batch_stride: 0, row_stride: 0, head_stride: 0 };
     FastParams {
         q,
         k,
         v,
-        out: nowhere,
-        softmax_lse: null_mut(),
         problem,
         lengths,
         batch: a.batch as i32,
@@ -234,37 +237,30 @@ fn params(inputs: &Inputs, a: &Attention, codes: &Codes, (first, batches): (i64,
         k_mean: floats(&codes.k_mean),
         v_max: floats(&codes.v_max),
         v_max_stride: codes.v_max.size()[2],
+        // without v_scaled, kernels do not use it, and v stands in
         v_scaled: output(codes.v_scaled.as_ref().unwrap_or(&inputs.v), first),
-        mask: null(),
-        mask_batch_stride: 0,
-        mask_head_stride: 0,
-        mask_row_stride: 0,
-        mask_key_stride: 0,
-        mask_bits: null_mut(),
-        mask_bits_batch_stride: 0,
-        mask_bits_head_stride: 0,
-        mask_rows: 0,
-        mask_words: 0,
         smooth_k: inputs.options.smooth_k.into(),
         rotate: inputs.options.rotate.into(),
-        phase: 0,
+        phase: QUANTIZE,
+        ..FastParams::NONE
     }
 }
 
-/// Launches the prepare kernel for some batch entries: once for fp16, twice for bf16.
+/// Launches the prepare kernel for some batch entries: once for fp16. bf16 takes two launches, because v_scaled needs v_max of all keys.
 fn run_prepare(kernel: &PlannedKernel, codes: &Codes, launches: &Launches, params: &mut FastParams, batches: i64) -> Result<()> {
-    params.phase = 0;
+    params.phase = QUANTIZE;
     launches.run(kernel, batches, bytes_of(params))?;
     if codes.v_scaled.is_some() {
-        params.phase = 1; // writes v_scaled
+        params.phase = SCALE_V;
         launches.run(kernel, batches, bytes_of(params))?;
     }
     Ok(())
 }
 
-/// Returns the shape of a mask with a bit for each key: (batch or 1, heads or 1, words of 32 keys, queries or 1 in tiles of 32).
+/// Returns the shape of a mask of bits: (batch or 1, heads or 1, words of 32 keys, queries rounded up to 32; 32 if broadcast).
 fn mask_bits_shape(mask: &Tensor, a: &Attention) -> [i64; 4] {
     let [of_batch, of_head, of_row, _] = broadcast_strides(mask);
+    // whole blocks of 64 keys
     let words = ceil_div(a.seqlen_k, SCALE_KEYS) * SCALE_KEYS / 32;
     let repeated = |stride, size| if stride == 0 { 1 } else { size };
     [repeated(of_batch, a.batch), repeated(of_head, a.nheads), words, ceil_div(repeated(of_row, a.seqlen_q), 32) * 32]

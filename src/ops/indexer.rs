@@ -1,7 +1,8 @@
 //! `volta_fa::indexer_logits`: the scores by which queries of sparse attention choose their tokens (DeepSeek V3.2, GLM-5):
 //! `logits[query, key] = scale[key] * sum over heads of weights[query, head] * relu(q . codes of the key)`.
+//! Codes are fp8 numbers (e4m3), whose scale belongs to the key.
 //!
-//! Ends of keys and block tables stay on the device. What they name outside of memory is no key.
+//! `k_start`, `k_end` and block tables stay on the device. What they name outside of memory is no key.
 
 use super::inputs::Target;
 use super::launches::Launches;
@@ -10,46 +11,26 @@ use crate::launch::{bytes_of, Launcher};
 use crate::log;
 use crate::params::{IndexerParams, QueryFormat};
 use crate::plan;
-use crate::problem::{self, Backend, DType, Indexer, IndexerDescs, TensorDesc, INDEXER_HEADDIM};
-use crate::tensor::{self, describe, memory_range, operand, readable};
+use crate::problem::{self, Backend, DType, Indexer, IndexerArgs, TensorDesc, INDEXER_HEADDIM};
+use crate::tensor::{self, compute_kind, copied, describe, operand, read_range, readable, written_range};
 use std::ffi::c_void;
 use std::ptr::null;
 use tch::{Kind, Tensor};
 
-/// Most bytes of a part of the scores of all heads that the CPU backend holds.
+/// Most bytes of scores (of all heads, fp64) that the CPU backend holds at a time.
 const SCORE_BYTES: i64 = 64 << 20;
 
-/// Arguments of a call.
 pub struct Call {
-    /// (batch, seqlen_q, nheads, 128)
-    pub q: Tensor,
-    /// (total_k, 128), or pages (pages, page_size, 1, 132)
-    pub k: Tensor,
-    /// float32 (batch, seqlen_q, nheads)
-    pub weights: Tensor,
-    /// int32 (batch, seqlen_q), or (batch): of the last query
-    pub k_end: Tensor,
-    /// int32 (batch, seqlen_q)
-    pub k_start: Option<Tensor>,
-    /// float32 (total_k), beside k of rank 2
-    pub k_scales: Option<Tensor>,
-    /// int32 (batch, max_pages), beside pages
-    pub block_table: Option<Tensor>,
-    /// Columns of the output, beside pages.
-    pub max_seqlen_k: Option<i64>,
+    pub args: IndexerArgs<Tensor>,
     /// False: logits of keys that a query does not see are undefined.
     pub clean_logits: bool,
-    /// Current stream of q's device.
     pub stream: *mut c_void,
 }
 
 /// Computes logits (batch, seqlen_q, columns).
-///
-/// # Errors
-/// Wrong arguments; a device that no kernel runs on.
 pub fn logits(call: &Call) -> Result<Tensor> {
-    let q = describe(&call.q)?;
-    // the simulator takes fp8 as the kernels do
+    let q = describe(&call.args.q)?;
+    // a CPU tensor in fp8 may select the simulator, as fp16 does
     let of_kernels = if q.dtype == DType::Float8E4m3 { TensorDesc { dtype: DType::Half, ..q } } else { q };
     let target = Target::of(&of_kernels, call.stream)?;
     let x = validate(call, target.backend())?;
@@ -65,61 +46,63 @@ pub fn check(call: &Call) -> Result<()> {
 }
 
 fn validate(call: &Call, backend: Backend) -> Result<Indexer> {
+    let IndexerArgs { q, k, weights, k_end, k_start, k_scales, block_table, max_seqlen_k } = &call.args;
     let optional = |t: &Option<Tensor>| t.as_ref().map(describe).transpose();
-    let (k_start, k_scales, block_table) = (optional(&call.k_start)?, optional(&call.k_scales)?, optional(&call.block_table)?);
-    let descs = IndexerDescs {
-        q: &describe(&call.q)?,
-        k: &describe(&call.k)?,
-        weights: &describe(&call.weights)?,
-        k_end: &describe(&call.k_end)?,
-        k_start: k_start.as_ref(),
-        k_scales: k_scales.as_ref(),
-        block_table: block_table.as_ref(),
-        max_seqlen_k: call.max_seqlen_k,
+    let descs = IndexerArgs {
+        q: describe(q)?,
+        k: describe(k)?,
+        weights: describe(weights)?,
+        k_end: describe(k_end)?,
+        k_start: optional(k_start)?,
+        k_scales: optional(k_scales)?,
+        block_table: optional(block_table)?,
+        max_seqlen_k: *max_seqlen_k,
     };
     problem::validate_indexer(&descs, backend)
 }
 
-/// Returns k on a boundary of 16 bytes, with rows of rank 2 that lie together: a copy where it is not.
+/// Returns k on a boundary of 16 bytes, of rank 2 with contiguous rows; copies it if necessary.
 fn keys(call: &Call, x: &Indexer) -> Result<Tensor> {
-    let is_aligned = call.k.data_ptr() as usize % 16 == 0;
-    let is_together = x.page_size.is_some() || call.k.size()[0] <= 1 || call.k.stride()[0] == INDEXER_HEADDIM;
+    let is_aligned = call.args.k.data_ptr() as usize % 16 == 0;
+    let is_together = x.page_size.is_some() || call.args.k.size()[0] <= 1 || call.args.k.stride()[0] == INDEXER_HEADDIM;
     if is_aligned && is_together {
-        return Ok(call.k.shallow_clone());
+        return Ok(call.args.k.shallow_clone());
     }
-    let copy = Tensor::f_empty(call.k.size(), (call.k.kind(), call.k.device()))?;
-    copy.shallow_clone().f_copy_(&call.k)?;
-    Ok(copy)
+    copied(&call.args.k, call.args.k.kind())
 }
 
 fn on_device(call: &Call, x: &Indexer, launcher: &dyn Launcher) -> Result<Tensor> {
     let planned = plan::indexer(x, &launcher.limits()?)?;
     log::indexer(x, &planned)?;
-    let (q, k) = (readable(&call.q)?, keys(call, x)?);
-    let k_scales = call.k_scales.as_ref().map(Tensor::f_contiguous).transpose()?;
+    let (q, k) = (readable(&call.args.q)?, keys(call, x)?);
+    let k_scales = call.args.k_scales.as_ref().map(Tensor::f_contiguous).transpose()?;
     let logits = tensor::empty(&[x.batch, x.seqlen_q, x.columns], Kind::Float, launcher)?;
 
     let mut ranges = Vec::new();
     if launcher.looks_at_memory() {
-        let given = [&q, &k, &call.weights, &call.k_end].into_iter().chain(&k_scales).chain(&call.k_start).chain(&call.block_table);
-        ranges.extend(given.map(|t| memory_range("an argument", t, false)));
-        ranges.push(memory_range("logits", &logits, true));
+        let given = [&q, &k, &call.args.weights, &call.args.k_end]
+            .into_iter()
+            .chain(&k_scales)
+            .chain(&call.args.k_start)
+            .chain(&call.args.block_table);
+        ranges.extend(given.map(|t| read_range("an argument", t)));
+        ranges.push(written_range("logits", &logits));
     }
     let of_rows = |t: &Tensor| t.data_ptr() as *const i32;
     let strides = |t: &Tensor| [t.stride()[0], t.stride().get(1).copied().unwrap_or(0)];
     let (page_shift, pages, page_stride, codes_of_page) = match x.page_size {
         Some(rows) => (rows.trailing_zeros() as i32, k.size()[0], k.stride()[0], rows * INDEXER_HEADDIM),
-        None => (31, 1, 0, 0),
+        None => (31, 1, 0, 0), // one page with all keys, whose scales are a tensor of their own
     };
     let scales = match &k_scales {
         Some(t) => t.data_ptr() as *const f32,
         None => (k.data_ptr() as *const u8).wrapping_offset(codes_of_page as isize).cast(),
     };
-    let [weights_batch_stride, weights_row_stride] = strides(&call.weights);
-    let [k_end_batch_stride, k_end_row_stride] = strides(&call.k_end);
-    let [k_start_batch_stride, k_start_row_stride] = call.k_start.as_ref().map_or([0; 2], strides);
+    let [weights_batch_stride, weights_row_stride] = strides(&call.args.weights);
+    let [k_end_batch_stride, k_end_row_stride] = strides(&call.args.k_end);
+    let [k_start_batch_stride, k_start_row_stride] = call.args.k_start.as_ref().map_or([0; 2], strides);
     let head_shift = plan::indexer_head_shift(x.nheads);
-    let queries = i64::from(planned.variant.block_rows) >> head_shift;
+    let queries = i64::from(planned.variant.block_rows) >> head_shift; // of a tile
     let params = IndexerParams {
         q: operand(&q, 0),
         q_format: match q.kind() {
@@ -127,21 +110,21 @@ fn on_device(call: &Call, x: &Indexer, launcher: &dyn Launcher) -> Result<Tensor
             Kind::BFloat16 => QueryFormat::Bf16,
             _ => QueryFormat::E4m3,
         },
-        weights: call.weights.data_ptr() as *const f32,
+        weights: call.args.weights.data_ptr() as *const f32,
         weights_batch_stride,
         weights_row_stride,
         k: k.data_ptr() as *const u16,
         page_stride,
         k_scales: scales,
         scales_page_stride: page_stride / 4,
-        block_table: call.block_table.as_ref().map_or(null(), of_rows),
-        block_table_stride: call.block_table.as_ref().map_or(0, |t| t.stride()[0]),
+        block_table: call.args.block_table.as_ref().map_or(null(), of_rows),
+        block_table_stride: call.args.block_table.as_ref().map_or(0, |t| t.stride()[0]),
         page_shift,
         pages: pages as i32,
-        k_start: call.k_start.as_ref().map_or(null(), of_rows),
+        k_start: call.args.k_start.as_ref().map_or(null(), of_rows),
         k_start_batch_stride,
         k_start_row_stride,
-        k_end: of_rows(&call.k_end),
+        k_end: of_rows(&call.args.k_end),
         k_end_batch_stride,
         k_end_row_stride,
         is_causal: i32::from(x.is_causal),
@@ -155,14 +138,15 @@ fn on_device(call: &Call, x: &Indexer, launcher: &dyn Launcher) -> Result<Tensor
         columns: x.columns as i32,
         clean: i32::from(call.clean_logits),
     };
+    // 1: the grid is as large as the GPU, and divides all batch entries itself
     Launches::begin_with(launcher, ranges).run(&planned, 1, bytes_of(&params))?;
     Ok(logits)
 }
 
 /// Computes logits with ATen, in fp32 or fp64.
 fn on_cpu(call: &Call, x: &Indexer) -> Result<Tensor> {
-    let kind = if call.q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-    let device = call.q.device();
+    let kind = compute_kind(call.args.q.kind());
+    let device = call.args.q.device();
     let logits = Tensor::f_full([x.batch, x.seqlen_q, x.columns], f64::NEG_INFINITY, (Kind::Float, device))?;
     let position = Tensor::f_arange(x.keys, (Kind::Int64, device))?;
     let at_once = (SCORE_BYTES / (8 * x.nheads * x.keys.max(1))).clamp(1, x.seqlen_q.max(1));
@@ -174,11 +158,11 @@ fn on_cpu(call: &Call, x: &Indexer) -> Result<Tensor> {
             let rows = at_once.min(x.seqlen_q - first);
             let part = |t: &Tensor| t.f_select(0, entry)?.f_narrow(0, first, rows);
             // fp8 converts to fp32 alone
-            let q = part(&call.q)?;
+            let q = part(&call.args.q)?;
             let q = if q.kind() == Kind::Float8e4m3fn { q.f_to_kind(Kind::Float)? } else { q.f_to_kind(kind)? };
             let q = q.f_contiguous()?.f_view([1, rows * x.nheads, INDEXER_HEADDIM])?;
             let scores = q.f_bmm_out(&Tensor::f_empty([1, rows * x.nheads, x.keys], (kind, device))?, &codes_t.f_unsqueeze(0)?)?;
-            let weights = part(&call.weights)?.f_to_kind(kind)?.f_unsqueeze(-1)?;
+            let weights = part(&call.args.weights)?.f_to_kind(kind)?.f_unsqueeze(-1)?;
             let weighted = scores.f_view([rows, x.nheads, x.keys])?.f_clamp_min(0.0)?.f_mul(&weights)?;
             let sums = weighted.f_sum_dim_intlist([1_i64].as_slice(), false, kind)?.f_mul(&scales)?.f_to_kind(Kind::Float)?;
             let hidden = unseen(call, x, entry, (first, rows), &position)?.f_logical_or(&missing)?;
@@ -189,22 +173,22 @@ fn on_cpu(call: &Call, x: &Indexer) -> Result<Tensor> {
     Ok(logits)
 }
 
-/// Returns codes (keys, 128) and scales (keys) of a sequence, and which keys (keys) are in no page.
+/// Returns codes (keys, 128) and scales (keys) of a batch entry, and which are in no page (keys). A page has all codes, then fp32 scales.
 fn keys_of_entry(call: &Call, x: &Indexer, entry: i64, position: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
-    let (Some(page_size), Some(table)) = (x.page_size, &call.block_table) else {
-        let scales = call.k_scales.as_ref().expect("validation checked it");
-        return Ok((call.k.f_view_dtype(Kind::Float8e4m3fn)?, scales.shallow_clone(), position.f_lt(0)?));
+    let (Some(page_size), Some(table)) = (x.page_size, &call.args.block_table) else {
+        let scales = call.args.k_scales.as_ref().expect("validation checked it");
+        return Ok((call.args.k.f_view_dtype(Kind::Float8e4m3fn)?, scales.shallow_clone(), position.f_lt(0)?));
     };
-    let [pages, stride] = [call.k.size()[0], call.k.stride()[0]];
+    let [pages, stride] = [call.args.k.size()[0], call.args.k.stride()[0]];
     let page = table.f_select(0, entry)?.f_to_kind(Kind::Int64)?.f_index_select(0, &position.f_floor_divide_scalar(page_size)?)?;
     let missing = page.f_lt(0)?.f_logical_or(&page.f_ge(pages)?)?;
     if pages == 0 {
-        let zeros = |sizes: &[i64], kind| Tensor::f_zeros(sizes, (kind, call.q.device()));
+        let zeros = |sizes: &[i64], kind| Tensor::f_zeros(sizes, (kind, call.args.q.device()));
         return Ok((zeros(&[x.keys, INDEXER_HEADDIM], Kind::Float)?, zeros(&[x.keys], Kind::Float)?, missing));
     }
     let place = [page.f_masked_fill(&missing, 0)?, position.f_remainder(page_size)?];
     let (codes, bytes) = (page_size * INDEXER_HEADDIM, page_size * (INDEXER_HEADDIM + 4));
-    let flat = call.k.f_view_dtype(Kind::Uint8)?.f_as_strided([pages, bytes].as_slice(), [stride, 1].as_slice(), None)?;
+    let flat = call.args.k.f_view_dtype(Kind::Uint8)?.f_as_strided([pages, bytes].as_slice(), [stride, 1].as_slice(), None)?;
     let rows = |from, bytes| -> Result<Tensor> {
         let rows = flat.f_narrow(1, from, bytes)?.f_unflatten(1, [page_size, -1].as_slice())?;
         Ok(rows.f_index(&[Some(&place[0]), Some(&place[1])])?.f_contiguous()?)
@@ -213,18 +197,18 @@ fn keys_of_entry(call: &Call, x: &Indexer, entry: i64, position: &Tensor) -> Res
     Ok((rows(0, codes)?.f_view_dtype(Kind::Float8e4m3fn)?, scales, missing))
 }
 
-/// Returns which keys (rows, keys) each of some queries does not see.
+/// Returns which keys `rows` queries from query `first` on do not see: (rows, keys).
 fn unseen(call: &Call, x: &Indexer, entry: i64, (first, rows): (i64, i64), position: &Tensor) -> Result<Tensor> {
     let of_entry = |t: &Tensor| -> Result<Tensor> { Ok(t.f_select(0, entry)?.f_to_kind(Kind::Int64)?) };
     let end = match x.is_causal {
         true => {
-            let query = Tensor::f_arange(x.seqlen_q, (Kind::Int64, call.q.device()))?.f_narrow(0, first, rows)?;
-            of_entry(&call.k_end)?.f_clamp_min(0)?.f_add(&query)?.f_add_scalar(1 - x.seqlen_q)?
+            let query = Tensor::f_arange(x.seqlen_q, (Kind::Int64, call.args.q.device()))?.f_narrow(0, first, rows)?;
+            of_entry(&call.args.k_end)?.f_clamp_min(0)?.f_add(&query)?.f_add_scalar(1 - x.seqlen_q)?
         }
-        false => of_entry(&call.k_end)?.f_narrow(0, first, rows)?,
+        false => of_entry(&call.args.k_end)?.f_narrow(0, first, rows)?,
     };
     let mut hidden = position.f_ge_tensor(&end.f_unsqueeze(1)?)?;
-    if let Some(k_start) = &call.k_start {
+    if let Some(k_start) = &call.args.k_start {
         let start = of_entry(k_start)?.f_narrow(0, first, rows)?.f_unsqueeze(1)?;
         hidden = hidden.f_logical_or(&position.f_unsqueeze(0)?.f_lt_tensor(&start)?)?;
     }

@@ -1,4 +1,4 @@
-//! Inputs and results of operators, and the choice of a backend.
+//! Inputs and results of attention operators, and the choice of a backend ([`Target`]): ATen, or kernels on a GPU or in the simulator.
 
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
@@ -44,7 +44,6 @@ impl Inputs {
     }
 }
 
-/// Descriptions of the inputs, for validation.
 pub(super) struct Described {
     pub q: TensorDesc,
     pub k: TensorDesc,
@@ -55,16 +54,13 @@ pub(super) struct Described {
 }
 
 impl Inputs {
-    /// Describes the call's options. The environment may ask for batch invariance too.
+    /// Describes the call's options. `VOLTA_FA_BATCH_INVARIANT=1` requests batch invariance for every call.
     fn requested_options(&self) -> Result<problem::Options> {
         let options = self.options.try_map(describe)?;
         Ok(problem::Options { batch_invariant: options.batch_invariant || all_are_batch_invariant()?, ..options })
     }
 
-    /// Describes every tensor.
-    ///
-    /// # Errors
-    /// A tensor without strides, or on a device that operators do not run on.
+    /// Describes every tensor. Fails for tensors without strides, or on other devices than cpu, cuda and meta.
     pub(super) fn describe(&self) -> Result<Described> {
         Ok(Described {
             q: describe(&self.q)?,
@@ -82,7 +78,6 @@ pub(crate) struct Saved {
     pub dout: Tensor,
     pub out: Tensor,
     pub softmax_lse: Tensor,
-    /// Gradient of softmax_lse.
     pub dlse: Option<Tensor>,
     pub attn_bias_requires_grad: bool,
 }
@@ -111,20 +106,18 @@ pub(crate) struct Gradients {
     pub dsinks: Option<Tensor>,
 }
 
-/// Returns true if PyTorch's settings allow products of fp32 matrices in fewer digits.
+/// Returns true if PyTorch's settings allow products of fp32 matrices in fewer digits (`torch.set_float32_matmul_precision`).
 pub(super) fn reduces_fp32() -> bool {
     // SAFETY: reads a setting of this process.
     unsafe { volta_fa_reduces_fp32() }
 }
 
-/// Backend of a call.
 pub(super) enum Target {
     Cpu,
     Kernels(Box<dyn Launcher>),
 }
 
 impl Target {
-    /// Chooses a backend by q.
     pub fn of(q: &TensorDesc, stream: *mut c_void) -> Result<Target> {
         match q.device {
             Device::Cuda(device) => Ok(Target::Kernels(Box::new(Driver { device, stream }))),
@@ -135,7 +128,7 @@ impl Target {
         }
     }
 
-    /// Chooses a backend of `fwd` and `bwd`. Kernels cast fp32, or split it.
+    /// Chooses a backend of `fwd` and `bwd`, which run fp32 on kernels too: cast to fp16, or as sums of two fp16 numbers.
     pub fn of_dense(q: &TensorDesc, stream: *mut c_void) -> Result<Target> {
         match (q.dtype, q.device) {
             (DType::Float, Device::Cpu) => simulated(),
@@ -172,9 +165,6 @@ impl Target {
 }
 
 /// Returns whether the environment asks for batch invariance in all calls.
-///
-/// # Errors
-/// The variable has another value than 0 or 1.
 pub fn all_are_batch_invariant() -> Result<bool> {
     Ok(flag("VOLTA_FA_BATCH_INVARIANT")?.unwrap_or(false))
 }
@@ -222,7 +212,7 @@ fn simulated() -> Result<Target> {
     }
 }
 
-/// Rejects a gradient of a bias that has none.
+/// Rejects the request for a gradient of a bias that is boolean or not given.
 pub(super) fn check_bias_gradient(inputs: &Inputs, saved: &Saved) -> Result<()> {
     let reject = |given| Err(Error::value("attn_bias_requires_grad", given, "False: there is no gradient"));
     match &inputs.options.attn_bias {

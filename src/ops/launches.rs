@@ -1,24 +1,24 @@
-//! Launches planned kernels and lists the memory they access.
+//! Launches planned kernels, and lists the memory that they access, which the simulator checks. All modules of src/ops/ launch through it.
 
 use super::inputs::Inputs;
 use crate::error::Result;
 use crate::launch::{KernelLaunch, Launcher, MemoryRange};
-use crate::plan::PlannedKernel;
+use crate::plan::{DecodePlan, PlannedKernel};
 use crate::problem::Attention;
-use crate::tensor::memory_range;
+use crate::tensor::{read_range, written_range};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::OnceLock;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// Where the kernels of an operator run, and the memory that they may access.
 pub struct Launches<'a> {
-    launcher: &'a dyn Launcher,
+    pub launcher: &'a dyn Launcher,
     ranges: Vec<MemoryRange>,
 }
 
 impl<'a> Launches<'a> {
-    /// Begins launches that read the inputs and write the `written` tensors, by name.
+    /// Begins launches that read the inputs and write the `written` tensors (name and tensor; None: left out).
     pub fn begin<'t>(
         inputs: &Inputs,
         a: &Attention,
@@ -29,33 +29,32 @@ impl<'a> Launches<'a> {
         Launches::begin_with(launcher, ranges)
     }
 
-    /// Begins launches that access these ranges.
     pub fn begin_with(launcher: &'a dyn Launcher, ranges: Vec<MemoryRange>) -> Launches<'a> {
         launcher.begin(&ranges);
         Launches { launcher, ranges }
     }
 
-    /// Returns launches that also read what they write, which [`Launcher::begin`] would fill.
+    /// Returns launches that also read what they write: without [`Launcher::begin`], by which the simulator fills writable memory with NaN.
     pub fn in_place(launcher: &'a dyn Launcher, ranges: Vec<MemoryRange>) -> Launches<'a> {
         Launches { launcher, ranges }
     }
 
-    /// Lets launches write what [`Launcher::begin`] did not fill: `names` of ranges, and one more tensor.
+    /// Lets launches write memory that [`Launcher::begin`] must not have filled: ranges with these names, and one more tensor.
     pub fn also_write(&mut self, names: &[&str], tensor: Option<(&'static str, &Tensor)>) {
         for range in &mut self.ranges {
             range.writable |= names.contains(&range.name);
         }
-        self.ranges.extend(tensor.map(|(name, t)| memory_range(name, t, true)));
+        self.ranges.extend(tensor.map(|(name, t)| written_range(name, t)));
     }
 
-    /// Launches a kernel for this many batch entries.
+    /// Launches a kernel for this many batch entries; 1 for grids that divide all entries themselves.
     pub fn run(&self, planned: &PlannedKernel, batches: i64, params: &[u8]) -> Result<()> {
         let ranges = &self.ranges;
         self.launcher.launch(&KernelLaunch { variant: planned.variant, grid: planned.grid(batches), params, ranges })
     }
 }
 
-/// Returns inputs, which kernels read, and `written` tensors by name. Empty if the launcher does not use it.
+/// Returns the memory of the inputs, which kernels read, and of the `written` tensors. Empty if the launcher does not use it.
 pub fn memory_ranges<'t>(
     inputs: &Inputs,
     a: &Attention,
@@ -69,17 +68,36 @@ pub fn memory_ranges<'t>(
     let operands = [("q", &inputs.q), (k, &inputs.k), (v, &inputs.v)].into_iter();
     let new = inputs.appended.iter().flat_map(|[k, v]| [("k", k), ("v", v)]);
     let read = operands.chain(new).chain(inputs.rng_state.as_ref().map(|t| ("rng_state", t))).chain(inputs.options.tensors());
-    let written = written.into_iter().filter_map(|(name, t)| Some(memory_range(name, t?, true)));
-    read.map(|(name, t)| memory_range(name, t, false)).chain(written).collect()
+    let written = written.into_iter().filter_map(|(name, t)| Some(written_range(name, t?)));
+    read.map(|(name, t)| read_range(name, t)).chain(written).collect()
 }
 
-/// Returns 48 bits that no other call of this process has. Uninitialized memory is unlikely to hold them. They mark semaphores of a call's
-/// blocks in memory that is not zeroed (csrc/semaphore.cuh).
+/// Returns 48 bits that no other call of this process has, and uninitialized memory is unlikely to hold. Blocks of a launch count each
+/// other by semaphores in memory that is not zeroed: one whose upper bits differ from these counts as 0 (csrc/semaphore.cuh).
 pub fn launch_id() -> u64 {
     static FIRST: OnceLock<u64> = OnceLock::new();
     static CALLS: AtomicU64 = AtomicU64::new(0);
     let first = *FIRST.get_or_init(|| RandomState::new().build_hasher().finish());
-    // an odd factor gives different calls different numbers, which differ in half of their bits
+    // 2^64 over the golden ratio: products of different numbers of up to 2^46 calls differ in their upper 48 bits, in half on average
     const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
     first.wrapping_add(CALLS.fetch_add(1, Ordering::Relaxed)).wrapping_mul(SPREAD) >> 16
+}
+
+/// Prepares a simulator that runs some blocks only, to time them: the first block of each processor finds all other blocks of its row tiles
+/// arrived, with a result for every row, and combines them. So the timed processor has a block that is the last of its tile.
+pub fn fake_arrivals(plan: &DecodePlan, scratch: &Tensor, launch_id: u64) -> Result<()> {
+    let DecodePlan { kernel, partials, semaphores, .. } = *plan;
+    let _ = scratch.f_narrow(0, 0, partials)?.f_fill_(1.0)?;
+    // above: the launch's id; low 16 bits (kSemaphoreCountBits in csrc/semaphore.cuh): a count above any tile's
+    let counted = (launch_id << 16 | 0xffff) as i64;
+    // a semaphore takes two floats
+    let all = scratch.f_narrow(0, partials, 2 * semaphores)?.f_view_dtype(Kind::Int64)?;
+    // Each level of the tree has two for each block (GlobalPartials in csrc/decode/partials.cuh). Batch-invariant kernels have one level,
+    // in which a row tile's semaphore is that of its first split, and blocks take equal ranges of all splits.
+    let of_level = if kernel.variant.is_batch_invariant { semaphores.max(1) } else { 2 * i64::from(kernel.blocks[0]) };
+    let of_first_blocks = (of_level / i64::from(kernel.variant.blocks_per_sm)).max(1);
+    for first in (0..semaphores).step_by(of_level as usize) {
+        let _ = all.f_narrow(0, first, (semaphores - first).min(of_first_blocks))?.f_fill_(counted)?;
+    }
+    Ok(())
 }

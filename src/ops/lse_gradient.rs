@@ -1,19 +1,19 @@
-//! The gradient of softmax_lse on the kernels.
+//! The gradient of softmax_lse (dlse, an argument of `bwd`) on the kernels.
 //!
-//! Its part of a score's gradient is p * dlse, where p is the probability. So delta, which kernels subtract, becomes delta - dlse. The
-//! preprocess kernel leaves -delta in scratch memory, and the host adds dlse there: kernels need not know.
+//! A score's gradient is p * (dp - delta), where p is its probability and delta the row sum of out * dout. dlse adds p * dlse. So delta
+//! becomes delta - dlse. The preprocess kernel leaves -delta in scratch memory (row_stats), and device.rs then adds dlse there with ATen.
 
 use crate::error::Result;
 use crate::kernels::Scratch;
 use tch::{Kind, Tensor};
 
-/// Returns the gradient with 0 in rows without a visible key, which have no log-sum-exp.
+/// Returns the gradient with 0 in rows without a visible key, whose log-sum-exp is +inf.
 pub fn of_visible_rows(dlse: &Tensor, softmax_lse: &Tensor) -> Result<Tensor> {
     Ok(dlse.f_masked_fill(&softmax_lse.f_eq(f64::INFINITY)?, 0.0)?)
 }
 
-/// Adds the gradient to the row statistics of a launch of `batches` entries from `first` on. `cu_seqlens_q` says where packed sequences
-/// begin.
+/// Adds the gradient to the row statistics (entries, nheads, groups of rows, floats of a group) of a launch of `batches` entries from
+/// `first` on. `scratch` says where in a group each row's -delta is; `cu_seqlens_q` where packed sequences begin.
 pub fn add_to_stats(
     dlse: &Tensor,
     row_stats: &Tensor,
@@ -42,13 +42,13 @@ pub fn add_to_stats(
     Ok(())
 }
 
-/// Returns the gradient of packed rows in the order of scratch memory, (nheads, rows), as csrc/backward/scratch.cuh has it. Leaves out rows
-/// that belong to none of these sequences.
+/// Returns the gradient of packed rows, (nheads, total), in the order of scratch memory, (nheads, rows): there sequence i begins at its
+/// first row divided by `rounding`, plus i, times `rounding` (csrc/backward/scratch.cuh). Leaves out rows of no sequence.
 fn packed(dlse: &Tensor, cu_seqlens_q: &Tensor, rows: i64, rounding: i64) -> Result<Tensor> {
     let (nheads, total) = dlse.size2()?;
     let (device, entries) = (dlse.device(), cu_seqlens_q.size()[0] - 1);
     let position = Tensor::f_arange(total, (Kind::Int, device))?;
-    // as many sequences end before a row as its own number
+    // a row's sequence has the number of sequences that end at or before the row
     let entry = position.f_bucketize(&cu_seqlens_q.f_narrow(0, 1, entries)?, false, true)?;
     let start = cu_seqlens_q.f_index_select(0, &entry.f_clamp_max(entries - 1)?)?;
     let of_none = entry.f_eq(entries)?.f_logical_or(&position.f_lt_tensor(&start)?)?;
@@ -60,7 +60,7 @@ fn packed(dlse: &Tensor, cu_seqlens_q: &Tensor, rows: i64, rounding: i64) -> Res
     Ok(padded.f_narrow(0, 0, rows)?.f_transpose(0, 1)?.f_contiguous()?)
 }
 
-/// Returns (first row, its offset, rows) of consecutive offsets, so that one operation adds to several rows of a group.
+/// Returns (first row, its offset, number of rows) of each run of consecutive offsets, so that one operation adds to several rows.
 fn runs(offsets: &[u32]) -> Vec<(i64, i64, i64)> {
     let mut runs: Vec<(i64, i64, i64)> = Vec::new();
     for (row, &offset) in (0..).zip(offsets) {

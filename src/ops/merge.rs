@@ -1,7 +1,7 @@
-//! `volta_fa::merge_attention_states`: attention over two sets of keys from the attention over each, also in place into an fp32 state.
-//!
-//! A softmax over two disjoint sets is the mean of their softmaxes, weighted by their sums of exponentials. The logarithms of these sums
-//! are their softmax_lse. So shared prefixes, split caches and rings of devices combine parts without their scores.
+//! `volta_fa::merge_attention_states`: attention over two sets of keys, from the attention over each. `merge_attention_states_` does it in
+//! place, also into an fp32 out. A state is an out with its softmax_lse. A softmax over two disjoint sets is the mean of their softmaxes,
+//! weighted by their sums of exponentials. The logarithms of these sums are their softmax_lse. So shared prefixes, split caches and rings
+//! of devices combine parts without their scores.
 
 use super::blocks::at;
 use super::inputs::Target;
@@ -12,23 +12,17 @@ use crate::log;
 use crate::params::MergeParams;
 use crate::plan::{self, PlannedKernel};
 use crate::problem::{self, padded_headdim, Backend, MergedStates};
-use crate::tensor::{self, describe, memory_range, operand, output, readable, without_padding};
+use crate::tensor::{self, compute_kind, describe, operand, output, read_range, readable, without_padding, written_range};
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
-/// Two attention states.
 pub struct States {
     pub outs: [Tensor; 2],
-    /// softmax_lse of each state.
     pub lses: [Tensor; 2],
-    /// Current stream of their device.
     pub stream: *mut c_void,
 }
 
 /// Computes (out, softmax_lse) over the keys of both.
-///
-/// # Errors
-/// Wrong arguments; a device that no kernel runs on.
 pub fn merge(states: &States) -> Result<(Tensor, Tensor)> {
     let target = Target::of(&describe(&states.outs[0])?, states.stream)?;
     let m = validate(states, false, target.backend())?;
@@ -38,11 +32,8 @@ pub fn merge(states: &States) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// Updates the first out and softmax_lse to those over the keys of both. The first out may be fp32 beside a part of lower precision, so
-/// that merging many parts loses no precision.
-///
-/// # Errors
-/// Wrong arguments; a device that no kernel runs on.
+/// Updates the first state (the whole) to that over the keys of both. Its out may be fp32 beside an fp16 or bf16 out of the second (the
+/// part), so that merging many parts loses no precision.
 pub fn merge_in_place(states: &States) -> Result<()> {
     // by the dtype of the part: on the CPU fp16 may select the simulator
     let target = Target::of(&describe(&states.outs[1])?, states.stream)?;
@@ -101,12 +92,12 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
     let empty = |like: &Tensor| tensor::empty(&like.size(), like.kind(), launcher);
     let (out, lse) = (empty(&a)?, empty(&lse_a)?);
     let ranges = vec![
-        memory_range("out_a", &a, false),
-        memory_range("out_b", &b, false),
-        memory_range("softmax_lse_a", &lse_a, false),
-        memory_range("softmax_lse_b", &lse_b, false),
-        memory_range("out", &out, true),
-        memory_range("softmax_lse", &lse, true),
+        read_range("out_a", &a),
+        read_range("out_b", &b),
+        read_range("softmax_lse_a", &lse_a),
+        read_range("softmax_lse_b", &lse_b),
+        written_range("out", &out),
+        written_range("softmax_lse", &lse),
     ];
     let launches = Launches::begin_with(launcher, ranges);
     launch([&a, &b, &out], [&lse_a, &lse_b, &lse], m, &planned, &launches)?;
@@ -120,15 +111,15 @@ fn add_on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> 
     let ([whole, part], [whole_lse, part_lse]) = (&states.outs, &states.lses);
     let (part, part_lse) = (readable(part)?, part_lse.f_contiguous()?);
     let ranges = vec![
-        memory_range("out_a", whole, true),
-        memory_range("softmax_lse_a", whole_lse, true),
-        memory_range("out_b", &part, false),
-        memory_range("softmax_lse_b", &part_lse, false),
+        written_range("out_a", whole),
+        written_range("softmax_lse_a", whole_lse),
+        read_range("out_b", &part),
+        read_range("softmax_lse_b", &part_lse),
     ];
     launch([whole, &part, whole], [whole_lse, &part_lse, whole_lse], m, &planned, &Launches::in_place(launcher, ranges))
 }
 
-/// Launches the kernel; each array has the first state, the second and the result.
+/// Launches the kernel. Arrays are [first state, second state, result]; in place the result is the first state.
 fn launch(
     [a, b, out]: [&Tensor; 3],
     [lse_a, lse_b, lse]: [&Tensor; 3],
@@ -161,7 +152,7 @@ fn launch(
 
 /// Computes the merge with ATen, in fp32 or fp64.
 fn on_cpu(States { outs: [out_a, out_b], lses: [lse_a, lse_b], .. }: &States) -> Result<(Tensor, Tensor)> {
-    let kind = if out_a.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let kind = compute_kind(out_a.kind());
     let swapped = |t: &Tensor, from: f64, to: f64| t.f_masked_fill(&t.f_eq(from)?, to);
     // softmax_lse is +inf without keys: the logarithm of a sum of 0
     let of_keys = |t: &Tensor| swapped(&t.f_to_kind(kind)?, f64::INFINITY, f64::NEG_INFINITY);

@@ -1,4 +1,8 @@
-//! The operators: validate, choose a backend, run. They allocate nothing before validation has passed.
+//! The operators: validate, choose a backend, run. They allocate nothing before validation has passed. This file has `fwd` and `bwd`, whose
+//! rows in src/operators.rs call it; submodules have the other operators, and what computes them all.
+//!
+//! Backends: `cpu` uses ATen operations. `device` launches kernels, on a GPU or in the simulator, with fp16 operands. For other types
+//! `scaled` casts to fp16 around `device`, with powers of two; fp32 in full precision becomes sums of two fp16 numbers.
 
 mod block_mask;
 mod blocks;
@@ -16,8 +20,6 @@ mod lse_gradient;
 pub(crate) mod merge;
 mod scaled;
 pub(crate) mod sparse;
-mod split;
-mod stored_scores;
 mod stream_k;
 
 pub(crate) use inputs::{all_are_batch_invariant, cpu_max_headdim, Gradients, Inputs, Saved};
@@ -51,13 +53,13 @@ fn forward_on(target: &Target, inputs: &Inputs, a: &Attention) -> Result<(Tensor
     }
 }
 
-/// Computes a problem of fp32 tensors in full precision.
+/// Computes a problem of fp32 tensors in full precision on kernels.
 fn forward_in_fp32(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     if a.features.batch_invariant {
         let expected = "torch.float16 or torch.bfloat16; torch.set_float32_matmul_precision(\"high\") allows torch.float32";
         return Err(Error::value("q", "dtype torch.float32 with batch_invariant", expected));
     }
-    split::forward(inputs, a, launcher)
+    scaled::split_forward(inputs, a, launcher)
 }
 
 /// Computes a validated problem on the CPU backend.
@@ -71,7 +73,7 @@ fn forward_on_cpu(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 /// Computes `volta_fa::bwd`.
 pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
     let (target, mut a, described) = prepare(inputs)?;
-    // gradients sum over rows: the option says nothing about them
+    // `batch_invariant` says nothing about gradients, which sum over rows
     a.features.batch_invariant = false;
     let saved = &Saved { dout: readable_gradient(&saved.dout)?, ..saved.share() };
     validate_backward(inputs, saved, &described, &a, target.dense_backend())?;
@@ -119,7 +121,8 @@ fn validate_backward(inputs: &Inputs, saved: &Saved, d: &Described, a: &Attentio
     check_bias_gradient(inputs, saved)
 }
 
-/// Returns what computes the call, the validated problem and the descriptions of the tensors.
+/// Returns the backend of `fwd` or `bwd`, the validated problem and the descriptions of the tensors. Checks values of lengths and lists if
+/// the call or the environment asks for it, which synchronizes a GPU.
 fn prepare(inputs: &Inputs) -> Result<(Target, Attention, Described)> {
     let described = inputs.describe()?;
     let target = Target::of_dense(&described.q, inputs.stream)?;
@@ -135,7 +138,7 @@ fn prepare(inputs: &Inputs) -> Result<(Target, Attention, Described)> {
     Ok((target, a, described))
 }
 
-/// Returns the results of rows without keys: every row is fully masked, except for a sink.
+/// Returns the results of a problem without keys (or rows): out is 0, and softmax_lse +inf, or the sink, an extra logit of the head's rows.
 fn empty_forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     let device = inputs.q.device();
     let out = Tensor::f_zeros(a.query_shape(a.headdim_v), (inputs.q.kind(), device))?;
@@ -147,6 +150,7 @@ fn empty_forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     Ok((out, lse))
 }
 
+/// Returns the gradients of a problem without keys (or rows).
 fn empty_backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradients> {
     let zeros = |t: &Tensor| Tensor::f_zeros(t.size(), (t.kind(), t.device()));
     let bias = inputs.options.attn_bias.as_ref();

@@ -1,23 +1,29 @@
-//! bf16 and fp32 on kernels that multiply fp16: operands and out are converted, and kernels write gradients as fp32. With `mode.split` fp32
-//! keeps its digits: each number is the sum of two fp16 numbers ([`parts`]). Without it fp32 loses digits, which the user must allow
-//! (`volta_fa_reduces_fp32`).
+//! `fwd` and `bwd` of bf16 and fp32 tensors on kernels that multiply fp16 (device.rs): operands and out are converted, and kernels write
+//! gradients as fp32. With `mode.split`, and in [`split_forward`], fp32 keeps its digits: each number is the sum of two fp16 numbers
+//! ([`parts`]). Otherwise fp32 loses digits, which the user must allow (`torch.set_float32_matmul_precision`).
 //!
 //! fp16 has more precision than bf16 and less range. So operands are multiplied by powers of two, without rounding. The exponents come from
-//! the largest magnitudes and stay on the device. One kernel casts q, k and v ([`Cast`]). The backward pass scales dout and out here, because
-//! their exponents depend on those of v, on the gradient of softmax_lse, and on the gradients that sum over heads.
+//! the largest magnitudes and stay on the device. One kernel casts q, k and v ([`Cast`]). The backward pass scales dout and out here,
+//! because their exponents depend on those of v, on the gradient of softmax_lse, and on the gradients that sum over heads.
 //!
-//! Gradients are sums over rows. No scale keeps both their terms precise and the sums of many rows in fp16's range.
+//! Kernels write gradients as fp32, because these are sums over rows: no scale keeps their terms precise and large sums in fp16's range.
+//! Words: P are probabilities, dP and dS gradients of P and scores, dlse that of softmax_lse. A group is a KV head's query heads.
 
+use super::blocks;
 use super::cast::{Cast, Operands, Values};
-use super::device;
+use super::device::{self, fill_varlen, launch_forward};
 use super::inputs::{Gradients, Inputs, Saved};
+use super::launches::Launches;
+use super::stream_k;
 use crate::error::Result;
-use crate::launch::Launcher;
-use crate::plan::BackwardMode;
-use crate::problem::Attention;
+use crate::launch::{Launcher, SCRATCH};
+use crate::log;
+use crate::plan::{self, BackwardMode};
+use crate::problem::{Attention, RequestedFeatures};
+use crate::tensor::{self, copied};
 use tch::{Kind, Tensor};
 
-/// Exponents of the largest scaled magnitudes, rounded up.
+/// Exponents of the largest magnitudes after scaling, rounded up: numbers are below 2^exponent.
 #[derive(Clone, Copy)]
 struct Largest {
     /// Of v and dout.
@@ -27,10 +33,11 @@ struct Largest {
 }
 
 impl Largest {
-    /// dP is below 16 * headdim and dS, which kernels keep in fp16, below twice that; and 2^-25 of the largest magnitude is not 0. dS adds
-    /// terms of dlse and of dout, and is below 2^14.
+    /// v and dout are below 4, so dP is below 16 * headdim and dS, which kernels keep in fp16, below twice that; and 2^-25 of the largest
+    /// magnitude is not 0. With terms of dlse too, dS is below 2^14.
     const ONE_NUMBER: Largest = Largest { factors: 2, dlse: 13 };
-    /// dS has units of its own (csrc/backward/store_scores.cuh), so low parts of small numbers can be normal fp16 numbers.
+    /// With `mode.split`. Kernels scale dS themselves (csrc/backward/store_scores.cuh), so magnitudes may be large, and low parts stay
+    /// normal.
     const TWO_PARTS: Largest = Largest { factors: LARGEST_OF_PARTS as i64, dlse: 26 };
 
     fn of(mode: BackwardMode) -> Largest {
@@ -42,7 +49,7 @@ impl Largest {
     }
 }
 
-/// Exponent of the largest number that becomes a sum of two: low parts of small ones are normal fp16 numbers then.
+/// Exponent of the largest number that becomes a sum of two: then the low parts of smaller ones, too, are normal fp16 numbers.
 pub(super) const LARGEST_OF_PARTS: i32 = 13;
 
 /// Largest exponent: these powers of two and their inverses are normal numbers in fp32 and bf16.
@@ -51,19 +58,18 @@ const MAX_EXPONENT: i64 = 126;
 /// Which elements share an exponent.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Shared {
-    /// Those of a KV head and its query heads in a batch entry; of all sequences if packed. dk and dv sum over no more, and dq of a head
-    /// has the product of two of these powers.
+    /// Those of a KV head and its query heads in a batch entry; of all sequences if packed. dk and dv sum over no more than that.
     ByHead,
     /// All elements: gradients of a bias and of sinks sum over heads and entries too.
     ByAll,
 }
 
-/// Exponents of v or dout: int32, of shape (batch or 1, 1, nheads_k, 1, 1) or (1, nheads_k, 1, 1), or all ones.
+/// Exponents of v or dout: int32, of shape (batch or 1, 1, nheads_k, 1, 1), packed (1, nheads_k, 1, 1); nheads_k is 1 if all share one.
 struct Exponents(Tensor);
 
 impl Exponents {
-    /// Computes exponents from used, finite elements: padding, inf and NaN do not change how the others are rounded. `largest`: exponent of
-    /// the largest scaled one.
+    /// Computes exponents with which used, finite elements are below 2^largest. Unused rows, inf and NaN do not change the others'
+    /// rounding.
     fn new(t: &Tensor, unused: &Option<Tensor>, shared: Shared, largest: i64, a: &Attention) -> Result<Exponents> {
         let mut rows = by_group(t, a)?.f_abs()?.f_nan_to_num_(0.0, 0.0, 0.0)?.f_amax([-1_i64].as_slice(), true)?;
         if let Some(unused) = unused {
@@ -86,8 +92,8 @@ impl Exponents {
         Ok(scaled)
     }
 
-    /// Returns these exponents of dout, lower where the gradient of softmax_lse needs it: its product with both powers has at most
-    /// the exponent `largest`.
+    /// Returns these exponents of dout, lowered where dlse needs it: it is scaled by the powers of v and of dout, and must stay below
+    /// 2^largest.
     fn with_lse_gradient(self, v: &Exponents, dlse: &Tensor, shared: Shared, largest: i64, a: &Attention) -> Result<Exponents> {
         /// Smaller gradients change no exponent.
         const TINY: f64 = 1e-30;
@@ -113,13 +119,13 @@ fn power(exponents: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(exponents.f_add_scalar(127)?.f_mul_scalar(1 << 23)?.f_view_dtype(Kind::Float)?.f_to_kind(kind)?)
 }
 
-/// Removes both powers from a gradient, in place.
+/// Divides a gradient by the powers of v and of dout, in place.
 fn unscale(t: &mut Tensor, v: &Exponents, dout: &Exponents) -> Result<()> {
     multiply(t, &v.0.f_add(&dout.0)?.f_neg()?)
 }
 
-/// Splits exponents in two halves. The power of their sum may overflow where a product with it does not; two factors that are both at
-/// least 1 or both at most 1 overflow only with the product.
+/// Splits exponents in two halves. 2^sum may overflow where a product with it does not. Of two factors that are both at least 1, or both at
+/// most 1, a product overflows only if the whole does.
 fn halves(sum: &Tensor) -> Result<[Tensor; 2]> {
     let sum = sum.f_clamp(-2 * MAX_EXPONENT, 2 * MAX_EXPONENT)?;
     let half = sum.f_bitwise_right_shift_tensor_scalar(1)?;
@@ -145,13 +151,9 @@ fn unused_rows(inputs: &Inputs, a: &Attention) -> Result<Option<Tensor>> {
     Ok(Some(unused.f_unsqueeze(-1)?.f_unsqueeze(-1)?.f_unsqueeze(-1)?))
 }
 
-/// Copies a gradient of softmax_lse, (batch, nheads, rows) or (nheads, rows), to a column for each head: (batch, rows, nheads, 1) or
-/// (rows, nheads, 1).
+/// Copies a gradient of softmax_lse, `([batch,] nheads, rows)`, to a column for each head: `([batch,] rows, nheads, 1)`.
 fn per_row(dlse: &Tensor) -> Result<Tensor> {
-    let columns = dlse.f_transpose(-1, -2)?.f_unsqueeze(-1)?;
-    let mut copy = Tensor::f_empty(columns.size(), (Kind::Float, columns.device()))?;
-    copy.f_copy_(&columns)?;
-    Ok(copy)
+    copied(&dlse.f_transpose(-1, -2)?.f_unsqueeze(-1)?, Kind::Float)
 }
 
 /// Returns fp32 numbers as sums of two fp16 numbers: `columns` columns of high parts, then the low parts, padded with zeros.
@@ -171,9 +173,36 @@ pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Resul
     let largest_exponent = Largest::ONE_NUMBER.factors as i32;
     let v = Values { largest_exponent, is_shared: false, keeps_ordinary: a.features.batch_invariant, low_column: 0 };
     let cast = Cast::new(inputs, a, Operands { v: Some(v), low_column: 0 }, None, launcher)?;
-    let (out, softmax_lse) = device::forward(&cast.inputs, &cast.problem, launcher)?;
+    // in fp16 a mean of many values would lose digits that fp32 attention keeps
+    let fp32_output = inputs.q.kind() == Kind::Float;
+    let problem = Attention { features: RequestedFeatures { fp32_output, ..cast.problem.features }, ..cast.problem };
+    let (out, softmax_lse) = device::forward(&cast.inputs, &problem, launcher)?;
     cast.restore_lse(&softmax_lse)?;
     Ok((unscaled(&out, cast.of_v()?, inputs.q.kind(), a)?, softmax_lse))
+}
+
+/// Computes (out, softmax_lse) of fp32 tensors in full precision: each number of q, k and v becomes the sum of two fp16 numbers. A row has
+/// these high parts, then the low ones (csrc/forward/split.cuh).
+pub fn split_forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    let planned = &plan::forward_split(&given.padded(), &launcher.limits()?)?;
+    log::forward("forward", &given.padded(), planned)?;
+    // a row of an operand has this many columns of high parts, then as many of low parts
+    let columns = i64::from(planned.variant.headdim);
+    let of_v = Values { largest_exponent: LARGEST_OF_PARTS, is_shared: false, keeps_ordinary: false, low_column: columns };
+    let cast = Cast::new(inputs, given, Operands { v: Some(of_v), low_column: columns }, None, launcher)?;
+    let a = &cast.problem.padded();
+    let converted = blocks::readable(&cast.inputs, a)?;
+    let inputs = converted.as_ref().unwrap_or(&cast.inputs);
+    let out = tensor::empty(&a.query_shape(columns), Kind::Float, launcher)?;
+    let softmax_lse = tensor::empty(&a.lse_shape(), Kind::Float, launcher)?;
+    let stream_k = planned.stream_k.map(|plan| stream_k::Launch::new(planned, plan, launcher)).transpose()?;
+    let scratch = stream_k.as_ref().map(stream_k::Launch::scratch);
+    let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), (SCRATCH, scratch)];
+    let launches = Launches::begin(inputs, a, launcher, written);
+    fill_varlen(a, [&out, &softmax_lse])?;
+    launch_forward((planned, stream_k.as_ref()), inputs, a, [&out, &softmax_lse], 0, &launches)?;
+    cast.restore_lse(&softmax_lse)?;
+    Ok((unscaled(&out.f_narrow(-1, 0, given.headdim_v)?, cast.of_v()?, Kind::Float, given)?, softmax_lse))
 }
 
 /// Returns an output in another dtype, with the powers of its values removed.
@@ -181,7 +210,7 @@ pub(super) fn unscaled(out: &Tensor, of_values: Tensor, kind: Kind, a: &Attentio
     Exponents(of_values).inverse()?.scale(out, kind, a)
 }
 
-/// Casts the operands of a backward pass. Returns the exponents of v too. `softmax_lse` is scaled in place.
+/// Casts the operands of a backward pass. Returns the exponents of v too. `softmax_lse` is scaled in place, as the scores are.
 fn cast_backward<'a>(
     inputs: &Inputs,
     a: &Attention,
@@ -215,12 +244,10 @@ fn cast_backward<'a>(
     Ok((cast, Exponents(v)))
 }
 
-/// Computes the gradients.
 pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
     let sums_over_heads = (saved.attn_bias_requires_grad && inputs.options.attn_bias.is_some()) || inputs.options.sinks.is_some();
     let shared = if sums_over_heads { Shared::ByAll } else { Shared::ByHead };
-    let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, saved.softmax_lse.device()))?;
-    softmax_lse.shallow_clone().f_copy_(&saved.softmax_lse)?;
+    let softmax_lse = copied(&saved.softmax_lse, Kind::Float)?;
     let largest = Largest::of(mode);
     let (cast, v) = cast_backward(inputs, a, shared, saved, &softmax_lse, mode, launcher)?;
     let mut dout = Exponents::new(&saved.dout, &unused_rows(inputs, a)?, shared, largest.factors, a)?;
@@ -229,7 +256,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
         dout = dout.with_lse_gradient(&v, dlse, shared, largest.dlse, a)?;
         multiply(&mut by_group(dlse, a)?, &v.0.f_add(&dout.0)?)?;
     }
-    // delta is sum(out * dout) - dlse, so dlse has the powers of both v and dout
+    // delta is the row sum of out * dout, less dlse, so dlse has the powers of both v and dout
     let mut dlse = dlse.map(|t| t.f_squeeze_dim(-1)?.f_transpose(-1, -2)).transpose()?;
     // out is linear in v
     let kind = if mode.split { Kind::Float } else { Kind::Half };

@@ -1,6 +1,7 @@
-//! `volta_fa::fwd_sparse_mla`: each query attends to latents that it chose, of one cache or of two, in one softmax.
-//!
-//! Indices and their numbers stay on the device. An index outside its cache is no token, so nothing is read outside of it.
+//! `volta_fa::fwd_sparse_mla`: each query attends to latents that it chose, of one cache or of two, in one softmax. A latent is one vector
+//! per token: the key of all heads, and in its first 512 columns the value (DeepSeek's multi-head latent attention, MLA). On kernels, a
+//! selecting kernel first lists the valid tokens of each query and casts bf16 queries to fp16; a decode kernel then attends to the lists.
+//! Indices and their counts stay on the device. An index outside its cache is no token, so nothing is read outside of it.
 
 mod call;
 mod gather;
@@ -9,25 +10,21 @@ pub use call::{Call, ChosenTokens, Found};
 
 use super::blocks::{at, Blocks};
 use super::inputs::{all_are_batch_invariant, Inputs, Target};
-use super::launches::{launch_id, Launches};
+use super::launches::{fake_arrivals, launch_id, Launches};
 use crate::error::{Error, Result};
-use crate::launch::{bytes_of, Launcher};
+use crate::launch::{bytes_of, Launcher, SCRATCH};
 use crate::log;
 use crate::options::Options;
 use crate::params::{self, CacheFormat, DecodeParams, SparseMlaParams};
 use crate::plan;
 use crate::problem::{self, Attention, Backend, DType};
-use crate::tensor::{self, describe, memory_range, operand, output, readable};
+use crate::tensor::{self, describe, operand, output, read_range, readable, written_range, Absent};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 
-/// Most bytes of lists and cast queries that exist at a time.
+/// Most bytes of lists and cast queries that exist at a time. Calls that need more run some queries after the others.
 const SCRATCH_BYTES: i64 = 64 << 20;
 
-/// Computes a call.
-///
-/// # Errors
-/// Wrong arguments; a device that no kernel runs on.
 pub fn forward(call: &Call) -> Result<Found> {
     if all_are_batch_invariant()? {
         return Err(Error::value("VOLTA_FA_BATCH_INVARIANT", "1", "0 for fwd_sparse_mla, which has no batch-invariant kernels"));
@@ -68,7 +65,7 @@ fn without_tokens(call: &Call, a: &Attention) -> Result<Found> {
     Ok([out, full(f64::INFINITY)?, full(f64::NEG_INFINITY)?])
 }
 
-/// Bytes between rows of a cache as kernels read them: scales may lie at a page's end.
+/// Returns the bytes between rows of a cache as kernels read them. fp8 rows of headdim 512 lie together in a page, scales at its end.
 fn row_stride(t: &Tensor, a: &Attention) -> i64 {
     match (a.cache_format(), a.headdim) {
         (CacheFormat::E4m3, 512) => 448 + 64 * 2, // fp8 columns, then 16-bit ones
@@ -85,21 +82,10 @@ fn is_readable(tokens: &ChosenTokens, a: &Attention) -> bool {
     t.size()[0] * t.size()[1] > 0 && are_aligned
 }
 
-/// Fills the block of a cache and of its tokens.
+/// Returns the parameters of a cache and of the tokens chosen from it; None: of no cache.
 fn block(tokens: Option<&ChosenTokens>, a: &Attention) -> params::ChosenTokens {
     let Some(ChosenTokens { cache, indices, lengths }) = tokens else {
-        let (rows, indices, lengths) = (null(), null(), null());
-        return params::ChosenTokens {
-            rows,
-            page_stride: 0,
-            row_stride: 0,
-            page_size: 1,
-            count: 0,
-            indices,
-            indices_stride: 0,
-            topk: 0,
-            lengths,
-        };
+        return params::ChosenTokens { page_size: 1, ..params::ChosenTokens::NONE };
     };
     let size = cache.size();
     params::ChosenTokens {
@@ -115,7 +101,7 @@ fn block(tokens: Option<&ChosenTokens>, a: &Attention) -> params::ChosenTokens {
     }
 }
 
-/// Returns the tokens with rows of indices, and their numbers, that lie together.
+/// Returns the tokens with contiguous rows of indices, and contiguous lengths.
 fn together(tokens: &ChosenTokens) -> Result<ChosenTokens> {
     let ChosenTokens { cache, indices, lengths } = tokens;
     let rows_lie_together = indices.size()[1] <= 1 || indices.stride()[1] == 1;
@@ -126,7 +112,7 @@ fn together(tokens: &ChosenTokens) -> Result<ChosenTokens> {
     })
 }
 
-/// Writes what the selecting kernel leaves where not all blocks run, as the simulator times them: all indices count.
+/// Writes what the selecting kernel would, for a simulator that times launches without running all blocks: every index counts.
 fn stand_in(
     own: &ChosenTokens,
     extra: Option<&ChosenTokens>,
@@ -158,9 +144,10 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
     let of_rows = || empty(&[a.batch, a.nheads], Kind::Float);
     let (softmax_lse, max_logits) = (of_rows()?, of_rows()?);
 
+    // most tokens that a query can choose; bytes of its list and, for each head, of a row in fp16 and its scale
     let list = a.seqlen_k;
     let of_query = 4 * list + if is_bf16 { a.nheads * (2 * a.headdim + 4) } else { 0 };
-    let at_once = (SCRATCH_BYTES / of_query).clamp(1, a.batch);
+    let at_once = (SCRATCH_BYTES / of_query).clamp(1, a.batch); // queries
     let limits = launcher.limits()?;
     let decode = plan::sparse_mla(a, &limits)?;
     let select = plan::sparse_select(a, at_once, &limits)?;
@@ -175,10 +162,11 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
     let mut ranges = Vec::new();
     if launcher.looks_at_memory() {
         let tokens = own.parts().chain(extra.iter().flat_map(ChosenTokens::parts));
-        ranges.extend([&q].into_iter().chain(&sinks).chain(tokens).map(|t| memory_range("an argument", t, false)));
-        let written = [&out, &softmax_lse, &max_logits, &lists, &lengths, &scratch];
+        ranges.extend([&q].into_iter().chain(&sinks).chain(tokens).map(|t| read_range("an argument", t)));
+        let written = [&out, &softmax_lse, &max_logits, &lists, &lengths];
         let cast = q_fp16.iter().chain(&row_scales).chain(&finite_sinks);
-        ranges.extend(written.into_iter().chain(cast).map(|t| memory_range("a result or scratch", t, true)));
+        ranges.extend(written.into_iter().chain(cast).map(|t| written_range("a result or scratch", t)));
+        ranges.push(written_range(SCRATCH, &scratch));
     }
     let launches = Launches::begin_with(launcher, ranges);
     for first in (0..a.batch).step_by(at_once as usize) {
@@ -197,6 +185,7 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
             stream: call.stream,
         };
         let Blocks { q: q_block, cache, problem, lengths: no_lengths, score_options, scales, .. } = Blocks::new(&inputs, a, (0, rows));
+        let launch_id = launch_id();
         let params = SparseMlaParams {
             decode: DecodeParams {
                 q: q_block,
@@ -210,7 +199,7 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
                 num_splits: 0,
                 partials: at(&scratch, 0),
                 semaphores: at(&scratch, decode.partials).cast(),
-                launch_id: launch_id(),
+                launch_id,
                 scales,
             },
             own: block(Some(&own), a),
@@ -227,9 +216,11 @@ fn on_device(call: &Call, a: &Attention, launcher: &dyn Launcher) -> Result<Foun
             tail_is_bf16: i32::from(!call.has_fp16_positions),
         };
         let select = plan::PlannedKernel { blocks: [rows as u32, select.blocks[1]], ..select };
+        // 1: neither grid has a batch axis
         launches.run(&select, 1, bytes_of(&params))?;
         if !launcher.runs_all_blocks() {
             stand_in(&own, extra.as_ref(), &given, [&lists, &lengths], [q_fp16.as_ref(), row_scales.as_ref()])?;
+            fake_arrivals(&decode, &scratch, launch_id)?;
         }
         launches.run(&decode.kernel, 1, bytes_of(&params))?;
     }

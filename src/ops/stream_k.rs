@@ -1,4 +1,8 @@
-//! Launches of stream-K grids: their scratch memory and the schedule of their splits.
+//! Launches of stream-K grids, in which several blocks share the steps of a tile, each computing a split: allocates scratch memory, and
+//! fills parameter blocks with the schedule of splits. device.rs and kvcache/kernels.rs use it; src/plan/ divides the tiles.
+//!
+//! A tile is the query rows of one block (backward: its keys). A split stores its fp32 result in scratch memory and counts itself in the
+//! tile's semaphore; the last block to arrive combines the splits.
 
 use super::blocks::at;
 use super::launches::launch_id;
@@ -15,7 +19,7 @@ use std::rc::Rc;
 use std::thread::LocalKey;
 use tch::{Kind, Tensor};
 
-/// The last plan of a thread and its schedule: all layers of a model use the same.
+/// The last plan of a thread and its schedule, kept because all layers of a model use the same.
 type Kept<Plan, Schedule> = RefCell<Option<(Plan, Rc<Schedule>)>>;
 
 /// Returns the schedule of a plan, which `make` computes unless the thread's last plan is the same.
@@ -52,8 +56,8 @@ impl Scratch {
         at(&self.tensor, self.partials).cast()
     }
 
-    /// Prepares a run of a part of the grid: the last split of each tile finds every arrival counted, and the others do not. So a timed run
-    /// has as many combinations as a full one. `semaphores_of`: the numbers of a tile's semaphores.
+    /// Prepares a simulator that runs some blocks only, to time them: the last split of each tile finds all other arrivals counted, and the
+    /// others never find themselves the last. So as many timed blocks combine splits as in a full run.
     fn fake_arrivals<Numbers: Iterator<Item = usize>>(
         &self,
         splits: &mut [StreamKSplit],
@@ -69,7 +73,7 @@ impl Scratch {
                     unsafe { self.semaphores().add(number).write(launch_id << 16 | (u64::from(split.splits()) - 1)) };
                 }
             } else {
-                split.part |= 0xff; // of 255 splits, more than arrive: no block of these finds itself the last
+                split.part |= 0xff; // claims 255 splits, more than arrive, so this block is never the last
             }
         }
     }
@@ -80,7 +84,7 @@ pub struct Launch {
     schedule: Rc<StreamKSchedule>,
     plan: StreamKPlan,
     scratch: Scratch,
-    /// Splits count in parts of a tile's iterations.
+    /// True: kernels over a KV cache, whose lengths the host does not know, so splits begin and end at parts of a tile's iterations.
     is_paged: bool,
 }
 
@@ -88,19 +92,17 @@ impl Launch {
     pub fn new(kernel: &PlannedKernel, plan: StreamKPlan, launcher: &dyn Launcher) -> Result<Launch> {
         thread_local!(static LAST: Kept<StreamKPlan, StreamKSchedule> = const { RefCell::new(None) });
         let schedule = schedule(&LAST, plan, StreamKPlan::schedule);
-        // per row: its output in fp32, and of each 128 columns row maxima and sums of 8 lanes (`store_partial` in layout.cuh)
+        // per row, in floats: its output, and 8 of row maxima and sums for each 128 columns (`store_partial`)
         let columns = i64::from(kernel.variant.headdim_v);
         let floats = i64::from(kernel.variant.block_rows) * (columns + 8 * (columns as u64).div_ceil(128) as i64);
         let scratch = Scratch::new(i64::from(plan.stream_k_tiles), i64::from(schedule.max_splits) * floats, launcher)?;
         Ok(Launch { schedule, plan, scratch, is_paged: kernel.variant.pass == Pass::PrefillStreamK })
     }
 
-    /// Returns the scratch memory.
     pub fn scratch(&self) -> &Tensor {
         &self.scratch.tensor
     }
 
-    /// Returns the parameter block.
     pub fn params(&self, forward: FwdParams, launcher: &dyn Launcher) -> Result<FwdStreamKParams> {
         let mut splits = [StreamKSplit::default(); MAX_STREAM_K_SPLITS];
         splits[..self.schedule.splits.len()].copy_from_slice(&self.schedule.splits);
@@ -143,12 +145,10 @@ impl BackwardLaunch {
         Ok(BackwardLaunch { schedule, heads: plan.heads as usize, scratch })
     }
 
-    /// Returns the scratch memory.
     pub fn scratch(&self) -> &Tensor {
         &self.scratch.tensor
     }
 
-    /// Returns the parameter block.
     pub fn params(&self, backward: BwdParams, launcher: &dyn Launcher) -> BwdStreamKParams {
         let schedule = &self.schedule;
         let mut splits = [StreamKSplit::default(); MAX_BACKWARD_SPLITS];

@@ -1,4 +1,6 @@
-//! Blocks of backward passes.
+//! Parameter blocks (kernels' arguments) of backward passes, which src/ops/device.rs fills. A pass is a preprocess kernel, main kernels,
+//! and a postprocess or dq kernel (src/kernels/passes.rs). P are probabilities, dS gradients of scores, delta is the row sum of out * dout.
+//! Plain kernels have code for no option, varlen kernels for lengths from memory, generic ones for all options.
 
 use super::forward::StreamKSplit;
 use super::shared::{BlockLists, Lengths, Operand, Output, Problem, ScoreOptions};
@@ -25,7 +27,7 @@ pub struct BwdParams {
     pub dv: Output,
     /// (batch, nheads, seqlen_q), packed (nheads, total_q); fp32, from the forward pass
     pub softmax_lse: *const f32,
-    /// Scratch: fp32 statistics of query rows, in the family's layout (`Scratch` in src/kernels/variants.rs).
+    /// Scratch: fp32 statistics of query rows, in the layout of the family, volta or turing (`Scratch` in src/kernels/variants.rs).
     pub row_stats: *mut f32,
     /// Scratch: (dq_accum_splits, batch, nheads, seqlen_q_rounded, headdim_rounded) fp32. The preprocess kernel zeroes it, and the
     /// postprocess kernel adds it up. Without elements if a separate kernel computes dq.
@@ -34,7 +36,7 @@ pub struct BwdParams {
     pub dq_accum_split_stride: i64,
     /// Number of accumulators.
     pub dq_accum_splits: i32,
-    /// Number of the main launch's first key block.
+    /// Number of the main launch's first key block, the keys of one block: a deterministic pass may launch one part after the other.
     pub first_key_block: i32,
     /// seqlen_q rounded up to the query tile.
     pub seqlen_q_rounded: i32,
@@ -42,8 +44,8 @@ pub struct BwdParams {
     pub headdim_rounded: i32,
     /// Sizes, window and scale.
     pub problem: Problem,
-    /// `softmax_scale` with its sign: the factor of dk, and of dq in dq kernels, which flip the signs of queries. (Other kernels flip those
-    /// of keys, so the accumulator of dq takes `problem.scale`.)
+    /// `softmax_scale` with its sign: the factor of dk, and of dq in dq kernels, which flip the signs of queries if it is negative
+    /// (`Problem::sign_flip`). Other kernels flip those of keys, so the accumulator of dq takes the positive `problem.scale`.
     pub signed_scale: f32,
     /// Not 0: kernels write dq, dk and dv as fp32; operands are fp16. Plain kernels ignore it.
     pub gradients_are_fp32: i32,
@@ -66,16 +68,16 @@ pub struct BwdParams {
     pub dbias_key_stride: i64,
 }
 
-/// Work of the blocks of a stream-K backward grid. Its first axis is the KV heads of all entries, its second `splits`: each head is divided
-/// alike. Iterations are steps of queries, of one query head of the group after the other.
+/// Work of the blocks of a stream-K backward grid, in which several blocks share the queries of a key block. Its first axis is the KV heads
+/// of all entries, its second `splits`: each head is divided alike. Iterations are steps of queries, query head by query head.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct BwdSplits {
     /// Scratch: gradients of splits in fp32, max_splits for each of `tiles` key blocks of each head.
     pub partials: *mut f32,
-    /// Scratch: a semaphore for each of these key blocks, as `DecodeParams::semaphores`.
+    /// Scratch: a semaphore for each of these key blocks, which counts the splits that are done.
     pub semaphores: *mut u64,
-    /// Distinguishes this call's semaphores from other contents of the memory.
+    /// 48 bits that no other call has. They distinguish this call's semaphores from other contents of the memory, which is not zeroed.
     pub launch_id: u64,
     /// First key block with scratch memory.
     pub first_tile: i32,
@@ -83,8 +85,7 @@ pub struct BwdSplits {
     pub tiles: i32,
     /// Maximum splits of a key block.
     pub max_splits: i32,
-    /// In the order of the grid. `tile` is the number of a key block of its head. Their number is `MAX_BACKWARD_SPLITS`: a launch takes at
-    /// most 4096 bytes of parameters.
+    /// In the order of the grid. `tile`: key block of its head. `MAX_BACKWARD_SPLITS`: a launch takes at most 4096 bytes of parameters.
     pub splits: [StreamKSplit; 384],
 }
 
@@ -110,12 +111,13 @@ pub struct BwdBlockParams {
     pub blocks_t: BlockLists,
 }
 
-/// P and dS of some KV heads and some keys, between the kernels of a backward pass for large headdims (csrc/backward/stored_scores.cuh).
+/// P and dS of some KV heads and some keys, in memory between the two main kernels of a backward pass for large headdims or fp32
+/// (csrc/backward/stored_scores.cuh).
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct StoredScores {
     /// Scratch: P^T times 2^12, fp16, in tiles of 128 keys by 128 queries: (batch, query heads of the launch, query_tiles, key_tiles).
-    /// For fp32 tensors a tile has 257 rows: high parts, low parts and a row of units.
+    /// For fp32 tensors a tile has 257 rows: 128 of high parts, 128 of low parts, and one for the scales of dS (its units).
     pub p: *mut u16,
     /// Scratch: dS^T in the same tiles, without that factor.
     pub ds: *mut u16,

@@ -1,8 +1,9 @@
-//! Blocks of KV caches: positions, formats, appending and dequantizing.
+//! Parts of parameter blocks (kernels' arguments) that describe a KV cache, and the blocks of appending and dequantizing. src/ops/blocks.rs
+//! and kvcache/kernels.rs fill them. A dense cache has an entry for each sequence, a paged one pages that a block table assigns.
 
 use super::shared::{ElementType, Lengths, Operand, Output, Problem};
 
-/// Positions of a KV cache's tokens (`csrc/cache.cuh`). Null: not given.
+/// Where a KV cache has the tokens of each sequence (`csrc/cache.cuh`). Null: not given.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Cache {
@@ -49,6 +50,8 @@ pub enum CacheFormat {
     E5m2,
     /// One byte, with a scale per head.
     E4m3,
+    /// Keys are `Int8`, values `Int4`. Only the host knows the pair: kernels have a format of keys and one of values.
+    Int8Int4,
 }
 
 /// fp32 scales or zero points of a cache, one per token and head, or (fp8) per sequence and head.
@@ -65,11 +68,11 @@ pub struct CacheScale {
     pub head_stride: i64,
 }
 
-/// Format, scales and zero points of a quantized cache. Strides of its operands count bytes.
+/// Format, scales and zero points of a quantized cache. Strides of a quantized [`Cache`]'s k and v count bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CacheScales {
-    /// Format of both caches. Decode and append kernels are compiled for one format.
+    /// Format of both caches. Decode and append kernels are compiled for their formats and do not read it. A dequantize launch has one.
     pub format: CacheFormat,
     /// Scales of k.
     pub k: CacheScale,

@@ -1,4 +1,5 @@
-//! Blocks of decoding, sparse latent attention and the indexer.
+//! Parameter blocks (kernels' arguments) of decoding, sparse attention to latents, and the indexer. src/ops/kvcache/kernels.rs, sparse.rs
+//! and indexer.rs fill them. A latent is one vector per token: key and value of all heads (multi-head latent attention, MLA).
 
 use super::cache::{Cache, CacheScales};
 use super::shared::{Lengths, Operand, Output, Problem, ScoreOptions};
@@ -19,27 +20,27 @@ pub struct DecodeParams {
     pub problem: Problem,
     /// Kernels read cu_seqlens_q and total_q.
     pub lengths: Lengths,
-    /// Kernels read the score function, ALiBi and sinks, those with a tree also the bias.
+    /// Kernels read the score function, ALiBi and sinks, those with a tree (a mask of draft tokens) also the bias.
     pub score_options: ScoreOptions,
-    /// Maximum rows (queries of all heads of a KV head): prefill computes sequences with more.
+    /// Maximum rows (queries of all heads of a KV head): prefill kernels compute sequences with more.
     pub max_rows: i32,
-    /// Maximum splits of the keys of a sequence and head; 0: no limit but the number of blocks.
+    /// Maximum splits, among blocks, of the keys of a sequence and KV head; 0: no limit but the number of blocks.
     pub num_splits: i32,
     /// Scratch: partial results, two per block (csrc/decode/partials.cuh).
     pub partials: *mut f32,
-    /// Scratch: semaphores for each partial result and level of the combine tree. They need no initialization, because of `launch_id`.
+    /// Scratch: semaphores for each partial result and each level of the tree in which blocks combine them. They count finished blocks.
     pub semaphores: *mut u64,
-    /// 48 bits that no other call has. They distinguish this call's semaphores from other contents of the memory.
+    /// 48 bits that no other call has. They distinguish this call's semaphores from other contents of the memory, which is not zeroed.
     pub launch_id: u64,
     /// Scales of a quantized cache.
     pub scales: CacheScales,
 }
 
-/// A cache of latents, and the tokens of it that queries chose. Without one all is null or 0.
+/// A cache of latents, and the tokens of it that queries chose. Without one all else than `page_size` is null or 0.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ChosenTokens {
-    /// Row 0 of page 0, on a boundary of 16 bytes, as are all rows. Bytes, despite the type.
+    /// Row 0 of page 0, on a boundary of 16 bytes, as are all rows. Bytes of the cache's format, despite the type.
     pub rows: *const u16,
     /// From one page to the next, bytes.
     pub page_stride: i64,
@@ -73,7 +74,7 @@ pub struct SparseMlaParams {
     pub q: Operand,
     /// Scratch: bf16 queries as fp16, contiguous; null: q is fp16.
     pub q_fp16: *mut u16,
-    /// Scratch: (queries, nheads), bf16 over fp16 queries, powers of two.
+    /// Scratch: (queries, nheads), powers of two: a bf16 query is its fp16 copy times this.
     pub row_scales: *mut f32,
     /// Scratch: (queries, list_stride): chosen tokens; ~n for token n of the second cache.
     pub lists: *mut i32,
@@ -81,9 +82,9 @@ pub struct SparseMlaParams {
     pub list_stride: i64,
     /// Scratch: (queries), lengths of the lists.
     pub lengths: *mut i32,
-    /// (nheads); null: none.
+    /// (nheads): one more logit for each row of a head, without a value; null: none.
     pub sinks: *const f32,
-    /// Scratch: the sinks, at most 1e30. The attention's sinks.
+    /// Scratch: the sinks, at most 1e30, as the attention kernel reads them.
     pub finite_sinks: *mut f32,
     /// (queries, nheads): the largest scaled score of each row; -inf without tokens.
     pub max_logits: *mut f32,
@@ -103,7 +104,7 @@ pub enum QueryFormat {
     E4m3,
 }
 
-/// Parameter block of the indexer (`volta_fa::indexer_logits`).
+/// Parameter block of the indexer (`volta_fa::indexer_logits`): the scores by which queries choose tokens.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct IndexerParams {
@@ -129,7 +130,7 @@ pub struct IndexerParams {
     pub block_table: *const i32,
     /// From one batch entry to the next.
     pub block_table_stride: i64,
-    /// Logarithm of the rows of a page; 31 without a table.
+    /// Base-2 logarithm of the rows (keys) of a page; 31 without a table.
     pub page_shift: i32,
     /// Pages of the cache. Other numbers in the table are no pages.
     pub pages: i32,
@@ -139,7 +140,7 @@ pub struct IndexerParams {
     pub k_start_batch_stride: i64,
     /// From one query to the next.
     pub k_start_row_stride: i64,
-    /// End of each query's keys.
+    /// Number of the key after each query's last.
     pub k_end: *const i32,
     /// From one batch entry to the next.
     pub k_end_batch_stride: i64,
@@ -153,7 +154,7 @@ pub struct IndexerParams {
     pub seqlen_q: i32,
     /// Heads of a query.
     pub nheads: i32,
-    /// Logarithm of a query's rows in a tile: 5 or 6, at least nheads rows.
+    /// Base-2 logarithm of a query's rows in a tile, a row per head: 5 or 6, so that nheads rows fit.
     pub head_shift: i32,
     /// Keys that can exist: at most `columns`, and those that block_table or k has room for.
     pub keys: i32,

@@ -1,4 +1,6 @@
-//! Parameter blocks of forward passes.
+//! Parameter blocks (kernels' arguments) of forward passes: `fwd`, prefill over a KV cache, and `fwd_fast`. In src/ops, device.rs,
+//! kvcache/kernels.rs, split.rs and fast.rs fill them. Plain kernels have code for no option, varlen ones for lengths from memory, generic
+//! ones for all.
 
 use super::cache::Cache;
 use super::shared::{BlockLists, ElementType, Lengths, Operand, Output, Problem, ScoreOptions};
@@ -23,19 +25,22 @@ pub struct FwdParams {
     pub lengths: Lengths,
     /// Varlen kernels read the sinks, generic kernels all of it, plain kernels nothing.
     pub score_options: ScoreOptions,
-    /// k and v of paged kernels. Other kernels ignore this field and the next.
+    /// k and v of prefill kernels. Other kernels ignore this field and the next.
     pub cache: Cache,
-    /// Minimum rows (queries of all heads of a KV head): decode kernels compute sequences with fewer.
+    /// Minimum rows (queries of all heads of a KV head) of a sequence: decode kernels compute those with fewer.
     pub min_rows: i32,
+    /// Not 0: out is fp32. Kernels without the feature fp32_output ignore it.
+    pub out_is_fp32: i32,
 }
 
-/// Some iterations of a stream-K tile: a tile of query rows whose keys several blocks share.
+/// A split: some iterations (steps of keys) of a stream-K tile, a tile of query rows whose keys several blocks share.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamKSplit {
-    /// Number of the tile among the stream-K tiles; backward: of the key block of a head.
+    /// Number of the tile among the stream-K tiles; backward: number of a head's key block, the keys of one block.
     pub tile: u16,
-    /// First iteration; of paged kernels the first of `PAGED_PARTS` parts of the tile's iterations.
+    /// First iteration; of prefill kernels the first of 2^15 equal parts of the tile's iterations (`PAGED_PARTS`), which the host cannot
+    /// count.
     pub first: u16,
     /// Iteration after the last.
     pub end: u16,
@@ -55,16 +60,15 @@ impl StreamKSplit {
     }
 }
 
-/// Work of the blocks of a stream-K grid: the first `data_parallel_tiles` compute a tile each, the others a split each. Tiles count over
-/// all heads and entries.
+/// Work of the blocks of a stream-K grid: the first `data_parallel_tiles` compute a tile each, the others a split.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct StreamKParams {
     /// Scratch: results of splits, max_splits for each stream-K tile.
     pub partials: *mut f32,
-    /// Scratch: a semaphore for each stream-K tile, as `DecodeParams::semaphores`.
+    /// Scratch: a semaphore for each stream-K tile, which counts the splits that are done.
     pub semaphores: *mut u64,
-    /// Distinguishes this call's semaphores from other contents of the memory.
+    /// 48 bits that no other call has. They distinguish this call's semaphores from other contents of the memory, which is not zeroed.
     pub launch_id: u64,
     /// Tiles that one block computes. Stream-K tiles have the numbers after them.
     pub data_parallel_tiles: i32,
@@ -110,7 +114,7 @@ pub struct FastParams {
     pub softmax_lse: *mut f32,
     /// Sizes, window and scale.
     pub problem: Problem,
-    /// For varlen kernels.
+    /// For kernels with lengths from memory.
     pub lengths: Lengths,
     /// Batch entries of all launches of the call.
     pub batch: i32,
@@ -126,7 +130,7 @@ pub struct FastParams {
     pub k_mean: *mut f32,
     /// Scratch: (nheads_k, batch, v_max_stride) largest finite magnitude of V in each block of the prepare kernel.
     pub v_max: *mut f32,
-    /// Blocks of the longest sequence.
+    /// Row length of v_max: blocks of the longest sequence.
     pub v_max_stride: i64,
     /// Scratch: V as fp16 below 1, where `element` is bf16. The forward kernel's v.
     pub v_scaled: Output,

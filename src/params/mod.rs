@@ -1,10 +1,9 @@
-//! Parameter blocks that Rust fills and kernels read. Each has its only definition here.
+//! Parameter blocks: each is the one argument of some kernels. src/ops/ fills them, and each has its only definition here.
 //!
-//! build.rs generates `volta_fa_params.h` from these files with cbindgen. A test compares `size_of` with the parameter size in each embedded
-//! cubin. The files may only contain `#[repr(C)]` structs of pointers and numbers, enums with a `#[repr]`, and their functions. They import
-//! no other module.
-//!
-//! Strides count elements. Every pointer is a device address (under the simulator, a host address).
+//! build.rs generates `volta_fa_params.h` from these files with cbindgen. tests/kernels.rs compares `size_of` with the parameter size in
+//! each embedded cubin. The files may only contain `#[repr(C)]` structs of pointers and numbers, enums with a `#[repr]`, and their
+//! functions. They import no other module. Strides count elements. Every pointer is a device address (under the simulator, a host address).
+//! An entry is an element of the batch.
 
 mod backward;
 mod cache;

@@ -1,4 +1,6 @@
-//! Parts that the blocks of several passes have.
+//! Parts that the parameter blocks (kernels' arguments) of several passes contain. src/ops/blocks.rs fills them. Strides count elements,
+//! pointers are device addresses, and an entry is an element of the batch. Packed tensors have no batch: rows of all sequences follow each
+//! other. Plain kernels have code for no option, varlen kernels for lengths from memory, generic ones for all options of scores.
 
 /// A read-only fp16 tensor (batch, seqlen, heads, headdim) with a contiguous last dimension.
 #[repr(C)]
@@ -14,7 +16,7 @@ pub struct Operand {
     pub head_stride: i64,
 }
 
-/// A writable fp16 (gradients, and out of fp32 tensors: or fp32) tensor (batch, seqlen, heads, headdim) with a contiguous last dimension.
+/// A writable fp16 tensor like [`Operand`]. Gradients, and out of fp32 tensors, may be fp32, despite the pointer's type.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Output {
@@ -50,9 +52,9 @@ pub struct Problem {
     pub headdim: i32,
     /// Columns of v and out, a multiple of 8.
     pub headdim_v: i32,
-    /// 0 to seqlen_q + seqlen_k, which means unbounded.
+    /// Keys on the left: 0 to seqlen_q + seqlen_k; that sum means unbounded.
     pub window_left: i32,
-    /// 0 to seqlen_q + seqlen_k, which means unbounded.
+    /// Keys on the right: 0 to seqlen_q + seqlen_k; that sum means unbounded.
     pub window_right: i32,
     /// `|softmax_scale|`, never 0: the planner replaces 0 by 1e-30, which gives the same softmax.
     pub scale: f32,
@@ -88,7 +90,7 @@ pub struct Lengths {
 #[derive(Clone, Copy, Debug)]
 pub struct ScoreOptions {
     /// Bias for the scaled scores: fp16 or fp32, rows padded to a multiple of 4 keys and 16-byte aligned; null: none. Decode kernels with
-    /// a tree mask: its int64 words, despite the type, and the stride below counts words.
+    /// a tree mask (bits for the draft tokens that a query sees): its int64 words, despite the type. The stride below counts words.
     pub bias: *const u16,
     /// Elements from one entry to the next; 0 if broadcast, as the next two.
     pub bias_batch_stride: i64,
@@ -100,19 +102,19 @@ pub struct ScoreOptions {
     pub bias_is_fp32: i32,
     /// (nheads) or (batch, nheads); null: none.
     pub alibi_slopes: *const f32,
-    /// 0 or nheads.
+    /// From one entry's slopes to the next: 0 or nheads.
     pub alibi_batch_stride: i64,
-    /// (nheads); null: none.
+    /// (nheads): one more logit in the sum of each row, without a value; null: none.
     pub sinks: *const f32,
     /// Seed and offset; null: no dropout.
     pub rng_state: *const u64,
-    /// Threshold of 15 bits, in both halves. Random numbers from it up keep a probability.
+    /// Threshold of 15 bits, in both 16-bit halves. Random numbers from it up keep a probability.
     pub dropout_threshold: u32,
     /// 0, or all ones to keep probabilities with numbers below the threshold instead.
     pub dropout_inverted: u32,
     /// Factor of kept probabilities.
     pub dropout_scale: f32,
-    /// Parameter of the score function; 0: no function.
+    /// Parameter of the score function (softcap's cap); 0: no function.
     pub function_parameter: f32,
     /// 1 / function_parameter; 0: no function.
     pub inverse_function_parameter: f32,
@@ -130,15 +132,15 @@ pub enum ElementType {
     Float,
 }
 
-/// Block mask of one direction: for each block of 128 rows the blocks of 64 columns that have scores. Rows are queries and columns keys,
-/// transposed the other way. A score exists if its column block is full, or partial with the score's bit set, and if lengths and window
-/// of [`Problem`] admit it.
+/// Block mask of one direction: for each block of 128 rows the blocks of 64 columns that have scores. Rows are queries and columns keys; in
+/// the transposed direction, of kernels that own keys, the reverse. A score exists if its column block is full, or partial with the score's
+/// bit set, and if lengths and window of [`Problem`] admit it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct BlockLists {
-    /// (batch, heads, row blocks, 4 + max_entries): counts of partial and of full column blocks, number of the row's first tile of bits, the
-    /// row block that the block launched at this place takes, then partial and full column blocks, each ascending. Entry 0 of the mask,
-    /// not of the launch. Kernels clamp counts to max_entries and skip column blocks that do not exist.
+    /// (batch, heads, row blocks, 4 + max_entries): counts of partial and of full column blocks; number of the row block's first tile of
+    /// bits; the row block that the thread block launched at this place takes; then partial and full column blocks, each ascending. From
+    /// entry 0 of the mask on, not of the launch. Kernels clamp counts to max_entries and skip column blocks that do not exist.
     pub lists: *const i32,
     /// From one entry of the mask to the next.
     pub batch_stride: i64,
@@ -146,8 +148,8 @@ pub struct BlockLists {
     pub head_stride: i64,
     /// From one row block to the next.
     pub row_stride: i64,
-    /// (tiles, 256): a tile is 128 rows of two words, whose lowest bits are columns 0 and 32 of the block. A row block's partial blocks have
-    /// consecutive tiles. Null: no tiles.
+    /// (tiles, 256): a tile is 128 rows of two words, whose lowest bits are columns 0 and 32 of the block. A row block's partial blocks
+    /// have consecutive tiles. Null: no tiles.
     pub bits: *const u32,
     /// Number of tiles; kernels read zeros from tiles outside.
     pub tiles: i32,

@@ -1,9 +1,8 @@
-//! Blocks of merging and casting.
+//! Parameter blocks (kernels' arguments) of merging two attention results and of casting to fp16. src/ops/merge.rs and cast.rs fill them.
 
 use super::shared::{BlockLists, ElementType, Lengths, Operand, Output, Problem, ScoreOptions};
 
-/// Parameter block of the merge kernel (`volta_fa::merge_attention_states` and its in-place form). out_a and out have type `element`, out_b
-/// has type `part`.
+/// Parameter block of the merge kernel (`volta_fa::merge_attention_states`). out_a and out have type `element`, out_b `part`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct MergeParams {
@@ -33,7 +32,8 @@ pub struct MergeParams {
     pub part: ElementType,
 }
 
-/// Parameter block of the kernel that casts bf16 or fp32 tensors to fp16, scaled by powers of two.
+/// Parameter block of the kernel that casts bf16 or fp32 tensors to fp16, scaled by powers of two (csrc/shared/cast/cast.cuh). It runs in
+/// phases, a launch each. A group shares an exponent: a KV head and its query heads, in a batch entry or packed sequences.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CastParams {
@@ -49,17 +49,16 @@ pub struct CastParams {
     pub k_fp16: Output,
     /// v as fp16.
     pub v_fp16: Output,
-    /// (batch, nheads, seqlen_q), packed (nheads, total_q), of all scores; null: none. `kCastScaled` scales it as it scales
-    /// scores, `kRestoreLse` back.
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q), fp32; null: none. Where a row of q gets a smaller exponent, the phase
+    /// `kCastScaled` scales it before a backward pass, and `kRestoreLse` scales it back after a forward pass.
     pub softmax_lse: *mut f32,
-    /// (7, groups) zeros: bits of magnitudes as fp32, the rows `cast::Magnitude`. A group is a KV head of a batch entry; packed sequences
-    /// share those of a head.
+    /// Scratch: (7, groups), zeros before the first phase: bits of magnitudes as fp32, one row for each `cast::Magnitude`.
     pub largest: *mut u32,
-    /// Output (3, groups): fp16 numbers are the given ones times 2^exponent. Rows of q may have smaller exponents, which softmax_lse has too.
+    /// Output (3, groups): fp16 numbers are the given ones times 2^exponent. Rows of q, and of softmax_lse, may have smaller ones.
     pub exponents: *mut i32,
     /// Type of q, k and v: bf16 or fp32.
     pub element: ElementType,
-    /// Column of q_fp16 and k_fp16 from which what rounding took from the others is stored, a multiple of 8; 0: nowhere.
+    /// Not 0: numbers are split, and low parts, what rounding took from them, begin at this column of q_fp16 and k_fp16, a multiple of 8.
     pub low_column: i32,
     /// The same of v_fp16.
     pub low_column_v: i32,
@@ -75,7 +74,7 @@ pub struct CastParams {
     pub score_exponent: i32,
     /// Exponent of the largest score, log2 units, that rows of q keep.
     pub max_score_exponent: i32,
-    /// To which larger ones are lowered.
+    /// Exponent to which larger scores are lowered.
     pub lowered_score_exponent: i32,
     /// Exponent of the largest |v| after scaling.
     pub largest_v_exponent: i32,
@@ -85,7 +84,7 @@ pub struct CastParams {
     pub score_options: ScoreOptions,
     /// Key blocks of query rows; without lists every block is full.
     pub blocks: BlockLists,
-    /// `cast::Phase`
+    /// The launch's phase, `cast::Phase`.
     pub phase: i32,
     /// Sizes and scale.
     pub problem: Problem,

@@ -1,17 +1,18 @@
-//! Plans attention of few queries per sequence over a KV cache.
+//! Plans attention of few queries per sequence over a KV cache, for src/ops/kvcache/kernels.rs and src/ops/sparse.rs, and
+//! `volta_fa::indexer_logits`.
 //!
 //! The host does not know sequence lengths, so the grid has as many blocks as the GPU holds at once. The blocks divide the tokens on the
-//! device (`csrc/decode/tile_scheduler.cuh`). A plan depends on headdims, the cache format and the maximum rows of a sequence.
+//! device (`csrc/decode/tile_scheduler.cuh`). Rows are queries of all heads of a KV head, and a row tile those that a block takes at once.
+//! The tokens of a row tile may be split among blocks, which leave partial results. A plan depends on headdims, cache format and most rows.
 
-use super::cached::{cached_plan, PlanCache};
 use super::choose::{choose, is_applicable};
-use super::device::DeviceLimits;
+use super::device::{cached_plan, DeviceLimits, PlanCache};
 use super::features::{features, BackwardMode};
 use super::kernel::{PlannedKernel, Reason};
 use crate::error::Result;
-use crate::kernels::{FeatureSet, Pass, COMPILED, SPLIT_TOKENS};
+use crate::kernels::{FeatureSet, Pass, Variant, COMPILED, SPLIT_TOKENS};
 use crate::limits::MAX_DECODE_ROWS;
-use crate::problem::{Attention, DType};
+use crate::problem::{Attention, DType, Indexer, INDEXER_HEADDIM};
 use crate::tuning::Shape;
 use std::cell::Cell;
 
@@ -52,9 +53,9 @@ const MAX_SPLIT_BYTES: i64 = 256 << 20;
 fn of_fixed_splits(plan: DecodePlan, a: &Attention) -> DecodePlan {
     let variant = plan.kernel.variant;
     let tile_rows = i64::from(variant.block_rows);
-    // eight outputs and a state are three chunks of four floats (SplitSlots in csrc/decode/split_partials.cuh)
+    // of a partial result: of each row and eight columns, eight outputs and a chunk of state (SplitSlots in csrc/decode/split_partials.cuh)
     let floats = a.rows_per_kv_head().min(tile_rows) * i64::from(variant.headdim_v) / 8 * 12;
-    // of packed rows too: wrong cu_seqlens_q may give every sequence the longest length, and kernels then stay inside the memory
+    // Each sequence counts as the longest one, also if packed: wrong cu_seqlens_q may say so, and kernels must stay inside the memory.
     let tiles = a.batch.saturating_mul((a.rows_per_kv_head() as u64).div_ceil(tile_rows as u64) as i64);
     let splits = (a.seqlen_k as u64).div_ceil(u64::from(SPLIT_TOKENS)).max(1) as i64;
     let slots = tiles.saturating_mul(a.nheads_k).saturating_mul(splits);
@@ -73,6 +74,7 @@ pub fn sparse_mla(a: &Attention, d: &DeviceLimits) -> Result<DecodePlan> {
     cached_plan(&LAST, (shape, rows), d, || decode_shape(&shape, Pass::SparseMla, FeatureSet::NONE, rows, false, d))
 }
 
+/// Plans a kernel for `rows` rows per sequence and KV head. Each query has `group` of them.
 fn decode_shape(
     shape: &Shape,
     pass: Pass,
@@ -83,18 +85,17 @@ fn decode_shape(
 ) -> Result<DecodePlan> {
     let kernels = *COMPILED;
     let [(chosen, reason)] = choose(kernels, [pass], shape, features, d)?;
-    // Takes the smallest row tile of these headdims that fits all rows of a sequence, else the largest.
-    /// Rows to fit in a batch with long sequences: prefill computes those, and most others have one query.
+    // Takes the smallest row tile of these headdims that fits the wanted rows, else the largest.
+    /// Most rows to fit in a batch with long sequences: prefill computes those, and most others have one query.
     const MIXED_ROWS: i64 = 32;
-    // batch-invariant calls have one tile for any number of queries
+    // batch-invariant calls take the tile that fits the rows of one query, whatever the number of queries
     let wanted = match has_long {
         _ if shape.is_batch_invariant => group,
         true => rows.min(MIXED_ROWS),
         false => rows,
     };
-    let fits = |v: &&'static crate::kernels::Variant| {
-        (v.headdim, v.headdim_v) == (chosen.headdim, chosen.headdim_v) && is_applicable(v, shape, features, d)
-    };
+    let fits =
+        |v: &&'static Variant| (v.headdim, v.headdim_v) == (chosen.headdim, chosen.headdim_v) && is_applicable(v, shape, features, d);
     let rank = |rows: u32| (i64::from(rows) < wanted, if i64::from(rows) < wanted { -i64::from(rows) } else { i64::from(rows) });
     let variant = match reason {
         Reason::Tuned => chosen,
@@ -106,7 +107,7 @@ fn decode_shape(
     let levels = i64::from(combine_levels(blocks));
     let rows_of_split = i64::from(variant.block_rows);
     Ok(DecodePlan {
-        kernel: PlannedKernel { variant, blocks: [blocks, 1], reason, stream_k: None, backward_stream_k: None },
+        kernel: PlannedKernel::new((variant, reason), [blocks, 1]),
         max_rows: if has_long { MAX_DECODE_ROWS } else { i64::MAX },
         partials: splits * rows_of_split * (i64::from(variant.headdim_v) + 2 * levels),
         semaphores: splits * levels,
@@ -114,8 +115,8 @@ fn decode_shape(
     })
 }
 
-/// Returns the levels of the tree that combines a row tile's partial results if all blocks compute it. The device's tree has at least this
-/// radix.
+/// Returns the levels of the tree in which blocks combine a row tile's partial results, if all blocks compute it. The device's tree joins
+/// at least MIN_RADIX results in a node.
 fn combine_levels(blocks: u32) -> u32 {
     const MIN_RADIX: u32 = 4;
     let (mut levels, mut nodes) = (1, blocks);
@@ -124,4 +125,38 @@ fn combine_levels(blocks: u32) -> u32 {
         levels += 1;
     }
     levels
+}
+
+// ---- the indexer: scores by which queries of sparse attention choose tokens (csrc/indexer/schedule.cuh) ----
+
+/// Base-2 logarithms of the rows that a query can have in a tile, one row per head: 32, a warp's, or 64, two warps'.
+const HEAD_SHIFTS: [i32; 2] = [5, 6];
+/// Rows of a sequence from which the largest tile (256 rows) is faster. Smaller ones convert keys more often, larger ones compute padding.
+const MIN_ROWS: i64 = 192;
+
+/// Returns the base-2 logarithm of the rows that a query of this many heads has in a tile.
+pub fn indexer_head_shift(nheads: i64) -> i32 {
+    HEAD_SHIFTS.into_iter().find(|&shift| nheads <= 1 << shift).unwrap_or(HEAD_SHIFTS[1])
+}
+
+/// Plans a call that has logits.
+pub fn indexer(x: &Indexer, d: &DeviceLimits) -> Result<PlannedKernel> {
+    thread_local!(static LAST: PlanCache<Indexer, PlannedKernel> = const { Cell::new(None) });
+    cached_plan(&LAST, *x, d, || {
+        let shape = Shape {
+            headdim: INDEXER_HEADDIM,
+            headdim_v: INDEXER_HEADDIM,
+            seqlen_q: x.seqlen_q,
+            seqlen_k: x.columns,
+            rows: x.batch * x.seqlen_q * x.nheads,
+            ..Shape::ANY
+        };
+        let [(chosen, reason)] = choose(*COMPILED, [Pass::Indexer], &shape, FeatureSet::NONE, d)?;
+        let is_large = x.seqlen_q << indexer_head_shift(x.nheads) >= MIN_ROWS;
+        let rows = |v: &&Variant| if is_large { -i64::from(v.block_rows) } else { i64::from(v.block_rows) };
+        let own = COMPILED.of(&chosen.family, Pass::Indexer).filter(|v| is_applicable(v, &shape, FeatureSet::NONE, d));
+        let variant = if reason == Reason::Tuned { chosen } else { own.min_by_key(rows).unwrap_or(chosen) };
+        let blocks = d.sms * variant.blocks_per_sm;
+        Ok(PlannedKernel::new((variant, reason), [blocks, 1]))
+    })
 }

@@ -1,8 +1,11 @@
-//! The device that a plan is made for, and the families of kernels that it runs.
+//! The device that a plan is made for, the families of kernels (volta, turing) that it runs, and each thread's last plan for it. Launchers
+//! make [`DeviceLimits`]; the planner reads nothing else of a device.
 
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Family, Kernels, Variant};
 use crate::tuning::Tuning;
+use std::cell::Cell;
+use std::thread::LocalKey;
 
 /// Name of the environment variable that restricts plans to one kernel family (volta or turing), for tests and comparisons.
 pub const FAMILY_VARIABLE: &str = "VOLTA_FA_FAMILY";
@@ -32,26 +35,23 @@ impl DeviceLimits {
         (10 * self.capability.0 + self.capability.1).max(0) as u32
     }
 
-    /// Returns the device without its tuning.
     pub(super) fn untuned(&self) -> DeviceLimits {
         DeviceLimits { tuning: None, ..*self }
     }
 
-    /// Returns true if the kernel fits the shared memory and did not fail on the GPU. No plan has another kernel.
+    /// Returns true if the kernel fits the shared memory and did not fail `python -m volta_fa check` there. Plans have no other.
     pub(super) fn runs(&self, v: &Variant) -> bool {
         v.shared_bytes <= self.shared_bytes_per_block && !self.tuning.is_some_and(|t| t.has_failed(v))
     }
 
-    /// Returns the blocks that the GPU holds at once.
+    /// Returns the blocks of a kernel that the GPU holds at once.
     pub(super) fn resident_blocks(&self, v: &Variant) -> u64 {
         u64::from(self.sms * v.blocks_per_sm)
     }
 }
 
-/// Returns the families that the device runs, in the order of preference.
-///
-/// # Errors
-/// The device runs families, but not the only allowed one.
+/// Returns the families that the device runs, in the order of preference, each with the code that it loads: machine code, or PTX. Fails if
+/// it runs families, but not the only allowed one.
 pub fn families(kernels: Kernels, d: &DeviceLimits) -> Result<Vec<(&'static Family, Code)>> {
     let mut found = kernels.families_for(d.sm());
     if let (Some(only), false) = (d.only, found.is_empty()) {
@@ -66,7 +66,29 @@ pub fn families(kernels: Kernels, d: &DeviceLimits) -> Result<Vec<(&'static Fami
     Ok(found)
 }
 
-/// Lists families for an error.
 pub(super) fn names(families: &[(&'static Family, Code)]) -> String {
     families.iter().map(|(f, _)| f.name).collect::<Vec<_>>().join(" or ")
+}
+
+/// A thread's last plan after what it was made from: its key, the device, and the tuning (measured choices of kernels), by its address.
+/// Tunings live as long as the process.
+pub(super) type PlanCache<Key, Plan> = Cell<Option<((Key, DeviceLimits, *const Tuning), Plan)>>;
+
+/// Returns the thread's last plan if key, device and tuning are the same, else the result of `plan`. Layers of a model and steps of
+/// decoding have the same key, and a search of the kernel tables is a seventh of the host time of a call.
+pub(super) fn cached_plan<Key: Copy + PartialEq, Plan: Copy>(
+    last: &'static LocalKey<PlanCache<Key, Plan>>,
+    key: Key,
+    d: &DeviceLimits,
+    plan: impl FnOnce() -> Result<Plan>,
+) -> Result<Plan> {
+    let key = (key, d.untuned(), d.tuning.map_or(std::ptr::null(), std::ptr::from_ref));
+    match last.get() {
+        Some((same, plan)) if same == key => Ok(plan),
+        _ => {
+            let plan = plan()?;
+            last.set(Some((key, plan)));
+            Ok(plan)
+        }
+    }
 }

@@ -1,9 +1,11 @@
-//! Features that a problem requests of kernels: options that need code of their own. The planner takes kernels that have all of them.
+//! What kernels get of a problem: the features that it requests, options that need code of their own, and the parameters of all kernels.
+//! The planner takes kernels that have all features (choose.rs). Also the inverse, for `_plan()`.
 
 use crate::kernels::{Feature, FeatureSet};
+use crate::params;
 use crate::problem::{Attention, RequestedFeatures, ScoreFunction};
 
-/// Backward options that are not part of the problem.
+/// What a backward plan depends on beyond the problem. Forward plans take the default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BackwardMode {
     /// Gradients are bitwise identical from run to run: no sum depends on the order of blocks.
@@ -16,7 +18,7 @@ pub struct BackwardMode {
     pub split: bool,
 }
 
-/// Returns all features of the problem. The table of passes (`kernels::variants`) says which of them a pass can have.
+/// Returns all features of the problem. The table of passes (src/kernels/passes.rs) says which of them a pass can have.
 pub fn features(a: &Attention, mode: BackwardMode) -> FeatureSet {
     let f = &a.features;
     FeatureSet::all_where(|feature| match feature {
@@ -27,16 +29,18 @@ pub fn features(a: &Attention, mode: BackwardMode) -> FeatureSet {
         Feature::Alibi => f.alibi,
         Feature::Bias => f.attn_bias,
         Feature::Dropout => f.dropout_p > 0.0,
-        // a problem cannot tell: the plan of a prefill adds it
+        // of the kernel, not of the problem: `plan::prefill` adds it
         Feature::Pages => false,
         Feature::Fp32Bias => f.fp32_bias,
         Feature::Blocks => f.block_mask,
         Feature::Tree => f.tree,
+        Feature::Fp32Output => f.fp32_output,
     })
 }
 
 /// Returns a request and a mode for which [`features`] returns these features. `_plan()` takes features by name, and needs the request
-/// that they stand for. An fp32 bias is a bias, so `Fp32Bias` also requests `Bias`. `Pages` is ignored: no request has it.
+/// that they stand for; the cap and the dropout probability stand for any. An fp32 bias is a bias, so `Fp32Bias` also requests `Bias`.
+/// `Pages` is ignored: no request has it.
 pub fn using(features: FeatureSet) -> (RequestedFeatures, BackwardMode) {
     let has = |feature| features.contains(FeatureSet::of(&[feature]));
     let requested = RequestedFeatures {
@@ -50,6 +54,30 @@ pub fn using(features: FeatureSet) -> (RequestedFeatures, BackwardMode) {
         dropout_p: if has(Feature::Dropout) { 0.5 } else { 0.0 },
         tree: has(Feature::Tree),
         batch_invariant: false,
+        fp32_output: has(Feature::Fp32Output),
     };
     (requested, BackwardMode { fp32_gradients: has(Feature::Fp32Gradients), ..BackwardMode::default() })
+}
+
+/// Returns the parameters that all attention kernels share ([`params::Problem`]), of a launch of `batches` batch entries.
+pub fn problem_block(a: &Attention, batches: i64) -> params::Problem {
+    let unbounded = a.seqlen_q + a.seqlen_k;
+    let side = |w: Option<i64>| w.map_or(unbounded, |w| w.min(unbounded)) as i32;
+    // A zero scale gives all visible keys equal weight. So does a tiny one, and kernels can divide by it.
+    const TINY: f32 = 1e-30;
+    let scale = (a.softmax_scale as f32).abs().max(TINY);
+    params::Problem {
+        batch: batches as i32,
+        nheads: a.nheads as i32,
+        nheads_k: a.nheads_k as i32,
+        seqlen_q: a.seqlen_q as i32,
+        seqlen_k: a.seqlen_k as i32,
+        headdim: a.headdim as i32,
+        headdim_v: a.headdim_v as i32,
+        window_left: side(a.window.left),
+        window_right: side(a.window.right),
+        scale,
+        scale_log2: scale * std::f32::consts::LOG2_E,
+        sign_flip: if a.softmax_scale < 0.0 { 0x8000_8000 } else { 0 },
+    }
 }

@@ -1,8 +1,9 @@
-//! Plans the forward pass over dense keys, packed keys or a KV cache.
+//! Plans the forward pass over dense keys, packed keys or (prefill) a KV cache: a kernel and its grid. The usual grid has one block per row
+//! tile (the rows of one block) and head. A stream-K grid divides the keys of the last row tiles evenly among blocks. A
+//! tuning has choices of kernels that were measured on the GPU.
 
-use super::cached::{cached_plan, PlanCache};
 use super::choose::{choose, is_uneven, sized};
-use super::device::DeviceLimits;
+use super::device::{cached_plan, DeviceLimits, PlanCache};
 use super::features::{features, BackwardMode};
 use super::kernel::{planned, rows_and_heads, ChosenKernel, PlannedKernel, Reason};
 use super::stream_k::StreamKPlan;
@@ -18,7 +19,7 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
     forward_among(*COMPILED, a, d)
 }
 
-/// Plans the forward pass with these kernels to choose from.
+/// Plans the forward pass with these kernels to choose from. Tests give kernels of their own.
 pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
     forward_pass(kernels, kernels::FORWARD, a, features(a, BackwardMode::default()), d)
 }
@@ -26,42 +27,44 @@ pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Resul
 /// Plans the forward pass of fp32 tensors in full precision.
 pub fn forward_split(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(*COMPILED, kernels::FORWARD_SPLIT, &Shape::of(a), features(a, BackwardMode::default()), d)?;
-    Ok(planned(kernel, a))
+    Ok(stream_k(*COMPILED, Pass::ForwardSplit, kernel, a, d).unwrap_or_else(|| planned(kernel, a)))
 }
 
+/// Plans a pass with the block size, or the stream-K grid, that suits the problem.
 fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, features: FeatureSet, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [large] = choose(kernels, pass, &Shape::of(a), features, d)?;
     let kernel = sized(kernels, large, a, d);
-    // a stream-K grid has large blocks: where smaller ones are faster, it must be the tuning's
+    // A stream-K grid has large blocks. Where smaller ones are faster, it is taken only if the tuning chooses it.
     let replaces = |k: &PlannedKernel| kernel == large || k.reason == Reason::Tuned;
     Ok(stream_k(kernels, pass[0], large, a, d).filter(replaces).unwrap_or_else(|| planned(kernel, a)))
 }
 
-/// Plans a stream-K grid of the same tiles if every row tile takes the same time and the estimate is faster, or if the tuning chooses it.
+/// Plans a stream-K grid of the same tiles if every row tile takes about the same time and the estimate is faster, or if it is tuned.
 ///
-/// The row tiles of a chunk see about as many keys: those before the chunk. A KV cache's lengths are the device's to know.
+/// So it is without a mask, and for a chunk of a prompt after many tokens. Over a KV cache the estimate assumes the longest.
 fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
     let shape = Shape::of(a);
-    let (passes, can, is_even) = match pass {
+    let (passes, is_possible, is_even) = match pass {
         // a larger batch takes several launches
-        Pass::Forward => {
+        Pass::Forward | Pass::ForwardSplit => {
             let is_dense = (a.queries, a.keys) == (Queries::Dense, Keys::Dense);
-            (kernels::FORWARD_STREAM_K, is_dense && a.batch <= MAX_GRID_YZ, shape.is_causal.is_some() && !is_uneven(a))
+            let passes = if pass == Pass::Forward { kernels::FORWARD_STREAM_K } else { kernels::FORWARD_SPLIT_STREAM_K };
+            (passes, is_dense && a.batch <= MAX_GRID_YZ, shape.is_causal.is_some() && !is_uneven(a))
         }
         _ => (kernels::PREFILL_STREAM_K, a.batch == 1, !is_uneven(a)),
     };
-    if !can || usual.1 == Reason::Tuned {
+    if !is_possible || usual.1 == Reason::Tuned {
         return None;
     }
     let [(variant, reason)] = choose(kernels, passes, &shape, features(a, BackwardMode::default()), d).ok()?;
-    let of = |v: &Variant| (v.family.name, v.required_features, v.headdim, v.headdim_v, v.block_rows);
+    let tile_of = |v: &Variant| (v.family.name, v.required_features, v.headdim, v.headdim_v, v.block_rows);
     let is_tuned = reason == Reason::Tuned;
-    if !is_tuned && (!is_even || of(variant) != of(usual.0)) {
+    if !is_tuned && (!is_even || tile_of(variant) != tile_of(usual.0)) {
         return None;
     }
     let (rows, heads) = rows_and_heads(variant, a);
     let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
-    // of a window the keys that a row tile sees
+    // with a window, the keys that a row tile sees
     let of_window = a.window.left.filter(|_| pass == Pass::Prefill).map(|left| left + i64::from(variant.block_rows));
     let keys = of_window.map_or(a.seqlen_k, |keys| keys.min(a.seqlen_k));
     let key = (row_blocks, keys as u32, variant.step, d.sms, variant.blocks_per_sm);
@@ -73,7 +76,7 @@ fn stream_k(kernels: Kernels, pass: Pass, usual: ChosenKernel, a: &Attention, d:
         return None;
     }
     let reason = if is_tuned { reason } else { Reason::StreamK };
-    Some(PlannedKernel { variant, blocks: [plan.blocks(), 1], reason, stream_k: Some(plan), backward_stream_k: None })
+    Some(PlannedKernel { stream_k: Some(plan), ..PlannedKernel::new((variant, reason), [plan.blocks(), 1]) })
 }
 
 /// Plans the forward kernel over a KV cache for a call that is not empty. The headdims of `a` are multiples of 8.

@@ -1,4 +1,6 @@
-//! A planned kernel: its reason, its grid and the parameters that all attention kernels share.
+//! A planned kernel: the kernel, the reason for it, and its grid. All plans end here; src/ops/ launches the result. A row tile is the rows
+//! (queries or keys) of one block. Resident blocks are those that the GPU holds at once, and a wave is as many. A pass is what a kernel
+//! computes, a family the kernels for one kind of tensor core, and a tuning a file of choices that were measured on a GPU.
 
 use super::backward::BackwardStreamKPlan;
 use super::stream_k::StreamKPlan;
@@ -7,30 +9,21 @@ use crate::limits::MAX_GRID_YZ;
 use crate::problem::Attention;
 use std::fmt;
 
-/// Why a plan has a kernel.
+/// Why a plan has a kernel: the text below says what each stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// It is the cheapest applicable kernel.
     Cheapest,
-    /// It is the cheapest of its family; preferred families have no applicable kernel.
     LaterFamily,
-    /// Its blocks are smaller than those of the cheapest, and all are resident at once.
     Resident,
-    /// Its blocks are smaller than those of the cheapest, and as few.
     NoMoreBlocks,
-    /// Its blocks are smaller than those of the launch before, and all blocks of the last rows are resident at once.
     Tail,
-    /// Its blocks are smaller than those of the cheapest, and SMs compute sufficiently fewer rows.
     FewerRows,
-    /// The blocks of the cheapest are resident at once, so the longest one decides; these are smaller, with more warps per row.
+    ShortWindow,
+    ShortDiagonal,
     ShorterLongest,
-    /// A stream-K grid divides the keys of the last, partial wave evenly.
     StreamK,
-    /// The GPU's tuning chooses it.
     Tuned,
-    /// The GPU's tuning chooses the backward pass without atomics, and this is the cheapest kernel for it.
     TunedMode,
-    /// Another kernel would be chosen, but it failed on this GPU.
     FailedAvoided,
 }
 
@@ -43,6 +36,8 @@ impl fmt::Display for Reason {
             Reason::Tail => "smaller blocks for the last rows, since all run at once",
             Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
             Reason::FewerRows => "smaller blocks, since an SM gets fewer rows",
+            Reason::ShortWindow => "smaller blocks, since the window is short",
+            Reason::ShortDiagonal => "smaller blocks, since a causal mask hides much",
             Reason::ShorterLongest => "smaller blocks, since the longest one decides",
             Reason::StreamK => "stream-K, since the last wave would leave SMs idle",
             Reason::Tuned => "tuned",
@@ -62,15 +57,19 @@ pub struct PlannedKernel {
     pub variant: &'static Variant,
     /// Row tiles and heads, in this order or the other. The third axis is the batch, see [`super::batch_chunks`].
     pub blocks: [u32; 2],
-    /// Why it was chosen.
     pub reason: Reason,
-    /// Division of a stream-K grid, whose one axis has the tiles of all heads and batch entries.
+    /// Division of a stream-K grid of the forward pass, whose one axis has the tiles of all heads and batch entries; None: another grid.
     pub stream_k: Option<StreamKPlan>,
-    /// Division of a stream-K grid of the backward pass, whose axes have the heads of all batch entries, and the splits of each.
+    /// Division of a stream-K grid of the backward pass, whose axes have the heads of all batch entries, and the parts of work of each.
     pub backward_stream_k: Option<BackwardStreamKPlan>,
 }
 
 impl PlannedKernel {
+    /// Returns a kernel on a grid that is no stream-K grid.
+    pub(super) fn new((variant, reason): ChosenKernel, blocks: [u32; 2]) -> PlannedKernel {
+        PlannedKernel { variant, blocks, reason, stream_k: None, backward_stream_k: None }
+    }
+
     /// Returns the grid of a launch for this many batch entries.
     pub fn grid(&self, batches: i64) -> [u32; 3] {
         let [x, y] = self.blocks;
@@ -79,7 +78,6 @@ impl PlannedKernel {
     }
 }
 
-/// Rounds up to a multiple.
 pub(super) fn rounded(rows: i64, multiple: u32) -> i64 {
     (rows as u64).next_multiple_of(u64::from(multiple)) as i64
 }
@@ -103,10 +101,10 @@ pub(super) fn planned(kernel: ChosenKernel, a: &Attention) -> PlannedKernel {
 /// Plans a kernel on a grid of this many rows.
 pub(super) fn of_rows((variant, reason): ChosenKernel, rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
     let mut planned = on_grid((variant, reason), rows, heads);
-    // Blocks start in the order of the grid. If a long block starts late, the other SMs idle until it ends. Under a causal mask, blocks of
-    // late queries are long, and so are blocks of early keys (backward). A block mask says which row tiles are long. Kernels start with
-    // their long row tiles. With row tiles as the second axis, the long blocks of all heads start first.
-    // The GPU then reads K and V of all heads at once, which costs 5% if they exceed an H200's L2.
+    // Blocks start in the order of the grid, the first axis fastest. If a long block starts late, the other SMs idle until it ends. Under a
+    // causal mask, blocks of late queries are long, and so are blocks of early keys (backward). A block mask's lists say which row tiles
+    // are long. Kernels start with their long row tiles. With row tiles as the second axis, the long blocks of all heads start first. The
+    // GPU then reads K and V of all heads at once, which costs 5% if they exceed an H200's L2.
     let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_YZ);
     let is_uneven = a.window.right.is_some() || a.features.block_mask;
     if variant.family.either_order.contains(&variant.pass) && is_uneven && fits {
@@ -116,17 +114,11 @@ pub(super) fn of_rows((variant, reason): ChosenKernel, rows: i64, heads: i64, a:
 }
 
 /// Plans a kernel with one block per row tile and head, row tiles first.
-pub(super) fn on_grid((variant, reason): ChosenKernel, rows: i64, heads: i64) -> PlannedKernel {
-    PlannedKernel {
-        variant,
-        blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32],
-        reason,
-        stream_k: None,
-        backward_stream_k: None,
-    }
+pub(super) fn on_grid(kernel: ChosenKernel, rows: i64, heads: i64) -> PlannedKernel {
+    PlannedKernel::new(kernel, [(rows as u64).div_ceil(kernel.0.block_rows as u64) as u32, heads as u32])
 }
 
-/// Returns the scratch layout of a backward kernel's family.
+/// Returns the layout of row statistics that the backward kernels of a kernel's family keep in scratch memory.
 pub(super) fn scratch(variant: &Variant) -> Scratch {
     variant.family.scratch.expect("families with backward kernels define a scratch layout")
 }

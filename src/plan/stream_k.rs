@@ -1,27 +1,31 @@
-//! Stream-K grids: which splits the blocks of `csrc/volta/forward/stream_k.cuh` compute, and in which order they start.
+//! Stream-K grids of the forward pass: which splits (TileSplit, csrc/forward/tile_split.cuh) blocks take, and in which order they start.
+//! forward.rs asks whether such a grid pays; src/ops/stream_k.rs takes the schedule to the kernel.
 //!
-//! A grid of R equal row tiles takes R / resident_blocks waves, and the last wave may leave most of the GPU idle. A stream-K grid computes
-//! only full waves with one block per tile. It divides the keys of the other tiles evenly among the resident blocks. GPUs start blocks in
-//! the order of the grid, each on the first free slot, so the order decides when a split starts.
+//! A tile is the query rows of one block; an iteration is a step of the block's keys. Resident blocks are those that the GPU holds at once.
+//! A grid of R equal tiles takes R / resident_blocks waves, and the last wave may leave most of the GPU idle. A stream-K grid computes only
+//! full waves with one block per tile. It divides the keys of the other tiles evenly among the resident blocks, into shares; a share's part
+//! of one tile is a split, and a block. GPUs start blocks in the grid's order, each on the first free slot.
+//!
+//! Times are in keys: 1 is the time in which a block computes one key.
 
 use crate::limits::MAX_STREAM_K_SPLITS;
 use crate::params::{FwdStreamKParams, StreamKSplit};
 use std::cmp::Reverse;
 
-/// Time to load queries and write a result, in keys: 12 to 18 thousand cycles at headdims 64 and 128, where two blocks of an SM take 79 and
-/// 164 cycles per key.
+/// Time to load queries and write a result, in keys: 12 to 18 thousand cycles at headdims 64 and 128, whose keys take 79 and 164 cycles.
+/// fp32 at headdim 512 takes the same constants.
 const FIXED_KEYS: u32 = 160;
 /// Time that the combining block needs per split, in keys: 2 to 5 thousand cycles.
 const COMBINE_KEYS: u32 = 30;
-/// Run time of a block alone on its SM, relative to two co-resident blocks: 3/4 per iteration at headdims 64 and 128, 4/5 overall.
+/// Run time of a block alone on its SM, relative to one of two co-resident blocks: 3/4 per iteration at headdims 64 and 128, 4/5 overall.
 const ALONE: (u64, u64) = (4, 5);
 /// Maximum splits of a tile, because one block reads the results of all.
 const MAX_SPLITS_PER_TILE: u32 = 16;
 const _: () = assert!(size_of::<FwdStreamKParams>() <= 4096, "kernel parameters have at most 4096 bytes");
-/// Maximum ratio of an estimate to that of one block per tile.
+/// Maximum ratio of the estimated times of a stream-K grid and of one block per tile, because estimates are inexact.
 const WORTH_IT: (u64, u64) = (24, 25);
 
-/// Returns true if a stream-K grid is faster than one block per tile by more than estimates are inexact.
+/// Returns true if a stream-K grid, which takes `time`, is enough faster than one block per tile, which takes `undivided`.
 pub(super) fn pays(time: u64, undivided: u64) -> bool {
     time * WORTH_IT.1 < undivided * WORTH_IT.0
 }
@@ -35,13 +39,11 @@ pub struct StreamKPlan {
     pub data_parallel_tiles: u32,
     /// Tiles that several blocks compute.
     pub stream_k_tiles: u32,
-    /// Iterations of a tile.
     pub iterations: u32,
     /// Keys of an iteration.
     pub step: u32,
-    /// Equal shares of the stream-K tiles: one per resident block, or fewer if no share spans two tiles.
+    /// Equal shares of the stream-K tiles: one per resident block, or fewer, if then no share spans two tiles.
     pub shares: u32,
-    /// Splits of all shares.
     pub splits: u32,
 }
 
@@ -64,13 +66,13 @@ impl Split {
 pub struct StreamKSchedule {
     /// In the order of the grid.
     pub splits: Vec<StreamKSplit>,
-    /// Maximum splits of a tile.
+    /// of a tile
     pub max_splits: u32,
 }
 
 impl StreamKPlan {
-    /// Returns the best division of this grid and whether it is expected to be faster than one block per tile; None: nothing to divide, or
-    /// no possible division.
+    /// Returns the best division of this grid and whether it should be faster than one block per tile; None: nothing to divide, or
+    /// numbers too large for a split.
     pub fn of(tiles: u64, keys: u32, step: u32, sms: u32, blocks_per_sm: u32) -> Option<(StreamKPlan, bool)> {
         let (iterations, resident_blocks) = (keys.div_ceil(step), sms * blocks_per_sm);
         let resident = u64::from(resident_blocks);
@@ -91,14 +93,15 @@ impl StreamKPlan {
         Some((best, pays(time, undivided)))
     }
 
+    /// Returns true if no share spans two tiles.
     fn is_even(&self) -> bool {
         self.shares % self.stream_k_tiles == 0
     }
 
     /// Returns the splits of each share.
     ///
-    /// Lays all tiles on a line and cuts it into equal lengths. A share that continues in the next tile has the fixed time twice, so each
-    /// tile begins with the length of that time.
+    /// Lays all stream-K tiles on a line of iterations and cuts it into equal lengths. A share that continues in the next tile has the
+    /// fixed time twice, so there each tile begins with the length of that time.
     fn line(&self) -> Vec<Vec<Split>> {
         let fixed = if self.is_even() { 0 } else { u64::from(FIXED_KEYS.div_ceil(self.step)) };
         let of_tile = u64::from(self.iterations) + fixed;
@@ -122,14 +125,14 @@ impl StreamKPlan {
         shares
     }
 
-    /// Returns the number of splits of each tile.
     fn splits_of_tiles(&self, line: &[Vec<Split>]) -> Vec<u32> {
         let mut splits = vec![0; self.stream_k_tiles as usize];
         line.iter().flatten().for_each(|split| splits[split.tile as usize] += 1);
         splits
     }
 
-    /// Returns when the last block ends, in keys, and the number of splits; None: too many splits for the parameters of a kernel.
+    /// Returns when the last block ends, in keys, and the number of splits; None: too many splits,
+    /// of a tile or for the parameters of a kernel.
     fn time_and_splits(&self) -> Option<(u64, u32)> {
         let keys_of = |splits: usize, iterations: u32| splits as u32 * FIXED_KEYS + iterations * self.step;
         let (longest, max_of_tile, splits) = if self.is_even() {
@@ -150,7 +153,6 @@ impl StreamKPlan {
         Some((waves * u64::from(keys_of(1, self.iterations)) + u64::from(longest + max_of_tile * COMBINE_KEYS), splits))
     }
 
-    /// Returns the number of blocks of the grid.
     pub fn blocks(&self) -> u32 {
         self.data_parallel_tiles + self.splits
     }

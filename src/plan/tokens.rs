@@ -1,10 +1,9 @@
-//! Plans kernels without attention: merging states, appending to a KV cache, dequantizing a KV cache, casting bf16.
+//! Plans kernels without attention: merging states (results of attention over parts of the keys), appending to a KV cache, dequantizing it,
+//! casting bf16 or fp32 to fp16, and listing the tokens of sparse attention. A kernel serves all headdims.
 
-use super::cached::{cached_plan, PlanCache};
 use super::choose::choose;
-use super::device::DeviceLimits;
-use super::kernel::on_grid;
-use super::kernel::PlannedKernel;
+use super::device::{cached_plan, DeviceLimits, PlanCache};
+use super::kernel::{on_grid, PlannedKernel};
 use crate::error::Result;
 use crate::kernels::{CacheFormat, FeatureSet, Pass, COMPILED};
 use crate::problem::{Attention, DType, MergedStates};
@@ -32,13 +31,13 @@ pub fn dequantize(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedK
     Ok(on_grid(kernel, rows, nheads_k))
 }
 
-/// Plans the kernel that casts the bf16 rows of `heads` heads of q, k and v, `rows` of each. It takes any headdim.
+/// Plans the kernel that casts the rows of `heads` heads of q, k and v to fp16, `rows` of each. It takes any headdim.
 pub fn cast(rows: i64, heads: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(*COMPILED, [Pass::Cast], &of_tokens(rows, heads), FeatureSet::NONE, d)?;
     Ok(on_grid(kernel, rows, heads))
 }
 
-/// Plans the kernel that lists the tokens of `queries` of the problem's queries, and casts bf16 ones.
+/// Plans the kernel before sparse MLA, for `queries` of the problem's queries: a block lists a query's tokens, others cast.
 pub fn sparse_select(a: &Attention, queries: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(*COMPILED, [Pass::SparseSelect], &of_tokens(queries, 1), FeatureSet::NONE, d)?;
     // a warp for each head
@@ -46,19 +45,7 @@ pub fn sparse_select(a: &Attention, queries: i64, d: &DeviceLimits) -> Result<Pl
     Ok(on_grid(kernel, queries, 1 + blocks_of_heads as i64))
 }
 
-/// Returns the shape of a pass over tokens of a KV cache, for any headdim and format.
+/// Returns the shape of a pass over `rows` tokens of `nheads_k` heads, for any headdim and format.
 fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
-    let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Unquantized);
-    Shape {
-        headdim,
-        headdim_v,
-        seqlen_q: rows,
-        seqlen_k: rows,
-        rows: rows.saturating_mul(nheads_k),
-        is_causal: None,
-        cache,
-        is_bf16: false,
-        is_batch_invariant: false,
-        rows_before_keys: 0,
-    }
+    Shape { seqlen_q: rows, seqlen_k: rows, rows: rows.saturating_mul(nheads_k), ..Shape::ANY }
 }

@@ -1,4 +1,5 @@
-//! Rules of what a call appends to a cache: k, v and rotary tables.
+//! Rules of what a `fwd_kvcache` call appends to its cache before it attends: k, v and the tables of a rotary embedding. cached.rs calls
+//! [`check`]. Packed tensors have the rows of all sequences one after the other; unknown sizes pass.
 
 use super::attention::{Appended, Rotary};
 use super::cache::CacheShape;
@@ -11,19 +12,16 @@ use crate::options::UNKNOWN;
 
 /// The cache that k and v are appended to.
 pub struct Target<'a> {
-    /// The cache.
     pub cache: &'a CacheShape,
-    /// Sequences.
     pub batch: i64,
     /// Queries of the longest sequence.
     pub seqlen_q: i64,
-    /// Most keys of a sequence.
+    /// Most keys that the cache can hold for a sequence.
     pub seqlen_k: i64,
-    /// Sizes of q.
     pub queries: &'a Sizes,
 }
 
-/// Checks k, v and the rotary tables.
+/// Checks k and v to append, and the rotary tables. `packing`: whether q is packed, and by which argument.
 pub fn check(
     appended: Option<[&TensorDesc; 2]>,
     o: &Options,
@@ -75,7 +73,7 @@ fn check_lengths(o: &Options, q: &TensorDesc, ks: &Sizes, to: &Target<'_>, packi
     Ok((ks.rows, None))
 }
 
-/// Checks the rotary tables.
+/// Checks the rotary tables: cosines and sines, with a row for each position and a column for each pair of rotated columns.
 fn check_rotary(o: &Options, q: &TensorDesc, headdim: i64, appends: bool) -> Result<Rotary> {
     let (cos, sin) = match (&o.rotary_cos, &o.rotary_sin) {
         (None, None) => return Ok(Rotary::default()),

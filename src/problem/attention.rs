@@ -1,4 +1,5 @@
-//! The attention problem: one type for `fwd`, `bwd`, `fwd_kvcache` and `fwd_mla`.
+//! The attention problem: one type for all attention operators. Validation makes it from a call; the planner, backends and parameter blocks
+//! read it. It has numbers only, no tensors.
 
 use super::features::RequestedFeatures;
 use super::tensor::DType;
@@ -17,7 +18,6 @@ pub enum Queries {
     },
 }
 
-/// Storage of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keys {
     /// (batch, seqlen_k, nheads_k, headdim)
@@ -29,7 +29,7 @@ pub enum Keys {
     },
     /// A KV cache.
     Cache(Cache),
-    /// A cache of latents for all heads. Values are the first columns of keys.
+    /// A cache of latents: one vector per token, the key of all heads, whose first columns are the value (multi-head latent attention).
     Latents(Cache),
 }
 
@@ -39,10 +39,7 @@ pub enum CacheLayout {
     /// Each entry holds one sequence.
     Entries,
     /// A block table lists the pages of each sequence.
-    Pages {
-        /// Columns of the block table.
-        max_pages: i64,
-    },
+    Pages { max_pages: i64 },
 }
 
 /// A cache of keys and values: (entries, rows, nheads_k, headdim).
@@ -95,8 +92,7 @@ pub struct Rotary {
     pub rows: i64,
 }
 
-/// A validated attention problem. Planner and backends need no more. Sizes of tensors without data may be
-/// [`crate::options::UNKNOWN`].
+/// A validated attention problem. Planner and backends need no more. Sizes of tensors without data may be [`crate::options::UNKNOWN`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attention {
     /// Batch entries, or packed sequences.
@@ -107,7 +103,6 @@ pub struct Attention {
     pub seqlen_k: i64,
     /// Query heads, a multiple of nheads_k.
     pub nheads: i64,
-    /// KV heads.
     pub nheads_k: i64,
     /// Columns of q and k.
     pub headdim: i64,
@@ -115,15 +110,12 @@ pub struct Attention {
     pub headdim_v: i64,
     /// Element type of q and out, and of keys and values that are not quantized.
     pub dtype: DType,
-    /// Storage of q and out.
     pub queries: Queries,
-    /// Storage of keys and values.
     pub keys: Keys,
     /// Factor of the scores: finite in fp32, may be 0 or negative.
     pub softmax_scale: f64,
     /// Which keys a row sees, `is_causal` included.
     pub window: Window,
-    /// Features beyond scale and window.
     pub features: RequestedFeatures,
     /// Tokens that the call appends to the cache first.
     pub appended: Appended,
@@ -152,7 +144,7 @@ impl Attention {
         self.has_key_lengths() || matches!(self.queries, Queries::Packed { .. })
     }
 
-    /// Rows of packed queries.
+    /// Returns the rows of packed queries; None: they are not packed.
     pub fn total_q(&self) -> Option<i64> {
         match self.queries {
             Queries::Packed { total } => Some(total),
@@ -160,7 +152,7 @@ impl Attention {
         }
     }
 
-    /// Rows of packed keys.
+    /// Returns the rows of packed keys; None: they are not packed.
     pub fn total_k(&self) -> Option<i64> {
         match self.keys {
             Keys::Packed { total } => Some(total),
@@ -200,19 +192,18 @@ impl Attention {
         self.seqlen_q * (self.nheads / self.nheads_k.max(1))
     }
 
-    /// Returns true if sequences may have more rows than decode kernels take, so that forward tiles compute them. Calls with latents or a
-    /// tree mask have decode kernels alone, and so do batch-invariant ones: a row must not depend on the number of rows.
+    /// Returns true if sequences may have more rows than decode kernels take, so that prefill kernels compute them. Calls with latents or a
+    /// tree mask (of draft tokens) have decode kernels alone. So do batch-invariant ones, in which a row must not depend on others.
     pub fn has_prefill(&self) -> bool {
         self.rows_per_kv_head() > MAX_DECODE_ROWS && !self.has_latents() && !self.features.tree && !self.features.batch_invariant
     }
 
-    /// Returns true if rotary embeddings rotate each query by its own position. Without a mask all use the first position, as in
-    /// flash-attn.
+    /// Returns true if rotary embeddings rotate each query by its own position. Without a mask all use the first, as in flash-attn.
     pub fn queries_have_positions(&self) -> bool {
         self.window != Window::FULL
     }
 
-    /// The problem with headdims rounded up to what kernels read.
+    /// Returns the problem with headdims rounded up to multiples of 8, which kernels read.
     pub fn padded(&self) -> Attention {
         Attention { headdim: padded_headdim(self.headdim), headdim_v: padded_headdim(self.headdim_v), ..*self }
     }
@@ -225,7 +216,6 @@ impl Attention {
         }
     }
 
-    /// Shape of softmax_lse.
     pub fn lse_shape(&self) -> Vec<i64> {
         match self.queries {
             Queries::Packed { total } => vec![self.nheads, total],
@@ -234,7 +224,7 @@ impl Attention {
     }
 }
 
-/// Rounds a headdim up to what kernels read.
+/// Rounds a headdim up to a multiple of 8 columns, 16 bytes of fp16, which kernels read together.
 pub fn padded_headdim(headdim: i64) -> i64 {
     (headdim + HEADDIM_MULTIPLE - 1) / HEADDIM_MULTIPLE * HEADDIM_MULTIPLE
 }

@@ -1,4 +1,8 @@
-//! Rules of a block mask: lists of the blocks of scores that exist, and bits of the blocks that exist in part.
+//! Rules of a block mask: lists of the blocks of scores that exist, and bits of those that exist in part. src/ops/block_mask.rs passes
+//! values.
+//!
+//! The scores of a head are a matrix of queries by keys, divided into blocks of 128 rows by 64 columns. A row block's list names its column
+//! blocks. Transposed lists (`block_lists_t`, for gradients) divide the transposed matrix: their rows are keys, and their columns queries.
 
 use super::checks::*;
 use super::tensor::{DType, Options, TensorDesc};
@@ -87,18 +91,13 @@ pub struct ListValues<'a> {
     pub name: &'a str,
     /// The lists, contiguous.
     pub values: &'a [i32],
-    /// Shape of the lists.
     pub sizes: [i64; 4],
-    /// Tiles of bits.
     pub tiles: i64,
     /// Positions that the column blocks divide: seqlen_k; of transposed lists, seqlen_q.
     pub columns: i64,
 }
 
-/// Checks the values of lists.
-///
-/// # Errors
-/// `Value`, naming the argument and the list.
+/// Checks the values of lists. Errors name the list.
 pub fn validate_block_lists(lists: &ListValues<'_>) -> Result<()> {
     let [_, heads, row_blocks, size] = lists.sizes;
     if size == 0 || row_blocks == 0 {

@@ -1,8 +1,10 @@
-//! Rules of a KV cache: its tensors, its pages or entries, and which of them belong to a sequence.
+//! Rules of a KV cache: its tensors, its pages or entries, and which of them belong to a sequence. cached.rs calls them. A dense cache has
+//! entries of one sequence each. A paged one has pages, which a block table assigns to sequences. A cache of latents has one tensor: a
+//! vector per token, which is key and value of all heads. Sizes may be unknown (meta kernels).
 
 use super::attention::{Cache, CacheLayout};
 use super::checks::*;
-use super::formats::cache_format;
+use super::formats::{cache_format, key_format};
 use super::operands::check_headdim;
 use super::tensor::{Backend, Options, TensorDesc};
 use crate::error::{Error, Result};
@@ -27,7 +29,6 @@ pub struct CacheShape {
     /// Tokens of an entry or page.
     rows: i64,
     format: CacheFormat,
-    /// KV heads.
     pub nheads_k: i64,
     /// Columns of keys, dequantized.
     pub headdim: i64,
@@ -36,7 +37,7 @@ pub struct CacheShape {
 }
 
 impl CacheShape {
-    /// The cache with a layout.
+    /// Returns the cache as a part of the problem.
     pub fn cache(&self, layout: CacheLayout) -> Cache {
         Cache { layout, entries: self.entries, rows: self.rows, format: self.format }
     }
@@ -54,20 +55,23 @@ impl CacheTensors<'_> {
     /// Checks dtypes and shapes against q; `o` says whether there are pages, and which scales.
     pub fn check(&self, q: &TensorDesc, headdim_q: i64, o: &Options, backend: Backend) -> Result<CacheShape> {
         let paged = o.block_table.is_some();
-        let format = cache_format(self.name(), self.keys, q, o, self.values.is_none())?;
+        let format = key_format(self.name(), self.keys, q, self.values.is_none())?;
         let [entries, rows, nheads_k, elements] = check_tensor(self.name(), self.keys, q, paged, backend)?;
         let headdim = format.columns(elements);
+        // the last is that of latents; a cache of values sets its own
         let mut shape = CacheShape { entries, rows, format, nheads_k, headdim, headdim_v: LATENT_HEADDIMS[0] };
         match self.values {
             None => check_latents(&shape, headdim_q)?,
-            Some(v_cache) => shape.headdim_v = self.check_values(v_cache, q, &shape, headdim_q, (paged, backend))?,
+            Some(v_cache) => {
+                shape.format = cache_format(format, self.keys, v_cache)?;
+                shape.headdim_v = self.check_values(v_cache, q, &shape, headdim_q, (paged, backend))?;
+            }
         }
         Ok(shape)
     }
 
-    /// Checks a cache of values beside the keys' and returns its headdim.
+    /// Checks a cache of values beside the keys' and returns its headdim. `how`: whether it is paged, and the backend.
     fn check_values(&self, v_cache: &TensorDesc, q: &TensorDesc, keys: &CacheShape, headdim_q: i64, how: (bool, Backend)) -> Result<i64> {
-        check_same("v_cache", "dtype", v_cache.dtype, "k_cache", self.keys.dtype)?;
         let values = check_tensor("v_cache", v_cache, q, how.0, how.1)?;
         let expected = [keys.entries, keys.rows, keys.nheads_k];
         if !same_sizes(&values[..3], &expected) {
@@ -79,7 +83,8 @@ impl CacheTensors<'_> {
             let given = format!("a cache of values beside keys of headdim {}", keys.headdim);
             return Err(Error::value("v_cache", given, "volta_fa::fwd_mla for latents, whose first columns are the values"));
         }
-        let headdim_v = keys.format.columns(values[3]);
+        let [_, of_values] = keys.format.parts();
+        let headdim_v = of_values.columns(values[3]);
         check_headdim("q", headdim_q)?;
         check_headdim("v_cache", headdim_v)?;
         Ok(headdim_v)
@@ -107,7 +112,6 @@ fn check_tensor(name: &str, d: &TensorDesc, q: &TensorDesc, paged: bool, backend
     Ok(sizes)
 }
 
-/// Checks a cache of latents.
 fn check_latents(shape: &CacheShape, headdim_q: i64) -> Result<()> {
     let [latent, rotary] = LATENT_HEADDIMS;
     if !same_size(shape.nheads_k, 1) {
@@ -122,8 +126,7 @@ fn check_latents(shape: &CacheShape, headdim_q: i64) -> Result<()> {
     check_same_size("q", "headdim", headdim_q, "latent_cache", shape.headdim)
 }
 
-/// Checks which entries or pages belong to which sequence. Returns the layout and the most keys that a sequence can have. `keys` is the
-/// name of the cache.
+/// Checks which entries or pages belong to which sequence. Returns the layout and the most keys of a sequence. `keys`: the cache's name.
 pub fn check_sequences(keys: &str, shape: &CacheShape, o: &Options, q: &TensorDesc, batch: i64) -> Result<(CacheLayout, i64)> {
     let found = match &o.block_table {
         Some(table) => check_pages(shape, table, o, q, batch)?,
@@ -141,7 +144,6 @@ pub fn check_sequences(keys: &str, shape: &CacheShape, o: &Options, q: &TensorDe
     Ok(found)
 }
 
-/// Checks the block table.
 fn check_pages(shape: &CacheShape, table: &TensorDesc, o: &Options, q: &TensorDesc, batch: i64) -> Result<(CacheLayout, i64)> {
     let (max_pages, page_size) = (table.sizes.get(1).copied().unwrap_or(UNKNOWN), shape.rows);
     check_int32("block_table", table, q, &[batch, max_pages], "(batch, max_pages)")?;

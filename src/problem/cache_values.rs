@@ -1,4 +1,5 @@
-//! Host copies of a KV-cache call's int32 tensors (lengths, entries, pages), and their validation.
+//! Validates the values of a KV-cache call's int32 tensors (lengths, entries, pages), where src/ops/kvcache/mod.rs has copied them to the
+//! host: on the CPU backend always, else if the call or the environment asks for it. Otherwise kernels skip sequences with invalid values.
 
 use super::attention::{Attention, Cache, CacheLayout, Window};
 use super::lengths::check_cu_seqlens_values;
@@ -6,7 +7,6 @@ use crate::error::{Error, Result};
 
 /// Values of a call's int32 tensors, as far as the caller has read them.
 #[derive(Clone, Debug, Default)]
-#[allow(missing_docs)] // named as the operator's arguments
 pub struct CacheValues {
     pub cache_seqlens: Option<Vec<i32>>,
     pub cu_seqlens_q: Option<Vec<i32>>,
@@ -20,7 +20,6 @@ pub struct CacheValues {
 /// Validated lengths of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CachedSequence {
-    /// Queries.
     pub seqlen_q: i64,
     /// Tokens that the call appends.
     pub seqlen_new: i64,
@@ -49,9 +48,6 @@ impl CachedSequence {
 }
 
 /// Checks the values in a call's int32 tensors and returns the lengths of each sequence.
-///
-/// # Errors
-/// `Value`, naming the argument.
 pub fn validate_kvcache_values(a: &Attention, values: &CacheValues) -> Result<Vec<CachedSequence>> {
     let Some(cache) = a.cache() else { return Ok(Vec::new()) };
     if let (Some(cu), Some(total)) = (&values.cu_seqlens_q, a.total_q()) {
@@ -71,11 +67,11 @@ pub fn validate_kvcache_values(a: &Attention, values: &CacheValues) -> Result<Ve
         .collect()
 }
 
+/// Returns element `b`, that of sequence `b`; `default` without a tensor.
 fn value_at(t: &Option<Vec<i32>>, b: usize, default: i64) -> i64 {
     t.as_ref().map_or(default, |t| i64::from(t[b]))
 }
 
-/// Checks the lengths of sequence `b`.
 fn lengths(a: &Attention, values: &CacheValues, b: usize) -> Result<CachedSequence> {
     let length = |cu: &Option<Vec<i32>>, dense: i64| cu.as_ref().map_or(dense, |cu| i64::from(cu[b + 1] - cu[b]));
     let is_packed_as_q = a.appended.total.is_some() && values.cu_seqlens_k_new.is_none();

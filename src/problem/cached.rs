@@ -1,4 +1,5 @@
-//! Validation of `fwd_kvcache` and `fwd_mla`: queries beside a cache.
+//! Validation of `fwd_kvcache` and `fwd_mla`: queries, a cache of keys and values (or of latents: vectors that are both), and tokens to
+//! append. Makes the [`Attention`] problem that planner and backends work with; the rules are in the modules that it calls.
 
 use super::attention::{Attention, Keys};
 use super::cache::{self, CacheTensors};
@@ -9,9 +10,6 @@ use super::{append, formats, lengths, scores, selection, tree};
 use crate::error::Result;
 
 /// Checks q, the caches, k and v to append and the options of `fwd_kvcache`.
-///
-/// # Errors
-/// `Value`, naming the argument.
 pub fn validate_kvcache(
     q: &TensorDesc,
     k_cache: &TensorDesc,
@@ -24,9 +22,6 @@ pub fn validate_kvcache(
 }
 
 /// Checks q, a cache of latents and the options of `fwd_mla`.
-///
-/// # Errors
-/// `Value`, naming the argument.
 pub fn validate_mla(q: &TensorDesc, latent_cache: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
     validate(q, CacheTensors { keys: latent_cache, values: None }, None, o, backend)
 }
@@ -49,7 +44,7 @@ fn validate(
     let cache = shape.cache(layout);
     let to_cache = append::Target { cache: &shape, batch, seqlen_q, seqlen_k, queries: &qs };
     let appended = append::check(appended, o, q, &to_cache, packing, backend)?;
-    formats::check_scales(o, &cache, shape.nheads_k, batch, q, caches.values.is_none())?;
+    formats::check_scales(o, &cache, shape.nheads_k, batch, q, caches.values.is_none())?; // without values: latents
     scores::check_tensors(o, q, [batch, qs.nheads, seqlen_q, seqlen_k])?;
     tree::check(o, q, batch, seqlen_q, queries)?;
     selection::check(o, q, [batch, seqlen_q, shape.nheads_k], queries)?;

@@ -1,4 +1,5 @@
-//! Checks that the validators share, and the words of their errors.
+//! Checks that the validators of src/problem/ share, and the words of their errors. A tensor is its description; sizes and strides that are
+//! not known (symbolic, in meta kernels) pass every check.
 
 use super::tensor::{Backend, DType, TensorDesc};
 use crate::error::{Error, Result};
@@ -15,18 +16,15 @@ pub fn number(n: i64) -> String {
     }
 }
 
-/// Formats sizes.
 pub fn listed(sizes: &[i64]) -> String {
     let dims: Vec<String> = sizes.iter().map(|&n| number(n)).collect();
     format!("({})", dims.join(", "))
 }
 
-/// Formats the shape of a tensor.
 pub fn shape(d: &TensorDesc) -> String {
     format!("shape {}", listed(&d.sizes))
 }
 
-/// Formats rank and shape of a tensor.
 pub fn rank(d: &TensorDesc) -> String {
     format!("a tensor of rank {} with {}", d.sizes.len(), shape(d))
 }
@@ -36,7 +34,6 @@ pub fn same_size(a: i64, b: i64) -> bool {
     a == b || a == UNKNOWN || b == UNKNOWN
 }
 
-/// Returns true if two shapes are equal or may be.
 pub fn same_sizes(a: &[i64], b: &[i64]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(&a, &b)| same_size(a, b))
 }
@@ -57,7 +54,6 @@ pub fn check_same_size(name: &str, what: &str, found: i64, other: &str, expected
     check_same(name, what, found, other, expected)
 }
 
-/// Rejects a number above its limit.
 pub fn check_at_most(name: &str, what: &str, n: i64, most: i64) -> Result<()> {
     if n > most {
         return Err(Error::value(name, format!("{what} {n}"), format!("at most {most}")));
@@ -65,7 +61,6 @@ pub fn check_at_most(name: &str, what: &str, n: i64, most: i64) -> Result<()> {
     Ok(())
 }
 
-/// Rejects a tensor of another dtype.
 pub fn check_dtype(name: &str, d: &TensorDesc, expected: DType) -> Result<()> {
     if d.dtype != expected {
         return Err(Error::value(name, format!("dtype {}", d.dtype), expected));
@@ -73,7 +68,6 @@ pub fn check_dtype(name: &str, d: &TensorDesc, expected: DType) -> Result<()> {
     Ok(())
 }
 
-/// Rejects a tensor that has neither q's dtype nor fp32.
 pub fn check_dtype_of_q_or_fp32(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
     if d.dtype != q.dtype && d.dtype != DType::Float {
         return Err(Error::value(name, format!("dtype {}", d.dtype), format!("{} (q's) or torch.float32", q.dtype)));
@@ -81,7 +75,7 @@ pub fn check_dtype_of_q_or_fp32(name: &str, d: &TensorDesc, q: &TensorDesc) -> R
     Ok(())
 }
 
-/// Rejects dtypes that the backend does not compute with.
+/// Rejects dtypes of q, k, v and their gradients that the backend does not compute with.
 pub fn check_compute_dtype(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
     let (ok, allowed) = match backend {
         Backend::Kernels => (matches!(d.dtype, DType::Half | DType::BFloat16), "torch.float16 or torch.bfloat16"),
@@ -99,18 +93,15 @@ pub fn check_compute_dtype(name: &str, d: &TensorDesc, backend: Backend) -> Resu
     Ok(())
 }
 
-/// Rejects another dtype or device than q's.
 pub fn check_like_q(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
     check_same(name, "dtype", d.dtype, "q", q.dtype)?;
     check_device(name, d, q)
 }
 
-/// Rejects another device than q's.
 pub fn check_device(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
     check_same(name, "device", d.device, "q", q.device)
 }
 
-/// Rejects a last dimension that is not contiguous.
 pub fn check_contiguous_last(name: &str, d: &TensorDesc) -> Result<()> {
     let last = d.sizes.len() - 1;
     if d.sizes[last] > 1 && !same_size(d.strides[last], 1) {
@@ -120,7 +111,7 @@ pub fn check_contiguous_last(name: &str, d: &TensorDesc) -> Result<()> {
     Ok(())
 }
 
-/// Rejects strides that the backend cannot read.
+/// Rejects strides that the backend cannot read, of a tensor (..., rows, heads, headdim).
 pub fn check_layout(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
     if d.sizes.contains(&0) {
         return Ok(());
@@ -138,12 +129,25 @@ pub fn check_layout(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> 
     Ok(())
 }
 
-/// Checks an int32 vector or table on q's device with a contiguous last dimension.
-pub fn check_int32(name: &str, d: &TensorDesc, q: &TensorDesc, expected: &[i64], what: &str) -> Result<()> {
-    check_dtype(name, d, DType::Int32)?;
+/// Checks dtype, device and shape of a tensor of any strides. `what`: names of its sizes.
+pub fn check_tensor(name: &str, d: &TensorDesc, dtype: DType, q: &TensorDesc, expected: &[i64], what: &str) -> Result<()> {
+    check_dtype(name, d, dtype)?;
     if !same_sizes(&d.sizes, expected) {
         return Err(Error::value(name, shape(d), format!("shape {what}, here {}", listed(expected))));
     }
-    check_contiguous_last(name, d)?;
     check_device(name, d, q)
+}
+
+/// Checks an int32 vector or table on q's device with a contiguous last dimension.
+pub fn check_int32(name: &str, d: &TensorDesc, q: &TensorDesc, expected: &[i64], what: &str) -> Result<()> {
+    check_tensor(name, d, DType::Int32, q, expected, what)?;
+    check_contiguous_last(name, d)
+}
+
+/// Rejects a vector of another length, whose name is `what`.
+pub fn check_length(name: &str, d: &TensorDesc, expected: i64, what: &str) -> Result<()> {
+    if !same_sizes(&d.sizes, &[expected]) {
+        return Err(Error::value(name, shape(d), format!("shape ({what},), here ({},)", number(expected))));
+    }
+    Ok(())
 }

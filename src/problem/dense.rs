@@ -1,4 +1,5 @@
-//! Validation of `fwd` and `bwd`: dense or packed q, k and v.
+//! Validation of `fwd` and `bwd`: dense q, k and v (batch, seqlen, nheads, headdim), or packed ones (total, nheads, headdim), whose
+//! sequences follow each other. Makes the [`Attention`] problem that planner and backends work with, by the rules of other modules.
 
 use super::attention::{Appended, Attention, Keys, Queries};
 use super::checks::*;
@@ -9,9 +10,6 @@ use super::{block_mask, lengths, scores};
 use crate::error::{Error, Result};
 
 /// Checks q, k, v and the options of `fwd`.
-///
-/// # Errors
-/// `Value`, naming the argument.
 pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
     let features = RequestedFeatures::of(o)?;
     scores::check_numbers(o, backend)?;
@@ -49,9 +47,6 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
 }
 
 /// Checks the tensors that `bwd` takes beyond those of `fwd`.
-///
-/// # Errors
-/// `Value`, naming the argument.
 pub fn validate_backward(
     dout: &TensorDesc,
     out: &TensorDesc,
@@ -80,10 +75,6 @@ pub fn validate_backward(
     check_rng_state(rng_state, q, a)
 }
 
-/// Checks the gradient of softmax_lse.
-///
-/// # Errors
-/// `Value`, naming the argument.
 pub fn validate_dlse(dlse: &TensorDesc, q: &TensorDesc, a: &Attention) -> Result<()> {
     check_per_row("dlse", dlse, q, a)
 }

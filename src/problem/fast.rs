@@ -1,5 +1,6 @@
-//! Validation of `fwd_fast`: the rules of `fwd`, with fp16 and bf16 alone and a boolean mask for a bias. `fwd_fast` multiplies Q and K as
-//! int8 and sums P V in fp16. `prepared` holds K's int8 codes and the range of V.
+//! Validation of `fwd_fast` and `prepare_fast`: the rules of `fwd`, with fp16 and bf16 alone, and a boolean mask in the place of a bias.
+//! `fwd_fast` multiplies Q and K as int8 and sums P V in fp16. `prepared`, of `prepare_fast`, holds K's int8 codes and V's largest
+//! magnitudes.
 
 use super::attention::Attention;
 use super::checks::*;
@@ -9,9 +10,6 @@ use crate::error::{Error, Result};
 use crate::limits::MAX_FAST_HEADDIM;
 
 /// Checks q, k, v and the options of `fwd_fast`. A mask counts as the feature `attn_bias`.
-///
-/// # Errors
-/// `Value`, naming the argument.
 pub fn validate_fast(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
     if !matches!(q.dtype, DType::Half | DType::BFloat16) {
         return Err(Error::value("q", format!("dtype {}", q.dtype), "torch.float16 or torch.bfloat16"));
@@ -37,10 +35,7 @@ pub fn validate_fast(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options
     Ok(a)
 }
 
-/// Checks k, v and the options of `prepare_fast`. The problem's queries are its keys.
-///
-/// # Errors
-/// `Value`, naming the argument.
+/// Checks k, v and the options of `prepare_fast`. It has no queries, so k stands for q in the problem.
 pub fn validate_prepare(k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
     let o = Options { cu_seqlens_q: o.cu_seqlens_k.clone(), max_seqlen_q: o.max_seqlen_k, ..o.clone() };
     let a = validate_fast(k, k, v, &o, backend).map_err(of_keys)?;
@@ -53,7 +48,7 @@ pub fn validate_prepare(k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Ba
     Ok(a)
 }
 
-/// Returns an error about arguments of queries as one about those of keys, which stand for them.
+/// Returns an error about q, for which k stands, as one about k.
 fn of_keys(e: Error) -> Error {
     const NAMES: [(&str, &str); 4] = [
         ("cu_seqlens_q and cu_seqlens_k", "cu_seqlens_k"),

@@ -1,32 +1,29 @@
-//! Features that a problem requests beyond scale and window, and the rules of their numbers.
+//! Features that a problem requests beyond scale and window, and the rules of their numbers. A feature is an option that kernels need code
+//! for; src/plan/features.rs turns these into the planner's set. The validators of each operator call [`RequestedFeatures::of`].
 
 use super::tensor::{DType, Options};
 use crate::error::{Error, Result};
 use crate::limits::SOFTCAPS;
 
-/// Features beyond scale and window. They decide which kernels are applicable.
+/// Features beyond scale and window, which decide which kernels are applicable. Most are true if the option of their name is given.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RequestedFeatures {
     /// Pointwise function of scaled scores.
     pub score_function: Option<ScoreFunction>,
     /// Probability of dropping a probability, in [0, 1); 0: off.
     pub dropout_p: f64,
-    /// `alibi_slopes` is given.
     pub alibi: bool,
-    /// `attn_bias` is given, additive or boolean.
     pub attn_bias: bool,
     /// Kernels read the bias as fp32: it is fp32 or bf16.
     pub fp32_bias: bool,
-    /// `sinks` is given.
     pub sinks: bool,
-    /// `seqused_k` is given.
     pub seqused_k: bool,
-    /// `block_lists` is given.
     pub block_mask: bool,
-    /// `tree_mask` is given.
     pub tree: bool,
-    /// No row may depend on other rows or sequences.
+    /// No bit of a row may depend on other rows or sequences.
     pub batch_invariant: bool,
+    /// Forward kernels write out as fp32: the call's tensors are fp32, and src/ops/scaled.rs cast them to fp16. No option: it sets this.
+    pub fp32_output: bool,
 }
 
 impl RequestedFeatures {
@@ -47,11 +44,12 @@ impl RequestedFeatures {
             block_mask: o.block_lists.is_some(),
             tree: o.tree_mask.is_some(),
             batch_invariant: o.batch_invariant,
+            fp32_output: false,
         })
     }
 }
 
-/// Rejects what has no batch-invariant kernels.
+/// Rejects options that batch-invariant kernels lack.
 fn check_batch_invariant(o: &Options) -> Result<()> {
     if !o.batch_invariant {
         return Ok(());
@@ -68,7 +66,7 @@ fn check_batch_invariant(o: &Options) -> Result<()> {
     Ok(())
 }
 
-/// A pointwise function of scaled scores: what comes first of all that changes them.
+/// A pointwise function of scaled scores, applied before all else that changes them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ScoreFunction {
     /// x becomes cap * tanh(x / cap).
@@ -92,7 +90,7 @@ impl ScoreFunction {
         Ok(Some(ScoreFunction::Softcap(o.softcap)))
     }
 
-    /// Returns the number that kernels compute it from (`csrc/score_function.cuh`). It is positive.
+    /// Returns the function's parameter, a positive number that kernels read (`csrc/score_function.cuh`).
     pub fn parameter(self) -> f64 {
         match self {
             ScoreFunction::Softcap(cap) => cap,

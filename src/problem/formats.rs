@@ -1,28 +1,26 @@
-//! Rules of quantized KV caches: their dtypes, and the scales that belong to them.
+//! Rules of quantized KV caches: their dtypes, which decide the format, and their scales. cache.rs and cached.rs call them.
+//!
+//! int8 and int4 have a scale (int4 also a zero point) for each token and head, which an append writes. fp8 has a scale ("descale") for
+//! each head, which the caller gives. In a pair, keys and values have different formats. The rows of src/kernels/formats.rs say all that.
 
 use super::attention::Cache;
 use super::checks::*;
 use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
-use crate::kernels::{FormatInfo, ScaleGranularity};
+use crate::kernels::{FormatInfo, ScaleGranularity, FORMATS};
 use crate::options::{scale_of_latents, UNKNOWN};
 use crate::params::CacheFormat;
 
-/// Returns the format that the dtype of a cache means. Formats of one dtype differ by their scales: only a format with
-/// scales of tokens needs some, so they decide.
-pub fn cache_format(name: &str, cache: &TensorDesc, q: &TensorDesc, o: &Options, has_latents: bool) -> Result<CacheFormat> {
-    let quantized = || CacheFormat::quantized().map(CacheFormat::info).filter(|row| row.of_latents || !has_latents);
+/// Returns the format that the dtype of keys, or of latents (`volta_fa::fwd_mla`), means.
+pub fn key_format(name: &str, cache: &TensorDesc, q: &TensorDesc, has_latents: bool) -> Result<CacheFormat> {
+    // the values decide about pairs (cache_format); no two other formats have one dtype
+    let is_allowed = |row: &&FormatInfo| row.pair.is_none() && (row.of_latents || !has_latents);
+    let quantized = || CacheFormat::quantized().map(CacheFormat::info).filter(is_allowed);
     let dtype = cache.dtype.to_string();
-    let given = if o.k_scale.is_some() { ScaleGranularity::Token } else { ScaleGranularity::Head };
-    match quantized().filter(|row| row.dtype == dtype).min_by_key(|row| row.scale != given) {
+    match quantized().find(|row| row.dtype == dtype) {
         Some(row) => Ok(row.format),
         None if cache.dtype == q.dtype => Ok(CacheFormat::Unquantized),
         None => {
-            // a dtype of whole bytes does not show that several columns share one
-            let shown = |row: &FormatInfo| match row.columns() {
-                1 => row.dtype.to_string(),
-                _ => format!("{} ({})", row.dtype, row.name),
-            };
             let listed: Vec<_> = quantized().map(shown).collect();
             let allowed = format!("{}, that of q, or of a quantized cache {}", q.dtype, listed.join(", "));
             Err(Error::value(name, format!("dtype {dtype}"), allowed))
@@ -30,8 +28,32 @@ pub fn cache_format(name: &str, cache: &TensorDesc, q: &TensorDesc, o: &Options,
     }
 }
 
+/// Returns the format of a cache whose keys have the format `keys`, by the dtype of its values: that format, or its pair with theirs.
+pub fn cache_format(keys: CacheFormat, k_cache: &TensorDesc, v_cache: &TensorDesc) -> Result<CacheFormat> {
+    if v_cache.dtype == k_cache.dtype {
+        return Ok(keys);
+    }
+    let dtype = v_cache.dtype.to_string();
+    let pairs = || FORMATS.iter().filter_map(|row| row.pair.map(|[k, v]| (k, v.info(), row.format))).filter(|(k, ..)| *k == keys);
+    match pairs().find(|(_, values, _)| values.dtype == dtype) {
+        Some((.., format)) => Ok(format),
+        None => {
+            let others: String = pairs().map(|(_, values, _)| format!(", or {}", shown(values))).collect();
+            Err(Error::value("v_cache", format!("dtype {dtype}"), format!("{}, that of k_cache{others}", k_cache.dtype)))
+        }
+    }
+}
+
+/// Returns a format's dtype for an error, with its name if several columns share an element, which the dtype does not show.
+fn shown(row: &FormatInfo) -> String {
+    match row.columns() {
+        1 => row.dtype.to_string(),
+        _ => format!("{} ({})", row.dtype, row.name),
+    }
+}
+
 impl CacheFormat {
-    /// Columns that this many elements of a head hold.
+    /// Returns the columns that this many elements of a head hold.
     pub fn columns(self, elements: i64) -> i64 {
         if elements == UNKNOWN {
             return elements;
@@ -50,7 +72,6 @@ impl CacheFormat {
     }
 }
 
-/// Checks the scales and zero points of a cache.
 pub fn check_scales(o: &Options, cache: &Cache, nheads_k: i64, batch: i64, q: &TensorDesc, has_latents: bool) -> Result<()> {
     let named = |name: &'static str| if has_latents { scale_of_latents(name) } else { Some(name) };
     let sizes = [cache.entries, cache.rows, nheads_k];
@@ -69,7 +90,9 @@ pub fn check_scales(o: &Options, cache: &Cache, nheads_k: i64, batch: i64, q: &T
 
 /// Checks a scale or zero point per token and head.
 fn check_token_scale(name: &str, given: Option<&TensorDesc>, format: CacheFormat, sizes: [i64; 3], q: &TensorDesc) -> Result<()> {
-    let is_wanted = if name.ends_with("zero_point") { format.info().has_zero_point } else { format.has_scales() };
+    let [keys, values] = format.parts();
+    let own = if name.starts_with("v_") { values } else { keys };
+    let is_wanted = if name.ends_with("zero_point") { own.info().has_zero_point } else { own.has_scales() };
     let Some(d) = given else {
         if !is_wanted {
             return Ok(());
@@ -88,7 +111,6 @@ fn check_token_scale(name: &str, given: Option<&TensorDesc>, format: CacheFormat
     Ok(())
 }
 
-/// Checks a scale of an fp8 cache.
 fn check_descale(name: &str, d: &TensorDesc, format: CacheFormat, [batch, nheads_k]: [i64; 2], q: &TensorDesc) -> Result<()> {
     if !format.has_descales() {
         return Err(Error::value(name, "a tensor", format!("None: the caches are {}", described(format))));
@@ -109,9 +131,12 @@ fn check_descale(name: &str, d: &TensorDesc, format: CacheFormat, [batch, nheads
     Ok(())
 }
 
+/// Describes the dtypes of caches for an error.
 fn described(format: CacheFormat) -> String {
+    let [keys, values] = format.parts().map(|part| part.info().dtype);
     match format.is_quantized() {
-        true => format!("{} ({})", format.name(), format.info().dtype),
+        true if format.is_pair() => format!("{} (k_cache {keys}, v_cache {values})", format.name()),
+        true => format!("{} ({keys})", format.name()),
         false => "not quantized".into(),
     }
 }

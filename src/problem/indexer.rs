@@ -1,4 +1,5 @@
-//! Validation of `indexer_logits`: queries, weights of their heads, and keys in fp8.
+//! Validation of `indexer_logits`, the scores by which queries of sparse attention choose tokens: queries, weights of their heads, and keys
+//! as fp8 codes with a scale each. Keys are one tensor, or pages that a block table assigns to batch entries. src/ops/indexer.rs calls it.
 
 use super::checks::*;
 use super::tensor::{Backend, DType, TensorDesc};
@@ -10,61 +11,54 @@ use crate::options::UNKNOWN;
 pub const INDEXER_HEADDIM: i64 = 128;
 /// Bytes of a token in a cache: its codes and its scale.
 const TOKEN_BYTES: i64 = INDEXER_HEADDIM + 4;
-/// The fewest rows of a page: scales of fewer end off 16 bytes, where the codes of the next page would begin.
+/// The fewest rows (tokens) of a page: the four bytes of their scales fill 16, so the next page begins on a boundary of 16 bytes.
 const MIN_PAGE_SIZE: i64 = 4;
 
-/// Arguments of a call.
-pub struct IndexerDescs<'a> {
+/// Arguments of a call: tensors, or their descriptions.
+pub struct IndexerArgs<T> {
     /// (batch, seqlen_q, nheads, 128)
-    pub q: &'a TensorDesc,
+    pub q: T,
     /// (total_k, 128), or pages (pages, page_size, 1, 132)
-    pub k: &'a TensorDesc,
-    /// (batch, seqlen_q, nheads)
-    pub weights: &'a TensorDesc,
-    /// (batch, seqlen_q), or (batch): the last query's
-    pub k_end: &'a TensorDesc,
-    /// (batch, seqlen_q)
-    pub k_start: Option<&'a TensorDesc>,
-    /// (total_k), beside k of rank 2
-    pub k_scales: Option<&'a TensorDesc>,
-    /// (batch, max_pages), beside pages
-    pub block_table: Option<&'a TensorDesc>,
-    /// Columns of the output, beside pages
+    pub k: T,
+    /// float32 (batch, seqlen_q, nheads)
+    pub weights: T,
+    /// Number of the key after the last that a query sees: int32 (batch, seqlen_q), or (batch): of the last query, with a causal mask.
+    pub k_end: T,
+    /// The first key that a query sees: int32 (batch, seqlen_q).
+    pub k_start: Option<T>,
+    /// float32 (total_k), beside k of rank 2
+    pub k_scales: Option<T>,
+    /// int32 (batch, max_pages), beside pages
+    pub block_table: Option<T>,
+    /// Columns of the output, beside pages.
     pub max_seqlen_k: Option<i64>,
 }
 
 /// A validated `volta_fa::indexer_logits`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Indexer {
-    /// Sequences.
     pub batch: i64,
-    /// Queries of a sequence.
     pub seqlen_q: i64,
-    /// Heads of a query.
     pub nheads: i64,
     /// Columns of the output.
     pub columns: i64,
-    /// Keys that can exist.
+    /// Keys of a sequence that can exist: at most `columns`, and no more than the block table has room for.
     pub keys: i64,
     /// Rows of a page; None: k is one tensor of all keys.
     pub page_size: Option<i64>,
-    /// True if k_end has one number for each sequence.
+    /// True if k_end has one number for each sequence: then each query before the last sees one key less than the next.
     pub is_causal: bool,
 }
 
 impl Indexer {
-    /// Returns true if there is no logit to compute.
     pub fn is_empty(&self) -> bool {
         [self.batch, self.seqlen_q, self.columns].contains(&0)
     }
 }
 
-/// Checks a call.
-///
-/// # Errors
-/// `Value`, naming the argument.
-pub fn validate_indexer(d: &IndexerDescs, backend: Backend) -> Result<Indexer> {
-    let &IndexerDescs { q, k, weights, k_end, k_start, k_scales, block_table, max_seqlen_k } = d;
+pub fn validate_indexer(args: &IndexerArgs<TensorDesc>, backend: Backend) -> Result<Indexer> {
+    let IndexerArgs { q, k, weights, k_end, k_start, k_scales, block_table, max_seqlen_k } = args;
+    let (k_scales, block_table) = (k_scales.as_ref(), block_table.as_ref());
     check_query_dtype(q, backend)?;
     let &[batch, seqlen_q, nheads, headdim] = &q.sizes[..] else {
         return Err(Error::value("q", rank(q), "rank 4, (batch, seqlen_q, nheads, 128)"));
@@ -79,24 +73,19 @@ pub fn validate_indexer(d: &IndexerDescs, backend: Backend) -> Result<Indexer> {
     if batch != UNKNOWN && seqlen_q != UNKNOWN {
         check_at_most("q", "rows", batch.saturating_mul(seqlen_q), MAX_SEQLEN)?;
     }
-    check_dtype("weights", weights, DType::Float)?;
-    check_device("weights", weights, q)?;
-    if !same_sizes(&weights.sizes, &[batch, seqlen_q, nheads]) {
-        let expected = format!("shape (batch, seqlen_q, nheads), here {}", listed(&[batch, seqlen_q, nheads]));
-        return Err(Error::value("weights", shape(weights), expected));
-    }
+    check_tensor("weights", weights, DType::Float, q, &[batch, seqlen_q, nheads], "(batch, seqlen_q, nheads)")?;
     check_contiguous_last("weights", weights)?;
     let is_causal = check_ends(k_end, q, [batch, seqlen_q])?;
     if let Some(d) = k_start {
-        check_numbers("k_start", d, q, &[batch, seqlen_q], "(batch, seqlen_q)")?;
+        check_tensor("k_start", d, DType::Int32, q, &[batch, seqlen_q], "(batch, seqlen_q)")?;
     }
     check_device("k", k, q)?;
     check_contiguous_last("k", k)?;
     let found = Indexer { batch, seqlen_q, nheads, columns: 0, keys: 0, page_size: None, is_causal };
     match k.sizes.len() {
-        2 => check_rows(k, k_scales, block_table, max_seqlen_k, q).map(|columns| Indexer { columns, keys: columns, ..found }),
+        2 => check_rows(k, k_scales, block_table, *max_seqlen_k, q).map(|columns| Indexer { columns, keys: columns, ..found }),
         4 => {
-            let (columns, keys, page_size) = check_pages(k, k_scales, block_table, max_seqlen_k, q)?;
+            let (columns, keys, page_size) = check_pages(k, k_scales, block_table, *max_seqlen_k, q)?;
             Ok(Indexer { columns, keys, page_size: Some(page_size), ..found })
         }
         _ => Err(Error::value("k", rank(k), "(total_k, 128), or pages (pages, page_size, 1, 132)")),
@@ -111,21 +100,11 @@ fn check_query_dtype(q: &TensorDesc, backend: Backend) -> Result<()> {
     Err(Error::value("q", format!("dtype {}", q.dtype), "torch.float8_e4m3fn, torch.float16 or torch.bfloat16"))
 }
 
-/// Checks an int32 tensor of any strides.
-fn check_numbers(name: &str, d: &TensorDesc, q: &TensorDesc, expected: &[i64], what: &str) -> Result<()> {
-    check_dtype(name, d, DType::Int32)?;
-    check_device(name, d, q)?;
-    if !same_sizes(&d.sizes, expected) {
-        return Err(Error::value(name, shape(d), format!("shape {what}, here {}", listed(expected))));
-    }
-    Ok(())
-}
-
 /// Checks k_end. Returns true if it has one number for each sequence.
 fn check_ends(d: &TensorDesc, q: &TensorDesc, sizes: [i64; 2]) -> Result<bool> {
     match d.sizes.len() {
-        1 => check_numbers("k_end", d, q, &sizes[..1], "(batch,) or (batch, seqlen_q)")?,
-        _ => check_numbers("k_end", d, q, &sizes, "(batch, seqlen_q) or (batch,)")?,
+        1 => check_tensor("k_end", d, DType::Int32, q, &sizes[..1], "(batch,) or (batch, seqlen_q)")?,
+        _ => check_tensor("k_end", d, DType::Int32, q, &sizes, "(batch, seqlen_q) or (batch,)")?,
     }
     Ok(d.sizes.len() == 1)
 }
@@ -160,9 +139,7 @@ fn check_rows(
     };
     check_dtype("k_scales", d, DType::Float)?;
     check_device("k_scales", d, q)?;
-    if !same_sizes(&d.sizes, &[total_k]) {
-        return Err(Error::value("k_scales", shape(d), format!("shape (total_k,), here ({},)", number(total_k))));
-    }
+    check_length("k_scales", d, total_k, "total_k")?;
     check_at_most("k", "total_k", total_k, MAX_SEQLEN)?;
     Ok(total_k)
 }

@@ -1,4 +1,5 @@
-//! Rules of sequence lengths: cu_seqlens, max_seqlen and seqused_k, and their values where a caller has read them.
+//! Rules of sequence lengths: cu_seqlens (offsets of packed sequences, one after the other), max_seqlen (the longest of them) and seqused_k
+//! (keys of a sequence that count). src/ops/ passes values too if it has copied them to the host. Unknown sizes pass.
 
 use super::attention::{Attention, Queries};
 use super::checks::*;
@@ -10,7 +11,6 @@ use crate::options::UNKNOWN;
 
 /// Batch size and longest sequences of a call.
 pub struct Lengths {
-    /// Sequences.
     pub batch: i64,
     /// Queries of the longest one.
     pub longest_q: i64,
@@ -18,7 +18,7 @@ pub struct Lengths {
     pub longest_k: i64,
 }
 
-/// Checks a (batch + 1,) int32 vector; `count`: its size, if another argument decides it.
+/// Checks a (batch + 1,) or (batch,) int32 vector, as `what` says; `count`: its size, if another argument decides it.
 pub fn check_cu_seqlens(name: &str, d: &TensorDesc, q: &TensorDesc, count: Option<i64>, what: &str) -> Result<()> {
     check_dtype(name, d, DType::Int32)?;
     let wrong = |found: i64| count.map_or(found != UNKNOWN && found < 1, |n| !same_size(found, n));
@@ -41,7 +41,7 @@ fn sequences(name: &str, cu: &TensorDesc) -> Result<i64> {
     Ok(batch)
 }
 
-/// Rejects rows without a sequence, which no values of cu_seqlens can make right.
+/// Rejects rows without a sequence: with batch 0 no values of cu_seqlens can be right.
 fn check_rows_belong(name: &str, cu: &TensorDesc, batch: i64, rows: i64) -> Result<()> {
     if batch == 0 && rows > 0 {
         let allowed = format!("shape (batch + 1,) of one sequence or more, to which the {rows} rows belong");
@@ -50,7 +50,7 @@ fn check_rows_belong(name: &str, cu: &TensorDesc, batch: i64, rows: i64) -> Resu
     Ok(())
 }
 
-/// Checks max_seqlen_q or max_seqlen_k of packed tensors.
+/// Checks max_seqlen_q or max_seqlen_k of packed tensors. `since`: the argument that makes them packed.
 fn check_longest(name: &str, given: Option<i64>, rows: i64, since: &str, backend: Backend) -> Result<i64> {
     match given {
         None => Err(Error::value(name, "None", format!("the length of the longest sequence, since {since} is given"))),
@@ -61,7 +61,7 @@ fn check_longest(name: &str, given: Option<i64>, rows: i64, since: &str, backend
     }
 }
 
-/// Rejects max_seqlen beside dense tensors.
+/// Rejects max_seqlen beside dense tensors. `missing`: the argument that would make them packed.
 fn check_no_longest(name: &str, given: Option<i64>, missing: &str) -> Result<()> {
     match given {
         None => Ok(()),
@@ -91,7 +91,7 @@ pub fn check(q: &TensorDesc, o: &Options, packing: Packing<'_>, [qs, ks]: [&Size
     })
 }
 
-/// Checks lengths of queries beside a cache: returns batch size, longest sequence and storage.
+/// Checks lengths of queries beside a cache. Returns batch size, queries of the longest sequence, and storage of q.
 pub fn check_queries(q: &TensorDesc, o: &Options, qs: &Sizes, backend: Backend) -> Result<(i64, i64, Queries)> {
     let Some(cu) = &o.cu_seqlens_q else {
         check_no_longest("max_seqlen_q", o.max_seqlen_q, "cu_seqlens_q")?;
@@ -123,9 +123,6 @@ pub fn check_cu_seqlens_values(name: &str, cu: &[i32], total: i64, longest_name:
 }
 
 /// Checks the values in the length tensors of `fwd` and `bwd`.
-///
-/// # Errors
-/// `Value`, naming the argument.
 pub fn validate_lengths(
     a: &Attention,
     cu_seqlens_q: Option<&[i32]>,

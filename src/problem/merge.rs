@@ -1,4 +1,5 @@
-//! Validation of `merge_attention_states`.
+//! Validation of `merge_attention_states`: two states, each the result (out and softmax_lse) of attention over some keys, become the state
+//! over all these keys. Packed tensors have the rows of all sequences one after the other. src/ops/merge.rs calls it.
 
 use super::checks::*;
 use super::operands::{self, Packing};
@@ -13,23 +14,18 @@ pub struct MergedStates {
     pub batch: i64,
     /// Rows of an entry; all rows if packed.
     pub seqlen_q: i64,
-    /// Heads of out.
     pub nheads: i64,
     /// Columns of out. The kernel takes any number.
     pub headdim_v: i64,
 }
 
 impl MergedStates {
-    /// Returns true if there is no element to compute.
     pub fn is_empty(&self) -> bool {
         [self.batch, self.seqlen_q, self.nheads, self.headdim_v].contains(&0)
     }
 }
 
-/// Checks two outs and their softmax_lse, dense or packed. `in_place`: the op updates out_a, which may be fp32 beside an fp16 or bf16 out_b.
-///
-/// # Errors
-/// `Value`, naming the argument.
+/// Checks two outs and their softmax_lse, dense or packed. `in_place`: out_a is updated, and may be fp32 beside an fp16 or bf16 out_b.
 pub fn validate_merge(outs: [&TensorDesc; 2], lses: [&TensorDesc; 2], in_place: bool, backend: Backend) -> Result<MergedStates> {
     let [a, b] = outs;
     let packing = check_first(a, backend)?;

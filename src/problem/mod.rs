@@ -1,7 +1,7 @@
-//! Validation: descriptions of tensors and options become a checked [`Attention`] problem.
-//!
-//! These modules see no tensors, only [`TensorDesc`]s, so tests need neither torch data nor a GPU. Errors name the argument, what it got
-//! and what it expects. Operators validate before they allocate or launch anything.
+//! Validation: descriptions of tensors and options become a checked [`Attention`] problem (other operators: [`Indexer`], [`MergedStates`]),
+//! which planner and backends work with. src/ops/ calls it before it allocates or launches; for meta kernels, with unknown sizes. These
+//! modules see no tensors, only [`TensorDesc`]s, so tests need neither torch data nor a GPU. Errors are `ValueError`s, and name the
+//! argument, what it got and what it expects.
 
 mod append;
 mod attention;
@@ -33,7 +33,7 @@ pub use cached::{validate_kvcache, validate_mla};
 pub use dense::{validate, validate_backward, validate_dlse};
 pub use fast::{validate_fast, validate_prepare};
 pub use features::{RequestedFeatures, ScoreFunction};
-pub use indexer::{validate_indexer, Indexer, IndexerDescs, INDEXER_HEADDIM};
+pub use indexer::{validate_indexer, Indexer, IndexerArgs, INDEXER_HEADDIM};
 pub use lengths::validate_lengths;
 pub use merge::{validate_merge, MergedStates};
 pub use selection::validate_kv_indices;

@@ -1,4 +1,5 @@
-//! Rules of q, k and v as tensors: ranks, dtypes, layouts, heads and headdims.
+//! Rules of q, k and v as tensors: ranks, dtypes, layouts, heads and headdims. Packed tensors have no batch dimension: the rows of all
+//! sequences follow each other, and cu_seqlens arguments say where each begins. Unknown sizes pass.
 
 use super::checks::*;
 use super::tensor::{Backend, TensorDesc};
@@ -13,28 +14,25 @@ pub struct Sizes {
     pub batch: i64,
     /// total if packed.
     pub rows: i64,
-    /// Heads.
     pub nheads: i64,
-    /// Columns.
     pub headdim: i64,
 }
 
-/// Why tensors are packed, or must not be: the arguments with cu_seqlens.
+/// Whether tensors are packed, with the name of the argument that decides it, for errors.
 #[derive(Clone, Copy)]
 pub enum Packing<'a> {
-    /// They are not; packed tensors need this argument.
+    /// They are not packed; packed tensors need this argument.
     Needs(&'a str),
-    /// They are, because this argument is given.
+    /// They are packed, because this argument is given.
     Since(&'a str),
 }
 
 impl Packing<'_> {
-    /// Returns true if tensors are packed.
     pub fn is_packed(self) -> bool {
         matches!(self, Packing::Since(_))
     }
 
-    /// Returns the word of errors for the rows.
+    /// Returns the name that errors give the dimension of rows.
     pub fn rows(self) -> &'static str {
         match self {
             Packing::Needs(_) => "seqlen",
@@ -54,7 +52,7 @@ pub fn sizes(name: &str, d: &TensorDesc, packing: Packing<'_>) -> Result<Sizes> 
     Err(Error::value(name, rank(d), allowed))
 }
 
-/// Checks a tensor of rows that a backend computes with.
+/// Checks q, k or v: dtype, rank, likeness to q, layout and rows. Returns its sizes.
 pub fn check_operand(name: &str, d: &TensorDesc, q: &TensorDesc, packing: Packing<'_>, backend: Backend) -> Result<Sizes> {
     check_compute_dtype(name, d, backend)?;
     let sizes = sizes(name, d, packing)?;

@@ -1,4 +1,5 @@
-//! Rules of what happens to scores: scale, window, and the shapes of tensors. The numbers of modifiers have theirs in features.rs.
+//! Rules of options that change scores: scale, window, and the shapes of bias, ALiBi slopes and sinks. features.rs has the rules of softcap
+//! and dropout_p. dense.rs and cached.rs call them.
 
 use super::attention::Window;
 use super::checks::*;
@@ -33,12 +34,11 @@ pub fn check_numbers(o: &Options, backend: Backend) -> Result<()> {
     Ok(())
 }
 
-/// Returns softmax_scale or its default.
 pub fn scale(o: &Options, headdim: i64) -> f64 {
     o.softmax_scale.unwrap_or_else(|| (headdim as f64).powf(-0.5))
 }
 
-/// Returns the window, `is_causal` included. An unknown side has no bound, because no kernel runs.
+/// Returns the window, `is_causal` included. A side that is unknown (a meta kernel's, so no kernel runs) has no bound.
 pub fn window(o: &Options) -> Window {
     let bound = |w: i64| (w >= 0).then_some(w);
     Window { left: bound(o.window_left), right: if o.is_causal { Some(0) } else { bound(o.window_right) } }
@@ -51,7 +51,9 @@ pub fn check_tensors(o: &Options, q: &TensorDesc, full: [i64; 4]) -> Result<()> 
         check_alibi(d, q, batch, nheads)?;
     }
     if let Some(d) = &o.sinks {
-        check_sinks(d, q, nheads)?;
+        check_dtype_of_q_or_fp32("sinks", d, q)?;
+        check_length("sinks", d, nheads, "nheads")?;
+        check_device("sinks", d, q)?;
     }
     o.attn_bias.as_ref().map_or(Ok(()), |d| check_bias(d, q, full))
 }
@@ -63,14 +65,6 @@ fn check_alibi(d: &TensorDesc, q: &TensorDesc, batch: i64, nheads: i64) -> Resul
         return Err(Error::value("alibi_slopes", shape(d), allowed));
     }
     check_device("alibi_slopes", d, q)
-}
-
-fn check_sinks(d: &TensorDesc, q: &TensorDesc, nheads: i64) -> Result<()> {
-    check_dtype_of_q_or_fp32("sinks", d, q)?;
-    if !same_sizes(&d.sizes, &[nheads]) {
-        return Err(Error::value("sinks", shape(d), format!("shape (nheads,), here ({},)", number(nheads))));
-    }
-    check_device("sinks", d, q)
 }
 
 fn check_bias(d: &TensorDesc, q: &TensorDesc, full: [i64; 4]) -> Result<()> {

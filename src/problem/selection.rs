@@ -1,4 +1,5 @@
-//! Rules of a selection: the blocks of tokens that each query attends to.
+//! Rules of `kv_indices`, an option of `fwd_kvcache` and `fwd_mla`: lists of the blocks of `kv_block` tokens that each query attends to.
+//! cached.rs calls [`check`]; src/ops/kvcache/mod.rs checks the values if the call asks for it.
 
 use super::attention::{Attention, Queries};
 use super::checks::*;
@@ -7,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::limits::{KV_BLOCKS, MAX_SEQLEN};
 use crate::options::UNKNOWN;
 
-/// Checks `kv_indices`, `kv_block` and what does not go with them.
+/// Checks `kv_indices` and `kv_block`, and rejects options that do not go with them.
 pub fn check(o: &Options, q: &TensorDesc, [batch, seqlen_q, nheads_k]: [i64; 3], queries: Queries) -> Result<()> {
     let Some(d) = &o.kv_indices else {
         return match o.kv_block {
@@ -50,10 +51,6 @@ pub fn check(o: &Options, q: &TensorDesc, [batch, seqlen_q, nheads_k]: [i64; 3],
     Ok(())
 }
 
-/// Checks the numbers of the selected blocks, in any order of the dimensions.
-///
-/// # Errors
-/// `Value`, naming the argument.
 pub fn validate_kv_indices(a: &Attention, blocks: &[i32], kv_block: i64) -> Result<()> {
     let count = (a.seqlen_k + kv_block - 1) / kv_block;
     match blocks.iter().find(|&&block| !(-1..count).contains(&i64::from(block))) {

@@ -1,4 +1,5 @@
-//! Validation of `fwd_sparse_mla`: queries, caches of latents and the tokens that each query chose.
+//! Validation of `fwd_sparse_mla`: queries, caches of latents and the tokens that each query chose. A latent is one vector per token, which
+//! is key and value of all heads. src/ops/sparse.rs calls it.
 
 use super::attention::{Attention, Cache, CacheLayout, Keys, Queries, Window};
 use super::checks::*;
@@ -19,13 +20,10 @@ pub struct ChosenTokens<'a> {
     pub lengths: Option<&'a TensorDesc>,
 }
 
-/// Bytes of a row in fp8, by headdim: codes, scales and 64 columns of 16 bits.
+/// (headdim, bytes of a row in fp8): one-byte codes, scales (four of fp32, or eight bytes of exponents), and 64 columns of 16 bits.
 const FP8_ROWS: [(i64, i64); 2] = [(576, 512 + 4 * 4 + 64 * 2), (512, 448 + 8 + 64 * 2)];
 
-/// Checks a call. Returns its problem: each query is a sequence with the most tokens that it can choose.
-///
-/// # Errors
-/// `Value`, naming the argument.
+/// Checks a call. Returns its problem, in which each query is a batch entry, with as many keys as it has indices.
 pub fn validate_sparse(
     q: &TensorDesc,
     own: &ChosenTokens,
@@ -57,9 +55,7 @@ pub fn validate_sparse(
     if let Some(d) = sinks {
         check_dtype("sinks", d, DType::Float)?;
         check_device("sinks", d, q)?;
-        if !same_sizes(&d.sizes, &[nheads]) {
-            return Err(Error::value("sinks", shape(d), format!("shape (nheads,), here ({},)", number(nheads))));
-        }
+        check_length("sinks", d, nheads, "nheads")?;
     }
     // a symbolic size is negative
     let softmax_scale = softmax_scale.unwrap_or((headdim.max(1) as f64).powf(-0.5));
@@ -74,7 +70,7 @@ pub fn validate_sparse(
         nheads,
         nheads_k: 1,
         headdim,
-        headdim_v: LATENT_HEADDIMS[0],
+        headdim_v: LATENT_HEADDIMS[0], // the values of a latent
         dtype: q.dtype,
         queries: Queries::Dense,
         keys: Keys::Latents(cache),
@@ -91,7 +87,8 @@ fn given<'a>(tokens: &ChosenTokens<'a>, indices: &'static str, lengths: &'static
     tokens.indices.map(|d| (indices, d)).or(tokens.lengths.map(|d| (lengths, d)))
 }
 
-/// Checks a cache, its indices and their numbers, by the names of these arguments. Returns the format and the most tokens of a query.
+/// Checks a cache, its indices and lengths, whose arguments have these names. Returns the format and the most tokens of a query.
+/// `expected`: the format, if another cache decides it.
 fn check_tokens(
     [cache, indices, lengths]: [&str; 3],
     tokens: &ChosenTokens,
@@ -115,14 +112,11 @@ fn check_tokens(
     if let Some(d) = tokens.lengths {
         check_dtype(lengths, d, DType::Int32)?;
         check_device(lengths, d, q)?;
-        if !same_sizes(&d.sizes, &[q.sizes[0]]) {
-            return Err(Error::value(lengths, shape(d), format!("shape (total_q,), here ({},)", number(q.sizes[0]))));
-        }
+        check_length(lengths, d, q.sizes[0], "total_q")?;
     }
     Ok((format, topk))
 }
 
-/// Checks a cache and returns its format.
 fn check_cache(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<CacheFormat> {
     let &[pages, page_size, heads, columns] = &d.sizes[..] else {
         return Err(Error::value(name, rank(d), "rank 4, (pages, page_size, 1, columns)"));

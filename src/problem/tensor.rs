@@ -1,32 +1,21 @@
-//! Descriptions of tensors: what validation needs to know of them.
+//! Descriptions of tensors: what validation needs to know of them. src/tensor.rs makes them from tensors, tests write them.
 
 use smallvec::SmallVec;
 use std::fmt;
 
-/// Element types that operators know.
+/// Element types that operators know, as PyTorch names them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DType {
-    /// torch.float16
     Half,
-    /// torch.bfloat16
     BFloat16,
-    /// torch.float32
     Float,
-    /// torch.float64
     Double,
-    /// torch.int32
     Int32,
-    /// torch.int64
     Int64,
-    /// torch.bool
     Bool,
-    /// torch.int8
     Int8,
-    /// torch.uint8
     Uint8,
-    /// torch.float8_e5m2
     Float8E5m2,
-    /// torch.float8_e4m3fn
     Float8E4m3,
     /// A type that no argument takes, by name for the error message.
     Other(&'static str),
@@ -72,18 +61,15 @@ impl fmt::Display for Device {
     }
 }
 
-/// Sizes or strides. Room for five avoids allocations: arguments have at most four dimensions, and one packed qkv tensor, given by
-/// mistake, has five.
+/// Sizes or strides. Room for five avoids allocations: arguments have at most four dimensions, and a packed qkv, given by mistake, five.
 pub type Dims = SmallVec<[i64; 5]>;
 
 /// Describes a tensor. Sizes and strides may be [`crate::options::UNKNOWN`]: checks then skip what depends on them.
 #[derive(Clone, Debug)]
 pub struct TensorDesc {
-    /// Type of its elements.
     pub dtype: DType,
     /// Where it is; all tensors of a call share it.
     pub device: Device,
-    /// One size per dimension.
     pub sizes: Dims,
     /// One stride per dimension, in elements.
     pub strides: Dims,

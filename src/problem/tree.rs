@@ -1,4 +1,5 @@
-//! Rules of a tree mask: the draft tokens that each query of a speculative decoding step sees.
+//! Rules of `tree_mask`, an option of `fwd_kvcache` for speculative decoding. The last tokens of a sequence are draft tokens, guesses in a
+//! tree, and its queries are theirs. Bit j of a query's word says whether the query sees draft token j. cached.rs calls the rules.
 
 use super::attention::{Queries, Window};
 use super::checks::*;
@@ -6,19 +7,15 @@ use super::tensor::{DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::limits::MAX_DRAFT_TOKENS;
 
-/// Checks `tree_mask` and what does not go with it.
+/// Checks `tree_mask`, and rejects options that do not go with it.
 pub fn check(o: &Options, q: &TensorDesc, batch: i64, seqlen_q: i64, queries: Queries) -> Result<()> {
     let Some(d) = &o.tree_mask else { return Ok(()) };
     let (expected, what): (&[i64], _) = match queries {
         Queries::Dense => (&[batch, seqlen_q], "(batch, seqlen_q)"),
         Queries::Packed { total } => (&[total], "(total_q,), since cu_seqlens_q is given"),
     };
-    check_dtype("tree_mask", d, DType::Int64)?;
-    if !same_sizes(&d.sizes, expected) {
-        return Err(Error::value("tree_mask", shape(d), format!("shape {what}, here {}", listed(expected))));
-    }
+    check_tensor("tree_mask", d, DType::Int64, q, expected, what)?;
     check_contiguous_last("tree_mask", d)?;
-    check_device("tree_mask", d, q)?;
     let name = if queries == Queries::Dense { "q" } else { "max_seqlen_q" };
     if seqlen_q > MAX_DRAFT_TOKENS {
         let given = if name == "q" { format!("seqlen {seqlen_q}") } else { number(seqlen_q) };
@@ -34,7 +31,7 @@ pub fn check(o: &Options, q: &TensorDesc, batch: i64, seqlen_q: i64, queries: Qu
 }
 
 /// Returns the window of a call with a tree mask. The tree takes the place of the limit on the right: a query sees no draft token but those
-/// that its bits name, and every key before the draft tokens.
+/// that its bits name, and every key before the draft tokens that the left bound allows.
 pub fn window(window: Window) -> Window {
     Window { right: None, ..window }
 }

@@ -1,10 +1,12 @@
 // Appends new K and V to a KV cache, with optional rotary embedding and quantization, and writes a rotated copy of Q.
-// src/ops/kvcache/kernels.rs launches it. For all families.
+// src/ops/kvcache/kernels.rs launches it before the attention over the cache.
 //
-// Bound by memory, and in decoding by latency, so each token's work is spread over threads: two columns of a row per thread and
-// iteration. A row of a quantized cache has a scale, so a whole warp takes it.
-//
-// The kernel's row in src/kernels gives BLOCK_ROWS (tokens of a block), THREADS (of a block) and CACHE_FORMAT.
+// Grid: blocks of BLOCK_ROWS new tokens, KV heads, batch entries. A block has these tokens of K, of V and of the KV head's query
+// heads. Bound by memory, and in decoding by latency, so each token's work is spread over threads: a unit is a pair of columns (one
+// 32-bit word) of a row, and a thread takes one unit per iteration. In a quantized cache a warp takes a whole row of K or V
+// instead, because int8 and int4 rows need a scale from all of their columns. `row` is a token's number among the new ones; its
+// `position` is its row in the sequence's pages (index: which of these pages; a dense cache has one, its entry).
+// The kernel's row in src/kernels gives BLOCK_ROWS (tokens of a block), THREADS (of a block), KEY_FORMAT and VALUE_FORMAT.
 #pragma once
 
 #include "shared/append/quantize.cuh"
@@ -14,15 +16,16 @@
 
 namespace append {
 
-// Format of the cache's elements. (One kernel for all formats would not fit the instruction cache.)
-constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
-using FormatInfo = CacheFormatInfo<kFormat>;
-constexpr bool kQuantizes = kFormat != CacheFormat::Unquantized;
+// Formats of keys and of values (int8 and int4 in one cache). One kernel for all formats would not fit the instruction cache.
+constexpr CacheFormat kKeyFormat = CacheFormat::KEY_FORMAT, kValueFormat = CacheFormat::VALUE_FORMAT;
+constexpr bool kQuantizes = kKeyFormat != CacheFormat::Unquantized;
+constexpr bool kTokenScales = CacheFormatInfo<kKeyFormat>::kTokenScales;  // each row has a scale (int8, int4); fp8: the caller's
+static_assert(kTokenScales == CacheFormatInfo<kValueFormat>::kTokenScales, "a warp takes rows of K and V in the same way");
 
-// Columns that a thread has at a time.
-constexpr int kColumns = 2;
+constexpr int kColumns = 2;  // of a unit
 
-// Whether two columns of 16-bit elements at p can be accessed as a word; `left`: columns that exist, at least one.
+// is_word: whether the unit at p is an aligned word whose two columns exist. Else load and store access single columns. `left`:
+// columns that exist from p on, at least one.
 __device__ __forceinline__ bool is_word(const unsigned short* p, int left) {
     return left >= kColumns && reinterpret_cast<size_t>(p) % sizeof(unsigned) == 0;
 }
@@ -55,7 +58,7 @@ __device__ __forceinline__ float factor(const void* row, ElementType element, in
     return unpack2(x, element == ElementType::Bf16).x;
 }
 
-// Rotary embedding of the rows at one position.
+// Rotary embedding at one position: columns a and b of a pair become a * cos - b * sin and b * cos + a * sin.
 class Rotation {
     const AppendParams& p_;
     const char *cos_, *sin_;
@@ -66,28 +69,29 @@ public:
         : p_(p), cos_(row(p.rotary_cos, p.rotary_cos_stride, position)), sin_(row(p.rotary_sin, p.rotary_sin_stride, position)),
           exists_(position < p.rotary_rows) {}
 
-    // Returns columns `column` and column + 1 of a row, rotated; x: both columns. Computed in fp32, rounded once to the element
-    // type. rotary_dim is even. Positions past the cos and sin tables give NaN.
+    // Returns columns `column` and column + 1, rotated. x: both as they were. `row`: address of column 0. Computed in fp32, rounded
+    // once to the element type. rotary_dim and `column` are even. Positions past the cos and sin tables give NaN (0x7fc00000).
     template <ElementType Element>
     __device__ __forceinline__ unsigned apply(unsigned x, const unsigned short* row, int column) const {
         if (column >= p_.rotary_dim) return x;
         const int half = p_.rotary_dim / 2;
-        // The column that each is rotated with: interleaved, the other of the pair; else the same column of the other half.
+        // The pair's other column. Interleaved (GPT-J), pairs are neighbors: byte selector 0x1032 swaps the halves of x. Else
+        // (GPT-NeoX) a pair is one column of each half of rotary_dim.
         const auto partner = [&](int c) { return c < half ? c + half : c - half; };
         const unsigned other = p_.rotary_interleaved ? __byte_perm(x, 0, 0x1032)
                                                      : row[partner(column)] | static_cast<unsigned>(row[partner(column + 1)]) << 16;
-        const float2 own = to_floats<Element>(x), with = to_floats<Element>(other);
+        const float2 x_pair = to_floats<Element>(x), partner_pair = to_floats<Element>(other);
         float rotated[kColumns];
 #pragma unroll
         for (int i = 0; i < kColumns; i++) {
             const int c = column + i;
             const bool first = p_.rotary_interleaved ? i == 0 : c < half;
-            const int at = p_.rotary_interleaved ? c / 2 : c < half ? c : c - half;
-            const float cos = exists_ ? factor(cos_, p_.rotary_element, at) : __int_as_float(0x7fc00000);
-            const float sin = exists_ ? factor(sin_, p_.rotary_element, at) : __int_as_float(0x7fc00000);
+            const int angle = p_.rotary_interleaved ? c / 2 : c < half ? c : c - half;  // column of the tables
+            const float cos = exists_ ? factor(cos_, p_.rotary_element, angle) : __int_as_float(0x7fc00000);
+            const float sin = exists_ ? factor(sin_, p_.rotary_element, angle) : __int_as_float(0x7fc00000);
             // Each product and their sum are rounded, as in PyTorch.
-            const float product = __fmul_rn(i == 0 ? with.x : with.y, sin);
-            rotated[i] = __fadd_rn(__fmul_rn(i == 0 ? own.x : own.y, cos), first ? -product : product);
+            const float product = __fmul_rn(i == 0 ? partner_pair.x : partner_pair.y, sin);
+            rotated[i] = __fadd_rn(__fmul_rn(i == 0 ? x_pair.x : x_pair.y, cos), first ? -product : product);
         }
         return from_floats<Element>(rotated[0], rotated[1]);
     }
@@ -104,7 +108,7 @@ __device__ __forceinline__ const unsigned short* row_of(const Operand& x, int ba
     return x.ptr + batch * x.batch_stride + head * x.head_stride + row * x.row_stride;
 }
 
-// Reduces `low` and `high` to the minimum and maximum over a warp; NaN if one of the numbers is.
+// Reduces `low` and `high` to the minimum and maximum over a warp. (x != x is true for NaN: one in any lane gives NaN.)
 __device__ __forceinline__ void bounds_of_warp(float& low, float& high) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -114,18 +118,19 @@ __device__ __forceinline__ void bounds_of_warp(float& low, float& high) {
     }
 }
 
-// Pairs of columns of a lane: a row of up to 512 columns where it has a scale, else up to 256 columns at a time.
-constexpr int kPairs = FormatInfo::kTokenScales ? 8 : 4;
-// Writes columns of a row of a quantized cache, from `first` on. Lanes have columns 2 * (lane + 32 * i) of these and the next,
-// packed in x, because fp32 would take too many registers. All lanes of a warp call it together.
-template <ElementType Element>
+// Units that a lane holds: a warp's 8 * 32 cover the 512 columns that may share a scale. Else a warp takes 256 columns at a time.
+constexpr int kPairs = kTokenScales ? 8 : 4;
+// Writes 64 * kPairs columns of row `row` of page `page`, from `first` of `columns` on, and the row's scale. x[i] has columns first
+// + 2 * (lane + 32 * i) and the next, packed, because fp32 would take too many registers. Called by a whole warp.
+template <CacheFormat Format, ElementType Element>
 __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheScale& zero_points, const Operand& to, int batch,
                                           int head, int page, int row, int first, int columns, const unsigned (&x)[kPairs]) {
+    using Info = CacheFormatInfo<Format>;
     const int lane = threadIdx.x & 31;
     unsigned char* data = bytes_of_page(to, page, row, head);
-    RowScale of_row = {};
-    if constexpr (FormatInfo::kTokenScales) {
-        float low = __int_as_float(0x7f800000), high = __int_as_float(0xff800000);
+    RowScale quant = {};
+    if constexpr (Info::kTokenScales) {
+        float low = __int_as_float(0x7f800000), high = __int_as_float(0xff800000);  // infinity, -infinity
 #pragma unroll
         for (int i = 0; i < kPairs; i++) {
             const int column = first + kColumns * (lane + 32 * i);
@@ -139,23 +144,22 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
                 }
         }
         bounds_of_warp(low, high);
-        of_row = RowScale::of<kFormat>(low, high);
+        quant = RowScale::of<Format>(low, high);
         if (lane == 0) {
             const float nan = __int_as_float(0x7fc00000);
-            *scale_of_page(scales, page, row, head) = of_row.finite ? of_row.scale : nan;
-            if constexpr (FormatInfo::kZeroPoints)
-                *scale_of_page(zero_points, page, row, head) = of_row.finite ? of_row.zero_point : nan;
+            *scale_of_page(scales, page, row, head) = quant.finite ? quant.scale : nan;
+            if constexpr (Info::kZeroPoints) *scale_of_page(zero_points, page, row, head) = quant.finite ? quant.zero_point : nan;
         }
     } else {
-        of_row.scale = scale_of_sequence(scales, batch, head);
+        quant.scale = scale_of_sequence(scales, batch, head);
     }
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
         const int column = first + kColumns * (lane + 32 * i);
         if (column >= columns) continue;
         const float2 numbers = to_floats<Element>(x[i]);
-        const int codes[kColumns] = {of_row.code<kFormat>(numbers.x), of_row.code<kFormat>(numbers.y)};
-        if constexpr (FormatInfo::kColumns == 2) {
+        const int codes[kColumns] = {quant.code<Format>(numbers.x), quant.code<Format>(numbers.y)};
+        if constexpr (Info::kColumns == 2) {
             data[column / 2] = static_cast<unsigned char>(codes[0] | codes[1] << 4);
         } else {
             data[column] = static_cast<unsigned char>(codes[0]);
@@ -164,12 +168,12 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
     }
 }
 
-// Appends the block's rows of K and V to a quantized cache, one row per warp at a time.
+// Appends the block's rows of K and V to a quantized cache: new tokens `first` to first + new_rows - 1, one row per warp at a time.
 template <ElementType Element>
 __device__ __forceinline__ void append_quantized(const AppendParams& p, const CacheSeqlenInfo& sequence, int head_k, int batch,
                                                  int first, int new_rows) {
     const int lane = threadIdx.x & 31;
-    for (int i = threadIdx.x / 32; i < 2 * new_rows; i += THREADS / 32) {
+    for (int i = threadIdx.x / 32; i < 2 * new_rows; i += THREADS / 32) {  // i even: K, odd: V, of row i / 2
         const int row = first + i / 2, position = sequence.k_offset() + sequence.seqlen_k_cache() + row;
         const int index = position / p.cache.rows, page = page_of(p.cache, batch, index);
         if (!has_page(p.cache, page)) continue;
@@ -178,9 +182,9 @@ __device__ __forceinline__ void append_quantized(const AppendParams& p, const Ca
         const int columns = is_v ? p.problem.headdim_v : p.problem.headdim;
         const unsigned short* source = row_of(from, batch, head_k, sequence.knew_offset() + row);
         const CacheScale &scale = is_v ? p.scales.v : p.scales.k, &zero = is_v ? p.scales.v_zero_point : p.scales.k_zero_point;
-        const int at = position - index * p.cache.rows;
+        const int page_row = position - index * p.cache.rows;
 #pragma unroll 1
-        for (int first_column = 0; first_column < (FormatInfo::kTokenScales ? 1 : columns); first_column += 64 * kPairs) {
+        for (int first_column = 0; first_column < (kTokenScales ? 1 : columns); first_column += 64 * kPairs) {
             unsigned x[kPairs] = {};
 #pragma unroll
             for (int pair = 0; pair < kPairs; pair++) {
@@ -190,21 +194,24 @@ __device__ __forceinline__ void append_quantized(const AppendParams& p, const Ca
                 if (!is_v) word = Rotation(p, position).apply<Element>(word, source, column);
                 x[pair] = word;
             }
-            write_row<Element>(scale, zero, to, batch, head_k, page, at, first_column, columns, x);
+            if (kKeyFormat == kValueFormat || !is_v)
+                write_row<kKeyFormat, Element>(scale, zero, to, batch, head_k, page, page_row, first_column, columns, x);
+            else
+                write_row<kValueFormat, Element>(scale, zero, to, batch, head_k, page, page_row, first_column, columns, x);
         }
     }
 }
 
-// Runs the kernel, for one element type of k, v and q. A block has BLOCK_ROWS tokens of a KV head and its query heads.
+// Runs the kernel for one element type of k, v and q.
 template <ElementType Element>
 __device__ __forceinline__ void append(const AppendParams& p) {
     const Problem& problem = p.problem;
     const int head_k = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;
     const CacheSeqlenInfo sequence(problem, p.lengths, p.cache, batch);
-    const int group = p.rotary_dim > 0 ? problem.nheads / problem.nheads_k : 0;
+    const int group = p.rotary_dim > 0 ? problem.nheads / problem.nheads_k : 0;  // query heads of the KV head that are rotated
     const int seqlen_knew = sequence.valid() ? sequence.seqlen_knew() : 0;
     const int rows = min(max(seqlen_knew, group > 0 ? sequence.seqlen_q() : 0) - first, BLOCK_ROWS);
-    // Units of a row: pairs of columns of K, of V, and of Q for each query head.
+    // Units of a token: those of K, then of V, then of each query head. Past seqlen_knew a row has only Q; past seqlen_q, K and V.
     const int pairs = (problem.headdim + kColumns - 1) / kColumns, pairs_v = (problem.headdim_v + kColumns - 1) / kColumns;
     const int units = pairs + pairs_v + group * pairs;
     if constexpr (kQuantizes) append_quantized<Element>(p, sequence, head_k, batch, first, min(seqlen_knew - first, BLOCK_ROWS));
@@ -224,11 +231,13 @@ __device__ __forceinline__ void append(const AppendParams& p) {
             const unsigned short* place = row_of_page(to, page, position - index * p.cache.rows) + head_k * to.head_stride;
             store(const_cast<unsigned short*>(place) + column, x, columns - column);
         } else if (row < sequence.seqlen_q()) {
-            const int of_q = unit - pairs - pairs_v, head = head_k * group + of_q / pairs, column = of_q % pairs * kColumns;
+            const int unit_of_q = unit - pairs - pairs_v, head = head_k * group + unit_of_q / pairs;
+            const int column = unit_of_q % pairs * kColumns;
             const unsigned short* source = row_of(p.q, batch, head, sequence.q_offset() + row);
-            // NaN for an invalid sequence.
-            const int of_row = p.queries_have_positions ? position : position - row;
-            const unsigned x = Rotation(p, sequence.valid() ? of_row : p.rotary_rows)
+            const int q_position = p.queries_have_positions ? position : position - row;
+            // queries_have_positions: query i is at new token i's position, else all at the first's (without a mask, as in
+            // flash-attn). Position rotary_rows is past the tables: queries of an invalid sequence become NaN
+            const unsigned x = Rotation(p, sequence.valid() ? q_position : p.rotary_rows)
                                    .apply<Element>(load(source + column, problem.headdim - column), source, column);
             const Output& to = p.rotated_q;
             unsigned short* place =

@@ -1,5 +1,8 @@
-// Quantizes rows for int8, int4 and fp8 KV caches: fp32 numbers to codes, scales and zero points. Used by append.cuh. Bitwise
-// identical to python/volta_fa/kv_cache/formats.py.
+// Quantizes rows (K or V of one token and head) for int8, int4 and fp8 KV caches: fp32 numbers to codes, scales and zero points.
+// Used by append.cuh. Bitwise identical to python/volta_fa/kv_cache/formats.py.
+//
+// A code stands for scale * code (int8: codes -127 to 127; fp8) or scale * (code - zero_point) (int4: codes 0 to 15). int8 and int4
+// rows get a scale from their own numbers; fp8 rows get the caller's. kMaxCode is a format's largest code, of fp8 as a number.
 #pragma once
 
 #include "quantized.cuh"
@@ -13,22 +16,22 @@ __device__ __forceinline__ unsigned fp8_code(float x, float scale) {
     const unsigned sign = __float_as_uint(y) >> 24 & 0x80;
     if (y != y) return sign | 0x7f;  // NaN in e4m3 and in e5m2
     y = fminf(fabsf(y), CacheFormatInfo<Format>::kMaxCode);
-    // Exponent of the last place; below the smallest exponent (subnormals), that of the smallest.
+    // y's exponent; that of the smallest normal number for subnormals, which have the same unit in the last place (`ulp`).
     const int exponent = max(static_cast<int>(__float_as_uint(y) >> 23) - 127, kLeastExponent);
-    const float unit = __uint_as_float((exponent - kMantissa + 127) << 23),
+    const float ulp = __uint_as_float((exponent - kMantissa + 127) << 23),
                 inverse = __uint_as_float((kMantissa - exponent + 127) << 23);
-    y = rintf(y * inverse) * unit;
+    y = rintf(y * inverse) * ulp;
     const int rounded = static_cast<int>(__float_as_uint(y) >> 23) - 127;
-    if (rounded < kLeastExponent) return sign | static_cast<unsigned>(y * inverse);
+    if (rounded < kLeastExponent) return sign | static_cast<unsigned>(y * inverse);  // subnormal: the mantissa is y in ulps
     return sign | (rounded + kBias) << kMantissa | (__float_as_uint(y) >> (23 - kMantissa) & ((1 << kMantissa) - 1));
 }
 
-// Scale and zero point of a row, from its smallest and largest number, or given. `origin`: the number of code 0. `finite`: whether
-// all numbers are finite.
+// Scale and zero point of a row; fp8 has the scale alone. `origin`: what code 0 stands for. `finite`: whether all numbers are.
 struct RowScale {
     float scale, zero_point, origin;
     bool finite;
 
+    // Computes them from the row's smallest and largest number (int8 and int4).
     template <CacheFormat Format>
     __device__ __forceinline__ static RowScale of(float low, float high) {
         using Info = CacheFormatInfo<Format>;
@@ -36,6 +39,7 @@ struct RowScale {
         r.finite = fabsf(low) <= 3.402823466e38f && fabsf(high) <= 3.402823466e38f;  // fp32's largest
         if constexpr (Info::kZeroPoints) {
             const float spread = __fdiv_rn(high - low, Info::kMaxCode);
+            // a row of equal numbers: code 0 and the zero point 1 or -1 give exactly this number
             r.scale = spread == 0.f ? fabsf(low) : spread;
             r.zero_point = r.scale == 0.f ? 0.f : __fdiv_rn(-low, r.scale);
             r.origin = low;
@@ -45,7 +49,7 @@ struct RowScale {
         }
         return r;
     }
-    // Returns the code of a number of the row; with a scale of the row 0 if the row is not finite.
+    // Returns the code of a number of the row. Rows of int8 and int4 that are not finite have codes 0 and a NaN scale (append.cuh).
     template <CacheFormat Format>
     __device__ __forceinline__ int code(float x) const {
         using Info = CacheFormatInfo<Format>;

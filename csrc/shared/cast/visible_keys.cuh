@@ -1,5 +1,5 @@
-// Which keys any query sees. The cast kernel leaves the others out of the largest magnitude of keys and values, from which the
-// powers of two come that make them fp16.
+// Tests whether any query sees a key, under causal and window masks, block lists and a bias. Used by the cast kernel (cast.cuh),
+// which chooses the power of two for fp16 keys and values from the largest magnitude, without keys that no query sees.
 #pragma once
 
 #include "block_lists.cuh"
@@ -8,12 +8,12 @@
 
 namespace cast {
 
-// A bias up to this hides a key: fp32 holds nothing of a score beside it, unless the score is as large.
+// A bias of at most this value hides a key, as -inf does: in fp32, bias + score is the bias, unless the score is as large.
 constexpr float kHidingBias = -1e30f;
 
 // The keys that the query heads [head, end_head) of one sequence see.
 class VisibleKeys {
-    static constexpr int kRowLanes = 8;  // lanes that share a key: each looks at every eighth query
+    static constexpr int kRowLanes = 8;  // lanes that share a key: each tests every eighth query
 
     const CastParams& p_;
     Mask mask_;
@@ -25,9 +25,11 @@ class VisibleKeys {
         if (o.bias_is_fp32) return __ldg(reinterpret_cast<const float*>(o.bias) + at);
         return to_float2(__ldg(o.bias + at)).x;
     }
+    // Results of find_tile() but bit tiles: the block is not in the list (hidden), or full (hidden by other masks alone).
     enum NoTile : int { kAbsent = -2, kFull = -1 };
-    // Returns the bit tile of a row block's block of columns that holds a key, or what it is without one. Lists are not those of
-    // the launch, so entries count from the call's first.
+    // Returns the number of the bit tile (a bit for each score of a partial block) of row block `row_block` and the column block
+    // that holds `key`. A list has the two counts, its first tile's number, then its partial blocks and its full ones
+    // (block_lists.cuh). Lists are of the whole call, so the batch index counts from the call's first entry.
     __device__ __forceinline__ int find_tile(int head, int row_block, int key) const {
         if (!p_.blocks.lists) return kFull;
         const int* list = HeadLists(p_.blocks, p_.lengths.first_batch + batch_, head).of(p_.blocks, row_block);
@@ -38,6 +40,7 @@ class VisibleKeys {
         }
         return kAbsent;
     }
+    // Returns whether the block mask lets query `row` see `key`. Tiles outside the tensor of bits have zeros.
     __device__ __forceinline__ bool has_bit(int tile, int row, int key) const {
         if (tile == kFull) return true;
         if (static_cast<unsigned>(tile) >= static_cast<unsigned>(p_.blocks.tiles)) return false;
@@ -49,20 +52,21 @@ public:
         : p_(p), mask_(p.problem, sequence.seqlen_q(), sequence.seqlen_k()), batch_(batch), head_(head), end_head_(end_head),
           lane_(threadIdx.x % kRowLanes) {}
 
-    // Returns whether a query sees `key`. A warp calls it together, with one key for each kRowLanes lanes; where `exists` is false,
-    // the result is false. Looks at the eight queries up to the key's position first, which see it under most masks, then at all
-    // queries from the last one down.
+    // Returns whether any query sees `key`; false, without a test, unless `exists`. A warp calls it together, with one key for each
+    // kRowLanes (8) lanes. Tests the eight queries up to the key's position first, where most masks let one see it, then all, eight
+    // at a time, from the last down.
     __device__ __forceinline__ bool contains(int key, bool exists) const {
         const ScoreOptions& o = p_.score_options;
         const bool has_lists = p_.blocks.lists;
         const int last = mask_.row_end(key, 1) - 1;
-        // where all queries share a mask, the last one stands for them, and so does the first head
+        // Queries that may see the key. Without lists, and without a bias of each query, the last one decides: causal mask and
+        // window let it see the key if any does. Likewise the first head, without a bias of each head.
         const int first = has_lists || (o.bias && o.bias_row_stride) ? mask_.row_first(key) : max(mask_.row_first(key), last);
         const int end_head = has_lists || (o.bias && o.bias_head_stride) ? end_head_ : head_ + 1;
-        const int position = min(key - (mask_.seqlen_k - mask_.seqlen_q), last);
+        const int position = min(key - (mask_.seqlen_k - mask_.seqlen_q), last);  // query at the key's position: the ends align
         bool found = false;
         for (int head = head_; head < end_head; head++) {
-            int row_block = -1, tile = kFull;
+            int row_block = -1, tile = kFull;  // of the lane's latest query
             int row = position - lane_, next = last - lane_;
             do {
                 bool sees = exists && !found && row >= first && row <= last;
@@ -71,9 +75,9 @@ public:
                     tile = find_tile(head, row_block, key);
                 }
                 sees = sees && tile != kAbsent && has_bit(tile, row, key) && !(o.bias && bias(head, row, key) <= kHidingBias);
-                const unsigned of_key = ((1u << kRowLanes) - 1) << (threadIdx.x % 32 / kRowLanes * kRowLanes);
+                const unsigned key_lanes = ((1u << kRowLanes) - 1) << (threadIdx.x % 32 / kRowLanes * kRowLanes);
                 const unsigned votes = __ballot_sync(~0u, sees);  // by all lanes, also those that have found one
-                found = found || (votes & of_key);
+                found = found || (votes & key_lanes);
                 row = next;
                 next -= kRowLanes;
             } while (__any_sync(~0u, exists && !found && row + lane_ >= first));  // row + lane_: the latest of the eight

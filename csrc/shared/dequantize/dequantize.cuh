@@ -1,11 +1,10 @@
-// Converts the tokens of a quantized KV cache to contiguous fp16 or bf16 rows, for kernels that read no quantized cache
-// (prefill with many query rows). Only tokens that some query sees. src/ops/kvcache/kernels.rs launches it. For all
-// families.
+// Converts a quantized KV cache to contiguous fp16 or bf16 rows, for forward kernels (prefill with many query rows), which read no
+// quantized cache. Converts only tokens that some query sees. src/ops/kvcache/kernels.rs launches it.
 //
-// Bound by memory. A block has BLOCK_ROWS tokens of a KV head; a thread converts eight columns of a row of K or V at a time, 16
-// bytes of output. Computed in fp32 and rounded once, bitwise identical to python/volta_fa/kv_cache/formats.py.
-//
-// The kernel's row in src/kernels gives BLOCK_ROWS and THREADS (of a block), and STEP (the longest step of attention kernels).
+// Bound by memory. Grid: blocks of BLOCK_ROWS tokens, KV heads, batch entries. A unit is eight columns of a token's row of K or V:
+// 16 bytes of output, which a thread converts at a time. Computed in fp32 and rounded once, bitwise identical to
+// python/volta_fa/kv_cache/formats.py.
+// The kernel's row in src/kernels gives BLOCK_ROWS, THREADS (of a block), and STEP, the most keys of a forward kernel's step.
 #pragma once
 
 #include "cache.cuh"
@@ -15,10 +14,9 @@
 
 namespace dequantize {
 
-// Columns that a thread has at a time.
-constexpr int kColumns = 8;
+constexpr int kColumns = 8;  // of a unit
 
-// Loads the codes of eight columns, or of the `left` bytes that exist, from p on: in column order from the lowest bits.
+// Loads the codes of eight columns, Bytes bytes from p on, in column order from the lowest bits; 0 past `left` bytes.
 template <int Bytes>
 __device__ __forceinline__ uint2 load(const unsigned char* p, int left) {
     uint2 x = make_uint2(0, 0);
@@ -45,8 +43,9 @@ __device__ __forceinline__ void store(unsigned short* p, const uint4& x, int lef
         if (i < left) p[i] = static_cast<unsigned short>(words[i / 2] >> i % 2 * 16);
 }
 
-// Converts eight columns of a row of K or V, from `column` on. ::Element decodes the codes of a format (quantized.cuh); the
-// parameter Element is the type of the output.
+// Converts eight of the `columns` columns of row `row` of page `page` of K or V, from `column` on: (code - zero point) * scale.
+// fp8 has a scale for each sequence and head, others for each row. ::Element decodes the codes of a format (quantized.cuh); the
+// template parameter Element is the output's type.
 template <CacheFormat Format, ElementType Element>
 __device__ __forceinline__ uint4 dequantize8(const DequantizeParams& p, bool is_v, int batch, int head, int page, int row,
                                              int column, int columns) {
@@ -70,16 +69,16 @@ __device__ __forceinline__ uint4 dequantize8(const DequantizeParams& p, bool is_
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
 }
 
+// Runs the kernel for one format and output type. Lengths and pages are unvalidated: missing pages give zeros, bad lengths no rows.
 template <CacheFormat Format, ElementType Element>
 __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
     const Problem& problem = p.problem;
     const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;
     const CacheSeqlenInfo sequence(problem, p.lengths, p.cache, batch);
     const int seqlen_q = sequence.seqlen_q(), end = min(sequence.seqlen_k(), problem.seqlen_k);
-    // First token that some query sees. Up to STEP tokens before it become zeros: attention kernels, whose steps are not longer,
-    // load and mask them.
+    // `seen`: first token that some query sees. STEP tokens before it become zeros: forward kernels may load and mask them.
     const int seen = seqlen_q > 0 ? min(max(end - seqlen_q - problem.window_left, 0), end) : end;
-    // bf16 output is scanned for its maximum (cast.cuh, for src/ops/scaled.rs), so all of it is written.
+    // The cast kernel scans bf16 output for its largest magnitude (cast.cuh), so all of it is written.
     const int begin = max(first, Element == ElementType::Bf16 ? 0 : seen - STEP);
     // Writes the sequence's length for the attention kernel; -1, which makes its output NaN, if lengths or pages are invalid.
     if (p.seqlens_k_out && first == 0 && head == 0) {
@@ -98,7 +97,7 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
         const int column = (is_v ? unit - units_k : unit) * kColumns, columns = is_v ? problem.headdim_v : problem.headdim;
         uint4 x = make_uint4(0, 0, 0, 0);
         if (row >= seen) {
-            const int position = sequence.k_offset() + row, index = position / p.cache.rows;
+            const int position = sequence.k_offset() + row, index = position / p.cache.rows;  // k_offset: 0 if paged
             const int page = page_of(p.cache, batch, index);
             if (has_page(p.cache, page))
                 x = dequantize8<Format, Element>(p, is_v, batch, head, page, position - index * p.cache.rows, column, columns);

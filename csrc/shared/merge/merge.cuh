@@ -1,9 +1,10 @@
-// Merges two attention results over disjoint sets of keys, by their log-sum-exps (cascade and ring attention). src/ops/merge.rs
-// has the formula. For all families.
+// The kernel of volta_fa::merge_attention_states (src/ops/merge.rs launches it): merges attention outputs a
+// and b over disjoint sets of keys (cascade and ring attention). Each is weighted by its share of the sums of exponentials:
 //
-// Bound by memory: reads both results once. A thread takes eight columns of a row at a time. In place, out is out_a: only the
-// thread that writes an element reads it.
+//   out = (exp(lse_a) * out_a + exp(lse_b) * out_b) / (exp(lse_a) + exp(lse_b)),  lse = log(exp(lse_a) + exp(lse_b))
 //
+// Bound by memory: reads both outputs once. Grid: blocks of BLOCK_ROWS queries, heads, batch entries. A thread takes eight columns
+// of a row at a time. out may be out_a, and lse may be lse_a: only the thread that writes an element reads it.
 // The kernel's row in src/kernels gives BLOCK_ROWS (rows of a block) and THREADS (of a block).
 #pragma once
 
@@ -13,10 +14,9 @@
 
 namespace merge {
 
-// Columns that a thread has at a time.
-constexpr int kColumns = 8;
+constexpr int kColumns = 8;  // that a thread has at a time
 
-// Loads eight elements of a row as floats.
+// Loads eight elements of a row as floats; store() rounds them back.
 template <ElementType Element>
 __device__ __forceinline__ void load(const char* from, float (&x)[kColumns]) {
     const uint4* words = reinterpret_cast<const uint4*>(from);
@@ -49,7 +49,7 @@ __device__ __forceinline__ void store(char* to, const float (&x)[kColumns]) {
     }
 }
 
-// Returns log(sum of exponentials) of a result. lse = +inf marks a row that saw no key, whose sum is 0.
+// Returns log(sum of exponentials) of one row. As in flash-attn, softmax_lse is +inf for a row without keys, whose sum is 0.
 __device__ __forceinline__ float log_sum(float lse) { return lse == positive_infinity() ? negative_infinity() : lse; }
 
 // Returns log(sum of exponentials) of both results together.
@@ -66,7 +66,7 @@ __device__ __forceinline__ long long first_element(const Tensor& x, int batch, i
 }
 
 template <ElementType Element>
-constexpr int kBytes = Element == ElementType::Float ? 4 : 2;
+constexpr int kBytes = Element == ElementType::Float ? 4 : 2;  // of an element
 
 // Merges the block's BLOCK_ROWS rows of one head. Element: type of out_a and out. Part: type of out_b.
 template <ElementType Element, ElementType Part>
@@ -81,12 +81,12 @@ __device__ __forceinline__ void merge_rows(const MergeParams& p) {
     char* out = reinterpret_cast<char*>(p.out.ptr) + first_element(p.out, batch, head) * kBytes<Element>;
     const long long entry = static_cast<long long>(batch) * p.nheads + head;
 
-    // In place, lse is lse_a: one thread reads and writes a row's, before others need the weights.
+    // One thread reads and writes a row's lse, and leaves the weights to the others. lse_a and lse may be rows of a larger tensor.
     for (int i = threadIdx.x; i < rows; i += THREADS) {
         const long long at = entry * p.lse_stride + first + i;
         const float sum_a = log_sum(p.lse_a[at]), sum_b = log_sum(p.lse_b[entry * p.seqlen_q + first + i]);
         const float joint = joint_log_sum(sum_a, sum_b);
-        // From the difference: the rounding of `joint` would affect both weights.
+        // exp(sum_a - joint), but from the difference of the sums: the rounding of `joint` would affect both weights
         weights_a[i] = sum_a == negative_infinity() ? 0.f : 1.f / (1.f + expf(sum_b - sum_a));
         weights_b[i] = sum_b == negative_infinity() ? 0.f : 1.f / (1.f + expf(sum_a - sum_b));
         p.lse[at] = joint == negative_infinity() ? positive_infinity() : joint;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void merge_rows(const MergeParams& p) {
         float a[kColumns], b[kColumns], merged[kColumns];
         load<Element>(out_a + ((first + row) * p.out_a.row_stride + column) * kBytes<Element>, a);
         load<Part>(out_b + ((first + row) * p.out_b.row_stride + column) * kBytes<Part>, b);
-        // Not 0 * x, because x may be infinite or NaN where a result has no weight.
+        // not 0 * x, because x may be infinite or NaN in a row without keys
 #pragma unroll
         for (int c = 0; c < kColumns; c++)
             merged[c] = (weight_a == 0.f ? 0.f : weight_a * a[c]) + (weight_b == 0.f ? 0.f : weight_b * b[c]);

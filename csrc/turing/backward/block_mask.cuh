@@ -1,5 +1,6 @@
-// Block-sparse masks in the turing backward kernels (backward/block_mask.cuh says which lists they walk). A list names blocks of
-// columns; a partial block has a tile of bits, one for each score (block_lists.cuh).
+// Block-sparse masks in the turing backward kernels. A list names the blocks of 64 columns that 128 rows have scores in; a partial
+// block has a tile of bits, one for each score (block_lists.cuh). In main kernels rows are keys and columns queries, in dq kernels
+// the reverse.
 #pragma once
 
 #include "backward/block_mask.cuh"
@@ -8,8 +9,8 @@
 namespace turing {
 
 // Bits of a warp's Rows rows (of the product, and of the list) in a step of at most 32 columns. A lane holds those of one row, bit
-// 0 for the first column. Loads run one step ahead, because nothing else hides their latency, and leave the word as it is: shifting
-// it would wait for it.
+// 0 for the first column. Loads run one step ahead to hide their latency, and leave the word as it is: shifting it would wait.
+// Layout (fragments.cuh): a lane's element v of a score tile is at its first row and column plus the slots of v.
 template <class Layout, int Rows>
 class StepBits {
     static_assert(Rows <= 32, "a word a lane");
@@ -34,8 +35,8 @@ class StepBits {
     }
 
 public:
-    // Loads the bits of the step that comes `steps` after this one, if it has some. `row`: the warp's first, counted as the list's
-    // rows are.
+    // Loads the bits of the step `steps` after this one, if its block is partial. `columns`: the iterator over steps. `row`: the
+    // warp's first, in the sequence. (remat_thread(): threadIdx.x, read again to hold no register.)
     template <class Blocks, class Steps>
     __device__ __forceinline__ void load(const Blocks& blocks, const Steps& columns, int row, int steps) {
         if (!columns.has_bits_after(steps)) return;
@@ -48,8 +49,8 @@ public:
                     bits_of(lists, tile, list_row, columns.column_in_tile(steps)));
         loaded_ = word;
     }
-    // Clears the bits of what lengths, causal mask or window hide in this step. A full block's bits are all set before. So
-    // masks and bits share the code that hides scores. `row`: the warp's first.
+    // Takes this step's bits, or all bits in a full block, and keeps of them bits `first` to `last`, which lengths, causal mask and
+    // window do not hide. So masks and bits share the code that hides scores. `row`: the warp's first.
     template <class Steps>
     __device__ __forceinline__ void combine(const Steps& columns, const Mask& mask, int row) {
         const int i = row + static_cast<int>(remat_thread() % Rows);
@@ -79,12 +80,13 @@ public:
     }
 };
 
-// A block visits the steps of its list.
+// Template argument Blocks of the kernels: a thread block visits the steps of its list.
 struct ListedBlocks : ::ListedBlocks {
     template <class Layout, int Rows>
     using Bits = StepBits<Layout, Rows>;
     __device__ __forceinline__ explicit ListedBlocks(const BlockLists& lists) : ::ListedBlocks(lists) {}
-    // As in the base, with a look at two steps later.
+    // The steps of the list that has row `row`; ListedSteps<Step, 2> also tells the columns of the next two. `columns`: of the
+    // sequence. Unnamed: the range of columns that masks leave, which the list replaces.
     template <int Step>
     __device__ __forceinline__ ListedSteps<Step, 2> steps(const BwdParams& p, int head, int row, int, int, int columns) const {
         return ListedSteps<Step, 2>(lists(), of_head(p, head).of(lists(), row / kListedRows), columns);

@@ -1,15 +1,13 @@
-// dQ kernel of the turing backward pass without atomics. The main kernel (Mode kSeparate) computes dK and dV only; this one
-// computes dQ. A block owns queries and visits the keys that they see, a step at a time:
+// dQ kernel of the turing backward pass without atomics, up to headdim 128 (dq_warp_specialized.cuh: above). The main kernel then
+// computes dK and dV only (DqMode::kSeparate). A block owns queries and visits the keys that they see, a step at a time:
 //
 //   S = Q K^T      P = exp(scale * S - lse)      dP = dO V^T      dS = P * (dP - delta)      dQ += dS K
 //
 // So S and dP are computed twice, and dQ is a sum in a fixed order: deterministic. A warp has Q, dO and dQ of its queries in
 // registers. Accumulators of S have the layout of operand A, so dS needs no shared memory, which has two tiles of K and of V.
 //
-// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
-//
 // A Shape S (shape.cuh) has sizes: kStep step rows, kChunks chunks of eight columns, kRowBytes of a row, and kSlotBytes of a slot
-// (K, and kStepTile after it V).
+// (K, and kStepTile after it V). SHARED_BYTES, of a block, comes from the kernel's row in src/kernels.
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -22,7 +20,7 @@
 namespace turing {
 
 // The kernel. BlockRows: queries of a block. Step: keys of a step. Blocks: DenseBlocks, or ListedBlocks under a block-sparse mask.
-// With kListed, lists name the keys that a block of queries visits.
+// With kListed, lists name the keys that a block of queries visits, and their bits say which scores exist.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDq {
     // No own rows and no tiles between warps lie in shared memory; K and V of a step have two slots.
@@ -31,7 +29,8 @@ struct BackwardDq {
     static constexpr int kWarpRows = BlockRows / S::kWarps, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
     static_assert(kWarpRows % 16 == 0, "a warp has whole tiles of 16 rows");
     static constexpr int kPairs = S::kChunks / 2;
-    // Pairs of chunks between __syncwarp(): ptxas would load operands ahead into all registers, and spill others for them.
+    // Pairs of chunks between __syncwarp(): ptxas would load operands ahead into all registers, and spill others for them. Headdims
+    // up to 128 need none, and 192 and 256 take dq_warp_specialized.cuh.
     static constexpr int kPairsAtOnce = Headdim > 128 ? 2 : kPairs;
     using Layout = QueriesLayout;
     using Scores = Accumulator[kColumnTiles][kRowTiles];
@@ -39,16 +38,15 @@ struct BackwardDq {
     using LaneRows = float[kRowTiles][Layout::kRows];
     using Bits = typename Blocks::template Bits<Layout, kWarpRows>;
 
-    // Under a causal mask the last queries see the most keys, so they start first.
+    // Under a causal mask the last queries see the most keys, so they start first. remat_*: reads blockIdx again.
     static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - remat_block_x()) * BlockRows; }
     // First row of the warp. Listed blocks pass their own first row, which takes loads to find.
     static __device__ __forceinline__ int remat_warp_row(int first_row) {
         return (Blocks::kListed ? first_row : block_row()) + remat_thread() / 32 * kWarpRows;
     }
 
-    // Returns x, which all lanes agree on. Lists come from memory, so without a vote the compiler must not use uniform registers
-    // for addresses: at headdim 64 that took 9% longer. Kernels with more products a step, or all features, gain nothing or lose by
-    // it.
+    // Returns x, which all lanes agree on. Lists come from memory, so without a vote (kVotes) the compiler must not use uniform
+    // registers for addresses: at headdim 64 that took 9% longer. Kernels with more products a step, or all features, gain nothing.
     static constexpr bool kVotes = !kHasScoreFeatures && Headdim <= 64;
     static __device__ __forceinline__ bool agreed(bool x) { return kVotes ? __any_sync(~0u, x) : x; }
     // The slot of the step that comes `steps` after the one at `key`.
@@ -60,8 +58,8 @@ struct BackwardDq {
             return S::slot(key + steps * S::kStep);
     }
 
-    // Generic kernels: computes dS from S and dP, in a rolled loop over tiles (backward/modifiers.cuh). `row` and `key`:
-    // first of the warp. neg_lse (log2 units) and neg_delta are those of the lane's rows.
+    // Generic kernels (features chosen by parameters): computes dS from S and dP, in a rolled loop over tiles. `row` and `key`:
+    // first of the warp and of the step. neg_lse (log2 units) and neg_delta are those of the lane's rows.
     static __device__ __forceinline__ void generic_score_gradients(PackedScores& ds, Scores& s, Scores& dp, const BwdParams& p,
                                                                    int row, int key, const LaneRows& neg_lse,
                                                                    const LaneRows& neg_delta, bool masked, const Bits& bits) {
@@ -127,16 +125,18 @@ struct BackwardDq {
         if (kVarlen && first_row >= sequence.seqlen_q()) return;
         const KeyRange<BlockRows, S::kStep> range(mask_of(p.problem, sequence), first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
-        const int first_key = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0,
+        // the sequence's first key in the tensors
+        const int key_origin = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0,
                   seqlen_k = sequence.seqlen_k();
 
-        OperandA q[kRowTiles][S::kChunks], dout[kRowTiles][S::kChunks];
+        OperandA q[kRowTiles][S::kChunks], dout[kRowTiles][S::kChunks];  // sign_flip is Q's; dO keeps its signs (0)
         load_own_fragments(q, p.q, rows_of(p.q, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(first_row),
                            sequence.seqlen_q(), p.problem.headdim, p.problem.sign_flip, query_of_lane);
         load_own_fragments(dout, p.dout, rows_of(p.dout, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(first_row),
                            sequence.seqlen_q(), p.problem.headdim_v, 0, query_of_lane);
 
-        // Rows past the arrays are like rows past seqlen_q.
+        // Row statistics. Memory has -lse / scale, so that a product with scale_log2 is -lse in log2 units. Rows past its arrays
+        // are like rows past seqlen_q: P = exp(-inf) = 0.
         LaneRows neg_lse, neg_delta;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)
@@ -146,8 +146,8 @@ struct BackwardDq {
                 const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
                 const float* stats = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
                 const bool exists = row < rounded_rows<RowStats>(p, sequence);
-                neg_lse[m][r] = exists ? stats[RowStats::kLseAt] * p.problem.scale_log2 : negative_infinity();
-                neg_delta[m][r] = exists ? stats[RowStats::kDeltaAt] : 0.f;
+                neg_lse[m][r] = exists ? stats[RowStats::kNegLseAt] * p.problem.scale_log2 : negative_infinity();
+                neg_delta[m][r] = exists ? stats[RowStats::kNegDeltaAt] : 0.f;
             }
 
         Accumulator dq[kRowTiles][S::kChunks];
@@ -162,9 +162,9 @@ struct BackwardDq {
             tiles.store(shared);
             tiles.load(p, p.k, p.v, key_head, keys.after(1), seqlen_k - keys.after(1));
         } else {
-            tiles.load(p, p.k, p.v, key_head, first_key + range.first, seqlen_k - range.first);
+            tiles.load(p, p.k, p.v, key_head, key_origin + range.first, seqlen_k - range.first);
             tiles.store(shared + S::slot(range.first) * S::kSlotBytes);
-            tiles.load(p, p.k, p.v, key_head, first_key + range.first + S::kStep, seqlen_k - range.first - S::kStep);
+            tiles.load(p, p.k, p.v, key_head, key_origin + range.first + S::kStep, seqlen_k - range.first - S::kStep);
         }
 
 #pragma unroll 1
@@ -178,7 +178,7 @@ struct BackwardDq {
             clear_tiles(s);
             clear_tiles(dp);
             {
-                // the lane's address of K as operand B of Q K^T; keys_by_rows: as operand B of dS K
+                // the lane's address of K as operand B of Q K^T; V as that of dO V^T lies kStepTile after it
                 const u32 step = keys_by_chunks<S>(tile, remat_thread() % 32);
 #pragma unroll
                 for (int c = 0; c < kPairs; c++) {
@@ -230,7 +230,7 @@ struct BackwardDq {
                 tiles.load(p, p.k, p.v, key_head, keys.after(2), seqlen_k - keys.after(2));
                 bits.load(blocks, keys, remat_warp_row(first_row), 1);
             } else {
-                tiles.load(p, p.k, p.v, key_head, first_key + key + 2 * S::kStep, seqlen_k - key - 2 * S::kStep);
+                tiles.load(p, p.k, p.v, key_head, key_origin + key + 2 * S::kStep, seqlen_k - key - 2 * S::kStep);
             }
             {
                 const u32 step = keys_by_rows<S>(tile, remat_thread() % 32);
@@ -242,7 +242,7 @@ struct BackwardDq {
             }
         }
 
-        // Queries that see no key get 0.
+        // Queries that see no key get 0. A negative softmax_scale flipped the signs of Q but not of K, so the factor has its sign.
         const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
         write_gradient(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_y(), end.q_offset()), p.signed_scale,
                        remat_warp_row(first_row), end.seqlen_q(), p.problem.headdim, query_of_lane);

@@ -1,7 +1,6 @@
-// dQ += dS K in the main kernels of turing: the product that all warps of a block share. The result is added to the fp32
-// accumulator by atomics, or stored as dq (fused kernel).
-//
-// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// dQ += dS K in the main kernels of turing, which own keys: the product that all warps of a block share. The result is added to
+// dq's fp32 accumulator by atomics, or stored as dq by the fused kernel, whose block has all keys. A Shape S (shape.cuh) gives
+// sizes. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "turing/backward/dq_accumulator.cuh"
@@ -9,40 +8,41 @@
 
 namespace turing {
 
-// dQ of a step is kStep queries x headdim. A warp computes kPairs pairs of column tiles (16 queries x 16 columns each), over
-// all keys of the block. Where pairs do not divide evenly among warps but half pairs would, over half of the keys.
+// dQ of a step is kStep queries x headdim. A warp computes kPairs pairs of column tiles (16 queries x 16 columns each), over all
+// keys of the block. Where pairs do not divide evenly among warps but half pairs would, over half of the keys.
 template <class S>
 struct DqProduct {
-    static constexpr int kAllPairs = S::kChunks / 2;
+    static constexpr int kAllPairs = S::kChunks / 2;  // of 16 queries
     static constexpr int kTileWarps = S::kWarps / (S::kStep / 16);  // warps that share 16 queries
     static constexpr int kKeyParts = kAllPairs % kTileWarps != 0 && 2 * kAllPairs % kTileWarps == 0 ? 2 : 1;
     static constexpr int kColumnWarps = kTileWarps / kKeyParts;  // distance between the pairs of a warp
-    static constexpr int kPairs = (kAllPairs + kColumnWarps - 1) / kColumnWarps;
-    static constexpr int kKeys = S::kRows / kKeyParts;
+    static constexpr int kPairs = (kAllPairs + kColumnWarps - 1) / kColumnWarps;  // of a warp; j numbers them below
+    static constexpr int kKeys = S::kRows / kKeyParts;  // of the block, over which a warp sums
 
     static __device__ __forceinline__ u32 query_tile(u32 warp) { return warp / kTileWarps; }
     static __device__ __forceinline__ u32 first_key(u32 warp) { return warp % kTileWarps / kColumnWarps * kKeys; }
     static __device__ __forceinline__ u32 pair(u32 warp) { return warp % kColumnWarps; }
-    // With fewer pairs than warps, the last warps have none.
+    // With fewer pairs than warps, the last warps have none. The first clause is known at compile time.
     static __device__ __forceinline__ bool has_pair(u32 warp) { return kAllPairs >= kColumnWarps || pair(warp) < u32(kAllPairs); }
 
-    // dS^T, transposed by the load: matrices 0 and 1 are the queries of the first eight keys.
-    static __device__ __forceinline__ u32 a_operand(u32 scores, u32 lane, u32 warp) {
-        return scores +
-               score_offset<S::kScoreChunks>(first_key(warp) + lane % 8 + lane / 16 * 8, 2 * query_tile(warp) + lane / 8 % 2);
+    // Addresses that a lane gives to ldmatrix, for a warp. dS^T is transposed by the load: matrices 0 and 1 are the two groups of
+    // eight queries of the first eight keys. K's matrices 0 and 1 are all 16 keys of the first chunk.
+    static __device__ __forceinline__ u32 a_operand(u32 ds, u32 lane, u32 warp) {
+        return ds + score_offset<S::kScoreChunks>(first_key(warp) + lane % 8 + lane / 16 * 8, 2 * query_tile(warp) + lane / 8 % 2);
     }
     static __device__ __forceinline__ u32 b_operand(u32 keys, u32 lane, u32 warp) {
         return by_rows<S>(keys, lane, 2 * (has_pair(warp) ? pair(warp) : 0)) + first_key(warp) * S::kRowBytes;
     }
     // Offset of the lane's first element, from the first of the step's rows.
     static __device__ __forceinline__ u32 output_offset(u32 lane, u32 warp) {
-        // With dropout alone, a step's queries lie in shared memory in the order 0, 4, 1, 5, 2, 6, 3, 7 (kOneCallPerLane,
-        // fragments.cuh).
+        // With dropout alone (kOneCallPerLane), a step's queries lie in shared memory in the order 0, 4, 1, 5, 2, 6, 3, 7, so that
+        // a lane has the two of one call of the random generator (fragments.cuh). The accumulator keeps their own order: query q
+        // of eight is that of lanes 4 * q to 4 * q + 3.
         if (kOneCallPerLane) lane = 4 * KeysLayout<2>::query_of_row(lane / 4) + lane % 4;
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }
 
-    // Computes the warp's pairs j to j + Pairs - 1. Several pairs at once share the loads of dS.
+    // Computes the warp's pairs j to j + Pairs - 1, 16 keys at a time (k: eight of them). Several pairs share the loads of dS.
     template <int Pairs>
     static __device__ __forceinline__ void multiply(Accumulator (&c)[Pairs][2], u32 a_address, u32 b_address, int j) {
         clear_tiles(c);
@@ -65,7 +65,7 @@ struct DqProduct {
         }
     }
 
-    // Adds the warp's pairs j to j + Pairs - 1 to the accumulator by atomics.
+    // Adds the warp's pairs j to j + Pairs - 1 to the accumulator by atomics. `accum`: at output_offset() of the step's first row.
     template <int Pairs>
     static __device__ __forceinline__ void add(const Accumulator (&c)[Pairs][2], float* accum, int j) {
 #pragma unroll

@@ -1,13 +1,13 @@
-// dQ kernel of the turing backward pass without atomics, for headdims where Q and dO of a warp's rows do not both fit its
-// registers. 8 warps in two roles of four, as in warp_specialized.cuh; dq.cuh has the products.
+// dQ kernel of the turing backward pass without atomics, for headdims above 128, where Q and dO of a warp's rows do not both fit
+// its registers (dq.cuh: up to 128). It follows a main kernel that computes dK and dV only. A block owns queries and visits the
+// keys that they see, a step of 16 at a time: S = Q K^T, P = exp(scale * S - lse), dP = dO V^T, dS = P * (dP - delta), dQ += dS K.
 //
-// Two partner warps have the same queries. One computes S and P, the other dP and dS; each computes half of dQ's columns. P
-// goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later.
-//
-// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
-//
-// A Shape S (shape.cuh) has sizes: kStep step rows, kChunks chunks of eight columns, kRowBytes of a row, and kSlotBytes of a slot
-// (K, and kStepTile after it V).
+// 8 warps in two roles of four. Two partner warps have the same queries. One computes S and P, the other dP and dS; each computes
+// half of dQ's columns. P goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later. A Shape
+// S (shape.cuh) has sizes: kStep step rows, kChunks chunks of eight columns, kRowBytes of a row, and kSlotBytes of a slot (K, and
+// kStepTile after it V). SHARED_BYTES, of a block, comes from the kernel's row in src/kernels. remat_*() compute again, from
+// special registers, what would hold a register. m counts tiles of 16 queries, n of 8 keys; h is a lane's row (of two) in tile m.
+// keys_by_rows() and keys_by_chunks() give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks after x.
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -30,14 +30,14 @@ struct BackwardDqWarpSpecialized {
     static constexpr int kPartners = S::kWarps / 2;
     static constexpr int kWarpRows = BlockRows / kPartners, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
     static_assert(kWarpRows % 16 == 0, "a warp has whole tiles of 16 rows");
-    static constexpr int kPairs = S::kChunks / 2, kOwnPairs = kPairs / 2;
+    static constexpr int kPairs = S::kChunks / 2, kOwnPairs = kPairs / 2;  // of chunks: 16 columns
     static_assert(kOwnPairs * 2 == kPairs, "each role has every second pair of column tiles");
     using Layout = QueriesLayout;
     using Scores = Accumulator[kColumnTiles][kRowTiles];
     using PackedScores = OperandA[kColumnTiles][kRowTiles];
     using Bits = typename Blocks::template Bits<Layout, kWarpRows>;
 
-    // Exchange: 16 bytes of each lane. Three regions in shared memory: P, dS, the score function's derivative.
+    // Exchange between partners: 16 bytes of each lane and row tile. Three regions of shared memory: P, dS, softcap's derivative.
     static constexpr int kExchangeBytes = 32 * 16, kPartnerBytes = kPartners * kRowTiles * kExchangeBytes;
     static constexpr int kProbabilities = S::kSharedBytes, kGradients = kProbabilities + kPartnerBytes;
     static constexpr int kSlopes = kGradients + kPartnerBytes, kSharedBytes = kSlopes + kPartnerBytes;
@@ -48,6 +48,7 @@ struct BackwardDqWarpSpecialized {
     static __device__ __forceinline__ int block_row() {
         return (Blocks::kListed ? remat_block_x() : gridDim.x - 1 - remat_block_x()) * BlockRows;
     }
+    // Number of the warp in its role; partners have the same.
     static __device__ __forceinline__ int remat_pair() { return remat_thread() / 32 % kPartners; }
     static __device__ __forceinline__ int remat_warp_row() { return block_row() + remat_pair() * kWarpRows; }
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
@@ -69,9 +70,8 @@ struct BackwardDqWarpSpecialized {
         }
     }
 
-    // P is kept times kProbabilityUnit, 2^kProbabilityBits = 2^12, with which small P fit fp16. So the second role divides dP -
-    // delta. Statistics of the lane's rows. First role: -lse in log2 units plus kProbabilityBits. Second role: -delta /
-    // kProbabilityUnit.
+    // P is kept times kProbabilityUnit, 2^kProbabilityBits = 2^12, with which small P fit fp16. The second role divides dP - delta
+    // by it. LaneRows: of the lane's rows, first role: -lse in log2 units plus kProbabilityBits, second: -delta / kProbabilityUnit.
     using LaneRows = float[kRowTiles][Layout::kRows];
     static __device__ __forceinline__ float of_row(const LaneRows& x, int m, int v) {
         const int r = Layout::row_of(v);
@@ -79,11 +79,9 @@ struct BackwardDqWarpSpecialized {
         return m ? x[kRowTiles - 1][r] : x[0][r];
     }
 
-    // fp16 P leaves its sign bit free. The first role stores there that P was rounded down, and the second role corrects P by it
-    // (residual_signs.cuh).
-    //
-    // Generic kernels: computes P in a rolled loop (backward/modifiers.cuh). With dropout, dropped probabilities get the sign
-    // bit. The score function's derivative goes to the partner too.
+    // Generic kernels (features chosen by parameters): computes P in a rolled loop. P's sign bit, else free, says that P was
+    // rounded down, by which the second role corrects it (residual_signs.cuh); with dropout, that P is dropped. The score
+    // function's derivative goes to the partner at `slopes`.
     static __device__ __forceinline__ void generic_probabilities(PackedScores& x, Scores& s, const LaneRows& neg_lse,
                                                                  const BwdParams& p, int row, int key, bool masked,
                                                                  const Bits& bits, u32 slopes) {
@@ -171,6 +169,7 @@ struct BackwardDqWarpSpecialized {
         if (kVarlen && first_row >= sequence.seqlen_q()) return;
         const KeyRange<BlockRows, S::kStep> range(mask_of(p.problem, sequence), first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
+        // first row of the sequence in k and v: only packed sequences begin after row 0, and they have no block mask
         const int first_key = kVarlen && !Blocks::kListed ? keep_in_register(sequence.k_offset()) : 0,
                   seqlen_k = sequence.seqlen_k();
 
@@ -181,7 +180,7 @@ struct BackwardDqWarpSpecialized {
                                sequence.seqlen_q(), is_first_role() ? p.problem.headdim : p.problem.headdim_v,
                                is_first_role() ? p.problem.sign_flip : 0, query_of_lane);
         }
-        // Rows past the arrays are like rows past seqlen_q.
+        // Rows past the arrays are like rows past seqlen_q: P = exp(-inf) = 0.
         LaneRows stats;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)
@@ -191,8 +190,8 @@ struct BackwardDqWarpSpecialized {
                 const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
                 const float* from = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
                 const bool exists = row < rounded_rows<RowStats>(p, sequence);
-                const float neg_lse = exists ? from[RowStats::kLseAt] : negative_infinity();
-                const float neg_delta = exists ? from[RowStats::kDeltaAt] : 0.f;
+                const float neg_lse = exists ? from[RowStats::kNegLseAt] : negative_infinity();
+                const float neg_delta = exists ? from[RowStats::kNegDeltaAt] : 0.f;
                 stats[m][r] =
                     is_first_role() ? fmaf(neg_lse, p.problem.scale_log2, kProbabilityBits) : neg_delta * (1.f / kProbabilityUnit);
             }
@@ -275,10 +274,10 @@ struct BackwardDqWarpSpecialized {
                         for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
                             for (int h = 0; h < 2; h++) {
-                                const auto of = [&](int v) {
+                                const auto probability_of = [&](int v) {
                                     return exp2_approx(fmaf(s[n][m][v], p.problem.scale_log2, stats[m][h]));
                                 };
-                                const float x = of(2 * h), y = of(2 * h + 1);
+                                const float x = probability_of(2 * h), y = probability_of(2 * h + 1);
                                 probabilities[n][m][h] = with_residual_signs(pack_units(x, y), x, y);
                             }
                 }
@@ -300,7 +299,8 @@ struct BackwardDqWarpSpecialized {
         __syncthreads();
         add_dq(last_slot);
 
-        // Queries that see no key get 0.
+        // Queries that see no key get 0. A negative softmax_scale flipped the signs of Q but not of K, so the factor has its sign.
+        // <2>: a warp has every second pair of column tiles, from pair 0 or 1 on.
         const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
         write_gradient<2>(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_y(), end.q_offset()), p.signed_scale,
                           remat_warp_row(), end.seqlen_q(), p.problem.headdim, query_of_lane, is_first_role() ? 0 : 1);

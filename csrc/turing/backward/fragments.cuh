@@ -1,8 +1,8 @@
-// Lane layouts of the turing backward pass (m16n8k8): which scores and gradient elements a lane holds, and where operands lie
-// in shared memory. Nothing outside this folder depends on it.
+// Lane layouts of the turing backward pass (m16n8k8): which scores and gradient elements a lane holds, and where operands lie in
+// shared memory. Included by all kernels of this folder, and by nothing outside it.
 //
-// "Own rows" are the rows that a block owns: keys in the main kernels, queries in the dq kernels. "Step rows" are the other
-// kind. The products, for 16 own rows:
+// "Own rows" are the rows that a thread block owns: keys in the main kernels (which compute dK and dV), queries in the dq kernels.
+// "Step rows" are the other kind. A block visits kStep of them in each step. The products, for 16 own rows:
 //
 //   S^T  = K Q^T     A: own rows, from registers              B: step rows, from shared memory as they lie
 //   dP^T = V dO^T    the same
@@ -10,14 +10,16 @@
 //   dK += dS^T Q     the same
 //   dQ += dS K       A: dS^T from shared memory, transposed   B: the block's K from shared memory, transposed
 //
-// Four neighboring keys share a Philox call and a load of the bias. So rows and columns of the products are permutations of the
-// keys (KeysLayout, QueriesLayout): with 32 keys a tile, a lane has all four keys of such a group. With 16 keys, or in S, it
-// has the first and third, or the second and fourth. Shared tiles whose rows are the block's keys are stored in the products'
-// order. So the eight rows of a matrix are neighbors, which the swizzle puts into different banks.
+// Four neighboring keys share a call of dropout's generator (Philox) and a load of the bias. So rows and columns of the products
+// are permutations of the keys (KeysLayout, QueriesLayout): with 32 keys a tile, a lane has all four keys of a group. With 16 keys,
+// or in the dq kernels' S, it has the first and third, or the second and fourth. Shared tiles whose rows are the block's keys are
+// stored in the products' order. So the eight rows of a matrix are neighbors, which the swizzle puts into different banks.
 //
-// Names of a Shape S (shape.cuh): kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row.
+// In names of layouts, "row" means query (kRows, row_of, row_slot); query_of_row and row_of_key have rows of a shared tile.
+// Elsewhere it is an own row or a step row.
 //
-// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// Names of a Shape S (shape.cuh): kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Of a lane,
+// group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -37,12 +39,12 @@ __device__ __forceinline__ Lane remat_lane() { return Lane(remat_thread() % 32);
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// True if dropout is the one feature. A lane then draws for itself alone (one_feature.cuh): with 32 keys it has all eight scores of
-// a Philox call, two queries 4 apart by four keys.
+// True if dropout is the one feature. A lane then draws random numbers for itself alone (one_feature.cuh): with 32 keys it has all
+// eight scores of a Philox call, two queries 4 apart by four keys. Without it, lanes draw for each other (draw_kept_tile).
 constexpr bool kOneCallPerLane = kRequiresDropout;
 
-// S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys. backward/score_coord.cuh
-// says what each member is.
+// S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys. Element v of a lane is query
+// first_query + query_slot(v) and key first_key + key_slot(v) of the tile (score_layout.cuh).
 template <int KeyTiles>
 struct KeysLayout {
     static_assert(KeyTiles == 1 || KeyTiles == 2, "a warp has one or two tiles of keys");
@@ -52,7 +54,7 @@ struct KeysLayout {
     // Where a lane draws for itself alone, its two queries are those of one Philox call (philox.cuh).
     static constexpr int kQueryStride = kOneCallPerLane ? 4 : 1;
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return kOneCallPerLane ? l.quad : 2 * l.quad; }
-    // Query of a row of eight in the step's tiles, and the row of a query.
+    // The query, of eight, in a row of the step's tiles of Q and dO, and the row of a query.
     __device__ __forceinline__ static constexpr u32 query_of_row(u32 row) { return kOneCallPerLane ? row / 2 + row % 2 * 4 : row; }
     __device__ __forceinline__ static constexpr u32 row_of_query(u32 query) {
         return kOneCallPerLane ? query % 4 * 2 + query / 4 : query;
@@ -74,19 +76,20 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int element(int r, int j) { return r + 2 * j; }
 
     static constexpr int kKeyPartnerMask = 4;  // with two keys a lane: XOR mask to the lane with the group's other two
-    static constexpr int kQueryPartnerMask = 2;
+    static constexpr int kQueryPartnerMask = 2;  // to the lane whose queries are 4 before or after
     // The key of row h (of two) of the lane, in operand A number m of the tile.
     __device__ __forceinline__ static constexpr int key_of_lane(const Lane& l, int m, int h) {
         return key(first_key(l), 4 * m + 2 * h);
     }
-    // The row of a key in the operands, and in tiles in shared memory.
+    // The row of a key in the operands, and in tiles in shared memory. With 32 keys, keys 0 to 3 have rows 0, 8, 16 and 24, which
+    // are those of the lanes of group 0, and key 4 has row 1. With 16, keys 0 to 3 have rows 0, 1, 8 and 9, and key 4 has row 2.
     __device__ __forceinline__ static constexpr int row_of_key(int key) {
         if (KeyTiles == 2) return key / 32 * 32 + key / 2 % 2 * 16 + key % 2 * 8 + key / 4 % 8;
         return key / 16 * 16 + key / 2 % 2 * 8 + key / 4 % 4 * 2 + key % 2;
     }
 };
 
-// S and dP in the dq kernels: 16 queries by 8 keys.
+// S and dP in the dq kernels: 16 queries by 8 keys. Members are those of KeysLayout.
 struct QueriesLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
@@ -105,7 +108,7 @@ struct QueriesLayout {
     __device__ __forceinline__ static constexpr int element(int r, int j) { return 2 * r + j; }
 
     static constexpr int kKeyPartnerMask = 1;
-    // The key, of eight, of column n of operand B.
+    // The key, of eight, of column n of operand B. Columns 0 to 3 are keys 0, 2, 1 and 3: a lane has two neighboring columns.
     __device__ __forceinline__ static constexpr int key_of_column(u32 n) { return n / 4 * 4 + n % 2 * 2 + n / 2 % 2; }
 };
 static_assert(covers_tile<KeysLayout<1>>() && covers_tile<KeysLayout<2>>() && covers_tile<QueriesLayout>(),
@@ -118,8 +121,7 @@ static_assert(has_rows_and_keys<KeysLayout<1>>() && has_rows_and_keys<KeysLayout
 // Operand A of a tile of 16 rows, for eight k.
 using OperandA = u32[2];
 
-// Moves all packed tiles of a warp down by one, and puts `tile` last: rolled loops cannot index registers. (Compare next_tile in
-// backward/modifiers.cuh.)
+// Moves all packed tiles of a warp down by one, and puts `tile` last: rolled loops cannot index registers.
 template <int M, int N>
 __device__ __forceinline__ void append_tile(OperandA (&x)[M][N], const OperandA& tile) {
 #pragma unroll
@@ -128,8 +130,9 @@ __device__ __forceinline__ void append_tile(OperandA (&x)[M][N], const OperandA&
         for (int h = 0; h < 2; h++) x[i / N][i % N][h] = i + 1 < M * N ? x[(i + 1) / N][(i + 1) % N][h] : tile[h];
 }
 
-// Loads the warp's own rows as operands from global memory; zeros for rows and columns that do not exist. row_of_lane(lane, m,
-// h): the lane's row h (of two) in tile m, from the warp's first row.
+// Loads the warp's own rows, from `row` on, as operands from global memory; zeros for rows and columns that do not
+// exist. row_of_lane(lane, m, h): the lane's row h (of two) in tile m, from the warp's first row. sign_flip: XORed into each pair
+// of fp16; 0x80008000 negates both, for a negative softmax_scale; else 0.
 template <int M, int Chunks, class RowOfLane>
 __device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], const Operand& from, const unsigned short* base,
                                                    int row, int rows, int headdim, u32 sign_flip, RowOfLane row_of_lane) {
@@ -150,24 +153,23 @@ __device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], con
 }
 __device__ __forceinline__ constexpr int query_of_lane(const Lane& lane, int m, int h) { return 16 * m + lane.group + 8 * h; }
 
-// swizzled() on unsigned numbers.
+// swizzled() (tile.cuh, which explains it) on unsigned numbers.
 template <int Chunks>
 __device__ __forceinline__ u32 remat_swizzled(u32 row, u32 chunk) {
     const u32 parity = Chunks % 8 == 0 ? (row & 1) << 2 : 0;
     return (row * Chunks + (chunk ^ (row >> 1 & 3) ^ parity)) * kChunkBytes;
 }
-// Lane addresses for load_matrices: 16 rows by two chunks, as two by two matrices. by_chunks: matrices 0 and 1 are the two
-// chunks of the first eight rows.
+// Lane addresses for load_matrices: 16 rows by two chunks, as four 8x8 matrices. by_chunks orders them along the chunks first, so
+// matrices 0 and 1 are rows 0 to 7. by_rows orders them down the rows first, so matrices 0 and 1 are the first chunk.
 template <class S>
 __device__ __forceinline__ u32 by_chunks(u32 tile, u32 lane) {
     return tile + remat_swizzled<S::kChunks>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
-// by_rows: matrices 0 and 1 are all 16 rows of the first chunk.
 template <class S>
 __device__ __forceinline__ u32 by_rows(u32 tile, u32 lane, u32 chunk = 0) {
     return tile + remat_swizzled<S::kChunks>(lane % 8 + lane / 8 % 2 * 8, chunk + lane / 16);
 }
-// The same where rows are keys that become columns of QueriesLayout.
+// by_chunks and by_rows where rows are keys that become columns of QueriesLayout.
 template <class S>
 __device__ __forceinline__ u32 keys_by_chunks(u32 tile, u32 lane) {
     return tile + remat_swizzled<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 16 * 8, lane / 8 % 2);
@@ -182,16 +184,16 @@ __device__ __forceinline__ u32 pair_after(u32 address, int pair) {
     return chunk_after<S::kChunks>(address, 2 * pair);
 }
 
-// Offset of a chunk in a tile of dS^T: rows are keys of the block, ordered by row_of_key, with Chunks (2 or 4) chunks of eight
-// queries.
+// Offset of a chunk in a tile of dS^T: rows are the block's keys, ordered by row_of_key, Chunks (2 or 4) chunks of eight queries.
 template <int Chunks>
 __device__ __forceinline__ u32 score_offset(u32 row, u32 chunk) {
     static_assert(Chunks == 2 || Chunks == 4, "steps of 16 or 32 queries");
-    // Eight rows of two chunks need two wavefronts: in the second four rows the chunks trade places.
+    // Rows of two chunks are 32 bytes, so rows r and r + 4 share banks. In the second four rows the chunks trade places: one chunk
+    // of eight rows then lies in all banks.
     if (Chunks == 2) return (row * 2 + (chunk ^ (row >> 2 & 1))) * kChunkBytes;
     return remat_swizzled<4>(row, chunk);
 }
-// Offset of another chunk, from that of chunk 0.
+// Address of another chunk of dS^T, from that of chunk 0.
 __device__ __forceinline__ u32 score_chunk(u32 address, int chunk) { return address ^ chunk * kChunkBytes; }
 
 // ---- output ---------------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ __device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tile
             }
         }
 }
-// Branches on the output dtype once around all stores: the code exists twice, and runs once.
+// write_gradient_as() in the output's dtype. Branches once around all stores: the code exists twice, and runs once.
 template <int PairStep = 1, int M, int Tiles, class RowOfLane>
 __device__ __forceinline__ void write_gradient(const Accumulator (&c)[M][Tiles], const BwdParams& p, const Output& out,
                                                unsigned short* base, float factor, int row, int rows, int headdim,

@@ -1,7 +1,8 @@
-// ALiBi, bias and dropout in main kernels of exactly one feature, as in the forward pass (turing/forward/one_feature.cuh).
-// ALiBi and an fp16 bias are the initial accumulators of K Q^T, divided by the softmax scale, so no later instruction adds them
-// to each score. An fp32 bias is added after the product. Used by single_role.cuh and warp_specialized.cuh. N: column tiles of a
-// step, eight queries each.
+// ALiBi, bias and dropout in main kernels of the backward pass that are compiled for exactly one feature. ALiBi and an fp16 bias
+// are the initial accumulators of S^T = K Q^T, divided by the softmax scale, so no instruction adds them later. The forward kernels
+// (turing/forward/one_feature.cuh) do the same, so scores round alike; -lse must not be there, because scores would round at its
+// size (probabilities.cuh). An fp32 bias is added after the product. Used by single_role.cuh and warp_specialized.cuh. N: column
+// tiles of a step, eight queries each.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -17,7 +18,8 @@ struct InitialScores {
     static_assert(!kRequiredFeatures || (Layout::kKeys == 4 && Layout::kRows == 2), "a lane has four adjacent keys of two queries");
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Sets them to ALiBi's terms, -slope / scale * |i + o - j| (score_mod.cuh). `row` and `key`: first of the warp.
+    // Sets s to ALiBi's terms, -slope / scale * |i + o - j|, where o = seqlen_k - seqlen_q. `row`: the step's first query; `key`:
+    // the warp's first key. The functions below take the same.
     static __device__ __forceinline__ void alibi(Scores& s, const BwdParams& p, int head, int row, int key) {
         const ScoreOptions& o = p.score_options;
         const int batch = remat_block_batch();
@@ -43,14 +45,15 @@ struct InitialScores {
         const unsigned row = min(query, query_end - 1);
         return base + static_cast<unsigned long long>(row) * (static_cast<unsigned>(p.score_options.bias_row_stride) * bytes);
     }
-    // Address of the bias of query 0 and of four keys from `key` on; past the last key, of the last four. `bytes`: of an element.
+    // Address of the bias of query 0 and of four keys from `key` on; past the last key, of the last four. The host pads rows of a
+    // bias to a multiple of 4 keys, and aligns them to 16 bytes (src/ops/blocks.rs). `bytes`: of an element.
     static __device__ __forceinline__ const char* bias_base(const BwdParams& p, int head, int key, int bytes) {
         const ScoreOptions& o = p.score_options;
         return reinterpret_cast<const char*>(o.bias) +
                (remat_block_batch() * o.bias_batch_stride + head * o.bias_head_stride + min(key, p.problem.seqlen_k - 1 & ~3)) *
                    bytes;
     }
-    // Loads the step's fp16 bias; an fp32 one counts as 0 here. `row`: of the step. Rows from row_end on see no key.
+    // Loads the step's fp16 bias; an fp32 one counts as 0 here. Rows from row_end on see no key.
     __device__ __forceinline__ void load_bias(const BwdParams& p, int head, int row, int row_end, int key) {
         if (uses_fp32_bias(p.score_options)) {
 #pragma unroll
@@ -86,7 +89,7 @@ struct InitialScores {
                 }
             }
     }
-    // Sets them to the fp16 bias that was loaded (0 if the bias is fp32).
+    // Sets s to the fp16 bias that was loaded (0 if the bias is fp32).
     __device__ __forceinline__ void bias(Scores& s, const BwdParams& p) const {
         const float inverse_scale = __fdividef(1.f, p.problem.scale);
 #pragma unroll
@@ -103,19 +106,19 @@ struct InitialScores {
 
 // Dropout mask of a tile: a lane's two queries and four keys.
 struct TileDropoutMask {
-    u32 kept[4];  // of each key, in a half of each query: 0xffff if the probability is kept, else 0
+    u32 kept[4];  // [key]; low half: first query, high half: second; 0xffff if the probability is kept, else 0
 
-    // Draws the numbers. `row` and `key`: first of the tile.
+    // Draws the numbers. `row` and `key`: first of the tile. Philox numbers are those of two queries 4 apart and four keys.
     template <class Layout>
     __device__ __forceinline__ void draw(Layout, const BwdParams& p, const Philox& philox, int row, int key) {
         static_assert(Layout::row_slot(1) == 4 && Layout::kKeys == 4, "one call draws for all keys of a lane");
         const DropoutRule rule(p.score_options);
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
-        const uint4 of = philox.numbers(coord.query(0), coord.key(0));
-        kept[0] = rule.kept_halves(lower_halves(philox_word(of, 0, 0), philox_word(of, 1, 0)));
-        kept[1] = rule.kept_halves(lower_halves(philox_word(of, 0, 1), philox_word(of, 1, 1)));
-        kept[2] = rule.kept_halves(upper_halves(philox_word(of, 0, 0), philox_word(of, 1, 0)));
-        kept[3] = rule.kept_halves(upper_halves(philox_word(of, 0, 1), philox_word(of, 1, 1)));
+        const uint4 drawn = philox.numbers(coord.query(0), coord.key(0));
+        kept[0] = rule.kept_halves(lower_halves(philox_word(drawn, 0, 0), philox_word(drawn, 1, 0)));
+        kept[1] = rule.kept_halves(lower_halves(philox_word(drawn, 0, 1), philox_word(drawn, 1, 1)));
+        kept[2] = rule.kept_halves(upper_halves(philox_word(drawn, 0, 0), philox_word(drawn, 1, 0)));
+        kept[3] = rule.kept_halves(upper_halves(philox_word(drawn, 0, 1), philox_word(drawn, 1, 1)));
     }
 };
 

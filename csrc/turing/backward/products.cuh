@@ -1,5 +1,8 @@
 // Products and element-wise steps of the turing backward kernels: scores (S^T, dP^T), gradients of own rows (dK, dV, or dQ in the
-// dq kernels), packed P and dS, and the mask on the dq kernels' scores. fragments.cuh has the operands' layouts.
+// dq kernels), packed P and dS, and the mask on the dq kernels' scores. Own rows are those of the thread block (keys, in dq kernels
+// queries), step rows the others. It visits S::kStep of them at a time (S: a Shape, shape.cuh). by_chunks and by_rows
+// (fragments.cuh) are lane addresses of four 8x8 matrices, 16 rows by two chunks of eight columns: the first two have eight rows,
+// or one chunk.
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -7,17 +10,17 @@
 
 namespace turing {
 
-// Packs P * kProbabilityUnit (2^12, with which small P fit fp16) by conversions, in kernels with one role and dq kernels.
-// pack_shifted would save them, but takes P times a tiny power of two, and dS needs P in this unit too. The XU pipe has time for
-// conversions, while the tensor cores work.
+// Packs P * kProbabilityUnit (2^12, with which small P fit fp16) by conversions, in kernels with one role and dq kernels. The
+// integer operations of pack_shifted (softmax.cuh) would save them, but take P times 2^-112, and dS needs P in this unit too. The
+// XU pipe has time for conversions, while the tensor cores work.
 __device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
-// Returns dS, from P in that unit, dP, and -delta from StepStats::scale. fp32 until the result is packed, because dP - delta
-// may be far beyond fp16 where P is small. Beyond 65504 packed dS becomes infinity, which a GradScaler detects.
+// Returns dS, from P in that unit, dP, and -delta from StepStats::scale. fp32 until the result is packed, because dP - delta may be
+// far beyond fp16 where P is small. Beyond 65504 packed dS becomes infinity, which a GradScaler detects.
 __device__ __forceinline__ float score_gradient(float p, float dp, float neg_delta) {
     return p * fmaf(dp, 1.f / kProbabilityUnit, neg_delta);
 }
 
-// Masks scores of the dq kernels: s[n][m]. (apply_mask has the main kernels' order.)
+// Masks scores of the dq kernels, s[n][m]: 16 queries from query + 16 * m on by 8 keys from key + 8 * n on.
 template <int M, int N>
 __device__ __forceinline__ void mask_scores(Accumulator (&s)[N][M], const BwdParams& p, int query, int key) {
     const Mask mask = mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z));
@@ -28,8 +31,8 @@ __device__ __forceinline__ void mask_scores(Accumulator (&s)[N][M], const BwdPar
         for (int m = 0; m < M; m++) mask_tile(s[n][m], mask, ScoreCoord<QueriesLayout>(lane, query + 16 * m, key + 8 * n));
 }
 
-// S^T or dP^T: adds one pair of chunks of headdim, for all own rows and all step rows. `address`: of their matrices
-// (by_chunks). Tiles of one column of the product are adjacent: c[n][m].
+// S^T or dP^T (dq kernels: S or dP): adds the products of one pair of chunks, 16 columns of headdim, for all own rows and all step
+// rows. a: own rows; `address`: of the step rows' matrices (by_chunks). c[n][m]: step rows 8 * n on, own rows 16 * m on.
 template <class S, int M, int N>
 __device__ __forceinline__ void multiply_pair(Accumulator (&c)[N][M], const OperandA (&a)[M][2], u32 address) {
 #pragma unroll
@@ -45,8 +48,8 @@ __device__ __forceinline__ void multiply_pair(Accumulator (&c)[N][M], const Oper
     }
 }
 
-// dV or dK: adds to a pair of column tiles, 2 * pair and its neighbor, from packed scores a[n][m] and the step rows. `address`:
-// of their matrices (by_rows).
+// dV or dK (dq kernels: dQ): adds to a pair of column tiles, 2 * pair and its neighbor (16 columns), from packed scores a[n][m] and
+// the step rows. `address`: of the step rows' matrices (by_rows).
 template <class S, int M, int N, int Tiles>
 __device__ __forceinline__ void accumulate_pair(Accumulator (&c)[M][Tiles], const OperandA (&a)[N][M], u32 address, int pair) {
 #pragma unroll

@@ -1,11 +1,10 @@
-// Memory layout of the row statistics on turing: -lse/scale and -delta of each query row (backward/row_statistics.cuh).
-//
-// A warp loads those of 16 queries by one instruction: lanes 0 to 15 the -lse/scale, lanes 16 to 31 the -delta of the same
-// queries. So these 32 floats are contiguous. Each lane gets what its columns of the scores need by shuffles.
-//
-// The buffer is (batch, nheads, seqlen_q_rounded / kGroupRows, kGroupFloats), of packed sequences (nheads, scratch_rows /
-// kGroupRows, kGroupFloats). Rows that see no key, and the padding past seqlen_q, hold -inf and 0, so that their P is exp(-inf) =
-// 0.
+// Memory layout of the row statistics on turing: -lse/scale and -delta of each query row, where scale = |softmax_scale| and delta =
+// rowsum(dO * O). The preprocess kernel (or a fused one) writes them (backward/row_statistics.cuh), main and dq kernels read them.
+// A warp loads those of 16 queries by one instruction: lanes 0 to 15 the -lse/scale, lanes 16 to 31 the -delta of the same queries.
+// So these 32 floats are contiguous. Each lane gets what its columns of the scores need by shuffles. The buffer is (batch, nheads,
+// seqlen_q_rounded / kGroupRows, kGroupFloats), of packed sequences (nheads, scratch_rows / kGroupRows, kGroupFloats). Rows that
+// see no key, and the padding past seqlen_q, hold -inf and 0, so that their P is exp(-inf) = 0. Kernels multiply the first by
+// scale * log2(e), which makes it -lse in log2 units (probabilities.cuh).
 #pragma once
 
 #include "backward/scratch.cuh"
@@ -17,10 +16,10 @@ struct RowStats {
     // Sizes from `Scratch` in src/kernels/turing/family.rs: the library allocates the buffer by them.
     static constexpr int kGroupRows = STATS_GROUP_ROWS;
     static constexpr int kGroupFloats = STATS_GROUP_FLOATS;
-    static constexpr int kLseAt = 0, kDeltaAt = kGroupRows;  // offset in a group of -lse/scale, and of -delta
+    static constexpr int kNegLseAt = 0, kNegDeltaAt = kGroupRows;  // offset in a group of -lse/scale, and of -delta
     static constexpr int kRowRounding = ROW_ROUNDING;  // each sequence has a multiple of this, so no step reaches past it
 
-    static constexpr int kRowFloats = kGroupFloats / kGroupRows;
+    static constexpr int kRowFloats = kGroupFloats / kGroupRows;  // on average
     // A statistic lies here once. volta's accumulators need two copies (volta/backward/row_stats.cuh).
     static constexpr int kCopies = 1, kCopyDistance = 0;
 

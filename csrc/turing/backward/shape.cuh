@@ -1,14 +1,13 @@
-// Tile sizes and shared-memory layout of the turing backward kernels (main kernels and dq kernels), and where a head's rows lie.
-//
-// A block of a main kernel owns keys and visits the queries that see them, a step at a time (FlashAttention-2's backward,
-// transposed):
+// Tile sizes and shared-memory layout of the turing backward kernels (main kernels and dq kernels), and where a head's rows lie. A
+// block of a main kernel owns keys and visits the queries that see them, a step at a time (FlashAttention-2's backward,
+// transposed). A block of a dq kernel owns queries and visits keys. A main kernel computes:
 //
 //   S^T  = K Q^T          P = exp(scale * S - lse)      dV += P^T dO
-//   dP^T = V dO^T         dS = P * (dP - delta)         dK += dS^T Q        dQ += dS K  (see DqMode)
+//   dP^T = V dO^T         dS = P * (dP - delta)         dK += dS^T Q        dQ += dS K  (not if a dq kernel follows)
 //
-// Registers hold dK, dV, the operands P^T and dS^T, and operands of V or of K. Shared memory holds K (for dQ, and for
-// warps that have no registers for its operands), tiles of Q and dO, and dS^T (for dQ). In warp_specialized.cuh it also holds
-// P^T on its way between warps, and the chunks of V that do not fit registers.
+// Registers hold dK, dV, the operands P^T and dS^T, and operands of V or of K. Shared memory holds K (for dQ, and for warps that
+// have no registers for its operands), tiles of Q and dO, and dS^T (for dQ). In warp_specialized.cuh it also holds P^T in flight
+// between warps, and the chunks of V that do not fit registers.
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -21,18 +20,19 @@
 
 namespace turing {
 
-// Slots: tiles of Q and dO; with two, a step needs one barrier of the block. PartnerTiles: tiles of P^T, which go from warp to
-// warp. ScoreSlots: tiles of dS. With two, a warp may still read the previous step's dS while others store this step's.
+// Sizes. Rows: rows that a block owns, as far as they lie in shared memory. Step: rows of a step. Slots: tiles of Q and dO (dq
+// kernels: K and V); with two, a step needs one barrier of the block. PartnerTiles: tiles of P^T, which go from warp to warp.
+// ScoreSlots: tiles of dS. With two, a warp may still read the previous step's dS while others store this step's.
 template <int Headdim, int Rows, int Step, int Threads, int Slots, int PartnerTiles, int ScoreSlots = Slots>
 struct Shape {
     static constexpr int kHeaddim = Headdim, kRows = Rows, kStep = Step, kThreads = Threads, kSlots = Slots;
     static constexpr int kScoreSlots = ScoreSlots;
-    static_assert(Slots <= ScoreSlots, "dS has as many slots as the tiles that it is computed from");
+    static_assert(Slots <= ScoreSlots, "dS has at least as many slots as the tiles that it is computed from");
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kChunks = kHeaddim / kChunk, kRowBytes = kChunks * kChunkBytes;  // of a row of Q, K, V, dO
-    static constexpr int kScoreChunks = kStep / kChunk, kScoreRowBytes = kScoreChunks * kChunkBytes;
+    static constexpr int kScoreChunks = kStep / kChunk, kScoreRowBytes = kScoreChunks * kChunkBytes;  // of a row of dS^T or P^T
 
-    // Offsets in shared memory, bytes.
+    // Offsets in shared memory, bytes: K, slots of step tiles, dS^T, P^T.
     static constexpr int kOwnTile = kRows * kRowBytes, kStepTile = kStep * kRowBytes, kScoreTile = kRows * kScoreRowBytes;
     static constexpr int kSlotBytes = 2 * kStepTile;  // Q, then dO
     static constexpr int kOwn = 0, kStepTiles = kOwnTile, kScores = kStepTiles + kSlots * kSlotBytes;
@@ -44,37 +44,43 @@ struct Shape {
     static __device__ __forceinline__ u32 score_slot(int row) { return kScoreSlots == 2 ? row / kStep % 2 : 0; }
 };
 
-// Loads the block's K once, in the layout's order, padded with zeros in rows and columns.
+// Loads the block's K to shared memory once, in the layout's order of keys, padded with zeros in rows and columns. `origin`: the
+// sequence's first key in the tensor. `keys`: of the sequence.
 template <class S, class Layout>
 __device__ __forceinline__ void load_own_keys(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
     using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;
+    // z: batch entry, y: KV head
     Loader k(threadIdx.x, head_base(p.k, blockIdx.z, blockIdx.y) + (origin + first_key) * p.k.row_stride, p.k.row_stride,
              p.problem.headdim);
 #pragma unroll 1
     for (int r = 0; r < S::kRows; r += kRowsAtOnce) {
         k.load(keys - first_key - r);
-        k.flip_signs(p.problem.sign_flip);
+        k.flip_signs(p.problem.sign_flip);  // of a negative softmax_scale
         k.store(shared + S::kOwn + swizzled<S::kChunks>(Layout::row_of_key(r + k.row), k.chunk), 0);
     }
 }
 
-// QueryRange, but every step of a block needs the mask if some of its keys do not exist: their P must be 0.
+// The query rows that a block of keys visits, and the steps that need no mask (backward/iteration_range.cuh). If some of the
+// block's keys do not exist, all of its steps need the mask: P of these keys must be 0. all_rows: the block visits all query rows,
+// as the fused kernels do, which store dq of all.
 template <class S>
 struct VisitedQueries : QueryRange<S::kRows, S::kStep> {
     __device__ __forceinline__ VisitedQueries(const Mask& mask, int first_key, bool all_rows = false)
         : QueryRange<S::kRows, S::kStep>(mask, first_key, all_rows) {
+        // no row is as large as 0x7fffffff
         if (first_key + S::kRows > mask.seqlen_k) this->unmasked.first = 0x7fffffff, this->unmasked.span = 0;
     }
 };
 
 // Where the rows of one query head lie, in the tensors and in scratch memory. Each step computes its addresses again from these few
 // numbers (and shared addresses from the thread index), because pointers would take more registers than there are.
-// keep_in_register() and remat_*() are volatile: otherwise the compiler would move what does not change out of the loop, and then
-// spill it.
+// keep_in_register() and remat_*(), which read special registers again, are volatile: otherwise the compiler would move what does
+// not change out of the loop, and then spill it.
 struct HeadRows {
     int head;
-    int origin_;  // the sequence's first row in the tensors; 0 where origin() reads it again
+    int origin_;  // the sequence's first row in the tensors; 0 without packed sequences, and in generic kernels, which read it
+                  // again
     unsigned scratch;  // the sequence's first row in the scratch memory, over all heads
 
     __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSeqlenInfo& sequence, int head_)
@@ -90,8 +96,8 @@ struct HeadRows {
     }
 };
 
-// Writes the statistics of all rows that the block visits (fused kernels). At the start, because no registers are free between
-// heads.
+// Writes the statistics (-lse / scale and -delta) of all rows that the block visits, for fused kernels, which have no kernel before
+// them that does. At the start, because no registers are free between heads.
 template <class S>
 __device__ __forceinline__ void write_all_statistics(const BwdParams& p, const BlockSeqlenInfo& sequence) {
     const int group = p.problem.nheads / p.problem.nheads_k;

@@ -1,8 +1,10 @@
-// Main kernel of the turing backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. A warp has dV and dK
-// of its own 32 keys, and computes both S^T and dP^T, with V in registers and K from shared memory. shape.cuh has the products,
-// dq_mode.cuh what becomes of dQ. Kernels with score features require exactly one (one_feature.cuh): registers leave no room for
-// generic ones. Plain and varlen kernels of headdim 64 with atomics use single_role_halves.cuh. Fused, dkdv and one-feature kernels
-// would spill there.
+// Main kernel of the turing backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. A warp has dV and dK of
+// its own 32 keys, and computes both S^T = K Q^T and dP^T = V dO^T, with V in registers and K from shared memory. Then P^T =
+// exp(scale * S^T - lse), dS^T = P^T * (dP^T - delta), dV += P^T dO and dK += dS^T Q.
+//
+// DqMode says what becomes of dQ += dS K: another kernel computes it (kSeparate, "dkdv kernels"), atomics add it, or the block
+// stores it, which has all keys (kStore, "fused"). Kernels with score features are compiled for exactly one (one_feature.cuh), for
+// want of registers. Plain and varlen kernels of headdim 64 with atomics are in single_role_halves.cuh, where others spill.
 //
 // A step, after the barrier at which its tiles of Q and dO and the previous step's dS are in shared memory:
 //   1. stores the next step's tiles; dQ of the previous step
@@ -10,10 +12,10 @@
 //   3. P^T and dS^T, packed in registers; dS^T to shared memory too
 //   4. dV, dK
 //
-// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
-//
 // A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
 // offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q) and kScores (dS^T).
+// SHARED_BYTES, of a block, comes from the kernel's row in src/kernels. by_rows() and by_chunks() give lanes' addresses for
+// ldmatrix, pair_after(x, n) the address 2 * n chunks after x (fragments.cuh).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -26,7 +28,8 @@
 
 namespace turing {
 
-// The kernel. BlockRows: keys of a block. Step: queries of a step.
+// The kernel. BlockRows: keys of a block. Step: queries of a step. remat_*() reads special registers again where they are needed,
+// so that nothing derived from them holds a register; keep_in_register(x) stops that for x (ptx.cuh).
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode>
 struct BackwardSingleRole {
     // Two slots of Q, dO and dS; no tiles of P^T between warps.
@@ -47,11 +50,13 @@ struct BackwardSingleRole {
         const int warp = threadIdx.x / 32;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        // seqlen_k_allocated(): rows of K in the tensor. Those that the sequence does not use get gradients of 0.
         if (kVarlen && !kFused && first_key >= sequence.seqlen_k_allocated()) return;
         const VisitedQueries<S> range(mask_of(p.problem, sequence), first_key, kFused);
 
         load_own_keys<S, Layout>(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
         OperandA v[2][S::kChunks];
+        // 0: a negative softmax_scale flips the signs of K (load_own_keys), not of V
         load_own_fragments(v, p.v, rows_of(p.v, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + 32 * warp,
                            sequence.seqlen_k(), p.problem.headdim_v, 0, Layout::key_of_lane);
 
@@ -68,7 +73,8 @@ struct BackwardSingleRole {
             const int first = kFused ? 0 : VisitedQueries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto compute_dq = [&](int row, u32 slot, int pair) {  // of the rows from `row` on, from the dS in this slot
+            // Computes a pair of column tiles (16 columns) of dQ of rows from `row` on, from the slot's dS. A warp has only pair 0.
+            const auto compute_dq = [&](int row, u32 slot, int pair) {
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
                 Accumulator c[1][2];
@@ -224,7 +230,7 @@ struct BackwardSingleRole {
             }
         }
 
-        // Keys that no query sees get 0.
+        // Keys that no query sees get 0. A negative softmax_scale flipped the signs of K but not of Q, so the factor has its sign.
         const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
         const int key = remat_block_x() * S::kRows + remat_thread() / 32 * 32;
         write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_y(), end.k_offset()), p.signed_scale, key,

@@ -1,15 +1,16 @@
-// Main kernel of the turing backward pass for headdim 64, plain and varlen, with dq by atomics (DqMode::kAtomicAdd): as
-// single_role.cuh, with steps of 32 queries.
+// Main kernel of the turing backward pass (dK and dV of a block of keys) for headdim 64, plain and varlen, with dq by atomics: the
+// algorithm of single_role.cuh, with steps of 32 queries instead of 16. remat_* reads a special register again, so that the value
+// holds no register in between.
 //
-// A fragment of K serves 32 queries of S, and a fragment of dS two pairs of columns of dQ: a fifth fewer loads from shared
-// memory, which bound the kernel with 16 queries. P, dP and dS of 32 queries would take too many registers. So
-// each half of a step, 16 queries, goes from dP through dV and dK alone. Shared memory has one tile of Q, dO and dS: 32 KB, so two
-// blocks fit an SM. This costs a second barrier per step.
-//
-// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+// A warp has 32 keys: S^T = K Q^T, P^T = exp(scale * S^T - lse), dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dV += P^T dO, dK +=
+// dS^T Q. All warps compute dQ += dS K of the step before. A fragment of K serves 32 queries of S, and a fragment of dS two pairs
+// of columns of dQ: a fifth fewer loads from shared memory, which bound the kernel with 16 queries. P, dP and dS of 32 queries
+// would take too many registers. So each half of a step, 16 queries, goes from dP through dV and dK alone. Shared memory has K, and
+// one tile of Q, dO and dS: 32 KB, so two blocks fit an SM. One tile of each costs a second barrier per step.
 //
 // A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
-// offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q) and kScores (dS^T).
+// offsets in shared memory are kOwn (K), kStepTiles (Q, and dO kStepTile after it) and kScores (dS^T). SHARED_BYTES, of a block,
+// comes from the kernel's row in src/kernels.
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -60,7 +61,7 @@ struct BackwardSingleRoleHalves {
             const int first = VisitedQueries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            // Adds dQ of the step at `row`, from the dS in shared memory.
+            // Adds dQ of the step at `row`, from the dS in shared memory: all of the warp's pairs, from pair 0 on.
             const auto add_dq = [&](int row) {
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 Accumulator c[Dq::kPairs][2];
@@ -107,6 +108,8 @@ struct BackwardSingleRoleHalves {
                     apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
                                        remat_block_x() * S::kRows + thread / 32 * 32);
                 }
+                // -lse / scale becomes -lse in log2 units plus 12, so P has the factor kProbabilityUnit, 2^12; -delta is divided by
+                // it.
                 stats.scale(p.problem.scale_log2);
 
 #pragma unroll
@@ -129,7 +132,7 @@ struct BackwardSingleRoleHalves {
                     OperandA probabilities[kHalfTiles][2], ds[kHalfTiles][2];
                     {
                         const u32 thread = remat_thread(), lane = thread % 32;
-                        // the lane's address in dS^T; P is kept times kProbabilityUnit, 2^12 (pack_units, score_gradient)
+                        // the lane's address in dS^T
                         const u32 to =
                             shared + S::kScores + score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
 #pragma unroll
@@ -137,9 +140,10 @@ struct BackwardSingleRoleHalves {
                             const int n = half * kHalfTiles + j;
                             const float2 neg_lse = stats.neg_lse_of(n, Lane(lane)), neg_delta = stats.neg_delta_of(n, Lane(lane));
 #pragma unroll
-                            for (int m = 0; m < 2; m++)
+                            for (int m = 0; m < 2; m++)  // tile of 16 keys
 #pragma unroll
-                                for (int h = 0; h < 2; h++) {
+                                for (int h = 0; h < 2; h++) {  // row of the lane in it
+                                    // x, y: P times kProbabilityUnit. dS lacks that factor.
                                     const float x = exp2_approx(fmaf(s[n][m][2 * h], p.problem.scale_log2, neg_lse.x));
                                     const float y = exp2_approx(fmaf(s[n][m][2 * h + 1], p.problem.scale_log2, neg_lse.y));
                                     probabilities[j][m][h] = pack_units(x, y);
@@ -173,12 +177,12 @@ struct BackwardSingleRoleHalves {
             __syncthreads();  // the next head clears dS
         }
 
-        // Keys that no query sees get 0.
+        // Keys that no query sees get 0. A negative softmax_scale flipped the signs of K but not of Q, so the factor has its sign.
         const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
         const int key = remat_block_x() * S::kRows + remat_thread() / 32 * 32;
         write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_y(), end.k_offset()), p.signed_scale, key,
                        end.seqlen_k_allocated(), p.problem.headdim, Layout::key_of_lane);
-        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
+        // dV has the factor of P^T, with which small P fit fp16.
         write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_y(), end.k_offset()), 1.f / kProbabilityUnit,
                        key, end.seqlen_k_allocated(), p.problem.headdim_v, Layout::key_of_lane);
     }

@@ -1,5 +1,6 @@
-// Loads of each step in the turing backward kernels: row statistics (StepStats), and the tiles of Q and dO, or of K and V
-// (StepTileLoader).
+// Loads of each step in the turing backward kernels: statistics of the queries that a main kernel visits (StepStats), and the tiles
+// of Q and dO, or in dq kernels of K and V (StepTileLoader). A Shape S (shape.cuh) gives sizes. A chunk is 8 columns of a row, 16
+// bytes. remat_* functions compute a value again at each use, so it holds no register.
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -8,12 +9,13 @@
 
 namespace turing {
 
-// The lane's part of a step's statistics: -lse/scale of a query in lanes 0 to 15, -delta in the others.
+// The lane's part of a step's statistics: -lse/scale of a query in lanes 0 to 15, -delta (delta = rowsum(dO * O)) in the others.
 template <class S>
 struct StepStats {
     static constexpr int kGroups = S::kStep / RowStats::kGroupRows;
     float x[kGroups];
 
+    // `row`: the step's first, a multiple of kGroupRows (16).
     __device__ __forceinline__ void load(const BwdParams& p, const HeadRows& rows, int row) {
 #pragma unroll
         for (int i = 0; i < kGroups; i++) {
@@ -23,19 +25,19 @@ struct StepStats {
         }
     }
     // Converts them for P, which kernels keep as P * kProbabilityUnit (2^kProbabilityBits = 4096). So -lse / scale becomes -lse in
-    // log2 units plus `shift`, and -delta is divided by kProbabilityUnit. Products of P and dP - delta, scaled alike, are then dS
-    // itself.
+    // log2 units plus `shift`, and -delta is divided by kProbabilityUnit. So P * (dP - delta), with dP scaled alike, is dS itself.
     __device__ __forceinline__ void scale(float scale_log2, float shift = kProbabilityBits) {
-        const bool is_lse = remat_thread() % 32 < RowStats::kDeltaAt;
+        const bool is_lse = remat_thread() % 32 < RowStats::kNegDeltaAt;
 #pragma unroll
         for (int i = 0; i < kGroups; i++) x[i] = is_lse ? fmaf(x[i], scale_log2, shift) : x[i] * (1.f / kProbabilityUnit);
     }
-    // Values of the lane's two queries in column tile n. KeysLayout<2> gives a lane's places in S^T. Its argument, the number of
+    // Values of the lane's two queries in column tile n (8 queries) of S^T, as KeysLayout<2> has them. Its argument, the number of
     // tiles of 16 keys, does not change the lane's queries.
-    __device__ __forceinline__ float2 neg_lse_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kLseAt); }
-    __device__ __forceinline__ float2 neg_delta_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kDeltaAt); }
+    __device__ __forceinline__ float2 neg_lse_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kNegLseAt); }
+    __device__ __forceinline__ float2 neg_delta_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kNegDeltaAt); }
 
 private:
+    // kGroups is 1 or 2, of 16 queries: two column tiles each.
     __device__ __forceinline__ float2 of(int n, const Lane& lane, int at) const {
         const float mine = kGroups == 1 || n < 2 ? x[0] : x[kGroups - 1];
         const int from = at + 8 * (n % 2) + KeysLayout<2>::first_query(lane);
@@ -43,11 +45,9 @@ private:
     }
 };
 
-// Loads a step's rows of Q and dO, or of K and V, to registers, and stores them to shared memory. A thread takes one chunk of
-// every kRowsAtOnce-th row of both.
-//
-// Rows that do not exist are zeros. Columns past headdim meet zeros of the block's own operands in S and dP, and produce only
-// gradient columns that are not stored. So a thread there reads the last existing chunk again.
+// Loads a step's rows of Q and dO, or of K and V, to registers, and stores them to shared memory. A thread takes one chunk of every
+// kRowsAtOnce-th row of both. Rows that do not exist are zeros. Columns past headdim meet zeros of the block's own operands in S
+// and dP, and produce only gradient columns that are not stored. So a thread there reads the last existing chunk again.
 template <class S>
 class StepTileLoader {
     // lanes that share a row
@@ -62,7 +62,7 @@ public:
     // A thread's part of one of the two tiles.
     using Part = uint4[kLoads];
 
-    // Loads rows from `row` of the tensor on, of which rows_left exist (may be negative or more than a step). Without a branch,
+    // Loads rows from `row` of the tensor on. rows_left of them exist (may be negative or more than a step). Without a branch,
     // which would separate the products before and after it. `batch`: blockIdx.z, or remat_block_batch() to keep no addresses.
     static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim,
                                                 int batch = blockIdx.z) {

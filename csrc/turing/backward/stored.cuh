@@ -1,6 +1,6 @@
-// The turing Family of the backward kernels for large headdims (backward/store_scores.cuh, backward/stored_gradients.cuh).
-//
-// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// The turing Family, a template argument, of the backward kernels that store P and dS in memory: for large headdims and fp32
+// tensors. backward/store_scores.cuh computes P and dS, backward/stored_gradients.cuh dV, dK and dQ from them. Here are a warp's
+// products, 64 by 64 elements, and the lane layout. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -8,9 +8,9 @@
 
 namespace turing {
 
-// Members: backward/store_scores.cuh and backward/stored_gradients.cuh say what each is. multiply_* add products to c. add_* sum a
-// step's products apart first: fp32 tensors need that, because tensor cores truncate long sums.
-// Terms are the k of a product: columns of TermColumns, rows of TermRows (backward/staged_tiles.cuh).
+// multiply_* add a step's products to c. add_* sum them apart first: fp32 tensors need that, because tensor cores truncate long
+// sums. a_address and b_address: shared addresses of the lane's operands. Terms are the k of a product, 32 in a step: columns of
+// TermColumns, rows of TermRows and OtherTermRows, which are shapes of tiles in shared memory (backward/staged_tiles.cuh).
 struct StoredFamily {
     using RowStats = turing::RowStats;
 
@@ -29,20 +29,25 @@ struct StoredFamily {
         __device__ __forceinline__ static constexpr int key(int first, int v) { return first + key_slot(v); }
 
         // A lane has kRows queries ("rows" here), each with kKeys keys that are kKeyStride apart. row_of(v) is the query of element
-        // v. element(r, j) is the element of query r and key j. kKeyRows says whether the rows of the product are keys.
+        // v. element(r, j) is the element of query r and key j. kKeyRows says whether the rows of the product are keys. A
+        // PartnerMask is the XOR of the lane that shares a Philox call, for keys or for queries (score_coord.cuh).
         static constexpr bool kKeyRows = true;
         static constexpr int kRows = 4, kKeys = 2, kKeyStride = 2, kKeyPartnerMask = 4, kQueryPartnerMask = 1;
         __device__ __forceinline__ static constexpr int row_of(int v) { return query_slot(v); }
         __device__ __forceinline__ static constexpr int row_slot(int r) { return r; }
         __device__ __forceinline__ static constexpr int element(int r, int j) { return r % 2 + 4 * (r / 2) + 2 * j; }
     };
-    // Floats for each query of the tile before the lane's first. A tile's 16 queries are a group (row_stats.cuh).
+    // Floats of a query in the row statistics (-lse / scale or -delta). A lane's begin first_query() * kLaneStatistics floats after
+    // the tile's. load_rows() loads those of its four queries from there.
     static constexpr int kLaneStatistics = 1;
     static __device__ __forceinline__ void load_rows(float (&x)[1][Layout::kRows], const float* stats) {
-        const float4 of = load_global4(stats);
-        x[0][0] = of.x, x[0][1] = of.y, x[0][2] = of.z, x[0][3] = of.w;
+        const float4 four = load_global4(stats);
+        x[0][0] = four.x, x[0][1] = four.y, x[0][2] = four.z, x[0][3] = four.w;
     }
+    // Where row `row` of keys or queries goes in shared memory.
     static __device__ __forceinline__ int tile_row(int row) { return KeysLayout<1>::row_of_key(row); }
+    // Shared offsets of the lane's operands: A, keys, and B, queries, of the warp's rows from `row` on. An ldmatrix loads 16 rows
+    // by 16 columns as four 8x8 matrices. by_rows orders these down the rows first, by_chunks along the columns.
     static __device__ __forceinline__ u32 own_operand(const Lane& lane, int row) {
         return by_rows<TermColumns>(0, lane.lane) + row * TermColumns::kRowBytes;
     }
@@ -106,15 +111,16 @@ struct StoredFamily {
     }
 
     // ---- gradients --------------------------------------------------------------------------------
-    using KeySums = Accumulator[4][8];  // of 16 rows by 8 columns
-    using QuerySums = KeySums;
-    // c += A B for 16 terms. a: of each tile of 16 rows. b_address: of 16 rows of B.
+    static constexpr int kLoadParts = 1;  // a step's loads come in one part: add_keys and add_queries compute all sums for part 0
+    using KeySums = Accumulator[4][8];  // dK or dV: [tile of 16 rows][tile of 8 columns]
+    using QuerySums = KeySums;  // dQ
+    // c += A B for 16 terms. a: operand A of each tile of 16 rows. b_address: shared address of the 16 rows of B, for the lane.
     template <int M>
     static __device__ __forceinline__ void multiply(Accumulator (&c)[M][8], const u32 (&a)[M][4], u32 b_address) {
 #pragma unroll
         for (int pair = 0; pair < 4; pair++) {  // of column tiles
             u32 b[4];
-            load_matrices_transposed(b, pair_after<TermRows>(b_address, pair));
+            load_matrices_transposed(b, pair_after<OtherTermRows>(b_address, pair));
 #pragma unroll
             for (int k = 0; k < 2; k++)
 #pragma unroll
@@ -126,9 +132,10 @@ struct StoredFamily {
                     }
         }
     }
+    // dV and dK: shared offsets of the lane's operands A, P^T or dS^T from a row on, and B, dO or Q from a column on.
     static __device__ __forceinline__ u32 key_a(const Lane& lane, int row) { return own_operand(lane, row); }
     static __device__ __forceinline__ u32 key_b(const Lane& lane, int column) {
-        return by_rows<TermRows>(0, lane.lane, column / kChunk);
+        return by_rows<OtherTermRows>(0, lane.lane, column / kChunk);
     }
     static __device__ __forceinline__ void multiply_keys(KeySums& c, u32 a_address, u32 b_address) {
 #pragma unroll
@@ -137,21 +144,22 @@ struct StoredFamily {
 #pragma unroll
             for (int m = 0; m < 4; m++)
                 load_matrices(a[m], pair_after<TermColumns>(a_address, pair) + m * 16 * TermColumns::kRowBytes);
-            multiply(c, a, b_address + pair * 16 * TermRows::kRowBytes);
+            multiply(c, a, b_address + pair * 16 * OtherTermRows::kRowBytes);
         }
     }
-    // Adds the products of 32 terms. load(a, m, terms): operand A of tile m of 16 rows, from the step's number `terms` on.
+    // Adds the products of a step's 32 terms. load(a, m, terms): loads operand A of tile m of 16 rows, for the 16 terms from number
+    // `terms` (0 or 16) of the step on.
     template <class Load>
     static __device__ __forceinline__ void add(KeySums& c, u32 b_address, float factor, Load load) {
 #pragma unroll
         for (int m = 0; m < 4; m++) {
-            __syncwarp();  // as in add_scores
+            __syncwarp();  // no operand is loaded before: registers hold those of one tile
             Accumulator sums[1][8] = {};
 #pragma unroll
             for (int terms = 0; terms < kStagedTerms; terms += 16) {
                 u32 a[1][4];
                 load(a[0], m, terms);
-                multiply(sums, a, b_address + terms * TermRows::kRowBytes);
+                multiply(sums, a, b_address + terms * OtherTermRows::kRowBytes);
             }
 #pragma unroll
             for (int n = 0; n < 8; n++)
@@ -159,12 +167,14 @@ struct StoredFamily {
                 for (int v = 0; v < 4; v++) c[m][n][v] = fmaf(sums[0][n][v], factor, c[m][n][v]);
         }
     }
-    static __device__ __forceinline__ void add_keys(KeySums& c, u32 a_address, u32 b_address, float factor) {
+    // Adds the products times `factor`: the power of two by which the tile of dS was divided (stored_scores.cuh), for dV 1.
+    static __device__ __forceinline__ void add_keys(KeySums& c, u32 a_address, u32 b_address, float factor, int /*part: 0*/) {
         add(c, b_address, factor, [&](u32(&a)[4], int m, int terms) {
             load_matrices(a, pair_after<TermColumns>(a_address, terms / 16) + m * 16 * TermColumns::kRowBytes);
         });
     }
-    // Rows in memory are keys, and the load transposes them: matrices 0 and 1 have the first eight keys, matrices 2 and 3 the next.
+    // dQ: shared offsets of the lane's operands A, dS from a row on, and B, K from a column on. A's rows in memory are keys, and
+    // the load transposes them: matrices 0 and 1 have the first eight keys, matrices 2 and 3 the next.
     static __device__ __forceinline__ u32 query_a(const Lane& lane, int row) {
         return remat_swizzled<TermRows::kChunks>(lane.lane % 8 + lane.lane / 16 * 8, row / kChunk + lane.lane / 8 % 2);
     }
@@ -176,14 +186,15 @@ struct StoredFamily {
 #pragma unroll
             for (int m = 0; m < 4; m++)
                 load_matrices_transposed(a[m], pair_after<TermRows>(a_address, m) + key * TermRows::kRowBytes);
-            multiply(c, a, b_address + key * TermRows::kRowBytes);
+            multiply(c, a, b_address + key * OtherTermRows::kRowBytes);
         }
     }
-    static __device__ __forceinline__ void add_queries(QuerySums& c, u32 a_address, u32 b_address, float factor) {
+    static __device__ __forceinline__ void add_queries(QuerySums& c, u32 a_address, u32 b_address, float factor, int /*part: 0*/) {
         add(c, b_address, factor, [&](u32(&a)[4], int m, int terms) {
             load_matrices_transposed(a, pair_after<TermRows>(a_address, m) + terms * TermRows::kRowBytes);
         });
     }
+    // Calls f(row, column, x, y) for each two neighbors of a row of the warp's sums.
     template <class F>
     static __device__ __forceinline__ void for_each_pair(const KeySums& c, F f) {
         const Lane lane(threadIdx.x % 32);

@@ -1,22 +1,24 @@
-// Main kernel of the turing backward pass for headdim above 64, and at 64 for generic kernels: 8 warps in two roles of four (warp
-// specialization). Warps 0 to 3 compute S^T, P and dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit one warp's
-// registers. A warp has its operands of K or of V in registers, except the last chunks where headdim is above 192. P goes to the
-// partner warp of the other role, lane by lane, through shared memory. All warps compute dQ, at different times in staggered
-// kernels (kStaggered). shape.cuh has the products, dq_mode.cuh what becomes of dQ.
+// Main kernel of the turing backward pass for headdim above 64, and at 64 for generic kernels and block masks: 8 warps in two roles
+// of four (warp specialization). Warps 0 to 3 compute S^T, P and dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit
+// one warp's registers. A warp has its operands of K or of V in registers, except the last chunks where headdim is above 192. P
+// goes to the partner warp of the other role, lane by lane, through shared memory. All warps compute dQ, at different times in
+// staggered kernels (kStaggered). DqMode says what becomes of dQ: another kernel computes it (kSeparate), atomics add it, or the
+// block stores it, which has all keys of its heads (kStore, "fused").
 //
 // A step, after the barrier at which its tiles of Q and dO are in shared memory:
 //   first role                              second role
-//   1. S^T                                  1. dQ of the previous step (staggered; else both roles), then dP^T
+//   1. S^T = K Q^T                          1. dQ of the previous step (staggered; else both roles), then dP^T = V dO^T
 //   2. exponents(), P^T, drop()
-//   3. sends P^T; meets the partner         3. meets the partner; receives P^T; score_gradients(): dS^T, also to shared memory
-//   4. dV; dQ of the previous step          4. dK
-// With one slot of tiles, dQ of the step itself follows, with a second barrier.
-//
-// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
+//   3. sends P^T; meets the partner         3. meets the partner; receives P^T; score_gradients(): dS^T = P^T * (dP^T - delta),
+//                                              also to shared memory
+//   4. dV += P^T dO; dQ of the previous     4. dK += dS^T Q
+//      step (staggered)
+// With one slot of tiles, and without staggering, dQ += dS K of the step itself follows, with a second barrier.
 //
 // A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
-// offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q), kScores (dS^T),
-// and kPartner (P^T between warps).
+// offsets in shared memory are kOwn (K), kStepTiles (slots of Q and dO, kSlotBytes each, dO kStepTile after Q), kScores (dS^T), and
+// kPartner (P^T between warps). SHARED_BYTES, of a block, comes from the kernel's row in src/kernels. by_rows() and by_chunks()
+// give lanes' addresses for ldmatrix, pair_after(x, n) the address 2 * n chunks after x (fragments.cuh).
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -31,16 +33,15 @@
 
 namespace turing {
 
-// The kernel. BlockRows: keys of a block. Step: queries of a step. Slots: tiles of Q and dO in shared memory, see Shape.
-// Blocks: DenseBlocks (backward/dense_blocks.cuh), or ListedBlocks (turing/backward/block_mask.cuh) under a block-sparse mask. With
-// kListed, lists name the queries that a block of keys visits.
+// The kernel. BlockRows: keys of a block. Step: queries of a step. Slots: tiles of Q and dO in shared memory, 1 or 2. Blocks:
+// DenseBlocks (backward/dense_blocks.cuh), or ListedBlocks (turing/backward/block_mask.cuh) under a block-sparse mask. With
+// kListed, lists name the queries that a block of keys visits, and their bits say which scores exist.
 template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode, class Blocks = DenseBlocks>
 struct BackwardWarpSpecialized {
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
     // Whether the roles compute dQ of the previous step at different times: the second one before dP, the first one after dV. So
     // tensor cores have products while a role computes P or dS, and the second one hardly waits for P. Else both compute dQ
-    // together: its code exists once, so that the loop of kernels with score features fits the instruction cache, and the fused
-    // kernel does not spill.
+    // together: its code exists once, so that loops with score features fit the instruction cache, and fused kernels do not spill.
     static constexpr bool kStaggered = kWithDq && !kFused && !kHasScoreFeatures;
     // One tile of P^T between the roles; dS has two slots in staggered kernels.
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1, kStaggered ? 2 : Slots>;
@@ -64,10 +65,11 @@ struct BackwardWarpSpecialized {
     static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1),
                   "the swizzle of K's rows is that of V's");
     using Dq = DqProduct<S>;
-    // Staggered kernels have registers for all pairs of dQ at once. With one tile of Q and dO, loads of both tiles fit
-    // registers, but the end of the loop over heads does not.
+    // Staggered kernels have registers for all pairs of dQ at once. With one tile of Q and dO, loads of both tiles fit registers,
+    // but the end of the loop over heads does not.
     static constexpr bool kOneSlotStaggered = kStaggered && Slots == 1;
     static constexpr int kDqPairs = kStaggered ? Dq::kPairs : 1;
+    // [n][m]: n counts tiles of 8 queries, m of 16 keys; below, h is a lane's key (of two) in tile m, v its element of all tiles m.
     using Layout = KeysLayout<kKeyTiles>;
     using Scores = Accumulator[kColumnTiles][kKeyTiles];
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];
@@ -89,8 +91,7 @@ struct BackwardWarpSpecialized {
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
     static __device__ __forceinline__ int remat_warp_row() { return remat_thread() / 32 % kPartners * kKeys; }
     static __device__ __forceinline__ int remat_warp_key() { return remat_block_x() * S::kRows + remat_warp_row(); }
-    // Whether the step of this row needs no mask. Kernels with score features are short of registers, so they compute the range
-    // again in each step.
+    // Whether the step of this row needs no mask. Kernels with score features, short of registers, compute the range in each step.
     static __device__ __forceinline__ bool contains(const VisitedQueries<S>& range, const BwdParams& p, int row) {
         if (!kHasScoreFeatures) return range.unmasked.contains(row);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
@@ -104,8 +105,7 @@ struct BackwardWarpSpecialized {
         else
             return S::score_slot(row);
     }
-    // Address of the score function's derivatives: where the dS of the same keys is stored later. `exchanged`: address of the
-    // exchange.
+    // Address of the score function's derivatives: where dS of the same keys is stored later. `exchanged`: address of the exchange.
     static __device__ __forceinline__ u32 slopes_of(u32 exchanged, u32 slot) {
         return exchanged - (S::kPartner - S::kScores) + slot * S::kScoreTile;
     }
@@ -131,9 +131,10 @@ struct BackwardWarpSpecialized {
     using Tile = typename Layout::Tile;  // of 8 queries
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Turns K Q^T into the base-2 exponents of P * 2^kExponentShift, as pack_shifted takes it (softmax.cuh). They are scores in
-    // log2 units plus neg_lse_of(), which is -lse + kExponentShift (StepStats::scale). The score function's derivative goes to the
-    // partner at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end on see no key.
+    // Turns K Q^T into the base-2 exponents of P * 2^kExponentShift, as pack_shifted takes it (softmax.cuh). kExponentShift is 12 -
+    // 112: P is kept times 2^12, and packing shifts numbers scaled by 2^-112. Exponents are scores in log2 units plus neg_lse_of(),
+    // which is -lse + kExponentShift (StepStats::scale). The score function's derivative goes to the partner at `slopes`, where the
+    // partner then stores dS. `key` and `row`: first of the warp and of the step. Rows from row_end on see no key.
     static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
                                                      int row, int row_end, bool masked, const Bits& bits, u32 slopes) {
         const ScoreOptions& options = p.score_options;
@@ -158,8 +159,7 @@ struct BackwardWarpSpecialized {
             }
             send(slopes, derivatives);
         } else if (kHasScoreFeatures && !kInitial) {
-            // Scales first, because ALiBi and the bias below are in log2 units. Other kernels scale last: what they add has the
-            // unit of K Q^T.
+            // Scales first: ALiBi and the bias below are in log2 units. Other kernels' addends have K Q^T's unit: they scale last.
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
                 const float2 neg_lse = stats.neg_lse_of(n, lane);
@@ -241,8 +241,7 @@ struct BackwardWarpSpecialized {
                                                            const BwdParams& p, int head, int key, int row, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
-        // A sign bit of P tells the direction of its rounding, which corrects dS (residual_signs.cuh). With dropout it marks
-        // dropped elements instead.
+        // P's sign bit tells the direction of its rounding, which corrects dS (residual_signs.cuh), or, with dropout, what drops.
         const bool has_residuals = !uses_dropout(options);
         if (uses_dropout(p.score_options)) {
 #pragma unroll
@@ -464,8 +463,8 @@ struct BackwardWarpSpecialized {
                 PackedScores packed;
                 const u32 exchange = shared + S::kPartner + remat_warp_row() * S::kScoreRowBytes + remat_thread() % 32 * 16;
                 // Loads of the tile after the next are in flight from the middle of the step on, between parts that need many
-                // registers. With score features the computation of P and dS is such a part, so the loads come after it. Past the
-                // last row nothing is loaded.
+                // registers. With score features computing P and dS is such a part, so the loads follow it. Past the last row
+                // nothing is loaded.
                 const auto load_next = [&](bool here) {
                     if (S::kSlots == 2 && here) load_step(row, 2);
                 };
@@ -497,6 +496,7 @@ struct BackwardWarpSpecialized {
                 } else {
                     load_next(!kHasScoreFeatures);
                     wait_partner();
+                    // divides -delta by 2^12, as score_gradients() does dP: P has that factor, so dS has none
                     stats.scale(p.problem.scale_log2);
                     receive(exchange, packed);
                     score_gradients(packed, s, stats, p, head, remat_warp_key(), row, slopes_of(exchange, score_slot));
@@ -540,8 +540,7 @@ struct BackwardWarpSpecialized {
                         tiles.store(shared + S::kStepTiles);
                         continue;
                     }
-                    // The two tiles are loaded one after the other, each during a part of dQ: both at once would take too many
-                    // registers.
+                    // The two tiles are loaded in turn, each during a part of dQ: both at once would take too many registers.
                     static_assert(S::kSlots == 2 || Dq::kPairs == 2, "two parts");
 #pragma unroll 1
                     for (int i = 0; i < 2; i++) {
@@ -572,7 +571,8 @@ struct BackwardWarpSpecialized {
         const int end_warp = remat_thread() / 32;
         const bool is_dk = end_warp >= kPartners;
         const Output& to = is_dk ? p.dk : p.dv;
-        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
+        // Q has its own signs (a negative softmax_scale flips those of K), so dK's factor has softmax_scale's. P^T has the factor
+        // kProbabilityUnit, 2^12, with which small P fit fp16.
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         write_gradient(gradient, p, to, rows_of(to, remat_block_batch(), remat_block_y(), end.k_offset()),

@@ -1,12 +1,10 @@
-// Decode layout of the turing family: which lane has which rows, tokens and columns of m16n8k8 products. DecodeMainloop
-// (decode/mainloop.cuh) says what each function is.
+// Decode layout of the turing family: which lane has which rows (queries), tokens (keys) and columns of m16n8k8 products, and the
+// products. The template argument LayoutOf of DecodeMainloop (decode/mainloop.cuh), which calls each function.
 //
-// Scores: Q is operand A (up to 16 rows), K operand B (eight tokens). The columns of a product are free as long as both
-// operands agree, so the 16 bytes that a lane loads are operands of four products. Output: transposed. V is operand A (16
-// columns), P is operand B (eight rows). Packed scores are B as they lie, and eight rows are not padded to 16. V needs pairs of
-// tokens: a lane loads the same columns of two tokens, and byte permutations pair them.
-//
-// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// Scores: Q is operand A (up to 16 rows), K operand B (eight tokens). The columns of a product are free as long as both operands
+// agree, so the 16 bytes that a lane loads are operands of four products. Output: transposed. V is operand A (16 columns), P is
+// operand B (eight rows). Packed scores are B as they lie, and eight rows are not padded to 16. V needs pairs of tokens: a lane
+// loads the same columns of two, and byte permutations pair them. A lane's group is lane / 4, its quad lane % 4.
 #pragma once
 
 #include "decode/mainloop.cuh"
@@ -14,7 +12,8 @@
 
 namespace turing {
 
-// RowTiles: tiles of eight rows that a warp has.
+// RowTiles: tiles of eight rows that a warp has. Names: mt is a row tile, j a 16-byte load (eight columns a lane), i a word (two
+// columns) of it, which is one product.
 template <int RowTiles>
 struct DecodeLayout {
     static_assert(RowTiles <= 2, "rows of one product");
@@ -27,6 +26,8 @@ struct DecodeLayout {
         Accumulator tile[RowTiles][Loads][4];  // of a lane's eight columns, two each
     };
 
+    // What a lane loads: of a row of Q, of a token's K, and of the V of two tokens (the second is kValueTokens further), eight
+    // columns from these on, of each 32 columns of Q and K and of each 64 columns of V.
     __device__ __forceinline__ static int query_row(const Lane& l) { return l.group; }
     __device__ __forceinline__ static int key_token(const Lane& l) { return l.group; }
     __device__ __forceinline__ static int key_column(const Lane& l) { return 8 * l.quad; }
@@ -34,10 +35,11 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 1;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 8 * l.group; }
 
-    // Slots of CooperativeLoader: a slot per lane. Bits of value slots are exchanged so that eight lanes never share a bank.
-    // That holds for lanes that store the chunks of one token, and for neighbors that read operands.
+    // Where CooperativeLoader (warps share loads through shared memory) keeps a lane's 16 bytes: slots of a block of 64, for a
+    // token and a chunk of 8 columns. Bits of value slots are exchanged so that eight lanes never share a bank, neither those that
+    // store the chunks of one token nor neighbors that read operands.
     static constexpr bool kCooperative = true;
-    static constexpr int kKeySlots = 32 ^ 4;  // 32: to the second half of a block's slots; 4: to other banks
+    static constexpr int kKeySlots = 32 ^ 4;  // XOR to the slot of the lane's other 32 columns: other half (32), other banks (4)
     __device__ __forceinline__ static int key_slot(const Lane& l) { return key_slot(l.group, l.quad); }
     __device__ __forceinline__ static int key_slot(int token, int chunk) {
         return (4 * token + (chunk & 3)) ^ (chunk & 4 ? kKeySlots : 0);
@@ -47,10 +49,12 @@ struct DecodeLayout {
         return ((4 * chunk + (token >> 1)) ^ (chunk >> 1)) + 32 * (token & 1);
     }
 
+    // A lane's scores of a tile: of this row, and of this token and the next.
     __device__ __forceinline__ static int score_row(const Lane& l) { return l.group; }
     __device__ __forceinline__ static int score_token(const Lane& l) { return 2 * l.quad; }
     static constexpr int kRowLaneMasks[2] = {1, 2};  // shfl_xor masks that reach the other lanes of a row
 
+    // x = Q K^T of a tile of eight tokens, all of the queries' columns.
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c = {};
@@ -62,6 +66,7 @@ struct DecodeLayout {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const u32 a[2] = {rows[0][i], RowTiles == 2 ? rows[1][i] : 0};
+                // 16-bit caches: only chunks of int4 have two scales (volta/decode/layout.cuh)
                 static_assert(!Keys::kTwoScales, "products of one scale");
                 mma(c, a, words[i]);
             }
@@ -70,11 +75,13 @@ struct DecodeLayout {
         for (int mt = 0; mt < RowTiles; mt++) x[mt] = make_float2(c[2 * mt], c[2 * mt + 1]);
     }
 
+    // Multiplies each output row by the factor `own` of the lanes that have the row's scores.
     template <int Loads>
     __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
         each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
     }
-    // Replaces each output x by f(x, `own` of its row, whether x is among the last four of a lane's eight columns).
+    // Replaces each output x by f(x, `own` of its row, whether x is among the last four of a lane's eight columns: in int4, which
+    // has no turing kernel, these have another scale).
     template <int Loads, class F>
     __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles], F f) {
 #pragma unroll
@@ -90,6 +97,7 @@ struct DecodeLayout {
         }
     }
 
+    // O += P V of a tile. packed: the lane's probabilities.
     template <int Loads, class Values>
     __device__ __forceinline__ static void add_values(const Lane&, Output<Loads>& o, const u32 (&packed)[RowTiles],
                                                       const Values& values) {
@@ -106,6 +114,7 @@ struct DecodeLayout {
         }
     }
 
+    // Calls f(row, column, x, y) for outputs x and y of each two neighboring columns.
     template <int Loads, class F>
     __device__ __forceinline__ static void each_pair(const Lane& l, const Output<Loads>& o, F f) {
 #pragma unroll

@@ -1,27 +1,28 @@
-// Fast forward kernel of the turing family: int8 scores, and P V in spans with fp16 sums.
+// Fast forward kernel of the turing family (`volta_fa::fwd_fast`): int8 scores, and P V in spans with fp16 sums. prepare.cuh runs
+// before it and makes the int8 codes of K.
 //
 // GeForce runs products with fp32 sums at half rate. Here Q K^T multiplies int8 codes (codes.cuh), and a span of keys sums P V in
-// fp16 before it is added to the fp32 output. Scores of a few tiles become probabilities, which stay in registers for a span.
+// fp16 before it is added to the fp32 output. Scores of a few tiles (8 keys) become probabilities, kept in registers for a span.
 //
 // Instructions: warps of a block run masked and unmasked spans at the same time. Both share a loop with one P V of 15.6 KB. The L0
-// instruction cache has 16 KB. All code that a block executes stays below 46 KB, the L1.5 instruction cache: so queries
-// and output have rolled loops, and rare code is behind branches.
+// instruction cache has 16 KB. All code that a block executes stays below 46 KB, the L1.5 instruction cache: so queries and output
+// have rolled loops, and rare code is behind branches.
 //
 // Range: |V| < 1 after its scaling, and the packed probabilities of a row in a span sum to at most 2^15, so fp16 sums stay below
-// 2^15 (1 + 2^-11)^(kSpan / 8). The reference of a row, which is subtracted from scores, is tested after a span's probabilities
-// exist. If their sum was too large, it moves and the span's scores are computed again: K is still in shared memory.
+// 2^15 (1 + 2^-11)^(kSpan / 8), which fp16 can hold. A row's reference, which is subtracted from scores before exp2, is tested
+// after a span's probabilities exist. If their sum is too large, it moves, and the span's scores are computed again from K in
+// shared memory.
 //
 // K and V move through a ring of four slots of a span: step j stores the span of step j + 2. The second half of the warps runs half
-// a step behind the first: it meets the barrier between its scores and its P V, the first half after its P V. So a scheduler, which
-// has a warp of each half, overlaps P V of one with exponentials of the other. At barrier j the first half has finished step j, the
-// second step j - 1 and the scores of step j. So all parts of the span of step j + 1 are stored, and no warp reads the slot of step
-// j - 1 any more.
+// a step behind the first: it meets a barrier after its scores and before its P V, the first half after its P V. So a scheduler,
+// which has a warp of each half, overlaps P V of one with exponentials of the other. At barrier j the first half has finished step
+// j, the second step j - 1 and the scores of step j. So the span of step j + 1 is stored, and no warp still reads the slot of step
+// j - 1.
 //
 // Words: a span is Span keys, and a step computes one. A unit is what 1 in an integer product is worth as a score, log2 units: q's
-// scale times k's. A reference is what is subtracted from a row's scores before exp2. A piece is a chunk of 16 bytes that a thread
-// moves. state.cuh has what a step needs beside operands and sums.
-//
-// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block) and SHARED_BYTES (of a block).
+// scale times k's. A piece is a chunk of 16 bytes that a thread moves. remat_* functions compute a value again, so that it holds no
+// register in between; keep_in_register stops the compiler from that. state.cuh has rows' scales and references, and the addresses
+// of K and V. The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block) and SHARED_BYTES (of a block).
 #pragma once
 
 #include "conditional.cuh"
@@ -36,7 +37,8 @@
 
 namespace turing {
 
-// The kernel. A warp has 16 * RowTiles rows. TilesAtOnce: tiles of 8 keys whose scores are in registers together.
+// The kernel. A warp has 16 * RowTiles rows. TilesAtOnce: tiles of 8 keys whose scores are in registers together. PreparedKeys:
+// keys of a thread block of the prepare kernel.
 template <int Headdim, int Warps, int RowTiles, int Span, int TilesAtOnce, int PreparedKeys>
 struct FastForward {
     static constexpr int kThreads = 32 * Warps;
@@ -48,15 +50,15 @@ struct FastForward {
     static constexpr u32 kOffsetV = kSpan * kCodePitch, kSlotBytes = kSpan * (kCodePitch + kPitch);
     static constexpr int kSlots = 4, kAhead = 2;
     static constexpr u32 kRingBytes = kSlots * kSlotBytes;
-    // After the ring: the state of rows. Kernels without kSharedState leave it unused.
-    // Then the block's sources, and V's exponent.
+    // After the ring: the state of rows (kQuadBytes of each quad) and the block's sources (state.cuh), unused without kSharedState.
+    // Then V's exponent.
     static constexpr u32 kOffsetExponent = kRingBytes + kThreads / 4 * kQuadBytes + 2 * kChunkBytes;
-    // And whether units may be coarse: the same for all warps, but a byte for each, so that it needs no barrier.
+    // Then whether units may exceed 1 ("coarse"): the same for all warps, but a byte for each, so that it needs no barrier.
     static constexpr u32 kOffsetCoarse = kOffsetExponent + 4;
     static_assert(4 + Warps <= kChunkBytes, "flags and exponent share a chunk");
     static constexpr u32 kSharedBytes = kOffsetExponent + kChunkBytes;
     static_assert(kBlockRows == BLOCK_ROWS && kSharedBytes == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
-    // Chunks that a thread moves in each span: of K's codes, and of K's codes and V. The block loads kRowsV rows of V at once.
+    // Chunks that a thread moves in each span: of K's codes, and of these and V (twice the bytes). kRowsV: V's rows in a pass.
     static constexpr int kCodePieces = kSpan * kCodeChunks / kThreads, kPieces = 3 * kCodePieces, kRowsV = kThreads / kChunks;
     static_assert(kCodePieces * kThreads == kSpan * kCodeChunks, "all threads move as many chunks");
     static_assert(kRowsV % 8 == 0 && kThreads / kCodeChunks % 8 == 0, "the rows of a thread have one swizzle");
@@ -64,21 +66,21 @@ struct FastForward {
 
     __device__ static constexpr int log2_of(int x) { return x == 1 ? 0 : 1 + log2_of(x / 2); }
     // Log2 of what a probability of 1 becomes when a reference is set: kSpan of them sum to 2^11, and may grow by 2^4 to 2^15.
-    // (A span has 64 * 64 / Headdim keys.)
+    // kSpan is 64 * 64 / Headdim in all rows of src/kernels.
     static constexpr int kOneLog2 = 15 - log2_of(64 * 64 / Headdim) - 4;
     static constexpr float kPackingLog2 = 112.f;  // softmax.cuh: packed fp16 is 2^112 times the float
-    // Rows whose largest score has a larger magnitude, in log2, get a higher temperature. Floats below it are half apart or less.
+    // Rows whose largest |score|, log2 units, exceeds this get a higher temperature. Below 2^23 floats are at most 1/2 apart.
     static constexpr float kTemperedFrom = 8388608.f;
-    // What is added to a row's largest score when it becomes the reference.
+    // What is added to a row's largest score when it becomes the reference. So that score's probability is packed as 2^kOneLog2.
     static constexpr float kReferenceLog2 = kPackingLog2 - kOneLog2;
 
-    using Block = ForwardBlock<kBlockRows, true>;
+    using Block = ForwardBlock<kBlockRows, true>;  // true, as in remat_head: grids may have heads on their first axis
     using Codes = u32[kRows][kCodeChunks];
     using Output = Accumulator[RowTiles][kChunks];
-    // Tiles at once of a masked span. Two spill at headdims 128 and 256. Plain kernels use one, for less code.
+    // What TilesAtOnce is to unmasked spans, for masked ones. Two tiles would spill at headdims 128 and 256, and kernels without a
+    // boolean mask, which mask few spans, use one for less code.
     static constexpr int kMaskedTiles = kHasMask && Headdim == 64 ? 4 : 1;
-    // At headdim 64 registers suffice for the state of rows and the sources beside operands and sums. At headdim 128 with 32 rows a
-    // part is in shared memory.
+    // At headdim 64 registers suffice for rows' state and the sources too. At headdim 128 with 32 rows shared memory has them.
     static constexpr bool kFewRegisters = Headdim > 64, kSharedState = Headdim == 128 && RowTiles == 2;
     using State = typename Conditional<kSharedState, SharedState<kRows, kThreads>, RegisterState<kRows>>::Type;
 
@@ -87,7 +89,8 @@ struct FastForward {
     }
     __device__ __forceinline__ static float as_float(u32 bits) { return __uint_as_float(bits); }
 
-    // Scores of Tiles tiles from key row `key` of the slot on, as floats from kSumZero on.
+    // Computes the integer scores S of Tiles tiles from key row `key` of the slot on. Sums start at `zero`, a register that holds
+    // the bits of the float kSumZero (1.5 * 2^23). So their bits, read as a float, are kSumZero + S, without a conversion.
     template <int Tiles>
     __device__ __forceinline__ static void compute_scores(u32 (&s)[kRows][Tiles][2], const Codes& q, u32 k_fragment, int key,
                                                           u32 zero) {
@@ -137,10 +140,12 @@ struct FastForward {
         for (int r = 1; r < kRows; r++) largest = fmaxf(largest, x[r]);
         return largest;
     }
-    // Whether a unit of the products may be worth more than 1 in log2 for a row and a key of the block: the largest element of q is
-    // above 176 (headdim 64, usual softmax scale), or of k - mean above 508. Keys with a deviation of 20 suffice once they are
-    // rotated. Such blocks run all spans as masked ones: others have no test in their loop. Each thread looks at some of the keys'
-    // scales, and all meet at the block's barrier. `largest`: the thread's first scale. `scale`: the index of its second.
+    // A barrier of the block. Returns whether a unit may exceed 1 (log2 units) for a row and a key of the block: the largest
+    // element of q is above 176 (127 / 4 / (2^-3 log2(e)): headdim 64, usual softmax scale), or of k - mean above 508 (127 * 4).
+    // With `rotate`, a Hadamard transform multiplies deviations by sqrt(Headdim), 8 at headdim 64. Keys with a deviation of 20 then
+    // reach 508: the largest of 1024 elements (16 keys share a scale) is about 3.3 deviations of 160. Such blocks run all spans as
+    // masked ones: others have no test in their loop. Each thread tests some of the keys' scales. `largest`: its first scale.
+    // `scale`: the index of its second.
     template <class Rows>
     __device__ __forceinline__ static bool barrier_or_coarse(const Rows& state, float largest, const float* scales, int scale,
                                                              int end_scale) {
@@ -152,9 +157,10 @@ struct FastForward {
         state.load_scales(of_row);
         return __syncthreads_or(largest > kLargestKeyScale || largest_of(of_row) * kLargestKeyScale > 1.f);
     }
-    // Sets factors and addends for sums without their kSumZero: with it, scores have an error of up to a unit. A row whose largest
-    // score so far is above kTemperedFrom in magnitude gets a temperature that brings it there: floats are too coarse above. Other
-    // keys then weigh more than they should. But a unit is still worth 2 or more, and rounding to codes moves scores by many units.
+    // Sets factors and addends of scores for sums from which kSumZero was subtracted. (While it is in them, scores have an error of
+    // up to a unit.) A row whose largest score so far is above kTemperedFrom in magnitude gets a temperature that brings it there:
+    // floats are too coarse above. Other keys then weigh more than they should. But a unit is still worth 2 or more, and rounding
+    // to codes moves scores by many units.
     template <class Rows>
     __device__ __forceinline__ static void set_coarse(float (&factor)[kRows], float (&addend)[kRows], const Rows& state) {
         float reference[kRows];
@@ -200,7 +206,7 @@ struct FastForward {
         Output o;
         if (key_first < key_end) {
             const KeyCodes<Headdim> codes(p, sequence, block.head_k);
-            RegisterSources from(0);
+            RegisterSources from(0);  // 0: it has no shared memory
             from.of_block = {codes.codes, codes.scales, rows_of(p.v, block.batch, block.head_k, sequence.k_offset()),
                              sequence.seqlen_k() - 1, 0};
             uint4 first[kAhead][kPieces];
@@ -211,14 +217,15 @@ struct FastForward {
                     load_piece(first[j][piece], p, from, piece, min(key_first + j * kSpan, last_key));
             float next_scale = load_k_scale(from, key_first);
 
-            // the first scale that the thread looks at: waited for after the queries
+            // the first scale that the thread tests (barrier_or_coarse), loaded early: the queries come before its use
             const int scale = key_first / kScaleKeys * kScales + threadIdx.x, end_scale = (last_key / kScaleKeys + 1) * kScales;
             const float first_scale = __ldg(codes.scales + min(scale, end_scale - 1));
             Codes q;
             load_queries<Headdim>(q, state, p, rows_of(p.q, block.batch, block.head, sequence.q_offset()), warp_row,
                                   sequence.seqlen_q(), codes.mean, lse);
+            // Products take V * 2^-exponent, below 1: prepare.cuh has scaled bf16 V, store_piece() multiplies fp16 V.
             exponent = v_exponent(codes.v_max, sequence.seqlen_k(), PreparedKeys, p.element);
-            // the end of the block needs it, and has no register for it
+            // the end of the block needs it, and no register is free for it
             if (threadIdx.x == 0) store_shared1(ring + kOffsetExponent, exponent);
             const float power = p.element == ElementType::Bf16 ? 1.f : times_power(1.f, -exponent);
             const Offsets offsets(threadIdx.x);
@@ -237,7 +244,7 @@ struct FastForward {
 
             u32 slot = ring, zero = keep_in_register(kSumZeroBits);
             int key = key_first;
-            const bool is_late = threadIdx.x >= kThreads / 2;
+            const bool is_late = threadIdx.x >= kThreads / 2;  // the half of the warps that runs half a step behind
 
             // Computes spans from `key` to before `end`. Returns true if references have to move before the span at `key`.
             const auto steps = [&](bool may_mask, int end) {
@@ -267,9 +274,10 @@ struct FastForward {
                             // plain kernels mask few spans, and are faster without this branch
                             if (!kHasMask || is_coarse) subtract(s, zero_of_sums);
                             scale_scores(s, factor, addend);
-                            // after the scales: one may be NaN for keys that the row does not see
+                            // after scale_scores: the scale of a key that is not finite is NaN, also where the key is hidden
                             seen.apply(s);
                             exponentiate(packed, span_sum, s);
+                            // moves earlier tiles to the front and appends these: rolled loops cannot index registers
 #pragma unroll
                             for (int r = 0; r < kRows; r++) {
 #pragma unroll
@@ -314,7 +322,7 @@ struct FastForward {
                                 if (piece) store_piece(data, state, offsets, piece - 1, to);
                                 load_piece(data, p, state, piece, ahead);
                             }
-                        u32 sums[2][RowTiles][2];
+                        u32 sums[2][RowTiles][2];  // [h: 8 of 16 columns][row tile][row], pairs of fp16
 #pragma unroll
                         for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -348,7 +356,7 @@ struct FastForward {
                 }
                 return false;
             };
-            // Passes spans to `end` that the warp does not see: it loads its part of later ones for the other warps.
+            // Passes spans to `end` that the warp does not see: it only copies its part of later ones for the other warps.
             const auto skip = [&](int end) {
 #pragma unroll 1
                 for (; key < end; key += kSpan) {
@@ -377,12 +385,12 @@ struct FastForward {
     }
 
     using OperandP = u32[2];
-    // A lane's sum of a row in a span, 2^13 when packed: then a row's is at most 2^15, and so is each probability. 1.92592994e-34
-    // is 2^-112 (kPackingLog2).
+    // Largest sum of a lane's probabilities of a row in a span: 2^13 when packed. Then that of the row's four lanes is at most
+    // 2^15, and so is each probability. 1.92592994e-34 is 2^-112 (kPackingLog2).
     static constexpr float kLargestSum = 1.92592994e-34f * 8192.f;
 
-    // Offsets in a slot: of the first chunks that a thread stores, and of the first matrices that a lane loads. With kFewRegisters
-    // two of them share a register.
+    // Byte offsets in a slot: of the first chunks that a thread stores, and of the first matrices that a lane loads, of K and of V.
+    // With kFewRegisters the two of K and V share a register.
     struct Offsets {
         u32 store[2], fragment[2];
 
@@ -411,7 +419,7 @@ struct FastForward {
     };
     __device__ __forceinline__ static int thread_index() { return kFewRegisters ? remat_thread_index() : threadIdx.x; }
 
-    // Loads and stores one of the chunks that a thread moves in each span: first of K's codes, then of V.
+    // Load and store one of the chunks that a thread moves in the span from `key` on: first of K's codes, then of V.
     template <class From>
     __device__ __forceinline__ static void load_piece(uint4& data, const FastParams& p, const From& from, int piece, int key) {
         const int thread = thread_index();
@@ -437,8 +445,8 @@ struct FastForward {
         return __ldg(from.scales() + key / kScaleKeys * kScales + (thread_index() & 3));
     }
 
-    // A mean of V is no larger than V, but its rounding may be: fp16's largest number, 65504, would become infinite. From 66000 on
-    // a number is no such rounding.
+    // Clamps an output to fp16's largest number, 65504. A mean of V is no larger than V, but rounding may raise it, and to_half2
+    // then returns infinity. Rounding does not reach 66000: such numbers come from infinite V, and stay.
     __device__ __forceinline__ static float below_overflow(float x) {
         return fabsf(x) < 66000.f ? fminf(fmaxf(x, -65504.f), 65504.f) : x;
     }
@@ -447,7 +455,7 @@ struct FastForward {
         for (int r = 0; r < kRows; r++) sum[r] = 0.f;
         clear_tiles(o);
     }
-    // The slot that step j fills when it reads `slot`.
+    // Returns the slot that a step fills while it reads `slot`.
     __device__ __forceinline__ static u32 slot_after(u32 slot, u32 ring) {
         const u32 to = slot + kAhead * kSlotBytes;
         return to < ring + kRingBytes ? to : to - kRingBytes;
@@ -520,7 +528,7 @@ struct FastForward {
         }
     }
 
-    // Writes the lane's first row.
+    // Writes the lane's first row, multiplied by a and b: for bf16 their product may leave fp32's range.
     template <bool IsBf16, bool MayOverflow>
     __device__ __forceinline__ static void write_row(unsigned short* to, const FastParams& p, const Output& o, float a, float b) {
 #pragma unroll
@@ -562,9 +570,9 @@ struct FastForward {
             total += __shfl_xor_sync(~0u, total, 2);
             const bool is_empty = total == 0.f;
             if (row < sequence.seqlen_q()) {
-                if (lane.quad == 0)
+                if (lane.quad == 0)  // lse[row] holds q times the mean of the keys (log2 units), which load_queries() left there
                     lse[row] = is_empty ? positive_infinity() : kLn2 * (log2_approx(total) + reference[0] + lse[row]);
-                // probabilities were packed as 2^112 of what was summed; 2^128 is no float
+                // packed probabilities, which multiplied V, are 2^112 times those that were summed
                 const float factor = __fdividef(kPackingShift, total) * first_power;
                 unsigned short* to = out + row * p.out.row_stride;
                 if (is_empty)

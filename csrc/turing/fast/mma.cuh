@@ -1,7 +1,6 @@
-// Tensor-core products of the fast forward kernel: m8n8k16 of int8 and m16n8k8 with fp16 sums.
-//
-// In m8n8k16, lane 4g + t has bytes 4t to 4t + 3 of row g of operand A, the same bytes of column g of B, and columns 2t and 2t + 1
-// of row g of C. So two tiles of C, of rows 0 to 7 and 8 to 15, become operand A of m16n8k8 when packed.
+// Tensor-core products of the fast forward kernel (forward.cuh): m8n8k16 of int8 for Q K^T, and m16n8k8 with fp16 sums for P V. In
+// m8n8k16, lane 4g + t has bytes 4t to 4t + 3 of row g of operand A, the same bytes of column g of B, and columns 2t and 2t + 1 of
+// row g of C. So two tiles of C, of rows 0 to 7 and 8 to 15, become operand A of m16n8k8 when packed to fp16.
 #pragma once
 
 #include "turing/mma.cuh"
@@ -9,7 +8,7 @@
 namespace turing {
 
 // Sums begin at these bits, which are the float 1.5 * 2^23. As a float, a sum S of less than 2^22 is then kSumZero + S: no
-// conversion instruction, which would run on the slow XU pipe. Headdims up to 256 give at most 127^2 * 256.
+// conversion instruction, which would run on the slow XU pipe. Headdims up to 256 give at most 127^2 * 256, which is below 2^22.
 constexpr u32 kSumZeroBits = 0x4b400000u;
 constexpr float kSumZero = 12582912.f;
 
@@ -23,8 +22,8 @@ __device__ __forceinline__ void multiply_add_int8(u32 (&c)[2], u32 a, u32 b) {
     asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};" : "+r"(c[0]), "+r"(c[1]) : "r"(a), "r"(b));
 }
 
-// c += a * b with fp16 sums: a[0] and c[0] are columns 2t and 2t + 1 of row g, a[1] and c[1] of row g + 8; b is rows 2t and
-// 2t + 1 of column g.
+// c += a * b, fp16 sums: a[0] and c[0] have columns 2t and 2t + 1 of row g, a[1] and c[1] of g + 8; b has rows 2t, 2t + 1 of column
+// g.
 __device__ __forceinline__ void multiply_add_fp16(u32 (&c)[2], const u32 (&a)[2], u32 b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3}, {%4}, {%0,%1};"
         : "+r"(c[0]), "+r"(c[1])

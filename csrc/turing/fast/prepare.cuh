@@ -1,9 +1,11 @@
-// Prepares K and V for the fast forward kernel, a block of BLOCK_ROWS keys of one KV head at a time.
+// Prepares K and V for the fast forward kernel (forward.cuh, `volta_fa::fwd_fast`). A thread block takes BLOCK_ROWS keys of one
+// sequence and KV head (grid: blocks of keys, KV heads, batch entries). Codes come in blocks of kScaleKeys (64) keys with kScales
+// (4) scales, one for each 16 keys. A chunk is eight columns.
 //
 // Computes K less its mean, as int8 codes (codes.cuh), the largest finite |V|, and a bit for each element of a boolean mask. A
-// second launch scales bf16 V to fp16, finite values below 1 (PreparePhase). To smooth K, every block takes the mean of the
-// sequence itself, from a sample, so that one launch suffices. Smoothing needs no exact mean: any vector that is subtracted from
-// all keys leaves the softmax as it is.
+// second launch scales bf16 V to fp16, finite values below 1 (PreparePhase). To smooth K (subtract its mean, so that codes have a
+// smaller range), every block takes the mean itself, from at most kMeanKeys (128) keys of the sequence, so that one launch
+// suffices. Smoothing needs no exact mean: the softmax is the same whichever vector all keys lose.
 #pragma once
 
 #include "tile.cuh"
@@ -21,17 +23,18 @@ enum PreparePhase : int {
 template <int Headdim, int BlockKeys, int Threads>
 struct FastPrepare {
     static constexpr int kChunks = Headdim / kChunk;  // of 8 elements, one for each lane of a row
-    static constexpr int kRowsAtOnce = 32 / kChunks;  // of a warp; 16 keys share a scale
-    static constexpr int kLoads = kScaleKeys / kScales / kRowsAtOnce;
-    static constexpr int kSamplesAtOnce = Threads / kChunks;
+    static constexpr int kRowsAtOnce = 32 / kChunks;  // of a warp
+    static constexpr int kLoads = kScaleKeys / kScales / kRowsAtOnce;  // of a lane for the 16 keys that share a scale
+    static constexpr int kSamplesAtOnce = Threads / kChunks;  // rows that the block loads at once
     static_assert(kSamplesAtOnce * Headdim * 4 == SHARED_BYTES, "the row in src/kernels and the kernel disagree");
 
     using Row = float[kChunk];
 
     __device__ __forceinline__ static bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
 
-    // Sets `mean` of the thread's 8 columns. Elements that are not finite count as 0. All threads of the block call it together.
-    // Sums are of elements over kMeanKeys, a power of two: bf16's largest numbers do not overflow them.
+    // Sets `mean` to that of the thread's 8 columns. Elements that are not finite count as 0. `chunk`: number of these columns in a
+    // row; has_chunk: whether they exist (below p.problem.headdim). All threads of the block call it together. Sums are of elements
+    // divided by kMeanKeys, a power of two: bf16's largest numbers do not overflow them.
     __device__ __forceinline__ static void take_mean(Row& mean, float* shared, const FastParams& p, const unsigned short* k,
                                                      int keys, int chunk, bool has_chunk, bool is_bf16) {
         const int samples = min(keys, kMeanKeys);
@@ -56,8 +59,8 @@ struct FastPrepare {
         }
     }
 
-    // Applies a Hadamard transform, which spreads outliers over all columns, to a row that kChunks lanes hold. The row's length
-    // grows by sqrt(Headdim).
+    // Applies a Hadamard transform, which spreads outliers over columns, to a row of kChunks lanes. Its norm grows by
+    // sqrt(Headdim).
     __device__ __forceinline__ static void rotate(Row& x) {
 #pragma unroll
         for (int step = 1; step < kChunk; step *= 2)
@@ -70,6 +73,7 @@ struct FastPrepare {
             for (int i = 0; i < kChunk; i++) x[i] = butterfly_lanes(x[i], lane_bit);
     }
 
+    // Writes the codes and scales of the block's keys. `keys`: of the sequence.
     __device__ __forceinline__ static void quantize(const FastParams& p, const KeyCodes<Headdim>& to, const unsigned short* k,
                                                     int keys, const Row& mean, int chunk, bool has_chunk, bool is_bf16) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -91,7 +95,7 @@ struct FastPrepare {
             // `poison` is 0, or NaN if an element is not finite: 0 * x sums to one of them. Added to the scale, it makes the scores
             // of these keys NaN. (The maximum would drop a NaN.)
             float largest = 0.f, poison = 0.f;
-            // Called twice for each row: the loaded words take fewer registers than the numbers.
+            // Computes a row again from the loaded words, which take fewer registers: called twice for each.
             const auto row = [&](Row& x, int load) {
                 unpack8(x, data[load], is_bf16);
                 const bool exists = key_of(load) < keys;
@@ -159,7 +163,7 @@ struct FastPrepare {
         const int end = min(keys, static_cast<int>(blockIdx.x + 1) * BlockKeys);
         for (int key = blockIdx.x * BlockKeys + threadIdx.x / kChunks; key < end; key += kSamplesAtOnce) {
             Row x;
-            unpack8(x, load_global(v + key * p.v.row_stride), true);
+            unpack8(x, load_global(v + key * p.v.row_stride), true);  // bf16: fp16 V stays as it is
             u32 words[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) words[i] = to_half2(times_power(x[2 * i], exponent), times_power(x[2 * i + 1], exponent));
@@ -167,8 +171,9 @@ struct FastPrepare {
         }
     }
 
-    // Packs the boolean mask. A warp packs 32 rows by 32 keys at a time; lane i writes the word of row i. Tiles are dealt to all
-    // warps of the launch.
+    // Packs the boolean mask to bits, a word for 32 keys of a row. A warp packs 32 rows by 32 keys at a time; lane i writes the
+    // word of row i. All warps of the launch share these tiles. Batch entries or heads that share a mask have
+    // a mask_bits stride of 0: it is packed once.
     __device__ __forceinline__ static void pack_mask(const FastParams& p) {
         const unsigned lane = threadIdx.x % 32, block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
         const unsigned blocks = gridDim.x * gridDim.y * gridDim.z, heads = p.mask_bits_head_stride ? p.problem.nheads : 1;
@@ -208,7 +213,7 @@ struct FastPrepare {
         const unsigned short* k = rows_of(p.k, blockIdx.z, head, sequence.k_offset());
         Row mean = {};
         if (p.smooth_k) take_mean(mean, shared, p, k, keys, chunk, has_chunk, is_bf16);
-        // the forward kernel restores lse by the mean
+        // the forward kernel adds the mean's product with q to lse
         if (blockIdx.x == 0 && threadIdx.x < kChunks)
 #pragma unroll
             for (int i = 0; i < kChunk; i++) to.mean[chunk * kChunk + i] = mean[i];

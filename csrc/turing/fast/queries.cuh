@@ -1,4 +1,5 @@
-// Queries of the fast forward: int8 codes in registers, quantized by the warp that uses them (forward.cuh).
+// Queries of the fast forward: int8 codes in registers, which the warp that uses them quantizes (forward.cuh). A number is code *
+// scale, with a scale for each row.
 #pragma once
 
 #include "turing/fast/codes.cuh"
@@ -6,12 +7,12 @@
 
 namespace turing {
 
-// One row of queries: operand A of m8n8k16, where a lane has bytes 4t to 4t + 3 of each 16 columns. Lanes of a row call its
-// functions together.
+// One row of queries: operand A of m8n8k16, where a lane has bytes 4t to 4t + 3 (t = lane % 4) of each 16 columns. The four lanes
+// of a row call its functions together.
 template <int Headdim>
 struct QueryRow {
     static constexpr int kColumns = 16, kCount = Headdim / kColumns;
-    uint2 data[kCount];
+    uint2 data[kCount];  // four fp16 or bf16 each
 
     __device__ __forceinline__ static int column(int c) { return c * kColumns + 4 * (threadIdx.x & 3); }
 
@@ -23,12 +24,12 @@ struct QueryRow {
         }
     }
 
-    // Makes codes of the loaded row. Returns their scale, in log2 units of the scores. `mean`: K's mean, which its codes lack, and
-    // `mean_score` what it adds to each of the row's scores, in the same units: no probability, but lse, depends on it.
+    // Makes codes of the loaded row. Returns their scale times softmax_scale * log2(e), at least kSmallestScale: its product with a
+    // scale of K is then a normal number. `mean`: K's mean, which is subtracted from keys before they become codes. So each of the
+    // row's scores lacks the score of `mean`, mean_score, log2 units: only lse depends on it.
     __device__ __forceinline__ float quantize(u32 (&codes)[kCount], float& mean_score, const FastParams& p,
                                               const float* mean) const {
-        // `poison` is 0, or NaN if an element is not finite: added to the scale, it makes the row's scores NaN. `product`: of the
-        // row and K's mean.
+        // `poison` is 0, or NaN if an element is not finite: added to the scale, it makes the row's scores NaN. product: row . mean
         float x[kCount][4], poison = 0.f, product = 0.f;
 #pragma unroll
         for (int c = 0; c < kCount; c++) {
@@ -41,9 +42,9 @@ struct QueryRow {
                 product = fmaf(x[c][i], means[i], product);
             }
         }
-        float unit = p.problem.scale_log2;
+        float unit = p.problem.scale_log2;  // of |softmax_scale|; codes take its sign (sign_flip)
         if (p.rotate) {
-            // A Hadamard transform, as of K, spreads outliers over all columns. It multiplies products by Headdim.
+            // A Hadamard transform spreads outliers over all columns. Q and K both get it, which multiplies products by Headdim.
             unit *= 1.f / Headdim;
 #pragma unroll
             for (int c = 0; c < kCount; c++) {
@@ -79,9 +80,9 @@ struct QueryRow {
     }
 };
 
-// Loads the warp's queries as codes, one row of a lane at a time: unrolled code costs more time in the instruction cache than
-// the moves of codes to their registers. `rows`: row 0 of the head. `state` gets the rows' scales (state.cuh), `lse` their
-// mean_score.
+// Loads the warp's queries as codes, one row of a lane at a time: unrolled code costs more time in the instruction cache than the
+// moves of codes to their registers. `rows`: row 0 of the head; warp_row: the warp's first. `state` gets the rows' scales
+// (state.cuh), `lse` their mean_score.
 template <int Headdim, int Rows, int CodeChunks, class State>
 __device__ __forceinline__ void load_queries(u32 (&q)[Rows][CodeChunks], State& state, const FastParams& p,
                                              const unsigned short* rows, int warp_row, int seqlen_q, const float* mean,
@@ -100,7 +101,7 @@ __device__ __forceinline__ void load_queries(u32 (&q)[Rows][CodeChunks], State& 
                 for (int c = 0; c < CodeChunks; c++) q[i][c] = q[i + 1][c];
             float mean_score;
             state.push_scale(of_row.quantize(q[Rows - 1], mean_score, p, mean), r);
-            // lse holds it until the row's end, for want of a register
+            // softmax_lse, the output, holds it until the row's end, for want of a register
             if (lane.quad == 0 && row < seqlen_q) lse[row] = mean_score;
         }
         row += 8;

@@ -1,4 +1,5 @@
-// Mask of the fast forward kernel (forward.cuh): lengths, causal mask, window and a boolean mask, as bits of a span's keys.
+// Mask of the fast forward kernel (forward.cuh): lengths, causal mask, window and a boolean mask, as bits of a span's keys. A span
+// is the kSpan keys of a step. The kernel is the template argument, and calls it in steps that need a mask.
 #pragma once
 
 #include "features.cuh"
@@ -11,15 +12,16 @@ namespace turing {
 // Whether the kernel has code for a boolean mask. The fast kernel's variants in src/kernels name this feature Feature::Bias.
 constexpr bool kHasMask = kHasBias;
 
-// The keys of a span (kSpan keys, a step of the kernel) that rows see, a bit each. kRows: rows of a lane, which its quad shares.
-// Lane t of a quad has those of row t of the quad's, so that they take one register or two.
+// The keys of a span that rows see, a bit each. The four lanes of a quad have the same kRows (2 or 4) rows, 8 apart. Lane t of a
+// quad keeps the bits of row t % kRows of these, so that they take one register or two.
 template <class Kernel>
 struct SpanMask {
     static constexpr int kRows = Kernel::kRows, kSpan = Kernel::kSpan;
     static constexpr int kWords = (kSpan + 31) / 32;
     u32 bits[kWords];
 
-    // `key`: the span's first.
+    // `key`: the span's first, a multiple of kSpan. So a span lies in one word, or begins with one (the shift below is then 0).
+    // p.mask_bits: prepare.cuh packs a boolean mask to words of 32 keys, [batch][head][keys / 32][row].
     __device__ __forceinline__ SpanMask(const FastParams& p, int key) {
         const int lane = remat_thread_index() & 31, row = Kernel::remat_warp_row(p) + lane / 4 + 8 * (lane % kRows);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
@@ -35,7 +37,7 @@ struct SpanMask {
             for (int w = 0; w < kWords; w++) bits[w] &= __ldg(words + w * p.mask_rows) >> key % 32;
         }
     }
-    // Replaces what belongs to hidden keys by -inf, in the first tiles of the span, and moves the next tiles to their place.
+    // Sets the scores of hidden keys to -inf in the span's first Tiles tiles of 8 keys, and shifts the bits to the next tiles.
     template <int Tiles>
     __device__ __forceinline__ void apply(u32 (&s)[kRows][Tiles][2]) {
         static_assert(Tiles <= 4, "tiles of one word");

@@ -1,7 +1,7 @@
 // State of the fast forward kernel (forward.cuh) beside operands and sums: where the block's K and V lie (Sources), and what the
-// softmax has of each of a lane's Rows rows (Rows). Each is in registers or, where these are too few, in shared memory; both forms
-// have the same functions. A reference is what is subtracted from a row's scores before exp2. Registers of a quad's four lanes hold
-// the same rows, so shared memory has them once.
+// softmax has of each of a lane's two or four rows (Rows). Each is in registers or, where these are too few, in shared memory; both
+// forms have the same functions. A scale is the factor of a row's int8 codes of Q. A reference is what is subtracted from a row's
+// scores before exp2, log2 units. The four lanes of a quad have the same rows, so shared memory has them once.
 #pragma once
 
 #include "tile.cuh"
@@ -9,7 +9,7 @@
 
 namespace turing {
 
-constexpr u32 kQuadBytes = 2 * kChunkBytes;  // of the rows of a quad: their scales, then their references
+constexpr u32 kQuadBytes = 2 * kChunkBytes;  // of up to four rows of a quad: their scales (16 bytes), then their references
 constexpr float kNoReference = -3e38f;  // below every score
 
 // Addresses of the block's keys and values: codes of K and their scales (codes.cuh), and V. The kernel reads no row after V's last.
@@ -30,7 +30,7 @@ __device__ __forceinline__ const T* load_pointer(u32 address) {
     return reinterpret_cast<const T*>(static_cast<unsigned long long>(x.y) << 32 | x.x);
 }
 
-// One float for each of the lane's rows, two or four.
+// Store and load one float for each of the lane's rows, two or four, in shared memory.
 template <int Rows>
 __device__ __forceinline__ void store_rows(u32 address, const float (&x)[Rows]) {
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_rows(float (&x)[Rows], u32 address) {
     }
 }
 
-// Sources in registers, or in shared memory: 32 bytes of the block.
+// Sources in registers, or in shared memory: 32 bytes of the block. `base`: as in SharedState, unused for registers.
 struct RegisterSources {
     Sources of_block;
 
@@ -65,6 +65,7 @@ struct SharedSources {
     u32 block_address;
 
     __device__ __forceinline__ explicit SharedSources(u32 base) : block_address(base + Threads / 4 * kQuadBytes) {}
+    // Thread 0 stores for the block: a barrier must come before the functions below.
     __device__ __forceinline__ void store_sources(const Sources& x) {
         if (threadIdx.x > 0) return;
         store_pointer(block_address, x.codes);
@@ -78,8 +79,7 @@ struct SharedSources {
     __device__ __forceinline__ int v_last() const { return load_shared1(block_address + 24); }
     __device__ __forceinline__ u32 v_factor() const { return load_shared1(block_address + 28); }
 };
-// What scores are multiplied by and what is subtracted from them, for each of the lane's rows: in registers, or in shared
-// memory, 32 bytes for the four lanes of a quad, which share rows.
+// Scale and reference of each of the lane's rows: in registers, or in shared memory.
 template <int Rows>
 struct RegisterRows {
     float scale[Rows], reference[Rows];
@@ -118,7 +118,7 @@ struct SharedRows {
         store_references(x);
     }
     __device__ __forceinline__ static bool is_first_of_quad() { return (remat_thread_index() & 3) == 0; }
-    // The quad reads it after a __syncwarp() or a barrier.
+    // Other lanes of the quad may read it after a __syncwarp() or a barrier.
     __device__ __forceinline__ void push_scale(float x, int r) {
         if (is_first_of_quad()) store_shared1(address + 4 * r, __float_as_uint(x));
     }
@@ -131,8 +131,7 @@ struct SharedRows {
         __syncwarp();
     }
 };
-// What a step needs beside operands and sums. `base`: address of its shared memory: kQuadBytes for each quad of the block, then 32
-// bytes.
+// Sources and rows together. `base`: address of their shared memory: kQuadBytes for each quad of the block, then the Sources.
 template <int Rows>
 struct RegisterState : RegisterSources, RegisterRows<Rows> {
     __device__ __forceinline__ explicit RegisterState(u32 base) : RegisterSources(base), RegisterRows<Rows>(base) {}

@@ -1,7 +1,6 @@
-// Grid of the turing forward kernels under a block-sparse mask (forward/block_mask.cuh). A grid tells a kernel's block its rows,
-// its steps of keys and how it loads them. A list names the blocks of 64 keys that 128 query rows see (block_lists.cuh).
-//
-// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// Grid of the turing forward kernel (pipelined.cuh) under a block-sparse mask. A grid is a template argument that tells a thread
+// block its rows and its steps of keys (16 keys each). A list names the blocks of 64 keys that 128 query rows see
+// (block_lists.cuh). A lane's quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "compact_listed_steps.cuh"
@@ -13,21 +12,19 @@
 
 namespace turing {
 
-// A thread block for each list of key blocks, which some rows of a head see. In a head the longest list is launched first. kListed:
-// blocks visit the keys of a list (Steps), not a range of keys.
-//
-// Compact, for headdims above 64: generic kernels take CompactListedSteps, which holds fewer registers but waits for loads. Others
-// take ListedBlockSteps, which then indexes entries instead of keeping a pointer, because ptxas schedules headdim 128 better so.
+// A thread block for each list. In a head the longest list is launched first. kListed: blocks visit the keys of a list (Steps), not
+// a range of keys. Compact: the kernel's headdim is above 64. There generic kernels (score features chosen by parameters) take
+// CompactListedSteps, which holds fewer registers but waits for loads. Others take ListedBlockSteps, which then indexes entries
+// instead of keeping a pointer, because ptxas schedules headdim 128 better so.
 template <bool Compact>
 class BlockMaskGrid {
     const FwdBlockParams& params_;
 
 public:
     static constexpr bool kListed = true;
-    // Whether the kernel loops over listed key blocks, and inside over their steps. Generic kernels have one loop, because two
-    // spill at headdim 256.
+    // Whether the kernel loops over listed key blocks, and in these over steps. Generic kernels have one: two spill at headdim 256.
     static constexpr bool kBlockLoop = !kHasScoreFeatures;
-    // Loads of the kernel run up to four steps ahead.
+    // ListedSteps looks a block ahead, because the kernel's loads run up to four steps ahead (kAhead + 1, pipelined_parts.cuh).
     template <int Step>
     using Steps = typename Conditional<
         kBlockLoop, ListedBlockSteps<Step, Compact>,
@@ -38,14 +35,16 @@ public:
     __device__ __forceinline__ explicit BlockMaskGrid(const FwdBlockParams& params) : params_(params) {}
     __device__ __forceinline__ const BlockLists& lists() const { return params_.blocks; }
 
+    // kEitherOrder: the grid may have heads on its first axis (forward/block.cuh).
     template <int BlockRows>
     struct Block : ListedBlock<BlockRows, ForwardLayout::kEitherOrder> {
         __device__ __forceinline__ Block(const Problem&, const BlockMaskGrid& grid)
             : ListedBlock<BlockRows, ForwardLayout::kEitherOrder>(grid.params_) {}
     };
 
-    // load_queries() in two parts: this one issues all loads, end_load_queries() flips signs. load_queries() waits for groups of
-    // loads, and short lists do not hide that.
+    // Loads rows of Q as operand A, as load_queries() (layout.cuh) does, but in two parts: this one issues all loads,
+    // end_load_queries() flips signs for a negative softmax_scale. load_queries() waits for groups of loads, which short lists do
+    // not hide.
     template <int RowTiles, int Chunks>
     __device__ __forceinline__ static void begin_load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from,
                                                               const unsigned short* base, int row, int rows, int headdim) {

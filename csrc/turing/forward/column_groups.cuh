@@ -1,4 +1,5 @@
-// Forward kernel of the turing family for headdims whose output does not fit one warp's registers: 512.
+// Forward kernel of the turing family for headdim 512, whose output does not fit one warp's registers. csrc/entry.cu runs it for
+// rows of src/kernels/turing: 64 or 32 query rows a block, plain, varlen, paged and generic (score features chosen by parameters).
 //
 // The eight warps of a block are two groups of four, or one group. A group has 32 rows, and its warps divide the columns: of Q and
 // K in the first product, of V and the output in the second. Step i of 16 keys has two phases, each between two barriers:
@@ -6,15 +7,13 @@
 //   S = Q K^T of step i over the warp's columns; stores partial S     stores V of step i - 1, loads K of step i + 1
 //   O += P V of step i - 1, beside sums, mask and softmax of step i   stores K of step i + 1, loads V of step i
 //
-// So products hide the latency of the exchange, and of loads from global memory. Each product has one tile in shared memory, which
-// the other phase replaces.
+// So products hide the latency of the exchange and of global memory. Each product has one tile in shared memory; the other phase
+// replaces it.
 //
-// For the sums, the mask and the softmax, four warps of a group have eight whole rows each (ColumnGroupsLayout): one row of each
-// lane's accumulators, so that partial scores and probabilities move between equal lanes of different warps.
-//
-// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
-//
-// The kernel's row in src/kernels gives STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
+// For the sums, the mask and the softmax, four warps of a group have a quarter of its rows each, eight (ColumnGroupsLayout): one of
+// the four rows that each lane's accumulators have, so that partial scores and probabilities move between equal lanes of different
+// warps. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh). The kernel's row in src/kernels gives STEP (keys of a
+// step), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
 #include "batch_invariant.cuh"
@@ -24,8 +23,8 @@
 
 namespace turing {
 
-// Layout of the summed scores (score_layout.cuh): of 16 rows as ForwardLayout has them, the half that a lane has as its row 0
-// or 1. Keys 4 * quad to 3 further: those of both accumulators of a row, in the order of key_of_row.
+// Layout of the summed scores (score_layout.cuh says what shared code expects of one). Of 16 rows, of which ForwardLayout gives
+// each lane two, it has eight: each lane's first, or each lane's second. A lane has keys 4 * quad to 4 * quad + 3 of a step's 16.
 struct ColumnGroupsLayout {
     using Lane = turing::Lane;
     using Tile = float[4];
@@ -41,12 +40,13 @@ struct ColumnGroupsLayout {
     static constexpr int kRows = 1, kKeys = 4;
     __device__ __forceinline__ static constexpr int row_of(int) { return 0; }
     __device__ __forceinline__ static constexpr int row_slot(int) { return 0; }
-    static constexpr int kRowLaneMasks[2] = {1, 2};
+    static constexpr int kRowLaneMasks[2] = {1, 2};  // shfl_xor masks that reach the other lanes of a row
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return ForwardLayout::leads_row(l); }
 };
 // With dropout the eight rows are not neighbors.
 static_assert((kHasDropout || covers_tile<ColumnGroupsLayout>()) && has_rows<ColumnGroupsLayout>(), "score_layout.cuh");
 
+// The kernel; run() computes a block. BlockRows: query rows of a block, 64 (two groups of warps) or 32 (one).
 template <int Headdim, int BlockRows>
 struct ForwardColumnGroups {
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
@@ -55,7 +55,7 @@ struct ForwardColumnGroups {
     static constexpr int kGroupRows = ForwardLayout::kTileQueries * kRowTiles;
     static constexpr int kBlockRows = BlockRows;
     static constexpr int kRowGroups = kBlockRows / kGroupRows, kColumnGroups = kWarps / kRowGroups;
-    // Quarters of a group's scores: rows 0 and 1 of each row tile.
+    // Quarters of a group's scores: number 2 * mt + r has a lane's row r of row tile mt.
     static constexpr int kQuarters = ForwardLayout::kRows * kRowTiles;
     static_assert(kRowGroups * kGroupRows == kBlockRows && kColumnGroups * kRowGroups == kWarps && kColumnGroups >= kQuarters,
                   "each quarter has a warp");
@@ -64,8 +64,8 @@ struct ForwardColumnGroups {
     static_assert(kWarpChunks % 8 == 0, "a warp's columns have the swizzle of whole rows");
     static constexpr int kPitch = kChunks * kChunkBytes;
 
-    // Shared memory: K; V; partial scores by warp and quarter, at the end states of rows; probabilities; factors of rows;
-    // addresses of row 0 of K and of V; the sequence's lengths; a part of Q.
+    // Shared memory: K; V; partial scores by warp and quarter, at the end row maxima and sums; probabilities; factors by which rows
+    // are rescaled; addresses of row 0 of K and of V; the sequence's lengths; a part of Q.
     static constexpr int kQuarterBytes = 32 * kChunkBytes, kScoreBytes = kQuarters * kQuarterBytes;
     static constexpr int kOperandBytes = sizeof(OperandA), kTileBytesP = 32 * kOperandBytes;
     static constexpr int kGroupBytesP = kRowTiles * kKeyTiles * kTileBytesP;
@@ -105,29 +105,30 @@ struct ForwardColumnGroups {
             : base(base_), lane(thread_ & 31), thread(thread_), warp(thread_ / 32), column(warp % kColumnGroups),
               group(warp / kColumnGroups) {}
 
-        // Operands K or, kOffsetV further, V.
+        // Address that the lane gives to ldmatrix for K or, kOffsetV further, V.
         __device__ __forceinline__ u32 fragment() const {
             return base + swizzled<kChunks>(lane.lane % 8, kWarpChunks * column + lane.lane / 8);
         }
+        // Where the thread's first chunk of K or, kOffsetV further, V goes.
         __device__ __forceinline__ u32 tile_store() const {
             return base + swizzled<kChunks>(thread / kThreadsPerRow, thread % kThreadsPerRow);
         }
         __device__ __forceinline__ u32 q(int chunk) const { return base + kOffsetQ + (chunk * kThreads + thread) * kChunkBytes; }
-        // The first of a lane's quarters.
+        // Where the lane's partial scores of quarter 0 go; the next quarter is kQuarterBytes further.
         __device__ __forceinline__ u32 score_store() const {
             return base + kOffsetScores + warp * kScoreBytes + lane.lane * kChunkBytes;
         }
-        // The warp's quarter in the scores of the warp `further` places further in its group.
+        // The warp's own quarter in the partial scores of the warp `further` places after it, cyclically, in its group.
         __device__ __forceinline__ u32 score_load(u32 further) const {
             const u32 from = group * kColumnGroups + (column + further) % kColumnGroups;
             return base + kOffsetScores + from * kScoreBytes + column * kQuarterBytes + lane.lane * kChunkBytes;
         }
-        // A lane's operands A, of row tiles and in these of tiles of keys.
+        // The lane's probabilities as operand A, kTileBytesP apart: [row tile][tile of keys].
         __device__ __forceinline__ u32 p_load() const { return base + kOffsetP + group * kGroupBytesP + lane.lane * kOperandBytes; }
         __device__ __forceinline__ u32 p_store() const {
             return p_load() + column / 2 * kKeyTiles * kTileBytesP + column % 2 * sizeof(u32);
         }
-        // Floats of rows: those of a lane's two rows of a row tile are neighbors.
+        // Offset in bytes, in an array of a float for each row, of a lane's two rows of row tile mt, which are neighbors there.
         __device__ __forceinline__ u32 row_floats(int mt) const { return (group * kGroupRows + 16 * mt + 2 * lane.group) * 4; }
         __device__ __forceinline__ u32 own_row_float() const { return row_floats(column / 2) + column % 2 * 4; }
 
@@ -144,17 +145,17 @@ struct ForwardColumnGroups {
         store_shared1(at.p_store() + kTileBytesP, second);
     }
 
-    // Address of group number c of four chunks in the row of a chunk of the warp's first group.
+    // Returns the address 4 * c chunks further in a swizzled row: an XOR in a group of eight chunks, which the swizzle permutes.
     __device__ __forceinline__ static u32 at_group(u32 address, int c) {
         return (address ^ c % 2 * 4 * kChunkBytes) + c / 2 * 8 * kChunkBytes;
     }
 
-    // Fragments of a warp's columns: four chunks of one tile of keys each.
+    // Fragments (loads of ldmatrix) of a warp's columns: four chunks of one tile of keys each. kHalf: half of them.
     static constexpr int kFragments = kKeyTiles * kWarpChunks / 4, kHalf = kFragments / 2;
     __device__ __forceinline__ static u32 fragment_at(u32 address, int n) {
         return at_group(address, n / kKeyTiles) + n % kKeyTiles * ForwardLayout::kTileKeys * kPitch;
     }
-    // O += P V. `address`: of the warp's fragments of V. between(n) comes before the products of fragment n.
+    // O += P V. `address`: fragment() + kOffsetV. Calls between(n), other work of the step, before the products of fragment n.
     template <class Between>
     __device__ __forceinline__ static void add_output(Output& o, const OperandA (&probabilities)[kRowTiles][kKeyTiles], u32 address,
                                                       Between between) {
@@ -213,7 +214,7 @@ struct ForwardColumnGroups {
 
         int key = first_step<kStep>(mask.key_first(block.row));
         if (kHasScoreFeatures) key &= ~3;  // bias and random numbers come in groups of 4 keys
-        if (kPaged) key &= ~(kPageGroup - 1);  // a group of kPageGroup tokens lies in one page
+        if (kPaged) key &= ~(kPageGroup - 1);  // a group of kPageGroup (16) tokens lies in one page
         const int key_end = keep_in_register(mask.key_end(block.row, kBlockRows));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
@@ -249,13 +250,14 @@ struct ForwardColumnGroups {
             if (kVarlen) store_shared2(base + kOffsetLengths, sequence.seqlen_q(), sequence.seqlen_k());
         }
         __syncthreads();
-        // The mask, from lengths that hold no registers in between.
+        // Returns the mask, computed again from lengths in shared memory.
         const auto mask_again = [&] {
             if (!kVarlen) return Mask(problem);
             const uint2 lengths = load_shared2(base + kOffsetLengths);
             return Mask(problem, lengths.x, lengths.y);
         };
-        // Page of the step of K that is loaded next, and of V: K is a step ahead of V.
+        // Pages of the next step's K and V to be loaded: K is a step ahead of V. A thread has 1 group of 16 tokens in a step;
+        // false: page numbers are loaded by predicate, not in a branch.
         using Pages = PageIteratorIfPaged<kStep, 1, false>;
         Pages pages(p.cache, block.batch, sequence.k_offset(), key, key_end), pages_v = pages;
         const auto stream = [&](u32 offset, const Operand& paged, const Pages& at, unsigned stride, int columns, int key) {
@@ -280,10 +282,10 @@ struct ForwardColumnGroups {
             for (int j = 0; j < kWarpChunks; j++)
 #pragma unroll
                 for (int e = 0; e < ForwardLayout::kElements; e++) o[mt][j][e] = 0.f;
-        // Modified scores are in log2 units already.
+        // The softmax's factor of scores. Those of generic kernels are in log2 units already.
         const float scale = kGeneric ? 1.f : problem.scale_log2;
 
-        // K and V in flight from global to shared memory.
+        // K or V in flight from global to shared memory.
         Staging staging;
         stream_k(key).load_all(staging);
         Stream::store_all(staging, place().tile_store());
@@ -292,7 +294,7 @@ struct ForwardColumnGroups {
         pages.advance(p.cache, key + kStep, key_end);
         __syncthreads();
 
-        // Multiplies rows of the output by the factors of the last step.
+        // Multiplies rows of the output by the factors that the warps of their quarters stored in the last step.
         const auto rescale_rows = [&] {
             const Place at = place();
             const auto rescale = rescale_output<ForwardLayout>(o);
@@ -303,7 +305,6 @@ struct ForwardColumnGroups {
                 rescale(mt, 1, __uint_as_float(factors.y));
             }
         };
-        // Probabilities as operand A.
         OperandA probabilities[kRowTiles][kKeyTiles];
         const auto load_probabilities = [&] {
             const u32 from = place().p_load();
@@ -315,10 +316,10 @@ struct ForwardColumnGroups {
                     probabilities[mt][nt][0] = x.x, probabilities[mt][nt][1] = x.y;
                 }
         };
-        bool any_moved = false;
+        bool any_moved = false;  // whether any row_max of the block has moved, so that factors are not all 1
 #pragma unroll 1
         for (; key < key_end; key += kStep) {
-            float own[4];
+            float own[4];  // partial scores, over the warp's columns, of the rows that the warp sums
             {
                 Tile s;
                 s.clear();
@@ -335,7 +336,7 @@ struct ForwardColumnGroups {
                 for (int n = 0; n < kFragments; n++) {
                     if (n + 1 < kFragments) load_matrices(k[(n + 1) % 2], fragment_at(address, n + 1));
                     if (n == kHalf) {
-                        // The branch waits for loads. Those of V are needed next.
+                        // The branch waits for loads in flight: here those of V, which are stored next anyway.
                         if (any_moved) rescale_rows();
                         Stream::store_all(staging, place().tile_store() + kOffsetV);
                         stream_k(key + kStep).load_all(staging);
@@ -378,7 +379,8 @@ struct ForwardColumnGroups {
                     x[2] += __uint_as_float(part.z), x[3] += __uint_as_float(part.w);
                 };
                 if constexpr (kBatchInvariant && kColumnGroups == 4) {
-                    // Which warp sums a row depends on its place in the tile. Opposite parts first: the same order in all warps.
+                    // Which warp sums a row depends on the row's place in the tile. So that all four warps add in one order, each
+                    // adds opposite parts first: (0 + 2) + (1 + 3).
                     add(x, load_shared(at.score_load(2)));
                     const uint4 part = load_shared(at.score_load(1));
                     float other[4] = {__uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z),
@@ -402,7 +404,8 @@ struct ForwardColumnGroups {
                     }
                 }
                 s.apply_mask(mask_here, row, key);
-                // Without a branch, and without a register for the limit.
+                // Moves row_max only by more than kRescaleThreshold (softmax.cuh), without a branch or a register for the limit.
+                // So 1 / scale, which only sets the limit, is 0.
                 SoftmaxRow& state = softmax.row[0][0];
                 const float m = row_max<Layout>(s.lane_maximum(0, 0));
                 moved = fmaf(m, scale, -state.row_max) > kRescaleThreshold;
@@ -410,7 +413,7 @@ struct ForwardColumnGroups {
 #pragma unroll
                 for (int i = 0; i < 4; i++) x[i] = state.probability(x[i], scale);
                 if (kHasDropout && p.score_options.rng_state) {
-                    const int of_row = row + Layout::first_query(at.lane);  // the call's rows differ by 4
+                    const int of_row = row + Layout::first_query(at.lane);  // a call has this row and that with bit 2 flipped
                     const uint4 numbers =
                         DropoutBits<ForwardLayout, 1>::numbers_of(p).numbers(of_row & ~4, key + Layout::first_key(at.lane));
                     const unsigned kept = DropoutRule(p.score_options).kept_bits(numbers) >> kept_bit(of_row >> 2 & 1, 0);
@@ -430,12 +433,12 @@ struct ForwardColumnGroups {
             });
             any_moved = __syncthreads_or(moved);
         }
-        // The last step's output.
+        // O += P V of the last step.
         if (any_moved) rescale_rows();
         Stream::store_all(staging, place().tile_store() + kOffsetV);
         load_probabilities();
 
-        // Each warp gets the states of its rows of the output. One lane of a row has its sum.
+        // Each warp gets row_max and sum of all rows of its group. write_output() adds lanes' sums, so one lane of a row keeps it.
         const Place at = place();
         if (at.has_rows()) {
             const float sum = row_sum<Layout>(softmax.row[0][0].sum);
@@ -457,8 +460,8 @@ struct ForwardColumnGroups {
             state.row[mt][1].sum = leads ? __uint_as_float(sum.y) : 0.f;
         }
         const Place last = place();
-        FwdParams columns = p;  // the warp's
-        columns.out.ptr += kWarpColumns * last.column;
+        FwdParams columns = p;  // as if out had the warp's columns only
+        columns.out.ptr += kWarpColumns * last.column * (out_is_fp32(p) ? 2 : 1);
         columns.problem.headdim_v -= kWarpColumns * last.column;
         write_output(columns, remat_block_batch(), remat_head<ForwardLayout::kEitherOrder>(problem),
                      Block::remat_row(problem) + last.group * kGroupRows, state, o);

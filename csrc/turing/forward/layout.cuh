@@ -1,7 +1,5 @@
 // Lane layout of the turing forward kernels: which lane holds which score, operand and output element; loads of Q, and the
-// epilogue. Included by all turing forward kernels but the fast one (turing/fast).
-//
-// Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+// epilogue. Included by all turing forward kernels but the fast one (turing/fast). A lane's group is lane / 4, its quad lane % 4.
 #pragma once
 
 #include "forward/output.cuh"
@@ -11,19 +9,21 @@
 
 namespace turing {
 
-// Layout of the scores (score_layout.cuh). Scores are C of a product of 16 rows of Q and 8 keys; the output is C of one with 8
-// columns of V. A step of 16 keys is two tiles. Rows of K in shared memory may be any permutation of the keys, if V has the
-// same. Where scores are modified, a lane has four neighboring keys in the two tiles: one load of a bias, and one Philox call.
+// Layout of the scores (score_layout.cuh says what shared code expects of one). Scores are C of a product (m16n8k8) of 16 rows of Q
+// and 8 keys; the output is C of one with 8 columns of V. A step of the main loop has 16 keys, two tiles. Rows of K in shared
+// memory may be any permutation of the keys, if V has the same. Where scores are modified, a lane has four neighboring keys in the
+// two tiles, for one load of a bias and one call of dropout's generator (Philox). kHas...: the kernel has code for the feature;
+// kRequires...: all of its problems use it.
 struct ForwardLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
     static constexpr bool kEitherOrder = true;  // grids may have heads on their first axis
-    static constexpr bool kFourKeys = kHasScoreFeatures;
-    // With dropout alone, a lane's two keys in a tile are those whose random numbers share a word (philox.cuh).
+    static constexpr bool kFourKeys = kHasScoreFeatures;  // whether a lane's keys of a step are four neighbors
+    // With dropout alone, a lane's two keys in a tile are two apart: their random numbers share a word (philox.cuh). So they lie in
+    // an aligned group of four.
     static constexpr bool kEverySecondKey = kRequiresDropout;
-    // Two rows, each with two keys. Rows of Q may be permuted too: with dropout a lane has two rows that share random numbers
-    // (philox.cuh).
+    // Two rows, each with two keys. Rows of Q may be permuted too: with dropout a lane's two rows share a Philox call.
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) {
         return kHasDropout ? l.group % 4 + l.group / 4 * 8 : l.group;
     }
@@ -38,7 +38,7 @@ struct ForwardLayout {
     }
 
     // kRows: rows of a lane in a tile. Element v belongs to row row_of(v), which is query first_query() + row_slot(row_of(v)).
-    static constexpr int kRows = 2, kKeys = kEverySecondKey ? 4 : 2;  // kKeys: size of the aligned group of a lane's keys
+    static constexpr int kRows = 2, kKeys = kEverySecondKey ? 4 : 2;  // kKeys: size of the aligned group with a row's keys
     __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return (kHasDropout ? 4 : 8) * r; }
     static constexpr int kRowLaneMasks[2] = {1, 2};  // shfl_xor masks that reach the other lanes of a row
@@ -63,7 +63,8 @@ static_assert(covers_step() && has_rows<ForwardLayout>(), "each score of a tile 
 // Operand A of a tile of 16 rows, for columns 8 * chunk to 8 * chunk + 7.
 using OperandA = u32[2];
 
-// Loads rows of Q as operand A; zeros for rows and columns that do not exist. `base`: row 0; `rows`: rows that exist.
+// Loads rows of Q as operand A, from the warp's first row `row` on; zeros for rows and columns that do not exist. `base`: address
+// of row 0; `rows`: rows that exist. sign_flip: 0x80008000 for a negative softmax_scale, else 0.
 template <int RowTiles, int Chunks>
 __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from, const unsigned short* base,
                                              int row, int rows, int headdim, u32 sign_flip) {
@@ -83,7 +84,8 @@ __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], co
         }
 }
 
-// Writes out and lse of the warp's rows. Accumulator j of a row tile is columns 8j to 8j + 7.
+// Writes out, divided by the rows' sums, and lse of the warp's rows, from `row` on. o: the sums of P V; accumulator j
+// of a row tile has columns 8j to 8j + 7.
 template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, int batch, int head, int row,
                                              const SoftmaxRows<ForwardLayout, RowTiles>& softmax,
@@ -98,6 +100,13 @@ __device__ __forceinline__ void write_output(const FwdParams& p, int batch, int 
         for (int r = 0; r < ForwardLayout::kRows; r++) {
             const float scale = finish_row(p, sequence, lane, head, row, softmax, mt, r, lse);
             const int i = row + 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r);
+            if constexpr (kHasFp32Output) {
+                if (p.out_is_fp32) {
+                    const auto column = [&](int j, int v) { return j * kChunk + 2 * lane.quad + v % 2; };
+                    if (i < sequence.seqlen_q()) store_fp32_row<ForwardLayout>(p, out, i, r, scale, o[mt], column);
+                    continue;
+                }
+            }
             unsigned short* to = out + i * p.out.row_stride + 2 * lane.quad;
 #pragma unroll
             for (int j = 0; j < OutputTiles; j++)

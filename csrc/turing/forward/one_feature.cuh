@@ -1,10 +1,9 @@
-// Score features of turing forward kernels that are compiled for exactly one feature: ALiBi, bias or dropout. (The fourth, a
-// score function, needs nothing here: pipelined.cuh.)
-//
-// ALiBi and bias are the initial accumulators of Q K^T, in units of the products, so nothing comes between product and softmax.
-// Dropout masks packed probabilities; generic kernels use that too. pipelined.cuh and pipelined_parts.cuh call all of it. A step is
-// 16 keys: tile `half` of it, 0 or 1, has a lane's first or second two of four keys. (With dropout alone: keys 0 and 2, or 1
-// and 3.)
+// Score features of turing forward kernels that are compiled for exactly one feature: ALiBi, bias or dropout. (The fourth, a score
+// function, needs nothing here.) Called by the forward kernel, pipelined.cuh and pipelined_parts.cuh. ALiBi and bias are the
+// initial accumulators of Q K^T, which is not scaled yet: they are divided by softmax_scale. So nothing comes between product and
+// softmax. Dropout masks packed probabilities; generic kernels use that too. A step is 16 keys. A lane has four neighbors of them:
+// two in tile `half` 0 of the step, two in tile 1. (With dropout alone: keys 0 and 2, then 1 and 3.) In a tile a lane has two rows
+// r.
 #pragma once
 
 #include "turing/forward/layout.cuh"
@@ -14,10 +13,10 @@ namespace turing {
 // ALiBi as initial accumulators.
 template <int RowTiles>
 struct InitialAlibi {
-    float neg_slope;  // -slope / scale
+    float neg_slope;  // -slope / softmax_scale; Alibi::slope and scale_log2 both have a factor of log2(e)
     float distance;  // query position minus key, of the lane's first row and the first key of a tile at key 0
 
-    // `row`: first of the warp.
+    // `row`: the warp's first row.
     __device__ __forceinline__ void start(const FwdParams& p, const Mask& mask, int row) {
         const Lane lane(remat_lane());
         const Alibi alibi(p.score_options, remat_block_batch(), remat_head<ForwardLayout::kEitherOrder>(p.problem), mask.seqlen_q,
@@ -25,7 +24,8 @@ struct InitialAlibi {
         neg_slope = -alibi.slope / p.problem.scale_log2;
         distance = alibi.distance(row + ForwardLayout::first_query(lane), ForwardLayout::first_key(lane));
     }
-    // Sets the initial accumulators of the tile whose first key is `key`.
+    // Sets the initial accumulators of the tile whose first key is `key`. (Slots: an element's query and key, from the lane's
+    // first.)
     __device__ __forceinline__ void init_scores(Scores<ForwardLayout, RowTiles, 1>& s, int key) const {
         const float from_key = distance - static_cast<float>(key);
         s.each([&](float& x, int mt, int, int v) {
@@ -36,18 +36,20 @@ struct InitialAlibi {
     }
 };
 
-// fp16 bias: loaded one step ahead, the four keys of a lane at once. fp32 bias: added after the products.
+// Bias as initial accumulators if it is fp16: loaded one step ahead, the four keys of a lane at once. Rows of a bias have a
+// multiple of four keys in memory (the host copies others), so the last load stays inside. An fp32 bias, which is rare, is loaded
+// and added after the products.
 template <int RowTiles>
 struct InitialBias {
     using Tile = Scores<ForwardLayout, RowTiles, 1>;
-    uint2 next[RowTiles][2];  // the next step's two tiles
-    u32 second[RowTiles][2];  // the current step's second tile
-    const char* base;
+    uint2 next[RowTiles][2];  // [row tile][row]: bias of the next step's four keys
+    u32 second[RowTiles][2];  // bias of the current step's second tile
+    const char* base;  // row 0 of the bias, at the lane's first key
     unsigned row_bytes;
-    int row;
-    float inverse_scale;
+    int row;  // the lane's first row
+    float inverse_scale;  // 1 / softmax_scale
 
-    // `row_`: first of the warp.
+    // `row_`: the warp's first row.
     __device__ __forceinline__ void start(const FwdParams& p, int row_) {
         const Lane lane(remat_lane());
         const ScoreOptions& o = p.score_options;
@@ -62,7 +64,7 @@ struct InitialBias {
 #pragma unroll
         for (int i = 0; i < 2 * RowTiles; i++) next[i / 2][i % 2] = make_uint2(0, 0);  // they stay so if the bias is fp32
     }
-    // `key`: first of a step.
+    // Loads an fp16 bias for the step whose first key is `key`.
     __device__ __forceinline__ void load(const FwdParams& p, int key) {
         if (uses_fp32_bias(p.score_options)) return;
         each(p, key, 2, [&](int mt, int r, const char* from) { next[mt][r] = __ldg(reinterpret_cast<const uint2*>(from)); });
@@ -90,7 +92,8 @@ struct InitialBias {
     }
 
 private:
-    // Calls f(row tile, row, address of the bias of the lane's four keys). Keys past the last give the last four's bias.
+    // Calls f(row tile, row, address of the bias of the lane's four keys; past the last key, of the last four). bytes: an
+    // element's.
     template <class F>
     __device__ __forceinline__ void each(const FwdParams& p, int key, int bytes, F f) const {
         key = min(key, (p.problem.seqlen_k - 1 & ~3) - ForwardLayout::first_key(Lane(remat_lane())));
@@ -104,9 +107,9 @@ private:
     }
 };
 
-// Dropout mask of a step. One Philox call has the eight probabilities of a lane in one row tile. With dropout alone, a lane has
-// keys 0 and 2 of its four in a step's first tile, 1 and 3 in the second (kEverySecondKey): the two numbers of a tile share a
-// word. dropout_inverted is 0 if numbers from the threshold on keep their probability, and has all bits set if those below do.
+// Dropout mask of a step. One Philox call has the eight random numbers of a lane in one row tile, two in a word. With dropout alone
+// (kEverySecondKey), the two numbers of a row and tile share a word. dropout_inverted is 0 if numbers from the threshold on keep
+// their probability, and has all bits set if those below do.
 template <int RowTiles>
 struct StepDropoutMask {
     // [row tile][row][tile of keys]: 0xffff in each half whose random number is not below the threshold (DropoutRule)
@@ -115,18 +118,19 @@ struct StepDropoutMask {
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
         return DropoutBits<ForwardLayout, RowTiles>::numbers_of(p);
     }
-    // Draws the step's mask. numbers(row, key): a Philox call. `row` and `key`: first of the warp and of the step. Sequential:
-    // one call after the other, where registers are short.
+    // Draws the step's mask. numbers(row, key): a Philox call. `row`: the warp's first; `key`: the step's first. Sequential: the
+    // PTX makes a call wait for the one before, where registers are short.
     template <bool Sequential, class Numbers>
     __device__ __forceinline__ void draw(const FwdParams& p, int row, int key, Numbers numbers) {
         const DropoutRule rule(p.score_options);
         const Lane lane(remat_lane());
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
-            const uint4 of = numbers(row + ForwardLayout::kTileQueries * mt + ForwardLayout::first_query(lane),
-                                     key + ForwardLayout::first_key(lane));
-            const u32 words[2][2] = {{philox_word(of, 0, 0), philox_word(of, 0, 1)},
-                                     {philox_word(of, 1, 0), philox_word(of, 1, 1)}};
+            const uint4 drawn = numbers(row + ForwardLayout::kTileQueries * mt + ForwardLayout::first_query(lane),
+                                        key + ForwardLayout::first_key(lane));
+            // [row r][c]: the numbers of columns c and c + 2 of the call's four
+            const u32 words[2][2] = {{philox_word(drawn, 0, 0), philox_word(drawn, 0, 1)},
+                                     {philox_word(drawn, 1, 0), philox_word(drawn, 1, 1)}};
 #pragma unroll
             for (int r = 0; r < 2; r++)
 #pragma unroll

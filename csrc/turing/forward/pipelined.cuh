@@ -1,29 +1,30 @@
-// Forward kernel of the turing family, software-pipelined: Q, scores, probabilities and output are in registers.
+// Forward kernel of the turing family up to headdim 256, software-pipelined: Q, scores, probabilities and output are in registers.
+// csrc/entry.cu runs it, as `Pipelined` below, for most forward and prefill (paged) rows of src/kernels/turing.
 //
 // m16n8k8 takes 8 keys, so a warp works on tiles of 8 keys, three of them at once in different stages:
 //
 //   tile i + 1: S = Q K^T        tile i: softmax        tile i - 1: O += P V
 //
-// So there are always products and arithmetic that do not depend on each other. A step is two tiles. K and V move through a
-// ring of slots in shared memory. Step j reads K of steps j and j + 1, and V of steps j - 1 and j. It stores step
-// j + kAhead, and loads that step or the one after it (CopyPlacement). With eight slots and kAhead = 3, accesses of two steps never
-// meet, so every second step has a barrier. With four slots and kAhead = 2 every step has one.
+// So there are always products and arithmetic that do not depend on each other. A step is two tiles, `half` 0 and 1, which may
+// interleave its 16 keys: a lane's keys of the second are kNextTile (1, 2 or 8) after those of the first. K and V move through a
+// ring of slots in shared memory, a step each. Step j reads K of steps j and j + 1, and V of steps j - 1 and j. It stores step j +
+// kAhead, and loads that step or the one after it (CopyPlacement). With kAhead = 3, two steps read or write slots j-1 to j+4. Eight
+// slots keep these apart, so every second step has a barrier. With four slots and kAhead = 2 every step has one.
 //
-// Most steps need no mask. Where registers allow (kUnmaskedLoop) they have a loop of their own, because the test alone costs 3 to
-// 6%.
+// Most steps need no mask. Where registers allow (kUnmaskedLoop) they have a loop of their own, because the test alone takes 3 to
+// 6% of the time. With a block mask (Grid::kListed) lists name the blocks of 64 keys that the rows see.
 //
-// Row maxima lag: a tile takes the maxima so far. If a sum then exceeds kLargestSum, end_softmax() moves the maxima and computes
-// the tile's probabilities again. With kRescaleBeforeExp the test comes first: fewer registers, more time.
-//
-// A thread copies one chunk of K and of V in a pass, and a step has kPasses, one or two. kInitialAlibi, kInitialBias, kOnlyFunction
-// and kCarriedDropout: the kernel requires that feature.
+// Row maxima lag: a tile takes the maxima so far. If a sum of probabilities then exceeds kLargestSum, end_softmax() moves the
+// maxima and computes the tile's probabilities again. With kRescaleBeforeExp the test comes first: fewer registers, more time. A
+// thread copies one chunk (8 columns) of K and of V in a pass, and a step has kPasses, one or two. kInitialAlibi, kInitialBias,
+// kOnlyFunction and kCarriedDropout: all problems of the kernel use that feature. kGeneric: parameters say which they use.
 //
 // PipelinedParts (pipelined_parts.cuh) has sizes, choices and helpers, and the reason of each constant kName below. run() is the
 // schedule. Its lambdas are load and store (copies between global memory, registers and ring), begin (initial accumulators of a
-// tile), tile (one tile of the pipeline), step (two of them), and the loops over steps.
-//
-// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a
-// block).
+// tile), tile (one tile of the pipeline), step (two of them), and the loops over steps. StreamK and StreamV copy K and V
+// (RowStream, row_stream.cuh; not stream-K). A group is four chunks, which one ldmatrix loads. remat_* functions compute a value
+// again, so that it holds no register in between; keep_in_register stops the compiler from that. The kernel's row gives BLOCK_ROWS
+// (query rows of a block), STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
 #include "turing/forward/pipelined_parts.cuh"
@@ -57,26 +58,27 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x, lane = thread & 31;
         const int row = block.row + thread / 32 * kWarpRows;
-        // The warp's first row. Without lists it is computed again, so that it holds no register in between.
+        // The warp's first row. Without lists it is computed again at each use.
         const int kept_row = Grid::kListed ? keep_in_register(row) : 0;
         const auto warp_row = [&] { return Grid::kListed ? kept_row : remat_warp_row(p); };
         int key_first = Grid::kListed ? 0 : first_step<kStep>(mask.key_first(block.row));
         if (kHasScoreFeatures) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
-        if (kPaged) key_first &= ~(kPageGroup - 1);
+        if (kPaged) key_first &= ~(kPageGroup - 1);  // a step lies in one page: pages have multiples of kPageGroup (16) tokens
         const int key_end = Grid::kListed ? mask.seqlen_k : mask.key_end(block.row, kBlockRows);
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
-        // Backwards: with ALiBi, scores rise toward a row's own position, so row maxima settle early if that position comes first.
-        // Steps go from own_key, the position of the block's last row, down to key_first, then from key_last, the last step, down.
+        // kBackwards: with ALiBi, scores rise toward a row's own position, so row maxima settle early if that position comes first.
+        // Steps go from that of own_key, the position of the block's last row, down to key_first. Then they go from key_last, the
+        // last step, down to the one after own_key's.
         const int own_key = block.row + kBlockRows - 1 + sequence.seqlen_k() - sequence.seqlen_q();
         const int key_last = key_first + (key_end - 1 - key_first) / kStep * kStep;
         int key = kBackwards ? key_first + max(min(own_key, key_end - 1) - key_first, 0) / kStep * kStep : key_first;
         Keys keys(grid, block, key, key_end);
         using Bits = typename Grid::template Bits<kWarpRows, kStep>;
         Bits bits;
-        // An array of its own, so that kernels without lists keep their machine code. Loads of Q are in flight while the list is
-        // decoded.
+        // Loads of Q are in flight while the list is decoded. They have an array beside q, so that kernels without lists keep their
+        // machine code.
         OperandA loaded_q[kBlockLoop ? RowTiles : 1][kBlockLoop ? kChunks : 1];
         if constexpr (kBlockLoop) {
             Grid::begin_load_queries(loaded_q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row,
@@ -102,6 +104,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
             // Where not all threads take part, the first ones load K, the last ones V.
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
+            // With pages these point into page 0, and address() adds the page: that of group 0, because a step is one group.
             const StreamK kept_k(
                 thread,
                 kPaged ? head_base(p.cache.k, 0, block.head_k) : rows_of(p.k, block.batch, block.head_k, sequence.k_offset()),
@@ -120,6 +123,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
             const u32 k_fragment = keep_in_register(ring + swizzled<kChunks>(lane % 8, lane / 8));
             const u32 v_fragment = kChunks == kChunksV ? k_fragment + kOffsetV
                                                        : keep_in_register(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
+            // After the ring, 16 bytes a thread: its addresses in K and V. Then 16 more: its key, `inside`, ALiBi's constants.
             if (kStreamsInShared) {  // written by the thread that will read it
                 static_assert(!kStreamsInShared || (StreamK::kPasses == 1 && StreamK::kAllTakePart), "one chunk of K and one of V");
                 const auto k = reinterpret_cast<unsigned long long>(kept_k.column);
@@ -136,6 +140,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 const int after = key - steps * kStep;
                 return max(after < key_first ? after + (key_last - key_first + kStep) : after, 0);
             };
+            // Loads the thread's chunks of a pass of the step whose first key is first_key. load<true>: K's chunks past the matrix
+            // are not loaded. V's (false) are its last chunk again: those columns of the output are not stored.
             const auto load = [&](int pass, int first_key) {
                 if constexpr (kPaged) {
                     const int t = kChunkCoordsKept ? thread : remat_thread_index();
@@ -173,14 +179,15 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                                            first_key + (kChunkCoordsKept ? v_row : StreamV::key_of(remat_thread_index())),
                                            key_end - 1);
             };
+            // Stores what was loaded for a pass to a slot of the ring, at this offset in bytes.
             const auto store = [&](int pass, u32 slot) {
                 const u32 k_to = kChunkCoordsKept ? k_store : ring + StreamK::offset(remat_thread_index());
                 if (pass < StreamK::kPasses) kept_k.store(k_data, pass, k_to + slot);
                 const u32 v_to = kChunkCoordsKept ? v_store : ring + kOffsetV + StreamV::offset(remat_thread_index());
                 if (pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
             };
-            // Copies of a loop over listed blocks: does what is due at position `at` of a tile. Stores to `slot`, and loads the
-            // step whose first key is `first_key`.
+            // Copies of a loop over listed blocks, at position `at` of a tile: those that have this number in `positions`. Stores
+            // to `slot`, and loads the step whose first key is `first_key`.
             const auto copy_at = [&](const CopyPositions& positions, int at, int half, u32 slot, int first_key) {
                 const int pass = kPasses == 2 ? half : 0, load_pass = kPasses == 2 ? 1 - half : 0;
                 const u32 k_to = kChunkCoordsKept ? k_store : ring + StreamK::offset(remat_thread_index());
@@ -195,10 +202,10 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                     kept_v.template load<false>(v_data, load_pass, v_stride, v_key, key_end - 1);
             };
 
-            // Modified scores are in log2 units already.
+            // The softmax's factor of scores. Those of generic kernels are in log2 units already.
             const float scale = kGeneric ? 1.f : kOnlyFunction ? function_of(p).factor() : problem.scale_log2;
             Probabilities probabilities[2] = {};
-            TileSoftmax tile_softmax;  // of the last tile
+            TileSoftmax tile_softmax;  // of the tile before
             InitialAlibi<RowTiles> alibi;
             if (kInitialAlibi) {
                 alibi.start(p, mask, row);
@@ -211,7 +218,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 bias.start(p, row);
                 bias.load(p, key);
             }
-            // Sets a tile's initial accumulators. `first_key`: first of its step.
+            // Sets a tile's initial accumulators. `first_key`: its step's first key.
             const auto begin = [&](Tile& s, int half, int first_key) {
                 if (kInitialAlibi) {
                     InitialAlibi<RowTiles> here = alibi;
@@ -227,7 +234,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
             };
             StepDropoutMask<RowTiles> dropout;
             const Philox philox = kCarriedDropout ? dropout.numbers_of(p) : Philox();
-            Philox::RoundKeys round_keys;
+            Philox::RoundKeys round_keys;  // of the random generator, if registers have room (kKeysKept)
             if (kCarriedDropout && kKeysKept) {
                 round_keys = philox.round_keys();
 #pragma unroll
@@ -237,9 +244,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
 
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
-                kept_v.store(v_data, pass, v_store + slot_after(0, -1));  // V of the step before the first: 0 * NaN would not be 0
-            if constexpr (kBlockLoop) {  // all loads of the first steps before the first store: short lists do not hide their
-                                         // latency
+                kept_v.store(v_data, pass, v_store + slot_after(0, -1));  // zeros: the first tile multiplies them by P = 0
+            if constexpr (kBlockLoop) {  // issues all loads before the first store: short lists do not hide their latency
                 uint4 k_first[kAhead * kPasses], v_first[kAhead * kPasses];
 #pragma unroll
                 for (int i = 0; i < kAhead * kPasses; i++) {
@@ -282,7 +288,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                     for (int mt = 0; mt < RowTiles; mt++) mma(scores[0].tile[mt][0], q[mt][4 * c + i], fragments.k[i]);
             }
 
-            // Ends the softmax of the last tile, number `half` of its step, while its scores still exist. The test for too
+            // Ends the softmax of the tile before, number `half` of its step, while its scores s still exist. The test for too
             // large probabilities is here, after the next tile's products, so that it waits for nothing.
             const auto end_softmax = [&](const Tile& s, Probabilities& p_last, int half) {
                 if (kRescaleBeforeExp) return;
@@ -309,10 +315,10 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
             };
             // Whether this listed block needs a mask. Read only where one loop runs all blocks (!kUnmaskedLoop).
             bool is_masked = true;
-            // Computes one tile: scores s become probabilities p_this, beside the next tile's scores s_next, and O += p_last V
-            // for the last tile. K of the next and V of the last tile are at k_address and v_address; those that the next call
-            // begins with, at k_ahead and v_ahead. `half`: first or second tile of the step. `slot`: of the step for
-            // copy_in_tile(), of what is stored for copy_at(). `loaded_key`: of what copy_at() loads.
+            // Computes one tile: scores s become probabilities p_this. Also computes the next tile's scores s_next, and O += p_last
+            // V of the tile before, whose scores s_next has on entry. K of the next and V of the last tile are at k_address and
+            // v_address; the first fragments of the next call are at k_ahead and v_ahead. step_key: first key of the step. `slot`:
+            // the step's for copy_in_tile(), the one to store to for copy_at(), which loads the step whose first key is loaded_key.
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
                                   Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int step_key,
                                   int half, u32 slot, int loaded_key) {
@@ -337,6 +343,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                         dropout.keep_all(p);
                     }
                 }
+                // kHidesAll: a block mask's bits, which also hide what other masks hide. combine() prepares them, of this step or
+                // of that 1 later; `true` makes it clear the keys that causal mask, window or lengths hide.
                 if constexpr (Bits::kHidesAll) {
                     if (!kBlockLoop) {
                         if (may_mask && half == 0) bits.combine(keys, kMaskKept ? mask : remat_mask(p), warp_row(), true);
@@ -357,7 +365,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                     dropout.template draw<kRegistersFull>(p, warp_row(), step_key, [&](int row, int key) {
                         return kKeysKept ? philox.numbers(row, key, round_keys) : philox.numbers(row, key);
                     });
-                if (kInitialBias && half == 1) bias.load(p, key_after(step_key, 2));
+                if (kInitialBias && half == 1) bias.load(p, key_after(step_key, 2));  // begin() has taken the next step's
 #pragma unroll
                 for (int c = 0; c < kMostGroups; c++) {
                     if (!kFragmentsAhead) {
@@ -402,7 +410,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
             }
             u32 slot = 0;  // of this step
             const auto step = [&](bool may_mask, const Mask& mask) {
-                if constexpr (Grid::kListed) {  // which hold no registers between steps
+                if constexpr (Grid::kListed) {  // computed again, so that they hold no registers between steps
                     key = keys.first();
                     slot = keys.template number_modulo<Slots>() * kSlotBytes;
                 }
@@ -419,6 +427,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                     if (may_mask) bits.load(grid, keys, 1);
                 if (kCopyPlacement == CopyPlacement::kBetweenTiles) {
                     store(0, slot_after(slot, kAhead));
+                    // the second pass of the same step, or with one pass the step after it
                     load(kPasses - 1, key_after(key, kAhead + 2 - kPasses));
                 }
                 tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this, k_next + kTileBytes,
@@ -429,13 +438,13 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 }
                 if (!Grid::kListed) slot = next;
             };
-            // Runs the steps that begin before `until`.
+            // Runs the steps from `key` on that begin before key `until`; backwards, those that begin at `until` or after it.
             const auto steps = [&](bool may_mask, int until) {
                 const Mask mask = remat_mask(p);
 #pragma unroll 1
                 for (; kBackwards ? key >= until : key < until; key += kBackwards ? -kStep : kStep) step(may_mask, mask);
             };
-            if constexpr (kBlockLoop) {
+            if constexpr (kBlockLoop) {  // block masks without score features: listed blocks, in each its steps
                 // Runs the steps of a listed block.
                 const auto block_steps = [&](bool may_mask) {
                     const Mask mask = remat_mask(p);
@@ -464,7 +473,7 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                     keys.advance_block();
                 }
                 slot = keys.template number_modulo<Slots>() * kSlotBytes;
-            } else if constexpr (Grid::kListed) {
+            } else if constexpr (Grid::kListed) {  // block masks with score features: one loop, because two would spill registers
                 // Runs steps until a listed block needs a mask and those before did not, or the other way round.
                 const auto listed_steps = [&](bool may_mask) {
                     const Mask mask = remat_mask(p);
@@ -484,15 +493,17 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 }
                 slot = keys.template number_modulo<Slots>() * kSlotBytes;
             } else {
-                // Masked steps, unmasked ones, masked ones. Their ranges are computed again in between.
+                // Masked steps, unmasked ones, masked ones. Their ranges are computed again in between. Steps that begin at keys
+                // unmasked.first to `last` need no mask. Backwards the iteration has two parts: from own_step down to key_first,
+                // then from key_last down to the step after own_step.
                 const int own_step = key;
-                int first_step = key_first;  // backwards: of this part of the iteration
+                int first_step = key_first;  // backwards: lowest step of this part
                 for (;;) {
-                    // The shuffle tells ptxas that it is uniform in a warp.
+                    // The shuffle tells ptxas that the row is uniform in a warp.
                     const UnmaskedKeys<kStep> unmasked(remat_mask(p), __shfl_sync(~0u, warp_row(), 0), kWarpRows);
                     const int last = unmasked.first + static_cast<int>(unmasked.span);
                     if (kBackwards) {
-                        const int none = key + 1;
+                        const int none = key + 1;  // runs no step
                         steps(true, key > last ? max(last + 1, first_step) : key < unmasked.first ? first_step : none);
                         if (key >= first_step && key >= unmasked.first && key <= last)
                             steps(false, max(unmasked.first, first_step));
@@ -507,12 +518,12 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
                 }
             }
             end_softmax(scores[1], probabilities[1], 1);
-            if (kOnlyFunction)
+            if (kOnlyFunction)  // the softmax took states for scores, which are states times a factor plus a constant: lse needs it
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
                     for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].row_max += ScoreFunction::constant_of(scale);
-            // The last tile's output.
+            // O += P V of the last tile.
             const u32 v_last = v_fragment + slot_after(slot, -1) + kTileBytesV;
 #pragma unroll
             for (int c = 0; c < kGroupsV; c++) {
@@ -527,7 +538,8 @@ struct ForwardPipelined : PipelinedParts<Headdim, HeaddimV, Warps, RowTiles, Slo
     }
 };
 
-// The kernel of a row in src/kernels. Its ring has as many slots as fit its shared memory: four or eight.
+// The kernel of a row in src/kernels. Its ring has as many slots as fit its shared memory, rounded down to four or eight. A slot
+// has STEP rows of K and V, of 2 bytes a column.
 constexpr int kRingSlots = SHARED_BYTES / (2 * STEP * (HEADDIM + HEADDIM_V)) / 4 * 4;
 template <class Grid>
 using Pipelined = ForwardPipelined<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, kRingSlots, Grid>;

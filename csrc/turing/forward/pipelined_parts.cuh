@@ -1,11 +1,9 @@
 // What the turing forward kernel (pipelined.cuh) is made of: its sizes, the choices that keep all kernels within 255 registers, and
-// the softmax of a tile.
-//
-// A chunk is 8 columns of a row, 16 bytes. A tile is kTileKeys keys, a step two tiles. The ring is Slots slots of shared memory,
-// each with a step's rows of K and V. Keys are listed where a block mask names the key blocks (BlockMaskGrid). remat_* functions
-// compute or load again what would otherwise hold a register.
-//
-// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step) and SHARED_BYTES (of a block).
+// the softmax of a tile. A chunk is 8 columns of a row, 16 bytes. A tile is kTileKeys keys, a step two tiles. The ring is Slots
+// slots of shared memory, each with a step's rows of K and V. While a tile's probabilities are computed, the kernel multiplies the
+// next tile's K and the last tile's V. Keys are listed where a block mask names the key blocks (BlockMaskGrid). remat_* functions
+// compute or load again what would otherwise hold a register. The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a
+// block), STEP (keys of a step) and SHARED_BYTES (of a block).
 #pragma once
 
 #include "batch_invariant.cuh"
@@ -19,9 +17,10 @@
 namespace turing {
 
 // The default grid: one block per tile of rows, with all of its keys. BlockMaskGrid (block_mask.cuh) is the other one.
+// kEitherOrder: the grid may have heads on its first axis (forward/block.cuh).
 struct DenseGrid {
     static constexpr bool kListed = false;  // whether keys come from lists
-    static constexpr bool kBlockLoop = false;
+    static constexpr bool kBlockLoop = false;  // whether the kernel loops over listed blocks, and inside over their steps
     template <int Step>
     using Steps = DenseSteps<Step>;
     template <int Rows, int Step>
@@ -36,6 +35,7 @@ struct DenseGrid {
 // A warp has 16 * RowTiles query rows. Slots: slots of the ring, of one step each. Grid: DenseGrid or BlockMaskGrid.
 template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Slots, class Grid>
 struct PipelinedParts {
+    // ---- sizes ----
     static constexpr int kThreads = 32 * Warps;
     static constexpr int kWarpRows = 16 * RowTiles;
     static constexpr int kBlockRows = Warps * kWarpRows;
@@ -48,17 +48,20 @@ struct PipelinedParts {
     static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
     static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
     static constexpr u32 kRingBytes = Slots * kSlotBytes;
+    // ---- features ----
     // Kernels that require ALiBi or a bias begin products with its terms (one_feature.cuh).
     static constexpr bool kInitialAlibi = kRequiresAlibi;
     static constexpr bool kInitialBias = kRequiresBias;
-    // A score function alone waits until probabilities are computed, beside the next products: row maxima follow the products,
-    // which rise as the scores do. The softmax takes states as scores; row maxima are corrected at the end.
+    // Softcap alone is applied late, where probabilities are computed beside the next products. Row maxima can be found from
+    // products alone, because softcap is an increasing function. The softmax takes the function's states as scores: score = factor
+    // * state(product) + constant (score_function.cuh). Row maxima are corrected by the constant at the end.
     static constexpr bool kOnlyFunction = kRequiresScoreFunction;
     static constexpr bool kCarriedDropout = kRequiresDropout;  // the generator's state stays in registers for the whole loop
-    // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then
-    // the keys before it in descending order, then the keys after it in descending order.
+    // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then the
+    // keys before it in descending order, then the keys after it in descending order.
     static constexpr bool kBackwards = kInitialAlibi;
     static constexpr int kNextTile = ForwardLayout::kNextTile;  // from a lane's keys in a step's first tile to those in its second
+    // ---- pipeline ----
     static constexpr bool kBarrierEverySecondStep = Slots == 8;  // else every step has a barrier
     static constexpr int kAhead = kBarrierEverySecondStep ? 3 : 2;  // step j stores the rows of step j + kAhead to the ring
     static_assert(Slots == 4 || Slots == 8, "kAhead knows pipelines of four and of eight slots");
@@ -79,6 +82,7 @@ struct PipelinedParts {
     using Probabilities = OperandA[RowTiles];  // of the 8 keys of a tile
     using Output = Accumulator[RowTiles][kChunksV];
 
+    // ---- registers ----
     // Registers of a lane for Q and the output. Near the limit of 255 registers ptxas needs help: each of the choices below was
     // found by trial, until nothing spilled.
     static constexpr int kOperandRegisters = RowTiles * (2 * kChunks + 4 * kChunksV);
@@ -86,36 +90,38 @@ struct PipelinedParts {
     static constexpr bool kFragmentsAhead =
         !kRegistersFull || (RowTiles == 1 && !kHasScoreFeatures && !Grid::kListed);  // else a group is loaded when it is used
     static constexpr bool kChunkCoordsKept = !(
-        // else a thread's chunk coordinates are computed again each time
+        // else the row and chunk that a thread copies are computed again each time
         kRegistersFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen) || Grid::kListed));
-    static constexpr bool kStreamsKept = !(kRegistersFull && kPaged);  // else the same for their addresses in row 0 of page 0
-    // Whether the streams' state and ALiBi's constants lie in shared memory, after the ring.
+    static constexpr bool kStreamsKept = !(kRegistersFull && kPaged);  // else so are their addresses in row 0 of page 0
+    // Whether the streams' state and ALiBi's constants lie in shared memory, after the ring: 32 bytes of each thread.
     static constexpr bool kStreamsInShared = kRegistersFull && kRequiredFeatures && RowTiles > 1 && !kPaged;
     static constexpr u32 kSharedBytes = kRingBytes + (kStreamsInShared ? 32 * kThreads : 0);
     static_assert(kBlockRows == BLOCK_ROWS && kStep == STEP && kSharedBytes == SHARED_BYTES,
                   "the row in src/kernels and the kernel disagree");
-    static constexpr bool kPagesInBranch = kRegistersFull && RowTiles == 1 && !kHasScoreFeatures;  // see PageIterator
+    static constexpr bool kPagesInBranch = kRegistersFull && RowTiles == 1 && !kHasScoreFeatures;  // else page loads are predicated
     static constexpr bool kMaskKept = !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged) ||
                                                            Grid::kListed));  // else each masked tile computes it again
-    // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because
-    // nothing else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.)
+    // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because nothing
+    // else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.) The test compares each
+    // tile's largest product with row_max. Not with kOnlyFunction: there row_max is in units of states, not of products.
     static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
     static_assert(!kRescaleBeforeExp || !kOnlyFunction, "update_row_max_before_exp needs a maximum per step");
-    // Headdim 256, without pages.
+    // Whether a warp has one row tile of headdim 256, without pages.
     static constexpr bool kFullRow = kRegistersFull && RowTiles == 1 && !kPaged;
-    // Whether rows keep their limits; else they are computed from row_max.
+    // Whether registers keep rows' limits, above which a score moves row_max (softmax.cuh); else they are computed from row_max.
     static constexpr bool kLimitsKept =
         !(kStreamsInShared || kFullRow || (kRegistersFull && Grid::kListed) || (Headdim <= 32 && kVarlen));
-    static constexpr bool kKeysKept = kOperandRegisters < 144;  // the Philox keys of all rounds
-    static constexpr bool kBlockLoop = Grid::kBlockLoop;  // see BlockMaskGrid
-    // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts the load right after the store,
-    // and both before the products of a tile. There the warp waits, because the load writes the registers that the store reads.
-    // In tiles they come after the branch for row maxima, which ptxas moves no store across: with one pass the first tile loads
-    // or stores, and the second one does the other; with two passes each tile stores one and loads the next. Loops over listed
-    // blocks do both at products of the tiles (copy_positions). The choice is by simulated times.
+    static constexpr bool kKeysKept = kOperandRegisters < 144;  // whether registers keep Philox's keys of all rounds
+    static constexpr bool kBlockLoop = Grid::kBlockLoop;
+    // ---- copies from global memory to the ring ----
+    // Where a step stores what was loaded, and loads what comes next. Between tiles ptxas puts the load right after the store, and
+    // both before the products of a tile. There the warp waits, because the load writes the registers that the store reads. In
+    // tiles they come after the branch for row maxima, which ptxas moves no store across: with one pass the first tile loads or
+    // stores, and the second one does the other; with two passes each tile stores one and loads the next. Loops over listed blocks
+    // do both at products of the tiles (copy_positions). The choice is by simulated times.
     enum class CopyPlacement { kBetweenTiles, kLoadFirst, kStoreFirst, kBothPasses, kAtProducts };
-    // Of the kernels that keep the old place, those of pages and generic block masks are untried. With 32 rows per warp most of the
-    // others are slower in tiles. Varlen kernels of headdim 256 would spill 8 bytes.
+    // Kernels that copy between tiles. Those with pages and generic block masks were not tried otherwise. With 32 rows per warp
+    // most kernels are slower with copies in tiles. Varlen kernels of headdim 256 would spill 8 bytes.
     static constexpr bool kCopiesBetweenTiles = kPaged || Grid::kListed ||
                                                 (RowTiles == 2 && (kRescaleBeforeExp || (Headdim == 64 && !kHasScoreFeatures))) ||
                                                 (kFullRow && kVarlen && !kHasScoreFeatures);
@@ -126,10 +132,10 @@ struct PipelinedParts {
                                                                           : CopyPlacement::kLoadFirst;
     static constexpr bool kCopiesInTiles =
         kCopyPlacement != CopyPlacement::kBetweenTiles && kCopyPlacement != CopyPlacement::kAtProducts;
-    // Whether unmasked steps have a loop of their own. Otherwise one loop masks every step, or tests is_masked in a listed block.
+    // Whether unmasked steps have a loop of their own. Else one loop masks every step, or those of listed blocks that need it.
     static constexpr bool kUnmaskedLoop = !(kRegistersFull && (kHasScoreFeatures || Grid::kListed));
-    // Bits of listed blocks are loaded this many steps ahead. With 2 they are combined with the mask one step ahead, so no step
-    // waits. This takes one more register.
+    // Bits of partial listed blocks, one for each score, are loaded this many steps ahead. With 2 they are combined with the causal
+    // mask one step ahead, so no step waits. This takes one more register.
     static constexpr int kBitsAhead = kRegistersFull ? 1 : 2;
 
     // Where a tile of a loop over listed blocks stores chunks of K and V to the ring and loads others: before the products of this
@@ -146,20 +152,20 @@ struct PipelinedParts {
         return second ? CopyPositions{kNever, kNever, kNever, kEnd / 2} : CopyPositions{1, 3, kEnd, kNever};
     }
 
-    // Address of group c in the row of a chunk of group 0.
+    // Returns the address of a chunk's counterpart in group c of four chunks, from its address in group 0 (tile.cuh's swizzle).
     template <int Chunks>
     __device__ __forceinline__ static u32 at_group(u32 address, int c) {
         if (Chunks % 8 != 0) return address + c * 4 * kChunkBytes;
         return (address ^ c % 2 * 4 * kChunkBytes) + c / 2 * 8 * kChunkBytes;
     }
-    // Offset of the slot `steps` further, in bytes from slot 0.
+    // Returns the offset, in bytes from slot 0, of the slot `steps` (negative: before) after the one at offset `slot`.
     __device__ __forceinline__ static u32 slot_after(u32 slot, int steps) {
         if ((kRingBytes & (kRingBytes - 1)) == 0) return slot + steps * kSlotBytes & kRingBytes - 1;
         const u32 after = slot + (steps + Slots) % Slots * kSlotBytes;
         return after >= kRingBytes ? after - kRingBytes : after;
     }
 
-    // Operands K and V of a tile's products, loaded one group of chunks ahead.
+    // Operands K and V of a tile's products: group c of four chunks.
     struct Fragments {
         u32 k[4], v[4];
         __device__ __forceinline__ void load_k(u32 address, int c) { load_matrices(k, at_group<kChunks>(address, c)); }
@@ -177,7 +183,8 @@ struct PipelinedParts {
         return ScoreFunction(p.problem, p.score_options);
     }
 
-    // Packs as pack_probabilities does, with a clamp and an integer subtraction instead of the multiplication.
+    // Packs two probabilities times kPackedOne (2^8, to use the upper end of fp16's range) as pack_probabilities() does, with a
+    // clamp and an integer subtraction instead of the multiplication.
     __device__ __forceinline__ static u32 pack_by_integers(float lo, float hi) {
         // fp32's exponent that becomes fp16's 0, that of subnormals: 112 (softmax.cuh) less 8 for the factor kPackedOne, 2^8.
         constexpr u32 kExponent = 104;
@@ -189,8 +196,7 @@ struct PipelinedParts {
     // Softmax of one tile, whose probabilities may turn out to be too large.
     struct TileSoftmax {
         float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
-        // of these sums: tells whether a probability may exceed 2^kRescaleThreshold
-        float largest = 0.f;
+        float largest = 0.f;  // of these sums: tells whether a probability may exceed 2^kRescaleThreshold
 
         // Returns packed probabilities of row r of row tile mt. MayMask: scores may be -inf.
         template <bool MayMask>
@@ -211,8 +217,7 @@ struct PipelinedParts {
                 if ((MayMask || kBatchInvariant) && kFullRow) return pack_by_integers(x[0], x[1]);
                 return pack_probabilities(x[0], x[1]);
             }
-            // With a score function alone (softcap), states stand for scores, which are linear functions of them
-            // (score_function.cuh).
+            // With softcap alone, states stand for scores: score = factor * state + constant (score_function.cuh).
             float x[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -229,7 +234,8 @@ struct PipelinedParts {
     static constexpr float kLargestSum = 128.f;  // 2^kRescaleThreshold
     static_assert(kRescaleThreshold == 7.f, "kLargestSum is 2^kRescaleThreshold");
 
-    // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
+    // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again (<true>: s may be
+    // masked). `half`: which of the step's two tiles s is, 0 or 1. 1 / scale is 0, because it only sets a limit, which is unused.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
                                                           const StepDropoutMask<RowTiles>& dropout, int half) {
@@ -249,7 +255,7 @@ struct PipelinedParts {
             }
     }
 
-    // Whether a score exceeds its row's limit, or nearly does.
+    // Whether a score exceeds its row's limit (up to rounding, where the limit is not kept), so that row_max must move first.
     __device__ __forceinline__ static bool needs_rescale(const Tile& s, const Softmax& softmax, float scale) {
         if (kLimitsKept) return s.needs_rescale(softmax);
         bool exceeds = false;
@@ -260,8 +266,7 @@ struct PipelinedParts {
                 exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold;
         return __any_sync(~0u, exceeds);
     }
-    // Moves row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed already, so
-    // they are rescaled.
+    // Moves row maxima before the probabilities of s are computed. The last tile's, p_last, are packed already: rescales them.
     __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                                      Probabilities& p_last) {
         // 1 / scale, computed again so that it holds no register in between.

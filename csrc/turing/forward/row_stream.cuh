@@ -1,14 +1,14 @@
-// Loads of K and V for the turing forward kernel (pipelined.cuh): from global memory to the ring in shared memory, without
-// branches or predicates on rows.
+// Loads of K and V for the turing forward kernel (pipelined.cuh): from global memory to registers, and from there to the slots of a
+// ring in shared memory, without branches or predicates on rows. A slot holds a step, the keys of an iteration.
 #pragma once
 
 #include "tile.cuh"
 
 namespace turing {
 
-// Streams steps of Step rows of K or V, one chunk of a row at a time. Past the last row it loads the last row again: those
-// scores are masked, and 0 times an existing row adds no new NaN. If a step has fewer chunks than threads, the last threads
-// take none. Rows in shared memory are keys in the order of Layout::key_of_row.
+// Streams steps of Step rows of K or V. A thread moves one chunk (8 columns, 16 bytes) of a row in each pass. Past the last row it
+// loads the last row again: those scores are masked, and 0 times an existing row adds no new NaN. If a step has fewer chunks than
+// threads, the last threads take none. Row r in shared memory is the step's key number Layout::key_of_row(r). Chunks: of a row.
 template <class Layout, int Chunks, int Step, int Threads>
 struct RowStream {
     static constexpr int kPasses = (Step * Chunks + Threads - 1) / Threads;
@@ -16,25 +16,26 @@ struct RowStream {
     static constexpr bool kAllTakePart = kRowsPerPass * Chunks == Threads;
     static_assert(kRowsPerPass * kPasses == Step && kRowsPerPass * Chunks <= Threads && kRowsPerPass % 8 == 0,
                   "the rows of one thread have the same swizzle");
-    // From a thread's key in one pass to that in the next.
+    // Distance of a thread's key in one pass from that in the next.
     static constexpr int kKeysToNextPass = kPasses == 1 ? 0 : Layout::key_of_row(kRowsPerPass);
 
     const unsigned short* column;  // the thread's chunk of row 0; past the columns, the row's last chunk
     bool takes_part, inside;  // whether the thread moves anything; whether its chunk is inside the matrix
 
+    // `matrix`: row 0; `columns`: those that exist, a multiple of 8.
     __device__ __forceinline__ RowStream(int thread, const unsigned short* matrix, int columns) {
         const int chunk = thread % Chunks, last = columns / kChunk - 1;
         column = matrix + min(chunk, last) * kChunk;
         takes_part = kAllTakePart || thread / Chunks < kRowsPerPass;
         inside = chunk <= last;
     }
-    // The thread's first key of a step.
+    // The thread's key in the first pass, from the step's first key.
     __device__ __forceinline__ static int key_of(int thread) { return Layout::key_of_row(thread / Chunks); }
-    // Where the thread's chunk goes in slot 0.
+    // Where the thread's chunk of the first pass goes in a slot, bytes.
     __device__ __forceinline__ static unsigned offset(int thread) { return swizzled<Chunks>(thread / Chunks, thread % Chunks); }
 
-    // Loads pass number `pass` of the step whose first key, for this thread, is `key`. OnlyInside: chunks past the columns keep
-    // what the registers held.
+    // Loads pass number `pass` of a step. `key`: the thread's key in the first pass, a row of the matrix; `last`: the last row.
+    // OnlyInside: does not load a chunk past the columns; registers keep their contents.
     template <bool OnlyInside>
     __device__ __forceinline__ void load(uint4& data, int pass, unsigned row_stride, int key, int last) const {
         load_from<OnlyInside>(data, rows_after(column, min(key + pass * kKeysToNextPass, last), row_stride));
@@ -47,6 +48,7 @@ struct RowStream {
         else
             data = load_global(from);
     }
+    // Stores pass number `pass`. `address`: where the thread's chunk of the first pass goes.
     __device__ __forceinline__ void store(const uint4& data, int pass, unsigned address) const {
         if (!takes_part) return;
         store_shared(address + pass * kRowsPerPass * Chunks * kChunkBytes, data);

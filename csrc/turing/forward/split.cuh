@@ -1,10 +1,10 @@
-// Products of the forward kernel of fp32 tensors (forward/split.cuh) on turing's tensor cores. Each number is the sum of a high and
-// a low fp16 part. Low times low is left out: it is at most 2^-21 of the product, typically near fp32's own rounding.
+// Products of the forward kernel of fp32 tensors on turing's tensor cores: the Family argument of forward/split.cuh, which calls
+// it. Each number is the sum of a high and a low fp16 part. Low times low is left out: it is at most 2^-21 of the product,
+// typically near fp32's own rounding. A row in memory has all high parts, then the low ones.
 //
-// Forward holds both parts of a step in shared memory: multiply() and add_output(). WideForward has room for one part at a time:
-// the functions for high and low.
-//
-// Of a lane, quad is lane % 4 (turing/mma.cuh).
+// split::Forward holds both parts of a step of 16 keys in shared memory: multiply() and add_output(). split::WideForward, for
+// headdims above 128, has room for one part at a time: the functions for high and low. `pitch`: bytes between rows in shared
+// memory. A chunk is 8 columns. Of a lane, quad is lane % 4 (turing/mma.cuh).
 #pragma once
 
 #include "forward/split.cuh"
@@ -14,7 +14,7 @@ namespace turing {
 
 struct Split {
     using Layout = ForwardLayout;
-    // Tiles of scores in a step, and from a lane's keys in one to those in the next.
+    // kTiles: tiles of 8 keys in a step. kNextTile: distance of a lane's keys in a tile from those in the tile before.
     static constexpr int kTiles = 2, kNextTile = ForwardLayout::kNextTile;
     template <int Headdim>
     static constexpr int kOutputTiles = Headdim / 8;
@@ -23,29 +23,30 @@ struct Split {
     // The key of a step in row `row` of the shared tile.
     __device__ __forceinline__ static constexpr int key_of_row(int row) { return ForwardLayout::key_of_row(row); }
 
-    // Address of a lane's row of four matrices: the first eight keys and the other eight, of a chunk and of that of its low parts.
+    // Address that a lane gives to load_matrices() for four matrices: the first eight keys and the other eight of a chunk of high
+    // parts, then of the chunk of their low parts.
     template <int Headdim>
     __device__ __forceinline__ static u32 fragment(u32 tile, int pitch) {
         const int lane = remat_lane();
         return tile + lane % 16 * pitch + lane / 16 * (Headdim / kChunk * kChunkBytes);
     }
 
-    // The same of two neighboring chunks.
+    // Address for four matrices: the first eight keys and the other eight of a chunk, then of the next chunk.
     __device__ __forceinline__ static u32 fragment_of_part(u32 tile, int pitch) {
         const int lane = remat_lane();
         return tile + lane % 16 * pitch + lane / 16 * kChunkBytes;
     }
 
-    // A warp's 16 rows of Headdim columns of Q. The low parts are LowColumn columns on: WideForward gives each warp only Headdim
-    // of a row's LowColumn columns.
+    // A warp's 16 rows of Headdim columns of Q. In memory a row is LowColumn columns of high parts, then the low ones. In
+    // WideForward a warp has only Headdim of these LowColumn columns.
     template <int Headdim, int LowColumn = Headdim>
     struct Queries {
         static constexpr int kHalf = Headdim / kChunk;  // chunks of the high parts
         // Volta's Queries keep low parts in shared memory. These have all in registers, so load() ignores its last two arguments.
         static constexpr int kSharedBytes = 0;
-        OperandA q[1][2 * kHalf];
+        OperandA q[1][2 * kHalf];  // of each chunk the lane's part of the 16 rows: high parts, then low ones
 
-        // `base`: row 0.
+        // `base`: row 0. sign_flip: 0x80008000 to flip the signs of Q, for a negative softmax_scale, else 0.
         __device__ __forceinline__ void load(const Operand& from, const unsigned short* base, int row, int rows, u32 sign_flip, u32,
                                              int) {
             if constexpr (LowColumn == Headdim) {
@@ -63,7 +64,7 @@ struct Split {
             Accumulator small[kTiles] = {}, large[kTiles] = {};
 #pragma unroll
             for (int c = 0; c < kHalf; c++) {
-                __syncwarp();  // ptxas would load ahead into all registers
+                __syncwarp();  // keeps ptxas from loading ahead into all registers
                 u32 k[4];
                 load_matrices(k, from + c * kChunkBytes);
 #pragma unroll
@@ -79,6 +80,7 @@ struct Split {
                 for (int v = 0; v < 4; v++) s[i].tile[0][0][v] = large[i][v] + small[i][v];
         }
         // Add the products with the high and with the low parts of K. `tile`: these parts of the step, from Q's first column on.
+        // `small` has the sums of products with a low part, `large` those of high parts.
         __device__ __forceinline__ void multiply_high(Scores<Layout, 1, 1> (&small)[kTiles], Scores<Layout, 1, 1> (&large)[kTiles],
                                                       u32 tile, int pitch) const {
             each_fragment(tile, pitch, [&](int c, int i, u32 k) {
@@ -104,6 +106,7 @@ struct Split {
         }
     };
 
+    // A step's probabilities, split into high and low parts.
     struct Probabilities {
         OperandA high[kTiles], low[kTiles];
 
@@ -140,8 +143,7 @@ struct Split {
         }
     }
 
-    // Add the products with the high and with the low parts of V. `tile`: these parts of the step, from the output's first column
-    // on.
+    // Add the products with the high and with the low parts of V. `tile`: these parts, from the output's first column on.
     template <int Headdim>
     __device__ __forceinline__ static void add_high(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         add_part<Headdim>(o, tile, pitch, [&](Accumulator& x, const u32* v) {

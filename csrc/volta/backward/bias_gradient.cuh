@@ -1,6 +1,5 @@
-// Gradient of a bias without broadcast dimensions: each element belongs to one score, so it is stored once, as fp16. (A
-// broadcast bias sums its gradient by fp32 atomics: add_bias_gradient in backward/modifiers.cuh.) Used by the volta main
-// kernels and by stored.cuh.
+// The gradient of a bias without broadcast dimensions. Each element belongs to one score, so it is dS, stored once as fp16. (A
+// broadcast bias sums its gradient by fp32 atomics: backward/modifiers.cuh.) Used by the main kernels and by stored.cuh.
 #pragma once
 
 #include "volta/backward/fragments.cuh"
@@ -8,21 +7,23 @@
 
 namespace volta {
 
-// Stores a tile of dS as dbias. A lane has four queries of two keys two apart, and its neighbor those of the keys between. They
-// exchange, so that each lane has two queries, and each store two keys. seqlen_k is even, so both keys exist or neither.
+// Stores a 16x16 tile of dS as dbias. `coord`: query and key of the lane's elements. A lane has four queries of two keys two apart,
+// and its neighbor (lane ^ 1) the keys between. They exchange halves, so that each lane has two queries of four keys, and a 4-byte
+// store two keys. Both keys exist or neither: dbias is fp16 only if seqlen_k is even (dbias_is_fp16, src/params/backward.rs).
 __device__ __forceinline__ void store_bias_gradient(const PackedTile& ds, const BwdParams& p, int head,
                                                     const ScoreCoord<KeysLayout>& coord) {
     const int odd = coord.key(0) & 1;
-    u32 first[2], second[2];  // two queries of a key, and of the key two further
+    u32 first[2], second[2];  // two queries of an even key, and of the odd one after it; [1]: of the keys two further
 #pragma unroll
     for (int i = 0; i < 2; i++) {
+        // Word 2 * i + j of a packed tile has queries 2 * j and 2 * j + 1 of the lane's key i. Odd lanes keep j = 1, even ones 0.
         const u32 mine = odd ? ds.x[2 * i + 1] : ds.x[2 * i];
         const u32 others = __shfl_xor_sync(~0u, odd ? ds.x[2 * i] : ds.x[2 * i + 1], 1);
         first[i] = odd ? others : mine, second[i] = odd ? mine : others;
     }
-    __syncwarp();  // what follows is computed from parameters after this point
+    __syncwarp();  // what follows is computed from parameters after this point, so that it holds no registers across the exchange
     const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
-    // two of the lane's four queries; keys of both lanes, from the even one on
+    // the first of the lane's two queries; the first key of both lanes, which is even
     const int query = coord.query(0) + 2 * odd, key = coord.key(0) & ~1;
     unsigned short* to = reinterpret_cast<unsigned short*>(p.dbias) + remat_block_batch() * p.dbias_batch_stride +
                          head * p.dbias_head_stride + query * p.dbias_row_stride + key;

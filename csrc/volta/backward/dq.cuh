@@ -1,16 +1,17 @@
-// dQ kernel of the volta backward pass without atomics. The main kernel (Mode kSeparate) computes dK and dV only; this one
-// computes dQ. A block owns queries and visits the keys that they see, a step at a time:
+// dQ kernel of the volta backward pass, for plans without atomics (src/plan/backward/parts.rs): deterministic=True where this is
+// the faster way, block masks with other features, a tuning's choice. The main kernel (DqMode::kSeparate) computes dK and dV only.
+// Here a block owns queries and visits the keys that they see, a step at a time:
 //
 //   S = Q K^T     P = exp(scale * S - lse)     dP = dO V^T - delta     dS = P * dP     dQ += dS K
 //
-// So S and dP are computed twice, and dQ is a sum in a fixed order: deterministic. The products are those of the main kernel
-// with queries in the place of keys (shape.cuh). kGroupWarps warps share 32 queries. Each computes some tiles of S and dP,
-// stores dS to shared memory, and computes some columns of dQ from all of dS.
-//
-// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
-//
-// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
-// offsets in shared memory are kOwnS and kOwnDp (Q and dO), kStepS and kStepDp (K and V), and kScores (dS).
+// with lse = softmax_lse and delta = rowsum(dO * O), which the preprocess kernel has computed. So S and dP are computed twice, and
+// dQ is a sum in a fixed order: deterministic. The products are those of the main kernel with queries in the place of keys. A group
+// of kGroupWarps warps shares 32 queries. Each warp computes some 16x16 tiles of S and dP, stores dS to shared memory, and computes
+// some columns of dQ from all of the group's dS.
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block. A Shape S (shape.cuh) has sizes: kRows own rows (queries), kStep
+// step rows (keys), kChunks chunks of eight columns, kRowBytes of a row. Its offsets in shared memory are kOwnS and kOwnDp (Q and
+// dO), kStepS and kStepDp (K and V), and kScores (dS).
+// chunk_after() steps along a row of a swizzled tile (tile.cuh). remat_*() reads special registers again (ptx.cuh).
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -24,12 +25,11 @@
 
 namespace volta {
 
-// The kernel. BlockRows: queries of a block. Step: keys of a step. Blocks: DenseBlocks, or ListedBlocks under a block-sparse mask.
-// With kListed, lists name the keys that a block of queries visits.
+// The kernel. BlockRows: queries of a block. Step: keys of a step. Blocks: which keys a block visits. DenseBlocks: all that a
+// causal mask or window leaves; ListedBlocks (kListed): those in the lists of a block-sparse mask, where bits may hide scores.
 template <int Headdim, int BlockRows, int Step, int Threads, class Blocks = DenseBlocks>
 struct BackwardDq {
-    // dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, dS takes the place of V, which is no longer needed
-    // then.
+    // dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, dS takes the place of V after dP.
     static constexpr int kScoreTiles = Step / 32;
     static constexpr bool kScoresInV = Headdim > 96;
     using S = Shape<Headdim, BlockRows, Step, Threads, kScoresInV ? 0 : kScoreTiles>;
@@ -43,17 +43,14 @@ struct BackwardDq {
     // need four shared loads for eight products, two by one three for four, one by one two for two.
     static constexpr int kStepKeyTiles = S::kStep / 16;
     static constexpr int kScoreKeyTiles = kStepKeyTiles > kGroupWarps ? kStepKeyTiles / kGroupWarps : 1;
-    static constexpr int kKeyWarps = kStepKeyTiles / kScoreKeyTiles;
-    static constexpr int kScoreQueryTiles = 2 * kKeyWarps / kGroupWarps;
+    static constexpr int kKeyWarps = kStepKeyTiles / kScoreKeyTiles, kScoreQueryTiles = 2 * kKeyWarps / kGroupWarps;
 
     // A warp's dQ: 32 queries and every kGroupWarps-th block of 32 columns. Where that does not divide evenly, 16 queries.
     static constexpr bool kQueryHalves = S::kHeaddim / 32 % kGroupWarps != 0;
-    static constexpr int kColumnWarps = kQueryHalves ? kGroupWarps / 2 : kGroupWarps;
-    static constexpr int kQueryTiles = kQueryHalves ? 1 : 2;
+    static constexpr int kColumnWarps = kQueryHalves ? kGroupWarps / 2 : kGroupWarps, kQueryTiles = kQueryHalves ? 1 : 2;
     static constexpr int kBlocks = S::kHeaddim / 32 / kColumnWarps;
 
-    // Chunks of headdim in one iteration of the first two products.
-    static constexpr int kScoreUnroll = S::kHeaddim <= 64 ? 1 : 2;
+    static constexpr int kScoreUnroll = S::kHeaddim <= 64 ? 1 : 2;  // chunks of headdim in one iteration of the first two products
 
     // Barrier of the warps that share 32 queries.
     static __device__ __forceinline__ void sync_group(int group) {
@@ -63,8 +60,8 @@ struct BackwardDq {
             named_sync(1 + group, 32 * kGroupWarps);
     }
 
-    // Generic kernels: computes dS of a step from S and dP, and stores it. `row` and `key`: first of the warp. `addends` (-lse) and
-    // neg_delta are those of the lane's rows.
+    // Kernels with score features: computes dS of a step from S and dP, and stores it at the lane's address `packed`. `row`, `key`:
+    // first of the warp. `addends` (-lse, log2 units), neg_delta: of the lane's rows. `masked`: the step needs the mask.
     using WarpScores = Accumulator[kScoreQueryTiles][kScoreKeyTiles];
     using Bits = typename Blocks::template Bits<Layout, 16 * kScoreQueryTiles>;
     using Addends = ExponentAddends<Layout, kScoreQueryTiles>;
@@ -83,7 +80,7 @@ struct BackwardDq {
                 const int r = Layout::row_of(v);
                 return m ? x[kScoreQueryTiles - 1][r] : x[0][r];  // one or two tiles: a choice of two needs no index
             };
-            Accumulator &x = s[0][0], &dx = dp[0][0];
+            Accumulator &x = s[0][0], &dx = dp[0][0];  // x: S, then its exponent (log2 units); dx: dP, then dS
             if (uses_score_function(options)) {
                 const ScoreFunction function(p.problem, options);
 #pragma unroll
@@ -113,6 +110,7 @@ struct BackwardDq {
         }
     }
 
+    // Computes the block's dQ: blockIdx.x is a block of queries, y a query head, z a batch entry.
     static __device__ __forceinline__ void run(const BwdParams& p, const Blocks& blocks = Blocks()) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
@@ -120,13 +118,15 @@ struct BackwardDq {
         const int warp = threadIdx.x / 32;
         const int group = warp / kGroupWarps, group_warp = warp % kGroupWarps;
         const int first_row = blocks.template first_row<S::kRows>(p);
+        // The warp's first row (from the block's) and key (from the step's) in S and dP; its first row, and block of 32 columns, in
+        // dQ.
         const int score_row = 32 * group + (kScoreQueryTiles == 1 ? 16 * (group_warp / kKeyWarps) : 0);
         const int score_key = 16 * kScoreKeyTiles * (group_warp % kKeyWarps);
         const int gradient_row = 32 * group + (kQueryHalves ? 16 * (group_warp / kColumnWarps) : 0);
         const int gradient_block = group_warp % kColumnWarps;
 
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
-        if (kVarlen && first_row >= sequence.seqlen_q()) return;
+        if (kVarlen && first_row >= sequence.seqlen_q()) return;  // past the last query
         const Mask mask = mask_of(p.problem, sequence);
         const KeyRange<S::kRows, S::kStep> range(mask, first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
@@ -144,7 +144,7 @@ struct BackwardDq {
         const u32 key_address = column_operand<S>(shared + S::kStepS, lane, gradient_block);
         const u32 tile_address = shared + S::kStepS + StepTiles<S>::offset();
 
-        // Statistics of the lane's rows, two in each tile of 16. Rows past the arrays are like rows past seqlen_q.
+        // -lse and -delta of the lane's rows, two in each tile of 16. Rows past the scratch rows get what makes P 0.
         Addends addends;
         LaneRows neg_delta;
 #pragma unroll
@@ -155,8 +155,8 @@ struct BackwardDq {
                 const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
                 const float* stats = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
                 const bool exists = row < rounded_rows<RowStats>(p, sequence);
-                addends.of_row[m][r] = exists ? stats[RowStats::kLseAt] : negative_infinity();
-                neg_delta[m][r] = exists ? stats[RowStats::kDeltaAt] : 0.f;
+                addends.of_row[m][r] = exists ? stats[RowStats::kNegLseAt] : negative_infinity();
+                neg_delta[m][r] = exists ? stats[RowStats::kNegDeltaAt] : 0.f;
             }
         addends.scale(p.problem.scale_log2, 0.f);
 
@@ -185,6 +185,7 @@ struct BackwardDq {
             for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
                 using Operands = Fragments<S, kScoreQueryTiles, kScoreKeyTiles>;
                 const u32 a = chunk_after<S::kChunks>(own_address, chunk), b = chunk_after<S::kChunks>(step_address, chunk);
+                // multiply_low adds products of columns 0 to 3 of the chunk, multiply_high those of 4 to 7
                 const Operands qk(a, b), ov(a + S::kOwnTile, b + S::kStepTile);
                 qk.multiply_low(s);
                 ov.multiply_low(dp);
@@ -211,7 +212,7 @@ struct BackwardDq {
                         store_packed(packed, m, n, pack_tile(dp[m][n]));
                     }
             }
-            // Loads of the next tile are in flight from here on. Past the last key nothing is loaded.
+            // Loads of the next tile, which in a list need not be adjacent, are in flight from here on. Past the last key: none.
             if constexpr (Blocks::kListed) {
                 tiles.skip(p.k, p.v, keys.after(1) - S::kStep - key);
                 tiles.load(p.k, p.v, sequence.seqlen_k() - keys.after(1));
@@ -227,7 +228,7 @@ struct BackwardDq {
             __syncthreads();
         }
 
-        // Queries that see no key get 0.
+        // Queries that see no key get 0. The factor is signed: under a negative softmax_scale, load_own flips Q's signs, not K's.
         if (gradients_are_fp32(p)) {
             to_fp32_output<kColumnWarps>(dq, p.signed_scale, gradient_row, gradient_block, p, p.dq, blockIdx.y, sequence.q_offset(),
                                          first_row, sequence.seqlen_q(), p.problem.headdim);

@@ -1,25 +1,26 @@
-// Element order of dq's fp32 accumulator on volta. It is the order in which lanes hold their sums (dq_product.cuh), so that the
-// atomics of a warp cover whole 128-byte lines. backward/postprocess.cuh reads it in the same order.
+// Element order of dq's fp32 accumulator on volta, to which main kernels add by atomics (dq_product.cuh): that in which lanes hold
+// their sums, so that a warp's atomics cover whole 128-byte lines. backward/postprocess.cuh converts it to dq.
 //
-// A tile of 256 floats is 32 queries by 8 columns, or 16 by 16 where steps have 16 queries (headdim above 192). A tile has
-// eight lines, one for each accumulator element v of a lane. line_offset() is a lane's position in a line: two columns of a
-// query are neighbors.
+// A tile of 256 floats is 32 queries by 8 columns, or 16 by 16 where steps have 16 queries (headdim above 192). It has eight lines
+// of 32 floats, one for each accumulator element v (0 to 7) of a lane. In a line two columns of a query are neighbors.
+//
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, whose number in the warp is qm + 2 * qn (Lane, volta/mma.cuh).
 #pragma once
 
 namespace volta {
 
-// Order of the elements; argument of BackwardPostprocess.
+// Order of the elements; template argument of BackwardPostprocess.
 struct DqAccumulator {
     static constexpr int kTileFloats = 256, kLineFloats = 32;
     static __device__ __forceinline__ constexpr bool has_short_steps(int headdim) { return headdim > 192; }
-    // A lane's position in its line. quad: t % 4 (volta/mma.cuh).
+    // Returns a lane's position in its line.
     static __device__ __forceinline__ constexpr int line_offset(int half, int qn, int qm, int quad) {
         return 16 * half + 8 * qn + 4 * qm + quad % 2 * 2 + quad / 2;
     }
 
-    // Element (row, column) of a sequence lies at row(row) + column(column) from the sequence's first element. The row's bits
-    // are, from the lowest: bit 0 of t, bit 1 of v, then qn, half and qm (t and these: Lane, volta/mma.cuh). In short steps qm is
-    // bit 3 of the column instead. Integer is a template parameter, because offsets inside a tile fit an int.
+    // Element (row, column) of a sequence lies at row(row) + column(column) from the sequence's first element. The row's bits are,
+    // from the lowest: bit 0 of t, bit 1 of v, then qn, half and qm. In steps of 16 queries qm is bit 3 of the column instead.
+    // Integer is a template parameter, because offsets inside a tile fit an int. headdim: columns of a row of the accumulator.
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         const int rows = has_short_steps(headdim) ? 16 : 32, in_step = static_cast<int>(row % rows);
@@ -29,15 +30,16 @@ struct DqAccumulator {
     static __device__ __forceinline__ int column(int column, int headdim) {
         return has_short_steps(headdim) ? column / 16 * kTileFloats + (column & 8) / 2 : column / 8 * kTileFloats;
     }
-    // Loads eight neighboring columns, from the element of the first, whose column is a multiple of 8.
+    // Loads eight neighboring columns of a row into a and b. `from`: address of the first, whose column is a multiple of 8. Column
+    // c of eight is number c / 2 % 2 of a pair in line c % 2 + 4 * (c / 4), counted from the first's line: bit 1 of v is the row's.
     static __device__ __forceinline__ void load8(const float* from, float4& a, float4& b) {
         const auto pair = [&](int v) { return *reinterpret_cast<const float2*>(from + v * kLineFloats); };
         const float2 x = pair(0), y = pair(1), z = pair(4), w = pair(5);
         a = make_float4(x.x, y.x, x.y, y.y), b = make_float4(z.x, w.x, z.y, w.y);
     }
 
-    // Work of postprocess: a warp has 16 of 32 rows, those with the same bit 1, by 16 columns. So its loads cover whole lines and
-    // its stores whole 32-byte sectors.
+    // Which row and which chunk of eight columns a thread of postprocess converts: a warp has 16 of 32 rows, those with the same
+    // bit 1, by 16 columns. So its loads cover whole lines and its stores whole 32-byte sectors.
     static constexpr int kLanesPerRow = 4;
     static __device__ __forceinline__ int row_of(int thread) {
         const int lane = thread % 32, warp = thread / 32;

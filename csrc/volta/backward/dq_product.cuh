@@ -1,8 +1,8 @@
-// dQ += dS K in the main kernels of volta: the product that all warps of a block share. The result is added to the fp32
-// accumulator by atomics, or stored as dq (fused kernel).
+// dQ += dS K in the main kernels of volta, whose blocks own keys: the product that all warps of a block share. The result is added
+// to the fp32 accumulator by atomics (add_to), or stored as dq by the fused kernel, whose block has all keys (store).
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. qm and qn are bits 0 and 1 of the quad-pair's number
-// (volta/mma.cuh).
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, whose number in the warp is qm + 2 * qn (Lane, volta/mma.cuh).
+// chunk_after() steps along a row of a swizzled tile (tile.cuh). remat_*() reads special registers again (ptx.cuh).
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -11,32 +11,31 @@
 
 namespace volta {
 
-// dQ of a step is kStep queries x headdim. Each warp computes all queries of every kWarps-th unit of columns, over all keys of
-// the block. A unit is eight columns, or 16 in steps of 16 queries.
+// dQ of a step is S::kStep queries x headdim (S: a Shape, shape.cuh). Each warp computes all queries of every kWarps-th unit of
+// columns, over all keys of the block. A unit is eight columns, or 16 in steps of 16 queries (kShortSteps).
 //
-// The quad-pairs are not 2x2 as in the other products. qn has one half of every eight keys, so that a lane's column of K meets
+// The quad-pairs are not 2x2 as in the other products. qn has one half of every eight keys, so that a lane's columns of K meet
 // two tiles of eight queries. qm has half of the step's queries or, in steps of 16, half of the unit's columns. In the end two
-// lanes add the halves of one tile each by a shuffle. The lane keeps tile number qn, so its products begin with that.
+// lanes add their halves of the keys by a shuffle, one tile each. A lane keeps tile number qn: c[0]; the other tile is c[1].
 //
-// Compact: half of the code, for kernels past the instruction cache.
+// Compact: half of the code, for kernels that exceed the instruction cache.
 template <class S, bool Compact = kHasScoreFeatures>
 struct DqProduct {
     static constexpr bool kShortSteps = S::kStep == 16;
     static_assert(kShortSteps == DqAccumulator::has_short_steps(S::kHeaddim), "both have the same units");
     static_assert(kShortSteps || S::kStep == 32, "16 or 32 queries");
-    static constexpr int kUnitChunks = kShortSteps ? 2 : 1;
-    static constexpr int kAllUnits = S::kChunks / kUnitChunks;
+    static constexpr int kUnitChunks = kShortSteps ? 2 : 1, kAllUnits = S::kChunks / kUnitChunks;
     static constexpr int kUnits = (kAllUnits + S::kWarps - 1) / S::kWarps;  // of a warp, or one less
     // 16 keys hide more latency, 8 leave more of the instruction cache. Chosen by simulation.
     static constexpr int kKeysAtOnce = !Compact && (S::kHeaddim <= 64 || S::kHeaddim == 128) ? 16 : 8;
 
-    // Column-major A operand: four keys of four queries, the first of the lane's eight. The other four are 8 bytes before or
-    // after.
+    // Address of the lane's column-major A operand in a tile of dS^T (rows are keys): one key, four queries of tile number qn.
+    // Those of the other tile are 8 bytes before or after.
     static __device__ __forceinline__ u32 a_operand(u32 tile, const Lane& lane) {
         const int chunk = kShortSteps ? lane.half : 2 * lane.qm + lane.half;
         return tile + swizzled<kScoreChunks>(lane.quad + 4 * lane.qn, chunk) + 8 * lane.qn;
     }
-    // Row-major B operand: four keys of four columns.
+    // Address of the lane's row-major B operand in K: one key, four columns.
     static __device__ __forceinline__ u32 b_operand(u32 tile, const Lane& lane, int warp) {
         const int chunk = kUnitChunks * warp + (kShortSteps ? lane.qm : 0);
         return tile + swizzled<S::kChunks>(lane.quad + 4 * lane.qn, chunk) + 8 * lane.half;
@@ -50,7 +49,7 @@ struct DqProduct {
         return kAllUnits % S::kWarps == 0 || u < kUnits - 1 || remat_thread_index() < kAllUnits % S::kWarps * 32;
     }
 
-    Accumulator c[2][kUnits];  // of the tile that the lane keeps, and of the other lane's
+    Accumulator c[2][kUnits];  // over the lane's half of the keys: of the tile that it keeps, and of the other lane's
 
     __device__ __forceinline__ DqProduct() {
 #pragma unroll
@@ -59,7 +58,7 @@ struct DqProduct {
             for (int u = 0; u < kUnits; u++) clear(c[i][u]);
     }
 
-    // Multiplies dS and K of a step, from shared memory.
+    // Adds the products of dS^T and K, from a_operand() and b_operand().
     __device__ __forceinline__ void multiply(u32 a_address, u32 b_address) {
 #pragma unroll 1
         for (int key = 0; key < S::kRows; key += kKeysAtOnce) {
@@ -78,7 +77,7 @@ struct DqProduct {
         }
     }
 
-    // Adds the sums to the accumulator by atomics.
+    // Adds the sums to the accumulator by atomics. `accum`: the lane's first element of the step's rows, output_offset() included.
     __device__ __forceinline__ void add_to(float* accum) {
 #pragma unroll
         for (int u = 0; u < kUnits; u++) {
@@ -89,10 +88,11 @@ struct DqProduct {
         }
     }
 
-    // Stores the sums as dq of the step's rows, from `row` on; the sequence has `rows` rows.
+    // Stores the sums, times |softmax_scale| (K in shared memory has its sign), as dq of the step's rows, from
+    // `row` on; the sequence has `rows` rows.
     //
-    // In a tile of eight columns two lanes have four columns each of the same two rows (dq_accumulator.cuh). They exchange
-    // halves, so that each stores one whole row.
+    // In a unit of eight columns two lanes (lane ^ 2) have four columns each of the same two rows, two apart. As fp16 they exchange
+    // halves, so that each stores one whole row, 16 bytes.
     __device__ __forceinline__ void store(const BwdParams& p, int head, int row, int rows) {
         static_assert(!kShortSteps, "a unit is eight columns");
         const int thread = remat_thread_index(), batch = remat_block_batch();
@@ -123,14 +123,14 @@ struct DqProduct {
             unsigned words[4];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                unsigned of_row[2];
+                unsigned row_words[2];
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const float x = sum(u, 4 * i + 2 * r) * p.problem.scale, y = sum(u, 4 * i + 2 * r + 1) * p.problem.scale;
-                    of_row[r] = to_half2(x, y);
+                    row_words[r] = to_half2(x, y);
                 }
-                const unsigned mine = is_second ? of_row[1] : of_row[0];
-                const unsigned others = __shfl_xor_sync(~0u, is_second ? of_row[0] : of_row[1], 2);
+                const unsigned mine = is_second ? row_words[1] : row_words[0];
+                const unsigned others = __shfl_xor_sync(~0u, is_second ? row_words[0] : row_words[1], 2);
                 words[2 * i] = is_second ? others : mine, words[2 * i + 1] = is_second ? mine : others;
             }
             const int column = (thread / 32 + S::kWarps * u) * kChunk;

@@ -1,9 +1,9 @@
-// Score modifiers of the single-role main kernel (single_role.cuh): one warp has both S^T and dP^T of its keys. Computes P^T,
-// which goes to shared memory, and dS^T, with a score function, ALiBi, bias or dropout. run() is for kernels of one
-// feature; begin() and Addends serve kernels without features too.
+// Score modifiers of the single-role main kernel (single_role.cuh), where one warp has both S^T and dP^T of its keys. Computes P^T,
+// which goes to shared memory, and dS^T, with one score feature: a score function (softcap), ALiBi, bias or dropout. run() is for
+// kernels that require one feature; begin() and Addends serve kernels without features too.
 //
-// As in backward/modifiers.cuh a rolled loop over tiles works on the registers of the first tile, x of S^T and dx of dP^T. Results
-// take registers that the loop no longer needs: dS those of dP's tiles.
+// Registers cannot be indexed dynamically. So a rolled loop over 16x16 tiles works on the first tile, x of S^T and dx of dP^T, and
+// next_tile moves the others down by one. dS takes the registers of dP's tiles, packed, as they become free.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -13,33 +13,35 @@
 
 namespace volta {
 
-// S: the kernel's Shape.
+// S: the kernel's Shape (shape.cuh). A warp has 32 keys by 32 queries: tiles [m][n] of keys m and queries n.
 template <class S>
 struct JointScores {
     using Scores = Accumulator[2][2];
     using Coord = ScoreCoord<KeysLayout>;
 
-    // -lse of the step's queries, for kernels without score features; others load it tile by tile.
+    // -lse of the step's queries in log2 units, for kernels without score features; others load it tile by tile.
     using Addends = ExponentAddends<KeysLayout, 2>;
-    // Sets the initial accumulators: 0, and for dP -delta. `stats`: the lane's statistics of the step (load_stats). Dropout needs
-    // dP alone: its accumulators begin with 0, and -delta is added later.
+    // Sets the initial accumulators: 0, and for dP -delta (row_stats.cuh). `stats`: the lane's statistics of the step. Dropout
+    // multiplies dP alone: its accumulators begin with 0, and -delta is added after.
     static __device__ __forceinline__ void begin(Scores& s, Scores& dp, const float* stats) {
         clear_tiles(s);
         if (kHasDropout)
             clear_tiles(dp);
         else
-            load_stats(dp, stats + RowStats::kDeltaAt);
+            load_stats(dp, stats + RowStats::kNegDeltaAt);
     }
 
-    // Returns ALiBi's distance of the lane's first key, minus the step's first query.
+    // Returns ALiBi's distance, seqlen_k - seqlen_q + query - key, of the lane's first key and the first query of its part of a
+    // step that begins at query 0. `key`: the warp's first.
     static __device__ __forceinline__ int first_distance(const BlockSeqlenInfo& sequence, const Lane& lane, int key) {
         if (!kHasAlibi) return 0;
         return keep_in_register(sequence.seqlen_k() - sequence.seqlen_q() + KeysLayout::first_query(lane) - key -
                                 KeysLayout::first_key(lane));
     }
 
-    // Computes P^T and dS^T of a step. `row`: first query of the step; rows from row_end on see no key. `stats`: the lane's.
-    // `packed`: the lane's address of P^T, where keys_left keys exist from its first on. `distance`: first_distance().
+    // Computes P^T and dS^T of a step. `row`: its first query; rows from row_end on see no key. `stats`: the lane's row statistics.
+    // `masked`: the step needs the mask. `packed`: where the lane stores P^T in shared memory. keys_left: keys that exist, from the
+    // lane's first on; P^T of others is not stored. `distance`: first_distance().
     static __device__ __forceinline__ void run(Scores& s, Scores& dp, const BwdParams& p, int head, int row, int row_end,
                                                const float* stats, bool masked, u32 packed, int keys_left, int distance) {
         static_assert(!(kHasBias && kHasScoreFunction), "a score function takes -lse before the bias is loaded");
@@ -52,7 +54,7 @@ struct JointScores {
             Accumulator &x = s[0][0], &dx = dp[0][0];
             // With a bias -lse comes last, because the loaded biases leave no registers for it.
             ExponentAddends<KeysLayout, 1> addends;
-            if (!kHasBias) load_rows(addends.of_row, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
+            if (!kHasBias) load_rows(addends.of_row, stats + RowStats::kNegLseAt + 16 * n * RowStats::kRowFloats);
             // The score function (softcap) maps a product to a state. The score and the derivative follow from the state.
             if (uses_score_function(options)) {
                 const ScoreFunction function = ScoreFunction::rematerialized(p.problem, options);
@@ -84,10 +86,10 @@ struct JointScores {
                 mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())),
                           remat_coord(p, row, m, n));
             if (kHasBias) {
-                load_rows(addends.of_row, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
+                load_rows(addends.of_row, stats + RowStats::kNegLseAt + 16 * n * RowStats::kRowFloats);
                 addends.scale(p.problem.scale_log2, kExponentShift);
             }
-            // x becomes P * 2^kExponentShift, which pack_probability_tile() takes; kExponentUnit restores P for dS.
+            // x becomes P * 2^kExponentShift (2^-100), which pack_probability_tile() takes; kExponentUnit (2^100) restores P for dS
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(kHasBias ? x[v] + addends.of(0, v) : x[v]);
             PackedTile probabilities = pack_probability_tile(x);
@@ -95,7 +97,7 @@ struct JointScores {
             if (uses_dropout(options)) {
                 const DroppedKeys<KeysLayout> dropped(philox_of(p, head), DropoutRule(options), remat_coord(p, row, m, n));
                 float neg_delta[1][KeysLayout::kRows];
-                load_rows(neg_delta, stats + RowStats::kDeltaAt + 16 * n * RowStats::kRowFloats);
+                load_rows(neg_delta, stats + RowStats::kNegDeltaAt + 16 * n * RowStats::kRowFloats);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     const bool is_dropped = dropped.signs(packed_word(v)) & (v % 2 ? 0x80000000 : 0x8000);
@@ -116,18 +118,18 @@ struct JointScores {
             for (int i = 0; i < 4; i++) dp[1][1][i] = __uint_as_float(ds.x[i]);
         }
     }
-    // Returns dS of a tile after run().
+    // Returns dS of a tile from dp[m][n] after run().
     static __device__ __forceinline__ PackedTile gradients(const Accumulator& dp) {
         return {{__float_as_uint(dp[0]), __float_as_uint(dp[1]), __float_as_uint(dp[2]), __float_as_uint(dp[3])}};
     }
 
 private:
-    // Minus the ALiBi slope, in log2 units.
+    // Returns minus the head's ALiBi slope, in log2 units.
     static __device__ __forceinline__ float load_neg_slope(const ScoreOptions& o, int head) {
         return Alibi::load_slope(o, remat_block_batch(), head) * -kLog2e;
     }
-    // As add_bias of backward/modifiers.cuh, but with one branch on the dtype around all of it, and four registers fewer for
-    // fp32.
+    // Adds the bias, in log2 units, to the scores x of a tile. Unlike add_bias of backward/modifiers.cuh it has one branch on the
+    // dtype around all of it, and takes four registers fewer for fp32.
     template <bool FP32>
     static __device__ __forceinline__ void add_bias(Accumulator& x, const BwdParams& p, int head, int row_end, const Coord& coord) {
         ScoreOptions options = p.score_options;
@@ -144,13 +146,13 @@ private:
                 loaded[r] =
                     bias.load4(options, min(coord.query(KeysLayout::element(first + r, 0)) + 1, row_end) - 1, coord.key(0) & ~3);
             if (FP32) __syncwarp();  // one row's four registers after the other's
-            float2 of_keys[kAtOnce];
-            Bias::every_second(options, loaded, coord.key(0) & 1, of_keys);
+            float2 key_bias[kAtOnce];
+            Bias::every_second(options, loaded, coord.key(0) & 1, key_bias);
 #pragma unroll
             for (int r = 0; r < kAtOnce; r++) {
                 float &first_key = x[KeysLayout::element(first + r, 0)], &second_key = x[KeysLayout::element(first + r, 1)];
-                first_key = fmaf(of_keys[r].x, kLog2e, first_key);
-                second_key = fmaf(of_keys[r].y, kLog2e, second_key);
+                first_key = fmaf(key_bias[r].x, kLog2e, first_key);
+                second_key = fmaf(key_bias[r].y, kLog2e, second_key);
             }
         }
     }

@@ -1,5 +1,5 @@
-// Block index of the volta main kernels (single_role.cuh, warp_specialized.cuh): which keys and which KV head a block has.
-// BwdParams::first_key_block: number of the launch's first block of keys.
+// Grid policy of the volta main kernels (single_role.cuh, warp_specialized.cuh), their template argument Grid: which keys and which
+// KV head a block has. stream_k.cuh has the other policy, StreamKKeyBlock.
 #pragma once
 
 #include "backward/tiles.cuh"
@@ -7,25 +7,25 @@
 
 namespace volta {
 
-// The grid's first axis is blocks of keys and its second heads, or the other way round, as in forward/block.cuh. Blocks start
-// in the order of blockIdx, first axis first. Under a causal mask the first keys are seen by the most queries, so they start
-// first. All members read special registers again, so that they hold no register in between.
-//
-// The grid policy of main kernels; StreamKKeyBlock (stream_k.cuh) is the other one.
+// The grid's first axis is blocks of keys and its second KV heads, or the other way round; the third is batch entries. Blocks start
+// in the order of blockIdx, first axis first. Under a causal mask the first keys are seen by the most queries, so they start first.
+// remat_* functions read blockIdx from its special register again, so that it holds no register in between. BatchAxis has batch(),
+// the batch entry.
 struct KeyBlock : BatchAxis {
     static constexpr bool kStreamK = false;
-    // The plan chooses the order; the kernel infers it from the grid's size.
+    // The planner (src/plan) chooses the order of the axes; the kernel infers it from the grid's size.
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
+    // Number of the block of keys in its head. One launch may take a part of a head's blocks, from first_key_block on.
     __device__ __forceinline__ static int number(const BwdParams& p) { return p.first_key_block + in_launch(p); }
     __device__ __forceinline__ static int head(const BwdParams& p) { return heads_first(p) ? remat_block_x() : remat_block_y(); }
     // Blocks of keys of a head in this launch.
     __device__ __forceinline__ static int count(const BwdParams& p) { return heads_first(p) ? gridDim.y : gridDim.x; }
-    // The accumulator that the block adds dq to: the only one if the stride is 0, else one that no other block of this launch
-    // adds to.
+    // The fp32 accumulator that the block adds dq to: the only one if the stride is 0, else one that no other block of keys of this
+    // launch adds to, which makes dq deterministic.
     __device__ __forceinline__ static float* dq_accum(const BwdParams& p) {
         return p.dq_accum + in_launch(p) * p.dq_accum_split_stride;
     }
-    // Returns true for the block that stores these gradients.
+    // Returns whether this block stores the gradients: always here, because no other block has a part of them.
     template <int Threads, class... Gradients>
     __device__ __forceinline__ static bool combine_splits(Gradients&...) {
         return true;

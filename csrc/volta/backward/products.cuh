@@ -1,6 +1,8 @@
 // Products of the volta backward kernels whose results stay in registers: scores (S^T, dP^T), and gradients of the block's own
-// rows (dK and dV, or dQ in the dq kernel). A Shape S (shape.cuh) has the sizes. m counts tiles of 16 own rows, n of 16 step rows,
-// j blocks of 32 columns.
+// rows (dK and dV in main kernels, dQ in dq.cuh). Own rows are those that a block owns (keys, in dq.cuh queries), step rows those
+// that it visits, S::kStep at a time. A Shape S (shape.cuh) has the sizes: kChunks chunks of eight columns, kRowBytes of a row.
+// m counts tiles of 16 own rows, n of 16 step rows, j blocks of 32 columns.
+// chunk_after() steps along a row of a swizzled tile (tile.cuh). remat_*() reads special registers again (ptx.cuh).
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -11,8 +13,8 @@ namespace volta {
 
 // ---- S^T = K Q^T and dP^T = V dO^T ----------------------------------------------------------------
 
-// Operands of S^T or dP^T for one chunk of headdim (eight columns): M tiles of own rows, N tiles of step rows. multiply_low
-// uses columns 0 to 3 of the chunk, multiply_high 4 to 7.
+// Operands of S^T or dP^T for one chunk of headdim (eight columns): M tiles of own rows, N tiles of step rows, from the shared
+// addresses of the lane's rows. multiply_low adds the products of columns 0 to 3 of the chunk to c, multiply_high those of 4 to 7.
 template <class S, int M, int N>
 struct Fragments {
     uint4 a[M], b[N];
@@ -39,7 +41,7 @@ struct Fragments {
 
 // ---- dV += P^T dO, dK += dS^T Q, or dQ += dS K --------------------------------------------------------------------
 
-// A warp's gradient: 16 own rows m, block j of 32 columns, half i of a lane's chunks.
+// A warp's gradient. c[m][j][i]: 16 own rows m, block j of 32 columns, half i of a lane's chunk of operand B (four columns).
 template <int M, int J>
 using Gradient = Accumulator[M][J][2];
 
@@ -53,18 +55,19 @@ __device__ __forceinline__ void clear(Gradient<M, J>& c) {
             for (int i = 0; i < 2; i++) clear(c[m][j][i]);
 }
 
-// Adds the product over the rows of a step (at most 32). The warp has every BlockStep-th block of columns, and computes the
-// first `blocks` of them. Compact: four rows at a time, half of the code, for kernels past the instruction cache.
+// Adds the product over the rows of a step (at most 32), from score_operand() and column_operand() (fragments.cuh). The warp has
+// every BlockStep-th block of columns, and computes the first `blocks` of them. Compact: half of the code, four rows at a time.
 template <class S, int BlockStep, bool Compact = kHasScoreFeatures, int M, int J>
 __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32 b_address, int blocks = J) {
     constexpr int kRows = S::kStep < 32 ? S::kStep : 32;
     if (Compact) {
 #pragma unroll 1
         for (int row = 0; row < kRows; row += 4) {
-            const u32 a0 = a_address ^ (row * 2);  // XOR, because a row of scores has a power of two of chunks
+            const u32 a0 = a_address ^ (row * 2);  // step rows are fp16 columns of A's tile; XOR adds, as in chunk_after()
             uint2 a[M];
 #pragma unroll
             for (int m = 0; m < M; m++) a[m] = load_shared2(a0 + m * 16 * kScoreRowBytes);
+            // the swizzle repeats every eight rows; `row` is number 0 or 4 of them
             const u32 b0 = chunk_after<S::kChunks>(b_address, row % 8 ? row_swizzle<S::kChunks>(4) : 0) + row * S::kRowBytes;
 #pragma unroll
             for (int j = 0; j < J; j++) {
@@ -106,7 +109,8 @@ __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32
     }
 }
 
-// Calls f(row, column, x, y) for each pair of neighbors in a warp's gradient, times a factor. `first_row`: of the warp.
+// Calls f(row, column, x, y) for each two neighbors of a row in a warp's gradient, times `factor`. first_row, block: its first row
+// and its first block of 32 columns; score_own() and column_in_block() (fragments.cuh) place a lane's elements.
 template <int BlockStep, int M, int J, class F>
 __device__ __forceinline__ void for_each_pair(const Gradient<M, J>& c, float factor, int first_row, int block, F f) {
     const Lane lane(remat_thread_index() & 31);  // else the lane is kept, or spilled, from the kernel's first use on
@@ -122,7 +126,7 @@ __device__ __forceinline__ void for_each_pair(const Gradient<M, J>& c, float fac
                       c[m][j][i][v] * factor, c[m][j][i][v + 1] * factor);
 }
 
-// Stores a warp's gradient as fp16 to shared memory, from where shared_to_output stores it.
+// Stores a warp's gradient as fp16 to a tile in shared memory, from where shared_to_output (backward/tiles.cuh) stores it.
 template <class S, int BlockStep, int M, int J>
 __device__ __forceinline__ void to_shared(const Gradient<M, J>& c, float factor, u32 tile, int first_row, int block) {
     for_each_pair<BlockStep>(c, factor, first_row, block, [&](int row, int column, float x, float y) {
@@ -130,7 +134,8 @@ __device__ __forceinline__ void to_shared(const Gradient<M, J>& c, float factor,
     });
 }
 
-// Stores a warp's gradient as fp32 to the output, whose arguments are those of shared_to_output.
+// Stores a warp's gradient as fp32 to the output `out` of `head`. The sequence begins at row `origin` of out, and the block at row
+// first_row of the sequence, which has all_rows rows; the warp's first row is warp_row rows further.
 template <int BlockStep, int M, int J, class Grid = BatchAxis>
 __device__ __forceinline__ void to_fp32_output(const Gradient<M, J>& c, float factor, int warp_row, int block, const BwdParams& p,
                                                const Output& out, int head, int origin, int first_row, int all_rows, int headdim,

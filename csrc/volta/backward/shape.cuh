@@ -1,41 +1,38 @@
-// Tile sizes and shared-memory layout of the volta backward kernels: main kernels (single_role.cuh, warp_specialized.cuh) and
-// dq.cuh.
+// Tile sizes and shared-memory layout of the volta backward kernels: main kernels (single_role, warp_specialized) and dq.cuh.
 //
 // A block of a main kernel owns keys and visits the queries that see them, a step at a time (FlashAttention-2's backward,
-// transposed):
+// transposed; lse is softmax_lse, delta is rowsum(dO * O)):
 //
 //   S^T  = K Q^T                 P = exp(scale * S - lse)     dV += P^T dO
-//   dP^T = V dO^T - delta        dS = P * dP                  dK += dS^T Q        dQ += dS K  (by atomics)
+//   dP^T = V dO^T - delta        dS = P * dP                  dK += dS^T Q        dQ += dS K
 //
-// K and V stay in shared memory, dK and dV in registers. The transposed scores leave the first two products in accumulator
-// layout, and go to shared memory as fp16. They are read back as row-major operand A of dV and dK, and as column-major operand
-// A of dQ.
+// K and V stay in shared memory, dK and dV in registers. The transposed scores leave the first two products as accumulators, and go
+// to shared memory as fp16. They are read back as operand A: row-major for dV and dK, column-major for dQ.
 //
-// Without atomics, dq.cuh computes dQ: its blocks own queries and visit keys. There own rows are Q and dO, and each step brings
-// K and V.
+// dQ is added up by atomics, or stored by a block that has all keys, or left to dq.cuh, whose blocks own queries and visit keys.
+// There own rows are Q and dO, and each step brings K and V. "Own" and "step" below are these two sides; S and Dp name the product
+// that an operand belongs to.
 #pragma once
 
 #include "tile.cuh"
 
 namespace volta {
 
-// Tiles of P^T and dS^T: rows are keys, of four chunks of eight queries (steps of 16 queries use two of them).
+// Tiles of P^T and dS^T: rows are keys, of four chunks (16 bytes) of eight queries. Steps of 16 queries use two of the four.
 constexpr int kScoreChunks = 4, kScoreRowBytes = kScoreChunks * kChunkBytes;
 
-// A block owns kRows rows (keys, or queries in dq.cuh), and visits the other rows in steps of kStep. ScoreTiles: tiles of P^T
-// and dS^T.
+// A block owns kRows rows (keys, or queries in dq.cuh), and visits the other rows in steps of kStep. ScoreTiles: how many tiles of
+// P^T and dS^T shared memory has (in dq.cuh of dS).
 template <int Headdim, int Rows, int Step, int Threads, int ScoreTiles>
 struct Shape {
-    static constexpr int kHeaddim = Headdim, kRows = Rows, kStep = Step, kThreads = Threads;
-    static constexpr int kWarps = kThreads / 32;
+    static constexpr int kHeaddim = Headdim, kRows = Rows, kStep = Step, kThreads = Threads, kWarps = kThreads / 32;
     static constexpr int kChunks = kHeaddim / kChunk, kRowBytes = kChunks * kChunkBytes;  // of a row of Q, K, V, dO
 
-    // Offsets in shared memory, bytes. Tiles are multiples of 512 bytes, so XOR inside a row never leaves it. Own rows are K
-    // and V, and each step brings Q and dO; or the other way round. The first of each pair makes S, the second dP.
-    static constexpr int kOwnTile = kRows * kRowBytes, kStepTile = kStep * kRowBytes;
-    static constexpr int kScoreTile = kRows * kScoreRowBytes;
+    // Offsets in shared memory, bytes. Tiles are multiples of 512 bytes, so a swizzle's XOR never leaves a row. kOwnS and kStepS
+    // have the operands of S (K and Q, in dq.cuh Q and K), kOwnDp and kStepDp those of dP (V and dO, or dO and V).
+    static constexpr int kOwnTile = kRows * kRowBytes, kStepTile = kStep * kRowBytes, kScoreTile = kRows * kScoreRowBytes;
     static constexpr int kOwnS = 0, kOwnDp = kOwnTile, kStepS = 2 * kOwnTile, kStepDp = kStepS + kStepTile;
-    // With ScoreTiles = 0, dS takes the place of the second step tile.
+    // With ScoreTiles = 0, as in some dq kernels, dS takes the place of the second step tile.
     static constexpr int kScores = ScoreTiles ? kStepDp + kStepTile : kStepDp;
     static constexpr int kSharedBytes = kStepDp + kStepTile + ScoreTiles * kScoreTile;
 };

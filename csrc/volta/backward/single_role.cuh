@@ -2,8 +2,8 @@
 // adds dQ to the accumulator by atomics, or leaves dQ to dq.cuh. shape.cuh has the products.
 //
 // A warp has dV and dK of its own 32 keys. It computes both S^T and dP^T of its keys, so P and dS meet in registers, and use
-// one tile of shared memory one after the other. Kernels with score features require exactly one (joint_scores.cuh): registers
-// leave no room for generic ones.
+// one tile of shared memory one after the other. Kernels with score features (softcap, ALiBi, bias, dropout) require exactly one of
+// them (joint_scores.cuh): registers leave no room for generic ones, which test parameters for each.
 //
 // A step, whose tiles of Q and dO are in shared memory:
 //   1. S^T, dP^T; P^T to shared memory, dS^T packed in registers
@@ -11,10 +11,11 @@
 //   3. dS^T to P^T's place; dK; barrier
 //   4. stores the next tiles; dQ; barrier
 //
-// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
-//
-// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
-// offsets in shared memory are kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO), and kScores (P^T, then dS^T).
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block. A Shape S (shape.cuh) has sizes: kRows own rows (keys), kStep
+// step rows (queries), kChunks chunks of eight columns, kRowBytes of a row. Its offsets in shared memory are kOwnS and kOwnDp (K
+// and V), kStepS and kStepDp (Q and dO), and kScores (P^T, then dS^T).
+// chunk_after() steps along a swizzled row (tile.cuh). keep_in_register(x) hides from the compiler how x is computed, so that it
+// cannot compute x again later, nor reuse what it derived from x before. remat_*() computes again (ptx.cuh).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -31,7 +32,8 @@
 
 namespace volta {
 
-// The kernel. BlockRows: keys of a block. Step: queries of a step. Grid: which keys and steps a block has (key_block.cuh).
+// The kernel. BlockRows: keys of a block. Step: queries of a step. Mode: what becomes of dQ (dq_mode.cuh). Grid: which keys and
+// steps a block has, KeyBlock or StreamKKeyBlock.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, class Grid = KeyBlock>
 struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1>;  // one tile of scores: P^T, then dS^T
@@ -53,10 +55,12 @@ struct BackwardSingleRole {
         const int warp = threadIdx.x / 32;
         const int first_key = grid.number(p) * S::kRows, warp_key = 32 * warp;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        // seqlen_k_allocated(): rows of K in the tensor, at least seqlen_k(). Those from seqlen_k() on get gradients of 0.
         if (first_key >= sequence.seqlen_k_allocated()) return;
         const Queries range(mask_of(p.problem, sequence), first_key);
 
         load_own<S>(p, p.k, p.v, grid.head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k(), grid);
+        // Keys that exist from the lane's first on: P^T and dS^T of others stay 0, cleared here.
         const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
 
@@ -67,14 +71,16 @@ struct BackwardSingleRole {
         const AddressPair dq_operands(Dq::a_operand(shared + S::kScores, lane), Dq::b_operand(shared + S::kOwnS, lane, warp));
         const AddressPair query_addresses(column_operand<S>(shared + S::kStepS, lane, 0),
                                           shared + S::kStepS + StepTiles<S>::offset());
+        // the lane's offsets, in floats, in a step's statistics and in the accumulator of dQ
         const int stats_lane = lane_stats_offset(lane), dq_lane = Dq::output_offset(lane, warp);
-
+        // ALiBi's distance of the lane's first score in a step at query 0
         const int distance = Joint::first_distance(sequence, lane, first_key + warp_key);
         Gradient<2, kBlocks> dk, dv;
         clear(dk);
         clear(dv);
 
-        // Query heads that share this block's KV head. Kernels with a score feature have no register for it.
+        // Query heads that share this block's KV head. Kernels with a score feature have no register for it across the loop:
+        // nheads is hidden at each call, so each divides again.
         const auto group = [&] {
             return (kHasScoreFeatures ? keep_in_register(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k;
         };
@@ -83,7 +89,7 @@ struct BackwardSingleRole {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
             int first = Queries::first(mask_of(p.problem, sequence), grid.number(p));
             if (first >= range.end) break;
-            int end;  // of the split's rows
+            int end;  // of the queries that this block takes of a stream-K split
             if constexpr (kStreamK) {
                 end = grid.template clip<S::kStep>(p, head, first, range.end);
                 if (first >= end) continue;
@@ -102,7 +108,8 @@ struct BackwardSingleRole {
 
 #pragma unroll 1
             for (int row = first; row < (kStreamK ? end : range.end); row += S::kStep) {
-                // S^T and dP^T, one chunk of headdim after the other. Rolled, to fit the instruction cache.
+                // S^T and dP^T (begin() has set -delta), one chunk of headdim after the other. Rolled, for the instruction cache.
+                // multiply_low takes columns 0 to 3 of each chunk of eight, multiply_high 4 to 7.
                 {
                     const u32 a = score_operands.first(), b = score_operands.second();
 #pragma unroll 1
@@ -133,15 +140,16 @@ struct BackwardSingleRole {
                     }
 
                     typename Joint::Addends addends;
-                    load_rows(addends.of_row, stats + RowStats::kLseAt + row * RowStats::kRowFloats);
+                    load_rows(addends.of_row, stats + RowStats::kNegLseAt + row * RowStats::kRowFloats);
                     addends.scale(p.problem.scale_log2, kExponentShift);
                     exponentials(s, p.problem.scale_log2, addends);
 #pragma unroll
                     for (int m = 0; m < 2; m++)
 #pragma unroll
                         for (int n = 0; n < 2; n++) {
+                            // s is P * 2^-100 (kExponentShift): packing multiplies by 2^112, because it shifts fp32 bits to
+                            // fp16 (softmax.cuh), and leaves P * 2^12. kExponentUnit (2^100) restores P.
                             store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
-                        // s is P times 2^kExponentShift, as pack_shifted takes it: kExponentUnit restores P (probabilities.cuh)
 #pragma unroll
                             for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v] * kExponentUnit;
                             ds[m][n] = pack_tile(dp[m][n]);
@@ -172,10 +180,10 @@ struct BackwardSingleRole {
         }
 
         if (!grid.template combine_splits<S::kThreads>(dk, dv)) return;
-        // Keys that no query sees get 0.
-        const int end_key = grid.number(p) * S::kRows,
-                  end_warp_key = remat_thread_index() / 32 * 32;  // computed again, as above
-        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
+        // Keys that no query sees get 0. first_key and warp_key are computed again, because they held no registers.
+        const int end_key = grid.number(p) * S::kRows, end_warp_key = remat_thread_index() / 32 * 32;
+        // Q's signs are as given (load_own flips K's under a negative softmax_scale), so dK's factor is signed. P^T has the factor
+        // kProbabilityUnit, 2^12, with which small P fit fp16. A warp has all column blocks: every one (<1>), from block 0 on.
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         if (gradients_are_fp32(p)) {

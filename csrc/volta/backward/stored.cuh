@@ -1,7 +1,9 @@
-// The volta Family of the backward kernels for large headdims (backward/store_scores.cuh, backward/stored_gradients.cuh).
+// The volta Family, a template argument of the backward kernels that pass P and dS through memory: backward/store_scores.cuh and
+// backward/stored_gradients.cuh, for headdims above 192 and for fp32 tensors. They say what each member is. A warp has 64 by 64
+// elements of a product: 4 by 4 tiles of 16 by 16. c: its accumulators; a and b: shared addresses of the lane's operands.
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The four quad-pairs of a warp form a 2x2 over a tile
-// of 16 by 16. The lane's quad-pair is in row qm and column qn of it (volta/mma.cuh).
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
+// chunk_after() steps along a row of a swizzled tile, row_swizzle(4) is what four rows further change in the swizzle (tile.cuh).
 #pragma once
 
 #include "backward/staged_tiles.cuh"
@@ -10,15 +12,17 @@
 
 namespace volta {
 
-// Members: backward/store_scores.cuh and backward/stored_gradients.cuh say what each is. multiply_* add products to c. add_* sum a
-// step's products apart first: fp32 tensors need that, because tensor cores truncate long sums.
-// Terms are the k of a product: columns of TermColumns, rows of TermRows (backward/staged_tiles.cuh).
+// multiply_* add a step's products to c. add_* sum them apart first, because tensor cores truncate long sums, whose bits the
+// two-part numbers of fp32 tensors need. They multiply sums by `factor`, by which dS was divided, and compute part number `part` of
+// kLoadParts. Terms are a step's 32 values of the summed index k: columns of tiles TermColumns, rows of TermRows and OtherTermRows
+// (backward/staged_tiles.cuh).
 struct StoredFamily {
     using RowStats = volta::RowStats;
 
-    // ---- scores -----------------------------------------------------------------------------------
+    // ---- S^T = K Q^T and dP^T = V dO^T ------------------------------------------------------------
     using Layout = KeysLayout;
-    // Floats for each query of the tile before the lane's first. A lane's four queries are a group (row_stats.cuh).
+    // Floats of statistics for each query: those of the lane begin first_query() * kLaneStatistics floats after the tile's. A
+    // lane's four queries are a group (row_stats.cuh).
     static constexpr int kLaneStatistics = RowStats::kRowFloats;
     static __device__ __forceinline__ void load_rows(float (&x)[1][Layout::kRows], const float* stats) {
         volta::load_rows(x, stats);
@@ -46,7 +50,7 @@ struct StoredFamily {
             for (int n = 0; n < 4; n += 2) {
                 __syncwarp();  // no operand is loaded before: registers hold those of one quarter
                 Accumulator sums[2][2] = {};
-#pragma unroll
+#pragma unroll 2  // all of the loop over steps is then below the 12 KB of the L0 instruction cache
                 for (int chunk = 0; chunk < TermColumns::kChunks; chunk++) {
                     const Fragments<TermColumns, 2, 2> f(
                         chunk_after<TermColumns::kChunks>(a, chunk) + m * 16 * TermColumns::kRowBytes,
@@ -68,18 +72,20 @@ struct StoredFamily {
     }
 
     // ---- dK and dV --------------------------------------------------------------------------------
-    using KeySums = Gradient<4, 2>;
+    static constexpr int kLoadParts = 2;  // parts in which add_keys and add_queries take a step's loads: what spills least
+    using KeySums = Gradient<4, 2>;  // [16 keys][block of 32 columns][half]
     static __device__ __forceinline__ u32 key_a(const Lane& lane, int row) { return score_operand(0, lane, row); }
     static __device__ __forceinline__ u32 key_b(const Lane& lane, int column) {
-        return column_operand<TermRows>(0, lane, column / 32);
+        return column_operand<OtherTermRows>(0, lane, column / 32);
     }
-    static __device__ __forceinline__ void multiply_keys(KeySums& c, u32 a, u32 b) { accumulate<TermRows, 1>(c, a, b); }
-    static __device__ __forceinline__ void add_keys(KeySums& c, u32 a, u32 b, float factor) {
+    static __device__ __forceinline__ void multiply_keys(KeySums& c, u32 a, u32 b) { accumulate<OtherTermRows, 1>(c, a, b); }
+    static __device__ __forceinline__ void add_keys(KeySums& c, u32 a, u32 b, float factor, int part) {
+        constexpr int kTiles = 4 / kLoadParts;
 #pragma unroll
-        for (int m = 0; m < 4; m++) {
-            __syncwarp();  // as in add_scores
+        for (int m = part * kTiles; m < (part + 1) * kTiles; m++) {
+            __syncwarp();  // no operand is loaded before
             Gradient<1, 2> sums = {};
-            accumulate<TermRows, 1>(sums, a + m * 16 * kScoreRowBytes, b);
+            accumulate<OtherTermRows, 1>(sums, a + m * 16 * kScoreRowBytes, b);
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -105,21 +111,21 @@ struct StoredFamily {
 
     // ---- dQ ---------------------------------------------------------------------------------------
     // Rows of both operands are keys. A lane loads a chunk of eight queries and a chunk of eight columns of one key: half i of the
-    // first is a column-major operand A, half h of the second is an operand B.
-    using QuerySums = Accumulator[2][2][2][2];  // [block of 32 queries][i][block of 32 columns][h]
+    // first is a column-major operand A, half h of the second is a row-major operand B.
+    using QuerySums = Accumulator[2][2][2][2];  // [m: block of 32 queries][i][j: block of 32 columns][h]
     static __device__ __forceinline__ u32 query_a(const Lane& lane, int row) {
         return swizzled<TermRows::kChunks>(lane.quad, row / 8 + 2 * lane.qm + lane.half);
     }
     static __device__ __forceinline__ u32 query_b(const Lane& lane, int column) { return key_b(lane, column); }
     static __device__ __forceinline__ void multiply_queries(QuerySums& c, u32 a_address, u32 b_address) {
-        constexpr int kChunks = TermRows::kChunks;
+        constexpr int kChunks = TermRows::kChunks, kOtherChunks = OtherTermRows::kChunks;
 #pragma unroll
         for (int key = 0; key < kStagedTerms; key += 4) {
-            const u32 shift = key % 8 ? row_swizzle<kChunks>(4) : 0;
+            const u32 shift = key % 8 ? row_swizzle<kChunks>(4) : 0, other_shift = key % 8 ? row_swizzle<kOtherChunks>(4) : 0;
             const u32 a0 = chunk_after<kChunks>(a_address, shift) + key * TermRows::kRowBytes;
-            const u32 b0 = chunk_after<kChunks>(b_address, shift) + key * TermRows::kRowBytes;
+            const u32 b0 = chunk_after<kOtherChunks>(b_address, other_shift) + key * OtherTermRows::kRowBytes;
             const uint4 a[2] = {load_shared(a0), load_shared(chunk_after<kChunks>(a0, 4))};
-            const uint4 b[2] = {load_shared(b0), load_shared(chunk_after<kChunks>(b0, 4))};
+            const uint4 b[2] = {load_shared(b0), load_shared(chunk_after<kOtherChunks>(b0, 4))};
 #pragma unroll
             for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -131,19 +137,21 @@ struct StoredFamily {
                 }
         }
     }
-    static __device__ __forceinline__ void add_queries(QuerySums& c, u32 a_address, u32 b_address, float factor) {
-        constexpr int kChunks = TermRows::kChunks;
+    static __device__ __forceinline__ void add_queries(QuerySums& c, u32 a_address, u32 b_address, float factor, int part) {
+        constexpr int kChunks = TermRows::kChunks, kOtherChunks = OtherTermRows::kChunks, kBlocks = 2 / kLoadParts;
 #pragma unroll
-        for (int m = 0; m < 2; m++)
+        for (int m = part * kBlocks; m < (part + 1) * kBlocks; m++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 __syncwarp();
                 Accumulator sums[2][2] = {};
 #pragma unroll
                 for (int key = 0; key < kStagedTerms; key += 4) {
-                    const u32 shift = key % 8 ? row_swizzle<kChunks>(4) : 0;
+                    const u32 shift = key % 8 ? row_swizzle<kChunks>(4) : 0,
+                              other_shift = key % 8 ? row_swizzle<kOtherChunks>(4) : 0;
                     const uint4 a = load_shared(chunk_after<kChunks>(a_address, shift ^ 4 * m) + key * TermRows::kRowBytes);
-                    const uint4 b = load_shared(chunk_after<kChunks>(b_address, shift ^ 4 * j) + key * TermRows::kRowBytes);
+                    const uint4 b =
+                        load_shared(chunk_after<kOtherChunks>(b_address, other_shift ^ 4 * j) + key * OtherTermRows::kRowBytes);
                     mma_col_row(sums[0][0], a.x, a.y, b.x, b.y);
                     mma_col_row(sums[0][1], a.x, a.y, b.z, b.w);
                     mma_col_row(sums[1][0], a.z, a.w, b.x, b.y);

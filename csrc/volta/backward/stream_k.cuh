@@ -1,9 +1,10 @@
-// Stream-K grid of the volta main kernels: blocks of keys with many steps are split among blocks, because few blocks of many steps
-// leave SMs idle. src/plan/backward/stream_k.rs decides which block takes which steps.
+// Stream-K grid of the volta main kernels (single_role.cuh, warp_specialized.cuh), their template argument Grid: key blocks (the
+// keys of one thread block) with many steps are split among several thread blocks, because few blocks of many steps leave SMs idle.
+// src/plan/backward/stream_k.rs decides which block takes which steps.
 //
-// A step is kStep queries of one query head. Steps of a block of keys count over the query heads of its KV head, one head after the
-// other. Of three or more splits each goes to scratch memory, and the last block to finish adds them in their order. Of two, the
-// later block adds the other's to its own registers. No block waits, and dk and dv are deterministic.
+// A step is kStep queries of one query head. Steps of a key block count over the query heads of its KV head, one head after the
+// other. A split is consecutive steps. Of three or more splits each goes to scratch memory, and the last block to finish adds them
+// in their order. Of two, the later block adds the other's to its own registers. No block waits, and dk and dv are deterministic.
 #pragma once
 
 #include "ptx.cuh"
@@ -12,15 +13,15 @@
 
 namespace volta {
 
-// Grid policy of main kernels. The grid's first axis is KV heads of all batch entries, its second `params.splits`. All members read
-// special registers again, so that they hold no register in between.
+// The grid's first axis is KV heads of all batch entries, its second `params.splits`, the splits of a head. All members read
+// blockIdx from its special register again (remat_*), so that they hold no register in between.
 class StreamKKeyBlock {
     const BwdSplits& params_;
 
     __device__ __forceinline__ const StreamKSplit& split() const { return params_.splits[remat_block_y()]; }
 
-    // Calls f(chunk, four elements of c) for all elements. `chunk`: this thread's first. Those of the other threads lie between it
-    // and its next. Returns the one after its last.
+    // Calls f(chunk, four elements) for all elements of a gradient c. `chunk`: this thread's first 16 bytes in scratch memory; its
+    // next ones follow after those of the other threads, `Threads` chunks further each. Returns the one after its last.
     template <int Threads, class Chunk, class Tiles, class F>
     static __device__ __forceinline__ Chunk* each_chunk(Chunk* chunk, Tiles& c, F f) {
 #pragma unroll
@@ -33,14 +34,14 @@ class StreamKKeyBlock {
                     for (int v = 0; v < 8; v += 4, chunk += Threads) f(*chunk, tile[v], tile[v + 1], tile[v + 2], tile[v + 3]);
         return chunk;
     }
-    // Stores a gradient.
+    // Stores a gradient to scratch memory.
     template <int Threads, class Tiles>
     static __device__ __forceinline__ uint4* store(uint4* to, const Tiles& c) {
         return each_chunk<Threads>(to, c, [](uint4& chunk, float x, float y, float z, float w) {
             __stcg(&chunk, make_uint4(__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)));
         });
     }
-    // Adds what was stored.
+    // Adds a gradient in scratch memory to c.
     template <int Threads, class Tiles>
     static __device__ __forceinline__ const uint4* add(Tiles& c, const uint4* from) {
         return each_chunk<Threads>(from, c, [](const uint4& chunk, float& x, float& y, float& z, float& w) {
@@ -49,7 +50,7 @@ class StreamKKeyBlock {
             z += __uint_as_float(stored.z), w += __uint_as_float(stored.w);
         });
     }
-    // Chunks of a thread.
+    // 16-byte chunks of a thread in a split.
     template <class... Gradients>
     static constexpr int kChunks = (0 + ... + sizeof(Gradients)) / 16;
 
@@ -57,28 +58,31 @@ public:
     static constexpr bool kStreamK = true;
     __device__ __forceinline__ explicit StreamKKeyBlock(const BwdSplits& params) : params_(params) {}
 
+    // Key block, batch entry and KV head of this thread block. All blocks add dq to one accumulator, by atomics.
     __device__ __forceinline__ int number(const BwdParams&) const { return split().tile; }
     __device__ __forceinline__ int batch(const BwdParams& p) const { return remat_block_x() / p.problem.nheads_k; }
     __device__ __forceinline__ int head(const BwdParams& p) const { return remat_block_x() % p.problem.nheads_k; }
     __device__ __forceinline__ float* dq_accum(const BwdParams& p) const { return p.dq_accum; }
 
-    // Clips the rows from `first` to `end` of a query head to those of the split: changes `first`, and returns the end. There are
-    // none if it is not after `first`.
+    // Clips the queries `first` to `end` of a query head, which see the key block, to those of the split: changes `first`, and
+    // returns the end. The split has none of this head if the result is not after `first`.
     template <int Step>
     __device__ __forceinline__ int clip(const BwdParams& p, int query_head, int& first, int end) const {
         const int head_in_group = query_head % (p.problem.nheads / p.problem.nheads_k);
+        // each head has as many `steps`; the split counts its steps over all heads; `before` of them are of earlier heads
         const int head_first = first, steps = (end - first + Step - 1) / Step, before = head_in_group * steps;
         first += max(split().first - before, 0) * Step;
         return min(end, head_first + max(split().end - before, 0) * Step);
     }
 
-    // Stores this split's gradients. Returns true for the last block of the key block, after it has added all splits, and
-    // at once if there is one split.
+    // Stores this split's gradients to scratch memory. Returns true for the last thread block of the key block, after it has added
+    // all splits: it stores them as dk and dv. Returns true at once if there is one split.
     template <int Threads, class... Gradients>
     __device__ __forceinline__ bool combine_splits(Gradients&... gradients) const {
         const int splits = split().part & 0xff, index = split().part >> 8;  // of the tile's splits: how many, and this one's number
         if (splits == 1) return true;
         constexpr int kSplitChunks = kChunks<Gradients...> * Threads;
+        // number of the key block among those with scratch memory: `tiles` of each head, from first_tile on
         const int tile = remat_block_x() * params_.tiles + split().tile - params_.first_tile;
         unsigned long long* semaphore = params_.semaphores + tile;
         uint4* first = reinterpret_cast<uint4*>(params_.partials) +
@@ -91,10 +95,7 @@ public:
             ((own = store<Threads>(own, gradients)), ...);
             __threadfence();  // this thread's split is visible before the semaphore counts it
         }
-        __syncthreads();
-        const bool last = threadIdx.x == 0 && arrive_is_last(semaphore, params_.launch_id, splits);
-        if (!__syncthreads_or(last)) return false;
-        __threadfence();  // other blocks' splits are read after the count
+        if (!is_last_block(semaphore, params_.launch_id, splits)) return false;
         if (!keeps_own) (clear(gradients), ...);
 #pragma unroll 1
         for (int i = 0; i < splits; i++, first += kSplitChunks) {

@@ -1,7 +1,7 @@
-// Main kernel of the volta backward pass for headdim above 64 and for small grids: 8 warps in two roles of four (warp
-// specialization). Warps 0 to 3 compute S^T, P and dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit one warp's
-// registers. P goes to the second role through shared memory. All warps compute dQ. shape.cuh has the products, dq_mode.cuh
-// what becomes of dQ.
+// Main kernel of the volta backward pass for headdim above 64, and at 64 for small grids, block masks and generic kernels (score
+// features chosen by parameters): 8 warps in two roles of four (warp specialization). Warps 0 to 3 compute S^T, P and dV, warps 4
+// to 7 dP^T, dS and dK: dV and dK together do not fit one warp's registers. P goes to the second role through shared memory. All
+// warps compute dQ, which is added up by atomics, left to dq.cuh, or stored (Mode, dq_mode.cuh). shape.cuh has the products.
 //
 // With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of its gradient. With 64 keys (headdim
 // above 128, and small grids) two warps share 32 keys. Of the scores each has half the queries (or half the keys, in steps of
@@ -14,10 +14,10 @@
 //   3. loads of the next tiles begin; dV    3. the same; dK
 //   4. block barrier; stores the next tiles; dQ; block barrier
 //
-// The kernel's row in src/kernels gives SHARED_BYTES, of a block.
-//
-// A Shape S (shape.cuh) has sizes: kRows own rows, kStep step rows, kChunks chunks of eight columns, kRowBytes of a row. Its
-// offsets in shared memory are kOwnS and kOwnDp (K and V), kStepS and kStepDp (Q and dO), and kScores (P^T and dS^T).
+// The kernel's row in src/kernels gives SHARED_BYTES, of a block. A Shape S (shape.cuh) has sizes: kRows own rows (keys), kStep
+// step rows (queries), kChunks chunks of eight columns, kRowBytes of a row. Its offsets in shared memory are kOwnS and kOwnDp (K
+// and V), kStepS and kStepDp (Q and dO), and kScores (P^T and dS^T).
+// chunk_after() steps along a swizzled row (tile.cuh). keep_in_register(x): x is computed once; remat_*(): again (ptx.cuh).
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -36,19 +36,18 @@
 
 namespace volta {
 
-// HeaddimV: columns of V and dO to compute with; at most Headdim, which tiles have. Grid: which keys and steps a block has
-// (key_block.cuh). Blocks: DenseBlocks, or ListedBlocks under a block-sparse mask. With kListed, lists name the queries that a
-// block of keys visits.
+// BlockRows: keys of a block. Step: queries of a step. HeaddimV: columns of V and dO to compute with; at most Headdim, which tiles
+// have. Grid: which keys and steps a block has, KeyBlock or StreamKKeyBlock. Blocks: which queries a block of keys visits.
+// DenseBlocks: all that a causal mask or window leaves; ListedBlocks (kListed): those in the lists of a block-sparse mask.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int HeaddimV = Headdim, class Blocks = DenseBlocks,
           class Grid = KeyBlock>
 struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2>;  // two tiles of scores: P^T and dS^T
     static_assert(S::kSharedBytes == SHARED_BYTES && HeaddimV == HEADDIM_V, "the row in src/kernels and the kernel disagree");
-    static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
-    static constexpr bool kStreamK = Grid::kStreamK;
+    static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore, kStreamK = Grid::kStreamK;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     using Queries = QueryRange<S::kRows, S::kStep>;
-    // With lists and dQ, products take half of the code from headdim 128 on, because a step would not fit the instruction cache.
+    // Products take half of the code in kernels whose step would not fit the instruction cache: lists and dQ from headdim 128 on.
     static constexpr bool kCompact = kHasScoreFeatures || (Blocks::kListed && kWithDq && Headdim > 64);
     using Dq = DqProduct<S, kCompact>;
     using Coord = ScoreCoord<KeysLayout>;
@@ -65,27 +64,25 @@ struct BackwardWarpSpecialized {
     static constexpr int kChunksV = HeaddimV / kChunk, kBlocksV = HeaddimV / 32 / kGroupWarps;
     static_assert(HeaddimV <= Headdim && HeaddimV % (32 * kGroupWarps) == 0, "whole blocks of columns");
 
-    // Chunks of headdim in one iteration of the first two products: two where the rest of the loop leaves room in the
-    // instruction cache.
+    // Chunks of headdim in one iteration of the first two products: two where the instruction cache has room.
     static constexpr int kScoreUnroll = kGroupWarps == 2 ? 2 : 1;
 
-    // Named barriers, one set for each 32 keys: P is written (both roles), and the role's own tile is written. The warps that
-    // write P need not wait for those that read it. But bar.arrive gains less than 3% in simulation, and compute-sanitizer's
-    // racecheck does not know it: it would report races after each.
+    // Named barriers, one set for each 32 keys: P is written (both roles), and the role's own tile is written. Writers of P need
+    // not wait for readers, but bar.arrive gains under 3% in simulation, and compute-sanitizer's racecheck does not know it.
     enum Barrier { kProbabilitiesReady = 1, kRoleReady = kProbabilitiesReady + 4 };
 
-    // The first role passes on two tiles: P for its product, and another one where the second role stores dS, a copy of P with
-    // residual signs (backward/residual_signs.cuh).
+    // The first role passes on two tiles: P for its product, and where the second role will store dS, a copy of P whose sign bits
+    // say which way it was rounded (residual_signs.cuh).
     //
-    // Kernels with score features: what the first role makes of S, and the second of dP. With dropout, signs of the second tile
-    // mark dropped probabilities instead. With a score function (never both), it is the function's derivative, at least 0, with P's
-    // signs.
+    // In kernels with score features, generic_probabilities() is the first role's work and generic_score_gradients() the second's.
+    // With dropout, signs of the second tile mark dropped probabilities instead. With a score function (never both), the second
+    // tile is the function's derivative, at least 0, with P's signs.
     using WarpScores = Accumulator[kScoreKeyTiles][kScoreQueryTiles];
     using Bits = typename Blocks::template Bits<KeysLayout, 16 * kScoreKeyTiles>;
     static constexpr int kWarpScoreTiles = kScoreKeyTiles * kScoreQueryTiles;
 
-    // Computes P from S. `key` and `row`: first of the warp. Rows from row_end on see no key. `stats`: the lane's statistics of
-    // this step. `packed`: the lane's address of P.
+    // Computes P from S, and stores both tiles. `key`, `row`: first of the warp. Rows from row_end on see no key. `stats`: the
+    // lane's of this step. `masked`: it needs the mask. `packed`: the lane's shared address of P, from which keys_left keys exist.
     static __device__ __forceinline__ void generic_probabilities(WarpScores& s, const BwdParams& p, int head, int key, int row,
                                                                  int row_end, const float* stats, bool masked, const Bits& bits,
                                                                  u32 packed, int keys_left) {
@@ -122,8 +119,7 @@ struct BackwardWarpSpecialized {
                 const DroppedKeys<KeysLayout> dropped(philox_of(p, head), DropoutRule(options), coord);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    // a set sign bit marks a dropped probability
-                    with_signs.x[i] = probabilities.x[i] | dropped.signs(i);
+                    with_signs.x[i] = probabilities.x[i] | dropped.signs(i);  // a set sign bit marks a dropped probability
                     probabilities.x[i] &= ~sign_masks(dropped.signs(i));
                 }
             }
@@ -134,11 +130,11 @@ struct BackwardWarpSpecialized {
         }
     }
 
-    // Computes dS from dP, with what the first role has stored.
+    // Computes dS from dP - delta, with the two tiles that the first role has stored, and stores it over the second.
     static __device__ __forceinline__ void generic_score_gradients(WarpScores& dp, const BwdParams& p, int head, int key, int row,
                                                                    const float* stats, u32 packed, int keys_left) {
         const ScoreOptions& options = p.score_options;
-        // on tile 0, as above
+        // on tile 0, as in generic_probabilities()
 #pragma unroll 1
         for (int tile = 0; tile < kWarpScoreTiles; tile++) {
             const int m = tile / kScoreQueryTiles, n = tile % kScoreQueryTiles;
@@ -176,7 +172,8 @@ struct BackwardWarpSpecialized {
     }
 
     // Begins a step: the second role's products with -delta, the first's with 0; loads -lse/scale for the first role's exponents.
-    // `stats`: the lane's of the step and role. Generic kernels load -lse/scale tile by tile.
+    // `stats`: the lane's of the step and role. Generic kernels load -lse/scale tile by tile. load_stats<true>: this kernel wrote
+    // the statistics, so no load takes the read-only path.
     static __device__ __forceinline__ void begin(WarpScores& s, ExponentAddends<KeysLayout, kScoreQueryTiles>& addends, int role,
                                                  const float* stats) {
         if (role) {
@@ -187,7 +184,7 @@ struct BackwardWarpSpecialized {
         }
     }
 
-    // Row of a listed step, or, where the step does not exist, one with statistics: ScoreBits hides its scores.
+    // Returns the first row of a listed step. Past the matrix, the last one with statistics: ScoreBits hides its scores.
     static __device__ __forceinline__ int existing_row(const BwdParams& p, int row) {
         return min(row, p.seqlen_q_rounded - S::kStep);
     }
@@ -197,8 +194,10 @@ struct BackwardWarpSpecialized {
         const u32 shared = shared_address(shared_memory);
         const Lane lane;
         const int warp = threadIdx.x / 32, role = warp / 4;
+        // number of the warp's 32 keys in the block, and of the warp among the kGroupWarps of its role that share them
         const int key_group = warp % 4 / kGroupWarps, group_warp = warp % kGroupWarps;
         const int first_key = blocks.template key_block<S::kRows>(p, grid) * S::kRows;
+        // first key of the warp's gradient, and first key and query of its scores, in the block and the step
         const int gradient_key = 32 * key_group;
         const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * group_warp : 0);
         const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * group_warp : 0;
@@ -230,7 +229,7 @@ struct BackwardWarpSpecialized {
         for (int head = grid.head(p) * group; head < (grid.head(p) + 1) * group; head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
             auto queries = blocks.template steps<S::kStep>(p, head, first_key, 0, range.end, p.problem.seqlen_q);
-            int first, end;  // `end`: of a split's rows
+            int first, end;  // `end`: of the queries that this block takes of a stream-K split
             if constexpr (Blocks::kListed) {
                 if (!queries.exists()) continue;
                 first = existing_row(p, queries.first());
@@ -247,11 +246,11 @@ struct BackwardWarpSpecialized {
                 queries.advance(blocks);
                 return existing_row(p, queries.first());
             };
-            // Rows that loads may touch.
+            // Returns the rows of Q and dO that loads may touch.
             const auto rows = [&] { return Blocks::kListed ? p.problem.seqlen_q : range.rows(p); };
             const long long head_row = rounded_row<RowStats>(p, sequence, grid.batch(p), head);
             float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats +
-                                            (role ? RowStats::kDeltaAt : RowStats::kLseAt) + stats_lane);
+                                            (role ? RowStats::kNegDeltaAt : RowStats::kNegLseAt) + stats_lane);
             float* dq = keep_in_register(grid.dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 
             StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + (Blocks::kListed ? queries.first() : first), grid);
@@ -281,7 +280,7 @@ struct BackwardWarpSpecialized {
                     }
                 }
                 const u32 packed = packed_addresses.second();
-                // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
+                // The first role. A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
                 if (__any_sync(~0u, role == 0)) {
                     const bool masked = !range.unmasked.contains(row);
                     Bits bits;
@@ -361,8 +360,8 @@ struct BackwardWarpSpecialized {
         }
 
         if (!grid.template combine_splits<S::kThreads>(gradient)) return;
-        // Keys that no query sees get 0.
-        // P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
+        // Keys that no query sees get 0. Q's signs are as given (load_own flips K's under a negative softmax_scale), so dK's factor
+        // is signed. P^T has the factor kProbabilityUnit, 2^12, with which small P fit fp16.
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         const float factor = role ? p.signed_scale : dv_factor;

@@ -1,12 +1,14 @@
-// Decode layout of the volta family: which lane has which rows, tokens and columns of m8n8k4 products. DecodeMainloop
-// (decode/mainloop.cuh) says what each function is.
+// Decode layout of the volta family: which lane has which (packed query) rows, tokens and columns of m8n8k4 products. A template
+// argument of DecodeMainloop (decode/mainloop.cuh), which computes scores of eight tokens, then adds their values to the output.
 //
-// One m8n8k4 is four independent 8x8x4 products, one per quad-pair (volta/mma.cuh). Scores: each quad-pair multiplies a quarter
-// of the columns (k), for eight rows (m) and eight tokens (n). Shuffles add the four partial sums, and leave each lane two
-// neighboring scores of one row, so that the softmax is computed once. Output: each quad-pair has its own columns of V (n);
-// tokens are k. Each lane fetches by shuffles the packed probabilities of its row.
+// One m8n8k4 is four independent 8x8x4 products, one per quad-pair of a warp (lanes 4q to 4q + 3 and 16 + 4q to 16 + 4q + 3).
+// Scores: each quad-pair multiplies a quarter of the columns (k), for eight rows (m) and eight tokens (n). Shuffles add the four
+// partial sums, and leave each lane two neighboring scores of one row, so that the softmax is computed once. Output: each quad-pair
+// has its own columns of V (n); tokens are k. Each lane fetches by shuffles the packed probabilities of its row.
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half (volta/mma.cuh).
+// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half (Lane, volta/mma.cuh). Element e (0 to 7) of its
+// accumulator is row m = (t & 1) + (e & 2) + 4 * half and column n = (t & 2) + (e & 4) + (e & 1) of the quad-pair's product. mt
+// counts tiles of eight rows, j chunks of eight columns of Q and K or loads of 64 columns of V.
 #pragma once
 
 #include "decode/mainloop.cuh"
@@ -18,17 +20,17 @@ namespace volta {
 template <int RowTiles>
 struct DecodeLayout {
     using Lane = volta::Lane;
-    // A lane's output. Loads: loads of values, of 64 columns each.
-    template <int Loads>
+    template <int Loads>  // of values, 64 columns each
     struct Output {
-        Accumulator tile[RowTiles][Loads][2];
+        Accumulator tile[RowTiles][Loads][2];  // [2]: first and last four of the lane's eight columns of a load
     };
 
     // The lane's quad-pair, 0 to 3.
     __device__ __forceinline__ static int quad_pair(const Lane& l) { return (l.lane >> 2) & 3; }
 
-    // Quad-pairs have rows and tokens in different orders (the XORs), so that the shuffles in scores() add elements of one row and
-    // token.
+    // What a lane loads: eight columns from *_column on, of row query_row of Q, token key_token of K, or tokens value_token and
+    // value_token + kValueTokens of V. The XORs give quad-pairs different orders, so that the four partial sums which the shuffles
+    // of scores() add are of the same row and token.
     __device__ __forceinline__ static int query_row(const Lane& l) { return l.t ^ ((l.lane & 4) >> 1); }
     __device__ __forceinline__ static int key_token(const Lane& l) { return l.t ^ ((l.lane & 8) >> 1); }
     __device__ __forceinline__ static int key_column(const Lane& l) { return 8 * quad_pair(l); }
@@ -36,8 +38,9 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 4;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 16 * quad_pair(l) + 8 * l.half; }
 
-    // Slots of CooperativeLoader. Lane bits are exchanged so that eight lanes never share a bank. That holds for lanes that
-    // store the chunks of one token, and for neighbors that read operands.
+    // Slots (16 bytes of shared memory) of CooperativeLoader, by which four warps share what each loads: where a lane reads its
+    // operand, and where a token's chunk is stored. Higher bits of the lane are XORed into lower ones so that eight lanes never
+    // share a bank: lanes that store the chunks of one token, and neighbors that read operands.
     static constexpr bool kCooperative = true;
     static constexpr int kKeySlots = 32 ^ 2;  // 32: to the second half of a block's slots; 2: to other banks
     __device__ __forceinline__ static int key_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1); }
@@ -50,12 +53,14 @@ struct DecodeLayout {
         return value_slot(Lane((token & 3) + 4 * (chunk >> 1) + 16 * (chunk & 1))) + 32 * (token >> 2);
     }
 
-    // Of the two scores, after the sums.
+    // Row and first token of the two neighboring scores that scores() leaves a lane: m and n, where bits of its number stand for
+    // bits of e (lane & 4 for e & 2, lane & 8 for e & 4).
     __device__ __forceinline__ static int score_row(const Lane& l) { return (l.t & 1) + ((l.lane & 4) >> 1) + 4 * l.half; }
     __device__ __forceinline__ static int score_token(const Lane& l) { return (l.t & 2) + ((l.lane & 8) >> 1); }
     static constexpr int kRowLaneMasks[2] = {2, 8};  // shfl_xor masks that reach the other lanes of a row
 
-    // x = Q K^T. Keys with kTwoScales (int4) have columns 4 to 7 of a chunk scaled by 16: they get accumulators of their own.
+    // Sets x to the lane's two scores of each row tile, Q K^T of eight tokens. Keys with kTwoScales (int4) have slots 4 to 7 of a
+    // chunk times 16, because unpack8 leaves high nibbles in place (quantized.cuh): they get accumulators of their own.
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c[RowTiles], split[RowTiles];
@@ -90,11 +95,13 @@ struct DecodeLayout {
         }
     }
 
+    // Multiplies output rows by `own`, the factors of the lane's score_row in each row tile.
     template <int Loads>
     __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
         each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
     }
-    // Replaces each output x by f(x, `own` of its row, whether x is among the last four of a lane's eight columns).
+    // Replaces each output x by f(x, `own` of its row, whether x is in the last four of a lane's eight columns). A lane has outputs
+    // of two rows: its score_row and that of lane ^ 4. e & 2 tells which.
     template <int Loads, class F>
     __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles], F f) {
 #pragma unroll
@@ -110,6 +117,7 @@ struct DecodeLayout {
         }
     }
 
+    // Adds P V to the output. `packed`: probabilities (fp16 pairs) in the lanes that have the scores.
     template <int Loads, class Values>
     __device__ __forceinline__ static void add_values(const Lane& l, Output<Loads>& o, const u32 (&packed)[RowTiles],
                                                       const Values& values) {
@@ -133,6 +141,7 @@ struct DecodeLayout {
         }
     }
 
+    // Calls f(row, column, x, y) for outputs x and y of two neighboring columns.
     template <int Loads, class F>
     __device__ __forceinline__ static void each_pair(const Lane& l, const Output<Loads>& o, F f) {
 #pragma unroll
@@ -143,7 +152,7 @@ struct DecodeLayout {
                 for (int i = 0; i < 2; i++)
 #pragma unroll
                     for (int e = 0; e < 8; e += 2) {
-                        const int n = (l.t & 2) + (e & 4);  // n of element e: 4 to 7 belong to columns 8 to 15
+                        const int n = (l.t & 2) + (e & 4);  // 4 to 7 belong to columns 8 to 15 of the quad-pair
                         f(8 * mt + (l.t & 1) + (e & 2) + 4 * l.half, 64 * j + 16 * quad_pair(l) + 2 * (n & 4) + 4 * i + (n & 3),
                           o.tile[mt][j][i][e], o.tile[mt][j][i][e + 1]);
                     }

@@ -1,24 +1,27 @@
 // Main loop of MLA decoding (multi-head latent attention): one KV head, all query heads of a sequence are rows. The cache holds
-// latents of HEADDIM columns (576), whose first HEADDIM_V (512) are also the values; the last 64 are the rotary part.
+// latents of HEADDIM columns (576), whose first HEADDIM_V (512) are also the values; the last 64 are the rotary part. (Sparse MLA
+// also has kernels of 512 columns, without a rotary part.) decode::Block (decode/block.cuh) calls run() for each work tile: up to
+// BLOCK_ROWS query rows of a sequence and a range of its tokens. Kernels of volta_fa::fwd_mla and fwd_sparse_mla.
 //
-// A step is 16 tokens, which all warps of the block share. Each thread loads its part of the next step's latents while this
-// step is computed, and stores it to shared memory as fp16, whatever the cache's format. So a latent is read from global memory
-// once.
+// A step is 16 tokens, which all warps of the block share. Each thread loads its part of the next step's latents while this step is
+// computed, and stores it to shared memory as fp16, whatever the format. So a latent is read from global memory once.
 //
 // Four warps split the columns of K and of the output; further warps have other rows. A step has three phases, with barriers:
-//   1. Scores. A warp multiplies its columns. Its quad-pairs (volta/mma.cuh) are 2 row tiles x 2 halves of the columns.
+//   1. Scores. A warp multiplies its columns. Its quad-pairs (volta/mma.cuh) are 2 row tiles of 8 x 2 halves of the columns.
 //      A shuffle adds the halves; shared memory collects the partial sums of the four warps.
-//   2. Softmax. Each thread sums a few scores of one row, applies mask and softmax, and stores probabilities.
+//   2. Softmax. Each thread sums a few scores of one row, applies mask and softmax, and stores probabilities as fp16. The row
+//      maximum is lazy: it moves, and the output is rescaled, only when a score exceeds SoftmaxRow::limit (softmax.cuh).
 //   3. Output. All warps multiply the probabilities by their columns of the values.
 //
 // What the tokens are, and who loads them, is a policy: CacheTokens are those of a sequence's pages or entry. SparseTokens
 // (volta/decode/sparse_mla.cuh) are the ones that a query chose.
 //
-// Names: g is an operand (16 columns of Q and K), i a pair of row tiles, mt a row tile of the output, j 64 columns of values, e a
-// lane's element of an accumulator. A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. (qm, qn) is the
-// quad-pair's place among 2x2.
-//
-// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), THREADS (of a block) and BLOCKS_PER_SM.
+// Names: g is an operand (16 columns of Q and K), i a pair of row tiles, mt a row tile of the output (8 rows), j 64 columns of
+// values, e a lane's element (0 to 7) of an accumulator. A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm
+// and column qn of the warp's 2x2. s is the work tile: `rows` packed rows (row r: query r / nheads, head r % nheads) from `row` on,
+// tokens `first` to end - 1. Staged latents are KeyElement::kScale times the numbers that codes stand for.
+// The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), THREADS (of a block), BLOCKS_PER_SM, and STEP (rows of
+// output that shared memory holds at a time).
 #pragma once
 
 #include "decode/block.cuh"
@@ -29,17 +32,17 @@
 
 namespace volta {
 
-// Tokens of a sequence. A policy has
+// The policy for tokens of a sequence. A policy has
 //
-//   kTokenScales    each token has a scale (scales.cuh)
+//   kTokenScales    each token has a scale, by which its staged latent must be multiplied
 //   kScales         tokens or sequences have one
-//   kNanIsInfinity  as in Element (quantized.cuh)
+//   kNanIsInfinity  a NaN code is staged as infinity: x + 0 * x makes results NaN
 //   kRowScales      scores of a row have a factor, row_scale()
 //   kMaxLogits      the largest score of each row is wanted, by write_max_logit()
 //   Loader          loads steps of tokens and stages them in shared memory, as LatentLoader of MlaMainloop does
 struct CacheTokens {
     static constexpr bool kTokenScales = decode::kTokenScales, kScales = decode::kQuantized,
-                          kNanIsInfinity = decode::CacheElement::kNanIsInfinity, kRowScales = false, kMaxLogits = false;
+                          kNanIsInfinity = decode::KeyElement::kNanIsInfinity, kRowScales = false, kMaxLogits = false;
     template <class Mainloop>
     using Loader = typename Mainloop::LatentLoader;
 };
@@ -48,11 +51,9 @@ struct CacheTokens {
 template <int Warps, class Tokens = CacheTokens>
 class MlaMainloop {
     friend Tokens;
-    static constexpr int kTokens = 16;
-    static constexpr int kColumnWarps = 4, kRowWarps = Warps / kColumnWarps, kWarpRows = BLOCK_ROWS / kRowWarps;
+    static constexpr int kTokens = 16, kColumnWarps = 4, kRowWarps = Warps / kColumnWarps, kWarpRows = BLOCK_ROWS / kRowWarps;
     static constexpr int kWarpColumns = HEADDIM_V / kColumnWarps, kRotary = HEADDIM - HEADDIM_V;
-    // row tiles of a warp: of 16 rows for scores, of 8 for the output
-    static constexpr int kRowPairs = kWarpRows / 16, kTiles = kWarpRows / 8;
+    static constexpr int kRowPairs = kWarpRows / 16, kTiles = kWarpRows / 8;  // of a warp: 16 rows for scores, 8 for output
     static constexpr int kLoads = kWarpColumns / 64;  // of values: 64 columns of four tokens
     static_assert(Warps * 32 == THREADS && kRowPairs * 16 * kRowWarps == BLOCK_ROWS, "the warps cover BLOCK_ROWS rows");
     static_assert(kWarpColumns % 64 == 0 && kRotary % (16 * kColumnWarps) == 0 && kRotary <= 16 * kColumnWarps,
@@ -71,12 +72,11 @@ class MlaMainloop {
     // Threads that load one token, 16 bytes at a time; the rotary part takes one load of all of them.
     static constexpr int kTokenThreads = THREADS / kTokens, kChunk = 16 / sizeof(decode::CacheUnit);
     static constexpr int kTileLoads = HEADDIM_V / kChunk / kTokenThreads, kLastColumns = kRotary / kTokenThreads;
-    static constexpr int kLastWords = kLastColumns * sizeof(decode::CacheUnit) / 4;
-    static constexpr int kWords = 4 * kTileLoads + kLastWords;
+    static constexpr int kLastWords = kLastColumns * sizeof(decode::CacheUnit) / 4, kWords = 4 * kTileLoads + kLastWords;
     // Whether to prefetch the step after the next into L2: where the steps of all blocks are too few bytes for the memory
     // latency. Not where the conversion of codes leaves no room for it in the instruction cache.
     static constexpr bool kPrefetches = decode::kQuantized ? kRowPairs == 1 : Warps > kColumnWarps;
-    // Scores of a step that a thread has in the softmax, and threads that share a row.
+    // Scores of a step that a thread has in the softmax, and threads (neighboring lanes) that share a row.
     static constexpr int kThreadScores = BLOCK_ROWS * kTokens / THREADS, kRowThreads = kTokens / kThreadScores;
     static_assert(kThreadScores == 2 || kThreadScores == 4, "a thread's loads of scores");
     // A thread's scores, and its packed probabilities.
@@ -90,22 +90,23 @@ class MlaMainloop {
     // Shared memory during the loop.
     struct Shared {
         uint4 latents[kTokens * kPitch / sizeof(uint4)];
-        float scores[kColumnWarps][BLOCK_ROWS][kTokens];
+        float scores[kColumnWarps][BLOCK_ROWS][kTokens];  // partial sums, one for each of the four warps
         unsigned short probabilities[BLOCK_ROWS][kTokens];
-        float factors[BLOCK_ROWS];
-        float scales[kTokens];  // of the tokens (int8)
+        float factors[BLOCK_ROWS];  // by which the step rescales output rows
+        float scales[kTokens];  // kTokenScales
         uint4 queries[kSharedOperands > 0 ? Warps * kSharedOperands * kRowPairs : 1][32];  // of each warp its own
     };
 
-    // A warp's output: row tiles of 8, by 64 columns, by two halves of the chunks.
+    // A warp's output: row tiles of 8, by 64 columns, by halves (four columns) of a lane's chunk of values.
     using Output = Accumulator[kTiles][kLoads][2];
 
+    // Returns threadIdx.x, hidden from the compiler, which would otherwise recompute what follows from it in the loop.
     __device__ __forceinline__ static int kept_thread() {
         int thread = threadIdx.x;
         make_opaque(thread);
         return thread;
     }
-    // The lane's and warp's coordinates. Recomputed for each work tile: values derived from it would hold registers everywhere.
+    // The lane's and warp's coordinates. Recomputed for each work tile, because they would hold registers everywhere.
     struct WarpCoord : Lane {
         int warp, first_row, column_warp;
 
@@ -116,12 +117,13 @@ class MlaMainloop {
         // First column of the lane's operands. Quad-pairs of the other half have columns 32 further.
         __device__ __forceinline__ int first_column() const { return kWarpColumns * column_warp + 32 * qm; }
         __device__ __forceinline__ int rotary_column() const { return HEADDIM_V + 8 * column_warp + 32 * qm; }
-        // The lane's chunk of 64 columns of values.
+        // The lane's chunk (of eight) in 64 columns of values.
         __device__ __forceinline__ int value_chunk(int half) const { return 4 * qm + 2 * half + qn; }
     };
+    // Column of the lane's chunk of operand g, from first_column().
     __device__ __forceinline__ static constexpr int operand_column(int g) { return 64 * (g / 4) + 8 * (g % 4); }
 
-    // Loads Q; zeros for rows that do not exist.
+    // Loads Q, the first operands to shared memory, the others to registers; zeros for rows that do not exist.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const decode::WorkTile& s, const WarpCoord& lane,
                                                         Shared& shared, uint4 (&in_registers)[kRegisterOperands][kRowPairs]) {
         const int group = p.problem.nheads;
@@ -141,8 +143,7 @@ class MlaMainloop {
             }
 #pragma unroll
             for (int g = 0; g < kOperands; g++) {
-                // A negative softmax_scale flips the signs of Q.
-                x[g] = flipped(x[g], p.problem.sign_flip);
+                x[g] = flipped(x[g], p.problem.sign_flip);  // a negative softmax_scale flips the signs of Q
                 if (g < kSharedOperands)
                     shared.queries[(lane.warp * kSharedOperands + g) * kRowPairs + i][lane.lane] = x[g];
                 else
@@ -175,7 +176,8 @@ class MlaMainloop {
             from_ += pages_.row * p.cache.k.row_stride;
         }
         __device__ __forceinline__ bool page_valid() const { return page_valid_ != 0; }
-        // Loads the step that begins at token `first`; zeros for tokens that do not exist.
+        // Loads the step that begins at token `first`; zeros for tokens that do not exist. load_columns<0, n>(1, ...) loads n
+        // words, if 1 > 0: always.
         __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
             int exists = page_valid_;
             if (first + kTokens > end) {
@@ -186,6 +188,7 @@ class MlaMainloop {
             if (exists) {
 #pragma unroll
                 for (int i = 0; i < kTileLoads; i++) load_columns<0, 4>(1, words_ + 4 * i, from_ + i * kTokenThreads * kChunk);
+                // rotary part; from_ includes chunk() * kChunk columns
                 load_columns<0, kLastWords>(1, words_ + 4 * kTileLoads, from_ + HEADDIM_V + chunk() * (kLastColumns - kChunk));
             }
             if constexpr (decode::kTokenScales) {
@@ -221,16 +224,16 @@ class MlaMainloop {
 #pragma unroll
             for (int i = 0; i < kTileLoads; i++) {
                 uint4* at = reinterpret_cast<uint4*>(to + 2 * (chunk() + i * kTokenThreads) * kChunk);
-                at[0] = decode::CacheElement::unpack8(words_ + 4 * i);
-                if constexpr (decode::kQuantized) at[1] = decode::CacheElement::unpack8(words_ + 4 * i + 2);
+                at[0] = decode::KeyElement::unpack8(words_ + 4 * i);
+                if constexpr (decode::kQuantized) at[1] = decode::KeyElement::unpack8(words_ + 4 * i + 2);
             }
             const unsigned* last = words_ + 4 * kTileLoads;
             void* at = to + 2 * (HEADDIM_V + chunk() * kLastColumns);
             if constexpr (kLastColumns == 8) {
-                *static_cast<uint4*>(at) = decode::CacheElement::unpack8(last);
+                *static_cast<uint4*>(at) = decode::KeyElement::unpack8(last);
             } else {
                 const unsigned words[4] = {last[0], kLastWords > 1 ? last[kLastWords - 1] : 0};
-                const uint4 x = decode::CacheElement::unpack8(words);
+                const uint4 x = decode::KeyElement::unpack8(words);
                 *static_cast<uint2*>(at) = make_uint2(x.x, x.y);
             }
             if (decode::kTokenScales && chunk() == 0) shared.scales[token()] = token_scale_;
@@ -240,12 +243,12 @@ class MlaMainloop {
     using Loader = typename Tokens::template Loader<MlaMainloop>;
     friend Loader;
 
-    // Multiplies output rows by their factors.
+    // Multiplies output rows by their factors. `factors` has one for each of BLOCK_ROWS rows.
     __device__ __forceinline__ static void rescale(const WarpCoord& lane, const float* factors, Output& o) {
-        const float* of = factors + lane.first_row + (lane.t & 1) + 4 * lane.half;
+        const float* row_factors = factors + lane.first_row + (lane.t & 1) + 4 * lane.half;
 #pragma unroll
         for (int mt = 0; mt < kTiles; mt++) {
-            const float factor[2] = {of[8 * mt], of[8 * mt + 2]};
+            const float factor[2] = {row_factors[8 * mt], row_factors[8 * mt + 2]};
 #pragma unroll
             for (int j = 0; j < kLoads; j++)
 #pragma unroll
@@ -257,25 +260,24 @@ class MlaMainloop {
 
 public:
     static constexpr int kTokenGroups = 1;
-    // Rows of output that fit shared memory at a time. The kernel's row in src/kernels gives this number as STEP; a step of tokens
-    // is kTokens.
+    // Rows of output that shared memory holds at a time: STEP of the kernel's row (not tokens of a step, which are kTokens).
     static constexpr int kRowsAtOnce = STEP;
     static constexpr int kWorkBytes = sizeof(Shared) - (kSharedOperands > 0 ? 0 : sizeof(Shared::queries));
 
+    // Computes work tile s. row_info: position of each row's query among the keys. Leaves each row's softmax state and, kRowsAtOnce
+    // rows at a time, the outputs in `partials`; calls finish(first row) after each part.
     template <class Finish>
     __device__ __forceinline__ static void run(const DecodeParams& p, const decode::WorkTile& s, const decode::RowInfo* row_info,
                                                const decode::SharedPartials<kTokenGroups, kRowsAtOnce>& partials, Finish finish) {
         const WarpCoord lane;
         Shared& shared = *reinterpret_cast<Shared*>(partials.output);
         const float scale_log2 = p.problem.scale_log2;
-        const float key_scale = Tokens::kScales && !Tokens::kTokenScales
-                                    ? scale_of_sequence(p.scales.k, s.batch, 0) / decode::CacheElement::kScale
-                                    : 1.f;
+        const float key_scale =
+            Tokens::kScales && !Tokens::kTokenScales ? scale_of_sequence(p.scales.k, s.batch, 0) / decode::KeyElement::kScale : 1.f;
 
-        // The thread's scores: neighbors in one row. In rows 8 to 15 of every 16, groups of four tokens trade places, so that a
-        // warp's stores lie in different banks.
+        // The thread's scores in the softmax: neighboring tokens, from own_token on, of own_row. In rows 8 to 15 of every 16,
+        // groups of four tokens trade places, so that a warp's stores lie in different banks.
         const int thread = kept_thread();
-
         const int own_row = thread / kRowThreads, own_token = thread % kRowThreads * kThreadScores ^ ((own_row >> 3 & 1) * 4);
 
         Output o = {};
@@ -287,7 +289,7 @@ public:
 
         const int begin = s.first, end = s.end;
         if (begin < end) {
-            // Tokens that the row sees, relative to own_token.
+            // The row sees tokens [visible, visible + count), counted from own_token.
             const int position = row_info[own_row].position;
             const int visible = max(position - p.problem.window_left, begin) - own_token;
             const int count = max(min(position + p.problem.window_right + 1, end) - own_token - visible, 0);
@@ -298,16 +300,17 @@ public:
             // After the latents: their loads had to wait for the block table.
             uint4 q[kRegisterOperands][kRowPairs];
             load_queries(p, s, lane, shared, q);
-            // The lane's offsets in shared memory.
+            // The lane's offsets in shared memory: bytes in latents (keys, values), floats in scores (score_at).
             const int key_at = lane.t * kPitch + 2 * lane.first_column();
+            // keys[0]: the eight tokens whose sums the lane keeps; keys[1]: the others, whose sums go to lane ^ 4, of the other qm
             int keys[2] = {key_at + 8 * kPitch * lane.qm, key_at + 8 * kPitch * (lane.qm ^ 1)};
             const int to_rotary = 2 * (lane.rotary_column() - lane.first_column());
             int values = lane.quad * kPitch + 2 * (kWarpColumns * lane.column_warp + 8 * lane.value_chunk(lane.half));
             const int score_row = lane.first_row + 8 * lane.qn + (lane.t & 1) + 4 * lane.half;
             int score_at = (lane.column_warp * BLOCK_ROWS + score_row) * kTokens + ((8 * lane.qm + (lane.t & 2)) ^ (4 * lane.qn));
             make_opaque(keys[0]), make_opaque(keys[1]), make_opaque(values);
-            const auto latents = [&](int at) {
-                return *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(shared.latents) + at);
+            const auto latents = [&](int offset) {
+                return *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(shared.latents) + offset);
             };
 
 #pragma unroll 1
@@ -319,7 +322,7 @@ public:
                     loader.load(p, token + kTokens, end);
                 }
                 __syncthreads();
-                {
+                {  // phase 1: scores
                     Accumulator c[kRowPairs][2];
 #pragma unroll
                     for (auto& x : c) clear(x[0]), clear(x[1]);
@@ -352,6 +355,7 @@ public:
                 }
                 __syncthreads();
 
+                // phase 2: softmax. x: the thread's scores, then probabilities, then these in the row's unit
                 float x[kThreadScores] = {}, scale[kThreadScores];
 #pragma unroll
                 for (int i = 0; i < kThreadScores; i++) scale[i] = Tokens::kTokenScales ? shared.scales[own_token + i] : key_scale;
@@ -373,10 +377,9 @@ public:
 #pragma unroll
                 for (int i = 1; i < kThreadScores; i++) largest = fmaxf(largest, x[i]);
                 if constexpr (Tokens::kMaxLogits) max_score = fmaxf(max_score, largest);
-                // A score above `limit` moves the lazy row maximum.
-                bool moved = __any_sync(~0u, largest > softmax.limit);
+                bool moved = __any_sync(~0u, largest > softmax.limit);  // a score above `limit` moves the lazy row maximum
                 float factor = 1.f;
-                [[maybe_unused]] bool own_moved = false;  // whether this row's unit (ProbabilityScale) may move, if batch-invariant
+                [[maybe_unused]] bool own_moved = false;  // batch-invariant: whether this row's own scores move its maximum or unit
                 if (moved) {
 #pragma unroll
                     for (int n = 1; n < kRowThreads; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
@@ -387,8 +390,9 @@ public:
 #pragma unroll
                 for (int i = 0; i < kThreadScores; i++) x[i] = softmax.probability(x[i], scale_log2);
                 if constexpr (Tokens::kTokenScales) {
-                    // A row's packed products of probability and scale count in a unit (ProbabilityScale), which grows where one
-                    // does not fit.
+                    // Token scales multiply probabilities, because P V mixes tokens. The products are packed in a unit of the row,
+                    // a power of two (ProbabilityScale), which moves where a product does not fit fp16. A probability of 1 counts
+                    // as kPackedOne, 2^8.
                     float2 product[kThreadScores / 2];
                     bool exceeds = moved;
 #pragma unroll
@@ -429,6 +433,7 @@ public:
                 shared.factors[own_row] = factor;  // other warps need the factors of these rows if any has moved
                 if (__syncthreads_or(moved)) rescale(lane, shared.factors, o);
 
+                // phase 3: output
 #pragma unroll 1
                 for (int k = 0; k < kTokens; k += 4) {
                     uint2 a[kTiles];
@@ -479,6 +484,7 @@ public:
     }
 
 private:
+    // Ends the output's scales: a NaN code's infinity becomes NaN, and factors undo the row's unit or apply the sequence's scale.
     __device__ __forceinline__ static void finish_values(const WarpCoord& lane, const float* factors, Output& o) {
         if constexpr (Tokens::kNanIsInfinity) {
 #pragma unroll

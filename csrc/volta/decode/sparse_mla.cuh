@@ -1,13 +1,14 @@
-// Sparse MLA: each query attends to tokens that it chose, of one cache of latents or of two (DeepSeek V3.2 and V4). The main loop
-// is that of volta/decode/mla.cuh. A query is a sequence of its own, whose tokens are the entries of its list
-// (shared/select/select.cuh). src/ops/sparse.rs launches it.
+// Sparse MLA (volta_fa::fwd_sparse_mla): each query attends to tokens that the caller chose for it, of its own cache of latents and
+// of an optional extra one (DeepSeek V3.2 and V4). The main loop is MlaMainloop (volta/decode/mla.cuh); this file loads its tokens.
+// A query is a sequence of its own, whose tokens are the entries of its list, made by shared/select/select.cuh: token n of the own
+// cache is n, of the extra cache ~n. src/ops/sparse.rs launches it.
 //
-// A row of a cache becomes fp16 in shared memory, as a number of at most 2^16 times a scale of the token, a power of two. So
-// any magnitude fits. Formats, by CACHE_FORMAT and HEADDIM:
+// A token's row (its latent) becomes fp16 in shared memory, with a factor of the token, a power of two, in fp32. So any magnitude
+// fits. Formats, by KEY_FORMAT and HEADDIM:
 //
-//   E4m3, 576         512 e4m3 codes, four fp32 scales of 128 codes each, 64 numbers of 16 bits
-//   E4m3, 512         448 e4m3 codes and 64 numbers of 16 bits; after all rows of the page, eight bytes for each: the exponents
-//                     (E8M0) of seven scales of 64 codes, and a byte of padding
+//   E4m3, 576         512 e4m3 codes, four fp32 scales of 128 codes each, 64 numbers of 16 bits (the tail)
+//   E4m3, 512         448 e4m3 codes and a tail of 64 numbers of 16 bits; after all rows of the page, eight bytes for each: the
+//                     exponents (E8M0) of seven scales of 64 codes, and a byte of padding
 //   Unquantized       HEADDIM numbers of the type of the queries
 #pragma once
 
@@ -25,7 +26,7 @@ __device__ __forceinline__ unsigned half2_fma(unsigned a, unsigned b, unsigned c
     return r;
 }
 
-// A factor of fp16 pairs, as the sum of two fp16 numbers: products are rounded once.
+// A factor for fp16 pairs, held as the sum of two fp16 numbers (low is what rounding took from high): products are rounded once.
 struct HalfFactor {
     unsigned high, low;
 
@@ -37,40 +38,40 @@ struct HalfFactor {
     }
 };
 
-// The biased exponent of a magnitude: |x| < 2^(biased - 126).
+// Returns the biased exponent of x: |x| < 2^(biased - 126).
 __device__ __forceinline__ int biased_exponent(float x) { return static_cast<int>(__float_as_uint(x) >> 23 & 0xff); }
-// The power of two with this biased exponent, 1 to 254.
+// Returns the power of two with this biased exponent (1 to 254): 2^(biased - 127).
 __device__ __forceinline__ float power(int biased) { return __uint_as_float(static_cast<unsigned>(biased) << 23); }
 
-// Loads steps of 16 chosen tokens. Each token has neighboring threads of a warp.
+// Loads steps of 16 chosen tokens into registers, and stages them in shared memory a step later. kThreads neighboring threads of a
+// warp share a token. The interface is that of MlaMainloop::LatentLoader. In names, tile is the columns of one fp8 scale.
 template <class Mainloop>
 class SparseLoader {
     using M = Mainloop;
-    static constexpr bool kFp8 = decode::kFormat == CacheFormat::E4m3, kPageScales = kFp8 && HEADDIM == HEADDIM_V;
-    static_assert(kFp8 || decode::kFormat == CacheFormat::Unquantized, "the formats of sparse MLA");
+    static constexpr bool kFp8 = decode::kKeyFormat == CacheFormat::E4m3, kPageScales = kFp8 && HEADDIM == HEADDIM_V;
+    static_assert(kFp8 || decode::kKeyFormat == CacheFormat::Unquantized, "the formats of sparse MLA");
     static constexpr int kThreads = M::kTokenThreads, kTokens = M::kTokens;
-    // Columns before the last 64, which are 16-bit numbers in every format, and a chunk of 16 bytes of them.
+    // The tail is the last 64 columns, 16-bit numbers in every format. The kColumns before it come in chunks of 16 bytes.
     static constexpr int kTail = 64, kColumns = HEADDIM - kTail, kChunkColumns = kFp8 ? 16 : 8;
     static constexpr int kChunks = kColumns / kChunkColumns, kLoads = (kChunks + kThreads - 1) / kThreads;
     static constexpr int kTailWords = kTail / 2 / kThreads;
-    // fp8: codes of a scale, and the words of a row's scales.
+    // fp8: columns of a scale, chunks of it, scales of a row, and their 32-bit words.
     static constexpr int kTileColumns = kPageScales ? 64 : 128, kTileChunks = kTileColumns / 16, kTiles = kColumns / kTileColumns,
                          kScaleWords = kPageScales ? 2 : 4;
 
 public:
-    // Unquantized fp16 needs no scale.
-    static constexpr bool kTokenScales = kFp8 || decode::kBf16;
+    static constexpr bool kTokenScales = kFp8 || decode::kBf16;  // unquantized fp16 needs no scale
 
 private:
     int tail_is_bf16_;  // fp8: type of the tail, else it is fp16
-    const int* list_;  // of this query, from the first token of the step after the next on
-    int chosen_;  // of the token of the step that is loaded next
+    const int* list_;  // the thread's entry in this query's list, of the step that is loaded next
+    int chosen_;  // that entry
     unsigned words_[kLoads][4], tail_[kTailWords], scales_[kFp8 ? kScaleWords : 1];
 
     __device__ __forceinline__ static int token() { return threadIdx.x / kThreads; }
     __device__ __forceinline__ static int chunk() { return threadIdx.x % kThreads; }
 
-    // Address of a chosen token's row, and of its scales.
+    // Addresses of a chosen token's row and of its scales. `chosen`: an entry of the list.
     struct Row {
         const unsigned char *data, *scales;
 
@@ -92,9 +93,11 @@ public:
           tail_is_bf16_(sparse_params(p).tail_is_bf16) {
         load_int_if(first + token() < s.seqlen_k, chosen_, list_);
     }
+    // The list has only tokens that exist.
     __device__ __forceinline__ bool page_valid() const { return true; }
     __device__ __forceinline__ void advance(const DecodeParams&, const decode::WorkTile&) { list_ += kTokens; }
     // Loads the step that begins at token `first`, and the entries of the step after it; zeros for tokens that do not exist.
+    // load_columns<0, n>(condition, x, from) loads n words into x if the condition is 1 (above 0).
     __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
         const int exists = first + token() < end;
         if (first + kTokens > end) {
@@ -108,10 +111,11 @@ public:
         const Row row(sparse_params(p), chosen_);
 #pragma unroll
         for (int i = 0; i < kLoads; i++) {
-            const int at = chunk() + i * kThreads;
-            load_columns<0, 4>(exists && ((i + 1) * kThreads <= kChunks || at < kChunks), words_[i], row.data + 16 * at);
+            const int chunk_index = chunk() + i * kThreads;
+            load_columns<0, 4>(exists && ((i + 1) * kThreads <= kChunks || chunk_index < kChunks), words_[i],
+                               row.data + 16 * chunk_index);
         }
-        // between codes and tail: the scales, unless the page has them at its end
+        // byte offset of the tail; 16 bytes of scales are between codes and tail, unless the page has them at its end
         constexpr int kTailAt = kColumns * (kFp8 ? 1 : 2) + (kFp8 && !kPageScales ? 16 : 0);
         load_columns<0, kTailWords>(exists, tail_, row.data + kTailAt + 4 * kTailWords * chunk());
         if constexpr (kFp8) load_columns<0, kScaleWords>(exists, scales_, row.scales);
@@ -140,26 +144,27 @@ public:
 private:
     template <class Word>
     __device__ __forceinline__ static void store_tail(char* to, Word word) {
-        char* at = to + 2 * kColumns + 4 * kTailWords * chunk();
+        char* tail = to + 2 * kColumns + 4 * kTailWords * chunk();
         if constexpr (kTailWords == 4)
-            *reinterpret_cast<uint4*>(at) = make_uint4(word(0), word(1), word(2), word(3));
+            *reinterpret_cast<uint4*>(tail) = make_uint4(word(0), word(1), word(2), word(3));
         else
-            *reinterpret_cast<uint2*>(at) = make_uint2(word(0), word(1));
+            *reinterpret_cast<uint2*>(tail) = make_uint2(word(0), word(1));
     }
-    // The largest over the threads of a token.
+    // Returns the largest x over the threads of a token.
     __device__ __forceinline__ static int largest_of_token(int x) {
 #pragma unroll
         for (int n = 1; n < kThreads; n *= 2) x = max(x, __shfl_xor_sync(~0u, x, n));
         return x;
     }
-    // The largest biased exponent of the tail.
+    // Returns the largest biased exponent of the token's tail.
     __device__ __forceinline__ static int tail_exponent(const float2 (&tail)[kTailWords]) {
         int largest = 0;
 #pragma unroll
         for (const float2& x : tail) largest = max(largest, max(biased_exponent(x.x), biased_exponent(x.y)));
         return largest_of_token(largest);
     }
-    // Scale t of the row, seven of one byte or four of four.
+    // code_scale() returns a scale in fp32 from its bits. scale_bits() returns those of the row's scale number `tile`, an E8M0 byte
+    // or an fp32 word.
     __device__ __forceinline__ float code_scale(unsigned byte_or_word) const {
         if constexpr (!kPageScales) return __uint_as_float(byte_or_word);
         // E8M0: 255 is NaN, and 0 is 2^-127, which is no normal number
@@ -169,7 +174,8 @@ private:
         if constexpr (!kPageScales) return tile < 2 ? (tile == 0 ? scales_[0] : scales_[1]) : tile == 2 ? scales_[2] : scales_[3];
         return (tile < 4 ? scales_[0] : scales_[1]) >> 8 * (tile & 3) & 0xff;
     }
-    // Stores codes times their scales over a unit of the row, which no scale exceeds. Returns the factor of what is stored.
+    // Stores the token's row in fp16, divided by a unit and times kScale = 144 (as codes are unpacked). The unit is a power of two
+    // that no scale exceeds; `unit` is its biased exponent. Returns what the stored numbers must be multiplied by.
     __device__ __forceinline__ float stage_codes(char* to) const {
         float2 tail[kTailWords];
 #pragma unroll
@@ -177,24 +183,23 @@ private:
         int unit = 0;
 #pragma unroll
         for (int t = 0; t < kTiles; t++) unit = max(unit, biased_exponent(code_scale(scale_bits(t))) + 1);
-        // The tail has room up to 2^8 units: 144 times that is below fp16's largest. The bounds keep the unit's power and its
-        // inverse normal.
+        // The tail has room up to 2^8 units: 144 times that is below fp16's 65504. The bounds keep the unit and its inverse normal.
         unit = min(max(max(unit, tail_exponent(tail) - 7), 16), 252);
         const float inverse = power(254 - unit);
 #pragma unroll
         for (int i = 0; i < kLoads; i++) {
-            const int at = chunk() + i * kThreads;
-            if ((i + 1) * kThreads > kChunks && at >= kChunks) continue;
-            const HalfFactor factor(code_scale(scale_bits(at / kTileChunks)) * inverse);
-            uint4* chunks = reinterpret_cast<uint4*>(to) + 2 * at;
-            chunks[0] = factor.times(decode::CacheElement::unpack8(words_[i]));
-            chunks[1] = factor.times(decode::CacheElement::unpack8(words_[i] + 2));
+            const int chunk_index = chunk() + i * kThreads;
+            if ((i + 1) * kThreads > kChunks && chunk_index >= kChunks) continue;
+            const HalfFactor factor(code_scale(scale_bits(chunk_index / kTileChunks)) * inverse);
+            uint4* chunks = reinterpret_cast<uint4*>(to) + 2 * chunk_index;
+            chunks[0] = factor.times(decode::KeyElement::unpack8(words_[i]));
+            chunks[1] = factor.times(decode::KeyElement::unpack8(words_[i] + 2));
         }
-        const float scale = decode::CacheElement::kScale * inverse;
+        const float scale = decode::KeyElement::kScale * inverse;
         store_tail(to, [&](int i) { return to_half2(tail[i].x * scale, tail[i].y * scale); });
-        return power(unit) * (1.f / decode::CacheElement::kScale);
+        return power(unit) * (1.f / decode::KeyElement::kScale);
     }
-    // Stores bf16 numbers, the largest below 2^15. Returns the factor of what is stored.
+    // Stores the token's bf16 numbers as fp16, scaled to below 2^15. Returns what the stored ones must be multiplied by.
     __device__ __forceinline__ float stage_bf16(char* to) const {
         unsigned largest = 0;
         const auto add = [&](unsigned pair) { largest = max(largest, max(pair & 0x7f800000u, pair << 16 & 0x7f800000u)); };
@@ -203,7 +208,7 @@ private:
 #pragma unroll
         for (unsigned x : tail_) add(x);
         const int exponent = max(largest_of_token(static_cast<int>(largest >> 23)), 16);
-        const float inverse = power(268 - exponent);  // 2^(141 - exponent), as in select.cuh
+        const float inverse = power(268 - exponent);  // 2^(141 - exponent), for numbers below 2^(exponent - 126)
         const auto scaled = [&](unsigned pair) {
             const float2 x = bf16x2_to_float2(pair);
             return to_half2(x.x * inverse, x.y * inverse);
@@ -220,20 +225,22 @@ private:
     }
 };
 
-// The chosen tokens of a query, as a policy of the main loop.
+// The chosen tokens of a query: the Tokens policy of MlaMainloop. kTokenScales, kScales: staged tokens have factors.
+// kNanIsInfinity: NaN codes are staged as infinity. kRowScales: rows of q have factors. kMaxLogits: rows' largest scores are
+// written.
 struct SparseTokens {
-    static constexpr bool kFp8 = decode::kFormat == CacheFormat::E4m3, kTokenScales = kFp8 || decode::kBf16, kScales = kTokenScales,
-                          kNanIsInfinity = kFp8, kRowScales = decode::kBf16, kMaxLogits = true;
+    static constexpr bool kFp8 = decode::kKeyFormat == CacheFormat::E4m3, kTokenScales = kFp8 || decode::kBf16,
+                          kScales = kTokenScales, kNanIsInfinity = kFp8, kRowScales = decode::kBf16, kMaxLogits = true;
     template <class Mainloop>
     using Loader = SparseLoader<Mainloop>;
 
-    // Factor of a row of queries as it was given over the fp16 row.
+    // Returns what scores of a query row must be multiplied by: bf16 queries were scaled to fp16 (select.cuh).
     __device__ __forceinline__ static float row_scale(const DecodeParams& p, const decode::WorkTile& s, int row) {
         const long long first = static_cast<long long>(s.batch) * p.problem.nheads + s.row;
         return load_float_or_0(row < s.rows, sparse_params(p).row_scales + first + row);
     }
-    // Raises the row's largest score to `score`, which is before the softmax's scale. Other blocks may have tokens of the row. Bits
-    // of fp32 are in the order of their numbers, those of negative ones in the opposite order.
+    // Raises the row's max_logits to `score` times softmax_scale, by an atomic, because other blocks may have tokens of the row.
+    // Bits of fp32 compare as integers like their numbers, of negative ones in the opposite order. Adding 0 turns -0 into 0.
     __device__ __forceinline__ static void write_max_logit(const DecodeParams& p, const decode::WorkTile& s, int row, float score) {
         if (row >= s.rows) return;
         float* to = sparse_params(p).max_logits + static_cast<long long>(s.batch) * p.problem.nheads + s.row + row;

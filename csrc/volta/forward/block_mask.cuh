@@ -1,5 +1,6 @@
-// Grid of the volta forward kernels under a block-sparse mask (forward/block_mask.cuh). A grid tells a kernel's block its rows, its
-// steps of keys and how it loads them. A list names the blocks of 64 keys that 128 query rows see (block_lists.cuh).
+// Grid policy of the volta forward kernels (register_q.cuh, shared_q.cuh: their template argument Grid) under a block-sparse mask.
+// A grid policy tells a block its rows, its steps of keys and how it loads them. A list (block_lists.cuh) names the blocks of 64
+// keys that 128 query rows of a head see, in part (a bit for each score: MaskBits, forward/block_mask.cuh) or in full.
 #pragma once
 
 #include "forward/block_mask.cuh"
@@ -8,12 +9,12 @@
 
 namespace volta {
 
-// One block for each list: its rows, head and batch entry, the longest list of a head first.
+// One thread block for each list: its 128 rows, head and batch entry. Lists say in which order blocks take them: longest first.
 class BlockMaskGrid : public DataParallelGrid {
     const FwdBlockParams& params_;
 
 public:
-    // With 16 keys a step, Q in registers, loads run three steps ahead.
+    // The second argument is how many steps loads run ahead: three in register_q.cuh (16 keys a step), else one.
     template <int Step>
     using Steps = ListedSteps<Step, Step == 16 ? 3 : 1>;
     template <int Rows, int Step>

@@ -1,22 +1,19 @@
-// Forward kernel of the volta family for headdims whose output does not fit one warp's registers: 512.
+// Forward kernel of the volta family for headdims whose output does not fit one warp's registers: 512. csrc/entry.cu calls run().
 //
 // The eight warps of a block are two groups of four, or one group. A group has 32 rows, and its warps divide the columns: of Q and
-// K in the first product, of V and the output in the second. A step is 16 keys. K, V and partial scores have buffers of their own,
-// so that a group has two barriers a step:
+// K in the first product, of V and the output in the second. A step is 16 keys. K, V and partial scores (sums over one warp's
+// columns) have buffers of their own, so that a group has two barriers a step:
 //
 //   S = Q K^T, store partial S  |  sum, mask, softmax, store P  |  O += P V
 //
 // Two groups are a product apart: while one has its softmax, the tensor cores compute products of the other. Block barriers would
-// keep them together. So warps 0 to 3 load V and warps 4 to 7 K. Of four barriers each group waits at two, where the other only
-// arrives, and arrives at the other two: V or K is complete, and it has been read. The second group begins its first product after
-// the first group's: together, both wait for shared memory, and then for K and V from L2.
+// keep them together. So warps 0 to 3, the first group, load V, and warps 4 to 7 K. Four barriers say that V or K is complete, or
+// has been read. Each group waits at two of them, and only arrives at the other two. The second group begins its first product
+// after the first group's: together, both would wait for shared memory, and then for K and V from L2.
 //
-// For the sums, the mask and the softmax each warp has eight of the group's rows with all keys (ColumnGroupsLayout), so that a
-// row's state is one warp's.
+// For sums, mask and softmax each warp has a part: eight of the group's rows with all 16 keys. So a row's state is one warp's.
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The four quad-pairs of a warp form a 2x2 over a tile
-// of 16 by 16. The lane's quad-pair is in row qm and column qn of it (volta/mma.cuh).
-//
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
 // The kernel's row in src/kernels gives STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
@@ -27,8 +24,8 @@
 
 namespace volta {
 
-// Layout of the summed scores (score_layout.cuh): of a 16x16 tile of ForwardLayout the lane's first row, with its four keys in
-// their order. These are eight rows; the warp's first row selects them.
+// Layout of the summed scores, as score_layout.cuh describes it: of a 16x16 tile of ForwardLayout the lane's first row, with its
+// four keys in their order. A warp's lanes so have eight rows; the warp's first row selects which.
 struct ColumnGroupsLayout {
     using Lane = volta::Lane;
     using Tile = float[4];
@@ -42,10 +39,10 @@ struct ColumnGroupsLayout {
     static constexpr int kRows = 1, kKeys = 4;
     __device__ __forceinline__ static constexpr int row_of(int) { return 0; }
     __device__ __forceinline__ static constexpr int row_slot(int) { return 0; }
-    static constexpr int kRowLaneMasks[2] = {2, 8};
+    static constexpr int kRowLaneMasks[2] = {2, 8};  // shfl_xor masks that reach the other lanes of a row
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return ForwardLayout::leads_row(l); }
 };
-static_assert(has_rows<ColumnGroupsLayout>(), "score_layout.cuh");
+static_assert(has_rows<ColumnGroupsLayout>(), "rows and elements agree");
 
 template <int Passes, int ChunksPerRow>
 __device__ __forceinline__ void clear(uint4 (&staging)[Passes][ChunksPerRow]) {
@@ -55,7 +52,8 @@ __device__ __forceinline__ void clear(uint4 (&staging)[Passes][ChunksPerRow]) {
         for (int c = 0; c < ChunksPerRow; c++) staging[i][c] = zero_chunk();
 }
 
-// Tiles of K or of V of a block, one after the other: the first half of its Threads threads loads V, the second half K.
+// Loads tiles (Rows keys) of K and V of a block, one after the other: the first half of its Threads threads loads V, the second
+// half K. The specialization below goes through a KV cache's pages.
 template <bool Paged, int Chunks, int Rows, int Threads, template <int, int, int> class Stream>
 struct KOrVTiles {
     Stream<Chunks, Rows, Threads / 2> tile;
@@ -63,7 +61,7 @@ struct KOrVTiles {
 
     __device__ __forceinline__ static bool loads_k(int thread) { return thread >= Threads / 2; }
 
-    // As KvTiles.
+    // Keys `first` to last - 1 of a sequence whose key 0 is row k_offset of its batch entry.
     template <class Block>
     __device__ __forceinline__ KOrVTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last)
         : tile(thread % (Threads / 2), rows_of(loads_k(thread) ? p.k : p.v, block.batch, block.head_k, k_offset),
@@ -103,40 +101,33 @@ struct KOrVTiles<true, Chunks, Rows, Threads, Unused> {
     }
 };
 
+// The kernel. BlockRows: 64 (two groups) or 32 (one). Grid: a block's rows, its steps of keys and how it loads them (layout.cuh).
 template <int Headdim, int BlockRows, class Grid = DataParallelGrid>
 struct ForwardColumnGroups {
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-    static constexpr int kRowTiles = 2;  // of 16, of a warp's products
-    static constexpr int kStep = 16;
-    static constexpr int kGroupRows = 16 * kRowTiles;
-    static constexpr int kBlockRows = BlockRows;
-    static constexpr int kRowGroups = kBlockRows / kGroupRows, kColumnGroups = kWarps / kRowGroups;
-    static_assert(kRowGroups * kGroupRows == kBlockRows && (kColumnGroups == 4 || kColumnGroups == 8), "add_scores()");
+    static constexpr int kRowTiles = 2, kStep = 16, kGroupRows = 16 * kRowTiles;  // row tiles of 16 of a warp's products
+    static constexpr int kBlockRows = BlockRows, kRowGroups = kBlockRows / kGroupRows, kColumnGroups = kWarps / kRowGroups;
+    static_assert(kRowGroups * kGroupRows == kBlockRows && (kColumnGroups == 4 || kColumnGroups == 8), "one or two groups");
     static constexpr int kGroupThreads = 32 * kColumnGroups;
     using Layout = ColumnGroupsLayout;
     // Parts of a group's scores, each eight rows: one of two row tiles, and one of two rows of a lane. A warp sums, masks and
-    // exponentiates one. With eight warps in a group, two do the same, and the first stores the results.
-    static constexpr int kParts = kRowTiles * ForwardLayout::kRows, kPartRows = 12;  // from its first row to its last
-    static constexpr int kChunks = Headdim / kChunk;
-    static constexpr int kWarpChunks = kChunks / kColumnGroups;
-    static constexpr int kOutputTiles = kWarpChunks / 2;
+    // exponentiates one. With eight warps in a group, two do the same part, and the first stores the results.
+    static constexpr int kParts = kRowTiles * ForwardLayout::kRows, kPartRows = 12;  // rows that a part spans: 0 to 3 and 8 to 11
+    static constexpr int kChunks = Headdim / kChunk, kWarpChunks = kChunks / kColumnGroups, kOutputTiles = kWarpChunks / 2;
     // Chunk number i of a warp in the first product is i * kColumnGroups plus the warp's number in its group. The last ones of Q
     // are in registers: shared memory has no room for them.
     static constexpr int kRegisterChunks = kColumnGroups == 4 ? 4 : 6, kSharedChunks = kWarpChunks - kRegisterChunks;
-    static constexpr int kChunksQ = kColumnGroups * kSharedChunks;
-    static constexpr int kPitch = kChunks * kChunkBytes, kPitchQ = kChunksQ * kChunkBytes;
-    static_assert(kWarpChunks % 2 == 0 && kSharedChunks >= 2, "add_scores()");
+    static constexpr int kChunksQ = kColumnGroups * kSharedChunks, kPitch = kChunks * kChunkBytes, kPitchQ = kChunksQ * kChunkBytes;
+    static_assert(kWarpChunks % 2 == 0 && kSharedChunks >= 2, "add_scores() takes chunks in pairs");
     // Shared memory: Q; K; V; partial scores, with P and the factors of rows. At the end, states of rows in P's place.
-    static constexpr int kOffsetK = kBlockRows * kPitchQ;
-    static constexpr int kOffsetV = kOffsetK + kStep * kPitch;
+    static constexpr int kOffsetK = kBlockRows * kPitchQ, kOffsetV = kOffsetK + kStep * kPitch;
     static constexpr int kOffsetScores = kOffsetV + kStep * kPitch;
     static constexpr int kLaneScores = 32 * kChunkBytes;  // a chunk of each lane: partial scores of a part, by one warp
     static constexpr int kPartScores = kColumnGroups * kLaneScores, kGroupScores = kParts * kPartScores;
     // P and the factors of a part take the place of its scores once its warp has them. Another warp may still read these scores
     // where two compute a part.
     static constexpr bool kOverScores = kColumnGroups == kParts;
-    static constexpr int kOffsetP = kOverScores ? kOffsetScores : kOffsetScores + kRowGroups * kGroupScores;
-    static constexpr int kPitchP = 2 * kStep;
+    static constexpr int kOffsetP = kOverScores ? kOffsetScores : kOffsetScores + kRowGroups * kGroupScores, kPitchP = 2 * kStep;
     // 512 bytes hold eight rows of P, 256 bytes, and their factors.
     static constexpr int kPartP = kOverScores ? kPartScores : 512, kGroupP = kParts * kPartP;
     static constexpr int kFactors = 8 * kPitchP;  // after the part's P
@@ -144,8 +135,7 @@ struct ForwardColumnGroups {
     static_assert(Headdim == HEADDIM_V && kThreads == THREADS && kStep == STEP && kSharedBytes == SHARED_BYTES,
                   "the row in src/kernels and the kernel disagree");
 
-    // Sums of the first product, which alternate: a product that adds to the one before it waits for it. With features and pages
-    // there are no registers for the second.
+    // Sums of the first product, used in turn, because a product waits for its sum. Features and pages leave registers for one.
     static constexpr int kSums = (kHasScoreFeatures || kPaged) && kRowGroups == 2 ? 1 : 2;
     using Tile = Scores<ForwardLayout, kRowTiles, 1>;
     using RowScores = Scores<Layout, 1, 1>;
@@ -157,19 +147,20 @@ struct ForwardColumnGroups {
     // ptxas takes warps for divergent, and each __syncwarp() costs instructions.
     enum Barrier : int { kGroup = 1, kVComplete = kGroup + 2, kVRead, kKComplete, kKRead };
 
-    // The thread's coordinates and addresses in shared memory, from `base` on. Each is used once a step, where it is computed again
-    // from the thread's number: the loop has no registers for them.
-    struct Place {
+    // The thread's coordinates, and its addresses in shared memory, which begins at `base`. Each is used once a step, where it is
+    // computed again from the thread's number: the loop has no registers for them.
+    struct Coord {
         u32 base;
         ForwardLane lane;
         int warp, column, group, group_row;  // column: the warp's number in its group
-        int part, own_row;  // of the summed scores; own_row: the lane's
+        int part, own_row;  // of the summed scores: the warp's part, and the lane's row in the block
 
-        __device__ __forceinline__ Place(u32 base_, int thread)
+        __device__ __forceinline__ Coord(u32 base_, int thread)
             : base(base_), lane(thread & 31), warp(thread / 32), column(warp % kColumnGroups), group(warp / kColumnGroups),
               group_row(group * kGroupRows), part(column % kParts),
               own_row(group_row + part_row(part) + Layout::first_query(lane)) {}
 
+        // First row of a part, in its group.
         __device__ __forceinline__ static int part_row(int part) {
             return part / ForwardLayout::kRows * 16 + ForwardLayout::row_slot(part % ForwardLayout::kRows);
         }
@@ -178,6 +169,7 @@ struct ForwardColumnGroups {
         // Whether the warp stores what it made of its part.
         __device__ __forceinline__ bool stores() const { return kColumnGroups == kParts || column < kParts; }
 
+        // The lane's operands of its first chunk, or of its first output columns.
         __device__ __forceinline__ u32 q() const { return base + swizzled<kChunksQ>(group_row + lane.q_row(), column); }
         __device__ __forceinline__ u32 k() const { return base + kOffsetK + swizzled<kChunks>(lane.k_row(), column); }
         __device__ __forceinline__ u32 v() const {
@@ -192,8 +184,8 @@ struct ForwardColumnGroups {
         __device__ __forceinline__ u32 score_load() const {
             return base + kOffsetScores + group * kGroupScores + part * kPartScores + lane.lane * kChunkBytes;
         }
-        // P: of each part eight rows of two units of eight keys, the even keys before the odd ones, as the second product takes
-        // them. The part's number is XORed into the unit, and bits 0, 1 and 3 of a row number it in its part.
+        // Offset of P: of each part eight rows of two units (16 bytes) of eight keys, even keys before odd ones, as the second
+        // product takes them. The part is XORed into the unit, against bank conflicts. Bits 0, 1 and 3 of a row number it.
         __device__ __forceinline__ static int probability(int row, int unit) {
             return kOffsetP + row / 16 * 2 * kPartP + (row >> 2 & 1) * kPartP + ((row & 3) + (row >> 1 & 4)) * kPitchP +
                    (unit ^ (row >> 2 & 1)) * kChunkBytes;
@@ -202,19 +194,19 @@ struct ForwardColumnGroups {
             return base + group * kGroupP + probability(own_row - group_row, lane.qn) + (lane.t & 2) * 2;
         }
         __device__ __forceinline__ u32 p_load() const { return base + group * kGroupP + probability(lane.q_row(), lane.qn); }
-        // The factor of the lane's row in a part.
+        // The factor by which the output of the lane's row in a part is rescaled.
         __device__ __forceinline__ u32 factor(int part) const {
             const int row = Layout::first_query(lane);
             return base + group * kGroupP + kOffsetP + part * kPartP + kFactors + ((row & 3) + (row >> 1 & 4)) * 4;
         }
-        // The float of an output row, in an array of the block's rows.
+        // Loads the float of the lane's output row r of row tile mt, from an array of the block's rows at `offset`.
         __device__ __forceinline__ float row_float(int offset, int mt, int r) const {
             return __uint_as_float(load_shared1(
                 base + offset + 4 * (group_row + ForwardLayout::first_query(lane) + 16 * mt + ForwardLayout::row_slot(r))));
         }
     };
 
-    // Operands of one chunk.
+    // Operands of the first product for one chunk (eight columns): the lane's rows of Q and of K.
     struct Operands {
         uint4 a[kRowTiles], b;
         __device__ __forceinline__ void load_q(u32 q) {
@@ -230,14 +222,15 @@ struct ForwardColumnGroups {
         }
     };
 
-    // From the address of an even chunk of the warp to that of the next, in rows of Chunks chunks. The swizzle XORs the lower three
-    // bits of a chunk's number, or two.
+    // Returns the address of the warp's next chunk from that of an even one: kColumnGroups chunks further, in rows of Chunks
+    // chunks. The swizzle (tile.cuh) XORs the lower three bits of a chunk's number, or two.
     template <int Chunks>
     __device__ __forceinline__ static u32 odd_chunk(u32 even) {
         return kColumnGroups == 4 && Chunks % 8 == 0 ? even ^ 4 * kChunkBytes : even + kColumnGroups * kChunkBytes;
     }
 
-    // Partial S = Q K^T over the warp's columns, in kSums sums. q and k: the lane's addresses of its chunk 0.
+    // Partial S = Q K^T over the warp's columns, in kSums sums. q and k: the lane's addresses of its chunk 0. `last`: chunks of Q
+    // in registers. Loads and products alternate between even and odd chunks.
     __device__ __forceinline__ static void add_scores(Tile (&s)[kSums], u32 q, u32 k,
                                                       const uint4 (&last)[kRegisterChunks][kRowTiles]) {
         constexpr int kPair = 2 * kColumnGroups * kChunkBytes, kRolled = kSharedChunks / 2 * 2;
@@ -272,22 +265,21 @@ struct ForwardColumnGroups {
         const Problem& problem = p.problem;
         const typename Grid::template Block<kBlockRows> block(problem, grid);
         const BlockSeqlenInfo sequence(p, block.batch);
-        if (kVarlen && block.row >= sequence.seqlen_q()) return;
+        if (kVarlen && block.row >= sequence.seqlen_q()) return;  // past the last query
         const Mask mask = mask_of(problem, sequence);
-        const int thread = threadIdx.x, row = keep_in_register(block.row + Place(base, thread).first_row());
-        const auto place = [&] { return Place(base, remat_thread_index()); };
+        const int thread = threadIdx.x, row = keep_in_register(block.row + Coord(base, thread).first_row());
+        const auto coord = [&] { return Coord(base, remat_thread_index()); };
 
         uint4 q_last[kRegisterChunks][kRowTiles];
         {
-            const Place at = place();
+            const Coord at = coord();
             const unsigned short* q_base = rows_of(p.q, block.batch, block.head, sequence.q_offset()) + block.row * p.q.row_stride;
             constexpr int kRows = kThreads / threads_per_row(kChunksQ);
             TileLoader<kChunksQ, kRows, kThreads> q(thread, q_base, p.q.row_stride, min(problem.headdim, kChunksQ * kChunk));
 #pragma unroll 1
             for (int i = 0; i < kBlockRows; i += kRows) {
                 q.load(sequence.seqlen_q() - block.row - i);
-                // A negative softmax_scale flips the signs of Q.
-                q.flip_signs(problem.sign_flip);
+                q.flip_signs(problem.sign_flip);  // a negative softmax_scale flips the signs of Q
                 q.store(base + i * kPitchQ + swizzled<kChunksQ>(q.row, q.chunk), kPitchQ);
             }
 #pragma unroll
@@ -301,18 +293,18 @@ struct ForwardColumnGroups {
                 }
         }
 
-        int key = first_step<kStep>(block.template key_first<kStep>(mask));
-        if (kRoundedKeys) key &= ~15;  // to a multiple of 16 (score_feature.cuh)
+        int key = first_step<kStep>(block.template key_first<kStep>(mask));  // of a whole step in batch-invariant kernels
+        if (kRoundedKeys) key &= ~15;  // bias and random numbers come in groups of 4 keys, pages in groups of 16
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
         if constexpr (kPaged) {
-            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;  // out stays NaN, with which the library filled it
         }
         typename Grid::template Steps<kStep> keys(grid, block, key, key_end);
         using Tiles = KOrVTiles<kPaged, kChunks, kStep, kThreads, Grid::template Stream>;
         Tiles tiles(thread, p, block, sequence.k_offset(), key, key_end);
         using Stream = TileStream<kChunks, kStep, kThreads / 2>;
         // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
-        UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kPartRows);
+        UnmaskedKeys<kStep> unmasked(mask, min(row, sequence.seqlen_q() - 1), kPartRows);  // steps without a mask
         // apply_score_mod leaves the scores of generic kernels in log2 units
         const float scale = kGeneric ? 1.f : problem.scale_log2;
 
@@ -324,6 +316,7 @@ struct ForwardColumnGroups {
             for (int j = 0; j < kOutputTiles; j++) volta::clear(o[mt][j]);
 
         const auto loads_k = [] { return Tiles::loads_k(remat_thread_index()); };
+        // Where the thread's first chunk of a tile goes. (store()'s argument `false`: stores zeros past the last column too.)
         const auto kv_store = [&] {
             const int thread = remat_thread_index();
             const int loader = thread % (kThreads / 2);
@@ -347,25 +340,25 @@ struct ForwardColumnGroups {
                 Tile s[kSums];
 #pragma unroll
                 for (int i = 0; i < kSums; i++) s[i].clear();
-                const Place at = place();
+                const Coord at = coord();
                 if (kRowGroups == 2) named_sync(at.group ? kKRead : kKComplete, kThreads);
                 add_scores(s, at.q(), at.k(), q_last);
-                if (kRowGroups == 2) named_arrive(place().group ? kVRead : kKRead, kThreads);
+                if (kRowGroups == 2) named_arrive(coord().group ? kVRead : kKRead, kThreads);
                 tiles.load(staging, p, loads_k() ? keys.after(1) : key);
-                const u32 to = place().score_store();
+                const u32 to = coord().score_store();
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++)
 #pragma unroll
                     for (int r = 0; r < ForwardLayout::kRows; r++) {
                         const float *x = s[0].tile[mt][0] + 2 * r, *y = s[kSums - 1].tile[mt][0] + 2 * r;
                         const auto sum = [&](int v) { return __float_as_uint(kSums == 2 ? x[v] + y[v] : x[v]); };
-                        // keys 0, 2 and, four elements further, 1, 3
+                        // in the order of keys: elements 0, 1 are keys 0, 2, and 4, 5 are 1, 3
                         store_shared(to + (mt * ForwardLayout::kRows + r) * kPartScores,
                                      make_uint4(sum(0), sum(4), sum(1), sum(5)));
                     }
             }
             RowScores s;
-            const Place at = place();
+            const Coord at = coord();
             named_sync(kGroup + at.group, kGroupThreads);
             float* x = s.tile[0][0];
 #pragma unroll
@@ -384,7 +377,7 @@ struct ForwardColumnGroups {
                     bias.add_to(s, p.score_options);
                 }
             }
-            if (kHasScoreFeatures || !unmasked.contains(key)) {  // no registers for the test
+            if (kHasScoreFeatures || !unmasked.contains(key)) {  // with score features always: no registers for the test
                 const int batch = grid.remat_batch(problem);
                 s.apply_mask(mask_of(problem, BlockSeqlenInfo(p, batch)), row, key);
             }
@@ -396,7 +389,8 @@ struct ForwardColumnGroups {
             }
             unsigned kept = ~0u;
             if (kGeneric && kHasDropout && p.score_options.rng_state) {
-                const int of_row = row + Layout::first_query(at.lane);  // a call has rows r and r + 4, where r % 8 < 4
+                // A Philox call has rows r and r + 4, where r % 8 < 4: the shift moves the bits of the lane's row to row r's.
+                const int of_row = row + Layout::first_query(at.lane);
                 const uint4 numbers =
                     DropoutBits<ForwardLayout, 1>::numbers_of(p).numbers(of_row & ~4, key + Layout::first_key(at.lane));
                 kept = DropoutRule(p.score_options).kept_bits(numbers) >> kept_bit(of_row >> 2 & 1, 0);
@@ -427,7 +421,7 @@ struct ForwardColumnGroups {
                                 if (ForwardLayout::row_of(x) == r) o[mt][j][x] *= f;
                     }
             }
-            const Place product = place();
+            const Coord product = coord();
             u32 v = product.v(), p_tile = product.p_load();
             const int v_other = product.v_other();
             // Own keys, then those of the other quad-pair column. Rolled, to fit the instruction cache.
@@ -449,8 +443,8 @@ struct ForwardColumnGroups {
         if (kRowGroups == 2 && !loads_k()) named_sync(kKComplete, kThreads);
         __syncthreads();
 
-        // Each warp gets the states of its rows of the output. One lane of a row has its sum.
-        const Place at = place();
+        // Softmax states go from the warps of parts to all warps, which have these rows' output. One lane of a row has its sum.
+        const Coord at = coord();
         const float sum = row_sum<Layout>(softmax.row[0][0].sum);
         if (at.stores() && Layout::leads_row(at.lane)) {
             store_shared1(base + kOffsetP + at.own_row * 4, __float_as_uint(softmax.row[0][0].row_max));
@@ -467,9 +461,9 @@ struct ForwardColumnGroups {
                 state.row[mt][r].sum = ForwardLayout::leads_row(at.lane) ? sum : 0.f;
             }
         if (!grid.template combine_splits<kThreads>(state, o)) return;
-        const Place last = place();
+        const Coord last = coord();
         FwdParams columns = p;  // the warp's
-        columns.out.ptr += kWarpChunks * kChunk * last.column;
+        columns.out.ptr += kWarpChunks * kChunk * last.column * (out_is_fp32(p) ? 2 : 1);
         columns.problem.headdim_v -= kWarpChunks * kChunk * last.column;
         write_output<kRowTiles, kOutputTiles>(columns, last.lane, grid.remat_batch(problem), grid.remat_head(problem),
                                               row - last.first_row() + last.group_row, state, o);

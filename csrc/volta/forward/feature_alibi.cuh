@@ -1,33 +1,34 @@
-// ALiBi, alone or after a score function, in volta forward kernels of one or two features (score_feature.cuh).
+// ALiBi, alone or after a score function (softcap), in volta forward kernels of one or two features. The main loops
+// (register_q.cuh, shared_q.cuh) call its functions; score_feature.cuh has their order and what each is for.
 #pragma once
 
 #include "volta/forward/score_feature.cuh"
 
 namespace volta {
 
-// ALiBi. Let r be the warp's first row and o = seqlen_k - seqlen_q. Up to the diagonal -slope * |i + o - j| is slope * (j - r -
-// o) - slope * (i - r), after it slope * (r + o - j) + slope * (i - r). The term with i is constant in a row, so any row_max
-// absorbs it. So products begin with a number that depends on the key alone, only tiles on the diagonal need a correction, and
-// the sign changes once.
+// ALiBi adds -slope * |i + o - j| to the score of query i and key j, where o = seqlen_k - seqlen_q. With r the warp's first row,
+// this is slope * (j - r - o) - slope * (i - r) up to the diagonal j = i + o, and slope * (r + o - j) + slope * (i - r) after it.
+// The term with i is constant in a row, so any row_max absorbs it. So products begin with a number that depends on the key alone,
+// only tiles on the diagonal need a correction, and the sign changes once.
 //
-// After a score function (AfterFunction), products begin with 0, because the function takes them alone. The number is added to
-// its value, in log2 units.
+// AfterFunction: products begin with 0, because the function takes them alone; the number is added to its value, log2 units.
 template <int RowTiles, int KeyTiles, bool AfterFunction, class Grid>
 class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
     static constexpr int kRows = 16 * RowTiles, kKeys = 16 * KeyTiles;
 
     const Grid& grid_;
-    float slope_;  // in the scores' units; changes its sign after the diagonal
+    float slope_;  // in the scores' units (unscaled products, AfterFunction log2 units); changes its sign after the diagonal
     float distance_;  // j - r - o of the lane's first key in the next tile
 
+    // Returns the head's slope as slope_ is up to the diagonal.
     __device__ __forceinline__ float slope_of(const FwdParams& p) const {
         const int head = grid_.remat_head(p.problem), batch = grid_.remat_batch(p.problem);
         return Alibi::load_slope(p.score_options, batch, head) * (AfterFunction ? kLog2e : __fdividef(1.f, p.problem.scale));
     }
     __device__ __forceinline__ static int offset(const Mask& mask) { return mask.seqlen_k - mask.seqlen_q; }
 
-    // Sets the range of tiles that need neither mask nor correction, up to the diagonal or after it.
+    // Sets `unmasked` to the first keys of tiles that need neither mask nor correction, up to the diagonal or after it.
     __device__ __forceinline__ static void set_interval(typename Base::Unmasked& unmasked, const Mask& mask, int row,
                                                         bool past_diagonal) {
         int first = mask.full_first(row, kRows), end = mask.full_end(row);
@@ -40,11 +41,11 @@ class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
         unmasked.span = none ? 0 : end - kKeys - first;
     }
 
-    // The terms of a lane's four keys in key tile nt, plus `more` if AfterFunction.
-    __device__ __forceinline__ void terms(float (&of)[ForwardLayout::kKeys], int nt, float more) const {
-        of[0] = AfterFunction ? fmaf(slope_, distance_ + 16 * nt, more) : slope_ * (distance_ + 16 * nt);
+    // Computes the terms of a lane's four keys in key tile nt, plus `constant` if AfterFunction.
+    __device__ __forceinline__ void terms(float (&key_terms)[ForwardLayout::kKeys], int nt, float constant) const {
+        key_terms[0] = AfterFunction ? fmaf(slope_, distance_ + 16 * nt, constant) : slope_ * (distance_ + 16 * nt);
 #pragma unroll
-        for (int j = 1; j < ForwardLayout::kKeys; j++) of[j] = of[j - 1] + slope_;
+        for (int j = 1; j < ForwardLayout::kKeys; j++) key_terms[j] = key_terms[j - 1] + slope_;
     }
 
 public:
@@ -55,15 +56,15 @@ public:
                                             const LaneScratch& memory, int row, int key)
         : Base(p, grid, mask, unmasked, memory, row, key), grid_(grid), slope_(slope_of(p)),
           distance_(static_cast<float>(key + ForwardLayout::first_key(ForwardLane()) - row - offset(mask))) {
-        set_interval(unmasked, mask, row, false);
+        set_interval(unmasked, mask, row, false);  // up to the diagonal
     }
     __device__ __forceinline__ float scale(const FwdParams& p) const { return AfterFunction ? 1.f : p.problem.scale_log2; }
 
     // Begins at the score of each row's nearest visible key. With steep slopes a row's maximum is there or close. Otherwise
-    // row_max would reach it in several steps above kRescaleThreshold, each of which rescales the output.
+    // row_max would reach it in several steps above kRescaleThreshold, and each rescales the output.
     __device__ __forceinline__ void init_row_max(SoftmaxState<RowTiles>& softmax, const FwdParams& p, const Mask& mask,
                                                  const unsigned short* q, const unsigned short* k, int row) const {
-        static_assert(kRows == 32, "a row a lane");
+        static_assert(kRows == 32, "each lane computes the score of one row");
         const Problem& problem = p.problem;
         const ForwardLane lane;
         const int i = row + lane.lane, first = max(i + mask.low, 0), last = min(i + mask.high, mask.seqlen_k - 1);
@@ -83,7 +84,7 @@ public:
                 }
             }
             if (AfterFunction) dot = ScoreFunction(problem, p.score_options)(dot);
-            // A NaN is left to the product.
+            // Scores leave out -slope * (i - r), where i - r is the lane. A NaN is left to the product.
             x = fmaxf(dot + slope_ * (lane.lane - fabsf(static_cast<float>(i + offset(mask) - key))), negative_infinity());
         }
         __syncwarp();
@@ -91,8 +92,9 @@ public:
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++) {
-                const float of_row = __shfl_sync(~0u, x, 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
-                softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(of_row, scale(p), __fdividef(1.f, scale(p)));
+                const float row_score =
+                    __shfl_sync(~0u, x, 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
+                softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(row_score, scale(p), __fdividef(1.f, scale(p)));
             }
     }
 
@@ -100,12 +102,12 @@ public:
         if (AfterFunction) return s.clear();
 #pragma unroll
         for (int nt = 0; nt < KeyTiles; nt++) {
-            float of[ForwardLayout::kKeys];
-            terms(of, nt, 0.f);
+            float key_terms[ForwardLayout::kKeys];
+            terms(key_terms, nt, 0.f);
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
-                for (int v = 0; v < ForwardLayout::kElements; v++) s.tile[mt][nt][v] = of[ForwardLayout::key_slot(v)];
+                for (int v = 0; v < ForwardLayout::kElements; v++) s.tile[mt][nt][v] = key_terms[ForwardLayout::key_slot(v)];
         }
         distance_ += kKeys;
     }
@@ -114,23 +116,25 @@ public:
         const ScoreFunction function(p.problem, p.score_options);
 #pragma unroll
         for (int nt = 0; nt < KeyTiles; nt++) {
-            float of[ForwardLayout::kKeys];
-            terms(of, nt, function.constant());
+            float key_terms[ForwardLayout::kKeys];
+            terms(key_terms, nt, function.constant());
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
                 for (int v = 0; v < ForwardLayout::kElements; v++) {
                     float& x = s.tile[mt][nt][v];
-                    x = function.of_product(x, of[ForwardLayout::key_slot(v)]);
+                    x = function.of_product(x, key_terms[ForwardLayout::key_slot(v)]);
                 }
         }
         distance_ += kKeys;
     }
 
+    // Corrects a tile on the diagonal: turns terms past it from slope * distance to -slope * distance. The last of these tiles for
+    // the warp also moves scores and row maxima to the constant term after the diagonal, and changes the sign of slope_.
     __device__ __forceinline__ void correct_masked_tile(Tile& s, SoftmaxState<RowTiles>& softmax, Unmasked& unmasked,
                                                         const FwdParams& p, const Mask& mask, int row, int key) {
         const float up_to_diagonal = slope_of(p);
-        if (slope_ != up_to_diagonal) return;  // after the diagonal for good (or slope is 0 or NaN)
+        if (slope_ != up_to_diagonal) return;  // after the diagonal for good (or slope is NaN, unequal to itself)
         const ForwardLane lane(remat_thread_index() & 31);
         const auto row_of = [&](int mt, int r) { return 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r); };
         const int from_diagonal = key + ForwardLayout::first_key(lane) - row - offset(mask);
@@ -150,8 +154,9 @@ public:
                 softmax.row[mt][r].row_max -= by * scale(p);
             }
         slope_ = -slope_;
-        set_interval(unmasked, mask, row, true);
+        set_interval(unmasked, mask, row, true);  // after the diagonal
     }
+    // Adds the term that scores left out, -slope_ * (i - r), to row maxima, and so to lse.
     __device__ __forceinline__ void finish(SoftmaxState<RowTiles>& softmax, float scale_log2) const {
         const ForwardLane lane(remat_thread_index() & 31);
 #pragma unroll

@@ -1,17 +1,16 @@
-// fp16 bias in volta forward kernels of one feature (score_feature.cuh).
+// fp16 attn_bias in volta forward kernels of one feature: overrides functions of ScoreFeature (score_feature.cuh).
 #pragma once
 
 #include "volta/forward/score_feature.cuh"
 
 namespace volta {
 
-// Bias in fp16, loaded one product ahead. With one tile of keys it is the initial accumulator, and its address lies in the
-// lane's scratch, which is shared memory. With more tiles it would take too many registers during the product, so it is added after
-// it.
+// The bias is loaded one product ahead. With one tile of keys a step (register_q.cuh) it is the product's initial accumulator, and
+// its address lies in the lane's scratch in shared memory. With more (shared_q.cuh), it is added after the product.
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
-    static constexpr bool kStarts = KeyTiles == 1;
+    static constexpr bool kStarts = KeyTiles == 1;  // the bias is the initial accumulator
 
     // Where the lane's bias lies.
     struct BiasAddress {
@@ -20,8 +19,9 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
     };
     BiasAddress address_;  // with one tile of keys in memory_
     LaneScratch memory_;
-    uint2 loaded_[RowTiles][KeyTiles][ForwardLayout::kRows];
+    uint2 loaded_[RowTiles][KeyTiles][ForwardLayout::kRows];  // four fp16 of each row
 
+    // Calls f(row tile, key tile, element, bias) for each score of the lane.
     template <class F>
     __device__ __forceinline__ void each(F f) const {
 #pragma unroll
@@ -37,14 +37,15 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
                         if (ForwardLayout::row_of(v) == r) f(mt, nt, v, x[ForwardLayout::key_slot(v)]);
                 }
     }
+    // Returns the address of key 0 in the lane's first row. Rows past the last count as the last.
     __device__ __forceinline__ static const unsigned short* base_of(const FwdParams& p, const Grid& grid, const ForwardLane& lane,
                                                                     int row) {
         const ScoreOptions& o = p.score_options;
         return o.bias + grid.remat_batch(p.problem) * o.bias_batch_stride + grid.remat_head(p.problem) * o.bias_head_stride +
                min(row + ForwardLayout::first_query(lane), p.problem.seqlen_q - 1) * o.bias_row_stride;
     }
-    // Divides at each use. The scale passes through keep_in_register(), so that the compiler cannot compute the quotient early and
-    // hold it.
+    // Returns 1 / softmax_scale, divided at each use. The scale passes through keep_in_register(), so that the compiler cannot
+    // compute the quotient early and hold it.
     __device__ __forceinline__ static float inverse_scale(const FwdParams& p) {
         return __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(p.problem.scale))));
     }
@@ -52,7 +53,7 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
         return max(p.problem.seqlen_q - 1 - row - ForwardLayout::first_query(lane), 0);
     }
 
-    // Scores here are products before the softmax scales them, so the bias is divided by the scale.
+    // Adds the loaded bias. Scores here are products before the softmax scales them, so the bias is divided by the scale.
     __device__ __forceinline__ void add(const FwdParams& p, typename Base::Tile& s) const {
         const float factor = inverse_scale(p);
         each([&](int mt, int nt, int v, float x) { s.tile[mt][nt][v] = fmaf(x, factor, s.tile[mt][nt][v]); });
@@ -60,12 +61,12 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
 
 public:
     using typename Base::Tile;
-    static constexpr int kLaneScratchChunks = kStarts ? 1 : 0;
+    static constexpr int kLaneScratchChunks = kStarts ? 1 : 0;  // of 16 bytes: address_
 
     __device__ __forceinline__ ScoreFeature(const FwdParams& p, const Grid& grid, const Mask& mask,
                                             typename Base::Unmasked& unmasked, const LaneScratch& memory, int row, int key)
         : Base(p, grid, mask, unmasked, memory, row, key), memory_(memory) {
-        // else the epilogue would reuse this value, and hold a register until then
+        // Reads the thread index again. Else the epilogue would share this lane number, which would hold a register until then.
         const ForwardLane lane(remat_thread_index() & 31);
         address_.base = base_of(p, grid, lane, row);
         if (!kStarts) return;
@@ -73,7 +74,8 @@ public:
         memory.store(0, make_uint4(static_cast<u32>(base), static_cast<u32>(base >> 32), rows_left(p, lane, row),
                                    ForwardLayout::first_key(lane)));
     }
-    // Keys past the last give the last group's bias, and so do rows: these scores are masked or not stored.
+    // Keys past the last give the bias of the last four keys, rows past the last that of the last row: these scores are masked or
+    // not stored.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
         BiasAddress address = address_;
         if (kStarts) {
@@ -96,7 +98,8 @@ public:
                 for (int r = 0; r < ForwardLayout::kRows; r++) {
                     const int rows = min(16 * mt + ForwardLayout::row_slot(r), address.rows_left);
                     const unsigned short* at = rows_after(from, rows, row_stride);
-                    loaded_[mt][nt][r] = load_global2(at);  // not by the read-only path: this form stays before the next barrier
+                    // not load_global2_constant(): ptxas would move it past the next barrier, to where it is used
+                    loaded_[mt][nt][r] = load_global2(at);
                 }
         }
     }

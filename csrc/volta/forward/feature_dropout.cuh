@@ -1,6 +1,7 @@
-// Dropout, alone or with a bias, in volta forward kernels of one or two features (score_feature.cuh). philox.cuh has the numbers,
-// and a table of what rounds 0 and 1 share: of_head, of_column, of_row, of_both and K are its names. K is the key of round 1. The
-// counter is (column / 4, row, head, offset), so a lane's calls share the products of head, of column and of row.
+// Dropout, alone or with a bias, in volta forward kernels of one or two features: overrides functions of ScoreFeature
+// (score_feature.cuh). Random numbers are Philox4x32 (philox.cuh), which multiplies and XORs a counter (column / 4, row, head,
+// offset) with a key in each of seven rounds. So a lane's calls share the products of head, of column and of row in rounds 0 and 1:
+// of_head, of_column, of_row and of_both (head and column) are the names of philox.cuh's table, K is the key of round 1.
 #pragma once
 
 #include "volta/forward/feature_bias.cuh"
@@ -8,12 +9,11 @@
 
 namespace volta {
 
-// What a lane keeps for dropout. All Philox calls of a lane share parts of rounds 0 and 1. kAll: these and the seed, in the
-// lane's scratch. kSeed: the seed, and round 0 of head and row, in registers. kNothing: all is computed again, for want of
-// registers.
+// What a lane keeps from step to step. kAll: all shared parts of rounds 0 and 1 and the seed, in the lane's scratch (shared
+// memory). kSeed: the seed, and x after round 0 (of head and row), in registers. kNothing: all is computed again: no registers.
 enum class DropoutKeeps { kAll, kSeed, kNothing };
 
-// Dropout of packed probabilities. Rolled: rounds in a rolled loop.
+// Dropout of packed probabilities: fp16 pairs before the second product. Rolled: rounds in a rolled loop.
 template <int RowTiles, DropoutKeeps Keeps, bool Rolled>
 class DropoutFeature {
     static_assert(RowTiles <= 2, "row + 16 must be row ^ 16, so that rows of both tiles differ in one term");
@@ -22,7 +22,7 @@ class DropoutFeature {
     PhiloxTerms terms_;  // of the lane's first row, with kSeed
     LaneScratch memory_;
 
-    // What all calls of a lane share, as it lies in the lane's scratch (PhiloxTerms has the terms).
+    // What all calls of a lane share, as it lies in the lane's scratch: two 16-byte chunks.
     struct KeptTerms {
         u32 key[2];
         u32 offset_and_key, head_and_key;  // offset ^ key[1] of round 0; of_head.low ^ K[0] of round 1
@@ -45,6 +45,7 @@ class DropoutFeature {
     }
     // Loads the generator's state again; volatile, so that the loads stay here.
     __device__ __forceinline__ static u32 remat_offset(const FwdParams& p) { return load_global1(p.score_options.rng_state + 1); }
+    // PhiloxTerms are those of row 0 at first; flip_row() XORs the lane's row into them.
     __device__ __forceinline__ static PhiloxTerms remat_terms(const FwdParams& p, const ForwardLane& lane, int row) {
         const uint2 seed = load_global2(p.score_options.rng_state);
         PhiloxTerms terms(seed.x, seed.y, remat_head(p));
@@ -56,7 +57,7 @@ public:
     static constexpr int kLaneScratchChunks = kInMemory ? 2 : 0;
     // The random words of each row tile, for the lane's scores of one step.
     struct Numbers {
-        uint4 of[RowTiles];
+        uint4 words[RowTiles];
     };
 
     __device__ __forceinline__ DropoutFeature(const FwdParams& p, const LaneScratch& memory, int row) : memory_(memory) {
@@ -87,8 +88,8 @@ public:
             const PhiloxProduct of_both = PhiloxTerms::of_both(of_column, kept.offset_and_key);
             keys[0] = kept.key[0], keys[1] = kept.key[1];
 #pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++)
-                numbers.of[mt] =
+            for (int mt = 0; mt < RowTiles; mt++)  // 0, 0: the kept terms have K already
+                numbers.words[mt] =
                     PhiloxTerms::after_round_1(of_both, of_column, kept.head_and_key, kept.row_and_key[mt], kept.row_low[mt], 0, 0);
         } else {
             const ForwardLane lane(remat_thread_index() & 31);
@@ -101,7 +102,7 @@ public:
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
                 const PhiloxProduct of_row = terms.of_row(16 * mt);
-                numbers.of[mt] = PhiloxTerms::after_round_1(of_both, of_column, head_low, of_row.high, of_row.low, k0, k1);
+                numbers.words[mt] = PhiloxTerms::after_round_1(of_both, of_column, head_low, of_row.high, of_row.low, k0, k1);
             }
         }
         constexpr int kUnroll = Rolled ? 1 : kPhiloxRounds;  // rolled to fit the instruction cache
@@ -109,16 +110,16 @@ public:
         for (int round = 2; round < kPhiloxRounds; round++)
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
-                philox_round(numbers.of[mt], keys[0] + round * kPhiloxKeyIncrements[0], keys[1] + round * kPhiloxKeyIncrements[1]);
+                philox_round(numbers.words[mt], keys[0] + round * kPhiloxKeyIncrements[0],
+                             keys[1] + round * kPhiloxKeyIncrements[1]);
     }
-    // Zeroes dropped probabilities of row tile mt: x and y are packed pairs of two rows. u: 0 for
-    // the lane's keys 0 and 2, 1 for its keys 1 and 3 (philox_word()).
+    // Zeroes dropped probabilities of row tile mt. x, y: pairs of the lane's two rows. u: 0 for its keys 0 and 2, 1 for 1 and 3.
     __device__ __forceinline__ static void drop(u32& x, u32& y, const Numbers& numbers, const FwdParams& p, int mt, int u) {
         static_assert(ForwardLayout::key_slot(1) == 2 && ForwardLayout::key_slot(4) == 1 && ForwardLayout::row_of(2) == 1,
                       "the words of philox_word()");
         const DropoutRule rule(p.score_options);
-        x &= rule.kept_halves(philox_word(numbers.of[mt], 0, u));
-        y &= rule.kept_halves(philox_word(numbers.of[mt], 1, u));
+        x &= rule.kept_halves(philox_word(numbers.words[mt], 0, u));
+        y &= rule.kept_halves(philox_word(numbers.words[mt], 1, u));
     }
 };
 
@@ -154,7 +155,7 @@ public:
     using Dropout<RowTiles, KeyTiles, Grid>::Dropout;
 };
 
-// With more than one tile of keys the code of a step is as long as the instruction cache.
+// With more than one tile of keys the code of a step is as long as the instruction cache, so rounds are rolled.
 template <int RowTiles, int KeyTiles, class Grid>
 using BiasAndDropout = WithDropout<RowTiles, KeyTiles, Grid, ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid>,
                                    KeyTiles == 1 ? DropoutKeeps::kAll : DropoutKeeps::kNothing, (KeyTiles > 1)>;

@@ -1,12 +1,14 @@
-// A score function in volta forward kernels of one feature (score_feature.cuh).
+// A score function (softcap) in volta forward kernels of one feature: overrides functions of ScoreFeature (score_feature.cuh).
 #pragma once
 
 #include "volta/forward/score_feature.cuh"
 
 namespace volta {
 
-// The softmax takes states. Scores are linear functions of them: score = factor * state + constant (score_function.cuh). So
-// scores themselves are never computed. Row maxima lack the constant until finish().
+// A score function maps a product q . k to a state, and score = factor * state + constant in log2 units (score_function.cuh).
+// Softcap is cap tanh x = cap (1 - 2 / (e^2x + 1)) with x = score / cap: its state is 1 / (e^2x + 1), its factor -2 cap, its
+// constant cap. The softmax takes states with factor as their scale, so scores are never computed. Row maxima lack the constant
+// until finish().
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, ScoreFunction::kFeature, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
@@ -25,16 +27,17 @@ public:
     template <class Rescale>
     __device__ __forceinline__ void update_row_max(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale, float inverse_scale,
                                                    Rescale rescale) const {
-        // m: a row's largest product. Its scaled state is passed, so the scales are 1. The row's limit is compared with products:
-        // it becomes the product that has this state.
+        // m: a row's largest product. SoftmaxRow gets its scaled state, so with scales of 1, and returns as limit the scaled state
+        // above which a maximum moves. The test compares limits with products, so the limit becomes the product of that state.
         s.update_row_max(softmax, rescale, [&](SoftmaxRow& row, float m) {
             const float factor = row.template update_row_max<RescaledRows::kAll>(scale * function_.state(m), 1.f, 1.f);
             row.limit = function_.product(row.limit * inverse_scale);
             return factor;
         });
     }
-    // A masked product is -inf and needs an infinite state, which only a maskable tile has (score_function.cuh). There the other
-    // products become maskable_product() first.
+    // Masked products are -inf. Their scores must be -inf, so their states infinite (factor() is negative). A plain tile's state 1
+    // / (e^2x + 1) would be 1. So in tiles with masked products (kMaskable) states are 1 / e^2y, infinite for y = -inf.
+    // maskable_product() turns other products into y with e^2y = e^2x + 1: their states stay. `unit` turns log2 into y.
     __device__ __forceinline__ void set_masked(bool masked, Tile& s) {
         kind_ = ScoreFunction::kPlain;
         if (!masked) return;

@@ -1,18 +1,21 @@
-// Lane layout of the volta forward kernels: which lane holds which score, operand and output; partial results; the default
-// grid. A grid tells a kernel's block its rows, its steps of keys and how it loads them. Included by all volta forward kernels.
+// Lane layout of all volta forward kernels (register_q.cuh, shared_q.cuh, ...): which lane holds which score, operand and output;
+// partial results; the default grid policy. Grid, a template argument of the kernels, tells a block its rows, its steps of keys
+// and how it loads them.
 //
-// A warp owns 16 * RowTiles query rows and takes keys in tiles of 16, with quad-pairs 2x2 (volta/mma.cuh). Rows and keys of a
-// 16x16 tile of scores are assigned so that shared loads have no bank conflicts and immediate offsets (tile.cuh, `swizzled`):
+// A warp owns 16 * RowTiles query rows and takes keys in tiles of 16. An mma.m8n8k4 is four 8x8x4 products, one for each quad-pair
+// of the warp. A lane has number t, 0 to 7, in its quad-pair; quad is t % 4, half is t / 4. The four quad-pairs form a 2x2 over a
+// tile of 16 by 16; the lane's is in row qm and column qn of it (Lane, volta/mma.cuh). m, n and k are coordinates of its product.
 //
-// A lane has number t, 0 to 7, in its quad-pair; quad is t % 4, half is t / 4. The four quad-pairs of a warp form a 2x2 over a tile
-// of 16 by 16. The lane's quad-pair is in row qm and column qn of it. m, n and k are coordinates of its 8x8x4 product.
+// Rows and keys of a 16x16 tile of scores are assigned so that shared loads have immediate offsets and no bank conflicts:
 //
 //   row of operand Q         qm + 2 * quad + 8 * half            (m = t)
 //   key of operand K         half + 2 * quad + 8 * qn            (n = t)
 //   key of operand V         u + 2 * quad + 8 * qn               (k = quad, u: number of the product)
 //
 // Eight consecutive lanes read rows of Q that differ in bits 0 to 2, and keys that differ in bits 1 and 2: these select the
-// bank group. Bit 0 of a row of V is u, known at compile time.
+// 16-byte bank group in a swizzled tile (tile.cuh). Bit 0 of a row of V is u, known at compile time.
+//
+// Names: mt is a row tile (16 rows), j an output tile (16 columns), v a lane's element (0 to 7) of an Accumulator.
 #pragma once
 
 #include "dense_steps.cuh"
@@ -29,12 +32,13 @@ struct ForwardLane : Lane {
     __device__ __forceinline__ int q_row() const { return qm + 2 * quad + 8 * half; }
     __device__ __forceinline__ int k_row() const { return half + 2 * quad + 8 * qn; }
     __device__ __forceinline__ int v_row() const { return 2 * quad + 8 * qn; }
-    // A lane reads chunk v_chunk() of each four chunks. Four columns of it are its half's n of one product, the other four of
-    // the next.
+    // A lane reads chunk v_chunk() (8 columns) of each four chunks of V. The first four columns are its operand of one product (n
+    // from 4 * half on), the last four that of the next.
     __device__ __forceinline__ int v_chunk() const { return 2 * qn + half; }
 };
 
-// Layout of the scores (score_layout.cuh). The output has the same rows; its columns: see write_output.
+// Layout of the scores, as score_layout.cuh describes it: which query and key a lane's element v is. A slot is counted from the
+// lane's first query or key. Output tiles have the same rows; output_column() has their columns.
 struct ForwardLayout {
     using Lane = volta::Lane;
     using Tile = Accumulator;
@@ -59,8 +63,8 @@ static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "each s
 template <int RowTiles>
 using SoftmaxState = SoftmaxRows<ForwardLayout, RowTiles>;
 
-// One row of operand A. In C a lane pair (t, t ^ 2) has two rows, and two of four columns each. to_operand_rows exchanges them:
-// each lane then has one row, m = t, with all four. x: the pair of columns of row slot 0, y: of slot 1.
+// Four fp16 of one row of operand A. In accumulators lanes t and t ^ 2 have two rows, and two of four columns each. to_operand_rows
+// exchanges them: each lane then has one row, m = t, with all four. x: the lane's pair of row slot 0, y: of slot 1.
 struct RowPair {
     u32 lo, hi;
 };
@@ -70,9 +74,9 @@ __device__ __forceinline__ RowPair to_operand_rows(const Lane& lane, u32 x, u32 
     return {upper ? received : x, upper ? y : received};
 }
 
-// Probabilities of 16 keys as operand A of the second product. A quad-pair computes eight of the 16 keys, and needs all for its
-// rows. [0] are its own, [1] those of the neighboring quad-pair, which it multiplies with that one's rows of V. u: product of
-// four keys.
+// Probabilities of 16 keys as operand A of the second product, O += P V. A quad-pair has the scores of eight of the 16 keys, and
+// needs all 16 for its rows. [0] are its own, [1] those of the neighboring quad-pair (lane ^ 8), which it multiplies with that
+// one's rows of V. u (0 or 1): which four of the eight keys.
 template <int RowTiles>
 struct Probabilities {
     RowPair part[RowTiles][2][2];  // [row tile][own, other][u]
@@ -100,8 +104,13 @@ struct Probabilities {
     }
 };
 
-// Writes out and lse of the warp's rows. Accumulators 2j and 2j + 1 are columns 0 to 3 and 4 to 7 of each of the four chunks 4j
-// to 4j + 3. Quad-pair column qn has chunks 4j + 2 qn (as n < 4 of both products) and 4j + 2 qn + 1 (as n >= 4).
+// Returns the column of element v of output tile j.
+__device__ __forceinline__ int output_column(const Lane& lane, int j, int v) {
+    return (4 * (j / 2) + 2 * lane.qn + (v >> 2)) * kChunk + j % 2 * 4 + (lane.t & 2) + (v & 1);
+}
+
+// Writes out and softmax_lse of the warp's rows, from `row` on. Accumulators 2j and 2j + 1 of `o` are columns 0 to 3 and 4 to 7 of
+// each of the four chunks 4j to 4j + 3. Quad-pair column qn has chunks 4j + 2 qn (as n < 4 of both) and 4j + 2 qn + 1 (as n >= 4).
 template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLane& lane, int batch, int head, int row,
                                              const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles]) {
@@ -114,6 +123,18 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
         float scale[2];
 #pragma unroll
         for (int r = 0; r < ForwardLayout::kRows; r++) scale[r] = finish_row(p, sequence, lane, head, row, softmax, mt, r, lse);
+        if constexpr (kHasFp32Output) {
+            if (p.out_is_fp32) {
+#pragma unroll
+                for (int r = 0; r < ForwardLayout::kRows; r++) {
+                    const int i = row + 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r);
+                    if (i < sequence.seqlen_q())
+                        store_fp32_row<ForwardLayout>(p, out, i, r, scale[r], o[mt],
+                                                      [&](int j, int v) { return output_column(lane, j, v); });
+                }
+                continue;
+            }
+        }
         const int i = row + 16 * mt + lane.q_row();  // after the exchange, rows are those of operand A
 #pragma unroll
         for (int j = 0; j < OutputTiles / 2; j++)
@@ -134,7 +155,9 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
     }
 }
 
-// 16-byte chunks of a lane's partial result: for each row tile row_max and sum of its rows, then the output.
+// A partial result is the softmax state and unscaled output of rows over some of their keys: of a stream-K block, or of a group of
+// warps (shared_q.cuh). It is stored in 16-byte chunks of a lane: for each row tile row_max and sum of the lane's two rows, then
+// the tile's output.
 template <int RowTiles, int OutputTiles>
 constexpr int kPartialChunks = RowTiles * (1 + 2 * OutputTiles);
 
@@ -185,10 +208,12 @@ __device__ __forceinline__ void combine_partial(SoftmaxState<RowTiles>& softmax,
     }
 }
 
-// The default grid: one block per tile of rows, with all of its keys. StreamKGrid (stream_k.cuh) is the other one.
+// The default grid policy: one block per BlockRows query rows of a head, with all of their keys. StreamKGrid (stream_k.cuh) splits
+// the keys, BlockMaskGrid (block_mask.cuh) takes them from lists.
 struct DataParallelGrid {
-    static constexpr bool kHasHeadAndBatchAxes =
-        true;  // the grid has an axis for heads and one for batch entries, which some code reads directly
+    // The grid has an axis for heads and one for batch entries, which some code reads directly.
+    static constexpr bool kHasHeadAndBatchAxes = true;
+    // Iterator over the steps of keys, bits that hide scores (none), and loader of tiles of K and V.
     template <int Step>
     using Steps = DenseSteps<Step>;
     template <int Rows, int Step>
@@ -199,7 +224,7 @@ struct DataParallelGrid {
     struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
         using Base = ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>;
         __device__ __forceinline__ Block(const Problem& p, const DataParallelGrid&) : Base(p) {}
-        // The block's range of keys, which it takes in steps of Step.
+        // The block's range of keys, which it takes in steps of Step: those that `mask` lets any of its rows see.
         template <int Step>
         __device__ __forceinline__ int key_first(const Mask& mask) const {
             return mask.key_first(Base::row);

@@ -1,22 +1,22 @@
-// Second product, O += P V, of the volta forward kernels whose V lies in shared memory without padding (shared_q.cuh,
-// column_groups.cuh).
+// Second product, O += P V, of volta forward kernels whose V lies in shared memory without padding (shared_q, column_groups).
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The four quad-pairs of a warp form a 2x2 over a tile
-// of 16 by 16. The lane's quad-pair is in row qm and column qn of it (volta/mma.cuh).
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
 #pragma once
 
 #include "volta/forward/layout.cuh"
 
 namespace volta {
 
-// O += P V for the keys of Columns quad-pair columns (qn, volta/mma.cuh), eight each. u: product of four of the eight keys.
-// part(row tile, column, u): P. address(column): the lane's address of V, whose rows are Pitch bytes apart.
+// Adds P V to the output o, for the keys of Columns (1 or 2) quad-pair columns w, eight keys each. Of two, w 0 is the lane's own
+// qn, 1 the other; of one, the caller's part() and address() say which. u (0 or 1): which four of the eight keys, one product.
+// part(row tile, w, u): P of these, four fp16 of a row (RowPair). address(w): the lane's address of V for the first of the eight;
+// rows are Pitch bytes apart, in a swizzled tile (tile.cuh).
 template <int Columns, int Pitch, int RowTiles, int OutputTiles, class Part, class Address>
 __device__ __forceinline__ void accumulate_columns(Accumulator (&o)[RowTiles][OutputTiles], Part part, Address address) {
     constexpr int kChunksV = 2 * OutputTiles;
     constexpr int kGroups = kChunksV / 4;  // of four chunks, one for each (qn, half)
-    constexpr int kLoads = Columns * 2 * kGroups;  // for column x u x group
-    constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // a part of the loads of one (column, u), issued ahead of its use
+    constexpr int kLoads = Columns * 2 * kGroups;  // number i is (w, u, group j), j fastest
+    constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // loads that are issued together, ahead of their use
     const auto load = [&](int i) {
         const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
         // Row u + 2 quad + 8 qn: bit 0 of the row is u, which the swizzle XORs into bit 2 of the chunk.

@@ -1,14 +1,17 @@
-// Forward kernel of the volta family with Q in registers: headdim 32 and 64.
+// Forward kernel of the volta family with Q in registers: headdim 32 and 64, plain or with required score features.
+// csrc/entry.cu calls run(). shared_q.cuh has the kernel for larger headdims and for generic score features.
 //
 // A step is 16 keys. K and V move through a ring of four slots in shared memory, with one barrier a step: while step i
 // multiplies, step i + 2 is stored and step i + 3 is loaded from global memory. The softmax of a step runs beside the first
-// product of the next step: exp2 on the XU pipe, the product on the tensor cores. The test of the lazy row maximum runs beside
-// the second product.
+// product (S = Q K^T) of the next step: exp2 on the XU pipe, the product on the tensor cores. Row maxima are lazy: they move, and
+// the output is rescaled, only if a score exceeds a limit (softmax.cuh). The test runs beside the second product (O += P V).
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The four quad-pairs of a warp form a 2x2 over a tile
-// of 16 by 16. The lane's quad-pair is in row qm and column qn of it (volta/mma.cuh).
-//
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
+// Names: mt is one of the warp's two row tiles of 16, c a chunk (eight columns) of Q and K, j four chunks of V. In O += P V, w is 0
+// for the eight keys of the lane's quad-pair column and 1 for the other eight; u (0 or 1) is which four of these.
 // The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a step) and SHARED_BYTES (of a block).
+// remat_*() reads a special register again, to hold none in between; keep_in_register(x) stops the compiler from that (ptx.cuh).
+// features.*() do what the kernel's required score features need at that point (score_feature.cuh).
 #pragma once
 
 #include "conditional.cuh"
@@ -18,25 +21,17 @@
 
 namespace volta {
 
-// The kernel. A warp has 32 query rows. Grid: DataParallelGrid, StreamKGrid (stream_k.cuh) or BlockMaskGrid (block_mask.cuh).
+// The kernel. A warp has 32 query rows. Grid: DataParallelGrid, StreamKGrid or BlockMaskGrid tells a block its rows and keys.
 template <int Headdim, int HeaddimV, int Warps, class Grid = DataParallelGrid>
 struct ForwardRegisterQ {
-    static constexpr int kRowTiles = 2;
-    static constexpr int kStep = 16;
-    static constexpr int kSlots = 4;
-    static constexpr int kThreads = 32 * Warps;
-    static constexpr int kWarpRows = 16 * kRowTiles;
-    static constexpr int kBlockRows = Warps * kWarpRows;
-    static constexpr int kChunks = Headdim / kChunk;
-    static constexpr int kChunksV = HeaddimV / kChunk;
-    static constexpr int kOutputTiles = HeaddimV / 16;
+    static constexpr int kRowTiles = 2, kStep = 16, kSlots = 4;
+    static constexpr int kThreads = 32 * Warps, kWarpRows = 16 * kRowTiles, kBlockRows = Warps * kWarpRows;
+    static constexpr int kChunks = Headdim / kChunk, kChunksV = HeaddimV / kChunk, kOutputTiles = HeaddimV / 16;
     // One chunk of padding makes the pitch odd in chunks. Rows that differ in bits 1 and 2 (layout.cuh) then fall into
     // different 16-byte bank groups, and chunks have immediate offsets.
-    static constexpr int kPitch = (kChunks + 1) * kChunkBytes;
-    static constexpr int kPitchV = (kChunksV + 1) * kChunkBytes;
-    static constexpr int kOffsetV = kStep * kPitch;
-    static constexpr int kSlotBytes = kStep * (kPitch + kPitchV);
-    static constexpr int kRingBytes = kSlots * kSlotBytes;
+    static constexpr int kPitch = (kChunks + 1) * kChunkBytes, kPitchV = (kChunksV + 1) * kChunkBytes;
+    static constexpr int kOffsetV = kStep * kPitch;  // of V in a slot, bytes
+    static constexpr int kSlotBytes = kStep * (kPitch + kPitchV), kRingBytes = kSlots * kSlotBytes;
     using KernelFeature = Features<kRowTiles, 1, Grid>;
     static constexpr int kSharedBytes = kRingBytes + KernelFeature::kLaneScratchChunks * kStep * kPitch;
     static_assert(kBlockRows == BLOCK_ROWS && kStep == STEP && kSharedBytes == SHARED_BYTES,
@@ -45,13 +40,13 @@ struct ForwardRegisterQ {
     // Three blocks an SM leave varlen kernels no registers for the mask: masked tiles compute it again.
     static constexpr bool kMaskKept = !(kVarlen && Headdim == 32);
 
-    // Fragments that are loaded ahead of the products that use them.
+    // Operands of K or V, of one chunk each, that are loaded from shared memory ahead of the products that use them.
     static constexpr int kAhead = kVarlen && Headdim == 32 ? 1 : 2;
 
     static constexpr int kThreadsK = kStep * kChunks;
     static_assert(kThreadsK == kStep * kChunksV && (kThreadsK == kThreads || 2 * kThreadsK == kThreads),
                   "a thread loads one chunk of K and one of V, or one of either");
-    static constexpr bool kSplitLoads = kThreadsK < kThreads;
+    static constexpr bool kSplitLoads = kThreadsK < kThreads;  // half of the threads load K, the others V
 
     using Block = typename Grid::template Block<kBlockRows>;
 
@@ -63,9 +58,9 @@ struct ForwardRegisterQ {
     struct KeyLoader {
         using Stream = typename Grid::template Stream<kChunks, kStep, kThreadsK>;
         static_assert(Stream::kPasses == 1 && Stream::kChunksPerRow == 1, "a thread loads one chunk of a row");
-        Stream k, v;  // v is unused where half of the threads load K and the others V
-        unsigned k_stride, v_stride;
-        u32 k_store, v_store;
+        Stream k, v;  // with kSplitLoads, k is the thread's own (of K or V) and v is unused
+        unsigned k_stride, v_stride;  // elements between rows
+        u32 k_store, v_store;  // where the thread's chunk lies in slot 0
 
         __device__ __forceinline__ KeyLoader(const FwdParams& p, const Block& block, int first_row, int key, int key_end, u32 ring)
             : k(stream(p, block, first_row, key, key_end, loads_v())), v(stream(p, block, first_row, key, key_end, true)),
@@ -75,8 +70,9 @@ struct ForwardRegisterQ {
             v_store = ring + row * kPitchV + chunk * kChunkBytes + kOffsetV;
         }
 
-        // Chunk number of this thread. Eight threads that store together cover two rows of four chunks. With a pitch of five
-        // chunks, rows four apart fall into different bank groups; neighbors do not.
+        // Number of the chunk that this thread loads. With four chunks a row, eight threads that store together cover two rows:
+        // bits 2 and 4 of the number trade places, so that these are four apart. At a pitch of five chunks such rows fall into
+        // different bank groups; neighbors do not.
         __device__ __forceinline__ static int thread() {
             const int t = threadIdx.x % kThreadsK;
             return kChunks == 4 ? (t & ~20) | (t & 4) << 2 | (t & 16) >> 2 : t;
@@ -84,10 +80,10 @@ struct ForwardRegisterQ {
         // Whether this thread loads V through k. The vote tells ptxas that it is uniform in a warp.
         __device__ __forceinline__ static bool loads_v() { return kSplitLoads && __any_sync(~0u, threadIdx.x >= kThreadsK); }
         __device__ __forceinline__ static Stream stream(const FwdParams& p, const Block& block, int first_row, int key, int key_end,
-                                                        bool of_v) {
-            const Operand& x = of_v ? p.v : p.k;
+                                                        bool is_v) {
+            const Operand& x = is_v ? p.v : p.k;
             return Stream(thread(), rows_of(x, block.batch, block.head_k, first_row), x.row_stride,
-                          of_v ? p.problem.headdim_v : p.problem.headdim, key, key_end);
+                          is_v ? p.problem.headdim_v : p.problem.headdim, key, key_end);
         }
         __device__ __forceinline__ void load(KeyChunks& tile, int key) {
             if (kSplitLoads) k.clear_beyond(tile.k, key);
@@ -98,12 +94,13 @@ struct ForwardRegisterQ {
             }
         }
         __device__ __forceinline__ void store(const KeyChunks& tile, u32 slot) const {
+            // false: also chunks past the last column, which are zeros
             k.store(tile.k, k_store + slot, kPitch, false);
             if (!kSplitLoads) v.store(tile.v, v_store + slot, kPitchV, false);
         }
     };
 
-    // The same for a KV cache.
+    // The same for a KV cache, through its block table: KvTiles<true, ...> (forward/pages.cuh).
     struct PagedKeyLoader {
         const FwdParams& p;
         KvTiles<true, kChunks, kChunksV, kStep, kThreadsK> tiles;
@@ -138,7 +135,7 @@ struct ForwardRegisterQ {
         const ForwardLane lane;
         const Block block(problem, grid);
         const BlockSeqlenInfo sequence(p, block.batch);
-        if (kVarlen && block.row >= sequence.seqlen_q()) return;
+        if (kVarlen && block.row >= sequence.seqlen_q()) return;  // past the last query
         const Mask mask = mask_of(problem, sequence);
         const int row = block.row + threadIdx.x / 32 * kWarpRows;
 
@@ -156,11 +153,11 @@ struct ForwardRegisterQ {
                 if (kPaged && inside) q[mt][c] = flipped(load_global(q_row + c * kChunk), problem.sign_flip);
             }
         }
-        int key = first_step<kStep>(block.template key_first<kStep>(mask));
+        int key = first_step<kStep>(block.template key_first<kStep>(mask));  // of a whole step in batch-invariant kernels
         if (kRoundedKeys) key &= ~15;  // bias and random numbers come in groups of 4 keys, pages in groups of 16
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
         if constexpr (kPaged) {
-            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;  // out stays NaN, with which the library filled it
         }
         typename Grid::template Steps<kStep> keys(grid, block, key, key_end);
         using Bits = typename Grid::template Bits<kWarpRows, kStep>;
@@ -169,9 +166,8 @@ struct ForwardRegisterQ {
         const u32 k_lane = ring + lane.k_row() * kPitch;
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
-        UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);
-        // Bias and dropout keep here what has no register (LaneScratch). Each of its chunks is as a tile of K after the ring: a
-        // lane's chunk lies where it stores K's.
+        UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);  // steps without a mask
+        // Bias and dropout keep here what has no register. Each chunk is as a tile of K after the ring, stored where K's is.
         const LaneScratch memory{loader.k_store + kRingBytes, kStep * kPitch};
         KernelFeature features(p, grid, mask, unmasked, memory, row, key);
         unmasked.first = keep_in_register(unmasked.first);
@@ -201,11 +197,12 @@ struct ForwardRegisterQ {
         }
         __syncthreads();
 
+        // S of the first step. In the loop, each step computes S of the next one.
         Tile s;
         features.load(p, row, keys.first());
         features.init_accumulators(p, s, row, keys.first());
         features.load(p, row, keys.after(1));
-        bits.load(grid, keys, 0);
+        bits.load(grid, keys, 0);  // of the first step: 0 later
         [[maybe_unused]] Tile first_odd;  // as in the loop: a step's sums must not depend on where the block begins
         if constexpr (kBatchInvariant) first_odd.clear();
 #pragma unroll
@@ -226,10 +223,9 @@ struct ForwardRegisterQ {
 #pragma unroll
         for (int c = 0; c < kAhead; c++) k_ahead[c] = load_shared(k_lane + kSlotBytes + c * kChunkBytes);
 
-        // Under BlockMaskGrid, lists name the keys that a block visits. kHidesAll marks these grids: their bits hide all masked
-        // scores, those of lengths, causal masks and windows included. With lists: whether a step exists, and whether it has scores
-        // to hide, which is decided a step ahead, beside products. Votes, although all lanes agree: they tell the compiler that no
-        // warp diverges.
+        // Whether a step exists; under BlockMaskGrid also whether a later step has scores to hide, decided a step ahead, beside
+        // products. kHidesAll marks this grid: its bits hide all masked scores, those of lengths, causal masks and windows
+        // included. Votes, although all lanes agree: they tell the compiler that no warp diverges.
         const auto exists = [&] { return Bits::kHidesAll ? __any_sync(~0u, keys.exists()) : keys.exists(); };
         const auto is_masked = [&](int steps) {
             if constexpr (Bits::kHidesAll)
@@ -238,7 +234,7 @@ struct ForwardRegisterQ {
                 return 0;
         };
         bool listed_masked = is_masked(0);
-        bool exceeds = true;
+        bool exceeds = true;  // a score may be above its row's limit
         u32 slot = 0;  // of this step: its number in the ring times kSlotBytes
         const auto slot_after = [&](int steps) {
             const u32 x = slot + steps * kSlotBytes;
@@ -309,8 +305,7 @@ struct ForwardRegisterQ {
 
             // O += P V
             const u32 v_address = v_lane + slot;
-            constexpr int kGroups = kChunksV / 4;
-            constexpr int kLoads = 4 * kGroups;
+            constexpr int kGroups = kChunksV / 4, kLoads = 4 * kGroups;
             const auto load_v = [&](int i) {
                 const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
                 return load_shared(v_address + (w ? v_other : 0) + u * kPitchV + j * 4 * kChunkBytes);

@@ -1,6 +1,7 @@
-// The score feature of this volta forward kernel: Features is the specialization of ScoreFeature (score_feature.cuh) for the
-// features that the kernel requires. Includes all specializations, for the main loops (register_q.cuh, shared_q.cuh,
-// column_groups.cuh).
+// Features: the specialization of ScoreFeature (score_feature.cuh) for the score features (softcap, ALiBi, bias, dropout) that this
+// volta forward kernel requires, by its row's REQUIRED_FEATURES (features.cuh). None: the primary template, which does what plain
+// kernels need, and generic ones, which test parameters. The main loops of register_q.cuh and shared_q.cuh call it. The other
+// forward kernel (column_groups.cuh) and the grids (stream_k.cuh, block_mask.cuh) include this file for what it includes.
 #pragma once
 
 #include "volta/forward/feature_alibi.cuh"

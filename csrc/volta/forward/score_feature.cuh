@@ -1,12 +1,11 @@
 // Interface of the score features of volta forward kernels that are compiled for a fixed set of features (feature_*.cuh):
-// a score function, ALiBi, bias or dropout alone, ALiBi after a score function, or bias with dropout.
+// a score function, ALiBi, bias or dropout alone, ALiBi after a score function, or bias with dropout. "Product" below is q . k.
 //
-// A score function (softcap) maps a product to a state. The score is factor * state + constant (score_function.cuh), so the softmax
-// can take states.
+// A score function (softcap) maps a product to a state, and score = factor * state + constant. So the softmax can take states.
 //
 // Generic kernels test parameters in every step (Scores::apply_score_mod). Here the features are known: terms that are added to
-// scores become initial accumulators of the first product, and lanes carry along the keys what they would otherwise compute
-// again. A kernel's main loop calls the functions of ScoreFeature at fixed points; each feature overrides some of them.
+// scores become initial accumulators of the first product, and lanes keep from one tile of keys to the next what they would
+// otherwise compute again. Main loops call the functions of ScoreFeature at fixed points; a feature overrides some.
 #pragma once
 
 #include "batch_invariant.cuh"
@@ -15,7 +14,7 @@
 namespace volta {
 
 static_assert(!kRequiredFeatures || (!kVarlen && !kHasFp32Bias), "no such kernel has registers for lengths or an fp32 bias");
-// Whether the first key is rounded down to 16: bias and random numbers come in groups of 4 keys, pages in groups of 16.
+// Whether a block's first key is rounded down to a multiple of 16: bias and random numbers come in groups of 4 keys, pages of 16.
 constexpr bool kRoundedKeys = kPaged || kGeneric || kRequiresBias || kRequiresDropout;
 
 // Shared memory of a lane, for what has no register: 16-byte chunks, `between` bytes apart.
@@ -26,8 +25,9 @@ struct LaneScratch {
     __device__ __forceinline__ uint4 load(int i) const { return load_shared(first + i * between); }
 };
 
-// The interface, in the order of calls. This primary template, without a feature, does what plain kernels need. Arguments `row`
-// and `key`: first of the warp's tile. Each comment names the features that override the function.
+// The interface, in the order of calls. This primary template, without a feature, does what plain kernels need. Arguments
+// `int, int` are row and key, the first of the warp's tile of scores (init_row_max: row; drop: row tile and u). Each comment says
+// which features override the function, and what theirs does.
 template <int RowTiles, int KeyTiles, unsigned Feature, class Grid>
 class ScoreFeature {
     static_assert(Feature == 0, "no code for this combination of features");
@@ -57,7 +57,8 @@ public:
     // Corrects a tile that needs a mask, before the mask. ALiBi: the sign of terms after the diagonal.
     __device__ __forceinline__ void correct_masked_tile(Tile&, SoftmaxState<RowTiles>&, Unmasked&, const FwdParams&, const Mask&,
                                                         int, int) {}
-    // Raises row maxima and rescales the output. Score function: converts maxima of products to those of states.
+    // Raises row maxima and rescales the output. kMovedRows: all rows, in batch-invariant kernels those above their limit. Score
+    // function: converts maxima of products to those of states.
     template <class Rescale>
     __device__ __forceinline__ void update_row_max(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale, float inverse_scale,
                                                    Rescale rescale) const {
@@ -68,12 +69,12 @@ public:
     __device__ __forceinline__ void set_masked(bool, Tile&) {}
     // Returns what the softmax takes as the score. Score function: the state of x.
     __device__ __forceinline__ float score(float x) const { return x; }
-    // Dropout: draw draws random numbers for 16 keys. drop then clears elements of packed probabilities: words x and y have
-    // elements 4u to 4u + 3 of row tile mt.
+    // Dropout: draw() draws numbers for 16 keys. drop() clears packed probabilities: x and y are elements 4u to 4u + 3 of a tile; u
+    // (0 or 1) is the product O += P V that takes them.
     __device__ __forceinline__ void draw(Numbers&, const FwdParams&, int, int) const {}
     __device__ __forceinline__ void drop(u32&, u32&, const Numbers&, const FwdParams&, int, int) const {}
-    // Turns row maxima into those of the scores that the lse counts. Score function: adds the constant, which states
-    // leave out. ALiBi: subtracts the term that is constant in a row.
+    // Turns row maxima into those of the scores that the lse counts, after the last step. Score function: adds the constant, which
+    // states leave out. ALiBi: subtracts the term that is constant in a row. The float is scale().
     __device__ __forceinline__ void finish(SoftmaxState<RowTiles>&, float) const {}
 };
 

@@ -1,17 +1,20 @@
-// Forward kernel of the volta family with Q in shared memory: for headdims whose Q and output do not both fit registers.
-// Schedule of a step of Step keys (TurboMind's order: a global load is in flight during one product, and its registers are free
-// for the other operand in the next):
+// Forward kernel of the volta family with Q in shared memory: headdims 64 (small grids, generic) to 256, whose Q and output do not
+// both fit registers. csrc/entry.cu calls SharedQ::run(). Schedule of a step of Step keys (TurboMind's order: a global load is in
+// flight during one product, and its registers are free for the other operand in the next):
 //
 //   S = Q K^T, mask  |  store V, load next K  |  barrier  |  softmax, O += P V  |  store K, load next V  |  barrier
 //
-// The first product is a rolled loop over chunks of headdim, the second a rolled loop over tiles of 16 keys: the step has to fit
-// the 12 KiB instruction cache.
+// The first product is a rolled loop over chunks (eight columns) of headdim, the second a rolled loop over tiles of 16 keys: the
+// step has to fit the 12 KiB instruction cache.
 //
-// A kernel with required features (features.cuh) always applies them, through `features`. A generic kernel has all score features,
-// and tests its parameters for each one.
-//
+// Score features are softcap, ALiBi, bias and dropout. A kernel with required features always applies them, through `features`
+// (score_feature.cuh). A generic kernel (kGeneric) has all of them, and tests its parameters for each one.
+// Names: mt is a row tile of 16 of the warp, nt a tile of 16 keys; u (0 or 1) is which four of eight keys a product O += P V takes.
+// In accumulate(), w is a quad-pair column: 0 for the lane's own, 1 for the other. In the softmax it is a lane's element (0 to 7).
 // The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a tile, for all key groups), THREADS and
 // SHARED_BYTES (of a block), and BLOCKS_PER_SM.
+// swizzled() permutes a row's chunks against bank conflicts (tile.cuh). keep_in_register() forbids computing a value again; remat_*
+// functions compute one again at its use, so that it holds no register in between.
 #pragma once
 
 #include "forward/block.cuh"
@@ -23,37 +26,29 @@ namespace volta {
 
 __device__ constexpr int larger_of(int a, int b) { return a > b ? a : b; }
 
-// Warps warps own 16 * RowTiles rows each.
+// Each of Warps warps owns 16 * RowTiles rows. Grid: a block's rows, its steps of keys and how it loads them (layout.cuh).
 //
-// KeyGroups > 1 (split-KV inside a block) is for grids that leave SMs idle. The block's warps form that many groups with the
-// same rows. Each group takes its Step keys of a tile of Step * KeyGroups, and the groups' partial results are combined at the
-// end.
+// KeyGroups > 1 (split-KV inside a block) is for grids that leave SMs idle. The block's warps form that many groups with the same
+// rows. Each takes its Step keys of a tile of Step * KeyGroups, and their partial results are combined at the end.
 template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Step, int KeyGroups, int BlocksPerSm,
           class Grid = DataParallelGrid>
 struct ForwardSharedQ {
-    static constexpr int kThreads = 32 * Warps;
-    static constexpr int kWarpRows = 16 * RowTiles;
-    static constexpr int kGroupWarps = Warps / KeyGroups;
-    static constexpr int kBlockRows = kGroupWarps * kWarpRows;
-    static constexpr int kTileKeys = Step * KeyGroups;
-    static constexpr int kChunks = Headdim / kChunk;
-    static constexpr int kChunksV = HeaddimV / kChunk;
-    static constexpr int kPitch = kChunks * kChunkBytes;
-    static constexpr int kPitchV = kChunksV * kChunkBytes;
-    static constexpr int kKeyTiles = Step / 16;
-    static constexpr int kOutputTiles = HeaddimV / 16;
-    static constexpr int kOffsetK = kBlockRows * kPitch;
-    static constexpr int kOffsetV = kOffsetK + kTileKeys * kPitch;
+    static constexpr int kThreads = 32 * Warps, kWarpRows = 16 * RowTiles;
+    static constexpr int kGroupWarps = Warps / KeyGroups, kBlockRows = kGroupWarps * kWarpRows, kTileKeys = Step * KeyGroups;
+    static constexpr int kChunks = Headdim / kChunk, kChunksV = HeaddimV / kChunk;
+    static constexpr int kPitch = kChunks * kChunkBytes, kPitchV = kChunksV * kChunkBytes;
+    static constexpr int kKeyTiles = Step / 16, kOutputTiles = HeaddimV / 16;
+    static constexpr int kOffsetK = kBlockRows * kPitch, kOffsetV = kOffsetK + kTileKeys * kPitch;  // bytes: Q, then K, then V
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
     static_assert(kBlockRows == BLOCK_ROWS && kTileKeys == STEP && kSharedBytes == SHARED_BYTES,
                   "the row in src/kernels and the kernel disagree");
-    // Whether blocks visit listed keys (BlockMaskGrid).
+    // Whether the keys come from the lists of a block-sparse mask (BlockMaskGrid), whose bits hide all masked scores.
     static constexpr bool kListed = Grid::template Bits<kWarpRows, kTileKeys>::kHidesAll;
     // Rolls the second product over the lane's own keys and the others: with a bias, with two features or with bits of a block mask
     // the step would not fit the instruction cache.
     static constexpr bool kColumnsRolled = kRequiresBias || kRequiresTwo || (kListed && !kHasScoreFeatures);
-    // Only with one block an SM there are registers for it; two blocks hide the latency by themselves.
+    // Generic kernels load the bias ahead if one block an SM leaves registers for it; two blocks hide the latency by themselves.
     static constexpr bool kBiasAhead = kGeneric && kHasBias && BlocksPerSm == 1;
 
     // The swizzle XORs the low bits of a chunk's number. So a lane's chunk c is at (address of chunk 0) ^ (low bits of c) +
@@ -93,14 +88,14 @@ struct ForwardSharedQ {
         }
     }
 
-    // O += P V for the keys of Columns quad-pair columns (output_product.cuh).
+    // O += P V for eight keys of each of Columns quad-pair columns (output_product.cuh).
     template <int Columns, class Part, class Address>
     __device__ __forceinline__ static void accumulate_columns(Accumulators& o, Part part, Address address) {
         volta::accumulate_columns<Columns, kPitchV>(o, part, address);
     }
 
-    // O += P V for 16 keys. P holds the lane's own keys so far. v_own and v_other: the lane's addresses for the keys of its own
-    // quad-pair column and of the other.
+    // O += P V for 16 keys. P holds the eight keys of the lane's own quad-pair column so far; exchange() gets those of the other.
+    // v_own and v_other: the lane's addresses of V for the keys of either column.
     __device__ __forceinline__ static void accumulate(Accumulators& o, Probabilities<RowTiles>& p, u32 v_own, u32 v_other) {
         if (!kColumnsRolled) {
             p.exchange();
@@ -112,18 +107,15 @@ struct ForwardSharedQ {
 #pragma unroll 1
         for (int w = 0; w < 2; w++, v = v_other) {
             accumulate_columns<1>(o, [&](int mt, int, int u) { return p.part[mt][0][u]; }, [&](int) { return v; });
-            // The second exchange has no reader; kernels with lists skip it.
-            if (!kListed || w == 0) p.exchange(0);
+            if (!kListed || w == 0) p.exchange(0);  // in place of its own; the second has no reader: kernels with lists skip it
         }
     }
 
-    // Adds the partial results of all groups to the first group's, through shared memory that is no longer read. Returns
-    // whether this warp is in the first group.
+    // Combines the key groups' partial results in the first group, through shared memory. Returns whether this warp is in it.
     __device__ __forceinline__ static bool combine_key_groups(u32 base, int thread, int group, SoftmaxState<RowTiles>& softmax,
                                                               Accumulators& o) {
         // Chunk by chunk, with those of all threads adjacent: no bank conflicts.
-        constexpr int kGroupThreads = 32 * kGroupWarps;
-        constexpr int kBetween = kGroupThreads * kChunkBytes;
+        constexpr int kGroupThreads = 32 * kGroupWarps, kBetween = kGroupThreads * kChunkBytes;
         static_assert(KeyGroups == 1 || kPartialChunks<RowTiles, kOutputTiles> * kBetween <= kSharedBytes,
                       "one group's results at a time");
         const u32 first = base + thread % kGroupThreads * kChunkBytes;
@@ -136,6 +128,7 @@ struct ForwardSharedQ {
         }
         return group == 0;
     }
+
     __device__ __forceinline__ static void run(const FwdParams& p, const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const u32 base = shared_address(shared);
@@ -143,11 +136,11 @@ struct ForwardSharedQ {
         const ForwardLane lane;
         const typename Grid::template Block<kBlockRows> block(problem, grid);
         const BlockSeqlenInfo sequence(p, block.batch);
-        if (kVarlen && block.row >= sequence.seqlen_q()) return;
+        if (kVarlen && block.row >= sequence.seqlen_q()) return;  // past the last query
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x;
         const int warp_row = thread / 32 % kGroupWarps * kWarpRows;
-        const int group = thread / 32 / kGroupWarps, group_key = group * Step;
+        const int group = thread / 32 / kGroupWarps, group_key = group * Step;  // of keys
         const int row = block.row + warp_row;
 
         {
@@ -158,17 +151,16 @@ struct ForwardSharedQ {
 #pragma unroll 4
             for (int i = 0; i < kBlockRows; i += kRows) {
                 q.load(sequence.seqlen_q() - block.row - i);
-                // A negative softmax_scale flips the signs of Q.
-                q.flip_signs(problem.sign_flip);
+                q.flip_signs(problem.sign_flip);  // a negative softmax_scale flips the signs of Q
                 q.store(base + i * kPitch + swizzled<kChunks>(q.row, q.chunk), kPitch);
             }
         }
 
-        int key = first_step<kTileKeys>(block.template key_first<kTileKeys>(mask));
-        if (kRoundedKeys) key &= ~15;  // to a multiple of 16 (score_feature.cuh)
+        int key = first_step<kTileKeys>(block.template key_first<kTileKeys>(mask));  // of a whole step in batch-invariant kernels
+        if (kRoundedKeys) key &= ~15;  // bias and random numbers come in groups of 4 keys, pages in groups of 16
         const int key_end = keep_in_register(block.template key_end<kTileKeys>(mask));
         if constexpr (kPaged) {
-            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;  // out stays NaN, with which the library filled it
         }
         typename Grid::template Steps<kTileKeys> keys(grid, block, key, key_end);
         using Bits = typename Grid::template Bits<kWarpRows, kTileKeys>;
@@ -191,16 +183,17 @@ struct ForwardSharedQ {
         const u32 v_store =
             keep_in_register(base + kOffsetV + swizzled<kChunksV>(StreamV::row_of(thread), StreamV::chunk_of(thread)));
         // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
-        UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
+        UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);  // steps without a mask
         static_assert(!kRequiredFeatures || KeyGroups == 1, "features with state along the keys need steps in order");
         Features<RowTiles, kKeyTiles, Grid> features(p, grid, mask, unmasked, LaneScratch(), row, key);
-        if (!kRequiresBias) {  // which leaves no registers for it
+        if (!kRequiresBias) {  // a bias leaves no registers for the range
             unmasked.first = keep_in_register(unmasked.first);
             unmasked.span = keep_in_register(unmasked.span);
         }
 
         const float scale = features.scale(p), inverse_scale = 1.f / scale;
         SoftmaxState<RowTiles> softmax;
+        // with ALiBi, row maxima begin at the score of each row's nearest visible key; else this does nothing
         features.init_row_max(softmax, p, mask, rows_of(p.q, block.batch, block.head, sequence.q_offset()),
                               rows_of(p.k, block.batch, block.head_k, sequence.k_offset()), row);
         Accumulators o;
@@ -210,14 +203,14 @@ struct ForwardSharedQ {
             for (int j = 0; j < kOutputTiles; j++) clear(o[mt][j]);
 
         tiles.load_k(staging, p, keys.first());
-        k.store(staging, k_store, kPitch, false);
+        k.store(staging, k_store, kPitch, false);  // false: stores padding chunks too, true: not again (TileStream::store)
         tiles.load_v(staging, p, keys.first());
         __syncthreads();
 #pragma unroll 1
         for (; keys.exists(); keys.advance(grid)) {
             const int key = keys.first();
             Tile s;
-            bits.load(grid, keys, 0);
+            bits.load(grid, keys, 0);  // of this step
             ScoreBias<ForwardLayout, RowTiles, kKeyTiles> bias;
             if (kBiasAhead && p.score_options.bias) bias.load(p, row, key + group_key);
             features.init_accumulators(p, s, row, key + group_key);
@@ -294,8 +287,7 @@ struct ForwardSharedQ {
     }
 };
 
-// The kernel of a row in src/kernels. In blocks of at least 128 rows each row has one warp. In smaller ones two groups of warps
-// split the keys.
+// The kernel of a row in src/kernels. Blocks of fewer than 128 rows have two groups of warps, which split the keys.
 constexpr int kKeyGroups = BLOCK_ROWS < 128 ? 2 : 1;
 template <class Grid>
 using SharedQ = ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS * kKeyGroups / (THREADS / 32) / 16, STEP / kKeyGroups,

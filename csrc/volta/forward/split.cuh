@@ -1,11 +1,10 @@
-// Products of the forward kernel of fp32 tensors (forward/split.cuh) on volta's tensor cores. Each number is the sum of a high and
-// a low fp16 part. Low times low is left out: it is at most 2^-21 of the product, typically near fp32's own rounding.
+// Products of the forward kernels of fp32 tensors (forward/split.cuh, their template argument Family) on volta's tensor cores. Each
+// number is the sum of a high and a low fp16 part. Low times low, at most 2^-21 of the product, is left out.
 //
-// Forward holds both parts of a step in shared memory: multiply() and add_output(). WideForward has room for one part at a time:
-// the functions for high and low.
+// A step is 16 keys. split::Forward (headdim up to 128) holds both parts of K and V of a step in shared memory: multiply() and
+// add_output(). split::WideForward (larger headdims) has room for one part at a time: the functions for high and low.
 //
-// A lane is number t (0 to 7) of its quad-pair: t % 4 is quad, t / 4 is half. The four quad-pairs of a warp form a 2x2 over a tile
-// of 16 by 16. The lane's quad-pair is in row qm and column qn of it (volta/mma.cuh).
+// A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
 #pragma once
 
 #include "forward/split.cuh"
@@ -15,16 +14,16 @@ namespace volta {
 
 struct Split {
     using Layout = ForwardLayout;
-    static constexpr int kTiles = 1, kNextTile = 16;  // tiles of scores in a step; keys from one tile to the next
+    static constexpr int kTiles = 1, kNextTile = 16;  // 16x16 tiles of scores in a step; keys from one tile to the next
     template <int Headdim>
     static constexpr int kOutputTiles = Headdim / 16;
     template <int Headdim>
     using Output = Accumulator[1][kOutputTiles<Headdim>];
-    // The key of a step in row `row` of the shared tile.
+    // Returns the key of a step that lies in row `row` of the shared tile.
     __device__ __forceinline__ static constexpr int key_of_row(int row) { return row; }
 
-    // A warp's 16 rows of Headdim columns of Q: the high parts in registers, the low ones, LowColumn columns on, in shared memory.
-    // WideForward gives each warp only Headdim of a row's LowColumn columns.
+    // A warp's 16 rows of Headdim columns of Q: the high parts in registers, the low ones in shared memory. In global memory a row
+    // has LowColumn high parts, then the low ones. WideForward gives each warp only Headdim (128) of these columns.
     template <int Headdim, int LowColumn = Headdim>
     struct Queries {
         static constexpr int kHalf = Headdim / kChunk;  // chunks of the high parts
@@ -32,7 +31,9 @@ struct Split {
         uint4 high[kHalf];
         u32 low;  // address of the lane's row
 
-        // `base`: row 0. `shared_rows`: of the block's first row.
+        // Loads rows from `row` on, of `rows`. `base`: address of row 0. sign_flip: 0x80008000 to flip the signs of Q, for a
+        // negative softmax_scale, else 0. `shared_rows`: shared address of the block's first row. warp_row: the warp's first row in
+        // the block.
         __device__ __forceinline__ void load(const Operand& from, const unsigned short* base, int row, int rows, u32 sign_flip,
                                              u32 shared_rows, int warp_row) {
             const ForwardLane lane;
@@ -51,8 +52,8 @@ struct Split {
             }
             __syncwarp();
         }
-        // S = Q K^T. `tile`: K of the step. `small` sums the products with a low part, 2^-11 of the others. Tensor cores truncate
-        // sums, so those would lose digits in one accumulator with the large ones.
+        // S = Q K^T. `tile`: K of the step, whose rows are `pitch` bytes apart. `small` sums the products with a low part, 2^-11 of
+        // the others. Tensor cores truncate sums, so those would lose digits in one accumulator with the large ones.
         __device__ __forceinline__ void multiply(Scores<Layout, 1, 1> (&s)[1], u32 tile, int pitch) const {
             const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
             Accumulator small, large;
@@ -73,7 +74,7 @@ struct Split {
 #pragma unroll
             for (int v = 0; v < 8; v++) s[0].tile[0][0][v] = large[v] + small[v];
         }
-        // Add the products with the high and with the low parts of K. `tile`: these parts of the step, from Q's first column on.
+        // Add the products with the high, and with the low, parts of K to the sums. `tile`: these parts, from Q's first column on.
         __device__ __forceinline__ void multiply_high(Scores<Layout, 1, 1> (&small)[1], Scores<Layout, 1, 1> (&large)[1], u32 tile,
                                                       int pitch) const {
             const u32 k = tile + ForwardLane(remat_thread_index() & 31).k_row() * pitch;
@@ -99,6 +100,7 @@ struct Split {
         }
     };
 
+    // Probabilities as operand A, in two parts.
     struct Probabilities {
         volta::Probabilities<1> high, low;
 
@@ -117,7 +119,8 @@ struct Split {
         }
     };
 
-    // O += P V. `tile`: V of the step.
+    // O += P V. `tile`: V of the step. In each product w is 0 for the lane's own eight keys and 1 for the other eight, u (0 or 1)
+    // is which four of them, j counts groups of four chunks (32 columns), t (not the lane's number) their two output tiles.
     template <int Headdim>
     __device__ __forceinline__ static void add_output(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         const ForwardLane lane(remat_thread_index() & 31);
@@ -153,8 +156,7 @@ struct Split {
         }
     }
 
-    // Add the products with the high and with the low parts of V. `tile`: these parts of the step, from the output's first column
-    // on.
+    // Add the products with the high, and with the low, parts of V. `tile`: these parts, from the output's first column on.
     template <int Headdim>
     __device__ __forceinline__ static void add_high(Output<Headdim>& o, const Probabilities& p, u32 tile, int pitch) {
         add_part<Headdim, 4>(o, tile, pitch, [&](Accumulator(&sums)[4], int w, int u, const uint4& v) {
@@ -174,7 +176,7 @@ struct Split {
         });
     }
     // Adds Sums sums of a step to the output, number i to output tile i % 2 of each four chunks. add(sums, w, u, v) adds the
-    // products of four keys.
+    // products of four keys, v being the lane's operand of V.
     template <int Headdim, int Sums, class F>
     __device__ __forceinline__ static void add_part(Output<Headdim>& o, u32 tile, int pitch, F add) {
         const ForwardLane lane(remat_thread_index() & 31);
@@ -199,10 +201,8 @@ struct Split {
         }
     }
 
-    // Column of element v of output tile j.
-    __device__ __forceinline__ static int column(const Lane& lane, int j, int v) {
-        return (4 * (j / 2) + 2 * lane.qn + (v >> 2)) * kChunk + j % 2 * 4 + (lane.t & 2) + (v & 1);
-    }
+    // Returns the column of element v of output tile j.
+    __device__ __forceinline__ static int column(const Lane& lane, int j, int v) { return output_column(lane, j, v); }
 };
 
 }  // namespace volta

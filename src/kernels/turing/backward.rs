@@ -1,4 +1,8 @@
-//! The backward kernels. docs/design/turing-backward.md derives the shapes. A thread can have 255 registers.
+//! Rows of Turing's backward kernels, and the reasons for their tiles. docs/design/turing-backward.md derives the shapes.
+//!
+//! Main kernels own `block_rows` keys and step over `step` queries: they compute dk and dv, and add to dq by atomics. `dkdv` kernels leave
+//! dq to dq kernels, which own queries and step over keys; `fused` ones do all of a pass. S are scores, P probabilities, dP and dS their
+//! gradients; dV and dK below are accumulators in registers. A thread can have 255 registers, an SM 64 KB of shared memory.
 
 use super::super::shared::{self, backward_sources, dkdv, fused, with, BackwardSources};
 use super::super::variants::{Feature, FeatureSet, Pass, Source, Variant};
@@ -8,7 +12,7 @@ const SINGLE_ROLE: Source =
     Source::new(&["turing/backward/single_role.cuh"], "turing::BackwardSingleRole<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::DQ_MODE>");
 const HALVES: Source =
     Source::new(&["turing/backward/single_role_halves.cuh"], "turing::BackwardSingleRoleHalves<HEADDIM, BLOCK_ROWS, STEP, THREADS>");
-// two tiles of Q and dO fit the 64 KB of a block up to headdim 192
+// the number before DQ_MODE is that of the slots for Q and dO in shared memory: two fit up to headdim 192
 const WARP_SPECIALIZED: Source = Source::new(
     &["turing/backward/warp_specialized.cuh"],
     "turing::BackwardWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, (HEADDIM <= 192 ? 2 : 1), DqMode::DQ_MODE>",
@@ -35,8 +39,7 @@ const DQ_WARP_SPECIALIZED_BLOCK_MASK: Source = Source::new(
 
 const SOURCES: BackwardSources = backward_sources!("turing");
 
-/// `turing/backward/single_role`: 4 warps of 32 keys, two blocks an SM. Shared memory has K, and two tiles of Q, of dO and
-/// of dS.
+/// `turing/backward/single_role`: 4 warps of 32 keys that all do the same; two blocks an SM. Shared memory: K, two tiles of Q, dO and dS.
 const fn single_role(headdim: u32, step: u32) -> Variant {
     let block_rows = 128;
     Variant {
@@ -52,7 +55,8 @@ const fn single_role(headdim: u32, step: u32) -> Variant {
     }
 }
 
-/// `turing/backward/single_role_halves`: the same with 32 queries a step, and one tile of Q, of dO and of dS.
+/// `turing/backward/single_role_halves`: the same with 32 queries a step, and one tile of Q, of dO and of dS. A half of a step, 16 queries,
+/// goes from dP through dV and dK at a time, to save registers.
 const SINGLE_ROLE_HALVES: Variant = {
     let (row, step) = (single_role(64, 16), 32);
     Variant {
@@ -63,8 +67,8 @@ const SINGLE_ROLE_HALVES: Variant = {
     }
 };
 
-/// `turing/backward/warp_specialized`: two roles of four warps. Shared memory has K, tiles of Q, of dO and of dS (two
-/// where they fit), and P.
+/// `turing/backward/warp_specialized`: two roles of four warps, one for S, P and dV, one for dP, dS and dK. Shared memory has K, tiles of
+/// Q, of dO and of dS (two where they fit), and P. All numbers are fp16.
 const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
     let scores = 2 * block_rows * step;
     // at headdim 256 one tile of each, and a quarter of V
@@ -79,31 +83,32 @@ const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
     }
 }
 
+/// The main kernel of each headdim. Comments count registers of a thread, and shared memory of a block.
 const MAIN: [Variant; 6] = [
-    // 32 queries a step, for all threads to load; S and dP are 2 x 32 registers, dV and dK 2 x 32
+    // 32 queries a step, so that all threads have a part of Q and dO to load; S and dP are 2 x 32 registers, dV and dK 2 x 32
     single_role(32, 32),
     // dV and dK are 2 x 64 registers, V 32, S and dP 2 x 16
     single_role(64, 16),
     warp_specialized(96, 128, 16),
     // 128 registers of dV or dK, 64 of K or V; 60 KB
     warp_specialized(128, 128, 16),
-    // 16 keys a warp: 96 and 48 registers; 56 KB
+    // 16 keys a warp: 96 and 48 registers; 54 KB
     warp_specialized(192, 64, 16),
-    // 128 and 48 registers; 60 KB
+    // 128 and 48 registers, because shared memory has a quarter of V; 60 KB
     warp_specialized(256, 64, 16),
 ];
 
-/// Returns the main kernel with two tiles of dS, which its roles use at different times where it has no score features.
+/// Returns the main kernel with two tiles of dS: its roles then compute dQ at different times (without score features).
 fn staggered(main: Variant) -> Variant {
     let second_tile = if main.headdim > 192 { 2 * main.block_rows * main.step } else { 0 };
     Variant { shared_bytes: main.shared_bytes + second_tile, ..main }
 }
 
-/// Kernels with all features; at headdim 64, 32 queries a step, for all threads to load.
+/// Kernels with all features, of headdims from 64 on; at 64, 32 queries a step, so that all threads have a part of Q and dO to load.
 const GENERIC: [Variant; 5] = [warp_specialized(64, 128, 32), MAIN[2], MAIN[3], MAIN[4], MAIN[5]];
 
-/// deterministic=True: dq from blocks of queries. `turing/backward/dq`: Q, dO and dQ in registers, two tiles of K and of V
-/// in shared memory.
+/// deterministic=True: dq from blocks of queries, so that its sums have a fixed order. `turing/backward/dq`: Q, dO and dQ in registers, two
+/// tiles of K and of V in shared memory.
 const fn dq(headdim: u32, step: u32, threads: u32) -> Variant {
     Variant {
         headdim,
@@ -141,9 +146,9 @@ const DQ: [Variant; 5] = [
     dq_warp_specialized(256),
 ];
 
-/// Kernels of block masks (`csrc/turing/backward/block_mask.cuh`). They have three headdims, and other headdims are padded to the next.
-/// At headdim 64 the main kernel with two roles, because the other has no registers left. Generic kernels have no atomics, and at 128
-/// half the keys: lists beside all features would spill.
+/// Kernels of block masks (`csrc/turing/backward/block_mask.cuh`). They have three headdims, and other headdims are padded to the next. At
+/// headdim 64 they have two roles, because single-role kernels have no registers left. Generic ones have no atomics (dkdv and dq only), and
+/// at 128 half the keys: lists beside all features would spill.
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]];
     let generic_main = [main[0], warp_specialized(128, 64, 32), main[2]];
@@ -161,13 +166,13 @@ fn block_mask_rows() -> impl Iterator<Item = Variant> {
 pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
-    let all_of_it = [MAIN[1], MAIN[3]].map(fused);
+    let fused_rows = [MAIN[1], MAIN[3]].map(fused);
     let mut rows = vec![varlen(shared::preprocess(TURING, SOURCES.preprocess)), varlen(shared::postprocess(TURING, SOURCES.postprocess))];
-    // plain ones of headdims 64 and 128: at the others the varlen kernels take at most 1% more time (32: 5%)
+    // plain kernels (no features) of headdims 64 and 128: at the others the varlen kernels take at most 1% more time (32: 5%)
     let [headdim_32, _, larger @ ..] = MAIN;
     rows.extend([SINGLE_ROLE_HALVES, MAIN[3]]);
     rows.extend([headdim_32, SINGLE_ROLE_HALVES].into_iter().chain(larger.map(staggered)).map(varlen));
-    // at headdim 64 `single_role` has registers for one feature; generic kernels are warp-specialized
+    // one feature: at headdim 64 `single_role` has registers for it; generic kernels are warp-specialized
     for feature in Feature::OF_SCORES {
         // these two would spill at headdim 128
         let tiles = if matches!(feature, Feature::Alibi | Feature::Bias) { &MAIN[1..2] } else { &[MAIN[1], MAIN[3]] };
@@ -176,7 +181,7 @@ pub fn backward_rows() -> Vec<Variant> {
     rows.extend(GENERIC.map(generic));
     rows.extend(MAIN.map(dkdv).into_iter().chain(GENERIC.map(|row| generic(dkdv(row)))));
     rows.extend(DQ.into_iter().chain(DQ.map(generic)));
-    rows.extend(all_of_it.map(varlen));
+    rows.extend(fused_rows.map(varlen));
     rows.extend(block_mask_rows());
     rows.extend(shared::stored_backward(TURING, SOURCES.stored));
     rows.extend(shared::split_backward(TURING, SOURCES.split_scores, SOURCES.split_gradients));

@@ -1,24 +1,23 @@
-//! The decode kernels; src/kernels/shared.rs has what they share with Volta's.
+//! Rows of Turing's decode kernels: attention of few queries a sequence over a KV cache. Rows are queries of all heads of a KV head.
+//! src/kernels/shared.rs has what they share with Volta's.
 //!
-//! Warps beside each other take the same tokens for other rows; other warps of a block take other tokens. A Turing SM has 64 KB of shared
-//! memory for the results of warps with other tokens. So only blocks of 8 rows at headdims 64 and 128 divide the tokens four ways; the
-//! others divide them two ways or not.
-//!
-//! Below headdim 512, 32 rows take the time of 16, so no tile has 16. At headdim 256, four warps beside each other share 32 or 64 rows.
-//! Four beside each other share what they load. With 64 rows they store half of their results at a time at headdims 128 and 256, and a
-//! quarter at 512.
+//! Warps "beside each other" take the same tokens for different rows; other warps of a block take other tokens. All store their results to
+//! shared memory (a Turing SM has 64 KB), and the block merges them. So only blocks of 8 rows at headdims 64 and 128 divide the
+//! tokens four ways; the others divide them two ways or not. Results that do not fit are stored half at a time (128x64, 256x64, 512x16 and
+//! 512x32: headdim x rows), or a quarter (512x64). Below headdim 512, 32 rows take the time of 16, so no tile has 16. Four warps beside each
+//! other share what they load, wherever a tile has as many (csrc/decode/mainloop.cuh). Above headdim 256, two warps divide the columns.
 
 use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, Source, Variant};
 use super::family::TURING;
 
-// STEP: rows of a warp
+// STEP, a row's `step`, is the rows of a warp here. The numbers: 8-row tiles of a warp, warps beside each other, warps.
 const DECODE: Source = Source::new(
     &["turing/decode/layout.cuh"],
     "decode::Block<decode::DecodeMainloop<turing::DecodeLayout, STEP / 8, BLOCK_ROWS / STEP, THREADS / 32>>",
 );
 
-/// The indexer's kernels.
+/// Source of the indexer's kernels, whose rows `shared::indexer` makes: they score tokens, and sparse attention takes the best.
 pub const INDEXER: Source = Source::new(&["turing/indexer.cuh"], "indexer::Kernel<turing::IndexerProducts, BLOCK_ROWS>");
 
 /// A tuple has the headdim, [rows of a block, rows of a warp], threads of a block, and the blocks that an SM must hold.
@@ -38,12 +37,13 @@ const TILES: [DecodeTile; 13] = [
     (512, [64, 16], 256, 1),
 ];
 
-/// The one tile of each headdim for batch-invariant calls, whatever the number of rows.
+/// The one tile of each headdim for batch-invariant calls, 32 rows whatever the number of rows: so a row's bits cannot depend on it.
 const INVARIANT_TILES: [DecodeTile; 4] = [TILES[1], TILES[4], TILES[7], TILES[11]];
 
 pub fn decode_rows() -> impl Iterator<Item = Variant> {
     let of_tile = |tile| shared::decode(TURING, DECODE, CacheFormat::Unquantized, tile);
     let rows = shared::in_both_types(TILES.into_iter().map(of_tile));
     let invariant = shared::in_both_types(INVARIANT_TILES.into_iter().map(of_tile)).into_iter().map(Variant::batch_invariant);
+    // calls with a tree mask (speculative decoding) and batch-invariant calls have kernels of their own
     rows.clone().into_iter().chain(shared::with_tree(rows.into_iter())).chain(invariant)
 }

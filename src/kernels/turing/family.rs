@@ -1,4 +1,4 @@
-//! The family's instruction set and resources.
+//! Turing's properties as a [`Family`]: instruction set, resources, and what its kernels can do. The rows of its tables name it.
 
 use super::super::variants::{Family, Pass, Scratch};
 
@@ -9,12 +9,12 @@ pub const TURING: Family = Family {
     native: &[75],
     shared_bytes: 64 * 1024,
     threads: 1024, // of an SM
-    // passes whose grids may have heads as their first axis
+    // passes whose grids may have heads instead of row tiles as their first axis
     either_order: &[Pass::Forward, Pass::ForwardSplit, Pass::Prefill, Pass::FastForward],
     has_key_block_offset: false, // no backward launch takes a part of the blocks of keys
-    stores_dbias: false,         // no kernel stores the gradient of a bias as fp16
-    stored_above: 256,           // headdim: wider heads are faster with P and dS in memory
-    // csrc/turing/backward/row_stats.cuh
+    stores_dbias: false,         // no kernel stores the gradient of a bias as fp16; they add to fp32
+    stored_above: 256,           // headdim: the backward pass of wider heads keeps P and dS in memory
+    // the row statistics of csrc/turing/backward/row_stats.cuh: for 16 queries -lse/scale of each, then -delta of each, as floats
     scratch: Some(Scratch {
         row_rounding: 32,
         group_rows: 16,

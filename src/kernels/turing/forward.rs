@@ -1,7 +1,9 @@
-//! The forward kernels and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
-//! A thread can have 255 registers.
+//! Rows of Turing's forward kernels, and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
+//!
+//! A block owns `block_rows` queries and steps over `step` keys. Plain kernels have no features; varlen, generic and one-feature kernels
+//! have sets of src/kernels/features.rs. A thread can have 255 registers, an SM 64 KB of shared memory.
 
-use super::super::shared::{self, with};
+use super::super::shared::{self, split_sources, split_stream_k_source, with};
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::TURING;
 
@@ -12,8 +14,8 @@ const PIPELINED_BLOCK_MASK: Source = Source::new(
 )
 .with_arguments("p.forward, turing::BlockMaskGrid<(HEADDIM > 64)>(p)");
 
-/// `turing/forward/pipelined`: steps of 16 keys through a ring of 4 or 8 slots. `warp_rows` is 16, 32 or 48: one fragment
-/// of K or V serves all rows of a warp, and shared memory is half as fast as Volta's.
+/// `turing/forward/pipelined`: steps of 16 keys of K and V, fp16, through a ring of 4 or 8 slots in shared memory. `warp_rows` is 16, 32 or
+/// 48, as many as registers allow: one fragment of K or V serves all rows of a warp, and shared memory is half as fast as Volta's.
 const fn pipelined(
     (headdim, headdim_v): (u32, u32),
     size: Size,
@@ -37,8 +39,9 @@ const fn pipelined(
 
 const COLUMN_GROUPS: Source = Source::new(&["turing/forward/column_groups.cuh"], "turing::ForwardColumnGroups<HEADDIM, BLOCK_ROWS>");
 
-/// `turing/forward/column_groups`: 8 warps, a group of them for each 32 rows. The warps of a group divide the columns. In shared memory one
-/// tile of K and one of V, 32 rows of partial scores of each warp, probabilities and a factor of each row, two addresses and two lengths.
+/// `turing/forward/column_groups`: 8 warps, a group of them for each 32 rows. The warps of a group divide the columns. Shared memory has a
+/// tile of K and one of V, and partial scores (fp32) of each warp's 32 rows. After these come probabilities (fp16) and a factor (fp32) of
+/// each row, and 32 bytes for two addresses and two lengths.
 const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant {
     let (step, warps) = (16, 8);
     Variant {
@@ -53,13 +56,15 @@ const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant
     }
 }
 
+/// Plain kernels, from which the others are made. A tuple has headdims, size, (warps, rows of a warp), slots, and blocks that an SM must
+/// hold. Comments count registers of a thread, and shared memory of a block.
 const PLAIN: [Variant; 15] = {
     use Size::{Large, Medium, Small};
     [
         pipelined((32, 32), Large, (4, 32), 8, 4),
         // 48 registers of Q and 96 of output; 32 KB: two blocks.
         pipelined((64, 64), Large, (4, 48), 8, 2),
-        // Fewer rows a warp, for grids that would leave SMs idle: the larger first.
+        // Fewer rows a warp, for grids that would leave SMs idle.
         pipelined((64, 64), Medium, (4, 32), 8, 2),
         pipelined((64, 64), Small, (4, 16), 8, 2),
         pipelined((96, 96), Large, (8, 32), 8, 1),
@@ -84,30 +89,35 @@ const PLAIN_64: Variant = PLAIN[1];
 const PLAIN_128: Variant = PLAIN[7];
 const PLAIN_256: Variant = PLAIN[12];
 const PLAIN_512: [Variant; 2] = [PLAIN[13], PLAIN[14]];
+/// The large kernels of four headdims. Where only these have variants, other headdims are padded to the next.
+const PADDED: [Variant; 4] = [PLAIN_64, PLAIN_128, PLAIN_256, PLAIN_512[0]];
 
-/// The same with other rows in its blocks.
 fn of_rows((warps, warp_rows): (u32, u32), size: Size, row: Variant) -> Variant {
     Variant { block_rows: warps * warp_rows, threads: 32 * warps, size, ..row }
 }
 
-/// Returns a kernel with all features. What changes scores takes registers: fewer rows a warp than the plain kernel has.
+/// Returns a kernel with all features. Features of scores take registers, so it has fewer rows a warp than the plain kernel.
 fn generic(plain: Variant) -> Variant {
     if plain.source == COLUMN_GROUPS {
-        // 16 columns of Q of each warp: a lane has 16 bytes of every 8
+        // 16 columns of Q move from registers to shared memory: of every 8 columns a lane has 16 bytes (32 rows, fp16)
         let columns_of_q = if plain.block_rows == 64 { 2 * 16 * plain.threads } else { 0 };
         return Variant { shared_bytes: plain.shared_bytes + columns_of_q, ..plain }.with_features(FeatureSet::GENERIC);
     }
     let rows = if plain.headdim <= 64 { (4, 32) } else { (8, 16) };
     let blocks_per_sm = if plain.headdim == 32 { 3 } else { plain.blocks_per_sm };
-    Variant { blocks_per_sm, ..of_rows(rows, Size::Large, plain).with_features(FeatureSet::GENERIC) }
+    // the choice between fp16 and fp32 output would spill at headdim 256: such calls run the kernel of headdim 512
+    let features =
+        if plain.headdim == 256 { FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Fp32Output])) } else { FeatureSet::GENERIC };
+    Variant { blocks_per_sm, ..of_rows(rows, Size::Large, plain).with_features(features) }
 }
 
-/// Returns a kernel with one feature and as many rows a warp as the plain kernel, where all registers are in use. It has half the slots,
-/// and after them 32 bytes for each thread.
+/// Returns a kernel with one feature and as many rows a warp as the plain kernel, whose registers are all in use. So it has half the slots,
+/// and after them 32 bytes for each thread's values of the feature.
 fn with_all_rows(feature: Feature, plain: Variant) -> Variant {
     with(feature, Variant { shared_bytes: plain.shared_bytes / 2 + 32 * plain.threads, ..plain })
 }
 
+/// Returns the kernels that require one feature of scores, at headdims 64 and 128; some in a medium size too.
 fn required_rows() -> impl Iterator<Item = Variant> {
     use Size::*;
     let of_feature = |feature| {
@@ -122,13 +132,13 @@ fn required_rows() -> impl Iterator<Item = Variant> {
     Feature::OF_SCORES.into_iter().flat_map(of_feature)
 }
 
-/// Kernels of block masks (`csrc/forward/block_mask.cuh`), with the 128 rows of a list. They have three headdims, and other headdims are
-/// padded to the next. At headdim 128 two blocks of four slots stand in for one of 256 rows. At 256 the plain kernel has no registers for
-/// lists, so that problems of any features run the generic one.
+/// Kernels of block masks (`csrc/forward/block_mask.cuh`), whose blocks have the 128 rows of a list. They have three headdims, and other
+/// headdims are padded to the next. At headdim 128 two blocks an SM, of four slots each, replace the plain kernel's one of 256 rows. At 256
+/// the plain kernel has no registers for lists, so problems of any features run the generic one.
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let with_blocks = |row: Variant, features| row.with_blocks(features, PIPELINED_BLOCK_MASK);
     let plain = [of_rows((4, 32), Size::Large, PLAIN_64), pipelined((128, 128), Size::Large, (4, 32), 4, 2)];
-    let plain = plain.into_iter().map(move |row| with_blocks(row, FeatureSet::NONE));
+    let plain = plain.into_iter().map(move |row| with_blocks(row, FeatureSet::of(&[Feature::Fp32Output])));
     let generic = [PLAIN_64, PLAIN_128, PLAIN_256].map(generic);
     plain.chain(generic.into_iter().map(move |row| with_blocks(row, FeatureSet::GENERIC_BLOCKS)))
 }
@@ -142,37 +152,31 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
         .into_iter()
         .filter(is_plain)
         .chain(PLAIN.into_iter().filter(has_varlen).map(|row| row.with_features(FeatureSet::VARLEN)))
+        .chain(PADDED.map(|row| row.with_features(FeatureSet::FP32_OUTPUT)))
         .chain(required_rows())
-        // padding costs values of 128 columns less than a kernel
+        // no generic kernel of headdims 192 x 128: V padded to 192 costs less than another kernel in the library
         .chain(PLAIN.into_iter().filter(is_complete).filter(|row| row.headdim == row.headdim_v).map(generic))
         .chain(block_mask_rows())
 }
 
-/// The kernels of batch-invariant calls: of each headdim one for calls without features of scores, and one for the others.
 pub fn invariant_rows() -> impl Iterator<Item = Variant> {
-    let is_large = |row: &Variant| row.size == Size::Large && !matches!((row.headdim, row.headdim_v), (32, _) | (192, 192));
-    let varlen = PLAIN.into_iter().filter(is_large).map(|row| row.with_features(FeatureSet::VARLEN));
-    varlen.chain([PLAIN_64, PLAIN_128, PLAIN_256, PLAIN_512[0]].map(generic)).map(Variant::batch_invariant)
+    shared::invariant_forward(PLAIN, PADDED.map(generic))
 }
 
-/// The kernels of fp32 tensors. A tuple has the headdim, the warps, the blocks of an SM, and the bytes of a row of Q in shared memory:
-/// none, because registers hold Q. Q and the output are 64 registers at headdim 64, and 128 at 128. Three blocks an SM would spill at 64.
+/// The kernels of fp32 tensors, whose numbers are split into two fp16 parts. A tuple has the headdim, the warps, the blocks of an SM, and
+/// the bytes of a row of Q in shared memory: none, because registers hold Q. Q and the output are 64 registers at headdim 64, 128 at 128;
+/// three blocks an SM would spill at 64.
 pub fn split_rows() -> impl Iterator<Item = Variant> {
-    const fn source(kernel: &'static str) -> Source {
-        Source::new(&["turing/forward/split.cuh"], kernel)
-    }
-    const fn listed(kernel: &'static str) -> Source {
-        Source::new(&["turing/forward/split.cuh", "forward/split_block_mask.cuh"], kernel)
-            .with_arguments("p.forward, split::ListedKeys(p.blocks)")
-    }
-    const SPLIT: [Source; 2] = [source("split::Forward<turing::Split>"), source("split::WideForward<turing::Split>")];
-    const LISTED: [Source; 2] =
-        [listed("split::Forward<turing::Split, split::ListedKeys>"), listed("split::WideForward<turing::Split, split::ListedKeys>")];
-    shared::split_forward(TURING, SPLIT, LISTED, &[(64, 4, 2, 0), (128, 8, 1, 0), (256, 8, 1, 0), (512, 8, 1, 0)])
+    shared::split_forward(TURING, split_sources!("turing"), &[(64, 4, 2, 0), (128, 8, 1, 0), (256, 8, 1, 0), (512, 8, 1, 0)])
 }
 
-/// Kernels of a KV cache: the same with rows through a block table. They have four headdims, and
-/// other headdims are padded to the next: chunks of prompts run here, not training. Chunks have few rows, so small blocks matter.
+/// The kernels of fp32 tensors on stream-K grids.
+pub fn split_stream_k_rows() -> impl Iterator<Item = Variant> {
+    shared::split_stream_k(split_rows(), split_stream_k_source!("turing"))
+}
+
+/// Prefill kernels: the same tiles over a KV cache, whose rows they find by a block table. They have four headdims, and other headdims are
+/// padded to the next: chunks of prompts run here, not training. Chunks have few rows, so small blocks matter.
 pub fn prefill_rows() -> impl Iterator<Item = Variant> {
     use Size::*;
     let paged = |row: Variant| Variant { pass: Pass::Prefill, ..row };

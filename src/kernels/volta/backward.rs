@@ -1,4 +1,8 @@
-//! The backward kernels. docs/design/volta-backward.md derives the shapes. A thread can have 255 registers.
+//! Rows of Volta's backward kernels, and the reasons for their tiles. docs/design/volta-backward.md derives the shapes.
+//!
+//! Main kernels own `block_rows` keys and step over `step` queries: they compute dk and dv, and add to dq by atomics. `dkdv` kernels leave
+//! dq to dq kernels, which own queries and step over keys; `fused` ones do all of a pass. S are scores, P probabilities, dP and dS their
+//! gradients; dV and dK below are accumulators in registers. A thread can have 255 registers, an SM 96 KB of shared memory.
 
 use super::super::shared::{self, backward_sources, dkdv, fused, with, BackwardSources};
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
@@ -36,8 +40,8 @@ const DQ_BLOCK_MASK: Source = Source::new(
 
 const SOURCES: BackwardSources = backward_sources!("volta");
 
-/// `volta/backward/single_role`: four warps with 32 keys each, two blocks an SM by registers and by shared memory, which
-/// has K, V, Q, dO, and P or dS.
+/// `volta/backward/single_role`: four warps with 32 keys each that all do the same; two blocks an SM by registers and by shared memory,
+/// which has K, V, Q, dO, and P or dS, all fp16.
 const fn single_role(headdim: u32) -> Variant {
     let (block_rows, step) = (128, 32);
     Variant {
@@ -52,8 +56,8 @@ const fn single_role(headdim: u32) -> Variant {
     }
 }
 
-/// `volta/backward/warp_specialized`: two roles of four warps. Shared memory has K, V, Q, dO, and P and dS, whose rows are
-/// padded to 32 queries.
+/// `volta/backward/warp_specialized`: two roles of four warps, one for S, P and dV, one for dP, dS and dK. Shared memory has K, V, Q, dO,
+/// and P and dS, all fp16. Rows of P and dS, one for each key, are padded to 32 queries: 64 bytes.
 const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
     Variant {
         headdim,
@@ -65,7 +69,7 @@ const fn warp_specialized(headdim: u32, block_rows: u32, step: u32) -> Variant {
     }
 }
 
-/// dk, dv and, by atomics, dq.
+/// The main kernel of each headdim. Comments count registers of a thread, and shared memory of a block.
 const MAIN: [Variant; 6] = [
     // dV and dK are 2 x 32 registers of a thread. 28 KB.
     single_role(32),
@@ -81,21 +85,20 @@ const MAIN: [Variant; 6] = [
     warp_specialized(256, 64, 16),
 ];
 
-/// V and dO with 128 columns: a third less of dP and of dV. (Multi-head latent attention trains with these headdims.)
+/// Headdim 192 with V and dO of 128 columns: a third less of dP and of dV. (Multi-head latent attention trains with these headdims.)
 const NARROW_V: Variant = Variant { headdim_v: 128, ..MAIN[4] };
 
-/// Blocks of 64 keys in two roles, for small grids (`plan::size`): at most half as long as the others, if slower a key. At
-/// headdim 64 two blocks an SM by registers, 32 KB each; at 128 one.
+/// Blocks of 64 keys in two roles, for small grids (`plan::choose::sized`): a block takes at most half the time of the others, though more
+/// for a key. At headdim 64 two blocks an SM by registers, 32 KB each; at 128 one.
 const SMALL: [Variant; 2] = [
     Variant { size: Size::Small, blocks_per_sm: 2, ..warp_specialized(64, 64, 32) },
     Variant { size: Size::Small, ..warp_specialized(128, 64, 32) },
 ];
 
-/// Kernels with all features, with two roles of warps at all headdims.
+/// Kernels with all features, of headdims from 64 on, all with two roles of warps.
 const GENERIC: [Variant; 5] = [warp_specialized(64, 128, 32), MAIN[2], MAIN[3], MAIN[4], MAIN[5]];
 
-/// deterministic=True: dq from blocks of queries. Shared memory has Q, dO, K, V and dS; without room for dS, it takes the
-/// place of V.
+/// deterministic=True: dq from blocks of queries, so that its sums have a fixed order. Shared memory: Q, dO, K, V, dS (or dS in V's place).
 const fn dq(headdim: u32, block_rows: u32, step: u32, threads: u32, blocks_per_sm: u32) -> Variant {
     let operands = 4 * headdim * (block_rows + step);
     let with_ds = operands + 2 * block_rows * step;
@@ -133,7 +136,7 @@ fn stream_k(main: Variant) -> Variant {
 }
 
 /// Kernels of block masks (`csrc/backward/block_mask.cuh`). They have three headdims, and other headdims are padded to the next. At
-/// headdim 64 the main kernel with two roles, because the other has no registers left. Generic kernels have no atomics.
+/// headdim 64 they have two roles, because single-role kernels have no registers left. Generic ones have no atomics (dkdv and dq only).
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let main = [warp_specialized(64, 128, 32), MAIN[3], MAIN[5]];
     let dkdv_rows = main.map(|row| (dkdv(row), WARP_SPECIALIZED_BLOCK_MASK));
@@ -148,25 +151,25 @@ pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
     // none of 128 keys at headdim 64: `volta/backward/single_role` has no registers left
-    let all_of_it = [SMALL[0], MAIN[3], SMALL[1]].map(fused);
+    let fused_rows = [SMALL[0], MAIN[3], SMALL[1]].map(fused);
     let mut rows = vec![varlen(shared::preprocess(VOLTA, SOURCES.preprocess)), varlen(shared::postprocess(VOLTA, SOURCES.postprocess))];
-    // of headdims 64, 96, 128 and 192 / 128: at the others the varlen kernels take at most 2% more time
+    // plain kernels (no features) of headdims 64, 96, 128 and 192 / 128: at the others the varlen kernels take at most 2% more time
     rows.extend([MAIN[1], MAIN[2], MAIN[3], NARROW_V].into_iter().chain(SMALL));
     rows.extend([MAIN[1], MAIN[3]].map(stream_k));
     rows.extend(MAIN.into_iter().chain([NARROW_V]).map(varlen));
-    // at headdim 64 the single-role kernel, where registers allow (`volta/backward/joint_scores.cuh`)
+    // one feature: at headdim 64 the single-role kernel has registers for it (`volta/backward/joint_scores.cuh`)
     rows.extend(Feature::OF_SCORES.into_iter().flat_map(|feature| [MAIN[1], MAIN[3]].map(|tile| with(feature, tile))));
     rows.extend(GENERIC.map(generic));
-    // deterministic=True: dk and dv by the main kernels without their dQ product, those of small grids too, so that both
-    // modes have the same dk and dv ...
+    // deterministic=True: dk and dv by the main kernels without their dQ product, so both modes have the same dk and dv ...
     rows.extend(MAIN.into_iter().chain(SMALL).map(dkdv));
     rows.extend([MAIN[1], MAIN[3]].map(|row| varlen(dkdv(row))));
     rows.extend(GENERIC.map(|row| generic(dkdv(row))));
-    // ... then dq. At headdims 192 and 256 generic kernels are as fast as others
+    // ... then dq: plain ones of headdim 96, varlen ones of 64 and 128. At headdims 192 and 256 generic kernels are as fast as others
     rows.extend([DQ[1], varlen(DQ[0]), varlen(DQ[2])].into_iter().chain(DQ.map(generic)));
     rows.extend(block_mask_rows());
+    // large headdims: P and dS in memory
     rows.extend(shared::stored_backward(VOLTA, SOURCES.stored));
     rows.extend(shared::split_backward(VOLTA, SOURCES.split_scores, SOURCES.split_gradients));
-    rows.extend(all_of_it.map(varlen));
+    rows.extend(fused_rows.map(varlen));
     rows
 }

@@ -1,11 +1,14 @@
-//! The decode kernels: few queries a sequence over a KV cache.
+//! Rows of Volta's decode kernels: attention of few queries a sequence over a KV cache; also over latents (multi-head latent attention,
+//! MLA), and over latents that each query chose (sparse MLA). Rows are queries of all heads of a KV head. A batch-invariant kernel gives a
+//! row the same bits whatever the rest of the batch. An SM has 96 KB of shared memory. src/kernels/shared.rs has the shared memory of
+//! decode kernels, and what they share with Turing's.
 
 use super::super::formats::FORMATS;
 use super::super::shared::{self, DecodeTile};
 use super::super::variants::{CacheFormat, FeatureSet, Pass, Source, Variant};
 use super::family::VOLTA;
 
-// STEP: rows of a warp
+// STEP, a row's `step`, is the rows of a warp here. The numbers: 8-row tiles of a warp, warps with other rows for the same tokens, warps.
 const DECODE: Source = Source::new(
     &["volta/decode/layout.cuh"],
     "decode::Block<decode::DecodeMainloop<volta::DecodeLayout, STEP / 8, BLOCK_ROWS / STEP, THREADS / 32>>",
@@ -18,7 +21,7 @@ const SPARSE_MLA: Source = Source::new(
 )
 .with_arguments("p.decode");
 
-/// The indexer's kernels.
+/// Source of the indexer's kernels: scores by which queries of sparse attention choose tokens.
 pub const INDEXER: Source = Source::new(&["volta/indexer.cuh"], "indexer::Kernel<volta::IndexerProducts, BLOCK_ROWS>");
 
 /// Up to 16 rows are one warp's, if its registers hold them: at headdim 256 they hold 16, with keys, values and half of
@@ -43,12 +46,12 @@ const TILES: [DecodeTile; 16] = [
     (512, [64, 16], 256, 1),
 ];
 
-/// The one tile of each headdim for batch-invariant calls, whatever the number of rows.
+/// The one tile of each headdim for batch-invariant calls, 32 rows whatever the number of rows: so a row's bits cannot depend on it.
 const INVARIANT_TILES: [DecodeTile; 4] = [TILES[2], TILES[6], TILES[10], TILES[14]];
 
-/// Returns true if the table has a kernel. Quantized caches have none of 64 rows. Of unquantized ones the tile of 32 rows takes
-/// 16 rows in the same time, but for fp16 at headdim 512. With a tree, the mask of
-/// draft tokens in speculative decoding, fp16's 64 rows of headdim 512 would spill.
+/// Returns true if the table has this kernel. Quantized caches have no tile of 64 rows. Unquantized ones have one of 16 rows only in fp16
+/// at headdim 512: elsewhere the tile of 32 rows takes 16 in the same time. With a tree (the mask of draft tokens in speculative decoding),
+/// fp16's 64 rows of headdim 512 would spill.
 fn is_built(v: &Variant) -> bool {
     let is_wide = v.headdim > 256 && !v.is_bf16;
     let is_wide_tree = is_wide && v.required_features != FeatureSet::NONE;
@@ -58,6 +61,7 @@ fn is_built(v: &Variant) -> bool {
     }
 }
 
+/// Returns the decode kernel of a tile over caches of a format. Those of int4 load in stages.
 fn decode(format: CacheFormat, tile: DecodeTile) -> Variant {
     let row = shared::decode(VOLTA, DECODE, format, tile);
     match format.info().bits {
@@ -66,17 +70,17 @@ fn decode(format: CacheFormat, tile: DecodeTile) -> Variant {
     }
 }
 
-/// The kernel with stages of tokens where its outputs will be (csrc/decode/staged_loader.cuh); they may take more space.
-/// At headdim 64 its registers leave room for two blocks with 16 rows a warp.
+/// Returns the kernel with stages of tokens in shared memory (csrc/decode/staged_loader.cuh), where its outputs will be after the loop; it
+/// grows where stages take more space. At headdim 64 its registers leave room for two blocks with 16 rows a warp.
 fn staged(row: Variant) -> Variant {
     let Variant { headdim, block_rows, step, threads, shared_bytes, .. } = row;
     let warps = threads / 32;
     // bytes; rows of fp32 outputs have 4 floats of padding
     let outputs = warps / shared::column_groups(headdim) * step * (headdim + 4) * 4;
-    // A token has a row of keys, a row of values and four numbers. pitch: bytes of a row of int4 codes of one column group; those of
-    // 128 bytes get 32 of padding (`kPitch` of staged_loader.cuh).
+    // A token has a row of keys, a row of values, and two scales and two zero points in fp32. pitch: bytes of a row of int4 codes of one
+    // column group (at most 256 columns); those of 128 bytes get 32 of padding (`kPitch` of staged_loader.cuh).
     let pitch = if headdim >= 256 { 160 } else { headdim / 2 };
-    let tokens = if headdim == 64 { 32 } else { 16 };
+    let tokens = if headdim == 64 { 32 } else { 16 }; // of a warp
     let stages = warps * tokens * (2 * pitch + 16);
     let blocks_per_sm = if (headdim, block_rows > 8) == (64, true) { 2 } else { row.blocks_per_sm };
     Variant { shared_bytes: shared_bytes + stages.saturating_sub(outputs), blocks_per_sm, ..row }
@@ -88,7 +92,10 @@ pub fn decode_rows() -> impl Iterator<Item = Variant> {
         CacheFormat::Unquantized => shared::in_both_types(of_format(row.format)),
         quantized => of_format(quantized).collect(),
     });
-    let trees = shared::with_tree(shared::in_both_types(of_format(CacheFormat::Unquantized)).into_iter());
+    // One tile serves drafts over quantized caches: 8 to 64 tokens, whose rows are those of all heads of a group. A T4 has no shared memory
+    // for 32 rows of headdim 512.
+    let tile_of_drafts = |row: &Variant| row.block_rows == if row.headdim > 256 { 16 } else { 32 };
+    let trees = shared::with_tree(of_formats.clone().filter(move |row| row.cache == CacheFormat::Unquantized || tile_of_drafts(row)));
     let invariant = FORMATS.iter().flat_map(move |row| {
         let of_tiles = INVARIANT_TILES.into_iter().map(|tile| decode(row.format, tile));
         match row.format {
@@ -100,24 +107,25 @@ pub fn decode_rows() -> impl Iterator<Item = Variant> {
     of_formats.chain(trees).filter(is_built).chain(invariant)
 }
 
-/// Tiles of latents: rows of a block, rows whose output shared memory holds at a time, threads, blocks an SM. With 16 rows
-/// memory bounds the kernel, and bytes in flight decide; with more, products and shared memory do.
+/// A tile of latents: [rows of a block, rows whose output shared memory holds at a time], threads, blocks an SM. With 16 rows memory bounds
+/// the kernel, and bytes in flight decide its speed; with more, products and shared memory do.
 type MlaTile = ([u32; 2], u32, u32);
 const MLA_TILES: [MlaTile; 2] = [([32, 32], 256, 1), ([64, 32], 256, 1)];
 
-/// Returns a kernel over latents of 576 columns. The first 512 are the values (csrc/volta/decode/mla.cuh). All
-/// warps of a block have the same tokens: four share the columns, more than four the rows too.
+/// Returns a kernel over latents of 576 columns, whose first 512 are the values (csrc/volta/decode/mla.cuh). A step is 16 tokens, the same
+/// for all warps of a block: four warps share the columns, more than four the rows too.
 fn mla(format: CacheFormat, ([block_rows, step], threads, blocks_per_sm): MlaTile) -> Variant {
     let warps = threads / 32;
-    // a warp has nine operands of queries for each 16 rows: these are kept in shared memory for lack of registers
+    // a warp has nine operands of queries for each 16 rows (576 / 4 columns by 16). Without registers for all, shared memory keeps `stored`
+    // the first number: rows of a warp, because four warps have the same rows
     let stored = match (block_rows * 4 / warps, blocks_per_sm) {
         (17.., _) => 7,
         (_, 3..) => 4,
         _ => 0,
     };
-    // 512 bytes are an operand: 16 rows of 16 columns
+    // an operand is 512 bytes: 16 rows of 16 columns, fp16
     let queries = block_rows / 16 * 4 * stored * 512;
-    // tokens and their scales; four parts of scores, probabilities and a factor of each row
+    // 16 tokens (fp16, 16 bytes of padding) and their scales; of each row fp32 scores in four parts, a factor, fp16 probabilities
     let work = queries + 16 * (2 * 576 + 16) + 16 * 4 + block_rows * (4 * 16 * 4 + 16 * 2 + 4);
     // rows of fp32 outputs have 4 floats of padding
     let output = step * (512 + 4) * 4;
@@ -140,8 +148,8 @@ pub fn mla_rows() -> impl Iterator<Item = Variant> {
     FORMATS.iter().filter(|row| row.of_latents).flat_map(|row| {
         let first = if row.format.is_quantized() { ([16, 8], 128, 3) } else { ([16, 16], 128, 2) };
         let rows = [first].into_iter().chain(MLA_TILES).map(|tile| mla(row.format, tile));
-        // In batch-invariant int8 kernels each row moves its own unit of probabilities (ProbabilityScale, csrc/decode/scales.cuh). Three
-        // blocks of 16 rows an SM leave no registers for that.
+        // In batch-invariant int8 kernels each row moves the unit of its probabilities by itself (ProbabilityScale,
+        // csrc/decode/scales.cuh). Three blocks of 16 rows an SM leave no registers for that.
         let (_, threads, _) = first;
         let invariant = match row.format {
             CacheFormat::Int8 => [([16, 8], threads, 2)],
@@ -154,8 +162,8 @@ pub fn mla_rows() -> impl Iterator<Item = Variant> {
 
 const SPARSE_TILES: [MlaTile; 3] = [([16, 8], 128, 2), MLA_TILES[0], MLA_TILES[1]];
 
-/// Returns the kernels over latents that queries chose (csrc/volta/decode/sparse_mla.cuh): fp8 rows and rows of q's type, of 576 columns
-/// and of 512, beside fp16 and bf16 queries.
+/// Returns the kernels over latents that queries chose (csrc/volta/decode/sparse_mla.cuh): caches in fp8 and in q's type, of 576 columns
+/// (DeepSeek V3.2) and of 512 (V4), for fp16 and bf16 queries.
 pub fn sparse_mla_rows() -> impl Iterator<Item = Variant> {
     let formats = [CacheFormat::E4m3, CacheFormat::Unquantized];
     let kinds = formats.into_iter().flat_map(|format| [576, 512].map(|headdim| (format, headdim)));

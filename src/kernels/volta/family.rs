@@ -1,4 +1,4 @@
-//! The family's instruction set and resources.
+//! Volta's properties as a [`Family`]: instruction set, resources, and what its kernels can do. The rows of its tables name it.
 
 use super::super::variants::{Family, Pass, Scratch};
 
@@ -9,19 +9,19 @@ pub const VOLTA: Family = Family {
     native: &[70, 72],
     shared_bytes: 96 * 1024,
     threads: 2048, // of an SM
-    // csrc/volta/backward/row_stats.cuh
+    // the row statistics of csrc/volta/backward/row_stats.cuh: -lse/scale and -delta of four queries, each twice, as floats
     scratch: Some(Scratch {
         row_rounding: 32,
         group_rows: 4,
         group_floats: 16,
-        // every value is there twice: these are the first copies
+        // of the four queries' first copies; the second ones are 2 floats further
         neg_lse_offsets: &[0, 1, 4, 5],
         neg_delta_offsets: &[8, 9, 12, 13],
         copy_distances: &[0, 2],
     }),
-    // passes whose grids may have heads as their first axis
+    // passes whose grids may have heads instead of row tiles as their first axis
     either_order: &[Pass::Forward, Pass::ForwardSplit, Pass::Prefill, Pass::Backward, Pass::BackwardDkDv],
     has_key_block_offset: true, // main backward launches may take a part of the blocks of keys
-    stores_dbias: true,         // kernels store the gradient of a bias as fp16 where no two scores share an element
-    stored_above: 192,          // headdim: wider heads are faster with P and dS in memory
+    stores_dbias: true,         // kernels store the gradient of a bias as fp16 if each element belongs to one score; else they add to fp32
+    stored_above: 192,          // headdim: the backward pass of wider heads is faster with P and dS in memory
 };

@@ -1,7 +1,10 @@
-//! The forward kernels and the reasons for their tiles. docs/design/volta-forward.md has figures and what else was tried.
-//! A thread can have 255 registers.
+//! Rows of Volta's forward kernels, and the reasons for their tiles. docs/design/volta-forward.md has figures and what else was tried.
+//!
+//! A block owns `block_rows` queries and steps over `step` keys. Plain kernels have no features; varlen, generic and required ones have
+//! sets of src/kernels/features.rs. Stream-K kernels run on a grid that splits the keys of the last row tiles among blocks. A thread can
+//! have 255 registers, an SM 96 KB of shared memory.
 
-use super::super::shared;
+use super::super::shared::{self, split_sources, split_stream_k_source};
 use super::super::variants::{Feature, FeatureSet, Pass, Size, Source, Variant};
 use super::family::VOLTA;
 
@@ -17,8 +20,8 @@ const REGISTER_Q_BLOCK_MASK: Source = Source::new(
 )
 .with_arguments("p.forward, volta::BlockMaskGrid(p)");
 
-/// `volta/forward/register_q`: 4 warps of 32 rows, steps of 16 keys through a ring of 4 slots, whose rows are padded by 8
-/// elements.
+/// `volta/forward/register_q`: Q in registers; 4 warps of 32 rows, steps of 16 keys through a ring of 4 slots in shared memory. Rows of K
+/// and V there are padded by 8 fp16 numbers.
 const fn register_q(headdim: u32, blocks_per_sm: u32) -> Variant {
     let (slots, step, pad) = (4, 16, 8);
     Variant {
@@ -41,7 +44,7 @@ const SHARED_Q_BLOCK_MASK: Source =
     Source::new(&["volta/forward/shared_q.cuh", "volta/forward/block_mask.cuh"], "volta::SharedQ<volta::BlockMaskGrid>")
         .with_arguments("p.forward, volta::BlockMaskGrid(p)");
 
-/// `volta/forward/shared_q`: a block's rows of Q and one step of K and of V in shared memory.
+/// `volta/forward/shared_q`: a block's rows of Q and one step of K and of V in shared memory, fp16.
 const fn shared_q(
     (headdim, headdim_v): (u32, u32),
     (block_rows, step, size): (u32, u32, Size),
@@ -61,6 +64,10 @@ const fn shared_q(
     }
 }
 
+/// `shared_q` with one group of warps, of 16 rows each, in blocks of fewer than 128 rows.
+const SHARED_Q_ONE_GROUP: Source =
+    Source::new(&["volta/forward/shared_q.cuh"], "volta::ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, 1, STEP, 1, BLOCKS_PER_SM>");
+
 const COLUMN_GROUPS: Source = Source::new(&["volta/forward/column_groups.cuh"], "volta::ForwardColumnGroups<HEADDIM, BLOCK_ROWS>");
 const COLUMN_GROUPS_STREAM_K: Source = Source::new(
     &["volta/forward/column_groups.cuh", "volta/forward/stream_k.cuh"],
@@ -68,9 +75,9 @@ const COLUMN_GROUPS_STREAM_K: Source = Source::new(
 )
 .with_arguments("p.forward, volta::StreamKGrid<BLOCK_ROWS>(p.stream_k)");
 
-/// `volta/forward/column_groups`: 8 warps, a group of them for each 32 rows. The warps of a group divide the columns. In shared memory Q
-/// but for 32 columns a warp (one group: 48), a tile of K and of V, and partial scores, whose place probabilities take; with one group
-/// these have 2 KB of their own.
+/// `volta/forward/column_groups`: 8 warps, a group of them for each 32 rows. The warps of a group divide the columns. Shared memory has Q
+/// except for 32 columns a warp (one group: 48) in registers, a tile of K and of V, and fp32 partial scores of 32 rows a warp.
+/// Probabilities take the place of scores; with one group they have 2 KB of their own.
 const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant {
     let (step, groups) = (16, block_rows / 32);
     let one_group = groups == 1;
@@ -87,16 +94,22 @@ const fn column_groups(headdim: u32, (block_rows, size): (u32, Size)) -> Variant
     }
 }
 
-/// 128 rows, for grids that fill the GPU: each tile of K and V in shared memory serves many rows.
+/// Rows of a block, keys of a step, and size. 128 rows, for grids that fill the GPU: a tile of K and V serves many rows.
 const LARGE: (u32, u32, Size) = (128, 32, Size::Large);
+/// 64 rows by one group of 4 warps, for full grids in which rows of larger blocks would be padding, or many of their keys hidden.
+const MEDIUM: (u32, u32, Size) = (64, 32, Size::Medium);
 /// 64 rows by two groups of 4 warps. Each group takes 32 of the 64 keys of a step: four times as many warps for the same
 /// rows, for grids that would leave SMs or their schedulers idle.
 const SMALL: (u32, u32, Size) = (64, 64, Size::Small);
 
-const PLAIN: [Variant; 12] = [
+/// Plain kernels, from which the others are made. A call of `shared_q` has headdims, tile, threads and blocks an SM. Comments count
+/// registers of a thread, and shared memory of a block.
+const PLAIN: [Variant; 13] = [
     register_q(32, 3),
     // 64 registers of Q and 64 of output: two blocks.
     register_q(64, 2),
+    // 16 KB: four blocks.
+    Variant { source: SHARED_Q_ONE_GROUP, ..shared_q((64, 64), MEDIUM, 128, 4) },
     // 24 KB: two blocks.
     shared_q((64, 64), SMALL, 256, 2),
     // 32 rows a warp: 96 and, below, 128 registers of output; 36 and 48 KB: two blocks.
@@ -118,23 +131,27 @@ const PLAIN: [Variant; 12] = [
     column_groups(512, (32, Size::Small)),
 ];
 const PLAIN_64: Variant = PLAIN[1];
-const PLAIN_128: Variant = PLAIN[5];
-const PLAIN_256: Variant = PLAIN[9];
-const PLAIN_512: [Variant; 2] = [PLAIN[10], PLAIN[11]];
+const MEDIUM_64: Variant = PLAIN[2];
+const SMALL_64: Variant = PLAIN[3];
+const PLAIN_128: Variant = PLAIN[6];
+const PLAIN_256: Variant = PLAIN[10];
+const PLAIN_512: [Variant; 2] = [PLAIN[11], PLAIN[12]];
+/// The large kernels of four headdims. Where only these have variants, other headdims are padded to the next.
+const PADDED: [Variant; 4] = [PLAIN_64, PLAIN_128, PLAIN_256, PLAIN_512[0]];
 
-/// Returns the sets of features with kernels of their own, at headdims 64 and 128: training asks for a mask and dropout together.
+/// Returns the features that have kernels of their own at headdims 64 and 128: each of scores, and a bias with dropout.
 fn required() -> impl Iterator<Item = FeatureSet> {
     let pair = FeatureSet::of(&[Feature::Bias, Feature::Dropout]);
     Feature::OF_SCORES.into_iter().map(|feature| FeatureSet::of(&[feature])).chain([pair])
 }
 
-/// Returns a kernel with all features. It has Q in shared memory at headdim 64 too, because scores need the registers. It
-/// computes what changes scores from parameters at every step, so it has large tiles too.
+/// Returns a kernel with all features. It has Q in shared memory at headdim 64 too, because features of scores need the registers. Every
+/// step reads parameters of features, so large tiles pay.
 fn generic(plain: Variant) -> Variant {
     if plain.source == COLUMN_GROUPS {
         return plain.with_features(FeatureSet::GENERIC);
     }
-    // 256 threads take 64 rows of 12 chunks at once (TileStream)
+    // at headdim 96 a row is 12 chunks of 16 bytes, which 256 threads load 64 rows at a time (`TileStream` in csrc/tile.cuh)
     let tile = if plain.headdim == 96 { (128, 64, Size::Large) } else { LARGE };
     let blocks_per_sm = if plain.headdim == 64 { 2 } else { 1 };
     shared_q((plain.headdim, plain.headdim_v), tile, 256, blocks_per_sm).with_features(FeatureSet::GENERIC)
@@ -144,13 +161,13 @@ fn generic(plain: Variant) -> Variant {
 /// registers for lengths from memory or a bias in fp32: problems with these run the generic kernel.
 fn with(required_features: FeatureSet, plain: Variant) -> Variant {
     let has = |feature| required_features.contains(FeatureSet::of(&[feature]));
-    // with Q in registers, 16 bytes of a lane's own for the bias and 32 for dropout, in rows of K
+    // with Q in registers, a lane keeps 16 bytes for the bias and 32 for dropout in shared memory; 16 a lane take as much as a step of K
     let chunks = if plain.headdim > 64 { 0 } else { has(Feature::Bias) as u32 + 2 * has(Feature::Dropout) as u32 };
     let shared_bytes = plain.shared_bytes + chunks * plain.step * 2 * (plain.headdim + 8);
     Variant { required_features, shared_bytes, ..plain }.with_features(required_features)
 }
 
-/// Returns the rows that have kernels with lengths from memory and with all features: the large ones, and of headdim 512 both.
+/// Returns the plain kernels that have generic versions: the large ones, and of headdim 512 both sizes.
 fn complete() -> impl Iterator<Item = Variant> {
     PLAIN.into_iter().filter(|row| row.size == Size::Large || row.source == COLUMN_GROUPS)
 }
@@ -164,7 +181,7 @@ fn with_blocks(row: Variant, features: FeatureSet) -> Variant {
 /// Kernels of block masks. They have three headdims, and other headdims are padded to the next. A block has the 128 rows of a list.
 fn block_mask_rows() -> impl Iterator<Item = Variant> {
     let rows = [PLAIN_64, PLAIN_128, PLAIN_256];
-    let plain = rows.into_iter().map(|row| with_blocks(row, FeatureSet::NONE));
+    let plain = rows.into_iter().map(|row| with_blocks(row, FeatureSet::of(&[Feature::Fp32Output])));
     plain.chain(rows.into_iter().map(|row| with_blocks(generic(row), FeatureSet::GENERIC_BLOCKS)))
 }
 
@@ -174,38 +191,31 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
     PLAIN
         .into_iter()
         .filter(is_plain)
-        .chain(complete().map(|row| row.with_features(FeatureSet::VARLEN)))
+        // medium blocks for short windows with sinks (gpt-oss), and small ones for their small grids
+        .chain(complete().chain([MEDIUM_64, SMALL_64]).map(|row| row.with_features(FeatureSet::VARLEN)))
+        .chain(PADDED.map(|row| row.with_features(FeatureSet::FP32_OUTPUT)))
         .chain(required().flat_map(|required| [PLAIN_64, PLAIN_128].map(|row| with(required, row))))
-        // padding costs headdim 32 and values of 128 columns less than kernels
+        // no generic kernels of headdims 32 and 192 x 128: padding costs less than more kernels in the library
         .chain(complete().filter(|row| row.headdim > 32 && row.headdim == row.headdim_v).map(generic))
         .chain(block_mask_rows())
 }
 
-/// The kernels of batch-invariant calls: of each headdim one for calls without features of scores, and one for the others.
 pub fn invariant_rows() -> impl Iterator<Item = Variant> {
-    let is_large = |row: &Variant| row.size == Size::Large && !matches!((row.headdim, row.headdim_v), (32, _) | (192, 192));
-    let varlen = PLAIN.into_iter().filter(is_large).map(|row| row.with_features(FeatureSet::VARLEN));
-    varlen.chain([PLAIN_64, PLAIN_128, PLAIN_256, PLAIN_512[0]].map(generic)).map(Variant::batch_invariant)
+    shared::invariant_forward(PLAIN, PADDED.map(generic))
 }
 
-/// The kernels of fp32 tensors. A tuple has the headdim, the warps, the blocks of an SM, and the bytes of a row of Q's low parts in shared
-/// memory. The high parts of Q and the output are 64 registers at headdim 64, and 128 at 128. The low parts of Q lie in
-/// shared memory.
+/// The kernels of fp32 tensors, whose numbers are split into two fp16 parts, high and low. A tuple has the headdim, the warps, the blocks
+/// of an SM, and the bytes of a row of Q's low parts in shared memory. Q's high parts and the output are headdim registers, to 128.
 pub fn split_rows() -> impl Iterator<Item = Variant> {
-    const fn source(kernel: &'static str) -> Source {
-        Source::new(&["volta/forward/split.cuh"], kernel)
-    }
-    const fn listed(kernel: &'static str) -> Source {
-        Source::new(&["volta/forward/split.cuh", "forward/split_block_mask.cuh"], kernel)
-            .with_arguments("p.forward, split::ListedKeys(p.blocks)")
-    }
-    const SPLIT: [Source; 2] = [source("split::Forward<volta::Split>"), source("split::WideForward<volta::Split>")];
-    const LISTED: [Source; 2] =
-        [listed("split::Forward<volta::Split, split::ListedKeys>"), listed("split::WideForward<volta::Split, split::ListedKeys>")];
-    shared::split_forward(VOLTA, SPLIT, LISTED, &[(64, 4, 3, 144), (128, 8, 1, 272), (256, 8, 1, 272), (512, 8, 1, 272)])
+    shared::split_forward(VOLTA, split_sources!("volta"), &[(64, 4, 3, 144), (128, 8, 1, 272), (256, 8, 1, 272), (512, 8, 1, 272)])
 }
 
-/// Returns the same tile on a stream-K grid (`volta/forward/stream_k.cuh`). Sinks are code of the epilogue alone.
+/// The kernels of fp32 tensors on stream-K grids.
+pub fn split_stream_k_rows() -> impl Iterator<Item = Variant> {
+    shared::split_stream_k(split_rows(), split_stream_k_source!("volta"))
+}
+
+/// Returns the same tile on a stream-K grid (`volta/forward/stream_k.cuh`). It always has sinks, which only the epilogue needs.
 fn stream_k(row: Variant) -> Variant {
     let pass = if row.pass.info().features.contains(FeatureSet::PAGED) { Pass::PrefillStreamK } else { Pass::ForwardStreamK };
     let source = match row.source {
@@ -216,20 +226,22 @@ fn stream_k(row: Variant) -> Variant {
     Variant { pass, source, ..row }.with_features(row.features.union(FeatureSet::of(&[Feature::Sinks])))
 }
 
-/// Headdim 32 has none: with three blocks an SM, a launch can have more splits than kernel parameters hold (MAX_STREAM_K_SPLITS). Of the
-/// features of scores a bias has kernels: the others' problems are causal, and dropout needs the head in every step.
+/// Kernels on stream-K grids. Headdim 32 has none: with three blocks an SM, a launch can have more splits than kernel parameters hold
+/// (MAX_STREAM_K_SPLITS). Of the features of scores only a bias has kernels: problems with softcap or ALiBi are causal, whose row tiles are
+/// uneven, and dropout needs the head in every step.
 pub fn stream_k_rows() -> impl Iterator<Item = Variant> {
     let has = |row: &Variant| row.size == Size::Large && row.headdim > 32 && row.headdim_v != 192;
     let with_bias = [PLAIN_64, PLAIN_128].map(|row| with(FeatureSet::of(&[Feature::Bias]), row));
-    PLAIN.into_iter().filter(has).chain(with_bias).map(stream_k)
+    let of_fp32 = [PLAIN_64, PLAIN_128, PLAIN_512[0]].map(|row| row.with_features(FeatureSet::of(&[Feature::Fp32Output])));
+    PLAIN.into_iter().filter(has).chain(with_bias).chain(of_fp32).map(stream_k)
 }
 
-/// Kernels of a KV cache: the same tiles, with rows through a block table. They have four headdims, and
-/// other headdims are padded to the next: chunks of prompts run here, not training.
+/// Prefill kernels: the same tiles over a KV cache, whose rows they find by a block table. They have four headdims, and other headdims are
+/// padded to the next: chunks of prompts run here, not training.
 pub fn prefill_rows() -> impl Iterator<Item = Variant> {
     let paged = |row: Variant| Variant { pass: Pass::Prefill, ..row };
     let rows = [PLAIN_64, PLAIN_128, PLAIN_256].into_iter().chain(PLAIN_512);
-    let plain = rows.clone().map(move |row| paged(row).with_features(FeatureSet::PAGED));
+    let plain = rows.clone().chain([MEDIUM_64, SMALL_64]).map(move |row| paged(row).with_features(FeatureSet::PAGED));
     // 64 rows of headdim 512 leave the generic kernel no registers for pages
     let rows = rows.filter(|row| (row.headdim, row.size) != (512, Size::Large));
     let stream_k_rows = [PLAIN_64, PLAIN_128, PLAIN_256].map(|row| stream_k(paged(row).with_features(FeatureSet::PAGED)));

@@ -1,4 +1,5 @@
-//! The table of Volta's kernels. They multiply fp16 by `mma.sync.m8n8k4` and accumulate in fp32.
+//! The tables of Volta's kernels, by pass. They multiply fp16 by `mma.sync.m8n8k4` and accumulate in fp32. Newer GPUs run them as PTX,
+//! where Turing's tables have no kernel for a pass.
 
 mod backward;
 mod decode;
@@ -11,13 +12,16 @@ use super::formats::FORMATS;
 use super::shared;
 use super::variants::{table, Variant};
 
-/// Returns the tables of the family's kernels, one or several for each pass.
+/// Returns the tables, for src/kernels/tables.rs. Of rows of equal cost in one table, the planner takes the earlier.
 pub fn tables() -> Vec<&'static [Variant]> {
     vec![
         table(forward::forward_rows()),
         table(forward::stream_k_rows()),
+        // calls with batch_invariant=True, where a row's bits depend on no other row
         table(forward::invariant_rows()),
+        // fp32 tensors: each number is split into two fp16 parts
         table(forward::split_rows()),
+        table(forward::split_stream_k_rows()),
         table(backward::backward_rows()),
         table([shared::merge(VOLTA)]),
         table(forward::prefill_rows()),

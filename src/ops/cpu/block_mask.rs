@@ -1,4 +1,7 @@
-//! A block mask on the CPU: the keys that it hides from the rows of a chunk.
+//! A block mask on the CPU: which keys it hides from query rows. chunked.rs uses it. Scores are in blocks of 128 queries by 64 keys. A list
+//! names the key blocks that a block of query rows sees, first in part, then in full. A tile of bits has a bit for each score of a block
+//! seen in part. src/problem/block_mask.rs has the format. A group is a KV head of a batch entry with its query heads, and a [`Chunk`] some
+//! query positions of some groups, with a range of keys.
 
 use super::chunk::{heads_per_group, Chunk};
 use crate::error::Result;
@@ -13,15 +16,15 @@ const HEADER: usize = LIST_HEADER as usize;
 const WORDS: usize = TILE_WORDS as usize;
 const WORDS_PER_ROW: usize = WORDS / ROWS;
 
-/// The validated lists and bits of a call: key blocks of query rows.
+/// The validated lists and bits of a call.
 pub struct BlockMask {
     lists: Vec<i32>,
     bits: Vec<i32>,
-    /// Entries, heads, row blocks, and numbers of a list.
+    /// Entries and heads of the mask (fewer than the call's repeat), row blocks, and numbers of a list.
     sizes: [usize; 4],
 }
 
-/// Key blocks of a block of rows.
+/// Numbers of the key blocks of a block of rows.
 struct List<'a> {
     partial: &'a [i32],
     full: &'a [i32],
@@ -53,8 +56,8 @@ impl BlockMask {
         List { partial, full: &rest[..full], bits }
     }
 
-    /// Returns the chunk of a dense problem, whose first entry is entry `first` of the call, with only those keys between the first and the
-    /// last block of any of its rows; None: there is no block.
+    /// Returns the chunk with only those keys between the first and the last key block of any of its rows; None: no row has one. `first`:
+    /// number in the call of the problem's first batch entry.
     pub fn narrowed(&self, a: &Attention, first: i64, c: Chunk) -> Option<Chunk> {
         let heads = heads_per_group(a);
         let row_blocks = c.row as usize / ROWS..=(c.row + c.rows - 1) as usize / ROWS;
@@ -73,7 +76,7 @@ impl BlockMask {
         (key < end).then_some(Chunk { key, keys: end - key, ..c })
     }
 
-    /// Returns true for hidden scores of a chunk: (groups or 1, rows, heads or 1, keys), 1 where the mask is broadcast.
+    /// Returns true for hidden scores of a chunk: (groups or 1, rows, heads of a group or 1, keys), 1 where the mask is broadcast.
     pub fn hidden(&self, a: &Attention, first: i64, c: &Chunk) -> Result<Tensor> {
         let [batch, heads, ..] = self.sizes;
         let per_group = heads_per_group(a);
@@ -90,7 +93,7 @@ impl BlockMask {
         Ok(Tensor::f_from_slice(&hidden)?.f_view([groups, c.rows, of_group, c.keys])?)
     }
 
-    /// Sets false where row `row` of a block sees the keys from `key` on.
+    /// Sets `hidden` to false where row `row` of a row block sees a key. `key`: number of the first key of `hidden`.
     fn show(&self, list: &List<'_>, row: usize, key: usize, hidden: &mut [bool]) {
         let end = key + hidden.len();
         let seen = |block: i32| (block as usize * COLUMNS).max(key)..((block as usize + 1) * COLUMNS).min(end);
@@ -104,7 +107,7 @@ impl BlockMask {
     }
 }
 
-/// Returns the batch entry of the call, and the query head, of a head counted over the entries of a dense problem.
+/// Returns the batch entry of the call, and the query head in it, of a query head counted over all entries of the problem.
 fn of_head(a: &Attention, first: i64, head: i64) -> (usize, usize) {
     ((first + head / a.nheads) as usize, (head % a.nheads) as usize)
 }

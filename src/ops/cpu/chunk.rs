@@ -1,18 +1,16 @@
-//! Cuts a problem into chunks, the units of work of the CPU backend.
-//!
-//! A group is one KV head of one batch entry, with the query heads that read it.
+//! Cuts a problem into chunks, the parts that the CPU backend (chunked.rs) computes one after the other. A group is one KV head of one
+//! batch entry, with the query heads that read it. A score row is one query position of one query head.
 
 use crate::problem::Attention;
 
-/// Maximum score rows (query positions * query heads of a group) of each group in a chunk. Matrix products use each loaded element of K
-/// and V once per row. From 128 rows on, they are as fast as larger products. A chunk always has one query position, also where a group
-/// has more heads than this.
+/// Maximum score rows of each group in a chunk, except that a chunk has at least one query position, of all heads of the group. Matrix
+/// products use each loaded element of K and V once per row, and with more than 128 rows are no faster.
 const CHUNK_ROWS: i64 = 128;
-/// Score rows of each group that a chunk has even if its scores then exceed [`CHUNK_SCORES`], rounded down to whole query positions (at
-/// least one), unless the problem has fewer. With fewer rows, products degrade to matrix-vector speed.
+/// Minimum score rows of each group in a chunk, rounded down to whole query positions (at least one), unless the problem has fewer. It
+/// holds even if the scores then exceed [`CHUNK_SCORES`]. With fewer rows, products degrade to matrix-vector speed.
 pub const MIN_CHUNK_ROWS: i64 = 16;
-/// Scores of a chunk: 2^20 fp32 scores are 4 MiB and fit a CPU's caches (L2 of all cores, or a part of L3). Four passes read them again
-/// after the product.
+/// Maximum scores of a chunk, where the limits above allow it: 2^20 fp32 scores are 4 MiB and fit a CPU's caches (L2 of all cores, or a
+/// part of L3). Four passes read them again after the product.
 pub const CHUNK_SCORES: i64 = 1 << 20;
 
 /// Query positions of some groups, and all keys that any of these rows sees.
@@ -22,19 +20,16 @@ pub const CHUNK_SCORES: i64 = 1 << 20;
 pub struct Chunk {
     /// First group, counted over batch entries and their KV heads.
     pub group: i64,
-    /// Number of consecutive groups.
     pub groups: i64,
     /// First query position.
     pub row: i64,
     /// Number of query positions. Each has a score row per query head of a group.
     pub rows: i64,
-    /// First key.
     pub key: i64,
-    /// Number of keys.
     pub keys: i64,
 }
 
-/// Returns the window as offsets (first, last) from the row index: row `i` sees the keys `i + first ..= i + last`.
+/// Returns the window as offsets (first, last) from the query position: query `i` sees the keys `i + first ..= i + last`.
 pub(super) fn window_offsets(a: &Attention) -> (i64, i64) {
     let offset = a.seqlen_k - a.seqlen_q;
     // clamps to the widest useful bound, so that i64::MAX does not overflow
@@ -43,7 +38,6 @@ pub(super) fn window_offsets(a: &Attention) -> (i64, i64) {
     (offset - clamp(a.window.left), offset + clamp(a.window.right))
 }
 
-/// Returns the query heads of a group.
 pub(super) fn heads_per_group(a: &Attention) -> i64 {
     if a.nheads_k == 0 {
         1

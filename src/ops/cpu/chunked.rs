@@ -1,22 +1,24 @@
-//! Computes attention chunk by chunk, for problems that ATen's flash operator does not cover.
+//! Computes attention with ATen's batched matrix products, chunk by chunk, for problems that flash.rs does not cover. dense.rs calls it.
+//!
+//! A group is one KV head of one batch entry with its query heads. A [`Chunk`] is some query positions of some groups, with all keys that
+//! any of them sees. Its scores are a matrix (groups, rows * heads of a group, keys), which fits a CPU's caches. Rows see all their keys at
+//! once, so the softmax needs no rescaling.
 
 use super::chunk::{chunks, heads_per_group, window_offsets, Chunk};
-use super::layout::{compute_kind, from_groups, lse_from_rows, rows_from_lse, to_groups};
+use super::layout::{from_groups, lse_from_rows, rows_from_lse, to_groups};
 use super::part::{Part, Sums};
 use super::scores::{bias_of_group, dropout_factors, group_of, has_derivative, modify, multiply_derivative};
 use crate::error::Result;
+use crate::tensor::compute_kind;
 use tch::{Device, Kind, Tensor};
 
-/// A problem with tensors in the layout of the matrix products: (groups, rows * heads or keys, headdim). A group is one KV head of one
-/// batch entry.
+/// A problem with tensors in the layout of the matrix products: (groups, rows * heads, headdim) and (groups, keys, headdim).
 struct Work<'a> {
     part: &'a Part,
-    /// Query heads of a group.
     heads: i64,
     /// Type of the arithmetic.
     kind: Kind,
     chunks: Vec<Chunk>,
-    /// q times softmax_scale.
     scaled_q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -63,7 +65,7 @@ impl<'a> Work<'a> {
         Ok(t.f_narrow(0, c.group, c.groups)?.f_narrow(1, c.key, c.keys)?)
     }
 
-    /// Computes the logits of the chunk in `buffer`, -inf for hidden keys. `kept`: as in [`modify`].
+    /// Computes the logits of the chunk in `buffer`, -inf for hidden keys. `kept` receives what [`multiply_derivative`] takes.
     fn scores(&self, buffer: &Tensor, kept: Option<&mut Tensor>, c: &Chunk) -> Result<Tensor> {
         let mut scores = self.matrix(buffer, c)?;
         let _ = self.rows(&self.scaled_q, c)?.f_bmm_out(&scores, &self.keys(&self.k, c)?.f_transpose(1, 2)?)?;
@@ -98,6 +100,7 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
+    /// Returns the dropout factor of each probability; None without dropout.
     fn dropout_factors(&self, c: &Chunk) -> Result<Option<Tensor>> {
         self.part.dropout.as_ref().map(|d| dropout_factors(d, self.part, c, self.kind)).transpose()
     }
@@ -123,7 +126,7 @@ pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
             let _ = p.f_masked_fill_(&masked, 0.0)?;
             let _ = max.f_masked_fill_(&masked, f64::INFINITY)?;
         }
-        // The largest probability of a row is exp(0) / sum, so this is max + ln(sum). In a fully masked row it is +inf - ln(0) = +inf.
+        // The log-sum-exp: the largest probability of a row is exp(0) / sum, so this is max + ln(sum); fully masked, +inf - ln(0).
         let _ = max.f_sub_(&p.f_amax(-1, true)?.f_log_()?)?;
         work.rows(&lse, c)?.f_copy_(&max)?;
         if let Some(factors) = work.dropout_factors(c)? {
@@ -134,8 +137,8 @@ pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
     Ok((from_groups(&out, a.batch, work.heads)?, lse_from_rows(&lse, a.batch, work.heads)?))
 }
 
-/// Computes dq, dk and dv with the shapes of q, k and v, and adds the gradient of a bias to `sums`. `delta`, `lse` and the results have
-/// the type of the arithmetic.
+/// Computes dq, dk and dv with the shapes of q, k and v, and adds the gradient of a bias to `sums`. `delta` is what the gradient of a score
+/// subtracts from that of its probability (dense.rs). `delta`, `lse` and the results have the type of the arithmetic (fp32 or fp64).
 pub fn backward(part: &Part, dout: &Tensor, delta: &Tensor, lse: &Tensor, sums: &Sums) -> Result<[Tensor; 3]> {
     let a = &part.a;
     let work = Work::new(part)?;

@@ -1,9 +1,10 @@
-//! Computes attention of batch entries with equal lengths, with ATen's flash operator if possible, else [`chunked`].
+//! Computes attention of batch entries with equal lengths, a [`Part`] of a call, on the CPU: with ATen's flash operator if it covers the
+//! problem ([`flash`]), else with matrix products ([`chunked`]). Adds what neither has: sinks, and the gradient of softmax_lse.
 
-use super::layout::compute_kind;
 use super::part::{Part, Rows, Sums};
 use super::{chunked, flash};
 use crate::error::Result;
+use crate::tensor::compute_kind;
 use tch::{Kind, Tensor};
 
 /// Computes out (batch, seqlen_q, nheads, headdim_v) and softmax_lse (batch, nheads, seqlen_q).
@@ -12,7 +13,7 @@ pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
     Ok((out.f_to_kind(part.q.kind())?.f_contiguous()?, lse.f_to_kind(Kind::Float)?.f_contiguous()?))
 }
 
-/// Computes [`forward`], with the log-sum-exp in the type of the arithmetic.
+/// Computes [`forward`] in the type of the arithmetic: fp64 for fp64 tensors, else fp32.
 fn attend(part: &Part) -> Result<(Tensor, Tensor)> {
     let by_flash = if flash::covers(part) { flash::forward(part)? } else { None };
     let (out, lse) = by_flash.map_or_else(|| chunked::forward(part), Ok)?;
@@ -27,7 +28,7 @@ fn per_row(sinks: &Tensor, lse: &Tensor) -> Result<Tensor> {
     Ok(sinks.f_to_kind(lse.kind())?.f_unsqueeze(1)?)
 }
 
-/// Adds each row's sink to its softmax.
+/// Adds a sink, one more logit without a value, to the softmax of each row of its head. `lse`: +inf in rows without keys.
 fn add_sinks(mut out: Tensor, lse: &Tensor, sinks: &Tensor) -> Result<(Tensor, Tensor)> {
     let of_keys = lse.f_masked_fill(&lse.f_eq(f64::INFINITY)?, f64::NEG_INFINITY)?;
     let total = of_keys.f_logaddexp(&per_row(sinks, lse)?)?;
@@ -52,7 +53,7 @@ fn gradient_lse(part: &Part, softmax_lse: &Tensor) -> Result<Tensor> {
     Ok(own.f_where_self(&own.f_isclose(&given, rtol, atol, false)?, &given)?)
 }
 
-/// Adds the gradient of the sinks to `sum`: the dS of a key with dP = 0.
+/// Adds the gradient of the sinks to `sum`. A sink is like the score of a key whose value is 0, so dP = 0: dS = P * (0 - delta).
 fn add_dsinks(sum: &Tensor, sinks: &Tensor, delta: &Tensor, lse: &Tensor) -> Result<()> {
     let kind = lse.kind();
     let ds = per_row(sinks, lse)?.f_sub(lse)?.f_exp_()?.f_mul_(delta)?.f_neg_()?;
@@ -60,8 +61,7 @@ fn add_dsinks(sum: &Tensor, sinks: &Tensor, delta: &Tensor, lse: &Tensor) -> Res
     Ok(())
 }
 
-/// Returns what the gradient of a score subtracts from that of its probability, (batch, nheads, seqlen_q): the row sum of out * dout, less
-/// the gradient of the log-sum-exp.
+/// Returns what a score's gradient subtracts from that of its probability, (batch, nheads, seqlen_q): row sums of out * dout, minus dlse.
 fn delta(rows: &Rows, kind: Kind) -> Result<Tensor> {
     let products = rows.out.f_to_kind(kind)?.f_mul(&rows.dout.f_to_kind(kind)?)?;
     let delta = products.f_sum_dim_intlist([-1_i64].as_slice(), false, kind)?.f_transpose(1, 2)?;

@@ -1,10 +1,14 @@
-//! A model of the fast kernels (`fwd_fast`: int8 scores, fp16 sums) in ATen operations: the oracle of their tests.
+//! A model of the fast kernels (`fwd_fast`: int8 scores, fp16 sums) in ATen operations. It computes the operator on the CPU, and tests
+//! compare the kernels with it. cpu/mod.rs calls it.
 //!
-//! Codes are int8 numbers of Q and K: a code times its scale is the number. A span is the keys of a step of the kernel.
+//! Codes are int8 numbers of Q and K: a code times its scale is the number. A span is the keys of one step of the kernel: it sums P V of a
+//! span in fp16, and spans in fp32. V is divided by a power of two, so that it is below 1.
 //!
-//! It has their codes and scales, bit for bit, flushed probabilities, and fp16 sums of 8 keys at a time. It takes a row's final maximum
-//! for the reference, where kernels have an earlier one, so probabilities may round differently. Memory is O(seqlen) for each of some rows.
+//! The model has the kernels' codes and scales, bit for bit, flushes the same small probabilities to 0, and rounds sums to fp16 after each
+//! 8 keys. It subtracts a row's final maximum from scores, where kernels subtract an earlier one, so probabilities may round differently.
+//! Memory is O(seqlen) for each of some rows.
 
+use super::layout::narrow_broadcast;
 use super::part::Part;
 use crate::error::Result;
 use crate::ops::codes::{kernel_headdim, Codes, SCALES, SCALE_KEYS};
@@ -14,27 +18,28 @@ use tch::{Device, Kind, Tensor};
 const MEAN_KEYS: i64 = 128;
 /// Smallest scale: the product of two is a normal number, so that a score of -inf stays -inf.
 const SMALLEST_SCALE: f64 = 1e-18;
-/// Threads of the prepare kernel, and the keys of one of its blocks (src/kernels/turing/fast.rs). Eight columns take a thread, so the number
-/// of keys that it sums apart depends on the headdim.
+/// Threads of the prepare kernel, and the keys of one of its blocks (src/kernels/turing/fast.rs). A thread has eight columns of a key, so
+/// the number of keys that are summed side by side depends on the headdim.
 const PREPARE_THREADS: i64 = 256;
 const PREPARED_KEYS: i64 = 256;
 /// Keys that one product adds to fp16 sums.
 const PRODUCT_KEYS: i64 = 8;
-/// Rows with larger scores in log2 get a higher temperature: above 2^23, floats are too coarse for differences of scores.
+/// Scores of rows with larger ones (log2 units) are divided by a temperature: above 2^23, floats are too coarse for their differences.
 const TEMPERED_FROM: f64 = 8_388_608.0;
-/// Rows at once.
+/// Query rows that are computed at once.
 const CHUNK_ROWS: i64 = 256;
-/// Log2 of the smallest packed probability that is not 0.
+/// Log2 of the smallest probability, as packed in fp16, that is not 0: fp16's smallest normal number.
 const LOG2_SMALLEST: f64 = -14.0;
 const LN_2: f64 = std::f64::consts::LN_2;
 
-/// Returns (headdim, keys of a span) of the kernel for these columns. A span's K has 64 * 64 codes at any headdim.
+/// Returns (headdim, keys of a span) of the kernel for this many columns. A span's K has 64 * 64 codes at any headdim.
 fn tile(columns: i64) -> (i64, i64) {
     let headdim = kernel_headdim(columns);
     (headdim, 64 * 64 / headdim)
 }
 
-/// Writes the codes of a dense problem, which have a dimension of entries: [`Codes`] of a span.
+/// Writes the codes of K and V's largest magnitudes of a dense problem: [`Codes`] as `Span::codes` returns them, with a dimension of batch
+/// entries.
 pub fn prepare(part: &Part, smooth_k: bool, rotate: bool, codes: &Codes) -> Result<()> {
     let a = &part.a;
     if a.is_empty() {
@@ -43,15 +48,15 @@ pub fn prepare(part: &Part, smooth_k: bool, rotate: bool, codes: &Codes) -> Resu
     let (headdim, span) = tile(a.headdim.max(a.headdim_v));
     for entry in 0..a.batch {
         for head in 0..a.nheads_k {
-            let of = |t: &Tensor, columns: i64| padded(&t.f_select(0, entry)?.f_select(1, head)?, columns);
+            let rows_of = |t: &Tensor, columns: i64| padded(&t.f_select(0, entry)?.f_select(1, head)?, columns);
             let to = |t: &Tensor| t.f_select(0, head)?.f_select(0, entry);
-            let keys = Keys::new(&of(&part.k, headdim)?, smooth_k, rotate)?;
+            let keys = Keys::new(&rows_of(&part.k, headdim)?, smooth_k, rotate)?;
             to(&codes.k_codes)?.f_copy_(&keys.codes.f_transpose(0, 1)?)?;
             // the first 2 * SCALES keys of a block have each scale twice, once for each key of a pair
             to(&codes.k_scales)?
                 .f_copy_(&keys.scales.f_view([-1, SCALE_KEYS])?.f_narrow(1, 0, 2 * SCALES)?.f_view([-1, SCALES, 2])?.f_select(2, 0)?)?;
             to(&codes.k_mean)?.f_copy_(&keys.mean.f_squeeze_dim(1)?)?;
-            let v = of(&part.v, a.headdim_v)?;
+            let v = rows_of(&part.v, a.headdim_v)?;
             let mut v_max = to(&codes.v_max)?;
             let _ = v_max.f_zero_()?;
             let blocks = resized(&v, 0, round_up(a.seqlen_k, PREPARED_KEYS))?.f_view([-1, PREPARED_KEYS * a.headdim_v])?;
@@ -77,9 +82,9 @@ pub fn forward(part: &Part, codes: &Codes, rotate: bool, out: &Tensor, lse: &Ten
     let floats = |t: &Tensor, entry: i64, head: i64, columns: i64| padded(&t.f_select(0, entry)?.f_select(1, head)?, columns);
     for entry in 0..a.batch {
         for head_k in 0..a.nheads_k {
-            let of = |t: &Tensor| t.f_select(0, head_k)?.f_select(0, entry);
-            let keys = Keys::load(&of(&codes.k_codes)?, &of(&codes.k_scales)?, &of(&codes.k_mean)?)?;
-            let v_max = of(&codes.v_max)?.f_amax([0_i64].as_slice(), false)?;
+            let own = |t: &Tensor| t.f_select(0, head_k)?.f_select(0, entry);
+            let keys = Keys::load(&own(&codes.k_codes)?, &own(&codes.k_scales)?, &own(&codes.k_mean)?)?;
+            let v_max = own(&codes.v_max)?.f_amax([0_i64].as_slice(), false)?;
             let values = Values::new(&floats(&part.v, entry, head_k, a.headdim_v)?, &v_max, span, part.v.kind())?;
             let group = a.nheads / a.nheads_k;
             for head in head_k * group..(head_k + 1) * group {
@@ -126,12 +131,11 @@ fn product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     Ok(result)
 }
 
-/// Returns a product of two matrices.
 fn matrix_product(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     Ok(product(&x.f_unsqueeze(0)?, &y.f_unsqueeze(0)?)?.f_squeeze_dim(0)?)
 }
 
-/// Returns rows after the transform that kernels apply, without its factor of headdim ** -0.5, and with the order of their sums.
+/// Returns rows after a Hadamard transform, which spreads outliers over all columns, without its factor headdim ** -0.5, as kernels do.
 fn hadamard(x: &Tensor) -> Result<Tensor> {
     let (rows, headdim) = x.size2()?;
     let mut x = x.shallow_clone();
@@ -145,10 +149,10 @@ fn hadamard(x: &Tensor) -> Result<Tensor> {
     Ok(x)
 }
 
-/// Returns the mean of some keys with the order of the prepare kernel's sums.
+/// Returns the mean of some keys, summed in the order of the prepare kernel.
 fn mean(sample: &Tensor) -> Result<Tensor> {
     let (samples, headdim) = sample.size2()?;
-    let apart = PREPARE_THREADS * 8 / headdim;
+    let apart = PREPARE_THREADS * 8 / headdim; // keys that the threads load at once, each in a sum of its own
     let sample = sample.f_mul_scalar(1.0 / MEAN_KEYS as f64)?;
     let rows = resized(&sample, 0, round_up(samples, apart))?.f_view([-1, apart, headdim])?;
     let sum = |rows: &Tensor| -> Result<Tensor> {
@@ -162,7 +166,7 @@ fn mean(sample: &Tensor) -> Result<Tensor> {
     Ok(sum.f_div(&Tensor::f_full_like(&sum, samples as f64 / MEAN_KEYS as f64)?)?)
 }
 
-/// Returns 0, or NaN where x is not finite.
+/// Returns the sum of 0 * x over these dimensions: 0, or NaN if an element is not finite.
 fn poison(x: &Tensor, dims: &[i64]) -> Result<Tensor> {
     Ok(x.f_mul_scalar(0.0)?.f_sum_dim_intlist(dims, true, Kind::Float)?)
 }
@@ -172,9 +176,10 @@ fn finite(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_add_scalar(0.0)?.f_nan_to_num_(0.0, 0.0, 0.0)?)
 }
 
-/// Returns codes and scales of x, one scale over these dimensions.
+/// Returns codes and scales of x, with one scale over these dimensions. A scale is NaN if an element is not finite.
 fn quantized(x: &Tensor, dims: &[i64]) -> Result<(Tensor, Tensor)> {
     let largest = x.f_abs()?.f_nan_to_num_(0.0, 0.0, 0.0)?.f_amax(dims, true)?;
+    // 127 is the largest code; 1e-30 keeps the factor of zeros finite
     let factor = Tensor::f_full_like(&largest, 127.0)?.f_div(&largest.f_clamp_min(1e-30)?)?;
     // fp64 has the whole product: kernels round it once, to an integer
     let codes = finite(x)?.f_to_kind(Kind::Double)?.f_mul(&factor)?.f_round()?.f_to_kind(Kind::Float)?;
@@ -193,6 +198,7 @@ struct Keys {
 }
 
 impl Keys {
+    /// Quantizes K (keys, headdim): less its mean with `smooth`, after a Hadamard transform with `rotate`.
     fn new(k: &Tensor, smooth: bool, rotate: bool) -> Result<Keys> {
         let (count, headdim) = k.size2()?;
         let samples = count.min(MEAN_KEYS);
@@ -211,9 +217,7 @@ impl Keys {
         let codes = codes.f_reshape([rows, headdim])?.f_transpose(0, 1)?.f_contiguous()?;
         Ok(Keys { codes, scales, mean: mean.f_unsqueeze(1)? })
     }
-}
 
-impl Keys {
     /// Returns the keys of codes (keys rounded up, headdim), scales (blocks, 4) and a mean (headdim).
     fn load(codes: &Tensor, scales: &Tensor, mean: &Tensor) -> Result<Keys> {
         let (rows, blocks) = (codes.size()[0], scales.size()[0]);
@@ -224,7 +228,6 @@ impl Keys {
     }
 }
 
-/// Returns the largest finite magnitude.
 fn largest(v: &Tensor) -> Result<Tensor> {
     Ok(finite(v)?.f_abs_()?.f_amax([0_i64, 1].as_slice(), false)?)
 }
@@ -238,10 +241,11 @@ struct Values {
 }
 
 impl Values {
-    /// `largest`: of the whole sequence.
+    /// Scales V (keys, headdim_v) of type `kind`. `largest`: the largest magnitude of the sequence's V.
     fn new(v: &Tensor, largest: &Tensor, span: i64, kind: Kind) -> Result<Values> {
         let (count, columns) = v.size2()?;
         let (_, exponent) = largest.f_frexp()?;
+        // at least these, so that the inverse of a factor 2^-exponent is a normal number (`v_exponent` in csrc/turing/fast/codes.cuh)
         let exponent = exponent.f_int64_value(&[])?.max(if kind == Kind::BFloat16 { -126 } else { -14 }) as i32;
         let rows = round_up(count, span);
         let scaled = v.f_mul_scalar(2f64.powi(-exponent))?.f_to_kind(Kind::Half)?.f_to_kind(Kind::Float)?;
@@ -255,22 +259,18 @@ fn hidden(part: &Part, entry: i64, head: i64, row: i64, rows: i64) -> Result<Ten
     let a = &part.a;
     let positions = |start: i64, count: i64| Tensor::f_arange_start(start, start + count, (Kind::Int64, Device::Cpu));
     let distances = positions(0, a.seqlen_k)?.f_sub(&positions(row + a.seqlen_k - a.seqlen_q, rows)?.f_unsqueeze(1)?)?;
+    // a side without a bound: 2^40 keys, more than any sequence has
     let before = distances.f_lt(a.window.left.map_or(-(1_i64 << 40), |left| -left))?;
     let mut hidden = before.f_logical_or(&distances.f_le(a.window.right.unwrap_or(1 << 40))?.f_logical_not()?)?;
     if let Some(mask) = &part.attn_bias {
-        let mut mask = mask.shallow_clone();
-        for (dim, start, count) in [(0, entry, 1), (1, head, 1), (2, row, rows)] {
-            if mask.size()[dim] > 1 {
-                mask = mask.f_narrow(dim as i64, start, count)?;
-            }
-        }
+        let mask = narrow_broadcast(mask, [(0, entry, 1), (1, head, 1), (2, row, rows)])?;
         hidden = hidden.f_logical_or(&mask.f_squeeze_dim(0)?.f_squeeze_dim(0)?.f_logical_not()?)?;
     }
     Ok(hidden)
 }
 
-/// Rounds down what is larger than fp16's largest number by rounding alone: a mean of V is no larger than V. Rounding does not reach
-/// 66000, so larger numbers stay, and fp16 makes them infinite.
+/// Rounds outputs that exceed fp16's largest number (65504) by rounding alone down to it: a mean of V is no larger than V. Rounding does
+/// not reach 66000, so larger numbers stay, and become infinite in fp16.
 fn below_overflow(x: &Tensor, kind: Kind) -> Result<Tensor> {
     let largest = f64::from(half::f16::MAX);
     if kind != Kind::Half {
@@ -279,12 +279,14 @@ fn below_overflow(x: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(x.f_clamp(-largest, largest)?.f_where_self(&x.f_abs()?.f_lt(66000.0)?, x)?)
 }
 
-/// Returns out and log-sum-exp of some rows of one head.
+/// Returns out and log-sum-exp of some rows of one head. `hidden`: (rows, keys). `scale`: of scores, positive.
 fn attend(q: &Tensor, keys: &Keys, values: &Values, hidden: &Tensor, scale: f64, rotate: bool) -> Result<(Tensor, Tensor)> {
     let (rows, headdim) = q.size2()?;
     let (count, columns) = (hidden.size()[1], values.v.size()[3]);
     let [spans, products] = [values.v.size()[0], values.v.size()[1]];
+    // a scale of 0 counts as 1e-30 (src/plan/features.rs)
     let log2_scale = scale.max(1e-30) / LN_2;
+    // unit: what 1 in a product of transformed q and k is worth as a score
     let (x, unit) = match rotate {
         true => (hadamard(q)?, log2_scale / headdim as f64),
         false => (q.shallow_clone(), log2_scale),
@@ -297,7 +299,7 @@ fn attend(q: &Tensor, keys: &Keys, values: &Values, hidden: &Tensor, scale: f64,
     let scores = scores.f_masked_fill(hidden, f64::NEG_INFINITY)?;
     let maximum = scores.f_amax([1_i64].as_slice(), true)?;
     let maximum = maximum.f_masked_fill(&maximum.f_eq(f64::NEG_INFINITY)?, 0.0)?;
-    // log2 of what 1 is packed as: a span of ones sums to 2^11, and may grow by 2^4 to 2^15, which fp16 holds
+    // log2 of what a probability of 1 is packed as: a span of ones sums to 2^11. Kernels, whose maxima lag, let it grow to 2^15.
     let one = f64::from(15 - (products * PRODUCT_KEYS).ilog2() as i32 - 4);
     let largest = Tensor::f_full_like(&maximum, TEMPERED_FROM)?;
     let inverse_temperature = largest.f_div(&maximum.f_abs()?.f_clamp_min(TEMPERED_FROM)?)?;

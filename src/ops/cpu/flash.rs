@@ -1,13 +1,14 @@
-//! Computes attention with ATen's flash operator for the CPU, which computes all heads in one parallel region.
-//!
-//! The operator takes windows, ALiBi and biases as an additive mask. This module divides such problems into [`Block`]s of query rows. So
-//! masks take O(seqlen) memory, and keys outside a block's window cost nothing.
+//! Computes attention with ATen's flash operator for the CPU (`_scaled_dot_product_flash_attention_for_cpu`), which computes all heads in
+//! one parallel region. dense.rs calls it for the problems that it [`covers`]. The operator takes windows, ALiBi and biases as an additive
+//! mask. This module divides such problems into [`Block`]s of query rows. So masks take O(seqlen) memory, and keys outside a block's window
+//! cost nothing. A group is the query heads that share a KV head.
 
 use super::chunk::{heads_per_group, window_offsets};
-use super::layout::{compute_kind, narrow};
+use super::layout::{narrow, narrow_broadcast};
 use super::part::Part;
 use super::scores::{alibi_bias, has_derivative, LOWEST_SCORE};
 use crate::error::Result;
+use crate::tensor::compute_kind;
 use tch::{Device, Kind, Tensor};
 
 /// Mask elements of a block: 16 MiB in fp32, much less than a mask of all scores.
@@ -17,15 +18,13 @@ const MIN_ROWS: i64 = 64;
 /// Range for rows of a block, which has as many rows as its window is wide: then it has about twice the keys that a row sees. Blocks of
 /// narrower windows have more, and those whose masks would be too large have fewer rows.
 const ROWS: std::ops::RangeInclusive<i64> = 256..=1024;
-/// Largest |q| and |k| for which a score is finite in fp32, at a headdim of at most 256 and a scale of at most 1. A sum of -inf and an
-/// infinite score would be NaN.
+/// Largest |q| and |k| for which a score is finite in fp32, at headdims to 256 and scales to 1: -inf plus an infinite score is NaN.
 const LARGEST_FACTOR: f64 = 1e18;
 
-/// Returns true if the operator can compute the forward pass, and the backward pass without the gradients of a bias and
-/// of the log-sum-exp.
+/// Returns true if the operator can compute the forward pass, and the backward pass without the gradients of a bias and of the log-sum-exp.
 pub fn covers(part: &Part) -> bool {
     let a = &part.a;
-    // the operator multiplies the -inf of hidden keys by the scale
+    // the operator sets scores of hidden keys to -inf, then multiplies them by the scale
     let positive_scale = (a.softmax_scale as f32) > 0.0;
     let plain_scores = !has_derivative(a) && part.dropout.is_none() && part.blocks.is_none();
     a.headdim == a.headdim_v && positive_scale && plain_scores && a.seqlen_q > 0 && a.seqlen_k > 0
@@ -41,7 +40,7 @@ struct Block {
     is_causal: bool,
 }
 
-/// Query heads as the operator's heads: it has one KV head for each, so a group is folded into another dimension.
+/// How a call of the operator sees grouped heads: it has a KV head for each query head, so a group's heads become rows, entries or calls.
 #[derive(Clone, Copy, PartialEq)]
 enum Fold {
     /// One query head per KV head.
@@ -50,7 +49,7 @@ enum Fold {
     Rows,
     /// One batch entry: the group's heads are batch entries.
     Entry(i64),
-    /// One head of every group.
+    /// One head of every group: a call for each number of a head in its group.
     Member(i64),
 }
 
@@ -108,7 +107,7 @@ impl Fold {
         Ok(self.queries(&t.f_transpose(1, 2)?.f_unsqueeze(3)?, nheads_k)?.f_squeeze_dim(3)?)
     }
 
-    /// Views a (batch, nheads, rows, keys) mask, whose sizes may be 1, as the operator's.
+    /// Views a (batch, nheads, rows, keys) mask, whose sizes may be 1, for the operator.
     fn mask(self, t: &Tensor, nheads_k: i64) -> Result<Tensor> {
         let [entries, nheads, ..] = t.size()[..] else { unreachable!("a mask has four dimensions") };
         let of_entry = |entry: i64| t.f_narrow(0, if entries == 1 { 0 } else { entry }, 1);
@@ -128,6 +127,7 @@ impl Fold {
 struct Problem<'a> {
     part: &'a Part,
     kind: Kind,
+    /// Query heads of a KV head.
     group: i64,
     q: Tensor,
     k: Tensor,
@@ -176,8 +176,7 @@ impl<'a> Problem<'a> {
             || blocks.iter().any(|b| !b.is_causal && (b.hidden_left(first).is_some() || b.hidden_right(last).is_some()))
     }
 
-    /// Returns the number of masks of a block that must be made with a row per query row; 0 if none: one row applies to all, or the
-    /// operator takes the bias as it is.
+    /// Returns the number of masks of a block that need a row per query row; 0: one row applies to all, or the bias is taken as it is.
     fn stored_masks(&self, has_window: bool) -> i64 {
         let bias = self.part.attn_bias.as_ref().map(|t| t.size());
         let alibi = self.part.alibi_slopes.as_ref().map(|t| t.size());
@@ -190,6 +189,7 @@ impl<'a> Problem<'a> {
         }
     }
 
+    /// Divides the query rows that see a key into blocks: one for all if there is no mask to store.
     fn blocks(&self) -> Vec<Block> {
         let a = &self.part.a;
         let (first, last) = window_offsets(a);
@@ -228,18 +228,18 @@ impl<'a> Problem<'a> {
             (None, bias) => bias.as_ref().map(|t| additive(&b.of_bias(t)?, self.kind)).transpose()?,
         };
         let alibi = self.part.alibi_slopes.as_ref().map(|t| alibi_bias(t, &self.part.a, [b.row, b.rows], [b.key, b.keys], self.kind));
-        let mut mask = match (bias, alibi.transpose()?) {
+        let scores = match (bias, alibi.transpose()?) {
             (Some(bias), Some(alibi)) => Some(alibi.f_add(&bias)?),
             (bias, alibi) => bias.or(alibi),
         };
-        let (first, last) = window_offsets(&self.part.a);
-        let ones = || Tensor::f_ones([b.rows, b.keys], (Kind::Bool, Device::Cpu));
-        let right = b.hidden_right(last).map(|diagonal| ones()?.f_triu(diagonal)).transpose()?;
-        let left = b.hidden_left(first).map(|diagonal| ones()?.f_tril(diagonal)).transpose()?;
-        for hidden in [right, left].into_iter().flatten() {
-            let shown = mask.map_or_else(|| Tensor::f_zeros([1, 1, b.rows, b.keys], (self.kind, Device::Cpu)), Ok)?;
-            mask = Some(shown.f_masked_fill(&hidden, f64::NEG_INFINITY)?);
-        }
+        let window = window_offsets(&self.part.a);
+        let mask = match scores {
+            None => b.hidden(window, f64::NEG_INFINITY, self.kind)?,
+            Some(scores) => Some(match b.hidden(window, 1.0, Kind::Bool)? {
+                None => scores,
+                Some(hidden) => scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?,
+            }),
+        };
         // the operator requires contiguous rows
         mask.map(|t| Ok(if t.size()[3] == 1 || t.stride()[3] == 1 { t } else { t.f_contiguous()? })).transpose()
     }
@@ -270,15 +270,30 @@ impl Block {
         (diagonal > -self.rows).then_some(diagonal)
     }
 
+    /// Returns `value` where the window hides a key from a row and 0 elsewhere, (1, 1, rows, keys); None if it hides none.
+    ///
+    /// The numbers depend on key - row alone. So each row is the one before it moved by one column: a view of one line that is
+    /// repeated without its last column. That takes one parallel region, where a region for each comparison costs more than the attention
+    /// of a few hundred rows.
+    fn hidden(&self, (first, last): (i64, i64), value: f64, kind: Kind) -> Result<Option<Tensor>> {
+        let (left, right) = (self.hidden_left(first), self.hidden_right(last));
+        if left.is_none() && right.is_none() {
+            return Ok(None);
+        }
+        // column of key - row = 0
+        let middle = self.rows - 1;
+        let columns = self.rows + self.keys;
+        let start = left.map_or(0, |diagonal| middle + diagonal + 1);
+        let end = right.map_or(columns, |diagonal| middle + diagonal);
+        let line = Tensor::f_full([columns], value, (kind, Device::Cpu))?;
+        let _ = line.f_narrow(0, start, end - start)?.f_zero_()?;
+        let lines = line.f_expand([self.rows, columns], false)?.f_contiguous()?;
+        Ok(Some(lines.f_as_strided([1, 1, self.rows, self.keys], [0, 0, columns - 1, 1], middle)?))
+    }
+
     /// Returns the block's part of a bias. Dimensions of size 1 stay.
     fn of_bias(&self, bias: &Tensor) -> Result<Tensor> {
-        let mut t = bias.shallow_clone();
-        for (dim, start, count) in [(2, self.row, self.rows), (3, self.key, self.keys)] {
-            if t.size()[dim] > 1 {
-                t = t.f_narrow(dim as i64, start, count)?;
-            }
-        }
-        Ok(t)
+        narrow_broadcast(bias, [(2, self.row, self.rows), (3, self.key, self.keys)])
     }
 
     /// Returns true if the call with this fold computes all rows and heads in the problem's own layout.
@@ -306,11 +321,11 @@ fn additive(bias: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(if bias.kind() == Kind::Half { numbers } else { numbers.f_threshold(LOWEST_SCORE, f64::NEG_INFINITY)? })
 }
 
-/// Returns true if no log-sum-exp is 0 and, under a mask, none is NaN. A NaN may come from the infinite score of a hidden key.
+/// Returns true if no log-sum-exp is 0 (which may mean a row without keys) and, under a mask, none is NaN (of a hidden infinite score).
 fn is_settled(lse: &Tensor, has_mask: bool) -> Result<bool> {
     let all: [i64; 0] = [];
     let every_dim: Option<i64> = None;
-    // NaN counts as nonzero. `all` would convert each number to a bool first.
+    // NaN counts as nonzero. ATen's `all` would convert each number to a bool first.
     let has_zero = lse.f_count_nonzero(every_dim)?.f_int64_value(&[])? < lse.numel() as i64;
     Ok(!has_zero && (!has_mask || lse.f_amax(all, false)?.f_ge(f64::NEG_INFINITY)?.f_int64_value(&[])? != 0))
 }
@@ -334,7 +349,9 @@ fn settled(lse: &Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
 pub fn forward(part: &Part) -> Result<Option<(Tensor, Tensor)>> {
     let (p, a) = (Problem::new(part)?, &part.a);
     let mut results = None;
-    for b in p.blocks() {
+    let blocks = p.blocks();
+    let every_row_sees_a_key = blocks.iter().map(|b| b.rows).sum::<i64>() == a.seqlen_q;
+    for b in blocks {
         let mask = p.mask(&b)?;
         for fold in Fold::all(part) {
             let mask = mask.as_ref().map(|t| fold.mask(t, a.nheads_k)).transpose()?;
@@ -353,23 +370,24 @@ pub fn forward(part: &Part) -> Result<Option<(Tensor, Tensor)>> {
             }
             let (whole_out, whole_lse) = match &results {
                 Some(results) => results,
-                None => results.insert(without_keys(&p)?),
+                None => results.insert(if every_row_sees_a_key { unwritten(&p)? } else { without_keys(&p)? }),
             };
             p.query_rows(whole_out, &b, fold)?.f_copy_(&out)?;
             p.lse_rows(whole_lse, &b, fold)?.f_copy_(&lse)?;
         }
     }
-    Ok(Some(match results {
-        Some(results) => results,
-        None => without_keys(&p)?,
-    }))
+    results.map_or_else(|| without_keys(&p), Ok).map(Some)
 }
 
-/// Returns the results of rows without keys.
-fn without_keys(p: &Problem) -> Result<(Tensor, Tensor)> {
+fn unwritten(p: &Problem) -> Result<(Tensor, Tensor)> {
     let (a, options) = (&p.part.a, (p.kind, Device::Cpu));
-    let out = Tensor::f_zeros([a.batch, a.seqlen_q, a.nheads, a.headdim], options)?;
-    Ok((out, Tensor::f_full([a.batch, a.nheads, a.seqlen_q], f64::INFINITY, options)?))
+    let out = Tensor::f_empty([a.batch, a.seqlen_q, a.nheads, a.headdim], options)?;
+    Ok((out, Tensor::f_empty([a.batch, a.nheads, a.seqlen_q], options)?))
+}
+
+fn without_keys(p: &Problem) -> Result<(Tensor, Tensor)> {
+    let (mut out, mut softmax_lse) = unwritten(p)?;
+    Ok((out.f_zero_()?, softmax_lse.f_fill_(f64::INFINITY)?))
 }
 
 /// Computes dq, dk and dv with the shapes of q, k and v. `lse` has the type of the arithmetic.
@@ -411,10 +429,7 @@ pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor) -> Resul
             fold.add_keys(&dv_sum.f_narrow(1, b.key, b.keys)?, &dv)?;
         }
     }
-    Ok(Some(match sums {
-        Some(sums) => sums,
-        None => zeros(&p)?,
-    }))
+    sums.map_or_else(|| zeros(&p), Ok).map(Some)
 }
 
 /// Returns the gradients of a problem without visible keys.

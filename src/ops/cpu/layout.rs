@@ -1,25 +1,27 @@
-//! Converts between the layout of tensors and that of matrix products. A group is the query heads that share a KV head: their rows make one
-//! matrix, so that one product with K serves all.
+//! Converts between the layout of tensors, (batch, seqlen, heads, headdim), and that of the CPU backend's matrix products. A group is the
+//! query heads of a batch entry that share a KV head: their rows make one matrix. `heads`: of a group; of K and V, 1.
 
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
-
-/// Returns the type of the arithmetic on tensors of a type: fp64 for fp64, else fp32.
-pub fn compute_kind(kind: Kind) -> Kind {
-    if kind == Kind::Double {
-        Kind::Double
-    } else {
-        Kind::Float
-    }
-}
 
 /// Returns `count` entries of a dimension as a view. The whole dimension costs no ATen call, which small problems notice.
 pub fn narrow(t: &Tensor, dim: i64, start: i64, count: i64) -> Result<Tensor> {
     Ok(if count == t.size()[dim as usize] { t.shallow_clone() } else { t.f_narrow(dim, start, count)? })
 }
 
-/// Converts (batch, seqlen, groups * heads, headdim) to contiguous (batch * groups, seqlen * heads, headdim). The result may alias `t`, so
-/// callers must not write to it.
+/// Returns `count` entries from `start` on of these dimensions, (dim, start, count), as a view. Dimensions of size 1, broadcast ones, stay.
+pub fn narrow_broadcast<const N: usize>(t: &Tensor, parts: [(usize, i64, i64); N]) -> Result<Tensor> {
+    let mut t = t.shallow_clone();
+    for (dim, start, count) in parts {
+        if t.size()[dim] > 1 {
+            t = t.f_narrow(dim as i64, start, count)?;
+        }
+    }
+    Ok(t)
+}
+
+/// Converts (batch, seqlen, groups * heads, headdim) to contiguous (batch * groups, seqlen * heads, headdim) of type `kind`. The result may
+/// alias `t`, so callers must not write to it.
 pub fn to_groups(t: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     let (batch, seqlen, all_heads, headdim) = t.size4()?;
     let groups = all_heads / heads;
@@ -41,7 +43,7 @@ pub fn from_groups(t: &Tensor, batch: i64, heads: i64) -> Result<Tensor> {
     Ok(result)
 }
 
-/// Converts (batch, nheads, seqlen) statistics to one per score row: (batch * groups, seqlen * heads, 1).
+/// Converts a number for each row, (batch, nheads, seqlen) as softmax_lse has it, to (batch * groups, seqlen * heads, 1).
 pub fn rows_from_lse(lse: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     let (batch, nheads, seqlen) = lse.size3()?;
     Ok(lse.f_reshape([batch, nheads / heads, heads, seqlen])?.f_transpose(2, 3)?.f_to_kind(kind)?.f_contiguous()?.f_view([

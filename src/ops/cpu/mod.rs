@@ -1,16 +1,15 @@
 //! The CPU backend: exact attention with ATen operations, in O(seqlen) memory beyond inputs and outputs.
 //!
-//! ATen's flash operator for the CPU computes most problems ([`flash`]). [`chunked`] computes the others: scores that are not only
-//! shifted, block masks, dropout, different headdims of q and v, and the gradients of a bias and of softmax_lse.
+//! ATen's flash operator for the CPU computes most problems ([`flash`]). [`chunked`] computes the others: softcap, block masks, dropout,
+//! scales that are not positive, different headdims of q and v, and the gradients of a bias and of softmax_lse.
 //!
 //! A *group* is one KV head of one batch entry with its query heads. Its query rows lie in memory as (seqlen_q * heads per group, headdim).
 //! So grouped-query attention is a taller matrix product, without repeating K or V. [`chunked`] divides the work into [`Chunk`]s: rows of
 //! some groups, with all keys that these rows see. Batched matrix products compute scores and outputs, and a few passes in place compute
 //! the softmax. Score rows are complete, so there is no rescaling as in GPU kernels.
 //!
-//! Entries of different lengths are separate dense problems ([`part::Part`]).
-//!
-//! The arithmetic for fp16 and bf16 is fp32, rounded once at the end.
+//! Entries of different lengths are separate dense problems ([`part::Part`]). A [`Span`] is where one of them lies in the call's tensors.
+//! The arithmetic is fp64 for fp64 tensors; for others fp32, rounded once at the end. Callers have validated, and turned autograd off.
 
 mod block_mask;
 mod chunk;
@@ -28,17 +27,12 @@ use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::ops::codes::Codes;
 use crate::problem::Attention;
+use crate::tensor::compute_kind;
 use block_mask::BlockMask;
-use layout::compute_kind;
 use part::{Part, Rows, Span, Sums};
 use tch::{Device, Kind, Tensor};
 
 /// Computes (out, softmax_lse).
-///
-/// The caller has validated the problem and turned autograd off.
-///
-/// # Errors
-/// ATen fails, for example without memory.
 pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     let (spans, blocks) = (Span::all(inputs, a)?, BlockMask::of(inputs)?);
     if !a.is_varlen() {
@@ -54,12 +48,7 @@ pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)
     Ok((out, softmax_lse))
 }
 
-/// Computes (out, softmax_lse) as the fast kernels do, see [`fast`]. A boolean mask is the bias.
-///
-/// The caller has validated the problem and turned autograd off.
-///
-/// # Errors
-/// ATen fails, for example without memory.
+/// Computes `fwd_fast`, (out, softmax_lse), with the rounding errors of its kernels ([`fast`]). A boolean mask is in the place of the bias.
 pub(super) fn fast_forward(inputs: &Inputs, a: &Attention, codes: &Codes) -> Result<(Tensor, Tensor)> {
     let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), Device::Cpu))?;
     let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, Device::Cpu))?;
@@ -70,12 +59,7 @@ pub(super) fn fast_forward(inputs: &Inputs, a: &Attention, codes: &Codes) -> Res
     Ok((out, softmax_lse))
 }
 
-/// Writes the codes of K and V as the prepare kernel does.
-///
-/// The caller has validated the problem and turned autograd off.
-///
-/// # Errors
-/// ATen fails, for example without memory.
+/// Computes `prepare_fast`: writes the int8 codes of K and the largest magnitudes of V as the prepare kernel does.
 pub(super) fn fast_prepare(inputs: &Inputs, a: &Attention, codes: &Codes) -> Result<()> {
     for span in Span::all(inputs, a)? {
         fast::prepare(&span.part(inputs, a, &None)?, inputs.options.smooth_k, inputs.options.rotate, &span.codes(codes)?)?;
@@ -84,11 +68,6 @@ pub(super) fn fast_prepare(inputs: &Inputs, a: &Attention, codes: &Codes) -> Res
 }
 
 /// Computes contiguous gradients with the shapes and types of their tensors.
-///
-/// The caller has validated the problem and turned autograd off.
-///
-/// # Errors
-/// ATen fails, for example without memory.
 pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradients> {
     let sums_of =
         |t: &Option<Tensor>| t.as_ref().map(|t| Tensor::f_zeros(t.size(), (compute_kind(inputs.q.kind()), Device::Cpu))).transpose();
@@ -99,7 +78,7 @@ pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<
     let (spans, blocks) = (Span::all(inputs, a)?, BlockMask::of(inputs)?);
     let of_span = |span: Span| part_backward(&span, &span.part(inputs, a, &blocks)?, saved, &sums);
     let [dq, dk, dv] = if a.is_varlen() {
-        // the gradient of unused keys
+        // zeros are the gradients of rows that belong to no sequence, or are past `seqused_k`
         let zeros = |t: &Tensor| Tensor::f_zeros(t.size(), (t.kind(), Device::Cpu));
         let (dq, dk, dv) = (zeros(&inputs.q)?, zeros(&inputs.k)?, zeros(&inputs.v)?);
         for span in spans {
@@ -123,6 +102,7 @@ pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<
     })
 }
 
+/// Computes dq, dk and dv of one dense problem, and adds its part of the other gradients to `sums`.
 fn part_backward(span: &Span, part: &Part, saved: &Saved, sums: &Sums) -> Result<[Tensor; 3]> {
     let sums = Sums {
         dattn_bias: sums.dattn_bias.as_ref().map(|t| span.bias(t)).transpose()?,

@@ -1,7 +1,8 @@
-//! Divides a problem with different lengths into dense ones.
+//! Divides a call of the CPU backend into dense problems, whose batch entries have equal lengths: the whole call if lengths do not differ,
+//! else one problem for each sequence. cpu/mod.rs computes them one after the other.
 
 use super::block_mask::BlockMask;
-use super::layout::narrow;
+use super::layout::{narrow, narrow_broadcast};
 use crate::error::{Error, Result};
 use crate::ops::codes::{ceil_div, Codes, SCALE_KEYS};
 use crate::ops::dropout::Dropout;
@@ -10,10 +11,10 @@ use crate::problem::{Attention, Keys, Queries};
 use std::rc::Rc;
 use tch::Tensor;
 
-/// A dense problem: one span of the whole problem.
+/// A dense problem: the tensors of one [`Span`] of the call.
 pub struct Part {
     pub a: Attention,
-    /// Number of its first entry in the whole problem.
+    /// Number of its first batch entry in the call.
     pub first: i64,
     pub q: Tensor,
     pub k: Tensor,
@@ -26,17 +27,16 @@ pub struct Part {
     pub blocks: Option<Rc<BlockMask>>,
 }
 
-/// Results and gradients of a part's rows.
+/// What the backward pass takes of a part's query rows.
 pub struct Rows {
     pub dout: Tensor,
     pub out: Tensor,
     /// (batch, nheads, seqlen_q).
     pub softmax_lse: Tensor,
-    /// Gradient of softmax_lse.
     pub dlse: Option<Tensor>,
 }
 
-/// Gradients to which all entries add, in the type of the arithmetic.
+/// Gradients to which all entries add, in the type of the arithmetic: fp32, or fp64 for fp64 tensors.
 pub struct Sums {
     /// Shape of the bias.
     pub dattn_bias: Option<Tensor>,
@@ -44,12 +44,10 @@ pub struct Sums {
     pub dsinks: Option<Tensor>,
 }
 
-/// Batch entries of equal lengths, and the positions of their rows in the problem's tensors.
+/// Batch entries of equal lengths, and where their rows are in the call's tensors.
 #[derive(Clone, Copy)]
 pub struct Span {
-    /// First batch entry.
     entry: i64,
-    /// Number of entries.
     entries: i64,
     /// First row of q; 0 unless q is packed.
     q_start: i64,
@@ -60,7 +58,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// Returns one span for the whole problem, or one per entry if lengths differ.
+    /// Returns one span for the whole call, or one per entry if lengths may differ. The lengths have been validated.
     pub fn all(inputs: &Inputs, a: &Attention) -> Result<Vec<Span>> {
         let whole = Span { entry: 0, entries: a.batch, q_start: 0, seqlen_q: a.seqlen_q, k_start: 0, seqlen_k: a.seqlen_k };
         if !a.is_varlen() {
@@ -110,25 +108,19 @@ impl Span {
 
     /// Returns the span's part of a bias or its gradient. Dimensions of size 1 stay.
     pub fn bias(&self, t: &Tensor) -> Result<Tensor> {
-        let mut t = t.shallow_clone();
-        for (dim, start, count) in [(0, self.entry, self.entries), (2, 0, self.seqlen_q), (3, 0, self.seqlen_k)] {
-            if t.size()[dim] > 1 {
-                t = t.f_narrow(dim as i64, start, count)?;
-            }
-        }
-        Ok(t)
+        narrow_broadcast(t, [(0, self.entry, self.entries), (2, 0, self.seqlen_q), (3, 0, self.seqlen_k)])
     }
 
-    /// Returns the int8 codes (`fwd_fast`) of the span's keys; k_codes and k_scales have a dimension of entries before that of the rows.
+    /// Returns the int8 codes (`fwd_fast`) of the span's keys. k_codes and k_scales get a dimension of entries before that of the rows.
     pub fn codes(&self, codes: &Codes) -> Result<Codes> {
         let blocks = ceil_div(self.seqlen_k, SCALE_KEYS);
-        // A packed sequence's codes begin on a block of SCALE_KEYS keys (csrc/turing/fast/codes.cuh). One block for each sequence before
-        // it leaves room for that one's unfinished block. Dense entries are one span.
+        // A packed sequence's codes begin on a block of SCALE_KEYS keys (csrc/turing/fast/codes.cuh): the number of whole blocks before its
+        // first key, plus one for each sequence before it, whose last block may be unfinished. Dense entries are one span, from block 0 on.
         let first = self.k_start / SCALE_KEYS + self.entry;
-        let of_keys = |t: &Tensor, unit: i64| {
+        let of_keys = |t: &Tensor, block_rows: i64| {
             let sizes = t.size();
-            let rows = t.f_narrow(1, first * unit, self.entries * blocks * unit)?;
-            Ok::<_, Error>(rows.f_view([sizes[0], self.entries, blocks * unit, sizes[2]])?)
+            let rows = t.f_narrow(1, first * block_rows, self.entries * blocks * block_rows)?;
+            Ok::<_, Error>(rows.f_view([sizes[0], self.entries, blocks * block_rows, sizes[2]])?)
         };
         let of_entries = |t: &Tensor| t.f_narrow(1, self.entry, self.entries);
         Ok(Codes {
@@ -140,7 +132,6 @@ impl Span {
         })
     }
 
-    /// Returns the span as a dense problem.
     pub fn part(&self, inputs: &Inputs, a: &Attention, blocks: &Option<Rc<BlockMask>>) -> Result<Part> {
         let slopes = |t: &Tensor| match t.dim() {
             2 => t.f_narrow(0, self.entry, self.entries),

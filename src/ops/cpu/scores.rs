@@ -1,29 +1,24 @@
-//! Modifiers of a chunk's scores between the two matrix products: a score function, ALiBi, bias, dropout.
-//!
-//! A [`Part`] is a dense problem of some batch entries. A [`Chunk`] is query positions of some of its groups, and their keys. A group is a
-//! KV head of an entry.
+//! Modifiers of a chunk's scores between the two matrix products of the CPU backend (chunked.rs): a score function, ALiBi, bias, dropout. A
+//! [`Part`] is a dense problem of some batch entries. A [`Chunk`] is query positions of some of its groups, and their keys. A group is a KV
+//! head of an entry with its query heads. A chunk's scores are a matrix (groups, rows * heads of a group, keys).
 
 use super::chunk::{heads_per_group, Chunk};
+use super::layout::narrow_broadcast;
 use super::part::Part;
 use crate::error::Result;
 use crate::ops::dropout;
 use crate::problem::{Attention, ScoreFunction};
 use tch::{Device, Kind, Tensor};
 
-/// Random numbers per thread.
+/// Fewest random numbers that pay for a thread.
 const NUMBERS_PER_THREAD: usize = 1 << 16;
 
 /// Returns one group's part of a bias or its gradient: (heads or 1, rows or 1, keys or 1).
 pub fn bias_of_group(bias: &Tensor, part: &Part, c: &Chunk, group: i64) -> Result<Tensor> {
     let heads = heads_per_group(&part.a);
     let (entry, key_head) = (group / part.a.nheads_k, group % part.a.nheads_k);
-    let mut t = bias.shallow_clone();
-    for (dim, start, count) in [(0, entry, 1), (1, key_head * heads, heads), (2, c.row, c.rows), (3, c.key, c.keys)] {
-        if t.size()[dim] > 1 {
-            t = t.f_narrow(dim as i64, start, count)?;
-        }
-    }
-    Ok(t.f_squeeze_dim(0)?)
+    let parts = [(0, entry, 1), (1, key_head * heads, heads), (2, c.row, c.rows), (3, c.key, c.keys)];
+    Ok(narrow_broadcast(bias, parts)?.f_squeeze_dim(0)?)
 }
 
 /// Views one group of a chunk's (groups, rows * heads, keys) matrix in the order of a bias: (heads, rows, keys).
@@ -32,7 +27,7 @@ pub fn group_of(matrix: &Tensor, part: &Part, c: &Chunk, group: i64) -> Result<T
     Ok(matrix.f_select(0, group - c.group)?.f_view([c.rows, heads, c.keys])?.f_transpose(0, 1)?)
 }
 
-/// Returns true if modified scores have another derivative than 1: with a score function, unlike ALiBi and a bias.
+/// Returns true if modified scores have another derivative than 1: with a score function. ALiBi and a bias only add.
 pub fn has_derivative(a: &Attention) -> bool {
     a.features.score_function.is_some()
 }
@@ -59,13 +54,13 @@ fn apply(function: ScoreFunction, scores: &mut Tensor, tanh: Option<&mut Tensor>
     Ok(())
 }
 
-/// Multiplies `ds` by the derivative of [`modify`]: that of the score function, `1 - tanh^2`. Destroys `tanh`.
+/// Multiplies `ds` by the derivative of [`modify`]: that of the score function, `1 - tanh^2`. `tanh` is what `modify` stored; destroys it.
 pub fn multiply_derivative(ds: &mut Tensor, tanh: &mut Tensor) -> Result<()> {
     let _ = ds.f_mul_(&tanh.f_square_()?.f_neg_()?.f_add_scalar_(1.0)?)?;
     Ok(())
 }
 
-/// Returns ALiBi's bias for slopes (m, n): (m, n, rows, keys). `rows` and `keys` are first and count.
+/// Returns ALiBi's bias, -slope * distance, for slopes of any shape (m, n): (m, n, rows, keys). `rows` and `keys` are [first, count].
 pub fn alibi_bias(slopes: &Tensor, a: &Attention, rows: [i64; 2], keys: [i64; 2], kind: Kind) -> Result<Tensor> {
     let positions = |[start, count]: [i64; 2]| Tensor::f_arange_start(start, start + count, (kind, Device::Cpu));
     let rows = positions([rows[0] + a.seqlen_k - a.seqlen_q, rows[1]])?.f_unsqueeze(1)?;
@@ -73,7 +68,6 @@ pub fn alibi_bias(slopes: &Tensor, a: &Attention, rows: [i64; 2], keys: [i64; 2]
     Ok(slopes.f_to_kind(kind)?.f_neg()?.f_unsqueeze(2)?.f_unsqueeze(3)?.f_mul(&distances)?)
 }
 
-/// Adds ALiBi's bias in place.
 fn add_alibi(scores: &Tensor, slopes: &Tensor, part: &Part, c: &Chunk) -> Result<()> {
     let (a, heads) = (&part.a, heads_per_group(&part.a));
     let slopes = slopes.f_expand([a.batch, a.nheads], false)?.f_reshape([-1, heads])?.f_narrow(0, c.group, c.groups)?;
@@ -82,8 +76,8 @@ fn add_alibi(scores: &Tensor, slopes: &Tensor, part: &Part, c: &Chunk) -> Result
     Ok(())
 }
 
-/// Minimum score: lower ones come from a bias that hides keys, and count as -inf. At that size fp32 loses the product, and an fp32
-/// softmax_lse cannot hold the number of such keys for backward. Kernels use the same -2^24 in log2 units (`csrc/softmax.cuh`).
+/// Minimum score: lower ones come from a bias that hides keys, and count as -inf. At that size fp32 loses the product of q and k, and an
+/// fp32 softmax_lse cannot hold ln of the number of such keys for backward. Kernels use the same -2^24 in log2 units (`csrc/softmax.cuh`).
 pub const LOWEST_SCORE: f64 = -16777216.0 * std::f64::consts::LN_2;
 
 /// Adds a bias in place; -inf for False in a bool bias.
@@ -104,7 +98,7 @@ fn add_bias(scores: &Tensor, bias: &Tensor, part: &Part, c: &Chunk) -> Result<()
     Ok(())
 }
 
-/// Returns the dropout factor of each probability of the chunk; 0 if dropped.
+/// Returns the dropout factor of each probability of the chunk: 0 if dropped, else the inverse of the kept share. Threads share the rows.
 pub fn dropout_factors(dropout: &dropout::Dropout, part: &Part, c: &Chunk, kind: Kind) -> Result<Tensor> {
     let heads = heads_per_group(&part.a);
     let first_head = part.first * part.a.nheads;

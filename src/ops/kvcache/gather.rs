@@ -5,7 +5,8 @@
 //! makes that copy). The copies take memory for batch times the longest possible sequence.
 //!
 //! Nothing here synchronizes or trusts int32 tensors, except [`check_scales`]. Invalid lengths and pages result in NaN, and nothing outside
-//! the tensors is read or written.
+//! the tensors is read or written. A cache is entries of one sequence each, or pages of tokens that a block table assigns to sequences;
+//! "entry" means either, and "row" a token in it. Positions count the tokens of a sequence.
 
 use super::quantized::{bytes, Quantized};
 use crate::error::Result;
@@ -14,13 +15,14 @@ use crate::ops::{self, inputs::Inputs};
 use crate::options::scale_of_latents;
 use crate::params::CacheFormat;
 use crate::problem::{Attention, Cache, Keys, RequestedFeatures};
+use crate::tensor::{compute_kind, copied};
 use tch::{Device, Kind, Tensor};
 
 fn cache_of(a: &Attention) -> &Cache {
     a.cache().expect("the keys are in a cache")
 }
 
-/// Returns the quantized caches of a call, k and v.
+/// Returns the quantized caches of a call, k and v, with scales that broadcast to (entries, rows, heads) or, of fp8, (batch, 1, heads).
 fn quantized_caches(inputs: &Inputs, format: CacheFormat) -> Result<[Quantized; 2]> {
     let o = &inputs.options;
     let scale = |of_tokens: &Option<Tensor>, of_sequences: &Option<Tensor>| -> Result<Option<Tensor>> {
@@ -30,14 +32,15 @@ fn quantized_caches(inputs: &Inputs, format: CacheFormat) -> Result<[Quantized; 
         Ok(Some(if t.dim() == 2 { t.f_unsqueeze(1)? } else { t.shallow_clone() }))
     };
     let zero_point = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+    let [keys, values] = format.parts();
     let (k_scale, v_scale) = (scale(&o.k_scale, &o.k_descale)?, scale(&o.v_scale, &o.v_descale)?);
     Ok([
-        Quantized { data: bytes(&inputs.k, format)?, scale: k_scale, zero_point: zero_point(&o.k_zero_point) },
-        Quantized { data: bytes(&inputs.v, format)?, scale: v_scale, zero_point: zero_point(&o.v_zero_point) },
+        Quantized { format: keys, data: bytes(&inputs.k, keys)?, scale: k_scale, zero_point: zero_point(&o.k_zero_point) },
+        Quantized { format: values, data: bytes(&inputs.v, values)?, scale: v_scale, zero_point: zero_point(&o.v_zero_point) },
     ])
 }
 
-/// Numbers per sequence, (batch) int64: from a tensor, or the same for all.
+/// Makes numbers per sequence, (batch) int64: from a tensor, or the same for all.
 struct Numbers {
     batch: i64,
     device: Device,
@@ -51,8 +54,7 @@ impl Numbers {
         })
     }
 
-    /// Returns the first row of each sequence, its number of rows and whether both are valid, from cu_seqlens of `total` rows, or `dense`
-    /// rows each.
+    /// Returns each sequence's first row, number of rows and whether both are valid, from cu_seqlens of `total` rows, or `dense` rows each.
     fn ranges(&self, cu_seqlens: Option<&Tensor>, total: i64, dense: i64) -> Result<(Tensor, Tensor, Tensor)> {
         Ok(match cu_seqlens {
             Some(cu) => {
@@ -78,7 +80,9 @@ pub(super) fn all<const N: usize>(conditions: [Tensor; N]) -> Result<Tensor> {
 
 /// Lengths of a call's sequences before and after the append, and which are valid. All (batch).
 pub(super) struct Sequences {
+    /// Length before the append, with padding at its start.
     cached: Tensor,
+    /// Tokens of padding at the start of the entry.
     leftpad: Tensor,
     /// Length after the append.
     pub end: Tensor,
@@ -86,6 +90,7 @@ pub(super) struct Sequences {
     /// First rows of a sequence in packed q, and in packed k and v to append.
     pub q_start: Tensor,
     new_start: Tensor,
+    /// True if the lengths are valid: not negative, and within the tensors.
     pub possible: Tensor,
 }
 
@@ -103,7 +108,7 @@ impl Sequences {
     }
 }
 
-/// Entries and rows of tokens in the cache, and whether they exist; if not, those of the first token.
+/// Entries and rows of tokens in the cache, and whether these exist; if not, entry and row are 0, which can be read.
 pub(super) struct Places {
     pub entry: Tensor,
     pub row: Tensor,
@@ -111,7 +116,7 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Finds the positions (int64) of sequences with these numbers, of the same shape.
+    /// Finds the places of positions (int64) in sequences, whose numbers have the same shape.
     pub fn of(inputs: &Inputs, a: &Attention, sequence: &Tensor, position: &Tensor) -> Result<Places> {
         let inside = all([position.f_ge(0)?, position.f_lt(a.seqlen_k)?])?;
         let position = position.f_masked_fill(&inside.f_logical_not()?, 0)?;
@@ -146,8 +151,9 @@ fn tokens(t: &Tensor) -> Result<Tensor> {
     Ok(t.f_reshape([-1, sizes[sizes.len() - 2], sizes[sizes.len() - 1]].as_slice())?)
 }
 
-/// Returns the sequence of each of `count` tokens, and its number there. A token of no sequence gets some sequence, and a number outside
-/// it.
+/// Returns the sequence of each of `count` rows (of q, or of k and v to append), and the row's number there. `starts`: first row of each
+/// sequence. A row of no packed sequence gets some sequence, and a number outside it. With unsorted starts, which are invalid, the search
+/// may miss a row's sequence: the number is then outside the found one, or the row belongs to both.
 pub(super) fn owners(a: &Attention, starts: &Tensor, packed: bool, count: i64) -> Result<(Tensor, Tensor)> {
     let token = Tensor::f_arange(count, (Kind::Int64, starts.device()))?;
     let sequence = match packed {
@@ -161,9 +167,8 @@ pub(super) fn owners(a: &Attention, starts: &Tensor, packed: bool, count: i64) -
 /// Rotates `x` (tokens, heads, headdim) by positions (tokens); NaN for positions outside the tables.
 fn rotate(x: &Tensor, position: &Tensor, inputs: &Inputs, a: &Attention) -> Result<Tensor> {
     let (Some(cos), Some(sin)) = (&inputs.options.rotary_cos, &inputs.options.rotary_sin) else { return Ok(x.shallow_clone()) };
-    let rotated = Tensor::f_empty(x.size(), (x.kind(), x.device()))?;
-    rotated.shallow_clone().f_copy_(x)?;
-    let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let rotated = copied(x, x.kind())?;
+    let kind = compute_kind(x.kind());
     if a.appended.rotary.rows == 0 {
         let _ = rotated.f_narrow(-1, 0, a.appended.rotary.dim)?.f_fill_(f64::NAN)?;
         return Ok(rotated);
@@ -226,12 +231,10 @@ fn append(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<()> {
     for (cache, new) in quantized_caches(inputs, a.cache_format())?.into_iter().zip([&k, &v]) {
         // the scale of fp8 is that of the sequence or of all; other formats write theirs
         let scale = match &cache.scale {
-            Some(scale) if !a.cache_format().has_scales() && scale.dim() == 3 => {
-                Some(scale.f_squeeze_dim(1)?.f_index_select(0, &sequence)?)
-            }
+            Some(scale) if !cache.format.has_scales() && scale.dim() == 3 => Some(scale.f_squeeze_dim(1)?.f_index_select(0, &sequence)?),
             other => other.as_ref().map(Tensor::shallow_clone),
         };
-        let values = Quantized::new(new, a.cache_format(), scale.as_ref())?;
+        let values = Quantized::new(new, cache.format, scale.as_ref())?;
         write(&cache.data, &values.data, &any)?;
         for (to, from) in [(&cache.scale, &values.scale), (&cache.zero_point, &values.zero_point)] {
             if let (Some(to), Some(from)) = (to, from) {
@@ -270,9 +273,6 @@ fn seen(inputs: &Inputs, a: &Attention, s: &Sequences, end: &Tensor, seqlen_k: i
 }
 
 /// Rejects invalid scales and zero points of visible tokens, and invalid fp8 scales. This synchronizes.
-///
-/// # Errors
-/// `Value`, naming the argument.
 pub fn check_scales(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<()> {
     let o = &inputs.options;
     let of_heads = [("k_descale", &o.k_descale), ("v_descale", &o.v_descale)];
@@ -316,12 +316,12 @@ fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64
     // dequantizes what `part` takes of each tensor of a cache
     let dequantized = |cache: &Quantized, part: &dyn Fn(&Tensor) -> Result<Tensor>| -> Result<Tensor> {
         let of_tokens = |t: &Option<Tensor>| t.as_ref().map(part).transpose();
-        let scale = if a.cache_format().has_scales() { of_tokens(&cache.scale)? } else { cache.scale.as_ref().map(Tensor::shallow_clone) };
-        let taken = Quantized { data: part(&cache.data)?, scale, zero_point: of_tokens(&cache.zero_point)? };
-        taken.dequantize(a.cache_format(), kind)
+        let scale = if cache.format.has_scales() { of_tokens(&cache.scale)? } else { cache.scale.as_ref().map(Tensor::shallow_clone) };
+        let taken = Quantized { format: cache.format, data: part(&cache.data)?, scale, zero_point: of_tokens(&cache.zero_point)? };
+        taken.dequantize(kind)
     };
-    // In a tree a window counts ancestors (csrc/decode/tree.cuh), so it ends at another key for each query. A mask alone hides the tokens
-    // before it, so they must be zeros.
+    // In a tree of draft tokens a window counts ancestors (csrc/decode/tree.cuh), so it ends at another key for each query. A mask alone
+    // hides the tokens before it, so they must be zeros.
     let is_tree_in_window = a.features.tree && a.window.left.is_some();
     if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() && !is_tree_in_window {
         let first = |cache: &Tensor| -> Result<Tensor> { Ok(cache.f_narrow(1, 0, seqlen_k)?) };
@@ -360,8 +360,7 @@ fn used_keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k
     Ok((k, v, used))
 }
 
-/// Copies the keys of each sequence, (batch, seqlen_k, nheads_k, headdim), quantized ones as fp32. Returns them with key counts as in
-/// [`used_keys`].
+/// Returns the keys of each sequence, (batch, seqlen_k, nheads_k, headdim), quantized ones as fp32, and key counts as in [`used_keys`].
 pub fn collected(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let kind = if a.cache_format() == CacheFormat::Unquantized { inputs.q.kind() } else { Kind::Float };
     let (k, _, used) = used_keys(inputs, a, &Sequences::of(inputs, a)?, kind, seqlen_k)?;
@@ -376,9 +375,6 @@ pub fn appended(inputs: &Inputs, a: &Attention) -> Result<Inputs> {
 }
 
 /// Computes the op with ATen: (out, softmax_lse). `seqlen_k`: keys of the longest sequence, as far as it is known.
-///
-/// # Errors
-/// Where ATen or `fwd` fails.
 pub fn forward(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let s = Sequences::of(inputs, a)?;
     append(inputs, a, &s)?;
@@ -393,9 +389,6 @@ pub fn forward(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor,
 }
 
 /// Computes the same after a kernel has appended and rotated q.
-///
-/// # Errors
-/// As [`forward`].
 pub fn attend(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let keys = used_keys(inputs, a, &Sequences::of(inputs, a)?, inputs.q.kind(), seqlen_k)?;
     attend_to(&inputs.q, inputs, a, keys, seqlen_k)
@@ -425,7 +418,7 @@ pub fn attend_to(
         (options.is_causal, options.window_left, options.window_right) = (false, -1, -1);
     }
     options.seqused_k = Some(used);
-    // of q's type, which may differ from the call's, or fp32
+    // `fwd` takes sinks of q's type, which may differ here from the call's, or fp32
     options.sinks = options.sinks.map(|t| if t.kind() == q.kind() { Ok(t) } else { t.f_to_kind(Kind::Float) }).transpose()?;
     if let Some(cu) = &o.cu_seqlens_q {
         options.cu_seqlens_q = Some(cu.shallow_clone());

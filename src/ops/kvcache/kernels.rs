@@ -1,16 +1,19 @@
-//! Launches the kernels for a cache: append, decode, prefill and dequantize.
+//! Launches the kernels for a KV cache: append (writes new keys and values), decode (few queries a sequence), prefill (forward tiles for
+//! more) and dequantize (copies a quantized cache as fp16 or bf16). mod.rs calls it. Rows are queries of all heads of a KV head.
+//! A tree mask says which draft tokens of speculative decoding each query sees. Latents are vectors that are key and value at once.
 
 use super::gather;
 use crate::error::Result;
-use crate::launch::{bytes_of, Launcher};
+use crate::launch::{bytes_of, Launcher, SCRATCH};
 use crate::limits::MAX_DECODE_ROWS;
 use crate::log;
-use crate::ops::blocks::{self, at, lse_at, Blocks};
+use crate::ops::blocks::{self, at, Blocks};
+use crate::ops::device::launch_forward;
 use crate::ops::inputs::Inputs;
-use crate::ops::launches::{launch_id, Launches};
+use crate::ops::launches::{fake_arrivals, launch_id, Launches};
 use crate::ops::stream_k;
-use crate::params::{AppendParams, CacheFormat, DecodeParams, DequantizeParams, ElementType, FwdParams};
-use crate::plan::{self, DecodePlan, PlannedKernel};
+use crate::params::{AppendParams, CacheFormat, CacheScales, DecodeParams, DequantizeParams, ElementType, Problem};
+use crate::plan::{self, DecodePlan};
 use crate::problem::{Attention, CachedSequence, DType};
 use crate::tensor::{self, is_readable, operand, output, without_padding};
 use std::ptr::{null, null_mut};
@@ -18,9 +21,6 @@ use tch::{Kind, Tensor};
 
 /// Computes `volta_fa::fwd_kvcache` on kernels: (out, softmax_lse). `seqlen_k`: keys of the longest sequence, as far as it is known.
 /// `sequences`: their lengths, if the call checked them.
-///
-/// # Errors
-/// A kernel that cannot be launched.
 pub fn append_and_attend(
     inputs: &Inputs,
     a: &Attention,
@@ -33,7 +33,8 @@ pub fn append_and_attend(
     if reads_in_place(inputs, a) && !a.has_no_output() {
         return attend(inputs, a, launcher);
     }
-    // The kernel leaves tokens before a window unwritten, and a window by depth reaches further back for some queries than for others.
+    // The dequantize kernel leaves tokens before a window unwritten. Beside a tree mask a window counts a token's ancestors, and reaches
+    // further back for some queries than for others.
     let is_tree_in_window = a.features.tree && a.window.left.is_some();
     let dequantized = match a.cache_format() == CacheFormat::Unquantized || seqlen_k == 0 || a.has_no_output() || is_tree_in_window {
         true => None,
@@ -94,12 +95,11 @@ pub fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result
 }
 
 /// Returns true if kernels read the caches in place: all rows begin on 16-byte boundaries and have whole groups of 16 bytes. Only decode
-/// kernels read caches that are not fp16, and they read quantized ones beside fp16 queries. With a tree mask they read unquantized caches,
-/// for any number of rows.
+/// kernels read caches that are not fp16, and they read quantized ones beside fp16 queries. With a tree mask they take any number of rows.
 fn reads_in_place(inputs: &Inputs, a: &Attention) -> bool {
     let has_kernel = match (a.dtype, a.cache_format()) {
         _ if a.features.batch_invariant => a.dtype == DType::Half || a.cache_format() == CacheFormat::Unquantized,
-        (_, format) if a.features.tree => format == CacheFormat::Unquantized,
+        (DType::Half, _) | (DType::BFloat16, CacheFormat::Unquantized) if a.features.tree => true,
         (DType::Half, CacheFormat::Unquantized) => true,
         (DType::Half, _) | (DType::BFloat16, CacheFormat::Unquantized) => a.rows_per_kv_head() <= MAX_DECODE_ROWS,
         _ => false,
@@ -126,7 +126,7 @@ pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Re
     let stream_k = prefill_plan.as_ref().and_then(|planned| Some((planned, planned.stream_k?)));
     let stream_k = stream_k.map(|(planned, plan)| stream_k::Launch::new(planned, plan, launcher)).transpose()?;
     let splits = stream_k.as_ref().map(stream_k::Launch::scratch);
-    let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("scratch", scratch.as_ref()), ("splits", splits)];
+    let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), (SCRATCH, scratch.as_ref()), (SCRATCH, splits)];
     let launches = Launches::begin(inputs, a, launcher, written);
     if has_long {
         // prefill writes nothing for sequences with invalid lengths or pages
@@ -138,14 +138,18 @@ pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Re
         decode(plan, inputs, a, [&out, &softmax_lse, scratch], &launches)?;
     }
     if let Some(planned) = &prefill_plan {
-        prefill((planned, stream_k.as_ref()), inputs, a, [&out, &softmax_lse], &launches, launcher)?;
+        log::forward("prefill", a, planned)?;
+        launch_forward((planned, stream_k.as_ref()), inputs, a, [&out, &softmax_lse], MAX_DECODE_ROWS as i32 + 1, &launches)?;
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
 
-/// Launches a decode kernel.
 fn decode(plan: &DecodePlan, inputs: &Inputs, a: &Attention, [out, softmax_lse, scratch]: [&Tensor; 3], launches: &Launches) -> Result<()> {
     log::decode(a, plan)?;
+    let launch_id = launch_id();
+    if !launches.launcher.runs_all_blocks() {
+        fake_arrivals(plan, scratch, launch_id)?;
+    }
     let Blocks { q, cache, problem, lengths, score_options, scales, .. } = Blocks::new(inputs, a, (0, a.batch));
     let params = DecodeParams {
         q,
@@ -159,40 +163,17 @@ fn decode(plan: &DecodePlan, inputs: &Inputs, a: &Attention, [out, softmax_lse, 
         num_splits: plan.num_splits.clamp(0, i64::from(i32::MAX)) as i32,
         partials: at(scratch, 0),
         semaphores: at(scratch, plan.partials).cast(),
-        launch_id: launch_id(),
+        launch_id,
         scales,
     };
-    // one schedule has the tiles of all sequences, so the grid has no batch axis
+    // the grid's blocks share the work of all sequences, so it has no batch axis
     launches.run(&plan.kernel, 1, bytes_of(&params))
-}
-
-/// Launches forward tiles for sequences with more rows than decode kernels take.
-fn prefill(
-    (planned, stream_k): (&PlannedKernel, Option<&stream_k::Launch>),
-    inputs: &Inputs,
-    a: &Attention,
-    [out, softmax_lse]: [&Tensor; 2],
-    launches: &Launches,
-    launcher: &dyn Launcher,
-) -> Result<()> {
-    log::prefill(a, planned)?;
-    for (first, batches) in plan::batch_chunks(a.batch) {
-        let Blocks { q, k, v, problem, lengths, score_options, cache, .. } = Blocks::new(inputs, a, (first, batches));
-        let (out, softmax_lse) = (output(out, first), lse_at(softmax_lse, a, first));
-        let min_rows = MAX_DECODE_ROWS as i32 + 1;
-        let params = FwdParams { q, k, v, out, softmax_lse, problem, lengths, score_options, cache, min_rows };
-        match stream_k {
-            None => launches.run(planned, batches, bytes_of(&params))?,
-            Some(stream_k) => launches.run(planned, batches, bytes_of(&stream_k.params(params, launcher)?))?,
-        }
-    }
-    Ok(())
 }
 
 /// Dequantizes the tokens that queries see, each once, for the forward kernels. Returns keys and values of each sequence, (batch,
 /// seqlen_k, nheads_k, headdim), from its first token on, and (batch,) int32 key counts. Tokens that no query sees stay unwritten. The
 /// kernel computes the counts unless the sequences are `known`, with -1 for invalid lengths or pages. a.seqlen_k and the cache's size are
-/// not 0.
+/// not 0. Keys and values of different formats have a launch each, in which the other has headdim 0.
 fn dequantize(
     inputs: &Inputs,
     a: &Attention,
@@ -221,13 +202,22 @@ fn dequantize(
             cache,
             k: output(&k, first),
             v: output(&v, first),
-            seqlens_k_out: if known.is_some() { null_mut() } else { at(&counts, first).cast() }, // as wide
+            seqlens_k_out: if known.is_some() { null_mut() } else { at(&counts, first).cast() }, // int32, as wide as the fp32 of `at`
             problem,
             lengths,
             scales,
             element,
         };
-        launches.run(&planned, batches, bytes_of(&params))?;
+        if !a.cache_format().is_pair() {
+            launches.run(&planned, batches, bytes_of(&params))?;
+            continue;
+        }
+        let [keys, values] = a.cache_format().parts();
+        for (format, headdim, headdim_v) in [(keys, problem.headdim, 0), (values, 0, problem.headdim_v)] {
+            let problem = Problem { headdim, headdim_v, ..problem };
+            let part = DequantizeParams { problem, scales: CacheScales { format, ..scales }, ..params };
+            launches.run(&planned, batches, bytes_of(&part))?;
+        }
     }
     Ok((k, v, counts))
 }

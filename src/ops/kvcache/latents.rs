@@ -1,4 +1,5 @@
-//! Attention to copies of latents.
+//! Attention to copies of latents (`volta_fa::fwd_mla`). A latent is one vector per token: the key of all heads, and in its first columns
+//! the value. The copies are a dense fp16 cache, one entry per sequence, which the decode kernels for latents read.
 
 use super::gather;
 use super::kernels;
@@ -13,7 +14,8 @@ use crate::problem::{Attention, Cache, CacheLayout, DType, Keys, Queries, Window
 use crate::tensor::readable;
 use tch::{Kind, Tensor};
 
-/// Attends to fp16 copies of latents: decode kernels cannot read bf16 ones, those beside bf16 queries, and rows off 16-byte boundaries.
+/// Attends to fp16 copies of latents, because decode kernels cannot read bf16 latents, any latents beside bf16 queries, and rows off
+/// 16-byte boundaries. `seqlen_k`: keys of the longest sequence, or the most that the cache can hold.
 pub(super) fn attend_to_copies(inputs: &Inputs, a: &Attention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let (tokens, used) = gather::collected(inputs, a, seqlen_k)?;
     let kind = inputs.q.kind();
@@ -37,13 +39,14 @@ pub(super) fn attend_to_copies(inputs: &Inputs, a: &Attention, seqlen_k: i64, la
     }
 }
 
-/// Attends to fp16 latents, whose first columns are the values.
+/// Attends to fp16 latents in the place of keys. Their first columns are the values.
 fn attend(inputs: Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let v = inputs.k.f_narrow(-1, 0, a.headdim_v)?;
     kernels::attend(&Inputs { v, ..inputs }, a, launcher)
 }
 
-/// Casts to fp16 first. Packed sequences share their exponents.
+/// Casts bf16 queries and latents to fp16, scaled by powers of two, attends, and scales the results back. Each batch entry has its own
+/// exponents; packed sequences share them.
 fn attend_in_bf16(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let (q, k, kind) = (&inputs.q, &inputs.k, inputs.q.kind());
     let is_packed = a.total_q().is_some();
@@ -63,7 +66,7 @@ fn attend_in_bf16(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Re
     let scaled = Attention { softmax_scale: cast.problem.softmax_scale, ..*a };
     let (out, softmax_lse) = attend(Inputs { q: q?, k: k?, ..inputs.share() }, &scaled, launcher)?;
     cast.restore_lse(&softmax_lse)?;
-    // values are columns of the keys
+    // values are columns of the keys, and have their exponents
     let exponents = if is_packed { cast.of_k()?.f_view([1_i64, 1, 1, 1].as_slice())? } else { cast.of_k()? };
     Ok((scaled::unscaled(&out, exponents, kind, a)?, softmax_lse))
 }

@@ -1,4 +1,8 @@
 //! `volta_fa::fwd_kvcache` and `volta_fa::fwd_mla`: attention of new queries over a cache, after an optional append.
+//!
+//! Submodules: `kernels` launches kernels that read the cache in place, or a dequantized copy. `gather` copies sequences with ATen and
+//! calls `fwd`: the CPU backend, and caches that kernels cannot read. `latents` does so for latents (`fwd_mla`: one vector per token, which
+//! is key and value of all heads). `selection` turns calls with `kv_indices` into calls without. `quantized` has cache formats in ATen.
 
 mod gather;
 mod kernels;
@@ -19,14 +23,11 @@ use tch::{Kind, Tensor};
 struct Prepared {
     target: Target,
     a: Attention,
-    /// Lengths, if the call checks them.
+    /// Lengths of each sequence, if the call checks them; else they stay on the device.
     sequences: Option<Vec<CachedSequence>>,
 }
 
 /// Computes `volta_fa::fwd_kvcache`: (out, softmax_lse).
-///
-/// # Errors
-/// Wrong arguments; a device that no kernel runs on.
 pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     match inputs.options.kv_indices {
         Some(_) => forward_over_selection(inputs),
@@ -44,7 +45,7 @@ fn forward_over_all(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// Computes calls with `kv_indices`: an append, then calls without them.
+/// Computes calls with `kv_indices`, the blocks of tokens that each query attends to: appends, then makes calls without `kv_indices`.
 fn forward_over_selection(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     let Prepared { target, a, .. } = prepare(inputs, validate)?;
     let inputs = match target {
@@ -54,10 +55,7 @@ fn forward_over_selection(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     attend_to_selection(&inputs, &a, &forward_over_all)
 }
 
-/// Computes `volta_fa::fwd_mla`: (out, softmax_lse). k is the cache of latents.
-///
-/// # Errors
-/// Wrong arguments; a device that no kernel runs on.
+/// Computes `volta_fa::fwd_mla`: (out, softmax_lse). `inputs.k` is the cache of latents, whose first 512 columns are the values.
 pub(crate) fn forward_mla(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     let Prepared { target, a, sequences } = prepare(inputs, validate_mla)?;
     if inputs.options.kv_indices.is_some() {
@@ -86,9 +84,10 @@ fn attend_to_selection(inputs: &Inputs, a: &Attention, attend: &dyn Fn(&Inputs) 
     }
 }
 
-/// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data. Returns the format of the caches.
+/// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data. Returns the format of the cache's values.
 pub(crate) fn check(inputs: &Inputs) -> Result<&'static FormatInfo> {
-    Ok(validate(&inputs.describe()?, Backend::Meta)?.cache_format().info())
+    let [_, values] = validate(&inputs.describe()?, Backend::Meta)?.cache_format().parts();
+    Ok(values.info())
 }
 
 /// Rejects what [`forward_mla`] would reject, as far as sizes are known.
@@ -105,7 +104,7 @@ fn validate_mla(d: &Described, backend: Backend) -> Result<Attention> {
     problem::validate_mla(&d.q, &d.k, &d.options, backend)
 }
 
-/// Chooses a backend and validates; reads lengths and scales if the call checks them.
+/// Chooses a backend and validates. If the call or the environment asks for it, checks lengths, blocks and scales on the host.
 fn prepare(inputs: &Inputs, validate: fn(&Described, Backend) -> Result<Attention>) -> Result<Prepared> {
     let described = inputs.describe()?;
     let target = Target::of(&described.q, inputs.stream)?;
@@ -138,7 +137,7 @@ fn checked_sequences(inputs: &Inputs, a: &Attention) -> Result<Vec<CachedSequenc
     problem::validate_kvcache_values(a, &values)
 }
 
-/// Returns the keys of the longest sequence, as far as it is known: gathered tokens take memory for it.
+/// Returns the keys of the longest sequence if lengths are known, else the most that the cache can hold. Copies have this length.
 fn longest(a: &Attention, sequences: &Option<Vec<CachedSequence>>) -> i64 {
     sequences.as_ref().map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0))
 }

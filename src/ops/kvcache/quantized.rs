@@ -1,11 +1,15 @@
-//! Reads and writes quantized caches with ATen operations. Results are bitwise identical to python/volta_fa/kv_cache/formats.py.
+//! Quantizes and dequantizes keys and values of a KV cache with ATen operations, for gather.rs: elements of a quantized cache are codes,
+//! and number = (code - zero_point) * scale. Results are bitwise identical to python/volta_fa/kv_cache/formats.py.
 
 use crate::error::Result;
 use crate::params::CacheFormat;
+use crate::tensor::compute_kind;
 use tch::{Kind, Scalar, Tensor};
 
 /// Quantized keys or values of some tokens: (..., nheads_k, elements of a head).
 pub struct Quantized {
+    /// Format of these keys or values; one of a pair of formats, not the pair.
+    pub format: CacheFormat,
     /// Bytes, in every format.
     pub data: Tensor,
     /// int8 and int4: (..., nheads_k). fp8: a tensor that broadcasts to it.
@@ -14,10 +18,10 @@ pub struct Quantized {
     pub zero_point: Option<Tensor>,
 }
 
-/// Returns the ATen type of the elements.
+/// Returns the ATen type of the elements; of a pair, that of keys.
 fn element(format: CacheFormat) -> Kind {
     match format {
-        CacheFormat::Int8 => Kind::Int8,
+        CacheFormat::Int8 | CacheFormat::Int8Int4 => Kind::Int8,
         CacheFormat::Int4 | CacheFormat::Unquantized => Kind::Uint8,
         CacheFormat::E5m2 => Kind::Float8e5m2,
         CacheFormat::E4m3 => Kind::Float8e4m3fn,
@@ -34,10 +38,10 @@ pub fn bytes(cache: &Tensor, format: CacheFormat) -> Result<Tensor> {
 
 impl Quantized {
     /// Dequantizes in fp32 (fp64 for `kind` fp64) and rounds to `kind`.
-    pub fn dequantize(&self, format: CacheFormat, kind: Kind) -> Result<Tensor> {
-        let exact = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+    pub fn dequantize(&self, kind: Kind) -> Result<Tensor> {
+        let exact = compute_kind(kind);
         let factor = |t: &Tensor| -> Result<Tensor> { Ok(t.f_to_kind(exact)?.f_unsqueeze(-1)?) };
-        let mut x = match format {
+        let mut x = match self.format {
             CacheFormat::Int4 => {
                 // a byte has two columns, the first in its lower four bits
                 let codes = self.data.f_to_kind(Kind::Int)?;
@@ -46,7 +50,7 @@ impl Quantized {
                 *sizes.last_mut().expect("a cache has dimensions") *= 2;
                 Tensor::f_stack(&halves, -1)?.f_reshape(sizes.as_slice())?.f_to_kind(exact)?
             }
-            _ => self.data.f_view_dtype(element(format))?.f_to_kind(Kind::Float)?.f_to_kind(exact)?,
+            _ => self.data.f_view_dtype(element(self.format))?.f_to_kind(Kind::Float)?.f_to_kind(exact)?,
         };
         if let Some(zero_point) = &self.zero_point {
             x = x.f_sub(&factor(zero_point)?)?;
@@ -57,7 +61,8 @@ impl Quantized {
         Ok(x.f_to_kind(kind)?)
     }
 
-    /// Quantizes (..., nheads_k, headdim) values; `scale` is for fp8.
+    /// Quantizes (..., nheads_k, headdim) numbers. fp8 takes the caller's `scale`, or 1. int8 and int4 get a scale for each token and head:
+    /// int8 maps the largest magnitude to 127, int4 the range of numbers to 0 to 15. Rows with inf or NaN have scale NaN.
     pub fn new(x: &Tensor, format: CacheFormat, scale: Option<&Tensor>) -> Result<Quantized> {
         let x = x.f_to_kind(Kind::Float)?;
         let largest = f64::from(format.info().max_code);
@@ -67,7 +72,7 @@ impl Quantized {
                 None => x,
             };
             let data = scaled.f_clamp(-largest, largest)?.f_to_kind(element(format))?.f_view_dtype(Kind::Uint8)?;
-            return Ok(Quantized { data, scale: None, zero_point: None });
+            return Ok(Quantized { format, data, scale: None, zero_point: None });
         }
         let (low, high) = (x.f_amin([-1_i64].as_slice(), false)?, x.f_amax([-1_i64].as_slice(), false)?);
         let finite = |t: &Tensor| -> Result<Tensor> { Ok(t.f_abs()?.f_le(f64::from(f32::MAX))?) };
@@ -76,7 +81,7 @@ impl Quantized {
         let is_int4 = format.info().has_zero_point;
         let (scale, zero_point) = if is_int4 {
             let spread = divided(high.f_sub(&low)?)?;
-            // their magnitude if all are equal
+            // if all are equal, their magnitude: code 0 with a zero point of 1 or -1
             let scale = low.f_abs()?.f_where_self(&spread.f_eq(0.0)?, &spread)?;
             let zero = low.f_neg()?.f_div(&scale)?.f_masked_fill(&scale.f_eq(0.0)?, 0.0)?;
             (scale, Some(zero))
@@ -96,7 +101,7 @@ impl Quantized {
                 pairs.f_select(-1, 0)?.f_add(&pairs.f_select(-1, 1)?.f_mul_scalar(16.0)?)?.f_to_kind(Kind::Uint8)?
             }
         };
-        let known = |t: Tensor| -> Result<Tensor> { Ok(t.f_masked_fill(&wrong, f64::NAN)?) };
-        Ok(Quantized { data, scale: Some(known(scale)?), zero_point: zero_point.map(known).transpose()? })
+        let or_nan = |t: Tensor| -> Result<Tensor> { Ok(t.f_masked_fill(&wrong, f64::NAN)?) };
+        Ok(Quantized { format, data, scale: Some(or_nan(scale)?), zero_point: zero_point.map(or_nan).transpose()? })
     }
 }

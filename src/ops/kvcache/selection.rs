@@ -1,11 +1,10 @@
-//! Attention of each query to the blocks of tokens that the caller selected for it (`kv_indices`).
-//!
-//! Each query becomes a sequence of its own, whose tokens are those of its blocks in ascending order. So every kernel and cache format
-//! serves selections. Blocks of 16 tokens and more are read in place, as pages of the cache. The tokens of smaller blocks, and of caches
-//! whose strides do not allow that, are copied first. KV heads with lists of their own are calls of their own.
+//! Attention of each query to the blocks of tokens that the caller selected for it (`kv_indices`). Each query becomes a sequence of its
+//! own, whose tokens are those of its blocks in ascending order. So every kernel and cache format serves selections. Blocks of 16 tokens
+//! and more are read in place, as pages of the cache. The tokens of smaller blocks, and of caches whose strides do not allow that, are
+//! copied first. KV heads with lists of their own are calls of their own.
 //!
 //! Nothing here synchronizes or trusts the numbers: what is no block of the sequence is left out, and invalid lengths and pages result in
-//! NaN.
+//! NaN. A cache is entries of one sequence each, or pages that a block table assigns to sequences.
 
 use super::gather::{all, owners, Places, Sequences};
 use super::quantized::bytes;
@@ -35,7 +34,6 @@ struct Selection {
 }
 
 impl Selection {
-    /// Returns some queries' part.
     fn narrow(&self, first: i64, count: i64) -> Result<Selection> {
         let part = |t: &Tensor| t.f_narrow(0, first, count);
         Ok(Selection { sequence: part(&self.sequence)?, limit: part(&self.limit)?, blocks: part(&self.blocks)?, block: self.block })
@@ -58,7 +56,7 @@ impl Selection {
     }
 }
 
-/// Returns the sequence of each query and the number of tokens that it may see: as [`Selection`] has them.
+/// Returns `sequence` and `limit` of [`Selection`].
 fn queries(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     let s = Sequences::of(inputs, a)?;
     let count = a.total_q().unwrap_or(a.batch * a.seqlen_q);
@@ -73,8 +71,8 @@ fn queries(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     Ok((sequence.shallow_clone(), limit.f_masked_fill(&possible.f_logical_not()?, -1)?))
 }
 
-/// Sorts lists of blocks, (queries, topk). The first negative number ends a list. Leaves out what is no block before the limit, and
-/// repetitions.
+/// Sorts lists of blocks, (queries, topk), as [`Selection`] has them. The first negative number ends a list. Leaves out repetitions, and
+/// blocks that begin at the query's limit or after it.
 fn sorted(lists: &Tensor, limit: &Tensor, block: i64) -> Result<Tensor> {
     let lists = lists.f_to_kind(Kind::Int64)?;
     let is_after_end = lists.f_lt(0)?.f_cumsum(-1, Kind::Int64)?.f_ge(1)?;
@@ -90,7 +88,7 @@ fn sorted(lists: &Tensor, limit: &Tensor, block: i64) -> Result<Tensor> {
     Ok(Tensor::f_cat(&[lists.f_narrow(1, 0, 1)?, once], 1)?.f_sort(-1, false)?.0)
 }
 
-/// A cache as pages of fewer tokens. Several make a page or an entry.
+/// A view of a cache as pages of fewer tokens, so that a selected block is whole pages. Several make one of its own pages or entries.
 struct SmallPages {
     tokens: i64,
     /// Small pages from a page or an entry to the next, in memory.
@@ -99,7 +97,8 @@ struct SmallPages {
 }
 
 impl SmallPages {
-    /// Divides the tensors of a cache, all of them alike. None: their strides do not allow it, or pages would be too small for kernels.
+    /// Divides the tensors of a cache (keys, values, scales), all of them alike. None: their strides do not allow it, or pages would have
+    /// fewer tokens than kernels read together.
     fn of(tensors: &[&Tensor], cache: &Cache, block: i64) -> Option<SmallPages> {
         let tokens = gcd(cache.rows, block);
         if cache.entries == 0 || tokens == 0 || tokens % PAGE_SIZE_MULTIPLE != 0 {
@@ -117,7 +116,6 @@ impl SmallPages {
         (are_alike && count <= MAX_SEQLEN).then_some(SmallPages { tokens, distance, count })
     }
 
-    /// Views a tensor of the cache.
     fn view(&self, t: &Tensor) -> Result<Tensor> {
         let (mut sizes, mut strides) = (t.size(), t.stride());
         (sizes[0], sizes[1]) = (self.count, self.tokens);
@@ -135,9 +133,6 @@ fn gcd(a: i64, b: i64) -> i64 {
 }
 
 /// Computes the op for calls with `kv_indices`, after the append: (out, softmax_lse). `attend` computes a call without them.
-///
-/// # Errors
-/// Where ATen or `attend` fails.
 pub fn attend_to_lists(inputs: &Inputs, a: &Attention, attend: &dyn Fn(&Inputs) -> Result<(Tensor, Tensor)>) -> Result<(Tensor, Tensor)> {
     let o = &inputs.options;
     let count = a.total_q().unwrap_or(a.batch * a.seqlen_q);
@@ -165,8 +160,7 @@ pub fn attend_to_lists(inputs: &Inputs, a: &Attention, attend: &dyn Fn(&Inputs) 
     Ok((out, softmax_lse.f_contiguous()?))
 }
 
-/// Returns the inputs for one KV head and its query heads, or for all: q as (queries, 1, heads, headdim), and options of the cache and of
-/// heads alone.
+/// Returns the inputs for KV head `head` and its query heads; None: all. q is (queries, 1, heads, headdim).
 fn of_heads(inputs: &Inputs, a: &Attention, head: Option<i64>) -> Result<Inputs> {
     let group = a.nheads / a.nheads_k.max(1);
     let part = |t: &Tensor, dim: i64, each: i64| match head {
@@ -222,7 +216,7 @@ fn attend_to_blocks(
         Some(_) => MAX_SEQUENCES,
         None => {
             let of_token = |t: &&Tensor| t.size()[2..].iter().product::<i64>() * t.kind().elt_size_in_bytes() as i64;
-            const PLACE_BYTES: i64 = 32;
+            const PLACE_BYTES: i64 = 32; // of a token: position, entry and row (int64), and masks
             let bytes = topk * selection.block * (tensors.iter().map(of_token).sum::<i64>() + PLACE_BYTES);
             (COPY_BYTES / bytes.max(1)).clamp(1, MAX_SEQUENCES)
         }
@@ -272,7 +266,7 @@ fn copied(mut inputs: Inputs, a: &Attention, selection: &Selection) -> Result<In
     Ok(inputs)
 }
 
-/// Makes each query a sequence of a length, with `cache` of each tensor of the cache.
+/// Makes each query a sequence of `lengths` tokens. `cache` turns each tensor of the cache into that of the new call.
 fn of_queries(
     inputs: &mut Inputs,
     a: &Attention,

@@ -1,4 +1,5 @@
-//! Arguments and results of `volta_fa::fwd_sparse_mla`.
+//! Arguments and results of `volta_fa::fwd_sparse_mla`: each query attends to latents (one vector per token, key and value of all heads)
+//! that it chose. operators.rs makes the call, and sparse.rs and sparse/gather.rs compute it.
 
 use crate::error::Result;
 use std::ffi::c_void;
@@ -6,42 +7,38 @@ use tch::Tensor;
 
 /// A cache of latents and the tokens of it that queries chose.
 pub struct ChosenTokens {
-    /// (pages, page_size, 1, columns)
+    /// (pages, page_size, 1, columns), of q's type, or fp8 with scales in its bytes
     pub cache: Tensor,
-    /// int32 (total_q, topk)
+    /// int32 (total_q, topk): numbers of tokens, counted over all pages
     pub indices: Tensor,
-    /// int32 (total_q): indices that count.
+    /// int32 (total_q): indices that count, from the first on; None: all
     pub lengths: Option<Tensor>,
 }
 
-/// Arguments of a call.
 pub struct Call {
     /// (total_q, nheads, headdim)
     pub q: Tensor,
     pub own: ChosenTokens,
-    /// A second cache.
+    /// A second cache, whose tokens are in the same softmax.
     pub extra: Option<ChosenTokens>,
-    /// Of extra arguments without a second cache.
+    /// extra_indices and extra_topk_length, where they are given without extra_cache. Only validation sees them.
     pub unused: [Option<Tensor>; 2],
-    /// float32 (nheads)
+    /// float32 (nheads): one more logit for each row of a head, without a value
     pub sinks: Option<Tensor>,
     pub softmax_scale: Option<f64>,
-    /// The last 64 columns of an fp8 row are fp16, else bf16.
+    /// True: the last 64 columns of a row of an fp8 cache, which encode positions, are fp16; false: bf16.
     pub has_fp16_positions: bool,
-    /// Current stream of q's device.
     pub stream: *mut c_void,
 }
 
-/// Out (total_q, nheads, 512), and softmax_lse and max_logits, both (total_q, nheads).
+/// Out (total_q, nheads, 512), softmax_lse, and max_logits (the largest scaled score of each row), both fp32 (total_q, nheads).
 pub type Found = [Tensor; 3];
 
 impl ChosenTokens {
-    /// Returns its tensors.
     pub fn parts(&self) -> impl Iterator<Item = &Tensor> {
         [&self.cache, &self.indices].into_iter().chain(&self.lengths)
     }
 
-    /// Returns some queries' part.
     pub fn narrow(&self, first: i64, count: i64) -> Result<ChosenTokens> {
         Ok(ChosenTokens {
             cache: self.cache.shallow_clone(),

@@ -1,19 +1,22 @@
-//! Sparse MLA with ATen operations, in fp32 or fp64: the CPU backend, and caches off 16-byte boundaries. It copies some queries' tokens at
-//! a time.
+//! Sparse MLA (`volta_fa::fwd_sparse_mla`) with ATen operations, in fp32 or, for fp64 queries, fp64: the CPU backend, and on a GPU caches
+//! that kernels cannot read, without tokens or off 16-byte boundaries. It copies the tokens that some queries chose at a time. A token is a
+//! latent: one vector, key and value of all heads.
 
 use super::call::{Call, ChosenTokens, Found};
 use crate::error::Result;
 use crate::params::CacheFormat;
 use crate::problem::Attention;
+use crate::tensor::{compute_kind, copied};
 use tch::{Kind, Tensor};
 
 /// Most bytes of copied tokens that exist at a time.
 const COPY_BYTES: i64 = 256 << 20;
-/// Columns of a row that are 16-bit numbers in fp8 formats too: its last.
+/// The last columns of a row, which encode positions: 16-bit numbers in fp8 formats too.
 const TAIL: i64 = 64;
 
 /// Computes a call that has queries and tokens.
 pub fn forward(call: &Call, a: &Attention) -> Result<Found> {
+    // 16 bytes for each column of a chosen token: room for about four fp32 copies
     let at_once = (COPY_BYTES / (16 * a.seqlen_k * a.headdim)).clamp(1, a.batch);
     let mut parts: [Vec<Tensor>; 3] = Default::default();
     for first in (0..a.batch).step_by(at_once as usize) {
@@ -33,15 +36,7 @@ pub fn forward(call: &Call, a: &Attention) -> Result<Found> {
     Ok([out?, lse?, max_logits?])
 }
 
-fn exact_kind(call: &Call) -> Kind {
-    if call.q.kind() == Kind::Double {
-        Kind::Double
-    } else {
-        Kind::Float
-    }
-}
-
-/// Reads the chosen tokens of a cache: (queries, topk, headdim), zeros for what is no token, and which are none (queries, topk).
+/// Reads the chosen tokens of a cache, (queries, topk, headdim), with zeros where an index is none. Also returns where: (queries, topk).
 fn read(tokens: &ChosenTokens, call: &Call, a: &Attention) -> Result<(Tensor, Tensor)> {
     let ChosenTokens { cache, indices, lengths } = tokens;
     let [pages, page_size] = [cache.size()[0], cache.size()[1]];
@@ -52,44 +47,45 @@ fn read(tokens: &ChosenTokens, call: &Call, a: &Attention) -> Result<(Tensor, Te
         missing = missing.f_logical_or(&number.f_ge_tensor(&lengths.f_to_kind(Kind::Int64)?.f_unsqueeze(1)?)?)?;
     }
     if pages * page_size == 0 {
-        let zeros = Tensor::f_zeros([index.size()[0], index.size()[1], a.headdim], (exact_kind(call), index.device()))?;
+        let zeros = Tensor::f_zeros([index.size()[0], index.size()[1], a.headdim], (compute_kind(call.q.kind()), index.device()))?;
         return Ok((zeros, missing));
     }
     let index = index.f_masked_fill(&missing, 0)?;
     let place = [index.f_floor_divide_scalar(page_size)?, index.f_remainder(page_size)?];
     let at = |t: &Tensor| t.f_index(&[Some(&place[0]), Some(&place[1])]);
     let rows = match a.cache_format() {
-        CacheFormat::Unquantized => at(&cache.f_select(2, 0)?)?.f_to_kind(exact_kind(call))?,
+        CacheFormat::Unquantized => at(&cache.f_select(2, 0)?)?.f_to_kind(compute_kind(call.q.kind()))?,
         _ => dequantized(&cache.f_view_dtype(Kind::Uint8)?, &at, call, a)?,
     };
     Ok((rows.f_masked_fill(&missing.f_unsqueeze(-1)?, 0.0)?, missing))
 }
 
-/// Dequantizes tokens of an fp8 cache. `at` takes them from a tensor whose first dimensions are pages and rows.
+/// Dequantizes tokens of an fp8 cache, given as bytes. `at` takes the chosen tokens from a tensor (pages, rows, ...).
+///
+/// A row of headdim 576 has 512 codes, four fp32 scales of 128 codes each, and 64 16-bit columns. Of headdim 512: 448 codes and 64 16-bit
+/// columns; after all rows of a page come eight bytes for each, whose first seven are exponents of scales, of 64 codes each.
 fn dequantized(
     cache: &Tensor,
     at: &dyn Fn(&Tensor) -> std::result::Result<Tensor, tch::TchError>,
     call: &Call,
     a: &Attention,
 ) -> Result<Tensor> {
-    let kind = exact_kind(call);
+    let kind = compute_kind(call.q.kind());
     let [pages, page_size] = [cache.size()[0], cache.size()[1]];
     let codes = a.headdim - TAIL;
-    let is_padded = a.headdim == 512;
-    let (rows, scales) = if is_padded {
-        // rows without scales, then eight bytes for each
+    let has_scales_at_end = a.headdim == 512;
+    let (rows, scales) = if has_scales_at_end {
         let page = page_size * cache.size()[3];
         let flat = cache.f_as_strided([pages, page].as_slice(), [cache.stride()[0], 1].as_slice(), None)?;
         let of_rows = page_size * (codes + 2 * TAIL);
         let rows = flat.f_narrow(1, 0, of_rows)?.f_unflatten(1, [page_size, -1].as_slice())?;
         let exponents = at(&flat.f_narrow(1, of_rows, page - of_rows)?.f_unflatten(1, [page_size, -1].as_slice())?)?;
-        // an exponent for each 64 codes: 2^(e - 127) has e in the exponent bits of fp32, 0 stands for 2^-127, and 255 for NaN
+        // 2^(e - 127) has e in the exponent bits of fp32; 0 stands for 2^-127, and 255 for NaN
         let exponents = exponents.f_narrow(-1, 0, codes / 64)?.f_to_kind(Kind::Int)?;
         let powers = exponents.f_mul_scalar(1 << 23)?.f_clamp_min(1 << 22)?.f_view_dtype(Kind::Float)?;
         (at(&rows)?, powers.f_masked_fill(&exponents.f_eq(255)?, f64::NAN)?)
     } else {
         let rows = at(&cache.f_select(2, 0)?)?;
-        // four fp32 scales after the codes
         let scales = rows.f_narrow(-1, codes, 16)?.f_contiguous()?.f_view_dtype(Kind::Float)?;
         (rows, scales)
     };
@@ -104,9 +100,9 @@ fn dequantized(
     Ok(Tensor::f_cat(&[values.f_reshape(sizes.as_slice())?, tail], -1)?)
 }
 
-/// Attends to tokens (queries, tokens, headdim), without those that `missing` (queries, tokens) marks.
+/// Attends from q (queries, nheads, headdim) to tokens (queries, tokens, headdim), except those that `missing` (queries, tokens) marks.
 fn attend(q: &Tensor, tokens: &Tensor, missing: &Tensor, call: &Call, a: &Attention) -> Result<Found> {
-    let kind = exact_kind(call);
+    let kind = compute_kind(call.q.kind());
     let product = |x: &Tensor, y: &Tensor| -> Result<Tensor> {
         let sizes = [x.size()[0], x.size()[1], y.size()[2]];
         Ok(x.f_bmm_out(&Tensor::f_empty(sizes, (kind, x.device()))?, y)?)
@@ -124,9 +120,7 @@ fn attend(q: &Tensor, tokens: &Tensor, missing: &Tensor, call: &Call, a: &Attent
     }
     let values = product(&p, &tokens.f_narrow(-1, 0, a.headdim_v)?)?;
     let out = values.f_div(&whole)?.f_masked_fill(&is_empty, 0.0)?.f_to_kind(q.kind())?;
-    let mut log_sum = Tensor::f_empty(sum.size(), (kind, sum.device()))?;
-    log_sum.f_copy_(&sum)?;
-    let lse = log_sum.f_log_()?.f_add(&reference)?.f_masked_fill(&is_empty, f64::INFINITY)?;
+    let lse = copied(&sum, kind)?.f_log_()?.f_add(&reference)?.f_masked_fill(&is_empty, f64::INFINITY)?;
     let of_row = |t: &Tensor| -> Result<Tensor> { Ok(t.f_squeeze_dim(-1)?.f_to_kind(Kind::Float)?) };
     Ok([out, of_row(&lse)?, of_row(&max_logits)?])
 }

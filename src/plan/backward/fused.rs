@@ -1,4 +1,4 @@
-//! Plans the backward pass in one kernel.
+//! Plans the backward pass in one kernel, for problems with few keys; mod.rs asks for it first.
 
 use super::plan::{scratch_rows, BackwardPlan};
 use crate::kernels::{self, Kernels, Pass, Variant, COMPILED};
@@ -12,8 +12,8 @@ use std::sync::LazyLock;
 
 /// Plans one fused kernel if one block has all keys of a head, so no other block adds to its dq.
 ///
-/// This saves two launches, a few microseconds, and the accumulator's memory traffic. But the one block also computes the statistics of all
-/// rows, at 0.01 us per row. So the plan takes it for few rows, or for enough blocks to fill the GPU with other work meanwhile.
+/// This saves two launches, a few microseconds, and the memory traffic of dq's accumulator. But the one block also computes the statistics
+/// of all rows, at 0.01 us per row. So the plan takes it for few rows, or for enough blocks to fill the GPU with other work meanwhile.
 pub(super) fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<BackwardPlan> {
     const FEW_ROWS: i64 = 512;
     const MIN_WAVES: u64 = 2;
@@ -28,12 +28,12 @@ pub(super) fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &Dev
     let holds_all = |v: &Variant| a.seqlen_k <= i64::from(v.block_rows);
     let [large] = choose(kernels, kernels::FUSED_BACKWARD, &Shape::of(a), features(a, mode), d).ok()?;
     let is_tuned = large.1 == Reason::Tuned;
-    // if the cheapest one failed or belongs to a later family, separate kernels are better
+    // if the cheapest one failed on this GPU, or the preferred family (volta, turing) has none, separate kernels are better
     if !is_tuned && large.1 != Reason::Cheapest {
         return None;
     }
     let kernel = sized(kernels, large, a, d);
-    // separate kernels with less padding
+    // separate kernels of a smaller headdim compute less padding
     let is_narrower =
         |v: &Variant| v.features == kernel.0.features && v.headdim < kernel.0.headdim && v.headdim as i64 >= a.headdim.max(a.headdim_v);
     if !is_tuned && kernels.of(&kernel.0.family, Pass::Backward).any(is_narrower) {
@@ -45,9 +45,9 @@ pub(super) fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &Dev
     (holds_all(kernel.0) && (is_tuned || pays)).then(|| {
         let main = planned(kernel, a);
         BackwardPlan {
-            prepare: None,
+            preprocess: None,
             main,
-            finish: None,
+            postprocess: None,
             scratch: scratch(main.variant),
             scratch_rows: scratch_rows(main.variant, a),
             deterministic: true,

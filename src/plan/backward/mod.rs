@@ -1,16 +1,15 @@
-//! Plans the backward pass: how kernels compute dq, the key blocks of each launch, and the scratch memory.
+//! Plans the backward pass: how kernels compute dq, the key blocks (keys of one block) of each launch, and the scratch memory. A main
+//! kernel sums dk and dv in registers, but each key block adds to every dq. P: probabilities. dS: gradients of scores. A tuning has
+//! choices of kernels that were measured on the GPU.
 
-mod blocks;
 mod fused;
 mod parts;
 mod plan;
 mod stored;
 mod stream_k;
-mod tiles;
 
-pub use plan::{BackwardPlan, Tail};
+pub use plan::{BackwardPlan, StoredPlan, Tail, STORED_ROWS};
 pub use stream_k::{BackwardStreamKPlan, BackwardStreamKSchedule};
-pub use tiles::{StoredPlan, STORED_ROWS};
 
 use super::device::DeviceLimits;
 use super::features::BackwardMode;
@@ -25,7 +24,7 @@ use stored::{faster_stored, needs_stored, stored};
 /// Plans the backward pass of a non-empty problem.
 ///
 /// By default the main kernel adds to dq by atomics, in any order. A deterministic pass takes the faster of two plans. It launches the main
-/// kernel several times, so that one block at a time adds to an accumulator. Or a separate kernel computes S and dP again for dq.
+/// kernel several times, so that one block at a time adds to an accumulator of dq. Or a separate kernel computes scores again, for dq.
 ///
 /// The separate kernel also runs if the tuning chooses it, or if a kernel with atomics failed and no other replaces it. No tuning makes a
 /// deterministic pass depend on the order of blocks.
@@ -35,10 +34,9 @@ pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<B
 
 /// Plans the backward pass with these kernels to choose from.
 ///
-/// Large headdims, and fp32 tensors as sums of two fp16 (`split`), store P and dS between two kernels. One fused kernel may take few keys,
-/// unless there is a gradient of softmax_lse (`has_dlse`): the host adds it after the preprocess kernel, which a fused kernel lacks. All
-/// other problems run in parts: preprocess, main, and postprocess or dq. Parts that the GPU's tuning chose precede a plan that it did not
-/// choose.
+/// For large headdims, and fp32 tensors as sums of two fp16 (`split`), two kernels pass P and dS through memory. One fused kernel may take
+/// few keys, unless there is a gradient of softmax_lse (`has_dlse`): the host adds it after the preprocess kernel, which a fused pass
+/// lacks. All other problems run in parts: preprocess, main, and postprocess or dq. What the GPU's tuning chose comes first.
 pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
     if mode.split || needs_stored(a) {
         return stored(kernels, a, mode, d);

@@ -1,28 +1,29 @@
-//! Plans the backward pass in several kernels: preprocess, main, and postprocess or dq.
+//! Plans the backward pass in several kernels: preprocess (row statistics), main (dk, dv, and dq by atomics), and postprocess (dq's
+//! accumulator to fp16) or dq (dq in a kernel of its own). mod.rs calls it for most problems.
+//!
+//! A key block is the keys of one block of a main kernel, and a wave as many blocks as the GPU holds at once. A tail is a last launch with
+//! smaller blocks. A tuning has choices of kernels that were measured on the GPU. A family is the kernels for one kind of tensor core.
 
-use super::blocks::{blocks_before_tail, blocks_of_launch, separate_time, TAIL};
 use super::plan::{scratch_rows, BackwardPlan, Tail};
 use super::stream_k::BackwardStreamKPlan;
 use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant};
 use crate::limits::MAX_GRID_YZ;
-use crate::plan::cached::{cached_plan, PlanCache};
-use crate::plan::choose::{choose, sized, Chosen};
-use crate::plan::device::DeviceLimits;
+use crate::plan::choose::{choose, of_all_sizes, sized, Chosen};
+use crate::plan::device::{cached_plan, DeviceLimits, PlanCache};
 use crate::plan::features::{features, BackwardMode};
 use crate::plan::kernel::{of_rows, planned, rows_and_heads, scratch, ChosenKernel, PlannedKernel, Reason};
 use crate::plan::stream_k::pays;
-use crate::problem::{Attention, Keys, Queries};
+use crate::problem::{Attention, Keys, Queries, Window};
 use crate::tuning::Shape;
 use std::cell::Cell;
 
-/// How dq is computed.
 enum Dq {
-    /// All key blocks add to one accumulator.
+    /// All key blocks add to one accumulator, in any order.
     Atomics,
-    /// In launches of this many key blocks per head, each block has its own accumulator.
+    /// Launches of this many key blocks per head, each with its own accumulator, so that the order of sums is fixed.
     Launches(u32),
-    /// A separate kernel computes dq.
+    /// A separate kernel computes dq, in a fixed order.
     Separate,
 }
 
@@ -38,7 +39,6 @@ struct Parts {
     stream_k: Option<PlannedKernel>,
 }
 
-/// Plans separate kernels.
 pub(super) fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
     let planner = Planner { kernels, a, d, shape: Shape::of(a), requested: features(a, mode) };
     let tuned_mode = d.tuning.filter(|t| t.without_atomics(&planner.shape, planner.requested)).and_then(|_| planner.without().ok());
@@ -89,6 +89,7 @@ impl Planner<'_> {
         choose(self.kernels, kernels::BACKWARD_STREAM_K, &self.shape, self.requested, self.d).ok().map(|[kernel]| kernel)
     }
 
+    /// Returns kernels without atomics: the third computes dq.
     fn without(&self) -> Result<Chosen<3>> {
         choose(self.kernels, kernels::DETERMINISTIC_BACKWARD, &self.shape, self.requested, self.d)
     }
@@ -102,7 +103,7 @@ impl Planner<'_> {
         })
     }
 
-    /// Divides the main kernel's keys into blocks.
+    /// Divides the main kernel's keys into blocks. `with_tail`: the last ones may be smaller.
     fn split(&self, (main, reason): ChosenKernel, with_tail: bool) -> KeyBlocks {
         let (rows, _) = rows_and_heads(main, self.a);
         let found = if with_tail && reason != Reason::Tuned { blocks_before_tail(self.kernels, main, self.a, self.d) } else { None };
@@ -115,14 +116,13 @@ impl Planner<'_> {
         }
     }
 
-    /// Plans a separate kernel for dq.
     fn separate(&self, chosen: Chosen<3>) -> Parts {
         let chosen = self.sized(chosen);
         Parts { dq: Dq::Separate, chosen, blocks: self.split(chosen[1], false), stream_k: None }
     }
 
-    /// Plans launches of a main kernel that takes a part of the key blocks, and estimates their time. None: there is no such kernel.
-    /// Kernels of block masks take all key blocks of a list in one launch.
+    /// Plans launches of a main kernel that takes a part of the key blocks, and estimates their time. None: there is no such kernel;
+    /// kernels of block masks take all key blocks in one launch.
     fn by_launches(&self) -> Option<(f64, Parts)> {
         if self.a.features.block_mask {
             return None;
@@ -137,17 +137,17 @@ impl Planner<'_> {
         })
     }
 
-    /// Plans a stream-K grid of the same key blocks if the estimate is faster, or if the tuning chooses it.
+    /// Plans a stream-K grid, in which several blocks share a key block, instead of `usual`, if it is faster or tuned.
     fn stream_k(&self, usual: ChosenKernel, (before_tail, tail): KeyBlocks) -> Option<PlannedKernel> {
         let (a, d) = (self.a, self.d);
         if matches!(usual.1, Reason::Tuned | Reason::FailedAvoided) {
             return None;
         }
         let (variant, reason) = self.stream_k_kernel()?;
-        let of = |v: &Variant| (v.headdim, v.headdim_v);
+        let headdims = |v: &Variant| (v.headdim, v.headdim_v);
         let is_tuned = reason == Reason::Tuned;
-        // both share the layout of the scratch memory with the other kernels of the pass
-        if variant.family.name != usual.0.family.name || (!is_tuned && of(variant) != of(usual.0)) {
+        // the other kernels of the pass have the family's layout of scratch memory
+        if variant.family.name != usual.0.family.name || (!is_tuned && headdims(variant) != headdims(usual.0)) {
             return None;
         }
         let shape = ([a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k], [a.window.left, a.window.right]);
@@ -162,7 +162,8 @@ impl Planner<'_> {
             return None;
         }
         let reason = if is_tuned { reason } else { Reason::StreamK };
-        Some(PlannedKernel { variant, blocks: [plan.heads, plan.blocks_of_head()], reason, stream_k: None, backward_stream_k: Some(plan) })
+        let usual_grid = PlannedKernel::new((variant, reason), [plan.heads, plan.blocks_of_head()]);
+        Some(PlannedKernel { backward_stream_k: Some(plan), ..usual_grid })
     }
 
     /// Returns whether a stream-K grid of `variant`, which takes `time`, is faster than the key blocks of the usual kernel.
@@ -193,6 +194,7 @@ impl Planner<'_> {
         }
     }
 
+    /// Takes kernels with atomics, on a stream-K grid if that pays. If block masks or failed kernels leave none, takes a dq kernel.
     fn fastest(&self) -> Result<Parts> {
         match self.around_stream_k() {
             Ok(chosen) => {
@@ -209,8 +211,9 @@ impl Planner<'_> {
         }
     }
 
+    /// Turns kernels and key blocks into launches.
     fn on_grids(&self, Parts { dq, chosen, blocks: (blocks, tail), stream_k }: Parts) -> BackwardPlan {
-        let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, self.a));
+        let [preprocess, main, postprocess] = chosen.map(|kernel| planned(kernel, self.a));
         let (of_launch, dq_accum_splits) = match dq {
             Dq::Atomics => (blocks as u32, 1),
             Dq::Launches(blocks) => (blocks, blocks),
@@ -222,9 +225,9 @@ impl Planner<'_> {
             first_block: (blocks * u64::from(block_rows / v.block_rows)) as u32,
         });
         BackwardPlan {
-            prepare: Some(prepare),
+            preprocess: Some(preprocess),
             main: stream_k.unwrap_or_else(|| self.of_blocks((main.variant, main.reason), of_launch)),
-            finish: Some(finish),
+            postprocess: Some(postprocess),
             scratch: scratch(main.variant),
             scratch_rows: scratch_rows(main.variant, self.a),
             deterministic: !matches!(dq, Dq::Atomics),
@@ -241,4 +244,67 @@ impl Planner<'_> {
         let (_, heads) = rows_and_heads(kernel.0, self.a);
         of_rows(kernel, i64::from(blocks * kernel.0.block_rows), heads, self.a)
     }
+}
+
+// ---- estimates, by which key blocks are divided among launches: a tail of smaller blocks, and those of a deterministic main kernel ----
+
+/// Time of a tail of one wave of small blocks, relative to a wave of large blocks: 0.4 to 0.66 (docs/design/volta-backward.md).
+const TAIL: f64 = 0.67;
+
+/// Returns the key blocks of a head that fit one wave less than all blocks need, and a variant of smaller blocks for the rest.
+///
+/// None if there is no such variant, and under a causal mask, because its last blocks are short.
+fn blocks_before_tail(kernels: Kernels, main: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(u64, &'static Variant)> {
+    let (rows, heads) = rows_and_heads(main, a);
+    let heads = (heads * a.batch) as u64;
+    let blocks = (rows as u64).div_ceil(main.block_rows.into());
+    let before = ((blocks * heads).div_ceil(d.resident_blocks(main)) - 1) * d.resident_blocks(main) / heads;
+    let left = (rows as u64).saturating_sub(before * u64::from(main.block_rows));
+    let fits = |v: &Variant| v.block_rows < main.block_rows && left.div_ceil(v.block_rows.into()) * heads <= d.resident_blocks(v);
+    if before == 0 || a.window.right.is_some() {
+        return None;
+    }
+    of_all_sizes(kernels, main, d).find(|v| fits(v)).map(|v| (before, v))
+}
+
+/// Returns the least time of the launches of a deterministic main kernel, and the key blocks of a head in each of them; None if no number
+/// of them fits the tail. A head has `blocks` large blocks, then `tail` small blocks in a tail. The unit of time is that of a large block.
+///
+/// Each block of a launch adds to its own accumulator, and launches run in order, so the order of every sum is fixed. More accumulators
+/// fill the GPU, but zeroing and adding them takes time. An accumulator is written and read once, 8 bytes per element. A block computes
+/// `10 * block_rows` flops (five products) for each element of dq in its rows. On a V100 (docs/design/volta-backward.md) kernels compute
+/// 76 TFLOP/s, and memory transfers 0.83 TB/s.
+fn blocks_of_launch(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &DeviceLimits) -> Option<(f64, u32)> {
+    const FLOPS_A_BYTE: f64 = 76.0 / 0.83;
+    // eight accumulators in fp32 are 16 times the memory of q
+    const MAX_ACCUMULATORS: u64 = 8;
+    let (_, heads) = rows_and_heads(main, a);
+    let (heads, resident_blocks) = ((heads * a.batch) as u64, d.resident_blocks(main));
+    let block_times = |blocks: u64| (blocks * heads).div_ceil(resident_blocks) as f64;
+    let block_rows = f64::from(main.block_rows);
+    // queries that see a key block
+    let met = match a.window {
+        Window { left: Some(left), right: Some(right) } => ((left + right) as f64 + block_rows).min(a.seqlen_q as f64),
+        _ => a.seqlen_q as f64,
+    };
+    // Time of an accumulator: 8 bytes for each element of dq, of all heads, over 10 * block_rows flops for each of the elements that a
+    // wave's blocks meet. 0.8 is 8 / 10.
+    let per_accumulator = 0.8 * FLOPS_A_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / resident_blocks as f64);
+    let of_tail = if tail > 0 { TAIL } else { 0.0 };
+    // `sums`: accumulators, and key blocks of a head in a launch
+    let cost =
+        |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + of_tail + sums as f64 * per_accumulator;
+    // a tail begins where a launch ends, and needs an accumulator for each of its blocks
+    let possible = (1..=blocks.min(MAX_ACCUMULATORS)).filter(|&sums| tail == 0 || (blocks % sums == 0 && tail <= sums));
+    let best = possible.min_by(|&a, &b| cost(a).total_cmp(&cost(b)))?;
+    Some((cost(best), best as u32))
+}
+
+/// Returns the time of the kernels that compute dq separately, in the same unit: seven products instead of five, because dq kernels compute
+/// scores and dP again, in one launch, without accumulators.
+fn separate_time(main: &Variant, a: &Attention, d: &DeviceLimits) -> f64 {
+    const PRODUCTS: f64 = 7.0 / 5.0;
+    let (rows, heads) = rows_and_heads(main, a);
+    let blocks = (rows as u64).div_ceil(main.block_rows.into()) * (heads * a.batch) as u64;
+    PRODUCTS * blocks.div_ceil(d.resident_blocks(main)) as f64
 }

@@ -1,42 +1,41 @@
-//! The plan of a backward pass.
+//! The plan of a backward pass: what mod.rs returns, and src/ops/device.rs launches. P are probabilities, dS gradients of scores. Where both
+//! are stored, for large headdims or fp32, [`StoredPlan`] divides them into tiles and launches, so that memory stays bounded.
 
-use super::tiles::StoredPlan;
 use crate::kernels::{Scratch, Variant};
 use crate::limits::MAX_GRID_YZ;
-use crate::plan::kernel::PlannedKernel;
-use crate::plan::kernel::{chunks, rounded, scratch};
+use crate::plan::kernel::{chunks, rounded, scratch, PlannedKernel};
 use crate::problem::Attention;
 
 /// The kernels of a backward pass, launched in this order, and the scratch memory that they share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardPlan {
     /// Computes row statistics from out, dout and softmax_lse, and zeroes dq's accumulators. None: `main` computes everything.
-    pub prepare: Option<PlannedKernel>,
+    pub preprocess: Option<PlannedKernel>,
     /// Computes dk and dv, and adds to dq's accumulators if there are any, in `main_launches` launches of this grid. With `stored`:
-    /// computes P and dS.
+    /// computes P (probabilities) and dS (gradients of scores).
     pub main: PlannedKernel,
     /// Computes dq, from its accumulators if there are any; with `stored`, all gradients. None: `main` computes everything.
-    pub finish: Option<PlannedKernel>,
-    /// Whether each sum has a fixed order, by request, by tuning, or because the chosen kernels have no atomics.
+    pub postprocess: Option<PlannedKernel>,
+    /// Whether each sum has a fixed order: by request, by tuning (measured choices of kernels), or because the kernels have no atomics.
     pub deterministic: bool,
-    /// Launches of `main`, each for the next key blocks of every head.
+    /// Launches of `main`, each for the next key blocks (keys of one block) of every head.
     pub main_launches: u32,
     /// Launch for the last keys of every head, if large blocks would need another wave for them.
     pub tail: Option<Tail>,
-    /// Accumulators of dq. 0: `finish` computes dq without one, or `main` computes everything.
+    /// Accumulators of dq. 0: `postprocess` computes dq without one, or `main` computes everything.
     pub dq_accum_splits: u32,
-    /// Layout of the row statistics.
+    /// Layout of the row statistics, which `preprocess` leaves in scratch memory.
     pub scratch: Scratch,
     /// Rows of an entry in dq's accumulators and in the row statistics; rows of all entries if packed.
     pub scratch_rows: i64,
     /// Columns of dq's accumulators; 0 without accumulators.
     pub headdim_rounded: i64,
-    /// Memory between `main` and `finish` for large headdims, where each launch of `main` precedes one of `finish`.
+    /// Memory between `main` and `postprocess` for large headdims, where each launch of `main` precedes one of `postprocess`.
     pub stored: Option<StoredPlan>,
 }
 
 impl BackwardPlan {
-    /// Returns (first batch entry, number of entries) of each part of the batch.
+    /// Returns (first batch entry, number of entries) of each part of the batch; a part has its own launches of all kernels.
     pub fn batch_chunks(&self, batch: i64) -> impl Iterator<Item = (i64, i64)> {
         chunks(batch, self.stored.map_or(MAX_GRID_YZ, |s| s.batches))
     }
@@ -53,7 +52,7 @@ impl BackwardPlan {
 
     /// Returns all kernels in the order of their launches.
     pub fn kernels(&self) -> impl Iterator<Item = PlannedKernel> {
-        [self.prepare, Some(self.main), self.tail.map(|tail| tail.kernel), self.finish].into_iter().flatten()
+        [self.preprocess, Some(self.main), self.tail.map(|tail| tail.kernel), self.postprocess].into_iter().flatten()
     }
 }
 
@@ -69,7 +68,100 @@ pub struct Tail {
 /// Returns the query rows of an entry in the scratch memory, or of all entries.
 pub(super) fn scratch_rows(v: &Variant, a: &Attention) -> i64 {
     let multiple = scratch(v).row_rounding;
-    // A packed sequence begins at (its first row + its number * row_rounding), rounded down (csrc/backward/scratch.cuh): that leaves each
-    // of them room for its own rounding.
+    // A packed sequence begins at (its first row + its number * row_rounding), rounded down to a multiple (csrc/backward/scratch.cuh). So
+    // each has room for its own rounding.
     a.total_q().map_or(rounded(a.seqlen_q, multiple), |total| rounded(total + a.batch * i64::from(multiple), multiple))
+}
+
+/// Keys, and queries, of a tile of stored scores; rows, and columns, of a tile of gradients (csrc/backward/stored_scores.cuh).
+pub const STORED_ROWS: i64 = 128;
+/// Most tiles of a launch, unless one key tile needs more. P and dS take 128 MiB then. Of fp32 tensors, as sums of two numbers with units
+/// (scales), they take 257 MiB (with [`MOST_TIMES`] up to 1,028 MiB). At headdim 256 half as many tiles leave a fifth of the last wave's
+/// places empty.
+const MAX_TILES: i64 = 2048;
+/// Blocks of gradients of a launch that fill a V100 (80 SMs of two) four times: with fewer, others idle beside the longest.
+const FULL_BLOCKS: i64 = 640;
+/// Launches of fp32 tensors that would have fewer than [`FULL_BLOCKS`] may have up to this many times [`MAX_TILES`].
+const MOST_TIMES: i64 = 4;
+/// Key tiles of a launch that fill a GPU. With fewer, the blocks that sum dk and dv are few and long.
+const FULL_KEY_TILES: i64 = 16;
+
+/// Tiles of P and dS of one launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredPlan {
+    pub batches: i64,
+    pub heads: i64,
+    pub key_tiles: i64,
+    /// Launches for all keys of a head. Sums of dq stay in memory between them.
+    pub key_launches: i64,
+    /// Query tiles of a head in an entry, or of all sequences if packed.
+    pub query_tiles: i64,
+    /// Column tiles of dq.
+    pub columns: i64,
+    /// Tensors are fp32, and their numbers sums of two fp16 numbers.
+    pub split: bool,
+}
+
+/// Returns the tiles that these rows, or columns, need.
+pub(super) fn tiles(rows: i64) -> i64 {
+    (rows as u64).div_ceil(STORED_ROWS as u64) as i64
+}
+
+/// Divides `n` evenly into the fewest parts of at most `most` (at least 1), and returns the size of the largest part.
+fn even(n: i64, most: i64) -> i64 {
+    let parts = (n as u64).div_ceil(most.max(1) as u64);
+    (n as u64).div_ceil(parts) as i64
+}
+
+impl StoredPlan {
+    pub(super) fn new(a: &Attention, split: bool) -> StoredPlan {
+        let with_room = |more| StoredPlan::of_most(a, split, more * MAX_TILES);
+        if !split {
+            return with_room(1);
+        }
+        let fills = |plan: &StoredPlan| plan.batches.min(a.batch) * plan.heads * plan.blocks_of_head(a) >= FULL_BLOCKS;
+        [1, 2].map(with_room).into_iter().find(fills).unwrap_or_else(|| with_room(MOST_TIMES))
+    }
+
+    /// Returns the blocks of a KV head's gradients in a launch.
+    pub(super) fn blocks_of_head(&self, a: &Attention) -> i64 {
+        self.key_tiles * (self.columns + tiles(a.headdim_v)) + a.nheads / a.nheads_k * tiles(a.seqlen_q) * self.columns
+    }
+
+    fn of_most(a: &Attention, split: bool, max_tiles: i64) -> StoredPlan {
+        // packed: the first tile of sequence i is number (its first row) / 128 + i (first_stored_tile in csrc/backward/stored_scores.cuh)
+        let query_tiles = a.total_q().map_or(tiles(a.seqlen_q), |total| total / STORED_ROWS + a.batch + 1);
+        let of_entry = a.nheads / a.nheads_k * query_tiles;
+        let all_keys = tiles(a.seqlen_k);
+        // All keys of some heads, because sums of dq cost memory traffic. If one head has too many tiles, some of its keys.
+        let batches = match a.total_q() {
+            Some(_) => MAX_GRID_YZ,
+            None => even(a.batch, MAX_GRID_YZ.min(max_tiles / (of_entry * all_keys))),
+        };
+        let of_launch = of_entry * if a.total_q().is_some() { 1 } else { batches };
+        let heads = even(a.nheads_k, max_tiles / (of_launch * all_keys));
+        let key_tiles = if of_launch * all_keys <= max_tiles { all_keys } else { even(all_keys, max_tiles / of_launch) };
+        let key_launches = (all_keys as u64).div_ceil(key_tiles as u64) as i64;
+        StoredPlan { batches, heads, key_tiles, key_launches, query_tiles, columns: tiles(a.headdim), split }
+    }
+
+    /// Returns the rows, of [`STORED_ROWS`] fp16 numbers, of a tile (`kStoredTile` in csrc/backward/stored_scores.cuh).
+    pub fn tile_rows(&self) -> i64 {
+        if self.split {
+            2 * STORED_ROWS + 1
+        } else {
+            STORED_ROWS
+        }
+    }
+
+    /// Returns true if each launch fills a GPU, as far as the problem does.
+    pub(super) fn fills_launches(&self) -> bool {
+        self.key_launches == 1 || self.key_tiles >= FULL_KEY_TILES
+    }
+
+    /// Returns (first KV head, first key tile) of each launch for `nheads_k` heads.
+    pub fn launches(self, nheads_k: i64) -> impl Iterator<Item = (i64, i64)> {
+        let heads = (0..nheads_k).step_by(self.heads as usize);
+        heads.flat_map(move |head| (0..self.key_launches).map(move |launch| (head, launch * self.key_tiles)))
+    }
 }

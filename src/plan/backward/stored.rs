@@ -1,19 +1,19 @@
-//! Plans the backward pass for large headdims: P and dS travel through memory.
+//! Plans the backward pass for large headdims, and for fp32: a scores kernel stores P (probabilities) and dS (gradients of scores), and a
+//! gradients kernel multiplies them to dq, dk and dv. plan.rs divides both into launches.
 
-use super::plan::{scratch_rows, BackwardPlan};
-use super::tiles::{tiles, StoredPlan};
+use super::plan::{scratch_rows, tiles, BackwardPlan, StoredPlan};
 use crate::error::Result;
 use crate::kernels::{self, Family, Kernels};
 use crate::limits::COMMON_HEADDIM;
 use crate::plan::choose::choose;
 use crate::plan::device::DeviceLimits;
 use crate::plan::features::{features, BackwardMode};
-use crate::plan::kernel::scratch;
-use crate::plan::kernel::{PlannedKernel, Reason};
+use crate::plan::kernel::{planned, scratch, PlannedKernel, Reason};
 use crate::problem::Attention;
 use crate::tuning::Shape;
 
-/// Query tiles that consecutive blocks of the scores kernel visit for each key tile: the grid has a multiple of it.
+/// Query tiles (of 128) that consecutive blocks of the scores kernel visit for each key tile. The grid has a multiple of it, and blocks
+/// beyond the last query tile have no work.
 const QUERY_TILES_TOGETHER: i64 = 8;
 
 /// Returns true if no other kernels have room for the headdims.
@@ -21,7 +21,7 @@ pub(super) fn needs_stored(a: &Attention) -> bool {
     a.headdim.max(a.headdim_v) > COMMON_HEADDIM
 }
 
-/// Plans a backward pass that stores P and dS, if that is faster than the family's other kernels.
+/// Plans a backward pass that stores P and dS, if that is faster than other kernels of the family (volta or turing).
 pub(super) fn faster_stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<BackwardPlan> {
     let is_wide = |family: &Family| a.headdim.max(a.headdim_v) > i64::from(family.stored_above);
     if !kernels.families().any(is_wide) {
@@ -35,22 +35,16 @@ pub(super) fn faster_stored(kernels: Kernels, a: &Attention, mode: BackwardMode,
 /// Plans the kernels of a backward pass that stores P and dS.
 pub(super) fn stored(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
     let passes = if mode.split { kernels::SPLIT_BACKWARD } else { kernels::STORED_BACKWARD };
-    let [prepare, scores, gradients] = choose(kernels, passes, &Shape::of(a), features(a, mode), d)?;
+    let [preprocess, scores, gradients] = choose(kernels, passes, &Shape::of(a), features(a, mode), d)?;
     let plan = StoredPlan::new(a, mode.split);
     let group = a.nheads / a.nheads_k;
     let query_tiles = tiles(a.seqlen_q);
     let rounded = (query_tiles as u64).next_multiple_of(QUERY_TILES_TOGETHER as u64) as i64;
-    let on = |(variant, reason), [x, y]: [i64; 2]| PlannedKernel {
-        variant,
-        blocks: [x as u32, y as u32],
-        reason,
-        stream_k: None,
-        backward_stream_k: None,
-    };
+    let on = |kernel, blocks: [i64; 2]| PlannedKernel::new(kernel, blocks.map(|n| n as u32));
     Ok(BackwardPlan {
-        prepare: Some(crate::plan::kernel::planned(prepare, a)),
+        preprocess: Some(planned(preprocess, a)),
         main: on(scores, [rounded * plan.key_tiles, plan.heads * group]),
-        finish: Some(on(gradients, [plan.heads * plan.blocks_of_head(a), 1])),
+        postprocess: Some(on(gradients, [plan.heads * plan.blocks_of_head(a), 1])),
         deterministic: true,
         main_launches: plan.launches(a.nheads_k).count() as u32,
         tail: None,

@@ -1,34 +1,35 @@
-//! Stream-K grids of the backward pass: which splits the blocks of `csrc/volta/backward/stream_k.cuh` compute, and in which order.
+//! Stream-K grids of the backward pass: which splits the blocks of `csrc/volta/backward/stream_k.cuh` compute, and in which order. parts.rs
+//! asks whether such a grid pays; src/ops/stream_k.rs takes the schedule to the kernel.
 //!
-//! A key block has the steps of all query heads of its KV head. With grouped heads there are few key blocks of many steps, and under a causal
-//! mask the first have the most: one of them may take longer than all work divided by the resident blocks. A stream-K grid splits key blocks with
-//! more steps than a limit.
+//! A key block, the keys of one block, has the steps of queries of all query heads of its KV head. With grouped heads there are few key
+//! blocks of many steps, and under a causal mask the first have the most: one of them may take longer than all work divided by the resident
+//! blocks (those that the GPU holds at once). A stream-K grid splits key blocks with more steps than a limit; each split is a block.
 
 use crate::kernels::Variant;
 use crate::limits::MAX_BACKWARD_SPLITS;
 use crate::params::StreamKSplit;
-use crate::plan::block::problem_block;
 use crate::plan::device::DeviceLimits;
+use crate::plan::features::problem_block;
 use crate::problem::Attention;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Times are in tenths of a step of 32 queries.
+/// Time of a step of 32 queries: all times here are in tenths of it.
 const STEP: u64 = 10;
 /// Time to load K and V and to write dK and dV: 2.1 to 2.5 steps at headdims 64 and 128.
 const FIXED: u64 = 22;
 /// Time to write the fp32 gradients of a split, or to read them.
 const PARTIAL: u64 = 25;
-/// Grids of more waves lose little in the last one.
+/// Most waves of a usual grid that may be divided: larger grids lose little in the last wave.
 const MAX_WAVES: u64 = 8;
 /// Maximum scratch memory of splits, bytes.
 const MAX_SCRATCH: u64 = 64 << 20;
 /// Keys of a block whose times these are.
 const LARGE_BLOCK: u32 = 128;
-/// Time of smaller blocks relative to large ones, which have one role of warps at headdim 64 where smaller ones have two: 3.1 us a step
-/// against 5.2, at N=1024 with 8 KV heads of 32.
+/// Time of smaller blocks relative to large ones, as a fraction: 3.1 us a step against 5.2, at headdim 64, N=1024, 32 heads on 8 KV heads.
+/// Warps of smaller blocks have two roles, those of large ones one.
 const SMALL: (u64, u64) = (6, 10);
-/// Limits of a split that are tried, as parts of the longest key block.
+/// Limits of a split's steps that are tried: 2 to 19 twentieths of the longest key block.
 const PARTS: u32 = 20;
 
 /// How the key blocks of each head are divided.
@@ -36,7 +37,6 @@ const PARTS: u32 = 20;
 pub struct BackwardStreamKPlan {
     /// KV heads of all entries: each is divided alike.
     pub heads: u32,
-    /// Key blocks of a head.
     pub key_blocks: u32,
     /// Key blocks before this one are not split. Later ones are if they have more steps than `limit`.
     pub first_split: u32,
@@ -60,7 +60,6 @@ struct Shape {
 }
 
 impl Shape {
-    /// Returns the steps of a key block.
     fn steps(&self, block: u32) -> u32 {
         let key = block as i32 * self.block_rows;
         let first = (key - self.high).max(0) / self.step * self.step;
@@ -78,7 +77,6 @@ pub struct BackwardStreamKSchedule {
     pub first_tile: u32,
     /// Key blocks from this one to the last that is split.
     pub tiles: u32,
-    /// Maximum splits of a key block.
     pub max_splits: u32,
 }
 
@@ -128,7 +126,7 @@ impl BackwardStreamKPlan {
         Some((best, time))
     }
 
-    /// Returns the number of splits of a key block.
+    /// Returns the number of splits of a key block; 1: it is whole.
     fn splits(&self, block: u32) -> u32 {
         if block < self.first_split {
             1
@@ -160,7 +158,7 @@ impl BackwardStreamKPlan {
             return None;
         }
         let (sms, resident) = (u64::from(d.sms), d.resident_blocks(v));
-        // places by the time from which they are free
+        // number of the GPU's places for blocks, by the time from which they are free
         let mut free = BTreeMap::from([(0, resident)]);
         let mut end = 0;
         for &(_, first, last, _, splits) in &blocks {
@@ -195,13 +193,11 @@ impl BackwardStreamKPlan {
         (first, blocks, (0..self.key_blocks).map(|block| self.splits(block)).max().unwrap_or(1))
     }
 
-    /// Returns the bytes of the splits' fp32 gradients.
     fn scratch_bytes(&self, v: &Variant) -> u64 {
         let (_, blocks, max_splits) = self.split_blocks();
         4 * u64::from(self.heads * blocks * max_splits) * u64::from(v.block_rows * (v.headdim + v.headdim_v))
     }
 
-    /// Returns the number of blocks of each head.
     pub fn blocks_of_head(&self) -> u32 {
         (0..self.key_blocks).map(|block| self.splits(block)).sum()
     }
