@@ -1,4 +1,4 @@
-//! The state of one CTA: its warps, shared memory and named barriers.
+//! The state of one CTA (thread block): its warps, shared memory and named barriers. `ops` executes its instructions (`Cta::step`).
 
 use crate::env::Env;
 use crate::isa::BarMode;
@@ -6,10 +6,10 @@ use crate::warp::{GState, Warp};
 
 /// Threads of a warp that execute a BAR.
 pub struct Arrival {
-    /// the barrier
+    /// the barrier, 0 to 15
     pub id: usize,
     pub mode: BarMode,
-    /// number of the threads' group in Warp::groups: threads that diverged together and share a pc
+    /// index in Warp::groups of the group that executes it: threads that diverged together and share a pc
     pub group: usize,
     /// threads that the barrier waits for; 0: all of the CTA
     pub threads: u32,
@@ -18,16 +18,17 @@ pub struct Arrival {
     pub votes: u32,
 }
 
-/// A named barrier: its reduction is over the votes of the threads that have arrived.
+/// A named barrier, and the reduction (BAR.RED) over the votes of the threads that have arrived.
 #[derive(Default, Clone)]
 pub struct CtaBar {
     /// warps that have arrived, and that it expects; 0: all of the CTA
     pub arrived: u32,
     pub expect: u32,
+    /// warps that have arrived and wait: all but those of BAR.ARV
     pub waiting: Vec<usize>,
+    /// threads that voted yes, and whether one voted no
     pub popc: u32,
-    pub and: bool,
-    pub or: bool,
+    pub has_no: bool,
 }
 
 pub struct Cta {
@@ -57,15 +58,11 @@ impl Cta {
         self.live_warps == 0
     }
 
-    /// Threads of warp `wi` arrive at a barrier. Returns whether the whole warp has arrived.
+    /// Threads of warp `wi` arrive at a barrier. Returns whether the whole warp has arrived. The last warp releases the barrier.
     pub fn arrive(&mut self, wi: usize, a: Arrival) -> bool {
         let b = &mut self.bars[a.id];
-        if b.arrived == 0 && b.waiting.is_empty() && b.popc == 0 && !b.or {
-            b.and = true;
-        }
         b.popc += a.votes.count_ones();
-        b.and &= a.votes == a.mask;
-        b.or |= a.votes != 0;
+        b.has_no |= a.votes != a.mask;
         b.expect = a.threads / 32;
         if a.mode != BarMode::Arv {
             let here = GState::Bar(a.id as u8);
@@ -85,12 +82,13 @@ impl Cta {
         true
     }
 
+    /// Resets barrier `id`, and lets the warps that wait there run with the result of the last arrival's mode.
     fn bar_release(&mut self, id: usize, mode: Option<BarMode>) {
         let b = std::mem::take(&mut self.bars[id]);
         let val = match mode {
             Some(BarMode::RedPopc) => b.popc,
-            Some(BarMode::RedAnd) => (b.and as u32).wrapping_neg(),
-            Some(BarMode::RedOr) => (b.or as u32).wrapping_neg(),
+            Some(BarMode::RedAnd) => (!b.has_no as u32).wrapping_neg(),
+            Some(BarMode::RedOr) => ((b.popc > 0) as u32).wrapping_neg(),
             _ => 0,
         };
         for wi in b.waiting {
@@ -107,6 +105,7 @@ impl Cta {
         }
     }
 
+    /// Counts a warp whose threads have all exited. Barriers of the whole CTA no longer expect it.
     pub fn warp_exited(&mut self) {
         self.live_warps -= 1;
         for id in 0..16 {
@@ -118,7 +117,7 @@ impl Cta {
         }
     }
 
-    /// Deadlock description: where every live warp waits.
+    /// Returns text for a deadlock's error: where every live warp waits.
     pub fn stuck(&self) -> String {
         let mut s = String::new();
         for (i, w) in self.warps.iter().enumerate() {

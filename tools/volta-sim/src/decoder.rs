@@ -1,12 +1,12 @@
-//! What decoding has in common for all instructions: a [`Decoder`] reads modifiers and operands. Each class in `crate::ops` reads its
-//! own mnemonics with it.
+//! Decodes what all instructions have in common. A [`Decoder`] holds an instruction as nvdisasm prints it, such as
+//! `@!P0 LDG.E.64 R4, [R2+0x8]`, and reads its guard, modifiers and operands. Each class in `crate::ops` reads its own mnemonics with it.
 
 use crate::disasm::RawInst;
 use crate::isa::*;
 use crate::operand::{self, Operand};
 use std::collections::HashMap;
 
-/// What a class makes of an instruction: its operation, `None` if the mnemonic is not one of its own.
+/// A class's result for an instruction: its operation, `None` if the mnemonic is another class's, or why decoding failed.
 pub type Decoded = Result<Option<Op>, String>;
 
 /// An instruction being decoded: its mnemonic in parts, its operands from left to right, and what is known of it.
@@ -27,7 +27,7 @@ pub fn blank(raw: &RawInst) -> Inst {
         pc: raw.pc,
         op: Op::Nop,
         guard: PredOp::TRUE,
-        everywhere: 0,
+        everywhere: 0, // writes in active threads only
         dst: RZ,
         pdst: [PT; 2],
         src: [Src::ZERO; 3],
@@ -66,14 +66,15 @@ impl<'a> Decoder<'a> {
         let mut operands = vec![];
         for (i, o) in texts.iter().enumerate() {
             let p = operand::parse(o, raw.enc, labels).ok_or_else(|| failure(raw, &format!("operand `{o}`")))?;
-            // two half immediates are one 32-bit immediate in the encoding
+            // nvdisasm prints two half immediates, which are one 32-bit immediate of the encoding: drop the second
             if base.starts_with('H') && i > 0 {
                 if let (Operand::Src(a, _), Some(Operand::Src(b, _))) = (&p, operands.last()) {
-                    let lit = |s: &str| {
+                    // also +INF and -QNAN
+                    let is_float = |s: &str| {
                         operand::int(s).is_none()
                             && s.trim_start_matches(['-', '+']).starts_with(|c: char| c.is_ascii_digit() || c == 'I' || c == 'Q')
                     };
-                    if a.kind == SrcKind::Imm && b.kind == SrcKind::Imm && lit(o) && lit(&texts[i - 1]) {
+                    if a.kind == SrcKind::Imm && b.kind == SrcKind::Imm && is_float(o) && is_float(&texts[i - 1]) {
                         continue;
                     }
                 }
@@ -95,11 +96,15 @@ impl<'a> Decoder<'a> {
         self.mods.contains(&modifier)
     }
     /// Rejects modifiers other than these.
-    pub fn allow(&self, known: &[&str]) -> Result<(), String> {
+    pub fn allow(&mut self, known: &[&str]) -> Result<&mut Self, String> {
         match self.mods.iter().find(|m| !known.contains(m)) {
             Some(m) => Err(self.fail(&format!("modifier .{m}"))),
-            None => Ok(()),
+            None => Ok(self),
         }
+    }
+    /// Returns the value of the first modifier that is one of these.
+    pub fn one_of<T: Copy>(&self, known: &[(&str, T)]) -> Option<T> {
+        self.mods.iter().find_map(|m| known.iter().find(|(name, _)| name == m).map(|&(_, value)| value))
     }
     pub fn ftz(&self) -> bool {
         self.has("FTZ")
@@ -111,52 +116,28 @@ impl<'a> Decoder<'a> {
         !self.has("U32")
     }
     pub fn cmp(&self) -> Result<Cmp, String> {
-        let known = |m: &&str| {
-            Some(match *m {
-                "F" => Cmp::F,
-                "LT" => Cmp::Lt,
-                "EQ" => Cmp::Eq,
-                "LE" => Cmp::Le,
-                "GT" => Cmp::Gt,
-                "NE" => Cmp::Ne,
-                "GE" => Cmp::Ge,
-                "NUM" => Cmp::Num,
-                "NAN" => Cmp::Nan,
-                "LTU" => Cmp::Ltu,
-                "EQU" => Cmp::Equ,
-                "LEU" => Cmp::Leu,
-                "GTU" => Cmp::Gtu,
-                "NEU" => Cmp::Neu,
-                "GEU" => Cmp::Geu,
-                "T" => Cmp::T,
-                _ => return None,
-            })
-        };
-        self.mods.iter().find_map(known).ok_or_else(|| self.fail("comparison"))
+        use Cmp::*;
+        #[rustfmt::skip]
+        let known = [
+            ("F", F), ("LT", Lt), ("EQ", Eq), ("LE", Le), ("GT", Gt), ("NE", Ne), ("GE", Ge), ("NUM", Num), ("NAN", Nan),
+            ("LTU", Ltu), ("EQU", Equ), ("LEU", Leu), ("GTU", Gtu), ("NEU", Neu), ("GEU", Geu), ("T", T),
+        ];
+        self.one_of(&known).ok_or_else(|| self.fail("comparison"))
     }
     pub fn bop(&self) -> BoolOp {
-        if self.has("OR") {
-            BoolOp::Or
-        } else if self.has("XOR") {
-            BoolOp::Xor
-        } else {
-            BoolOp::And
-        }
+        self.one_of(&[("OR", BoolOp::Or), ("XOR", BoolOp::Xor)]).unwrap_or(BoolOp::And)
     }
     pub fn round(&self) -> Round {
-        if self.has("RZ") {
-            Round::Rz
-        } else if self.has("RM") {
-            Round::Rm
-        } else if self.has("RP") {
-            Round::Rp
-        } else {
-            Round::Rn
-        }
+        self.one_of(&[("RZ", Round::Rz), ("RM", Round::Rm), ("RP", Round::Rp)]).unwrap_or(Round::Rn)
     }
 
-    // ---- operands, in the order in which they are printed ------------------------------
+    // ---- operands, in the order in which they are printed: calls make a chain --------------
 
+    /// Sets the unit that the instruction is issued to.
+    pub fn on(&mut self, unit: Unit) -> &mut Self {
+        self.inst.unit = unit;
+        self
+    }
     /// Whether the instruction reads a constant at an address in a register, `c[0x0][UR4+0x160]`.
     pub fn has_indexed_constant(&self) -> bool {
         self.operands.clone().any(|operand| matches!(operand, Operand::CMem { .. }))
@@ -169,28 +150,24 @@ impl<'a> Decoder<'a> {
     pub fn src_follows(&mut self) -> bool {
         matches!(self.operands.peek(), Some(Operand::Src(..)))
     }
-    pub fn dst(&mut self) -> Result<(), String> {
+    pub fn dst(&mut self) -> Result<&mut Self, String> {
         match self.next() {
-            Some(Operand::Src(s, _)) if s.kind == SrcKind::Reg => {
-                self.inst.dst = s.val as Reg;
-                Ok(())
-            }
-            _ => Err(self.fail("destination register expected")),
+            Some(Operand::Src(s, _)) if s.kind == SrcKind::Reg => self.inst.dst = s.val as Reg,
+            _ => return Err(self.fail("destination register expected")),
         }
+        Ok(self)
     }
     /// Reads source `i`.
-    pub fn src(&mut self, i: usize) -> Result<(), String> {
+    pub fn src(&mut self, i: usize) -> Result<&mut Self, String> {
         match self.next() {
-            Some(Operand::Src(s, _)) => {
-                self.inst.src[i] = s;
-                Ok(())
-            }
-            _ => Err(self.fail("source operand expected")),
+            Some(Operand::Src(s, _)) => self.inst.src[i] = s,
+            _ => return Err(self.fail("source operand expected")),
         }
+        Ok(self)
     }
     /// Reads the first `n` sources.
-    pub fn srcs(&mut self, n: usize) -> Result<(), String> {
-        (0..n).try_for_each(|i| self.src(i))
+    pub fn srcs(&mut self, n: usize) -> Result<&mut Self, String> {
+        (0..n).try_fold(self, |d, i| d.src(i))
     }
     pub fn imm(&mut self) -> Result<u32, String> {
         match self.next() {
@@ -200,53 +177,41 @@ impl<'a> Decoder<'a> {
     }
     /// Reads an immediate if the next operand is one.
     pub fn opt_imm(&mut self) -> Option<u32> {
-        match self.operands.peek() {
-            Some(Operand::Src(s, _)) if s.kind == SrcKind::Imm => {
-                let v = s.val;
-                self.next();
-                Some(v)
-            }
-            _ => None,
-        }
+        let Some(Operand::Src(s, _)) = self.operands.next_if(|o| matches!(o, Operand::Src(s, _) if s.kind == SrcKind::Imm)) else {
+            return None;
+        };
+        Some(s.val)
     }
     pub fn opt_pred(&mut self) -> Option<PredOp> {
-        match self.operands.peek() {
-            Some(&Operand::Pred(p)) => {
-                self.next();
-                Some(p)
-            }
-            _ => None,
-        }
+        let Some(Operand::Pred(p)) = self.operands.next_if(|o| matches!(o, Operand::Pred(_))) else { return None };
+        Some(p)
     }
     /// Reads up to `most` predicates as destinations.
-    pub fn opt_pdsts(&mut self, most: usize) {
+    pub fn opt_pdsts(&mut self, most: usize) -> &mut Self {
         for n in 0..most {
-            let Some(p) = self.opt_pred() else { return };
+            let Some(p) = self.opt_pred() else { break };
             self.inst.pdst[n] = p.idx;
         }
+        self
     }
     /// Reads up to three predicates as sources.
-    pub fn opt_psrcs(&mut self) {
+    pub fn opt_psrcs(&mut self) -> &mut Self {
         for n in 0..3 {
-            let Some(p) = self.opt_pred() else { return };
+            let Some(p) = self.opt_pred() else { break };
             self.inst.psrc[n] = p;
         }
+        self
     }
-    /// Reads predicates that are carries in: absent ones are false.
-    pub fn opt_carries(&mut self) {
+    /// Reads up to three predicates as carries into a sum: absent ones are false.
+    pub fn opt_carries(&mut self) -> &mut Self {
         self.inst.psrc = [PredOp::FALSE; 3];
-        self.opt_psrcs();
+        self.opt_psrcs()
     }
-    /// Reads `[...]`. Modifier .E makes the base a register pair. If there is a uniform register, .E makes that one a pair, and the base
-    /// is a pair only if it has .64.
-    pub fn address(&mut self) -> Result<(), String> {
-        match self.next() {
-            Some(Operand::Mem(m)) => {
-                let (extended, uniform) = (self.has("E"), m.uniform != RZ);
-                self.inst.mem = MemRef { wide: m.wide | (extended & !uniform), uniform_wide: extended & uniform, ..m };
-                Ok(())
-            }
-            _ => Err(self.fail("address")),
-        }
+    /// Reads `[...]`. Modifier .E makes the base a register pair, or the uniform register if there is one; .64 makes the base a pair too.
+    pub fn address(&mut self) -> Result<&mut Self, String> {
+        let Some(Operand::Mem(m)) = self.next() else { return Err(self.fail("address")) };
+        let (extended, uniform) = (self.has("E"), m.uniform != RZ);
+        self.inst.mem = MemRef { wide: m.wide | (extended & !uniform), uniform_wide: extended & uniform, ..m };
+        Ok(self)
     }
 }

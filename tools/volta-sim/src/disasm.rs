@@ -1,4 +1,4 @@
-//! Runs nvdisasm and divides what it prints into kernels and instructions.
+//! Runs nvdisasm, NVIDIA's disassembler, and divides its output into kernels and instructions for `module`.
 //!
 //! nvdisasm takes up to a second for a large kernel. `$VOLTA_SIM_LISTINGS` names a folder that keeps its output for other processes.
 
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// One instruction as printed by nvdisasm.
+/// One instruction as printed by nvdisasm: its address in the kernel in bytes, its text, and its 128-bit encoding.
 pub struct RawInst {
     pub pc: u32,
     pub text: String,
@@ -22,12 +22,13 @@ pub struct RawInst {
 #[derive(Default)]
 pub struct Listing {
     pub insts: Vec<RawInst>,
+    /// pc by label, as `.L_x_1`
     pub labels: HashMap<String, u32>,
     /// the printed section without the encodings
     pub text: String,
 }
 
-/// Locate nvdisasm: $VOLTA_SIM_NVDISASM, PATH.
+/// Returns $VOLTA_SIM_NVDISASM, else the first nvdisasm on PATH.
 fn find_nvdisasm() -> Result<PathBuf, String> {
     if let Some(p) = std::env::var_os("VOLTA_SIM_NVDISASM") {
         return Ok(p.into());
@@ -50,7 +51,7 @@ impl TempFile {
             let path = std::env::temp_dir().join(format!("volta-sim-{}-{n}.cubin", std::process::id()));
             let fail = |e: std::io::Error| format!("{}: {e}", path.display());
             match OpenOptions::new().write(true).create_new(true).open(&path) {
-                // left over from a dead process of the same number
+                // left over from a dead process that had the same process ID
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => continue,
                 Err(e) => return Err(fail(e)),
                 Ok(mut file) => {
@@ -69,7 +70,7 @@ impl Drop for TempFile {
     }
 }
 
-/// Disassemble `cubin` with the given nvdisasm, or the one that is found; returns kernel name -> listing.
+/// Disassembles `cubin` with the given nvdisasm, or the one that is found. Returns listings by kernel name.
 pub fn disassemble(cubin: &[u8], nvdisasm: Option<&Path>) -> Result<HashMap<String, Listing>, String> {
     let exe = nvdisasm.map_or_else(find_nvdisasm, |p| Ok(p.to_path_buf()))?;
     let folder = std::env::var_os("VOLTA_SIM_LISTINGS").filter(|f| !f.is_empty());
@@ -84,7 +85,7 @@ pub fn disassemble(cubin: &[u8], nvdisasm: Option<&Path>) -> Result<HashMap<Stri
     Ok(parse_listing(&text))
 }
 
-/// Hashes a cubin and the program that disassembles it.
+/// Hashes a cubin, and path, size and time of the program that disassembles it. It names the kept listing.
 fn identity(cubin: &[u8], exe: &Path) -> u64 {
     let mut hasher = DefaultHasher::new();
     (cubin, exe).hash(&mut hasher);
@@ -112,10 +113,16 @@ fn keep(path: &Path, text: &str) {
     }
 }
 
+/// Parses the output of `nvdisasm -c -hex`. A kernel is a section `.text.NAME`. An instruction has two lines, one per half of its encoding:
+/// ```text
+/// .L_x_1:
+///         /*0010*/   @!P0 IADD3 R1, R1, 0x1, RZ ;   /* 0x0000000101018810 */
+///                                                   /* 0x000fe40007ffe0ff */
+/// ```
 fn parse_listing(text: &str) -> HashMap<String, Listing> {
     let mut all: HashMap<String, Listing> = HashMap::new();
     let mut kernel: Option<&str> = None;
-    let mut pending: Vec<String> = vec![];
+    let mut pending: Vec<String> = vec![]; // labels of the next instruction
     for line in text.lines() {
         let t = line.trim();
         if let Some(rest) = t.strip_prefix(".section").filter(|r| r.starts_with(char::is_whitespace)) {
@@ -151,6 +158,7 @@ fn parse_listing(text: &str) -> HashMap<String, Listing> {
                 })
                 .unwrap_or(0);
             let mut txt = body[..semi].trim().trim_start_matches('{').trim().to_string();
+            // the targets of a BRX, as (*"BRANCH_TARGETS .L_x_1,.L_x_2"*)
             if let Some(p) = txt.find("(*") {
                 txt.truncate(p);
             }

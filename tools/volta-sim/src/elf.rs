@@ -1,4 +1,4 @@
-//! Reads cubins: sections, symbols and relocations by the crate `object`, and the kernel metadata in `.nv.info`, which only CUDA has.
+//! Reads cubins for `module`: sections, symbols, relocations (by the crate `object`), and kernels' metadata (`.nv.info.KERNEL`).
 
 use object::elf::{FileHeader64, EM_CUDA, SHT_NOBITS, SHT_SYMTAB};
 use object::read::elf::{FileHeader, Rel, Rela, SectionHeader, Sym};
@@ -30,6 +30,7 @@ pub struct Relocation {
 #[derive(Clone, Debug)]
 pub struct Symbol {
     pub name: String,
+    /// index into [`Cubin::sections`]
     pub section: u16,
     pub value: u64,
 }
@@ -41,11 +42,10 @@ pub struct Param {
     pub ordinal: u32,
     /// byte offset in the parameter space
     pub offset: u32,
-    /// size in bytes
     pub size: u32,
 }
 
-/// What the cubin records about a kernel.
+/// What the cubin records about a kernel. Sizes are in bytes.
 #[derive(Clone, Debug)]
 pub struct KernelMeta {
     pub name: String,
@@ -53,9 +53,11 @@ pub struct KernelMeta {
     pub static_smem: u32,
     pub param_size: u32,
     pub params: Vec<Param>,
+    /// local memory that a thread needs: the frames of the kernel and of the functions it calls (EIATTR_MIN_STACK)
     pub min_stack: u32,
+    /// the kernel's own frame in it (EIATTR_FRAME_SIZE): spills, arrays
     pub frame: u32,
-    /// 0: not recorded
+    /// of a CTA; 0: not recorded
     pub max_threads: u32,
 }
 
@@ -69,7 +71,7 @@ pub struct Cubin {
     relocations: HashMap<String, Vec<Relocation>>,
 }
 
-/// `n` bytes at offset `o`.
+/// Returns `n` bytes at offset `o`, or an error past the end.
 fn span(b: &[u8], o: u64, n: u64) -> Result<&[u8], String> {
     let end = o.checked_add(n).filter(|&end| end <= b.len() as u64).ok_or("truncated cubin")?;
     Ok(&b[o as usize..end as usize])
@@ -92,7 +94,7 @@ const EIATTR_MIN_STACK: u8 = 0x12;
 const EIATTR_KPARAM_INFO: u8 = 0x17;
 const EIATTR_MAX_THREADS: u8 = 0x05;
 
-/// Walk `.nv.info*` attributes, calling `f(attr, payload)`.
+/// Calls `f(attribute, payload)` for each entry of a `.nv.info` section: format, attribute, and 2 bytes of payload; format 4: of its size.
 fn walk_info(data: &[u8], mut f: impl FnMut(u8, &[u8]) -> Result<(), String>) -> Result<(), String> {
     let mut o = 0;
     while o + 4 <= data.len() {
@@ -130,24 +132,15 @@ impl Cubin {
         }
         let table = header.sections(e, b)?;
         let (mut sections, mut relocations) = (vec![], HashMap::new());
+        let relocation = |offset, symbol: u32, kind, addend| Relocation { offset, symbol: symbol as usize, kind, addend };
         for s in table.iter() {
             let name = String::from_utf8_lossy(table.section_name(e, s)?).into_owned();
             if let Some((entries, _)) = s.rel(e, b)? {
-                let entries = entries.iter().map(|r| Relocation {
-                    offset: r.r_offset(e),
-                    symbol: r.r_sym(e) as usize,
-                    kind: r.r_type(e).0,
-                    addend: 0,
-                });
+                let entries = entries.iter().map(|r| relocation(r.r_offset(e), r.r_sym(e), r.r_type(e).0, 0));
                 relocations.insert(name.clone(), entries.collect());
             }
             if let Some((entries, _)) = s.rela(e, b)? {
-                let entries = entries.iter().map(|r| Relocation {
-                    offset: r.r_offset(e),
-                    symbol: r.r_sym(e, false) as usize,
-                    kind: r.r_type(e, false).0,
-                    addend: r.r_addend(e),
-                });
+                let entries = entries.iter().map(|r| relocation(r.r_offset(e), r.r_sym(e, false), r.r_type(e, false).0, r.r_addend(e)));
                 relocations.insert(name.clone(), entries.collect());
             }
             let data = if s.sh_type(e) == SHT_NOBITS { vec![] } else { s.data(e, b)?.to_vec() };
@@ -170,7 +163,7 @@ impl Cubin {
         relocations: HashMap<String, Vec<Relocation>>,
     ) -> Result<Cubin, String> {
         let by_name: HashMap<&str, usize> = sections.iter().enumerate().map(|(i, s)| (s.name.as_str(), i)).collect();
-        let mut stack: HashMap<String, (u32, u32)> = HashMap::new();
+        let mut stack: HashMap<String, (u32, u32)> = HashMap::new(); // min_stack and frame, by kernel
         if let Some(&i) = by_name.get(".nv.info") {
             walk_info(&sections[i].data, |attr, p| {
                 if (attr == EIATTR_FRAME_SIZE || attr == EIATTR_MIN_STACK) && p.len() >= 8 {
@@ -197,6 +190,7 @@ impl Cubin {
                 walk_info(&sections[ii].data, |attr, p| {
                     match attr {
                         EIATTR_KPARAM_INFO if p.len() >= 12 => {
+                            // the size has 14 bits
                             params.push(Param { ordinal: u16le(p, 4)?.into(), offset: u16le(p, 6)?.into(), size: u32le(p, 8)? >> 18 })
                         }
                         EIATTR_MAX_THREADS if p.len() >= 12 => {
@@ -227,7 +221,6 @@ impl Cubin {
         self.sections.iter().find(|s| s.name == name)
     }
 
-    /// Returns the relocations of section `name`.
     pub fn relocations(&self, name: &str) -> Vec<Relocation> {
         [".rel", ".rela"].iter().filter_map(|kind| self.relocations.get(&format!("{kind}{name}"))).flatten().copied().collect()
     }

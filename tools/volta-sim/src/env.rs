@@ -1,4 +1,4 @@
-//! What the CTAs of one launch share.
+//! What the CTAs (thread blocks) of one launch share: the program, memory, constants and shape. `launch` makes an [`Env`].
 
 use crate::isa::Inst;
 use crate::mem::GlobalMem;
@@ -11,7 +11,7 @@ pub struct Program {
     pub reg_file: usize,
 }
 
-/// Constant banks 0..=4.
+/// Constant banks: 0 launch and parameters, 2 the kernel's own, 3 `__constant__` variables, 4 addresses of globals; 1 is empty.
 pub type Banks = [Vec<u8>; 5];
 
 pub struct Env<'a> {
@@ -20,16 +20,16 @@ pub struct Env<'a> {
     pub banks: &'a Banks,
     pub grid: [u32; 3],
     pub block: [u32; 3],
-    /// Shared memory of a CTA.
+    /// shared memory of a CTA
     pub smem_bytes: u32,
-    /// Local memory of a thread.
+    /// local memory of a thread
     pub local_bytes: u32,
-    /// True if several host threads simulate CTAs. Global atomics then take a lock.
+    /// several host threads simulate CTAs, so global atomics take a lock
     pub lock_atomics: bool,
     pub isa: HostIsa,
 }
 
-/// The variant of the interpreter that this host can run.
+/// The variant of the interpreter that this host can run: it is compiled twice (`ops::run`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostIsa {
     /// AVX2, FMA, F16C, BMI1/2, POPCNT, LZCNT

@@ -1,7 +1,6 @@
-//! Converts fp16 to fp32, and fp32 and fp64 to fp16, for all lanes of a warp.
-//!
-//! The crate `half` converts one value at a time behind a check of the CPU's features, which keeps the compiler from vectorizing
-//! over lanes. It also keeps NaN payloads, where the hardware writes 0x7fff. The tests compare these functions with the crate.
+//! Converts fp16 to fp32, and fp32 and fp64 to fp16, for the instructions in `ops`, which loop over 32 lanes. The crate `half` checks the
+//! CPU's features before each value, which keeps the compiler from vectorizing these loops. It also keeps NaN payloads, where the hardware
+//! writes 0x7fff. The tests compare with the crate.
 
 /// f16 -> f32, exact.
 #[inline(always)]
@@ -66,7 +65,7 @@ pub fn f2h_rz(f: f32) -> u16 {
 mod tests {
     use super::*;
     #[test]
-    fn round_trip() {
+    fn conversions_agree_with_the_crate_half() {
         for h in 0..=0xffffu16 {
             let f = h2f(h);
             if !f.is_nan() {
@@ -92,7 +91,7 @@ mod tests {
         assert_eq!(d2h(1.0 + 2f64.powi(-11) + 2f64.powi(-40)), 0x3c01);
     }
     #[test]
-    fn toward_zero() {
+    fn f2h_rz_rounds_toward_zero() {
         // of all fp16 numbers up to the magnitude of f, the largest
         for f in (0..=u32::MAX).step_by(9973).map(f32::from_bits).filter(|f| f.is_finite()) {
             let h = f2h_rz(f);

@@ -1,10 +1,11 @@
-//! Jobs: launches described in JSON, with their memory contents, as the command line takes them.
+//! Jobs: launches described in JSON, with their memory contents, as the command `volta-sim LAUNCH.json` takes them (`main.rs`).
 
-use crate::error::{Error, Result};
 use crate::launch::{Schedule, TimingOptions};
 use crate::mem::GlobalMem;
 use crate::module::{Module, Shape};
 use crate::report::Report;
+use crate::Error;
+use crate::Result;
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::path::Path;
@@ -32,7 +33,10 @@ pub fn run_job(path: &Path, options: &JobOptions) -> Result<Report> {
     let mut mem = GlobalMem::default();
     let mut address = HashMap::new();
     for b in &job.buffers {
-        address.insert(b.name.as_str(), mem.alloc(&b.name, &b.content(dir)?, true));
+        let base = mem.alloc(&b.name, &b.content(dir)?, true); // true: the kernel may write it
+        if address.insert(b.name.as_str(), base).is_some() {
+            return Err(format!("buffers: got `{}` twice, expected different names", b.name).into());
+        }
     }
     let params = job.params.iter().map(|p| p.bytes(&address)).collect::<Result<Vec<_>>>()?;
     let shape = Shape { grid: dim3(&job.grid), block: dim3(&job.block), dynamic_smem: job.smem };
@@ -64,12 +68,14 @@ fn at(path: &Path, e: impl std::fmt::Display) -> Error {
     format!("{}: {e}", path.display()).into()
 }
 
+/// A JSON file. The README shows one.
 #[derive(Deserialize)]
 struct Job {
     cubin: String,
     kernel: String,
     grid: Vec<u32>,
     block: Vec<u32>,
+    /// dynamic shared memory of a CTA, in bytes
     #[serde(default)]
     smem: u32,
     #[serde(default)]
@@ -99,6 +105,7 @@ enum Init {
     /// 0xFF bytes (NaNs as floats)
     #[default]
     Poison,
+    /// the file's bytes, then poison; a longer file is an error
     File(String),
     NormalF16 {
         seed: u64,
@@ -206,12 +213,23 @@ fn normals(seed: u64, n: usize) -> impl Iterator<Item = f32> {
 impl BufferDesc {
     fn content(&self, dir: &Path) -> Result<Vec<u8>> {
         let n = self.size as usize;
+        let element = match self.init {
+            Init::NormalF16 { .. } => 2,
+            Init::NormalF32 { .. } => 4,
+            _ => 1,
+        };
+        if n % element != 0 {
+            return Err(format!("buffer `{}`: size: got {n}, expected a multiple of {element}", self.name).into());
+        }
         Ok(match &self.init {
             Init::Zeros => vec![0; n],
             Init::Poison => vec![0xff; n],
             Init::File(f) => {
                 let mut d = std::fs::read(dir.join(f)).map_err(|e| format!("buffer `{}`: {f}: {e}", self.name))?;
-                d.resize(n, 0xff);
+                if d.len() > n {
+                    return Err(format!("buffer `{}`: {f}: got {} bytes, expected at most its size, {n}", self.name, d.len()).into());
+                }
+                d.resize(n, 0xff); // poison after a shorter file
                 d
             }
             Init::NormalF16 { seed, scale } => normals(*seed, n / 2).flat_map(|x| half::f16::from_f32(x * scale).to_le_bytes()).collect(),

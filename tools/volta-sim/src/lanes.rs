@@ -1,5 +1,5 @@
-//! Arithmetic on the lanes of a warp, without warp state. Everything is inlined into the instructions
-//! it serves, so that it is compiled with the host's vector instructions as they are ([`crate::ops`]).
+//! Arithmetic on arrays of a warp's 32 lanes. Every function is inlined into the instructions that call it, so that it is compiled with the
+//! same vector instructions of the host ([`crate::ops`]).
 
 use crate::isa::*;
 
@@ -29,6 +29,7 @@ impl<T: Copy> Each<T> for [T; 32] {
     }
 }
 
+/// Returns a mask with the bit of each lane for which `f` is true.
 #[inline(always)]
 pub fn mask_of(f: impl Fn(usize) -> bool) -> u32 {
     let mut r = 0;
@@ -41,7 +42,7 @@ pub fn mask_of(f: impl Fn(usize) -> bool) -> u32 {
 pub fn pair(lo: &V, hi: &V) -> [u64; 32] {
     lanes(|l| lo[l] as u64 | (hi[l] as u64) << 32)
 }
-/// Flush subnormals to (signed) zero when `on`.
+/// Flushes subnormals to zero of the same sign if `on` (.FTZ).
 #[inline(always)]
 pub fn fz(x: f32, on: bool) -> f32 {
     if on && x.to_bits() & 0x7f80_0000 == 0 {
@@ -50,6 +51,7 @@ pub fn fz(x: f32, on: bool) -> f32 {
         x
     }
 }
+/// Returns the least float above `f`, which is finite or -inf.
 #[inline(always)]
 pub fn next_up(f: f32) -> f32 {
     if f == 0.0 {
@@ -75,7 +77,7 @@ pub fn directed(d: f64, rnd: Round) -> f32 {
         _ => f,
     }
 }
-/// Saturate to [0, 1] when `on`; NaN becomes 0.
+/// Clamps to [0, 1] if `on` (.SAT); NaN becomes 0.
 #[inline(always)]
 pub fn saturate(x: f32, on: bool) -> f32 {
     if on {
@@ -115,6 +117,7 @@ pub fn compare<T: Copy + PartialOrd>(cmp: Cmp, a: &[T; 32], b: &[T; 32]) -> u32 
         Cmp::Nan => !ordered(),
     }
 }
+/// Joins a comparison's result and a predicate, both a bit per lane.
 #[inline(always)]
 pub fn combine(r: u32, p: u32, b: BoolOp) -> u32 {
     match b {

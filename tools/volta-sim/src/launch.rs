@@ -1,8 +1,7 @@
-//! Launches: from a kernel, its parameters and memory to an environment that can be simulated.
+//! Launches: makes an [`Env`] to simulate from a kernel, its parameters and memory, for [`Module::run`], [`Module::time`] and `job`.
 
 use crate::elf::{Relocation, PARAM_BASE};
 use crate::env::{Banks, Env, HostIsa};
-use crate::error::Result;
 use crate::machine::{Machine, Occupancy};
 use crate::mem::GlobalMem;
 use crate::module::{Kernel, KernelInfo, Module, Shape};
@@ -10,6 +9,7 @@ use crate::ops::memory::SHARED_WINDOW;
 use crate::report::{self, Functional, LaunchInfo, Timing, TimingReport};
 use crate::run;
 use crate::timing::SmSim;
+use crate::Result;
 use std::collections::HashMap;
 use std::time::Instant;
 
@@ -22,12 +22,12 @@ use std::time::Instant;
 pub struct Extent<'a> {
     /// name in error messages
     pub name: &'a str,
-    /// first byte
     pub ptr: *mut u8,
-    /// size in bytes
     pub len: usize,
     /// stores and atomics are errors; the memory is never written
     pub read_only: bool,
+    /// other CTAs of the launch wrote what it reads here, a moment before, so that reads hit L2
+    pub exchanged: bool,
 }
 
 /// One launch of a kernel that takes a single struct by value.
@@ -37,7 +37,6 @@ pub struct Launch<'a> {
     pub grid: [u32; 3],
     /// threads of a CTA along x, y, z
     pub block: [u32; 3],
-    /// dynamic shared memory per CTA, in bytes
     pub dynamic_smem: u32,
     /// the parameter, as the bytes the kernel expects
     pub params: &'a [u8],
@@ -48,7 +47,7 @@ pub struct Launch<'a> {
 /// How the functional run interleaves warps and CTAs.
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule {
-    /// warp instructions a warp may execute before the next one gets its turn. Large: each warp runs up
+    /// instructions that a warp may execute before the next one gets its turn. Large: each warp runs up
     /// to its barrier, which exposes missing barriers; 1: warps advance together, as on the GPU.
     pub quantum: u32,
     /// host threads; each simulates a CTA at a time
@@ -65,7 +64,7 @@ impl Default for Schedule {
 /// How CTAs are given to the SMs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Dispatch {
-    /// The work of the CTAs is measured, and each goes to the first free place, as on the GPU.
+    /// a functional run measures the CTAs' work, and each goes to the first free place, as on the GPU
     #[default]
     Dynamic,
     /// of 80 SMs, SM s gets CTAs s, s+80, ...
@@ -75,13 +74,11 @@ pub enum Dispatch {
 /// What to time, and on which machine.
 #[derive(Clone, Debug, Default)]
 pub struct TimingOptions {
-    /// the GPU
     pub machine: Machine,
     /// simulate only the first CTAs of the SM and extrapolate
     pub ctas: Option<usize>,
-    /// CTA assignment
     pub dispatch: Dispatch,
-    /// the SM to time; default: the one estimated to finish last, or the first with static dispatch
+    /// the SM to time; default: the one with the most work, or the first with static dispatch
     pub sm: Option<u32>,
     /// floating-point operations of the whole grid, for the TFLOP/s figure
     pub flops: Option<f64>,
@@ -105,15 +102,13 @@ impl Module {
         unsafe { self.prepare_launch(kernel, launch) }?.functional(schedule)
     }
 
-    /// Time one SM's share of a launch and estimate the whole. The extents are only read: the kernel
-    /// works on a copy of the writable ones.
+    /// Time one SM's share of a launch and estimate the whole. The extents are only read: the kernel works on a copy of the writable ones.
     ///
     /// # Errors
     /// As [`Module::run`], or the options make no sense.
     ///
     /// # Safety
-    /// Every extent must be valid for reads of its length until this returns, and no other thread may
-    /// write it.
+    /// Every extent must be valid for reads of its length until this returns, and no other thread may write it.
     pub unsafe fn time(&self, kernel: &str, launch: &Launch, options: &TimingOptions) -> Result<TimingReport> {
         // SAFETY: promised by the caller; only copies of writable extents are written.
         let prepared = unsafe { self.prepare_launch(kernel, launch) }?;
@@ -127,13 +122,12 @@ impl Module {
         let mut mem = GlobalMem::default();
         for e in l.extents {
             // SAFETY: promised by the caller.
-            unsafe { mem.map(e.name, e.ptr, e.len, !e.read_only) }?;
+            unsafe { mem.map(e.name, e.ptr, e.len, !e.read_only, e.exchanged) }?;
         }
         self.prepare(self.kernel(kernel)?, Shape { grid: l.grid, block: l.block, dynamic_smem: l.dynamic_smem }, &[l.params], mem)
     }
 
-    /// Check a launch against its kernel and fill the constant banks. `params` are the bytes of each
-    /// parameter, `mem` holds the launch's buffers.
+    /// Checks a launch against its kernel and fills the constant banks. `params`: the bytes of each parameter; `mem`: the launch's buffers.
     pub(crate) fn prepare<'m>(
         &'m self,
         kernel: &'m Kernel,
@@ -183,13 +177,14 @@ impl Module {
     }
 }
 
-/// Local memory per thread: the compiler's minimum, with room for recursion.
+/// Minimum local memory per thread in bytes. It and 1 KB beyond the compiler's figure leave room for recursion.
 const LOCAL_MIN: u32 = 2048;
-/// The hardware's limit.
+/// The hardware's limit in bytes.
 const LOCAL_MAX: u32 = 512 * 1024;
+/// Relocation of a 64-bit absolute address.
 const R_CUDA_64: u32 = 2;
 
-/// Bank 0: dimensions, stack pointer, parameters.
+/// Returns constant bank 0, at the offsets that compiled code reads: dimensions, stack pointer, parameters.
 fn constant0(info: &KernelInfo, shape: &Shape, local_bytes: u32, params: &[impl AsRef<[u8]>]) -> Result<Vec<u8>> {
     if params.len() != info.params.len() {
         return Err(format!("kernel `{}` takes {} parameters, {} given", info.name, info.params.len(), params.len()).into());
@@ -224,7 +219,6 @@ pub(crate) struct Prepared<'m> {
 }
 
 impl Prepared<'_> {
-    /// Shared memory of a CTA.
     fn smem(&self) -> u32 {
         self.shape.dynamic_smem.saturating_add(self.kernel.info.static_smem)
     }

@@ -1,170 +1,176 @@
-//! Machine constants of the simulated GPUs, each with its source. Sources of the Tesla V100-SXM2's constants stand at the fields of
-//! [`Machine`]; those of the Turing cards stand at the values ([`Machine::t4`], [`Machine::rtx2080ti`], [`Machine::titanrtx`]).
+//! Machine constants of the simulated GPUs, each with its source: the V100-SXM2's at the fields of [`Machine`], the other cards' at their
+//! values. MIO is the path of memory instructions and shuffles: a queue in each sub-partition, then a data stage of the SM, which moves a
+//! wavefront of 128 bytes at once.
 //!
-//! Sources: (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture
-//! via Microbenchmarking" (2018); (WP) NVIDIA Tesla V100 GPU Architecture whitepaper; (GPGPU) the
-//! GPGPU-Sim / Accel-Sim SM7_QV100 configuration; (PG) CUDA C++ programming guide, throughput table;
-//! (RGA19) Raihan, Goli, Aamodt, "Modeling Deep Learning Accelerator Enabled GPUs" (2019); (1Cat) measurements on GV100 cards that the
-//! repository 1CatAI/1Cat-vLLM publishes (docs/design, 2026-08), see docs/validation/real-cards.md; (HSG25) Huerta, Shoushtary, Cruz,
-//! Gonzalez, "Dissecting and Modeling the Architecture of Modern GPU Cores" (MICRO 2025), of Ampere. For Turing: (TWP) NVIDIA Turing GPU
-//! Architecture whitepaper and the cards' data sheets; (Jia19) Jia, Maggioni, Smith, Scarpazza, "Dissecting the NVIDIA Turing T4
-//! GPU via Microbenchmarking" (2019); (Yan20) Yan, Wang, Chu, "Demystifying Tensor Cores to Optimize Half-Precision Matrix
-//! Multiply" (IPDPS 2020); (SJF) sjfeng1999/gpu-arch-microbenchmark, an RTX 2070; (CC) Chips and Cheese on Turing;
-//! (HHC) haohervchb's measured rates of an RTX 2080 Ti; (PTXAS) the distance at which ptxas 12.9 places such instructions.
-//! "assumed" marks figures without a direct source.
+//! Sources: (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking" (2018); (WP)
+//! NVIDIA Tesla V100 GPU Architecture whitepaper; (GPGPU) the GPGPU-Sim / Accel-Sim SM7_QV100 configuration; (PG) CUDA C++ programming
+//! guide, throughput table; (RGA19) Raihan, Goli, Aamodt, "Modeling Deep Learning Accelerator Enabled GPUs" (2019); (1Cat) measurements on
+//! GV100 cards that the repository 1CatAI/1Cat-vLLM publishes (docs/design, 2026-08), see docs/validation/real-cards.md; (HSG25) Huerta,
+//! Shoushtary, Cruz, Gonzalez, "Dissecting and Modeling the Architecture of Modern GPU Cores" (MICRO 2025), of Ampere. For Turing: (TWP)
+//! NVIDIA Turing GPU Architecture whitepaper and the cards' data sheets; (Jia19) Jia, Maggioni, Smith, Scarpazza, "Dissecting the NVIDIA
+//! Turing T4 GPU via Microbenchmarking" (2019); (Yan20) Yan, Wang, Chu, "Demystifying Tensor Cores to Optimize Half-Precision Matrix
+//! Multiply" (IPDPS 2020); (SJF) sjfeng1999/gpu-arch-microbenchmark, an RTX 2070; (CC) Chips and Cheese on Turing; (HHC) haohervchb's
+//! measured rates of an RTX 2080 Ti; (PTXAS) the distance at which ptxas 12.9 places such instructions. "assumed": no direct source.
 
-use crate::error::{Error, Result};
+use crate::Error;
+use crate::Result;
 use serde::{Deserialize, Serialize};
 
-/// Constants of the timing model. [`Machine::default`] is a V100-SXM2.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Machine {
-    /// as [`Machine::named`] knows it
-    pub name: String,
+/// Defines [`Machine`] from its fields, each with the V100-SXM2's value.
+macro_rules! machine {
+    ($($(#[$doc:meta])* $field:ident: $type:ty = $v100:expr,)*) => {
+        /// Constants of the timing model. [`Machine::default`] is a V100-SXM2.
+        #[derive(Clone, Debug, Serialize, Deserialize)]
+        pub struct Machine {
+            $($(#[$doc])* pub $field: $type,)*
+        }
+
+        impl Machine {
+            /// Tesla V100-SXM2.
+            pub fn v100() -> Machine {
+                Machine { $($field: $v100,)* }
+            }
+        }
+    };
+}
+
+machine! {
+    /// one of [`Machine::names`]
+    name: String = "v100".into(),
     /// architecture whose code it runs, 70 for sm_70
-    pub sm: u32,
+    sm: u32 = 70,
     /// SM clock in MHz while boosted (WP)
-    pub clock_mhz: f64,
+    clock_mhz: f64 = 1530.0,
     /// streaming multiprocessors (WP)
-    pub sms: u32,
+    sms: u32 = 80,
     /// sub-partitions (warp schedulers) per SM (WP); warp w -> sub-partition w % 4 (Jia18)
-    pub subs: u32,
+    subs: u32 = 4,
     /// resident warps per SM (PG)
-    pub max_warps: u32,
+    max_warps: u32 = 64,
     /// resident CTAs per SM (PG)
-    pub max_ctas: u32,
+    max_ctas: u32 = 32,
     /// 32-bit registers per SM (PG)
-    pub regs_per_sm: u32,
+    regs_per_sm: u32 = 65536,
     /// register allocation granularity per warp, in registers (PG)
-    pub reg_gran: u32,
+    reg_gran: u32 = 256,
     /// shared memory usable per SM, in bytes (PG)
-    pub smem_per_sm: u32,
+    smem_per_sm: u32 = 96 * 1024,
     /// shared-memory allocation granularity, in bytes (PG)
-    pub smem_gran: u32,
+    smem_gran: u32 = 256,
     /// combined L1 + shared memory, in bytes (WP)
-    pub l1_smem_total: u32,
+    l1_smem_total: u32 = 128 * 1024,
     /// what shared memory can take of it, in KiB (PG)
-    pub smem_carve_kib: Vec<u32>,
+    smem_carve_kib: Vec<u32> = vec![0, 8, 16, 32, 64, 96],
 
     // --- cycles a pipe of one sub-partition is busy per warp instruction -----------------
     /// FP32 / IMAD pipe: 16 lanes (WP)
-    pub fma_cycles: u64,
+    fma_cycles: u64 = 2,
     /// IMAD.WIDE and IMAD.HI: assumed half rate (64-bit result)
-    pub imad_wide_cycles: u64,
+    imad_wide_cycles: u64 = 4,
     /// integer / logic pipe: 16 lanes (WP)
-    pub alu_cycles: u64,
+    alu_cycles: u64 = 2,
     /// packed-half pipe: 16 lanes of half2 (WP: 2x the FP32 rate)
-    pub fp16_cycles: u64,
+    fp16_cycles: u64 = 2,
     /// 8 FP64 lanes per sub-partition (WP)
-    pub fp64_cycles: u64,
+    fp64_cycles: u64 = 4,
     /// special functions and conversions: 16 lanes/clk/SM = 4 per sub-partition (PG)
-    pub xu_cycles: u64,
+    xu_cycles: u64 = 8,
     /// HMMA.884 F32 step: 512 FLOP at 256 FLOP/clk/sub-partition (WP: 125 TFLOP/s)
-    pub hmma_f32_cycles: u64,
+    hmma_f32_cycles: u64 = 2,
     /// HMMA.884 F16 step: 1024 FLOP (2 steps per mma)
-    pub hmma_f16_cycles: u64,
-    /// HMMA.1688 of sm_75 with f32 accumulators: 2048 FLOP
-    pub hmma_1688_f32_cycles: u64,
+    hmma_f16_cycles: u64 = 4,
+    /// HMMA.1688 of sm_75 with f32 accumulators: 2048 FLOP. sm_70 has neither it, IMMA, MOVM nor a uniform datapath
+    hmma_1688_f32_cycles: u64 = 0,
     /// and with f16 accumulators
-    pub hmma_1688_f16_cycles: u64,
+    hmma_1688_f16_cycles: u64 = 0,
     /// IMMA.8816 of sm_75: 2048 operations
-    pub imma_8816_cycles: u64,
+    imma_8816_cycles: u64 = 0,
     /// scalar instruction of sm_75's uniform datapath
-    pub uniform_cycles: u64,
+    uniform_cycles: u64 = 0,
 
     // --- latencies from issue to the release of the write scoreboard ----------------------
-    /// HMMA.884, for an HMMA that waits for its accumulators: they are forwarded, so that a chain takes its stall counts (1Cat: 8.66
-    /// cycles for each m8n8k4)
-    pub hmma_forward: u64,
+    /// HMMA.884, for an HMMA that waits for its accumulators, which are forwarded: a chain takes its stall counts (1Cat: 8.66 per m8n8k4)
+    hmma_forward: u64 = 2,
     /// HMMA.884, for other instructions that wait: the first results of an HMMA set come after 10..12 cycles (RGA19)
-    pub hmma_latency: u64,
+    hmma_latency: u64 = 12,
     /// last registers of an HMMA.1688 with f32 accumulators
-    pub hmma_1688_f32_latency: u64,
+    hmma_1688_f32_latency: u64 = 0,
     /// and with f16 accumulators
-    pub hmma_1688_f16_latency: u64,
-    /// IMMA.8816
-    pub imma_8816_latency: u64,
-    /// R2UR
-    pub r2ur_latency: u64,
-    /// MOVM
-    pub movm_latency: u64,
+    hmma_1688_f16_latency: u64 = 0,
+    imma_8816_latency: u64 = 0,
+    r2ur_latency: u64 = 0,
+    /// MOVM, assumed: as a shuffle
+    movm_latency: u64 = 22,
     /// (GPGPU) sfu latency 20 (trace config); (Jia18) does not list it
-    pub xu_latency: u64,
+    xu_latency: u64 = 20,
     /// FP64 instructions that use a scoreboard (GPGPU: 8)
-    pub fp64_latency: u64,
+    fp64_latency: u64 = 8,
     /// shared-memory load, no conflict (Jia18: 19)
-    pub lds_latency: u64,
+    lds_latency: u64 = 19,
     /// warp shuffle, assumed
-    pub shfl_latency: u64,
+    shfl_latency: u64 = 22,
     /// S2R, assumed
-    pub s2r_latency: u64,
+    s2r_latency: u64 = 22,
     /// LDC indexed constant, cache hit, assumed (Jia18: L1.5 constant ~27..89)
-    pub ldc_latency: u64,
+    ldc_latency: u64 = 27,
     /// L1 hit (Jia18: 28)
-    pub l1_latency: u64,
+    l1_latency: u64 = 28,
     /// L2 hit (Jia18: 193; 1Cat: a chain of `ld.global.cg` takes 210.7 cycles for each load and its address)
-    pub l2_latency: u64,
+    l2_latency: u64 = 208,
     /// DRAM (Jia18: ~375..1029 depending on TLB; GPGPU ~430)
-    pub dram_latency: u64,
+    dram_latency: u64 = 430,
     /// atomics on global memory, added to the L2 latency, assumed
-    pub atom_extra: u64,
-    /// cycles from issue to the first MIO stage, assumed
-    pub mio_delay: u64,
+    atom_extra: u64 = 20,
+    /// cycles from address generation to the data stage, assumed
+    mio_delay: u64 = 4,
     /// cycles a sub-partition's 8 load/store lanes (WP) are busy per warp memory instruction
-    pub agu_cycles: u64,
+    agu_cycles: u64 = 4,
     /// pending memory instructions per sub-partition before issue stalls, assumed
-    pub mio_queue: usize,
+    mio_queue: usize = 8,
     /// cycles after the start of a memory instruction until its sources may be overwritten, assumed
-    pub rd_release: u64,
+    rd_release: u64 = 6,
     /// cycles that 128 bytes of shared memory or L1 take of the SM's data stage: 128 B/clk (Jia18)
-    pub wavefront_cycles: u64,
+    wavefront_cycles: u64 = 1,
     /// further cycles of the data stage that an instruction takes to store to shared memory
-    pub sts_extra_cycles: u64,
+    sts_extra_cycles: u64 = 0,
     /// from the last arrival at BAR.SYNC to the next issue of the released warps, assumed
-    pub bar_latency: u64,
+    bar_latency: u64 = 16,
     /// minimum issue distance after a taken branch, assumed
-    pub branch_cycles: u64,
+    branch_cycles: u64 = 8,
     /// CTA launch: cycles from a free slot to the first issue, assumed
-    pub cta_launch: u64,
-    /// microseconds of a kernel launch that are in no simulated time, least and most (1Cat: event timings have an intercept of 16 to
-    /// 27 us, of which the simulation has 5 to 8)
-    pub launch_us: [f64; 2],
+    cta_launch: u64 = 200,
+    /// minimum and maximum us of a kernel launch, in no simulated time (1Cat: an intercept of 16 to 27 us; 5 to 8 of these are simulated)
+    launch_us: [f64; 2] = [10.0, 20.0],
 
     // --- bandwidth, bytes per cycle for one SM -------------------------------------------
     /// (Jia18): 2155 GB/s over 80 SMs at 1.53 GHz
-    pub l2_bytes_per_clk: f64,
+    l2_bytes_per_clk: f64 = 17.6,
     /// GB/s of the card's DRAM that kernels attain: 0.87 of the peak (1Cat: a GEMM that reads 624 MB; Jia18: 750 of 900)
-    pub dram_gb_per_s: f64,
+    dram_gb_per_s: f64 = 783.0,
     /// L2 capacity, in bytes (WP)
-    pub l2_bytes: u64,
+    l2_bytes: u64 = 6 << 20,
 
     // --- instruction supply -----------------------------------------------------------------
     /// model the L0 instruction caches (one per sub-partition)
-    pub icache: bool,
+    icache: bool = true,
     /// L0 capacity, in bytes (Jia18: 12 KiB)
-    pub l0_bytes: u32,
-    /// capacity of the L1.5 that the sub-partitions share, in bytes; 0: not modelled, as on Volta, whose 128 KiB (Jia18) hold
-    /// any kernel here
-    pub l15_bytes: u32,
+    l0_bytes: u32 = 12 * 1024,
+    /// bytes of the L1.5 that the sub-partitions share; 0: not modeled, as on Volta, whose 128 KiB (Jia18) hold any kernel here
+    l15_bytes: u32 = 0,
     /// cycles between two lines that the L1.5 gets from L2
-    pub l15_line_cycles: u64,
+    l15_line_cycles: u64 = 0,
     /// cycles the shared L1.5 needs to deliver one 128-byte line (8 instructions)
     /// to some L0: fitted to three kernels, see README "Instruction cache"
-    pub l0_line_cycles: u64,
+    l0_line_cycles: u64 = 10,
     /// latency of such a fetch, assumed
-    pub l0_miss_latency: u64,
+    l0_miss_latency: u64 = 30,
     /// lines fetched ahead of the demanded one, assumed (HSG25 assumes a stream buffer of 8 on Ampere)
-    pub l0_prefetch: u32,
+    l0_prefetch: u32 = 2,
     /// the L0 replaces a random line (fitted, see README "Instruction cache"), not the one unused for longest
-    pub l0_random: bool,
+    l0_random: bool = true,
 
-    // --- modelling options -----------------------------------------------------------------
     /// 3 distinct source registers in one of the two 64-bit banks cost a cycle (Jia18)
-    pub reg_banks: bool,
-    /// wavefront multiplier of 8- and 16-bit shared accesses (1: same-word lanes merge, as documented)
-    pub subword_factor: u32,
-    /// merge identical half/quarter-warp groups of a wide shared access into one wavefront
-    pub merge_groups: bool,
+    reg_banks: bool = true,
 }
 
 impl Default for Machine {
@@ -177,92 +183,18 @@ impl Default for Machine {
 const MACHINES: [fn() -> Machine; 5] = [Machine::v100, Machine::pg503, Machine::t4, Machine::rtx2080ti, Machine::titanrtx];
 
 impl Machine {
-    /// The description of a GPU: `v100`, `pg503`, `t4`, `rtx2080ti` or `titanrtx`.
+    /// Returns the constants of a GPU: `v100`, `pg503`, `t4`, `rtx2080ti` or `titanrtx`.
     pub fn named(name: &str) -> Option<Machine> {
         MACHINES.iter().map(|m| m()).find(|m| m.name == name)
     }
 
-    /// The names of all descriptions.
     pub fn names() -> Vec<String> {
         MACHINES.iter().map(|m| m().name).collect()
     }
 
-    /// The first GPU described that runs code for this architecture.
+    /// Returns the first GPU that runs code for this architecture.
     pub fn of_sm(sm: u32) -> Option<Machine> {
         MACHINES.iter().map(|m| m()).find(|m| m.sm == sm)
-    }
-
-    /// Tesla V100-SXM2.
-    pub fn v100() -> Machine {
-        Machine {
-            name: "v100".into(),
-            sm: 70,
-            clock_mhz: 1530.0,
-            sms: 80,
-            subs: 4,
-            max_warps: 64,
-            max_ctas: 32,
-            regs_per_sm: 65536,
-            reg_gran: 256,
-            smem_per_sm: 96 * 1024,
-            smem_gran: 256,
-            l1_smem_total: 128 * 1024,
-            smem_carve_kib: vec![0, 8, 16, 32, 64, 96],
-            fma_cycles: 2,
-            imad_wide_cycles: 4,
-            alu_cycles: 2,
-            fp16_cycles: 2,
-            fp64_cycles: 4,
-            xu_cycles: 8,
-            hmma_f32_cycles: 2,
-            hmma_f16_cycles: 4,
-            // sm_70 has neither HMMA.1688, IMMA, MOVM nor a uniform datapath
-            hmma_1688_f32_cycles: 0,
-            hmma_1688_f16_cycles: 0,
-            imma_8816_cycles: 0,
-            uniform_cycles: 0,
-            hmma_forward: 2,
-            hmma_latency: 12,
-            hmma_1688_f32_latency: 0,
-            hmma_1688_f16_latency: 0,
-            imma_8816_latency: 0,
-            r2ur_latency: 0,
-            movm_latency: 22, // MOVM is sm_75's. Assumed: as a shuffle
-            xu_latency: 20,
-            fp64_latency: 8,
-            lds_latency: 19,
-            shfl_latency: 22,
-            s2r_latency: 22,
-            ldc_latency: 27,
-            l1_latency: 28,
-            l2_latency: 208,
-            dram_latency: 430,
-            atom_extra: 20,
-            mio_delay: 4,
-            agu_cycles: 4,
-            mio_queue: 8,
-            rd_release: 6,
-            wavefront_cycles: 1,
-            sts_extra_cycles: 0,
-            bar_latency: 16,
-            branch_cycles: 8,
-            cta_launch: 200,
-            launch_us: [10.0, 20.0],
-            l2_bytes_per_clk: 17.6,
-            dram_gb_per_s: 783.0,
-            l2_bytes: 6 << 20,
-            icache: true,
-            l0_bytes: 12 * 1024,
-            l15_bytes: 0,
-            l15_line_cycles: 0,
-            l0_line_cycles: 10,
-            l0_miss_latency: 30,
-            l0_prefetch: 2,
-            l0_random: true,
-            reg_banks: true,
-            subword_factor: 1,
-            merge_groups: false,
-        }
     }
 
     /// Tesla PG503-216, the card of most of 1Cat's measurements: a GV100 with 72 SMs and faster memory. Its application clock; other
@@ -277,8 +209,8 @@ impl Machine {
         }
     }
 
-    /// Tesla T4. Constants that are not here are Volta's. The PG has the same throughputs for both. Assumed are equal latencies where
-    /// none is published, the queue, the refill of the L0 and its prefetching.
+    /// Tesla T4. Constants that are not here are the V100's: (PG) has the same throughputs for both, and equal latencies where none is
+    /// published, the MIO queue, the refill of the L0 and its prefetching are assumed.
     pub fn t4() -> Machine {
         Machine {
             name: "t4".into(),
@@ -290,7 +222,7 @@ impl Machine {
             smem_per_sm: 64 * 1024,       // (PG)
             l1_smem_total: 96 * 1024,     // (TWP)
             smem_carve_kib: vec![32, 64], // (PG)
-            fp64_cycles: 64,              // 2 lanes a SM (TWP)
+            fp64_cycles: 64,              // 2 lanes an SM (TWP)
             hmma_1688_f32_cycles: 8,      // 1024 FLOP/clk/SM (TWP: 65 TFLOP/s); (PTXAS) 8
             hmma_1688_f16_cycles: 8,      // (Yan20) 8.06; the same peak (TWP)
             imma_8816_cycles: 4,          // 2048 operations/clk/SM (TWP: T4 130, RTX 2080 Ti 215 TOPS)
@@ -344,20 +276,14 @@ impl Machine {
     }
 }
 
-/// How many CTAs of a kernel are resident on an SM, and why not more.
+/// CTAs and warps of a kernel that are resident on an SM, what limits the CTAs, and how many each resource allows.
 #[derive(Clone, Debug, Serialize)]
 pub struct Occupancy {
-    /// resident CTAs
     pub ctas: u32,
-    /// resident warps
     pub warps: u32,
-    /// what limits the number of CTAs
     pub limit: &'static str,
-    /// CTAs that the registers allow
     pub by_regs: u32,
-    /// CTAs that shared memory allows
     pub by_smem: u32,
-    /// CTAs that the warp slots allow
     pub by_warps: u32,
 }
 
@@ -379,14 +305,14 @@ impl Machine {
         Ok(())
     }
 
-    /// Bytes per cycle of the DRAM's rate that one SM has.
+    /// Returns one SM's share of the DRAM rate in bytes per cycle.
     pub(crate) fn dram_bytes_per_clk(&self) -> f64 {
         self.dram_gb_per_s * 1e3 / (f64::from(self.sms) * self.clock_mhz)
     }
 
-    /// Reject constants the model cannot work with.
+    /// Returns an error for constants that the model cannot work with.
     pub(crate) fn check(&self) -> Result<()> {
-        let least = [
+        let minima = [
             ("clock_mhz", self.clock_mhz, f64::MIN_POSITIVE),
             ("sms", self.sms.into(), 1.0),
             ("subs", self.subs.into(), 1.0),
@@ -395,7 +321,6 @@ impl Machine {
             ("l1_smem_total", self.l1_smem_total.into(), self.smem_per_sm.into()),
             ("mio_queue", self.mio_queue as f64, 1.0),
             ("l0_bytes", self.l0_bytes.into(), 128.0),
-            ("subword_factor", self.subword_factor.into(), 1.0),
         ];
         let latencies = [
             ("lds_latency", self.lds_latency),
@@ -406,16 +331,15 @@ impl Machine {
             ("l2_latency", self.l2_latency),
             ("dram_latency", self.dram_latency),
         ];
-        // timing/memory.rs subtracts mio_delay from these
+        // timing/memory.rs subtracts mio_delay from these, so they must not be less
         let latencies = latencies.iter().map(|&(name, x)| (name, x as f64, self.mio_delay as f64));
-        match least.into_iter().chain(latencies).find(|&(_, x, min)| x.is_nan() || x < min) {
+        match minima.into_iter().chain(latencies).find(|&(_, x, min)| x.is_nan() || x < min) {
             Some((name, x, min)) => Err(format!("machine constant {name} is {x}, but at least {min} is needed").into()),
             None => Ok(()),
         }
     }
 
-    /// Resident CTAs per SM of a kernel with `regs` registers per thread, `smem` bytes of shared memory
-    /// per CTA and `threads` threads per CTA.
+    /// Resident CTAs per SM of a kernel with `regs` registers per thread, `smem` bytes of shared memory and `threads` threads per CTA.
     pub fn occupancy(&self, regs: u32, smem: u32, threads: u32) -> Occupancy {
         let warps = threads.div_ceil(32).max(1);
         let per_warp = (regs.max(1) * 32).div_ceil(self.reg_gran) * self.reg_gran;
@@ -437,57 +361,37 @@ impl Machine {
         };
         Occupancy { ctas, warps: ctas * warps, limit, by_regs, by_smem, by_warps }
     }
+}
 
-    /// Shared-memory wavefronts of one warp access of `bytes` per lane (32 banks of 4 bytes).
-    /// 32-bit and narrower: all lanes together; 64-bit: half-warps; 128-bit: quarter-warps.
-    /// Inside a group, lanes that read the same word share it.
-    pub(crate) fn smem_wavefronts(&self, addr: &[u64; 32], mask: u32, bytes: u32) -> u32 {
-        let lanes_per_group = match bytes {
-            16 => 8,
-            8 => 16,
-            _ => 32,
-        };
-        let mut total = 0;
-        let mut seen: Vec<Vec<u64>> = vec![];
-        for g in 0..32 / lanes_per_group {
-            let mut words: Vec<u64> = Vec::with_capacity(32);
-            for l in g * lanes_per_group..(g + 1) * lanes_per_group {
-                if mask >> l & 1 == 0 {
-                    continue;
-                }
-                for k in 0..(bytes / 4).max(1) as u64 {
-                    words.push(addr[l] / 4 + k);
-                }
-            }
-            if words.is_empty() {
-                continue;
-            }
-            words.sort_unstable();
-            words.dedup();
-            if self.merge_groups {
-                if seen.contains(&words) {
-                    continue;
-                }
-                seen.push(words.clone());
-            }
-            let mut per_bank = [0u8; 32];
-            for w in &words {
-                per_bank[(w & 31) as usize] += 1;
-            }
-            total += per_bank.iter().copied().max().unwrap() as u32;
-        }
-        total.max(1) * if bytes < 4 { self.subword_factor } else { 1 }
-    }
+/// Shared-memory wavefronts of one warp access of `bytes` per lane (32 banks of 4 bytes). 32-bit and narrower: all lanes together;
+/// 64-bit: half-warps; 128-bit: quarter-warps. Inside a group, lanes that read the same word share it.
+pub(crate) fn smem_wavefronts(addr: &[u64; 32], mask: u32, bytes: u32) -> u32 {
+    let lanes_per_group = match bytes {
+        16 => 8,
+        8 => 16,
+        _ => 32,
+    };
+    let of_group = |g: usize| {
+        let lanes = (g * lanes_per_group..(g + 1) * lanes_per_group).filter(|l| mask >> l & 1 != 0);
+        let mut words: Vec<u64> = lanes.flat_map(|l| (0..(bytes / 4).max(1) as u64).map(move |k| addr[l] / 4 + k)).collect();
+        words.sort_unstable();
+        words.dedup();
+        let mut per_bank = [0; 32];
+        words.iter().for_each(|w| per_bank[(w & 31) as usize] += 1);
+        per_bank.into_iter().max().unwrap_or(0)
+    };
+    (0..32 / lanes_per_group).map(of_group).sum::<u32>().max(1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    /// Wavefronts of an access of `bytes` per lane, at address `f(lane)`.
     fn w(f: impl Fn(u64) -> u64, bytes: u32) -> u32 {
-        Machine::default().smem_wavefronts(&std::array::from_fn(|l| f(l as u64)), !0, bytes)
+        smem_wavefronts(&std::array::from_fn(|l| f(l as u64)), !0, bytes)
     }
     #[test]
-    fn wavefronts() {
+    fn bank_conflicts_take_more_wavefronts() {
         assert_eq!(w(|l| l * 4, 4), 1);
         assert_eq!(w(|_| 64, 4), 1);
         assert_eq!(w(|l| l * 8, 4), 2);
@@ -500,7 +404,7 @@ mod tests {
         assert_eq!(w(|l| l * 2, 2), 1);
     }
     #[test]
-    fn occupancy() {
+    fn registers_and_shared_memory_limit_occupancy() {
         let m = Machine::default();
         assert_eq!(m.occupancy(128, 0, 128).ctas, 4);
         assert_eq!(m.occupancy(32, 49152, 256).ctas, 2);

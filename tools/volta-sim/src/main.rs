@@ -11,11 +11,11 @@ const USAGE: &str = "usage: volta-sim LAUNCH.json [options]
                        (default: timing on scratch memory, then the full functional run)
   --ctas N             simulate only the first N CTAs of that SM and extrapolate
   --static             round-robin CTA assignment (default: dynamic dispatch estimate)
-  --sm N               time this SM (default: the one estimated to finish last)
+  --sm N               time this SM (default: the one with the most work)
   --threads N          host threads of the functional run (default: all)
   --quantum N          warp switch interval of the functional run (default 20000: warps run from
                        barrier to barrier, which exposes races; try 1 to see a benign schedule)
-  --gpu NAME           the GPU that is timed, default v100; t4, rtx2080ti and titanrtx run sm_75
+  --gpu NAME           the GPU that is timed: v100 (default) or pg503 for sm_70; t4, rtx2080ti or titanrtx for sm_75
   --set NAME=VALUE     override a machine constant (src/machine.rs)
   --json FILE|-        write the report as JSON
   --annotate FILE      write the listing with execution counts, waits and bank conflicts";
@@ -33,12 +33,11 @@ struct Run {
     annotate: Option<String>,
 }
 
-fn parse_args(args: impl Iterator<Item = String>) -> Result<Command> {
+fn parse_args(mut args: impl Iterator<Item = String>) -> Result<Command> {
     let (mut schedule, mut timing) = (Schedule::default(), TimingOptions::default());
     let (mut functional_only, mut timing_only) = (false, false);
     let (mut launch, mut json, mut annotate) = (None, None, None);
     let mut settings: Vec<(String, String)> = vec![];
-    let mut args = args;
     while let Some(a) = args.next() {
         let mut val = || args.next().ok_or_else(|| Error::from(format!("{a} needs a value")));
         let number = |v: String| v.parse::<u32>().map_err(|_| Error::from(format!("{a} N")));
@@ -67,6 +66,11 @@ fn parse_args(args: impl Iterator<Item = String>) -> Result<Command> {
             _ if a.starts_with("--") => return Err(format!("unknown option {a}\n{USAGE}").into()),
             _ => launch = Some(PathBuf::from(a)),
         }
+    }
+    if functional_only && timing_only {
+        return Err("--timing: got it beside --functional-only, expected one of the two: without either, both runs are made"
+            .to_string()
+            .into());
     }
     for (name, value) in &settings {
         timing.machine.set(name, value).map_err(|e| Error::from(format!("--set: got {name}={value}, expected {e}")))?;
@@ -140,5 +144,17 @@ fn main() -> ExitCode {
             eprintln!("volta-sim: error: {e}");
             ExitCode::FAILURE
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rejects_timing_beside_functional_only() {
+        let parsed = |flags: &[&str]| parse_args(["launch.json"].iter().chain(flags).map(|arg| arg.to_string())).map(|_| ());
+        assert!(parsed(&["--functional-only"]).is_ok() && parsed(&["--timing"]).is_ok());
+        assert!(parsed(&["--timing", "--functional-only"]).is_err_and(|e| e.to_string().contains("--functional-only")));
     }
 }

@@ -1,5 +1,5 @@
-//! Global memory: flat, bounds-checked buffers shared by all simulated CTAs. A buffer is owned, a
-//! private copy, or memory of the host process mapped at its own address.
+//! Global memory of a launch: bounds-checked buffers shared by all simulated CTAs. A buffer is owned (a job's), memory of the host process
+//! mapped at its own address ([`GlobalMem::map`]), or a private copy of either for a timing run ([`GlobalMem::scratch`]).
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -13,12 +13,27 @@ pub struct Buffer {
     pub base: u64,
     pub len: u64,
     writable: bool,
+    /// as in `Extent`
+    pub exchanged: bool,
     data: *mut u8,
 }
 
 impl Buffer {
     fn end(&self) -> u64 {
         self.base + self.len
+    }
+
+    /// Returns whether the buffer has a part of the 32-byte sector at this address.
+    pub fn touches(&self, sector: u64) -> bool {
+        sector + 32 > self.base && sector < self.end()
+    }
+
+    /// Returns a host pointer to [addr, addr+n), or None if the buffer does not hold all of it, or is not writable and `write`.
+    #[inline(always)]
+    fn at(&self, addr: u64, n: u64, write: bool) -> Option<*mut u8> {
+        let o = addr.wrapping_sub(self.base);
+        // SAFETY: the offset is inside the buffer.
+        (o < self.len && o + n <= self.len && (self.writable || !write)).then(|| unsafe { self.data.add(o as usize) })
     }
 }
 
@@ -47,7 +62,7 @@ impl GlobalMem {
         let data = self.reserve(init.len() as u64);
         // SAFETY: `data` was reserved with this length.
         unsafe { std::ptr::copy_nonoverlapping(init.as_ptr(), data, init.len()) };
-        self.bufs.push(Buffer { name: name.into(), base, len: init.len() as u64, writable, data });
+        self.bufs.push(Buffer { name: name.into(), base, len: init.len() as u64, writable, exchanged: false, data });
         base
     }
 
@@ -55,7 +70,7 @@ impl GlobalMem {
     ///
     /// # Safety
     /// `len` bytes at `data` stay readable (and writable, if `writable`) while this memory is used.
-    pub unsafe fn map(&mut self, name: &str, data: *mut u8, len: usize, writable: bool) -> Result<(), String> {
+    pub unsafe fn map(&mut self, name: &str, data: *mut u8, len: usize, writable: bool, exchanged: bool) -> Result<(), String> {
         if data.is_null() || len == 0 {
             return Ok(());
         }
@@ -63,7 +78,7 @@ impl GlobalMem {
         if base.checked_add(len as u64).is_none_or(|end| end > 1 << 62) {
             return Err(format!("extent `{name}`: {len} bytes at {base:#x} do not fit the address space"));
         }
-        self.bufs.push(Buffer { name: name.into(), base, len: len as u64, writable, data });
+        self.bufs.push(Buffer { name: name.into(), base, len: len as u64, writable, exchanged, data });
         Ok(())
     }
 
@@ -111,7 +126,7 @@ impl GlobalMem {
     /// Content of a buffer, by index.
     pub fn bytes(&self, idx: usize) -> &[u8] {
         let b = &self.bufs[idx];
-        // SAFETY: the buffer's memory is alive; nobody writes it while no kernel runs.
+        // SAFETY: the buffer's memory is alive, and nothing writes it while no kernel runs.
         unsafe { std::slice::from_raw_parts(b.data, b.len as usize) }
     }
 
@@ -120,45 +135,21 @@ impl GlobalMem {
         self.atomics.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Host pointer for loads from [addr, addr+n), or None when no buffer holds all of it.
-    /// `hint` caches the last buffer.
+    /// Returns a host pointer to [addr, addr+n) for loads, or with `write` for stores; None if no such buffer holds all of it. `hint`: index
+    /// of the buffer found last.
     #[inline(always)]
-    pub fn ptr(&self, addr: u64, n: u64, hint: &mut usize) -> Option<*const u8> {
-        self.find(addr, n, false, hint).map(|p| p as *const u8)
-    }
-
-    /// Host pointer for stores to [addr, addr+n), or None when no writable buffer holds all of it.
-    #[inline(always)]
-    pub fn ptr_mut(&self, addr: u64, n: u64, hint: &mut usize) -> Option<*mut u8> {
-        self.find(addr, n, true, hint)
-    }
-
-    #[inline(always)]
-    fn find(&self, addr: u64, n: u64, write: bool, hint: &mut usize) -> Option<*mut u8> {
-        if let Some(b) = self.bufs.get(*hint) {
-            let o = addr.wrapping_sub(b.base);
-            if o < b.len && o + n <= b.len && (b.writable || !write) {
-                // SAFETY: the offset is inside the buffer.
-                return Some(unsafe { b.data.add(o as usize) });
-            }
-        }
-        self.find_slow(addr, n, write, hint)
+    pub fn find(&self, addr: u64, n: u64, write: bool, hint: &mut usize) -> Option<*mut u8> {
+        self.bufs.get(*hint).and_then(|b| b.at(addr, n, write)).or_else(|| self.find_slow(addr, n, write, hint))
     }
 
     #[cold]
     fn find_slow(&self, addr: u64, n: u64, write: bool, hint: &mut usize) -> Option<*mut u8> {
-        for (i, b) in self.bufs.iter().enumerate() {
-            let o = addr.wrapping_sub(b.base);
-            if o < b.len && o + n <= b.len && (b.writable || !write) {
-                *hint = i;
-                // SAFETY: the offset is inside the buffer.
-                return Some(unsafe { b.data.add(o as usize) });
-            }
-        }
-        None
+        let (i, p) = self.bufs.iter().enumerate().find_map(|(i, b)| Some((i, b.at(addr, n, write)?)))?;
+        *hint = i;
+        Some(p)
     }
 
-    /// Human description of the neighborhood of a bad address.
+    /// Returns text for a fault's error: the nearest buffer, and where the address is relative to it.
     pub fn describe(&self, addr: u64) -> String {
         let distance = |b: &Buffer| if addr < b.base { b.base - addr } else { addr.saturating_sub(b.end()) };
         let Some(b) = self.bufs.iter().min_by_key(|b| distance(b)) else { return "no buffers".into() };
@@ -178,19 +169,19 @@ mod tests {
         let p = host.as_mut_ptr();
         let mut mem = GlobalMem::default();
         unsafe {
-            mem.map("null", std::ptr::null_mut(), 8, true).unwrap();
-            mem.map("empty", p, 0, true).unwrap();
-            mem.map("a", p, 24, true).unwrap();
-            mem.map("b", p.add(16), 16, true).unwrap();
-            mem.map("c", p.add(32), 32, false).unwrap();
+            mem.map("null", std::ptr::null_mut(), 8, true, false).unwrap();
+            mem.map("empty", p, 0, true, false).unwrap();
+            mem.map("a", p, 24, true, false).unwrap();
+            mem.map("b", p.add(16), 16, true, false).unwrap();
+            mem.map("c", p.add(32), 32, false, false).unwrap();
         }
         assert_eq!(mem.bufs.len(), 3);
         let mut copy = mem.scratch();
-        unsafe { *copy.ptr_mut(p as u64 + 20, 1, &mut 0).unwrap() = 99 };
+        unsafe { *copy.find(p as u64 + 20, 1, true, &mut 0).unwrap() = 99 };
         assert_eq!((copy.bytes(0)[20], copy.bytes(1)[4], mem.bytes(0)[20]), (99, 99, 20));
         assert_eq!(copy.bytes(2).as_ptr(), mem.bytes(2).as_ptr());
-        assert!(copy.ptr_mut(p as u64 + 40, 1, &mut 2).is_none());
-        assert!(copy.ptr(p as u64 + 63, 2, &mut 2).is_none());
+        assert!(copy.find(p as u64 + 40, 1, true, &mut 2).is_none());
+        assert!(copy.find(p as u64 + 63, 2, false, &mut 2).is_none());
         copy.restore(&mem);
         assert_eq!((copy.bytes(0)[20], copy.bytes(1)[4]), (20, 20));
         assert!(mem.alloc("owned", &[1, 2], true) > p as u64 + 64);

@@ -1,12 +1,12 @@
-//! A cubin, disassembled and decoded once.
+//! A cubin, disassembled and decoded once for many launches (`launch`).
 
 use crate::disasm::{self, Listing};
 use crate::elf::{Cubin, KernelMeta, Param};
 use crate::env::Program;
-use crate::error::Result;
 use crate::isa::{Inst, Memory, Op, Reg, Space, SrcKind, RZ};
 use crate::machine::Machine;
 use crate::ops;
+use crate::Result;
 use serde::Serialize;
 use std::path::Path;
 
@@ -17,7 +17,6 @@ pub struct Module {
     kernels: Vec<Kernel>,
 }
 
-/// A kernel of a [`Module`].
 pub(crate) struct Kernel {
     pub meta: KernelMeta,
     pub info: KernelInfo,
@@ -25,26 +24,21 @@ pub(crate) struct Kernel {
     sass: String,
 }
 
-/// What is known about a kernel without running it.
+/// What is known about a kernel without running it. Sizes are in bytes.
 #[derive(Clone, Debug, Serialize)]
 pub struct KernelInfo {
     /// mangled name
     pub name: String,
-    /// registers per thread
     pub registers: u32,
-    /// static shared memory per CTA, in bytes
     pub static_smem: u32,
-    /// size of the parameter space, in bytes
     pub param_bytes: u32,
-    /// the parameters, in order
     pub params: Vec<Param>,
-    /// most threads per CTA it was compiled for; 0 if the cubin does not say
+    /// maximum threads per CTA it was compiled for; 0 if the cubin does not say
     pub max_threads: u32,
     /// local-memory frame of a thread (spills, arrays, stack), in bytes
     pub frame_bytes: u32,
     /// instructions in the code that access local memory (LDL, STL)
     pub spill_insts: usize,
-    /// size of the code, in bytes
     pub code_bytes: usize,
     /// why some instructions could not be decoded: executing one of them is an error
     pub undecoded: Vec<String>,
@@ -84,7 +78,7 @@ impl Module {
         self.cubin.sm
     }
 
-    /// The first GPU described that runs it.
+    /// Returns the first GPU of `machine` that runs it.
     pub(crate) fn machine(&self) -> Machine {
         Machine::of_sm(self.sm()).unwrap_or_default()
     }
@@ -130,7 +124,7 @@ impl Kernel {
     fn decode(meta: &KernelMeta, listing: Listing) -> std::result::Result<Kernel, String> {
         let mut code = vec![];
         for r in &listing.insts {
-            // an instruction we cannot decode is an error only when it is reached (asserts carry exotic ones)
+            // an instruction that cannot be decoded is an error only when it executes (asserts have some)
             code.push(ops::decode(r, &listing.labels).unwrap_or_else(|why| ops::undecodable(r, why)));
         }
         if let Some(c) = code.iter().enumerate().find_map(|(i, c)| (c.pc as usize != i * 16).then_some(c)) {
@@ -155,10 +149,9 @@ impl Kernel {
     }
 }
 
-/// Most consecutive registers that one operand names by its first.
+/// Maximum consecutive registers of one operand, which names the first alone.
 const WIDEST: usize = 4;
 
-/// Registers an instruction names.
 fn registers(inst: &Inst) -> impl Iterator<Item = Reg> + '_ {
     let sources = inst.src.iter().filter(|s| s.kind == SrcKind::Reg).map(|s| s.val as Reg);
     sources.chain([inst.dst, inst.mem.base, inst.mem.uniform]).filter(|&r| r != RZ)
@@ -173,7 +166,6 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    /// Threads of a block.
     pub fn threads(&self) -> u32 {
         self.block.iter().product()
     }

@@ -1,13 +1,13 @@
-//! The operands of an instruction as nvdisasm prints them.
+//! Parses the operands of an instruction as nvdisasm prints them. `decoder` calls it; the classes in `ops` give operands a meaning.
 
 use crate::isa::*;
 use std::borrow::Cow;
 use std::collections::HashMap;
 
-/// An operand, before an opcode gives it a meaning.
 #[derive(Clone, Debug)]
 pub enum Operand {
-    Src(Src, bool /* .COL */),
+    /// register, immediate or constant, and whether it is marked .COL (a matrix in column order)
+    Src(Src, bool),
     Pred(PredOp),
     /// all predicates, or all uniform ones, as one register
     PredReg,
@@ -17,21 +17,24 @@ pub enum Operand {
         bank: u8,
         at: MemRef,
     },
+    /// anything else, such as a special register
     Name(String),
     /// convergence barrier
     B(u8),
     /// scoreboard
     Sb(u8),
+    /// pc of a label
     Label(u32),
 }
 
+/// Returns an integer literal, with its sign.
 pub fn int(s: &str) -> Option<i64> {
     let (neg, t) = match s.strip_prefix('-') {
         Some(r) => (true, r),
         None => (false, s.strip_prefix('+').unwrap_or(s)),
     };
     // nvdisasm prints integers in hexadecimal; other numbers are floats
-    let v = if let Some(h) = t.strip_prefix("0x") { u64::from_str_radix(h, 16).ok()? as i64 } else { return None };
+    let v = u64::from_str_radix(t.strip_prefix("0x")?, 16).ok()? as i64;
     Some(if neg { v.wrapping_neg() } else { v })
 }
 
@@ -56,7 +59,7 @@ pub fn predicate(s: &str) -> Option<u8> {
     }
 }
 
-/// The operands as they would be printed if they were separated as elsewhere.
+/// Returns the operands separated by commas, for the instructions that nvdisasm prints otherwise.
 pub fn separated<'a>(base: &str, text: &'a str) -> Cow<'a, str> {
     match base {
         // "BRX R2 -0x940"
@@ -67,6 +70,7 @@ pub fn separated<'a>(base: &str, text: &'a str) -> Cow<'a, str> {
     }
 }
 
+/// Splits operands at the commas outside brackets and parentheses.
 pub fn split(s: &str) -> Vec<String> {
     let mut out = vec![];
     let (mut depth, mut cur) = (0, String::new());
@@ -89,7 +93,7 @@ pub fn split(s: &str) -> Vec<String> {
     out
 }
 
-/// Parses the inside of `[...]`; the flag says that there is no base register.
+/// Parses the inside of `[...]`. Returns true beside the address if it has no register.
 fn memory(inner: &str) -> Option<(MemRef, bool)> {
     let (mut m, mut abs) = (MemRef::ZERO, true);
     // terms separated by '+'; a term may be "-0x10"
@@ -124,25 +128,23 @@ fn memory(inner: &str) -> Option<(MemRef, bool)> {
     Some((m, abs))
 }
 
+/// Parses one operand. `enc` is the instruction's encoding, which has the bits of a float literal; `labels` are the kernel's, by name.
 pub fn parse(s: &str, enc: u128, labels: &HashMap<String, u32>) -> Option<Operand> {
     let mut t = s.trim();
     if let Some(l) = t.strip_prefix("`(") {
         let name = l.trim_end_matches(')');
         return Some(Operand::Label(*labels.get(name)?));
     }
-    if t.starts_with("32@") {
-        // 32@lo((sym + .L_x_1@srel)) / 32@hi(...)
-        if t.starts_with("32@hi") {
-            return Some(Operand::Src(Src::immediate(0), false));
-        }
-        let p = t.find(".L")?;
-        let end = t[p..].find('@').map_or(t.len(), |e| p + e);
-        let v = *labels.get(&t[p..end])?;
-        return Some(Operand::Src(Src::immediate(v), false));
+    // 32@lo((sym + .L_x_1@srel)) / 32@hi(...)
+    if t.starts_with("32@hi") {
+        return Some(Operand::Src(Src::immediate(0), false));
     }
-    if t.starts_with('[') {
-        let (m, _) = memory(t.strip_prefix('[')?.strip_suffix(']')?)?;
-        return Some(Operand::Mem(m));
+    if t.starts_with("32@") {
+        let label = t[t.find(".L")?..].split('@').next()?;
+        return Some(Operand::Src(Src::immediate(*labels.get(label)?), false));
+    }
+    if let Some(inner) = t.strip_prefix('[') {
+        return Some(Operand::Mem(memory(inner.strip_suffix(']')?)?.0));
     }
     // immediates first: the sign belongs to the literal
     if let Some(v) = int(t) {
@@ -155,22 +157,14 @@ pub fn parse(s: &str, enc: u128, labels: &HashMap<String, u32>) -> Option<Operan
         return Some(Operand::Src(Src::immediate((enc >> 32) as u32), false));
     }
     let (mut neg, mut inv, mut abs, mut not) = (false, false, false, false);
-    loop {
-        if let Some(r) = t.strip_prefix('-') {
-            neg = !neg;
-            t = r;
-        } else if let Some(r) = t.strip_prefix('~') {
-            inv = true;
-            t = r;
-        } else if let Some(r) = t.strip_prefix('!') {
-            not = true;
-            t = r;
-        } else if let Some(r) = t.strip_prefix('|') {
-            abs = true;
-            t = r;
-        } else {
-            break;
+    while let Some(rest) = t.strip_prefix(['-', '~', '!', '|']) {
+        match t.as_bytes()[0] {
+            b'-' => neg = !neg,
+            b'~' => inv = true,
+            b'!' => not = true,
+            _ => abs = true,
         }
+        t = rest;
     }
     let t: String = t.replace('|', "");
     let t = t.as_str();

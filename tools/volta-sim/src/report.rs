@@ -1,4 +1,4 @@
-//! The report of a simulated launch, as data and as text.
+//! The report of a simulated launch, as data (`--json`, `volta_fa::_sim_report`) and as text.
 
 use crate::env::Env;
 use crate::isa::{Branch, Op};
@@ -14,26 +14,21 @@ use std::time::Duration;
 /// The launch, and what was simulated of it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// the launch
     #[serde(flatten)]
     pub launch: LaunchInfo,
-    /// the functional run, if there was one
     pub functional: Option<Functional>,
-    /// the timing run, if there was one
     pub timing: Option<Timing>,
 }
 
 /// Result of [`Module::time`](crate::Module::time).
 #[derive(Clone, Debug, Serialize)]
 pub struct TimingReport {
-    /// the launch
     #[serde(flatten)]
     pub launch: LaunchInfo,
-    /// the timing run
     pub timing: Timing,
 }
 
-/// What is known about a launch without simulating it.
+/// What is known about a launch without simulating it. Sizes are in bytes.
 #[derive(Clone, Debug, Serialize)]
 pub struct LaunchInfo {
     /// mangled name of the kernel
@@ -42,146 +37,74 @@ pub struct LaunchInfo {
     pub grid: [u32; 3],
     /// threads of a CTA along x, y, z
     pub block: [u32; 3],
-    /// registers per thread
     pub registers: u32,
-    /// static shared memory per CTA, in bytes
     pub static_smem: u32,
-    /// dynamic shared memory per CTA, in bytes
     pub dynamic_smem: u32,
     /// local-memory frame of a thread, in bytes
     pub stack_frame: u32,
     /// instructions in the code that access local memory (LDL, STL)
     pub spill_insts_static: usize,
-    /// instructions in the code
     pub code_insts: usize,
-    /// resident CTAs per SM
     pub occupancy: Occupancy,
 }
 
-/// A functional run.
+/// A functional run. `seconds`: host time.
 #[derive(Clone, Debug, Serialize)]
 pub struct Functional {
-    /// warp instructions executed
     pub warp_insts: u64,
-    /// host time
     pub seconds: f64,
-    /// warp instructions per second of host time
     pub insts_per_second: f64,
 }
 
-/// A timing run: one SM's share of the grid, and the estimate for the whole.
+/// A timing run: one SM's share of the grid, and the estimate for the whole. `cycles` were simulated in `seconds` of host time.
 #[derive(Clone, Debug, Serialize)]
 pub struct Timing {
     /// the SM whose share was simulated
     pub sm: u32,
     /// how the CTAs were assigned
     pub dispatch: String,
-    /// CTAs that this SM gets
     pub ctas_of_sm: usize,
-    /// CTAs that were simulated
     pub ctas_simulated: usize,
     /// work of the average SM relative to this one
     pub balance: f64,
-    /// clock cycles simulated
     pub cycles: u64,
     /// estimated cycles of the kernel, extrapolated when not all CTAs of the SM were simulated
     pub kernel_cycles: f64,
     /// estimated duration of the kernel in microseconds, without the launch
     pub kernel_us: f64,
-    /// microseconds that the launch takes besides on a real card, least and most
+    /// minimum and maximum microseconds that the launch itself takes besides on a real card
     pub launch_us: [f64; 2],
     /// cycles between the first and the last read of the clock by the first warp that reads it, for kernels that time themselves
     pub clocked_cycles: Option<u64>,
     /// TFLOP/s of the kernel, if its operations were given
     pub tflops: Option<f64>,
-    /// how busy the parts of the SM were
-    pub util: Utilisation,
+    /// fraction of the simulated cycles that each part of the SM was busy; pipes are averaged over the four sub-partitions
+    pub util: Fractions,
     /// shared-memory wavefronts beyond those a conflict-free layout needs, relative to the latter
     pub smem_conflict_excess: f64,
-    /// warp instructions per cycle
     pub ipc: f64,
-    /// what the resident warps did
-    pub stall_fraction: StallFractions,
+    /// what the resident warps did or waited for (see [`Stalls`](crate::Stalls)), as fractions of their cycles
+    pub stall_fraction: Fractions,
     /// sectors found in L1, of those looked up
     pub l1_hit_rate: f64,
     /// event counts, among them the total of shared-memory wavefronts
     pub counters: Counters,
     /// warp instructions executed, by opcode
     pub mix: BTreeMap<String, u64>,
-    /// the main loop, if the kernel has one
     pub hot_loop: Option<HotLoop>,
-    /// host time
     pub seconds: f64,
-    /// warp instructions per second of host time
     pub insts_per_second: f64,
     /// the code with executions, waits and bank conflicts per instruction, if asked for
     #[serde(skip_serializing_if = "Option::is_none")]
     pub listing: Option<String>,
 }
 
-/// Fractions of the simulated cycles that a part was busy (0 to 1); pipes are averaged over the four
-/// sub-partitions.
-#[derive(Clone, Debug, Serialize)]
-pub struct Utilisation {
-    /// integer and logic pipe
-    pub alu: f64,
-    /// this SM's share of the DRAM bandwidth
-    pub dram_bw: f64,
-    /// FP32 and IMAD pipe
-    pub fma: f64,
-    /// packed-half pipe
-    pub fp16: f64,
-    /// double-precision pipe
-    pub fp64: f64,
-    /// issue slots
-    pub issue: f64,
-    /// instruction delivery to the L0 caches
-    pub l0_fill: f64,
-    /// this SM's share of the L2 bandwidth
-    pub l2_bw: f64,
-    /// LSU data stage (shared memory, L1, shuffles)
-    pub mio: f64,
-    /// of that, for global and local memory
-    pub mio_global: f64,
-    /// of that, for shared memory
-    pub mio_smem: f64,
-    /// tensor cores
-    pub tensor: f64,
-    /// uniform datapath
-    pub uniform: f64,
-    /// special functions and conversions
-    pub xu: f64,
-}
-
-/// What the resident warps did, as fractions of their cycles (see [`Stalls`](crate::Stalls)).
-#[derive(Clone, Debug, Serialize)]
-pub struct StallFractions {
-    /// CTA barrier
-    pub barrier: f64,
-    /// stall count of the previous instruction
-    pub fixed_latency: f64,
-    /// issued an instruction
-    pub issued: f64,
-    /// global or local memory
-    pub long_scoreboard: f64,
-    /// instruction not yet in the L0 cache
-    pub no_instruction: f64,
-    /// another warp was chosen
-    pub not_selected: f64,
-    /// execution pipe or MIO queue busy
-    pub pipe_busy: f64,
-    /// shared memory, shuffle and other short scoreboards
-    pub short_scoreboard: f64,
-    /// results of HMMA
-    pub tensor_scoreboard: f64,
-    /// special functions and conversions
-    pub xu_scoreboard: f64,
-}
+/// Fractions by name, in the order of the report.
+pub type Fractions = BTreeMap<&'static str, f64>;
 
 /// The innermost loop that holds most of the executed instructions.
 #[derive(Clone, Debug, Serialize)]
 pub struct HotLoop {
-    /// address of its first instruction
     pub first_pc: u32,
     /// address of the branch that closes it
     pub last_pc: u32,
@@ -189,11 +112,9 @@ pub struct HotLoop {
     pub code_bytes: u32,
     /// times the closing branch was executed, over all warps
     pub iterations: u64,
-    /// fraction of all executed instructions
     pub share: f64,
-    /// shared-memory wavefronts in the loop
     pub smem_wavefronts: u64,
-    /// those beyond a conflict-free layout, relative to the others
+    /// those beyond a conflict-free layout's, relative to the layout's
     pub smem_conflict_excess: f64,
     /// warp instructions per iteration by opcode
     pub per_iteration: BTreeMap<String, f64>,
@@ -224,7 +145,7 @@ impl Functional {
 }
 
 impl Timing {
-    /// Summary of the first `n` CTAs of a share.
+    /// Summarizes a run of the first `n` CTAs of an SM's share, and extrapolates to all of them by their costs.
     pub(crate) fn new(env: &Env, sim: &SmSim, share: &Share, n: usize, m: &Machine, flops: Option<f64>, time: Duration) -> Self {
         let c = &sim.c;
         let cyc = c.cycles.max(1) as f64;
@@ -251,10 +172,10 @@ impl Timing {
             launch_us: m.launch_us,
             clocked_cycles: sim.clock_reads.map(|(first, last)| last - first),
             tflops: flops.map(|f| f / us / 1e6),
-            util: Utilisation::new(c, m),
+            util: utilisation(c, m),
             smem_conflict_excess: c.smem_wavefronts as f64 / c.smem_ideal.max(1) as f64 - 1.0,
             ipc: c.insts as f64 / cyc,
-            stall_fraction: StallFractions::new(c),
+            stall_fraction: stall_fractions(c),
             l1_hit_rate: c.l1_hits as f64 / c.l1_sectors.max(1) as f64,
             counters: c.clone(),
             mix,
@@ -266,46 +187,44 @@ impl Timing {
     }
 }
 
-impl Utilisation {
-    fn new(c: &Counters, m: &Machine) -> Self {
-        let cyc = c.cycles.max(1) as f64;
-        let four = cyc * m.subs as f64;
-        Utilisation {
-            alu: c.alu_busy as f64 / four,
-            dram_bw: c.dram_busy / cyc,
-            fma: c.fma_busy as f64 / four,
-            fp16: c.fp16_busy as f64 / four,
-            fp64: c.fp64_busy as f64 / four,
-            issue: c.issue_slots as f64 / four,
-            l0_fill: (c.l0_fills * m.l0_line_cycles) as f64 / cyc,
-            l2_bw: c.l2_busy / cyc,
-            mio: c.mio_busy as f64 / cyc,
-            mio_global: (c.global_wavefronts * m.wavefront_cycles) as f64 / cyc,
-            mio_smem: (c.smem_wavefronts * m.wavefront_cycles) as f64 / cyc,
-            tensor: c.tensor_busy as f64 / four,
-            uniform: c.uniform_busy as f64 / four,
-            xu: c.xu_busy as f64 / four,
-        }
-    }
+fn utilisation(c: &Counters, m: &Machine) -> Fractions {
+    let cyc = c.cycles.max(1) as f64;
+    let pipe = |busy: u64| busy as f64 / (cyc * m.subs as f64);
+    let once = |busy: u64| busy as f64 / cyc;
+    Fractions::from([
+        ("alu", pipe(c.alu_busy)),
+        ("dram_bw", c.dram_busy / cyc), // of this SM's share, as l2_bw
+        ("fma", pipe(c.fma_busy)),
+        ("fp16", pipe(c.fp16_busy)),
+        ("fp64", pipe(c.fp64_busy)),
+        ("issue", pipe(c.issue_slots)),
+        ("l0_fill", once(c.l0_fills * m.l0_line_cycles)),
+        ("l2_bw", c.l2_busy / cyc),
+        // the LSU's data stage; of that, global and local memory, and shared memory
+        ("mio", once(c.mio_busy)),
+        ("mio_global", once(c.global_wavefronts * m.wavefront_cycles)),
+        ("mio_smem", once(c.smem_wavefronts * m.wavefront_cycles)),
+        ("tensor", pipe(c.tensor_busy)),
+        ("uniform", pipe(c.uniform_busy)),
+        ("xu", pipe(c.xu_busy)),
+    ])
 }
 
-impl StallFractions {
-    fn new(c: &Counters) -> Self {
-        let s = &c.stalls;
-        let of = |n: u64| n as f64 / c.resident_warp_cycles.max(1) as f64;
-        StallFractions {
-            barrier: of(s.barrier),
-            fixed_latency: of(s.fixed_latency),
-            issued: of(c.insts),
-            long_scoreboard: of(s.long_scoreboard),
-            no_instruction: of(s.no_instruction),
-            not_selected: of(s.not_selected),
-            pipe_busy: of(s.pipe_busy),
-            short_scoreboard: of(s.short_scoreboard),
-            tensor_scoreboard: of(s.tensor_scoreboard),
-            xu_scoreboard: of(s.xu_scoreboard),
-        }
-    }
+fn stall_fractions(c: &Counters) -> Fractions {
+    let s = &c.stalls;
+    let waits = [
+        ("barrier", s.barrier),
+        ("fixed_latency", s.fixed_latency),
+        ("issued", c.insts),
+        ("long_scoreboard", s.long_scoreboard),
+        ("no_instruction", s.no_instruction),
+        ("not_selected", s.not_selected),
+        ("pipe_busy", s.pipe_busy),
+        ("short_scoreboard", s.short_scoreboard),
+        ("tensor_scoreboard", s.tensor_scoreboard),
+        ("xu_scoreboard", s.xu_scoreboard),
+    ];
+    waits.into_iter().map(|(name, n)| (name, n as f64 / c.resident_warp_cycles.max(1) as f64)).collect()
 }
 
 impl Display for Report {
@@ -384,11 +303,8 @@ impl Display for Timing {
     }
 }
 
-/// The fields of a struct of fractions.
-fn percentages(fractions: &impl Serialize) -> String {
-    let fields = serde_json::to_value(fractions).unwrap_or_default();
-    let show = |(k, v): (&String, &serde_json::Value)| format!("{k} {:.1}%", v.as_f64().unwrap_or(f64::NAN) * 100.0);
-    fields.as_object().into_iter().flatten().map(show).collect::<Vec<_>>().join(", ")
+fn percentages(fractions: &Fractions) -> String {
+    fractions.iter().map(|(name, x)| format!("{name} {:.1}%", x * 100.0)).collect::<Vec<_>>().join(", ")
 }
 
 fn by_count(mut m: Vec<(&String, f64)>) -> String {
@@ -396,12 +312,14 @@ fn by_count(mut m: Vec<(&String, f64)>) -> String {
     m.iter().map(|(k, v)| format!("{k} {v:.0}")).collect::<Vec<_>>().join(", ")
 }
 
+/// Returns the opcode under which `mix` counts a mnemonic: without most modifiers.
 fn class(mn: &str) -> String {
     let mut p = mn.split('.');
     let base = p.next().unwrap_or("");
     match base {
         "MUFU" => format!("MUFU.{}", p.next().unwrap_or("")),
         "HMMA" => format!("HMMA.{}", p.next().unwrap_or("")),
+        // LDSM.16.M88.4: with the number of matrices, which one alone lacks
         "LDSM" => format!("LDSM.{}", mn.split('.').nth(3).unwrap_or("1")),
         "LDS" | "STS" | "LDG" | "STG" | "LDL" | "STL" => {
             let w = mn.split('.').find(|m| ["64", "128", "U8", "S8", "U16", "S16"].contains(m)).unwrap_or("32");
@@ -416,7 +334,7 @@ fn class(mn: &str) -> String {
     }
 }
 
-/// The innermost loop (backward branch) that still holds most of the executed instructions.
+/// Returns the main loop: the one (a backward branch) with the most executed instructions, or the innermost in it that has 70% of them.
 fn hot_loop(env: &Env, sim: &SmSim) -> Option<HotLoop> {
     let hist = &sim.hist;
     let total: u64 = hist.iter().sum();
@@ -464,7 +382,7 @@ fn hot_loop(env: &Env, sim: &SmSim) -> Option<HotLoop> {
     })
 }
 
-/// Listing with, per instruction: executions, average cycles waited before it, excess wavefronts, control code.
+/// Returns the code with, per instruction: executions, average cycles waited before it, excess shared-memory wavefronts, control code.
 pub fn annotate(env: &Env, sim: &SmSim) -> String {
     let mut s = String::from("    pc      execs  avg-wait  bank-excess  control (wait:rd:wr:yield:stall)  instruction\n");
     for (i, c) in env.prog.code.iter().enumerate() {

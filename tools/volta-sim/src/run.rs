@@ -1,4 +1,4 @@
-//! Drivers: the functional run of a whole grid, and the timing run of one SM's share of it.
+//! Runs a whole grid functionally, and finds the CTAs that one SM gets, whose cycles `timing` then simulates.
 
 use crate::cta::Cta;
 use crate::env::Env;
@@ -9,11 +9,12 @@ use std::collections::BinaryHeap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::OnceLock;
 
+/// Returns the index of CTA number `linear` in grid order: x first.
 pub fn cta_id(grid: &[u32; 3], linear: u32) -> [u32; 3] {
     [linear % grid[0], linear / grid[0] % grid[1], linear / grid[0] / grid[1]]
 }
 
-/// Run one CTA to completion, functionally. Returns the warp instructions executed.
+/// Run one CTA to completion, functionally: each warp in turn for up to `quantum` instructions. Returns the warp instructions executed.
 pub fn run_cta(env: &Env, id: [u32; 3], quantum: u32, acc: &mut Access) -> SimResult<u64> {
     let mut cta = Cta::new(env, id);
     let mut insts = 0u64;
@@ -66,13 +67,15 @@ pub fn functional(env: &Env, threads: usize, quantum: u32) -> SimResult<u64> {
     }
 }
 
-/// CTAs of one SM in dispatch order, with the estimated cost of each.
+/// The CTAs that one SM gets, in dispatch order.
 pub struct Share {
     pub sm: u32,
     pub list: Vec<[u32; 3]>,
+    /// estimated cost of each: warp instructions, or 1 with static dispatch
     pub cost: Vec<u64>,
-    /// estimated finish of the average SM relative to the chosen one
+    /// cost of the average SM's CTAs relative to this one's
     pub balance: f64,
+    /// how the CTAs were dispatched, for the report
     pub note: String,
 }
 
@@ -84,12 +87,12 @@ pub fn static_share(env: &Env, m: &Machine, sm: u32) -> Share {
     Share { sm, list, cost, balance: 1.0, note: "static round-robin".into() }
 }
 
-/// Which CTAs each SM gets, and when it ends, if a CTA takes its cost wherever it runs: in order, each to the first free place.
+/// Returns the CTAs that each SM gets, and when it ends, if a CTA takes `cost` wherever it runs. In grid order, each CTA gets the first
+/// free place. An SM has `slots` places.
 ///
-/// The first CTAs go one to each SM, then a second one to each, as every SM has room. From then on the places of an SM that free
-/// together are taken together, and not one of them on each of as many SMs: CTAs that start together on an SM end within 10 clk of each
-/// other (seen in this simulator), while the same work takes different SMs longer by more than that (Jia18: the latency of L2
-/// alone), so the first free place is most often beside the one before.
+/// The first CTAs go one to each SM, then a second one to each, as every SM has room. Places that free at the same time are taken SM by SM:
+/// CTAs that start together on an SM end within 10 cycles of each other (seen in this simulator), while the same work takes different SMs
+/// longer by more than that (Jia18, the source in `machine`: the latency of L2 alone). So the next free place is most often on the same SM.
 fn deal(cost: &[u64], sms: usize, slots: usize) -> (Vec<Vec<u32>>, Vec<u64>) {
     let mut per_sm: Vec<Vec<u32>> = vec![vec![]; sms];
     let mut finish = vec![0u64; sms];
@@ -108,8 +111,8 @@ fn deal(cost: &[u64], sms: usize, slots: usize) -> (Vec<Vec<u32>>, Vec<u64>) {
     (per_sm, finish)
 }
 
-/// For each coordinate of an axis one that has as much work: a sample of some 24 where the work changes slowly, and between two of them that
-/// differ by more than 2% what bisection finds, so that a grid may have runs of CTAs of several kinds.
+/// Returns for each coordinate of a grid axis one that has as much work. Samples about 24 coordinates, and bisects between two neighbors
+/// that differ by more than 2%, so that runs of CTAs of several kinds are told apart.
 fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimResult<Vec<u32>> {
     let step = n.div_ceil(24);
     let mut like: Vec<u32> = (0..n).map(|c| (c / step * step + step / 2).min(n - 1)).collect();
@@ -130,7 +133,7 @@ fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimR
     while let Some((first, last)) = todo.pop() {
         let middle = first.0.midpoint(last.0);
         if !differ(first.1, last.1) {
-            // between two samples that are alike the nearer one, as it was
+            // between two samples that are alike: the nearer one
             (first.0 + 1..last.0).for_each(|c| like[c as usize] = if c < middle { first.0 } else { last.0 });
         } else if middle > first.0 {
             let found = (middle, cost(middle)?);
@@ -141,14 +144,13 @@ fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimR
     Ok(like)
 }
 
-/// Dynamic dispatch: CTA costs (warp instructions) are measured functionally on one CTA per class,
-/// [`deal`] hands CTAs out, and the SM that finishes last is taken.
-/// The caller restores memory afterwards.
+/// Dynamic dispatch: runs one CTA of each kind functionally (quantum 32) for its cost in warp instructions, hands CTAs out with [`deal`],
+/// and takes the SM with the most work, or `sm`. These runs write memory, which the caller restores.
 pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> SimResult<Share> {
     let total: u32 = env.grid.iter().product();
     let mut acc = Access::default();
     let base = run_cta(env, [0, 0, 0], 32, &mut acc)? as f64;
-    // which axes change the work of a CTA?
+    // find the axes along which the work of a CTA differs by more than 2%
     let mut varying = [false; 3];
     for ax in 0..3 {
         let n = env.grid[ax];
@@ -206,7 +208,7 @@ mod tests {
     use super::{deal, representatives};
 
     #[test]
-    fn runs_of_several_kinds_of_ctas_are_found() {
+    fn representatives_find_runs_of_several_kinds_of_ctas() {
         let work = |c: u32| if c < 80 || (161..900).contains(&c) { 1000 } else { 300 };
         let mut asked = 0;
         let like = representatives(1000, &mut |c| {

@@ -1,6 +1,5 @@
-//! One warp instruction while it executes: the operands it reads, the results it writes, the faults it stops with.
-//! Everything is inlined into the instructions it serves, so that it is compiled for the same vector instructions of the host as
-//! they are ([`crate::ops`]).
+//! One warp instruction while it executes: the operands it reads, the results it writes, the faults it stops with. Every function is
+//! inlined into the instructions that call it, so that it is compiled with the same vector instructions of the host ([`crate::ops`]).
 
 use crate::cta::Arrival;
 use crate::env::Env;
@@ -9,7 +8,7 @@ use crate::isa::*;
 use crate::lanes::*;
 use crate::warp::Warp;
 
-/// What an instruction did, as far as the timing model is concerned.
+/// What the timing model needs of an instruction's execution.
 #[derive(Default)]
 pub struct Access {
     /// lanes that the instruction executed: `Step::m`
@@ -28,14 +27,13 @@ pub struct Step<'a> {
     pub w: &'a mut Warp,
     /// index of the group of threads that executes
     pub group: usize,
-    /// threads of the group
     pub together: u32,
-    /// threads of the group whose guard holds
+    /// lanes that it executes: threads of the group whose guard holds, or for a uniform destination all lanes whose guard holds
     pub m: u32,
-    /// the CTA's memory and index
+    /// the CTA's shared memory and index
     pub shared: &'a mut [u8],
     pub cta: &'a [u32; 3],
-    /// what the clock registers show
+    /// value of the clock registers
     pub now: u64,
     pub acc: &'a mut Access,
     /// set by a BAR, for the CTA
@@ -43,7 +41,7 @@ pub struct Step<'a> {
 }
 
 impl Step<'_> {
-    // ---- sources: of all lanes, modifiers applied ----------------------------------------
+    // ---- source i of all lanes, with its modifiers: as u32, f32, u64, f64, two halves ------
 
     /// The bits of a source, modifiers ignored.
     #[inline(always)]
@@ -60,19 +58,13 @@ impl Step<'_> {
         let mut v = self.raw(i)?;
         let s = &self.inst.src[i];
         if s.inv {
-            for x in v.iter_mut() {
-                *x = !*x;
-            }
+            v = v.each(|x| !x);
         }
         if s.abs {
-            for x in v.iter_mut() {
-                *x = (*x as i32).wrapping_abs() as u32;
-            }
+            v = v.each(|x| (x as i32).wrapping_abs() as u32);
         }
         if s.neg {
-            for x in v.iter_mut() {
-                *x = x.wrapping_neg();
-            }
+            v = v.each(|x| x.wrapping_neg());
         }
         Ok(v)
     }
@@ -119,8 +111,7 @@ impl Step<'_> {
         let v = self.raw(i)?;
         let s = &self.inst.src[i];
         let (and, xor) = (if s.abs { 0x7fff_7fff } else { !0u32 }, if s.neg { 0x8000_8000u32 } else { 0 });
-        // An F32 source of a half instruction rounds toward zero. ptxas emits one for cvt.rz.f16.f32 (cvt.rn becomes F2F), and for
-        // constants kept in fp32.
+        // An F32 source of a half instruction rounds toward zero. ptxas emits one for cvt.rz.f16.f32, and for constants kept in fp32.
         let pair = |x: u32| if s.sel == Sel::F32 { f2h_rz(f32::from_bits(x)) as u32 * 0x1_0001 } else { x };
         let v = v.each(|x| (pair(x) & and) ^ xor);
         let lo = v.each(|x| h2f(x as u16));
@@ -140,11 +131,8 @@ impl Step<'_> {
     #[inline(always)]
     fn constant(&self, bank: u8, off: u32) -> SimResult<u32> {
         let b = self.env.banks.get(bank as usize).map(|b| b.as_slice()).unwrap_or(&[]);
-        let o = off as usize;
-        if o + 4 > b.len() {
-            return Err(self.constant_fault(bank, off, b.len()));
-        }
-        Ok(u32::from_le_bytes(b[o..o + 4].try_into().unwrap()))
+        let word = b.get(off as usize..).and_then(|b| b.first_chunk());
+        word.map(|&word| u32::from_le_bytes(word)).ok_or_else(|| self.constant_fault(bank, off, b.len()))
     }
 
     // ---- results, of the lanes in `m` -----------------------------------------------------
@@ -172,7 +160,7 @@ impl Step<'_> {
 
     // ---- faults ------------------------------------------------------------------------------
 
-    /// The instruction does something that is not simulated.
+    /// Returns the error of an instruction that does something the simulator lacks.
     #[cold]
     pub fn refuse(&self, what: &str) -> String {
         format!("kernel `{}`: {what} at pc 0x{:x} `{}`", self.env.prog.name, self.inst.pc, self.inst.text)
@@ -184,7 +172,7 @@ impl Step<'_> {
             self.env.prog.name, self.inst.pc
         )
     }
-    /// Address/permission error text.
+    /// Returns the error of a wrong access by a lane.
     #[cold]
     pub fn fault(&self, lane: usize, what: &str, addr: u64, bytes: u64, extra: &str) -> String {
         let [x, y, z] = self.cta;

@@ -1,8 +1,9 @@
-//! The state of one warp: registers, predicates, and the groups its threads are divided into.
+//! The state of one warp: registers, predicates, and the groups that divergent branches divide its threads into. `ops` changes it.
 
 use crate::isa::*;
 use crate::lanes::{Each, V};
 
+/// Whether a group can run, or what it waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GState {
     Run,
@@ -23,8 +24,9 @@ pub struct Group {
 }
 
 pub struct Warp {
+    /// by register number (`isa::Reg`), a value per lane
     pub regs: Vec<V>,
-    /// by number: the threads' own, then the uniform ones, of which all lanes are equal
+    /// by predicate number, a bit per lane: the threads' own, then the uniform ones, whose lanes are equal
     pub pred: [u32; 16],
     pub groups: Vec<Group>,
     /// the group that executes
@@ -33,6 +35,7 @@ pub struct Warp {
     pub bars: [[u32; 32]; 16],
     /// threads that have not exited
     pub live: u32,
+    /// local memory, lane after lane; empty until the first access
     pub local: Vec<u8>,
     /// result of its last barrier with a reduction
     pub bar_result: u32,
@@ -40,6 +43,7 @@ pub struct Warp {
     pub index: u32,
     /// buffer of global memory that it accessed last
     pub hint: usize,
+    /// instructions that it has executed
     pub insts: u64,
 }
 
@@ -104,29 +108,19 @@ impl Warp {
             self.regs[r as usize]
         }
     }
-    /// Current runnable group, if any.
+    /// Returns the index of the group to run: the current one, else the runnable one with the least pc. None: all wait.
     #[inline(always)]
     pub fn select(&mut self) -> Option<usize> {
-        if let Some(g) = self.groups.get(self.cur) {
-            if g.st == GState::Run {
-                return Some(self.cur);
-            }
+        let runs = |g: &Group| g.st == GState::Run;
+        if !self.groups.get(self.cur).is_some_and(runs) {
+            (self.cur, _) = self.groups.iter().enumerate().filter(|(_, g)| runs(g)).min_by_key(|(_, g)| g.pc)?;
         }
-        let mut best: Option<usize> = None;
-        for (i, g) in self.groups.iter().enumerate() {
-            if g.st == GState::Run && best.is_none_or(|b| g.pc < self.groups[b].pc) {
-                best = Some(i);
-            }
-        }
-        if let Some(b) = best {
-            self.cur = b;
-        }
-        best
+        Some(self.cur)
     }
     pub fn done(&self) -> bool {
         self.groups.is_empty()
     }
-    /// Merge runnable groups that have the same pc as the current one.
+    /// Merges runnable groups that have the same pc into the current one.
     pub fn merge_current(&mut self) {
         if self.groups.len() < 2 || self.cur >= self.groups.len() {
             return;
@@ -149,14 +143,13 @@ impl Warp {
             }
         }
     }
-    /// Release convergence barriers whose participants have all arrived.
+    /// Releases convergence barriers and WARPSYNCs whose participants have all arrived or exited. Threads at one pc form one group.
     pub fn check_sync(&mut self) {
         let mut i = 0;
         while i < self.groups.len() {
             let g = self.groups[i];
             let bars = &self.bars;
-            // participants of one BSSY share its mask: the same B register may be live in several
-            // frames of a recursive function
+            // participants of one BSSY share its mask: the same B register may be live in several frames of a recursive function
             let scope = |o: &Group, b: u8| bars[b as usize][o.mask.trailing_zeros() as usize & 31];
             let need = match g.st {
                 GState::Bsync(b) => scope(&g, b),

@@ -1,26 +1,27 @@
-//! What instructions compute, on the prebuilt kernels of fixtures/functional.cu for sm_70 and sm_75, in both warp orders. Needs nvdisasm
-//! (`$VOLTA_SIM_NVDISASM` or `PATH`).
+//! Tests what instructions compute against the same arithmetic in Rust, on prebuilt kernels: those of fixtures/functional.cu for sm_70 and
+//! sm_75, with warps in lockstep and one after the other, and those of fixtures/turing.cu for what sm_75 adds (HMMA.1688, IMMA.8816, LDSM,
+//! MOVM, MUFU of halves). Needs nvdisasm (`$VOLTA_SIM_NVDISASM` or `PATH`).
 
-use std::sync::OnceLock;
+use std::sync::LazyLock;
 use volta_sim::{Dispatch, Extent, Launch, Machine, Module, Schedule, TimingOptions};
 
-fn modules() -> &'static [Module; 2] {
-    static MODULES: OnceLock<[Module; 2]> = OnceLock::new();
-    MODULES.get_or_init(|| {
-        let load = |cubin: &[u8]| {
-            Module::load(cubin)
-                .unwrap_or_else(|e| panic!("cannot load the test kernels: {e}\nthese tests need nvdisasm: set VOLTA_SIM_NVDISASM"))
-        };
-        [load(include_bytes!("fixtures/functional_sm70.cubin")), load(include_bytes!("fixtures/functional_sm75.cubin"))]
-    })
+static MODULES: LazyLock<[Module; 2]> = LazyLock::new(|| {
+    [include_bytes!("fixtures/functional_sm70.cubin").as_slice(), include_bytes!("fixtures/functional_sm75.cubin")].map(load)
+});
+static TURING: LazyLock<Module> = LazyLock::new(|| load(include_bytes!("fixtures/turing.cubin")));
+
+fn load(cubin: &[u8]) -> Module {
+    Module::load(cubin).unwrap_or_else(|e| panic!("cannot load the test kernels: {e}\nthese tests need nvdisasm: set VOLTA_SIM_NVDISASM"))
 }
 
 /// Calls `f` with a launch of `blocks` blocks of `threads` threads on these words.
 fn launch<T>(blocks: u32, threads: u32, inputs: [&[u32]; 3], out: &mut [u32], f: impl FnOnce(&Launch) -> T) -> T {
     let params: Vec<u8> = inputs.iter().map(|v| v.as_ptr() as u64).chain([out.as_mut_ptr() as u64]).flat_map(u64::to_le_bytes).collect();
-    let mut extents: Vec<Extent> =
-        inputs.iter().map(|v| Extent { name: "input", ptr: v.as_ptr().cast_mut().cast(), len: 4 * v.len(), read_only: true }).collect();
-    extents.push(Extent { name: "out", ptr: out.as_mut_ptr().cast(), len: 4 * out.len(), read_only: false });
+    let mut extents: Vec<Extent> = inputs
+        .iter()
+        .map(|v| Extent { name: "input", ptr: v.as_ptr().cast_mut().cast(), len: 4 * v.len(), read_only: true, exchanged: false })
+        .collect();
+    extents.push(Extent { name: "out", ptr: out.as_mut_ptr().cast(), len: 4 * out.len(), read_only: false, exchanged: false });
     f(&Launch { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_smem: 0, params: &params, extents: &extents })
 }
 
@@ -39,7 +40,7 @@ fn run_on(module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: [&[u
 
 /// Runs a kernel on both architectures. Returns what both compute.
 fn run(kernel: &str, blocks: u32, threads: u32, inputs: [&[u32]; 3], out: usize) -> Vec<u32> {
-    let [volta, turing] = modules().each_ref().map(|m| run_on(m, kernel, blocks, threads, inputs, out));
+    let [volta, turing] = MODULES.each_ref().map(|m| run_on(m, kernel, blocks, threads, inputs, out));
     assert_eq!(volta, turing, "{kernel}: sm_70 and sm_75 differ");
     volta
 }
@@ -91,7 +92,7 @@ fn integers() {
 #[test]
 fn long_integers() {
     let (a, mut b) = (words(256, 5), words(256, 11));
-    // some divisors of few bits
+    // some divisors below 2^32
     b[1..80].iter_mut().step_by(2).for_each(|high| *high = 0);
     let long = |v: &[u32], t: usize| v[2 * t] as u64 | (v[2 * t + 1] as u64) << 32;
     let found = run("long_integers", 1, 128, [&a, &b, &[]], 128 * 16);
@@ -127,7 +128,7 @@ fn exchange_between_lanes() {
 }
 
 #[test]
-fn divergence() {
+fn threads_diverge_and_meet_again() {
     fn recursive(x: u32, k: u32) -> u32 {
         if k > 0 {
             recursive(x.wrapping_mul(3).wrapping_add(1), k - 1).wrapping_add(1)
@@ -176,8 +177,7 @@ fn atomics() {
     let found = run("atomics", 4, 128, [&[], &[], &[]], 9);
     let sum = 128 * 127 / 2;
     let (max, min) = ((0..128).map(|t| t * 7 % 101).max(), (0..128).map(|t| -(t * 7 % 103)).min());
-    // sum, max, min, or, xor, 512 additions of 2, a counter from 0 to 9, the blocks' sums, and reducing barriers: 64 odd threads + 1000 +
-    // 10000
+    // sum, max, min, or, xor, 512 additions of 2, a counter modulo 10, the blocks' sums, reducing barriers: 64 odd threads + 1000 + 10000
     assert_eq!(found, [4 * sum, max.unwrap(), min.unwrap() as u32, u32::MAX, 0, 1024, 512 % 10, 4 * sum, 11064]);
 }
 
@@ -191,7 +191,7 @@ fn named_barriers() {
 #[test]
 fn spilled_registers() {
     let a = words(64 * 64, 7);
-    assert!(modules().iter().all(|m| m.kernel_info("spills").unwrap().spill_insts > 20));
+    assert!(MODULES.iter().all(|m| m.kernel_info("spills").unwrap().spill_insts > 20));
     let found = run("spills", 1, 64, [&a, &[], &[]], 64 * 64);
     for t in 0..64 {
         let mut v: Vec<u32> = (0..64).map(|i| a[64 * i + t]).collect();
@@ -214,18 +214,22 @@ fn half(x: i32) -> u32 {
     ((x < 0) as u32) << 15 | (exponent + 15) << 10 | (magnitude << (10 - exponent) & 0x3ff)
 }
 
+/// Returns element (i, j) of matrix `q`, of small integers without symmetry, so that a transposed result differs. Their sums are exact.
+fn number(seed: usize, q: usize, i: usize, j: usize) -> i32 {
+    ((seed * 31 + q * 13 + i * 17 + j * 7 + i * j * 5) % 23) as i32 - 11
+}
+
 /// Packs pairs of halves into words.
 fn packed(halves: &[u32]) -> Vec<u32> {
     halves.chunks(2).map(|pair| pair[0] | pair[1] << 16).collect()
 }
 
-/// All layouts of mma.m8n8k4, each quad-pair with matrices of its own. Small integers: every sum is exact.
+/// All layouts of mma.m8n8k4, each quad-pair with matrices of its own.
 #[test]
-fn matrix_products_of_volta() {
-    let number = |seed: usize, q: usize, i: usize, j: usize| ((seed * 31 + q * 13 + i * 17 + j * 7 + i * j * 5) % 23) as i32 - 11;
+fn hmma_884_multiplies_all_layouts() {
     let (a, b, c) = (|q, m, k| number(1, q, m, k), |q, k, n| number(2, q, k, n), |q, m, n| number(3, q, m, n));
     let product = |q: usize, m: usize, n: usize| c(q, m, n) + (0..4).map(|k| a(q, m, k) * b(q, k, n)).sum::<i32>();
-    // lane -> its quad-pair and its number there
+    // lane -> its quad-pair (the 8 lanes that share a product) and its number there
     let place = |l: usize| (l / 4 % 4, l % 4 + l / 16 * 4);
     // element v of thread t of a quad-pair, as (row, column)
     let own = |t: usize, v: usize| (t, v);
@@ -248,27 +252,177 @@ fn matrix_products_of_volta() {
             let sums = fragment(8, &of_f32, &|q, m, n| (c(q, m, n) as f32).to_bits());
             let expected = fragment(8, &of_f32, &|q, m, n| (product(q, m, n) as f32).to_bits());
             let kernel = format!("mma_f32_{a_layout}_{b_layout}");
-            assert_eq!(run_on(&modules()[0], &kernel, 1, 32, [&left, &right, &sums], 256), expected, "{kernel}");
+            assert_eq!(run_on(&MODULES[0], &kernel, 1, 32, [&left, &right, &sums], 256), expected, "{kernel}");
             let sums = packed(&fragment(8, &own, &|q, m, n| half(c(q, m, n))));
             let expected = packed(&fragment(8, &own, &|q, m, n| half(product(q, m, n))));
             let kernel = format!("mma_f16_{a_layout}_{b_layout}");
-            assert_eq!(run_on(&modules()[0], &kernel, 1, 32, [&left, &right, &sums], 128), expected, "{kernel}");
+            assert_eq!(run_on(&MODULES[0], &kernel, 1, 32, [&left, &right, &sums], 128), expected, "{kernel}");
         }
     }
 }
 
-/// A published latency: 4 cycles from an FFMA to one that depends on it, on both GPUs.
+/// A published latency: 4 cycles from an FFMA to one that depends on it, on both GPUs. The difference of two runs leaves out the launch.
 #[test]
 fn dependent_ffmas_take_four_cycles() {
     let values: Vec<u32> = (0..64).map(|i| (0.5 + i as f32 / 256.0).to_bits()).collect();
-    for (module, gpu) in modules().iter().zip(["v100", "t4"]) {
+    for (module, gpu) in MODULES.iter().zip(["v100", "t4"]) {
         let cycles = |rounds: u32| {
             let options = TimingOptions { machine: Machine::named(gpu).unwrap(), dispatch: Dispatch::Static, ..Default::default() };
             // SAFETY: the extents live here.
             let report = launch(1, 32, [&[rounds], &values, &[]], &mut [0; 32], |l| unsafe { module.time("ffma_chain", l, &options) });
             report.unwrap().timing.cycles as f64
         };
-        let each = (cycles(50) - cycles(10)) / (40.0 * 64.0);
+        let each = (cycles(50) - cycles(10)) / (40.0 * 64.0); // a round has 64 FFMAs
         assert!((4.0..4.4).contains(&each), "{gpu}: {each}");
     }
+}
+
+/// Runs a kernel of sm_75 with `threads` threads of one warp. Returns `out` words, or the simulator's error.
+fn run_threads(kernel: &str, threads: u32, inputs: [&[u32]; 3], out: usize) -> Result<Vec<u32>, String> {
+    let mut found = vec![u32::MAX; out];
+    // SAFETY: the extents live here.
+    launch(1, threads, inputs, &mut found, |l| unsafe { TURING.run(kernel, l, &Schedule { quantum: 1, threads: 1 }) })
+        .map_err(|e| e.to_string())?;
+    Ok(found)
+}
+
+fn run_warp(kernel: &str, inputs: [&[u32]; 3], out: usize) -> Vec<u32> {
+    run_threads(kernel, 32, inputs, out).unwrap()
+}
+
+/// Returns register `which` of a fragment: lane 4g+t has elements 2t and 2t+1 of row g, in the next register of row g+8.
+fn fragment(element: impl Fn(usize, usize) -> u32, which: usize) -> Vec<u32> {
+    (0..32)
+        .map(|l| {
+            let (row, column) = (l / 4 + 8 * which, 2 * (l % 4));
+            element(row, column) | element(row, column + 1) << 16
+        })
+        .collect()
+}
+
+#[test]
+fn hmma_multiplies_matrices_of_halves() {
+    let (a, b, c) = (|m, k| number(1, 0, m, k), |k, n| number(2, 0, k, n), |m, n| number(3, 0, m, n));
+    let product = |m: usize, n: usize| c(m, n) + (0..8).map(|k| a(m, k) * b(k, n)).sum::<i32>();
+    let left = [fragment(|m, k| half(a(m, k)), 0), fragment(|m, k| half(a(m, k)), 1)].concat();
+    let right = fragment(|n, k| half(b(k, n)), 0);
+    // f32: c0 and c1 are columns 2t and 2t+1 of row g, c2 and c3 of row g+8
+    let place = |i: usize, l: usize| (l / 4 + 8 * (i >> 1), 2 * (l % 4) + (i & 1));
+    let sums: Vec<u32> = (0..128).map(|i| place(i / 32, i % 32)).map(|(m, n)| (c(m, n) as f32).to_bits()).collect();
+    let found = run_warp("hmma_f32", [&left, &right, &sums], 128);
+    for (i, bits) in found.into_iter().enumerate() {
+        let (m, n) = place(i / 32, i % 32);
+        assert_eq!(f32::from_bits(bits), product(m, n) as f32, "row {m} column {n}");
+    }
+    let sums = [fragment(|m, n| half(c(m, n)), 0), fragment(|m, n| half(c(m, n)), 1)].concat();
+    let expected = [fragment(|m, n| half(product(m, n)), 0), fragment(|m, n| half(product(m, n)), 1)].concat();
+    assert_eq!(run_warp("hmma_f16", [&left, &right, &sums], 64), expected);
+}
+
+#[test]
+fn imma_multiplies_matrices_of_bytes() {
+    // bytes over the whole range
+    let byte = |seed: usize, i: usize, j: usize| ((number(seed, 0, i, j) * 12) as u8).wrapping_add((i * j) as u8);
+    let c = |m, n| 1000 * number(3, 0, m, n);
+    let register = |seed: usize| -> Vec<u32> {
+        (0..32).map(|l| u32::from_le_bytes(std::array::from_fn(|i| byte(seed, l / 4, 4 * (l % 4) + i)))).collect()
+    };
+    let place = |i: usize| (i % 32 / 4, 2 * (i % 4) + i / 32);
+    let sums: Vec<u32> = (0..64).map(place).map(|(m, n)| c(m, n) as u32).collect();
+    for (kernel, is_unsigned) in [("imma_s8", false), ("imma_u8", true)] {
+        let a = |m, k| if is_unsigned { i32::from(byte(1, m, k)) } else { i32::from(byte(1, m, k) as i8) };
+        let product = |m: usize, n: usize| (0..16).map(|k| a(m, k) * i32::from(byte(2, n, k) as i8)).sum::<i32>();
+        let found = run_warp(kernel, [&register(1), &register(2), &sums], 64);
+        for (i, word) in found.into_iter().enumerate() {
+            let (m, n) = place(i);
+            assert_eq!(word as i32, c(m, n) + product(m, n), "{kernel}, row {m} column {n}");
+        }
+    }
+}
+
+#[test]
+fn ldsm_loads_and_transposes_matrices() {
+    let memory: Vec<u32> = (0..512).map(|i| (2 * i) | (2 * i + 1) << 16).collect();
+    // rows of 16 bytes anywhere, some of them the same
+    let rows: Vec<usize> = (0..32).map(|l| (l * l * 3 + 5 * l) % 128).collect();
+    let addresses: Vec<u32> = rows.iter().map(|&r| 16 * r as u32).collect();
+    for (kernel, count, transposed) in
+        [("ldsm_1", 1, false), ("ldsm_1t", 1, true), ("ldsm_2", 2, false), ("ldsm_2t", 2, true), ("ldsm_4", 4, false), ("ldsm_4t", 4, true)]
+    {
+        let found = run_warp(kernel, [&memory, &addresses, &[]], 128);
+        for matrix in 0..4 {
+            let element = |row: usize, column: usize| (8 * rows[8 * matrix + row] + column) as u32;
+            let expected = match (matrix < count, transposed) {
+                (false, _) => vec![0; 32],
+                (_, false) => fragment(element, 0),
+                (_, true) => fragment(|column, row| element(row, column), 0),
+            };
+            assert_eq!(found[32 * matrix..32 * matrix + 32], expected, "{kernel}, matrix {matrix}");
+        }
+    }
+}
+
+#[test]
+fn ldsm_needs_valid_addresses_of_all_lanes() {
+    let memory = vec![0; 512];
+    let with = |lane: usize, address: u32| {
+        let mut addresses = vec![0; 32];
+        addresses[lane] = address;
+        run_threads("ldsm_1", 32, [&memory, &addresses, &[]], 128)
+    };
+    assert!(with(31, 2032).is_ok());
+    let e = with(31, 2048).unwrap_err();
+    assert!(e.contains("shared load out of bounds") && e.contains("LDSM") && e.contains("lane 31"), "{e}");
+    let e = with(3, 8).unwrap_err();
+    assert!(e.contains("misaligned load") && e.contains("lane 3"), "{e}");
+}
+
+#[test]
+fn matrix_instructions_need_whole_warps() {
+    let words = vec![0; 512];
+    for (kernel, instruction) in [("ldsm_4", "LDSM"), ("movm", "MOVM"), ("hmma_f32", "HMMA"), ("hmma_f16", "HMMA"), ("imma_s8", "IMMA")] {
+        let e = run_threads(kernel, 31, [&words, &words, &words], 512).unwrap_err();
+        assert!(e.contains(&format!("{instruction} with a partial warp (mask 0x7fffffff)")), "{e}");
+    }
+}
+
+#[test]
+fn movm_transposes_a_matrix() {
+    let element = |row: usize, column: usize| (8 * row + column) as u32;
+    assert_eq!(run_warp("movm", [&fragment(element, 0), &[], &[]], 32), fragment(|row, column| element(column, row), 0));
+}
+
+#[test]
+fn mufu_of_halves_and_tanh() {
+    let inputs: Vec<u32> = (0..32).map(|l| half(l - 16) | half(l / 4) << 16).collect();
+    let found = run_warp("special", [&inputs, &[], &[]], 96);
+    for (l, words) in found.chunks(3).enumerate() {
+        let power = |x: i32| match x {
+            -14.. => ((x + 15) as u32) << 10,
+            _ => 1 << (x + 24),
+        };
+        assert_eq!(words[..2], [power(l as i32 - 16), power(l as i32 - 16) | power(l as i32 / 4) << 16], "lane {l}");
+    }
+    let inputs: Vec<u32> = (0..32).map(|l| (l as f32 / 8.0 - 2.0).to_bits()).collect();
+    for (x, words) in inputs.iter().zip(run_warp("special", [&inputs, &[], &[]], 96).chunks(3)) {
+        let (x, found) = (f32::from_bits(*x), f32::from_bits(words[2]));
+        assert!((found - x.tanh()).abs() < 1e-6, "tanh of {x}: {found}");
+    }
+}
+
+#[test]
+fn rejects_a_gpu_of_another_architecture() {
+    let words = vec![0; 512];
+    let time = |name: &str| {
+        let options = TimingOptions { machine: Machine::named(name).unwrap(), ..Default::default() };
+        // SAFETY: the extents live here.
+        launch(1, 32, [&words; 3], &mut [0; 512], |l| unsafe { TURING.time("ldsm_4", l, &options) })
+    };
+    let e = time("v100").unwrap_err().to_string();
+    assert_eq!(e, "the cubin is for sm_75, a v100 runs sm_70");
+    let report = time("t4").unwrap();
+    assert_eq!(report.timing.mix["LDSM.4"], 1);
+    assert!((1_000..10_000).contains(&report.timing.cycles), "{} cycles", report.timing.cycles);
+    assert_eq!(Machine::names(), ["v100", "pg503", "t4", "rtx2080ti", "titanrtx"]);
+    assert!(Machine::named("t5").is_none());
 }

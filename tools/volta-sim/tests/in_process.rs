@@ -1,5 +1,5 @@
-//! The in-process interface, on the prebuilt kernels of fixtures/. Needs nvdisasm
-//! (`$VOLTA_SIM_NVDISASM` or `PATH`).
+//! Tests the library's interface (`Module::run`, `Module::time`): results, errors, that timing writes nothing, and prefetches. Runs the
+//! prebuilt kernels of fixtures/saxpy.cu and prefetch.cu. Needs nvdisasm (`$VOLTA_SIM_NVDISASM` or `PATH`).
 
 use std::sync::OnceLock;
 use volta_sim::{Dispatch, Extent, Launch, Machine, Module, Schedule, TimingOptions};
@@ -15,7 +15,7 @@ fn module() -> &'static Module {
 const N: usize = 1000;
 const A: f32 = 0.5;
 
-/// Vectors of a saxpy launch. `x` and `y` are separate allocations.
+/// The vectors of a launch, which are separate allocations. `params` is the kernels' struct, with `n` as its last field.
 struct Data {
     x: Vec<f32>,
     y: Vec<f32>,
@@ -34,12 +34,12 @@ impl Data {
         p
     }
     fn extents(&mut self) -> [Extent<'static>; 4] {
-        let nothing = Extent { name: "null", ptr: std::ptr::null_mut(), len: 64, read_only: false };
+        let nothing = Extent { name: "null", ptr: std::ptr::null_mut(), len: 64, read_only: false, exchanged: false };
         [
             nothing,
-            Extent { name: "x", ptr: self.x.as_mut_ptr().cast(), len: 4 * N, read_only: true },
-            Extent { name: "empty", ptr: self.y.as_mut_ptr().cast(), len: 0, read_only: false },
-            Extent { name: "y", ptr: self.y.as_mut_ptr().cast(), len: 4 * N, read_only: false },
+            Extent { name: "x", ptr: self.x.as_mut_ptr().cast(), len: 4 * N, read_only: true, exchanged: false },
+            Extent { name: "empty", ptr: self.y.as_mut_ptr().cast(), len: 0, read_only: false, exchanged: false },
+            Extent { name: "y", ptr: self.y.as_mut_ptr().cast(), len: 4 * N, read_only: false, exchanged: false },
         ]
     }
     fn expected(&self) -> Vec<f32> {
@@ -64,7 +64,7 @@ fn assert_error(result: Result<u64, String>, parts: &[&str]) {
 }
 
 #[test]
-fn right_with_every_schedule() {
+fn results_do_not_depend_on_the_schedule() {
     for (quantum, threads) in [(20_000, 1), (20_000, 3), (1, 1), (1, 2)] {
         let mut d = Data::new();
         let expected = d.expected();
@@ -76,7 +76,7 @@ fn right_with_every_schedule() {
 }
 
 #[test]
-fn atomics_of_several_threads() {
+fn atomics_of_several_host_threads_add_up() {
     let mut d = Data::new();
     d.y[0] = 0.0;
     let (params, extents) = (d.params(N), d.extents());
@@ -86,7 +86,7 @@ fn atomics_of_several_threads() {
 }
 
 #[test]
-fn store_outside_every_extent() {
+fn rejects_accesses_outside_every_extent() {
     let mut d = Data::new();
     let (params, mut extents) = (d.params(N), d.extents());
     extents[3].len -= 8;
@@ -102,7 +102,7 @@ fn store_outside_every_extent() {
 }
 
 #[test]
-fn store_to_a_read_only_extent() {
+fn rejects_stores_to_a_read_only_extent() {
     let mut d = Data::new();
     let before = d.y.clone();
     let (params, mut extents) = (d.params(N), d.extents());
@@ -121,7 +121,7 @@ fn store_to_a_read_only_extent() {
 }
 
 #[test]
-fn bad_launches() {
+fn rejects_launches_that_do_not_fit_the_kernel() {
     let mut d = Data::new();
     let (params, extents) = (d.params(N), d.extents());
     let l = launch(&params, &extents);
@@ -144,7 +144,7 @@ fn bad_launches() {
 }
 
 #[test]
-fn static_facts() {
+fn describes_kernels_without_running_them() {
     let m = module();
     let mut names: Vec<&str> = m.kernel_names().collect();
     names.sort_unstable();
@@ -160,7 +160,7 @@ fn static_facts() {
 }
 
 #[test]
-fn timing_leaves_memory_alone() {
+fn timing_writes_no_memory() {
     let mut d = Data::new();
     let before = (d.x.clone(), d.y.clone());
     let (params, extents) = (d.params(N), d.extents());
@@ -181,7 +181,7 @@ fn timing_leaves_memory_alone() {
     assert_eq!(h.code_bytes, h.last_pc - h.first_pc + 16);
     assert!(h.smem_wavefronts >= 16 && h.smem_wavefronts <= t.counters.smem_wavefronts);
     assert_eq!((h.smem_conflict_excess, t.smem_conflict_excess), (0.0, 0.0));
-    assert!(t.util.fma > 0.0 && t.util.tensor == 0.0 && t.stall_fraction.long_scoreboard > 0.1);
+    assert!(t.util["fma"] > 0.0 && t.util["tensor"] == 0.0 && t.stall_fraction["long_scoreboard"] > 0.1);
     assert!(t.listing.as_ref().unwrap().contains("STG"));
 
     let machine = Machine { icache: false, ..Machine::default() };
@@ -195,7 +195,7 @@ fn timing_leaves_memory_alone() {
 }
 
 #[test]
-fn bad_timing_options() {
+fn rejects_wrong_timing_options() {
     let mut d = Data::new();
     let (params, extents) = (d.params(N), d.extents());
     let l = launch(&params, &extents);
@@ -212,7 +212,7 @@ fn bad_timing_options() {
     assert!(error(TimingOptions { machine, ..Default::default() }).contains("sms"));
 }
 
-/// A prefetch takes no time of the warp, and a load behind it the latency that is left: of DRAM none, of L2 all.
+/// A prefetch into L2 takes no time of the warp. A load right after it saves nothing; a load after DRAM's latency takes L2's alone.
 #[test]
 fn prefetched_sectors_arrive_when_dram_is_done() {
     let module = Module::load(include_bytes!("fixtures/prefetch.cubin")).unwrap();
@@ -227,8 +227,8 @@ fn prefetched_sectors_arrive_when_dram_is_done() {
     };
     let saved = |operations| cycles("loaded", operations) - cycles("prefetched", operations);
     let m = Machine::default();
-    let most = (m.dram_latency - m.l2_latency) as i64;
-    // there is a barrier between
+    let full = (m.dram_latency - m.l2_latency) as i64;
+    // up to 60 cycles for the barrier between the prefetch and the load
     assert!((0..=60).contains(&saved(0)), "at once: {}", saved(0));
-    assert!((most - 40..=most).contains(&saved(400)), "behind a wait: {}", saved(400));
+    assert!((full - 40..=full).contains(&saved(400)), "after a wait: {}", saved(400));
 }

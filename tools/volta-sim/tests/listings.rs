@@ -1,11 +1,11 @@
-//! The folder of listings that spares later processes nvdisasm. Needs nvdisasm (`$VOLTA_SIM_NVDISASM` or `PATH`).
+//! Tests `$VOLTA_SIM_LISTINGS`, a folder that keeps nvdisasm's output for later runs. Needs nvdisasm (`$VOLTA_SIM_NVDISASM` or `PATH`).
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Writes a disassembler that counts its calls in a file beside it.
+/// Writes a script that runs nvdisasm and counts its calls in a file beside it. Returns the script's path.
 fn counting(folder: &Path) -> PathBuf {
     let real = std::env::var_os("VOLTA_SIM_NVDISASM").map_or_else(|| "nvdisasm".into(), |path| path.to_string_lossy().into_owned());
     let path = folder.join("nvdisasm");

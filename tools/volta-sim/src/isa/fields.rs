@@ -1,5 +1,13 @@
 //! What the operands and modifiers of an instruction can be.
 
+/// Defines enums, with the traits that all have.
+macro_rules! enums {
+    ($($(#[$doc:meta])* $name:ident { $($variants:tt)* })*) => {
+        $($(#[$doc])* #[derive(Clone, Copy, Debug, PartialEq, Eq)] pub enum $name { $($variants)* })*
+    };
+}
+pub(super) use enums;
+
 /// A register: R0 to R254, RZ, and from [`UR0`] the uniform registers of sm_75, one value a warp (kept as a register whose
 /// lanes are equal, so that every instruction reads it as it reads any other; URZ is RZ).
 pub type Reg = u16;
@@ -12,25 +20,24 @@ pub const URZ: Reg = 63;
 pub const PT: u8 = 7;
 pub const UP0: u8 = 8;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SrcKind {
-    Reg,
-    Imm,
-    Const,
+enums! {
+    SrcKind { Reg, Imm, Const }
+
+    /// Which parts of a source register are read.
+    Sel {
+        None,
+        /// the low half, or the high one, as both halves
+        H0H0,
+        H1H1,
+        /// one byte, one half
+        B(u8),
+        H(u8),
+        /// an fp32 constant that is read as fp16, in both halves
+        F32,
+    }
 }
 
-/// Half / byte selector on a source register.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sel {
-    None,
-    H0H0,
-    H1H1,
-    B(u8),
-    H(u8),
-    /// an fp32 constant that is read as fp16, in both halves
-    F32,
-}
-
+/// A source operand. `neg`, `abs` and `inv` are the signs `-`, `|..|` and `~` before it.
 #[derive(Clone, Copy, Debug)]
 pub struct Src {
     pub kind: SrcKind,
@@ -41,6 +48,7 @@ pub struct Src {
     pub abs: bool,
     pub inv: bool,
     pub sel: Sel,
+    /// the register stays in the operand cache for the next instruction (.reuse)
     pub reuse: bool,
 }
 
@@ -51,12 +59,13 @@ impl Src {
     pub fn immediate(val: u32) -> Src {
         Src { kind: SrcKind::Imm, val, ..Src::ZERO }
     }
-    /// The register of each thread's own that is read.
+    /// Returns the register that is read, None for RZ and uniform registers.
     pub fn reg(&self) -> Option<Reg> {
         (self.kind == SrcKind::Reg && self.val < RZ as u32).then_some(self.val as Reg)
     }
 }
 
+/// A predicate that is read, negated if `neg`.
 #[derive(Clone, Copy, Debug)]
 pub struct PredOp {
     pub idx: u8,
@@ -67,7 +76,8 @@ impl PredOp {
     pub const FALSE: PredOp = PredOp { idx: PT, neg: true };
 }
 
-/// Control field of the 128-bit encoding (bits 105..125).
+/// Control field of the 128-bit encoding (bits 105..125), by which ptxas schedules. A scoreboard is one of six counters of a warp: an
+/// instruction of variable latency holds one, and later instructions wait for it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ctrl {
     /// cycles before the warp's next instruction
@@ -95,64 +105,33 @@ impl Ctrl {
     }
 }
 
-/// Comparison of a *SETP or *SET; the U of Ltu to Neu: or unordered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cmp {
-    F,
-    Lt,
-    Eq,
-    Le,
-    Gt,
-    Ne,
-    Ge,
-    Num,
-    Nan,
-    Ltu,
-    Equ,
-    Leu,
-    Gtu,
-    Neu,
-    Geu,
-    T,
-}
-/// What joins the result of a comparison and a source predicate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BoolOp {
-    And,
-    Or,
-    Xor,
-}
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Round {
-    Rn,
-    Rz,
-    Rm,
-    Rp,
+enums! {
+    /// Comparison of a *SETP or *SET. F: never, T: always, Num: neither is NaN, Nan: one is; the U of Ltu to Geu: or one is NaN.
+    Cmp { F, Lt, Eq, Le, Gt, Ne, Ge, Num, Nan, Ltu, Equ, Leu, Gtu, Neu, Geu, T }
+
+    /// What joins the result of a comparison and a source predicate.
+    BoolOp { And, Or, Xor }
+
+    /// Rounding to nearest even, toward zero, down (to minus infinity), up.
+    Round { Rn, Rz, Rm, Rp }
+
+    /// Functional unit an instruction is issued to (timing model): XU has special functions, LSU memory and shuffles, Ctl branches.
+    Unit {
+        Fma, Alu, Fp16, Fp64, Xu, Tensor, Lsu,
+        /// the datapath of sm_75 that works once for all threads of a warp
+        Uniform,
+        Ctl,
+    }
 }
 
-/// Functional unit an instruction is issued to (timing model).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Unit {
-    Fma,
-    Alu,
-    Fp16,
-    Fp64,
-    Xu,
-    Tensor,
-    Lsu,
-    /// the datapath of sm_75 that works once for all threads of a warp
-    Uniform,
-    Ctl,
-}
-
+/// An address: (base << scale) + uniform + off.
 #[derive(Clone, Copy, Debug)]
 pub struct MemRef {
     pub base: Reg,
-    /// 64-bit base register pair
+    /// the base is a 64-bit register pair
     pub wide: bool,
-    /// uniform register that is added to it
     pub uniform: Reg,
-    /// of which there is a pair
+    /// so is the uniform register
     pub uniform_wide: bool,
     pub off: i64,
     /// log2 scale on the base register ([R4.X4+..])

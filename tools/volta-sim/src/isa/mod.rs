@@ -1,5 +1,4 @@
-//! The instruction set as data: what operations there are ([`Op`]), what their operands and modifiers can be, and a decoded
-//! instruction ([`Inst`]).
+//! The instruction set as data: the operations ([`Op`]), their operands and modifiers, and a decoded instruction ([`Inst`]).
 
 mod fields;
 mod op;
@@ -7,6 +6,7 @@ mod op;
 pub use fields::*;
 pub use op::*;
 
+/// A decoded instruction. `ops` executes it, `timing` charges its cycles.
 #[derive(Clone, Debug)]
 pub struct Inst {
     pub pc: u32,
@@ -14,7 +14,7 @@ pub struct Inst {
     pub guard: PredOp,
     /// mask of threads for which it writes even if they are not active: all for a uniform destination (see [`UR0`]), else none
     pub everywhere: u32,
-    /// destinations and sources; p: predicates
+    /// destinations and sources, RZ and PT where there are fewer; p: predicates
     pub dst: Reg,
     pub pdst: [u8; 2],
     pub src: [Src; 3],

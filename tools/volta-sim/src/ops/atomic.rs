@@ -1,4 +1,4 @@
-//! Atomic operations on global and shared memory.
+//! Atomic operations on global and shared memory. Lanes execute in order of their number.
 
 use super::class::Class;
 use super::memory::{addresses, global_fault, in_shared_window};
@@ -15,8 +15,7 @@ impl Class for Atomic {
         }
         let ret = d.base != "RED";
         if ret {
-            d.opt_pdsts(2);
-            d.dst()?;
+            d.opt_pdsts(2).dst()?;
         }
         d.address()?;
         let mut op = None;
@@ -80,10 +79,7 @@ impl Class for Atomic {
                 // SAFETY: the offset is inside the CTA's memory.
                 unsafe { s.shared.as_mut_ptr().add(a as usize) }
             } else {
-                match env.mem.ptr_mut(a, n, &mut s.w.hint) {
-                    Some(p) => p,
-                    None => return Err(global_fault(s, l, "atomic", a, n)),
-                }
+                env.mem.find(a, n, true, &mut s.w.hint).ok_or_else(|| global_fault(s, l, "atomic", a, n))?
             };
             if a & (n - 1) != 0 {
                 return Err(s.fault(l, "misaligned atomic", a, n, ""));
@@ -115,35 +111,20 @@ impl Class for Atomic {
 }
 
 impl Atomic {
-    /// What memory that held `cur` holds afterwards.
+    /// Returns what memory that held `cur` holds afterwards. `a` is the operand; CAS stores `b` if it finds `a`.
     #[inline(always)]
     fn apply(self, cur: u64, a: u64, b: u64) -> u64 {
         match self.op {
             AtomOp::Exch => a,
-            AtomOp::Cas => {
-                if cur == a {
-                    b
-                } else {
-                    cur
-                }
-            }
+            AtomOp::Cas if cur == a => b,
+            AtomOp::Cas => cur,
             AtomOp::And => cur & a,
             AtomOp::Or => cur | a,
             AtomOp::Xor => cur ^ a,
-            AtomOp::Inc => {
-                if cur >= a {
-                    0
-                } else {
-                    cur + 1
-                }
-            }
-            AtomOp::Dec => {
-                if cur == 0 || cur > a {
-                    a
-                } else {
-                    cur - 1
-                }
-            }
+            AtomOp::Inc if cur >= a => 0,
+            AtomOp::Inc => cur + 1,
+            AtomOp::Dec if cur == 0 || cur > a => a,
+            AtomOp::Dec => cur - 1,
             AtomOp::Add => match self.ty {
                 AtomTy::F32 => (f32::from_bits(cur as u32) + f32::from_bits(a as u32)).to_bits() as u64,
                 AtomTy::F16x2 => {
@@ -159,10 +140,9 @@ impl Atomic {
                     AtomTy::S64 => (cur as i64) < (a as i64),
                     _ => cur < a,
                 };
-                if less == (self.op == AtomOp::Min) {
-                    cur
-                } else {
-                    a
+                match less == (self.op == AtomOp::Min) {
+                    true => cur,
+                    false => a,
                 }
             }
         }

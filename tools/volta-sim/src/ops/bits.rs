@@ -11,18 +11,13 @@ impl Class for Bits {
         let signed = d.signed();
         let op = match d.base {
             "LOP3" => {
-                d.allow(&["LUT", "PAND"])?;
-                d.opt_pdsts(2);
-                d.dst()?;
-                d.srcs(3)?;
+                d.allow(&["LUT", "PAND"])?.opt_pdsts(2).dst()?.srcs(3)?;
                 let lut = d.imm()? as u8;
                 d.opt_psrcs();
                 Bits::Lop3 { lut, pand: d.has("PAND") }
             }
             "SHF" => {
-                d.allow(&["L", "R", "W", "HI", "U32", "S32", "U64", "S64"])?;
-                d.dst()?;
-                d.srcs(3)?;
+                d.allow(&["L", "R", "W", "HI", "U32", "S32", "U64", "S64"])?.dst()?.srcs(3)?;
                 Bits::Shf {
                     left: d.has("L"),
                     wrap: d.has("W"),
@@ -32,17 +27,11 @@ impl Class for Bits {
                 }
             }
             "PRMT" => {
-                d.allow(&[])?;
-                d.dst()?;
-                d.srcs(3)?;
+                d.allow(&[])?.dst()?.srcs(3)?;
                 Bits::Prmt
             }
             "POPC" | "FLO" | "BREV" => {
-                d.allow(&["U32", "SH"])?;
-                d.dst()?;
-                d.opt_pdsts(2);
-                d.src(0)?;
-                d.inst.unit = Unit::Xu;
+                d.allow(&["U32", "SH"])?.dst()?.opt_pdsts(2).src(0)?.on(Unit::Xu);
                 match d.base {
                     "POPC" => Bits::Popc,
                     "FLO" => Bits::Flo { signed, sh: d.has("SH") },
@@ -50,13 +39,11 @@ impl Class for Bits {
                 }
             }
             "BMSK" => {
-                d.dst()?;
-                d.srcs(2)?;
+                d.dst()?.srcs(2)?;
                 Bits::Bmsk { wrap: d.has("W") }
             }
             "SGXT" => {
-                d.dst()?;
-                d.srcs(2)?;
+                d.dst()?.srcs(2)?;
                 Bits::Sgxt { signed }
             }
             _ => return Ok(None),
@@ -77,34 +64,25 @@ impl Class for Bits {
                     s.setp(0, if pand { nz & p } else { nz | p });
                 }
             }
+            // shifts the pair (a, c), low word first, by n: W takes n modulo its limit, else n is clamped; HI gives the high word
             Bits::Shf { left, wrap, hi, signed, wide } => {
                 let (a, n, c) = (s.raw(0)?, s.raw(1)?, s.raw(2)?);
                 s.wr(&lanes(|l| {
                     let lim = if wide { 64 } else { 32 };
                     let sh = if wrap { n[l] & (lim - 1) } else { n[l].min(lim) };
                     let v = a[l] as u64 | (c[l] as u64) << 32;
-                    let r = if left {
-                        if sh == 64 {
-                            0
-                        } else {
-                            v << sh
-                        }
-                    } else if signed {
-                        ((v as i64) >> sh.min(63)) as u64
-                    } else if sh == 64 {
-                        0
-                    } else {
-                        v >> sh
+                    let r = match (left, signed) {
+                        (true, _) => v.checked_shl(sh).unwrap_or(0),
+                        (false, true) => ((v as i64) >> sh.min(63)) as u64,
+                        (false, false) => v.checked_shr(sh).unwrap_or(0),
                     };
-                    if hi {
-                        (r >> 32) as u32
-                    } else {
-                        r as u32
-                    }
+                    (r >> if hi { 32 } else { 0 }) as u32
                 }));
             }
+            // byte i is the one of the pair (a, c) that hexadecimal digit i of n names, or with the digit's bit 3 its sign eight times
             Bits::Prmt => {
                 let (a, n, c) = (s.raw(0)?, s.raw(1)?, s.raw(2)?);
+                // the most frequent case, two low halves, without loops
                 let r = if s.inst.src[1].kind == SrcKind::Imm && n[0] == 0x5410 {
                     lanes(|l| (a[l] & 0xffff) | c[l] << 16)
                 } else {
@@ -132,19 +110,19 @@ impl Class for Bits {
                 let a = s.int(0)?;
                 s.wr(&a.each(|x| x.reverse_bits()));
             }
+            // the number of the highest bit that is 1 (signed: that differs from the sign), or with SH the distance from bit 31
             Bits::Flo { signed, sh } => {
                 let a = s.int(0)?;
                 s.wr(&a.each(|x| {
                     let x = if signed && (x as i32) < 0 { !x } else { x };
-                    if x == 0 {
-                        !0
-                    } else if sh {
-                        x.leading_zeros()
-                    } else {
-                        31 - x.leading_zeros()
+                    match x.leading_zeros() {
+                        32 => !0,
+                        zeros if sh => zeros,
+                        zeros => 31 - zeros,
                     }
                 }));
             }
+            // b ones from bit a on
             Bits::Bmsk { wrap } => {
                 let (a, b) = (s.int(0)?, s.int(1)?);
                 s.wr(&lanes(|l| {
@@ -152,6 +130,7 @@ impl Class for Bits {
                     ((((1u64 << n) - 1) << p) & 0xffff_ffff) as u32
                 }));
             }
+            // the low b bits of a, extended
             Bits::Sgxt { signed } => {
                 let (a, b) = (s.int(0)?, s.int(1)?);
                 s.wr(&lanes(|l| {
@@ -170,7 +149,7 @@ impl Class for Bits {
     }
 }
 
-/// Any function of three bits, by its truth table.
+/// Returns the function of three bits whose truth table is `lut`: bit 4a + 2b + c is its value. The most frequent tables come first.
 #[inline(always)]
 pub fn lop3(lut: u8, a: &V, b: &V, c: &V) -> V {
     match lut {

@@ -1,4 +1,7 @@
 //! Branches, calls and exits, convergence barriers, and barriers of a CTA, of memory and of the scoreboards.
+//!
+//! A warp's threads are in groups that share a pc ([`crate::warp`]). In `execute`, `gi` is the index of the group that runs, `here` its
+//! threads, and `m` those of them whose guard holds. A branch that only some take divides the group.
 
 use super::class::Class;
 use crate::cta::Arrival;
@@ -119,7 +122,7 @@ impl Class for Branch {
     }
 }
 
-// ---- convergence barriers: where the threads of a warp that went different ways meet again ---
+// ---- convergence barriers: BSSY Bn stores the mask of its threads in Bn, and each of them waits at BSYNC Bn for the others ---
 
 impl Class for Convergence {
     fn decode(d: &mut Decoder) -> Decoded {
@@ -152,8 +155,7 @@ impl Class for Convergence {
                 _ => return Err(d.fail("BMOV operands")),
             },
             "WARPSYNC" => {
-                d.opt_psrcs();
-                d.src(0)?;
+                d.opt_psrcs().src(0)?;
                 Convergence::Warpsync
             }
             "YIELD" => Convergence::Yield,
@@ -253,20 +255,10 @@ impl Class for Barrier {
     fn decode(d: &mut Decoder) -> Decoded {
         let (op, unit) = match d.base {
             "BAR" => {
-                let mode = if d.has("ARV") {
-                    BarMode::Arv
-                } else if d.has("RED") {
-                    if d.has("POPC") {
-                        BarMode::RedPopc
-                    } else if d.has("AND") {
-                        BarMode::RedAnd
-                    } else {
-                        BarMode::RedOr
-                    }
-                } else if d.has("SYNC") {
-                    BarMode::Sync
-                } else {
-                    return Err(d.fail("BAR mode"));
+                let mode = match d.one_of(&[("ARV", BarMode::Arv), ("RED", BarMode::RedOr), ("SYNC", BarMode::Sync)]) {
+                    Some(BarMode::RedOr) => d.one_of(&[("POPC", BarMode::RedPopc), ("AND", BarMode::RedAnd)]).unwrap_or(BarMode::RedOr),
+                    Some(mode) => mode,
+                    None => return Err(d.fail("BAR mode")),
                 };
                 d.src(0)?;
                 if d.src_follows() {
@@ -276,8 +268,7 @@ impl Class for Barrier {
                 (Barrier::Bar(mode), Unit::Ctl)
             }
             "B2R" => {
-                d.dst()?;
-                d.opt_pdsts(2);
+                d.dst()?.opt_pdsts(2);
                 (Barrier::B2r, Unit::Lsu)
             }
             "MEMBAR" => (Barrier::Membar, Unit::Lsu),

@@ -1,5 +1,5 @@
-//! Conversions between numeric types. I2F to F32 rounds as its modifier says, and F2F of F32 to F16 toward zero with RZ. All other results
-//! in F16, F32 or F64 round to nearest, whatever the modifier says.
+//! Conversions between numeric types: I2F, F2I, F2F and FRND. I2F to F32 rounds as its modifier says, and F2F of F32 to F16 toward zero
+//! with RZ. All other results in F16, F32 or F64 round to nearest, whatever the modifier says.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -26,15 +26,7 @@ fn type_of(modifier: &str) -> Option<NumTy> {
 }
 
 fn int_round(d: &Decoder) -> IntRound {
-    if d.has("TRUNC") {
-        IntRound::Trunc
-    } else if d.has("FLOOR") {
-        IntRound::Floor
-    } else if d.has("CEIL") {
-        IntRound::Ceil
-    } else {
-        IntRound::Near
-    }
+    d.one_of(&[("TRUNC", IntRound::Trunc), ("FLOOR", IntRound::Floor), ("CEIL", IntRound::Ceil)]).unwrap_or(IntRound::Near)
 }
 
 /// Returns the floating-point and the integer type among the modifiers. Fails for a modifier that is no type and not in `known`.
@@ -56,9 +48,7 @@ impl Class for Conversion {
         if !["I2F", "F2I", "F2F", "FRND"].contains(&d.base) {
             return Ok(None);
         }
-        d.dst()?;
-        d.src(0)?;
-        d.inst.unit = Unit::Xu;
+        d.dst()?.src(0)?.on(Unit::Xu);
         let ftz = d.ftz();
         Ok(Some(Op::Conversion(match d.base {
             "I2F" => {
@@ -77,7 +67,7 @@ impl Class for Conversion {
             }
             _ => {
                 d.allow(&["TRUNC", "FLOOR", "CEIL", "FTZ"])?;
-                Conversion::Frnd { rnd: int_round(d) }
+                Conversion::Frnd { rnd: int_round(d), ftz }
             }
         })))
     }
@@ -109,11 +99,7 @@ impl Class for Conversion {
                             _ => x as i32 as i128,
                         };
                         let v = if src.abs { v.abs() } else { v };
-                        if src.neg {
-                            -v
-                        } else {
-                            v
-                        }
+                        v * if src.neg { -1 } else { 1 }
                     })
                 };
                 match to {
@@ -182,9 +168,9 @@ impl Class for Conversion {
                 }
                 _ => return Err(s.refuse("unimplemented conversion")),
             },
-            Conversion::Frnd { rnd } => {
+            Conversion::Frnd { rnd, ftz } => {
                 let a = s.flt(0)?;
-                s.wr(&a.each(|x| (to_int(x as f64, rnd) as f32).to_bits()));
+                s.wr(&a.each(|x| (to_int(fz(x, ftz) as f64, rnd) as f32).to_bits()));
             }
         }
         Ok(())

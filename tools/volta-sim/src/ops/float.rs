@@ -12,10 +12,8 @@ impl Class for Float {
         let ftz = d.ftz();
         let op = match d.base {
             "FADD" | "FMUL" | "FFMA" => {
-                d.allow(&["FTZ", "SAT", "RZ", "RM", "RP", "RN"])?;
-                d.dst()?;
-                d.srcs(if d.base == "FFMA" { 3 } else { 2 })?;
-                d.inst.unit = Unit::Fma;
+                let sources = if d.base == "FFMA" { 3 } else { 2 };
+                d.allow(&["FTZ", "SAT", "RZ", "RM", "RP", "RN"])?.dst()?.srcs(sources)?.on(Unit::Fma);
                 let (sat, rnd) = (d.sat(), d.round());
                 match d.base {
                     "FADD" => Float::Fadd { ftz, sat, rnd },
@@ -24,28 +22,19 @@ impl Class for Float {
                 }
             }
             "FMNMX" => {
-                d.allow(&["FTZ"])?;
-                d.dst()?;
-                d.srcs(2)?;
-                d.opt_psrcs();
+                d.allow(&["FTZ"])?.dst()?.srcs(2)?.opt_psrcs();
                 Float::Fmnmx { ftz }
             }
             "FSETP" => {
-                d.opt_pdsts(2);
-                d.srcs(2)?;
-                d.opt_psrcs();
+                d.opt_pdsts(2).srcs(2)?.opt_psrcs();
                 Float::Fsetp { cmp: d.cmp()?, bop: d.bop(), ftz }
             }
             "FSET" => {
-                d.dst()?;
-                d.srcs(2)?;
-                d.opt_psrcs();
+                d.dst()?.srcs(2)?.opt_psrcs();
                 Float::Fset { cmp: d.cmp()?, bop: d.bop(), ftz, bf: d.has("BF") }
             }
             "FCHK" => {
-                d.opt_pdsts(2);
-                d.srcs(2)?;
-                d.inst.unit = Unit::Xu;
+                d.opt_pdsts(2).srcs(2)?.on(Unit::Xu);
                 Float::Fchk
             }
             _ => return Ok(None),
@@ -57,43 +46,31 @@ impl Class for Float {
     fn execute(self, s: &mut Step) -> SimResult<()> {
         match self {
             Float::Fadd { ftz, sat, rnd } => {
-                let (a, b) = (s.flt(0)?, s.flt(1)?);
-                let r = if rnd == Round::Rn {
-                    lanes(|l| fz(a[l], ftz) + fz(b[l], ftz))
-                } else {
-                    lanes(|l| directed(fz(a[l], ftz) as f64 + fz(b[l], ftz) as f64, rnd))
-                };
+                let (a, b) = (source(s, 0, ftz)?, source(s, 1, ftz)?);
+                let r = rounded(rnd, |l| a[l] + b[l], |l| a[l] as f64 + b[l] as f64);
                 s.wr(&result(r, ftz, sat));
             }
             Float::Fmul { ftz, sat, rnd } => {
-                let (a, b) = (s.flt(0)?, s.flt(1)?);
-                let r = if rnd == Round::Rn {
-                    lanes(|l| fz(a[l], ftz) * fz(b[l], ftz))
-                } else {
-                    lanes(|l| directed(fz(a[l], ftz) as f64 * fz(b[l], ftz) as f64, rnd))
-                };
+                let (a, b) = (source(s, 0, ftz)?, source(s, 1, ftz)?);
+                let r = rounded(rnd, |l| a[l] * b[l], |l| a[l] as f64 * b[l] as f64);
                 s.wr(&result(r, ftz, sat));
             }
             Float::Ffma { ftz, sat, rnd } => {
-                let (a, b, c) = (s.flt(0)?, s.flt(1)?, s.flt(2)?);
-                let r = if rnd == Round::Rn {
-                    lanes(|l| fz(a[l], ftz).mul_add(fz(b[l], ftz), fz(c[l], ftz)))
-                } else {
-                    lanes(|l| directed(fz(a[l], ftz) as f64 * fz(b[l], ftz) as f64 + fz(c[l], ftz) as f64, rnd))
-                };
+                let (a, b, c) = (source(s, 0, ftz)?, source(s, 1, ftz)?, source(s, 2, ftz)?);
+                let r = rounded(rnd, |l| a[l].mul_add(b[l], c[l]), |l| a[l] as f64 * b[l] as f64 + c[l] as f64);
                 s.wr(&result(r, ftz, sat));
             }
             Float::Fmnmx { ftz } => {
-                let (a, b, p) = (s.flt(0)?, s.flt(1)?, s.p(0));
+                let (a, b, p) = (source(s, 0, ftz)?, source(s, 1, ftz)?, s.p(0));
                 let r: [f32; 32] = lanes(|l| {
-                    let (x, y) = (fz(a[l], ftz), fz(b[l], ftz));
+                    let (x, y) = (a[l], b[l]);
                     if x.is_nan() {
                         return if y.is_nan() { f32::from_bits(0x7fff_ffff) } else { y };
                     }
                     if y.is_nan() {
                         return x;
                     }
-                    // -0 orders below +0
+                    // the minimum where the predicate is true; -0 orders below +0
                     let lt = x < y || (x == y && x.is_sign_negative());
                     if lt == (p >> l & 1 != 0) {
                         x
@@ -104,32 +81,41 @@ impl Class for Float {
                 s.wr(&r.each(f32::to_bits));
             }
             Float::Fsetp { cmp, bop, ftz } => {
-                let (a, b) = (s.flt(0)?, s.flt(1)?);
-                s.setp_two(compare(cmp, &a.each(|x| fz(x, ftz)), &b.each(|x| fz(x, ftz))), bop);
+                s.setp_two(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), bop);
             }
             Float::Fset { cmp, bop, ftz, bf } => {
-                let (a, b) = (s.flt(0)?, s.flt(1)?);
-                let r = combine(compare(cmp, &a.each(|x| fz(x, ftz)), &b.each(|x| fz(x, ftz))), s.p(0), bop);
+                let r = combine(compare(cmp, &source(s, 0, ftz)?, &source(s, 1, ftz)?), s.p(0), bop);
                 let one = if bf { 0x3f80_0000 } else { !0 };
                 s.wr(&lanes(|l| if r >> l & 1 != 0 { one } else { 0 }));
             }
             Float::Fchk => {
-                // true when a plain reciprocal-based division could go wrong (conservative)
-                let (a, b) = (s.flt(0)?, s.flt(1)?);
-                s.setp(
-                    0,
-                    mask_of(|l| {
-                        let (ea, eb) = ((a[l].to_bits() >> 23 & 255) as i32, (b[l].to_bits() >> 23 & 255) as i32);
-                        ea == 255 || eb == 255 || ea <= 25 || eb <= 1 || eb >= 252 || ea - eb >= 125 || ea - eb <= -124
-                    }),
-                );
+                // true where a / b by a reciprocal could overflow or lose bits: the compiler's code then takes a slow path. Conservative
+                let exponents = |x: f32| (x.to_bits() >> 23 & 255) as i32;
+                let (a, b) = (s.flt(0)?.each(exponents), s.flt(1)?.each(exponents));
+                let is_extreme = |a, b| a == 255 || b == 255 || a <= 25 || b <= 1 || b >= 252 || a - b >= 125 || a - b <= -124;
+                s.setp(0, mask_of(|l| is_extreme(a[l], b[l])));
             }
         }
         Ok(())
     }
 }
 
-/// Results as the GPU returns them: one canonical NaN, saturated, flushed.
+/// Returns source `i`, with subnormals flushed if `ftz`.
+#[inline(always)]
+fn source(s: &Step, i: usize, ftz: bool) -> SimResult<[f32; 32]> {
+    Ok(s.flt(i)?.each(|x| fz(x, ftz)))
+}
+
+/// Returns `near`, the results rounded to nearest, or with another rounding the exact ones rounded so.
+#[inline(always)]
+fn rounded(rnd: Round, near: impl Fn(usize) -> f32, exact: impl Fn(usize) -> f64) -> [f32; 32] {
+    match rnd {
+        Round::Rn => lanes(near),
+        _ => lanes(|l| directed(exact(l), rnd)),
+    }
+}
+
+/// Returns results as the GPU writes them: any NaN as 0x7fffffff, then saturated, then flushed.
 #[inline(always)]
 pub fn result(r: [f32; 32], ftz: bool, sat: bool) -> V {
     r.each(|x| {
@@ -144,19 +130,16 @@ impl Class for Double {
     fn decode(d: &mut Decoder) -> Decoded {
         let op = match d.base {
             "DADD" | "DMUL" | "DFMA" => {
-                d.allow(&[])?;
-                d.dst()?;
-                d.srcs(if d.base == "DFMA" { 3 } else { 2 })?;
-                match d.base {
-                    "DADD" => Double::Dadd,
-                    "DMUL" => Double::Dmul,
-                    _ => Double::Dfma,
-                }
+                let (op, sources) = match d.base {
+                    "DADD" => (Double::Dadd, 2),
+                    "DMUL" => (Double::Dmul, 2),
+                    _ => (Double::Dfma, 3),
+                };
+                d.allow(&[])?.dst()?.srcs(sources)?;
+                op
             }
             "DSETP" => {
-                d.opt_pdsts(2);
-                d.srcs(2)?;
-                d.opt_psrcs();
+                d.opt_pdsts(2).srcs(2)?.opt_psrcs();
                 Double::Dsetp { cmp: d.cmp()?, bop: d.bop() }
             }
             _ => return Ok(None),
@@ -196,9 +179,7 @@ impl Class for SpecialFunction {
         if d.base != "MUFU" {
             return Ok(None);
         }
-        d.dst()?;
-        d.src(0)?;
-        d.inst.unit = Unit::Xu;
+        d.dst()?.src(0)?.on(Unit::Xu);
         Ok(Some(Op::SpecialFunction(match d.mods.first() {
             Some(&"RCP") => SpecialFunction::Rcp,
             Some(&"RSQ") => SpecialFunction::Rsq,
@@ -243,7 +224,7 @@ impl Class for SpecialFunction {
                     SpecialFunction::Rsq => (1.0 / (x as f64).sqrt()) as f32,
                     SpecialFunction::Ex2 => x.exp2(),
                     SpecialFunction::Lg2 => x.log2(),
-                    // the argument arrives premultiplied by 1/2pi (range-reduced by FMUL)
+                    // the code before has multiplied the argument by 1/2pi
                     SpecialFunction::Sin => ((x as f64) * std::f64::consts::TAU).sin() as f32,
                     SpecialFunction::Cos => ((x as f64) * std::f64::consts::TAU).cos() as f32,
                     SpecialFunction::Sqrt => x.sqrt(),

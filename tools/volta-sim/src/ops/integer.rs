@@ -1,4 +1,4 @@
-//! Integer arithmetic and comparison.
+//! Integer arithmetic and comparison of sources a, b and c. Carries (`.X`) and comparisons of low words (`.EX`) go from pdst to psrc.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -12,20 +12,13 @@ impl Class for Integer {
         let signed = d.signed();
         let op = match d.base {
             "IADD3" => {
-                d.allow(&["X"])?;
-                d.dst()?;
-                d.opt_pdsts(2);
-                d.srcs(3)?;
-                d.opt_carries();
+                d.allow(&["X"])?.dst()?.opt_pdsts(2).srcs(3)?.opt_carries();
                 Integer::Iadd3 { x: d.has("X") }
             }
             "IMAD" => {
-                d.allow(&["MOV", "IADD", "SHL", "U32", "X", "WIDE", "HI"])?;
-                d.dst()?;
-                d.opt_pdsts(2);
-                d.srcs(3)?;
-                d.opt_carries();
-                d.inst.unit = Unit::Fma;
+                // MOV, IADD and SHL only say what the compiler multiplies for
+                d.allow(&["MOV", "IADD", "SHL", "U32", "X", "WIDE", "HI"])?.dst()?.opt_pdsts(2).srcs(3)?.opt_carries();
+                d.inst.unit = Unit::Fma; // not the integer unit
                 if d.has("WIDE") {
                     Integer::ImadWide { signed, x: d.has("X") }
                 } else if d.has("HI") {
@@ -35,10 +28,7 @@ impl Class for Integer {
                 }
             }
             "LEA" => {
-                d.allow(&["HI", "X", "SX32"])?;
-                d.dst()?;
-                d.opt_pdsts(2);
-                d.srcs(2)?;
+                d.allow(&["HI", "X", "SX32"])?.dst()?.opt_pdsts(2).srcs(2)?;
                 // LEA.HI has the high word as third source, except in the SX32 form
                 if d.has("HI") && !d.has("SX32") {
                     d.src(2)?;
@@ -48,29 +38,22 @@ impl Class for Integer {
                 Integer::Lea { hi: d.has("HI"), x: d.has("X"), sx32: d.has("SX32"), shift }
             }
             "ISETP" => {
-                d.opt_pdsts(2);
-                d.srcs(2)?;
-                d.opt_psrcs();
+                d.allow(&["F", "LT", "EQ", "LE", "GT", "NE", "GE", "T", "U32", "AND", "OR", "XOR", "EX"])?
+                    .opt_pdsts(2)
+                    .srcs(2)?
+                    .opt_psrcs();
                 Integer::Isetp { cmp: d.cmp()?, signed, bop: d.bop(), ex: d.has("EX") }
             }
             "IMNMX" => {
-                d.allow(&["U32"])?;
-                d.dst()?;
-                d.srcs(2)?;
-                d.opt_psrcs();
+                d.allow(&["U32"])?.dst()?.srcs(2)?.opt_psrcs();
                 Integer::Imnmx { signed }
             }
             "IABS" => {
-                d.allow(&["U32", "SH"])?;
-                d.dst()?;
-                d.opt_pdsts(2);
-                d.src(0)?;
+                d.allow(&[])?.dst()?.src(0)?;
                 Integer::Iabs
             }
             "VABSDIFF" => {
-                d.allow(&["U32"])?;
-                d.dst()?;
-                d.srcs(3)?;
+                d.allow(&["U32"])?.dst()?.srcs(3)?;
                 Integer::Vabsdiff { signed }
             }
             _ => return Ok(None),
@@ -86,7 +69,7 @@ impl Class for Integer {
                     let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
                     s.wr(&lanes(|l| a[l].wrapping_add(b[l]).wrapping_add(c[l])));
                 } else {
-                    // carries: a negated operand is ~v + 1
+                    // the sum in 64 bits has the carries above bit 31; a negated operand is ~v + 1
                     let mut sum = [0u64; 32];
                     for i in 0..3 {
                         let src = s.inst.src[i];
@@ -133,6 +116,7 @@ impl Class for Integer {
                 s.wr(&sum.each(|v| (v >> 32) as u32));
                 s.setp(0, mask_of(|l| sum[l] >> 64 != 0));
             }
+            // (a << shift) + b; HI: the high word of the pair (a, c) shifted, or with SX32 of a sign-extended
             Integer::Lea { hi, x, sx32, shift } => {
                 let (a, b) = (s.raw(0)?, s.int(1)?);
                 let neg = s.inst.src[0].neg;
@@ -142,15 +126,7 @@ impl Class for Integer {
                     let wide = if sx32 { a[l] as i32 as i64 as u64 } else { a[l] as u64 | (c[l] as u64) << 32 };
                     let sh = if hi { ((wide as u128) << shift >> 32) as u32 } else { a[l] << (shift & 31) };
                     let sh = if hi && sx32 { (((wide as i64 as i128) << shift) >> 32) as u32 } else { sh };
-                    let sh = if neg {
-                        if x {
-                            !sh as u64
-                        } else {
-                            !sh as u64 + 1
-                        }
-                    } else {
-                        sh as u64
-                    };
+                    let sh = if neg { !sh as u64 + u64::from(!x) } else { sh as u64 };
                     sh + b[l] as u64 + (cin >> l & 1) as u64
                 });
                 s.wr(&sum.each(|v| v as u32));
@@ -161,7 +137,7 @@ impl Class for Integer {
                 let mut r =
                     if signed { compare_by(cmp, |l| (a[l] as i32).cmp(&(b[l] as i32))) } else { compare_by(cmp, |l| a[l].cmp(&b[l])) };
                 if ex {
-                    let low = s.p(1);
+                    let low = s.p(1); // the result of the low words
                     let eq = mask_of(|l| a[l] == b[l]);
                     r = match cmp {
                         Cmp::Eq => eq & low,
@@ -171,6 +147,7 @@ impl Class for Integer {
                 }
                 s.setp_two(r, bop);
             }
+            // the minimum where the predicate is true
             Integer::Imnmx { signed } => {
                 let (a, b, p) = (s.int(0)?, s.int(1)?, s.p(0));
                 s.wr(&lanes(|l| {
@@ -198,7 +175,7 @@ impl Class for Integer {
     }
 }
 
-/// The 64-bit product of two sources, plus the third, a register pair, plus a carry: 65 bits.
+/// Returns the 64-bit product of two sources, plus the third, a register pair, plus a carry. Bit 64 is the carry out.
 #[inline(always)]
 fn wide_sum(s: &Step, signed: bool, x: bool) -> SimResult<[u128; 32]> {
     let (a, b, c) = (s.int(0)?, s.int(1)?, s.int64(2)?);

@@ -1,4 +1,4 @@
-//! Loads and stores.
+//! Loads and stores. Generic addresses (LD, ST) reach shared memory from [`SHARED_WINDOW`] on, and global memory below.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -8,17 +8,10 @@ use crate::operand::Operand;
 use crate::step::{SimResult, Step};
 
 fn bytes(d: &Decoder) -> u8 {
-    let known = |m: &&str| match *m {
-        "U8" | "S8" => Some(1),
-        "U16" | "S16" => Some(2),
-        "64" => Some(8),
-        "128" => Some(16),
-        _ => None,
-    };
-    d.mods.iter().find_map(known).unwrap_or(4)
+    d.one_of(&[("U8", 1), ("S8", 1), ("U16", 2), ("S16", 2), ("64", 8), ("128", 16)]).unwrap_or(4)
 }
 
-/// Does the load see what other SMs wrote? Then L1 does not serve it.
+/// Returns true for a load that sees what other SMs wrote, so that L1 does not serve it.
 fn is_strong(d: &Decoder) -> bool {
     d.has("STRONG") && (d.has("GPU") || d.has("SYS"))
 }
@@ -39,14 +32,11 @@ impl Class for Memory {
         let bytes = bytes(d);
         let op = match d.base {
             "LDG" | "LD" | "LDS" | "LDL" => {
-                d.opt_pdsts(2);
-                d.dst()?;
-                d.address()?;
+                d.opt_pdsts(2).dst()?.address()?;
                 Memory::Ld { space, bytes, sext: d.has("S8") || d.has("S16"), strong: is_strong(d) }
             }
             "STG" | "ST" | "STS" | "STL" => {
-                d.address()?;
-                d.src(0)?;
+                d.address()?.src(0)?;
                 Memory::St { space, bytes }
             }
             "LDC" => {
@@ -70,19 +60,17 @@ impl Class for Memory {
                     ["16", shape, count] => [shape, count],
                     _ => return Err(d.fail("LDSM modifiers")),
                 };
-                let (Some(transposed), Some(matrices)) =
-                    (["M88", "MT88"].iter().position(|s| *s == shape), ["1", "2", "4"].iter().position(|c| *c == count))
-                else {
+                if !["M88", "MT88"].contains(&shape) || !["1", "2", "4"].contains(&count) {
                     return Err(d.fail("LDSM modifiers"));
-                };
-                d.dst()?;
-                d.address()?;
-                Memory::Ldsm { matrices: 1 << matrices, transposed: transposed == 1 }
+                }
+                d.dst()?.address()?;
+                Memory::Ldsm { matrices: count.as_bytes()[0] - b'0', transposed: shape == "MT88" }
             }
             _ if is_prefetch(d) => {
                 d.address()?;
                 Memory::Prefetch
             }
+            // PTX isspacep: of up to two predicates, the first gets the result
             "QSPC" => {
                 d.opt_pdsts(2);
                 let _zero = d.next();
@@ -141,7 +129,7 @@ impl Class for Memory {
                 }
                 for l in 0..32 {
                     if s.m >> l & 1 == 0 {
-                        continue;
+                        continue; // an inactive lane
                     }
                     let p = place(s, space, l, n, true)?;
                     // SAFETY: `n` bytes at `p` may be written.
@@ -170,10 +158,10 @@ impl Class for Memory {
     }
 }
 
-/// Where generic addresses of shared memory begin: above every address of global memory. Code takes the offset from the low 24 bits.
+/// Where generic addresses of shared memory begin, above global memory. Kernels read it in `c[0x0][0x18]` and use 24 bits of offset.
 pub const SHARED_WINDOW: u64 = 1 << 62;
 
-/// The offset of a generic address in shared memory.
+/// Returns the offset of a generic address in shared memory; None: it is global.
 #[inline(always)]
 pub fn shared_offset(address: u64) -> Option<u64> {
     address.checked_sub(SHARED_WINDOW).filter(|&offset| offset < 1 << 24)
@@ -185,7 +173,7 @@ pub fn in_shared_window(s: &Step) -> u32 {
     (0..32).filter(|&l| shared_offset(s.acc.addr[l]).is_some()).fold(0, |found, l| found | 1 << l)
 }
 
-/// Addresses of all lanes.
+/// Computes the addresses of all lanes into `s.acc.addr`, where the timing model reads them too.
 #[inline(always)]
 pub fn addresses(s: &mut Step) {
     let MemRef { base, wide, uniform, uniform_wide, mut off, scale } = s.inst.mem;
@@ -209,8 +197,8 @@ pub fn addresses(s: &mut Step) {
     };
 }
 
-/// Lane 4g+t gets of each matrix elements 2t and 2t+1 of row g, or `transposed` of column g. On sm_75 the addresses of all
-/// lanes must be valid, those of rows that are not asked for too.
+/// LDSM: lane 4g+t gets elements 2t and 2t+1 of row g of each matrix of 8x8 halves, or `transposed` of column g. On sm_75 the addresses of
+/// all lanes must be valid, even those whose rows no matrix has.
 #[inline(always)]
 fn load_matrices(s: &mut Step, matrices: usize, transposed: bool) -> SimResult<()> {
     if s.m == 0 {
@@ -239,7 +227,7 @@ fn load_matrices(s: &mut Step, matrices: usize, transposed: bool) -> SimResult<(
     Ok(())
 }
 
-/// Where the `n` bytes lie that lane `l` reads, or with `write` writes.
+/// Returns the host address of the `n` bytes that lane `l` reads, or with `write` writes, or a fault's text.
 #[inline(always)]
 fn place(s: &mut Step, space: Space, l: usize, n: usize, write: bool) -> SimResult<*mut u8> {
     let (a, n) = (s.acc.addr[l], n as u64);
@@ -254,11 +242,10 @@ fn place(s: &mut Step, space: Space, l: usize, n: usize, write: bool) -> SimResu
     };
     let found = match space {
         Space::Generic => None,
-        Space::Global if write => s.env.mem.ptr_mut(a, n, &mut s.w.hint),
-        Space::Global => s.env.mem.ptr(a, n, &mut s.w.hint).map(<*const u8>::cast_mut),
+        Space::Global => s.env.mem.find(a, n, write, &mut s.w.hint),
         Space::Shared => s.shared.get_mut(a as usize..(a + n) as usize).map(<[u8]>::as_mut_ptr),
         Space::Local => local(s, l, a, n),
-        // never written: there is no such instruction
+        // no instruction writes constants, so the cast to *mut is harmless
         Space::Const => s.env.banks[s.inst.bank as usize & 7].get(a as usize..(a + n) as usize).map(|b| b.as_ptr().cast_mut()),
     };
     found.ok_or_else(|| out_of_bounds(s, space, l, access, a, n))
@@ -289,11 +276,11 @@ fn out_of_bounds(s: &Step, space: Space, lane: usize, access: &str, addr: u64, b
     s.fault(lane, &format!("{space} {access} out of bounds"), addr, bytes, &extra)
 }
 
-/// A global access that no buffer permits.
+/// Returns the text of a global access that no buffer permits.
 #[cold]
 pub fn global_fault(s: &Step, lane: usize, access: &str, addr: u64, bytes: u64) -> String {
     let what = match access {
-        "store" | "atomic" if s.env.mem.ptr(addr, bytes, &mut 0).is_some() => format!("global {access} to a read-only buffer"),
+        "store" | "atomic" if s.env.mem.find(addr, bytes, false, &mut 0).is_some() => format!("global {access} to a read-only buffer"),
         _ => format!("global {access} outside every buffer"),
     };
     s.fault(lane, &what, addr, bytes, &s.env.mem.describe(addr))

@@ -1,5 +1,5 @@
-//! Arithmetic and comparison on two halves a register: SASS HADD2, HMUL2, HFMA2, HSETP2, HSET2. `hlf(i)` is both halves of source i as f32,
-//! `mrg` says which half of the destination is written.
+//! Arithmetic and comparison on the two halves of a register: HADD2, HMUL2, HFMA2, HSETP2, HSET2. `hlf(i)` returns source i's low halves
+//! and its high halves as f32. `mrg` selects the halves of the destination that are written.
 
 use super::class::Class;
 use super::float;
@@ -13,17 +13,10 @@ impl Class for PackedHalf {
     fn decode(d: &mut Decoder) -> Decoded {
         let op = match d.base {
             "HADD2" | "HMUL2" | "HFMA2" => {
-                d.allow(&["F32", "SAT", "FTZ", "MRG_H0", "MRG_H1", "MMA"])?;
-                d.dst()?;
-                d.srcs(if d.base == "HFMA2" { 3 } else { 2 })?;
+                let sources = if d.base == "HFMA2" { 3 } else { 2 };
+                d.allow(&["F32", "SAT", "FTZ", "MRG_H0", "MRG_H1", "MMA"])?.dst()?.srcs(sources)?;
                 let (sat, ftz) = (d.sat(), d.ftz());
-                let mrg = if d.has("MRG_H0") {
-                    Merge::H0
-                } else if d.has("MRG_H1") {
-                    Merge::H1
-                } else {
-                    Merge::Both
-                };
+                let mrg = d.one_of(&[("MRG_H0", Merge::H0), ("MRG_H1", Merge::H1)]).unwrap_or(Merge::Both);
                 match d.base {
                     "HADD2" => PackedHalf::Hadd2 { f32: d.has("F32"), sat, ftz, mrg },
                     "HMUL2" => PackedHalf::Hmul2 { sat, ftz, mrg },
@@ -31,15 +24,11 @@ impl Class for PackedHalf {
                 }
             }
             "HSETP2" => {
-                d.opt_pdsts(2);
-                d.srcs(2)?;
-                d.opt_psrcs();
+                d.opt_pdsts(2).srcs(2)?.opt_psrcs();
                 PackedHalf::Hsetp2 { cmp: d.cmp()?, bop: d.bop(), hand: d.has("H_AND") }
             }
             "HSET2" => {
-                d.dst()?;
-                d.srcs(2)?;
-                d.opt_psrcs();
+                d.dst()?.srcs(2)?.opt_psrcs();
                 PackedHalf::Hset2 { cmp: d.cmp()?, bop: d.bop(), bf: d.has("BF") }
             }
             _ => return Ok(None),
@@ -53,12 +42,10 @@ impl Class for PackedHalf {
         match self {
             PackedHalf::Hadd2 { f32: to32, sat, ftz, mrg } => {
                 let ((a0, a1), (b0, b1)) = (s.hlf(0)?, s.hlf(1)?);
-                let lo: [f32; 32] = lanes(|l| a0[l] + b0[l]);
                 if to32 {
-                    s.wr(&float::result(lo, ftz, sat));
+                    s.wr(&float::result(lanes(|l| a0[l] + b0[l]), ftz, sat));
                 } else {
-                    let hi: [f32; 32] = lanes(|l| a1[l] + b1[l]);
-                    write(s, lanes(|l| f2h(saturate(lo[l], sat))), lanes(|l| f2h(saturate(hi[l], sat))), mrg, ftz);
+                    write(s, lanes(|l| f2h(saturate(a0[l] + b0[l], sat))), lanes(|l| f2h(saturate(a1[l] + b1[l], sat))), mrg, ftz);
                 }
             }
             PackedHalf::Hmul2 { sat, ftz, mrg } => {
@@ -68,19 +55,19 @@ impl Class for PackedHalf {
             PackedHalf::Hfma2 { sat, ftz, mrg } => {
                 let ((a0, a1), (b0, b1), (c0, c1)) = (s.hlf(0)?, s.hlf(1)?, s.hlf(2)?);
                 let f = |a: f32, b: f32, c: f32| {
-                    let sum = (a * b) as f64 + c as f64; // the product of two halves is exact in f32
-                    if sat {
-                        f2h(saturate(sum as f32, true))
-                    } else {
-                        d2h(sum)
-                    }
+                    // the product of two halves is exact in f32; saturation precedes the one rounding, and makes NaN 0
+                    let sum = (a * b) as f64 + c as f64;
+                    d2h(match sat {
+                        true if sum.is_nan() => 0.0,
+                        true => sum.clamp(0.0, 1.0),
+                        false => sum,
+                    })
                 };
                 write(s, lanes(|l| f(a0[l], b0[l], c0[l])), lanes(|l| f(a1[l], b1[l], c1[l])), mrg, ftz);
             }
             PackedHalf::Hsetp2 { cmp, bop, hand } => {
                 let ((a0, a1), (b0, b1)) = (s.hlf(0)?, s.hlf(1)?);
-                let r0 = compare(cmp, &a0, &b0);
-                let r1 = compare(cmp, &a1, &b1);
+                let (r0, r1) = (compare(cmp, &a0, &b0), compare(cmp, &a1, &b1));
                 if hand {
                     s.setp_two(r0 & r1, bop);
                 } else {
@@ -102,6 +89,7 @@ impl Class for PackedHalf {
     }
 }
 
+/// Writes the halves that `mrg` selects, with subnormals flushed if `ftz`.
 #[inline(always)]
 fn write(s: &mut Step, lo: [u16; 32], hi: [u16; 32], mrg: Merge, ftz: bool) {
     let old = s.w.reg(s.inst.dst);

@@ -1,4 +1,4 @@
-//! Selection by predicates and comparison, logic on predicates, and predicates as bits of a register.
+//! Moves, selection by a predicate, logic on predicates, and predicates as bits of a register (P2R, R2P).
 
 use super::bits::lop3;
 use super::class::Class;
@@ -11,14 +11,11 @@ impl Class for Select {
     fn decode(d: &mut Decoder) -> Decoded {
         let op = match d.base {
             "MOV" => {
-                d.dst()?;
-                d.src(0)?;
+                d.dst()?.src(0)?;
                 Select::Mov
             }
             "SEL" | "FSEL" => {
-                d.dst()?;
-                d.srcs(2)?;
-                d.opt_psrcs();
+                d.dst()?.srcs(2)?.opt_psrcs();
                 if d.base == "SEL" {
                     Select::Sel
                 } else {
@@ -54,12 +51,11 @@ impl Class for Select {
 
 impl Class for Predicate {
     fn decode(d: &mut Decoder) -> Decoded {
-        let first = if d.inst.everywhere != 0 { UP0 } else { 0 };
+        let first = if d.inst.everywhere != 0 { UP0 } else { 0 }; // uniform instructions use the uniform predicates
         let op = match d.base {
             "PLOP3" => {
-                d.opt_pdsts(2);
-                d.opt_psrcs();
-                while d.opt_pred().is_some() {}
+                d.opt_pdsts(2).opt_psrcs();
+                while d.opt_pred().is_some() {} // three are sources, others have no effect here
                 let lut = d.imm()? as u8;
                 let lut2 = d.imm()? as u8;
                 Predicate::Plop3 { lut, lut2 }
@@ -68,12 +64,12 @@ impl Class for Predicate {
                 d.allow(&["B1", "B2", "B3"])?;
                 let byte = ["B1", "B2", "B3"].iter().position(|b| d.has(b)).map_or(0, |i| i + 1);
                 d.dst()?;
-                d.next();
+                d.next(); // PR: all predicates
                 d.srcs(2)?;
                 Predicate::P2r { shift: 8 * byte as u32, first }
             }
             "R2P" => {
-                d.next();
+                d.next(); // PR
                 d.srcs(2)?;
                 Predicate::R2p { first }
             }

@@ -46,7 +46,7 @@ impl Class for SpecialRegister {
         };
         let sreg = sreg.ok_or_else(|| d.fail("special register"))?;
         Ok(Some(Op::SpecialRegister(if d.base == "S2R" {
-            d.inst.unit = Unit::Lsu;
+            d.inst.unit = Unit::Lsu; // S2R goes through the memory queue, and has a scoreboard
             SpecialRegister::S2r(sreg)
         } else {
             SpecialRegister::Cs2r { sreg, wide: !d.has("32") }
@@ -60,6 +60,7 @@ impl Class for SpecialRegister {
                 let v = value(sreg, s);
                 s.wr(&v);
             }
+            // `wide`: of 64 bits, a register pair
             SpecialRegister::Cs2r { sreg, wide } => {
                 let v = value(sreg, s);
                 s.wr(&v);
@@ -85,10 +86,12 @@ fn value(sreg: SReg, s: &Step) -> V {
         SReg::NCtaId(i) => [s.env.grid[i as usize]; 32],
         SReg::LaneId => lanes(|l| l as u32),
         SReg::WarpId => [s.w.index; 32],
+        // the timer has no unit of its own here: it counts cycles
         SReg::Clock | SReg::GlobalTimer => [s.now as u32; 32],
         SReg::ClockHi => [(s.now >> 32) as u32; 32],
         SReg::EqMask => lanes(|l| 1 << l),
         SReg::LtMask => lanes(|l| (1u32 << l) - 1),
+        // 64 bits, because lane 31 shifts by 32
         SReg::LeMask => lanes(|l| ((2u64 << l) - 1) as u32),
         SReg::GtMask => lanes(|l| !((2u64 << l) - 1) as u32),
         SReg::GeMask => lanes(|l| !((1u32 << l) - 1)),

@@ -1,4 +1,4 @@
-//! The tensor cores.
+//! The tensor cores: HMMA.884 of sm_70, HMMA.1688 and IMMA.8816 of sm_75. All lanes of a warp must execute them together.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -22,9 +22,7 @@ impl Class for Tensor {
             ["1688", "F16"] => Some(false),
             _ => None,
         } {
-            d.dst()?;
-            d.srcs(3)?;
-            d.inst.unit = Unit::Tensor;
+            d.dst()?.srcs(3)?.on(Unit::Tensor);
             return Ok(Some(Op::Tensor(Tensor::Hmma1688 { f32 })));
         }
         // HMMA.884.F32.F32.STEPn D, A.ROW, B.COL, C
@@ -49,8 +47,7 @@ impl Class for Tensor {
                 _ => return Err(d.fail("HMMA operand")),
             }
         }
-        d.src(2)?;
-        d.inst.unit = Unit::Tensor;
+        d.src(2)?.on(Unit::Tensor);
         Ok(Some(Op::Tensor(Tensor::Hmma884 { f32, step, a_col: cols[0], b_col: cols[1] })))
     }
 
@@ -91,8 +88,7 @@ fn decode_imma(d: &mut Decoder) -> Result<Op, String> {
             _ => return Err(d.fail("IMMA operand")),
         }
     }
-    d.src(2)?;
-    d.inst.unit = Unit::Tensor;
+    d.src(2)?.on(Unit::Tensor);
     Ok(Op::Tensor(Tensor::Imma8816 { unsigned: [a, b] }))
 }
 
@@ -104,15 +100,15 @@ fn decode_imma(d: &mut Decoder) -> Result<Op, String> {
 ///   B col: B[v][t]          B row: B[t%4][4*(t>=4)+v]
 ///   C f16: C[t][v]          C f32: C[(t&1)+(v&2)+4*(t>>2)][(v&1)+(t&2)+(v&4)]
 /// ```
-/// F32 step s produces v = 2s, 2s+1; F16 step s produces v = 4s..4s+3.
+/// An mma.m8n8k4 is 4 steps with F32 accumulators (step s writes v = 2s, 2s+1), or 2 with F16 (s writes v = 4s..4s+3).
 /// Products are exact; the four products and C are summed in f64 and rounded once (the silicon
 /// truncates inside its adder tree: expect last-bit differences).
 #[inline(always)]
 fn hmma884(w: &mut Warp, inst: &Inst, is32: bool, step: u8, a_col: bool, b_col: bool) {
     let (a, b) = (halves(w, &inst.src[0]), halves(w, &inst.src[1]));
     let (c0, c1) = pair(w, &inst.src[2]);
-    // lanes 4g..4g+3 compute with rows of A that they hold themselves, and with the columns of B that
-    // one half of their quad-pair holds
+    // Lanes 4g..4g+3, of quad-pair g & 3, hold the rows of A that they compute with. Columns 0 to 3 of B are in the quad-pair's lanes below
+    // 16, columns 4 to 7 in the others: F32 steps 0 and 1 (F16 step 0) compute the former
     let own = |g: usize| 4 * g;
     let (d0, d1) = if is32 {
         let half = step as usize >> 1;
@@ -210,7 +206,7 @@ fn imma8816(w: &mut Warp, inst: &Inst, [a_unsigned, b_unsigned]: [bool; 2]) {
     w.wr(inst.dst + 1, &lanes(|l| sum(c1[l], l, 1)), !0);
 }
 
-/// Four numbers of every lane.
+/// Four numbers of every lane: `[number][lane]`.
 type Fours = [[f32; 32]; 4];
 
 /// The halves of the two registers of an operand.
@@ -220,13 +216,13 @@ fn halves(w: &Warp, s: &Src) -> Fours {
     [r0.each(|x| h2f(x as u16)), r0.each(|x| h2f((x >> 16) as u16)), r1.each(|x| h2f(x as u16)), r1.each(|x| h2f((x >> 16) as u16))]
 }
 
-/// The row of A or column of B that each lane multiplies: lane 4g+j takes vector `i[j]` of the four that lanes
-/// `from(g)`.. hold: a vector a lane, or with `across` one element of each.
+/// Returns the row of A or column of B, a vector of 4, that each lane multiplies. Lanes `from(g)` to `from(g) + 3` hold four vectors: each
+/// lane a whole one or, if `across`, element k of a lane belongs to vector k. Lane 4g+j gets vector `i[j]` of the four.
 #[inline(always)]
 fn vectors(held: &Fours, across: bool, from: impl Fn(usize) -> usize, i: [usize; 4]) -> Fours {
     let mut out = [[0f32; 32]; 4];
     let four = |k: usize, g: usize| {
-        let from = from(g) & 28; // as is: shows that the lanes exist
+        let from = from(g) & 28; // changes nothing, but tells the compiler that the index is in bounds
         [held[k][from], held[k][from + 1], held[k][from + 2], held[k][from + 3]]
     };
     let mut put = |k: usize, g: usize, y: [f32; 4]| {
@@ -252,6 +248,7 @@ fn vectors(held: &Fours, across: bool, from: impl Fn(usize) -> usize, i: [usize;
     out
 }
 
+/// Returns x . y + c of each lane.
 #[inline(always)]
 fn dot(x: &Fours, y: &Fours, c: [f64; 32]) -> [f64; 32] {
     // f32 products of halves are exact
@@ -259,7 +256,7 @@ fn dot(x: &Fours, y: &Fours, c: [f64; 32]) -> [f64; 32] {
     lanes(|l| (p(0, l) + p(1, l)) + (p(2, l) + p(3, l)) + c[l])
 }
 
-/// The four registers of an operand, of which fewer may count.
+/// Returns the four registers from an operand's on. An operand may have fewer; `WIDEST` in module.rs keeps the others in bounds.
 #[inline(always)]
 fn quad(w: &Warp, s: &Src) -> [V; 4] {
     let r = s.val as Reg;
@@ -271,7 +268,7 @@ fn quad(w: &Warp, s: &Src) -> [V; 4] {
     }
 }
 
-/// The two registers of an operand.
+/// Returns the two registers of an operand.
 #[inline(always)]
 fn pair(w: &Warp, s: &Src) -> (V, V) {
     let r = s.val as Reg;

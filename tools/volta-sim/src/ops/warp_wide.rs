@@ -1,4 +1,4 @@
-//! Exchange between the threads of a warp.
+//! Exchange between the threads of a warp: SHFL, VOTE, MATCH, MOVM.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -10,25 +10,16 @@ impl Class for WarpWide {
     fn decode(d: &mut Decoder) -> Decoded {
         let op = match d.base {
             "SHFL" => {
-                d.opt_pdsts(2);
-                d.dst()?;
-                d.srcs(3)?;
-                d.inst.unit = Unit::Lsu;
-                WarpWide::Shfl(match d.mods.first() {
-                    Some(&"IDX") => ShflMode::Idx,
-                    Some(&"UP") => ShflMode::Up,
-                    Some(&"DOWN") => ShflMode::Down,
-                    Some(&"BFLY") => ShflMode::Bfly,
-                    _ => return Err(d.fail("SHFL mode")),
-                })
+                d.opt_pdsts(2).dst()?.srcs(3)?.on(Unit::Lsu);
+                let modes = [("IDX", ShflMode::Idx), ("UP", ShflMode::Up), ("DOWN", ShflMode::Down), ("BFLY", ShflMode::Bfly)];
+                WarpWide::Shfl(d.one_of(&modes).ok_or_else(|| d.fail("SHFL mode"))?)
             }
             "VOTE" => {
                 if d.src_follows() {
                     d.dst()?;
                 }
                 // exactly one predicate destination; the next predicate is the source
-                d.opt_pdsts(1);
-                d.opt_psrcs();
+                d.opt_pdsts(1).opt_psrcs();
                 WarpWide::Vote { all: d.has("ALL"), eq: d.has("EQ") }
             }
             "MATCH" => {
@@ -36,20 +27,14 @@ impl Class for WarpWide {
                 if d.has("U64") {
                     return Err(d.fail("64-bit MATCH"));
                 }
-                d.opt_pdsts(2);
-                d.dst()?;
-                d.opt_pdsts(2);
-                d.src(0)?;
-                d.inst.unit = Unit::Lsu;
+                d.opt_pdsts(2).dst()?.opt_pdsts(2).src(0)?.on(Unit::Lsu);
                 WarpWide::Match { all: d.has("ALL") }
             }
             "MOVM" => {
                 if d.mods[..] != ["16", "MT88"] {
                     return Err(d.fail("MOVM other than .16.MT88"));
                 }
-                d.dst()?;
-                d.src(0)?;
-                d.inst.unit = Unit::Lsu;
+                d.dst()?.src(0)?.on(Unit::Lsu);
                 WarpWide::Movm
             }
             _ => return Ok(None),
@@ -59,7 +44,7 @@ impl Class for WarpWide {
 
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
-        // VOTEU writes for all, but only threads that are here vote
+        // VOTEU writes for all lanes, but only the threads that execute it vote
         let m = s.m & s.together;
         match self {
             WarpWide::Shfl(mode) => {
@@ -70,6 +55,7 @@ impl Class for WarpWide {
                     if m >> l & 1 == 0 {
                         continue;
                     }
+                    // c has the last lane of a segment in bits 0 to 4, and the mask of the bits that select the segment in 8 to 12
                     let (bv, cv) = (b[l as usize] & 31, c[l as usize]);
                     let (clamp, seg) = (cv & 31, cv >> 8 & 31);
                     let min = l & seg;

@@ -1,13 +1,15 @@
-//! Tag stores of the caches: which lines they hold.
+//! Tags of the timing model's caches: the lines that they hold, without their content.
 
-/// Set-associative, sectored, LRU tag store.
+/// L1 or L2: set-associative, lines of 128 bytes with 4 sectors of 32 bytes that are filled one by one. Replaces the line unused longest.
 pub(super) struct Cache {
     pub(super) sets: Vec<Vec<Line>>,
     pub(super) ways: usize,
+    /// number of accesses, the time of `Line::used`
     pub(super) tick: u64,
 }
 pub(super) struct Line {
     pub(super) tag: u64,
+    /// sectors that are filled, a bit each
     pub(super) sectors: u8,
     pub(super) used: u64,
 }
@@ -16,11 +18,12 @@ impl Cache {
         let n = (bytes / 128 / ways as u64).max(1) as usize;
         Cache { sets: (0..n).map(|_| Vec::new()).collect(), ways, tick: 0 }
     }
-    /// Look up a 32-byte sector; `fill` inserts it on a miss. True on a hit.
+    /// Looks up the sector of a byte address. Returns true on a hit. `fill` inserts it on a miss.
     pub(super) fn access(&mut self, addr: u64, fill: bool) -> bool {
         self.tick += 1;
         let (tag, sector) = (addr / 128, 1u8 << (addr / 32 % 4));
         let n = self.sets.len() as u64;
+        // the set: a hash of the line's number
         let set = &mut self.sets[((tag ^ (tag >> 7)) % n) as usize];
         if let Some(l) = set.iter_mut().find(|l| l.tag == tag) {
             l.used = self.tick;
@@ -42,13 +45,16 @@ impl Cache {
     }
 }
 
-/// An instruction cache, the L0 of one sub-partition or the L1.5 they share: ready time per code line, LRU over a fixed capacity.
+/// An instruction cache, the L0 of one sub-partition or the L1.5 they share. A line is 128 bytes of the kernel's code, 8 instructions.
 #[derive(Default)]
 pub(super) struct ICache {
+    /// by line: the cycle from which it is here, or ABSENT
     pub(super) ready: Vec<u64>,
+    /// by line: the cycle of its last use
     pub(super) used: Vec<u64>,
+    /// the lines that are here or in flight
     pub(super) held: Vec<u32>,
-    /// of the pseudo-random choice of a victim, not 0
+    /// state of the pseudo-random choice of a victim, not 0
     pub(super) seed: u64,
 }
 pub(super) const ABSENT: u64 = u64::MAX;
@@ -58,8 +64,8 @@ impl ICache {
         ICache { ready: vec![ABSENT; lines], used: vec![0; lines], held: vec![], seed }
     }
 
-    /// A line that is absent will be here at `ready`, in place of another where there is no room for more than `capacity`: of the one
-    /// unused for longest, or with `random` of any but `keep`, which a warp waits for.
+    /// Adds an absent line, which will be here at `ready`. If `capacity` lines are held, it replaces the one unused longest, or with
+    /// `random` any but `keep`, the line that a warp waits for.
     pub(super) fn fill(&mut self, line: u32, keep: u32, capacity: usize, random: bool, now: u64, ready: u64) {
         if self.held.len() >= capacity {
             let i = if random {

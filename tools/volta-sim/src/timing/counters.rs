@@ -1,10 +1,10 @@
-//! What warps wait for, and what a run counts.
+//! State of the timing model's warps and schedulers, what warps wait for, and the counts of a run.
 
 use super::cache::ICache;
 use serde::Serialize;
 use std::collections::VecDeque;
 
-/// What a warp waits for: [`Stalls`] has the reasons. Sb: a scoreboard.
+/// What a warp waits for, as in [`Stalls`]. Sb: a scoreboard, which an earlier instruction holds until its result is there.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Why {
     StallCount,
@@ -19,7 +19,7 @@ pub(super) enum Why {
 #[derive(Clone, Copy)]
 pub(super) struct Release {
     pub(super) at: u64,
-    /// for an HMMA that waits: earlier after an HMMA, whose accumulators are forwarded
+    /// the same for an HMMA.884 that waits: earlier if the user is an HMMA.884 too, which forwards its accumulators
     pub(super) for_hmma: u64,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct WarpT {
     pub(super) last_issue: u64,
     /// whether it waits at a barrier of its CTA
     pub(super) blocked: bool,
-    /// since its last issue: how often the scheduler looked at it, and found its pipe busy or its instruction absent
+    /// since its last issue: how often its pipe was busy, its instruction absent, and how often the scheduler looked at it
     pub(super) pipe_wait: u64,
     pub(super) fetch_wait: u64,
     pub(super) scans: u64,
@@ -62,7 +62,7 @@ pub(super) struct Sub {
     pub(super) last_yield: bool,
     /// by `Unit`: when the pipe can take another instruction
     pub(super) free: [u64; 8],
-    /// when the queued memory instructions leave the queue
+    /// when each queued memory instruction leaves the MIO queue, in which it waits for the SM's data stage
     pub(super) mio: VecDeque<u64>,
     /// when its address unit can take another instruction
     pub(super) agu_free: u64,
@@ -80,9 +80,8 @@ pub struct Stalls {
     pub long_scoreboard: u64,
     /// special functions and conversions
     pub xu_scoreboard: u64,
-    /// results of HMMA
+    /// results of HMMA and IMMA
     pub tensor_scoreboard: u64,
-    /// CTA barrier
     pub barrier: u64,
     /// instruction not yet in the L0 cache
     pub no_instruction: u64,
@@ -92,50 +91,38 @@ pub struct Stalls {
     pub not_selected: u64,
 }
 
-/// Event counts of the simulated SM. "Busy" counts are cycles, summed over the four sub-partitions.
+/// Event counts of the simulated SM. "Busy" counts of pipes are cycles, summed over the four sub-partitions.
 #[derive(Default, Clone, Debug, Serialize)]
 pub struct Counters {
     /// clock cycles from the first launch to the last exit
     pub cycles: u64,
-    /// warp instructions
     pub insts: u64,
-    /// CTAs that ran
     pub ctas: u64,
-    /// issue slots used
     pub issue_slots: u64,
     /// FP32 and IMAD pipe busy
     pub fma_busy: u64,
-    /// integer and logic pipe busy
     pub alu_busy: u64,
-    /// packed-half pipe busy
     pub fp16_busy: u64,
-    /// double-precision pipe busy
     pub fp64_busy: u64,
     /// special-function and conversion pipe busy
     pub xu_busy: u64,
-    /// tensor cores busy
     pub tensor_busy: u64,
-    /// uniform datapath busy
     pub uniform_busy: u64,
     /// cycles of the SM's one LSU data stage
     pub mio_busy: u64,
-    /// shared-memory wavefronts (one per clock)
+    /// shared-memory wavefronts, 128 bytes each
     pub smem_wavefronts: u64,
     /// wavefronts that the same bytes need without bank conflicts
     pub smem_ideal: u64,
-    /// warp shuffles (and MATCH)
+    /// warp shuffles, MATCH and MOVM
     pub shfl: u64,
     /// wavefronts of global and local accesses
     pub global_wavefronts: u64,
     /// 32-byte sectors looked up in L1
     pub l1_sectors: u64,
-    /// of these, hits
     pub l1_hits: u64,
-    /// sectors read from L2
     pub l2_sectors: u64,
-    /// sectors read from DRAM
     pub dram_sectors: u64,
-    /// sectors stored
     pub store_sectors: u64,
     /// cycles of this SM's share of the L2 bandwidth
     pub l2_busy: f64,
@@ -143,7 +130,6 @@ pub struct Counters {
     pub dram_busy: f64,
     /// local-memory warp instructions (spills, stack)
     pub local_insts: u64,
-    /// CTA barriers completed
     pub barriers: u64,
     /// instructions that lost a cycle to a register-bank conflict
     pub reg_conflicts: u64,
@@ -153,6 +139,5 @@ pub struct Counters {
     pub l15_fills: u64,
     /// resident warps, summed over all cycles
     pub resident_warp_cycles: u64,
-    /// where the warps waited
     pub stalls: Stalls,
 }

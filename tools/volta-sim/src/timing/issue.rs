@@ -1,4 +1,5 @@
-//! Issue: units, scoreboards and stall counts.
+//! Issue of an instruction: units, scoreboards and stall counts. `s` is a sub-partition (scheduler), `k` an index of `SmSim::warps`, `idx`
+//! one of the code's instructions; times are cycles.
 
 use super::counters::{Release, Why};
 use super::SmSim;
@@ -6,6 +7,7 @@ use crate::isa::*;
 use crate::step::{Access, SimResult};
 
 impl SmSim<'_, '_> {
+    /// Returns when the instruction's unit can take it. A memory instruction needs a place in the MIO queue.
     pub(super) fn unit_free(&self, s: usize, inst: &Inst) -> u64 {
         let sub = &self.subs[s];
         match inst.unit {
@@ -21,7 +23,7 @@ impl SmSim<'_, '_> {
         }
     }
 
-    /// Issue one instruction; returns the CTA slot if this finished the CTA.
+    /// Executes the next instruction of warp `k`, and records when it releases what. Returns the CTA's slot if the CTA has finished.
     pub(super) fn issue(&mut self, s: usize, k: usize, now: u64, acc: &mut Access) -> SimResult<Option<usize>> {
         let (slot, wi) = {
             let w = self.warps[k].as_ref().unwrap();
@@ -40,7 +42,7 @@ impl SmSim<'_, '_> {
             self.clock_reads = Some((self.clock_reads.map_or(now, |(first, _)| first), now));
         }
 
-        // --- stall attribution
+        // --- stall attribution: to `next` the stall count or a barrier, to `ready` a scoreboard, to `now` fetches, pipes and other warps
         {
             let w = self.warps[k].as_mut().unwrap();
             let st = &mut self.c.stalls;
@@ -72,7 +74,7 @@ impl SmSim<'_, '_> {
             w.last_issue = now;
         }
 
-        // --- resources: (write release, read release, reason)
+        // --- resources: without active lanes an instruction takes no unit
         let (wr, rd, why) = if acc.mask == 0 && !matches!(inst.unit, Unit::Ctl) {
             (now + 1, now + 1, Why::ShortSb)
         } else {
@@ -104,7 +106,7 @@ impl SmSim<'_, '_> {
         self.subs[s].last = Some(k);
         self.subs[s].last_yield = inst.ctrl.yield_;
 
-        // --- barrier releases and exits
+        // --- barrier releases and exits; the warps of a CTA's slot are next to each other in `warps`
         let cta = self.ctas[slot].as_mut().unwrap();
         let released = std::mem::take(&mut cta.released);
         let base = slot * cta.warps.len();
@@ -134,7 +136,7 @@ impl SmSim<'_, '_> {
         Ok(all_done.then_some(slot))
     }
 
-    /// Recompute when warp `k` may issue its next instruction.
+    /// Computes when warp `k` may issue its next instruction: after its stall count (reason `base_why`) and the scoreboards that it needs.
     pub(super) fn refresh(&mut self, k: usize, base_why: Why) {
         let w = self.warps[k].as_mut().unwrap();
         let ww = &mut self.ctas[w.cta].as_mut().unwrap().warps[w.wi];
@@ -160,6 +162,8 @@ impl SmSim<'_, '_> {
         }
     }
 
+    /// Occupies the instruction's unit. Returns when the result is written, when the sources have been read, and the reason of waits for
+    /// either. Results of fixed latency use no scoreboard, so the last case hardly matters.
     pub(super) fn occupy(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, Why) {
         let m = self.m;
         let inst = &self.env.prog.code[idx];

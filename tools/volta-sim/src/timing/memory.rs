@@ -1,14 +1,15 @@
-//! Loads and stores: from the lanes' addresses to times.
+//! Times of loads, stores, shuffles and other instructions of the MIO, the path to shared memory and the caches, from the lanes' addresses.
 
 use super::counters::Why;
 use super::SmSim;
 use crate::isa::*;
-use crate::mem::Buffer;
+use crate::machine::smem_wavefronts;
 use crate::ops::memory::shared_offset;
 use crate::step::Access;
 
 impl SmSim<'_, '_> {
-    /// Memory-side instructions: enter the sub-partition's MIO queue, then the shared LSU stage.
+    /// Passes an instruction through the sub-partition's queue and the SM's data stage. Returns when the result is written, when the
+    /// sources have been read, and the reason of waits for either.
     pub(super) fn memory(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, Why) {
         let m = self.m;
         let inst = &self.env.prog.code[idx];
@@ -30,14 +31,14 @@ impl SmSim<'_, '_> {
             Op::Atomic(a) => (Some(a.space), if a.wide() { 8 } else { 4 }, true, true),
             _ => (None, 4, false, false),
         };
-        // the lanes of a generic access are taken to be in one space; its offset from the window's base has the same banks
+        // A generic access takes the space of its first lane. The window of shared memory begins at bank 0, so banks follow from addresses.
         let first = acc.addr[acc.mask.trailing_zeros() as usize % 32];
         let space = match space {
             Some(Space::Generic) if shared_offset(first).is_some() => Some(Space::Shared),
             Some(Space::Generic) => Some(Space::Global),
             known => known,
         };
-        // wavefronts in the data stage
+        // wavefronts: passes of at most 128 bytes through the data stage
         let mut sectors: Vec<u64> = vec![];
         let waves = match space {
             None => {
@@ -45,12 +46,12 @@ impl SmSim<'_, '_> {
                 1
             }
             Some(Space::Shared) => {
-                // LDSM: a row of 16 bytes from each lane whose address counts
+                // LDSM reads a row of 16 bytes at each of the first 8 * matrices lanes' addresses
                 let lanes = match inst.op {
                     Op::Memory(Memory::Ldsm { matrices, .. }) => !0 >> (32 - 8 * matrices as u32),
                     _ => acc.mask,
                 };
-                let mut w = m.smem_wavefronts(&acc.addr, lanes, bytes);
+                let mut w = smem_wavefronts(&acc.addr, lanes, bytes);
                 let ideal = (lanes.count_ones() * bytes).div_ceil(128).max(1);
                 if atomic {
                     w = w.max(2);
@@ -63,7 +64,7 @@ impl SmSim<'_, '_> {
             }
             Some(Space::Const) => 1,
             Some(Space::Local) => {
-                // local memory interleaves lanes word by word
+                // local memory interleaves lanes word by word, here from 2^60 on, above all buffers; warp k has 32 lanes of lb bytes
                 self.c.local_insts += 1;
                 let lb = self.env.local_bytes as u64;
                 for l in 0..32u64 {
@@ -79,6 +80,7 @@ impl SmSim<'_, '_> {
                 sectors.len().div_ceil(4) as u32
             }
             Some(Space::Global | Space::Generic) => {
+                // lanes of a wavefront: 128 bytes
                 let per = match bytes {
                     16 => 8,
                     8 => 16,
@@ -121,7 +123,7 @@ impl SmSim<'_, '_> {
         q.push_back(start);
         let done = start + busy - each; // last wavefront enters
         let rd = done + m.rd_release;
-        let tail = |lat: u64| lat - m.mio_delay;
+        let tail = |lat: u64| lat - m.mio_delay; // latencies count from the address unit
         match space {
             None if matches!(inst.op, Op::WarpWide(WarpWide::Movm)) => (done + tail(m.movm_latency), rd, Why::ShortSb),
             None => (done + tail(m.shfl_latency), rd, Why::ShortSb),
@@ -133,7 +135,7 @@ impl SmSim<'_, '_> {
                 for sct in sectors {
                     let a = sct * 32;
                     if write && sp == Space::Global {
-                        // write-through; atomics are performed in L2
+                        // write-through; atomics are performed in L2. access(.., true) fills a sector that misses
                         let t = self.l2_xfer(done, false);
                         self.c.store_sectors += 1;
                         if !self.l2.access(a, true) && self.is_written_back(a) {
@@ -147,7 +149,7 @@ impl SmSim<'_, '_> {
                     if prefetch {
                         if !self.l2.access(a, true) && self.first_touch(a) {
                             let arrives = self.dram_xfer(done as f64) as u64 + tail(m.dram_latency);
-                            self.on_its_way.insert(sct, arrives);
+                            self.in_flight.insert(sct, arrives);
                         }
                         continue;
                     }
@@ -162,7 +164,7 @@ impl SmSim<'_, '_> {
                     let hit = self.l2.access(a, true) || sp == Space::Local || !self.first_touch(a);
                     let t = self.l2_xfer(done, !hit);
                     ready = ready.max(t + tail(if hit { m.l2_latency } else { m.dram_latency }));
-                    if let Some(arrives) = self.on_its_way.remove(&sct) {
+                    if let Some(arrives) = self.in_flight.remove(&sct) {
                         ready = ready.max(arrives);
                     }
                 }
@@ -171,7 +173,8 @@ impl SmSim<'_, '_> {
         }
     }
 
-    /// Move one sector over this SM's share of the L2 (and DRAM) bandwidth.
+    /// Moves one 32-byte sector over this SM's share of the L2 bandwidth, with `dram` of DRAM's too, from cycle `at` on. Returns when it
+    /// starts.
     pub(super) fn l2_xfer(&mut self, at: u64, dram: bool) -> u64 {
         let c = 32.0 / self.m.l2_bytes_per_clk;
         let mut t = (at as f64).max(self.l2_free);
@@ -183,7 +186,7 @@ impl SmSim<'_, '_> {
         t as u64
     }
 
-    /// Move one sector over this SM's share of the DRAM bandwidth.
+    /// Moves one sector over this SM's share of the DRAM bandwidth. Returns when it starts.
     pub(super) fn dram_xfer(&mut self, at: f64) -> f64 {
         let c = 32.0 / self.m.dram_bytes_per_clk();
         let t = at.max(self.dram_free);
@@ -193,26 +196,18 @@ impl SmSim<'_, '_> {
         t
     }
 
-    /// Does this SM pay for the way of a stored sector to DRAM? Its fair share of each buffer that is larger than L2; what smaller ones
-    /// get stays there.
+    /// Returns whether this SM pays for writing a stored sector to DRAM: for its share of each buffer larger than L2. Others stay in L2.
     pub(super) fn is_written_back(&mut self, addr: u64) -> bool {
-        let is_large = |b: &&Buffer| b.len > self.m.l2_bytes;
-        let holds = |b: &&Buffer| addr + 32 > b.base && addr < b.base + b.len;
-        self.env.mem.bufs.iter().find(holds).filter(is_large).is_some() && self.first_touch(addr)
+        let buffers = &self.env.mem.bufs;
+        buffers.iter().find(|b| b.touches(addr)).is_some_and(|b| b.len > self.m.l2_bytes) && self.first_touch(addr)
     }
 
     /// Returns whether this SM pays the DRAM fetch of a sector that no warp of it touched before. It pays
     /// for its fair share of each buffer (one SM's on a full GPU). The other SMs bring the rest into L2.
     pub(super) fn first_touch(&mut self, addr: u64) -> bool {
-        for (i, b) in self.env.mem.bufs.iter().enumerate() {
-            if addr + 32 > b.base && addr < b.base + b.len {
-                if self.dram_budget[i] > 0 {
-                    self.dram_budget[i] -= 1;
-                    return true;
-                }
-                return false;
-            }
-        }
-        false
+        let Some(i) = self.env.mem.bufs.iter().position(|b| b.touches(addr)) else { return false };
+        let pays = self.dram_budget[i] > 0;
+        self.dram_budget[i] -= u64::from(pays);
+        pays
     }
 }

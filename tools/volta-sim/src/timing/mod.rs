@@ -17,17 +17,18 @@ pub use counters::{Counters, Stalls};
 use cache::{Cache, ICache, ABSENT};
 use counters::{Sub, WarpT, Why};
 
+/// The simulated SM. Fields with `free` are cycles from which a resource is free. `l15` is the L1.5 instruction cache.
 pub struct SmSim<'a, 'e> {
     env: &'a Env<'e>,
     m: &'a Machine,
     pub c: Counters,
-    /// executions of each instruction
     pub hist: Vec<u64>,
     /// issue-to-issue cycles attributed to waiting before each instruction
     pub wait_hist: Vec<u64>,
     /// shared-memory wavefronts, and those beyond the ideal, per instruction
     pub smem_hist: Vec<u64>,
     pub conflict_hist: Vec<u64>,
+    /// resident warps, those of CTA slot s from s * (warps of a CTA) on, and CTAs by slot
     warps: Vec<Option<WarpT>>,
     ctas: Vec<Option<Cta>>,
     subs: Vec<Sub>,
@@ -39,25 +40,28 @@ pub struct SmSim<'a, 'e> {
     dram_free: f64,
     l1: Cache,
     l2: Cache,
-    /// sectors that were prefetched and not loaded yet, and when they are there
-    on_its_way: HashMap<u64, u64>,
-    /// first touches left that this SM pays from DRAM, per buffer (others are fetched by other SMs)
+    /// sectors that were prefetched and not loaded yet, and when they arrive in L2
+    in_flight: HashMap<u64, u64>,
+    /// sectors of each buffer that this SM still fetches from DRAM: its share, as other SMs bring the rest into L2
     dram_budget: Vec<u64>,
     /// cycles of the first and the last read of the clock by the first warp that reads it
     pub clock_reads: Option<(u64, u64)>,
     clock_reader: Option<usize>,
+    /// warps launched so far
     age: u64,
+    /// the same, to deal them to the sub-partitions in turn
     sub_cursor: u32,
 }
 
 impl<'a, 'e> SmSim<'a, 'e> {
+    /// Returns an SM that holds `slots` CTAs. Shared memory takes the least carve-out of the L1 that holds them.
     pub fn new(env: &'a Env<'e>, m: &'a Machine, slots: u32, smem_per_cta: u32) -> Self {
         let used = slots * smem_per_cta.div_ceil(m.smem_gran) * m.smem_gran;
         let carve = m.smem_carve_kib.iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(m.smem_per_sm);
-        let wpc = env.block.iter().product::<u32>().div_ceil(32);
+        let warps_per_cta = env.block.iter().product::<u32>().div_ceil(32);
         let n = env.prog.code.len();
-        let lines = n.div_ceil(8);
-        let sharers = m.sms.min(env.grid.iter().product()) as u64;
+        let lines = n.div_ceil(8); // of 8 instructions, 128 bytes
+        let sharers = m.sms.min(env.grid.iter().product()) as u64; // SMs that have a CTA
         SmSim {
             env,
             m,
@@ -66,8 +70,9 @@ impl<'a, 'e> SmSim<'a, 'e> {
             wait_hist: vec![0; n],
             smem_hist: vec![0; n],
             conflict_hist: vec![0; n],
-            warps: (0..slots * wpc).map(|_| None).collect(),
+            warps: (0..slots * warps_per_cta).map(|_| None).collect(),
             ctas: (0..slots).map(|_| None).collect(),
+            // the second argument: a seed of its own for each cache
             subs: (0..m.subs).map(|i| Sub { l0: ICache::new(lines, i as u64 + 1), ..Sub::default() }).collect(),
             lsu_free: 0,
             l15: ICache::new(lines, 1),
@@ -75,10 +80,10 @@ impl<'a, 'e> SmSim<'a, 'e> {
             l15_fill_free: 0,
             l2_free: 0.0,
             dram_free: 0.0,
-            l1: Cache::new((m.l1_smem_total - carve) as u64, 64),
+            l1: Cache::new((m.l1_smem_total - carve) as u64, 64), // bytes, ways
             l2: Cache::new(m.l2_bytes, 16),
-            on_its_way: HashMap::new(),
-            dram_budget: env.mem.bufs.iter().map(|b| b.len.div_ceil(32).div_ceil(sharers)).collect(),
+            in_flight: HashMap::new(),
+            dram_budget: env.mem.bufs.iter().map(|b| if b.exchanged { 0 } else { b.len.div_ceil(32).div_ceil(sharers) }).collect(),
             clock_reads: None,
             clock_reader: None,
             age: 0,
@@ -138,6 +143,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         Ok(())
     }
 
+    /// Puts a CTA into a slot, whose warps may issue from cycle `at` on.
     fn launch(&mut self, slot: usize, id: [u32; 3], at: u64) {
         let cta = Cta::new(self.env, id);
         let n = cta.warps.len();
@@ -166,7 +172,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         self.ctas[slot] = Some(cta);
     }
 
-    /// Choose a warp for scheduler `s`, or the next cycle at which it might have one.
+    /// Returns the warp that scheduler `s` issues from now, or as an error the next cycle at which it might have one.
     fn pick(&mut self, s: usize, now: u64) -> Result<usize, u64> {
         let mut best: Option<usize> = None;
         let mut best_age = u64::MAX;
@@ -188,7 +194,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
             self.warps[k].as_mut().unwrap().scans += 1;
             let g = ww.select().expect("unblocked warp has a runnable group");
             let pc = ww.groups[g].pc;
-            // a pc outside the code is reported by the step
+            // Cta::step fails for a pc outside the code
             let Some(inst) = self.env.prog.code.get((pc / 16) as usize) else { return Ok(k) };
             if self.m.icache {
                 let t = self.fetch(s, pc / 128, now);
@@ -222,7 +228,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         best.ok_or(next)
     }
 
-    /// When the code line can be issued from by sub-partition `s`; starts fetches as needed.
+    /// Returns when sub-partition `s` can issue from the code line. Starts fetches of it and of `l0_prefetch` lines after it.
     fn fetch(&mut self, s: usize, line: u32, now: u64) -> u64 {
         let cap = (self.m.l0_bytes / 128) as usize;
         self.subs[s].l0.used[line as usize] = now;
@@ -238,13 +244,13 @@ impl<'a, 'e> SmSim<'a, 'e> {
         self.subs[s].l0.ready[line as usize]
     }
 
-    /// When the code line can leave the L1.5, which may have to fetch it from L2.
+    /// Returns when the code line can leave the L1.5, which may have to fetch it from L2.
     fn in_l15(&mut self, line: u32, now: u64) -> u64 {
         if self.m.l15_bytes == 0 {
             return now;
         }
         if self.l15.ready[line as usize] == ABSENT {
-            // the first time, an earlier launch has left it there
+            // never used: an earlier launch has left it there
             let ready = if self.l15.used[line as usize] == 0 {
                 now
             } else {
