@@ -1,4 +1,4 @@
-"""ComfyUI's attention on volta_fa: an override for `transformer_options["optimized_attention_override"]`, and its counts.
+"""ComfyUI's attention on volta_fa: an override for `transformer_options["optimized_attention_override"]`, which node.py sets, and counts.
 
 ComfyUI calls an override as it calls its own attention functions, with the replaced function in front:
 
@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from volta_fa.integrations.devices import max_headdim, serves
-from volta_fa.operands import takes_dtype
+
+#: Served dtypes: ComfyUI chooses one of these on Volta and Turing. bf16 is not among them, because no model was compared in it.
+_DTYPES = (torch.float16, torch.float32)
 
 #: The key of calls that volta_fa ran, in `counts`. The other keys are reasons for which calls fell back.
 RAN = "ran"
-#: The key of those of them that went to `fwd_fast`. It runs exact kernels for short sequences and on Volta.
+#: The key of those among them that called `fwd_fast`, which itself runs exact kernels for short sequences and on Volta.
 FAST = "fast"
 
 #: Calls since the process began, by outcome. Calls that torch.compile traces are not counted.
@@ -79,6 +81,7 @@ def make_override(
 
 
 def _has_fast_form(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    """Returns whether `fwd_fast` computes this call: it has no gradient, and masks must be bool."""
     needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     return q.dtype == torch.float16 and not needs_gradient and (bias is None or bias.dtype == torch.bool)
 
@@ -129,7 +132,7 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, every_device: 
         return f"device {_name(q.device)}"
     if k.device != q.device or v.device != q.device:
         return "several devices"
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.float32) and takes_dtype(q)):
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
         return str(next((t.dtype for t in (q, k, v) if t.dtype != torch.float16), q.dtype)).removeprefix("torch.")
     for headdim in (q.shape[-1], v.shape[-1]):
         if not 1 <= headdim <= max_headdim(q.device):

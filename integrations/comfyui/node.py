@@ -1,4 +1,8 @@
-"""The node that ComfyUI shows, and what the package switches on."""
+"""The node that ComfyUI shows, and what the package switches on when ComfyUI imports it (__init__.py).
+
+The node sets an override (attention.py), which ComfyUI's models call for each attention, on one model. Text encoders and VAEs ignore
+overrides: enable_default_attention() serves these.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,9 @@ import volta_fa
 
 from .attention import counts, describe, make_override
 
+#: Names the wrapper that logs, so that a second node on a model replaces it.
 _KEY = "volta_fa"
-#: Counts of what the node does not see, at the last line of the log.
+#: Counts of calls outside the node, by switch, when the log's last line was written.
 _last_line: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
 
@@ -25,7 +30,7 @@ class VoltaAttention:
     FUNCTION = "apply"
     CATEGORY = "model/patch"
     DESCRIPTION = (
-        "Runs this model's attention on volta_fa: fp16 on Volta and Turing GPUs. Other calls run ComfyUI's own attention. "
+        "Runs this model's attention on volta_fa: fp16 and fp32 on Volta and Turing GPUs. Other calls run ComfyUI's own attention. "
         "The log counts both after each sampling run."
     )
 
@@ -78,6 +83,7 @@ def _log_counts(sample: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _around() -> str:
+    """Returns text about calls outside the node since the last line: empty if there were none."""
     stats = {"scaled_dot_product_attention": volta_fa.sdpa_stats(), "xformers": volta_fa.xformers_stats()}
     text = ""
     for name, found in stats.items():

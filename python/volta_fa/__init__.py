@@ -48,12 +48,11 @@ multiple of 8 costs a copy on the kernels):
     dattn_bias      as attn_bias, not expanded; (0) unless asked for
     dsinks          as sinks; (0) without sinks
 
-On CUDA devices q, k and v are float16, or bfloat16 or float32, which are converted before and after the kernels (float32: see
-docs/design/numerics.md, "float32"); on the CPU also float32 and
-float64. They have one dtype and device. Their last dimension is contiguous; all other strides are free. out, dout and the gradients
-have q's dtype. A query without a visible key has out 0 and gradient 0. softmax_lse is float32: the natural logarithm of the sum of
-exponentials, +inf for a query without a visible key. rng_state, int64, is the seed and the offset of the call's random numbers; bwd
-takes the forward's with dropout, and None without.
+On CUDA devices q, k and v are float16, bfloat16 or float32; the last two are converted before and after the kernels (float32: see
+docs/design/numerics.md, "float32"). On the CPU they may also be float64. They have one dtype and device. Their last dimension is
+contiguous; all other strides are free. out, dout and the gradients have q's dtype. A query without a visible key has out 0 and gradient 0.
+softmax_lse is float32: the natural logarithm of the sum of exponentials, +inf for a query without a visible key. rng_state, int64, is the
+seed and the offset of the call's random numbers; bwd takes the forward's with dropout, and None without.
 
 Options, in the order of what happens to a score `x = softmax_scale * (q_i . k_j)`:
 
@@ -98,7 +97,7 @@ Of fwd alone:
 Of bwd alone:
 
     attn_bias_requires_grad  whether to compute dattn_bias
-    dlse            gradient of softmax_lse, float32 and as it; rows without a visible key take none. None: 0, without its costs
+    dlse            gradient of softmax_lse, float32, in its shape; ignored for rows without a visible key. None stands for 0, at no cost
 
 fwd_kvcache: attention of new queries over a KV cache. The overload .append first writes k and v into the cache, in place, after its
 tokens; masks are aligned to the lengths after that:
@@ -117,8 +116,9 @@ tokens; masks are aligned to the lengths after that:
 page_size is any multiple of 16. All strides but the last dimension's are free: k_cache and v_cache may be views of one tensor, and
 heads may come before tokens in memory. Each call copies caches whose headdim is not a multiple of 8, whose rows are not on 16-byte
 boundaries, and in bfloat16 with more than 64 query rows per KV head. Caches in int8, uint8 (int4: two columns in a byte), float8_e5m2 and
-float8_e4m3fn are quantized: `quantize_kv` describes the formats, and q, k and v have any dtype of an unquantized call. softmax_scale,
-softcap, alibi_slopes, is_causal, window_left, window_right, sinks, batch_invariant and check_lengths are fwd's, and:
+float8_e4m3fn are quantized: `quantize_kv` describes the formats, and q, k and v have any dtype of an unquantized call. k_cache and
+v_cache have one format, or are int8 and int4. softmax_scale, softcap, alibi_slopes, is_causal, window_left, window_right, sinks,
+batch_invariant and check_lengths are fwd's, and:
 
     cache_seqlens   int32, (batch): tokens of each sequence in the cache before this call appends; unless given, all that the cache
                     has room for. Required with k and v
@@ -127,7 +127,7 @@ softcap, alibi_slopes, is_causal, window_left, window_right, sinks, batch_invari
     cache_batch_idx int32, (batch): the entry of a dense cache for each sequence; entry b for sequence b unless given
     leftpad_k       int32, (batch): number of padding tokens at the beginning of each entry of a dense cache
     k_scale, v_scale  float32, k_cache's shape without the headdim: required for an int8 or int4 cache. Appending writes them
-    k_zero_point, v_zero_point  the same shape: required for an int4 cache
+    k_zero_point, v_zero_point  the same shape: required for int4, each beside its cache
     k_descale, v_descale  float32, (1), (nheads_k) or (batch, nheads_k): scales of an fp8 cache; 1 unless given
     cu_seqlens_q, max_seqlen_q  as fwd's
     cu_seqlens_k_new  int32, (batch + 1): the same for packed k and v; cu_seqlens_q unless given
@@ -158,7 +158,7 @@ volta_fa.quantize_kv, not with int4:
     latent_scale    torch.int8: float32 (entries, seqlen, 1) or (pages, page_size, 1), of each token
     latent_descale  torch.float8_e5m2, torch.float8_e4m3fn: float32 (1,) or (batch, 1); 1 unless given
 
-Callers write the cache.
+fwd_mla has no append: callers write the cache themselves.
 
 fwd_sparse_mla: attention of each query to latents that it chose (DeepSeek V3.2, GLM-5; V4 with a second cache), in one softmax:
 
@@ -183,12 +183,12 @@ indexer_logits: scores by which queries choose their tokens (DeepSeek V3.2, GLM-
     weights         float32 (batch, seqlen_q, nheads)
     k_end, k_start  int32 (batch, seqlen_q): keys k_start to k_end - 1 of each query; k_end (batch): of the last query, and each query
                     before sees one key less. Ends outside of the keys are moved to them; a token of no page gets -inf
-    max_seqlen_k    columns of logits, beside pages
+    max_seqlen_k    columns of logits; only with pages
     clean_logits    False: logits of keys that a query does not see are undefined, instead of -inf
     logits          float32 (batch, seqlen_q, total_k or max_seqlen_k)
 
 fwd_fast: attention for inference with a stated error of about 1% (docs/guides/fast.md): int8 scores and fp16 sums, for GeForce RTX 20xx.
-q, k and v are float16 or bfloat16; tensors that require grad are refused. cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+q, k and v are float16 or bfloat16; tensors that require grad are rejected. cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
 softmax_scale, is_causal, window_left, window_right and check_lengths are fwd's:
 
     attn_mask       bool, broadcastable as attn_bias: False hides the key
@@ -196,8 +196,8 @@ softmax_scale, is_causal, window_left, window_right and check_lengths are fwd's:
     prepared        uint8, what prepare_fast made of the same k, v, lengths, smooth_k and rotate: k and v are not quantized again
     rotate          rotates q and k by a Hadamard transform before they are quantized: less error where few channels are wide
 
-Volta, fewer than 768 keys, and fewer than 512 query rows of a KV head without prepared keys take the exact kernels of fwd. The CPU
-backend is a model of the fast kernels.
+The exact kernels of fwd run instead on Volta, for fewer than 768 keys, and for fewer than 512 query rows of a KV head unless k and v are
+prepared. The CPU backend is a model of the fast kernels.
 
 A wrong argument raises ValueError, `argument: got X, expected Y`, before anything runs. Unsupported arguments raise
 NotImplementedError, failures of the device or driver RuntimeError. A value of a type outside the schema raises PyTorch's own
@@ -232,8 +232,7 @@ Environment, read at each call unless it says otherwise:
     VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the machine code in the simulator
                                 (more in docs/reference/environment.md)
 
-`python -m volta_fa --help` lists the command line's commands.
-"""
+`python -m volta_fa --help` lists the command line's commands."""
 
 from .block_mask import BlockMask
 from .diagnostics import warn_when_cuda_starts
@@ -255,40 +254,18 @@ from .operators import merge_attention_states, prepare_fast
 from .version import __version__
 
 __all__ = [
-    "BlockMask",
-    "QuantizedKV",
-    "__version__",
-    "anchored_window_attention",
-    "anchored_window_attention_with_kvcache",
-    "cascade_attention",
-    "dequantize_kv",
-    "disable_flex",
-    "disable_sdpa",
-    "disable_unsloth",
-    "disable_xformers",
-    "enable_flex",
-    "enable_sdpa",
-    "enable_unsloth",
-    "enable_xformers",
-    "flex_attention",
-    "info",
-    "install_flash_attn_shim",
-    "install_sageattention_shim",
-    "kernel_family",
-    "library_path",
-    "merge_attention_states",
-    "prepare_fast",
-    "quantize_kv",
-    "sdpa_enabled",
-    "sdpa_stats",
-    "unsloth_stats",
+    "BlockMask", "QuantizedKV", "__version__", "anchored_window_attention", "anchored_window_attention_with_kvcache",
+    "cascade_attention", "dequantize_kv", "disable_flex", "disable_sdpa", "disable_unsloth", "disable_xformers",
+    "enable_flex", "enable_sdpa", "enable_unsloth", "enable_xformers", "flex_attention", "info",
+    "install_flash_attn_shim", "install_sageattention_shim", "kernel_family", "library_path",
+    "merge_attention_states", "prepare_fast", "quantize_kv", "sdpa_enabled", "sdpa_stats", "unsloth_stats",
     "xformers_stats",
-]
+]  # fmt: skip
 __all__ += _flash_attn.__all__
 
-load()
-_torch_flash_impl.register()
+load()  # the native library: its operators exist from here on
+_torch_flash_impl.register()  # "VOLTA" for torch.nn.attention.activate_flash_attention_impl
 register_dtensor_rules()
-_read_library_state()
-warn_when_cuda_starts()
+_read_library_state()  # whether VOLTA_FA_ENABLE_SDPA made the library take over scaled_dot_product_attention
+warn_when_cuda_starts()  # if torch's own kernels do not run on the GPU
 del register_dtensor_rules, load, _read_library_state, warn_when_cuda_starts

@@ -1,4 +1,4 @@
-"""`python -m volta_fa`."""
+"""Runs the command line, `python -m volta_fa <command>`, and exits with the status that `cli.main` returns."""
 
 import sys
 

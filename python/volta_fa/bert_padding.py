@@ -1,7 +1,6 @@
-"""Converts between padded batches, (batch, seqlen, ...), and their tokens without padding, (total, ...).
-
-Names, arguments and results are those of flash-attn's `flash_attn.bert_padding`.
-"""
+"""Converts between padded batches, (batch, seqlen, ...), and their tokens without padding, (total, ...). Names, arguments and results are
+those of flash-attn's `flash_attn.bert_padding`. The package's replacement for flash_attn, which `install_flash_attn_shim()` makes
+importable, has them there."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def unpad_input(
 
 
 def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask_in_length: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Returns the tokens of a padded batch with several sequences in a row.
+    """Returns the tokens of a padded batch whose rows each hold several sequences, one after the other.
 
     Args:
         hidden_states: (batch, seqlen, ...).
@@ -60,6 +59,7 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
 
 
 def _keep(hidden_states: Tensor, kept: Tensor, seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Returns the tokens where `kept`, (batch, seqlen), is not 0; their flat indices; cu_seqlens and maximum of `seqlens`, (sequences)."""
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, int(seqlens.max().item())
@@ -67,7 +67,5 @@ def _keep(hidden_states: Tensor, kept: Tensor, seqlens: Tensor) -> tuple[Tensor,
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Returns (batch, seqlen, ...) with the tokens of hidden_states, (total, ...), at indices and 0 elsewhere.
-
-    It is the inverse of `unpad_input`. Differentiable.
-    """
+    It is the inverse of `unpad_input`. Differentiable."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -1,4 +1,5 @@
-"""Finds GPUs, drivers and torch builds that do not work together, and says in one line what to install."""
+"""Finds GPUs, drivers and torch builds that do not work together, and says in one line what to install. `volta_fa.info()`, the command line
+and `enable_sdpa()` report these lines; `import volta_fa` schedules a warning (`warn_when_cuda_starts`)."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-#: The last of PyTorch's indexes whose builds have code for Volta, and the last torch there. It begins with 2.6; volta_fa needs 2.7.
+#: PyTorch's package index with the newest builds that have code for Volta, and the last torch in it. Its first is 2.6; volta_fa needs 2.7.
 _VOLTA_CUDA, _LAST_VOLTA_TORCH = "cu126", "2.14.1"
-#: The index of CUDA 11, which runs with drivers from 450 on, and its last torch.
+#: PyTorch's package index of CUDA 11, which runs with drivers from 450 on, and the last torch in it.
 _OLD_CUDA, _LAST_OLD_TORCH = "cu118", "2.7.1"
 #: The first CUDA release that loads the kernels' machine code, which CUDA 12.9 compiled.
 _MACHINE_CODE_CUDA = (12, 0)
@@ -94,7 +95,7 @@ def driver_version() -> str:
 
 
 def cuda_problem() -> str | None:
-    """Returns why torch can use no GPU of this machine, or None: a driver does not tell whether there is one. Does not initialize CUDA."""
+    """Returns why torch can use no GPU of this machine; None if it could, even if there is none. Does not initialize CUDA."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA: run `{torch_for_volta(torch.__version__)}`"
     cuda = driver_cuda()
@@ -127,7 +128,7 @@ def warn_when_cuda_starts() -> None:
             for problem in _torch_problems():
                 warnings.warn(f"volta_fa: {problem}", RuntimeWarning, stacklevel=2)
 
-    # private, and torch uses it for such checks of its own; without it only the warning is missing
+    # a private function, by which torch runs its own checks of the GPU; in a release without it, there is no warning
     later = getattr(torch.cuda, "_lazy_call", None)
     if later is not None:
         later(warn)

@@ -5,10 +5,9 @@
     metadata, num_splits = flash_mla.get_mla_metadata(cache_seqlens, seqlen_q * nheads, 1)
     out, lse = flash_mla.flash_mla_with_kvcache(q, latents, block_table, cache_seqlens, 512, metadata, num_splits, causal=True)
 
-The functions call `volta_fa::fwd_mla` and `volta_fa::fwd_sparse_mla`, whose kernels schedule on the device and need no metadata: these
-functions accept and return it for the callers' sake. They also compute tensors on the CPU, in any floating-point dtype. Nothing is
-registered, and nothing falls back: dense attention over FlashMLA's own fp8 format raises NotImplementedError.
-"""
+The functions call `volta_fa::fwd_mla` and `volta_fa::fwd_sparse_mla`, whose kernels schedule on the device and need no metadata; these
+functions accept and return it only because FlashMLA's do. Tensors may also be on the CPU, in any floating-point dtype. This module does
+not replace flash_mla for other programs, and nothing falls back: dense attention over FlashMLA's fp8 rows raises NotImplementedError."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor
 
 from .errors import bad_argument, require_tensors
-from .operands import readable
+from .operands import with_unit_stride
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
-#: The module that begins the messages.
+#: What error messages name after `volta_fa.`.
 _OP = "flash_mla"
 
 
@@ -122,15 +121,9 @@ def flash_mla_with_kvcache(
     if indices is None:
         _check_dense(is_fp8_kvcache, sparse, block_table, cache_seqlens)
         return torch.ops.volta_fa.fwd_mla(
-            q,
-            k_cache,
-            block_table=readable(block_table),
-            cache_seqlens=readable(cache_seqlens),
-            latent_scale=latent_scale,
-            latent_descale=descale_k,
-            softmax_scale=softmax_scale,
-            is_causal=causal,
-        )
+            q, k_cache, block_table=with_unit_stride(block_table), cache_seqlens=with_unit_stride(cache_seqlens),
+            latent_scale=latent_scale, latent_descale=descale_k, softmax_scale=softmax_scale, is_causal=causal,
+        )  # fmt: skip
     for name, tensor in (("descale_k", descale_k), ("latent_scale", latent_scale)):
         if tensor is not None:
             raise bad_argument(name, "a tensor", "None beside indices: rows in fp8 have their scales", op=_OP)
@@ -141,23 +134,19 @@ def flash_mla_with_kvcache(
     if q.dim() != 4 or indices.dim() != 3 or q.shape[:2] != indices.shape[:2]:
         given = f"shape {tuple(indices.shape)} beside q of shape {tuple(q.shape)}"
         raise bad_argument("indices", given, "(batch, seqlen_q, topk) beside q (batch, seqlen_q, nheads, headdim)", op=_OP)
+    if positions_dtype not in (torch.bfloat16, torch.float16):
+        raise bad_argument("positions_dtype", positions_dtype, "torch.bfloat16 or torch.float16", op=_OP)
     batch, seqlen_q, nheads, _ = q.shape
 
-    def of_queries(lengths: Tensor | None) -> Tensor | None:
+    def of_queries(lengths: Tensor | None) -> Tensor | None:  # (batch) to (batch * seqlen_q)
         return None if lengths is None else lengths.unsqueeze(-1).expand(-1, seqlen_q).flatten()
 
     out, softmax_lse, _ = torch.ops.volta_fa.fwd_sparse_mla(
-        q.flatten(0, 1),
-        k_cache,
-        indices.flatten(0, 1),
-        topk_length=of_queries(topk_length),
-        extra_cache=extra_k_cache,
+        q.flatten(0, 1), k_cache, indices.flatten(0, 1), topk_length=of_queries(topk_length), extra_cache=extra_k_cache,
         extra_indices=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.flatten(0, 1),
-        extra_topk_length=of_queries(extra_topk_length),
-        sinks=attn_sink,
-        softmax_scale=softmax_scale,
-        fp16_positions=_is_fp16(positions_dtype),
-    )
+        extra_topk_length=of_queries(extra_topk_length), sinks=attn_sink, softmax_scale=softmax_scale,
+        fp16_positions=positions_dtype == torch.float16,
+    )  # fmt: skip
     return out.unflatten(0, (batch, seqlen_q)), softmax_lse.t().view(batch, seqlen_q, nheads).transpose(1, 2)
 
 
@@ -198,13 +187,8 @@ def flash_mla_sparse_fwd(
     return out, max_logits.t(), softmax_lse.t()
 
 
-def _is_fp16(positions_dtype: torch.dtype) -> bool:
-    if positions_dtype not in (torch.bfloat16, torch.float16):
-        raise bad_argument("positions_dtype", positions_dtype, "torch.bfloat16 or torch.float16", op=_OP)
-    return positions_dtype == torch.float16
-
-
 def _check_dense(is_fp8_kvcache: bool, sparse: dict[str, Tensor | None], block_table: Tensor | None, cache_seqlens: Tensor | None) -> None:
+    """Raises an error for arguments of sparse attention (`sparse`, by name), and for missing ones, in a call without indices."""
     for name, tensor in sparse.items():
         if tensor is not None:
             raise bad_argument(name, "a tensor", "None without indices", op=_OP)

@@ -1,10 +1,8 @@
 """Registers the FLOP counts of `volta_fa::fwd` and `volta_fa::bwd` with `torch.utils.flop_counter.FlopCounterMode`, when imported.
 
-The counts follow PyTorch's for its own attention: the matrix products with all keys, hidden or not, two operations for a multiply-add.
-So a model's count does not depend on the implementation.
-
-`import volta_fa` does not import this module, because PyTorch's counter imports Triton.
-"""
+The counts follow PyTorch's for its own attention: the matrix products with all keys, hidden or not, two operations for a multiply-add. So a
+model's count does not depend on the implementation. Users import this module themselves: `import volta_fa` does not, because PyTorch's
+counter imports Triton."""
 
 from __future__ import annotations
 
@@ -26,7 +24,8 @@ def _scores(
     max_seqlen_k: Any = None,
     **_: Any,
 ) -> int:
-    """Returns the number of scores. Reads packed lengths, which synchronizes; with fake tensors it takes the largest."""
+    """Returns the number of scores: queries times keys, over heads and sequences. Reads packed lengths, which synchronizes; fake tensors
+    have none, so there every sequence counts as the longest."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         batch, seqlen_q, nheads, _headdim = q.shape
         return batch * nheads * seqlen_q * k.shape[1]

@@ -6,9 +6,8 @@
     chosen = indexer.topk_indices(logits, 2048, block_table=block_table)
 
 A logit is `scale[key] * sum over heads of weights[query, head] * relu(q[query, head] . k[key])`. The functions call
-`volta_fa::indexer_logits`, which reads lengths and tables on the GPU and needs no metadata. They also compute tensors on the CPU.
-`volta_fa.flash_mla` attends to the chosen tokens.
-"""
+`volta_fa::indexer_logits`, which reads lengths and tables on the GPU and needs no metadata. Tensors may also be on the CPU.
+`volta_fa.flash_mla` then attends to the chosen tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ import torch
 from torch import Tensor
 
 from .errors import bad_argument, require_tensors
-from .operands import readable
+from .operands import with_unit_stride
 
 __all__ = ["fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "topk_indices"]
 
-#: The module that begins the messages.
+#: What error messages name after `volta_fa.`.
 _OP = "indexer"
 
 
@@ -43,7 +42,7 @@ def fp8_mqa_logits(
     """Computes the logits of prompts: each query sees the keys from its start to its end.
 
     Args:
-        q: (seqlen_q, nheads, 128), torch.float8_e4m3fn with its scales in weights, torch.float16 or torch.bfloat16. To 64 heads.
+        q: (seqlen_q, nheads, 128), torch.float8_e4m3fn with its scales in weights, torch.float16 or torch.bfloat16. Up to 64 heads.
         kv: codes, torch.float8_e4m3fn (seqlen_k, 128), and their scales, float32 (seqlen_k).
         weights: float32 (seqlen_q, nheads).
         cu_seq_len_k_start, cu_seq_len_k_end: int32 (seqlen_q). Numbers outside of kv are moved to its ends.
@@ -63,14 +62,9 @@ def fp8_mqa_logits(
     for name, tensor in (("cu_seq_len_k_start", cu_seq_len_k_start), ("cu_seq_len_k_end", cu_seq_len_k_end)):
         _check_rank(name, tensor, 1, "(seqlen_q,)")
     return torch.ops.volta_fa.indexer_logits(
-        readable(q).unsqueeze(0),
-        codes,
-        readable(weights).unsqueeze(0),
-        cu_seq_len_k_end.unsqueeze(0),
-        k_start=cu_seq_len_k_start.unsqueeze(0),
-        k_scales=scales,
-        clean_logits=clean_logits,
-    ).squeeze(0)
+        with_unit_stride(q).unsqueeze(0), codes, with_unit_stride(weights).unsqueeze(0), cu_seq_len_k_end.unsqueeze(0),
+        k_start=cu_seq_len_k_start.unsqueeze(0), k_scales=scales, clean_logits=clean_logits,
+    ).squeeze(0)  # fmt: skip
 
 
 def fp8_paged_mqa_logits(
@@ -87,7 +81,7 @@ def fp8_paged_mqa_logits(
     """Computes the logits of a decode step over a paged cache, with one query or several of each sequence.
 
     Args:
-        q: (batch, next_n, nheads, 128), torch.float8_e4m3fn with its scales in weights, torch.float16 or torch.bfloat16. To 64 heads.
+        q: (batch, next_n, nheads, 128), torch.float8_e4m3fn with its scales in weights, torch.float16 or torch.bfloat16. Up to 64 heads.
         kv_cache: torch.uint8 (num_pages, page_size, 1, 132), as vLLM writes it: a page has the e4m3 codes of all its tokens, then
             the float32 scales of all its tokens. page_size is a power of two, at least 4.
         weights: float32 (batch * next_n, nheads).
@@ -111,14 +105,9 @@ def fp8_paged_mqa_logits(
     if weights.dim() != 2 or weights.shape[0] != batch * next_n:
         raise bad_argument("weights", f"shape {tuple(weights.shape)}", f"(batch * next_n, nheads), here {batch * next_n} rows", op=_OP)
     return torch.ops.volta_fa.indexer_logits(
-        readable(q),
-        kv_cache,
-        readable(weights).unflatten(0, (batch, next_n)),
-        context_lens,
-        block_table=readable(block_table),
-        max_seqlen_k=max_model_len,
-        clean_logits=clean_logits,
-    ).flatten(0, 1)
+        with_unit_stride(q), kv_cache, with_unit_stride(weights).unflatten(0, (batch, next_n)), context_lens,
+        block_table=with_unit_stride(block_table), max_seqlen_k=max_model_len, clean_logits=clean_logits,
+    ).flatten(0, 1)  # fmt: skip
 
 
 def topk_indices(logits: Tensor, topk: int, *, block_table: Tensor | None = None, page_size: int = 64) -> Tensor:
@@ -134,7 +123,7 @@ def topk_indices(logits: Tensor, topk: int, *, block_table: Tensor | None = None
     is_token = largest != -torch.inf
     if block_table is not None and block_table.shape[1] > 0:
         table = block_table.repeat_interleave(logits.shape[0] // max(block_table.shape[0], 1), dim=0)
-        # without a token there may be no page in the table
+        # columns without a token may lie beyond the table's pages, so they look up its first one
         page = table.gather(1, tokens.div(page_size, rounding_mode="floor").where(is_token, 0))
         tokens = page * page_size + tokens % page_size
     chosen = tokens.where(is_token, -1).int()

@@ -1,4 +1,5 @@
-"""Describes this build and this machine: versions, devices, kernels, tuning."""
+"""Describes this build and this machine: versions, devices, kernels, tuning. `info` is public (`python -m volta_fa info` prints it). The
+native library has the tables of kernels, limits and cache formats, and returns them as JSON (the operator `volta_fa::_info`)."""
 
 from __future__ import annotations
 
@@ -38,13 +39,9 @@ def info() -> dict[str, Any]:
             spilled bytes, shared memory and parameters in bytes.
     """
     build = json.loads(torch.ops.volta_fa._info())
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
     return {
-        "versions": {
-            "volta_fa": __version__,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        },
+        "versions": {"volta_fa": __version__, **versions},
         "library": loaded_path(),
         "simulator": build["simulator"],
         "cuda_driver": build["cuda_driver"],
@@ -65,9 +62,10 @@ def limits() -> dict[str, Any]:
 def cache_formats() -> list[dict[str, Any]]:
     """Returns the table of KV-cache formats.
 
-    Each row has name, dtype (empty: that of q), bits, columns (of an element of the cache's tensor), scale ("none", "token" or "head"),
-    zero_point, max_code, is_quantized, of_latents.
-    """
+    Each row has name, dtype (empty: that of q), bits (of a column), columns (of an element of the cache's tensor), scale ("none", "token"
+    or "head": what has one), zero_point (whether there are any), max_code (the largest magnitude of a code), is_quantized, of_latents
+    (whether a cache of latents can have it), keys and values. The last two are the formats of keys and of values; where they differ, the
+    others describe the keys."""
     return [dict(row) for row in _build()["cache_formats"]]
 
 
@@ -81,18 +79,15 @@ def kernel_family(device: torch.device) -> str | None:
     """Returns the name of the kernel family that this device prefers for fp16 and bf16 tensors; None if it runs none.
 
     If that family has no kernel for a problem, another family of the device may compute it. The CPU has no family, because ATen operations
-    compute its tensors.
-    """
+    compute its tensors."""
     if device.type != "cuda":
         return None
     return families(torch.cuda.get_device_capability(device))[0]["name"]
 
 
 def families(capability: tuple[int, int]) -> list[dict[str, Any]]:
-    """Returns the families that such a device runs with this driver, in the order of preference: name, and whether natively.
-
-    One without a name for none.
-    """
+    """Returns the kernel families that such a device runs with this driver, preferred first: name, and native (machine code, not PTX). If
+    there is none, returns one entry whose name is None."""
     found = json.loads(torch.ops.volta_fa._families(*capability)) or [{"name": None, "native": False}]
     return [{**family, "native": family["native"] and diagnostics.loads_machine_code()} for family in found]
 

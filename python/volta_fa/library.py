@@ -1,4 +1,5 @@
-"""Finds and loads the native library."""
+"""Finds and loads the native library, whose loading registers `torch.ops.volta_fa`. `import volta_fa` calls `load`. The package has one
+libvolta_fa.so for each supported torch, in torch-<release>/, and one libvolta_fa_core.so for all."""
 
 from __future__ import annotations
 
@@ -14,30 +15,19 @@ _CHECKOUT = _PACKAGE.parent.parent
 
 
 def _release(version: str) -> str:
-    """Returns 2.10 for 2.10.0+cu128. A library that is built against a minor release loads into all its patch releases."""
+    """Returns "2.10" for "2.10.0+cu128": a library for a minor release loads into all its patch releases."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def _releases() -> list[str]:
-    """Returns the torch releases for which this package has a library, oldest first."""
-    found = (path.parent.name.removeprefix("torch-") for path in _PACKAGE.glob("torch-*/libvolta_fa.so"))
-    return sorted(found, key=lambda release: [int(part) for part in release.split(".")])
-
-
 def library_path() -> Path:
-    """Returns the path of the native library for this torch, for `torch.ops.load_library` and C++ programs.
-
-    Loading it registers the operators, their gradients and their shape functions. It needs the core library in the folder above its own,
-    and no Python code.
-    """
+    """Returns the path of the native library for this torch, for `torch.ops.load_library` and C++ programs. Loading it registers the
+    operators, their gradients and their shape functions. It needs the core library in the folder above its own, and no Python code."""
     return _PACKAGE / f"torch-{_release(torch.__version__)}" / "libvolta_fa.so"
 
 
 def load() -> None:
-    """Registers `torch.ops.volta_fa`, unless another copy of the package has: one of the same version serves both.
-
-    Raises ImportError with a remedy if there is no library for this torch, it does not load, or another version is loaded.
-    """
+    """Registers `torch.ops.volta_fa`. Does nothing if another copy of the package, of the same version, has done it in this process.
+    Raises ImportError with a remedy if there is no library for this torch, it does not load, or another version is loaded."""
     path = library_path()
     if hasattr(torch.ops.volta_fa, "fwd"):
         return _reuse(path)
@@ -71,7 +61,9 @@ def loaded_path() -> str:
 
 def _missing() -> str:
     """Returns why there is no library for this torch, and the remedy."""
-    releases, wanted = _releases(), _release(torch.__version__)
+    found = (path.parent.name.removeprefix("torch-") for path in _PACKAGE.glob("torch-*/libvolta_fa.so"))
+    releases = sorted(found, key=lambda release: [int(part) for part in release.split(".")])
+    wanted = _release(torch.__version__)
     in_checkout = (_CHECKOUT / "Cargo.toml").exists()
     if not releases:
         return f"the native library {library_path()} has not been built: run `make build` in the checkout, or install a wheel"

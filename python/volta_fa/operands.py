@@ -1,4 +1,5 @@
-"""The operands that operators take: limits that Python code checks, as the native library publishes them, and dtypes and strides."""
+"""What the operators require of tensors, for Python code that checks arguments before it calls them: size limits, which the native library
+publishes, dtypes and strides."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ _LIMITS = limits()
 
 #: Largest headdim of `volta_fa::fwd`, `bwd` and `fwd_kvcache`.
 MAX_HEADDIM: int = _LIMITS["max_headdim"]
-#: Columns of a latent of `volta_fa::fwd_mla`: values and rotary.
+#: Columns of a latent of `volta_fa::fwd_mla`: (value columns, rotary columns), 512 and 64.
 LATENT_HEADDIMS: tuple[int, int] = tuple(_LIMITS["latent_headdims"])
-#: Tokens that the page size of a paged KV cache is a multiple of.
+#: The page size of a paged KV cache, in tokens, must be a multiple of this.
 PAGE_SIZE_MULTIPLE: int = _LIMITS["page_size_multiple"]
-#: Most query rows per KV head (seqlen_q * nheads / nheads_k) that decode kernels take; more rows run on forward tiles.
+#: Maximum query rows per KV head (seqlen_q * nheads / nheads_k) that decode kernels take, 64; more rows run on prefill kernels.
 MAX_DECODE_ROWS: int = _LIMITS["max_decode_rows"]
 
 
@@ -27,9 +28,9 @@ def takes_dtype(q: Tensor) -> bool:
 
 
 @overload
-def readable(t: Tensor) -> Tensor: ...
+def with_unit_stride(t: Tensor) -> Tensor: ...
 @overload
-def readable(t: Tensor | None) -> Tensor | None: ...
-def readable(t: Tensor | None) -> Tensor | None:
-    """Returns a tensor with a contiguous last dimension, which the operators require: a copy where t has none. flash-attn copies too."""
+def with_unit_stride(t: Tensor | None) -> Tensor | None: ...
+def with_unit_stride(t: Tensor | None) -> Tensor | None:
+    """Returns t if its last dimension has stride 1, as the operators require, else a contiguous copy. flash-attn copies too."""
     return t if t is None or t.dim() == 0 or t.stride(-1) == 1 else t.contiguous()

@@ -1,4 +1,4 @@
-"""Operators by their Python names: merging attention over several sets of keys, and the keys of the fast forward."""
+"""Public Python functions for two operators: merging attention over several sets of keys, and quantizing keys once for `fwd_fast`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def merge_attention_states(out_a: Tensor, softmax_lse_a: Tensor, out_b: Tensor, 
     Raises ValueError for wrong arguments, NotImplementedError on a device without kernels.
     """
     require_tensors(out_a=out_a, softmax_lse_a=softmax_lse_a, out_b=out_b, softmax_lse_b=softmax_lse_b)
-    out, softmax_lse = torch.ops.volta_fa.merge_attention_states(out_a, softmax_lse_a, out_b, softmax_lse_b)
-    return out, softmax_lse
+    return torch.ops.volta_fa.merge_attention_states(out_a, softmax_lse_a, out_b, softmax_lse_b)
 
 
 def prepare_fast(
@@ -49,5 +48,4 @@ def prepare_fast(
         k, v, cu_seqlens_k, max_seqlen_k, smooth_k, rotate, check_lengths: as for `volta_fa::fwd_fast`.
     """
     lengths = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k, "check_lengths": check_lengths}
-    prepared: Tensor = torch.ops.volta_fa.prepare_fast(k, v, **lengths, smooth_k=smooth_k, rotate=rotate)
-    return prepared
+    return torch.ops.volta_fa.prepare_fast(k, v, **lengths, smooth_k=smooth_k, rotate=rotate)

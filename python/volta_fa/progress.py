@@ -1,10 +1,40 @@
-"""Shows how far a command is. It needs rich, as the commands do."""
+"""Shows how far a command of the command line is: a progress bar, or lines in a pipe. It needs rich, as the commands do."""
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections.abc import Callable
+
 from rich import progress
 
-from .lines import Lines
+
+class Lines:
+    """Prints a line on standard error every eight seconds, in a thread, until `stop`.
+
+    The first line comes after two seconds, because the imports before already took seconds.
+
+    Args:
+        text: returns the text of a line; the elapsed seconds follow it.
+    """
+
+    interval = 8.0
+    _FIRST = 2.0
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        self._text, self._ended = text, threading.Event()
+        threading.Thread(target=self._say, daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the lines."""
+        self._ended.set()
+
+    def _say(self) -> None:
+        began, wait = time.monotonic(), min(self._FIRST, self.interval)
+        while not self._ended.wait(wait):
+            wait = self.interval
+            print(f"{self._text()}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 class Progress(progress.Progress):
@@ -20,7 +50,7 @@ class Progress(progress.Progress):
             self._lines = Lines(self._at)
 
     def stop(self) -> None:
-        """Ends either."""
+        """Ends the bar or the lines."""
         if self._lines:
             self._lines.stop()
         super().stop()

@@ -1,9 +1,8 @@
 """Rotary position embeddings in plain PyTorch, with the interface of flash-attn's `flash_attn.layers.rotary`.
 
-A pair of dimensions (x0, x1) at position p becomes (x0 cos - x1 sin, x0 sin + x1 cos), with row p of cos and sin (RoFormer,
-arXiv 2104.09864). With `interleaved` dimensions 2 i and 2 i + 1 are a pair, else i and i + rotary_dim / 2. Dimensions from
-rotary_dim on stay the same. Computes in float32, or in x's dtype if that is wider.
-"""
+A pair of dimensions (x0, x1) at position p becomes (x0 cos - x1 sin, x0 sin + x1 cos), with row p of cos and sin (RoFormer, arXiv
+2104.09864). With `interleaved` dimensions 2 i and 2 i + 1 are a pair, else i and i + rotary_dim / 2. Dimensions from rotary_dim on stay the
+same. Computes in float32, or in x's dtype if that is wider."""
 
 from __future__ import annotations
 
@@ -15,14 +14,9 @@ from torch import Tensor
 from .errors import bad_argument, require_tensors
 
 __all__ = [
-    "RotaryEmbedding",
-    "apply_rotary",
-    "apply_rotary_emb",
-    "apply_rotary_emb_func",
-    "apply_rotary_emb_kv_",
-    "apply_rotary_emb_qkv_",
-    "apply_rotary_emb_torch",
-]
+    "RotaryEmbedding", "apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_", "apply_rotary_emb_torch",
+]  # fmt: skip
 
 
 def apply_rotary(
@@ -128,10 +122,8 @@ def _rows(
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates parts of x, each (index into x, cos, sin), in place or in a copy. The backward pass rotates backwards.
-
-    As in flash-attn, x is not marked dirty, because autograd would then refuse leaves and the views of unbind and chunk.
-    """
+    """Rotates parts of x, each (index into x, cos, sin), in place or in a copy. The backward pass rotates backwards. As in flash-attn, x is
+    not marked dirty, because autograd would then reject leaves and the views of unbind and chunk."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], inplace: bool, options: dict[str, Any]) -> Tensor:
@@ -207,11 +199,8 @@ def apply_rotary_emb_qkv_(
         end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
         q, k = (slice(None), slice(None), slice(num_heads_q)), (slice(None), slice(None), slice(num_heads_q, end))
     else:
-        raise bad_argument(
-            "qkv",
-            f"shape {tuple(qkv.shape)} with num_heads_q={num_heads_q}",
-            "(batch, seqlen, 3, nheads, headdim), or (batch, seqlen, num_heads_q + 2 nheads_k, headdim)",
-        )
+        expected = "(batch, seqlen, 3, nheads, headdim), or (batch, seqlen, num_heads_q + 2 nheads_k, headdim)"
+        raise bad_argument("qkv", f"shape {tuple(qkv.shape)} with num_heads_q={num_heads_q}", expected)
     parts = [(q, cos, sin), (k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)]
     return _rotate(qkv, parts, True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
 
@@ -223,6 +212,10 @@ def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
         raise bad_argument("kv", f"shape {tuple(kv.shape)}", "(batch, seqlen, 2, nheads_k, headdim)")
     k = (slice(None), slice(None), 0)
     return _rotate(kv, [(k, cos, sin)], True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
+
+
+#: gamma of xPos (arXiv 2212.10554): pair i has the base scale (2 i / dim + gamma) / (1 + gamma).
+_XPOS_GAMMA = 0.4
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -248,7 +241,8 @@ class RotaryEmbedding(torch.nn.Module):
         self.interleaved = interleaved
         self.scale_base = scale_base
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
-        scale = None if scale_base is None else (torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim + 0.4) / 1.4
+        pair = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
+        scale = None if scale_base is None else (pair + _XPOS_GAMMA) / (1 + _XPOS_GAMMA)
         self.register_buffer("scale", scale, persistent=False)
         # subclasses read these, such as transformers' ModernBERT
         self._seq_len_cached = 0
@@ -265,10 +259,12 @@ class RotaryEmbedding(torch.nn.Module):
         cached = self._cos_cached
         if cached is not None and seqlen <= self._seq_len_cached and (cached.device, cached.dtype) == (device, dtype):
             return
-        with torch.inference_mode(False), torch.no_grad():  # autograd saves no tensors of inference mode, and training may follow
+        # not inference tensors, which autograd could not save if training follows
+        with torch.inference_mode(False), torch.no_grad():
             self._make_tables(seqlen, device, dtype)
 
     def _make_tables(self, seqlen: int, device: Any, dtype: torch.dtype | None) -> None:
+        """Computes cos and sin of positions below seqlen; with xPos also scaled, for q and for k."""
         # all in float32: half precision cannot represent all positions above 2048, and a cast of the module rounds inv_freq
         inv_freq = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq()
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
@@ -278,6 +274,7 @@ class RotaryEmbedding(torch.nn.Module):
         if self.scale is None or self.scale_base is None:
             self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
             return
+        # xPos: powers count from the middle position, so that those of both ends stay near 1
         power = self.scale.to(device, torch.float32) ** ((positions - seqlen // 2) / self.scale_base)[:, None]
         self._cos_cached, self._sin_cached = (cos * power).to(dtype), (sin * power).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / power).to(dtype), (sin / power).to(dtype)
@@ -295,8 +292,9 @@ class RotaryEmbedding(torch.nn.Module):
         Args:
             qkv: as in `apply_rotary_emb_qkv_`; if kv is given, q alone, (batch, seqlen, nheads, headdim).
             kv: (batch, seqlen, 2, nheads_k, headdim).
-            seqlen_offset: the first token's position, int or int (batch). A tensor needs max_seqlen.
-            max_seqlen: number of positions in the tables.
+            seqlen_offset: the first token's position, int or int (batch). A tensor, whose values are not read here, does not make the
+                tables grow: without max_seqlen they stay as before, as in flash-attn, and do not rotate tokens past their end.
+            max_seqlen: minimum number of positions in the tables. Required with a tensor in the first call.
 
         Returns qkv, or (q, kv). Raises ValueError for shapes that do not match.
         """

@@ -1,4 +1,5 @@
-"""SageAttention's functions, and the stand-in for its package: public names of `volta_fa.integrations.sageattention`."""
+"""Public names of `volta_fa.integrations.sageattention`: SageAttention's functions, attention with int8 scores for inference, and
+`install_sageattention_shim`, which makes `import sageattention` find them."""
 
 from .integrations.sageattention import *
 from .integrations.sageattention import __all__ as _functions

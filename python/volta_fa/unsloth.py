@@ -1,4 +1,4 @@
-"""Public name of `volta_fa.integrations.unsloth`: importing it, after unsloth, enables it where a GPU qualifies."""
+"""Public name of `volta_fa.integrations.unsloth`: importing it, after unsloth, calls `enable_unsloth`. Without a suitable GPU it warns."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The states of cells, 64 queries by 64 keys: the unit from which both the forward lists and the transposed ones are made.
-
-A row block of the operators' lists has two cells on top of each other: 128 queries by 64 keys, or transposed 128 keys by 64 queries.
-"""
+"""States of cells: squares of 64 queries by 64 keys, from which `packing` makes the operators' block lists. The operators need each mask
+twice: in tiles of 128 queries by 64 keys, and transposed, of 128 keys by 64 queries, for gradients. A cell is half of a tile in either
+direction. `source` and `mask` call this module to turn blocks of another size into cells."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from torch import Tensor
 
 #: Queries and keys of a cell.
 CELL = 64
-#: States of a cell: no visible element; elements must be evaluated; all elements that exist are visible.
+#: States of a cell: no element is visible; elements must be evaluated (afterwards: some are visible); all inside the lengths are visible.
 ABSENT, UNKNOWN, FULL = -1, 0, 1
 
 
 def grid_shape(seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    """Returns the number of cells in each direction."""
+    """Returns the numbers of rows and of columns of cells that cover the lengths."""
     return -(-seqlen_q // CELL), -(-seqlen_k // CELL)
 
 
@@ -24,15 +23,16 @@ def states_of_blocks(blocks: Tensor, block_size: tuple[int, int], seqlen_q: int,
     """Returns the states of cells, int8 (batch, heads, rows, columns), from those of blocks of another size.
 
     Args:
-        blocks: states of blocks, int8 (batch, heads, rows, columns). Blocks may reach past the end.
+        blocks: states of blocks, int8 (batch, heads, block rows, block columns). The last blocks may reach past the lengths.
+        block_size: queries and keys of a block.
     """
     shape = grid_shape(seqlen_q, seqlen_k)
     if block_size[0] % CELL == 0 and block_size[1] % CELL == 0:
         rows, columns = (size // CELL for size in block_size)
         repeated = blocks[..., :, None, :, None].expand(*blocks.shape[:-1], rows, blocks.shape[-1], columns)
         return repeated.flatten(-2).flatten(-3, -2)[..., : shape[0], : shape[1]].contiguous()
-    # a cell overlaps several blocks: it is full if all of them are, absent if none is there
-    corners = []
+    # A cell may overlap several blocks. It is full if all of them are, absent if all of them are, else unknown.
+    corners = []  # for rows, then columns: the first block that each cell overlaps, and the one after the last
     for count, size, limit, length in zip(shape, block_size, blocks.shape[-2:], (seqlen_q, seqlen_k)):
         first = torch.arange(count, device=blocks.device) * CELL
         last = (first + CELL - 1).clamp(max=length - 1)
@@ -40,10 +40,12 @@ def states_of_blocks(blocks: Tensor, block_size: tuple[int, int], seqlen_q: int,
     (top, bottom), (left, right) = corners
 
     def overlapped(of: Tensor) -> Tensor:
+        """Returns the number of True blocks among those that each cell overlaps, by sums over all blocks above and to the left."""
         sums = F.pad(of.to(torch.int32).cumsum(-1).cumsum(-2), (1, 0, 1, 0))
         lower, upper = sums[..., bottom, :], sums[..., top, :]
         return (lower - upper)[..., right] - (lower - upper)[..., left]
 
     area = (bottom - top)[:, None] * (right - left)
     present, full = overlapped(blocks != ABSENT), overlapped(blocks == FULL)
+    # -1 (ABSENT), + 1 if a block is present, + 1 more if all are full
     return (present > 0).to(torch.int8) + (full == area).to(torch.int8) + ABSENT

@@ -1,4 +1,5 @@
-"""Evaluates which elements of cells are visible: a mask function, the blocks that cells are cut from, and the lengths."""
+"""Evaluates which elements of cells (64 queries by 64 keys) are visible. `packing` calls it for the cells whose state is UNKNOWN. An
+element is visible if the mask function says so, its block exists, and its query and key lie inside the lengths."""
 
 from __future__ import annotations
 
@@ -17,33 +18,31 @@ from .recording import MaskMod, Recording
 
 @dataclass(frozen=True)
 class Elements:
-    """A source of visible elements.
+    """What decides which elements are visible."""
 
-    Attributes:
-        mask_mod: the mask function; None: every element.
-        blocks: states of blocks, if a cell can overlap several: then an element is visible in full blocks, and in unknown ones
-            where mask_mod says so.
-    """
-
-    mask_mod: MaskMod | None
+    mask_mod: MaskMod | None  # the mask function; None: every element is visible
     seqlen_q: int
     seqlen_k: int
+    #: states of blocks, int8 (batch, heads, block rows, block columns), only if a cell can overlap several blocks. All elements of a FULL
+    #: block are visible, those of an UNKNOWN one where mask_mod says so, and none of an ABSENT one.
     blocks: Tensor | None = None
-    block_size: tuple[int, int] = (CELL, CELL)
+    block_size: tuple[int, int] = (CELL, CELL)  # queries and keys of a block
 
     @property
     def has_pairs(self) -> bool:
-        """Whether every two cells, on top of each other or side by side, are of one block and so in one state before evaluation."""
+        """Whether each aligned square of two by two cells lies in one block, whose state all four have before evaluation, and none
+        reaches past the lengths. Then the number of UNKNOWN cells bounds those of partial tiles, which are two cells each."""
         return all(size % (2 * CELL) == 0 and -(-n // CELL) % 2 == 0 for size, n in zip(self.block_size, (self.seqlen_q, self.seqlen_k)))
 
     def states(self, visible: Tensor, places: Tensor) -> Tensor:
-        """Returns the states of evaluated cells, int8 (cells): UNKNOWN are those that are visible in part.
+        """Returns the states of evaluated cells, int8 (cells): ABSENT, FULL, or UNKNOWN for partly visible ones.
 
         Args:
-            visible: the numbers of visible elements, int64 (cells).
+            visible: the number of visible elements of each cell, int64 (cells).
             places: batch entry, head, row and column of each cell, int64 (cells, 4).
         """
-        # -1: no element; 1: all that exist; 0: others. The numbers of ABSENT, FULL and UNKNOWN. In integers, whatever the default dtype.
+        # (2 * visible - existing) / existing is -1 (ABSENT) without visible elements, 1 (FULL) if all existing ones are visible, and
+        # otherwise truncated to 0 (UNKNOWN). Integer arithmetic does not depend on torch's default dtype.
         existing = self._existing(places)
         return (2 * visible - existing).div_(existing, rounding_mode="trunc").to(torch.int8)
 
@@ -54,14 +53,11 @@ class Elements:
         return (self.seqlen_q - places[:, 2] * CELL).clamp(max=CELL) * (self.seqlen_k - places[:, 3] * CELL).clamp(max=CELL)
 
     def visible(self, places: Tensor) -> Tensor:
-        """Returns the visible elements of cells, (cells, 64, 64) bool. Elements past the end are not.
-
-        Args:
-            places: batch entry, head, row and column of each cell, int64 (cells, 4).
-        """
+        """Returns the elements of cells, bool (cells, 64 queries, 64 keys): True where visible. Elements past the lengths are not.
+        `places`: batch entry, head, row and column of each cell, int64 (cells, 4)."""
         batch, head = places[:, 0], places[:, 1]
         query, key = torch.add(torch.arange(CELL, device=places.device), places[:, 2:, None], alpha=CELL).unbind(1)
-        # mask functions read tensors at these positions
+        # mask functions index tensors with positions, so these must lie inside the lengths
         inside_query = query.clamp(max=self.seqlen_q - 1) if self.seqlen_q % CELL else query
         inside_key = key.clamp(max=self.seqlen_k - 1) if self.seqlen_k % CELL else key
         if self.mask_mod is None:
@@ -77,19 +73,15 @@ class Elements:
         return seen
 
 
-# ---- mask functions take scalar tensors ----
+# ---- mask functions take scalar tensors; here they are evaluated for all elements of many cells at once ----
 #
-# `torch.vmap` calls any of them, but takes milliseconds for one that indexes a tensor. Most functions compare, combine and index: a
-# `Recording` of one gives the same results for tensors that broadcast.
+# `torch.vmap` works with any function, but takes milliseconds for one that indexes a tensor. Most functions only compare, combine and
+# index. Of these there is a `Recording`, which repeats the operations on tensors that broadcast.
 
 
 def _over_cells(mask_mod: MaskMod, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Returns the values of a mask function for all elements of cells, bool (cells, queries, keys).
-
-    Args:
-        batch, head: int64 (cells).
-        query, key: int64 (cells, n).
-    """
+    `batch`, `head`: int64 (cells). `query`, `key`: int64 (cells, n)."""
     shape = (*query.shape, key.shape[1])
     if isinstance(mask_mod, Recording):
         seen = mask_mod(batch[:, None, None], head[:, None, None], query[:, :, None], key[:, None, :])
@@ -103,10 +95,10 @@ def _over_cells(mask_mod: MaskMod, batch: Tensor, head: Tensor, query: Tensor, k
 
 
 def _mapped(function: MaskMod) -> Callable[..., Tensor]:
+    """Returns the function over (cells), (cells), (cells, queries) and (cells, keys), with results (cells, queries, keys)."""
     over_keys = torch.vmap(function, in_dims=(None, None, None, 0))
     over_queries = torch.vmap(over_keys, in_dims=(None, None, 0, None))
-    mapped: Callable[..., Tensor] = torch.vmap(over_queries, in_dims=(0, 0, 0, 0))
-    return mapped
+    return torch.vmap(over_queries, in_dims=(0, 0, 0, 0))
 
 
 def indexable_scalars() -> contextlib.AbstractContextManager[Any]:

@@ -1,9 +1,8 @@
-"""Masks that are kept, and found again by the values that they are made of.
+"""Caches packed masks for `flex_attention`, which gets torch's BlockMask or a mask function at each call, and packs it only once.
 
-Memory that a tensor shares can change without a trace. So each call compares the bytes of all tensors that decide about a mask, and
-waits for the device once. A mask function with a Recording has run once, and its operations, constants and tensors are known. Any other
-function is evaluated at each call.
-"""
+Tensors that decide about a mask may be written in place, through aliases too. So each call compares the bytes of all of them with those at
+packing, which waits for the device once. A mask function with a Recording (its operations, constants and tensors) can be compared without
+running it. Any other function may depend on anything, so its mask is packed again at each call."""
 
 from __future__ import annotations
 
@@ -19,18 +18,18 @@ from .mask import BlockMask
 from .recording import Recording, has_plain_values
 from .source import Source
 
-#: Masks that are kept, at most: models have one for each kind of layer.
+#: Maximum number of cached masks: models have one for each kind of layer, rarely more than two.
 MAX_MASKS = 8
-#: Memory of the kept masks in bytes, at most, but for the last one used.
+#: Maximum memory of the cached masks in bytes (256 MiB). The mask used last stays, whatever its size.
 MAX_BYTES = 256 << 20
 
 
 @dataclass
 class _Entry:
-    key: tuple[Any, ...]
-    values: Tensor
+    key: tuple[Any, ...]  # of `_key`
+    values: Tensor  # of `_bytes`
     mask: BlockMask
-    is_causal: bool | None = None
+    is_causal: bool | None = None  # None: not computed yet
 
 
 _entries: list[_Entry] = []  # the last one used first
@@ -38,11 +37,11 @@ _lock = threading.Lock()
 
 
 def block_mask_of(source: Source) -> BlockMask:
-    """Returns the mask of a source. It belongs to this module: a caller that hands it out copies it."""
+    """Returns the packed mask of a source. The cache owns its tensors: callers must not write them or return them to users."""
     if source.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         expected = "volta_fa.BlockMask in a CUDA graph, because torch's is compared at each call: BlockMask.from_torch makes one before"
         raise bad_argument("block_mask", "torch's BlockMask", expected, op="flex_attention", error=RuntimeError)
-    # what is kept may take part in training later
+    # a mask cached under inference_mode could not take part in training later
     with torch.inference_mode(False), torch.no_grad():
         if not _is_known(source):
             return BlockMask._of(source)
@@ -58,7 +57,7 @@ def block_mask_of(source: Source) -> BlockMask:
 
 
 def is_causal(mask: BlockMask) -> bool:
-    """Returns `mask.is_causal()`, at no cost for a mask that is kept."""
+    """Returns `mask.is_causal()`, which waits for the device, and remembers the answer for a cached mask."""
     entry = next((e for e in list(_entries) if e.mask is mask), None)
     if entry is None:
         return mask.is_causal()
@@ -74,13 +73,14 @@ def forget() -> None:
 
 
 def _is_known(source: Source) -> bool:
-    """Returns whether the values of tensors and the key decide about the mask."""
+    """Returns whether the key and the values of the source's tensors determine the mask. If not, it cannot be cached."""
     is_known = source.mask_mod is None or isinstance(source.mask_mod, Recording)
     return is_known and all(has_plain_values(t, source.device) for t in source.tensors)
 
 
 def _key(source: Source) -> tuple[Any, ...]:
-    """Returns what decides about a mask, but for the values of tensors, and the stream that made it."""
+    """Returns everything but the tensors' values that determines a mask. Includes the stream, because another stream would have to wait
+    for the one that packed the mask."""
     shapes = tuple((t.shape, t.dtype) for t in source.tensors)
     stream = torch.cuda.current_stream(source.device) if source.device.type == "cuda" else None
     function = source.mask_mod.key if isinstance(source.mask_mod, Recording) else None
@@ -89,20 +89,20 @@ def _key(source: Source) -> tuple[Any, ...]:
 
 
 def _order(tensors: tuple[Tensor, ...]) -> list[int]:
-    """Returns the tensors' order in memory: with wide elements first, all elements are aligned."""
+    """Returns the indices of tensors in the order in which `_bytes` joins them: wide elements first, so that all stay aligned."""
     return sorted(range(len(tensors)), key=lambda number: -tensors[number].itemsize)
 
 
 def _bytes(tensors: tuple[Tensor, ...]) -> Tensor:
-    """Returns the bytes of all tensors, uint8, as a copy."""
+    """Returns a copy of the bytes of all tensors, joined, uint8."""
     if not tensors:
         return torch.empty(0, dtype=torch.uint8)
     return torch.cat([tensors[number].reshape(-1).view(torch.uint8) for number in _order(tensors)])
 
 
 def _copies(tensors: tuple[Tensor, ...], values: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors that `_bytes` copied."""
-    found = list(tensors)
-    for number, part in zip(_order(tensors), values.split([tensors[number].nbytes for number in _order(tensors)]) if tensors else ()):
+    """Returns tensors like `tensors` that are views of `values`, the copy of their bytes that `_bytes` made."""
+    found, order = list(tensors), _order(tensors)
+    for number, part in zip(order, values.split([tensors[number].nbytes for number in order]) if tensors else ()):
         found[number] = part.view(tensors[number].dtype).view(tensors[number].shape)
     return tuple(found)

@@ -1,4 +1,6 @@
-"""`BlockMask`: a block-sparse mask as the operators take it."""
+"""`BlockMask`: a block-sparse mask, packed into the tensors `block_lists` and `block_bits` of `torch.ops.volta_fa.fwd` and `bwd`. For each
+block of 128 queries a list names the blocks of 64 keys with visible scores, fully visible ones (full) and others (partial). A partial block
+has a tile of 256 words of 32 bits: one bit for each of its 128 * 64 scores."""
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ from torch import Tensor
 from ..errors import bad_argument
 from .cells import ABSENT, CELL, FULL
 from .recording import MaskMod, recorded
-from .source import Source, pack_blocks
-from .torch_mask import source_of
+from .source import Source, pack_blocks, source_of
 
 _NAMES = ("block_lists", "block_bits", "block_lists_t", "block_bits_t")
 
@@ -22,13 +23,14 @@ class BlockMask:
     """Which blocks of scores exist, and which elements of blocks that exist in part.
 
     `volta_fa.flex_attention` takes it as `block_mask`, and the operators take `**mask.options()`. Make one with `from_torch`,
-    `from_mask_mod` or `from_blocks`; packing waits for the device once, or more often where over 32,768 blocks of 64 by 64
-    are unknown. Memory: 2 KB for each 128 by 64 block that exists in part.
+    `from_mask_mod` or `from_blocks`. Packing waits for the device once, or several times if it must evaluate more than 32,768 cells of
+    64 queries by 64 keys. Memory: 2 KB for each partial tile of 128 by 64 scores (a bit each), in both directions, and the lists.
 
     Attributes:
         seq_lengths: number of queries and of keys.
-        block_lists, block_bits: int32, the blocks of each 128 queries; docs/reference/options.md describes them.
-        block_lists_t, block_bits_t: int32, the blocks of each 128 keys, for gradients.
+        block_lists, block_bits: int32, the key blocks of each 128 queries. A list is (mask batch, mask heads, block rows, 4 + entries):
+            numbers of partial and of full blocks, first tile of bits, launch order, then the blocks. Bits are (tiles, 256) or None.
+        block_lists_t, block_bits_t: the same transposed, blocks of 64 queries of each 128 keys, for gradients.
     """
 
     seq_lengths: tuple[int, int]
@@ -44,20 +46,14 @@ class BlockMask:
         The result does not follow later changes of torch's object, or of what its mask_mod reads.
 
         Args:
-            batch, heads: sizes of the problem. They count for masks of fewer entries or heads whose mask_mod depends on these.
+            batch, heads: sizes of the problem. A mask of fewer entries or heads is enlarged to them if its mask_mod depends on these.
         """
         with torch.no_grad():
             return cls._of(source_of(block_mask, batch, heads))
 
     @classmethod
     def from_mask_mod(
-        cls,
-        mask_mod: MaskMod,
-        B: int | None,
-        H: int | None,
-        Q_LEN: int,
-        KV_LEN: int,
-        device: torch.device | str | None = None,
+        cls, mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: torch.device | str | None = None
     ) -> BlockMask:
         """Returns the mask of a function. The arguments are those of torch's `create_block_mask`, without its N^2 bytes of memory.
 
@@ -92,8 +88,8 @@ class BlockMask:
         queries, keys = seq_lengths or lengths
         if not (lengths[0] - size[0] < queries <= lengths[0] and lengths[1] - size[1] < keys <= lengths[1]):
             raise bad_argument("seq_lengths", (queries, keys), f"lengths that end in the last blocks, at most {lengths}", op="BlockMask")
-        blocks = blocks.view((1,) * (4 - blocks.dim()) + blocks.shape).to(torch.int8) * (FULL - ABSENT) + ABSENT
-        forward, transposed = pack_blocks(blocks, size, None, (queries, keys))
+        states = blocks.view((1,) * (4 - blocks.dim()) + blocks.shape).to(torch.int8) * (FULL - ABSENT) + ABSENT
+        forward, transposed = pack_blocks(states, size, None, (queries, keys))
         return cls((queries, keys), *forward, *transposed)
 
     @classmethod
@@ -103,7 +99,7 @@ class BlockMask:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, queries, keys), as of the lists: a problem's entries and heads index the first two modulo their sizes."""
+        """(batch, heads, queries, keys) of the mask. Entry b and head h of a problem use the mask of b % batch and h % heads."""
         batch, heads = self.block_lists.shape[:2]
         return (batch, heads, *self.seq_lengths)
 
@@ -130,15 +126,16 @@ class BlockMask:
         """Returns the share of blocks of 128 queries and 64 keys that do not exist, in percent, as torch's method does."""
         row_blocks = self.block_lists.shape[0] * self.block_lists.shape[1] * self.block_lists.shape[2]
         present = int(self.block_lists[..., :2].sum())
-        return 100 * (1 - present / (row_blocks * -(-self.seq_lengths[1] // CELL)))
+        return 100 * (1 - present / max(row_blocks * -(-self.seq_lengths[1] // CELL), 1))
 
     def dense(self) -> Tensor:
-        """Returns the mask in memory, bool (batch, heads, queries, keys), True where visible. For debugging: it takes N^2 bytes."""
+        """Returns the mask unpacked, bool (batch, heads, queries, keys), True where visible. For debugging: it takes N^2 bytes."""
         batch, heads, rows, width = self.block_lists.shape
         lists, device = self.block_lists.long(), self.device
         partial, full, first = (lists[..., i, None] for i in range(3))
-        place = torch.arange(width - 4, device=device)
-        column = torch.where(place < partial + full, lists[..., 4:], width)  # past the end: a column more, cut off below
+        place = torch.arange(width - 4, device=device)  # position in a list, after its header of 4 numbers
+        column = torch.where(place < partial + full, lists[..., 4:], width)  # entries that do not count: a last column, cut off below
+        # two tiles before those of the mask: 0 for absent blocks, without bits, and 1 for full ones, with all bits
         tile = torch.where(place < partial, first + place + 2, (place < partial + full).long())
         bits = torch.zeros(2, 256, dtype=torch.int32, device=device)
         bits[1] = -1
@@ -150,20 +147,21 @@ class BlockMask:
         return seen[..., : self.seq_lengths[0], : self.seq_lengths[1]].bool()
 
     def is_causal(self) -> bool:
-        """Returns whether no query sees a later key. It waits for the device."""
+        """Returns whether no query i sees a key j > i. It waits for the device."""
         lists = self.block_lists.long()
-        place = torch.arange(lists.shape[-1] - 4, device=self.device)
-        partial, full, first = (lists[..., i, None] for i in range(3))
-        # the first query minus the first key of each block
-        distance = torch.arange(lists.shape[2], device=self.device)[:, None] * 2 * CELL - lists[..., 4:] * CELL
-        last_key = (lists[..., 4:] * CELL + CELL - 1).clamp(max=self.seq_lengths[1] - 1)
-        later = ((place >= partial) & (place < partial + full) & (distance + lists[..., 4:] * CELL < last_key)).any()
+        place = torch.arange(lists.shape[-1] - 4, device=self.device)  # position in a list, after its header of 4 numbers
+        partial, full, first_tile = (lists[..., i, None] for i in range(3))
+        first_query = torch.arange(lists.shape[2], device=self.device)[:, None] * 2 * CELL
+        first_key = lists[..., 4:] * CELL
+        last_key = (first_key + CELL - 1).clamp(max=self.seq_lengths[1] - 1)
+        later = ((place >= partial) & (place < partial + full) & (first_query < last_key)).any()
         if self.block_bits is not None:
             chosen = place < partial
-            tiles, distances = (first + place).expand_as(chosen)[chosen], distance[chosen]
-            keys_left = self.seq_lengths[1] - lists[..., 4:][chosen] * CELL  # a full cell has bits past the last key
+            tiles, distances = (first_tile + place).expand_as(chosen)[chosen], (first_query - first_key)[chosen]
+            keys_left = self.seq_lengths[1] - first_key[chosen]  # a full cell has bits past the last key
+            # of an element, query - key is its block's distance plus this shift, (queries, keys)
             shift = torch.arange(2 * CELL, device=self.device)[:, None] - torch.arange(CELL, device=self.device)
-            for begin in range(0, len(tiles), 1024):
+            for begin in range(0, len(tiles), 1024):  # unpacked to bool, 1024 tiles take 8 MiB
                 words = self.block_bits[tiles[begin : begin + 1024]].view(-1, 2 * CELL, 2, 1)
                 seen = ((words >> torch.arange(32, device=self.device)) & 1).flatten(2).bool()
                 exists = torch.arange(CELL, device=self.device) < keys_left[begin : begin + 1024, None, None]

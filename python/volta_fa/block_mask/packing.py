@@ -1,7 +1,9 @@
-"""Makes the operators' lists and bits from the states of cells of 64 queries by 64 keys. docs/reference/options.md describes the layout.
+"""Packs a mask into the operators' lists and bits.
 
-Launches cost more than the work of most of them, so both directions of a square mask share theirs.
-"""
+`source` calls `pack` with the states of cells (64 queries by 64 keys): FULL, ABSENT, or UNKNOWN, evaluated here. A tile has two cells: 128
+queries by 64 keys, and for the backward pass, transposed, 128 keys by 64 queries. For each row of tiles the lists have a header of four
+numbers (partial tiles, full tiles, first tile of bits, launch order), then the columns of its partial tiles and of its full ones. The bits
+of a tile are 256 words. Launches of small kernels dominate the time, so both directions of a square mask are computed in one tensor."""
 
 from __future__ import annotations
 
@@ -16,18 +18,19 @@ from .elements import Elements
 #: Cells that are evaluated at a time, at most: 10 M elements, 84 MB for a step of a mask function that calculates them in int64.
 CHUNK = 2560
 #: With more UNKNOWN cells, the bits of those that turn out full or absent are dropped after each chunk. That costs a synchronization
-#: a chunk and saves 1 KB a cell.
+#: a chunk and saves 1 KB a cell: 64 * 64 bits, in both directions.
 COMPACT_ABOVE = 32768
 
 #: First row of `_Cells.bits` for evaluated cells. Row FULL has all bits, row ABSENT, the last, none. Row 0, UNKNOWN, is not used.
 _FIRST_EVALUATED = FULL + 1
-#: Factor that moves the lowest bits of 8 bytes into the highest byte, the first byte's to bit 0.
+#: Bits 56, 49, ..., 7. A product with it moves the lowest bit of each of 8 bytes into the highest byte, byte i's to bit i.
 _GATHER_BITS = 0x0102040810204080
 
 
 class Lists(NamedTuple):
-    """One direction: lists int32 (batch, heads, row blocks, 4 + column blocks), and bits int32 (tiles, 256), None if no tile may be
-    partial. Where evaluation finds fewer partial tiles than were possible, the last tiles are not used."""
+    """The mask in one direction: lists, int32 (batch, heads, tile rows, 4 + tile columns), and bits, int32 (tiles, 256). Bits are None if
+    no tile can be partial. They have room for all tiles that could be partial before evaluation; lists do not refer to the last ones if
+    evaluation finds fewer."""
 
     lists: Tensor
     bits: Tensor | None
@@ -37,33 +40,35 @@ class _Cells(NamedTuple):
     """All cells, evaluated."""
 
     states: Tensor  # int8 (batch, heads, rows, columns); UNKNOWN: visible in part
-    source: Tensor  # int64, the same shape: the cell's row of bits
-    bits: Tensor  # int32 (2, evaluated cells and constant rows, 64, 2): of queries, then transposed, of keys
+    source: Tensor  # int64, the same shape: the row of `bits` that has the cell's bits
+    bits: Tensor  # int32 (2, evaluated cells and constant rows, 64, 2): 64 keys of each query, then transposed, 64 queries of each key
 
 
 def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tuple[Lists, Lists]:
-    """Returns the lists and bits of row blocks of 128 queries, and those of 128 keys.
+    """Returns the lists and bits of tiles of 128 queries by 64 keys, and those of 128 keys by 64 queries.
 
-    It waits for the device once, for the numbers that it does not know, and with more than COMPACT_ABOVE UNKNOWN cells once a chunk.
+    It waits for the device once, for the numbers of UNKNOWN cells and of partial tiles, which are sizes of tensors. With more than
+    COMPACT_ABOVE UNKNOWN cells it also waits once a chunk.
 
     Args:
         states: of cells, int8 (batch, heads, rows, columns). The call overwrites them.
-        elements: what is visible in cells that are UNKNOWN.
+        elements: decides which elements of UNKNOWN cells are visible.
         evaluate_all: all cells are UNKNOWN.
     """
-    counts = None
+    counts = None  # per direction, the maximum number of partial tiles; None: counted after evaluation
     if evaluate_all:
         unknown = states.numel()
     elif elements.has_pairs:
         (unknown,) = _partial_counts(states[None])
-        # the two cells of a tile have one state in either direction, so half as many tiles as cells may be partial
+        # each square of two by two cells has one state, so half as many tiles as cells may be partial, in either direction
         counts = [unknown // 2] * 2
     else:
         unknown, *counts = _partial_counts(states[None], *_tiles(states))
     cells = _evaluate(states, unknown, elements)
     tiles = _tiles(cells.states)
-    # evaluation may only lower the numbers of tiles
+    # counts from before evaluation still suffice, because evaluation only lowers the numbers of partial tiles
     counts = _partial_counts(*tiles) if counts is None else counts
+    # `tiles` is one tensor of both directions, or one tensor for each
     directions = ((tile, lists) for of in tiles for tile, lists in zip(of, _lists(of)))
     forward, transposed = (
         Lists(lists, _tile_bits(tile, source, bits, count) if count else None)
@@ -73,21 +78,22 @@ def pack(states: Tensor, elements: Elements, evaluate_all: bool = False) -> tupl
 
 
 def _partial_counts(*states: Tensor) -> list[int]:
-    """Returns the number of UNKNOWN states in each part of the first dimension of all tensors. It waits for the device."""
+    """Returns the number of UNKNOWN states, which are 0, for each index of the tensors' first dimension. It waits for the device."""
     known = torch.cat([of.flatten(1).count_nonzero(1) for of in states]).tolist()
     sizes = (of[0].numel() for of in states for _ in of)
     return [size - n for size, n in zip(sizes, known)]
 
 
 def _evaluate(states: Tensor, count: int, elements: Elements) -> _Cells:
-    """Evaluates the `count` cells that are UNKNOWN. Their states are overwritten."""
+    """Evaluates the `count` cells that are UNKNOWN, and overwrites their states."""
     constant = torch.full((2, _FIRST_EVALUATED, CELL, 2), -1, dtype=torch.int32, device=states.device)
     bits = [constant]
     if count:
         # with the size given, this does not wait for the device
         places = torch.nonzero_static(states == UNKNOWN, size=count)
         compact, visible = count > COMPACT_ABOVE, []
-        for place in places.split(-(-count // -(-count // CHUNK))):  # of equal size, but for the last
+        chunks = -(-count // CHUNK)
+        for place in places.split(-(-count // chunks)):  # of equal size, but for the last
             seen = elements.visible(place)
             visible.append(seen.sum((1, 2)))
             if compact:
@@ -112,18 +118,18 @@ def _packed(seen: Tensor) -> Tensor:
 
 
 def _pairs(cells: Tensor) -> Tensor:
-    """Returns the cells of each tile: (..., rows, 2, columns). An odd last row is repeated."""
+    """Returns the cells of each tile: (..., tile rows, 2, columns). An odd last row is repeated, so its state stays the tile's."""
     if cells.shape[-2] % 2:
         cells = torch.cat((cells, cells[..., -1:, :]), -2)
     return cells.unflatten(-2, (-1, 2))
 
 
 def _tiles(cells: Tensor) -> list[Tensor]:
-    """Returns the states of tiles, two cells on top of each other: int8 (directions, batch, heads, rows, columns). Both directions are
-    in one tensor if the mask is square."""
+    """Returns the states of tiles, int8 (directions, batch, heads, rows, columns): one tensor of both directions if the mask is square,
+    else one tensor for each."""
     transposed = cells.mT
     grids = [torch.stack((cells, transposed))] if cells.shape == transposed.shape else [cells[None], transposed[None]]
-    # two cells are FULL or ABSENT together, else UNKNOWN: half of -2 to 2
+    # the sum of two states is 2 if both are FULL, -2 if both are ABSENT; half of it, truncated, is the tile's state
     return [_pairs(grid).sum(-2, dtype=torch.int8).div_(2, rounding_mode="trunc") for grid in grids]
 
 
@@ -131,7 +137,7 @@ def _lists(tiles: Tensor) -> Tensor:
     """Returns the lists of each direction: int32 (directions, batch, heads, rows, 4 + columns)."""
     kinds = torch.arange(ABSENT, FULL + 1, device=tiles.device)
     absent, partial, full = (tiles[..., None, :] == kinds[:, None]).sum(-1).unbind(-1)
-    # as unsigned numbers: UNKNOWN, FULL, ABSENT
+    # as unsigned numbers the order is UNKNOWN 0, FULL 1, ABSENT 255: the lists end with absent columns, which the counts leave out
     columns = tiles.view(torch.uint8).sort(dim=-1, stable=True).indices
     first_tile = partial.flatten(1).cumsum(1).view_as(partial) - partial
     longest_first = absent.argsort(dim=-1, stable=True)
@@ -140,11 +146,8 @@ def _lists(tiles: Tensor) -> Tensor:
 
 
 def _tile_bits(tiles: Tensor, source: Tensor, bits: Tensor, count: int) -> Tensor:
-    """Returns the bits of at most `count` partial tiles, int32 (count, 256).
-
-    Args:
-        tiles: states, int8 (batch, heads, rows, columns).
-        source, bits: of cells.
-    """
+    """Returns the bits of the partial tiles, int32 (count, 256), `count` being at least their number.
+    `tiles`: states, int8 (batch, heads, rows, columns). `source`, `bits`: of cells, as in `_Cells`, in the direction of `tiles`."""
+    # with fewer partial tiles, the last places are those of tile (0, 0, 0, 0): no list refers to them
     batch, head, row, column = torch.nonzero_static(tiles == UNKNOWN, size=count, fill_value=0).unbind(1)
     return bits[_pairs(source)[batch, head, row, :, column]].view(count, 4 * CELL)

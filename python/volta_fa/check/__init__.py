@@ -3,27 +3,24 @@
 machine.py             describes the machine
 kernels.py             lists what is checked, with problems for each kernel
 cases.py               attention problems as values, and their tensors (the tests use them too)
-cache_cases.py         the same with a KV cache
+cache_cases.py         the same with a KV cache, and trees of draft tokens
 tolerance.py           PyTorch's eager attention, in fp64 too, and how far a result may be from the exact one
-problems.py            exact results of attention problems, part by part, and the judge (the tests use them too)
+problems.py            exact results of attention problems, with the error that each part may have (the tests use them too)
 cached.py              problems of each kernel of a KV cache, and their exact results
 correctness.py         checks one kernel
 isolation.py           checks GPU kernels in processes that may be lost
 state.py               keeps the results of an unfinished check
-performance.py         measures the GPU and attention
-performance_cached.py  measures attention with a KV cache
+performance.py         measures the GPU, and attention with and without a KV cache
 block_masks.py         draws block masks, and expands them (the tests use them too)
-draft_trees.py         makes trees of draft tokens and their masks
-indexer_scores.py      problems of the indexer, and their exact logits
 int8_scores.py         checks the kernels of fwd_fast against their model
-sparse_latents.py      problems of sparse latent attention, and their exact results
+sparse_cases.py        problems of sparse latent attention and of the indexer, and their exact results
 atomics.py             measures the GPU's rate of atomic additions
 tune.py                turns measurements into a tuning file
-findings.py            holds the settings and all results of a check
-report.py              shows the page, the plot and the JSON
+report.py              holds the settings and all results of a check, and shows the page, the plot and the JSON
 
-versus.py              is of another command, `versus-1cat`: attention beside 1Cat-vLLM's
-"""
+versus.py belongs to another command, `versus-1cat`: it times attention beside that of 1Cat-vLLM, a fork of vLLM for V100s.
+
+A "variant" is one compiled kernel with its properties, as `volta_fa.info()["variants"]` describes it."""
 
 from __future__ import annotations
 
@@ -36,12 +33,12 @@ from ..errors import CommandError
 from ..inspection import info
 from . import correctness, isolation, machine, performance, report, tune
 from .correctness import KernelResult
-from .findings import Findings, Settings
 from .kernels import of_families, wanted
+from .report import Findings, Settings
 from .state import FILE, State, made_on
 
-#: Maximum seconds of a check on a GPU, and the shares of them after which the parts "correctness" and "speed" end. A part gets what
-#: earlier parts leave. Loading kernels does not count, because the driver may have to compile them.
+#: Maximum seconds of a check on a GPU, and the shares of them at which the parts "right" (correctness) and "fast" (speed) end. "tune"
+#: gets the rest. A part may use what earlier parts leave. Loading kernels does not count: the driver may have to compile them.
 LIMIT = 170.0
 _RIGHT_UNTIL, _FAST_UNTIL = 0.55, 0.85
 
@@ -60,6 +57,7 @@ def run_check(settings: Settings) -> Findings:
         raise CommandError(f"--output {settings.output}: {error.strerror}") from None
     target.make_current()
     findings = Findings(settings, trouble=machine.torch_trouble(target))
+    # kernels of the device's families that it cannot launch: report.py counts them
     findings.unfit = [v["name"] for v in of_families(target, info()["variants"]) if v["shared_bytes"] > target.shared_bytes]
     if findings.trouble:
         report.say_trouble(findings.trouble)
@@ -72,32 +70,33 @@ def run_check(settings: Settings) -> Findings:
             state = _check_kernels(findings, variants, _RIGHT_UNTIL * limit, progress)
             deadline = time.monotonic() + _FAST_UNTIL * limit - findings.seconds["right"]
             progress.begin("fast", performance.steps(target, settings.quick))
-            # unchecked kernels are used, as in programs; a failed kernel may never end
+            # unchecked kernels run, as in programs; failed ones do not, because they may hang
             failed = findings.failed if target.has_kernels else []
             started = time.monotonic()
-            findings.speeds = performance.measure(target, failed, deadline, settings.quick, progress.advance)
+            findings.speeds = performance.measure(target, failed, deadline, settings.quick, progress.step)
             findings.seconds["load"] += findings.speeds.loading
             findings.seconds["fast"] = time.monotonic() - started - findings.speeds.loading
             if settings.tune:
                 progress.begin("tune", tune.steps(target))
                 started = time.monotonic()
                 deadline = started + limit - findings.seconds["right"] - findings.seconds["fast"]
-                findings.tuned = tune.tune(target, findings.results, deadline, progress.advance)
+                findings.tuned = tune.tune(target, findings.results, deadline, progress.step)
                 findings.seconds["tune"] = time.monotonic() - started
     findings.seconds["all"] = time.monotonic() - begin
     report.show(findings)
     report.write(findings)
-    if state is not None:  # only now: if the later parts are interrupted, these results stay
+    if state is not None:  # only now: if later parts are interrupted, the results stay. Deletes them if all kernels are checked.
         state.close(not findings.unchecked)
     report.conclude(findings)
     return findings
 
 
 def _check_kernels(findings: Findings, variants: list[dict[str, Any]], seconds: float, progress: report.Progress) -> State:
-    """Checks the kernels that an unfinished check left, for `seconds` in each process. Returns the file of results."""
+    """Checks `variants`, except those that an earlier, unfinished check has results of, and adds all results to `findings`.
+    `seconds`: maximum time that each process spends on checking. Returns the file that keeps the results until the check is finished."""
     settings, begin = findings.settings, time.monotonic()
-    same = {"seed": settings.seed, "quick": settings.quick, "kernels": settings.kernels}
-    state = State.open(settings.output / FILE, made_on(settings.target, **same))
+    conditions = {"seed": settings.seed, "quick": settings.quick, "kernels": settings.kernels}
+    state = State.open(settings.output / FILE, made_on(settings.target, **conditions))
     names = [v["name"] for v in variants]
     results = {v.kernel: v for v in state.results if v.kernel in names}
     findings.continued = len(results)
@@ -110,9 +109,10 @@ def _check_kernels(findings: Findings, variants: list[dict[str, Any]], seconds: 
         results[result.kernel] = result
         state.add(result)
         loading += result.load_seconds / at_a_time
-        progress.advance(result.kernel)
+        progress.step(result.kernel)
     findings.results = [results[name] for name in names if name in results]
     findings.unreached = [v for v in variants if v["name"] not in results]
+    # a wrong preprocess or postprocess kernel makes every main kernel of its calls fail, and the reverse: leaves failures to the culprit
     correctness.share_blame(findings.results)
     findings.seconds["load"] = loading
     findings.seconds["right"] = time.monotonic() - begin - loading
@@ -120,6 +120,7 @@ def _check_kernels(findings: Findings, variants: list[dict[str, Any]], seconds: 
 
 
 def _results(settings: Settings, variants: list[dict[str, Any]], seconds: float, at_a_time: int) -> Iterator[KernelResult]:
+    """Yields results for at most `seconds`. GPU kernels run in `at_a_time` subprocesses, which they may destroy."""
     if settings.target.kind == "cuda":
         yield from isolation.check_isolated(settings.target, variants, settings.seed, settings.quick, seconds, at_a_time)
         return

@@ -1,8 +1,6 @@
-"""Measures the GPU's rate of fp32 atomic additions to global memory, which sum dq in the backward pass.
-
-PyTorch has no operation that does only this. So this is a PTX kernel of our own, which every driver since CUDA 9 compiles for every GPU
-since Volta. It runs through the driver, in PyTorch's context and on its stream.
-"""
+"""Measures the GPU's rate of fp32 atomic additions to global memory, by which the backward pass sums dq. `performance` reports it. PyTorch
+has no operation that does only this. So this module has a PTX kernel, which every driver since CUDA 9 compiles for every GPU since Volta.
+The driver launches it in PyTorch's context, on PyTorch's stream."""
 
 from __future__ import annotations
 
@@ -13,17 +11,24 @@ from typing import Any
 import torch
 
 _THREADS = 256
-_BLOCKS_PER_SM = 8  # as many threads as an SM of Volta holds
-#: Iterations of a thread's loop in one launch, and additions of an iteration.
+_BLOCKS_PER_SM = 8  # with _THREADS each, the 2048 threads that an SM of Volta holds
+#: Iterations ("rounds") of a thread's loop in one launch, and additions in an iteration.
 _ROUNDS = 64
 _ADDS_PER_ROUND = 8
 #: Floats in the target buffer: 1 MiB, which fits every GPU's L2 and covers all its slices.
 _FLOATS = 2**18
 
-# Every thread adds 1 to eight places a round. A warp's 32 places are four rows of eight floats, `row` floats apart. With `row` 8 they
-# are a line of 128 bytes, as in the backward kernels, whose accumulator has an order for this (dq_accumulator.cuh). With a larger `row`
-# they are as in an accumulator with row-major order. A round's eight places are `hop` bytes apart, and the next round begins where this
-# one ended. All of it wraps around at the end of the memory, whose size is a power of two.
+# Every thread adds 1 to eight floats a round. A warp's 32 floats are four rows of eight, and rows are `row` floats apart. With `row` 8
+# they are a line of 128 bytes, as in the backward kernels, which order dq's accumulator for this (dq_accumulator.cuh). With a larger
+# `row` they are as in a row-major accumulator. A thread's successive addresses are `hop` bytes apart, from round to round too. Addresses
+# wrap around at the end of the memory, whose size in bytes, mask + 1, is a power of two.
+_ADD = """\
+    and.b32 %r10, %r7, %r2;
+    cvt.u64.u32 %d1, %r10;
+    add.u64 %d1, %d0, %d1;
+    red.global.add.f32 [%d1], %f0;
+    add.u32 %r7, %r7, %r1;
+"""
 _PTX = """\
 .version 6.0
 .target sm_70
@@ -43,11 +48,11 @@ _PTX = """\
     mov.u32 %r4, %tid.x;
     mov.u32 %r5, %ctaid.x;
     mov.u32 %r6, %ntid.x;
-    // the warp's number, from which its first place follows: 32 floats each
+    // the warp's number; its first address is 128 bytes, 32 floats, after that of the warp before
     mad.lo.u32 %r7, %r5, %r6, %r4;
     shr.u32 %r7, %r7, 5;
     mul.lo.u32 %r7, %r7, 128;
-    // the lane's place: floats lane % 8 of row lane / 8
+    // the lane's address in the warp's: float lane % 8 of row lane / 8
     and.b32 %r8, %r4, 7;
     and.b32 %r9, %r4, 31;
     shr.u32 %r9, %r9, 3;
@@ -56,33 +61,19 @@ _PTX = """\
     add.u32 %r7, %r7, %r8;
     mov.f32 %f0, 0f3F800000;
 again:
-__ADDS__
-    sub.u32 %r3, %r3, 1;
+__ADDS__    sub.u32 %r3, %r3, 1;
     setp.ne.u32 %p, %r3, 0;
     @%p bra again;
     ret;
 }
-""".replace(
-    "__ADDS__",
-    "\n".join(
-        [
-            "    and.b32 %r10, %r7, %r2;\n"
-            "    cvt.u64.u32 %d1, %r10;\n"
-            "    add.u64 %d1, %d0, %d1;\n"
-            "    red.global.add.f32 [%d1], %f0;\n"
-            "    add.u32 %r7, %r7, %r1;"
-        ]
-        * _ADDS_PER_ROUND
-    ),
-)
+""".replace("__ADDS__", _ADD * _ADDS_PER_ROUND)
 
 
 def rates(device: torch.device, sms: int) -> dict[str, float]:
-    """Returns 10^9 additions per second: to whole lines of 128 bytes, as in the backward kernels, and to rows of 32 bytes.
+    """Returns 10^9 additions per second, "lines": to whole lines of 128 bytes, as in the backward kernels, and "rows": to four rows of
+    32 bytes, as with row-major order at headdim 128. Their ratio is what the order of dq's accumulator saves.
 
-    The second shows what the order of dq's accumulator saves.
-
-    Raises RuntimeError if the driver refuses the kernel or the sums are wrong."""
+    Raises RuntimeError if the driver rejects the kernel or the sums are wrong."""
     return {"lines": _rate(device, sms, row=8), "rows": _rate(device, sms, row=128)}
 
 
@@ -92,12 +83,12 @@ def _rate(device: torch.device, sms: int, row: int) -> float:
         memory = torch.zeros(_FLOATS, device=device)
         launch = _Kernel(_PTX, "volta_fa_atomic_adds")
         blocks = sms * _BLOCKS_PER_SM
-        # consecutive additions of a warp are far apart; neighboring warps begin 128 bytes apart
+        # an eighth of the memory and 4 KiB, so that consecutive additions of a warp are far apart and reach all of it
         hop = 4 * _FLOATS // _ADDS_PER_ROUND + 4 * 1024
         arguments = (ctypes.c_uint64(memory.data_ptr()), *(ctypes.c_uint32(n) for n in (row, hop, 4 * _FLOATS - 1, _ROUNDS)))
         adds = blocks * _THREADS * _ROUNDS * _ADDS_PER_ROUND
         times = []
-        for run in range(12):
+        for run in range(12):  # each adds to the sums of all before
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             launch(blocks, _THREADS, arguments)

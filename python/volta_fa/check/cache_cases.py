@@ -1,13 +1,13 @@
-"""Problems of attention with a KV cache as values, and their tensors. `python -m volta_fa check` and the tests share them.
-
-Whatever of a cache no token occupies is NaN, or a code or scale that stands for NaN.
-"""
+"""Problems of attention with a KV cache: `CacheCase` describes one, `CacheInputs` are its tensors and the exact results that they have.
+`python -m volta_fa check` (`cached`) and the tests share them. Parts of a cache that no token occupies hold NaN, or codes and scales that
+stand for NaN, so that a kernel that reads them gives NaN."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,44 +16,46 @@ import torch
 from torch import Tensor
 
 from ..inspection import cache_formats
-from ..kv_cache.formats import dequantize_kv, quantize_kv
-from . import draft_trees, tolerance
+from ..kv_cache.formats import dequantize_kv, parts_of, quantize_kv
+from . import tolerance
 from .cases import OF_REFERENCE, ScoreOptions, Source
 from .problems import Part, forward_parts
 
-#: Entries of a block table that name no page: padding of any kind.
+#: Block-table entries after a sequence's last page. They name no page, and kernels must not use them.
 NO_PAGE = (-1, 2**31 - 1, -(2**31))
+#: Rows of the tables rotary_cos and rotary_sin: more than the longest sequence of a problem with a rotation.
 ROTARY_POSITIONS = 700
 #: Options that appending to a quantized cache writes.
 WRITTEN = ("k_scale", "v_scale", "k_zero_point", "v_zero_point")
-#: Columns by which the rows of a wide cache are longer: 16 bytes of any type.
+#: Columns by which the rows of a cache with layout "wide" are longer: at least 16 bytes of any type.
 WIDER = 16
 
 
 @dataclass(frozen=True, repr=False)
 class CacheCase(ScoreOptions):
-    """One problem of `volta_fa::fwd_kvcache`, or with `latents` of `volta_fa::fwd_mla`: some sequences, and the layout of their cache."""
+    """One problem of `volta_fa::fwd_kvcache`, or with `latents` of `volta_fa::fwd_mla`: its sequences, and the layout of their cache. str()
+    gives a short name from the fields that are not their defaults, which reports and test names show."""
 
     lengths: tuple[tuple[int, int, int], ...]  # (queries, cached tokens, appended tokens) of each sequence
     headdim: int = 64
     headdim_v: int | None = None
     nheads: int = 2
     nheads_k: int = 1
-    page: int = 16  # tokens; 0: dense
-    packed: bool = False  # q, and k and v to append
+    page: int = 16  # tokens of a page; 0: a dense cache
+    packed: bool = False  # whether q, and k and v to append, are packed (cu_seqlens_q)
     own_new: bool = False  # packed k and v have cu_seqlens_k_new
-    layout: str = "nhd"  # hnd; kv: K and V interleaved in one tensor; wide: strides larger than a page
-    seqlen_cache: int | None = None  # dense; room for all unless given
+    layout: str = "nhd"  # tokens before heads; hnd: heads first; kv: a page has K, then V; wide: a slice of a larger tensor
+    seqlen_cache: int | None = None  # tokens of a dense cache's entry; None: room for all, and 5 more unless all_cached
     is_causal: bool = True
-    rotary: str = ""  # half, interleaved
-    rotary_dim: int | None = None
-    rotary_dtype: str = "own"
-    leftpad: tuple[int, ...] = ()
-    batch_idx: bool = False
+    rotary: str = ""  # pairs of dimensions: "half" or "interleaved"; "": no rotation
+    rotary_dim: int | None = None  # None: headdim
+    rotary_dtype: str = "own"  # q's dtype; else fp32
+    leftpad: tuple[int, ...] = ()  # padding tokens at the beginning of each entry
+    batch_idx: bool = False  # whether cache_batch_idx maps sequences to entries
     num_splits: int = 0
     all_cached: bool = False  # no cache_seqlens
-    spread: float = 1.0
-    kv_dtype: str = ""  # of a quantized cache: volta_fa.quantize_kv
+    spread: float = 1.0  # standard deviation of q, k and v
+    kv_dtype: str = ""  # of a quantized cache: one of CACHE_KV_DTYPES
     descale: str = ""  # fp8's scales: one; h: (nheads_k); bh: (batch, nheads_k)
     tree: bool = False  # the queries of each sequence are a tree of draft tokens
     latents: bool = False  # the cache is of one head, whose first headdim_v columns are the values
@@ -84,8 +86,12 @@ class CacheCase(ScoreOptions):
 
     @property
     def batch(self) -> int:
-        """How many sequences there are."""
+        """Number of sequences."""
         return len(self.lengths)
+
+    def kv_dtype_of(self, which: str) -> str:
+        """Returns the kv_dtype of the keys (k) or values (v) of a quantized cache."""
+        return parts_of(self.kv_dtype)["kv".index(which)]
 
     @property
     def appends(self) -> bool:
@@ -94,7 +100,7 @@ class CacheCase(ScoreOptions):
 
     @property
     def columns_v(self) -> int:
-        """headdim_v, which is headdim unless given."""
+        """Columns of the values: headdim_v, or headdim if that is None."""
         return self.headdim if self.headdim_v is None else self.headdim_v
 
     @property
@@ -104,14 +110,14 @@ class CacheCase(ScoreOptions):
 
     @property
     def features(self) -> list[str]:
-        """Features that a kernel must have to run it, by their names in `info()`."""
+        """Features that a kernel must have to run the problem, by their names in `info()`."""
         asked = {"varlen": True, "paged_kv": True, "tree": self.tree, **self.score_features}
         return [name for name, is_asked in asked.items() if is_asked]
 
     @property
-    def trees(self) -> list[draft_trees.Tree]:
-        """The tree of each sequence."""
-        return [draft_trees.random_tree(n, seed) for seed, (n, _, _) in enumerate(self.lengths)]
+    def trees(self) -> list[Tree]:
+        """The tree of draft tokens of each sequence."""
+        return [random_tree(n, seed) for seed, (n, _, _) in enumerate(self.lengths)]
 
     def problem(self, source: Source) -> CacheInputs:
         """Draws the tensors."""
@@ -119,7 +125,7 @@ class CacheCase(ScoreOptions):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """Returns x (tokens, heads, headdim) in fp64, with each pair of dimensions turned by its angle."""
+    """Returns x, (tokens, heads, headdim), in fp64 and with rotary embedding. cos and sin are (positions, rotated pairs)."""
     x, cos, sin = x.double().clone(), cos.double()[positions][:, None], sin.double()[positions][:, None]
     n = cos.shape[-1]
     first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if interleaved else (slice(0, n), slice(n, 2 * n))
@@ -133,8 +139,9 @@ def has_scales(kv_dtype: str) -> bool:
     return any(row["name"] == kv_dtype and row["scale"] == "token" for row in cache_formats())
 
 
-def _stored_dtype(kv_dtype: str) -> torch.dtype:
-    return quantize_kv(torch.zeros(1, 2), kv_dtype).data.dtype
+def _of_pages(both: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Returns views of `both`, (pages, elements), as one tensor (pages, *shape) for each shape: each page holds K, then V."""
+    return [t.unflatten(1, shape) for t, shape in zip(both.split([math.prod(shape) for shape in shapes], 1), shapes)]
 
 
 class _Caches:
@@ -147,23 +154,26 @@ class _Caches:
             self._lay_out_pages(order)
         else:
             self._lay_out_entries(order)
-        # the byte is NaN in e4m3 and e5m2. An integer's bytes mean nothing without scales, and these are NaN
+        # 0x7F is NaN in e4m3 and e5m2. Codes of int8 and int4 have no NaN, but their scales are NaN.
         self._poison: float = 0x7F if c.kv_dtype else math.nan
         self._dtype = torch.uint8 if c.kv_dtype else source.dtype
-        self._columns_per_element = 2 if c.kv_dtype == "int4" else 1
-        if c.latents:
-            caches = [self._empty(c.headdim)]
-        elif c.layout == "kv":
-            both = self._full(self.entries, 2, self.rows, c.nheads_k, c.headdim // self._columns_per_element)
-            caches = list(both.unbind(1))
-        else:
-            caches = [self._empty(c.headdim), self._empty(c.columns_v)]
+        elements = {"k": c.headdim} if c.latents else {"k": c.headdim, "v": c.columns_v}  # of a row: int4 has two in a byte
         if c.kv_dtype:
-            caches = [t.view(_stored_dtype(c.kv_dtype)) for t in caches]
+            elements = {which: n // 2 if c.kv_dtype_of(which) == "int4" else n for which, n in elements.items()}
+        if c.layout == "kv":
+            shapes = [(self.rows, c.nheads_k, n) for n in elements.values()]
+            caches = _of_pages(self._full(self.entries, sum(map(math.prod, shapes))), shapes)
+        else:
+            caches = [self._empty(n) for n in elements.values()]
+        self.caches = dict(zip(elements, caches))
+        if c.kv_dtype:
+            self.caches = {
+                which: t.view(quantize_kv(torch.zeros(1, 2), c.kv_dtype_of(which)).data.dtype) for which, t in self.caches.items()
+            }
             self.options |= self._empty_scales()
-        self.caches = dict(zip("kv", caches))
 
     def _lay_out_pages(self, order: torch.Generator) -> None:
+        """Gives each sequence pages in random order, and block tables with further entries that name no page."""
         c = self.case
         pages = [-(-n // c.page) for n in c.ends]
         max_pages = max(pages) if c.all_cached else max(pages) + 2
@@ -173,6 +183,7 @@ class _Caches:
         for b, of_sequence in enumerate(numbers):
             table[b, : len(of_sequence)] = of_sequence
         self.options["block_table"] = table.to(self.source.device)
+        # entry (page) and row of each token
         self.places = [(numbers[b][torch.arange(n) // c.page], torch.arange(n) % c.page) for b, n in enumerate(c.ends)]
 
     def _lay_out_entries(self, order: torch.Generator) -> None:
@@ -187,21 +198,24 @@ class _Caches:
         self.places = [(entry[b].expand(n), torch.arange(n)) for b, n in enumerate(c.ends)]
 
     def _full(self, *shape: int) -> Tensor:
+        """Returns a tensor of NaN."""
         return torch.full(shape, self._poison, dtype=self._dtype, device=self.source.device)
 
-    def _empty(self, headdim: int) -> Tensor:
-        c, rows, headdim = self.case, self.rows, headdim // self._columns_per_element
+    def _empty(self, elements: int) -> Tensor:
+        """Returns a cache of NaN, (entries, rows, nheads_k, elements), with the strides of the case's layout."""
+        c, rows = self.case, self.rows
         if c.layout == "hnd":
-            return self._full(self.entries, c.nheads_k, rows, headdim).transpose(1, 2)
+            return self._full(self.entries, c.nheads_k, rows, elements).transpose(1, 2)
         if c.layout == "wide":
-            return self._full(self.entries, rows + 3, c.nheads_k + 1, headdim + WIDER)[:, 1 : rows + 1, :-1, WIDER:]
-        return self._full(self.entries, rows, c.nheads_k, headdim)
+            return self._full(self.entries, rows + 3, c.nheads_k + 1, elements + WIDER)[:, 1 : rows + 1, :-1, WIDER:]
+        return self._full(self.entries, rows, c.nheads_k, elements)
 
     def _empty_scales(self) -> dict[str, Tensor]:
+        """Returns the scales of a quantized cache: NaN for each token and head, or of fp8 caches k_descale and v_descale."""
         c, source = self.case, self.source
         which = "k" if c.latents else "kv"
         if has_scales(c.kv_dtype):
-            names = [f"{x}_scale" for x in which] + [f"{x}_zero_point" for x in which if c.kv_dtype == "int4"]
+            names = [f"{x}_scale" for x in which] + [f"{x}_zero_point" for x in which if c.kv_dtype_of(x) == "int4"]
             shape = (self.entries, c.nheads_k, self.rows) if c.layout == "hnd" else (self.entries, self.rows, c.nheads_k)
             made = {name: torch.full(shape, math.nan, device=source.device) for name in names}
             return {name: t.transpose(1, 2) if c.layout == "hnd" else t for name, t in made.items()}
@@ -214,7 +228,7 @@ class _Caches:
         if not c.kv_dtype:
             cache[tokens] = values
             return
-        made = quantize_kv(values, c.kv_dtype, scale=None if has_scales(c.kv_dtype) else _descale(options, which, b))
+        made = quantize_kv(values, c.kv_dtype_of(which), scale=None if has_scales(c.kv_dtype) else _descale(options, which, b))
         cache.view(torch.uint8)[tokens] = made.data.view(torch.uint8)
         if has_scales(c.kv_dtype):
             options[f"{which}_scale"][tokens] = made.scale
@@ -222,7 +236,17 @@ class _Caches:
             options[f"{which}_zero_point"][tokens] = made.zero_point
 
 
+def _copies(*tensors: Tensor) -> list[Tensor]:
+    """Returns copies with the same strides, of tensors and of the memory around them."""
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().clone() for t in tensors}
+    return [
+        torch.empty(0, dtype=t.dtype, device=t.device).set_(memory[t.untyped_storage().data_ptr()], t.storage_offset(), t.shape, t.stride())
+        for t in tensors
+    ]
+
+
 def _descale(options: dict[str, Any], which: str, b: int) -> Tensor | None:
+    """Returns sequence b's k_descale or v_descale (`which`: "k" or "v"), (1) or (nheads_k); None: 1."""
     scale: Tensor | None = options.get(f"{which}_descale")
     return scale[b] if scale is not None and scale.dim() == 2 else scale
 
@@ -235,12 +259,12 @@ class CacheInputs:
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
-    new: Sequence[Tensor]  # k, v where something is appended
-    options: dict[str, Any]
-    places: list[tuple[Tensor, Tensor]]  # of each sequence's tokens, appended ones included, on the CPU: entry and row
-    cu_q: list[int] = field(default_factory=list)
+    new: Sequence[Tensor]  # k and v to append, or none
+    options: dict[str, Any]  # keyword arguments of the operator
+    places: list[tuple[Tensor, Tensor]]  # of each sequence's tokens, appended ones included, on the CPU: entry and row in the cache
+    cu_q: list[int] = field(default_factory=list)  # cumulative numbers of queries, and of appended tokens
     cu_new: list[int] = field(default_factory=list)
-    scratch_bytes: int = 0  # that the blocks of the kernels share
+    scratch_bytes: int = 0  # of the kernels, for partial results; `correctness.poison` fills memory of that size with NaN
 
     @classmethod
     def draw(cls, c: CacheCase, source: Source) -> CacheInputs:
@@ -248,10 +272,10 @@ class CacheInputs:
         made = _Caches(c, source)
         columns = {"k": c.headdim} if c.latents else {"k": c.headdim, "v": c.columns_v}
         for b, ((_, cached, _), (entry, row)) in enumerate(zip(c.lengths, made.places)):
-            there = slice(c.leftpad[b] if c.leftpad else 0, cached)
+            stored = slice(c.leftpad[b] if c.leftpad else 0, cached)
             for which, headdim in columns.items():
-                values = source.randn(there.stop - there.start, c.nheads_k, headdim, spread=c.spread)
-                made.put(which, (entry[there], row[there]), values, b)
+                values = source.randn(stored.stop - stored.start, c.nheads_k, headdim, spread=c.spread)
+                made.put(which, (entry[stored], row[stored]), values, b)
         cu_q = [0, *itertools.accumulate(q for q, _, _ in c.lengths)]
         cu_new = [0, *itertools.accumulate(new for _, _, new in c.lengths)]
 
@@ -277,46 +301,27 @@ class CacheInputs:
         return cls(c, q, k_cache, v_cache, new, options, made.places, cu_q, cu_new)
 
     @property
-    def problem(self) -> CacheCase:
-        """The case, by the name that `cases.Case` problems' inputs have it under."""
-        return self.case
-
-    @property
     def given(self) -> list[Tensor]:
-        """All tensors."""
+        """All tensors that the operator gets."""
         return [self.q, self.k_cache, self.v_cache, *self.new, *(t for t in self.options.values() if isinstance(t, Tensor))]
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> CacheInputs:
-        """Returns the same problem with other tensors."""
+        """Returns the same problem with `change` applied to each tensor."""
         options = {name: change(value) if isinstance(value, Tensor) else value for name, value in self.options.items()}
         q, k_cache, v_cache, *new = (change(t) for t in (self.q, self.k_cache, self.v_cache, *self.new))
         return dataclasses.replace(self, q=q, k_cache=k_cache, v_cache=v_cache, new=new, options=options)
 
     def copy_of_cache(self) -> tuple[Tensor, Tensor]:
-        """Returns copies of the caches with the same strides."""
-        if self.case.layout == "kv":
-            both = torch.stack((self.k_cache, self.v_cache), 1)
-            return both[:, 0], both[:, 1]
-        if self.case.layout == "wide":
-            copies = (
-                torch.zeros((t.shape[0], t.shape[1] + 3, t.shape[2] + 1, t.shape[3] + WIDER), dtype=t.dtype, device=t.device)
-                for t in (self.k_cache, self.v_cache)
-            )
-            k_cache, v_cache = (t[:, 1:-2, :-1, WIDER:] for t in copies)
-            return k_cache.copy_(self.k_cache), v_cache.copy_(self.v_cache)
-        return self.k_cache.clone(), self.v_cache.clone()
+        """Returns copies of the caches with the same strides, in one memory if K and V share theirs."""
+        k_cache, v_cache = _copies(self.k_cache, self.v_cache)
+        return k_cache, v_cache
 
     def fresh(self) -> dict[str, Any]:
-        """Returns the options, with copies of what appending writes, of the same strides."""
-        written = [name for name in self.options if name in WRITTEN]
-        if self.case.layout == "hnd":
-            copies = {name: self.options[name].transpose(1, 2).clone().transpose(1, 2) for name in written}
-        else:
-            copies = {name: self.options[name].clone() for name in written}
-        return self.options | copies
+        """Returns the options for a call that appends: those that it writes (WRITTEN) are copies with the same strides."""
+        return self.options | {name: _copies(self.options[name])[0] for name in WRITTEN if name in self.options}
 
     def sequence(self, t: Tensor, cu: list[int], b: int) -> Tensor:
-        """Returns the rows of q, out, k or v of sequence b."""
+        """Returns the rows of sequence b of q, out, k or v. cu: the tensor's cumulative lengths, `cu_q` or `cu_new`."""
         return t[cu[b] : cu[b + 1]] if self.case.packed else t[b]
 
     def lse(self, t: Tensor, b: int) -> Tensor:
@@ -324,15 +329,16 @@ class CacheInputs:
         return (t[:, self.cu_q[b] : self.cu_q[b + 1]] if self.case.packed else t[b])[None]
 
     def queries(self, b: int) -> Tensor:
-        """Returns q of sequence b, rotated where that is asked for, in q's dtype."""
+        """Returns q of sequence b in q's dtype, with the case's rotation."""
         q, c = self.sequence(self.q, self.cu_q, b), self.case
         if not c.rotary:
             return q
+        # without a mask that orders the queries, all have the first one's position
         ordered = c.is_causal or c.window_left >= 0 or c.window_right >= 0
         return self._rotate(q, c.lengths[b][1] + torch.arange(len(q)) * int(ordered)).to(q.dtype)
 
     def appended(self, b: int) -> tuple[Tensor, Tensor]:
-        """Returns k and v of sequence b as the cache is to have them, in fp64."""
+        """Returns the k and v that sequence b appends in fp64, k with the case's rotation."""
         k, v = (self.sequence(t, self.cu_new, b).double() for t in self.new)
         if self.case.rotary:
             k = self._rotate(k, self.case.lengths[b][1] + torch.arange(len(k)))
@@ -343,52 +349,54 @@ class CacheInputs:
         return rotate(x, *tables, positions.to(x.device), self.case.rotary == "interleaved")
 
     def score_options(self, b: int) -> dict[str, Any]:
-        """Returns the options of sequence b as a dense problem."""
+        """Returns the options of `tolerance.attend` for sequence b as a dense problem: a tree mask becomes a bool attn_bias."""
         found = {name: self.options[name] for name in OF_REFERENCE if name in self.options}
         slopes = self.options.get("alibi_slopes")
         if slopes is not None:
             found["alibi_slopes"] = slopes[b : b + 1] if slopes.dim() == 2 else slopes
         if self.case.tree:
             seqlen_k = self.case.ends[b] - (self.case.leftpad[b] if self.case.leftpad else 0)
-            seen = draft_trees.visible(self.case.trees[b], seqlen_k, self.case.window_left)
+            seen = visible_to_tree(self.case.trees[b], seqlen_k, self.case.window_left)
             found |= {"is_causal": False, "window_left": -1, "window_right": -1, "attn_bias": seen[None, None].to(self.q.device)}
         return found
 
     def tokens(self, b: int, first: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the entries and rows of sequence b's tokens first to end, by which caches on any device are indexed."""
+        """Returns entries and rows of sequence b's tokens first to end - 1 on the cache's device: an index into its caches."""
         entry, row = self.places[b]
         return entry[first:end].to(self.k_cache.device), row[first:end].to(self.k_cache.device)
 
     def numbers(self, which: str, cache: Tensor, tokens: tuple[Tensor, Tensor], b: int) -> Tensor:
-        """Returns what `cache` stands for at these tokens of sequence b; for a quantized one in fp64."""
+        """Returns the values of `cache` at these tokens of sequence b. A quantized cache is dequantized to fp64.
+        `which`: "k" or "v": whose scales apply."""
         c, options = self.case, self.options
         if not c.kv_dtype:
             return cache[tokens]
-        which = "k" if c.latents else which  # values that are keys have their scales
+        which = "k" if c.latents else which  # the values are columns of the latents, which have one scale
         data = cache.view(torch.uint8)[tokens].view(cache.dtype)
         if not has_scales(c.kv_dtype):
-            return dequantize_kv(data, c.kv_dtype, _descale(options, which, b), dtype=torch.float64)
+            return dequantize_kv(data, c.kv_dtype_of(which), _descale(options, which, b), dtype=torch.float64)
         found = (options.get(f"{which}_{name}") for name in ("scale", "zero_point"))
-        return dequantize_kv(data, c.kv_dtype, *(t if t is None else t[tokens] for t in found), dtype=torch.float64)
+        return dequantize_kv(data, c.kv_dtype_of(which), *(t if t is None else t[tokens] for t in found), dtype=torch.float64)
 
     def parts(self, b: int, k: Tensor, v: Tensor, is_dequantized: bool = False, **changed: Any) -> list[Part]:
-        """Returns sequence b's parts of out and softmax_lse.
+        """Returns sequence b's parts of out and softmax_lse: what they are exactly, and the errors that they may have.
 
         Args:
-            k, v: what the cache stands for at its tokens, (tokens, nheads_k, headdim).
-            is_dequantized: kernels get it rounded to q's dtype, as eager attention does.
+            k, v: values of the cache at the sequence's tokens, (tokens, nheads_k, headdim).
+            is_dequantized: kernels get the cache rounded to q's dtype, as eager attention does.
             changed: score options instead of the case's.
         """
         options = self.score_options(b) | changed
         q, k, v = self.queries(b)[None], k[None], v[None]
         rounded = q, k.to(q.dtype), v.to(q.dtype)
         ref, more = tolerance.exact(q, k, v, **options), 0.0
-        if is_dequantized:
+        if is_dequantized:  # softmax_lse may differ by what this rounding does to it
             more = tolerance.max_error(tolerance.exact(*rounded, **options).softmax_lse, ref.softmax_lse)
         return forward_parts(ref, *rounded, lambda t: self.sequence(t, self.cu_q, b)[None], lambda t: self.lse(t, b), more, **options)
 
 
 def _score_tensors(c: CacheCase, source: Source) -> dict[str, Any]:
+    """Draws the operator's options that are tensors and concern scores: rotary tables, slopes, tree masks and sinks."""
     options: dict[str, Any] = {}
     if c.rotary:
         rotary_dim = c.headdim if c.rotary_dim is None else c.rotary_dim
@@ -400,9 +408,50 @@ def _score_tensors(c: CacheCase, source: Source) -> dict[str, Any]:
         shape = (c.nheads,) if c.alibi == "h" else (c.batch, c.nheads)
         options["alibi_slopes"] = source.randn(*shape).float().abs() * 0.3
     if c.tree:
-        words = [draft_trees.words(tree) for tree in c.trees]
+        words = [tree_words(tree) for tree in c.trees]
         flat = [word for of_sequence in words for word in of_sequence]
         options["tree_mask"] = torch.tensor(flat if c.packed else words, dtype=torch.int64, device=source.device)
     if c.sinks:
         options["sinks"] = source.randn(c.nheads).to(source.dtype if c.sinks == "own" else torch.float32)
     return options
+
+
+# ---- trees of draft tokens (speculative decoding): the `tree_mask` of `volta_fa::fwd_kvcache`, and the keys that it shows --------
+
+#: Draft tokens, as the list of their parents. A parent comes before its children; -1: the token follows the cached ones.
+Tree = list[int]
+#: Bit of an int64's sign: Python's numbers have none, so it is subtracted.
+_SIGN = 63
+
+
+def random_tree(n: int, seed: int) -> Tree:
+    """Returns a tree of n tokens with branches and chains."""
+    source = random.Random(seed)
+    return [source.randrange(-1, i) if source.random() < 0.5 else i - 1 for i in range(n)]
+
+
+def tree_paths(tree: Tree) -> list[list[int]]:
+    """Returns each token's path from the root: its ancestors, the oldest first, and the token itself."""
+    found: list[list[int]] = []
+    for i, parent in enumerate(tree):
+        found.append([*(found[parent] if parent >= 0 else []), i])
+    return found
+
+
+def tree_words(tree: Tree) -> list[int]:
+    """Returns each token's word of tree_mask: bit j is set if the token sees draft token j, that is if j is on its path."""
+    return [sum(-(1 << _SIGN) if j == _SIGN else 1 << j for j in path) for path in tree_paths(tree)]
+
+
+def visible_to_tree(tree: Tree, seqlen_k: int, window_left: int) -> Tensor:
+    """Returns which keys each draft token sees, bool (draft tokens, seqlen_k): its path and the cached keys, inside the window. The draft
+    tokens are the last keys. A window counts positions; a draft token's follows from its depth."""
+    first = seqlen_k - len(tree)
+    paths = tree_paths(tree)
+    found = torch.zeros(len(tree), seqlen_k, dtype=torch.bool)
+    for i, path in enumerate(paths):
+        for key in range(seqlen_k):
+            position = first + len(paths[key - first]) - 1 if key >= first else key
+            is_near = window_left < 0 or first + len(path) - 1 - position <= window_left
+            found[i, key] = is_near and (key < first or key - first in path)
+    return found

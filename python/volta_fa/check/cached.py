@@ -1,4 +1,4 @@
-"""Problems of attention with a KV cache that `check` gives each kernel, and their results by the fp64 CPU backend."""
+"""Problems of attention with a KV cache that `correctness` gives each kernel, runs of them, and their exact results on the CPU."""
 
 from __future__ import annotations
 
@@ -19,22 +19,19 @@ from .problems import Part, agree
 
 #: Kernels of these passes get the problems here.
 PASSES = ("Decode", "DecodeMla", "Prefill", "PrefillStreamK", "Append", "Dequantize")
-#: Number of columns in 16 bytes, by cache format. Kernels read a cache in place if its rows are whole multiples of 16 bytes. Of other
-#: caches they read a copy in q's dtype.
-_COLUMNS = {row["name"] if row["is_quantized"] else "": 128 // row["bits"] for row in cache_formats()}
+_BITS = {row["name"]: row["bits"] for row in cache_formats()}
+#: Number of columns in 16 bytes (128 bits), by cache format; "": fp16 and bf16. Kernels read a cache in place if its rows are multiples
+#: of 16 bytes. Of other caches they read a copy in q's dtype.
+_COLUMNS = {row["name"] if row["is_quantized"] else "": 128 // min(_BITS[row["keys"]], _BITS[row["values"]]) for row in cache_formats()}
 #: (queries, cached tokens, appended tokens) of each sequence.
 Lengths = tuple[tuple[int, int, int], ...]
-#: Dtype of a cache that is not quantized, by the name that a kernel's variant has for it.
+#: Dtype of a cache that is not quantized, by the name that `info()` has for it in a kernel's "cache".
 _UNQUANTIZED = {"float": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def _case(
-    lengths: tuple[tuple[int, int, int], ...], headdim: int, headdim_v: int, group: int, cache: str = "float", **options: Any
-) -> CacheCase:
-    """Returns a problem with two KV heads, or with one head of latents.
-
-    `group`: query heads of each KV head. `cache`: the cache's format, as a variant names it.
-    """
+def _case(lengths: Lengths, headdim: int, headdim_v: int, group: int, cache: str = "float", **options: Any) -> CacheCase:
+    """Returns a problem with two KV heads, or with one head of latents. `group`: query heads of each KV head. `cache`: the cache's format,
+    as in a variant's "cache"."""
     if options.get("rotary"):
         options["rotary_dim"] = headdim // 4 // 8 * 16  # at most half of the columns, a multiple of 16
     nheads_k = 1 if options.get("latents") else 2
@@ -46,12 +43,12 @@ def _case(
 
 
 def problems(variant: dict[str, Any]) -> list[CacheCase]:
-    """Returns problems that together use every feature of a kernel; `--quick` runs the first."""
+    """Returns problems that together use every feature of a kernel (`variant`: its entry in `info()`); `--quick` runs the first."""
     if variant["family"] == "cpu":
-        kind = variant["dtype"]
-        rest = {"page": 0, "packed": True, "dtype": kind, "rotary": "half", **EVERY}
+        rest = {"page": 0, "packed": True, "dtype": variant["dtype"], "rotary": "half", **EVERY}
         return [
-            _case(((3, 40, 0), (3, 17, 0), (3, 0, 0)), 40, 24, 3, dtype=kind),
+            # lengths (queries, cached, appended), headdim, headdim_v, group
+            _case(((3, 40, 0), (3, 17, 0), (3, 0, 0)), 40, 24, 3, dtype=variant["dtype"]),
             _case(((2, 9, 2), (0, 3, 0), (5, 31, 4)), 40, 40, 2, **rest),
         ]
     of_pass = {
@@ -68,7 +65,7 @@ def problems(variant: dict[str, Any]) -> list[CacheCase]:
 def _append(variant: dict[str, Any]) -> list[CacheCase]:
     cache = variant["cache"]
     short, packed = ((1, 40, 1), (1, 0, 1), (1, 15, 1), (1, 300, 1)), ((3, 40, 5), (0, 9, 0), (1, 15, 0), (2, 0, 9))
-    if cache != "float":  # a rotation is rounded, and a code may then be the next one
+    if cache != "float":  # no rotation: its rounding may turn a code into the next one
         return [
             _case(short, 64, 64, 4, cache),
             _case(packed, 96, 32, 2, cache, page=0, packed=True),
@@ -92,24 +89,25 @@ def _dequantize(variant: dict[str, Any]) -> list[CacheCase]:
 
 def _mla(variant: dict[str, Any]) -> list[CacheCase]:
     d, dv, rows = variant["headdim"], variant["headdim_v"], variant["block_rows"]
-    # some rows of each tile belong to no query; in the other problems a sequence has several tiles
-    found: dict[int, Lengths] = {
-        rows - 1: ((1, 905, 0), (1, 16, 0), (1, 1, 0), (1, 330, 0)),
-        7: ((5, 77, 0), (1, 0, 0), (0, 20, 0), (2, 417, 0)),
-    }
-    layouts: list[dict[str, Any]] = [{}, {"page": 0, "packed": True}, {"page": 64}]
-    found[rows + 5] = ((2, 81, 0), (2, 200, 0))
-    return [_case(n, d, dv, group, variant["cache"], latents=True, **o) for (group, n), o in zip(found.items(), layouts)]
+    # (query heads, lengths, layout). A tile has `rows` rows, each a query and a head: in the first problem one row of each tile belongs
+    # to no query; in the others a sequence may need several tiles.
+    found: list[tuple[int, Lengths, dict[str, Any]]] = [
+        (rows - 1, ((1, 905, 0), (1, 16, 0), (1, 1, 0), (1, 330, 0)), {}),
+        (7, ((5, 77, 0), (1, 0, 0), (0, 20, 0), (2, 417, 0)), {"page": 0, "packed": True}),
+        (rows + 5, ((2, 81, 0), (2, 200, 0)), {"page": 64}),
+    ]
+    return [_case(lengths, d, dv, heads, variant["cache"], latents=True, **layout) for heads, lengths, layout in found]
 
 
 def _decode(variant: dict[str, Any]) -> list[CacheCase]:
+    """Returns problems of few queries per sequence over a cache: more than one tile, and partial ones."""
     d, dv, rows, cache = variant["headdim"], variant["headdim_v"], variant["block_rows"], variant["cache"]
-    # some rows of each tile belong to no query; in the second problem a sequence has several tiles
+    # A tile has `rows` rows, each a query and a head of its group. Groups of 7 or fewer heads leave rows of each tile without a query.
     group, queries = min(rows - 1, 7), max(rows // 8, 1)
     # With more rows than MAX_DECODE_ROWS, an fp16 cache needs a prefill kernel beside the decode kernel, for these sequences. With
     # another cache, no decode kernel takes part in the call.
     more = queries + 2 if cache == "float" else min(queries + 2, MAX_DECODE_ROWS // group)
-    less = _COLUMNS["" if cache in _UNQUANTIZED else cache]
+    less = _COLUMNS["" if cache in _UNQUANTIZED else cache]  # a headdim 16 bytes below the kernel's is still read in place
     second: dict[str, Any] = {"page": 0, "packed": True, "window_left": 50}
     if "tree" in variant["required_features"]:
         return [
@@ -146,25 +144,26 @@ def _prefill_stream_k(variant: dict[str, Any]) -> list[CacheCase]:
 
 
 def planned(target: Target, problem: CacheCase, variant: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the kernels that serve the problem, this one being preferred, as `_plan` has them; none on the CPU."""
+    """Returns the planner's kernels for the problem if `variant` is preferred, as entries of `_plan`'s JSON; none on the CPU."""
     if not target.has_kernels:
         return []
     p = problem
     if p.latents:
-        # `_plan` has no entry for latents. Every kernel of the pass can compute them, so the preferred one runs. Its scratch memory is
-        # at most this, because the combination in src/plan/decode.rs has fewer than 8 levels.
-        places = 2 * target.sms * variant["blocks_per_sm"]
-        return [{"name": variant["name"], "partials": places * variant["block_rows"] * (p.columns_v + 2 * 8), "semaphores": places * 8}]
+        # `_plan` has no entry for latents. Every kernel of the pass can compute them, so the preferred one runs. Its scratch memory, in
+        # floats and semaphores, is at most this, because the tree that combines partial results (src/plan/decode.rs) has at most 8 levels.
+        splits, levels = 2 * target.sms * variant["blocks_per_sm"], 8
+        partials = splits * variant["block_rows"] * (p.columns_v + 2 * levels)
+        return [{"name": variant["name"], "partials": partials, "semaphores": splits * levels}]
     queries, news = max(q for q, _, _ in p.lengths), max(new for _, _, new in p.lengths)
     tokens = max(p.ends)
-    shape = (p.batch, max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.columns_v, True)
+    shape = (p.batch, max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.columns_v, True)  # True: is_causal
     with target.running(variant):
         plan = json.loads(torch.ops.volta_fa._plan(*shape, features=",".join(p.features), device=target.number))
     plans = plan["cache"]
     if p.kv_dtype and news:  # problems that append have few query rows: a decode kernel computes them
         return [plans["append_quantized"][p.kv_dtype], plans["quantized"][p.kv_dtype]]
     if p.kv_dtype:
-        return [plans["quantized"][p.kv_dtype]] if plans["convert"] is None else [plans["convert"], plan["forward"]]
+        return [plans["quantized"][p.kv_dtype]] if plans["dequantize"] is None else [plans["dequantize"], plan["forward"]]
     passes = ["append"] if news else []
     if p.dtype == torch.bfloat16:  # problems in bf16 have few query rows too
         passes.append("bfloat16")
@@ -181,7 +180,8 @@ def draw(problem: CacheCase, seed: int, device: torch.device, kernels: Sequence[
 
 
 def run(inputs: CacheInputs) -> dict[str, Tensor]:
-    """Returns what the op returns, and the caches that it leaves. Appending to a quantized cache writes its scales, which are options."""
+    """Runs the operator on copies of the caches, and returns its results and the caches after it. Appending to a quantized cache also
+    writes its scales, in `inputs.options`."""
     k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
     if inputs.case.latents:
         names = {"k_scale": "latent_scale", "k_descale": "latent_descale"}
@@ -193,7 +193,7 @@ def run(inputs: CacheInputs) -> dict[str, Tensor]:
 
 
 def written(inputs: CacheInputs) -> Tensor:
-    """Returns where tokens are appended: (entries, rows) bool, on the CPU."""
+    """Returns where in the cache the call appends tokens, (entries, rows) bool, on the CPU."""
     found = torch.zeros(inputs.k_cache.shape[:2], dtype=torch.bool)
     for (_, cached, _), (entry, row) in zip(inputs.case.lengths, inputs.places):
         found[entry[cached:], row[cached:]] = True
@@ -201,7 +201,7 @@ def written(inputs: CacheInputs) -> Tensor:
 
 
 def numbers(inputs: CacheInputs, which: str, cache: Tensor) -> Tensor:
-    """Returns a copy of a cache's numbers on the CPU. Those of a quantized cache are dequantized to fp64."""
+    """Returns a copy of a cache's values on the CPU (`which`: "k" or "v"). A quantized cache is dequantized to fp64."""
     everywhere: Any = (slice(None), slice(None))
     return inputs.mapped(lambda t: t.cpu()).numbers(which, cache.cpu(), everywhere, 0).clone()
 
@@ -211,15 +211,18 @@ def _as_stored(inputs: CacheInputs, which: str, values: Tensor) -> Tensor:
     c = inputs.case
     if not c.kv_dtype:
         return values
-    made = quantize_kv(values, c.kv_dtype, scale=inputs.options.get(f"{which}_descale"))
-    return dequantize_kv(made.data, c.kv_dtype, made.scale, made.zero_point, dtype=torch.float64)
+    kv_dtype = c.kv_dtype_of(which)
+    made = quantize_kv(values, kv_dtype, scale=inputs.options.get(f"{which}_descale"))
+    return dequantize_kv(made.data, kv_dtype, made.scale, made.zero_point, dtype=torch.float64)
 
 
 def exact(inputs: CacheInputs) -> tuple[list[Part], dict[str, Tensor]]:
-    """Returns the parts of the results of a problem on the CPU, and what the caches then stand for: appended tokens as the dtype has them.
+    """Returns the parts of a problem's exact results, and the values of the caches after the call, rounded to the cache's format.
 
-    Raises WrongReference if the fp64 CPU backend has other results than PyTorch's own operations. These append and rotate here, rounded
-    as the op rounds.
+    PyTorch's own operations append, rotate and attend here. Raises WrongReference if the fp64 CPU backend's results differ from theirs.
+
+    Args:
+        inputs: a problem on the CPU.
     """
     c, dtype = inputs.case, inputs.q.dtype
     caches = {f"{which}_cache": numbers(inputs, which, t) for which, t in (("k", inputs.k_cache), ("v", inputs.v_cache))}
@@ -232,14 +235,15 @@ def exact(inputs: CacheInputs) -> tuple[list[Part], dict[str, Tensor]]:
         if n:
             k, v = (t[entry, row] for t in caches.values())
             parts += inputs.parts(b, k, v, _is_dequantized(c))
-    if not c.rotary:  # float64's would not be rounded
+    if not c.rotary:  # with fp64 tensors, the operator would not round rotated keys as it does here
         in_fp64 = inputs.mapped(lambda t: t.double() if t.dtype == dtype else t)
-        if c.alibi:  # fp32 for all
+        if c.alibi:  # slopes are fp32 in every call
             in_fp64.options["alibi_slopes"] = inputs.options["alibi_slopes"]
         agree(parts, run(in_fp64))
     return parts, caches
 
 
 def _is_dequantized(c: CacheCase) -> bool:
-    """Returns whether kernels get a quantized cache as numbers of q's dtype: where a sequence has more rows than decode has, or a tree."""
-    return bool(c.kv_dtype) and (c.tree or c.nheads // c.nheads_k * max(n for n, _, _ in c.lengths) > MAX_DECODE_ROWS)
+    """Returns whether a quantized cache is dequantized to q's dtype before attention: for more rows (queries times heads of a group) than
+    decode kernels take. With a tree they take any number."""
+    return bool(c.kv_dtype) and not c.tree and c.nheads // c.nheads_k * max(n for n, _, _ in c.lengths) > MAX_DECODE_ROWS

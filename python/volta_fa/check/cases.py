@@ -1,7 +1,6 @@
-"""Attention problems as values, and the tensors that follow from one: `python -m volta_fa check` and the tests share them.
-
-The tests import this file without the package, so it imports nothing but torch and files that do the same.
-"""
+"""Attention problems of `volta_fa::fwd` and `bwd` as values: a `Case` has sizes and options, and draws its tensors from a `Source`. `python
+-m volta_fa check` and the tests share them; cache_cases.py adds those with a KV cache. The tests import this file without the package, so
+it imports nothing but torch and files that do the same."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class CpuSource:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
 
-#: What a problem has, by the feature that it asks for; `info()` names the features.
+#: Fields of a Case that use each feature of a kernel. `info()` names the features.
 ASKING: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 20.0},
     "alibi": {"alibi": "bh"},
@@ -58,7 +57,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.2},
     "block_mask": {"blocks": "h"},
 }
-#: What a problem of a cache has that asks for every feature.
+#: Fields of a problem that uses every feature of kernels with a cache.
 EVERY = {**ASKING["softcap"], **ASKING["alibi"], "sinks": "own"}
 #: Options of the operators that `tolerance.attend` takes as they are.
 OF_REFERENCE = ("is_causal", "window_left", "window_right", "softmax_scale", "softcap", "dropout_p", "sinks")
@@ -71,23 +70,23 @@ def asking(features: list[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class ScoreOptions:
-    """What happens to scores."""
+    """Options of a problem that change scores, as the operators define them."""
 
     window_left: int = -1
     window_right: int = -1
     softmax_scale: float | None = None
     softcap: float = 0.0
-    alibi: str = ""  # "h": (nheads), "bh": (batch, nheads)
-    sinks: str = ""  # type: "own" or "fp32"
+    alibi: str = ""  # shape of the slopes: "h" (nheads), "bh" (batch, nheads); "": none
+    sinks: str = ""  # dtype: "own" (q's) or "fp32"; "": none
 
     @property
     def score_features(self) -> dict[str, bool]:
-        """Whether it asks for each feature, by its name in `info()`."""
+        """Whether the problem uses each feature, by its name in `info()`."""
         return {"sinks": bool(self.sinks), "softcap": self.softcap > 0, "alibi": bool(self.alibi)}
 
     @property
     def score_words(self) -> list[str]:
-        """Parts of a name for the numbers that are not their defaults."""
+        """Parts of the problem's name for window, scale and softcap, where they are not their defaults."""
         window = self.window_left, self.window_right
         words = [f"window{self.window_left}:{self.window_right}"] if max(window) >= 0 else []
         words += [] if self.softmax_scale is None else [f"scale{self.softmax_scale:g}"]
@@ -95,16 +94,15 @@ class ScoreOptions:
 
     @property
     def score_numbers(self) -> dict[str, Any]:
-        """Keyword arguments of the operators that are no tensors and not in every operator."""
+        """Keyword arguments that are numbers and that not every operator has: `fwd_mla` does not."""
         return {"window_left": self.window_left, "window_right": self.window_right, "softcap": self.softcap}
 
 
 @dataclass(frozen=True, repr=False)
 class Case(ScoreOptions):
-    """One problem of `volta_fa::fwd` and `volta_fa::bwd`.
-
-    `lengths` makes it packed: (seqlen_q, seqlen_k) of each sequence; `seqlen_q`, `seqlen_k` and `batch` then do not count.
-    """
+    """One problem of `volta_fa::fwd` and `volta_fa::bwd`. `lengths` makes it packed: (seqlen_q, seqlen_k) of each sequence; `seqlen_q`,
+    `seqlen_k` and `batch` are then ignored. repr() gives the fields that are not their defaults, str() a short name for reports and test
+    names."""
 
     seqlen_q: int = 0
     seqlen_k: int = 0
@@ -116,13 +114,14 @@ class Case(ScoreOptions):
     is_causal: bool = False
     spread: float = 1.0  # standard deviation of q, k and v
     dropout_p: float = 0.0
-    bias: str = ""  # its dimensions that are not 1, as "bhqk", "hqk" or "k", or "-" for none; then its type, as "qk:fp32"
-    blocks: str = ""  # dimensions of a block mask that are not 1, as "bh" or "h", or "-" for none; empty: no mask
+    bias: str = ""  # attn_bias: its dimensions that are not 1, as "bhqk", or "-"; then ":fp32" or ":bool" if not q's dtype; "": no bias
+    blocks: str = ""  # dimensions of a block mask that are not 1, as "bh" or "h", or "-" for none of them; "": no mask
     lengths: tuple[tuple[int, int], ...] = ()
-    spare: int = 0  # max_seqlen beyond the longest sequence
-    used: tuple[int, ...] = ()  # seqused_k
+    spare: int = 0  # how much max_seqlen_q and max_seqlen_k exceed the longest sequence
+    used: tuple[int, ...] = ()  # seqused_k: keys that count, of each entry
     dtype: torch.dtype | None = None  # None: the source that draws the tensors decides
     deterministic: bool = False
+    as_fp32: bool = False  # `fwd` gets q, k and v as float32 under torch's precision "high": scaled fp16 products, and out in fp32
 
     def __repr__(self) -> str:
         given = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
@@ -151,8 +150,7 @@ class Case(ScoreOptions):
         for name in ("alibi", "bias", "blocks", "sinks"):
             if getattr(self, name):
                 parts.append(name + getattr(self, name).replace(":", ""))
-        if self.deterministic:
-            parts.append("deterministic")
+        parts += [name for name in ("deterministic", "as_fp32") if getattr(self, name)]
         return "_".join(parts)
 
     @property
@@ -165,7 +163,7 @@ class Case(ScoreOptions):
 
     @property
     def entries(self) -> int:
-        """How many batch entries or packed sequences there are."""
+        """Number of batch entries or packed sequences."""
         return len(self.lengths) or self.batch
 
     @property
@@ -176,7 +174,7 @@ class Case(ScoreOptions):
 
     @property
     def features(self) -> list[str]:
-        """Features that a kernel must have to run it, by their names in `info()`."""
+        """Features that a kernel must have to run the problem, by their names in `info()`."""
         bias, _, bias_type = self.bias.partition(":")
         is_bf16 = self.dtype == torch.bfloat16
         asked = {
@@ -186,6 +184,7 @@ class Case(ScoreOptions):
             "bias": bool(bias),
             "dropout": self.dropout_p > 0,
             "block_mask": bool(self.blocks),
+            "fp32_output": self.as_fp32,
             # kernels get a bf16 bias as fp32
             "fp32_bias": bool(bias) and (bias_type == "fp32" or (not bias_type and self.dtype in (torch.bfloat16, torch.float32))),
         }
@@ -193,7 +192,7 @@ class Case(ScoreOptions):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The op's keyword arguments that are no tensors; the reference takes the same."""
+        """The operators' keyword arguments that are no tensors, those of every operator. `tolerance.attend` takes the same."""
         o: dict[str, Any] = {"is_causal": self.is_causal, **self.score_numbers}
         if self.softmax_scale is not None:
             o["softmax_scale"] = self.softmax_scale
@@ -215,7 +214,7 @@ class Case(ScoreOptions):
         return q, k, v, source.randn(*rows_q, self.nheads, dv)
 
     def tensors(self, source: Source) -> dict[str, Any]:
-        """Draws the op's keyword arguments that are tensors, and adds what belongs to them."""
+        """Draws the operators' keyword arguments that are tensors, with max_seqlen_q and max_seqlen_k."""
         o: dict[str, Any] = {}
         if self.lengths:
             for name, lengths, longest in zip("qk", zip(*self.lengths), self.longest):
@@ -224,13 +223,14 @@ class Case(ScoreOptions):
         if self.used:
             o["seqused_k"] = source.ints(self.used)
         if self.alibi:
-            # steep enough that they matter beside scores of a few units
+            # around 0.3, so that slope * distance matters beside scores of a few units
             shape = (self.entries, self.nheads) if self.alibi == "bh" else (self.nheads,)
             o["alibi_slopes"] = source.randn(*shape).float().abs() * 0.3
         if self.bias:
             dims, _, dtype = self.bias.partition(":")
             full = dict(zip("bhqk", (self.entries, self.nheads, *self.longest)))
             bias = source.randn(*(n if name in dims else 1 for name, n in full.items()))
+            # of a bool mask, 79% are True: the normal numbers above -0.8
             o["attn_bias"] = bias > -0.8 if dtype == "bool" else bias.float() if dtype == "fp32" else bias
         if self.blocks:
             batch, nheads = self.batch if "b" in self.blocks else 1, self.nheads if "h" in self.blocks else 1

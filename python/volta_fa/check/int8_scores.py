@@ -1,8 +1,6 @@
-"""Checks the kernels of `volta_fa::fwd_fast` against their model, which is the CPU backend of that operator.
-
-The operator has a stated error from exact attention, and the model has it too. Kernels differ from the model by the rounding of
-probabilities, and where a value in the middle between two codes rounds to the other one.
-"""
+"""Checks the kernels of `volta_fa::fwd_fast` against their model, which is the CPU backend of that operator. The operator quantizes q and k
+to int8, and its model has the same error against exact attention. Kernels differ from the model only by the rounding of probabilities, and
+where a value in the middle between two codes rounds to the other one. `correctness` calls this module."""
 
 from __future__ import annotations
 
@@ -15,17 +13,19 @@ from torch import Tensor
 
 from .kernels import SIMULATE_VARIABLE, Target, environment
 from .problems import Error
+from .tolerance import max_error
 
+#: Kernels of these passes get the problems here: attention, and `prepare_fast`, which quantizes k and v beforehand.
 PASSES = ("FastForward", "FastPrepare")
-#: Relative L1 error of out from the model's; bf16 rounds out more.
+#: Maximum of sum |out - model's| / sum |model's|; bf16 rounds out more coarsely.
 OUT_LIMITS = {torch.float16: 2e-3, torch.bfloat16: 6e-3}
-#: Largest difference of softmax_lse.
+#: Maximum difference of softmax_lse, absolute.
 LSE_LIMIT = 1e-3
 
 
 @dataclass(frozen=True)
 class FastCase:
-    """A problem of `fwd_fast`."""
+    """A problem of `fwd_fast`. packed: cu_seqlens; masked: a random attn_mask; rotate: Hadamard transform before quantizing."""
 
     seqlen_q: int
     seqlen_k: int
@@ -54,12 +54,11 @@ def problems(variant: dict[str, Any]) -> list[FastCase]:
 class FastInputs:
     """Tensors of a problem, on the CPU, and options."""
 
-    problem: FastCase
     q: Tensor
     k: Tensor
     v: Tensor
     options: dict[str, Any]
-    scratch_bytes: int = 0  # beyond what follows from the tensors' sizes
+    scratch_bytes: int = 0  # `correctness.poison` fills no memory beyond what follows from the tensors' sizes
 
     @classmethod
     def draw(cls, p: FastCase, seed: int) -> FastInputs:
@@ -75,11 +74,11 @@ class FastInputs:
                 options[f"max_seqlen_{name}"] = rows - rows // 2
         if p.masked:
             options["attn_mask"] = torch.rand(2, 1, p.seqlen_q, p.seqlen_k, generator=generator) > 0.2
-        return cls(p, q, k, v, options)
+        return cls(q, k, v, options)
 
     @property
     def given(self) -> list[Tensor]:
-        """Returns q, k and v."""
+        """q, k and v."""
         return [self.q, self.k, self.v]
 
     def on(self, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
@@ -88,37 +87,31 @@ class FastInputs:
         return [t.to(device) for t in self.given], options
 
     def model(self, prepared: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Computes the CPU backend's results."""
+        """Returns out and softmax_lse of the CPU backend, for keys and values from a `prepare` if given."""
         with environment(**{SIMULATE_VARIABLE: None}):
-            out, lse = torch.ops.volta_fa.fwd_fast(self.q, self.k, self.v, prepared=prepared, **self.options)
-        return out, lse
+            return torch.ops.volta_fa.fwd_fast(self.q, self.k, self.v, prepared=prepared, **self.options)
 
     def prepare(self, target: Target) -> Tensor:
-        """Runs the prepare kernel."""
+        """Returns k and v quantized by the prepare kernel, uint8."""
         (_, k, v), options = self.on(target.device)
         names = {"cu_seqlens_k", "max_seqlen_k", "rotate"} & options.keys()
-        prepared: Tensor = torch.ops.volta_fa.prepare_fast(k, v, **{name: options[name] for name in names})
-        return prepared
+        return torch.ops.volta_fa.prepare_fast(k, v, **{name: options[name] for name in names})
 
     def forward(self, target: Target) -> tuple[Tensor, Tensor]:
-        """Runs the kernels."""
+        """Returns out and softmax_lse of the kernels."""
         tensors, options = self.on(target.device)
-        out, lse = torch.ops.volta_fa.fwd_fast(*tensors, **options)
-        return out, lse
+        return torch.ops.volta_fa.fwd_fast(*tensors, **options)
 
     def exact(self, target: Target) -> Tensor:
-        """Runs the exact kernels, which serve the call where the fast ones do not apply."""
+        """Returns out of `fwd`, whose exact kernels also run for `fwd_fast` where no fast kernel applies."""
         tensors, options = self.on(target.device)
         bias, _ = options.pop("attn_mask", None), options.pop("rotate")
-        out: Tensor = torch.ops.volta_fa.fwd(*tensors, attn_bias=bias, **options)[0]
-        return out
+        return torch.ops.volta_fa.fwd(*tensors, attn_bias=bias, **options)[0]
 
 
 def errors(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype) -> Iterator[Error]:
-    """Yields the errors of out and softmax_lse."""
-    out, lse = (t.cpu().double() for t in found)
-    model, model_lse = (t.double() for t in expected)
+    """Yields the errors of `found` (out, softmax_lse) from the model's `expected`. NaN counts as an infinite error."""
+    out, model = found[0].cpu().double(), expected[0].double()
     error = ((out - model).abs().sum() / model.abs().sum()).nan_to_num(nan=torch.inf).item()
     yield Error("out", "relative L1", error, OUT_LIMITS[dtype])
-    difference = (lse - model_lse).abs().masked_fill(lse == model_lse, 0).nan_to_num(nan=torch.inf)  # inf where no key is seen
-    yield Error("softmax_lse", "largest", difference.max().item(), LSE_LIMIT)
+    yield Error("softmax_lse", "largest", max_error(found[1].cpu(), expected[1]), LSE_LIMIT)

@@ -1,9 +1,8 @@
-"""Checks GPU kernels in subprocesses, several at a time. A kernel that hangs or faults destroys its process's CUDA context.
-The check continues in a new process.
+"""Checks GPU kernels in subprocesses, several at a time, because a kernel that hangs or faults destroys its process's CUDA context.
 
-Each process first loads a kernel, which may be slow, because the driver may have to compile PTX. Then it checks the kernel. Only the
-second part counts against the time of checking.
-"""
+`check_isolated` is the entry point. It replaces a lost process, and tries that kernel again, alone. A process takes one kernel after the
+other: it loads the kernel, for which the driver may have to compile PTX, and then checks it. Only checking counts against the time
+limit."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ from .kernels import Target
 
 #: Maximum seconds for a step of a process: import torch and start CUDA, load a kernel, check it. A check takes less than one second.
 TIMEOUTS = {"start": 120.0, "load": 300.0, "check": 30.0}
-#: Factor on these limits in a second trial. A kernel whose process was lost gets one, alone, because another kernel or program may be
+#: Factor on TIMEOUTS in a second trial. A kernel whose process was lost gets one, alone, because another kernel or program may have been
 #: the reason.
 SECOND_TRIAL = 2.0
-#: Seconds for all second trials, without loading.
+#: Maximum seconds of all second trials together, without loading.
 SECOND_TRIALS = 90.0
-#: After this number of lost processes, the cause is not a single kernel.
+#: After this number of lost processes the check stops: the cause is not a single kernel.
 MAX_LOST_PROCESSES = 5
-#: Maximum number of concurrent processes. Each has a CUDA context and tensors.
+#: Maximum number of concurrent processes, and GPU memory of each, for its CUDA context and tensors.
 MAX_PROCESSES, BYTES_PER_PROCESS = 16, 2**30
 
 Load = Callable[[Target, dict[str, Any], bool], None]
@@ -60,10 +59,9 @@ def check_isolated(
     check: Check = check_kernel,
     load: Load = load_kernel,
 ) -> Iterator[KernelResult]:
-    """Yields kernels' results in the order in which they finish; none for kernels that time or processes did not suffice for.
-
-    `seconds` limits the time that each process spends on checks. Then kernels that lost their process get a second trial, all in at most
-    SECOND_TRIALS seconds. The result of a kernel without a second trial is inconclusive and has the first failure."""
+    """Yields kernels' results in the order in which they finish; none for kernels for which time or processes did not suffice. `seconds`
+    limits the time that each of `at_a_time` processes spends on checks. Then kernels that lost their process get a second trial, all in at
+    most SECOND_TRIALS seconds. A kernel without a second trial is inconclusive, with the first failure as the reason."""
     arguments = (target, seed, quick, check, load)
     suspects = deque[tuple[dict[str, Any], KernelResult]]()
     for variant, result, lost in _run(variants, arguments, seconds, at_a_time, 1.0):
@@ -100,7 +98,8 @@ class _Lost(Exception):
 
 
 class _Worker:
-    """A subprocess and its current step."""
+    """A subprocess and its current step: "start" (until CUDA works), then "load" and "check" for each kernel. `patience` is the factor on
+    TIMEOUTS."""
 
     def __init__(self, patience: float, *arguments: Any):
         self.connection, theirs = _context.Pipe()
@@ -141,11 +140,7 @@ class _Worker:
         self._enter("check")
 
     def answer(self) -> Any:
-        """Returns what the process sent, which ends the step.
-
-        Raises:
-            _Lost: it sent nothing, and it died or is late.
-        """
+        """Returns what the process sent, which ends the step. Raises _Lost if it sent nothing: then it died or is late."""
         try:
             if self.connection.poll():
                 return self.connection.recv()
@@ -155,7 +150,7 @@ class _Worker:
         raise _Lost(f"{what} within {self._limit:.0f} s")
 
     def result(self, failures: Sequence[str] = (), inconclusive: Sequence[str] = ()) -> KernelResult:
-        """Returns a result for a kernel whose process gave none."""
+        """Returns a result for the current kernel, whose process gave none."""
         name, family, pass_ = (self.variant[key] for key in ("name", "family", "pass"))
         return KernelResult(name, family, pass_, problems=1, failures=list(failures), inconclusive=list(inconclusive))
 
@@ -169,12 +164,19 @@ class _Worker:
 def _run(
     variants: Sequence[dict[str, Any]], arguments: tuple[Any, ...], seconds: float, at_a_time: int, patience: float
 ) -> Iterator[tuple[dict[str, Any], KernelResult, bool]]:
-    """Yields kernels, their results, and whether they lost their process."""
+    """Yields (kernel, result, whether the kernel's process was lost). Stops after MAX_LOST_PROCESSES lost processes.
+
+    Args:
+        arguments: the last parameters of `_work`: target, seed, quick, check, load.
+        seconds, at_a_time: as for `check_isolated`.
+        patience: factor on TIMEOUTS.
+    """
     queue, workers = deque(variants), list[_Worker]()
     threads = max(1, _cores() // at_a_time)
     lost = 0
 
     def goes_on(checked_seconds: float) -> bool:
+        """Returns whether a process that has checked for this time takes another kernel."""
         return bool(queue) and checked_seconds < seconds and lost < MAX_LOST_PROCESSES
 
     def start(checked_seconds: float = 0.0) -> None:
@@ -203,7 +205,7 @@ def _run(
                         lost += 1
                         yield variant, worker.result(failures=[str(error)]), True
                         start(worker.checked_seconds)
-                    elif not workers and queue:  # no kernel caused this
+                    elif not workers and queue:  # no process could start, which no kernel caused
                         worker.variant = queue.popleft()
                         yield worker.variant, worker.result(inconclusive=[str(error)]), False
                     continue
@@ -231,7 +233,7 @@ def _run(
 
 def _work(connection: Connection, threads: int, target: Target, seed: int, quick: bool, check: Check, load: Load) -> None:
     """Main function of a subprocess: loads and checks the kernels that arrive on the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the main process ends this one
     # autograd's thread has no CUDA context before its first GEMM, for which PyTorch warns
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     torch.set_num_threads(threads)

@@ -1,4 +1,6 @@
-"""Lists the kernels that a device can run, and problems for which the planner takes each of them."""
+"""Lists the kernels that a device can run, and problems for which the planner takes each of them. A "variant" is a kernel's entry in
+`volta_fa.info()["variants"]`: its name, family (volta or turing code), pass (what it computes, such as Forward or BackwardDq), sizes and
+features. `Target` is the device; `correctness`, `performance` and `tune` run operators on it."""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ from .. import inspection
 from .cases import ASKING, EVERY, Case, asking
 
 #: The passes of `volta_fa::fwd`.
-FORWARD = ("Forward", "ForwardStreamK", "ForwardSplit")
+FORWARD = ("Forward", "ForwardStreamK", "ForwardSplit", "ForwardSplitStreamK")
 #: The passes that `correctness` checks without a problem from here.
 WITHOUT_PROBLEM = ("Merge", "Cast", "SparseSelect", "SparseMla", "Indexer")
+#: Environment variable by which fp16 and bf16 CPU tensors run through the machine code in the simulator.
 SIMULATE_VARIABLE = "VOLTA_FA_SIMULATE"
-#: Unset, the simulator is a V100.
+#: Environment variable with the GPU that is simulated. Unset: a V100.
 SIMULATED_GPU_VARIABLE = "VOLTA_FA_SIM_GPU"
 
 
@@ -44,20 +47,19 @@ def _update(variables: dict[str, str | None]) -> None:
 
 
 def simulate(work: Callable[[], object], mode: str = "timing", **variables: str | None) -> list[dict[str, Any]]:
-    """Returns the simulator's reports on what the work launches on CPU tensors, one for each kernel.
+    """Runs `work` on CPU tensors in the simulator, and returns its reports, one for each kernel launch.
 
     Args:
-        mode: of `VOLTA_FA_SIMULATE`: `timing`, or `launches`, which runs no kernel.
+        mode: value of `VOLTA_FA_SIMULATE`: `timing`, or `launches`, which runs no kernel.
         variables: further environment variables of the simulator.
     """
     with environment(**{SIMULATE_VARIABLE: mode}, **variables):
         torch.ops.volta_fa._sim_report()  # forgets earlier launches
         work()
-        found: list[dict[str, Any]] = json.loads(torch.ops.volta_fa._sim_report())
-    return found
+        return json.loads(torch.ops.volta_fa._sim_report())
 
 
-#: Texts of RuntimeErrors by which libraries report a lack of memory. Another program may hold the memory.
+#: Texts of RuntimeErrors by which libraries report that GPU memory is used up, perhaps by another program.
 _NO_MEMORY = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
 
 
@@ -68,13 +70,13 @@ def lacks_memory(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """The device to check: a GPU, the simulated V100, or the CPU backend."""
+    """The device to check: a GPU, the simulated V100, or the CPU backend. The defaults are a V100's properties."""
 
     kind: str  # "cuda", "simulator" or "cpu"
     device: torch.device
     capability: tuple[int, int] = (7, 0)
     sms: int = 80
-    shared_bytes: int = 96 * 1024  # shared memory of a block, at most
+    shared_bytes: int = 96 * 1024  # maximum shared memory of a block
 
     @classmethod
     def of(cls, name: str) -> Target:
@@ -89,22 +91,22 @@ class Target:
 
     @property
     def has_kernels(self) -> bool:
-        """Returns True if kernels run on this target: False for the CPU backend."""
+        """Whether kernels run on this target: False for the CPU backend."""
         return self.kind != "cpu"
 
     @property
     def families(self) -> list[dict[str, Any]]:
-        """Returns name and form of code (`native`: machine code) of the families that the target runs, preferred first."""
+        """The kernel families that the target runs, preferred first: `name`, and `native` if it has machine code (else PTX). Of a simulated
+        GPU the preferred one."""
         if not self.has_kernels:
             return []
         if self.kind == "cuda":
             return [family for family in inspection.families(self.capability) if family["name"]]
-        found: list[dict[str, Any]] = json.loads(torch.ops.volta_fa._families(*self.capability))
-        return found[:1]
+        return json.loads(torch.ops.volta_fa._families(*self.capability))[:1]
 
     @property
     def number(self) -> int:
-        """Returns the device number that `_plan` and `_tuning` take; -1 is the simulator."""
+        """The device number that the operators `_plan` and `_tuning` take; -1 is the simulator."""
         if self.kind != "cuda":
             return -1
         return torch.cuda.current_device() if self.device.index is None else self.device.index
@@ -116,7 +118,9 @@ class Target:
         Args:
             variant: the preferred kernel, which runs if it is applicable.
             failed: names of kernels that must not run.
-            without_atomics: computes gradients without atomics.
+            without_atomics: computes gradients without atomics, by the kernels for deterministic gradients.
+
+        The choices are set as a tuning file's would be, and removed after the block.
         """
         choices = [] if variant is None or variant["family"] == "cpu" else [{"pass": variant["pass"], "variant": variant["name"]}]
         choices += [{"pass": "Backward", "deterministic": True}] * without_atomics
@@ -141,7 +145,7 @@ class Target:
             torch.cuda.synchronize(self.device)
 
     def planned(self, problem: Case, variant: dict[str, Any]) -> list[str]:
-        """Returns the kernels that run for the problem if `variant` is preferred; none on the CPU."""
+        """Returns the names of the kernels that run for the problem if `variant` is preferred; none on the CPU."""
         p = problem
         if not self.has_kernels:
             return []
@@ -153,17 +157,17 @@ class Target:
             kernel = plan["forward_split" if is_split(variant) else "forward"]
             return [kernel["name"]] if kernel else []
         backward = plan["backward_split" if is_split(variant) else "backward"] or {}
-        parts = (backward.get(name) for name in ("prepare", "main", "finish"))
+        parts = (backward.get(name) for name in ("preprocess", "main", "postprocess"))
         return [part["name"] for part in parts if part]
 
 
 def is_split(variant: dict[str, Any]) -> bool:
-    """Returns whether the variant computes fp32 tensors in full precision."""
+    """Returns whether the variant computes fp32 tensors in full precision, each number as the sum of two fp16 numbers."""
     return "Split" in variant["pass"]
 
 
 def wanted(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the variants that the target can run. On the CPU, one for each pass and dtype."""
+    """Returns the variants that the target can run. On the CPU, a stand-in for each pass and dtype."""
     if not target.has_kernels:
         return [
             {"name": f"cpu_{kind}_{str(dtype).removeprefix('torch.')}", "family": "cpu", "pass": kind, "dtype": dtype}
@@ -180,7 +184,8 @@ def of_families(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict
 
 def problems(variant: dict[str, Any]) -> list[Case]:
     """Returns problems of `fwd` and `bwd` that together use every feature of a kernel; `--quick` runs the first. `cached.problems` has
-    those of kernels with a cache. Most sizes are odd, so that tiles have partial rows and columns."""
+    those of kernels with a KV cache. Most sizes are odd, so that tiles have partial rows and columns. Optional features of a variant are in
+    "features"; it only runs for problems with all "required_features"."""
     if variant["family"] == "cpu":
         d, dv, features, dtype = 40, 24, set(ASKING), variant["dtype"]
     else:
@@ -188,10 +193,10 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         dtype = torch.float32 if is_split(variant) else torch.float16
     if variant["pass"] in ("BackwardPreprocess", "BackwardPostprocess"):
         d = dv = 64  # these kernels take any headdim
-    # a block of these kernels has all keys of its heads
+    # a thread block of these kernels holds all keys of a head: at most block_rows
     most_keys = variant["block_rows"] - 3 if variant["pass"] == "BackwardFused" else None
     if variant.get("batch_invariant"):
-        features.discard("dropout")  # such calls refuse it
+        features.discard("dropout")  # batch-invariant calls reject it
     required = set(variant.get("required_features", ()))
     asked = asking(sorted(required))
     asked["deterministic"] = variant["pass"] in ("BackwardDkDv", "BackwardDq")
@@ -208,17 +213,10 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         if "dropout" not in features:
             options.pop("dropout_p", None)
         return Case(
-            seqlen_q,
-            keys,
-            d - less,
-            dv - less,
-            batch,
-            nheads=4,
-            nheads_k=2,
+            seqlen_q, keys, d - less, dv - less, batch, nheads=4, nheads_k=2,
             lengths=((seqlen_q, keys), (0, 5), (seqlen_q // 2 + 1, keys // 3)) if packed else (),
-            used=tuple(keys - 1 - 45 * i for i in range(batch)) if used else (),
-            **{"dtype": dtype, **options, **asked},
-        )
+            used=tuple(keys - 1 - 45 * i for i in range(batch)) if used else (), **{"dtype": dtype, **options, **asked},
+        )  # fmt: skip
 
     varlen = "varlen" in features
     sinks = "own" if "sinks" in features else ""
@@ -227,7 +225,7 @@ def problems(variant: dict[str, Any]) -> list[Case]:
         if "alibi" in features:
             found += [case(141, 155, **EVERY, is_causal=True), case(129, 97, alibi="h", dropout_p=0.2)]
     elif required:
-        # Some have it of dense tensors alone. (In the last, whole blocks of rows see no key.)
+        # Some kernels have their required feature for dense tensors only. In the last problem, whole tiles of rows see no key.
         found = [
             case(141, 155, packed=varlen, sinks=sinks, is_causal=True),
             case(77, 131, less=8, batch=2, used=varlen, window_left=60),
@@ -254,11 +252,14 @@ def problems(variant: dict[str, Any]) -> list[Case]:
             dataclasses.replace(case(77, 33, is_causal=True), headdim_v=d),
             *found,
         ]
-    # kernels get a bf16 bias as fp32, which some do not read
+    # a bf16 bias is cast to fp32 for the kernels, and some read no fp32 bias
     reads_bf16 = "bias" not in features or "fp32_bias" in features
     if "fp32_gradients" in features or (variant["pass"] in FORWARD and dtype == torch.float16 and features and reads_bf16):
         alibi = "bh" if "alibi" in features else ""
         found.append(case(113, 129, dtype=torch.bfloat16, sinks=sinks, alibi=alibi, is_causal=True))
+    if "fp32_output" in features:
+        packed = varlen and "block_mask" not in required
+        found.append(case(113, 129, packed=packed, as_fp32=True, sinks=sinks and "fp32", is_causal=True))
     if "bias" in required and "fp32_bias" in features:
         found.append(dataclasses.replace(found[0], bias="hqk:fp32"))
     return found

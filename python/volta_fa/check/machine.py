@@ -1,4 +1,5 @@
-"""Describes this machine: driver, GPU, clocks, torch and what torch was built for, and the library."""
+"""Describes this machine for the report of a check: driver, GPU, clocks, torch and its architectures, and the library. The description has
+no host name, user name or serial number, because users send the report."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from .. import diagnostics
 from ..inspection import info
 from .kernels import Target
 
-#: Names in the report of nvidia-smi's fields.
+#: nvidia-smi's fields, and their names in the report. Units are MHz, W, degrees Celsius and percent.
 _FIELDS = {
     "driver_version": "driver",
     "vbios_version": "vbios",
@@ -74,14 +75,14 @@ def _why_no_gpu() -> str:
 
 
 def query(device: torch.device) -> dict[str, Any]:
-    """Returns nvidia-smi's current values for the GPU, or {"nvidia_smi": reason} if it gives none."""
+    """Returns nvidia-smi's current values for the GPU, or {"nvidia_smi": reason} if there are none."""
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    # by UUID, because CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER change device numbers
+    # by UUID if torch knows it, because CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER change device numbers
     return ask(f"GPU-{uuid}" if uuid and not uuid.startswith("GPU-") else uuid or str(device.index or 0))
 
 
 def ask(which: str) -> dict[str, Any]:
-    """Returns the same for a GPU by UUID or number, as nvidia-smi's -i takes it."""
+    """Returns what `query` does for a GPU by UUID or number, as nvidia-smi's -i takes it."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits", "-i", which]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -95,7 +96,7 @@ def ask(which: str) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | str | None:
-    if text.startswith("["):  # [N/A], [Not Supported]
+    if text.startswith("["):  # [N/A] or [Not Supported]
         return None
     try:
         return float(text)
@@ -104,10 +105,8 @@ def _number(text: str) -> float | str | None:
 
 
 def torch_trouble(target: Target) -> str | None:
-    """Returns why this torch cannot compute on the GPU, with the remedy; None if it can.
-
-    Runs an operation, because torch's list of architectures does not show whether the driver can compile torch's PTX.
-    """
+    """Returns why this torch cannot compute on the GPU, with the remedy; None if it can. It runs an operation, because torch's list of
+    architectures does not show whether the driver can compile torch's PTX."""
     if target.kind != "cuda":
         return None
     try:
@@ -132,6 +131,6 @@ def remedy(sm: str) -> str:
 
 
 def _without_home(path: str) -> str:
-    """Returns the path with `~` for the home folder, whose name may be the user's: others read the report."""
+    """Returns the path with `~` for the home folder, whose name may be the user's."""
     found = Path(path)
     return str(Path("~") / found.relative_to(Path.home())) if found.is_relative_to(Path.home()) else path

@@ -1,4 +1,5 @@
-"""Measures the GPU, then attention beside PyTorch's own kernels and beside the simulator's predictions."""
+"""Measures the GPU, then attention beside PyTorch's own kernels, with predictions by the simulator for a V100. `measure` is the part "fast"
+of `python -m volta_fa check`; `report` shows its `Speeds`. `tune` and `versus` time by `median_ms`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,25 +18,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..integrations.sdpa import disable_sdpa
-from . import atomics, machine, performance_cached
+from . import atomics, machine
 from .kernels import Target, lacks_memory
-from .performance_cached import CachePoint
 
 #: Seconds for the runs of one figure, besides the two runs that always happen.
 _OF_A_FIGURE = 0.12
-#: Heads with which the predictions were made: enough blocks for a V100 at every length.
+#: Query heads (batch 1) of the predictions and so of these figures: enough thread blocks for a V100 at every length.
 HEADS = {"forward": 32, "backward": 40}
+#: Implementations: volta_fa's gradients with and without atomics, and two of PyTorch's.
 VOLTA_FA, DETERMINISTIC, EFFICIENT, MATH = "volta_fa", "volta_fa, deterministic", "memory-efficient", "math"
 _PYTORCH = {EFFICIENT: SDPBackend.EFFICIENT_ATTENTION, MATH: SDPBackend.MATH}
 OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "no time left"
 
-
+#: A call to time.
 Work = Callable[[], object]
 
 
 @dataclass
 class Point:
-    """One shape and pass: milliseconds of each implementation, or why there are none."""
+    """One shape in one direction: milliseconds of each implementation, or why there are none."""
 
     direction: str  # forward or backward
     headdim: int
@@ -45,17 +45,30 @@ class Point:
     nheads: int
     ms: dict[str, float] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    #: simulated TFLOP/s: default model, perfect instruction cache
+    #: TFLOP/s of a simulated V100: by the default machine model, and by one with a perfect instruction cache
     predicted: tuple[float, float] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.direction}, seqlen {self.seqlen}, headdim {self.headdim}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Implementations to time, the slowest last, because time may run out."""
+        return tuple(name for name in (VOLTA_FA, DETERMINISTIC, EFFICIENT, MATH) if name != DETERMINISTIC or self.direction == "backward")
+
+    @property
+    def math_bytes(self) -> int:
+        """Minimum memory of PyTorch's math implementation in bytes: two or, backward, four score matrices in fp32."""
+        return (2 if self.direction == "forward" else 4) * 4 * self.nheads * self.seqlen**2
 
     @property
     def flops(self) -> float:
-        """Operations: two products forward, five backward; causal ones count half."""
+        """Floating-point operations: two matrix products forward, five backward; causal ones count half."""
         products = 2 if self.direction == "forward" else 5
         return 2 * products * self.nheads * self.seqlen**2 * self.headdim / (2 if self.causal else 1)
 
     def tflops(self, name: str) -> float | None:
-        """Returns the speed of an implementation, if it was timed."""
+        """Returns an implementation's TFLOP/s, if it was timed."""
         return self.flops / self.ms[name] / 1e9 if name in self.ms else None
 
     @property
@@ -70,28 +83,71 @@ class Point:
         return {**asdict(self), "batch": 1, "tflops": speeds, "of_prediction": self.of_prediction}
 
 
+#: Query heads of a KV head, tokens of a page, and KV heads. The pages of a sequence lie in random order.
+GROUP, PAGE, _KV_HEADS = 8, 16, 4
+
+
+@dataclass
+class CachePoint:
+    """One shape with a KV cache: milliseconds of each implementation, or why there are none."""
+
+    kind: str  # decode: one query a sequence; append: decode, and its token is written too; prefill: a chunk of a prompt
+    headdim: int
+    batch: int
+    seqlen: int  # cached tokens of each sequence
+    seqlen_q: int
+    ms: dict[str, float] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.batch} x {self.seqlen}, headdim {self.headdim}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Implementations to time. PyTorch's do not append."""
+        return (VOLTA_FA,) if self.kind == "append" else (VOLTA_FA, EFFICIENT, MATH)
+
+    @property
+    def unit(self) -> str:
+        """Unit of `speed`: decode is limited by memory, prefill by matrix products."""
+        return "TFLOP/s" if self.kind == "prefill" else "GB/s"
+
+    def speed(self, name: str) -> float | None:
+        """Returns an implementation's GB/s of an fp16 cache, or TFLOP/s as if no key were masked; None if it was not timed."""
+        if name not in self.ms:
+            return None
+        elements = self.batch * self.seqlen * _KV_HEADS * self.headdim  # of K, and as many of V
+        # 4: two products of two operations, or two tensors of two bytes. The result is in 10^9 a second; / 1e3: 10^12
+        work = 4 * GROUP * self.seqlen_q * elements / 1e3 if self.unit == "TFLOP/s" else 4 * elements
+        return work / self.ms[name] / 1e6
+
+    @property
+    def math_bytes(self) -> int:
+        """Minimum memory of PyTorch's math implementation in bytes: three score matrices in fp32."""
+        return 3 * 4 * self.batch * _KV_HEADS * GROUP * self.seqlen_q * self.seqlen
+
+    def data(self) -> dict[str, Any]:
+        """Returns the point for the JSON file."""
+        return {**asdict(self), "unit": self.unit, "speed": {name: self.speed(name) for name in self.ms}}
+
+
 @dataclass
 class Speeds:
-    """What was timed."""
+    """All measurements."""
 
-    card: dict[str, Any] = field(default_factory=dict)
+    card: dict[str, Any] = field(default_factory=dict)  # of `card_figures`
     points: list[Point] = field(default_factory=list)
     cached: list[CachePoint] = field(default_factory=list)
-    predictions: dict[str, Any] | None = None
-    #: errors, except lack of memory and errors of PyTorch's own kernels
-    troubles: list[str] = field(default_factory=list)
-    #: seconds of setting up and first calling our kernels, which the driver may compile then
-    loading: float = 0.0
-    #: why there are no figures of the card
-    missing: str = ""
-    note: str = ""
+    predictions: dict[str, Any] | None = None  # of `load_predictions`, on a V100
+    troubles: list[str] = field(default_factory=list)  # errors, except lack of memory and errors of PyTorch's own kernels
+    loading: float = 0.0  # seconds of setting up and first calling our kernels, which the driver may compile then
+    missing: str = ""  # why there are no figures of the card
+    note: str = ""  # why nothing was timed
 
 
 def median_ms(work: Work, device: torch.device, limit: float, most: int = 20, calls: int = 1) -> float:
-    """Returns the median time of a call in ms, over up to `most` runs of `calls` calls each.
-
-    The runs take about `limit` seconds together, after one to warm up. If that one takes longer than the limit, it alone counts.
-    """
+    """Returns the median time of a call in ms, over at most 1 + `most` runs of `calls` calls each. One call warms up. The runs after the
+    first take about `limit` seconds together; if the first takes longer, it alone counts."""
     _run_ms(work, device, 1)  # loads code, fills the allocator's cache
     first = _run_ms(work, device, calls)
     runs = min(most, int(limit / max(first / 1e3, 1e-6)))
@@ -99,6 +155,7 @@ def median_ms(work: Work, device: torch.device, limit: float, most: int = 20, ca
 
 
 def _run_ms(work: Work, device: torch.device, calls: int) -> float:
+    """Returns the time of `calls` calls in ms."""
     if device.type != "cuda":
         begin = time.perf_counter()
         for _ in range(calls):
@@ -114,13 +171,12 @@ def _run_ms(work: Work, device: torch.device, calls: int) -> float:
 
 
 def load_predictions() -> dict[str, Any]:
-    """Returns figures of the simulated V100; `python -m benchmarks.docs` makes the file."""
-    found: dict[str, Any] = json.loads(Path(__file__).with_name("predictions.json").read_text())
-    return found
+    """Returns predictions.json: "points" with TFLOP/s of a simulated V100, and how they were made (by `python -m benchmarks.docs`)."""
+    return json.loads(Path(__file__).with_name("predictions.json").read_text())
 
 
 def shapes(target: Target, quick: bool) -> list[tuple[int, int, bool]]:
-    """Returns (seqlen, headdim, causal) of each shape, the most telling first, because time may run out."""
+    """Returns (seqlen, headdim, causal) of each shape, the most important first, because time may run out."""
     if target.kind == "cpu":
         return [(n, 64, causal) for n in (128, 256) for causal in (False, True)]
     lengths = (2048, 512) if quick else (2048, 1024, 4096, 512, 8192)
@@ -129,35 +185,33 @@ def shapes(target: Target, quick: bool) -> list[tuple[int, int, bool]]:
 
 def steps(target: Target, quick: bool) -> int:
     """Returns how many steps `measure` has."""
-    return 0 if target.kind == "simulator" else 1 + len(performance_cached.points(target, quick)) + len(HEADS) * len(shapes(target, quick))
+    return 0 if target.kind == "simulator" else 1 + len(cached_points(target, quick)) + len(HEADS) * len(shapes(target, quick))
 
 
 def measure(target: Target, failed: Sequence[str], deadline: float, quick: bool, advance: Callable[[str], None]) -> Speeds:
-    """Measures all figures until `deadline`, a time of time.monotonic(). Loading kernels does not count.
-
-    Kernels that failed do not run, because they may never end. `advance` is called before each step.
-    """
+    """Measures all figures until `deadline`, a time of time.monotonic(). Loading kernels does not count. `failed` names kernels that must
+    not run, because they may hang. `advance` gets each step's name before the step."""
     speeds = Speeds()
     if target.kind == "simulator":
         speeds.note = "not timed: what the simulator takes says nothing about a card (`python -m benchmarks.volta` predicts one)"
         return speeds
-    disable_sdpa()  # PyTorch's attention is to be PyTorch's
+    disable_sdpa()  # so that scaled_dot_product_attention runs PyTorch's own kernels
     if target.capability == (7, 0) and target.kind == "cuda":
         speeds.predictions = load_predictions()
     advance("the card itself")
     _attempt(speeds, "the card's figures", lambda: speeds.card.update(card_figures(target)))
-    for cached in performance_cached.points(target, quick):
+    for cached in cached_points(target, quick):
         speeds.cached.append(cached)
         advance(str(cached))
         with target.running(failed=failed):
-            _measure_cached(speeds, target, cached, deadline)
+            _measure_point(speeds, target, cached, deadline)
     for seqlen, headdim, causal in shapes(target, quick):
         for direction in HEADS:
             nheads = HEADS[direction] if target.kind == "cuda" else 2
             point = Point(direction, headdim, seqlen, causal, nheads)
             point.predicted = _predicted(speeds.predictions, point)
             speeds.points.append(point)
-            advance(f"{direction}, seqlen {seqlen}, headdim {headdim}")
+            advance(str(point))
             with target.running(failed=failed):
                 _measure_point(speeds, target, point, deadline)
     return speeds
@@ -171,6 +225,7 @@ def _predicted(predictions: dict[str, Any] | None, point: Point) -> tuple[float,
 
 
 def _attempt(speeds: Speeds, what: str, work: Callable[[], object]) -> None:
+    """Runs `work` and records an exception: as missing figures if memory is short, else as trouble."""
     try:
         work()
     except Exception as error:
@@ -194,7 +249,7 @@ def card_figures(target: Target) -> dict[str, Any]:
     figures: dict[str, Any] = {"gemm": f"{size}^3, {str(dtype).removeprefix('torch.')}"}
     ms = median_ms(gemm, device, 0.5, most=200)
     figures["gemm_tflops"] = 2 * size**3 / ms / 1e9
-    if on_gpu:  # clocks while it works
+    if on_gpu:  # clocks and power while about 0.7 s of GEMMs are queued
         for _ in range(int(700 / ms)):
             gemm()
         under_load = machine.query(device)
@@ -202,7 +257,7 @@ def card_figures(target: Target) -> dict[str, Any]:
         figures["under_load"] = {
             name: under_load.get(name) for name in ("sm_clock_mhz", "memory_clock_mhz", "power_draw_w", "throttle_reasons")
         }
-    # far larger than any cache
+    # 256 MiB on a GPU, far larger than its caches
     source = torch.empty(2**28 if on_gpu else 2**25, dtype=torch.uint8, device=device).fill_(1)
     copy = torch.empty_like(source)
     figures["copy_gb_s"] = 2 * source.numel() / median_ms(lambda: copy.copy_(source), device, 0.3) / 1e6
@@ -212,61 +267,27 @@ def card_figures(target: Target) -> dict[str, Any]:
     return figures
 
 
-def _measure_point(speeds: Speeds, target: Target, point: Point, deadline: float) -> None:
-    # PyTorch's slowest is the first to be left out
-    for name in (VOLTA_FA, DETERMINISTIC, EFFICIENT, MATH):
-        if (name == DETERMINISTIC and point.direction == "forward") or (name == EFFICIENT and target.kind != "cuda"):
+def _measure_point(speeds: Speeds, target: Target, point: Point | CachePoint, deadline: float) -> None:
+    """Times each implementation, or records why it has no time."""
+    on_gpu = target.kind == "cuda"
+    for name in point.names:
+        if name == EFFICIENT and not on_gpu:
             continue
-        make = _ours if name in (VOLTA_FA, DETERMINISTIC) else _pytorch
-        place = f"{name}, {point.direction}, seqlen {point.seqlen}, headdim {point.headdim}"
-        needed = _math_bytes(point) if name == MATH else 0
-        _measure_one(speeds, target, point, name, place, lambda: make(point, target, name), needed, deadline)
-        if target.kind == "cuda" and point.seqlen >= 4096:
+        if time.monotonic() - speeds.loading > deadline:
+            point.missing[name] = OUT_OF_TIME
+        elif name == MATH and on_gpu and point.math_bytes > torch.cuda.mem_get_info(target.device)[0]:
+            point.missing[name] = OUT_OF_MEMORY
+        else:
+            _time(speeds, target, point, name)
+        if on_gpu and point.seqlen >= 4096:
             torch.cuda.empty_cache()
 
 
-def _measure_cached(speeds: Speeds, target: Target, point: CachePoint, deadline: float) -> None:
-    for name in (VOLTA_FA, EFFICIENT, MATH):
-        if (name == EFFICIENT and target.kind != "cuda") or (name != VOLTA_FA and point.kind == "append"):
-            continue
-        if name == VOLTA_FA:
-            _measure_one(speeds, target, point, name, str(point), lambda: performance_cached.ours(point, target), 0, deadline)
-        else:
-            needed = point.math_bytes if name == MATH else 0
-            make = partial(_attention, name, performance_cached.dense, point, target)
-            _measure_one(speeds, target, point, name, str(point), make, needed, deadline)
-
-
-def _attention(name: str, tensors: Callable[..., Sequence[Tensor]], *of: Any) -> Callable[[], Tensor]:
-    q, k, v = tensors(*of)
-
-    def forward() -> Tensor:
-        with sdpa_kernel(_PYTORCH[name]):
-            return scaled_dot_product_attention(q, k, v)
-
-    return forward
-
-
-def _measure_one(
-    speeds: Speeds,
-    target: Target,
-    point: Point | CachePoint,
-    name: str,
-    place: str,
-    make: Callable[[], Work],
-    needed: int,
-    deadline: float,
-) -> None:
-    """Times what `make` makes, or records why it has no time."""
-    if time.monotonic() - speeds.loading > deadline:
-        point.missing[name] = OUT_OF_TIME
-        return
-    if target.kind == "cuda" and needed > torch.cuda.mem_get_info(target.device)[0]:
-        point.missing[name] = OUT_OF_MEMORY
-        return
+def _time(speeds: Speeds, target: Target, point: Point | CachePoint, name: str) -> None:
+    is_ours = name in (VOLTA_FA, DETERMINISTIC)
     try:
-        begin, work = time.monotonic(), make()
-        if name in (VOLTA_FA, DETERMINISTIC):
+        begin, work = time.monotonic(), _work(point, target, name)
+        if is_ours:
             work()
             speeds.loading += time.monotonic() - begin
         point.ms[name] = median_ms(work, target.device, _OF_A_FIGURE)
@@ -275,26 +296,36 @@ def _measure_one(
             point.missing[name] = OUT_OF_MEMORY
             return
         point.missing[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if name in (VOLTA_FA, DETERMINISTIC):  # what PyTorch's own lacks is not for us to judge
-            speeds.troubles.append(f"{place}: {type(error).__name__}: {point.missing[name]}")
+        if is_ours:  # errors of PyTorch's own kernels are no failure of this library
+            speeds.troubles.append(f"{name}, {point}: {type(error).__name__}: {point.missing[name]}")
 
 
-def _math_bytes(point: Point) -> int:
-    """Returns the least bytes that the scores take: PyTorch's own operations keep several matrices of them in fp32."""
-    matrices = 2 if point.direction == "forward" else 4
-    return matrices * 4 * point.nheads * point.seqlen**2
+def _work(point: Point | CachePoint, target: Target, name: str) -> Work:
+    """Returns a call of the implementation."""
+    if isinstance(point, CachePoint):
+        return cached_ours(point, target) if name == VOLTA_FA else _attention(name, *dense_of_cached(point, target))
+    return (_ours if name in (VOLTA_FA, DETERMINISTIC) else _pytorch)(point, target, name)
 
 
-def _tensors(point: Point, target: Target, heads_first: bool) -> Iterator[Tensor]:
-    shape = (1, point.nheads, point.seqlen, point.headdim) if heads_first else (1, point.seqlen, point.nheads, point.headdim)
+def _attention(name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Callable[[], Tensor]:
+    """Returns a call of PyTorch's implementation `name`."""
+
+    def forward() -> Tensor:
+        with sdpa_kernel(_PYTORCH[name]):
+            return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    return forward
+
+
+def _drawn(target: Target, *shapes: tuple[int, ...]) -> Iterator[Tensor]:
     generator = torch.Generator(target.device).manual_seed(0)
     dtype = torch.float16 if target.kind == "cuda" else torch.float32
-    for _ in range(4):
+    for shape in shapes:
         yield torch.randn(shape, generator=generator, device=target.device, dtype=dtype)
 
 
 def _ours(point: Point, target: Target, name: str) -> Work:
-    q, k, v, dout = _tensors(point, target, heads_first=False)
+    q, k, v, dout = _drawn(target, *[(1, point.seqlen, point.nheads, point.headdim)] * 4)
 
     def forward() -> tuple[Tensor, Tensor, Tensor]:
         return torch.ops.volta_fa.fwd(q, k, v, is_causal=point.causal)
@@ -306,14 +337,49 @@ def _ours(point: Point, target: Target, name: str) -> Work:
 
 
 def _pytorch(point: Point, target: Target, name: str) -> Work:
-    q, k, v, dout = _tensors(point, target, heads_first=True)
-
-    def forward() -> Tensor:
-        with sdpa_kernel(_PYTORCH[name]):
-            return scaled_dot_product_attention(q, k, v, is_causal=point.causal)
-
+    q, k, v, dout = _drawn(target, *[(1, point.nheads, point.seqlen, point.headdim)] * 4)
+    forward = _attention(name, q, k, v, point.causal)
     if point.direction == "forward":
         return forward
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = forward()
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+# ---- with a KV cache: decode, append and paged prefill, beside PyTorch's own attention of dense tensors -----------------------
+
+
+def cached_points(target: Target, quick: bool) -> list[CachePoint]:
+    """Returns the shapes, the most important first."""
+    if target.kind == "cpu":
+        return [CachePoint(kind, 64, 2, 128, n) for kind, n in (("decode", 1), ("append", 1), ("prefill", 32))]
+    shapes = [("decode", 16, 4096, 1), ("prefill", 1, 8192, 512), ("append", 16, 4096, 1)]
+    if not quick:
+        shapes += [("decode", 1, 16384, 1), ("decode", 64, 1024, 1)]
+    return [CachePoint(kind, d, batch, seqlen, n) for (kind, batch, seqlen, n), d in itertools.product(shapes, (128, 64, 256))]
+
+
+def cached_ours(point: CachePoint, target: Target) -> Callable[[], object]:
+    """Returns a call of fwd_kvcache on pages."""
+    q, k, v = _cached_tensors(point, target)
+    pages = -(-point.seqlen // PAGE)
+    # a page more of each sequence, for the token that is appended
+    table = torch.randperm(point.batch * (pages + 1), generator=torch.Generator().manual_seed(0)).int().view(point.batch, -1)
+    shape = (table.numel(), PAGE, _KV_HEADS, point.headdim)
+    caches = [torch.empty(shape, device=target.device, dtype=q.dtype).normal_() for _ in "kv"]
+    new = [t[:, :1] for t in (k, v)] if point.kind == "append" else []
+    lengths = torch.full((point.batch,), point.seqlen, dtype=torch.int32, device=target.device)
+    options = {"cache_seqlens": lengths, "block_table": table.to(target.device), "is_causal": True}
+    return lambda: torch.ops.volta_fa.fwd_kvcache(q, *caches, *new, **options)
+
+
+def dense_of_cached(point: CachePoint, target: Target) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k and v in the form that is cheapest for PyTorch: query heads of a KV head are rows of one head. No key is masked."""
+    q, k, v = _cached_tensors(point, target)
+    rows = q.view(point.batch, point.seqlen_q, _KV_HEADS, GROUP, point.headdim).permute(0, 2, 1, 3, 4)
+    return rows.reshape(point.batch, _KV_HEADS, -1, point.headdim), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _cached_tensors(point: CachePoint, target: Target) -> Iterator[Tensor]:
+    rows = ((point.seqlen_q, GROUP * _KV_HEADS), (point.seqlen, _KV_HEADS), (point.seqlen, _KV_HEADS))
+    return _drawn(target, *((point.batch, n, heads, point.headdim) for n, heads in rows))

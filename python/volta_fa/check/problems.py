@@ -1,14 +1,12 @@
-"""Attention problems: their tensors, their exact results, and the errors that other results may have. `check` and the tests judge by it.
-
-The tests import this file without the package, so it imports nothing but torch and files that do the same.
-"""
+"""Judges results of `volta_fa::fwd` and `bwd`: `Inputs` are a Case's tensors, `Exact` its results in fp64, as `Part`s with allowed errors.
+`check` and the tests use it. The tests import this file without the package, so it imports nothing but torch and files that do the same."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +14,17 @@ from torch import Tensor
 
 from . import block_masks, tolerance
 from .cases import Case, CpuSource
+
+
+@contextmanager
+def float32_precision(setting: str) -> Iterator[None]:
+    """Sets PyTorch's precision of float32 products, "highest" or "high", within the block."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass
@@ -27,8 +36,8 @@ class Inputs:
     k: Tensor
     v: Tensor
     dout: Tensor
-    options: dict[str, Any]
-    scratch_bytes: int = 0  # beyond what follows from the tensors' sizes
+    options: dict[str, Any]  # keyword arguments of the operators
+    scratch_bytes: int = 0  # scratch memory that correctness.poison cannot derive from the tensors' sizes
 
     @classmethod
     def draw(cls, problem: Case, seed: int, device: torch.device) -> Inputs:
@@ -57,24 +66,20 @@ class Inputs:
         return Inputs(self.problem, q, k, v, dout, options)
 
     def forward(self, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns out, softmax_lse and rng_state of `fwd`."""
-        return torch.ops.volta_fa.fwd(self.q, self.k, self.v, **self.options, generator=generator)
+        """Returns out, softmax_lse and rng_state of `fwd`. With the case's `as_fp32`, q, k and v are cast to float32 for the call."""
+        if not self.problem.as_fp32:
+            return torch.ops.volta_fa.fwd(self.q, self.k, self.v, **self.options, generator=generator)
+        with float32_precision("high"):  # kernels then multiply in scaled fp16; judged by the tolerance of q's dtype
+            return torch.ops.volta_fa.fwd(self.q.float(), self.k.float(), self.v.float(), **self.options, generator=generator)
 
     def gradients(self, out: Tensor, softmax_lse: Tensor, rng_state: Tensor) -> dict[str, Tensor]:
         """Returns the gradients of `bwd` that the problem has, by name."""
         names = tolerance.gradient_names(**self.options)
         found = torch.ops.volta_fa.bwd(
-            self.dout,
-            self.q,
-            self.k,
-            self.v,
-            out,
-            softmax_lse,
-            rng_state=rng_state if self.problem.dropout_p else None,
-            deterministic=self.problem.deterministic,
-            attn_bias_requires_grad="dattn_bias" in names,
-            **self.options,
-        )
+            self.dout, self.q, self.k, self.v, out, softmax_lse,
+            rng_state=rng_state if self.problem.dropout_p else None, deterministic=self.problem.deterministic,
+            attn_bias_requires_grad="dattn_bias" in names, **self.options,
+        )  # fmt: skip
         return {name: t for name, t in zip(("dq", "dk", "dv", "dattn_bias", "dsinks"), found) if name in names}
 
 
@@ -85,14 +90,14 @@ Select = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Error:
-    """An error of a result, and what is allowed."""
+    """An error of a result (out, dq, ...), and the error that is allowed."""
 
     result: str
-    kind: str  # largest, rms, relative L1
+    kind: str  # of the error, over the elements: "largest", "rms" (root mean square), "relative L1", or "largest, of what is allowed"
     error: float
     allowed: float
-    where: str = ""
-    eager: float | None = None  # the error of eager attention
+    where: str = ""  # which elements, as a phrase; "": all
+    eager: float | None = None  # the error of PyTorch's eager attention
 
     @property
     def share(self) -> float:
@@ -106,16 +111,16 @@ class Error:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a result: where it is, what it is exactly, and what its errors may be."""
+    """A part of a result, such as the rows of one sequence of `out`: how to select it, its exact values, and the errors it may have."""
 
-    result: str
-    select: Select
+    result: str  # its name: out, dq, ...
+    select: Select  # from that result
     exact: Tensor
-    allowed: tolerance.Budget | float  # a number: of the largest error
-    where: str = ""
+    allowed: tolerance.Budget | float  # Budget: of the largest and the rms error, by eager attention's; a number: of the largest alone
+    where: str = ""  # as in Error
 
     def errors(self, results: dict[str, Tensor]) -> Iterator[Error]:
-        """Yields the errors of this part of the results, if it is among them."""
+        """Yields the errors of this part; none if `results`, by name, do not have it."""
         if self.result not in results:
             return
         found, allowed = self.select(results[self.result]), self.allowed
@@ -129,20 +134,20 @@ class Part:
 
 
 def zeros(result: str, select: Select, chosen: Tensor, where: str) -> Part:
-    """Returns what must be exactly 0: the rows of `select` that are chosen."""
+    """Returns a Part that must be exactly 0: the elements of `select` where the bool `chosen` is True."""
     return Part(result, lambda t: select(t)[chosen], torch.zeros((), device=chosen.device), 0.0, where)
 
 
 def forward_parts(
     ref: tolerance.Eager, q: Tensor, k: Tensor, v: Tensor, rows: Select, lse: Select, more: float, **options: Any
 ) -> list[Part]:
-    """Returns what a dense problem gives of out and softmax_lse.
+    """Returns the parts of out and softmax_lse that a dense problem computes. Rows without a visible key must be exactly 0.
 
     Args:
-        ref: its exact results.
+        ref: the problem's exact results. `ref.masked` are the rows without a visible key, (batch, nheads, seqlen_q).
         rows: selects its part of out, (batch, seqlen_q, nheads, headdim_v).
         lse: selects its part of softmax_lse, (batch, nheads, seqlen_q).
-        more: the error that softmax_lse may have beyond that of rounded sums.
+        more: the error that softmax_lse may have beyond that of rounded sums: 0, but for caches that kernels get dequantized and rounded.
     """
     return [
         Part("out", rows, ref.out, tolerance.forward_budget(ref, q, k, v, **options)),
@@ -158,43 +163,43 @@ def _heads_first(rows: Select) -> Select:
     return lambda t: rows(t).transpose(1, 2)
 
 
-# ---- dense problems ------------------------------------------------------------------------------------------------
+# ---- dense problems: a batch or packed sequences, cut into groups of equal lengths ------------------------------------
 
 
 @dataclass
 class Group:
-    """Batch entries or packed sequences of the same lengths, as one dense problem of its own."""
+    """Batch entries or packed sequences of the same lengths, as one dense problem of its own with n batch entries."""
 
-    entries: Tensor  # (n) their numbers
-    q_rows: Tensor  # (n, seqlen_q) where their rows are among all rows
-    k_rows: Tensor  # (n, seqlen_k)
-    options: dict[str, Any]  # of `tolerance.attend`: those that belong to these entries
+    entries: Tensor  # (n) their numbers in the whole problem
+    q_rows: Tensor  # (n, seqlen_q) indices of their queries among all rows of q
+    k_rows: Tensor  # (n, seqlen_k) the same of k
+    options: dict[str, Any]  # of `tolerance.attend`, for these entries
 
     def queries(self, t: Tensor) -> Tensor:
-        """(n, seqlen_q, nheads, headdim) of q, out, dout or dq."""
+        """Returns the group's part of q, out, dout or dq, (n, seqlen_q, nheads, headdim)."""
         return _rows(t)[self.q_rows]
 
     def keys(self, t: Tensor) -> Tensor:
-        """(n, seqlen_k, nheads_k, headdim) of k, v, dk or dv."""
+        """Returns the group's part of k, v, dk or dv, (n, seqlen_k, nheads_k, headdim)."""
         return _rows(t)[self.k_rows]
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The group's q, k and v."""
+        """Returns the group's q, k and v."""
         return self.queries(q), self.keys(k), self.keys(v)
 
     def lse(self, t: Tensor) -> Tensor:
-        """(n, nheads, seqlen_q) of a softmax_lse."""
+        """Returns the group's part of a softmax_lse, (n, nheads, seqlen_q)."""
         if t.dim() == 2:
             return t[:, self.q_rows].transpose(0, 1)
         return t[self.entries]
 
     def bias(self, t: Tensor) -> Tensor:
-        """The part of a bias; dimensions of size 1 stay."""
+        """Returns the group's part of a bias; dimensions of size 1 stay."""
         t = t[:, :, : self.q_rows.shape[1], : self.k_rows.shape[1]]
         return t[self.entries] if t.shape[0] > 1 else t
 
     def add_to_bias(self, total: Tensor, part: Tensor) -> None:
-        """Where `bias` reads, add."""
+        """Adds `part` to the elements of `total` that `bias` selects."""
         own = total[:, :, : part.shape[2], : part.shape[3]]
         if total.shape[0] > 1:
             own[self.entries] += part
@@ -203,10 +208,11 @@ class Group:
 
 
 def _rows(t: Tensor) -> Tensor:
+    """Returns (rows, heads, headdim): packed tensors have it, of others batch entries are joined."""
     return t if t.dim() == 3 else t.flatten(0, 1)
 
 
-#: Returns what dropout keeps of these entries' probabilities, (entries, nheads, seqlen_q, seqlen_k) bool.
+#: Of entries, seqlen_q and seqlen_k: returns which probabilities dropout keeps, (entries, nheads, seqlen_q, seqlen_k) bool.
 Kept = Callable[[Tensor, int, int], Tensor]
 
 
@@ -228,7 +234,7 @@ def groups(
     block_bits_t: Tensor | None = None,
     **options: Any,
 ) -> list[Group]:
-    """The problem that the op's arguments describe, as dense ones."""
+    """Returns the problem of the operators' arguments as dense ones: a group for each pair of lengths."""
     device = q.device
     if block_lists is not None:
         attn_bias = block_masks.expand(block_lists, block_bits, q.shape[0], q.shape[-2], q.shape[1], k.shape[1])
@@ -239,11 +245,11 @@ def groups(
     lengths_q, lengths_k = ([b - a for a, b in zip(starts, starts[1:])] for starts in (starts_q, starts_k))
     if seqused_k is not None:
         lengths_k = seqused_k.tolist()
-    alike = defaultdict(list)
+    entries_by_lengths = defaultdict(list)
     for entry, lengths in enumerate(zip(lengths_q, lengths_k)):
-        alike[lengths].append(entry)
+        entries_by_lengths[lengths].append(entry)
     found = []
-    for (seqlen_q, seqlen_k), numbers in alike.items():
+    for (seqlen_q, seqlen_k), numbers in entries_by_lengths.items():
 
         def rows(starts: list[int], count: int) -> Tensor:
             first = torch.tensor([starts[n] for n in numbers], device=device)
@@ -261,7 +267,7 @@ def groups(
 
 
 def unused_keys(groups_: list[Group], k: Tensor) -> Tensor:
-    """Rows of k, among all rows, that are no entry's key."""
+    """Returns which rows of k belong to no entry, (rows) bool: those beyond seqused_k."""
     unused = torch.ones(len(_rows(k)), dtype=torch.bool, device=k.device)
     for group in groups_:
         unused[group.k_rows.flatten()] = False
@@ -269,7 +275,7 @@ def unused_keys(groups_: list[Group], k: Tensor) -> Tensor:
 
 
 class Exact:
-    """The exact results of a problem of `fwd` and `bwd`, and what is allowed: each group has its own budget."""
+    """The exact results of a problem of `fwd` and `bwd`, by PyTorch's own operations in fp64. Each group has its own error budget."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, kept: Kept | None = None, **options: Any):
         self.tensors, self.options = (q, k, v), options
@@ -296,7 +302,8 @@ class Exact:
         q, k, v = self.tensors
         names = tolerance.gradient_names(**self.options)
         parts: list[Part] = []
-        # gradients summed over all groups: exact, eager, rounding error of sums
+        # dattn_bias and dsinks (names[3:]) are sums over all groups: exact ones, eager ones, and the rounding errors of the sums. A name
+        # without its first letter is the option's.
         totals: dict[str, tuple[Tensor, Tensor]] = {n: (_zeros(self.options[n[1:]]), _zeros(self.options[n[1:]])) for n in names[3:]}
         rounding = dict.fromkeys(names, 0.0)
         for group, ref in zip(self.groups, self.refs):
@@ -325,7 +332,7 @@ def _zeros(t: Tensor) -> Tensor:
     return torch.zeros_like(t, dtype=torch.float64)
 
 
-# ---- two references ------------------------------------------------------------------------------------------------
+# ---- two references: `Exact` and the fp64 CPU backend, which must agree --------------------------------------------
 
 
 class WrongReference(Exception):
@@ -333,15 +340,15 @@ class WrongReference(Exception):
 
 
 def exact_forward(inputs: Inputs, rng_state: Tensor) -> tuple[Exact, list[Part], Tensor, Tensor]:
-    """Returns the exact results of a problem on the CPU, the parts of its forward pass, and out and softmax_lse in fp64.
+    """Returns the exact results of a problem on the CPU, the parts of its forward pass, and out in fp64 and softmax_lse in fp32.
 
-    With dropout, the CPU backend's forward pass would draw other random numbers, so out comes from PyTorch's own operations.
-    """
+    `rng_state` is the call's, for dropout. The CPU backend would draw other random numbers, so then out is PyTorch's own operations'.
+    Raises WrongReference if the CPU backend disagrees with PyTorch's own operations."""
     p = inputs.problem
     kept: Kept | None = None
     if p.dropout_p:
         mask = torch.ops.volta_fa._dropout_mask(rng_state, p.entries, p.nheads, *p.longest, p.dropout_p).cpu()
-        kept = partial(_part_of_mask, mask)
+        kept = lambda entries, seqlen_q, seqlen_k: mask[entries, :, :seqlen_q, :seqlen_k]  # noqa: E731
     exact = Exact(inputs.q, inputs.k, inputs.v, kept, **inputs.options)
     in_fp64 = inputs.in_fp64()
     options = {name: value for name, value in in_fp64.options.items() if name != "dropout_p"}
@@ -352,18 +359,15 @@ def exact_forward(inputs: Inputs, rng_state: Tensor) -> tuple[Exact, list[Part],
     return exact, parts, out, lse
 
 
-def _part_of_mask(mask: Tensor, entries: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    return mask[entries, :, :seqlen_q, :seqlen_k]
-
-
 def exact_backward(exact: Exact, inputs: Inputs, out: Tensor, softmax_lse: Tensor, rng_state: Tensor) -> list[Part]:
-    """Returns the parts of a problem's gradients, on the CPU. `exact_forward` returns those of its forward pass."""
+    """Returns the parts of a problem's gradients on the CPU. The other arguments are results of `exact_forward`."""
     parts = exact.backward(inputs.dout, out.to(inputs.q.dtype))
     agree(parts, inputs.in_fp64().gradients(out, softmax_lse, rng_state.cpu()))
     return parts
 
 
-#: softmax_lse, from which the backward pass has its probabilities, is fp32: relative errors of 1e-7 times its size.
+#: Allowed difference, relative to 1 + the largest value. The backward pass computes probabilities from softmax_lse, which is fp32 even
+#: here: its rounding changes them by about 1e-7 times its size.
 _AGREE = 1e-5
 
 

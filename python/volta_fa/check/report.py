@@ -1,16 +1,19 @@
-"""Shows results: progress, one page, a plot, and the JSON to send."""
+"""`Settings` of `python -m volta_fa check`, and `Findings`, all that it finds, with what shows them: progress, one printed page, a plot,
+and the JSON file that users send. check/__init__.py fills the findings, and calls `introduce`, `show`, `write` and `conclude`, in this
+order. The parts of a check are "right" (correctness), "fast" (speed) and "tune"."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -21,25 +24,27 @@ from .. import diagnostics, progress
 from ..addresses import send
 from . import performance
 from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst
-from .findings import Findings
-from .performance import DETERMINISTIC, EFFICIENT, MATH, VOLTA_FA, Point, Speeds
-from .performance_cached import GROUP, PAGE, CachePoint
+from .kernels import Target
+from .performance import DETERMINISTIC, EFFICIENT, GROUP, MATH, PAGE, VOLTA_FA, CachePoint, Point, Speeds
+from .tune import Tuned
 
-#: Of the JSON.
+#: Version of the JSON's structure.
 FORMAT = 1
-# a pipe or a file has no width of its own
+# 140 columns in a pipe or a file, which has no width of its own
 _console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
 
+#: Kernel passes, and what the page calls them.
 _PASSES = {
     "Forward": "forward",
-    "ForwardStreamK": "forward, equal shares",
+    "ForwardStreamK": "forward, stream-K",
     "ForwardSplit": "forward, float32",
-    "BackwardPreprocess": "backward, prepare",
+    "ForwardSplitStreamK": "forward, float32, stream-K",
+    "BackwardPreprocess": "backward, preprocess",
     "Backward": "backward, atomics",
     "BackwardStreamK": "backward, stream-K",
     "BackwardDkDv": "deterministic, dk and dv",
     "BackwardDq": "deterministic, dq",
-    "BackwardPostprocess": "backward, finish",
+    "BackwardPostprocess": "backward, postprocess",
     "BackwardFused": "backward, whole",
     "BackwardScores": "large headdim, P and dS",
     "BackwardGradients": "large headdim, gradients",
@@ -53,7 +58,7 @@ _PASSES = {
     "Prefill": "KV cache, prefill",
     "PrefillStreamK": "KV cache, stream-K",
     "Append": "KV cache, append",
-    "Dequantize": "KV cache, convert",
+    "Dequantize": "KV cache, dequantize",
     "Cast": "bf16 or fp32 to fp16",
     "SparseSelect": "sparse latents, select",
     "SparseMla": "sparse latents",
@@ -61,17 +66,78 @@ _PASSES = {
 }
 
 
-#: Percent of the time in which kernels run before the check begins.
+@dataclass(frozen=True)
+class Settings:
+    """Settings from the command line."""
+
+    target: Target
+    output: Path  # folder of the report
+    seed: int = 0
+    quick: bool = False  # one problem of each kernel, and fewer shapes to time
+    tune: bool = False  # whether to write a tuning file
+    kernels: str = "*"  # glob of kernel names
+    limit: float | None = None  # seconds; None: the default
+
+    @property
+    def command(self) -> str:
+        """The command that continues or repeats the check, with the default time limit."""
+        device = self.target.kind if self.target.kind != "cuda" else str(self.target.device)
+        words = ["python", "-m", "volta_fa", "check", "--device", device, "--output", str(self.output)]
+        words += ["--seed", str(self.seed)] * (self.seed != 0)
+        words += ["--quick"] * self.quick + ["--tune"] * self.tune
+        words += ["--kernels", self.kernels] * (self.kernels != "*")
+        return shlex.join(words)
+
+
+@dataclass
+class Findings:
+    """All results of a check."""
+
+    settings: Settings
+    machine: dict[str, Any] = field(default_factory=dict)
+    trouble: str | None = None  # why this torch cannot run on the GPU
+    results: list[KernelResult] = field(default_factory=list)
+    continued: int = 0  # number of results from an earlier, unfinished check
+    unreached: list[dict[str, Any]] = field(default_factory=list)  # entries of `info()`: not checked, for lack of time or after crashes
+    unfit: list[str] = field(default_factory=list)  # kernels that need more shared memory than the GPU has
+    speeds: Speeds = field(default_factory=Speeds)
+    tuned: Tuned | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # of "load", "right", "fast", "tune" and "all"
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of wrong kernels."""
+        return [v.kernel for v in self.results if v.failures]
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Names of kernels without a verdict, for lack of time or another reason. Plans still use them."""
+        doubtful = [v.kernel for v in self.results if v.inconclusive and not v.failures]
+        return [*doubtful, *(v["name"] for v in self.unreached)]
+
+    @property
+    def wrong(self) -> list[str]:
+        """All that is wrong: names of kernels, and "torch", "speed" or "tuning" if that part of the check had an error."""
+        parts = {"torch": self.trouble, "speed": self.speeds.troubles, "tuning": self.tuned and self.tuned.trouble}
+        return [*self.failed, *(name for name, trouble in parts.items() if trouble)]
+
+    @property
+    def outcome(self) -> str:
+        """RIGHT, WRONG or INCOMPLETE."""
+        return WRONG if self.wrong else INCOMPLETE if self.unchecked or not self.results else RIGHT
+
+
+#: GPU utilization in percent before the check from which another program is assumed to use the GPU.
 _BUSY = 25
 
 
 def say_trouble(text: str) -> None:
-    """The first thing said."""
+    """Prints why this torch cannot run on the GPU, before anything else."""
     _console.print(f"[red]{text}[/red]", "", soft_wrap=True)
 
 
 def introduce(facts: dict[str, Any]) -> None:
-    """The machine."""
+    """Prints the machine, as `machine.describe` has it."""
     table = Table.grid(padding=(0, 2))
     for name, value in _machine_rows(facts):
         table.add_row(name, value)
@@ -79,7 +145,7 @@ def introduce(facts: dict[str, Any]) -> None:
 
 
 def say_continued(note: str, done: int, of: int) -> None:
-    """What became of an unfinished check."""
+    """Prints what was found of an earlier, unfinished check: results of `done` of `of` kernels, or the reason to ignore it."""
     if note:
         _console.print(f"[yellow]{note}[/yellow]", soft_wrap=True)
     if done:
@@ -87,6 +153,7 @@ def say_continued(note: str, done: int, of: int) -> None:
 
 
 def _machine_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns (name, text) for each line about the machine."""
     versions, card = facts["versions"], facts.get("card")
     rows = []
     if card:
@@ -119,7 +186,7 @@ def _machine_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _text(value: Any) -> str:
+def _text(value: Any) -> str:  # None: nvidia-smi has no value
     return "unknown" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -127,8 +194,8 @@ def _of(card: dict[str, Any], name: str) -> str:
     return f"{_text(card[name])} of {_text(card[name.replace('_mhz', '_max_mhz')])}"
 
 
-class Progress:
-    """One bar for each part; in a pipe a line from time to time."""
+class Progress(progress.Progress):
+    """A progress bar for each part of the check; in a pipe, lines (volta_fa.progress)."""
 
     def __init__(self) -> None:
         columns = (
@@ -138,26 +205,19 @@ class Progress:
             TimeElapsedColumn(),
             TextColumn("{task.fields[at]}"),
         )
-        self._bar = progress.Progress(*columns, console=_console, transient=True)
-
-    def __enter__(self) -> Progress:
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._bar.__exit__(kind, error, traceback)
+        super().__init__(*columns, console=_console, transient=True)
 
     def begin(self, name: str, steps: int, done: int = 0) -> None:
         """Begins a part of this number of steps."""
-        self._task = self._bar.add_task(name, total=steps, completed=done, at="")
+        self._task = self.add_task(name, total=steps, completed=done, at="")
 
-    def advance(self, at: str) -> None:
-        """One step further."""
-        self._bar.update(self._task, advance=1, at=at)
+    def step(self, at: str) -> None:
+        """Takes one step."""
+        self.update(self._task, advance=1, at=at)
 
 
 def show(findings: Findings) -> None:
-    """The page, but for the machine and the outcome."""
+    """Prints the page between the machine and the outcome: correctness, speeds, tuning."""
     if findings.trouble is None:
         _show_verdicts(findings)
         _show_speeds(findings.speeds)
@@ -166,7 +226,7 @@ def show(findings: Findings) -> None:
 
 
 def conclude(findings: Findings) -> None:
-    """The last line: the outcome, and how to finish where something is left."""
+    """Prints the last lines: seconds of the parts, the outcome, and the command that checks what is left."""
     seconds = ", ".join(f"{name} {value:.0f}" for name, value in findings.seconds.items())
     left, total = len(findings.unchecked), len(findings.results) + len(findings.unreached)
     to_finish = f"{left} of {total} kernels are not checked. To finish: {findings.settings.command}"
@@ -186,18 +246,18 @@ def conclude(findings: Findings) -> None:
     _console.print(f"seconds: {seconds}\n\n{text[findings.outcome]}", soft_wrap=True)
 
 
+#: Maximum number of failures, names and reasons of one kind on the page; the JSON file has all.
 _MOST_FAILURES = 12
 
 
 def _show_verdicts(findings: Findings) -> None:
+    """Prints a row for each family and pass, and the failures."""
     by_pass: dict[tuple[str, str], list[KernelResult]] = defaultdict(list)
     for result in findings.results:
         by_pass[result.family, result.pass_].append(result)
     unreached = Counter((v["family"], v["pass"]) for v in findings.unreached)
     _console.print("\nRight: errors as a share of what is allowed")
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    for name in ("kernels", "right", "worst", "of"):
-        table.add_column(name, justify="left" if name in ("kernels", "of") else "right", no_wrap=True)
+    table = _table("kernels", "right", "worst", "of", padding=2)
     for family, pass_ in dict.fromkeys([*by_pass, *unreached]):
         results = by_pass[family, pass_]
         worst = max((v.worst for v in results), key=lambda w: w.share, default=Worst())
@@ -232,15 +292,24 @@ def _show_verdicts(findings: Findings) -> None:
         _console.print(f"[yellow]{len(findings.unchecked)} are not checked[/yellow]; plans take them all the same", soft_wrap=True)
 
 
+def _table(*columns: str, padding: int = 1) -> Table:
+    """Returns a table without a frame. Figures are on the right of their columns."""
+    table = Table(box=None, padding=(0, padding), pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number and column != "of" else "left", no_wrap=True)
+    return table
+
+
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share < 10 else f"{share:.0f} x" if math.isfinite(share) else "infinite"
 
 
-#: Of the page; the plot and the JSON have all.
+#: Sequence lengths on the page; the plot and the JSON have all.
 _SHOWN = (512, 2048, 8192)
 
 
 def _show_speeds(speeds: Speeds) -> None:
+    """Prints figures of the card, and a row for each shape."""
     if speeds.note:
         _console.print(f"\nFast: {speeds.note}", soft_wrap=True)
         return
@@ -259,18 +328,14 @@ def _show_speeds(speeds: Speeds) -> None:
     shown = [p for p in speeds.points if p.seqlen in _SHOWN] or speeds.points
     predicted = speeds.predictions is not None
     heads = {p.direction: p.nheads for p in speeds.points}
-    title = "TFLOP/s" + "".join(f", {n} heads {direction}" for direction, n in heads.items())
-    _console.print(title)
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    columns = ["seqlen, headdim", "fwd", "eff.", "math", *(["pred."] if predicted else [])]
-    columns += ["bwd", "det.", "eff.", "math", *(["pred."] if predicted else [])]
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    _console.print("TFLOP/s" + "".join(f", {n} heads {direction}" for direction, n in heads.items()))
+    share = ["pred."] if predicted else []
+    table = _table("seqlen, headdim", "fwd", "eff.", "math", *share, "bwd", "det.", "eff.", "math", *share)
     for (seqlen, headdim, causal), pair in _pairs(shown).items():
         row = [f"{seqlen}, {headdim}" + (", causal" if causal else "")]
         for direction, names in (("forward", (VOLTA_FA, EFFICIENT, MATH)), ("backward", (VOLTA_FA, DETERMINISTIC, EFFICIENT, MATH))):
             point = pair.get(direction)
-            row += [_speed(point, name) for name in names]
+            row += [_number(point.tflops(name), point.missing.get(name)) if point else "-" for name in names]
             if predicted:
                 row.append(f"{point.of_prediction:.0%}" if point and point.of_prediction else "-")
         table.add_row(*row)
@@ -292,13 +357,11 @@ def _show_cached(points: Sequence[CachePoint]) -> None:
     if not points:
         return
     _console.print(
-        f"KV cache, pages of {PAGE} tokens, {GROUP} query heads a key head; GB/s of the cache, prefill TFLOP/s; beside it dense tensors"
+        f"KV cache, pages of {PAGE} tokens, {GROUP} query heads a KV head; GB/s of the cache, prefill TFLOP/s; beside it dense tensors"
     )
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for number, column in enumerate(["sequences", "volta_fa", "eff.", "math"]):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    table = _table("sequences", "volta_fa", "eff.", "math")
     for point in points:
-        table.add_row(str(point), *(_cell(point, name) for name in (VOLTA_FA, EFFICIENT, MATH)))
+        table.add_row(str(point), *(_number(point.speed(name), point.missing.get(name)) for name in (VOLTA_FA, EFFICIENT, MATH)))
     _console.print(table)
 
 
@@ -309,14 +372,6 @@ def _pairs(points: Sequence[Point]) -> dict[tuple[int, int, bool], dict[str, Poi
     return found
 
 
-def _speed(point: Point | None, name: str) -> str:
-    return "-" if point is None else _number(point.tflops(name), point.missing.get(name))
-
-
-def _cell(point: CachePoint, name: str) -> str:
-    return _number(point.speed(name), point.missing.get(name))
-
-
 def _number(found: float | None, missing: str | None) -> str:
     if found is not None:
         return f"{found:.0f}" if found >= 100 else f"{found:.1f}" if found >= 1 else f"{found:.2g}"
@@ -324,7 +379,7 @@ def _number(found: float | None, missing: str | None) -> str:
 
 
 def write(findings: Findings) -> None:
-    """The JSON, and the plot where there is something to draw."""
+    """Writes the JSON file, and the plot if anything was timed."""
     output = findings.settings.output
     output.mkdir(parents=True, exist_ok=True)
     path = output / "volta_fa-check.json"
@@ -339,7 +394,7 @@ def write(findings: Findings) -> None:
 
 
 def data(findings: Findings) -> dict[str, Any]:
-    """As JSON has it."""
+    """Returns the findings as the JSON file has them."""
     settings, speeds = findings.settings, findings.speeds
     predictions = {k: v for k, v in speeds.predictions.items() if k != "points"} if speeds.predictions else None
     return {
@@ -368,11 +423,12 @@ def data(findings: Findings) -> dict[str, Any]:
     }
 
 
-_COLOURS = {VOLTA_FA: "#c0392b", DETERMINISTIC: "#e67e22", EFFICIENT: "#2c6fbb", MATH: "#333333", "predicted": "#8c8c8c"}
+_COLORS = {VOLTA_FA: "#c0392b", DETERMINISTIC: "#e67e22", EFFICIENT: "#2c6fbb", MATH: "#333333", "predicted": "#8c8c8c"}
 
 
 def plot(findings: Findings, path: Path) -> Path:
-    """TFLOP/s over seqlen: a row for each direction and mask, a column for each headdim; the band is what was predicted."""
+    """Plots TFLOP/s over seqlen: a row for each direction and mask, a column for each headdim. The band is the simulator's prediction,
+    from the default model to a perfect instruction cache."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -391,12 +447,12 @@ def plot(findings: Findings, path: Path) -> Path:
             for name in (MATH, EFFICIENT, DETERMINISTIC, VOLTA_FA):
                 timed = [(p.seqlen, p.tflops(name)) for p in curve if name in p.ms]
                 if timed:
-                    axis.plot(*zip(*timed), "o-", color=_COLOURS[name], label=name, markersize=3)
+                    axis.plot(*zip(*timed), "o-", color=_COLORS[name], label=name, markersize=3)
             band = [(p.seqlen, *p.predicted) for p in curve if p.predicted]
             if band:
                 n, low, high = zip(*band)
-                axis.fill_between(n, low, high, color=_COLOURS["predicted"], alpha=0.35, label="predicted for a V100")
-                axis.plot(n, low, "--", color=_COLOURS["predicted"], linewidth=1)
+                axis.fill_between(n, low, high, color=_COLORS["predicted"], alpha=0.35, label="predicted for a V100")
+                axis.plot(n, low, "--", color=_COLORS["predicted"], linewidth=1)
             axis.set_xscale("log", base=2)
             axis.set_xticks(seqlens, [str(n) for n in seqlens])
             axis.set_ylim(bottom=0)

@@ -1,7 +1,8 @@
 """The error that a result may have: at most 2x (gradients: 3x) that of PyTorch's eager attention in the same dtype on the same inputs.
 
-The tests import this file without the package, so it imports nothing but torch. It handles dense problems; callers split packed ones.
-"""
+`problems` and the tests judge results by it. `attend` is eager attention (scores in memory), `exact` the same in fp64, `Budget` the allowed
+error. All handle dense problems, (batch, seqlen, nheads, headdim); callers split packed ones. The tests import this file without the
+package, so it imports nothing but torch."""
 
 from __future__ import annotations
 
@@ -12,27 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FORWARD_FACTOR = 2.0
-GRADIENT_FACTOR = 3.0
+#: Allowed error over eager attention's: of out, and of gradients.
+FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
 
 
 # ---- the yardstick: eager attention --------------------------------------------------------------------------------
 
 
 def dropped_numbers(dropout_p: float) -> int:
-    """How many of the 2^15 random numbers drop a probability: never all."""
+    """Returns how many of the 2^15 values of dropout's random numbers drop a probability: never all."""
     return min(round(dropout_p * 2**15), 2**15 - 1)
 
 
 def kept_share(dropout_p: float) -> float:
-    """The share of probabilities that dropout keeps, whose inverse is their factor."""
+    """Returns the share of probabilities that dropout keeps, by which the kept ones are divided."""
     return 1 - dropped_numbers(dropout_p) / 2**15
 
 
 def visible(
     seqlen_q: int, seqlen_k: int, is_causal: bool = False, window_left: int = -1, window_right: int = -1, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """(seqlen_q, seqlen_k) bool: query i sees key j where i+o-left <= j <= i+o+right, o = seqlen_k - seqlen_q."""
+    """Returns (seqlen_q, seqlen_k) bool: query i sees key j where i+o-left <= j <= i+o+right, o = seqlen_k - seqlen_q. -1: no limit."""
     i = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
     j = torch.arange(seqlen_k, device=device)[None, :]
     if is_causal:
@@ -46,48 +47,48 @@ def visible(
 
 
 def heads_first(t: Tensor, nheads: int) -> Tensor:
-    """(batch, seqlen, nheads_k, headdim) to (batch, nheads, seqlen, headdim), key heads repeated for their queries."""
+    """Returns (batch, nheads, seqlen, headdim) of (batch, seqlen, nheads_k, headdim): KV heads are repeated for their query heads."""
     return t.repeat_interleave(nheads // t.shape[2], dim=2).transpose(1, 2)
 
 
 def sum_groups(t: Tensor, nheads_k: int) -> Tensor:
-    """The gradient of `heads_first`'s repetition."""
+    """Returns the gradient of `heads_first`: of the KV heads, (batch, seqlen, nheads_k, headdim), from that of the repeated ones."""
     batch, nheads, seqlen, headdim = t.shape
     return t.reshape(batch, nheads_k, nheads // nheads_k, seqlen, headdim).sum(2).transpose(1, 2)
 
 
 def distance(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-    """|i + o - j| of ALiBi."""
+    """Returns ALiBi's distances |i + seqlen_k - seqlen_q - j|, (seqlen_q, seqlen_k)."""
     i = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
     return (i - torch.arange(seqlen_k, device=device)[None, :]).abs()
 
 
 def by_row(sinks: Tensor, like: Tensor) -> Tensor:
-    """The sink of each row of `like`, (batch, nheads, seqlen_q, 1)."""
+    """Returns sinks, (nheads), for each row of `like`: (batch, nheads, seqlen_q, 1)."""
     return sinks[None, :, None, None].expand(*like.shape[:3], 1)
 
 
 @dataclass
 class Eager:
-    """Attention with all its scores, every step in the dtype of the inputs."""
+    """Results of eager attention and its intermediate values, every step in the dtype of the inputs."""
 
     out: Tensor  # (batch, seqlen_q, nheads, headdim_v)
     softmax_lse: Tensor  # (batch, nheads, seqlen_q)
     probabilities: Tensor  # (batch, nheads, seqlen_q, seqlen_k), before dropout
     weights: Tensor  # the same, after dropout
-    tanh: Tensor | None  # of softcap
-    masked: Tensor  # (batch, nheads, seqlen_q) rows that see no key
-    largest_score: float  # of those that are computed and those that count; only of fp64 tensors, for what is exact
+    tanh: Tensor | None  # of softcap: tanh(x / softcap)
+    masked: Tensor  # (batch, nheads, seqlen_q) bool: rows that see no key
+    largest_score: float  # magnitude of the largest product, or score with a probability above 1e-9; 0 unless the tensors are fp64
 
 
 @dataclass
 class Scores:
-    """What the softmax gets."""
+    """Scores before the softmax."""
 
     scores: Tensor  # (batch, nheads, seqlen_q, seqlen_k), -inf where a key is hidden
-    logits: Tensor  # the same, and the sinks as a column more
+    logits: Tensor  # the same, with the sinks as a last column
     tanh: Tensor | None  # of softcap
-    products: Tensor  # softmax_scale * q.k, before anything happens to them
+    products: Tensor  # softmax_scale * q.k, before softcap, ALiBi and bias
 
 
 def score(
@@ -100,7 +101,7 @@ def score(
     sinks: Tensor | None = None,
     **mask: Any,
 ) -> Scores:
-    """The scores of a dense problem, every step in the dtype of the inputs."""
+    """Returns the scores of a dense problem, every step in the dtype of the inputs. `mask`: arguments of `visible`."""
     nheads = q.shape[2]
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     seen = visible(q.shape[1], k.shape[1], device=q.device, **mask)
@@ -121,10 +122,10 @@ def score(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, kept: Tensor | None = None, **options: Any) -> Eager:
-    """PyTorch's own eager attention of a dense problem with `score`'s options, every step in the dtype of the inputs, or in fp32 from
-    where an fp32 tensor (slopes, a bias, sinks) comes in. `kept` is dropout's mask."""
+    """Computes eager attention of a dense problem with `score`'s options by PyTorch's operations. Every step is in the dtype of the inputs,
+    or in fp32 from where an fp32 tensor (slopes, a bias, sinks) comes in. `kept`: bool, which probabilities dropout keeps."""
     s = score(q, k, **options)
-    # a row of -inf would be one of NaN, in the gradients too
+    # rows of -inf alone, for which softmax and its gradients would be NaN
     none = (s.logits == -math.inf).all(-1, keepdim=True)
     probabilities = s.logits.masked_fill(none, 0.0).softmax(-1).masked_fill(none, 0.0)[..., : k.shape[1]]
     weights = probabilities if kept is None else probabilities * kept / kept_share(dropout_p)
@@ -141,17 +142,17 @@ def in_fp64(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Eager:
-    """`attend` in fp64: what is right."""
+    """Returns `attend` in fp64, the reference."""
     return attend(q.double(), k.double(), v.double(), **in_fp64(options))
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """`attend`'s out."""
+    """Returns `attend`'s out."""
     return attend(q, k, v, **options).out
 
 
 def gradient_names(attn_bias: Tensor | None = None, sinks: Tensor | None = None, **_: Any) -> list[str]:
-    """What the backward passes of these options return."""
+    """Returns the names of the gradients that a problem with these options has."""
     names = ["dq", "dk", "dv"]
     if attn_bias is not None and attn_bias.dtype != torch.bool:
         names.append("dattn_bias")
@@ -159,11 +160,11 @@ def gradient_names(attn_bias: Tensor | None = None, sinks: Tensor | None = None,
 
 
 def eager_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None, **options: Any) -> list[Tensor]:
-    """The gradients of `gradient_names`, by autograd through `attend`; `dlse` is the gradient of its softmax_lse."""
+    """Returns the gradients of `gradient_names`, by autograd through `attend`; `dlse` is the gradient of its softmax_lse."""
     names = gradient_names(**options)
     leaves = {name: t.detach().clone().requires_grad_() for name, t in (("dq", q), ("dk", k), ("dv", v))}
     options = dict(options)
-    for name in names[3:]:
+    for name in names[3:]:  # dattn_bias and dsinks; without the d, the option's name
         leaves[name] = options[name[1:]] = options[name[1:]].detach().clone().requires_grad_()
     with torch.enable_grad():
         found_by = attend(leaves["dq"], leaves["dk"], leaves["dv"], **options)
@@ -176,7 +177,7 @@ def eager_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor 
 
 
 def exact_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Tensor]:
-    """`eager_gradients` in fp64: what is right."""
+    """Returns `eager_gradients` in fp64, the reference."""
     return eager_gradients(dout.double(), q.double(), k.double(), v.double(), **in_fp64(options))
 
 
@@ -184,7 +185,7 @@ def exact_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: An
 
 
 def max_error(found: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference; equal infinities agree, a NaN on one side only is infinitely wrong."""
+    """Returns the largest absolute difference. Equal infinities and NaN on both sides differ by 0, NaN on one side by infinity."""
     if found.numel() == 0:
         return 0.0
     found, expected = found.double(), expected.double()
@@ -194,7 +195,7 @@ def max_error(found: Tensor, expected: Tensor) -> float:
 
 
 def rms_error(found: Tensor, expected: Tensor) -> float:
-    """Root of the mean square difference."""
+    """Returns the root of the mean square difference; infinity if it is NaN."""
     if found.numel() == 0:
         return 0.0
     return (found.double() - expected.double()).square().mean().sqrt().nan_to_num(nan=math.inf).item()
@@ -202,8 +203,8 @@ def rms_error(found: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Rounded:
-    """What a result gets of its probabilities' rounding to the dtype of the inputs, in which tensor cores (and eager attention) take
-    them: hardly more than this, by the largest error and by the root mean square."""
+    """A bound on the error of a result from rounding its probabilities to the dtype of the inputs, in which tensor cores (and eager
+    attention) multiply them: the largest error, and the root mean square. It is statistical: `_DEVIATIONS` standard deviations."""
 
     largest: float = 0.0
     rms: float = 0.0
@@ -211,14 +212,14 @@ class Rounded:
 
 @dataclass
 class Budget:
-    """How far one result may be from the fp64 reference: `factor` times the error of eager attention in the same
-    dtype on the same inputs, by the largest error and by the root mean square. (One key of a thousand left out
-    hides below the largest rounding error of the first rows, not below the mean.)
+    """How far one result may be from the fp64 reference: `factor` times the error of eager attention in the same dtype on the same inputs.
 
-    Eager's error may be nearly zero by luck (one key: every probability is exactly 1; a result of one or two elements), so
-    no less is allowed than what a perfect implementation has too: the rounding of its result, half a unit in the last place
-    of each element, of the sums that lead to it, `sums`, and of the probabilities in them, `rounded`.
-    """
+    Both the largest error and the root mean square must be inside. (If one key of a thousand were left out, that would be less than the
+    largest rounding error of the first rows, but not less than the mean.) Eager's error may be nearly zero by luck: with one key, every
+    probability is exactly 1. So at least the unavoidable error is allowed, which a perfect implementation has too: rounding of the result
+    by half a unit in the last place, of the sums that lead to it (`sums`), and of the probabilities in them (`rounded`).
+
+    `largest` and `rms` are the magnitudes of the reference."""
 
     eager_error: float
     eager_rms: float
@@ -231,7 +232,7 @@ class Budget:
 
     @classmethod
     def of(cls, eager: Tensor, ref: Tensor, factor: float, sums: float, rounded: Rounded | None = None) -> Budget:
-        """From eager's result and the reference."""
+        """Returns the budget for eager attention's result and the reference."""
         size = (largest(ref), rms_error(ref, torch.zeros_like(ref)))
         return cls(max_error(eager, ref), rms_error(eager, ref), factor, *size, sums, eager.dtype, rounded or Rounded())
 
@@ -240,41 +241,40 @@ class Budget:
 
     @property
     def allowed(self) -> float:
-        """The largest error."""
+        """The allowed largest error."""
         return max(self.factor * self.eager_error, self._unavoidable(self.largest, self.rounded.largest))
 
     @property
     def allowed_rms(self) -> float:
-        """The root mean square error."""
+        """The allowed root mean square error."""
         return max(self.factor * self.eager_rms, self._unavoidable(self.rms, self.rounded.rms))
 
 
 def accumulation_eps(dtype: torch.dtype) -> float:
-    """Unit of rounding of the type that sums are kept in: fp64 for fp64, fp32 for all others."""
+    """Returns the eps of the type in which sums are computed: fp64 for fp64, fp32 for all others."""
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
 
 
 def largest(t: Tensor) -> float:
-    """The largest absolute value."""
+    """Returns the largest absolute value."""
     return t.abs().max().item() if t.numel() else 0.0
 
 
 def largest_row(t: Tensor) -> float:
-    """The largest norm of a row."""
+    """Returns the largest norm of a row (the last dimension)."""
     return t.double().norm(dim=-1).max().item() if t.numel() else 0.0
 
 
-#: Standard deviations of a rounding error that "hardly more" means, here and below.
+#: Standard deviations of a random rounding error that are allowed for it.
 _DEVIATIONS = 4
 
 
 def score_error(ref: Eager, q: Tensor) -> float:
-    """What rounded sums put on a score, and so, relative to it, on its probability.
+    """Returns the error of a score from rounded sums, which is the relative error of its probability.
 
-    A unit in the last place of the largest, where fp64 judges. An fp64 result is judged by one that is as much a sum of headdim rounded
-    products, which one BLAS adds in another order than the next. In such a sum each step rounds the sum so far, which grows to the
-    score: the square of the error has headdim / 3 times the score's, times 1/12 of a unit's.
-    """
+    If the reference is more precise than the result, that is a unit in the last place of the largest score. An fp64 result is compared with
+    another fp64 result, whose BLAS may add the headdim products in another order. Each step rounds the sum so far with a variance of
+    1/12 unit^2, relative to that sum, which grows to the score. So all steps have a variance of headdim / 3 / 12 unit^2, relative to it."""
     units = 1.0
     if q.dtype == torch.float64:
         units = max(units, _DEVIATIONS * math.sqrt(q.shape[-1] / 3 / 12))
@@ -282,21 +282,20 @@ def score_error(ref: Eager, q: Tensor) -> float:
 
 
 def forward_sums(ref: Eager, q: Tensor, v: Tensor, dropout_p: float = 0.0, **_: Any) -> float:
-    """What rounded sums alone may put on out."""
+    """Returns the error of out that rounded sums alone may cause."""
     return score_error(ref, q) * largest(v) / kept_share(dropout_p)
 
 
 def rounded_probabilities(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Rounded:
-    """Of weights @ values, (batch, nheads, rows, n) and (batch, nheads, n, columns) in fp64: probabilities and what they weigh.
+    """Returns the bound for weights @ values, (batch, nheads, rows, n) and (batch, nheads, n, columns) in fp64, if weights are rounded.
 
-    A rounded number is off by an even distribution over a unit in its last place. Relative to it that is at most eps / 2, with a
-    variance of (eps / 2)^2 / 3 over the square of the mantissa, which is anywhere between 1 and 2: on average 3 / (8 ln 2) of it.
-    """
+    A rounded number's error is uniformly distributed over a unit in its last place. Relative to the number it is at most eps / 2, with a
+    variance of (eps / 2)^2 / 3 / m^2 for mantissa m. m is between 1 and 2, for which 1 / m^2 is 3 / (8 ln 2) on average."""
     if weights.numel() == 0 or values.numel() == 0:
         return Rounded()
     half = torch.finfo(dtype).eps / 2
     variance = half**2 / 3 * 3 / (8 * math.log(2)) * (weights**2 @ values**2)
-    # No sum gets more than all its roundings the same way.
+    # no more than if all roundings had the same sign
     error = torch.minimum(_DEVIATIONS * variance.sqrt(), half * (weights.abs() @ values.abs()))
     # The mean square of few numbers varies, by sqrt(2 / n) of itself. One rounding serves all columns, so rows are counted, by weight.
     rows = variance.sum(-1)
@@ -305,13 +304,15 @@ def rounded_probabilities(weights: Tensor, values: Tensor, dtype: torch.dtype) -
 
 
 def forward_budget(ref: Eager, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Budget:
-    """How far out may be from `exact`'s."""
+    """Returns how far out may be from `exact`'s."""
     rounded = rounded_probabilities(ref.weights, heads_first(v.double(), q.shape[2]), q.dtype)
     return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, forward_sums(ref, q, v, **options), rounded)
 
 
 def gradient_sums(ref: Eager, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[float]:
-    """What rounded sums alone may put on each of `gradient_names`, if the backward pass gets this `out`."""
+    """Returns the errors that rounded sums alone may cause in each of `gradient_names`, if the backward pass gets this `out`.
+
+    The backward pass subtracts delta, the sum of dout * out of a row, from dP = dout . v."""
     scale = options.get("softmax_scale")
     scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
     factor = 1 / kept_share(options.get("dropout_p", 0.0))
@@ -342,10 +343,11 @@ def gradient_sums(ref: Eager, out: Tensor, dout: Tensor, q: Tensor, k: Tensor, v
 
 
 def delta_noise(ref: Eager, out: Tensor, dout: Tensor) -> Tensor:
-    """(batch, nheads, seqlen_q, 1): four standard deviations of what the rounding of the exact out makes of each row's delta, the sum
-    of dout * out, and no less than what errors of the given `out` do make, rounded in turn. Backward gets no more than that `out`, whose
-    errors have a budget of their own; eager keeps probabilities instead, so that it is exact where one key has all the attention or a
-    bias has one element for all keys of a row."""
+    """Returns the allowed error of each row's delta, (batch, nheads, seqlen_q, 1), from errors of `out`.
+
+    That is `_DEVIATIONS` standard deviations of the error from rounding the exact out, or the error that the given `out` does cause, if it
+    is larger: out's errors have a budget of their own. Eager attention computes gradients from probabilities, without delta, and so is
+    exact where one key has all the attention, or a bias has one element for all keys of a row."""
     dout64 = dout.double()
     rounding = _DEVIATIONS * (dout64 * (ref.out.to(dout.dtype).double() - ref.out)).norm(dim=-1)
     made = (dout64 * (out.double() - ref.out)).sum(-1).abs() * (1 + 4 * torch.finfo(dout.dtype).eps)
@@ -353,11 +355,10 @@ def delta_noise(ref: Eager, out: Tensor, dout: Tensor) -> Tensor:
 
 
 def lse_tolerance(ref: Eager, dtype: torch.dtype) -> float:
-    """softmax_lse is an fp32 sum of fp32 sums: a few roundings of its own size and of the scores'.
+    """Returns the allowed error of softmax_lse: some fp32 roundings of its own magnitude and of the scores'.
 
-    The kernels get it through the hardware's approximate ex2 and lg2 and a row maximum that may lag behind, a few
-    bits worse. An error of 2^-17 changes each probability of the backward pass by less than 1% of fp16's rounding.
-    """
+    fp16 and bf16 kernels get 64, because they use the hardware's approximate ex2 and lg2, and a row maximum that may lag behind. For small
+    scores that is about 2^-17, which changes each probability of the backward pass by less than 1% of fp16's eps."""
     roundings = 64 if dtype in (torch.float16, torch.bfloat16) else 8
     finite = ref.softmax_lse[ref.softmax_lse.isfinite()]
     return roundings * torch.finfo(torch.float32).eps * (1 + max(ref.largest_score, largest(finite)))

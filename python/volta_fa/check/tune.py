@@ -1,9 +1,8 @@
 """Finds better kernels for this GPU than the planner's choice, and writes them into a tuning file (docs/reference/tuning-file.md).
 
-It measures alternatives for problems without options: gradients without atomics, and in the forward pass smaller or larger tiles and
-stream-K grids.
-Each class of shapes is measured at one shape. A choice is written only if it is faster in every round by a clear margin.
-"""
+`python -m volta_fa check --tune` calls `tune`. It measures alternatives for problems without options: gradients without atomics, and in the
+forward pass other tile sizes and stream-K grids, which divide the keys too. Each class of shapes is measured at one shape. A choice is
+written only if it is faster by a clear margin in every round."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ from .correctness import KernelResult
 from .kernels import Target
 from .performance import Work, median_ms
 
-#: Share by which another choice must be faster in every round. Repeated medians of one kernel differ by less.
+#: An alternative must be this share faster in every round. Repeated medians of one kernel differ by less.
 MARGIN = 0.05
 _ROUNDS = 3
 #: Seconds per figure, and calls between two events. A launch costs the CPU about 10 us, and several calls hide this.
 _OF_A_FIGURE, _CALLS = 0.01, 8
-#: As src/tuning.rs has it.
+#: Maximum number of choices that src/tuning.rs reads from a file.
 MOST_CHOICES = 512
 
 _BACKWARD_SEQLENS = (512, 1024, 2048, 4096)
@@ -45,7 +44,7 @@ class Tuned:
     path: str | None = None
     choices: list[dict[str, Any]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    #: number of classes measured, and of those left out for lack of time
+    #: number of classes measured, and of those left out for lack of time, memory or kernels
     measured: int = 0
     left_out: int = 0
     trouble: str = ""
@@ -67,15 +66,7 @@ class Tuned:
 
     def data(self) -> dict[str, Any]:
         """Returns data for JSON."""
-        return {
-            "path": self.path,
-            "margin": MARGIN,
-            "measured": self.measured,
-            "left_out": self.left_out,
-            "failed": self.failed,
-            "choices": self.choices,
-            "trouble": self.trouble,
-        }
+        return {"margin": MARGIN, **vars(self)}
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,7 @@ class Class:
 
     pass_: str
     headdim: int
-    above: int  # the headdim of the next narrower kernel
+    above: int  # headdim of the next narrower kernel: the class has headdims above it, up to `headdim`
     seqlen: int
     nheads: int
     causal: bool
@@ -95,10 +86,8 @@ class Class:
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """Returns the bounds of the class in a tuning file: the geometric means with the neighboring shapes.
-
-        Only forward classes bound the rows from above, because the number of rows decides which blocks fill the GPU.
-        """
+        """The class's bounds in a tuning file. Measured shapes differ by factors of 2, so a bound is a factor of sqrt(2) away. Rows are
+        queries times heads. Forward classes bound them from above too, because their number decides which tiles fill the GPU."""
         half = math.sqrt(2)
         seqlens = [math.ceil(self.seqlen / half), math.floor(self.seqlen * half)]
         rows = self.seqlen * self.nheads
@@ -121,7 +110,7 @@ class Class:
 class Alternative:
     """An alternative for a class: the kernels to force, and the entry in a tuning file."""
 
-    takes: dict[str, Any]
+    takes: dict[str, Any]  # the entry
     variant: dict[str, Any] | None = None
     deterministic: bool = False
 
@@ -132,30 +121,24 @@ def steps(target: Target) -> int:
 
 
 def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence[str]) -> list[tuple[Class, list[Alternative]]]:
-    """Returns all classes to measure with their alternatives: forward ones, then the backward ones by seqlen."""
+    """Returns all classes to measure with their alternatives: forward ones, then the backward ones by seqlen. `variants`: of `info()`."""
     families = [family["name"] for family in target.families]
-    # sinks are code of the epilogue alone, which all stream-K kernels have
+    # plain kernels: without features, or with sinks, which every stream-K kernel supports in its epilogue
     plain = [v for v in variants if v["family"] in families and set(v["features"]) <= {"sinks"} and v["name"] not in failed]
     plain = [v for v in plain if v["shared_bytes"] <= target.shared_bytes]
     found: list[tuple[Class, list[Alternative]]] = []
-    forward = [v for v in plain if v["pass"] == "Forward" and v["headdim"] == v["headdim_v"]]
     # only the preferred family: the planner takes others where it has no kernel
-    for family in families[:1]:
-        widths = sorted({v["headdim"] for v in forward if v["family"] == family})
-        for above, headdim in zip([0, *widths], widths):
-            blocks = [v for v in forward if v["family"] == family and v["headdim"] == headdim]
-            if len(blocks) < 2:
-                continue
-            kernels = [Alternative({"variant": v["name"]}, v) for v in blocks]
-            # the same tiles on a stream-K grid: choosing the usual variant excludes that grid
-            shares = (
-                v
-                for v in plain
-                if v["pass"] == "ForwardStreamK" and (v["family"], v["headdim"], v["headdim_v"]) == (family, headdim, headdim)
-            )
-            kernels += [Alternative({"pass": v["pass"], "variant": v["name"]}, v) for v in shares]
-            for nheads, seqlen, causal in itertools.product(_FORWARD_HEADS, _FORWARD_SEQLENS, (False, True)):
-                found.append((Class("Forward", headdim, above, seqlen, nheads, causal), kernels))
+    square = [v for v in plain if v["family"] in families[:1] and v["headdim"] == v["headdim_v"]]
+    widths = sorted({v["headdim"] for v in square if v["pass"] == "Forward"})
+    for above, headdim in zip([0, *widths], widths):
+        blocks, shares = ([v for v in square if (v["pass"], v["headdim"]) == (of, headdim)] for of in ("Forward", "ForwardStreamK"))
+        if len(blocks) < 2:
+            continue
+        kernels = [Alternative({"variant": v["name"]}, v) for v in blocks]
+        # the same tiles on a stream-K grid: choosing the usual variant excludes that grid
+        kernels += [Alternative({"pass": v["pass"], "variant": v["name"]}, v) for v in shares]
+        for nheads, seqlen, causal in itertools.product(_FORWARD_HEADS, _FORWARD_SEQLENS, (False, True)):
+            found.append((Class("Forward", headdim, above, seqlen, nheads, causal), kernels))
     headdims = sorted({v["headdim"] for v in plain if v["pass"] == "Backward"})
     modes = [Alternative({}), Alternative({"deterministic": True}, deterministic=True)]
     for seqlen, (above, headdim), causal in itertools.product(_BACKWARD_SEQLENS, zip([0, *headdims], headdims), (False, True)):
@@ -164,7 +147,7 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
 
 
 def tune(target: Target, results: Sequence[KernelResult], deadline: float, advance: Callable[[str], None]) -> Tuned:
-    """Measures until `deadline`, and writes the GPU's tuning file."""
+    """Measures until `deadline`, a time of time.monotonic(), and writes the GPU's tuning file. `results`: of the check."""
     about = json.loads(torch.ops.volta_fa._tuning(target.number))
     if about["outcome"] == "off":
         # a new file would lose the kernels that failed before
@@ -178,10 +161,7 @@ def tune(target: Target, results: Sequence[KernelResult], deadline: float, advan
             continue
         try:
             choice = compare(target, class_, alternatives, tuned.failed)
-        except torch.cuda.OutOfMemoryError:
-            tuned.left_out += 1
-            continue
-        except NotImplementedError:  # all that could run it failed
+        except (torch.cuda.OutOfMemoryError, NotImplementedError):  # the latter: too few kernels are left, because others failed
             tuned.left_out += 1
             continue
         except Exception as error:
@@ -200,10 +180,12 @@ def tune(target: Target, results: Sequence[KernelResult], deadline: float, advan
 
 
 def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], failed: Sequence[str]) -> dict[str, Any] | None:
-    """Returns a choice for the tuning file if an alternative is clearly faster than the plan's, else None. Runs no failed kernel."""
+    """Returns a choice for the tuning file if an alternative is clearly faster than the plan's, else None. Runs no failed kernel.
+
+    Raises NotImplementedError if the plan takes none of the alternatives, as after failures."""
     own = _own(target, class_, alternatives, failed)
     if own is None:
-        return None
+        raise NotImplementedError("the plan takes none of the alternatives")
     with target.running(failed=failed):
         works = [_work(target, class_, alternative) for alternative in alternatives]
     times: list[list[float]] = [[] for _ in alternatives]
@@ -211,6 +193,7 @@ def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], 
         for alternative, work, of in zip(alternatives, works, times):
             with target.running(alternative.variant, failed, alternative.deterministic):
                 of.append(median_ms(work, target.device, _OF_A_FIGURE, most=10, calls=_CALLS))
+    # of each alternative: how many times as fast as the plan's kernel it was in its worst round
     gains = [min(mine / theirs for mine, theirs in zip(times[own], of)) for of in times]
     best = max(range(len(gains)), key=gains.__getitem__)
     if best == own or gains[best] <= 1 + MARGIN:
@@ -229,7 +212,7 @@ def _own(target: Target, class_: Class, alternatives: Sequence[Alternative], fai
     shape = (1, class_.seqlen, class_.seqlen, class_.nheads, class_.nheads, class_.headdim, class_.headdim, class_.causal)
     with target.running(failed=failed):
         planned = json.loads(torch.ops.volta_fa._plan(*shape, device=target.number))
-    if class_.pass_ == "Backward":
+    if class_.pass_ == "Backward":  # alternative 0 is with atomics
         return None if planned["backward"]["deterministic"] else 0
     names = [a.variant["name"] if a.variant else "" for a in alternatives]
     return names.index(planned["forward"]["name"]) if planned["forward"]["name"] in names else None
@@ -245,17 +228,18 @@ def _work(target: Target, class_: Class, alternative: Alternative) -> Work:
 
 
 def _write(tuned: Tuned, about: dict[str, Any]) -> None:
+    """Writes the choices and failed kernels into the tuning file, after the library has accepted them."""
     if tuned.path is None:
         raise OSError("there is no home folder; VOLTA_FA_TUNING=<path> names a file")
     made_on = {name: about[name] for name in ("volta_fa", "device", "driver")}
     note = {"made_by": "python -m volta_fa check --tune", "margin": MARGIN, "date": time.strftime("%Y-%m-%d")}
     tuning = {"format": 1, **made_on, "failed": tuned.failed, "choices": tuned.choices, "note": note}
     text = json.dumps(tuning, indent=1) + "\n"
-    torch.ops.volta_fa._set_tuning(text)  # a ValueError here is better than a warning at every start
-    torch.ops.volta_fa._set_tuning("")  # undoes the line above, which was the check alone
+    torch.ops.volta_fa._set_tuning(text)  # raises ValueError if the library would ignore this text as a file
+    torch.ops.volta_fa._set_tuning("")  # undoes the line above
     path = Path(tuned.path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # as a whole: another process may be reading it
+    # replaces the file atomically, because another process may be reading it
     new = path.with_name(f"{path.name}.{os.getpid()}")
     new.write_text(text)
     new.replace(path)

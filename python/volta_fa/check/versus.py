@@ -1,8 +1,7 @@
-"""`python -m volta_fa versus-1cat`: attention at the shapes that 1Cat-vLLM published, by volta_fa and by its package side by side.
-
-All shapes are those of Qwen3.5 and 3.6 on one of four GPUs: headdim 256, 6 query heads on 1. Published times are of real cards, mostly of
-a Tesla PG503-216 (a V100 with 72 SMs), from 1Cat-vLLM's docs/design of 2026-08-22; `Shape.published` names the file and the clock.
-"""
+"""`python -m volta_fa versus-1cat`: times attention by volta_fa and by 1Cat-vLLM's package at the shapes that 1Cat-vLLM published.
+1Cat-vLLM is a fork of vLLM for V100s; its attention is the package flash_attn_v100. All shapes are those of Qwen3.5 and 3.6 on one of four
+GPUs: headdim 256, 6 query heads on 1 KV head. Published times are of real cards, mostly of a Tesla PG503-216 (a V100 with 72 SMs), from
+1Cat-vLLM's docs/design of 2026-08-22; `Shape.source` names the file and the clock."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..demo.simulated import aligned, microseconds
-from ..integrations.flash_attn import v100_paged
+from ..integrations.flash_attn import v100
 from . import tolerance
 from .kernels import SIMULATED_GPU_VARIABLE, Target, lacks_memory, simulate
 from .performance import median_ms
@@ -26,18 +25,17 @@ from .performance import median_ms
 NHEADS, NHEADS_K, HEADDIM = 6, 1, 256
 #: The machine that `--device simulator` times on, at its application clock of 1312 MHz.
 SIMULATED_GPU = "pg503"
-#: Most products of queries and keys whose time the simulator finds within a minute.
+#: Maximum seqlen_q * seqlen_k that the simulator times within a minute.
 _SIMULATED_PRODUCTS = 4096 * 8192
 _NO_MEMORY, _TOO_LONG = "not enough memory", "takes too long to simulate"
-#: Seconds for the runs of one figure.
-_OF_A_FIGURE = 0.5
+_SECONDS_PER_FIGURE = 0.5
 
 
 @dataclass(frozen=True)
 class Shape:
     """One call: the last seqlen_q of seqlen_k tokens attend to all before them."""
 
-    kind: str  # "dense prefill", "paged prefill", "decode" or "verify"
+    kind: str  # "dense prefill", "paged prefill", "decode", or "verify" (of the draft tokens in speculative decoding)
     seqlen_q: int
     seqlen_k: int
     page: int = 0  # tokens of a page, 0 without pages
@@ -49,19 +47,20 @@ class Shape:
         return f"{self.kind}, {self.seqlen_q:,} of {self.seqlen_k:,} tokens, {self.kv_dtype}"
 
     def shortened(self) -> Shape:
-        """Returns the shape for a CPU, where times mean nothing."""
+        """Returns a smaller shape of the same kind, for a CPU, on which times mean nothing."""
         seqlen_q = min(self.seqlen_q, 32)
-        return Shape(self.kind, seqlen_q, min(self.seqlen_k, 256), self.page and 16, self.kv_dtype)
+        return Shape(self.kind, seqlen_q, min(self.seqlen_k, 256), self.page and 16, self.kv_dtype)  # 0, no pages, stays 0
 
 
+# Pages are as vLLM sized them in these runs: 784 tokens, or 1616 with speculation.
 _FA2 = "sm70_fa2_d256_prefill_pipeline.md, 1312 MHz"
-_FA2_FREE = "sm70_fa2_d256_prefill_pipeline.md, clock not stated"
+_FA2_UNKNOWN_CLOCK = "sm70_fa2_d256_prefill_pipeline.md, clock not stated"
 _DEC = "sm70_tp4_nomtp_long_context_decode.md"
 _FP8 = "sm70_flash_v100_fp8_kv_long_context.md"
 _MTP = "sm70_qwen36_27b_awq_mtp4_optimization.md"
 SHAPES = (
-    Shape("dense prefill", 1024, 1024, published=0.213, source=_FA2_FREE),
-    Shape("dense prefill", 4096, 4096, published=1.779, source=_FA2_FREE),
+    Shape("dense prefill", 1024, 1024, published=0.213, source=_FA2_UNKNOWN_CLOCK),
+    Shape("dense prefill", 4096, 4096, published=1.779, source=_FA2_UNKNOWN_CLOCK),
     Shape("dense prefill", 4096, 8192, published=4.657, source=_FA2),
     Shape("paged prefill", 4096, 8192, 784, published=5.054, source=_FA2),
     Shape("decode", 1, 4097, 784, published=0.0855, source=_DEC),
@@ -89,7 +88,7 @@ class Outcome:
 
 @dataclass
 class Row:
-    """A shape and what was found."""
+    """A shape and the outcomes of volta_fa and of 1Cat-vLLM's package."""
 
     shape: Shape
     ours: Outcome = field(default_factory=Outcome)
@@ -106,7 +105,7 @@ def package() -> tuple[ModuleType | None, str]:
         found = importlib.import_module("flash_attn_v100")
     except Exception as error:  # a wheel for another CUDA or Python raises many kinds
         return None, f"import flash_attn_v100: {_reason(error)}"
-    if getattr(found, "flash_attn_decode_paged", None) is v100_paged.flash_attn_decode_paged:
+    if getattr(found, "flash_attn_decode_paged", None) is v100.flash_attn_decode_paged:
         return None, "flash_attn_v100 is volta_fa's stand-in: unset VOLTA_FA_VLLM_1CAT"
     if not hasattr(found, "flash_attn_decode_paged"):
         return None, "the installed flash_attn_v100 is not 1Cat-vLLM's: it has no flash_attn_decode_paged"
@@ -115,9 +114,7 @@ def package() -> tuple[ModuleType | None, str]:
 
 def rows(target: Target) -> Iterator[Row]:
     """Runs volta_fa at each shape, then the package, and yields a row after each run.
-
-    The package runs last, because an error of its kernels may end all use of the GPU in this process.
-    """
+    The package runs last, because an error of its kernels may end all use of the GPU in this process."""
     module, reason = (None, "no such GPU takes part") if target.kind == "simulator" else package()
     found = [Row(shape if target.kind != "cpu" else shape.shortened()) for shape in SHAPES]
     for row in found:
@@ -172,7 +169,7 @@ def ours(inputs: Inputs) -> Work:
 
 
 def of_1cat(inputs: Inputs, module: ModuleType) -> Work:
-    """Returns the call of 1Cat-vLLM's package for the same, by the routes of its backend."""
+    """Returns the package's call for the same inputs: the function that 1Cat-vLLM's attention backend calls for them."""
     shape, q, scale = inputs.shape, inputs.q, HEADDIM**-0.5
     if shape.kind == "dense prefill":
         k, v = inputs.caches
@@ -182,14 +179,16 @@ def of_1cat(inputs: Inputs, module: ModuleType) -> Work:
     options = {"softmax_scale": scale, "kv_cache_dtype": shape.kv_dtype if is_fp8 else "auto"}
     if shape.kind == "paged prefill":
         return lambda: module.flash_attn_prefill_paged(q, k, v, inputs.table, inputs.lengths, causal=True, **options)
-    # It verifies several tokens as sequences of one token.
+    # 1Cat-vLLM verifies several tokens as sequences of one query each
     rows = q[0].contiguous()
     table = inputs.table.expand(shape.seqlen_q, -1).contiguous()
     lengths = torch.arange(shape.seqlen_k - shape.seqlen_q + 1, shape.seqlen_k + 1, dtype=torch.int32, device=q.device)
+    # newer releases have another kernel for grouped queries
     has_xqa = getattr(module, "flash_attn_decode_paged_xqa_available", lambda: False)()
     decode = module.flash_attn_decode_paged_xqa if has_xqa else module.flash_attn_decode_paged
     options |= {
         "max_seq_len_hint": shape.seqlen_k,
+        # keys of a partition, as its backend chooses them
         "partition_size_hint": 256 if shape.kind == "decode" else 1024,
         "out": torch.empty_like(rows),
     }
@@ -203,9 +202,13 @@ def _measured(shape: Shape, call: Callable[[Inputs], Work], target: Target) -> O
         share = error_share(inputs, work())
         # several calls of short kernels, so that the GPU need not wait for the host
         calls = 20 if shape.kind in ("decode", "verify") and target.kind == "cuda" else 1
-        return Outcome(median_ms(work, target.device, _OF_A_FIGURE, calls=calls), share)
+        return Outcome(median_ms(work, target.device, _SECONDS_PER_FIGURE, calls=calls), share)
     except Exception as error:
-        return Outcome(missing=_NO_MEMORY if lacks_memory(error) else _reason(error))
+        return _missing(error)
+
+
+def _missing(error: Exception) -> Outcome:
+    return Outcome(missing=_NO_MEMORY if lacks_memory(error) else _reason(error))
 
 
 def _reason(error: Exception) -> str:
@@ -214,10 +217,8 @@ def _reason(error: Exception) -> str:
 
 
 def error_share(inputs: Inputs, out: Tensor) -> float:
-    """Returns the largest error of the first, a middle and the last row as a share of what is allowed (tolerance.py).
-
-    Of one row all heads are rows without a mask over the keys that it sees, so that fp64 needs little memory.
-    """
+    """Returns the largest error of the first, a middle and the last row as a share of what tolerance.py allows. The mask is causal, so a
+    row is computed without a mask over its prefix of the keys, and fp64 needs little memory."""
     worst = 0.0
     shape = inputs.shape
     for row in sorted({0, shape.seqlen_q // 2, shape.seqlen_q - 1}):
@@ -232,13 +233,16 @@ def error_share(inputs: Inputs, out: Tensor) -> float:
 def _simulated(shape: Shape) -> Outcome:
     if shape.seqlen_q * shape.seqlen_k > _SIMULATED_PRODUCTS:
         return Outcome(missing=_TOO_LONG)
-    work = ours(Inputs(shape, torch.device("cpu")))
-    reports = simulate(work, **{SIMULATED_GPU_VARIABLE: SIMULATED_GPU})
+    try:
+        work = ours(Inputs(shape, torch.device("cpu")))
+        reports = simulate(work, **{SIMULATED_GPU_VARIABLE: SIMULATED_GPU})
+    except Exception as error:
+        return _missing(error)
     return Outcome(microseconds(reports) / 1e3, kernels=[report["kernel"] for report in reports])
 
 
 def is_wrong(outcome: Outcome) -> bool:
-    """Returns whether an implementation gave a wrong result, or raised an error. Too little memory or time is none."""
+    """Returns whether an implementation gave a wrong result or raised an error. A lack of memory or time is no error."""
     if outcome.missing:
         return outcome.missing not in (_NO_MEMORY, _TOO_LONG)
     return outcome.share is not None and not outcome.share <= 1

@@ -1,4 +1,5 @@
-"""The command line: `python -m volta_fa`, with one module per command."""
+"""The command line: `python -m volta_fa COMMAND`, with one module per command. A command's module has SUMMARY and DESCRIPTION for --help,
+`add_arguments(parser)`, and `run(arguments)`, which returns the exit status."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
+    """Runs one command and returns its exit status: 2 if it cannot run (CommandError), 130 after Ctrl-C."""
     arguments = build_parser().parse_args(argv)
     try:
         status = arguments.run(arguments)

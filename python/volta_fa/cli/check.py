@@ -1,4 +1,5 @@
-"""`python -m volta_fa check`: checks and times the kernels on this GPU, and tunes the choice of kernels."""
+"""`python -m volta_fa check`: parses the arguments of the check of all kernels, which is in volta_fa/check. `demo` and
+`versus-1cat` also choose their device by `choose_device`."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     name = choose_device(arguments.device)
     from ..check import run_check
     from ..check.correctness import INCOMPLETE, RIGHT, WRONG
-    from ..check.findings import Settings
     from ..check.kernels import Target
+    from ..check.report import Settings
 
     target = Target.of(name)
     if arguments.tune and not target.kind == "cuda":
@@ -66,24 +67,26 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def choose_device(name: str) -> str:
-    """Returns `cuda:N`, `cpu` or `simulator`. A GPU for which torch has no code passes: the check reports it."""
+def choose_device(name: str, kinds: str = "auto, cpu, simulator, cuda or cuda:N") -> str:
+    """Returns `cuda:N`, `cpu` or `simulator` for the argument --device. Raises CommandError if that is not available. `kinds`: the allowed
+    values in words, for the message; the simulator is allowed if its name is among these words. A GPU for which torch has no code is
+    accepted: `check` reports it, and `demo` tests it."""
     count = torch.cuda.device_count()
-    # a GPU that torch cannot see must not count as checked
+    # if torch cannot see the GPU, "auto" must not check the CPU instead
     hidden = diagnostics.problems() if not count and (name == "auto" or name.startswith("cuda")) else []
     if hidden:
-        raise CommandError(f"--device {name}: {'; '.join(hidden)} (--device cpu works everywhere)")
+        raise CommandError(f"--device {name}: {'; '.join(hidden)}; --device cpu works everywhere")
     if name == "auto":
         name = "cuda" if count else "cpu"
     if name == "cpu":
         return name
-    if name == "simulator":
+    if name == "simulator" and name in kinds:
         if not info()["simulator"]:
             raise CommandError("--device simulator: this library was built without it: run `make build` in a checkout")
         return name
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index.isdecimal() or name == "cuda"):
-        raise CommandError(f"--device {name}: expected auto, cpu, simulator, cuda or cuda:N")
+        raise CommandError(f"--device {name}: expected {kinds}")
     if not count:
         raise CommandError(f"--device {name}: torch {torch.__version__} finds no CUDA device here; --device cpu works everywhere")
     number = int(index or 0)

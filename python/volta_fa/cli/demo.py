@@ -10,6 +10,7 @@ import torch
 from .. import diagnostics
 from ..errors import CommandError, require_rich
 from ..inspection import kernel_family
+from .check import choose_device
 
 SUMMARY = "train a small GPT with volta_fa and with PyTorch's attention, and compare losses, time and memory"
 DESCRIPTION = """\
@@ -59,24 +60,7 @@ def _choose_device(name: str) -> torch.device:
     if name == "auto":
         usable = torch.cuda.is_available() and kernel_family(torch.device("cuda", 0)) is not None
         name = "cuda" if usable else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise CommandError(f"--device {name}: expected auto, cpu, cuda or cuda:N") from None
-    if device.type == "cpu":
-        return device
-    if device.type != "cuda":
-        raise CommandError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
-    if not torch.cuda.is_available():
-        reason = "; ".join(diagnostics.problems()) or f"torch {torch.__version__} finds no CUDA device here"
-        raise CommandError(f"--device {name}: {reason}; --device cpu works everywhere")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise CommandError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA device(s)")
-    device = torch.device("cuda", index)
-    if kernel_family(device) is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        raise CommandError(f"--device {name}: {torch.cuda.get_device_name(device)} is sm_{major}{minor}, volta_fa needs sm_70 or newer")
+    device = torch.device(choose_device(name, "auto, cpu, cuda or cuda:N"))
     try:
         torch.zeros(1, device=device).add_(1).item()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""`python -m volta_fa info`: describes this build and this machine."""
+"""`python -m volta_fa info`: prints `volta_fa.info()`, which describes this build and this machine, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Its registers and shared memory decide how many blocks an SM holds.
 """
 
 
-#: Columns that every row fits.
+#: Characters that suffice for every row of the kernel table.
 _ROW_WIDTH = 100
 
 
@@ -65,7 +65,7 @@ def _print_tables(facts: dict[str, Any], kernels: bool) -> None:
     if kernels:
         title = "Kernel variants (tile: rows of a block x step; blocks an SM; KiB shared)"
         table = _table(title, [_variant_row(v) for v in facts["variants"]])
-        # at least as wide as the rows: a narrow pipe cuts nothing
+        # at least as wide as the rows, because rich would cut them at a pipe's 80 columns
         Console(highlight=False, width=max(console.width, _ROW_WIDTH)).print(table)
 
 
@@ -92,6 +92,7 @@ def _variant_row(variant: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": variant["name"],
         "headdim": headdim if headdim == headdim_v else f"{headdim}/{headdim_v}",
+        # rows of a thread block, and rows of the other operand (such as keys) in a step of its loop
         "tile": f"{variant['block_rows']}x{variant['step']}" if variant["step"] else variant["block_rows"],
         "warps": variant["threads"] // 32,
         "blocks": variant["blocks_per_sm"],

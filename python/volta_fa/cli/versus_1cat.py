@@ -1,4 +1,5 @@
-"""`python -m volta_fa versus-1cat`: volta_fa beside 1Cat-vLLM's attention on this GPU, at the shapes of its published times."""
+"""`python -m volta_fa versus-1cat`: prints times of volta_fa beside those of 1Cat-vLLM's attention (check/versus.py measures them).
+1Cat-vLLM is a fork of vLLM for V100s that published times of its package flash_attn_v100; both run at those shapes on this GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..addresses import send
-from ..lines import Lines
+from ..progress import Lines
 from .check import choose_device
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     target.make_current()
     facts = machine.describe(target)
     print(_title(target.kind, facts), flush=True)
-    found: dict[int, Row] = {}
+    found: dict[int, Row] = {}  # by id(): a row comes twice, after volta_fa ran and after the package did
     progress = Lines(lambda: f"{len(found)} of {len(versus.SHAPES)} shapes done")
     try:
         for row in versus.rows(target):
@@ -58,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         progress.stop()
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps({"machine": facts, "rows": [row.data() for row in found.values()]}, indent=1) + "\n")
-    for name, of in (("volta_fa", "ours"), ("1Cat-vLLM", "theirs")):
-        for reason in sorted({getattr(row, of).missing for row in found.values()} - {""}):
+    for name, side in (("volta_fa", "ours"), ("1Cat-vLLM", "theirs")):
+        for reason in sorted({getattr(row, side).missing for row in found.values()} - {""}):
             print(f"{name} did not run: {reason}")
     print(f"\n{send(arguments.output)}.")
     return int(any(versus.is_wrong(row.ours) for row in found.values()))
@@ -81,5 +82,6 @@ def _ms(ms: float | None) -> str:
 
 
 def _cell(outcome: Outcome) -> str:
+    """Returns milliseconds and, in parentheses, the error as a share of what is allowed, each only if known; "-" for neither."""
     share = "" if outcome.share is None else f" ({outcome.share:.0%})"
     return f"{_ms(outcome.ms)}{share}" if outcome.ms is not None or not outcome.missing else "-"

@@ -1,13 +1,11 @@
-"""Trains a small language model with volta_fa and with PyTorch's attention, and compares the two.
+"""`python -m volta_fa demo`: trains a small language model with volta_fa and with PyTorch's attention, and compares the two.
 
-data.py       loads the text and draws batches
 model.py      defines the GPT and its attentions
-train.py      trains side by side on the same batches
+train.py      loads the text, and trains side by side on the same batches
 agreement.py  decides whether trainings differ by more than rounding
 report.py     prints progress and tables, draws the plot
 ranks.py      shards volta_fa's sequences over several processes
-simulated.py  runs one layer as machine code on simulated GPUs
-"""
+simulated.py  runs one layer as machine code on simulated GPUs"""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..inspection import info
-from . import data, report, simulated, train
+from . import report, simulated, train
 from .agreement import CONTROLS, Comparison, compare
 from .model import Attention, RoundedAttention, torch_attention, volta_attention
 from .train import Run, Settings
@@ -38,9 +36,10 @@ def settings_for(device: torch.device, *, steps: int | None = None, quick: bool 
 def run_demo(
     settings: Settings, device: torch.device, output: Path, *, attention: Attention = volta_attention, kind: type[Run] = Run
 ) -> Comparison:
-    """Trains, prints, plots into `output`, and compares. `attention` is the implementation under test, in a run of this `kind`."""
-    text, files = data.read_corpus()
-    tokens = data.encode(text)
+    """Trains, prints, plots into `output`, and compares. `attention` is the implementation under test (the "candidate"), in a run of class
+    `kind`. PyTorch's attention is the reference; controls are PyTorch's attention with every output rounded differently."""
+    text, files = train.read_corpus()
+    tokens = train.encode(text)
     rounded: dict[str, Attention] = {f"{report.CONTROL} {i}": RoundedAttention(settings.seed + i) for i in range(CONTROLS)}
     attentions: dict[str, Attention] = {report.REFERENCE: torch_attention, report.CANDIDATE: attention, **rounded}
     runs = reference, candidate, *controls = train.make_runs(settings, device, attentions, {report.CANDIDATE: kind})
@@ -51,8 +50,8 @@ def run_demo(
     of_candidate, *of_controls = train.gradient_distances(settings, reference, (candidate, *controls), tokens, device)
     losses = (run.losses for run in controls)
     comparison = compare(reference.losses, list(losses), candidate.losses, gradient_controls=of_controls, gradient_candidate=of_candidate)
-    report.summarise((reference, candidate), peaks, comparison)
-    report.announce_plot(report.plot(output, reference, candidate, comparison))
+    report.summarize((reference, candidate), peaks, comparison)
+    report.plot(output, reference, candidate, comparison)
     report.judge(comparison)
     return comparison
 

@@ -1,14 +1,10 @@
-"""Do two trainings differ by more than rounding?
+"""Decides whether two trainings differ by more than rounding. The demo calls `compare` with the losses and gradients of its runs.
 
-Two correct implementations of attention round differently, and what becomes of that depends on the data
-type, the device, the model and the number of steps: no tolerance written down here would be right for all.
-So the demo measures it. Control runs are PyTorch's attention again, with every output element moved by one
-unit in the last place (`RoundedAttention`); the largest of their distances from the plain PyTorch run is what
-rounding alone does. volta_fa has to stay within a multiple of that distance, in two respects:
-
-- the losses of every step, which say whether the two trainings are the same training;
-- the gradients of one batch at the same weights (those that the PyTorch run ends with), which training does
-  not amplify, and which therefore show errors that are too small, or too late, to show in the losses.
+How far two correct implementations of attention differ depends on the data type, the device, the model and the number of steps, so no fixed
+tolerance is right for all. The demo measures it. Control runs are PyTorch's attention again, with every output element moved by one unit in
+the last place (`RoundedAttention`); their largest distance from the plain PyTorch run is what rounding alone does. volta_fa has to stay
+within a multiple of it, in the losses of every step, and in the gradients of one batch at the weights that the PyTorch run ends with.
+Training does not amplify these, so they show errors that are too small, or too late, to show in the losses.
 
 The constants come from trainings of such a model on a CPU (4 layers, 4 heads of 32, 128 characters); the
 figures are distances from PyTorch's attention, "|g|" the relative distance of the gradients after training:
@@ -19,17 +15,6 @@ figures are distances from PyTorch's attention, "|g|" the relative distance of t
     attention written out with einsum     7e-7            2.8e-7      5e-4            3.0e-4
     softmax_scale off by 2%               1e-2            5e-2        4e-3            1.0e-2
     mask off by one                       0.2 and more    2e-1        8e-2            1.3e-1
-
-CONTROLS: at a high learning rate rounding grows by itself. In 20 steps of a model of two layers (fp16, 3e-3) eight
-controls strayed by 3e-4 to 5e-3, so one alone may stay seventeen times nearer than another, by luck.
-LOSS_MARGIN: the largest loss difference of the trainings above varies by a factor of up to 2 from control to control, and a
-correct implementation may err by more than one unit in the last place: attention sums over the keys. A factor
-of 16 covers both.
-LOSS_ULPS: a loss is itself a rounded fp32 mean over a thousand characters, and in fp32 the control often
-lands on the very same number: the band is never narrower than 8 units in the last place of the loss.
-GRADIENT_MARGIN: controls agree with each other within a few per cent here. The project's rule allows
-gradients three times the error of PyTorch's; 6 is twice that, and the error of 2% above is 22 times the
-control's distance in fp16 and 10^5 times in fp32.
 """
 
 from __future__ import annotations
@@ -39,22 +24,28 @@ from dataclasses import dataclass
 
 import torch
 
+#: At a high learning rate rounding grows by itself. In 20 steps of a model of two layers (fp16, 3e-3) eight controls strayed by 3e-4 to
+#: 5e-3, so one alone may stay seventeen times nearer than another, by luck.
 CONTROLS = 3
+#: The largest loss difference above varies by a factor of up to 2 from control to control, and a correct implementation may err by more
+#: than one unit in the last place, because attention sums over the keys.
 LOSS_MARGIN = 16
+#: A loss is itself a rounded fp32 mean over a thousand characters, and in fp32 the control often has the very same number. So at least this
+#: number of units in the last place of the loss is allowed.
 LOSS_ULPS = 8
+#: Controls agree within a few per cent. check/tolerance.py allows gradients three times the error of PyTorch's; this is twice that. The
+#: error of 2% above is 22 times the control's distance in fp16, and 10^5 times in fp32.
 GRADIENT_MARGIN = 6
 
 
 @dataclass(frozen=True)
 class Comparison:
-    #: |loss - reference loss| of each step
-    loss_differences: list[float]
-    #: how much of that rounding explains, for each step
-    loss_allowed: list[float]
-    #: relative distance of the gradients from the reference's, at the same weights
-    gradient_difference: float
-    #: how much of that rounding explains
-    gradient_allowed: float
+    """Differences of a candidate's training from the reference's, and how much of each rounding explains."""
+
+    loss_differences: list[float]  # |loss - reference loss| of each step
+    loss_allowed: list[float]  # how much of that rounding explains, for each step
+    gradient_difference: float  # relative distance of the gradients from the reference's, at the same weights
+    gradient_allowed: float  # how much of that rounding explains
 
     @property
     def first_disagreement(self) -> int | None:
@@ -80,10 +71,8 @@ def compare(
     gradient_controls: Sequence[float],
     gradient_candidate: float,
 ) -> Comparison:
-    """Judge `candidate` against `reference`, by the distances of `controls` from it.
-
-    The sequences are the losses of each step; the gradients are relative distances from the reference's.
-    """
+    """Compares the losses of each step of `candidate` with those of `reference`, by the distances of `controls` from it.
+    `gradient_controls` and `gradient_candidate` are relative distances from the reference's gradients."""
     loss_allowed: list[float] = []
     spread = 0.0
     for expected, *rounded in zip(reference, *controls, strict=True):

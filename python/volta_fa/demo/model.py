@@ -1,4 +1,4 @@
-"""Defines a small GPT with the attention as an argument, and the attentions that the demo compares."""
+"""Defines a small GPT that takes its attention as an argument, and the attentions that the demo compares."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 
 class RoundedAttention:
-    """PyTorch's attention with every output element, and every incoming gradient, moved by one or two units in the last place.
-
-    Training amplifies this difference as it amplifies the rounding of any correct implementation.
-    """
+    """PyTorch's attention with every output element, and so every incoming gradient, scaled by 1 + eps or 1 - eps. That moves them by one
+    or two units in the last place. Training amplifies it like the rounding of any correct implementation. The demo's controls use it."""
 
     def __init__(self, seed: int):
         self._seed = seed
@@ -50,7 +48,7 @@ class SelfAttention(nn.Module):
         self.project = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # (batch, seqlen, 3, nheads, headdim): q, k and v are strided views, which the op takes without copies
+        # (batch, seqlen, 3, nheads, headdim): q, k and v are strided views, which the operator takes without copies
         q, k, v = self.qkv(x).unflatten(-1, (3, self.nheads, self.headdim)).unbind(2)
         return self.project(self.attention(q, k, v).flatten(2))
 
@@ -79,7 +77,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(nheads, headdim, attention) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(self, tokens: torch.Tensor, target: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Computes the loss. `positions`: (seqlen) positions of a shard's tokens; from 0 on by default."""
@@ -88,7 +86,7 @@ class GPT(nn.Module):
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), target.flatten())
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

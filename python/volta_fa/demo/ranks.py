@@ -1,4 +1,5 @@
-"""Runs the demo in several processes: each trains PyTorch's model alone, and all share the sequences of volta_fa's model."""
+"""`python -m volta_fa demo --ranks N`: runs the demo in N processes (ranks). Each trains PyTorch's model alone, on whole sequences.
+Together they train volta_fa's model by ring attention: each rank has its shard of the positions of every window."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def run_on_ranks(ranks: int, settings: Settings, device: torch.device, output: Path) -> bool:
-    """Returns whether the trainings agree."""
+    """Runs the demo in `ranks` new processes. Returns whether the trainings agree, which rank 0 reports by a file."""
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         raise CommandError(
             f"--ranks {ranks}: this machine has {torch.cuda.device_count()} CUDA device(s), and each rank needs one; "
@@ -60,6 +61,7 @@ def run_on_ranks(ranks: int, settings: Settings, device: torch.device, output: P
 
 
 def _work(rank: int, ranks: int, settings: Settings, device_type: str, output: Path, folder: str) -> None:
+    """Runs the demo on one rank. Rank 0 prints and plots."""
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -76,6 +78,6 @@ def _work(rank: int, ranks: int, settings: Settings, device_type: str, output: P
         (Path(folder) / "agree").touch()
     dist.barrier()
     dist.destroy_process_group()
-    # gloo's threads may still drop tensors, and PyTorch aborts a process whose interpreter ends meanwhile
+    # gloo's threads may still free tensors, and PyTorch aborts a process whose interpreter ends meanwhile
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Prints the demo's setup, progress and results, and draws the plot."""
+"""Prints the demo's setup, progress and results, and draws the plot of losses. demo/__init__.py and demo/ranks.py call it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 
 import torch
 from rich.console import Console
@@ -22,6 +21,7 @@ from .agreement import CONTROLS, Comparison
 from .simulated import Simulated
 from .train import Run, Settings
 
+#: Names of the runs: PyTorch's attention, volta_fa's, and those that show what rounding alone does.
 REFERENCE, CANDIDATE, CONTROL = "PyTorch", "volta_fa", "PyTorch, rounded differently"
 
 _console = Console(highlight=False)
@@ -70,8 +70,8 @@ def introduce(settings: Settings, device: torch.device, tokens: int, files: int,
     _console.print(table, "")
 
 
-class Progress:
-    """Shows a progress bar, and the losses side by side above it at intervals: in a pipe only these."""
+class Progress(Bar):
+    """Shows a progress bar, and above it rows of losses: _ROWS in all, and one after _MOST_SECONDS without. In a pipe only these."""
 
     _ROWS = 10
     _MOST_SECONDS = 8.0
@@ -81,33 +81,30 @@ class Progress:
         self._steps, self._runs = steps, runs
         self._interval = max(1, steps // self._ROWS)
         self._shown = time.monotonic()
-        self._bar = Bar(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_console, transient=True)
-        self._task = self._bar.add_task("training", total=steps)
+        super().__init__(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_console, transient=True)
+        self._task = self.add_task("training", total=steps)
 
-    def __enter__(self) -> Progress:
+    def start(self) -> None:
         _console.print(self._FORMAT.format("", "loss", "loss", "difference", "rounding's"))
         _console.print(self._FORMAT.format("step", REFERENCE, CANDIDATE, "of the two", "difference"))
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._bar.__exit__(kind, error, traceback)
+        super().start()
 
     def on_step(self, step: int) -> None:
-        self._bar.advance(self._task)
+        self.advance(self._task)
         late = time.monotonic() - self._shown > self._MOST_SECONDS
         if step == 0 or (step + 1) % self._interval == 0 or step + 1 == self._steps or late:
             self._shown = time.monotonic()
             reference, candidate, *controls = (run.losses[-1] for run in self._runs)
             control = max(controls, key=lambda loss: abs(loss - reference))
-            self._bar.console.print(
+            self.console.print(
                 self._FORMAT.format(
                     step + 1, f"{reference:.4f}", f"{candidate:.4f}", f"{candidate - reference:+.1e}", f"{control - reference:+.1e}"
                 )
             )
 
 
-def summarise(runs: Sequence[Run], peaks: Sequence[int], comparison: Comparison) -> None:
+def summarize(runs: Sequence[Run], peaks: Sequence[int], comparison: Comparison) -> None:
+    """Prints last losses, times and memory of both runs, and the differences."""
     table = Table()
     for column in ("", *(run.name for run in runs)):
         table.add_column(column, justify="right" if column else "left")
@@ -123,8 +120,8 @@ def summarise(runs: Sequence[Run], peaks: Sequence[int], comparison: Comparison)
     )
 
 
-def plot(output: Path, reference: Run, candidate: Run, comparison: Comparison) -> Path:
-    """Draws the losses and their difference into `output`/losses.png, and returns the path."""
+def plot(output: Path, reference: Run, candidate: Run, comparison: Comparison) -> None:
+    """Draws the losses and their difference into `output`/losses.png, and prints the path."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -148,10 +145,6 @@ def plot(output: Path, reference: Run, candidate: Run, comparison: Comparison) -
     path = output / "losses.png"
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-    return path
-
-
-def announce_plot(path: Path) -> None:
     _console.print(f"plot: {path}", soft_wrap=True)
 
 

@@ -1,7 +1,6 @@
-"""Runs one attention layer as machine code on a simulated V100 and T4, forward and backward: errors, times, busy parts of an SM.
-
-No such GPU takes part. The simulator executes one sequence in full, for the errors, and times one SM's share of the whole batch.
-"""
+"""Runs one attention layer's kernels on a simulated V100 and T4, forward and backward: errors, times, and how busy parts of an SM are. The
+simulator executes the kernels' machine code on the CPU; no GPU is needed. It executes one sequence in full, for the errors, and times one
+SM's share of the whole batch. `python -m volta_fa demo` prints the results."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from ..check.kernels import SIMULATE_VARIABLE, SIMULATED_GPU_VARIABLE, environme
 from ..check.problems import Error, Inputs, Part, exact_backward, exact_forward
 from ..inspection import info
 
-#: The layer: attention of BERT base, which PyTorch's kernels ran in the same simulator. (The demo's own layers would fill no GPU.)
+#: The layer: attention of BERT base, for which figures of PyTorch's kernels in the same simulator exist. (The demo's layers fill no GPU.)
 LAYER = "BERT base"
 BATCH, SEQLEN, NHEADS, HEADDIM = 16, 512, 12, 64
 #: Parts of an SM by their names in the simulator's reports. One that is always busy bounds the kernel.
@@ -33,7 +32,7 @@ class Gpu:
 
     name: str  # in VOLTA_FA_SIM_GPU
     title: str
-    #: Of PyTorch's memory-efficient kernels for this layer, simulated: docs/reference/figures.md, "BERT base, training".
+    #: TFLOP/s of PyTorch's memory-efficient kernels for this layer, simulated: docs/reference/figures.md, "BERT base, training".
     pytorch_tflops: float
 
 
@@ -45,8 +44,8 @@ class Simulated:
     """Results on one GPU."""
 
     gpu: Gpu
-    errors: dict[str, Error]  # the largest of out, dq, dk, dv
-    forward: list[dict[str, Any]]  # the simulator's reports on the kernels of a pass
+    errors: dict[str, Error]  # the largest error of each of out, dq, dk and dv
+    forward: list[dict[str, Any]]  # the simulator's reports, one for each kernel
     backward: list[dict[str, Any]]
 
     @property
@@ -55,7 +54,7 @@ class Simulated:
 
     @property
     def tflops(self) -> float:
-        """Of forward and backward together: 4 and 10 operations for each query, key, head and column."""
+        """Speed of forward and backward together: two and five products, of two operations for each query, key, head and column."""
         operations = (4 + 10) * BATCH * NHEADS * SEQLEN**2 * HEADDIM
         return operations / (microseconds(self.forward) + microseconds(self.backward)) / 1e6
 
@@ -66,6 +65,7 @@ class Simulated:
 
 
 def microseconds(reports: Sequence[dict[str, Any]]) -> float:
+    """Returns the simulated time of all reported kernels."""
     return float(sum(report["timing"]["kernel_us"] for report in reports))
 
 
@@ -76,10 +76,12 @@ def run(gpu: Gpu) -> Simulated:
 
 
 def _time(gpu: Gpu) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the simulator's reports on the forward and on the backward pass."""
     q, k, v, dout, out = (aligned((BATCH, SEQLEN, NHEADS, HEADDIM), torch.float16).zero_() for _ in range(5))
     for t in (q, k):
         t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(0)))
-    # stand-ins for the results of a forward pass, which is only timed: no time depends on the values of others than q and k
+    # Only times matter here, and of all values only q and k affect them. So out, dout and v are zeros, and lse is that of scores of
+    # variance 1, log(SEQLEN * exp(1 / 2)).
     lse = aligned((BATCH, NHEADS, SEQLEN), torch.float32).fill_(math.log(SEQLEN) + 0.5)
     on_gpu = {SIMULATED_GPU_VARIABLE: gpu.name}
     forward = simulate(lambda: torch.ops.volta_fa.fwd(q, k, v), **on_gpu)
@@ -114,12 +116,12 @@ def _expected() -> tuple[Inputs, list[Part]]:
     return inputs, [*forward, *exact_backward(exact, inputs, out, lse, no_dropout)]
 
 
-#: Bytes that CUDA aligns allocations to. Cache lines of the simulated tensors lie as on a GPU then; ATen's CPU allocator stops at 64.
+#: Alignment in bytes of CUDA's allocations, so that rows fall into cache lines as on a GPU. ATen's CPU allocator aligns to 64 bytes.
 _ALIGNMENT = 256
 
 
 def aligned(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Returns a tensor that is not set, aligned as CUDA's allocator does."""
+    """Returns an uninitialized tensor that is aligned as by CUDA's allocator."""
     numel, spare = math.prod(shape), _ALIGNMENT // dtype.itemsize
     memory = torch.empty(numel + spare, dtype=dtype, device=device)
     first = -memory.data_ptr() % _ALIGNMENT // dtype.itemsize

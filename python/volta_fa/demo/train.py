@@ -1,20 +1,66 @@
-"""Trains several copies of one model side by side. They differ only in their attention."""
+"""Trains several copies of the demo's GPT side by side, on the same batches. They differ only in their attention. The text is one that
+every Python installation has: the source of its standard library."""
 
 from __future__ import annotations
 
 import os
+import sysconfig
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from .data import VOCABULARY, Batches
+from ..errors import CommandError
 from .model import GPT, Attention
 
-#: GradScaler's default. The loss is a mean over thousands of tokens, so gradients of scores are small. With a much smaller scale fp16 would
-#: flush them to zero, each attention at other elements: a larger difference than rounding.
+#: 1.5 MB: large enough that a few hundred steps rarely repeat a window, small enough to read at once.
+CORPUS_BYTES = 1_500_000
+
+# One token per character: newline, the printable ASCII characters, and one for all others.
+_OTHER = 0
+_ALPHABET = "\n" + "".join(chr(c) for c in range(32, 127))
+VOCABULARY = 1 + len(_ALPHABET)
+
+
+def read_corpus(limit: int = CORPUS_BYTES) -> tuple[bytes, int]:
+    """Returns the top-level modules of the standard library in order of their names, up to `limit` bytes.
+    Returns the text and the number of files. The same Python gives the same text."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    parts: list[bytes] = []
+    size = 0
+    for path in sorted(folder.glob("*.py")):
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+        if size >= limit:
+            break
+    if size < 100_000:
+        raise CommandError(f"{folder} holds {size} bytes of Python source, too little to train on: install Python's full standard library")
+    return b"".join(parts)[:limit], len(parts)
+
+
+def encode(text: bytes) -> torch.Tensor:
+    """Returns one token id per byte."""
+    table = torch.full((256,), _OTHER, dtype=torch.long)
+    for token, character in enumerate(_ALPHABET, start=1):
+        table[ord(character)] = token
+    return table[torch.frombuffer(bytearray(text), dtype=torch.uint8).long()]
+
+
+def batches(tokens: torch.Tensor, batch: int, seqlen: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields batches of windows at random positions of the text, endlessly, from a seed: (input, target), both (batch, seqlen) token
+    ids, the target one token later."""
+    windows = tokens.unfold(0, seqlen + 1, 1)
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        window = windows[torch.randint(len(windows), (batch,), generator=generator)]
+        yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+#: GradScaler's default. The loss is a mean over thousands of tokens, so gradients of scores are small. With a much smaller scale, fp16
+#: would round many to zero, and each attention other ones: a larger difference than rounding.
 LOSS_SCALE = 2.0**16
 
 
@@ -27,10 +73,8 @@ class Settings:
     batch: int
     steps: int
     learning_rate: float = 1e-3
-    #: Steps in which the learning rate rises from zero.
-    warmup: int = 20
-    #: Whether to use fp16 autocast with GradScaler; else fp32.
-    half: bool = False
+    warmup: int = 20  # steps in which the learning rate rises from zero
+    half: bool = False  # whether to use fp16 autocast with GradScaler; else fp32
     seed: int = 1
 
 
@@ -42,9 +86,9 @@ class Run:
     model: GPT
     optimizer: torch.optim.Optimizer
     scaler: GradScaler
-    half: bool
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    half: bool  # fp16 autocast
+    losses: list[float] = field(default_factory=list)  # of each step
+    seconds: list[float] = field(default_factory=list)  # of each step
 
     def step(self, tokens: torch.Tensor, target: torch.Tensor, learning_rate: float) -> None:
         started = time.perf_counter()
@@ -87,11 +131,8 @@ class Run:
 
 
 def cpu_peak(work: Callable[[], object]) -> int:
-    """Returns the peak bytes that `work` holds from ATen's CPU allocator.
-
-    The peak of the process does not help: the allocator keeps memory that the first run freed, so the second
-    run would seem to need none.
-    """
+    """Returns the peak bytes that `work` holds from ATen's CPU allocator. The process's peak does not show it: the allocator keeps memory
+    that the first run freed, so the second run would seem to need none."""
     # Kineto, which records the allocations, would report a CUDA build without a driver as an error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
@@ -111,14 +152,8 @@ def make_runs(
     runs: list[Run] = []
     for name, attention in attentions.items():
         torch.manual_seed(settings.seed)
-        model = GPT(
-            vocabulary=VOCABULARY,
-            layers=settings.layers,
-            nheads=settings.nheads,
-            headdim=settings.headdim,
-            seqlen=settings.seqlen,
-            attention=attention,
-        ).to(device)
+        sizes = {name: getattr(settings, name) for name in ("layers", "nheads", "headdim", "seqlen")}
+        model = GPT(vocabulary=VOCABULARY, attention=attention, **sizes).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
         # a constant scale: if only one run skipped a step, that would look like a wrong gradient
         scaler = GradScaler(device.type, init_scale=LOSS_SCALE, growth_interval=10**9, enabled=settings.half)
@@ -129,9 +164,9 @@ def make_runs(
 def train(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device: torch.device, on_step: Callable[[int], None]) -> None:
     """Trains all runs together, step by step on the same batches. Calls `on_step` after each step."""
     runs = list(runs)
-    batches = Batches(tokens, settings.batch, settings.seqlen, settings.seed)
+    drawn = batches(tokens, settings.batch, settings.seqlen, settings.seed)
     for step in range(settings.steps):
-        inputs, target = (t.to(device) for t in next(batches))
+        inputs, target = (t.to(device) for t in next(drawn))
         learning_rate = settings.learning_rate * min(1.0, (step + 1) / settings.warmup)
         for run in runs:
             run.step(inputs, target, learning_rate)
@@ -156,4 +191,4 @@ def gradient_distances(
 
 def _fresh_batch(settings: Settings, tokens: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
     """Returns a batch from another seed than the training's."""
-    return [t.to(device) for t in next(Batches(tokens, settings.batch, settings.seqlen, settings.seed + 1))]
+    return [t.to(device) for t in next(batches(tokens, settings.batch, settings.seqlen, settings.seed + 1))]

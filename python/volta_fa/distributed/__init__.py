@@ -9,8 +9,7 @@
 - `ulysses_attention` exchanges heads for positions by all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509).
 - `context_parallel_attention` combines both on a mesh of two dimensions: rings along the first, Ulysses along the second.
 
-They use PyTorch's process groups and DeviceMesh: NCCL on GPUs, gloo on CPUs. docs/guides/context-parallel.md derives their cost.
-"""
+They use PyTorch's process groups and DeviceMesh: NCCL on GPUs, gloo on CPUs. docs/guides/context-parallel.md derives their cost."""
 
 from .attention import context_parallel_attention, ring_attention, shard_sequence, ulysses_attention, unshard_sequence
 

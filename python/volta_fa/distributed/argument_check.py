@@ -1,9 +1,7 @@
-"""Compares the arguments of all ranks before any tensor is sent.
+"""Compares the arguments of all ranks, at the beginning of each function of `volta_fa.distributed` that sends tensors.
 
-A rank with other arguments, or one that has ended, would leave the others waiting in a collective. So at the beginning of each call the
-ranks exchange a line of text through the store of the process group. This does not synchronize with a GPU, and every rank raises the
-same error.
-"""
+A rank with other arguments, or one that has ended, would leave the others waiting in a collective. So the ranks exchange their arguments as
+JSON text through the key-value store of the process group. This does not synchronize with a GPU, and every rank raises the same error."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from ..errors import bad_argument
 #: Number of calls so far of each group.
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
-#: A rank's arguments: those that must be the same on all ranks, by name, and others, which all ranks receive.
+#: A rank's arguments, JSON values: those that must be the same on all ranks, by name, and others, which all ranks receive.
 RankArguments = tuple[dict[str, Any], Any]
 
 
@@ -33,10 +31,10 @@ def check_same_arguments(
     The result is in the order of the last group's ranks, and within each in the order of the group before it.
 
     Args:
-        groups: the groups that together contain all ranks.
+        groups: the dimensions of a grid of ranks: [Ulysses group, ring], or one group.
         op: the public function, for messages.
         local_arguments: checks this rank's arguments, and returns them.
-        device: whose backend has the timeout.
+        device: device of the tensors. The group's backend for it has the timeout.
 
     Raises the same on all ranks: the ValueError or NotImplementedError of `local_arguments` on any rank, or ValueError for arguments that
     differ. Raises RuntimeError if a rank does not make the call within the group's timeout.
@@ -59,6 +57,7 @@ def check_same_arguments(
 
 
 def _compare(op: str, everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for the first argument that differs between ranks, with all its values."""
     first = everyone[0]
     tables = [{"call": theirs["op"]} | theirs["same"] for theirs in everyone]
     for name in {"call": first["op"]} | first["same"]:
@@ -86,7 +85,7 @@ def _exchange(group: dist.ProcessGroup, op: str, mine: Any, device: torch.device
             store.wait(keys, timeout)
             texts = [json.loads(text) for text in store.multi_get(keys)]
             store.set(everyone, json.dumps(texts))
-            # every rank has begun this call, so every rank has read the last one's
+            # every rank has begun this call, so every rank has read the previous call's text
             store.delete_key(f"volta_fa/{number - 1}/all")
         else:
             store.wait([everyone], timeout)
@@ -98,6 +97,7 @@ def _exchange(group: dist.ProcessGroup, op: str, mine: Any, device: torch.device
 
 
 def _missing(store: Any, keys: Sequence[str], timeout: timedelta) -> str:
+    """Returns why an exchange failed: which ranks have not set their key."""
     within = f"within the group's timeout of {timeout.total_seconds():g} s"
     try:
         absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
@@ -112,7 +112,7 @@ def _missing(store: Any, keys: Sequence[str], timeout: timedelta) -> str:
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Returns the timeout of `init_process_group` or `new_group`; None if the backend does not tell."""
+    """Returns the timeout that `init_process_group` or `new_group` got; None if the backend does not provide it."""
     try:
         options = group._get_backend(torch.device(device.type)).options
         return getattr(options, "_timeout", None)

@@ -1,22 +1,24 @@
-"""The public functions: attention over a sequence that is sharded over ranks, and sharding."""
+"""The public functions of `volta_fa.distributed`: attention over a sequence that is sharded over ranks, and sharding. All attention
+functions call `_attention`. It compares the ranks' arguments, exchanges heads for positions in the Ulysses group (ulysses.py), and runs the
+ring (ring.py). A `Grid` of ranks has a ring, a Ulysses group, or both."""
 
 from __future__ import annotations
 
 import hashlib
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import bad_argument, require_tensors
 from .argument_check import check_same_arguments
-from .communication import prepare
-from .groups import Grid, Group, check_layout, gather, grid_of, group_of
-from .plan import Mask, length, shard_ranges
-from .ring import Problem, attend, derived_generator
+from .plan import LAYOUTS, Mask, Range, length, shard_ranges
+from .ring import Problem, attend, derived_generator, prepare
 from .ulysses import to_heads, to_sequence
 
 
@@ -57,13 +59,12 @@ def unshard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: 
     prepare(groups[-1], tensor.device)
     t = tensor.detach().movedim(dim, 0).contiguous()
     size = grid.ulysses_size
+    by_ring_rank = [lengths[r * size : (r + 1) * size] for r in range(grid.ring_size)]
     if grid.ulysses is not None:
-        place = lengths[grid.ring_rank * size : (grid.ring_rank + 1) * size]
-        t = torch.cat(gather(t, grid.ulysses, place))
-    places = [sum(lengths[r * size : (r + 1) * size]) for r in range(grid.ring_size)]
+        t = torch.cat(gather(t, grid.ulysses, by_ring_rank[grid.ring_rank]))
     assert grid.ring is not None
     whole = t.new_empty((sum(lengths), *t.shape[1:]))
-    for rank, shard in enumerate(gather(t, grid.ring, places)):
+    for rank, shard in enumerate(gather(t, grid.ring, [sum(of_rank) for of_rank in by_ring_rank])):
         at = 0
         for begin, end in shard_ranges(len(whole), grid.ring_size, rank, layout):
             whole[begin:end] = shard[at : at + end - begin]
@@ -147,8 +148,7 @@ def ulysses_attention(
     of the group's size, and nheads_k a multiple or a divisor of it. It sends less than a ring of as many ranks, but kernels wait for the
     exchange, and a rank's memory is that of the whole sequence for its heads.
 
-    Arguments, result and errors are those of `ring_attention`.
-    """
+    Arguments, result and errors are those of `ring_attention`."""
     ulysses = group_of("ulysses_attention", group)
     grid = Grid(None, ulysses, 0, 1, dist.get_rank(ulysses), ulysses.size())
     return _attention("ulysses_attention", grid, **_all(locals(), ("group", "ulysses", "grid")))
@@ -176,13 +176,13 @@ def context_parallel_attention(
     """Computes what `ring_attention` does over a mesh of two dimensions: rings along the first, Ulysses along the second.
 
     The second dimension should lie inside a machine, because kernels wait for its exchanges. A group or a mesh of one dimension is a
-    ring. Arguments, result and errors are those of `ring_attention`.
-    """
+    ring. Arguments, result and errors are those of `ring_attention`."""
     grid = grid_of("context_parallel_attention", mesh)
     return _attention("context_parallel_attention", grid, **_all(locals(), ("mesh", "grid")))
 
 
 def _all(arguments: dict[str, Any], but: Sequence[str]) -> dict[str, Any]:
+    """Returns a function's locals() without those named in `but`: the arguments of `_attention`."""
     return {name: value for name, value in arguments.items() if name not in but}
 
 
@@ -210,6 +210,7 @@ def _attention(
     deterministic: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
+    """Computes the public function `op`, whose arguments these are, on the ranks of `grid`. Returns this rank's shard of the output."""
     require_tensors(q=q, k=k, v=v)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -223,14 +224,15 @@ def _attention(
         "dropout_p": dropout_p,
         "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
     }
-    starts: list[int] | None = None
+    starts: list[int] | None = None  # cu_seqlens on the host; None: not packed
 
     def local_arguments() -> tuple[dict[str, Any], Any]:
+        """Returns what all ranks must have in common, and this rank's numbers of queries and keys."""
         nonlocal starts
         check_layout(op, layout)
         if cu_seqlens is not None:
             starts = _starts(op, cu_seqlens)
-        _check_locally(op, q, k, v, starts, options, alibi_slopes, sinks)
+        _check_locally(op, q, k, v, starts, options, {"alibi_slopes": alibi_slopes, "sinks": sinks})
         _check_heads(op, q, k, grid)
         tensors = [t for t in (q, k, v, sinks) if t is not None]
         same = {
@@ -242,7 +244,9 @@ def _attention(
             "layout": layout,
             "alibi_slopes": "None" if alibi_slopes is None else f"shape {tuple(alibi_slopes.shape)}",
             "sinks": "None" if sinks is None else str(sinks.dtype),
-            "cu_seqlens": "None" if starts is None else f"{len(starts) - 1} sequences of {starts[-1]} tokens, {_digest(starts)}",
+            "cu_seqlens": "None"
+            if starts is None
+            else f"{len(starts) - 1} sequences of {starts[-1]} tokens, {zlib.crc32(repr(starts).encode()):08x}",
             "requires_grad": str(torch.is_grad_enabled() and any(t.requires_grad for t in tensors)),
         }
         if dropout_p:
@@ -267,13 +271,18 @@ def _attention(
     packed = starts is not None
     if packed:
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-    heads = _Share(q.shape[2], k.shape[2], grid)
     if grid.ulysses is not None:
-        place = slice(grid.ring_rank * grid.ulysses_size, (grid.ring_rank + 1) * grid.ulysses_size)
-        order = (grid, layout) if grid.ring is None else None
-        q, k, v = to_heads(op, grid.ulysses, (q, k, v), (q_lengths[place], k_lengths[place]), heads.of_keys, order)
-        alibi_slopes = None if alibi_slopes is None else alibi_slopes[..., heads.queries].contiguous()
-        sinks = None if sinks is None else sinks[heads.queries]
+        size, nheads, nheads_k = grid.ulysses_size, q.shape[2], k.shape[2]
+        each = nheads // size
+        own_heads = slice(grid.ulysses_rank * each, (grid.ulysses_rank + 1) * each)
+        # for each rank, the (first, end) of the KV heads that its query heads use
+        of_keys = [(u * each * nheads_k // nheads, -(-(u + 1) * each * nheads_k // nheads)) for u in range(size)]
+        own_ulysses = slice(grid.ring_rank * size, (grid.ring_rank + 1) * size)
+        # without a ring, positions are put in the sequence's order; with one, the ring handles the order of the layout
+        order = (size, layout) if grid.ring is None else None
+        q, k, v = to_heads(op, grid.ulysses, (q, k, v), (q_lengths[own_ulysses], k_lengths[own_ulysses]), of_keys, order)
+        alibi_slopes = None if alibi_slopes is None else alibi_slopes[..., own_heads].contiguous()
+        sinks = None if sinks is None else sinks[own_heads]
     bounds = [(a, b) for a, b in zip(starts, starts[1:])] if starts is not None else []
     mask = Mask(
         queries=tuple(bounds) or ((0, seqlen_q),),
@@ -288,6 +297,7 @@ def _attention(
         ring_ranges = [[shard_ranges(n, grid.ring_size, rank, layout) for rank in range(grid.ring_size)] for n in (seqlen_q, seqlen_k)]
     problem = Problem(
         op=op,
+        # the second: a ring of one rank sends nothing, and its backward pass compares arguments in this group
         group=grid.ring if grid.ring is not None else grid.ulysses,  # type: ignore[arg-type]
         rank=grid.ring_rank,
         q_ranges=ring_ranges[0],
@@ -301,37 +311,24 @@ def _attention(
     )
     out = attend(problem, q, k, v, sinks)
     if grid.ulysses is not None:
-        out = to_sequence(op, grid.ulysses, out, q_lengths[place], order)
+        out = to_sequence(op, grid.ulysses, out, q_lengths[own_ulysses], order)
     return out.squeeze(0) if packed else out
 
 
-class _Share:
-    """The heads of each rank of a Ulysses group."""
-
-    def __init__(self, nheads: int, nheads_k: int, grid: Grid):
-        size = grid.ulysses_size
-        each = nheads // size
-        self.queries = slice(grid.ulysses_rank * each, (grid.ulysses_rank + 1) * each)
-        #: for each rank, the KV heads of its query heads
-        self.of_keys = [(u * each * nheads_k // nheads, -(-(u + 1) * each * nheads_k // nheads)) for u in range(size)]
-
-
 def _without_rows(t: Tensor) -> str:
+    """Returns the sizes of a tensor but for its tokens, in which shards may differ, as text."""
     names = ("batch", "nheads", "headdim") if t.dim() == 4 else ("nheads", "headdim")
     sizes = [n for i, n in enumerate(t.shape) if i != t.dim() - 3]
     return ", ".join(f"{name} {n}" for name, n in zip(names, sizes))
 
 
 def _starts(op: str, cu_seqlens: Tensor | Sequence[int]) -> list[int]:
+    """Returns cu_seqlens as ints. Raises ValueError if they do not begin with 0 and rise."""
     starts = [int(n) for n in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
     if len(starts) < 2 or starts[0] != 0 or any(a > b for a, b in zip(starts, starts[1:])):
         given = f"{starts[:8]}{'...' if len(starts) > 8 else ''}"
         raise bad_argument("cu_seqlens", given, "at least 2 numbers that begin with 0 and never fall", op=f"distributed.{op}")
     return starts
-
-
-def _digest(numbers: Sequence[int]) -> str:
-    return f"{zlib.crc32(repr(numbers).encode()):08x}"
 
 
 def _state(generator: torch.Generator | None, device: torch.device) -> int:
@@ -357,16 +354,10 @@ def generator_for(given: torch.Generator | None, device: torch.device, part: tup
 
 
 def _check_locally(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: list[int] | None,
-    options: dict[str, Any],
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
+    op: str, q: Tensor, k: Tensor, v: Tensor, starts: list[int] | None, options: dict[str, Any], of_heads: dict[str, Tensor | None]
 ) -> None:
-    """Raises the op's own errors, by a call with meta tensors, under the name of this function."""
+    """Raises what `volta_fa::fwd` raises for this rank's arguments, found by a call with meta tensors, with `op` in the message.
+    of_heads: alibi_slopes and sinks."""
     rank, what = (3, "(total, nheads, headdim), since cu_seqlens is given") if starts else (4, "(batch, seqlen, nheads, headdim)")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != rank:
@@ -376,13 +367,13 @@ def _check_locally(
         if q.device.type == "cuda" and t.dtype not in (torch.float16, torch.bfloat16):
             raise bad_argument(name, f"dtype {t.dtype}", "torch.float16 or torch.bfloat16", op=f"distributed.{op}")
     meta: dict[str, Any] = {}
-    for name, option in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+    for name, option in of_heads.items():
         if option is not None and option.device != q.device:
             raise bad_argument(name, f"device {option.device}", f"{q.device}, that of q", op=f"distributed.{op}")
         if option is not None:
             meta[name] = torch.empty_strided(option.shape, option.stride(), dtype=option.dtype, device="meta")
     if starts is not None:
-        # checks all but lengths, which a shard does not have
+        # the lengths of a shard differ from cu_seqlens, so they are checked separately, across ranks
         count = len(starts) - 1
         cu = torch.empty(count + 1, dtype=torch.int32, device="meta")
         meta |= dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=max(1, q.shape[0]), max_seqlen_k=max(1, k.shape[0]))
@@ -394,6 +385,7 @@ def _check_locally(
 
 
 def _check_heads(op: str, q: Tensor, k: Tensor, grid: Grid) -> None:
+    """Raises ValueError if the ranks of a Ulysses group cannot share the heads equally."""
     size, nheads, nheads_k = grid.ulysses_size, q.shape[-2], k.shape[-2]
     if nheads % size:
         expected = f"a multiple of the {size} ranks that share them; ring_attention takes any number"
@@ -410,10 +402,81 @@ def _check_lengths(op: str, name: str, grid: Grid, lengths: Sequence[int], layou
     if grid.ring is None:
         expected = [length(shard_ranges(total, size, u, layout)) for u in range(size)]
     if list(lengths) != expected:
-        raise bad_argument(
-            name,
-            f"shards of {', '.join(map(str, lengths))} positions",
-            f"{', '.join(map(str, expected))}, as shard_sequence makes them of {total} with layout={layout!r}",
-            op=f"distributed.{op}",
-        )
+        wanted = f"{', '.join(map(str, expected))}, as shard_sequence makes them of {total} with layout={layout!r}"
+        raise bad_argument(name, f"shards of {', '.join(map(str, lengths))} positions", wanted, op=f"distributed.{op}")
     return total
+
+
+# ---- the argument `group` or `mesh`, as process groups -----------------------------------------------------------
+
+#: The ranks of a sharded sequence: a process group, a mesh of one dimension, or one of two, ring and Ulysses. None: all processes.
+Group = dist.ProcessGroup | DeviceMesh | None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a sharded sequence in two dimensions. Along a ring, keys are sent; in a Ulysses group, heads are exchanged. The sequence
+    is divided over the ring first, and each part over a Ulysses group. A group is None if there is no such dimension."""
+
+    ring: dist.ProcessGroup | None
+    ulysses: dist.ProcessGroup | None
+    #: this rank's ranks in the two groups, and the groups' sizes
+    ring_rank: int
+    ring_size: int
+    ulysses_rank: int
+    ulysses_size: int
+
+    def ranges(self, seqlen: int, layout: str, ring_rank: int | None = None, ulysses_rank: int | None = None) -> tuple[Range, ...]:
+        """Returns the positions that a rank holds: this rank by default."""
+        r = self.ring_rank if ring_rank is None else ring_rank
+        u = self.ulysses_rank if ulysses_rank is None else ulysses_rank
+        return shard_ranges(seqlen, self.ring_size, r, layout, self.ulysses_size, u)
+
+
+def group_of(op: str, group: Group, *, name: str = "group") -> dist.ProcessGroup:
+    """Returns the process group of an argument. Raises ValueError if this rank is not in it, RuntimeError without process groups."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(f"volta_fa.distributed.{op}: no process group: call torch.distributed.init_process_group first")
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            expected = "one dimension of it, as mesh['ring'], or context_parallel_attention, which takes two"
+            raise bad_argument(name, f"a mesh of {group.ndim} dimensions", expected, op=f"distributed.{op}")
+        if group.get_coordinate() is None:
+            raise bad_argument(name, f"a mesh without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
+        return group.get_group()
+    found: Any = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        given = "the result of new_group on a rank outside it" if found == dist.GroupMember.NON_GROUP_MEMBER else repr(found)
+        raise bad_argument(name, given, f"a process group or mesh that rank {dist.get_rank()} is in", op=f"distributed.{op}")
+    if dist.get_rank(found) < 0:
+        raise bad_argument(name, f"a group without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
+    return found
+
+
+def grid_of(op: str, group: Group) -> Grid:
+    """Returns the grid of an argument. A group or a mesh of one dimension is a ring; a mesh of two is (ring, Ulysses)."""
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        if group.get_coordinate() is None:
+            raise bad_argument("mesh", f"one without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
+        ring, ulysses = group.get_group(0), group.get_group(1)
+        return Grid(ring, ulysses, dist.get_rank(ring), ring.size(), dist.get_rank(ulysses), ulysses.size())
+    if isinstance(group, DeviceMesh) and group.ndim > 2:
+        raise bad_argument("mesh", f"{group.ndim} dimensions", "1 (a ring) or 2 (ring, Ulysses)", op=f"distributed.{op}")
+    ring = group_of(op, group)
+    return Grid(ring, None, dist.get_rank(ring), ring.size(), 0, 1)
+
+
+def check_layout(op: str, layout: str) -> None:
+    """Raises ValueError for an unknown layout."""
+    if layout not in LAYOUTS:
+        raise bad_argument("layout", repr(layout), " or ".join(map(repr, LAYOUTS)), op=f"distributed.{op}")
+
+
+def gather(t: Tensor, group: dist.ProcessGroup, lengths: list[int]) -> list[Tensor]:
+    """Returns the tensors of all ranks, which may differ in the length of their first dimension."""
+    longest = max(lengths)
+    padded = t.new_zeros((longest, *t.shape[1:]))
+    padded[: t.shape[0]] = t
+    everyone = [t.new_empty(padded.shape) for _ in lengths]
+    dist.all_gather(everyone, padded, group=group)
+    return [whole[:n] for whole, n in zip(everyone, lengths)]

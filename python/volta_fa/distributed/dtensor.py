@@ -1,14 +1,11 @@
-"""DTensor's rules for `volta_fa::fwd` and `volta_fa::bwd`.
+"""DTensor's rules for `volta_fa::fwd` and `volta_fa::bwd`: how the operators run on tensors that are sharded over a device mesh.
 
 Each dimension of the mesh shards the batch, the heads or nothing. The placements of the first sharded tensor decide, and the other
 tensors are redistributed. A single KV head is replicated where query heads are sharded. Options with a batch or heads are sharded alike;
-plain tensors count as replicated.
+plain tensors count as replicated. Inside PyTorch's `context_parallel` the sequence is sharded, and the operators run as a ring.
 
-Inside PyTorch's `context_parallel` the sequence is sharded, and the ops run as a ring.
-
-The rules are handlers, as those of PyTorch's context parallelism, because strategies of the sharding propagator do not see tensors among
-keyword arguments.
-"""
+The rules are handlers of DTensor's dispatcher, as those of PyTorch's context parallelism, because strategies of its sharding propagator
+do not see tensors among keyword arguments. `integrations.dtensor` calls `register` when an operator first receives a DTensor."""
 
 from __future__ import annotations
 
@@ -28,11 +25,10 @@ from ..errors import bad_argument
 from . import ring
 from .argument_check import check_same_arguments
 from .attention import generator_for
-from .communication import prepare
 from .plan import Mask, shard_ranges
 
 _BATCH, _HEADS, _NOTHING = "batch", "heads", "nothing"
-#: The dimensions of batch and heads in dense and in packed tensors; None: packed tensors have no batch.
+#: The dimensions of batch and heads: (in dense tensors, in packed ones). None: packed tensors have no batch.
 _DIMENSIONS = {
     "operand": ({_BATCH: 0, _HEADS: 2}, {_BATCH: None, _HEADS: 1}),
     "softmax_lse": ({_BATCH: 0, _HEADS: 1}, {_BATCH: None, _HEADS: 0}),
@@ -47,6 +43,7 @@ def register() -> None:
 
 
 def _fwd(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Computes `volta_fa::fwd` of DTensors: the handler for its dispatcher."""
     with torch.no_grad():
         if _is_context_parallel(args[0]):
             return _ring_fwd(*args, **kwargs)
@@ -57,13 +54,14 @@ def _fwd(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         out, lse, rng_state = torch.ops.volta_fa.fwd(*local, **call.options(kwargs) | {"generator": generator})
         shape = (*q.shape[:-1], v.shape[-1])
         return (
-            call.wrap(out, shape, call.operand),
-            call.wrap(lse, _lse_shape(q), call.softmax_lse),
-            call.wrap(rng_state, rng_state.shape, call.replicated),
+            _wrap(call.mesh, out, shape, call.operand),
+            _wrap(call.mesh, lse, _lse_shape(q), call.softmax_lse),
+            _wrap(call.mesh, rng_state, rng_state.shape, call.replicated),
         )
 
 
 def _bwd(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Computes `volta_fa::bwd` of DTensors. Gradients of replicated tensors are partial sums."""
     with torch.no_grad():
         if _is_context_parallel(args[1]):
             return _ring_bwd(*args, **kwargs)
@@ -75,30 +73,35 @@ def _bwd(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         dq, dk, dv, dbias, dsinks = torch.ops.volta_fa.bwd(call.local(dout, call.operand), *local, *results, **call.options(kwargs))
         wanted = bias if kwargs.get("attn_bias_requires_grad", False) else None
         return (
-            call.wrap(dq, q.shape, call.operand),
-            call.wrap(dk, k.shape, call.summed(call.keys)),
-            call.wrap(dv, v.shape, call.summed(call.keys)),
-            call.wrap(dbias, (0,), call.replicated) if wanted is None else call.wrap(dbias, wanted.shape, call.summed(call.bias(wanted))),
-            call.wrap(dsinks, (0,), call.replicated) if sinks is None else call.wrap(dsinks, sinks.shape, call.summed(call.sinks)),
+            _wrap(call.mesh, dq, q.shape, call.operand),
+            _wrap(call.mesh, dk, k.shape, call.summed(call.keys)),
+            _wrap(call.mesh, dv, v.shape, call.summed(call.keys)),
+            _wrap(call.mesh, dbias, (0,), call.replicated)
+            if wanted is None
+            else _wrap(call.mesh, dbias, wanted.shape, call.summed(call.bias(wanted))),
+            _wrap(call.mesh, dsinks, (0,), call.replicated)
+            if sinks is None
+            else _wrap(call.mesh, dsinks, sinks.shape, call.summed(call.sinks)),
         )
 
 
-def _lse_shape(q: Tensor) -> tuple[int, ...]:
+def _lse_shape(q: Tensor) -> tuple[int, ...]:  # of softmax_lse, for a packed or a dense q
     return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
 
 
 class _Sharding:
-    """What one call shards on each dimension of its mesh, and the placements of its tensors."""
+    """What one call shards on each dimension of its mesh (batch, heads or nothing), and the placements of its tensors. `others`: k, v and
+    further tensors with the same dimensions, k first. Heads are sharded only if the ranks divide them evenly."""
 
     def __init__(self, q: Any, others: Sequence[Any]):
         self.mesh: DeviceMesh = next(t.device_mesh for t in (q, *others) if isinstance(t, DTensor))
         self._packed = q.dim() == 3
-        self._full = q.shape[0], q.shape[-2]
+        self._full = q.shape[0], q.shape[-2]  # sizes of batch and heads over all ranks
         k = others[0] if others else q
-        self._one_head = k.shape[-2] == 1
+        one_head = k.shape[-2] == 1
         operand = _DIMENSIONS["operand"][self._packed]
-        self._sharded = [_NOTHING] * self.mesh.ndim
-        ranks = 1
+        self._sharded = [_NOTHING] * self.mesh.ndim  # what each dimension of the mesh shards
+        ranks = 1  # among which the heads are divided so far
         for i in range(self.mesh.ndim):
             for t in (q, *others):
                 placement = t.placements[i] if isinstance(t, DTensor) else Replicate()
@@ -109,37 +112,21 @@ class _Sharding:
                     self._sharded[i] = _BATCH
                 elif dim == operand[_HEADS]:
                     size = ranks * self.mesh.size(i)
-                    if q.shape[-2] % size == 0 and (self._one_head or k.shape[-2] % size == 0):
+                    if q.shape[-2] % size == 0 and (one_head or k.shape[-2] % size == 0):
                         self._sharded[i], ranks = _HEADS, size
+        batch, heads = operand[_BATCH], operand[_HEADS]
+        self.operand = self._placements(batch, heads)  # of q, out and dout
+        self.keys = self._placements(batch, None if one_head else heads)  # of k and v: a single KV head is replicated
+        lse = _DIMENSIONS["softmax_lse"][self._packed]
+        self.softmax_lse = self._placements(lse[_BATCH], lse[_HEADS])
+        self.sinks = self._placements(None, 0)
+        self.replicated: list[Placement] = [Replicate()] * self.mesh.ndim
 
     def _placements(self, batch: int | None, heads: int | None) -> list[Placement]:
+        """Returns the placements of a tensor whose batch and heads are these dimensions; None: it has no such dimension."""
         where = {_BATCH: batch, _HEADS: heads, _NOTHING: None}
         dims = [where[what] for what in self._sharded]
         return [Replicate() if dim is None else Shard(dim) for dim in dims]
-
-    @property
-    def operand(self) -> list[Placement]:
-        dims = _DIMENSIONS["operand"][self._packed]
-        return self._placements(dims[_BATCH], dims[_HEADS])
-
-    @property
-    def keys(self) -> list[Placement]:
-        """The placements of k and v. A single KV head is replicated."""
-        dims = _DIMENSIONS["operand"][self._packed]
-        return self._placements(dims[_BATCH], None if self._one_head else dims[_HEADS])
-
-    @property
-    def softmax_lse(self) -> list[Placement]:
-        dims = _DIMENSIONS["softmax_lse"][self._packed]
-        return self._placements(dims[_BATCH], dims[_HEADS])
-
-    @property
-    def replicated(self) -> list[Placement]:
-        return [Replicate()] * self.mesh.ndim
-
-    @property
-    def sinks(self) -> list[Placement]:
-        return self._placements(None, 0)
 
     def bias(self, t: Tensor) -> list[Placement]:
         """Returns the placements of attn_bias. Broadcast dimensions are not sharded."""
@@ -157,13 +144,13 @@ class _Sharding:
 
     def summed(self, placements: list[Placement]) -> list[Placement]:
         """Returns the placements of a gradient: partial sums where the call is sharded and the tensor is not."""
-        parts: list[Placement] = [
+        return [
             Partial() if what != _NOTHING and isinstance(placement, Replicate) else placement
             for what, placement in zip(self._sharded, placements)
         ]
-        return parts
 
     def local(self, t: Any, placements: list[Placement]) -> Tensor:
+        """Returns this rank's part of a tensor with these placements, after redistribution if it has others."""
         if isinstance(t, DTensor):
             mine, spec = t._local_tensor, t._spec
         else:
@@ -202,9 +189,6 @@ class _Sharding:
         part = tuple(i for i, what in zip(coordinate, self._sharded) if what != _NOTHING)
         return generator_for(given, q.device, part)
 
-    def wrap(self, t: Tensor, shape: Sequence[int], placements: list[Placement]) -> Tensor:
-        return _wrap(t, self.mesh, shape, placements)
-
 
 def _spec(mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor, shape: Sequence[int]) -> DTensorSpec:
     """Returns the spec of a whole, contiguous tensor of this shape."""
@@ -212,8 +196,8 @@ def _spec(mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor, shape
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), strides, like.dtype))
 
 
-def _wrap(t: Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Placement]) -> Tensor:
-    """Returns a DTensor of local parts. The public functions would record themselves in autograd."""
+def _wrap(mesh: DeviceMesh, t: Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> Tensor:
+    """Returns a DTensor of shape `shape` from local parts. DTensor.from_local would be recorded by autograd."""
     wrap: Any = DTensor._op_dispatcher.wrap
     return wrap(t, _spec(mesh, placements, t, shape))
 
@@ -233,17 +217,19 @@ def _is_context_parallel(q: Any) -> bool:
     )
 
 
-#: Options that a ring replaces by its own for each launch.
+#: Options of `fwd` that the ring sets itself, for each of its calls.
 _OF_RINGS = {"is_causal", "window_left", "window_right", "dropout_p", "deterministic", "check_lengths", "max_seqlen_q", "max_seqlen_k"}
 
 
 def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Problem:
+    """Returns the ring's description of a call inside `context_parallel`, after all ranks have compared their arguments."""
     from torch.distributed.tensor.experimental._attention import _cp_options
 
-    of_rows = {"attn_bias", "alibi_slopes", "block_lists", "seqused_k", "cu_seqlens_q", "sinks", "dlse"}
-    lacking = of_rows & {name for name, t in options.items() if t is not None}
-    if lacking or options.get("dropout_p"):
-        raise bad_argument("context_parallel", ", ".join(sorted(lacking)) or "dropout_p", "none", error=NotImplementedError)
+    # options that nothing here shards over the ring
+    of_ranks = {"attn_bias", "alibi_slopes", "block_lists", "seqused_k", "cu_seqlens_q", "sinks", "dlse"}
+    unsupported = of_ranks & {name for name, t in options.items() if t is not None}
+    if unsupported or options.get("dropout_p"):
+        raise bad_argument("context_parallel", ", ".join(sorted(unsupported)) or "dropout_p", "none", error=NotImplementedError)
     group = q.device_mesh.get_group()
     size, rank = group.size(), dist.get_rank(group)
     layout = "zigzag" if _cp_options.enable_load_balance else "contiguous"
@@ -255,36 +241,29 @@ def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Prob
     check_same_arguments(
         [group], f"context_parallel, {op}", lambda: ({"q": str(local.dtype), "shapes": str((q.shape, k.shape))}, None), local.device
     )
-    prepare(group, local.device)
-    left, right = options.get("window_left", -1), options.get("window_right", -1)
+    ring.prepare(group, local.device)
+    window = options.get("window_left", -1), 0 if options.get("is_causal") else options.get("window_right", -1)
+    left, right = (n if n >= 0 else None for n in window)
     return ring.Problem(
         op="context_parallel",
         group=group,
         rank=rank,
         q_ranges=[shard_ranges(q.shape[1], size, r, layout) for r in range(size)],
         k_ranges=[shard_ranges(k.shape[1], size, r, layout) for r in range(size)],
-        mask=Mask(
-            ((0, q.shape[1]),),
-            ((0, k.shape[1]),),
-            left if left >= 0 else None,
-            0 if options.get("is_causal") else right if right >= 0 else None,
-        ),
+        mask=Mask(((0, q.shape[1]),), ((0, k.shape[1]),), left, right),
         scores={name: value for name, value in options.items() if name not in _OF_RINGS and value is not None},
-        dropout_p=0.0,
-        seed=(),
         deterministic=bool(options.get("deterministic")),
-        alibi_slopes=None,
     )
 
 
 def _ring_fwd(q: Any, k: Any, v: Any, generator: torch.Generator | None = None, **options: Any) -> Any:
     problem = _ring_problem("forward", q, k, options)
-    out, lse, _ = ring.forward(problem, q._local_tensor, k._local_tensor, v._local_tensor, None)
+    out, lse, _ = ring.forward(problem, q._local_tensor, k._local_tensor, v._local_tensor, None)  # None: no sinks
     mesh, rng_state = q.device_mesh, out.new_empty(0, dtype=torch.int64)
     return (
-        _wrap(out, mesh, (*q.shape[:-1], v.shape[-1]), [Shard(1)]),
-        _wrap(lse, mesh, _lse_shape(q), [Shard(2)]),
-        _wrap(rng_state, mesh, (0,), [Replicate()]),
+        _wrap(mesh, out, (*q.shape[:-1], v.shape[-1]), [Shard(1)]),
+        _wrap(mesh, lse, _lse_shape(q), [Shard(2)]),
+        _wrap(mesh, rng_state, (0,), [Replicate()]),
     )
 
 
@@ -295,6 +274,7 @@ def _ring_bwd(
     mesh = q.device_mesh
     call = _Sharding(q, ())
     dout, out, lse = (call.local(t, [Shard(dim)]) for t, dim in ((dout, 1), (out, 1), (lse, 2)))
+    # None, (): no sinks, no random states
     found: Any = ring.backward(problem, dout, q._local_tensor, k._local_tensor, v._local_tensor, out, lse, None, ())
-    nothing = _wrap(dout.new_empty(0), mesh, (0,), [Replicate()])
-    return *(_wrap(gradient, mesh, t.shape, [Shard(1)]) for t, gradient in zip((q, k, v), found)), nothing, nothing
+    nothing = _wrap(mesh, dout.new_empty(0), (0,), [Replicate()])
+    return *(_wrap(mesh, gradient, t.shape, [Shard(1)]) for t, gradient in zip((q, k, v), found)), nothing, nothing

@@ -1,9 +1,9 @@
 """Computes which positions of a sequence each rank holds, and plans the calls of `volta_fa::fwd` between one rank's queries and
-another rank's keys, from positions and a mask alone.
+another rank's keys, from positions and a mask alone. ring.py runs the plan; nothing here touches a tensor.
 
-A shard is one or two ranges of positions (`shard_ranges`). A call covers a rectangle of rows and keys without gaps in their positions.
-In it the mask is a window of the op, which the op aligns to the last row and the last key. For row i and key j, at positions `q + i` and
-`k + j`, of a sequence whose keys end `shift` positions after its queries,
+A shard is one or two ranges of positions (`shard_ranges`). Rows are its queries. A call covers a rectangle of rows and keys whose positions
+have no gaps. There the mask is a window (window_left, window_right) of the op, fwd, aligned to the last row and the last key.
+For row i and key j, at positions `q + i` and `k + j`, of a sequence whose keys end `shift` positions after its queries,
 
     q + i + shift - left <= k + j <= q + i + shift + right
 
@@ -11,9 +11,8 @@ is the op's window in a rectangle of `rows` x `keys` with
 
     op_right = right + (q + rows + shift) - (k + keys)        op_left = left - (q + rows + shift) + (k + keys)
 
-Neither may be negative. If op_right is, no row sees the last keys, and they are cut off until it is 0. If op_left is, the last rows see
-no key, and they are cut off. First rows and keys without a visible pair are cut off too, which saves work.
-"""
+Neither may be negative. If op_right is negative, no row sees the last keys; these are cut off until it is 0. If op_left is negative, the
+last rows see no key; they are cut off. First rows and keys without a visible pair are cut off too, which saves work."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def shard_ranges(seqlen: int, size: int, rank: int, layout: str, parts: int = 1,
 
     Args:
         size, rank: of the ring.
-        parts, part: size and rank of the Ulysses group, which divides the positions of a ring's place.
+        parts, part: size and rank of the Ulysses group, which divides the positions of a rank of the ring.
     """
     chunks = (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
     count = 2 * size if layout == "zigzag" else size
@@ -79,40 +78,34 @@ def select(ranges: Sequence[Range], first: int, last: int) -> tuple[Range, ...]:
 class Mask:
     """The keys that a query sees, by positions in the whole sequences."""
 
-    #: (first, last) positions of each sequence's queries and of its keys; a dense problem has one
+    #: ranges of positions of each sequence's queries and of its keys; a dense problem has one sequence
     queries: tuple[Range, ...]
     keys: tuple[Range, ...]
-    #: None: no bound
+    #: window_left and window_right of the whole sequence; None: no bound
     left: int | None = None
     right: int | None = None
-    #: whether scores depend on distances, so that calls may not cross a gap between positions
-    alibi: bool = False
+    alibi: bool = False  # whether scores depend on distances, so that calls may not cross a gap between positions
 
 
 class Distance(enum.Enum):
-    """How a call computes ALiBi."""
+    """How a call computes ALiBi, whose distances the op measures from the last row and the last key of the call."""
 
-    #: by the op, whose distances are correct; or there is no ALiBi
-    OWN = "own"
-    #: all keys lie before all rows, or at them: -slope * (i - j) is linear in j, up to a term of each row
-    BEFORE = "before"
-    #: all keys lie after all rows, or at them
-    AFTER = "after"
+    OWN = "own"  # by the op's alibi_slopes, because those distances are correct; also without ALiBi
+    BEFORE = "before"  # by a bias for each key, because all keys lie before all rows, or at them: -slope * |i - j| is linear in j
+    AFTER = "after"  # likewise, because all keys lie after all rows, or at them
 
 
 @dataclass(frozen=True)
 class Call:
-    """A rectangle of rows of the queries' shard and of the keys' shard, and the op's window in it."""
+    """A rectangle of rows and keys, and the op's window in it."""
 
-    q: Range
-    k: Range
-    left: int | None
+    q: Range  # of rows in the queries' shard
+    k: Range  # of keys in the keys' shard; in a Step's launches, in the concatenation of its `rows`
+    left: int | None  # the op's window_left and window_right; None: no bound
     right: int | None
     distance: Distance = Distance.OWN
-    #: position of the first row, plus the shift of its sequence, minus that of the first key; for Distance.BEFORE and AFTER
-    offset: int = 0
-    #: number of the sequence
-    sequence: int = 0
+    offset: int = 0  # position of the first row, plus the shift of its sequence, minus that of the first key; for Distance.BEFORE and AFTER
+    sequence: int = 0  # number of the packed sequence
 
     @property
     def rows(self) -> int:
@@ -126,12 +119,12 @@ class Call:
 
     @property
     def sees_to_the_left(self) -> bool:
-        """Whether the left bound hides no key: the last row's is at or before the first key."""
+        """Whether the left bound hides no key: for the last row it lies at or before the first key."""
         return self.left is None or self.left >= self.keys - 1
 
     @property
     def sees_to_the_right(self) -> bool:
-        """Whether the right bound hides no key: the first row's is at or after the last key."""
+        """Whether the right bound hides no key: for the first row it lies at or after the last key."""
         return self.right is None or self.right >= self.rows - 1
 
     @property
@@ -142,9 +135,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of the op: a rectangle, or several packed ones that follow each other in rows and in keys."""
+    """One call of the op: a rectangle, or several as packed sequences, if each begins where the one before ends, in rows and in keys, and
+    all have one window (`_pack`)."""
 
     calls: tuple[Call, ...]
+
+    @property
+    def packed(self) -> bool:
+        """Whether its calls are packed sequences."""
+        return len(self.calls) > 1
 
     @property
     def q(self) -> Range:
@@ -171,14 +170,12 @@ class Launch:
 class Step:
     """The launches between one rank's queries and one rank's keys."""
 
-    #: rows of the keys' shard that any launch reads, in order; these are sent
-    rows: tuple[Range, ...]
-    #: their keys are counted in those rows
-    launches: tuple[Launch, ...]
+    rows: tuple[Range, ...]  # ranges in the keys' shard that any launch reads, in order; only these keys are sent
+    launches: tuple[Launch, ...]  # their key ranges are in the concatenation of `rows`
 
     @property
     def count(self) -> int:
-        """Number of rows that are sent."""
+        """Number of keys that are sent."""
         return length(self.rows)
 
     @property
@@ -190,7 +187,7 @@ class Step:
 
 @lru_cache(maxsize=4096)
 def plan(q_ranges: tuple[Range, ...], k_ranges: tuple[Range, ...], mask: Mask) -> Step:
-    """Returns the launches between two shards. Every visible pair of a row and a key is in exactly one call."""
+    """Returns the launches between two shards, given by their positions. Every visible pair of a row and a key is in exactly one call."""
     calls = list(_rectangles(q_ranges, k_ranges, mask))
     if not mask.alibi:
         calls = _fewer(calls)
@@ -200,6 +197,7 @@ def plan(q_ranges: tuple[Range, ...], k_ranges: tuple[Range, ...], mask: Mask) -
 
 
 def _rectangles(q_ranges: Sequence[Range], k_ranges: Sequence[Range], mask: Mask) -> Iterable[Call]:
+    """Yields a call for each range of rows, range of keys and sequence that have a visible pair. q_at, k_at: rows and keys before."""
     q_at = 0
     for q_begin, q_end in q_ranges:
         k_at = 0
@@ -222,10 +220,8 @@ def _rectangles(q_ranges: Sequence[Range], k_ranges: Sequence[Range], mask: Mask
 
 
 def _by_distance(q: Range, k: Range, shift: int, mask: Mask) -> Iterable[tuple[Range, Range, Distance]]:
-    """Splits a rectangle, with ALiBi, into parts in which the op's distances are correct, or in which no distance changes its sign.
-
-    The op's distances are correct if the last row and the last key have the same position.
-    """
+    """With ALiBi, splits a rectangle into parts in which the op's distances are correct, or in which no distance changes its sign. The op's
+    distances are correct if the last row and the last key have the same position."""
     (q0, q1), (k0, k1) = q, k
     if q0 >= q1 or k0 >= k1:
         return
@@ -264,13 +260,13 @@ def _cut(q: Range, k: Range, shift: int, mask: Mask) -> tuple[Range, Range, int 
 
 
 def _fewer(calls: list[Call]) -> list[Call]:
-    """Joins rectangles that are adjacent in their shards, though not in the sequence, if no bound lies between them."""
+    """Returns fewer calls: joins rectangles that are adjacent in the shards, though not in the sequence, if one window describes both."""
     open_left = [call for call in calls if call.sees_to_the_left]
     others = [call for call in calls if not call.sees_to_the_left]
     merged = True
     while merged:
         merged = False
-        # joins keys that are all visible to the next call of the same rows: bounds count from the last key
+        # same rows, adjacent keys: joined if all keys of the first call are visible, because the window counts from the last key
         by_first_key = {(call.q, call.k[0]): call for call in open_left}
         for call in open_left:
             after = by_first_key.get((call.q, call.k[1]))
@@ -288,7 +284,7 @@ def _fewer(calls: list[Call]) -> list[Call]:
                 continue
             if call.k == below.k and call.sees_all and below.sees_all:
                 both = replace(below, q=(call.q[0], below.q[1]), left=None, right=None)
-            # one right bound through both: each call's last row sees its last key
+            # one right bound through both: in each call the last row sees exactly up to the last key
             elif call.right == 0 and below.right == 0 and call.k[1] - call.q[1] == below.k[1] - below.q[1]:
                 both = replace(below, q=(call.q[0], below.q[1]), left=None)
             else:
@@ -300,6 +296,7 @@ def _fewer(calls: list[Call]) -> list[Call]:
 
 
 def _union(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Returns sorted, disjoint ranges with the same positions."""
     found: list[Range] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:
@@ -311,11 +308,11 @@ def _union(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 def at_most_two(ranges: Iterable[Range]) -> bool:
     """Returns whether no position is in more than two ranges."""
-    depth = 0
-    # at one position ends sort before beginnings
+    open_ranges = 0
+    # at one position ends (-1) sort before beginnings
     for _, change in sorted((at, change) for begin, end in ranges for at, change in ((begin, 1), (end, -1))):
-        depth += change
-        if depth > 2:
+        open_ranges += change
+        if open_ranges > 2:
             return False
     return True
 
@@ -331,7 +328,7 @@ def _among(rows: Sequence[Range], part: Range) -> Range:
 
 
 def _pack(calls: Sequence[Call], packed: bool) -> Iterable[Launch]:
-    """Makes launches of calls. With packed sequences, calls of one window that follow each other in rows and in keys are one launch."""
+    """Returns launches of the calls. Of packed sequences, calls with one window that follow each other in rows and keys share a launch."""
     chains: list[list[Call]] = []
     ends: dict[object, list[Call]] = {}
     for call in sorted(calls, key=lambda call: (call.q, call.k)):

@@ -1,4 +1,4 @@
-"""Ring attention (arXiv 2310.01889): queries stay on their rank, keys and values are sent.
+"""Ring attention (arXiv 2310.01889): queries stay on their rank, keys and values are sent. attention.py and dtensor.py call it.
 
 At step t a rank computes `volta_fa::fwd` with the keys of the rank t places before it, and merges the result with those of earlier steps
 by softmax_lse, in fp32 (`volta_fa::merge_attention_states_`). A probability is exp(score - softmax_lse). So `volta_fa::bwd` with the
@@ -6,8 +6,7 @@ softmax_lse and out of all keys computes the exact gradient of each part. Gradie
 them in fp32.
 
 A rank sends each key directly to the ranks that read it, and no others. The messages of the next step are in flight while this step
-computes, so a rank holds its own shard and at most two messages.
-"""
+computes, so a rank holds its own shard and at most two messages."""
 
 from __future__ import annotations
 
@@ -16,19 +15,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .argument_check import check_same_arguments
-from .communication import Transfer, messages, room, select
-from .plan import Distance, Launch, Mask, Range, Step, at_most_two, plan
+from .plan import Distance, Launch, Mask, Range, Step, at_most_two, length, plan
 
 
 @dataclass
 class Problem:
-    """A call whose arguments all ranks have compared, on one rank."""
+    """One rank's part of a call, after all ranks have compared their arguments."""
 
     op: str
     group: dist.ProcessGroup
@@ -37,16 +36,14 @@ class Problem:
     q_ranges: Sequence[tuple[Range, ...]]
     k_ranges: Sequence[tuple[Range, ...]]
     mask: Mask
-    #: what the operators do to scores of every launch, by their options' names
+    #: options of the operators that every launch gets, such as softcap. A launch is one call of the operator, planned by plan.py
     scores: dict[str, Any]
-    dropout_p: float
-    #: the seed of the random numbers of this rank's launches
-    seed: tuple[int, ...]
     deterministic: bool
-    #: (nheads) or (sequences or batch, nheads), fp32
-    alibi_slopes: Tensor | None
-    #: cache of (cu_seqlens_q, cu_seqlens_k) of packed launches
-    _lengths: dict[Launch, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    dropout_p: float = 0.0
+    #: numbers from which, with the rank and the launch's number, the dropout seed of each launch is derived; (): no dropout
+    seed: tuple[int, ...] = ()
+    alibi_slopes: Tensor | None = None  # (nheads) or (sequences or batch, nheads), fp32
+    _lengths: dict[Launch, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cache of (cu_seqlens_q, cu_seqlens_k) of packed launches
 
     @property
     def size(self) -> int:
@@ -80,28 +77,21 @@ def derived_generator(device: torch.device, numbers: tuple[int, ...]) -> torch.G
     return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
 
-@dataclass
-class _Arguments:
-    """Arguments of `volta_fa::fwd` and `bwd` for one launch."""
-
-    packed: bool
-    options: dict[str, Any]
-    #: (batch, nheads, rows): to be added to all scores of a row, for its softmax_lse; None: nothing
-    row_scores: Tensor | None
-
-    def operand(self, t: Tensor) -> Tensor:
-        return t[0] if self.packed else t
+def _operand(launch: Launch, t: Tensor) -> Tensor:  # here packed tensors have a batch of 1; the operator takes them without
+    return t[0] if launch.packed else t
 
 
-def _arguments(p: Problem, launch: Launch, q: Tensor) -> _Arguments:
+def _arguments(p: Problem, launch: Launch, q: Tensor) -> tuple[dict[str, Any], Tensor | None]:
+    """Returns the operators' options for a launch: window, lengths of packed sequences, and ALiBi by slopes or by a bias. And what is to be
+    added to all scores of a row, for its softmax_lse, (batch, nheads, rows); None: nothing."""
     options: dict[str, Any] = {
         **p.scores,
         "dropout_p": p.dropout_p,
         "window_left": -1 if launch.left is None else launch.left,
         "window_right": -1 if launch.right is None else launch.right,
     }
-    call, packed, row_scores = launch.calls[0], len(launch.calls) > 1, None
-    if packed:
+    call, row_scores = launch.calls[0], None
+    if launch.packed:
         options["cu_seqlens_q"], options["cu_seqlens_k"] = p.lengths(launch, q.device)
         options["max_seqlen_q"] = max(call.rows for call in launch.calls)
         options["max_seqlen_k"] = max(call.keys for call in launch.calls)
@@ -113,15 +103,13 @@ def _arguments(p: Problem, launch: Launch, q: Tensor) -> _Arguments:
             options["alibi_slopes"] = slopes
         else:
             options["attn_bias"], row_scores = _far_away(call.rows, call.keys, call.offset, call.distance, slopes)
-    return _Arguments(packed, options, row_scores)
+    return options, row_scores
 
 
 def _far_away(rows: int, keys: int, offset: int, distance: Distance, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns ALiBi where no distance changes its sign, as a bias for each key and a score for each row.
-
-    `-slope * (offset + i - j)` is linear in i and j. The row's term changes no probability in this call. The key's term counts from the
-    nearest key, so that it is small for the keys with the largest probabilities.
-    """
+    """Returns ALiBi where no distance changes its sign: attn_bias for each key, and a score for each row, to be added to softmax_lse.
+    `-slope * (offset + i - j)` is linear in i and j. The row's term changes no probability in this call, only softmax_lse. The key's term
+    counts from the nearest key, so that it is small for the keys with the largest probabilities."""
     slopes = slopes.view(-1, slopes.shape[-1], 1)
     i, j = (torch.arange(n, device=slopes.device, dtype=torch.float32) for n in (rows, keys))
     if distance is Distance.BEFORE:
@@ -132,41 +120,36 @@ def _far_away(rows: int, keys: int, offset: int, distance: Distance, slopes: Ten
 
 
 def _rows(t: Tensor, rows: Range) -> Tensor:
-    """(batch, seqlen, ...)"""
+    """Returns rows of (batch, seqlen, ...), as a view."""
     return t[:, rows[0] : rows[1]]
 
 
 def _lse_rows(t: Tensor, rows: Range) -> Tensor:
-    """(batch, nheads, seqlen)"""
+    """Returns rows of a softmax_lse, (batch, nheads, seqlen), as a view."""
     return t[:, :, rows[0] : rows[1]]
 
 
 def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns out in q's dtype, softmax_lse over all keys, and the rng_state of each launch."""
-    batch, rows, nheads, _ = q.shape
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.zeros(batch, rows, nheads, v.shape[-1], dtype=kind, device=q.device)
-    lse = torch.full((batch, nheads, rows), math.inf, dtype=torch.float32, device=q.device)
+    """Returns this rank's out in q's dtype, softmax_lse over all keys, and the rng_state of each launch."""
+    batch, seqlen_q, nheads, _ = q.shape
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.zeros(batch, seqlen_q, nheads, v.shape[-1], dtype=wide, device=q.device)
+    lse = torch.full((batch, nheads, seqlen_q), math.inf, dtype=torch.float32, device=q.device)
     states: list[Tensor] = []
     for step, keys, values in _steps(p, k, v):
         for launch in step.launches:
-            a = _arguments(p, launch, q)
+            options, row_scores = _arguments(p, launch, q)
             generator = p.generator(len(states), q.device)
-            part, part_lse, rng_state = torch.ops.volta_fa.fwd(
-                a.operand(_rows(q, launch.q)),
-                a.operand(_rows(keys, launch.k)),
-                a.operand(_rows(values, launch.k)),
-                generator=generator,
-                **a.options,
-            )
+            operands = (_operand(launch, _rows(t, rows)) for t, rows in ((q, launch.q), (keys, launch.k), (values, launch.k)))
+            part, part_lse, rng_state = torch.ops.volta_fa.fwd(*operands, generator=generator, **options)
             states.append(rng_state)
-            if a.packed:
+            if launch.packed:
                 part, part_lse = part.unsqueeze(0), part_lse.unsqueeze(0)
-            if a.row_scores is not None:
-                part_lse = part_lse + a.row_scores
+            if row_scores is not None:
+                part_lse = part_lse + row_scores
             torch.ops.volta_fa.merge_attention_states_(_rows(out, launch.q), _lse_rows(lse, launch.q), part, part_lse)
-    if sinks is not None and rows:
-        # a sink is a key of each head with a value of 0
+    if sinks is not None and seqlen_q:
+        # a sink is a key of each head with a value of 0; one of -inf is no key, which softmax_lse represents by inf
         of_sinks = sinks.float().masked_fill(sinks.float() == -math.inf, math.inf).view(1, -1, 1).expand_as(lse).contiguous()
         torch.ops.volta_fa.merge_attention_states_(out, lse, torch.zeros_like(out), of_sinks)
     return out.to(q.dtype), lse, states
@@ -181,31 +164,26 @@ def backward(
     dq = _Sum(q, wide if not at_most_two(of_rows) else q.dtype)
     dk, dv = (_Sum(t, wide if not at_most_two(of_keys) else t.dtype) for t in (k, v))
     back: _Returning | None = None
-    number = 0
+    number = 0  # of the launch
     for t, (step, keys, values) in enumerate(_steps(p, k, v)):
+        # own: the step reads all of this rank's keys, so their gradients are added to dk and dv directly
         if own := t == 0 and step.rows == ((0, k.shape[1]),):
             dkeys, dvalues = dk, dv
         else:
             dkeys, dvalues = (_Sum(x, wide if step.adds_up else x.dtype) for x in (keys, values))
         for launch in step.launches:
-            a = _arguments(p, launch, q)
+            options, row_scores = _arguments(p, launch, q)
             rows_lse = _lse_rows(lse, launch.q)
-            if a.row_scores is not None:
-                rows_lse = rows_lse - a.row_scores
+            if row_scores is not None:
+                rows_lse = rows_lse - row_scores
             found = torch.ops.volta_fa.bwd(
-                a.operand(_rows(dout, launch.q)),
-                a.operand(_rows(q, launch.q)),
-                a.operand(_rows(keys, launch.k)),
-                a.operand(_rows(values, launch.k)),
-                a.operand(_rows(out, launch.q)),
-                a.operand(rows_lse.contiguous()),
-                rng_state=states[number] if p.dropout_p else None,
-                deterministic=p.deterministic,
-                **a.options,
-            )
+                *(_operand(launch, _rows(t, launch.q)) for t in (dout, q)), *(_operand(launch, _rows(t, launch.k)) for t in (keys, values)),
+                _operand(launch, _rows(out, launch.q)), _operand(launch, rows_lse.contiguous()),
+                rng_state=states[number] if p.dropout_p else None, deterministic=p.deterministic, **options,
+            )  # fmt: skip
             number += 1
             for total, rows, part in zip((dq, dkeys, dvalues), (launch.q, launch.k, launch.k), found[:3]):
-                total.add(rows, part.unsqueeze(0) if a.packed else part)
+                total.add(rows, part.unsqueeze(0) if launch.packed else part)
             del found, part
         del keys, values
         if back is not None:
@@ -226,24 +204,21 @@ def backward(
 
 
 def _parts(p: Problem) -> tuple[list[Range], list[Range]]:
-    """Returns the ranges of this rank's rows, and of its keys, of which each launch computes a part of the gradient."""
+    """Returns the ranges of this rank's rows, and of its keys, for which a gradient is added: one for each addition."""
     of_rows: list[Range] = []
     of_keys: list[Range] = []
     for rank in range(p.size):
         of_rows += [launch.q for launch in p.step(p.rank, rank).launches]
         of_keys += p.step(rank, p.rank).rows if rank != p.rank else []
     own = p.step(p.rank, p.rank)
-    # launch.k counts in the rows that the step reads, which are positions in the shard only if it reads all
+    # launch.k indexes the keys that the step reads. Unless it reads all of the shard, assume 3 additions for each: more than two
     of_keys += [launch.k for launch in own.launches] if own.rows == ((0, own.count),) else 3 * list(own.rows)
     return of_rows, of_keys
 
 
 class _Sum:
-    """The sum of the launches' gradients for rows of a tensor, in `dtype`.
-
-    That is fp32, or the tensor's dtype if no row gets more than two parts: one addition then rounds the sum once, as the conversion from
-    fp32 would.
-    """
+    """The sum of the launches' gradients for rows of a tensor, in `dtype`. That is fp32, or the tensor's dtype if no row gets more than two
+    parts: one addition then rounds the sum once, as the conversion from fp32 would."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype):
         self._like, self._dtype = like, dtype
@@ -271,7 +246,7 @@ def _add(dk: _Sum, dv: _Sum, rows: Sequence[Range], dkeys: Tensor, dvalues: Tens
 
 
 class _Returning:
-    """Gradients in flight of one step: of another rank's keys to that rank, and of this rank's keys to this rank."""
+    """Gradients in flight after step t: those of another rank's keys return to their owner, and those of this rank's keys to this rank."""
 
     def __init__(self, p: Problem, t: int, dkeys: _Sum, dvalues: _Sum, k: Tensor, v: Tensor):
         owner, reader = (p.rank - t) % p.size, (p.rank + t) % p.size
@@ -291,19 +266,15 @@ def _steps(p: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Ten
     """Yields (step, keys, values) of each step, while those of the next are in flight."""
 
     def ask(t: int) -> tuple[Transfer, Step, list[Tensor]] | None:
+        """Starts the messages of step t; None if there is no such step."""
         if t == p.size:
             return None
         source, reader = (p.rank - t) % p.size, (p.rank + t) % p.size
         theirs, mine = p.step(reader, p.rank), p.step(p.rank, source)
         rooms = [room(x, mine.rows) for x in (k, v)]
-        transfer = Transfer(
-            p.op,
-            p.group,
-            send=[message for x in (k, v) for message in messages(x, theirs.rows)],
-            to=reader,
-            receive=[part for _, parts in rooms for part in parts],
-            source=source,
-        )
+        send = [message for x in (k, v) for message in messages(x, theirs.rows)]
+        receive = [part for _, parts in rooms for part in parts]
+        transfer = Transfer(p.op, p.group, send=send, to=reader, receive=receive, source=source)
         return transfer, mine, [whole for whole, _ in rooms]
 
     own = p.step(p.rank, p.rank)
@@ -313,10 +284,68 @@ def _steps(p: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Ten
         assert following is not None
         transfer, step, (keys, values) = following
         transfer.wait()
-        following = None
+        following = None  # drops the references to this step's messages before the next are allocated
         following = ask(t + 1)
         yield step, keys, values
         del keys, values
+
+
+# ---- messages from rank to rank, which are in flight while kernels run ---------------------------------------------
+
+#: Groups that `prepare` has initialized.
+_ready: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def prepare(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Initializes a group's communicator before its first messages.
+    NCCL creates it in the first operation, in which all ranks must take part, and some ranks may skip the first message."""
+    if group not in _ready and device.type == "cuda" and group.size() > 1:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _ready.add(group)
+
+
+class Transfer:
+    """Messages in flight: tensors to rank `to` and from rank `source` of a group. Empty tensors are not sent. The backend sends and
+    receives while the current stream computes: NCCL on a stream of its own, gloo in threads of its own. It starts when the earlier work on
+    the current stream is done. Call `wait` before using what was received."""
+
+    def __init__(self, op: str, group: dist.ProcessGroup, *, send: Sequence[Tensor], to: int, receive: Sequence[Tensor], source: int):
+        self._op, self._source, self._to = op, source, to
+        # messages between two ranks arrive in the order in which they were sent
+        work = [dist.P2POp(dist.isend, t, dist.get_global_rank(group, to), group) for t in send if t.numel()]
+        work += [dist.P2POp(dist.irecv, t, dist.get_global_rank(group, source), group) for t in receive if t.numel()]
+        self._alive = (send, receive)  # references, so that the allocator does not reuse the memory before `wait`
+        self._work = dist.batch_isend_irecv(work) if work else []
+
+    def wait(self) -> None:
+        """Makes the current stream, or on the CPU this thread, wait for the messages."""
+        try:
+            for work in self._work:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"volta_fa.distributed.{self._op}: sending to rank {self._to} or receiving from rank {self._source} of the group failed: "
+                f"such a process is late or has ended ({str(error).splitlines()[0]})"
+            ) from error
+        self._work, self._alive = [], ((), ())
+
+
+def select(t: Tensor, rows: Sequence[Range]) -> Tensor:
+    """Returns the rows in these ranges of a (batch, seqlen, ...) tensor; a view if it is one range."""
+    parts = [t[:, begin:end] for begin, end in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1) if parts else t[:, :0]
+
+
+def messages(t: Tensor, rows: Sequence[Range]) -> list[Tensor]:
+    """Returns the contiguous tensors to send for rows of a (batch, seqlen, ...) tensor. With batch 1 each range is a message, and is not
+    copied."""
+    return [t[:, begin:end].contiguous() for begin, end in rows] if t.shape[0] == 1 else [select(t, rows).contiguous()]
+
+
+def room(like: Tensor, rows: Sequence[Range]) -> tuple[Tensor, list[Tensor]]:
+    """Returns a new tensor for the rows in these ranges of a tensor like `like`, and its views that receive the `messages`."""
+    whole = like.new_empty((like.shape[0], length(rows), *like.shape[2:]))
+    return whole, list(whole.split([end - begin for begin, end in rows], 1)) if like.shape[0] == 1 else [whole]
 
 
 class _Ring(torch.autograd.Function):

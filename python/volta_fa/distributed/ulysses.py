@@ -1,7 +1,9 @@
-"""Ulysses (arXiv 2309.14509): each rank exchanges its positions of all heads for all positions of its heads, and back."""
+"""Ulysses (arXiv 2309.14509): each rank exchanges its positions of all heads for all positions of its heads, and back. attention.py calls
+`to_heads` before attention, and `to_sequence` after it. Tensors are (batch, positions, heads, headdim)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -10,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .groups import Grid
 from .plan import shard_ranges
 
-#: The layout of the positions in the concatenated shards of the ranks; None: in order.
-Order = tuple[Grid, str] | None
+#: Number of ranks and layout whose shards, concatenated by rank, must be put in order of their positions; None: they stay as they are.
+Order = tuple[int, str] | None
 
 
 def _all_to_all(op: str, group: dist.ProcessGroup, parts: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -22,7 +23,7 @@ def _all_to_all(op: str, group: dist.ProcessGroup, parts: Sequence[Tensor], size
     like = parts[0]
     width = like.element_size()
     send = torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
-    counts = [width * _product(shape) for shape in sizes]
+    counts = [width * math.prod(shape) for shape in sizes]
     received = send.new_empty(sum(counts))
     try:
         dist.all_to_all_single(received, send, counts, [width * part.numel() for part in parts], group=group)
@@ -34,27 +35,21 @@ def _all_to_all(op: str, group: dist.ProcessGroup, parts: Sequence[Tensor], size
     return [part.view(like.dtype).view(*shape) for part, shape in zip(received.split(counts), sizes)]
 
 
-def _product(shape: Sequence[int]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
-
-
+@lru_cache(maxsize=16)
 def _positions(order: Order, seqlen: int, device: torch.device) -> Tensor | None:
     """Returns the position of each row of the concatenated shards; None if they are in order."""
-    return None if order is None else _places(order[0].ulysses_size, order[1], seqlen, device)
-
-
-@lru_cache(maxsize=16)
-def _places(size: int, layout: str, seqlen: int, device: torch.device) -> Tensor | None:
-    ranges = [r for rank in range(size) for r in shard_ranges(seqlen, size, rank, layout)]
+    if order is None:
+        return None
+    ranges = [r for rank in range(order[0]) for r in shard_ranges(seqlen, order[0], rank, order[1])]
     if all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])):
         return None
     return torch.cat([torch.arange(*r) for r in ranges]).to(device, non_blocking=True)
 
 
 class _ToHeads(torch.autograd.Function):
+    """Exchanges this rank's positions of all heads for all positions of `heads[this rank]`, ranges that may overlap. `lengths`: numbers of
+    positions of each rank."""
+
     @staticmethod
     def forward(
         ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], heads: list[tuple[int, int]], order: Order
@@ -87,6 +82,8 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToSequence(torch.autograd.Function):
+    """The reverse exchange, of equal numbers of heads."""
+
     @staticmethod
     def forward(ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], order: Order) -> Tensor:
         ctx.arguments = (op, group, lengths, order)
@@ -114,11 +111,7 @@ def to_heads(
     op: str, group: dist.ProcessGroup, tensors: Sequence[Tensor], lengths: Sequence[list[int]], heads: list[tuple[int, int]], order: Order
 ) -> list[Tensor]:
     """Returns q, k and v with all positions in `group`, in order, and this rank's heads. Differentiable.
-
-    Args:
-        lengths: the ranks' numbers of queries, and of keys.
-        heads: the range of KV heads of each rank.
-    """
+    `lengths`: numbers of queries of each rank, and of keys. `heads`: the range of KV heads that each rank's query heads use."""
     q, k, v = tensors
     each = q.shape[2] // group.size()
     of_queries = [(u * each, (u + 1) * each) for u in range(group.size())]

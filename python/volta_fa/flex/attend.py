@@ -1,4 +1,5 @@
-"""Attention with score functions and block masks, by `volta_fa::fwd`."""
+"""Computes FlexAttention by `volta_fa::fwd`, for `attention` (eager mode) and `compiled` (torch.compile). Tensors have heads before tokens.
+A recognized score function (`Scores`) becomes options of the operator: scale, softcap, ALiBi slopes, a block mask or a bias in memory."""
 
 from __future__ import annotations
 
@@ -10,19 +11,18 @@ from torch import Tensor
 
 from ..block_mask import BlockMask, kept
 from ..block_mask.recording import recorded
-from ..block_mask.source import Source
-from ..block_mask.torch_mask import NO_BLOCKS, is_empty, source_of
+from ..block_mask.source import NO_BLOCKS, Source, is_empty, source_of
 from ..errors import bad_argument
 from ..integrations.devices import max_headdim
 from ..operands import takes_dtype
 from .score_mod import ScoreMod, Scores, Unrecognized, in_float32, values
 
-#: Largest tensor of added terms in bytes, for score functions whose added terms are not ALiBi's.
+#: Maximum size in bytes (256 MiB) of the bias for score functions whose added terms are not ALiBi's. Larger ones run on torch's function.
 MAX_BIAS_BYTES = 256 << 20
 
 
 def results(out: Tensor, lse: Tensor, return_lse: bool, return_aux: Any) -> Any:
-    """Returns what torch's function returns."""
+    """Returns out, or (out, lse), or (out, AuxOutput), as torch's function does for these two arguments."""
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -40,12 +40,13 @@ def attend(
     mask: BlockMask | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out (batch, heads, queries, headdim) and lse (batch, heads, queries), by `volta_fa::fwd`.
+    """Returns out (batch, heads, queries, headdim) and lse (batch, heads, queries), -inf for a query without a visible key.
 
-    Raises Unrecognized before anything runs.
+    Raises Unrecognized before anything runs if the operator does not compute the call.
 
     Args:
-        captured: arguments of score_mod after the first five.
+        captured: arguments of score_mod after the first five: tensors that it reads.
+        scores: what `recognize` found in score_mod; options(scale) gives the operator's softmax_scale and softcap.
     """
     options: dict[str, Any] = scores.options(query.shape[-1] ** -0.5 if scale is None else scale)
     if scores.needs_gradient:
@@ -93,7 +94,7 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def block_mask_of(block_mask: Any, query: Tensor, key: Tensor) -> BlockMask | None:
-    """Returns the mask of a call, packed, or None without one."""
+    """Returns the packed mask of a call, or None if block_mask hides nothing."""
     if block_mask is None or isinstance(block_mask, BlockMask):
         return block_mask
     if is_empty(block_mask):
@@ -102,12 +103,12 @@ def block_mask_of(block_mask: Any, query: Tensor, key: Tensor) -> BlockMask | No
 
 
 def tracing() -> bool:
-    """Returns whether tensors have no values: torch.compile traces."""
+    """Returns whether torch.compile is tracing, so that tensors have no values."""
     return torch.compiler.is_compiling() or torch._guards.detect_fake_mode() is not None
 
 
 def _hidden(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, ...], hides: tuple[bool, ...]) -> BlockMask:
-    """Returns the mask of a score function that hides elements and adds nothing."""
+    """Returns the block mask of a score function that only hides elements. `hides`: the indices that decide, as in `Scores`."""
     entries, heads = (n if used else 1 for n, used in zip(query.shape, hides[:2]))
     zero = torch.zeros((), device=query.device)
 
@@ -126,19 +127,19 @@ def _slopes(
     if scores.alibi is None or learned or query.shape[2] != key.shape[2]:
         return None
     if scores.alibi == "relative" and (mask is None or tracing() or not kept.is_causal(mask)):
-        return None  # the operators' distance has no sign
+        return None  # the operators subtract slope * |distance|, which is a signed term only if no key comes after its query
     assert scores.bias is not None
     batch, heads = query.shape[:2]
     entries: Tensor | int = torch.arange(batch, device=query.device) if scores.bias[0] else 0
-    with torch.no_grad():
+    with torch.no_grad():  # the slope is the added term of query 0 and key 1, whose distance is 1
         places = (entries, torch.arange(heads, device=query.device), 0, 1)
         step = values(score_mod, captured, places, torch.float32, query.device)[..., 0, 0].float()
-    slopes = step if scores.alibi == "relative" else -step
+    slopes = step if scores.alibi == "relative" else -step  # the operators subtract slope * distance
     return slopes.contiguous() if scores.bias[0] else slopes[0].contiguous()
 
 
 def _bias(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, ...], scores: Scores, mask: BlockMask | None) -> Tensor:
-    """Returns what score_mod adds and hides, and what the mask hides, as a bias."""
+    """Returns what score_mod adds, and -inf where it or the mask hides, as attn_bias. Dimensions that none depends on have size 1."""
     sizes = (*query.shape[:3], key.shape[2])
     none = (False,) * 4
     of_mask = none if mask is None else (mask.shape[0] > 1, mask.shape[1] > 1, True, True)
@@ -157,7 +158,7 @@ def _bias(query: Tensor, key: Tensor, score_mod: ScoreMod, captured: tuple[Any, 
 
 
 def check_arguments(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
-    """Raises ValueError for arguments that torch refuses too."""
+    """Raises ValueError for arguments that torch rejects too."""
 
     def wrong(name: str, got: object, expected: object) -> Exception:
         return bad_argument(name, got, expected, op="flex_attention")

@@ -1,8 +1,9 @@
-"""`flex_attention`: torch's function, forward and backward, on the operators."""
+"""`volta_fa.flex_attention`: torch's FlexAttention, forward and backward, on `volta_fa::fwd` and `bwd`, or else by torch's own function."""
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,17 @@ from torch import Tensor
 
 from ..block_mask import BlockMask
 from ..errors import bad_argument
+from ..integrations.devices import NO_DEVICES
 from .attend import attend, block_mask_of, check_arguments, check_operands, results
-from .routing import log_fallback, original
 from .score_mod import ScoreMod, Unrecognized, recognize
+
+#: Devices whose calls of torch's `flex_attention` run on volta_fa. `switch` sets it.
+devices = NO_DEVICES
+#: torch's own functions that `switch` has replaced in torch's module, by name.
+replaced: dict[str, Callable[..., Any]] = {}
+
+_logger = logging.getLogger("volta_fa")
+_logged: set[str] = set()
 
 
 def flex_attention(
@@ -59,17 +68,9 @@ def flex_attention(
     except Unrecognized as unrecognized:
         log_fallback(str(unrecognized))
         return original()(
-            query,
-            key,
-            value,
-            score_mod,
-            _for_torch(block_mask, unrecognized),
-            scale,
-            enable_gqa,
-            return_lse,
-            kernel_options,
-            **({} if return_aux is None else {"return_aux": return_aux}),
-        )
+            query, key, value, score_mod, _for_torch(block_mask, unrecognized), scale, enable_gqa, return_lse,
+            kernel_options, **({} if return_aux is None else {"return_aux": return_aux}),
+        )  # fmt: skip
     return results(out, lse, return_lse, return_aux)
 
 
@@ -84,12 +85,25 @@ def _run(
 @functools.cache
 def _untraced() -> Callable[..., tuple[Tensor, Tensor]]:
     """Returns `_run`, disabled for dynamo: where dynamo breaks a program into parts, it does not compile these frames."""
-    function: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_run)
-    return function
+    return torch.compiler.disable(_run)
+
+
+def original(name: str = "flex_attention") -> Callable[..., Any]:
+    """Returns torch's own function of this name, also while `enable_flex` replaces it."""
+    import torch.nn.attention.flex_attention as module
+
+    return replaced[name] if name in replaced else getattr(module, name)
+
+
+def log_fallback(operation: str) -> None:
+    """Logs, once for each operation, that torch's own function runs."""
+    if operation not in _logged:
+        _logged.add(operation)
+        _logger.warning("volta_fa.flex_attention: no kernel for %s: torch's own flex_attention runs", operation)
 
 
 def _for_torch(block_mask: Any, reason: Exception) -> Any:
-    """Returns torch's form of a mask for torch's own function."""
+    """Returns the mask for torch's own function. Raises NotImplementedError for volta_fa.BlockMask, which torch cannot read."""
     if isinstance(block_mask, BlockMask):
         expected = f"torch's BlockMask, which torch's own flex_attention needs: volta_fa has no kernel for {reason}"
         raise bad_argument("block_mask", "volta_fa.BlockMask", expected, op="flex_attention", error=NotImplementedError)

@@ -1,4 +1,6 @@
-"""Recognizes score functions of FlexAttention that the operators compute."""
+"""Recognizes score functions (`score_mod`) of FlexAttention that the operators compute, and reads their parameters. `attention` and
+`compiled` call `recognize`. A score function is traced into a graph of operations (`tracing`); `_Reader` follows the graph from the result
+back to the score. Anything but positive factors, one tanh cap, added terms and hiding raises Unrecognized."""
 
 from __future__ import annotations
 
@@ -25,23 +27,17 @@ class Unrecognized(Exception):
 
 @dataclass(frozen=True)
 class Scores:
-    """What a score function does to a score x: `cap(factor * x) + bias`, and hides elements.
+    """What a score function does to a score x: `cap(factor * x) + bias`, and hides elements."""
 
-    Attributes:
-        factor: of the score, before the cap.
-        softcap: 0, or the c of c * tanh(factor * x).
-        bias: which of batch entry, head, query and key the added term depends on; None: nothing is added.
-        alibi: the added term is a slope of the head times the distance: "relative", key - query, or "absolute", |key - query|.
-        hides: which of these decide whether an element becomes -inf; None: none becomes it.
-        needs_gradient: a tensor that the function captures requires a gradient.
-    """
-
-    factor: float = 1.0
-    softcap: float = 0.0
+    factor: float = 1.0  # of the score, before the cap
+    softcap: float = 0.0  # 0, or the c of c * tanh(factor * x)
+    #: whether the added term depends on batch entry, head, query and key; None: nothing is added
     bias: tuple[bool, bool, bool, bool] | None = None
+    #: "relative" or "absolute" if the added term is a slope of batch entry and head times key - query, or times |key - query|
     alibi: str | None = None
+    #: whether batch entry, head, query and key decide which elements become -inf; None: none does
     hides: tuple[bool, bool, bool, bool] | None = None
-    needs_gradient: bool = False
+    needs_gradient: bool = False  # whether a tensor that the function captures requires a gradient
 
     def options(self, scale: float) -> dict[str, float]:
         """Returns softmax_scale and softcap of the operators for a scale of the products."""
@@ -51,17 +47,14 @@ class Scores:
 
 
 def recognize(
-    score_mod: ScoreMod | None,
-    captured: tuple[Any, ...] = (),
-    dtype: torch.dtype = torch.float32,
-    device: torch.device = _CPU,
+    score_mod: ScoreMod | None, captured: tuple[Any, ...] = (), dtype: torch.dtype = torch.float32, device: torch.device = _CPU
 ) -> tuple[Scores, ScoreMod | None]:
     """Returns what a score function does, and a function that computes it. Raises Unrecognized for anything but the forms of `Scores`.
 
-    The function is the same one, or repeats the operations that were read: a second call of it may take other branches.
+    That is score_mod itself if it is a graph, else the trace, because a second call of score_mod may take other branches.
 
     Args:
-        captured: values of arguments after the first five, also of the returned function's.
+        captured: values of arguments after the first five, which the returned function needs too.
         dtype, device: of the score: torch passes query's.
     """
     if score_mod is None:
@@ -80,11 +73,8 @@ def recognize(
 def values(
     score_mod: ScoreMod, captured: tuple[Any, ...], places: tuple[Tensor | int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns the function of a score of 0, (batch, heads, queries, keys): what it adds, and -inf where it hides.
-
-    Args:
-        places: int64 vectors of batch entries, heads, queries and keys, or one number for a dimension of size 1.
-    """
+    """Returns the function's values for a score of 0, (batch, heads, queries, keys): what it adds, and -inf where it hides.
+    `places`: int64 vectors of batch entries, heads, queries and keys, or one number for a dimension of size 1."""
     function: Callable[..., Any] = score_mod
     none = (None,) * len(captured)
     for dimension in (3, 2, 1, 0):
@@ -94,17 +84,14 @@ def values(
     vectors = [p if isinstance(p, Tensor) else torch.full((), p, dtype=torch.int64, device=device) for p in places]
     with indexable_scalars():
         result = function(torch.zeros((), dtype=dtype, device=device), *vectors, *captured)
-    if isinstance(result, (tuple, list)):  # of a graph
+    if isinstance(result, (tuple, list)):  # graphs return a tuple
         (result,) = result
-    shaped: Tensor = result.reshape([p.shape[0] if isinstance(p, Tensor) else 1 for p in places])  # len() makes a known number of it
-    return shaped
+    return result.reshape([p.shape[0] if isinstance(p, Tensor) else 1 for p in places])  # len() would fix a symbolic size
 
 
 def in_float32(score_mod: ScoreMod | None, captured: tuple[Any, ...]) -> tuple[ScoreMod | None, tuple[Any, ...]]:
-    """Returns a function with the 16-bit tensors that it captures in float32.
-
-    Many scores may read one element, as in a relative bias. The sum of their gradients is then in float32, and rounded once.
-    """
+    """Returns a score function and its captured arguments with 16-bit tensors in float32. Many scores may read one element, as in a
+    relative bias. The sum of their gradients is then in float32, and rounded once."""
 
     def wide(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
@@ -114,22 +101,26 @@ def in_float32(score_mod: ScoreMod | None, captured: tuple[Any, ...]) -> tuple[S
     return score_mod, tuple(map(wide, captured))
 
 
+# Names of operations, as `_name` returns them.
 _MULTIPLY, _DIVIDE, _ADD, _SUBTRACT = {"mul", "multiply"}, {"div", "truediv", "true_divide", "divide"}, {"add"}, {"sub", "subtract"}
-#: Operations that change a value's type at most.
+#: Operations that change no value but for its dtype.
 _CONVERSIONS = {"to", "float", "double", "type", "type_as", "_to_copy", "clone", "contiguous", "alias", "convert_element_type"}
-#: Operations that make a tensor of one value, and the argument that is the value.
+#: Operations that make a tensor filled with one value, and the position of that argument.
 _CONSTANTS = {"full_like": 1, "full": 1, "new_full": 2, "tensor": 0, "new_tensor": 1, "scalar_tensor": 0, "as_tensor": 0}
 
 
 class _Reader:
+    """Reads what a traced score function does to its score."""
+
     def __init__(self, traced: Trace):
         self.traced = traced
         self.score, *self.indices = traced.arguments
-        self._depends: dict[fx.Node, frozenset[int]] = {}
+        self._depends: dict[fx.Node, frozenset[int]] = {}  # results of `_needs`
 
     def read(self) -> Scores:
-        self.biases: list[Any] = []
-        self.conditions: list[Any] = []
+        """Returns what the function does. Raises Unrecognized if `Scores` cannot express it."""
+        self.biases: list[Any] = []  # added (or subtracted) values
+        self.conditions: list[Any] = []  # of hiding
         found = self._chain(self.traced.result)
         alibi = self._alibi(self.biases[0]) if len(self.biases) == 1 and not self.conditions else None
         learned = any(t.requires_grad for t in self.traced.captured.values() if isinstance(t, Tensor))
@@ -143,7 +134,7 @@ class _Reader:
         return 0 in used, 1 in used, 2 in used, 3 in used
 
     def _needs(self, value: Any) -> frozenset[int]:
-        """Returns which indices a value depends on, 0 to 3, and -1 for the score."""
+        """Returns what a value depends on: 0 to 3 for batch entry, head, query and key, and -1 for the score."""
         if not isinstance(value, fx.Node):
             return frozenset()
         if value not in self._depends:
@@ -158,7 +149,7 @@ class _Reader:
         return self._depends[value]
 
     def _constant(self, value: Any) -> float | None:
-        """Returns a value that is known without running anything, or None."""
+        """Returns a value that is known without running the graph, or None."""
         if isinstance(value, (int, float)):
             return float(value)
         if isinstance(value, fx.Node) and _name(value) in _CONSTANTS:
@@ -175,7 +166,7 @@ class _Reader:
         return None
 
     def _chain(self, node: Any) -> Scores:
-        """Reads the operations from the score to a node that depends on it."""
+        """Reads the operations from the score to `node`, and returns factor and cap so far. Adds to `biases` and `conditions`."""
         if node is self.score:
             return Scores()
         if not isinstance(node, fx.Node) or -1 not in self._needs(node):
@@ -214,16 +205,18 @@ class _Reader:
         return replace(found, factor=found.factor * factor)
 
     def _hidden(self, name: str, args: tuple[Any, ...]) -> Scores:
+        """Reads where(condition, score, -inf), or with its branches exchanged, or masked_fill(score, condition, -inf)."""
         chosen, other, condition = (args[1], args[2], args[0]) if name == "where" else (args[0], args[2], args[1])
         if -1 in self._needs(other):
             chosen, other = other, chosen
         if -1 in self._needs(condition) or -1 in self._needs(other) or self._constant(other) != -math.inf:
             raise Unrecognized(f"{name} with anything but the score and -inf")
         found = self._chain(chosen)
-        self.conditions.append(condition)  # afterwards: a tanh around it finds it
+        self.conditions.append(condition)  # `_chain` rejects a tanh of it: tanh(-inf) hides nothing
         return found
 
     def _alibi(self, bias: Any) -> str | None:
+        """Returns `Scores.alibi` for the only added value."""
         linear = self._linear(bias)
         if linear is None:
             return None
@@ -234,9 +227,7 @@ class _Reader:
 
     def _linear(self, value: Any) -> tuple[float, float, float, str] | None:
         """Reads t * (a * key + b * query + c), where t depends on batch entry and head only.
-
-        Returns (a, b, c, kind), or None for anything else. Kinds: "term"; "number" for t = 1; "absolute" for t * |key - query|.
-        """
+        Returns (a, b, c, kind), or None for anything else. Kinds: "term"; "number" for t = 1; "absolute" for t * |key - query|."""
         constant = self._constant(value)
         if constant is not None:
             return 0.0, 0.0, constant, "number"
@@ -270,6 +261,7 @@ class _Reader:
             sign = 1 if name in _ADD else -1
             return a[0] + sign * b[0], a[1] + sign * b[1], a[2] + sign * b[2], "number"
         if name in _MULTIPLY | _DIVIDE:
+            # b becomes the factor that depends on neither key nor query
             if name in _MULTIPLY and not a[0] and not a[1] and a[3] != "absolute":
                 a, b = b, a
             if b[0] or b[1] or b[3] == "absolute" or (a[3], b[3]) == ("term", "term") or b[2] == 0:
@@ -282,7 +274,7 @@ class _Reader:
 
 
 def _content(node: fx.Node) -> Any:
-    """Returns the value of a tensor of one value."""
+    """Returns the value that an operation of _CONSTANTS fills its tensor with."""
     position = _CONSTANTS[_name(node)]
     if position < len(node.args):
         return node.args[position]

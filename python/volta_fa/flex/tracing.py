@@ -1,8 +1,6 @@
-"""Traces score functions into FX graphs, without running them on values.
-
-A function gets tensors without memory, so that it takes the branches that it takes for torch: `isinstance(score, Tensor)` is true, and
-dtypes and devices are those of the call. A proxy has neither type nor dtype.
-"""
+"""Traces score functions into FX graphs, without running them on values. `score_mod` reads the graphs. A function gets meta tensors, which
+have no memory, so that it takes the same branches as for torch: `isinstance(score, Tensor)` is true, and dtypes and devices are those of
+the call. FX's own proxies have neither a tensor's type nor a dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate, map_arg
 from torch.overrides import TorchFunctionMode
 
-#: What a function may ask a tensor for without reading its value.
+#: Attributes and methods of tensors that do not depend on values.
 _FACTS = {"dtype", "shape", "ndim", "layout", "dim", "size", "numel", "is_floating_point", "is_complex"}
 #: Operators with their operands in the other order, under names of `Tensor`.
 _REFLECTED = {"__rsub__": operator.sub, "__rdiv__": operator.truediv}
@@ -24,19 +22,12 @@ _REFLECTED = {"__rsub__": operator.sub, "__rdiv__": operator.truediv}
 
 @dataclass(frozen=True)
 class Trace:
-    """A function as a graph.
+    """A function as a graph."""
 
-    Attributes:
-        arguments: its placeholders, without those of `captured`.
-        result: the node that it returns.
-        captured: the tensors of nodes that stand for one.
-        graph: of the nodes.
-    """
-
-    arguments: tuple[fx.Node, ...]
-    result: Any
-    captured: dict[fx.Node, Tensor]
-    graph: fx.Graph
+    arguments: tuple[fx.Node, ...]  # the nodes of score, batch entry, head, query and key
+    result: Any  # the node that it returns
+    captured: dict[fx.Node, Tensor]  # nodes that stand for tensors that the function reads besides, with these tensors
+    graph: fx.Graph  # the graph with all nodes
 
     def __call__(self, *arguments: Tensor) -> Any:
         """Returns the function's value."""
@@ -49,10 +40,10 @@ class Trace:
 
 
 def trace(function: Callable[..., Any], captured: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Trace | None:
-    """Returns the graph of a score function, or None if it does something that has no graph here.
+    """Returns the trace of a score function, or None if it does something that a Trace cannot represent.
 
     Args:
-        captured: values of arguments after the first five: those that dynamo takes out of a GraphModule's closures.
+        captured: values of arguments after the first five. Dynamo turns tensors that a function captures into such arguments.
         dtype, device: of the score.
     """
     try:
@@ -64,7 +55,7 @@ def trace(function: Callable[..., Any], captured: tuple[Any, ...], dtype: torch.
             result = function(*recorder.values, *captured)
         result = map_aggregate(result, recorder.operand)
         return None if recorder.gave_up else Trace(arguments, result, recorder.captured, recorder.graph)
-    except Exception:  # what user functions raise when a tensor has no value, and _NoGraph
+    except Exception:  # _NoGraph, or what a user's function raises when a tensor has no value
         return None
 
 
@@ -73,6 +64,7 @@ class _NoGraph(Exception):
 
 
 def _of_module(module: fx.GraphModule, captured: tuple[Any, ...]) -> Trace:
+    """Returns the trace of dynamo's graph of a score function."""
     nodes = module.graph.nodes
     placeholders = [node for node in nodes if node.op == "placeholder"]
     values: dict[fx.Node, Tensor] = dict(zip(placeholders[5:], captured, strict=True))
@@ -90,20 +82,21 @@ def _of_module(module: fx.GraphModule, captured: tuple[Any, ...]) -> Trace:
 
 
 def _writes(name: str) -> bool:
+    """Returns whether a tensor method works in place, as add_ does."""
     return name.endswith("_") and not name.endswith("__")
 
 
 class _Recorder(TorchFunctionMode):
-    """Records what a function does with its arguments, and runs the rest: what it makes of captured tensors alone."""
+    """Records operations on the function's arguments and on their results. Operations on other (captured) tensors alone just run."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.graph = fx.Graph()
-        self.values: list[Tensor] = []  # arguments, then results
-        self.nodes: dict[int, fx.Node] = {}  # of values, by identity: they stay alive, so no other tensor gets it
+        self.values: list[Tensor] = []  # meta tensors: the arguments, then results
+        self.nodes: dict[int, fx.Node] = {}  # of values by id(): values stay alive, so ids are not reused
         self.captured: dict[fx.Node, Tensor] = {}
-        self.gave_up = False  # a function may catch the exception
+        self.gave_up = False  # whether an exception was raised, which the function may have caught
         for name, kind in zip(("score", "b", "h", "q", "kv"), (dtype, *(torch.int32,) * 4)):
             self._add(torch.empty((), dtype=kind, device="meta"), self.graph.placeholder(name))
 
@@ -132,6 +125,7 @@ class _Recorder(TorchFunctionMode):
         return node
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function on meta tensors and adds it to the graph. Raises _NoGraph if it reads a value, or writes one that others read."""
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
         if name == "device":
             return self.device
@@ -146,14 +140,14 @@ class _Recorder(TorchFunctionMode):
                 raise _NoGraph
             return result
         if written:
-            # as an operation that does not write, unless a view shows the old value or the new one
+            # Recorded as the operation that does not write (add for add_). That is wrong if another value shares the memory: a view.
             shared = [value for value in self.values if value.untyped_storage()._cdata == result.untyped_storage()._cdata]
             if not _writes(name) or written[0] is not result or len(written) > 1 or len(shared) > 1:
                 raise _NoGraph
             func = getattr(Tensor, name[:-1])
         elif _writes(name):  # into a captured tensor
             raise _NoGraph
-        elif id(result) in self.nodes:  # a conversion that changes nothing
+        elif id(result) in self.nodes:  # a conversion that returned its argument
             return result
         operands = map_aggregate((args, kwargs), self.operand)
         if name in _REFLECTED:
@@ -161,12 +155,13 @@ class _Recorder(TorchFunctionMode):
         return self._add(result, self.graph.create_node("call_function", func, *operands))
 
     def _reads_a_value(self, of: Any) -> bool:
+        """Returns whether arguments contain a recorded value."""
         found = []
         map_aggregate(of, lambda value: found.append(value) if id(value) in self.nodes else None)
         return bool(found)
 
     def _shape(self, value: Any) -> Any:
-        """Returns a tensor without memory in place of a tensor."""
+        """Returns a meta tensor like a captured tensor, and anything else itself: recorded operations run on meta tensors alone."""
         if not isinstance(value, Tensor) or id(value) in self.nodes:
             return value
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -179,7 +174,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _first(index: Any) -> Any:
-    """Returns an index with the same result's shape as a scalar tensor's, whose value is not known."""
+    """Returns 0 in place of a scalar index tensor, whose value is unknown: the result has the same shape."""
     if not isinstance(index, Tensor):
         return index
     if index.dim() or index.is_floating_point() or index.dtype == torch.bool:

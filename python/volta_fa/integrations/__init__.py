@@ -16,5 +16,4 @@ Module | Program | Takes effect by
 Each module begins with the supported releases, what it registers or replaces, and what falls back.
 PyTorch's FlexAttention is in `volta_fa.flex`: `volta_fa.enable_flex()`.
 
-Importing this package imports none of these programs.
-"""
+Importing this package imports none of these programs."""

@@ -1,7 +1,9 @@
-"""The devices that a switch such as `enable_sdpa` asks for, and which of this machine's qualify."""
+"""The devices that a switch such as `enable_sdpa` or `enable_flex` turns on, and which of this machine's qualify. "sm" is a compute
+capability as a number, such as 70 for 7.0."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,18 +16,17 @@ from ..inspection import info
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that a switch or a block asks for."""
+    """The devices for which a switch or a `with` block is on: the CPU, and CUDA devices by number."""
 
     cpu: bool
     cuda: frozenset[int]
-    #: VOLTA_FA_ENABLE_SDPA's "1" or "force": the library decides about each CUDA device when it first sees it
-    on_first_use: str = ""
+    on_first_use: str = ""  # VOLTA_FA_ENABLE_SDPA's "1" or "force": the library decides about each CUDA device when it first sees it
 
     def __or__(self, other: Devices) -> Devices:
         return Devices(self.cpu or other.cpu, self.cuda | other.cuda, self.on_first_use or other.on_first_use)
 
     def __contains__(self, device: torch.device) -> bool:
-        """Returns True for a device of a tensor that is on. Devices that are decided on first use do not count."""
+        """Returns whether a tensor's device is on. Devices that the library decides about on first use do not count."""
         return self.cpu if device.type == "cpu" else device.type == "cuda" and device.index in self.cuda
 
 
@@ -51,7 +52,7 @@ def devices_of(op: str, device: str | torch.device | int | None, force: bool) ->
         raise bad_argument("device", device, "a CUDA device, or cpu for tests", op=op)
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
-        raise bad_argument("device", device, f"one of this machine's {count} CUDA devices", op=op)
+        raise bad_argument("device", device, f"one of this machine's {count} CUDA devices{'' if count else _reason()}", op=op)
     return Devices(False, frozenset(_usable(op, range(count) if device.index is None else [device.index], force)))
 
 
@@ -61,7 +62,7 @@ def serves(index: int, force: bool = False) -> bool:
 
 
 def max_headdim(device: torch.device) -> int:
-    """Returns the largest headdim that the kernels of a device take."""
+    """Returns the largest headdim that the kernels of a device take; of the CPU, that of the CPU backend."""
     sm = _sm(device.index) if device.type == "cuda" and device.index is not None else 0
     return int(torch.ops.volta_fa._max_headdim(sm))
 
@@ -71,7 +72,20 @@ def max_headdim(device: torch.device) -> int:
 max_headdim._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def forget_compiled_programs(switch: str, tag: str) -> None:
+    """Makes torch.compile forget programs from before a switch changed, because they contain its decision. The keys of its caches on disk
+    get `tag`, of what is on; "": the switch is off."""
+    from torch.compiler import config
+
+    tags = [other for other in config.cache_key_tag.split(",") if other and not other.startswith(switch)]
+    config.cache_key_tag = ",".join([*tags, f"{switch}.{tag}"] if tag else tags)
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset_code_caches()
+
+
 def _reason() -> str:
+    """Returns why torch can use no GPU, as the end of a sentence."""
     problem = cuda_problem()
     return f": {problem}" if problem else ""
 

@@ -4,8 +4,7 @@
 rules for `volta_fa::fwd` and `volta_fa::bwd` to DTensor's table of handlers. It waits until then, because importing
 torch.distributed.tensor takes longer than importing volta_fa.
 
-If DTensor's internals differ in a torch, no rule is added: DTensor raises its own error, and `enable_sdpa` falls back to PyTorch.
-"""
+If DTensor's internals differ in a torch, no rule is added: DTensor raises its own error, and `enable_sdpa` falls back to PyTorch."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 _library = torch.library.Library("volta_fa", "IMPL")
+#: The dispatch key of kernels for all tensors.
 _KEY = "CompositeImplicitAutograd"
 
 

@@ -3,15 +3,13 @@
 `enable_sdpa()` and `disable_sdpa()` switch it for the process, `sdpa_enabled()` for a block, VOLTA_FA_ENABLE_SDPA when the library is
 loaded. A device is on while the switch or an open block names it.
 
-The native library registers another kernel for the op. No Python name is replaced, so TorchScript programs, torch.nn's layers,
+The native library registers another kernel for that operator. No Python name is replaced, so TorchScript programs, torch.nn's layers,
 C++ code and modules that imported the function earlier use it too. Calls without a kernel in volta_fa run the implementation that
-PyTorch would have chosen; `sdpa_stats()` counts them by reason, and docs/guides/sdpa.md explains the reasons.
-"""
+PyTorch would have chosen; `sdpa_stats()` counts them by reason, and docs/guides/sdpa.md explains the reasons."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,27 +21,25 @@ import torch
 
 from ..diagnostics import cuda_problem
 from ..errors import bad_argument
-from .devices import NO_DEVICES, Devices, devices_of
-
-_CACHE_TAG = "volta_fa.sdpa"
+from .devices import NO_DEVICES, Devices, devices_of, forget_compiled_programs
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a switch or a block asks for."""
+    """What `enable_sdpa` or an `sdpa_enabled` block asks for."""
 
     devices: Devices
-    precision: str = "exact"
+    precision: str = "exact"  # or "fast"
 
 
 OFF = Request(NO_DEVICES)
 _lock = threading.RLock()
-#: That of `enable_sdpa`, or OFF; then those of open `with` blocks, by identity, because equal blocks may overlap.
+#: The request of `enable_sdpa`, or OFF; then those of open `with` blocks. Blocks are removed by identity: equal ones may overlap.
 _requests: tuple[Request, ...] = (OFF,)
 
 
 def active(requests: Sequence[Request] | None = None) -> Request:
-    """Returns what is in force: the devices of all requests, and the precision of the last."""
+    """Returns the request in effect: the devices of all requests, and the precision of the last."""
     requests = _requests if requests is None else requests
     devices = NO_DEVICES
     for request in requests:
@@ -84,9 +80,7 @@ def disable_sdpa() -> None:
 @contextmanager
 def sdpa_enabled(device: str | torch.device | int | None = None, *, force: bool = False, precision: str = "exact") -> Iterator[None]:
     """Enables devices, as `enable_sdpa` does, for a `with` block, in all threads. Blocks may nest and overlap.
-
-    The precision of the block that was opened last serves all enabled devices.
-    """
+    The precision of the block that was opened last serves all enabled devices."""
     request = _request("sdpa_enabled", device, force, precision)
     with _lock:
         _apply(*_requests, request)
@@ -99,15 +93,13 @@ def sdpa_enabled(device: str | torch.device | int | None = None, *, force: bool 
 
 def sdpa_stats(reset: bool = False) -> dict[str, Any]:
     """Returns the number of calls of scaled_dot_product_attention on enabled devices, since the start or a reset.
+    `reset`: set all counts to 0 afterwards.
 
     Keys:
         ran: calls that volta_fa ran.
         traced: calls that torch.compile or another tracer recorded as volta_fa's. Runs of the compiled program are not counted.
         fast: of these two, the calls of `volta_fa::fwd_fast`. The key is there if there were any.
         fell_back: calls that PyTorch's implementation ran, by reason; docs/guides/sdpa.md explains the reasons.
-
-    Args:
-        reset: set all counts to 0 afterwards.
     """
     counts = dict(torch.ops.volta_fa._sdpa_stats())
     if reset:
@@ -124,7 +116,7 @@ def _request(op: str, device: str | torch.device | int | None, force: bool, prec
 
 
 def _apply(*requests: Request) -> None:
-    """Configures the library, and then stores the requests: after an error of the library nothing has changed."""
+    """Configures the library for these requests, and then stores them, so that an error of the library changes nothing."""
     global _requests
     wanted = active(requests)
     changes = wanted != active()
@@ -137,26 +129,18 @@ def _apply(*requests: Request) -> None:
 
 
 def _forget_compiled_programs(request: Request) -> None:
-    """Discards what torch.compile made before the switch changed, because it decides at compile time.
-
-    Its caches on disk identify a graph by its Python code, which does not show the switch. Their key gets a tag of the devices, the
-    precision and the operators' arguments, which compiled programs hold.
-    """
-    from torch.compiler import config
-
-    tags = [tag for tag in config.cache_key_tag.split(",") if tag and not tag.startswith(_CACHE_TAG)]
-    if request.devices != NO_DEVICES:
+    """Makes torch.compile forget its programs. Its caches on disk identify a graph by its Python code, which does not show the switch.
+    Their tag is of the devices, the precision and the operators' arguments, which compiled programs hold."""
+    devices, tag = request.devices, ""
+    if devices != NO_DEVICES:
         schemas = [op.default._schema for op in (torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast)]
-        shown = (request.devices.cpu, sorted(request.devices.cuda), request.devices.on_first_use, request.precision)
-        tags.append(f"{_CACHE_TAG}.{hashlib.sha256(f'{shown}{schemas}'.encode()).hexdigest()}")
-    config.cache_key_tag = ",".join(tags)
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.reset_code_caches()
+        shown = (devices.cpu, sorted(devices.cuda), devices.on_first_use, request.precision)
+        tag = hashlib.sha256(f"{shown}{schemas}".encode()).hexdigest()
+    forget_compiled_programs("volta_fa.sdpa", tag)
 
 
 def _read_library_state() -> None:
-    """Reads the state that the library took from VOLTA_FA_ENABLE_SDPA when it was loaded."""
+    """Stores the request that the native library read from VOLTA_FA_ENABLE_SDPA when it was loaded. `import volta_fa` calls it once."""
     global _requests
     # on_first_use is '1' or 'force' if the library decides about each CUDA device when it first sees it
     cpu, on_first_use = torch.ops.volta_fa._sdpa_from_environment()

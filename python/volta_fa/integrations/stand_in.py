@@ -1,4 +1,4 @@
-"""Lets programs that import flash_attn or sageattention find volta_fa's packages of these names."""
+"""Lets programs that import flash_attn, flash_attn_v100 or sageattention find volta_fa's packages of these names ("shims")."""
 
 from __future__ import annotations
 
@@ -6,11 +6,43 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib import metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 #: Folders with a package and its metadata, as pip would install them from tools/flash_attn_shim and tools/sageattention_shim.
 _FLASH_ATTN, _SAGEATTENTION = (Path(__file__).parent / package / "shim" for package in ("flash_attn", "sageattention"))
+
+
+class _Submodules(MetaPathFinder, Loader):
+    """Finds modules without files, which only have the names of other modules. A module is made, and its source imported, on import."""
+
+    def __init__(self, sources: dict[str, str]) -> None:
+        self._sources = sources
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        is_package = "." in fullname and any(name.startswith(f"{fullname}.") for name in self._sources)
+        if not is_package and fullname not in self._sources:
+            return None
+        return ModuleSpec(fullname, self, origin=self._sources.get(fullname), is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if source := self._sources.get(module.__name__):
+            found = vars(importlib.import_module(source))
+            vars(module).update({name: value for name, value in found.items() if name == "__all__" or not name.startswith("__")})
+
+
+def provide_submodules(sources: dict[str, str]) -> None:
+    """Makes submodules of a shim's package importable. Its `__init__` calls it, because Python imports a package before its modules.
+
+    Args:
+        sources: by module, the module whose names it gets. The packages between, such as flash_attn.ops, follow.
+    """
+    # at the end: files come first
+    sys.meta_path.append(_Submodules(sources))
 
 
 def install_flash_attn_shim(*, fa3_returns_lse: bool | None = None) -> None:
@@ -18,8 +50,8 @@ def install_flash_attn_shim(*, fa3_returns_lse: bool | None = None) -> None:
 
     So does `import flash_attn_interface`, FlashAttention 3's module, unless that is installed.
 
-    Call it before importing packages that look for flash-attn, such as transformers, because they look once. A second call does
-    nothing but for its argument, and so does a call where pip installed the shim.
+    Call it before importing packages that look for flash-attn, such as transformers, because they look once. A second call only sets
+    its argument, and so does a call if pip has installed the shim.
 
     Args:
         fa3_returns_lse: True: functions of flash_attn_interface return (out, softmax_lse), as before 2025-08-29. Programs of that time,
@@ -31,36 +63,26 @@ def install_flash_attn_shim(*, fa3_returns_lse: bool | None = None) -> None:
         from .flash_attn import fa3  # here, because it lengthens every import
 
         fa3._always_return_lse = fa3_returns_lse
-    if _install("install_flash_attn_shim", "flash-attn", _FLASH_ATTN) and "transformers" in sys.modules:
-        warnings.warn(
-            "volta_fa.install_flash_attn_shim: transformers was imported before; if it looked for flash-attn, it will not find the shim",
-            stacklevel=2,
-        )
+    _install("install_flash_attn_shim", "flash-attn", _FLASH_ATTN, "transformers")
 
 
 def install_sageattention_shim(*, replace: bool = False) -> None:
     """Makes `import sageattention`, and importlib.metadata's search for it, find volta_fa in this process.
 
     Call it before importing packages that look for sageattention, such as diffusers, because they look once. A second call does
-    nothing, and so does a call where pip installed the shim.
+    nothing, and so does a call if pip has installed the shim.
 
     Args:
         replace: find the shim before an installed sageattention, in this process only.
 
     Raises RuntimeError if another sageattention is imported, or, without `replace`, installed.
     """
-    if _install("install_sageattention_shim", "sageattention", _SAGEATTENTION, replace=replace) and "diffusers" in sys.modules:
-        warnings.warn(
-            "volta_fa.install_sageattention_shim: diffusers was imported before; if it looked for sageattention, it will not find the shim",
-            stacklevel=2,
-        )
+    _install("install_sageattention_shim", "sageattention", _SAGEATTENTION, "diffusers", replace=replace)
 
 
 def provide_flash_attn_v100() -> None:
-    """Makes `import flash_attn_v100` find volta_fa in this process, also where 1Cat-vLLM's wheel has a package of that name.
-
-    Raises RuntimeError if that package is imported already.
-    """
+    """Makes `import flash_attn_v100` find volta_fa in this process, even if 1Cat-vLLM's package of that name is installed. `volta_fa.vllm`
+    calls it if the variable VOLTA_FA_VLLM_1CAT asks for it. Raises RuntimeError if another package of that name is imported already."""
     name = "flash_attn_v100"
     package = _FLASH_ATTN / name / "__init__.py"
     found = sys.modules.get(name)
@@ -74,21 +96,22 @@ def provide_flash_attn_v100() -> None:
     spec.loader.exec_module(module)
 
 
-def _install(caller: str, distribution: str, site: Path, *, replace: bool = False) -> bool:
+def _install(caller: str, distribution: str, site: Path, seeker: str, *, replace: bool = False) -> None:
     """Puts a folder with a package and its metadata into the search path of this process.
 
     Args:
         caller: the public function, for messages.
         distribution: the name that pip would install.
         site: a folder with the package and its `dist-info`, whose version ends with +volta.
-        replace: find the stand-in before an installed package.
+        seeker: a package that looks for it when it is imported; a warning says if it was imported before.
+        replace: find the shim before an installed package.
 
-    Returns False if a stand-in is there already. Raises RuntimeError if another package is imported, or, without `replace`, installed.
+    Does nothing if a shim is there already. Raises RuntimeError if another package is imported, or, without `replace`, installed.
     """
     module = distribution.replace("-", "_")
     installed = next(iter(metadata.distributions(name=distribution)), None)
     if installed is not None and installed.version.endswith("+volta"):
-        return False
+        return
     if replace and module in sys.modules:
         raise RuntimeError(f"volta_fa.{caller}: {module} was imported before: call it before the first import of {module}")
     if not replace and installed is not None:
@@ -99,7 +122,9 @@ def _install(caller: str, distribution: str, site: Path, *, replace: bool = Fals
     found = None if replace else sys.modules.get(module) or importlib.util.find_spec(module)
     if found is not None:
         raise RuntimeError(f"volta_fa.{caller}: there is another {module}, which the shim must not shadow: {found}")
-    # without `replace` at the end, so that a package that is installed later is found first
+    # without `replace` the folder goes to the end, so that a package that is installed later is found first
     sys.path.insert(0 if replace else len(sys.path), str(site))
     importlib.invalidate_caches()
-    return True
+    if seeker in sys.modules:
+        text = f"{seeker} was imported before; if it looked for {distribution}, it will not find the shim"
+        warnings.warn(f"volta_fa.{caller}: {text}", stacklevel=3)

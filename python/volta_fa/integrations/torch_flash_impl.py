@@ -1,12 +1,12 @@
 """PyTorch's registry of flash attention implementations, for torch 2.10 and later.
 
 `import volta_fa` registers the name "VOLTA", which changes nothing yet. `torch.nn.attention.activate_flash_attention_impl("VOLTA")`
-then replaces the kernels of PyTorch's flash attention ops in `aten`; `restore_flash_attention_impl()`, from torch 2.11 on, undoes it.
+then replaces the kernels of PyTorch's flash attention operators in `aten` by those here; `restore_flash_attention_impl()`, from torch
+2.11 on, undoes it.
 
 volta_fa then runs `torch.nn.attention.varlen.varlen_attn`, `aten::_flash_attention_forward`, and scaled_dot_product_attention where
 PyTorch chooses flash attention. PyTorch never does on Volta and Turing: use `volta_fa.enable_sdpa()` there.
-Nothing falls back: arguments without a kernel raise NotImplementedError.
-"""
+Nothing falls back: arguments without a kernel raise NotImplementedError."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import bad_argument
-from ..operands import readable
+from ..operands import with_unit_stride
+from .flash_attn.interface import _lengths
 
 #: The name for `activate_flash_attention_impl`.
 NAME = "VOLTA"
@@ -34,31 +35,33 @@ class _Handle:
 
 
 def _register_kernels() -> _Handle:
+    """Replaces the kernels. PyTorch calls it on activation."""
     library = torch.library.Library("aten", "IMPL")
-    kernels: list[tuple[str, Callable[..., Any], tuple[str, ...]]] = [
-        # PyTorch has no CPU kernels for these: its scaled_dot_product_attention calls other ops there
-        ("_flash_attention_forward", _forward, ("CPU", "CUDA")),
-        ("_flash_attention_backward", _backward, ("CPU", "CUDA")),
-        ("_scaled_dot_product_flash_attention", _sdpa_forward, ("CPU", "CUDA")),
-        ("_scaled_dot_product_flash_attention_backward", _sdpa_backward, ("CPU", "CUDA")),
-        ("_flash_attention_forward_no_dropout_inplace", _forward_into, ("CPU", "CUDA")),
-    ]
-    for name, kernel, keys in kernels:
+    kernels: dict[str, Callable[..., Any]] = {
+        "_flash_attention_forward": _forward,
+        "_flash_attention_backward": _backward,
+        "_scaled_dot_product_flash_attention": _sdpa_forward,
+        "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+        "_flash_attention_forward_no_dropout_inplace": _forward_into,
+    }
+    for name, kernel in kernels.items():
         if hasattr(torch.ops.aten, name):  # not every release has them all
-            for key in keys:
+            for key in ("CPU", "CUDA"):  # PyTorch has no CPU kernels for these: its scaled_dot_product_attention calls other ops there
                 library.impl(name, kernel, key)
     return _Handle(library)
 
 
 def _bound(window: int | None) -> int:
-    return -1 if window is None else max(-1, window)
+    return -1 if window is None else max(-1, window)  # -1: no limit
 
 
 def _no_random_numbers(q: Tensor) -> Tensor:
+    """Returns the rng_state of a call without dropout."""
     return torch.empty(2, dtype=torch.uint64, device=q.device)
 
 
 def _unused(q: Tensor) -> Tensor:
+    """Returns the result of aten's operators that PyTorch calls unused."""
     return torch.empty((), dtype=torch.uint64, device=q.device)
 
 
@@ -89,20 +92,18 @@ def _forward(
         "softmax_scale": scale,
         "is_causal": is_causal,
         "window_left": _bound(window_size_left),
-        # is_causal sets it to 0
+        # volta_fa rejects a positive window_right with is_causal, which limits it to 0 anyway
         "window_right": -1 if is_causal else _bound(window_size_right),
-        "alibi_slopes": readable(alibi_slopes),
+        "alibi_slopes": with_unit_stride(alibi_slopes),
     }
-    # readable() copies tensors whose last dimension is not contiguous
-    q, k, v = readable(query), readable(key), readable(value)
-    cum_seq_q, cum_seq_k, seqused_k, block_table = (readable(t) for t in (cum_seq_q, cum_seq_k, seqused_k, block_table))
+    q, k, v = with_unit_stride(query), with_unit_stride(key), with_unit_stride(value)
+    cum_seq_q, cum_seq_k, seqused_k, block_table = (with_unit_stride(t) for t in (cum_seq_q, cum_seq_k, seqused_k, block_table))
     if cum_seq_q is not None:
         options |= {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
     if block_table is not None:
         if dropout_p:
-            raise bad_argument(
-                "dropout_p", f"{dropout_p} together with block_table", "0: a cache is for inference", error=NotImplementedError
-            )
+            got = f"{dropout_p} together with block_table"
+            raise bad_argument("dropout_p", got, "0: a cache is for inference", error=NotImplementedError)
         if seqused_k is None and cum_seq_k is not None:
             seqused_k = cum_seq_k.diff()
         options["num_splits"] = max(0, num_splits or 0)
@@ -113,12 +114,8 @@ def _forward(
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
         for name, t in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes)):
             if t is not None:
-                raise bad_argument(
-                    name,
-                    "a tensor with inputs that require grad",
-                    "None: aten::_flash_attention_backward has no such argument",
-                    error=NotImplementedError,
-                )
+                expected = "None: aten::_flash_attention_backward has no such argument"
+                raise bad_argument(name, "a tensor with inputs that require grad", expected, error=NotImplementedError)
     out, softmax_lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, dropout_p=dropout_p, seqused_k=seqused_k, **options)
     rng_state = rng_state.view(torch.uint64) if dropout_p else _no_random_numbers(q)
     return out, softmax_lse, rng_state, _unused(q), q.new_empty(0)
@@ -155,37 +152,20 @@ def _backward(
     options: dict[str, Any] = {}
     # the schema requires both tensors, so a dense call gives None or empty ones
     if cum_seq_q is not None and cum_seq_k is not None and cum_seq_q.numel():
-        options = {
-            "cu_seqlens_q": readable(cum_seq_q),
-            "cu_seqlens_k": readable(cum_seq_k),
-            "max_seqlen_q": max_q,
-            "max_seqlen_k": max_k,
-        }
-    q, k, v = readable(query), readable(key), readable(value)
+        options = _lengths(cum_seq_q, cum_seq_k, max_q, max_k)
+    q, k, v = with_unit_stride(query), with_unit_stride(key), with_unit_stride(value)
     dq, dk, dv, _, _ = torch.ops.volta_fa.bwd(
-        grad_out,
-        q,
-        k,
-        v,
-        out,
-        logsumexp,
-        rng_state=rng_state.view(torch.int64) if dropout_p else None,
-        dropout_p=dropout_p,
-        softmax_scale=scale,
-        is_causal=is_causal,
-        window_left=_bound(window_size_left),
+        grad_out, q, k, v, out, logsumexp, rng_state=rng_state.view(torch.int64) if dropout_p else None,
+        dropout_p=dropout_p, softmax_scale=scale, is_causal=is_causal, window_left=_bound(window_size_left),
         window_right=-1 if is_causal else _bound(window_size_right),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        **options,
-    )
+        deterministic=torch.are_deterministic_algorithms_enabled(), **options,
+    )  # fmt: skip
     return dq, dk, dv
 
 
 def _like(t: Tensor, found: Tensor) -> Tensor:
     """Returns `found`, (batch, seqlen, heads, headdim), as (batch, heads, seqlen, headdim) with the strides of `empty_like(t)`.
-
-    Compiled programs rely on these strides, which PyTorch's kernel gives its results.
-    """
+    Compiled programs rely on these strides, which PyTorch's kernel gives its results."""
     found = found.transpose(1, 2)
     wanted = torch.empty_like(t, device="meta")
     if found.shape == wanted.shape and found.stride() != wanted.stride():

@@ -9,8 +9,7 @@
 RuntimeError if the installed xformers does not fit this description.
 
 Calls without a kernel in volta_fa run xformers' own operators; `xformers_stats()` counts them by reason, and docs/guides/xformers.md
-explains the reasons. xformers' functions without autograd (`memory_efficient_attention_forward` and its relatives) are unchanged.
-"""
+explains the reasons. xformers' functions without autograd (`memory_efficient_attention_forward` and its relatives) are unchanged."""
 
 from __future__ import annotations
 
@@ -26,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operands import readable, takes_dtype
+from ..operands import takes_dtype, with_unit_stride
 from .devices import NO_DEVICES, devices_of, max_headdim
+from .flash_attn.interface import _lengths
 
 _RELEASES = "0.0.29 to 0.0.35"
 _MODULE = "xformers.ops.fmha"
@@ -83,15 +83,13 @@ def disable_xformers() -> None:
 
 def xformers_stats(reset: bool = False) -> dict[str, Any]:
     """Returns the number of calls of `memory_efficient_attention` on enabled devices, since the start or a reset.
+    `reset`: set all counts to 0 afterwards.
 
     Keys:
         ran: calls that volta_fa ran.
         fell_back: calls that xformers' operators ran, by reason; docs/guides/xformers.md explains the reasons.
 
     Compiled programs are not counted.
-
-    Args:
-        reset: set all counts to 0 afterwards.
     """
     counts = dict(sorted(_counts.items()))
     if reset:
@@ -132,7 +130,8 @@ class _Unsupported(Exception):
 
 
 def _attention(inp: Any, op: Any = None) -> Tensor:
-    """Stands in for xformers' `_memory_efficient_attention`."""
+    """Replaces xformers' `_memory_efficient_attention`. inp: xformers' Inputs (query, key, value, attn_bias, p, scale); op: its choice of
+    an operator."""
     original = _original
     assert original is not None
     if inp.query.device not in _devices:
@@ -177,16 +176,20 @@ def _run(inp: Any) -> Tensor:
         q, (k, v) = q.flatten(2, 3), _grouped(k, v)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     options = {"softmax_scale": inp.scale, "dropout_p": inp.p}
+    rule = _RULES.get(_bias_name(inp.attn_bias))
+    if rule is None:
+        raise _Unsupported("attn_bias")
+    compute, options_of = rule
     # xformers computes in the dtype of its inputs
     with torch.autocast(q.device.type, enabled=False):
-        return _RULES.get(_bias_name(inp.attn_bias), _other)(inp.attn_bias, q, k, v, options)
+        return compute(inp.attn_bias, q, k, v, options | options_of(inp.attn_bias))
 
 
 def _grouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Returns k and v of (batch, seqlen, groups, heads, headdim) with one head for each group where all heads are one expanded head."""
 
     def is_expanded(t: Tensor) -> bool:
-        # a leaf's gradient has a place for each head
+        # not a leaf that requires grad, whose gradient must have every head
         return t.shape[3] == 1 or (t.stride(3) == 0 and not (t.requires_grad and t.is_leaf))
 
     if is_expanded(k) and is_expanded(v) and k.shape[3]:
@@ -195,31 +198,43 @@ def _grouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bias_name(bias: Any) -> str:
-    """Returns the name of an xformers bias's class, or of a tensor's or None's."""
+    """Returns the key of `_RULES` for a bias: the class of xformers' biases, "Tensor" or "None"; "" for other types."""
     kind = type(bias)
     if bias is None or kind in (Tensor, torch.nn.Parameter):
         return "Tensor" if bias is not None else "None"
     return kind.__name__ if kind.__module__ == f"{_MODULE}.attn_bias" else ""
 
 
-def _fwd(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    out: Tensor = torch.ops.volta_fa.fwd(q, k, v, **options)[0]
-    return out
+def _fwd(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:  # of volta_fa; options contain the bias
+    return torch.ops.volta_fa.fwd(q, k, v, **options)[0]
 
 
-def _other(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    raise _Unsupported("attn_bias")
+# ---- options of the operators that a bias stands for -------------------------------------------------------------------
 
 
-# ---- biases of whole batches -------------------------------------------------------------------------------------------
+def _nothing(bias: Any) -> dict[str, Any]:
+    return {}
 
 
-def _none(bias: None, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    return _fwd(q, k, v, options)
+def _window(bias: Any) -> dict[str, Any]:
+    return {"window_left": bias.window_left, "window_right": bias.window_right}
+
+
+def _causal(bias: Any) -> dict[str, Any]:
+    return {"is_causal": True, "window_left": _left(bias)}
+
+
+def _left(bias: Any) -> int:
+    """Returns window_left of a bias, or -1. xformers counts the query's own position."""
+    window: int = getattr(bias, "_window_size", 0)
+    return window - 1
+
+
+# ---- biases of whole batches: functions of `_RULES`, which compute attention with one kind of bias ----------------------------
 
 
 def _tensor(bias: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    return _fwd(q, k, v, options | {"attn_bias": _checked_bias(bias, q, k)})
+    return _fwd(bias, q, k, v, options | {"attn_bias": _checked_bias(bias, q, k)})
 
 
 def _checked_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -232,9 +247,9 @@ def _checked_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _top_left(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """LowerTriangularMask: query i sees the keys j <= i. The op aligns the last query with the last key."""
-    keys = min(q.shape[1], k.shape[1])  # no query sees the others
-    return _fwd(q, k[:, :keys], v[:, :keys], options | {"window_right": q.shape[1] - keys})
+    """LowerTriangularMask: query i sees the keys j <= i. The operator aligns the last query with the last key instead."""
+    keys = min(q.shape[1], k.shape[1])  # no query sees later keys
+    return _fwd(bias, q, k[:, :keys], v[:, :keys], options | {"window_right": q.shape[1] - keys})
 
 
 def _top_left_with_tensor(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -248,45 +263,14 @@ def _top_left_with_tensor(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: d
     return _top_left(bias, q, k, v, options | {"attn_bias": added if added.shape[3] == 1 else added[..., :keys]})
 
 
-def _bottom_right(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """LowerTriangularFromBottomRightMask, also with a window."""
-    return _fwd(q, k, v, options | {"is_causal": True, "window_left": _left(bias)})
-
-
-def _local(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """LocalAttentionFromBottomRightMask."""
-    return _fwd(q, k, v, options | {"window_left": bias.window_left, "window_right": bias.window_right})
-
-
-def _left(bias: Any) -> int:
-    """Returns window_left of a bias, or -1. xformers counts the query's own position."""
-    window: int = getattr(bias, "_window_size", 0)
-    return window - 1
-
-
 # ---- biases of packed sequences ----------------------------------------------------------------------------------------
 
 
-def _blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """BlockDiagonalMask."""
-    return _packed(bias, q, k, v, options)
-
-
-def _causal_blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """BlockDiagonalCausalFromBottomRightMask and BlockDiagonalCausalWithOffset... masks, also with a window."""
-    return _packed(bias, q, k, v, options | {"is_causal": True, "window_left": _left(bias)})
-
-
-def _local_blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """BlockDiagonalLocalAttentionPaddedKeysMask."""
-    return _packed(bias, q, k, v, options | {"window_left": bias.window_left, "window_right": bias.window_right})
-
-
 def _top_left_blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """BlockDiagonalCausalMask, also with a window: in each block query i sees the keys j <= i. The op aligns the last query of a block
-    with its last key."""
+    """BlockDiagonalCausalMask, also with a window: in each block (sequence) query i sees the keys j <= i. The operator aligns a sequence's
+    last query with its last key instead, so other lengths need other windows, fewer keys or a bias."""
     if bias.q_seqinfo is bias.k_seqinfo or bias.q_seqinfo.seqstart_py == bias.k_seqinfo.seqstart_py:
-        return _causal_blocks(bias, q, k, v, options)
+        return _packed(bias, q, k, v, options | _causal(bias))
     left = _left(bias)
     lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(bias.q_seqinfo.intervals(), bias.k_seqinfo.intervals())]
     offsets = {seqlen_q - seqlen_k for seqlen_q, seqlen_k in lengths}
@@ -303,7 +287,7 @@ def _top_left_blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[s
 
 
 def _packed(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Runs blocks of queries and keys, which lie one after the other in a batch of 1. Blocks of keys may have padding behind them."""
+    """Computes xformers' blocks, which are packed sequences in a batch of 1. Keys may have padding after each block."""
     q_lengths, k_lengths = bias.q_seqinfo, bias.k_seqinfo
     starts = k_lengths.seqstart_py
     if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] != q_lengths.seqstart_py[-1] or k.shape[1] != starts[-1]:
@@ -320,13 +304,8 @@ def _packed(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any])
             rows = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, k_lengths.seqlen_py)])
             k, v = (t.index_select(1, rows.to(t.device, non_blocking=True)) for t in (k, v))
             cu_seqlens_k = torch.nn.functional.pad(k_lengths.seqlen.cumsum(0, dtype=torch.int32), (1, 0))
-    lengths = {
-        "cu_seqlens_q": q_lengths.seqstart,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": q_lengths.max_seqlen,
-        "max_seqlen_k": max_seqlen_k,
-    }
-    return _fwd(q[0], k[0], v[0], options | lengths)
+    lengths = _lengths(q_lengths.seqstart, cu_seqlens_k, q_lengths.max_seqlen, max_seqlen_k)
+    return _fwd(bias, q[0], k[0], v[0], options | lengths)
 
 
 def _pages(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -338,43 +317,34 @@ def _pages(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) 
     size = bias.page_size
     if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] != bias.q_seqinfo.seqstart_py[-1] or size % 16 or k.shape[1] % size:
         raise _Unsupported("arguments")
-    out: Tensor = torch.ops.volta_fa.fwd_kvcache(
-        q[0],
-        k[0].unflatten(0, (-1, size)),
-        v[0].unflatten(0, (-1, size)),
-        cu_seqlens_q=bias.q_seqinfo.seqstart,
-        max_seqlen_q=bias.q_seqinfo.max_seqlen,
-        cache_seqlens=bias.k_seqinfo.seqlen,
-        block_table=readable(bias.block_tables),
-        **options,
-    )[0]
-    return out
+    return torch.ops.volta_fa.fwd_kvcache(
+        q[0], k[0].unflatten(0, (-1, size)), v[0].unflatten(0, (-1, size)), cu_seqlens_q=bias.q_seqinfo.seqstart,
+        max_seqlen_q=bias.q_seqinfo.max_seqlen, cache_seqlens=bias.k_seqinfo.seqlen,
+        block_table=with_unit_stride(bias.block_tables), **options,
+    )[0]  # fmt: skip
 
 
-def _causal_pages(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """PagedBlockDiagonalCausalWithOffsetPaddedKeysMask."""
-    return _pages(bias, q, k, v, options | {"is_causal": True})
-
-
-_RULES: dict[str, Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]] = {
-    "None": _none,
-    "Tensor": _tensor,
-    "LowerTriangularMask": _top_left,
-    "LowerTriangularMaskWithTensorBias": _top_left_with_tensor,
-    "LowerTriangularFromBottomRightMask": _bottom_right,
-    "LowerTriangularFromBottomRightLocalAttentionMask": _bottom_right,
-    "LocalAttentionFromBottomRightMask": _local,
-    "BlockDiagonalMask": _blocks,
-    "BlockDiagonalCausalMask": _top_left_blocks,
-    "BlockDiagonalCausalLocalAttentionMask": _top_left_blocks,
-    "BlockDiagonalCausalFromBottomRightMask": _causal_blocks,
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _causal_blocks,
-    "BlockDiagonalPaddedKeysMask": _blocks,
-    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _causal_blocks,
-    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _causal_blocks,
-    "BlockDiagonalLocalAttentionPaddedKeysMask": _local_blocks,
-    "BlockDiagonalGappyKeysMask": _blocks,
-    "BlockDiagonalCausalWithOffsetGappyKeysMask": _causal_blocks,
-    "PagedBlockDiagonalPaddedKeysMask": _pages,
-    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _causal_pages,
+_Compute = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
+#: By the class name of the bias: the function that computes attention with it, and the options that it stands for.
+_RULES: dict[str, tuple[_Compute, Callable[[Any], dict[str, Any]]]] = {
+    "None": (_fwd, _nothing),
+    "Tensor": (_tensor, _nothing),
+    "LowerTriangularMask": (_top_left, _nothing),
+    "LowerTriangularMaskWithTensorBias": (_top_left_with_tensor, _nothing),
+    "LowerTriangularFromBottomRightMask": (_fwd, _causal),
+    "LowerTriangularFromBottomRightLocalAttentionMask": (_fwd, _causal),
+    "LocalAttentionFromBottomRightMask": (_fwd, _window),
+    "BlockDiagonalMask": (_packed, _nothing),
+    "BlockDiagonalCausalMask": (_top_left_blocks, _nothing),
+    "BlockDiagonalCausalLocalAttentionMask": (_top_left_blocks, _nothing),
+    "BlockDiagonalCausalFromBottomRightMask": (_packed, _causal),
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": (_packed, _causal),
+    "BlockDiagonalPaddedKeysMask": (_packed, _nothing),
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": (_packed, _causal),
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": (_packed, _causal),
+    "BlockDiagonalLocalAttentionPaddedKeysMask": (_packed, _window),
+    "BlockDiagonalGappyKeysMask": (_packed, _nothing),
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": (_packed, _causal),
+    "PagedBlockDiagonalPaddedKeysMask": (_pages, _nothing),
+    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": (_pages, _causal),
 }

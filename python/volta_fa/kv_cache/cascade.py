@@ -1,4 +1,4 @@
-"""Cascade attention: sequences with a shared prefix in a paged KV cache, which is read once."""
+"""Cascade attention, exported by `volta_fa`: sequences with a shared prefix in a paged KV cache, which is read once for all of them."""
 
 from __future__ import annotations
 
@@ -64,38 +64,22 @@ def cascade_attention(
         q=q, k_cache=k_cache, v_cache=v_cache, shared_block_table=shared_block_table, block_table=block_table, cache_seqlens=cache_seqlens
     )
     if shared_block_table.dim() != 1:
-        raise bad_argument(
-            "shared_block_table", f"shape {tuple(shared_block_table.shape)}", "(pages,): one list of pages for all sequences"
-        )
+        got = f"shape {tuple(shared_block_table.shape)}"
+        raise bad_argument("shared_block_table", got, "(pages,): one list of pages for all sequences")
     if (k is None) != (v is None):
         missing, there = ("k", "v") if k is None else ("v", "k")
         raise bad_argument(missing, "None", f"a tensor: {there} is given")
     if isinstance(shared_seqlen, int):
         shared_seqlen = torch.full((1,), shared_seqlen, dtype=torch.int32, device=q.device)
-    options = {
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "num_splits": num_splits,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "k_zero_point": k_zero_point,
-        "v_zero_point": v_zero_point,
-        "k_descale": k_descale,
-        "v_descale": v_descale,
-    }
+    scales = {"k_scale": k_scale, "v_scale": v_scale, "k_zero_point": k_zero_point, "v_zero_point": v_zero_point}
+    descales = {"k_descale": k_descale, "v_descale": v_descale}
+    options = {"softmax_scale": softmax_scale, "softcap": softcap, "num_splits": num_splits, **scales, **descales}
+    new = () if k is None or v is None else (k, v)
+    # only this call gets the sinks, because the merge adds the sums of exponentials
     own, own_lse = torch.ops.volta_fa.fwd_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        *(() if k is None or v is None else (k, v)),
-        cache_seqlens=cache_seqlens,
-        block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        sinks=sinks,  # in one part only: the merge adds the sums of exponentials
-        is_causal=is_causal,
-        **options,
-    )
+        q, k_cache, v_cache, *new, cache_seqlens=cache_seqlens, block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, sinks=sinks, is_causal=is_causal, **options,
+    )  # fmt: skip
     # all queries as those of one sequence, without a mask
     packed = q if q.dim() == 3 else q.flatten(0, 1)
     shared, shared_lse = torch.ops.volta_fa.fwd_kvcache(

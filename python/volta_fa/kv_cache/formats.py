@@ -1,7 +1,5 @@
-"""The formats of quantized KV caches: the meaning of their bytes, and how keys and values are quantized.
-
-This is the definition. The results of the CPU backend and of the kernels are bitwise identical, and tests compare them with it.
-"""
+"""The formats of quantized KV caches: the meaning of their bytes, and `quantize_kv` and `dequantize_kv`, which `volta_fa` exports. This
+code is the definition of the formats. The CPU backend and the kernels give bitwise identical results, and tests compare them with it."""
 
 from __future__ import annotations
 
@@ -13,8 +11,6 @@ from torch import Tensor
 
 from ..errors import bad_argument, require_tensors
 from ..inspection import cache_formats
-
-__all__ = ["KV_DTYPES", "QuantizedKV", "dequantize_kv", "hadamard", "quantize_kv"]
 
 
 class QuantizedKV(NamedTuple):
@@ -29,19 +25,29 @@ class QuantizedKV(NamedTuple):
 class _Format:
     dtype: torch.dtype
     bits: int
-    largest: float  # largest magnitude of a code before scaling; int4: the last code
+    largest: float  # maximum magnitude of a code (int8: 127; fp8: its largest number); int4: its maximum, 15
     has_scales: bool = False  # a scale for each token and head
     has_zero_points: bool = False
 
 
-def _read(row: dict[str, Any]) -> _Format:
+def _read(row: dict[str, Any]) -> _Format:  # a row of the native library's table
     dtype = getattr(torch, row["dtype"].removeprefix("torch."))
     return _Format(dtype, row["bits"], row["max_code"], row["scale"] == "token", row["zero_point"])
 
 
-_FORMATS = {row["name"]: _read(row) for row in cache_formats() if row["is_quantized"]}
-#: The values of `kv_dtype`.
+_PARTS = {row["name"]: (row["keys"], row["values"]) for row in cache_formats() if row["is_quantized"]}
+_FORMATS = {row["name"]: _read(row) for row in cache_formats() if row["name"] in _PARTS and row["keys"] == row["values"]}
+#: The values of `kv_dtype` for keys or values.
 KV_DTYPES = tuple(_FORMATS)
+#: The values of `kv_dtype` for a cache: KV_DTYPES, and int8k_int4v, whose keys are int8 and whose values are int4.
+CACHE_KV_DTYPES = tuple(_PARTS)
+
+
+def parts_of(kv_dtype: str) -> tuple[str, str]:
+    """Returns the kv_dtype of a cache's keys and that of its values. Raises ValueError for another kv_dtype."""
+    if kv_dtype not in _PARTS:
+        raise bad_argument("kv_dtype", repr(kv_dtype), f"one of {', '.join(CACHE_KV_DTYPES)}")
+    return _PARTS[kv_dtype]
 
 
 def _format(kv_dtype: str) -> _Format:
@@ -51,20 +57,17 @@ def _format(kv_dtype: str) -> _Format:
 
 
 def cache_dtype(kv_dtype: str) -> torch.dtype:
-    """Returns the dtype of a cache's tensor.
-
-    Raises ValueError for another kv_dtype.
-    """
+    """Returns the dtype of a cache's tensor. Raises ValueError for another kv_dtype."""
     return _format(kv_dtype).dtype
 
 
 def _number(x: Tensor, value: float) -> Tensor:
-    """Returns a tensor on x's device: CUDA divides by a host number by multiplying with its rounded reciprocal."""
+    """Returns a number as a tensor on x's device. Division by a Python number would multiply by its rounded reciprocal on CUDA."""
     return x.new_full((), value)
 
 
 def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | None:
-    """Returns a scale that broadcasts over (..., nheads, headdim); None for None."""
+    """Returns a scale, (..., nheads) or a number, as a tensor that broadcasts to x, (..., nheads, headdim); None for None."""
     if scale is None:
         return None
     if not isinstance(scale, Tensor):
@@ -78,8 +81,7 @@ def hadamard(n: int) -> Tensor:
     Multiplied by n**-0.5 it is orthogonal. So scores stay the same if keys and queries are both multiplied by it, and a channel of keys
     with outliers spreads over all channels before it is quantized.
 
-    Raises ValueError for another n.
-    """
+    Raises ValueError for another n."""
     if n < 1 or n & (n - 1):
         raise bad_argument("n", n, "a power of two")
     h = torch.ones(1, 1, dtype=torch.float64)
@@ -107,8 +109,7 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
     token and head with a NaN or infinity has codes 0 and scale NaN, so it dequantizes to NaN. All is computed in float32, rounded to
     nearest even. fp8 saturates; NaN stays NaN.
 
-    Raises ValueError for another kv_dtype, an x of another dtype, an odd headdim with int4, and a scale with int8 or int4.
-    """
+    Raises ValueError for another kv_dtype, an x of another dtype, an odd headdim with int4, and a scale with int8 or int4."""
     require_tensors(x=x)
     f = _format(kv_dtype)
     if not x.is_floating_point() or x.element_size() == 1:
@@ -138,7 +139,7 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
         step, zero = torch.maximum(-low, high) / _number(x, f.largest), None
         origin = torch.zeros_like(low)
     wrong = ~(torch.isfinite(low) & torch.isfinite(high))
-    # (where the step is 0, all is: 0 / 0)
+    # nan_to_num: where step is 0, x is 0 too, and 0 / 0 becomes code 0
     codes = ((x - origin[..., None]) / step[..., None]).round().nan_to_num(0.0, 0.0, 0.0)
     codes = codes.clamp(0 if f.has_zero_points else -f.largest, f.largest).masked_fill(wrong[..., None], 0.0)
     scales = step.masked_fill(wrong, torch.nan)
@@ -162,8 +163,7 @@ def dequantize_kv(
 
     Returns (..., nheads, headdim) in dtype. Computes in float64 if dtype is that, else in float32.
 
-    Raises ValueError if data has another dtype than the format, or a scale or zero_point is missing or superfluous.
-    """
+    Raises ValueError if data has another dtype than the format, or a scale or zero_point is missing or superfluous."""
     require_tensors(data=data)
     f = _format(kv_dtype)
     if data.dtype != f.dtype:

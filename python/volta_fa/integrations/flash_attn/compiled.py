@@ -1,8 +1,8 @@
-"""The functions of flash-attn 2.8's compiled module, flash_attn_2_cuda, for programs that call it: `flash_attn_gpu`.
+"""The functions of flash-attn 2.8's compiled module, flash_attn_2_cuda, for programs that call it (as `flash_attn_gpu`).
 
-Its functions take their arguments by position. xformers calls the forwards and backwards, TransformerEngine imports `varlen_bwd`.
-They compute what flash-attn's private functions compute. A given `out` is overwritten.
-"""
+xformers calls the forwards and backwards, TransformerEngine imports `varlen_bwd`; both pass arguments by position. The functions compute
+what flash-attn's private Python functions do (private.py), and write the result into a given `out`. S_dmask: the probabilities, negative
+where dropped, (0) unless return_softmax. softmax_d: the sum of dout * out of each row."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def varlen_fwd(
     generator: None,
     num_splits: int = 0,
 ) -> list[Tensor]:
-    """Computes `_flash_attn_varlen_forward`. Returns out, softmax_lse, S_dmask and rng_state. Raises what that raises."""
+    """Computes `_flash_attn_varlen_forward`, where zero_tensors has no effect. Returns out, softmax_lse, S_dmask and rng_state. Raises
+    what that raises."""
     _check_generator(generator)
     _check_out(out, q, v)
     results = _flash_attn_varlen_forward(
@@ -173,7 +174,7 @@ def _check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    """Returns the result, in `out` if there is one."""
+    """Returns the result, or `out` with the result copied into it."""
     if out is None:
         return result
     with torch.no_grad():

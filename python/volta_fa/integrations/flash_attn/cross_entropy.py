@@ -1,7 +1,6 @@
-"""flash-attn 2.8's cross entropy in plain PyTorch: `flash_attn.losses.cross_entropy` and `flash_attn.ops.triton.cross_entropy`.
-
-It computes in fp32, some rows at a time, so it needs no second tensor of the size of the logits. It runs on any device.
-"""
+"""flash-attn 2.8's cross entropy in plain PyTorch: `flash_attn.losses.cross_entropy` and `flash_attn.ops.triton.cross_entropy`. It computes
+in fp32, some rows at a time, so it needs no fp32 copy of all logits. It runs on any device, and needs no kernel of volta_fa: programs that
+import flash-attn expect it there."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ...errors import bad_argument
 
 __all__ = ["CrossEntropyLoss", "cross_entropy_loss"]
 
-#: Logits that are converted to fp32 at once: 64 MiB.
+#: Maximum number of logits that are converted to fp32 at once: 64 MiB.
 _CHUNK = 2**24
 
 
@@ -98,10 +97,7 @@ class CrossEntropyLoss(torch.nn.Module):
 
     def forward(self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the loss, (batch,) or a scalar; with return_z_loss also its part that is the z-loss.
-
-        Args:
-            input: (batch, vocab_size), target: (batch,).
-        """
+        `input`: (batch, vocab_size), `target`: (batch,)."""
         losses = cross_entropy_loss(
             input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale, self.ignore_index,
             self.inplace_backward, self.process_group,
@@ -116,27 +112,18 @@ class CrossEntropyLoss(torch.nn.Module):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes gradients from the logits again, because probabilities would take as much memory."""
+    """Cross entropy of rows: losses and z-losses. The backward pass computes probabilities from the logits again, to save their memory.
+    With a process_group each rank has logits of its classes, from number `first` on."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        precomputed_lse: Tensor | None,
-        smoothing: float,
-        logit_scale: float,
-        lse_square_scale: float,
-        ignore_index: int,
-        inplace_backward: bool,
-        process_group: Any,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+        smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, process_group = options
         ranks = 1 if process_group is None else dist.get_world_size(process_group)
         first = 0 if process_group is None else dist.get_rank(process_group) * logits.shape[1]
         classes = ranks * logits.shape[1]
         wide = torch.promote_types(logits.dtype, torch.float32)
         lse = logits.new_empty(len(logits), dtype=wide) if precomputed_lse is None else precomputed_lse.to(wide)
-        losses = torch.empty_like(lse)  # without lse
+        losses = torch.empty_like(lse)  # of this rank's classes, until lse is added below
         here, column = _columns(labels, first, logits.shape[1])
         for rows in _chunks(logits):
             x = logits[rows].to(wide) * logit_scale
@@ -174,13 +161,14 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _columns(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Returns whether each label is among `count` classes from `first` on, and its column, or 0."""
+    """Returns whether each label is among the `count` classes from `first` on, and its column, 0 if it is not."""
     column = labels.long() - first
     here = (column >= 0) & (column < count)
     return here, column.masked_fill(~here, 0)
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Returns slices of rows with at most _CHUNK logits each, or one row."""
     step = max(1, _CHUNK // max(1, logits.shape[1]))
     # torch.compile makes the number of chunks constant here, and not that of rows
     return (slice(step * i, step * (i + 1)) for i in range(-(-len(logits) // step)))

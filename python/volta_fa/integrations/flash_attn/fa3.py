@@ -1,10 +1,9 @@
 """FlashAttention 3's functions on volta_fa: the top-level module `flash_attn_interface`, with the signatures of its main branch.
 
-Programs such as Wan and SkyReels look for it before flash_attn. Arguments that choose a schedule on Hopper have no effect on the result
-and are ignored: num_splits of the functions for training, pack_gqa, sm_margin, scheduler_metadata. q_descale, k_descale and v_descale
-scale float8 tensors alone, as there. attention_chunk and qv have gradients, which FlashAttention 3 lacks.
-docs/guides/flash-attn.md lists the differences.
-"""
+Programs such as Wan and SkyReels look for it before flash_attn; `install_flash_attn_shim()` makes it importable. Arguments that choose a
+schedule on Hopper have no effect on the result and are ignored: num_splits of the functions for training, pack_gqa, sm_margin,
+scheduler_metadata. q_descale, k_descale and v_descale only scale float8 tensors, as in FlashAttention 3. attention_chunk and qv have
+gradients here, which FlashAttention 3 lacks. docs/guides/flash-attn.md lists the differences."""
 
 from __future__ import annotations
 
@@ -15,19 +14,14 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...operands import MAX_HEADDIM, readable
+from ...operands import MAX_HEADDIM, with_unit_stride
 from ...rotary import apply_rotary
-from .chunks import split_cache, split_sequences
-from .interface import _fwd, _options, _unbind
+from .interface import _fwd, _lengths, _options, _unbind
 
 __all__ = [
-    "flash_attn_combine",
-    "flash_attn_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_with_kvcache",
-    "get_scheduler_metadata",
-]
+    "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "flash_attn_with_kvcache", "get_scheduler_metadata",
+]  # fmt: skip
 
 #: Whether the functions for training always return softmax_lse too, as those before 2025-08-29 did. `install_flash_attn_shim` sets it.
 _always_return_lse = False
@@ -87,10 +81,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes `flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor too.
-
-    Args:
-        qkv: (batch, seqlen, 3, nheads, headdim), or with num_heads_q (batch, seqlen, num_heads_q + 2 nheads_k, headdim).
-    """
+    `qkv`: (batch, seqlen, 3, nheads, headdim), or with num_heads_q (batch, seqlen, num_heads_q + 2 nheads_k, headdim)."""
     require_tensors(qkv=qkv)
     if qkv.dim() == 4 and num_heads_q is not None:
         rest = qkv.shape[2] - num_heads_q
@@ -138,21 +129,16 @@ def flash_attn_varlen_func(
 
     Returns out, (total_q, nheads, headdim_v); with return_attn_probs out and softmax_lse (float32, (nheads, total_q)).
     """
-    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    require_tensors(cu_seqlens_q=cu_seqlens_q)
     for name, t in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if t is not None and (t.dtype != torch.int32 or t.shape != (len(cu_seqlens_q) - 1,)):
             expected = f"shape ({len(cu_seqlens_q) - 1},) of dtype torch.int32, one length for each sequence"
             raise bad_argument(name, f"shape {tuple(t.shape)} of dtype {t.dtype}", expected)
-    same = cu_seqlens_q is cu_seqlens_k
-    cu_seqlens_q, cu_seqlens_k = readable(cu_seqlens_q), readable(cu_seqlens_k)
-    packed = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_q if same else cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "seqused_q": readable(seqused_q),
-        "seqused_k": readable(seqused_k),
-        "ahead": 0 if same and seqused_q is None and seqused_k is None else None,
+    packed = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) | {
+        "seqused_q": with_unit_stride(seqused_q),
+        "seqused_k": with_unit_stride(seqused_k),
+        # maximum number of queries of a sequence before its first key, for _split_sequences; None: unknown
+        "ahead": 0 if cu_seqlens_q is cu_seqlens_k and seqused_q is None and seqused_k is None else None,
     }
     return _attention(q, k, v, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic, return_attn_probs, packed)
 
@@ -215,26 +201,29 @@ def flash_attn_with_kvcache(
     if (k is None) != (v is None):
         missing, there = ("k", "v") if k is None else ("v", "k")
         raise bad_argument(missing, "None", f"a tensor: {there} is given")
-    cu_seqlens_q, cu_seqlens_k_new, page_table = readable(cu_seqlens_q), readable(cu_seqlens_k_new), readable(page_table)
+    cu_seqlens_q, cu_seqlens_k_new, page_table = map(with_unit_stride, (cu_seqlens_q, cu_seqlens_k_new, page_table))
+    if cu_seqlens_k_new is None and k is not None and k.dim() == 3:
+        cu_seqlens_k_new = cu_seqlens_q  # as the operator does
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     if isinstance(cache_seqlens, (int, torch.SymInt)):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    cache_seqlens, rotary_seqlens = readable(cache_seqlens), readable(rotary_seqlens)
+    cache_seqlens, rotary_seqlens = with_unit_stride(cache_seqlens), with_unit_stride(rotary_seqlens)
     options = _options(softmax_scale, causal, window_size, softcap, None)
     options |= {"num_splits": max(0, num_splits), "k_descale": None, "v_descale": None}
     if k_cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         options |= {"k_descale": k_descale, "v_descale": v_descale}
     cache = {
         "block_table": page_table,
-        "cache_batch_idx": readable(cache_batch_idx),
-        "leftpad_k": readable(cache_leftpad),
+        "cache_batch_idx": with_unit_stride(cache_batch_idx),
+        "leftpad_k": with_unit_stride(cache_leftpad),
         "cache_seqlens": cache_seqlens,
     }
     queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
     appended: dict[str, Any] = {"cu_seqlens_k_new": cu_seqlens_k_new}
-    q = readable(q)
+    q = with_unit_stride(q)
     if rotary_cos is not None and rotary_sin is not None and (attention_chunk > 0 or rotary_seqlens is not None):
-        # the operator rotates by cache_seqlens, and orders queries by masks of its own alone
+        # The operator would rotate by cache_seqlens, and give queries different positions only under a causal mask or a window. So
+        # rotation by other positions, or of queries whose only mask are chunks, happens here.
         if k is None or cache_seqlens is None:
             raise bad_argument("rotary_cos", "a tensor", "None: k or cache_seqlens is not given")
         first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
@@ -242,9 +231,9 @@ def flash_attn_with_kvcache(
         q = _rotated(q, rotary_cos, rotary_sin, first, cu_seqlens_q, ordered, rotary_interleaved)
         k = _rotated(k, rotary_cos, rotary_sin, first, cu_seqlens_k_new, True, rotary_interleaved)
     else:
-        tables = {"rotary_cos": readable(rotary_cos), "rotary_sin": readable(rotary_sin)}
+        tables = {"rotary_cos": with_unit_stride(rotary_cos), "rotary_sin": with_unit_stride(rotary_sin)}
         appended |= {**tables, "rotary_interleaved": rotary_interleaved}
-    new = () if k is None or v is None else (readable(k), readable(v))
+    new = () if k is None or v is None else (with_unit_stride(k), with_unit_stride(v))
     if attention_chunk > 0:
         found = _chunked_cache(q, k_cache, v_cache, new, attention_chunk, cache, queries, appended, options)
     else:
@@ -312,7 +301,7 @@ def _attention(
     return_attn_probs: bool,
     packed: dict[str, Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes all functions for training. packed: arguments of `split_sequences` but for the chunk."""
+    """Computes all functions for training. packed: lengths of packed sequences, as arguments of `_split_sequences` but for the chunk."""
     require_tensors(q=q, k=k, v=v)
     _check_dtype(q)
     if qv is not None:
@@ -324,27 +313,19 @@ def _attention(
             raise bad_argument("qv", got, expected, error=NotImplementedError)
         q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)  # q . k + qv . v is one dot product
     options = _options(softmax_scale, causal, window_size, softcap, None) | {"deterministic": deterministic}
-    dense = packed is None and attention_chunk > 0
+    dense = packed is None and attention_chunk > 0  # a batch that is packed here, because chunks become packed sequences
     batch, seqlen_q = q.shape[:2]
     if dense:
         if not q.dim() == k.dim() == v.dim() == 4 or not batch == k.shape[0] == v.shape[0] or k.shape[1] != v.shape[1]:
             shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
             raise bad_argument("q, k, v", f"shapes {shapes}", "(batch, seqlen, nheads, headdim), k and v of one length")
         seqlen_k = k.shape[1]
-        cu_seqlens_q, cu_seqlens_k = (
-            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen for seqlen in (seqlen_q, seqlen_k)
-        )
-        packed = {
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": seqlen_q,
-            "max_seqlen_k": seqlen_k,
-            "ahead": max(0, seqlen_q - seqlen_k),
-        }
+        entries = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        packed = _lengths(entries * seqlen_q, entries * seqlen_k, seqlen_q, seqlen_k) | {"ahead": max(0, seqlen_q - seqlen_k)}
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     if packed is not None:
         if attention_chunk > 0 or packed.get("seqused_q") is not None:
-            options |= split_sequences(**packed, chunk=max(0, attention_chunk))
+            options |= _split_sequences(**packed, chunk=max(0, attention_chunk))
         else:
             options |= {name: value for name, value in packed.items() if name not in ("seqused_q", "ahead")}
     out, softmax_lse, _ = _fwd(q, k, v, **options)
@@ -364,7 +345,12 @@ def _chunked_cache(
     appended: dict[str, Any],
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention to a cache by chunks, after an append of k and v in a call without queries. q and k are rotated."""
+    """Computes attention to a cache by chunks, after an append of k and v in a call without queries. q and k are rotated already.
+
+    Args:
+        cache, queries, appended, options: arguments of `volta_fa::fwd_kvcache`: the cache's layout, the queries' lengths, those of the
+            append alone, and the others.
+    """
     cu_seqlens_q, max_seqlen_q = queries["cu_seqlens_q"], queries["max_seqlen_q"]
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     lengths = cache["cache_seqlens"]
@@ -372,8 +358,6 @@ def _chunked_cache(
         raise bad_argument("cache_leftpad", "a tensor", "None with page_table", error=NotImplementedError)
     if new:
         none = q.new_empty(batch, 0, *q.shape[-2:])
-        if appended["cu_seqlens_k_new"] is None and cu_seqlens_q is not None and new[0].dim() == 3:
-            appended = appended | {"cu_seqlens_k_new": cu_seqlens_q}
         torch.ops.volta_fa.fwd_kvcache(none, k_cache, v_cache, *new, **cache, **appended, **options)
         cu_seqlens_k_new = appended["cu_seqlens_k_new"]
         lengths = lengths + (new[0].shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
@@ -388,19 +372,19 @@ def _chunked_cache(
         q = q.flatten(0, 1)
     elif max_seqlen_q is None:
         raise bad_argument("max_seqlen_q", None, "the length of the longest sequence, since cu_seqlens_q is given")
-    k_cache, v_cache, chunked, count = split_cache(
+    k_cache, v_cache, chunked, chunks_per_sequence = _split_cache(
         cu_seqlens_q, max_seqlen_q, lengths, cache["leftpad_k"], cache["cache_batch_idx"], cache["block_table"], k_cache, v_cache, chunk
     )
     for name in ("k_descale", "v_descale"):
         t = options[name]
         if t is not None and t.dim() == 2:
-            options = options | {name: t.repeat_interleave(count, 0)}
+            options = options | {name: t.repeat_interleave(chunks_per_sequence, 0)}
     out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(q, k_cache, v_cache, **chunked, **options)
     return (out.unflatten(0, (batch, seqlen_q)), _of_batch(softmax_lse, batch, seqlen_q)) if dense else (out, softmax_lse)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, cu_seqlens: Tensor | None, ordered: bool, interleaved: bool) -> Tensor:
-    """Returns q or k rotated by positions from `first` on, or not `ordered` all tokens of a sequence by its first position."""
+    """Returns q or k rotated by positions from `first`, (batch), on; if not `ordered`, all tokens of a sequence by its first position."""
     if cu_seqlens is None:
         index = torch.arange(x.shape[1], dtype=torch.int32, device=x.device) * ordered
         positions = (first[:, None] + index).flatten()
@@ -412,11 +396,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, cu_seqlens: Ten
 
 
 def _of_batch(softmax_lse: Tensor, batch: int, seqlen_q: int) -> Tensor:
+    """Returns a packed softmax_lse, (nheads, batch * seqlen_q), as (batch, nheads, seqlen_q)."""
     return softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
 
 
 def _lse(softmax_lse: Tensor) -> Tensor:
-    """FlashAttention 3 gives -inf to queries without a key, FlashAttention 2 and this library +inf."""
+    """Returns softmax_lse with -inf for queries without a key, as FlashAttention 3 has it; FlashAttention 2 and this library have +inf."""
     return softmax_lse.masked_fill(softmax_lse == math.inf, -math.inf)
 
 
@@ -424,3 +409,118 @@ def _check_dtype(q: Tensor) -> None:
     if q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         expected = "torch.float16 or torch.bfloat16: Volta and Turing have no products in fp8"
         raise bad_argument("q", f"dtype {q.dtype}", expected, error=NotImplementedError)
+
+
+# ---- chunked local attention ----------------------------------------------------------------------------------
+
+# Chunked local attention: a query attends to the keys of its own chunk of positions. Each chunk becomes a sequence of its own.
+#
+# Masks are aligned bottom-right: query i of a sequence is at position i + seqlen_k - seqlen_q, and key j at position j. The queries of a
+# chunk lie side by side, and so do its keys. Its last query and its last key have one position, so causal masks and windows stay the same.
+# No length is read on the host: a batch has as many chunks for each sequence as its longest can have, and some are empty.
+
+
+def _split_sequences(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    chunk: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    ahead: int | None = None,
+) -> dict[str, Any]:
+    """Returns the lengths of chunks, as options of `volta_fa::fwd`. Queries after seqused_q become sequences without keys.
+
+    Args:
+        chunk: positions of a chunk; 0: one chunk of all.
+        ahead: maximum number of queries of a sequence before the position of its first key. None: unknown.
+    """
+    longest = max(max_seqlen_q, max_seqlen_k, 1)
+    begins_q, begins_k = cu_seqlens_q[:-1, None], cu_seqlens_k[:-1, None]
+    used_q = cu_seqlens_q.diff()[:, None] if seqused_q is None else seqused_q[:, None]
+    used_k = cu_seqlens_k.diff()[:, None] if seqused_k is None else seqused_k[:, None]
+    if chunk:
+        chunk = min(chunk, longest)
+        # numbers of chunks before position 0, that of the first key, and from it on
+        before, after = -(-(max_seqlen_q if ahead is None else ahead) // chunk), max(1, -(-max_seqlen_k // chunk))
+        firsts = chunk * torch.arange(-before, after, dtype=torch.int32, device=cu_seqlens_q.device)
+    else:  # from the position of the first query on, which may lie before that of the first key
+        chunk, firsts = 2 * longest, cu_seqlens_q.new_full((1,), -longest)
+    starts_q = begins_q + _within(firsts - used_k + used_q, used_q)
+    starts_k = begins_k + _within(firsts, used_k)
+    keys = _within(firsts + chunk, used_k) - _within(firsts, used_k)
+    if seqused_q is not None:
+        starts_q = torch.cat((starts_q, begins_q + used_q), 1)
+        starts_k = torch.cat((starts_k, begins_k + used_k), 1)
+        keys = torch.cat((keys, torch.zeros_like(used_k)), 1)
+    return {
+        "cu_seqlens_q": torch.cat((starts_q.flatten(), cu_seqlens_q[-1:])),
+        "cu_seqlens_k": torch.cat((starts_k.flatten(), cu_seqlens_k[-1:])),
+        # a sequence's unused rows follow its last chunk, so the last sequence of each may be as long as before
+        "max_seqlen_q": max_seqlen_q if seqused_q is not None else min(chunk, max_seqlen_q),
+        "max_seqlen_k": max_seqlen_k if seqused_k is not None else min(chunk, max_seqlen_k),
+        "seqused_k": None if seqused_k is None else keys.flatten(),
+    }
+
+
+def _split_cache(
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    lengths: Tensor,
+    leftpad_k: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    block_table: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    chunk: int,
+) -> tuple[Tensor, Tensor, dict[str, Any], int]:
+    """Splits the queries of a call with a cache into chunks, and describes each chunk's keys as those of a sequence of its own.
+
+    Args:
+        lengths: int32 (batch), keys of each entry, those of leftpad_k included.
+
+    Returns k_cache and v_cache, options of `volta_fa::fwd_kvcache` for packed queries, and the number of chunks of each sequence.
+    Where a chunk may begin within a page, the chunks' keys are copied, because kernels begin with a whole page.
+    """
+    chunk = min(chunk, 2**29)  # hides no more keys, because no sequence is that long; sums stay int32
+    # the most chunks into which max_seqlen_q neighboring positions fall
+    count = -(-(max_seqlen_q - 1) // chunk) + 1 if max_seqlen_q else 1
+    padding = torch.zeros_like(lengths) if leftpad_k is None else leftpad_k
+    padding, used_q = padding[:, None], cu_seqlens_q.diff()[:, None]
+    used_k = lengths[:, None] - padding
+    # the first query's chunk, and those after it
+    chunks = (used_k - used_q).div(chunk, rounding_mode="floor") + torch.arange(count, dtype=torch.int32, device=lengths.device)
+    firsts = chunks * chunk
+    starts_q = cu_seqlens_q[:-1, None] + _within(firsts - used_k + used_q, used_q)
+    begins, ends = padding + _within(firsts, used_k), padding + _within(firsts + chunk, used_k)
+    cu_seqlens = torch.cat((starts_q.flatten(), cu_seqlens_q[-1:]))
+    options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": min(chunk, max_seqlen_q)}
+    if block_table is None:
+        entries = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device) if cache_batch_idx is None else cache_batch_idx
+        options["cache_batch_idx"] = entries.repeat_interleave(count)
+        return k_cache, v_cache, options | {"leftpad_k": begins.flatten(), "cache_seqlens": ends.flatten()}, count
+    page_size, pages = k_cache.shape[1], block_table.shape[1]
+    aligned = chunk % page_size == 0
+    # pages of a chunk: if it may begin within one, it may also end within one
+    width = min(pages, chunk // page_size if aligned else (chunk - 1) // page_size + 2)
+    first_page = begins // page_size
+    columns = first_page[..., None] + torch.arange(width, dtype=torch.int32, device=lengths.device)
+    table = block_table.gather(1, columns.clamp(0, pages - 1).flatten(1).long()).unflatten(1, (count, width)).flatten(0, 1)
+    begins, ends = (begins - first_page * page_size).flatten(), (ends - first_page * page_size).flatten()
+    if aligned:
+        return k_cache, v_cache, options | {"block_table": table, "cache_seqlens": ends}, count
+    # entries after a sequence's last page may be anything
+    table = table.clamp(0, len(k_cache) - 1).flatten().long()
+    k_cache, v_cache = (_rows(t, table).unflatten(0, (-1, width)).flatten(1, 2) for t in (k_cache, v_cache))
+    return k_cache, v_cache, options | {"leftpad_k": begins, "cache_seqlens": ends}, count
+
+
+def _within(positions: Tensor, length: Tensor) -> Tensor:
+    """Returns positions moved into 0 to length."""
+    return positions.clamp(min=0).minimum(length)
+
+
+def _rows(t: Tensor, rows: Tensor) -> Tensor:
+    """Returns rows of a tensor. Formats of one byte are indexed as uint8, because PyTorch cannot index all of them."""
+    return t.view(torch.uint8)[rows].view(t.dtype) if t.element_size() == 1 else t[rows]

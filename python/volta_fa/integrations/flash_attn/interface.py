@@ -1,8 +1,8 @@
 """flash-attn 2's functions on `volta_fa::fwd` and `volta_fa::fwd_kvcache`, with the signatures, defaults and results of 2.8.3.
 
-Masks are aligned bottom-right. A query without a visible key has out 0 and softmax_lse +inf. Gradients come from autograd.
-docs/guides/flash-attn.md lists the differences from flash-attn.
-"""
+`volta_fa` exports them, and the shim's `flash_attn` package too (`install_flash_attn_shim()`). Masks are aligned bottom-right. A query
+without a visible key has out 0 and softmax_lse +inf. Gradients come from autograd. docs/guides/flash-attn.md lists the differences from
+flash-attn."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...operands import MAX_HEADDIM, readable
+from ...operands import MAX_HEADDIM, with_unit_stride
 
 __all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]
+    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+]  # fmt: skip
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -88,10 +83,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes `flash_attn_func` of k and v in one tensor. Its gradient is one tensor too.
-
-    Args:
-        kv: (batch, seqlen_k, 2, nheads_k, headdim).
-    """
+    `kv`: (batch, seqlen_k, 2, nheads_k, headdim)."""
     k, v = _unbind("kv", kv, "batch, seqlen_k", 2)
     return _attention(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
@@ -108,10 +100,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes `flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor too.
-
-    Args:
-        qkv: (batch, seqlen, 3, nheads, headdim).
-    """
+    `qkv`: (batch, seqlen, 3, nheads, headdim)."""
     q, k, v = _unbind("qkv", qkv, "batch, seqlen", 3)
     return _attention(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
@@ -188,16 +177,10 @@ def _paged(
     if max_seqlen_k < 0:
         raise bad_argument("max_seqlen_k", max_seqlen_k, "the length of the longest sequence")
     return torch.ops.volta_fa.fwd_kvcache(
-        readable(q),
-        k,
-        v,
-        cu_seqlens_q=readable(cu_seqlens_q),
-        max_seqlen_q=max_seqlen_q,
-        cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else readable(seqused_k),
-        block_table=readable(block_table),
-        num_splits=num_splits,
-        **options,
-    )
+        with_unit_stride(q), k, v, cu_seqlens_q=with_unit_stride(cu_seqlens_q), max_seqlen_q=max_seqlen_q,
+        cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else with_unit_stride(seqused_k),
+        block_table=with_unit_stride(block_table), num_splits=num_splits, **options,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -216,11 +199,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Computes `flash_attn_varlen_func` of k and v in one tensor. Its gradient is one tensor too.
-
-    Args:
-        kv: (total_k, 2, nheads_k, headdim).
-    """
+    """Computes `flash_attn_varlen_func` of k and v in one tensor. Its gradient is one tensor too. `kv`: (total_k, 2, nheads_k, headdim)."""
     k, v = _unbind("kv", kv, "total_k", 2)
     return _attention(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -241,11 +220,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Computes `flash_attn_varlen_func` of q, k and v in one tensor. Its gradient is one tensor too.
-
-    Args:
-        qkv: (total, 3, nheads, headdim).
-    """
+    """Computes `flash_attn_varlen_func` of q, k and v in one tensor. Its gradient is one tensor too. `qkv`: (total, 3, nheads, headdim)."""
     require_tensors(cu_seqlens=cu_seqlens)
     q, k, v = _unbind("qkv", qkv, "total", 3)
     return _attention(
@@ -308,7 +283,7 @@ def flash_attn_with_kvcache(
     memory of other entries for it.
     """
     require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    _check_headdims({"q": q, "k_cache": k_cache, "v_cache": v_cache})
+    _check_headdims(q, k_cache, v_cache)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     batch = q.shape[0]
     if k is None:
@@ -318,7 +293,7 @@ def flash_attn_with_kvcache(
     elif v is None:
         raise bad_argument("v", "None", "a value: k is given")
     if isinstance(cache_seqlens, (int, torch.SymInt)):
-        # unlike a tensor's values, a number is known without synchronizing
+        # a Python number, unlike a tensor's values, can be checked without synchronizing
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
         room = capacity - (0 if k is None or k.dim() != 4 else k.shape[1])
         if not 0 <= cache_seqlens <= room:
@@ -327,20 +302,13 @@ def flash_attn_with_kvcache(
             raise bad_argument("cache_seqlens", cache_seqlens, f"a length from 0 to {room}{why}{remedy}")
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(
-        readable(q),
-        k_cache,
-        v_cache,
-        *(() if k is None or v is None else (readable(k), readable(v))),
-        cache_seqlens=readable(cache_seqlens),
-        block_table=readable(block_table),
+        with_unit_stride(q), k_cache, v_cache, *(() if k is None or v is None else (with_unit_stride(k), with_unit_stride(v))),
+        cache_seqlens=with_unit_stride(cache_seqlens), block_table=with_unit_stride(block_table),
         cache_batch_idx=_int32("cache_batch_idx", cache_batch_idx, q),
-        leftpad_k=_int32("cache_leftpad", cache_leftpad, q),
-        rotary_cos=readable(rotary_cos),
-        rotary_sin=readable(rotary_sin),
-        rotary_interleaved=rotary_interleaved,
-        num_splits=max(0, num_splits),
+        leftpad_k=_int32("cache_leftpad", cache_leftpad, q), rotary_cos=with_unit_stride(rotary_cos),
+        rotary_sin=with_unit_stride(rotary_sin), rotary_interleaved=rotary_interleaved, num_splits=max(0, num_splits),
         **options,
-    )
+    )  # fmt: skip
     return (out, softmax_lse) if return_softmax_lse else out
 
 
@@ -352,7 +320,7 @@ def _int32(name: str, t: Tensor | None, q: Tensor) -> Tensor | None:
         raise bad_argument(name, f"dtype {t.dtype}", "an integer dtype")
     if t.shape != q.shape[:1]:
         raise bad_argument(name, f"shape {tuple(t.shape)}", f"shape (batch,), here ({q.shape[0]},)")
-    return readable(t.to(torch.int32))
+    return with_unit_stride(t.to(torch.int32))
 
 
 def _attention(
@@ -386,8 +354,8 @@ def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_
     """Returns the lengths of packed sequences under the names of the operators."""
     require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return {
-        "cu_seqlens_q": readable(cu_seqlens_q),
-        "cu_seqlens_k": readable(cu_seqlens_k),
+        "cu_seqlens_q": with_unit_stride(cu_seqlens_q),
+        "cu_seqlens_k": with_unit_stride(cu_seqlens_k),
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
     }
@@ -401,44 +369,39 @@ def _options(
     alibi_slopes: Tensor | None,
     s_aux: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Returns the arguments of all functions under the names of the operators."""
+    """Returns the options that all functions have, under the operators' names and conventions."""
     left, right = _window(window_size)
     return {
         "softmax_scale": softmax_scale,
         "is_causal": causal,
         "window_left": left,
-        "window_right": -1 if causal else right,  # flash-attn ignores it with causal; the op raises
+        "window_right": -1 if causal else right,  # flash-attn ignores it with causal; the operators raise
         "softcap": softcap,
-        "alibi_slopes": readable(alibi_slopes),
-        "sinks": readable(s_aux),
+        "alibi_slopes": with_unit_stride(alibi_slopes),
+        "sinks": with_unit_stride(s_aux),
     }
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Calls the op, for tensors of any strides."""
-    return torch.ops.volta_fa.fwd(readable(q), readable(k), readable(v), **options)
+    """Calls `volta_fa::fwd` for tensors of any strides; it requires a contiguous last dimension."""
+    return torch.ops.volta_fa.fwd(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), **options)
 
 
-def _check_headdims(operands: dict[str, Tensor]) -> None:
-    """Raises the op's errors about rank and headdim under the argument names of these functions."""
-    layout = ("batch", "seqlen", "nheads", "headdim")
-    for name, t in operands.items():
-        if t.dim() != len(layout):
-            expected = f"rank {len(layout)}, ({', '.join(layout)})"
+def _check_headdims(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raises the operator's errors about rank and headdim under the argument names of `flash_attn_with_kvcache`."""
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if t.dim() != 4:
+            expected = "rank 4, (batch, seqlen, nheads, headdim)"
             raise bad_argument(name, f"a tensor of rank {t.dim()} with shape {tuple(t.shape)}", expected)
         if not 1 <= t.shape[-1] <= MAX_HEADDIM:
             raise bad_argument(name, f"headdim {t.shape[-1]}", f"a headdim from 1 to {MAX_HEADDIM}")
-    q, k, _ = operands.values()
-    if k.shape[-1] != q.shape[-1]:
-        _, name, _ = operands
-        raise bad_argument(name, f"headdim {k.shape[-1]}", f"headdim {q.shape[-1]}, that of q")
+    if k_cache.shape[-1] != q.shape[-1]:
+        raise bad_argument("k_cache", f"headdim {k_cache.shape[-1]}", f"headdim {q.shape[-1]}, that of q")
 
 
 def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor, ...]:
-    """Returns the tensors in dimension -3.
-
-    Unbinds them at once, so that their gradient is one stack. Separate slices would fill and add as many tensors of the whole size.
-    """
+    """Returns the `count` tensors in dimension -3 of `packed`. `leading` names the dimensions before it, for the error. unbind makes their
+    gradient one stack. Separate slices would fill and add `count` tensors of the whole size."""
     require_tensors(**{name: packed})
     expected = (*leading.split(", "), str(count), "nheads" if count == 3 else "nheads_k", "headdim")
     if packed.dim() != len(expected) or packed.shape[-3] != count:
@@ -447,7 +410,7 @@ def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor
 
 
 def _window(window_size: Any) -> tuple[int | torch.SymInt | Tensor, int | torch.SymInt | Tensor]:
-    """Returns window_left and window_right. Any negative number is no limit in flash-attn; the op takes -1."""
+    """Returns window_left and window_right. Any negative number is no limit in flash-attn; the operators take -1."""
     pair = isinstance(window_size, (tuple, list)) or (isinstance(window_size, Tensor) and window_size.dim() == 1)
     if not pair or len(window_size) != 2 or not all(map(_is_integer, window_size)):
         raise bad_argument("window_size", repr(window_size), "(left, right), two integers or integer tensors of one element")
@@ -481,7 +444,7 @@ def _s_dmask(
     max_seqlen_k: int = 0,
     **_: Any,
 ) -> Tensor:
-    """Returns the probabilities, negative where dropped. Dropout excludes softcap, so it is not an option here."""
+    """Returns flash-attn's S_dmask: the probabilities, negative where dropped. Dropout excludes softcap, so that is no option here."""
     nheads, nheads_k = q.shape[-2], k.shape[-2]
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5

@@ -1,8 +1,6 @@
-"""flash-attn 2.8's attention modules: `flash_attn.modules.mha`.
-
-The Flash classes call volta_fa. `SelfAttention` and `CrossAttention`, which take padding masks, call PyTorch's attention, which
-`volta_fa.enable_sdpa()` can route to volta_fa. ParallelMHA and depthwise convolutions are left out.
-"""
+"""flash-attn 2.8's attention modules: `flash_attn.modules.mha`. Programs that import flash-attn get them from the shim
+(`install_flash_attn_shim()`). The Flash classes call volta_fa. `SelfAttention` and `CrossAttention`, which take padding masks, call
+PyTorch's attention, which `volta_fa.enable_sdpa()` can route to volta_fa. ParallelMHA and depthwise convolutions are left out."""
 
 from __future__ import annotations
 
@@ -25,21 +23,22 @@ from .interface import (
 
 __all__ = ["MHA", "CrossAttention", "FlashCrossAttention", "FlashSelfAttention", "SelfAttention", "get_alibi_slopes"]
 
-#: What flash-attn adds to scores that a mask hides. A row without a visible key averages all values.
+#: Scores of hidden keys, as in flash-attn: added by SelfAttention, where it cancels in rows that see no key, and by CrossAttention for
+#: key_padding_mask. CrossAttention's causal mask replaces scores by it, so rows that see no key average all values.
 _HIDDEN = -10000.0
 
 
 def get_alibi_slopes(nheads: int) -> list[float]:
-    """Returns ALiBi's slope of each head (arXiv 2108.12409): powers of 2 ** (-8 / n) for n heads, a power of two.
-
-    For other numbers of heads those of the next lower power of two, then every second one of the next higher power.
-    """
+    """Returns ALiBi's slope of each head (arXiv 2108.12409): powers of 2 ** (-8 / n) for n heads, a power of two. Other numbers of heads
+    get the slopes of the next lower power of two, then every second slope of the next higher one."""
     lower = 2 ** (nheads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)]
     return slopes + [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(nheads - lower)]
 
 
 class _Flash(nn.Module):
+    """Options of FlashSelfAttention and FlashCrossAttention, under flash-attn's names."""
+
     alibi_slopes: Tensor | None
 
     def __init__(
@@ -130,6 +129,10 @@ class FlashCrossAttention(_Flash):
 
 
 class _Plain(nn.Module):
+    """Attention by PyTorch, for SelfAttention and CrossAttention."""
+
+    _causal_mask_replaces: bool  # whether the causal mask replaces scores by _HIDDEN, or adds it
+
     def __init__(self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0) -> None:
         super().__init__()
         self.causal = causal
@@ -137,13 +140,19 @@ class _Plain(nn.Module):
         self.drop = nn.Dropout(attention_dropout)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool | None, key_padding_mask: Tensor | None, lengths: Tensor) -> Tensor:
-        """lengths: (batch or 1), to which the causal mask is aligned."""
+        """Returns out. lengths: (batch or 1), the number of keys: CrossAttention's causal mask is aligned to the last one."""
         i, j = torch.arange(q.shape[1], device=q.device)[:, None], torch.arange(k.shape[1], device=q.device)
         bias = q.new_zeros(1, 1, q.shape[1], k.shape[1])
         if key_padding_mask is not None:
             bias = bias.masked_fill(~key_padding_mask[:, None, None, :], _HIDDEN)
         if self.causal if causal is None else causal:
-            bias = bias.masked_fill(j > i + lengths[:, None, None, None] - q.shape[1], _HIDDEN)
+            offset = lengths[:, None, None, None] - q.shape[1]
+            later = j > i + offset
+            if self._causal_mask_replaces:
+                bias = bias.masked_fill(later, _HIDDEN)
+                q = q.masked_fill(i[:, None] < -offset, 0)  # rows that see no key: equal scores
+            else:
+                bias = bias + later * _HIDDEN
         dropout_p = self.drop.p if self.training else 0.0
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = functional.scaled_dot_product_attention(q, k, v, bias, dropout_p, scale=self.softmax_scale, enable_gqa=True)
@@ -152,6 +161,8 @@ class _Plain(nn.Module):
 
 class SelfAttention(_Plain):
     """Computes self-attention with PyTorch."""
+
+    _causal_mask_replaces = False
 
     def forward(self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
         """Returns out, (batch, seqlen, nheads, headdim).
@@ -167,6 +178,8 @@ class SelfAttention(_Plain):
 
 class CrossAttention(_Plain):
     """Computes cross-attention with PyTorch."""
+
+    _causal_mask_replaces = True
 
     def forward(self, q: Tensor, kv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
         """Returns out, of q's shape.
@@ -269,14 +282,9 @@ class MHA(nn.Module):
         """Returns an uninitialized cache, (batch_size, max_seqlen, 2, num_heads_kv, head_dim)."""
         weight = self.out_proj.weight
         return torch.empty(
-            batch_size,
-            max_seqlen,
-            2,
-            self.num_heads_kv,
-            self.head_dim,
-            dtype=weight.dtype if dtype is None else dtype,
+            batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim, dtype=weight.dtype if dtype is None else dtype,
             device=weight.device,
-        )
+        )  # fmt: skip
 
     def forward(
         self,
@@ -304,7 +312,7 @@ class MHA(nn.Module):
         self._check(cu_seqlens, key_padding_mask, inference_params)
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen} if self.use_flash_attn else {"key_padding_mask": key_padding_mask}
         options |= kwargs
-        packs = not self.cross_attn and self.num_heads_kv == self.num_heads
+        is_qkv = not self.cross_attn and self.num_heads_kv == self.num_heads  # q, k and v fit the self-attention classes' one tensor
         if self.cross_attn:
             q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
             kv = self.Wkv(x if x_kv is None else x_kv)
@@ -317,14 +325,14 @@ class MHA(nn.Module):
         kv = kv.unflatten(-1, (2, self.num_heads_kv, self.head_dim))
         if inference_params is not None:
             context = self._attend_to_cache(q, kv, inference_params)
-        elif packs:
+        elif is_qkv:
             qkv = qkv.unflatten(-1, (3, self.num_heads, self.head_dim))
             context = self._call(self.inner_attn, self.rotary_emb(qkv) if self.rotary_emb_dim > 0 else qkv, **options)
         else:
             if self.use_flash_attn and not self.cross_attn:
                 options = {"cu_seqlens_k": cu_seqlens, "max_seqlen_k": max_seqlen} | options
             if self.rotary_emb_dim > 0:
-                # a copy, because autograd refuses rotations in place of two views of one tensor
+                # a copy, because autograd rejects in-place rotations of two views of one tensor
                 q, kv = self.rotary_emb(q.clone(), kv)
             context = self._call(self.inner_cross_attn, q, kv, **options)
         out = self.out_proj(context.flatten(-2))
@@ -334,6 +342,7 @@ class MHA(nn.Module):
         return checkpoint(attention, *operands, use_reentrant=False, **options) if self.checkpointing else attention(*operands, **options)
 
     def _check(self, cu_seqlens: Tensor | None, key_padding_mask: Tensor | None, inference_params: Any) -> None:
+        """Raises ValueError for arguments that exclude each other."""
         if cu_seqlens is not None and (not self.use_flash_attn or self.rotary_emb_dim > 0):
             raise bad_argument("cu_seqlens", "a tensor", "None without use_flash_attn, or with rotary embeddings")
         if key_padding_mask is not None and self.use_flash_attn:
@@ -344,7 +353,8 @@ class MHA(nn.Module):
             raise bad_argument("layer_idx", "None", "a number: inference_params is given")
 
     def _attend_to_cache(self, q: Tensor, kv: Tensor, params: Any) -> Tensor:
-        """Appends kv to this layer's cache and attends to it."""
+        """Appends kv to this layer's cache and attends to it. params: flash-attn's InferenceParams; its seqlen_offset tokens are cached.
+        One fused call of `flash_attn_with_kvcache` does all if it can: not for the first tokens, and not with xPos (rotary_emb.scale)."""
         caches = params.key_value_memory_dict
         if self.layer_idx not in caches:
             caches[self.layer_idx] = self.allocate_inference_cache(params.max_batch_size, params.max_seqlen, kv.dtype)
@@ -353,21 +363,16 @@ class MHA(nn.Module):
         lengths = params.lengths_per_sample
         rotates = self.rotary_emb_dim > 0
         if begin > 0 and self.use_flash_attn and not (rotates and self.rotary_emb.scale is not None):
+            names = ("softmax_scale", "causal", "window_size", "alibi_slopes")
+            options: dict[str, Any] = {name: getattr(self.inner_cross_attn, name) for name in names}
             if rotates:
                 self.rotary_emb._update_cos_sin_cache(params.max_seqlen, device=q.device, dtype=q.dtype)
-            attention = self.inner_cross_attn
+                options |= {"rotary_cos": self.rotary_emb._cos_cached, "rotary_sin": self.rotary_emb._sin_cached}
+            (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
             context = flash_attn_with_kvcache(
-                q,
-                cache[:, :, 0],
-                cache[:, :, 1],
-                kv[:, :, 0],
-                kv[:, :, 1],
-                rotary_cos=self.rotary_emb._cos_cached if rotates else None,
-                rotary_sin=self.rotary_emb._sin_cached if rotates else None,
-                cache_seqlens=begin if lengths is None else lengths[first : first + len(kv)],
-                rotary_interleaved=rotates and self.rotary_emb.interleaved,
-                **{name: getattr(attention, name) for name in ("softmax_scale", "causal", "window_size", "alibi_slopes")},
-            )
+                q, k_cache, v_cache, k, v, cache_seqlens=begin if lengths is None else lengths[first : first + len(kv)],
+                rotary_interleaved=rotates and self.rotary_emb.interleaved, **options,
+            )  # fmt: skip
             return context if isinstance(context, Tensor) else context[0]
         if lengths is not None and begin > 0:
             raise bad_argument("lengths_per_sample", "a tensor", "None without use_flash_attn, or with xPos", error=NotImplementedError)

@@ -1,7 +1,6 @@
-"""flash-attn 2.8's norms in plain PyTorch: `flash_attn.ops.triton.layer_norm` and `flash_attn.ops.rms_norm`.
-
-They compute in fp32, as flash-attn's kernels do, and differentiate with PyTorch's autograd. Dropout draws other numbers.
-"""
+"""flash-attn 2.8's norms in plain PyTorch: `flash_attn.ops.triton.layer_norm` and `flash_attn.ops.rms_norm`. The shim has them
+(`install_flash_attn_shim()`), for programs that import them from flash-attn. They compute in fp32, as flash-attn's Triton kernels do, and
+differentiate with PyTorch's autograd. Dropout draws other random numbers than flash-attn's."""
 
 from __future__ import annotations
 
@@ -14,16 +13,9 @@ from torch.nn import functional
 from ...errors import bad_argument
 
 __all__ = [
-    "DropoutAddRMSNorm",
-    "RMSNorm",
-    "dropout_add_rms_norm",
-    "layer_norm_fn",
-    "layer_norm_linear_fn",
-    "layer_norm_ref",
-    "rms_norm",
-    "rms_norm_fn",
-    "rms_norm_ref",
-]
+    "DropoutAddRMSNorm", "RMSNorm", "dropout_add_rms_norm", "layer_norm_fn", "layer_norm_linear_fn", "layer_norm_ref",
+    "rms_norm", "rms_norm_fn", "rms_norm_ref",
+]  # fmt: skip
 
 
 def layer_norm_fn(
@@ -222,8 +214,7 @@ def rms_norm_ref(
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Returns the RMS norm of x, (..., hidden_size), in x's dtype."""
-    result: Tensor = rms_norm_fn(x, weight, None, eps=epsilon)
-    return result
+    return rms_norm_fn(x, weight, None, eps=epsilon)
 
 
 def dropout_add_rms_norm(
@@ -284,16 +275,10 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False) -> Any:
         """Returns the norm of dropout(x) + residual, and with prenorm also that sum."""
         return rms_norm_fn(
-            x,
-            self.weight,
-            None,
-            residual,
-            eps=self.eps,
-            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0,
-            prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32,
-            zero_centered_weight=self.zero_centered_weight,
-        )
+            x, self.weight, None, residual, eps=self.eps,
+            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
+        )  # fmt: skip
 
 
 class DropoutAddRMSNorm(torch.nn.Module):

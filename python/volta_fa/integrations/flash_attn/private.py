@@ -1,8 +1,7 @@
-"""flash-attn 2.8's private functions, which ring attention, diffusers and others import: no autograd, gradients in place.
-
-They are plain functions with flash-attn's argument names and defaults, because programs read these with `inspect`. Signatures are
-those of 2.8.3, and `num_splits` of later releases. docs/guides/flash-attn.md lists the differences from flash-attn.
-"""
+"""flash-attn 2.8's private functions, which ring attention, diffusers and others import. Autograd does not record them: a backward function
+writes gradients into given tensors. They have flash-attn's argument names and defaults, because programs read these with `inspect`.
+Signatures are those of 2.8.3, and `num_splits` of later releases. docs/guides/flash-attn.md lists the differences from flash-attn.
+All raise ValueError for wrong arguments, and NotImplementedError for what this build does not support."""
 
 from __future__ import annotations
 
@@ -14,21 +13,16 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
-from ...operands import readable
+from ...operands import with_unit_stride
 from .interface import _fwd, _lengths, _options, _paged, _s_dmask
 
 __all__ = [
-    "_flash_attn_backward",
-    "_flash_attn_forward",
-    "_flash_attn_varlen_backward",
-    "_flash_attn_varlen_forward",
-    "_wrapped_flash_attn_backward",
-    "_wrapped_flash_attn_forward",
-    "_wrapped_flash_attn_varlen_backward",
+    "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward",
+    "_wrapped_flash_attn_backward", "_wrapped_flash_attn_forward", "_wrapped_flash_attn_varlen_backward",
     "_wrapped_flash_attn_varlen_forward",
-]
+]  # fmt: skip
 
-#: Half of the kernels' resolution of dropout_p, 2 ** -16: smaller probabilities drop nothing. diffusers passes 1e-30.
+#: A smaller dropout_p drops nothing: the kernels round it to multiples of 2**-15. diffusers passes 1e-30.
 _MIN_DROPOUT = 2**-17
 
 
@@ -57,8 +51,6 @@ def _flash_attn_forward(
 
     Returns out, (batch, seqlen_q, nheads, headdim_v) in q's dtype; softmax_lse, float32, (batch, nheads, seqlen_q); S_dmask, that of
     `flash_attn_func`, or (0) without return_softmax; rng_state, int64, (2) for `_flash_attn_backward`, or (0) without dropout.
-
-    Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
     require_tensors(q=q, k=k, v=v)
     options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
@@ -101,8 +93,6 @@ def _flash_attn_varlen_forward(
     The other arguments are `flash_attn_varlen_func`'s and `_flash_attn_forward`'s. Positions count within each sequence, after padding.
 
     Returns what `_flash_attn_forward` returns, with out (total_q, nheads, headdim_v) and softmax_lse (nheads, total_q).
-
-    Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
     require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
@@ -117,12 +107,13 @@ def _flash_attn_varlen_forward(
         _check_return_softmax(return_softmax, dropout_p)
         with torch.no_grad(), _no_autocast(q):
             out, softmax_lse = _paged(
-                q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, options, seqused_k, num_splits
+                q, k, v, _effective(dropout_p), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, options, seqused_k,
+                num_splits,
             )  # fmt: skip
         return out, softmax_lse, q.new_empty(0), torch.empty(0, dtype=torch.int64, device=q.device)
     if leftpad_k is not None:
         k, v, seqused_k = _without_padding(k, v, cu_seqlens_k, leftpad_k, seqused_k)
-    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) | {"seqused_k": readable(seqused_k)}
+    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) | {"seqused_k": with_unit_stride(seqused_k)}
     return _forward(q, k, v, dropout_p, return_softmax, options)
 
 
@@ -157,8 +148,6 @@ def _flash_attn_backward(
     The other arguments are the forward's.
 
     Returns softmax_d, float32, (batch, nheads, seqlen_q): the sum of dout * out over the headdim.
-
-    Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
     options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     return _backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, deterministic, rng_state, options)[-1]
@@ -197,15 +186,13 @@ def _flash_attn_varlen_backward(
     The other arguments are `_flash_attn_backward`'s and the forward's.
 
     Returns softmax_d, float32, (nheads, total_q).
-
-    Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
     options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, deterministic, rng_state, options)[-1]
 
 
-# flash-attn wraps the four for torch.compile. These trace through to volta_fa's operators.
+# flash-attn wraps the four as custom operators for torch.compile. Here torch.compile traces the plain functions to volta_fa's operators.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
@@ -216,7 +203,7 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, return_softmax: bool, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes both forwards, without pages. options: the operator's, without dropout."""
+    """Computes both forward functions, without pages. options: those of `volta_fa::fwd`, without dropout_p."""
     _check_return_softmax(return_softmax, dropout_p)
     options = options | {"dropout_p": _effective(dropout_p)}
     with _no_autocast(q):
@@ -239,7 +226,7 @@ def _backward(
     rng_state: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes both backwards. Returns dq, dk and dv, which are the given ones where there are any, and softmax_d."""
+    """Computes both backward functions. Returns dq, dk and dv, which are those in `gradients` if given, and softmax_d."""
     require_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
     for name, given, like in zip(("dq", "dk", "dv"), gradients, (q, k, v)):
         if given is not None:
@@ -250,23 +237,17 @@ def _backward(
     elif rng_state is None:
         raise bad_argument("rng_state", "None", "what the forward call returned: dropout_p is not 0")
     with _no_autocast(q):
-        computed = torch.ops.volta_fa.bwd(
-            *map(readable, (dout, q, k, v, out)),
-            softmax_lse.contiguous(),
-            rng_state=rng_state,
-            dropout_p=dropout_p,
-            deterministic=deterministic,
-            **options,
-        )
-    # one float32 copy, multiplied in place: products of float16 overflow
+        options = options | {"rng_state": rng_state, "dropout_p": dropout_p, "deterministic": deterministic}
+        computed = torch.ops.volta_fa.bwd(*map(with_unit_stride, (dout, q, k, v, out)), softmax_lse.contiguous(), **options)
+    # in float32, because products of float16 overflow; in place, so that there is one such copy
     softmax_d = dout.to(torch.promote_types(dout.dtype, torch.float32), copy=True).mul_(out).sum(-1)
     dq, dk, dv = (new if given is None else given.copy_(new) for given, new in zip(gradients, computed))
     return dq, dk, dv, softmax_d.transpose(-1, -2).float().contiguous()
 
 
 def _no_autocast(q: Tensor) -> AbstractContextManager[Any]:
-    """As in flash-attn, results have the dtypes of the inputs."""
-    if q.is_meta:  # there is no autocast for it
+    """Returns a context without autocast: as in flash-attn, results have the dtypes of the inputs."""
+    if q.is_meta:  # torch has no autocast for meta tensors
         return nullcontext()
     return torch.autocast(q.device.type, enabled=False)
 
@@ -292,7 +273,7 @@ def _check_return_softmax(return_softmax: bool, dropout_p: float) -> None:
 def _without_padding(
     k: Tensor, v: Tensor, cu_seqlens_k: Tensor, leftpad_k: Tensor, seqused_k: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns k, v and seqused_k with each sequence's padding moved behind its keys."""
+    """Returns k and v with each sequence's padding moved after its keys, and seqused_k, the numbers of keys without padding."""
     lengths = cu_seqlens_k.diff()
     for name, t in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
         if t is not None and (t.shape != lengths.shape or t.dtype != torch.int32 or t.device != lengths.device):

@@ -1,9 +1,8 @@
-"""The functions of the package `flash_attn_turing`, which take their arguments by position.
+"""The functions of the package `flash_attn_turing`, which `install_flash_attn_shim()` makes importable. Arguments are positional.
 
-Queries, keys and values are flash-attn's, causal masks are aligned bottom-right, and the scale is headdim ** -0.5. `lse`, float32
-(batch, nheads, seqlen_q), is flash-attn's: +inf for a query without a visible key, where that package has 0.
-`compiled` has the functions of flash-attn's own compiled module. These here call them without dropout, window, softcap or ALiBi.
-"""
+Queries, keys and values are flash-attn's, causal masks are aligned bottom-right, and the scale is 1 / sqrt(headdim). `lse`, float32 (batch,
+nheads, seqlen_q), is flash-attn's: +inf for a query without a visible key, for which that package has 0. `compiled` has the functions of
+flash-attn's own compiled module. The functions here call those, without dropout, window, softcap or ALiBi."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ...errors import bad_argument, require_tensors
 from . import compiled
+from .interface import _lengths
 
 __all__ = ["bwd", "fwd", "varlen_bwd", "varlen_fwd"]
 
@@ -36,18 +36,12 @@ def varlen_fwd(
 ) -> list[Tensor]:
     """Returns out, as q, (total_q, nheads, headdim), and lse, (batch, nheads, max_seqlen_q) with 0 past the end of a sequence."""
     require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
-    lengths: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = _options(q, causal, seqused_k=None, leftpad_k=None, block_table=None, zero_tensors=False, return_softmax=False)
     out, packed = compiled.varlen_fwd(q, k, v, out=None, **lengths, **options)[:2]
-    lse = packed.new_zeros(len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q)
-    sequence, position = _places(q, cu_seqlens_q)
-    lse[sequence, :, position] = packed.mT
-    return [out, lse]
+    lse = packed.new_zeros(len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q + 1)
+    lse[_places(q, cu_seqlens_q, max_seqlen_q)] = packed.mT
+    return [out, lse[..., :-1].contiguous()]
 
 
 def varlen_bwd(
@@ -68,25 +62,22 @@ def varlen_bwd(
     require_tensors(q=q, lse=lse, cu_seqlens_q=cu_seqlens_q)
     if lse.shape != (shape := (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q)):
         raise bad_argument("lse", f"shape {tuple(lse.shape)}", f"shape {shape}, what varlen_fwd returned")
-    sequence, position = _places(q, cu_seqlens_q)
-    lengths: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
+    packed = torch.nn.functional.pad(lse, (0, 1))[_places(q, cu_seqlens_q, max_seqlen_q)].mT
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = _options(q, causal, dq=None, dk=None, dv=None, zero_tensors=False, deterministic=False, rng_state=None)
-    return compiled.varlen_bwd(dout, q, k, v, out, lse[sequence, :, position].mT, **lengths, **options)[:3]
+    return compiled.varlen_bwd(dout, q, k, v, out, packed, **lengths, **options)[:3]
 
 
 def _options(q: Tensor, causal: bool, **more: Any) -> dict[str, Any]:
-    """Returns the arguments of `compiled` that the package has not, and these."""
+    """Returns the options of functions in `compiled`: the scale, `causal`, values that disable what flash_attn_turing lacks, and `more`."""
     plain = {"alibi_slopes": None, "dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "generator": None}
     return {"softmax_scale": float(q.shape[-1] ** -0.5), "causal": causal, **plain, **more}
 
 
-def _places(q: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sequence of each row of q, and its position there, without a synchronization."""
+def _places(q: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, slice, Tensor]:
+    """Returns the index of each row of q in a (batch, nheads, max_seqlen + 1) tensor, without a synchronization. Rows after the last
+    sequence, and positions that cannot be, take the last place."""
     row = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
     sequence = torch.bucketize(row, cu_seqlens[1:], right=True).clamp_(max=len(cu_seqlens) - 2)
-    return sequence, (row - cu_seqlens[sequence]).long()
+    position = torch.where(row < cu_seqlens[-1], row - cu_seqlens[sequence], max_seqlen)
+    return sequence, slice(None), torch.where((position >= 0) & (position < max_seqlen), position, max_seqlen).long()

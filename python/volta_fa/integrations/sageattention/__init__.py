@@ -1,9 +1,9 @@
-"""The functions of SageAttention 2.2, on `volta_fa::fwd_fast`. `shim/` is the package for programs that import sageattention.
+"""The functions of SageAttention 2.2, attention with int8 scores for inference, on `volta_fa::fwd_fast`.
 
-A boolean mask runs there too. A mask that is added runs on `volta_fa::fwd`, which is exact. The choices of kernels and of quantization
-(`qk_quant_gran`, `pv_accum_dtype`, `quantization_backend`, `smooth_v`) are checked and change nothing: there is one kernel. Products in
-fp8 are refused, because Turing has none.
-"""
+Users call them in `volta_fa.sageattention`; `shim/` is the package for programs that import sageattention. Calls with a mask that is added
+to scores run on `volta_fa::fwd`, which is exact; boolean masks do not. The choices of kernels and of quantization (`qk_quant_gran`,
+`pv_accum_dtype`, `quantization_backend`, `smooth_v`) are checked and change nothing: there is one kernel. Functions that multiply in fp8
+raise NotImplementedError, because Volta and Turing cannot."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 
 from ...errors import bad_argument
-from ...operands import readable
+from ...operands import with_unit_stride
 
 __all__ = [
-    "sageattn",
-    "sageattn_qk_int8_pv_fp8_cuda",
-    "sageattn_qk_int8_pv_fp8_cuda_sm90",
-    "sageattn_qk_int8_pv_fp16_cuda",
-    "sageattn_qk_int8_pv_fp16_triton",
-    "sageattn_varlen",
-]
+    "sageattn", "sageattn_qk_int8_pv_fp8_cuda", "sageattn_qk_int8_pv_fp8_cuda_sm90", "sageattn_qk_int8_pv_fp16_cuda",
+    "sageattn_qk_int8_pv_fp16_triton", "sageattn_varlen",
+]  # fmt: skip
 
+#: (batch, nheads, seqlen, headdim), or tokens before heads.
 _LAYOUTS = ("HND", "NHD")
 _GRANULARITIES = ("per_warp", "per_thread")
 _ACCUMULATORS = ("fp32", "fp16", "fp16+fp32")
@@ -133,23 +130,15 @@ def sageattn_varlen(
         raise bad_argument("attn_mask", "a mask", "None: packed sequences take none. Use sageattn", op=op, error=NotImplementedError)
     _check_choices(op, kwargs)
     is_same = cu_seqlens_q is cu_seqlens_k
-    cu_seqlens_q, cu_seqlens_k = readable(cu_seqlens_q.to(torch.int32)), readable(cu_seqlens_k.to(torch.int32))
+    cu_seqlens_q, cu_seqlens_k = with_unit_stride(cu_seqlens_q.to(torch.int32)), with_unit_stride(cu_seqlens_k.to(torch.int32))
     # SageAttention's causal mask begins at a sequence's first query, volta_fa's at its last
     if is_causal and not is_same and not torch.equal(cu_seqlens_q, cu_seqlens_k):
         found = "True with sequences that have more keys or more queries"
         raise bad_argument("is_causal", found, "as many queries as keys in each sequence. Call sageattn for each", op=op)
     out, _ = torch.ops.volta_fa.fwd_fast(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=int(max_seqlen_q),
-        max_seqlen_k=int(max_seqlen_k),
-        softmax_scale=sm_scale,
-        is_causal=is_causal,
-        smooth_k=smooth_k,
-    )
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=int(max_seqlen_q),
+        max_seqlen_k=int(max_seqlen_k), softmax_scale=sm_scale, is_causal=is_causal, smooth_k=smooth_k,
+    )  # fmt: skip
     return out
 
 
@@ -167,7 +156,7 @@ def sageattn_qk_int8_pv_fp8_cuda(
     return_lse: bool = False,
     **kwargs: Any,
 ) -> Attention:
-    """Raises NotImplementedError: Turing has no products in fp8."""
+    """Raises NotImplementedError: Volta and Turing have no products in fp8."""
     _refuse_fp8("sageattn_qk_int8_pv_fp8_cuda")
 
 
@@ -184,7 +173,7 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
     return_lse: bool = False,
     **kwargs: Any,
 ) -> Attention:
-    """Raises NotImplementedError: Turing has no products in fp8."""
+    """Raises NotImplementedError: Volta and Turing have no products in fp8."""
     _refuse_fp8("sageattn_qk_int8_pv_fp8_cuda_sm90")
 
 
@@ -193,7 +182,7 @@ def _refuse_fp8(name: str) -> NoReturn:
 
 
 def _check_choices(op: str, choices: dict[str, Any]) -> None:
-    """Accepts what selects among SageAttention's kernels, and refuses what would change the result."""
+    """Raises an error for keywords that are unknown or would change the result; values that select among SageAttention's kernels pass."""
     known = {
         "qk_quant_gran": _GRANULARITIES,
         "pv_accum_dtype": _ACCUMULATORS,
@@ -223,6 +212,7 @@ def _attend(
     smooth_k: bool,
     return_lse: bool,
 ) -> Attention:
+    """Computes a batch of sequences of one length, for the function `op`. Returns out, or (out, softmax_lse)."""
     if tensor_layout not in _LAYOUTS:
         raise bad_argument("tensor_layout", repr(tensor_layout), "'HND' or 'NHD'", op=op)
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -234,7 +224,7 @@ def _attend(
     options: dict[str, Any] = {"softmax_scale": scale, "is_causal": is_causal}
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     mask = None if mask is None else _rank_4(op, mask, q.dtype, (q.shape[0], q.shape[2], seqlen_q, seqlen_k))
-    # SageAttention counts keys from the first query, volta_fa from the last
+    # SageAttention's causal mask is aligned to the first query and the first key, volta_fa's to the last ones
     if is_causal and seqlen_k > seqlen_q:
         k, v = k[:, :seqlen_q], v[:, :seqlen_q]
         mask = mask if mask is None or mask.shape[3] == 1 else mask[..., :seqlen_q]

@@ -15,8 +15,7 @@ the attention function raises NotImplementedError for options without a kernel. 
 - `quantized_cache`: `QuantizedCache`, a KV cache in int8, int4 or fp8.
 - `continuous_batching`: the attention of `generate_batch`.
 - `sharded_sequences`: `context_parallel`, for sequences that are sharded over devices.
-- `registration`: what importing this package does.
-"""
+- `registration`: what importing this package does."""
 
 from .releases import NAME  # isort: skip  # first: it says which transformers is needed, if none is installed
 from .attention_function import attention

@@ -1,4 +1,6 @@
-"""The attention function that transformers calls in each layer."""
+"""The attention function that transformers calls in each layer of a model with `attn_implementation="volta_fa"` (`registration`). It
+translates transformers' arguments and masks (`mask_function` makes these) into options of `volta_fa::fwd`, or of `fwd_kvcache` for few
+queries beside many keys."""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _UNSUPPORTED = {
     "block_indices": "sparse attention",
     "sinks": "sinks that differ from token to token",
 }
-#: Classes that set is_causal, although their attention to an image is not: eager attention ignores the attribute.
+#: Classes whose attribute is_causal is True, although their attention to an image is not causal. transformers' eager attention ignores it.
 _NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
 
 
@@ -58,9 +60,9 @@ def attention(
             where visible, or floating-point, added to the scores; or int32, the range that `mask` returns for one query. With None,
             `is_causal`, or else the module's is_causal if it has one, applies (the last query sees the last key), in a window of
             `sliding_window`.
-        softcap, s_aux (nheads), dropout, scaling: the op's softcap, sinks, dropout_p and softmax_scale.
+        softcap, s_aux (nheads), dropout, scaling: the operators' softcap, sinks, dropout_p and softmax_scale.
         position_bias: floating-point, broadcasts to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, the op's cu_seqlens and max_seqlen. They replace
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, the operator's cu_seqlens and max_seqlen. They replace
             the mask: a tensor raises NotImplementedError, unless it comes from tracing, where it describes the same sequences.
         kwargs: `cache` is that of continuous batching.
 
@@ -87,7 +89,7 @@ def attention(
     batch, seqlen_q, keys = query.shape[0], query.shape[2], key.shape[2]
     rule = attention_mask if isinstance(attention_mask, MaskRule) else None
     if rule is not None and tuple(rule.shape) != (batch, 1, seqlen_q, keys):
-        # its cu_seqlens are on the GPU, and checking them there would wait for it
+        # the kernels cannot notice it: a rule's cu_seqlens are on the GPU, and are not checked there
         raise bad_argument("attention_mask", rule, f"shape ({batch}, 1, {seqlen_q}, {keys})")
     quantized = isinstance(key, QuantizedStates)
     if quantized and (packed or dropout > 0.0 or position_bias is not None):
@@ -95,7 +97,8 @@ def attention(
         raise bad_argument(name, "it with a QuantizedCache", "none", error=NotImplementedError)
 
     tensors = (query, key, value) if s_aux is None else (query, key, value, s_aux)
-    # with more rows the tiles of the forward kernels are full, and those are faster
+    # few: whether fwd_kvcache runs. From MAX_DECODE_ROWS (64) rows on (queries * heads of a group) the tiles of fwd's kernels are full, and
+    # these are faster.
     blocks = rule is not None and rule.blocks is not None
     few = quantized or (
         not blocks
@@ -106,7 +109,7 @@ def attention(
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     )
     if rule is not None and (
-        # a bias is for positions in the batch, not in a sequence; and fwd has no padding before cached keys
+        # a bias counts positions in the batch, packed sequences within each; and fwd has no leftpad_k
         (position_bias is not None and not packed and (blocks or rule.cu_seqlens_q is not None)) or (rule.leftpad_k is not None and not few)
     ):
         attention_mask = rule.as_tensor()
@@ -127,13 +130,8 @@ def attention(
     q = query.transpose(1, 2)
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
         if bias is not None or sequences or visible.blocks is not None:
-            raise bad_argument(
-                "attention_mask",
-                f"one that is more than causality, a window and padding before or after a sequence, in {type(module).__name__} with a "
-                "QuantizedCache",
-                "one of these",
-                error=NotImplementedError,
-            )
+            got = f"one that is more than causality, a window and padding before or after a sequence, in {type(module).__name__}"
+            raise bad_argument("attention_mask", f"{got} with a QuantizedCache", "one of these", error=NotImplementedError)
         kv_cache = arguments(key.stored, value.stored)
         q = q if key.turn is None else q @ key.turn
     else:
@@ -141,13 +139,9 @@ def attention(
         kv_cache = {"k_cache": k, "v_cache": v}
     if few and bias is None and not sequences:
         out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
-            q if q.stride(-1) == 1 else q.contiguous(),
-            kv_cache.pop("k_cache"),
-            kv_cache.pop("v_cache"),
-            **kv_cache,
-            **visible.cache_lengths,
-            **options,
-        )
+            q if q.stride(-1) == 1 else q.contiguous(), kv_cache.pop("k_cache"), kv_cache.pop("v_cache"),
+            **kv_cache, **visible.cache_lengths, **options,
+        )  # fmt: skip
         return out, None
     if sequences:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
@@ -156,19 +150,20 @@ def attention(
         try:
             out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(q, k, v, **visible.blocks.options(), **options)
             return out.view(batch, seqlen_q, *out.shape[-2:]), None
-        except NotImplementedError:  # no kernel has a block mask together with these options
+        except NotImplementedError:  # no kernel combines a block mask with these options
             bias = visible.blocks.dense()
     out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(q, k, v, **sequences, attn_bias=bias, **options)
     return out.view(batch, seqlen_q, *out.shape[-2:]), None
 
 
+#: Default of the mappings in `_VisibleKeys`.
 _NONE: Mapping[str, Any] = {}
 
 
 class _VisibleKeys(NamedTuple):
     """The keys that each query sees, as arguments of the operators."""
 
-    keys: int  # the first of the given keys, without the empty end of a static cache
+    keys: int  # number of keys, from the first on, without the empty end of a static cache
     window_left: int = -1
     window_right: int = -1
     bias: Tensor | None = None
@@ -178,19 +173,12 @@ class _VisibleKeys(NamedTuple):
 
 
 def _visible_keys(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    few: bool,
-    packed: bool,
-    is_causal: bool,
-    sliding_window: int | None,
+    module: Any, query: Tensor, key: Tensor, mask: Tensor | None, few: bool, packed: bool, is_causal: bool, sliding_window: int | None
 ) -> _VisibleKeys:
-    """Translates a mask, or without one what the module and the arguments say.
+    """Translates a mask into arguments of the operators; without a mask, `is_causal` and `sliding_window`.
 
     Args:
-        few: whether `volta_fa::fwd_kvcache` may run.
+        few: whether `volta_fa::fwd_kvcache` runs if it supports the result.
         packed: whether cu_seq_lens_q is given, which replaces masks in memory.
     """
     keys = key.shape[2]
@@ -210,7 +198,7 @@ def _visible_keys(
         window = -1 if sliding_window is None else sliding_window - 1
         return _VisibleKeys(keys, window, 0 if is_causal else window)
     bias = mask[..., :keys] if releases.VERSION < (5, 0) else mask  # some models of 4.57 make it too long
-    # causal by a table of the module's own, whatever the mask shows
+    # these modules' eager attention is causal by a table of the module, besides the mask
     is_causal = _is_old_gpt2(module) and not module.is_cross_attention
     return _VisibleKeys(keys, window_right=0 if is_causal else -1, bias=bias)
 
@@ -222,7 +210,7 @@ def _is_causal(module: torch.nn.Module, argument: bool | None) -> bool:
 
 
 def _softmax_scale(module: Any, query: Tensor) -> float:
-    """Returns what a module without the argument `scaling` multiplies scores by."""
+    """Returns the softmax_scale of a module that does not pass `scaling`."""
     scale = query.shape[-1] ** -0.5
     if _is_old_gpt2(module):
         scale = scale if module.scale_attn_weights else 1.0
@@ -231,15 +219,15 @@ def _softmax_scale(module: Any, query: Tensor) -> float:
 
 
 def _is_old_gpt2(module: torch.nn.Module) -> bool:
-    """Recognizes GPT-2 and the decision transformer of transformers 4.57, whose eager attention reads its scale from the module and is
-    causal by a table of its own."""
+    """Returns whether it is attention of GPT-2 or the decision transformer in transformers 4.57. Their eager attention reads its scale
+    from the module, and is causal by a table of the module."""
     return releases.VERSION < (5, 0) and hasattr(module, "scale_attn_by_inverse_layer_idx")
 
 
 def _check_supported(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, packed: bool, kwargs: dict[str, Any]
 ) -> None:
-    """Raises NotImplementedError for what the operators do not compute."""
+    """Raises NotImplementedError for arguments that the operators do not support."""
     name, config = type(module).__name__, getattr(module, "config", None)
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         expected = "False: the weights are never in memory; attn_implementation='eager' has them"
@@ -251,7 +239,7 @@ def _check_supported(
         not isinstance(attention_mask, MaskRule) or attention_mask.leftpad_k is not None or attention_mask.blocks is not None
     ):
         additive = attention_mask.is_floating_point()
-        # 4.57's ViT and its relatives pass it as the mask, and eager multiplies by it
+        # ViT and its relatives in 4.57 pass a head_mask as the mask; eager attention multiplies probabilities by it
         if additive and attention_mask.dim() == 4 and attention_mask.shape[2:] == (1, 1) and key.shape[2] > 1:
             raise _unsupported("head_mask", name)
         if packed and (additive or not torch.compiler.is_compiling()):

@@ -1,4 +1,5 @@
-"""Continuous batching of transformers (`generate_batch`): the attention of its batches, and the names that its modules ask for."""
+"""Continuous batching of transformers (`generate_batch`): the attention of its batches over a paged KV cache, for `attention_function`.
+`register` also makes transformers' modules treat volta_fa like flash-attn, which they recognize by the implementation's name."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ def continuous_batch(
 ) -> Tensor:
     """Computes attention of a batch of `generate_batch`: packed sequences, whose earlier keys are in the pages of `cache`.
 
-    `cache.update` writes the new keys into the pages and returns the gathered keys of each sequence. In steps in which each sequence has
-    one query it may give a block_table instead: then `volta_fa::fwd_kvcache` appends, and reads the pages in place.
+    `cache.update` writes the new keys into the pages and returns all keys of each sequence, copied together. In steps in which each
+    sequence has one query it may instead put a block_table into kwargs: then `volta_fa::fwd_kvcache` appends, and reads the pages in place.
 
     Args:
         query, key, value: (1, nheads or nheads_k, tokens, headdim).
-        options: arguments of both operators.
+        options: options of both operators.
         kwargs: those of the attention function. `cache.update` adds to them.
 
     Returns (1, tokens, nheads, headdim).
@@ -50,7 +51,7 @@ def continuous_batch(
     cu_seqlens_k = kwargs["cu_seq_lens_k"]
     if kwargs.get("block_table") is not None:
         q, k, v = (t.squeeze(0).transpose(0, 1).unsqueeze(1) for t in (query, key, value))
-        # the lengths are those with the new token
+        # cu_seqlens_k counts the new token too
         cached = cu_seqlens_k.diff()[: len(q)] - 1
         out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
             q, kwargs["k_cache"], kwargs["v_cache"], k, v, cache_seqlens=cached, block_table=kwargs["block_table"], **options
@@ -72,10 +73,8 @@ def check_release() -> None:
 def _older_cache(
     module: torch.nn.Module, key: Tensor, value: Tensor, cache: Any, has_window: bool, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Does what `cache.update(kwargs=...)` does, with the cache of transformers 5.17.
-
-    That one takes indices, and all layers of a kind share a group with one of several block tables.
-    """
+    """Does what `cache.update(kwargs=...)` of later releases does, with the cache of transformers 5.17. Its update takes indices, and it
+    has a block table for each group of layers of one kind."""
     for name in ("cu_seq_lens_k", "max_seqlen_k"):
         if isinstance(kwargs[name], dict):
             kwargs[name] = kwargs[name]["sliding_attention" if has_window else "full_attention"]
@@ -92,10 +91,8 @@ def _older_cache(
 
 
 def register() -> None:
-    """Makes continuous batching treat volta_fa like flash-attn: without mask tensors, and with block tables.
-
-    It decides both by the names of implementations. Does nothing where a release has other modules.
-    """
+    """Makes continuous batching treat volta_fa like flash-attn: without mask tensors, and with block tables. transformers decides both by
+    the names of implementations. Does nothing if a release has other modules."""
     try:
         from transformers.generation.continuous_batching import cache, continuous_api, initialization
     except ImportError:
@@ -113,7 +110,7 @@ def register() -> None:
         if hasattr(module, "is_flash_attention_requested"):
             module.is_flash_attention_requested = with_ours(module.is_flash_attention_requested)  # type: ignore[attr-defined]
 
-    # transformers lets flash-attn read pages, by its names and on GPUs only; ours does it wherever the op runs
+    # transformers lets only flash-attn on GPUs read pages; volta_fa reads them on every device
     theirs: Any = initialization
     ensure = getattr(theirs, "ensure_decode_fast_path_is_available", None)
     if ensure is not None:

@@ -1,4 +1,5 @@
-"""The mask function: what transformers calls once a forward, and passes to the attention function in each layer."""
+"""The mask function `mask`, which transformers calls once a forward pass and kind of layer. It passes the result to `attention` in each
+layer. A mask becomes a `MaskRule` (a few numbers instead of memory) if possible, else a block mask, else a tensor."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from ...block_mask import BlockMask
 from . import sharded_sequences
 from .mask_rule import MaskRule, NeedsTensor, Pattern, pattern_of
 
-#: Model types whose own code adds to the mask or compares it with 0, and so needs eager's additive masks.
+#: Model types whose own code calculates with the mask, and so needs the additive masks of eager attention.
 _CALCULATE_WITH_MASKS = ("beit", "deepseek_v4", "doge", "gemma4_audio")
-#: Elements of a dense mask, 1 byte each, from which a block mask is cheaper. Making one takes about 100 launches, once a forward and kind
-#: of layer; then each layer skips the blocks that are hidden.
+#: Elements of a dense mask, 1 byte each, from which a block mask is cheaper. Making one takes about 100 launches, once a forward pass and
+#: kind of layer; then each layer skips the hidden blocks.
 MIN_ELEMENTS = 1 << 20
-#: Queries from which blocks of 128 are used well.
+#: Queries from which a block mask, whose blocks have 128 queries, is made.
 MIN_QUERIES = 128
 
 
@@ -43,11 +44,13 @@ def mask(
         None, if every query sees every key.
         A `MaskRule` for causality, windows, packed sequences, padding at the ends, and a static cache that is not full; and, with a
         block mask, for many tokens in any other pattern.
-        The range of keys that one query sees, int32 (2, 1, 1, batch): the first key, and the one after the last. For one query after
-        padding, or over a static cache in compiled code.
-        A bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where visible. For few tokens with padding after cached keys or
-        between tokens, or in patterns that are not transformers' own; and while tracing or capturing a CUDA graph, when values are
-        unknown.
+        The range of keys that one query sees, int32 (2, 1, 1, batch): [0] has each entry's first key, [1] the one after its last. Four
+        dimensions, because transformers takes only such a mask as finished. For decoding (one query) after padding, and in compiled
+        code and static caches.
+        A bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where visible: one row for padding between tokens if nothing else
+        limits keys. Else where a block mask is not worth its cost (below MIN_QUERIES or MIN_ELEMENTS): for padding between tokens, for
+        padding at the end after cached keys, and for patterns that are not transformers' own. Also while tracing or capturing a CUDA
+        graph, when values are unknown.
         Eager's additive mask, for models that calculate with it.
     """
     sharded = sharded_sequences.active()
@@ -56,14 +59,9 @@ def mask(
         return None
     if getattr(kwargs.get("config"), "model_type", None) in _CALCULATE_WITH_MASKS:
         return masking_utils.eager_mask(
-            batch_size=batch_size,
-            kv_length=kv_length,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-            **kwargs,
-        )
+            batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
+            attention_mask=attention_mask, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
+        )  # fmt: skip
     tracing = _is_tracing()
     try:
         if tracing and (attention_mask is not None or kwargs.get("q_length") != 1):
@@ -74,7 +72,7 @@ def mask(
             and pattern.sequences is None
             and (tracing or (pattern.window_right == 0 and not allow_is_causal_skip))
         ):
-            # decoding gets a tensor of one shape at every step
+            # decoding gets a tensor of the same shape at every step, as compiled code and static caches need
             return _range(pattern, batch_size, kv_length, kv_offset, attention_mask, kwargs.get("device", "cpu"), kwargs.get("q_offset", 0))
         if tracing:
             raise NeedsTensor
@@ -83,36 +81,15 @@ def mask(
         allowed = allow_is_causal_skip if pattern.window_right == 0 else allow_is_bidirectional_skip
         if not allowed and pattern.sequences is None:
             raise NeedsTensor
-        return _rule(pattern, batch_size, kv_length, kv_offset, attention_mask, *_queries(**kwargs))
+        return _rule(pattern, batch_size, kv_length, kv_offset, attention_mask, kwargs)
     except NeedsTensor:
-        rule = None if tracing else _blocks(mask_function, batch_size, kv_length, kv_offset, attention_mask, kwargs)
+        rule = None if tracing else _block_rule(mask_function, batch_size, kv_length, int(kv_offset), attention_mask, kwargs)
         if rule is not None:
             return rule
         return masking_utils.sdpa_mask(
-            batch_size=batch_size,
-            kv_length=kv_length,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            **kwargs,
-        )
-
-
-def _blocks(
-    mask_function: Callable[..., Any],
-    batch: int,
-    kv_length: int,
-    kv_offset: int | Tensor,
-    padding_mask: Tensor | None,
-    kwargs: dict[str, Any],
-) -> MaskRule | None:
-    """Returns a rule with a block mask where that is cheaper than a tensor, else None."""
-    try:
-        queries = _queries(**kwargs)
-    except NeedsTensor:  # their positions have gaps
-        return None
-    return _block_rule(mask_function, batch, kv_length, int(kv_offset), padding_mask, *queries)
+            batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
+            attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs,
+        )  # fmt: skip
 
 
 def _is_tracing() -> bool:
@@ -123,16 +100,12 @@ def _is_tracing() -> bool:
 
 
 def _queries(
-    q_length: int = 0,
-    q_offset: int | Tensor = 0,
-    device: torch.device | str = "cpu",
-    cache_position: Tensor | None = None,
-    **_: Any,
+    q_length: int = 0, q_offset: int | Tensor = 0, device: torch.device | str = "cpu", cache_position: Tensor | None = None, **_: Any
 ) -> tuple[torch.device | str, int, int]:
     """Returns the device of the queries, their number and the position of the first."""
     if cache_position is None:
         return device, q_length, int(q_offset)
-    # transformers 4.57 passes all positions
+    # transformers 4.57 passes the positions of all queries
     first, last = cache_position[[0, -1]].tolist()
     if last - first != len(cache_position) - 1:
         raise NeedsTensor
@@ -140,19 +113,13 @@ def _queries(
 
 
 def _rule(
-    pattern: Pattern,
-    batch: int,
-    kv_length: int,
-    kv_offset: int,
-    padding_mask: Tensor | None,
-    device: torch.device | str,
-    seqlen_q: int,
-    q_offset: int,
+    pattern: Pattern, batch: int, kv_length: int, kv_offset: int, padding_mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Returns the mask of a pattern with padding. Raises NeedsTensor where only a tensor describes it."""
+    """Returns the mask of a pattern with padding: None, a MaskRule, or the range of one query's keys. Raises NeedsTensor otherwise."""
+    device, seqlen_q, q_offset = _queries(**kwargs)
     left, right, seqlen_k = pattern.window_left, pattern.window_right, kv_length
     if left >= 0 or right >= 0:
-        # the op aligns the last query with the last key, and causality hides later keys
+        # the operators align the last query with the last key, and causality hides later keys
         seqlen_k = q_offset + seqlen_q - kv_offset
         if not 0 < seqlen_k <= kv_length or (right != 0 and seqlen_k != kv_length):
             raise NeedsTensor
@@ -167,24 +134,25 @@ def _rule(
             raise NeedsTensor
         cu_seqlens_q = cu_seqlens_k = _cu_seqlens(_changes(pattern.sequences.expand(batch, -1)))
     elif padding_mask is not None:
-        padding_mask = F.pad(padding_mask, (0, max(0, kv_offset + kv_length - padding_mask.shape[1])))
-        padding_mask = padding_mask[:, kv_offset : kv_offset + seqlen_k].expand(batch, -1)
+        padding_mask = _tokens(padding_mask, batch, kv_offset + kv_length)[:, kv_offset : kv_offset + seqlen_k]
         changes = _changes(padding_mask)
-        begins = changes & padding_mask  # of runs of tokens
+        begins = changes & padding_mask  # where runs of tokens begin
         facts = [padding_mask.all(), (begins.sum(1) > 1).any(), padding_mask[:, -1].all()]
-        complete, broken, ends = torch.stack(facts).tolist()  # one wait for the GPU
+        # no padding; padding between tokens; every entry ends with a token. One wait for the GPU.
+        complete, broken, ends = torch.stack(facts).tolist()
         unlimited = left < 0 and (right < 0 or seqlen_q == 1)
         if complete:
             pass
         elif unlimited and seqlen_q == 1 and not broken:
             return _range_of_tokens(padding_mask)
         elif unlimited and (broken or seqlen_q == 1):
-            # one query: the mask is small beside the cache
+            # broken: padding between tokens. All queries see the same keys, so the mask has one row.
             return F.pad(padding_mask, (0, kv_length - seqlen_k))[:, None, None, :]
         elif broken:
             raise NeedsTensor
         elif unlimited:
-            # every query sees the keys that are not padding, also in cross-attention, where queries are other tokens
+            # Every query sees the keys that are not padding (also in cross-attention). Each run of keys is a packed sequence: all queries
+            # of an entry belong to its run of tokens, or to its only run if all is padding, and none to other runs of padding.
             cu_seqlens_k = _cu_seqlens(changes)
             begins[:, 0] |= ~padding_mask.any(1)
             cu_seqlens_q = F.pad(begins[changes].cumsum(0).int() * seqlen_q, (1, 0))
@@ -195,10 +163,10 @@ def _rule(
         else:
             raise NeedsTensor
 
-    one_each = cu_seqlens_q is None or len(cu_seqlens_q) == batch + 1
-    if not one_each:
+    if cu_seqlens_q is not None and len(cu_seqlens_q) != batch + 1:  # with batch sequences, each entry is one
         return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, cu_seqlens_q, cu_seqlens_k)
-    # None would leave causality to the module, and some causal modules do not have the attribute
+    # Limits on keys need a rule: given None, `attention` reads the module's is_causal, which some causal modules lack. A single query
+    # without a left limit sees all keys, causal or not.
     if left >= 0 or (right >= 0 and seqlen_q > 1) or seqlen_k != kv_length:
         return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, leftpad_k=leftpad_k)
     return None
@@ -213,7 +181,7 @@ def _range(
     device: torch.device | str,
     q_offset: int | Tensor,
 ) -> Tensor:
-    """Returns the range of keys that one query at position q_offset sees. Does not read q_offset, so it may be traced."""
+    """Returns the range of keys that one query at position q_offset sees. Does not read q_offset's value, so it may be traced."""
     position = torch.as_tensor(q_offset - kv_offset, dtype=torch.int32, device=device)
     left, right = pattern.window_left, pattern.window_right
     begin = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
@@ -221,14 +189,18 @@ def _range(
     seen = torch.stack((begin, end)).view(2, 1).expand(2, batch)
     if padding_mask is not None and not bool(padding_mask.all()):
         offset = int(kv_offset)
-        tokens = F.pad(padding_mask, (0, max(0, offset + kv_length - padding_mask.shape[1])))
-        tokens = tokens[:, offset : offset + kv_length].expand(batch, -1)
+        tokens = _tokens(padding_mask, batch, offset + kv_length)[:, offset : offset + kv_length]
         if bool(((_changes(tokens) & tokens).sum(1) > 1).any()):
             raise NeedsTensor
         first, last = _range_of_tokens(tokens)[:, 0, 0]
         begin, end = torch.maximum(seen[0], first), torch.minimum(seen[1], last)
         seen = torch.stack((torch.minimum(begin, end), end))
     return seen.contiguous()[:, None, None]
+
+
+def _tokens(padding_mask: Tensor, batch: int, keys: int) -> Tensor:
+    """Returns a padding mask for a batch and at least this number of keys; further ones are padding."""
+    return F.pad(padding_mask, (0, max(0, keys - padding_mask.shape[1]))).expand(batch, -1)
 
 
 def _range_of_tokens(tokens: Tensor) -> Tensor:
@@ -249,28 +221,27 @@ def _changes(values: Tensor) -> Tensor:
 
 
 def _cu_seqlens(begins: Tensor) -> Tensor:
+    """Returns cu_seqlens of sequences that begin where `begins`, (batch, seqlen) bool, is True."""
     return F.pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=begins.numel())
 
 
 def _block_rule(
-    mask_function: Callable[..., Any],
-    batch: int,
-    kv_length: int,
-    kv_offset: int,
-    padding_mask: Tensor | None,
-    device: torch.device | str,
-    seqlen_q: int,
-    q_offset: int,
+    mask_function: Callable[..., Any], batch: int, kv_length: int, kv_offset: int, padding_mask: Tensor | None, kwargs: dict[str, Any]
 ) -> MaskRule | None:
-    """Returns the rule of a mask function, or None where a dense mask is cheaper, or where the function cannot be vectorized."""
+    """Returns a MaskRule with the block mask of a function, for the arguments of `mask`; None if a dense mask is cheaper, the function
+    cannot be vectorized, or the queries' positions have gaps."""
+    try:
+        device, seqlen_q, q_offset = _queries(**kwargs)
+    except NeedsTensor:
+        return None
     if seqlen_q < MIN_QUERIES or batch * seqlen_q * kv_length < MIN_ELEMENTS:
         return None
     if padding_mask is not None:
-        padding_mask = F.pad(padding_mask, (0, max(0, kv_offset + kv_length - padding_mask.shape[1]))).expand(batch, -1)
+        padding_mask = _tokens(padding_mask, batch, kv_offset + kv_length)
         mask_function = masking_utils.and_masks(mask_function, masking_utils.padding_mask_function(padding_mask))
     mask_function = masking_utils.add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
     try:
         blocks = BlockMask.from_mask_mod(mask_function, batch, None, seqlen_q, kv_length, device)
-    except (RuntimeError, TypeError):  # of torch.vmap: the function is for tensors of positions
+    except (RuntimeError, TypeError):  # of torch.vmap: the function works on tensors of positions only
         return None
     return MaskRule((batch, 1, seqlen_q, kv_length), device, blocks=blocks)

@@ -1,5 +1,5 @@
-"""Masks without memory: `MaskRule` describes causality, windows, packed sequences and padding in a few numbers, and any other pattern
-by a block mask. `pattern_of` recognizes the mask functions of transformers and states them as windows and packed sequences."""
+"""Masks without memory, which `mask_function` makes and `attention_function` reads: `MaskRule` describes causality, windows, packed
+sequences and padding in a few numbers, and any other pattern by a block mask. `pattern_of` recognizes mask functions of transformers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 
 from ...block_mask import BlockMask
+from ..flash_attn.interface import _lengths
 
 
 class MaskRule(Tensor):
-    """A mask of shape (batch, 1, seqlen_q, keys), dtype bool, True where visible, that has attributes instead of memory.
+    """A bool tensor (batch, 1, seqlen_q, keys), True where visible, that has attributes instead of memory.
 
-    `attention` passes the attributes to the operators. Any other operation on it gets `as_tensor()` in its place.
+    transformers' code handles it like any mask. `attention` passes the attributes to the operators. Any other operation on it gets
+    `as_tensor()` in its place.
 
     Attributes:
         window_left, window_right: query i sees the keys i + o - window_left <= j <= i + o + window_right, with
@@ -132,21 +134,16 @@ def sequence_arguments(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor
 ) -> dict[str, Any]:
     """Returns the arguments of `volta_fa::fwd` for packed sequences."""
-    return {
-        "cu_seqlens_q": cu_seqlens_q.int(),
-        "cu_seqlens_k": cu_seqlens_k.int(),
-        "max_seqlen_q": int(max_seqlen_q),
-        "max_seqlen_k": int(max_seqlen_k),
-    }
+    return _lengths(cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k))
 
 
 class NeedsTensor(Exception):
-    """The mask is no `Pattern`, or no `MaskRule` has it: it must be a tensor."""
+    """Neither a `Pattern` nor a `MaskRule` without blocks describes the mask: it must be a tensor or a block mask."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mask function of transformers, as a window and packed sequences. `&` is the intersection."""
+    """A mask function of transformers as a window (-1: no limit) and packed sequences. `&` is the intersection."""
 
     window_left: int = -1
     window_right: int = -1
@@ -162,15 +159,13 @@ class Pattern:
         )
 
 
-def _tighter(a: int, b: int) -> int:
+def _tighter(a: int, b: int) -> int:  # of two window bounds
     return max(a, b) if min(a, b) < 0 else min(a, b)
 
 
 def pattern_of(function: Callable[..., Any]) -> Pattern:
-    """Returns the pattern of a mask function of transformers, which are named functions or closures over their parameters.
-
-    Raises NeedsTensor for any other function.
-    """
+    """Returns the pattern of a mask function of transformers. Raises NeedsTensor for any other function. transformers' functions are
+    recognized by name; their parameters are the variables of closures."""
     if getattr(function, "__module__", None) != masking_utils.__name__:
         raise NeedsTensor
     variables = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}

@@ -1,8 +1,6 @@
-"""A KV cache for transformers in int8, int4 or fp8 that no step dequantizes: `volta_fa.transformers.QuantizedCache`.
-
-transformers' class of that name returns the whole cache in the model's dtype at each step. This one returns tensors without memory that
-refer to codes and scales. `volta_fa.transformers.attention` passes these to `volta_fa::fwd_kvcache`.
-"""
+"""A KV cache for transformers in int8, int4 or fp8 that no step dequantizes: `volta_fa.transformers.QuantizedCache`. transformers' class of
+that name returns the whole cache in the model's dtype at each step. This one returns `QuantizedStates`, tensors without memory that refer
+to codes and scales. `volta_fa.transformers.attention` passes codes and scales to `volta_fa::fwd_kvcache`."""
 
 from __future__ import annotations
 
@@ -15,24 +13,19 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import bad_argument
-from ...kv_cache.formats import KV_DTYPES, QuantizedKV, hadamard, quantize_kv
+from ...kv_cache.formats import QuantizedKV, hadamard, parts_of, quantize_kv
 
-#: Full storage grows by 1 / _ROOM of the needed size. A token is then copied about four times, at any length.
+#: Full storage grows to 1 + 1 / _ROOM times the needed size. So a token is copied about _ROOM times, however long the sequence becomes.
 _ROOM = 4
 
 
 class QuantizedStates(Tensor):
     """Keys or values of a layer, of shape (batch, nheads_k, seqlen, headdim) and the model's dtype, without memory of their own.
 
-    Every operation on them but detach and alias raises NotImplementedError, so no code can dequantize the whole cache.
+    Every operation on them but detach and alias raises NotImplementedError, so no code can dequantize the whole cache."""
 
-    Attributes:
-        stored: data, scales and zero points, as of `quantize_kv`: views of the cache's storage.
-        turn: a matrix (headdim, headdim) for the queries to be multiplied by, if the keys were rotated.
-    """
-
-    stored: QuantizedKV
-    turn: Tensor | None
+    stored: QuantizedKV  # data, scales and zero points, as of `quantize_kv`: views of the cache's storage
+    turn: Tensor | None  # a matrix (headdim, headdim) for the queries to be multiplied by, if the keys were rotated
 
     @staticmethod
     def __new__(cls, stored: QuantizedKV, headdim: int, dtype: torch.dtype, turn: Tensor | None = None) -> QuantizedStates:
@@ -56,21 +49,18 @@ class QuantizedStates(Tensor):
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
-        raise bad_argument(
-            "past_key_values",
-            f"a QuantizedCache whose keys or values are given to {func}",
-            "a model with attn_implementation='volta_fa', whose attention does nothing else with them",
-            error=NotImplementedError,
-        )
+        got, expected = f"a QuantizedCache whose keys or values are given to {func}", "a model with attn_implementation='volta_fa'"
+        raise bad_argument("past_key_values", got, f"{expected}, whose attention does nothing else with them", error=NotImplementedError)
 
 
 class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a base that registers classes
-    """One layer of a `QuantizedCache`. Its storage is (batch, nheads_k, tokens, columns), so the tokens of a head are adjacent."""
+    """One layer of a `QuantizedCache`. Its storage is (batch, nheads_k, tokens, columns), so the tokens of a head are adjacent.
+    With `rotate_keys`, keys (before they are quantized) and queries are multiplied by a Hadamard matrix, which changes no score."""
 
     is_croppable = True
 
     def __init__(self, kv_dtype: str, sliding_window: int | None = None, rotate_keys: bool = False) -> None:
-        # not super().__init__(), which sets keys and values: properties here
+        # not super().__init__(), which sets the attributes keys and values; they are properties here
         self.kv_dtype, self.rotate_keys = kv_dtype, rotate_keys
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
@@ -80,7 +70,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
     def reset(self) -> None:
         """Removes all tokens and frees the memory."""
         self.is_initialized = False
-        self.stored: tuple[QuantizedKV, ...] = ()
+        self.stored: tuple[QuantizedKV, ...] = ()  # keys, values
         self.length = 0  # tokens so far
         self.dropped = 0  # tokens at the beginning that left the window and are no longer in memory
         self.shown = 0  # position of the first token that the last call's queries could see
@@ -95,18 +85,17 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
             n = key_states.shape[-1]
             if n & (n - 1):
                 raise bad_argument("rotate_keys", f"True with headdim {n}", "a power of two")
-            # scales of keys and queries with the product 1 / n: both are powers of two, so exact in any dtype
+            # H H^T = n, so the scales of keys and queries have the product 1 / n. Both are powers of two, so exact in any dtype.
             half = n.bit_length() // 2
             scales = (2.0**-half, 2.0**half / n)
             self.turns = [(hadamard(n) * scale).to(self.device, self.dtype) for scale in scales]
-        self.stored = tuple(quantize_kv(t[:, :, :0], self.kv_dtype) for t in (key_states, value_states))
+        states = zip((key_states, value_states), parts_of(self.kv_dtype))
+        self.stored = tuple(quantize_kv(t[:, :, :0], kv_dtype) for t, kv_dtype in states)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Quantizes and appends keys and values (batch, nheads_k, tokens, headdim). Returns `keys` and `values`.
-
-        For a prompt on an empty cache it returns the arguments, so attention to it is not quantized.
-        """
+        For a prompt on an empty cache it returns the arguments, so attention to it is not quantized."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new, at = key_states.shape[2], self._make_room(key_states.shape[2])
@@ -114,23 +103,17 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         k, v = (t.detach().transpose(1, 2) for t in (keys, value_states))
         k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
         cache = arguments(*(_rows(stored, at, new) for stored in self.stored))
-        torch.ops.volta_fa.fwd_kvcache(
-            k[:, :0],  # no queries: attention runs later, with the mask
-            cache.pop("k_cache"),
-            cache.pop("v_cache"),
-            k,
-            v,
-            # the cache argument is the rows of these tokens alone
-            cache_seqlens=torch.zeros(len(k), dtype=torch.int32, device=self.device),
-            **cache,
-        )
+        # Only appends: k[:, :0] are no queries, because attention runs later, with the mask. The cache argument is the rows of the new
+        # tokens alone, so its length before is 0.
+        empty = torch.zeros(len(k), dtype=torch.int32, device=self.device)
+        torch.ops.volta_fa.fwd_kvcache(k[:, :0], cache.pop("k_cache"), cache.pop("v_cache"), k, v, cache_seqlens=empty, **cache)
         is_prompt = self.length == 0
-        _, self.shown = self.get_mask_sizes(0)
+        _, self.shown = self.get_mask_sizes(0)  # before the new tokens count
         self.length += new
         return (key_states, value_states) if is_prompt else (self._states(0), self._states(1))
 
     def _make_room(self, new: int) -> int:
-        """Makes room for `new` tokens, and returns the row of the first."""
+        """Makes room for `new` tokens, and returns the row of the first in the storage. Drops tokens outside of the window if it copies."""
         used = self.length - self.dropped
         if used + new > self.stored[0].data.shape[2]:
             kept = used if self.sliding_window is None or self.record_past else min(used, self.sliding_window - 1)
@@ -151,6 +134,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         self.stored = tuple(_each(change, stored) for stored in self.stored)
 
     def _states(self, i: int) -> QuantizedStates:
+        """Returns keys (i = 0) or values (1) of the tokens that the last call's queries could see."""
         rows = _rows(self.stored[i], self.shown - self.dropped, self.length - self.shown)
         return QuantizedStates(rows, self.headdims[i], self.dtype, self.turns[1] if self.turns and i == 0 else None)
 
@@ -170,9 +154,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Returns the number of keys for the next `query_length` queries, these included, and the position of the first key.
-
-        transformers 4.57 passes the queries' positions instead of their number.
-        """
+        transformers 4.57 passes the queries' positions instead of their number."""
         queries = len(query_length) if isinstance(query_length, Tensor) else query_length
         past = self.length if self.sliding_window is None else min(self.length, self.sliding_window - 1)
         return past + queries, self.length - past
@@ -189,24 +171,20 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last -tokens_to_remove tokens. A positive number, as in transformers 4.57, is the number of tokens to keep.
-
-        Raises ValueError if a window would show tokens that are no longer in memory.
-        """
+        Raises ValueError if a window would show tokens that are no longer in memory."""
         left = max(0, self.length + tokens_to_remove) if tokens_to_remove <= 0 else min(self.length, tokens_to_remove)
         needed = 0 if self.sliding_window is None else self.sliding_window - 1
         if self.dropped and left - self.dropped < needed:
-            raise bad_argument(
-                "tokens_to_remove",
-                f"{tokens_to_remove} after {self.length} tokens, of which the last {self.length - self.dropped} are in memory",
-                f"to leave {needed} of these, which a window shows; activate_past_recording() keeps all",
-            )
+            got = f"{tokens_to_remove} after {self.length} tokens, of which the last {self.length - self.dropped} are in memory"
+            expected = f"to leave {needed} of these, which a window shows; activate_past_recording() keeps all"
+            raise bad_argument("tokens_to_remove", got, expected)
         self.length, self.shown = left, min(self.shown, left)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replaces sequence i by sequence beam_idx[i]."""
         if self.is_initialized:
             indices = beam_idx.to(self.device)
-            # as bytes: torch has no index_select for every float8 dtype on CUDA
+            # as bytes, because torch has no index_select for some float8 dtypes on CUDA
             self._change(lambda t: t.view(torch.uint8).index_select(0, indices).view(t.dtype) if t.element_size() == 1 else t[indices])
 
     batch_select_indices = reorder_cache
@@ -222,7 +200,7 @@ def _each(change: Callable[[Tensor], Tensor], stored: QuantizedKV) -> QuantizedK
     return QuantizedKV(change(data), None if scale is None else change(scale), None if zero_point is None else change(zero_point))
 
 
-def _rows(stored: QuantizedKV, first: int, count: int) -> QuantizedKV:
+def _rows(stored: QuantizedKV, first: int, count: int) -> QuantizedKV:  # tokens first to first + count - 1
     return _each(lambda t: t.narrow(2, first, count), stored)
 
 
@@ -249,7 +227,8 @@ class QuantizedCache(Cache):
 
     Args:
         config: the model's.
-        kv_dtype: "int8", "int4", "fp8_e5m2" or "fp8_e4m3", as of `volta_fa.quantize_kv`; the fp8 ones have a scale of 1.
+        kv_dtype: "int8", "int4", "fp8_e5m2" or "fp8_e4m3", as of `volta_fa.quantize_kv`; the fp8 ones have a scale of 1. "int8k_int4v"
+            has keys in int8 and values in int4.
         rotate_keys: multiply keys, before they are quantized, and queries by a Hadamard matrix. Scores stay the same, and outliers of a
             channel spread over all channels (as in QuaRot, arXiv 2404.00456).
 
@@ -260,8 +239,7 @@ class QuantizedCache(Cache):
     """
 
     def __init__(self, config: Any, kv_dtype: str = "int8", *, rotate_keys: bool = False) -> None:
-        if kv_dtype not in KV_DTYPES:
-            raise bad_argument("kv_dtype", repr(kv_dtype), f"one of {', '.join(KV_DTYPES)}")
+        parts_of(kv_dtype)  # raises ValueError for another
         implementation = getattr(config, "_attn_implementation", None)
         if implementation not in (None, "volta_fa"):
             raise bad_argument("config", f"attn_implementation {implementation!r}", "'volta_fa', which alone reads a QuantizedCache")

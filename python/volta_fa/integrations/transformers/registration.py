@@ -1,4 +1,4 @@
-"""Registers the attention function and the mask function with transformers."""
+"""Registers the attention function and the mask function with transformers. `import volta_fa.transformers` calls `register`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from .releases import NAME, PAGED_NAME, transformers_version
 
 
 def register() -> None:
-    """Registers the functions, and makes transformers refuse the name for models that would ignore it.
-
-    Raises ImportError before transformers 4.57, and warns from 6.0 on.
-    """
+    """Registers the functions, and makes transformers reject the name for models that would ignore it.
+    Raises ImportError before transformers 4.57, and warns from 6.0 on."""
     if releases.VERSION < (4, 57):
         raise ImportError(f"volta_fa {__version__} needs transformers 4.57 or 5.x, and {transformers_version} is installed")
     if releases.VERSION >= (6, 0):
@@ -37,10 +35,11 @@ def register() -> None:
     accept = models.get_correct_attn_implementation
     ask = models._can_set_attn_implementation.__func__
 
-    # transformers reads the source of the class's module. A class from a notebook has none, and other attention classes in a
-    # program say nothing about a derived model. So the check is of the model of transformers that the class derives from.
+    # transformers decides by the source of the class's module. A class from a notebook has none, and a program's module may have
+    # attention classes that the model does not use. So the check is of the model in transformers that the class derives from.
     @functools.wraps(ask)
     def can_set(cls: type[PreTrainedModel]) -> bool:
+        """Returns whether the model class uses the attention interface."""
         for base in cls.__mro__:
             if base is not PreTrainedModel and base.__module__.startswith("transformers.") and issubclass(base, PreTrainedModel):
                 return ask(base)
@@ -52,6 +51,7 @@ def register() -> None:
 
     @functools.wraps(accept)
     def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        """Returns what transformers' method returns, after the check of our names."""
         if requested_attention in (NAME, PAGED_NAME) and not self._can_set_attn_implementation():
             raise ValueError(
                 f"attn_implementation: got {requested_attention!r}, and {type(self).__name__} of transformers {transformers_version} does "

@@ -1,4 +1,4 @@
-"""The installed release of transformers, and the names under which it knows volta_fa."""
+"""The installed release of transformers, and the names under which it knows volta_fa. Importing it fails without a usable transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ except ImportError as error:
 
 #: The value of `attn_implementation`.
 NAME = "volta_fa"
-#: What continuous batching makes of it up to transformers 5.17, while it generates.
+#: The name that continuous batching sets in its place while it generates, up to transformers 5.17.
 PAGED_NAME = f"paged|{NAME}"
 #: The installed release.
 transformers_version: str = transformers.__version__

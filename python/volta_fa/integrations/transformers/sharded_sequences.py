@@ -1,4 +1,5 @@
-"""Models over sequences that are sharded over devices: `context_parallel`, and what it puts in place of attention and mask."""
+"""Models over sequences that are sharded over devices: while `context_parallel` is open, `attention_function` and `mask_function` call the
+`Sharded` object here, which runs `volta_fa.distributed.context_parallel_attention`."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from ...errors import bad_argument
 from .mask_rule import NeedsTensor, pattern_of
 
 if TYPE_CHECKING:
-    from ...distributed.groups import Group
+    from ...distributed.attention import Group
 
-#: What the attention and mask functions call while `context_parallel` is open.
+#: The object of the open `context_parallel`; None outside of one.
 _active: Sharded | None = None
 
 
 def active() -> Sharded | None:
-    """Returns what `context_parallel` has put in place; None outside of it."""
+    """Returns the object that computes attention inside `context_parallel`; None outside of it."""
     return _active
 
 
@@ -53,34 +54,25 @@ def context_parallel(mesh: Any = None, *, cu_seqlens: Any = None, layout: str = 
 
 @dataclass
 class Sharded:
-    """A mesh, and how sequences lie in it."""
+    """A mesh of devices, and how sequences are sharded over it: the arguments of `context_parallel`."""
 
     mesh: Group
     cu_seqlens: Tensor | Sequence[int] | None
     layout: str
 
     def check_mask(self, mask_function: Callable[..., Any], attention_mask: Tensor | None) -> None:
-        """Raises NotImplementedError for masks other than causality and a window, which each layer states itself.
-
-        Packed sequences in a pattern are ignored: the chunks of a shard do not follow
-        each other, so position ids that begin again have no meaning here.
-        """
+        """Raises NotImplementedError for masks other than causality and a window, which each layer states itself. Packed sequences that
+        transformers derives from position ids are ignored: a shard's chunks are not adjacent, so its position ids jump. `cu_seqlens` of
+        `context_parallel` describes packed sequences instead."""
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise bad_argument(
-                "attention_mask",
-                "padding with context_parallel",
-                "sequences without: pack them (cu_seqlens)",
-                error=NotImplementedError,
-            )
+            expected = "sequences without: pack them (cu_seqlens)"
+            raise bad_argument("attention_mask", "padding with context_parallel", expected, error=NotImplementedError)
         try:
             pattern_of(mask_function)
         except NeedsTensor as error:
-            raise bad_argument(
-                "attention_mask",
-                f"{getattr(mask_function, '__qualname__', mask_function)} with context_parallel",
-                "causality or a window of transformers' own",
-                error=NotImplementedError,
-            ) from error
+            got = f"{getattr(mask_function, '__qualname__', mask_function)} with context_parallel"
+            expected = "causality or a window of transformers' own"
+            raise bad_argument("attention_mask", got, expected, error=NotImplementedError) from error
 
     def attention(
         self,
@@ -95,11 +87,7 @@ class Sharded:
         deterministic: bool,
     ) -> Tensor:
         """Replaces the attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, nheads, headdim) out.
-
-        Args:
-            unsupported: arguments that must be None, by name.
-            scores: options of the operators that act on scores, sinks included.
-        """
+        `unsupported`: arguments that must be None, by name. `scores`: options of the operators that act on scores, sinks included."""
         from ...distributed import context_parallel_attention
 
         for name, argument in unsupported.items():
@@ -116,17 +104,7 @@ class Sharded:
             q, k, v = (t[0] for t in (q, k, v))
         window = -1 if sliding_window is None else sliding_window - 1
         out = context_parallel_attention(
-            q,
-            k,
-            v,
-            self.mesh,
-            is_causal=is_causal,
-            window_left=window,
-            window_right=-1 if is_causal else window,
-            dropout_p=dropout,
-            cu_seqlens=self.cu_seqlens,
-            layout=self.layout,
-            deterministic=deterministic,
-            **scores,
-        )
+            q, k, v, self.mesh, is_causal=is_causal, window_left=window, window_right=-1 if is_causal else window,
+            dropout_p=dropout, cu_seqlens=self.cu_seqlens, layout=self.layout, deterministic=deterministic, **scores,
+        )  # fmt: skip
         return out if self.cu_seqlens is None else out.unsqueeze(0)

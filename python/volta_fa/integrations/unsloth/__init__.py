@@ -12,10 +12,9 @@ Importing `volta_fa.unsloth` calls `enable_unsloth`, which replaces four attribu
 - `gqa_sdpa`: `unsloth_zoo.temporary_patches.sdpa_gqa.make_gqa_sdpa`, the attention of Gemma 3 and Gemma 4.
 - `sinks`: `unsloth_zoo.flex_attention.flex_attention_with_sink`, the attention of gpt-oss in training.
 
-`releases` finds these by name and signature, and refuses an unsloth that has changed. unsloth's function runs what volta_fa does not:
+`releases` finds these by name and signature, and rejects an unsloth that has changed. unsloth's function runs what volta_fa does not:
 `unsloth_stats` counts these calls by reason, and docs/guides/unsloth.md explains the reasons.
-Importing this package imports nothing from unsloth.
-"""
+Importing this package imports nothing from unsloth."""
 
 from .calls import unsloth_stats
 from .switch import disable_unsloth, enable_unsloth

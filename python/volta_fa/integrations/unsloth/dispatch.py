@@ -1,8 +1,7 @@
 """Attention of unsloth's own models (Llama, Mistral, Qwen 3, Gemma 2, Granite, Cohere, Falcon H1) and of its packed rows.
 
 All of them call `unsloth.utils.attention_dispatch.run_attention`, which calls `_run_attention` of the same module. The configuration
-that they pass holds the arguments of flash-attn's functions, whether flash-attn is installed or not.
-"""
+that they pass holds the arguments of flash-attn's functions, whether flash-attn is installed or not."""
 
 from __future__ import annotations
 
@@ -20,9 +19,10 @@ from .calls import count_fallback, count_run, kernel_dtype, unsupported
 
 MODULE = "unsloth.utils.attention_dispatch"
 NAME = "_run_attention"
-#: Modules with the flag that lets Gemma 2 call `run_attention`, with its softcap, instead of eager attention over masks in memory.
+#: Modules with a flag FLAG. If True, Gemma 2 calls `run_attention`, with its softcap, instead of eager attention over masks in memory.
 FLAG_MODULES = ("unsloth.models.gemma2", "unsloth.models.llama")
 FLAG = "HAS_FLASH_ATTENTION_SOFTCAPPING"
+# Parameters of the replaced function, and fields of its first two arguments, in tested releases: `check` compares.
 _PARAMETERS = ("config", "context", "Q", "K", "V")
 _CONFIG = frozenset({
     "backend", "n_kv_heads", "n_groups", "flash_dense_kwargs", "flash_varlen_kwargs", "sdpa_kwargs", "xformers_kwargs",
@@ -33,7 +33,7 @@ _CONTEXT = frozenset({
 })  # fmt: skip
 #: The arguments of flash-attn's functions that unsloth's models use.
 _ARGUMENTS = {"causal", "window_size", "softmax_scale", "softcap", "dropout_p"}
-#: Masks that xformers wants for plain causal attention, with or without a window: the arguments above say the same.
+#: Types of masks that unsloth passes for causal attention with or without a window, which flash-attn's arguments describe too.
 _CAUSAL_MASKS = ("NoneType", "bool", "LowerTriangularMask", "BlockDiagonalCausalMask", "BlockDiagonalCausalLocalAttentionMask")
 
 
@@ -49,10 +49,8 @@ def check() -> tuple[ModuleType, Any]:
 
 
 def make(module: ModuleType, original: Callable[..., Tensor], enabled: Callable[[], Devices | None]) -> Callable[..., Tensor]:
-    """Returns the function that takes the place of `original`.
-
-    Another program may wrap it and keep it, so it asks `enabled` for the devices at each call.
-    """
+    """Returns the function that takes the place of `original`: it runs flash-attn's functions of volta_fa, or `original`. Another program
+    may wrap it and keep it, so it asks `enabled` for the devices at each call; None: off."""
     cover_padded_cu_seqlens, ring_active = module.cover_padded_cu_seqlens, module._ring_attention_active
 
     def run_attention(*, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
@@ -77,7 +75,7 @@ def make(module: ModuleType, original: Callable[..., Tensor], enabled: Callable[
                 reason = "arguments"
             if not reason and type(context.causal_mask).__name__ not in _CAUSAL_MASKS and not softcap:
                 reason = "causal_mask"
-            if not reason and not softcap:  # which only flash-attn's arguments have, so these are all that counts
+            if not reason and not softcap:  # with a softcap only flash-attn's arguments count, because no others have one
                 reason = _mismatch(config, context, arguments, Q, K)
         if reason:
             if softcap and reason not in ("prefix", "context_parallel"):
@@ -103,9 +101,9 @@ def make(module: ModuleType, original: Callable[..., Tensor], enabled: Callable[
 
 
 def _mismatch(config: Any, context: Any, arguments: dict[str, Any], q: Tensor, k: Tensor) -> str:
-    """Returns why flash-attn's arguments ask for another result than the rest of the call, which unsloth's other backends read, or ""."""
+    """Returns the reason if flash-attn's arguments describe other attention than those of unsloth's other backends, else ""."""
     keys = k.shape[2]
-    # without a mask, unsloth's scaled_dot_product_attention is not causal then
+    # unsloth's scaled_dot_product_attention without a mask is causal only if there are as many queries as keys
     if context.is_causal and q.shape[2] not in (1, keys):
         return "shape"
     window, left = context.sliding_window, arguments.get("window_size", (-1, -1))[0]

@@ -1,4 +1,6 @@
-"""Attention of Gemma 3 and Gemma 4: unsloth_zoo replaces their layers, in float32 on GPUs without bfloat16, with masks in memory."""
+"""Attention of Gemma 3 and Gemma 4 in unsloth: `make` returns the replacement for unsloth_zoo's `make_gqa_sdpa`. unsloth_zoo's layers for
+these models compute in float32 on GPUs without bfloat16, with masks in memory. Here causal masks and windows are recognized by their
+values, and need no memory."""
 
 from __future__ import annotations
 
@@ -18,13 +20,14 @@ from .calls import count_fallback, count_run, kernel_dtype, unsupported
 MODULE = "unsloth_zoo.temporary_patches.sdpa_gqa"
 NAME = "make_gqa_sdpa"
 _PARAMETERS = ("scaled_dot_product_attention",)
-#: Keeps q, k and v of Qwen3-MoE in float32, because its gradients overflow in float16.
+#: A module that keeps q, k and v of Qwen3-MoE in float32, because its gradients overflow in float16: unsloth's function runs for it.
 _FLOAT32_MODULE = "unsloth_zoo.temporary_patches.qwen3_moe_float32"
 _INNER_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "groups")
 #: Scores below this are hidden. transformers writes the minimum of the dtype, or -inf.
 _HIDDEN = -1e4
-#: Number of masks whose answer is kept. Layers and recomputations of one step share few mask tensors; reading one waits for the GPU.
+#: Maximum number of masks in `_known`. Layers and recomputations of one step share few mask tensors; reading one waits for the GPU.
 _KEPT = 8
+#: By id() of a mask: the mask, its version counter, and its `causal_window`.
 _known: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
 
 
@@ -39,11 +42,8 @@ def check() -> tuple[ModuleType, Any]:
 
 
 def make(original: Callable[..., Any], enabled: Callable[[], Devices | None]) -> Callable[..., Any]:
-    """Returns the function that takes the place of `original`.
-
-    unsloth calls it when it loads a model, and the model's layers keep what it returns. So that asks `enabled` for the
-    devices at each call.
-    """
+    """Returns the function that takes the place of `original`. unsloth calls it when it loads a model, and the model's layers keep what it
+    returns. So that asks `enabled` for the devices at each call."""
 
     def make_gqa_sdpa(scaled_dot_product_attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         theirs = original(scaled_dot_product_attention)
@@ -77,14 +77,14 @@ def make(original: Callable[..., Any], enabled: Callable[[], Devices | None]) ->
             out = torch.ops.volta_fa.fwd(q, k, v, softmax_scale=scale, dropout_p=dropout_p, **options)[0]
             return out.transpose(1, 2).to(query.dtype)
 
-        # theirs is not compiled either: the look at a mask depends on its values
+        # not compiled, like unsloth's function, because the code depends on a mask's values
         return torch.compiler.disable(gqa_sdpa, recursive=True)
 
     return make_gqa_sdpa
 
 
 def _is_called_by(module: str) -> bool:
-    """Whether code of this module is on the stack: unsloth's layers do not say which model they belong to."""
+    """Returns whether code of this module is on the call stack: unsloth's layers do not say which model they belong to."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -94,7 +94,7 @@ def _is_called_by(module: str) -> bool:
 
 
 def _is_usable(mask: Tensor, query: Tensor, key: Tensor, is_causal: bool) -> bool:
-    """Whether the mask is one of scaled_dot_product_attention's without a gradient, for each query and key."""
+    """Returns whether it is a mask of scaled_dot_product_attention that the operators take: (., ., queries, keys), without a gradient."""
     return (
         not is_causal
         and not mask.requires_grad
@@ -135,6 +135,7 @@ def causal_window(mask: Tensor) -> int | None:
 
 
 def _look(mask: Tensor) -> int | None:
+    """Computes `causal_window` from the mask's values."""
     rows, keys = mask.shape[-2:]
     if rows != keys:
         return None
@@ -145,6 +146,6 @@ def _look(mask: Tensor) -> int | None:
     if mask.dtype != torch.bool:
         right &= (visible | (mask < _HIDDEN)).all()
     is_window, seen = torch.stack((right.long(), width)).tolist()  # one wait for both
-    if not is_window or not seen:  # a mask that hides every key is no window
+    if not is_window or not seen:  # not seen: the mask hides every key
         return None
     return -1 if seen == keys else seen - 1

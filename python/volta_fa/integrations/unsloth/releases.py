@@ -1,4 +1,5 @@
-"""The releases of unsloth that this package knows, and checks that an installed one is like them."""
+"""The releases of unsloth that ran with this package, and checks that the installed one has the same functions and arguments.
+`enable_unsloth` makes the checks before it replaces anything."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def version(package: str) -> str:
 
 
 def warn_if_untested() -> None:
-    """Warns about releases that are not in TESTED. `find` and its siblings refuse those that changed."""
+    """Warns about releases that are not in TESTED. The other functions here raise ImportError for releases that differ."""
     untested = [f"{package} {version(package)}" for package in ("unsloth", "unsloth_zoo") if version(package) not in TESTED]
     if untested:
         warnings.warn(

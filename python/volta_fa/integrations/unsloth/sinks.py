@@ -1,4 +1,5 @@
-"""Attention of gpt-oss in training: unsloth_zoo calls compiled FlexAttention, and scales its result by the sinks."""
+"""Attention of gpt-oss in unsloth's training: `make` returns the replacement for unsloth_zoo's `flex_attention_with_sink`. unsloth_zoo
+calls compiled FlexAttention and scales its result by the sinks. `volta_fa::fwd` has sinks itself."""
 
 from __future__ import annotations
 
@@ -20,9 +21,7 @@ _PARAMETERS = ("self_attn", "query", "key", "value", "attention_mask", "scale", 
 
 def check() -> tuple[ModuleType, Any]:
     """Returns the module and its function, None where unsloth_zoo has none because this PyTorch or machine has no FlexAttention.
-
-    Raises ImportError, with the versions, if unsloth_zoo has changed them.
-    """
+    Raises ImportError, with the versions, if unsloth_zoo has changed them."""
     module = releases.module(MODULE)
     if releases.find(module, NAME) is None and not releases.find(module, "HAS_FLEX_ATTENTION"):
         return module, None
@@ -30,10 +29,8 @@ def check() -> tuple[ModuleType, Any]:
 
 
 def make(original: Callable[..., Tensor], enabled: Callable[[], Devices | None]) -> Callable[..., Tensor]:
-    """Returns the function that takes the place of `original`.
-
-    The layers of loaded models keep it, so it asks `enabled` for the devices at each call.
-    """
+    """Returns the function that takes the place of `original`. The layers of loaded models keep it, so it asks `enabled` for the devices at
+    each call; None: off."""
 
     def flex_attention_with_sink(
         self_attn: Any,
@@ -64,16 +61,11 @@ def make(original: Callable[..., Tensor], enabled: Callable[[], Devices | None])
         window = sliding_window or getattr(self_attn, "sliding_window", None)
         dtype = kernel_dtype(query, key, value)
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))
-        out = torch.ops.volta_fa.fwd(
-            q,
-            k,
-            v,
-            softmax_scale=getattr(self_attn, "scaling", None) or getattr(self_attn, "scale", None) or scale,
-            is_causal=True,
-            # transformers counts the query's own key in the window
-            window_left=window - 1 if isinstance(window, int) and window > 0 else -1,
-            sinks=sinks if sinks.dtype in (dtype, torch.float32) else sinks.float(),
-        )[0]
+        scale = getattr(self_attn, "scaling", None) or getattr(self_attn, "scale", None) or scale
+        # transformers counts the query's own key in the window
+        left = window - 1 if isinstance(window, int) and window > 0 else -1
+        sinks = sinks if sinks.dtype in (dtype, torch.float32) else sinks.float()
+        out = torch.ops.volta_fa.fwd(q, k, v, softmax_scale=scale, is_causal=True, window_left=left, sinks=sinks)[0]
         return out.to(query.dtype)
 
     return flex_attention_with_sink

@@ -1,4 +1,4 @@
-"""Replaces the attributes of unsloth's modules, and restores them."""
+"""`enable_unsloth` replaces the attention functions of unsloth's modules, `disable_unsloth` restores them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from ..devices import Devices, devices_of
 
 _lock = threading.Lock()
-#: module, name, the value before, and the value of volta_fa
+#: Module, name, unsloth's function, and volta_fa's.
 _replaced: list[tuple[ModuleType, str, Any, Any]] = []
-#: None where it is off. The functions read it at each call, because loaded models and other programs' wrappers keep them.
+#: The enabled devices; None: off. The functions read it at each call, because loaded models and other programs' wrappers keep them.
 _devices: Devices | None = None
 
 
@@ -54,7 +54,7 @@ def enable_unsloth(device: str | torch.device | int | None = None, *, force: boo
         prepare_for_tracing()
 
         _replace(attention_module, dispatch.NAME, dispatch.make(attention_module, attention, _enabled))
-        for module, name in flags:
+        for module, name in flags:  # by which Gemma 2 sends its attention to the function replaced above
             _replace(module, name, True)
         _replace(gemma_module, gqa_sdpa.NAME, gqa_sdpa.make(make_gqa_sdpa, _enabled))
         if flex_attention_with_sink is not None:  # else gpt-oss runs eager attention of transformers
@@ -63,10 +63,8 @@ def enable_unsloth(device: str | torch.device | int | None = None, *, force: boo
 
 
 def disable_unsloth() -> None:
-    """Undoes `enable_unsloth`, also for loaded models. Load a Gemma 2 that trained in between again.
-
-    What another program has put in the place of volta_fa's functions stays.
-    """
+    """Undoes `enable_unsloth`, also for loaded models. Exception: a Gemma 2 that was used while it was enabled must be loaded again. If
+    another program has replaced or wrapped volta_fa's functions since then, its functions stay."""
     with _lock:
         _restore()
 

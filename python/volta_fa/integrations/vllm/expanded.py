@@ -1,11 +1,9 @@
-"""Attention of long prompts with latents to expanded keys and values (DeepSeek's MLA), without vLLM.
+"""Attention of long prompts with latents to expanded keys and values (DeepSeek's MLA). mla.py calls it; it does not import vLLM.
 
 A latent of 512 columns and its rotary part of 64 stand for the keys and values of all heads. Expanded, a head's key has 128 + 64 columns
-and its value 128, so that a query and key take 640 operations of a head in place of the absorbed form's 2,176. To expand takes
-2 * 512 * (128 + 128) operations of a token and head, whatever the number of its queries.
-
-Does not import vLLM. Does not synchronize with a GPU.
-"""
+and its value 128, so that a query and key take 2 * (192 + 128) = 640 operations of a head. In the absorbed form, which attends to latents
+directly, they take 2 * (576 + 512) = 2,176. To expand takes 2 * 512 * (128 + 128) operations of a token and head, whatever the number of
+queries. Nothing here synchronizes with a GPU."""
 
 from __future__ import annotations
 
@@ -18,37 +16,26 @@ from torch import Tensor
 from ...operators import merge_attention_states
 from .paged import attend_packed, split_latents
 
-#: Most queries of a sequence for which the absorbed form costs less, with DeepSeek's sizes.
+#: Maximum number of queries of a sequence for which the absorbed form costs less, with DeepSeek's sizes: 170.
 MOST_ABSORBED_QUERIES = 2 * 512 * (128 + 128) // (2 * (576 + 512) - 2 * (192 + 128))
 
-#: Most bytes of expanded keys and values of earlier tokens at a time. vLLM does not count them.
+#: Maximum bytes (256 MiB) of expanded keys and values of earlier tokens at a time. vLLM does not reserve memory for them.
 _WORKSPACE = 256 << 20
 
 
 @dataclasses.dataclass
 class Prompts:
-    """The sequences of a step whose new tokens attend to expanded keys. The cache already holds the new tokens.
+    """The sequences of a step whose new tokens attend to expanded keys. The cache already holds the new tokens."""
 
-    Attributes:
-        cu_seqlens_q: int32 (batch + 1): where the new tokens of each sequence begin.
-        max_seqlen_q: at least the longest sequence's number of new tokens.
-        context_lens: int32 (batch): tokens of each sequence before the new ones.
-        most_context: integers (batch) on the CPU, at least these.
-        block_table: int32 (batch, max_blocks): the blocks of each sequence, in order.
-    """
-
-    cu_seqlens_q: Tensor
-    max_seqlen_q: int
-    context_lens: Tensor
-    most_context: Tensor
-    block_table: Tensor
+    cu_seqlens_q: Tensor  # int32 (batch + 1): where the new tokens of each sequence begin
+    max_seqlen_q: int  # at least the longest sequence's number of new tokens
+    context_lens: Tensor  # int32 (batch): tokens of each sequence before the new ones
+    most_context: Tensor  # integers (batch) on the CPU, upper bounds of context_lens
+    block_table: Tensor  # int32 (batch, max_blocks): the blocks of each sequence, in order
     _parts: dict[int, list[Part]] = dataclasses.field(default_factory=dict)
 
     def parts(self, page: int, blocks: int) -> list[Part]:
-        """Divides the earlier tokens of all sequences into parts of at most this many blocks. All layers of a step share the result.
-
-        page: tokens of a block.
-        """
+        """Divides the earlier tokens of all sequences into parts of at most `blocks` blocks of `page` tokens. All layers share these."""
         if blocks not in self._parts:
             counts = (-(-self.most_context // page)).clamp(0, self.block_table.shape[1])
             ends = counts.cumsum(0)
@@ -56,7 +43,8 @@ class Prompts:
         return self._parts[blocks]
 
     def _part(self, counts: Tensor, ends: Tensor, first: int, blocks: int, page: int) -> Part:
-        # each sequence has one range of blocks in a part, which may be empty
+        """Returns the part from block `first` on. counts, ends: blocks of each sequence, and their cumulative sums."""
+        # Block numbers count through all sequences; a part has those from `first` on. Of each sequence that is one range, maybe empty.
         begin = (first - (ends - counts)).clamp(min=0).minimum(counts)
         end = (first + blocks - (ends - counts)).clamp(min=0).minimum(counts)
         sizes = end - begin
@@ -64,7 +52,7 @@ class Prompts:
         column = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes)[sequence] + begin[sequence]
         starts = torch.nn.functional.pad(sizes.cumsum(0) * page, (1, 0))
         sequence, column, starts, begin_tokens, most = (
-            _to(t, self.block_table.device) for t in (sequence, column, starts, begin * page, sizes * page)
+            to_device(t, self.block_table.device) for t in (sequence, column, starts, begin * page, sizes * page)
         )
         return Part(
             blocks=self.block_table[sequence, column].long(),
@@ -76,46 +64,33 @@ class Prompts:
 
 @dataclasses.dataclass
 class Part:
-    """Some earlier tokens of the sequences.
+    """Some earlier tokens of the sequences, which are expanded together."""
 
-    Attributes:
-        blocks: the cache's blocks that hold them.
-        cu_seqlens_k, seqused_k: int32 (batch + 1) and (batch): where each sequence begins in these blocks' tokens, and how many count.
-        max_seqlen_k: at least the largest number of one sequence.
-    """
-
-    blocks: Tensor
+    blocks: Tensor  # the cache's blocks that hold them
+    #: int32 (batch + 1) and (batch): where each sequence begins in these blocks' tokens, and how many count
     cu_seqlens_k: Tensor
     seqused_k: Tensor
-    max_seqlen_k: int
+    max_seqlen_k: int  # at least the largest number of one sequence
 
 
-def _to(t: Tensor, device: torch.device) -> Tensor:
+def to_device(t: Tensor, device: torch.device) -> Tensor:
     """Copies a CPU tensor to the device, without waiting."""
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 @dataclasses.dataclass
 class Expansion:
-    """How a layer expands latents.
+    """How a layer expands latents."""
 
-    Attributes:
-        project: from latents (tokens, kv_lora_rank) to (tokens, num_heads * (qk_nope_head_dim + v_head_dim)).
-        num_heads, qk_nope_head_dim, v_head_dim: of that result.
-    """
-
-    project: Callable[[Tensor], Tensor]
+    project: Callable[[Tensor], Tensor]  # from latents (tokens, kv_lora_rank) to (tokens, num_heads * (qk_nope_head_dim + v_head_dim))
+    #: of that result
     num_heads: int
     qk_nope_head_dim: int
     v_head_dim: int
 
     def keys_and_values(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
         """Returns k (tokens, num_heads, qk_nope_head_dim + rotary) and v (tokens, num_heads, v_head_dim), a view.
-
-        Args:
-            latent: (tokens, kv_lora_rank).
-            rotary: (tokens, rotary) or (tokens, 1, rotary), of all heads.
-        """
+        `latent`: (tokens, kv_lora_rank). `rotary`: (tokens, rotary) or (tokens, 1, rotary), of all heads."""
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         k, v = self.project(latent).view(-1, self.num_heads, sum(sizes)).split(sizes, dim=-1)
         of_all = rotary.reshape(len(latent), 1, -1).expand(-1, self.num_heads, -1)
@@ -123,7 +98,7 @@ class Expansion:
 
     def tokens_at_a_time(self, rotary: int) -> int:
         """Returns how many tokens fit into the workspace, as the projection's result and as keys."""
-        columns = 2 * self.qk_nope_head_dim + self.v_head_dim + rotary
+        columns = 2 * self.qk_nope_head_dim + self.v_head_dim + rotary  # of a head: (nope + v) projected, and (nope + rotary) as a key
         return _WORKSPACE // (torch.float16.itemsize * self.num_heads * columns)
 
 
@@ -156,25 +131,16 @@ def attend_to_expanded(
         earlier = _read(cache, part.blocks, kv_cache_dtype, k_scale).to(q.dtype)
         k, v = expansion.keys_and_values(earlier[:, :-columns].contiguous(), earlier[:, -columns:])
         more, more_lse, _ = torch.ops.volta_fa.fwd(
-            q,
-            k,
-            v,
-            cu_seqlens_q=starts,
-            cu_seqlens_k=part.cu_seqlens_k,
-            max_seqlen_q=longest,
-            max_seqlen_k=part.max_seqlen_k,
-            seqused_k=part.seqused_k,
-            softmax_scale=softmax_scale,
-        )
+            q, k, v, cu_seqlens_q=starts, cu_seqlens_k=part.cu_seqlens_k, max_seqlen_q=longest,
+            max_seqlen_k=part.max_seqlen_k, seqused_k=part.seqused_k, softmax_scale=softmax_scale,
+        )  # fmt: skip
         out, softmax_lse = merge_attention_states(out, softmax_lse, more, more_lse)
     return out
 
 
 def _read(cache: Tensor, blocks: Tensor, kv_cache_dtype: str, k_scale: Tensor | None) -> Tensor:
-    """Returns the latents of these blocks with their rotary parts, (blocks * block_size, columns).
-
-    Blocks after a sequence's end may be any numbers, so they are kept within the cache.
-    """
+    """Returns the latents of these blocks with their rotary parts, (blocks * block_size, columns). Entries of a block table after a
+    sequence's end may be any numbers, so they are clamped to blocks of the cache."""
     latents, scales = split_latents(cache, kv_cache_dtype, k_scale)
     at = blocks.clamp(0, len(cache) - 1)
     found = latents[at].flatten(0, 2)

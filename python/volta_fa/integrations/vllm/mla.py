@@ -5,13 +5,12 @@ So all query heads attend to one KV head, the latent with its rotary part; the l
 attend to expanded keys and values instead (`expanded`), which takes (192 + 128) / (576 + 512) = 0.29 times the products. CUDA graphs of
 whole steps have the absorbed form alone, because they must serve any batch.
 
-`volta_fa::fwd_mla` has the sizes of DeepSeek's models, 512 + 64 columns. The backend reports other sizes as unsupported.
-"""
+`volta_fa::fwd_mla` has the sizes of DeepSeek's models, 512 + 64 columns. The backend reports other sizes as unsupported."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,39 +21,32 @@ from . import paged
 from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder
 from .expanded import MOST_ABSORBED_QUERIES, Expansion, Prompts, attend_to_expanded
 
-__all__ = ["VoltaMLABackend", "VoltaMLAImpl", "VoltaMLAMetadata", "VoltaMLAMetadataBuilder"]
-
-#: Columns of the rotary part after a latent, in all models so far.
+#: Columns of the rotary part after a latent, in all MLA models so far.
 _ROTARY = 64
 
 
 @dataclasses.dataclass
 class VoltaMLAMetadata(VoltaMetadata):
-    """`VoltaMetadata`, with the attributes by which vLLM's layer divides a batch.
-
-    Attributes:
-        decode: the first sequences, up to one with many new tokens, as a batch: absorbed.
-        prefill: the others: expanded.
-    """
+    """`VoltaMetadata`, with the attributes by which vLLM's layer divides a batch."""
 
     num_decodes: int = 0
     num_prefills: int = 0
     num_decode_tokens: int = 0
+    #: the first sequences, before the first with many new tokens, as a batch for the absorbed form; None: there are none
     decode: paged.Batch | None = None
-    prefill: Prompts | None = None
+    prefill: Prompts | None = None  # the others, for the expanded form; None: there are none
 
 
 class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
     """Builds `VoltaMLAMetadata`."""
 
-    #: vLLM moves sequences with more new tokens behind the others.
-    reorder_batch_threshold = MOST_ABSORBED_QUERIES
+    reorder_batch_threshold = MOST_ABSORBED_QUERIES  # vLLM reorders a batch so that sequences with more new tokens come last
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> VoltaMLAMetadata:
         """Returns the metadata of a step, without synchronizing."""
         common = common_attn_metadata
         metadata = self.build_for_cudagraph_capture(common)
-        # expanded keys would give a row other bits than the absorbed form
+        # batch-invariant calls use one form alone, because the two forms round differently
         if metadata.max_query_len <= MOST_ABSORBED_QUERIES or paged.is_batch_invariant():
             return metadata
         starts = common.query_start_loc_cpu
@@ -63,7 +55,8 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
         known = getattr(common, "seq_lens_cpu_upper_bound", None)
         if known is None:
             known = getattr(common, "_seq_lens_cpu", None)
-        # Runner v2 of 0.19 and 0.20 has no lengths on the host. It also captures here, with a longer max_seq_len than any sequence.
+        # Runner v2 of 0.19 and 0.20 has no lengths on the host, and also captures graphs by this method, with a max_seq_len above all
+        # lengths: then all sequences take the absorbed form.
         if not is_long.any() or known is None or metadata.max_seq_len > int(known.max()):
             return metadata
         first = int(is_long.int().argmax())
@@ -85,7 +78,7 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VoltaMLAMetadata:
-        """Returns metadata by which all tokens take the absorbed form."""
+        """Returns metadata with which all tokens take the absorbed form."""
         metadata = VoltaMLAMetadata(**vars(super().build(0, common_attn_metadata)))
         metadata.num_decodes, metadata.num_decode_tokens = common_attn_metadata.num_reqs, metadata.num_actual_tokens
         metadata.decode = metadata
@@ -98,6 +91,8 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
 
 class VoltaMLABackend(VoltaBackend):
     """Tells vLLM what the backend supports, before it builds a model."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [name for name in VoltaBackend.supported_kv_cache_dtypes if name != paged.INT8K_INT4V]
 
     @staticmethod
     def get_impl_cls() -> type[VoltaMLAImpl]:
@@ -125,12 +120,18 @@ class VoltaMLABackend(VoltaBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Returns the supported numbers of columns of a latent with its rotary part; [0] for none, because [] means all."""
+        # with latents of 256 and of 512 columns
         return [size for size in (320, 576) if paged.takes_latents(size, size - _ROTARY)] or [0]
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Returns True for decoders."""
         return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Returns False: neither form of latent attention has spans."""
+        return False
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -183,7 +184,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
         for name, value in options.items():
             if value is not None:
                 raise bad_argument(name, value, "None in latent attention", error=NotImplementedError)
-        paged.check_cache_dtype(kv_cache_dtype)
+        paged.check_cache_dtype(kv_cache_dtype, of_latents=True)
         paged.check_latents(head_size, kv_lora_rank)
         _use_no_prefill()
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -257,9 +258,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
 
 def _use_no_prefill() -> None:
     """Makes `NoPrefill` the prefill backend of the model that vLLM builds, unless `mla_prefill_backend` names one.
-
-    Does nothing in releases without such backends, or while vLLM has no current config.
-    """
+    Does nothing in releases without such backends, or while vLLM has no current config."""
     try:
         from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
     except ImportError:

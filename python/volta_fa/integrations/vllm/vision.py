@@ -1,8 +1,7 @@
 """Attention of vLLM's vision encoders, registered with VOLTA_FA_VLLM_VISION=1 as vLLM lets plugins replace its operators.
 
 vLLM's own `--mm-encoder-attn-backend TORCH_SDPA` waits for the device, cuts the images apart and calls
-`scaled_dot_product_attention` for each. This class makes it one call of packed sequences, without waiting.
-"""
+`scaled_dot_product_attention` for each. This class makes it one call of packed sequences, without waiting."""
 
 from __future__ import annotations
 
@@ -12,8 +11,6 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
 from .paged import attend_packed, is_batch_invariant
-
-__all__ = ["VoltaMMEncoderAttention", "register"]
 
 
 class VoltaMMEncoderAttention(MMEncoderAttention):
@@ -32,7 +29,7 @@ class VoltaMMEncoderAttention(MMEncoderAttention):
             out, _, _ = torch.ops.volta_fa.fwd(q, k, v, **options)
             return out.view_as(query)
         starts = cu_seqlens.to(q.device, torch.int32)
-        # vLLM knows the longest image on the device alone; blocks beyond an image's end stop at once
+        # q.shape[1], all tokens, as max_seqlen: the longest image's length is on the device. Thread blocks past an image's end do nothing.
         out, _ = attend_packed(q[0], k[0], v[0], starts, q.shape[1], **options)
         return out.view_as(query)
 

@@ -1,4 +1,4 @@
-"""flash_attn.flash_attn_interface: volta_fa's module of that name, and what other packages look for in it."""
+"""flash_attn.flash_attn_interface: flash-attn 2's public functions, private ones (`_flash_attn_forward`, ...) and compiled module."""
 
 from volta_fa.integrations.flash_attn import compiled
 from volta_fa.integrations.flash_attn.interface import *

@@ -1,7 +1,14 @@
-"""flash_attn_v100: the functions of the packages of 2023, of 2026 and of 1Cat-vLLM, made of volta_fa (docs/guides/flash-attn.md there)."""
+"""flash_attn_v100, the name of three packages for V100s (of 2023, of 2026, and of 1Cat-vLLM, a fork of vLLM), for programs that import one:
+the functions of all three, computed by volta_fa. volta_fa's docs/guides/flash-attn.md describes them."""
 
-from .flash_attn_interface import *
-from .flash_attn_interface import __all__ as __all__
+import importlib
+
+from volta_fa.integrations.flash_attn.v100 import *
+from volta_fa.integrations.flash_attn.v100 import __all__ as __all__
+from volta_fa.integrations.stand_in import provide_submodules
 
 #: The release of the package of 2026 that these functions follow.
 __version__ = "26.06"
+
+provide_submodules({"flash_attn_v100.flash_attn_interface": "volta_fa.integrations.flash_attn.v100"})
+importlib.import_module("flash_attn_v100.flash_attn_interface")  # programs that import the package alone use it
