@@ -1,10 +1,11 @@
-"""One suite, several ways to run it: the `backend` fixture.
+"""Fixtures and helpers of all Python tests. The `backend` fixture runs a test several ways, which `on(...)` or `on_cases(...)` list:
 
 - `cpu-fp32`, `cpu-fp64`, `cpu-bf16`, `cpu-fp16`: the CPU backend;
-- `sim`: the sm_70 machine code in the simulator (VOLTA_FA_SIM_GPU selects another GPU's), on fp16 CPU tensors, in both warp
-  orders;
+- `sim`: the sm_70 machine code in the simulator (VOLTA_FA_SIM_GPU selects another GPU's), on fp16 CPU tensors, in two warp orders;
 - `cuda`: the kernels on the GPU of this machine, fp16 (on GPUs without matching machine code: PTX);
 - `sim-bf16`, `cuda-bf16`, `sim-fp32`, `cuda-fp32`: the same, on tensors of these dtypes.
+
+`check` compares an attention call and its gradients with the fp64 reference; `judge` and `within` compare single results.
 
 Environment:
 - VOLTA_FA_TEST_LIBRARY: the library to test, instead of the one in python/volta_fa or the installed package's
@@ -13,8 +14,7 @@ Environment:
 - VOLTA_FA_TEST_REQUIRE: backends, as `sim,cuda`, that must run: tests fail instead of skip where one cannot
 
 `make test` runs the tests that are not marked `slow`, `make test-all` runs all. Both use several processes (pytest-xdist's
-`-n auto`), or one if there is a GPU. A test marked `alone` runs while no other test does.
-"""
+`-n auto`), or one if there is a GPU. A test marked `alone` runs while no other test does."""
 
 from __future__ import annotations
 
@@ -69,6 +69,11 @@ HAS_CUDA = torch.cuda.is_available()
 #: What volta-sim calls a GPU of each architecture that it executes.
 GPUS = {70: "v100", 75: "t4"}
 
+# Tests of the Python package, which loads its own library.
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    packages = ("sdpa*", "flex*", "transformers*", "vllm*", "block_mask_packing", "copies", "diffusers", "unsloth")
+    collect_ignore_glob = [f"test_{name}.py" for name in packages]
+
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
@@ -82,8 +87,7 @@ KERNELS = ["sim", "cuda"]
 BF16_KERNELS = ["sim-bf16", "cuda-bf16"]
 FP32_KERNELS = ["sim-fp32", "cuda-fp32"]
 ALL = CPU + KERNELS
-# Instructions that a warp executes before the next warp runs: one warp far ahead, and all in step. A result that
-# depends on it is a race.
+# Instructions that a warp executes before the next one runs: one warp far ahead, and all in step. If results differ, there is a race.
 WARP_ORDERS = (20000, 1)
 
 hypothesis.settings.register_profile("default", derandomize="CI" in os.environ, deadline=None, print_blob=True)
@@ -91,8 +95,7 @@ hypothesis.settings.load_profile("default")
 
 
 def run_process(code: str, *arguments, fresh=False, **environment) -> subprocess.CompletedProcess:
-    """Runs a program in its own process, which can import the package under test. `fresh`: in a new interpreter, not in a fork of
-    one that has imported torch."""
+    """Runs a program that can import the package under test, in a fork of a process with torch; `fresh`: in a new interpreter."""
     command = ["-c", textwrap.dedent(code), *map(str, arguments)]
     path = os.pathsep.join(filter(None, [str(LIBRARY.parents[2]), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, **environment}
@@ -122,12 +125,12 @@ def _unavailable(backend: str) -> str | None:
 
 
 def _machine(backend: str) -> str:
-    """`sim`, `cuda`, or the name of a CPU backend."""
+    """Returns `sim`, `cuda`, or the name of a CPU backend."""
     return backend.partition("-")[0] if backend in BF16_KERNELS + FP32_KERNELS else backend
 
 
 def need(backend: str):
-    """Skip the test where this machine or build cannot run the backend; fail if it was required."""
+    """Skips the test if this machine or build cannot run the backend; fails it if VOLTA_FA_TEST_REQUIRE names the backend."""
     machine = _machine(backend)
     reason = _unavailable(machine)
     if reason and machine in os.environ.get("VOLTA_FA_TEST_REQUIRE", "").split(","):
@@ -137,13 +140,13 @@ def need(backend: str):
 
 
 def on(*backends: str, slow: tuple[str, ...] = ()):
-    """Parametrizes a test over backends. `make test` leaves those in `slow` out."""
+    """Parametrizes a test over backends. `make test` skips those in `slow`."""
     params = [*map(_param, backends), *(_param(b, slow=True) for b in slow)]
     return pytest.mark.parametrize("backend", params, indirect=True)
 
 
 def on_cases(*pairs: tuple[list[str], list], slow: tuple[tuple[list[str], list], ...] = ()):
-    """Parametrize over (backends, cases) pairs; each case has an `id`. `make test` leaves out what only `slow` has."""
+    """Parametrizes over (backends, cases) pairs: each case on each backend of its pair. `make test` skips what only `slow` has."""
     seen, params = set(), []
     for number, (backends, cases) in enumerate((*pairs, *slow)):
         for case in cases:
@@ -180,11 +183,11 @@ class Backend:
 
     @property
     def machine(self) -> str:
-        """`sim`, `cuda`, or the name of a CPU backend."""
         return _machine(self.name)
 
     @property
     def kernels(self) -> bool:
+        """Whether the GPU kernels' code runs: in the simulator or on a GPU."""
         return self.machine in KERNELS
 
     def randn(self, *shape: int, spread: float = 1.0) -> Tensor:
@@ -235,26 +238,27 @@ class Backend:
         return runs
 
     def simulate(self, how: str = "1"):
-        """Simulates the calls that follow, if the backend is the simulator, and forgets the report of those before."""
+        """Simulates later calls, if the backend is the simulator, and clears its report. `how`: VOLTA_FA_SIMULATE's value."""
         if self.machine == "sim":
             self.monkeypatch.setenv("VOLTA_FA_SIMULATE", how)
             torch.ops.volta_fa._sim_report()
 
     def launches(self, call: Callable, how: str = "timing") -> list[dict]:
-        """Returns the simulator's reports on a call's kernels. `how`: `launches` runs none of them."""
+        """Returns the simulator's report of each kernel launch of a call. `how`: `launches` executes no kernel, `timing` all."""
         self.simulate(how)
         call()
         self.monkeypatch.delenv("VOLTA_FA_SIMULATE")
         return json.loads(torch.ops.volta_fa._sim_report())
 
     def on_gpu(self, name: str):
-        """Takes the kernels of a simulated GPU. Other backends have one GPU, and run once: for the V100."""
+        """Simulates this GPU (`v100` or `t4`). Other backends have one GPU, so they skip the test for all but `v100`."""
         if self.machine == "sim":
             self.monkeypatch.setenv("VOLTA_FA_SIM_GPU", name)
         elif name != "v100":
             pytest.skip("the simulator alone has several GPUs")
 
     def _runs(self, *like: Tensor):
+        """Yields once per run of a call: for each warp order in the simulator, twice on a GPU, with NaN in memory for the results."""
         if self.machine == "sim":
             self.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
             for quantum in WARP_ORDERS:
@@ -270,13 +274,12 @@ class Backend:
 
 
 def poison_cuda(*like: Tensor):
-    """Leaves NaN in the memory that the caching allocator hands out next: outputs, statistics, fp32 scratch.
-
-    Integers get -1, whose bytes are NaN in other types."""
+    """Leaves NaN in the memory that the caching allocator hands out next, for results like `like`: a kernel that does not write an element
+    returns NaN. Integers get -1, whose bytes are NaN in other types."""
     held = []
     for t in like:
         poison = float("nan") if t.is_floating_point() else -1
-        for copies in (1, 1, 2, 4):
+        for copies in (1, 1, 2, 4):  # the allocator reuses blocks by size, and a result may be larger than its input
             held.append(torch.full((t.numel() * copies,), poison, dtype=t.dtype, device=t.device))
         held.append(torch.full((max(t.numel() // max(t.shape[-1], 1), 1),), float("nan"), device=t.device))
     del held
@@ -305,6 +308,22 @@ def ops_called(profiler) -> set[str]:
         return parent is not None and (parent.name.startswith("volta_fa::") or is_inside(parent))
 
     return {event.name for event in profiler.events() if not is_inside(event)}
+
+
+def reads_no_value(call: Callable, *ops: str):
+    """Checks that a call runs these operators and reads no value on the host, as CUDA graphs need it."""
+    with torch.profiler.profile() as profiler:
+        call()
+    called = {event.name for event in profiler.events()}
+    assert called >= {*ops}
+    assert not called & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+
+
+def captured(step: Callable) -> tuple:
+    """Returns the CUDA graph of a step that ran before, and the results that replays overwrite."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, step()
 
 
 def seed_of(name: str) -> int:
@@ -336,22 +355,19 @@ def gpu(request, backend) -> str:
     return request.param
 
 
-@pytest.fixture
-def seed(request) -> int:
-    return seed_of(request.node.nodeid)
+# ---- error budgets: the largest allowed errors of a result, from the errors of eager attention in the same dtype ----
 
-
-# ---- error budgets ---------------------------------------------------------------------------------------------
-
+#: Largest error / allowed error of each (backend, result, kind of error) in this session, with its test. The summary prints them.
 _worst: dict[tuple[str, str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))
 
 
 def within(backend: Backend, what: str, found: Tensor, expected: Tensor, budget: reference.tolerance.Budget):
+    """Checks the errors of one result against a budget."""
     judge(backend, [reference.problems.Part(what, lambda t: t, expected, budget)], {what: found})
 
 
 def judge(backend: Backend, parts, results: dict[str, Tensor]):
-    """Checks results by `volta_fa.check.problems.Part`s."""
+    """Checks results by name. Each part (`volta_fa.check.problems.Part`) selects some elements and has their exact values and budget."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
     for part in parts:
         for error in part.errors(results):
@@ -363,7 +379,7 @@ def judge(backend: Backend, parts, results: dict[str, Tensor]):
 def check(backend: Backend, q, k, v, dout=None, deterministic=False, dlse=None, **options):
     """Checks forward, and with `dout` backward, against the fp64 reference. `dlse` is the gradient of softmax_lse.
 
-    Returns out and softmax_lse, and the gradients of the last run. Groups batch entries by length; each group has its own budget."""
+    Returns out and softmax_lse, and the gradients of the last run. Batch entries of one length form a part with a budget of its own."""
     out, lse, rng_state = backend.forward_and_state(q, k, v, **options)
     check_form(q, v.shape[-1], out, lse)
     exact = reference.exact(q, k, v, rng_state, **options)
@@ -390,7 +406,7 @@ def check_form(q: Tensor, headdim_v: int, out: Tensor, lse: Tensor):
 
 
 def repeat(name: str, case: Case, deterministic: bool = False):
-    """Runs one problem. If it fails, prints the line that repeats it."""
+    """Checks one case on the backend `name`. If it fails, prints a shell command that repeats it."""
     need(name)
     with pytest.MonkeyPatch.context() as monkeypatch:
         backend = Backend(name, seed_of(repr(case)), monkeypatch)

@@ -1,4 +1,8 @@
-//! Tests of the CPU backend's chunks: each score once, nothing outside the window, memory linear in seqlen.
+//! Tests how the CPU backend divides attention into chunks, so that score buffers stay small: each score is in one chunk, no keys outside
+//! the window, memory linear in seqlen.
+//!
+//! A chunk is a rectangle of score rows (`row`, `rows`: query positions) and keys (`key`, `keys`) for some groups. A group is one KV head
+//! of one batch entry with its query heads. A chunk has about CHUNK_SCORES = 2^20 scores, but at least MIN_CHUNK_ROWS = 16 rows of a group.
 
 use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
 use volta_fa::problem::{Appended, Attention, DType, Keys, Queries, RequestedFeatures, Window};
@@ -32,7 +36,7 @@ const WINDOWS: [Window; 6] = [
     Window { left: Some(i64::MAX), right: Some(i64::MAX) },
 ];
 
-/// Each pair of a row and a visible key is in exactly one chunk.
+/// Each pair of a row and a visible key is in exactly one chunk. Row i sees the keys from i + seqlen_k - seqlen_q - left to ... + right.
 #[test]
 fn chunks_cover_each_score_once() {
     for (sq, sk) in [(1, 1), (1, 500), (500, 1), (130, 300), (300, 130), (257, 257)] {
@@ -64,7 +68,7 @@ fn chunks_cover_each_score_once() {
 fn chunk_memory_is_linear_in_seqlen() {
     for seqlen in [1 << 10, 1 << 14, 1 << 18, 1 << 22] {
         for (h, hk) in [(8, 8), (32, 8), (500, 1)] {
-            let heads = h / hk;
+            let heads = h / hk; // of a group
             let a = problem(seqlen, seqlen, h, hk, Window { left: None, right: None });
             let most = chunks(&a).iter().map(|c| c.groups * c.rows * heads * c.keys).max().unwrap();
             assert!(most <= CHUNK_SCORES.max(seqlen * MIN_CHUNK_ROWS.max(heads)), "{seqlen} {h} {hk}: {most}");

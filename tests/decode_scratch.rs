@@ -1,5 +1,8 @@
-//! Tests of a decode kernel's scratch memory over many launches. A CUDA graph replays a call with the same parameters on the memory of the
-//! last replay. Other calls get memory that earlier calls have used.
+//! Tests, in the simulator, that a decode kernel's results do not depend on what its scratch memory held before the launch.
+//!
+//! Blocks that share a sequence write partial results (`partials`, fp32) and increment semaphores. The last block to arrive combines them.
+//! A semaphore is `launch_id << 16 | blocks that arrived`: a value with another launch's id counts as 0, so memory needs no initialization.
+//! The last block resets it to 0, because a replay of a CUDA graph has the same memory and id.
 #![cfg(feature = "sim")]
 
 use volta_fa::kernels::{image, CacheFormat};
@@ -13,7 +16,7 @@ const TOKENS: i64 = 3000;
 const HEADS: i64 = 8;
 const HEADDIM: i64 = 64;
 
-/// Returns fp16 numbers between 0.5 and 1, and between -1 and -0.5.
+/// Returns the bits of random fp16 numbers in [0.5, 1) and (-1, -0.5]: exponent bits of 0.5, random mantissa (10 bits) and sign.
 fn numbers(count: i64, seed: u64) -> Vec<u16> {
     let mut state = seed;
     let mut next = || {
@@ -23,7 +26,7 @@ fn numbers(count: i64, seed: u64) -> Vec<u16> {
     (0..count).map(|_| next()).map(|x| 0x3800 | (x & 0x3ff) as u16 | ((x & 0x400) << 5) as u16).collect()
 }
 
-/// One query of eight heads over a dense entry that many blocks share.
+/// One query of eight heads over a sequence of 3000 tokens, which many blocks share. Scratch memory stays from run to run.
 struct Call {
     plan: DecodePlan,
     module: Module,
@@ -37,7 +40,7 @@ struct Call {
 impl Call {
     fn new() -> Call {
         let a = attention();
-        let plan = plan::decode(&a, false, &DeviceLimits::V100).unwrap();
+        let plan = plan::decode(&a, false, &DeviceLimits::V100).unwrap(); // false: no sequence is left to a prefill kernel
         let module = Module::load(&image(plan.kernel.variant).cubin().unwrap()).unwrap();
         Call {
             module,
@@ -50,7 +53,7 @@ impl Call {
         }
     }
 
-    /// Runs the call and returns the bits of out and softmax_lse.
+    /// Runs the call and returns the bits of out and softmax_lse. `quantum`: instructions that a warp executes before the next one runs.
     fn run(&mut self, launch_id: u64, quantum: u32) -> (Vec<u16>, Vec<u32>) {
         let (mut out, mut lse) = (vec![u16::MAX; self.q.len()], vec![u32::MAX; HEADS as usize]);
         let cache = |x: &[u16]| Operand { ptr: x.as_ptr(), batch_stride: TOKENS * HEADDIM, row_stride: HEADDIM, head_stride: HEADDIM };
@@ -60,10 +63,10 @@ impl Call {
         p.out = Output { ptr: out.as_mut_ptr(), batch_stride: HEADS * HEADDIM, row_stride: HEADS * HEADDIM, head_stride: HEADDIM };
         p.softmax_lse = lse.as_mut_ptr().cast();
         (p.cache.k, p.cache.v, p.cache.entries, p.cache.rows) = (cache(&self.k), cache(&self.v), 1, TOKENS as i32);
-        p.problem = plan::problem_block(&attention(), 1);
-        p.max_rows = i32::MAX;
+        p.problem = plan::problem_block(&attention(), 1); // of one batch entry
+        p.max_rows = i32::MAX; // no sequence has too many rows
         (p.partials, p.semaphores, p.launch_id) = (self.partials.as_mut_ptr(), self.semaphores.as_mut_ptr(), launch_id);
-        let extent = |name, ptr: *mut u8, len, read_only| Extent { name, ptr, len, read_only };
+        let extent = |name, ptr: *mut u8, len, read_only| Extent { name, ptr, len, read_only, exchanged: false };
         let read = |name, x: &[u16]| extent(name, x.as_ptr() as *mut u8, size_of_val(x), true);
         let extents = [
             read("q", &self.q),
@@ -117,23 +120,23 @@ fn graph_replays_give_identical_results() {
     let mut call = Call::new();
     let first = call.run(7, 20_000);
     assert!(is_finite(&first.0));
-    assert!(call.semaphores.contains(&0), "blocks shared the row tile");
+    assert!(call.semaphores.contains(&0), "blocks shared the sequence, and the last one reset its semaphore");
     for i in 0..60 {
         assert_eq!(call.run(7, [20_000, 1, 37][i % 3]), first, "replay {i}");
     }
 }
 
-/// Results do not depend on semaphores of other calls in the memory, including incomplete ones.
+/// Results do not depend on semaphores of the call before (its id, any count of blocks), nor on its partial results.
 #[test]
 fn used_scratch_memory_does_not_change_results() {
     let mut call = Call::new();
     let first = call.run(1, 20_000);
     assert!(is_finite(&first.0));
-    for number in 2..40_u64 {
+    for launch_id in 2..40_u64 {
         for (i, x) in call.semaphores.iter_mut().enumerate() {
-            *x = ((number - 1) << 16) | (i as u64 % 30);
+            *x = ((launch_id - 1) << 16) | (i as u64 % 30);
         }
         call.partials.fill(f32::INFINITY);
-        assert_eq!(call.run(number, 500), first, "call {number}");
+        assert_eq!(call.run(launch_id, 500), first, "launch {launch_id}");
     }
 }

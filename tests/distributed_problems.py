@@ -1,4 +1,7 @@
-"""Problems of the ranks in distributed_worker.py, and how what the ranks have is compared with what one process has."""
+"""Problems of distributed_worker.py (attention over a sequence that is sharded over ranks), and the comparison of its results.
+
+`whole_of` computes a problem in one process, `sharded` on all ranks, and `compare` compares them. `judge` compares fp16 and bf16 results
+with the fp64 reference instead. Zigzag, the default layout, gives rank r the chunks r and 2 * ranks - 1 - r of a sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ NCCL = os.environ.get("VOLTA_FA_TEST_NCCL") == "1"
 
 
 def inputs(dtype, device, *, seqlen=37, seqlen_k=None, nheads=4, nheads_k=2, headdim=16, headdim_v=None, batch=2, packed=False, seed=0):
-    """The same on all ranks: q, k, v, dout of the whole problem."""
+    """Returns q, k, v and dout of the whole problem, the same on all ranks. `packed`: no batch dimension."""
     g = torch.Generator().manual_seed(seed)
     shapes = [
         (seqlen, nheads, headdim),
@@ -27,7 +30,7 @@ def inputs(dtype, device, *, seqlen=37, seqlen_k=None, nheads=4, nheads_k=2, hea
 
 
 def whole_of(q, k, v, dout, sinks=None, cu_seqlens=None, **options):
-    """What one process has: out and the gradients of q, k, v and sinks."""
+    """Returns out and the gradients of q, k, v and sinks (if any), computed by the op in this process alone."""
     leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
     if cu_seqlens is not None:
         cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
@@ -37,7 +40,7 @@ def whole_of(q, k, v, dout, sinks=None, cu_seqlens=None, **options):
 
 
 def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", cu_seqlens=None, **options):
-    """The same from the ranks' shards, put together."""
+    """Returns the same as whole_of(), computed by `attend` on this rank's shards and gathered from all ranks. dsinks is summed."""
     dim = 0 if cu_seqlens is not None else 1
     leaves = [shard_sequence(t, group, dim, layout).detach().clone().requires_grad_() for t in (q, k, v)]
     if sinks is not None:
@@ -53,24 +56,25 @@ def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", cu_seqlen
     return found
 
 
-#: Dtypes of cases for which any two will do.
+#: Two dtypes that the device supports, for cases in which the dtype does not matter.
 DTYPE, OTHER = (torch.float16, torch.bfloat16) if NCCL else (torch.float64, torch.float32)
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
-#: softmax_lse is fp32, whatever q is
-CLOSE = {torch.float64: 2e-6, torch.float32: 2e-5}
+#: Allowed error in fp64, relative to the larger of 1 and the largest element. softmax_lse, which merges steps, is fp32.
+CLOSE = 2e-6
 
 
-def compare(found, expected, dtype, what=""):
+def compare(found, expected, what):
     for name, f, e in zip(NAMES, found, expected, strict=False):
         assert f.shape == e.shape, f"{what} {name}: {tuple(f.shape)}, expected {tuple(e.shape)}"
         if not e.numel():
             continue
-        limit = CLOSE[dtype] * max(1.0, e.abs().max().item())
+        limit = CLOSE * max(1.0, e.abs().max().item())
         error = (f - e).abs().max().item()
         assert error <= limit, f"{what} {name}: off by {error:.2e}, expected at most {limit:.2e}"
     assert len(found) == len(expected)
 
 
+#: Options of the op. `lengths`: packed sequences; `alibi`: slopes per head ("h") or per entry and head ("bh").
 PROBLEMS = {
     "plain": {},
     "causal": dict(is_causal=True),
@@ -101,7 +105,7 @@ PROBLEMS = {
 
 
 def problem(name, dtype, device, stretch=1):
-    """Multiplies all lengths by `stretch`."""
+    """Returns (q, k, v, dout) and the op's options of a problem, with all lengths and windows multiplied by `stretch`."""
     options = {"seqlen": 37} | PROBLEMS[name]
     for key in ("seqlen", "seqlen_k", "window_left", "window_right"):
         options |= {key: options[key] * stretch} if key in options else {}
@@ -124,7 +128,7 @@ def problem(name, dtype, device, stretch=1):
 
 
 def judge(what, tensors, found, cu_seqlens=None, **options):
-    """Out and gradients of the whole problem, by the rule of `python -m volta_fa check`."""
+    """Checks out and gradients of the whole problem against the fp64 reference, within the budgets of `python -m volta_fa check`."""
     q, k, v, dout = tensors
     if cu_seqlens is not None:
         cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)

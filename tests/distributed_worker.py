@@ -1,10 +1,10 @@
-"""What the ranks of tests/test_distributed.py do: every case of a world size in one process each.
+"""One rank of tests/test_distributed.py, which starts this program once per rank. It runs all cases for that number of ranks.
 
     python tests/distributed_worker.py RANK WORLD FOLDER [CASE ...]
 
-MASTER_ADDR and MASTER_PORT are of a TCPStore, which test_distributed.py serves. Not a test file: a process of it imports no pytest. Each
-case is a function of a `World`; what it raises is written to FOLDER/RANK.json with its name.
-"""
+The cases test volta_fa.distributed: ring_attention (keys and values travel from rank to rank), ulysses_attention (an all-to-all gives each
+rank some heads of the whole sequence), context_parallel_attention (both, over a mesh), and DTensors as arguments of the op. MASTER_ADDR and
+MASTER_PORT are of a TCPStore, which test_distributed.py serves. A failure is written to FOLDER/RANK.json: case and traceback."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ CASES = {}
 
 
 def case(*worlds: int, cpu: bool = True, gpu: bool = False):
-    """Registers a case for these numbers of ranks: over gloo with `cpu`, over NCCL with `gpu`."""
+    """Registers a case, a function of a `World`, for these numbers of ranks: over gloo if `cpu`, over NCCL (a GPU per rank) if `gpu`."""
 
     def register(function):
-        if gpu if NCCL else cpu:
+        runs = gpu if NCCL else cpu
+        if runs:
             CASES[function.__name__] = (worlds, function)
         return function
 
@@ -49,6 +50,8 @@ def case(*worlds: int, cpu: bool = True, gpu: bool = False):
 
 @dataclass
 class World:
+    """This rank, the number of ranks (`size`), and their meshes by shape."""
+
     rank: int
     size: int
     device: torch.device
@@ -56,6 +59,7 @@ class World:
     meshes: dict = field(default_factory=dict)
 
     def finish(self, failures):
+        """Writes the failures, by case, for test_distributed.py."""
         (self.folder / f"{self.rank}.json").write_text(json.dumps(failures))
 
     def mesh(self, ring: int, ulysses: int):
@@ -66,14 +70,14 @@ class World:
 
 
 def as_one_process(world, attend, groups, layouts=("zigzag",)):
-    """Every problem, over each group and layout."""
+    """Compares each problem, over each group and layout, with the result of one process."""
     for name in PROBLEMS:
         tensors, options = problem(name, torch.float64, world.device)
         expected = whole_of(*tensors, **options)
         for group in groups:
             for layout in layouts:
                 found = sharded(attend, group, *tensors, layout=layout, **options)
-                compare(found, expected, torch.float64, f"{name}, {layout}, {group}:")
+                compare(found, expected, f"{name}, {layout}, {group}:")
 
 
 @case(1, 2, 3, 4)
@@ -92,39 +96,29 @@ def mesh(world):
     as_one_process(world, context_parallel_attention, [world.mesh(*shape) for shape in shapes])
 
 
-@case(2, 3)
-def fp32(world):
-    tensors, options = problem("packed causal", torch.float32, world.device)
-    compare(sharded(ring_attention, None, *tensors, **options), whole_of(*tensors, **options), torch.float32)
-
-
-def within_the_rule(world, dtype, attend=ring_attention, **options):
-    tensors = inputs(dtype, world.device, seqlen=93, headdim=32, batch=1)
-    judge(f"{dtype} {options}", tensors, sharded(attend, None, *tensors, **options), **options)
-
-
 @case(2, 4)
 def low_precision(world):
-    for dtype in (torch.float16, torch.bfloat16):
-        for options in ({}, dict(is_causal=True)):
-            within_the_rule(world, dtype, **options)
-    within_the_rule(world, torch.bfloat16, ulysses_attention, is_causal=True)
-
-
-@case(2)
-def simulated(world):
-    """The kernels' machine code: attention, and the merge of fp32 with parts in fp16 or bf16."""
-    os.environ["VOLTA_FA_SIMULATE"] = "1"
+    """fp16, bf16 and fp32 against the fp64 reference: of the CPU backend, and with two ranks of the kernels in the simulator. Those also
+    merge each step's result into the fp32 one."""
+    ways = [(dtype, ring_attention, options) for dtype in (torch.float16, torch.bfloat16) for options in ({}, {"is_causal": True})]
+    ways += [(torch.bfloat16, ulysses_attention, {"is_causal": True}), (torch.float32, ring_attention, {"is_causal": True})]
+    of_kernels = [(torch.float16, ring_attention, {"is_causal": True})]
+    of_kernels.append((torch.bfloat16, ring_attention, {"window_left": 20, "window_right": 9}))
     try:
-        within_the_rule(world, torch.float16, is_causal=True)
-        within_the_rule(world, torch.bfloat16, window_left=20, window_right=9)
+        for simulate, calls in (("0", ways), ("1", of_kernels if world.size == 2 else [])):
+            os.environ["VOLTA_FA_SIMULATE"] = simulate
+            for dtype, attend, options in calls:
+                tensors = inputs(dtype, world.device, seqlen=93, headdim=32, batch=1)
+                judge(f"{dtype} {options}", tensors, sharded(attend, None, *tensors, **options), **options)
     finally:
-        del os.environ["VOLTA_FA_SIMULATE"]
+        os.environ.pop("VOLTA_FA_SIMULATE", None)
 
 
 @case(1, 3)
 def dropout(world):
-    """Each rank's launches have numbers of their own; with the masks that they give, the result is that of one process."""
+    """Launches of all ranks draw different random numbers. With their dropout masks put together, one process gives the same result.
+
+    `kept` collects, from the plan of this rank's launches (ring_module.forward sees it), the mask of each launch at its rows and keys."""
     p, seqlen = 0.3, 48
     q, k, v, dout = inputs(torch.float64, world.device, seqlen=seqlen, batch=1)
     for t in (q, k, v):
@@ -148,8 +142,7 @@ def dropout(world):
         ring_module.forward = inner
     assert all(torch.equal(a, b) for a, b in zip(found, repeated)), "the same seed gives other numbers"
     assert not torch.equal(found[0], again[0]), "a second call has the numbers of the first"
-    # this rank's part of the whole mask
-    kept = torch.zeros(1, 4, seqlen, seqlen, dtype=torch.uint8)
+    kept = torch.zeros(1, 4, seqlen, seqlen, dtype=torch.uint8)  # this rank's part of the whole mask
     prob, rng_states = states[0]
     number = 0
     positions = [i for b, e in prob.q_ranges[prob.rank] for i in range(b, e)]
@@ -171,17 +164,17 @@ def dropout(world):
     heads = kept[:, :, seen].flatten(0, 1).double()
     correlation = torch.corrcoef(heads).fill_diagonal_(0).abs().max().item()
     assert correlation < 0.15, correlation
-    if world.size > 1:  # equal rows of different ranks would be the same numbers: at most half of them would differ
+    if world.size > 1:  # if ranks drew the same numbers, at most half of the rows would differ
         rows = kept[0, 0, 16:, :16].tolist()
         assert len({tuple(row) for row in rows}) > 0.9 * len(rows)
     options = dict(is_causal=True, dropout_p=p, kept=kept.bool())
     expected = [reference.forward(q, k, v, **options).out, *reference.backward(dout, q, k, v, **options)]
-    compare(found, expected, torch.float64, "dropout:")
+    compare(found, expected, "dropout:")
 
 
 @case(4)
 def ulysses_dropout(world):
-    """Heads of different ranks are dropped differently, though their generators agree."""
+    """Ranks compute different heads from the same generator state, and drop different elements. v is 1, so out shows the mask."""
     torch.manual_seed(3)
     q, k, v, _ = inputs(torch.float64, world.device, seqlen=40, batch=1)
     q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.ones_like(v)
@@ -193,6 +186,7 @@ def ulysses_dropout(world):
 
 @case(2, gpu=True)
 def many_problems(world):
+    """All problems against the fp64 reference: zigzag ring_attention in fp16; over NCCL also bf16, longer sequences and all functions."""
     for name in PROBLEMS:
         for dtype in (torch.float16, torch.bfloat16)[: 2 if NCCL else 1]:
             tensors, options = problem(name, dtype, world.device, stretch=23 if NCCL else 4)
@@ -205,7 +199,7 @@ def many_problems(world):
 
 @case(2, gpu=True)
 def bit_equal(world):
-    """Two runs of a deterministic call."""
+    """Two runs of a deterministic call give bitwise identical results."""
     tensors = inputs(torch.float16, world.device, seqlen=2000 if NCCL else 80)
     first, second = (sharded(ring_attention, None, *tensors, is_causal=True, deterministic=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
@@ -213,7 +207,7 @@ def bit_equal(world):
 
 @case(1, 2)
 def compiled(world):
-    """As docs/guides/context-parallel.md says: left out of torch.compile's graphs, of which there is then one before and one after it."""
+    """With torch.compiler.disable, as docs/guides/context-parallel.md says, ring_attention breaks a compiled graph exactly once."""
     attend = torch.compiler.disable(ring_attention)
     q = shard_sequence(inputs(torch.float64, world.device, nheads_k=4)[0], None)
 
@@ -227,7 +221,7 @@ def compiled(world):
 
 @case(2, 3)
 def no_gradient(world):
-    """Under no_grad, and for some of the inputs alone."""
+    """Without gradients (no_grad), and with a gradient of k alone, out is bitwise identical."""
     q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float64, world.device))
     with torch.no_grad():
         out = ring_attention(q, k, v, is_causal=True)
@@ -241,6 +235,7 @@ def no_gradient(world):
 
 @case(2)
 def autocast(world):
+    """Autocast of fp32 tensors to bf16: out is bf16, the gradient fp32."""
     q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float32, world.device))
     with torch.autocast("cpu", torch.bfloat16):
         out = ring_attention(q.requires_grad_(), k, v)
@@ -251,7 +246,7 @@ def autocast(world):
 
 @case(3)
 def shards(world):
-    """Tokens, labels and positions too; whole again afterwards."""
+    """unshard_sequence undoes shard_sequence, in any dimension, and two tensors are divided alike."""
     for seqlen in (0, 2, 11, 48):
         for layout in ("zigzag", "contiguous"):
             positions = torch.arange(seqlen)
@@ -265,7 +260,9 @@ def shards(world):
 
 @case(2, 4)
 def dtensor(world):
-    """Batch, heads or nothing sharded; options too; forward and backward."""
+    """The op on DTensors, with batch, heads, both or nothing sharded, equals the op on whole tensors, forward and backward.
+
+    Batches or heads that the ranks do not divide, and a sharded sequence (Shard(1)), give the same result."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     flat, grid = world.mesh(1, world.size)["ulysses"], world.mesh(world.size // 2, 2)
@@ -346,7 +343,7 @@ def dtensor_model(world):
 
 @case(2, 4)
 def dtensor_dropout(world):
-    """Shards of heads have other numbers, replicas the same."""
+    """Ranks with different heads drop different elements, replicas drop the same. v is 1, so out shows the mask."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = world.mesh(1, world.size)["ulysses"]
@@ -362,7 +359,7 @@ def dtensor_dropout(world):
 
 @case(2, 3, 4, gpu=True)
 def pytorch_context_parallel(world):
-    """PyTorch's context_parallel with enable_sdpa(): our ring under its hooks."""
+    """PyTorch's own context_parallel, with SDPA replaced by enable_sdpa(), runs volta_fa's ring."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import _cp_options, context_parallel_unshard
 
@@ -398,10 +395,10 @@ def transformers_llama(world):
     """A Llama of transformers (with a window: Mistral) over a mesh: losses and gradients are those of one process; packed too."""
     try:
         import transformers
-
-        import volta_fa.transformers as on_transformers
     except ImportError:
         return
+    import volta_fa.transformers as on_transformers
+
     sizes = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     grid = world.mesh(world.size // 2, 2)
     for kind, mesh, packed in (("Llama", None, False), ("Llama", grid, False), ("Mistral", None, False), ("Llama", None, True)):
@@ -441,6 +438,7 @@ def transformers_llama(world):
 
 
 def refused(kind, action, *words):
+    """Checks that `action` raises this kind of error, with all words in its message."""
     text = None
     try:
         action()
@@ -451,7 +449,7 @@ def refused(kind, action, *words):
 
 @case(2, 3, gpu=True)
 def errors(world):
-    """Each on every rank, before q, k or v are sent: the next one finds all ranks in step."""
+    """Wrong arguments, of all ranks or of the last one only, raise on every rank before q, k or v are sent. So later calls still work."""
     last = world.rank == world.size - 1
     q, k, v, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device))
     prefix = "volta_fa.distributed.ring_attention: "
@@ -488,13 +486,12 @@ def errors(world):
     else:
         assert ring_attention(q, q[:, :, :2], q[:, :, :2], alone).shape == q.shape
     refused(ValueError, lambda: ring_attention(q, k, v, world.mesh(world.size, 1)), "group: got a mesh of 2 dimensions")
-    # still in step
-    ring_attention(q, k, v, is_causal=True)
+    ring_attention(q, k, v, is_causal=True)  # ranks are still in step
 
 
 @case(2, gpu=True)
 def late(world):
-    """A rank that does not come: within the group's timeout the others say who is missing."""
+    """If rank 1 does not make a call, the others raise after the group's timeout and name rank 1."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     q, k, v, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device))
     if world.rank == 0:
@@ -505,7 +502,7 @@ def late(world):
 
 @case(2, 3, gpu=True)
 def dying(world):
-    """The last case: a rank ends without a word between forward and backward. The others say so within the timeout."""
+    """If a rank's process ends between forward and backward, the others raise and name it. The last case, because it ends the group."""
     group = dist.new_group(timeout=timedelta(seconds=3))
     q, k, v, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device))
     out = ring_attention(q.requires_grad_(), k, v, group, is_causal=True)
@@ -538,7 +535,7 @@ def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
             function(world)
         except Exception:
             failures[name] = traceback.format_exc()
-            break  # the other ranks may be elsewhere
+            break  # other ranks may wait in another call, so later cases would hang
     world.finish(failures)
     if not failures:
         dist.destroy_process_group()

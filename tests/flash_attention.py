@@ -1,4 +1,6 @@
-"""What flash-attn's functions must compute, and comparisons with it, for test_flash_attn_*.py."""
+"""Expected results of flash-attn's functions in fp64, comparisons and inputs, for test_flash_attn_*.py.
+
+`backend` (conftest.py) has the device and dtype of a test, and draws its tensors. Masks align queries with the last keys."""
 
 from __future__ import annotations
 
@@ -11,18 +13,21 @@ import reference
 from conftest import on
 
 BACKENDS = on("cpu-fp64", "cpu-fp32", "cuda")
-LENGTHS = [5, 0, 17, 1, 8], [7, 3, 17, 0, 6]  # without queries, without keys, more queries than keys
-LSE_ROUNDING = 1e-6  # softmax_lse is fp32 even where all else is fp64
+#: Queries and keys of five packed sequences: one without queries, one without keys, one with more queries than keys.
+LENGTHS = [5, 0, 17, 1, 8], [7, 3, 17, 0, 6]
+#: Tolerance of what is computed from softmax_lse, which is fp32 (rounding 6e-8) even if all else is fp64.
+LSE_ROUNDING = 1e-6
 
 
 def attention(q, k, v, causal=False, window_size=(-1, -1), slopes=None, keep=None, **options):
-    """A batch in fp64, differentiable. Returns out, softmax_lse and probabilities."""
+    """Returns out, softmax_lse and probabilities of a batch in fp64, differentiable. `keep`: False where dropout drops."""
     left, right = map(int, window_size)
     found = reference.forward(q, k, v, is_causal=causal, window_left=left, window_right=right, alibi_slopes=slopes, kept=keep, **options)
     return found.out, found.softmax_lse, found.probabilities
 
 
 def close(backend, found, expected, at_least=0.0):
+    """Compares with the tolerance of the backend's dtype, or `at_least` if that is larger."""
     rtol, atol = {torch.float64: (1e-10, 1e-10), torch.float32: (2e-5, 2e-5), torch.float16: (2e-2, 5e-3)}[backend.dtype]
     torch.testing.assert_close(found.double(), expected.double(), rtol=max(rtol, at_least), atol=max(atol, at_least))
 
@@ -41,7 +46,7 @@ def leaf(backend, *shape):
 
 
 def check_gradients(backend, found, expected, leaves):
-    """The same random gradient into both; the leaves' gradients agree."""
+    """Compares the leaves' gradients through `found` and `expected`, for one random gradient of both."""
     dout = backend.randn(*found.shape)
     got = torch.autograd.grad(found, leaves, dout)
     want = torch.autograd.grad(expected, leaves, dout.to(expected.dtype))
@@ -51,7 +56,7 @@ def check_gradients(backend, found, expected, leaves):
 
 
 def packed(q, k, v, lengths_q, lengths_k, slopes=None, keep=None, **options):
-    """`attention` of every sequence; out (total_q, nheads, headdim_v), softmax_lse (nheads, total_q)."""
+    """Returns `attention` of each packed sequence: out (total_q, nheads, headdim_v), softmax_lse (nheads, total_q), probabilities."""
     entries = [
         attention(
             *(t[None] for t in parts),
@@ -66,6 +71,7 @@ def packed(q, k, v, lengths_q, lengths_k, slopes=None, keep=None, **options):
 
 
 def cu(lengths, device="cpu"):
+    """Returns cu_seqlens: the first row of each sequence, and the total."""
     return torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
 
 
@@ -80,6 +86,7 @@ def in_pages(backend, cache, page):
 
 
 def refused(error, message, function, *arguments, **options):
+    """Checks that a call raises this error, with a message of one line that matches."""
     with pytest.raises(error, match=message) as caught:
         function(*arguments, **options)
     assert "\n" not in str(caught.value).split("\nException raised from")[0], "one line"

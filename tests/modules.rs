@@ -1,10 +1,15 @@
-//! Tests that the modules of the library and of the simulator import each other without circles, and so do their files.
+//! Tests that no modules import each other in a circle, in the library and in the simulator.
+//!
+//! The tests read source text. `imports_of_files` has all paths between single files: a `pub use` in a folder's `mod.rs` counts for the
+//! file that it names. `of_modules` joins these to the imports between top-level modules, which are files or folders of `src`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
 
+/// Modules or files by name, with what each imports.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
+/// Adds the Rust files of a folder and of its folders to `found`.
 fn rust_files(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -19,52 +24,24 @@ fn rust_files(folder: &Path, found: &mut Vec<PathBuf>) {
 /// The folders of the two crates.
 const CRATES: [&str; 2] = ["src", "tools/volta-sim/src"];
 
-fn folder(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
-}
-
 /// Returns a file's text without comments, and without its module of tests, which stands last and may import anything.
 fn code(text: &str) -> String {
     let end = text.find("#[cfg(test)]\nmod tests {").unwrap_or(text.len());
     text[..end].lines().map(|line| line.split("//").next().unwrap_or("").to_string() + "\n").collect()
 }
 
-/// Returns the first words of `crate::` paths in a file: its imports at the level of its crate. Panics at a path in braces
-/// (`use crate::{a, b}`), which it cannot read.
-fn imported(text: &str) -> BTreeSet<String> {
-    let code = code(text);
-    let paths = code.match_indices("crate::").map(|(at, word)| &code[at + word.len()..]);
-    let word = |path: &str| path.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or("").to_string();
-    paths.map(word).inspect(|word| assert!(!word.is_empty(), "write `use crate::module::...`, one module a line")).collect()
-}
-
-/// Returns the imports of each module of a crate: a file, or a folder with all its files.
-fn imports(src: &Path) -> Imports {
-    let mut files = vec![];
-    rust_files(src, &mut files);
-    let mut imports = Imports::new();
-    for file in files.iter().filter(|file| !file.ends_with("lib.rs")) {
-        let first = file.strip_prefix(src).unwrap().components().next().unwrap();
-        let module = first.as_os_str().to_str().unwrap().trim_end_matches(".rs").to_string();
-        imports.entry(module).or_default().extend(imported(&std::fs::read_to_string(file).unwrap()));
-    }
-    let modules: BTreeSet<String> = imports.keys().cloned().collect();
-    for (module, others) in &mut imports {
-        others.retain(|other| other != module && modules.contains(other));
-    }
-    imports
-}
-
 /// A file of a crate: its code and what it exports.
 struct Source {
     code: String,
-    /// Paths that it exports with `pub use`, by name. These are a folder's face, no imports.
+    /// Paths that it exports with `pub use`, by name. These do not count as imports.
     exports: BTreeMap<String, String>,
 }
 
+/// Files by path below `src`: `plan/decode.rs` is ["plan", "decode"], `plan/mod.rs` is ["plan"].
 type Sources = BTreeMap<Vec<String>, Source>;
 
-fn sources(src: &Path) -> Sources {
+fn sources(crate_folder: &str) -> Sources {
+    let src = &Path::new(env!("CARGO_MANIFEST_DIR")).join(crate_folder);
     let mut files = vec![];
     rust_files(src, &mut files);
     let read = |file: &PathBuf| {
@@ -93,7 +70,7 @@ fn source(text: &str) -> Source {
     Source { code, exports }
 }
 
-/// Returns the paths of an import, without its braces.
+/// Returns the paths of an import, without its braces: `a::{b, c::d}` gives `a::b` and `a::c::d`.
 fn expanded(import: &str) -> Vec<String> {
     let Some((prefix, list)) = import.split_once('{') else { return vec![import.split(" as ").next().unwrap().trim().to_string()] };
     let (mut parts, mut depth) = (vec![String::new()], 0);
@@ -108,7 +85,7 @@ fn expanded(import: &str) -> Vec<String> {
     inner.map(|path| prefix.trim().to_string() + &path).collect()
 }
 
-/// Returns the paths that a file names: of imports, and in its code.
+/// Returns the paths from `crate::`, `super::` or `self::` that a file's imports and its code name.
 fn named(code: &str) -> Vec<String> {
     let is_word = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
     let starts = ["crate::", "super::", "self::"].into_iter().flat_map(|start| code.match_indices(start));
@@ -123,14 +100,13 @@ fn named(code: &str) -> Vec<String> {
     first.flat_map(|(at, _)| path(at)).collect()
 }
 
-/// Returns the file that defines what `path` names in `module`.
+/// Returns the file that defines what `path`, in the file `module`, names: the deepest file of the path, or the one that `pub use` names.
 fn defining(files: &Sources, module: &[String], path: &str) -> Option<Vec<String>> {
     let mut words = path.split("::").map(str::trim).peekable();
     let mut at = module.to_vec();
     match words.peek() {
         Some(&"crate") => at.clear(),
-        Some(&"super") => {}
-        Some(&"self") => {}
+        Some(&"super" | &"self") => {}
         Some(child) if files.contains_key(&[&at[..], &[child.to_string()]].concat()) => {}
         _ => return None,
     }
@@ -159,51 +135,49 @@ fn imports_of_files(files: &Sources) -> Imports {
     files.iter().map(of_file).collect()
 }
 
-/// Finds a circle that begins and ends at the first module of `path`.
-fn circle(imports: &Imports, path: &mut Vec<String>, seen: &mut BTreeSet<String>) -> bool {
-    for next in &imports[path.last().unwrap()] {
-        if *next == path[0] {
-            path.push(next.clone());
-            return true;
-        }
-        if seen.insert(next.clone()) {
-            path.push(next.clone());
-            if circle(imports, path, seen) {
-                return true;
-            }
-            path.pop();
-        }
+/// Returns the imports of each top-level module from those of its files.
+fn of_modules(files: &Imports) -> Imports {
+    let module = |file: &String| file.split('/').next().unwrap().to_string();
+    let mut modules = Imports::new();
+    for (file, others) in files {
+        let others = others.iter().map(module).filter(|other| *other != module(file));
+        modules.entry(module(file)).or_default().extend(others);
     }
-    false
+    modules
 }
 
+/// Returns the shortest circle from each module, as "a -> b -> a".
 fn circles(imports: &Imports) -> Vec<String> {
-    let found = imports.keys().filter_map(|module| {
-        let mut path = vec![module.clone()];
-        circle(imports, &mut path, &mut BTreeSet::new()).then(|| path.join(" -> "))
-    });
-    found.collect()
+    let circle = |start: &String| {
+        let (mut paths, mut seen) = (VecDeque::from([vec![start]]), BTreeSet::new());
+        while let Some(path) = paths.pop_front() {
+            for next in &imports[*path.last().unwrap()] {
+                let path = [&path[..], &[next]].concat();
+                if next == start {
+                    return Some(path.into_iter().cloned().collect::<Vec<_>>().join(" -> "));
+                }
+                if seen.insert(next) {
+                    paths.push_back(path);
+                }
+            }
+        }
+        None
+    };
+    imports.keys().filter_map(circle).collect()
 }
 
 #[test]
-fn modules_import_each_other_without_circles() {
+fn files_and_modules_import_each_other_without_circles() {
     for name in CRATES {
-        let found = circles(&imports(&folder(name)));
-        assert!(found.is_empty(), "circles among modules of {name}:\n{}", found.join("\n"));
-    }
-}
-
-#[test]
-fn files_import_each_other_without_circles() {
-    for name in CRATES {
-        let found = circles(&imports_of_files(&sources(&folder(name))));
-        assert!(found.is_empty(), "circles among files of {name}:\n{}", found.join("\n"));
+        let files = imports_of_files(&sources(name));
+        let found = [circles(&files), circles(&of_modules(&files))].concat();
+        assert!(found.is_empty(), "circles in {name}:\n{}", found.join("\n"));
     }
 }
 
 #[test]
 fn reads_the_imports_of_both_crates() {
-    let imports = CRATES.map(|name| imports_of_files(&sources(&folder(name))));
+    let imports = CRATES.map(|name| imports_of_files(&sources(name)));
     let expected =
         [("plan/decode", ["plan/choose", "plan/kernel", "problem/attention"]), ("ops/atomic", ["decoder", "ops/memory", "step"])];
     for (imports, (file, others)) in imports.iter().zip(expected) {
@@ -212,7 +186,7 @@ fn reads_the_imports_of_both_crates() {
 }
 
 #[test]
-fn finds_a_circle_of_files() {
+fn finds_circles() {
     let files: Sources = [
         ("a", "mod one;\nmod two;\npub use one::{Thing, other::Name};"),
         ("a/one", "use super::two::{self, Word};\npub struct Thing;"),
@@ -220,22 +194,19 @@ fn finds_a_circle_of_files() {
         ("b", "mod child;\nfn f() { child::g() }"),
         ("b/child", "use super::f;"),
         ("c", "use crate::d::f;"),
+        ("e", "mod one;\nmod two;"),
+        ("e/one", "use crate::f::g;"),
+        ("e/two", ""),
+        ("f", "use crate::e::two::{self};"),
         ("d", "pub fn f() {}\n#[cfg(test)]\nmod tests {\n    use crate::c::g;\n}"),
     ]
     .map(|(module, text)| (module.split('/').map(String::from).collect(), source(text)))
     .into();
-    let found = circles(&imports_of_files(&files));
+    let imports = imports_of_files(&files);
+    let found = circles(&imports);
     assert!(found.contains(&"a/one -> a/two -> a/one".into()) && found.contains(&"b -> b/child -> b".into()), "{found:?}");
-    assert!(!found.iter().any(|circle| circle.starts_with("a ->")), "a folder's face imports nothing: {found:?}");
+    assert!(!found.iter().any(|circle| circle.starts_with("a ->")), "`pub use` of a folder's files is no import: {found:?}");
     assert!(!found.iter().any(|circle| circle.starts_with("c ->")), "tests may import anything: {found:?}");
-}
-
-#[test]
-fn finds_an_import_circle() {
-    let graph = |edges: &[(&str, &[&str])]| -> Imports {
-        edges.iter().map(|(from, to)| (from.to_string(), to.iter().map(|s| s.to_string()).collect())).collect()
-    };
-    assert_eq!(circles(&graph(&[("a", &["b"]), ("b", &["c"]), ("c", &["a"])]))[0], "a -> b -> c -> a");
-    assert!(circles(&graph(&[("a", &["b", "c"]), ("b", &["c"]), ("c", &[])])).is_empty());
-    assert_eq!(imported("use crate::plan::{self}; // crate::ffi\nlet x = crate::info::y;"), BTreeSet::from(["info".into(), "plan".into()]));
+    assert!(!found.iter().any(|circle| circle.starts_with(['e', 'f'])), "files of e form none: {found:?}");
+    assert_eq!(circles(&of_modules(&imports)), ["e -> f -> e", "f -> e -> f"]);
 }

@@ -1,7 +1,8 @@
-//! Freezes the planner's choices for random problems: a change of its structure changes none of them.
+//! Compares the planner's choices for 2400 random problems with tests/golden/plans.txt, so that a refactoring changes none of them.
 //!
-//! tests/golden/plans.txt has a hash for each group of problems, and the first plans of the group, to read. If kernels or estimates change on
-//! purpose, `VOLTA_FA_WRITE_GOLDEN=1 cargo test --release --features sim --test plan_choices` writes the file; the commit explains it.
+//! The planner chooses kernels, grids and scratch memory of a call. A group is 100 problems of one call and one kind of tuning (a GPU's
+//! measured choices and failed kernels). The file has a hash of each group's plans, and its first plan as text. After an intended change,
+//! `VOLTA_FA_WRITE_GOLDEN=1 cargo test --release --features sim --test plan_choices` writes the file; the commit explains it.
 
 use std::collections::BTreeMap;
 use volta_fa::kernels::{variants, CacheFormat, Pass, Variant, COMPILED};
@@ -11,12 +12,19 @@ use volta_fa::tuning::Tuning;
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/plans.txt");
 const PROBLEMS: u64 = 2400;
+const HEADER: &str = "\
+# Plans of random problems, which tests/plan_choices.rs writes and compares. A group is a call with a kind of tuning. Its line has
+# the FNV-1a hash of all its plans. Then its first problem: GPU, sizes (queries by keys), window left/right (-: none), features.
+# Then that plan: kernel, [grid], reason (src/plan/kernel.rs); of a stream-K kernel the tiles, iterations and splits. Last numbers:
+#   backward: main_launches dq_accum_splits scratch_rows headdim_rounded deterministic tail stored (BackwardPlan)
+#   decode: max_rows partials semaphores (DecodePlan)
+";
 /// Plans of a group that the golden file shows.
 const SHOWN: usize = 1;
 const CALLS: [&str; 8] = ["forward", "forward fp32", "fast", "prefill", "decode", "backward", "backward fp32", "deterministic backward"];
 const TUNINGS: [&str; 3] = ["no tuning", "failed kernels", "tuned kernels"];
 
-/// SplitMix64.
+/// The random number generator SplitMix64.
 struct Random(u64);
 
 impl Random {
@@ -42,6 +50,7 @@ impl Random {
         length as i64
     }
 
+    /// Returns a length up to 16 Ki: half of them multiples of 16.
     fn seqlen(&mut self) -> i64 {
         16 * self.length(10) - self.below(2) as i64 * self.below(16) as i64
     }
@@ -143,7 +152,7 @@ impl Random {
         DeviceLimits { only: self.one_in(5).then(|| self.of(&families).0), ..d }
     }
 
-    /// Returns a tuning in which some of these kernels failed, or with choices of other kernels of their passes.
+    /// Returns a tuning in which some of the `planned` and of all kernels failed. "tuned kernels": fewer failed, and up to 5 choices.
     fn tuning(&mut self, kind: &str, planned: &[&'static Variant], a: &Attention) -> Option<&'static Tuning> {
         let mut failed: Vec<_> = Vec::new();
         let mut choices: Vec<String> = Vec::new();
@@ -186,6 +195,7 @@ impl Random {
 /// A plan as text, and its kernels.
 type Planned = (String, Vec<PlannedKernel>);
 
+/// Returns the plan's numbers as text, and its kernels.
 fn of_backward(plan: BackwardPlan) -> Planned {
     let BackwardPlan { main_launches, dq_accum_splits, scratch_rows, headdim_rounded, deterministic, tail, stored, .. } = plan;
     let tail = tail.map(|tail| tail.first_block);
@@ -193,6 +203,8 @@ fn of_backward(plan: BackwardPlan) -> Planned {
     (numbers, plan.kernels().collect())
 }
 
+/// Returns the plan of a call, or its error, as text, and its kernels: each with grid, reason and stream-K numbers, then other numbers.
+/// `flag` is the boolean argument of plan::fast or plan::decode.
 fn planned(call: &str, a: &Attention, (has_dlse, fp32_gradients, flag): (bool, bool, bool), d: &DeviceLimits) -> Planned {
     let one = |k: PlannedKernel| (String::new(), vec![k]);
     let split = call == "backward fp32";
@@ -217,7 +229,7 @@ fn planned(call: &str, a: &Attention, (has_dlse, fp32_gradients, flag): (bool, b
     (if text.is_empty() { "none".into() } else { text.join("; ") }, kernels)
 }
 
-/// FNV-1a.
+/// Returns the FNV-1a hash of what `start` is the hash of, followed by `text`.
 fn hash(text: &str, start: u64) -> u64 {
     text.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
@@ -250,10 +262,9 @@ fn choices_match_golden_file() {
             *shown += &format!("  {}\n    {text}\n", described(&a, &d));
         }
     }
-    let found: String = groups
-        .iter()
-        .map(|((call, kind), (sum, count, shown))| format!("{call}, {kind}: {count} plans, hash {sum:016x}\n{shown}"))
-        .collect();
+    let groups = groups.iter();
+    let groups = groups.map(|((call, kind), (sum, count, shown))| format!("{call}, {kind}: {count} plans, hash {sum:016x}\n{shown}"));
+    let found = HEADER.to_string() + &groups.collect::<String>();
     if std::env::var_os("VOLTA_FA_WRITE_GOLDEN").is_some() {
         std::fs::write(GOLDEN, &found).unwrap();
     }

@@ -1,8 +1,9 @@
-"""Runs Python programs in forks of a process that has imported torch.
+"""Runs Python programs of tests in forks of a server process that has imported torch.
 
-An import of torch takes 1.6 CPU seconds, and most tests with a process start several. A server imports it once and forks:
-a program begins after milliseconds, with its own environment and exit status, and torch's modules beside its own.
-"""
+Importing torch takes 1.6 CPU seconds, and many tests start several programs. The server imports it once and forks for each program,
+which starts after milliseconds, with its own environment, standard output and exit status. `run_forked` sends a request in JSON to the
+server's stdin. The server (this file as a program: `_serve`) forks, the fork becomes the program (`_run`), and the server answers with
+the exit status. Callers: conftest.run_process, and tests through `run_pieces` and `succeeds`."""
 
 from __future__ import annotations
 
@@ -36,8 +37,7 @@ def run_forked(arguments: list, env: dict[str, str] | None = None, cwd=None, tim
     Args:
         arguments: -c code, -m module or a file, and what follows. No other options of the interpreter.
         env: variables that are read at load must be those of this process: a program that changes them needs a new interpreter. The
-            number of threads is one, whatever OMP_NUM_THREADS says.
-    """
+            number of threads is one, whatever OMP_NUM_THREADS says."""
     assert arguments[0] in ("-c", "-m") or not str(arguments[0]).startswith("-"), arguments
     env = {**(os.environ if env is None else env), **ONE_THREAD}
     server = _running()
@@ -51,7 +51,7 @@ def run_forked(arguments: list, env: dict[str, str] | None = None, cwd=None, tim
             server.stdin.flush()
             answered = bool(select.select([server.stdout], [], [], timeout)[0])
         finally:
-            if not answered:  # after an interruption too: the answer would be the next call's
+            if not answered:  # also after an interruption, because the next call would read this call's answer
                 os.killpg(server.pid, signal.SIGKILL)
                 server.wait()
         if not answered:
@@ -62,18 +62,17 @@ def run_forked(arguments: list, env: dict[str, str] | None = None, cwd=None, tim
 
 
 def end_rank() -> None:
-    """Ends a process that has used gloo, with status 0 and without the interpreter's end.
+    """Ends a process that has used gloo with status 0, without finalizing the interpreter.
 
-    gloo's threads drop the tensors of a collective after `wait` returned, for which they take the GIL. If the interpreter is at its
-    end by then, Python unwinds the thread through a destructor, and the process aborts: "terminate called without an active exception".
-    """
+    gloo's threads release tensors of a collective after `wait` has returned, and take the GIL for it. If the interpreter finalizes then,
+    Python unwinds the thread through a destructor, and the process aborts: "terminate called without an active exception"."""
     sys.stdout.flush()
     os._exit(0)
 
 
 def run_pieces(*code: str, path: Path | str = "") -> subprocess.CompletedProcess:
-    """Runs these pieces of code as one program, with `path` first among its packages' folders, then volta_fa's."""
-    import volta_fa  # here, because the server imports this module
+    """Runs these pieces of code as one program, with PYTHONPATH `path`, then volta_fa's folder."""
+    import volta_fa  # not at the top of this file, which the server runs without volta_fa
 
     folders = [str(path), str(Path(volta_fa.__file__).parent.parent)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
@@ -81,7 +80,7 @@ def run_pieces(*code: str, path: Path | str = "") -> subprocess.CompletedProcess
 
 
 def succeeds(*code: str, path: Path | str = "") -> str:
-    """Returns what the program of `run_pieces` prints. Fails if it does."""
+    """Returns what the program of `run_pieces` prints. Fails if the program fails."""
     ran = run_pieces(*code, path=path)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout
@@ -101,7 +100,7 @@ def _running() -> subprocess.Popen:
 
 
 def _serve() -> dict:
-    """Forks for each request, and answers with the exit status. Returns in forks alone: their request."""
+    """Forks for each request, and answers with the fork's exit status. Returns only in a fork: its request."""
     import torch  # noqa: F401
 
     sys.path.pop(0)  # this file's folder

@@ -1,8 +1,8 @@
-"""What the ops must compute, written as plainly as possible: attention and its judge in `python -m volta_fa check`, and dropout's mask.
+"""The fp64 reference of all tests: attention, its error limits, and dropout's mask. It shares no code with the kernels or CPU backend.
 
-Nothing here is shared with the kernels or the CPU backend: the whole score matrix in fp64, the mask straight from its rule,
-gradients by PyTorch's autograd.
-"""
+`forward` and `backward` hold the whole score matrix in fp64 and differentiate by autograd. `Exact` has exact results with their limits
+(budgets): twice to three times the error of PyTorch's eager attention in the same dtype. These are `volta_fa.check`'s own modules, from
+which this file takes names. Only dropout's random numbers (`philox`, `kept`) are written here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Modules of `volta_fa.check` in a package of another name: importing volta_fa would load its library, and tests may be of another one.
+# Imports modules of `volta_fa.check` under another package name. `import volta_fa` would load its library, but VOLTA_FA_TEST_LIBRARY may
+# name another library to test.
 _package = sys.modules["volta_fa_check"] = types.ModuleType("volta_fa_check")
 _package.__path__ = [str(Path(__file__).resolve().parent.parent / "python/volta_fa/check")]
 block_masks, cases, problems, tolerance = (
@@ -24,22 +25,18 @@ Budget, Exact, groups, unused_keys = tolerance.Budget, problems.Exact, problems.
 forward, backward = tolerance.exact, tolerance.exact_gradients
 delta_noise, dropped_numbers, kept_share = tolerance.delta_noise, tolerance.dropped_numbers, tolerance.kept_share
 eager, eager_gradients, gradient_names = tolerance.eager, tolerance.eager_gradients, tolerance.gradient_names
-forward_budget, lse_tolerance, max_error, rms_error = (
-    tolerance.forward_budget,
-    tolerance.lse_tolerance,
-    tolerance.max_error,
-    tolerance.rms_error,
-)
-by_row, score, visible = tolerance.by_row, tolerance.score, tolerance.visible
+forward_budget, max_error, rms_error = tolerance.forward_budget, tolerance.max_error, tolerance.rms_error
 
 
 def philox(seed: int, offset: int, group: Tensor, row: Tensor, head: Tensor) -> Tensor:
-    """(..., 4): the words, 0 to 2^32 - 1, of each (head, row, group of four columns): Philox4x32 with 7 rounds, Salmon et al. 2011."""
+    """Returns the four random words, 0 to 2^32 - 1, of each (head, row, group of four columns), with shape (..., 4).
+
+    The generator is Philox4x32 with 7 rounds (Salmon et al. 2011), key `seed`, counter (group, row, head, offset)."""
     mask = 0xFFFFFFFF
     x0, x1, x2, x3 = torch.broadcast_tensors(group, row, head, torch.full_like(head, offset & mask))
     k0, k1 = seed & mask, (seed >> 32) & mask
     for _ in range(7):
-        # the low 64 bits of a product, whatever int64 makes of its sign
+        # int64 products have the right 64 bits, though perhaps a wrong sign; the masks below take 32 of them
         p, r = 0xD2511F53 * x0, 0xCD9E8D57 * x2
         x0, x1, x2, x3 = ((r >> 32) & mask) ^ x1 ^ k0, r & mask, ((p >> 32) & mask) ^ x3 ^ k1, p & mask
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
@@ -47,10 +44,10 @@ def philox(seed: int, offset: int, group: Tensor, row: Tensor, head: Tensor) -> 
 
 
 def kept(rng_state: Tensor, entries: Tensor, nheads: int, seqlen_q: int, seqlen_k: int, dropout_p: float) -> Tensor:
-    """(entries, nheads, seqlen_q, seqlen_k) bool: what dropout leaves of these batch entries' probabilities.
+    """Returns (entries, nheads, seqlen_q, seqlen_k) bool: True where dropout keeps the probabilities of these batch entries.
 
-    A call of Philox has eight 15-bit numbers: those of rows r and r + 4, and of four columns. Columns c and c + 2 share a word.
-    """
+    `rng_state` is (seed, offset), as the op returns it. One call of Philox gives eight 15-bit numbers, two in each word: those of rows
+    r and r + 4 (bit 2 of the row), and of four columns. Columns c and c + 2 share a word. A number decides one probability."""
     seed, offset = rng_state.tolist()
     device = entries.device
     head = entries[:, None, None, None] * nheads + torch.arange(nheads, device=device)[:, None, None]
@@ -59,17 +56,17 @@ def kept(rng_state: Tensor, entries: Tensor, nheads: int, seqlen_q: int, seqlen_
     word = (2 * (row // 4 % 2) + column % 2).expand(words.shape[:-1])
     numbers = words.gather(-1, word[..., None]).squeeze(-1) >> (column // 2 % 2 * 16) & 0x7FFF
     dropped = dropped_numbers(dropout_p)
-    # the numbers below a threshold have the rarer fate
+    # numbers below a threshold mean the rarer of the two: dropped for p <= 0.5, kept for p > 0.5
     return numbers >= dropped if dropout_p <= 0.5 else numbers < 2**15 - dropped
 
 
 def kept_by(rng_state: Tensor | None, nheads: int, dropout_p: float = 0.0, **_):
-    """Returns `kept` of the entries and lengths that it is given; None without dropout."""
+    """Returns a function that computes `kept` for given entries and lengths; None without dropout."""
     if not dropout_p:
         return None
     return lambda entries, seqlen_q, seqlen_k: kept(rng_state, entries, nheads, seqlen_q, seqlen_k, dropout_p)
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None, **options):
-    """The exact results of a problem of the op, and what is allowed."""
+    """Returns the exact results of a call of `fwd` or `bwd`, with the limits of their errors."""
     return Exact(q, k, v, kept_by(rng_state, q.shape[-2], **options), **options)

@@ -1,4 +1,7 @@
-//! Tests of drivers that reject the embedded code, with a fake libcuda: which code is tried, and the error messages.
+//! Tests of CUDA drivers that reject the embedded code, without a GPU: which code is tried next, and the error messages.
+//!
+//! The library embeds machine code (cubin) and PTX of each kernel. It loads the cubin on the architectures that run it, and the PTX after a
+//! rejection or on newer ones. A fake libcuda, compiled here with g++, answers each with the error of the test's choice.
 
 use cudarc::driver::sys::CUresult;
 use std::ffi::CString;
@@ -9,8 +12,8 @@ use volta_fa::kernels::{self, Family, Pass};
 use volta_fa::launch::driver::{self, Driver};
 use volta_fa::launch::{KernelLaunch, Launcher};
 
-/// Source of the fake libcuda. Device d has compute capability d / 10, d % 10. It answers `answer_to_cubin` to an ELF file, `answer_to_ptx`
-/// to PTX.
+/// Source of the fake libcuda. Device d has compute capability d / 10, d % 10 (attributes 75, 76), 80 SMs (16), and 96 KiB of shared memory
+/// for a block. It answers `answer_to_cubin` to an ELF file, `answer_to_ptx` to PTX.
 const LIBCUDA: &str = r#"
 #include <stdio.h>
 #include <string.h>
@@ -91,7 +94,7 @@ fn reports_drivers_that_reject_the_code() {
         for part in [
             "on Pretended Card 70 (sm_70), driver ",
             ": CUDA_ERROR_INVALID_IMAGE for its machine code, CUDA_ERROR_UNSUPPORTED_PTX_VERSION for its PTX: ",
-            "update the NVIDIA driver to 525 or newer",
+            "update the NVIDIA driver to 525 to 580, which",
         ] {
             assert!(message.contains(part), "{message}");
         }
@@ -106,6 +109,8 @@ fn reports_drivers_that_reject_the_code() {
     assert!(message.contains("NVIDIA_DRIVER_CAPABILITIES=compute,utility"), "{message}");
     let message = cuda.launch("volta", 90, done, CUDA_ERROR_JIT_COMPILATION_DISABLED).unwrap_err();
     assert!(message.contains("sm_90") && message.contains("unset CUDA_DISABLE_PTX_JIT") && !message.contains("machine code,"), "{message}");
+    let message = cuda.launch("turing", 75, CUDA_ERROR_INVALID_IMAGE, CUDA_ERROR_INVALID_PTX).unwrap_err();
+    assert!(message.contains("update the NVIDIA driver to 525 or newer, which"), "{message}");
     // other errors are reported unchanged, without another attempt
     let message = cuda.launch("volta", 70, CUDA_ERROR_OUT_OF_MEMORY, done).unwrap_err();
     assert!(message.contains("CUDA_ERROR_OUT_OF_MEMORY") && !message.contains("PTX"), "{message}");

@@ -1,4 +1,6 @@
-"""Problems and profiles of scaled_dot_product_attention, for test_sdpa*.py."""
+"""Helpers of test_sdpa*.py, which test that volta_fa runs PyTorch's scaled_dot_product_attention while `enable_sdpa` is on.
+
+"ours" means the ops volta_fa::fwd and volta_fa::bwd, "theirs" PyTorch's fused attention ops. The profiler shows which of them ran."""
 
 import functools
 import warnings
@@ -18,7 +20,7 @@ FLASH, EFFICIENT, MATH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT
 
 @pytest.fixture(autouse=True)
 def switched_off():
-    """Each test starts and ends with everything off and the counters at 0."""
+    """Disables the switch before and after each test, and starts with counters (`sdpa_stats`) of 0."""
     volta_fa.disable_sdpa()
     volta_fa.sdpa_stats(reset=True)
     yield
@@ -26,6 +28,7 @@ def switched_off():
 
 
 def enabled(backend=None):
+    """Returns a context manager that enables the switch for the backend's device, by default for the CPU."""
     if backend is not None and backend.name == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     if backend is not None and backend.device == "cuda":
@@ -34,9 +37,9 @@ def enabled(backend=None):
 
 
 def ops_of(f) -> set[str]:
-    """The names of the ops that a call runs."""
+    """Returns the names of the ops that f() runs."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the profiler's own advice
+        warnings.simplefilter("ignore")  # of the profiler
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             f()
     return ops_called(profiler)
@@ -66,7 +69,7 @@ def leaves(*tensors):
 
 
 def train(q, k, v, attention=F.scaled_dot_product_attention, **options):
-    """out, dq, dk, dv for a gradient that depends on out."""
+    """Returns out, dq, dk and dv of the loss sum(out^2), whose gradient depends on out."""
     inputs = leaves(q, k, v)
     out = attention(*inputs, **options)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
@@ -77,14 +80,14 @@ def recompute_all(context, op, *args, **kwargs):
 
 
 def selective(f, *inputs):
-    """f, to be run again in the backward pass by selective checkpointing, which works by a dispatch mode."""
+    """Runs f(*inputs) under selective checkpointing, which runs f again in backward. PyTorch implements it as a dispatch mode."""
     contexts = functools.partial(create_selective_checkpoint_contexts, recompute_all)
     return checkpoint(f, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
 def unfused():
-    """PyTorch's attention out of single operations, all in the dtype of the inputs: by default they are in fp32."""
+    """Makes PyTorch compute attention by single operations (MATH), in the dtype of the inputs instead of fp32."""
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     try:

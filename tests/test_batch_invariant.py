@@ -1,8 +1,8 @@
-"""`batch_invariant`: a row's bits depend on no other row, sequence or split. Each test compares bits.
+"""The option `batch_invariant`: the bits of a query row's results do not depend on other rows, the batch, or how a kernel splits keys.
 
-Rows differ in size by powers of two, so that row maxima move for some rows of a warp and not for others. Without the option the same
-comparisons fail (`test_without_the_option_bits_differ`).
-"""
+Each test computes some rows in two ways (alone, in a chunk, in a batch) and compares bits. Inputs (`uneven`) differ in size by powers of
+two from row to row, so that softmax maxima change for some rows of a warp and not for others. Without the option the comparisons fail
+(`test_without_the_option_bits_differ`). Tests run each kernel family (volta, turing) in the simulator or on a GPU."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import volta_fa
 from conftest import need
 
 FWD, FWD_KVCACHE, FWD_MLA = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_kvcache, torch.ops.volta_fa.fwd_mla
 HEADS, KV_HEADS = 4, 2
-LONG = 530  # more tokens than a split has
+LONG = 530  # tokens; more than a split of decode kernels has, so that several blocks share a row
 GPUS = {"volta": "v100", "turing": "t4"}
 
 
 @pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.cuda)])
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where machine code runs: in the simulator, or on a GPU, which new tensors are then on."""
+    """Runs kernels in the simulator on CPU tensors, or on the GPU, where it also puts new tensors."""
     need(request.param)
     if request.param == "sim":
         monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
@@ -108,18 +109,14 @@ def test_decode_verification_chunks_and_prompt_agree(family: None, case: str) ->
 def test_a_sequence_in_a_batch_has_the_bits_of_one_alone(family: None, case: str) -> None:
     headdim, dtype, options = CASES[case]
     sequence = Sequence(headdim, dtype, **options)
-    batch = sequence.attend_among(LONG - 2, [1, 2, 63, 64, 65, 300, LONG, 0, 17])
-    assert_same(rows(batch, 0, 2, batch=1), sequence.attend(LONG - 2, LONG))
-
-
-def test_one_sequence_among_64(family: None) -> None:
-    sequence = Sequence(64)
-    others = torch.randint(0, 200, (63,)).tolist()
-    assert_same(rows(sequence.attend_among(LONG - 1, others), 0, 1, batch=1), sequence.attend(LONG - 1, LONG))
+    alone = sequence.attend(LONG - 2, LONG)
+    for more in (0, 54):  # another plan may serve a large batch
+        batch = sequence.attend_among(LONG - 2, [1, 2, 63, 64, 65, 300, LONG, 0, 17, *torch.randint(0, 200, (more,)).tolist()])
+        assert_same(rows(batch, 0, 2, batch=1), alone)
 
 
 def test_both_grids_agree(machine: None) -> None:
-    """Splits with a block each and whole row tiles give the same bits, and those are the attention."""
+    """A grid that splits keys over blocks and one without splits (num_splits=1) give the same bits, near fp64 attention."""
     sequence = Sequence(64)
     spread = sequence.attend(0, LONG)
     sequence.options["num_splits"] = 1
@@ -131,22 +128,13 @@ def test_both_grids_agree(machine: None) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3"])
 def test_quantized_caches(machine: None, name: str) -> None:
-    """Units of probabilities move with their own row alone."""
+    """Quantized caches: the power of two by which kernels scale a row's probabilities depends on this row alone."""
     sequence = Sequence(64)
-    dtype = {"int8": torch.int8, "int4": torch.uint8, "fp8_e4m3": torch.float8_e4m3fn}[name]
-    scales: dict[str, Tensor] = {}
-    if name == "fp8_e4m3":
-        sequence.k, sequence.v = sequence.k.to(dtype), sequence.v.to(dtype)
-    else:
-        caches = []
-        for letter, t in (("k", sequence.k), ("v", sequence.v)):
-            columns = t.size(-1) // 2 if name == "int4" else t.size(-1)
-            caches.append(torch.randint(-128 if dtype == torch.int8 else 0, 128, (*t.shape[:-1], columns)).to(dtype))
-            scales[f"{letter}_scale"] = torch.rand(t.shape[:-1]) * torch.exp2(torch.randint(-8, 4, t.shape[:-1]))
-            if name == "int4":
-                scales[f"{letter}_zero_point"] = torch.randint(0, 16, t.shape[:-1]).float()
-        sequence.k, sequence.v = caches
-    sequence.options |= scales
+    for letter in "kv":
+        made = volta_fa.quantize_kv(getattr(sequence, letter), name, scale=1.0 if name.startswith("fp8") else None)
+        setattr(sequence, letter, made.data)
+        parts = {"scale": made.scale, "zero_point": made.zero_point}
+        sequence.options |= {f"{letter}_{part}": t for part, t in parts.items() if t is not None and not name.startswith("fp8")}
     prompt = sequence.attend(0, LONG)
     for first, last in ((LONG - 1, LONG), (LONG - 5, LONG), (100, 180)):
         assert_same(sequence.attend(first, last), rows(prompt, first, last))
@@ -154,6 +142,7 @@ def test_quantized_caches(machine: None, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_latents(machine: None, dtype: torch.dtype) -> None:
+    """Latents: the cache of multi-head latent attention, 576 columns per token, of which 512 are also the values."""
     q, latents = uneven(1, 40, 16, 576, dtype=dtype), uneven(1, LONG, 1, 576, dtype=dtype)
 
     def attend(first: int, last: int) -> tuple[Tensor, Tensor]:
@@ -190,7 +179,7 @@ def test_chunks_of_a_forward_agree(family: None, case: str) -> None:
     if "sinks" in options:
         options["sinks"] = torch.tensor(options["sinks"])
     if case == "bf16_large_last_token":
-        # powers of two for all of v would leave other bits to numbers far below it
+        # v of very different sizes: with one power-of-two scale for all of v, small numbers would lose bits beside a large last token
         v[..., ::2] *= 2**-12
         v[:, -1] = 500
     prompt = FWD(q, k, v, **options)[:2]
@@ -232,6 +221,8 @@ def test_what_has_no_kernels_is_refused() -> None:
         FWD(q, q, q, dropout_p=0.5, batch_invariant=True)
     with pytest.raises(ValueError, match="tree_mask: got a tensor, expected None with batch_invariant"):
         FWD_KVCACHE(q, q, q, tree_mask=torch.ones(1, 4, dtype=torch.int64), batch_invariant=True)
+    with pytest.raises(ValueError, match="batch_invariant: got True, expected False on the CPU backend"):
+        FWD(q.float(), q.float(), q.float(), batch_invariant=True)
 
 
 def test_gradients_ignore_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +230,3 @@ def test_gradients_ignore_it(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 8, HEADS, 64, dtype=torch.float16, requires_grad=True)
     FWD(q, q.detach(), q.detach(), batch_invariant=True)[0].sum().backward()
     assert q.grad is not None and q.grad.isfinite().all()
-
-
-def test_the_cpu_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VOLTA_FA_SIMULATE", raising=False)
-    q = torch.randn(1, 8, HEADS, 64)
-    with pytest.raises(ValueError, match="batch_invariant: got True, expected False on the CPU backend"):
-        FWD(q, q, q, batch_invariant=True)

@@ -1,4 +1,8 @@
-"""The benchmark commands run, and say what they should: `python -m benchmarks.*` on small shapes."""
+"""The commands `python -m benchmarks.*` run on small shapes, and write figures that follow from their measurements.
+
+Figures are measured on the CPU, or simulated (volta-sim, cycles of a V100 or Turing GPU). A benchmark (benchmarks.driver) has rows, which
+are cases with a name, and writes JSON, a plot and a Markdown section. Simulated figures are lists by machine model (driver.MODELS): [0] of
+the default model, [1] with a perfect instruction cache. `need("sim")` skips a test without the simulator."""
 
 from __future__ import annotations
 
@@ -17,20 +21,6 @@ from conftest import INFO, LIBRARY, REPOSITORY, need
 from processes import run_forked
 
 PNG = b"\x89PNG\r\n\x1a\n"
-LAUNCH_FIELDS = {
-    "kernel": str,
-    "call": int,
-    "us": float,
-    "registers": int,
-    "shared_bytes": int,
-    "spill_instructions": int,
-    "excess_wavefront_fraction": float,
-    "loop_bytes": int,
-    "pipes": dict,
-    "balance": float,
-    "waits": dict,
-}
-
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 if LIBRARY.parents[1].name != "volta_fa":
@@ -39,14 +29,13 @@ if LIBRARY.parents[1].name != "volta_fa":
 
 sys.path.insert(0, str(REPOSITORY))
 from benchmarks import driver, report, volta
-from benchmarks.published_results import PUBLISHED_RESULTS
-from benchmarks.shapes import Shape
-from volta_fa import lines
+from benchmarks.attention import Shape
+from volta_fa import progress
 from volta_fa.errors import CommandError
 
 
 def run(module: str, *arguments: object) -> None:
-    """The command as a user starts it."""
+    """Runs the command in a process, as a user does."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VOLTA_FA_SIM")}
     done = run_forked(["-m", *f"benchmarks.{module}".split(), *arguments], environment, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,7 +43,7 @@ def run(module: str, *arguments: object) -> None:
 
 
 def main(module: str, *arguments: object) -> int:
-    """The same without a process of its own, for what takes no time."""
+    """Calls the command's main function in this process."""
     module, *words = module.split()
     return importlib.import_module(f"benchmarks.{module}").main([*words, *map(str, arguments)])
 
@@ -94,7 +83,7 @@ def test_memory(tmp_path):
     found = {(p["implementation"], p["passes"], p["seqlen"]): p["bytes"] for p in results(tmp_path, "memory")["points"]}
     scores = 2048 * 2048 * 4  # bytes
     assert found["eager", "forward", 2048] >= 2 * scores  # the scores and their softmax at once
-    # (ATen's attention takes larger blocks from 768 rows on)
+    # memory is linear in seqlen; both lengths are above 768 rows, from which on ATen's attention takes larger blocks
     assert found["volta_fa", "forward and backward", 2048] <= 2.1 * found["volta_fa", "forward and backward", 1024]
 
 
@@ -107,20 +96,11 @@ def test_volta(tmp_path):
     variants = {(v["pass"], v["headdim"], v["registers"], v["shared_bytes"]) for v in INFO["variants"]}
     for row in rows:
         case, launch = row["row"]["case"], row["main"]
-        assert {name: type(value) for name, value in launch.items()} == LAUNCH_FIELDS
         assert 0 < row["tflops"][0] <= row["tflops"][1] * 1.05 < 125 and launch["us"] == max(row["kernels"].values())
         # the figures are of the kernels that this library ships
         facts = (case["direction"].capitalize(), case["shape"]["headdim"], launch["registers"], launch["shared_bytes"])
         assert facts in variants
         assert launch["loop_bytes"] % 16 == 0 and launch["loop_bytes"] > 0
-
-
-def test_volta_on_a_turing_card(tmp_path):
-    need("sim")
-    run("volta", "--quick", "--gpu", "rtx2080ti", "--cases", "forward", "D=64", *outputs(tmp_path, "volta"))
-    [row] = results(tmp_path, "volta")
-    assert 0 < row["tflops"][0] < driver.GPUS["rtx2080ti"].peak_tflops
-    assert ("turing", row["main"]["registers"]) in {(v["family"], v["registers"]) for v in INFO["variants"]}
 
 
 @pytest.mark.slow
@@ -139,7 +119,7 @@ def test_models_resumes(tmp_path):
     assert row["us"] == [12.5, 12.5] and len(kept.read_text().splitlines()) == 1
     run("models", "--gpu", "t4", "--only", "SDXL, 64x64", "--kept", "--resume", kept, "--json", tmp_path / "kept.json")
     assert [row["us"][0] for row in json.loads((tmp_path / "kept.json").read_text())] == [12.5]  # the other row is not simulated
-    # the row of another kernel is not taken
+    # a row whose kernel has changed (`code` is a hash of its machine code) is simulated again
     other = [launch | {"code": "0"} for launch in line["key"]["launches"]]
     kept.write_text(json.dumps({"key": line["key"] | {"launches": other}, "figures": changed}) + "\n")
     run("models", *arguments, "--json", tmp_path / "third.json")
@@ -148,6 +128,7 @@ def test_models_resumes(tmp_path):
 
 
 def test_kept_figures_depend_on_all_of_their_key(tmp_path):
+    """`--resume FILE` reuses figures of a row (`driver.Kept`) only if its GPU and its kernels' launches are the same."""
     file = tmp_path / "kept.jsonl"
     driver.Kept(file).put({"gpu": "t4", "launches": ["a"]}, [1.0])
     assert driver.Kept(file).get({"gpu": "t4", "launches": ["a"]}) == [1.0]
@@ -165,7 +146,7 @@ def test_long_sequences(tmp_path):
     assert [tables.miss_share(n, 128) for n in (4096, 12288, 16384, 65536)] == [0, 0, 0.25, 0.8125]
     assert tables.miss_share(32768, 64) == 0.25
     assert tables.machine(0) == ""
-    # l2_bytes_per_clk
+    # bytes per cycle and SM: the L2 rate of 17.6, which a quarter of misses still allows; with misses alone the DRAM rate of 6.4
     assert tables.machine(0.25).endswith("=17.600") and tables.machine(1).endswith("=6.400")
     target = tmp_path / "long.json"
     run("tables long_sequences", "--headdims", "64", "--lengths", "65536", "--shares", "0", "--keys", "128", "--json", target)
@@ -174,8 +155,11 @@ def test_long_sequences(tmp_path):
 
 
 def test_cubins_of_a_fat_binary(tmp_path):
+    """Finds the machine code of one architecture in a library's fat binary, and rejects the library of another torch release."""
     from benchmarks import pytorch_fmha
 
+    # a fat binary: magic, version 1, bytes of this header and of the entries. An entry's header: kind 2 (cubin), version, its own size
+    # of 64, size of the content, and the architecture at byte 28
     entries = b""
     for sm in (70, 75):
         content = f"cubin for {sm}".encode().ljust(16, b"\0")
@@ -205,6 +189,17 @@ def test_the_gpus_are_those_of_the_simulator():
         assert timing["kernel_us"] == pytest.approx(timing["kernel_cycles"] / gpu.ghz / 1e3)
 
 
+def test_a_timed_block_combines_partial_results():
+    """Many blocks share a row tile. The last of them alone computes softmax_lse, by a logarithm."""
+    need("sim")
+    from benchmarks import decode, sparse
+    from benchmarks.measure import simulated
+
+    for case in (decode.Case(128, (2048,), 4, kv_heads=8), sparse.SparseCase(1, heads=8, headdim=512, topk=448)):
+        (work,) = case.calls("cpu")
+        assert "MUFU.LG2" in simulated(work, "", "v100")[-1]["timing"]["mix"]
+
+
 def test_a_row_counts_every_kernel_of_the_pass():
     need("sim")
     row = next(driver.Row(str(c), c) for c in volta.quick_cases() if c.direction == volta.BACKWARD)
@@ -215,31 +210,18 @@ def test_a_row_counts_every_kernel_of_the_pass():
     assert os.environ.get("VOLTA_FA_SIMULATE") is None
 
 
-def test_volta_cases_are_the_ones_that_were_promised():
-    cases = volta.cases()
-    assert len(cases) == len(set(cases))
-    names = set(map(str, cases))
-    for direction, heads in (("forward", 32), ("backward", 40)):
-        for d in (64, 128):
-            for rest in (f"N=2048 H={heads}", f"N=4096 H={heads} causal", "N=2048 H=32 on 8", f"N=2048 H={heads} (B,H,S,D) views"):
-                assert f"{direction} D={d} {rest}" in names
-            assert f"{direction} D={d} N=2047 H={heads}" in names and f"{direction} D={d} N=1111 H={heads}" in names
-        for d in ("32", "96", "192", "192/128", "256"):
-            assert f"{direction} D={d} N=1024 H={heads}" in names
-        assert f"{direction} D=64 N=1024 H=16" in names and f"{direction} D=128 N=512 H=8" in names
-    assert all(any(volta._same_case(c, p) for c in cases) for p in PUBLISHED_RESULTS if p.seqlen < 8192)
-
-
 @pytest.mark.skipif(not hasattr(torch.ops.volta_fa, "_plan"), reason="this library cannot describe its plans")
 def test_plan(capsys):
+    """Each shape's kernels are listed in the order of their launches, and exist; without shapes the command uses its own."""
     main("plan", "--json", "2,8,300,500,72,causal", "1,32,2048,2048,128")
     names = {v["name"] for v in INFO["variants"]}
     for shape in json.loads(capsys.readouterr().out):
-        assert [k["role"] for k in shape["kernels"]] == ["forward", "backward, prepare", "backward, main", "backward, finish"]
+        assert [k["role"] for k in shape["kernels"]] == ["forward", "backward, preprocess", "backward, main", "backward, postprocess"]
         for kernel in shape["kernels"]:
             assert kernel["name"] in names and kernel["headdim"] >= shape["headdim"]
             assert kernel["grid"][2] == shape["batch"]
-    assert main("plan") == 0
+    assert main("plan", "--device", "t4") == 0
+    assert "sm_75, 40 SMs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -256,7 +238,7 @@ def test_plan(capsys):
         ("plan", ["1,4,8,8,520"], "520"),
         ("tables features", ["--shapes", "1,4,8,8"], "1,4,8,8"),
         ("decode", ["--prefill", "--tokens", "511"], "--tokens 511"),
-        ("plan", ["1,4,8,8,64", "--capability", "7"], "--capability 7"),
+        ("pytorch_fmha", ["titanrtx", "library", "volta-sim", "--lengths", "4096", "1000"], "--lengths"),
     ],
 )
 def test_wrong_arguments(module, arguments, named):
@@ -282,6 +264,8 @@ def test_decode_sweep(tmp_path):
 
 
 def test_prefill(tmp_path):
+    """Figures for a dense cache (page 0) and pages of 16, 64 and 256 tokens. A causal prompt of n tokens, 40 heads and headdim 64 has
+    4 * 64 * 40 * n^2 / 2 operations."""
     need("sim")
     figures = tmp_path / "prefill.json"
     main("decode", "--prefill", "--tokens", "512", "--only", "headdim 64", "--json", figures, "--markdown", tmp_path / "prefill.md")
@@ -313,8 +297,7 @@ def test_models(tmp_path):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "window"), [(7, 7, 0), (7, 7, 3), (3, 9, 0), (3, 9, 4), (9, 5, 2)])
 def test_models_count_the_pairs_of_the_mask(causal, seqlen_q, seqlen_k, window):
-    from benchmarks.model_configs import Attention
-    from benchmarks.models import Case
+    from benchmarks.models import Attention, Case
 
     query, key = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
@@ -324,24 +307,6 @@ def test_models_count_the_pairs_of_the_mask(causal, seqlen_q, seqlen_k, window):
         mask &= key <= query
     case = Case(Attention(1, 1, 64, causal=causal, window=window), 1, seqlen_q, seqlen_k, backward=False)
     assert case.visible_pairs() == mask.sum()
-
-
-def test_models_share_figures():
-    """Models with the same call have one case. A window that masks no key changes nothing."""
-    from benchmarks.model_configs import rows
-    from benchmarks.models import case_of
-
-    cases = [case_of(row) for row in rows(80) if row.model in ("Llama 3 8B", "Mistral 7B v0.1")]
-    assert cases[0] == cases[3] and len(set(cases)) == 5
-
-
-def test_waves_of_models():
-    from benchmarks.model_configs import rows
-
-    for gpu in driver.GPUS.values():
-        waves = [row for row in rows(gpu.sms) if row.wave]
-        blocks = [row.attention.nheads * row.seqlen_q // 128 for row in waves]
-        assert len(waves) == 2 and all(n >= 80 and n % gpu.sms == 0 for n in blocks)
 
 
 def test_models_have_a_row_for_all_gpus(tmp_path):
@@ -354,6 +319,7 @@ def test_models_have_a_row_for_all_gpus(tmp_path):
     launch = {"us": 1e3, "call": 0, "kernel": "k"}
     found = [driver.Result(row, [[launch], [launch]], 1e3) for row in models.rows(options)]
     (grid,) = models.grids(found, options)
+    # after the name, four cells for each GPU: microseconds, rates, share of the peak, PyTorch's TFLOP/s
     rows = {row[0]: row[1:] for row in grid.rows}
     assert len(rows) == len(list(models.model_rows("v100"))) and len(grid.columns) == 9
     (wave,) = (cells for name, cells in rows.items() if "a wave of 480p" in name)
@@ -364,18 +330,6 @@ def test_models_have_a_row_for_all_gpus(tmp_path):
     options.pytorch["rtx2080ti"].tflops = lambda of: 2.0 if str(of) == str(row) else None
     cells = next(cells for name, *cells in models.grids(found, options)[0].rows if name == str(row))
     assert cells[3] == "-" and cells[7].startswith("2.0 (")
-
-
-def test_headdim_512_says_which_rows_are_missing():
-    from benchmarks import tables
-
-    rows = tables.headdim_512_rows(None)
-    launch = {"us": 1e3, "call": 0, "kernel": "k"}
-    found = [driver.Result(row, [[launch], [launch]], row.case.bytes / 1e6 if row.case.bytes else 1e3) for row in rows[1:]]
-    (grid,) = tables.headdim_512_grids(found, None)
-    text = grid.markdown()
-    assert text.count("not simulated") == 1 and f"| {rows[0].name} | not simulated |" in text
-    assert "100.0% / 100.0% of DRAM" in text and f"{found[0].tflops():.1f} / {found[0].tflops():.1f} ({found[0].share():.1%})" in text
 
 
 def test_docs(tmp_path):
@@ -392,14 +346,8 @@ def test_docs(tmp_path):
         main("docs", folder, "--page", page)
 
 
-def test_the_page_has_every_section():
-    page = (REPOSITORY / "docs" / "reference" / "figures.md").read_text()
-    for name in ("volta", "models", "t4", "rtx2080ti", "headdim_512", "decode_sweep", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
-        assert page.count(f"<!-- begin {name} -->") == page.count(f"<!-- end {name} -->") == 1
-
-
 def test_kv_perplexity(monkeypatch, capsys):
-    """A random model, one of whose key channels is large: what is lost, and what a rotation gains."""
+    """Perplexity with quantized KV caches, of a random model with one large key channel: rotation of keys reduces the loss."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from benchmarks import kv_perplexity
 
@@ -424,20 +372,19 @@ def test_kv_perplexity(monkeypatch, capsys):
     assert main("kv_perplexity", "--windows", 2, "--seqlen", 64) == 0
     lines = capsys.readouterr().out.partition("2 windows")[2].splitlines()[1:]
     kl = {line.partition("perplexity")[0].strip(): float(line.rpartition("KL")[2]) for line in lines}
-    assert list(kl)[:4] == ["exact", "fp16", "int8", "int8 rotated"] and len(kl) == 10
+    assert list(kl)[:4] == ["exact", "fp16", "int8", "int8 rotated"] and len(kl) == 12
     assert kl["exact"] == 0 <= kl["fp16"] < kl["int8 rotated"] < kl["int8"] < kl["int4"] and kl["int4 rotated"] < kl["int4"]
 
 
 def test_block_mask_lists_are_valid_and_partial_cases_compare_with_full_ones():
     from benchmarks import block_mask
 
-    options, pairs = block_mask.lists_of(1024, 0.25, True, torch.Generator().manual_seed(0))
-    assert pairs == 8 * 2 * 128 * 128
+    options, pairs = block_mask.options_of(block_mask.Mask("forward", 0.25, True, 1024), False)
+    assert pairs == 8 * 2 * 128 * 128  # 8 blocks of 128 rows see 25%, two, of 8 blocks of 128 keys
     q = torch.randn(1, 1024, 1, 8)
     torch.ops.volta_fa.fwd(q, q, q, **options, check_lengths=True)
-    assert [int(options["block_lists" + suffix][..., :2].sum()) for suffix in ("", "_t")] == [8 * 2 * 2] * 2
     masks = [block_mask.Mask("forward", 1.0, partial, 4096) for partial in (False, True)]
-    cases = [block_mask.Case(mask, 64, 5) for mask in masks]
+    cases = [block_mask.Case(mask, 64, 5) for mask in masks]  # headdim, heads
     # TFLOP/s of plain, of full and of partial blocks
     found = [
         driver.Result(driver.Row(str(i), case), [[{"us": case.flops / tflops / 1e6}]], 1.0)
@@ -447,40 +394,20 @@ def test_block_mask_lists_are_valid_and_partial_cases_compare_with_full_ones():
     assert [block_mask.ratio(result, found) for result in found[1:]] == [pytest.approx(0.75)] * 2
     assert block_mask.ratio(found[2], found[2:]) is None
     (grid,) = block_mask.grids(found, None)
+    # the targets of block_mask.MASKS; speed and ratio
     assert [row[1:] for row in grid.rows] == [["0.93", "60.0, 0.75"], ["0.85", "45.0, 0.75"]]
 
 
-def test_a_wait_shows_progress_in_a_pipe(capfd, monkeypatch):
-    monkeypatch.setattr(lines.Lines, "interval", 0.05)
-    with report.progress() as bar:
-        bar.add_task("simulated V100", total=3, completed=1)
-        time.sleep(0.5)
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) > 1 and all(line.startswith("simulated V100: 1 of 3 done, ") for line in said if line.strip())
-    with report.progress(quiet=True) as bar:
-        bar.add_task("simulated V100", total=3)
-        time.sleep(0.2)
-    assert capfd.readouterr().err == ""
-
-
-def test_track_yields_all_and_ends_with_its_reader(capfd, monkeypatch):
-    monkeypatch.setattr(lines.Lines, "interval", 0.05)
+def test_a_wait_shows_progress_in_a_pipe_and_ends_with_its_reader(capfd, monkeypatch):
+    monkeypatch.setattr(progress.Lines, "interval", 0.05)
     for item in report.track(range(3), "rows"):
         time.sleep(0.12 if item == 2 else 0)
-    assert "rows: 2 of 3 done, " in capfd.readouterr().err
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) > 1 and "rows: 2 of 3 done, " in said[0]
     for _ in report.track(range(3), "rows"):
         break
-    capfd.readouterr()
-    time.sleep(0.2)
+    with report.progress(quiet=True) as bar:
+        bar.add_task("simulated V100", total=3)
+        capfd.readouterr()
+        time.sleep(0.2)
     assert capfd.readouterr().err == ""
-
-
-#: Commands that end within ten seconds.
-QUICK = {"docs", "overhead", "plan", "provenance"}
-COMMANDS = {path.stem: text for path in (REPOSITORY / "benchmarks").glob("*.py") if "__main__" in (text := path.read_text())}
-
-
-@pytest.mark.parametrize("module", sorted(COMMANDS.keys() - QUICK))
-def test_every_long_command_shows_progress(module):
-    # the driver shows the progress of a Benchmark
-    assert any(f"{name}(" in COMMANDS[module] for name in ("report.track", "report.progress", "Benchmark"))

@@ -1,31 +1,31 @@
-"""Block masks: lists of the blocks of scores that exist, and bits of partial ones, against the fp64 reference with the same mask as a
-bool bias; their refusals; and PyTorch's routes to them."""
+"""Block masks of `fwd` and `bwd`: results against the fp64 reference with the same mask, rejected arguments, and PyTorch's compilers.
+
+A mask divides scores into blocks of 128 queries by 64 keys. `block_lists` (batch, heads, row blocks, n) int32 holds, for each row block,
+the numbers of partial and of full blocks, the first partial block's tile in `block_bits`, the order of launches, and the key blocks.
+Absent blocks are hidden. A tile has a bit for each score of a partial block. `block_lists_t` and `block_bits_t` are the transposed mask,
+for dk and dv. A test runs once per backend in `on(...)`: `cpu-DTYPE`, the simulator (`sim`), or a GPU (`cuda`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch.library import opcheck
 
-from conftest import CPU, GPUS, INFO, Case, check, need, on, on_cases, run_python
+from conftest import BF16_KERNELS, CPU, FP32_KERNELS, GPUS, KERNELS, Case, check, on, on_cases, run_python
 from reference import block_masks
 
 op = torch.ops.volta_fa
 
-#: Architectures whose machine code has kernels for block masks. Without such kernels calls are refused, and only the CPU backend runs.
-BLOCK_KERNELS = sorted({v["sm"] for v in INFO["variants"] if "block_mask" in v["features"]})
-#: Those that compute gradients too.
-BLOCK_GRADIENTS = sorted({v["sm"] for v in INFO["variants"] if "block_mask" in v["features"] and v["pass"].startswith("Backward")})
-BACKENDS = [*CPU, *(["sim", "sim-bf16", "cuda", "cuda-bf16"] if BLOCK_KERNELS else [])]
+BACKENDS = [*CPU, *KERNELS, *BF16_KERNELS]
 
 
 @dataclass(frozen=True)
 class Masked:
-    """A problem and the sizes of its mask: batch entries and heads, which repeat."""
+    """A problem with a random mask of `mask_batch` entries and `mask_heads` heads, which repeat (modulo) over the problem's."""
 
     case: Case
     mask_batch: int = 1
@@ -85,54 +85,47 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=BLOCK_KERNELS or [70], ids=lambda sm: f"sm{sm}")
-def has_gradients(request, backend):
-    """Runs simulated kernels of each family that has them, and other backends once. Returns whether there are gradients."""
-    if backend.machine == "sim":
-        backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[request.param])
-        return request.param in BLOCK_GRADIENTS
-    elif request.param != (BLOCK_KERNELS or [70])[0]:
-        pytest.skip("the simulator alone has several GPUs")
-    return not backend.kernels or bool(BLOCK_GRADIENTS)
-
-
-#: Other dtypes take the same road.
+#: Cases for all dtypes. The other cases run in fp32 on the CPU and in fp16 on kernels; slow tests run all in every dtype.
 OF_EACH_DTYPE = CASES[1:4] + CASES[10:12] + CASES[17::2]
 
 
-@on_cases(([b for b in BACKENDS if b in ("cpu-fp32", "sim", "cuda")], CASES), (BACKENDS, OF_EACH_DTYPE), slow=((BACKENDS, CASES),))
-def test_attention_with_a_block_mask(backend, has_gradients, case):
-    (q, k, v, dout), options = case.problem(backend)
-    check(backend, q, k, v, dout if has_gradients else None, deterministic=case.deterministic, **options)
+@on_cases((["cpu-fp32", *KERNELS], CASES), (BACKENDS, OF_EACH_DTYPE), slow=((BACKENDS, CASES),))
+def test_attention_with_a_block_mask(backend, gpu, case):
+    inputs, options = case.problem(backend)
+    check(backend, *inputs, deterministic=case.deterministic, **options)
 
 
 @on(*BACKENDS)
-def test_gradient_of_softmax_lse(backend, has_gradients):
-    """FlexAttention's users differentiate it. Rows that see nothing have no gradient, whatever comes in."""
-    if not has_gradients:
-        pytest.skip("no kernels for gradients")
+def test_gradient_of_softmax_lse(backend, gpu):
+    """softmax_lse is differentiable, as in FlexAttention. Rows without visible keys get no gradient, whatever `dlse` is."""
     inputs, options = Masked(BASE, 1, 4).problem(backend)
     check(backend, *inputs, dlse=backend.randn(2, 4, 150).float(), **options)
 
 
-@on(*BACKENDS)
-def test_hidden_keys_may_be_anything(backend, has_gradients):
-    """NaN and inf in keys of absent blocks change nothing."""
-    case = Case(128, 192, 64, batch=1, nheads=1)
-    mask = torch.zeros(1, 1, 128, 192, dtype=torch.bool)
-    mask[..., :64] = True
+@on(*BACKENDS, *FP32_KERNELS)
+def test_absent_blocks_may_hold_nan_and_inf(backend, gpu):
+    """NaN and inf in keys of absent blocks do not change out, nor gradients of fp32 kernels. Their tiles have 128 keys in backward, here of
+    a full and an absent block, of two absent ones, and of an absent and a full block."""
+    case = Case(256, 384, 64, batch=1, nheads=1)
+    mask = torch.zeros(1, 1, 256, 384, dtype=torch.bool)
+    mask[..., :64] = mask[..., :128, 320:] = True
+    mask[..., 320:] &= backend.kernels  # the CPU backend skips absent blocks only after the last visible key
     (q, k, v, dout), options = case.problem(backend)
     options |= block_masks.options_of(mask, backend.device)
-    expected = check(backend, q, k, v, dout if has_gradients else None, **options)
-    k[:, 64:], v[:, 64:] = float("nan"), float("inf")
-    out, lse = backend.forward(q, k, v, **options)
-    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    results = []
+    for of_k, of_v in ((0.0, 0.0), (math.nan, math.inf)):
+        k[:, 64:320], v[:, 64:320] = of_k, of_v
+        results.append(backend.forward(q, k, v, **options))
+        if backend.name in FP32_KERNELS:
+            results[-1] += backend.backward(dout, q, k, v, *results[-1], **options)[0]
+    for zero, anything in zip(*results):
+        assert torch.equal(zero, anything)
 
 
 @pytest.mark.parametrize("headdim", [64, 128])
 @on("cpu-fp32", "sim", "cuda")
-def test_partial_blocks_then_full_ones_then_those_at_an_edge(backend, has_gradients, headdim):
-    """Kernels change loops, or a flag of one loop, from block to block. One is absent, and the causal mask ends inside others."""
+def test_partial_blocks_then_full_ones_then_those_at_an_edge(backend, gpu, headdim):
+    """One row of blocks has partial, absent and full blocks, and blocks that the causal mask cuts. Kernels treat each kind differently."""
     case = Case(256, 448, headdim, batch=1, nheads=1, is_causal=True)
     mask = torch.ones(1, 1, 256, 448, dtype=torch.bool)
     mask[..., 128:192] = False
@@ -156,6 +149,7 @@ def test_bits_are_optional_without_partial_blocks(backend):
 
 @on("cpu-fp32")
 def test_any_strides_of_lists(backend):
+    """Lists and bits may be strided in all dimensions but the last."""
     (q, k, v, dout), options = Masked(BASE, 2, 4).problem(backend)
     expected = op.fwd(q, k, v, **options)[:2]
     lists, bits = options["block_lists"], options["block_bits"]
@@ -175,9 +169,6 @@ def test_reference_expands_what_tests_pack():
             assert torch.equal(block_masks.expand(lists, bits, *whole.shape), whole)
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
-
-
 def valid(backend):
     """Returns q, k, v and options of a valid call: two row blocks and three key blocks, the second partial."""
     mask = torch.ones(1, 2, 200, 192, dtype=torch.bool)
@@ -186,6 +177,7 @@ def valid(backend):
     return {"q": q, "k": k, "v": v, **options, **block_masks.options_of(mask, backend.device)}
 
 
+#: By name: an argument, what replaces it, and words of the error.
 WRONG = {
     "dtype": ("block_lists", lambda a: a["block_lists"].long(), ["got dtype torch.int64", "torch.int32"]),
     "rank": ("block_lists", lambda a: a["block_lists"][0], ["got shape (2, 2, 9)", "here (>= 1, >= 1, 2, >= 4)"]),
@@ -214,6 +206,7 @@ def test_wrong_arguments_are_refused(backend, name):
 
 
 def test_packed_sequences_are_refused():
+    """Block lists together with cu_seqlens_q are an error that names both."""
     q = torch.randn(200, 2, 32)
     cu = torch.tensor([0, 200], dtype=torch.int32)
     lists, bits = block_masks.pack(torch.ones(1, 1, 200, 200, dtype=torch.bool))
@@ -251,7 +244,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-@on("cpu-fp32", *(["sim"] if BLOCK_KERNELS else []))
+@on("cpu-fp32", "sim")
 def test_wrong_values_are_refused(backend, name):
     argument, place, value, words = VALUES[name]
     backend.simulate()
@@ -264,9 +257,9 @@ def test_wrong_values_are_refused(backend, name):
         assert word in str(refusal.value), refusal.value
 
 
-#: What kernels do with each of them unchecked: they read nothing outside the tensors, which the simulator would notice.
-UNCHECKED = [*VALUES, "counts far beyond the list", "block far outside", "tile far outside"]
-FAR = {
+#: Wrong values that kernels get unchecked. They must read nothing outside the tensors, which the simulator reports as an error.
+UNCHECKED = {
+    **VALUES,
     "counts far beyond the list": ("block_lists", (0, 0, slice(None), slice(2)), 2**30),
     "block far outside": ("block_lists", (0, 1, 0, 5), 2**30),
     "tile far outside": ("block_lists", (0, 0, 1, 2), 2**30),
@@ -274,42 +267,16 @@ FAR = {
 
 
 @pytest.mark.parametrize("name", UNCHECKED)
-@on(*(["sim", "sim-fp32"] if BLOCK_KERNELS else []))
-def test_unchecked_values_read_nothing_outside(backend, has_gradients, name):
-    argument, place, value = FAR[name] if name in FAR else VALUES[name][:3]
+@on("sim", "sim-fp32")
+def test_unchecked_values_read_nothing_outside(backend, gpu, name):
+    argument, place, value, *_ = UNCHECKED[name]
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     arguments = valid(backend)
     for of_pass in (argument, argument.removesuffix("_t") + "_t"):
         arguments[of_pass][place] = value
     out, lse, _ = op.fwd(**arguments)
-    if has_gradients:
-        op.bwd(out, out=out, softmax_lse=lse, **arguments)
-
-
-@pytest.mark.parametrize("gpu", GPUS.values())
-@on("sim", "sim-fp32")
-def test_no_other_kernel_takes_lists(backend, gpu):
-    """Where no kernel has block masks, the call is refused. A GPU may run kernels of an older family."""
-    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
-    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
-    with_masks = {v["name"] for v in INFO["variants"] if "block_mask" in v["features"]}
-    arguments = valid(backend)
-    out, lse = torch.zeros_like(arguments["q"]), torch.zeros(2, 2, 200)
-    for call in (lambda: op.fwd(**arguments), lambda: op.bwd(out, out=out, softmax_lse=lse, **arguments)):
-        op._sim_report()
-        refusal = ""
-        try:
-            call()
-        except NotImplementedError as error:
-            refusal = str(error)
-        names = {launch["kernel"] for launch in json.loads(op._sim_report())}
-        # these see no scores
-        of_scores = {name for name in names if not name.endswith(("preprocess", "postprocess", "cast"))}
-        assert of_scores <= with_masks and (of_scores or "with block_mask" in refusal), (names, refusal)
-
-
-# ---- PyTorch --------------------------------------------------------------------------------------------------------
+    op.bwd(out, out=out, softmax_lse=lse, **arguments)
 
 
 @on("cpu-fp32")
@@ -318,8 +285,8 @@ def test_opcheck(backend):
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     opcheck(op.fwd.default, tuple(leaves), options)
     out, lse, _ = op.fwd(q, k, v, **options)
-    opcheck(op.bwd.default, (dout, q, k, v, out, lse), options | {"dlse": torch.randn_like(lse)}, test_utils="test_schema")
-    opcheck(op.bwd.default, (dout, q, k, v, out, lse), options | {"dlse": torch.randn_like(lse)}, test_utils="test_faketensor")
+    tests = ("test_schema", "test_faketensor")
+    opcheck(op.bwd.default, (dout, q, k, v, out, lse), options | {"dlse": torch.randn_like(lse)}, test_utils=tests)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -346,12 +313,9 @@ def test_compiled(backend, dynamic):
 
 @on("cpu-fp32")
 def test_exported_and_scripted(backend, tmp_path):
+    """torch.export and TorchScript, loaded in another process, give bitwise the op's result."""
     (q, k, v, _), options = Masked(BASE, 2, 4).problem(backend)
     expected = op.fwd(q, k, v, **options)[0]
-
-    class Layer(torch.nn.Module):
-        def forward(self, q, k, v, lists, bits):
-            return op.fwd(q, k, v, block_lists=lists, block_bits=bits)[0]
 
     tensors = (q, k, v, options["block_lists"], options["block_bits"])
     assert torch.equal(torch.export.export(Layer(), tensors).module()(*tensors), expected)
@@ -363,22 +327,20 @@ def test_exported_and_scripted(backend, tmp_path):
         assert torch.equal(layer(*tensors), expected)
         print("same")
     """
-    torch.jit.script(ScriptedLayer()).save(tmp_path / "layer.pt")
+    torch.jit.script(Layer()).save(tmp_path / "layer.pt")
     torch.save([*tensors, expected], tmp_path / "tensors.pt")
     assert run_python(code, tmp_path / "layer.pt", tmp_path / "tensors.pt") == "same"
 
 
-class ScriptedLayer(torch.nn.Module):
+class Layer(torch.nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         return torch.ops.volta_fa.fwd(q, k, v, block_lists=lists, block_bits=bits)[0]
 
 
-@pytest.mark.parametrize(("sm", "name"), GPUS.items())
-def test_a_headdim_without_a_kernel_is_refused_with_the_gpu(sm, name, monkeypatch):
-    need("sim")
-    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-    monkeypatch.setenv("VOLTA_FA_SIM_GPU", name)
-    q = torch.zeros(1, 64, 1, 264, dtype=torch.float16)
-    lists = torch.tensor([0, 1, 0, 0, 0], dtype=torch.int32).view(1, 1, 1, 5)
+@on("sim", "sim-fp32")
+def test_a_headdim_without_a_kernel_is_refused_with_the_gpu(backend, gpu):
+    backend.simulate()
+    (q, k, v, _), options = Case(140, 150, 264, batch=1, nheads=1, blocks="-").problem(backend)
+    (sm,) = (sm for sm, name in GPUS.items() if name == gpu)
     with pytest.raises(NotImplementedError, match=f"with block_mask for headdim 264 .* in this sm_{sm} GPU's [0-9]+ bytes"):
-        torch.ops.volta_fa.fwd(q, q, q, block_lists=lists)
+        op.fwd(q, k, v, **options)

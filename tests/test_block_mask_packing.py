@@ -1,7 +1,11 @@
-"""`volta_fa.BlockMask`: packing of torch's block masks, mask functions and blocks, against dense masks."""
+"""`volta_fa.BlockMask` packs a mask for the kernels: from torch's BlockMask, a mask function (mask_mod) or bool blocks. Tests compare
+`mask.dense()` with the dense bool mask of torch's create_mask.
+
+A packed mask has tiles of 128 queries by 64 keys: absent, full, or partial with bits. Packing evaluates cells of 64 by 64; two
+cells are a tile. A mask function runs on whole index tensors if it only compares, combines and indexes ("recorded"), else by vmap. Packed masks
+of torch's BlockMasks are kept (`volta_fa.block_mask.kept`) and reused while the values that the function read are unchanged."""
 
 import gc
-import os
 import random
 import weakref
 from types import SimpleNamespace
@@ -9,17 +13,13 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
-
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, noop_mask, or_masks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from volta_fa import BlockMask
 from volta_fa.block_mask import elements, kept, packing
-from volta_fa.block_mask.torch_mask import source_of
+from volta_fa.block_mask.source import source_of
 
 DOCUMENTS = torch.tensor([[0] * 300 + [1] * 50 + [2] * 400, [0] * 10 + [1] * 600 + [2] * 140])
 MASKS = {
@@ -59,7 +59,7 @@ def test_from_torch_with_all_block_sizes(name):
 
 
 def shuffled_lists(blocks, dtype):
-    """Returns counts and indices of a bool tensor of blocks: in random order, and undefined behind the counts."""
+    """Returns torch's counts and indices of a bool tensor of blocks, in random order, with random numbers after the counts."""
     counts = blocks.sum(-1).to(dtype)
     indices = torch.randint(-5, 1000, blocks.shape, dtype=dtype)
     for at in torch.cartesian_prod(*map(torch.arange, blocks.shape[:-1])).view(-1, blocks.dim() - 1).tolist():
@@ -151,7 +151,7 @@ def caught(b, h, q, kv):
         return q < kv
 
 
-#: Mask functions with a recording, and others.
+#: Mask functions: True for those that are recorded and run on whole tensors, False for those that vmap runs.
 FUNCTIONS = {
     "all indices": (True, lambda b, h, q, kv: SHOWN[b, h, q, kv]),
     "a number as index": (True, lambda b, h, q, kv: SHOWN[0, h, q, 7] & SHOWN[b, 1, 3, kv]),
@@ -186,7 +186,7 @@ def test_mask_functions_of_any_kind(monkeypatch, name):
     """Functions that compare, combine and index run without vmap, and all give what vmap gives."""
     broadcasts, mask_mod = FUNCTIONS[name]
     mapped = []
-    monkeypatch.setattr(packing, "CHUNK", 50)  # of 90 cells
+    monkeypatch.setattr(packing, "CHUNK", 50)  # cells at a time, of 90
     monkeypatch.setattr(elements, "_mapped", lambda function, made=elements._mapped: mapped.append(function) or made(function))
     mask = BlockMask.from_mask_mod(mask_mod, 2, 3, 190, 300, device="cpu")
     assert torch.equal(mask.dense(), dense(mask_mod, 190, 300))
@@ -228,6 +228,7 @@ def test_masks_of_later_releases_have_more_fields():
 
 
 def packed(torch_mask):
+    """Returns the packed mask that volta_fa keeps for torch's mask; packs it if none is kept."""
     return kept.block_mask_of(source_of(torch_mask, 1, 1))
 
 
@@ -250,7 +251,7 @@ def test_the_packed_mask_is_kept_until_something_changes():
 
 
 def test_bits_past_the_last_key_are_no_later_keys():
-    """A full cell has bits of keys that do not exist."""
+    """`is_causal` ignores the bits that a tile has past the last key."""
     tril = BlockMask.from_blocks(torch.ones(65, 65, dtype=torch.bool).tril(), 1)
     assert tril.is_causal() and not BlockMask.from_blocks(torch.ones(65, 66, dtype=torch.bool).tril(1), 1).is_causal()
 
@@ -263,19 +264,21 @@ def test_bits_past_the_last_key_are_no_later_keys():
         (lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), (8,)), r"block_size: got \(8,\)"),
         (lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 1.5), "block_size: got 1.5"),
         (lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), (8, 0)), r"block_size: got \(8, 0\)"),
+        (lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.int64)), "blocks: got torch.int64"),
+        (lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 128, (100, 256)), "seq_lengths: got"),
     ],
 )
-def test_wrong_sizes_are_named(make, message):
+def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-#: Operations that launch nothing.
+#: Parts of names of operations that launch no kernel on a GPU.
 VIEWS = ("view.", "slice", "transpose", "unsqueeze", "select", "expand", "detach", "alias", "unbind", "permute", ".empty.")
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations on memory, and finds the largest tensor and those that wait for a device."""
+    """Records the names of operations that would launch a kernel, the largest storage in bytes, and the number of synchronizations."""
 
     def __init__(self):
         super().__init__()
@@ -301,9 +304,9 @@ def test_packing_takes_few_launches_and_waits_once(name):
     BlockMask.from_torch(made)  # asks torch for types, once
     with Operations() as operations:
         BlockMask.from_torch(made)
-    # one transfer: CPU tensors do not show it as an operation
+    # On a GPU the packing also transfers one tensor, which is no operation on CPU tensors.
     assert operations.waits == 0
-    assert len(operations.names) < 61
+    assert len(operations.names) < 61  # each a launch on a GPU: a limit near today's number
 
 
 def test_finding_a_kept_mask_takes_one_copy_and_one_comparison():
@@ -316,7 +319,7 @@ def test_finding_a_kept_mask_takes_one_copy_and_one_comparison():
 
 
 def test_the_default_dtype_does_not_matter():
-    """A cell without one element is no full one, though 4095 is 4096 in fp16."""
+    """Counts of a cell's visible elements must not be fp16, where 4095 rounds to 4096: a cell that lacks one would look full."""
     torch.set_default_dtype(torch.float16)
     try:
         mask = BlockMask.from_mask_mod(lambda b, h, q, kv: (q != 5) | (kv != 7), 1, 1, 64, 64, device="cpu").dense()
@@ -326,6 +329,7 @@ def test_the_default_dtype_does_not_matter():
 
 
 def test_a_mask_function_is_evaluated_in_parts(monkeypatch):
+    """Packing evaluates the function on at most CHUNK cells at once, so that it never has the dense mask in memory."""
     monkeypatch.setattr(packing, "CHUNK", 32)
     for compact_above in (10, 10**6):
         monkeypatch.setattr(packing, "COMPACT_ABOVE", compact_above)
@@ -340,14 +344,7 @@ def test_a_mask_function_is_evaluated_in_parts(monkeypatch):
 def test_memory_and_sparsity():
     random.seed(0)
     mask = BlockMask.from_mask_mod(MASKS["causal"], None, None, 1024, 1024, device="cpu")
-    # 16 tiles of 1 KB in each direction, and 8 rows of lists
+    # 16 bit tiles of 1 KiB in each direction; 8 lists of a header of 4 numbers and up to 16 blocks. 72 of 8 * 16 blocks are there
     assert mask.nbytes == 2 * (16 * 1024 + 8 * 4 * (4 + 16))
     assert mask.sparsity() == 100 * (1 - 72 / 128)
     assert mask.to("cpu").options().keys() == {"block_lists", "block_bits", "block_lists_t", "block_bits_t"}
-
-
-def test_wrong_blocks_are_refused():
-    with pytest.raises(ValueError, match="blocks: got torch.int64"):
-        BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="seq_lengths: got"):
-        BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 128, (100, 256))

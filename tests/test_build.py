@@ -1,4 +1,8 @@
-"""What the build needs, make, and tools/build_shims.py: what it compiles again, and the functions that a shim has to export."""
+"""The build: checks of the environment (tools/check_build_env.py), make, tools/bootstrap.py, the wheel, and tools/build_shims.py.
+
+tools/bootstrap.py makes the virtual environment and installs torch, NVRTC and nvdisasm in it. tools/build_shims.py compiles the C++ side
+("shim", one library per torch release), which the core library in Rust calls. tools/heartbeat.py prints a line while a command is silent.
+Tests replace programs and pip by small fakes, so nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -23,7 +27,8 @@ import portable_linker
 import torch_releases
 import volta_fa
 from build_shims import Progress, Step, check_exports, needed_from_shim, prerequisites, run_all, symbols
-from test_package import REPOSITORY, requirements, run_python
+from processes import run_forked
+from test_package import REPOSITORY, requirements
 
 # ---- what the build needs --------------------------------------------------------------------------------------
 
@@ -73,7 +78,7 @@ def test_check_torch_that_is_missing_or_broken(monkeypatch):
                                             ({"setuptools-rust": None}, "setuptools-rust is not installed"),
                                             ({"setuptools": None}, "setuptools is not installed")])  # fmt: skip
 def test_check_build_packages(versions, said, monkeypatch):
-    installed = {**dict(package.split("==") for package in check_build_env.BUILD_PACKAGES), **versions}
+    installed = requirements("build") | versions
 
     def version(name):
         if installed[name] is None:
@@ -133,12 +138,6 @@ def make(*arguments, **environ) -> subprocess.CompletedProcess:
     dropped = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "TORCH", "ARGS", "VIRTUAL_ENV", "CONDA_PREFIX")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return subprocess.run([shutil.which("make"), "-C", REPOSITORY, *arguments], capture_output=True, text=True, env={**kept, **environ})
-
-
-def test_make_help_names_the_commands():
-    assert make("help").stdout == make().stdout
-    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "matrix", "hub", "notebook", "release", "clean"):
-        assert f"make {target} " in make("help").stdout
 
 
 def test_make_without_a_toolchain_stops_before_it_installs(tmp_path, no_toolchain):
@@ -233,7 +232,7 @@ def test_an_environment_sees_a_torch_that_loads():
 
 
 def test_another_torch_gets_an_environment_of_its_own(tmp_path, monkeypatch, capsys, installed):
-    """Whatever torch is active, and installed anew where the environment has lost it."""
+    """`make TORCH=2.10.0` makes .venv-2.10.0 with that torch, whatever torch is active."""
     monkeypatch.setattr(bootstrap, "link_active_torch", lambda environment: installed.append("link"))
     for name in ("install_nvrtc", "install_nvdisasm"):
         monkeypatch.setattr(bootstrap, name, lambda environment: None)
@@ -260,23 +259,24 @@ def test_the_oldest_transformers_is_installed_beside_the_newest_and_once(tmp_pat
     bootstrap.install_folder(environment, "transformers-4.57")
     bootstrap.install_folder(environment, "transformers-4.57")
     assert [call[:2] for call in calls] == [("--target", tmp_path / "transformers-4.57")]
-    (tmp_path / "transformers-4.57" / "transformers-4.57.txt").write_text("other pins")
+    (tmp_path / "transformers-4.57" / "requirements.txt").write_text("other pins")
     bootstrap.install_folder(environment, "transformers-4.57")
     assert len(calls) == 2
     assert requirements("transformers-4.57")["transformers"].startswith("4.57.") and requirements("test")["transformers"].startswith("5.")
 
 
 def test_run_installs_less_than_test(tmp_path, monkeypatch, installed):
-    """transformers, diffusers and xformers come with `make test`, and numpy is the same before and after."""
+    """transformers, diffusers and xformers come with `make test` alone."""
     monkeypatch.setattr(bootstrap, "install_folder", lambda environment, name: installed.append(("folder", name)))
     for name in ("install_torch", "install_nvdisasm"):
         monkeypatch.setattr(bootstrap, name, lambda *_: None)
-    pins = bootstrap.REQUIREMENTS
     assert bootstrap.main([str(tmp_path), "torch"]) == 0
-    assert installed == [("-r", pins / "build.txt", "-r", pins / "cli.txt", "-c", pins / "test.txt")]
+    assert installed == [
+        (*check_build_env.requirements("build"), *check_build_env.requirements("cli"), *check_build_env.requirements("numpy"))
+    ]
     installed.clear()
     assert bootstrap.main([str(tmp_path), "test"]) == 0
-    assert installed == [("-r", pins / "test.txt"), *(("folder", name) for name in bootstrap.FOLDERS)]
+    assert installed == [tuple(check_build_env.requirements("test")), *(("folder", name) for name in bootstrap.FOLDERS)]
     commands = {name: make("--dry-run", "--always-make", name, f"PYTHON={sys.executable}").stdout for name in ("run", "test")}
     assert {name: bool(re.search(r'bootstrap\.py "\S+" test$', text, re.M)) for name, text in commands.items()} == {
         "run": False,
@@ -284,25 +284,7 @@ def test_run_installs_less_than_test(tmp_path, monkeypatch, installed):
     }
 
 
-def test_nvrtc_has_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Cargo finds it there before torch is installed, and torch's own NVRTC stays."""
-
-    def pip_install(self, *arguments):
-        assert arguments[0] == "--target"
-        for name in ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt/host_defines.h"):
-            path = arguments[1] / "nvidia" / name
-            path.parent.mkdir(parents=True)
-            path.touch()
-
-    monkeypatch.setattr(bootstrap.Environment, "pip_install", pip_install)
-    for _ in range(2):  # the second time replaces the first
-        bootstrap.install_nvrtc(bootstrap.Environment(tmp_path))
-    home = tmp_path / "cuda12"
-    assert check_build_env.check_nvrtc({"VOLTA_FA_CUDA_HOME": str(home)}) is None
-    assert (home / "include/cuda_fp16.h").exists() and (home / "include/crt/host_defines.h").exists()
-
-
-def test_make_compiles_while_it_installs(tmp_path):
+def test_make_compiles_while_it_installs():
     """Cargo waits for NVRTC alone, one goal has two jobs, and several goals follow each other."""
     database = make("--print-data-base", "--dry-run", "build", f"PYTHON={sys.executable}").stdout
     assert re.search(r"^core: \S+/\.nvrtc$", database, re.M) and re.search(r"^build: core \S+/\.ready$", database, re.M)
@@ -345,7 +327,7 @@ def test_the_simulator_gets_a_disassembler_that_knows_volta(release, ours, tmp_p
     metadata.version("setuptools") != requirements("build")["setuptools"], reason="not the pinned build environment (`make` has it)"
 )
 def test_the_wheel(tmp_path):
-    """pip builds it without network, for this torch; it serves any Python; it holds the simulator; it imports and computes."""
+    """pip builds the wheel offline, for this torch and any Python. It has the simulator, imports, and computes."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, REPOSITORY], check=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -362,7 +344,7 @@ def test_the_wheel(tmp_path):
     }
     code = "import volta_fa, torch; q = torch.ones(1, 2, 1, 8); print(torch.ops.volta_fa.fwd(q, q, q)[0].sum().item()"
     code += ", volta_fa.info()['simulator'], volta_fa.__file__)"
-    ran = run_python("-c", code, PYTHONPATH=str(site))
+    ran = run_forked(["-c", code], {**os.environ, "PYTHONPATH": str(site)}, cwd="/")
     assert ran.stdout.split() == ["16.0", "True", str(installed / "__init__.py")], ran.stderr
 
 
@@ -376,6 +358,7 @@ def test_the_portable_linker_takes_the_systems_cxx_library_and_leaves_the_rest()
 
 
 def test_versions_of_symbols_are_compared_with_what_old_systems_have():
+    """The wheel runs on manylinux_2_28 systems: no symbol may need a newer glibc, libstdc++ or libgcc than those have."""
     old = ("GLIBC_2.28", "GLIBC_2.2.5", "GLIBCXX_3.4.21", "GLIBCXX_3.4.9", "CXXABI_1.3.9", "GCC_4.2.0")
     new = ("GLIBC_2.29", "GLIBC_2.34", "GLIBCXX_3.4.22", "CXXABI_1.3.11", "GCC_12.0.0", "OTHER_1")
     assert [check_wheel.is_old_enough(version) for version in (*old, *new)] == [True] * len(old) + [False] * len(new)
@@ -435,7 +418,7 @@ def test_progress_reaches_a_file_where_pip_hides_standard_error(tmp_path, monkey
     assert "compiled 0 of 3 C++ units\n" in (tmp_path / "progress").read_text() and not capsys.readouterr().err
 
 
-#: A program that is silent twice, and says something that its caller hides.
+#: A program that prints "a", is silent for 0.6 s, and appends a line to the progress file, which heartbeat.py must show.
 SILENT = 'import os, time; print("a", end="", flush=True); time.sleep(0.6)\nopen(os.environ["VOLTA_FA_PROGRESS"], "a").write("said\\n")\n'
 
 
@@ -467,13 +450,6 @@ def test_what_ends_a_heartbeat_ends_its_command(tmp_path: Path) -> None:
     assert process.returncode == 7
 
 
-def test_long_commands_of_make_show_that_they_run() -> None:
-    recipes = [line for line in (REPOSITORY / "Makefile").read_text().splitlines() if line.startswith("\t")]
-    long = re.compile(r"cargo (build|test|doc)\b|mkdocs build|python -m (pytest|pip wheel)|tools/(build_shims|notebook|torch_matrix)\.py")
-    found = [line for line in recipes if long.search(line)]
-    assert len(found) >= 9 and all("$(PATIENTLY)" in line for line in found), found
-
-
 def test_names_functions_that_a_shim_lacks_or_hides(tmp_path: Path) -> None:
     def compiled(source: str, name: str, *flags: str) -> Path:
         file, library = tmp_path / f"{name}.c", tmp_path / f"{name}.so"
@@ -481,7 +457,7 @@ def test_names_functions_that_a_shim_lacks_or_hides(tmp_path: Path) -> None:
         subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, file, *flags], check=True)
         return library
 
-    # malloc has a version, optional is weak: neither is a function of a shim
+    # needed_from_shim skips versioned symbols (malloc is glibc's) and weak ones (optional)
     calls = "void *at_there(void), *at_here(void), *malloc(unsigned long), *optional(void) __attribute__((weak));"
     core = compiled(f"{calls} void *core(void) {{ return at_there() ? at_here() : optional ? optional() : malloc(1); }}", "core")
     needed = needed_from_shim(core)

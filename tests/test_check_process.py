@@ -1,4 +1,8 @@
-"""`python -m volta_fa check` as a process: GPUs that are lost, what is not checked, speed, tuning."""
+"""`python -m volta_fa check`: kernels that crash their process, interrupted and continued checks, speed (`fast`), and tuning.
+
+The check runs kernels in subprocesses (check/isolation.py), because a kernel that hangs or faults destroys its CUDA context. It kills a
+process after a timeout and tries its kernel once more alone. check/state.py saves results, so that an interrupted check continues.
+Tests use fake kernels (`troubled`), fake GPUs, and the CPU backend. test_check.py tests what a check finds."""
 
 from __future__ import annotations
 
@@ -20,17 +24,7 @@ import volta_fa.check
 from conftest import INFO, REPOSITORY, need
 from test_check import SIMULATED, check, fail
 from volta_fa import diagnostics
-from volta_fa.check import (
-    atomics,
-    correctness,
-    isolation,
-    kernels,
-    machine,
-    performance,
-    report,
-    state,
-    tune,
-)
+from volta_fa.check import atomics, correctness, isolation, kernels, machine, performance, report, state, tune
 from volta_fa.check.correctness import DeviceLost, KernelResult
 from volta_fa.check.kernels import Target
 from volta_fa.check.performance import OUT_OF_TIME, VOLTA_FA, Point, Speeds
@@ -42,7 +36,7 @@ CPU, SIMULATOR = Target.of("cpu"), Target.of("simulator")
 
 
 def troubled(target, variant, seed, quick):
-    """What a kernel may do to its process. (In that other process.)"""
+    """Replaces `correctness.check_kernel` in the subprocess: does what the kernel's name says."""
     name = variant["name"]
     result = KernelResult(name, "f", "Forward", 1)
     if name == "dies":
@@ -66,7 +60,7 @@ def troubled(target, variant, seed, quick):
 
 
 def unloaded(target, variant, quick):
-    """Nothing to load."""
+    """Replaces `correctness.load_kernel`, with nothing to load."""
 
 
 def slowly_loaded(target, variant, quick):
@@ -85,25 +79,27 @@ def kernels_named(*names, folder=None):
 
 def test_crashing_kernel_is_named(monkeypatch):
     monkeypatch.setitem(isolation.TIMEOUTS, "check", 1.5)
+    # after the kernels: seed, quick, seconds for all checks, processes at a time, and what stands for check_kernel and load_kernel
     variants = kernels_named("fine", "dies", "hangs", "loses", "fine too")
     found = {v.kernel: v.failures for v in isolation.check_isolated(CPU, variants, 0, True, math.inf, 2, troubled, unloaded)}
     assert found == {
         "fine": [],
         "dies": ["the process died (check)"],
-        "hangs": ["no answer (check) within 3 s"],
+        "hangs": ["no answer (check) within 3 s"],  # of the second trial, which has twice the time
         "loses": ["AcceleratorError: an illegal memory access"],
         "fine too": [],
     }
 
 
 def test_a_kernel_that_another_took_down_is_right(tmp_path):
-    """(Under MPS a fault is one of all processes, and on a busy GPU a kernel may be late.) It fails if it is lost alone too."""
+    """A kernel passes if it loses its process once but not alone: under MPS, another process' fault ends all, and a busy GPU is late."""
     [result] = isolation.check_isolated(CPU, kernels_named("dies once", folder=tmp_path), 0, True, math.inf, 1, troubled, unloaded)
     assert result.kernel == "dies once" and result.passed
     assert result.note == "lost its process once, and not when it ran alone: the process died (check)"
 
 
 def test_a_second_trial_in_vain_ends_them_and_nothing_is_forgotten(tmp_path):
+    """After a second trial that could not check its kernel (out of memory), no other kernel gets one. All are reported as unchecked."""
     variants = kernels_named("busy", "dies", folder=tmp_path)
     found = list(isolation.check_isolated(CPU, variants, 0, True, math.inf, 1, troubled, unloaded))
     assert [(v.kernel, v.failures, v.inconclusive, v.note) for v in found] == [
@@ -133,7 +129,7 @@ class OneProcess(Target):
 def test_processes_that_do_not_start_leave_no_time(tmp_path):
     target = OneProcess(str(tmp_path), torch.device("cpu"))
     found = list(isolation.check_isolated(target, kernels_named(*["sleeps"] * 9), 0, True, 0.5, 4, troubled, unloaded))
-    assert len(found) == 2
+    assert len(found) == 2  # of one process, which begins checks of 0.3 s for 0.5 s
 
 
 def test_loading_does_not_count(monkeypatch):
@@ -151,6 +147,7 @@ def test_kernels_load_and_run_at_the_same_time(tmp_path):
 
 
 def test_a_process_for_each_core_as_far_as_memory_suffices(monkeypatch):
+    """Cases: free GiB of GPU memory, kernels to check, expected processes, on a machine of 12 cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
     gpu = Target("cuda", torch.device("cpu"))
     for free, kernel_count, expected in [(80, 300, 12), (5, 300, 4), (0, 300, 1), (80, 9, 2), (80, 1, 1)]:
@@ -204,7 +201,7 @@ def test_an_unfinished_check_is_incomplete_and_continues(short_of_time, tmp_path
     assert status == 0 and data["continued"] == 1 and len(data["right"]) == 4 and data["not_checked"] == []
     assert "continues an unfinished check: 1 of 4 kernels are done" in capsys.readouterr().out
     status, data = check(tmp_path, *arguments)
-    assert status == 0 and data["continued"] == 0  # what is finished begins anew
+    assert status == 0 and data["continued"] == 0  # a finished check starts again
 
 
 def test_continued_run_keeps_failures(short_of_time, monkeypatch, tmp_path, capsys):
@@ -313,7 +310,7 @@ def test_results_hold_for_one_build_gpu_and_driver(monkeypatch, tmp_path):
 
 
 def test_only_what_failed_is_replaced(monkeypatch, tmp_path):
-    """Where speed is measured, kernels that were not checked run."""
+    """The measurement of speed avoids kernels that failed, but not kernels that were not checked."""
     need("sim")
     seen = []
     monkeypatch.setattr(performance, "measure", lambda target, failed, *_: seen.append(failed) or Speeds(note="not now"))
@@ -370,9 +367,6 @@ def test_lack_of_memory_has_many_names(text):
     assert speeds.troubles == [] and speeds.missing == "the card's figures: out of memory"
 
 
-# ---- fast --------------------------------------------------------------------------------------------------------
-
-
 def test_predictions_are_those_of_the_documentation():
     sys.path.insert(0, str(REPOSITORY))
     from benchmarks import docs
@@ -388,6 +382,7 @@ def test_predictions_are_those_of_the_documentation():
 
 
 def test_points_and_their_share_of_the_prediction(capsys):
+    """A causal backward pass has 10 * nheads * seqlen^2 * headdim / 2 operations; its TFLOP/s are compared with the predicted ones."""
     point = Point("backward", 128, 2048, True, 40, ms={VOLTA_FA: 2.0}, predicted=(50.0, 60.0))
     assert point.flops == 10 * 40 * 2048**2 * 128 / 2
     assert point.of_prediction == pytest.approx(point.flops / 2e-3 / 1e12 / 50)
@@ -405,7 +400,7 @@ def test_no_time_left(monkeypatch):
 
 
 def test_failed_kernel_does_not_run_again(monkeypatch):
-    """Neither where speed is measured, nor where a tuning is: it may never end."""
+    """Neither the measurement of speed nor of a tuning runs a failed kernel, which might hang."""
     need("sim")
     seen = []
 
@@ -417,7 +412,7 @@ def test_failed_kernel_does_not_run_again(monkeypatch):
     monkeypatch.setattr(performance, "_ours", planned)
     monkeypatch.setattr(performance, "card_figures", lambda target: {})
     monkeypatch.setattr(performance, "HEADS", {"forward": 200})
-    for failed in ("volta_fwd_64x64", "volta_fwd_64x64_small"):
+    for failed in ("volta_fwd_64x64", "volta_fwd_64x64_medium", "volta_fwd_64x64_small"):
         seen.clear()
         performance.measure(CPU, [failed], time.monotonic() + 60, True, lambda at: None)
         assert seen and failed not in seen
@@ -452,11 +447,8 @@ def test_the_kernel_that_adds_compiles(architecture, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-# ---- tune --------------------------------------------------------------------------------------------------------
-
-
 def test_classes_are_apart():
-    """A shape is in one class of a pass at most, and the one that is measured for a class is in it."""
+    """Classes of a tuning (ranges of a problem's sizes with one choice of kernel) do not overlap, and contain their measured shape."""
     need("sim")
     listed = [class_ for class_, _ in tune.classes(SIMULATOR, INFO["variants"], ())]
     assert len(listed) <= tune.MOST_CHOICES
@@ -520,16 +512,20 @@ def test_a_kernel_that_failed_is_written_and_not_measured(monkeypatch, tmp_path)
         _info, _reduces_fp32 = torch.ops.volta_fa._info, torch.ops.volta_fa._reduces_fp32
 
     monkeypatch.setattr(torch.ops, "volta_fa", Ops)
-    failed = KernelResult("volta_fwd_64x64_small", "volta", "Forward", 1, failures=["wrong"])
+    failed = [KernelResult(f"volta_fwd_64x64_{size}", "volta", "Forward", 1, failures=["wrong"]) for size in ("medium", "small")]
     seen = []
-    tuned = tune.tune(SIMULATOR, [failed, KernelResult("volta_fwd_64x64", "volta", "Forward", 1)], time.monotonic() + 60, seen.append)
-    assert tuned.failed == ["volta_bwd_64", "volta_fwd_64x64_small"] and not tuned.trouble  # what failed before stays
+    tuned = tune.tune(SIMULATOR, [*failed, KernelResult("volta_fwd_64x64", "volta", "Forward", 1)], time.monotonic() + 60, seen.append)
+    assert tuned.failed == ["volta_bwd_64", *(result.kernel for result in failed)] and not tuned.trouble  # what failed before stays
     assert json.loads((tmp_path / "card.json").read_text())["failed"] == tuned.failed
     assert not any(at.startswith("Forward") and "headdim 64" in at for at in seen)  # nothing to compare with
-    assert "plans will not take volta_bwd_64, volta_fwd_64x64_small" in tuned.summary
+    assert "plans will not take volta_bwd_64, volta_fwd_64x64_medium, volta_fwd_64x64_small" in tuned.summary
     about["outcome"] = "off"
     assert "VOLTA_FA_TUNING=0" in tune.tune(SIMULATOR, [], time.monotonic() + 60, seen.append).trouble
     about["outcome"] = "missing"
+    with monkeypatch.context() as patch:  # a class whose plan is none of the alternatives is not measured
+        patch.setattr(tune, "_own", lambda *_: None)
+        nothing = tune.tune(SIMULATOR, [], time.monotonic() + 60, seen.append)
+        assert nothing.measured == 0 and nothing.left_out > 0 and not nothing.trouble
     late = tune.tune(SIMULATOR, [], time.monotonic() - 1, seen.append)
     assert late.measured == 0 and late.left_out > 0 and "lack of time" in late.summary
 

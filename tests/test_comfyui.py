@@ -1,8 +1,11 @@
-"""The node package of integrations/comfyui: its override in all of ComfyUI's layouts, what falls back, and its import.
+"""The node package of integrations/comfyui: its attention override in all of ComfyUI's layouts, calls that fall back, and its import.
+
+ComfyUI calls an override with the function that it replaces. The override runs volta_fa, or that function for calls that volta_fa does
+not support, and counts both (`counts`: "ran", or the reason of the fallback). A layout is (skip_reshape, skip_output_reshape): whether
+q, k, v, and out, have a dimension of heads. `on(...)` lists a test's backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`).
 
 Environment:
-- VOLTA_FA_TEST_COMFYUI: folder of ComfyUI's source, whose requirements this Python has: tools/programs/run_comfyui.py runs its models
-"""
+- VOLTA_FA_TEST_COMFYUI: folder of ComfyUI's source, whose requirements this Python has: tools/programs/run_comfyui.py runs its models"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ import torch
 
 import reference
 import volta_fa
-from conftest import assert_same_bits, need, on, run_process, run_python, within
+from conftest import assert_same_bits, need, on, on_cases, run_process, run_python, within
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "integrations" / "comfyui"
@@ -36,7 +39,7 @@ LOAD = f"""
 
 @pytest.fixture(scope="module")
 def attention():
-    """The module of the override, loaded as ComfyUI does, but without PyTorch's attention for all tests of this process."""
+    """Returns the override's module, loaded as ComfyUI does, but without enabling scaled_dot_product_attention in this process."""
     name = str(PACKAGE).replace(".", "_x_")
     spec = importlib.util.spec_from_file_location(name, PACKAGE / "__init__.py")
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +69,7 @@ def heads_first(t):
     return t.transpose(1, 2)
 
 
-# (options of the call, shape of the canonical mask, and how ComfyUI's models pass it)
+# LAYOUTS: (skip_reshape, skip_output_reshape). MASKS: shape of the mask with all dimensions, its dtype, and the form that ComfyUI passes.
 LAYOUTS = [(skip_reshape, skip_output_reshape) for skip_reshape in (False, True) for skip_output_reshape in (False, True)]
 MASKS = {
     "none": None,
@@ -110,20 +113,14 @@ def check(backend, attention, counts, *, layout=(False, False), mask="none", nhe
 @on("cpu-fp16", "sim", "cuda")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layouts(backend, attention, counts, layout):
+    """Results have the layout that ComfyUI asks for, and volta_fa computed them."""
     check(backend, attention, counts, layout=layout)
 
 
-@on("cpu-fp16", "cuda")
+@on_cases((["cpu-fp16", "cuda"], list(MASKS)[1:]), (["sim"], ["bool, rank 2", "added, rank 3"]))
 @pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
-@pytest.mark.parametrize("mask", list(MASKS)[1:])
-def test_masks(backend, attention, counts, layout, mask):
-    check(backend, attention, counts, layout=layout, mask=mask)
-
-
-@on("sim")
-@pytest.mark.parametrize("mask", ["bool, rank 2", "added, rank 3"])
-def test_masks_on_kernels(backend, attention, counts, mask):
-    check(backend, attention, counts, mask=mask)
+def test_masks(backend, attention, counts, layout, case):
+    check(backend, attention, counts, layout=layout, mask=case)
 
 
 @on("cpu-fp16", "cuda")
@@ -135,7 +132,7 @@ def test_groups_scales_and_headdims(backend, attention, counts, layout, options)
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_float32(attention, counts, masked):
-    """Runs as it is, also beside an fp32 mask; the node's int8 precision is for fp16."""
+    """fp32 calls run in fp32, with precision "fast" too, whose int8 scores are for fp16."""
     q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in tensors(torch.float32))
     mask = torch.randn(5, 6) if masked else None
     override = attention.make_override(every_device=True, precision="fast")

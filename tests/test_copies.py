@@ -1,16 +1,13 @@
-"""Copies of what users hold: `copy.deepcopy`, `pickle` and `torch.save`, after use. They compute the same, and share nothing."""
+"""Copies by `copy.deepcopy`, `pickle` and `torch.save` of objects that users hold: masks, caches, prepared keys, random states.
+
+Each object is used before it is copied, because use may attach derived data. A copy must give the same result and share no memory."""
 
 import copy
 import io
-import os
 import pickle
 
 import pytest
 import torch
-
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
-
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -81,7 +78,8 @@ def with_prepared(prepared):
 def with_rng_state(state):
     q, k, v = operands()
     out, lse, _ = torch.ops.volta_fa.fwd(q, k, v)
-    return torch.ops.volta_fa.bwd(torch.ones_like(out), q, k, v, out, lse, dropout_p=0.5, rng_state=state)[2]
+    _, _, dv, *_ = torch.ops.volta_fa.bwd(torch.ones_like(out), q, k, v, out, lse, dropout_p=0.5, rng_state=state)
+    return dv
 
 
 def with_codes(pair):
@@ -90,6 +88,7 @@ def with_codes(pair):
     return torch.ops.volta_fa.fwd_kvcache(operands()[0][:, :3], pair[0].data, pair[1].data, **rest)[0]
 
 
+#: By name: a function that makes the object, one that returns a result of it, and one that changes it in place.
 THINGS = {
     "torch's BlockMask": (torch_mask, with_mask, lambda mask: mask.kv_num_blocks.data.zero_()),
     "what torch's BlockMask reads": (torch_mask, with_mask, lambda mask: mask.mask_mod.documents.data.copy_(torch.arange(LENGTH))),
@@ -99,11 +98,7 @@ THINGS = {
         lambda layer: layer(*operands()),
         lambda layer: layer.block_mask.kv_num_blocks.data.zero_(),
     ),
-    "a module with BlockMask": (
-        lambda: Layer(packed_mask()),
-        lambda layer: layer(*operands()),
-        lambda layer: layer.block_mask.block_bits.zero_(),
-    ),
+    "a module with BlockMask": (lambda: Layer(packed_mask()), lambda layer: layer(*operands()), lambda m: m.block_mask.block_bits.zero_()),
     "prepared keys and values": (
         lambda: volta_fa.prepare_fast(*operands(dtype=torch.float16)[1:]),
         with_prepared,
@@ -138,6 +133,7 @@ def test_copies_of_transformers_masks_and_caches(way):
     layer = QuantizedLayer("int4", rotate_keys=True)
     _, k, v = (t.transpose(1, 2) for t in operands())
     layer.update(k, v)
+    # the keys that attention gets: `stored` is their part of the cache, `turn` the rotation of queries
     states = layer.update(k[:, :, :1], v[:, :, :1])[0]
     copied_rule, copied_layer, copied_states = WAYS[way]((rule, layer, states))
     assert torch.equal(copied_rule.as_tensor(), rule.as_tensor())

@@ -1,4 +1,7 @@
-"""The demo: does it run, does it pass what is right, and does it catch what is wrong?"""
+"""`python -m volta_fa demo` (`make run`): it runs, accepts right attention functions and rejects wrong ones.
+
+The demo trains a small GPT with volta_fa's attention and with PyTorch's. Losses may differ as much as those of a control, which is
+PyTorch's attention rounded differently, times a margin (demo/agreement.py). It then simulates one layer on a V100 and a T4."""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import volta_fa
 import volta_fa.demo
 from conftest import run_python
 from volta_fa.cli import main
-from volta_fa.demo import agreement, data, run_demo, settings_for, simulated, train
+from volta_fa.demo import agreement, run_demo, simulated, train
 from volta_fa.demo.model import RoundedAttention, torch_attention, volta_attention
 from volta_fa.demo.train import Settings
 
@@ -24,7 +27,7 @@ SMALL = Settings(layers=2, nheads=2, headdim=32, seqlen=64, batch=4, steps=12, l
 
 
 def causal_attention(q, k, v, *, scale=1.0, diagonal=0):
-    """Written out, with two things that can be got wrong."""
+    """Causal attention by single operations. `scale` other than 1 and `diagonal` other than 0 make it wrong."""
     n = q.shape[1]
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (scale * q.shape[-1] ** -0.5)
     visible = torch.ones(n, n, dtype=torch.bool, device=q.device).tril(diagonal)
@@ -45,7 +48,7 @@ WRONG = {
 
 @pytest.fixture
 def no_simulation(monkeypatch):
-    """Without the layer on simulated GPUs, which takes seconds."""
+    """Skips the simulation, which takes seconds."""
     monkeypatch.setattr(volta_fa.demo, "run_simulated", lambda: True)
 
 
@@ -100,13 +103,14 @@ def test_disagreement_is_the_exit_status(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not volta_fa.info()["simulator"], reason="built without the simulator")
 def test_the_layer_on_simulated_gpus(monkeypatch, capsys):
-    """A small batch: each kernel that is timed also computes, and a wrong result is said and counts."""
+    """The simulation of a small layer reports times and checks results. With changed expectations it reports dk as wrong and fails."""
     monkeypatch.setattr(simulated, "BATCH", 1)
     monkeypatch.setattr(simulated, "SEQLEN", 128)
     monkeypatch.setattr(simulated, "NHEADS", 2)
     simulated._expected.cache_clear()
     assert volta_fa.demo.run_simulated()
     printed = capsys.readouterr().out
+    # 21.9 and 12.4 are TFLOP/s of PyTorch's kernels, from docs/reference/figures.md
     for expected in ("simulating a V100", "simulating a T4", "TFLOP/s", "tensor cores", "█", "All results are right", "21.9", "12.4"):
         assert expected in printed
     _, parts = simulated._expected()
@@ -151,7 +155,7 @@ def test_without_a_disassembler_the_simulation_says_why(tmp_path):
     ids=["volta_fa", "written out", "scale 2% up", "misses its own key"],
 )
 def test_judges_half_precision(attention, agree, tmp_path):
-    """What a GPU trains in. A wrong scale shows once the scores are no longer near zero, so this takes more steps."""
+    """In fp16, as on GPUs. It takes 60 steps until scores are large enough that a wrong scale shows."""
     half = Settings(**{**vars(SMALL), "half": True, "steps": 60})
     assert run_demo(half, CPU, tmp_path, attention=attention).agree is agree
 
@@ -184,29 +188,24 @@ def test_refuses_a_number_of_steps(steps, capsys):
     assert "expected a whole number above 0" in capsys.readouterr().err
 
 
-def test_quick_is_shorter():
-    assert settings_for(CPU, quick=True).steps < settings_for(CPU).steps
-    assert settings_for(CPU, quick=True, steps=7).steps == 7
-
-
 def test_the_text_is_the_same_each_time():
-    text, files = data.read_corpus(200_000)
+    text, files = train.read_corpus(200_000)
     assert len(text) == 200_000 and files > 1
-    assert data.read_corpus(200_000) == (text, files)
-    tokens = data.encode(text)
-    assert tokens.min() >= 0 and tokens.max() < data.VOCABULARY
-    assert len(data.encode(b"\n ~\xff").unique()) == 4
+    assert train.read_corpus(200_000) == (text, files)
+    tokens = train.encode(text)
+    assert tokens.min() >= 0 and tokens.max() < train.VOCABULARY
+    assert len(train.encode(b"\n ~\xff").unique()) == 4
 
 
 def test_a_missing_standard_library_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(data.CommandError, match="standard library"):
-        data.read_corpus()
+    monkeypatch.setattr(train.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(train.CommandError, match="standard library"):
+        train.read_corpus()
 
 
 def test_batches_depend_on_the_seed_only():
     tokens = torch.arange(1000)
-    draws = [next(data.Batches(tokens, 3, 10, seed)) for seed in (5, 5, 6)]
+    draws = [next(train.batches(tokens, 3, 10, seed)) for seed in (5, 5, 6)]
     assert torch.equal(draws[0][0], draws[1][0]) and not torch.equal(draws[0][0], draws[2][0])
     assert torch.equal(draws[0][0] + 1, draws[0][1])  # the target is the next token
     assert draws[0][0].shape == (3, 10)
@@ -233,6 +232,7 @@ def losses(*differences):
 
 
 def judge(control, candidate, gradient=1e-7):
+    """Compares losses of volta_fa (`candidate`) and of a control, given as differences from the reference's losses."""
     reference = losses(*[0.0] * len(control))
     return agreement.compare(
         reference, [reference, losses(*control)], losses(*candidate), gradient_controls=[0.0, 1e-7], gradient_candidate=gradient

@@ -1,9 +1,10 @@
-"""diffusers' own models and pipelines through volta_fa, and the tests of xformers. They run in processes of their own, because other tests
-must not find these packages.
+"""Models and pipelines of diffusers through volta_fa, by tools/programs/run_diffusers.py, and test_xformers.py with xformers installed.
+
+They run in subprocesses with another PYTHONPATH, because other tests must not find diffusers and xformers. The script prints a row per
+model and way of using volta_fa, with the numbers of attention calls that volta_fa ran and left to PyTorch ("fell back").
 
 Environment:
-- VOLTA_FA_TEST_DIFFUSERS: a folder with diffusers, xformers and what they need, instead of the one that tools/bootstrap.py makes
-"""
+- VOLTA_FA_TEST_DIFFUSERS: a folder with diffusers, xformers and what they need, instead of the one that tools/bootstrap.py makes"""
 
 import os
 import subprocess
@@ -13,9 +14,6 @@ from pathlib import Path
 import pytest
 
 from conftest import REPOSITORY, need
-
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
 
 FOLDER = Path(os.environ.get("VOLTA_FA_TEST_DIFFUSERS", Path(sys.prefix) / "diffusers"))
 
@@ -29,69 +27,24 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def rows_of(*arguments: str, **variables: str) -> dict[tuple[str, str], list[str]]:
-    """Returns the cells of the script's rows by model and way. The script fails by itself if an error is too large."""
+    """Returns the cells of the script's rows by model and way. The script exits with 1 if a result's error is too large."""
     result = run("tools/programs/run_diffusers.py", *arguments, **variables)
     assert result.returncode == 0, result.stdout + result.stderr
     return {(line[:26].strip(), line[26:53].strip()): line[53:].split() for line in result.stdout.splitlines()}
 
 
-def test_models_and_a_pipeline():
-    """On the kernels' machine code in the simulator."""
+FLUX = [*(("flux", way) for way in ("enable_sdpa", "flash", "enable_xformers")), ("FluxPipeline", "enable_sdpa")]
+VAE = ("vae-512", "enable_sdpa")
+
+
+@pytest.mark.parametrize("dtype, models, ways", [("float16", "flux/*,FluxPipeline/*,", [*FLUX, VAE]), ("float32", "", [VAE])])
+def test_models_and_a_pipeline(dtype, models, ways):
+    """On the kernels' machine code in the simulator. SDXL's VAE computes in full precision: outputs and gradients."""
     need("sim")
-    rows = rows_of("--dtype", "float16", "--no-processes", "--only", "flux/*,vae-512/enable_sdpa,FluxPipeline/*", VOLTA_FA_SIMULATE="1")
-    ways = [*(("flux", way) for way in ("enable_sdpa", "flash", "enable_xformers")), ("FluxPipeline", "enable_sdpa")]
-    ways.append(("vae-512", "enable_sdpa"))
-    for model, way in ways:
-        ran, fell_back = rows[model, way][-2:]
+    rows = rows_of("--dtype", dtype, "--no-processes", "--only", f"{models}vae-512/enable_sdpa", VOLTA_FA_SIMULATE="1")
+    for way in ways:
+        ran, fell_back = rows[way][-2:]
         assert int(ran) > 0 and fell_back == "0", rows
-
-
-def test_a_vae_in_float32():
-    """In full precision, as SDXL's VAE computes: outputs and gradients."""
-    need("sim")
-    rows = rows_of("--dtype", "float32", "--no-processes", "--only", "vae-512/enable_sdpa", VOLTA_FA_SIMULATE="1")
-    ran, fell_back = rows["vae-512", "enable_sdpa"][-2:]
-    assert int(ran) > 0 and fell_back == "0", rows
-
-
-@pytest.mark.slow
-def test_memory_of_a_head_of_512():
-    """A VAE's attention at 4096 pixels: no tensor of 4096 x 4096, and PyTorch's error."""
-    program = """
-import copy, torch, volta_fa
-from diffusers import AutoencoderKL
-from torch.nn.attention import SDPBackend, sdpa_kernel
-torch.manual_seed(0)
-blocks = dict(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2, block_out_channels=(32, 512))
-block = AutoencoderKL(**blocks, norm_num_groups=16, layers_per_block=1).decoder.mid_block.attentions[0].eval().requires_grad_(False)
-assert block.heads == 1 and block.to_q.out_features == 512
-for parameter in block.parameters():
-    parameter.data.mul_(3 if parameter.dim() > 1 else 1)
-x = torch.randn(1, 512, 64, 64)
-
-def peak():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        out = block(x)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        most = max(most, total)
-    return out, most, max(event.nbytes() for event in events)
-
-with volta_fa.sdpa_enabled("cpu"):
-    found, most, largest = peak()
-    assert volta_fa.sdpa_stats() == {"ran": 1, "traced": 0, "fell_back": {}}, volta_fa.sdpa_stats()
-with sdpa_kernel(SDPBackend.MATH):
-    theirs, most_of_math, largest_of_math = peak()
-square, one = 4 * 4096**2, x.nbytes
-assert largest == one and most < 7 * one < square <= largest_of_math, (most, largest, most_of_math, largest_of_math)
-exact = copy.deepcopy(block).double()(x.double())
-error, allowed = ((t - exact).abs().max().item() for t in (found, theirs))
-assert error <= 2 * allowed, (error, allowed)
-"""
-    result = run("-c", program)
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
-"""The programs in examples/ run, as their documentation says."""
+"""Each program in examples/ runs in a process, exits with 0, and prints what its documentation says.
 
+Most programs compare volta_fa with PyTorch themselves and fail if results differ, so tests look at a few printed lines only."""
+
+import importlib.util
 import os
 import shutil
 from collections.abc import Sequence
@@ -31,22 +34,15 @@ def test_sdpa():
     assert lines[-1].endswith("{'ran': 1, 'traced': 0, 'fell_back': {}}")
 
 
-def test_transformers_llama():
+def test_transformers_models():
     pytest.importorskip("transformers", reason="transformers is not installed")
-    logits, generation, training = run("transformers_llama.py").splitlines()[-3:]
-    assert float(logits.split()[4].rstrip(",")) < 1e-2 and logits.endswith("2 calls of volta_fa::fwd in 2 layers")
-    assert generation == "greedy generation: the same tokens"
-    assert training.startswith("packed training step: loss 5.") and training.endswith(" 2 calls")
-
-
-@pytest.mark.slow
-def test_transformers_generation():
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    *lines, int8, int4 = run("transformers_generation.py").splitlines()[-6:]
-    assert int8.startswith("a cache in int8: ") and "torch.int8 (3, 2, " in int8 and "torch.uint8 (3, 2, " in int4
+    logits, *lines, int8, int4, training = run("transformers_models.py").splitlines()[-8:]
+    assert float(logits.split()[4]) < 1e-2 and logits.endswith("2 calls in 2 layers")
     if not torch.cuda.is_available():
         assert [line.partition(": ")[2] for line in lines] == 4 * ["100% of the tokens are eager's"]
     assert lines[1].startswith("beam search: ") and lines[2].startswith("static cache: ")
+    assert int8.startswith("a cache in int8: ") and "torch.int8 (3, 2, " in int8 and "torch.uint8 (3, 2, " in int4
+    assert training.startswith("packed training step: loss 5.") and training.endswith(" 2 calls")
 
 
 @pytest.mark.slow
@@ -62,8 +58,8 @@ def test_chat():
 @pytest.mark.slow
 def test_speculative():
     pytest.importorskip("transformers", reason="transformers is not installed")
-    steps, same = run("speculative.py").splitlines()
-    # the numbers of steps; the number of guesses is 4
+    steps, same = run("paged_cache.py").splitlines()
+    # "one token a step: N steps; with 4 guesses: M steps": the numbers above 4 are N and M
     plain, guessed = (int(word) for word in steps.replace(":", " ").split() if word.isdigit() and int(word) > 4)
     assert guessed < plain
     if not torch.cuda.is_available():
@@ -71,56 +67,44 @@ def test_speculative():
 
 
 @pytest.mark.slow
-def test_mla():
-    """The example itself compares absorbed and expanded MLA."""
-    pytest.importorskip("transformers.models.deepseek_v2", reason="no transformers with DeepSeek-V2")
-    differ, sizes = run("mla.py").splitlines()
-    assert "absorbed and expanded differ by" in differ and sizes.startswith("the cache holds ")
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript(tmp_path):
-    """The saved module takes the input of examples/cpp/attention.cpp, (2, 9, 32), and has gradients."""
-    assert "agree with PyTorch's attention" in run("torchscript.py", tmp_path / "module.pt")
+    """The saved module takes the input of examples/cpp/attention.cpp, (2, 9, 64), runs on volta_fa, and has gradients."""
+    assert "agree with PyTorch's attention" in run("export.py", "script", "--save", tmp_path / "module.pt")
     module = torch.jit.load(str(tmp_path / "module.pt"))
     volta_fa.sdpa_stats(reset=True)
     with volta_fa.sdpa_enabled("cpu"):
-        module(torch.randn(2, 9, 32)).sum().backward()
+        module(torch.randn(2, 9, 64)).sum().backward()
     assert volta_fa.sdpa_stats(reset=True)["ran"] == 1, "what the C++ program counts"
     assert all(p.grad is not None for p in module.parameters())
 
 
-def test_cuda_graph():
-    lines = run("cuda_graph.py").splitlines()
-    if torch.cuda.is_available():
-        assert lines == ["3 replays agree with PyTorch's attention"]
-    else:
-        assert lines == [
-            "CUDA graphs need a GPU, and there is none: running the step eagerly on the CPU",
-            "3 eager steps agree with PyTorch's attention",
-        ]
-
-
-#: Text in the last line of examples that check themselves.
-LAST_LINES = {
-    "autocast_training.py": "one step skipped",
-    "checkpointing.py": "selective: gradients equal to the bit",
+#: Text that programs print which check themselves.
+PRINTED = {
+    "training.py autocast": "one step skipped",
+    "training.py checkpointing": "selective: gradients bitwise identical",
+    "training.py cuda_graph": f"3 {'replays' if torch.cuda.is_available() else 'eager steps'}",
     "features.py": "with both: out and gradients agree",
     "flex.py": "agrees with eager attention in fp64",
     "flash_attn_training.py": "with PyTorch's attention",
+    "training.py ddp": "gradients agree",
+    "mla.py": "absorbed and expanded differ by",
+    "export.py compile package": "the package, without the Python package, returns (2, 33, 64)",
+}
+#: What slow ones of them need.
+NEEDS = {
+    "training.py ddp": (torch.distributed.is_available(), "no torch.distributed"),
+    "mla.py": (importlib.util.find_spec("transformers") is not None, "transformers is not installed"),
+    "export.py compile package": (shutil.which("g++") is not None, "no g++"),
 }
 
 
-@pytest.mark.parametrize("name", LAST_LINES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in NEEDS)) for name in PRINTED])
 def test_self_checking(name):
-    assert LAST_LINES[name] in run(name).splitlines()[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-def test_ddp():
-    assert "gradients agree" in run("ddp.py").splitlines()[-1]
+    found, reason = NEEDS.get(name, (True, ""))
+    if not found:
+        pytest.skip(reason)
+    assert PRINTED[name] in run(*name.split())
 
 
 @pytest.mark.slow
@@ -137,15 +121,7 @@ def test_every_example_is_here_and_in_the_documentation():
     """This file names each example, or one that imports it, and a page of docs/ names each too."""
     tests = (REPOSITORY / "tests" / "test_examples.py").read_text()
     documentation = "".join(path.read_text() for path in (REPOSITORY / "docs").rglob("*.md"))
-    programs = [path for path in EXAMPLES.glob("*.py") if f'"{path.name}"' in tests]
+    programs = [path for path in EXAMPLES.glob("*.py") if f'"{path.name}' in tests]
     for path in EXAMPLES.glob("*.py"):
         assert path in programs or any(f"from {path.stem} import" in program.read_text() for program in programs), path
         assert f"examples/{path.name}" in documentation, path
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_compile_and_package():
-    output = run("compile_and_package.py")
-    assert "an existing model, compiled: volta_fa::bwd volta_fa::fwd" in output
-    assert "without the Python package: True" in output

@@ -1,5 +1,8 @@
-"""volta_fa::fwd_fast: int8 scores and fp16 sums. Its CPU backend is a model of the kernels, held to the error that the documentation
-states; the simulated kernels are held to the model."""
+"""`volta_fa::fwd_fast`: attention whose scores are products of int8 codes, with fp16 sums; inference only. Kernels exist for Turing.
+
+Its CPU backend models the kernels with the same codes. Tests hold the model to the errors that docs/guides/fast.md states, and the
+kernels, in the simulator of a T4, to the model. `smooth_k` subtracts the mean key, `rotate` turns q and k, to make codes more exact.
+`prepare_fast` returns the codes of keys and values in one tensor of bytes (`prepared`), for several calls."""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import volta_fa
-from conftest import INFO, on
+from conftest import INFO, captured, on
 
 fwd, fwd_fast = torch.ops.volta_fa.fwd, torch.ops.volta_fa.fwd_fast
 KERNELS = {v["name"]: v for v in INFO["variants"] if v["pass"] == "FastForward"}
@@ -115,8 +118,8 @@ def simulate(monkeypatch):
 
 
 def assert_near(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], limit: float = 2e-3) -> None:
-    """Kernels and model have the same codes. They differ by the rounding of probabilities, and a score by at most 0.75 of what a unit
-    of its int8 products is worth: below 4e-4 for these inputs."""
+    """Compares a kernel with the model. Both have the same codes. Probabilities round differently, and a score may differ by 0.75 units
+    of its int8 products, below 4e-4 for these inputs."""
     (out, lse), (expected_out, expected_lse) = found, expected
     assert out.isfinite().all()
     assert relative_l1(out, expected_out.double()) < limit
@@ -139,6 +142,7 @@ CASES = {
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @on("sim")
 def test_kernels(backend, simulate, headdim, options):
+    """Kernels give what the model on the CPU gives, for each option."""
     tensors = inputs(70, 150, headdim)
     assert_near(simulate(*tensors, **options), fwd_fast(*tensors, **options))
 
@@ -146,6 +150,7 @@ def test_kernels(backend, simulate, headdim, options):
 @pytest.mark.parametrize("headdim, headdim_v", [(40, 24), (72, 128), (200, 136)])
 @on("sim")
 def test_padded_headdims_of_strided_views(backend, simulate, headdim, headdim_v):
+    """Headdims between those of kernels are padded, here of views of tensors (batch, nheads, seqlen, headdim)."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(33, 97, headdim, 2, 2, headdim_v=headdim_v, batch=2))
     assert_near(simulate(q, k, v, is_causal=True), fwd_fast(q, k, v, is_causal=True))
 
@@ -153,6 +158,7 @@ def test_padded_headdims_of_strided_views(backend, simulate, headdim, headdim_v)
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @on("sim")
 def test_packed_sequences(backend, simulate, headdim):
+    """The second of three sequences has keys but no queries."""
     q, k, v = (t[0] for t in inputs(90, 230, headdim))
     options = {
         "cu_seqlens_q": torch.tensor([0, 40, 40, 90], dtype=torch.int32),
@@ -167,6 +173,7 @@ def test_packed_sequences(backend, simulate, headdim):
 @pytest.mark.parametrize("shape", [(2, 2, 70, 150), (2, 1, 1, 150), (1, 1, 70, 1)], ids=str)
 @on("sim")
 def test_masks(backend, simulate, shape):
+    """A bool mask, broadcast over batch, heads and queries, together with a window."""
     q, k, v = inputs(batch=2)
     mask = randn(*shape, seed=9) > 0
     options = {"attn_mask": mask, "window_left": 100}
@@ -228,6 +235,7 @@ def test_large_values_and_zero_blocks(backend, simulate):
 
 @on("sim")
 def test_values_that_are_not_finite(backend, simulate):
+    """NaN and inf reach exactly the rows of q, the rows that see a key, or the column of v, on the CPU (fwd_fast) and in kernels."""
     for run in (fwd_fast, simulate):
         q, k, v = inputs()
         clean, _ = run(q, k, v)
@@ -261,7 +269,7 @@ def test_values_that_are_not_finite(backend, simulate):
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("size", [1000, 30000])
 def test_scores_that_one_float_cannot_hold(backend, simulate, size, headdim):
-    """Scores to 4e9, where the spacing of floats is 256: rows have one key, apart from ties of the codes. Kernels once ran forever."""
+    """Scores reach 4e9, where floats are 256 apart. A row's softmax then has one key, unless codes tie. Kernels once ran forever here."""
     q, k, v = inputs(35, 100, headdim)
     q, k = ((t.float() * size).clamp(-65504, 65504).half() for t in (q, k))
     expected, expected_lse = exact(q, k, v)
@@ -271,10 +279,23 @@ def test_scores_that_one_float_cannot_hold(backend, simulate, size, headdim):
         assert ((lse - expected_lse).abs() <= 0.02 * expected_lse.abs().max()).all()
 
 
+@on("cuda")
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("size", [1, 1000, 30000])
+def test_scores_of_any_size_on_a_gpu(backend, size, headdim):
+    """Elements up to fp16's largest, 65504, give finite results. Large scores make the errors of int8 codes larger: 0.15."""
+    q, k, v = inputs(300, 1100, headdim)
+    q, k = ((t.float() * size).clamp(-65504, 65504).half() for t in (q, k))
+    out, lse = fwd_fast(q.cuda(), k.cuda(), v.cuda())
+    expected, expected_lse = exact(q, k, v)
+    assert relative_l1(out.cpu(), expected) < 0.15
+    assert ((lse.cpu() - expected_lse).abs() <= 0.02 * expected_lse.abs().max()).all()
+
+
 @on("sim")
 @pytest.mark.parametrize("key", [1, 3999, 4199])
 def test_one_large_key_of_many(backend, simulate, key):
-    """Keys that share its scale have coarse scores, others are not changed. More than 4096 keys: threads look at more than one scale."""
+    """A large key makes the scores of keys that share its int8 scale coarse, and no others. Above 4096 keys threads read several scales."""
     q, k, v = inputs(17, 4200, nheads=1)
     q *= 170 / q.abs().max()
     k[0, key] = 65504 * q[0, 3, 0].sign()
@@ -307,6 +328,7 @@ def test_a_row_whose_scores_are_all_very_negative(backend, simulate):
 
 @on("sim")
 def test_a_difference_to_the_mean_that_is_infinite(backend, simulate):
+    """smooth_k subtracts the mean key: 3.3e38 minus the mean of -1.1e38 exceeds fp32's largest number, 3.4e38, and makes out NaN."""
     q, k, v = inputs(70, 3, dtype=torch.bfloat16)
     q[:], k[:] = 0, 0
     q[..., 0], k[0, :, 0, 0] = 1e16, torch.tensor([-3.3e38, -3.3e38, 3.3e38])
@@ -314,11 +336,9 @@ def test_a_difference_to_the_mean_that_is_infinite(backend, simulate):
         assert run(q, k, v)[0].isnan().all()
 
 
-# ---- the operator --------------------------------------------------------------------------------------------------
-
-
 @on("sim")
 def test_exact_kernels_serve_short_sequences_and_volta(backend, monkeypatch):
+    """fwd_fast runs fwd's kernels on Volta and for short sequences: int8 kernels, which need a prepare kernel, pay only for long ones."""
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     q, k, v = inputs()
     for gpu in ("v100", "t4"):
@@ -349,7 +369,7 @@ def test_exact_kernels_serve_short_sequences_and_volta(backend, monkeypatch):
 
 @on("sim")
 def test_all_sms_pack_a_mask(backend, monkeypatch):
-    """Also where K has few blocks: 4 blocks would take 17 times as long as the preparation without a mask."""
+    """The preparation also packs the mask, with at least 40 blocks, one per SM of a T4. The 4 blocks that K needs would take long."""
     monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "launches")
     q, k = randn(1, 1024, 8, 64), randn(1, 1024, 1, 64)
@@ -389,19 +409,11 @@ def test_wrong_arguments(backend):
 
 @on("cpu-fp16")
 def test_empty(backend):
+    """Without keys out is 0 and lse +inf. Without queries there is no row."""
     q, k, v = inputs()
     out, lse = fwd_fast(q, k[:, :0], v[:, :0])
     assert not out.any() and (lse == math.inf).all()
     assert fwd_fast(q[:, :0], k, v)[0].shape == (1, 0, 2, 64)
-
-
-@on("cpu-fp16")
-def test_opcheck(backend):
-    tensors = inputs(headdim_v=40)
-    opcheck(fwd_fast.default, tensors, {"is_causal": True, "attn_mask": torch.ones(1, 1, 1, 150, dtype=torch.bool)})
-    compiled = torch.compile(fwd_fast.default, fullgraph=True, dynamic=True, backend="aot_eager")
-    for found, expected in zip(compiled(*tensors), fwd_fast(*tensors), strict=True):
-        assert torch.equal(found, expected)
 
 
 #: What the simulator fills memory with before kernels write it.
@@ -433,7 +445,7 @@ def test_prepared_keys_and_values(backend):
 
 @on("sim")
 def test_prepared_by_kernels(backend, simulate, monkeypatch):
-    """Bitwise identical too; and so are the model's codes."""
+    """Codes of kernels are bitwise those of the model, and calls with them those of calls that quantize."""
     for (q, k, v), options, call in prepared_cases():
         of_model = volta_fa.prepare_fast(k, v, **options)
         monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
@@ -495,19 +507,20 @@ def test_wrong_prepared(backend):
         op(k, v.to("meta"))
     with pytest.raises(NotImplementedError, match="volta_fa::prepare_fast: k: got a tensor that requires grad"):
         volta_fa.prepare_fast(k.clone().requires_grad_(), v)
-    assert volta_fa.prepare_fast(k[:, :0], v[:, :0]).numel() >= 0
+    volta_fa.prepare_fast(k[:, :0], v[:, :0])  # no keys are no error
 
 
 @on("cpu-fp16")
-def test_opcheck_of_prepare(backend):
+def test_opcheck_and_compile(backend):
     op = torch.ops.volta_fa.prepare_fast
     for (q, k, v), options, call in prepared_cases():
         opcheck(op.default, (k, v), options)
         opcheck(fwd_fast.default, (q, k, v), {**call, "prepared": op(k, v, **options)})
     q, k, v = inputs(headdim_v=40)
-    run = lambda q, k, v: fwd_fast(q, k, v, prepared=volta_fa.prepare_fast(k, v))  # noqa: E731
+    opcheck(fwd_fast.default, (q, k, v), {"is_causal": True, "attn_mask": torch.ones(1, 1, 1, 150, dtype=torch.bool)})
+    run = lambda q, k, v: (*fwd_fast(q, k, v), *fwd_fast(q, k, v, prepared=volta_fa.prepare_fast(k, v)))  # noqa: E731
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    for found, expected in zip(compiled(q, k, v), fwd_fast(q, k, v), strict=True):
+    for found, expected in zip(compiled(q, k, v), fwd_fast(q, k, v) * 2, strict=True):
         assert torch.equal(found, expected)
 
 
@@ -517,27 +530,13 @@ def test_cuda_graphs(backend):
     q, k, v = (t.cuda() for t in inputs(256, 1100))
     run = lambda: (fwd_fast(q, k, v)[0], fwd_fast(q, k, v, prepared=volta_fa.prepare_fast(k, v))[0])  # noqa: E731
     run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, results = captured(run)
     for t in (q, k, v):
         t.copy_(t.flip(1))
     graph.replay()
-    for found, expected in zip(captured, run(), strict=True):
+    for found, expected in zip(results, run(), strict=True):
         assert torch.equal(found, expected)
-    assert torch.equal(*captured) and relative_l1(captured[0].cpu(), exact(q.cpu(), k.cpu(), v.cpu())[0]) < 0.03
-
-
-@on("cuda")
-@pytest.mark.parametrize("headdim", [64, 128, 256])
-@pytest.mark.parametrize("size", [1, 1000, 30000])
-def test_scores_of_any_size_on_a_gpu(backend, size, headdim):
-    q, k, v = inputs(300, 1100, headdim)
-    q, k = ((t.float() * size).clamp(-65504, 65504).half() for t in (q, k))
-    out, lse = fwd_fast(q.cuda(), k.cuda(), v.cuda())
-    expected, expected_lse = exact(q, k, v)
-    assert relative_l1(out.cpu(), expected) < 0.15
-    assert ((lse.cpu() - expected_lse).abs() <= 0.02 * expected_lse.abs().max()).all()
+    assert torch.equal(*results) and relative_l1(results[0].cpu(), exact(q.cpu(), k.cpu(), v.cpu())[0]) < 0.03
 
 
 @on("cpu-fp16")

@@ -1,4 +1,8 @@
-"""Packed sequences, seqused_k, softcap, ALiBi, bias, sinks and dropout: against the fp64 reference, on every backend."""
+"""Features of `fwd` and `bwd`, forward and gradients, against the fp64 reference on every backend.
+
+They are packed sequences (`lengths` of a Case), seqused_k (`used`), softcap, ALiBi, bias, sinks (one more logit per head, without a
+value) and dropout, also in pairs. `on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels' machine code in the
+simulator (`sim`), GPU (`cuda`). Kernels run twice, on poisoned memory; `check` (conftest.py) compares runs and the reference."""
 
 import dataclasses
 import math
@@ -21,7 +25,7 @@ def changed(case: Case, **fields) -> Case:
     return dataclasses.replace(case, **fields)
 
 
-# what a feature changes in a case; a bias has the dimensions that are not 1, then its type, "own" for that of q
+#: Fields of a Case that request a feature. A bias names its dimensions that are not 1, then its dtype ("own": q's).
 FEATURES = {
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi": "bh"},
@@ -82,7 +86,7 @@ def biases():
     """Broadcast in each dimension, in each type; row strides that are no multiple of anything."""
     for dims in ("bhqk", "hqk", "bqk", "bhk", "bhq", "qk", "k", "q", "b", "h", "-"):
         yield Case(45, 69, 64, nheads=4, nheads_k=2, bias=f"{dims}:fp32", batch=2)
-        # alphabetical order deals both headdims out to the dims
+        # headdim 64 for some of the dimensions, 128 for the others
         yield Case(45, 69, 64 if dims < "bhr" else 128, nheads=4, nheads_k=2, bias=f"{dims}:own", batch=2)
     for dims in ("bhqk", "bk", "q"):
         yield Case(45, 69, 64, nheads=2, bias=f"{dims}:own", is_causal=True)
@@ -127,7 +131,7 @@ SINGLES, PAIRS, SIZES, BIASES, RAGGED = (list(dict.fromkeys(f())) for f in (sing
 @pytest.mark.parametrize("headdim", [64, 128])
 @on("sim", "cuda")
 def test_alibi_far_before_the_keys(backend, headdim):
-    """Biases of up to 21,600, beside which a sum of products has few bits."""
+    """Rows 30,000 before 16 keys have ALiBi biases of up to 15,000, which must not be added before the products: fp32 would lose bits."""
     q, k, v = (backend.randn(1, n, 1, headdim) for n in (30000, 16, 16))
     slopes = torch.tensor([0.5], device=backend.device)
     out = torch.ops.volta_fa.fwd(q, k, v, alibi_slopes=slopes)[0]
@@ -144,9 +148,6 @@ def test_alibi_far_before_the_keys(backend, headdim):
 def test_problem(backend, case):
     tensors, options = case.problem(backend)
     check(backend, *tensors, **options)
-
-
-# ---- rows without a key -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sinks", ["", "fp32"], ids=["plain", "sinks"])
@@ -184,7 +185,7 @@ HIDING = {
 @pytest.mark.parametrize("visible", HIDING)
 @on("cpu-fp32", "cpu-fp16", *KERNELS)
 def test_finite_numbers_that_hide(backend, visible, number):
-    """Masks are often made of large negative numbers: what is below every score hides as -inf does, to the bit."""
+    """Large negative numbers in a bias, as masks often have them, hide keys bitwise as -inf does."""
     q, k, v, dout = Case(90, 100, 64, nheads=2, nheads_k=1).inputs(backend)
     seen = HIDING[visible](torch.arange(90)[:, None], torch.arange(100)).to(backend.device)
     bias = backend.randn(1, 2, 90, 100).float()
@@ -202,7 +203,7 @@ def test_finite_numbers_that_hide(backend, visible, number):
 @pytest.mark.parametrize("number", [-1e4, -3e4, 1e9, math.inf])
 @on("cpu-fp32", *KERNELS)
 def test_large_numbers_in_a_bias(backend, number):
-    """Those that leave something of the scores, and those that leave nothing else than one key."""
+    """Large negative biases leave part of the scores visible. A large positive one gives all attention to its key, +inf gives NaN."""
     case = Case(90, 100, 64, nheads=2, nheads_k=1, bias="hqk:fp32")
     (q, k, v, dout), options = case.problem(backend)
     if number < 0:
@@ -221,7 +222,7 @@ def test_large_numbers_in_a_bias(backend, number):
 @pytest.mark.parametrize("scale, number, headdim", [(1.0, 2e18, 256), (1.0, 9e17, 512), (100.0, 9e17, 16), (100.0, 9e16, 512)])
 @on("cpu-fp32")
 def test_an_infinite_score_of_a_hidden_key(backend, scale, number, headdim):
-    """Gradients are those without the key: 0 but for dv, and but for dP minus its mean, which rounds: four rows of |dP| to 100."""
+    """A hidden key with an infinite score changes no gradient. dk is 0 up to the rounding of dP - delta: four rows of |dP| up to 100."""
     q, k, v, dout = Case(4, 2, headdim, batch=1, nheads=1).inputs(backend)
     q, k = torch.full_like(q, number), torch.zeros_like(k)
     k[:, 1] = number
@@ -251,7 +252,7 @@ def test_infinity_stays_in_its_row(backend, options, deterministic):
 @pytest.mark.parametrize("is_causal", [False, True])
 @on("cpu-fp32", "cpu-fp64", *KERNELS)
 def test_a_sink_of_minus_infinity(backend, is_causal):
-    """... is no sink at all, also in rows without a key and where there is no key."""
+    """A sink of -inf is no sink, also in rows without visible keys and in a problem without keys."""
     q, k, v, dout = Case(30, 20, 64, nheads=2).inputs(backend)
     sinks = torch.tensor([-math.inf, 0.5], device=backend.device)
     out, lse = backend.forward(q, k, v, sinks=sinks, is_causal=is_causal)
@@ -273,9 +274,6 @@ def test_no_key_at_all(backend):
     check(backend, *tensors, **options)
 
 
-# ---- packed -------------------------------------------------------------------------------------------------------
-
-
 @on("cpu-fp32", *KERNELS)
 def test_packed_is_each_sequence_alone(backend):
     """Neighbors of a sequence, NaN in all their rows, do not touch it."""
@@ -288,9 +286,9 @@ def test_packed_is_each_sequence_alone(backend):
     rows, keys = slice(cu_q[2], cu_q[3]), slice(cu_k[2], cu_k[3])
 
     def poisoned(t, keep):
-        spoilt = torch.full_like(t, math.nan)
-        spoilt[keep] = t[keep]
-        return spoilt
+        spoiled = torch.full_like(t, math.nan)
+        spoiled[keep] = t[keep]
+        return spoiled
 
     q, dout, k, v = poisoned(q, rows), poisoned(dout, rows), poisoned(k, keys), poisoned(v, keys)
     other_out, other_lse = backend.forward(q, k, v, **options)
@@ -300,19 +298,10 @@ def test_packed_is_each_sequence_alone(backend):
         assert torch.equal(a[own], b[own]), name
 
 
-@on("cpu-fp32", *KERNELS)
-def test_unused_keys_are_not_read(backend):
-    case = Case(50, 90, 64, used=(70, 3), is_causal=True)
-    (q, k, v, dout), options = case.problem(backend)
-    k[0, 70:], v[0, 70:], k[1, 3:], v[1, 3:] = (math.nan,) * 4
-    out, lse, *gradients = check(backend, q, k, v, dout, **options)
-    assert all(t.isfinite().all() for t in (out, *gradients))
-
-
 @pytest.mark.parametrize("layout", ["heads_first", "slices"])
 @on("cpu-fp32", *KERNELS)
 def test_packed_layouts(backend, layout):
-    """A strided view gives, to the bit, what its contiguous copy gives."""
+    """A strided view gives bitwise the results of its contiguous copy."""
     case = Case(headdim=64, nheads=2, lengths=((20, 20), (33, 33)), is_causal=True)
     (q, k, v, dout), options = case.problem(backend)
     expected = backend.forward(q, k, v, **options)
@@ -328,7 +317,7 @@ def test_packed_layouts(backend, layout):
         assert torch.equal(a, b)
 
 
-# more than 10,000; in the simulator, what takes some seconds
+#: Sequences by backend: more than 10,000, or what the simulator runs in seconds.
 MANY = {"cpu-fp32": 10_001, "sim": 550, "cuda": 10_001}
 
 
@@ -344,7 +333,7 @@ def test_many_short_sequences(backend):
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @on("cuda")
 def test_more_entries_than_a_grid_has(backend, packed):
-    """Beyond 65535 entries, launches share the scratch memory."""
+    """A grid has at most 65535 entries in its third dimension, so two launches run, which share scratch memory."""
     entries = 70_000
     case = Case(2, 3, 8, batch=entries, nheads=1, sinks="fp32", alibi="bh", dropout_p=0.2, bias="qk:fp32")
     if packed:
@@ -352,8 +341,6 @@ def test_more_entries_than_a_grid_has(backend, packed):
     tensors, options = case.problem(backend)
     check(backend, *tensors, **options)
 
-
-# ---- deterministic ------------------------------------------------------------------------------------------------
 
 DETERMINISTIC = [
     changed(BASE, bias="k:fp32", sinks="fp32", is_causal=True),
@@ -391,9 +378,9 @@ UNUSED = [
 
 
 @pytest.mark.parametrize("junk", [1e9, 1e30, math.inf, math.nan])
-@on_cases((BF16_KERNELS, UNUSED))
+@on_cases((["cpu-fp32", *KERNELS, *BF16_KERNELS], UNUSED))
 def test_unused_keys_may_hold_anything(backend, case, junk):
-    """... decides nothing, nor how the others are scaled."""
+    """Keys beyond seqused_k may be large, infinite or NaN. They do not even change the powers of two that scale bf16 tensors."""
     (q, k, v, dout), options = case.problem(backend)
     unused = reference.unused_keys(reference.groups(q, k, **options), k)
     expected = results(backend, q, k, v, dout, **options)
@@ -404,7 +391,7 @@ def test_unused_keys_may_hold_anything(backend, case, junk):
         assert torch.equal(a, b)
 
 
-# an entry, or a key head with its query heads, of BASE and PACKED
+#: By name: a case, and a view of one batch entry, or of one KV head with its query heads.
 PARTS = {
     "entry": (BASE, lambda t: t[1]),
     "head": (BASE, lambda t: t.unflatten(-2, (2, -1))[..., 1, :, :]),
@@ -417,7 +404,7 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 @on(*BF16_KERNELS)
 def test_parts_of_different_size(backend, part, exponents):
-    """Powers of two in an entry's or a head's v and dout are those of its results, and leave the others alone."""
+    """Powers of two in one part's v and dout multiply this part's results exactly, and change no bit of others."""
     case, part = PARTS[part]
     (q, k, v, dout), options = case.problem(backend)
     out, lse, dq, dk, dv = results(backend, q, k, v, dout, **options)
@@ -444,7 +431,9 @@ PRECISION = [
 @pytest.mark.parametrize("case,of_rounding,of_eager", PRECISION, ids=lambda x: str(x) if isinstance(x, Case) else "")
 @on(*BF16_KERNELS)
 def test_precision_of_bf16(backend, case, of_rounding, of_eager):
-    """Results are about as near as bf16 can be: docs/design/numerics.md has the figures that this prints."""
+    """The rms error of a result is at most these multiples of bf16's rounding error, and of bf16 eager attention's error.
+
+    The test prints the figures of docs/design/numerics.md."""
     (q, k, v, dout), options = case.problem(backend)
     v /= case.spread
     found = results(backend, q, k, v, dout, **options)
@@ -475,7 +464,9 @@ def test_where_infinity_goes(backend, value):
 @pytest.mark.parametrize("headdim", [32, 64, 128])
 @on(*BF16_KERNELS)
 def test_sums_beyond_fp16(backend, headdim, deterministic):
-    """1100 rows whose parts of dk agree: scaled like v and dout, their sum is more than 65504."""
+    """1100 rows whose parts of dk agree: scaled like v and dout, their sum is more than 65504.
+
+    P is 1/2 and dP - delta is +-headdim, so a row adds +-headdim / 2 / sqrt(headdim) to dk."""
     q = torch.ones(1, 1100, 1, headdim, dtype=backend.dtype, device=backend.device)
     k = torch.zeros(1, 2, 1, headdim, dtype=backend.dtype, device=backend.device)
     v = torch.ones_like(k)
@@ -522,6 +513,7 @@ def test_the_reference_is_philox(counter, key, result):
 @pytest.mark.parametrize("seed,offset", [(0, 0), (1, 2), (2**63 - 1, 2**63 - 1), (0xDEADBEEF12345678 - 2**64, 2**40 + 3)])
 @pytest.mark.parametrize("p", [0.37, 0.5, 0.83])
 def test_the_library_is_philox(seed, offset, p):
+    """The library's dropout mask is the reference's, also for seeds and offsets that do not fit 32 bits."""
     shape = (3, 5, 19, 41)
     state = torch.tensor([seed, offset])
     assert torch.equal(op._dropout_mask(state, *shape, p), reference.kept(state, torch.arange(3), *shape[1:], p))

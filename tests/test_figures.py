@@ -1,6 +1,7 @@
-"""Published figures: each names its commit, those of changed machine code do not stay unnoticed, and the simulator is near real cards.
+"""Published figures of docs/ and README.md: each names its commit, and figures of kernels that have changed since are found.
 
-benchmarks.provenance has the commits and kernels, benchmarks.validation holds figures of real cards to their bands.
+A mark is an HTML comment `<!-- figures of COMMIT: KERNEL HASH, ... -->` with hashes of the kernels' machine code (benchmarks.marks).
+The second part compares simulated times with published measurements of real GPUs: each must stay within its band (benchmarks.validation).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if LIBRARY.parents[1].name != "volta_fa":
     pytest.skip("the marks are of the package's kernels", allow_module_level=True)
 sys.path.insert(0, str(REPOSITORY))
 pytest.importorskip("rich")
-from benchmarks import layer, marks, report, validation
+from benchmarks import docs, marks, report, validation
 from volta_fa.errors import CommandError
 
 FIGURES = (REPOSITORY / "docs" / "reference" / "figures.md").read_text()
@@ -66,7 +67,7 @@ def test_the_first_page_has_figures_of_recorded_kernels():
 
 @pytest.mark.parametrize("page", marks.PAGES, ids=lambda page: page.name)
 def test_figures_are_of_this_machine_code(page):
-    """`python -m benchmarks.provenance --outdate` writes on the page that they are not; better take them again."""
+    """No kernel of a mark has changed. Remedy: take the figures again, or `python -m benchmarks.marks --outdate`."""
     assert {mark.commit: changed for mark in marks.read(page.read_text()) if (changed := mark.changed(marks.code()))} == {}
 
 
@@ -94,11 +95,11 @@ def test_a_mark_is_read_back_and_outdated():
 def test_the_layers_output_replaces_that_of_the_page():
     page = (REPOSITORY / "README.md").read_text()
     mark = marks.mark(())
-    filled = layer.fill(page, "simulating a T4 ...\n┏━━┓  \n┃ 1\nAll results are right.", "01234567 with changes", mark)
+    filled = docs.fill_layer(page, "simulating a T4 ...\n┏━━┓  \n┃ 1\nAll results are right.", "01234567 with changes", mark)
     assert f"(commit 01234567):\n\n```text\n┏━━┓\n┃ 1\n```\n\n{mark}\n" in filled
     assert [found.kernels for found in marks.read(filled)] == [{}] and len(filled.splitlines()) < len(page.splitlines())
     with pytest.raises(CommandError, match="expected 1"):
-        layer.fill(page.replace("(commit ", "("), "┏All results are right", "01234567", mark)
+        docs.fill_layer(page.replace("(commit ", "("), "┏All results are right", "01234567", mark)
 
 
 def test_results_have_the_mark_of_what_ran(tmp_path):
@@ -121,8 +122,6 @@ def test_simulated_kernels_are_noted(tmp_path, monkeypatch):
     launched = {launch["kernel"] for launch in driver.simulate(row.call)[0]}
     assert set(marks.read(section.read_text())[0].kernels) == launched != set()
 
-
-# ---- real cards ----
 
 PAGE = REPOSITORY / "docs/validation/real-cards.md"
 SIMULATOR = Path(os.environ.get("VOLTA_SIM", REPOSITORY / "target/release/volta-sim"))

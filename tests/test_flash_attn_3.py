@@ -1,4 +1,7 @@
-"""FlashAttention 3's functions: signatures, chunked local attention, what is ignored and what is refused. Against plain fp64."""
+"""volta_fa's functions with FlashAttention 3's interface (integrations/flash_attn/fa3.py): signatures, results against fp64, and errors.
+
+New against flash-attn 2 are `attention_chunk` (a query sees only keys of its own chunk of that many positions), `qv` (a second query
+that is multiplied with values), `seqused_q`, and rotary in the cache function. `on(...)` lists backends: CPU (`cpu-DTYPE`), `cuda`."""
 
 from __future__ import annotations
 
@@ -18,11 +21,9 @@ CPU = on("cpu-fp64")
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 WINDOWS = [(-1, -1), (4, -1), (3, 2)]
 
-# ---- what is right ---------------------------------------------------------------------------------------------
-
 
 def attention(q, k, v, chunk=0, causal=False, window_size=(-1, -1), qv=None, **options):
-    """One sequence, (seqlen, nheads, headdim), in fp64 and differentiable. Returns out and softmax_lse, -inf where no key is seen."""
+    """Returns out and softmax_lse of one sequence (seqlen, nheads, headdim) in fp64. As in FlashAttention 3, lse is -inf without keys."""
     if qv is not None:
         q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
     if chunk:
@@ -39,7 +40,7 @@ def close(backend, found, expected):
 
 
 def check(backend, found, expected, leaves):
-    """The results agree, and the gradients of out and softmax_lse, which the same random numbers weigh."""
+    """Compares results, and the leaves' gradients of a random sum of out plus the finite softmax_lse."""
     (out, lse), (want, want_lse) = found, expected
     close(backend, out, want)
     close_lse(lse, want_lse)
@@ -50,8 +51,6 @@ def check(backend, found, expected, leaves):
     for g, w in zip(torch.autograd.grad(total, leaves), torch.autograd.grad(want_total, leaves)):
         close(backend, g, w)
 
-
-# ---- signatures ------------------------------------------------------------------------------------------------
 
 DESCALES = "q_descale=None, k_descale=None, v_descale=None, "
 TRAINING = (
@@ -89,21 +88,26 @@ def test_signatures_are_those_of_flash_attention_3(name):
     assert str(bare) == SIGNATURES[name]
 
 
-# ---- training --------------------------------------------------------------------------------------------------
-
-
 @CAUSAL
 @pytest.mark.parametrize("window_size", WINDOWS, ids=str)
 @pytest.mark.parametrize("seqlens", [(11, 11), (5, 17), (17, 6), (1, 9), (9, 1)], ids=str)
 @pytest.mark.parametrize("chunk", [1, 4, 6, 100])
 @BACKENDS
 def test_chunks(backend, chunk, seqlens, window_size, causal):
-    """Also queries before the first key, which are in chunks without keys."""
+    """Chunks count from the first key. Queries before it are in chunks without keys."""
     q, k, v = leaf(backend, 2, seqlens[0], 4, 8), leaf(backend, 2, seqlens[1], 2, 8), leaf(backend, 2, seqlens[1], 2, 16)
     options = {"causal": causal, "window_size": window_size, "softcap": 20.0}
     found = fa3.flash_attn_func(q, k, v, attention_chunk=chunk, return_attn_probs=True, **options)
     expected = [torch.stack(t) for t in zip(*(attention(q[b], k[b], v[b], chunk, **options) for b in range(2)))]
     check(backend, found, expected, (q, k, v))
+
+
+@on("cpu-fp32")
+def test_a_chunk_longer_than_any_sequence(backend):
+    """Hides no keys of a cache: its end, as an int32, does not wrap."""
+    q, k, v = backend.randn(1, 2, 1, 64), backend.randn(1, 16, 1, 64), backend.randn(1, 16, 1, 64)
+    found = [fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=8, attention_chunk=chunk) for chunk in (0, 2**30, 2**31 - 1)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @CAUSAL
@@ -152,6 +156,7 @@ def test_packed_projections(backend, form):
 @pytest.mark.parametrize("chunk", [0, 4])
 @CPU
 def test_a_second_query_for_values(backend, chunk):
+    """`qv`, a second query of the values' headdim, adds its product with v to the scores, also in the gradients."""
     q, k, v, qv = leaf(backend, 2, 9, 4, 8), leaf(backend, 2, 9, 2, 8), leaf(backend, 2, 9, 2, 24), leaf(backend, 2, 9, 4, 24)
     found = fa3.flash_attn_func(q, k, v, causal=True, qv=qv, attention_chunk=chunk, return_attn_probs=True)
     expected = [torch.stack(t) for t in zip(*(attention(q[b], k[b], v[b], chunk, True, qv=qv[b]) for b in range(2)))]
@@ -178,6 +183,7 @@ def test_results_without_probabilities_are_one_tensor(backend):
 
 @CPU
 def test_what_has_no_meaning_changes_nothing(backend):
+    """Arguments for Hopper's kernels (descales without fp8, pack_gqa, sm_margin, metadata, num_splits) are ignored."""
     q, k, v = backend.randn(2, 7, 4, 8), backend.randn(2, 9, 2, 8), backend.randn(2, 9, 2, 8)
     scale = torch.full((2, 2), 3.0)
     ignored = {"q_descale": scale, "k_descale": scale, "v_descale": scale, "pack_gqa": True, "sm_margin": 5}
@@ -200,28 +206,25 @@ def test_chunks_compile(backend, dynamic):
     torch.compiler.reset()
 
 
-# ---- caches ----------------------------------------------------------------------------------------------------
-
-
 def cached(q, k_cache, v_cache, lengths, chunk, leftpad=None, **options):
-    """`attention` of every sequence, a list of queries, to the first keys of its entry."""
+    """Returns `attention` of each sequence's queries over the first `lengths` keys of its cache entry, after `leftpad`."""
     leftpad = leftpad or [0] * len(q)
     return [attention(q[b], k_cache[b, leftpad[b] : n], v_cache[b, leftpad[b] : n], chunk, **options) for b, n in enumerate(lengths)]
 
 
 @CAUSAL
 @pytest.mark.parametrize("window_size", WINDOWS[::2], ids=str)
-@pytest.mark.parametrize("layout", ["dense", "leftpad", "entries", "pages", "room"])
+@pytest.mark.parametrize("layout", ["dense", "leftpad", "entries", "pages", "no lengths"])
 @pytest.mark.parametrize("seqlen_q", [1, 7])
 @pytest.mark.parametrize("chunk", [1, 5, 16, 1000])
 @BACKENDS
 def test_chunks_of_a_cache(backend, chunk, seqlen_q, layout, window_size, causal):
-    """With pages of 16 tokens, chunks of 16 take whole pages, and others begin within one."""
+    """With pages of 16 tokens, chunks of 16 take whole pages, and others begin within one. Without lengths a cache is full."""
     q, k_cache, v_cache = backend.randn(3, seqlen_q, 4, 8), backend.randn(3, 48, 2, 8), backend.randn(3, 48, 2, 16)
-    lengths = [48] * 3 if layout == "room" else [48, 33, 5]
+    lengths = [48] * 3 if layout == "no lengths" else [48, 30, 5]
     leftpad = [3, 20, 0] if layout == "leftpad" else None
     options = {"causal": causal, "window_size": window_size, "return_softmax_lse": True, "attention_chunk": chunk}
-    options["cache_seqlens"] = None if layout == "room" else backend.ints(lengths)
+    options["cache_seqlens"] = None if layout == "no lengths" else backend.ints(lengths)
     options["cache_leftpad"] = None if leftpad is None else backend.ints(leftpad)
     given = k_cache, v_cache
     if layout == "entries":
@@ -235,7 +238,7 @@ def test_chunks_of_a_cache(backend, chunk, seqlen_q, layout, window_size, causal
             for i, page in enumerate(row):
                 for t, whole in zip(given, (k_cache, v_cache)):
                     t[page] = whole[b, 16 * i : 16 * i + 16]
-        pages[1, 3:], pages[2, 1:] = -7, 10**6  # what is after the last page is not read
+        pages[1, 2:], pages[2, 1:] = -7, 10**6  # what is after a sequence's last page is not read
         options["page_table"] = backend.ints(pages.flatten().tolist()).view(3, 3)
     out, lse, *rest = fa3.flash_attn_with_kvcache(q, *given, **options)
     assert [t.numel() for t in rest] == [0, 0]
@@ -247,11 +250,12 @@ def test_chunks_of_a_cache(backend, chunk, seqlen_q, layout, window_size, causal
 @CAUSAL
 @pytest.mark.parametrize("chunk", [0, 4, 100])
 @pytest.mark.parametrize("rotary", ["none", "cache_seqlens", "rotary_seqlens"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("layout", ["dense", "packed", "packed as q"])
 @BACKENDS
-def test_append(backend, packed, rotary, chunk, causal):
-    """k is rotated by its positions. So is q where a mask or chunks order the queries; else all by the first position."""
-    lengths_q, lengths_new = ([3, 3], [3, 3]) if not packed else ([4, 1], [2, 3])
+def test_append(backend, layout, rotary, chunk, causal):
+    """Appended k is rotated by its positions, and so is q under a causal mask or with chunks. Else all q take the first position."""
+    lengths_q, lengths_new = {"dense": ([3, 3], [3, 3]), "packed": ([4, 1], [2, 3]), "packed as q": ([4, 1], [4, 1])}[layout]
+    packed = layout != "dense"
     k_cache, v_cache = backend.randn(2, 20, 2, 16), backend.randn(2, 20, 2, 16)
     before, first = [2, 11], [2, 11] if rotary != "rotary_seqlens" else [5, 0]
     q, k, v = ([backend.randn(n, heads, 16) for n in of] for heads, of in ((4, lengths_q), (2, lengths_new), (2, lengths_new)))
@@ -279,7 +283,7 @@ def test_append(backend, packed, rotary, chunk, causal):
         options["rotary_seqlens"] = backend.ints(first)
     if packed:
         cu = [backend.ints([0, n[0], sum(n)]) for n in (lengths_q, lengths_new)]
-        options |= {"cu_seqlens_q": cu[0], "cu_seqlens_k_new": cu[1], "max_seqlen_q": max(lengths_q)}
+        options |= {"cu_seqlens_q": cu[0], "cu_seqlens_k_new": cu[1] if layout == "packed" else None, "max_seqlen_q": max(lengths_q)}
     out = fa3.flash_attn_with_kvcache(join(q), k_cache, v_cache, join(k), join(v), **options)
     close(backend, k_cache, want_k)
     assert torch.equal(v_cache, want_v)
@@ -306,6 +310,7 @@ def test_a_cache_in_float8(backend):
 
 @CPU
 def test_combine(backend):
+    """The states of three parts of the keys, one of them empty, combine to that of all keys, in `out` if it is given."""
     q, k, v = backend.randn(1, 5, 2, 8), backend.randn(1, 12, 2, 8), backend.randn(1, 12, 2, 8)
     parts = [fa3.flash_attn_func(q, k[:, r], v[:, r], return_attn_probs=True) for r in (slice(0, 4), slice(4, 12), slice(0, 0))]
     outs, lses = torch.stack([p[0] for p in parts]), torch.stack([p[1].transpose(1, 2) for p in parts])
@@ -315,9 +320,6 @@ def test_combine(backend):
     assert out is into and fa3.flash_attn_combine(outs, lses, out_dtype=torch.float16)[0].dtype == torch.float16
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     close_lse(lse, want_lse.transpose(1, 2))
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------
 
 
 @CPU

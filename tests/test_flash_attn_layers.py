@@ -1,4 +1,7 @@
-"""Padding and unpadding, and rotary embeddings, with flash-attn's interfaces."""
+"""volta_fa.bert_padding and volta_fa.rotary: flash-attn's functions for padding, and its rotary embeddings, in plain PyTorch.
+
+The expected rotation (`turned`) multiplies complex numbers: a pair of columns by (cos + i sin) of its position. A pair is columns 2i and
+2i + 1 if interleaved, else i and i + rotary_dim / 2. Tests compare values, gradients, and tensors that are changed in place."""
 
 from __future__ import annotations
 
@@ -15,8 +18,6 @@ from volta_fa.rotary import (
     apply_rotary_emb_qkv_,
     apply_rotary_emb_torch,
 )
-
-# ---- padding ---------------------------------------------------------------------------------------------------
 
 MASK = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
 
@@ -77,16 +78,13 @@ def test_index_functions(dtype):
     assert torch.autograd.gradcheck(index_put_first_axis, (values, indices, 7))
 
 
-# ---- rotary ----------------------------------------------------------------------------------------------------
-
-
 def tables(positions, pairs, dtype=torch.float64):
     angles = torch.randn(positions, pairs, dtype=torch.float64) * 3
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def turned(x, cos, sin, positions, interleaved=False):
-    """x (tokens, nheads, headdim) at positions: pairs are complex numbers, the tables' rows factors of length 1."""
+    """Returns x (tokens, nheads, headdim) rotated by the tables' rows `positions`. Tokens beyond the tables stay as they are."""
     n = cos.shape[1]
     first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if interleaved else (slice(0, n), slice(n, 2 * n))
     result = x.detach().double().clone()
@@ -106,7 +104,7 @@ LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
 @pytest.mark.parametrize("offsets", [0, 3, torch.tensor([5, 0, 2]), torch.tensor([9, 0, 2], dtype=torch.int32)], ids=str)
 def test_apply_rotary_emb(interleaved, rotary_dim, inplace, offsets):
-    """Offset 9 leads beyond the table: those tokens stay as they are."""
+    """Some offsets lead beyond the table of 12 positions."""
     x, (cos, sin) = torch.randn(3, 7, 2, 16, dtype=torch.float64).requires_grad_(), tables(12, rotary_dim // 2)
     starts = offsets.tolist() if isinstance(offsets, torch.Tensor) else [offsets] * 3
     positions = [range(start, start + 7) for start in starts]
@@ -164,18 +162,14 @@ def test_apply_rotary_emb_qkv(interleaved, form, own_tables):
     cos, sin = tables(9, 4)
     cos_k, sin_k = tables(9, 4) if own_tables else (None, None)
     qkv = torch.randn(2, 6, 3, 4, 8, dtype=torch.float64) if form == "five" else torch.randn(2, 6, 4 + 2 * 2, 8, dtype=torch.float64)
-    q, k = (qkv[:, :, 0], qkv[:, :, 1]) if form == "five" else (qkv[:, :, :4], qkv[:, :, 4:6])
+    at_q, at_k = ((slice(None), slice(None), i) for i in ((0, 1) if form == "five" else (slice(4), slice(4, 6))))
 
     def want(q, k, sign=1):
         turn = lambda x, c, s: torch.stack([turned(e, c, sign * s, range(2, 8), interleaved) for e in x])  # noqa: E731
         return turn(q, cos, sin), turn(k, *((cos_k, sin_k) if own_tables else (cos, sin)))
 
     expected = qkv.clone()
-    want_q, want_k = want(q, k)
-    if form == "five":
-        expected[:, :, 0], expected[:, :, 1] = want_q, want_k
-    else:
-        expected[:, :, :4], expected[:, :, 4:6] = want_q, want_k
+    expected[at_q], expected[at_k] = want(qkv[at_q], qkv[at_k])
     leaf = qkv.clone().requires_grad_()
     options = {"interleaved": interleaved, "seqlen_offsets": 2, "num_heads_q": 4 if form == "four" else None}
     out = apply_rotary_emb_qkv_(leaf, cos, sin, cos_k, sin_k, **options)
@@ -184,10 +178,7 @@ def test_apply_rotary_emb_qkv(interleaved, form, own_tables):
     dout = torch.randn_like(out)
     (gradient,) = torch.autograd.grad(out, leaf, dout)
     back = dout.clone()
-    if form == "five":
-        back[:, :, 0], back[:, :, 1] = want(dout[:, :, 0], dout[:, :, 1], -1)
-    else:
-        back[:, :, :4], back[:, :, 4:6] = want(dout[:, :, :4], dout[:, :, 4:6], -1)
+    back[at_q], back[at_k] = want(dout[at_q], dout[at_k], -1)
     torch.testing.assert_close(gradient, back)
 
 
@@ -280,6 +271,17 @@ def test_rotary_embedding(interleaved):
     assert torch.equal(out[:, :, 6:], gqa[:, :, 6:])
 
 
+def test_rotary_embedding_grows_its_tables_by_max_seqlen_or_by_an_int_offset():
+    """A tensor of offsets alone does neither: tokens past the tables are not rotated."""
+    rotary, qkv, offsets = RotaryEmbedding(8), torch.randn(1, 2, 3, 1, 8), torch.tensor([4])
+    with pytest.raises(ValueError, match="max_seqlen: got None"):
+        rotary(qkv.clone(), seqlen_offset=offsets)
+    rotary(qkv.clone(), max_seqlen=5)
+    out, expected = rotary(qkv.clone(), seqlen_offset=offsets), rotary(qkv.clone(), seqlen_offset=offsets, max_seqlen=6)
+    assert torch.equal(out[:, 1], qkv[:, 1]) and torch.equal(out[:, 0], expected[:, 0])
+    assert not torch.equal(expected[:, 1, :2], qkv[:, 1, :2])
+
+
 def test_rotary_embedding_of_a_module_in_half_precision():
     """Tables are computed in float32 whatever the module was cast to, and given in the input's dtype."""
     rotary, whole = RotaryEmbedding(8).half(), RotaryEmbedding(8)
@@ -303,7 +305,7 @@ def test_rotary_embedding_compiles():
 
 
 def test_rotary_embedding_trains_after_inference_mode():
-    """The tables are no tensors of inference mode, which autograd refuses to save: subclasses save them for a backward of their own."""
+    """Tables made in inference mode are ordinary tensors. Autograd could not save inference tensors for a later backward."""
     rotary = RotaryEmbedding(8).train()
     with torch.inference_mode():
         rotary(torch.randn(1, 4, 3, 1, 8))
@@ -313,7 +315,7 @@ def test_rotary_embedding_trains_after_inference_mode():
 
 
 def test_xpos():
-    """Scores decay with the distance, and depend on nothing else: q's powers are k's inverse."""
+    """xPos scales q by a power of its position and k by the inverse, so that scores depend on the distance only."""
     rotary = RotaryEmbedding(8, scale_base=4.0)
     q, k = torch.randn(8).expand(1, 12, 1, 8), torch.randn(8).expand(1, 12, 1, 8)
     new_q, kv = rotary(q.clone(), torch.stack((k, k), dim=2))

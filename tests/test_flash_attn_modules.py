@@ -1,4 +1,6 @@
-"""flash-attn's losses, norms and attention modules in plain PyTorch: against PyTorch in fp64."""
+"""volta_fa.integrations.flash_attn: flash-attn's cross entropy, norms and attention modules, in plain PyTorch, against PyTorch in fp64.
+
+Programs import them through the flash-attn shim (test_flash_attn_shim.py). They need no kernel of volta_fa but attention."""
 
 from __future__ import annotations
 
@@ -98,9 +100,6 @@ def test_signatures_are_flash_attns(function):
     assert bare(function) == SIGNATURES[function]
 
 
-# ---- cross entropy ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.1}, {"logit_scale": 0.7, "lse_square_scale": 1e-2, "label_smoothing": 0.2}], ids=str
 )
@@ -167,7 +166,7 @@ def test_cross_entropy_compiles_with_symbolic_sizes():
 
 
 def rank_of_cross_entropy(rank, address, results):
-    """Each of two processes has half of the classes."""
+    """Runs in each of two processes, which have half of the vocabulary's logits."""
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     torch.manual_seed(0)
     logits, labels = draw(5, 12), torch.tensor([0, 5, 6, 11, -100])
@@ -193,9 +192,6 @@ def test_cross_entropy_errors():
     refused(ValueError, r"logits: got shape \(1, 2, 3\)", cross_entropy_loss, logits[None], labels)
     refused(ValueError, r"logit_scale: got 0", cross_entropy_loss, logits, labels, logit_scale=0)
     refused(NotImplementedError, r"reduction: got 'max'", CrossEntropyLoss, reduction="max")
-
-
-# ---- norms -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_rms_norm", [False, True])
@@ -316,16 +312,13 @@ def test_norm_modules():
     close(y, functional.rms_norm(x + residual, (8,), eps=1e-5))
 
 
-# ---- attention modules -----------------------------------------------------------------------------------------
-
-
 def heads(t, nheads):
     """(batch, seqlen, nheads, headdim) to (batch, nheads, seqlen, headdim), heads repeated."""
     return t.transpose(1, 2).repeat_interleave(nheads // t.shape[2], dim=1)
 
 
 def attend(q, kv, hidden=None, bias=0.0):
-    """Attention by hand; hidden keys get flash-attn's -10000."""
+    """Returns attention by single operations. Hidden keys get the score -10000, as in flash-attn's modules."""
     k, v = (heads(t, q.shape[2]) for t in kv.unbind(2))
     scores = heads(q, q.shape[2]) @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
     if hidden is not None:
@@ -352,8 +345,16 @@ def test_plain_attention(causal):
     module = mha.SelfAttention(causal=causal)
     close(module(qkv), attend(qkv[:, :, 0], qkv[:, :, 1:], mask))
     close(module(qkv, key_padding_mask=keep), attend(qkv[:, :, 0], qkv[:, :, 1:], mask | ~keep[:, None, None, :]))
+    hidden = module(qkv, causal=False, key_padding_mask=torch.zeros_like(keep))
+    close(hidden, attend(qkv[:, :, 0], qkv[:, :, 1:]))  # rows without a visible key attend to all
     module = mha.CrossAttention()
     close(module(q, kv, causal=causal), attend(q, kv, later(3, 6) if causal else None))
+    if causal:  # rows that see no key
+        longer, average = draw(2, 8, 4, 8), kv[:, :, 1].mean(1).repeat_interleave(2, 1)
+        close(module(longer, kv, causal=True)[:, :2], average[:, None].expand(-1, 2, -1, -1))
+        close(module(longer, kv, causal=True)[:, 2:], attend(longer[:, 2:], kv, later(6, 6)))
+        padded = module(longer, kv, causal=True, key_padding_mask=keep)
+        close(padded[1, :4], average[1].expand(4, -1, -1))
     masks = torch.stack([later(3, 6), torch.ones(3, 6).triu(2).bool()])[:, None] if causal else torch.zeros(1, 1, 3, 6, dtype=torch.bool)
     close(module(q, kv, causal=causal, key_padding_mask=keep), attend(q, kv, masks | ~keep[:, None, None, :]))
 
@@ -370,6 +371,7 @@ MHA_CASES = {
 @pytest.mark.parametrize("use_flash_attn", [False, True])
 @pytest.mark.parametrize("case", MHA_CASES)
 def test_mha(case, use_flash_attn):
+    """MHA equals its projections around attention in plain PyTorch, with its gradients."""
     options = MHA_CASES[case]
     torch.manual_seed(1)
     module = MHA(32, 4, use_flash_attn=use_flash_attn, dtype=torch.float64, **options)

@@ -1,4 +1,7 @@
-"""flash-attn's private functions and those of its compiled module: signatures, results, gradients in place."""
+"""flash-attn's private functions (`_flash_attn_forward` etc.) and those of its compiled module flash_attn_2_cuda, which ring_flash_attn,
+xformers and Transformer Engine call: signatures, results against fp64, and gradients written into given tensors.
+
+flash_attention.py has the fp64 reference (`attention`, `packed`) and comparisons."""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 
 from conftest import on
-from flash_attention import LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, in_pages, packed, refused, slopes_of
+from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, in_pages, packed, refused, slopes_of
 from volta_fa.integrations.flash_attn import compiled, private
 from volta_fa.integrations.flash_attn.private import (
     _flash_attn_backward,
@@ -17,10 +20,7 @@ from volta_fa.integrations.flash_attn.private import (
     _flash_attn_varlen_forward,
 )
 
-BACKENDS = on("cpu-fp64", "cpu-fp32", "cuda")
-
-# ---- signatures ------------------------------------------------------------------------------------------------
-
+#: Positional arguments of the calls below have this order.
 OPTIONS = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
 VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 GRADIENTS = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
@@ -44,8 +44,6 @@ def test_signatures_are_flash_attns(name):
     bare = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
     assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
 
-
-# ---- forward and backward --------------------------------------------------------------------------------------
 
 CASES = {
     "plain": {},
@@ -136,23 +134,6 @@ def test_backward_without_room_for_a_gradient(backend):
     assert torch.equal(dk, both)
 
 
-@BACKENDS
-def test_dropout_comes_from_rng_state(backend):
-    """Not from the generator at the time of the backward call."""
-    q, k, v = (backend.randn(1, 64, 2, 16) for _ in range(3))
-    options = 0.5, 0.25, False, -1, -1, 0.0, None
-    out, lse, _, rng_state = _flash_attn_forward(q, k, v, *options, False)
-    _, _, _, other_state = _flash_attn_forward(q, k, v, *options, False)
-
-    def dv(state):
-        torch.manual_seed(5)
-        result = torch.empty_like(v)
-        _flash_attn_backward(out, q, k, v, out, lse, None, None, result, *options, True, state)
-        return result
-
-    assert torch.equal(dv(rng_state), dv(rng_state.clone())) and not torch.equal(dv(rng_state), dv(other_state))
-
-
 @on("cpu-fp32")
 def test_neither_autograd_nor_autocast(backend):
     q = backend.randn(1, 16, 2, 16).requires_grad_()
@@ -172,9 +153,6 @@ def test_neither_autograd_nor_autocast(backend):
         assert not out.requires_grad and out.dtype == q.dtype
         torch.testing.assert_close(out, right)
     assert torch.equal(*dq)
-
-
-# ---- lengths and pages -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_used", [False, True])
@@ -212,16 +190,13 @@ def test_pages(backend, with_used):
     # seqused_k takes the place of the lengths in cu_seqlens_k
     others = {"seqused_k": backend.ints(lengths_k)} if with_used else {}
     lengths = cu(lengths_q, backend.device), cu([32] * 3 if with_used else lengths_k, backend.device), 7, 32
-    for num_splits in (0, 1):
+    for num_splits, dropout_p in ((0, 0.0), (1, 0.0), (0, CASES["too little dropout"]["dropout_p"])):
         out, lse, s_dmask, rng_state = _flash_attn_varlen_forward(
-            q, k_pages, v_pages, *lengths, 0.0, 32**-0.5, True, 5, block_table=table, num_splits=num_splits, **others
+            q, k_pages, v_pages, *lengths, dropout_p, 32**-0.5, True, 5, block_table=table, num_splits=num_splits, **others
         )
         close(backend, out, right)
         close_lse(lse, right_lse)
         assert s_dmask.numel() == rng_state.numel() == 0
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------
 
 
 @on("cpu-fp32")
@@ -260,9 +235,6 @@ def test_errors(backend):
         ValueError, r"dropout_p: got 0.5, expected 0", _flash_attn_varlen_forward,
         rows, pages, pages, *lengths[:4], 0.5, 0.25, True, block_table=table,
     )  # fmt: skip
-
-
-# ---- the compiled module ---------------------------------------------------------------------------------------
 
 
 @BACKENDS

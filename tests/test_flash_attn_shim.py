@@ -1,9 +1,11 @@
-"""The packages `flash_attn` and `sageattention` that are made of volta_fa, each test in a process of its own.
+"""The shims: packages named `flash_attn` and `sageattention` whose functions are volta_fa's, for programs that import these names.
+
+`volta_fa.install_flash_attn_shim()` puts the package at the end of sys.path; tools/flash_attn_shim is the same as a distribution for pip.
+Each test runs a program in a process (`succeeds`, `run_pieces`), because imports would change other tests.
 
 Environment:
 - VOLTA_FA_TEST_TRANSFORMERS: folders (separated by colons) to each of which a release of transformers was installed
-  with `pip install --target`; the tests with models run with each of them, and with an installed transformers.
-"""
+  with `pip install --target`; the tests with models run with each of them, and with an installed transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +25,6 @@ from processes import run_pieces, succeeds
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = Path(volta_fa.__file__).parent
 SITE = PACKAGE / "integrations" / "flash_attn" / "shim"
-DISTRIBUTION = REPOSITORY / "tools" / "flash_attn_shim"
 
 
 USES = """
@@ -52,6 +53,19 @@ USES = """
     assert flash_attn.__version__ == "2.8.3"
     assert metadata.version("flash_attn") == metadata.version("flash-attn") == "2.8.3+volta"
     assert metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+    # Transformer Engine imports private functions; xformers and unsloth read flash_attn_gpu and numbers of the version when they are
+    # imported, and xformers calls by position
+    from flash_attn_2_cuda import fwd, varlen_bwd
+    from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward, flash_attn_gpu
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, _flash_attn_varlen_backward
+    from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward, _wrapped_flash_attn_backward
+    assert flash_attn_gpu.fwd is fwd
+    import torch
+    q = torch.randn(1, 5, 2, 8)
+    out, lse, *_ = fwd(q, q, q, None, None, 0.0, 0.5, True, -1, -1, 0.0, False, None)
+    assert torch.equal(out, flash_attn.flash_attn_func(q, q, q, softmax_scale=0.5, causal=True)) and lse.shape == (1, 2, 5)
+    # programs also look for modules without importing them
+    assert all(importlib.util.find_spec(f"flash_attn.{name}") for name in ("bert_padding", "layers.rotary", "ops.triton.layer_norm"))
     # unsloth looks for this file without importing it
     assert (pathlib.Path(importlib.util.find_spec("flash_attn").submodule_search_locations[0]) / "flash_attn_interface.py").exists()
 """
@@ -84,24 +98,6 @@ def test_it_puts_a_package_within_reach(module):
         assert sys.path[:-1] == before and "{module}" not in sys.modules
         """,
         STAND_INS[module][1],
-    )
-
-
-def test_attributes_for_xformers_and_unsloth():
-    """Both read flash_attn_gpu when they are imported, and numbers from the version. xformers calls its functions by position."""
-    succeeds(
-        """
-        import volta_fa
-        volta_fa.install_flash_attn_shim()
-        from flash_attn.flash_attn_interface import flash_attn_gpu
-        import flash_attn
-        assert (2, 7, 1) <= tuple(int(part) for part in flash_attn.__version__.split(".")[:3]) <= (2, 8, 4)
-        import flash_attn_2_cuda, torch
-        assert flash_attn_gpu.fwd is flash_attn_2_cuda.fwd
-        q = torch.randn(1, 5, 2, 8)
-        out, lse, *_ = flash_attn_gpu.fwd(q, q, q, None, None, 0.0, 0.5, True, -1, -1, 0.0, False, None)
-        assert torch.equal(out, flash_attn.flash_attn_func(q, q, q, softmax_scale=0.5, causal=True)) and lse.shape == (1, 2, 5)
-        """
     )
 
 
@@ -152,20 +148,6 @@ def test_names_of_other_packages_for_these_gpus(tmp_path):
     assert succeeds(code, path=tmp_path) == "another\n"
 
 
-def test_what_transformer_engine_imports():
-    succeeds(
-        """
-        import volta_fa
-        volta_fa.install_flash_attn_shim()
-        from flash_attn_2_cuda import varlen_bwd
-        from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-        from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, _flash_attn_varlen_backward
-        from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward, _wrapped_flash_attn_backward
-        """
-    )
-
-
 def make_distribution(folder: Path, module: str, version: str | None) -> Path:
     """Another package; with a version, one that pip installed."""
     (folder / module).mkdir()
@@ -210,7 +192,7 @@ def test_it_shadows_an_installed_sageattention_when_asked(tmp_path):
 
 
 def test_it_does_not_replace_a_module_without_a_file():
-    """Somebody's stand-in, which find_spec does not describe."""
+    """sys.modules has a flash_attn that another program made, for which find_spec raises an error."""
     ran = run_pieces(
         """
         import sys, types, volta_fa
@@ -235,6 +217,22 @@ def test_a_flash_attn_installed_later_comes_first(tmp_path):
     assert out.strip() == "another"
 
 
+@pytest.mark.parametrize("module", ["flash_attn.ops.triton.rotary", "flash_attn_v100.flash_attn_interface", "sageattention.core"])
+def test_a_program_looks_for_a_module_before_any_import(module):
+    """Spawned processes take over sys.path alone."""
+    shim = "sageattention" if module.startswith("sage") else "flash_attn"
+    succeeds(
+        f"""
+        import importlib.util, multiprocessing, sys, volta_fa
+        volta_fa.install_{shim}_shim()
+        assert importlib.util.find_spec("{module}").name == "{module}" and "{module.partition(".")[0]}" in sys.modules
+        assert importlib.util.find_spec("{module}s") is None
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            assert pool.apply(importlib.util.find_spec, ["{module}"])
+        """
+    )
+
+
 def test_it_warns_where_transformers_may_have_looked_already():
     ran = run_pieces(
         """
@@ -250,46 +248,44 @@ def test_it_warns_where_transformers_may_have_looked_already():
 # ---- the distribution ------------------------------------------------------------------------------------------
 
 
-def test_versions_agree():
-    (info,) = SITE.glob("*.dist-info")
+@stand_ins
+def test_versions_agree(module):
+    """A distribution, for pip, and the metadata and the package of the shim."""
+    (info,) = (PACKAGE / "integrations" / module / "shim").glob("*.dist-info")
     (version,) = re.findall(r"^Version: (.*)$", (info / "METADATA").read_text(), re.M)
-    assert info.name == f"flash_attn-{version}.dist-info"
-    assert re.search(r'^__version__ = "(.*)"$', (SITE / "flash_attn" / "__init__.py").read_text(), re.M)[1] + "+volta" == version
-    assert f'version = "{version}"' in (DISTRIBUTION / "pyproject.toml").read_text()
-
-
-def test_sageattentions_distribution_is_the_same_package():
-    site, folder = PACKAGE / "integrations" / "sageattention" / "shim", REPOSITORY / "tools" / "sageattention_shim"
-    assert (folder / "sageattention").resolve() == site / "sageattention"
-    (information,) = site.glob("*.dist-info")
-    version = information.name.removeprefix("sageattention-").removesuffix(".dist-info")
-    assert f'version = "{version}"' in (folder / "pyproject.toml").read_text()
+    assert info.name == f"{module}-{version}.dist-info"
+    assert f'version = "{version}"' in (REPOSITORY / "tools" / f"{module}_shim" / "pyproject.toml").read_text()
+    if module == "flash_attn":
+        assert f'__version__ = "{version.removesuffix("+volta")}"\n' in (SITE / "flash_attn" / "__init__.py").read_text()
 
 
 @pytest.mark.slow
-def test_the_distribution_installs_with_pip(tmp_path):
-    """The same modules in site-packages; install_flash_attn_shim() then has nothing to do."""
-    source = tmp_path / "source"
-    shutil.copytree(DISTRIBUTION, source, ignore=shutil.ignore_patterns("__pycache__"))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, source], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name == "flash_attn-2.8.3+volta-py3-none-any.whl"
-    site = tmp_path / "site"
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", site, wheel], check=True)
-    shipped = (path.relative_to(SITE) for path in SITE.rglob("*.py"))
+@stand_ins
+def test_the_distribution_installs_with_pip(tmp_path, module):
+    """The same modules in site-packages; the install function then has nothing to do."""
+    for folder in (f"tools/{module}_shim", f"python/volta_fa/integrations/{module}/shim"):
+        shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    pip, site = [sys.executable, "-m", "pip", "--disable-pip-version-check"], tmp_path / "site"
+    subprocess.run(
+        [*pip, "install", "-q", "--no-build-isolation", "--no-deps", "--no-index", "--target", site, tmp_path / "tools" / f"{module}_shim"],
+        check=True,
+    )
+    shim = tmp_path / "python" / "volta_fa" / "integrations" / module / "shim"
+    assert len([*shim.glob("*-info")]) == 1, "pip leaves no metadata in the shim"
+    shipped = (path.relative_to(shim) for path in shim.rglob("*.py"))
     # pip would put these into the folders of other distributions
     shipped = sorted(path for path in shipped if not path.parts[0].startswith(("flash_attn_v100", "flash_attn_turing")))
     assert sorted(path.relative_to(site) for path in site.rglob("*.py")) == shipped
+    distribution, uses = STAND_INS[module]
     out = succeeds(
-        USES,
-        """
-        assert metadata.requires("flash-attn") == ["volta-fa"], metadata.requires("flash-attn")
+        uses,
+        f"""
+        assert metadata.requires("{distribution}") == ["volta-fa"], metadata.requires("{distribution}")
         import sys
         before = list(sys.path)
-        volta_fa.install_flash_attn_shim()
+        volta_fa.install_{module}_shim()
         assert sys.path == before
-        print(flash_attn.__file__)
+        print({module}.__file__)
         """,
         path=site,
     )
@@ -399,7 +395,7 @@ def test_transformers_models(transformers):
 @pytest.mark.slow
 @RELEASES
 def test_transformers_packed_sequences(transformers):
-    """Positions that start anew: each sequence is alone, as if it was the whole batch."""
+    """position_ids that start again at 0 separate sequences: each gives the result that it has alone in the batch."""
     succeeds(
         PRETEND,
         """

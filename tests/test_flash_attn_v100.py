@@ -1,4 +1,8 @@
-"""The functions of three packages flash_attn_v100, and of flash_attn_turing, against attention in fp64."""
+"""volta_fa's functions with the interfaces of other FlashAttention packages for these GPUs, against attention in fp64.
+
+Three packages are called flash_attn_v100: one of 2023, one of 2026 (with flash-attn 2's arguments), and that of 1Cat-vLLM, which has
+functions for paged caches. flash_attn_turing is the fourth. Their compiled functions take (batch, nheads, seqlen, headdim), "heads first".
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,14 @@ import types
 import pytest
 import torch
 
-from conftest import on
-from flash_attention import LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, packed
-from volta_fa.integrations.flash_attn import interface, turing, v100, v100_paged
+from flash_attention import BACKENDS, LENGTHS, LSE_ROUNDING, attention, close, close_lse, cu, packed
+from volta_fa.integrations.flash_attn import interface, turing, v100
 from volta_fa.integrations.stand_in import provide_flash_attn_v100
 from volta_fa.integrations.vllm import paged
-
-BACKENDS = on("cpu-fp64", "cpu-fp32", "cuda")
 
 
 def heads_first(*tensors):
     return [t.transpose(1, 2).contiguous() for t in tensors]
-
-
-# ---- flash_attn_v100 -------------------------------------------------------------------------------------------
 
 
 def test_signatures():
@@ -113,25 +111,25 @@ def test_paged_functions(backend, kv_cache_dtype, window):
         return torch.cat([attention(rows[b : b + 1], *seen[b], **of)[0] for b in range(2)])
 
     into = torch.full_like(q, torch.nan)
-    assert v100_paged.flash_attn_prefill_paged(q, *arguments, out=into, **options) is into
+    assert v100.flash_attn_prefill_paged(q, *arguments, out=into, **options) is into
     close(backend, into, expected(q))
-    close(backend, v100_paged.flash_attn_prefill_paged_splitkv(q, *arguments, split_kv_tokens=16, **options), expected(q))
-    close(backend, v100_paged.flash_attn_prefill_paged(q, *arguments, causal=False, **options), expected(q, causal=False))
+    close(backend, v100.flash_attn_prefill_paged_splitkv(q, *arguments, split_kv_tokens=16, **options), expected(q))
+    close(backend, v100.flash_attn_prefill_paged(q, *arguments, causal=False, **options), expected(q, causal=False))
     [first] = heads_first(q)
     into = torch.full_like(first, torch.nan)
     for out in (None, into):
-        result = v100_paged.flash_attn_prefill_paged_bhmd(first, *arguments, out=out, **options)
+        result = v100.flash_attn_prefill_paged_bhmd(first, *arguments, out=out, **options)
         assert result.is_contiguous() and (out is None or result is out)
         close(backend, result.transpose(1, 2), expected(q))
     into = torch.full_like(q[:, 0], torch.nan)
     for out in (None, into):
-        result = v100_paged.flash_attn_decode_paged(q[:, 0], *arguments, out=out, max_seq_len_hint=64, **options)
+        result = v100.flash_attn_decode_paged(q[:, 0], *arguments, out=out, max_seq_len_hint=64, **options)
         assert out is None or result is out
         close(backend, result, expected(q[:, :1])[:, 0])
     with pytest.raises(ValueError, match="kv_cache_dtype: got `int8_per_token_head`, expected auto or float16"):
-        v100_paged.flash_attn_decode_paged(q[:, 0], *arguments, kv_cache_dtype="int8_per_token_head")
-    with pytest.raises(ValueError, match=r"out: got shape \(2, 4, 15\), expected"):
-        v100_paged.flash_attn_decode_paged(q[:, 0], *arguments, out=into[..., 1:], **options)
+        v100.flash_attn_decode_paged(q[:, 0], *arguments, kv_cache_dtype="int8_per_token_head")
+    with pytest.raises(ValueError, match=r"out: got shape \(2, 4, 15\) of dtype .* expected shape \(2, 4, 16\)"):
+        v100.flash_attn_decode_paged(q[:, 0], *arguments, out=into[..., 1:], **options)
 
 
 @BACKENDS
@@ -141,13 +139,13 @@ def test_dense_functions_of_1cat(backend):
     first = heads_first(q, k, v)
     into = torch.full_like(first[0], torch.nan)
     for out in (None, into):
-        result, lse, _ = v100_paged.flash_attn_bhmd_func(*first, 0.0, 0.3, True, return_attn_probs=True, out=out)
+        result, lse, _ = v100.flash_attn_bhmd_func(*first, 0.0, 0.3, True, return_attn_probs=True, out=out)
         assert result.is_contiguous() and (out is None or result is out)
         close(backend, result.transpose(1, 2), expected)
         close_lse(lse, expected_lse)
-    close(backend, v100_paged.flash_attn_bhmd_func(*first, softmax_scale=0.3, causal=True).transpose(1, 2), expected)
-    close_lse(v100_paged.flash_attn_lse(q, k, v, 0.3, True), expected_lse)
-    result, lse, *none = v100_paged._flash_attn_forward(*first, None, 0.0, 0.3, True, -1, -1, 0.0, None, False)
+    close(backend, v100.flash_attn_bhmd_func(*first, softmax_scale=0.3, causal=True).transpose(1, 2), expected)
+    close_lse(v100.flash_attn_lse(q, k, v, 0.3, True), expected_lse)
+    result, lse, *none = v100._flash_attn_forward(*first, None, 0.0, 0.3, True, -1, -1, 0.0, None, False)
     close(backend, result.transpose(1, 2), expected)
     close_lse(lse, expected_lse)
     assert none == [None, None]
@@ -160,17 +158,14 @@ def test_the_stand_in_has_all_three_packages(monkeypatch):
         provide_flash_attn_v100()
     import flash_attn_v100
 
-    assert {*v100.__all__, *v100_paged.__all__} == set(flash_attn_v100.__all__)
-    assert flash_attn_v100.flash_attn_interface.flash_attn_decode_paged is v100_paged.flash_attn_decode_paged
-    assert v100_paged.flash_attn_decode_paged_xqa_available()
+    assert {*v100.__all__} == set(flash_attn_v100.__all__)
+    assert flash_attn_v100.flash_attn_interface.flash_attn_decode_paged is v100.flash_attn_decode_paged
+    assert v100.flash_attn_decode_paged_xqa_available()
     other = types.ModuleType("flash_attn_v100")
     other.__file__ = "elsewhere.py"
     monkeypatch.setitem(sys.modules, "flash_attn_v100", other)
     with pytest.raises(RuntimeError, match="flash_attn_v100 was imported before from elsewhere.py"):
         provide_flash_attn_v100()
-
-
-# ---- flash_attn_turing -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -206,3 +201,13 @@ def test_turing_varlen(backend, causal):
         close(backend, found, right, LSE_ROUNDING)
     with pytest.raises(ValueError, match="lse: got shape"):
         turing.varlen_bwd(q, k, v, out, lse[..., 1:], dout, *lengths)
+    if q.is_cuda:  # lengths are not validated: rows after the last sequence belong to none and change nothing
+        padded = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 20), value=1.0) for t in (q, out, dout)]
+        assert torch.equal(turing.varlen_fwd(padded[0], k, v, *lengths)[1], lse)
+        close(backend, turing.varlen_bwd(padded[0], k, v, padded[1], lse, padded[2], *lengths)[0][: len(q)], want[0], LSE_ROUNDING)
+        return
+    more_rows = [torch.cat([t, t]) for t in (q, out, dout)]
+    with pytest.raises(ValueError, match="cu_seqlens_q: got .* as its last value"):
+        turing.varlen_bwd(more_rows[0], k, v, more_rows[1], lse, more_rows[2], *lengths)
+    with pytest.raises(ValueError, match="max_seqlen_q"):
+        turing.varlen_bwd(q, k, v, out, lse[..., :1], dout, *lengths[:2], 1, *lengths[3:])

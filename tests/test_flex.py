@@ -1,29 +1,28 @@
-"""`volta_fa.flex_attention` against attention in fp64 and torch's own function; `enable_flex`; torch.compile."""
+"""`volta_fa.flex_attention`, with the interface of torch's flex_attention, against fp64 and torch; `enable_flex`; torch.compile.
+
+volta_fa traces a score function (score_mod) and maps it to the kernels' operations: a factor, softcap, ALiBi, an added bias, or a mask
+(`recognize` returns `Scores`). Functions of other operations raise `Unrecognized`, and torch's own flex_attention runs.
+`enable_flex` makes torch's function run volta_fa. `assert_same` compares out, softmax_lse and all gradients."""
 
 import gc
 import json
 import logging
 import math
-import os
-import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 import torch
-
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
-
 import torch.nn.attention.flex_attention as torch_flex
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import create_block_mask
 
 import volta_fa
 from volta_fa import flex_attention
 from volta_fa.flex.score_mod import Scores, Unrecognized, recognize
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch asks to compile its function
 HEADS, LENGTH = 4, 150
 SLOPES = 0.5 ** torch.arange(1, HEADS + 1).float()
 TABLE = torch.linspace(-1, 1, HEADS * 600).view(HEADS, 600)
@@ -54,6 +53,7 @@ RECOGNIZED = {
         Scores(bias=(False, True, True, True), hides=(False, False, True, True)),
     ),
 }
+#: Score functions that are not recognized, by the reason that the message gives.
 OTHERS = {
     "mul of two scores": lambda s, b, h, q, kv: s * s,
     "mul by a value that is not a positive constant": lambda s, b, h, q, kv: s * SLOPES[h],
@@ -68,13 +68,6 @@ MASKS = {
     "empty rows and columns": lambda b, h, q, kv: (q >= 70) & (kv < 60) & (kv % 7 != 0),
     "sinks and window": lambda b, h, q, kv: (q >= kv) & ((q - kv < 30) | (kv < 4)),
 }
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch asks to compile its function
-        yield
 
 
 @pytest.fixture
@@ -142,7 +135,7 @@ def catches(score, b, h, q, kv):
         return score
 
 
-# A function, and what it does to torch's scores. torch's own takes those branches too.
+#: Functions that branch on properties of their arguments, and the result of the branch that real tensors take.
 BRANCHES = {
     "type": (lambda s, b, h, q, kv: 2 * s if isinstance(s, torch.Tensor) else s, lambda s, h: 2 * s),
     "types of indices": (lambda s, b, h, q, kv: s + SLOPES[h] if torch.is_tensor(h) else s, lambda s, h: s + SLOPES[h]),
@@ -196,7 +189,7 @@ def test_scores_and_masks(name, mask):
 @pytest.mark.parametrize("gpu", ["v100", "t4"])
 @pytest.mark.parametrize("name", ["identity", "softcap, alibi"])
 def test_float32_on_kernels(name, gpu, monkeypatch):
-    """As exact as fp32, in the simulator, with kernels that walk the mask's blocks."""
+    """fp32 inputs run kernels for block masks, in the simulator, with the precision of fp32."""
     monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
     score_mod, mask_mod = RECOGNIZED[name][0], MASKS["documents, not for a head"]
     inputs = operands(batch=1, heads_k=2, dtype=torch.float32)
@@ -232,6 +225,16 @@ def test_own_masks_and_one_key_for_all_entries():
     visible = blocks.repeat_interleave(50, 0).repeat_interleave(50, 1)
     expected = plain(inputs[0], key.expand_as(inputs[1]), value.expand_as(inputs[2]), None, lambda b, h, q, kv: visible[q, kv])
     assert_same(found, expected, inputs)
+
+
+def test_own_masks_of_odd_lengths_and_grouped_heads():
+    """The last blocks are partial, of queries and of keys."""
+    inputs = operands(heads_k=1, length_q=113, length_k=203)
+    blocks = torch.rand(2, HEADS, 1, 2) < 0.5
+    assert 0 < blocks.sum() < blocks.numel()
+    mask = volta_fa.BlockMask.from_blocks(blocks, 128, (113, 203))
+    found = flex_attention(*inputs, block_mask=mask, enable_gqa=True, return_lse=True)
+    assert_same(found, plain(*inputs, None, lambda b, h, q, kv: blocks[b, h, q // 128, kv // 128]), inputs)
 
 
 def test_gradients_of_an_added_term():
@@ -336,7 +339,7 @@ def test_compiled(name, backend):
 
 
 def test_compiled_programs_stay_in_one_part():
-    """torch.compile allows results of unknown size by itself only with fullgraph=True."""
+    """Packing a mask has results of unknown size. torch.compile must not break the graph there, also without fullgraph=True."""
     inputs = operands()
     block_mask = create_block_mask(MASKS["sinks and window"], None, None, LENGTH, LENGTH, device="cpu")
     torch._dynamo.reset()
@@ -360,7 +363,7 @@ def test_programs_of_many_lengths_compile_twice(score, mask):
 
 
 def test_numbers_of_score_functions_in_programs_of_any_shape():
-    """dynamic=True makes a symbol of a number that a closure has."""
+    """With dynamic=True, a number that a score function's closure holds is symbolic."""
     torch._dynamo.reset()
 
     def slopes_of(heads):
@@ -441,7 +444,7 @@ def test_compiled_by_inductor():
 def test_caches_on_disk_tell_the_operators_arguments():
     from torch.compiler import config
 
-    from volta_fa.flex.mask_op import INTERFACE
+    from volta_fa.flex.compiled import INTERFACE
 
     before = config.cache_key_tag
     volta_fa.enable_flex("cpu")
@@ -513,48 +516,3 @@ def test_disable_flex_leaves_a_later_patch(enabled, monkeypatch):
     assert torch_flex.flex_attention is ours
     volta_fa.disable_flex()
     assert torch_flex.flex_attention is torch_function
-
-
-# ---- masks of others, written anew from their descriptions -----------------------------------------------------------
-
-IMAGES = torch.tensor([[0, 70], [20, 70], [70, 150]])  # the queries that see each image, of 50 tokens
-
-
-def neighborhood(b, h, q, kv):
-    """Pixels of a canvas 10 wide within 2 rows and columns."""
-    return ((q // 10 - kv // 10).abs() <= 2) & ((q % 10 - kv % 10).abs() <= 2)
-
-
-GALLERY = {
-    "dilated window": lambda b, h, q, kv: ((q - kv).abs() <= 40) & ((q - kv) % 4 == 0),
-    "global tokens and window": lambda b, h, q, kv: ((q - kv).abs() <= 10) | (q % 50 == 0) | (kv % 50 == 0),
-    "vision cross attention": lambda b, h, q, kv: (q >= IMAGES[kv // 50][0]) & (q < IMAGES[kv // 50][1]),
-    "neighborhood": neighborhood,
-    "prefix": lambda b, h, q, kv: (kv < 33) | (q >= kv),
-    "shared prefix": lambda b, h, q, kv: (kv < 30) | ((q // 60 == kv // 60) & (q >= kv)),
-    "block diffusion": lambda b, h, q, kv: torch.where(
-        (q < 75) & (kv < 75), q // 16 == kv // 16, torch.where(q < 75, (kv - 75) // 16 < q // 16, (kv >= 75) & (q // 16 >= kv // 16))
-    ),
-    "tiles": lambda b, h, q, kv: (q // 48 - kv // 48).abs() <= 1,
-}
-
-
-@pytest.mark.parametrize("name", GALLERY)
-def test_masks_of_attention_gym(name):
-    inputs = operands(batch=1)
-    block_mask = create_block_mask(GALLERY[name], None, None, LENGTH, LENGTH, device="cpu")
-    visible = create_mask(GALLERY[name], 1, 1, LENGTH, LENGTH, device="cpu")[0, 0]
-    found = flex_attention(*inputs, block_mask=block_mask, return_lse=True)
-    assert_same(found, plain(*inputs, None, lambda b, h, q, kv: visible[q, kv]), inputs)
-
-
-@pytest.mark.parametrize("sparsity", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("lengths", [(113, 203), (203, 113), (256, 384)], ids=str)
-def test_shapes_of_block_sparse_attention(lengths, sparsity):
-    torch.manual_seed(1)
-    inputs = operands(heads_k=1, length_q=lengths[0], length_k=lengths[1])
-    blocks = torch.rand(2, HEADS, -(-lengths[0] // 128), -(-lengths[1] // 128)) >= sparsity
-    visible = blocks.repeat_interleave(128, 2).repeat_interleave(128, 3)
-    mask = volta_fa.BlockMask.from_blocks(blocks, 128, lengths)
-    found = flex_attention(*inputs, block_mask=mask, enable_gqa=True, return_lse=True)
-    assert_same(found, plain(*inputs, None, lambda b, h, q, kv: visible[b, h, q, kv]), inputs)

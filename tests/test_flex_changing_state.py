@@ -1,7 +1,10 @@
-"""Mask functions that read state which changes between calls: each call of `volta_fa.flex_attention` sees it, as torch's does."""
+"""Mask functions that read state which changes between calls: each call of `volta_fa.flex_attention` sees the new state, as torch's does.
+
+volta_fa packs a mask and keeps it (volta_fa.block_mask.kept). To reuse it, it records which values the function read, and compares them
+at the next call. A case is a mask function of `kv < width`, and a function that sets the width in some kind of state: a closure, a
+module, a tensor's memory, a random generator."""
 
 import collections
-import os
 import random
 import time
 import types
@@ -11,21 +14,17 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
-
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
-
 import torch.nn.attention.flex_attention as torch_flex
 
 from volta_fa import flex_attention
 from volta_fa.block_mask import kept
 from volta_fa.block_mask.recording import Recording, recorded
-from volta_fa.block_mask.torch_mask import source_of
+from volta_fa.block_mask.source import source_of
 
 LENGTH = 96
 #: The widths that a test sets.
 WIDTHS = (40, 17, 90, 40)
-#: States of `random` before it draws a width.
+#: By width: a state of `random` in which the next randrange(1, LENGTH) is that width.
 SEEDS = {random.Random(seed).randrange(1, LENGTH): random.Random(seed).getstate() for seed in range(3000)}
 WIDTH = 0
 
@@ -324,6 +323,7 @@ def test_masks_are_kept_while_values_are(name):
     assert masks[0] is masks[1] is masks[3] and masks[2] is not masks[0]
 
 
+#: Functions with values that a recording cannot compare, so their masks are packed at each call.
 OTHERS = {
     "random numbers of torch": lambda b, h, q, kv: kv < torch.rand(()) * LENGTH,
     "random numbers like an argument": lambda b, h, q, kv: kv < torch.rand_like(kv.float()) * LENGTH,

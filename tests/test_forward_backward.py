@@ -1,8 +1,9 @@
-"""Forward and backward against the fp64 reference, on every backend.
+"""`volta_fa::fwd` and `bwd` without further features, against the fp64 reference, on every backend: CPU (`cpu-DTYPE`), the kernels'
+machine code in the simulator (`sim`), and GPU (`cuda`).
 
-The rule for kernels is that of this field: the largest error of a result is at most twice (gradients: three times)
-that of PyTorch's own fp16 eager attention on the same inputs, both against fp64; see `volta_fa.check.tolerance.Budget`.
-"""
+The largest error of a result is at most twice (gradients: three times) that of PyTorch's eager attention in the same dtype, both against
+fp64, as in flash-attn's tests (`volta_fa.check.tolerance.Budget`). `check` (conftest.py) applies this rule, and compares two runs bitwise.
+`Case(seqlen_q, seqlen_k, headdim, headdim_v)` is a problem of random tensors."""
 
 import json
 import math
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import reference
-from conftest import ALL, KERNELS, Case, assert_same_bits, check, judge, on, on_cases
+from conftest import ALL, KERNELS, Case, assert_same_bits, check, on, on_cases
 
 HEADDIMS = [8, 40, 64, 72, 96, 104, 128, 136, 192, 256]
 SEQLENS = [(q, k) for q in (1, 17, 113) for k in (1, 33, 255)]
@@ -88,14 +89,7 @@ REAL = [
 ]
 
 
-@on_cases((ALL, [*shapes(), *MIXED_HEADDIMS, *ODD_HEADDIMS, *GROUPS, *MASKS, *SCALES]), (["cpu-fp32", "cpu-bf16", *KERNELS], REAL))
-def test_problem(backend, case):
-    q, k, v, dout = case.inputs(backend)
-    check(backend, q, k, v, dout, **case.options)
-
-
-# ---- the GPU list -------------------------------------------------------------------------------------------------
-
+#: Larger ones, with the lengths and headdims of flash-attn's tests.
 GPU_CASES = [
     Case(m, n, d, batch=b, nheads=h, is_causal=c)
     for shapes_ in (
@@ -109,79 +103,52 @@ GPU_CASES = [
 ]
 
 
-@on_cases((["cuda"], GPU_CASES))
-def test_gpu_list(backend, case):
+@on_cases(
+    (ALL, [*shapes(), *MIXED_HEADDIMS, *ODD_HEADDIMS, *GROUPS, *MASKS, *SCALES]),
+    (["cpu-fp32", "cpu-bf16", *KERNELS], REAL),
+    (["cuda"], GPU_CASES),
+)
+def test_problem(backend, case):
     q, k, v, dout = case.inputs(backend)
-    # a head's share at a time: the reference holds several (heads, seqlen_q, seqlen_k) fp64 matrices
-    heads = max(1, 2**26 // (case.batch * case.seqlen_q * case.seqlen_k))
-    whole = check_whole(backend, q, k, v, dout, **case.options)
-    for h in range(0, case.nheads, heads):
-        part = slice(h, h + heads)
-        compare_with_fp64(backend, [t[:, :, part] for t in (q, k, v, dout)], whole, part, case.options)
+    check(backend, q, k, v, dout, **case.options)
 
 
-def check_whole(backend, q, k, v, dout, **options):
-    out, lse = backend.forward(q, k, v, **options)
-    return out, lse, backend.backward(dout, q, k, v, out, lse, **options)
+def inside(t):
+    """Returns a copy of t that is in every dimension a slice of something larger, with NaN around it."""
+    b, s, h, d = t.shape
+    big = torch.full((b + 1, s + 3, h + 2, d + 16), float("nan"), dtype=t.dtype, device=t.device)
+    return big[1:, 2 : s + 2, :h, 8 : d + 8].copy_(t)
 
 
-def compare_with_fp64(backend, inputs, whole, part, options):
-    q, k, v, dout = inputs
-    out, lse, runs = whole
-    results = {"out": out[:, :, part], "softmax_lse": lse[:, part]}
-    exact = reference.exact(q, k, v, **options)
-    judge(backend, exact.forward(), results)
-    parts = exact.backward(dout, results["out"])
-    for gradients in runs:
-        judge(backend, parts, {name: g[:, :, part] for name, g in zip(("dq", "dk", "dv"), gradients)})
+#: By name: a function that returns q, k, v and dout in this memory layout.
+LAYOUTS = {
+    "heads_first": lambda *tensors: [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors],
+    "packed_qkv": lambda q, k, v, dout: [*torch.stack([q, k, v], dim=2).unbind(2), dout],
+    "sliced": lambda *tensors: [inside(t) for t in tensors],
+    # rows that do not start on 16 bytes
+    "odd_strides": lambda *tensors: [torch.nn.functional.pad(t, (0, 3))[..., :-3] for t in tensors],
+    # stride 0 over batch, keys' heads and output rows
+    "expanded": lambda q, k, v, dout: [
+        q[:1].expand_as(q), k[:, :, :1].expand_as(k), v[:1, :, :1].expand_as(v), dout[:, :1].expand_as(dout)
+    ],
+    # stride 0 over columns too, as of `out.sum().backward()`
+    "gradient_of_a_sum": lambda q, k, v, dout: [q, k, v, dout[:1, :1, :1, :1].expand_as(dout)],
+    "batch_second": lambda *tensors: [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors],
+}  # fmt: skip
 
 
-# ---- layouts ------------------------------------------------------------------------------------------------------
-
-
-def _strided(backend, case, layout):
-    q, k, v, dout = case.inputs(backend)
-    if layout == "heads_first":  # (B, H, S, D) memory, seen as (B, S, H, D)
-        return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v, dout)]
-    if layout == "packed_qkv":  # slices of one projection (B, S, 3, H, D)
-        return [*torch.stack([q, k, v], dim=2).unbind(2), dout]
-    if layout == "sliced":  # every dimension a slice of something larger
-
-        def inside(t):
-            b, s, h, d = t.shape
-            big = torch.full((b + 1, s + 3, h + 2, d + 16), float("nan"), dtype=t.dtype, device=t.device)
-            view = big[1:, 2 : s + 2, :h, 8 : d + 8]
-            view.copy_(t)
-            return view
-
-        return [inside(t) for t in (q, k, v, dout)]
-    if layout == "odd_strides":  # rows that do not start on 16 bytes
-
-        def odd(t):
-            b, s, h, d = t.shape
-            view = torch.empty(b, s, h, d + 3, dtype=t.dtype, device=t.device)[..., :d]
-            view.copy_(t)
-            return view
-
-        return [odd(t) for t in (q, k, v, dout)]
-    if layout == "expanded":  # stride 0 over batch, keys' heads and output rows
-        return [q[:1].expand_as(q), k[:, :, :1].expand_as(k), v[:1, :, :1].expand_as(v), dout[:, :1].expand_as(dout)]
-    if layout == "reversed_batch_order":  # (S, B, H, D) memory
-        return [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v, dout)]
-    raise AssertionError(layout)
-
-
-@pytest.mark.parametrize("layout", ["heads_first", "packed_qkv", "sliced", "odd_strides", "expanded", "reversed_batch_order"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @on(*ALL)
 def test_layouts(backend, layout):
-    """A strided view gives, to the bit, what its contiguous copy gives."""
+    """A strided view gives bitwise the results of its contiguous copy, in bwd also one of out and of softmax_lse."""
     case = Case(40, 40, 64, nheads=4, is_causal=True)
-    q, k, v, dout = _strided(backend, case, layout)
+    q, k, v, dout = LAYOUTS[layout](*case.inputs(backend))
     out, lse = check(backend, q, k, v, **case.options)
     dense = [t.contiguous() for t in (q, k, v, dout)]
     dense_out, dense_lse = backend.forward(*dense[:3], **case.options)
     assert torch.equal(out, dense_out) and torch.equal(lse, dense_lse)
-    [strided, *_] = backend.backward(dout, q, k, v, out, lse, **case.options)
+    far_out, far_lse = torch.stack([out, out], 3)[:, :, :, 1], torch.stack([lse, lse], -1)[..., 0]
+    [strided, *_] = backend.backward(dout, q, k, v, far_out, far_lse, **case.options)
     [plain, *_] = backend.backward(dense[3], *dense[:3], dense_out, dense_lse, **case.options)
     for name, a, b in zip(("dq", "dk", "dv"), strided, plain):
         if name == "dq" and backend.name == "cuda":  # summed by atomics
@@ -189,20 +156,6 @@ def test_layouts(backend, layout):
         else:
             assert torch.equal(a, b), name
         assert a.is_contiguous()
-
-
-@on(*ALL)
-def test_strided_saved_tensors(backend):
-    """out and softmax_lse need not come back to bwd as fwd left them."""
-    case = Case(40, 50, 64)
-    q, k, v, dout = case.inputs(backend)
-    out, lse = backend.forward(q, k, v)
-    [expected, *_] = backend.backward(dout, q, k, v, out, lse)
-    far_out = torch.stack([out, out], 3)[:, :, :, 1]
-    far_lse = torch.stack([lse, lse], -1)[..., 0]
-    [found, *_] = backend.backward(dout, q, k, v, far_out, far_lse)
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=2e-3 if backend.name == "cuda" else 0, atol=1e-3 if backend.name == "cuda" else 0)
 
 
 @on(*ALL)
@@ -217,12 +170,10 @@ def test_inputs_are_left_alone(backend):
         assert torch.equal(t, b)
 
 
-# ---- empty problems -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("batch,seqlen_q,seqlen_k,nheads", [(0, 5, 6, 2), (2, 0, 6, 2), (2, 5, 0, 2), (2, 0, 0, 2), (2, 5, 6, 0)])
 @on(*ALL)
 def test_empty(backend, batch, seqlen_q, seqlen_k, nheads):
+    """Without batch entries, queries, keys or heads, shapes are right, out and gradients 0, and lse is +inf."""
     q = backend.randn(batch, seqlen_q, nheads, 64)
     k, v = backend.randn(batch, seqlen_k, nheads, 64), backend.randn(batch, seqlen_k, nheads, 32)
     out, lse = backend.forward(q, k, v)
@@ -232,17 +183,6 @@ def test_empty(backend, batch, seqlen_q, seqlen_k, nheads):
         for g, t in zip(gradients, (q, k, v)):
             assert g.shape == t.shape and (g == 0).all()
 
-
-@on(*ALL)
-def test_every_row_masked(backend):
-    """A window that no key is in: seqlen_q far beyond seqlen_k, and only the last rows would see any."""
-    case = Case(90, 3, 64, window_left=1, window_right=0)
-    q, k, v, dout = case.inputs(backend)
-    out, lse, dq, dk, dv = check(backend, q, k, v, dout, **case.options)
-    assert (lse[..., :87] == math.inf).all() and lse[..., 87:].isfinite().all()
-
-
-# ---- infinities and NaN -------------------------------------------------------------------------------------------
 
 POISON = {
     "q+inf": ("q", math.inf),
@@ -257,17 +197,22 @@ POISON = {
 }
 
 
+def math_attention(q, k, v):
+    """Returns PyTorch's attention by single operations, in fp64."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        heads = [t.double().transpose(1, 2) for t in (q, k, v)]
+        return torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+
+
 @pytest.mark.parametrize("poison", POISON)
 @on(*ALL)
 def test_infinities_and_nan(backend, poison):
-    """As PyTorch's math SDPA treats them: infinite and NaN where it is, and nowhere else."""
+    """out is infinite or NaN exactly where PyTorch's attention by single operations is."""
     case = Case(37, 45, 64, batch=1, nheads=1)
     q, k, v, _ = case.inputs(backend)
     name, value = POISON[poison]
     {"q": q, "k": k, "v": v}[name][0, 20, 0, 5] = value
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        heads = [t.double().transpose(1, 2) for t in (q, k, v)]
-        expected = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+    expected = math_attention(q, k, v)
     out, _ = backend.forward(q, k, v)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.isposinf(), expected.isposinf()) and torch.equal(out.isneginf(), expected.isneginf())
@@ -280,17 +225,14 @@ def test_minus_infinity_everywhere(backend):
     """Scores of -inf in a whole row: PyTorch's safe softmax makes them a row of zeros."""
     q, k, v = backend.randn(1, 3, 1, 64).abs(), backend.randn(1, 5, 1, 64).abs(), backend.randn(1, 5, 1, 64)
     q[0, 1, 0, :] = -math.inf
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        heads = [t.double().transpose(1, 2) for t in (q, k, v)]
-        expected = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
     out, lse = backend.forward(q, k, v)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=2e-2, equal_nan=True)
+    torch.testing.assert_close(out.double(), math_attention(q, k, v), rtol=1e-2, atol=2e-2, equal_nan=True)
     assert lse[0, 0, [0, 2]].isfinite().all()
 
 
 @on(*ALL)
 def test_poison_behind_the_mask(backend):
-    """What a row does not see cannot touch it, whatever it is: NaN in k, and in rows of q next to it."""
+    """A NaN key changes no bit of rows that do not see it, and makes all others NaN."""
     case = Case(50, 50, 64, is_causal=True)
     q, k, v, _ = case.inputs(backend)
     clean, clean_lse = backend.forward(q, k, v, **case.options)
@@ -311,9 +253,6 @@ def test_scores_far_beyond_fp16(backend):
     torch.testing.assert_close(out.double(), ref.out, rtol=1e-2, atol=5.0 if backend.dtype != torch.float64 else 1e-6)
     for gradients in backend.backward(dout, q, k, v, out, lse, **case.options):
         assert all(g.isfinite().all() for g in gradients)
-
-
-# ---- huge tensors -------------------------------------------------------------------------------------------------
 
 
 @on("cuda")
@@ -367,8 +306,6 @@ def test_more_than_2_31_elements(backend):
         torch.testing.assert_close(found[:, rows, -1:][:, 20:].double(), ref[:, 20:], rtol=1e-2, atol=1e-2, msg=lambda m: f"{name}: {m}")
 
 
-# ---- long ---------------------------------------------------------------------------------------------------------
-
 # A spread of 30 makes nearly one-hot rows, one of 1e-3 nearly uniform ones.
 LONG = [
     Case(8192, 8192, d, batch=1, is_causal=is_causal, spread=spread)
@@ -384,8 +321,6 @@ def test_long(backend, case, deterministic):
     check(backend, *case.inputs(backend), deterministic=deterministic, **case.options)
 
 
-# ---- deterministic ------------------------------------------------------------------------------------------------
-
 DETERMINISTIC = [
     Case(113, 155, d, headdim_v=dv, batch=1, nheads=4, nheads_k=2, is_causal=is_causal)
     for d, dv in [(32, None), (40, None), (64, None), (96, 64), (128, None), (192, 128), (256, None)]
@@ -394,13 +329,15 @@ DETERMINISTIC = [
 
 
 @on_cases((KERNELS, DETERMINISTIC))
-@pytest.mark.parametrize("dq", ["in rounds", "by a kernel of its own"])
+@pytest.mark.parametrize("dq", ["several launches", "own kernel"])
 def test_deterministic(backend, case, dq, force):
-    """dq too is bitwise identical, run to run and in both warp orders. dk and dv are those of the default mode, but for dk where one mode
-    passes P through memory (docs/design/numerics.md)."""
+    """Gradients are bitwise identical in all runs and warp orders. dv is that of the default mode, and so is dk up to headdim 192; above,
+    the default mode stores P and dS in memory as fp16 (docs/design/numerics.md).
+
+    dq is summed over several launches of the main kernel with an accumulator per block, or computed by a kernel of its own."""
     q, k, v, dout = case.inputs(backend)
-    # a tuning tells the two ways apart; without one it is the faster
-    force(choices=[{"pass": "Backward", "deterministic": True}] * (dq == "by a kernel of its own"))
+    # a tuning forces the second way; without one the planner takes the first where it is faster
+    force(choices=[{"pass": "Backward", "deterministic": True}] * (dq == "own kernel"))
     out, lse, _, dk, dv = check(backend, q, k, v, dout, deterministic=True, **case.options)
     force()
     default = backend.backward(dout, q, k, v, out, lse, **case.options)[0]
@@ -409,8 +346,8 @@ def test_deterministic(backend, case, dq, force):
     assert_same_bits("dv", dv, default[2])
 
 
-# More blocks of keys than run at once on a V100, so that there are several launches, of which the last has smaller blocks, or fewer left
-# than its grid. (Few queries: what is new is which keys a launch has.)
+# More key blocks than are resident on a V100, so that the deterministic pass takes several launches. The last has smaller blocks
+# or fewer than the others. Few queries suffice, because launches divide keys.
 ROUNDS = [
     Case(9, 4 * 128 + 5, 64, batch=2, nheads=20, is_causal=True),
     Case(9, 4 * 128 + 5, 128, batch=2, nheads=20, nheads_k=10),
@@ -435,11 +372,11 @@ def test_several_launches(backend, case):
     plans = [
         json.loads(torch.ops.volta_fa._plan(*shape, case.is_causal, deterministic=d, features=features))["backward"] for d in (True, False)
     ]
-    assert (plans[0]["rounds"] > 1 or plans[0]["tail"]) and plans[0]["dq_accum_splits"] > 1, plans[0]
+    assert (plans[0]["main_launches"] > 1 or plans[0]["tail"]) and plans[0]["dq_accum_splits"] > 1, plans[0]
     out, lse, dq, *_ = check(backend, q, k, v, dout, deterministic=True, **options)
-    if plans[0]["rounds"] > 1 and backend.name == "sim" and not case.lengths:
-        # The simulator's blocks run one after the other, so with atomics all are added in this order: a launch's blocks must not be.
-        # (Another order shows in some of 20,000 fp16 elements; the packed cases have fewer with as many blocks.)
+    if plans[0]["main_launches"] > 1 and backend.name == "sim" and not case.lengths:
+        # The simulator runs blocks one after the other, so atomics add them in that order. Separate accumulators must add in another order,
+        # which shows in some of 20,000 fp16 elements; packed cases have too few elements.
         in_order = backend.backward(dout, q, k, v, out, lse, **options)[0][0]
         assert not torch.equal(dq, in_order), "a launch's blocks of keys share a sum"
     if plans[1]["tail"]:
@@ -462,22 +399,3 @@ def test_torchs_deterministic_switch(backend):
         torch.use_deterministic_algorithms(False)
     for a, b in zip(*gradients):
         assert_same_bits("gradient", a, b)
-
-
-# ---- streams ------------------------------------------------------------------------------------------------------
-
-
-@on("cuda")
-def test_runs_on_the_current_stream(backend):
-    case = Case(600, 600, 64, is_causal=True)
-    q, k, v, dout = case.inputs(backend)
-    expected = torch.ops.volta_fa.fwd(q, k, v, **case.options)[0]
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        late = torch.full_like(q, float("nan"))
-        torch.cuda._sleep(20_000_000)
-        late.copy_(q)
-        out = torch.ops.volta_fa.fwd(late, k, v, **case.options)[0]
-    stream.synchronize()
-    assert torch.equal(out, expected)

@@ -1,6 +1,10 @@
-"""Headdims above 256: forward in both families' kernels of both block sizes, and the backward pass that passes P and dS through memory."""
+"""Headdims from 257 to 512: forward kernels of both families and block sizes, and the backward pass that stores P and dS in memory.
 
-import json
+That backward pass ("stored") also runs on Volta above headdim 192. One kernel writes the probabilities P and their gradients dS of a
+launch's key tiles, another computes dq, dk and dv from them. `on(...)` and `on_cases(...)` list backends: CPU, simulator, GPU (`cuda`).
+
+Fields of a Case: `lengths` is (queries, keys) of packed sequences, `used` seqused_k. `bias` names its dimensions that are not 1 (b, h, q,
+k), then its dtype (default: q's). `sinks` names a dtype ("own": q's), `alibi` the dimensions of the slopes."""
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ CASES = [
     Case(70, 33, 504, 264, batch=1, nheads=1, spread=3.0),
     Case(37, 50, 321, 510, batch=1, nheads=1),
     Case(40, 90, 8, 512, batch=1, nheads=1, window_left=20, window_right=3),
-    # steps of keys that the first of a warp's rows sees, and the last does not
+    # a window that ends inside key steps: the first row of a warp sees other keys than the last
     Case(70, 190, 512, batch=1, nheads=1, window_left=60, window_right=40),
     Case(40, 90, 512, 40, batch=1, nheads=1, softmax_scale=-0.1),
     Case(140, 9, 512, batch=1, nheads=1, is_causal=True),
@@ -34,31 +38,23 @@ def test_on_the_cpu(backend, case):
     check(backend, *tensors, **options)
 
 
-def test_both_families_have_two_block_sizes():
+def test_limits():
+    """Both families have two block sizes, so test_kernels runs all of them."""
     assert sorted(VARIANTS.values()) == [70, 70, 75, 75]
+    assert torch.ops.volta_fa._max_headdim(0) == INFO["limits"]["max_headdim"] == 512
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @on_cases((["sim", "cuda"], CASES))
 def test_kernels(backend, force, case, variant):
+    """Each forward kernel, also with packed sequences and other features ("generic"), is within the budgets."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[VARIANTS[variant]])
     force(choices=[{"pass": "Forward", "variant": variant.replace("512x512", words + "512x512")} for words in ("", "varlen_", "generic_")])
     (q, k, v, _), options = case.problem(backend)
     check(backend, q, k, v, **options)
 
 
-def test_limits():
-    assert torch.ops.volta_fa._max_headdim(0) == INFO["limits"]["max_headdim"] == 512
-
-
-def test_plan_counts_launches():
-    """A KV head of an entry has 1,600 tiles, and a launch at most 2,048: one head."""
-    plan = json.loads(torch.ops.volta_fa._plan(3, 5000, 5000, 8, 8, 512, 512, False))["backward"]
-    assert plan["main"]["grid"][1:] == [1, 1] and plan["finish"]["grid"][2] == 1
-    assert plan["rounds"] == 3 * 8
-
-
-# ---- the backward pass, on Volta above headdim 192: lengths beside its tiles of 128, its launches, and every option -------
+# ---- the backward pass that stores P and dS: lengths around its tiles of 128, its launches, and every option --------------
 
 
 @pytest.fixture
@@ -102,6 +98,7 @@ OPTIONS = [
 
 @on_cases((["sim", "cuda", *BF16_KERNELS], [*SHAPES, *OPTIONS]))
 def test_stored(backend, case, gpu, forward_on_cpu):
+    """The backward pass that stores P and dS is within the budgets."""
     tensors, options = case.problem(backend)
     check(backend, *tensors, **options)
 
@@ -114,7 +111,7 @@ def test_stored_gradient_of_lse(backend, gpu, forward_on_cpu):
 @pytest.mark.parametrize("gpu", ["v100", pytest.param("t4", marks=pytest.mark.slow)], indirect=True)
 @on("sim", "cuda")
 def test_some_heads_and_keys_of_each_launch(backend, gpu, forward_on_cpu):
-    """Empty sequences take room for tiles, so that launches have one KV head, and one of three key tiles."""
+    """1,200 empty sequences take up tiles of the limit, so each launch has one KV head and one of the three key tiles."""
     lengths = ((140, 300), *((0, 0),) * 1200, (20, 150))
     case = Case(lengths=lengths, headdim=264, headdim_v=16, nheads=2, is_causal=True)
     tensors, options = case.problem(backend)

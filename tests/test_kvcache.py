@@ -1,16 +1,20 @@
-"""volta_fa::fwd_kvcache: attention over a cache, dense or in pages, to which k and v are appended in place."""
+"""`volta_fa::fwd_kvcache`: attention over a KV cache, dense or in pages, to which the call may append k and v in place.
+
+`on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels' machine code in the simulator (`sim`), GPU (`cuda`).
+`check` compares results and the cache with fp64; what no token occupies in a cache is NaN, so that a read of it shows. Other files import
+`run` and `check`; test_kvcache_quantized.py tests quantized caches. WRONG, DENSE and PACKED list invalid arguments with their errors."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 import torch
 
-from cached import NO_PAGE, Cached, check_opcheck, check_sequences
-from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, on, on_cases, poison_cuda
+from cached import Cached, check_opcheck, check_sequences
+from conftest import ALL, BF16_KERNELS, agreed, assert_same_bits, captured, on, on_cases, poison_cuda
 from test_validation import refused
+from volta_fa.check.cache_cases import NO_PAGE
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
@@ -34,7 +38,7 @@ def check(backend, case, change=lambda problem: None):
 
 
 def check_cache(problem, k_cache, v_cache):
-    """Appended tokens are where they belong, and everything else is what it was."""
+    """Checks that appended tokens are in their places of the cache, and that no other byte has changed."""
     for name, before, after, which in (("k_cache", problem.k_cache, k_cache, 0), ("v_cache", problem.v_cache, v_cache, 1)):
         expected = before.clone()
         for b, (_, cached, new) in enumerate(problem.case.lengths if problem.new else ()):
@@ -46,8 +50,6 @@ def check_cache(problem, k_cache, v_cache):
             expected[entry, row] = after[entry, row]
         assert_same_bits(name, after, expected)
 
-
-# ---- what it computes ------------------------------------------------------------------------------------------------
 
 # lengths: (queries, cached tokens, appended tokens) of each sequence. page=0: a dense cache. own_new: packed k and v have cu_seqlens_k_new.
 # all_cached: the call has no cache_seqlens. Layouts: nhd and hnd order tokens and heads, kv interleaves K and V in one tensor, and wide has
@@ -121,7 +123,7 @@ def test_against_fp64(backend, case):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_pages_that_a_window_left_behind(backend):
-    """Servers give them back: their numbers are anything, and nobody reads them."""
+    """Servers reuse pages before a sequence's window, so their table entries may be invalid, and kernels must not read them."""
     case = Cached(((1, 100, 0), (1, 48, 1), (4, 80, 0)), packed=True, own_new=True, window_left=20)
     problem = case.problem(backend)
     expected = run(backend, problem)
@@ -133,23 +135,8 @@ def test_pages_that_a_window_left_behind(backend):
 
 
 @on("cpu-fp32", "sim", "cuda")
-def test_layouts_agree(backend):
-    """Dense and in pages, whatever the page and the strides."""
-    base = Cached(((2, 37, 2), (2, 300, 2)), nheads=4, nheads_k=2)
-    expected = None
-    for page, layout in ((16, "nhd"), (0, "nhd"), (64, "hnd"), (256, "kv"), (32, "wide")):
-        backend.generator.manual_seed(backend.seed)
-        out, lse, _, _ = run(backend, dataclasses.replace(base, page=page, layout=layout).problem(backend))
-        if expected is None:
-            expected = out, lse
-        tolerance = 1e-6 if backend.dtype == torch.float32 else 2e-3
-        torch.testing.assert_close(out, expected[0], rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
-
-
-@on("cpu-fp32", "sim", "cuda")
 def test_nothing_to_do(backend):
-    """Sizes of 0 in every dimension that may have one; what is to be appended is appended all the same."""
+    """Sizes of 0 in every dimension that may be 0. Without queries, a call still appends."""
     backend.simulate()
     cache = backend.randn(3, 16, 2, 8)
     lengths, table = backend.ints([3, 0]), backend.ints([2, 0]).view(2, 1)
@@ -188,7 +175,7 @@ def test_opcheck(backend, case):
 
 
 class Decoder(torch.nn.Module):
-    """Some steps over one cache, each of which reads what those before it wrote."""
+    """Decodes token by token over one cache, then all queries at once. Each call reads what earlier calls appended."""
 
     def forward(self, q, k_cache, v_cache, k, v, cache_seqlens, block_table):
         outs = []
@@ -211,7 +198,7 @@ def steps(backend):
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on("cpu-fp32", "sim", "cuda")
 def test_compile(backend, compiler):
-    """The next step and the caller see what the graph writes into the cache."""
+    """Compiled programs keep the in-place writes to the cache, in their order and for the caller."""
     backend.simulate()
     arguments = steps(backend)
     eager, compiled = arguments(), arguments()
@@ -272,7 +259,7 @@ def test_autograd_sees_what_is_appended(backend):
 
 @on("cpu-fp32", "cpu-bf16")
 def test_autocast(backend):
-    """A cache is what it is: q, k and v follow it."""
+    """Autocast casts q, k and v to the cache's dtype, because the cache is updated in place."""
     problem = Cached(((2, 9, 2), (2, 17, 2)), headdim=16).problem(backend)
     caches = problem.copy_of_cache()
     expected = fwd_kvcache(problem.q, *problem.copy_of_cache(), *problem.new, **problem.options)
@@ -283,13 +270,10 @@ def test_autocast(backend):
         assert torch.equal(a, b)
 
 
-# ---- graphs, streams, many calls -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rotary", [False, True])
 @on("cuda")
 def test_cuda_graph(backend, rotary):
-    """One graph for any lengths and pages: what it reads of them is what the tensors hold at the replay."""
+    """One graph of append and attention serves any lengths, pages and tokens: replays read the tensors' current values."""
     batch, max_pages = 3, 20
     q, k, v = backend.randn(batch, 2, 8, 128), backend.randn(batch, 2, 2, 128), backend.randn(batch, 2, 2, 128)
     caches = [backend.randn(64, 16, 2, 128) for _ in range(2)]
@@ -302,16 +286,16 @@ def test_cuda_graph(backend, rotary):
     with torch.cuda.stream(side):
         fwd_kvcache(q, *caches, k, v, **options)
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = fwd_kvcache(q, *caches, k, v, **options)
+    graph, found = captured(lambda: fwd_kvcache(q, *caches, k, v, **options))
     for values in ((0, 0, 0), (300, 1, 15), (16, 310, 0)):
         lengths.copy_(backend.ints(values))
+        for t in (q, k, v):
+            t.copy_(backend.randn(*t.shape))
         table.copy_(torch.randperm(64, device="cuda")[: table.numel()].view_as(table))
         eager = [cache.clone() for cache in caches]
         expected = fwd_kvcache(q, *eager, k, v, **options)
         graph.replay()
-        agreed([(*expected, *eager), (out, lse, *caches)])
+        agreed([(*expected, *eager), (*found, *caches)])
 
 
 @on("sim", "cuda")
@@ -329,9 +313,6 @@ def test_many_calls_in_a_row(backend):
         if i % 100 < 2:
             assert_same_bits("out", out, expected[i % 2][0])
             assert_same_bits("softmax_lse", lse, expected[i % 2][1])
-
-
-# ---- wrong arguments -------------------------------------------------------------------------------------------------
 
 
 def good(backend, page=16):
@@ -444,43 +425,39 @@ def spoiled(table, *place_and_value):
     return table
 
 
-def refuse(backend, arguments, spoil, words):
-    backend.simulate("timing")
+#: Wrong arguments of calls with pages, with a dense cache, and of packed queries.
+ALL_WRONG = [(form, name) for form, table in (("pages", WRONG), ("dense", DENSE), ("packed", PACKED)) for name in table]
+
+
+@pytest.mark.parametrize("form, name", ALL_WRONG)
+@on("cpu-fp32", "sim", "cuda")
+def test_wrong_arguments(backend, form, name):
+    """The call is refused before it writes to a cache."""
+    backend.simulate("timing")  # executes kernels, so a call that is not refused changes the caches
+    arguments = good(backend, page=0 if form == "dense" else 16)
+    if form == "packed":
+        arguments |= {n: arguments[n].flatten(0, 1) for n in ("q", "k", "v")}
+        arguments |= {"cu_seqlens_q": ints(arguments, 0, 2, 4), "max_seqlen_q": 2}
+    spoil, words = {"pages": WRONG, "dense": DENSE, "packed": PACKED}[form][name]
     given = {**arguments, **spoil(arguments)}
-    given = {name: t.to(arguments["q"].device) if torch.is_tensor(t) and not t.is_meta else t for name, t in given.items()}
-    before = [arguments[name].clone() for name in ("k_cache", "v_cache")]
+    given = {n: t.to(arguments["q"].device) if torch.is_tensor(t) and not t.is_meta else t for n, t in given.items()}
+    before = [arguments[n].clone() for n in ("k_cache", "v_cache")]
     refused(call(given | {"check_lengths": True}), ValueError, "volta_fa::fwd_kvcache", *words)
-    for t, name in zip(before, ("k_cache", "v_cache")):
-        assert_same_bits(name, arguments[name], t)
+    for t, n in zip(before, ("k_cache", "v_cache")):
+        assert_same_bits(n, arguments[n], t)
 
 
-@pytest.mark.parametrize("name", WRONG)
-@on("cpu-fp32", "sim", "cuda")
-def test_wrong_arguments(backend, name):
-    refuse(backend, good(backend), *WRONG[name])
+# ---- invalid values that the call does not check (VOLTA_FA_CHECK_LENGTHS=0) --------------------------------------------
 
-
-@pytest.mark.parametrize("name", DENSE)
-@on("cpu-fp32", "sim", "cuda")
-def test_wrong_dense_arguments(backend, name):
-    refuse(backend, good(backend, page=0), *DENSE[name])
-
-
-@pytest.mark.parametrize("name", PACKED)
-@on("cpu-fp32", "sim", "cuda")
-def test_wrong_packed_arguments(backend, name):
-    arguments = good(backend)
-    packed = {n: arguments[n].flatten(0, 1) for n in ("q", "k", "v")}
-    refuse(backend, {**arguments, **packed, "cu_seqlens_q": ints(arguments, 0, 2, 4), "max_seqlen_q": 2}, *PACKED[name])
-
-
-# ---- what nobody has checked -----------------------------------------------------------------------------------------
-
+#: Tokens of a page (0: a dense cache), and the arguments that are invalid.
 UNCHECKED = {
     "negative length": (16, lambda a: {"cache_seqlens": ints(a, -1, 17)}),
+    "most negative length": (16, lambda a: {"cache_seqlens": ints(a, -(2**31), 17)}),
     "long length": (16, lambda a: {"cache_seqlens": ints(a, 2**31 - 1, 17)}),
     "append that does not fit": (16, lambda a: {"cache_seqlens": ints(a, 63, 17)}),
     "page": (16, lambda a: {"block_table": spoiled(a["block_table"], 0, 0, 2**31 - 1)}),
+    "page after the last": (16, lambda a: {"block_table": spoiled(a["block_table"], 0, 0, len(a["k_cache"]))}),
+    "page -1": (16, lambda a: {"block_table": spoiled(a["block_table"], 0, 0, -1)}),
     "negative page": (16, lambda a: {"block_table": spoiled(a["block_table"], 0, 0, -(2**31))}),
     "entry": (0, lambda a: {"cache_batch_idx": ints(a, 2, 1)}),
     "negative entry": (0, lambda a: {"cache_batch_idx": ints(a, -7, 1)}),
@@ -493,7 +470,7 @@ UNCHECKED = {
 @pytest.mark.parametrize("name", UNCHECKED)
 @on("sim", "cuda", "sim-bf16", "cuda-bf16")
 def test_unchecked_values(backend, name):
-    """The sequence is NaN, the other is right, and nothing outside of the tensors or of what is appended is touched."""
+    """The invalid sequence's results are NaN, the other's right. The call writes nothing but appended tokens."""
     page, spoil = UNCHECKED[name]
     arguments = good(backend, page=page)
     backend.simulate()
@@ -503,12 +480,11 @@ def test_unchecked_values(backend, name):
     if backend.machine == "cuda":
         poison_cuda(arguments["q"])
     out, lse = call({**arguments, **spoil(arguments), **caches[1]})()
-    assert out[0].isnan().all()
+    assert out[0].isnan().all() and lse[0].isnan().all()
     assert_same_bits("out", out[1], expected[0][1])
     assert_same_bits("softmax_lse", lse[1], expected[1][1])
-    if "page" in name or "length" in name or "fit" in name:
-        # of the wrong sequence nothing was written, or only where its own pages are
-        for n in caches[0]:
-            before, right, found = arguments[n], caches[0][n], caches[1][n]
-            same = lambda x, y: (x == y) | (x.isnan() & y.isnan())  # noqa: E731
-            assert (same(found, before) | same(found, right)).all(), n
+    # of the wrong sequence nothing was written, or only where its own pages or rows are
+    for n in caches[0]:
+        before, right, found = arguments[n], caches[0][n], caches[1][n]
+        same = lambda x, y: (x == y) | (x.isnan() & y.isnan())  # noqa: E731
+        assert (same(found, before) | same(found, right)).all(), n

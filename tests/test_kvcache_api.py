@@ -1,4 +1,8 @@
-"""What is built on fwd_kvcache beside flash-attn's interface: cascades, anchored windows, and PyTorch's own door for flash attention."""
+"""Functions built on `fwd_kvcache` and `fwd`: cascade_attention, anchored windows, and PyTorch's flash attention implementations.
+
+Cascade attention reads pages of a prefix that all sequences share. An anchored window shows a query the first `anchor_tokens` keys and a
+sliding window. torch.nn.attention.activate_flash_attention_impl("VOLTA"), from torch 2.10 on, makes PyTorch's flash attention operators
+run volta_fa. `on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`)."""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.attention as attention
 from torch import Tensor
 
 import reference
@@ -33,7 +38,7 @@ def test_cascade(backend, appends, packed, options):
     """The same as with the shared pages at the beginning of every sequence's own."""
     backend.simulate()
     shared_pages, new = 3, 2 if appends else 0
-    lengths = ((2, 48 + 9, new), (2, 48 + 17, new), (2, 48 + 4, new))
+    lengths = ((2, 48 + 9, new), (2, 48 + 17, new), (2, 48 + 4, new))  # queries, cached and new tokens of each sequence
     problem = Cached(lengths, nheads=4, nheads_k=2, packed=packed).problem(backend)
     options = {**options, "sinks": backend.randn(4)} if options.get("sinks") else options
     table = problem.options["block_table"].clone()
@@ -57,7 +62,7 @@ def test_cascade(backend, appends, packed, options):
 
 @on("cpu-fp32")
 def test_cascade_errors(backend):
-    problem = Cached(((2, 9, 2), (2, 17, 2))).problem(backend)
+    problem = Cached(((2, 9, 2), (2, 17, 2))).problem(backend)  # queries, cached and new tokens
     table, lengths = problem.options["block_table"], problem.options["cache_seqlens"]
     caches = problem.k_cache, problem.v_cache
     with pytest.raises(ValueError, match=r"shared_block_table: got shape \(2, 4\)"):
@@ -68,23 +73,23 @@ def test_cascade_errors(backend):
         cascade_attention(problem.q, *caches, table[0], 99, block_table=table, cache_seqlens=lengths)
 
 
-# ---- PyTorch's door --------------------------------------------------------------------------------------------------
+# ---- torch.nn.attention.activate_flash_attention_impl ("door"), which makes PyTorch's operators run our kernels ----------
 
-attention = pytest.importorskip("torch.nn.attention")
 HAS_DOOR = hasattr(attention, "activate_flash_attention_impl")
-# torch 2.10's leads in, and not out again
+# torch 2.10 has no function that restores PyTorch's own implementation
 NEEDS_DOOR = pytest.mark.skipif(not hasattr(attention, "restore_flash_attention_impl"), reason="this torch has no door with a way back")
 
 
 @pytest.fixture
 def active():
+    """PyTorch's flash attention operators run volta_fa during the test."""
     attention.activate_flash_attention_impl("VOLTA")
     yield
     attention.restore_flash_attention_impl()
 
 
 def forwards(function):
-    """What `function` returns, and how often the ops ran."""
+    """Returns what `function` returns, and how often it ran each op."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         result = function()
     names = [event.name for event in profile.events()]
@@ -116,7 +121,7 @@ def test_varlen_attn(backend, active, window):
 @NEEDS_DOOR
 @on("cpu-fp32", "sim", "cuda")
 def test_flash_attention_forward(backend, active):
-    """Dense, with what varlen_attn of this release does not pass on: lengths, slopes, dropout; and pages."""
+    """aten::_flash_attention_forward with arguments that varlen_attn does not pass: lengths, ALiBi slopes, dropout, and pages."""
     backend.simulate()
     q, k, v = backend.randn(2, 9, 4, 32), backend.randn(2, 40, 2, 32), backend.randn(2, 40, 2, 32)
     slopes, used = backend.randn(4).float().abs(), backend.ints([40, 13])
@@ -129,6 +134,7 @@ def test_flash_attention_forward(backend, active):
     with pytest.raises(NotImplementedError, match="return_debug_mask"):
         aten(q, k, v, None, None, 9, 40, 0.0, True, True)
     problem = Cached(((3, 9, 0), (3, 17, 0))).problem(backend)
+    # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, is_causal, return_debug_mask
     arguments = (problem.q, problem.k_cache, problem.v_cache, None, None, 3, 64, 0.0, True, False)
     pages = {"seqused_k": problem.options["cache_seqlens"], "block_table": problem.options["block_table"]}
     found, *_ = volta_fa.integrations.torch_flash_impl._forward(*arguments, **pages)
@@ -157,7 +163,8 @@ def test_sdpa_through_the_door(backend, active, layout):
 
 
 @pytest.mark.skipif(not HAS_DOOR, reason="this torch has no such door")
-def test_a_program_that_stays_inside():
+def test_a_program_that_never_restores_pytorch():
+    """Activates VOLTA, calls varlen_attn and exits, in a process of its own: torch 2.10 has no function that restores."""
     code = """
         import torch, volta_fa
         from torch.nn.attention import activate_flash_attention_impl
@@ -177,8 +184,10 @@ def test_the_name_is_known_and_nothing_is_active():
     assert "VOLTA" in attention.list_flash_attention_impls()
     assert attention.current_flash_attention_impl() is None
     attention.activate_flash_attention_impl("VOLTA")
-    assert attention.current_flash_attention_impl() == "VOLTA"
-    attention.restore_flash_attention_impl()
+    try:
+        assert attention.current_flash_attention_impl() == "VOLTA"
+    finally:
+        attention.restore_flash_attention_impl()
     q = torch.randn(1, 3, 1, 8)
     with pytest.raises(NotImplementedError):
         torch.ops.aten._flash_attention_forward(q, q, q, None, None, 3, 3, 0.0, True, False)
@@ -238,6 +247,57 @@ def test_gradients_of_anchored_windows(sizes):
         assert (a - b).abs().max() < 1e-5, name
 
 
+#: (queries, keys) of packed sequences: prompts, a chunk, several new tokens, decoding, without queries, without anchors, odd lengths.
+PACKED = [(37, 37), (0, 5), (5, 61), (1, 3), (19, 90), (1, 96), (0, 0), (3, 44)]
+
+
+def packed_sequences(dtype, lengths=PACKED):
+    """q, k and v of each sequence, the packed q, and its lengths."""
+    each = [[drawn(1, n, h, dtype=dtype) for n, h in ((n, HEADS), (m, KV_HEADS), (m, KV_HEADS))] for n, m in lengths]
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, *n]).cumsum(0).int() for n in zip(*lengths))
+    return each, torch.cat([q[0] for q, _, _ in each]), cu_seqlens_q, cu_seqlens_k
+
+
+def close_to_each(out, lse, each, anchors, window):
+    """Within fp16's rounding, or fp32's, of attention of each sequence alone in fp64."""
+    exact = torch.cat([anchored(*sequence, anchors, window)[0] for sequence in each if sequence[0].shape[1]])
+    assert (out - exact).abs().max() < (4e-3 if out.dtype == torch.float16 else 1e-5)
+    assert lse.shape == (HEADS, len(out)) and lse.isfinite().all()
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("anchors,window", [(4, 20), (33, 0), (0, 9), (18, 25), (4, 100)])
+@on("cpu-fp32", "sim", "cuda")
+def test_packed_anchored_window(backend, anchors, window):
+    """Sequences of any lengths in one call, of queries and keys alone."""
+    backend.simulate()
+    each, q, cu_seqlens_q, cu_seqlens_k = packed_sequences(backend.dtype)
+    k, v = (torch.cat([sequence[i][0] for sequence in each]) for i in (1, 2))
+    out, lse = anchored_window_attention(
+        q, k, v, anchor_tokens=anchors, window_left=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=37, max_seqlen_k=96,
+    )  # fmt: skip
+    close_to_each(out, lse, each, anchors, window)
+
+
+def poisoned_cache(each, paged, page=16):
+    """Keys and values of the sequences in a cache that is NaN elsewhere, as the operator's arguments, and its lengths."""
+    lengths = torch.tensor([k.shape[1] for _, k, _ in each], dtype=torch.int32)
+    dtype = each[0][0].dtype
+    table = torch.randperm(len(each) * 6, dtype=torch.int32).view(-1, 6)
+    caches = [torch.full((len(each) * 6, page, KV_HEADS, HEADDIM), float("nan"), dtype=dtype) for _ in "kv"]
+    for i, cache in enumerate(caches):
+        for b, sequence in enumerate(each):
+            rows = torch.full((6 * page, KV_HEADS, HEADDIM), float("nan"), dtype=dtype)
+            rows[: lengths[b]] = sequence[i + 1][0]
+            cache[table[b].long()] = rows.view(6, page, KV_HEADS, HEADDIM)
+    if not paged:
+        return [cache[table.long()].flatten(1, 2) for cache in caches], {"cache_seqlens": lengths}
+    # numbers that are no page, beyond the tokens
+    table[torch.arange(6) >= (lengths[:, None] + page - 1) // page] = -7
+    return caches, {"cache_seqlens": lengths, "block_table": table}
+
+
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("seqlen_q", [1, 3])
@@ -245,28 +305,120 @@ def test_gradients_of_anchored_windows(sizes):
 def test_decoding_with_an_anchored_window(backend, seqlen_q, paged):
     """Sequences shorter than the anchors, than the window, and longer than both."""
     backend.simulate()
-    dtype = backend.dtype
-    lengths, anchors, window, page = [3, 20, 40, 96], 18, 25, 16
-    q = drawn(len(lengths), seqlen_q, HEADS, dtype=dtype)
-    k, v = (drawn(len(lengths), 96, KV_HEADS, dtype=dtype) for _ in "kv")
-    table = torch.randperm(len(lengths) * 6, dtype=torch.int32).view(len(lengths), 6) if paged else None
-    caches = [k, v]
-    if table is not None:
-        caches = [torch.empty(len(lengths) * 6, page, KV_HEADS, HEADDIM, dtype=dtype) for _ in "kv"]
-        for cache, t in zip(caches, (k, v)):
-            cache[table.flatten().long()] = t.reshape(-1, page, KV_HEADS, HEADDIM)
+    each, *_ = packed_sequences(backend.dtype, [(seqlen_q, n) for n in (3, 20, 40, 96)])
+    caches, lengths = poisoned_cache(each, paged)
     out, lse = anchored_window_attention_with_kvcache(
-        q,
-        *caches,
-        anchor_tokens=anchors,
-        window_left=window,
-        cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
-        block_table=table,
+        torch.cat([q for q, *_ in each]), *caches, anchor_tokens=18, window_left=25, **lengths
     )
-    for b, n in enumerate(lengths):
-        exact = anchored(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], anchors, window)
-        assert (out[b : b + 1] - exact).abs().max() < (4e-3 if dtype == torch.float16 else 1e-5), n
-    assert lse.isfinite().all()
+    close_to_each(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), each, 18, 25)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("anchors,window", [(4, 20), (33, 0), (18, 25), (4, 100)])
+@on("cpu-fp32", "sim", "cuda")
+def test_packed_queries_with_an_anchored_window(backend, anchors, window, paged):
+    """The same over a cache: prompts, chunks, verification and decoding in one call."""
+    backend.simulate()
+    each, q, cu_seqlens_q, _ = packed_sequences(backend.dtype)
+    caches, lengths = poisoned_cache(each, paged)
+    options = {"anchor_tokens": anchors, "window_left": window, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": 37}
+    out, lse = anchored_window_attention_with_kvcache(q, *caches, **options, **lengths)
+    close_to_each(out, lse, each, anchors, window)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("kv_dtypes", [("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("fp8_e4m3", "fp8_e4m3")], ids="-".join)
+@on("cpu-fp32", "sim", "cuda")
+def test_anchored_window_of_a_quantized_cache(backend, kv_dtypes, paged):
+    """As of the numbers that the codes stand for, scales beside poison."""
+    backend.simulate()
+    each, q, cu_seqlens_q, _ = packed_sequences(backend.dtype)
+    caches, lengths = poisoned_cache(each, paged)
+    made = [volta_fa.quantize_kv(cache, kv_dtype) for cache, kv_dtype in zip(caches, kv_dtypes)]
+    scales = {f"{n}_{name}": getattr(t, name) for n, t in zip("kv", made) for name in ("scale", "zero_point")}
+    numbers = [volta_fa.dequantize_kv(t.data, d, t.scale, t.zero_point, dtype=q.dtype) for t, d in zip(made, kv_dtypes)]
+    options = {"anchor_tokens": 18, "window_left": 25, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": 37, **lengths}
+    found = anchored_window_attention_with_kvcache(q, *(t.data for t in made), **options, **scales)
+    for a, b in zip(found, anchored_window_attention_with_kvcache(q, *numbers, **options)):
+        close(backend, a, b)
+    descale = torch.ones(len(PACKED), KV_HEADS)
+    with pytest.raises(ValueError, match=r"k_descale: got shape \(8, 2\), expected \(1\) or \(nheads_k\)"):
+        anchored_window_attention_with_kvcache(q, *(t.data for t in made), **options, k_descale=descale)
+
+
+def unchecked_pages(backend):
+    """Packed sequences over pages, in calls that check no lengths, as on a GPU: packed_sequences() and poisoned_cache()."""
+    backend.simulate()
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    sequences = packed_sequences(backend.dtype)
+    return *sequences, *poisoned_cache(sequences[0], True)
+
+
+@pytest.mark.usefixtures("on_device")
+@on("sim", "cuda")
+def test_anchors_on_a_page_that_does_not_exist(backend):
+    """They give NaN in the rows of their sequence, all of which see them here, and right numbers in others."""
+    each, q, cu_seqlens_q, _, caches, lengths = unchecked_pages(backend)
+    options = {"anchor_tokens": 4, "window_left": 2, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": 37}
+    right, _ = anchored_window_attention_with_kvcache(q, *caches, **options, **lengths)
+    (sequence,) = [b for b, (of_q, k, _) in enumerate(each) if of_q.shape[1] == 1 and k.shape[1] > 16][:1]
+    for page in (-1, 10**6):
+        table = lengths["block_table"].clone()
+        table[sequence, 0] = page
+        out, _ = anchored_window_attention_with_kvcache(q, *caches, **options, **lengths | {"block_table": table})
+        rows = torch.arange(len(q)) == int(cu_seqlens_q[sequence])
+        assert out[rows].isnan().all()
+        close(backend, out[~rows], right[~rows])
+
+
+@pytest.mark.usefixtures("on_device")
+@on("sim", "cuda")
+def test_wrong_lengths_of_packed_anchored_windows(backend):
+    """Unchecked, they give NaN in rows of their own sequences, and right numbers in those of others."""
+    each, q, cu_seqlens_q, cu_seqlens_k, caches, lengths = unchecked_pages(backend)
+    options = {"anchor_tokens": 18, "window_left": 25, "max_seqlen_q": 37}
+    right, _ = anchored_window_attention_with_kvcache(q, *caches, **options, cu_seqlens_q=cu_seqlens_q, **lengths)
+    for sequence, wrong in ((0, -1), (2, 2**31 - 1), (4, -(2**31)), (5, 97)):
+        changed = lengths["cache_seqlens"].clone()
+        changed[sequence] = wrong
+        found = anchored_window_attention_with_kvcache(
+            q, *caches, **options, cu_seqlens_q=cu_seqlens_q, cache_seqlens=changed, block_table=lengths["block_table"]
+        )
+        of_it = slice(int(cu_seqlens_q[sequence]), int(cu_seqlens_q[sequence + 1]))
+        assert found[0][of_it].isnan().all() and found[1][:, of_it].isnan().all(), wrong
+        others = torch.ones(len(q), dtype=torch.bool)
+        others[of_it] = False
+        close(backend, found[0][others], right[others])
+    k, v = (torch.cat([sequence[i][0] for sequence in each]) for i in (1, 2))
+    # element `at` of cu_seqlens (9 starts and ends of 8 sequences) is wrong
+    for at, wrong in ((3, -9), (3, 2**31 - 1), (5, 10**6), (8, 10**6), (0, -5)):
+        starts, ends = cu_seqlens_q.clone(), cu_seqlens_k.clone()
+        starts[at] = wrong
+        out, _ = anchored_window_attention_with_kvcache(q, *caches, **options, cu_seqlens_q=starts, **lengths)
+        assert out.shape == q.shape
+        if at < 5:  # sequences from 5 on begin at a right element
+            close(backend, out[int(cu_seqlens_q[5]) :], right[int(cu_seqlens_q[5]) :])
+        ends[at] = wrong
+        out, _ = anchored_window_attention(q, k, v, **options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=ends, max_seqlen_k=96)
+        of_it = slice(int(cu_seqlens_q[max(at - 1, 0)]), int(cu_seqlens_q[max(at, 1)]))
+        assert out[of_it].isnan().all(), wrong
+
+
+def test_packed_anchored_windows_wait_for_nothing():
+    """Tensors without values: reading one raises."""
+    q, k, ints = (
+        torch.empty(9, 4, 64, device="meta"),
+        torch.empty(30, 2, 64, device="meta"),
+        torch.empty(3, dtype=torch.int32, device="meta"),
+    )
+    options = {"anchor_tokens": 4, "window_left": 6, "cu_seqlens_q": ints, "max_seqlen_q": 5}
+    out, lse = anchored_window_attention(q, k, k, **options, cu_seqlens_k=ints, max_seqlen_k=20)
+    assert out.shape == q.shape and lse.shape == (4, 9)
+    cache, table = torch.empty(7, 16, 2, 64, device="meta"), torch.empty(2, 3, dtype=torch.int32, device="meta")
+    out, lse = anchored_window_attention_with_kvcache(q, cache, cache, **options, cache_seqlens=ints[:2], block_table=table)
+    assert out.shape == q.shape and lse.shape == (4, 9)
 
 
 def test_anchored_window_errors():
@@ -279,10 +431,21 @@ def test_anchored_window_errors():
         anchored_window_attention(q, q[:, :2], q[:, :2], anchor_tokens=1, window_left=1)
     with pytest.raises(ValueError, match="q: got shape"):
         anchored_window_attention(q[0], q, q, anchor_tokens=1, window_left=1)
+    packed = {"cu_seqlens_q": torch.tensor([0, 4], dtype=torch.int32), "max_seqlen_q": 4}
+    with pytest.raises(ValueError, match=r"q: got shape \(1, 4, 4, 64\), expected \(total_q, nheads, headdim\) with cu_seqlens_q"):
+        anchored_window_attention_with_kvcache(q, q, q, anchor_tokens=1, window_left=2, cache_seqlens=packed["cu_seqlens_q"][1:], **packed)
+    with pytest.raises(ValueError, match="cu_seqlens_k: got None, expected one, as for cu_seqlens_q"):
+        anchored_window_attention(q[0], q[0], q[0], anchor_tokens=1, window_left=2, **packed)
+    with pytest.raises(ValueError, match=r"q: got shape \(4, 4, 64\), expected \(batch, .*, or cu_seqlens_q"):
+        anchored_window_attention(q[0], q[0], q[0], anchor_tokens=1, window_left=2)
+    packed |= {"cu_seqlens_k": packed["cu_seqlens_q"], "max_seqlen_k": 4}
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q: got a tensor, expected None where a gradient is needed"):
+        anchored_window_attention(q[0].requires_grad_(), q[0], q[0], anchor_tokens=1, window_left=2, **packed)
 
 
 @pytest.mark.parametrize("window", [2**30, 2**31 + 20, 2**32 + 3])
 def test_windows_beyond_every_length(window):
+    """Windows larger than any length, also than an int32, count as no window."""
     q, k, v = (drawn(1, n, h, dtype=torch.float32) for n, h in ((2, HEADS), (32, KV_HEADS), (32, KV_HEADS)))
     lengths = {"cache_seqlens": torch.tensor([20], dtype=torch.int32)}
     out, lse = anchored_window_attention_with_kvcache(q, k, v, anchor_tokens=4, window_left=window, **lengths)

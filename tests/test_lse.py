@@ -1,12 +1,12 @@
-"""softmax_lse near 0, and the gradient of softmax_lse.
+"""softmax_lse, the log of a row's sum of exponentials: its error near 0, and the gradient of a loss that uses it (`dlse`).
 
-Relative tolerances, as those of the other tests, say little of an lse near 0. It is exact to a few roundings of the scores' own size.
-FlashMLA's tests allow 1e-6, and so do these.
-"""
+Other tests have relative tolerances, which mean little near 0. Here the absolute error may be 1e-6, as in FlashMLA's tests.
+`on(...)` lists backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`); `gpu` runs simulated kernels of V100 and T4."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -43,8 +43,8 @@ def logits(q, k):
 
 
 def close(lse, scores, headdim):
-    """A GPU's tensor cores cut off what a sum's fp32 cannot hold, once for 8 columns: up to 2^-23 of the score each time. An H200 showed
-    3.9e-6 for scores of 3.5 at headdim 256. The simulator's sums of products are exact before they are rounded."""
+    """Checks the error of lse. A GPU's tensor cores truncate fp32 sums once per 8 columns, by up to 2^-23 of the score: an H200 had an
+    error of 3.9e-6 for scores of 3.5 at headdim 256. The simulator rounds instead, so it gets no allowance."""
     expected = scores.logsumexp(-1)
     assert expected.abs().max() < 2
     error = (lse.double() - expected).abs().max().item()
@@ -57,7 +57,7 @@ def close(lse, scores, headdim):
 @pytest.mark.parametrize("headdim", [32, 64, 128, 256])
 def test_forward(backend, gpu, headdim, keys, late):
     q, k = near_zero(backend, headdim, keys, late)
-    close(backend.forward(q, k, k)[1], logits(q, k), headdim)
+    close(backend.forward(q, k, k)[1], logits(q, k), headdim)  # k as v: lse does not depend on v
 
 
 @on("cpu-fp32", "sim", "cuda")
@@ -81,7 +81,7 @@ def test_features(backend, gpu, headdim, feature):
 
 @on("cpu-fp32", "sim", "cuda")
 @each_length
-@pytest.mark.parametrize("headdim", [64, 128, 256, 576])
+@pytest.mark.parametrize("headdim", [64, 128, 256, 576])  # 576: MLA
 def test_decode(backend, gpu, headdim, keys, late):
     q, k = near_zero(backend, headdim, keys, late, nheads=16)
     q = q[:, :1]
@@ -89,7 +89,7 @@ def test_decode(backend, gpu, headdim, keys, late):
     cache = torch.full((pages, 16, 1, headdim), float("nan"), dtype=k.dtype, device=k.device)
     cache.view(-1, headdim)[:keys] = k[0, :, 0]
     options = {"block_table": backend.ints(range(pages))[None], "cache_seqlens": backend.ints([keys])}
-    for _ in backend._runs(q, cache):
+    for _ in backend._runs(q, cache):  # in the simulator, each order of warps
         if headdim == 576:
             lse = torch.ops.volta_fa.fwd_mla(q, cache, **options)[1]
         else:
@@ -97,18 +97,15 @@ def test_decode(backend, gpu, headdim, keys, late):
         close(lse, logits(q, k), headdim)
 
 
-# ---- its gradient: what a loss on it adds to the gradients of q, k, v, a bias and sinks --------------------------------
+# ---- dlse, the gradient of softmax_lse: what it adds to the gradients of q, k, v, a bias and sinks ----------------------
 
+# Fields of a Case: `bias` names its dimensions that are not 1, then its dtype ("own": q's); `sinks` names a dtype, `alibi` the dimensions
+# of the slopes; `used` is seqused_k; `lengths` has (queries, keys) of packed sequences.
 BASE = Case(67, 93, 64, nheads=4, nheads_k=2)
-
-
-def changed(**fields) -> Case:
-    return dataclasses.replace(BASE, **fields)
-
-
+changed = functools.partial(dataclasses.replace, BASE)
 CASES = [
     BASE,
-    # one block has all keys: without this gradient one kernel computes the whole backward pass
+    # one block has all keys: without a gradient of lse one fused kernel would compute the whole backward pass
     changed(seqlen_k=40),
     changed(seqlen_q=20, seqlen_k=40, headdim=128, batch=1, nheads=1, nheads_k=1),
     changed(is_causal=True, seqlen_q=150),  # rows that see no key
@@ -130,7 +127,7 @@ def gradient_of_lse(backend, q):
     return backend.randn(*rows).float()
 
 
-#: Other dtypes take the same road.
+#: Enough for other dtypes, which are cast to fp16 around the same kernels.
 OF_EACH_DTYPE = CASES[1::4]
 
 
@@ -144,7 +141,7 @@ def test_gradients(backend, gpu, case):
 @pytest.mark.parametrize("scale", [2.0**-12, 2.0**12], ids=["small", "large"])
 @on("cpu-fp32", *BF16_KERNELS)
 def test_other_magnitudes_than_dout(backend, scale):
-    """bf16 has room for both."""
+    """`dlse` and dout of very different size, both within bf16's range."""
     (q, k, v, dout), options = BASE.problem(backend)
     check(backend, q, k, v, dout, dlse=gradient_of_lse(backend, q) * scale, **options)
     check(backend, q, k, v, dout * 2.0**-100, dlse=gradient_of_lse(backend, q) * 2.0**-100 * scale, **options)
@@ -152,7 +149,7 @@ def test_other_magnitudes_than_dout(backend, scale):
 
 @on("cpu-fp32", "sim")
 def test_rows_without_a_key_take_no_gradient(backend):
-    """Their softmax_lse is +inf, and a loss on it may send anything."""
+    """A row without visible keys has softmax_lse +inf. Its `dlse` may be NaN, and changes no gradient."""
     (q, k, v, dout), _ = changed(seqlen_q=150).problem(backend)
     out, lse = backend.forward(q, k, v, is_causal=True)
     dlse = gradient_of_lse(backend, q)
@@ -188,7 +185,7 @@ def test_autograd_of_both_results(backend):
 
 @on("cpu-fp32")
 def test_unused_lse_has_no_gradient(backend):
-    """The operator gets none, so nothing is paid for it."""
+    """If no loss uses softmax_lse, autograd passes no `dlse` to the operator, which then costs nothing."""
     q, k, v, dout = Case(9, 11, 16, nheads=2).inputs(backend)
     q.requires_grad_()
     out, lse, rng_state = op.fwd(q, k, v)
@@ -209,10 +206,8 @@ def test_wrong_gradients_are_refused(backend):
         with pytest.raises(ValueError, match=words):
             op.bwd(dout, q, k, v, out, lse, dlse=wrong)
     expanded = torch.ones((), dtype=torch.float32).expand(lse.shape)
-    for found, expected in zip(
-        *(op.bwd(dout, q, k, v, out, lse, dlse=t, deterministic=True)[:3] for t in (expanded, torch.ones_like(lse)))
-    ):
-        assert torch.equal(found, expected)
+    found, expected = (op.bwd(dout, q, k, v, out, lse, dlse=t, deterministic=True)[:3] for t in (expanded, torch.ones_like(lse)))
+    assert all(map(torch.equal, found, expected))
 
 
 @on("cpu-fp32", "sim", "cuda")

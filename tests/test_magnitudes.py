@@ -1,4 +1,7 @@
-"""bf16 and fp32 numbers of any magnitude, beyond what fp16 holds, which the kernels multiply: each result as exact as of numbers near 1."""
+"""bf16 and fp32 inputs of any magnitude. Kernels multiply fp16 numbers, so the library scales tensors by powers of two around them.
+
+Each result must be as exact as for inputs near 1, and hidden keys must not influence the scales. BF16_KERNELS and FP32_KERNELS run tests in
+the simulator and on a GPU, with tensors of that dtype."""
 
 import math
 
@@ -23,7 +26,6 @@ MAGNITUDES = {
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "softcap": 3.0}, {"window_left": 20}], ids=str)
 @on(*BF16_KERNELS)
 def test_bf16_of_any_magnitude(backend, magnitudes, options):
-    """Results and gradients are as exact as those of numbers near 1, relative to the largest."""
     of_q, of_k, scale = magnitudes
     q, k, v, dout = Case(70, 90, 64, batch=2, nheads=2, nheads_k=1).inputs(backend)
     q, k = q * 2.0**of_q, k * 2.0**of_k
@@ -47,7 +49,7 @@ def exactly(q, k, v, dout, **options):
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @on(*BF16_KERNELS)
 def test_rows_of_q_may_differ_by_a_million(backend, packed):
-    """... and each has its own result."""
+    """Each row of q has its own scale, so small rows keep their precision beside rows 10^6 times as large."""
     q, k, v, _ = Case(60, 80, 64, batch=1, nheads=2).inputs(backend)
     q = q * torch.logspace(-3, 3, 60, dtype=q.dtype, device=q.device).view(1, -1, 1, 1)
     options = {}
@@ -83,11 +85,12 @@ def test_gradients_of_giant_scores_are_finite(backend, column):
 
 KEYS = torch.arange(200)
 
-# Each hides keys of 200 from 140 queries, and shows one key to one query alone. Returns the hidden keys, that key, and options.
+# Each function hides some of 200 keys from all 140 queries, and shows one more key to a single query. Returns the hidden keys (bool),
+# the number of that key, and the options of the call.
 
 
 def by_bias():
-    """A number so low that it hides."""
+    """Hides by a bias of -1e38, which is below every score."""
     hidden = (KEYS > 30) & (KEYS < 170)
     bias = torch.zeros(1, 1, 140, 200).masked_fill(hidden, -1e38)
     bias[..., 100, 90] = 0
@@ -131,7 +134,6 @@ def masked(request, backend):
 
 
 def check_masked(backend, q, k, v, dout, expected, **options):
-    """Compares out, softmax_lse and gradients, relative to the largest of each."""
     options = {name: x.to(backend.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     out, lse = backend.forward(q, k, v, **options)
     found = [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0][:3]]
@@ -144,7 +146,7 @@ def check_masked(backend, q, k, v, dout, expected, **options):
 @pytest.mark.parametrize("magnitude", [2.0**7, 2.0**17, 2.0**110], ids=["2^7", "2^17", "2^110"])
 @on(*BF16_KERNELS, *FP32_KERNELS)
 def test_hidden_keys_may_have_any_magnitude(backend, masked, magnitude):
-    """Memory that no query sees often holds what was there before. It takes no digits from the others, and has no gradient."""
+    """Keys that no query sees may be uninitialized memory. They reduce no precision of others, and get no gradient."""
     q, k, v, dout, hidden, _, options = masked
     expected = exactly(q, k, v, dout, **options)
     for t in (k, v):
@@ -154,7 +156,7 @@ def test_hidden_keys_may_have_any_magnitude(backend, masked, magnitude):
 
 @on(*BF16_KERNELS, *FP32_KERNELS)
 def test_gradients_of_a_bias_and_of_sinks_beside_hidden_keys(backend):
-    """They sum over heads and entries, so all values have one power of two."""
+    """Gradients of a bias and of sinks sum over heads and entries, so v of all entries has one common power of two."""
     q, k, v, dout = Case(40, 90, 64, batch=2, nheads=4, nheads_k=2).inputs(backend)
     v[0] *= 64
     bias = backend.randn(1, 4, 40, 90).float()

@@ -1,4 +1,7 @@
-"""What is around the operators: versions and pins, the package, the command line, and what builds it all."""
+"""Tests of the repository and package around the operators: one version and one list of pins everywhere, links of the documentation, shared
+libraries, errors of `import volta_fa`, and the command line `python -m volta_fa`.
+
+The package has a core library (kernels; needs no torch) and one small library, the shim, for each torch release."""
 
 from __future__ import annotations
 
@@ -29,15 +32,11 @@ def read(name: str) -> str:
 
 
 def requirements(name: str) -> dict[str, str]:
-    """Package to version of one file of pins, for each Python exactly one; whatever is not pinned exactly fails here."""
+    """Returns versions by package from a section of tools/requirements.txt. A line without an exact version raises an AttributeError."""
     return dict(
         re.fullmatch(r'([\w-]+)==([\w.]+)(?:; python_version (?:<|>=) "3\.\d+")?', line).groups()
-        for line in read(f"tools/requirements/{name}.txt").splitlines()
+        for line in check_build_env.requirements(name)
     )
-
-
-def run_python(*arguments, **environ) -> subprocess.CompletedProcess:
-    return run_forked(arguments, {**os.environ, **environ}, cwd="/")
 
 
 # ---- one version, one set of pins ------------------------------------------------------------------------------
@@ -51,7 +50,7 @@ def test_versions_agree():
 
 
 def test_the_releases_of_torch_are_in_one_list():
-    """One patch release of each minor one, without a gap; what pip reads says the same."""
+    """The list has one patch release of each minor release, without a gap, and pyproject.toml has the same range and default."""
     numbers = [tuple(map(int, release.split("."))) for release in torch_releases.RELEASES]
     assert [number[:2] for number in numbers] == [(2, minor) for minor in range(numbers[0][1], numbers[-1][1] + 1)]
     assert torch_releases.DEFAULT in torch_releases.RELEASES and torch_releases.minor(torch.__version__) in torch_releases.MINORS
@@ -64,18 +63,10 @@ def test_build_requirements_are_the_pinned_ones():
     block = re.search(r"^requires = \[(.*?)^\]", read("pyproject.toml"), re.M | re.S)[1]
     pins = requirements("build") | requirements("nvrtc") | {"torch": torch_releases.DEFAULT}
     assert dict(re.findall(r'"([\w-]+)==([\w.]+)"', block)) == pins
-    assert dict(wheel.split("==") for wheel in check_build_env.NVRTC_WHEELS) == requirements("nvrtc")
-    assert dict(package.split("==") for package in check_build_env.BUILD_PACKAGES).items() <= requirements("build").items()
-    for wheel in check_build_env.NVRTC_WHEELS:
-        assert wheel in read("tools/build/nvrtc.rs")
-
-
-def test_lint_and_format_have_one_pin_each():
-    """Commits are checked with what `make lint` installs; no version stands in a second place."""
-    hooks = read(".pre-commit-config.yaml")
-    assert set(re.findall(r"^ +entry: \.venv/bin/([\w-]+)", hooks, re.M)) == set(requirements("lint"))
-    assert not re.findall(r"^ *-? *(?:rev|additional_dependencies):", hooks, re.M)
-    assert {f"mkdocs{part}" for part in ("", "-material")} < set(requirements("docs"))
+    nvrtc = check_build_env.requirements("nvrtc")
+    assert all(wheel in read("tools/build/nvrtc.rs") for wheel in nvrtc)
+    for packages in (check_build_env.requirements("build"), nvrtc):
+        assert f"\npip install {' '.join(packages)}\n" in read("docs/install.md")
 
 
 def test_rust_versions_agree():
@@ -93,6 +84,7 @@ def test_the_diagram_names_files():
 
 
 def test_links_on_the_site():
+    """Links to files outside docs/ become links to the site's copies, or plain text without one. Code and other links stay."""
     spec = importlib.util.spec_from_file_location("hook", REPOSITORY / "tools/docs/hook.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
@@ -145,33 +137,22 @@ def test_the_libraries_need_no_cuda_and_the_core_no_torch():
 
 
 def test_the_streams_function_has_one_name():
-    """Before torch 2.11 calls on a GPU need it. test_torch_matrix.py looks for it in libtorch_cuda."""
+    """Before torch 2.11 the shim finds the current CUDA stream through this symbol. test_torch_matrix.py looks for it in libtorch_cuda."""
     assert f'"{torch_releases.STREAM_FUNCTION}"' in read("torch_ops/stream.cpp")
     assert f"TORCH_VERSION_MINOR >= {torch_releases.STREAM_SINCE.split('.')[1]}" in read("torch_ops/stream.cpp")
 
 
 #: How torch-sys writes the C types of torch_ops/tch.cpp.
 RUST_TYPES = {
-    "void": None,
-    "char*": "*mut c_char",
-    "int": "c_int",
-    "int8_t": "i8",
-    "int64_t": "i64",
-    "size_t": "size_t",
-    "double": "f64",
-    "void*": "*mut c_void",
-    "const void*": "*const c_void",
-    "int64_t*": "*mut i64",
-    "const int64_t*": "*const i64",
-    "Scalar*": "*mut C_scalar",
-    "Tensor*": "*mut C_tensor",
-    "Tensor**": "*mut *mut C_tensor",
+    "void": None, "int": "c_int", "int8_t": "i8", "int64_t": "i64", "size_t": "size_t", "double": "f64",
+    "char*": "*mut c_char", "void*": "*mut c_void", "const void*": "*const c_void", "int64_t*": "*mut i64",
+    "const int64_t*": "*const i64", "Scalar*": "*mut C_scalar", "Tensor*": "*mut C_tensor", "Tensor**": "*mut *mut C_tensor",
     "Tensor* const*": "*const *mut C_tensor",
-}
+}  # fmt: skip
 
 
 def test_the_functions_under_tch_are_what_rust_declares():
-    """The linker compares names only: other arguments than Rust passes would be read as garbage."""
+    """torch_ops/tch.cpp defines the functions that the crate torch-sys declares. The linker compares only names, so this compares types."""
     command = ["cargo", "metadata", "--format-version=1", "--locked", "--offline", "--filter-platform=x86_64-unknown-linux-gnu"]
     packages = json.loads(subprocess.run(command, capture_output=True, check=True, cwd=REPOSITORY).stdout)["packages"]
     torch_sys = next(Path(package["manifest_path"]).parent for package in packages if package["name"] == "torch-sys")
@@ -181,7 +162,7 @@ def test_the_functions_under_tch_are_what_rust_declares():
     code = subprocess.run(["g++", "-E", "-P", "-xc++", "-"], input=code, capture_output=True, check=True, text=True).stdout
     definitions = re.findall(r"(?:^|\} ) *(\w[\w* ]*[ *])(\w+)\(([^()]*)\) \{", code.split('extern "C" {')[1], re.M)
     some = {"get_and_reset_last_err", "ats_float", "at_device", "atg_nan_to_num_", "atg_abs", "atg_lt_tensor"}
-    assert some <= {name for _, name, _ in definitions}
+    assert some <= {name for _, name, _ in definitions}  # the pattern finds definitions of each kind
     for result, name, parameters in definitions:
         found = re.search(rf"pub fn {name}\(([^()]*)\)(?:\s*->\s*([^;]+))?;", declared)
         assert found, f"torch-sys has no {name}"
@@ -203,18 +184,16 @@ def put_library(package: Path, release: str) -> None:
 
 
 def import_error(folder: Path) -> str:
-    ran = run_python("-c", "import volta_fa", PYTHONPATH=str(folder))
+    """Returns the message of the ImportError of `import volta_fa` from this folder."""
+    ran = run_forked(["-c", "import volta_fa"], {**os.environ, "PYTHONPATH": str(folder)}, cwd="/")
     assert ran.returncode != 0
     return re.search(r"^ImportError: (.*)\n\Z", ran.stderr, re.M)[1]
 
 
-def test_a_missing_library_says_how_to_build_it(tmp_path):
-    package_without_libraries(tmp_path)
+def test_a_missing_or_damaged_library_is_an_import_error(tmp_path):
+    package = package_without_libraries(tmp_path)
     assert re.search("the native library .* has not been built: run `make build`", import_error(tmp_path))
-
-
-def test_a_damaged_library_is_an_import_error(tmp_path):
-    put_library(package_without_libraries(tmp_path), torch_releases.minor(torch.__version__))
+    put_library(package, torch_releases.minor(torch.__version__))
     assert re.search("the native library .* does not load into torch", import_error(tmp_path))
 
 
@@ -242,7 +221,7 @@ def test_the_library_is_the_one_for_this_torch(version, release, monkeypatch):
 
 
 def test_the_package_says_every_argument():
-    """docs/reference/options.md promises that help(volta_fa) lists every argument."""
+    """help(volta_fa) names every argument and result of the ops, as docs/reference/options.md promises, and every environment variable."""
     words = set(re.findall(r"\w+", volta_fa.__doc__))
     for op in (torch.ops.volta_fa.fwd, torch.ops.volta_fa.bwd, torch.ops.volta_fa.merge_attention_states):
         schema = op.default._schema
@@ -250,8 +229,7 @@ def test_the_package_says_every_argument():
         assert not names - words, f"{op} has {sorted(names - words)}"
     sources = ("src/ops/inputs.rs", "src/plan/device.rs", "src/log.rs", "src/launch/tuning.rs", "torch_ops/sdpa.cpp")
     variables = set(re.findall(r'"(VOLTA_FA_[A-Z_]+)"', "".join(map(read, sources))))
-    # seven: the pattern found them all
-    assert len(variables) == 7 and variables <= words, variables - words
+    assert len(variables) == 7 and variables <= words, variables - words  # 7, so that the pattern cannot silently find none
 
 
 def test_info_is_complete():
@@ -278,44 +256,25 @@ def test_devices_have_the_family_that_the_library_says(capability, family, nativ
 # ---- the command line ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["info", "--help"], ["--version"]])
-def test_help(arguments, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(arguments)
-    assert "volta_fa" in capsys.readouterr().out
-
-
-def test_help_lists_commands_and_options(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    text = capsys.readouterr().out
-    for expected in ("demo", "info", "check", "versus-1cat", "--json", "--quick", "VOLTA_FA_SIMULATE"):
-        assert expected in text
-
-
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["info", "--nonsense"]])
-def test_misuse_is_status_2(arguments, capsys):
+def test_no_command_is_misuse(capsys):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(arguments)
+        cli.main([])
     assert "usage:" in capsys.readouterr().err
 
 
-def test_info_prints_every_variant_in_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main(["info", "--kernels"]) == 0
-    text = capsys.readouterr().out
-    for variant in volta_fa.info()["variants"]:
-        assert re.search(rf"^{variant['name']} .* {variant['registers']} ", text, re.M), variant["name"]
-
-
-def test_info_is_a_summary_and_nothing_is_cut(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")  # of a narrow pipe
+@pytest.mark.parametrize("columns", ["80", "30"])  # 30: narrower than kernel names
+def test_info_prints_a_summary_or_every_variant(columns, capsys, monkeypatch):
+    variants = volta_fa.info()["variants"]
+    monkeypatch.setenv("COLUMNS", columns)
     assert cli.main(["info"]) == 0
     summary = capsys.readouterr().out
-    assert len(summary.splitlines()) <= 10 + 2 * torch.cuda.device_count() and str(len(volta_fa.info()["variants"])) in summary
+    assert len(summary.splitlines()) <= 10 + 2 * torch.cuda.device_count() and str(len(variants)) in summary
     assert cli.main(["info", "--kernels"]) == 0
     text = capsys.readouterr().out
-    assert "…" not in text and all(f"\n{variant['name']} " in text for variant in volta_fa.info()["variants"])
+    assert "…" not in text
+    for variant in variants:
+        registers = f".* {variant['registers']} " if columns == "80" else ""
+        assert re.search(rf"^{variant['name']} {registers}", text, re.M), variant["name"]
 
 
 def test_info_json(capsys):
@@ -324,6 +283,7 @@ def test_info_json(capsys):
 
 
 def test_python_m_and_a_reader_that_leaves():
+    """A pipe that closes after one line, as of `head -1`, is no error."""
     ran = subprocess.run(
         f"{sys.executable} -m volta_fa info --json | head -1", shell=True, capture_output=True, text=True, cwd=REPOSITORY / "python"
     )

@@ -1,10 +1,8 @@
-"""Runs the commands and programs of the pages: each block says on the line before its fence whether a test runs it.
+"""Tests of the documentation's pages: their code blocks run, and their addresses are right.
 
-`<!-- run -->`, `<!-- run: torch 2.11 -->` (that release or a newer one) or `<!-- not run: reason -->`; mkdocs shows no comment.
-Blocks of a page run in order, on the CPU, after the page's lines in SETUP: what its reader has.
-
-Then the addresses: every one on a page is another project's, or comes from python/volta_fa/addresses.json.
-"""
+The line before each block of Python or shell says whether a test runs it, in a comment that readers do not see: `<!-- run -->`,
+`<!-- run: torch 2.11 -->` (with that release or a newer one) or `<!-- not run: reason -->`. The blocks of a page run in order as one
+program, on the CPU, after the page's lines in SETUP. Each address is another project's or comes from python/volta_fa/addresses.json."""
 
 from __future__ import annotations
 
@@ -89,6 +87,7 @@ def blocks(page, language):
 
 
 def on_the_cpu(block):
+    """Returns a block in which tensors and volta_fa's switches (`enable_sdpa()`) use the CPU instead of CUDA."""
     return re.sub(r"\b(enable_\w+|sdpa_enabled)\(\)", r'\1("cpu")', block.replace('device="cuda"', 'device="cpu"'))
 
 
@@ -100,6 +99,7 @@ def test_every_block_says_whether_it_runs(page):
 
 def test_setup_is_of_pages_with_blocks():
     assert {name_of(page) for page in WITH_BLOCKS if blocks(page, "python")} >= SETUP.keys()
+    assert any(blocks(page, "sh") for page in WITH_BLOCKS)
 
 
 @pytest.mark.slow
@@ -130,27 +130,9 @@ def test_the_commands_of_a_page_run(page, tmp_path):
         assert ran.returncode == 0, ran.stderr
 
 
-def test_blocks_are_found_and_run_on_the_cpu(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "<!-- run -->\n```python\na()\n```\n1. b\n\n    <!-- run: torch 2.6 -->\n    ```python\n    b()\n    ```\n"
-        "<!-- run: torch 9.0 -->\n```python\nc()\n```\n<!-- not run: a reason -->\n```python\nd()\n```\n<!-- run -->\n```sh\ne\n```\n"
-    )
-    assert (blocks(page, "python"), blocks(page, "sh")) == (["a()\n", "b()\n"], ["e\n"])
-    assert len(FENCE.findall(page.read_text())) == len(MARKED.findall(page.read_text())) == 5
-    assert on_the_cpu('volta_fa.enable_sdpa()\nx(device="cuda")') == 'volta_fa.enable_sdpa("cpu")\nx(device="cpu")'
-
-
 #: Addresses of other projects that pages, forms and the notebook may name.
 OTHERS = ("https://download.pytorch.org/whl/", "https://sh.rustup.rs", "https://github.com/vllm-project/", "https://github.com/1CatAI/")
 URL = re.compile(r"\b(?:https?|git|ssh)://[^\s)>\"'`\\]+|\bgit@[\w.]+:[^\s)>\"'`\\]+")
-#: What makes a reader look for a place, and the links that have it.
-ASKS = re.compile(
-    r"open an issue|in the issues|issue with|report it\b|send the report|file to send|who gave you"
-    r"|get the wheel|wheel from (?!a )|pip install volta_fa-|git clone",
-    re.I,
-)
-PLACES = ("#where-to-get-it", "check-gpu.md#send-a-report")
 NAMED = [
     *PAGES,
     *(REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "pyproject.toml", "CITATION.cff")),
@@ -161,7 +143,7 @@ NAMED = [
 ]
 
 
-def strange(text, known):
+def unknown_addresses(text, known):
     """Returns the addresses in a text that are neither another project's nor this one's."""
     own = tuple(url.rstrip("/") for url in known.values() if url)
     return [url for url in URL.findall(text) if not url.startswith((*OTHERS, *own))]
@@ -169,26 +151,22 @@ def strange(text, known):
 
 @pytest.mark.parametrize("page", [page for page in NAMED if page.is_file()], ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_every_address_comes_from_one_place(page):
-    assert strange(page.read_text(), addresses.read()) == []
+    assert unknown_addresses(page.read_text(), addresses.read()) == []
 
 
 def test_an_address_from_elsewhere_is_found():
     known = {"release": "https://host/files/", "source": "git@host:volta_fa.git", "issues": ""}
     text = "<https://host/files/a.whl>, `git clone git@host:volta_fa.git`, [x](https://other/volta_fa/issues), git@other:volta_fa.git"
-    assert strange(text, known) == ["https://other/volta_fa/issues", "git@other:volta_fa.git"]
-
-
-@pytest.mark.parametrize("page", [page for page in NAMED if page.suffix == ".md"], ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_a_page_that_asks_for_a_place_links_to_it(page):
-    text = page.read_text()
-    assert not ASKS.search(text) or page.name == "CHANGELOG.md" or any(place in text for place in PLACES)
+    assert unknown_addresses(text, known) == ["https://other/volta_fa/issues", "git@other:volta_fa.git"]
 
 
 def test_pages_have_the_kept_addresses():
+    """tools/addresses.py writes the sections of pages that show addresses; they match addresses.json."""
     assert all((REPOSITORY / path).read_text() == text for path, text in addresses.pages(addresses.read()).items())
 
 
 def test_addresses_reach_pages_and_commands_and_leave_them(tmp_path, monkeypatch):
+    """Written addresses appear in pages, forms and the check's last line. Removing them restores the texts without addresses."""
     files = [addresses.FILE, addresses.SECTION, addresses.FORMS]
     for path in files:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
-"""The ops in several processes, and in programs without Python."""
+"""Tests of the ops in several processes (data loader, DistributedDataParallel), in C++ programs, and of warnings once per process."""
 
-import copy
+import inspect
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -10,47 +9,14 @@ import textwrap
 
 import pytest
 import torch
-import torch.utils.checkpoint
 
-from conftest import LIBRARY, NEEDS_COMPILER, NEEDS_FORK, REPOSITORY, run_python
-from test_routes import Layer, assert_same_gradients, gradients
-
-
-@pytest.fixture
-def layer():
-    torch.manual_seed(0)
-    return Layer()
-
+from conftest import LIBRARY, NEEDS_COMPILER, REPOSITORY, run_process, run_python
+from test_routes import Layer
 
 # ---- modules and processes ---------------------------------------------------------------------------------------------
 
 
-def test_deepcopy_and_pickle(layer, tmp_path):
-    x = torch.randn(2, 9, 32)
-    expected = gradients(layer, x)
-    torch.save(layer, tmp_path / "layer.pt")
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(tmp_path / "layer.pt", weights_only=False)):
-        assert_same_gradients(gradients(twin, x), expected)
-
-
-@NEEDS_FORK
-def test_fork_after_import():
-    code = """
-        import os, sys, torch
-        torch.ops.load_library(sys.argv[1])
-        t = torch.randn(1, 4, 1, 8)
-        expected = torch.ops.volta_fa.fwd(t, t, t)[0]
-        child = os.fork()
-        if child == 0:
-            same = torch.equal(torch.ops.volta_fa.fwd(t, t, t)[0], expected)
-            os._exit(0 if same and not torch.cuda.is_initialized() else 1)
-        print(os.waitpid(child, 0)[1])
-    """
-    assert run_python(code, LIBRARY) == "0"
-
-
-def test_data_loader_workers(layer):
-    """Worker processes fork from one that has used the op, and use it themselves."""
+def test_data_loader_workers():
     code = """
         import sys, torch
         torch.ops.load_library(sys.argv[1])
@@ -74,11 +40,10 @@ DDP = """
     import sys, torch
     import torch.distributed as dist
     torch.ops.load_library(sys.argv[1])
-    rank, port, source, backend, name = int(sys.argv[2]), *sys.argv[3:]
+    rank, port, source, backend = int(sys.argv[2]), *sys.argv[3:]
     torch.set_num_threads(1)
     sys.path.insert(0, source)
-    import routes_layer
-    Layer, data = getattr(routes_layer, name), routes_layer.data
+    from routes_layer import SdpaLayer, data
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     device = torch.device("cpu")
     if backend == "nccl":
@@ -86,17 +51,17 @@ DDP = """
         torch.cuda.set_device(device)
     dtype = torch.float16 if backend == "nccl" else torch.float32
     torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(Layer().to(device, dtype))
+    model = torch.nn.parallel.DistributedDataParallel(SdpaLayer().to(device, dtype))
     x = data().to(device, dtype)
     model(x[rank : rank + 1]).float().square().sum().backward()
     # DDP averages over ranks: half of the gradient of the whole batch
     torch.manual_seed(0)
-    alone = Layer().to(device, dtype)
+    alone = SdpaLayer().to(device, dtype)
     alone(x).float().square().sum().backward()
     for p, q in zip(model.parameters(), alone.parameters()):
         torch.testing.assert_close(p.grad, q.grad / 2, **({"rtol": 2e-2, "atol": 5e-2} if p.is_cuda else {"rtol": 1e-4, "atol": 1e-5}))
     dist.destroy_process_group()
-    assert torch.ops.volta_fa._sdpa_stats()["ran"] == (2 if name == "SdpaLayer" else 0)
+    assert torch.ops.volta_fa._sdpa_stats()["ran"] == 2
     print("fine")
     from processes import end_rank
     end_rank()
@@ -104,7 +69,7 @@ DDP = """
 
 
 class SdpaLayer(Layer):
-    """The same through PyTorch's function."""
+    """Layer with PyTorch's scaled_dot_product_attention instead of the op; VOLTA_FA_ENABLE_SDPA routes it to volta_fa."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, s, w = x.shape
@@ -115,12 +80,10 @@ class SdpaLayer(Layer):
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 @pytest.mark.parametrize("communication", ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("module", [pytest.param(Layer, marks=pytest.mark.slow), SdpaLayer])
-def test_ddp_over_two_processes(tmp_path, module, communication):
+def test_ddp_over_two_processes(tmp_path, communication):
+    """DDP's averaged gradients of two ranks, one batch entry each, are those of one process. The ranks import the layer from a file."""
     if communication == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("one GPU at most")
-    import inspect
-
     data = "def data():\n    return torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(7))\n"
     sources = ["import torch\n", inspect.getsource(Layer), inspect.getsource(SdpaLayer), data]
     (tmp_path / "routes_layer.py").write_text("\n\n".join(sources))
@@ -130,7 +93,7 @@ def test_ddp_over_two_processes(tmp_path, module, communication):
     code = textwrap.dedent(DDP)
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(LIBRARY), str(rank), str(port), str(tmp_path), communication, module.__name__],
+            [sys.executable, "-c", code, str(LIBRARY), str(rank), str(port), str(tmp_path), communication],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -154,7 +117,7 @@ CPP = REPOSITORY / "examples" / "cpp"
 
 
 def build(source, target):
-    """A plain g++ line against libtorch, as docs/guides/integrations.md shows it."""
+    """Compiles a C++ program with one g++ command against libtorch, as docs/guides/integrations.md shows it."""
     from torch.utils.cpp_extension import include_paths
 
     torch_lib = os.path.join(os.path.dirname(torch.__file__), "lib")
@@ -168,18 +131,18 @@ def build(source, target):
 @pytest.mark.slow
 @NEEDS_COMPILER
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_cpp_program(tmp_path, layer):
+def test_cpp_program(tmp_path):
     """A program that links libtorch alone runs the op by name, its gradients, and saved TorchScript modules. One of these calls PyTorch's
     own function, which VOLTA_FA_ENABLE_SDPA switches to volta_fa."""
-    torch.jit.script(layer).save(str(tmp_path / "layer.pt"))
-    torch.jit.script(SdpaLayer()).save(str(tmp_path / "sdpa.pt"))
+    torch.jit.script(Layer(64)).save(str(tmp_path / "layer.pt"))
+    torch.jit.script(SdpaLayer(64)).save(str(tmp_path / "sdpa.pt"))
     build(CPP / "attention.cpp", tmp_path / "attention")
     linked = subprocess.run(["ldd", tmp_path / "attention"], capture_output=True, text=True).stdout
     names = [line.split()[0] for line in linked.splitlines()]
     assert not [name for name in names if "python" in name or "volta" in name]
     result = subprocess.run([tmp_path / "attention", LIBRARY, tmp_path / "layer.pt"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr + result.stdout
-    assert "gradients agree" in result.stdout and "module: 2 9 32" in result.stdout
+    assert "gradients agree" in result.stdout and "module: 2 9 64" in result.stdout
     for value, calls in (("", 0), ("cpu", 1)):
         command, env = [tmp_path / "attention", LIBRARY, tmp_path / "sdpa.pt"], {**os.environ, "VOLTA_FA_ENABLE_SDPA": value}
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
@@ -195,8 +158,8 @@ from volta_fa.integrations.flash_attn import fa3
 def call(q, k, function=volta_fa.flash_attn_func):
     function(torch.randn(q), torch.randn(k), torch.randn(k))
 """
-#: Heads before tokens, (batch, nheads, seqlen, headdim), where that is likely: a program, the variable, and what its only warning says;
-#: None: it must not warn.
+#: Programs that seem to pass (batch, nheads, seqlen, headdim) instead of (batch, seqlen, nheads, headdim), or not: source,
+#: VOLTA_FA_WARN_LAYOUT, and words of the only warning; None: no warning.
 SWAPPED = "call((1, 2, 100, 16), (1, 2, 100, 16))\n"
 LAYOUTS = {
     "meant": (
@@ -226,9 +189,7 @@ for q, k in [
 @pytest.mark.parametrize("program", LAYOUTS)
 def test_heads_before_tokens_warn_once(program):
     source, variable, text = LAYOUTS[program]
-    environment = os.environ | {"VOLTA_FA_WARN_LAYOUT": variable}
-    done = subprocess.run([sys.executable, "-c", OF_LAYOUT + source], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    warned = [line for line in done.stderr.splitlines() if "volta_fa: q: got shape" in line]
-    assert len(warned) == (text is not None), done.stderr
+    stderr = run_process(OF_LAYOUT + source, VOLTA_FA_WARN_LAYOUT=variable).stderr
+    warned = [line for line in stderr.splitlines() if "volta_fa: q: got shape" in line]
+    assert len(warned) == (text is not None), stderr
     assert text is None or text in warned[0]

@@ -1,4 +1,5 @@
-"""tools/release.py: the folder that users download from, made of a small wheel and an sdist that stand for the real ones."""
+"""Tests of tools/release.py, which makes the folder that users download from, and tools/hub.py, which makes the folder for the Hugging Face
+Hub. A small wheel and a source archive (sdist) stand for the real ones."""
 
 import base64
 import hashlib
@@ -29,7 +30,7 @@ CHANGELOG = "# Changelog\n\n## 0.1.0 (unreleased)\n\nThe foundation.\n\n- Kernel
 
 
 def write_wheel(path, files):
-    """With the RECORD that pip checks."""
+    """Writes a wheel with these files, its metadata, and the RECORD of hashes that pip checks."""
     info = "volta_fa-0.1.0.dist-info"
     tag = path.stem.split("-", 2)[2]
     files = {
@@ -59,6 +60,7 @@ def built(tmp_path):
 
 @pytest.fixture
 def folder(built, tmp_path, monkeypatch):
+    """The release folder, made where an earlier release's file was, which must disappear. auditwheel does not run."""
     monkeypatch.setattr(release, "audit", lambda wheel: "right")
     output = tmp_path / "dist" / "release"
     output.mkdir(parents=True)
@@ -75,11 +77,12 @@ def test_files_of_the_folder(folder):
     }  # fmt: skip
     assert (folder / "RELEASE_NOTES.md").read_text() == "# volta_fa 0.1.0\n\nThe foundation.\n\n- Kernels.\n"
     assert f"COPY {NAME} /tmp/" in (folder / "Dockerfile").read_text()
+    # no placeholder, such as @VERSION@, is left
     assert "@" not in "".join((folder / name).read_text() for name in ("Dockerfile", "recipe.yaml"))
 
 
 def test_the_index_installs(folder, tmp_path):
-    """As a static host serves it, with the sums in its links checked by pip."""
+    """pip installs from the folder's package index, a static page, and refuses a wheel that differs from the hash in its link."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
     simple = ["--index-url", f"file://{folder}/simple/"]
     subprocess.run([*pip, *simple, "--target", tmp_path / "site", "volta-fa"], check=True)
@@ -98,7 +101,7 @@ def test_the_sums_verify(folder):
 
 
 def test_the_notebook_installs_this_wheel(folder):
-    """From its own folder, and from an address."""
+    """The release's copy of the notebook has the wheel's name and hash, and with known addresses also the URLs."""
 
     def source(text):
         cells = json.loads(text)["cells"]
@@ -123,24 +126,22 @@ def test_the_recipe_is_yaml(folder):
     assert recipe["source"]["sha256"] == release.sha256(folder / "volta_fa-0.1.0.tar.gz")
 
 
-def test_two_versions_are_refused(built, tmp_path):
-    wheel, sdist = built
-    with pytest.raises(release.Refusal, match="not of one version"):
-        release.make(wheel, sdist.rename(sdist.with_name("volta_fa-0.2.0.tar.gz")), tmp_path / "release", CHANGELOG, UNKNOWN)
-    assert not (tmp_path / "release").exists()
-
-
-def test_a_version_without_notes_is_refused(built, monkeypatch, tmp_path):
+@pytest.mark.parametrize("version, changelog, words", [
+    ("0.2.0", CHANGELOG, "not of one version"),
+    ("0.1.0", CHANGELOG.replace("0.1.0", "0.0.1"), "CHANGELOG.md says nothing of 0.1.0"),
+])  # fmt: skip
+def test_versions_that_disagree_are_refused(built, version, changelog, words, monkeypatch, tmp_path):
     monkeypatch.setattr(release, "audit", lambda wheel: "right")
-    with pytest.raises(release.Refusal, match="CHANGELOG.md says nothing of 0.1.0"):
-        release.make(*built, tmp_path / "release", CHANGELOG.replace("0.1.0", "0.0.1"), UNKNOWN)
+    wheel, sdist = built
+    with pytest.raises(release.Refusal, match=words):
+        release.make(wheel, sdist.rename(sdist.with_name(f"volta_fa-{version}.tar.gz")), tmp_path / "release", changelog, UNKNOWN)
     assert not (tmp_path / "release").exists()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("setuptools_rust") is None, reason="not the build environment (`make` has it)")
 def test_the_sdist_has_all_that_a_build_needs(tmp_path):
     code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    # in a copy: setuptools writes beside the sources
+    # in a copy, because setuptools writes into the source folder
     needed = ["csrc", "packaging", "python", "src", "tools", "torch_ops", "Cargo.toml", "Cargo.lock", "build.rs", "setup.py", "MANIFEST.in"]
     for name in [*needed, "pyproject.toml", "README.md", "LICENSE", "rust-toolchain.toml"]:
         source, copy = REPOSITORY / name, tmp_path / "sources" / name
@@ -163,13 +164,13 @@ def compiled(folder, name, *arguments):
 
 
 def test_auditwheels_verdict(tmp_path):
-    """A wheel that keeps what its name promises, one that needs a newer C library, and one that needs a library besides."""
+    """auditwheel accepts a wheel that fits its platform tag. It refuses a newer C library, another tag, and an unknown library."""
     pytest.importorskip("auditwheel")
     compiled(tmp_path, "libtorch_cpu.so", "-Wl,-soname,libtorch_cpu.so")
     linked = (f"-L{tmp_path}", "-Wl,--no-as-needed")
     right = write_wheel(tmp_path / NAME, {"volta_fa/a.so": compiled(tmp_path, "a.so", *linked, "-ltorch_cpu")})
     assert "auditwheel: every symbol is on manylinux_2_5_x86_64" in release.audit(right)
-    # of programs' beginning glibc has a newer version than that of manylinux_2_28, where this machine's is new enough
+    # glibc 2.34 has a new version of the symbol with which programs begin; manylinux_2_28 has none. Older machines skip this.
     newer = compiled(tmp_path, "b.so", "-Wl,--undefined=__libc_start_main")
     if b"GLIBC_2.34" in newer:
         with pytest.raises(release.Refusal, match="auditwheel takes .* for manylinux_2_34_x86_64"):
@@ -182,7 +183,7 @@ def test_auditwheels_verdict(tmp_path):
 
 
 def test_the_notebook_stops_with_one_line_without_a_wheel_and_an_address(monkeypatch, tmp_path):
-    """The cell that installs; `make notebook` runs the whole notebook in all states."""
+    """Runs the notebook's cells without an installed volta_fa. `make notebook` runs the whole notebook in all states."""
     notebook = json.loads((REPOSITORY / "examples" / "first_light.ipynb").read_text())
     (cell,) = ("".join(c["source"]) for c in notebook["cells"] if "WHEEL = " in "".join(c["source"]) and c["cell_type"] == "code")
     monkeypatch.chdir(tmp_path)
@@ -192,13 +193,13 @@ def test_the_notebook_stops_with_one_line_without_a_wheel_and_an_address(monkeyp
         exec(cell, scope)
     (line,) = stopped.value._render_traceback_()
     assert line.startswith("Stopped: no volta_fa") and "\n" not in line
-    for later in ("c06", "c09", "c11"):
+    for later in ("c06", "c09", "c11"):  # ids of the cells that need volta_fa
         (other,) = ("".join(c["source"]) for c in notebook["cells"] if c["id"] == later)
         with pytest.raises(Exception, match="^no volta_fa: run the cell of section 2 first"):
             exec(other, scope | {"has_gpu": False})
     (tmp_path / NAME).write_bytes(b"damaged")
     with pytest.raises(Exception, match="expected 0123: download it again"):
-        exec(cell.replace('SHA256 = ""', 'SHA256 = "0123"'), {**scope})
+        exec(cell.replace('SHA256 = ""', f'SHA256 = "0123  {NAME}"'), {**scope})  # a line of SHA256SUMS
 
 
 # ---- tools/hub.py: the folder that Hugging Face's `kernels` loads --------------------------------------------------------
@@ -214,7 +215,7 @@ def hub_folder(tmp_path_factory) -> Path:
 
 
 def test_variants_of_releases():
-    """CUDA 12.6 ends with torch 2.14; the hub asks for 12.6, 13.0 and 13.2 of torch 2.12 and 2.13."""
+    """CUDA 12.6 ends with torch 2.14; the hub asks for 12.6, 13.0 and 13.2 of torch 2.12 and 2.13. Part 2 of a name is the backend."""
     for minor in torch_releases.MINORS:
         assert f"torch{minor.replace('.', '')}-cxx11-cpu-x86_64-linux" in hub.variants(minor)
     for minor in ("2.12", "2.13"):
@@ -280,7 +281,7 @@ def wheel_of(tmp_path: Path, library: bytes | None) -> Path:
 def test_a_library_that_breaks_the_rules_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hub, "violations", lambda path: ["PyUnicode_AsUTF8"] if path.read_bytes() == b"bad" else [])
     output = tmp_path / "out"
-    assert len(hub.build(wheel_of(tmp_path, b"good"), output)) == 4
+    assert len(hub.build(wheel_of(tmp_path, b"good"), output)) == 4  # folders of variants
     assert sorted(path.name for path in output.iterdir()) == ["README.md", "build"]
     monkeypatch.setattr(sys, "argv", ["hub.py", str(wheel_of(tmp_path, b"bad")), "--output", str(output)])
     assert hub.main() == 1 and not output.exists()

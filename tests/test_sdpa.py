@@ -1,6 +1,8 @@
-"""PyTorch's scaled_dot_product_attention through volta_fa: which kernel ran (a profiler says), whether it is right, and what falls back."""
+"""Tests of scaled_dot_product_attention run by volta_fa (`enabled()` switches it on): results, and calls that fall back to PyTorch.
 
-import os
+`sdpa_stats()` counts calls that volta_fa `ran`, `traced` into a compiled graph, or that `fell_back`, by reason; `assert_ours` asks the
+profiler which ops ran. `on(...)` lists a test's backends: CPU (`cpu-DTYPE`), the kernels in the simulator (`sim`), GPU (`cuda`)."""
+
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -8,14 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from conftest import on, run_python
-
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
-
 import volta_fa
+from conftest import on, run_python
 from sdpa_helpers import CUDNN, EFFICIENT, FLASH, MATH, assert_ours, enabled, leaves, qkv, selective, train, unfused
-from sdpa_helpers import switched_off as switched_off
+from sdpa_helpers import switched_off as switched_off  # a fixture of every test
 
 # ---- right answers -------------------------------------------------------------------------------------------------
 
@@ -40,12 +38,12 @@ PROBLEMS = {
 }
 
 
-# Added to what is allowed: with one key PyTorch's gradients of q and k are exact zeros, ours a rounding away.
+# Added to the allowed error: with one key PyTorch's gradients of q and k are exactly 0, volta_fa's are rounding errors.
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-4, torch.bfloat16: 2e-3}
 
 
 def check(backend, q, k, v, attn_mask=None, **options):
-    """Errors against fp64 at most 2 (out) and 3 (gradients) times those of PyTorch's unfused attention."""
+    """Checks that errors against fp64 are at most 2 (out) or 3 (gradients) times those of PyTorch's unfused attention."""
     exact_mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.double()
     with unfused():
         exact = train(q.double(), k.double(), v.double(), attn_mask=exact_mask, **options)
@@ -108,10 +106,11 @@ def hidden_padding(b, dtype):
 
 
 def numbers(*shape):
+    """A mask of random numbers, which are added to scores."""
     return lambda b, dtype: b.randn(*shape).to(dtype)
 
 
-#        mask(backend, q's dtype) for q (2, 4, 9, 16) and k (2, 4, 33, 16); headdim
+#        mask(backend, q's dtype) for q (2, 4, 9, 16) and k (2, 4, 33, 16); headdim; nheads and nheads_k, if they are not 4
 MASKS = {
     "bool": (hiding_rows([]), 16),
     "bool, hidden rows": (hiding_rows([0, 5]), 16),
@@ -127,6 +126,8 @@ MASKS = {
     "per key": (numbers(1, 33), 16),
     "one number": (numbers(1, 1), 16),
     "odd headdim": (numbers(4, 9, 33), 13),
+    "grouped heads": (numbers(6, 9, 33), 16, 6, 2),
+    "grouped heads, odd headdim": (numbers(6, 9, 33), 13, 6, 2),
     "fp32": (lambda b, dtype: b.randn(4, 9, 33).float(), 16),
     "strided": (lambda b, dtype: b.randn(33, 9, 4).to(dtype).permute(2, 1, 0), 16),
     "misaligned": (lambda b, dtype: b.randn(9, 36).to(dtype)[:, 3:], 16),
@@ -144,22 +145,10 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @on("cpu-fp32", "cpu-fp64", "cpu-bf16", "cpu-fp16", "sim", "cuda")
 def test_masks_against_math(backend, mask):
-    make, headdim = MASKS[mask]
-    q, k, v = backend.randn(2, 4, 9, headdim), backend.randn(2, 4, 33, headdim), backend.randn(2, 4, 33, headdim)
-    check(backend, q, k, v, make(backend, q.dtype))
-
-
-@pytest.mark.parametrize("headdim", [16, 13])
-@on("cpu-fp32", "cuda")
-def test_mask_with_grouped_heads(backend, headdim):
-    q, k, v = backend.randn(2, 6, 9, headdim), backend.randn(2, 2, 33, headdim), backend.randn(2, 2, 33, headdim)
-    options = {"attn_mask": backend.randn(6, 9, 33), "enable_gqa": True}
-    with unfused():
-        expected = train(q, k, v, **options)
-    with enabled(backend):
-        assert_ours(lambda: train(q, k, v, **options))
-        for a, b in zip(train(q, k, v, **options), expected):
-            torch.testing.assert_close(a, b, rtol=2e-2 if backend.kernels else 1e-4, atol=2e-2 if backend.kernels else 1e-5)
+    make, headdim, *heads = MASKS[mask]
+    nheads, nheads_k = heads or (4, 4)
+    q, k, v = backend.randn(2, nheads, 9, headdim), backend.randn(2, nheads_k, 33, headdim), backend.randn(2, nheads_k, 33, headdim)
+    check(backend, q, k, v, make(backend, q.dtype), enable_gqa=nheads != nheads_k)
 
 
 @pytest.mark.parametrize("shape", [(9, 33), (1, 4, 9, 33), (2, 1, 1, 33), (4, 9, 1), (2, 4, 9, 33)], ids=str)
@@ -181,7 +170,7 @@ def test_gradient_of_a_mask(backend, shape, alone):
         assert_ours(lambda: step(q, k, v, mask))
         ours = step(q, k, v, mask)
     assert ours[-1].shape == mask.shape and ours[-1].dtype == mask.dtype
-    # One value for all keys of a row changes nothing: its gradient is 0, up to what backward takes from the rounded result.
+    # The gradient of one value for all keys of a row is 0 up to noise, because backward subtracts sum(out * dout) with the rounded out.
     noise = 0.0
     if shape[-1] == 1:
         out = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask.double())
@@ -194,9 +183,9 @@ def test_gradient_of_a_mask(backend, shape, alone):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_dropout(backend):
-    """With the numbers of PyTorch's default generator, the same in forward and backward."""
+    """PyTorch's seed determines what dropout drops, and backward drops the same elements as forward."""
     q, k = backend.randn(2, 2, 16, 16), backend.randn(2, 2, 16, 16)
-    # with this v, out is what dropout leaves of the probabilities
+    # v is the identity matrix, so out is the probabilities after dropout
     v = torch.eye(16, device=q.device, dtype=q.dtype).expand(2, 2, 16, 16)
     dout = backend.randn(2, 2, 16, 16)
 
@@ -219,7 +208,7 @@ def test_dropout(backend):
 
 @on("cpu-fp32", "cuda")
 def test_dropout_and_mask_and_odd_headdim(backend):
-    """As the op itself, which other tests check, does with the same numbers."""
+    """Bitwise identical to the op on padded tensors with the same seed. Other tests check the op."""
     q, k, v, mask = backend.randn(2, 4, 9, 13), backend.randn(2, 4, 33, 13), backend.randn(2, 4, 33, 13), backend.randn(9, 33)
     padded = [F.pad(t, (0, 3)).transpose(1, 2) for t in (q, k, v)]
     torch.manual_seed(3)
@@ -243,8 +232,9 @@ def test_no_keys_and_no_batch(backend):
 # ---- fallbacks -------------------------------------------------------------------------------------------------------
 
 
+#: Reason in sdpa_stats(), and calls that PyTorch must run for this reason.
 FALLBACKS = {
-    # PyTorch's fused CPU implementation takes both, its others refuse
+    # a mask with is_causal: PyTorch's fused CPU implementation accepts both, its others refuse
     "attn_mask": {
         "and is_causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(9, 9).tril(-1) + 0.5, is_causal=True)
     },
@@ -264,6 +254,7 @@ FALLBACKS = {
 )
 @on("cpu-fp32")
 def test_fallback(backend, reason, f):
+    """A call that volta_fa does not support gives PyTorch's bits, and is counted once with its reason."""
     tensors = qkv(backend)
     torch.manual_seed(0)
     expected = train(*tensors, attention=f)
@@ -296,7 +287,7 @@ def test_dtypes_and_determinism_on_cuda(backend):
 )
 @on("cpu-fp32", "cuda")
 def test_users_choice_is_respected(backend, allowed):
-    """We stand in for fused attention: flash on the CPU, which has no other, flash and memory-efficient on CUDA."""
+    """volta_fa runs a call only if sdpa_kernel allows what it replaces: flash; on CUDA also memory-efficient attention."""
     tensors = qkv(backend)
     ours = FLASH in allowed or (EFFICIENT in allowed and backend.device == "cuda")
     with enabled(backend), sdpa_kernel(allowed):
@@ -334,7 +325,7 @@ def test_functorch_and_forward_mode_fall_back(backend):
 
 
 def counted(f, *inputs):
-    """f under FlopCounterMode, another one."""
+    """Runs f under FlopCounterMode, a dispatch mode."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False):
@@ -344,7 +335,7 @@ def counted(f, *inputs):
 @pytest.mark.parametrize("under", [lambda f, *t: f(*t), selective, counted], ids=["", "selective checkpointing", "FlopCounterMode"])
 @on("cpu-fp32")
 def test_subclasses_fall_back(backend, under):
-    """Also where a dispatch mode is active that traces nothing."""
+    """Calls on an unknown tensor subclass fall back, also while a dispatch mode is active that does not trace."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     q, k, v = (TwoTensor(t, t.clone()) for t in qkv(backend))
@@ -366,7 +357,7 @@ def test_calls_under_dispatch_modes_are_not_traced(backend, under):
 
 
 def test_dtensor():
-    """DTensor has rules for our ops (test_distributed.py), eager, under dispatch modes and compiled; another subclass falls back."""
+    """DTensors, for which the ops have sharding rules, run through volta_fa: eager, under a mode, compiled. Another subclass falls back."""
     code = """
         import os, torch, volta_fa
         import torch.distributed as dist
@@ -395,34 +386,13 @@ def test_dtensor():
         call(F.scaled_dot_product_attention, [TwoTensor(t.to_local(), t.to_local()) for t in tensors])
         dist.destroy_process_group()
     """
-    # of some releases of torch, gloo prints that it is connected
+    # gloo of some torch releases prints that it is connected
     lines = [line for line in run_python(code, GLOO_SOCKET_IFNAME="lo").splitlines() if not line.startswith("[Gloo]")]
     assert lines == [
         *["DTensor True {'ran': True, 'traced': False, 'fell_back': False}"] * 2,
         "DTensor True {'ran': False, 'traced': True, 'fell_back': False}",
         "TwoTensor True {'ran': False, 'traced': False, 'fell_back': True}",
     ]
-
-
-@on("cpu-fp32")
-def test_flop_counting(backend):
-    """What our op computes counts as PyTorch's attention does."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    import volta_fa.flops  # noqa: F401  registers them
-
-    def count(f=train):
-        with FlopCounterMode(display=False) as counter:
-            f(*qkv(backend))
-        return counter.get_total_flops()
-
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = count()
-    with enabled():
-        # the backward pass multiplies Q and K again
-        assert count() == expected + 2 * 2 * 2 * 9 * 9 * 16
-        with torch.inference_mode():
-            assert count(F.scaled_dot_product_attention) == 2 * 2 * 2 * 2 * 9 * 9 * 16
 
 
 def with_mask(*shape, dtype=torch.float32):

@@ -1,4 +1,8 @@
-"""Stream-K grids: every kernel, on any mask and odd sizes; whichever block combines the splits; and where a plan takes them."""
+"""Tests of stream-K kernels, and of the problems for which the planner chooses them.
+
+A usual grid has one block per tile (query rows; in the backward pass a key block). The GPU holds a limited number of resident blocks, a
+wave; the last wave of a grid may leave some idle. A stream-K grid splits the tiles of that wave among all resident blocks, and the last
+block of a tile combines its splits. `force(choices=...)` makes the planner choose a kernel on any problem."""
 
 import json
 
@@ -12,7 +16,8 @@ from test_kvcache import check as check_cached
 VARIANTS = [v for v in INFO["variants"] if v["pass"] == "ForwardStreamK"]
 PREFILL = [v for v in INFO["variants"] if v["pass"] == "PrefillStreamK"]
 BACKWARD = [v for v in INFO["variants"] if v["pass"] == "BackwardStreamK"]
-#: What a kernel does unasked, asked for.
+#: Options that request a feature, for kernels that require it: slopes (batch, nheads), a bias (batch, nheads, seqlen_q, seqlen_k). In
+#: PROBLEMS, sinks are in q's dtype ("own").
 ASKING = {"softcap": {"softcap": 20.0}, "alibi": {"alibi": "bh"}, "bias": {"bias": "bhqk"}}
 PROBLEMS = {
     "odd": {"seqlen_q": 141, "seqlen_k": 155},
@@ -24,6 +29,7 @@ PROBLEMS = {
 
 
 def plan(batch, nheads, seqlen_q, seqlen_k, headdim, is_causal=False, **options):
+    """Returns the planned forward kernel: name, pass, grid, reason. The default device is a V100."""
     return json.loads(torch.ops.volta_fa._plan(batch, seqlen_q, seqlen_k, nheads, nheads, headdim, headdim, is_causal, **options))[
         "forward"
     ]
@@ -33,7 +39,7 @@ def plan(batch, nheads, seqlen_q, seqlen_k, headdim, is_causal=False, **options)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v["name"])
 @on("sim", "cuda")
 def test_every_kernel_is_right(backend, force, variant, name):
-    """Also on headdims that it pads, and on masks for which no plan takes it."""
+    """Also on headdims 8 smaller than the kernel's, and on masks for which no plan chooses it."""
     force(choices=[{"pass": "ForwardStreamK", "variant": variant["name"]}])
     pad = 8 * (name != "odd")
     asked = {key: value for need in variant["required_features"] for key, value in ASKING[need].items()}
@@ -42,70 +48,51 @@ def test_every_kernel_is_right(backend, force, variant, name):
     found = plan(
         case.batch, case.nheads, case.seqlen_q, case.seqlen_k, case.headdim, device=device, features=",".join(variant["required_features"])
     )
+    # plan() takes one headdim, so it cannot plan kernels that have two
     assert variant["headdim"] != variant["headdim_v"] or found["name"] == variant["name"]
     (q, k, v, _), options = case.problem(backend)
     check(backend, q, k, v, **options)
 
 
 @on("sim")
-def test_whoever_joins_them_the_bits_are_the_same(backend, force, monkeypatch):
-    """Two host threads run blocks in ever other orders."""
-    force(choices=[{"pass": "ForwardStreamK", "variant": "volta_fwd_streamk_64x64"}])
-    (q, k, v, _), options = Case(300, 400, batch=1, nheads=3, spread=2.0).problem(backend)
-    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-    expected = torch.ops.volta_fa.fwd(q, k, v, **options)[:2]
-    monkeypatch.setenv("VOLTA_FA_SIM_THREADS", "4")
-    for quantum in (1, 50, 500, 5000):
-        monkeypatch.setenv("VOLTA_FA_SIM_QUANTUM", str(quantum))
-        agreed([expected, torch.ops.volta_fa.fwd(q, k, v, **options)], "out", "softmax_lse")
-
-
-@on("sim")
 def test_a_planned_grid_is_right(backend, monkeypatch):
-    """Full rounds and pieces, as many blocks as a V100 has places and some more."""
+    """165 tiles on 160 resident blocks: one full wave, and a wave of splits."""
     assert plan(1, 165, 100, 411, 64)["pass"] == "ForwardStreamK"
     (q, k, v, _), options = Case(100, 411, batch=1, nheads=165, nheads_k=33).problem(backend)
     check(backend, q, k, v, **options)
 
 
-#: (batch, nheads, seqlen_q, seqlen_k, headdim), and whether the usual grid's last round leaves enough places idle.
+#: (batch, nheads, seqlen_q, seqlen_k, headdim, is_causal), and whether the usual grid's last wave leaves enough resident blocks idle.
+#: Under a causal mask, stream-K pays only where row tiles see about equally many keys.
 GRIDS = [
-    ((1, 32, 512, 512, 64), False),
-    ((1, 32, 1024, 1024, 64), True),
-    ((1, 32, 2048, 2048, 128), True),
-    ((1, 40, 2048, 2048, 64), False),  # four full rounds
-    ((2, 16, 2048, 2048, 256), True),
-    ((1, 16, 512, 8192, 192), False),  # no kernel
-    ((1, 16, 1024, 1024, 64), False),  # less than a round, and cut rows cost more than they bring
+    ((1, 32, 512, 512, 64, False), False),
+    ((1, 32, 1024, 1024, 64, False), True),
+    ((1, 32, 2048, 2048, 128, False), True),
+    ((1, 40, 2048, 2048, 64, False), False),  # four full waves
+    ((2, 16, 2048, 2048, 256, False), True),
+    ((1, 16, 512, 8192, 192, False), False),  # no kernel
+    ((1, 16, 1024, 1024, 64, False), False),  # less than a wave, and splits cost more than they save
+    ((1, 6, 512, 8192, 256, True), True),
+    ((1, 32, 256, 4096, 128, True), True),
+    ((1, 32, 256, 512, 128, True), False),
+    ((1, 32, 1024, 1024, 64, True), False),
+    ((1, 32, 2048, 2048, 128, True), False),
+    ((2, 16, 2048, 2048, 256, True), False),
+    ((1, 16, 512, 8192, 192, True), False),
 ]
 
 
-@pytest.mark.parametrize("shape, pays", GRIDS, ids=lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else str(x))
+@pytest.mark.parametrize("shape, pays", GRIDS, ids=str)
 def test_where_a_plan_takes_them(shape, pays):
     found = plan(*shape)
     assert (found["pass"] == "ForwardStreamK") == pays
-    assert plan(*shape, is_causal=True)["pass"] == "Forward"
     assert (plan(*shape, features="sinks")["pass"] == "ForwardStreamK") == pays
     assert plan(*shape, features="dropout")["pass"] == "Forward" and plan(*shape, features="varlen")["pass"] == "Forward"
     if pays:
         assert found["reason"].startswith("stream-K") and found["grid"][1:] == [1, 1]
 
 
-#: Chunks of prompts: (batch, nheads, seqlen_q, seqlen_k, headdim), and whether their row tiles see about as many keys.
-CHUNKS = [
-    ((1, 6, 512, 8192, 256), True),
-    ((1, 32, 256, 4096, 128), True),
-    ((1, 32, 256, 512, 128), False),
-    ((1, 32, 2048, 2048, 128), False),
-]
-
-
-@pytest.mark.parametrize("shape, pays", CHUNKS, ids=lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else str(x))
-def test_where_a_causal_plan_takes_them(shape, pays):
-    assert (plan(*shape, is_causal=True)["pass"] == "ForwardStreamK") == pays
-
-
-#: Steps of a key block are those of all query heads of its KV head: none, few or many.
+#: A key block has steps (tiles of queries) of all query heads of its KV head: none, few or many.
 BACKWARD_PROBLEMS = {
     "grouped": {"seqlen_q": 141, "seqlen_k": 155, "nheads": 6, "nheads_k": 2},
     "more splits": {"seqlen_q": 700, "seqlen_k": 150, "batch": 1, "nheads": 4, "nheads_k": 1},
@@ -126,34 +113,39 @@ def backward_plan(batch, nheads, nheads_k, seqlen_q, headdim, is_causal=False, s
 @pytest.mark.parametrize("variant", BACKWARD, ids=lambda v: v["name"])
 @on("sim", "cuda")
 def test_every_backward_kernel_is_right(backend, force, variant, name):
-    """Also on headdims that it pads, and on grids for which no plan takes it."""
+    """Also on headdims 8 smaller than the kernel's, and on grids for which no plan chooses it."""
     force(choices=[{"pass": "BackwardStreamK", "variant": variant["name"]}])
     headdim = variant["headdim"] - 8 * (name != "grouped")
     case = Case(**BACKWARD_PROBLEMS[name], headdim=headdim, headdim_v=headdim)
     if backend.machine == "sim" and name in ("grouped", "more splits"):
         planned = backward_plan(case.batch, case.nheads, case.nheads_k, case.seqlen_q, headdim, seqlen_k=case.seqlen_k)
-        # two blocks of keys, of two splits, which have no order, or of five
+        # two key blocks, of two splits or of five each
         assert planned["main"]["name"] == variant["name"] and planned["main"]["grid"][1] == {"grouped": 4, "more splits": 10}[name]
     (q, k, v, dout), options = case.problem(backend)
     check(backend, q, k, v, dout, **options)
 
 
 @on("sim")
-def test_dk_and_dv_do_not_depend_on_the_order_of_blocks(backend, force, monkeypatch):
-    """Four host threads run blocks in ever other orders."""
-    force(choices=[{"pass": "BackwardStreamK", "variant": "volta_bwd_streamk_64"}])
+def test_results_do_not_depend_on_the_order_of_blocks(backend, force, monkeypatch):
+    """Four host threads simulate blocks in different orders, so different blocks combine the splits: results are bitwise identical, except
+    dq, which is added by atomics. VOLTA_FA_SIM_QUANTUM is the number of instructions that a warp runs before the next one does."""
+    chosen = {"ForwardStreamK": "volta_fwd_streamk_64x64", "BackwardStreamK": "volta_bwd_streamk_64"}
+    force(choices=[{"pass": of, "variant": name} for of, name in chosen.items()])
     (q, k, v, dout), options = Case(**BACKWARD_PROBLEMS["more splits"]).problem(backend)
+
+    def run():
+        out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, **options)
+        return out, lse, *torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)[1:3]
+
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-    out, lse = torch.ops.volta_fa.fwd(q, k, v, **options)[:2]
-    expected = torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)
+    expected = run()
     monkeypatch.setenv("VOLTA_FA_SIM_THREADS", "4")
-    for quantum in (1, 50, 5000):
+    for quantum in (1, 50, 500, 5000):
         monkeypatch.setenv("VOLTA_FA_SIM_QUANTUM", str(quantum))
-        found = torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **options)
-        agreed([expected[1:], found[1:]], "dk", "dv")
+        agreed([expected, run()], "out", "softmax_lse", "dk", "dv")
 
 
-#: (batch, nheads, nheads_k, seqlen, headdim, is_causal), and whether one block for each key block would leave enough places idle.
+#: (batch, nheads, nheads_k, seqlen, headdim, is_causal), and whether a block per key block would leave enough resident blocks idle.
 BACKWARD_GRIDS = [
     ((1, 32, 8, 2048, 64, False), True),
     ((1, 32, 8, 2048, 128, False), True),
@@ -164,7 +156,7 @@ BACKWARD_GRIDS = [
 ]
 
 
-@pytest.mark.parametrize("shape, pays", BACKWARD_GRIDS, ids=lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else str(x))
+@pytest.mark.parametrize("shape, pays", BACKWARD_GRIDS, ids=str)
 def test_where_a_plan_splits_key_blocks(shape, pays):
     main = backward_plan(*shape)["main"]
     assert (main["pass"] == "BackwardStreamK") == pays
@@ -174,7 +166,8 @@ def test_where_a_plan_splits_key_blocks(shape, pays):
         assert main["reason"].startswith("stream-K") and main["grid"][0] == shape[0] * shape[2] and main["grid"][2] == 1
 
 
-#: (queries, cached tokens, appended tokens): row tiles of one or several splits, the first tokens of a prompt, and a partial page.
+#: Prefill of a KV cache: (queries, cached tokens, appended tokens), and options of cached.Cached: `page` tokens a page (0: no pages),
+#: `own_new`: packed k and v have lengths of their own, layout "kv": K and V share a tensor.
 CHUNKS = {
     "chunk": ((141, 300, 141), {"packed": True, "own_new": True}),
     "prompt": ((290, 0, 290), {"sinks": "own"}),
@@ -192,7 +185,7 @@ def test_every_prefill_kernel_is_right(backend, force, variant, name):
     force(choices=[{"pass": "PrefillStreamK", "variant": variant["name"]}])
     headdim = variant["headdim"] - 8 * (name == "window")
     if backend.machine == "sim":
-        planned = prefill_plan(1, lengths[0], sum(lengths[:2]), headdim, nheads=2, nheads_k=1)
+        planned = prefill_plan(1, lengths[0], lengths[1] + lengths[2], headdim, nheads=2, nheads_k=1)
         assert planned["name"] == variant["name"] and planned["grid"][0] > 2 * -(-lengths[0] // 128), "row tiles are split"
     check_cached(backend, Cached((lengths,), headdim=headdim, headdim_v=headdim, **options))
 

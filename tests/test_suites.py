@@ -1,4 +1,7 @@
-"""Tests tools/suites.py with small files in the place of the suites, which are not in this repository."""
+"""Tests of tools/suites.py, which runs test suites of other projects (flash-attn, FlashMLA, PyTorch's SDPA and FlexAttention) on volta_fa.
+
+Small files, written by the tests, stand for the suites, which are not in this repository. The tool adapts a suite (other GPU or device),
+draws a sample of its cases, runs them in worker processes, and groups failures. `run` returns status, output and the JSON report."""
 
 import json
 import re
@@ -14,7 +17,9 @@ from processes import run_forked
 
 TOOL = str(Path(__file__).parents[1] / "tools/suites.py")
 
-# FLASH_ATTN needs each thing that the adapter replaces, and its cases with causal=True fail with messages that differ in numbers only.
+# Needs all that the adapter (tools/suite_adapters.py) replaces: capability 9.0, "cuda", normalize_flash_attn_S, and in *_bounds tests
+# RuntimeError, for which volta_fa raises ValueError, if VOLTA_FA_CHECK_LENGTHS is set. Failures of causal=True differ only in numbers: one
+# group.
 FLASH_ATTN = """
 import os
 import pytest
@@ -49,7 +54,7 @@ def test_flash_attn_bounds(_):
 def test_other():
     raise RuntimeError
 """
-# 3 keys fail, in four cases with one message; several KV heads, and cases that measure time, fail too
+# Cases with s_k = 3 fail (4 of 16: 2 batch sizes, 2 dtypes). Those with h_kv = 2 or test_performance would, but the tool omits them.
 FLASH_MLA = """
 import dataclasses
 import torch
@@ -94,7 +99,7 @@ def check(name, found, expected):
         print(f"`{name}` mismatch: {found.max()}")
     return right
 """
-# what workers have to survive; test_removed fails without volta_fa too, and test_override with it alone
+# Cases that crash, hang, fall back or fail. test_removed fails without volta_fa too, test_override only with it.
 SDPA = """
 import os, signal, time, unittest
 import torch
@@ -223,6 +228,7 @@ def test_workers_survive_crashes_and_long_cases(tmp_path):
     assert report["counts"] == counts, said
     reasons = {case.rpartition("::")[2]: group["reason"] for group in report["failures"] for case in group["cases"]}
     assert reasons["test_removed"] == reasons["test_crash"] == reasons["test_hangs"] == "PyTorch alone fails too"
+    # line 19 is test_override's assert, in the source as the adapter changed it
     assert "dropout" in reasons["test_dropout_p_0_5"] and reasons["test_override"].startswith("line 19: AssertionError"), reasons
     assert int(re.search(r"FAILED test_transformers.py::TestSDPA::test_hangs, line 0: the process ended after (\d+) s", said)[1]) >= 30
     assert report["skipped"].keys() == {"left out: builds a C++ extension", "fails as the suite expects"}
@@ -231,7 +237,7 @@ def test_workers_survive_crashes_and_long_cases(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_interrupted_run_prints_failures_at_once_and_reports_them(tmp_path, workers):
-    """Without the signal, and with a failure that is printed at the end alone, the run does not end."""
+    """A failure is printed when it happens, and SIGTERM ends the run with a report. Else the run would wait for test_b until the limit."""
     source = "import time\ndef test_a():\n    assert 0\ndef test_b():\n    time.sleep(1000)\n"
     (tmp_path / "pytorch/test").mkdir(parents=True)
     (tmp_path / "pytorch/test/test_transformers.py").write_text(source)

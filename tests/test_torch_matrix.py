@@ -1,7 +1,6 @@
-"""tools/torch_matrix.py, which checks a wheel with each torch release: what it makes of verdicts, and what it refuses.
+"""Tests of tools/torch_matrix.py, which installs a wheel with each torch release and runs some tests (CHECKS) there.
 
-These tests make no environments. The last ones are those that it runs with each release and that no other file has.
-"""
+A fake uv and a fake python stand for the environments. The matrix itself runs the last tests of this file with each release."""
 
 import ctypes
 import json
@@ -17,7 +16,6 @@ import torch
 pytest.importorskip("rich")
 
 import check_build_env
-import old_userland
 import torch_matrix
 import torch_releases
 import volta_fa
@@ -78,34 +76,54 @@ PYTHON = """#!/bin/sh
 case "$1" in
 -c) echo 3.11.7 2.7.1+cu126 5.23.0 ;;
 *) test -z "$VOLTA_FA_SIMULATE" || exit 3
+   test -z "$PYTHONPATH" || test {oldest} = runs || exit 4
    for argument; do case $argument in --junitxml=*) report=${{argument#--junitxml=}} ;; esac; done
    cat > "$report" <<END
 <testsuites><testsuite>
 <testcase classname="tests.test_routes" name="test_vmap[cpu-fp32]">{result}</testcase>
 <testcase classname="tests.test_routes" name="test_vmap[cuda]"><skipped message="no GPU"/></testcase>
-<testcase classname="tests.test_kvcache_api" name="test_a_program_that_stays_inside"><skipped message="no door"/></testcase>
+<testcase classname="tests.test_kvcache_api" name="test_a_program_that_never_restores_pytorch"><skipped message="no door"/></testcase>
 </testsuite></testsuites>
 END
    exit {status} ;;
 esac
 """
+EMPTY = '<failure type="Failed">&#10;the first line of a traceback&#10;more</failure>'
 WRONG = '<failure message="AssertionError: it is wrong&#10;more">a traceback</failure>'
 
 
+@pytest.fixture
+def pretend(tmp_path, monkeypatch):
+    """Returns a function that installs a fake uv and Python: tests of the fake have this result (XML) and exit status. `oldest`: "fails"
+    where it stands for the environment with the oldest transformers. The fake Python fails if it inherits VOLTA_FA_SIMULATE."""
+
+    def install(result: str, status: int, oldest: str = "runs") -> None:
+        python = PYTHON.format(result=result, status=status, oldest=oldest)
+        for name, text in {"python": python, "uv": UV.format(python=tmp_path / "python")}.items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755 | stat.S_IXUSR)
+        monkeypatch.setattr(torch_matrix.shutil, "which", lambda name, path="": str(tmp_path / name))
+        monkeypatch.setattr(torch_matrix, "old_libraries", lambda folder: folder)
+        monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+        chosen = ("vmap", "flash attention door")
+        monkeypatch.setattr(torch_matrix, "CHECKS", {name: torch_matrix.CHECKS[name] for name in chosen})
+        monkeypatch.setattr(torch_matrix, "TRANSFORMERS", ["test_routes.py::test_vmap[cpu-fp32]"])
+
+    return install
+
+
+def test_a_release_without_the_oldest_transformers(pretend, tmp_path, capsys):
+    """If the environment with the oldest transformers fails, the release counts as not tried (status 2), with the verdicts before."""
+    pretend(WRONG, 1, oldest="fails")
+    assert torch_matrix.main([__file__, "--releases", "2.7.1", "--output", str(tmp_path / "out")]) == 2
+    [release] = json.loads((tmp_path / "out" / "matrix.json").read_text())
+    assert "wrong" in release["checks"]["vmap"] and "failed" in release["checks"]["environment"]
+
+
 @pytest.mark.parametrize("releases, wrong, status", [(["2.7.1"], False, 0), (["2.7.1"], True, 1), (["2.8.0", "2.7.1"], False, 2)])
-def test_verdict_and_exit_status(releases, wrong, status, tmp_path, monkeypatch, capsys):
-    """With an uv and a Python that only play it; a release that cannot be tried does not keep others from it."""
-    # the fake Python fails if the matrix passes VOLTA_FA_SIMULATE on
-    programs = {"python": PYTHON.format(result=WRONG if wrong else "", status=int(wrong)), "uv": UV.format(python=tmp_path / "python")}
-    for name, text in programs.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755 | stat.S_IXUSR)
-    monkeypatch.setattr(torch_matrix.shutil, "which", lambda name, path="": str(tmp_path / name))
-    monkeypatch.setattr(old_userland, "prepare", lambda folder: folder)
-    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-    chosen = ("vmap", "flash attention door")
-    monkeypatch.setattr(torch_matrix, "CHECKS", {name: torch_matrix.CHECKS[name] for name in chosen})
-    monkeypatch.setattr(torch_matrix, "TRANSFORMERS", ["test_routes.py::test_vmap[cpu-fp32]"])
+def test_verdict_and_exit_status(releases, wrong, status, pretend, tmp_path, capsys):
+    """Status 1: a check failed. Status 2: an environment could not be made; the other releases are still tried."""
+    pretend(WRONG if wrong else "", int(wrong))
     output = tmp_path / "out"
     assert torch_matrix.main([__file__, "--releases", *releases, "--output", str(output)]) == status
     found = {release["release"]: release for release in json.loads((output / "matrix.json").read_text())}
@@ -122,16 +140,24 @@ def test_verdict_and_exit_status(releases, wrong, status, tmp_path, monkeypatch,
     assert not (output / "torch-2.7.1").exists()
 
 
+def test_a_failure_without_a_message(tmp_path):
+    report = tmp_path / "report.xml"
+    for result, line in ((EMPTY, "the first line of a traceback"), ("<error/>", "error"), ('<error message=" "> </error>', "error")):
+        case = f'<testcase classname="tests.test_routes" name="test_vmap">{result}</testcase>'
+        report.write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
+        assert torch_matrix.verdict(report, ["test_routes.py::test_vmap"]) == f"test_vmap: {line}"
+
+
 def test_each_release_has_a_python_and_none_is_left_out():
     assert tuple(torch_matrix.PYTHONS) == torch_releases.RELEASES
     ours = range(check_build_env.PYTHON_OLDEST[1], check_build_env.PYTHON_NEWEST[1] + 1)
-    # of 3.14 uv has none here: docs/reference/compatibility.md says what was tried with it
+    # uv offers no Python 3.14 here: docs/reference/compatibility.md says what was tried with it
     assert set(torch_matrix.PYTHONS.values()) == {f"3.{minor}" for minor in ours} - {"3.14"}
 
 
 @NEEDS_COMPILER
 def test_the_program_that_opens_the_libraries_elsewhere(tmp_path):
-    """tools/old_userland.c loads torch and the shim without Python: with this Linux's libraries here, elsewhere with Debian 11's."""
+    """tools/old_userland.c loads torch and the shim without Python: here with this system's C library, in the matrix with Debian 11's."""
     program = tmp_path / "load"
     source = REPOSITORY / "tools" / "old_userland.c"
     subprocess.run(["gcc", "-O1", source, "-o", program, "-ldl", "-lm"], check=True)
@@ -149,15 +175,15 @@ def test_the_program_that_opens_the_libraries_elsewhere(tmp_path):
 
 def test_a_machine_without_an_older_userland(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(old_userland.Unavailable, match="no apt-get here"):
-        old_userland.prepare(tmp_path / "old")
+    with pytest.raises(torch_matrix.Unavailable, match="no apt-get here"):
+        torch_matrix.old_libraries(tmp_path / "old")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "load").touch()
-    assert old_userland.prepare(tmp_path / "old") == tmp_path / "old"
+    assert torch_matrix.old_libraries(tmp_path / "old") == tmp_path / "old"
 
 
 def test_the_tests_of_the_table_exist():
-    """Each of them, by the names that pytest gives to their cases, from the folder that the matrix runs them in."""
+    """pytest collects all tests that CHECKS and TRANSFORMERS name."""
     names = {f"tests/{test}" for tests in (*torch_matrix.CHECKS.values(), torch_matrix.TRANSFORMERS) for test in tests}
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *sorted(names)]
     ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
@@ -168,7 +194,7 @@ def test_the_tests_of_the_table_exist():
 
 
 def test_all_symbols_are_found():
-    """By default the loader looks for a function when it is called first."""
+    """RTLD_NOW resolves all functions of the library; by default the loader looks for a function at its first call."""
     ctypes.CDLL(str(volta_fa.library_path()), os.RTLD_NOW)
 
 
@@ -185,4 +211,4 @@ def test_the_libraries_of_an_older_linux():
     if "OLD_USERLAND" not in os.environ:
         pytest.skip("tools/torch_matrix.py names no older libraries")
     torch_package = Path(torch.__file__).parent
-    assert not old_userland.complaint(Path(os.environ["OLD_USERLAND"]), torch_package, volta_fa.library_path())
+    assert not torch_matrix.complaint(Path(os.environ["OLD_USERLAND"]), torch_package, volta_fa.library_path())

@@ -1,27 +1,23 @@
-"""transformers' masks that are block masks with attn_implementation="volta_fa": image spans, packed documents with padding, chunks.
+"""Tests of transformers' masks that become block masks with attn_implementation="volta_fa": image spans, packed documents, chunks.
 
-No tensor is as large as the dense mask.
-"""
-
-import copy
-import os
+A block mask lists the blocks of the score matrix that have visible keys. `Operations` records the largest tensor of any operation: none is
+as large as the dense mask, SEQLEN * SEQLEN bytes."""
 
 import pytest
 import torch
 
 from test_block_mask_packing import Operations
 
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from transformers import masking_utils
 
 import volta_fa.transformers
+from test_transformers import make
 from volta_fa.block_mask import packing
 from volta_fa.transformers import MaskRule
 
-#: Long enough for blocks that are absent, and for block masks to be chosen.
+#: So long that some blocks are absent and block masks are chosen.
 SEQLEN = 1152
 TEXT = dict(
     vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -30,13 +26,14 @@ TEXT = dict(
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch):
+def small_chunks(monkeypatch):
+    """Packing evaluates 64 cells of 64 by 64 scores at a time instead of 2560, so these masks take several chunks."""
     monkeypatch.setattr(packing, "CHUNK", 64)
 
 
 @pytest.fixture
 def masks(monkeypatch):
-    """The masks that the attention function gets."""
+    """Collects the masks that the attention function gets."""
     from volta_fa.integrations.transformers import attention_function
 
     seen, inner = [], attention_function._visible_keys
@@ -56,18 +53,9 @@ def gemma3():
     return config, transformers.Gemma3ForConditionalGeneration
 
 
-def model(made, implementation):
-    torch.manual_seed(0)
-    built = made[1]._from_config(copy.deepcopy(made[0]), attn_implementation=implementation).eval()
-    for parameter in built.parameters():
-        if parameter.dim() > 1:
-            parameter.data.mul_(5)  # the initial weights are so small that any attention would do
-    return built
-
-
 def logits(made, implementation, **inputs):
     with torch.no_grad(), Operations() as operations:
-        found = model(made, implementation)(use_cache=False, **inputs).logits
+        found = make(*made, implementation)(use_cache=False, **inputs).logits
     return found, operations.largest
 
 
@@ -110,6 +98,7 @@ def test_packed_documents_with_padding():
 
 
 def test_chunks():
+    """transformers' chunked mask becomes a block mask, of which more than 80 % is absent, with the same visible keys."""
     mask_function = masking_utils.chunked_causal_mask_function(256, torch.zeros(1, dtype=torch.int64))
     geometry = dict(batch_size=1, q_length=SEQLEN, kv_length=SEQLEN, mask_function=mask_function)
     mask = volta_fa.transformers.mask(**geometry)
@@ -132,8 +121,8 @@ def test_flex_attention_of_transformers():
     volta_fa.enable_flex("cpu")
     try:
         with torch.no_grad(), torch.profiler.profile() as profiler:
-            found = model(made, "flex_attention")(**inputs).logits
-            expected = model(made, "eager")(**inputs).logits
+            found = make(*made, "flex_attention")(**inputs).logits
+            expected = make(*made, "eager")(**inputs).logits
     finally:
         volta_fa.disable_flex()
     assert any(event.key == "volta_fa::fwd" for event in profiler.key_averages())

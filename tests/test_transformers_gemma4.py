@@ -1,15 +1,13 @@
-"""Gemma 4 of transformers, small and random: two local layers of headdim 256 with a window and a global one of 512."""
+"""Tests of transformers' Gemma 4 with attn_implementation="volta_fa" against "eager": small random models, with two local layers of
+headdim 256 and a window, and a global layer of headdim 512. Helpers are those of test_transformers.py."""
 
 import copy
-import os
 
 import pytest
 import torch
 
 from conftest import on
 
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 if not hasattr(transformers, "Gemma4TextConfig"):
     pytest.skip("this transformers has no Gemma 4", allow_module_level=True)
@@ -18,7 +16,7 @@ import test_transformers as plain
 from test_transformers import BATCH, SEQLEN, TOLERANCE, WINDOW, padding, profile, tokens
 from test_transformers_masks import losses as losses_of
 
-quiet = plain.quiet
+pytestmark = plain.pytestmark
 LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
@@ -89,21 +87,13 @@ def test_generate(pair, how):
         found, calls = profile(lambda inputs=inputs: plain.generate(ours, **inputs, **options))
         assert torch.equal(found, plain.generate(eager, **inputs, **options))
         assert calls.count == 8 * len(ours.model.layers) and not calls.theirs
-        # of a prompt, layers that read the keys of others compute the last row only, and get one row of mask
+        # for a prompt, layers with shared keys compute only the last row, and get one row of mask as a bias
         assert calls.biased == ours.config.num_kv_shared_layers
 
 
 @on("sim", "cuda")
 def test_on_kernels(backend):
-    """fp16: no further from eager in fp32 than twice eager in fp16 is."""
-    eager, ours = (make(config(), implementation).to(backend.device) for implementation in ("eager", "volta_fa"))
-    inputs = {"input_ids": tokens().to(backend.device), "attention_mask": padding("left").to(backend.device)}
-    keep = inputs["attention_mask"].bool()
-    exact = plain.run(eager, **inputs)
-    theirs = plain.run(eager.half(), **inputs).float()
-    backend.simulate()
-    found = plain.run(ours.half(), **inputs).float()
-    assert (found - exact)[keep].abs().max() <= 2 * (theirs - exact)[keep].abs().max()
+    plain.check_in_fp16(backend, *(make(config(), implementation) for implementation in ("eager", "volta_fa")), padding("left"))
 
 
 @pytest.mark.parametrize("pages", [False, True], ids=["gathered", "pages"])
@@ -112,12 +102,3 @@ def test_continuous_batching(pages, monkeypatch):
     made = config(layer_types=["full_attention"] * 3, head_dim=512, per_layer_config={})
     pair = [make(made, implementation) for implementation in ("eager", "volta_fa")]
     plain.check_continuous_batching(*pair, pages, pages, monkeypatch, memory=2**30)
-
-
-def test_continuous_batching_of_two_headdims(monkeypatch):
-    """transformers refuses it under any attention."""
-    machine = (torch.device("cpu"), 2**30, 0, 0)
-    monkeypatch.setattr("transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown", lambda: machine)
-    for implementation in ("eager", "volta_fa"):
-        with pytest.raises(Exception, match="head_dim.* is a per-layer attribute"):
-            make(config(), implementation).generate_batch([[3, 4, 5]], progress_bar=False)

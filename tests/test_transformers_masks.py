@@ -1,9 +1,9 @@
-"""Hugging Face transformers with attn_implementation="volta_fa": training, compiling, masks, loading, and what is refused."""
+"""Tests of transformers with attn_implementation="volta_fa" beyond logits: training, torch.compile, mask functions, loading, refusals.
+
+transformers calls `volta_fa.transformers.mask` once per step, and `attention` in each layer with the result: None, a tensor, or a MaskRule,
+which describes a mask by numbers (bounds of a window, lengths) and allocates no tensor. Helpers are those of test_transformers.py."""
 
 import copy
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import test_transformers
-from conftest import REPOSITORY
+from conftest import run_python
 from test_transformers import (
     BATCH,
     CAUSAL,
@@ -22,7 +22,6 @@ from test_transformers import (
     SEQLEN,
     TOLERANCE,
     V5,
-    WITHOUT_INTERFACE_IN_4_57,
     assert_right,
     make,
     models,
@@ -32,8 +31,6 @@ from test_transformers import (
     tokens,
 )
 
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from transformers import AttentionMaskInterface, masking_utils
@@ -41,12 +38,13 @@ from transformers import AttentionMaskInterface, masking_utils
 import volta_fa.transformers
 from volta_fa.transformers import MaskRule
 
-quiet = test_transformers.quiet
+pytestmark = test_transformers.pytestmark
 
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
 def losses(model, batches, steps=20, lr=0.05, **inputs):
+    """Returns the loss of each step of training a copy of the model."""
     model = copy.deepcopy(model).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     history = []
@@ -67,7 +65,7 @@ def test_training(name):
     batches = []
     for kind in ("right", "left", "complete"):
         mask = padding(kind)
-        # what stands on padding is not asked, and neither what padding would say next
+        # no labels at padding, nor after padding, whose prediction is undefined
         asked = mask.bool() & F.pad(mask.bool(), (1, -1), value=True)
         batches.append({"input_ids": tokens(), "attention_mask": mask, "labels": tokens().masked_fill(~asked, -100)})
     expected, found = losses(eager, batches), losses(ours, batches)
@@ -95,31 +93,23 @@ def test_gradient_checkpointing(reentrant):
     assert torch.equal(losses(checkpointed, batches, steps=3), expected)
 
 
-def test_gradients_of_sinks_and_position_bias():
-    """Parameters that only attention uses."""
-    for name, parameter, inputs in (
-        ("gpt_oss", "model.layers.0.self_attn.sinks", {"input_ids": tokens(), "attention_mask": padding("left"), "labels": tokens()}),
-        ("t5", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", {"input_ids": tokens(), "labels": tokens(seqlen=5)}),
-    ):
-        if not V5 and name in WITHOUT_INTERFACE_IN_4_57:
-            continue
+@pytest.mark.skipif(not V5, reason="T5 of 4.57 does not use the attention interface")
+def test_gradient_of_a_position_bias():
+    """The gradient of a parameter that only attention uses. (test_training of gpt_oss has that of sinks.)"""
 
-        def gradient(model, inputs=inputs, parameter=parameter):
-            model.zero_grad()
-            out = model(**inputs)
-            keep = inputs.get("attention_mask", torch.ones(out.logits.shape[:2])).bool()
-            out.logits[keep].square().mean().backward()
-            return model.get_parameter(parameter).grad
+    def gradient(model):
+        model.zero_grad()
+        model(input_ids=tokens(), labels=tokens(seqlen=5)).logits.square().mean().backward()
+        return model.get_parameter("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight").grad
 
-        eager, ours = models(name)
-        expected = gradient(eager)
-        assert expected.abs().max() > 0
-        exact = lambda eager=eager, gradient=gradient: gradient(copy.deepcopy(eager).double())  # noqa: E731
-        assert_right(gradient(ours), expected, exact, factor=3, rtol=1e-4, atol=1e-6)
+    eager, ours = models("t5")
+    expected = gradient(eager)
+    assert expected.abs().max() > 0
+    assert_right(gradient(ours), expected, lambda: gradient(copy.deepcopy(eager).double()), factor=3, rtol=1e-4, atol=1e-6)
 
 
 def test_dropout():
-    """In training only, and drawn from PyTorch's generator."""
+    """Dropout follows PyTorch's seed, and applies only in training."""
     config, cls = CAUSAL["llama"](transformers)
     config.attention_dropout = 0.3
     model = make(config, cls, "volta_fa").train()
@@ -131,7 +121,7 @@ def test_dropout():
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_autocast(name):
-    """Masks and sinks in fp32 beside queries in bf16."""
+    """Autocast passes queries in bf16 with masks and sinks in fp32. The error is at most twice that of eager."""
     inputs = {"input_ids": tokens(), "attention_mask": padding("left")}
     eager, ours = models(name)
     exact = run(eager, **inputs)
@@ -169,7 +159,7 @@ def test_compile(kind):
 
 
 def geometry(seqlen_q: int, past: int) -> dict:
-    """The arguments of a mask function that say where the queries are."""
+    """Returns the arguments of a mask function for queries after `past` tokens."""
     if V5:
         return {"q_length": seqlen_q, "q_offset": past}
     return {"cache_position": torch.arange(past, past + seqlen_q)}
@@ -199,7 +189,9 @@ if V5:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("skip", [True, False], ids=["", "compiled"])
 def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind, skip):
-    """It says the same as the tensor that transformers makes for SDPA, wherever there is something to see."""
+    """The mask shows the same keys as the tensor that transformers makes for SDPA, for all queries that are no padding.
+
+    A result of dtype int32, (2, 1, 1, batch), has the begin and end of the visible keys of each entry's single query."""
     function, options = PATTERNS[pattern]
     options = dict(options, allow_is_causal_skip=skip)
     visible = None if kind == "none" else padding(kind, 12).bool()
@@ -233,11 +225,11 @@ def contents(rule: MaskRule) -> tuple:
 
 
 def test_mask_function_makes_no_tensor():
-    """Where a rule does: nothing of seqlen_q x seqlen_k."""
+    """Masks that a few numbers describe become a MaskRule or None, without memory of seqlen_q * seqlen_k elements."""
     function = volta_fa.transformers.mask
     assert AttentionMaskInterface()["volta_fa"] is function
     plain = dict(batch_size=BATCH, kv_length=SEQLEN, device="cpu", **geometry(SEQLEN, 0))
-    LEFT = [0, 5, 20, 21, 40, 60]
+    LEFT = [0, 5, 20, 21, 40, 60]  # an entry's padding (5, 1, 0 tokens) and its tokens are packed sequences
     # causality is a rule, None is that nothing is hidden
     causal = (-1, 0, SEQLEN, None, None)
     assert contents(function(**plain)) == causal
@@ -247,7 +239,7 @@ def test_mask_function_makes_no_tensor():
     assert contents(function(**plain, mask_function=causal_window(SEQLEN))) == causal
     assert contents(function(**plain, attention_mask=padding("left").bool())) == (-1, 0, SEQLEN, LEFT, LEFT)
     if V5:
-        # of queries x keys, at least
+        # both directions: no mask, packed sequences (padding has no queries), or one row of keys of each entry
         cross = dict(plain, mask_function=masking_utils.bidirectional_mask_function, allow_is_bidirectional_skip=True)
         assert function(**cross) is None
         assert contents(function(**cross, attention_mask=padding("left").bool())) == (-1, -1, SEQLEN, [0, 0, 20, 20, 40, 60], LEFT)
@@ -264,7 +256,7 @@ def test_unknown_patterns_stay_tensors():
     for pattern in (every_second, masking_utils.and_masks(masking_utils.causal_mask_function, every_second)):
         found = volta_fa.transformers.mask(**arguments, mask_function=pattern, use_vmap=True)
         assert torch.equal(found, masking_utils.sdpa_mask(**arguments, mask_function=pattern, use_vmap=True, allow_is_causal_skip=False))
-    # somebody is going to combine it with another
+    # with allow_is_causal_skip=False the caller may combine the result with another mask, so it is a tensor
     found = volta_fa.transformers.mask(**arguments, allow_is_causal_skip=False)
     assert found.dtype == torch.bool and found.shape[-2:] == (SEQLEN, SEQLEN)
 
@@ -329,11 +321,8 @@ for name in ("volta_fa", "paged|volta_fa"):
 """
 
 
-def test_classes_without_a_source(tmp_path):
-    path = os.pathsep.join(filter(None, [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    result = subprocess.run([sys.executable, "-"], input=NOTEBOOK, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+def test_classes_without_a_source():
+    run_python(NOTEBOOK)
 
 
 class Derived(transformers.LlamaForCausalLM):
@@ -341,7 +330,7 @@ class Derived(transformers.LlamaForCausalLM):
 
 
 class OtherAttention(nn.Module):
-    """Has nothing to do with Derived, and looks to transformers as if it had."""
+    """Unrelated to Derived, but in the same file. transformers looks for attention classes in a model's source file."""
 
 
 def test_a_class_in_a_program_with_other_attention():
@@ -349,19 +338,18 @@ def test_a_class_in_a_program_with_other_attention():
     assert Derived._from_config(config, attn_implementation="volta_fa").config._attn_implementation == "volta_fa"
 
 
-@pytest.mark.parametrize("version", [(4, 56), (6, 0)])
-def test_other_versions_of_transformers(version, monkeypatch):
-    monkeypatch.setattr(volta_fa.integrations.transformers.releases, "VERSION", version)
-    if version < (4, 57):
-        with pytest.raises(ImportError, match="needs transformers 4.57 or 5.x"):
-            volta_fa.integrations.transformers.register()
-    else:
-        monkeypatch.setattr(transformers.PreTrainedModel, "get_correct_attn_implementation", None)
-        with pytest.warns(UserWarning, match="tested with transformers 4.57 and 5.x"):
-            volta_fa.integrations.transformers.register()
+def test_other_versions_of_transformers(monkeypatch):
+    integration = volta_fa.integrations.transformers
+    monkeypatch.setattr(integration.releases, "VERSION", (4, 56))
+    with pytest.raises(ImportError, match="needs transformers 4.57 or 5.x"):
+        integration.register()
+    monkeypatch.setattr(integration.releases, "VERSION", (6, 0))
+    monkeypatch.setattr(transformers.PreTrainedModel, "get_correct_attn_implementation", None)
+    with pytest.warns(UserWarning, match="tested with transformers 4.57 and 5.x"):
+        integration.register()
 
 
-def test_headdim_above_256_is_refused():
+def test_headdim_above_512_is_refused():
     config = transformers.LlamaConfig(**GROUPED, head_dim=520)
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="volta_fa")
     with pytest.raises(NotImplementedError, match="headdim: got 520 in LlamaAttention, expected at most 512"):
@@ -378,7 +366,7 @@ def test_output_attentions_is_refused(name):
         ours.config.output_attentions = True
 
 
-#: of a batch of 2 with 6 tokens each
+#: Three packed sequences in a batch of 2 with 6 tokens each.
 SEQUENCES = {f"cu_seqlens_{t}": torch.tensor([0, 2, 6, 12], dtype=torch.int32) for t in "qk"}
 
 
@@ -396,7 +384,7 @@ def test_arguments_that_nothing_can_do_are_refused(name):
 
 
 def test_head_masks_are_refused():
-    """In transformers 4.57 ViT and its relatives hand them over as masks."""
+    """In transformers 4.57 ViT and similar models pass a head mask as the attention mask."""
     _, ours = models("vit")
     pixels = torch.randn(BATCH, 3, 32, 32)
     with pytest.raises(NotImplementedError, match="head_mask: got a factor for each head in ViT.*Attention, expected None"):
@@ -404,7 +392,7 @@ def test_head_masks_are_refused():
 
 
 def test_packed_sequences_with_a_mask_are_refused():
-    """Where it says more than the sequences do, which nothing would have looked at."""
+    """A mask that hides more than the sequences do is refused, because attention of packed sequences would ignore it."""
     sequences = dict(cu_seq_lens_q=SEQUENCES["cu_seqlens_q"], cu_seq_lens_k=SEQUENCES["cu_seqlens_k"], max_length_q=6, max_length_k=6)
     call(**sequences)
     call(MaskRule((2, 1, 6, 6), "cpu", 3, 0), **sequences)
@@ -418,6 +406,7 @@ def test_packed_sequences_with_a_mask_are_refused():
 
 
 def test_without_a_mask_what_the_module_says_holds():
+    """Without a mask, the argument is_causal decides, else the module's attribute, else attention is not causal."""
     q, k, v = torch.randn(3, 2, 2, 6, 8)
     for module, is_causal, expected in (
         (SimpleNamespace(is_causal=True), None, True),
@@ -449,7 +438,7 @@ def test_a_mask_of_another_batch_is_refused():
 
 
 def test_rules_are_tensors_to_everybody_else():
-    """Some models look into their masks: those get what the rule stands for."""
+    """Any operation of a model on a MaskRule gets the dense tensor in its place."""
     rule = MaskRule((2, 1, 6, 8), "cpu", 3, 0, 6, **SEQUENCES)
     plain = rule.as_tensor()
     assert type(plain) is torch.Tensor and plain.dtype == torch.bool
@@ -472,7 +461,7 @@ def test_rules_are_tensors_to_everybody_else():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_compiled_layers(name):
-    """Rules that are made outside of what is compiled: other rules for the same shapes are told apart."""
+    """Compiled layers distinguish MaskRules of equal shapes, which the model makes outside of the compiled code."""
     torch.compiler.reset()  # PyTorch counts what other tests have compiled of the same code
     ours = make(*CAUSAL[name](transformers), "volta_fa")  # a fresh one: asking for attentions leaves a hook that cannot be compiled
     compiled = copy.deepcopy(ours)

@@ -1,4 +1,7 @@
-"""tree_mask of volta_fa::fwd_kvcache: draft tokens that see their ancestors, against fp64."""
+"""Tests of `tree_mask` of volta_fa::fwd_kvcache, for speculative decoding: the queries are draft tokens that form a tree.
+
+Each query sees all tokens before the drafts, and of the drafts only itself and its ancestors: bit j of its int64 word is draft j. `check`
+compares with fp64. `on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels in the simulator (`sim`), GPU (`cuda`)."""
 
 from __future__ import annotations
 
@@ -7,23 +10,23 @@ import dataclasses
 import pytest
 import torch
 
-from cached import Cached, check_compiled, check_opcheck, check_reads_no_value
+from cached import Cached, check_opcheck, check_reads_no_value
 from conftest import BF16_KERNELS, agreed, on, on_cases
 from test_kvcache import check, run
 from test_kvcache_quantized import check as check_quantized
 from test_validation import refused
-from volta_fa.check.draft_trees import random_tree, words
+from volta_fa.check.cache_cases import random_tree, tree_words
+from volta_fa.kv_cache.formats import CACHE_KV_DTYPES
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
 
 def trees(lengths, **options) -> Cached:
-    """lengths: (draft tokens, cached tokens, appended tokens) of each sequence."""
+    """lengths: (draft tokens, cached tokens, appended tokens) of each sequence. Option page: tokens of a page, 0 for a dense cache."""
     return Cached(lengths, tree=True, **options)
 
 
 def even(n, *cached, **options) -> Cached:
-    """Sequences of n draft tokens that are in the cache already."""
     return trees(tuple((n, tokens, 0) for tokens in cached), **options)
 
 
@@ -48,13 +51,20 @@ LAYOUTS = [
 ]
 WINDOWS = [even(12, 60, 20, 12, window_left=w, page=page) for w, page in ((0, 16), (1, 0), (3, 16), (9, 16), (25, 0))]
 WINDOWS += [even(64, 150, 90, window_left=7, nheads=1), trees(((8, 30, 8), (8, 7, 8)), window_left=2, nheads=4, window_right=0)]
-#: Kernels do not read these in place.
-COPIED = [
-    even(8, 40, 9, headdim=20, nheads=4),
+#: Kernels do not read these in place: rows are not aligned to 16 bytes.
+COPIED = [even(8, 40, 9, headdim=20, nheads=4), even(8, 40, 9, headdim=24, kv_dtype="int8", nheads=4, window_left=3)]
+QUANTIZED = [
     even(8, 40, 9, 100, kv_dtype="int8", nheads=4),
     even(8, 40, 9, 100, kv_dtype="int4", nheads=4, page=0, window_left=3),
+    even(8, 40, 9, 100, kv_dtype="int8k_int4v", nheads=4, window_left=3),
     even(20, 40, 29, kv_dtype="fp8_e5m2", descale="h", nheads=8, nheads_k=2, window_left=30),
     trees(((7, 30, 7), (3, 5, 3)), packed=True, nheads=4, kv_dtype="fp8_e4m3"),
+]
+#: Every kernel over quantized caches: two tiles of 32 rows, or three of 16.
+QUANTIZED_KERNELS = [
+    even(12, 70, 9, nheads=8, nheads_k=2, headdim=d, kv_dtype=name, descale="h" if name.startswith("fp8") else "")
+    for name in CACHE_KV_DTYPES
+    for d in (64, 128, 256, 512)
 ]
 #: Every kernel: tiles of 16, 32 and 64 rows in each headdim; several tiles of a sequence; many tokens, which several blocks share.
 TILES = [
@@ -64,11 +74,11 @@ SHARED = [even(8, 2500, 30, nheads=8, headdim=128), even(16, 3000, nheads=4, hea
 
 
 @on_cases(
-    (["cpu-fp32", "sim", "cuda"], LAYOUTS + WINDOWS + COPIED),
-    (["cpu-fp64", "cpu-bf16"], LAYOUTS[::4] + COPIED[1:2]),
-    (["sim", "cuda"], TILES + SHARED),
-    (BF16_KERNELS, TILES + LAYOUTS[5:11:2] + WINDOWS[3:4] + COPIED[:1]),
-    slow=((["cpu-fp64", "cpu-bf16"], LAYOUTS + WINDOWS + COPIED),),
+    (["cpu-fp32", "sim", "cuda"], LAYOUTS + WINDOWS + COPIED + QUANTIZED),
+    (["cpu-fp64", "cpu-bf16"], LAYOUTS[::4] + QUANTIZED[:1]),
+    (["sim", "cuda"], TILES + SHARED + QUANTIZED_KERNELS),
+    (BF16_KERNELS, TILES + LAYOUTS[5:11:2] + WINDOWS[3:4] + COPIED[:1] + QUANTIZED[1:2]),
+    slow=((["cpu-fp64", "cpu-bf16"], LAYOUTS + WINDOWS + COPIED + QUANTIZED),),
 )
 def test_against_fp64(backend, case):
     (check_quantized if case.kv_dtype else check)(backend, case)
@@ -83,7 +93,8 @@ def test_turings_kernels(backend, case):
 
 @on_cases((["cpu-fp32", "sim", "cuda"], [LAYOUTS[0], LAYOUTS[9], even(12, 60, 20, window_left=5, nheads=8)]))
 def test_a_chain_is_a_causal_mask(backend, case):
-    chains = [words(list(range(-1, n - 1))) for n, _, _ in case.lengths]
+    """A tree in which each draft follows the one before gives the result of a causal mask."""
+    chains = [tree_words(list(range(-1, n - 1))) for n, _, _ in case.lengths]
 
     def change(problem):
         mask = torch.tensor([w for chain in chains for w in chain] if case.packed else chains)
@@ -94,6 +105,7 @@ def test_a_chain_is_a_causal_mask(backend, case):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_the_tree_replaces_the_limit_on_the_right_and_bits_past_the_queries(backend):
+    """is_causal, window_right and bits of drafts that do not exist (-256: bits 8 to 63) change nothing."""
     case = even(8, 40, 21, nheads=4, is_causal=False)
     problem = case.problem(backend)
     results = []
@@ -107,7 +119,7 @@ def test_the_tree_replaces_the_limit_on_the_right_and_bits_past_the_queries(back
 def test_one_tree_serves_a_whole_batch(backend):
     case = even(8, 40, 21, 8, nheads=4)
     problem = case.problem(backend)
-    problem.options["tree_mask"] = torch.tensor([words(random_tree(8, 3))] * 3, device=problem.q.device)
+    problem.options["tree_mask"] = torch.tensor([tree_words(random_tree(8, 3))] * 3, device=problem.q.device)
     expected = run(backend, problem)[:2]
     problem.options["tree_mask"] = problem.options["tree_mask"][0].expand(3, 8)
     agreed([expected, run(backend, problem)])
@@ -137,11 +149,6 @@ def test_opcheck(backend, case):
     check_opcheck(backend, case.problem(backend))
 
 
-@on("cpu-fp32")
-def test_compiled(backend):
-    check_compiled(even(6, 40, 21, page=0).problem(backend))
-
-
 REFUSED = {
     "dtype": (lambda p: {"tree_mask": p.options["tree_mask"].int()}, ["tree_mask: got dtype torch.int32", "torch.int64"]),
     "shape": (lambda p: {"tree_mask": p.options["tree_mask"][:, :3]}, ["tree_mask: got shape (2, 3)", "(batch, seqlen_q)", "(2, 4)"]),
@@ -161,6 +168,8 @@ def test_refusals(backend, name):
 
 @on("cpu-fp32")
 def test_refused_beside_many_queries_or_a_rotation(backend):
+    """A tree has at most 64 drafts, the bits of a word, and positions that are not consecutive, so the call rotates neither q nor k."""
+
     def refuse(case, *words, **options):
         problem = case.problem(backend)
         tensors, options = (problem.q, problem.k_cache, problem.v_cache, *problem.new), problem.options | options

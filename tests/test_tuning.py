@@ -1,6 +1,7 @@
-"""Tunings, forced ones and files, the log of plans, and the GPUs of VOLTA_FA_SIM_GPU.
+"""Tests of tunings through the library, the log of plans (VOLTA_FA_LOG), and the GPUs that VOLTA_FA_SIM_GPU simulates.
 
-What a tuning may say, and what plans make of it, is in tests/plan/."""
+A tuning is JSON with choices of kernels and with failed kernels of one GPU, which the planner heeds. `force(...)` sets one for a test; a
+program reads its GPU's file. tests/plan/tunings.rs tests its contents and their effect on plans."""
 
 import json
 import re
@@ -22,26 +23,10 @@ def plan(device, seqlen=141, headdim=64, nheads=2, batch=1, **options):
 
 
 def device_of(backend) -> int:
-    """Returns the device number of a backend for _plan()."""
     return SIMULATOR if backend.machine == "sim" else 0
 
 
 # ---- forced ----------------------------------------------------------------------------------------------------
-
-
-@on("sim", "cuda")
-def test_plans_say_that_a_kernel_was_forced(backend, force):
-    """tests/test_variants.py forces every kernel and compares its results."""
-
-    def planned():
-        found = plan(device_of(backend), deterministic=True)
-        return [(kernel["name"], kernel["reason"]) for kernel in (found["forward"], found["backward"]["finish"])]
-
-    own, forced = planned(), [("Forward", "volta_fwd_generic_96x96"), ("BackwardDq", "volta_bwd_dq_96")]
-    force(choices=[{"pass": pass_, "variant": variant} for pass_, variant in forced])
-    assert planned() == [(variant, "tuned") for _, variant in forced]
-    torch.ops.volta_fa._set_tuning("")
-    assert planned() == own
 
 
 def gradients(backend, problem, **options):
@@ -124,7 +109,7 @@ CHOICE = {"pass": "Forward", "variant": "volta_fwd_128x128"}
 GOOD = {"format": 1, **CARD, "failed": ["volta_bwd_64", "volta_bwd_64_small"], "choices": [CHOICE], "note": "a test"}
 NAME = f"simulated_V100-simulator-{volta_fa.__version__}.json"
 
-# Two calls, two plans, and what is known of the file then.
+# Two calls and two plans, because the file must be read, and its warning printed, once. Prints names of kernels and info()'s facts.
 PROGRAM = """
 import json, torch, volta_fa
 op = torch.ops.volta_fa
@@ -139,7 +124,7 @@ print(json.dumps([planned["forward"]["name"], planned["backward"]["main"]["name"
 
 
 def run_with(folder, **environment):
-    """(forward's kernel, backward's, what info says of the file, stderr)"""
+    """Runs PROGRAM in the simulator. Returns the names of the forward and backward kernels, info()'s facts about the file, and stderr."""
     settings = {"VOLTA_FA_SIMULATE": "1", "VOLTA_FA_TUNING": "", "XDG_DATA_HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""}
     result = run_process(PROGRAM, **{**settings, **environment})
     return *json.loads(result.stdout), result.stderr
@@ -152,6 +137,7 @@ def user_file(folder, text):
     return file
 
 
+#: Kernels of PROGRAM's problem without a tuning, and with GOOD.
 OWN = ("volta_fwd_64x64_small", "volta_bwd_64_small")
 TUNED = ("volta_fwd_128x128", "volta_bwd_varlen_64")
 
@@ -164,20 +150,13 @@ def test_the_file_of_a_card_is_read(tmp_path):
     assert tuning["path"] == str(file)
     forward, backward, tuning, stderr = run_with(tmp_path)
     assert ((forward, backward), stderr) == (TUNED, "")
-    assert tuning == {
-        "of": "simulator",
-        **CARD,
-        "path": str(file),
-        "outcome": "read",
-        "why": None,
-        "choices": 1,
-        "failed": ["volta_bwd_64", "volta_bwd_64_small"],
-        "overridden": False,
-    }
+    result = {"outcome": "read", "why": None, "choices": 1, "failed": ["volta_bwd_64", "volta_bwd_64_small"], "overridden": False}
+    assert tuning == {"of": "simulator", **CARD, "path": str(file), **result}
 
 
 @needs_simulator
 def test_the_pages_example_is_a_tuning_with_the_pages_effect(tmp_path):
+    """The example in docs/reference/tuning-file.md is valid, and prints the log line that the page shows."""
     page = (REPOSITORY / "docs/reference/tuning-file.md").read_text()
     example = json.loads(re.search(r"```json\n(.*?)```", page, re.S)[1])
     (tmp_path / "tuning.json").write_text(json.dumps({**example, "device": "simulated V100", "driver": "simulator"}))
@@ -207,12 +186,9 @@ def test_the_environment_says_which_file(tmp_path):
     [
         ("{", "tuning: got EOF"),
         (json.dumps({**GOOD, "device": "Tesla V100-SXM2-16GB"}), "tuning: device: got `Tesla V100-SXM2-16GB`, expected `simulated V100`"),
-        (json.dumps({**GOOD, "driver": "580.1"}), "tuning: driver: got `580.1`, expected `simulator`"),
-        (json.dumps({**GOOD, "volta_fa": "0.0.1"}), "tuning: volta_fa: got `0.0.1`"),
-        (json.dumps({**GOOD, "failed": ["nosuch"]}), "tuning: failed: got `nosuch`"),
         (json.dumps({**GOOD, "note": "x" * (1 << 20)}), "tuning: got more than 1048576 bytes"),
     ],
-    ids=["no JSON", "device", "driver", "version", "kernel", "size"],
+    ids=["no JSON", "device", "size"],
 )
 @needs_simulator
 def test_a_file_that_does_not_fit_is_ignored_with_one_warning(tmp_path, text, why):
@@ -237,13 +213,9 @@ def test_choices_that_the_card_cannot_take_are_ignored_with_one_warning(tmp_path
 def test_info_says_what_became_of_the_file(monkeypatch, capsys, force):
     found = {"of": "cuda:0", **CARD, "path": "/p.json", "why": None, "choices": 3, "failed": [], "overridden": False}
     facts = {**volta_fa.info(), "devices": []}
+    overridden = {"failed": ["a", "b"], "overridden": True}
     for outcome, more, expected in [
-        ("read", {}, "cuda:0: 3 choices, failed kernels: none (/p.json)"),
-        (
-            "read",
-            {"failed": ["a", "b"], "overridden": True},
-            "cuda:0: 3 choices, failed kernels: a, b, overridden in this process (/p.json)",
-        ),
+        ("read", overridden, "cuda:0: 3 choices, failed kernels: a, b, overridden in this process (/p.json)"),
         ("missing", {}, "cuda:0: none (/p.json)"),
         ("off", {}, "cuda:0: switched off (VOLTA_FA_TUNING=0) (/p.json)"),
         ("ignored", {"why": "tuning: bad"}, "cuda:0: ignored: tuning: bad (/p.json)"),
@@ -311,7 +283,7 @@ def test_each_plan_is_logged_once():
 
 @needs_simulator
 def test_log_counts_launches_and_names_what_runs():
-    """Launches for parts of the heads and keys; and no prepare kernel where the caller prepared K and V."""
+    """The log counts launches for parts of the heads and keys. It names no prepare kernel if the caller passes prepared K and V."""
     code = """
     import json, torch, volta_fa
     op = torch.ops.volta_fa
@@ -334,7 +306,7 @@ def test_log_counts_launches_and_names_what_runs():
 
 @needs_simulator
 def test_the_log_is_bounded():
-    """New batches and lengths with kernels and reasons that were printed print nothing."""
+    """Plans with a kernel and reason that were logged before are not logged again."""
     code = """
     import torch, volta_fa
     for seqlen in range(1, 400):
@@ -376,24 +348,30 @@ def problem(backend):
 
 
 def timed(backend, problem) -> list[dict]:
+    """Returns the simulator's timing report of each kernel launch."""
     (q, k, v, _), options = problem
     return backend.launches(lambda: torch.ops.volta_fa.fwd(q, k, v, **options))
 
 
 @pytest.mark.parametrize(
-    "gpu,family", [("v100", "volta"), ("pg503", "volta"), ("t4", "turing"), ("rtx2080ti", "turing"), ("titanrtx", "turing")]
+    "gpu,family,cycles",
+    [("v100", "volta", 0), ("pg503", "volta", 0), ("t4", "turing", 8), ("rtx2080ti", "turing", 16), ("titanrtx", "turing", 8)],
 )
 @on("sim")
-def test_a_gpu_runs_its_own_family(backend, problem, gpu, family):
+def test_a_gpu_runs_its_own_family(backend, problem, gpu, family, cycles):
+    """`cycles`: those of an HMMA.1688, which an RTX 2080 Ti accumulates in fp32 at half the rate."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
     [launch] = timed(backend, problem)
     assert launch["kernel"].startswith(f"{family}_fwd_")
-    assert launch["timing"]["util"]["tensor"] > 0 and ("HMMA.1688" in launch["timing"]["mix"]) == (family == "turing")
+    timing = launch["timing"]
+    assert timing["util"]["tensor"] > 0 and ("HMMA.1688" in timing["mix"]) == (family == "turing")
+    assert not cycles or timing["counters"]["tensor_busy"] == cycles * timing["mix"]["HMMA.1688"]
 
 
 @pytest.mark.parametrize("gpu,kernel", [("v100", "volta_fwd_128x128"), ("t4", "turing_fwd_128x128")])
 @on("sim")
-def test_plans_are_asked_of_it_too(backend, gpu, kernel):
+def test_plans_are_for_the_simulated_gpu(backend, gpu, kernel):
+    """VOLTA_FA_SIM_GPU selects the kernels' family, and the plan is that of a real GPU with the same numbers."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
     found = plan(SIMULATOR, 4096, 128, nheads=40)
     assert found["forward"]["name"] == kernel
@@ -407,55 +385,11 @@ def test_plans_are_asked_of_it_too(backend, gpu, kernel):
 
 
 @on("sim")
-def test_half_the_tensor_rate_shows(backend):
-    """An RTX 2080 Ti's SM is a T4's but for the rate of fp32 accumulation, which a Titan RTX has in full."""
-    problem = Case(512, 512, 64, batch=1, nheads=8).problem(backend)
-    busy = {}
-    for gpu in ("t4", "rtx2080ti", "titanrtx"):
-        backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
-        [launch] = timed(backend, problem)
-        counters = launch["timing"]["counters"]
-        busy[gpu] = counters["tensor_busy"] / launch["timing"]["mix"]["HMMA.1688"]
-    assert busy == {"t4": 8, "rtx2080ti": 16, "titanrtx": 8}
-
-
-@on("sim")
 def test_ptx_kernels_run_untimed(backend, problem):
-    """Volta's kernels on a T4: PTX, for which their sm_70 code stands in."""
+    """Volta's kernels on a T4 are PTX. The simulator runs their sm_70 code instead, and refuses to time it."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
     backend.monkeypatch.setenv("VOLTA_FA_FAMILY", "volta")
     (q, k, v, _), options = problem
     check(backend, q, k, v, **options)
     with pytest.raises(NotImplementedError, match="volta_fwd_.*: a t4 gets its PTX, which the simulator cannot time"):
-        timed(backend, problem)
-
-
-@pytest.mark.parametrize("asked", [{"softcap": 20.0}, {"alibi": "h"}, {"bias": "qk"}, {"dropout_p": 0.2}], ids=lambda a: next(iter(a)))
-@on("sim")
-def test_blocks_of_rows_without_a_key(backend, asked):
-    """Row tiles that see no key, in kernels of one feature. ALiBi's kernel visits the keys backwards.
-
-    Rows 0 to 127 of 288 end 128 positions before the first of 33 keys.
-    """
-    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
-    (q, k, v, _), options = Case(288, 33, 64, nheads=1, is_causal=True, **asked).problem(backend)
-    check(backend, q, k, v, **options)
-
-
-@on("sim")
-def test_a_kernel_of_one_feature_is_not_taken_without_it(backend, problem, force):
-    """Forced or not: it would read what is not there."""
-    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
-    choices = [{"pass": "Forward", "variant": f"turing_fwd_{name}_64x64"} for name in ("alibi", "bias", "dropout", "softcap")]
-    force(["turing_fwd_64x64", "turing_fwd_varlen_64x64"], choices)
-    [launch] = timed(backend, problem)
-    assert not any(launch["kernel"] == choice["variant"] for choice in choices)
-    (q, k, v, _), options = problem
-    check(backend, q, k, v, **options)
-
-
-@on("sim")
-def test_an_unknown_gpu(backend, problem):
-    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "p100")
-    with pytest.raises(ValueError, match="VOLTA_FA_SIM_GPU: got `p100`, expected v100 or pg503 or t4 or rtx2080ti or titanrtx"):
         timed(backend, problem)

@@ -1,12 +1,11 @@
-"""volta_fa.enable_unsloth: what it replaces, what it refuses, and what falls back.
+"""Tests of volta_fa.enable_unsloth, which replaces functions of the training library unsloth by volta_fa's attention: results, calls that
+fall back to unsloth's function, and refused releases.
 
-The modules of unsloth here are small ones with its names and signatures, so these tests say nothing about unsloth itself.
-tools/programs/run_unsloth.py trains with the real packages; test_the_installed_release_is_known checks that they still look the same.
-"""
+The fixture `installed` installs fake modules with unsloth's names and signatures, whose functions raise AssertionError; `unsloth` also
+enables volta_fa. tools/programs/run_unsloth.py trains with the real packages, and the last test checks their names, if installed."""
 
 import dataclasses
 import functools
-import os
 import sys
 import types
 import warnings
@@ -14,9 +13,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
 
 import volta_fa
 from volta_fa.integrations.devices import Devices
@@ -34,7 +30,7 @@ def refuse_to_run(*_args, **_kwargs):
 
 
 @pytest.fixture
-def unsloth(monkeypatch):
+def installed(monkeypatch):
     """Modules with the names, signatures and fields that this release of volta_fa knows. Their functions raise AssertionError."""
 
     def module(name, **attributes):
@@ -76,14 +72,21 @@ def unsloth(monkeypatch):
     volta_fa.disable_unsloth()
 
 
+@pytest.fixture
+def unsloth(installed):
+    volta_fa.enable_unsloth("cpu")
+    return installed
+
+
 def operands(dtype=torch.float64, headdim=HEADDIM, batch=BATCH):
+    """Returns q, k and v, (batch, heads, SEQLEN, headdim)."""
     torch.manual_seed(0)
     shapes = [(batch, heads, SEQLEN, headdim) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
 def visible(window=None, segments=None):
-    """Which keys the queries see, (seqlen, seqlen)."""
+    """Returns (seqlen, seqlen) bool: which keys each query sees, causal, within a window and its segment of packed sequences."""
     distance = torch.arange(SEQLEN)[:, None] - torch.arange(SEQLEN)
     seen = (distance >= 0) & (distance < (window or SEQLEN))
     return seen if segments is None else seen & (segments[:, None] == segments)
@@ -94,6 +97,7 @@ def expected(q, k, v, seen, scale=None):
 
 
 def call(unsloth, q, k, v, arguments, sdpa_kwargs=None, **context):
+    """Calls unsloth's dispatcher as its models do: `arguments` are for flash-attn, `sdpa_kwargs` for SDPA, `context` for both."""
     fields = dict(seq_info=None, attention_mask=None, prefix_seg_info=None, causal_mask=None, is_causal=True) | context
     name = "flash_varlen_kwargs" if fields["seq_info"] is not None else "flash_dense_kwargs"
     config = unsloth.dispatch.AttentionConfig(**{name: arguments, "sdpa_kwargs": sdpa_kwargs})
@@ -103,7 +107,6 @@ def call(unsloth, q, k, v, arguments, sdpa_kwargs=None, **context):
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_and_gradients_equal_those_of_sdpa(unsloth, packed, window):
-    volta_fa.enable_unsloth("cpu")
     q, k, v = operands(batch=1 if packed else BATCH)
     arguments = {"causal": True, "softmax_scale": None, "window_size": (-1, -1) if window is None else (window - 1, window - 1)}
     context, segments = {"sliding_window": window}, None
@@ -119,12 +122,12 @@ def test_attention_and_gradients_equal_those_of_sdpa(unsloth, packed, window):
     assert volta_fa.unsloth_stats() == {"ran": 1, "traced": 0, "fell_back": {}}
 
 
-def test_softcap_of_gemma2(unsloth):
-    assert not unsloth.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING
+def test_softcap_of_gemma2(installed):
+    assert not installed.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING
     volta_fa.enable_unsloth("cpu")
-    assert unsloth.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING
+    assert installed.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING
     q, k, v = operands()
-    out = call(unsloth, q, k, v, {"causal": True, "softcap": 1.5, "softmax_scale": 0.5}, causal_mask=True)
+    out = call(installed, q, k, v, {"causal": True, "softcap": 1.5, "softmax_scale": 0.5}, causal_mask=True)
     scores = 1.5 * torch.tanh(0.5 * q @ k.repeat_interleave(HEADS // KV_HEADS, 1).mT / 1.5)
     truth = scores.masked_fill(~visible(), float("-inf")).softmax(-1) @ v.repeat_interleave(HEADS // KV_HEADS, 1)
     torch.testing.assert_close(out, truth.transpose(1, 2), rtol=0, atol=1e-12)
@@ -132,7 +135,6 @@ def test_softcap_of_gemma2(unsloth):
 
 @pytest.mark.parametrize("kind", ["none", "causal", "bool window", "float window", "padding"])
 def test_attention_of_gemma3(unsloth, kind):
-    volta_fa.enable_unsloth("cpu")
     attention = unsloth.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
     q, k, v = operands()
     seen = {"none": torch.ones(SEQLEN, SEQLEN, dtype=torch.bool), "causal": visible()}.get(kind, visible(WINDOW)).expand(BATCH, 1, -1, -1)
@@ -151,6 +153,7 @@ def test_attention_of_gemma3(unsloth, kind):
 
 
 def test_a_mask_that_changes_is_looked_at_again():
+    """causal_window() recognizes a mask as a causal window (-1: no limit) and remembers it, but not after an in-place change."""
     mask = visible(WINDOW)[None, None].clone()
     assert gqa_sdpa.causal_window(mask) == WINDOW - 1
     mask[..., SEQLEN // 2, 0] = True
@@ -161,7 +164,6 @@ def test_a_mask_that_changes_is_looked_at_again():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_mask_that_hides_everything_is_not_causal(unsloth, dtype):
-    volta_fa.enable_unsloth("cpu")
     hidden = torch.zeros(1, 1, SEQLEN, SEQLEN, dtype=torch.bool)
     mask = hidden if dtype == torch.bool else torch.full(hidden.shape, float("-inf"))
     assert gqa_sdpa.causal_window(mask) is None
@@ -170,7 +172,7 @@ def test_a_mask_that_hides_everything_is_not_causal(unsloth, dtype):
 
 
 def test_qwen3_moe_keeps_float32(unsloth):
-    volta_fa.enable_unsloth("cpu")
+    """A caller in unsloth's module for Qwen3-MoE, which keeps q, k and v in float32, gets unsloth's own attention."""
     source = "def patch(make, *a):\n    return make(*a)\n"
     patch = vars(sys.modules[gqa_sdpa._FLOAT32_MODULE])
     exec(source, patch)
@@ -182,7 +184,6 @@ def test_qwen3_moe_keeps_float32(unsloth):
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_sinks_of_gpt_oss(unsloth, window):
-    volta_fa.enable_unsloth("cpu")
     q, k, v = operands()
     sink = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
     layer = types.SimpleNamespace(sinks=sink, scaling=0.4, sliding_window=window, training=True)
@@ -197,28 +198,17 @@ def test_sinks_of_gpt_oss(unsloth, window):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "reason, context, headdim",
-    [
-        ("attention_mask", {"attention_mask": torch.ones(BATCH, SEQLEN)}, HEADDIM),
-        ("prefix", {"prefix_seg_info": object()}, HEADDIM),
-        ("causal_mask", {"causal_mask": object()}, HEADDIM),
-        ("headdim", {}, 520),
-    ],
-)
-def test_other_calls_fall_back_and_are_counted(unsloth, reason, context, headdim):
-    volta_fa.enable_unsloth("cpu")
-    with pytest.raises(AssertionError, match="own function ran"):
-        call(unsloth, *operands(headdim=headdim), {"causal": True}, **context)
-    assert volta_fa.unsloth_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
-
-
 LEFT = {"causal": True, "window_size": (WINDOW - 1, WINDOW - 1)}
 
 
 @pytest.mark.parametrize(
     "reason, arguments, context",
     [
+        ("attention_mask", {"causal": True}, {"attention_mask": torch.ones(BATCH, SEQLEN)}),
+        ("prefix", {"causal": True}, {"prefix_seg_info": object()}),
+        ("causal_mask", {"causal": True}, {"causal_mask": object()}),
+        ("headdim", {"causal": True}, {}),
+        # unsloth's SDPA reads the context, and flash-attn the arguments: a call in which they differ is ambiguous
         ("arguments", {"causal": True}, {"sliding_window": WINDOW}),
         ("arguments", LEFT, {}),
         ("arguments", LEFT, {"sliding_window": WINDOW + 1}),
@@ -229,16 +219,13 @@ LEFT = {"causal": True, "window_size": (WINDOW - 1, WINDOW - 1)}
         ("attention_mask", {"causal": True}, {"sdpa_kwargs": {"attn_mask": visible()}}),
     ],
 )
-def test_arguments_that_differ_from_the_context_fall_back(unsloth, reason, arguments, context):
-    """unsloth's scaled_dot_product_attention reads the context, and flash-attn the arguments."""
-    volta_fa.enable_unsloth("cpu")
+def test_other_calls_fall_back_and_are_counted(unsloth, reason, arguments, context):
     with pytest.raises(AssertionError, match="own function ran"):
-        call(unsloth, *operands(), arguments, **context)
+        call(unsloth, *operands(headdim=520 if reason == "headdim" else HEADDIM), arguments, **context)
     assert volta_fa.unsloth_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
 
 
 def test_arguments_that_equal_the_context_run(unsloth):
-    volta_fa.enable_unsloth("cpu")
     scale = {"causal": True, "softmax_scale": 0.9, "window_size": (SEQLEN, SEQLEN)}
     q, k, v = operands()
     truth = expected(q, k, v, visible(), 0.9).transpose(1, 2)
@@ -251,7 +238,6 @@ def test_arguments_that_equal_the_context_run(unsloth):
 
 
 def test_a_softcap_without_a_kernel_raises(unsloth):
-    volta_fa.enable_unsloth("cpu")
     with pytest.raises(NotImplementedError, match="softcap: got it with a call that has no kernel"):
         call(unsloth, *operands(), {"causal": True, "softcap": 2.0}, attention_mask=torch.ones(BATCH, SEQLEN))
 
@@ -259,7 +245,6 @@ def test_a_softcap_without_a_kernel_raises(unsloth):
 @pytest.mark.parametrize("packed", [False, True])
 def test_compiles_without_a_graph_break(unsloth, packed):
     """unsloth compiles the layers of some models. Counts must not compile them again."""
-    volta_fa.enable_unsloth("cpu")
     lengths = (None, torch.tensor([0, 7, SEQLEN], dtype=torch.int32), 7) if packed else None
     q, k, v = operands(batch=1)
     attend = torch.compile(lambda *qkv: call(unsloth, *qkv, {"causal": True}, seq_info=lengths), backend="eager", fullgraph=True)
@@ -269,54 +254,54 @@ def test_compiles_without_a_graph_break(unsloth, packed):
     assert volta_fa.unsloth_stats() == {"ran": 1, "traced": 1, "fell_back": {}}
 
 
-def test_disable_restores_unsloth_and_its_loaded_models(unsloth):
-    before = unsloth.dispatch._run_attention
+def test_disable_restores_unsloth_and_its_loaded_models(installed):
+    before = installed.dispatch._run_attention
     volta_fa.enable_unsloth("cpu")
     volta_fa.enable_unsloth("cpu")
-    loaded = unsloth.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
-    sink = unsloth.flex.flex_attention_with_sink
+    loaded = installed.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
+    sink = installed.flex.flex_attention_with_sink
     volta_fa.disable_unsloth()
-    assert unsloth.dispatch._run_attention is before
-    assert not unsloth.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING
+    assert installed.dispatch._run_attention is before
+    assert not installed.gemma2.HAS_FLASH_ATTENTION_SOFTCAPPING
     for attention, rest in ((loaded, (None, 0.0, True, None, 2)), (lambda *qkv: sink(None, *qkv), ())):
         with pytest.raises(AssertionError, match="own function ran"):
             attention(*operands(), *rest)
 
 
-def test_a_second_enable_replaces_the_devices_of_loaded_models(unsloth, monkeypatch):
+def test_a_second_enable_replaces_the_devices_of_loaded_models(installed, monkeypatch):
     monkeypatch.setattr(switch, "devices_of", lambda op, device, force: Devices(device == "cpu", frozenset()))
     volta_fa.enable_unsloth()
-    loaded = unsloth.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
-    sink = unsloth.flex.flex_attention_with_sink
+    loaded = installed.gqa_sdpa.make_gqa_sdpa(F.scaled_dot_product_attention)
+    sink = installed.flex.flex_attention_with_sink
     volta_fa.enable_unsloth("cpu")
     loaded(*operands(), None, 0.0, True, None, HEADS // KV_HEADS)
     sink(types.SimpleNamespace(sinks=torch.zeros(HEADS, dtype=torch.float64)), *operands())
     assert volta_fa.unsloth_stats() == {"ran": 2, "traced": 0, "fell_back": {}}
 
 
-def test_another_programs_wrapper_stays(unsloth):
-    before = unsloth.dispatch._run_attention
+def test_another_programs_wrapper_stays(installed):
+    before = installed.dispatch._run_attention
     volta_fa.enable_unsloth("cpu")
-    inner = unsloth.dispatch._run_attention
+    inner = installed.dispatch._run_attention
 
     @functools.wraps(inner)
     def wrapper(**arguments):
         return inner(**arguments)
 
-    unsloth.dispatch._run_attention = wrapper
+    installed.dispatch._run_attention = wrapper
     volta_fa.disable_unsloth()
-    assert unsloth.dispatch._run_attention is wrapper
+    assert installed.dispatch._run_attention is wrapper
     with pytest.raises(AssertionError, match="own function ran"):
-        call(unsloth, *operands(), {"causal": True})
+        call(installed, *operands(), {"causal": True})
     assert volta_fa.unsloth_stats() == {"ran": 0, "traced": 0, "fell_back": {}}
     volta_fa.enable_unsloth("cpu")
-    call(unsloth, *operands(), {"causal": True})
+    call(installed, *operands(), {"causal": True})
     with pytest.raises(AssertionError, match="own function ran"):  # and no recursion
-        call(unsloth, *operands(), {"causal": True}, causal_mask=object())
+        call(installed, *operands(), {"causal": True}, causal_mask=object())
     assert volta_fa.unsloth_stats()["ran"] == 1
     volta_fa.disable_unsloth()
-    assert unsloth.dispatch._run_attention is wrapper
-    unsloth.dispatch._run_attention = before
+    assert installed.dispatch._run_attention is wrapper
+    installed.dispatch._run_attention = before
 
 
 CHANGES = {
@@ -331,24 +316,24 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_refuses_a_changed_unsloth_and_replaces_nothing(unsloth, name, monkeypatch):
-    CHANGES[name](unsloth)
+def test_refuses_a_changed_unsloth_and_replaces_nothing(installed, name, monkeypatch):
+    CHANGES[name](installed)
     monkeypatch.setattr(releases, "version", lambda package: "2099.1.1")
-    before = unsloth.dispatch._run_attention
+    before = installed.dispatch._run_attention
     with pytest.raises(ImportError) as caught:
         volta_fa.enable_unsloth("cpu")
     message = str(caught.value)
     assert name in message and "2099.1.1" in message and releases.TESTED[0] in message
-    assert unsloth.dispatch._run_attention is before
+    assert installed.dispatch._run_attention is before
 
 
-def test_warns_about_an_untested_release(unsloth, monkeypatch):
+def test_warns_about_an_untested_release(installed, monkeypatch):
     monkeypatch.setattr(releases, "version", lambda package: "2099.1.1")
     with pytest.warns(UserWarning, match="2099.1.1"):
         volta_fa.enable_unsloth("cpu")
 
 
-def test_without_unsloth_or_a_gpu(unsloth, monkeypatch):
+def test_without_unsloth_or_a_gpu(installed, monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match='device="cpu"'):
             volta_fa.enable_unsloth()

@@ -1,5 +1,7 @@
-"""Every compiled kernel runs on the simulated GPU that has its machine code, forced, on the problems of `python -m volta_fa check`,
-forward and backward, in both warp orders. tests/plan/ has that some plan takes each."""
+"""Tests of every compiled attention kernel (variant) in the simulator, on the problems of `python -m volta_fa check`, in two warp orders.
+
+A tuning (`force`) makes the planner choose the variant. tests/plan/ tests that some plan chooses each variant by itself. Kernels that merge
+states or serve KV caches are in test_merge.py, test_decode_kernels.py and test_kvcache.py."""
 
 from functools import partial
 
@@ -9,9 +11,7 @@ import torch
 from conftest import GPUS, INFO, Case, check, on
 from volta_fa.check.kernels import problems
 
-# What merges states or serves a KV cache has no problem of attention: tests/test_merge.py, test_decode_kernels.py and
-# test_kvcache_append.py run these, test_stream_k.py those of grids of equal shares, test_batch_invariant.py those of such calls.
-#: Variants of dense tensors, but stream-K kernels, which test_stream_k.py has, and those of fp32, which test_fp32.py has.
+#: Attention kernels without those of test_batch_invariant.py, test_stream_k.py (StreamK) and test_fp32.py (Split: fp32 in full precision).
 SIMULATED = [
     v
     for v in INFO["variants"]
@@ -21,18 +21,22 @@ SIMULATED = [
     and not v["pass"].endswith("StreamK")
     and "Split" not in v["pass"]
 ]
-
-
-#: The problems of each in fp16: kernels convert bf16 before they run. The short suite has two.
+#: The fp16 problems of each variant. (bf16 and fp32 tensors are cast first: test_fp32.py.) `make test` runs the first two, and
+#: all of kernels that require softcap, alibi, bias or dropout: in the third, whole row tiles see no key.
 PROBLEMS = [
-    pytest.param(variant, problem, id=f"{variant['name']}-{number}", marks=[pytest.mark.slow] if number > 1 else [])
+    pytest.param(
+        variant,
+        problem,
+        id=f"{variant['name']}-{number}",
+        marks=[pytest.mark.slow] if number > 1 and set(variant["required_features"]) <= {"block_mask"} else [],
+    )
     for variant in SIMULATED
-    for number, problem in enumerate(p for p in problems(variant) if p.dtype == torch.float16)
+    for number, problem in enumerate(p for p in problems(variant) if p.dtype == torch.float16 and not p.as_fp32)
 ]
 
 
 def simulate(backend, force, variant):
-    """Simulates the GPU that has the variant's machine code, in the mode that it belongs to. Plans take the variant."""
+    """Simulates the GPU that has the variant's machine code. Makes plans choose the variant, and the backward mode that it belongs to."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]])
     choices = [{"pass": "Backward", "deterministic": True}] if is_deterministic(variant) else []
     force(choices=[*choices, {"pass": variant["pass"], "variant": variant["name"]}])
@@ -48,7 +52,7 @@ def launched(backend, case, forward: bool, deterministic=False) -> list[str]:
     (q, k, v, dout), options = case.problem(backend)
     call = partial(torch.ops.volta_fa.fwd, q, k, v, **options)
     if not forward:
-        # stand-ins for what the forward leaves: no choice depends on their values
+        # no choice of kernels depends on the values of the forward's results
         rows = (case.batch, case.nheads, case.seqlen_q) if dout.dim() == 4 else (case.nheads, len(dout))
         out, lse = torch.zeros_like(dout), torch.zeros(rows)
         rng_state = torch.zeros(2 if "dropout_p" in options else 0, dtype=torch.int64)
@@ -64,14 +68,14 @@ def test_variant_runs(backend, force, variant, problem):
     run(backend, variant, problem)
 
 
-WHOLE = [v for v in SIMULATED if v["pass"] == "BackwardFused" and "varlen" in v["features"]]
+FUSED = [v for v in SIMULATED if v["pass"] == "BackwardFused" and "varlen" in v["features"]]
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("variant", WHOLE, ids=lambda v: v["name"])
+@pytest.mark.parametrize("variant", FUSED, ids=lambda v: v["name"])
 @on("sim")
 def test_rows_without_keys_where_one_kernel_does_all(backend, force, variant, is_causal):
-    """Nobody else writes their dq: of a sequence without keys, and of queries before all keys."""
+    """A fused backward kernel, the only one of the pass, also writes dq (0) of sequences without keys and of queries before all keys."""
     simulate(backend, force, variant)
     most = variant["block_rows"]
     lengths = ((70, 0), (most - 1, most), (0, 9), (90, 1), (33, most - 31))

@@ -1,10 +1,11 @@
-"""`python -m volta_fa versus-1cat`: both implementations, their errors, the file. volta_fa's own functions play 1Cat-vLLM's package."""
+"""Tests of `python -m volta_fa versus-1cat`, which runs volta_fa ("ours") and 1Cat-vLLM's package flash_attn_v100 ("theirs") at the shapes
+that 1Cat-vLLM published. It writes a JSON file: a row per shape with time and error as a share of the allowed one. A fake package with
+volta_fa's own functions stands for theirs."""
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 import sys
 import types
 from pathlib import Path
@@ -12,19 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from volta_fa import lines
 from volta_fa.check import versus
 from volta_fa.check.kernels import Target
 from volta_fa.cli import main
-from volta_fa.integrations.flash_attn import v100, v100_paged
+from volta_fa.integrations.flash_attn import v100
 
 
 @pytest.fixture
 def package(monkeypatch):
-    """What 1Cat-vLLM's package offers."""
+    """Installs a fake flash_attn_v100 with volta_fa's functions of the same names."""
     module = types.ModuleType("flash_attn_v100")
     module.__file__ = "site-packages/flash_attn_v100/__init__.py"
-    vars(module).update({name: functools.partial(getattr(of, name)) for of in (v100, v100_paged) for name in of.__all__})
+    vars(module).update({name: functools.partial(getattr(v100, name)) for name in v100.__all__})
     monkeypatch.setitem(sys.modules, "flash_attn_v100", module)
     return module
 
@@ -43,14 +43,8 @@ def test_both_run(package, tmp_path, capsys):
     assert f"Send {tmp_path / 'new' / 'file.json'} to the person who gave you volta_fa." in page or "as an issue at https://" in page
 
 
-def test_shows_progress(package, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(lines.Lines, "interval", 0.02)
-    main(["versus-1cat", "--device", "cpu", "--output", str(tmp_path / "file.json")])
-    assert re.search(rf"of {len(versus.SHAPES)} shapes done, \d s\n", capfd.readouterr().err)
-
-
 def test_theirs_is_wrong_or_fails(package, monkeypatch, tmp_path, capsys):
-    """Their mistakes stand in the page and leave the status."""
+    """Errors of theirs are in the page and the file, and do not change the exit status."""
     decode = package.flash_attn_decode_paged
     package.flash_attn_decode_paged_xqa_available = lambda: False
     package.flash_attn_decode_paged = lambda *args, **options: decode(*args, **options) * 1.1
@@ -65,7 +59,7 @@ def test_theirs_is_wrong_or_fails(package, monkeypatch, tmp_path, capsys):
 
 
 def test_theirs_ends_all_use_of_the_gpu(package, monkeypatch, tmp_path, capsys):
-    """Nothing runs after an illegal access. What was found before is in the file."""
+    """After an illegal memory access by theirs nothing runs. Rows from before it stay in the file."""
     make, broken = versus.Inputs.__init__, []
 
     def init(self, *arguments):
@@ -84,6 +78,7 @@ def test_theirs_ends_all_use_of_the_gpu(package, monkeypatch, tmp_path, capsys):
 
 
 def test_ours_is_wrong(monkeypatch, tmp_path, capsys):
+    """Errors of ours give status 1, and messages show no paths of the machine."""
     right = versus.ours
     monkeypatch.setattr(versus, "ours", lambda inputs: lambda: right(inputs)().mul(1.02))
     status, data, _ = run(tmp_path, capsys)
@@ -96,7 +91,7 @@ def test_ours_is_wrong(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["dense prefill", "paged prefill", "verify"])
 def test_a_wrong_row_shows(kind):
-    """Each of the rows that are compared counts."""
+    """An error in the first, a middle or the last query row is found."""
     [shape, *_] = (shape.shortened() for shape in versus.SHAPES if shape.kind == kind)
     inputs = versus.Inputs(shape, torch.device("cpu"))
     out = versus.ours(inputs)()
@@ -117,14 +112,27 @@ def test_why_theirs_is_missing(monkeypatch, tmp_path, capsys):
     assert "not 1Cat-vLLM's" in versus.package()[1]
     other.__file__ = None  # of a folder without __init__.py
     assert "not 1Cat-vLLM's" in versus.package()[1]
-    other.flash_attn_decode_paged = v100_paged.flash_attn_decode_paged
+    other.flash_attn_decode_paged = v100.flash_attn_decode_paged
     assert "volta_fa's stand-in" in versus.package()[1]
+
+
+def test_an_error_of_the_simulator_is_a_row(monkeypatch):
+    """If the simulator fails, the row has the error, without paths, and the next rows are still made."""
+
+    def fail(*arguments, **options):
+        raise RuntimeError("volta-sim: no nvdisasm in /home/joe/bin/nvdisasm")
+
+    monkeypatch.setattr(versus, "simulate", fail)
+    found = list(versus.rows(Target.of("simulator")))
+    assert found[0].ours.missing == "RuntimeError: volta-sim: no nvdisasm in nvdisasm" and versus.is_wrong(found[0].ours)
+    assert found[-1].ours.missing == "takes too long to simulate" and not versus.is_wrong(found[-1].ours)
 
 
 def test_the_simulator_times_ours(monkeypatch):
     from conftest import need
 
     need("sim")
+    # 5 queries, 4096 keys, pages of 1616 tokens
     monkeypatch.setattr(versus, "SHAPES", (versus.Shape("verify", 5, 4096, 1616, "fp8_e5m2"), versus.SHAPES[-1]))
     first, last = versus.rows(Target.of("simulator"))
     assert 0.001 < first.ours.ms < 0.1 and first.ours.share is None and first.ours.kernels

@@ -1,22 +1,24 @@
-"""volta_fa.vllm: mixed batches as a server makes them, through the backend's cache update, metadata and forward, against fp64.
+"""Tests of volta_fa.vllm, an attention backend of the server vLLM, against fp64: mixed batches of prompts, chunks and decoding.
 
-Run with small stand-ins of vLLM's classes (vllm_stub.py), and once more in a process of its own with each vLLM that is named:
+`Server` makes the tensors and metadata of a step, as vLLM's runner does. `run` passes them to the backend's cache update, metadata builder
+and forward. `check` compares each sequence's rows with the reference. vLLM's classes are a stub (vllm_stub.py).
 
 Environment:
-- VOLTA_FA_TEST_VLLM: folders (separated by colons) in each of which `import vllm` works: the Python files of a release, unpacked, and
-  what these import. To make one: `pip download --no-deps vllm==0.33.0`, `unzip` of its
-  `vllm/*.py`, `vllm/*.json` and `*/METADATA` into the folder, and
-  `pip install --no-deps --target FOLDER -r tools/requirements/vllm.txt`. No GPU and none of its machine code is needed
-"""
+- VOLTA_FA_TEST_VLLM: folders (separated by colons) in each of which `import vllm` works, with which the tests run again: the Python files
+  of a release and what these import. To make one: `pip download --no-deps vllm==0.33.0`, `unzip` of its `vllm/*.py`, `vllm/*.json` and
+  `*/METADATA` into the folder, and the packages of the section [vllm] of tools/requirements.txt:
+  `pip install --no-deps --target FOLDER $(sed -n '/^# .vllm/,/^$/{/^#/d;p}' tools/requirements.txt)`. No GPU is needed"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.util
 import itertools
 import math
 import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -26,9 +28,6 @@ import reference
 import vllm_stub
 from conftest import REPOSITORY, on, within
 
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
-
 #: Set by test_real_vllm for the process that it starts.
 REAL = "VOLTA_FA_TEST_VLLM_HERE" in os.environ
 if not REAL:
@@ -37,9 +36,11 @@ if not REAL:
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 
 import volta_fa.vllm
+from volta_fa.integrations.vllm import backend as vllm_backend
 from volta_fa.integrations.vllm import expanded, mla, paged
 from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder
 from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
+from volta_fa.integrations.vllm.ranks import Ranks
 
 #: vLLM up to 0.26 asks the backend for the cache's shape, and its cache has no room for the scales of int8.
 OLD = not REAL or hasattr(importlib.import_module("vllm.v1.attention.backend").AttentionBackend, "get_kv_cache_shape")
@@ -52,12 +53,17 @@ PAGE = 16
 
 # ---- a server --------------------------------------------------------------------------------------------------------
 
-#: Of a layer's cache, from (blocks, block_size, nheads_k, headdim) of K and of V: how it lies in memory.
+#: Memory layouts of a layer's cache of (blocks, block_size, nheads_k, headdim): K and V apart, or side by side (packed).
 LAYOUTS = ["nhd", "hnd", "packed-nhd", "packed-hnd", "packed-layers"]
 
 
+def with_first_rows(queries: dict[int, int]):
+    """Yields (sequence, number of queries) and the sequence's first row in the step's tensors."""
+    return zip(queries.items(), itertools.accumulate(queries.values(), initial=0))
+
+
 class Server:
-    """Sequences that grow, in a cache whose blocks were dealt out in no order: what vLLM's runner hands to a backend."""
+    """Sequences that grow, in a cache whose blocks are in random order: what vLLM's runner passes to a backend."""
 
     def __init__(self, backend, layout="nhd", nheads=4, nheads_k=2, headdim=32, block=PAGE, max_blocks=6, sequences=4):
         backend.simulate()
@@ -74,11 +80,10 @@ class Server:
         self.kv_cache = self.allocate(layout, blocks, 2 * headdim, math.nan, backend.dtype)
         self.spec = SimpleNamespace(head_size=headdim, dtype=torch.float16, block_size=block)
         self.builder = VoltaMetadataBuilder(self.spec, ["layer"], None, torch.device(backend.device))
-
         self.layer = None
 
     def allocate(self, layout, blocks, content, value, dtype):
-        """A layer's cache full of this value; `content`: elements of a token and head, keys and values together."""
+        """Returns a layer's cache full of this value. `content`: elements of a token and head, keys and values together."""
         nheads_k, block, of = self.nheads_k, self.block, dict(dtype=dtype, device=self.backend.device)
         if layout == "nhd":
             return torch.full(VoltaBackend.get_kv_cache_shape(blocks, block, nheads_k, content // 2), value, **of)
@@ -92,14 +97,14 @@ class Server:
         return torch.full((blocks, 3, block, nheads_k, content), value, **of)[:, 1].transpose(1, 2)
 
     def step(self, queries: dict[int, int], padded_requests=0, padded_tokens=0, causal=True):
-        """So many new tokens of each of these sequences: q, k, v, the slots, and the metadata that vLLM would make."""
+        """Appends new tokens, whose number by sequence is `queries`. Returns q, k, v, slots in the cache (-1: none), vLLM's metadata."""
         b = self.backend
         starts = [0, *itertools.accumulate(queries.values())]
         total = starts[-1]
         rows = total + padded_tokens
         q, k, v = b.randn(rows, self.nheads, self.headdim), *(b.randn(rows, self.nheads_k, self.headdim) for _ in range(2))
         slots = [-1] * rows
-        for (s, n), first in zip(queries.items(), starts):
+        for (s, n), first in with_first_rows(queries):
             for i in range(n):
                 position = self.lengths[s] + i
                 slots[first + i] = int(self.table[s, position // self.block]) * self.block + position % self.block
@@ -123,16 +128,14 @@ class Server:
         return q, k, v, slots, common
 
     def check(self, queries: dict[int, int], q, out, **options):
-        """Each sequence's rows of out, within the rule of the forward pass."""
-        first = 0
-        for s, n in queries.items():
+        """Compares each sequence's rows of out with the fp64 reference, within the forward pass's error budget."""
+        for (s, n), first in with_first_rows(queries):
             inputs = (q[first : first + n][None], *(torch.stack(t)[None] for t in zip(*self.tokens[s])))
             ref = reference.forward(*inputs, **options)
             within(self.backend, "out", out[first : first + n][None], ref.out, reference.forward_budget(ref, *inputs, **options))
-            first += n
 
     def check_cache(self):
-        """What was written is there to the bit, and nothing else."""
+        """Checks that the cache has bitwise the tokens that were written, and NaN elsewhere."""
         k_cache, v_cache = (t.clone() for t in paged.split_cache(self.kv_cache, self.headdim)[:2])
         for s, tokens in enumerate(self.tokens):
             for i, (k, v) in enumerate(tokens):
@@ -142,52 +145,56 @@ class Server:
         assert k_cache.isnan().all() and v_cache.isnan().all()
 
 
-#: The scales of vLLM's layer. (Powers of two, so that fp16 has what fp8 stands for.)
+#: The scales of K and V of vLLM's layer: powers of two, so that dequantized fp8 values are exact in fp16.
 LAYER_SCALES = (0.5, 2.0)
 FP8 = ["fp8", "fp8_e4m3", "fp8_e5m2"]
 INT8 = "int8_per_token_head"
+#: int8 keys and int4 values, which vLLM has from the plugin.
+MIXED = "int8k_int4v"
+BESIDE = [INT8, MIXED]  # scales beside codes
 
 
-def quantized(x, kv_cache_dtype, scale):
-    """x as a cache of this type has it: codes, a scale if each has one of its own, and what both stand for in x's type."""
-    kv_dtype = "int8" if kv_cache_dtype == INT8 else "fp8_e5m2" if kv_cache_dtype == "fp8_e5m2" else "fp8_e4m3"
-    made = volta_fa.quantize_kv(x, kv_dtype, scale=None if kv_dtype == "int8" else scale)
-    return made.data, made.scale, volta_fa.dequantize_kv(made.data, kv_dtype, made.scale, dtype=x.dtype)
+def quantized(x, kv_cache_dtype, scale, is_value=False):
+    """x as a cache of this type has it: codes, with scales of its own if it has some, and what both stand for in x's type."""
+    kv_dtype = {INT8: "int8", MIXED: "int4" if is_value else "int8", "fp8_e5m2": "fp8_e5m2"}.get(kv_cache_dtype, "fp8_e4m3")
+    made = volta_fa.quantize_kv(x, kv_dtype, scale=None if kv_cache_dtype in BESIDE else scale)
+    return made, volta_fa.dequantize_kv(made.data, kv_dtype, made.scale, made.zero_point, dtype=x.dtype)
 
 
 class QuantizedServer(Server):
-    """The same with a cache of bytes."""
+    """A server with a quantized cache. `codes` is what the cache must contain."""
 
     def __init__(self, backend, kv_cache_dtype, layout="nhd", **sizes):
         super().__init__(backend, layout, **sizes)
         self.kv_cache_dtype = kv_cache_dtype
         k_scale, v_scale = self.scales = tuple(torch.tensor(x, device=backend.device) for x in LAYER_SCALES)
         self.layer = SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
-        is_int8 = kv_cache_dtype == INT8
-        content = 2 * self.headdim + (paged.SCALE_BYTES if is_int8 else 0)
+        content = {INT8: 2 * self.headdim + 16, MIXED: self.headdim * 3 // 2 + 16}.get(kv_cache_dtype, 2 * self.headdim)
         # -1 is NaN in both formats of fp8, and as a scale
         self.kv_cache = self.allocate(layout, len(self.kv_cache), content, -1, torch.int8)
-        if not is_int8:
+        if kv_cache_dtype != INT8:
             self.kv_cache = self.kv_cache.view(torch.uint8)
         self.codes = self.kv_cache.clone()
 
     def step(self, queries, **options):
-        """The tokens are then what the cache stands for."""
+        """Quantizes the new tokens, so that `tokens` has the dequantized values."""
         found = super().step(queries, **options)
         *caches, scales = paged.split_cache(self.codes, self.headdim, self.kv_cache_dtype, self.layer)
         for s, n in queries.items():
             for i in range(self.lengths[s] - n, self.lengths[s]):
                 at = int(self.table[s, i // self.block]), i % self.block
-                made = [quantized(t, self.kv_cache_dtype, x) for t, x in zip(self.tokens[s][i], self.scales)]
-                for name, cache, (codes, scale, _) in zip("kv", caches, made):
-                    cache[at] = codes
-                    if self.kv_cache_dtype == INT8:
-                        scales[f"{name}_scale"][at] = scale
-                self.tokens[s][i] = tuple(numbers for *_, numbers in made)
+                made = [quantized(t, self.kv_cache_dtype, x, x is self.scales[1]) for t, x in zip(self.tokens[s][i], self.scales)]
+                for name, cache, (row, _) in zip("kv", caches, made):
+                    cache[at] = row.data
+                    if self.kv_cache_dtype in BESIDE:
+                        scales[f"{name}_scale"][at] = row.scale
+                    if row.zero_point is not None:
+                        scales[f"{name}_zero_point"][at] = row.zero_point
+                self.tokens[s][i] = tuple(numbers for _, numbers in made)
         return found
 
     def check_cache(self):
-        """Codes and scales to the bit, and nothing else."""
+        """Checks that the cache has bitwise the expected codes and scales, and nothing else."""
         assert torch.equal(self.kv_cache, self.codes)
 
 
@@ -196,7 +203,7 @@ def implementation(server, **options):
 
 
 def run(server, impl, queries, common_prefix_len=0, **padding):
-    """One layer's part of a step: q and the rows of output that belong to somebody."""
+    """Runs a step of one layer. Returns q and output, without rows of padding."""
     q, k, v, slots, common = server.step(queries, **padding)
     metadata = server.builder.build(common_prefix_len, common)
     impl.do_kv_cache_update(server.layer, k, v, server.kv_cache, slots)
@@ -208,85 +215,124 @@ def run(server, impl, queries, common_prefix_len=0, **padding):
 
 # ---- mixed batches ---------------------------------------------------------------------------------------------------
 
-#: New tokens of the sequences in each step: prompts, prompts in chunks beside decoding, guesses that are verified, decoding alone.
+#: New tokens by sequence in each step: prompts; chunks of prompts beside decoding; several tokens, as in speculation; decoding alone.
 STEPS = [{0: 21, 1: 5}, {0: 1, 2: 40, 1: 1}, {3: 17, 2: 3, 0: 4}, {0: 1, 1: 1, 2: 1, 3: 1}]
+#: Options of the backend, and the same as options of the reference. `arguments` adds tensors.
 OPTIONS = {
-    "plain": {},
-    "window": {"sliding_window": 7},
-    "softcap": {"logits_soft_cap": 5.0},
-    "sinks": {"sinks": True},
-    "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
-    "all": {"sliding_window": 20, "logits_soft_cap": 5.0, "sinks": True},
+    "plain": ({}, {}),
+    "window": ({"sliding_window": 7}, {"window_left": 6}),
+    "softcap": ({"logits_soft_cap": 5.0}, {"softcap": 5.0}),
+    "sinks": ({"sinks": None}, {}),
+    "alibi": ({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, {}),
+    "all": ({"sliding_window": 20, "logits_soft_cap": 5.0, "sinks": None}, {"window_left": 19, "softcap": 5.0}),
 }
 
 
 def arguments(backend, name: str) -> tuple[dict, dict]:
-    """The implementation's arguments, and the same as the reference has them."""
-    given = dict(OPTIONS[name])
+    """Returns the backend's arguments, and the same as arguments of the reference."""
+    given, same = (dict(options) for options in OPTIONS[name])
     if "sinks" in given:
-        given["sinks"] = backend.randn(4)
-    same = {"is_causal": True}
-    if "sliding_window" in given:
-        same["window_left"] = given["sliding_window"] - 1
-    if "logits_soft_cap" in given:
-        same["softcap"] = given["logits_soft_cap"]
-    if "sinks" in given:
-        same["sinks"] = given["sinks"]
+        given["sinks"] = same["sinks"] = backend.randn(4)
     if "alibi_slopes" in given:
         same["alibi_slopes"] = torch.tensor(given["alibi_slopes"], device=backend.device)
-    return given, same
+    return given, {"is_causal": True, **same}
 
 
-def serve(backend, name: str, steps, **layout):
-    given, same = arguments(backend, name)
-    server = Server(backend, **layout)
-    impl = implementation(server, **given)
+def serve(server, impl, steps=STEPS, **same):
+    """Runs the steps and checks out of each, and the cache at the end."""
     for queries in steps:
         q, out = run(server, impl, queries)
         server.check(queries, q, out, **same)
     server.check_cache()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name,headdim", [*((name, 32) for name in OPTIONS), ("plain", 512)])
 @BACKENDS
-def test_mixed_batches(backend, name):
-    serve(backend, name, STEPS)
+def test_mixed_batches(backend, name, headdim):
+    given, same = arguments(backend, name)
+    server = Server(backend, headdim=headdim)
+    serve(server, implementation(server, **given), **same)
 
 
-@BACKENDS
-def test_headdim_512(backend):
-    serve(backend, "plain", STEPS, headdim=512)
+def check_anchored(server, queries, q, out, anchors, window, **same):
+    """Each sequence's rows see its first tokens, and the last ones up to their own."""
+    for (s, n), first in with_first_rows(queries):
+        i, j = torch.arange(server.lengths[s] - n, server.lengths[s])[:, None], torch.arange(server.lengths[s])[None, :]
+        mask = (j <= i) & ((i - j < window) | (j < anchors))
+        server.check({s: n}, q[first:], out[first:], attn_bias=mask[None, None].to(q.device), **same)
+
+
+@pytest.mark.parametrize("value", ["5:7", "18:1", "1:100"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", *BESIDE])
+@on("cpu-fp32", "sim", "cuda")  # the states that are merged have fp32's softmax_lse
+def test_anchored_window(backend, kv_cache_dtype, value, monkeypatch):
+    """Prompts, chunks, several tokens that are verified, decoding; a request without tokens."""
+    monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", value)
+    server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-hnd")
+    sinks = backend.randn(4)
+    impl = implementation(server, kv_cache_dtype=kv_cache_dtype, sinks=sinks, logits_soft_cap=5.0)
+    for queries in STEPS:
+        q, out = run(server, impl, queries, padded_requests=1)
+        check_anchored(server, queries, q, out, *map(int, value.split(":")), sinks=sinks, softcap=5.0)
+    server.check_cache()
+
+
+@on("cpu-fp32")
+def test_layers_without_anchors(backend, monkeypatch):
+    """Layers with a window of their own, whose first tokens vLLM frees, and cross-attention stay as they are."""
+    monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "5:7")
+    given, same = arguments(backend, "all")
+    server = Server(backend)
+    serve(server, implementation(server, **given), **same)
+    attention = implementation(server, attn_type=AttentionType.ENCODER_DECODER)._attention
+    assert attention.sliding_window is None and attention.anchor_tokens == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on("cpu-fp32", "sim", "cuda")
 def test_layouts(backend, layout):
-    """The caches of both generations of vLLM, in every order of their dimensions; blocks of 32 and headdim 64 besides."""
-    serve(backend, "plain", [{0: 21, 1: 5}, {1: 1, 0: 2}], layout=layout, block=32, headdim=64, max_blocks=2)
+    """Caches with K and V apart (vLLM up to 0.26) or packed (later), in every order of dimensions; with blocks of 32 and headdim 64."""
+    server = Server(backend, layout, block=32, headdim=64, max_blocks=2)
+    serve(server, implementation(server), [{0: 21, 1: 5}, {1: 1, 0: 2}], is_causal=True)
 
 
 @pytest.mark.parametrize(
     "kv_cache_dtype,layout",
-    [(dtype, layout) for dtype in FP8 for layout in ("nhd", "packed-hnd")] + [(INT8, layout) for layout in LAYOUTS if "packed" in layout],
+    [(dtype, layout) for dtype in FP8 for layout in ("nhd", "packed-hnd")]
+    + [(dtype, layout) for dtype in BESIDE for layout in LAYOUTS if "packed" in layout],
 )
 @BACKENDS
 def test_quantized_caches(backend, kv_cache_dtype, layout):
-    """Bytes to the bit, and attention to what they stand for, also of more rows than decode kernels have."""
-    server = QuantizedServer(backend, kv_cache_dtype, layout=layout)
-    impl = implementation(server, kv_cache_dtype=kv_cache_dtype)
-    for queries in STEPS:
-        q, out = run(server, impl, queries)
-        server.check(queries, q, out, is_causal=True)
-    server.check_cache()
+    """The cache is bitwise as expected, and attention to its dequantized values is right, also of more rows than decode kernels take."""
+    server = QuantizedServer(backend, kv_cache_dtype, layout)
+    serve(server, implementation(server, kv_cache_dtype=kv_cache_dtype), is_causal=True)
 
 
+@pytest.mark.parametrize("layout", ["packed-hnd", "packed-layers"])
+@on("sim")
+def test_codes_are_read_in_place(backend, layout):
+    """One launch decodes: 16 bytes before keys, and keys before values, leave both on 16-byte boundaries."""
+    server = QuantizedServer(backend, MIXED, layout, headdim=64)
+    impl = implementation(server, kv_cache_dtype=MIXED)
+    run(server, impl, {0: 18})
+    q, k, v, slots, common = server.step({0: 1})
+    impl.do_kv_cache_update(server.layer, k, v, server.kv_cache, slots)
+    metadata = server.builder.build(0, common)
+    launches = backend.launches(lambda: impl.forward(server.layer, q, k, v, server.kv_cache, metadata, torch.empty_like(q)))
+    (kernel,) = (launch["kernel"] for launch in launches)
+    assert "decode" in kernel and MIXED in kernel
+
+
+@pytest.mark.parametrize("anchored", [None, "5:7"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", MIXED])
 @on("sim", "cuda")
-def test_captured_cuda_graph(backend, monkeypatch):
+def test_captured_cuda_graph(backend, kv_cache_dtype, anchored, monkeypatch):
     """What the host decides stays as it was for the capture, metadata too; steps come as new values in the runner's buffers, padded:
     requests without tokens, rows that belong to nobody, slots of -1. (On a GPU, where nobody looks at values.)"""
     monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
-    server = Server(backend)
-    impl = implementation(server)
+    monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", anchored or "")
+    server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, layout="packed-nhd")
+    impl = implementation(server, kv_cache_dtype=kv_cache_dtype)
     rows, requests = 48, 4
     metadata = captured = None
     for queries in [{3: 40}, *STEPS]:
@@ -297,16 +343,17 @@ def test_captured_cuda_graph(backend, monkeypatch):
         for name, t in vars(common).items():
             if isinstance(t, torch.Tensor):
                 getattr(captured, name).copy_(t)
-        paged.write_slots(k, v, *paged.split_cache(server.kv_cache, server.headdim)[:2], captured.slot_mapping)
+        k_cache, v_cache, scales = paged.split_cache(server.kv_cache, server.headdim, kv_cache_dtype, server.layer)
+        paged.write_slots(k, v, k_cache, v_cache, captured.slot_mapping, **scales)
         output = torch.full_like(q, math.nan)
-        impl.forward(None, q, k, v, server.kv_cache, metadata, output)
-        server.check(queries, q, output, is_causal=True)
+        impl.forward(server.layer, q, k, v, server.kv_cache, metadata, output)
+        check_anchored(server, queries, q, output, *((0, 10**6) if anchored is None else (5, 7)))
     server.check_cache()
 
 
 @BACKENDS
 def test_slots_in_any_order(backend):
-    """Rejected guesses in the middle are left out, more rows than slots are padding, and no slot at all is nothing to do."""
+    """Rows with slot -1 (rejected tokens) and rows beyond the slots (padding) are not written. Without slots nothing is."""
     server = Server(backend)
     k_cache, v_cache, _ = paged.split_cache(server.kv_cache, server.headdim)
     k, v = backend.randn(6, 2, 32), backend.randn(6, 2, 32)
@@ -322,10 +369,10 @@ def test_slots_in_any_order(backend):
     assert k_cache.isnan().all() and v_cache.isnan().all()
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", INT8])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", *BESIDE])
 @on("cpu-fp32", "sim", "cuda")  # the states that are merged have fp32's softmax_lse
 def test_cascade(backend, kv_cache_dtype):
-    """Sequences that begin with the same two blocks, by vLLM's common_prefix_len; reading them once makes no difference."""
+    """Sequences share their first two blocks (vLLM's common_prefix_len). Attention to these, computed once and merged, changes nothing."""
     server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, layout="packed-nhd")
     impl = implementation(server, sinks=backend.randn(4), logits_soft_cap=5.0, kv_cache_dtype=kv_cache_dtype)
     run(server, impl, {0: 32})
@@ -337,10 +384,253 @@ def test_cascade(backend, kv_cache_dtype):
     server.check(queries, q, out, is_causal=True, softcap=5.0, sinks=impl.sinks)
 
 
+# ---- image spans -----------------------------------------------------------------------------------------------------
+
+#: vLLM up to 0.20 has the spans elsewhere, and does not pass them to plugins.
+SPANS = pytest.mark.skipif("mm_req_doc_ranges" not in CommonAttentionMetadata.__dataclass_fields__, reason="this vLLM has no spans here")
+#: First and last position of the image spans of a sequence, whose tokens see each other. One begins at 0, two touch, one has one token.
+IMAGES = {0: [(0, 2), (5, 20), (21, 37), (39, 39)], 2: [(9, 25), (30, 46)]}
+#: New tokens as in STEPS: prompts with and without spans, chunks, one of which begins within a span and ends within another, decoding.
+SPAN_STEPS = [{0: 43, 1: 5}, {2: 12, 1: 1}, {1: 2, 2: 20, 0: 1, 3: 17}, {0: 5, 2: 15, 3: 1}, {0: 1, 1: 1, 2: 1, 3: 1}]
+
+
+def seen(length, queries, spans, window=None, clamped=False):
+    """Returns (queries, length) bool by vLLM's rule: (causal and in the window) or in the same span. `clamped`: spans end at the window."""
+    i, j = torch.arange(length - queries, length)[:, None], torch.arange(length)[None, :]
+    near = torch.ones(1, 1, dtype=torch.bool) if window is None else i - j < window
+    found = (j <= i) & near
+    for first, last in spans:
+        found |= (first <= i) & (i <= last) & (first <= j) & (j <= last) & (near | (not clamped))
+    return found
+
+
+def serve_images(server, impl, layer=None, window=None, clamped=False, **same):
+    """Runs SPAN_STEPS and checks all results. Lengths on the host (`seq_lens_cpu_upper_bound`) are 3 too large for sequences that decode,
+    as with speculation. Returns the spans that the metadata of each step has."""
+    prompts = {0: 43, 1: 5, 2: 47, 3: 17}
+    found = []
+    for queries in SPAN_STEPS:
+        q, k, v, slots, common = server.step(queries, padded_requests=1)
+        common.seq_lens_cpu_upper_bound = torch.tensor([server.lengths[s] + 3 * (server.lengths[s] > prompts[s]) for s in queries] + [0])
+        common.mm_req_doc_ranges = {i: IMAGES.get(s, []) for i, s in enumerate(queries)}
+        metadata = server.builder.build(0, common)
+        impl.do_kv_cache_update(layer, k, v, server.kv_cache, slots)
+        out = impl.forward(layer, q, k, v, server.kv_cache, metadata, torch.full_like(q, math.nan))
+        for (s, n), first in with_first_rows(queries):
+            mask = seen(server.lengths[s], n, IMAGES.get(s, []), window, clamped).to(q.device)
+            server.check({s: n}, q[first:], out[first:], attn_bias=mask[None, None], **same)
+        found.append(metadata.mm_prefix_range)
+    server.check_cache()
+    return found
+
+
+@SPANS
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "alibi"])
+@BACKENDS
+def test_image_spans(backend, name):
+    """Queries of a span see later tokens of it: in whole prompts and chunks, beside text and decoding."""
+    given, same = arguments(backend, name)
+    same = {key: value for key, value in same.items() if key not in ("is_causal", "window_left")}
+    server = Server(backend)
+    layer = SimpleNamespace(mm_prefix_clamp_sliding_window=name == "window")  # a span has up to 17 tokens, and its window 7
+    window = given.get("sliding_window")
+    spans = serve_images(server, implementation(server, **given), layer, window, layer.mm_prefix_clamp_sliding_window, **same)
+    # each step's queries in spans; a span of one token has none
+    assert [0 if found is None else len(found.rows) for found in spans] == [3 + 16 + 17, 3, 14 + 2, 15, 0]
+
+
+@SPANS
+@pytest.mark.parametrize("kv_cache_dtype", [*FP8, *(pytest.param(dtype, marks=LATER) for dtype in BESIDE)])
+@BACKENDS
+def test_image_spans_of_quantized_caches(backend, kv_cache_dtype):
+    server = QuantizedServer(backend, kv_cache_dtype, layout="packed-hnd")
+    serve_images(server, implementation(server, kv_cache_dtype=kv_cache_dtype, sliding_window=20), server.layer, 20)
+
+
+@SPANS
+@on("cpu-fp32")
+def test_layers_without_spans(backend):
+    """vLLM's Gemma 4 clears the metadata's mm_prefix_range for layers in which images are causal."""
+    server = Server(backend)
+    impl = implementation(server)
+    queries = {0: 43, 2: 47}
+    q, k, v, slots, common = server.step(queries)
+    common.mm_req_doc_ranges = {0: IMAGES[0], 1: IMAGES[2]}  # without lengths on the host
+    metadata = server.builder.build(0, common)
+    impl.do_kv_cache_update(None, k, v, server.kv_cache, slots)
+    with_spans = impl.forward(None, q, k, v, server.kv_cache, metadata, torch.full_like(q, math.nan))
+    metadata.mm_prefix_range = None
+    out = impl.forward(None, q, k, v, server.kv_cache, metadata, torch.full_like(q, math.nan))
+    server.check(queries, q, out, is_causal=True)
+    changed = ((with_spans - out).abs().amax((1, 2)) > 1e-4).nonzero().flatten().tolist()  # more than rounding
+    # the last token of a span sees no later one
+    assert changed == [i for i in range(37) if i not in (2, 3, 4, 20)] + [43 + i for i in (*range(9, 25), *range(30, 46))]
+
+
+@SPANS
+@on("cpu-fp32")
+def test_refused_spans(backend):
+    server = Server(backend)
+    q, k, v, slots, common = server.step({2: 47})
+    common.mm_req_doc_ranges = {0: IMAGES[2]}
+    metadata = server.builder.build(0, common)
+    for options, message in (
+        ({"sliding_window": 16}, "mm_req_doc_ranges: got a span of 17 tokens, expected at most 16, the sliding window"),
+        ({"alibi_slopes": [0.5] * 4}, "mm_prefix_range: got spans, expected None with ALiBi"),
+    ):
+        impl = implementation(server, **options)
+        impl.do_kv_cache_update(None, k, v, server.kv_cache, slots)
+        with pytest.raises(NotImplementedError, match=message):
+            impl.forward(None, q, k, v, server.kv_cache, metadata, torch.empty_like(q))
+
+
+# ---- decode context parallelism --------------------------------------------------------------------------------------
+
+
+class Group:
+    """A process group as vLLM has it, but its ranks are threads. `slots`: the tensor that each rank exchanges."""
+
+    def __init__(self, rank, world_size, barrier, slots):
+        self.rank_in_group, self.world_size, self.barrier, self.slots = rank, world_size, barrier, slots
+        self.gathered = 0
+
+    def exchange(self, t):
+        self.slots[self.rank_in_group] = t
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        self.gathered += 1
+        return found
+
+    def all_gather(self, t, dim):
+        return torch.cat(self.exchange(t), dim)
+
+
+def combine(out, lse, group, return_lse):
+    """Combines the ranks' results by softmax_lse, as vLLM's CorrectAttnCPOutKernel and a reduce-scatter over heads do, in PyTorch."""
+    assert return_lse and out.shape[:2] == lse.shape
+    lses = torch.stack(group.exchange(lse))
+    lses = lses.masked_fill(lses.isnan() | (lses == math.inf), -math.inf)
+    most = lses.amax(0)
+    most = most.masked_fill(most == -math.inf, 0.0)
+    total = (lses - most).exp().sum(0).log() + most
+    difference = lse - total
+    factor = difference.masked_fill(difference.isnan() | (difference == math.inf), -math.inf).exp()[..., None]
+    corrected = torch.where(factor == 0.0, 0.0, out * factor).to(out.dtype)
+    heads = slice(group.rank_in_group * out.shape[1] // group.world_size, (group.rank_in_group + 1) * out.shape[1] // group.world_size)
+    return sum(part[:, heads] for part in group.exchange(corrected)), total[:, heads]
+
+
+class Rank:
+    """A rank, whose cache has a part of the tokens (position // interleave % world_size decides) and which computes some heads."""
+
+    def __init__(self, server, group, interleave, monkeypatch, **options):
+        self.server, self.group, self.interleave = server, group, interleave
+        self.cache = torch.full_like(server.kv_cache, math.nan) if server.layer is None else server.kv_cache.clone()
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+        monkeypatch.setattr(vllm_backend, "find_ranks", lambda *_: Ranks(group, interleave, combine))
+        self.builder = VoltaMetadataBuilder(server.spec, ["layer"], config, torch.device(server.backend.device))
+        heads = server.nheads // group.world_size
+        self.heads = slice(group.rank_in_group * heads, (group.rank_in_group + 1) * heads)
+        sinks = options.pop("sinks", None)
+        self.impl = VoltaAttentionImpl(
+            heads, server.headdim, server.headdim**-0.5, server.nheads_k, sinks=None if sinks is None else sinks[self.heads], **options
+        )
+
+    def slots(self, queries):
+        """Returns vLLM's slots: -1 for tokens of other ranks."""
+        block, every, found = self.server.block, self.group.world_size * self.interleave, []
+        for s, n in queries.items():
+            for position in range(self.server.lengths[s] - n, self.server.lengths[s]):
+                at = position // every * self.interleave + position % self.interleave
+                here = position // self.interleave % self.group.world_size == self.group.rank_in_group
+                found.append(int(self.server.table[s, at // block]) * block + at % block if here else -1)
+        return torch.tensor(found, device=self.server.backend.device)
+
+    def forward(self, queries, q, k, v, common):
+        slots = self.slots(queries)
+        self.impl.do_kv_cache_update(self.server.layer, k, v, self.cache, slots)
+        q = q[:, self.heads]
+        return self.impl.forward(self.server.layer, q, k, v, self.cache, self.builder.build(0, common), torch.full_like(q, math.nan))
+
+
+RANK_STEPS = [{0: 21, 1: 1}, {0: 1, 2: 40, 1: 1}, {3: 17, 2: 3, 0: 4}, {0: 1, 1: 1, 2: 1, 3: 1}]
+
+
+@pytest.mark.parametrize("name", ["plain", "softcap", "sinks"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", MIXED])
+@pytest.mark.parametrize("world_size,interleave", [(2, 1), (4, 16)])
+@on("cpu-fp32", "sim")  # the states that are merged have fp32's softmax_lse
+def test_ranks_share_a_cache(backend, world_size, interleave, kv_cache_dtype, name, monkeypatch):
+    """Ranks with a part of the tokens and some heads each give together the result of one process. Some parts are empty."""
+    given, same = arguments(backend, name)
+    sizes = {"nheads": 4, "nheads_k": 1}
+    server = Server(backend, **sizes) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-hnd", **sizes)
+    barrier, slots = threading.Barrier(world_size), [None] * world_size
+    ranks = [
+        Rank(server, Group(r, world_size, barrier, slots), interleave, monkeypatch, kv_cache_dtype=kv_cache_dtype, **given)
+        for r in range(world_size)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(world_size) as pool:
+        for queries in RANK_STEPS:
+            q, k, v, _, common = server.step(queries, padded_requests=1)
+            common.seq_lens_cpu_upper_bound = common.seq_lens.cpu()
+            before = ranks[0].group.gathered
+            parts = list(pool.map(lambda rank: rank.forward(queries, q, k, v, common), ranks))
+            new = list(zip(k, v))
+            for (s, n), first in with_first_rows(queries):
+                cached = server.tokens[s][-n:]
+                server.tokens[s][-n:] = new[first : first + n]  # ranks attend to new tokens before quantization
+                server.check({s: n}, q[first:], torch.cat(parts, 1)[first:], **same)
+                server.tokens[s][-n:] = cached
+            # nothing is exchanged while no sequence has earlier tokens
+            assert (ranks[0].group.gathered == before) == (queries is RANK_STEPS[0])
+    held = [int(rank.builder._earlier_lengths[0]) for rank in ranks]
+    assert sum(held) == server.lengths[0] - 1 and max(held) - min(held) <= interleave
+
+
+@on("cpu-fp32")
+def test_metadata_of_ranks(backend, monkeypatch):
+    """Captured graphs read the lengths of earlier tokens in the builder's own memory, and have calls for these even if none exist yet."""
+    server = Server(backend, nheads_k=1)
+    rank = Rank(server, Group(1, 2, None, []), 1, monkeypatch)
+    _, _, _, _, common = server.step({0: 5, 1: 2})
+    common.seq_lens_cpu_upper_bound = common.seq_lens.cpu()
+    first, captured = rank.builder.build(0, common).earlier, rank.builder.build_for_cudagraph_capture(common).earlier
+    assert (first.any, captured.any) == (False, True) and captured.lengths.tolist() == [0, 0]
+    _, _, _, _, common = server.step({0: 1, 1: 1})
+    metadata = rank.builder.build(0, common)
+    # of tokens 0 to 4 and 0 to 1 the odd ones, in the same memory
+    assert metadata.earlier.any and captured.lengths.tolist() == metadata.earlier.lengths.tolist() == [2, 1]
+    assert captured.lengths.data_ptr() == metadata.earlier.lengths.data_ptr() and not rank.builder.supports_draft_decode_metadata_update
+    q = backend.randn(2, 2, 32)
+    with pytest.raises(NotImplementedError, match="key: got None, expected new tokens: remove --decode-context-parallel-size"):
+        rank.impl.forward(None, q, None, None, rank.cache, metadata, torch.empty_like(q))
+    config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True))
+    with pytest.raises(NotImplementedError, match="decode_context_parallel_size: got 2, expected 1 for a model whose image tokens"):
+        VoltaMetadataBuilder(server.spec, ["layer"], config, torch.device("cpu"))
+
+    class Shared(VoltaAttentionImpl):
+        dcp_world_size = 2
+
+        def __new__(cls, *_, **__):  # vLLM's own __new__ needs its process groups
+            return object.__new__(cls)
+
+    for options in ({"sliding_window": 7}, {"alibi_slopes": [1.0] * 4}, {"kv_sharing_target_layer_name": "layer"}):
+        with pytest.raises(NotImplementedError, match=f"{next(iter(options))}: got .*, expected None with decode context parallelism"):
+            Shared(4, 32, 1.0, 1, **options)
+    monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "4:7")
+    with pytest.raises(NotImplementedError, match=r"VOLTA_FA_VLLM_ANCHORED_WINDOW: got \(4, 7\), expected None with decode context"):
+        Shared(4, 32, 1.0, 1)
+
+
+# ---- encoders and cross-attention ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("window", [None, 4])
 @BACKENDS
 def test_encoder(backend, window):
-    """In both directions, without a cache."""
+    """Encoders attend in both directions, without a cache."""
     server = Server(backend)
     impl = implementation(server, attn_type=AttentionType.ENCODER_ONLY, sliding_window=window)
     queries = {0: 9, 1: 20}
@@ -354,7 +644,7 @@ def test_encoder(backend, window):
 
 @BACKENDS
 def test_cross_attention(backend):
-    """Of a decoder to what an encoder has written: all tokens, whatever the number of queries. key and value are None."""
+    """A decoder's queries see all tokens that the encoder wrote into the cache. key and value are None."""
     server = Server(backend)
     impl = implementation(server, attn_type=AttentionType.ENCODER_DECODER)
     _, k, v, slots, common = server.step({0: 18, 1: 7})
@@ -382,7 +672,7 @@ def latent_implementation(kv_lora_rank, rotary, nheads=4, **options):
 
 
 def latent_cache(kv_cache_dtype, columns, blocks=25, of=None):
-    """What vLLM allocates: NaN, as a scale too."""
+    """Returns a cache of latents as vLLM allocates it, full of NaN (bytes of -1 are NaN in fp8, and as scales). `of`: dtype, device."""
     if kv_cache_dtype == "auto":
         return torch.full((blocks, PAGE, columns), math.nan, dtype=of.dtype, device=of.device)
     content = columns + (paged.SCALE_BYTES if kv_cache_dtype == INT8 else 0)
@@ -390,15 +680,15 @@ def latent_cache(kv_cache_dtype, columns, blocks=25, of=None):
 
 
 def latent_bytes(row, kv_cache_dtype, scale):
-    """A token's content of the cache, and what it stands for."""
+    """Returns a token's bytes in the cache, and its dequantized values."""
     if kv_cache_dtype == "auto":
         return row, row
-    codes, own, numbers = quantized(row[None], kv_cache_dtype, scale)
+    made, numbers = quantized(row[None], kv_cache_dtype, scale)
     if kv_cache_dtype != INT8:
-        return codes[0].view(torch.int8), numbers[0]
+        return made.data[0].view(torch.int8), numbers[0]
     beside = torch.zeros(paged.SCALE_BYTES, dtype=torch.int8, device=row.device)
-    beside[:4] = own.view(torch.int8)
-    return torch.cat((beside, codes[0])), numbers[0]
+    beside[:4] = made.scale.view(torch.int8)
+    return torch.cat((beside, made.data[0])), numbers[0]
 
 
 LATENT_DTYPES = ["auto", *FP8, INT8]
@@ -408,7 +698,7 @@ LATENT_DTYPES = ["auto", *FP8, INT8]
 @pytest.mark.parametrize("rank,rotary", [(64, 16), (512, 64)])
 @BACKENDS
 def test_latents(backend, rank, rotary, kv_cache_dtype):
-    """Mixed batches over small latents and DeepSeek's; values are the keys' first columns. Bytes to the bit, padding between tokens."""
+    """Latent attention (MLA) of mixed batches: values are the keys' first `rank` columns. The cache is bitwise as expected."""
     if not paged.takes_latents(rank + rotary, rank):
         pytest.skip("this build has no fwd_mla")
     impl = latent_implementation(rank, rotary, kv_cache_dtype=kv_cache_dtype)
@@ -425,38 +715,25 @@ def test_latents(backend, rank, rotary, kv_cache_dtype):
                 expected[server.table[s, i // PAGE], i % PAGE] = made
                 server.tokens[s][i] = numbers[None], numbers[None, :rank]
         metadata = builder.build(0, common)
-        # as vLLM's layer divides the batch
+        # vLLM's layer sends all queries to forward_mqa if there are no prefills
         assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (len(queries), len(q), 0)
         assert metadata.decode is metadata and metadata.prefill is None
-        k = torch.cat((k, backend.randn(3, 1, rank + rotary)))  # of nobody
+        # between the tokens padding (slot -1), and one with inf in block 0, which no sequence has; after them rows beyond the slots
+        padding, spare, *beyond = backend.randn(4, 1, rank + rotary).split(1)
+        spare[..., 7] = math.inf  # int8 marks a token with inf or NaN by its scale
+        expected[0, 3], _ = latent_bytes(spare[0, 0], kv_cache_dtype, layer._k_scale)
+        k = torch.cat((k[:1], padding, spare, k[1:], *beyond))
+        slots = torch.cat((slots[:1], slots.new_tensor([-1, 3]), slots[1:]))
         impl.do_kv_cache_update(k[:, 0, :rank], k[..., rank:], cache, slots, kv_cache_dtype, layer._k_scale, True)
-        seen = cache if kv_cache_dtype == "auto" else cache.view(torch.float8_e4m3fn)  # as vLLM's layer hands it over
+        seen = cache if kv_cache_dtype == "auto" else cache.view(torch.float8_e4m3fn)  # as vLLM's layer passes it
         out, lse = impl.forward_mqa(q.split((rank, rotary), dim=-1), seen, metadata, layer)
         assert lse is None and torch.equal(out, impl.forward_mqa(q, seen, metadata, layer)[0])
         server.check(queries, q, out, is_causal=True, softmax_scale=impl.scale)
     assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kv_cache_dtype", LATENT_DTYPES)
-@BACKENDS
-def test_latents_of_deepseek_are_written(backend, kv_cache_dtype):
-    """512 columns and 64, behind rows of padding, through slots that leave tokens out."""
-    server = Server(backend)
-    cache = latent_cache(kv_cache_dtype, 576, blocks=5, of=server.kv_cache)
-    expected = cache.clone()
-    latent, rotary = backend.randn(6, 512), backend.randn(6, 1, 64)
-    latent[2, 7] = math.inf  # of a token that has a number that is none, int8 says so by its scale
-    slots = torch.tensor([70, -1, 33, 17], device=backend.device)
-    scale = torch.tensor(LAYER_SCALES[0], device=backend.device)
-    paged.write_latents(latent, rotary, cache, slots, kv_cache_dtype, scale)
-    for i in (0, 2, 3):
-        made, _ = latent_bytes(torch.cat([latent[i], rotary[i, 0]]), kv_cache_dtype, scale)
-        expected[int(slots[i]) // PAGE, int(slots[i]) % PAGE] = made
-    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
-
-
 def test_latents_that_there_are_no_kernels_for():
-    """Named, where the operator refuses the size; vLLM is told before."""
+    """Unsupported sizes, options and dtypes of latents raise errors, and the lists that vLLM asks for do not have them."""
     there = paged.takes_latents(576, 512)
     assert VoltaMLABackend.is_mla() and (576 in VoltaMLABackend.get_supported_head_sizes()) == there
     assert paged.takes_latents(80, 64) and VoltaMLABackend.get_supported_head_sizes()
@@ -467,7 +744,7 @@ def test_latents_that_there_are_no_kernels_for():
         latent_implementation(4096, 64)
     with pytest.raises(NotImplementedError, match="sliding_window: got 5, expected None"):
         latent_implementation(64, 16, sliding_window=5)
-    for dtype in ("fp8_ds_mla", "fp8_per_token_head"):
+    for dtype in ("fp8_ds_mla", "fp8_per_token_head", MIXED):
         with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: "):
             latent_implementation(64, 16, kv_cache_dtype=dtype)
         with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: "):
@@ -479,7 +756,8 @@ def test_latents_that_there_are_no_kernels_for():
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2", INT8])
 @on("cpu-fp32", "sim", "cuda")
 def test_long_prompts(backend, kv_cache_dtype, workspace, monkeypatch):
-    """Sequences with more new tokens than a limit attend to expanded keys: without earlier tokens, and with those of the cache."""
+    """Sequences with more than `most` new tokens attend to keys and values expanded from latents (kv_b_proj), with and without earlier
+    tokens, which the workspace expands at once or in chunks. Shorter ones attend to latents."""
     rank, rotary, nope, columns, most = 64, 16, 32, 32, 4
     monkeypatch.setattr(mla, "MOST_ABSORBED_QUERIES", most)
     monkeypatch.setattr(expanded, "_WORKSPACE", workspace)
@@ -491,7 +769,7 @@ def test_long_prompts(backend, kv_cache_dtype, workspace, monkeypatch):
     cache = server.kv_cache = latent_cache(kv_cache_dtype, rank + rotary, of=server.kv_cache)
     layer = SimpleNamespace(_k_scale=torch.tensor(LAYER_SCALES[0], device=backend.device))
     builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device(backend.device))
-    sequences = [[] for _ in server.lengths]  # of the keys and values that the cache stands for
+    sequences = [[] for _ in server.lengths]  # keys and values expanded from the cache's dequantized latents
     for queries in ({0: 21, 1: 5}, {0: 1, 1: 4, 2: 40}, {0: 4, 2: 3, 1: 17, 3: 33}, {0: 2, 3: 5, 1: 30}):
         _, new, _, slots, common = server.step(queries)
         q = backend.randn(len(new), server.nheads, nope + rotary)
@@ -502,7 +780,7 @@ def test_long_prompts(backend, kv_cache_dtype, workspace, monkeypatch):
         decoded = sum(n for n in queries.values() if n <= most)
         assert (metadata.num_decodes, metadata.num_decode_tokens) == (len(queries) - len(prompts), decoded)
         assert metadata.num_prefills == len(prompts) == len(queries) - list(queries).index(prompts[0])
-        # the blocks that are expanded: only those of earlier tokens, and of a bound that is too high
+        # only blocks of earlier tokens are expanded; sequence 1 has a bound on the host that is 20 too high
         earlier = [server.lengths[s] - queries[s] + 20 * (s == 1) for s in prompts]
         for blocks in (1, 2, 100):
             parts = metadata.prefill.parts(PAGE, blocks)
@@ -533,9 +811,9 @@ FOLDERS = [folder for folder in os.environ.get("VOLTA_FA_TEST_VLLM", "").split("
 @pytest.mark.parametrize(
     "folder", FOLDERS or [pytest.param("", marks=pytest.mark.skip("VOLTA_FA_TEST_VLLM names no vLLM"))], ids=os.path.basename
 )
-@pytest.mark.skipif(REAL, reason="this is it")
+@pytest.mark.skipif(REAL, reason="this process runs a real vLLM")
 def test_real_vllm(folder):
-    """The same tests, and those of its own, with a real release."""
+    """Runs this file and test_vllm_backend.py with a real release, including the tests that need one."""
     path = [folder, str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "VOLTA_FA_TEST_VLLM_HERE": "1"}
     files = [__file__, str(REPOSITORY / "tests/test_vllm_backend.py")]

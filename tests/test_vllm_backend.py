@@ -1,4 +1,7 @@
-"""volta_fa.vllm's metadata, what it answers vLLM, and vLLM's own code around it. test_vllm.py runs these tests with real releases too."""
+"""Tests of volta_fa.vllm's metadata and answers to vLLM's questions, and of vLLM's own code (layers, selection, kernels) around it.
+
+Tests skipped with `not REAL` need a real vLLM, with which test_vllm.test_real_vllm runs this file; the others use vllm_stub.py. Helpers
+such as Server, which makes the tensors of a step, are in test_vllm.py."""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import dataclasses
 import importlib.util
 import inspect
 import itertools
+import json
 import math
-import os
+import random
+import subprocess
 import sys
 import types
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -19,14 +25,17 @@ import reference
 import vllm_stub
 from conftest import REPOSITORY, on, within
 from test_vllm import (
+    BESIDE,
     FP8,
     INT8,
     LATER,
     LAYER_SCALES,
+    MIXED,
     OLD,
     PAGE,
     PREFILL,
     REAL,
+    SPANS,
     STEPS,
     QuantizedServer,
     Server,
@@ -35,42 +44,59 @@ from test_vllm import (
     latent_cache,
     latent_implementation,
     run,
+    serve,
+    with_first_rows,
 )  # fmt: skip
 
-if "VOLTA_FA_TEST_LIBRARY" in os.environ:
-    pytest.skip("the Python package loads its own library", allow_module_level=True)
-
+# Without a real vLLM, the import of test_vllm puts a stub of it into sys.modules.
+# isort: split
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import volta_fa.vllm
 from volta_fa.integrations.vllm import mla, paged
-from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder, VoltaV100Backend
+from volta_fa.integrations.vllm.backend import (
+    VoltaAttentionImpl,
+    VoltaBackend,
+    VoltaMetadata,
+    VoltaMetadataBuilder,
+    VoltaV100Backend,
+    find_ranks,
+)
 from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
+from volta_fa.integrations.vllm.spans import find_spans
 
 # ---- metadata ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", *FP8, INT8])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *FP8, *BESIDE])
 @on("cpu-fp32")
 def test_nothing_waits(backend, kv_cache_dtype, monkeypatch):
-    """Tensors without values: reading one raises. Building, writing and attending, with a cascade too, and to latents."""
+    """No step reads a value on the host, which would wait for the GPU: with meta tensors, which have no values, reading would raise. Covers
+    metadata, cache update and attention, with a cascade, spans and latents."""
     server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-nhd")
     q, k, v, slots, common = server.step({0: 21, 1: 5})
-    latents = latent_cache(kv_cache_dtype, 576, of=server.kv_cache)
+    latents = latent_cache("auto" if kv_cache_dtype == MIXED else kv_cache_dtype, 576, of=q)
     q, k, v, slots, kv_cache, latents = (t.to("meta") for t in (q, k, v, slots, server.kv_cache, latents))
     layer = SimpleNamespace(_k_scale=torch.empty((), device="meta"), _v_scale=torch.empty((), device="meta"))
     for name, t in vars(common).items():
         if isinstance(t, torch.Tensor) and name != "query_start_loc_cpu":
             setattr(common, name, t.to("meta"))
     impl = implementation(server, alibi_slopes=[0.5] * 4, kv_cache_dtype=kv_cache_dtype)
-    for prefix in (0, 16):
-        if prefix:
+    for prefix in (0, 16, None):
+        if prefix is None:
+            monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "4:8")
             impl = implementation(server, kv_cache_dtype=kv_cache_dtype)
-        metadata = server.builder.build(prefix, common)
+            common.seq_lens_cpu_upper_bound = common.mm_req_doc_ranges = None
+        elif prefix:
+            impl = implementation(server, kv_cache_dtype=kv_cache_dtype)
+            common.seq_lens_cpu_upper_bound, common.mm_req_doc_ranges = torch.tensor([21, 5]), {0: [(3, 9)], 1: []}
+        metadata = server.builder.build(prefix or 0, common)
         impl.do_kv_cache_update(layer, k, v, kv_cache, slots)
         assert impl.forward(layer, q, k, v, kv_cache, metadata, torch.empty_like(q)).shape == q.shape
+    if kv_cache_dtype == MIXED:  # no format of latents
+        return
     of_latents = latent_implementation(512, 64, kv_cache_dtype=kv_cache_dtype, kv_b_proj=lambda t: (t.new_empty(len(t), 4 * 64), None))
     builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device("meta"))
     made = torch.empty(26, 576, device="meta").split((512, 64), dim=-1)
@@ -78,53 +104,44 @@ def test_nothing_waits(backend, kv_cache_dtype, monkeypatch):
     out, _ = of_latents.forward_mqa(torch.empty(26, 4, 576, device="meta"), latents, builder.build(0, common), layer)
     assert out.shape == (26, 4, 512)
     monkeypatch.setattr(mla, "MOST_ABSORBED_QUERIES", 4)
-    common.seq_lens_cpu_upper_bound = torch.tensor([38, 5])
+    common.seq_lens_cpu_upper_bound = torch.tensor([38, 5])  # sequence 0 may have 17 earlier tokens beside 21 new ones
     q, out = torch.empty(26, 4, 96, device="meta"), torch.empty(26, 4 * 32, device="meta")
     of_latents.forward_mha(q, *made, latents, builder.build(0, common), layer._k_scale, out)
 
 
-@on("cpu-fp32")
-def test_metadata_is_the_runners(backend):
-    """A captured graph reads the runner's buffers: the tensors are they, and no copies."""
-    server = Server(backend)
-    *_, common = server.step({0: 21, 1: 5})
-    metadata = server.builder.build(0, common, fast_build=True)
-    assert metadata.query_start_loc is common.query_start_loc and metadata.seq_lens is common.seq_lens
-    assert metadata.block_table is common.block_table_tensor and metadata.slot_mapping is common.slot_mapping
-    assert (metadata.num_actual_tokens, metadata.max_query_len, metadata.max_seq_len, metadata.causal) == (26, 21, 21, True)
-    assert VoltaMetadataBuilder._cudagraph_support is AttentionCGSupport.ALWAYS
-    common.causal = torch.ones(2, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match="causal: got a tensor"):
-        server.builder.build(0, common)
-
-
 def test_graphs_of_runner_v2(monkeypatch):
-    """Up to 0.26 it captures mixed steps with too low bounds."""
+    """With vLLM's second model runner up to 0.26, whose bounds of mixed steps are too low, only graphs of uniform batches are allowed."""
     assert VoltaMetadataBuilder.get_cudagraph_support(SimpleNamespace(use_v2_model_runner=False), None) is AttentionCGSupport.ALWAYS
     is_old = hasattr(AttentionBackend, "get_kv_cache_shape")
     expected = AttentionCGSupport.UNIFORM_BATCH if is_old else AttentionCGSupport.ALWAYS
     assert VoltaMLAMetadataBuilder.get_cudagraph_support(SimpleNamespace(use_v2_model_runner=True), None) is expected
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert VoltaMetadataBuilder.get_cudagraph_support(SimpleNamespace(), None) is expected
+    # spans are in a step's metadata, and a graph replays another step's
+    with_spans = SimpleNamespace(use_v2_model_runner=False, model_config=SimpleNamespace(is_mm_prefix_lm=True))
+    assert VoltaMetadataBuilder.get_cudagraph_support(with_spans, None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    with_spans.model_config.is_mm_prefix_lm = False
+    assert VoltaMetadataBuilder.get_cudagraph_support(with_spans, None) is AttentionCGSupport.ALWAYS
+
+
+def builder_of(config=None, **spec):
+    """Returns a builder of metadata, for a cache with these fields."""
+    fields = {"head_size": 64, "dtype": torch.float16, "block_size": PAGE}
+    return VoltaMetadataBuilder(SimpleNamespace(**fields | spec), [], config, torch.device("cpu"))
 
 
 def test_draft_trees_of_1cat_are_refused():
-    tree = SimpleNamespace(use_dflash_ddtree=lambda: True, ddtree_disable_tree_verify=False)
-    spec = SimpleNamespace(head_size=64, dtype=torch.float16, block_size=16)
-    for disabled in (False, True):
-        tree.ddtree_disable_tree_verify = disabled
-        config = SimpleNamespace(speculative_config=tree)
-        if disabled:
-            VoltaMetadataBuilder(spec, [], config, torch.device("cpu"))
-        else:
-            with pytest.raises(NotImplementedError, match="speculative_config: got dflash_ddtree"):
-                VoltaMetadataBuilder(spec, [], config, torch.device("cpu"))
+    tree = SimpleNamespace(use_dflash_ddtree=lambda: True, ddtree_disable_tree_verify=True)
+    config = SimpleNamespace(speculative_config=tree)
+    builder_of(config)
+    tree.ddtree_disable_tree_verify = False
+    with pytest.raises(NotImplementedError, match="speculative_config: got dflash_ddtree"):
+        builder_of(config)
 
 
-@on("cpu-fp32")
-def test_when_a_cascade_pays(backend):
-    """Bytes that are read once instead of once a sequence: 8 key heads of 128 are 4 KB a token."""
-    builder = VoltaMetadataBuilder(SimpleNamespace(head_size=128, dtype=torch.float16, block_size=16), [], None, torch.device("cpu"))
+def test_when_a_cascade_pays():
+    """A cascade reads the common prefix once instead of once per sequence, so it pays for long prefixes of several sequences."""
+    builder = builder_of(head_size=128)
     names = ("use_alibi", "use_sliding_window", "use_local_attention")
     options = dict.fromkeys(names, False) | {"num_query_heads": 32, "num_kv_heads": 8, "num_sms": 80, "dcp_world_size": 1}
 
@@ -152,33 +169,76 @@ def test_registration(monkeypatch):
     with pytest.raises(ValueError, match="VOLTA_FA_VLLM_MLA: got `yes`, expected 0 or 1"):
         volta_fa.vllm.register()
     monkeypatch.delenv("VOLTA_FA_VLLM_MLA")
-    # an older vLLM starts all the same
+    # an older vLLM without a registry still starts
     monkeypatch.delattr(registry, "register_backend")
     with pytest.warns(UserWarning, match="no registry of attention backends"):
         volta_fa.vllm.register()
 
 
+def test_anchored_windows_that_there_are_not(monkeypatch):
+    """Refused with the reason: what the variable cannot mean, and what lacks a sequence's first tokens."""
+    name = "VOLTA_FA_VLLM_ANCHORED_WINDOW"
+    server = SimpleNamespace(nheads=4, headdim=32, nheads_k=2)
+    for value in ("4", "0:7", "4:0", "-1:7", "4:7:9", "a:b", ":"):
+        monkeypatch.setenv(name, value)
+        for call in (volta_fa.vllm.register, lambda: implementation(server)):
+            with pytest.raises(ValueError, match=f"{name}: got `{value}`, expected ANCHORS:WINDOW, two numbers of tokens"):
+                call()
+    monkeypatch.setenv(name, "4:7")
+    volta_fa.vllm.register()
+    with pytest.raises(NotImplementedError, match=f"alibi_slopes: got slopes, expected None with {name}"):
+        implementation(server, alibi_slopes=[0.5] * 4)
+    spans = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True))
+    with pytest.raises(NotImplementedError, match=f"is_mm_prefix_lm: got True, expected none with {name}"):
+        builder_of(spans)
+    # as `pays(16384, 8)` above, by position
+    assert not builder_of().use_cascade_attention(16384, [1] * 8, 32, 8, False, False, False, 80, 1)
+    with pytest.raises(NotImplementedError, match=f"attention_chunk_size: got 8192, expected none with {name}"):
+        builder_of(attention_chunk_size=8192)
+    monkeypatch.setenv("VOLTA_FA_VLLM_MLA", "1")
+    with pytest.raises(ValueError, match=f"{name}: got a window, expected none with VOLTA_FA_VLLM_MLA=1: unset one"):
+        volta_fa.vllm.register()
+
+
+@on("cpu-fp32")
+def test_causal_that_is_refused(backend, monkeypatch):
+    server = Server(backend)
+    *_, common = server.step({0: 21, 1: 5})
+    common.causal = torch.ones(2, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match="causal: got a tensor"):
+        server.builder.build(0, common)
+    monkeypatch.setenv("VOLTA_FA_VLLM_ANCHORED_WINDOW", "4:7")
+    with pytest.raises(NotImplementedError, match="causal: got False, expected True with VOLTA_FA_VLLM_ANCHORED_WINDOW"):
+        run(server, implementation(server), {0: 9}, causal=False)
+
+
 def test_entry_point():
-    """What pip writes into the distribution's metadata names a function that is there."""
+    """pyproject.toml names volta_fa.vllm.register as a plugin of vLLM."""
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["entry-points"] == {"vllm.general_plugins": {"volta_fa": "volta_fa.vllm:register"}}
 
 
 def test_answers():
+    """What the backend tells vLLM: classes, kinds of attention, supported GPUs and head sizes, block sizes, and bytes of a token."""
     assert VoltaBackend.get_impl_cls() is VoltaAttentionImpl and VoltaBackend.get_builder_cls() is VoltaMetadataBuilder
     assert not VoltaBackend.forward_includes_kv_cache_update
     assert [size.base for size in VoltaBackend.get_supported_kernel_block_sizes()] == [16]
     assert VoltaBackend.supports_sink() and VoltaBackend.supports_sliding_window() and VoltaBackend.supports_non_causal()
     assert all(VoltaBackend.supports_attn_type(kind) for kind in AttentionType)
+    has_spans = "mm_req_doc_ranges" in CommonAttentionMetadata.__dataclass_fields__
+    assert VoltaBackend.supports_mm_prefix() == has_spans and not VoltaMLABackend.supports_mm_prefix()
     capabilities = {(7, 0): True, (7, 5): True, (9, 0): True, (6, 1): False}
     assert {pair: VoltaBackend.supports_compute_capability(DeviceCapability(*pair)) for pair in capabilities} == capabilities
     sizes = VoltaBackend.get_supported_head_sizes()
     assert {64, 80, 96, 128, 256, 512} < set(sizes) and not {100, 520, 576} & set(sizes)
     with pytest.raises(ValueError, match="block_size: got 24, expected a multiple of 16"):
         VoltaBackend.get_kv_cache_shape(3, 24, 2, 64)
-    # for later releases: what lies beside int8's codes, of a latent one scale
-    spec = dataclasses.make_dataclass("Spec", [("dtype", torch.dtype), "head_size", "head_size_v", ("state_content_bytes", object, None)])
+    # for later releases: bytes of int8 keys and values (or int4: half), or a latent, and 16 that hold scales
+    optional = [("state_content_bytes", object, None), ("kv_quant_mode", object, None)]
+    spec = dataclasses.make_dataclass("Spec", [("dtype", torch.dtype), "head_size", "head_size_v", *optional])
+    per_token = SimpleNamespace(name="INT8_PER_TOKEN_HEAD")
+    assert VoltaBackend.customize_spec(spec(torch.uint8, 128, 64, kv_quant_mode=per_token)).state_content_bytes == 128 + 32 + 16
     assert VoltaBackend.customize_spec(spec(torch.int8, 128, 64)).state_content_bytes == 128 + 64 + 16
     assert VoltaMLABackend.customize_spec(spec(torch.int8, 576, 0)).state_content_bytes == 576 + 16
     assert VoltaBackend.customize_spec(spec(torch.uint8, 128, 64)).state_content_bytes is None
@@ -188,8 +248,7 @@ def test_answers():
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.skipif(not OLD, reason="this vLLM lays caches out itself")
 def test_strides(layout, layers, monkeypatch):
-    """As vLLM's runner allocates: in the order of memory, then permuted back. A head's rows of a block with HND, a token's heads with NHD,
-    are one piece."""
+    """vLLM allocates a cache in the stride order and permutes it back. With HND a head's rows of a block are contiguous, else a token's."""
     monkeypatch.setattr(importlib.import_module("vllm.v1.attention.backends.utils"), "get_kv_cache_layout", lambda: layout)
     shape = ((3,) if layers else ()) + VoltaBackend.get_kv_cache_shape(5, 16, 2, 64)
     order = VoltaBackend.get_kv_cache_stride_order(layers)
@@ -200,7 +259,7 @@ def test_strides(layout, layers, monkeypatch):
     assert k_cache.shape == v_cache.shape == (5, 16, 2, 64)
     assert k_cache.stride(3) == 1
     count = 3 if layers else 1
-    # a block of all layers is one piece; within it, of HND a head of all layers
+    # all layers' parts of a block are contiguous; with HND within it all layers' parts of a head
     assert k_cache.stride() == (count * 2 * 16 * 2 * 64, *((2 * 64, 64) if layout == "NHD" else (64, count * 16 * 64)), 1)
 
 
@@ -216,6 +275,7 @@ def test_refusals():
             backend.get_kv_cache_shape(25, PAGE, 1, 64, INT8)
         # vLLM asks before it loads a model
         assert (INT8 in backend.supported_kv_cache_dtypes) == (not OLD) and "fp8" in backend.supported_kv_cache_dtypes
+    assert (MIXED in VoltaBackend.supported_kv_cache_dtypes) == (not OLD) and MIXED not in VoltaMLABackend.supported_kv_cache_dtypes
     with pytest.raises(NotImplementedError, match=why):
         paged.split_cache(torch.zeros(3, 2, PAGE, 2, 48, dtype=torch.int8), 32, INT8)
     q = torch.randn(3, 4, 32)
@@ -236,19 +296,19 @@ def members(cls):
 
 
 @pytest.mark.skipif(not REAL, reason="no vLLM")
-def test_standins_are_like_vllm():
-    """The methods that stand-ins have are there, and take the same arguments in the same order. Newer ones may take more."""
-    for module, standins in vllm_stub.MODULES.items():
-        for standin in standins:
-            name = f"{module}.{standin.__name__}"
-            real = getattr(importlib.import_module(module), standin.__name__, None)
-            if standin is vllm_stub.get_kv_cache_layout and not OLD:
+def test_stub_is_like_vllm():
+    """vLLM has the stub's methods, with the same arguments in the same order. Newer releases may have more arguments."""
+    for module, stubs in vllm_stub.MODULES.items():
+        for stub in stubs:
+            name = f"{module}.{stub.__name__}"
+            real = getattr(importlib.import_module(module), stub.__name__, None)
+            if stub is vllm_stub.get_kv_cache_layout and not OLD:
                 continue
             assert real is not None, name
-            if not inspect.isclass(standin):
-                assert list(inspect.signature(standin).parameters) == list(inspect.signature(real).parameters), name
+            if not inspect.isclass(stub):
+                assert list(inspect.signature(stub).parameters) == list(inspect.signature(real).parameters), name
                 continue
-            for method, member in members(standin).items():
+            for method, member in members(stub).items():
                 if method == "__class_getitem__":
                     continue
                 theirs = inspect.getattr_static(real, method)
@@ -261,69 +321,86 @@ def test_standins_are_like_vllm():
 
 @pytest.mark.skipif(not REAL, reason="no vLLM")
 def test_vllm_takes_the_backend():
-    """vLLM's own checks of a choice, with its own question: on a V100 yes, and no for what is not there."""
+    """vLLM's own validation accepts the backend on a V100, and gives a reason for each unsupported option."""
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     def reasons(capability=(7, 0), **options):
         asked = AttentionSelectorConfig(**dict(head_size=128, dtype=torch.float16, kv_cache_dtype="auto", block_size=16) | options)
         return VoltaBackend.validate_configuration(device_capability=DeviceCapability(*capability), **asked._asdict())
 
-    assert (
-        reasons()
-        == reasons(has_sink=True)
-        == reasons(head_size=512)
-        == reasons(head_size=256, block_size=48)
-        == reasons((7, 5), kv_cache_dtype="float16")
-        == []
-    )
-    assert (
-        reasons(dtype=torch.bfloat16) == ["dtype not supported"]
-        and reasons(kv_cache_dtype="fp8") == reasons(kv_cache_dtype="fp8_e5m2") == []
-    )
-    assert reasons(kv_cache_dtype=INT8) == (["kv_cache_dtype not supported"] if OLD else [])
+    supported = ({}, {"has_sink": True}, {"head_size": 512}, {"head_size": 256, "block_size": 48}, {"kv_cache_dtype": "fp8_e5m2"})
+    for options in (*supported, {"kv_cache_dtype": "fp8"}, {"capability": (7, 5), "kv_cache_dtype": "float16"}):
+        assert reasons(**options) == [], options
+    assert reasons(dtype=torch.bfloat16) == ["dtype not supported"]
+    assert all(reasons(kv_cache_dtype=dtype) == (["kv_cache_dtype not supported"] if OLD else []) for dtype in BESIDE)
     assert reasons(kv_cache_dtype="fp8_inc") == ["kv_cache_dtype not supported"]
     assert reasons(head_size=520) == ["head_size not supported"] and reasons(use_mla=True) == ["MLA not supported"]
     assert reasons((6, 0)) == ["compute capability not supported"] and reasons(block_size=8) == ["block_size not supported"]
+    spans = "mm_req_doc_ranges" in CommonAttentionMetadata.__dataclass_fields__
+    assert reasons(use_mm_prefix=True) == ([] if spans else ["partial multimodal token full attention not supported"])
     if "has_sliding_window" in AttentionSelectorConfig._fields:
         assert reasons(has_sliding_window=True) == reasons(use_non_causal=True) == []
 
 
 @pytest.mark.skipif(not REAL or OLD, reason="vLLM asks the backend for the shape")
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", INT8])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *BESIDE])
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 @on("cpu-fp32")
 def test_vllm_lays_the_cache_out(backend, layout, kv_cache_dtype):
     """vLLM's own views of the memory of two layers, with room for what int8 has beside its codes."""
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
     from vllm.v1 import kv_cache_interface as interface
     from vllm.v1.worker.utils import customize_attention_spec
 
-    dtype = torch.int8 if kv_cache_dtype == INT8 else torch.float32
+    volta_fa.vllm.register()
+    # vLLM's own answer, but for a layer that computes in float32
+    dtype = torch.float32 if kv_cache_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kv_cache_dtype]
     mode = interface.get_kv_quant_mode(kv_cache_dtype)
     spec = interface.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=dtype, kv_quant_mode=mode)
     spec = customize_attention_spec(VoltaBackend, spec)
-    assert spec.page_size_bytes == 16 * 2 * (64 + 16 if kv_cache_dtype == INT8 else 256)
+    # 16 tokens, 2 heads, and the bytes of a token and head
+    assert spec.page_size_bytes == 16 * 2 * {"auto": 256, INT8: 64 + 16, MIXED: 32 + 16 + 16}[kv_cache_dtype]
     blocks, layers = 25, ["a", "b"]
     layout = interface.KVCacheLayout[layout]
     layer_stride, block_stride, *_ = interface.compute_layout_strides(spec, blocks, len(layers), layout)
     memory = torch.zeros(len(layers) * blocks * spec.page_size_bytes, dtype=torch.int8)
     tensor = interface.KVCacheTensor(memory.numel(), layers, layer_stride, block_stride)
     views = interface.create_kv_cache_views(memory, spec, blocks, layout, tensor)
-    server = QuantizedServer(backend, INT8, "packed-hnd") if kv_cache_dtype == INT8 else Server(backend, "packed-hnd")
+    server = QuantizedServer(backend, kv_cache_dtype, "packed-hnd") if kv_cache_dtype != "auto" else Server(backend, "packed-hnd")
     for view in views:
         assert view.shape == server.kv_cache.shape and view.dtype == server.kv_cache.dtype
         view.copy_(server.kv_cache)
     server.kv_cache = views[1]
-    impl = implementation(server, kv_cache_dtype=kv_cache_dtype)
-    for queries in STEPS[:2]:
-        q, out = run(server, impl, queries)
-        server.check(queries, q, out, is_causal=True)
-    server.check_cache()
-    assert views[0].isnan().all() or (views[0] == -1).all()
+    serve(server, implementation(server, kv_cache_dtype=kv_cache_dtype), STEPS[:2], is_causal=True)
+    assert views[0].isnan().all() or (views[0].view(torch.int8) == -1).all()
+
+
+@pytest.mark.skipif(not REAL or OLD, reason="this vLLM has no values of --kv-cache-dtype from plugins")
+def test_vllm_takes_the_cache_dtype_of_the_plugin(monkeypatch):
+    """`--kv-cache-dtype int8k_int4v`, which vLLM refuses before the plugin registers it: twice is once."""
+    from vllm.config import CacheConfig
+    from vllm.config import cache as of_caches
+    from vllm.engine.arg_utils import get_kwargs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+    for table in ("KV_CACHE_DTYPES", "_KV_CACHE_DTYPE_HANDLERS"):
+        kept = [name for name in getattr(of_caches, table) if name != MIXED]
+        monkeypatch.setattr(of_caches, table, kept if table == "KV_CACHE_DTYPES" else {})
+    with pytest.raises(ValueError, match="Invalid kv_cache_dtype: 'int8k_int4v'"):
+        CacheConfig(cache_dtype=MIXED)
+    for _ in range(2):
+        volta_fa.vllm.register()
+    assert of_caches.KV_CACHE_DTYPES.count(MIXED) == 1 and is_quantized_kv_cache(MIXED)
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--kv-cache-dtype", **get_kwargs(CacheConfig)["cache_dtype"])  # as EngineArgs does, which asks for a device
+    given = parser.parse_args(["--kv-cache-dtype", MIXED])
+    assert CacheConfig(cache_dtype=given.kv_cache_dtype).cache_dtype == MIXED
 
 
 @pytest.mark.skipif(not REAL, reason="no vLLM")
 def test_vllm_finds_the_plugin(tmp_path, monkeypatch):
-    """By the entry point of a distribution, as pip installs it."""
+    """vLLM loads the plugin by the entry point in a distribution's metadata, as pip installs it."""
     from vllm import plugins
 
     metadata = tmp_path / "volta_fa-1.dist-info"
@@ -341,7 +418,7 @@ def test_vllm_finds_the_plugin(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not REAL, reason="no vLLM")
 def test_vllm_chooses_the_backend(monkeypatch):
-    """vLLM's platform for CUDA, told that the card is a V100, asked as `--attention-backend CUSTOM` asks."""
+    """vLLM's CUDA platform, with the capability of a V100, selects the backend for `--attention-backend CUSTOM`."""
     from vllm.config import AttentionConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -361,10 +438,10 @@ def test_vllm_chooses_the_backend(monkeypatch):
 
 
 @pytest.mark.skipif(not REAL, reason="no vLLM")
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2", "fp8", pytest.param(INT8, marks=LATER)])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2", "fp8", *(pytest.param(dtype, marks=LATER) for dtype in BESIDE)])
 @on("cpu-fp32")
 def test_vllm_layer(backend, kv_cache_dtype, monkeypatch):
-    """vLLM's own attention layer, in its forward context: who calls the cache update and forward, and with what."""
+    """vLLM's own attention layer, in its forward context, calls the backend's cache update and forward with right arguments."""
     from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers.attention.attention import Attention
@@ -397,8 +474,8 @@ def test_vllm_layer(backend, kv_cache_dtype, monkeypatch):
 @pytest.mark.parametrize("most_absorbed", [mla.MOST_ABSORBED_QUERIES, 4], ids=["absorbed", "expanded"])
 @on("cpu-fp32")
 def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, tmp_path):
-    """vLLM's own layer of latent attention, which multiplies the up-projections into queries and outputs, against attention to expanded
-    keys and values: prompts, chunks and decoding, with long prompts expanded or not."""
+    """vLLM's own layer of latent attention (MLA), which absorbs the up-projections into queries and outputs, gives the result of attention
+    to expanded keys and values. Sequences with more than `most_absorbed` new tokens are expanded by volta_fa."""
     from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.forward_context import set_forward_context
@@ -426,7 +503,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
         layer.process_weights_after_loading(torch.float32)
     try:
         assert isinstance(layer.impl, VoltaMLAImpl)
-        # vLLM finds no attention for prompts beside it that could fail on a card, and does not take it for a sparse one
+        # vLLM chooses no attention of its own for prompts, which might not run on a V100, and does not treat the backend as sparse
         assert type(getattr(layer, "prefill_backend", None)).__name__ == ("NoPrefill" if PREFILL else "NoneType")
         assert not getattr(layer.impl, "is_sparse", False)
         server = Server(backend, nheads_k=1, headdim=rank + rotary)
@@ -440,7 +517,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
             assert (PAGE, 1, spec.page_size_bytes) == (spec.block_size, spec.num_heads, layer.kv_cache[0].nbytes)
         builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device("cpu"))
         for step in STEPS:
-            queries = dict(sorted(step.items(), key=lambda item: item[1]))  # vLLM's runner moves long prompts back
+            queries = dict(sorted(step.items(), key=lambda item: item[1]))  # vLLM's runner puts long prompts last
             _, latents, _, slots, common = server.step(queries)
             latent, k_pe = latents.split((rank, rotary), dim=-1)
 
@@ -460,19 +537,141 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
                 set_forward_context(metadata, config, slot_mapping={"layer": slots}),
             ):
                 out = layer(q, latent[:, 0], k_pe, output_shape=(len(q), heads * columns))
-            first = 0
-            for s, n in queries.items():
-                # a long prompt attends to its own tokens as they were before the cache rounded them
+            for (s, n), first in with_first_rows(queries):
+                # a long prompt attends to its own tokens before quantization
                 server.tokens[s][-n:] = (given if n > most_absorbed else cached_ones)[first : first + n]
                 inputs = (q[first : first + n][None], *(torch.stack(t)[None] for t in zip(*server.tokens[s])))
                 server.tokens[s][-n:] = cached_ones[first : first + n]
                 expected = reference.forward(*inputs, is_causal=True, softmax_scale=0.2).out[0].float()
-                # products in another order than those of expanded keys: fp32's rounding, of sums of 64
+                # fp32 rounding: absorbed and expanded products of 64 terms are summed in different orders
                 torch.testing.assert_close(out.view(-1, heads, columns)[first : first + n], expected, rtol=1e-5, atol=1e-5)
-                first += n
     finally:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+
+
+# ---- vLLM's kernels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not REAL or not importlib.util.find_spec("triton"), reason="no vLLM, or no Triton")
+@SPANS
+def test_vllm_kernels_agree():
+    """vLLM's own kernels for image spans, and for combining ranks, agree with volta_fa in Triton's interpreter (vllm_kernels.py)."""
+    command = [sys.executable, str(REPOSITORY / "tests/vllm_kernels.py")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert len(found["spans"]) == 4 and all(pair["difference"] < 3e-6 and pair["without_spans"] > 1 for pair in found["spans"])
+    assert len(found["ranks"]) == 4 and max(found["ranks"]) < 3e-6
+
+
+# ---- image spans -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not REAL, reason="no vLLM")
+@pytest.mark.parametrize("seed", range(20))
+@SPANS
+def test_vllm_finds_the_same_spans(seed):
+    """In random steps, find_spans gives the same rows with visible later tokens as vLLM's own map from queries to spans."""
+    utils = importlib.import_module("vllm.v1.attention.backends.utils")
+    if not hasattr(utils, "fill_mm_prefix_query_ranges"):
+        pytest.skip("this vLLM has no such map")
+    rng = random.Random(seed)
+    ranges, starts, seq_lens = {}, [0], []
+    for i in range(rng.randrange(1, 6)):
+        edges = sorted(rng.sample(range(60), 2 * rng.randrange(0, 4)))
+        ranges[i] = list(zip(edges[::2], edges[1::2]))
+        queries = rng.randrange(1, 50)
+        starts.append(starts[-1] + queries)
+        seq_lens.append(queries + rng.randrange(0, 20))
+    table = torch.arange(4 * len(seq_lens), dtype=torch.int32).view(len(seq_lens), 4)
+    of_rows = numpy.full((starts[-1], 2), -1, dtype=numpy.int32)
+    utils.fill_mm_prefix_query_ranges(of_rows, ranges, torch.tensor(starts), torch.tensor(seq_lens))
+    found = find_spans(ranges, starts, seq_lens, table)
+    last_key = {}
+    for b, (begin, end) in enumerate(itertools.pairwise(starts)):
+        for row in range(begin, end):
+            later = min(int(of_rows[row, 1]), seq_lens[b] - 1)
+            if of_rows[row, 0] >= 0 and later > row - end + seq_lens[b]:
+                last_key[row] = (b, later)
+    ours = {}
+    if found is not None:
+        lengths = found.batch.query_start_loc.diff()
+        of = torch.arange(len(lengths)).repeat_interleave(lengths)
+        for row, span in zip(found.rows.tolist(), of.tolist()):
+            ours[row] = (int(found.batch.block_table[span, 0]) // 4, int(found.batch.seq_lens[span]) - 1)
+        for last in found.batch.query_start_loc[1:].tolist():  # the last query of a span has no later token
+            del ours[int(found.rows[last - 1])]
+    assert ours == last_key
+
+
+@pytest.mark.skipif(not REAL, reason="no vLLM")
+@SPANS
+def test_vllm_clears_spans_of_gemma4():
+    """Gemma 4's global layers are causal: vLLM's model clears the metadata of these layers by the names of its own backends."""
+    from vllm.forward_context import ForwardContext, override_forward_context
+
+    try:
+        from vllm.model_executor.models.gemma4_mm import Gemma4ForConditionalGeneration
+    except ImportError as error:
+        pytest.skip(f"Gemma 4 needs more than the classes: {error}")
+    steps = {f"model.layers.{i}.attn": SimpleNamespace(mm_prefix_range="spans") for i in range(2)}
+    fields = {name: None for name in ForwardContext.__dataclass_fields__ if name not in ("attn_metadata",)}
+    model = SimpleNamespace(_full_attn_layer_idxs={1})
+    context = ForwardContext.__new__(ForwardContext)
+    vars(context).update(fields, attn_metadata=steps)
+    with override_forward_context(context):
+        Gemma4ForConditionalGeneration._clear_mm_prefix_for_full_attn_layers(model)
+    assert [step.mm_prefix_range for step in steps.values()] == ["spans", None]
+    assert "mm_prefix_range" in VoltaMetadata.__dataclass_fields__
+
+
+# ---- decode context parallelism ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not REAL, reason="no vLLM")
+@pytest.mark.parametrize("exchange", ["ag_rs", "a2a"])
+def test_vllm_has_the_ranks(exchange, monkeypatch):
+    """find_ranks returns vLLM's group, combining function and formula of a rank's length; None if each rank has the whole cache."""
+    from vllm.distributed import parallel_state
+    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+    assert VoltaAttentionImpl.can_return_lse_for_decode and not VoltaMLAImpl.can_return_lse_for_decode
+    if hasattr(VoltaBackend, "supports_dcp"):
+        assert VoltaBackend.supports_dcp() and not VoltaMLABackend.supports_dcp()
+    lengths = torch.arange(200, dtype=torch.int32)
+    for world_size, interleave, rank in ((2, 1, 0), (2, 1, 1), (4, 16, 0), (4, 16, 2), (3, 5, 2)):
+        group = SimpleNamespace(world_size=world_size, rank_in_group=rank)
+        monkeypatch.setattr(parallel_state, "_DCP", group)
+        parallel = SimpleNamespace(
+            decode_context_parallel_size=world_size, cp_kv_cache_interleave_size=interleave, dcp_comm_backend=exchange
+        )
+        config = SimpleNamespace(parallel_config=parallel)
+        ranks = find_ranks(config, SimpleNamespace())
+        assert ranks.group is group and ranks.combine.__name__ == ("dcp_a2a_lse_reduce" if exchange == "a2a" else "cp_lse_ag_out_rs")
+        assert list(inspect.signature(ranks.combine).parameters)[:3] == ["cp_attn_out", "cp_attn_lse", "cp_group"]
+        assert inspect.signature(ranks.combine).parameters["is_lse_base_on_e"].default is True
+        assert torch.equal(ranks.local_lengths(lengths), get_dcp_local_seq_lens(lengths, world_size, rank, interleave))
+        assert find_ranks(config, SimpleNamespace(dcp_sharded=False)) is None
+    parallel.decode_context_parallel_size = 1
+    assert find_ranks(config, SimpleNamespace()) is None and find_ranks(None, None) is None
+
+
+def test_ranks_without_vllms_nccl(monkeypatch):
+    """If vLLM could not load NCCL, its reduce_scatter returns unwritten memory (seen on two H200s as wrong tokens), so ag_rs is refused."""
+    pynccl = SimpleNamespace(disabled=True)
+    group = SimpleNamespace(device_communicator=SimpleNamespace(pynccl_comm=pynccl), world_size=2, rank_in_group=0)
+    module = SimpleNamespace(get_dcp_group=lambda: group)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", module)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.dcp", SimpleNamespace(cp_lse_ag_out_rs=max, dcp_a2a_lse_reduce=min))
+    parallel = SimpleNamespace(decode_context_parallel_size=2, dcp_comm_backend="ag_rs")
+    config = SimpleNamespace(parallel_config=parallel)
+    with pytest.raises(RuntimeError, match="dcp_comm_backend: got ag_rs, expected a2a"):
+        find_ranks(config, None)
+    parallel.dcp_comm_backend = "a2a"
+    assert find_ranks(config, None).combine is min
+    parallel.dcp_comm_backend, pynccl.disabled = "ag_rs", False
+    assert find_ranks(config, None).combine is max
 
 
 # ---- vision encoders ---------------------------------------------------------------------------------------------------
@@ -483,7 +682,7 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, most_absorbed, monkeypatch, 
 @pytest.mark.parametrize("nheads_k", [4, 2])
 @on("cpu-fp32", "sim")
 def test_vllm_vision_layer(backend, nheads_k, lengths, monkeypatch):
-    """vLLM's own layer of vision encoders, which the plugin replaces: one image an entry, and images of several sizes."""
+    """The plugin replaces vLLM's attention layer of vision encoders: one image per batch entry, or packed images of several sizes."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.attention import mm_encoder_attention
 
@@ -519,7 +718,7 @@ of_1cat = pytest.mark.skipif(not hasattr(AttentionBackendEnum, "FLASH_ATTN_V100"
 
 
 def test_names_of_1cat(monkeypatch):
-    """Other vLLMs have no such name; with it, the class answers to it."""
+    """VOLTA_FA_VLLM_1CAT=backend replaces the backend FLASH_ATTN_V100 of 1Cat-vLLM. A vLLM without that name refuses the value."""
     monkeypatch.setenv("VOLTA_FA_VLLM_1CAT", "yes")
     with pytest.raises(ValueError, match="VOLTA_FA_VLLM_1CAT: got `yes`, expected backend or package"):
         volta_fa.vllm.register()
@@ -559,9 +758,7 @@ def test_backend_of_1cat_on_the_package(backend, kv_cache_dtype, headdim, monkey
         metadata = TritonAttentionMetadata(**dict.fromkeys(names) | {name: known[name] for name in names if name in known})
         out = torch.full_like(q, math.nan)
         impl.forward(layer, q, k, v, server.kv_cache, metadata, out)
-        first = 0
-        for s, n in queries.items():
-            # a whole prompt attends to k and v as they were before they became fp8
+        for (s, n), first in with_first_rows(queries):
+            # a whole prompt attends to k and v before quantization
             if kv_cache_dtype == "auto" or server.lengths[s] > n:
                 server.check({s: n}, q[first:], out[first:], is_causal=True)
-            first += n

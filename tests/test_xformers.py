@@ -1,7 +1,7 @@
-"""xformers' memory_efficient_attention through volta_fa, against xformers' own dense form of each bias: fp64 on the CPU, fp16 on a GPU.
+"""Tests of xformers' memory_efficient_attention run by volta_fa (enable_xformers), in fp64 on the CPU or fp16 on a GPU.
 
-It needs the real xformers, which the test environment lacks: `pip install --no-deps xformers==0.0.35` where torch is 2.10 or newer.
-"""
+Each of xformers' biases is compared with its own dense form (`materialize`). Calls that volta_fa does not support run xformers' function.
+Needs xformers, which the test environment lacks: `pip install --no-deps xformers==0.0.35` with torch 2.10 or newer."""
 
 import dataclasses
 import sys
@@ -21,7 +21,7 @@ from xformers.ops import memory_efficient_attention
 from xformers.ops.fmha import attn_bias as biases
 
 HEADS, HEADDIM, HEADDIM_V = 4, 16, 24
-#: softmax_lse is float32, and gradients depend on it.
+#: For fp64, because gradients depend on softmax_lse, which is fp32.
 TOLERANCE = {"rtol": 0, "atol": 2e-6}
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")])]
 
@@ -39,7 +39,7 @@ def random(*shape, **options):
 
 
 def to_device(bias, device):
-    """xformers makes the lengths of packed sequences on the GPU if there is one."""
+    """Moves a bias, because xformers puts the lengths of packed sequences on the GPU if there is one."""
     return bias if bias is None or is_tensor(bias) else bias.to(torch.device(device))
 
 
@@ -165,6 +165,7 @@ def test_biases_of_packed_sequences(kind, device):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 def test_pages(causal, device):
+    """Three sequences of 20, 32 and 7 keys in a table of two pages each of 16 tokens."""
     kind = biases.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask if causal else biases.PagedBlockDiagonalPaddedKeysMask
     tables = torch.tensor([[4, 1], [0, 2], [5, 3]], dtype=torch.int32)
     unpaged = biases.BlockDiagonalPaddedKeysMask.from_seqlens(Q, 32, [20, 32, 7])
@@ -174,7 +175,7 @@ def test_pages(causal, device):
 @pytest.mark.parametrize("bias", ["none", "top-left", "tensor", "packed"])
 @pytest.mark.parametrize("expanded", [True, False])
 def test_groups_of_heads(bias, expanded):
-    """Five dimensions: (batch, seqlen, groups, heads, headdim), and keys that are one head or all heads of a group."""
+    """Tensors (batch, seqlen, groups, heads, headdim), with one KV head per group, expanded, or with a KV head per query head."""
     groups, heads, seqlen = 2, 3, 10
     q = random(1, seqlen, groups, heads, HEADDIM, requires_grad=True)
     shape = (1, seqlen, groups, 1 if expanded else heads, HEADDIM)
@@ -273,6 +274,7 @@ def test_pages_with_a_gradient_fall_back(monkeypatch):
 
 
 def test_disable_restores_xformers():
+    """Without enable_xformers, xformers finds no kernel of its own for fp64 on the CPU."""
     volta_fa.disable_xformers()
     assert fmha._memory_efficient_attention.__module__ == "xformers.ops.fmha"
     volta_fa.disable_xformers()  # nothing to do

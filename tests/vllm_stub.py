@@ -1,7 +1,5 @@
-"""What volta_fa.vllm uses of vLLM, as far as its tests need it: names and signatures of 0.19.1 and 0.33.0, and nothing behind them.
-
-test_vllm.py installs it where no vLLM is, and compares it with a real one where that is.
-"""
+"""A stub of vLLM: the classes and functions that volta_fa.vllm uses, with the names and signatures of vLLM 0.19.1 and 0.33.0, without
+behavior. test_vllm.py installs it in sys.modules, unless it runs with a real vLLM; test_vllm_backend.py compares it with that."""
 
 from __future__ import annotations
 
@@ -55,6 +53,9 @@ class CommonAttentionMetadata:
     block_table_tensor: torch.Tensor
     slot_mapping: torch.Tensor
     causal: Any = True
+    # fields of releases from 0.26 on, which have them at other positions
+    seq_lens_cpu_upper_bound: Any = dataclasses.field(default=None, init=False)
+    mm_req_doc_ranges: Any = dataclasses.field(default=None, init=False)
 
 
 class AttentionBackend(ABC):
@@ -93,6 +94,10 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_sink(cls):
         raise NotImplementedError
+
+    @classmethod
+    def supports_mm_prefix(cls):
+        return False
 
 
 class AttentionMetadataBuilder(ABC):
@@ -173,7 +178,7 @@ def get_kv_cache_layout():
     return LAYOUT
 
 
-#: Which of these names are where.
+#: vLLM's module of each name.
 MODULES = {
     "vllm.v1.attention.backend": [
         AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, AttentionType,
@@ -186,7 +191,7 @@ MODULES = {
 
 
 def install() -> None:
-    """Into sys.modules, with the packages that they are in."""
+    """Puts the modules and their parent packages into sys.modules."""
     for name, members in MODULES.items():
         parts = name.split(".")
         for i in range(1, len(parts) + 1):

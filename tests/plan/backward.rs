@@ -1,4 +1,8 @@
-//! Plans of backward passes.
+//! Tests of backward plans: which kernels, grids and scratch memory `plan::backward` chooses for a problem, mode and GPU.
+//!
+//! Usually three kernels run. Preprocess (`prepare`) computes row statistics and zeroes dq's accumulators. `main` computes dk and dv and
+//! adds to the accumulators by atomics. Postprocess (`finish`) rounds them to dq. Other plans: one fused kernel; dq in a kernel of its own,
+//! without atomics; P and dS `stored` in memory between `main` and `finish`. Helpers (attention(), tuned(), parts(), ...) are in main.rs.
 
 use super::*;
 
@@ -13,7 +17,8 @@ fn plans_fused_backward_for_few_keys() {
     };
     let name = |a: &Attention, d: &DeviceLimits| {
         let plan = plan::backward(a, DEFAULT, d).unwrap();
-        assert_eq!((plan.prepare, plan.finish.is_none()), (None, true), "{a:?}");
+        assert_eq!((plan.preprocess, plan.postprocess.is_none()), (None, true), "{a:?}");
+        // no accumulator of dq
         assert_eq!((plan.deterministic, plan.main_launches, plan.dq_accum_splits, plan.headdim_rounded), (true, 1, 0, 0));
         assert_eq!(plan.main.blocks, [1, a.nheads_k as u32]);
         assert!(plan.scratch_rows >= a.seqlen_q && plan.kernels().count() == 1);
@@ -28,7 +33,7 @@ fn plans_fused_backward_for_few_keys() {
     assert_eq!(name(&Attention { nheads_k: 1, ..with(4, (64, 64), 64) }, v100), "volta_bwd_varlen_fused_64_small");
     assert_eq!(name(&with(1, (128, 128), 64), &T4), "turing_bwd_varlen_fused_64");
     let packed = Some([100, 100]);
-    assert_eq!(name(&stored(packed, with(3, (60, 60), 64)), v100), "volta_bwd_varlen_fused_64_small");
+    assert_eq!(name(&on_packed_tensors(packed, with(3, (60, 60), 64)), v100), "volta_bwd_varlen_fused_64_small");
     // many rows need enough blocks to fill the GPU
     assert_eq!(name(&with(400, (4096, 64), 64), v100), "volta_bwd_varlen_fused_64_small");
     let in_parts = |a: Attention, d: &DeviceLimits| plan::backward(&a, DEFAULT, d).unwrap().kernels().count() >= 3;
@@ -56,12 +61,13 @@ fn plans_fused_backward_for_few_keys() {
     assert!(in_parts(with(8, (64, 65), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_varlen_fused_64_small""#])));
 }
 
-/// A deterministic pass launches the main kernel several times, and each block of a launch has its own accumulator.
+/// A deterministic pass launches the main kernel several times for some key blocks of each head. Each block of a head in a launch adds to
+/// an accumulator of dq of its own (`sums` of them), so the order of additions is fixed.
 #[test]
 fn deterministic_backward_takes_several_main_launches() {
     let heads = |nheads, a| Attention { batch: 1, nheads, nheads_k: nheads, ..a };
     let planned = |a: &Attention, d: &DeviceLimits| plan::backward(a, DETERMINISTIC, d).unwrap();
-    for (nheads, seqlen, headdim, rounds, sums) in [
+    for (nheads, seqlen, headdim, launches, sums) in [
         // 160 resident blocks: heads times accumulators fill the GPU
         (40, 2048, 64, 4, 4),
         (32, 2048, 64, 3, 5),
@@ -76,9 +82,9 @@ fn deterministic_backward_takes_several_main_launches() {
     ] {
         let a = heads(nheads, attention(seqlen, seqlen, headdim, headdim));
         let (p, default) = (planned(&a, &DeviceLimits::V100), plan::backward(&a, DEFAULT, &without_splits()).unwrap());
-        assert_eq!((p.main_launches, p.dq_accum_splits, p.deterministic), (rounds, sums, true), "{a:?}");
+        assert_eq!((p.main_launches, p.dq_accum_splits, p.deterministic), (launches, sums, true), "{a:?}");
         assert_eq!(p.main.blocks, [sums, nheads as u32], "one sum for each block of a launch");
-        assert!(rounds * sums >= default.main.blocks[0] && (rounds - 1) * sums < default.main.blocks[0], "each block of keys once");
+        assert!(launches * sums >= default.main.blocks[0] && (launches - 1) * sums < default.main.blocks[0], "each key block once");
         let tail_blocks = p.tail.map(|tail| tail.kernel.blocks[0]);
         assert_eq!(p.tail.map(|tail| tail.first_block), default.tail.map(|tail| tail.first_block));
         assert!(tail_blocks.is_none_or(|n| n <= sums), "and one for each of the tail");
@@ -103,7 +109,7 @@ fn deterministic_backward_takes_several_main_launches() {
     assert!(planned(&narrow, &tuned(&names(Pass::BackwardDq), &[])).dq_accum_splits > 0);
 }
 
-/// Without a causal mask, small blocks compute the last keys if large blocks would need another wave.
+/// Without a causal mask, small blocks compute the last keys (`tail`) if large blocks would need another wave.
 #[test]
 fn plans_small_blocks_for_last_keys() {
     let with = |nheads, seqlen, headdim| Attention { batch: 1, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
@@ -141,19 +147,19 @@ fn plans_small_blocks_for_last_keys() {
     );
 }
 
-/// Plain kernels write fp16 only.
+/// Kernels without the feature Fp32Gradients write fp16 gradients only.
 #[test]
-fn fp32_gradients_get_kernels_that_write_bf16() {
+fn fp32_gradients_get_kernels_that_write_fp32() {
     for mode in [DEFAULT, DETERMINISTIC] {
         for headdim in (8..=256).step_by(8) {
             for (features, packed, asked) in feature_requests() {
-                let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim) });
+                let a = on_packed_tensors(packed, Attention { features, ..attention(100, 100, headdim, headdim) });
                 let plan = plan::backward(&a, BackwardMode { fp32_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
-                for v in [plan.main.variant, plan.finish.unwrap().variant] {
+                for v in [plan.main.variant, plan.postprocess.unwrap().variant] {
                     assert!(v.features.contains(FeatureSet::of(&[Feature::Fp32Gradients])), "{} for {features:?}", v.name);
                 }
                 let fp16 = plan::backward(&a, mode, &DeviceLimits::V100).unwrap();
-                assert_eq!(plan.prepare, fp16.prepare, "writes no gradient");
+                assert_eq!(plan.preprocess, fp16.preprocess, "writes no gradient");
                 let prepared = asked.intersection(plan.main.variant.pass.info().features) != FeatureSet::NONE;
                 assert!(!prepared || plan.main == fp16.main, "nothing else changes");
             }
@@ -161,7 +167,8 @@ fn fp32_gradients_get_kernels_that_write_bf16() {
     }
 }
 
-/// Checks the assumptions of device.rs and the kernels about a family's scratch layout.
+/// Checks what kernels and host code assume about a family's scratch memory: for each query row -lse/scale and -delta, in groups of
+/// `group_rows` rows, at these offsets in floats, with copies at these distances.
 #[test]
 fn scratch_layouts_are_consistent() {
     for table in COMPILED.0 {
@@ -182,12 +189,7 @@ fn scratch_layouts_are_consistent() {
             let mut all: Vec<_> = copies.collect();
             all.sort();
             all.dedup();
-            assert_eq!(
-                all.len(),
-                s.copy_distances.len() * 2 * s.group_rows as usize,
-                "{}: each value has a place of its own",
-                v.family.name
-            );
+            assert_eq!(all.len(), s.copy_distances.len() * 2 * s.group_rows as usize, "{}: two values share an offset", v.family.name);
             assert!(all.iter().all(|&at| at < s.group_floats), "{}", v.family.name);
             // kernels with key blocks step through queries
             assert!(v.pass.info().rows != RowKind::Keys || s.row_rounding % v.step == 0, "{}", v.name);
@@ -195,7 +197,8 @@ fn scratch_layouts_are_consistent() {
     }
 }
 
-/// P and dS travel through memory for large headdims: in at most 128 MiB while the queries of a KV head leave room for one key tile.
+/// Above headdim 256, plans store P and dS in memory (`stored`), in tiles of 128 x 128: `main` computes some heads and key tiles, `finish`
+/// adds them to the gradients, and so on. Tiles take at most 128 MiB, or one key tile of one KV head.
 #[test]
 fn stores_scores_for_large_headdims() {
     const TILE: i64 = 128;
@@ -212,7 +215,7 @@ fn stores_scores_for_large_headdims() {
         (1500, 4, 2, 300, 900, packed(5000)),
     ] {
         for (headdim, headdim_v) in [(512, 512), (264, 8), (64, 320)] {
-            let a = stored(total, Attention { batch, nheads, nheads_k, ..attention(seqlen_q, seqlen_k, headdim, headdim_v) });
+            let a = on_packed_tensors(total, Attention { batch, nheads, nheads_k, ..attention(seqlen_q, seqlen_k, headdim, headdim_v) });
             let p = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
             assert_eq!(p, plan::backward(&a, DETERMINISTIC, &DeviceLimits::V100).unwrap(), "no atomics");
             let passes = [Pass::BackwardPreprocess, Pass::BackwardScores, Pass::BackwardGradients];
@@ -236,6 +239,7 @@ fn stores_scores_for_large_headdims() {
             assert_eq!(covered, all, "{a:?}");
             // memory
             let entries = if total.is_some() { 1 } else { entries.iter().map(|e| e.1).max().unwrap() };
+            // 2048 pairs of tiles of 128 by 128 fp16: P and dS have 32 KiB each
             let of_key_tile = entries * nheads / nheads_k * s.query_tiles;
             assert!(s.heads * s.key_tiles * of_key_tile <= 2048 || (s.heads, s.key_tiles) == (1, 1), "{a:?}: {s:?}");
             // a sequence has its tiles after those of the sequences before it
@@ -245,12 +249,12 @@ fn stores_scores_for_large_headdims() {
             assert_eq!(i64::from(p.main.blocks[1]), s.heads * group);
             let columns = [tiles(headdim), tiles(headdim_v)];
             let gradients = s.key_tiles * (columns[0] + columns[1]) + group * tiles(seqlen_q) * columns[0];
-            assert_eq!(p.finish.unwrap().blocks, [(s.heads * gradients) as u32, 1]);
+            assert_eq!(p.postprocess.unwrap().blocks, [(s.heads * gradients) as u32, 1]);
         }
     }
 }
 
-/// Up to headdim 256, P and dS travel through memory where a family is faster so: with enough key tiles in a launch.
+/// Up to headdim 256, plans store P and dS in memory where that is faster: above 192 on volta, with enough key tiles in a launch.
 #[test]
 fn stores_scores_where_that_is_faster() {
     let is_stored =
@@ -265,18 +269,18 @@ fn stores_scores_where_that_is_faster() {
     }
     assert_eq!(v100(attention(2048, 2048, 192, 192)), [false; 2]);
     assert_eq!(v100(attention(32768, 32768, 256, 256)), [false; 2], "few key tiles");
-    assert_eq!(v100(stored(Some([40_000, 40_000]), attention(4096, 4096, 256, 256))), [false; 2], "few key tiles");
+    assert_eq!(v100(on_packed_tensors(Some([40_000, 40_000]), attention(4096, 4096, 256, 256))), [false; 2], "few key tiles");
     let features = RequestedFeatures { block_mask: true, ..Default::default() };
     assert_eq!(v100(Attention { features, ..attention(2048, 2048, 256, 256) }), [false; 2]);
 }
 
-/// The host adds a gradient of softmax_lse to what the preprocess kernel wrote, and a fused pass has none.
+/// The host adds a gradient of softmax_lse to the preprocess kernel's statistics. A fused pass has no such kernel, so it is not chosen.
 #[test]
 fn gradient_of_lse_takes_separate_kernels() {
     let a = attention(64, 40, 64, 64);
     for device in [DeviceLimits::V100, T4] {
-        assert!(plan::backward(&a, DEFAULT, &device).unwrap().prepare.is_none());
-        assert!(plan::backward(&a, BackwardMode { has_dlse: true, ..DEFAULT }, &device).unwrap().prepare.is_some());
+        assert!(plan::backward(&a, DEFAULT, &device).unwrap().preprocess.is_none());
+        assert!(plan::backward(&a, BackwardMode { has_dlse: true, ..DEFAULT }, &device).unwrap().preprocess.is_some());
     }
 }
 
@@ -290,7 +294,7 @@ fn block_masks_have_atomics_without_other_features() {
             let a = Attention { features, ..attention(1000, 1000, headdim, headdim) };
             let plan = plan::backward(&a, mode, &device).unwrap();
             let (main, other) = if atomics { (Pass::Backward, Pass::BackwardPostprocess) } else { (Pass::BackwardDkDv, Pass::BackwardDq) };
-            assert_eq!([plan.main.variant.pass, plan.finish.unwrap().variant.pass], [main, other], "{headdim}");
+            assert_eq!([plan.main.variant.pass, plan.postprocess.unwrap().variant.pass], [main, other], "{headdim}");
             assert_eq!((plan.deterministic, plan.main_launches), (!atomics, 1));
         }
     }
@@ -329,8 +333,8 @@ fn packed_sequences_do_not_overlap_in_scratch() {
     for lengths in [vec![1, 1, 1], vec![32, 32], vec![31, 33, 0, 0, 64], vec![0, 0], vec![5, 0, 95, 1, 127, 32, 2], vec![1000]] {
         let total_q = lengths.iter().sum();
         let longest = *lengths.iter().max().unwrap();
-        let packed = Some([total_q, 10]);
-        let a = stored(packed, Attention { batch: lengths.len() as i64, ..attention(longest, 10, 64, 64) });
+        let packed = Some([total_q, 10]); // of any number of keys
+        let a = on_packed_tensors(packed, Attention { batch: lengths.len() as i64, ..attention(longest, 10, 64, 64) });
         let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
         let rounding = i64::from(plan.scratch.row_rounding);
         let (mut first_row, mut free) = (0, 0);

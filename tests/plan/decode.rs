@@ -1,4 +1,8 @@
-//! Decode plans: row tile, grid independent of lengths, and scratch memory.
+//! Tests of plans for calls with a KV cache: decode (few query rows per sequence), prefill, appends, dequantization, latents (multi-head
+//! latent attention, MLA) and its sparse form, and the indexer.
+//!
+//! A decode kernel's row tile has the query rows of a KV head: seqlen_q times the heads per KV head (`group`). Its grid does not depend on
+//! lengths: as many blocks as the GPU holds, which split the tokens of all sequences. Helpers such as attention() are in main.rs.
 
 use super::*;
 use volta_fa::kernels::{CacheFormat, FORMATS};
@@ -20,7 +24,7 @@ fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
     }
 }
 
-/// Returns such a problem of multi-head latent attention.
+/// Returns the same for multi-head latent attention: all heads read one latent of 576 columns, whose first 512 are the values.
 fn latents(heads: i64, seqlen_q: i64) -> Attention {
     Attention { nheads: heads, nheads_k: 1, headdim_v: 512, keys: Keys::Latents(CACHE), ..cached(576, 1, seqlen_q) }
 }
@@ -31,6 +35,7 @@ fn with_format(a: Attention, format: CacheFormat) -> Attention {
     Attention { keys: if a.has_latents() { Keys::Latents(cache) } else { Keys::Cache(cache) }, ..a }
 }
 
+/// `has_long`: some sequences have too many rows for decode, and prefill computes them.
 fn plan(a: &Attention, has_long: bool, d: &DeviceLimits) -> DecodePlan {
     plan::decode(a, has_long, d).unwrap()
 }
@@ -49,6 +54,7 @@ fn every_variant_of_sparse_latents_is_chosen() {
                 assert_eq!((i64::from(v.headdim), v.headdim_v, v.cache, v.is_bf16), (headdim, 512, format, dtype == DType::BFloat16));
                 assert_eq!(i64::from(v.block_rows), [16, 32, 64].into_iter().find(|&rows| rows >= heads).unwrap_or(64));
                 let select = plan::sparse_select(&a, 70, &DeviceLimits::V100).unwrap();
+                // a block selects a query's tokens; others cast bf16 queries to fp16, with a warp for each head and eight warps a block
                 let of_heads = if dtype == DType::BFloat16 { (heads as u32).div_ceil(8) } else { 0 };
                 assert_eq!(select.blocks, [70, 1 + of_heads]);
                 unused.retain(|name| ![v.name, select.variant.name].contains(name));
@@ -107,14 +113,16 @@ fn every_variant_is_chosen_for_some_problem() {
                     }
                     unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 }
-                for dtype in [DType::Half, DType::BFloat16] {
-                    let features = RequestedFeatures { tree: true, batch_invariant: false, ..a.features };
-                    unused.retain(|name| *name != plan(&Attention { dtype, features, ..a }, false, &d).kernel.variant.name);
+                let features = RequestedFeatures { tree: true, batch_invariant: false, ..a.features };
+                let a = Attention { features, ..a };
+                let quantized = CacheFormat::quantized().map(|format| with_format(a, format));
+                for a in quantized.chain([a, Attention { dtype: DType::BFloat16, ..a }]) {
+                    unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 }
             }
             for score_function in [None, Some(ScoreFunction::Softcap(30.0))] {
                 // more heads and longer prompts get larger blocks
-                for (group, seqlen_q) in [1, 2, 3, 32].map(|group| (group, 300)).into_iter().chain([(1, 100)]) {
+                for (group, seqlen_q) in [1, 2, 3, 32].map(|group| (group, 300)).into_iter().chain([(1, 100), (32, 384)]) {
                     let a = Attention {
                         features: RequestedFeatures { score_function, ..RequestedFeatures::default() },
                         ..cached(headdim, group, seqlen_q)
@@ -158,7 +166,7 @@ fn plans_kernels_for_each_quantized_format() {
     }
 }
 
-/// Blocks for long prompts would leave SMs idle in a chunk of 512 queries.
+/// A chunk of 512 queries gets smaller blocks than a long prompt, whose blocks would leave SMs idle.
 #[test]
 fn plans_smaller_blocks_for_prefill_chunks() {
     for (headdim, rows) in [(64, 64), (128, 128), (256, 128)] {
@@ -201,7 +209,7 @@ fn decode_grid_fills_the_gpu() {
         assert_eq!(p, of_short, "lengths do not matter");
         let blocks = d.sms * p.kernel.variant.blocks_per_sm;
         assert_eq!(p.kernel.blocks, [blocks, 1]);
-        // two partial results per block, with a semaphore per level of a tree of radix 4
+        // two partial results per block (first and last row tile); semaphores are planned for a tree of the smallest radix, 4
         let levels = p.semaphores / (2 * i64::from(blocks));
         assert!(4_i64.pow(levels as u32) >= i64::from(blocks) && 4_i64.pow(levels as u32 - 1) < i64::from(blocks), "{levels}");
         assert!(p.partials >= 2 * i64::from(blocks) * 8 * 64);

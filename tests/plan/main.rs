@@ -1,8 +1,14 @@
-//! Tests of the planner, which is a pure function: no device, no tensors.
+//! Tests of the planner, which chooses kernels, grids and scratch memory of a call. It is a pure function of a problem (`Attention`) and
+//! a GPU (`DeviceLimits`, here a V100, T4 or H200), so the tests need neither GPU nor tensors.
+//!
+//! A variant is a compiled kernel: of a pass (forward, main backward, ...), for headdims up to its own, with some features. A family is the
+//! variants of one architecture (volta, turing). Resident blocks are those that the GPU holds at once; each wave of a grid has that many.
+//! A stream-K grid divides the keys of its last wave's tiles among all resident blocks. `Reason` says why a kernel was chosen.
 
 mod backward;
 mod decode;
 mod families;
+mod sizes;
 mod tunings;
 
 use volta_fa::error::ErrorKind;
@@ -42,7 +48,7 @@ const SPLIT: BackwardMode = BackwardMode { fp32_gradients: true, split: true, ..
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };
 
-/// Returns a device with a tuning of these failed kernels and choices. Each choice is the inside of a JSON object.
+/// Returns a device with a tuning: kernels that failed on it, and choices for classes of problems, each the inside of a JSON object.
 fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimits) -> DeviceLimits {
     let failed: Vec<_> = failed.iter().map(|name| format!("\"{name}\"")).collect();
     let choices: Vec<_> = choices.iter().map(|choice| format!("{{{choice}}}")).collect();
@@ -59,12 +65,13 @@ fn without_splits() -> DeviceLimits {
     tuned(&["volta_bwd_streamk_64", "volta_bwd_streamk_128"], &[])
 }
 
+/// Returns the name of the forward kernel, and why it was chosen.
 fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
     let planned = plan::forward(a, d).unwrap();
     (planned.variant.name, planned.reason)
 }
 
-/// A made-up family beside Volta.
+/// A made-up family beside Volta, for sm_75. The name is not that of the real Turing family.
 const TURING: Family = Family {
     name: "made-up turing",
     sm: 75,
@@ -90,13 +97,13 @@ fn like(name: &str, family: Family) -> Variant {
     Variant { family, ..*kernels::variants().find(|v| v.name == name).unwrap() }
 }
 
-/// Returns the problem on packed tensors with these rows of queries and keys, if any.
-fn stored(packed: Option<[i64; 2]>, a: Attention) -> Attention {
+/// Returns the problem on packed tensors with these total rows of queries and keys; None: unchanged.
+fn on_packed_tensors(packed: Option<[i64; 2]>, a: Attention) -> Attention {
     let Some([total_q, total_k]) = packed else { return a };
     Attention { queries: Queries::Packed { total: total_q }, keys: Keys::Packed { total: total_k }, ..a }
 }
 
-/// Returns requested features, packed rows, and the feature set of kernels that results.
+/// Returns requests: features, total rows of packed tensors, and the features that a kernel needs for them.
 fn feature_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14] {
     let packed = Some([150, 170]);
     let features = RequestedFeatures::default();
@@ -122,7 +129,7 @@ fn feature_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14]
     ]
 }
 
-/// Returns the same of block masks: plain and generic.
+/// Returns requests with block masks, as feature_requests(): a mask alone, and with ALiBi, which only generic kernels compute.
 fn block_mask_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 2] {
     let blocks = RequestedFeatures { block_mask: true, ..RequestedFeatures::default() };
     [
@@ -131,9 +138,9 @@ fn block_mask_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 
     ]
 }
 
-/// Returns the separate kernels of a backward pass.
+/// Returns the kernels of a backward pass that is not fused into one: preprocess, main, postprocess.
 fn parts(plan: &plan::BackwardPlan) -> [PlannedKernel; 3] {
-    [plan.prepare.unwrap(), plan.main, plan.finish.unwrap()]
+    [plan.preprocess.unwrap(), plan.main, plan.postprocess.unwrap()]
 }
 
 /// Returns a GPU of a family's own architecture.
@@ -142,11 +149,12 @@ fn own_device(family: &Family) -> DeviceLimits {
     DeviceLimits { capability, shared_bytes_per_block: family.shared_bytes, ..DeviceLimits::V100 }
 }
 
+/// Kernels pad headdims to their own. Of the applicable ones, none has fewer features of scores, or as many and less padding.
 #[test]
 fn plans_least_padding_for_every_headdim() {
     for (headdim, headdim_v) in (8..=256).step_by(8).flat_map(|d| (8..=256).step_by(8).map(move |v| (d, v))) {
         for (features, packed, asked) in feature_requests() {
-            let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim_v) });
+            let a = on_packed_tensors(packed, Attention { features, ..attention(100, 100, headdim, headdim_v) });
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
             let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
             for v in [forward].into_iter().chain([backward, deterministic].iter().flat_map(|b| b.kernels().map(|k| k.variant))) {
@@ -155,7 +163,7 @@ fn plans_least_padding_for_every_headdim() {
                 let is_applicable = |v: &Variant| fits(v) && v.features.contains(asked);
                 assert!(is_applicable(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
                 let others = || COMPILED.of(&v.family, v.pass).filter(|o| is_applicable(o));
-                // features outside the loop count less than padding
+                // VARLEN features (outside the loop over keys) count less than padding
                 let of_scores = |v: &Variant| v.features.without(FeatureSet::VARLEN);
                 let less_padded = others().any(|o| of_scores(o) == of_scores(v) && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
                 let is_padded_as = |o: &Variant| o.headdim + o.headdim_v <= v.headdim + v.headdim_v;
@@ -169,6 +177,7 @@ fn plans_least_padding_for_every_headdim() {
     }
 }
 
+/// Passes over KV caches, whose variants decode.rs tests.
 const CACHED: [Pass; 9] = [
     Pass::Append,
     Pass::Dequantize,
@@ -183,7 +192,6 @@ const CACHED: [Pass; 9] = [
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
-    // decode.rs has the variants for KV caches
     let mut unused: Vec<_> = kernels::variants().filter(|v| !CACHED.contains(&v.pass)).map(|v| v.name).collect();
     let states = MergedStates { batch: 1, seqlen_q: 100, nheads: 3, headdim_v: 512 };
     let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();
@@ -194,11 +202,18 @@ fn every_variant_is_chosen_for_some_problem() {
         assert_eq!(cast.blocks, [100_u32.div_ceil(cast.variant.block_rows), 3]);
         unused.retain(|name| *name != cast.variant.name);
     }
-    // few key blocks of many steps
+    // few key blocks of many steps get the backward pass's stream-K kernels
     for headdim in [64, 128] {
         let a = Attention { batch: 1, nheads: 32, nheads_k: 8, ..attention(2048, 2048, headdim, headdim) };
         let main = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main;
         unused.retain(|name| *name != main.variant.name);
+    }
+    // many rows past the last query get Volta's medium blocks
+    for sinks in [false, true] {
+        let a = attention(257, 257, 64, 64);
+        let a = Attention { nheads: 256, features: RequestedFeatures { sinks, ..a.features }, ..a };
+        let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        unused.retain(|name| *name != forward.variant.name);
     }
     let headdims = || (8..=256).step_by(8).chain([512]);
     for headdim in headdims() {
@@ -206,15 +221,16 @@ fn every_variant_is_chosen_for_some_problem() {
             for (seqlen, nheads) in [(64, 2), (100, 200), (512, 8), (1024, 8), (1024, 16), (4096, 32), (20_000, 1)] {
                 let requests = feature_requests().into_iter().chain(block_mask_requests());
                 for ((features, packed, _), family) in requests.flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
-                    let a = stored(
+                    let a = on_packed_tensors(
                         packed,
                         Attention { nheads, nheads_k: nheads, batch: 1, features, ..attention(seqlen, seqlen, headdim, headdim_v) },
                     );
                     let device = DeviceLimits { only: Some(family), ..own_device(family) };
-                    // of fp16 and of fp32 tensors
+                    // fp16 tensors; then fp32 tensors, cast to fp16 (fp32_output) or in full precision (SPLIT)
                     let invariant = Attention { features: RequestedFeatures { batch_invariant: true, ..features }, ..a };
-                    let forward = [plan::forward(&a, &device), plan::forward_split(&a, &device), plan::forward(&invariant, &device)];
-                    let forward = forward.into_iter().flatten();
+                    let cast = Attention { features: RequestedFeatures { fp32_output: true, ..features }, ..a };
+                    let forward = [a, invariant, cast].into_iter().map(|a| plan::forward(&a, &device));
+                    let forward = forward.chain([plan::forward_split(&a, &device)]).flatten();
                     let backward = [DEFAULT, DETERMINISTIC, SPLIT].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
                     let fast = plan::fast(&a, false, &device).unwrap().into_iter().flat_map(|f| [f.prepare, f.forward]);
                     let used: Vec<_> =
@@ -240,41 +256,20 @@ fn orders_long_blocks_first_under_causal_masks() {
     let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &DeviceLimits::V100).unwrap();
     assert_eq!((volta.variant.block_rows, volta.blocks), (128, [3, 16]));
     let a = Attention { nheads: 6, nheads_k: 3, ..a };
-    // (without a causal mask, a tail computes the last keys)
+    // without a causal mask, a second launch of smaller blocks (a tail) computes the last keys: 13 blocks instead of 16
     for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
         let a = Attention { window: Window { left: None, right }, ..a };
         let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
         assert_eq!(
-            (plan.prepare.unwrap().blocks[1], plan.main.blocks, plan.finish.unwrap().blocks[1]),
+            (plan.preprocess.unwrap().blocks[1], plan.main.blocks, plan.postprocess.unwrap().blocks[1]),
             (6, expected, 6),
             "dq's kernels keep their order"
         );
     }
 }
 
-/// Under a causal mask the longest block of a resident grid decides, and small blocks with more warps per row are shorter.
-#[test]
-fn plans_small_blocks_for_resident_causal_grids() {
-    let of = |nheads, seqlen_k, headdim, window| {
-        let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, seqlen_k, headdim, headdim) };
-        let plan = plan::forward(&a, &DeviceLimits::V100).unwrap();
-        (plan.variant.block_rows, plan.reason)
-    };
-    let rows = |nheads, headdim, right| of(nheads, 512, headdim, Window { left: None, right });
-    // four blocks of 128 rows per head, 160 resident blocks
-    for headdim in [64, 128] {
-        assert_eq!(rows(40, headdim, None), (128, Reason::Cheapest));
-        assert_eq!(rows(40, headdim, Some(0)), (64, Reason::ShorterLongest));
-    }
-    assert_eq!(rows(41, 64, Some(0)), (128, Reason::Cheapest));
-    // all blocks take about as long
-    for (seqlen_k, left, right) in [(16384, None, 0), (1025, None, 0), (512, None, 200), (512, Some(64), 0)] {
-        assert_eq!(of(40, seqlen_k, 64, Window { left, right: Some(right) }), (128, Reason::Cheapest));
-    }
-    assert_eq!(of(40, 1024, 64, Window { left: Some(1024), right: Some(0) }), (64, Reason::ShorterLongest));
-}
-
-/// Rows far before their keys have large biases, and kernels of ALiBi alone would start their sums with these.
+/// Rows more than 512 positions before their keys have large biases, and kernels of ALiBi alone would start their sums with these.
+/// `requires`: whether the plan has such kernels (ALiBi is a required feature), not generic ones.
 #[test]
 fn plans_generic_kernels_for_far_rows_with_alibi() {
     let requires = |seqlen_q, seqlen_k, right, seqused_k| {
@@ -287,77 +282,11 @@ fn plans_generic_kernels_for_far_rows_with_alibi() {
     };
     assert!(requires(4096, 4096, None, false) && requires(4096, 3584, None, false));
     assert!(!requires(4096, 3583, None, false));
-    // rows before the first key see no keys, or only near ones
+    // rows before the first key see no keys, or only keys at most `right` positions after them
     assert!(requires(30000, 16, Some(0), false) && requires(30000, 16, Some(512), false));
     assert!(!requires(30000, 16, Some(513), false));
     // seqused_k may leave fewer keys than seqlen_k
     assert!(!requires(4096, 4096, None, true));
-}
-
-/// Key blocks of the backward pass count per KV head.
-#[test]
-fn plans_small_blocks_for_small_backward_grids() {
-    let keys = |nheads, nheads_k, seqlen, headdim, right| {
-        let window = Window { left: None, right };
-        let a = Attention { batch: 1, nheads, nheads_k, window, ..attention(300, seqlen, headdim, headdim) };
-        let plan = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
-        assert_eq!((plan.prepare.unwrap().reason, plan.finish.unwrap().reason), (Reason::Cheapest, Reason::Cheapest));
-        assert_eq!(
-            plan.main.blocks.iter().product::<u32>() as i64,
-            (seqlen as u64).div_ceil(plan.main.variant.block_rows.into()) as i64 * nheads_k
-        );
-        (plan.main.variant.block_rows, plan.main.reason)
-    };
-    for headdim in [64, 128] {
-        assert_eq!(keys(8, 8, 512, headdim, None), (64, Reason::Resident));
-        assert_eq!(keys(40, 40, 512, headdim, None), (128, Reason::Cheapest));
-    }
-    assert_eq!(keys(40, 10, 512, 128, None), (64, Reason::Resident), "80 blocks on as many places");
-    assert_eq!(keys(40, 11, 512, 128, None), (128, Reason::Cheapest));
-    assert_eq!(keys(40, 40, 512, 64, Some(0)), (64, Reason::ShorterLongest), "160 places for blocks of 128 keys");
-    assert_eq!(keys(41, 41, 512, 64, Some(0)), (128, Reason::Cheapest));
-    assert_eq!(keys(40, 40, 512, 96, Some(0)), (128, Reason::Cheapest), "there are no smaller ones");
-}
-
-/// Turing's blocks at headdim 64 have 192, 128 or 64 rows. The number of resident blocks decides.
-#[test]
-fn chooses_among_three_block_sizes_of_turing() {
-    let rows = |batch, nheads, seqlen, headdim| {
-        let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
-        plan::forward(&a, &H200).unwrap().variant.block_rows
-    };
-    assert_eq!(rows(4, 32, 8192, 64), 192);
-    assert_eq!(rows(1, 32, 2048, 64), 128, "512 blocks in two rounds of 264 instead of 352 in as many");
-    assert_eq!(rows(1, 8, 512, 64), 64, "all resident");
-    assert_eq!(rows(4, 32, 8192, 128), 256);
-    assert_eq!(rows(1, 32, 2048, 128), 256);
-    assert_eq!(rows(1, 16, 1024, 128), 128);
-    assert_eq!(rows(1, 8, 512, 128), 64);
-}
-
-#[test]
-fn plans_small_blocks_for_small_grids() {
-    let blocks = |batch, nheads, seqlen, headdim, sms| {
-        let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
-        let s = plan::forward(&a, &DeviceLimits { sms, ..DeviceLimits::V100 }).unwrap();
-        (s.variant.block_rows, s.blocks[0])
-    };
-    // 64 blocks of 64 rows fit 80 SMs, instead of 32 blocks of 128
-    assert_eq!(blocks(1, 8, 512, 128, 80), (64, 8));
-    assert_eq!(blocks(1, 8, 512, 64, 80), (64, 8));
-    // exactly all resident, and one more: two blocks per SM at headdim 64, one at 128
-    assert_eq!(blocks(1, 20, 512, 64, 80), (64, 8));
-    assert_eq!(blocks(1, 21, 512, 64, 80), (128, 4));
-    assert_eq!(blocks(1, 10, 512, 128, 80), (64, 8));
-    assert_eq!(blocks(1, 11, 512, 128, 80), (128, 4));
-    // fewer blocks fill fewer SMs; the batch counts like heads
-    assert_eq!(blocks(1, 8, 512, 128, 40), (128, 4));
-    assert_eq!(blocks(2, 8, 512, 128, 80), (128, 4));
-    // two large blocks per SM: no gain
-    assert_eq!(blocks(1, 16, 1024, 64, 80), (128, 8));
-    // one row tile per head: no more small blocks than large ones
-    assert_eq!(blocks(64, 32, 64, 128, 80), (64, 1));
-    assert_eq!(blocks(64, 32, 65, 128, 80), (128, 1));
 }
 
 #[test]
@@ -371,11 +300,11 @@ fn grids_cover_every_row() {
         assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
         assert!((((of_head - 1) * f.variant.block_rows) as i64) < seqlen);
         let b = plan::backward(&a, DEFAULT, &without_splits()).unwrap();
-        assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the key heads");
+        assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the KV heads");
         assert!((b.main.blocks[0] * b.main.variant.block_rows) as i64 >= seqlen + 5);
         assert!(b.scratch_rows >= seqlen && b.scratch_rows % b.main.variant.step as i64 == 0);
-        assert_eq!(b.prepare.is_none(), seqlen + 5 <= 64);
-        assert!(b.prepare.is_none_or(|k| i64::from(k.blocks[0] * k.variant.block_rows) >= b.scratch_rows));
+        assert_eq!(b.preprocess.is_none(), seqlen + 5 <= 64);
+        assert!(b.preprocess.is_none_or(|k| i64::from(k.blocks[0] * k.variant.block_rows) >= b.scratch_rows));
     }
 }
 
@@ -386,10 +315,10 @@ fn separate_dq_kernel_has_no_accumulator() {
         // enough heads for large blocks
         let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 500, headdim, headdim) };
         let p = plan::backward(&a, DETERMINISTIC, &own).unwrap();
-        assert_eq!((p.main.variant.pass, p.finish.unwrap().variant.pass), (Pass::BackwardDkDv, Pass::BackwardDq));
+        assert_eq!((p.main.variant.pass, p.postprocess.unwrap().variant.pass), (Pass::BackwardDkDv, Pass::BackwardDq));
         assert_eq!((p.headdim_rounded, p.dq_accum_splits, p.main_launches), (0, 0, 1));
-        assert_eq!((p.main.blocks[1], p.finish.unwrap().blocks[1]), (20, 40), "heads of keys, heads of queries");
-        assert!((p.finish.unwrap().blocks[0] * p.finish.unwrap().variant.block_rows) as i64 >= 1000);
+        assert_eq!((p.main.blocks[1], p.postprocess.unwrap().blocks[1]), (20, 40), "heads of keys, heads of queries");
+        assert!((p.postprocess.unwrap().blocks[0] * p.postprocess.unwrap().variant.block_rows) as i64 >= 1000);
         // the same tiles of dk and dv, unless P and dS are stored
         let default = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
         if default.stored.is_none() {
@@ -405,14 +334,6 @@ fn rejects_devices_without_kernels() {
     let pascal = DeviceLimits { capability: (6, 1), ..DeviceLimits::V100 };
     let e = plan::forward(&a, &pascal).unwrap_err();
     assert!(e.message.contains("6.1") && e.message.contains("7.0"), "{e}");
-    let turing = T4;
-    for headdim in [64, 128, 256] {
-        // with less shared memory a plan fits, or the error gives the reason
-        match plan::backward(&attention(10, 10, headdim, headdim), DEFAULT, &turing) {
-            Ok(p) => assert!(p.main.variant.shared_bytes <= turing.shared_bytes_per_block),
-            Err(e) => assert!(e.message.contains("shared memory"), "{e}"),
-        }
-    }
 }
 
 #[test]
@@ -426,6 +347,7 @@ fn splits_huge_batches_into_launches() {
 fn fills_problem_parameters() {
     let mut a = attention(100, 130, 64, 64);
     let p = plan::problem_block(&a, 2);
+    // no bound is 100 + 130, beyond every distance. A negative scale becomes positive: kernels XOR sign_flip into pairs of fp16
     assert_eq!((p.window_left, p.window_right, p.sign_flip), (230, 230, 0));
     a.window = Window { left: Some(i64::MAX), right: Some(0) };
     a.softmax_scale = -0.25;
@@ -453,6 +375,7 @@ fn max_seqlen_does_not_enlarge_grids() {
     let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
     assert_eq!(forward.blocks[0], 300_u32.div_ceil(forward.variant.block_rows));
     let backward = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+    // preprocess has the rows in scratch memory, 300 rounded to 32; main has keys, postprocess queries
     for (step, rows) in parts(&backward).into_iter().zip([320, 500, 300_u32]) {
         assert_eq!(step.blocks[0], rows.div_ceil(step.variant.block_rows), "{}", step.variant.name);
     }
@@ -474,21 +397,21 @@ fn bounds_of_longest_sequences_fit_int32() {
 }
 
 #[test]
-fn kernel_names_are_unique_and_blocks_fit_gpus() {
+fn kernels_have_unique_names_and_valid_rows() {
     let mut names: Vec<_> = kernels::variants().map(|v| v.name).collect();
     let count = names.len();
     names.sort();
     names.dedup();
     assert_eq!(names.len(), count);
     for v in kernels::variants() {
-        assert!(v.shared_bytes * v.blocks_per_sm <= v.family.shared_bytes, "{}", v.name);
-        assert!(v.threads % 32 == 0 && v.threads <= 1024 && v.threads * v.blocks_per_sm <= v.family.threads, "{}", v.name);
+        assert!(v.threads % 32 == 0 && v.threads <= 1024, "{}", v.name);
         assert!(v.pass != Pass::Forward || v.step > 0, "{}", v.name);
-        assert!(v.pass.info().features.contains(v.features), "{}: no problem asks for all that it covers", v.name);
+        assert!(v.pass.info().features.contains(v.features), "{}: it has features that its pass never requests", v.name);
     }
 }
 
-/// Splits of a key block have consecutive numbers and steps, up to the last query that sees one of its keys. Longer ones start first.
+/// A split is a block's part of the steps (query tiles of all heads) of a key block. Splits of a key block have consecutive numbers and
+/// steps, up to the last query that sees one of its keys. Longer ones start first. `part` is number * 256 + splits of the key block.
 #[test]
 fn backward_stream_k_splits_cover_all_steps_once() {
     let window = |left, right| Window { left, right };
@@ -506,8 +429,9 @@ fn backward_stream_k_splits_cover_all_steps_once() {
         assert_eq!((main.blocks, main.grid(1)[2]), ([a.nheads_k as u32, schedule.splits.len() as u32], 1));
         assert!(schedule.splits.windows(2).all(|pair| pair[0].end - pair[0].first >= pair[1].end - pair[1].first));
         let is_visible = |i: i64, j: i64| {
-            let place = i + a.seqlen_k - a.seqlen_q;
-            j < a.seqlen_k && a.window.left.is_none_or(|left| j >= place - left) && a.window.right.is_none_or(|right| j <= place + right)
+            let diagonal = i + a.seqlen_k - a.seqlen_q;
+            let (left, right) = (a.window.left, a.window.right);
+            j < a.seqlen_k && left.is_none_or(|left| j >= diagonal - left) && right.is_none_or(|right| j <= diagonal + right)
         };
         for block in 0..plan.key_blocks {
             let keys = || (0..v.block_rows).map(|key| i64::from(block * v.block_rows + key));
@@ -525,9 +449,10 @@ fn backward_stream_k_splits_cover_all_steps_once() {
     }
 }
 
-/// Splits cover every iteration of every stream-K tile once, have consecutive numbers, and start in the order of their length.
+/// Splits cover every iteration (step of keys) of every stream-K tile once and have consecutive numbers. The longest start first.
 #[test]
 fn stream_k_splits_cover_all_iterations_once() {
+    // row tiles, keys, keys of a step, resident blocks per SM
     let grids = [(170, 411, 16, 2), (256, 1024, 16, 2), (512, 2048, 32, 2), (512, 2048, 32, 1), (3, 70, 16, 2)];
     for (tiles, keys, step, blocks_per_sm) in grids {
         let resident_blocks = 80 * blocks_per_sm;

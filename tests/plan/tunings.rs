@@ -1,12 +1,16 @@
-//! Tunings of cards.
+//! Tests of tunings: measured settings of one GPU, from JSON that `python -m volta_fa check --tune` writes.
+//!
+//! A tuning lists failed kernels, which no plan may use, and choices. A choice names a pass and a class of problems (ranges of headdim,
+//! seqlen_q, rows = batch * seqlen_q * nheads; mask; features), and a variant for them, or `deterministic`: no atomics.
 
 use super::*;
 
+/// Returns the kernels' names and whether the plan is deterministic.
 fn backward_of(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> ([&'static str; 3], bool) {
     let plan = plan::backward(a, mode, d).unwrap();
-    assert_eq!(plan.headdim_rounded == 0, plan.dq_accum_splits == 0, "an accumulator where there are sums");
+    assert_eq!(plan.headdim_rounded == 0, plan.dq_accum_splits == 0, "no accumulators: no columns either");
     assert_eq!(plan.dq_accum_splits == 0, plan.main.variant.pass == Pass::BackwardDkDv);
-    assert!(plan.deterministic || !mode.deterministic, "what is asked for is kept");
+    assert!(plan.deterministic || !mode.deterministic, "a tuning never removes the requested determinism");
     (parts(&plan).map(|k| k.variant.name), plan.deterministic)
 }
 
@@ -16,7 +20,7 @@ fn problems() -> impl Iterator<Item = Attention> {
     let shapes = headdims.flat_map(|(d, v)| [(64, 2), (1000, 16)].map(|(seqlen, nheads)| (d, v, seqlen, nheads)));
     shapes.flat_map(|(d, v, seqlen, nheads)| {
         feature_requests().map(|(features, packed, _)| {
-            stored(packed, Attention { nheads, nheads_k: nheads, features, ..attention(seqlen, seqlen, d, v) })
+            on_packed_tensors(packed, Attention { nheads, nheads_k: nheads, features, ..attention(seqlen, seqlen, d, v) })
         })
     })
 }
@@ -40,7 +44,7 @@ fn takes_tuning_choices_for_their_class() {
     );
     let own = |a: &Attention| assert_eq!(plan::forward(a, &d).unwrap(), plan::forward(a, &DeviceLimits::V100).unwrap());
     let forced = |a: &Attention| assert_eq!(forward_of(a, &d), ("volta_fwd_128x128", Reason::Tuned));
-    // batch 2, 8 heads
+    // rows = 16 * seqlen: batch 2, 8 heads
     for seqlen in [125, 999, 1000] {
         forced(&attention(seqlen, 5, 64, 64));
         forced(&attention(seqlen, 5, 64, 128));
@@ -61,7 +65,7 @@ fn takes_tuning_choices_for_their_class() {
 fn counts_actual_rows_of_packed_tensors() {
     let d = tuned(&[], &[r#""pass": "Forward", "rows": [2000, 2000], "variant": "volta_fwd_generic_96x96""#]);
     for (total_q, expected) in [(249, false), (250, true), (1000, false)] {
-        let a = stored(Some([total_q, 9]), attention(125, 5, 64, 64));
+        let a = on_packed_tensors(Some([total_q, 9]), attention(125, 5, 64, 64));
         assert_eq!(forward_of(&a, &d).1 == Reason::Tuned, expected, "{total_q}");
     }
 }
@@ -146,29 +150,24 @@ fn tuned_kernel_selects_its_family() {
 #[test]
 fn tuning_removes_atomics_but_never_adds_them() {
     let d = tuned(&[], &[r#""pass": "Backward", "headdim": [64, 64], "deterministic": true"#]);
-    let without = ["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64", "volta_bwd_varlen_dq_64"];
+    let no_atomics = ["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64", "volta_bwd_varlen_dq_64"];
     let a = Attention { nheads: 40, nheads_k: 40, ..attention(1000, 1000, 64, 64) };
-    assert_eq!(backward_of(&a, DEFAULT, &d), (without, true));
-    assert_eq!(backward_of(&a, DETERMINISTIC, &d), (without, true));
+    assert_eq!(backward_of(&a, DEFAULT, &d), (no_atomics, true));
+    assert_eq!(backward_of(&a, DETERMINISTIC, &d), (no_atomics, true));
     assert!(!backward_of(&attention(1000, 1000, 72, 72), DEFAULT, &d).1);
     assert_eq!(plan::backward(&a, DEFAULT, &d).unwrap().main.reason, Reason::TunedMode);
-    // a kernel with atomics, in deterministic mode
+    // a kernel with atomics: the deterministic mode launches it several times, each block with an accumulator of its own
     let atomics = tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_128""#]);
-    assert_eq!(
-        backward_of(&a, DEFAULT, &atomics),
-        (["volta_bwd_varlen_preprocess", "volta_bwd_128", "volta_bwd_varlen_postprocess"], false)
-    );
-    assert_eq!(
-        backward_of(&a, DETERMINISTIC, &atomics),
-        (["volta_bwd_varlen_preprocess", "volta_bwd_128", "volta_bwd_varlen_postprocess"], true)
-    );
+    let names = ["volta_bwd_varlen_preprocess", "volta_bwd_128", "volta_bwd_varlen_postprocess"];
+    assert_eq!(backward_of(&a, DEFAULT, &atomics), (names, false));
+    assert_eq!(backward_of(&a, DETERMINISTIC, &atomics), (names, true));
     assert!(plan::backward(&a, DETERMINISTIC, &atomics).unwrap().dq_accum_splits > 0);
     // both kinds of choice at once
     let both = tuned(&[], &[r#""pass": "BackwardDq", "variant": "volta_bwd_dq_96""#, r#""pass": "Backward", "deterministic": true"#]);
     assert_eq!(backward_of(&a, DEFAULT, &both).0, ["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64", "volta_bwd_dq_96"]);
 }
 
-/// Plans avoid each failed kernel, even if a choice names it. Else an error names the kernel.
+/// Plans avoid each failed kernel, even if a choice names it. If no other kernel fits, an error names the failed one.
 #[test]
 fn never_plans_failed_kernels() {
     let all: Vec<_> = problems().collect();
@@ -196,23 +195,21 @@ fn never_plans_failed_kernels() {
 #[test]
 fn replaces_failed_kernels() {
     let a = attention(900, 900, 64, 64);
-    assert_eq!(forward_of(&a, &tuned(&["volta_fwd_64x64"], &[])), ("volta_fwd_64x64_small", Reason::FailedAvoided));
+    assert_eq!(forward_of(&a, &tuned(&["volta_fwd_64x64"], &[])), ("volta_fwd_64x64_medium", Reason::FailedAvoided));
     let small = attention(64, 64, 64, 64);
     assert_eq!(forward_of(&small, &DeviceLimits::V100), ("volta_fwd_64x64_small", Reason::Resident));
-    assert_eq!(forward_of(&small, &tuned(&["volta_fwd_64x64_small"], &[])), ("volta_fwd_64x64", Reason::Cheapest));
+    assert_eq!(forward_of(&small, &tuned(&["volta_fwd_64x64_small"], &[])), ("volta_fwd_64x64_medium", Reason::NoMoreBlocks));
+    let both = tuned(&["volta_fwd_64x64_medium", "volta_fwd_64x64_small"], &[]);
+    assert_eq!(forward_of(&small, &both), ("volta_fwd_64x64", Reason::Cheapest));
     assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64"], &[])).0[1], "volta_bwd_64_small");
     assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64", "volta_bwd_64_small"], &[])).0[1], "volta_bwd_varlen_64");
     // if all kernels with atomics failed, kernels without; if those failed, an error, because the mode excludes atomics
     let of = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     let no_atomics = tuned(&of(Pass::Backward), &[]);
-    assert_eq!(
-        backward_of(&a, DEFAULT, &no_atomics),
-        (["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_varlen_dq_64"], true)
-    );
-    assert_eq!(
-        backward_of(&a, DETERMINISTIC, &no_atomics),
-        (["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_varlen_dq_64"], true)
-    );
+    let names = ["volta_bwd_varlen_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_varlen_dq_64"];
+    for mode in [DEFAULT, DETERMINISTIC] {
+        assert_eq!(backward_of(&a, mode, &no_atomics), (names, true));
+    }
     let neither = [of(Pass::Backward), of(Pass::BackwardDq)].concat();
     let e = plan::backward(&attention(900, 900, 72, 72), DETERMINISTIC, &tuned(&neither, &[])).unwrap_err();
     assert!(e.message.contains("volta_bwd_dq_96") && !e.message.contains("volta_bwd_varlen_dq_64"), "{e}");
@@ -290,7 +287,7 @@ fn names_tuning_choices_unusable_on_a_device() {
     assert!(refused[0].contains("volta_fwd_128x128") && refused[0].contains("of 40960"), "{refused:?}");
 }
 
-/// Prefill has the same shape, and stream-K kernels of its own.
+/// A choice for ForwardStreamK does not apply to prefill of the same shape, which has stream-K kernels of its own.
 #[test]
 fn prefill_ignores_stream_k_choices() {
     let d = tuned(&[], &[r#""pass": "ForwardStreamK", "variant": "volta_fwd_streamk_64x64""#]);
