@@ -5,12 +5,12 @@
     python -m benchmarks.training   loss curves and gradients of a small GPT against PyTorch's attention
     python -m benchmarks.volta      the kernels on a simulated V100, beside published kernels; --gpu simulates a Turing card
     python -m benchmarks.decode     decoding and prefill over a KV cache, simulated or on this machine's GPU
-    python -m benchmarks.tables     other rows: what people run beside its targets, headdim 512, the fast forward, long sequences
+    python -m benchmarks.tables     small tables: shapes with a target speed, headdim 512, the fast forward, long sequences
     python -m benchmarks.plan       the kernels that the planner selects for a shape
     python -m benchmarks.docs DIR   put results of the above into docs/reference/figures.md
 
-Each command has --help and writes --json, --plot and --markdown files. In a checkout they measure its build, else the
-installed package.
+Simulated times come from tools/volta-sim, which runs the kernels' machine code on a CPU. Each command has --help; most write --json, --plot
+or --markdown files. Importing this package selects the checkout's build if there is one, else the installed package.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ _PYTHON = Path(__file__).resolve().parent.parent / "python"
 if (_PYTHON / "volta_fa" / "libvolta_fa_core.so").exists():
     sys.path.insert(0, str(_PYTHON))
 
-# These are commands: what is missing is one line, not a traceback.
+# Users run these modules as commands, so a missing package is one line and not a traceback.
 _missing = [package for package in ("matplotlib", "rich") if importlib.util.find_spec(package) is None]
 if _missing:
     sys.exit(f"benchmarks: {' and '.join(_missing)} missing; run: pip install {' '.join(_missing)}")

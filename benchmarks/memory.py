@@ -1,9 +1,9 @@
 """Measures peak memory against sequence length, for volta_fa and PyTorch's attention, on this machine.
 
-For each sequence length N (batch 1, square, not causal), reports the most that PyTorch's allocator held beyond the
-inputs, in a forward pass without gradients and in a forward and backward pass. Outputs and gradients count, since a
-model holds them too. A GPU reports the allocator's peak statistics, a CPU the profiler's record. "growth" is the
-exponent of N over the last doubling: 1 is O(N), 2 is O(N^2).
+For each sequence length N (batch 1, N queries and N keys, not causal), reports the most that PyTorch's allocator held beyond the inputs, in
+a forward pass without gradients and in a forward and backward pass. Outputs and gradients count, since a model holds them too. A GPU
+reports the allocator's peak statistics, a CPU the profiler's record. "growth" is the exponent of N between the two longest lengths that
+ran: 1 is O(N), 2 is O(N^2).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import torch
 
 from volta_fa.errors import CommandError
 
-from . import plots, report
-from .attention import Bound, Inputs, implementations, why_unavailable
+from . import report
+from .attention import Inputs, Shape, implementations, why_unavailable
 from .measure import peak_bytes
 from .report import Grid, significant
-from .shapes import Shape
 
 PASSES = ("forward", "forward and backward")
 SEQLENS = {"cuda": [512, 1024, 2048, 4096, 8192, 16384], "cpu": [128, 256, 512, 1024, 2048, 4096]}
@@ -32,31 +31,28 @@ NHEADS = {"cuda": 16, "cpu": 4}
 
 @dataclass(frozen=True)
 class Point:
+    """One figure, a point of the plot."""
+
     implementation: str
-    passes: str
+    passes: str  # one of PASSES
     seqlen: int
-    bytes: int | None  # None: the memory did not suffice, or there is no such implementation
+    bytes: int | None  # peak; None: too little memory, or the implementation has no kernel for it
 
 
 def measure(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Point]:
-    """Both passes of every implementation at one length."""
+    """Returns the points of every implementation and both PASSES at one length."""
     inputs = Inputs(shape, device, dtype)
     points = []
     for implementation in implementations(dtype):
         bound = inputs.bind(implementation)
-        for passes, work in zip(PASSES, (lambda: _forward_alone(bound), bound.both)):
+        for passes, work in zip(PASSES, (torch.no_grad()(bound.forward), bound.both)):
             points.append(Point(implementation.name, passes, shape.seqlen_q, _peak(work, device)))
     return points
 
 
-def _forward_alone(bound: Bound) -> torch.Tensor:
-    with torch.no_grad():
-        return bound.forward()
-
-
 def _peak(work: Callable[[], object], device: torch.device) -> int | None:
     try:
-        work()  # what is made once, such as workspaces of libraries, is not counted
+        work()  # allocates what a process allocates once, such as cuBLAS's workspace, so that it does not count
         return peak_bytes(work, device)
     except RuntimeError as error:
         if why_unavailable(error) is None:
@@ -79,6 +75,7 @@ def grids(points: Sequence[Point]) -> list[Grid]:
 
 
 def _growth(curve: dict[int, int | None]) -> float | None:
+    """Returns log(bytes ratio) / log(N ratio) of the two longest lengths that ran; None: fewer ran."""
     known = sorted((n, peak) for n, peak in curve.items() if peak)[-2:]
     if len(known) < 2:
         return None
@@ -88,28 +85,27 @@ def _growth(curve: dict[int, int | None]) -> float | None:
 
 def plot(points: Sequence[Point], header: dict[str, str], path: Path) -> None:
     title = f"Peak memory on {header['device']}, {header['inputs']}, {header['date']} (measured)"
-    figure, axes = plots.panels(1, 2, title, (12, 4.8), sharey=True)
+    figure, axes = report.panels(1, 2, title, (12, 4.8), sharey=True)
     seqlens = sorted({p.seqlen for p in points})
     for axis, passes in zip(axes[0], PASSES):
         for name in dict.fromkeys(p.implementation for p in points):
             curve = [(p.seqlen, p.bytes / 2**20) for p in points if (p.implementation, p.passes) == (name, passes) and p.bytes]
             if curve:
-                axis.plot(*zip(*curve), marker=plots.MARKERS[name], color=plots.COLORS[name], label=name, markersize=5)
+                axis.plot(*zip(*curve), marker=report.MARKERS[name], color=report.COLORS[name], label=name, markersize=5)
         axis.set_xscale("log", base=2)
         axis.set_xticks(seqlens, map(str, seqlens))
         axis.set(yscale="log", title=passes, xlabel="N", ylabel="MiB beyond the inputs")
-    plots.shared_legend(figure, axes)
-    plots.save(figure, path)
+    report.shared_legend(figure, axes)
+    report.save(figure, path)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = report.parser("memory", __doc__)
+    parser = report.parser("memory", __doc__, measures=True)
     default = "default: {cuda} on a GPU, {cpu} on a CPU".format
     parser.add_argument("--seqlens", type=int, nargs="+", metavar="N", help=default(**SEQLENS))
     parser.add_argument("--nheads", type=int, metavar="H", help=default(**NHEADS))
     parser.add_argument("--headdim", type=int, default=64, metavar="D", help="default: 64")
     parser.add_argument("--quick", action="store_true", help=f"sequences of {QUICK_SEQLENS}: does it work at all?")
-    parser.add_argument("--device", default="auto", help="auto (a supported GPU if there is one, else the CPU), cpu or cuda")
     return parser
 
 
@@ -122,21 +118,10 @@ def main(arguments: Sequence[str]) -> int:
     if min(*seqlens, nheads, options.headdim, 1) < 1:
         raise CommandError("--seqlens, --nheads and --headdim are positive numbers")
     shape = f"B=1, H={nheads}, D={options.headdim}"
-    header = report.facts(
-        "memory",
-        arguments,
-        device=report.device_name(device),
-        kernels=report.kernels(device),
-        inputs=f"{shape}, {str(dtype).removeprefix('torch.')}",
-        **{"kind of figures": "measured"},
-    )
+    header = report.facts_of(device, "memory", arguments, inputs=f"{shape}, {str(dtype).removeprefix('torch.')}")
     points: list[Point] = []
-    with report.progress() as bar:
-        task = bar.add_task("memory", total=len(seqlens))
-        for n in sorted(seqlens):
-            bar.update(task, description=f"N={n}")
-            points += measure(Shape(1, nheads, n, n, options.headdim), device, dtype)
-            bar.advance(task)
+    for n in report.track(sorted(seqlens), "lengths"):
+        points += measure(Shape(1, nheads, n, n, options.headdim), device, dtype)
     tables = grids(points)
     data = {"header": header, "points": [asdict(p) for p in points]}
     report.deliver(options, header, tables, data, lambda path: plot(points, header, path))

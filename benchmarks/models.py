@@ -1,17 +1,16 @@
-"""Simulates the attention of well-known models on a V100, T4 or RTX 2080 Ti: one layer in training, prefill and decoding.
+"""Simulates the attention of well-known models on a V100, T4 or RTX 2080 Ti: one layer in training, forward (prefill) and decoding.
 
-Every row calls the operator that programs call, as `benchmarks.volta` does. Nothing here is measured.
+Every row calls volta_fa's operator, whose GPU kernels tools/volta-sim times. Nothing here is measured.
 
-Training is forward and backward. TFLOP/s count the query-key pairs that the mask keeps: 4 operations a pair, head and column forward,
-10 backward. Decoding counts bytes of keys and values (a cache in pages of 16 tokens). The share is of the tensor pipe's rate,
-or of the DRAM rate of the simulated GPU. Turing has no kernels for a cache of latents.
+Training is forward and backward. TFLOP/s count the query-key pairs that the mask keeps: per pair, head and column 4 operations forward and
+10 backward. Decoding counts bytes of keys and values (a cache in pages of 16 tokens). The share is of the simulated GPU's tensor pipe
+rate, in decoding of its DRAM rate. Turing has no kernels for a cache of latents (MLA).
 
---pytorch adds the speed of PyTorch's memory-efficient kernels, from the wheel of torch 2.7.1 (V100) or 2.11.0+cu130 (Turing), for rows of
-training and prefill that they compute without a mask in memory, with headdims to 128. --resume keeps these speeds for later tables.
-K and V of grouped heads are repeated for PyTorch's kernels before, which is not counted.
-PyTorch's launches have fewer or more heads than the model: the time of a block does not depend on its head.
-Backward launches have one block for each head (`pytorch_fmha`).
-Lengths are those of a usual run.
+--pytorch adds the speed of PyTorch's memory-efficient kernels, from the wheel of torch 2.7.1 (V100) or 2.11.0+cu130 (Turing). They run rows
+of training and prefill without window, softcap and sinks, with one headdim of at most 128. --resume keeps these speeds for later tables.
+Repeating K and V of grouped heads, which PyTorch's kernels need, is not timed.
+PyTorch's launches have fewer or more heads than the model, because the time of a block does not depend on its head.
+Backward launches have one block for each head (see `pytorch_fmha`).
 """
 
 from __future__ import annotations
@@ -27,26 +26,130 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import decode, driver, plots, pytorch_fmha, report
+from . import decode, driver, pytorch_fmha, report
 from .driver import GPUS, Benchmark, Kept, Result, run
 from .measure import Work, aligned
-from .model_configs import DECODE, FORWARD, TRAIN, Attention, Row
-from .model_configs import rows as all_rows
 from .report import Grid
 from .volta import BACKWARD, forward_results
 from .volta import FORWARD as FORWARD_PASS
 
+# ---- models ------------------------------------------------------------------------------------------------------
+#
+# Numbers are those of the published configurations (config.json on the Hugging Face hub, or the model's paper), read on 2026-11-23.
+
+#: Uses of a model; FORWARD is the prefill of a language model, and the forward pass of others.
+TRAIN, FORWARD, DECODE = "training", "forward", "decode"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of a layer."""
+
+    nheads: int  # query heads
+    nheads_k: int  # KV heads
+    headdim: int
+    headdim_v: int = 0  # 0: headdim
+    causal: bool = True
+    window: int = 0  # keys that a query sees to its left, and without `causal` to its right; 0: all
+    softcap: float = 0.0
+    sinks: bool = False
+    latents: bool = False  # decodes from a cache of latents of this headdim, whose first `headdim_v` columns are the values
+
+    def __post_init__(self):
+        object.__setattr__(self, "headdim_v", self.headdim_v or self.headdim)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer's attention in one use of a model."""
+
+    model: str
+    attention: Attention
+    use: str  # TRAIN, FORWARD or DECODE
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    wave: bool = False  # heads and queries are not the model's: a few full waves of blocks stand for its larger call
+
+    @property
+    def window(self) -> int:
+        """The attention's window; 0 if it hides no key."""
+        return self.attention.window if self.attention.window < self.seqlen_k else 0
+
+    def __str__(self) -> str:
+        a = self.attention
+        heads = f"{a.nheads}" if a.nheads == a.nheads_k else f"{a.nheads}/{a.nheads_k}"
+        headdim = f"{a.headdim}" if a.headdim == a.headdim_v else f"{a.headdim}/{a.headdim_v}"
+        lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
+        counted = "heads that fill the GPU" if self.wave else f"heads {heads}"
+        return f"{self.model}, {self.use}: {self.batch} x {lengths}, {counted}, headdim {headdim}"
+
+
+def language_model(
+    name: str, layers: dict[str, Attention], train: int = 2048, prefill: int = 4096, decode: tuple[int, int] = (8, 4096)
+) -> Iterator[Row]:
+    """Yields a training step, a prefill and a decode step for each kind of layer. `decode` is sequences and tokens of each."""
+    for kind, attention in layers.items():
+        model = f"{name}, {kind}" if kind else name
+        yield Row(model, attention, TRAIN, 1, train, train)
+        yield Row(model, attention, FORWARD, 1, prefill, prefill)
+        yield Row(model, attention, DECODE, decode[0], 1, decode[1])
+
+
+def encoder(name: str, attention: Attention, use: str, batch: int, seqlen_q: int, seqlen_k: int = 0) -> Row:
+    """Returns a row of bidirectional attention. `seqlen_k` 0: self-attention."""
+    return Row(name, replace(attention, causal=False), use, batch, seqlen_q, seqlen_k or seqlen_q)
+
+
+def layers_of_models(sms: int) -> Iterator[Row]:
+    """Yields one layer of each kind, in the uses that the model has. `sms`: of the GPU; it sizes the rows with `wave`."""
+    yield from language_model("Llama 3 8B", {"": Attention(32, 8, 128)})
+    yield from language_model("Qwen3 0.6B", {"": Attention(16, 8, 128)})
+    yield from language_model("Qwen3 8B", {"": Attention(32, 8, 128)}, train=1024, prefill=8192)
+    yield from language_model("Qwen3 32B", {"": Attention(64, 8, 128)})
+    yield from language_model("Qwen3.5 9B, full attention", {"": Attention(16, 4, 256)})
+    yield from language_model("Mistral 7B v0.1", {"": Attention(32, 8, 128, window=4096)}, prefill=8192, decode=(8, 8192))
+    gemma2 = Attention(16, 8, 256, softcap=50.0)
+    yield from language_model("Gemma 2 9B", {"global": gemma2, "local": replace(gemma2, window=4096)})
+    gemma3 = Attention(8, 4, 256)
+    yield from language_model("Gemma 3 4B", {"global": gemma3, "local": replace(gemma3, window=1024)})
+    yield from language_model("Gemma 4 E4B", {"local": Attention(8, 2, 256, window=512)})
+    gpt_oss = Attention(64, 8, 64, sinks=True)
+    yield from language_model("gpt-oss 20B", {"full": gpt_oss, "sliding": replace(gpt_oss, window=128)})
+    latents = Attention(16, 1, 576, headdim_v=512, latents=True)
+    lite = language_model("DeepSeek V2 Lite", {"": Attention(16, 16, 192, headdim_v=128)})
+    yield from (replace(row, attention=latents) if row.use == DECODE else row for row in lite)
+    yield encoder("BERT base", Attention(12, 12, 64), TRAIN, 16, 512)
+    modern = Attention(12, 12, 64)
+    yield encoder("ModernBERT base, global", modern, TRAIN, 2, 4096)
+    yield encoder("ModernBERT base, local", replace(modern, window=64), TRAIN, 2, 4096)
+    yield encoder("ViT-L/14", Attention(16, 16, 64), TRAIN, 32, 257)
+    yield encoder("Whisper large v3, encoder", Attention(20, 20, 64), FORWARD, 4, 1500)
+    yield encoder("Stable Diffusion 1.5, 64x64", Attention(8, 8, 40), FORWARD, 2, 4096)
+    yield encoder("SDXL, 64x64", Attention(10, 10, 64), FORWARD, 2, 4096)
+    yield encoder("SDXL, 32x32", Attention(20, 20, 64), FORWARD, 2, 1024)
+    yield encoder("SDXL, 64x64 to text", Attention(10, 10, 64), FORWARD, 2, 4096, 77)
+    yield encoder("Stable Diffusion 3 medium", Attention(24, 24, 64), FORWARD, 2, 4096 + 333)
+    yield encoder("FLUX.1, 1024x1024", Attention(24, 24, 128), FORWARD, 1, 4096 + 512)
+    # Full waves, at least 80 blocks of 128 queries, stand for the call, since all blocks do the same. A head of 1024 queries has 8 blocks.
+    heads = -(-80 // sms) * sms // 8
+    for name, keys in (("Wan 2.1 1.3B, a wave of 480p", 32760), ("HunyuanVideo, a wave of 720p", 115200 + 256)):
+        yield replace(encoder(name, Attention(heads, heads, 128), FORWARD, 1, 1024, keys), wave=True)
+
+
+# ---- their calls -------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Case:
-    """Forward and, in training, backward of a layer."""
+    """Forward and, in training, backward of a layer. Decoding has decode.Case instead."""
 
     attention: Attention
     batch: int
     seqlen_q: int
     seqlen_k: int
     backward: bool
-    bytes = 0.0
+    bytes = 0.0  # for driver: operations bound it
 
     @property
     def flops(self) -> float:
@@ -65,6 +168,7 @@ class Case:
         return total
 
     def calls(self, device: str) -> list[Work]:
+        """Returns the operator calls. `device` is always "cpu", which runs the simulator: this benchmark has no --device."""
         a, options = self.attention, self._options()
         q = _randn(self.batch, self.seqlen_q, a.nheads, a.headdim)
         k = _randn(self.batch, self.seqlen_k, a.nheads_k, a.headdim)
@@ -89,6 +193,7 @@ class Case:
 
 
 def _randn(*shape: int) -> Tensor:
+    """Returns standard normal fp16 values from a fixed seed."""
     return aligned(shape, torch.float16).copy_(torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))))
 
 
@@ -102,7 +207,7 @@ def case_of(row: Row) -> driver.Case:
 
 
 class PyTorch:
-    """PyTorch's kernels on a simulated GPU. Without their library, only kept figures."""
+    """PyTorch's kernels on a simulated GPU. `library`: libtorch_cuda.so; `simulator`: volta-sim's command. None: only kept figures."""
 
     def __init__(self, gpu: str, kept: Kept, library: Path | None = None, simulator: Path | None = None) -> None:
         self._simulator, self._gpu, self._kept = simulator, gpu, kept
@@ -119,24 +224,24 @@ class PyTorch:
             return None
         forward = self._speed(FORWARD_PASS, row)
         backward = self._speed(BACKWARD, row) if forward and row.use == TRAIN else None
-        # 4 operations forward, 10 backward
+        # The time is 4 operations at the forward's speed and 10 at the backward's.
         return forward if row.use == FORWARD else forward and backward and 14 / (4 / forward + 10 / backward)
 
     def _speed(self, direction: str, row: Row) -> float | None:
         a, sms, forward = row.attention, GPUS[self._gpu].sms, direction == FORWARD_PASS
-        # without a mask, a step costs the same at all lengths
+        # Without a mask each step over keys costs the same, so at most 8192 tokens (backward: 1024) stand for longer ones.
         longest = row.seqlen_k if a.causal else 8192 if forward else 1024
         rows, keys = (min(n, longest) for n in (row.seqlen_q, row.seqlen_k))
         kernel = next(k for k in self._kernels if k.computes(direction, a.headdim, row.seqlen_q, row.seqlen_k))
         if forward:
-            # four times what the GPU holds at once
+            # heads for four waves of three blocks on each SM, but (without `wave`) at most the row's
             heads = -(-4 * 3 * sms * kernel.rows // rows)
             heads = heads if row.wave else min(row.batch * a.nheads, heads)
         else:
-            # a block for each head, and 256 threads on each SM
+            # one block for each head: on each SM as many as have 256 threads in all
             heads = sms * 256 // math.prod(kernel.threads)
-        launch = pytorch_fmha.job(kernel, heads, rows, keys, False, a.headdim, a.causal)
-        # its random inputs are the same each time, so its name and sizes say what it does
+        launch = pytorch_fmha.job(kernel, heads, rows, keys, False, a.headdim, a.causal)  # False: random inputs
+        # The random inputs have fixed seeds, so the launch identifies the result. JSON turns its tuples into the file's lists.
         key = {"gpu": self._gpu, "pytorch": json.loads(json.dumps(launch))}
         known = self._kept.get(key)
         if known is None and self._simulator:
@@ -146,10 +251,12 @@ class PyTorch:
 
 
 def model_rows(gpu: str) -> Iterator[Row]:
-    return (row for row in all_rows(GPUS[gpu].sms) if gpu == "v100" or not row.attention.latents)
+    """Yields the rows that a GPU has kernels for."""
+    return (row for row in layers_of_models(GPUS[gpu].sms) if gpu == "v100" or not row.attention.latents)
 
 
 def rows(options: argparse.Namespace) -> list[driver.Row]:
+    """Returns the benchmark's rows. Replaces options.pytorch, two paths or None, by a PyTorch object for each GPU."""
     options.pytorch = {gpu: PyTorch(gpu, options.store, *(options.pytorch or ())) for gpu in options.gpu}
     return [driver.Row(str(row), case_of(row), gpu) for gpu in options.gpu for row in model_rows(gpu)]
 
@@ -168,6 +275,7 @@ def use_of(result: Result) -> str:
 
 
 def rate(result: Result, model: int = 0, unit: bool = False) -> str:
+    """Returns the row's GB/s (decoding) or TFLOP/s as text. `model` 0: the simulator's default; 1: a perfect instruction cache."""
     if result.row.case.bytes:
         return f"{result.gb_s(model):.0f}{' GB/s' * unit}"
     return f"{result.tflops(model):.1f}{' TFLOP/s' * unit}"
@@ -188,9 +296,9 @@ def grids(results: Sequence[Result], options: argparse.Namespace) -> list[Grid]:
         "PyTorch's TFLOP/s (ratio)": pytorch,
     }
     grid = Grid("Attention of one layer", ["model and use", *(f"{GPUS[gpu].title}: {name}" for gpu in options.gpu for name in columns)])
-    of = {(r.row.gpu, r.row.name): r for r in results}
+    by_name = {(r.row.gpu, r.row.name): r for r in results}
     for name in dict.fromkeys(r.row.name for r in results):
-        found = [of.get((gpu, name)) for gpu in options.gpu]
+        found = [by_name.get((gpu, name)) for gpu in options.gpu]
         grid.rows.append([name, *(cell(r) if r else "-" for r in found for cell in columns.values())])
     return [grid]
 
@@ -202,22 +310,21 @@ def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[st
     uses = [use for use in (TRAIN, FORWARD, DECODE) if any(use_of(r) == use for r in results)]
     title = f"volta_fa on a simulated {GPUS[gpu].title}, {header['date']}: share of the tensor pipe (decoding: of DRAM)"
     longest = max(sum(use_of(r) == use for r in results) for use in uses)
-    figure, axes = plots.panels(1, len(uses), title, (6.5 * len(uses), 1 + 0.3 * longest), sharex=True)
+    figure, axes = report.panels(1, len(uses), title, (6.5 * len(uses), 1 + 0.3 * longest), sharex=True)
     for axis, use in zip(axes[0], uses):
         bars = {r.row.name.partition(f", {use}:")[0]: r for r in results[::-1] if use_of(r) == use}
-        drawn = axis.barh(
-            list(bars), [100 * r.share() for r in bars.values()], color=plots.COLORS["volta_fa"], height=0.6, label="volta_fa"
-        )
+        shares = [100 * r.share() for r in bars.values()]
+        drawn = axis.barh(list(bars), shares, color=report.COLORS["volta_fa"], height=0.6, label="volta_fa")
         speeds = {model: options.beside.get((gpu, r.row.name)) for model, r in bars.items()}
         beside = {model: 100 * speed / bars[model].peak for model, speed in speeds.items() if speed}
         if beside:
-            axis.barh(*zip(*beside.items()), color=plots.COLORS["SDPA efficient"], height=0.25, label="PyTorch, memory-efficient")
+            axis.barh(*zip(*beside.items()), color=report.COLORS["SDPA efficient"], height=0.25, label="PyTorch, memory-efficient")
         axis.bar_label(drawn, [rate(r, unit=True) for r in bars.values()], padding=3, fontsize=8)
         axis.set(xlim=(0, 115), title=use, xlabel="%")
         axis.tick_params(axis="y", labelsize=8)
         axis.set_axisbelow(True)
-    plots.shared_legend(figure, axes)
-    plots.save(figure, path)
+    report.shared_legend(figure, axes)
+    report.save(figure, path)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -225,7 +332,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run("models", Benchmark(__doc__, rows, grids, add_options, plot, several=True), arguments)
+    return run("models", Benchmark(__doc__, rows, grids, add_options, plot, several_gpus=True), arguments)
 
 
 if __name__ == "__main__":

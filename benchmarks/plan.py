@@ -1,15 +1,16 @@
 """Prints the kernels that the planner (src/plan) selects for a shape, without running anything.
 
 Shapes are B,H,M,N,D or B,H,M,N,D,causal. Without any, the command lists those of benchmarks.table. --nheads-k and
---headdim-v apply to all of them. The device is a V100 unless options say otherwise; --device cuda uses this machine's GPU.
+--headdim-v apply to all of them. The device is a V100, or that of --device: a T4, or this machine's GPU.
 
     kernel         name, as in `python -m volta_fa info`
     tile           forward: query rows per block x keys per step; backward: keys per block x queries per step
-    grid           row tiles, heads, batches; under a causal mask the planner may put heads first; stream-K: blocks, 1, 1
+    grid           blocks per head, heads, batches; under a causal mask the planner may put heads first;
+                   stream-K, whose blocks divide the keys of all heads evenly: blocks, 1, 1
     waves          blocks of the grid / resident blocks (SMs x blocks per SM); below 1, the grid does not fill the device
 
-Of a backward pass whose main kernel runs in several launches (`rounds` and `tail` in `volta_fa::_plan`), the command
-prints the first launch.
+A backward pass may launch its main kernel several times (`main_launches` of `volta_fa::_plan`), and one with smaller blocks for the last
+keys (`tail`). The command prints the first launch.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ import torch
 from volta_fa.errors import CommandError
 
 from . import report
+from .attention import TABLE, Shape
 from .report import Grid, significant
-from .shapes import TABLE, Shape
 
-#: Tesla V100, as DeviceLimits::V100 in src/plan/device.rs.
-V100 = {"sms": 80, "major": 7, "minor": 0, "shared_bytes": 96 * 1024}
+#: The V100's as in DeviceLimits::V100 of src/plan/device.rs.
+LIMITS = {
+    "v100": {"sms": 80, "major": 7, "minor": 0, "shared_bytes": 96 * 1024},
+    "t4": {"sms": 40, "major": 7, "minor": 5, "shared_bytes": 64 * 1024},
+}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of the plan: its role, and its entry of the variant table with the grid."""
+    """A kernel of the plan."""
 
-    role: str
-    variant: dict
+    role: str  # "forward" or "backward, PASS"
+    variant: dict  # what `volta_fa::_plan` returns: name, tile, threads, registers, shared memory, occupancy and grid
 
     def waves(self, sms: int) -> float:
         x, y, z = self.variant["grid"]
@@ -44,7 +48,7 @@ class Kernel:
 
 
 def plan(shape: Shape, limits: dict[str, int]) -> list[Kernel]:
-    """Returns the forward and the backward kernels, in launch order, without backward's tail."""
+    """Returns the forward and the backward kernels, in launch order, for a device of these limits (as in LIMITS)."""
     try:
         op = torch.ops.volta_fa._plan
     except AttributeError:
@@ -57,7 +61,7 @@ def plan(shape: Shape, limits: dict[str, int]) -> list[Kernel]:
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise CommandError(f"{shape}: {str(error).splitlines()[0]}") from None
     backward = found["backward"]
-    parts = (Kernel(f"backward, {name}", backward[name]) for name in ("prepare", "main", "finish") if backward[name])
+    parts = (Kernel(f"backward, {name}", backward[name]) for name in ("preprocess", "main", "postprocess") if backward[name])
     return [Kernel("forward", found["forward"]), *parts]
 
 
@@ -67,20 +71,10 @@ def grid(plans: dict[Shape, list[Kernel]], sms: int) -> Grid:
     for shape, kernels in plans.items():
         for i, kernel in enumerate(kernels):
             v = kernel.variant
-            found.rows.append(
-                [
-                    _label(shape) if i == 0 else "",
-                    kernel.role,
-                    v["name"],
-                    f"{v['block_rows']} x {v['step']}" if v["step"] else str(v["block_rows"]),
-                    str(v["threads"]),
-                    str(v["registers"]),
-                    significant(v["shared_bytes"] / 1024),
-                    str(v["blocks_per_sm"]),
-                    " x ".join(map(str, v["grid"])),
-                    significant(kernel.waves(sms), 2),
-                ]
-            )
+            tile = f"{v['block_rows']} x {v['step']}" if v["step"] else str(v["block_rows"])
+            resources = [str(v["threads"]), str(v["registers"]), significant(v["shared_bytes"] / 1024), str(v["blocks_per_sm"])]
+            blocks = [" x ".join(map(str, v["grid"])), significant(kernel.waves(sms), 2)]
+            found.rows.append([_label(shape) if i == 0 else "", kernel.role, v["name"], tile, *resources, *blocks])
     return found
 
 
@@ -106,33 +100,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="B,H,M,N,D[,causal]")
     parser.add_argument("--nheads-k", type=int, default=0, metavar="N", help="KV heads (default: as many as query heads)")
     parser.add_argument("--headdim-v", type=int, default=0, metavar="N", help="headdim of v and out (default: that of q and k)")
-    parser.add_argument("--device", choices=("v100", "cuda"), default="v100", help="device to plan for (default: v100)")
-    parser.add_argument("--sms", type=int, metavar="N", help="number of SMs instead of the device's")
-    parser.add_argument("--capability", metavar="MAJOR.MINOR", help="compute capability instead of the device's")
-    parser.add_argument("--shared-bytes", type=int, metavar="N", help="shared memory per block, bytes, instead of the device's")
+    parser.add_argument("--device", choices=(*LIMITS, "cuda"), default="v100", help="default: v100; cuda: this machine's")
     parser.add_argument("--json", action="store_true", help="print JSON: for each shape the kernels with all their fields")
     return parser
 
 
-def _limits(options: argparse.Namespace) -> dict[str, int]:
-    limits = device_limits() if options.device == "cuda" else dict(V100)
-    for name in ("sms", "shared_bytes"):
-        value = getattr(options, name)
-        if value is not None:
-            limits[name] = value
-    if options.capability is not None:
-        try:
-            limits["major"], limits["minor"] = map(int, options.capability.split("."))
-        except ValueError:
-            raise CommandError(f"--capability {options.capability}: expected two numbers, as 7.0") from None
-    return limits
-
-
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    limits = _limits(options)
+    limits = LIMITS.get(options.device) or device_limits()
     shapes = [Shape.parse(text) for text in options.shapes] or TABLE
-    # 0: as q; plan() and volta_fa::_plan validate other numbers
+    # 0 keeps Shape's default: nheads and headdim
     changes = {name: n for name in ("nheads_k", "headdim_v") if (n := getattr(options, name)) != 0}
     plans = {shape: plan(shape, limits) for shape in (replace(s, **changes) for s in shapes)}
     if options.json:

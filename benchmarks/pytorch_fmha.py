@@ -1,17 +1,17 @@
-"""PyTorch's memory-efficient kernels in the simulator, from the machine code in a torch wheel: 2.7.1 for sm_70, 2.11.0+cu130 for sm_75.
+"""Simulates PyTorch's memory-efficient kernels, from the machine code in a torch wheel: 2.7.1 for sm_70, 2.11.0+cu130 for sm_75.
 
     unzip torch-*.whl torch/lib/libtorch_cuda.so
     cargo build --release -p volta-sim
     python -m benchmarks.pytorch_fmha v100 torch/lib/libtorch_cuda.so target/release/volta-sim       headdim 128 at long lengths
     python -m benchmarks.pytorch_fmha titanrtx torch/lib/libtorch_cuda.so target/release/volta-sim   beside measured figures, and ours
 
-Nothing of PyTorch is in this repository. The wheel's fat binary holds the cubins, compressed with LZ4 (CUDA 12; `pip install lz4`) or
-zstd (CUDA 13; `pip install zstandard`). Small outputs and gradients are compared with fp64 first.
+benchmarks.models --pytorch uses this too. Nothing of PyTorch is in this repository. The wheel's fat binary has cubins, compressed with LZ4
+(CUDA 12; `pip install lz4`) or zstd (CUDA 13; `pip install zstandard`). Small outputs and gradients are compared with fp64 first.
 PyTorch's backward kernels run with one split of the keys here: blocks of one head's splits wait for each other's dq, and the simulator
-has the blocks of one SM alone. Two heads for each SM fill the GPU as splits would. At headdim 128 the kernel of 64 x 64 tiles has one
+runs the blocks of one SM alone. Two heads for each SM fill the GPU as splits would. At headdim 128 the kernel of 64 x 64 tiles has one
 split in PyTorch too.
-On the V100, L2 misses are those of `benchmarks.tables long_sequences`. The kernel has blocks of 32 query rows, three on an SM, here of
-three heads. On the Titan RTX, benchmarks/published_results.py has the measured figures.
+On the V100, L2 misses are modeled as in `benchmarks.tables long_sequences`. An SM holds three blocks of 32 query rows, here of three heads.
+On the Titan RTX, benchmarks/published_results.py has the measured figures.
 """
 
 from __future__ import annotations
@@ -27,29 +27,45 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
 
 import torch
 
 from volta_fa.errors import CommandError
 
 from . import driver, report, volta
+from .attention import Shape
 from .driver import GPUS, Result, Row
-from .published_results import PYTORCH_MS, TITAN_RTX
 from .report import Grid
-from .shapes import Shape
 from .tables import LENGTHS, machine, miss_share
 
+#: Of an entry of a fat binary: its kind if it is a cubin, and its flags by compression.
 _CUBIN, _LZ4, _ZSTD = 2, 0x2000, 0x8000
+
+#: Milliseconds of PyTorch's memory-efficient kernel by tokens, PYTORCH_HEADS of 128, on V100s (torch 2.9.1): S-i-l-v-e-t/ComfyUI-V100,
+#: guidelines/flash-attn-v100.md, 2026-08-25.
+PYTORCH_MS = {4096: 5.7, 8192: 23.1, 16384: 99.3, 32768: 492.9, 65536: 2701.2}
+PYTORCH_HEADS = 24
+#: TFLOP/s on a Titan RTX by direction, headdim and tokens: triton-turing, the FlashAttention port ("CUTLASS (CUDA)"), PyTorch.
+#: Chennesxu/triton-turing's charts of 2026-08-06 (tutorial 06-fused-attention: 4 batches of 32 heads, fp16, no mask), read to 0.3
+#: TFLOP/s. That card's clock was not locked; the simulated one has 1770 MHz.
+TITAN_RTX = {
+    ("forward", 64): {2048: (62.7, 49.8, 31.6), 4096: (69.0, 55.3, 32.9), 8192: (69.5, 57.5, 31.0)},
+    ("forward", 128): {2048: (51.9, 48.7, 30.0), 4096: (57.3, 53.0, 28.8), 8192: (55.2, 53.0, 29.5)},
+    ("backward", 64): {2048: (36.6, 27.2, 20.8), 4096: (40.0, 29.2, 22.2), 8192: (40.0, 28.4, 21.5)},
+    ("backward", 128): {2048: (26.5, 30.9, 21.1), 4096: (27.6, 32.9, 22.0), 8192: (28.8, 33.0, 21.6)},
+}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of the wheel. `shared_bytes` is the least with which it stays inside its shared memory."""
+    """A kernel of the wheel."""
 
     direction: str
-    headdim: int
+    headdim: int  # maximum
     name: str
-    shared_bytes: int
+    shared_bytes: int  # minimum with which its accesses stay inside shared memory: the cubin does not tell PyTorch's size
     threads: tuple[int, int]
     rows: int = 0  # query rows of a forward kernel's block
 
@@ -58,9 +74,9 @@ class Kernel:
         return int(self.name[-2:])
 
     def computes(self, direction: str, headdim: int, *lengths: int) -> bool:
-        """Returns whether it computes calls of these lengths, rows and keys; without lengths, of some.
+        """Returns whether it computes calls of this headdim and `lengths` (query rows, keys); without lengths, calls of some.
 
-        Kernels without bounds checks take lengths of whole tiles, whose sizes are in their names.
+        "seqaligned" kernels have no bounds checks and take lengths of whole tiles. The fifth part of a name has the tile, as 128x64.
         """
         tiles = map(int, re.findall(r"\d+", self.name.split("_")[4]))
         aligned = "seqaligned" not in self.name or all(n % tile == 0 for n, tile in zip(lengths, tiles))
@@ -69,7 +85,7 @@ class Kernel:
 
 #: The torch whose wheel has the machine code of an architecture.
 TORCH = {70: "2.7.1", 75: "2.11.0+cu130"}
-#: In PyTorch's order of preference, but for the last.
+#: In PyTorch's order of preference, but for the last. Users take the first one that `computes` a call.
 KERNELS = (
     Kernel(volta.FORWARD, 64, "fmha_cutlassF_f16_aligned_64x64_rf_sm70", 17920, (32, 4), 64),
     Kernel(volta.FORWARD, 128, "fmha_cutlassF_f16_aligned_32x128_rf_sm70", 25600, (32, 4), 32),
@@ -88,31 +104,32 @@ KERNELS = (
 
 
 def forward_params(sm: int, headdim: int, heads: int, rows: int, keys: int, causal: bool) -> tuple[bytearray, dict[str, int]]:
-    """Returns AttentionKernel::Params without pointers, and where these go: contiguous (head, row, headdim), out (row, head, headdim)."""
+    """Returns the kernel's parameter block (AttentionKernel::Params) without pointers, and the byte offsets of these by name. Tensors are
+    contiguous (head, row, headdim), and out is (row, head, headdim). All offsets are those of the wheel's struct."""
     params = bytearray(264 if sm == 70 else 272)
-    struct.pack_into("<f5i", params, 0x5C, headdim**-0.5, headdim, headdim, rows, keys, keys)
-    params[0x74] = causal
-    struct.pack_into("<5i", params, 0x78, headdim, headdim, headdim, 0, heads * headdim)
-    struct.pack_into("<3i", params, 0x8C, rows * headdim, keys * headdim, keys * headdim)
-    struct.pack_into("<2i", params, 0xC0, 1, heads)
+    struct.pack_into("<f5i", params, 0x5C, headdim**-0.5, headdim, headdim, rows, keys, keys)  # scale and sizes
+    params[0x74] = causal  # kind of mask
+    struct.pack_into("<5i", params, 0x78, headdim, headdim, headdim, 0, heads * headdim)  # strides of rows: q, k, v, bias, out
+    struct.pack_into("<3i", params, 0x8C, rows * headdim, keys * headdim, keys * headdim)  # strides of heads: q, k, v
+    struct.pack_into("<2i", params, 0xC0, 1, heads)  # batches, heads
     return params, {"q": 0, "k": 8, "v": 16, "out": 64}
 
 
 def _lse_rows(rows: int) -> int:
-    """Returns the stride of a head's log-sum-exp, which PyTorch aligns to 32 floats."""
+    """Returns the stride of a head's log-sum-exp in floats, which PyTorch rounds up to 32."""
     return -(-rows // 32) * 32
 
 
 def backward_params(sm: int, headdim: int, heads: int, rows: int, keys: int, causal: bool) -> tuple[bytearray, dict[str, int]]:
-    """The same of AttentionBackwardKernel::Params. Gradients, out and dout are (row, head, headdim)."""
+    """Returns AttentionBackwardKernel::Params as `forward_params` does. Gradients, out and dout are (row, head, headdim)."""
     # In torch 2.7, strides of rows have 32 bits and the state of random numbers 8 bytes less.
     size, strides, after = (432, "<6i", 0xC0) if sm == 70 else (464, "<6q", 0xD8)
     params = bytearray(size)
-    struct.pack_into("<f5i", params, 0x8C, headdim**-0.5, headdim, headdim, rows, keys, heads)
-    params[0xA4] = causal
+    struct.pack_into("<f5i", params, 0x8C, headdim**-0.5, headdim, headdim, rows, keys, heads)  # scale and sizes
+    params[0xA4] = causal  # kind of mask
     struct.pack_into(strides, params, 0xA8, headdim, headdim, headdim, 0, heads * headdim, 0)  # rows of q, k, v, bias, dout, dbias
     params[after] = 1  # gradients are not packed
-    strides_at = size - 0xC0
+    strides_at = size - 0xC0  # of heads, in elements
     struct.pack_into("<q", params, strides_at, headdim)  # heads of out
     struct.pack_into("<3i", params, strides_at + 0x08, rows * headdim, keys * headdim, keys * headdim)  # heads of q, k, v
     struct.pack_into("<q", params, strides_at + 0x50, _lse_rows(rows))  # heads of lse
@@ -124,12 +141,11 @@ def backward_params(sm: int, headdim: int, heads: int, rows: int, keys: int, cau
 
 
 def job(kernel: Kernel, heads: int, rows: int, keys: int, has_files: bool, headdim: int = 0, causal: bool = False) -> dict:
-    """Returns the launch for volta-sim.
+    """Returns the launch as volta-sim's JSON (tools/volta-sim/README.md).
 
     Args:
-        has_files: inputs and results are files; else inputs are random.
-        headdim: 0: the kernel's.
-        causal: half of the pairs count, so rows and keys must be as many.
+        has_files: inputs and results are files named after them, as q.bin; else inputs are random.
+        headdim, causal: 0: the kernel's headdim. With `causal`, `flops` counts half of the pairs, so rows and keys must be as many.
     """
     d, forward = headdim or kernel.headdim, kernel.direction == volta.FORWARD
     params, pointers = (forward_params if forward else backward_params)(kernel.sm, d, heads, rows, keys, causal)
@@ -138,13 +154,13 @@ def job(kernel: Kernel, heads: int, rows: int, keys: int, has_files: bool, headd
     sizes = {name: heads * n * d * 2 for name, n in halves.items()} | {"lse": heads * _lse_rows(rows) * 4, "delta": heads * rows * 4}
     # more than the kernels use: fp32 accumulators of dk, dv (2) and dq, padded to tiles, and locks
     sizes["workspace"] = heads * (2 * (keys + 128) * d + 4 * (rows + 128) * d + 8192) * 4
-    # the kernels compute delta
-    known = dict.fromkeys((*results, "delta"), "poison") | {"workspace": "zeros"}
+    # The kernels write delta, rowsum(dO * O), themselves. Poison is NaN, so that results that no kernel writes show.
+    outputs = dict.fromkeys((*results, "delta"), "poison") | {"workspace": "zeros"}
     buffers = []
     for seed, name in enumerate(pointers):
         file = f"{name}.bin"
         given = {"file": file} if has_files else {"normal_f32" if name == "lse" else "normal_f16": {"seed": seed, "scale": 0.3}}
-        buffers.append({"name": name, "size": sizes[name], "init": known.get(name, given)})
+        buffers.append({"name": name, "size": sizes[name], "init": outputs.get(name, given)})
         if has_files and name in results:
             buffers[-1]["out"] = file
     return {
@@ -160,7 +176,11 @@ def job(kernel: Kernel, heads: int, rows: int, keys: int, has_files: bool, headd
 
 
 def cubins(library: Path, sm: int) -> Iterator[bytes]:
-    """Yields the cubins of an architecture in a shared library's fat binaries."""
+    """Yields the cubins of an architecture in a shared library's fat binaries.
+
+    A fat binary has a header (magic 0xBA55ED50, version, bytes of the header and of the entries) and entries. An entry's header has its
+    kind at byte 0, its size at 4, the size of its padded content at 8, compressed at 16, sm at 28, flags at 40, size uncompressed at 56.
+    """
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = data.find(b"\x50\xed\x55\xba")
         while at >= 0:
@@ -262,47 +282,59 @@ def long_grids(simulator: Path, folder: Path, _: Sequence[int]) -> list[Grid]:
         "misses": lambda n: f"{miss_share(n, headdim):.0%}",
         "simulated TFLOP/s": speed,
         "perfect i-cache": lambda n: speed(n, "icache=false"),
-        "measured": lambda n: f"{4e-9 * 24 * n**2 * headdim / PYTORCH_MS[n]:.1f}" if n in PYTORCH_MS else "-",
+        "measured": lambda n: f"{4e-9 * PYTORCH_HEADS * n**2 * headdim / PYTORCH_MS[n]:.1f}" if n in PYTORCH_MS else "-",
     }
     lengths = report.track(sorted({*PYTORCH_MS, *LENGTHS}), "lengths")
     return [report.table("PyTorch's memory-efficient kernel, headdim 128", lengths, columns)]
+
+
+class Launched(NamedTuple):
+    """A row of the table of PyTorch's kernels on a Titan RTX: a launch, its TFLOP/s by the two models, and those measured by length."""
+
+    kernel: Kernel
+    heads: int
+    tokens: int
+    largest_error: float
+    speeds: list[float]
+    measured: list[float]
 
 
 def titan_grids(simulator: Path, folder: Path, lengths: Sequence[int]) -> list[Grid]:
     """Returns the tables of PyTorch's kernels, and of ours, beside figures of a Titan RTX."""
     sms, launched = GPUS["titanrtx"].sms, []
     for kernel in report.track(kernels(75), "PyTorch's kernels"):
-        # a step over keys, or over queries, costs the same at all lengths
+        # (tokens, heads) that fill the GPU; a step over keys, or over queries, costs the same at all lengths
         full = (2048, 128) if kernel.direction == volta.FORWARD else (1024, 2 * sms)
+        # headdim 128 has one split in PyTorch too, so its 128 heads of the measured figures run as they are
         shapes = [full] if kernel.direction == volta.FORWARD or kernel.headdim == 64 else [full, (1024, 128)]
         largest, measured = error(simulator, folder, kernel), [row[2] for row in TITAN_RTX[kernel.direction, kernel.headdim].values()]
         for tokens, heads in shapes:
             launch = job(kernel, heads, tokens, tokens, has_files=False)
             speeds = [tflops(simulator, folder, "titanrtx", launch, *of) for of in ((), ("--set", "icache=false"))]
-            launched.append((kernel, heads, tokens, largest, speeds, measured))
+            launched.append(Launched(kernel, heads, tokens, largest, speeds, measured))
     theirs = {
-        "pass": lambda of: f"{of[0].direction} D={of[0].headdim}",
-        "kernel": lambda of: of[0].name.removeprefix("fmha_cutlass"),
-        "heads": lambda of: str(of[1]),
-        "tokens": lambda of: str(of[2]),
-        "largest error": lambda of: f"{of[3]:.1e}",
-        "simulated TFLOP/s": lambda of: f"{of[4][0]:.1f}",
-        "perfect i-cache": lambda of: f"{of[4][1]:.1f}",
-        "measured": lambda of: f"{min(of[5]):.1f} to {max(of[5]):.1f}",
-        "simulated / measured": lambda of: f"{of[4][0] * len(of[5]) / sum(of[5]):.2f}",
+        "pass": lambda row: f"{row.kernel.direction} D={row.kernel.headdim}",
+        "kernel": lambda row: row.kernel.name.removeprefix("fmha_cutlass"),
+        "heads": lambda row: str(row.heads),
+        "tokens": lambda row: str(row.tokens),
+        "largest error": lambda row: f"{row.largest_error:.1e}",
+        "simulated TFLOP/s": lambda row: f"{row.speeds[0]:.1f}",
+        "perfect i-cache": lambda row: f"{row.speeds[1]:.1f}",
+        "measured": lambda row: f"{min(row.measured):.1f} to {max(row.measured):.1f}",
+        "simulated / measured": lambda row: f"{row.speeds[0] / mean(row.measured):.2f}",
     }
     results = []
     for ((direction, headdim), measured), tokens in report.track(product(TITAN_RTX.items(), lengths), "our kernels"):
-        # as many rows of queries: 32 heads of 4096 fill the GPU as 128 do
+        # The charts have 4 batches of 32 heads. From 4096 tokens on, one batch fills the GPU as well and simulates faster.
         case = volta.Case(direction, Shape(4 if tokens < 4096 else 1, 32, tokens, tokens, headdim))
         row = Row(f"{direction} D={headdim} N={tokens}", case, "titanrtx")
         results.append((Result(row, driver.simulate(row.call), GPUS["titanrtx"].peak_tflops), measured[tokens]))
     ours = {
-        "case": lambda of: of[0].row.name,
-        "ours, simulated": lambda of: f"{of[0].tflops():.1f}",
-        "perfect i-cache": lambda of: f"{of[0].tflops(1):.1f}",
-        **{name: lambda of, i=i: f"{of[1][i]:.1f}" for i, name in enumerate(("triton-turing", "FlashAttention port", "PyTorch"))},
-        "ours / triton-turing": lambda of: f"{of[0].tflops() / of[1][0]:.2f}",
+        "case": lambda pair: pair[0].row.name,
+        "ours, simulated": lambda pair: f"{pair[0].tflops():.1f}",
+        "perfect i-cache": lambda pair: f"{pair[0].tflops(1):.1f}",
+        **{name: lambda pair, i=i: f"{pair[1][i]:.1f}" for i, name in enumerate(("triton-turing", "FlashAttention port", "PyTorch"))},
+        "ours / triton-turing": lambda pair: f"{pair[0].tflops() / pair[1][0]:.2f}",
     }
     return [
         report.table("PyTorch's memory-efficient kernels on a Titan RTX", launched, theirs),
@@ -317,6 +349,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("simulator", type=Path, help="volta-sim's command")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], metavar="N", help="tokens of our rows on a Titan RTX")
     options = parser.parse_args(arguments)
+    measured = next(iter(TITAN_RTX.values()))
+    if wrong := [n for n in options.lengths if n not in measured]:
+        raise CommandError(f"--lengths: got {wrong[0]}, expected lengths with a measured figure: {', '.join(map(str, measured))}")
     with tempfile.TemporaryDirectory() as name:
         sm, grids = (70, long_grids) if options.gpu == "v100" else (75, titan_grids)
         write_cubins(options.library, sm, Path(name))

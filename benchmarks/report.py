@@ -1,4 +1,5 @@
-"""Formats what the commands print and write: facts about the run, tables as text and Markdown, JSON, progress."""
+"""Formats what the benchmarks print, write and draw. A command makes its `parser`, measures, and calls `deliver` with a header from `facts`
+(command, device, date, versions) and tables from `table`, which go to the terminal, to Markdown and to JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import matplotlib
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -25,13 +27,21 @@ from volta_fa.progress import Progress
 
 from . import marks
 
+matplotlib.use("Agg")  # no display is needed
+from matplotlib import pyplot
+
 #: What headers of simulated results say: volta-sim's times exclude launches (docs/validation/real-cards.md).
 SIMULATED = "simulated with tools/volta-sim; each launch takes 10 to 20 us more on a real card"
 
-# Tables are wide; a pipe or a file has no width of its own.
+# Tables are wide. A pipe or a file has no width, for which rich assumes 80 columns.
 _WIDTH = None if sys.stdout.isatty() else 200
 console = Console(highlight=False, width=_WIDTH)
 T = TypeVar("T")
+
+HEADDIM_COLORS = {32: "#7f7f7f", 64: "#c0392b", 96: "#e67e22", 128: "#2c6fbb", 192: "#8e44ad", 256: "#27824a"}
+#: By the names of attention.IMPLEMENTATIONS.
+COLORS = {"volta_fa": "#c0392b", "eager": "#333333", "eager fp32": "#999999", "SDPA efficient": "#2c6fbb", "SDPA flash": "#27824a"}
+MARKERS = {"volta_fa": "o", "eager": "s", "eager fp32": "D", "SDPA efficient": "^", "SDPA flash": "v"}
 
 
 @dataclass
@@ -56,7 +66,7 @@ class Grid:
 
 
 def table(title: str, items: Iterable[T], columns: dict[str, Callable[[T], str]]) -> Grid:
-    """Returns a table with a row for each item. `columns`: what a column shows of an item."""
+    """Returns a table with a row for each item. `columns`: by title, a function from an item to its cell."""
     return Grid(title, list(columns), [[cell(item) for cell in columns.values()] for item in items])
 
 
@@ -64,22 +74,24 @@ def _cells(row: Sequence[str]) -> str:
     return "| " + " | ".join(row) + " |"
 
 
-def parser(module: str, text: str | None, outputs: bool = True, plot: bool = True) -> argparse.ArgumentParser:
-    """Returns the parser of a command. outputs: with the options that `deliver` reads. plot: the results can be drawn."""
-    made = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{module}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser(module: str, text: str | None, outputs: bool = True, plot: bool = True, measures: bool = False) -> argparse.ArgumentParser:
+    """Returns the parser of a command. `outputs` adds --json, --markdown and, if `plot`, --plot, which `deliver` reads. `measures` adds
+    --device, which `choose_device` reads."""
+    layout = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=text, formatter_class=layout)
     if outputs:
         made.set_defaults(plot=None)
         made.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
         if plot:
             made.add_argument("--plot", type=Path, metavar="FILE", help="draw the results into a PNG")
         made.add_argument("--markdown", type=Path, metavar="FILE", help="write the results as a section for docs/reference/figures.md")
+    if measures:
+        made.add_argument("--device", default="auto", help="auto (a supported GPU if there is one, else the CPU), cpu or cuda")
     return made
 
 
 def facts(module: str, arguments: Sequence[str], **more: str) -> dict[str, str]:
-    """The header of every result: what ran, on what, when."""
+    """Returns the header of results: command, date, commit, versions, and `more`, such as the device."""
     return {
         "command": shlex.join(["python", "-m", *f"benchmarks.{module}".split(), *arguments]),
         "date": datetime.date.today().isoformat(),
@@ -89,8 +101,14 @@ def facts(module: str, arguments: Sequence[str], **more: str) -> dict[str, str]:
     }
 
 
+def facts_of(device: torch.device, module: str, arguments: Sequence[str], **more: str) -> dict[str, str]:
+    """Returns the header of results that were measured on a device."""
+    about = {"device": device_name(device), "kernels": kernels(device), **more, "kind of figures": "measured"}
+    return facts(module, arguments, **about)
+
+
 def processor() -> str:
-    """Name of this machine's CPU."""
+    """Returns the name of this machine's CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -107,6 +125,7 @@ def device_name(device: torch.device) -> str:
 
 
 def choose_device(name: str) -> torch.device:
+    """Returns the device of --device. Raises CommandError for a GPU that is absent or that volta_fa has no kernels for."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
@@ -125,7 +144,7 @@ def dtype_for(device: torch.device) -> torch.dtype:
 
 
 def kernels(device: torch.device) -> str:
-    """Which code runs on the device, and what its speed there means."""
+    """Returns as text which code runs on the device: a family of kernels, volta or turing, natively or through PTX on newer GPUs."""
     if device.type != "cuda":
         return "volta_fa's CPU backend (ATen operations)"
     facts = volta_fa.info()
@@ -147,7 +166,7 @@ def progress(quiet: bool = False) -> Progress:
 
 
 def track(items: Iterable[T], what: str) -> Iterator[T]:
-    """Yields the items and shows how many are done, for commands that print a row when they have it."""
+    """Yields the items and shows a progress bar on stderr."""
     listed = list(items)
     with progress() as bar:
         task = bar.add_task(what, total=len(listed))
@@ -178,7 +197,7 @@ def deliver(
     Args:
         data: for --json.
         draw: draws the results into a PNG, for --plot.
-        kernels: those of simulated figures, for the mark of --markdown; empty if they are unknown.
+        kernels: names of the simulated kernels, for the mark in --markdown's file (benchmarks/marks.py); empty if unknown.
     """
     show(header, grids)
     if options.json:
@@ -195,7 +214,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def _write_markdown(path: Path, header: dict[str, str], grids: Sequence[Grid], plot: Path | None, mark: Sequence[str]) -> None:
-    """A section for `benchmarks.docs`, which puts plots beside each other into images/."""
+    """Writes a section for `benchmarks.docs`, which copies the plot to images/ beside the page."""
     parts = ["\n".join(f"- {name}: {'`' + value + '`' if name == 'command' else value}" for name, value in header.items())]
     parts += mark
     if plot is not None:
@@ -209,8 +228,44 @@ def _write(path: Path, text: str) -> None:
     console.print(f"wrote {path}", soft_wrap=True)
 
 
+# ---- figures: panels with a grid, a legend, one resolution --------------------------------------------------------
+
+
+def panels(rows: int, columns: int, title: str, size: tuple[float, float], **options: Any):
+    """Returns a figure and its axes, a (rows, columns) array. `size` in inches; `options` are those of pyplot.subplots."""
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    figure.suptitle(title, fontsize=11)
+    for axis in axes.flat:
+        axis.grid(True, color="#dddddd", linewidth=0.6)
+    return figure, axes
+
+
+def shared_legend(figure, axes) -> None:
+    """Adds a legend below all panels, with each label once."""
+    unique = {}
+    for axis in axes.flat:
+        for handle, text in zip(*axis.get_legend_handles_labels()):
+            unique.setdefault(text, handle)
+    figure.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=6, fontsize=8)
+
+
+def label(text: str, size: int = 60) -> str:
+    """Returns the text, cut to `size` characters."""
+    return text if len(text) <= size else text[: size - 1] + "…"
+
+
+def save(figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90, format="png")
+    pyplot.close(figure)
+    console.print(f"wrote {path}", soft_wrap=True)
+
+
+# ---- numbers and commands -----------------------------------------------------------------------------------------
+
+
 def significant(value: float | None, digits: int = 3) -> str:
-    """A number with so many significant digits."""
+    """Returns the number with `digits` significant digits, or "-" for None."""
     if value is None:
         return "-"
     if value == 0 or not math.isfinite(value):
@@ -228,7 +283,7 @@ def times(value: float | None) -> str:
 
 
 def command(main: Callable[[Sequence[str]], int]) -> None:
-    """Run a module's main; what the user did wrong is one line."""
+    """Runs a module's main and exits with its status. A CommandError, a mistake of the user, prints one line and exits with 2."""
     try:
         status = main(sys.argv[1:])
     except CommandError as error:

@@ -1,16 +1,15 @@
-"""Simulates ring attention on V100s: when does it hide its messages?
+"""Simulates ring attention on V100s, and prints kernel time / total time by tokens and GPUs: 100% where kernels hide all messages.
 
     python -m benchmarks.ring_simulation
 
-The inputs are simulated kernel rates and published link rates; nothing is measured on a V100. Each rank computes its
-steps in order and requests the keys and values of step t + 1 as step t begins. A message travels once both ranks have
-requested it and both links are free. In the backward pass the gradients of step t's keys leave when the step ends.
-volta_fa.distributed plans what a step computes and sends (causal, zigzag). All kernels of a pass run at one rate, and
-nothing else takes time.
+A ring of n ranks shards the sequence. In step t a rank computes attention of its queries over the keys of the rank t before it.
+The inputs are simulated kernel rates and published link rates; nothing is measured on a V100. Each rank computes its steps in order and
+requests the keys and values of step t + 1 as step t begins. A message travels once both ranks have requested it and both links are free.
+In the backward pass the gradients of step t's keys leave when the step ends. All kernels of a pass run at one rate, and nothing else takes
+time. As in volta_fa.distributed, attention is causal and the layout is zigzag: of 2n chunks, rank i holds i and 2n - 1 - i.
 
-It compares two layouts over nodes of eight GPUs: one ring of all GPUs, and Ulysses inside a node with a ring of nodes.
-Both send directly from a key's rank to the rank that reads it, without hops along the ring. A "place" is a rank of the
-ring: one GPU, or with Ulysses one node.
+It compares two layouts over nodes of eight GPUs: one ring of all GPUs, and Ulysses, which shards heads, inside a node with a ring of nodes.
+Both send directly from a key's rank to its reader, without hops along the ring. A "place" is a rank of the ring: GPU, or node with Ulysses.
 """
 
 from __future__ import annotations
@@ -31,20 +30,19 @@ FORWARD, BACKWARD = 92.6, 75.5
 
 @dataclass(frozen=True)
 class Setup:
-    """A layer's causal attention over one sequence."""
+    """A layer's causal attention over one sequence, and the machine."""
 
     seqlen: int
     gpus: int
-    #: Ulysses inside a node, a ring of nodes
-    mesh: bool = False
+    mesh: bool = False  # Ulysses inside a node, and a ring of nodes
     nheads: int = 32
     nheads_k: int = 8
     headdim: int = 128
-    node: int = NODE
-    nvlink: float = NVLINK
-    network: float = NETWORK
-    forward: float = FORWARD
-    backward: float = BACKWARD
+    node: int = NODE  # GPUs
+    nvlink: float = NVLINK  # GB/s one way
+    network: float = NETWORK  # GB/s one way of each GPU
+    forward: float = FORWARD  # TFLOP/s
+    backward: float = BACKWARD  # TFLOP/s
 
     @property
     def shared(self) -> int:
@@ -64,8 +62,8 @@ class Setup:
     def seconds(self, backward: bool) -> float:
         """Returns the time of a GPU's kernels in one step.
 
-        A step computes half of rows times rows. Zigzag gives each place two chunks, so that the causal mask hides as much in each step.
-        With fewer KV heads than GPUs in a node, GPUs share KV heads, which changes messages but not operations.
+        With zigzag's two chunks, the causal mask hides half of the rows x rows pairs in every step. A pair takes 4 * headdim operations
+        forward and 10 backward. The GPUs of a place divide the query heads.
         """
         operations = (10 if backward else 4) * self.rows**2 / 2 * self.headdim * self.nheads / self.shared
         return operations / ((self.backward if backward else self.forward) * 1e12)
@@ -73,11 +71,11 @@ class Setup:
     def message(self, first_half: bool) -> float:
         """Returns the bytes of fp16 keys and values that each GPU of a place receives for a step.
 
-        Zigzag gives each place two chunks. Under the causal mask a place needs only the first chunk of an earlier place (`first_half`), but
-        both chunks of a later one.
+        Under the causal mask a place needs only the first chunk of an earlier place (`first_half`), but both chunks of a later one.
+        With fewer KV heads than GPUs in a node, GPUs share KV heads, so each receives one.
         """
         heads = max(self.nheads_k / self.shared, 1)
-        return (0.5 if first_half else 1.0) * self.rows * heads * self.headdim * 2 * 2
+        return (0.5 if first_half else 1.0) * self.rows * heads * self.headdim * 2 * 2  # K and V, 2 bytes
 
 
 def rates(setup: Setup, step: int) -> numpy.ndarray:
@@ -85,17 +83,17 @@ def rates(setup: Setup, step: int) -> numpy.ndarray:
     place = numpy.arange(setup.places)
     source = (place - step) % setup.places
     if setup.mesh:
-        same = numpy.zeros(setup.places, dtype=bool)
+        same_node = numpy.zeros(setup.places, dtype=bool)
     else:
-        same = place // setup.node == source // setup.node
-    return numpy.where(same, setup.nvlink, setup.network) * 1e9
+        same_node = place // setup.node == source // setup.node
+    return numpy.where(same_node, setup.nvlink, setup.network) * 1e9
 
 
 def simulate(setup: Setup, backward: bool = False) -> float:
-    """Seconds until the last rank has its result."""
+    """Returns the seconds of one pass, until the last rank has its result."""
     n = setup.places
     place = numpy.arange(n)
-    # seconds, of each place: when its links out and in are free, its kernels done, its keys there, its gradients returned
+    # seconds, of each place: when its links out and in are free, its kernels done, its next keys there, its gradients returned
     way_out, way_in, done, arrived, returned = numpy.zeros((5, n))
     for step in range(n):
         begin = numpy.maximum(done, arrived)
@@ -103,11 +101,11 @@ def simulate(setup: Setup, backward: bool = False) -> float:
             arrived = _transfer(setup, step + 1, begin, way_out, way_in)
         done = begin + setup.seconds(backward)
         if backward and step > 0:
-            # dK and dV return to the place of their keys, in fp16: as many bytes as came
-            target = (place - step) % n
+            # dK and dV return in fp16, as many bytes as came, to the place of their keys (`owner`); `reader` returns this place's
+            owner = (place - step) % n
             reader = (place + step) % n
             seconds = _bytes(setup, step) / rates(setup, step)
-            start = numpy.maximum.reduce([done, way_out, way_in[target]])
+            start = numpy.maximum.reduce([done, way_out, way_in[owner]])
             end = start + seconds
             way_out[:] = end
             way_in[:] = end[reader]
@@ -116,15 +114,16 @@ def simulate(setup: Setup, backward: bool = False) -> float:
 
 
 def _bytes(setup: Setup, step: int) -> numpy.ndarray:
+    """Returns the bytes that each place receives for a step: the first chunk from an earlier place, both from a later one."""
     place = numpy.arange(setup.places)
     return numpy.where((place - step) % setup.places < place, setup.message(True), setup.message(False))
 
 
-def _transfer(setup: Setup, step: int, asked: numpy.ndarray, way_out: numpy.ndarray, way_in: numpy.ndarray) -> numpy.ndarray:
-    """Returns when each place has the keys from `step` places before it."""
+def _transfer(setup: Setup, step: int, requested: numpy.ndarray, way_out: numpy.ndarray, way_in: numpy.ndarray) -> numpy.ndarray:
+    """Returns when each place has the keys from `step` places before it, and occupies the links in `way_out` and `way_in` until then."""
     place = numpy.arange(setup.places)
     source, reader = (place - step) % setup.places, (place + step) % setup.places
-    start = numpy.maximum.reduce([asked, asked[source], way_out[source], way_in])
+    start = numpy.maximum.reduce([requested, requested[source], way_out[source], way_in])
     end = start + _bytes(setup, step) / rates(setup, step)
     way_in[:] = end
     way_out[:] = end[reader]
@@ -132,16 +131,16 @@ def _transfer(setup: Setup, step: int, asked: numpy.ndarray, way_out: numpy.ndar
 
 
 def efficiency(setup: Setup, backward: bool = False) -> float:
-    """Returns kernel time / total time of one pass: 1 if kernels hide all messages."""
+    """Returns kernel time / total time of one pass, at most 1, for tests/test_distributed.py. The table has `efficiency_of_both`."""
     return setup.places * setup.seconds(backward) / simulate(setup, backward)
 
 
 def hides_from(setup: Setup, rate: float, backward: bool = False) -> float:
-    """Returns the minimum tokens per place for which a step's kernels take longer than its largest messages at `rate` GB/s.
+    """Returns the minimum tokens per place for which a step's kernels hide its largest messages at `rate` GB/s. The same tests call it.
 
-    With `rows` tokens per place, a step computes 2 * rows^2 * headdim * nheads operations (backward: 5 instead of 2). A link moves
-    4 * rows * headdim * nheads_k bytes in each direction: K and V in fp16 (backward: 8 instead of 4, with their gradients).
-    With Ulysses, the GPUs of a place divide both by the same number.
+    With `rows` tokens per place, a step takes 2 * rows^2 * headdim * nheads operations (backward: 5), half of `Setup.seconds`'s 4 (10)
+    per pair. A link moves 4 * rows * headdim * nheads_k bytes in each direction: K and V in fp16 (backward: 8, with their gradients).
+    The result equates both times. With Ulysses, the GPUs of a place divide both by the same number, unless they share KV heads.
     """
     if backward:
         return 8 * setup.nheads_k * setup.backward * 1e12 / (5 * setup.nheads * rate * 1e9)
@@ -159,7 +158,7 @@ def efficiency_of_both(setup: Setup) -> float:
 
 
 def table() -> str:
-    """Returns the efficiencies of the ring and of the mesh, as Markdown."""
+    """Returns a Markdown table of `efficiency_of_both` by tokens and GPUs: of one ring, and of Ulysses with a ring of nodes."""
     from . import report  # here, because the simulation needs no torch
 
     lines = ["| tokens | " + " | ".join(f"{n} GPUs" for n in GPUS) + " |", "| ---: |" + " ---: |" * len(GPUS)]

@@ -1,4 +1,4 @@
-"""Rows of `benchmarks.tables`: the indexer's logits, and latent attention over chosen tokens."""
+"""Two benchmarks of `benchmarks.tables` for DeepSeek's sparse attention: an indexer scores tokens, and attention reads the chosen ones."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from .report import Grid
 
 _INDEXER = """The lightning indexer (`volta_fa::indexer_logits`) on a simulated V100 and T4.
 
-Queries have heads of 128 columns in e4m3 (one row: float16). Prompts see their keys causally, decoding reads pages of 64 tokens. TFLOP/s
-count the products of visible keys, and GB/s the bytes of the keys.
+It returns a logit for each query and key: scale[key] * sum over heads of weight * relu(q @ k). Queries have heads of 128 columns in e4m3
+(one row: float16). Prompts see their keys causally, decoding reads pages of 64 tokens. TFLOP/s count the products of visible keys, and
+GB/s the bytes of the keys.
 """
 _SPARSE = """Sparse latent attention (`volta_fa::fwd_sparse_mla`) on a simulated V100: selection of tokens, and attention.
 
-Each query chooses distinct tokens of a cache of 32,768 in pages of 64, at random. Times are without the combination of partial results
-between SMs.
+All query heads read one latent per token, whose first 512 columns are the values (MLA). Each query chooses distinct tokens of a cache of
+32,768 in pages of 64, at random. Times leave out the combination of partial results between SMs.
 """
 TOKENS, PAGE = 32768, 64
 
 
 @dataclass(frozen=True)
 class IndexerCase:
-    """A call. `keys`: of each sequence. Prompts have one sequence, whose last queries these are."""
+    """A call over `keys` of each sequence. A prompt has one sequence, and its queries are the last of its `keys` tokens."""
 
     queries: int
     keys: int
@@ -48,7 +49,7 @@ class IndexerCase:
 
     @property
     def bytes(self) -> float:
-        return 132.0 * self.batch * self.keys if self.paged else 0.0
+        return 132.0 * self.batch * self.keys if self.paged else 0.0  # a paged key has 128 bytes of e4m3 and an fp32 scale
 
     def calls(self, device: str) -> list[Work]:
         q = torch.full((self.batch, self.queries, self.heads, 128), 0.5).to(self.dtype)
@@ -61,8 +62,9 @@ class IndexerCase:
             options = {"block_table": table, "max_seqlen_k": self.keys}
         else:
             keys = torch.ones(self.keys, 128).to(torch.float8_e4m3fn)
-            ends = (torch.arange(self.queries) + self.keys - self.queries + 1).int().unsqueeze(0)
+            ends = (torch.arange(self.queries) + self.keys - self.queries + 1).int().unsqueeze(0)  # keys that each query sees
             options = {"k_scales": torch.ones(self.keys)}
+        # clean_logits=False: logits of keys that a query does not see stay undefined
         return [lambda: torch.ops.volta_fa.indexer_logits(q, keys, weights, ends, **options, clean_logits=False)]
 
 
@@ -81,6 +83,7 @@ def indexer_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid
         "TFLOP/s": lambda r: f"{r.tflops():.1f}",
         "GB/s": lambda r: f"{r.gb_s():.0f}" if r.row.case.bytes else "-",
         "tensor pipe": lambda r: f"{r.main['pipes']['tensor']:.0%}",
+        # model 1 of driver.MODELS: a perfect instruction cache
         "perfect i-cache, us": lambda r: f"{r.us(1):.1f}",
         "TFLOP/s there": lambda r: f"{r.tflops(1):.1f}",
         "kernel": lambda r: r.main["kernel"],
@@ -90,16 +93,16 @@ def indexer_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid
 
 @dataclass(frozen=True)
 class SparseCase:
-    """A call. `extra`: tokens of a second cache (DeepSeek V4)."""
+    """A call with `queries` query tokens. Each attends to its own `topk` chosen tokens of the cache."""
 
     queries: int
-    heads: int = 128
-    topk: int = 2048
+    heads: int = 128  # query heads
+    topk: int = 2048  # chosen tokens of each query
     dtype: torch.dtype = torch.float16
-    fp8: bool = True
+    fp8: bool = True  # rows of the cache are fp8 with scales in 656 bytes (headdim 576) or 584 (512), else of dtype
     headdim: int = 576
-    extra: int = 0
-    bytes = 0.0
+    extra: int = 0  # chosen tokens of a second cache (DeepSeek V4)
+    bytes = 0.0  # for driver: operations bound it
 
     def __str__(self) -> str:
         tokens = f"{self.topk}+{self.extra}" if self.extra else f"{self.topk}"
@@ -116,7 +119,7 @@ class SparseCase:
         def chosen(topk: int) -> torch.Tensor:
             return torch.stack([torch.randperm(TOKENS, generator=generator)[:topk] for _ in range(self.queries)]).int()
 
-        # equal values: row maxima never move, as is usual after the first tiles
+        # constant values: softmax's row maxima stay, as they usually do after the first tiles
         q = torch.full((self.queries, self.heads, self.headdim), 0.01, dtype=self.dtype)
         row = (656 if self.headdim == 576 else 584) if self.fp8 else self.headdim
         cache = torch.full((TOKENS // PAGE, PAGE, 1, row), 0.01).to(self.dtype)
@@ -131,10 +134,12 @@ def sparse_rows(_: argparse.Namespace) -> list[Row]:
     rows = [replace(many, dtype=dtype, fp8=fp8) for fp8 in (True, False) for dtype in (torch.float16, torch.bfloat16)]
     few_heads = [SparseCase(n, heads=16) for n in (1, 64)]
     v4 = [SparseCase(n, heads=8, headdim=512, topk=128, extra=320) for n in (1, 16)]
+    # only the default machine constants (driver.MODELS): the table has no columns of a perfect instruction cache
     return [Row(str(case), case, models=("",)) for case in (SparseCase(1), *rows, *few_heads, *v4)]
 
 
 def sparse_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
+    """Returns the table. The operator's first kernel selects tokens, its second computes attention."""
     columns = {
         "call": lambda r: r.row.name,
         "select, us": lambda r: f"{r.launches[0][0]['us']:.1f}",
@@ -145,5 +150,5 @@ def sparse_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]
     return [report.table("Sparse latent attention on a simulated V100", results, columns)]
 
 
-INDEXER = Benchmark(_INDEXER, indexer_rows, indexer_grids, gpus=("v100", "t4"), several=True)
+INDEXER = Benchmark(_INDEXER, indexer_rows, indexer_grids, gpus=("v100", "t4"), several_gpus=True)
 SPARSE_MLA = Benchmark(_SPARSE, sparse_rows, sparse_grids)

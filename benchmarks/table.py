@@ -1,19 +1,16 @@
-"""Errors, memory and speed of volta_fa against PyTorch's own attention, on this machine.
+"""Measures errors, memory and speed of volta_fa against PyTorch's own attention, on this machine.
 
 For each shape (batch, nheads, seqlen_q, seqlen_k, headdim), causal and not:
 
-errors   the largest error of out and of dq, dk, dv against fp64 on the same inputs, and its ratio to the error of
-         PyTorch's eager attention in the same dtype
-memory   the most that PyTorch's allocator held at once in a forward and backward pass beyond the inputs, and what is
-         saved of eager's
-speed    median time of forward (recording gradients), backward, and their sum; TFLOP/s count 4*B*H*M*N*D operations
-         forward and 10*B*H*M*N*D backward, half for causal
+errors   the largest error of out and of dq, dk, dv against fp64 on the same inputs, and its ratio to that of PyTorch's eager attention
+memory   the most that PyTorch's allocator held at once in a forward and backward pass beyond the inputs, and the share saved of eager's
+speed    median time of forward (recording gradients), backward, and their sum; TFLOP/s count 4*B*H*M*N*D operations forward and
+         10*B*H*M*N*D backward, half for causal: batch B, nheads H, seqlen_q M, seqlen_k N, headdim D
 
-Compared are eager attention (softmax(QK^T)V in the dtype of the inputs, and on a GPU also computed in fp32), and
-scaled_dot_product_attention's efficient and flash backends where they exist. All get the same random values, each
-contiguous in its own layout: volta_fa (batch, seqlen, nheads, headdim), PyTorch (batch, nheads, seqlen, headdim).
-Masks that eager needs are made before. The dtype is fp16 on a GPU and fp32 on a CPU. Nothing clears caches between
-repetitions.
+Compared are eager attention (softmax(QK^T)V in the dtype of the inputs, and on a GPU also computed in fp32), and the efficient and flash
+backends of scaled_dot_product_attention where they exist. All get the same random values, each contiguous in its own layout: volta_fa
+(batch, seqlen, nheads, headdim), PyTorch (batch, nheads, seqlen, headdim). Masks that eager needs are made before the timed calls. The
+dtype is fp16 on a GPU and fp32 on a CPU. Nothing clears L2 between repetitions.
 """
 
 from __future__ import annotations
@@ -30,14 +27,13 @@ import torch
 
 from volta_fa.errors import CommandError
 
-from . import plots, report
-from .attention import EAGER, OURS, RESULTS, Bound, Inputs, implementations, max_errors, why_unavailable
+from . import report
+from .attention import EAGER, OURS, RESULTS, TABLE, Bound, Inputs, Shape, implementations, max_errors, select, why_unavailable
 from .measure import median_ms, peak_bytes
 from .report import Grid, ratio, significant, times
-from .shapes import TABLE, Shape, select
 
 PASSES = ("forward", "backward", "total")
-#: Longest sequence by default on a CPU.
+#: Maximum sequence length on a CPU without --max-seqlen and --cases.
 CPU_MAX_SEQLEN = 256
 
 
@@ -46,30 +42,33 @@ class Result:
     """One implementation on one shape."""
 
     unavailable: str | None = None  # why it did not run
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)  # largest absolute error by result: out, dq, dk, dv
     peak_bytes: int | None = None
-    ms: dict[str, float] = field(default_factory=dict)
-    tflops: dict[str, float] = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)  # by PASSES
+    tflops: dict[str, float] = field(default_factory=dict)  # by PASSES
 
 
 @dataclass
 class Row:
+    """All implementations on one shape."""
+
     shape: Shape
-    results: dict[str, Result]
+    results: dict[str, Result]  # by the implementation's name
 
     def error(self, name: str, backward: bool) -> float | None:
+        """Returns an implementation's error of out, or (`backward`) the largest of its gradients'."""
         errors = self.results[name].errors
         return max((errors[w] for w in _results_of(backward)), default=None) if errors else None
 
     def error_ratio(self, backward: bool) -> float | None:
-        """Ours to eager's: of the gradients the worst."""
+        """Returns volta_fa's error relative to eager's, of out, or (`backward`) of the gradient where it is largest."""
         ours, eager = self.results[OURS].errors, self.results[EAGER].errors
         if not ours or not eager:
             return None
         return max(_over(ours[w], eager[w]) for w in _results_of(backward))
 
     def memory_saving(self) -> float | None:
-        """Share of eager's peak memory that is saved."""
+        """Returns the share of eager's peak memory that volta_fa saves."""
         ours, eager = self.results[OURS].peak_bytes, self.results[EAGER].peak_bytes
         return 1 - ours / eager if ours is not None and eager else None
 
@@ -88,13 +87,14 @@ def _results_of(backward: bool) -> Sequence[str]:
 
 
 def _over(ours: float, eager: float) -> float:
+    """Returns ours / eager, and 1 for two errors of 0."""
     if eager == 0:
         return 1.0 if ours == 0 else math.inf
     return ours / eager
 
 
 def measure(shape: Shape, device: torch.device, dtype: torch.dtype, budget: float, seed: int) -> Row:
-    """Run every implementation on a shape."""
+    """Returns the figures of every implementation on a shape. `budget`: seconds of repetitions for each time."""
     inputs = Inputs(shape, device, dtype, seed)
     row = Row(shape, {})
     outputs = {}
@@ -123,7 +123,7 @@ def _measure_one(result: Result, bound: Bound, budget: float) -> None:
 
 
 def _attempt(result: Result, work: Callable[[], Any]) -> Any:
-    """Run unless an earlier attempt failed."""
+    """Returns what `work` returns. If it cannot run here, sets `result.unavailable`; then this and later attempts return None."""
     if result.unavailable:
         return None
     try:
@@ -168,13 +168,13 @@ def grids(rows: Sequence[Row]) -> list[Grid]:
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """Implementations that ran at all."""
+    """Returns volta_fa and the implementations that ran on any shape."""
     return [name for name in rows[0].results if name == OURS or any(row.results[name].ms for row in rows)]
 
 
 def plot(rows: Sequence[Row], header: dict[str, str], path: Path) -> None:
     title = f"Attention on {header['device']}, {header['dtype']}, {header['date']} (measured)"
-    figure, axes = plots.panels(2, 2, plots.label(title, 110), (12, 8), sharey=True)
+    figure, axes = report.panels(2, 2, report.label(title, 110), (12, 8), sharey=True)
     for across, causal in enumerate((False, True)):
         of_mask = [row for row in rows if row.shape.causal == causal]
         labels = [str(row.shape).removesuffix(",causal") for row in of_mask]
@@ -182,30 +182,20 @@ def plot(rows: Sequence[Row], header: dict[str, str], path: Path) -> None:
             axis = axes[down][across]
             for name in _names(rows):
                 speeds = [row.results[name].tflops.get(which, math.nan) for row in of_mask]
-                axis.plot(labels, speeds, plots.MARKERS[name], color=plots.COLORS[name], label=name, markersize=5)
+                axis.plot(labels, speeds, report.MARKERS[name], color=report.COLORS[name], label=name, markersize=5)
             axis.set(yscale="log", title=f"{which}, {'causal' if causal else 'not causal'}", ylabel="TFLOP/s")
             axis.tick_params(axis="x", rotation=75, labelsize=7)
-    plots.shared_legend(figure, axes)
-    plots.save(figure, path)
+    report.shared_legend(figure, axes)
+    report.save(figure, path)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = report.parser("table", __doc__)
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=[],
-        metavar="SHAPE",
-        help="shapes B,H,M,N,D[,causal], or patterns for the listed ones, as '1,32,1024,*' or '*,128,causal' (default: all listed)",
-    )
-    parser.add_argument(
-        "--max-seqlen",
-        type=int,
-        metavar="N",
-        help=f"leave out longer sequences (default on a CPU: {CPU_MAX_SEQLEN}, unless --cases is given)",
-    )
+    parser = report.parser("table", __doc__, measures=True)
+    words = "shapes B,H,M,N,D[,causal], or patterns for the listed ones, as '1,32,1024,*' or '*,128,causal' (default: all listed)"
+    parser.add_argument("--cases", nargs="+", default=[], metavar="SHAPE", help=words)
+    words = f"leave out longer sequences (default on a CPU: {CPU_MAX_SEQLEN}, unless --cases is given)"
+    parser.add_argument("--max-seqlen", type=int, metavar="N", help=words)
     parser.add_argument("--quick", action="store_true", help="sequences to 64 and few repetitions: does it work at all?")
-    parser.add_argument("--device", default="auto", help="auto (a supported GPU if there is one, else the CPU), cpu or cuda")
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="S", help="start no further shape after so many seconds")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     return parser
@@ -221,15 +211,8 @@ def main(arguments: Sequence[str]) -> int:
     shapes = [s for s in select(options.cases) if max(s.seqlen_q, s.seqlen_k) <= longest]
     if not shapes:
         raise CommandError(f"no shape is left: --cases and --max-seqlen {longest} exclude all {len(TABLE)}")
-    header = report.facts(
-        "table",
-        arguments,
-        device=report.device_name(device),
-        kernels=report.kernels(device),
-        dtype=str(dtype).removeprefix("torch."),
-        inputs="standard normal, the same values for all; volta_fa (B,S,H,D), PyTorch (B,H,S,D), each contiguous",
-        **{"kind of figures": "measured"},
-    )
+    inputs = "standard normal, the same values for all; volta_fa (B,S,H,D), PyTorch (B,H,S,D), each contiguous"
+    header = report.facts_of(device, "table", arguments, dtype=str(dtype).removeprefix("torch."), inputs=inputs)
     start = time.monotonic()
     rows: list[Row] = []
     with report.progress() as bar:
@@ -242,7 +225,7 @@ def main(arguments: Sequence[str]) -> int:
             try:
                 rows.append(measure(shape, device, dtype, 0.01 if options.quick else 0.2, options.seed))
             except RuntimeError as error:
-                # A fault, but the shapes before it took their time: show them.
+                # The command fails, but shows the shapes before, which may have taken hours.
                 header["FAILED"] = f"{shape}: {error}"
                 break
             bar.advance(task)

@@ -1,6 +1,6 @@
-"""Small benchmarks, each a list of rows:
+"""Small benchmarks, each a list of rows for benchmarks.driver and a function that makes a table of their results:
 
-    python -m benchmarks.tables targets          what people run on a V100, beside the speed that it is meant to have
+    python -m benchmarks.tables targets          usual shapes on a V100, beside their target speed
     python -m benchmarks.tables headdim_512      headdim 512: forward, backward and decoding
     python -m benchmarks.tables fast             volta_fa::fwd_fast beside volta_fa::fwd on Turing
     python -m benchmarks.tables float32          float32 in both precisions
@@ -10,39 +10,41 @@
     python -m benchmarks.tables sparse_mla       latent attention over chosen tokens
     python -m benchmarks.tables features         options as a share of the plain pass, measured on this machine's GPU
 
-Each has --help. Nothing but the last is measured.
+Each has --help. Only the last is measured; tools/volta-sim simulates a GPU for the others, with its default model (`r.tflops()` of a
+result r) and with a perfect instruction cache (`r.tflops(1)`). TABLES lists them.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from volta_fa.check.kernels import environment
+from volta_fa.check.problems import float32_precision
 from volta_fa.errors import CommandError
 
 from . import decode, report, sparse, volta
+from .attention import Shape
 from .driver import GPUS, MODELS, Benchmark, Result, Row, run
 from .measure import Work, aligned
 from .report import Grid
-from .shapes import Shape
 from .volta import BACKWARD, BIAS_GRADIENT, FORWARD
 
 # ---- targets -----------------------------------------------------------------------------------------------------
 
-TARGETS_TEXT = """The speed of what people run, beside its targets, on a simulated V100.
+TARGETS_TEXT = """The speed of usual shapes, beside their targets, on a simulated V100.
 
 TFLOP/s of the whole pass with the default model and with a perfect instruction cache, as `benchmarks.volta` counts them.
-"Tensor pipe" and "shared memory" are shares of the main kernel's time with the default model. "Balance" is the work of the
-average SM, relative to that of the busiest: a grid without waves and tails has 1.
+"Tensor pipe" and "shared memory" are busy shares of the slowest kernel's time, with the default model. "Balance" is the work of the average
+SM, relative to that of the busiest: below 1, the last wave of blocks leaves SMs idle.
 """
 
-#: A pass by feature ("causal": the mask), tokens and batch, with TFLOP/s at headdims 64 and 128 and the usual number of heads.
+#: Direction, feature ("": none), tokens, batch and target TFLOP/s at headdims 64 and 128, with `volta.usual_heads`.
 USUAL = [
     (FORWARD, "packed", 2048, 1, (84, 87)),
     (FORWARD, "packed", 2048, 8, (84, 87)),
@@ -61,18 +63,18 @@ USUAL = [
     (FORWARD, "", 4096, 1, (100, 98)),
     (BACKWARD, "", 2048, 1, (82, 83)),
 ]
-#: Other shapes, with TFLOP/s.
+#: Direction, shape and target TFLOP/s (0: none).
 OTHERS = [
     *((BACKWARD, Shape(1, 32, 2048, 2048, d, nheads_k=8), tflops) for d, tflops in ((64, 74), (128, 75))),
     (FORWARD, Shape(1, 32, 1024, 1024, 96), 78),
     (BACKWARD, Shape(1, 40, 1024, 1024, 96), 70),
     (FORWARD, Shape(1, 32, 1024, 1024, 192, headdim_v=128), 74),
     (BACKWARD, Shape(1, 40, 1024, 1024, 192, headdim_v=128), 66),
-    # without targets: what else these shapes depend on
+    # without targets: rows that show what the speed of those above depends on
     *((BACKWARD, Shape(1, 32, n, n, d, True, nheads_k=8), 0) for n in (2048, 4096) for d in (64, 128)),
     *((BACKWARD, Shape(1, 32, 2048, 2048, d), 0) for d in (64, 128)),
 ]
-#: Prefill of 4096 tokens: headdim, query heads, KV heads, cached tokens before, TFLOP/s.
+#: Prefill of 4096 tokens over a paged cache: headdim, query heads, KV heads, cached tokens before, target TFLOP/s.
 PREFILL = [(256, 6, 1, before, 70) for before in (0, 16384, 128000)] + [(128, 32, 8, before, 85) for before in (0, 16384)]
 
 
@@ -109,10 +111,10 @@ def target_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]
 HEADDIM_512_TEXT = """Simulates headdim 512 on a V100, a T4 and an RTX 2080 Ti: forward, backward and decoding, by the default model and by
 one with a perfect instruction cache.
 
-Forward and backward are as `benchmarks.volta` has them: a V100 has 32 heads on 8, a Turing chip a head for each SM. One head is that of
-an image decoder. Decoding is as `benchmarks.decode --wide` has it: 8 sequences of 4096 tokens, and shares of the DRAM rate.
+In forward and backward a V100 has 32 query heads on 8 KV heads, a Turing chip a head for each SM. "One head" is the shape of an image
+decoder. Decoding has the cases with targets of `benchmarks.decode --wide`: 8 sequences of 4096 tokens, and shares of the DRAM rate.
 """
-#: Passes: direction, tokens, causal, whether it is one head, GPUs.
+#: Direction, tokens, causal, one head, GPUs.
 PASSES_512 = [
     (FORWARD, 2048, False, False, ("v100", "t4", "rtx2080ti")),
     (FORWARD, 4096, False, False, ("v100",)),
@@ -127,13 +129,13 @@ def headdim_512_rows(_: argparse.Namespace) -> list[Row]:
     found = []
     for gpu in ("v100", "t4", "rtx2080ti"):
         for direction, n, causal, one, gpus in PASSES_512:
-            heads, on = (1, 1) if one else (32, 8) if gpu == "v100" else (GPUS[gpu].sms,) * 2
-            case = volta.Case(direction, Shape(1, heads, n, n, 512, causal, nheads_k=on))
+            heads, kv_heads = (1, 1) if one else (32, 8) if gpu == "v100" else (GPUS[gpu].sms,) * 2
+            case = volta.Case(direction, Shape(1, heads, n, n, 512, causal, nheads_k=kv_heads))
             if gpu in gpus:
                 found.append(Row(f"{direction}, {'one head, ' * one}N={n}{', causal' * causal}", case, gpu))
         if gpu != "rtx2080ti":
-            aimed = (case for case, targets, _ in decode.wide_cases(gpu) if targets)
-            found += [Row(f"decode, {case.kv_heads * case.group} heads on {case.kv_heads}", case, gpu) for case in aimed]
+            with_target = (case for case, targets, _ in decode.wide_cases(gpu) if targets)
+            found += [Row(f"decode, {case.kv_heads * case.group} heads on {case.kv_heads}", case, gpu) for case in with_target]
     return found
 
 
@@ -158,10 +160,10 @@ def headdim_512_grids(results: Sequence[Result], options: argparse.Namespace) ->
 
 FAST_TEXT = """volta_fa::fwd_fast beside volta_fa::fwd on a simulated RTX 2080 Ti and T4: TFLOP/s of the call and of its forward kernel.
 
+fwd_fast is the inexact forward for Turing: Q K^T in int8, sums of P V in fp16. Its first kernels quantize K and pack masks: "preparations".
 A head for each SM, fp16. TFLOP/s count 4 * headdim operations for each pair of query and key, half of the pairs if causal, all of them
-under a boolean mask, which hides a tenth at random. Packed: two sequences on half of the heads. With --rows, the last rows of the queries
-alone are simulated, and the forward kernel's time counts for all rows in proportion. --every-length runs the fast kernels below the length
-that the planner wants, too.
+under a boolean mask, which hides a tenth at random. Packed: two sequences on half of the heads. --rows simulates only the last rows of the
+queries, and counts their share of the preparations' time.
 """
 
 
@@ -169,18 +171,17 @@ that the planner wants, too.
 class FastCase:
     """A call of fwd_fast, or of fwd for the same problem."""
 
-    op: str
+    op: str  # fwd_fast or fwd
     kind: str  # plain, causal, mask or packed
     headdim: int
-    seqlen: int
-    rows: int
-    sms: int
-    every_length: bool = False
-    bytes = 0.0
+    seqlen: int  # keys
+    rows: int  # queries, the last of seqlen
+    sms: int  # heads (packed: heads x sequences)
+    bytes = 0.0  # for driver: operations bound it
 
     @property
     def flops(self) -> float:
-        # rows that were left out see fewer keys under a causal mask: pairs of those that ran count
+        # causal: the last rows see all keys less a triangle of rows x rows
         pairs = self.rows * self.seqlen - (self.rows * (self.rows - 1) / 2 if self.kind == "causal" else 0)
         return 4 * self.headdim * self.sms * pairs
 
@@ -197,17 +198,7 @@ class FastCase:
         mask = torch.rand(1, 1, rows, seqlen, generator=generator) > 0.1 if self.kind == "mask" else None
         options["attn_mask" if self.op == "fwd_fast" else "attn_bias"] = mask
 
-        def call() -> None:
-            if self.every_length:  # the fast kernel without lengths and masks
-                choice = {"pass": "FastForward", "variant": f"turing_fast_fwd_{self.headdim}x{self.headdim}"}
-                torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": [choice]}))
-            try:
-                getattr(torch.ops.volta_fa, self.op)(q, k, v, **options)
-            finally:
-                if self.every_length:
-                    torch.ops.volta_fa._set_tuning("")
-
-        return [call]
+        return [lambda: getattr(torch.ops.volta_fa, self.op)(q, k, v, **options)]
 
 
 def add_fast_options(parser: argparse.ArgumentParser) -> None:
@@ -217,29 +208,25 @@ def add_fast_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", nargs="+", default=["plain"], choices=kinds)
     parser.add_argument("--rows", type=int)
     parser.add_argument("--settings", default="", help="of volta-sim; default: its default model")
-    parser.add_argument("--every-length", action="store_true")
 
 
 def fast_rows(options: argparse.Namespace) -> Iterator[Row]:
-    for gpu in options.gpu:
-        for seqlen in options.seqlen:
-            for kind in options.case:
-                for headdim in options.headdim:
-                    case = FastCase("fwd_fast", kind, headdim, seqlen, options.rows or seqlen, GPUS[gpu].sms, options.every_length)
-                    for op in (case, replace(case, op="fwd", every_length=False)):
-                        yield Row(f"{op.op}, {seqlen} keys, {kind}, headdim {headdim}", op, gpu, (options.settings,))
+    for gpu, seqlen, kind, headdim in itertools.product(options.gpu, options.seqlen, options.case, options.headdim):
+        fast = FastCase("fwd_fast", kind, headdim, seqlen, options.rows or seqlen, GPUS[gpu].sms)
+        for case in (fast, replace(fast, op="fwd")):
+            yield Row(f"{case.op}, {seqlen} keys, {kind}, headdim {headdim}", case, gpu, (options.settings,))
 
 
 def fast_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
     exact = {(r.row.gpu, replace(r.row.case, op="fwd_fast")): r for r in results if r.row.case.op == "fwd"}
 
-    def whole(r: Result) -> float:
-        """TFLOP/s with all preparations, which --rows does not shorten."""
+    def with_preparations(r: Result) -> float:
+        """Returns TFLOP/s of all kernels. Preparations take the time for all rows, and --rows gets its share."""
         *before, kernel = (launch["us"] for launch in r.launches[0])
         return r.row.case.flops / (sum(before) * r.row.case.rows / r.row.case.seqlen + kernel) / 1e6
 
     def of_exact(r: Result) -> str:
-        other = exact.get((r.row.gpu, replace(r.row.case, every_length=False)))
+        other = exact.get((r.row.gpu, r.row.case))
         return f"{other.tflops():.1f}" if other else "-"
 
     columns = {
@@ -247,7 +234,7 @@ def fast_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
         "keys": lambda r: str(r.row.case.seqlen),
         "case": lambda r: r.row.case.kind,
         "headdim": lambda r: str(r.row.case.headdim),
-        "fwd_fast": lambda r: f"{whole(r):.1f}",
+        "fwd_fast": lambda r: f"{with_preparations(r):.1f}",
         "its forward kernel": lambda r: f"{r.row.case.flops / r.launches[0][-1]['us'] / 1e6:.1f}",
         "fwd": of_exact,
     }
@@ -261,18 +248,18 @@ def fast_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid]:
 FLOAT32_TEXT = """float32 tensors on a simulated V100 and T4: TFLOP/s of the call, with its casts, and of the attention kernel alone.
 
 "highest" and "high" are PyTorch's settings (torch.set_float32_matmul_precision). 2048 queries and keys; a V100 has 32 heads, a T4 one for
-each SM. Headdim 512 is a VAE: one head and 4096 tokens. At most, the FMA pipe of a V100 has 15.7 TFLOP/s and that of a T4 8.1.
+each SM. Headdim 512 is a VAE: one head and 4096 tokens. The fp32 FMA pipes, without tensor cores, peak at 15.7 TFLOP/s (V100) and 8.1 (T4).
 """
 
 
 @dataclass(frozen=True)
 class PassCase:
-    """Computes one pass. A subclass runs it."""
+    """One pass. A subclass has its `calls`; `kind` is what it varies."""
 
     kind: str
     direction: str
     shape: Shape
-    bytes = 0.0
+    bytes = 0.0  # for driver: operations bound it
 
     @property
     def flops(self) -> float:
@@ -288,15 +275,11 @@ class Float32Case(PassCase):
         lse = torch.zeros(s.batch, s.nheads, s.seqlen_q)
 
         def call() -> None:
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision(self.kind)
-            try:
+            with float32_precision(self.kind):
                 if self.direction == FORWARD:
                     torch.ops.volta_fa.fwd(q, k, v)
                 else:
                     torch.ops.volta_fa.bwd(dout, q, k, v, q, lse)
-            finally:
-                torch.set_float32_matmul_precision(before)
 
         return [call]
 
@@ -305,11 +288,10 @@ def float32_rows(options: argparse.Namespace) -> list[Row]:
     found = []
     for gpu in options.gpu:
         heads = 32 if gpu == "v100" else GPUS[gpu].sms
-        shapes = [Shape(1, heads, 2048, 2048, headdim) for headdim in (64, 128)]
-        for shape in (*shapes, Shape(1, 1, 4096, 4096, 512)):
-            for precision, direction in itertools.product(("highest", "high"), (FORWARD, BACKWARD)):
-                case = Float32Case(precision, direction, shape)
-                found.append(Row(f"{precision}, {direction}, headdim {shape.headdim}", case, gpu))
+        shapes = [*(Shape(1, heads, 2048, 2048, headdim) for headdim in (64, 128)), Shape(1, 1, 4096, 4096, 512)]
+        for shape, precision, direction in itertools.product(shapes, ("highest", "high"), (FORWARD, BACKWARD)):
+            case = Float32Case(precision, direction, shape)
+            found.append(Row(f"{precision}, {direction}, headdim {shape.headdim}", case, gpu))
     return found
 
 
@@ -328,9 +310,10 @@ def float32_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid
 
 INVARIANT_TEXT = """What `batch_invariant` costs on a simulated V100: microseconds of usual and of invariant calls, kernels alone.
 
-32 heads on 8, headdim 128, fp16: decoding and a chunk over pages of 16 tokens, and a dense causal prompt.
+Invariant calls fix the order of all sums, so a row has the same bits in any batch. 32 query heads on 8 KV heads, headdim 128, fp16:
+decoding and a chunk of a prompt over pages of 16 tokens, and a dense causal prompt.
 """
-#: Name, lengths, queries of a sequence, and tokens of a page; 0: dense.
+#: Name, tokens of each sequence, queries of a sequence, and tokens of a page; 0: dense.
 INVARIANT = [
     ("decode 1 x 65,536 tokens", (65536,), 1, 16),
     ("decode 1 x 16,384", (16384,), 1, 16),
@@ -345,21 +328,18 @@ class InvariantCase:
     """A call under VOLTA_FA_BATCH_INVARIANT."""
 
     usual: decode.Case
-    bytes = 0.0
+    bytes = 0.0  # for driver: no table has its GB/s
 
     @property
     def flops(self) -> float:
         return self.usual.flops
 
     def calls(self, device: str) -> list[Work]:
-        def invariant(work: Work) -> Work:
-            def call() -> None:
-                with environment(VOLTA_FA_BATCH_INVARIANT="1"):
-                    work()
+        def invariant(work: Work) -> None:
+            with environment(VOLTA_FA_BATCH_INVARIANT="1"):
+                work()
 
-            return call
-
-        return [invariant(work) for work in self.usual.calls(device)]
+        return [partial(invariant, work) for work in self.usual.calls(device)]
 
 
 def invariant_rows(_: argparse.Namespace) -> list[Row]:
@@ -388,21 +368,21 @@ LONG_TEXT = """Simulates forward passes of 8K to 115K tokens on a V100, where K 
 
 tools/volta-sim simulates one SM and lets reads of data that other SMs read hit L2. That holds while blocks walk over K and V together.
 In a long grid they drift apart. Then a block finds in L2 only what others read last: with blocks at independent places, the share
-C / S of its reads, for an L2 of C bytes and S bytes of K and V in a head. The rest comes from DRAM. This command simulates that share with
-the machine's own constants: every read has DRAM's latency, the misses share DRAM's bandwidth, and the blocks of an SM share nothing.
+C / S of its reads, for an L2 of C bytes and S bytes of K and V in a head. The rest misses and comes from DRAM. This command simulates that
+share by other machine constants: every read has DRAM's latency, and L2's rate falls so far that the misses share DRAM's bandwidth.
 
-One wave of blocks over 2048 keys stands for the call: each step over keys costs the same. Shares 0, 0.3 and 1 bound the model.
+One wave of blocks over 2048 keys stands for the call: each step over keys costs the same. Miss shares of 0, 0.3 and 1 are there to compare.
 docs/validation/real-cards.md compares the model with PyTorch's kernel on real V100s.
 """
-#: Of volta-sim's V100 (tools/volta-sim/src/machine.rs): bytes of L2; bytes a cycle and SM; cycles.
+#: Of volta-sim's V100 (tools/volta-sim/src/machine.rs).
 L2_BYTES = 6 << 20
-L2_RATE, DRAM_RATE = 17.6, 6.4
-DRAM_LATENCY = 430
+L2_RATE, DRAM_RATE = 17.6, 6.4  # bytes per cycle and SM; DRAM: 783 GB/s over 80 SMs at 1.53 GHz
+DRAM_LATENCY = 430  # cycles
 LENGTHS = (8192, 16384, 32768, 65536, 115456)
 
 
 def miss_share(keys: int, headdim: int, l2_bytes: float = L2_BYTES) -> float:
-    """Returns the share of reads of fp16 K and V that L2 misses, with blocks of a head at independent places."""
+    """Returns the share of a head's fp16 K and V reads that miss L2, with blocks at independent places. A key takes 4 * headdim bytes."""
     return max(0.0, 1.0 - l2_bytes / (4 * keys * headdim))
 
 
@@ -425,8 +405,7 @@ def long_rows(options: argparse.Namespace) -> list[Row]:
     found = []
     lengths = [(d, f"{n} tokens", miss_share(n, d)) for d in options.headdims for n in options.lengths]
     for d, length, share in lengths + [(d, "bound", share) for d in options.headdims for share in options.shares]:
-        # A wave of blocks: two on each SM, of 128 rows. They are of two heads, so that L1 serves no block with what the other read, as at
-        # independent places in one head.
+        # A wave of blocks of 128 rows, two on each SM. They belong to two heads, so that a block finds nothing in L1 that the other read.
         case = volta.Case(FORWARD, Shape(1, 2, GPUS["v100"].sms * 128, options.keys, d))
         models = tuple(",".join(filter(None, (machine(share), model))) for model in MODELS)
         found.append(Row(f"{d}, {length}, {share:.0%} misses", case, models=models))
@@ -452,12 +431,12 @@ figures are for the plain problem: its memory-efficient kernels and FlashAttenti
 (1, H, M, N), a mask (B, 1, M, N).
 """
 FEATURES = ("", "causal", "packed", "softcap", "alibi", "bias", "mask", BIAS_GRADIENT, "dropout", volta.DETERMINISTIC)
-#: Matrices of biases and masks are left out where they take more.
+#: A row is left out if its bias or mask takes more.
 MOST_BYTES = 8 << 30
 
 
 class AtenCase(PassCase):
-    """PyTorch's kernels. kind: "efficient" or "flash"."""
+    """PyTorch's kernels, as aten operators. kind: "efficient" or "flash"."""
 
     def calls(self, device: str) -> list[Work]:
         s = self.shape
@@ -467,11 +446,12 @@ class AtenCase(PassCase):
         of_backward = getattr(torch.ops.aten, f"{op}_backward")
 
         def forward() -> tuple:
+            # efficient: no bias, with log-sum-exp; both: no dropout
             given = (None, True, 0.0, causal) if self.kind == "efficient" else (0.0, causal)
             return getattr(torch.ops.aten, op)(q, k, v, *given)
 
         def backward() -> tuple:
-            if self.kind == "efficient":
+            if self.kind == "efficient":  # gradients of q, k and v, not of a bias
                 return of_backward(dout, q, k, v, None, *found, 0.0, [True, True, True, False], causal)
             out, lse, cum_q, cum_k, max_q, max_k, *rng = found[:8]
             return of_backward(dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, *rng)
@@ -493,8 +473,8 @@ def add_feature_options(parser: argparse.ArgumentParser) -> None:
 def feature_rows(options: argparse.Namespace) -> list[Row]:
     found = []
     for plain in map(Shape.parse, options.shapes):
-        scores = 2 * plain.seqlen_q * plain.seqlen_k
-        size = {"bias": scores * plain.nheads, BIAS_GRADIENT: scores * plain.nheads, "mask": scores * plain.batch}
+        matrix = 2 * plain.seqlen_q * plain.seqlen_k  # bytes in fp16
+        size = {"bias": matrix * plain.nheads, BIAS_GRADIENT: matrix * plain.nheads, "mask": matrix * plain.batch}
         for direction in (FORWARD, BACKWARD):
             for feature in FEATURES:
                 case = volta.Case(direction, replace(plain, causal=feature == "causal"), feature=feature if feature != "causal" else "")
@@ -520,9 +500,9 @@ def feature_grids(results: Sequence[Result], _: argparse.Namespace) -> list[Grid
 
 TABLES = {
     "targets": Benchmark(TARGETS_TEXT, target_rows, target_grids),
-    "headdim_512": Benchmark(HEADDIM_512_TEXT, headdim_512_rows, headdim_512_grids, gpus=("v100", "t4", "rtx2080ti"), several=True),
-    "fast": Benchmark(FAST_TEXT, lambda o: list(fast_rows(o)), fast_grids, add_fast_options, gpus=("rtx2080ti", "t4"), several=True),
-    "float32": Benchmark(FLOAT32_TEXT, float32_rows, float32_grids, gpus=("v100", "t4"), several=True),
+    "headdim_512": Benchmark(HEADDIM_512_TEXT, headdim_512_rows, headdim_512_grids, gpus=("v100", "t4", "rtx2080ti"), several_gpus=True),
+    "fast": Benchmark(FAST_TEXT, lambda o: list(fast_rows(o)), fast_grids, add_fast_options, gpus=("rtx2080ti", "t4"), several_gpus=True),
+    "float32": Benchmark(FLOAT32_TEXT, float32_rows, float32_grids, gpus=("v100", "t4"), several_gpus=True),
     "batch_invariant": Benchmark(INVARIANT_TEXT, invariant_rows, invariant_grids),
     "long_sequences": Benchmark(LONG_TEXT, long_rows, long_grids, add_long_options),
     "indexer": sparse.INDEXER,

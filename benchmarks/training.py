@@ -1,12 +1,11 @@
-"""Training with volta_fa against PyTorch's own attention: do the loss curves agree?
+"""Trains with volta_fa and with PyTorch's own attention, and checks that the loss curves agree.
 
-A 4-layer character GPT (the demo's) on the source of Python's standard library, once for each headdim, from the same
-weights and on the same batches with each attention: volta_fa, PyTorch's scaled_dot_product_attention as it chooses its
-kernel, each of PyTorch's kernels by name, and its choice with every output and gradient element moved by one rounding
-error. Those are all correct, so their distances from PyTorch's own choice are its run-to-run band: training amplifies
-any rounding difference. The loss of volta_fa must stay within twice the band (BAND_FACTOR), and its gradients, at the first and at
-volta_fa's last weights, be as close to a float64 model's as PyTorch's are (at most three times as far).
-Exits 1 if one of these fails.
+A 4-layer character GPT (the demo's) on the source of Python's standard library, once for each headdim, from the same weights and on the
+same batches with each attention: volta_fa, PyTorch's scaled_dot_product_attention as it chooses its kernel ("torch"), each of PyTorch's
+kernels by name, and its choice with every output and gradient element moved by one or two units in the last place. PyTorch's are all
+correct, and training amplifies any rounding difference. So the largest distance of their losses from "torch" is the band of correct runs.
+The loss of volta_fa must stay within twice the band (BAND_FACTOR). Its gradients, at the first and at volta_fa's last weights, may be at
+most three times as far from a float64 model's as PyTorch's (GRADIENT_FACTOR). Exits 1 if one of these fails.
 """
 
 from __future__ import annotations
@@ -20,34 +19,35 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from volta_fa.demo.data import encode, read_corpus
 from volta_fa.demo.model import Attention, RoundedAttention, torch_attention, volta_attention
-from volta_fa.demo.train import Batches, Run, Settings, make_runs, train
+from volta_fa.demo.train import Run, Settings, batches, encode, make_runs, read_corpus, train
 from volta_fa.errors import CommandError
 
-from . import plots, report
+from . import report
 from .report import Grid, significant
 
 WIDTH = 256  # nheads * headdim
 LAYERS = 4
 #: PyTorch's kernels, where this device has them.
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-#: The few runs of the band do not show how far another may stray; a wrong mask or scale is off by orders of magnitude.
+#: Above 1, because the band has few runs and another correct one may stray further. A wrong mask or scale is off by orders of magnitude.
 BAND_FACTOR = 2.0
 #: Losses are averaged over this many steps before they are compared: a single batch's loss is noise.
 SMOOTH = 10
-#: The gradient rule of the whole suite.
+#: Maximum error of volta_fa's gradients relative to PyTorch's.
 GRADIENT_FACTOR = 3.0
 
 
 @dataclass
 class Result:
+    """All runs at one headdim."""
+
     headdim: int
     settings: dict
-    losses: dict[str, list[float]]
-    distance: float  # of volta_fa's smoothed loss from PyTorch's, at its largest
-    band: float  # the same of PyTorch's other runs
-    gradients: dict[str, dict[str, float]]  # when -> run -> relative distance from float64
+    losses: dict[str, list[float]]  # by run, of each step
+    distance: float  # largest difference of volta_fa's smoothed loss from that of "torch"
+    band: float  # the same of PyTorch's other runs, the largest of all
+    gradients: dict[str, dict[str, float]]  # by "first weights" or "last weights", and run: relative error against float64
 
     @property
     def agrees(self) -> bool:
@@ -64,7 +64,7 @@ def with_kernel(backend: SDPBackend) -> Attention:
 
 
 def band_attentions(device: torch.device, settings: Settings) -> dict[str, Attention]:
-    """Correct attentions that round differently."""
+    """Returns the attentions of the band by name, without kernels that this device lacks."""
     found: dict[str, Attention] = {"torch, one rounding error": RoundedAttention(1)}
     probe = torch.zeros(1, 8, settings.nheads, settings.headdim, device=device, dtype=torch.float16 if settings.half else torch.float32)
     for name, backend in KERNELS.items():
@@ -78,11 +78,12 @@ def band_attentions(device: torch.device, settings: Settings) -> dict[str, Atten
 
 
 def smoothed(losses: Sequence[float]) -> torch.Tensor:
+    """Returns the moving average over SMOOTH steps."""
     return torch.tensor(losses).unfold(0, min(SMOOTH, len(losses)), 1).mean(1)
 
 
 def exact_gradients(run: Run, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Gradients of the run's model in float64, with PyTorch's attention by its plain formula."""
+    """Returns the gradients of the run's model in float64 as one vector, with PyTorch's attention by its plain formula."""
     model = copy.deepcopy(run.model).double()
     for block in model.blocks:
         block.attention.attention = torch_attention
@@ -92,7 +93,7 @@ def exact_gradients(run: Run, batch: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def compare_gradients(runs: Sequence[Run], batch: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Relative distance of each run's gradients from float64's, all at the first run's weights."""
+    """Returns by run the relative distance of its gradients from float64's, all at the first run's weights. Restores each run's weights."""
     weights = {k: v.clone() for k, v in runs[0].model.state_dict().items()}
     exact = exact_gradients(runs[0], batch)
     own = [{k: v.clone() for k, v in run.model.state_dict().items()} for run in runs]
@@ -103,19 +104,14 @@ def compare_gradients(runs: Sequence[Run], batch: Sequence[torch.Tensor]) -> dic
 
 
 def measure(headdim: int, options: argparse.Namespace, tokens: torch.Tensor, device: torch.device, advance) -> Result:
-    settings = Settings(
-        layers=LAYERS,
-        nheads=max(1, WIDTH // headdim),
-        headdim=headdim,
-        seqlen=options.seqlen,
-        batch=options.batch,
-        steps=options.steps,
-        half=options.dtype == "float16",
-    )
+    """Trains all runs at one headdim. Calls `advance` after each step."""
+    sizes = {"layers": LAYERS, "nheads": max(1, WIDTH // headdim), "headdim": headdim}
+    sizes |= {name: getattr(options, name) for name in ("seqlen", "batch", "steps")}
+    settings = Settings(**sizes, half=options.dtype == "float16")
     attentions = {"volta_fa": volta_attention, "torch": torch_attention}
     attentions |= band_attentions(device, settings)
-    runs = make_runs(settings, device, attentions)
-    batch = [t.to(device) for t in next(Batches(tokens, 1, settings.seqlen, settings.seed + 1))]
+    runs = make_runs(settings, device, attentions)  # runs[0] is volta_fa, runs[1] "torch", the others are the band
+    batch = [t.to(device) for t in next(batches(tokens, 1, settings.seqlen, settings.seed + 1))]
     gradients = {"first weights": compare_gradients(runs[:2], batch)}
     train(settings, runs, tokens, device, lambda step: advance())
     gradients["last weights"] = compare_gradients(runs[:2], batch)
@@ -134,48 +130,35 @@ def grid(results: Sequence[Result]) -> Grid:
     for r in results:
         final = [significant(smoothed(r.losses[name])[-1].item(), 5) for name in ("volta_fa", "torch")]
         errors = [significant(r.gradients[f"{when} weights"][run]) for when in ("first", "last") for run in ("volta_fa", "torch")]
-        table.rows.append(
-            [
-                str(r.headdim),
-                str(len(r.losses["torch"])),
-                *final,
-                significant(r.distance),
-                significant(r.band),
-                *errors,
-                "yes" if r.agrees else "NO",
-            ]
-        )
+        distances = [significant(r.distance), significant(r.band)]
+        table.rows.append([str(r.headdim), str(len(r.losses["torch"])), *final, *distances, *errors, "yes" if r.agrees else "NO"])
     return table
 
 
 def plot(results: Sequence[Result], header: dict[str, str], path: Path) -> None:
-    figure, axes = plots.panels(2, len(results), f"Training, {header['device']}", (5.5 * len(results), 6.5))
+    figure, axes = report.panels(2, len(results), f"Training, {header['device']}", (5.5 * len(results), 6.5))
     for column, r in enumerate(results):
         reference = smoothed(r.losses["torch"])
         for name, losses in r.losses.items():
             perturbed = name.startswith("torch,")
-            style = (
-                {"color": "#999999", "linewidth": 0.8}
-                if perturbed
-                else {"color": plots.COLORS["volta_fa"] if name == "volta_fa" else "#2c6fbb"}
-            )
+            color = "#999999" if perturbed else report.COLORS["volta_fa"] if name == "volta_fa" else "#2c6fbb"
+            style = {"color": color} | ({"linewidth": 0.8} if perturbed else {})
             label = "torch: its other kernels, one rounding error" if perturbed else name
             axes[0, column].plot(losses, label=label, **style)
             axes[1, column].plot(smoothed(losses) - reference, label=label, **style)
         axes[0, column].set(title=f"headdim {r.headdim}, seqlen {r.settings['seqlen']}", ylabel="loss")
         axes[1, column].set(xlabel="step", ylabel=f"loss minus torch's (mean of {SMOOTH})")
-    plots.shared_legend(figure, axes)
-    plots.save(figure, path)
+    report.shared_legend(figure, axes)
+    report.save(figure, path)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = report.parser("training", __doc__)
+    parser = report.parser("training", __doc__, measures=True)
     parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], metavar="D", help="default: 64 128")
     parser.add_argument("--seqlen", type=int, default=2048, metavar="N", help="default: 2048")
     parser.add_argument("--batch", type=int, default=4, metavar="B", help="default: 4")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: 200")
     parser.add_argument("--dtype", choices=["float16", "float32"], help="default: float16 autocast on a GPU, float32 on the CPU")
-    parser.add_argument("--device", default="auto", help="auto (a supported GPU if there is one, else the CPU), cpu or cuda")
     return parser
 
 
@@ -185,14 +168,8 @@ def main(arguments: Sequence[str]) -> int:
         raise CommandError("--headdims, --seqlen, --batch and --steps are positive numbers")
     device = report.choose_device(options.device)
     options.dtype = options.dtype or ("float16" if device.type == "cuda" else "float32")
-    header = report.facts(
-        "training",
-        arguments,
-        device=report.device_name(device),
-        kernels=report.kernels(device),
-        model=f"{LAYERS} layers, width {WIDTH}, {'fp16 autocast and GradScaler' if options.dtype == 'float16' else 'fp32'}",
-        **{"kind of figures": "measured"},
-    )
+    model = f"{LAYERS} layers, width {WIDTH}, {'fp16 autocast and GradScaler' if options.dtype == 'float16' else 'fp32'}"
+    header = report.facts_of(device, "training", arguments, model=model)
     tokens = encode(read_corpus()[0])
     results = []
     with report.progress() as bar:

@@ -1,13 +1,13 @@
-"""Compares volta-sim with figures that others published of real cards.
+"""Compares volta-sim, the simulator of tools/volta-sim, with figures that others published of real cards.
 
     cargo build --release -p volta-sim
-    python -m benchmarks.validation                # the probes of tools/volta-sim/tests/fixtures run again
-    python -m benchmarks.validation --kept         # kept figures only: needs no simulator
+    python -m benchmarks.validation                # simulates the probes, kernels of tools/volta-sim/tests/fixtures/probe.cu, again
+    python -m benchmarks.validation --kept         # the file's figures only: needs no simulator
 
-benchmarks/validation.csv has a row for each published figure: what was measured, what volta-sim gave and with which model, the band that
-the ratio may take, and the source. Other projects' kernels are not in this repository, so their rows keep the simulated figure. A row
-without one was not simulated. The command fails if a row leaves its band: 5% for cycles, 10% for times and rates. A row with another
-band has the reason.
+benchmarks/validation.csv has a row for each published figure, with the columns of Row: what was measured, what volta-sim gave, the band of
+the ratio, and the source. Other projects' kernels are not in this repository, so their rows keep the simulated figure. A row without one
+was not simulated. The command fails if a ratio of times differs from 1 by more than its band: 5% for cycles, 10% for times and rates. A row
+with another band, or without a simulated figure, has a reason.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _BANDS = {"cycles": 0.05, "us": 0.10, "ms": 0.10, "TFLOP/s": 0.10}
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure beside the simulated one. `probe` is a kernel of the fixtures, `per` its operations."""
+    """A published figure beside the simulated one."""
 
-    card: str
+    card: str  # a name of --gpu
     case: str
-    unit: str
+    unit: str  # a key of _BANDS
     measured: float
     simulated: float | None
     perfect: float | None  # with a perfect instruction cache
-    model: str  # the date of the model that gave the simulated figure
-    built: bool  # whether its machine code could be had here
-    probe: str
-    per: int
-    own_band: float | None
-    reason: str
+    model: str  # date of volta-sim's model that gave the simulated figure
+    built: bool  # the kernel's machine code was available to simulate
+    probe: str  # kernel of probe.cu; "": another project's kernel
+    per: int  # operations of the probe, by which its cycles are divided
+    own_band: float | None  # None: the unit's
+    reason: str  # of own_band, or why nothing was simulated
     source: str
 
     @property
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Returns simulated by measured time."""
+        """Returns simulated time / measured time; of TFLOP/s, whose inverse is time, measured / simulated."""
         if self.simulated is None:
             return None
         return self.measured / self.simulated if self.unit == "TFLOP/s" else self.simulated / self.measured
@@ -76,24 +76,25 @@ def rows(path: Path = ROWS) -> list[Row]:
     with path.open(newline="") as file:
         found = [
             Row(
-                **{name: row[name] for name in ("card", "case", "unit", "model", "probe", "reason", "source")},
-                **{name: number(row[name]) for name in ("measured", "simulated", "perfect")},
-                built=row["built"] == "yes",
-                per=int(row["per"] or 1),
+                **{name: row[name] for name in ("card", "case", "unit", "reason", "source")},
+                **{name: number(row[name]) for name in ("measured", "simulated")},
+                perfect=number(row["simulated_perfect_icache"]),
+                model=row["model_date"],
+                built=row["code_available"] == "yes",
+                probe=row["probe_kernel"],
+                per=int(row["probe_operations"] or 1),
                 own_band=number(row["band"]),
             )
             for row in csv.DictReader(file)
         ]
     for row in found:
         if (row.own_band is not None or row.simulated is None) and not row.reason:
-            raise CommandError(
-                f"{path.name}: got no reason for {row.case!r}, expected one where a band is its own or nothing was simulated"
-            )
+            raise CommandError(f"{path.name}: got no reason for {row.case!r}, expected one for a band of its own or without a simulation")
     return found
 
 
 def clocked_cycles(simulator: Path, gpu: str, probe: str) -> float:
-    """Returns the cycles that a probe of the fixtures reads from its clock."""
+    """Returns the simulated cycles between the two clock reads of a probe, which takes the pointers `words` and `cycles`."""
     sm = 75 if gpu == "t4" else 70
     buffers = [{"name": name, "size": 256, "init": "zeros"} for name in ("words", "cycles")]
     relocs = [{"at": 8 * i, "buffer": buffer["name"], "offset": 0} for i, buffer in enumerate(buffers)]
@@ -130,10 +131,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = report.parser("validation", __doc__, plot=False)
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of the figures")
     parser.add_argument("--kept", action="store_true", help="run no probe")
-    default = Path(os.environ.get("VOLTA_SIM", _SIMULATOR))
-    parser.add_argument(
-        "--simulator", type=Path, default=default, help="volta-sim's command (default $VOLTA_SIM, else target/release/volta-sim)"
+    default, words = (
+        Path(os.environ.get("VOLTA_SIM", _SIMULATOR)),
+        "volta-sim's command (default $VOLTA_SIM, else target/release/volta-sim)",
     )
+    parser.add_argument("--simulator", type=Path, default=default, help=words)
     options = parser.parse_args(arguments)
     found = rows(options.rows)
     if not options.kept:

@@ -1,19 +1,17 @@
-"""The kernels on a simulated V100, T4 or RTX 2080 Ti: TFLOP/s of the machine code for sm_70 or sm_75 that this build ships.
+"""Simulates the kernels on a V100, T4 or RTX 2080 Ti: TFLOP/s of the machine code for sm_70 or sm_75 that this build ships.
 
-Each case calls torch.ops.volta_fa.fwd or .bwd on fp16 CPU tensors with VOLTA_FA_SIMULATE=timing: validation, plan,
-grid and parameter block are those of a GPU; then tools/volta-sim times one SM's share of every launch, with its default
-model and with a perfect instruction cache (icache=false). Nothing here is measured: no such GPU takes part. "Of peak" is the
-share of the tensor pipe's rate: what it is worth in TFLOP/s depends on the clock, which a T4's 70 W rarely leave at its boost.
+Each case calls torch.ops.volta_fa.fwd or .bwd on fp16 CPU tensors with VOLTA_FA_SIMULATE=timing: validation, plan, grid and parameter block
+are those of a GPU. Then tools/volta-sim times one SM's part of every launch, with its default model and with a perfect instruction cache
+(icache=false). Nothing here is measured: no GPU takes part. "Of peak" is the share of the tensor pipe's rate at the boost clock, which a T4
+rarely holds at its 70 W.
 
-TFLOP/s count 4*B*H*M*N*D operations forward and 10*B*H*M*N*D backward, half for causal, over the sum of all kernels of
-the pass: backward's includes the row statistics, the zeroing and the conversion of dq. Launch overhead is not counted.
+TFLOP/s count 4*B*H*M*N*D operations forward and 10*B*H*M*N*D backward, half for causal, over the sum of all kernels of the pass: backward's
+includes the row statistics, the zeroing and the conversion of dq. Launch overhead is not counted.
 
-The last rows of each pass ask for one feature each: a bias is (1, nheads, seqlen_q, seqlen_k) in fp16 and has no gradient but
-in the case dbias (Volta's kernels write all of that one, so PyTorch's kernels have no part in it);
-deterministic is a backward pass whose sums have a fixed order. One more table has each as a share of plain, the same shape without it.
-Of a Turing chip, which has one head for each SM in all plain cases, a first table has the shares of the tensor pipe at N=4096.
-Tensors are (batch, seqlen, nheads, headdim), but for one case of each pass and headdim 64 and 128, beside the same case
-in the plain layout: (batch, nheads, seqlen, headdim) memory seen through a transposed view.
+The last rows of each pass have one feature each. A bias is (1, nheads, seqlen_q, seqlen_k) in fp16. "dbias" adds its gradient, on a V100
+alone: there the kernels store it themselves. "deterministic" is a backward pass whose sums have a fixed order. One more table has each
+feature as a share of "plain", the same shape without it. For a Turing chip, a first table has the tensor pipe's shares at N=4096.
+Tensors are (batch, seqlen, nheads, headdim); one case of each pass and headdim 64 and 128 is a view of (batch, nheads, seqlen, headdim).
 """
 
 from __future__ import annotations
@@ -27,20 +25,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import plots, report
+from . import report
+from .attention import Shape
 from .driver import GPUS, PIPES, WAITS, Benchmark, Gpu, Result, Row, run
 from .measure import Work, aligned
-from .published_results import GEMM_TFLOPS, PUBLISHED_RESULTS, PublishedResult
 from .report import Grid, ratio, significant, times
-from .shapes import Shape
 
 FORWARD, BACKWARD = "forward", "backward"
-#: What a call may ask for beyond the mask, each alone: "packed" has the batch's sequences in one tensor, given by cu_seqlens.
+#: What a call may use beyond a causal mask, each alone: "packed" has the batch's sequences in one tensor, given by cu_seqlens.
 FEATURES = ("packed", "softcap", "alibi", "bias", "sinks", "dropout")
-#: The same of a backward pass: the gradient of the bias too, and sums in a fixed order.
+#: Features of a backward pass alone: the gradient of the bias too, and sums in a fixed order.
 BIAS_GRADIENT, DETERMINISTIC = "dbias", "deterministic"
 
-#: Where the shares of a Turing chip's tensor pipe are quoted, and what they are meant to be at least.
+#: Tokens of the table of shares, and target shares of a Turing chip's tensor pipe by GPU, pass and headdim.
 SHARES_AT = 4096
 AIMS = {
     "t4": {FORWARD: {64: 0.7, 128: 0.7, 256: 0.6}, BACKWARD: {64: 0.5, 128: 0.5, 256: 0.4}},
@@ -50,13 +47,13 @@ AIMS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A pass."""
+    """One forward or backward pass. `str` names its row."""
 
-    direction: str
+    direction: str  # FORWARD or BACKWARD
     shape: Shape
     heads_first: bool = False  # views of (batch, nheads, seqlen, headdim) memory
     feature: str = ""  # one of FEATURES, BIAS_GRADIENT, DETERMINISTIC or "mask"
-    bytes = 0.0
+    bytes = 0.0  # for driver: operations bound it
 
     def __str__(self) -> str:
         s = self.shape
@@ -97,7 +94,7 @@ class Case:
         return t.transpose(1, 2) if self.heads_first else t
 
     def _options(self, device: str) -> dict:
-        """Returns the op's arguments for the case's feature. Values hardly change the time."""
+        """Returns the operator's arguments for the case's feature. Their values hardly change the time."""
         s = self.shape
         if "bias" in self.feature:
             options: dict = {"attn_bias": aligned((1, s.nheads, s.seqlen_q, s.seqlen_k), torch.float16, device).zero_()}
@@ -118,7 +115,7 @@ class Case:
 
 
 def forward_results(dout: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
-    """Returns stand-ins for out and softmax_lse, which would take hours: no time depends on their values.
+    """Returns stand-ins for the forward's out and softmax_lse, whose simulation would take hours. No time depends on their values.
 
     The scores of normal q and k have variance 1, so the log of the sum of N exponentials is about log(N) + 1/2.
     """
@@ -128,20 +125,21 @@ def forward_results(dout: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
 
 
 # ---- cases -------------------------------------------------------------------------------------------------------
+
+
 def usual_heads(direction: str, gpu: str) -> int:
-    """Enough heads for all SMs: on 80 of them as in the kernel studies, on a Turing chip one for each, so that whatever blocks a head has,
-    all SMs get as many."""
+    """Returns enough heads for all SMs: 32 or 40 on a V100, and on a Turing chip one for each SM, so that all get as many blocks."""
     if gpu == "v100":
         return 32 if direction == FORWARD else 40
     return GPUS[gpu].sms
 
 
 def cases(gpu: str = "v100") -> list[Case]:
-    """Curves over N for each headdim, then grouped heads, odd lengths, views and small grids, then features."""
+    """Returns the cases of a GPU: curves over N for each headdim, then grouped heads, odd lengths, views and small grids, then features."""
     found = []
     for direction in (FORWARD, BACKWARD):
         heads = usual_heads(direction, gpu)
-        # a backward pass of these takes minutes
+        # to simulate a longer backward pass takes minutes
         longest = 4096 if direction == FORWARD or gpu != "v100" else 2048
 
         def add(n: int, d: int, causal: bool = False, nheads: int = heads, heads_first: bool = False, **shape: int) -> None:
@@ -172,7 +170,7 @@ def cases(gpu: str = "v100") -> list[Case]:
 
 
 def in_short(listed: Sequence[Case], gpu: str) -> list[Case]:
-    """Those of the tables of shares and of features."""
+    """Returns the cases of --short: those of the table of shares, and features with the plain cases that they compare with."""
     without = {(c.direction, c.shape) for c in listed if c.feature}
     return [c for c in listed if c.feature or ((c.direction, c.shape) in without and not c.heads_first) or _is_share(c, gpu)]
 
@@ -190,7 +188,7 @@ def _is_plain(case: Case, gpu: str) -> bool:
 
 
 def quick_cases() -> list[Case]:
-    """One small case for each pass and two headdims: does it work at all?"""
+    """Returns the cases of --quick, which tests whether the command works at all: one small case for each pass and two headdims."""
     return [
         Case(direction, Shape(1, 4, 200, 200, d, causal, nheads_k=2))
         for direction in (FORWARD, BACKWARD)
@@ -202,6 +200,47 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     (gpu,) = options.gpu
     listed = quick_cases() if options.quick else cases(gpu)
     return [Row(str(case), case, gpu) for case in (in_short(listed, gpu) if options.short else listed)]
+
+
+# ---- other projects' kernels -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PublishedResult:
+    """A kernel whose machine code (sm_70, compiled with NVRTC 12.9) ran in tools/volta-sim, as ours does."""
+
+    name: str
+    direction: str  # FORWARD or BACKWARD
+    headdim: int
+    seqlen: int
+    causal: bool
+    tflops: float  # simulated with the default model
+    tflops_no_icache: float | None  # simulated with a perfect instruction cache (`icache=false`)
+    row: int  # of docs/validation/real-cards.md
+    published: float | None = None  # TFLOP/s that its author measured on a V100
+
+
+_PYTORCH = "PyTorch efficient (CUTLASS)"
+_ZHINIANQIN = "zhinianqin/flash-attention-v100"
+_AI_BOND = "ai-bond/flash-attention-v100"
+# PyTorch, D=64 to 128: what scaled_dot_product_attention runs on a V100. zhinianqin: 32 heads on 8, from the times in
+# milliseconds; published times include about 0.1 ms of host work.
+PUBLISHED_RESULTS = (
+    PublishedResult(_PYTORCH, FORWARD, 64, 1024, False, 21.8, 36.7, 3),
+    PublishedResult(_PYTORCH, FORWARD, 64, 2048, False, 26.2, 43.0, 3),
+    PublishedResult(_PYTORCH, FORWARD, 128, 2048, False, 37.2, 47.9, 3),
+    PublishedResult(_PYTORCH, BACKWARD, 64, 1024, False, 20.0, 31.0, 3),
+    PublishedResult(_PYTORCH, BACKWARD, 128, 1024, False, 27.0, 32.1, 3),
+    PublishedResult(_ZHINIANQIN, FORWARD, 128, 1024, True, 14.4, 20.5, 1, 9.2),
+    PublishedResult(_ZHINIANQIN, FORWARD, 128, 2048, True, 18.2, 25.9, 1, 14.3),
+    PublishedResult(_ZHINIANQIN, FORWARD, 128, 4096, True, 21.3, 30.2, 1, 17.9),
+    PublishedResult(_ZHINIANQIN, FORWARD, 128, 8192, True, 22.5, 31.9, 1, 20.0),
+    PublishedResult(_AI_BOND, FORWARD, 64, 1024, False, 17.5, None, 2),
+    PublishedResult(_AI_BOND, FORWARD, 64, 1024, True, 13.5, None, 2),
+)
+
+#: TFLOP/s of a simulated CUTLASS GEMM, 4096^3, on a V100: what dense matrix products reach in practice.
+GEMM_TFLOPS = 98.5
 
 
 # ---- results -----------------------------------------------------------------------------------------------------
@@ -272,6 +311,10 @@ def _grid(direction: str, gpu: Gpu, results: Sequence[Result]) -> Grid:
 
 
 def _peer_grid(results: Sequence[Result]) -> Grid:
+    def speedups(pair: tuple[PublishedResult, Result]) -> str:
+        peer, ours = pair
+        return f"{times(ratio(ours.tflops(), peer.tflops))} / {times(ratio(ours.tflops(1), peer.tflops_no_icache))}"
+
     beside = [(peer, next((r for r in results if _same_case(r.row.case, peer)), None)) for peer in PUBLISHED_RESULTS]
     return report.table(
         "Ours beside the peers' recorded figures (simulated, default model / perfect instruction cache)",
@@ -282,10 +325,8 @@ def _peer_grid(results: Sequence[Result]) -> Grid:
             "theirs": lambda of: f"{of[0].tflops} / {significant(of[0].tflops_no_icache)}",
             "published, real V100": lambda of: significant(of[0].published),
             "ours": lambda of: f"{of[1].tflops():.1f} / {of[1].tflops(1):.1f}",
-            "times as fast": lambda of: " / ".join(
-                map(times, (ratio(of[1].tflops(), of[0].tflops), ratio(of[1].tflops(1), of[0].tflops_no_icache)))
-            ),
-            "record": lambda of: of[0].source,
+            "times as fast": speedups,
+            "record": lambda of: f"docs/validation/real-cards.md row {of[0].row}",
         },
     )
 
@@ -303,13 +344,13 @@ def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[st
     (gpu,) = options.gpu
     facts = GPUS[gpu]
     title = f"volta_fa on a simulated {facts.title}, {header['date']}; solid: default model, dashed: perfect instruction cache"
-    figure, axes = plots.panels(2, 2, title, (12, 9), sharex=True, sharey=True)
+    figure, axes = report.panels(2, 2, title, (12, 9), sharex=True, sharey=True)
     peers = PUBLISHED_RESULTS if gpu == "v100" else ()
     markers = dict(zip(dict.fromkeys(p.name for p in peers), "XPs"))
     for down, direction in enumerate((FORWARD, BACKWARD)):
         for across, causal in enumerate((False, True)):
             axis = axes[down][across]
-            for headdim, color in plots.HEADDIM_COLORS.items():
+            for headdim, color in report.HEADDIM_COLORS.items():
                 curve = [r for r in results if _on_curve(r.row.case, gpu, direction, headdim, causal)]
                 n = [r.row.case.shape.seqlen_q for r in curve]
                 if curve:
@@ -317,7 +358,7 @@ def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[st
                     axis.plot(n, [r.tflops(1) for r in curve], "--", color=color, linewidth=0.9)
             for peer in peers:
                 if (peer.direction, peer.causal) == (direction, causal):
-                    color = plots.HEADDIM_COLORS[peer.headdim]
+                    color = report.HEADDIM_COLORS[peer.headdim]
                     axis.plot(peer.seqlen, peer.tflops, markers[peer.name], color=color, label=f"{peer.name}, D={peer.headdim}")
             if gpu == "v100":
                 axis.axhline(GEMM_TFLOPS, color="#999999", linewidth=0.8, linestyle=":", label="CUTLASS GEMM 4096³")
@@ -325,12 +366,12 @@ def plot(results: Sequence[Result], options: argparse.Namespace, header: dict[st
             axis.set_xticks(_TICKS, map(str, _TICKS))
             axis.set(xlim=(_TICKS[0] * 0.9, _TICKS[-1] * 1.1), ylim=(0, 0.84 * facts.peak_tflops), xlabel="N", ylabel="simulated TFLOP/s")
             axis.set_title(f"{direction}, {'causal' if causal else 'not causal'}")
-    plots.shared_legend(figure, axes)
-    plots.save(figure, path)
+    report.shared_legend(figure, axes)
+    report.save(figure, path)
 
 
 def _on_curve(case: Case, gpu: str, direction: str, headdim: int, causal: bool) -> bool:
-    """Plain cases at powers of two."""
+    """Returns whether the plot has the case: plain ones at powers of two."""
     s = case.shape
     power_of_two = s.seqlen_q & (s.seqlen_q - 1) == 0
     return _is_plain(case, gpu) and power_of_two and (case.direction, s.headdim, s.causal) == (direction, headdim, causal)
