@@ -2,8 +2,9 @@
 
 # TORCH=2.10.0 selects that release for all targets, in an environment of its own.
 VENV    := $(CURDIR)/.venv$(TORCH:%=-%)
-READY   := $(VENV)/.ready
+# Stamps: the environment has NVRTC, which compiles the kernels; torch and all that `make run` needs; the packages of an extra target.
 NVRTC   := $(VENV)/.nvrtc
+READY   := $(VENV)/.ready
 LIBRARIES := python/volta_fa/libvolta_fa_core.so python/volta_fa/torch-*
 EXTRAS  := test lint docs wheel hub notebook
 CARGO_FLAGS := --release --locked --features sim
@@ -128,22 +129,21 @@ clean: ## remove all build results (but not .venv)
 	@rm -rf target build dist demo-output $(LIBRARIES) python/volta_fa.egg-info
 
 # Makes the environment with the compiler of the kernels, or updates it. The Python that makes it may have a torch to be used.
-$(NVRTC): tools/bootstrap.py tools/find_python.sh tools/requirements/nvrtc.txt
+$(NVRTC): tools/bootstrap.py tools/find_python.sh tools/requirements.txt
 	@found=$$(sh tools/find_python.sh "$(VENV)") && \
 	    "$$found" tools/check_build_env.py --toolchain-only && \
 	    "$$found" tools/bootstrap.py "$(VENV)" nvrtc $(TORCH:%=torch==%)
 	@touch $@
 
 # Installs torch and what `make run` needs.
-$(READY): $(NVRTC) $(patsubst %,tools/requirements/%.txt,build cli)
+$(READY): $(NVRTC)
 	@$(VENV)/bin/python tools/bootstrap.py "$(VENV)" torch $(TORCH:%=torch==%)
 	@touch $@
 
 # Installs what these targets need in addition, at their first use. mypy reads transformers.
-$(VENV)/.test: $(patsubst %,tools/requirements/%.txt,transformers-4.57 diffusers)
 $(VENV)/.lint: $(VENV)/.test
 # one pip at a time
 $(VENV)/.hub: $(VENV)/.wheel
-$(EXTRAS:%=$(VENV)/.%): $(VENV)/.%: tools/requirements/%.txt $(READY)
+$(EXTRAS:%=$(VENV)/.%): $(VENV)/.%: $(READY)
 	@$(VENV)/bin/python tools/bootstrap.py "$(VENV)" $*
 	@touch $@

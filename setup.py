@@ -1,5 +1,7 @@
-"""Builds the native libraries with cargo and packs them: the core and the shims. pyproject.toml has everything else.
+"""Builds the native libraries for `pip install` and wheels, and packs them: the core (Rust, by cargo) and one C++ shim per torch release,
+which PyTorch opens and which loads the core. pyproject.toml has everything else.
 
+Environment variables:
 VOLTA_FA_TORCH_RELEASES   torch releases to build for: `all` or comma-separated folders of torch packages; default: the installed torch
 VOLTA_FA_PORTABLE=1       link for the oldest Linux that torch wheels support (tools/portable_linker.py) and tag the wheel with it
 VOLTA_FA_CUDA_HOME        CUDA 12 toolkit to take NVRTC from, instead of the PyPI wheels
@@ -18,7 +20,7 @@ import check_build_env  # noqa: E402
 RELEASES = os.environ.get("VOLTA_FA_TORCH_RELEASES", "")
 PORTABLE = os.environ.get("VOLTA_FA_PORTABLE", "0") not in ("", "0")
 
-# Report all missing tools in one line each, before the import of setuptools-rust and minutes of compilation.
+# Report every missing tool, one a line, before the import of setuptools-rust and minutes of compilation.
 if found := check_build_env.problems(active_torch=not RELEASES, portable=PORTABLE):
     raise SystemExit("\n".join(f"volta_fa: {problem}" for problem in found))
 
@@ -36,7 +38,7 @@ LINKER = portable_linker.script(build_shims.target_folder()) if PORTABLE else No
 
 
 class FreshSources(build_py):
-    """Removes the results of earlier builds from build/, because setuptools would ship modules that no longer exist."""
+    """Removes the package of earlier builds from build/: setuptools would ship its modules that no longer exist in the source."""
 
     def run(self) -> None:
         if not self.editable_mode:
@@ -45,14 +47,14 @@ class FreshSources(build_py):
 
 
 class NativeLibraries(build_ext):
-    """Names libraries without a Python ABI tag, because they are no extension modules."""
+    """Names libraries without a Python ABI tag (`name.so`), because they are no extension modules and serve every Python."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
 
 class CoreAndShims(build_rust):
-    """Builds the core, then the shims beside it."""
+    """Builds the core by cargo, then by a C++ compiler the shims, into folders beside it."""
 
     def run(self) -> None:
         super().run()
@@ -68,7 +70,7 @@ class PlatformWheel(bdist_wheel):
 
 
 def cargo_environment() -> dict[str, str]:
-    """Returns an environment in which build.rs finds NVRTC through this Python: it runs `python` or `python3` on PATH."""
+    """Returns cargo's environment. build.rs asks `python` or `python3` on PATH where NVRTC is, so this Python comes first there."""
     environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
     environ.pop("VIRTUAL_ENV", None)
     if sys.prefix != sys.base_prefix:
@@ -76,7 +78,10 @@ def cargo_environment() -> dict[str, str]:
     return environ
 
 
+CLI = check_build_env.requirements("cli")
 setup(
+    # `demo` is the old name of `cli`
+    extras_require={"cli": CLI, "demo": CLI, "test": [*CLI, *check_build_env.requirements("numpy"), *check_build_env.requirements("test")]},
     rust_extensions=[
         RustExtension(
             CORE,

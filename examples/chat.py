@@ -1,4 +1,4 @@
-"""A chat without a server: one conversation in a paged KV cache, of which every turn computes only what is new.
+"""A chat without a server: one conversation in a paged KV cache (paged_cache.py). Each turn computes only the tokens that it adds.
 
 python examples/chat.py --model Qwen/Qwen2.5-0.5B-Instruct     # any Llama-like model of transformers
 python examples/chat.py --say hello --say "and again"          # random weights, no download: shows the cache at work
@@ -58,14 +58,14 @@ with torch.inference_mode():
     for line in lines():
         messages.append({"role": "user", "content": line})
         prompt = encode(messages)
-        # A chat template may write the answer otherwise than the model did: the cache keeps what is common.
+        # A chat template may change the text of the last answer. The cache keeps the common prefix; at least one token is computed.
         common = next((i for i, (a, b) in enumerate(zip(history, prompt)) if a != b), min(len(history), len(prompt) - 1))
-        cache.release(0, common)
+        cache.release(0, common)  # of sequence 0, the only one, the first `common` tokens stay
         new, answer = prompt[common:], []
         print(f"[{len(prompt)} tokens, {common} of them in the cache, {arguments.pages - len(cache.free)} pages]")
         while len(answer) < arguments.tokens:
-            logits = cache.step(model, torch.tensor([new], device=device))
-            cache.lengths[0] += len(new)
+            logits = cache.step(model, torch.tensor([new], device=device))  # writes the keys and values of `new` to the pages
+            cache.lengths[0] += len(new)  # and now they count
             token = int(logits[0, -1].argmax())
             if token == end:
                 break

@@ -3,10 +3,9 @@
     torchrun --nproc-per-node 4 examples/context_parallel.py      # NCCL with as many GPUs, otherwise gloo on the CPU
     python examples/context_parallel.py                           # one process: everything works, nothing is shared
 
-The weights are sharded over all ranks by FSDP2 (`fully_shard`), the batch over the first dimension of the mesh, and each
-sequence over the second: every rank holds the positions that `shard_sequence` gives it, of tokens, targets and position ids alike,
-and attention alone looks beyond them. Losses and gradients are those of one process with the whole batch, which rank 0 computes to
-compare.
+FSDP2 (`fully_shard`) shards the weights over all ranks. The first dimension of the mesh shards the batch, the second each sequence.
+A rank holds the positions that `shard_sequence` gives it, of tokens, targets and position ids alike. Only attention exchanges data
+between positions of different ranks. Every rank also computes the whole batch alone, and losses and gradients must agree.
 """
 
 import os
@@ -55,12 +54,12 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def whole_attention(q, k, v):
+def one_process_attention(q, k, v):
     return torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0]
 
 
 def mean_loss(model, tokens, targets, positions, attend, device):
-    """The sum over these positions by the number of all of them, so that shards may differ in length."""
+    """Returns the loss summed over these positions, divided by the number of positions of the whole batch. Ranks' values add up to it."""
     with torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"):
         logits = model(tokens, positions, attend)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / (BATCH * SEQLEN)
@@ -81,7 +80,7 @@ def main():
     mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("batch", "sequence"))
     sequence = mesh["sequence"]
 
-    torch.manual_seed(0)  # the same weights everywhere
+    torch.manual_seed(0)  # the same weights on every rank
     reference = Model().to(device)
     model = Model().to(device)
     model.load_state_dict(reference.state_dict())
@@ -100,11 +99,11 @@ def main():
         batch = (text[:, :-1], text[:, 1:], positions)
         mine = [shard_sequence(t.chunk(replicas)[mesh.get_local_rank("batch")], sequence) for t in batch]
         loss = mean_loss(model, *mine, attend, device)
-        # FSDP averages gradients over the ranks, and these losses are parts of a sum
+        # FSDP averages gradients over the ranks. The ranks' losses are parts of a sum, so each is multiplied by their number.
         (loss * size).backward()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        expected = mean_loss(reference, *batch, whole_attention, device)
+        expected = mean_loss(reference, *batch, one_process_attention, device)
         expected.backward()
         worst = 0.0
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -125,6 +124,6 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # gloo's threads may still drop tensors of the last collective, and PyTorch aborts a process whose interpreter ends meanwhile
+    # Skips the interpreter's end: gloo's threads may still release tensors then, which aborts the process.
     sys.stdout.flush()
     os._exit(0)

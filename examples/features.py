@@ -2,8 +2,9 @@
 
     python examples/features.py              (in a checkout: PYTHONPATH=python .venv/bin/python examples/features.py)
 
-Sequences of different lengths lie one after the other in one tensor, without padding; `cu_seqlens` says where each begins.
-docs/reference/options.md has the other features, which work in the same call.
+Packed: sequences of different lengths follow each other in one tensor without padding, and `cu_seqlens` holds their first rows.
+A sink is an additional logit per head without a value. An ALiBi slope times the distance of query and key is subtracted from scores.
+docs/reference/options.md lists the other features.
 """
 
 import torch
@@ -13,7 +14,7 @@ import volta_fa  # noqa: F401  registers the op
 
 
 def softmax_with_sink(scores, sinks):
-    """A sink is a logit beside those of the keys: it takes probability and has no value."""
+    """Returns probabilities of the keys alone, after a softmax over keys and sink: they add up to less than 1."""
     with_sink = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
     return with_sink.softmax(-1)[..., :-1]
 
@@ -60,7 +61,7 @@ def main():
     out, softmax_lse, _rng_state = torch.ops.volta_fa.fwd(q, k, v, **packed)
     assert softmax_lse.shape == (4, sum(lengths))
     check("packed sequences", out, one_by_one(), (q, k, v), dout, tolerance)
-    # PyTorch's own attention has this one too, a sequence at a time
+    # also the first sequence by PyTorch's own attention
     q0, k0, v0 = (t[: lengths[0]].detach().transpose(0, 1)[None].float() for t in (q, k, v))
     theirs = F.scaled_dot_product_attention(q0, k0, v0, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     torch.testing.assert_close(out[: lengths[0]].detach().float(), theirs, **tolerance)

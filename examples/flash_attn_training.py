@@ -2,8 +2,8 @@
 
     python examples/flash_attn_training.py   (in a checkout: PYTHONPATH=python .venv/bin/python examples/flash_attn_training.py)
 
-`import flash_attn` finds volta_fa; all below the added line is as it would be for flash-attn on a newer GPU. Documents of
-different lengths are packed for attention and unpacked after it. The losses are those of the same training with PyTorch's attention.
+After the added line, `import flash_attn` imports volta_fa's replacement; the rest is as for flash-attn on a newer GPU. Padded documents
+of different lengths are packed for attention and padded after it. Losses must agree with a training with PyTorch's attention.
 """
 
 import volta_fa
@@ -17,7 +17,7 @@ from flash_attn.bert_padding import pad_input, unpad_input
 
 
 def flash_attention(qkv, mask):
-    """(batch, seqlen, 3, nheads, headdim), and True for tokens."""
+    """Returns causal attention of qkv (batch, seqlen, 3, nheads, headdim). `mask` (batch, seqlen) is False at padding."""
     batch, seqlen = mask.shape
     packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(qkv, mask)
     out = flash_attn_varlen_qkvpacked_func(packed, cu_seqlens, max_seqlen, causal=True)
@@ -25,7 +25,7 @@ def flash_attention(qkv, mask):
 
 
 def pytorch_attention(qkv, mask):
-    # padding is on the right, so that causality hides it from tokens
+    # needs no mask: padding is on the right, and causal attention hides it from the tokens before it
     q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 

@@ -1,10 +1,10 @@
-"""Multi-head latent attention: a DeepSeek-V2 layer of Hugging Face, expanded and absorbed.
+"""Multi-head latent attention (MLA): a DeepSeek-V2 layer of Hugging Face, expanded and absorbed. Both outputs must agree.
 
     python examples/mla.py    (in a checkout: PYTHONPATH=python .venv/bin/python examples/mla.py)
 
-Expanded, as transformers computes it, each head gets keys of 192 columns and values of 128 from the latents: that is how prompts are
-read and models trained. Absorbed, the head's part of the projection moves over to the query, and to the output: all heads then attend
-to the latents themselves, of which a paged cache holds one a token. That is how tokens are generated.
+A latent is a token's compressed keys and values: 512 columns, and 64 of a rotated key. Expanded, as transformers computes it, each
+head projects latents to keys of 192 columns and values of 128: for prompts and training. Absorbed, the projection moves to the query
+and the output, so that all heads attend to the latents. A paged cache holds one latent per token: for generation.
 """
 
 import torch
@@ -19,7 +19,7 @@ PAGE = 64
 
 
 class LatentCache:
-    """Latents and rotated keys of some sequences in pages, which are theirs in no order."""
+    """A paged cache of latents (512 columns) with rotated keys (64). The table maps each sequence's pages to shuffled pages of memory."""
 
     def __init__(self, batch: int, pages: int, like: Tensor):
         self.latents = torch.empty(batch * pages, PAGE, 1, 576, dtype=like.dtype, device=like.device)
@@ -27,14 +27,14 @@ class LatentCache:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=like.device)
 
     def append(self, latents: Tensor):
-        """(batch, tokens, 576), to all sequences alike."""
+        """Appends (batch, tokens, 576) after the sequences' tokens, which have equal lengths here."""
         position = self.lengths.long()[:, None] + torch.arange(latents.shape[1], device=latents.device)
         self.latents[self.table.gather(1, position // PAGE).long(), position % PAGE, 0] = latents
         self.lengths += latents.shape[1]
 
 
 def absorbed(layer: DeepseekV2Attention, hidden_states: Tensor, freqs_cis: Tensor, cache: LatentCache) -> Tensor:
-    """What `layer` computes, for tokens behind those in the cache."""
+    """Returns what `layer` computes for these tokens, which follow those in the cache, and appends them to it."""
     batch, tokens = hidden_states.shape[:2]
     rank, rotary, nope = layer.kv_lora_rank, layer.qk_rope_head_dim, layer.qk_nope_head_dim
     q = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(hidden_states))).view(batch, tokens, -1, nope + rotary)

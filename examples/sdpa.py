@@ -1,8 +1,8 @@
-"""Existing PyTorch code, one line changed: its scaled_dot_product_attention runs volta_fa.
+"""Existing PyTorch code, one line added: its scaled_dot_product_attention runs volta_fa. Prints volta_fa's counters of such calls.
 
     python examples/sdpa.py         (in a checkout: PYTHONPATH=python .venv/bin/python examples/sdpa.py)
 
-On a machine without a Volta or Turing GPU the same routing is shown on the CPU.
+`sdpa_stats` counts calls that volta_fa ran, and those left to PyTorch, by reason. Without a Volta or Turing GPU all runs on the CPU.
 """
 
 import torch
@@ -12,7 +12,7 @@ import volta_fa
 
 
 class Block(torch.nn.Module):
-    """Causal self-attention as one finds it in model code: no word of volta_fa."""
+    """Causal self-attention as in existing model code, which does not know volta_fa."""
 
     def __init__(self, width: int = 128, nheads: int = 4):
         super().__init__()
@@ -51,13 +51,13 @@ def main():
 
     q = torch.randn(2, 4, 50, 520, device=device, dtype=dtype)
     F.scaled_dot_product_attention(q, q, q)
-    print("what the kernels do not have, PyTorch runs:", volta_fa.sdpa_stats(reset=True))
+    print("headdim 520, which is above volta_fa's limit of 512, so PyTorch runs it:", volta_fa.sdpa_stats(reset=True))
 
     volta_fa.disable_sdpa()
     with volta_fa.sdpa_enabled(device):
         block(x)
     block(x)
-    print("one call inside a block, one outside:", volta_fa.sdpa_stats())
+    print("one call inside the context manager, one outside:", volta_fa.sdpa_stats())
 
 
 if __name__ == "__main__":

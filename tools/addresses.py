@@ -3,8 +3,9 @@
     python tools/addresses.py --release URL --source URL --issues URL     # `make release URL= SOURCE= ISSUES=` runs it
     python tools/addresses.py                                             # writes the pages again
 
-Writes `Where to get it` in docs/install.md, and the links of the issue forms. All other pages link to that section. tools/release.py
-puts the addresses into the release's notebook, and commands read the file. Without an address all say what to do instead.
+Writes `Where to get it` in docs/install.md, which says without an address what to do instead, and the issue forms' link to the release, if
+there is one. All other pages link to that section. tools/release.py puts the addresses into the release's notebook, and commands read the
+file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def read(root: Path = ROOT) -> dict[str, str]:
 
 
 def section(known: dict[str, str]) -> str:
-    """Returns the lines of docs/install.md."""
+    """Returns the lines of the section: one for each name, with its address or what to do without one."""
     release, source, issues = (known[name].rstrip("/") for name in NAMES)
     return "".join(
         f"- {line}\n"
@@ -48,7 +49,8 @@ def section(known: dict[str, str]) -> str:
 
 def forms(known: dict[str, str]) -> str:
     """Returns config.yml of the issue forms: a link to the release, which has the wheel that the forms ask about."""
-    text = "blank_issues_enabled: true\n"
+    text = "# Settings of GitHub's issue forms. tools/addresses.py writes this file, with a link to the release once there is one.\n"
+    text += "blank_issues_enabled: true\n"
     if known["release"]:
         about = "The newest wheel. Please try it before you report."
         text += f"contact_links:\n  - name: Release\n    url: {known['release']}\n    about: {about}\n"

@@ -1,19 +1,19 @@
 """Makes the environment of `make run` and of the other targets: a virtual environment with the pinned requirements.
 
-    python tools/bootstrap.py .venv nvrtc     # the environment with the compiler of the kernels, with which cargo can begin
-    python tools/bootstrap.py .venv torch     # torch and what `make run` needs beside it
+    python tools/bootstrap.py .venv nvrtc     # the environment with NVRTC, which compiles the kernels: cargo can begin
+    python tools/bootstrap.py .venv torch     # torch and what `make run` needs beside it, while cargo compiles
     python tools/bootstrap.py .venv test      # adds the requirements of `make test`; likewise for the other EXTRAS
 
 The first two take `torch==2.10.0` too: then the environment gets this release, whatever else is installed.
 
-- If the Python that runs the first has a supported torch (tools/torch_releases.py), the new environment uses it: it sees the packages of
+- If the Python that runs `nvrtc` has a supported torch (tools/torch_releases.py), the new environment uses it: it sees the packages of
   this Python.
-- Otherwise, the second installs the default release. On a machine with a Volta GPU, it comes from PyTorch's CUDA 12.6 index,
+- Otherwise, `torch` installs the default release. On a machine with a Volta GPU, it comes from PyTorch's CUDA 12.6 index,
   because the default wheels have no code for sm_70.
 - NVRTC is in a folder of its own, in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME), because a torch for CUDA 12
   requires an older one, and ours only compiles the kernels.
-- The simulator needs an nvdisasm for sm_70, which triton has up to CUDA 13.0. If torch's triton is newer,
-  an older triton goes into `.venv/triton`. `.venv/nvdisasm` links to the right program.
+- The simulator (tools/volta-sim) runs machine code that nvdisasm disassembled. Triton's wheels have an nvdisasm, up to CUDA 13.0 one that
+  knows sm_70. If torch's triton is newer, an older triton goes into `.venv/triton`. `.venv/nvdisasm` links to the right program.
 - Tests need more, which `make run` does without: the newest transformers in the environment, the oldest supported one in
   `.venv/transformers-4.57`, diffusers and xformers in `.venv/diffusers`.
 
@@ -36,21 +36,21 @@ from pathlib import Path
 
 import heartbeat
 import torch_releases
-from check_build_env import check_python, check_torch
+from check_build_env import check_python, check_torch, requirements
 
-REQUIREMENTS = Path(__file__).parent / "requirements"
 #: PyTorch's index for CUDA 12.6, the last with sm_70 in its wheels.
 VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
 #: The last CUDA release with an nvdisasm for sm_70.
 NVDISASM_NEWEST = (13, 0)
-#: The last triton that brings it.
+#: The last triton with such an nvdisasm.
 NVDISASM_WHEEL = "triton==3.6.0"
 #: What `make run` needs beside torch and nvdisasm.
-BASE = ("build", "cli")
+BASE = ("build", "cli", "numpy")
 #: Folders beside the environment's packages for `make test`, each with requirements of its name. Tests put them first on their path.
 FOLDERS = ("transformers-4.57", "diffusers")
 #: Makefile targets with more requirements, which are installed at their first use.
 EXTRAS = ("test", "lint", "docs", "wheel", "hub", "notebook")
+#: File that adds folders to the environment's sys.path: those of the Python whose torch it uses.
 _LINK = "volta_fa_torch_of_another_environment.pth"
 
 
@@ -83,6 +83,8 @@ def package_folders() -> list[str]:
 
 
 class Environment:
+    """The virtual environment in `folder`."""
+
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
         self.python = self.folder / "bin" / "python"
@@ -103,6 +105,7 @@ class Environment:
             )
 
     def output(self, code: str) -> str:
+        """Returns what the environment's Python prints for `code`."""
         return subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
     def sees_torch(self) -> bool:
@@ -146,9 +149,10 @@ def install_torch(environment: Environment, wanted: str | None = None) -> None:
 
 
 def install_nvrtc(environment: Environment) -> None:
+    """Installs NVRTC's wheels into the environment's cuda12/, arranged as a CUDA toolkit."""
     home = environment.folder / "cuda12"
     shutil.rmtree(home, ignore_errors=True)
-    environment.pip_install("--target", home / "wheels", "--no-deps", "-r", REQUIREMENTS / "nvrtc.txt")
+    environment.pip_install("--target", home / "wheels", "--no-deps", *requirements("nvrtc"))
     make_cuda_home(home, home / "wheels" / "nvidia")
 
 
@@ -180,14 +184,13 @@ def install_nvdisasm(environment: Environment) -> None:
 
 def install_folder(environment: Environment, name: str) -> None:
     """Installs requirements into a folder of their own."""
-    requirements = REQUIREMENTS / f"{name}.txt"
-    folder = environment.folder / name
-    stamp = folder / requirements.name
-    if stamp.exists() and stamp.read_text() == requirements.read_text():
+    folder, pins = environment.folder / name, requirements(name)
+    stamp = folder / "requirements.txt"
+    if stamp.exists() and stamp.read_text().splitlines() == pins:
         return
     shutil.rmtree(folder, ignore_errors=True)
-    environment.pip_install("--target", folder, "--no-deps", "--no-compile", "-r", requirements)
-    shutil.copy(requirements, stamp)
+    environment.pip_install("--target", folder, "--no-deps", "--no-compile", *pins)
+    stamp.write_text("\n".join(pins))
 
 
 def make_cuda_home(home: Path, wheels: Path) -> None:
@@ -219,16 +222,14 @@ def main(arguments: list[str]) -> int:
             install_nvrtc(environment)
         case "torch":
             install_torch(environment, given.release)
-            # with the numpy of the tests, which would replace another later
-            files = (part for name in BASE for part in ("-r", REQUIREMENTS / f"{name}.txt"))
-            environment.pip_install(*files, "-c", REQUIREMENTS / "test.txt")
+            environment.pip_install(*(package for name in BASE for package in requirements(name)))
             install_nvdisasm(environment)
             # `python -m volta_fa` and pytest use the checkout's package, so edits need no install step
             checkout = Path(__file__).resolve().parent.parent / "python"
             (environment.site_packages() / "volta_fa_checkout.pth").write_text(f"{checkout}\n")
         case extra:
             say(f"installing what `make {extra}` needs in addition")
-            environment.pip_install("-r", REQUIREMENTS / f"{extra}.txt")
+            environment.pip_install(*requirements(extra))
             for name in FOLDERS if extra == "test" else ():
                 install_folder(environment, name)
     return 0

@@ -3,8 +3,9 @@
     python tools/build_shims.py                 # for this Python's torch: target/release into python/volta_fa
     python tools/build_shims.py --releases all  # for every release in tools/torch_releases.py; pip downloads their headers
 
-A shim is one library for each release of torch, made of the C++ in torch_ops/ alone. Kernels and Rust are in the core library, which all
-shims share. The core leaves functions undefined, and each shim exports exactly these. setup.py calls build().
+`make build` runs it; setup.py, for wheels, calls build(). A shim is the library for one minor release of torch, since their C++ interfaces
+differ, made of the C++ in torch_ops/ alone. Kernels and Rust are in the core library, which all shims share. The core leaves functions
+undefined, and each shim exports exactly these.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import heartbeat
+import portable_linker
 import torch_releases
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,7 +75,10 @@ def _minor_of(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """A command that makes one file from others, and from those in the compiler's dependency file (`-MD`)."""
+    """A command that makes `output` from `inputs`, and from the headers in the compiler's dependency file (`-MD`).
+
+    As in make, it runs only if something changed. A file beside the output, with suffix .command, keeps the command that made it.
+    """
 
     command: list[str]
     output: Path
@@ -121,7 +126,7 @@ def run_all(steps: Sequence[Step], done: Callable[[], None] = lambda: None) -> N
 
 
 class Progress:
-    """Prints how many files are compiled: at the begin, about every INTERVAL, and at the end. Prints nothing for no files."""
+    """Prints how many of `of` units are compiled: at the begin, about every INTERVAL, and at the end. Prints nothing for no units."""
 
     def __init__(self, of: int) -> None:
         self.done, self.of = 0, of
@@ -152,7 +157,7 @@ def symbols(library: Path, kinds: str) -> set[str]:
 
 
 def needed_from_shim(core: Path) -> set[str]:
-    """Returns the functions that the core library expects a shim to define. Weak symbols may stay undefined."""
+    """Returns the functions that the core library expects a shim to define: undefined (U), and not weak, which may stay undefined."""
     needed = symbols(core, "U")
     if not needed:
         raise SystemExit(f"volta_fa: {core} needs no function of a shim, expected the core library")
@@ -166,7 +171,7 @@ def version_script(exports: set[str]) -> str:
 
 def check_exports(shim: Path, needed: set[str]) -> None:
     """Fails, and removes the shim, if it does not export all of `needed`: here, and not when the library is imported."""
-    missing = needed - symbols(shim, "TW")
+    missing = needed - symbols(shim, "TW")  # defined functions, strong and weak
     if missing:
         shim.unlink()
         raise SystemExit(f"volta_fa: Rust calls functions that torch_ops/ does not define: {', '.join(sorted(missing))}")
@@ -175,35 +180,30 @@ def check_exports(shim: Path, needed: set[str]) -> None:
 def compiler(release: str, torch: Path) -> list[str]:
     """Returns the compiler with all flags of a release of torch."""
     standard = "c++20" if tuple(map(int, release.split("."))) >= CXX20_SINCE else "c++17"
-    command = [
-        *shlex.split(os.environ.get("CXX", "g++")),
-        "-O2",
-        "-ffunction-sections",
-        "-fdata-sections",
-        "-fPIC",
-        "-m64",
-        "-march=x86-64",
-    ]
+    command = shlex.split(os.environ.get("CXX", "g++"))
+    command += ["-O2", "-ffunction-sections", "-fdata-sections", "-fPIC", "-m64", "-march=x86-64"]
     command += [f"-std={standard}", "-I", str(target_folder() / "volta-fa-headers"), "-I", str(ROOT / "torch_ops"), "-Wall", "-Wextra"]
-    # The option list names parameters that not every registration reads.
-    # g++ 12 warns wrongly about std::optional in templates of torch.
-    command += ["-Wno-unused-parameter", "-Wno-maybe-uninitialized"]
+    command += ["-Wno-maybe-uninitialized"]  # g++ 12 warns wrongly about std::optional in templates of torch
     for include in ("include", "include/torch/csrc/api/include"):
         command += ["-isystem", str(torch / include)]  # no warnings about headers of torch
     return [*command, "-DNDEBUG", "-D_GLIBCXX_USE_CXX11_ABI=1", *shlex.split(os.environ.get("CXXFLAGS", ""))]
 
 
 def compile_steps(release: str, torch: Path, work: Path, portable: bool, units: int) -> list[Step]:
-    """Returns the steps that compile this many units. A unit includes several files, because torch's headers cost more time than a file."""
-    sources = sorted((ROOT / "torch_ops").glob("*.cpp"), key=lambda source: (-source.stat().st_size, source.name))  # units of equal size
+    """Returns the steps that compile torch_ops/ as this many units, with `portable` the symbols of tools/portable_linker.py too.
+
+    A unit is a generated file that includes several sources, because torch's headers cost more time than a source.
+    """
+    # dealt out from the largest on, so that units have about the same size
+    sources = sorted((ROOT / "torch_ops").glob("*.cpp"), key=lambda source: (-source.stat().st_size, source.name))
     folder, command, steps = work / f"torch-{release}" / "objects", compiler(release, torch), []
     folder.mkdir(parents=True, exist_ok=True)
     count = min(units, len(sources))
-    groups = {f"unit-{i}-of-{count}": sources[i::count] for i in range(count)}
+    texts = {f"unit-{i}-of-{count}": "".join(f'#include "{source}"\n' for source in sources[i::count]) for i in range(count)}
     if portable:  # alone, because it declares functions before the standard library does
-        groups["portable"] = [ROOT / "tools" / "portable_symbols.cpp"]
-    for name, group in groups.items():
-        unit, text = folder / f"{name}.cpp", "".join(f'#include "{source}"\n' for source in group)
+        texts["portable"] = portable_linker.SYMBOLS
+    for name, text in texts.items():
+        unit = folder / f"{name}.cpp"
         if not (unit.exists() and unit.read_text() == text):
             unit.write_text(text)
         output = unit.with_suffix(".o")
@@ -224,9 +224,11 @@ def link_step(release: str, torch: Path, core: Path, objects: list[Path], export
 
 
 def build(core: Path, package: Path, *, releases: str = "", linker: Path | None = None) -> list[Path]:
-    """Builds a shim for each release and installs it and `core` into `package`. `linker` replaces the compiler for links.
+    """Builds a shim for each release and installs it and `core` into `package`. Returns the installed libraries.
 
-    Returns the installed libraries. Compiles only what changed.
+    Args:
+        releases: as for torch_folders().
+        linker: a program in place of the compiler for links, tools/portable_linker.py. None: the compiler.
     """
     folders = torch_folders(releases)
     work = target_folder() / "shims"

@@ -1,7 +1,7 @@
-"""Checks that everything needed to build the native libraries is installed. Prints one line per missing item.
+"""Checks that everything needed to build the native libraries is installed. Prints one line per missing item, with the remedy.
 
 setup.py calls this before a build, the Makefile before it installs anything (`--toolchain-only`) and before it runs cargo.
-Uses Python's standard library only, because nothing is installed at that point.
+Uses Python's standard library only, because nothing is installed at that point. Each check_...() returns such a line, or None.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -20,22 +21,28 @@ import torch_releases
 PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 14)
 #: The last CUDA release with a compiler for sm_70.
 NVRTC_RELEASE = "12.9"
-NVRTC_WHEELS = ("nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86")
-BUILD_PACKAGES = ("setuptools==81.0.0", "setuptools-rust==1.13.0")
-ZIG = "ziglang==0.17.1"
-#: The first that reads the license expression of pyproject.toml.
+#: The first setuptools that reads the license expression of pyproject.toml.
 SETUPTOOLS_OLDEST = 77
+#: A file of each wheel of the section nvrtc, below nvidia/ in a folder of packages.
 _NVRTC_FILES = ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt")
-_NVRTC_REMEDY = f"run `pip install {' '.join(NVRTC_WHEELS)}`, or point VOLTA_FA_CUDA_HOME at a CUDA 12 toolkit"
+_PINS = Path(__file__).with_name("requirements.txt")
+
+
+def requirements(section: str) -> list[str]:
+    """Returns the pinned packages in a section of tools/requirements.txt."""
+    sections = dict(re.findall(r"^# \[(.+?)\].*\n((?:.+\n)+)", _PINS.read_text(), re.M))
+    return sections[section].splitlines()
+
+
+_NVRTC_REMEDY = f"run `pip install {' '.join(requirements('nvrtc'))}`, or point VOLTA_FA_CUDA_HOME at a CUDA 12 toolkit"
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> str | None:
     if PYTHON_OLDEST <= version <= PYTHON_NEWEST:
         return None
     found, oldest, newest = (".".join(map(str, v)) for v in (version, PYTHON_OLDEST, PYTHON_NEWEST))
-    return (
-        f"this is Python {found}, volta_fa needs Python {oldest} to {newest}: install one of them (conda, pyenv or the system's packages)"
-    )
+    needs = f"volta_fa needs Python {oldest} to {newest}"
+    return f"this is Python {found}, {needs}: install one of them (conda, pyenv or the system's packages)"
 
 
 def check_cargo(path: str | None = None) -> str | None:
@@ -70,7 +77,7 @@ def check_torch() -> str | None:
 
 def check_build_packages() -> str | None:
     try:
-        for package in BUILD_PACKAGES:
+        for package in requirements("build"):
             importlib.metadata.version(package.split("==")[0])
         version = importlib.metadata.version("setuptools")
     except importlib.metadata.PackageNotFoundError as error:
@@ -79,7 +86,7 @@ def check_build_packages() -> str | None:
         if int(version.split(".")[0]) >= SETUPTOOLS_OLDEST:
             return None
         found = f"setuptools {version} is installed for {sys.executable}, volta_fa needs {SETUPTOOLS_OLDEST} or newer"
-    return f"{found}: run `{sys.executable} -m pip install {' '.join(BUILD_PACKAGES)}`"
+    return f"{found}: run `{sys.executable} -m pip install {' '.join(requirements('build'))}`"
 
 
 def check_nvrtc(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -104,15 +111,19 @@ def check_nvrtc(environ: Mapping[str, str] = os.environ) -> str | None:
 def check_zig() -> str | None:
     if importlib.util.find_spec("ziglang"):
         return None
-    return (
-        f"ziglang, with which VOLTA_FA_PORTABLE=1 links, is not installed for {sys.executable}: run `{sys.executable} -m pip install {ZIG}`"
-    )
+    (zig,) = (package for package in requirements("wheel") if package.startswith("ziglang"))
+    remedy = f"run `{sys.executable} -m pip install {zig}`"
+    return f"ziglang, with which VOLTA_FA_PORTABLE=1 links, is not installed for {sys.executable}: {remedy}"
 
 
 def problems(
     *, toolchain_only: bool = False, active_torch: bool = True, portable: bool = False, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Returns one line per missing item; empty if the build can start."""
+    """Returns one line per missing item; empty if the build can start.
+
+    toolchain_only: checks Python, cargo and g++ alone. active_torch: checks this Python's torch too.
+    portable: checks zig too, which links wheels.
+    """
     checks = [check_python(), check_cargo(environ.get("PATH")), check_compiler(environ)]
     if not toolchain_only and checks[0] is None:
         checks += [check_torch() if active_torch else None, check_build_packages(), check_nvrtc(environ)]

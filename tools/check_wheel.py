@@ -2,7 +2,8 @@
 
     python tools/check_wheel.py dist/volta_fa-*.whl
 
-Prints its size, the requirements of each library and auditwheel's verdict. Exits with 1 if any exceeds its limit.
+`make wheel` runs it. Prints the wheel's size, the newest symbol versions that each library needs (a C library without them refuses to load
+it) and auditwheel's verdict. Exits with 1 if any exceeds its limit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import portable_linker
 
 #: Maximum size of a wheel, in bytes.
 LARGEST = 40 * 2**20
-#: Newest allowed symbol versions: glibc as in portable_linker, libstdc++ and libgcc_s as in gcc 5.
+#: Newest symbol versions that a library may need: of glibc as in portable_linker, of libstdc++ and libgcc_s as in gcc 5.
 NEWEST = {"GLIBC": portable_linker.GLIBC, "GLIBCXX": "3.4.21", "CXXABI": "1.3.9", "GCC": "4.3.0"}
 #: Libraries of torch that a shim may need.
 _TORCH = ("libtorch_cpu.so", "libc10.so")
@@ -44,6 +45,7 @@ def needed_versions(library: Path) -> list[str]:
 
 
 def problems_of(library: Path) -> list[str]:
+    """Returns the libraries and the symbol versions that a library needs and may not need."""
     dynamic = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
     allowed = () if library.name == build_shims.CORE else (build_shims.CORE, *_TORCH)
@@ -52,7 +54,10 @@ def problems_of(library: Path) -> list[str]:
 
 
 def auditwheel(wheel: Path) -> str:
-    """Returns the oldest platform with every symbol. (The overall verdict rejects torch libraries, so this ignores it.)"""
+    """Returns the oldest platform tag with every symbol, as manylinux_2_28_x86_64.
+
+    auditwheel's overall verdict also rejects libraries outside the wheel; the shims need torch's.
+    """
     command = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["sym_tag"]
 

@@ -1,4 +1,4 @@
-"""Compares the machine code of the kernels in two builds, instruction by instruction.
+"""Compares the machine code of the kernels in two builds, instruction by instruction: for changes that must not alter any.
 
     python tools/compare_kernels.py BEFORE AFTER
 
@@ -25,11 +25,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Code, and the constants that the compiler laid out. Not bank 4: there every namespace-scope constant of a header leaves its
-#: address, used or not, and code that took one from there would differ itself.
+#: Compared sections of a cubin: code, and the constants that the compiler laid out. Not constant bank 4: there every namespace-scope
+#: constant of a header leaves its address, used or not, and code that took one from there would differ itself.
 COMPARED = re.compile(r"\.text\.|\.nv\.constant(?!4)")
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 ELF_MAGIC = b"\x7fELF"
+#: An ELF file's machine, at byte 18, if it is a cubin.
 EM_CUDA = 190
 #: Shown lines of a difference, per kernel.
 SHOWN = 12
@@ -42,6 +43,7 @@ class Kernel:
     cubin: bytes
     #: contents of the sections in COMPARED
     sections: dict[str, bytes]
+    #: of a thread
     registers: int
 
     def instructions(self, nvdisasm: str) -> list[str]:
@@ -63,7 +65,7 @@ class Zstd:
         self._library = library = ctypes.CDLL(name)
         for function in ("ZSTD_findFrameCompressedSize", "ZSTD_decompress", "ZSTD_isError"):
             getattr(library, function).restype = ctypes.c_size_t
-        # frames do not record the size of their content; a kernel has a few hundred KB
+        # 16 MiB: frames do not record the size of their content; a kernel has a few hundred KB
         self._content = ctypes.create_string_buffer(2**24)
 
     def frame(self, data: bytes) -> bytes | None:
@@ -77,9 +79,10 @@ class Zstd:
 
 
 def parse(cubin: bytes) -> tuple[str, Kernel]:
-    """Returns the name and the kernel of an ELF cubin."""
+    """Returns the name and the kernel of an ELF cubin: 64-bit ELF, whose header tells its table of sections from byte 40 on."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     entry, count, strings = struct.unpack_from("<HHH", cubin, 58)
+    # each: name, type, flags, address, offset, size, link, info
     headers = [struct.unpack_from("<IIQQQQII", cubin, table + i * entry) for i in range(count)]
 
     def name(header: tuple[int, ...]) -> str:
@@ -92,7 +95,7 @@ def parse(cubin: bytes) -> tuple[str, Kernel]:
         if COMPARED.match(section):
             found[section] = cubin[header[4] : header[4] + header[5]]
         if section.startswith(".text."):
-            kernel, registers = section.removeprefix(".text."), header[7] >> 24
+            kernel, registers = section.removeprefix(".text."), header[7] >> 24  # the section's info has the registers
     return kernel, Kernel(cubin, found, registers)
 
 
@@ -103,7 +106,7 @@ def kernels(path: Path) -> dict[str, Kernel]:
         packed = [file.read_bytes() for file in sorted(path.glob("*/cubin.zst"), key=lambda file: file.stat().st_mtime)]
     else:
         library = path.read_bytes()
-        # only unpacking tells the end of a frame
+        # only unpacking tells the end of a frame: 1 MiB is longer than any
         packed = [library[m.start() : m.start() + 2**20] for m in re.finditer(re.escape(ZSTD_MAGIC), library)]
     contents = (zstd.frame(data) for data in packed)
     cubins = [data for data in contents if data and data.startswith(ELF_MAGIC) and struct.unpack_from("<H", data, 18)[0] == EM_CUDA]
@@ -113,6 +116,7 @@ def kernels(path: Path) -> dict[str, Kernel]:
 
 
 def find_nvdisasm() -> str | None:
+    """Returns the path of an nvdisasm; None if there is none."""
     named = os.environ.get("VOLTA_SIM_NVDISASM")
     if named:
         return named
@@ -138,6 +142,7 @@ def difference(before: Kernel, after: Kernel, nvdisasm: str | None) -> list[str]
 
 
 def _differing_sections(before: Kernel, after: Kernel) -> list[str]:
+    """Returns the names of sections that differ; if none does, the registers do."""
     names = sorted(before.sections.keys() | after.sections.keys())
     return [name for name in names if before.sections.get(name) != after.sections.get(name)] or ["register counts"]
 

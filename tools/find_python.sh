@@ -1,6 +1,6 @@
 #!/bin/sh
-# Prints the Python 3.10 to 3.14 for the environment $1: $PYTHON if set, else the environment's own,
-# else the active environment's, else the first on PATH.
+# Prints the Python 3.10 to 3.14 with which the Makefile makes the virtual environment $1: $PYTHON if set, else the environment's own
+# (a later call), else the active environment's, else the first on PATH.
 # Not uv: a new user has Python, and the active Python matters because its torch may be reused.
 environment=$1
 

@@ -32,7 +32,7 @@ def run(command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> 
         with subprocess.Popen(command, env={**env, PROGRESS: f"/proc/{os.getpid()}/fd/2"}) as process, _signals_to(process):
             return _status(process.wait())
     (out, into_out), (err, into_err) = os.pipe(), os.pipe()
-    # Opened anew under this name, the end to read is one to write. If this process held such an end, the pipe would not end.
+    # /proc/PID/fd/N of the end to read: who opens it to write gets an end to write. This process holds none, or the pipe would not end.
     env = {**env, PROGRESS: f"/proc/{os.getpid()}/fd/{err}"}
     try:
         with subprocess.Popen(command, env=env, stdout=into_out, stderr=into_err) as process, _signals_to(process):

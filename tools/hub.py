@@ -1,4 +1,4 @@
-"""Lays out a repository of Hugging Face's `kernels` from a built wheel.
+"""Lays out a repository of Hugging Face's library `kernels`, which downloads kernels from its hub, from a built wheel.
 
     python tools/hub.py WHEEL --output dist/hub     # `make hub` builds the wheel first
 
@@ -60,7 +60,7 @@ In transformers: `attn_implementation="<org>/volta-fa"`.
 
 
 class Refusal(Exception):
-    """A reason against this repository."""
+    """The wheel cannot become a repository; the message says why."""
 
 
 def _number(minor: str) -> tuple[int, ...]:
@@ -77,14 +77,8 @@ def variants(minor: str) -> dict[str, dict[str, object]]:
 
 
 def metadata(backend: dict[str, object]) -> dict[str, object]:
-    return {
-        "name": "volta-fa",
-        "id": "volta_fa",
-        "version": VERSION,
-        "license": "BSD-3-Clause",
-        "python-depends": [],
-        "backend": backend,
-    }
+    """Returns a variant's metadata.json."""
+    return {"name": "volta-fa", "id": "volta_fa", "version": VERSION, "license": "BSD-3-Clause", "python-depends": [], "backend": backend}
 
 
 def _link(source: str, target: str) -> None:

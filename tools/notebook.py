@@ -1,10 +1,10 @@
-"""Runs examples/first_light.ipynb in the states that a stranger is in: `make notebook`.
+"""Tests examples/first_light.ipynb, which installs and checks volta_fa, in the states that a new user is in: `make notebook`.
 
     python tools/notebook.py OUTPUT [STATE ...]     # default: all
 
 nothing   neither a wheel nor an address: each cell that needs volta_fa stops with one line that says what to do
 wheel     a wheel beside the notebook, as one that was uploaded
-source    the address of a repository, here this checkout: it clones the last commit and builds all but the kernels that target/ has
+source    the address of a repository, here this checkout: it clones the last commit and builds all but the kernels in target/
 
 Each state has an environment of its own, with the packages of this Python but without the checkout's. The notebooks with their
 results stay in OUTPUT.
@@ -23,6 +23,7 @@ from bootstrap import package_folders
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "examples" / "first_light.ipynb"
+#: What the first cell prints in the state `nothing`.
 STOPPED = "Stopped: no volta_fa: set WHEEL or SOURCE in this cell"
 
 
@@ -46,7 +47,10 @@ def with_kernels(target: Path) -> Path:
 
 
 def execute(folder: Path, state: str, source: str = "", seconds: int = 900) -> tuple[int, str]:
-    """Runs the notebook and returns the exit status and the text of all outputs."""
+    """Runs the notebook with this address in its variable SOURCE, `seconds` at most for a cell.
+
+    Returns 0 if no cell raised an error, and the text of all outputs. The executed notebook stays in `folder`.
+    """
     print(f"volta_fa: {NOTEBOOK.name}, state {state}", flush=True)
     path = folder / NOTEBOOK.name
     text = NOTEBOOK.read_text()

@@ -1,9 +1,10 @@
-// Opens libraries as a program does that has no Python, and has torch's dispatcher call volta_fa:
+// Opens libraries as a program without Python does, and has torch's dispatcher call volta_fa. tools/torch_matrix.py compiles it and
+// runs it with the C and C++ libraries of an older Linux:
 //
-//     old_userland LIBRARY ... SHIM       // torch's libraries, then the shim
+//     load LIBRARY ... SHIM       // torch's libraries, then the shim (volta_fa's library for that torch)
 //
-// merge_attention_states of two equal halves, whose result is either of them: through the shim, Rust and ATen, and back. Of torch
-// it uses functions of AOTInductor's C interface, which all supported releases have; no header, so one program serves them all.
+// The call is merge_attention_states of two equal states. It goes through the shim, Rust and ATen, and back. The program declares
+// functions of torch's C interface for AOTInductor, which all supported releases have. Without a header it serves all of them.
 
 #include <dlfcn.h>
 #include <math.h>
@@ -39,7 +40,7 @@ int main(int argc, char** argv) {
     float out[] = {1, 2, 3, 4, 5, 6, 7, 8}, lse[] = {0.5f, -0.5f};
     // (batch, seqlen_q, nheads, headdim_v) and (batch, nheads, seqlen_q)
     const int64_t out_sizes[] = {1, 2, 1, 4}, out_strides[] = {8, 4, 4, 1}, lse_sizes[] = {1, 1, 2}, lse_strides[] = {2, 2, 1};
-    uint64_t stack[4];
+    uint64_t stack[4];  // arguments out_a, softmax_lse_a, out_b, softmax_lse_b; then the results out, softmax_lse
     for (int i = 0; i < 4; ++i) {
         void* tensor;
         if (i % 2 == 0 && create(out, 4, out_sizes, out_strides, 0, float32(), cpu(), 0, &tensor)) return 1;
@@ -52,7 +53,7 @@ int main(int argc, char** argv) {
     for (int i = 0; i < 8; ++i) {
         if (fabsf(merged[i] - out[i]) > 1e-5f) return fprintf(stderr, "out[%d] is %g, not %g\n", i, merged[i], out[i]), 1;
     }
-    // twice the sum of exponentials
+    // equal states keep their out and double the sum of exponentials: softmax_lse grows by ln 2
     for (int i = 0; i < 2; ++i) {
         if (fabsf(merged_lse[i] - lse[i] - 0.693147f) > 1e-5f)
             return fprintf(stderr, "softmax_lse[%d] is %g\n", i, merged_lse[i]), 1;

@@ -1,8 +1,8 @@
-"""Links for the oldest Linux on which torch's own wheels run. rustc and tools/build_shims.py run it as their linker.
+"""Links for the oldest Linux on which torch's own wheels run. For `make wheel`, rustc and tools/build_shims.py run it as their linker.
 
 zig, from PyPI, has a linker and the symbols of every glibc, so it can link against an old one.
 libstdc++ and libgcc_s come from the system, because a process shares them with torch: exceptions cross library boundaries.
-tools/portable_symbols.cpp defines the functions that only newer versions of these two have.
+SYMBOLS defines what only newer versions of these two, and of glibc, have.
 """
 
 from __future__ import annotations
@@ -20,6 +20,20 @@ PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
 #: Libraries to take from the system instead of zig.
 _SYSTEM = {"-lgcc_s": "libgcc_s.so.1", "-lstdc++": "libstdc++.so.6"}
 
+#: C++ source of symbols that code of a new g++ refers to and that older libraries lack, so that the wheel loads there. Hidden, so no other
+#: library sees them. tools/build_shims.py compiles it into each shim that is linked here.
+SYMBOLS = """
+#include <new>
+// glibc 2.32 has it. While it is true, std::shared_ptr counts without atomics. A process with torch has threads: always false.
+extern "C" {
+__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+}
+namespace std {
+// libstdc++ of gcc 11 (GLIBCXX_3.4.29)
+__attribute__((visibility("hidden"), noreturn)) void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+}  // namespace std
+"""
+
 
 def zig() -> Path | None:
     """Returns the zig program, or None if its package is not installed."""
@@ -28,7 +42,7 @@ def zig() -> Path | None:
 
 
 def script(folder: Path) -> Path:
-    """Writes a shell script into `folder` that runs this file with this Python. Callers accept a linker without arguments only."""
+    """Writes a shell script into `folder` that runs this file, and returns its path: rustc takes a linker without arguments only."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "portable-linker"
     path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).resolve()))} "$@"\n')
@@ -43,6 +57,7 @@ def system_library(name: str) -> str:
 
 
 def arguments(given: list[str]) -> list[str]:
+    """Returns a linker's arguments with paths in place of the libraries in _SYSTEM."""
     return [system_library(_SYSTEM[argument]) if argument in _SYSTEM else argument for argument in given]
 
 

@@ -1,12 +1,12 @@
 """Makes the folder of a release from a built wheel and sdist: downloads for users, with checksums.
 
-python tools/release.py WHEEL SDIST --output dist/release       # `make release` builds both first
+    python tools/release.py WHEEL SDIST --output dist/release       # `make release` builds both first
 
 volta_fa-*.whl, volta_fa-*.tar.gz
 simple/            a PEP 503 index for any static host: pip install --index-url .../simple/ --no-deps volta-fa
 SHA256SUMS         of all files: sha256sum -c SHA256SUMS
-Dockerfile         an image for V100
-recipe.yaml        a recipe in conda-forge's form
+Dockerfile         an image for V100, from packaging/
+recipe.yaml        a recipe in conda-forge's form, from packaging/
 RELEASE_NOTES.md   this version's part of CHANGELOG.md
 first_light.ipynb  examples/first_light.ipynb with this wheel's address and checksum, and those of sources and reports
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 import addresses
 
 ROOT = Path(__file__).resolve().parent.parent
-#: The torch of the Docker image: the last release with Volta in its default builds.
+#: The torch of packaging/Dockerfile: the last release with Volta in its default builds.
 V100 = {"V100_TORCH": "2.10.0", "V100_CUDA": "cu128"}
 
 #: Lines of the notebook as JSON has them, with an empty string.
@@ -37,7 +37,7 @@ _WHEEL_LINE, _SHA256_LINE, _SOURCE_LINE, _ISSUES_LINE = (rf"{name} = {_EMPTY}\n"
 
 
 class Refusal(Exception):
-    """A reason against this release."""
+    """There is no release; the message says why."""
 
 
 def metadata(wheel: Path) -> tuple[str, str]:
@@ -70,6 +70,7 @@ def notes(changelog: str, version: str) -> str:
 
 
 def page(links: list[str]) -> str:
+    """Returns an HTML page of a package index, with these links."""
     body = "\n".join(f"    {link}<br/>" for link in links)
     head = '<meta charset="utf-8"/><meta name="pypi:repository-version" content="1.0"/>'
     return f"<!DOCTYPE html>\n<html>\n  <head>{head}</head>\n  <body>\n{body}\n  </body>\n</html>\n"
@@ -91,6 +92,7 @@ def write_sums(folder: Path) -> None:
 
 
 def fill(template: str, values: dict[str, str]) -> str:
+    """Returns the template with values in place of @NAMES@."""
     return re.sub(r"@([A-Z0-9_]+)@", lambda match: values[match[1]], template)
 
 
@@ -107,7 +109,7 @@ def notebook(wheel: Path, known: dict[str, str]) -> str:
 
 
 def make(wheel: Path, sdist: Path, output: Path, changelog: str, known: dict[str, str]) -> str:
-    """Makes the complete folder, or none on an error. Returns the report on the wheel."""
+    """Makes the complete folder, or none on an error. Returns the report on the wheel. `known`: addresses (tools/addresses.py)."""
     version, requires_python = metadata(wheel)
     if sdist.name != f"volta_fa-{version}.tar.gz":
         raise Refusal(f"{wheel.name} and {sdist.name} are not of one version")

@@ -1,4 +1,8 @@
-"""What tools/suites.py has to know of each suite: how its calls run on volta_fa, and which changes its files need."""
+"""What tools/suites.py has to know of each suite: how its calls run on volta_fa, and which changes its files need.
+
+A suite may have three functions. install_...() puts volta_fa in the place of the suite's package in this process. adapt_...() edits the
+source of a test file, prepare_...() the module that it became. `options` are the arguments of tools/suites.py. SUITES is the list.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,8 @@ class Suite:
     #: Folder below --sources, which is copied, and the files of tests in it. Those that are missing in a release are left out.
     folder: str
     files: tuple[str, ...]
-    #: Makes the suite's calls run on volta_fa. The function that it returns says why calls since its last call did not.
+    #: Makes the suite's calls run on volta_fa. Returns a function that lists why calls since its own last call did not: `list`, which
+    #: returns [], if all calls do.
     install: Callable[[Any], Callable[[], list[str]]]
     #: Changes a file's source.
     adapt: Callable[[str, Any], str] = unchanged
@@ -46,7 +51,8 @@ class Suite:
     prepare: Callable[[dict, Any], None] = nothing
     #: Whether a case of a parameter grid runs.
     wanted: Callable[[dict], bool] = anything
-    #: Patterns of tests that do not run, and of failures (`case: message`), by reason.
+    #: A regular expression by the reason that reports show. left_out: ids of tests to skip. known: failures with a known
+    #: reason, as `case: message`.
     left_out: dict[str, str] = field(default_factory=dict)
     known: dict[str, str] = field(default_factory=dict)
     #: Cases of each test function unless --sample says how many.
@@ -56,7 +62,8 @@ class Suite:
 
 
 def on_device(source: str, options) -> str:
-    """Returns a source for a device. It asks `torch.cuda` only for memory and limits of some GPUs."""
+    """Returns a test's source for --device. For the CPU, capability and memory are those of a large GPU (9.0, 1 TiB), tensors and devices
+    are the CPU's, and calls that synchronize or select a GPU are left out."""
     if options.device == "cuda":
         return source
     source = re.sub(r"torch\.cuda\.get_device_capability\([^)]*\)", "(9, 0)", source)
@@ -76,7 +83,7 @@ def install_flash_attn(_) -> Callable[[], list[str]]:
     volta_fa.install_flash_attn_shim()
     import flash_attn.flash_attn_interface as interface
 
-    # the tile sizes of flash-attn, which only `normalize_flash_attn_S` uses
+    # the suite imports this function of flash-attn's tile sizes. Only normalize_flash_attn_S uses it, which prepare_flash_attn() replaces.
     interface._get_block_size_n = None
     return list
 
@@ -115,7 +122,7 @@ def prepare_flash_attn(module: dict, _) -> None:
 
 
 def wanted_flash_attn(case: dict) -> bool:
-    """Leaves out what the file itself skips, after its setup."""
+    """Returns False for cases that the file itself would skip, but only after a setup that takes time."""
     paged, rotary = case.get("paged_kv_block_size"), case.get("rotary_fraction", 0) > 0
     return not (paged and (case.get("has_leftpad") or case.get("has_batch_idx"))) and (case.get("new_kv", True) or not rotary)
 
@@ -129,14 +136,15 @@ def install_flash_mla(_) -> Callable[[], list[str]]:
 
 
 def adapt_flash_mla(source: str, options) -> str:
-    # sparse prefill lists its cases where it runs as a program
+    # Sparse prefill builds its cases in its main block, before a loop that runs them. The block becomes listed_cases(), which returns them
+    # in place of the loop, for prepare_flash_mla(). Other files change by on_device() alone.
     listed = source.replace("if __name__ == '__main__':", "def listed_cases():") if "correctness_cases = [" in source else source
     before, loop, _ = listed.partition("    is_no_cooldown = lib.is_no_cooldown()")
     return on_device(before + "    return testcases\n" if loop and "def listed_cases" in before else source, options)
 
 
 def prepare_sparse_flash_mla(module: dict, cases: list, options) -> None:
-    """Makes the cases of FlashMLA's sparse tests that measure no time tests."""
+    """Puts one parametrized test into a module of FlashMLA's sparse tests: of `cases`, without those that measure time (num_runs > 0)."""
     import torch
 
     run = module["test_flash_mla"] if "test_flash_mla" in module else module["run_test"]
@@ -161,7 +169,8 @@ def prepare_sparse_flash_mla(module: dict, cases: list, options) -> None:
 
 
 def prepare_flash_mla(module: dict, options) -> None:
-    """Makes the cases of the file's own loop tests: all with one KV head, which `volta_fa.flash_mla` has, that measure no time."""
+    """Turns the cases of a FlashMLA file's own loop into a parametrized test, without those that measure time. Of dense decoding, it takes
+    those with one KV head: `volta_fa.flash_mla` has no others."""
     import torch
 
     if options.device == "cpu" and "lib" in module:
@@ -189,7 +198,7 @@ def prepare_flash_mla(module: dict, options) -> None:
             with contextlib.redirect_stdout(said):
                 test(param(**{name: value for name, value in case.items() if name != "dtype"}))
         except AssertionError as error:
-            # after a rule and the case
+            # what the test printed, without its first two lines: a line of dashes and the case
             raise AssertionError("; ".join(said.getvalue().splitlines()[2:]) or str(error)) from None
 
     param.__test__ = False
@@ -212,7 +221,7 @@ def install_flex(options) -> Callable[[], list[str]]:
     import torch.nn.attention.flex_attention as module
 
     import volta_fa
-    from volta_fa.flex import attention, compiled, routing
+    from volta_fa.flex import attention, compiled
 
     torch_function, torch_compile, reasons = module.flex_attention, torch.compile, []
     volta_fa.enable_flex("cpu" if options.device == "cpu" else None, force=options.device != "cpu")
@@ -221,11 +230,11 @@ def install_flex(options) -> Callable[[], list[str]]:
     def flex_attention(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
             return enabled(*args, **kwargs)
-        devices, routing.devices = routing.devices, routing.NO_DEVICES
+        devices, attention.devices = attention.devices, attention.NO_DEVICES
         try:
             return torch_function(*args, **kwargs)
         finally:
-            routing.devices = devices
+            attention.devices = devices
 
     def compile_(*args, **kwargs):
         return torch_compile(*args, **({"backend": options.backend or "aot_eager"} | kwargs))
@@ -240,17 +249,22 @@ def install_flex(options) -> Callable[[], list[str]]:
         torch.compile = compile_
     attention.log_fallback = compiled.log_fallback = reasons.append
 
-    def used() -> list[str]:
+    def fallbacks() -> list[str]:
         torch._dynamo.reset()
         found = list(reasons)
         reasons.clear()
         return found
 
-    return used
+    return fallbacks
 
 
 def adapt_torch(source: str, _) -> str:
-    """Replaces imports that torch has not, or not any more: their tests fail, or are left out."""
+    """Replaces imports that the installed torch does not have: tests that use them fail, or are left out.
+
+    Keeps TF32 off where tests allow it. The tests' limits expect float32's digits. PyTorch's memory-efficient kernel always has them,
+    volta_fa only without TF32.
+    """
+    source = source.replace("@tf32_enabled()\n", "\n")
     source = re.sub(r"from test_cpp_extensions_open_device_registration import \(\s*generate_faked_module\s*\)", "pass", source)
     return source.replace("import create_nested_block_mask, flex_attention", "import flex_attention")
 
@@ -265,7 +279,7 @@ def adapt_flex_decoding(source: str, options) -> str:
 
 
 def select_fast_kernels(device: str) -> None:
-    """Lets a tuning choose the fast kernels for all lengths, which the plan takes from 1024 keys on."""
+    """Sets a tuning that chooses the kernels of fwd_fast (int8 scores) for all lengths. The planner takes them for long ones alone."""
     import torch
 
     import volta_fa
@@ -376,22 +390,22 @@ def install_xformers(options) -> Callable[[], list[str]]:
 
     fmha.ALL_FW_OPS[:], fmha.ALL_BW_OPS[:] = [Forward], [Backward]
     volta_fa.enable_xformers(options.device, force=not cpu)
-    door = fmha._memory_efficient_attention
+    enabled = fmha._memory_efficient_attention  # volta_fa's
 
     def forward(query: Any, key: Any, value: Any, bias: Any = None, p: float = 0.0, scale: Any = None, *, op: Any = None) -> Any:
-        return door(fmha.Inputs(query=query, key=key, value=value, attn_bias=bias, p=p, scale=scale), None)
+        return enabled(fmha.Inputs(query=query, key=key, value=value, attn_bias=bias, p=p, scale=scale), None)
 
-    fmha._memory_efficient_attention = lambda inp, op=None: door(inp, None)
+    fmha._memory_efficient_attention = lambda inp, op=None: enabled(inp, None)
     fmha.memory_efficient_attention_forward = sys.modules["xformers.ops"].memory_efficient_attention_forward = forward
     counts = Counter()
 
-    def used() -> list[str]:
+    def fallbacks() -> list[str]:
         found = Counter(volta_fa.xformers_stats()["fell_back"])
         new = found - counts
         counts.update(new)
         return list(new)
 
-    return used
+    return fallbacks
 
 
 TORCH = {"folder": "pytorch/test", "adapt": adapt_torch, "runs_alone": True}

@@ -1,4 +1,4 @@
-"""Runs test suites that others wrote on volta_fa, changed only as suite_adapters.py says.
+"""Runs on volta_fa the test suites of other projects (flash-attn, PyTorch and others), changed only as suite_adapters.py says.
 
     python tools/suites.py flash-attn --sources FOLDER --sample 100 --workers 4 --time-limit 300 --json report.json
     python tools/suites.py flash-attn --sources FOLDER --device cpu --where 'max(seqlen_q, seqlen_k) <= 300' --sample 5
@@ -42,14 +42,18 @@ import pytest
 from suite_adapters import SUITES, Suite
 
 TORCH_ALONE = "PyTorch alone fails too"
+#: Environment variable with the options as JSON, for the processes that run cases.
 OPTIONS = "VOLTA_FA_SUITES"
 
 
-# In the processes that run cases
+# In the processes that run cases. run() below appends a call of prepare() to each test file, and pytest loads this module as a plugin.
 
 
 def grid(function) -> list[list[dict]]:
-    """Returns the axes of a test function: for each mark its values, by the names of its parameters. None where a mark says more."""
+    """Returns the axes of a test function's grid: for each `parametrize` mark a list of its values, by the names of its parameters.
+
+    Empty if a mark says more than names and values.
+    """
     axes = []
     for mark in (m for m in getattr(function, "pytestmark", []) if m.name == "parametrize"):
         if mark.kwargs or len(mark.args) != 2:
@@ -63,7 +67,10 @@ def grid(function) -> list[list[dict]]:
 
 
 def drawn(axes: list[list[dict]], count: float, wanted: Callable[[dict], bool], rng: random.Random | None) -> list[dict]:
-    """Returns at most `count` different cases: random ones, or the first without rng. Does not expand the grid, which takes minutes."""
+    """Returns at most `count` different wanted cases, each a value of every axis: random ones, or the first without rng.
+
+    Does not expand the grid, which takes minutes.
+    """
     total, draws = math.prod(map(len, axes)), 100_000
     numbers: Iterable[int] = range(total)
     if rng is not None:
@@ -87,6 +94,7 @@ def flat(case: dict) -> dict:
 
 
 def label(case: dict) -> str:
+    """Returns the id of a case: its parameters in alphabetical order."""
     return "-".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in sorted(flat(case).items()))
 
 
@@ -134,16 +142,17 @@ def prepare(module: dict) -> None:
 
 
 def case_name(nodeid: str) -> str:
+    """Returns a case's id with the name of its file alone, without folders."""
     path, colons, rest = nodeid.partition("::")
     return Path(path).name + colons + rest
 
 
 class Worker:
-    """Chooses cases, and adds to their reports what went wrong where and which calls did not run on volta_fa."""
+    """pytest plugin of a process that runs cases: chooses them, and adds to reports what went wrong where and which calls fell back."""
 
     def __init__(self, options):
         self.options, self.suite = options, SUITES[options.suite]
-        self.used = list if options.alone else self.suite.install(options)
+        self.fallbacks = list if options.alone else self.suite.install(options)
         self.lost = False
 
     def runs(self, item) -> bool:
@@ -168,7 +177,7 @@ class Worker:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self):
-        self.used()
+        self.fallbacks()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call):
@@ -181,7 +190,7 @@ class Worker:
             line = [0, *(entry.lineno + 1 for entry in call.excinfo.traceback if os.getcwd() in str(entry.path))][-1]
         if hasattr(report, "wasxfail"):
             lines = ["fails as the suite expects"]
-        report.message, report.line, report.used = " | ".join(lines[:4])[:500], line, self.used() if report.when == "call" else []
+        report.message, report.line, report.fallbacks = " | ".join(lines[:4])[:500], line, self.fallbacks() if report.when == "call" else []
         self.lost = bool(report.failed and re.search("CUDA error|CUBLAS_STATUS|device-side assert", report.message))
         return report
 
@@ -202,6 +211,8 @@ def pytest_configure(config) -> None:
 
 @dataclass
 class Failure:
+    """A failed case: id, error, line of the suite's file (0: unknown), and the known reason or ""."""
+
     case: str
     message: str
     line: int
@@ -209,7 +220,7 @@ class Failure:
 
 
 class Report:
-    """Collects what happens to cases, and prints failures."""
+    """pytest plugin of the process that reports: collects what happens to cases, and prints failures."""
 
     def __init__(self, suite: Suite):
         self.suite, self.chosen, self.started = suite, 0, {}
@@ -235,8 +246,8 @@ class Report:
         self.started[nodeid] = time.monotonic()
 
     def pytest_runtest_logreport(self, report):
-        used = getattr(report, "used", [])
-        self.fell_back.update(set(used))
+        fallbacks = getattr(report, "fallbacks", [])
+        self.fell_back.update(set(fallbacks))
         if report.failed and self.outcomes.get(report.nodeid) != "failed":
             message = getattr(report, "message", None)
             if message is None:  # pytest-xdist's report of a process that ended
@@ -247,7 +258,7 @@ class Report:
             self.skipped[report.message.removeprefix("Skipped: ")] += 1
             self.outcomes[report.nodeid] = "skipped"
         elif report.when == "call" and report.passed:
-            self.outcomes[report.nodeid] = "passed, with calls that PyTorch ran" if used else "passed"
+            self.outcomes[report.nodeid] = "passed, with calls that PyTorch ran" if fallbacks else "passed"
 
     def fail(self, nodeid: str, message: str, line: int) -> None:
         case = case_name(nodeid)
@@ -257,6 +268,7 @@ class Report:
         print(f"FAILED {case}, line {line}: {message[:300]}{f' [{known}]' if known else ''}", file=self.stdout, flush=True)
 
     def unknown(self) -> list[Failure]:
+        """Returns the failures without a known reason."""
         return [failure for failure in self.failures if not failure.reason]
 
     def summary(self) -> dict[str, Any]:
@@ -348,9 +360,8 @@ def main() -> int:
     parser.add_argument("--where", default="", help="a Python expression of parameters of a parameter grid that its cases satisfy")
     parser.add_argument("--cases", type=Path, help="a file with the ids of cases to run, and no others")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--workers", type=int, default=1, help="processes; 0: this one, where a crash ends all, and no case runs without volta_fa"
-    )
+    workers = "processes; 0: this one, where a crash ends all, and no case runs without volta_fa"
+    parser.add_argument("--workers", type=int, default=1, help=workers)
     parser.add_argument("--time-limit", type=float, default=math.inf, help="of the run, in seconds")
     parser.add_argument("--case-limit", type=float, default=300, help="of a case, in seconds")
     parser.add_argument("--backend", help="of torch.compile where the suite names none (default: inductor, aot_eager on the CPU)")
@@ -371,18 +382,14 @@ def main() -> int:
     os.environ.update(defaults | os.environ)
     signals = Signals()
     report = Report(suite)
-    # a fifth of the time is for the failures
+    # a fifth of the time is for the failures, which run again without volta_fa
     run(options, report, options.time_limit * (0.8 if suite.runs_alone else 1), signals)
     # without workers, volta_fa is in this process
     if suite.runs_alone and options.workers and not signals.stopped and (again := report.unknown()):
         print(f"\n{len(again)} cases without volta_fa:", flush=True)
         alone = Report(suite)
-        run(
-            argparse.Namespace(**vars(options) | {"cases": [f.case for f in again], "alone": True}),
-            alone,
-            options.time_limit + start - time.monotonic(),
-            signals,
-        )
+        those = argparse.Namespace(**vars(options) | {"cases": [f.case for f in again], "alone": True})
+        run(those, alone, options.time_limit + start - time.monotonic(), signals)
         fails = {failure.case for failure in alone.failures}
         for failure in again:
             failure.reason = TORCH_ALONE if failure.case in fails else ""

@@ -1,8 +1,9 @@
-"""The releases of torch that volta_fa is built for: the one list, and where a build finds the headers of each.
+"""The releases of torch that volta_fa is built for: the one list, for builds, tests and messages, and where a build finds their headers.
 
     python tools/torch_releases.py FOLDER [RELEASE ...]     # headers and libraries to link of these releases, of all unless named
 
-A shim is compiled against one release and loads into every patch release of that minor one. Standard library, and pip to download.
+A shim, volta_fa's library for one torch (tools/build_shims.py), is compiled against one release and loads into every patch release of that
+minor one. Needs the standard library, and pip to download.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PYTHON = "3.11"
 
 
 def minor(version: str) -> str:
-    """2.10 of 2.10.0+cu128."""
+    """Returns the minor release, as 2.10 of 2.10.0+cu128."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
@@ -39,12 +40,12 @@ def _next(release: str) -> str:
     return f"{major}.{int(last) + 1}"
 
 
-#: What pip is to know of all this.
+#: The requirement in pyproject.toml; tests/test_package.py compares them.
 REQUIREMENT = f"torch>={MINORS[0]},<{_next(MINORS[-1])}"
 
 
 def installed() -> tuple[str, Path] | None:
-    """Version and folder of this Python's torch, which is not imported: that takes seconds, and a broken one has headers too."""
+    """Returns version and folder of this Python's torch; None without one. Does not import it: that takes seconds, and may fail."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -54,7 +55,7 @@ def installed() -> tuple[str, Path] | None:
 
 
 def download(release: str, folder: Path) -> Path:
-    """The torch package of this release below `folder`, as far as a shim needs it: include/ and the libraries that it is linked with."""
+    """Returns the torch package of this release below `folder`, downloaded if missing: what a shim needs, include/ and libraries."""
     torch = folder / release / "torch"
     if torch.exists():
         return torch
@@ -75,7 +76,7 @@ def download(release: str, folder: Path) -> Path:
 
 
 def defines(library: Path, function: str) -> bool:
-    """Whether a shared library exports this function, which is what dlsym() looks for."""
+    """Returns whether a shared library exports this function, so that dlsym() finds it."""
     command = ["nm", "-D", "--defined-only", library]
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return re.search(rf" [TW] {function}(@|$)", symbols, re.M) is not None

@@ -1,10 +1,11 @@
-// volta_fa from C++, linked against libtorch only; docs/guides/integrations.md has the g++ line.
+// Calls volta_fa from C++ and compares out and gradients with attention from matrix products. Links against libtorch only;
+// docs/guides/integrations.md has the g++ line.
 //
 //   attention /path/to/volta_fa/torch-2.11/libvolta_fa.so [module.pt]
 //
-// The library is opened at run time: that registers the operators, and nothing else is needed. The environment variable
-// VOLTA_FA_ENABLE_SDPA sends calls of scaled_dot_product_attention to them, those in the module too; docs/guides/sdpa.md has its
-// values.
+// dlopen of the library registers the operators. `module.pt` is a TorchScript module that calls scaled_dot_product_attention
+// (examples/export.py saves one). With the environment variable VOLTA_FA_ENABLE_SDPA=1 (`cpu` without a GPU), volta_fa runs
+// these calls.
 
 #include <dlfcn.h>
 #include <torch/script.h>
@@ -13,7 +14,7 @@
 #include <cmath>
 #include <iostream>
 
-// volta_fa::fwd by name; arguments that are not given have the schema's defaults.
+// Calls volta_fa::fwd by name through the dispatcher. Other arguments get the schema's defaults.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool is_causal) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd", "");
     torch::jit::Stack stack{q, k, v};
@@ -25,7 +26,7 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     return stack[0].toTensor();  // out, softmax_lse, rng_state
 }
 
-// How many calls of PyTorch's own function volta_fa has run.
+// Returns how many calls of scaled_dot_product_attention volta_fa has run in this process.
 int64_t calls_of_sdpa() {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::_sdpa_stats", "");
     torch::jit::Stack stack;
@@ -53,7 +54,7 @@ int main(int argc, char** argv) {
     const auto out = attention(q, k, v, /*is_causal=*/true);
     const auto found = torch::autograd::grad({out.pow(2).sum()}, {q, k, v});
 
-    // the same from matrix products
+    // the same attention from matrix products and a softmax
     const auto by_head = [](const at::Tensor& t) { return t.transpose(1, 2).repeat_interleave(4 / t.size(2), 1); };
     const auto hidden = torch::ones({9, 9}, options.dtype(at::kBool).requires_grad(false)).triu(1);
     const auto scores = (by_head(q).matmul(by_head(k).transpose(2, 3)) / std::sqrt(16.0)).masked_fill(hidden, -INFINITY);
@@ -70,7 +71,7 @@ int main(int argc, char** argv) {
     if (argc > 2) {
         auto module = torch::jit::load(argv[2]);
         if (cuda) module.to(at::kCUDA, at::kHalf);
-        const auto result = module.forward({torch::randn({2, 9, 32}, options.requires_grad(false))}).toTensor();
+        const auto result = module.forward({torch::randn({2, 9, 64}, options.requires_grad(false))}).toTensor();
         result.sum().backward();
         for (const auto& p : module.parameters()) {
             if (!p.grad().defined()) return std::cerr << "a parameter has no gradient\n", 1;

@@ -1,8 +1,8 @@
-//! Compiles all kernel variants in parallel, cached by content. Writes `embedded.rs` in OUT_DIR, with one `Image` per variant in the order
-//! of the variant tables.
+//! Compiles all kernel variants in parallel, for build.rs. A variant is a row of the tables in src/kernels: a kernel with its tile sizes
+//! and features. Compiled code is cached by content. Writes `embedded.rs` in OUT_DIR, which src/kernels/mod.rs includes: one `Image` per
+//! variant in the order of the tables, with machine code (cubin) and PTX.
 
 use crate::nvrtc::{Binary, Compiler, ENTRY, PTX_VERSIONS};
-use crate::progress::Progress;
 use crate::tables::variants::Variant;
 use anyhow::{Context, Result};
 use rayon::prelude::*;
@@ -10,11 +10,15 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs::File;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 /// Compression level: a build compresses once, a process decompresses each kernel once.
 const ZSTD_LEVEL: i32 = 19;
 
+/// Compiles the variants that `cache` lacks, and writes `embedded.rs` into `out`. After a full build `cache/complete` exists (Makefile).
 pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path) -> Result<()> {
     println!("cargo:rerun-if-env-changed={ONLY}");
     let only = std::env::var(ONLY).ok();
@@ -22,7 +26,7 @@ pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path
     std::fs::create_dir_all(cache)?;
     let entries: Vec<Entry> = variants.iter().map(|v| Entry::of(compiler, v, cache)).collect::<Result<_>>()?;
     let missing: Vec<_> = variants.iter().zip(&entries).filter(|(v, entry)| is_wanted(v) && !entry.facts().exists()).collect();
-    let progress = progress_file().map(|file| Progress::begin("kernels", missing.len(), file));
+    let progress = progress_file().map(|file| Progress::begin(missing.len(), file));
     missing.par_iter().try_for_each(|(variant, entry)| {
         entry.compile(compiler, variant)?;
         progress.iter().for_each(Progress::advance);
@@ -51,7 +55,8 @@ pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path
     Ok(())
 }
 
-/// Environment variable with parts of kernels' names, separated by commas. Kernels without them that are not in the cache are left out.
+/// Environment variable with parts of kernels' names, separated by commas. Compiles only kernels with one of them; others that are not in
+/// the cache are left out of the library.
 const ONLY: &str = "VOLTA_FA_COMPILE_ONLY";
 
 /// Environment variable with a file for progress, which tools/heartbeat.py sets. Cargo hides the output of build scripts.
@@ -61,7 +66,7 @@ fn progress_file() -> Option<File> {
     File::options().append(true).open(std::env::var_os(PROGRESS)?).ok()
 }
 
-/// The cache folder of one variant, which may not exist yet.
+/// The cache folder of one variant, which may not exist yet: NAME-HASH with `cubin.zst`, `ptx.zst` and `facts`, other fields of `Image`.
 struct Entry {
     folder: PathBuf,
     params_header: String,
@@ -133,4 +138,46 @@ fn include_closure(mut todo: Vec<PathBuf>) -> Result<BTreeMap<PathBuf, String>> 
         seen.insert(file, text);
     }
     Ok(seen)
+}
+
+/// Lines that say how many kernels are compiled: at the begin, about every ten seconds, and at the end. Lines, not a bar, so that a pipe
+/// and a log have them too.
+struct Progress {
+    of: usize,
+    state: Mutex<State>,
+}
+
+struct State {
+    done: usize,
+    /// time of the last line
+    said: Instant,
+    out: File,
+}
+
+impl Progress {
+    /// Begins a work of `of` kernels, which several threads compile. Says nothing of a work without any.
+    fn begin(of: usize, out: File) -> Self {
+        let mut state = State { done: 0, said: Instant::now(), out };
+        if of > 0 {
+            state.say(of);
+        }
+        Progress { of, state: Mutex::new(state) }
+    }
+
+    /// Counts one kernel.
+    fn advance(&self) {
+        let mut state = self.state.lock().expect("no thread panics while it says something");
+        state.done += 1;
+        if state.done == self.of || state.said.elapsed() >= Duration::from_secs(10) {
+            state.say(self.of);
+        }
+    }
+}
+
+impl State {
+    fn say(&mut self, of: usize) {
+        self.said = Instant::now();
+        // Begins with a carriage return, because the cursor may be at the end of cargo's bar. A failed write must not fail the build.
+        let _ = self.out.write_all(format!("\r\x1b[Kvolta_fa: compiled {} of {of} kernels\n", self.done).as_bytes());
+    }
 }

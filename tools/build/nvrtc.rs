@@ -1,9 +1,9 @@
-//! Compiles CUDA C++ to a cubin and PTX with NVRTC 12.9, the last release that knows sm_70. Needs no CUDA toolkit and no GPU.
+//! Compiles one kernel variant of csrc/ to a cubin and PTX with NVRTC 12.9, the last release that knows sm_70. tools/build/embed.rs calls
+//! it for each row of the tables in src/kernels: the row's numbers become macros. Needs no CUDA toolkit and no GPU.
 //!
-//! Binds NVRTC by hand because the crate `cudarc` cannot open a given path. It opens the first of `libnvrtc.so`,
-//! ..., `libnvrtc.so.12` on the loader's search path, so the NVRTC of an installed CUDA toolkit would win over the pinned one.
+//! Binds NVRTC by hand because the crate `cudarc` cannot open a given path: it would open the first of `libnvrtc.so`, ...,
+//! `libnvrtc.so.12` on the loader's search path, so the NVRTC of an installed CUDA toolkit would win over the pinned one.
 
-use crate::python::Environment;
 use crate::tables::formats::{FormatInfo, FORMATS};
 use crate::tables::variants::{CacheFormat, Feature, FeatureSet, ParamBlock, Pass, Variant, SPLIT_TOKENS};
 use anyhow::{bail, Context, Result};
@@ -11,8 +11,11 @@ use libloading::{Library, Symbol};
 use std::collections::HashSet;
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 type Program = *mut c_void;
+type CreateProgram =
+    unsafe extern "C" fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> c_int;
 
 /// A compiled kernel.
 pub struct Binary {
@@ -25,17 +28,19 @@ pub struct Binary {
     pub spill_bytes: u32,
 }
 
+/// NVRTC, opened, and what every compilation needs.
 pub struct Compiler {
     library: Library,
     include_dirs: Vec<PathBuf>,
     params: ParamsHeader,
+    /// NVRTC's major and minor version.
     pub version: (i32, i32),
 }
 
 /// The file that NVRTC compiles for every variant, below csrc/.
 pub const ENTRY: &str = "entry.cu";
 
-/// Name under which the sources include the generated parameter blocks.
+/// Name under which the sources include the generated header of parameter blocks: the structs that Rust fills for a launch (src/params/).
 const PARAMS_HEADER: &CStr = c"volta_fa_params.h";
 
 /// Fixed-width types for the generated header: NVRTC has no standard headers.
@@ -74,8 +79,8 @@ fn first_version_of(sm: u32) -> (u32, u32) {
     }
 }
 
-/// Sets the lowest version that has all instructions of the PTX. NVRTC writes its own version, and drivers reject versions newer than
-/// themselves.
+/// Returns the PTX with the lowest `.version` that has all its instructions. NVRTC writes its own version, and drivers reject versions
+/// newer than themselves.
 fn for_old_drivers(ptx: &str, sm: u32) -> Result<String> {
     // removes hints about used bytes of vector loads: most drivers are older than this directive
     let kept: Vec<&str> = ptx.lines().filter(|line| !line.trim_start().starts_with(".pragma \"used_bytes_mask")).collect();
@@ -98,8 +103,8 @@ fn is_instance(instruction: &str, row: &str) -> bool {
     (opcode.is_empty() || opcode == found) && (modifiers.is_empty() || words.any(|word| word == modifiers))
 }
 
-/// Defines the bits of `FEATURES` in C++ that sources name (csrc/features.cuh), `kFeatureLengths` and so on, and `kScoreFeatures`, the
-/// set of those that change scores. Enumerators leave no addresses in the cubin, variables would.
+/// Returns C++ that defines the bits of the macro `FEATURES` that sources name (csrc/features.cuh), `kFeatureLengths` and so on, and
+/// `kScoreFeatures`, the set of those that change scores. Enumerators leave no addresses in the cubin, variables would.
 fn feature_bits(named: &HashSet<&str>) -> String {
     let features = Feature::ALL.map(|feature| (format!("kFeature{feature:?}"), FeatureSet::of(&[feature])));
     let sets = [("kScoreFeatures".to_string(), FeatureSet::of(&Feature::OF_SCORES))];
@@ -111,10 +116,12 @@ fn feature_bits(named: &HashSet<&str>) -> String {
 /// Name of the table of cache formats in C++.
 const FORMAT_INFO: &str = "CacheFormatInfo";
 
-/// Defines `CacheFormatInfo<Format>`, the row of each cache format, and `QUANTIZED_FORMATS(use)`, which is `use(Format)` of each quantized one.
+/// Returns C++ that defines `CacheFormatInfo<Format>`, the row of each format of a KV cache, and `QUANTIZED_FORMATS(use)`, which is
+/// `use(Format)` of each quantized one. Kernels get a pair (keys and values in different formats) as two formats, so it has no row.
 fn cache_formats() -> String {
-    let rows = FORMATS.iter().map(FormatInfo::cpp).collect::<String>();
-    let quantized = CacheFormat::quantized().map(|format| format!(" use({format:?})")).collect::<String>();
+    let rows = FORMATS.iter().filter(|row| !row.format.is_pair()).map(FormatInfo::cpp).collect::<String>();
+    let quantized =
+        CacheFormat::quantized().filter(|format| !format.is_pair()).map(|format| format!(" use({format:?})")).collect::<String>();
     format!("template <CacheFormat> struct {FORMAT_INFO};\n{rows}#define QUANTIZED_FORMATS(use){quantized}\n")
 }
 
@@ -235,7 +242,9 @@ impl Compiler {
         }
         let decodes = variant.pass.info().params == ParamBlock::Decode || variant.pass == Pass::SparseMla;
         if decodes || variant.pass == Pass::Append {
-            options.push(format!("-DCACHE_FORMAT={:?}", variant.cache));
+            let [keys, values] = variant.cache.parts();
+            options.push(format!("-DKEY_FORMAT={keys:?}"));
+            options.push(format!("-DVALUE_FORMAT={values:?}"));
         }
         if decodes {
             options.push(format!("-DIS_BF16={}", variant.is_bf16));
@@ -244,7 +253,7 @@ impl Compiler {
         if variant.is_batch_invariant {
             options.push("-DBATCH_INVARIANT".into());
         }
-        // the scratch layout is in the family's table, for Rust and kernels
+        // layout of a backward pass' statistics of rows, -LSE and -delta, in scratch memory: in the family's table, for Rust and kernels
         if let (ParamBlock::Backward | ParamBlock::BackwardStreamK | ParamBlock::BackwardStored, Some(scratch)) =
             (variant.pass.info().params, variant.family.scratch)
         {
@@ -258,6 +267,7 @@ impl Compiler {
         options
     }
 
+    /// Compiles a variant with the header from [`Compiler::params_header`].
     pub fn compile(&self, variant: &Variant, params_header: &str) -> Result<Binary> {
         let params_header = CString::new(params_header)?;
         let path = format!("csrc/{ENTRY}");
@@ -271,16 +281,7 @@ impl Compiler {
         // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call.
         unsafe {
             let lib = &self.library;
-            let create: Symbol<
-                unsafe extern "C" fn(
-                    *mut Program,
-                    *const c_char,
-                    *const c_char,
-                    c_int,
-                    *const *const c_char,
-                    *const *const c_char,
-                ) -> c_int,
-            > = lib.get(b"nvrtcCreateProgram")?;
+            let create: Symbol<CreateProgram> = lib.get(b"nvrtcCreateProgram")?;
             let compile: Symbol<unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int> = lib.get(b"nvrtcCompileProgram")?;
             let destroy: Symbol<unsafe extern "C" fn(*mut Program) -> c_int> = lib.get(b"nvrtcDestroyProgram")?;
             let mut program: Program = std::ptr::null_mut();
@@ -331,4 +332,47 @@ fn number_before(text: &str, marker: &str) -> Option<u32> {
     let head = &text[..text.find(marker)?];
     let digits = head.len() - head.chars().rev().take_while(char::is_ascii_digit).count();
     head[digits..].parse().ok()
+}
+
+/// Finds NVRTC and its headers in the PyPI wheels of the active Python, without importing any package.
+const QUERY: &str = r"
+import pathlib, sys
+for root in [pathlib.Path(p) / 'nvidia' for p in sys.path]:
+    for f in (root / 'cuda_nvrtc/lib').glob('libnvrtc.so.12'):
+        print(f'nvrtc={f}')
+    for package in ('cuda_runtime', 'cuda_nvcc'):
+        if (root / package / 'include').is_dir():
+            print('cuda_include=' + str(root / package / 'include'))
+";
+
+/// What the PyPI wheels of the active Python have. Not used if $VOLTA_FA_CUDA_HOME names a toolkit.
+pub struct Environment {
+    /// `libnvrtc.so.12`; None if no wheel has it
+    pub nvrtc: Option<PathBuf>,
+    /// `include` folders of the CUDA runtime and of nvcc
+    pub cuda_includes: Vec<PathBuf>,
+}
+
+impl Environment {
+    /// Queries `python` of an active virtual environment, else `python3`, which Conda environments have too.
+    pub fn query() -> Result<Self> {
+        // A change of these runs the build again. PATH is not among them, because it differs between shells.
+        for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
+            println!("cargo:rerun-if-env-changed={name}");
+        }
+        let python = if std::env::var_os("VIRTUAL_ENV").is_some() { "python" } else { "python3" };
+        let output = Command::new(python)
+            .args(["-c", QUERY])
+            .output()
+            .with_context(|| format!("no `{python}` on PATH: install Python 3.10 or newer"))?;
+        if !output.status.success() {
+            let log = String::from_utf8_lossy(&output.stderr);
+            bail!("`{python}` failed: {}", log.lines().last().unwrap_or("no message"));
+        }
+        let text = String::from_utf8_lossy(&output.stdout);
+        let all = |key: &str| -> Vec<PathBuf> {
+            text.lines().filter_map(|l| l.split_once('=')).filter(|(k, _)| *k == key).map(|(_, v)| v.into()).collect()
+        };
+        Ok(Environment { nvrtc: all("nvrtc").into_iter().next(), cuda_includes: all("cuda_include") })
+    }
 }

@@ -1,10 +1,10 @@
-"""Adds to the documentation site the pages that live elsewhere in the repository, and generated pages.
+"""mkdocs hook (mkdocs.yml names it): adds to the documentation site pages from outside docs/, and a generated page of kernels.
 
 Links in a page are relative to its file in the repository. On the site, a link to another page leads there. A link to any
 other file of the repository becomes plain text, since the site has no sources. A link to a missing file stays, so that
 mkdocs reports it.
 
-`volta_fa::_info` generates one page, `reference/kernels.md`.
+The page `reference/kernels.md` lists what `volta_fa::_info` tells of this build.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ ELSEWHERE = {
     "SECURITY.md": "security.md",
     "tools/volta-sim/README.md": "design/simulator.md",
 }
+#: Blocks of code between fences, and code within a line.
 _CODE = re.compile(r"^( *)(```+).*?^\1\2|(?<!`)`[^`\n]+`(?!`)", re.M | re.S)
+#: Links and images: `!` of an image, text, target.
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages from elsewhere in the repository."""
+    """Adds the pages to mkdocs' files. mkdocs calls it before it reads any page."""
     from mkdocs.structure.files import File  # the tests import this module without mkdocs
 
     for path, name in ELSEWHERE.items():
@@ -41,7 +43,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def library_info() -> dict[str, Any]:
-    """Returns what the built library publishes, or nothing if it is not built."""
+    """Returns `volta_fa::_info`'s JSON from the built library; empty if it is not built."""
     code = "import torch, volta_fa; print(torch.ops.volta_fa._info())"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "python")}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -63,10 +65,8 @@ def kernels_page(info: dict[str, Any]) -> str:
             if not rows:
                 continue
             page += ["", f"### {family['name'].capitalize()}: {kernel_pass['name']}", ""]
-            page += [
-                "| kernel | headdim | threads | registers | shared, KB | features | required |",
-                "| --- | --- | --- | --- | --- | --- | --- |",
-            ]
+            page.append("| kernel | headdim | threads | registers | shared, KB | features | required |")
+            page.append("| --- | --- | --- | --- | --- | --- | --- |")
             for v in rows:
                 headdim = str(v["headdim"]) if v["headdim"] == v["headdim_v"] else f"{v['headdim']} / {v['headdim_v']}"
                 cells = (v["name"], headdim, v["threads"], v["registers"], f"{v['shared_bytes'] / 1024:.1f}")
@@ -76,7 +76,7 @@ def kernels_page(info: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrites the page's links and indents numbered items by four spaces, as mkdocs requires."""
+    """Rewrites the page's links, and indents what follows in a numbered item by four spaces, as mkdocs requires. mkdocs calls it."""
     return re.sub(r"^   (?=\S)", "    ", site_links(markdown, page.file.src_uri), flags=re.M)
 
 
@@ -95,7 +95,8 @@ def site_links(markdown: str, name: str) -> str:
             return f"{image}[{text}]({os.path.relpath(uri, os.path.dirname(name) or '.')}{hash_}{anchor})"
         return text if (REPOSITORY / found).exists() else link[0]
 
-    code: list[str] = []  # code has no links
+    # replaces code, whose brackets are no links, by NUL, number, NUL, and puts it back at the end
+    code: list[str] = []
 
     def hide(found: re.Match[str]) -> str:
         code.append(found[0])

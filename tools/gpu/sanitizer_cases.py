@@ -1,10 +1,11 @@
-"""Runs the problems of `python -m volta_fa check` for compute-sanitizer: each kernel, forced.
+"""Runs each kernel under compute-sanitizer, which finds wrong memory accesses and races. tools/gpu/validate.sh calls it.
 
     compute-sanitizer --tool memcheck python tools/gpu/sanitizer_cases.py
     ... --kernels 'turing_bwd_*'          kernels that match a pattern
     ... --device simulator                without a GPU, to try this script
 
-Uses the library in python/volta_fa. Exits non-zero if a result is wrong or a kernel does not run. The sanitizer reports everything else.
+The problems are those of `python -m volta_fa check`, which forces each kernel in turn in place of the planner's choice. Uses the library in
+python/volta_fa. Exits with 1 if a result is wrong or a kernel does not run. The sanitizer reports everything else.
 """
 
 import argparse
@@ -27,7 +28,7 @@ def main() -> int:
     target = kernels.Target.of(arguments.device)
     variants = kernels.wanted(target, json.loads(torch.ops.volta_fa._info())["variants"])
     chosen = [v for v in variants if fnmatchcase(v["name"], arguments.kernels)]
-    problems = 0
+    problems = 0  # computed ones
     for variant in chosen:
         result = correctness.check_kernel(target, variant, seed=0)
         problems += result.problems

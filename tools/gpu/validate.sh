@@ -2,7 +2,7 @@
 # Validates a built library on a GPU and writes logs to OUTPUT: the GPU tests, 2,000 random problems, the examples,
 # then compute-sanitizer's memcheck, racecheck and initcheck on every kernel.
 #
-#   tools/gpu/validate.sh OUTPUT                           all steps; pytest and sweep also with Volta's family alone
+#   tools/gpu/validate.sh OUTPUT                           all steps; pytest and sweep also with Volta's kernels alone (volta-...)
 #   tools/gpu/validate.sh OUTPUT sweep volta-racecheck     some steps: [volta-]{pytest,sweep,memcheck,racecheck,initcheck}, examples
 #   tools/gpu/validate.sh OUTPUT figures                   only the GPU benchmarks of docs/reference/figures.md, at most seven minutes
 #
@@ -22,6 +22,7 @@ shift
 mkdir -p "$output"
 failed=0
 
+# step NAME COMMAND...: runs a command, and keeps its output in NAME.log
 step() {
     local name=$1 start=$SECONDS
     shift
@@ -33,6 +34,7 @@ step() {
     tail -n 4 "$output/$name.log"
 }
 
+# sanitize TOOL FAMILY: an empty FAMILY lets the GPU run its own
 sanitize() {
     local tool=$1 family=$2
     # the caching allocator hides accesses from one tensor to another in the same block
@@ -40,6 +42,7 @@ sanitize() {
         --error-exitcode 9 --kernel-name-exclude kernel_substring=at:: python3 tools/gpu/sanitizer_cases.py --kernels "${KERNELS:-*}"
 }
 
+# figures BENCHMARK ARGUMENT...: runs benchmarks/BENCHMARK.py
 figures() {
     local name=gpu-$1 module=benchmarks.$1
     shift
@@ -62,9 +65,7 @@ for name in "$@"; do
         LIMIT=120 figures training
         ;;
     examples) step "$name" python3 -m pytest -q tests/test_examples.py ;;
-    memcheck | racecheck | initcheck)
-        sanitize "${name#volta-}" "$family"
-        ;;
+    memcheck | racecheck | initcheck) sanitize "${name#volta-}" "$family" ;;
     *)
         echo "$0: no step $name" >&2
         exit 2

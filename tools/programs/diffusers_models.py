@@ -1,4 +1,7 @@
-"""Models of diffusers' own classes with random weights, small ones and of the released models' width, with their inputs."""
+"""Models of diffusers' own classes with random weights, for run_diffusers.py and fast_models.py: SMALL, and LARGE with released widths.
+
+Functions such as flux() take the sizes of a model and its input (heads, layers, tokens ...) and return arguments of Model.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,13 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKL,
-    FluxTransformer2DModel,
-    LTXVideoTransformer3DModel,
-    QwenImageTransformer2DModel,
-    SD3Transformer2DModel,
-    UNet2DConditionModel,
-    WanTransformer3DModel,
-)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A class of diffusers with arguments and inputs. The first input gets a gradient."""
+    """A class of diffusers with arguments and inputs. The first input gets a gradient. `make` and `inputs` draw random values anew."""
 
     name: str
     make: Callable[[], torch.nn.Module]
@@ -34,7 +29,7 @@ class Model:
     has_mask: bool = False
     #: whether diffusers has a plan for its context parallelism
     parallel: bool = False
-    #: reasons for which calls fall back, and rightly so
+    #: reasons of volta_fa.sdpa_stats() for which calls run PyTorch's attention, and rightly so
     falls_back: tuple[str, ...] = ()
 
 
@@ -45,7 +40,7 @@ def flux(heads: int, headdim: int, layers: int, tokens: int, text: int, axes: tu
         return torch.cartesian_prod(torch.zeros(1), *[torch.arange(side, dtype=torch.float32)] * 2)
 
     return dict(
-        make=lambda: FluxTransformer2DModel(
+        make=lambda: diffusers.FluxTransformer2DModel(
             in_channels=16, num_layers=layers, num_single_layers=2 * layers, attention_head_dim=headdim, num_attention_heads=heads,
             joint_attention_dim=width, pooled_projection_dim=width, axes_dims_rope=axes,
         ),
@@ -59,7 +54,7 @@ def flux(heads: int, headdim: int, layers: int, tokens: int, text: int, axes: tu
 
 def sd3(heads: int, headdim: int, layers: int, side: int, text: int, width: int, dual: tuple[int, ...]) -> dict[str, Any]:
     return dict(
-        make=lambda: SD3Transformer2DModel(
+        make=lambda: diffusers.SD3Transformer2DModel(
             sample_size=side, patch_size=2, in_channels=4, num_layers=layers, attention_head_dim=headdim, num_attention_heads=heads,
             joint_attention_dim=width, caption_projection_dim=heads * headdim, pooled_projection_dim=width, out_channels=4,
             pos_embed_max_size=max(side // 2, 8), dual_attention_layers=dual, qk_norm="rms_norm",
@@ -74,7 +69,7 @@ def sd3(heads: int, headdim: int, layers: int, side: int, text: int, width: int,
 
 def wan(heads: int, headdim: int, layers: int, frames: int, height: int, width: int, text: int) -> dict[str, Any]:
     return dict(
-        make=lambda: WanTransformer3DModel(
+        make=lambda: diffusers.WanTransformer3DModel(
             num_attention_heads=heads, attention_head_dim=headdim, in_channels=4, out_channels=4, text_dim=64,
             ffn_dim=2 * heads * headdim, num_layers=layers,
         ),
@@ -88,7 +83,7 @@ def wan(heads: int, headdim: int, layers: int, frames: int, height: int, width: 
 
 def qwen_image(heads: int, headdim: int, layers: int, side: int, text: int, axes: tuple[int, ...], width: int) -> dict[str, Any]:
     return dict(
-        make=lambda: QwenImageTransformer2DModel(
+        make=lambda: diffusers.QwenImageTransformer2DModel(
             in_channels=16, out_channels=4, num_layers=layers, attention_head_dim=headdim, num_attention_heads=heads,
             joint_attention_dim=width, axes_dims_rope=axes,
         ),
@@ -102,7 +97,7 @@ def qwen_image(heads: int, headdim: int, layers: int, side: int, text: int, axes
 
 def ltx(heads: int, headdim: int, layers: int, frames: int, height: int, width: int, text: int) -> dict[str, Any]:
     return dict(
-        make=lambda: LTXVideoTransformer3DModel(
+        make=lambda: diffusers.LTXVideoTransformer3DModel(
             in_channels=16, out_channels=16, num_attention_heads=heads, attention_head_dim=headdim, num_layers=layers,
             cross_attention_dim=heads * headdim, caption_channels=64,
         ),
@@ -118,7 +113,7 @@ def ltx(heads: int, headdim: int, layers: int, frames: int, height: int, width: 
 def sdxl(channels: tuple[int, ...], heads: tuple[int, ...], blocks: tuple[int, ...], side: int, width: int) -> dict[str, Any]:
     kinds = ["DownBlock2D"] + ["CrossAttnDownBlock2D"] * (len(channels) - 1)
     return dict(
-        make=lambda: UNet2DConditionModel(
+        make=lambda: diffusers.UNet2DConditionModel(
             sample_size=side, block_out_channels=channels, layers_per_block=2, down_block_types=kinds,
             up_block_types=[kind.replace("Down", "Up") for kind in reversed(kinds)], attention_head_dim=heads, cross_attention_dim=width,
             transformer_layers_per_block=blocks, use_linear_projection=True, addition_embed_type="text_time",
@@ -134,7 +129,7 @@ def sdxl(channels: tuple[int, ...], heads: tuple[int, ...], blocks: tuple[int, .
 
 def vae(channels: tuple[int, ...], side: int) -> dict[str, Any]:
     return dict(
-        make=lambda: AutoencoderKL(
+        make=lambda: diffusers.AutoencoderKL(
             block_out_channels=channels, down_block_types=["DownEncoderBlock2D"] * len(channels), norm_num_groups=16,
             up_block_types=["UpDecoderBlock2D"] * len(channels), layers_per_block=1, latent_channels=4, shift_factor=0.0,
         ),
@@ -176,6 +171,7 @@ def build(model: Model, device: str, seed: int = 0) -> tuple[torch.nn.Module, di
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Returns the value with its floating-point tensors, in dictionaries too, in this dtype."""
     if isinstance(value, dict):
         return {name: cast(item, dtype) for name, item in value.items()}
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

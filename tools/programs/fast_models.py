@@ -1,4 +1,4 @@
-"""Runs models with int8 scores and compares their final output with fp64, beside exact and eager attention.
+"""Runs models with volta_fa's fast attention, whose scores are int8, and compares their final output with fp64, exact and eager attention.
 
     python tools/programs/fast_models.py                          # small models of diffusers' classes on the CPU
     python tools/programs/fast_models.py --device cuda            # models of real width
@@ -36,6 +36,7 @@ LIMIT = 0.05
 
 
 def models(device: str) -> list[Model]:
+    """Returns the models for a device."""
     if device == "cuda":
         return [model for model in LARGE if "vae" not in model.name]
     # heads of the released models' width, one or two of them
@@ -62,6 +63,7 @@ def relative_l1(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def sage(module: torch.nn.Module) -> Iterator[None]:
+    """Selects diffusers' attention backend `sage`, which volta_fa's stand-in for sageattention serves."""
     module.set_attention_backend("sage")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Runs Hugging Face's `kernels` and transformers on a folder of `make hub`, and compares with eager attention.
+"""Runs transformers with volta_fa as Hugging Face's `kernels` loads it from a folder of `make hub`, and compares with eager attention.
 
     python tools/programs/hub.py dist/hub
     python tools/programs/hub.py dist/hub --device cuda
@@ -20,17 +20,12 @@ from pathlib import Path
 
 import torch
 
+#: Name on the hub. The variable LOCAL_KERNELS makes it mean the folder.
 REPOSITORY = "volta-fa-test/volta-fa"
 SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-}
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256,
+}  # fmt: skip
 
 
 def models():

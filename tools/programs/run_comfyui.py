@@ -10,9 +10,10 @@ ComfyUI's KSampler: whole SDXL and Flux on a GPU, small ones on the CPU. Each wa
     split, quad --use-split-cross-attention, --use-quad-cross-attention
     xformers    no flag, on a GPU and with xformers installed, which ComfyUI then prefers: that, with enable_xformers(), with the node
 
-Errors are those of the latents from ComfyUI's own fp32 model with equal weights. For each distinct shape of an attention call, `attention`
-has the worst ratio of the node's error to that of ComfyUI's fp16 attention, both against fp64. The rule is 2 for both.
-The exit status is 1 if a path breaks the rule, fails, or runs no call on volta_fa where it should.
+Errors are those of the latents from ComfyUI's own fp32 model with equal weights; `ratio` is a path's error by that of ComfyUI's fp16 SDPA.
+The column `attention` has the worst ratio of the node's error to that of ComfyUI's fp16 attention, both against fp64, over the distinct
+shapes of attention calls. Both ratios may be 2 (ALLOWED). The exit status is 1 if a path breaks this rule, fails, or runs no call on
+volta_fa where it should. A path is one attention (`paths`), a worker one process.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from collections import Counter
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+#: ComfyUI's arguments of each worker.
 FLAGS = {
     "pytorch": ["--use-pytorch-cross-attention"],
     "flash": ["--use-flash-attention"],
@@ -40,6 +42,7 @@ FLAGS = {
     "quad": ["--use-quad-cross-attention"],
     "xformers": [],
 }
+#: Ratio of errors.
 ALLOWED = 2.0
 #: An error of ComfyUI's own fp16 result above this share of the largest latent says that the model is chaotic.
 CHAOS = 0.05
@@ -156,6 +159,7 @@ def node_package():
 
 
 def with_node(patcher):
+    """Returns the model with the node's attention, as the node's output in ComfyUI."""
     package, _ = node_package()
     return package.NODE_CLASS_MAPPINGS["VoltaAttention"]().apply(patcher, every_device=True)[0]
 
@@ -192,7 +196,11 @@ class FlashCalls(logging.Handler):
 
 @contextlib.contextmanager
 def paths(worker, device):
-    """Yields the paths of this process: name, and a function from a patcher to (context, patcher, counts)."""
+    """Yields the paths of this worker: a dictionary of names and functions.
+
+    A function takes a model in a ModelPatcher. It returns a context in which to sample, the model to sample, and a function that counts
+    attention calls: `ran` on volta_fa, and reasons of the others.
+    """
     import volta_fa
 
     def own(patcher):
@@ -330,25 +338,21 @@ def attention_errors(patcher, name, device):
 
 
 def dtypes(device):
-    """Samples a small fp32 and a small bf16 model through the node: every call falls back, and nothing changes."""
+    """Samples a small bf16 model through the node, which serves fp16 and fp32: every call runs ComfyUI's attention, and nothing changes."""
     import torch
 
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        patcher = build("sdxl-small", dtype, device)
-        expected = sample(patcher, "sdxl-small", device)
-        _, attention = node_package()
-        attention.counts.clear()
-        found = sample(with_node(patcher), "sdxl-small", device)
-        label = f"SDXL, small, {str(dtype).removeprefix('torch.')}"
-        calls = dict(attention.counts)
-        problem = None if calls and not calls.get("ran") and torch.equal(found, expected) else f"expected ComfyUI's own result: {calls}"
-        rows.append({"model": label, "path": "node", "calls": calls, "problem": problem})
-    return rows
+    patcher = build("sdxl-small", torch.bfloat16, device)
+    expected = sample(patcher, "sdxl-small", device)
+    _, attention = node_package()
+    attention.counts.clear()
+    found = sample(with_node(patcher), "sdxl-small", device)
+    calls = dict(attention.counts)
+    problem = None if calls and not calls.get("ran") and torch.equal(found, expected) else f"expected ComfyUI's own result: {calls}"
+    return [{"model": "SDXL, small, bfloat16", "path": "node", "calls": calls, "problem": problem}]
 
 
 def around(name, device):
-    """Runs what ignores overrides, CLIP or the VAE's decoder in fp16, with enable_sdpa and without it."""
+    """Runs CLIP or the VAE's decoder in fp16, with enable_sdpa and without it: the node's override does not reach their attention."""
     import comfy.ops
     import torch
 
@@ -382,26 +386,16 @@ def around(name, device):
         with volta_fa.sdpa_enabled(device, force=True):
             found = run().float()
     stats = volta_fa.sdpa_stats()
-    return [
-        {
-            "model": {"clip": "CLIP-L text encoder", "vae": "VAE decoder, fp16"}[name],
-            "path": "enable_sdpa",
-            "calls": {"ran": stats["ran"], **stats["fell_back"]},
-            "difference": (found - expected).abs().max().item(),
-            "largest": expected.abs().max().item(),
-        }
-    ]
+    label, calls = {"clip": "CLIP-L text encoder", "vae": "VAE decoder, fp16"}[name], {"ran": stats["ran"], **stats["fell_back"]}
+    row = {"difference": (found - expected).abs().max().item(), "largest": expected.abs().max().item()}
+    return [{"model": label, "path": "enable_sdpa", "calls": calls, **row}]
 
 
 def run_worker(worker, folder, device, models, shared, result):
     """Runs the paths of one process and writes their rows."""
     sys.path[0] = folder  # not the folder of this script, whose files are named like packages
-    sys.argv = [
-        "main.py",
-        *FLAGS[worker],
-        *([] if worker == "xformers" else ["--disable-xformers"]),
-        *(["--cpu"] if device == "cpu" else []),
-    ]
+    sys.argv = ["main.py", *FLAGS[worker], *([] if worker == "xformers" else ["--disable-xformers"])]
+    sys.argv += ["--cpu"] if device == "cpu" else []
     import comfy.options
 
     comfy.options.enable_args_parsing()
@@ -513,13 +507,8 @@ def table(rows):
         ran = calls.pop("ran", 0)
         worst = max((e["ratio"] for e in row.get("attention", {}).values()), default=None)
         step = row.get("seconds_per_step")
-        cells = [
-            (row.get("error", row.get("difference")), "9.2e"),
-            (row.get("ratio"), "6.2f"),
-            (worst, "9.2f"),
-            (None if step is None else step * 1e3, "9.1f"),
-            (row.get("memory_mib"), "7.0f"),
-        ]
+        cells = [(row.get("error", row.get("difference")), "9.2e"), (row.get("ratio"), "6.2f"), (worst, "9.2f")]
+        cells += [(None if step is None else step * 1e3, "9.1f"), (row.get("memory_mib"), "7.0f")]
         text = [" " * int(form.split(".")[0]) if value is None else format(value, form) for value, form in cells]
         line = " ".join([f"{row['model']:22} {row['path']:24} {ran:8} {sum(calls.values()):9}", *text])
         notes = [f"{reason}: {n}" for reason, n in calls.items()]

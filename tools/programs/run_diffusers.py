@@ -1,4 +1,4 @@
-"""Runs diffusers' own models, with random weights, through each way that leads to volta_fa, and compares outputs and gradients.
+"""Runs diffusers' own models, with random weights, through each way (WAYS) that leads to volta_fa, and compares outputs and gradients.
 
     python tools/programs/run_diffusers.py                      # small models on the CPU, in float32, and two gloo processes
     python tools/programs/run_diffusers.py --device cuda        # small models in float16, then times of models of real width
@@ -47,10 +47,14 @@ from diffusers_models import LARGE, SMALL, Model, build, cast, forward, forward_
 FORWARD, BACKWARD = 2.0, 3.0
 #: Below this both are rounding of the sum's order.
 FLOOR = 1e-6
+#: volta_fa's name in PyTorch's registry of flash implementations.
 VOLTA = "VOLTA"
 
 
 # ---- ways to volta_fa ---------------------------------------------------------------------------------------------------------
+#
+# Each is a context in which a module's attention takes this way. It yields a function that counts calls: `ran` on volta_fa, and
+# `fell_back` to PyTorch, by reason. NotImplementedError says why a way is not for a model.
 
 
 @contextmanager
@@ -176,6 +180,8 @@ WAYS = {"enable_sdpa": sdpa, "flash": flash, "_native_flash": native_flash, "ena
 
 @dataclass
 class Row:
+    """A row of a table: a model, a way, cells by column (or a `note` alone), and whether it is right."""
+
     model: str
     way: str
     cells: dict[str, str] = field(default_factory=dict)
@@ -194,20 +200,19 @@ def noted(row: Row) -> Iterator[None]:
 
 
 def fallen(stats: dict[str, Any]) -> str:
+    """Returns the calls that fell back as text."""
     return ", ".join(f"{n} {reason}" for reason, n in stats.get("fell_back", {}).items()) or "0"
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the maximum error relative to the largest expected element."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def judge(
-    model: Model,
-    found: tuple[torch.Tensor, ...],
-    theirs: tuple[torch.Tensor, ...],
-    expected: tuple[torch.Tensor, ...],
-    stats: dict[str, Any],
-) -> tuple[dict[str, str], bool]:
+Tensors = tuple[torch.Tensor, ...]
+
+
+def judge(model: Model, found: Tensors, theirs: Tensors, expected: Tensors, stats: dict[str, Any]) -> tuple[dict[str, str], bool]:
     """Returns the cells of a row, and whether it is right."""
     errors = [(relative(a, c), relative(b, c)) for a, b, c in zip(found, theirs, expected)]
     right = all(ours <= max(FLOOR, limit * native) for (ours, native), limit in zip(errors, (FORWARD, BACKWARD)))
@@ -248,14 +253,6 @@ def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool
 
     A scheduler has no float64, so the error is that to PyTorch's plain formula in float32.
     """
-    from diffusers import (
-        EulerDiscreteScheduler,
-        FlowMatchEulerDiscreteScheduler,
-        FluxPipeline,
-        StableDiffusion3Pipeline,
-        StableDiffusionXLPipeline,
-    )
-
     none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
     small = {model.name: model for model in SMALL}
 
@@ -266,19 +263,16 @@ def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool
 
     def make(name: str) -> tuple[Any, dict[str, Any]]:
         torch.manual_seed(0)
-        decoder = small["vae"].make().eval()
+        decoder, flow = small["vae"].make().eval(), diffusers.FlowMatchEulerDiscreteScheduler()
         if name == "FluxPipeline":  # its packed latents have four times the VAE's channels
-            flow = FlowMatchEulerDiscreteScheduler()
-            pipeline = FluxPipeline(flow, vae=decoder, transformer=small["flux"].make().eval(), **none)
+            pipeline = diffusers.FluxPipeline(flow, vae=decoder, transformer=small["flux"].make().eval(), **none)
             embeds = dict(prompt_embeds=torch.randn(1, 8, 32), pooled_prompt_embeds=torch.randn(1, 32), latents=torch.randn(1, 16, 16))
             return pipeline, embeds
         if name == "StableDiffusion3Pipeline":
-            pipeline = StableDiffusion3Pipeline(
-                small["sd3"].make().eval(), FlowMatchEulerDiscreteScheduler(), decoder, **none, text_encoder_3=None, tokenizer_3=None
-            )
-            return pipeline, guided(10, 32)
+            options = none | dict.fromkeys(("text_encoder_3", "tokenizer_3"))
+            return diffusers.StableDiffusion3Pipeline(small["sd3"].make().eval(), flow, decoder, **options), guided(10, 32)
         unet = small["sdxl-unet"].make().eval()
-        return StableDiffusionXLPipeline(decoder, unet=unet, scheduler=EulerDiscreteScheduler(), **none), guided(77, 64)
+        return diffusers.StableDiffusionXLPipeline(decoder, unet=unet, scheduler=diffusers.EulerDiscreteScheduler(), **none), guided(77, 64)
 
     def run(name: str, dtype: torch.dtype) -> tuple[torch.Tensor]:
         pipeline, embeds = make(name)
@@ -306,6 +300,7 @@ def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool
 # ---- two processes -----------------------------------------------------------------------------------------------------------------
 
 
+#: Ways through diffusers' context parallelism: the attention backend, and the arguments of ContextParallelConfig.
 PARALLEL = {
     "ring, _native_flash": ("_native_flash", {"ring_degree": 2}),
     "Ulysses, _native_flash": ("_native_flash", {"ulysses_degree": 2}),
@@ -403,15 +398,9 @@ def in_two_processes(device: str, dtype: torch.dtype, wanted: Callable[[str, str
 # ---- times ---------------------------------------------------------------------------------------------------------------------
 
 
-#: The first is to warm up.
+#: Rounds of timing; the first is to warm up.
 ROUNDS = 4
-TIMED = {
-    "PyTorch": native,
-    "PyTorch, memory-efficient": memory_efficient,
-    "enable_sdpa": sdpa,
-    "flash": flash,
-    "enable_xformers": xformers,
-}
+TIMED = {"PyTorch": native, "PyTorch, memory-efficient": memory_efficient, "enable_sdpa": sdpa, "flash": flash, "enable_xformers": xformers}
 
 
 def timed(model: Model, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
@@ -444,13 +433,8 @@ def timed(model: Model, dtype: torch.dtype, wanted: Callable[[str, str], bool]) 
                             times[name].append(time.perf_counter() - begin)
                         peak = torch.cuda.max_memory_allocated() - held
                     first = out.double() if first is None else first
-                    row.cells = {
-                        "ms": "",
-                        "peak MiB": f"{peak / 2**20:.0f}",
-                        "to PyTorch": f"{relative(out.double(), first):.1e}",
-                        "ran": str(counts.get("ran", 0)),
-                        "fell back": fallen(counts),
-                    }
+                    row.cells = {"ms": "", "peak MiB": f"{peak / 2**20:.0f}", "to PyTorch": f"{relative(out.double(), first):.1e}"}
+                    row.cells |= {"ran": str(counts.get("ran", 0)), "fell back": fallen(counts)}
     for name, row in rows.items():
         if "ms" in row.cells:
             found = sorted(times[name][1:])  # without the first round

@@ -34,7 +34,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-#: Sizes for a device: seqlen, window, layers, hidden size, heads, KV heads, headdim of most models, steps that are timed.
+#: Sizes for a device: seqlen, sliding window, layers, hidden size, heads, KV heads, headdim of most models, steps that are timed.
 SIZES = {"cpu": (48, 16, 2, 64, 4, 2, 16, 0), "cuda": (2048, 512, 4, 1024, 8, 4, 128, 8)}
 BATCH = 2
 VOCABULARY = 512
@@ -297,7 +297,10 @@ def as_on_turing() -> None:
 
 
 def child(model: str, attention: str, device: str, steps: int, folder: Path) -> None:
-    """Runs one model with one attention, and writes the result as JSON."""
+    """Runs one model with one attention, volta_fa, sdpa, xformers or reference, and writes MODEL-ATTENTION.json into `folder`.
+
+    On CUDA it then waits for a file MODEL-ATTENTION.go, with which run_all() lets one child after the other measure.
+    """
     report = Report(folder / f"{model}-{attention}.json")
     report("began")
     dtype = "float32" if device == "cpu" or attention == "reference" else "float16"
@@ -390,9 +393,8 @@ def compare(arguments: argparse.Namespace, folder: Path) -> int:
     versions = {name: metadata.version(name) for name in ("unsloth", "unsloth_zoo", "transformers", "peft", "torch")}
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     print(f"{arguments.device}, {arguments.steps} steps, batch {BATCH}, seqlen {SIZES[arguments.device][0]}")
-    print(
-        f"{'model':13}{'attention':10}{'first':>8}{'last':>8}{'max |dloss|':>12}{'ran':>6}{'traced':>7}{'ms/step':>9}{'MiB':>7}  fell back"
-    )
+    losses = f"{'first':>8}{'last':>8}{'max |dloss|':>12}"
+    print(f"{'model':13}{'attention':10}{losses}{'ran':>6}{'traced':>7}{'ms/step':>9}{'MiB':>7}  fell back")
     right = [compare_model(model, attentions, arguments, folder) for model in models]
     return int(not all(right))
 

@@ -1,8 +1,9 @@
-"""Compares the results of run.py: python compare.py OUTPUT. Exits non-zero if anything is wrong or failed.
+"""Compares the results of run.py: python compare.py OUTPUT. Exits with 1 if anything is wrong or failed. run.py calls report() too.
 
-Greedy tokens of two backends part where the best two tokens of a step tie within rounding. reference.py measures the largest error of
-each backend's log-probabilities against float32. Ours must be at most twice that of vLLM's backend. Two backends can rank two tokens
-differently only if the gap between them is at most twice the sum of both errors, so a larger gap at the first difference is wrong.
+"Ours" is a job with volta_fa, "theirs" the same with vLLM's own backend (jobs.COMPARISONS). Greedy tokens of two backends part where
+the best two tokens of a step tie within rounding. reference.py measures the largest error of each backend's log-probabilities (nats)
+against float32. Ours must be at most twice theirs. Two backends can rank two tokens differently only if the gap between them is at most
+twice the sum of both errors, so a larger gap at the first difference is wrong.
 
 Without reference.json, the gap and the differences before it must be within twice those between vLLM's own backends (jobs.CONTROLS).
 """
@@ -24,10 +25,10 @@ GROWTH_MB = 16
 
 
 class Difference(NamedTuple):
-    """How two results differ, over both rounds."""
+    """How two results differ, over both rounds. Differences of log-probabilities are in nats."""
 
-    sequences: int
-    equal: int
+    sequences: int  # compared ones
+    equal: int  # equal ones
     noise: float  # largest difference of the best token's log-probability before sequences part
     gap: float  # largest gap between the best two tokens where sequences part
 
@@ -71,6 +72,7 @@ class Version:
 
     @property
     def tolerance(self) -> float:
+        """Difference of log-probabilities, in nats, that counts as rounding."""
         return 2 * max(max(c.noise, c.gap) for c in self.controls) if self.controls else ASSUMED
 
 
@@ -101,12 +103,14 @@ def counts(version: Version, ours: str, _theirs: str, _found: Difference) -> tup
 
 
 def pages(version: Version, ours: str, _theirs: str, _found: Difference) -> tuple[bool, str]:
+    """Only prints: vLLM's page size, if the log names one, and the prompt tokens of each round that prefix caching found."""
     size = re.search(r"Setting attention block size to (\d+) tokens", version.log(ours))
     cached = [r["cached"] for r in version.results[ours]["rounds"]]
     return True, f", pages of {size[1]} tokens, {cached[0]} and {cached[1]} prompt tokens from the cache" if size else ""
 
 
 def plans(version: Version, ours: str, _theirs: str, _found: Difference) -> tuple[bool, str]:
+    """Only prints: the number of volta_fa's log lines, if it logged."""
     count = sum(line.startswith("volta_fa: ") for line in version.log(ours).splitlines())
     return True, f", {count} lines of VOLTA_FA_LOG" if count else ""
 

@@ -1,7 +1,11 @@
-"""Runs one job in one engine: python engine.py JOB.json RESULT.json MODELS
+"""Runs one job (jobs.py) in one vLLM engine: python engine.py JOB.json RESULT.json MODELS. run.py starts it.
 
 Writes the tokens of all prompts, twice (the second time vLLM's prefix cache has them), with log-probabilities of the best two tokens
-of each step. For an encoder, writes embeddings and those of transformers in float32.
+of each step. For an encoder, writes the errors of its embeddings against transformers in float32.
+
+A job is a dictionary: name; kind, tokens or encoder; model, a folder in MODELS; backend, vLLM's attention backend. It may have engine
+(arguments of vllm.LLM), prompts (see `prompts`, or images), logprobs (False: none), lora (True: every other prompt uses the adapter
+MODELS/lora) and refused (part of the error with which vLLM must refuse the job).
 """
 
 import json
@@ -14,13 +18,13 @@ import torch
 from jobs import COUNTS
 from PIL import Image
 
+#: As in models.py; FIRST_IMAGE_TOKEN and those after it stand for images.
 VOCABULARY, FIRST_IMAGE_TOKEN = 4096, 4088
-#: One below, at and above block sizes, tiles and the limit of a step's tokens.
+#: Tokens of prompts: below, at and above vLLM's block sizes, kernels' tiles and the limit of a step's tokens (2,048).
 LENGTHS = [5, 6, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255, 257, 300, 400, 511, 513, 700, 900, 1023, 1025, 1300]
 LENGTHS += [1600, 2000, 2047, 2049, 2500, 2999, 3000]
 ENCODER_LENGTHS = [4, 5, 17, 63, 64, 100, 200, 300, 500]
-
-
+#: The job, which main() reads.
 job: dict = {}
 
 
@@ -53,6 +57,7 @@ def prompts(kind: str) -> tuple[list[list[int]], int]:
 def image_prompts(model: str) -> list[dict]:
     """Returns prompts with one to three images of several sizes. The second differs from the first by its image alone."""
     rng, generator = random.Random(7), torch.Generator().manual_seed(7)
+    # Gemma's <start_of_image>; Qwen's <|vision_start|>, <|image_pad|> and <|vision_end|> (IMAGE_TOKENS of models.py)
     mark = [FIRST_IMAGE_TOKEN] if model == "gemma3" else [FIRST_IMAGE_TOKEN, FIRST_IMAGE_TOKEN + 1, FIRST_IMAGE_TOKEN + 3]
 
     def image(width, height):
@@ -72,18 +77,18 @@ def image_prompts(model: str) -> list[dict]:
 
 
 def start(models: Path, **options):
-    """Returns the engine of this job."""
+    """Returns the engine of this job. `options` are arguments of vllm.LLM; the job's own override them."""
     import vllm.config.model as limits
     from vllm import LLM
 
-    limits._FLOAT16_NOT_SUPPORTED_MODELS.clear()  # vLLM warns of overflow in real Gemma 2 weights
+    limits._FLOAT16_NOT_SUPPORTED_MODELS.clear()  # vLLM refuses float16 for Gemma 2 and 3, whose real weights overflow
     defaults = {"dtype": "float16", "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05}
     defaults |= {"seed": 0, "disable_log_stats": True, "attention_backend": job["backend"]}
     return LLM(model=str(models / job["model"]), **defaults | options | job.get("engine", {}))
 
 
 def run_tokens(models: Path) -> dict:
-    """Generates greedily, twice."""
+    """Generates greedily, twice. Returns both rounds, a model's prompts with images expanded, and the counters of jobs.COUNTS."""
     from vllm import SamplingParams
 
     with_images = job.get("prompts") == "images"
@@ -142,7 +147,7 @@ def main() -> None:
     try:
         result = {"tokens": run_tokens, "encoder": run_encoder}[job["kind"]](Path(sys.argv[3]))
     except Exception as error:
-        if job.get("refused", "\0") not in str(error):
+        if job.get("refused", "\0") not in str(error):  # no error has "\0"
             raise
         result = {"refused": str(error)}
     result |= {"name": job["name"], "seconds": time.time() - begin}

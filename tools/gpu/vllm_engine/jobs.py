@@ -3,32 +3,37 @@
 A job is one engine with one backend. Its keys:
 - name, version; kind: tokens, encoder or load; model: a name of models.py; backend: a name for --attention-backend
 - engine: arguments of `vllm.LLM`; env: environment variables; gpus: GPUs that it needs
-- prompts: mixed, repeated, long, longer or images (engine.py); serve: arguments of `vllm serve`; cache_bytes: its cache
+- prompts: mixed, repeated, long, longer or images (engine.py). Of kind load: serve, arguments of `vllm serve`; cache_bytes, its KV cache
 - lora: every other prompt uses the adapter; logprobs: False where vLLM has none
+- refused: part of the error with which vLLM must refuse the job
 """
 
 from typing import Any
 
 NEWEST = "0.33.0"
+#: Attention backends: volta_fa's plugin is vLLM's CUSTOM. Names of jobs end with custom, triton or flash.
 OURS, TRITON, FLASH = "CUSTOM", "TRITON_ATTN", "FLASH_ATTN"
 ACCEPTED = "spec_decode_num_accepted_tokens"
 #: vLLM's counters that jobs with statistics report.
 COUNTS = ("num_preemptions", "spec_decode_num_draft_tokens", ACCEPTED)
 _EAGER = {"enforce_eager": True}
+#: CUSTOM then names volta_fa's backend for latent attention (MLA).
 _MLA = {"VOLTA_FA_VLLM_MLA": "1"}
 _GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-#: 5,120 tokens of llama128; the prompts of `long` need 12,000 at their ends
+#: 40 MiB are 5,120 tokens of llama128. The prompts of `long` need 12,000 at their ends, so vLLM preempts.
 _SMALL_CACHE = {"kv_cache_memory_bytes": 40 << 20, "disable_log_stats": False}
-#: Where the other implementations of linear attention are packages, this one is vLLM's.
+#: Options of models with linear attention: vLLM's own implementation of it, because the others need packages.
 _HYBRID = {"additional_config": {"gdn_prefill_backend": "triton"}}
+#: fp16 states of linear attention, which make vLLM's pages smaller: 800 tokens in place of 1,568 (models.py).
 _HALF_STATES = {"mamba_ssm_cache_dtype": "float16"}
-#: 100 pages of qwen3.5's 800 tokens; the prompts of `longer` need 120 or more
+#: 160 MiB are 100 pages of qwen3.5's 800 tokens. The prompts of `longer` need 120 or more.
 _FEW_PAGES = {"kv_cache_memory_bytes": 160 << 20, "disable_log_stats": False}
-#: 5,000 tokens of deepseek
+#: 23 MiB are 5,000 tokens of deepseek.
 _FEW_LATENTS = {"kv_cache_memory_bytes": 23 << 20, "disable_log_stats": False}
 _MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, "disable_log_stats": False}
 #: 0.26.0 has no int8 cache, no class for Qwen3.5 without images, and refuses Gemma 3 without images too.
 _NOT_0_26 = ("qwen3.5", "deepseek-int8", "gemma3-text")
+#: _SDPA makes vLLM's vision encoder call PyTorch's attention, in all jobs with images; _VISION makes volta_fa run these calls.
 _VISION = {"VOLTA_FA_VLLM_VISION": "1", "VOLTA_FA_LOG": "1"}
 _SDPA = {"mm_encoder_attn_backend": "TORCH_SDPA"}
 
@@ -45,10 +50,14 @@ COMPARISONS = [
     ("deepseek-graph-custom", "deepseek-triton", "MLA, CUDA graphs"),
     ("fp8-custom", "fp8-triton", "fp8 cache"),
     ("int8-custom", "int8-triton", "int8 cache"),
+    ("int8k_int4v-custom", "int4-triton", "int8 keys and int4 values, CUDA graphs, against int4"),
+    ("anchored-custom", "llama128-triton", "anchored windows as long as the sequences, CUDA graphs"),
     ("ngram-custom", "repeated-custom", "speculation"),
     ("preempted-custom", "long-custom", "prefix caching under preemption"),
     ("volta-custom", "llama64-triton", "Volta's kernels"),
     ("two-gpus-custom", "two-gpus-triton", "tensor parallelism"),
+    ("dcp-custom", "dcp-triton", "decode context parallelism, against none"),
+    ("dcp-graph-custom", "dcp-triton", "the same, CUDA graphs"),
     ("qwen3.5-custom", "qwen3.5-triton", "Gated DeltaNet, pages of 1,568 tokens, CUDA graphs, prefix caching"),
     ("qwen3.5-piecewise-custom", "qwen3.5-triton", "Gated DeltaNet, piecewise CUDA graphs"),
     ("qwen3.5-mtp-custom", "qwen3.5-triton", "Gated DeltaNet, draft head of three tokens"),
@@ -66,6 +75,10 @@ COMPARISONS = [
     ("qwen3-vl-custom", "qwen3-vl-triton", "images, both kinds of attention"),
     ("qwen3-vl-graph-custom", "qwen3-vl-triton", "images, CUDA graphs"),
     ("gemma3-vision-custom", "gemma3-triton", "images, the encoder's attention"),
+    ("gemma3-custom", "gemma3-triton", "images whose tokens see each other, both kinds of attention"),
+    ("gemma3-graph-custom", "gemma3-triton", "the same, CUDA graphs"),
+    ("gemma3-chunked-custom", "gemma3-triton", "the same, chunks of 256 tokens"),
+    ("gemma3-fp8-custom", "gemma3-fp8-triton", "the same, fp8 cache"),
     ("gemma3-text-custom", "gemma3-text-triton", "a model with images, without them"),
 ]  # fmt: skip
 #: vLLM's own backends against each other: their differences are rounding. Tolerances of COMPARISONS follow from these.
@@ -121,14 +134,18 @@ def latent_jobs() -> list[dict]:
 
 
 def image_jobs() -> list[dict]:
-    """Returns the jobs of models with images. Gemma 3's language model is refused, but not its encoder."""
+    """Returns the jobs of models with images. Tokens of an image see each other in Gemma 3's language model."""
     images = {"prompts": "images", "engine": _EAGER | _SDPA}
+    chunks = images | {"engine": _EAGER | _SDPA | {"max_num_batched_tokens": 256}}
+    fp8 = images | {"engine": _EAGER | _SDPA | {"kv_cache_dtype": "fp8"}}
     without = {"engine": _EAGER | {"limit_mm_per_prompt": {"image": 0}}}
     return [
         *pair("qwen3-vl", "qwen3-vl", env=_VISION, **images),
         job("gemma3-vision-custom", "gemma3", TRITON, env=_VISION, **images),
-        job("gemma3-triton", "gemma3", TRITON, **images),
-        job("gemma3-refused", "gemma3", OURS, refused="partial multimodal token full attention not supported", **images),
+        *pair("gemma3", "gemma3", env=_VISION, **images),
+        job("gemma3-graph-custom", "gemma3", OURS, env=_VISION, prompts="images", engine=_SDPA),
+        job("gemma3-chunked-custom", "gemma3", OURS, env=_VISION, **chunks),
+        *pair("gemma3-fp8", "gemma3", env=_VISION, **fp8),
         job("qwen3-vl-graph-custom", "qwen3-vl", OURS, env=_VISION, prompts="images", engine=_SDPA),
         *pair("gemma3-text", "gemma3", **without),
     ]
@@ -145,10 +162,10 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
         hybrid = {"cache_bytes": 400 << 20, "serve": ["--enable-prefix-caching", "--gdn-prefill-backend", "triton"]}
         found += [{"name": "load-hybrid", "kind": "load", "model": "qwen3.5", "backend": OURS, **hybrid}]
     found += pair("llama128", "llama128", env={"VOLTA_FA_LOG": "1"})
-    found += pair("gpt-oss", "gpt-oss", engine=_EAGER)
+    found += pair("gpt-oss", "gpt-oss", engine=_EAGER)  # FlashAttention 3 takes sinks with bf16 only
     if flash_attention:
         found += [job("llama128-flash", "llama128", FLASH)]
-        found += [job(f"{m}-flash", m, FLASH, engine=_EAGER) for m in ("llama64", "mistral")]  # its sinks need bf16
+        found += [job(f"{m}-flash", m, FLASH, engine=_EAGER) for m in ("llama64", "mistral")]
     found += [
         job("long-custom", "llama128", OURS, prompts="long", engine=_EAGER),
         job("preempted-custom", "llama128", OURS, prompts="long", engine=_EAGER | _SMALL_CACHE),
@@ -166,6 +183,9 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
         found += [
             job("ngram-custom", "llama128", OURS, prompts="repeated", logprobs=False, engine={"speculative_config": _GUESSES}),
             job("repeated-custom", "llama128", OURS, prompts="repeated", engine=_EAGER),
+            job("int8k_int4v-custom", "llama128", OURS, engine={"kv_cache_dtype": "int8k_int4v"}),
+            job("int4-triton", "llama128", TRITON, engine=_EAGER | {"kv_cache_dtype": "int4_per_token_head"}),
+            job("anchored-custom", "llama128", OURS, env={"VOLTA_FA_VLLM_ANCHORED_WINDOW": "4:100000"}),
             job("volta-custom", "llama64", OURS, env={"VOLTA_FA_FAMILY": "volta"}, engine=_EAGER),
         ]
         found += hybrid_jobs() + latent_jobs() + image_jobs()
@@ -174,5 +194,11 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
         found += [job("llama64-graph-triton", "llama64", TRITON)]
     if version == "0.26.0":
         found += [j for j in hybrid_jobs() + latent_jobs() + image_jobs() if not j["name"].startswith(_NOT_0_26)]
-    found += pair("two-gpus", "llama64", gpus=2, engine=_EAGER | {"tensor_parallel_size": 2, "disable_custom_all_reduce": True})
+    two = _EAGER | {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
+    found += pair("two-gpus", "llama64", gpus=2, engine=two)
+    # Decode context parallelism splits the cache of mqa's one KV head. TRITON_ATTN has none, so its job runs without. The other
+    # communication backend, ag_rs, needs a function of NCCL that torch 2.11's lacks (ncclCommSuspend).
+    shared = {"decode_context_parallel_size": 2, "dcp_comm_backend": "a2a"}
+    found += [job("dcp-custom", "mqa", OURS, gpus=2, engine=two | shared), job("dcp-triton", "mqa", TRITON, gpus=2, engine=two)]
+    found += [job("dcp-graph-custom", "mqa", OURS, gpus=2, engine=two | shared | {"enforce_eager": False})]
     return [{"version": version, **j} for j in found]

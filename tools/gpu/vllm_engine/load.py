@@ -1,12 +1,13 @@
 """Serves a model under a mixed load: python load.py JOB.json RESULT.json MODELS [--minutes 10] [--url http://127.0.0.1:8000]
 
-Starts `vllm serve` with a KV cache that is too small for the load, so it preempts. Generates greedily for each prompt alone (the quiet
-run), then for minutes with random arrivals, lengths and cancellations, then alone again. Writes wrong tokens, memory over time, and
-blocks in use at the end. With --url, uses a running server instead of starting one.
+run.py starts it for jobs of kind load (jobs.py). Starts `vllm serve` with a KV cache that is too small for the load, so it preempts.
+Generates greedily for each prompt alone (the quiet run), then for minutes with random arrivals, lengths and cancellations, then alone
+again. Writes wrong tokens, memory over time, and blocks in use at the end. With --url, uses a running server instead of starting one.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -20,10 +21,11 @@ from pathlib import Path
 import aiohttp
 import psutil
 
+#: Tokens of the model, prompts, and the most tokens that a request generates.
 VOCABULARY, PROMPTS, NEW_TOKENS = 4096, 48, 96
-#: One in 20 arrivals is of BURST requests at once.
+#: One in 20 arrivals is of BURST requests at once. CANCELLED and SAMPLED (in place of greedy) are fractions of the requests.
 ARRIVALS_PER_S, BURST, CANCELLED, SAMPLED = 6.0, 64, 0.3, 0.1
-#: Largest difference of log-probabilities that rounding explains. compare.py measures it between vLLM's own backends.
+#: Largest difference of log-probabilities, in nats, that rounding explains. compare.py measures it between vLLM's own backends.
 TIE = 0.05
 #: Tokens of a step whose log-probabilities are kept: more than two can tie.
 RANKED = 5
@@ -55,7 +57,7 @@ class Client:
         self.session, self.url, self.model = session, url, model
 
     async def complete(self, prompt: list[int], new: int = NEW_TOKENS, stop_after: int | None = None, temperature: float = 0.0):
-        """Returns the tokens of a completion, and its best two tokens of each step with their log-probabilities.
+        """Returns the tokens of a completion, and of each step the RANKED best tokens with their log-probabilities, the best first.
 
         Args:
             stop_after: closes the connection after this many tokens, which cancels the request; None: never.
@@ -87,7 +89,11 @@ class Client:
 
 
 class Checker:
-    """Compares completions with those of the quiet run."""
+    """Compares completions with those of the quiet run, and counts.
+
+    Args:
+        quiet: of each prompt what Client.complete() returned.
+    """
 
     def __init__(self, quiet: list) -> None:
         self.quiet = quiet
@@ -96,8 +102,8 @@ class Checker:
         self.wrong: list[str] = []
 
     def check(self, i: int, tokens: list[int], best: list) -> None:
-        """Compares tokens with the first of the quiet run's, up to a tie of its best ones."""
-        expected, ranked = self.quiet[i]
+        """Compares tokens with the first of the quiet run's, until they part. They may part where the quiet run's step had a tie."""
+        expected, ranked = self.quiet[i]  # ranked[at]: (token, log-probability) of step `at`, the best first
         self.requests += 1
         for at, (token, want) in enumerate(zip(tokens, expected)):
             if token != want:
@@ -114,8 +120,12 @@ class Checker:
 
 def memory(root: int) -> tuple[float, float]:
     """Returns MB of host memory and of GPU memory (0: unknown) of a process and its children."""
-    tree = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
-    pids, host = {p.pid for p in tree}, sum(p.memory_info().rss for p in tree) / 1e6
+    pids, host = set(), 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):  # the server ended: load() reports its requests' errors
+        for process in (psutil.Process(root), *psutil.Process(root).children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # a child ended since it was listed
+                host += process.memory_info().rss / 1e6
+                pids.add(process.pid)
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
         rows = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -209,21 +219,18 @@ def main() -> None:
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.models / job["model"]), "--port", port]
         command += ["--attention-backend", job["backend"], "--dtype", "half", "--max-model-len", "4096", "--max-num-seqs", "64"]
-        command += [
-            "--kv-cache-memory-bytes",
-            str(job["cache_bytes"]),
-            "--gpu-memory-utilization",
-            "0.05",
-            "--enable-prompt-tokens-details",
-        ]
-        command += job.get("serve", [])
+        command += ["--kv-cache-memory-bytes", str(job["cache_bytes"]), "--gpu-memory-utilization", "0.05"]
+        command += ["--enable-prompt-tokens-details", *job.get("serve", [])]
         server = subprocess.Popen(command)
     try:
         result = asyncio.run(measure(options, url, server))
     finally:
         if server:
             server.terminate()
-            server.wait(30)
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
     options.result.write_text(json.dumps({"name": job["name"], **result}))
 
 

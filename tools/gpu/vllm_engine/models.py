@@ -1,6 +1,7 @@
 """Writes small random models with sharp attention, and a tokenizer and a LoRA adapter for them: python models.py FOLDER [NAME...]
 
-The seed is fixed, so all runs on one kind of device have the same weights. Weights are float16.
+run.py calls it on the GPU machine, which needs no checkpoints. Sharp: a few keys get most of a row's attention, as in trained models. The
+seed is fixed, so all runs on one kind of device have the same weights. Weights are float16.
 """
 
 import json
@@ -8,38 +9,17 @@ import sys
 from pathlib import Path
 
 import torch
+import transformers as t
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    BertConfig,
-    BloomConfig,
-    DeepseekV2Config,
-    Gemma2Config,
-    Gemma3Config,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
-    GptOssConfig,
-    GraniteMoeHybridConfig,
-    JambaConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedTokenizerFast,
-    Qwen2VLImageProcessor,
-    Qwen3_5TextConfig,
-    Qwen3VLConfig,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
 
 VOCABULARY = 4096
 LORA_RANK = 8
+#: Tokens that begin and end a text.
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _LLAMA = {"num_hidden_layers": 4, "max_position_embeddings": 8192, "tie_word_embeddings": False, **_ENDS}
 _SMALL = {"hidden_size": 1024, "intermediate_size": 2048, **_LLAMA}
-#: All four layers are dense: first_k_dense_replace.
+#: MLA with latents of DeepSeek's sizes. All four layers are dense (first_k_dense_replace), so no expert is used.
 _DEEPSEEK = {
     "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "moe_intermediate_size": 512, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
@@ -85,25 +65,26 @@ IMAGE_TOKENS = {
 }
 _QWEN_IDS, _GEMMA_IDS = (list(IMAGE_TOKENS[name].values()) for name in ("qwen3-vl", "gemma3"))
 CONFIGS = {
-    "llama64": LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=4, head_dim=64, **_SMALL),
-    "llama128": LlamaConfig(
+    "llama64": t.LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=4, head_dim=64, **_SMALL),
+    "llama128": t.LlamaConfig(
         vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=4, head_dim=128, **_SMALL | {"hidden_size": 2048}
     ),
-    "mistral": MistralConfig(
+    "mqa": t.LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=1, head_dim=64, **_SMALL),
+    "mistral": t.MistralConfig(
         vocab_size=VOCABULARY, num_attention_heads=8, num_key_value_heads=2, head_dim=128, sliding_window=300, **_SMALL
     ),
-    "gemma2": Gemma2Config(
+    "gemma2": t.Gemma2Config(
         vocab_size=VOCABULARY, num_attention_heads=8, num_key_value_heads=4, head_dim=128, query_pre_attn_scalar=128,
         sliding_window=512, attn_logit_softcapping=5.0, **_SMALL | {"tie_word_embeddings": True},
     ),
-    "bloom": BloomConfig(vocab_size=VOCABULARY, hidden_size=1024, n_layer=4, n_head=16, **_ENDS),
-    "deepseek": DeepseekV2Config(vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=16, **_DEEPSEEK, **_SMALL),
-    "gpt-oss": GptOssConfig(vocab_size=VOCABULARY, **_GPT_OSS),
-    "bert": BertConfig(vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8),
-    "qwen3.5": Qwen3_5TextConfig(vocab_size=VOCABULARY, **_QWEN3_5, **_SMALL),
-    "granite4": GraniteMoeHybridConfig(vocab_size=VOCABULARY, **_GRANITE4, **_SMALL),
-    "jamba": JambaConfig(vocab_size=VOCABULARY, **_JAMBA, **_SMALL),
-    "qwen3-vl": Qwen3VLConfig(
+    "bloom": t.BloomConfig(vocab_size=VOCABULARY, hidden_size=1024, n_layer=4, n_head=16, **_ENDS),
+    "deepseek": t.DeepseekV2Config(vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=16, **_DEEPSEEK, **_SMALL),
+    "gpt-oss": t.GptOssConfig(vocab_size=VOCABULARY, **_GPT_OSS),
+    "bert": t.BertConfig(vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8),
+    "qwen3.5": t.Qwen3_5TextConfig(vocab_size=VOCABULARY, **_QWEN3_5, **_SMALL),
+    "granite4": t.GraniteMoeHybridConfig(vocab_size=VOCABULARY, **_GRANITE4, **_SMALL),
+    "jamba": t.JambaConfig(vocab_size=VOCABULARY, **_JAMBA, **_SMALL),
+    "qwen3-vl": t.Qwen3VLConfig(
         text_config={
             "vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "rope_parameters": _MROPE,
             **_SMALL,
@@ -111,7 +92,7 @@ CONFIGS = {
         vision_config={"depth": 4, "num_heads": 8, "out_hidden_size": 1024, "deepstack_visual_indexes": [1, 2, 3], **_VISION},
         **dict(zip(("vision_start_token_id", "image_token_id", "video_token_id", "vision_end_token_id"), _QWEN_IDS)),
     ),
-    "gemma3": Gemma3Config(
+    "gemma3": t.Gemma3Config(
         text_config={
             "vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "query_pre_attn_scalar": 128,
             "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 2, **_SMALL | {"tie_word_embeddings": True},
@@ -157,15 +138,15 @@ def drafter(state: dict[str, torch.Tensor], generator: torch.Generator) -> dict[
     return {key: x.clone() for key, x in found.items()}  # files hold no tensor twice
 
 
-def write_processor(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def write_processor(name: str, folder: Path, tokenizer: t.PreTrainedTokenizerFast) -> None:
     """Writes the processor of a model with images."""
     if name == "qwen3-vl":
         size = {"shortest_edge": 64**2, "longest_edge": 640**2}
-        images, videos = (make(size=size, patch_size=16) for make in (Qwen2VLImageProcessor, Qwen3VLVideoProcessor))
-        Qwen3VLProcessor(images, tokenizer, videos).save_pretrained(folder)
+        images, videos = (make(size=size, patch_size=16) for make in (t.Qwen2VLImageProcessor, t.Qwen3VLVideoProcessor))
+        t.Qwen3VLProcessor(images, tokenizer, videos).save_pretrained(folder)
     else:
-        images = Gemma3ImageProcessor(size={"height": 448, "width": 448}, do_pan_and_scan=False)
-        Gemma3Processor(images, tokenizer, image_seq_length=64).save_pretrained(folder)
+        images = t.Gemma3ImageProcessor(size={"height": 448, "width": 448}, do_pan_and_scan=False)
+        t.Gemma3Processor(images, tokenizer, image_seq_length=64).save_pretrained(folder)
 
 
 def write_tokenizer(name: str, folder: Path) -> None:
@@ -177,7 +158,7 @@ def write_tokenizer(name: str, folder: Path) -> None:
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
     ends = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
     roles = ("boi_token", "image_token", "eoi_token") if name == "gemma3" else list(of_images)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=dict(zip(roles, of_images)), **ends)
+    fast = t.PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=dict(zip(roles, of_images)), **ends)
     fast.save_pretrained(folder)
     if of_images:
         write_processor(name, folder, fast)
@@ -187,7 +168,7 @@ def write_model(name: str, folder: Path, device: str) -> None:
     """Writes configuration, weights and tokenizer."""
     config = CONFIGS[name]
     with torch.device("meta"):
-        kind = AutoModel if name == "bert" else AutoModelForImageTextToText if name in IMAGE_TOKENS else AutoModelForCausalLM
+        kind = t.AutoModel if name == "bert" else t.AutoModelForImageTextToText if name in IMAGE_TOKENS else t.AutoModelForCausalLM
         model = kind.from_config(config, dtype=torch.float16)
     generator = torch.Generator(device).manual_seed(1)
     state = {key: draw(name, key, p.shape, generator).half().cpu() for key, p in model.named_parameters()}

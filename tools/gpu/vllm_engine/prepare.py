@@ -1,4 +1,4 @@
-"""Downloads stock vLLM wheels and packs what a machine without a network needs to run them.
+"""Downloads stock vLLM wheels and packs what a GPU machine without a network needs to run them. run.py unpacks the archives there.
 
     python tools/gpu/vllm_engine/prepare.py OUTPUT --versions 0.33.0
     python tools/gpu/vllm_engine/prepare.py OUTPUT --versions 0.26.0 0.20.2 --arch 90
@@ -31,7 +31,7 @@ UNUSED = (
     "vllm/third_party/deep_gemm/", "vllm/third_party/fmha_sm100/", "vllm/vllm-rs", "vllm/_flashmla", "vllm/_flashkda", "vllm/_qutlass",
     "vllm/_deepselect", "vllm/cumem_allocator",
 )  # fmt: skip
-UNUSED_SITE = ("mistral_common/data", "pycountry/locales", "bin")
+UNUSED_SITE = ("mistral_common/data", "pycountry/locales", "bin")  # of vLLM's dependencies
 FA2, FA3 = (f"vllm/vllm_flash_attn/_vllm_fa{i}_C.abi3.so" for i in (2, 3))
 #: Releases whose FlashAttention 3 is packed.
 WITH_FA3 = ["0.33.0", "0.26.0"]

@@ -1,7 +1,8 @@
 """Measures the errors of engines' log-probabilities: python reference.py RESULTS MODELS
 
-Computes each result's own tokens with transformers in float32, and compares the log-probability of each generated token. Writes the
-largest error and the root mean square of each job to RESULTS/reference.json. Needs peft for jobs with LoRA.
+run.py calls it after the engines, for the folder of each vLLM version; compare.py reads what it writes. Feeds the tokens that an engine
+generated to transformers in float32, and compares the log-probability of each. Writes each job's largest error and root mean square, in
+nats, to RESULTS/reference.json. Needs peft for jobs with LoRA.
 """
 
 import json
@@ -26,7 +27,7 @@ def errors(model, job: dict, result: dict) -> list[float]:
         texts, _ = prompts(job.get("prompts", "mixed"))
     first = result["rounds"][0]
     for i, (text, tokens, steps) in enumerate(zip(texts, first["tokens"], first["logprobs"], strict=True)):
-        if job.get("lora"):
+        if job.get("lora"):  # every other prompt used the adapter (engine.py)
             model.base_model.enable_adapter_layers() if i % 2 else model.base_model.disable_adapter_layers()
         ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
         options = {}
@@ -39,6 +40,7 @@ def errors(model, job: dict, result: dict) -> list[float]:
         with torch.no_grad():
             logits = model(ids, use_cache=False, **options).logits[0, -len(tokens) :]
         exact = logits.double().log_softmax(-1).gather(1, torch.tensor(tokens, device=DEVICE)[:, None])[:, 0]
+        # step: log-probabilities of the best two tokens; generation is greedy, so the first is the generated token's
         found += [abs(step[0] - x) for step, x in zip(steps, exact.tolist())]
     return found
 

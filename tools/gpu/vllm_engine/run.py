@@ -74,7 +74,7 @@ def environment(job: dict, work: Path) -> dict[str, str]:
 
 
 class Job:
-    """A running job."""
+    """A running job of jobs.py: a process of engine.py or load.py, and its files NAME.job.json, NAME.json (the result) and NAME.log."""
 
     def __init__(self, job: dict, options) -> None:
         self.job, self.begin = job, time.time()
@@ -119,7 +119,7 @@ def run_all(waiting: list[dict], options) -> None:
 
 
 def main() -> int:
-    """Unpacks, writes models, runs and compares. Returns the number of failures, at most 1."""
+    """Unpacks, writes models, runs and compares. Returns 0 if all is right, else 1."""
     import torch
 
     options = parse()
@@ -139,10 +139,8 @@ def main() -> int:
     gpus = max(torch.cuda.device_count(), 1)
     for job in found:
         if job.get("gpus", 1) > gpus:
-            print(
-                f"{job['version']} {job['name']}: did not run, because it needs {job['gpus']} GPUs and this machine has {gpus}",
-                file=sys.stderr,
-            )
+            why = f"it needs {job['gpus']} GPUs and this machine has {gpus}"
+            print(f"{job['version']} {job['name']}: did not run, because {why}", file=sys.stderr)
     run_all([job for job in found if job.get("gpus", 1) <= gpus], options)
     for version in versions:  # measures errors against transformers in float32, while no engine runs
         command = [sys.executable, str(HERE / "reference.py"), str(options.output / version), str(options.work / "models")]

@@ -1,1 +1,0 @@
-../../python/volta_fa/integrations/flash_attn/shim/flash_attn_interface.py
