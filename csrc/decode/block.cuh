@@ -63,10 +63,10 @@ struct Block {
         RowInfo row_info[BLOCK_ROWS];
         Scheduler scheduler;
         Tile tile;
-        bool is_last;
         bool all_have_queries;
     };
     static_assert(sizeof(Shared) <= SHARED_BYTES, "the kernel's row in src/kernels has enough shared memory");
+    static_assert(kRadix * BLOCK_ROWS * sizeof(RowState) <= sizeof(Shared::output), "combine_blocks has room for its states");
 
     __device__ __forceinline__ static void run(const DecodeParams& p) {
         extern __shared__ uint4 shared_memory[];
@@ -108,9 +108,9 @@ struct Block {
                 if (kRowsAtOnce < BLOCK_ROWS) __syncthreads();
             });
             if constexpr (kFixedSplits) {
-                if (tile.blocks > 1 && !tile.whole) join_splits(p, tile, shared.is_last);
+                if (tile.blocks > 1 && !tile.whole) join_splits(p, tile);
             } else {
-                if (tile.blocks > 1) combine_blocks<Write>(p, tile, shared.is_last);
+                if (tile.blocks > 1) combine_blocks<Write>(p, tile, reinterpret_cast<RowState*>(shared.output));
             }
             __syncthreads();
         }

@@ -46,9 +46,9 @@ struct SharedPartials {
 // The buffer has all outputs, then all states. Outputs are combined in place: only the thread that writes an element reads it.
 // All threads read states, so each level of the combination (combine_blocks) has its own. A slot is the place of one partial.
 struct GlobalPartials {
-    // L2 answers after some 200 cycles, so small tiles load four at a time. Larger ones lack registers.
-    static constexpr int kLoadsAtOnce = BLOCK_ROWS <= 16 ? 4 : 1;
+    static constexpr int kLoadsAtOnce = 4;  // L2 answers after some 200 cycles
     float* partials;
+    RowState* states;  // [count][BLOCK_ROWS] in shared memory: load_states() copies them
     int level, first_block, first, distance;  // partial i is in the slot of block first + i * distance
 
     // A block has two slots: one for a row tile that begins in an earlier block (first_block), one for one that begins in it.
@@ -65,10 +65,17 @@ struct GlobalPartials {
     }
     __device__ __forceinline__ long long slot_of(int i) const { return slot(first + i * distance, first_block); }
 
-    __device__ __forceinline__ RowState state_of(int i, int row) const {
-        const float2 x = __ldcg(states_at(partials, level, slot_of(i)) + row);
-        return {x.x, x.y};
+    // Copies the states of `count` partials, because each thread of a row reads them. All threads of the block call it.
+    __device__ __forceinline__ void load_states(int count, int rows) const {
+        for (int i = threadIdx.x; i < count * BLOCK_ROWS; i += THREADS) {
+            const int partial = i / BLOCK_ROWS, row = i % BLOCK_ROWS;
+            if (row >= rows) continue;
+            const float2 x = __ldcg(states_at(partials, level, slot_of(partial)) + row);
+            states[i] = {x.x, x.y};
+        }
+        __syncthreads();
     }
+    __device__ __forceinline__ RowState state_of(int i, int row) const { return states[i * BLOCK_ROWS + row]; }
     __device__ __forceinline__ float4 load(int i, int row, int column) const {
         return __ldcg(reinterpret_cast<const float4*>(output_at(partials, slot_of(i)) + row * HEADDIM_V + column_offset(column)));
     }
@@ -180,13 +187,15 @@ struct WritePartial {
 };
 
 // Maximum partials that one block combines. With more blocks in a row tile the combination is a tree: blocks in groups of kRadix,
-// then the groups, each by its last block to arrive. Small where a partial has many floats, so that no block reads for long.
-constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 32 : BLOCK_ROWS * HEADDIM_V <= 8192 ? 8 : 4;
+// then the groups, each by its last block to arrive. Small where a partial has many floats: one SM reads them at its share of L2's
+// bandwidth, while the groups of a level share the SMs.
+constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 32 : 4;
 
 // Combines the partials of a row tile's blocks. Each block calls it after it has written its own partial. The last block of a group
-// to arrive combines the group, and goes on a level up. The last of all writes the output. `is_last` is in shared memory.
+// to arrive combines the group, and goes on a level up. The last of all writes the output. `states`: kRadix * BLOCK_ROWS of them, in
+// shared memory that the block needs no more.
 template <class Write>
-__device__ __forceinline__ void combine_blocks(const DecodeParams& p, const WorkTile& s, bool& is_last) {
+__device__ __forceinline__ void combine_blocks(const DecodeParams& p, const WorkTile& s, RowState* states) {
     // s.blocks blocks, from s.first_block on, share the row tile
     int distance = 1;  // between the blocks whose slots hold this level's partials
     int node = blockIdx.x - s.first_block, nodes = s.blocks;  // this block's partial on the level; partials of the level
@@ -195,14 +204,9 @@ __device__ __forceinline__ void combine_blocks(const DecodeParams& p, const Work
         const int first = s.first_block + group * kRadix * distance;
         const long long slot = GlobalPartials::slot(first, s.first_block);
         __threadfence();  // this thread's partial is visible before the semaphore counts it
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            is_last = arrive_is_last(p.semaphores + level * 2ll * gridDim.x + slot, p.launch_id, count);
-            __threadfence();  // other blocks' partials are read after the count
-        }
-        __syncthreads();
-        if (!is_last) return;
-        const GlobalPartials partials = {p.partials, level, s.first_block, first, distance};
+        if (!is_last_block(p.semaphores + level * 2ll * gridDim.x + slot, p.launch_id, count)) return;
+        const GlobalPartials partials = {p.partials, states, level, s.first_block, first, distance};
+        partials.load_states(count, s.rows);
         if (nodes <= kRadix) {
             combine_partials(p, partials, count, s.rows, Write{p, s, 0});
             return;

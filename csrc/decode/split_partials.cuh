@@ -86,17 +86,11 @@ struct WriteSplit {
 };
 
 // Called by each block after it has stored a split's partial. The last to arrive joins all splits of the row tile and writes the
-// output. `is_last` is in shared memory. A semaphore holds the launch's id too, so each launch counts from 0 (semaphore.cuh).
-__device__ __forceinline__ void join_splits(const DecodeParams& p, const SplitTile& s, bool& is_last) {
+// output. A semaphore holds the launch's id too, so each launch counts from 0 (semaphore.cuh).
+__device__ __forceinline__ void join_splits(const DecodeParams& p, const SplitTile& s) {
     const long long begin = s.slot - s.first_block;  // slot of the row tile's first split
     __threadfence();  // this thread's partial is visible before the semaphore counts it
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        is_last = arrive_is_last(p.semaphores + begin, p.launch_id, s.blocks);
-        __threadfence();  // other blocks' partials are read after the count
-    }
-    __syncthreads();
-    if (!is_last) return;
+    if (!is_last_block(p.semaphores + begin, p.launch_id, s.blocks)) return;
     const SplitSlots slots(p);
     const int chunks = p.problem.headdim_v / kColumns;  // parts of a row, of eight columns each
     constexpr int kAhead = 8;  // parts that a thread loads at once
