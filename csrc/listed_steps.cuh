@@ -1,7 +1,10 @@
-// ListedSteps: iterates over the column blocks that a block-sparse mask lists, in steps of Step columns. For the backward kernels,
-// volta's forward kernels and turing's generic one (score features chosen by parameters) of headdim 64. A list (block_lists.cuh)
-// has counts of partial and full blocks of kListedColumns (64) columns (kPartialBlocks, kFullBlocks), the number of the first
-// partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first.
+// ListedSteps: iterates over the column blocks that a block-sparse mask lists, in steps of Step columns, the iterations of a main
+// loop. Columns are keys; in main backward kernels, whose blocks own keys, they are queries. For the backward kernels, volta's
+// forward kernels and turing's generic one (score features chosen by parameters) of headdim 64.
+//
+// A list (block_lists.cuh) has counts of partial and full blocks of kListedColumns (64) columns (kPartialBlocks, kFullBlocks), the
+// number of the first partial block's bit tile (kFirstTile), and from kEntries on the blocks' numbers, partial ones first. A
+// partial block has a tile with a bit for each score. The partial blocks' tiles are numbered in their order.
 #pragma once
 
 #include "block_lists.cuh"
@@ -52,7 +55,8 @@ class ListedSteps {
 
 public:
     static constexpr int kBlockColumns = kListedColumns;
-    // Takes the list of a thread block, Block::list. `end`: the sequence's columns.
+    // Takes the list of a thread block, Block::list. `end`: the sequence's columns. Unnamed: the first column of a range, for the
+    // iterator without lists (DenseSteps), whose interface this is. Likewise advance() ignores the grid.
     template <class Grid, class Block>
     __device__ __forceinline__ ListedSteps(const Grid& grid, const Block& block, int, int end)
         : ListedSteps(grid.lists(), block.list, end) {}

@@ -2,13 +2,15 @@
 // shared memory. Included by all kernels of this folder, and by nothing outside it.
 //
 // "Own rows" are the rows that a thread block owns: keys in the main kernels (which compute dK and dV), queries in the dq kernels.
-// "Step rows" are the other kind. A block visits kStep of them in each step. The products, for 16 own rows:
+// "Step rows" are the other kind. A block visits kStep of them in each step. The products of the main kernels, for 16 own rows:
 //
 //   S^T  = K Q^T     A: own rows, from registers              B: step rows, from shared memory as they lie
 //   dP^T = V dO^T    the same
 //   dV += P^T dO     A: packed scores of the same lane        B: step rows, transposed by ldmatrix
 //   dK += dS^T Q     the same
 //   dQ += dS K       A: dS^T from shared memory, transposed   B: the block's K from shared memory, transposed
+//
+// The dq kernels have S = Q K^T and dP = dO V^T with the same sources, and dQ += dS K like dV: A is the lane's own packed dS.
 //
 // Four neighboring keys share a call of dropout's generator (Philox) and a load of the bias. So rows and columns of the products
 // are permutations of the keys (KeysLayout, QueriesLayout): with 32 keys a tile, a lane has all four keys of a group. With 16 keys,

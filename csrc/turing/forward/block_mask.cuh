@@ -1,6 +1,7 @@
 // Grid of the turing forward kernel (pipelined.cuh) under a block-sparse mask. A grid is a template argument that tells a thread
 // block its rows and its steps of keys (16 keys each). A list names the blocks of 64 keys that 128 query rows see
-// (block_lists.cuh). A lane's quad is lane % 4 (turing/mma.cuh).
+// (block_lists.cuh); of a partial block only some scores exist, as its tile of bits says. A lane's quad is lane % 4
+// (turing/mma.cuh).
 #pragma once
 
 #include "compact_listed_steps.cuh"
@@ -24,27 +25,30 @@ public:
     static constexpr bool kListed = true;
     // Whether the kernel loops over listed key blocks, and in these over steps. Generic kernels have one: two spill at headdim 256.
     static constexpr bool kBlockLoop = !kHasScoreFeatures;
-    // ListedSteps looks a block ahead, because the kernel's loads run up to four steps ahead (kAhead + 1, pipelined_parts.cuh).
+    // Iterator over the steps of a list. ListedSteps looks a block ahead, because the kernel's loads run up to four steps ahead
+    // (kAhead + 1, pipelined_parts.cuh).
     template <int Step>
     using Steps = typename Conditional<
         kBlockLoop, ListedBlockSteps<Step, Compact>,
         typename Conditional<Compact, CompactListedSteps<Step>, ListedSteps<Step, kListedColumns / Step>>::Type>::Type;
+    // Loads a warp's bits of partial blocks, a word a lane, and hides the scores that do not exist.
     template <int Rows, int Step>
     using Bits = MaskBits<Rows, Step>;
 
     __device__ __forceinline__ explicit BlockMaskGrid(const FwdBlockParams& params) : params_(params) {}
     __device__ __forceinline__ const BlockLists& lists() const { return params_.blocks; }
 
-    // kEitherOrder: the grid may have heads on its first axis (forward/block.cuh).
+    // First row, head, batch entry and list of a thread block. kEitherOrder: the grid may have heads on its first axis
+    // (forward/block.cuh).
     template <int BlockRows>
     struct Block : ListedBlock<BlockRows, ForwardLayout::kEitherOrder> {
         __device__ __forceinline__ Block(const Problem&, const BlockMaskGrid& grid)
             : ListedBlock<BlockRows, ForwardLayout::kEitherOrder>(grid.params_) {}
     };
 
-    // Loads rows of Q as operand A, as load_queries() (layout.cuh) does, but in two parts: this one issues all loads,
-    // end_load_queries() flips signs for a negative softmax_scale. load_queries() waits for groups of loads, which short lists do
-    // not hide.
+    // Loads rows of Q, from `row` on, of `rows` that exist (`base`: row 0), as operand A, as load_queries() (layout.cuh) does, but
+    // in two parts: this one issues all loads, end_load_queries() flips signs for a negative softmax_scale. load_queries() waits
+    // for groups of loads, which short lists do not hide.
     template <int RowTiles, int Chunks>
     __device__ __forceinline__ static void begin_load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from,
                                                               const unsigned short* base, int row, int rows, int headdim) {

@@ -15,13 +15,18 @@
 
 namespace volta {
 
-// Grid policy; DataParallelGrid (layout.cuh) is the default one.
+// Grid policy; DataParallelGrid (layout.cuh) is the default one. The kernel's main loop is written once for all policies, so each
+// names its iterator over steps of Step keys (Steps), its block mask's bits (here none: calls compile to nothing) and its loader of
+// K and V (Stream). A block's TileSplit says which row tile it takes, and which of the tile's splits: `split.first` to `split.end`
+// in steps, in paged kernels in parts; no end if the tile is not split. mask.key_first(row) and key_end(row, rows) are the range of
+// keys that rows see.
 template <int BlockRows>
 class StreamKGrid {
     const StreamKParams& params_;
 
     using TileCoord = ::TileCoord<BlockRows>;
-    // Computed again from blockIdx, for code that runs rarely: it holds no registers in between.
+    // First row, head and batch entry of the block's row tile, computed again from blockIdx, for code that runs rarely: it holds no
+    // registers in between.
     __device__ __forceinline__ TileCoord remat_coord(const Problem& p) const {
         return TileCoord(p, TileSplit(params_, remat_block_x()).row_block);
     }
@@ -37,7 +42,7 @@ public:
     static_assert((!kVarlen || kPaged) && !kGeneric, "a stream-K grid has no axes for head and batch");
     __device__ __forceinline__ explicit StreamKGrid(const StreamKParams& params) : params_(params) {}
 
-    // Coordinates and keys of a block.
+    // Coordinates and keys of a block: keys key_first() to key_end(). A window or causal mask may leave none, so that first >= end.
     template <int Rows>
     struct Block : SplitBlock<BlockRows> {
         static_assert(Rows == BlockRows, "the planner counts tiles of BlockRows rows");
@@ -50,13 +55,14 @@ public:
             // Steps begin at the same keys in all splits, whatever the window: keys that it hides are masked.
             return max(mask.key_first(TileCoord::row) / Step * Step, split.first * Step);
         }
-        // Returns the key at which `parts` of the kPagedParts parts of the row tile's steps end.
+        // Returns the key at which the first `parts` of kPagedParts (2^15) equal parts of the row tile's steps end, in whole steps.
         template <int Step>
         __device__ __forceinline__ int part(const Mask& mask, int parts) const {
             const int first = mask.key_first(TileCoord::row) / Step * Step;
             const unsigned long long steps = max(all_end(mask) - first + Step - 1, 0) / Step;
             return first + static_cast<int>(steps * parts / kPagedParts) * Step;
         }
+        // One past the last key that a row of the tile sees, in any split.
         __device__ __forceinline__ int all_end(const Mask& mask) const { return mask.key_end(TileCoord::row, BlockRows); }
         template <int Step>
         __device__ __forceinline__ int key_end(const Mask& mask) const {
@@ -79,7 +85,7 @@ public:
         store_partial(softmax, o, [&](int chunk, uint4 x) { __stcg(own + chunk * Threads, x); });
         __threadfence();  // this thread's split is visible before the semaphore counts it
         if (!is_last_block(params_.semaphores + split.stream_k_tile, params_.launch_id, split.splits)) return false;
-        softmax = SoftmaxState<RowTiles>();
+        softmax = SoftmaxState<RowTiles>();  // its own split too is read back, so that the order of additions is that of the keys
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
