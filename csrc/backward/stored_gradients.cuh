@@ -1,6 +1,6 @@
 // Second main kernel of the backward pass for large headdims, and for fp32 tensors of any headdim: dK, dV and dQ, from the P and dS
-// that the first, store_scores.cuh, has stored for some KV heads and keys. A block computes 128 rows by 128 columns of one
-// gradient, or by 64 if no gradient has more columns:
+// that the first, store_scores.cuh, has stored for some KV heads and keys. A block computes 128 rows (kStagedRows) of one gradient,
+// by 128 columns, or by 64 if no gradient has more (kStagedColumns; the block has as many threads, kStagedThreads):
 //
 //   dV = P^T dO      dK = dS^T Q      over all queries of a KV head, in steps of 32
 //   dQ += dS K       over the keys of the launch, in steps of 32
@@ -10,16 +10,18 @@
 //
 // A Family (store_scores.cuh) also has, of a warp's 64 rows and 64 columns
 //   KeySums, QuerySums             a lane's 128 accumulators: of dK or dV, and of dQ
-//   key_a, key_b                   shared offset of the lane's operands A (P^T or dS^T) and B (dO or Q), from a row or column on
+//   key_a, key_b                   shared offset, bytes, of the lane's operand A (P^T or dS^T) from a row of the block on, and of B
+//                                  (dO or Q) from a column of the block on
 //   query_a, query_b               the same of dS and K
-//   kLoadParts                     in how many parts a step's loads come, with add_keys and add_queries (what spills least)
+//   kLoadParts                     in how many parts the loads of a step come, with Split: the number that spills least
 //   multiply_keys, multiply_queries  add the products of a step to c, from the shared addresses of these operands
 //   add_keys, add_queries          the same of one part, in sums that begin with 0 and are multiplied by a factor
 //   for_each_pair(c, f)            calls f(row, column, x, y) for each two neighbors of a row
 //
 // Split (fp32 tensors): operands, P and dS are sums of two fp16 numbers, a high and a low part. A step of 32 terms comes three
-// times: low * high, high * low and high * high. A stored tile has kStoredElements high parts, then as many low parts. dS of each
-// 64 keys by 64 queries is stored divided by a power of two, its unit; the four units of a tile begin at kStoredUnits.
+// times: low * high, high * low and high * high. A stored tile has kStoredElements high parts, then as many low parts; a row of Q,
+// K or dO has its low parts after its columns of high parts. dS of each 64 keys by 64 queries is stored divided by a power of two,
+// its unit; the four units of a tile begin at kStoredUnits.
 //
 // A step's terms are its kStagedTerms (32) values of k, the index that a product sums: queries or keys. They are columns of an
 // operand's tile (TermColumns), or rows of A's (TermRows) or B's (OtherTermRows). Shared memory has two buffers of both operands, B
@@ -135,7 +137,8 @@ struct BackwardGradients {
     }
 
     // Stores the block's sums, times `factor`, to an output, where `first` is the address of the block's first row and column. From
-    // there on `rows` rows and `columns` columns exist. fp16 goes by shared memory, so that stores are whole chunks of 16 bytes.
+    // there on `rows` rows and `columns` columns exist. fp16 goes by shared memory, so that a thread stores a whole chunk (kChunk
+    // elements, 16 bytes).
     template <class Sums>
     static __device__ __forceinline__ void to_output(const Sums& c, const BwdParams& p, float factor, unsigned shared,
                                                      const Output& out, unsigned short* first, int rows, int columns) {
@@ -180,6 +183,7 @@ struct BackwardGradients {
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
         if (first_key >= sequence.seqlen_k_allocated()) return;
         const Mask mask = mask_of(p.problem, sequence);
+        // queries [first, end) of a head that see any of the keys, from a whole step on
         const int first = mask.row_first(first_key) / kStagedTerms * kStagedTerms;
         const int end = first_key >= sequence.seqlen_k() ? 0 : mask.row_end(first_key, kStoredRows);
         const int steps_of_head = max((end - first + kStagedTerms - 1) / kStagedTerms, 0);

@@ -9,7 +9,9 @@
 //   num_splits 1  block b takes row tiles b, b + gridDim.x, ... whole, and joins each partial as it is done: for many row tiles,
 //                 whose partials would take much memory
 //
-// The line: all splits of all row tiles, in the order of sequences, KV heads, rows and tokens. THREADS: of a block.
+// The line: all splits of all row tiles, in the order of sequences, KV heads, rows and tokens. SequenceWork (tile_scheduler.cuh)
+// has a sequence's number of row tiles, over all KV heads, and the range of tokens [first, end) that any row sees. THREADS: of a
+// block.
 #pragma once
 
 #include "decode/tile_scheduler.cuh"

@@ -1,5 +1,6 @@
 // Loads tiles of int4 keys and values in stages, because direct loads keep too few bytes in flight to hide DRAM latency.
-// mainloop.cuh uses it where kStaged (tile_scheduler.cuh). A step is the kStepTokens tokens that a warp computes at once.
+// mainloop.cuh uses it where kStaged (tile_scheduler.cuh). A step is the tokens that a warp computes at once, kStepTokens:
+// kStepTiles tiles of kTileTokens. Addresses count bytes: a CacheUnit of a quantized cache is a byte, two int4 numbers.
 //
 // Each warp has loads in flight, into registers, for the next kSteps steps (one or two). It computes from the kSteps steps
 // before, which lie in its own part of shared memory. When those are used up, it stores the registers there and loads again.
@@ -10,7 +11,8 @@
 
 namespace decode {
 
-// Scales of a step's tokens in shared memory, one tensor after the other in the order of StepScales.
+// Scales and zero points of a step's tokens in shared memory: StepScales::kCount tensors of one float a token, one tensor after the
+// other. StepScales holds them in flight, kRegisters in each lane.
 struct StagedScales {
     const float* own;
     // The values of two neighboring tokens.
@@ -28,6 +30,7 @@ class StagedLoader {
     // share of the attained bandwidth is 783 GB/s / 80 SMs / 1.53 GHz = 6.4 bytes a cycle.
     static constexpr int kSteps = HEADDIM == 128 ? 1 : 2;
     // kGroupHeaddim: columns of a row that a warp takes, all of them up to headdim 256 (column_groups.cuh).
+    // unit_offset(): bytes from a row's first column to another.
     static constexpr int kRowBytes = unit_offset<kKeyFormat>(kGroupHeaddim), kChunkBytes = sizeof(uint4);
     static constexpr int kLanes = kRowBytes / kChunkBytes, kRows = 32 / kLanes;  // lanes that load one row; rows of one load
     static constexpr int kLoads = kStepTokens / kRows;  // of a step's keys, or of its values
@@ -114,7 +117,6 @@ private:
 #pragma unroll
                 for (int i = 0; i < 4 * kLoads; i++) keys_[step][i / 4][i % 4] = values_[step][i / 4][i % 4] = 0;
             }
-            // rows from the lane's own on
             const int rows = seqlen_k - direct_.token() - Lines::key_token();
             load_rows(Lines::key_column() < p.problem.headdim ? rows : 0, keys_[step], direct_.keys(), p.cache.k.row_stride);
             load_rows(Lines::value_column() < p.problem.headdim_v ? rows : 0, values_[step], direct_.values(),
@@ -122,7 +124,7 @@ private:
             direct_.load_scales(p, seqlen_k, scales_[step]);
         }
     }
-    // Loads as many of the kLoads rows as exist.
+    // Loads as many of the kLoads rows as exist; load_columns<N, 4>() loads 16 bytes if rows > N. `rows`: from the lane's own on.
     template <int I = 0>
     __device__ __forceinline__ static void load_rows(int rows, unsigned (&x)[kLoads][4], const CacheUnit* from, long long stride) {
         if constexpr (I < kLoads) {

@@ -124,8 +124,9 @@ struct Exponents {
 };
 
 // Returns the further exponent of a row of q, 0 or negative: it lowers a row whose scores may exceed 2^max_score_exponent (log2
-// units) to 2^lowered_score_exponent, and one with elements beyond 2^kMaxOrdinary below that. The row's eight lanes call it
-// together. `largest` and `sum`: of the lane's |q|, both times 2^shift. `lse`: softmax_lse of the row in a backward pass, else 0.
+// units) to 2^lowered_score_exponent, and a row with elements beyond 2^kMaxOrdinary to below 2^kMaxOrdinary. The row's eight lanes
+// call it together. `largest` and `sum`: of the lane's |q|, both times 2^shift. `lse`: the row's softmax_lse in a backward pass,
+// else 0.
 __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents& exponents, int shift, float largest, float sum,
                                             float lse) {
 #pragma unroll
@@ -134,7 +135,8 @@ __device__ __forceinline__ int row_exponent(const CastParams& p, const Exponents
         sum += __shfl_xor_sync(~0u, sum, i);
     }
     if (sum == 0.f) return 0;
-    // The largest score is at most lse (natural logarithm). Without it, |score| is at most the sum times the largest |k|.
+    // The largest score is at most lse (natural logarithm). Without it, |score| is at most the sum times the largest |k| times the
+    // softmax scale in log2 units (p.scale_log2_exponent: its exponent).
     const bool has_lse = lse != 0.f && is_finite(__float_as_uint(lse) & 0x7fffffffu);
     const int score_exponent =
         has_lse ? exponent_of(__float_as_uint(fabsf(lse * kLog2e)))

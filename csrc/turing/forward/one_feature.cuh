@@ -3,7 +3,8 @@
 // initial accumulators of Q K^T, which is not scaled yet: they are divided by softmax_scale. So nothing comes between product and
 // softmax. Dropout masks packed probabilities; generic kernels use that too. A step is 16 keys. A lane has four neighbors of them:
 // two in tile `half` 0 of the step, two in tile 1. (With dropout alone: keys 0 and 2, then 1 and 3.) In a tile a lane has two rows
-// r.
+// r. A warp has RowTiles row tiles mt of 16 rows. remat_*() compute a value again at its use, so that it holds no register in
+// between; kEitherOrder: heads may be on the grid's first axis.
 #pragma once
 
 #include "turing/forward/layout.cuh"
@@ -128,7 +129,8 @@ struct StepDropoutMask {
         for (int mt = 0; mt < RowTiles; mt++) {
             const uint4 drawn = numbers(row + ForwardLayout::kTileQueries * mt + ForwardLayout::first_query(lane),
                                         key + ForwardLayout::first_key(lane));
-            // [row r][c]: the numbers of columns c and c + 2 of the call's four
+            // [row r][c]: the numbers of columns c and c + 2 of the call's four, in the lower and upper half. halves(a, b, half)
+            // packs this half of both words: columns 0 and 1, or 2 and 3.
             const u32 words[2][2] = {{philox_word(drawn, 0, 0), philox_word(drawn, 0, 1)},
                                      {philox_word(drawn, 1, 0), philox_word(drawn, 1, 1)}};
 #pragma unroll

@@ -14,6 +14,8 @@
 // For sums, mask and softmax each warp has a part: eight of the group's rows with all 16 keys. So a row's state is one warp's.
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
+// Names: mt is a row tile of 16, r one of a lane's two rows in it, j an output tile of 16 columns. In O += P V, w is 0 for the keys
+// of the lane's quad-pair column and 1 for the others, u which four of these. remat_*() read a special register again.
 // The kernel's row in src/kernels gives STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
@@ -223,7 +225,8 @@ struct ForwardColumnGroups {
     };
 
     // Returns the address of the warp's next chunk from that of an even one: kColumnGroups chunks further, in rows of Chunks
-    // chunks. The swizzle (tile.cuh) XORs the lower three bits of a chunk's number, or two.
+    // chunks. The swizzle (tile.cuh) XORs the lower three bits of a chunk's number if Chunks is a multiple of 8, else two. Of four
+    // column groups, the step of 4 is bit 2, which is 0 in an even chunk.
     template <int Chunks>
     __device__ __forceinline__ static u32 odd_chunk(u32 even) {
         return kColumnGroups == 4 && Chunks % 8 == 0 ? even ^ 4 * kChunkBytes : even + kColumnGroups * kChunkBytes;
@@ -293,8 +296,10 @@ struct ForwardColumnGroups {
                 }
         }
 
-        int key = first_step<kStep>(block.template key_first<kStep>(mask));  // of a whole step in batch-invariant kernels
-        if (kRoundedKeys) key &= ~15;  // bias and random numbers come in groups of 4 keys, pages in groups of 16
+        // The block's first key. Batch-invariant kernels round it down to a multiple of kStep. Kernels with pages, bias or dropout
+        // (kRoundedKeys) round it to one of 16: pages come in groups of 16 keys, bias and random numbers in groups of 4.
+        int key = first_step<kStep>(block.template key_first<kStep>(mask));
+        if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;  // out stays NaN, with which the library filled it
@@ -381,6 +386,8 @@ struct ForwardColumnGroups {
                 const int batch = grid.remat_batch(problem);
                 s.apply_mask(mask_of(problem, BlockSeqlenInfo(p, batch)), row, key);
             }
+            // If a score exceeds its row's limit, row maxima move (kMovedRows: of all rows, or in batch-invariant kernels of rows
+            // above their limits), and `factor` rescales the lane's row of output.
             const bool moved = s.needs_rescale(softmax);
             float factor = 1.f;
             if (moved) {
@@ -389,7 +396,8 @@ struct ForwardColumnGroups {
             }
             unsigned kept = ~0u;
             if (kGeneric && kHasDropout && p.score_options.rng_state) {
-                // A Philox call has rows r and r + 4, where r % 8 < 4: the shift moves the bits of the lane's row to row r's.
+                // A Philox call has rows r and r + 4, where r % 8 < 4: the shift moves the bits of the lane's row to row r's. Bit
+                // kept_bit(0, i) is then the lane's key i.
                 const int of_row = row + Layout::first_query(at.lane);
                 const uint4 numbers =
                     DropoutBits<ForwardLayout, 1>::numbers_of(p).numbers(of_row & ~4, key + Layout::first_key(at.lane));

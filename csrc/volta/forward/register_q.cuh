@@ -153,8 +153,10 @@ struct ForwardRegisterQ {
                 if (kPaged && inside) q[mt][c] = flipped(load_global(q_row + c * kChunk), problem.sign_flip);
             }
         }
-        int key = first_step<kStep>(block.template key_first<kStep>(mask));  // of a whole step in batch-invariant kernels
-        if (kRoundedKeys) key &= ~15;  // bias and random numbers come in groups of 4 keys, pages in groups of 16
+        // The block's first key. Batch-invariant kernels round it down to a multiple of kStep. Kernels with pages, bias or dropout
+        // (kRoundedKeys) round it to one of 16: pages come in groups of 16 keys, bias and random numbers in groups of 4.
+        int key = first_step<kStep>(block.template key_first<kStep>(mask));
+        if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kStep>(mask));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;  // out stays NaN, with which the library filled it
@@ -167,7 +169,8 @@ struct ForwardRegisterQ {
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
         UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);  // steps without a mask
-        // Bias and dropout keep here what has no register. Each chunk is as a tile of K after the ring, stored where K's is.
+        // Shared memory after the ring, where bias and dropout keep what has no register: areas as large as a tile of K, one for
+        // each chunk of a thread, which is where the thread's chunk of K would be.
         const LaneScratch memory{loader.k_store + kRingBytes, kStep * kPitch};
         KernelFeature features(p, grid, mask, unmasked, memory, row, key);
         unmasked.first = keep_in_register(unmasked.first);

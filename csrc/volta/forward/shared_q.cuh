@@ -1,14 +1,14 @@
 // Forward kernel of the volta family with Q in shared memory: headdims 64 (small grids, generic) to 256, whose Q and output do not
-// both fit registers. csrc/entry.cu calls SharedQ::run(). Schedule of a step of Step keys (TurboMind's order: a global load is in
-// flight during one product, and its registers are free for the other operand in the next):
+// both fit registers. csrc/entry.cu calls SharedQ::run(). Schedule of a step of Step keys (as in TurboMind, LMDeploy's engine: a
+// global load is in flight during one product, and its registers are free for the other operand in the next):
 //
 //   S = Q K^T, mask  |  store V, load next K  |  barrier  |  softmax, O += P V  |  store K, load next V  |  barrier
 //
 // The first product is a rolled loop over chunks (eight columns) of headdim, the second a rolled loop over tiles of 16 keys: the
 // step has to fit the 12 KiB instruction cache.
 //
-// Score features are softcap, ALiBi, bias and dropout. A kernel with required features always applies them, through `features`
-// (score_feature.cuh). A generic kernel (kGeneric) has all of them, and tests its parameters for each one.
+// Score features are softcap, ALiBi, bias and dropout. A kernel with required features always applies them: features.*() do what
+// they need at that point (score_feature.cuh). A generic kernel (kGeneric) has all of them, and tests its parameters for each one.
 // Names: mt is a row tile of 16 of the warp, nt a tile of 16 keys; u (0 or 1) is which four of eight keys a product O += P V takes.
 // In accumulate(), w is a quad-pair column: 0 for the lane's own, 1 for the other. In the softmax it is a lane's element (0 to 7).
 // The kernel's row in src/kernels gives BLOCK_ROWS (query rows of a block), STEP (keys of a tile, for all key groups), THREADS and
@@ -156,8 +156,10 @@ struct ForwardSharedQ {
             }
         }
 
-        int key = first_step<kTileKeys>(block.template key_first<kTileKeys>(mask));  // of a whole step in batch-invariant kernels
-        if (kRoundedKeys) key &= ~15;  // bias and random numbers come in groups of 4 keys, pages in groups of 16
+        // The block's first key. Batch-invariant kernels round it down to a multiple of kTileKeys. Kernels with pages, bias or
+        // dropout (kRoundedKeys) round it to one of 16: pages come in groups of 16 keys, bias and random numbers in groups of 4.
+        int key = first_step<kTileKeys>(block.template key_first<kTileKeys>(mask));
+        if (kRoundedKeys) key &= ~15;
         const int key_end = keep_in_register(block.template key_end<kTileKeys>(mask));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;  // out stays NaN, with which the library filled it
