@@ -3,7 +3,8 @@ machine code in the simulator (`sim`), and GPU (`cuda`).
 
 The largest error of a result is at most twice (gradients: three times) that of PyTorch's eager attention in the same dtype, both against
 fp64, as in flash-attn's tests (`volta_fa.check.tolerance.Budget`). `check` (conftest.py) applies this rule, and compares two runs bitwise.
-`Case(seqlen_q, seqlen_k, headdim, headdim_v)` is a problem of random tensors."""
+`Case(seqlen_q, seqlen_k, headdim, headdim_v)` is a problem of random tensors; `spread` is the standard deviation of q, k and v. KERNELS are
+`sim` and `cuda`, ALL these and the CPU's dtypes. `on_cases` takes pairs of backends and their cases."""
 
 import json
 import math
@@ -73,7 +74,7 @@ SCALES = [
     Case(40, 50, 64, softmax_scale=-0.3, is_causal=True),
     Case(40, 50, 64, softmax_scale=1.0),
     Case(40, 50, 64, softmax_scale=1e-4),
-    # nearly one-hot rows: a probability of almost 1 beside ones that underflow
+    # nearly one-hot rows: a probability of almost 1 beside ones that underflow. Below, a spread of 30 makes such rows, 1e-3 uniform ones
     Case(40, 50, 64, softmax_scale=8.0, is_causal=True),
     Case(40, 70, 128, spread=1e-3),
     Case(40, 70, 64, spread=1e-3, is_causal=True),
@@ -306,7 +307,6 @@ def test_more_than_2_31_elements(backend):
         torch.testing.assert_close(found[:, rows, -1:][:, 20:].double(), ref[:, 20:], rtol=1e-2, atol=1e-2, msg=lambda m: f"{name}: {m}")
 
 
-# A spread of 30 makes nearly one-hot rows, one of 1e-3 nearly uniform ones.
 LONG = [
     Case(8192, 8192, d, batch=1, is_causal=is_causal, spread=spread)
     for d in (64, 128)
@@ -348,13 +348,13 @@ def test_deterministic(backend, case, dq, force):
 
 # More key blocks than are resident on a V100, so that the deterministic pass takes several launches. The last has smaller blocks
 # or fewer than the others. Few queries suffice, because launches divide keys.
-ROUNDS = [
+LAUNCHES = [
     Case(9, 4 * 128 + 5, 64, batch=2, nheads=20, is_causal=True),
     Case(9, 4 * 128 + 5, 128, batch=2, nheads=20, nheads_k=10),
     Case(9, 9 * 64 + 5, 192, batch=1, nheads=20),
     Case(headdim=128, nheads=10, lengths=((9, 4 * 128 + 5), (40, 300)), is_causal=True),
 ]
-MORE_ROUNDS = [
+MORE_LAUNCHES = [
     Case(9, 4 * 128 + 5, 64, batch=2, nheads=20),
     Case(9, 4 * 128 + 5, 64, batch=2, nheads=20, window_left=300, window_right=9),
     Case(9, 4 * 128 + 5, 128, batch=2, nheads=10, is_causal=True),
@@ -362,7 +362,7 @@ MORE_ROUNDS = [
 ]
 
 
-@on_cases((["sim"], ROUNDS), (["sim-bf16"], ROUNDS[1:2]), slow=((["sim", "sim-bf16"], ROUNDS + MORE_ROUNDS),))
+@on_cases((["sim"], LAUNCHES), (["sim-bf16"], LAUNCHES[1:2]), slow=((["sim", "sim-bf16"], LAUNCHES + MORE_LAUNCHES),))
 def test_several_launches(backend, case):
     (q, k, v, dout), options = case.problem(backend)
     packed = {"seqlen_q": 40, "seqlen_k": 4 * 128 + 5, "batch": 2}
@@ -391,7 +391,7 @@ def test_torchs_deterministic_switch(backend):
     gradients = []
     torch.use_deterministic_algorithms(True)
     try:
-        for _ in backend._runs(q, k, v):
+        for _ in backend._runs(q, k, v):  # twice: in both warp orders of the simulator, or with NaN in the GPU's free memory
             leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
             torch.ops.volta_fa.fwd(*leaves, **case.options)[0].backward(dout)
             gradients.append([t.grad for t in leaves])

@@ -1,6 +1,7 @@
 //! Chooses kernels: the tuning's choice, else the cheapest applicable kernels of the first family that has one for each pass ([`choose`]),
 //! with smaller blocks where these are faster ([`sized`]). Used by the plans of all operators. A family is the kernels of one architecture,
-//! a tuning a file of measured choices. A pass is what a kernel computes, and a feature an option that kernels need code for.
+//! a tuning a file of measured choices and of kernels that failed on the device; `untuned()` is the device without it. A pass is what a
+//! kernel computes, and a feature an option that kernels need code for.
 
 use super::device::{families, names, DeviceLimits, FAMILY_VARIABLE};
 use super::kernel::{rows_and_heads, ChosenKernel, Reason};
@@ -162,7 +163,7 @@ pub(super) fn sized(kernels: Kernels, large: ChosenKernel, a: &Attention, d: &De
     // keys that any of a block's rows sees under a window; in a backward pass, queries that see any of a block's keys
     let width = a.window.left.and_then(|left| Some(left.saturating_add(a.window.right?).saturating_add(1)));
     let seen = |v: &Variant| width.map_or(1, |width| width.saturating_add(v.block_rows.into()).min(a.seqlen_k.max(a.seqlen_q)) as u64);
-    // Four blocks share an SM as two larger ones do: a grid that is resident is no faster.
+    // Four such blocks share an SM where two larger ones would, for the same rows: a grid that is resident at once is then no faster.
     let shares_sm = |v: &Variant| v.blocks_per_sm >= 4;
     // Percentage of the work, rows times seen keys, up to which smaller blocks pay under a window. At 75 (129 keys, blocks of 64 and 128
     // rows) they take 0.65 to 0.86 of the time, simulated on a V100 and a T4. As many of them must be resident: with one block

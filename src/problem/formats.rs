@@ -1,7 +1,8 @@
 //! Rules of quantized KV caches: their dtypes, which decide the format, and their scales. cache.rs and cached.rs call them.
 //!
 //! int8 and int4 have a scale (int4 also a zero point) for each token and head, which an append writes. fp8 has a scale ("descale") for
-//! each head, which the caller gives. In a pair, keys and values have different formats. The rows of src/kernels/formats.rs say all that.
+//! each head, which the caller gives. A pair is a format whose keys and values have different formats (int8 keys, int4 values). The rows of
+//! src/kernels/formats.rs say all that. Sizes that are symbolic (torch.compile's dynamic shapes) are [`UNKNOWN`]; checks leave them out.
 
 use super::attention::Cache;
 use super::checks::*;
@@ -53,7 +54,7 @@ fn shown(row: &FormatInfo) -> String {
 }
 
 impl CacheFormat {
-    /// Returns the columns that this many elements of a head hold.
+    /// Returns the columns that this many elements of a head hold: two in an int4 byte, else one.
     pub fn columns(self, elements: i64) -> i64 {
         if elements == UNKNOWN {
             return elements;
@@ -72,6 +73,8 @@ impl CacheFormat {
     }
 }
 
+/// Checks all scales and zero points of a cache. With `has_latents` (`fwd_mla`), latent_scale and latent_descale have the places of k_scale
+/// and k_descale, and are named in errors; the options for values do not exist.
 pub fn check_scales(o: &Options, cache: &Cache, nheads_k: i64, batch: i64, q: &TensorDesc, has_latents: bool) -> Result<()> {
     let named = |name: &'static str| if has_latents { scale_of_latents(name) } else { Some(name) };
     let sizes = [cache.entries, cache.rows, nheads_k];
@@ -111,6 +114,7 @@ fn check_token_scale(name: &str, given: Option<&TensorDesc>, format: CacheFormat
     Ok(())
 }
 
+/// Checks a scale per head, or one for all, of an fp8 cache.
 fn check_descale(name: &str, d: &TensorDesc, format: CacheFormat, [batch, nheads_k]: [i64; 2], q: &TensorDesc) -> Result<()> {
     if !format.has_descales() {
         return Err(Error::value(name, "a tensor", format!("None: the caches are {}", described(format))));

@@ -7,13 +7,14 @@ use super::tensor::{Backend, DType, Options, TensorDesc};
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN;
 
-/// Checks scale, window, splits and whether the backend can be batch-invariant.
+/// Checks scale, window, splits and whether the backend can be batch-invariant (a row's bits do not depend on the rest of the batch).
 pub fn check_numbers(o: &Options, backend: Backend) -> Result<()> {
     if let Some(s) = o.softmax_scale {
         if !s.is_finite() || (s as f32).is_infinite() {
             return Err(Error::value("softmax_scale", s, "a finite float32 number"));
         }
     }
+    // a call on meta tensors may have symbolic numbers (torch.compile's dynamic shapes), whose values are unknown while it traces
     let is_known = |n: i64| !(n == UNKNOWN && backend == Backend::Meta);
     for (name, w) in [("window_left", o.window_left), ("window_right", o.window_right)] {
         if w < -1 && is_known(w) {
@@ -34,6 +35,7 @@ pub fn check_numbers(o: &Options, backend: Backend) -> Result<()> {
     Ok(())
 }
 
+/// Returns the factor of q . k: `softmax_scale`, by default 1 / sqrt(headdim).
 pub fn scale(o: &Options, headdim: i64) -> f64 {
     o.softmax_scale.unwrap_or_else(|| (headdim as f64).powf(-0.5))
 }

@@ -2,7 +2,10 @@
 //!
 //! Usually three kernels run. Preprocess (`prepare`) computes row statistics and zeroes dq's accumulators. `main` computes dk and dv and
 //! adds to the accumulators by atomics. Postprocess (`finish`) rounds them to dq. Other plans: one fused kernel; dq in a kernel of its own,
-//! without atomics; P and dS `stored` in memory between `main` and `finish`. Helpers (attention(), tuned(), parts(), ...) are in main.rs.
+//! without atomics; P and dS `stored` in memory between `main` and `finish`.
+//!
+//! Helpers are in main.rs. tuned(failed, choices) is a V100 with a tuning: kernels that failed, by name, and choices that come first.
+//! without_splits() is one without stream-K kernels: its grids have a block for each key block. parts() returns the three kernels.
 
 use super::*;
 
@@ -46,7 +49,7 @@ fn plans_fused_backward_for_few_keys() {
     // scores with modifiers
     let features = RequestedFeatures { dropout_p: 0.1, ..RequestedFeatures::default() };
     assert!(in_parts(Attention { features, ..with(4, (64, 64), 64) }, v100));
-    // a tuning decides first: its choices and its failed kernels
+    // a tuning decides first: by its choices (the usual main kernel; determinism) and its failed kernels
     let a = || with(4, (64, 64), 64);
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_64""#])));
     assert!(in_parts(a(), &tuned(&["volta_bwd_varlen_fused_64_small"], &[])));

@@ -98,7 +98,9 @@ fn every_variant_is_chosen_for_some_problem() {
                 let a = Attention { features: RequestedFeatures { batch_invariant, ..a.features }, ..a };
                 let planned = plan::decode(&a, false, &d);
                 assert_eq!(planned.is_ok(), format.info().of_latents, "{}", format.name());
-                unused.retain(|name| planned.as_ref().is_ok_and(|p| *name != p.kernel.variant.name) || planned.is_err());
+                if let Ok(p) = planned {
+                    unused.retain(|name| *name != p.kernel.variant.name);
+                }
             }
         }
         for headdim in (8..=512).step_by(8) {
@@ -121,7 +123,7 @@ fn every_variant_is_chosen_for_some_problem() {
                 }
             }
             for score_function in [None, Some(ScoreFunction::Softcap(30.0))] {
-                // more heads and longer prompts get larger blocks
+                // more heads of a group and longer prompts get larger blocks
                 for (group, seqlen_q) in [1, 2, 3, 32].map(|group| (group, 300)).into_iter().chain([(1, 100), (32, 384)]) {
                     let a = Attention {
                         features: RequestedFeatures { score_function, ..RequestedFeatures::default() },
@@ -175,7 +177,9 @@ fn plans_smaller_blocks_for_prefill_chunks() {
         // under a causal mask heads are the first axis
         assert_eq!((planned.variant.block_rows, planned.blocks), (rows, [32, 512 / rows]), "{}", planned.variant.name);
         let prompt = Attention { seqlen_q: 16384, ..chunk };
-        assert!(plan::prefill(&prompt, &H200).unwrap().variant.block_rows > if headdim == 256 { 64 } else { rows });
+        // headdim 256 has one size
+        let is_larger = |block_rows: u32| block_rows > rows || headdim == 256 && block_rows == rows;
+        assert!(is_larger(plan::prefill(&prompt, &H200).unwrap().variant.block_rows));
     }
 }
 
@@ -212,7 +216,7 @@ fn decode_grid_fills_the_gpu() {
         // two partial results per block (first and last row tile); semaphores are planned for a tree of the smallest radix, 4
         let levels = p.semaphores / (2 * i64::from(blocks));
         assert!(4_i64.pow(levels as u32) >= i64::from(blocks) && 4_i64.pow(levels as u32 - 1) < i64::from(blocks), "{levels}");
-        assert!(p.partials >= 2 * i64::from(blocks) * 8 * 64);
+        assert!(p.partials >= 2 * i64::from(blocks) * 8 * 64, "fp32 numbers: a result has 8 rows of 64 columns, and row states");
     }
 }
 

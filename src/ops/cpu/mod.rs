@@ -38,6 +38,7 @@ pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)
     if !a.is_varlen() {
         return dense::forward(&spans[0].part(inputs, a, &blocks)?);
     }
+    // the spans cover all query rows: lengths have been checked, so cu_seqlens_q goes from 0 to the number of rows
     let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), Device::Cpu))?;
     let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, Device::Cpu))?;
     for span in spans {
@@ -49,6 +50,7 @@ pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)
 }
 
 /// Computes `fwd_fast`, (out, softmax_lse), with the rounding errors of its kernels ([`fast`]). A boolean mask is in the place of the bias.
+/// `rotate`: a Hadamard transform of Q and K came before the codes; `smooth_k` (below): K is quantized less its mean over the keys.
 pub(super) fn fast_forward(inputs: &Inputs, a: &Attention, codes: &Codes) -> Result<(Tensor, Tensor)> {
     let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), Device::Cpu))?;
     let softmax_lse = Tensor::f_empty(a.lse_shape(), (Kind::Float, Device::Cpu))?;
@@ -69,6 +71,7 @@ pub(super) fn fast_prepare(inputs: &Inputs, a: &Attention, codes: &Codes) -> Res
 
 /// Computes contiguous gradients with the shapes and types of their tensors.
 pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradients> {
+    // gradients to which each part adds, in the type of the arithmetic; rounded at the end
     let sums_of =
         |t: &Option<Tensor>| t.as_ref().map(|t| Tensor::f_zeros(t.size(), (compute_kind(inputs.q.kind()), Device::Cpu))).transpose();
     let sums = Sums {
@@ -78,7 +81,7 @@ pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<
     let (spans, blocks) = (Span::all(inputs, a)?, BlockMask::of(inputs)?);
     let of_span = |span: Span| part_backward(&span, &span.part(inputs, a, &blocks)?, saved, &sums);
     let [dq, dk, dv] = if a.is_varlen() {
-        // zeros are the gradients of rows that belong to no sequence, or are past `seqused_k`
+        // keys past `seqused_k` belong to no span: their gradients stay zero
         let zeros = |t: &Tensor| Tensor::f_zeros(t.size(), (t.kind(), Device::Cpu));
         let (dq, dk, dv) = (zeros(&inputs.q)?, zeros(&inputs.k)?, zeros(&inputs.v)?);
         for span in spans {

@@ -12,7 +12,7 @@ pub type Decoded = Result<Option<Op>, String>;
 /// An instruction being decoded: its mnemonic in parts, its operands from left to right, and what is known of it.
 pub struct Decoder<'a> {
     raw: &'a RawInst,
-    /// the mnemonic up to its first dot
+    /// the mnemonic up to its first dot; ops::uniform replaces a uniform instruction's by that of its vector twin
     pub base: &'a str,
     /// the mnemonic's other parts
     pub mods: Vec<&'a str>,
@@ -33,9 +33,9 @@ pub fn blank(raw: &RawInst) -> Inst {
         src: [Src::ZERO; 3],
         psrc: [PredOp::TRUE; 3],
         mem: MemRef::ZERO,
-        bank: 0,
-        target: u32::MAX,
-        ctrl: Ctrl::of(raw.enc),
+        bank: 0,                 // constant bank, of instructions that load from one
+        target: u32::MAX,        // no branch
+        ctrl: Ctrl::of(raw.enc), // stall cycles and scoreboards, from the encoding: nvdisasm prints none
         unit: Unit::Alu,
         mnemonic: String::new(),
         text: raw.text.clone(),
@@ -56,6 +56,7 @@ fn guard(text: &str) -> Option<(PredOp, &str)> {
 }
 
 impl<'a> Decoder<'a> {
+    /// Reads an instruction's text. `labels`: pc of each label, for branch targets.
     pub fn new(raw: &'a RawInst, labels: &HashMap<String, u32>) -> Result<Self, String> {
         let (guard, text) = guard(&raw.text).ok_or_else(|| failure(raw, "guard"))?;
         let (mnemonic, rest) = text.split_once(' ').unwrap_or((text, ""));
@@ -112,9 +113,11 @@ impl<'a> Decoder<'a> {
     pub fn sat(&self) -> bool {
         self.has("SAT")
     }
+    /// Integers are signed unless .U32 says otherwise.
     pub fn signed(&self) -> bool {
         !self.has("U32")
     }
+    /// Returns the comparison; those with U (LTU, ...) are also true if an operand is NaN.
     pub fn cmp(&self) -> Result<Cmp, String> {
         use Cmp::*;
         #[rustfmt::skip]
@@ -124,9 +127,11 @@ impl<'a> Decoder<'a> {
         ];
         self.one_of(&known).ok_or_else(|| self.fail("comparison"))
     }
+    /// Returns how a predicate is combined with another.
     pub fn bop(&self) -> BoolOp {
         self.one_of(&[("OR", BoolOp::Or), ("XOR", BoolOp::Xor)]).unwrap_or(BoolOp::And)
     }
+    /// Returns the rounding mode: toward zero, -inf or +inf, else to nearest even.
     pub fn round(&self) -> Round {
         self.one_of(&[("RZ", Round::Rz), ("RM", Round::Rm), ("RP", Round::Rp)]).unwrap_or(Round::Rn)
     }

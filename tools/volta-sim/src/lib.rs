@@ -7,8 +7,9 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let module = Module::load(&std::fs::read("saxpy.cubin")?)?;
 //! let mut y = vec![1f32; 1024];
+//! // `exchanged`: other CTAs of the launch wrote the memory just before, so that reads hit L2
 //! let extents = [Extent { name: "y", ptr: y.as_mut_ptr().cast(), len: 4096, read_only: false, exchanged: false }];
-//! let mut params = vec![];
+//! let mut params = vec![]; // the kernel's parameters, as bytes in order
 //! params.extend((y.as_ptr() as u64).to_le_bytes());
 //! params.extend(1024u32.to_le_bytes());
 //! let launch = Launch { grid: [8, 1, 1], block: [128, 1, 1], dynamic_smem: 0, params: &params, extents: &extents };

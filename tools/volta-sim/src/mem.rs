@@ -13,7 +13,7 @@ pub struct Buffer {
     pub base: u64,
     pub len: u64,
     writable: bool,
-    /// as in `Extent`
+    /// other CTAs of the launch wrote it a moment before it is read, so a timing run serves reads from L2, not from DRAM
     pub exchanged: bool,
     data: *mut u8,
 }
@@ -50,7 +50,7 @@ unsafe impl Sync for GlobalMem {}
 unsafe impl Send for GlobalMem {}
 
 impl GlobalMem {
-    /// Room for `bytes`, owned by this memory.
+    /// Returns zeroed room for `bytes`, 8-byte-aligned, owned by this memory.
     fn reserve(&mut self, bytes: u64) -> *mut u8 {
         self.storage.push(vec![0u64; bytes as usize / 8 + 1]);
         self.storage.last_mut().expect("just pushed").as_mut_ptr() as *mut u8
@@ -130,7 +130,7 @@ impl GlobalMem {
         unsafe { std::slice::from_raw_parts(b.data, b.len as usize) }
     }
 
-    /// Serialize atomics of several host threads.
+    /// Serializes atomics of CTAs that run on several host threads. Plain loads and stores need no lock.
     pub fn lock_atomics(&self) -> MutexGuard<'_, ()> {
         self.atomics.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -10,7 +10,8 @@ use crate::step::{SimResult, Step};
 const SCALARS: [&str; 15] =
     ["UIADD3", "UIMAD", "ULEA", "UISETP", "ULOP3", "USHF", "UPRMT", "UPOPC", "UFLO", "UBREV", "UBMSK", "USGXT", "UPLOP3", "UMOV", "USEL"];
 
-/// Gives a uniform instruction the name of the vector instruction that does the same. Returns true if it is timed on the uniform datapath.
+/// Gives a uniform instruction the name of the vector instruction that does the same; others keep theirs. Returns true if it is timed on
+/// the uniform datapath.
 pub fn as_vector(d: &mut Decoder) -> Result<bool, String> {
     let (vector, scalar) = match d.base {
         "ULDC" => {
@@ -32,7 +33,7 @@ pub fn as_vector(d: &mut Decoder) -> Result<bool, String> {
         _ => return Ok(false),
     };
     d.base = vector;
-    d.inst.everywhere = !0;
+    d.inst.everywhere = !0; // mask of lanes that it writes even if they are not active
     Ok(scalar)
 }
 
@@ -61,6 +62,7 @@ impl Class for Uniform {
                 s.wr(&v);
             }
             Uniform::R2ur => {
+                // all active lanes hold the same value, so that of the first one serves (`together`: mask of the lanes that execute)
                 let first = s.together.trailing_zeros() as usize & 31;
                 let v = s.raw(0)?[first];
                 s.wr(&[v; 32]);
