@@ -14,7 +14,7 @@
 
 namespace decode {
 
-// A part of a partial: softmax state of one row, and its unnormalized outputs in kColumns (eight) columns.
+// A part of a partial: softmax state of one row (row_max in log2 units), and its unnormalized outputs in kColumns (eight) columns.
 struct RowPart {
     RowState state;
     float x[kColumns];

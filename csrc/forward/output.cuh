@@ -1,7 +1,7 @@
 // Scaling of the output in the forward kernels: rescale_output in the main loop, and the epilogue finish_row, which adds the
 // attention sink, applies dropout's scale 1 / (1 - p) and writes a row's lse. A Layout (score_layout.cuh) says which scores a lane
 // has: a tile's element v is of the lane's row r = row_of(v), query first_query(lane) + row_slot(r) of the tile; leads_row() is
-// true for one lane of each row. Decode kernels use add_sink too.
+// true for one lane of each row. row_max has log2 units, lse natural ones. Decode kernels use add_sink too.
 #pragma once
 
 #include "forward/scores.cuh"
@@ -52,9 +52,11 @@ __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head,
 }
 
 // Finishes row r of row tile mt. `row` is the warp's first row. Writes the lse if the row exists, and returns the factor for its
-// output. All lanes of the warp call it together, because row_sum shuffles. Packed: P V took probabilities rounded to
-// fp16. From |row_max| = kInexactRowMax on, the sum that divides `out` is rounded alike. Else out of a row with one visible key
-// would differ from that key's V (docs/design/numerics.md).
+// output. All lanes of the warp call it together, because row_sum shuffles.
+//
+// Packed: P V took probabilities rounded to fp16. From |row_max| = kInexactRowMax (8192) on, row_max is so coarse in fp32 that the
+// probability of a row's only visible key may not be 1. The sum that divides `out` is then rounded alike: else out of that row
+// would differ from the key's V (docs/design/numerics.md).
 template <bool Packed = true, class Layout, int RowTiles>
 __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeqlenInfo& sequence, const typename Layout::Lane& lane,
                                             int head, int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r,

@@ -3,11 +3,13 @@
 //
 //   S = Q K^T      P = exp(scale * S - lse)      dP = dO V^T      dS = P * (dP - delta)      dQ += dS K
 //
-// So S and dP are computed twice, and dQ is a sum in a fixed order: deterministic. A warp has Q, dO and dQ of its queries in
-// registers. Accumulators of S have the layout of operand A, so dS needs no shared memory, which has two tiles of K and of V.
+// lse is softmax_lse, delta is rowsum(dO * O). Both kernels compute S and dP, and dQ is a sum in a fixed order: deterministic. A
+// warp has Q, dO and dQ of its queries in registers. Accumulators of S have the layout of operand A, so dS needs no shared memory,
+// which has two tiles of K and of V.
 //
 // A Shape S (shape.cuh) has sizes: kStep step rows, kChunks chunks of eight columns, kRowBytes of a row, and kSlotBytes of a slot
-// (K, and kStepTile after it V). SHARED_BYTES, of a block, comes from the kernel's row in src/kernels.
+// (K, and kStepTile after it V). remat_* functions read a special register again where it is used (ptx.cuh). SHARED_BYTES, of a
+// block, comes from the kernel's row in src/kernels.
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -29,8 +31,8 @@ struct BackwardDq {
     static constexpr int kWarpRows = BlockRows / S::kWarps, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
     static_assert(kWarpRows % 16 == 0, "a warp has whole tiles of 16 rows");
     static constexpr int kPairs = S::kChunks / 2;
-    // Pairs of chunks between __syncwarp(): ptxas would load operands ahead into all registers, and spill others for them. Headdims
-    // up to 128 need none, and 192 and 256 take dq_warp_specialized.cuh.
+    // Pairs of chunks between __syncwarp(), which stops ptxas from loading more operands ahead and spilling registers for them.
+    // Only headdims above 128 would need it. No row in src/kernels has one: those take dq_warp_specialized.cuh.
     static constexpr int kPairsAtOnce = Headdim > 128 ? 2 : kPairs;
     using Layout = QueriesLayout;
     using Scores = Accumulator[kColumnTiles][kRowTiles];
@@ -38,7 +40,7 @@ struct BackwardDq {
     using LaneRows = float[kRowTiles][Layout::kRows];
     using Bits = typename Blocks::template Bits<Layout, kWarpRows>;
 
-    // Under a causal mask the last queries see the most keys, so they start first. remat_*: reads blockIdx again.
+    // Under a causal mask the last queries see the most keys, so they start first.
     static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - remat_block_x()) * BlockRows; }
     // First row of the warp. Listed blocks pass their own first row, which takes loads to find.
     static __device__ __forceinline__ int remat_warp_row(int first_row) {

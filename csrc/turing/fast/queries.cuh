@@ -1,5 +1,7 @@
-// Queries of the fast forward: int8 codes in registers, which the warp that uses them quantizes (forward.cuh). A number is code *
-// scale, with a scale for each row.
+// Queries of the fast forward kernel (`volta_fa::fwd_fast`: Q K^T of int8 codes; forward.cuh). Each warp quantizes its own rows,
+// and keeps the codes in registers. A number is code * scale: codes are integers up to 127 in magnitude, four in a word, and each
+// row has a scale. butterfly(a, b) replaces a and b by a + b and a - b; butterfly_lanes does so with the lane whose number differs
+// in one bit (codes.cuh).
 #pragma once
 
 #include "turing/fast/codes.cuh"
@@ -24,9 +26,9 @@ struct QueryRow {
         }
     }
 
-    // Makes codes of the loaded row. Returns their scale times softmax_scale * log2(e), at least kSmallestScale: its product with a
-    // scale of K is then a normal number. `mean`: K's mean, which is subtracted from keys before they become codes. So each of the
-    // row's scores lacks the score of `mean`, mean_score, log2 units: only lse depends on it.
+    // Makes codes of the loaded row. Returns their scale times |softmax_scale| * log2(e), at least kSmallestScale (1e-18): its
+    // product with a scale of K is then a normal number. `mean`: K's mean, which is subtracted from keys before they become codes.
+    // So each of the row's scores lacks the score of `mean`, mean_score, log2 units: only lse depends on it.
     __device__ __forceinline__ float quantize(u32 (&codes)[kCount], float& mean_score, const FastParams& p,
                                               const float* mean) const {
         // `poison` is 0, or NaN if an element is not finite: added to the scale, it makes the row's scores NaN. product: row . mean
@@ -42,7 +44,7 @@ struct QueryRow {
                 product = fmaf(x[c][i], means[i], product);
             }
         }
-        float unit = p.problem.scale_log2;  // of |softmax_scale|; codes take its sign (sign_flip)
+        float unit = p.problem.scale_log2;  // |softmax_scale| * log2(e); codes take the sign (sign_flip)
         if (p.rotate) {
             // A Hadamard transform spreads outliers over all columns. Q and K both get it, which multiplies products by Headdim.
             unit *= 1.f / Headdim;

@@ -12,8 +12,11 @@
 //
 // For the sums, the mask and the softmax, four warps of a group have a quarter of its rows each, eight (ColumnGroupsLayout): one of
 // the four rows that each lane's accumulators have, so that partial scores and probabilities move between equal lanes of different
-// warps. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh). The kernel's row in src/kernels gives STEP (keys of a
-// step), THREADS and SHARED_BYTES (of a block).
+// warps. Of a lane, group is lane / 4, and quad is lane % 4 (turing/mma.cuh).
+//
+// A chunk is eight columns (16 bytes) of a row. In shared memory the chunks of a row are swizzled: permuted in groups of eight, so
+// that ldmatrix has no bank conflicts (tile.cuh). remat_* functions read a special register again where it is used (ptx.cuh). The
+// kernel's row in src/kernels gives STEP (keys of a step), THREADS and SHARED_BYTES (of a block).
 #pragma once
 
 #include "batch_invariant.cuh"
@@ -29,7 +32,7 @@ struct ColumnGroupsLayout {
     using Lane = turing::Lane;
     using Tile = float[4];
     static constexpr int kTileQueries = 8, kTileKeys = 16, kElements = 4;
-    static constexpr bool kEitherOrder = ForwardLayout::kEitherOrder;
+    static constexpr bool kEitherOrder = ForwardLayout::kEitherOrder;  // grids may have heads on their first axis
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return ForwardLayout::first_query(l); }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 4 * l.quad; }
     __device__ __forceinline__ static constexpr int query_slot(int) { return 0; }
@@ -413,7 +416,8 @@ struct ForwardColumnGroups {
 #pragma unroll
                 for (int i = 0; i < 4; i++) x[i] = state.probability(x[i], scale);
                 if (kHasDropout && p.score_options.rng_state) {
-                    const int of_row = row + Layout::first_query(at.lane);  // a call has this row and that with bit 2 flipped
+                    const int of_row = row + Layout::first_query(at.lane);
+                    // one call of the generator (Philox) has the numbers of two rows: this one, and the one with bit 2 flipped
                     const uint4 numbers =
                         DropoutBits<ForwardLayout, 1>::numbers_of(p).numbers(of_row & ~4, key + Layout::first_key(at.lane));
                     const unsigned kept = DropoutRule(p.score_options).kept_bits(numbers) >> kept_bit(of_row >> 2 & 1, 0);

@@ -1,10 +1,11 @@
 // Score features of turing forward kernels that are compiled for exactly one feature: ALiBi, bias or dropout. (The fourth, a score
 // function, needs nothing here.) Called by the forward kernel, pipelined.cuh and pipelined_parts.cuh. ALiBi and bias are the
-// initial accumulators of Q K^T, which is not scaled yet: they are divided by softmax_scale. So nothing comes between product and
-// softmax. Dropout masks packed probabilities; generic kernels use that too. A step is 16 keys. A lane has four neighbors of them:
-// two in tile `half` 0 of the step, two in tile 1. (With dropout alone: keys 0 and 2, then 1 and 3.) In a tile a lane has two rows
-// r. A warp has RowTiles row tiles mt of 16 rows. remat_*() compute a value again at its use, so that it holds no register in
-// between; kEitherOrder: heads may be on the grid's first axis.
+// initial accumulators of Q K^T, which is not scaled yet: they are divided by |softmax_scale| (Problem::scale; a negative scale
+// flips the signs of Q). So nothing comes between product and softmax. Dropout masks packed probabilities; generic kernels use that
+// too. A step is 16 keys. A lane has four neighbors of them: two in tile `half` 0 of the step, two in tile 1. (With dropout alone,
+// kEverySecondKey: keys 0 and 2, then 1 and 3.) In a tile a lane has two rows r. A warp has RowTiles row tiles mt of 16 rows.
+// remat_*() compute a value again at its use, so that it holds no register in between; kEitherOrder: heads may be on the grid's
+// first axis.
 #pragma once
 
 #include "turing/forward/layout.cuh"
@@ -14,7 +15,7 @@ namespace turing {
 // ALiBi as initial accumulators.
 template <int RowTiles>
 struct InitialAlibi {
-    float neg_slope;  // -slope / softmax_scale; Alibi::slope and scale_log2 both have a factor of log2(e)
+    float neg_slope;  // -slope / |softmax_scale|; Alibi::slope and scale_log2 both have a factor of log2(e)
     float distance;  // query position minus key, of the lane's first row and the first key of a tile at key 0
 
     // `row`: the warp's first row.
@@ -48,7 +49,7 @@ struct InitialBias {
     const char* base;  // row 0 of the bias, at the lane's first key
     unsigned row_bytes;
     int row;  // the lane's first row
-    float inverse_scale;  // 1 / softmax_scale
+    float inverse_scale;  // 1 / |softmax_scale|
 
     // `row_`: the warp's first row.
     __device__ __forceinline__ void start(const FwdParams& p, int row_) {
@@ -108,9 +109,10 @@ private:
     }
 };
 
-// Dropout mask of a step. One Philox call has the eight random numbers of a lane in one row tile, two in a word. With dropout alone
-// (kEverySecondKey), the two numbers of a row and tile share a word. dropout_inverted is 0 if numbers from the threshold on keep
-// their probability, and has all bits set if those below do.
+// Dropout mask of a step. One call of the generator (Philox) has the eight random numbers of a lane in one row tile, two in a word.
+// With dropout alone (kEverySecondKey), the two numbers of a row and tile share a word; else halves(a, b, half) makes one of the
+// lower (or upper) halves of two words. dropout_inverted is 0 if numbers from the threshold on keep their probability, and has all
+// bits set if those below do.
 template <int RowTiles>
 struct StepDropoutMask {
     // [row tile][row][tile of keys]: 0xffff in each half whose random number is not below the threshold (DropoutRule)

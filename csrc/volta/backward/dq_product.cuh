@@ -2,7 +2,9 @@
 // to the fp32 accumulator by atomics (add_to), or stored as dq by the fused kernel, whose block has all keys (store).
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, whose number in the warp is qm + 2 * qn (Lane, volta/mma.cuh).
-// chunk_after() steps along a row of a swizzled tile (tile.cuh). remat_*() reads special registers again (ptx.cuh).
+// A chunk is eight fp16 elements (16 bytes) of a row. chunk_after() steps along a row of a swizzled tile (tile.cuh). remat_*()
+// reads special registers again (ptx.cuh). A row of dS^T has kScoreChunks chunks, kScoreRowBytes bytes; its first S::kStep elements
+// count.
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -11,12 +13,14 @@
 
 namespace volta {
 
-// dQ of a step is S::kStep queries x headdim (S: a Shape, shape.cuh). Each warp computes all queries of every kWarps-th unit of
-// columns, over all keys of the block. A unit is eight columns, or 16 in steps of 16 queries (kShortSteps).
+// dQ of a step is S::kStep queries x headdim. S, a Shape (shape.cuh), also has kRows, the block's keys, and kChunks and kRowBytes
+// of a row of K. Each warp computes all queries of every kWarps-th unit of columns, over all keys of the block. A unit is eight
+// columns, or 16 in steps of 16 queries (kShortSteps).
 //
-// The quad-pairs are not 2x2 as in the other products. qn has one half of every eight keys, so that a lane's columns of K meet
-// two tiles of eight queries. qm has half of the step's queries or, in steps of 16, half of the unit's columns. In the end two
-// lanes add their halves of the keys by a shuffle, one tile each. A lane keeps tile number qn: c[0]; the other tile is c[1].
+// Other products give quad-pair (qm, qn) eight rows and eight columns of a 16x16 tile. Here qn has one half of every eight keys, so
+// that a lane's columns of K meet two tiles of eight queries. qm has half of the step's queries or, in steps of 16, half of the
+// unit's columns. In the end two lanes add their halves of the keys by a shuffle, one tile each. A lane keeps tile number qn: c[0];
+// the other tile is c[1].
 //
 // Compact: half of the code, for kernels that exceed the instruction cache.
 template <class S, bool Compact = kHasScoreFeatures>
@@ -26,11 +30,11 @@ struct DqProduct {
     static_assert(kShortSteps || S::kStep == 32, "16 or 32 queries");
     static constexpr int kUnitChunks = kShortSteps ? 2 : 1, kAllUnits = S::kChunks / kUnitChunks;
     static constexpr int kUnits = (kAllUnits + S::kWarps - 1) / S::kWarps;  // of a warp, or one less
-    // 16 keys hide more latency, 8 leave more of the instruction cache. Chosen by simulation.
+    // Keys of an iteration. 16 hide more latency, 8 leave more of the instruction cache. Chosen by simulation.
     static constexpr int kKeysAtOnce = !Compact && (S::kHeaddim <= 64 || S::kHeaddim == 128) ? 16 : 8;
 
     // Address of the lane's column-major A operand in a tile of dS^T (rows are keys): one key, four queries of tile number qn.
-    // Those of the other tile are 8 bytes before or after.
+    // Those of the other tile are 8 bytes before or after: the other half of the chunk.
     static __device__ __forceinline__ u32 a_operand(u32 tile, const Lane& lane) {
         const int chunk = kShortSteps ? lane.half : 2 * lane.qm + lane.half;
         return tile + swizzled<kScoreChunks>(lane.quad + 4 * lane.qn, chunk) + 8 * lane.qn;
