@@ -2,7 +2,8 @@
 
 ComfyUI calls an override with the function that it replaces. The override runs volta_fa, or that function for calls that volta_fa does
 not support, and counts both (`counts`: "ran", or the reason of the fallback). A layout is (skip_reshape, skip_output_reshape): whether
-q, k, v, and out, have a dimension of heads. `on(...)` lists a test's backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`).
+q, k, v, and out, have a dimension of heads. `on(...)` lists a test's backends: CPU (`cpu-DTYPE`), simulator (`sim`), GPU (`cuda`). A
+backend runs a call several times (`_runs`: the simulator in two warp orders), with bitwise identical results.
 
 Environment:
 - VOLTA_FA_TEST_COMFYUI: folder of ComfyUI's source, whose requirements this Python has: tools/programs/run_comfyui.py runs its models"""
@@ -104,7 +105,7 @@ def check(backend, attention, counts, *, layout=(False, False), mask="none", nhe
     for other in found[1:]:
         assert_same_bits("out", found[0], other)
     ref = reference.forward(q, k, v, **options)
-    assert found[0].shape == (2, 4, 20, headdim) if skip_output_reshape else (2, 20, 4 * headdim)
+    assert found[0].shape == ((2, 4, 20, headdim) if skip_output_reshape else (2, 20, 4 * headdim))
     out = found[0].transpose(1, 2) if skip_output_reshape else found[0].unflatten(-1, (4, headdim))
     within(backend, "out", out, ref.out, reference.forward_budget(ref, q, k, v, **options))
     assert counts == {"ran": len(found)}
