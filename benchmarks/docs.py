@@ -6,8 +6,9 @@ for a NAME.md, the command changes nothing and fails.
 
 Then, or without a DIR, writes the page's TFLOP/s of the simulated V100 as package data, with which `python -m volta_fa check` compares.
 
---layer simulates the demo's layer, as `make run` does at its end, and puts its table into README.md, with its commit and a mark: an HTML
-comment with a hash of each kernel's machine code, by which benchmarks.marks tells whether figures are current. Takes half a minute.
+--layer simulates one attention layer on each GPU, as `make run` (`python -m volta_fa demo`) does at its end, and puts the table into
+README.md, with its commit and a mark: an HTML comment with a hash of each kernel's machine code, by which benchmarks.marks tells whether
+figures are current. Takes half a minute.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def fill(page: str, name: str, section: str) -> str:
 
 
 def predictions(page: str) -> dict:
-    """Returns the content of PREDICTIONS: the facts and the tables of both passes in the page's section that benchmarks.volta wrote."""
+    """Returns the content of PREDICTIONS, from the page's section that benchmarks.volta wrote: its facts (lines "- NAME: TEXT", as of the
+    device and the date), and the rows of its tables of both passes."""
     [section] = re.findall(r"<!-- begin volta -->\n(.*?)<!-- end volta -->", page, re.DOTALL)
     facts = dict(re.findall(r"^- (\w[\w ]*): (.*)$", section, re.MULTILINE))
     points = []
@@ -102,6 +104,7 @@ def fill_layer(page: str, text: str, commit: str, mark: str) -> str:
 
 
 def put_layer(page: Path) -> None:
+    """Simulates the layer, and writes its table into the page."""
     results = [simulated.run(gpu) for gpu in report.track(simulated.GPUS, "GPUs")]
     if not all(result.right for result in results):
         raise CommandError("a result is wrong: run `python -m volta_fa demo`")

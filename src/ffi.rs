@@ -90,7 +90,8 @@ pub unsafe extern "C" fn volta_fa_call(
 }
 
 /// Rejects what [`volta_fa_call`] rejects, as far as sizes are known. Meta kernels call it, whose tensors have no data. `columns` receives
-/// what sizes do not tell ([`crate::operators::Operator::check`]): columns of out (latents), columns in an element of a KV cache, else 0.
+/// what the result's sizes need beside those of arguments. Operators on latents (MLA): the columns of out. Those on KV caches: the columns
+/// in an element of the values, 2 in int4, else 1. Others: 0.
 ///
 /// # Safety
 /// As [`volta_fa_call`]. `columns` is valid to write; it is written on success only.

@@ -151,6 +151,7 @@ pub fn copied(t: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(copy)
 }
 
+/// Returns the memory of a tensor that a kernel only reads.
 pub fn read_range(name: &'static str, t: &Tensor) -> MemoryRange {
     memory_range(name, t, false)
 }

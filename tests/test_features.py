@@ -1,8 +1,9 @@
 """Features of `fwd` and `bwd`, forward and gradients, against the fp64 reference on every backend.
 
-They are packed sequences (`lengths` of a Case), seqused_k (`used`), softcap, ALiBi, bias, sinks (one more logit per head, without a
-value) and dropout, also in pairs. `on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels' machine code in the
-simulator (`sim`), GPU (`cuda`). Kernels run twice, on poisoned memory; `check` (conftest.py) compares runs and the reference."""
+They are packed sequences (`lengths` of a Case; `spare`: by how much max_seqlen exceeds the longest), seqused_k (`used`), softcap, ALiBi,
+bias, sinks (one more logit per head, without a value) and dropout, also in pairs. `spread`: standard deviation of q, k and v.
+`on(...)` and `on_cases(...)` list backends: CPU (`cpu-DTYPE`), the kernels' machine code in the simulator (`sim`), GPU (`cuda`).
+Kernels run twice, on poisoned memory; `check` (conftest.py) compares runs and the reference."""
 
 import dataclasses
 import math
@@ -91,7 +92,7 @@ def biases():
     for dims in ("bhqk", "bk", "q"):
         yield Case(45, 69, 64, nheads=2, bias=f"{dims}:own", is_causal=True)
         yield Case(45, 69, 64, nheads=2, bias=f"{dims}:bool")
-    yield Case(45, 72, 128, nheads=2, bias="hqk:own")  # readable as it is
+    yield Case(45, 72, 128, nheads=2, bias="hqk:own")  # rows of whole 16 bytes: kernels read it in place
     yield Case(45, 72, 40, nheads=2, bias="qk:fp32", window_left=10)
     # no two scores share an element, and keys come in pairs: Volta's kernels store the gradient as it is
     own = {"nheads": 4, "nheads_k": 2, "bias": "bhqk:own"}
@@ -125,7 +126,7 @@ def lengths():
     yield Case(200, 230, 64, nheads=1, used=(65, 190), dropout_p=0.3)
 
 
-SINGLES, PAIRS, SIZES, BIASES, RAGGED = (list(dict.fromkeys(f())) for f in (singles, pairs, sizes, biases, lengths))
+SINGLES, PAIRS, SIZES, BIASES, VARLEN = (list(dict.fromkeys(f())) for f in (singles, pairs, sizes, biases, lengths))
 
 
 @pytest.mark.parametrize("headdim", [64, 128])
@@ -141,9 +142,9 @@ def test_alibi_far_before_the_keys(backend, headdim):
 
 
 @on_cases(
-    (["cpu-fp32", "cpu-fp64", "cpu-fp16", *KERNELS], [*SINGLES, *RAGGED, *BIASES]),
+    (["cpu-fp32", "cpu-fp64", "cpu-fp16", *KERNELS], [*SINGLES, *VARLEN, *BIASES]),
     (["cpu-fp32", *KERNELS], [*PAIRS, *SIZES]),
-    (["cpu-bf16", *BF16_KERNELS], [*SINGLES[::4], *RAGGED[::4], *BIASES[::6], Case(60, 70, 128, is_causal=True)]),
+    (["cpu-bf16", *BF16_KERNELS], [*SINGLES[::4], *VARLEN[::4], *BIASES[::6], Case(60, 70, 128, is_causal=True)]),
 )
 def test_problem(backend, case):
     tensors, options = case.problem(backend)
@@ -171,7 +172,7 @@ def test_rows_without_a_key(backend, hidden_by, sinks):
     assert (out[entries, rows] == 0).all() and (dq[entries, rows] == 0).all()
     expected = options["sinks"][None, :, None] if sinks else torch.tensor(math.inf, device=backend.device)
     found = lse[entries, :, rows]
-    torch.testing.assert_close(found, expected.to(found.dtype).expand_as(found))  # kernels have it in units of log2 meanwhile
+    torch.testing.assert_close(found, expected.to(found.dtype).expand_as(found))  # not equal: kernels compute it in log2 units
 
 
 HIDING = {

@@ -53,7 +53,7 @@ CASES = {
     "softcap": {"softcap": 1.5, "causal": True},
     "alibi": {"alibi": True, "softmax_scale": 0.4},
     "dropout": {"dropout_p": 0.3, "causal": True, "alibi": True},
-    "too little dropout": {"dropout_p": 1e-30, "window_size": (7, -1)},
+    "too little dropout": {"dropout_p": 1e-30, "window_size": (7, -1)},  # less than the kernels' random numbers resolve: nothing is dropped
 }
 
 
@@ -68,7 +68,8 @@ def split(backend, case, *slopes_shape):
 
 
 def check(backend, case, expected, operands, forward, backward, dropout_p):
-    """Compares a forward's results, and a backward's in tensors of other strides, with those of `expected(keep)`."""
+    """Compares a forward's results, and a backward's in tensors of other strides, with `expected(leaves, keep)`: out, lse, probabilities.
+    `keep`: the dropout mask, which the forward returns in the signs of s_dmask; None without dropout."""
     out, lse, s_dmask, rng_state = forward(dropout_p > 0)
     drops = dropout_p > 1e-3
     assert rng_state.numel() == 2 * drops and (s_dmask.numel() > 0) == drops

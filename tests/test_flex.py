@@ -189,7 +189,8 @@ def test_scores_and_masks(name, mask):
 @pytest.mark.parametrize("gpu", ["v100", "t4"])
 @pytest.mark.parametrize("name", ["identity", "softcap, alibi"])
 def test_float32_on_kernels(name, gpu, monkeypatch):
-    """fp32 inputs run kernels for block masks, in the simulator, with the precision of fp32."""
+    """fp32 inputs run kernels for block masks, in the simulator, with the precision of fp32. VOLTA_FA_SIMULATE=launches only records
+    which kernels run (`_sim_report`), 1 runs them."""
     monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
     score_mod, mask_mod = RECOGNIZED[name][0], MASKS["documents, not for a head"]
     inputs = operands(batch=1, heads_k=2, dtype=torch.float32)
@@ -442,6 +443,8 @@ def test_compiled_by_inductor():
 
 
 def test_caches_on_disk_tell_the_operators_arguments():
+    """Keys of torch.compile's caches on disk have INTERFACE, a hash of the operators' signatures. So a program that another version of
+    volta_fa compiled is not found."""
     from torch.compiler import config
 
     from volta_fa.flex.compiled import INTERFACE

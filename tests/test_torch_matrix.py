@@ -1,6 +1,7 @@
 """Tests of tools/torch_matrix.py, which installs a wheel with each torch release and runs some tests (CHECKS) there.
 
-A fake uv and a fake python stand for the environments. The matrix itself runs the last tests of this file with each release."""
+A fake uv and a fake python stand for the environments. The matrix itself runs the last tests of this file with each release.
+"flash attention impl" is torch.nn.attention's registry of implementations (`activate_flash_attention_impl`), which old releases lack."""
 
 import ctypes
 import json
@@ -82,7 +83,7 @@ case "$1" in
 <testsuites><testsuite>
 <testcase classname="tests.test_routes" name="test_vmap[cpu-fp32]">{result}</testcase>
 <testcase classname="tests.test_routes" name="test_vmap[cuda]"><skipped message="no GPU"/></testcase>
-<testcase classname="tests.test_kvcache_api" name="test_a_program_that_never_restores_pytorch"><skipped message="no door"/></testcase>
+<testcase classname="tests.test_kvcache_api" name="test_a_program_that_never_restores_pytorch"><skipped message="no registry"/></testcase>
 </testsuite></testsuites>
 END
    exit {status} ;;
@@ -105,7 +106,7 @@ def pretend(tmp_path, monkeypatch):
         monkeypatch.setattr(torch_matrix.shutil, "which", lambda name, path="": str(tmp_path / name))
         monkeypatch.setattr(torch_matrix, "old_libraries", lambda folder: folder)
         monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
-        chosen = ("vmap", "flash attention door")
+        chosen = ("vmap", "flash attention impl")
         monkeypatch.setattr(torch_matrix, "CHECKS", {name: torch_matrix.CHECKS[name] for name in chosen})
         monkeypatch.setattr(torch_matrix, "TRANSFORMERS", ["test_routes.py::test_vmap[cpu-fp32]"])
 
@@ -130,7 +131,7 @@ def test_verdict_and_exit_status(releases, wrong, status, pretend, tmp_path, cap
     assert list(found) == releases
     verdict = "test_vmap[cpu-fp32]: AssertionError: it is wrong" if wrong else "ok"
     transformers = dict.fromkeys(("transformers 5.23.0", "transformers 4.57.6"), verdict)
-    assert found["2.7.1"]["checks"] == {"vmap": verdict, "flash attention door": "- no door", **transformers}
+    assert found["2.7.1"]["checks"] == {"vmap": verdict, "flash attention impl": "- no registry", **transformers}
     printed = capsys.readouterr().out
     if status == 1:
         assert "torch 2.7.1: vmap: test_vmap[cpu-fp32]: AssertionError: it is wrong" in printed

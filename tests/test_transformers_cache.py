@@ -40,7 +40,7 @@ class Reference(transformers.DynamicCache):
         for x, kv_dtype in zip((key_states, value_states), parts_of(self.kv_dtype)):
             turn = torch.eye(x.shape[-1], dtype=x.dtype)
             if self.rotate_keys and x is key_states:
-                # a Hadamard matrix with the cache's power of two, because the scale matters for fp8's range
+                # a Hadamard matrix times the power of two that the cache uses: fp8 codes have a range, so the scale matters
                 turn = hadamard(len(turn)).to(x.dtype) * 2.0 ** -(len(turn).bit_length() // 2)
             made = quantize_kv(x @ turn, kv_dtype)
             rounded.append(
@@ -92,7 +92,7 @@ def test_in_parts(name, kv_dtype, kind):
     expected = in_parts(eager, reference, mask=mask)
     found, calls = profile(lambda: in_parts(ours, cache, mask=mask))
     torch.testing.assert_close(found[keep], expected[keep], **TOLERANCE)
-    # each part of a layer appends, and all but the prompt read
+    # calls.count: calls of fwd and fwd_kvcache, calls.cached: of the latter. Each part of a layer appends, and all but the prompt read
     assert calls.cached == LAYERS * (2 * len(PARTS) - 1) and calls.count == calls.cached + LAYERS
     assert cache.get_seq_length() == SEQLEN
     exact = in_parts(eager, transformers.DynamicCache(config=eager.config), mask=mask)
@@ -106,8 +106,8 @@ def test_rotated_keys(name, kv_dtype):
     reference, cache = caches(name, kv_dtype, rotate_keys=True)
     found = in_parts(ours, cache)
     torch.testing.assert_close(found, in_parts(eager, reference), **TOLERANCE)
-    plain = in_parts(ours, caches(name, kv_dtype)[1])
-    assert (found - plain).abs().max() > 100 * TOLERANCE["atol"]
+    unrotated = in_parts(ours, caches(name, kv_dtype)[1])
+    assert (found - unrotated).abs().max() > 100 * TOLERANCE["atol"]
 
 
 def test_a_rotation_spreads_a_large_channel():
@@ -229,7 +229,7 @@ def test_crop_and_reset():
     assert cache.get_seq_length() == SEQLEN - 3 and cache.layers[1].keys.shape[2] == SEQLEN - 3
     cache.crop(0)
     assert cache.get_seq_length() == SEQLEN - 3
-    cache.crop(5)  # as transformers 4.57 has it
+    cache.crop(5)  # positive, as in transformers 4.57: keeps 5 tokens
     k, _ = cache.update(states[0, :, :, :2], states[1, :, :, :2], 0)
     assert cache.get_seq_length() == 7
     expected = quantize_kv(torch.cat((states[0, :, :, :5], states[0, :, :, :2]), 2), "int8")

@@ -59,7 +59,7 @@ CHECKS = {
     "inference mode": ["test_autograd.py::test_inference_mode"],
     "double backward": ["test_autograd.py::test_second_derivative_is_refused"],
     "kv cache": [f"test_kvcache.py::test_{name}" for name in ("nothing_to_do", "opcheck", "dynamic_shapes", "many_calls_in_a_row")],
-    "flash attention door": ["test_kvcache_api.py::test_a_program_that_never_restores_pytorch"],
+    "flash attention impl": ["test_kvcache_api.py::test_a_program_that_never_restores_pytorch"],
     "aot eager dynamic": ["test_routes.py::test_only_static_programs_are_compiled_again_when_seqlen_changes"],
     "inductor": ["test_routes.py::test_inductor"],
     "sdpa override": ["test_sdpa.py::test_layouts"],

@@ -71,7 +71,8 @@ fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
     (planned.variant.name, planned.reason)
 }
 
-/// A made-up family beside Volta, for sm_75. The name is not that of the real Turing family.
+/// A made-up family beside Volta, for sm_75. The name is not that of the real Turing family. Its kernels lack what only some families have
+/// (volta_fa::kernels::Family explains the fields).
 const TURING: Family = Family {
     name: "made-up turing",
     sm: 75,
@@ -472,6 +473,7 @@ fn stream_k_splits_cover_all_iterations_once() {
             }
             assert_eq!(u32::from(at), plan.iterations);
         }
+        // each of the `shares` (equal parts of all iterations, one for a resident block) begins with a split: these splits come first
         let longest_first =
             schedule.splits.windows(2).take(plan.shares as usize - 1).all(|p| p[0].end - p[0].first >= p[1].end - p[1].first);
         assert!(longest_first, "{plan:?}");

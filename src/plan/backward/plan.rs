@@ -76,8 +76,8 @@ pub(super) fn scratch_rows(v: &Variant, a: &Attention) -> i64 {
 /// Keys, and queries, of a tile of stored scores; rows, and columns, of a tile of gradients (csrc/backward/stored_scores.cuh).
 pub const STORED_ROWS: i64 = 128;
 /// Most tiles of a launch, unless one key tile needs more. P and dS take 128 MiB then. Of fp32 tensors, as sums of two numbers with units
-/// (scales), they take 257 MiB (with [`MOST_TIMES`] up to 1,028 MiB). At headdim 256 half as many tiles leave a fifth of the last wave's
-/// places empty.
+/// (scales), they take 257 MiB (with [`MOST_TIMES`] up to 1,028 MiB). With half as many tiles, blocks of headdim 256 leave a fifth of the
+/// last wave (the blocks that a GPU runs at once) empty.
 const MAX_TILES: i64 = 2048;
 /// Blocks of gradients of a launch that fill a V100 (80 SMs of two) four times: with fewer, others idle beside the longest.
 const FULL_BLOCKS: i64 = 640;
@@ -89,8 +89,11 @@ const FULL_KEY_TILES: i64 = 16;
 /// Tiles of P and dS of one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredPlan {
+    /// Batch entries of a launch.
     pub batches: i64,
+    /// KV heads of a launch, with the query heads of their groups.
     pub heads: i64,
+    /// Key tiles of a launch, for each of its heads.
     pub key_tiles: i64,
     /// Launches for all keys of a head. Sums of dq stay in memory between them.
     pub key_launches: i64,
@@ -128,6 +131,7 @@ impl StoredPlan {
         self.key_tiles * (self.columns + tiles(a.headdim_v)) + a.nheads / a.nheads_k * tiles(a.seqlen_q) * self.columns
     }
 
+    /// Returns the plan whose launches have at most `max_tiles` tiles, or one key tile of one KV head.
     fn of_most(a: &Attention, split: bool, max_tiles: i64) -> StoredPlan {
         // packed: the first tile of sequence i is number (its first row) / 128 + i (first_stored_tile in csrc/backward/stored_scores.cuh)
         let query_tiles = a.total_q().map_or(tiles(a.seqlen_q), |total| total / STORED_ROWS + a.batch + 1);

@@ -5,7 +5,8 @@ So all query heads attend to one KV head, the latent with its rotary part; the l
 attend to expanded keys and values instead (`expanded`), which takes (192 + 128) / (576 + 512) = 0.29 times the products. CUDA graphs of
 whole steps have the absorbed form alone, because they must serve any batch.
 
-`volta_fa::fwd_mla` has the sizes of DeepSeek's models, 512 + 64 columns. The backend reports other sizes as unsupported."""
+`volta_fa::fwd_mla` has the sizes of DeepSeek's models, 512 + 64 columns. The backend reports other sizes as unsupported. (0.26) marks what
+only releases up to 0.26 call, (0.33) what only later ones call."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ class VoltaMLABackend(VoltaBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Returns the supported numbers of columns of a latent with its rotary part; [0] for none, because [] means all."""
-        # with latents of 256 and of 512 columns
+        # models have latents of 256 or 512 columns; takes_latents() asks the operators, which have kernels for 512
         return [size for size in (320, 576) if paged.takes_latents(size, size - _ROTARY)] or [0]
 
     @classmethod

@@ -1,5 +1,8 @@
 //! Conversions between numeric types: I2F, F2I, F2F and FRND. I2F to F32 rounds as its modifier says, and F2F of F32 to F16 toward zero
 //! with RZ. All other results in F16, F32 or F64 round to nearest, whatever the modifier says.
+//!
+//! Letters are types: h f16, f f32, d f64 (d2h: f64 to f16). `fz(x, ftz)` flushes a subnormal x to zero under .FTZ. `s.flt(i)`, `s.hlf(i)`
+//! (lower and upper halves) and so on read source i of all lanes; `s.wr` and `s.wr64` write the result.
 
 use super::class::Class;
 use crate::decoder::{Decoded, Decoder};
@@ -25,6 +28,7 @@ fn type_of(modifier: &str) -> Option<NumTy> {
     })
 }
 
+/// Returns how a conversion rounds to an integer; to nearest even without a modifier.
 fn int_round(d: &Decoder) -> IntRound {
     d.one_of(&[("TRUNC", IntRound::Trunc), ("FLOOR", IntRound::Floor), ("CEIL", IntRound::Ceil)]).unwrap_or(IntRound::Near)
 }
@@ -146,7 +150,7 @@ impl Class for Conversion {
                     s.wr(&a.each(|x| if rnd == Round::Rz { f2h_rz(fz(x, ftz)) } else { f2h(fz(x, ftz)) } as u32));
                 }
                 (NumTy::F16, NumTy::F32) => {
-                    // hlf() resolves H1_H1, but not H1
+                    // of the modifiers that select a half, hlf() applies H0_H0 and H1_H1, but not H1 (`Sel::H(1)`)
                     let (lo, hi) = s.hlf(0)?;
                     s.wr(&(if s.inst.src[0].sel == Sel::H(1) { hi } else { lo }).each(f32::to_bits));
                 }
@@ -177,6 +181,7 @@ impl Class for Conversion {
     }
 }
 
+/// Rounds to an integer, as a float.
 #[inline(always)]
 fn to_int(x: f64, r: IntRound) -> f64 {
     match r {
