@@ -1,7 +1,10 @@
 """Tests of volta_fa::fwd_sparse_mla: multi-head latent attention in which each query sees only the tokens that `indices` lists.
 
 A latent is one token's row, key and (its first 512 columns) value for all heads. Caches are in the dtype of q ("rows") or in FlashMLA's
-fp8 formats, whose last 64 columns ("positions") are bf16 or fp16. `exact` computes each query in fp64 from a problem that `draw` makes."""
+fp8 formats, whose last 64 columns ("positions") are bf16 or fp16. `exact` computes each query in fp64 from a problem that `draw` makes.
+
+A `backend` (conftest.py) is the CPU (`cpu-DTYPE`), the simulator (`sim`) or the GPU (`cuda`). It runs a call several times (`_runs`: the
+simulator in two warp orders), and `agreed` checks that the results are bitwise identical."""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ BACKENDS = [*CPU, *KERNELS]
 
 @dataclass(frozen=True)
 class Case:
-    """`caches`: (indices per query, page size, pages) of one or two. `lengths`: each query counts a part of its indices. Latents are scaled
-    by `magnitude`, queries by its inverse."""
+    """`fp8`: the caches are in FlashMLA's format, else in the dtype of q. `caches`: (indices per query, page size, pages) of one or two.
+    `lengths`: each query counts a part of its indices. Latents are scaled by `magnitude`, queries by its inverse. `scale`: of scores."""
 
     fp8: bool
     headdim: int
@@ -201,6 +204,7 @@ CASES = [
     Case(False, 576, 16, 1, ((1, 1, 1),)),
 ]
 FP16_POSITIONS = [Case(True, 576, 16, 3, ((40, 64, 3),), fp16_positions=True), Case(True, 512, 16, 3, ((9, 3, 7),), fp16_positions=True)]
+#: Long lists, so that several blocks share a query's tokens and combine partial results.
 SHARED = [
     Case(True, 576, 128, 2, ((1500, 64, 40),), sinks=True),
     Case(True, 512, 16, 2, ((600, 64, 12), (900, 2, 600)), lengths=True, sinks=True),

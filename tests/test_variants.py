@@ -77,8 +77,9 @@ FUSED = [v for v in SIMULATED if v["pass"] == "BackwardFused" and "varlen" in v[
 def test_rows_without_keys_where_one_kernel_does_all(backend, force, variant, is_causal):
     """A fused backward kernel, the only one of the pass, also writes dq (0) of sequences without keys and of queries before all keys."""
     simulate(backend, force, variant)
-    most = variant["block_rows"]
-    lengths = ((70, 0), (most - 1, most), (0, 9), (90, 1), (33, most - 31))
+    max_keys = variant["block_rows"]  # the kernel's one block has all keys of a sequence
+    # (queries, keys) of each sequence
+    lengths = ((70, 0), (max_keys - 1, max_keys), (0, 9), (90, 1), (33, max_keys - 31))
     case = Case(lengths=lengths, headdim=variant["headdim"], headdim_v=variant["headdim_v"], nheads=2, nheads_k=1, is_causal=is_causal)
     assert launched(backend, case, forward=False) == [variant["name"]]
     run(backend, variant, case)

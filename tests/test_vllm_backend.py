@@ -1,7 +1,14 @@
 """Tests of volta_fa.vllm's metadata and answers to vLLM's questions, and of vLLM's own code (layers, selection, kernels) around it.
 
-Tests skipped with `not REAL` need a real vLLM, with which test_vllm.test_real_vllm runs this file; the others use vllm_stub.py. Helpers
-such as Server, which makes the tensors of a step, are in test_vllm.py."""
+Tests skipped with `not REAL` need a real vLLM, with which test_vllm.test_real_vllm runs this file; the others use vllm_stub.py. Helpers are
+in test_vllm.py: Server makes the tensors of a step, STEPS are steps as {sequence: new tokens}, PAGE is the tokens of a block of the cache.
+
+Releases: OLD are those up to 0.26 and the stub, which ask the backend for the cache's shape. With PREFILL layers build another attention
+for prompts of models with latents. LATER and SPANS skip tests if a release lacks room for scales, or passes no image spans to plugins.
+
+Cache dtypes: FP8 are vLLM's, whose scales belong to the layer (LAYER_SCALES). BESIDE have scales beside their codes: INT8, and MIXED (int8
+keys, int4 values), which this package adds. A latent is a token's one key and value of all heads (MLA). A cascade attends once to the
+prefix that sequences share. A span is the tokens of one image, which see each other. 1Cat-vLLM is a fork of vLLM for V100s."""
 
 from __future__ import annotations
 
@@ -191,7 +198,7 @@ def test_anchored_windows_that_there_are_not(monkeypatch):
     spans = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True))
     with pytest.raises(NotImplementedError, match=f"is_mm_prefix_lm: got True, expected none with {name}"):
         builder_of(spans)
-    # as `pays(16384, 8)` above, by position
+    # as `pays(16384, 8)` in test_when_a_cascade_pays, by position
     assert not builder_of().use_cascade_attention(16384, [1] * 8, 32, 8, False, False, False, 80, 1)
     with pytest.raises(NotImplementedError, match=f"attention_chunk_size: got 8192, expected none with {name}"):
         builder_of(attention_chunk_size=8192)

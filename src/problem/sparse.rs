@@ -57,7 +57,7 @@ pub fn validate_sparse(
         check_device("sinks", d, q)?;
         check_length("sinks", d, nheads, "nheads")?;
     }
-    // a symbolic size is negative
+    // a symbolic size (UNKNOWN) is negative
     let softmax_scale = softmax_scale.unwrap_or((headdim.max(1) as f64).powf(-0.5));
     if !(softmax_scale as f32).is_finite() {
         return Err(Error::value("softmax_scale", softmax_scale, "a number that is finite in float32"));

@@ -71,10 +71,10 @@ def introduce(settings: Settings, device: torch.device, tokens: int, files: int,
 
 
 class Progress(Bar):
-    """Shows a progress bar, and above it rows of losses: _ROWS in all, and one after _MOST_SECONDS without. In a pipe only these."""
+    """Shows a progress bar, and above it rows of losses: _ROWS in all, and one after _MAX_SECONDS without. In a pipe only these."""
 
     _ROWS = 10
-    _MOST_SECONDS = 8.0
+    _MAX_SECONDS = 8.0
     _FORMAT = "{:>6}  {:>10}  {:>10}  {:>12}  {:>12}"
 
     def __init__(self, steps: int, runs: Sequence[Run]):
@@ -91,7 +91,7 @@ class Progress(Bar):
 
     def on_step(self, step: int) -> None:
         self.advance(self._task)
-        late = time.monotonic() - self._shown > self._MOST_SECONDS
+        late = time.monotonic() - self._shown > self._MAX_SECONDS
         if step == 0 or (step + 1) % self._interval == 0 or step + 1 == self._steps or late:
             self._shown = time.monotonic()
             reference, candidate, *controls = (run.losses[-1] for run in self._runs)

@@ -65,7 +65,7 @@ def recognize(
     found = _Reader(traced).read()
     if found.factor <= 0:
         raise Unrecognized("a negative factor")
-    if found.softcap and not 1e-4 <= found.softcap <= 1e4:
+    if found.softcap and not 1e-4 <= found.softcap <= 1e4:  # the operators' range (`inspection.limits()["softcap"]`)
         raise Unrecognized(f"a softcap of {found.softcap:g}")
     return found, score_mod if isinstance(score_mod, fx.GraphModule) else traced
 
@@ -82,7 +82,7 @@ def values(
             in_dims = tuple(0 if i == dimension else None for i in range(4))
             function = torch.vmap(function, in_dims=(None, *in_dims, *none))
     vectors = [p if isinstance(p, Tensor) else torch.full((), p, dtype=torch.int64, device=device) for p in places]
-    with indexable_scalars():
+    with indexable_scalars():  # a function may index its tensors with the scalars
         result = function(torch.zeros((), dtype=dtype, device=device), *vectors, *captured)
     if isinstance(result, (tuple, list)):  # graphs return a tuple
         (result,) = result

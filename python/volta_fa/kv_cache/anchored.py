@@ -68,7 +68,8 @@ def anchored_window_attention(
     if k.dim() == 4 and k.shape[1] < q.shape[1]:
         raise bad_argument("k", f"seqlen {k.shape[1]}", f"at least q's, {q.shape[1]}: each query has a key of its own")
     out, lse, _ = fwd(q, k, v, **in_window, **options)
-    # The mask is aligned at the last key. Anchors beyond what the last query's window leaves out are in every window.
+    # The mask is aligned at the last key. Anchors in the last query's window are left out here: each other query has them in its window,
+    # or precedes them.
     anchors = min(anchor_tokens, k.shape[1] - window_left - 1)
     if anchors <= 0 or 0 in q.shape:
         return out, lse
@@ -143,7 +144,7 @@ def anchored_window_attention_with_kvcache(
         # one copy for the queries of a sequence, because the operator may copy whole pages for each
         token = torch.arange(min(anchor_tokens, block_table.shape[1] * k_cache.shape[1]), device=q.device)
         page = block_table[:, token // k_cache.shape[1]].long()
-        # tokens before the first one whose page is not in the cache; rows that see more become NaN
+        # tokens before the first one whose page is not in the cache; rows that see more get length -1, which is invalid: they become NaN
         found = ((page >= 0) & (page < len(k_cache))).cumprod(1).sum(1).int()
         visible = visible.where(visible <= found.index_select(0, sequence), -1)
         places = page.clamp(0, len(k_cache) - 1), token % k_cache.shape[1]

@@ -320,8 +320,8 @@ fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64
         let taken = Quantized { format: cache.format, data: part(&cache.data)?, scale, zero_point: of_tokens(&cache.zero_point)? };
         taken.dequantize(kind)
     };
-    // In a tree of draft tokens a window counts ancestors (csrc/decode/tree.cuh), so it ends at another key for each query. A mask alone
-    // hides the tokens before it, so they must be zeros.
+    // In a tree of draft tokens a window counts ancestors (csrc/decode/tree.cuh), so it begins at another key for each query. A mask then
+    // takes its place. It hides the tokens before it, but `fwd` reads them, and NaN would reach the result: they must be zeros.
     let is_tree_in_window = a.features.tree && a.window.left.is_some();
     if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() && !is_tree_in_window {
         let first = |cache: &Tensor| -> Result<Tensor> { Ok(cache.f_narrow(1, 0, seqlen_k)?) };
@@ -379,7 +379,7 @@ pub fn forward(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor,
     let s = Sequences::of(inputs, a)?;
     append(inputs, a, &s)?;
     let (q, kind) = (queries(inputs, a, &s)?, inputs.q.kind());
-    // dequantized values are rounded to no 16-bit type unless kernels need it
+    // On the CPU dequantized values stay fp32. Kernels take 16-bit ones.
     let is_16_bit = matches!(kind, Kind::Half | Kind::BFloat16);
     let computes_in_fp32 = a.cache_format() != CacheFormat::Unquantized && is_16_bit && q.device() == Device::Cpu;
     let q = if computes_in_fp32 { q.f_to_kind(Kind::Float)? } else { q };
@@ -388,7 +388,7 @@ pub fn forward(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor,
     Ok((out.f_to_kind(kind)?, softmax_lse))
 }
 
-/// Computes the same after a kernel has appended and rotated q.
+/// Computes the op as [`forward`] does, after a kernel has appended k and v and rotated q.
 pub fn attend(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let keys = used_keys(inputs, a, &Sequences::of(inputs, a)?, inputs.q.kind(), seqlen_k)?;
     attend_to(&inputs.q, inputs, a, keys, seqlen_k)

@@ -1,6 +1,7 @@
 //! Tests what instructions compute against the same arithmetic in Rust, on prebuilt kernels: those of fixtures/functional.cu for sm_70 and
 //! sm_75, with warps in lockstep and one after the other, and those of fixtures/turing.cu for what sm_75 adds (HMMA.1688, IMMA.8816, LDSM,
-//! MOVM, MUFU of halves). Needs nvdisasm (`$VOLTA_SIM_NVDISASM` or `PATH`).
+//! MOVM, MUFU of halves). A test has the arithmetic of the kernel that it runs, with the same constants. Needs nvdisasm
+//! (`$VOLTA_SIM_NVDISASM` or `PATH`).
 
 use std::sync::LazyLock;
 use volta_sim::{Dispatch, Extent, Launch, Machine, Module, Schedule, TimingOptions};
@@ -14,7 +15,8 @@ fn load(cubin: &[u8]) -> Module {
     Module::load(cubin).unwrap_or_else(|e| panic!("cannot load the test kernels: {e}\nthese tests need nvdisasm: set VOLTA_SIM_NVDISASM"))
 }
 
-/// Calls `f` with a launch of `blocks` blocks of `threads` threads on these words.
+/// Calls `f` with a launch of `blocks` blocks of `threads` threads on these words. An extent is memory that the kernel may access;
+/// `exchanged` matters for times only.
 fn launch<T>(blocks: u32, threads: u32, inputs: [&[u32]; 3], out: &mut [u32], f: impl FnOnce(&Launch) -> T) -> T {
     let params: Vec<u8> = inputs.iter().map(|v| v.as_ptr() as u64).chain([out.as_mut_ptr() as u64]).flat_map(u64::to_le_bytes).collect();
     let mut extents: Vec<Extent> = inputs
@@ -27,7 +29,7 @@ fn launch<T>(blocks: u32, threads: u32, inputs: [&[u32]; 3], out: &mut [u32], f:
 
 /// Runs a kernel of one architecture in both warp orders. Returns `out`, which starts as zeros and is the same for both.
 fn run_on(module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: [&[u32]; 3], out: usize) -> Vec<u32> {
-    // quantum: instructions of a warp before the next one runs; with 20,000 each runs up to its barrier
+    // quantum: instructions of a warp before the next one runs; with 20,000 each runs up to its barrier. threads: of the host
     let [first, second] = [1, 20_000].map(|quantum| {
         let mut found = vec![0; out];
         // SAFETY: the extents live here.
@@ -394,9 +396,11 @@ fn movm_transposes_a_matrix() {
 
 #[test]
 fn mufu_of_halves_and_tanh() {
+    // a lane writes three words: 2^x of the lower half, 2^x of both halves, and tanh of its word as an fp32 number
     let inputs: Vec<u32> = (0..32).map(|l| half(l - 16) | half(l / 4) << 16).collect();
     let found = run_warp("special", [&inputs, &[], &[]], 96);
     for (l, words) in found.chunks(3).enumerate() {
+        // bits of the half 2^x; below 2^-14 it is subnormal
         let power = |x: i32| match x {
             -14.. => ((x + 15) as u32) << 10,
             _ => 1 << (x + 24),
