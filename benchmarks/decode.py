@@ -11,7 +11,7 @@ of 576 columns per token, and its first 512 are the values. --prefill has a chun
 shares compare kernels that read pages with the plain kernel on one dense tensor.
 
 The simulation (tools/volta-sim) times one SM's part of every kernel of the call, at the model's DRAM latency and at 3000 cycles, which
-stands for a loaded memory. It leaves out launch overhead and the combination of partial results between SMs.
+stands for a loaded memory. It leaves out launch overhead.
 
 Caches are fp16 (--bfloat: bf16; --quantized: int8, int4, fp8), (pages, page, heads, headdim), with pages in random order. A share is
 the rate relative to the model's DRAM, or when measured to a copy kernel. Some cases have a target: the share that they must reach.

@@ -11,7 +11,7 @@ PyTorch's backward kernels run with one split of the keys here: blocks of one he
 runs the blocks of one SM alone. Two heads for each SM fill the GPU as splits would. At headdim 128 the kernel of 64 x 64 tiles has one
 split in PyTorch too.
 On the V100, L2 misses are modeled as in `benchmarks.tables long_sequences`. An SM holds three blocks of 32 query rows, here of three heads.
-On the Titan RTX, benchmarks/published_results.py has the measured figures.
+TITAN_RTX has the measured figures of the Titan RTX.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`volta_fa.BlockMask` packs a mask for the kernels: from torch's BlockMask, a mask function (mask_mod) or bool blocks. Tests compare
 `mask.dense()` with the dense bool mask of torch's create_mask.
 
-A packed mask has tiles of 128 queries by 64 keys: absent, full, or partial with bits. Packing evaluates cells of 64 by 64; two
-cells are a tile. A mask function runs on whole index tensors if it only compares, combines and indexes ("recorded"), else by vmap. Packed masks
-of torch's BlockMasks are kept (`volta_fa.block_mask.kept`) and reused while the values that the function read are unchanged."""
+A packed mask has tiles of 128 queries by 64 keys: absent, full, or partial with bits. Packing evaluates cells of 64 by 64; two cells are
+a tile. A mask function runs on whole index tensors if it only compares, combines and indexes ("recorded"), else by vmap. Packed masks of
+torch's BlockMasks are kept (`volta_fa.block_mask.kept`) and reused while the values that the function read are unchanged."""
 
 import gc
 import random

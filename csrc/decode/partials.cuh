@@ -189,7 +189,7 @@ struct WritePartial {
 // Maximum partials that one block combines. With more blocks in a row tile the combination is a tree: blocks in groups of kRadix,
 // then the groups, each by its last block to arrive. Small where a partial has many floats: one SM reads them at its share of L2's
 // bandwidth, while the groups of a level share the SMs.
-constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 32 : 4;
+constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 8 : 4;
 
 // Combines the partials of a row tile's blocks. Each block calls it after it has written its own partial. The last block of a group
 // to arrive combines the group, and goes on a level up. The last of all writes the output. `states`: kRadix * BLOCK_ROWS of them, in

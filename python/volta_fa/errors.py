@@ -19,6 +19,11 @@ def bad_argument(name: str, got: object, expected: object, *, op: str = "", erro
     return error(f"{'.'.join(('volta_fa', op)) if op else 'volta_fa'}: {name}: got {got}, expected {expected}")
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or the name of its type if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def require_tensors(**tensors: Tensor | None) -> None:
     """Raises ValueError for the first argument that is None."""
     for name, tensor in tensors.items():

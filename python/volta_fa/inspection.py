@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import diagnostics
+from .errors import first_line
 from .library import load, loaded_path
 from .version import __version__
 
@@ -118,4 +119,4 @@ def _tuning(index: int) -> dict[str, Any]:
     try:
         return json.loads(torch.ops.volta_fa._tuning(index))
     except RuntimeError as error:  # the library finds no driver
-        return {"outcome": "unknown", "why": str(error).splitlines()[0]}
+        return {"outcome": "unknown", "why": first_line(error)}

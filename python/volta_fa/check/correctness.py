@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..errors import first_line
 from . import cached, int8_scores, sparse_cases, tolerance
 from .cache_cases import CacheCase, CacheInputs
 from .cases import Case
@@ -145,7 +146,7 @@ def _guarded(result: KernelResult, target: Target, name: str, seed: int, work: C
         work()
         target.synchronize()
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else ""
+        said = first_line(error)
         if isinstance(error, WrongReference) or lacks_memory(error):
             result.inconclusive.append(f"{said} ({name}, seed {seed})")
         else:

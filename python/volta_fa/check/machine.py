@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import diagnostics
+from ..errors import first_line
 from ..inspection import info
 from .kernels import Target
 
@@ -70,7 +71,7 @@ def _why_no_gpu() -> str:
     try:
         torch.cuda.init()
     except Exception as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return "torch finds no CUDA device"
 
 
@@ -113,7 +114,7 @@ def torch_trouble(target: Target) -> str | None:
         torch.zeros(1, device=target.device).add_(1).item()
         return None
     except RuntimeError as error:
-        why = str(error).splitlines()[0]
+        why = first_line(error)
     major, minor = target.capability
     sm, built_for = f"sm_{major}{minor}", " ".join(torch.cuda.get_arch_list())
     name = torch.cuda.get_device_name(target.device)

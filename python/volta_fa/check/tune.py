@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..errors import first_line
 from ..inspection import info
 from .correctness import KernelResult
 from .kernels import Target
@@ -165,7 +166,7 @@ def tune(target: Target, results: Sequence[KernelResult], deadline: float, advan
             tuned.left_out += 1
             continue
         except Exception as error:
-            tuned.trouble = f"{class_}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            tuned.trouble = f"{class_}: {first_line(error)}"
             return tuned
         tuned.measured += 1
         if choice:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .. import diagnostics
-from ..errors import CommandError, require_rich
+from ..errors import CommandError, first_line, require_rich
 from ..inspection import kernel_family
 from .check import choose_device
 
@@ -64,6 +64,6 @@ def _choose_device(name: str) -> torch.device:
     try:
         torch.zeros(1, device=device).add_(1).item()
     except RuntimeError as error:
-        reason = "; ".join(diagnostics.problems()) or str(error).splitlines()[0]
+        reason = "; ".join(diagnostics.problems()) or first_line(error)
         raise CommandError(f"--device {name}: {reason}; --device cpu works everywhere") from None
     return device

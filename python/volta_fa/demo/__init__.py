@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..errors import first_line
 from ..inspection import info
 from . import report, simulated, train
 from .agreement import CONTROLS, Comparison, compare
@@ -70,7 +71,7 @@ def run_simulated() -> bool:
         except RuntimeError as error:
             if "nvdisasm" not in str(error):
                 raise
-            report.say(f"No layer runs on a simulated {gpu.title}, for lack of a disassembler: {str(error).splitlines()[0]}")
+            report.say(f"No layer runs on a simulated {gpu.title}, for lack of a disassembler: {first_line(error)}")
             return True
     report.show_simulation(results)
     return all(result.right for result in results)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import first_line
 from .argument_check import check_same_arguments
 from .plan import Distance, Launch, Mask, Range, Step, at_most_two, length, plan
 
@@ -325,7 +326,7 @@ class Transfer:
         except RuntimeError as error:
             raise RuntimeError(
                 f"volta_fa.distributed.{self._op}: sending to rank {self._to} or receiving from rank {self._source} of the group failed: "
-                f"such a process is late or has ended ({str(error).splitlines()[0]})"
+                f"such a process is late or has ended ({first_line(error)})"
             ) from error
         self._work, self._alive = [], ((), ())
 

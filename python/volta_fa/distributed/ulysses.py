@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import first_line
 from .plan import shard_ranges
 
 #: Number of ranks and layout whose shards, concatenated by rank, must be put in order of their positions; None: they stay as they are.
@@ -30,7 +31,7 @@ def _all_to_all(op: str, group: dist.ProcessGroup, parts: Sequence[Tensor], size
     except RuntimeError as error:
         raise RuntimeError(
             f"volta_fa.distributed.{op}: the exchange of heads and positions failed: a rank is late or has ended "
-            f"({str(error).splitlines()[0]})"
+            f"({first_line(error)})"
         ) from error
     return [part.view(like.dtype).view(*shape) for part, shape in zip(received.split(counts), sizes)]
 
