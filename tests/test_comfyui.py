@@ -328,8 +328,10 @@ def test_the_registry_reads_its_version():
 
 
 @pytest.mark.skipif("VOLTA_FA_TEST_COMFYUI" not in os.environ, reason="VOLTA_FA_TEST_COMFYUI names no folder of ComfyUI")
-def test_comfyuis_own_models():
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_comfyuis_own_models(dtype):
     command = [sys.executable, str(REPOSITORY / "tools" / "programs" / "run_comfyui.py"), os.environ["VOLTA_FA_TEST_COMFYUI"]]
+    command += ["--dtype", dtype]
     environment = {**os.environ, "PYTHONPATH": str(Path(volta_fa.__file__).parents[1])}
-    ran = subprocess.run([*command, "--models", "flux,flux-mask,dtypes", "--starts", "pytorch,flash"], env=environment, text=True)
+    ran = subprocess.run([*command, "--models", "flux,flux-mask,qwen,vae,dtypes", "--starts", "pytorch,flash"], env=environment, text=True)
     assert ran.returncode == 0
