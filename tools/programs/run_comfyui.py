@@ -13,9 +13,9 @@ process of its own:
 
 Errors are those of the latents, or of the VAE's image, from ComfyUI's own model with equal weights in a wider dtype (EXACT); `ratio` is a
 path's error by that of ComfyUI's SDPA. The column `attention` has the worst ratio of the node's error to that of ComfyUI's attention, both
-against fp64, over the distinct shapes of attention calls. Both ratios may be 2 (ALLOWED), the first more below ROUNDING. `ms/step` of a VAE
-is its whole decode. The exit status is 1 if a path breaks this rule, fails, or runs no call on volta_fa where it should. A path is one
-attention (`paths`), a worker one process.
+against fp64, over the distinct shapes of attention calls; on the CPU the node's error is that of the simulated V100. Both ratios may be 2
+(ALLOWED), the first more below ROUNDING. `ms/step` of a VAE is its whole decode. The exit status is 1 if a path breaks this rule, fails, or
+runs no call on volta_fa where it should. A path is one attention (`paths`), a worker one process.
 """
 
 from __future__ import annotations
@@ -475,12 +475,13 @@ def run_worker(worker, folder, device, dtype, models, shared, result):
             reference = torch.load(Path(shared, f"{name}.pt"))
             errors = {}
             if worker == "pytorch":
-                attempt(name, "attention", lambda: errors.update(attention_errors(patcher, name, device)) or [])
+                with environment(**({"VOLTA_FA_SIMULATE": "1"} if device == "cpu" else {})):
+                    attempt(name, "attention", lambda: errors.update(attention_errors(patcher, name, device)) or [])
             for label, path in found.items():
                 if name == "flux-mask" and worker in ("split", "quad"):
                     continue
                 attempt(name, label, lambda: [{"model": name, "path": label, **measure(patcher, name, device, path, reference)}])
-                if label == "node" and errors:
+                if label == ("node, simulated V100" if device == "cpu" else "node") and errors:
                     rows[-1]["attention"] = errors
         return []
 
