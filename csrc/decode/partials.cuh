@@ -192,8 +192,8 @@ struct WritePartial {
 constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 8 : 4;
 
 // Combines the partials of a row tile's blocks. Each block calls it after it has written its own partial. The last block of a group
-// to arrive combines the group, and goes on a level up. The last of all writes the output. `states`: kRadix * BLOCK_ROWS of them, in
-// shared memory that the block needs no more.
+// to arrive combines the group, and goes on a level up. The last of all writes the output. `states`: kRadix * BLOCK_ROWS of them,
+// in shared memory that the block needs no more.
 template <class Write>
 __device__ __forceinline__ void combine_blocks(const DecodeParams& p, const WorkTile& s, RowState* states) {
     // s.blocks blocks, from s.first_block on, share the row tile

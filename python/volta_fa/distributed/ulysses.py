@@ -30,8 +30,7 @@ def _all_to_all(op: str, group: dist.ProcessGroup, parts: Sequence[Tensor], size
         dist.all_to_all_single(received, send, counts, [width * part.numel() for part in parts], group=group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"volta_fa.distributed.{op}: the exchange of heads and positions failed: a rank is late or has ended "
-            f"({first_line(error)})"
+            f"volta_fa.distributed.{op}: the exchange of heads and positions failed: a rank is late or has ended ({first_line(error)})"
         ) from error
     return [part.view(like.dtype).view(*shape) for part, shape in zip(received.split(counts), sizes)]
 
