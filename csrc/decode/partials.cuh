@@ -67,7 +67,7 @@ struct GlobalPartials {
 
     // Copies the states of `count` partials, because each thread of a row reads them. All threads of the block call it.
     __device__ __forceinline__ void load_states(int count, int rows) const {
-        for (int i = threadIdx.x; i < count * BLOCK_ROWS; i += THREADS) {
+        for (int i = remat_thread_index(); i < count * BLOCK_ROWS; i += THREADS) {
             const int partial = i / BLOCK_ROWS, row = i % BLOCK_ROWS;
             if (row >= rows) continue;
             const float2 x = __ldcg(states_at(partials, level, slot_of(partial)) + row);
@@ -82,14 +82,15 @@ struct GlobalPartials {
 };
 
 // Combines `count` partials for rows [0, rows) and all columns. Calls write(row, column, state, output) for every kColumns columns
-// of each row. All threads of the block share the work. A thread loads kLoadsAtOnce partials before it waits for the first.
+// of each row. All threads of the block share the work. A thread loads kLoadsAtOnce partials before it waits for the first. It
+// reads its index again: what follows from that would else be computed before the loop over work tiles, and spill there.
 template <class Partials, class Write>
 __device__ __forceinline__ void combine_partials(const DecodeParams& p, const Partials& partials, int count, int rows,
                                                  Write write) {
     constexpr int kAtOnce = Partials::kLoadsAtOnce;
     const int chunks = p.problem.headdim_v / kColumns;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * chunks; i += THREADS) {
+    for (int i = remat_thread_index(); i < rows * chunks; i += THREADS) {
         const int row = i / chunks, column = i % chunks * kColumns;
         SoftmaxRow joint;  // begins as the state of a row without keys
 #pragma unroll 1
