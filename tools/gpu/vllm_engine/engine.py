@@ -23,6 +23,9 @@ VOCABULARY, FIRST_IMAGE_TOKEN = 4096, 4088
 #: Tokens of prompts: below, at and above vLLM's block sizes, kernels' tiles and the limit of a step's tokens (2,048).
 LENGTHS = [5, 6, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255, 257, 300, 400, 511, 513, 700, 900, 1023, 1025, 1300]
 LENGTHS += [1600, 2000, 2047, 2049, 2500, 2999, 3000]
+#: Tokens of a prompt that stand for an image (IMAGE_TOKENS of models.py): Gemma 3's <start_of_image>; Gemma 4's <|image|>; Qwen's
+#: <|vision_start|>, <|image_pad|> and <|vision_end|>. PaliGemma has none: vLLM puts an image before the prompt.
+IMAGE_MARKS = {"gemma3": [0], "gemma4": [1], "qwen3-vl": [0, 1, 3], "paligemma2": []}
 ENCODER_LENGTHS = [4, 5, 17, 63, 64, 100, 200, 300, 500]
 #: The job, which main() reads.
 job: dict = {}
@@ -55,10 +58,10 @@ def prompts(kind: str) -> tuple[list[list[int]], int]:
 
 
 def image_prompts(model: str) -> list[dict]:
-    """Returns prompts with one to three images of several sizes. The second differs from the first by its image alone."""
+    """Returns prompts with one to three images of several sizes; one for PaliGemma, which takes no more. The second differs from the first
+    by its image alone."""
     rng, generator = random.Random(7), torch.Generator().manual_seed(7)
-    # Gemma's <start_of_image>; Qwen's <|vision_start|>, <|image_pad|> and <|vision_end|> (IMAGE_TOKENS of models.py)
-    mark = [FIRST_IMAGE_TOKEN] if model == "gemma3" else [FIRST_IMAGE_TOKEN, FIRST_IMAGE_TOKEN + 1, FIRST_IMAGE_TOKEN + 3]
+    mark = [FIRST_IMAGE_TOKEN + i for i in IMAGE_MARKS[model]]
 
     def image(width, height):
         colors = torch.randint(0, 256, (6, 8, 3), generator=generator, dtype=torch.uint8)
@@ -66,7 +69,7 @@ def image_prompts(model: str) -> list[dict]:
 
     found = []
     for i, length in enumerate([20, 20, 5, 64, 130, 300, 513, 700, 1000, 1500, 40, 900]):
-        images = [image(64 + 32 * ((5 * i + 3 * k) % 17), 64 + 32 * ((7 * i + k) % 15)) for k in range(1 + i % 3)]
+        images = [image(64 + 32 * ((5 * i + 3 * k) % 17), 64 + 32 * ((7 * i + k) % 15)) for k in range(1 + i % 3 if mark else 1)]
         words = [rng.randrange(3, FIRST_IMAGE_TOKEN) for _ in range(length)]
         for k in range(len(images)):
             at = length * k // len(images) + k * len(mark)
@@ -92,7 +95,7 @@ def run_tokens(models: Path) -> dict:
     from vllm import SamplingParams
 
     with_images = job.get("prompts") == "images"
-    limits = {"limit_mm_per_prompt": {"image": 3, "video": 0}} if with_images else {}
+    limits = {"limit_mm_per_prompt": {"image": 3 if IMAGE_MARKS[job["model"]] else 1, "video": 0}} if with_images else {}
     llm = start(models, max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not with_images, **limits)
     texts, new = ([], 64) if with_images else prompts(job.get("prompts", "mixed"))
     inputs = image_prompts(job["model"]) if with_images else [{"prompt_token_ids": text} for text in texts]

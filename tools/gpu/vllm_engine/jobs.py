@@ -32,7 +32,8 @@ _FEW_PAGES = {"kv_cache_memory_bytes": 160 << 20, "disable_log_stats": False}
 _FEW_LATENTS = {"kv_cache_memory_bytes": 23 << 20, "disable_log_stats": False}
 _MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, "disable_log_stats": False}
 #: 0.26.0 has no int8 cache, no class for Qwen3.5 without images, and refuses Gemma 3 without images too.
-_NOT_0_26 = ("qwen3.5", "deepseek-int8", "gemma3-text")
+#: Gemma 4's jobs and PaliGemma's are 0.33.0's.
+_NOT_0_26 = ("qwen3.5", "deepseek-int8", "gemma3-text", "gemma4", "paligemma2", "molmo2")
 #: _SDPA makes vLLM's vision encoder call PyTorch's attention, in all jobs with images; _VISION makes volta_fa run these calls.
 _VISION = {"VOLTA_FA_VLLM_VISION": "1", "VOLTA_FA_LOG": "1"}
 _SDPA = {"mm_encoder_attn_backend": "TORCH_SDPA"}
@@ -80,6 +81,14 @@ COMPARISONS = [
     ("gemma3-chunked-custom", "gemma3-triton", "the same, chunks of 256 tokens"),
     ("gemma3-fp8-custom", "gemma3-fp8-triton", "the same, fp8 cache"),
     ("gemma3-text-custom", "gemma3-text-triton", "a model with images, without them"),
+    ("gemma4-text-custom", "gemma4-text-triton", "headdims 256 and 512, layers that share a cache"),
+    ("gemma4-text-graph-custom", "gemma4-text-triton", "the same, CUDA graphs"),
+    ("gemma4-custom", "gemma4-triton", "images whose tokens see each other in a window shorter than the image, headdims 256 and 512"),
+    ("gemma4-graph-custom", "gemma4-triton", "the same, CUDA graphs"),
+    ("gemma4-chunked-custom", "gemma4-triton", "the same, chunks of 256 tokens"),
+    ("gemma4-fp8-custom", "gemma4-fp8-triton", "the same, fp8 cache"),
+    ("paligemma2-custom", "paligemma2-triton", "an image whose tokens see each other, softcap"),
+    ("paligemma2-graph-custom", "paligemma2-triton", "the same, CUDA graphs"),
 ]  # fmt: skip
 #: vLLM's own backends against each other: their differences are rounding. Tolerances of COMPARISONS follow from these.
 CONTROLS = [
@@ -148,6 +157,14 @@ def image_jobs() -> list[dict]:
         *pair("gemma3-fp8", "gemma3", env=_VISION, **fp8),
         job("qwen3-vl-graph-custom", "qwen3-vl", OURS, env=_VISION, prompts="images", engine=_SDPA),
         *pair("gemma3-text", "gemma3", **without),
+        *pair("gemma4-text", "gemma4-text", engine=_EAGER),
+        job("gemma4-text-graph-custom", "gemma4-text", OURS),
+        *pair("gemma4", "gemma4", env=_VISION, **images),
+        job("gemma4-graph-custom", "gemma4", OURS, env=_VISION, prompts="images", engine=_SDPA),
+        job("gemma4-chunked-custom", "gemma4", OURS, env=_VISION, **chunks),
+        *pair("gemma4-fp8", "gemma4", env=_VISION, **fp8),
+        *pair("paligemma2", "paligemma2", env=_VISION, **images),
+        job("paligemma2-graph-custom", "paligemma2", OURS, env=_VISION, prompts="images", engine=_SDPA),
     ]
 
 

@@ -48,6 +48,13 @@ _JAMBA = {
 }  # fmt: skip
 #: Qwen3-VL's positions in three dimensions; vLLM has no default for the sections, transformers has.
 _MROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+#: Layers of all the Gemmas with images.
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+#: Gemma 4's headdims: 256 with a window and 512 without.
+_GEMMA4 = {
+    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "num_attention_heads": 8, "head_dim": 256, "global_head_dim": 512,
+    **_WINDOWS, **_SMALL | {"tie_word_embeddings": True},
+}  # fmt: skip
 #: A vision encoder with the headdim of Qwen3-VL's and SigLIP's, 72.
 _VISION = {"hidden_size": 576, "intermediate_size": 1024}
 #: The first token that stands for an image or its ends, in models with images.
@@ -62,8 +69,16 @@ def _image_tokens(*names: str) -> dict[str, int]:
 IMAGE_TOKENS = {
     "qwen3-vl": _image_tokens("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"),
     "gemma3": _image_tokens("<start_of_image>", "<image_soft_token>", "<end_of_image>", *("\n" * i for i in range(1, 5))),
+    "gemma4": _image_tokens("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>", "<|video|>"),
+    "paligemma2": _image_tokens("<image>", "\n"),
 }
-_QWEN_IDS, _GEMMA_IDS = (list(IMAGE_TOKENS[name].values()) for name in ("qwen3-vl", "gemma3"))
+_QWEN_IDS, _GEMMA_IDS, _GEMMA4_IDS = (list(IMAGE_TOKENS[name].values()) for name in ("qwen3-vl", "gemma3", "gemma4"))
+#: What a tokenizer calls the first of these tokens, where its processor asks.
+_ROLES = {
+    "gemma3": ("boi_token", "image_token", "eoi_token"),
+    "gemma4": ("boi_token", "image_token", "eoi_token", "boa_token", "audio_token", "eoa_token"),
+    "paligemma2": ("image_token",),
+}
 CONFIGS = {
     "llama64": t.LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=16, num_key_value_heads=4, head_dim=64, **_SMALL),
     "llama128": t.LlamaConfig(
@@ -95,14 +110,47 @@ CONFIGS = {
     "gemma3": t.Gemma3Config(
         text_config={
             "vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "query_pre_attn_scalar": 128,
-            "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 2, **_SMALL | {"tie_word_embeddings": True},
+            "sliding_window": 512, **_WINDOWS, **_SMALL | {"tie_word_embeddings": True},
         },
         vision_config={"num_hidden_layers": 4, "num_attention_heads": 8, "image_size": 448, "patch_size": 14, **_VISION},
         mm_tokens_per_image=64, **dict(zip(("boi_token_index", "image_token_index", "eoi_token_index"), _GEMMA_IDS)),
     ),
+    # as Gemma 4 E2B: one KV head, the last two layers read the cache of the first two, and each layer adds embeddings of its own
+    "gemma4-text": t.Gemma4TextConfig(
+        num_key_value_heads=1, sliding_window=512, hidden_size_per_layer_input=64, num_kv_shared_layers=2, use_double_wide_mlp=True,
+        **_GEMMA4,
+    ),
+    # as Gemma 4 31B: images of up to 140 tokens see each other inside a window that is shorter, keys are also the values at headdim 512
+    "gemma4": t.Gemma4Config(
+        text_config={
+            "num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 96,
+            "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, **_GEMMA4,
+        },
+        vision_config={
+            "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 72, "position_embedding_size": 256,
+            "default_output_length": 140, **_VISION,
+        },
+        **dict(zip(("boi_token_id", "image_token_id", "eoi_token_id", "boa_token_id", "audio_token_id", "eoa_token_index",
+                    "video_token_id"), _GEMMA4_IDS)),
+    ),
+    "paligemma2": t.PaliGemmaConfig(
+        text_config={
+            "model_type": "gemma2", "vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
+            "query_pre_attn_scalar": 128, "sliding_window": 4096, "attn_logit_softcapping": 5.0, **_WINDOWS,
+            **_SMALL | {"tie_word_embeddings": True},
+        },
+        vision_config={"num_hidden_layers": 4, "num_attention_heads": 8, "image_size": 224, "patch_size": 14, **_VISION,
+                       "vision_use_head": False},
+        projection_dim=1024, hidden_size=1024, image_token_index=FIRST_IMAGE_TOKEN,
+    ),
 }  # fmt: skip
 #: Families whose norms add 1 to their weights, but for the gated one after linear attention.
-_PLUS_ONE = ("gemma2", "gemma3", "qwen3.5")
+_PLUS_ONE = ("gemma2", "gemma3", "paligemma2", "qwen3.5")
+#: Models whose embeddings are also their output projection, and the weight of the last norm. Small embeddings and a large weight keep these
+#: models from repeating a token.
+_LAST_NORM = {"gemma3": 6.0, "gemma4": 14.0, "gemma4-text": 14.0, "paligemma2": 21.0}
+#: Sizes of embeddings, of models whose embeddings are not near 1.
+_EMBEDDINGS = {"gemma2": 0.01, "gemma3": 0.005, "gemma4": 0.0025, "gemma4-text": 0.0025, "paligemma2": 0.0015, "bloom": 0.05, "qwen3.5": 9.0}
 
 
 def draw(name: str, parameter: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
@@ -113,14 +161,16 @@ def draw(name: str, parameter: str, shape: torch.Size, generator: torch.Generato
     if parameter.endswith("sinks"):
         return noise
     if len(shape) == 1:  # a norm's weight, or one value of each head of a state-space layer
-        if name == "gemma3" and parameter.endswith("language_model.norm.weight"):
-            return 0.1 * noise + 6.0  # its embeddings are its output projection too, and small ones keep it from repeating a token
+        if name in _LAST_NORM and parameter.endswith(("language_model.norm.weight", "model.norm.weight")):
+            return 0.1 * noise + _LAST_NORM[name]
+        if name.startswith("gemma4") and parameter.endswith(("q_norm.weight", "k_norm.weight")):
+            return 0.04 * noise + 0.4  # its attention has no softmax scale
         plus_one = name in _PLUS_ONE and "vision" not in parameter and "linear_attn.norm" not in parameter
         return 0.1 * noise + (0.0 if plus_one else 1.0) + (0.6 if parameter.endswith(("q_norm.weight", "k_norm.weight")) else 0.0)
     if len(shape) > 2 and name != "gpt-oss":  # a convolution
         return noise * 1.6 * shape[1:].numel() ** -0.5
     if "embed" in parameter:
-        return noise * {"gemma2": 0.01, "gemma3": 0.005, "bloom": 0.05, "qwen3.5": 9.0}.get(name, 1.0)
+        return noise * (0.1 if "per_layer" in parameter else _EMBEDDINGS.get(name, 1.0))
     return noise * (3.0 if name == "bloom" else 1.6) * shape[1] ** -0.5
 
 
@@ -144,6 +194,13 @@ def write_processor(name: str, folder: Path, tokenizer: t.PreTrainedTokenizerFas
         size = {"shortest_edge": 64**2, "longest_edge": 640**2}
         images, videos = (make(size=size, patch_size=16) for make in (t.Qwen2VLImageProcessor, t.Qwen3VLVideoProcessor))
         t.Qwen3VLProcessor(images, tokenizer, videos).save_pretrained(folder)
+    elif name == "gemma4":
+        images, sounds, videos = t.Gemma4ImageProcessor(max_soft_tokens=140), t.Gemma4AudioFeatureExtractor(), t.Gemma4VideoProcessor()
+        t.Gemma4Processor(sounds, images, tokenizer, videos, image_seq_length=140).save_pretrained(folder)
+    elif name == "paligemma2":
+        images = t.SiglipImageProcessor(size={"height": 224, "width": 224})
+        images.image_seq_length = 256
+        t.PaliGemmaProcessor(images, tokenizer).save_pretrained(folder)
     else:
         images = t.Gemma3ImageProcessor(size={"height": 448, "width": 448}, do_pan_and_scan=False)
         t.Gemma3Processor(images, tokenizer, image_seq_length=64).save_pretrained(folder)
@@ -157,8 +214,8 @@ def write_tokenizer(name: str, folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
     ends = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-    roles = ("boi_token", "image_token", "eoi_token") if name == "gemma3" else list(of_images)
-    fast = t.PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=dict(zip(roles, of_images)), **ends)
+    roles = dict(zip(_ROLES.get(name, of_images), of_images))
+    fast = t.PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=roles, **ends)
     fast.save_pretrained(folder)
     if of_images:
         write_processor(name, folder, fast)
@@ -172,7 +229,7 @@ def write_model(name: str, folder: Path, device: str) -> None:
         model = kind.from_config(config, dtype=torch.float16)
     generator = torch.Generator(device).manual_seed(1)
     state = {key: draw(name, key, p.shape, generator).half().cpu() for key, p in model.named_parameters()}
-    if name == "gemma3":  # checkpoints have an older name, which vLLM reads
+    if name in ("gemma3", "paligemma2"):  # checkpoints have an older name, which vLLM reads
         state = {key.replace("vision_tower.", "vision_tower.vision_model."): x for key, x in state.items()}
     if name == "qwen3.5":
         state |= drafter(state, generator)

@@ -10,10 +10,28 @@ import sys
 from pathlib import Path
 
 import torch
-from engine import image_prompts, prompts
+from engine import FIRST_IMAGE_TOKEN, image_prompts, prompts
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def visible(length: int, device: str | torch.device) -> torch.Tensor:
+    """Returns the causal mask, bool (length, length): whether a row's query sees a column's key."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
+def additive(mask: torch.Tensor) -> torch.Tensor:
+    """Returns a mask, bool (length, length), as transformers takes it: float32 (1, 1, length, length)."""
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+
+
+def mask_of_images(model: str, is_image: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the arguments that tell a model where its images are. is_image: bool (1, tokens)."""
+    if model == "paligemma2":  # all of the prompt is a prefix to transformers, and the image alone to vLLM
+        image = is_image[0]
+        return {"attention_mask": additive(visible(len(image), image.device) | (image[:, None] & image))}
+    return {"token_type_ids" if model == "gemma3" else "mm_token_type_ids": is_image.int()}
 
 
 def errors(model, job: dict, result: dict) -> list[float]:
@@ -32,11 +50,11 @@ def errors(model, job: dict, result: dict) -> list[float]:
         ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
         options = {}
         if images:
-            image = model.config.image_token_id
-            tokens = tokens[: tokens.index(image) + 1] if image in tokens else tokens  # transformers counts it as a part of an image
+            stop = next((k for k, token in enumerate(tokens, 1) if token >= FIRST_IMAGE_TOKEN), None)
+            tokens = tokens[:stop]  # transformers counts a generated image token as a part of an image
             ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
-            is_image = (ids == image).int()
-            options = {**images[i], "token_type_ids" if job["model"] == "gemma3" else "mm_token_type_ids": is_image}
+            options = {**images[i], **mask_of_images(job["model"], ids == model.config.image_token_id)}
+            options.pop("num_soft_tokens_per_image", None)
         with torch.no_grad():
             logits = model(ids, use_cache=False, **options).logits[0, -len(tokens) :]
         exact = logits.double().log_softmax(-1).gather(1, torch.tensor(tokens, device=DEVICE)[:, None])[:, 0]
