@@ -24,8 +24,9 @@ VOCABULARY, FIRST_IMAGE_TOKEN = 4096, 4088
 LENGTHS = [5, 6, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255, 257, 300, 400, 511, 513, 700, 900, 1023, 1025, 1300]
 LENGTHS += [1600, 2000, 2047, 2049, 2500, 2999, 3000]
 #: Tokens of a prompt that stand for an image (IMAGE_TOKENS of models.py): Gemma 3's <start_of_image>; Gemma 4's <|image|>; Qwen's
-#: <|vision_start|>, <|image_pad|> and <|vision_end|>. PaliGemma has none: vLLM puts an image before the prompt.
-IMAGE_MARKS = {"gemma3": [0], "gemma4": [1], "qwen3-vl": [0, 1, 3], "paligemma2": []}
+#: <|vision_start|>, <|image_pad|> and <|vision_end|>; Molmo 2's <|image|>, after the vocabulary. PaliGemma has none: vLLM puts an image
+#: before the prompt.
+IMAGE_MARKS = {"gemma3": [0], "gemma4": [1], "qwen3-vl": [0, 1, 3], "paligemma2": [], "molmo2": [8]}
 ENCODER_LENGTHS = [4, 5, 17, 63, 64, 100, 200, 300, 500]
 #: The job, which main() reads.
 job: dict = {}
@@ -81,6 +82,7 @@ def image_prompts(model: str) -> list[dict]:
 
 def start(models: Path, **options):
     """Returns the engine of this job. `options` are arguments of vllm.LLM; the job's own override them."""
+    import molmo2  # noqa: F401, which registers what transformers lacks
     import vllm.config.model as limits
     from vllm import LLM
 

@@ -89,6 +89,8 @@ COMPARISONS = [
     ("gemma4-fp8-custom", "gemma4-fp8-triton", "the same, fp8 cache"),
     ("paligemma2-custom", "paligemma2-triton", "an image whose tokens see each other, softcap"),
     ("paligemma2-graph-custom", "paligemma2-triton", "the same, CUDA graphs"),
+    ("molmo2-custom", "molmo2-triton", "images whose tokens see each other"),
+    ("molmo2-graph-custom", "molmo2-triton", "the same, CUDA graphs"),
 ]  # fmt: skip
 #: vLLM's own backends against each other: their differences are rounding. Tolerances of COMPARISONS follow from these.
 CONTROLS = [
@@ -165,6 +167,8 @@ def image_jobs() -> list[dict]:
         *pair("gemma4-fp8", "gemma4", env=_VISION, **fp8),
         *pair("paligemma2", "paligemma2", env=_VISION, **images),
         job("paligemma2-graph-custom", "paligemma2", OURS, env=_VISION, prompts="images", engine=_SDPA),
+        *pair("molmo2", "molmo2", env=_VISION, **images),
+        job("molmo2-graph-custom", "molmo2", OURS, env=_VISION, prompts="images", engine=_SDPA),
     ]
 
 

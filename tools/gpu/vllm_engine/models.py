@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import molmo2
 import torch
 import transformers as t
 from safetensors.torch import save_file
@@ -71,6 +72,7 @@ IMAGE_TOKENS = {
     "gemma3": _image_tokens("<start_of_image>", "<image_soft_token>", "<end_of_image>", *("\n" * i for i in range(1, 5))),
     "gemma4": _image_tokens("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>", "<|video|>"),
     "paligemma2": _image_tokens("<image>", "\n"),
+    "molmo2": dict(zip(molmo2.TOKENS, range(VOCABULARY, VOCABULARY + len(molmo2.TOKENS)))),
 }
 _QWEN_IDS, _GEMMA_IDS, _GEMMA4_IDS = (list(IMAGE_TOKENS[name].values()) for name in ("qwen3-vl", "gemma3", "gemma4"))
 #: What a tokenizer calls the first of these tokens, where its processor asks.
@@ -136,7 +138,8 @@ CONFIGS = {
     "paligemma2": t.PaliGemmaConfig(
         text_config={
             "model_type": "gemma2", "vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
-            "query_pre_attn_scalar": 128, "sliding_window": 4096, "attn_logit_softcapping": 5.0, **_WINDOWS,
+            # vLLM caps the logits, transformers does not, so neither here
+            "query_pre_attn_scalar": 128, "sliding_window": 4096, "attn_logit_softcapping": 5.0, "final_logit_softcapping": None, **_WINDOWS,
             **_SMALL | {"tie_word_embeddings": True},
         },
         vision_config={"num_hidden_layers": 4, "num_attention_heads": 8, "image_size": 224, "patch_size": 14, **_VISION,
@@ -169,9 +172,11 @@ def draw(name: str, parameter: str, shape: torch.Size, generator: torch.Generato
         return 0.1 * noise + (0.0 if plus_one else 1.0) + (0.6 if parameter.endswith(("q_norm.weight", "k_norm.weight")) else 0.0)
     if len(shape) > 2 and name != "gpt-oss":  # a convolution
         return noise * 1.6 * shape[1:].numel() ** -0.5
-    if "embed" in parameter:
+    if "embed" in parameter and "patch" not in parameter:
         return noise * (0.1 if "per_layer" in parameter else _EMBEDDINGS.get(name, 1.0))
-    return noise * (3.0 if name == "bloom" else 1.6) * shape[1] ** -0.5
+    # Molmo 2's images get embeddings of the size of the text's
+    gain = {"bloom": 3.0}.get(name, 0.1 if "image_pooling_2d.wo" in parameter else 1.6)
+    return noise * gain * shape[1] ** -0.5
 
 
 def drafter(state: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -217,12 +222,15 @@ def write_tokenizer(name: str, folder: Path) -> None:
     roles = dict(zip(_ROLES.get(name, of_images), of_images))
     fast = t.PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=roles, **ends)
     fast.save_pretrained(folder)
-    if of_images:
+    if of_images and name != "molmo2":
         write_processor(name, folder, fast)
 
 
 def write_model(name: str, folder: Path, device: str) -> None:
     """Writes configuration, weights and tokenizer."""
+    if name == "molmo2":
+        write_molmo2(folder, device)
+        return
     config = CONFIGS[name]
     with torch.device("meta"):
         kind = t.AutoModel if name == "bert" else t.AutoModelForImageTextToText if name in IMAGE_TOKENS else t.AutoModelForCausalLM
@@ -238,6 +246,16 @@ def write_model(name: str, folder: Path, device: str) -> None:
     config.architectures, config.dtype = [type(model).__name__], "float16"
     config.save_pretrained(folder)
     write_tokenizer(name, folder)
+
+
+def write_molmo2(folder: Path, device: str) -> None:
+    """Writes a model that transformers does not have."""
+    generator = torch.Generator(device).manual_seed(1)
+    state = {key: draw("molmo2", key, torch.Size(shape), generator).half().cpu() for key, shape in molmo2.shapes().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    molmo2.write_config(folder)
+    write_tokenizer("molmo2", folder)
 
 
 def write_lora(folder: Path) -> None:
@@ -261,7 +279,7 @@ def main() -> None:
     """Writes the named models, or all."""
     folder, *names = sys.argv[1:]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in names or CONFIGS:
+    for name in names or [*CONFIGS, "molmo2"]:
         write_model(name, Path(folder) / name, device)
     write_lora(Path(folder) / "lora")
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import torch
-from engine import FIRST_IMAGE_TOKEN, image_prompts, prompts
+from engine import FIRST_IMAGE_TOKEN, VOCABULARY, image_prompts, prompts
+from molmo2 import Molmo2Reference
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,9 +29,11 @@ def additive(mask: torch.Tensor) -> torch.Tensor:
 
 def mask_of_images(model: str, is_image: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the arguments that tell a model where its images are. is_image: bool (1, tokens)."""
-    if model == "paligemma2":  # all of the prompt is a prefix to transformers, and the image alone to vLLM
+    if model in ("paligemma2", "molmo2"):  # all of PaliGemma's prompt is a prefix to transformers, and the image alone to vLLM
         image = is_image[0]
-        return {"attention_mask": additive(visible(len(image), image.device) | (image[:, None] & image))}
+        number = (image & ~image.roll(1)).cumsum(0) * image  # of the image, from 1
+        together = image & (number[:, None] == number)
+        return {"attention_mask": additive(visible(len(image), image.device) | together)}
     return {"token_type_ids" if model == "gemma3" else "mm_token_type_ids": is_image.int()}
 
 
@@ -53,7 +56,8 @@ def errors(model, job: dict, result: dict) -> list[float]:
             stop = next((k for k, token in enumerate(tokens, 1) if token >= FIRST_IMAGE_TOKEN), None)
             tokens = tokens[:stop]  # transformers counts a generated image token as a part of an image
             ids = torch.tensor([text + tokens[:-1]], device=DEVICE)
-            options = {**images[i], **mask_of_images(job["model"], ids == model.config.image_token_id)}
+            is_image = ids >= VOCABULARY if job["model"] == "molmo2" else ids == model.config.image_token_id
+            options = {**images[i], **mask_of_images(job["model"], is_image)}
             options.pop("num_soft_tokens_per_image", None)
         with torch.no_grad():
             logits = model(ids, use_cache=False, **options).logits[0, -len(tokens) :]
@@ -77,7 +81,9 @@ def main() -> None:
             if loaded != (job["model"], job.get("lora", False)):
                 model = None
                 kind = AutoModelForImageTextToText if "prompts" in result else AutoModelForCausalLM
-                model = kind.from_pretrained(models / job["model"], dtype=torch.float32, attn_implementation="eager")
+                options = {"dtype": torch.float32, "attn_implementation": "eager"}
+                folder_of = models / job["model"]
+                model = Molmo2Reference(folder_of) if job["model"] == "molmo2" else kind.from_pretrained(folder_of, **options)
                 if job.get("lora"):
                     from peft import PeftModel
 
