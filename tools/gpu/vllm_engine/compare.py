@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from jobs import ACCEPTED, COMPARISONS, CONTROLS
+from jobs import ACCEPTED, ALONE, COMPARISONS, CONTROLS
 
 #: Largest difference of log-probabilities, in nats, that counts as rounding in a version without controls.
 ASSUMED = 0.05
@@ -151,6 +151,13 @@ def pairs(version: Version) -> Iterator[tuple[str, str]]:
             yield OK if all(right for right, _ in verdicts) else WRONG, f"{text}{''.join(t for _, t in verdicts)} ({what})"
 
 
+def alone(version: Version) -> Iterator[tuple[str, str]]:
+    for ours, theirs, what in ALONE:
+        if {ours, theirs} <= set(version.exact):
+            error, other = (version.exact[name]["max"] for name in (ours, theirs))
+            yield OK if error <= 2 * other else WRONG, f"{ours}: error {error:.4f}, that of {theirs} {other:.4f} ({what})"
+
+
 def encoders(version: Version) -> Iterator[tuple[str, str]]:
     if version.has("encoder-custom", "encoder-triton"):
         ours, theirs = (max(version.results[f"encoder-{name}"]["errors"]) for name in ("custom", "triton"))
@@ -179,7 +186,7 @@ def mixed_load(version: Version) -> Iterator[tuple[str, str]]:
         )
 
 
-CHECKS = [failed_jobs, pairs, encoders, refusals, mixed_load]
+CHECKS = [failed_jobs, pairs, alone, encoders, refusals, mixed_load]
 
 
 def report(output: Path) -> int:

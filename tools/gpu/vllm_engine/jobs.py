@@ -1,4 +1,4 @@
-"""What runs: jobs of each vLLM version, and which results are compared. Import `jobs`, `COMPARISONS`, `CONTROLS`.
+"""What runs: jobs of each vLLM version, and which results are compared. Import `jobs`, `COMPARISONS`, `ALONE`, `CONTROLS`.
 
 A job is one engine with one backend. Its keys:
 - name, version; kind: tokens, encoder or load; model: a name of models.py; backend: a name for --attention-backend
@@ -92,6 +92,8 @@ COMPARISONS = [
     ("molmo2-custom", "molmo2-triton", "images whose tokens see each other"),
     ("molmo2-graph-custom", "molmo2-triton", "the same, CUDA graphs"),
 ]  # fmt: skip
+#: Results without a counterpart in vLLM: the job, a job whose error against float32 its own may reach twice, and what it shows.
+ALONE = [("anchored-short-custom", "llama128-triton", "anchored windows of 200 tokens, CUDA graphs")]
 #: vLLM's own backends against each other: their differences are rounding. Tolerances of COMPARISONS follow from these.
 CONTROLS = [
     ("llama128-flash", "llama128-triton"),
@@ -207,6 +209,7 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
             job("int8k_int4v-custom", "llama128", OURS, engine={"kv_cache_dtype": "int8k_int4v"}),
             job("int4-triton", "llama128", TRITON, engine=_EAGER | {"kv_cache_dtype": "int4_per_token_head"}),
             job("anchored-custom", "llama128", OURS, env={"VOLTA_FA_VLLM_ANCHORED_WINDOW": "4:100000"}),
+            job("anchored-short-custom", "llama128", OURS, env={"VOLTA_FA_VLLM_ANCHORED_WINDOW": "4:200"}),
             job("volta-custom", "llama64", OURS, env={"VOLTA_FA_FAMILY": "volta"}, engine=_EAGER),
         ]
         found += hybrid_jobs() + latent_jobs() + image_jobs()

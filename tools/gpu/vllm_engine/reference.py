@@ -22,6 +22,12 @@ def visible(length: int, device: str | torch.device) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
+def visible_with_anchors(length: int, anchors: int, window: int) -> torch.Tensor:
+    """Returns the same for a query that sees the first `anchors` tokens, and the last `window` up to its own."""
+    rows, columns = torch.arange(length, device=DEVICE)[:, None], torch.arange(length, device=DEVICE)
+    return visible(length, DEVICE) & ((rows - columns < window) | (columns < anchors))
+
+
 def additive(mask: torch.Tensor) -> torch.Tensor:
     """Returns a mask, bool (length, length), as transformers takes it: float32 (1, 1, length, length)."""
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
@@ -59,6 +65,8 @@ def errors(model, job: dict, result: dict) -> list[float]:
             is_image = ids >= VOCABULARY if job["model"] == "molmo2" else ids == model.config.image_token_id
             options = {**images[i], **mask_of_images(job["model"], is_image)}
             options.pop("num_soft_tokens_per_image", None)
+        if anchored := job.get("env", {}).get("VOLTA_FA_VLLM_ANCHORED_WINDOW"):
+            options["attention_mask"] = additive(visible_with_anchors(ids.shape[1], *map(int, anchored.split(":"))))
         with torch.no_grad():
             logits = model(ids, use_cache=False, **options).logits[0, -len(tokens) :]
         exact = logits.double().log_softmax(-1).gather(1, torch.tensor(tokens, device=DEVICE)[:, None])[:, 0]
