@@ -139,8 +139,8 @@ CONFIGS = {
         text_config={
             "model_type": "gemma2", "vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
             # vLLM caps the logits, transformers does not, so neither here
-            "query_pre_attn_scalar": 128, "sliding_window": 4096, "attn_logit_softcapping": 5.0, "final_logit_softcapping": None, **_WINDOWS,
-            **_SMALL | {"tie_word_embeddings": True},
+            "query_pre_attn_scalar": 128, "sliding_window": 4096, "attn_logit_softcapping": 5.0, "final_logit_softcapping": None,
+            **_WINDOWS, **_SMALL | {"tie_word_embeddings": True},
         },
         vision_config={"num_hidden_layers": 4, "num_attention_heads": 8, "image_size": 224, "patch_size": 14, **_VISION,
                        "vision_use_head": False},
@@ -153,7 +153,9 @@ _PLUS_ONE = ("gemma2", "gemma3", "paligemma2", "qwen3.5")
 #: models from repeating a token.
 _LAST_NORM = {"gemma3": 6.0, "gemma4": 14.0, "gemma4-text": 14.0, "paligemma2": 21.0}
 #: Sizes of embeddings, of models whose embeddings are not near 1.
-_EMBEDDINGS = {"gemma2": 0.01, "gemma3": 0.005, "gemma4": 0.0025, "gemma4-text": 0.0025, "paligemma2": 0.0015, "bloom": 0.05, "qwen3.5": 9.0}
+_EMBEDDINGS = {
+    "gemma2": 0.01, "gemma3": 0.005, "gemma4": 0.0025, "gemma4-text": 0.0025, "paligemma2": 0.0015, "bloom": 0.05, "qwen3.5": 9.0,
+}  # fmt: skip
 
 
 def draw(name: str, parameter: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:

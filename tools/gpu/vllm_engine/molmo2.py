@@ -8,6 +8,7 @@ rows' ends included, see each other. Tokens of images follow the vocabulary, so 
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +16,14 @@ import transformers as t
 from safetensors.torch import load_file
 
 VOCABULARY = 4096
-TOKENS = ("<|image|>", "<|video|>", "<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>", "<frame_start>", "<frame_end>",
-          "<im_low>")  # fmt: skip
+TOKENS = ("<|image|>", "<|video|>", "<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>", "<frame_start>",
+          "<frame_end>", "<im_low>")  # fmt: skip
 #: Patches of a crop's side, and of the side of a square of patches that one token stands for.
 _SIDE, _POOL = 14, 2
 _VISION = {
-    "hidden_size": 576, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 72,
-    "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "image_default_input_size": [14 * _SIDE] * 2, "image_patch_size": 14,
-    "image_num_pos": _SIDE**2,
+    "hidden_size": 576, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "head_dim": 72, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "image_default_input_size": [14 * _SIDE] * 2,
+    "image_patch_size": 14, "image_num_pos": _SIDE**2,
 }  # fmt: skip
 _ADAPTER = {
     "vit_layers": [-1, -3], "pooling_attention_mask": True, "hidden_size": 576, "num_attention_heads": 8, "num_key_value_heads": 8,
@@ -51,7 +52,9 @@ class Molmo2Config(t.PreTrainedConfig):
 
     model_type = "molmo2"
 
-    def __init__(self, text_config: dict | None = None, vit_config: dict | None = None, adapter_config: dict | None = None, **kwargs) -> None:
+    def __init__(
+        self, text_config: dict | None = None, vit_config: dict | None = None, adapter_config: dict | None = None, **kwargs
+    ) -> None:
         super().__init__(**kwargs)
         self.text_config = _Part(**(text_config or _TEXT_OF_MOLMO2))
         self.vit_config, self.adapter_config = _Part(**(vit_config or _VISION)), _Part(**(adapter_config or _ADAPTER))
@@ -66,7 +69,7 @@ class Molmo2ImageProcessor:
     """Makes two crops of each image. vLLM reads the attributes."""
 
     patch_size, pooling_size, max_crops, overlap_margins = 14, [_POOL, _POOL], 1, (0, 0)
-    size = {"height": 14 * _SIDE, "width": 14 * _SIDE}
+    size: ClassVar = {"height": 14 * _SIDE, "width": 14 * _SIDE}
 
     def __init__(self) -> None:
         self._resize = t.SiglipImageProcessor(size=self.size)
@@ -134,7 +137,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
     for i in range(vision.num_hidden_layers):
         block = f"image_vit.transformer.resblocks.{i}"
         linear |= {f"{block}.attention.{name}": (wide, wide) for name in ("wq", "wk", "wv", "wo")}
-        linear |= {f"{block}.feed_forward.w1": (vision.intermediate_size, wide), f"{block}.feed_forward.w2": (wide, vision.intermediate_size)}
+        linear |= {f"{block}.feed_forward.w1": (vision.intermediate_size, wide)}
+        linear |= {f"{block}.feed_forward.w2": (wide, vision.intermediate_size)}
         norms += [f"{block}.{norm}" for norm in ("attention_norm", "ffn_norm")]
     linear |= {f"image_pooling_2d.{name}": (wide, pooled) for name in ("wq", "wk", "wv")} | {"image_pooling_2d.wo": (wide, wide)}
     found |= {f"{backbone}.{name}.weight": shape for name, shape in linear.items()}
