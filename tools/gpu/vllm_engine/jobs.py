@@ -11,6 +11,8 @@ A job is one engine with one backend. Its keys:
 from typing import Any
 
 NEWEST = "0.33.0"
+#: 1Cat-vLLM, a fork for V100s, whose Python sources run on the stock wheel of FORK_BASE.
+FORK, FORK_BASE = "1.3.0", "0.21.0"
 #: Attention backends: volta_fa's plugin is vLLM's CUSTOM. Names of jobs end with custom, triton or flash.
 OURS, TRITON, FLASH = "CUSTOM", "TRITON_ATTN", "FLASH_ATTN"
 ACCEPTED = "spec_decode_num_accepted_tokens"
@@ -91,6 +93,10 @@ COMPARISONS = [
     ("paligemma2-graph-custom", "paligemma2-triton", "the same, CUDA graphs"),
     ("molmo2-custom", "molmo2-triton", "images whose tokens see each other"),
     ("molmo2-graph-custom", "molmo2-triton", "the same, CUDA graphs"),
+    ("1cat-backend-custom", "llama128-triton", "1Cat-vLLM's own name for volta_fa's backend, CUDA graphs"),
+    ("1cat-package-custom", "llama128-triton", "1Cat-vLLM's backend on volta_fa's functions, eager"),
+    ("1cat-hybrid-custom", "granite4-triton", "the same, Mamba 2"),
+    ("1cat-hybrid-backend-custom", "granite4-triton", "1Cat-vLLM's own name for volta_fa's backend, Mamba 2, CUDA graphs"),
 ]  # fmt: skip
 #: Results without a counterpart in vLLM: the job, a job whose error against float32 its own may reach twice, and what it shows.
 ALONE = [("anchored-short-custom", "llama128-triton", "anchored windows of 200 tokens, CUDA graphs")]
@@ -174,12 +180,30 @@ def image_jobs() -> list[dict]:
     ]
 
 
+def fork_jobs() -> list[dict]:
+    """Returns the jobs of 1Cat-vLLM: its three ways to volta_fa (docs/guides/1cat-vllm.md)."""
+    name, cached = "FLASH_ATTN_V100", {"enable_prefix_caching": True}
+    backend = {"VOLTA_FA_VLLM_1CAT": "backend"}
+    kernels = ("FA2_D256_PREFILL", "FP8_PREFILL_BRIDGE", "PREFILL_GATHER_DENSE")  # of 1Cat-vLLM, which would take long prompts
+    package = {"VOLTA_FA_VLLM_1CAT": "package"} | {f"VLLM_FLASH_V100_{kernel}": "0" for kernel in kernels}
+    return [
+        *pair("llama128", "llama128"),
+        job("1cat-backend-custom", "llama128", name, env=backend),
+        job("1cat-package-custom", "llama128", name, env=package, engine=_EAGER),
+        *pair("granite4", "granite4", engine=cached),
+        job("1cat-hybrid-custom", "granite4", name, env=package, engine=cached | _EAGER),
+        job("1cat-hybrid-backend-custom", "granite4", name, env=backend, engine=cached),
+    ]
+
+
 def jobs(version: str, flash_attention: bool) -> list[dict]:
     """Returns the jobs of a version, the most important first.
 
     Args:
         flash_attention: whether FlashAttention 3 is there.
     """
+    if version == FORK:
+        return [{"version": version, **j} for j in fork_jobs()]
     found = [{"name": "load", "kind": "load", "model": "llama128", "backend": OURS, "cache_bytes": 96 << 20}]
     if version == NEWEST:
         hybrid = {"cache_bytes": 400 << 20, "serve": ["--enable-prefix-caching", "--gdn-prefill-backend", "triton"]}

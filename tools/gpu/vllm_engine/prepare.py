@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jobs import FORK, FORK_BASE
+
 VERSIONS = ["0.33.0", "0.26.0", "0.20.2"]
 #: Parts of the wheels that no job calls.
 UNUSED = (
@@ -42,9 +44,10 @@ GLIBC = ("2_35", "2_34", "2_31", "2_28", "2_24", "2_17")
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--versions", nargs="+", default=VERSIONS)
+    parser.add_argument("--versions", nargs="*", default=VERSIONS)
     parser.add_argument("--arch", type=int, default=90, help="the target GPU's architecture (%(default)s)")
     parser.add_argument("--python", default="3.12", help="the target machine's Python (%(default)s)")
+    parser.add_argument("--fork", type=Path, help=f"1Cat-vLLM's sources, packed as {FORK} over the wheel of {FORK_BASE}")
     parser.add_argument("--work", type=Path, default=Path("/tmp/vllm_engine"), help="where wheels and unpacked files stay (%(default)s)")
     return parser.parse_args()
 
@@ -80,6 +83,15 @@ def unpack(version: str, options) -> Path:
         kept, zeroed = reduce(library, options.arch, wanted)
         if kept + zeroed:
             print(f"{version} {library.name}: {kept / 1e6:.1f} MB of machine code kept, {zeroed / 1e6:.1f} MB zeroed", flush=True)
+    return folder
+
+
+def overlay(options) -> Path:
+    """Puts the fork's Python sources over a stock release, whose machine code it then runs with. Returns the folder."""
+    folder = options.work / f"vllm-{FORK}"
+    shutil.rmtree(folder, ignore_errors=True)
+    unpack(FORK_BASE, options).rename(folder)
+    shutil.copytree(options.fork / "vllm", folder / "vllm", dirs_exist_ok=True)
     return folder
 
 
@@ -184,7 +196,11 @@ def main() -> None:
     output, work = options.output, options.work
     output.mkdir(parents=True, exist_ok=True)
     folders = tuple(f"{unpack(version, options).name}/" for version in options.versions)
-    pack(output / f"vllm-{'-'.join(options.versions)}.tar.xz", work, lambda name: name.startswith(folders) and not name.endswith(FA3))
+    if folders:
+        pack(output / f"vllm-{'-'.join(options.versions)}.tar.xz", work, lambda name: name.startswith(folders) and not name.endswith(FA3))
+    if options.fork:
+        folder = f"{overlay(options).name}/"
+        pack(output / f"vllm-{FORK}.tar.xz", work, lambda name: name.startswith(folder))
     for version in set(options.versions) & set(WITH_FA3):
         pack(output / f"fa3-{version}.tar.xz", work, lambda name, file=f"vllm-{version}/{FA3}": name == file)
     if not (output / "site.tar.xz").exists():

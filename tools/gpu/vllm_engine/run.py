@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import compare
-from jobs import NEWEST, jobs
+from jobs import FORK, NEWEST, jobs
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[2]
@@ -127,7 +127,8 @@ def main() -> int:
     write_plugin(options.work / "plugin")
     begin = time.time()
     unpacking = [subprocess.Popen(["tar", "-xJf", str(path), "-C", str(options.work)]) for path in options.packs.glob("*.tar.xz")]
-    models = {j["model"] for j in jobs(NEWEST, flash_attention=True) if not options.only or j["name"] in options.only}  # the newest has all
+    known = jobs(NEWEST, flash_attention=True) + jobs(FORK, flash_attention=False)  # the newest has all of vLLM's
+    models = {j["model"] for j in known if not options.only or j["name"] in options.only}
     subprocess.run([sys.executable, str(HERE / "models.py"), str(options.work / "models"), *models], check=True)
     if sum(process.wait() for process in unpacking):
         raise SystemExit("tar: got an archive that does not unpack, expected those of prepare.py")
