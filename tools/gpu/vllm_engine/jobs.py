@@ -95,8 +95,8 @@ COMPARISONS = [
     ("molmo2-graph-custom", "molmo2-triton", "the same, CUDA graphs"),
     ("1cat-backend-custom", "llama128-triton", "1Cat-vLLM's own name for volta_fa's backend, CUDA graphs"),
     ("1cat-package-custom", "llama128-triton", "1Cat-vLLM's backend on volta_fa's functions, eager"),
-    ("1cat-hybrid-custom", "granite4-triton", "the same, Mamba 2"),
-    ("1cat-hybrid-backend-custom", "granite4-triton", "1Cat-vLLM's own name for volta_fa's backend, Mamba 2, CUDA graphs"),
+    ("1cat-hybrid-custom", "jamba-triton", "the same, Mamba 1"),
+    ("1cat-hybrid-backend-custom", "jamba-triton", "1Cat-vLLM's own name for volta_fa's backend, Mamba 1, CUDA graphs"),
 ]  # fmt: skip
 #: Results without a counterpart in vLLM: the job, a job whose error against float32 its own may reach twice, and what it shows.
 ALONE = [("anchored-short-custom", "llama128-triton", "anchored windows of 200 tokens, CUDA graphs")]
@@ -190,9 +190,9 @@ def fork_jobs() -> list[dict]:
         *pair("llama128", "llama128"),
         job("1cat-backend-custom", "llama128", name, env=backend),
         job("1cat-package-custom", "llama128", name, env=package, engine=_EAGER),
-        *pair("granite4", "granite4", engine=cached),
-        job("1cat-hybrid-custom", "granite4", name, env=package, engine=cached | _EAGER),
-        job("1cat-hybrid-backend-custom", "granite4", name, env=backend, engine=cached),
+        *pair("jamba", "jamba", engine=cached),
+        job("1cat-hybrid-custom", "jamba", name, env=package, engine=cached | _EAGER),
+        job("1cat-hybrid-backend-custom", "jamba", name, env=backend, engine=cached),
     ]
 
 
