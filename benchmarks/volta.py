@@ -226,11 +226,11 @@ _AI_BOND = "ai-bond/flash-attention-v100"
 # PyTorch, D=64 to 128: what scaled_dot_product_attention runs on a V100. zhinianqin: 32 heads on 8, from the times in
 # milliseconds; published times include about 0.1 ms of host work.
 PUBLISHED_RESULTS = (
-    PublishedResult(_PYTORCH, FORWARD, 64, 1024, False, 21.8, 36.7, 3),
-    PublishedResult(_PYTORCH, FORWARD, 64, 2048, False, 26.2, 43.0, 3),
-    PublishedResult(_PYTORCH, FORWARD, 128, 2048, False, 37.2, 47.9, 3),
-    PublishedResult(_PYTORCH, BACKWARD, 64, 1024, False, 20.0, 31.0, 3),
-    PublishedResult(_PYTORCH, BACKWARD, 128, 1024, False, 27.0, 32.1, 3),
+    PublishedResult(_PYTORCH, FORWARD, 64, 1024, False, 21.3, 25.9, 3),
+    PublishedResult(_PYTORCH, FORWARD, 64, 2048, False, 26.5, 32.3, 3),
+    PublishedResult(_PYTORCH, FORWARD, 128, 2048, False, 36.9, 42.5, 3),
+    PublishedResult(_PYTORCH, BACKWARD, 64, 1024, False, 24.0, 35.5, 3),
+    PublishedResult(_PYTORCH, BACKWARD, 128, 1024, False, 30.5, 36.0, 3),
     PublishedResult(_ZHINIANQIN, FORWARD, 128, 1024, True, 14.4, 20.5, 1, 9.2),
     PublishedResult(_ZHINIANQIN, FORWARD, 128, 2048, True, 18.2, 25.9, 1, 14.3),
     PublishedResult(_ZHINIANQIN, FORWARD, 128, 4096, True, 21.3, 30.2, 1, 17.9),
