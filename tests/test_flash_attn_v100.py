@@ -118,7 +118,7 @@ def test_paged_functions(backend, kv_cache_dtype, window):
     [first] = heads_first(q)
     into = torch.full_like(first, torch.nan)
     for out in (None, into):
-        result = v100.flash_attn_prefill_paged_bhmd(first, *arguments, out=out, **options)
+        result = v100.flash_attn_prefill_paged_bhmd(first, *arguments, 0.3, out, kv_cache_dtype, *scales, True, window)
         assert result.is_contiguous() and (out is None or result is out)
         close(backend, result.transpose(1, 2), expected(q))
     into = torch.full_like(q[:, 0], torch.nan)

@@ -177,11 +177,21 @@ def flash_attn_decode_paged_xqa_available() -> bool:
     return True
 
 
-def flash_attn_prefill_paged_bhmd(q: Tensor, *arguments: Any, out: Tensor | None = None, **options: Any) -> Tensor:
+def flash_attn_prefill_paged_bhmd(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float | None = None,
+    out: Tensor | None = None,
+    *arguments: Any,
+    **options: Any,
+) -> Tensor:
     """Computes `flash_attn_prefill_paged` of q and out (batch, nheads, seqlen_q, headdim)."""
     require_tensors(q=q)
-    q, options["out"] = _swapped(q, out)
-    result = flash_attn_prefill_paged(q, *arguments, **options)
+    swapped_q, swapped_out = _swapped(q, out)
+    result = flash_attn_prefill_paged(swapped_q, k_cache, v_cache, block_table, seq_lens, softmax_scale, swapped_out, *arguments, **options)
     return result.transpose(1, 2).contiguous() if out is None else out
 
 
