@@ -51,11 +51,14 @@ def read(page: str) -> list[Mark]:
 
 
 def outdate(page: str, code: dict[str, str]) -> str:
-    """Returns the page with CHANGED in the marks of changed kernels, and in all headers' lines of exactly their commit."""
+    """Returns the page with CHANGED in the marks of changed kernels, and in the header of each such mark's section, if it has one."""
     for mark in read(page):
         if mark.changed(code):
-            page = page.replace(mark.text, f"<!-- figures of {mark.commit}: {CHANGED} -->")
-            page = page.replace(f"- commit: {mark.commit}\n", f"- commit: {mark.commit}, {CHANGED}\n")
+            before, after = page.split(mark.text, 1)
+            before, header, facts = before.rpartition(f"- commit: {mark.commit}\n")
+            if header and "<!-- end " not in facts:
+                header = f"- commit: {mark.commit}, {CHANGED}\n"
+            page = f"{before}{header}{facts}<!-- figures of {mark.commit}: {CHANGED} -->{after}"
     return page
 
 

@@ -79,7 +79,8 @@ def test_every_kernel_has_a_hash():
 def test_a_mark_is_read_back_and_outdated():
     first, second = list(marks.code())[:2]
     mark = marks.mark({second, first})
-    page = f"- commit: {marks.commit()[:8]}\n\n{mark}\n\n<!-- figures of 01234567: {marks.NOT_RECORDED} -->\n"
+    header = f"- commit: {marks.commit()[:8]}\n"
+    page = f"{header}\n{mark}\n<!-- end first -->\n\n<!-- figures of 01234567: {marks.NOT_RECORDED} -->\n{header}"
     found, unknown = marks.read(page)
     assert found.kernels == {name: marks.code()[name] for name in (first, second)} and unknown.kernels == {}
     assert found.changed(marks.code()) == unknown.changed(marks.code()) == []
@@ -88,7 +89,9 @@ def test_a_mark_is_read_back_and_outdated():
     del other[second]
     assert sorted(found.changed(other)) == sorted([first, second])
     outdated = marks.outdate(page, other)
-    assert f"- commit: {found.commit}, kernels changed since\n" in outdated and marks.read(outdated)[0].kernels == {}
+    assert outdated.startswith(f"- commit: {found.commit}, kernels changed since\n") and marks.read(outdated)[0].kernels == {}
+    assert outdated.endswith(f"-->\n{header}")  # another section's
+    assert marks.outdate(f"{header}<!-- end first -->\n{mark}", other).startswith(f"{header}<!-- end first -->\n")  # not in a section
     assert marks.mark(()).endswith("kernels not recorded -->")
 
 
