@@ -1,249 +1,52 @@
 """Tests of volta_fa.vllm, an attention backend of the server vLLM, against fp64: mixed batches of prompts, chunks and decoding.
 
-`Server` makes the tensors and metadata of a step, as vLLM's runner does. `run` passes them to the backend's cache update, metadata builder
-and forward. `check` compares each sequence's rows with the reference. vLLM's classes are a stub (vllm_stub.py).
-
-Environment:
-- VOLTA_FA_TEST_VLLM: folders (separated by colons) in each of which `import vllm` works, with which the tests run again: the Python files
-  of a release and what these import. To make one: `pip download --no-deps vllm==0.33.0`, `unzip` of its `vllm/*.py`, `vllm/*.json` and
-  `*/METADATA` into the folder, and the packages of the section [vllm] of tools/requirements.txt:
-  `pip install --no-deps --target FOLDER $(sed -n '/^# .vllm/,/^$/{/^#/d;p}' tools/requirements.txt)`. No GPU is needed"""
+vllm_server.py has the server that makes each step's tensors. vLLM's classes are a stub (vllm_stub.py)."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import importlib.util
-import itertools
 import math
-import os
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import reference
-import vllm_stub
-from conftest import REPOSITORY, on, within
+from conftest import on
+from vllm_server import (
+    BACKENDS,
+    BESIDE,
+    FP8,
+    INT8,
+    LATER,
+    LAYER_SCALES,
+    LAYOUTS,
+    MIXED,
+    OPTIONS,
+    PAGE,
+    SPANS,
+    STEPS,
+    QuantizedServer,
+    Server,
+    arguments,
+    implementation,
+    latent_bytes,
+    latent_cache,
+    latent_implementation,
+    run,
+    serve,
+    with_first_rows,
+)
 
-#: Set by test_real_vllm for the process that it starts.
-REAL = "VOLTA_FA_TEST_VLLM_HERE" in os.environ
-if not REAL:
-    vllm_stub.install()
-
+# Without a real vLLM, the import of vllm_server puts a stub of it into sys.modules.
+# isort: split
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 
-import volta_fa.vllm
 from volta_fa.integrations.vllm import backend as vllm_backend
 from volta_fa.integrations.vllm import expanded, mla, paged
-from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder
-from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
+from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaMetadataBuilder
+from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAMetadataBuilder
 from volta_fa.integrations.vllm.ranks import Ranks
-
-#: vLLM up to 0.26 asks the backend for the cache's shape, and its cache has no room for the scales of int8.
-OLD = not REAL or hasattr(importlib.import_module("vllm.v1.attention.backend").AttentionBackend, "get_kv_cache_shape")
-#: From 0.26 on, vLLM's layer builds another attention for the prompts of models with latents.
-PREFILL = REAL and importlib.util.find_spec("vllm.v1.attention.backends.mla.prefill") is not None
-LATER = pytest.mark.skipif(REAL and OLD, reason="vLLM up to 0.26 has no room for the scales of int8")
-BACKENDS = on("cpu-fp32", "cpu-fp64", "sim", "cuda")
-PAGE = 16
-
-
-# ---- a server --------------------------------------------------------------------------------------------------------
-
-#: Memory layouts of a layer's cache of (blocks, block_size, nheads_k, headdim): K and V apart, or side by side (packed).
-LAYOUTS = ["nhd", "hnd", "packed-nhd", "packed-hnd", "packed-layers"]
-
-
-def with_first_rows(queries: dict[int, int]):
-    """Yields (sequence, number of queries) and the sequence's first row in the step's tensors."""
-    return zip(queries.items(), itertools.accumulate(queries.values(), initial=0))
-
-
-class Server:
-    """Sequences that grow, in a cache whose blocks are in random order: what vLLM's runner passes to a backend."""
-
-    def __init__(self, backend, layout="nhd", nheads=4, nheads_k=2, headdim=32, block=PAGE, max_blocks=6, sequences=4):
-        backend.simulate()
-        self.backend, self.headdim, self.block = backend, headdim, block
-        self.nheads, self.nheads_k = nheads, nheads_k
-        blocks = sequences * max_blocks + 1
-        order = torch.Generator().manual_seed(backend.seed)
-        # block 0 is vLLM's null block
-        self.table = (
-            (torch.randperm(blocks - 1, generator=order) + 1).int()[: sequences * max_blocks].view(sequences, -1).to(backend.device)
-        )
-        self.lengths = [0] * sequences
-        self.tokens = [[] for _ in range(sequences)]  # of each sequence: the k and v that its cache must have
-        self.kv_cache = self.allocate(layout, blocks, 2 * headdim, math.nan, backend.dtype)
-        self.spec = SimpleNamespace(head_size=headdim, dtype=torch.float16, block_size=block)
-        self.builder = VoltaMetadataBuilder(self.spec, ["layer"], None, torch.device(backend.device))
-        self.layer = None
-
-    def allocate(self, layout, blocks, content, value, dtype):
-        """Returns a layer's cache full of this value. `content`: elements of a token and head, keys and values together."""
-        nheads_k, block, of = self.nheads_k, self.block, dict(dtype=dtype, device=self.backend.device)
-        if layout == "nhd":
-            return torch.full(VoltaBackend.get_kv_cache_shape(blocks, block, nheads_k, content // 2), value, **of)
-        if layout == "hnd":
-            return torch.full((blocks, 2, nheads_k, block, content // 2), value, **of).transpose(2, 3)
-        if layout == "packed-nhd":
-            return torch.full((blocks, block, nheads_k, content), value, **of).transpose(1, 2)
-        if layout == "packed-hnd":
-            return torch.full((blocks, nheads_k, block, content), value, **of)
-        # the second of three layers that share blocks
-        return torch.full((blocks, 3, block, nheads_k, content), value, **of)[:, 1].transpose(1, 2)
-
-    def step(self, queries: dict[int, int], padded_requests=0, padded_tokens=0, causal=True):
-        """Appends new tokens, whose number by sequence is `queries`. Returns q, k, v, slots in the cache (-1: none), vLLM's metadata."""
-        b = self.backend
-        starts = [0, *itertools.accumulate(queries.values())]
-        total = starts[-1]
-        rows = total + padded_tokens
-        q, k, v = b.randn(rows, self.nheads, self.headdim), *(b.randn(rows, self.nheads_k, self.headdim) for _ in range(2))
-        slots = [-1] * rows
-        for (s, n), first in with_first_rows(queries):
-            for i in range(n):
-                position = self.lengths[s] + i
-                slots[first + i] = int(self.table[s, position // self.block]) * self.block + position % self.block
-                self.tokens[s].append((k[first + i], v[first + i]))
-            self.lengths[s] += n
-        slots = torch.tensor(slots, dtype=torch.int64, device=b.device)
-        start_loc = b.ints(starts + [total] * padded_requests)
-        table = torch.cat([self.table[list(queries)], self.table.new_full((padded_requests, self.table.shape[1]), -1)])
-        common = CommonAttentionMetadata(
-            query_start_loc=start_loc,
-            query_start_loc_cpu=start_loc.cpu(),
-            seq_lens=b.ints([self.lengths[s] for s in queries] + [0] * padded_requests),
-            num_reqs=len(queries) + padded_requests,
-            num_actual_tokens=rows,
-            max_query_len=max(queries.values()),
-            max_seq_len=max(self.lengths[s] for s in queries),
-            block_table_tensor=table,
-            slot_mapping=slots,
-            causal=causal,
-        )
-        return q, k, v, slots, common
-
-    def check(self, queries: dict[int, int], q, out, **options):
-        """Compares each sequence's rows of out with the fp64 reference, within the forward pass's error budget."""
-        for (s, n), first in with_first_rows(queries):
-            inputs = (q[first : first + n][None], *(torch.stack(t)[None] for t in zip(*self.tokens[s])))
-            ref = reference.forward(*inputs, **options)
-            within(self.backend, "out", out[first : first + n][None], ref.out, reference.forward_budget(ref, *inputs, **options))
-
-    def check_cache(self):
-        """Checks that the cache has bitwise the tokens that were written, and NaN elsewhere."""
-        k_cache, v_cache = (t.clone() for t in paged.split_cache(self.kv_cache, self.headdim)[:2])
-        for s, tokens in enumerate(self.tokens):
-            for i, (k, v) in enumerate(tokens):
-                page, row = int(self.table[s, i // self.block]), i % self.block
-                assert torch.equal(k_cache[page, row], k) and torch.equal(v_cache[page, row], v)
-                k_cache[page, row] = v_cache[page, row] = math.nan
-        assert k_cache.isnan().all() and v_cache.isnan().all()
-
-
-#: The scales of K and V of vLLM's layer: powers of two, so that dequantized fp8 values are exact in fp16.
-LAYER_SCALES = (0.5, 2.0)
-FP8 = ["fp8", "fp8_e4m3", "fp8_e5m2"]
-INT8 = "int8_per_token_head"
-#: int8 keys and int4 values, which vLLM has from the plugin.
-MIXED = "int8k_int4v"
-BESIDE = [INT8, MIXED]  # scales beside codes
-
-
-def quantized(x, kv_cache_dtype, scale, is_value=False):
-    """x as a cache of this type has it: codes, with scales of its own if it has some, and what both stand for in x's type."""
-    kv_dtype = {INT8: "int8", MIXED: "int4" if is_value else "int8", "fp8_e5m2": "fp8_e5m2"}.get(kv_cache_dtype, "fp8_e4m3")
-    made = volta_fa.quantize_kv(x, kv_dtype, scale=None if kv_cache_dtype in BESIDE else scale)
-    return made, volta_fa.dequantize_kv(made.data, kv_dtype, made.scale, made.zero_point, dtype=x.dtype)
-
-
-class QuantizedServer(Server):
-    """A server with a quantized cache. `codes` is what the cache must contain."""
-
-    def __init__(self, backend, kv_cache_dtype, layout="nhd", **sizes):
-        super().__init__(backend, layout, **sizes)
-        self.kv_cache_dtype = kv_cache_dtype
-        k_scale, v_scale = self.scales = tuple(torch.tensor(x, device=backend.device) for x in LAYER_SCALES)
-        self.layer = SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
-        content = {INT8: 2 * self.headdim + 16, MIXED: self.headdim * 3 // 2 + 16}.get(kv_cache_dtype, 2 * self.headdim)
-        # -1 is NaN in both formats of fp8, and as a scale
-        self.kv_cache = self.allocate(layout, len(self.kv_cache), content, -1, torch.int8)
-        if kv_cache_dtype != INT8:
-            self.kv_cache = self.kv_cache.view(torch.uint8)
-        self.codes = self.kv_cache.clone()
-
-    def step(self, queries, **options):
-        """Quantizes the new tokens, so that `tokens` has the dequantized values."""
-        found = super().step(queries, **options)
-        *caches, scales = paged.split_cache(self.codes, self.headdim, self.kv_cache_dtype, self.layer)
-        for s, n in queries.items():
-            for i in range(self.lengths[s] - n, self.lengths[s]):
-                at = int(self.table[s, i // self.block]), i % self.block
-                made = [quantized(t, self.kv_cache_dtype, x, x is self.scales[1]) for t, x in zip(self.tokens[s][i], self.scales)]
-                for name, cache, (row, _) in zip("kv", caches, made):
-                    cache[at] = row.data
-                    if self.kv_cache_dtype in BESIDE:
-                        scales[f"{name}_scale"][at] = row.scale
-                    if row.zero_point is not None:
-                        scales[f"{name}_zero_point"][at] = row.zero_point
-                self.tokens[s][i] = tuple(numbers for _, numbers in made)
-        return found
-
-    def check_cache(self):
-        """Checks that the cache has bitwise the expected codes and scales, and nothing else."""
-        assert torch.equal(self.kv_cache, self.codes)
-
-
-def implementation(server, **options):
-    return VoltaAttentionImpl(server.nheads, server.headdim, server.headdim**-0.5, server.nheads_k, **options)
-
-
-def run(server, impl, queries, common_prefix_len=0, **padding):
-    """Runs a step of one layer. Returns q and output, without rows of padding."""
-    q, k, v, slots, common = server.step(queries, **padding)
-    metadata = server.builder.build(common_prefix_len, common)
-    impl.do_kv_cache_update(server.layer, k, v, server.kv_cache, slots)
-    output = torch.full_like(q, math.nan)
-    assert impl.forward(server.layer, q, k, v, server.kv_cache, metadata, output) is output
-    total = sum(queries.values())
-    return q[:total], output[:total]
-
-
-# ---- mixed batches ---------------------------------------------------------------------------------------------------
-
-#: New tokens by sequence in each step: prompts; chunks of prompts beside decoding; several tokens, as in speculation; decoding alone.
-STEPS = [{0: 21, 1: 5}, {0: 1, 2: 40, 1: 1}, {3: 17, 2: 3, 0: 4}, {0: 1, 1: 1, 2: 1, 3: 1}]
-#: Options of the backend, and the same as options of the reference. `arguments` adds tensors.
-OPTIONS = {
-    "plain": ({}, {}),
-    "window": ({"sliding_window": 7}, {"window_left": 6}),
-    "softcap": ({"logits_soft_cap": 5.0}, {"softcap": 5.0}),
-    "sinks": ({"sinks": None}, {}),
-    "alibi": ({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, {}),
-    "all": ({"sliding_window": 20, "logits_soft_cap": 5.0, "sinks": None}, {"window_left": 19, "softcap": 5.0}),
-}
-
-
-def arguments(backend, name: str) -> tuple[dict, dict]:
-    """Returns the backend's arguments, and the same as arguments of the reference."""
-    given, same = (dict(options) for options in OPTIONS[name])
-    if "sinks" in given:
-        given["sinks"] = same["sinks"] = backend.randn(4)
-    if "alibi_slopes" in given:
-        same["alibi_slopes"] = torch.tensor(given["alibi_slopes"], device=backend.device)
-    return given, {"is_causal": True, **same}
-
-
-def serve(server, impl, steps=STEPS, **same):
-    """Runs the steps and checks out of each, and the cache at the end."""
-    for queries in steps:
-        q, out = run(server, impl, queries)
-        server.check(queries, q, out, **same)
-    server.check_cache()
 
 
 @pytest.mark.parametrize("name,headdim", [*((name, 32) for name in OPTIONS), ("plain", 512)])
@@ -386,8 +189,6 @@ def test_cascade(backend, kv_cache_dtype):
 
 # ---- image spans -----------------------------------------------------------------------------------------------------
 
-#: vLLM up to 0.20 has the spans elsewhere, and does not pass them to plugins.
-SPANS = pytest.mark.skipif("mm_req_doc_ranges" not in CommonAttentionMetadata.__dataclass_fields__, reason="this vLLM has no spans here")
 #: First and last position of the image spans of a sequence, whose tokens see each other. One begins at 0, two touch, one has one token.
 IMAGES = {0: [(0, 2), (5, 20), (21, 37), (39, 39)], 2: [(9, 25), (30, 46)]}
 #: New tokens as in STEPS: prompts with and without spans, chunks, one of which begins within a span and ends within another, decoding.
@@ -662,35 +463,6 @@ def test_cross_attention(backend):
 # ---- latent attention --------------------------------------------------------------------------------------------------
 
 
-def latent_implementation(kv_lora_rank, rotary, nheads=4, **options):
-    names = ("num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type")
-    given = (
-        dict(zip(names, (1, None, None, "auto", None, AttentionType.DECODER)), kv_sharing_target_layer_name=None, kv_b_proj=None) | options
-    )
-    dims = dict(q_lora_rank=None, kv_lora_rank=kv_lora_rank, qk_nope_head_dim=32, qk_rope_head_dim=rotary, qk_head_dim=32 + rotary)
-    return VoltaMLAImpl(nheads, kv_lora_rank + rotary, (kv_lora_rank + rotary) ** -0.5, **given, **dims, v_head_dim=32)
-
-
-def latent_cache(kv_cache_dtype, columns, blocks=25, of=None):
-    """Returns a cache of latents as vLLM allocates it, full of NaN (bytes of -1 are NaN in fp8, and as scales). `of`: dtype, device."""
-    if kv_cache_dtype == "auto":
-        return torch.full((blocks, PAGE, columns), math.nan, dtype=of.dtype, device=of.device)
-    content = columns + (paged.SCALE_BYTES if kv_cache_dtype == INT8 else 0)
-    return torch.full((blocks, PAGE, content), -1, dtype=torch.int8, device=of.device)
-
-
-def latent_bytes(row, kv_cache_dtype, scale):
-    """Returns a token's bytes in the cache, and its dequantized values."""
-    if kv_cache_dtype == "auto":
-        return row, row
-    made, numbers = quantized(row[None], kv_cache_dtype, scale)
-    if kv_cache_dtype != INT8:
-        return made.data[0].view(torch.int8), numbers[0]
-    beside = torch.zeros(paged.SCALE_BYTES, dtype=torch.int8, device=row.device)
-    beside[:4] = made.scale.view(torch.int8)
-    return torch.cat((beside, made.data[0])), numbers[0]
-
-
 LATENT_DTYPES = ["auto", *FP8, INT8]
 
 
@@ -801,23 +573,3 @@ def test_long_prompts(backend, kv_cache_dtype, workspace, monkeypatch):
         of_prompts = {s: queries[s] for s in prompts}
         server.check(of_prompts, q[decoded:], out.view(-1, server.nheads, columns), is_causal=True, softmax_scale=impl.scale)
         assert builder.build_for_cudagraph_capture(common).prefill is None
-
-
-# ---- real releases ---------------------------------------------------------------------------------------------------------
-
-FOLDERS = [folder for folder in os.environ.get("VOLTA_FA_TEST_VLLM", "").split(":") if folder]
-
-
-@pytest.mark.parametrize(
-    "folder", FOLDERS or [pytest.param("", marks=pytest.mark.skip("VOLTA_FA_TEST_VLLM names no vLLM"))], ids=os.path.basename
-)
-@pytest.mark.skipif(REAL, reason="this process runs a real vLLM")
-def test_real_vllm(folder):
-    """Runs this file and test_vllm_backend.py with a real release, including the tests that need one."""
-    path = [folder, str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "VOLTA_FA_TEST_VLLM_HERE": "1"}
-    files = [__file__, str(REPOSITORY / "tests/test_vllm_backend.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *files]
-    result = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-    assert " passed" in result.stdout

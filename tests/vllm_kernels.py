@@ -1,7 +1,7 @@
 """Compares vLLM's own Triton kernels with volta_fa on a CPU, and prints the largest differences as JSON: python vllm_kernels.py.
 
-test_vllm_kernels_agree (test_vllm_backend.py) runs it in a process of its own with a real vLLM. Triton's interpreter runs the kernels: vLLM
-switches Triton off without a GPU, so this file puts Triton back before it imports them."""
+test_vllm_kernels_agree (test_vllm_releases.py) runs it in a process of its own with a real vLLM. Triton's interpreter runs the kernels:
+vLLM switches Triton off without a GPU, so this file puts Triton back before it imports them."""
 
 import json
 import math

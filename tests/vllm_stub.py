@@ -1,5 +1,5 @@
 """A stub of vLLM: the classes and functions that volta_fa.vllm uses, with the names and signatures of vLLM 0.19.1 and 0.33.0, without
-behavior. test_vllm.py installs it in sys.modules, unless it runs with a real vLLM; test_vllm_backend.py compares it with that."""
+behavior. vllm_server.py installs it in sys.modules, unless it runs with a real vLLM; test_vllm_releases.py compares it with that."""
 
 from __future__ import annotations
 
