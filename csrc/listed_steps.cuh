@@ -41,7 +41,7 @@ public:
 };
 
 // Iterates over a list in steps of Step columns, and also tells the columns of steps up to Ahead later, for loads. Registers and
-// instructions are short. So columns have two flags in their low bits (kExists, kHasBits), and in a block advance() only adds to
+// instructions are scarce. So columns have two flags in their low bits (kExists, kHasBits), and in a block advance() only adds to
 // first_ and ahead_. The compiler leaves out members that a kernel does not use, for example number_.
 template <int Step, int Ahead>
 class ListedSteps {

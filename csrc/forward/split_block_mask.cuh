@@ -1,8 +1,8 @@
 // Block-sparse masks in the forward kernels of fp32 tensors, which split each number into two fp16 ones: ListedKeys is their
 // template argument Keys (split.cuh). A list (block_lists.cuh) names the blocks of 64 keys that 128 query rows see; bits say which
-// scores of a partial block exist. Several thread blocks may share a list, whose length orders lists alone: so the grid starts with
-// the last rows, as without lists (ForwardBlock), not with the longest lists as in other kernels. kStep: keys of a step, 16;
-// kWarpRows: rows of a warp, 16.
+// scores of a partial block exist. A thread block has at most those 128 rows, so several may share a list. Other kernels start with
+// the longest lists, but that order has lists, not the thread blocks of one. So this grid starts with the last rows, as without
+// lists (ForwardBlock). kStep: keys of a step, 16; kWarpRows: rows of a warp, 16; kListedRows: rows of a list, 128.
 #pragma once
 
 #include "compact_listed_steps.cuh"
@@ -21,7 +21,8 @@ public:
     template <int Ahead>
     using Steps = CompactListedSteps<kStep>;
     struct Bits : MaskBits<kWarpRows, kStep> {
-        // Loads the bits of the current step (0 steps ahead), if it is in a partial block. `row`: the warp's first.
+        // Loads the bits of the current step (0 steps ahead), if it is in a partial block. `row`: the warp's first. The lambda
+        // returns the lane's row in the list.
         template <class Steps>
         __device__ __forceinline__ void load(const ListedKeys& keys, const Steps& steps, int row) {
             MaskBits<kWarpRows, kStep>::load(keys, steps, 0, [&] {

@@ -155,12 +155,13 @@ pub fn split_stream_k(rows: impl Iterator<Item = Variant>, source: Source) -> im
 
 // ---- batch-invariant calls ------------------------------------------------------------------------
 
-/// Returns the forward kernels of batch-invariant calls, one for a headdim. `plain`: for calls without features of scores, six headdims.
-/// `generic`: for the others, four. Other headdims are padded to the next.
+/// Returns the forward kernels of batch-invariant calls, one for a headdim. Of a family's `plain` kernels it takes the large tiles of six
+/// pairs of headdims, all but 32 and 192 by 192, for calls without features of scores. `generic`: for the others, four headdims. Other
+/// headdims are padded to the next.
 pub fn invariant_forward<const N: usize>(plain: [Variant; N], generic: [Variant; 4]) -> impl Iterator<Item = Variant> {
     let is_large = |row: &Variant| row.size == Size::Large && !matches!((row.headdim, row.headdim_v), (32, _) | (192, 192));
-    let of_lengths = plain.into_iter().filter(is_large).map(|row| row.with_features(FeatureSet::FP32_OUTPUT));
-    of_lengths.chain(generic).map(Variant::batch_invariant)
+    let of_plain = plain.into_iter().filter(is_large).map(|row| row.with_features(FeatureSet::FP32_OUTPUT));
+    of_plain.chain(generic).map(Variant::batch_invariant)
 }
 
 // ---- kernels with one feature ---------------------------------------------------------------------

@@ -2,7 +2,8 @@
 // dq kernels), packed P and dS, and the mask on the dq kernels' scores. Own rows are those of the thread block (keys, in dq kernels
 // queries), step rows the others. It visits S::kStep of them at a time (S: a Shape, shape.cuh). by_chunks and by_rows
 // (fragments.cuh) are lane addresses of four 8x8 matrices, 16 rows by two chunks of eight columns: the first two have eight rows,
-// or one chunk.
+// or one chunk. An Accumulator is a lane's part of a tile of 16 own rows by 8 step rows or columns, OperandA of 16 own rows by 8
+// columns or step rows; mma() multiplies by b, the 8x8 operand B (turing/mma.cuh).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -14,8 +15,9 @@ namespace turing {
 // integer operations of pack_shifted (softmax.cuh) would save them, but take P times 2^-112, and dS needs P in this unit too. The
 // XU pipe has time for conversions, while the tensor cores work.
 __device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
-// Returns dS, from P in that unit, dP, and -delta from StepStats::scale. fp32 until the result is packed, because dP - delta may be
-// far beyond fp16 where P is small. Beyond 65504 packed dS becomes infinity, which a GradScaler detects.
+// Returns dS = P * (dP - delta), where delta is rowsum(dO * O). p: P * kProbabilityUnit. neg_delta: -delta / kProbabilityUnit, from
+// StepStats::scale. fp32 until the result is packed, because dP - delta may be far beyond fp16 where P is small. Beyond 65504
+// packed dS becomes infinity, which a GradScaler detects.
 __device__ __forceinline__ float score_gradient(float p, float dp, float neg_delta) {
     return p * fmaf(dp, 1.f / kProbabilityUnit, neg_delta);
 }

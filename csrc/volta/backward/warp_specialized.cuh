@@ -17,7 +17,12 @@
 // The kernel's row in src/kernels gives SHARED_BYTES, of a block. A Shape S (shape.cuh) has sizes: kRows own rows (keys), kStep
 // step rows (queries), kChunks chunks of eight columns, kRowBytes of a row. Its offsets in shared memory are kOwnS and kOwnDp (K
 // and V), kStepS and kStepDp (Q and dO), and kScores (P^T and dS^T).
-// chunk_after() steps along a swizzled row (tile.cuh). keep_in_register(x): x is computed once; remat_*(): again (ptx.cuh).
+// chunk_after() steps along a swizzled row (tile.cuh). An AddressPair is two shared addresses in one register. keep_in_register(x):
+// x is computed once; remat_*(): again (ptx.cuh).
+//
+// RowStats (row_stats.cuh) is the layout of row statistics in global memory: groups of queries with their -lse/scale at kNegLseAt
+// and -delta at kNegDeltaAt, kRowFloats a query. delta is rowsum(dO * O). Packed tiles have fp16 P * kProbabilityUnit (2^12) or
+// dS in words of two elements, whose sign bits are 0x8000 and 0x80000000.
 #pragma once
 
 #include "backward/dense_blocks.cuh"
@@ -209,7 +214,9 @@ struct BackwardWarpSpecialized {
         const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<2 * S::kScoreTile, S::kThreads>(shared + S::kScores);
 
-        // Addresses that depend on the role: K Q^T or V dO^T, then P^T dO or dS^T Q.
+        // Addresses that depend on the role: K Q^T or V dO^T, then P^T dO or dS^T Q. Pairs: own and step rows of the first product;
+        // operand A of the second, and where the lane packs P^T and dS^T; operands of dQ; operand B of the second, and where the
+        // thread stores the next tiles of Q and dO.
         const u32 scores = shared + S::kScores, own_scores = scores + role * S::kScoreTile;
         const AddressPair score_operands(own_operand<S>(shared + (role ? S::kOwnDp : S::kOwnS), lane, score_key0),
                                          step_operand<S>(shared + (role ? S::kStepDp : S::kStepS), lane, score_query0));

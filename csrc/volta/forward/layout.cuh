@@ -15,7 +15,8 @@
 // Eight consecutive lanes read rows of Q that differ in bits 0 to 2, and keys that differ in bits 1 and 2: these select the
 // 16-byte bank group in a swizzled tile (tile.cuh). Bit 0 of a row of V is u, known at compile time.
 //
-// Names: mt is a row tile (16 rows), j an output tile (16 columns), v a lane's element (0 to 7) of an Accumulator.
+// Names: mt is a row tile (16 rows), j an output tile (16 columns), v a lane's element (0 to 7) of an Accumulator. A chunk is eight
+// fp16 columns, 16 bytes. remat_*() read a special register again, so that the value holds no register in between (ptx.cuh).
 #pragma once
 
 #include "dense_steps.cuh"
@@ -109,8 +110,11 @@ __device__ __forceinline__ int output_column(const Lane& lane, int j, int v) {
     return (4 * (j / 2) + 2 * lane.qn + (v >> 2)) * kChunk + j % 2 * 4 + (lane.t & 2) + (v & 1);
 }
 
-// Writes out and softmax_lse of the warp's rows, from `row` on. Accumulators 2j and 2j + 1 of `o` are columns 0 to 3 and 4 to 7 of
-// each of the four chunks 4j to 4j + 3. Quad-pair column qn has chunks 4j + 2 qn (as n < 4 of both) and 4j + 2 qn + 1 (as n >= 4).
+// Writes out and softmax_lse of the warp's rows, from `row` on. finish_row() writes a row's lse and returns its output's factor:
+// 1 / sum, times that of features such as dropout.
+//
+// Accumulators 2j and 2j + 1 of `o` are columns 0 to 3 and 4 to 7 of each of the four chunks 4j to 4j + 3. Quad-pair column qn has
+// chunks 4j + 2 qn (as n < 4 of both) and 4j + 2 qn + 1 (as n >= 4).
 template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLane& lane, int batch, int head, int row,
                                              const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles]) {
@@ -183,7 +187,8 @@ __device__ __forceinline__ void store_partial(const SoftmaxState<RowTiles>& soft
     }
 }
 
-// Adds the same lane's partial result over other keys; get(number) returns its chunks.
+// Adds the same lane's partial result over other keys; get(number) returns its chunks. merge() moves the row's state to the larger
+// row_max of both, and returns the factors that bring the outputs there: the lane's own, and the other's.
 template <int RowTiles, int OutputTiles, class Get>
 __device__ __forceinline__ void combine_partial(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles], Get get) {
     int number = 0;

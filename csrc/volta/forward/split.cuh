@@ -5,6 +5,8 @@
 // add_output(). split::WideForward (larger headdims) has room for one part at a time: the functions for high and low.
 //
 // A lane is number t = quad + 4 * half (0 to 7) of its quad-pair, in row qm and column qn of the warp's 2x2 (volta/mma.cuh).
+// ForwardLane's q_row(), k_row() and v_row() are its rows of the operands. A chunk (kChunk, kChunkBytes) is eight fp16 columns, 16
+// bytes. s[0].tile[0][0] has the lane's eight scores of the step. remat_*() read a special register again (ptx.cuh).
 #pragma once
 
 #include "forward/split.cuh"
@@ -31,9 +33,9 @@ struct Split {
         uint4 high[kHalf];
         u32 low;  // address of the lane's row
 
-        // Loads rows from `row` on, of `rows`. `base`: address of row 0. sign_flip: 0x80008000 to flip the signs of Q, for a
-        // negative softmax_scale, else 0. `shared_rows`: shared address of the block's first row. warp_row: the warp's first row in
-        // the block.
+        // Loads rows from `row` on, of the `rows` that exist; others are 0. `base`: address of row 0; rows are from.row_stride fp16
+        // elements apart. sign_flip: 0x80008000 to flip the signs of Q, for a negative softmax_scale, else 0. `shared_rows`: shared
+        // address of the block's first row. warp_row: the warp's first row in the block.
         __device__ __forceinline__ void load(const Operand& from, const unsigned short* base, int row, int rows, u32 sign_flip,
                                              u32 shared_rows, int warp_row) {
             const ForwardLane lane;
@@ -100,7 +102,8 @@ struct Split {
         }
     };
 
-    // Probabilities as operand A, in two parts.
+    // Probabilities as operand A, in two parts. Each is a volta::Probabilities, whose part[0][w][u] are the lane's four numbers of
+    // one product; add_output() explains w and u. exchange() gets those of w = 1 from the neighboring quad-pair.
     struct Probabilities {
         volta::Probabilities<1> high, low;
 

@@ -4,7 +4,8 @@
 //! copied first. KV heads with lists of their own are calls of their own.
 //!
 //! Nothing here synchronizes or trusts the numbers: what is no block of the sequence is left out, and invalid lengths and pages result in
-//! NaN. A cache is entries of one sequence each, or pages that a block table assigns to sequences.
+//! NaN: such a query gets length -1, which kernels take for invalid. A cache is entries of one sequence each, or pages that a block table
+//! assigns to sequences. With latents (MLA) values are the first columns of keys, so there is no tensor of values to divide or copy.
 
 use super::gather::{all, owners, Places, Sequences};
 use super::quantized::bytes;
@@ -90,9 +91,11 @@ fn sorted(lists: &Tensor, limit: &Tensor, block: i64) -> Result<Tensor> {
 
 /// A view of a cache as pages of fewer tokens, so that a selected block is whole pages. Several make one of its own pages or entries.
 struct SmallPages {
+    /// Tokens of a small page.
     tokens: i64,
     /// Small pages from a page or an entry to the next, in memory.
     distance: i64,
+    /// Small pages of the view, with those between its pages or entries.
     count: i64,
 }
 
@@ -252,6 +255,7 @@ fn copied(mut inputs: Inputs, a: &Attention, selection: &Selection) -> Result<In
     let places = selection.places(&inputs, a, 1)?;
     let lengths = selection.tokens()?;
     let number = Tensor::f_arange(places.exist.size()[1], (Kind::Int64, lengths.device()))?;
+    // a token before the query's last, of blocks in ascending order, that is in no page or entry: the block table is invalid
     let is_missing = all([places.exist.f_logical_not()?, number.f_lt_tensor(&lengths.f_unsqueeze(1)?)?])?;
     let missing = is_missing.f_sum_dim_intlist([1_i64].as_slice(), false, Kind::Int64)?;
     let is_invalid = missing.f_ge(1)?.f_logical_or(&selection.limit.f_lt(0)?)?;

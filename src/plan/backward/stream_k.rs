@@ -26,8 +26,9 @@ const MAX_WAVES: u64 = 8;
 const MAX_SCRATCH: u64 = 64 << 20;
 /// Keys of a block whose times these are.
 const LARGE_BLOCK: u32 = 128;
-/// Time of smaller blocks relative to large ones, as a fraction: 3.1 us a step against 5.2, at headdim 64, N=1024, 32 heads on 8 KV heads.
-/// Warps of smaller blocks have two roles, those of large ones one.
+/// Time of smaller blocks relative to large ones, as a fraction (numerator, denominator). At headdim 64, N=1024, 32 heads on 8 KV heads, a
+/// step takes 3.1 us instead of 5.2 on the simulator's V100. There smaller blocks have two roles of warps (P and dV; dS and dK), large
+/// ones have one.
 const SMALL: (u64, u64) = (6, 10);
 /// Limits of a split's steps that are tried: 2 to 19 twentieths of the longest key block.
 const PARTS: u32 = 20;
@@ -60,6 +61,7 @@ struct Shape {
 }
 
 impl Shape {
+    /// Returns the steps of a key block over the queries that see one of its keys, of all query heads of a KV head.
     fn steps(&self, block: u32) -> u32 {
         let key = block as i32 * self.block_rows;
         let first = (key - self.high).max(0) / self.step * self.step;
@@ -135,7 +137,7 @@ impl BackwardStreamKPlan {
         }
     }
 
-    /// Returns the blocks of a head, the longest first: key block, first step, end, number of the split and of all.
+    /// Returns the blocks of a head, the longest first: key block, first step, end, number of the split, and splits of the key block.
     fn blocks(&self) -> Vec<(u32, u32, u32, u32, u32)> {
         let mut blocks: Vec<_> = (0..self.key_blocks)
             .flat_map(|block| {
@@ -148,7 +150,8 @@ impl BackwardStreamKPlan {
         blocks
     }
 
-    /// Estimates the time of the kernel, with the sums of splits; None: too many splits for its parameters.
+    /// Estimates the time of the kernel, in tenths of a step, with the sums of splits; None: too many splits for its parameters. Blocks
+    /// take the GPU's places in their order, each as soon as one is free.
     fn time(&self, v: &Variant, d: &DeviceLimits) -> Option<u64> {
         if self.key_blocks as usize > MAX_BACKWARD_SPLITS {
             return None;

@@ -22,7 +22,7 @@ __all__ = [
     "_wrapped_flash_attn_varlen_forward",
 ]  # fmt: skip
 
-#: A smaller dropout_p drops nothing: the kernels round it to multiples of 2**-15. diffusers passes 1e-30.
+#: A smaller dropout_p drops nothing: the kernels round it to a multiple of 2**-15, below 2**-16 to 0. diffusers passes 1e-30.
 _MIN_DROPOUT = 2**-17
 
 
